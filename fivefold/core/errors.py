@@ -1,0 +1,67 @@
+"""The error tree. Every message names the violated rule and ends with what to do.
+
+Users' mistakes raise a `FivefoldError`; the command line prints it without a traceback and exits
+with code 2. `assert` is for programmers.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class FivefoldError(ValueError):
+    """Something the user gave cannot be used; the message says which rule and the way out."""
+
+
+class UnknownName(FivefoldError):
+    """A preset, key, schedule or option that does not exist; suggests the nearest ones."""
+
+    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
+        self.kind, self.name, self.known = kind, name, sorted(known)
+        super().__init__(f"unknown {kind} {name!r}: {did_you_mean(name, self.known)}")
+
+
+class BadFile(FivefoldError):
+    """A file or text that cannot be read; carries every problem found in it."""
+
+    def __init__(self, where: str, problems: Iterable[str]) -> None:
+        self.where, self.problems = where, list(problems)
+        super().__init__(bullets(f"cannot use {where}:", self.problems))
+
+
+class IllegalLayout(FivefoldError):
+    """A layout that breaks rules of the model, the machine or the batch: every reason at once."""
+
+    def __init__(self, layout: str, reasons: Iterable[str], nearest: Iterable[str]) -> None:
+        self.layout, self.reasons, self.nearest = layout, list(reasons), list(nearest)
+        lines = bullets(f'impossible layout "{layout}":', self.reasons)
+        if self.nearest:
+            lines += "\n" + bullets("nearest legal layouts:", self.nearest)
+        super().__init__(lines)
+
+
+class IllegalSchedule(FivefoldError):
+    """A schedule outside its domain, or one that cannot run to its end."""
+
+
+def did_you_mean(name: str, known: Iterable[str], most: int = 3) -> str:
+    """Suggest the nearest known names; where none is near, list them all.
+
+    >>> did_you_mean("lama-3", ["llama-3", "gpt-2"])
+    'did you mean llama-3?'
+    """
+    options = sorted(known)
+    near = difflib.get_close_matches(name.lower(), options, n=most, cutoff=0.6)
+    if near:
+        return "did you mean " + " or ".join(near) + "?"
+    return "choose from " + ", ".join(options)
+
+
+def bullets(head: str, lines: Iterable[str]) -> str:
+    """One line a reason, under a heading.
+
+    >>> bullets("no:", ["too few"])
+    'no:\\n  - too few'
+    """
+    return "\n".join([head, *(f"  - {line}" for line in lines)])

@@ -1,0 +1,129 @@
+"""Tables in, dataclasses out, and back: unknown keys and wrong types are errors, all at once.
+
+The one reader for every file a user may write (plans, machines) and for our own presets, so that
+a typo is treated alike everywhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fivefold.core.errors import BadFile, FivefoldError, did_you_mean
+
+T = TypeVar("T")
+Table = Mapping[str, Any]
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Parse a TOML file; a missing or malformed one is a `BadFile` that names it."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadFile(str(path), [f"{error.strerror}; check the path"]) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise BadFile(str(path), [f"not valid TOML: {error}; mend that line"]) from error
+
+
+def build(cls: type[T], table: Table, where: str) -> T:
+    """Make the dataclass `cls` from a table, or raise one `BadFile` with every problem."""
+    problems: list[str] = []
+    value = _dataclass(cls, table, "", problems)
+    if problems:
+        raise BadFile(where, problems)
+    try:
+        return cls(**value)
+    except FivefoldError as error:
+        raise BadFile(where, [str(error)]) from error
+
+
+def _dataclass(cls: Any, table: Any, path: str, problems: list[str]) -> dict[str, Any]:
+    if not isinstance(table, Mapping):
+        problems.append(f"{path.rstrip('.')}: expected a table")
+        return {}
+    given = typing.cast(Table, table)
+    hints = typing.get_type_hints(cls)
+    fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
+    for key in given:
+        if key not in fields:
+            problems.append(f"unknown key {path + key!r}: {did_you_mean(key, fields)}")
+    values: dict[str, Any] = {}
+    for name, field in fields.items():
+        if name in given:
+            values[name] = _value(hints[name], given[name], path + name, problems)
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            problems.append(f"missing key {path + name!r}: add it")
+    return values
+
+
+def _value(hint: Any, value: Any, path: str, problems: list[str]) -> Any:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        if value is None:
+            return None
+        (hint,) = (one for one in arguments if one is not type(None))
+        return _value(hint, value, path, problems)
+    if dataclasses.is_dataclass(hint):
+        before = len(problems)
+        fields = _dataclass(hint, value, path + ".", problems)
+        return None if len(problems) > before else typing.cast(Any, hint)(**fields)
+    if origin is tuple and isinstance(value, (list, tuple)):
+        items = typing.cast("list[Any]", value)
+        return tuple(_value(arguments[0], item, f"{path}[{i}]", problems) for i, item in enumerate(items))
+    if origin is dict and isinstance(value, Mapping):
+        pairs = typing.cast(Table, value)
+        return {key: _value(arguments[1], item, f"{path}.{key}", problems) for key, item in pairs.items()}
+    if origin is typing.Literal:
+        if value not in arguments:
+            known = [str(one) for one in arguments]
+            problems.append(f"{path} = {value!r}: {did_you_mean(str(value), known)}")
+        return value
+    return _scalar(hint, value, path, problems)
+
+
+def _scalar(hint: Any, value: Any, path: str, problems: list[str]) -> Any:
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    plain = hint in (int, float, str, bool)
+    if not plain or not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
+        name = getattr(hint, "__name__", str(hint))
+        problems.append(f"{path} = {value!r}: expected {name}")
+    return value
+
+
+def table_of(value: Any) -> dict[str, Any]:
+    """The dataclass as a table that `build` reads back; unset optional fields are left out."""
+    table: dict[str, Any] = {}
+    for field in dataclasses.fields(value):
+        item = getattr(value, field.name)
+        if field.init and item is not None:
+            table[field.name] = table_of(item) if dataclasses.is_dataclass(item) else item
+    return table
+
+
+def to_toml(table: Table, prefix: str = "") -> str:
+    """Write a table of scalars, lists and tables as TOML; scalars first, as TOML requires."""
+    plain = {key: item for key, item in table.items() if not isinstance(item, Mapping)}
+    lines = [f"{key} = {_literal(item)}" for key, item in plain.items()]
+    for key, item in table.items():
+        if isinstance(item, Mapping):
+            body = to_toml(typing.cast(Table, item), f"{prefix}{key}.")
+            lines += ["", f"[{prefix}{key}]", body.rstrip("\n")]
+    return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def _literal(item: Any) -> str:
+    if isinstance(item, bool):
+        return "true" if item else "false"
+    if isinstance(item, (list, tuple)):
+        items = typing.cast("list[Any]", item)
+        return "[" + ", ".join(_literal(one) for one in items) + "]"
+    if isinstance(item, str):
+        return json.dumps(item, ensure_ascii=False)
+    return repr(item)
