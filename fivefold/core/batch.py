@@ -1,0 +1,118 @@
+"""The batch identity that every verb prints: global batch = microbatch · accumulation · dp.
+
+All three are counts of sequences or of microbatches; tokens are sequences times their length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fivefold.core.errors import FivefoldError
+
+IDENTITY = "global batch = microbatch · accumulation · dp"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one optimizer step consumes.
+
+    `microbatch_size` is the sequences that one data rank feeds forward at once, `microbatches` how
+    many of them it accumulates before the step.
+    """
+
+    dp: int
+    seq: int
+    microbatch_size: int
+    microbatches: int
+
+    def __post_init__(self) -> None:
+        _require_counts(
+            dp=self.dp,
+            seq=self.seq,
+            microbatch_size=self.microbatch_size,
+            microbatches=self.microbatches,
+        )
+
+    @classmethod
+    def resolve(
+        cls,
+        dp: int,
+        seq: int,
+        *,
+        batch: int | None = None,
+        microbatch_size: int | None = None,
+        microbatches: int | None = None,
+    ) -> Batch:
+        """Complete the identity from what is given; refuse a remainder or a contradiction.
+
+        A microbatch of one sequence and one microbatch a step are assumed only where the other
+        values leave them open.
+        """
+        given = {"batch": batch, "microbatch_size": microbatch_size, "microbatches": microbatches}
+        _require_counts(dp=dp, seq=seq, **{k: v for k, v in given.items() if v is not None})
+        if batch is None:
+            return cls(dp, seq, microbatch_size or 1, microbatches or 1)
+        if microbatches is None:
+            microbatch_size = microbatch_size or 1
+            problem = remainder(batch, microbatch=microbatch_size, dp=dp)
+            microbatches = batch // (microbatch_size * dp)
+        elif microbatch_size is None:
+            problem = remainder(batch, accumulation=microbatches, dp=dp)
+            microbatch_size = batch // (microbatches * dp)
+        else:
+            problem = _contradiction(batch, cls(dp, seq, microbatch_size, microbatches))
+        if problem:
+            raise FivefoldError(problem)
+        return cls(dp, seq, microbatch_size, microbatches)
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of one step, over all data ranks."""
+        return self.microbatch_size * self.microbatches * self.dp
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one step, over all data ranks."""
+        return self.sequences * self.seq
+
+    def __str__(self) -> str:
+        return (
+            f"global batch {self.sequences:,} sequences = {self.microbatch_size} · "
+            f"{self.microbatches} · {self.dp} (microbatch · accumulation · dp) "
+            f"= {self.tokens:,} tokens"
+        )
+
+
+def remainder(batch: int, **factors: int) -> str | None:
+    """Why `batch` is no multiple of these factors of the identity, and the nearest that are.
+
+    >>> remainder(30, microbatch=1, dp=4)
+    'global batch 30 is not a multiple of microbatch 1 · dp 4 = 4: use 28 or 32'
+    """
+    unit = 1
+    for factor in factors.values():
+        unit *= factor
+    if batch % unit == 0:
+        return None
+    below = batch - batch % unit
+    ways = [f"{legal:,}" for legal in (below, below + unit) if legal > 0]
+    product = " · ".join(f"{name} {factor}" for name, factor in factors.items())
+    return (
+        f"global batch {batch:,} is not a multiple of {product} = {unit:,}: use {' or '.join(ways)}"
+    )
+
+
+def _contradiction(batch: int, others: Batch) -> str | None:
+    if batch == others.sequences:
+        return None
+    return (
+        f"global batch {batch:,} is not {others.microbatch_size} · {others.microbatches} · "
+        f"{others.dp} = {others.sequences:,} ({IDENTITY}): leave one of the three out, or give "
+        f"batch={others.sequences}"
+    )
+
+
+def _require_counts(**counts: int) -> None:
+    wrong = [f"{name}={count}" for name, count in counts.items() if count < 1]
+    if wrong:
+        raise FivefoldError(f"{', '.join(wrong)}: give whole numbers of at least 1 ({IDENTITY})")

@@ -1,0 +1,247 @@
+"""The clock: plays a schedule with the costs of its stages and keeps the time and the memory.
+
+A step starts when its rank is free and what it needs has arrived: a forward needs the forward of
+the stage before; a backward needs its own forward and the backward of the stage after; a weight
+gradient needs its input gradient. An edge between two ranks costs a transfer, as pure latency.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from fivefold.core.errors import IllegalSchedule
+from fivefold.core.schedule.action import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRAD,
+    WEIGHT_GRAD,
+    Action,
+    Step,
+    actions_of,
+)
+from fivefold.core.schedule.costs import Costs
+from fivefold.core.schedule.value import Schedule
+
+
+class Wait(NamedTuple):
+    """An idle slot: `rank` waits from `start` to `end`, at `step`, for what `cause` delivers."""
+
+    rank: int
+    start: float
+    end: float
+    step: Step
+    cause: Action
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When every step of every rank starts and ends, in the order of the schedule."""
+
+    schedule: Schedule
+    costs: Costs
+    starts: tuple[tuple[float, ...], ...]
+    ends: tuple[tuple[float, ...], ...]
+
+    @cached_property
+    def makespan(self) -> float:
+        """From zero to the last end: what a step costs where a global norm separates steps."""
+        return max(ends[-1] for ends in self.ends)
+
+    @cached_property
+    def span(self) -> float:
+        """The longest time from a rank's own first start to its own last end."""
+        return max(
+            ends[-1] - starts[0] for starts, ends in zip(self.starts, self.ends, strict=True)
+        )
+
+    @cached_property
+    def ideal(self) -> float:
+        """The work of the busiest rank: the makespan of a pipeline without a bubble."""
+        return max(sum(map(self.costs.of, steps)) for steps in self.schedule.order)
+
+    @property
+    def bubble_makespan(self) -> float:
+        """Idle share of the makespan."""
+        return 1 - self.ideal / self.makespan
+
+    @property
+    def bubble_span(self) -> float:
+        """Idle share of the span."""
+        return 1 - self.ideal / self.span
+
+    @property
+    def bubble_ratio(self) -> float:
+        """Idle time over the ideal time: the other convention of the literature."""
+        return self.makespan / self.ideal - 1
+
+    def waits(self) -> Iterator[Wait]:
+        """Every idle slot before a rank's last step, with the action that ends it."""
+        arrivals = _ends_by_action(self)
+        for rank, steps in enumerate(self.schedule.order):
+            free = 0.0
+            for step, start, end in zip(steps, self.starts[rank], self.ends[rank], strict=True):
+                if start > free + 1e-9 * self.makespan:
+                    causes = [cause for action in actions_of(step) for cause in needs(action)]
+                    known = [arrivals[key] for key in _expand(causes) if key in arrivals]
+                    yield Wait(rank, free, start, step, max(known)[1])
+                free = end
+
+
+def needs(action: Action) -> tuple[Action, ...]:
+    """What must have happened before this action, stages beyond the ends included."""
+    stage, kind, microbatch = action
+    if kind == FORWARD:
+        return (Action(stage - 1, FORWARD, microbatch),)
+    if kind == WEIGHT_GRAD:
+        return (Action(stage, INPUT_GRAD, microbatch),)
+    return (Action(stage, FORWARD, microbatch), Action(stage + 1, BACKWARD, microbatch))
+
+
+def _expand(causes: list[Action]) -> Iterator[Action]:
+    """A gradient arrives from a full backward or from an input gradient: look for both."""
+    for cause in causes:
+        yield cause
+        if cause.kind == BACKWARD:
+            yield cause._replace(kind=INPUT_GRAD)
+
+
+def _ends_by_action(timeline: Timeline) -> dict[Action, tuple[float, Action]]:
+    return {
+        action: (end, action)
+        for steps, ends in zip(timeline.schedule.order, timeline.ends, strict=True)
+        for step, end in zip(steps, ends, strict=True)
+        for action in actions_of(step)
+    }
+
+
+def play(schedule: Schedule, costs: Costs) -> Timeline:
+    """Run the schedule; one that cannot end raises, naming who waits for what."""
+    player = _Player(schedule, costs)
+    woken = list(range(schedule.num_ranks))
+    while woken:
+        woken += player.advance(woken.pop())
+    player.require_end()
+    return Timeline(
+        schedule, costs, tuple(map(tuple, player.starts)), tuple(map(tuple, player.ends))
+    )
+
+
+class _Player:
+    """Advances each rank as far as it can go; a rank that waits is woken by what it waits for.
+
+    Results live in numbered slots, forwards first and gradients behind them. A search plays
+    millions of actions, hence the flat tables and the one long loop.
+    """
+
+    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+        self.schedule, self.overlap = schedule, costs.overlap
+        self.starts: list[list[float]] = [[] for _ in schedule.order]
+        self.ends: list[list[float]] = [[] for _ in schedule.order]
+        self.gradients = schedule.num_stages * schedule.num_microbatches
+        self.done = [-1.0] * (2 * self.gradients)
+        self.waiting: dict[int, int] = {}
+        whole = tuple(map(sum, zip(costs.backward, costs.weight, strict=True)))
+        self.costs = {
+            FORWARD: costs.forward,
+            INPUT_GRAD: costs.backward,
+            WEIGHT_GRAD: costs.weight,
+            BACKWARD: whole,
+        }
+        homes = schedule.placement.homes
+        self.lags = [
+            0.0 if homes[stage] == homes[stage + 1] else costs.transfer[stage]
+            for stage in range(len(homes) - 1)
+        ]
+
+    def advance(self, rank: int) -> list[int]:
+        """Play one rank until it must wait; returns the ranks that its results wake."""
+        starts, ends, woken = self.starts[rank], self.ends[rank], list[int]()
+        now = ends[-1] if ends else 0.0
+        done, waiting, costs, lags = self.done, self.waiting, self.costs, self.lags
+        num, last, offset = self.schedule.num_microbatches, len(lags), self.gradients
+        steps = self.schedule.order[rank]
+        for place in range(len(ends), len(steps)):
+            actions = actions_of(steps[place])
+            cost = 0.0
+            for stage, kind, microbatch in actions:
+                here = stage * num + microbatch
+                if kind == FORWARD:
+                    slot, lag = (here - num, lags[stage - 1]) if stage else (-1, 0.0)
+                elif kind == WEIGHT_GRAD:
+                    slot, lag = offset + here, 0.0
+                elif stage == last or done[here] < 0:
+                    slot, lag = here, 0.0
+                else:
+                    slot, lag = offset + here + num, lags[stage]
+                if slot >= 0:
+                    arrival = done[slot]
+                    if arrival < 0:
+                        waiting[slot] = rank
+                        return woken
+                    if arrival + lag > now:
+                        now = arrival + lag
+                cost += costs[kind][stage]
+            starts.append(now)
+            now += cost if len(actions) == 1 else self.overlap * cost
+            ends.append(now)
+            for stage, kind, microbatch in actions:
+                if kind != WEIGHT_GRAD:
+                    slot = stage * num + microbatch + (0 if kind == FORWARD else offset)
+                    done[slot] = now
+                    if slot in waiting:
+                        woken.append(waiting.pop(slot))
+        return woken
+
+    def require_end(self) -> None:
+        """Name every rank that is stuck, and at what."""
+        stuck = [
+            f"rank {rank} waits at {steps[len(ends)]} for {self._missing(rank)}"
+            for rank, (steps, ends) in enumerate(zip(self.schedule.order, self.ends, strict=True))
+            if len(ends) < len(steps)
+        ]
+        if stuck:
+            raise IllegalSchedule(
+                "the schedule deadlocks: " + "; ".join(stuck) + "; put what is waited for first"
+            )
+
+    def _missing(self, rank: int) -> Action:
+        (slot,) = (slot for slot, waiter in self.waiting.items() if waiter == rank)
+        num = self.schedule.num_microbatches
+        split = INPUT_GRAD if self.schedule.splits_backward else BACKWARD
+        kind = FORWARD if slot < self.gradients else split
+        return Action(slot % self.gradients // num, kind, slot % num)
+
+
+def memory_levels(
+    steps: tuple[Step, ...], unit: float = 1.0, after_input_grad: float = 1.0
+) -> list[float]:
+    """Activations held while each step runs, counting from the start of F to the end of W or B.
+
+    A forward adds `unit`; an input gradient leaves `after_input_grad` of it for the weight
+    gradient, which releases the rest.
+    """
+    held, levels = 0.0, list[float]()
+    for step in steps:
+        actions = actions_of(step)
+        held += unit * sum(action.kind == FORWARD for action in actions)
+        levels.append(held)
+        for action in actions:
+            if action.kind == BACKWARD:
+                held -= unit
+            elif action.kind == INPUT_GRAD:
+                held -= unit * (1 - after_input_grad)
+            elif action.kind == WEIGHT_GRAD:
+                held -= unit * after_input_grad
+    return levels
+
+
+def peak_activations(schedule: Schedule, after_input_grad: float = 1.0) -> list[float]:
+    """The most activations each rank holds, in microbatches of a full stage (1/p of the model)."""
+    unit = schedule.num_ranks / schedule.num_stages
+    return [
+        round(max(memory_levels(steps, unit, after_input_grad), default=0.0), 9)
+        for steps in schedule.order
+    ]

@@ -1,0 +1,234 @@
+"""What a `Shape` weighs and computes: parameters, and FLOPs per token, part by part.
+
+Parameters: `total` counts what the published figures count, every trained weight once: a tied head
+is counted in the embedding, learned positions belong to the embedding, the bias of loss-free
+balancing is a buffer and no parameter, and multi-token-prediction layers stand beside the total.
+`active` counts the same with `top_k` of the experts only; it includes the whole input embedding.
+
+FLOPs follow the convention behind every MFU we print: 2 per active parameter and token forward
+(norms and biases included, the input embedding excluded, the head included even when tied), twice
+that backward; attention scores at half of the square, s/2 visible keys for the average token of
+a sequence of s; recomputation never counts. Multi-token prediction is trained, so it counts,
+with the run through the shared head that each of its layers makes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, fields
+
+from fivefold.core.shape import Mla, Shape
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Number of weights by part, of a model or of a piece of it."""
+
+    embedding: int = 0  # with learned positions
+    attention: int = 0  # projections and their biases
+    mlp: int = 0  # of dense layers
+    router: int = 0
+    experts: int = 0
+    shared_experts: int = 0  # with their gate
+    norms: int = 0  # with those inside attention
+    head: int = 0  # 0 when tied
+    mtp: int = 0  # in neither `total` nor `active`
+    active_experts: int = 0  # the part of `experts` that one token meets
+
+    @property
+    def total(self) -> int:
+        """Every weight once, without the MTP layers."""
+        return sum(self.parts().values()) - self.mtp
+
+    @property
+    def active(self) -> int:
+        """Weights that one token meets, the whole input embedding included."""
+        return self.total - self.experts + self.active_experts
+
+    def parts(self) -> dict[str, int]:
+        """Part by part; the values sum to `total + mtp`."""
+        names = (one.name for one in fields(self))
+        return {name: getattr(self, name) for name in names if name != "active_experts"}
+
+    def __add__(self, other: Parameters) -> Parameters:
+        names = [one.name for one in fields(self)]
+        return Parameters(**{name: getattr(self, name) + getattr(other, name) for name in names})
+
+    def __mul__(self, times: int) -> Parameters:
+        return Parameters(**{one.name: times * getattr(self, one.name) for one in fields(self)})
+
+
+@dataclass(frozen=True)
+class Flops:
+    """FLOPs per token by part."""
+
+    attention: float = 0.0  # projections
+    scores: float = 0.0  # queries × keys and weights × values, causal
+    mlp: float = 0.0
+    router: float = 0.0
+    experts: float = 0.0
+    shared_experts: float = 0.0
+    norms: float = 0.0
+    head: float = 0.0
+    mtp: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All parts together."""
+        return math.fsum(self.parts().values())
+
+    def parts(self) -> dict[str, float]:
+        """Part by part; the values sum to `total`."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}
+
+    def __add__(self, other: Flops) -> Flops:
+        mine, theirs = self.parts(), other.parts()
+        return Flops(**{name: mine[name] + theirs[name] for name in mine})
+
+    def __mul__(self, times: float) -> Flops:
+        return Flops(**{name: times * flops for name, flops in self.parts().items()})
+
+
+def parameters(shape: Shape) -> Parameters:
+    """The whole model: embedding, every layer, head, and MTP layers beside them."""
+    whole = embedding_parameters(shape) + head_parameters(shape)
+    for i, times in layer_kinds(shape).items():
+        whole += layer_parameters(shape, i) * times
+    return whole + Parameters(mtp=shape.mtp * mtp_parameters(shape).total)
+
+
+def layer_kinds(shape: Shape) -> dict[int, int]:
+    """The first layer of each kind and how many are like it: a model has few kinds."""
+    first: dict[tuple[bool, bool], int] = {}
+    kinds = [(shape.is_moe_layer(i), shape.is_global_layer(i)) for i in range(shape.layers)]
+    for i, kind in enumerate(kinds):
+        first.setdefault(kind, i)
+    return {first[kind]: times for kind, times in Counter(kinds).items()}
+
+
+def embedding_parameters(shape: Shape) -> Parameters:
+    """What stands before the first layer."""
+    rows = shape.vocab + (shape.max_seq if shape.positions == "learned" else 0)
+    return Parameters(
+        embedding=rows * shape.width, norms=_norm(shape) if shape.embedding_norm else 0
+    )
+
+
+def head_parameters(shape: Shape) -> Parameters:
+    """What stands after the last layer: the final norm, and the head unless it is tied."""
+    return Parameters(norms=_norm(shape), head=0 if shape.tied else shape.vocab * shape.width)
+
+
+def layer_parameters(shape: Shape, i: int) -> Parameters:
+    """One layer, i from 0."""
+    norms = _norm(shape) * (1 if shape.parallel_block else 2) + _attention_norms(shape)
+    attention = _attention(shape)
+    if shape.moe is None or not shape.is_moe_layer(i):
+        bias = shape.mlp_bias * ((2 if shape.gated else 1) * shape.ffn + shape.width)
+        mlp = _mlp_matrices(shape, shape.ffn) + bias
+        return Parameters(attention=attention, mlp=mlp, norms=norms)
+    moe, one = shape.moe, _mlp_matrices(shape, shape.moe.ffn)
+    shared = _mlp_matrices(shape, moe.shared_ffn) + moe.shared_gated * shape.width
+    return Parameters(
+        attention=attention,
+        router=shape.width * moe.experts,
+        experts=moe.experts * one,
+        shared_experts=shared if moe.shared else 0,
+        norms=norms,
+        active_experts=moe.top_k * one,
+    )
+
+
+def mtp_parameters(shape: Shape) -> Parameters:
+    """One MTP layer: a layer like the last, its three norms, and the join of state and token.
+
+    Its embedding and head are the model's own and counted there.
+    """
+    join = 2 * shape.width * shape.width
+    last = layer_parameters(shape, shape.layers - 1)
+    return last + Parameters(attention=join, norms=3 * _norm(shape))
+
+
+def forward_flops(shape: Shape, seq: int) -> Flops:
+    """FLOPs per token of one forward pass over sequences of `seq` tokens."""
+    ends = embedding_parameters(shape).norms + head_parameters(shape).norms
+    head = 2.0 * shape.vocab * shape.width
+    whole = Flops(head=head, norms=2.0 * ends)
+    for i, times in layer_kinds(shape).items():
+        whole += layer_flops(shape, i, seq) * times
+    extra = mtp_parameters(shape)
+    one = 2.0 * extra.active + _scores(shape, shape.layers - 1, seq) + head
+    return whole + Flops(mtp=shape.mtp * one)
+
+
+def layer_flops(shape: Shape, i: int, seq: int) -> Flops:
+    """FLOPs per token of one forward pass through layer i."""
+    sizes = layer_parameters(shape, i)
+    return Flops(
+        attention=2.0 * sizes.attention,
+        scores=_scores(shape, i, seq),
+        mlp=2.0 * sizes.mlp,
+        router=2.0 * sizes.router,
+        experts=2.0 * sizes.active_experts,
+        shared_experts=2.0 * sizes.shared_experts,
+        norms=2.0 * sizes.norms,
+    )
+
+
+def training_flops(shape: Shape, seq: int) -> Flops:
+    """Model FLOPs per token of forward and backward: the numerator of MFU."""
+    return forward_flops(shape, seq) * 3
+
+
+def visible_keys(shape: Shape, i: int, seq: int) -> float:
+    """Keys that the average token of a sequence sees in layer i, at half of the square."""
+    if shape.window is None or shape.is_global_layer(i) or shape.window >= seq:
+        return seq / 2
+    if shape.window_kind == "sliding":
+        return shape.window - shape.window**2 / (2 * seq)
+    blocks, rest = divmod(seq, shape.window)
+    return (blocks * shape.window**2 + rest**2) / (2 * seq)
+
+
+def _scores(shape: Shape, i: int, seq: int) -> float:
+    per_key = 2.0 * shape.heads * (shape.head_dim + shape.value_dim)
+    return per_key * visible_keys(shape, i, seq)
+
+
+def _norm(shape: Shape) -> int:
+    return shape.width * (2 if shape.norm_bias else 1)
+
+
+def _mlp_matrices(shape: Shape, ffn: int) -> int:
+    return (3 if shape.gated else 2) * shape.width * ffn
+
+
+def _attention(shape: Shape) -> int:
+    if shape.mla is not None:
+        return _latent_attention(shape, shape.mla)
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    matrices = shape.width * (2 * queries + 2 * keys)
+    return matrices + shape.qkv_bias * (queries + 2 * keys) + shape.out_bias * shape.width
+
+
+def _latent_attention(shape: Shape, mla: Mla) -> int:
+    """MLA. As in Hugging Face, `qkv_bias` reaches the projections into latents only."""
+    queries, latents = shape.heads * shape.head_dim, mla.kv_rank + mla.rope_dim
+    to_query = shape.width * queries
+    if mla.q_rank is not None:
+        to_query = mla.q_rank * (shape.width + queries)
+    from_latent = mla.kv_rank * shape.heads * (mla.nope_dim + mla.value_dim)
+    out = shape.heads * mla.value_dim * shape.width
+    bias = shape.qkv_bias * (latents + (mla.q_rank or 0)) + shape.out_bias * shape.width
+    return to_query + shape.width * latents + from_latent + out + bias
+
+
+def _attention_norms(shape: Shape) -> int:
+    if shape.mla is not None:
+        return shape.mla.kv_rank + (shape.mla.q_rank or 0)
+    if shape.qk_norm == "head":
+        return 2 * shape.head_dim
+    if shape.qk_norm == "full":
+        return (shape.heads + shape.kv_heads) * shape.head_dim
+    return 0

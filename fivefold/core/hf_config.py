@@ -1,0 +1,184 @@
+"""A Hugging Face `config.json` read key by key: problems are collected, never raised one by one.
+
+Below the reader, the parts that several families spell alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+from fivefold.core.shape import MOST_LAYERS, Rope, RopeKind
+
+Fields = dict[str, Any]
+
+ROPES = {"default": "default", "llama3": "llama3", "yarn": "yarn", "linear": "linear"}
+
+
+class Config:
+    """One table of the file. A key that cannot be used is noted and a stand-in handed back.
+
+    Null is read as absent, that is how these files spell "by default", except where null itself
+    has a meaning (`optional_whole`).
+    """
+
+    def __init__(self, table: Mapping[str, Any], problems: list[str], prefix: str = "") -> None:
+        self._table, self._problems, self._prefix = table, problems, prefix
+
+    def has(self, key: str) -> bool:
+        """Whether the key is there and not null."""
+        return self._table.get(key) is not None
+
+    def problem(self, key: str, rule: str) -> None:
+        """Note that the value of `key` breaks a rule."""
+        shown = repr(self._table.get(key))
+        shown = shown if len(shown) <= 60 else shown[:60] + "…"
+        self._problems.append(f"{self._prefix}{key} = {shown}: {rule}")
+
+    def whole(self, key: str, default: int | None = None, least: int = 1) -> int:
+        """A whole number of at least `least`."""
+        value = self._get(key, default)
+        if isinstance(value, int) and not isinstance(value, bool) and value >= least:
+            return value
+        if value is not None:
+            self.problem(key, f"must be a whole number, at least {least}")
+        return max(least, 1)
+
+    def optional_whole(self, key: str, default: int | None = None) -> int | None:
+        """A positive whole number; None where it is null, the default where it is absent."""
+        if key not in self._table:
+            return default
+        return self.whole(key) if self.has(key) else None
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A finite number of at least 0."""
+        value = self._get(key, default)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            # Above 1e300 a whole number may no longer be a float.
+            if 0 <= value < 1e300 and math.isfinite(value):
+                return float(value)
+            self.problem(key, "must be a finite number, at least 0")
+        elif value is not None:
+            self.problem(key, "must be a number")
+        return 1.0
+
+    def flag(self, key: str, default: bool) -> bool:
+        """True or false."""
+        value = self._get(key, default)
+        if isinstance(value, bool):
+            return value
+        self.problem(key, "must be true or false")
+        return default
+
+    def choice(self, key: str, default: str, meanings: Mapping[str, str]) -> str:
+        """What one of a few words means here."""
+        value = self._get(key, default)
+        if isinstance(value, str) and value in meanings:
+            return meanings[value]
+        self.problem(key, "supported are " + ", ".join(meanings))
+        return next(iter(meanings.values()))
+
+    def must_be(self, key: str, *allowed: object) -> None:
+        """Refuse a feature that a Shape cannot express; an absent key is fine."""
+        if self.has(key) and self._table[key] not in allowed:
+            self.problem(key, "not supported; only " + " or ".join(map(str, allowed)) + " is")
+
+    def table(self, key: str) -> Config | None:
+        """A table within, or None where the key is absent."""
+        if not self.has(key):
+            return None
+        value = self._table[key]
+        if not isinstance(value, Mapping):
+            self.problem(key, "must be a table")
+            return None
+        return Config(cast("Mapping[str, Any]", value), self._problems, f"{self._prefix}{key}.")
+
+    def items(self, key: str) -> list[object] | None:
+        """A list, or None where the key is absent."""
+        if not self.has(key):
+            return None
+        value = self._table[key]
+        if isinstance(value, list):
+            return cast("list[object]", value)
+        self.problem(key, "must be a list")
+        return None
+
+    def layer_set(self, key: str) -> frozenset[int] | None:
+        """A list of layer numbers, or None where the key is absent."""
+        items = self.items(key)
+        if items is None:
+            return None
+        layers = frozenset(item for item in items if isinstance(item, int))
+        if not all(isinstance(item, int) for item in items):
+            self.problem(key, "must hold layer numbers")
+        return layers
+
+    def first_of(self, keys: Iterable[str]) -> str:
+        """The first of several spellings that is there; the first spelling if none is."""
+        names = list(keys)
+        return next((key for key in names if self.has(key)), names[0])
+
+    def _get(self, key: str, default: object) -> object:
+        if self.has(key):
+            return self._table[key]
+        if default is None:
+            self._problems.append(f"{self._prefix}{key} is missing: add it")
+        return default
+
+
+def head_dim(config: Config, width: int, heads: int) -> int:
+    """Width of a head, given or an even share of the model's width."""
+    if not config.has("head_dim") and width % heads:
+        config.problem("head_dim", f"add it, since {heads} heads do not divide width {width}")
+    return config.whole("head_dim", max(width // heads, 1))
+
+
+def attention_bias(config: Config) -> Fields:
+    """One key for all four projections."""
+    return dict.fromkeys(("qkv_bias", "out_bias"), config.flag("attention_bias", False))
+
+
+def rotary(config: Config, max_seq: int, theta: float) -> Fields:
+    """Both spellings: `rope_theta` with `rope_scaling`, or the newer `rope_parameters`."""
+    table = config.table(config.first_of(("rope_parameters", "rope_scaling")))
+    theta = config.number("rope_theta", theta)
+    if table is None:
+        return {"rope_theta": theta}
+    theta = table.number("rope_theta", theta)
+    kind = table.choice(table.first_of(("rope_type", "type")), "default", ROPES)
+    if kind == "default":
+        return {"rope_theta": theta}
+    extra = {
+        "low_freq": ("low_freq_factor", 1.0),
+        "high_freq": ("high_freq_factor", 4.0),
+        "beta_fast": ("beta_fast", 32.0),
+        "beta_slow": ("beta_slow", 1.0),
+        "mscale": ("mscale", 0.0),
+        "mscale_all_dim": ("mscale_all_dim", 0.0),
+    }
+    fields: Fields = {name: table.number(key, value) for name, (key, value) in extra.items()}
+    if table.has("attention_factor"):
+        fields["attention_factor"] = table.number("attention_factor")
+    original = table.whole("original_max_position_embeddings", max_seq)
+    rope = Rope(cast("RopeKind", kind), table.number("factor"), original, **fields)
+    return {"rope_theta": theta, "rope": rope}
+
+
+def expert_placement(config: Config, key: str, wanted: list[int], layers: int) -> Fields:
+    """The layers that have experts, as a Shape says it: each n-th from some layer on."""
+    if not wanted:
+        config.problem(key, "no layer is left with experts")
+        return {}
+    every = wanted[1] - wanted[0] if len(wanted) > 1 else 1
+    first_dense = 0 if wanted[0] == every - 1 else wanted[0]
+    said = [i for i in indices(layers) if i >= first_dense and (i + 1) % every == 0]
+    if said != wanted:
+        config.problem(key, "not supported; experts must be in each n-th layer (n−1, 2n−1, …)")
+    return {"first_dense": first_dense, "every": every}
+
+
+def indices(layers: int) -> range:
+    """The layers, from 0."""
+    # An absurd number of layers is refused later, by Shape; do not count up to it here.
+    return range(min(layers, MOST_LAYERS))

@@ -1,0 +1,341 @@
+"""Layout: which rank does what. Grid, coords, groups, and the text form that every verb reads.
+
+    world = dp · cp · tp · pp        dp = replicate × shard        edp = dp·cp·tp / (ep·etp)
+
+Experts are folded over the ranks that the dense layers of a stage already use, so `ep` and `etp`
+do not multiply the world. Inside a stage the ranks are numbered with tp fastest, then cp, then
+dp, whichever `order` places them on the machine; every axis but pp is then one (size, stride)
+pair of that numbering, and all groups follow from it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args
+
+from fivefold.core.errors import BadFile, FivefoldError, IllegalLayout, UnknownName, did_you_mean
+
+if TYPE_CHECKING:
+    import numpy
+    from numpy.typing import NDArray
+
+    from fivefold.core.machine import Machine, Tier
+
+ContextKind = Literal["ring", "zigzag", "allgather", "ulysses", "hybrid"]
+Order = Literal["tp-cp-dp-pp", "tp-cp-pp-dp"]
+
+DEGREES = ("replicate", "shard", "tp", "pp", "cp", "ep", "etp")
+AXES = ("dp", "tp", "pp", "cp", "ep", "etp", "edp", "replicate", "shard", "fsdp", "dp-cp")
+# Far above any machine; keeps a slip of the keyboard from being factored and drawn rank by rank.
+MOST_RANKS = 1 << 20
+ZERO_NAMES = {"NO_SHARD": 0, "SHARD_GRAD_OP": 2, "FULL_SHARD": 3}
+_TEXT_KEYS = ("dp", "tp", "pp", "cp", "ep", "etp", "order")
+
+
+class Coord(NamedTuple):
+    """The place of one rank on every axis."""
+
+    dp: int
+    replicate: int
+    shard: int
+    cp: int
+    tp: int
+    pp: int
+    ep: int
+    etp: int
+    edp: int
+
+
+class Textbook(NamedTuple):
+    """The product N = N_dp · N_tp · N_pp · N_cp · N_ep, where N_dp counts whole sets of experts."""
+
+    dp: int
+    tp: int
+    pp: int
+    cp: int
+    ep: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Degrees of the five axes, and how each is carried out.
+
+    `sp` (sequence parallelism) matters only where tp > 1, `context` only where cp > 1; `chunks`
+    is the number of stages on one pipeline rank.
+    """
+
+    replicate: int = 1
+    shard: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
+    zero: int = 3
+    sp: bool = True
+    context: ContextKind = "zigzag"
+    chunks: int = 1
+    order: Order = "tp-cp-dp-pp"
+
+    def __post_init__(self) -> None:
+        reasons = list(self._bad_fields())
+        if reasons:
+            raise IllegalLayout(str(self), reasons, [])
+
+    def _bad_fields(self) -> Iterator[str]:
+        counts = {name: getattr(self, name) for name in (*DEGREES, "chunks")}
+        wrong = [name for name, count in counts.items() if not _is_count(count)]
+        yield from (f"{name}={counts[name]!r}: give a whole number of at least 1" for name in wrong)
+        if not wrong and self.world > MOST_RANKS:
+            yield f"{self.world:,} ranks: at most {MOST_RANKS:,} are supported; lower a degree"
+        if self.zero not in range(4):
+            yield f"zero={self.zero!r}: the ZeRO stages are 0, 1, 2 and 3"
+        for name, kinds in (("context", get_args(ContextKind)), ("order", get_args(Order))):
+            given = getattr(self, name)
+            if given not in kinds:
+                yield f"{name}={given!r}: {did_you_mean(str(given), kinds)}"
+
+    @classmethod
+    def parse(
+        cls,
+        text: str,
+        *,
+        zero: int | str | None = None,
+        sp: bool = True,
+        context: str = "zigzag",
+        chunks: int = 1,
+    ) -> Layout:
+        """Read `dp=2x2 tp=2 pp=2`: omitted degrees are 1, `dp=RxS` is replicate × shard.
+
+        Without a `zero` the stage is 3, or 1 under a pipeline, where stages 2 and 3 would move
+        gradients once per microbatch.
+        """
+        problems: list[str] = []
+        fields = _fields_of(text, problems)
+        stage = 1 if fields.get("pp", 1) > 1 else 3
+        try:
+            stage = stage if zero is None else parse_zero(zero)
+        except FivefoldError as error:
+            problems.append(str(error))
+        if problems:
+            raise BadFile(f'layout "{text}"', problems)
+        return cls(**fields, zero=stage, sp=sp, context=cast(ContextKind, context), chunks=chunks)
+
+    def __str__(self) -> str:
+        data = f"{self.replicate}x{self.shard}" if self.replicate != 1 else str(self.shard)
+        degrees = {"dp": data, "tp": self.tp, "pp": self.pp, "cp": self.cp}
+        degrees |= {"ep": self.ep, "etp": self.etp}
+        words = [f"{axis}={degree}" for axis, degree in degrees.items() if str(degree) != "1"]
+        words = words or ["dp=1"]
+        return " ".join(words if self.order == Layout.order else [*words, f"order={self.order}"])
+
+    @property
+    def dp(self) -> int:
+        """Ranks that see different sequences."""
+        return self.replicate * self.shard
+
+    @property
+    def stage_size(self) -> int:
+        """Ranks that share one pipeline stage: the plane over which experts are folded."""
+        return self.dp * self.cp * self.tp
+
+    @property
+    def world(self) -> int:
+        """All ranks."""
+        return self.stage_size * self.pp
+
+    @property
+    def edp(self) -> int:
+        """How often the experts of a stage are replicated."""
+        self._require_folding()
+        return self.stage_size // (self.ep * self.etp)
+
+    @property
+    def folds(self) -> bool:
+        """Whether the experts fit over the dense ranks."""
+        return self.stage_size % (self.ep * self.etp) == 0
+
+    def folding_rule(self) -> str:
+        """The rule that `folds` tests, with this layout's numbers."""
+        return (
+            f"ep {self.ep} · etp {self.etp} = {self.ep * self.etp} must divide "
+            f"dp {self.dp} · cp {self.cp} · tp {self.tp} = {self.stage_size}, the ranks of a stage "
+            "that experts are laid over: lower ep or etp, or raise dp"
+        )
+
+    def grid(self) -> NDArray[numpy.int64]:
+        """Every rank at its place: one array dim per axis of `order`, the outermost first."""
+        import numpy  # not needed to plan; its import would cost more than a whole plan
+
+        sizes = [getattr(self, axis) for axis in reversed(self.order.split("-"))]
+        return numpy.arange(self.world, dtype=numpy.int64).reshape(sizes)
+
+    def rank(self, *, dp: int = 0, cp: int = 0, tp: int = 0, pp: int = 0) -> int:
+        """The rank at these coords."""
+        for axis, place in (("dp", dp), ("cp", cp), ("tp", tp), ("pp", pp)):
+            if not 0 <= place < getattr(self, axis):
+                raise FivefoldError(
+                    f"{axis} coord {place} is outside {self}: use 0 to {getattr(self, axis) - 1}"
+                )
+        return self._rank_at(tp + self.tp * (cp + self.cp * dp), pp)
+
+    def coord(self, rank: int) -> Coord:
+        """The place of `rank` on every axis."""
+        self._require_folding()
+        number, stage = self._place(rank)
+        dp, inner = divmod(number, self.tp * self.cp)
+        replicate, shard = divmod(dp, self.shard)
+        cp, tp = divmod(inner, self.tp)
+        edp, expert = divmod(number, self.ep * self.etp)
+        ep, etp = divmod(expert, self.etp)
+        return Coord(dp, replicate, shard, cp, tp, stage, ep, etp, edp)
+
+    def group(self, axis: str, rank: int) -> tuple[int, ...]:
+        """The ranks that `rank` meets along `axis`, in order of their coord on it.
+
+        Beside the five axes: `fsdp` is shard·cp, over which ZeRO shards the dense weights; `dp-cp`
+        is dp·cp, over which loss and gradients are summed; `edp` does the same for experts.
+        """
+        number, stage = self._place(rank)
+        if axis == "pp":
+            return tuple(self._rank_at(number, other) for other in range(self.pp))
+        size, stride = self._extent(axis)
+        first = number - number // stride % size * stride
+        return tuple(self._rank_at(first + i * stride, stage) for i in range(size))
+
+    def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
+        """All groups of `axis`, by their first rank; together they hold every rank once."""
+        numbers = range(self.stage_size)
+        stages = [[self._rank_at(number, stage) for number in numbers] for stage in range(self.pp)]
+        if axis == "pp":
+            return tuple(sorted(zip(*stages, strict=True)))
+        size, stride = self._extent(axis)
+        firsts = [number for number in numbers if number // stride % size == 0]
+        spans = [slice(first, first + size * stride, stride) for first in firsts]
+        return tuple(sorted(tuple(stage[span]) for stage in stages for span in spans))
+
+    def tier(self, axis: str, machine: Machine) -> Tier:
+        """The slowest link tier that any group of `axis` spans on `machine`."""
+        spanned = (machine.tier_of((group[0], group[-1])) for group in self.groups(axis))
+        return max(spanned, key=machine.tiers.index)
+
+    def textbook(self) -> Textbook | None:
+        """The same ranks as a plain product of five degrees; None where ep does not divide dp."""
+        if self.dp % self.ep:
+            return None
+        return Textbook(self.dp // self.ep, self.tp, self.pp, self.cp, self.ep)
+
+    def readings(self) -> tuple[str, str]:
+        """Both readings of the expert product, one sentence each."""
+        split = f"ep {self.ep}" if self.etp == 1 else f"ep {self.ep} × etp {self.etp}"
+        folded = (
+            f"folded: dp {self.dp} · cp {self.cp} · tp {self.tp} · pp {self.pp} "
+            f"= {self.world} ranks, experts over {split} × edp {self.edp}"
+        )
+        product = self.textbook()
+        if product is None:
+            return folded, f"textbook: none, because ep {self.ep} does not divide dp {self.dp}"
+        return folded, f"textbook: {' · '.join(map(str, product))} = {self.world}"
+
+    def _require_folding(self) -> None:
+        if not self.folds:
+            raise IllegalLayout(str(self), [self.folding_rule()], [])
+
+    def _extent(self, axis: str) -> tuple[int, int]:
+        """Size and stride of `axis` in the numbering of a stage's ranks (see the module)."""
+        row = self.tp * self.cp
+        extents = {
+            "tp": (self.tp, 1),
+            "cp": (self.cp, self.tp),
+            "dp": (self.dp, row),
+            "shard": (self.shard, row),  # inside replicate: the heavier traffic stays nearer
+            "replicate": (self.replicate, row * self.shard),
+            "fsdp": (self.shard * self.cp, self.tp),
+            "dp-cp": (self.dp * self.cp, self.tp),
+            "etp": (self.etp, 1),
+            "ep": (self.ep, self.etp),
+        }
+        if axis == "edp":
+            return self.edp, self.etp * self.ep
+        if axis not in extents:
+            raise UnknownName("axis", axis, AXES)
+        return extents[axis]
+
+    def _rank_at(self, number: int, stage: int) -> int:
+        """The rank with this number inside this stage."""
+        if self.order == "tp-cp-dp-pp":
+            return number + self.stage_size * stage
+        data, inner = divmod(number, self.tp * self.cp)
+        return inner + self.tp * self.cp * (stage + self.pp * data)
+
+    def _place(self, rank: int) -> tuple[int, int]:
+        """The number inside its stage, and the stage, of a rank."""
+        if not 0 <= rank < self.world:
+            raise FivefoldError(f"rank {rank} is outside {self}: use 0 to {self.world - 1}")
+        if self.order == "tp-cp-dp-pp":
+            stage, number = divmod(rank, self.stage_size)
+            return number, stage
+        outer, inner = divmod(rank, self.tp * self.cp)
+        data, stage = divmod(outer, self.pp)
+        return inner + self.tp * self.cp * data, stage
+
+
+def parse_zero(stage: int | str) -> int:
+    """A ZeRO stage from its number or from the name FSDP gives it (`FULL_SHARD` is 3)."""
+    name = str(stage).strip().upper()
+    if name in [*"0123"]:
+        return int(name)
+    if name == "HYBRID_SHARD":
+        raise FivefoldError(
+            "HYBRID_SHARD is a layout here, not a ZeRO stage: write dp=RxS (R replicas of S shards)"
+            " with stage 3"
+        )
+    if name not in ZERO_NAMES:
+        raise UnknownName(
+            "ZeRO stage", str(stage), ["0", "1", "2", "3", *map(str.lower, ZERO_NAMES)]
+        )
+    return ZERO_NAMES[name]
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _fields_of(text: str, problems: list[str]) -> dict[str, Any]:
+    """The fields that a layout's text sets; what is wrong with it goes to `problems`."""
+    fields: dict[str, Any] = {}
+    seen: set[str] = set()
+    for word in text.replace(",", " ").split():
+        key, equals, value = word.partition("=")
+        if not equals:
+            problems.append(f"{word!r} is not a degree: write axis=number, such as tp=2")
+        elif key not in _TEXT_KEYS:
+            problems.append(f"unknown axis {key!r}: {did_you_mean(key, _TEXT_KEYS)}")
+        elif key in seen:
+            problems.append(f"{key} is given twice: keep one")
+        elif key == "order" and value not in get_args(Order):
+            problems.append(f"{word}: {did_you_mean(value, get_args(Order))}")
+        elif key == "order":
+            fields[key] = value
+        else:
+            fields |= _degree(key, value, problems)
+        seen.add(key)
+    return fields
+
+
+def _degree(axis: str, value: str, problems: list[str]) -> dict[str, int]:
+    """`tp=2` as {tp: 2}; `dp=2x4` as {replicate: 2, shard: 4}, `dp=4` as {shard: 4}."""
+    number = r"([1-9][0-9]{0,6})"
+    found = re.fullmatch(f"{number}(?:x{number})?" if axis == "dp" else number, value)
+    if not found:
+        form = "N or RxS (replicate x shard)" if axis == "dp" else "N"
+        problems.append(
+            f"{axis}={value}: write {axis}={form} with whole numbers from 1 to {MOST_RANKS:,}"
+        )
+        return {}
+    if axis != "dp":
+        return {axis: int(value)}
+    first, second = found.groups()
+    return {"replicate": int(first), "shard": int(second)} if second else {"shard": int(first)}

@@ -1,0 +1,278 @@
+"""The cluster as numbers: FLOP/s, memory, link tiers, host; each number with its source.
+
+Units are bytes, seconds, FLOP/s and dollars; bandwidths are one way and raw, as the datasheet has
+them (what software reaches of them is the planner's business). "GPU" is whatever one rank drives:
+a GPU, a TPU chip, or one CPU process on a laptop. A machine is a preset name or a TOML file; a file
+may start from a preset with `base = "h100"` and override some of its numbers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from itertools import pairwise
+from math import inf
+from pathlib import Path
+from typing import Any, Literal, TypeGuard, cast
+
+from fivefold.core import strict
+from fivefold.core.errors import BadFile, FivefoldError, UnknownName, did_you_mean
+
+Topology = Literal["switch", "torus", "ring"]
+
+PRESETS = Path(__file__).parent.parent / "presets"
+
+
+@dataclass(frozen=True)
+class Link:
+    """One kind of wire, as one GPU sees it."""
+
+    name: str
+    bandwidth: float  # bytes/s one way, over all of a GPU's lanes
+    latency: float  # seconds a hop
+    source: str
+    topology: Topology = "switch"
+    rings: int = 1  # rings through each GPU; a group along one of them has bandwidth / rings
+
+
+@dataclass(frozen=True)
+class Tier:
+    """The link that joins a domain of `size` consecutive ranks; no size: all ranks."""
+
+    name: str
+    link: Link
+    size: int | None = None
+    links_per_gpu: float = 1.0  # 0.5 where two GPUs share a network card
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes/s one way that each GPU has when all of its domain talk at once."""
+        return self.link.bandwidth * self.links_per_gpu
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Dense FLOP/s of one GPU by dtype; None where the hardware has no such units."""
+
+    bf16: float | None = None
+    fp16: float | None = None
+    fp8: float | None = None
+    tf32: float | None = None
+    fp32: float | None = None
+    fp64: float | None = None
+
+    def known(self) -> dict[str, float]:
+        """The rates that are set, by dtype."""
+        return {dtype: rate for dtype, rate in asdict(self).items() if rate is not None}
+
+
+@dataclass(frozen=True)
+class Host:
+    """What a node offers for offload: `memory` and NVMe are per node, `link` is per GPU."""
+
+    memory: float
+    link: Link
+    nvme_bytes: float | None = None
+    nvme_bandwidth: float | None = None
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A cluster of one kind of GPU; `tiers` run from the innermost link outwards."""
+
+    name: str
+    chip: str
+    gpus_per_node: int
+    peaks: Rates
+    memory: float  # what a program sees: below the datasheet's "GB", which are GiB
+    memory_bandwidth: float
+    tiers: tuple[Tier, ...]
+    host: Host
+    matmul_measured: Rates = Rates()  # best matrix product anyone measured
+    price_per_gpu_hour: float | None = None
+    sources: dict[str, str] = field(default_factory=dict[str, str], hash=False)  # by field name
+
+    def __post_init__(self) -> None:
+        problems = [*_bad_numbers(self), *_bad_tiers(self), *_bad_sources(self)]
+        if problems:
+            raise FivefoldError("; ".join(problems))
+
+    def peak(self, dtype: str) -> float:
+        """Dense peak FLOP/s of one GPU in `dtype`."""
+        known = self.peaks.known()
+        if dtype not in known:
+            options = ", ".join(known)
+            raise FivefoldError(f"{self.name} has no peak for {dtype!r}: choose from {options}")
+        return known[dtype]
+
+    def tier_of(self, ranks: Sequence[int]) -> Tier:
+        """The innermost tier with one domain that holds all `ranks`."""
+        low, high = min(ranks), max(ranks)
+        for tier in self.tiers:
+            if tier.size is None or low // tier.size == high // tier.size:
+                return tier
+        outermost = self.tiers[-1]
+        raise FivefoldError(
+            f"ranks {low} to {high} do not fit in one {outermost.name!r} domain of "
+            f"{outermost.size} GPUs, the outermost of {self.name}: add a tier without a size, "
+            "or use fewer ranks"
+        )
+
+
+def load(name_or_path: str | Path) -> Machine:
+    """The machine of a preset name, or of a TOML file (a path with a slash or `.toml`)."""
+    if isinstance(name_or_path, Path) or re.search(r"[/\\]|\.toml$", name_or_path):
+        return _build(_read(Path(name_or_path)), str(name_or_path))
+    if name_or_path not in presets():
+        raise UnknownName("machine", name_or_path, presets())
+    return _build(_read(_preset_file(name_or_path)), f"machine {name_or_path}")
+
+
+def presets() -> list[str]:
+    """The names of the machines that come with fivefold."""
+    return sorted(path.stem for path in (PRESETS / "machines").glob("*.toml"))
+
+
+def links() -> dict[str, Link]:
+    """The links that come with fivefold, by name."""
+    return {name: strict.build(Link, one, f"link {name}") for name, one in _link_tables().items()}
+
+
+def to_table(machine: Machine) -> dict[str, Any]:
+    """The machine as a table for `strict.to_toml`; `load` reads it back as an equal value."""
+    table = strict.table_of(machine)
+    tiers = {tier.name: strict.table_of(tier) for tier in machine.tiers}
+    for tier in tiers.values():
+        del tier["name"]  # it is the key
+    return {**table, "tiers": tiers}
+
+
+def _preset_file(name: str) -> Path:
+    return PRESETS / "machines" / f"{name}.toml"
+
+
+def _link_tables() -> dict[str, dict[str, Any]]:
+    return {
+        name: {"name": name, **one}
+        for name, one in strict.read_toml(PRESETS / "links.toml").items()
+    }
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The file's table, over its base's where it names one."""
+    table = strict.read_toml(path)
+    base = table.pop("base", None)
+    if base is not None:
+        if base not in presets():
+            raise BadFile(str(path), [f"base = {base!r}: {did_you_mean(str(base), presets())}"])
+        parent = _read(_preset_file(base))
+        del parent["name"]
+        # The base's source must not vouch for a number that it no longer has.
+        parent["sources"] |= {key: f"set in {path.name}" for key in _sourced() if key in table}
+        table = _overlay(parent, table)
+    return {"name": path.stem, **table}
+
+
+def _overlay(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """`over`'s values win; tables are merged key by key."""
+    merged = {**under, **over}
+    for key in under.keys() & over.keys():
+        if _is_table(under[key]) and _is_table(over[key]):
+            merged[key] = _overlay(under[key], over[key])
+    return merged
+
+
+def _build(table: dict[str, Any], where: str) -> Machine:
+    problems: list[str] = []
+    names: list[str] = []
+    if _is_table(tiers := table.get("tiers")):
+        rows = _tier_rows(tiers, problems)
+        names = [row["name"] for row in rows]
+        table = {**table, "tiers": rows}
+    if _is_table(host := table.get("host")):
+        table = {**table, "host": _with_link(host, "host", problems)}
+    try:
+        machine = strict.build(Machine, table, where)
+    except BadFile as error:
+        at_tier = re.compile(r"tiers\[(\d+)\]")  # strict counts rows; the file names them
+        problems += [
+            at_tier.sub(lambda m: f"tiers.{names[int(m[1])]}", one) for one in error.problems
+        ]
+        raise BadFile(where, problems) from error
+    if problems:
+        raise BadFile(where, problems)
+    return machine
+
+
+def _tier_rows(tiers: dict[str, Any], problems: list[str]) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for name, one in tiers.items():
+        if _is_table(one):
+            rows.append({"name": name, **_with_link(one, f"tiers.{name}", problems)})
+        else:
+            problems.append(f"tiers.{name} = {one!r}: expected a table with a link")
+    return sorted(rows, key=lambda row: row["size"] if isinstance(row.get("size"), int) else inf)
+
+
+def _with_link(row: dict[str, Any], path: str, problems: list[str]) -> dict[str, Any]:
+    """A link given by name becomes its table; an unknown name is noted and reading goes on."""
+    name = row.get("link")
+    if not isinstance(name, str):
+        return row
+    tables = _link_tables()
+    if name not in tables:
+        problems.append(f"{path}.link = {name!r}: {did_you_mean(name, tables)}")
+    return {**row, "link": tables.get(name, next(iter(tables.values())))}
+
+
+def _is_table(value: object) -> TypeGuard[dict[str, Any]]:
+    return isinstance(value, dict)
+
+
+def _sourced() -> list[str]:
+    """The fields of a machine that hold numbers, each of which has a source."""
+    return [one.name for one in fields(Machine) if one.name not in ("name", "chip", "sources")]
+
+
+def _bad_numbers(machine: Machine) -> Iterator[str]:
+    for name, number in _numbers(machine, ""):
+        if not 0 < number < inf and not (number == 0 and name.endswith("latency")):
+            yield f"{name} = {number}: give a finite number above 0"
+    if not machine.peaks.known():
+        yield "peaks is empty: give the FLOP/s of one dtype at least"
+
+
+def _numbers(value: object, path: str) -> Iterator[tuple[str, float]]:
+    """Every number inside `value` with its dotted name, as a file would spell it."""
+    if isinstance(value, (Machine, Host, Tier, Link, Rates)):
+        for one in fields(value):
+            yield from _numbers(getattr(value, one.name), f"{path}.{one.name}")
+    elif isinstance(value, tuple):
+        for tier in cast("tuple[Tier, ...]", value):
+            yield from _numbers(tier, f"{path}.{tier.name}")
+    elif isinstance(value, int | float):
+        yield path.removeprefix("."), value
+
+
+def _bad_tiers(machine: Machine) -> Iterator[str]:
+    """Domains must nest, or "the innermost tier that holds these ranks" has no meaning."""
+    if not machine.tiers:
+        yield "tiers is empty: give one tier at least"
+    for tier in machine.tiers:
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", tier.name):  # else no TOML file could hold it
+            yield f"tier name {tier.name!r}: use letters, digits, - and _"
+    for inner, outer in pairwise(machine.tiers):
+        if inner.size is None:
+            yield f"tiers.{inner.name} has no size, yet {outer.name} is outside it: give its size"
+        elif outer.size is not None and (outer.size <= inner.size or outer.size % inner.size):
+            yield (
+                f"tiers.{outer.name}.size = {outer.size}: give a larger multiple of the "
+                f"{inner.size} GPUs of {inner.name}"
+            )
+
+
+def _bad_sources(machine: Machine) -> Iterator[str]:
+    for key in machine.sources:
+        if key not in _sourced():
+            yield f"unknown key 'sources.{key}': {did_you_mean(key, _sourced())}"

@@ -1,0 +1,178 @@
+"""Names and files to `Shape`: presets, Hugging Face configs, and `--set key=value` on top.
+
+Presets are TOML, one file per family; a file's `[defaults]` hold for each of its models. A preset
+may leave out `kv_heads` (as many as heads) and `head_dim` (an even share of the width).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fivefold.core import strict
+from fivefold.core.errors import BadFile, UnknownName
+from fivefold.core.hf import shape_from_config
+from fivefold.core.shape import Mla, Moe, Rope, Shape
+
+PRESETS = Path(__file__).parents[1] / "presets" / "models"
+# Model names are the quoted table headers; finding them needs no TOML parser, which is slow.
+HEADER = re.compile(r'^\["([^"]+)"\]', re.MULTILINE)
+LARGEST_CONFIG = 1_000_000  # bytes; real ones have a few thousand
+NESTED: dict[str, type] = {"rope": Rope, "mla": Mla, "moe": Moe}
+
+
+def presets() -> tuple[str, ...]:
+    """The names of all model presets, sorted."""
+    return tuple(sorted(_files_by_name()))
+
+
+def load(name_or_path: str) -> Shape:
+    """A preset by name, or the Hugging Face `config.json` at a path (or in a directory).
+
+    Case and the places of `-`, `_` and spaces do not matter: `GPT-2` is `gpt2`. A preset is
+    preferred to a file of the same name; write `./name` for the file.
+    """
+    files = _files_by_name()
+    spelled = {_plain(name): name for name in files}
+    name = spelled.get(_plain(name_or_path))
+    if name is not None:
+        return _preset(name, files[name])
+    if _is_path(Path(name_or_path)):
+        return _config(Path(name_or_path))
+    raise UnknownName("model", name_or_path, files)
+
+
+def with_overrides(shape: Shape, overrides: Mapping[str, str]) -> Shape:
+    """Apply `--set key=value` texts; nested keys are dotted (`moe.experts`), `none` unsets.
+
+    What was derived stays derived unless it is set itself: `head_dim` where it was width / heads
+    or follows from MLA, `kv_heads` where it equalled heads, and `moe.shared_ffn`, which follows
+    `moe.shared`, and `moe.ffn` too where a shared expert was as wide as another.
+    """
+    table = strict.table_of(shape)
+    problems: list[str] = []
+    for key, text in overrides.items():
+        hint = _hint(key)
+        try:
+            _put(table, key, _parse(hint, text))
+        except ValueError as error:
+            problems.append(f"{key} = {text!r}: {error}")
+    if problems:
+        raise BadFile("--set", problems)
+    _derive(shape, table, set(overrides))
+    try:
+        return strict.build(Shape, table, "--set")
+    except BadFile as error:
+        # Name the keys once, not as a message within a message.
+        inner = error.__cause__
+        problems = inner.problems if isinstance(inner, BadFile) else error.problems
+        raise BadFile("--set", problems) from error
+
+
+def _files_by_name() -> dict[str, Path]:
+    files = sorted(PRESETS.glob("*.toml"))
+    return {name: path for path in files for name in HEADER.findall(path.read_text("utf-8"))}
+
+
+def _plain(name: str) -> str:
+    # Dots stay: qwen2-57b and qwen2.5-7b are two models.
+    return re.sub(r"[-_ ]", "", name.lower())
+
+
+def _preset(name: str, path: Path) -> Shape:
+    tables = strict.read_toml(path)
+    table: dict[str, Any] = {"name": name, **tables.get("defaults", {}), **tables[name]}
+    table.setdefault("kv_heads", table["heads"])
+    table.setdefault("head_dim", table["width"] // table["heads"])
+    return strict.build(Shape, table, f"preset {name}")
+
+
+def _is_path(path: Path) -> bool:
+    if path.suffix == ".json" or len(path.parts) > 1:
+        return True
+    try:
+        return path.exists()
+    except OSError:  # a name too long for a file
+        return False
+
+
+def _config(path: Path) -> Shape:
+    try:
+        path = path / "config.json" if path.is_dir() else path
+        with path.open("rb") as file:
+            data = file.read(LARGEST_CONFIG + 1)
+    except OSError as error:
+        raise BadFile(str(path), [f"{error.strerror}; check the path"]) from error
+    if len(data) > LARGEST_CONFIG:
+        raise BadFile(str(path), ["larger than 1 MB: give a Hugging Face config.json"])
+    try:
+        config = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise BadFile(str(path), [f"not valid JSON: {error}; mend it"]) from error
+    if not isinstance(config, dict):
+        raise BadFile(str(path), ["must hold one JSON object, a Hugging Face config"])
+    shape = shape_from_config(typing.cast("dict[str, Any]", config), str(path))
+    name = path.resolve().parent.name if path.name == "config.json" else path.stem
+    return dataclasses.replace(shape, name=name)
+
+
+def _hint(key: str) -> object:
+    """The type of a key of Shape, or of `rope.`, `mla.` or `moe.` and a key of theirs."""
+    hints: dict[str, object] = dict(typing.get_type_hints(Shape))
+    for name, cls in NESTED.items():
+        hints |= {f"{name}.{inner}": hint for inner, hint in typing.get_type_hints(cls).items()}
+    if key not in hints:
+        raise UnknownName("model key", key, hints)
+    return hints[key]
+
+
+def _parse(hint: object, text: str) -> object:
+    """The text as a value of that type; a ValueError says what was expected."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        if text.lower() == "none":
+            return None
+        (hint,) = (one for one in typing.get_args(hint) if one is not type(None))
+    if dataclasses.is_dataclass(hint):
+        raise ValueError("expected none; set its keys one by one, as in moe.experts=8")
+    if hint is bool:
+        if text.lower() not in ("true", "false"):
+            raise ValueError("expected true or false")
+        return text.lower() == "true"
+    if hint is int:
+        if not re.fullmatch(r"-?[0-9][0-9_]{0,30}", text):
+            raise ValueError("expected a whole number")
+        return int(text)
+    return float(text) if hint is float else text
+
+
+def _put(table: dict[str, Any], key: str, value: object) -> None:
+    outer, _, inner = key.rpartition(".")
+    inside = table.setdefault(outer, {}) if outer else table
+    if value is None:
+        inside.pop(inner, None)
+    else:
+        inside[inner] = value
+
+
+def _derive(shape: Shape, table: dict[str, Any], given: set[str]) -> None:
+    width, heads = table["width"], table["heads"]
+    if "kv_heads" not in given and shape.kv_heads == shape.heads:
+        table["kv_heads"] = heads
+    if "head_dim" not in given and "mla" in table:
+        table["head_dim"] = table["mla"].get("nope_dim", 0) + table["mla"].get("rope_dim", 0)
+    elif "head_dim" not in given and shape.head_dim * shape.heads == shape.width and heads > 0:
+        if width % heads:
+            rule = f"width = {width} is no multiple of heads = {heads}: set head_dim too"
+            raise BadFile("--set", [rule])
+        table["head_dim"] = width // heads
+    moe = shape.moe
+    if "moe.shared_ffn" not in given and moe is not None and moe.shared and "moe" in table:
+        share = moe.shared_ffn // moe.shared
+        one = table["moe"]["ffn"] if share == moe.ffn else share
+        table["moe"]["shared_ffn"] = table["moe"]["shared"] * one

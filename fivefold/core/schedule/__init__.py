@@ -1,0 +1,1 @@
+"""Pipeline schedules as values: one object is checked, timed, drawn and executed."""

@@ -1,0 +1,218 @@
+"""`auto`: searches for the schedule with the smallest makespan (or span) within a memory limit.
+
+A schedule is a frame (the order of forwards and input gradients on each rank) with weight
+gradients filled in. The search
+
+1. plays every named schedule that fits, so that it can never be worse;
+2. tries frames of many kinds (those of the named schedules, list scheduling on each placement,
+   building blocks of the V) with a few degrees of patience, on fewer microbatches where there are
+   many, because the bubble lies in the ends;
+3. refines the patience of the best, rank by rank, as long as its budget of played actions lasts.
+
+It stops as soon as a lower bound is reached. The budget counts actions, not seconds, so that the
+answer does not depend on the machine.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from fivefold.core.clock import peak_activations, play
+from fivefold.core.errors import IllegalSchedule
+from fivefold.core.schedule import catalog
+from fivefold.core.schedule.action import Overlap
+from fivefold.core.schedule.costs import Costs
+from fivefold.core.schedule.fill import Filled, Lowered, Patience, fill, lower
+from fivefold.core.schedule.goal import Goal, Objective
+from fivefold.core.schedule.placement import Placement
+from fivefold.core.schedule.seeds import Seed, seeds
+from fivefold.core.schedule.value import Schedule
+
+_BUDGET = 1_200_000
+_MOST_SWEPT = 4
+_SHARES = (0.01, 0.25, 0.5, 0.75, 1.0)
+_TINY = 1e-9
+
+
+class Found(NamedTuple):
+    """The best schedule, and where it comes from in words."""
+
+    schedule: Schedule
+    origin: str
+
+
+class _Trial(NamedTuple):
+    """A seed with a patience, and the objective to expect of it."""
+
+    estimate: float
+    place: int  # breaks ties, so that seeds are never compared
+    seed: Seed
+    patience: Patience
+
+
+def search(num_ranks: int, num_microbatches: int, max_chunks: int, goal: Goal) -> Found:
+    """The best schedule found for p ranks and m microbatches with at most `max_chunks` chunks."""
+    if goal.memory_limit is not None and goal.memory_limit < 1:
+        raise IllegalSchedule(
+            f"a memory limit of {goal.memory_limit:g} holds no microbatch; give at least 1"
+        )
+    return _Search(num_ranks, num_microbatches, max_chunks, goal).run()
+
+
+class _Search:
+    def __init__(self, num_ranks: int, num_microbatches: int, max_chunks: int, goal: Goal) -> None:
+        self.num_ranks, self.num_microbatches = num_ranks, num_microbatches
+        self.max_chunks, self.goal = max_chunks, goal
+        # Two rounds of microbatches show the whole fill and drain; more only repeat the middle.
+        self.trial_size = min(num_microbatches, 2 * num_ranks)
+        self.budget = _BUDGET
+        self.best = math.inf
+        self.found: Found | None = None
+
+    def run(self) -> Found:
+        self._play_named()
+        for trial in self._sweep(self._screen()):
+            self._refine(trial)
+        assert self.found is not None, "one microbatch at a time always fits"
+        return self.found
+
+    def _play_named(self) -> None:
+        """Step 1: the best named schedule that fits. Longer runs never idle less: skip the rest."""
+        trials = sorted(
+            (self._estimate_named(schedule), schedule.name, schedule.num_chunks)
+            for schedule in catalog.synchronous(self.num_ranks, self.trial_size, self.max_chunks)
+        )
+        limit = self.goal.memory_limit
+        for estimate, name, chunks in trials:
+            if estimate >= self.best - _TINY:
+                break
+            schedule = catalog.make(name, self.num_ranks, self.num_microbatches, chunks)
+            if limit is None or max(peak_activations(schedule)) <= limit + _TINY:
+                timeline = play(schedule, self.goal.costs_of(schedule.placement))
+                self._offer(schedule, getattr(timeline, self.goal.objective), f"{name} as it is")
+
+    def _estimate_named(self, schedule: Schedule) -> float:
+        costs = self.goal.costs_of(schedule.placement)
+        timeline = play(schedule, costs)
+        overlaps = any(isinstance(step, Overlap) for steps in schedule.order for step in steps)
+        work = work_by_rank(schedule.placement, costs, min(1.0, costs.overlap) if overlaps else 1.0)
+        rest = self.num_microbatches - self.trial_size
+        return getattr(timeline, self.goal.objective) + rest * max(work)
+
+    def _offer(self, schedule: Schedule, objective: float, origin: str) -> bool:
+        if objective >= self.best - _TINY:
+            return False
+        self.best = objective
+        self.found = Found(replace(schedule, name=catalog.AUTO), origin)
+        return True
+
+    def _hopeful(self, placement: Placement) -> bool:
+        """Whether anything on this placement could still beat the best."""
+        costs = self.goal.costs_of(placement)
+        bound = lower_bound(placement, costs, self.num_microbatches, self.goal.objective)
+        return bound < self.best - _TINY and self.budget > 0
+
+    def _fill(self, lowered: Lowered, seed: Seed, patience: Patience) -> Filled | None:
+        self.budget -= lowered.num_actions
+        return fill(lowered, seed.most_held, patience)
+
+    def _lower(self, seed: Seed, num_microbatches: int) -> Lowered | None:
+        self.budget -= 6 * seed.placement.num_stages * num_microbatches
+        frame = seed.frame(num_microbatches)
+        if frame is None:
+            return None
+        costs = self.goal.costs_of(seed.placement)
+        return lower(frame, seed.placement, num_microbatches, costs)
+
+    def _screen(self) -> list[_Trial]:
+        """Step 2: every kind of frame, with an even patience."""
+        patience = Patience.uniform(self.num_ranks, 0.25, 0.5)
+        trials: list[_Trial] = []
+        for seed in seeds(self.num_ranks, self.num_microbatches, self.max_chunks, self.goal):
+            if self._hopeful(seed.placement):
+                trials += self._try(seed, [patience])
+        return sorted(trials)[:_MOST_SWEPT]
+
+    def _try(self, seed: Seed, patiences: list[Patience]) -> Iterator[_Trial]:
+        lowered = self._lower(seed, self.trial_size)
+        if lowered is None:
+            return
+        work = max(work_by_rank(seed.placement, self.goal.costs_of(seed.placement)))
+        rest = (self.num_microbatches - self.trial_size) * work
+        for patience in patiences:
+            if self.budget > 0 and (filled := self._fill(lowered, seed, patience)) is not None:
+                estimate = getattr(filled, self.goal.objective) + rest
+                yield _Trial(estimate, self.budget, seed, patience)
+
+    def _sweep(self, trials: list[_Trial]) -> list[_Trial]:
+        """The best frames with every patience; the best trial of each."""
+        grid = [
+            Patience.uniform(self.num_ranks, *shares)
+            for shares in itertools.product(_SHARES, repeat=2)
+        ]
+        return sorted(min([trial, *self._try(trial.seed, grid)]) for trial in trials)
+
+    def _refine(self, trial: _Trial) -> None:
+        """Step 3: full size, then each rank's patience for itself while that helps."""
+        seed, best = trial.seed, trial.patience
+        if not self._hopeful(seed.placement):
+            return
+        lowered = self._lower(seed, self.num_microbatches)
+        if lowered is None or not self._accept(lowered, seed, best):
+            return
+        improved = True
+        while improved and self._hopeful(seed.placement):
+            improved = False
+            for patience in _neighbours(best):
+                if self.budget > 0 and self._accept(lowered, seed, patience):
+                    best, improved = patience, True
+
+    def _accept(self, lowered: Lowered, seed: Seed, patience: Patience) -> bool:
+        filled = self._fill(lowered, seed, patience)
+        if filled is None:
+            return False
+        schedule = Schedule(catalog.AUTO, seed.placement, self.num_microbatches, filled.order)
+        return self._offer(schedule, getattr(filled, self.goal.objective), seed.origin)
+
+
+def _neighbours(patience: Patience) -> Iterator[Patience]:
+    """The same patience but for one rank in one phase."""
+    for rank in range(len(patience.running)):
+        for share in (*_SHARES, 2.0):
+            running, draining = list(patience.running), list(patience.draining)
+            running[rank] = share
+            yield patience._replace(running=tuple(running))
+            draining[rank] = share
+            yield patience._replace(draining=tuple(draining))
+
+
+def work_by_rank(placement: Placement, costs: Costs, share: float = 1.0) -> list[float]:
+    """How long each rank works for one microbatch, `share` of the plain sum of its actions."""
+    work = [0.0] * placement.num_ranks
+    for stage, home in enumerate(placement.homes):
+        whole = share * (costs.forward[stage] + costs.backward[stage] + costs.weight[stage])
+        if placement.mirrored:
+            work[placement.num_ranks - 1 - home] += whole / 2
+            whole /= 2
+        work[home] += whole
+    return work
+
+
+def lower_bound(
+    placement: Placement, costs: Costs, num_microbatches: int, objective: Objective
+) -> float:
+    """No schedule is shorter: a rank's work, begun when the first microbatch can reach it."""
+    work = work_by_rank(placement, costs)
+    if objective == "span":
+        return num_microbatches * max(work)
+    arrival, head = 0.0, [math.inf] * placement.num_ranks
+    for stage, home in enumerate(placement.homes):
+        if stage and placement.homes[stage - 1] != home:
+            arrival += costs.transfer[stage - 1]
+        head[home] = min(head[home], arrival)
+        arrival += costs.forward[stage]
+    return max(start + num_microbatches * each for start, each in zip(head, work, strict=True))

@@ -1,0 +1,62 @@
+"""The schedule as a value: drawn, timed, checked and executed from the same object."""
+
+from __future__ import annotations
+
+import csv
+import io
+from dataclasses import dataclass
+
+from fivefold.core.schedule.action import INPUT_GRAD, Step, actions_of
+from fivefold.core.schedule.placement import Placement
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What every rank does, in order, for one optimizer step.
+
+    `asynchronous` schedules do not drain between steps: gradients are computed on older weights,
+    and rank r keeps `weight_versions[r]` versions for that.
+    """
+
+    name: str
+    placement: Placement
+    num_microbatches: int
+    order: tuple[tuple[Step, ...], ...]
+    asynchronous: bool = False
+    weight_versions: tuple[int, ...] = ()
+
+    @property
+    def num_ranks(self) -> int:
+        return self.placement.num_ranks
+
+    @property
+    def num_stages(self) -> int:
+        return self.placement.num_stages
+
+    @property
+    def num_chunks(self) -> int:
+        return self.placement.num_chunks
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether some weight gradient is computed apart from its input gradient."""
+        return any(
+            action.kind == INPUT_GRAD
+            for steps in self.order
+            for step in steps
+            for action in actions_of(step)
+        )
+
+    def rank_of(self, stage: int, microbatch: int) -> int:
+        """The rank that computes this stage for this microbatch."""
+        return self.placement.rank(stage, microbatch, self.num_microbatches)
+
+    def texts(self) -> list[list[str]]:
+        """The action texts, a list for each rank."""
+        return [[str(step) for step in steps] for steps in self.order]
+
+    def to_csv(self) -> str:
+        """One row a rank: the form that torch's pipelining reads and writes."""
+        out = io.StringIO()
+        csv.writer(out, lineterminator="\n").writerows(self.texts())
+        return out.getvalue()

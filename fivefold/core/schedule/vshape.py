@@ -1,0 +1,132 @@
+"""Schedules on the V placement: two chunks a rank, down and up again (Qi et al. 2024).
+
+Every rank then has long-lived and short-lived activations in the same measure, so that memory is
+even, and can be chosen. ZB-V spends p units of it and has almost no bubble. V-Half and V-Min are
+made of one building block, the path of a single microbatch through all ranks, repeated every six
+slots: the fewer slots the path lingers, the fewer microbatches are in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import NamedTuple
+
+from fivefold.core.schedule.action import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, Step
+from fivefold.core.schedule.costs import Costs
+from fivefold.core.schedule.fill import Frame, Patience, fill, lower
+from fivefold.core.schedule.placement import vee
+from fivefold.core.schedule.value import Schedule
+
+_PERIOD = 6  # slots a microbatch needs on each rank: F, I and W of two chunks
+
+
+class Block(NamedTuple):
+    """How the path of one microbatch is spaced, in slots.
+
+    `hops` from rank to rank on its four legs (forward down and up, gradient down and up), `turns`
+    between one leg and the next. A slot that is taken on a rank moves the rest of the path.
+    """
+
+    hops: tuple[int, int, int, int]
+    turns: tuple[int, int, int]
+
+
+_V_MIN = Block((1, 1, 1, 1), (1, 1, 1))
+# The tightest that fits is used: parity decides which paths collide with themselves.
+_V_HALF = (Block((1, 2, 1, 1), (3, 2, 2)), Block((1, 2, 1, 1), (1, 1, 1)), _V_MIN)
+
+
+def zb_v(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
+    """As much memory as 1F1B, on every rank, and idle only while the first gradient turns."""
+    count = max(num_microbatches, 2 * num_ranks - 1)
+
+    def steps(rank: int) -> tuple[Step, ...]:
+        return tuple(
+            step
+            for step in _zb_v_rank(rank, num_ranks, count)
+            if step.microbatch < num_microbatches
+        )
+
+    order = tuple(steps(rank) for rank in range(num_ranks))
+    return Schedule("zb-v", vee(num_ranks), num_microbatches, order)
+
+
+def _zb_v_rank(rank: int, num_ranks: int, count: int) -> Iterator[Action]:
+    down = {kind: _actions(rank, kind, count) for kind in (FORWARD, INPUT_GRAD, WEIGHT_GRAD)}
+    far = 2 * num_ranks - 1 - rank
+    up = {kind: _actions(far, kind, count) for kind in (FORWARD, INPUT_GRAD, WEIGHT_GRAD)}
+    inner = num_ranks - rank
+    for _ in range(2 * inner - 1):
+        yield next(down[FORWARD])
+    for _ in range(rank):
+        yield from (next(up[FORWARD]), next(down[FORWARD]))
+    for _ in range(inner):
+        yield from (next(up[FORWARD]), next(up[INPUT_GRAD]), next(up[WEIGHT_GRAD]))
+    for _ in range(count - num_ranks):
+        yield from islice(down[FORWARD], 1)
+        yield from (next(down[INPUT_GRAD]), next(down[WEIGHT_GRAD]))
+        yield from (next(up[FORWARD]), next(up[INPUT_GRAD]), next(up[WEIGHT_GRAD]))
+    for _ in range(rank):
+        yield from (next(down[INPUT_GRAD]), next(up[INPUT_GRAD]))
+    for _ in range(inner):
+        yield from (next(down[INPUT_GRAD]), next(down[WEIGHT_GRAD]))
+    yield from up[WEIGHT_GRAD]
+    yield from down[WEIGHT_GRAD]
+
+
+def _actions(stage: int, kind: str, count: int) -> Iterator[Action]:
+    return (Action(stage, kind, microbatch) for microbatch in range(count))
+
+
+def v_half(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
+    """Half the memory of 1F1B."""
+    return _from_blocks("v-half", _V_HALF, num_ranks, num_microbatches, (num_ranks + 2) // 2)
+
+
+def v_min(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
+    """A third of the memory of 1F1B, the least that a V can run on without a longer period."""
+    return _from_blocks("v-min", (_V_MIN,), num_ranks, num_microbatches, (num_ranks + 4) // 3)
+
+
+def _from_blocks(
+    name: str, blocks: tuple[Block, ...], num_ranks: int, num_microbatches: int, most_held: int
+) -> Schedule:
+    placement = vee(num_ranks)
+    costs, patience = Costs.uniform(placement), Patience.uniform(num_ranks)
+    for block in blocks:
+        frame = repeat(block, num_ranks, num_microbatches)
+        filled = fill(lower(frame, placement, num_microbatches, costs), 2 * most_held, patience)
+        if filled is not None:
+            return Schedule(name, placement, num_microbatches, filled.order)
+    raise AssertionError(f"{name}: no block fits {num_ranks} ranks")
+
+
+def repeat(block: Block, num_ranks: int, num_microbatches: int) -> Frame:
+    """The frame in which every microbatch takes the block's path, one period after the last."""
+
+    def rank_order(slots: dict[tuple[str, int], int]) -> tuple[Action, ...]:
+        timed = sorted(
+            (slot + microbatch * _PERIOD, Action(stage, kind, microbatch))
+            for (kind, stage), slot in slots.items()
+            for microbatch in range(num_microbatches)
+        )
+        return tuple(action for _, action in timed)
+
+    return tuple(rank_order(slots) for slots in _path(block, num_ranks))
+
+
+def _path(block: Block, num_ranks: int) -> list[dict[tuple[str, int], int]]:
+    """The slot of each forward and input gradient of microbatch 0, by rank."""
+    slots: list[dict[tuple[str, int], int]] = [{} for _ in range(num_ranks)]
+    down, up = range(num_ranks), range(num_ranks, 2 * num_ranks)
+    legs = ((FORWARD, down), (FORWARD, up), (INPUT_GRAD, up[::-1]), (INPUT_GRAD, down[::-1]))
+    now = 0
+    for (kind, leg), hop, turn in zip(legs, block.hops, (0, *block.turns), strict=True):
+        for place, stage in enumerate(leg):
+            now += hop if place else turn
+            taken = slots[min(stage, 2 * num_ranks - 1 - stage)]
+            while now % _PERIOD in {slot % _PERIOD for slot in taken.values()}:
+                now += 1
+            taken[kind, stage] = now
+    return slots

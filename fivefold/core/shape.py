@@ -1,0 +1,251 @@
+"""Shape: a model as numbers. What it is made of, not what it weighs (`count.py` weighs it).
+
+A `Shape` says everything the plain model needs to build itself and the planner needs to price it.
+Presets and Hugging Face configs become one in `models.py`; two shapes are equal when their numbers
+are, whatever they are called.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from fivefold.core.errors import BadFile
+
+Activation = Literal["swiglu", "geglu", "gelu", "gelu_tanh", "relu"]
+Norm = Literal["rms", "layer"]
+Positions = Literal["rotary", "learned", "alibi", "none"]
+QkNorm = Literal["none", "head", "full", "l2"]
+RopeKind = Literal["llama3", "yarn", "linear"]
+Score = Literal["softmax", "sigmoid"]
+GroupScore = Literal["max", "top2"]
+WindowKind = Literal["sliding", "chunked"]
+
+# Far above any model, far below what would make a loop over layers hang.
+MOST_LAYERS = 10_000
+MOST = 1_000_000_000  # of any other whole number
+
+
+@dataclass(frozen=True)
+class Rope:
+    """How rotary positions are stretched beyond the length a model was first trained on."""
+
+    kind: RopeKind
+    factor: float
+    original_seq: int
+    low_freq: float = 1.0  # llama3: wavelengths above original_seq / low_freq are stretched whole
+    high_freq: float = 4.0  # llama3: wavelengths below original_seq / high_freq are kept
+    beta_fast: float = 32.0  # yarn: rotations that mark the two ends of its ramp
+    beta_slow: float = 1.0
+    mscale: float = 0.0  # yarn, DeepSeek: 0 means unset
+    mscale_all_dim: float = 0.0
+    attention_factor: float | None = None  # yarn: None computes it from `factor`
+
+    def problems(self) -> Iterator[str]:
+        """Every reason why this stretching cannot be."""
+        positive = {"factor": self.factor, "original_seq": self.original_seq}
+        positive |= {"low_freq": self.low_freq, "high_freq": self.high_freq}
+        positive |= {"beta_fast": self.beta_fast, "beta_slow": self.beta_slow}
+        counts = {"mscale": self.mscale, "mscale_all_dim": self.mscale_all_dim}
+        if self.attention_factor is not None:
+            counts["attention_factor"] = self.attention_factor
+        yield from _out_of_range("rope.", positive, counts)
+
+
+@dataclass(frozen=True)
+class Mla:
+    """Multi-head latent attention: queries, keys and values pass through narrow latents."""
+
+    kv_rank: int
+    nope_dim: int  # part of a query/key head without positions
+    rope_dim: int  # rotary part; its key is shared by all heads
+    value_dim: int
+    q_rank: int | None = None  # None: queries are projected directly
+
+    def problems(self) -> Iterator[str]:
+        """Every reason why this attention cannot be."""
+        sizes = {"kv_rank": self.kv_rank, "nope_dim": self.nope_dim, "rope_dim": self.rope_dim}
+        sizes |= {"value_dim": self.value_dim}
+        if self.q_rank is not None:
+            sizes["q_rank"] = self.q_rank
+        yield from _out_of_range("mla.", sizes)
+
+
+@dataclass(frozen=True)
+class Moe:
+    """Mixture of experts. Experts and router have no biases, whatever `Shape.mlp_bias` says."""
+
+    experts: int
+    top_k: int
+    ffn: int  # width of one expert
+    shared: int = 0  # number of shared experts
+    shared_ffn: int = 0  # width of all shared experts together
+    shared_gated: bool = False  # their output is weighted by a sigmoid of the token (Qwen2-MoE)
+    first_dense: int = 0  # leading layers without experts
+    every: int = 1  # experts in each n-th layer only: n−1, 2n−1, … (Llama 4 Maverick: 2)
+    score: Score = "softmax"
+    renormalise: bool = False  # the chosen weights are made to sum to one
+    scaling: float = 1.0  # of the routed experts' sum
+    groups: int = 1  # group-limited routing: experts in groups …
+    groups_kept: int = 1  # … of which a token may use so many
+    group_score: GroupScore = "max"  # V2: the group's best expert; V3: the sum of its two best
+    bias: bool = False  # loss-free balancing: a bias on the choice, a buffer and no parameter
+    weigh_inputs: bool = False  # the weight multiplies an expert's input, not its output (Llama 4)
+
+    def problems(self, layers: int) -> Iterator[str]:
+        """Every reason why these experts cannot be in a model of so many layers."""
+        sizes = {"experts": self.experts, "top_k": self.top_k, "ffn": self.ffn, "every": self.every}
+        sizes |= {"groups": self.groups, "groups_kept": self.groups_kept}
+        counts = {"shared": self.shared, "shared_ffn": self.shared_ffn}
+        counts |= {"first_dense": self.first_dense}
+        wrong = [*_out_of_range("moe.", {**sizes, "scaling": self.scaling}, counts)]
+        yield from wrong
+        if not wrong:
+            yield from self._contradictions(layers)
+
+    def _contradictions(self, layers: int) -> Iterator[str]:
+        if self.top_k > self.experts:
+            yield f"moe.top_k = {self.top_k} exceeds moe.experts = {self.experts}: lower it"
+        if (self.shared > 0) != (self.shared_ffn > 0):
+            yield "moe.shared and moe.shared_ffn: give both or neither"
+        group = self.experts // self.groups
+        if self.experts % self.groups:
+            yield f"moe.groups = {self.groups} does not divide moe.experts = {self.experts}"
+        elif self.groups_kept > self.groups:
+            yield f"moe.groups_kept = {self.groups_kept} exceeds moe.groups: keep {self.groups}"
+        elif self.top_k > group * self.groups_kept:
+            kept = f"{self.groups_kept} groups of {group}"
+            yield f"moe.top_k = {self.top_k} exceeds the {kept} kept: lower it or keep more"
+        if not any(self.in_layer(i) for i in range(layers)):
+            yield (
+                f"no layer has experts: moe.first_dense = {self.first_dense} and moe.every = "
+                f"{self.every} need more than {layers} layers"
+            )
+
+    def in_layer(self, i: int) -> bool:
+        """Whether layer i (from 0) has experts in place of its MLP."""
+        return i >= self.first_dense and (i + 1) % self.every == 0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder transformer. Raises one error with every problem when its numbers cannot be."""
+
+    name: str = field(compare=False)
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int  # 1: multi-query; heads: multi-head
+    head_dim: int  # of queries and keys; with MLA nope_dim + rope_dim
+    ffn: int  # width of a dense MLP
+    vocab: int
+    max_seq: int
+    family: str = field(default="llama", compare=False)  # whose weight names it has, if any
+    source: str = field(default="", compare=False)  # where the numbers were published
+    tied: bool = False  # the LM head is the input embedding
+    window: int | None = None  # keys a query sees, itself included
+    window_kind: WindowKind = "sliding"  # chunked: keys of the same block of `window` tokens
+    global_every: int | None = None  # each n-th layer has neither window nor positions (Llama 4)
+    norm: Norm = "rms"
+    norm_eps: float = 1e-5
+    norm_bias: bool = False
+    embedding_norm: bool = False  # a norm right after the embedding (BLOOM)
+    activation: Activation = "swiglu"
+    positions: Positions = "rotary"
+    rope_theta: float = 10_000.0
+    rope_interleaved: bool = False  # rotate neighbouring pairs, not halves (DeepSeek, Llama 4)
+    rope: Rope | None = None
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: QkNorm = "none"  # head: one weight for all heads; full: over all heads; l2: no weight
+    dropout: float = 0.0
+    parallel_block: bool = False  # attention and MLP side by side behind one norm (PaLM)
+    mla: Mla | None = None
+    moe: Moe | None = None
+    mtp: int = 0  # multi-token-prediction layers after the last one
+
+    def __post_init__(self) -> None:
+        problems = list(self._problems())
+        if problems:
+            raise BadFile(f"model {self.name!r}", problems)
+
+    @property
+    def gated(self) -> bool:
+        """Whether an MLP has a gate beside its up projection: three matrices instead of two."""
+        return self.activation in ("swiglu", "geglu")
+
+    @property
+    def value_dim(self) -> int:
+        """Width of one head's values."""
+        return self.head_dim if self.mla is None else self.mla.value_dim
+
+    @property
+    def num_moe_layers(self) -> int:
+        """Layers with experts, multi-token-prediction layers not counted."""
+        return sum(self.is_moe_layer(i) for i in range(self.layers))
+
+    def is_moe_layer(self, i: int) -> bool:
+        """Whether layer i (from 0) has experts; MTP layers follow the rule of the last layer."""
+        return self.moe is not None and self.moe.in_layer(min(i, self.layers - 1))
+
+    def is_global_layer(self, i: int) -> bool:
+        """Whether layer i (from 0) is one of those that have neither window nor positions."""
+        return self.global_every is not None and (i + 1) % self.global_every == 0
+
+    def _problems(self) -> Iterator[str]:
+        names = ("layers", "width", "heads", "kv_heads", "head_dim", "ffn", "vocab", "max_seq")
+        sizes: dict[str, float] = {name: getattr(self, name) for name in names}
+        sizes |= {"norm_eps": self.norm_eps, "rope_theta": self.rope_theta}
+        optional = {"window": self.window, "global_every": self.global_every}
+        sizes |= {name: size for name, size in optional.items() if size is not None}
+        wrong = [*_out_of_range("", sizes, {"mtp": self.mtp})]
+        if self.layers > MOST_LAYERS or self.mtp > MOST_LAYERS:
+            wrong.append(f"layers = {self.layers}: at most {MOST_LAYERS}")
+        yield from wrong
+        if not 0 <= self.dropout < 1:
+            yield f"dropout = {self.dropout}: must be at least 0 and below 1"
+        if not wrong:
+            yield from self._contradictions()
+
+    def _contradictions(self) -> Iterator[str]:
+        if self.heads % self.kv_heads:
+            yield (
+                f"heads = {self.heads} is no multiple of kv_heads = {self.kv_heads}: "
+                "choose KV heads that divide the heads"
+            )
+        if self.positions == "rotary" and self.mla is None and self.head_dim % 2:
+            yield f"head_dim = {self.head_dim}: rotary positions need an even one"
+        if self.rope is not None:
+            yield from self.rope.problems()
+        if self.moe is not None:
+            yield from self.moe.problems(self.layers)
+        if self.mla is not None:
+            yield from self.mla.problems()
+            yield from self._mla_contradictions(self.mla)
+
+    def _mla_contradictions(self, mla: Mla) -> Iterator[str]:
+        if self.head_dim != mla.nope_dim + mla.rope_dim:
+            yield f"head_dim = {self.head_dim}: with MLA it is mla.nope_dim + mla.rope_dim"
+        if self.kv_heads != self.heads:
+            yield f"kv_heads = {self.kv_heads}: with MLA every head has its own, set {self.heads}"
+        if mla.rope_dim % 2:
+            yield f"mla.rope_dim = {mla.rope_dim}: rotary positions need an even one"
+
+
+def _out_of_range(
+    prefix: str, positive: Mapping[str, float], counts: Mapping[str, float] | None = None
+) -> Iterator[str]:
+    """Sizes above 0 and counts from 0; only whole numbers have an upper end."""
+    for name, size in positive.items():
+        if not _in_reach(size) or size <= 0:
+            yield f"{prefix}{name} = {size}: must be above 0 and below {MOST:.0e}"
+    for name, size in (counts or {}).items():
+        if not _in_reach(size) or size < 0:
+            yield f"{prefix}{name} = {size}: must be at least 0 and below {MOST:.0e}"
+
+
+def _in_reach(size: float) -> bool:
+    return size < MOST if isinstance(size, int) else math.isfinite(size)
