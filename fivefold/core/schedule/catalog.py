@@ -179,11 +179,13 @@ def make(
     return found.make(num_ranks, num_microbatches, chunks)
 
 
-def synchronous(num_ranks: int, num_microbatches: int, max_chunks: int) -> Iterator[Schedule]:
-    """Every named schedule that one device could check, at every legal number of chunks."""
+def synchronous(
+    num_ranks: int, num_microbatches: int, max_chunks: int
+) -> Iterator[tuple[Family, int]]:
+    """The families that compute what one device would, with every legal number of chunks."""
     for each in FAMILIES:
         if each.asynchronous:
             continue
         for chunks in range(each.min_chunks, 1 + min(max_chunks, each.max_chunks or max_chunks)):
             if not each.problems(num_ranks, num_microbatches, chunks):
-                yield each.make(num_ranks, num_microbatches, chunks)
+                yield each, chunks

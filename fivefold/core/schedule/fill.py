@@ -35,14 +35,6 @@ class Patience(NamedTuple):
         return cls((running,) * num_ranks, (draining,) * num_ranks)
 
 
-class Filled(NamedTuple):
-    """The completed order of every rank, and how long it takes."""
-
-    order: tuple[tuple[Step, ...], ...]
-    makespan: float
-    span: float
-
-
 class _Work(NamedTuple):
     """One action of a frame, lowered: slot `result` gets its end, slot `source` holds its input."""
 
@@ -67,6 +59,34 @@ class Lowered:
     def num_actions(self) -> int:
         """Forwards and input gradients, and a weight gradient for each of the latter."""
         return 3 * sum(map(len, self.work)) // 2
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A completed frame and how long it takes.
+
+    `turns` says for each step of a rank whether it is the next of the frame (1) or the oldest
+    weight gradient that is due (0): a search makes thousands of these and reads few orders.
+    """
+
+    lowered: Lowered
+    turns: tuple[bytearray, ...]
+    makespan: float
+    span: float
+
+    def order(self) -> tuple[tuple[Step, ...], ...]:
+        """The steps of every rank."""
+        return tuple(map(_merge, self.lowered.work, self.turns))
+
+
+def _merge(work: tuple[_Work, ...], turns: bytearray) -> tuple[Step, ...]:
+    frame = iter([item.action for item in work])
+    weights = iter([Action(each.stage, WEIGHT_GRAD, each.microbatch) for each in _gradients(work)])
+    return tuple(next(frame) if turn else next(weights) for turn in turns)
+
+
+def _gradients(work: tuple[_Work, ...]) -> list[Action]:
+    return [item.action for item in work if not item.forward]
 
 
 def lower(frame: Frame, placement: Placement, num_microbatches: int, costs: Costs) -> Lowered:
@@ -103,26 +123,26 @@ def fill(lowered: Lowered, most_held: int, patience: Patience) -> Filled | None:
     waiting: dict[int, int] = {}
     place, held = [0 for _ in ranks], [0 for _ in ranks]
     first, free = [-1.0 for _ in ranks], [0.0 for _ in ranks]
-    pending: list[deque[_Work]] = [deque() for _ in ranks]
-    order: list[list[Step]] = [[] for _ in ranks]
+    pending: list[deque[float]] = [deque() for _ in ranks]
+    turns = tuple(bytearray() for _ in ranks)
     agenda = [(0.0, rank) for rank in ranks]
     while agenda:
         now, rank = heapq.heappop(agenda)
         now = max(now, free[rank])
         if place[rank] == len(lowered.work[rank]):
             continue
-        item = lowered.work[rank][place[rank]]
-        result, source, lag, cost, _, forward, draining, action = item
+        result, source, lag, cost, weight, forward, draining, _ = lowered.work[rank][place[rank]]
         arrival = 0.0 if source < 0 else ends[source]
         missing = arrival < 0
         blocked = forward and held[rank] >= most_held
         if pending[rank]:
-            weight = pending[rank][0].weight
+            due = pending[rank][0]
             share = (patience.draining if draining else patience.running)[rank]
-            if blocked or missing or arrival + lag - now >= share * weight - 1e-9:
-                order[rank].append(pending[rank].popleft().action._replace(kind=WEIGHT_GRAD))
+            if blocked or missing or arrival + lag - now >= share * due - 1e-9:
+                pending[rank].popleft()
+                turns[rank].append(0)
                 held[rank] -= 1
-                free[rank] = now + weight
+                free[rank] = now + due
                 heapq.heappush(agenda, (free[rank], rank))
                 continue
         if blocked:
@@ -133,21 +153,21 @@ def fill(lowered: Lowered, most_held: int, patience: Patience) -> Filled | None:
             heapq.heappush(agenda, (arrival + lag, rank))
         else:
             place[rank] += 1
-            order[rank].append(action)
+            turns[rank].append(1)
             if first[rank] < 0:
                 first[rank] = now
             ends[result] = free[rank] = now + cost
             if forward:
                 held[rank] += 1
             else:
-                pending[rank].append(item)
+                pending[rank].append(weight)
             heapq.heappush(agenda, (free[rank], rank))
             if result in waiting:
                 heapq.heappush(agenda, (now, waiting.pop(result)))
     if any(place[rank] < len(lowered.work[rank]) for rank in ranks):
         return None
     for rank in ranks:
-        order[rank] += [item.action._replace(kind=WEIGHT_GRAD) for item in pending[rank]]
-        free[rank] += sum(item.weight for item in pending[rank])
+        turns[rank].extend(bytes(len(pending[rank])))
+        free[rank] += sum(pending[rank])
     span = max(end - start for start, end in zip(first, free, strict=True))
-    return Filled(tuple(map(tuple, order)), max(free), span)
+    return Filled(lowered, turns, max(free), span)

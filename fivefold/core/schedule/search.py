@@ -32,9 +32,11 @@ from fivefold.core.schedule.placement import Placement
 from fivefold.core.schedule.seeds import Seed, seeds
 from fivefold.core.schedule.value import Schedule
 
-_BUDGET = 1_200_000
+_BUDGET = 900_000
+_MAKING = 6  # what it takes to make a frame, in played actions for each of its microbatches
 _MOST_SWEPT = 4
-_SHARES = (0.01, 0.25, 0.5, 0.75, 1.0)
+_SHARES = (0.01, 0.5, 1.0)
+_FINE_SHARES = (0.01, 0.15, 0.35, 0.5, 0.65, 0.85, 1.0, 2.0)
 _TINY = 1e-9
 
 
@@ -70,6 +72,9 @@ class _Search:
         # Two rounds of microbatches show the whole fill and drain; more only repeat the middle.
         self.trial_size = min(num_microbatches, 2 * num_ranks)
         self.budget = _BUDGET
+        # What two refinements at full size cost at least; trials must leave that much.
+        most_stages = num_ranks * min(max_chunks, 2)
+        self.reserve = min(_BUDGET // 2, 2 * _MAKING * most_stages * num_microbatches)
         self.best = math.inf
         self.found: Found | None = None
 
@@ -83,8 +88,14 @@ class _Search:
     def _play_named(self) -> None:
         """Step 1: the best named schedule that fits. Longer runs never idle less: skip the rest."""
         trials = sorted(
-            (self._estimate_named(schedule), schedule.name, schedule.num_chunks)
-            for schedule in catalog.synchronous(self.num_ranks, self.trial_size, self.max_chunks)
+            (
+                self._estimate_named(family.make(self.num_ranks, self.trial_size, chunks)),
+                family.name,
+                chunks,
+            )
+            for family, chunks in catalog.synchronous(
+                self.num_ranks, self.num_microbatches, self.max_chunks
+            )
         )
         limit = self.goal.memory_limit
         for estimate, name, chunks in trials:
@@ -93,7 +104,9 @@ class _Search:
             schedule = catalog.make(name, self.num_ranks, self.num_microbatches, chunks)
             if limit is None or max(peak_activations(schedule)) <= limit + _TINY:
                 timeline = play(schedule, self.goal.costs_of(schedule.placement))
-                self._offer(schedule, getattr(timeline, self.goal.objective), f"{name} as it is")
+                objective = getattr(timeline, self.goal.objective)
+                if objective < self.best - _TINY:
+                    self._keep(schedule, objective, f"{name} as it is")
 
     def _estimate_named(self, schedule: Schedule) -> float:
         costs = self.goal.costs_of(schedule.placement)
@@ -103,25 +116,22 @@ class _Search:
         rest = self.num_microbatches - self.trial_size
         return getattr(timeline, self.goal.objective) + rest * max(work)
 
-    def _offer(self, schedule: Schedule, objective: float, origin: str) -> bool:
-        if objective >= self.best - _TINY:
-            return False
+    def _keep(self, schedule: Schedule, objective: float, origin: str) -> None:
         self.best = objective
         self.found = Found(replace(schedule, name=catalog.AUTO), origin)
-        return True
 
     def _hopeful(self, placement: Placement) -> bool:
         """Whether anything on this placement could still beat the best."""
         costs = self.goal.costs_of(placement)
         bound = lower_bound(placement, costs, self.num_microbatches, self.goal.objective)
-        return bound < self.best - _TINY and self.budget > 0
+        return bound < self.best - _TINY and self.budget > self.reserve
 
     def _fill(self, lowered: Lowered, seed: Seed, patience: Patience) -> Filled | None:
         self.budget -= lowered.num_actions
         return fill(lowered, seed.most_held, patience)
 
     def _lower(self, seed: Seed, num_microbatches: int) -> Lowered | None:
-        self.budget -= 6 * seed.placement.num_stages * num_microbatches
+        self.budget -= _MAKING * seed.placement.num_stages * num_microbatches
         frame = seed.frame(num_microbatches)
         if frame is None:
             return None
@@ -129,12 +139,12 @@ class _Search:
         return lower(frame, seed.placement, num_microbatches, costs)
 
     def _screen(self) -> list[_Trial]:
-        """Step 2: every kind of frame, with an even patience."""
-        patience = Patience.uniform(self.num_ranks, 0.25, 0.5)
+        """Step 2: every kind of frame, with two degrees of patience."""
+        patiences = [Patience.uniform(self.num_ranks, running, 0.5) for running in (0.01, 0.5)]
         trials: list[_Trial] = []
         for seed in seeds(self.num_ranks, self.num_microbatches, self.max_chunks, self.goal):
             if self._hopeful(seed.placement):
-                trials += self._try(seed, [patience])
+                trials += sorted(self._try(seed, patiences))[:1]
         return sorted(trials)[:_MOST_SWEPT]
 
     def _try(self, seed: Seed, patiences: list[Patience]) -> Iterator[_Trial]:
@@ -144,7 +154,9 @@ class _Search:
         work = max(work_by_rank(seed.placement, self.goal.costs_of(seed.placement)))
         rest = (self.num_microbatches - self.trial_size) * work
         for patience in patiences:
-            if self.budget > 0 and (filled := self._fill(lowered, seed, patience)) is not None:
+            if self.budget < self.reserve:
+                return
+            if (filled := self._fill(lowered, seed, patience)) is not None:
                 estimate = getattr(filled, self.goal.objective) + rest
                 yield _Trial(estimate, self.budget, seed, patience)
 
@@ -159,6 +171,7 @@ class _Search:
     def _refine(self, trial: _Trial) -> None:
         """Step 3: full size, then each rank's patience for itself while that helps."""
         seed, best = trial.seed, trial.patience
+        self.reserve = 0
         if not self._hopeful(seed.placement):
             return
         lowered = self._lower(seed, self.num_microbatches)
@@ -175,14 +188,18 @@ class _Search:
         filled = self._fill(lowered, seed, patience)
         if filled is None:
             return False
-        schedule = Schedule(catalog.AUTO, seed.placement, self.num_microbatches, filled.order)
-        return self._offer(schedule, getattr(filled, self.goal.objective), seed.origin)
+        objective = getattr(filled, self.goal.objective)
+        if objective >= self.best - _TINY:
+            return False
+        schedule = Schedule(catalog.AUTO, seed.placement, self.num_microbatches, filled.order())
+        self._keep(schedule, objective, seed.origin)
+        return True
 
 
 def _neighbours(patience: Patience) -> Iterator[Patience]:
     """The same patience but for one rank in one phase."""
     for rank in range(len(patience.running)):
-        for share in (*_SHARES, 2.0):
+        for share in _FINE_SHARES:
             running, draining = list(patience.running), list(patience.draining)
             running[rank] = share
             yield patience._replace(running=tuple(running))

@@ -13,11 +13,15 @@ from typing import NamedTuple
 
 from fivefold.core.schedule import catalog
 from fivefold.core.schedule.action import FORWARD, INPUT_GRAD, Action
+from fivefold.core.schedule.catalog import Family
 from fivefold.core.schedule.eager import Priority, eager
 from fivefold.core.schedule.fill import Frame
 from fivefold.core.schedule.goal import Goal
 from fivefold.core.schedule.placement import Placement, linear, loop, vee
 from fivefold.core.schedule.vshape import Block, repeat
+
+
+_SPLIT = ("zb-h1", "zb-h2", "zb-interleaved", "zb-v", "v-half", "v-min")
 
 
 class Seed(NamedTuple):
@@ -40,18 +44,16 @@ def seeds(num_ranks: int, num_microbatches: int, max_chunks: int, goal: Goal) ->
 
 
 def _named(num_ranks: int, num_microbatches: int, max_chunks: int, limit: float) -> Iterator[Seed]:
-    for schedule in catalog.synchronous(
-        num_ranks, min(num_microbatches, 2 * num_ranks), max_chunks
-    ):
-        name, chunks, placement = schedule.name, schedule.num_chunks, schedule.placement
-        overlaps = any(not isinstance(step, Action) for steps in schedule.order for step in steps)
-        if schedule.splits_backward and not overlaps:
-            frame = partial(_frame_of, name, num_ranks, chunks)
-            yield Seed(f"the order of {name}, refilled", placement, int(limit * chunks), frame)
+    for family, chunks in catalog.synchronous(num_ranks, num_microbatches, max_chunks):
+        if family.name in _SPLIT:
+            frame = partial(_frame_of, family, num_ranks, chunks)
+            placement = vee(num_ranks) if family.max_chunks == 2 else loop(num_ranks, chunks)
+            origin = f"the order of {family.name}, refilled"
+            yield Seed(origin, placement, int(limit * chunks), frame)
 
 
-def _frame_of(name: str, num_ranks: int, num_chunks: int, num_microbatches: int) -> Frame:
-    schedule = catalog.make(name, num_ranks, num_microbatches, num_chunks)
+def _frame_of(family: Family, num_ranks: int, num_chunks: int, num_microbatches: int) -> Frame:
+    schedule = family.make(num_ranks, num_microbatches, num_chunks)
     return tuple(
         tuple(
             step

@@ -98,7 +98,7 @@ def _from_blocks(
         frame = repeat(block, num_ranks, num_microbatches)
         filled = fill(lower(frame, placement, num_microbatches, costs), 2 * most_held, patience)
         if filled is not None:
-            return Schedule(name, placement, num_microbatches, filled.order)
+            return Schedule(name, placement, num_microbatches, filled.order())
     raise AssertionError(f"{name}: no block fits {num_ranks} ranks")
 
 

@@ -1,0 +1,1 @@
+"""Values to pictures, sentences and pages; knows `core` and nothing above it."""
