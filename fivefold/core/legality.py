@@ -54,18 +54,18 @@ def problems(layout: Layout, shape: Shape, **job: Unpack[Job]) -> list[str]:
 def nearest(layout: Layout, shape: Shape, *, most: int = 3, **job: Unpack[Job]) -> list[Layout]:
     """Legal layouts of the same world (`gpus` if given), nearest first; only degrees differ.
 
-    The distance is the sum over the degrees of |log2 of the ratio|. Where the world has no legal
-    layout, the next smaller and the next larger world that have one take turns.
+    The distance is the sum over the degrees of |log2 of the ratio|. Where the world has too few
+    legal layouts, the next smaller and the next larger world that have one take turns.
     """
     if _breaks(_job, layout, shape, job):
         return []
     world = job.get("gpus") or layout.world
     near = _nearest_in(world, layout, shape, job, most)
-    if near:
+    if len(near) >= most:
         return near
     others = _worlds(world, layout, shape, job)
     found = [_nearest_in(other, layout, shape, job, most) for other in others]
-    return [one for turn in zip_longest(*found) for one in turn if one is not None][:most]
+    return [*near, *(one for turn in zip_longest(*found) for one in turn if one)][:most]
 
 
 def smallest_seq(layout: Layout, shape: Shape, at_least: int) -> int:

@@ -75,10 +75,16 @@ def _value(hint: Any, value: Any, path: str, problems: list[str]) -> Any:
         return None if len(problems) > before else typing.cast(Any, hint)(**fields)
     if origin is tuple and isinstance(value, (list, tuple)):
         items = typing.cast("list[Any]", value)
-        return tuple(_value(arguments[0], item, f"{path}[{i}]", problems) for i, item in enumerate(items))
+        return tuple(
+            _value(arguments[0], item, f"{path}[{place}]", problems)
+            for place, item in enumerate(items)
+        )
     if origin is dict and isinstance(value, Mapping):
         pairs = typing.cast(Table, value)
-        return {key: _value(arguments[1], item, f"{path}.{key}", problems) for key, item in pairs.items()}
+        return {
+            key: _value(arguments[1], item, f"{path}.{key}", problems)
+            for key, item in pairs.items()
+        }
     if origin is typing.Literal:
         if value not in arguments:
             known = [str(one) for one in arguments]
@@ -112,7 +118,7 @@ def to_toml(table: Table, prefix: str = "") -> str:
     plain = {key: item for key, item in table.items() if not isinstance(item, Mapping)}
     lines = [f"{key} = {_literal(item)}" for key, item in plain.items()]
     for key, item in table.items():
-        if isinstance(item, Mapping):
+        if isinstance(item, Mapping) and item:
             body = to_toml(typing.cast(Table, item), f"{prefix}{key}.")
             lines += ["", f"[{prefix}{key}]", body.rstrip("\n")]
     return "\n".join(lines).lstrip("\n") + "\n"

@@ -66,7 +66,7 @@ def _parse_step(text: str, where: str) -> Step:
         forward, backward = (_parse_action(part, where) for part in match.groups())
         if forward.kind != FORWARD or backward.kind != BACKWARD:
             raise IllegalSchedule(
-                f"{where}: {text!r} must join a forward and a full backward; write (2F4;2B0)OVERLAP_F_B"
+                f"{where}: {text!r} must join a forward and a full backward: (2F4;2B0)OVERLAP_F_B"
             )
         return Overlap(forward, backward)
     return _parse_action(text, where)

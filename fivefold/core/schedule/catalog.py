@@ -9,13 +9,11 @@ from fivefold.core.errors import IllegalSchedule, UnknownName, bullets
 from fivefold.core.schedule import asynchronous, dualpipe, flush, vshape, zero_bubble
 from fivefold.core.schedule.value import Schedule
 
+AUTO = "auto"
 Rule = tuple[str, Callable[[int, int], bool]]
 
 _ROUNDS: Rule = ("microbatches must be a multiple of the stages", lambda p, m: m % p == 0)
-_EVEN_RANKS: Rule = (
-    "stages must be even: two directions meet in the middle",
-    lambda p, m: p % 2 == 0,
-)
+_EVEN_RANKS: Rule = ("stages must be even: two directions meet", lambda p, m: p % 2 == 0)
 _EVEN_BATCH: Rule = ("microbatches must be even: half in each direction", lambda p, m: m % 2 == 0)
 _TWICE: Rule = ("microbatches must be at least twice the stages", lambda p, m: m >= 2 * p)
 _FILLED: Rule = (
@@ -37,6 +35,12 @@ class Family:
     rules: tuple[Rule, ...] = ()
     asynchronous: bool = False
     aliases: tuple[str, ...] = ()
+    only: tuple[int, int, int] | None = None  # a file fits one (stages, microbatches, chunks)
+
+    @property
+    def default_chunks(self) -> int:
+        """What is used when nobody says: the minimum, or two for a search that may choose."""
+        return 2 if self.name == AUTO else self.min_chunks
 
     def problems(self, num_ranks: int, num_microbatches: int, num_chunks: int) -> list[str]:
         """Every rule of the domain that these numbers break."""
@@ -57,6 +61,8 @@ class Family:
         self, num_ranks: int, num_microbatches: int, num_chunks: int
     ) -> tuple[int, int, int]:
         """The legal (stages, microbatches, chunks) that changes stages least, then the rest."""
+        if self.only is not None:
+            return self.only
         chunks = max(num_chunks, self.min_chunks)
         if self.max_chunks is not None:
             chunks = min(chunks, self.max_chunks)
@@ -75,6 +81,25 @@ class Family:
                 -each[0],
             ),
         )
+
+    def smallest_count(self, at_least: int, num_ranks: int, num_chunks: int) -> int:
+        """The smallest legal number of microbatches from `at_least`, or the nearest legal one."""
+        counts = range(at_least, at_least + 2 * num_ranks + 1)
+        legal = (count for count in counts if not self.problems(num_ranks, count, num_chunks))
+        return next(legal, self.nearest(num_ranks, at_least, num_chunks)[1])
+
+    def require(self, num_ranks: int, num_microbatches: int, num_chunks: int) -> None:
+        """Refuse numbers outside the domain, with every rule and the nearest legal numbers."""
+        problems = self.problems(num_ranks, num_microbatches, num_chunks)
+        if problems:
+            near = self.nearest(num_ranks, num_microbatches, num_chunks)
+            given = _numbers(num_ranks, num_microbatches, num_chunks)
+            way_out = f"nearest: {_numbers(*near)}"
+            raise IllegalSchedule(bullets(f"{self.name} cannot run {given}:", [*problems, way_out]))
+
+
+def _numbers(num_ranks: int, num_microbatches: int, num_chunks: int) -> str:
+    return f"{num_ranks} stages, {num_microbatches} microbatches, {num_chunks} chunks"
 
 
 FAMILIES: tuple[Family, ...] = (
@@ -148,8 +173,6 @@ FAMILIES: tuple[Family, ...] = (
     ),
 )  # fmt: skip
 
-AUTO = "auto"
-
 
 def names() -> list[str]:
     """Every name the command line accepts, aliases included."""
@@ -169,13 +192,8 @@ def make(
 ) -> Schedule:
     """Make a named schedule, or refuse with the rule and the nearest legal numbers."""
     found = family(name)
-    chunks = found.min_chunks if num_chunks is None else num_chunks
-    problems = found.problems(num_ranks, num_microbatches, chunks)
-    if problems:
-        ranks, microbatches, legal_chunks = found.nearest(num_ranks, num_microbatches, chunks)
-        given = f"{num_ranks} stages, {num_microbatches} microbatches, {chunks} chunks"
-        way_out = f"nearest: --stages {ranks} --microbatches {microbatches} --chunks {legal_chunks}"
-        raise IllegalSchedule(bullets(f"{found.name} cannot run {given}:", [*problems, way_out]))
+    chunks = found.default_chunks if num_chunks is None else num_chunks
+    found.require(num_ranks, num_microbatches, chunks)
     return found.make(num_ranks, num_microbatches, chunks)
 
 

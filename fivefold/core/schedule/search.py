@@ -7,7 +7,8 @@ gradients filled in. The search
 2. tries frames of many kinds (those of the named schedules, list scheduling on each placement,
    building blocks of the V) with a few degrees of patience, on fewer microbatches where there are
    many, because the bubble lies in the ends;
-3. refines the patience of the best, rank by rank, as long as its budget of played actions lasts.
+3. plays the best of these with all microbatches;
+4. refines the patience of the best, rank by rank, as long as its budget of played actions lasts.
 
 It stops as soon as a lower bound is reached. The budget counts actions, not seconds, so that the
 answer does not depend on the machine.
@@ -32,7 +33,7 @@ from fivefold.core.schedule.placement import Placement
 from fivefold.core.schedule.seeds import Seed, seeds
 from fivefold.core.schedule.value import Schedule
 
-_BUDGET = 900_000
+_BUDGET = 700_000
 _MAKING = 6  # what it takes to make a frame, in played actions for each of its microbatches
 _MOST_SWEPT = 4
 _SHARES = (0.01, 0.5, 1.0)
@@ -52,6 +53,16 @@ class _Trial(NamedTuple):
 
     estimate: float
     place: int  # breaks ties, so that seeds are never compared
+    seed: Seed
+    patience: Patience
+
+
+class _Candidate(NamedTuple):
+    """A full-size frame with a patience, and its objective."""
+
+    objective: float
+    place: int
+    lowered: Lowered
     seed: Seed
     patience: Patience
 
@@ -80,8 +91,9 @@ class _Search:
 
     def run(self) -> Found:
         self._play_named()
-        for trial in self._sweep(self._screen()):
-            self._refine(trial)
+        full = [self._at_full_size(trial) for trial in self._sweep(self._screen())]
+        for candidate in sorted(each for each in full if each is not None):
+            self._refine(candidate)
         assert self.found is not None, "one microbatch at a time always fits"
         return self.found
 
@@ -168,32 +180,37 @@ class _Search:
         ]
         return sorted(min([trial, *self._try(trial.seed, grid)]) for trial in trials)
 
-    def _refine(self, trial: _Trial) -> None:
-        """Step 3: full size, then each rank's patience for itself while that helps."""
-        seed, best = trial.seed, trial.patience
+    def _at_full_size(self, trial: _Trial) -> _Candidate | None:
+        """Step 3: the trial with all microbatches."""
         self.reserve = 0
-        if not self._hopeful(seed.placement):
-            return
-        lowered = self._lower(seed, self.num_microbatches)
-        if lowered is None or not self._accept(lowered, seed, best):
-            return
-        improved = True
-        while improved and self._hopeful(seed.placement):
-            improved = False
-            for patience in _neighbours(best):
-                if self.budget > 0 and self._accept(lowered, seed, patience):
-                    best, improved = patience, True
+        if not self._hopeful(trial.seed.placement):
+            return None
+        lowered = self._lower(trial.seed, self.num_microbatches)
+        if lowered is None:
+            return None
+        return self._play(lowered, trial.seed, trial.patience)
 
-    def _accept(self, lowered: Lowered, seed: Seed, patience: Patience) -> bool:
+    def _play(self, lowered: Lowered, seed: Seed, patience: Patience) -> _Candidate | None:
         filled = self._fill(lowered, seed, patience)
         if filled is None:
-            return False
+            return None
         objective = getattr(filled, self.goal.objective)
-        if objective >= self.best - _TINY:
-            return False
-        schedule = Schedule(catalog.AUTO, seed.placement, self.num_microbatches, filled.order())
-        self._keep(schedule, objective, seed.origin)
-        return True
+        if objective < self.best - _TINY:
+            schedule = Schedule(catalog.AUTO, seed.placement, self.num_microbatches, filled.order())
+            self._keep(schedule, objective, seed.origin)
+        return _Candidate(objective, self.budget, lowered, seed, patience)
+
+    def _refine(self, best: _Candidate) -> None:
+        """Step 4: each rank's patience for itself, as long as that helps."""
+        improved = True
+        while improved:
+            improved = False
+            for patience in _neighbours(best.patience):
+                if not self._hopeful(best.seed.placement):
+                    return
+                other = self._play(best.lowered, best.seed, patience)
+                if other is not None and other.objective < best.objective - _TINY:
+                    best, improved = other, True
 
 
 def _neighbours(patience: Patience) -> Iterator[Patience]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
+from fivefold.core.clock import peak_activations
 from fivefold.core.schedule import catalog
 from fivefold.core.schedule.action import FORWARD, INPUT_GRAD, Action
 from fivefold.core.schedule.catalog import Family
@@ -20,8 +21,7 @@ from fivefold.core.schedule.goal import Goal
 from fivefold.core.schedule.placement import Placement, linear, loop, vee
 from fivefold.core.schedule.vshape import Block, repeat
 
-
-_SPLIT = ("zb-h1", "zb-h2", "zb-interleaved", "zb-v", "v-half", "v-min")
+_BY_MEMORY = (("zb-h2", "zb-h1"), ("zb-interleaved",), ("zb-v", "v-half", "v-min"))
 
 
 class Seed(NamedTuple):
@@ -44,12 +44,23 @@ def seeds(num_ranks: int, num_microbatches: int, max_chunks: int, goal: Goal) ->
 
 
 def _named(num_ranks: int, num_microbatches: int, max_chunks: int, limit: float) -> Iterator[Seed]:
-    for family, chunks in catalog.synchronous(num_ranks, num_microbatches, max_chunks):
-        if family.name in _SPLIT:
+    """Of each kind of placement the order that uses the most of the memory there is."""
+    legal = list(catalog.synchronous(num_ranks, num_microbatches, max_chunks))
+    for names in _BY_MEMORY:
+        found = [
+            (family, chunks) for name in names for family, chunks in legal if family.name == name
+        ]
+        fitting = [each for each in found if _peak(*each, num_ranks, num_microbatches) <= limit]
+        for family, chunks in fitting[:1] if len(names) > 1 else found:
             frame = partial(_frame_of, family, num_ranks, chunks)
             placement = vee(num_ranks) if family.max_chunks == 2 else loop(num_ranks, chunks)
             origin = f"the order of {family.name}, refilled"
             yield Seed(origin, placement, int(limit * chunks), frame)
+
+
+def _peak(family: Family, chunks: int, num_ranks: int, num_microbatches: int) -> float:
+    trial = family.make(num_ranks, min(num_microbatches, 2 * num_ranks), chunks)
+    return max(peak_activations(trial))
 
 
 def _frame_of(family: Family, num_ranks: int, num_chunks: int, num_microbatches: int) -> Frame:
@@ -75,7 +86,9 @@ def _eager(placement: Placement, goal: Goal, limit: float) -> Iterator[Seed]:
     """List scheduling with all of the memory, or only as much as keeps the pipeline full."""
     chunks, costs = placement.num_chunks, goal.costs_of(placement)
     enough = placement.num_ranks * chunks
-    priorities: tuple[Priority, ...] = ("gradients", "inner") if chunks > 1 else ("gradients",)
+    priorities: tuple[Priority, ...] = ("gradients",)
+    if placement == vee(placement.num_ranks):
+        priorities = ("gradients", "inner")
     for most_held in sorted({min(int(limit * chunks), each) for each in (enough, 2 * enough)}):
         for priority in priorities:
 

@@ -1,0 +1,5 @@
+"""`python -m fivefold`."""
+
+from fivefold.cli import main
+
+main()

@@ -1,0 +1,200 @@
+"""Plan: model × machine × layout × schedule × batch × precision, and its strict TOML.
+
+`Wishes` is what a user may say, spelled alike on every command line and in every plan file; what
+is not said is derived. `resolve` turns wishes into a `Plan`, in which nothing is left open.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from fivefold.core import legality, machine, models, strict
+from fivefold.core.batch import Batch
+from fivefold.core.errors import BadFile, FivefoldError
+from fivefold.core.layout import Layout, parse_zero
+from fivefold.core.machine import Machine
+from fivefold.core.schedule.catalog import Family
+from fivefold.core.schedule.choose import choose
+from fivefold.core.schedule.value import Schedule
+from fivefold.core.shape import Shape
+
+Precision = Literal["fp32", "bf16", "fp16"]
+_LONGEST_DEFAULT = 8192
+_SHORTEST_VERIFIED = 32
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Which activations are computed again in the backward.
+
+    `selective` repeats cheap parts only; `full` keeps the input of every `blocks`-th block.
+    """
+
+    kind: Literal["none", "selective", "full"] = "none"
+    blocks: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> Recompute:
+        found = re.fullmatch(r"(none|selective|full)(?::([1-9][0-9]{0,4}))?", text)
+        if not found or (found[2] and found[1] != "full"):
+            raise FivefoldError(
+                f"recompute {text!r}: choose none, selective, full, or full:K for segments of K "
+                "blocks"
+            )
+        return cls(cast(Any, found[1]), int(found[2] or 1))
+
+    def __str__(self) -> str:
+        return self.kind if self.blocks == 1 else f"{self.kind}:{self.blocks}"
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What is asked for. These are the keys of a plan file; None is derived by `resolve`."""
+
+    model: str
+    layout: str = "dp=1"
+    machine: str | None = None
+    gpus: int | None = None
+    zero: int | None = None
+    sp: bool = True
+    context: str = "zigzag"
+    schedule: str = "1f1b"
+    chunks: int | None = None
+    microbatches: int | None = None
+    microbatch_size: int | None = None
+    batch: int | None = None
+    seq: int | None = None
+    packed: bool = False
+    recompute: str = "none"
+    precision: Precision = "bf16"
+    set: dict[str, str] = field(default_factory=dict[str, str])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A job with nothing left open. `notes` say what was changed or derived on the way."""
+
+    shape: Shape
+    machine: Machine | None
+    layout: Layout
+    batch: Batch
+    packed: bool
+    recompute: Recompute
+    precision: Precision
+    wishes: Wishes
+    notes: tuple[str, ...] = ()
+
+    def to_toml(self) -> str:
+        """The plan as a file that every verb reads back to the same plan."""
+        return strict.to_toml(strict.table_of(self.wishes))
+
+    def make_schedule(self) -> Schedule:
+        """The pipeline schedule of this plan."""
+        family = choose(self.wishes.schedule)
+        return family.make(self.layout.pp, self.batch.microbatches, self.layout.chunks)
+
+
+def read(path: Path) -> Wishes:
+    """The wishes in a plan file; unknown keys are errors with the nearest known one."""
+    table = strict.read_toml(path)
+    if isinstance(changes := table.get("set"), Mapping):
+        pairs = cast("Mapping[str, Any]", changes).items()
+        table["set"] = {
+            key: str(value).lower() if isinstance(value, bool) else str(value)
+            for key, value in pairs
+        }
+    if isinstance(table.get("zero"), str):
+        table["zero"] = parse_zero(table["zero"])
+    return strict.build(Wishes, table, str(path))
+
+
+def resolve(wishes: Wishes, *, small: bool = False) -> Plan:
+    """Derive what is open and check the whole; every broken rule is named with a way out.
+
+    `small` is for runs whose size does not matter (`verify`): the shortest legal sequence, and as
+    many more layers as the pipeline needs.
+    """
+    family = choose(wishes.schedule)
+    layout = _layout(wishes, family)
+    shape = models.with_overrides(models.load(wishes.model), wishes.set)
+    notes: list[str] = []
+    if small and shape.layers < layout.pp * layout.chunks:
+        wishes = replace(wishes, set={**wishes.set, "layers": str(layout.pp * layout.chunks)})
+        shape = models.with_overrides(shape, wishes.set)
+        notes.append(f"raised to {shape.layers} layers, one for each stage of the pipeline")
+    seq = wishes.seq or _default_seq(layout, shape, small)
+    job = legality.Job(
+        seq=seq, batch=wishes.batch, microbatch_size=wishes.microbatch_size, gpus=wishes.gpus
+    )
+    legality.check(layout, shape, **job)
+    batch = _batch(wishes, family, layout, seq)
+    return Plan(
+        shape=shape,
+        machine=None if wishes.machine is None else machine.load(wishes.machine),
+        layout=layout,
+        batch=batch,
+        packed=wishes.packed,
+        recompute=Recompute.parse(wishes.recompute),
+        precision=wishes.precision,
+        wishes=_settled(wishes, layout, batch),
+        notes=tuple(notes),
+    )
+
+
+def _layout(wishes: Wishes, family: Family) -> Layout:
+    layout = Layout.parse(wishes.layout, zero=wishes.zero, sp=wishes.sp, context=wishes.context)
+    chunks = wishes.chunks or (family.default_chunks if layout.pp > 1 else 1)
+    return replace(layout, chunks=chunks)
+
+
+def _default_seq(layout: Layout, shape: Shape, small: bool) -> int:
+    if small:
+        return legality.smallest_seq(layout, shape, _SHORTEST_VERIFIED)
+    return min(_LONGEST_DEFAULT, shape.max_seq)
+
+
+def _batch(wishes: Wishes, family: Family, layout: Layout, seq: int) -> Batch:
+    """Complete the batch identity with a number of microbatches that the schedule can run."""
+    count = wishes.microbatches
+    if count is None and wishes.batch is None:
+        count = family.smallest_count(2 * layout.pp, layout.pp, layout.chunks)
+    batch = Batch.resolve(
+        layout.dp,
+        seq,
+        batch=wishes.batch,
+        microbatch_size=wishes.microbatch_size,
+        microbatches=count,
+    )
+    if layout.pp > 1:
+        family.require(layout.pp, batch.microbatches, layout.chunks)
+    return batch
+
+
+def _settled(wishes: Wishes, layout: Layout, batch: Batch) -> Wishes:
+    """The wishes with all that is free said; the global batch follows from them."""
+    return replace(
+        wishes,
+        layout=str(layout),
+        zero=layout.zero,
+        chunks=layout.chunks,
+        microbatches=batch.microbatches,
+        microbatch_size=batch.microbatch_size,
+        batch=None,
+        seq=batch.seq,
+    )
+
+
+def wishes_from(target: str, changes: Mapping[str, Any]) -> Wishes:
+    """Wishes from a plan file or a model name, with what the command line says on top."""
+    said = {key: value for key, value in changes.items() if value is not None}
+    if not target.endswith(".toml"):
+        return Wishes(model=target, **said)
+    if not Path(target).is_file():
+        raise BadFile(target, ["no such plan file; write one with: fivefold plan MODEL -o FILE"])
+    wishes = read(Path(target))
+    said["set"] = {**wishes.set, **said.get("set", {})}
+    return replace(wishes, **said)

@@ -1,0 +1,89 @@
+"""The option set that every verb with a plan shares, spelled and defaulted alike.
+
+A verb is a function of `Wishes` and of its own options; `with_plan_options` gives its command line
+the target and the shared options, and hands it the wishes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from fivefold.core.errors import BadFile
+from fivefold.core.layout import parse_zero
+from fivefold.core.plan import Wishes, wishes_from
+
+TARGET = Annotated[
+    str,
+    typer.Argument(help="Model preset, Hugging Face config.json, or plan.toml.", metavar="MODEL"),
+]
+
+
+def _option(kind: Any, help: str, *names: str) -> Any:
+    return Annotated[kind | None, typer.Option(*names, help=help, show_default=False)]
+
+
+SHARED: dict[str, Any] = {
+    "layout": _option(
+        str, 'Degrees, as in "dp=2x2 tp=2 pp=2 cp=2 ep=2 etp=1"; dp=RxS is replicate x shard.'
+    ),
+    "machine": _option(str, "Machine preset (h100, gb200, …) or TOML file."),
+    "gpus": _option(int, "Number of GPUs, to be equal to the layout's product."),
+    "zero": _option(str, "ZeRO stage 0 to 3, or FSDP's name for it (default 3; 1 with pp > 1)."),
+    "schedule": _option(str, "Pipeline schedule by name, auto, or a file (default 1f1b)."),
+    "chunks": _option(int, "Stages on each pipeline rank (default: the schedule's minimum)."),
+    "microbatches": _option(int, "Microbatches a step (default: the smallest legal ≥ 2·pp)."),
+    "microbatch_size": _option(int, "Sequences in a microbatch (default 1)."),
+    "seq": _option(int, "Tokens in a sequence (default: 8192 or the model's most)."),
+    "batch": _option(int, "Global batch in sequences (default: dp × microbatches × size)."),
+    "context": _option(str, "Context kind: ring, zigzag, allgather, ulysses, hybrid."),
+    "recompute": _option(str, "Recompute: none, selective, full, or full:K."),
+    "sp": _option(bool, "Without sequence parallelism.", "--no-sp"),
+    "packed": _option(bool, "Pack documents, with document masks.", "--packed"),
+    "set": _option(list[str], 'Change the model: "kv_heads=1 vocab=251 layers=4".', "--set"),
+}
+
+
+def with_plan_options(verb: Callable[..., None]) -> Callable[..., None]:
+    """The verb as a command with the target, the shared options and then its own."""
+    own = list(inspect.signature(verb, eval_str=True).parameters.values())[1:]
+
+    def run(**given: Any) -> None:
+        shared = {name: given.pop(name) for name in SHARED}
+        verb(_wishes(given.pop("target"), shared), **given)
+
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    parameters = [
+        inspect.Parameter("target", keyword, annotation=TARGET),
+        *(
+            inspect.Parameter(name, keyword, default=None, annotation=annotation)
+            for name, annotation in SHARED.items()
+        ),
+        *(each.replace(kind=keyword) for each in own),
+    ]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    run.__doc__ = verb.__doc__
+    return run
+
+
+def _wishes(target: str, shared: dict[str, Any]) -> Wishes:
+    """What the command line says, in the types of `Wishes`."""
+    if shared["zero"] is not None:
+        shared["zero"] = parse_zero(shared["zero"])
+    shared["sp"] = False if shared["sp"] else None
+    shared["set"] = _pairs(shared["set"]) if shared["set"] else None
+    return wishes_from(target, shared)
+
+
+def _pairs(texts: list[str]) -> dict[str, str]:
+    pairs: dict[str, str] = {}
+    for word in " ".join(texts).replace(",", " ").split():
+        key, equals, value = word.partition("=")
+        if not equals or not value:
+            raise BadFile("--set", [f"{word!r} is no setting: write key=value, such as layers=4"])
+        pairs[key] = value
+    return pairs

@@ -1,0 +1,203 @@
+"""`fivefold schedule`: draw a pipeline schedule, time it, and say why it idles."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Annotated, Any, cast, get_args
+
+import typer
+
+from fivefold.core.clock import Timeline, peak_activations, play
+from fivefold.core.errors import FivefoldError, IllegalSchedule, UnknownName
+from fivefold.core.schedule import catalog
+from fivefold.core.schedule.catalog import Family
+from fivefold.core.schedule.choose import choose
+from fivefold.core.schedule.costs import Costs
+from fivefold.core.schedule.goal import Goal, Objective
+from fivefold.core.schedule.placement import Placement
+from fivefold.core.schedule.search import search
+
+_LARGEST = 200_000
+
+
+def run(
+    name: Annotated[str, typer.Argument(help="Schedule name, auto, or a CSV or text file.")],
+    stages: Annotated[int | None, typer.Option(help="Pipeline ranks, p.")] = None,
+    microbatches: Annotated[int | None, typer.Option(help="Microbatches a step, m.")] = None,
+    chunks: Annotated[
+        int | None,
+        typer.Option(help="Chunks a rank, v (default: the least; auto: at most 2)."),
+    ] = None,
+    times: Annotated[
+        str, typer.Option(help="F,B,W of a full stage: forward, input gradient, weight gradient.")
+    ] = "1,1,1",
+    comm: Annotated[float, typer.Option(help="Time of a transfer between ranks.")] = 0.0,
+    overlap: Annotated[
+        float, typer.Option(help="An overlapped forward and backward last X·(F+B+W).")
+    ] = 1.0,
+    memory_limit: Annotated[
+        float | None, typer.Option(help="Most microbatches of a full stage that a rank may hold.")
+    ] = None,
+    objective: Annotated[str, typer.Option(help="What auto cuts: makespan or span.")] = "makespan",
+    svg: Annotated[Path | None, typer.Option(help="Write a picture.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write a Perfetto trace.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Draw and time a pipeline schedule."""
+    family = choose(name)
+    numbers = _numbers(family, stages, microbatches, chunks)
+    costs_of = _costs_of(times, comm, overlap)
+    goal = Goal(costs_of, memory_limit, _objective(objective))
+    with _patience(family):
+        timeline, origin = _timeline(family, numbers, goal)
+    _write_files(timeline, svg, trace)
+    if as_json:
+        typer.echo(json.dumps(describe(timeline, family, origin)))
+    else:
+        _print(timeline, family, origin)
+
+
+def _numbers(
+    family: Family, stages: int | None, microbatches: int | None, chunks: int | None
+) -> tuple[int, int, int]:
+    """(p, m, v), from the file where there is one, else as given; checked against the domain."""
+    if family.only is not None:
+        given = (stages, microbatches, chunks)
+        numbers = tuple(
+            own if one is None else one for own, one in zip(family.only, given, strict=True)
+        )
+        stages, microbatches, chunks = numbers
+    missing = [
+        flag
+        for flag, value in (("--stages", stages), ("--microbatches", microbatches))
+        if value is None
+    ]
+    if missing or stages is None or microbatches is None:
+        raise IllegalSchedule(f"give {' and '.join(missing)}, such as --stages 4 --microbatches 8")
+    chunks = family.default_chunks if chunks is None else chunks
+    family.require(stages, microbatches, chunks)
+    if stages * microbatches * chunks > _LARGEST:
+        raise IllegalSchedule(
+            f"{stages} stages × {microbatches} microbatches × {chunks} chunks is more than "
+            f"{_LARGEST:,}: lower one of them; the bubble hardly depends on microbatches beyond 4p"
+        )
+    return stages, microbatches, chunks
+
+
+def _costs_of(times: str, comm: float, overlap: float) -> Any:
+    try:
+        forward, backward, weight = (float(one) for one in times.split(","))
+    except ValueError as error:
+        raise FivefoldError(
+            f"--times {times!r}: give three numbers F,B,W, such as --times 1,1.1,0.7"
+        ) from error
+    if not (0 < forward < 1e12 and 0 < backward < 1e12 and 0 <= weight < 1e12):
+        raise FivefoldError(f"--times {times!r}: F and B must be above 0, W not below it")
+    if not 0 <= comm < 1e12:
+        raise FivefoldError(f"--comm {comm}: give a time of at least 0")
+    if not 0 < overlap < 1e6:
+        raise FivefoldError(f"--overlap {overlap}: give a factor above 0, 1 for no gain")
+
+    def costs_of(placement: Placement) -> Costs:
+        return Costs.uniform(placement, (forward, backward, weight), comm, overlap)
+
+    return costs_of
+
+
+def _objective(text: str) -> Objective:
+    if text not in get_args(Objective):
+        raise UnknownName("objective", text, get_args(Objective))
+    return cast(Objective, text)
+
+
+def _patience(family: Family) -> AbstractContextManager[object]:
+    """A spinner on standard error while `auto` searches, for people only."""
+    if family.name != catalog.AUTO or not sys.stderr.isatty():
+        return nullcontext()
+    from rich.console import Console
+
+    return Console(stderr=True).status("searching schedules")
+
+
+def _timeline(
+    family: Family, numbers: tuple[int, int, int], goal: Goal
+) -> tuple[Timeline, str | None]:
+    """The played schedule, and for `auto` where it comes from."""
+    if family.name == catalog.AUTO:
+        schedule, origin = search(*numbers, goal)
+    else:
+        schedule, origin = family.make(*numbers), None
+        held = max(peak_activations(schedule))
+        if goal.memory_limit is not None and held > goal.memory_limit:
+            raise IllegalSchedule(
+                f"{family.name} holds {held:g} microbatches, above the limit of "
+                f"{goal.memory_limit:g}: raise --memory-limit, or let auto search within it"
+            )
+    return play(schedule, goal.costs_of(schedule.placement)), origin
+
+
+def describe(timeline: Timeline, family: Family, origin: str | None) -> dict[str, Any]:
+    """Everything on the screen, as JSON."""
+    from fivefold.report.pipeline_words import explain
+
+    schedule = timeline.schedule
+    table: dict[str, Any] = {
+        "name": schedule.name,
+        "stages": schedule.num_ranks,
+        "microbatches": schedule.num_microbatches,
+        "chunks": schedule.num_chunks,
+        "placement": schedule.placement.kind,
+        "asynchronous": schedule.asynchronous,
+        "makespan": timeline.makespan,
+        "span": timeline.span,
+        "ideal": timeline.ideal,
+        "bubble_makespan": timeline.bubble_makespan,
+        "bubble_span": timeline.bubble_span,
+        "bubble_ratio": timeline.bubble_ratio,
+        "peak_activations": peak_activations(schedule),
+        "order": schedule.texts(),
+        "because": explain(timeline, family),
+    }
+    if schedule.asynchronous:
+        table["weight_versions"] = list(schedule.weight_versions)
+        table["bubble_steady"] = steady_bubble(timeline, family)
+    if origin is not None:
+        table["origin"] = origin
+    return table
+
+
+def steady_bubble(timeline: Timeline, family: Family) -> float:
+    """Idle share once the pipeline is full: what each further window of microbatches costs."""
+    schedule = timeline.schedule
+    longer = family.make(schedule.num_ranks, 2 * schedule.num_microbatches, schedule.num_chunks)
+    window = play(longer, timeline.costs).makespan - timeline.makespan
+    return max(0.0, 1 - timeline.ideal / window)
+
+
+def _write_files(timeline: Timeline, svg: Path | None, trace: Path | None) -> None:
+    from fivefold.report.perfetto import perfetto_trace
+    from fivefold.report.pipeline_svg import timeline_svg
+
+    try:
+        if svg is not None:
+            svg.write_text(timeline_svg(timeline), encoding="utf-8")
+        if trace is not None:
+            trace.write_text(json.dumps(perfetto_trace(timeline)), encoding="utf-8")
+    except OSError as error:
+        raise FivefoldError(f"cannot write {error.filename}: {error.strerror}") from error
+
+
+def _print(timeline: Timeline, family: Family, origin: str | None) -> None:
+    from rich.console import Console
+
+    from fivefold.report.pipeline_text import render_timeline
+    from fivefold.report.pipeline_words import explain, summary_lines
+
+    console = Console()
+    console.print(render_timeline(timeline, console.width, console.color_system is not None))
+    chosen = [] if origin is None else [f"auto chose: {origin}"]
+    for line in (*summary_lines(timeline), *chosen, *explain(timeline, family)):
+        console.print(line, highlight=False, markup=False)

@@ -1,0 +1,178 @@
+"""The command line: contracts of JSON and exit codes, and what bad input gets."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from fivefold.cli import gather_pairs, main
+
+SMALL = ("--stages", "2", "--microbatches", "4")
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    with pytest.raises(SystemExit) as stop:
+        main(list(words))
+    assert stop.value.code == 0
+    return capsys.readouterr().out
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    return json.loads(run(capsys, *words, "--json"))
+
+
+def refuse(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    with pytest.raises(SystemExit) as stop:
+        main(list(words))
+    assert stop.value.code == 2
+    output = capsys.readouterr()
+    assert not output.out
+    assert "Traceback" not in output.err
+    return output.err
+
+
+def test_schedule_json_is_the_contract(capsys: pytest.CaptureFixture[str]) -> None:
+    table = run_json(capsys, "schedule", "1f1b", "--stages", "4", "--microbatches", "8")
+    assert table["bubble_ratio"] == pytest.approx(0.375)
+    assert table["bubble_makespan"] == pytest.approx(9 / 33)
+    assert table["bubble_span"] == pytest.approx(9 / 33)
+    assert table["makespan"] == 33
+    assert table["peak_activations"] == [4, 3, 2, 1]
+    assert table["order"][3][:4] == ["3F0", "3B0", "3F1", "3B1"]
+    assert any("bubble_ratio" in sentence for sentence in table["because"])
+
+
+def test_overlap_shortens_pairs(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("schedule", "dualpipe", "--stages", "4", "--microbatches", "16")
+    plain = run_json(capsys, *words)
+    shorter = run_json(capsys, *words, "--overlap", "0.8")
+    pairs = sum("OVERLAP" in text for text in plain["order"][0])
+    assert plain["ideal"] - shorter["ideal"] == pytest.approx(0.2 * 3 * pairs)
+    assert shorter["makespan"] < plain["makespan"]
+
+
+def test_asynchronous_schedules_say_so(capsys: pytest.CaptureFixture[str]) -> None:
+    table = run_json(capsys, "schedule", "pipedream", "--stages", "4", "--microbatches", "12")
+    assert table["asynchronous"] is True
+    assert table["weight_versions"] == [4, 3, 2, 1]
+    assert table["bubble_steady"] == pytest.approx(0)
+    text = run(capsys, "schedule", "pipedream-2bw", "--stages", "2", "--microbatches", "4")
+    assert "ASYNCHRONOUS" in text
+
+
+def test_auto_keeps_the_limit_and_says_where_from(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--stages", "4", "--microbatches", "12", "--memory-limit", "3", "--comm", "0.1")
+    table = run_json(capsys, "schedule", "auto", *words)
+    best = run_json(capsys, "schedule", "v-half", *words)
+    assert max(table["peak_activations"]) <= 3
+    assert table["makespan"] <= best["makespan"] + 1e-9
+    assert table["origin"]
+
+
+def test_pictures_and_traces_are_written(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    svg, trace = tmp_path / "a.svg", tmp_path / "a.json"
+    words = ("schedule", "zb-h1", "--stages", "2", "--microbatches", "4")
+    run(capsys, *words, "--svg", str(svg), "--trace", str(trace))
+    assert ElementTree.parse(svg).getroot().tag.endswith("svg")
+    slices = [one for one in json.loads(trace.read_text())["traceEvents"] if one["ph"] == "X"]
+    assert len(slices) == 2 * 4 * 3
+    message = refuse(capsys, *words, "--svg", str(tmp_path / "none" / "a.svg"))
+    assert "cannot write" in message
+
+
+def test_a_schedule_file_runs_as_it_is(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    named = run_json(capsys, "schedule", "zb-v", "--stages", "3", "--microbatches", "6")
+    path = tmp_path / "mine.csv"
+    path.write_text("\n".join(",".join(row) for row in named["order"]))
+    assert run_json(capsys, "schedule", str(path))["makespan"] == named["makespan"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["schedule", "1f1c", "--stages", "4", "--microbatches", "8"], "did you mean 1f1b"),
+        (["schedule", "1f1b", "--stages", "4"], "give --microbatches"),
+        (["schedule", "1f1b", "--stages", "0", "--microbatches", "8"], "at least 1"),
+        (["schedule", "1f1b", "--stagse", "4"], "--stages"),
+        (["schedule", "dualpipe", "--stages", "3", "--microbatches", "8"], "must be even"),
+        (
+            ["schedule", "zb-v", "--stages", "2", "--microbatches", "4", "--chunks", "3"],
+            "must be 2",
+        ),
+        (["schedule", "gpipe", "--stages", "2", "--microbatches", "4", "--times", "1,2"], "F,B,W"),
+        (
+            ["schedule", "gpipe", "--stages", "2", "--microbatches", "4", "--times", "0,1,1"],
+            "above",
+        ),
+        (["schedule", "gpipe", "--stages", "2", "--microbatches", "4", "--comm", "-1"], "--comm"),
+        (["schedule", "gpipe", "--stages", "2", "--microbatches", "4", "--comm", "nan"], "--comm"),
+        (
+            ["schedule", "gpipe", "--stages", "2", "--microbatches", "9", "--memory-limit", "4"],
+            "auto",
+        ),
+        (["schedule", "auto", "--stages", "2", "--microbatches", "4", "--memory-limit", ".5"], "1"),
+        (["schedule", "auto", "--stages", "2", "--microbatches", "4", "--objective", "sp"], "span"),
+        (["schedule", "1f1b", "--stages", "9999", "--microbatches", "9999"], "lower one"),
+        (["schedule", "nowhere.csv"], "nowhere.csv"),
+        (["shedule"], "schedule"),
+        (["plan", "lama-3.1-8b"], "did you mean llama-3.1-8b"),
+        (["plan", "tiny", "--layout", "tp=3"], "nearest legal layouts"),
+        (["plan", "tiny", "--layout", "xp=3"], "unknown axis 'xp'"),
+        (["plan", "tiny", "--machine", "h10"], "did you mean h100"),
+        (["plan", "tiny", "--zero", "4"], "ZeRO stage"),
+        (["plan", "tiny", "--set", "lyers=3"], "did you mean layers"),
+        (["plan", "tiny", "--set", "layers"], "key=value"),
+        (["plan", "tiny", "--recompute", "some"], "selective"),
+        (["plan", "tiny", "--context", "zagzig"], "zigzag"),
+        (["plan", "tiny", "--gpus", "8"], "8 GPUs"),
+        (["plan", "missing.toml"], "no such plan file"),
+    ],
+)
+def test_bad_input_is_refused(
+    capsys: pytest.CaptureFixture[str], words: list[str], says: str
+) -> None:
+    assert says in refuse(capsys, *words)
+
+
+def test_plan_json(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("plan", "deepseek-v3", "--layout", "pp=16", "dp=128", "ep=64", "--machine", "h800")
+    table = run_json(capsys, *words)
+    assert table["world"] == 2048
+    assert table["readings"][1] == "textbook: 2 · 1 · 16 · 1 · 64 = 2048"
+    assert table["axes"]["ep"]["first_group"] == list(range(64))
+    assert table["axes"]["edp"] == {"degree": 2, "first_group": [0, 64], "tier": "network"}
+    assert table["batch"]["sequences"] == 128 * 32
+
+
+def test_plan_writes_a_file_that_it_reads(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "plan.toml"
+    words = ("--layout", "dp=2x2 tp=2", "--zero", "FULL_SHARD", "--no-sp", "--set", "vocab=251")
+    first = run_json(capsys, "plan", "tiny", *words, "-o", str(path))
+    assert run_json(capsys, "plan", str(path)) == first
+    assert 'layout = "dp=2x2 tp=2"' in path.read_text()
+
+
+def test_pairs_need_no_quotes() -> None:
+    words = ["plan", "tiny", "--layout", "dp=2", "tp=2", "--set", "a=1", "b.c=2", "--json"]
+    assert gather_pairs(words) == [
+        "plan", "tiny", "--layout", "dp=2 tp=2", "--set", "a=1 b.c=2", "--json",
+    ]  # fmt: skip
+    assert gather_pairs(["--layout=dp=2", "x=1"]) == ["--layout=dp=2", "x=1"]
+
+
+def test_a_closed_pipe_is_no_error() -> None:
+    command = f"{sys.executable} -m fivefold schedule gpipe --stages 8 --microbatches 999 --json"
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command} | head -c 10"], capture_output=True, text=True
+    )
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,157 @@
+"""The house rules: who may import whom, how large things may grow, what never loads torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "fivefold"
+FILES = sorted(PACKAGE.rglob("*.py"))
+MOST_LINES = 400
+MOST_FUNCTION_LINES = 60
+MOST_FUNCTION_LINES_P95 = 50
+
+# Each room and the rooms it may import; a room that is not listed may not exist.
+ARROWS = {
+    "core": {"core"},
+    "report": {"report", "core"},
+    "verbs": {"verbs", "report", "core"},
+    "cli": {"cli", "core"},
+    "__main__": {"cli"},
+    "__init__": set[str](),
+}
+WITHOUT_TORCH = ("core", "report", "cli", "__main__", "__init__", "verbs")
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 2 else parts)
+
+
+def room(module: str) -> str:
+    return module.split(".")[1]
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text("utf-8"))
+
+
+def imports(path: Path, *, runtime_only: bool = False) -> set[str]:
+    """Modules that a file imports, wherever in it; `runtime_only` leaves out what types need."""
+    skipped: set[ast.AST] = set()
+    for node in ast.walk(tree(path)):
+        guarded = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        if runtime_only and guarded:
+            skipped |= set(ast.walk(node))
+    names: set[str] = set()
+    known = {module_name(each) for each in FILES}
+    for node in ast.walk(tree(path)):
+        if node in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: write imports from the root"
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            modules = inner & known
+            names |= modules
+            if modules != inner:
+                names.add(node.module or "")
+    return names
+
+
+def functions(path: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return [node for node in ast.walk(tree(path)) if isinstance(node, kinds)]
+
+
+def length(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    return (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_arrows(path: Path) -> None:
+    here = room(module_name(path))
+    assert here in ARROWS, f"{here} is not a room of the house"
+    ours = {name for name in imports(path) if name.startswith("fivefold.")}
+    wrong = {name for name in ours if room(name) not in ARROWS[here]}
+    assert not wrong, f"{path} may not import {wrong}"
+    if here in WITHOUT_TORCH:
+        assert not {name for name in imports(path) if name.split(".")[0] == "torch"}
+
+
+def test_no_verb_imports_another() -> None:
+    for path in (PACKAGE / "verbs").glob("*.py"):
+        others = {name for name in imports(path) if name.startswith("fivefold.verbs.")}
+        assert others <= {"fivefold.verbs.options"}, f"{path} imports {others}"
+
+
+def test_no_import_cycle() -> None:
+    graph = {module_name(path): imports(path, runtime_only=True) for path in FILES}
+    done: set[str] = set()
+
+    def visit(module: str, above: tuple[str, ...]) -> None:
+        assert module not in above, f"import cycle: {' → '.join((*above, module))}"
+        if module in done or module not in graph:
+            return
+        for name in graph[module]:
+            visit(name, (*above, module))
+        done.add(module)
+
+    for module in graph:
+        visit(module, ())
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_sizes_and_types(path: Path) -> None:
+    assert len(path.read_text("utf-8").splitlines()) <= MOST_LINES
+    assert path.name != "utils.py"
+    for node in functions(path):
+        assert length(node) <= MOST_FUNCTION_LINES, f"{path}: {node.name} is too long"
+        arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        untyped = [
+            each.arg
+            for each in arguments
+            if each.annotation is None and each.arg not in ("self", "cls")
+        ]
+        assert node.returns is not None and not untyped, f"{path}: {node.name} is not typed"
+
+
+def test_functions_fit_on_a_screen() -> None:
+    lengths = sorted(length(node) for path in FILES for node in functions(path))
+    assert lengths[int(0.95 * len(lengths))] <= MOST_FUNCTION_LINES_P95
+
+
+def test_nothing_is_left_for_later() -> None:
+    marks = ("TO" + "DO", "FIX" + "ME", "XX" + "X", "NotImplemented" + "Error")
+    for path in [*FILES, *(ROOT / "tests").rglob("*.py")]:
+        found = [mark for mark in marks if mark in path.read_text("utf-8")]
+        assert not found, f"{path} has {found}"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--help"],
+        ["schedule", "zb-v", "--stages", "4", "--microbatches", "8"],
+        ["schedule", "auto", "--stages", "3", "--microbatches", "6", "--json"],
+        ["plan", "tiny-moe", "--layout", "dp=2 tp=2 ep=2", "--machine", "h100", "--json"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_starts_without_torch(words: list[str]) -> None:
+    code = (
+        "import sys; from fivefold.cli import main\n"
+        f"try: main({words!r})\n"
+        "except SystemExit as stop: assert not stop.code, stop.code\n"
+        "loaded = {'torch', 'numpy'} & set(sys.modules); assert not loaded, loaded"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
