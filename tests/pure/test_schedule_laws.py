@@ -263,3 +263,15 @@ def test_a_full_backward_is_both_halves_of_a_split_one() -> None:
     assert play(whole, costs).ends == ((1.0, 7.0),)
     assert play(halves, costs).ends == ((1.0, 3.0, 7.0),)
     assert costs.of(Action(0, BACKWARD, 0)) == 6.0
+
+
+def test_a_pair_waits_for_what_arrives_last_not_for_what_ends_last() -> None:
+    """0F1 ends at 12 on a link without delay; 2B0 ends at 11.5 and is 1.5 on the way."""
+    schedule = custom.parse(
+        "0F0 0F1 0B0 0B1\n1F0 (1F1;1B0)OVERLAP_F_B 1B1\n2F0 2B0 2F1 2B1", "slow first stage"
+    )
+    ones = (1.0, 1.0, 1.0)
+    timeline = play(schedule, Costs((6.0, 1.0, 1.0), ones, ones, (0.0, 1.5, 0.0)))
+    (wait,) = (wait for wait in timeline.waits() if wait.step == schedule.order[1][1])
+    assert (wait.start, wait.end) == (7.0, 13.0)
+    assert wait.cause == Action(2, BACKWARD, 0)

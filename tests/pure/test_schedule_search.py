@@ -160,7 +160,7 @@ def test_a_limit_that_holds_no_microbatch_is_refused(limit: float) -> None:
     ],
 )
 def test_twice_the_memory_reaches_zb_2p(m: int, times: Times, transfer: float, rate: float) -> None:
-    found = search(8, m, 1, goal(times, transfer, 16.0, "span"))
+    found = search(8, m, 2, goal(times, transfer, 16.0, "span"))
     assert max(peak_activations(found.schedule)) <= 16
     timeline = play(found.schedule, Costs.uniform(found.schedule.placement, times, transfer))
     assert timeline.bubble_span <= rate + 0.01

@@ -1,0 +1,62 @@
+"""The README and the docs are run: commands work, transcripts and pictures are fresh."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+TEXTS = {
+    path.name: path.read_text("utf-8") for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"))
+}
+PICTURE = "docs/pictures/"
+
+
+def fivefold(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    (folder / PICTURE).mkdir(parents=True, exist_ok=True)
+    return subprocess.run(
+        [sys.executable, "-m", "fivefold", *words], cwd=folder, capture_output=True, text=True
+    )
+
+
+def commands() -> list[str]:
+    blocks = [
+        block for text in TEXTS.values() for block in re.findall(r"```sh\n(.*?)```", text, re.S)
+    ]
+    return [line for block in blocks for line in block.splitlines() if line.startswith("fivefold ")]
+
+
+@pytest.mark.parametrize("command", commands())
+def test_commands_work(command: str, tmp_path: Path) -> None:
+    done = fivefold(shlex.split(command)[1:], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+    for drawn in (tmp_path / PICTURE).glob("*"):
+        kept = ROOT / PICTURE / drawn.name
+        assert drawn.read_text("utf-8") == kept.read_text("utf-8"), f"draw {kept} again"
+
+
+def test_transcript_is_what_is_printed(tmp_path: Path) -> None:
+    transcripts = re.findall(r"```text\n\$ fivefold (.*?)\n(.*?)```", TEXTS["README.md"], re.S)
+    assert transcripts
+    for command, output in transcripts:
+        done = fivefold(shlex.split(command), tmp_path)
+        assert done.stdout + done.stderr == output
+
+
+def test_links_lead_somewhere() -> None:
+    for name, text in TEXTS.items():
+        folder = ROOT if name == "README.md" else ROOT / "docs"
+        for target in re.findall(r"\]\(([^)#:]+)\)", text):
+            assert (folder / target).exists(), f"{name} links to {target}"
+
+
+def test_both_commands_exist() -> None:
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text("utf-8"), re.M)
+    assert {"train", "test"} <= set(targets)
+    assert "make test" in (ROOT / ".ci" / "run").read_text("utf-8")
