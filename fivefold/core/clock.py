@@ -85,9 +85,18 @@ class Timeline:
             for step, start, end in zip(steps, self.starts[rank], self.ends[rank], strict=True):
                 if start > free + 1e-9 * self.makespan:
                     causes = [cause for action in actions_of(step) for cause in needs(action)]
-                    known = [arrivals[key] for key in _expand(causes) if key in arrivals]
+                    known = [
+                        (arrivals[key][0] + self._lag(key, rank), key)
+                        for key in _expand(causes)
+                        if key in arrivals
+                    ]
                     yield Wait(rank, free, start, step, max(known)[1])
                 free = end
+
+    def _lag(self, cause: Action, rank: int) -> float:
+        if self.schedule.rank_of(cause.stage, cause.microbatch) == rank:
+            return 0.0
+        return self.costs.transfer[cause.stage - (cause.kind != FORWARD)]
 
 
 def needs(action: Action) -> tuple[Action, ...]:
@@ -142,7 +151,7 @@ class _Player:
         self.ends: list[list[float]] = [[] for _ in schedule.order]
         self.gradients = schedule.num_stages * schedule.num_microbatches
         self.done = [-1.0] * (2 * self.gradients)
-        self.waiting: dict[int, int] = {}
+        self.waiting: dict[int, list[int]] = {}
         whole = tuple(map(sum, zip(costs.backward, costs.weight, strict=True)))
         self.costs = {
             FORWARD: costs.forward,
@@ -179,7 +188,7 @@ class _Player:
                 if slot >= 0:
                     arrival = done[slot]
                     if arrival < 0:
-                        waiting[slot] = rank
+                        waiting.setdefault(slot, []).append(rank)
                         return woken
                     if arrival + lag > now:
                         now = arrival + lag
@@ -192,7 +201,7 @@ class _Player:
                     slot = stage * num + microbatch + (0 if kind == FORWARD else offset)
                     done[slot] = now
                     if slot in waiting:
-                        woken.append(waiting.pop(slot))
+                        woken += waiting.pop(slot)
         return woken
 
     def require_end(self) -> None:
@@ -208,11 +217,16 @@ class _Player:
             )
 
     def _missing(self, rank: int) -> Action:
-        (slot,) = (slot for slot, waiter in self.waiting.items() if waiter == rank)
+        (slot,) = (slot for slot, ranks in self.waiting.items() if rank in ranks)
         num = self.schedule.num_microbatches
-        split = INPUT_GRAD if self.schedule.splits_backward else BACKWARD
-        kind = FORWARD if slot < self.gradients else split
-        return Action(slot % self.gradients // num, kind, slot % num)
+        stage, microbatch = slot % self.gradients // num, slot % num
+        if slot < self.gradients:
+            return Action(stage, FORWARD, microbatch)
+        whole = Action(stage, BACKWARD, microbatch)
+        written = {
+            each for steps in self.schedule.order for step in steps for each in actions_of(step)
+        }
+        return whole if whole in written else whole._replace(kind=INPUT_GRAD)
 
 
 def memory_levels(

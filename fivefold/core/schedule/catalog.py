@@ -137,7 +137,7 @@ FAMILIES: tuple[Family, ...] = (
         min_chunks=2, max_chunks=None, rules=(_ROUNDS,),
     ),
     Family(
-        "zb-v", vshape.zb_v, "(p−1)B/2 where W ≤ F ≤ B ≤ 2W",
+        "zb-v", vshape.zb_v, "(p−1)B/2 where W ≤ F ≤ B ≤ 2W and m ≥ 2p−1",
         "only the start is idle, until the first microbatch has gone down the V; weight gradients "
         "fill the rest", min_chunks=2, max_chunks=2,
     ),

@@ -24,7 +24,7 @@ def looks_like_file(name: str) -> bool:
 def load(path: Path) -> Schedule:
     """Read a schedule file and check it."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise BadFile(str(path), [f"{error}; give a CSV or text file, one rank a line"]) from error
     return parse(text, path.stem)
@@ -34,7 +34,7 @@ def parse(text: str, name: str = "custom") -> Schedule:
     """Read a schedule from text: cells separated by commas or spaces, one rank a line."""
     lines = [line for line in text.splitlines() if line.strip(" ,\t")]
     order = tuple(
-        parse_steps(re.split(r"[,\s]+", re.sub(r"\s*;\s*", ";", line)), f"rank {rank}")
+        parse_steps(re.split(r"[,\s\"]+", re.sub(r"\s*;\s*", ";", line)), f"rank {rank}")
         for rank, line in enumerate(lines)
     )
     if not order or not all(order):
@@ -46,7 +46,13 @@ def parse(text: str, name: str = "custom") -> Schedule:
 
 def _num_microbatches(order: tuple[tuple[Step, ...], ...]) -> int:
     steps = (step for steps in order for step in steps)
-    return 1 + max(action.microbatch for step in steps for action in actions_of(step))
+    found = {action.microbatch for step in steps for action in actions_of(step)}
+    missing = next((each for each in range(max(found)) if each not in found), None)
+    if missing is not None:
+        raise IllegalSchedule(
+            f"no rank runs microbatch {missing}; number microbatches from 0, no gaps"
+        )
+    return len(found)
 
 
 def _placement(order: tuple[tuple[Step, ...], ...]) -> Placement:
@@ -58,10 +64,8 @@ def _placement(order: tuple[tuple[Step, ...], ...]) -> Placement:
             first = (action.microbatch, rank)
             homes[action.stage] = min(homes.get(action.stage, first), first)
             ranks.setdefault(action.stage, set()).add(rank)
-    missing = sorted(set(range(max(homes) + 1)) - set(homes))
-    if missing:
-        raise IllegalSchedule(
-            f"no rank runs stage {missing[0]}; number stages from 0, without gaps"
-        )
+    missing = next((stage for stage in range(max(homes) + 1) if stage not in homes), None)
+    if missing is not None:
+        raise IllegalSchedule(f"no rank runs stage {missing}; number stages from 0, without gaps")
     mirrored = all(len(found) == 2 for found in ranks.values())
     return Placement(tuple(homes[stage][1] for stage in sorted(homes)), mirrored)
