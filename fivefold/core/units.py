@@ -1,0 +1,135 @@
+"""Data units: which weights travel together, and which part of them each rank owns.
+
+The weights of a unit lie in one flat buffer, each from a 16-byte boundary; the buffer is cut into
+one equal slice for every rank of the shard group. A gather then needs no copy before or after it,
+and the only padding is what aligns the weights and evens the slices.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import groupby
+
+from fivefold.core.layout import Layout
+from fivefold.core.shape import Shape
+from fivefold.core.weights import local_shape, piece, weights
+
+ALIGNMENT = 16  # bytes: what vectorised kernels want of the start of a weight
+SMALL = 25_000_000  # bytes up to which neighbouring blocks are joined
+
+
+@dataclass(frozen=True)
+class Row:
+    """A weight as one rank holds it: its name, the block that uses it, its local shape."""
+
+    name: str
+    block: str
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A weight inside its unit, and where it starts, in elements."""
+
+    row: Row
+    start: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.row.numel
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Neighbouring blocks whose weights are gathered and reduced together."""
+
+    blocks: tuple[str, ...]
+    entries: tuple[Entry, ...]
+    num_slices: int
+    size: int  # elements of the whole buffer, padding included
+
+    @property
+    def slice_size(self) -> int:
+        """Elements that each rank owns."""
+        return self.size // self.num_slices
+
+    @property
+    def padding(self) -> int:
+        """Elements of the buffer that belong to no weight."""
+        return self.size - sum(entry.row.numel for entry in self.entries)
+
+    def owned(self, index: int) -> list[tuple[Row, int, int]]:
+        """The parts of weights inside slice `index`, as ranges of that slice."""
+        low = index * self.slice_size
+        high = low + self.slice_size
+        parts = [(each.row, max(each.start, low), min(each.stop, high)) for each in self.entries]
+        return [(row, start - low, stop - low) for row, start, stop in parts if start < stop]
+
+
+def rows_of(shape: Shape, layout: Layout) -> list[Row]:
+    """Every weight of the model as a tp rank holds it; all ranks hold the same shapes."""
+    return [
+        Row(
+            weight.name,
+            weight.block,
+            local_shape(weight, piece(weight, shape, layout.tp, layout.sp, coord=0)),
+        )
+        for weight in weights(shape)
+    ]
+
+
+def pack(
+    rows: list[Row], num_slices: int, itemsize: int, bucket: int | None = None
+) -> tuple[Unit, ...]:
+    """The units of these weights, in their order.
+
+    `bucket` is the size in bytes towards which blocks are joined or split; by default a block is
+    a unit, and blocks below 25 MB are joined up to that.
+    """
+    by_block = (list(group) for _, group in groupby(rows, key=lambda row: row.block))
+    parts = [part for group in by_block for part in _split(group, bucket, itemsize)]
+    joined = _join(parts, SMALL if bucket is None else bucket, itemsize)
+    return tuple(_unit(part, num_slices, itemsize) for part in joined)
+
+
+def _bytes(rows: list[Row], itemsize: int) -> int:
+    return itemsize * sum(row.numel for row in rows)
+
+
+def _split(rows: list[Row], bucket: int | None, itemsize: int) -> list[list[Row]]:
+    """A block whose weights exceed the bucket, cut between weights; whole by default."""
+    if bucket is None:
+        return [rows]
+    parts: list[list[Row]] = [[]]
+    for row in rows:
+        if parts[-1] and _bytes([*parts[-1], row], itemsize) > bucket:
+            parts.append([])
+        parts[-1].append(row)
+    return parts
+
+
+def _join(parts: list[list[Row]], most: int, itemsize: int) -> list[list[Row]]:
+    joined: list[list[Row]] = []
+    for part in parts:
+        if joined and _bytes([*joined[-1], *part], itemsize) <= most:
+            joined[-1] = [*joined[-1], *part]
+        else:
+            joined.append(part)
+    return joined
+
+
+def _unit(rows: list[Row], num_slices: int, itemsize: int) -> Unit:
+    step = max(1, ALIGNMENT // itemsize)
+    entries: list[Entry] = []
+    end = 0
+    for row in rows:
+        entries.append(Entry(row, -(-end // step) * step))
+        end = entries[-1].stop
+    even = num_slices * step
+    blocks = tuple(dict.fromkeys(row.block for row in rows))
+    return Unit(blocks, tuple(entries), num_slices, -(-end // even) * even)

@@ -1,0 +1,46 @@
+"""What enters the model: a batch of tokens, and the context that its blocks share.
+
+Legend: B rows, S tokens of a row, R half of a head's width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+NOT_COUNTED = -100  # the label of a token that has no loss
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """Token ids and what each of them should predict. Labels are already shifted."""
+
+    tokens: Tensor  # (B, S) int64
+    labels: Tensor  # (B, S) int64, NOT_COUNTED where there is no loss
+    positions: Tensor  # (B, S) int64, place of a token in its document
+    documents: Tensor | None = None  # (B, S) int64; None: each row is one document
+
+
+@dataclass(frozen=True)
+class AttentionInfo:
+    """What an attention kernel may need besides queries, keys and values."""
+
+    positions: Tensor  # (B, S)
+    documents: Tensor | None  # (B, S)
+    window: int | None  # keys a query sees, itself included
+    mask: Tensor | None  # (B, 1, S, S), True where a query sees a key; None: causal, all of it
+    dropout: float = 0.0
+
+
+@dataclass(frozen=True)
+class Context:
+    """What every block of one forward pass shares, computed once."""
+
+    attention: AttentionInfo
+    rotary: tuple[Tensor, Tensor] | None  # cos and sin, (B, S, 1, R) each
+
+    @property
+    def dropout(self) -> float:
+        """The share of activations that a block drops; 0 outside of training."""
+        return self.attention.dropout

@@ -1,0 +1,70 @@
+"""The two ends of the model: the embedding in front, the head with its loss behind.
+
+`Embedding.lookup`, `Embedding.place` and `Head.cross_entropy` are replaceable, so that a split
+vocabulary or a split sequence can bring its own arithmetic.
+
+Legend: B rows, S tokens, N = B·S, D model width, V vocabulary, P learned positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fivefold.core.shape import Shape
+from fivefold.model.batch import NOT_COUNTED, TokenBatch
+from fivefold.model.layers import Kind
+
+Lookup = Callable[[Tensor, Tensor], Tensor]
+Place = Callable[[Tensor, Tensor, Tensor], Tensor]
+CrossEntropy = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def embedding_lookup(tokens_BS: Tensor, weight_VD: Tensor) -> Tensor:
+    """The row of each token."""
+    return F.embedding(tokens_BS, weight_VD)
+
+
+def add_positions(x_BSD: Tensor, positions_BS: Tensor, weight_PD: Tensor) -> Tensor:
+    """Add the row of each token's position."""
+    return x_BSD + F.embedding(positions_BS, weight_PD)
+
+
+def summed_cross_entropy(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> Tensor:
+    """The sum (never a mean) of the token losses, in float32 or wider."""
+    logits_NV = hidden_ND @ weight_VD.T
+    wide = torch.promote_types(logits_NV.dtype, torch.float32)
+    return F.cross_entropy(logits_NV.to(wide), labels_N, reduction="sum", ignore_index=NOT_COUNTED)
+
+
+class Embedding(nn.Module):
+    """Tokens to vectors, with learned positions where the shape has them."""
+
+    def __init__(self, shape: Shape, kind: Kind) -> None:
+        super().__init__()
+        self.weight = kind.empty(shape.vocab, shape.width)
+        learned = shape.positions == "learned"
+        self.positions = kind.empty(shape.max_seq, shape.width) if learned else None
+        self.lookup: Lookup = embedding_lookup
+        self.place: Place = add_positions
+
+    def forward(self, tokens_BS: Tensor, batch: TokenBatch) -> Tensor:
+        x_BSD = self.lookup(tokens_BS, self.weight)
+        if self.positions is None:
+            return x_BSD
+        return self.place(x_BSD, batch.positions, self.positions)
+
+
+class Head(nn.Module):
+    """Vectors and labels to the summed loss. A tied head is given the embedding's own weight."""
+
+    def __init__(self, weight_VD: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight_VD
+        self.cross_entropy: CrossEntropy = summed_cross_entropy
+
+    def forward(self, x_BSD: Tensor, labels_BS: Tensor) -> Tensor:
+        return self.cross_entropy(x_BSD.flatten(0, 1), self.weight, labels_BS.flatten())

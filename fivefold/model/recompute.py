@@ -1,0 +1,93 @@
+"""Recomputation of activations in backward: the one place that decides what is kept.
+
+`full` keeps the input of each segment of blocks and runs the segment again. `selective` keeps the
+outputs of matrix products, of attention and of collectives, and runs only the cheap rest again:
+no collective is issued twice. Gradients are the same to the bit.
+
+`selective` wraps the forward of each block, so that compiling a block compiles the choice with it;
+`full` wraps the walk through the blocks, around whatever was compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from fivefold.model.batch import Context
+from fivefold.model.decoder import Decoder, walk_blocks
+
+Recompute = Literal["none", "selective", "full"]
+
+aten = torch.ops.aten
+KEPT = {
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten.baddbmm.default,
+    aten.linear.default,
+    aten._grouped_mm.default,
+    aten._scaled_mm.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_fused_attention_overrideable.default,
+}
+
+
+def apply(decoder: Decoder, kind: Recompute, blocks: int = 1) -> None:
+    """Make the decoder recompute; `full` in segments of so many blocks."""
+    if kind == "full":
+        decoder.walk = partial(_walk_segments, blocks)
+    elif kind == "selective":
+        for block in decoder.blocks.values():
+            block.forward = partial(_run_selectively, block.forward)
+
+
+def _walk_segments(
+    size: int, blocks: Iterable[nn.Module], x_BSD: Tensor, context: Context
+) -> Tensor:
+    all_blocks = list(blocks)
+    for start in range(0, len(all_blocks), size):
+        x_BSD = checkpoint(
+            walk_blocks,
+            all_blocks[start : start + size],
+            x_BSD,
+            context,
+            use_reentrant=False,
+            preserve_rng_state=context.dropout > 0,
+        )
+    return x_BSD
+
+
+def _run_selectively(
+    forward: Callable[[Tensor, Context], Tensor], x_BSD: Tensor, context: Context
+) -> Tensor:
+    return checkpoint(
+        forward,
+        x_BSD,
+        context,
+        use_reentrant=False,
+        preserve_rng_state=context.dropout > 0,
+        context_fn=_selective_contexts,
+    )
+
+
+def _selective_contexts() -> tuple[Any, Any]:
+    return create_selective_checkpoint_contexts(_policy)
+
+
+def _policy(_: object, op: Any, *args: object, **kwargs: object) -> CheckpointPolicy:
+    # wait_tensor lives in the same namespace as the collectives it waits for.
+    if op in KEPT or op.namespace == "_c10d_functional":
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,166 @@
+"""The data dimension: every stage of ZeRO, by one mechanism.
+
+Splits   the weights of a unit (a block, or small ones joined) lie in one flat buffer, cut into a
+         slice for each rank of the shard group (shard · cp). Stage 0 keeps everything whole; stage
+         1 gives each rank the optimizer of its slice, stage 2 the gradients of it too, stage 3 the
+         weights as well.
+Moves    0: one all-reduce of the gradients a step. 1: one reduce-scatter a step, and one
+         all-gather of the updated weights. 2: the same, but a reduce-scatter for every microbatch.
+         3: an all-gather before forward and one before backward, and a reduce-scatter, for every
+         microbatch. With replicas, the slices are all-reduced over them once a step.
+Costs    2Ψ a step for stages 0 and 1, (1 + m)Ψ for stage 2, 3mΨ for stage 3 (m microbatches).
+Wins     when the batch has sequences enough for every rank; the higher the stage, the less memory.
+Refuses  never by itself: any module can be sharded, given its blocks.
+
+Gradients are summed, never averaged: the loss is divided once, by the global number of tokens.
+A unit's reduction starts when its last gradient is there, and runs behind the rest of the backward;
+its gather is started one unit ahead of its use.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from torch import nn
+
+from fivefold.core.units import Unit
+from fivefold.parallel.flat import Fill, FlatUnit, Options, Owned, Places
+from fivefold.parallel.mesh import Mesh
+
+_MOST_IN_FLIGHT = 2  # reductions whose whole gradients are still held
+
+Blocks = Mapping[str, Sequence[nn.Module]]
+"""The modules of each block, in forward order."""
+
+
+class Data:
+    """The units of one rank's model, their hooks, and what the optimizer owns of them."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Blocks,
+        units: Sequence[Unit],
+        mesh: Mesh,
+        options: Options,
+        fill: Fill,
+    ) -> None:
+        """The model may be on the meta device: its weights are made here, from `fill`."""
+        self.mesh, self.last_microbatch, self.in_backward = mesh, True, False
+        self.in_flight: deque[FlatUnit] = deque()
+        places, used = _places(model), _used(model, blocks)
+        self.units = [FlatUnit(unit, places, mesh, options, fill) for unit in units]
+        final = list(blocks)[-1]
+        for unit in self.units:
+            names = {entry.row.name for entry in unit.unit.entries}
+            unit.users = [block for block in blocks if used[block] & names]
+            unit.kept = unit.users[-1] == final
+            unit.read_in_backward = not options.without_weights >= set(unit.users)
+            unit.watch_gradients(self._ready)
+        for block, modules in blocks.items():
+            self._hook(block, modules, backward=block not in options.without_weights)
+
+    @property
+    def owned(self) -> list[Owned]:
+        """Everything the optimizer of this rank updates, in the order of the model."""
+        return [each for unit in self.units for each in unit.owned]
+
+    @contextmanager
+    def backward(self, last: bool) -> Iterator[None]:
+        """Around the backward of one microbatch; `last` says whether the step ends with it."""
+        self.last_microbatch, self.in_backward = last, True
+        self.mesh.recomputing = True
+        yield
+        self.in_backward = self.mesh.recomputing = False
+
+    def finish(self) -> None:
+        """After the last backward: every gradient summed, and where the optimizer looks for it."""
+        for unit in self.units:
+            if unit.gradients is not None:
+                # Some weight got no gradient from the last microbatch: its share is zero.
+                self._send(unit)
+        while self.in_flight:
+            self.in_flight.popleft().receive(last=True)
+        for unit in self.units:
+            unit.hand_over()
+
+    def publish(self) -> None:
+        """After the optimizer: start bringing the updated weights to the ranks that hold them."""
+        for unit in self.units:
+            unit.publish()
+
+    def wait(self) -> None:
+        """Until all that was published has arrived; the next forward does this unit by unit."""
+        for unit in self.units:
+            unit.arrive()
+
+    def _hook(self, block: str, modules: Sequence[nn.Module], backward: bool) -> None:
+        needed = [unit for unit in self.units if block in unit.users]
+        modules[0].register_forward_pre_hook(lambda *_: self._enter(needed))
+        modules[-1].register_forward_hook(lambda *_: self._leave(block, needed))
+        if backward:
+            modules[-1].register_full_backward_pre_hook(lambda *_: self._return(needed))
+
+    def _enter(self, units: list[FlatUnit]) -> None:
+        for unit in units:
+            unit.gather()
+        if not self.in_backward:
+            self._ahead(units[-1], +1)
+        for unit in units:
+            unit.arrive()
+
+    def _leave(self, block: str, units: list[FlatUnit]) -> None:
+        # A forward inside the backward is recomputation: its weights are needed at once.
+        if not self.in_backward:
+            for unit in units:
+                if unit.users[-1] == block and not unit.kept:
+                    unit.release()
+
+    def _return(self, units: list[FlatUnit]) -> None:
+        for unit in units:
+            if unit.read_in_backward:
+                unit.gather()
+        self._ahead(units[0], -1)
+        for unit in units:
+            unit.arrive()
+
+    def _ahead(self, unit: FlatUnit, step: int) -> None:
+        place = self.units.index(unit) + step
+        if 0 <= place < len(self.units) and (step > 0 or self.units[place].read_in_backward):
+            self.units[place].gather()
+
+    def _ready(self, unit: FlatUnit) -> None:
+        """All gradients of a unit are there for this microbatch."""
+        unit.release()
+        if self.last_microbatch or unit.reduces_every_microbatch:
+            self._send(unit)
+
+    def _send(self, unit: FlatUnit) -> None:
+        while len(self.in_flight) >= _MOST_IN_FLIGHT:
+            self.in_flight.popleft().receive(self.last_microbatch)
+        if unit in self.in_flight:
+            self.in_flight.remove(unit)
+            unit.receive(last=False)
+        unit.send()
+        self.in_flight.append(unit)
+
+
+def _places(model: nn.Module) -> Places:
+    """Every module and attribute that holds a weight, by the weight's first name."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    places: dict[str, list[tuple[nn.Module, str]]] = {name: [] for name in names.values()}
+    for module in model.modules():
+        for attribute, parameter in module.named_parameters(recurse=False):
+            places[names[id(parameter)]].append((module, attribute))
+    return places
+
+
+def _used(model: nn.Module, blocks: Blocks) -> dict[str, set[str]]:
+    """The weights that each block uses; a tied one is used by two."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {
+        block: {names[id(one)] for module in modules for one in module.parameters()}
+        for block, modules in blocks.items()
+    }

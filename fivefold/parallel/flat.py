@@ -1,0 +1,224 @@
+"""One data unit on one rank: its flat buffers, and who fills and empties them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fivefold.core.units import Row, Unit
+from fivefold.parallel.mesh import Mesh, Pending
+
+Places = Mapping[str, Sequence[tuple[nn.Module, str]]]
+"""Where each weight sits: the modules that hold it, and under which attribute."""
+Fill = Callable[[Row], Tensor]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a model is sharded: the ZeRO stage, the type gradients are summed in, and where.
+
+    `without_weights` names blocks whose backward reads no weight (an embedding), so that none is
+    gathered for it.
+    """
+
+    zero: int
+    grad_dtype: torch.dtype | None = None
+    offload: bool = False
+    without_weights: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Owned:
+    """What the optimizer of this rank updates of one weight: all of it, or a flat part."""
+
+    row: Row
+    tensor: Tensor
+
+    @property
+    def grad(self) -> Tensor:
+        """The gradient of it, after `Data.finish`."""
+        assert self.tensor.grad is not None, f"{self.row.name} has no gradient"
+        return self.tensor.grad
+
+
+class FlatUnit:
+    """The weights of a unit in one buffer, `whole`, of which this rank owns `part`.
+
+    Under stage 3 `whole` has storage only between `gather` and `release`. With offload, `part`
+    and the optimizer live in host memory.
+    """
+
+    def __init__(
+        self, unit: Unit, places: Places, mesh: Mesh, options: Options, fill: Fill
+    ) -> None:
+        self.unit, self.mesh, self.options = unit, mesh, options
+        self.users: list[str] = []
+        self.kept, self.read_in_backward = False, True
+        self.arriving: Pending | None = None
+        self.summing: Pending | None = None
+        self.gradients: Tensor | None = None  # of the whole unit, this rank's share
+        self.sent: Tensor | None = None  # the same, while others read it
+        self.received: Tensor | None = None  # of the part, summed over the ranks, on its way
+        self.gradient: Tensor | None = None  # of the part, summed over ranks and microbatches
+        self.parameters = self._adopt(places, fill)
+        self.grad_dtype = options.grad_dtype or self.whole.dtype
+        self.part = self._own_part()
+        self.owned = self._owned()
+        self.present = True
+        self.release()
+
+    @property
+    def sliced(self) -> bool:
+        return self.unit.num_slices > 1
+
+    @property
+    def sheds_weights(self) -> bool:
+        """Whether the whole weights are here only while they are used."""
+        return self.options.zero == 3 and (self.sliced or self.options.offload)
+
+    @property
+    def reduces_every_microbatch(self) -> bool:
+        return self.options.zero >= 2 and self.sliced
+
+    @property
+    def collects(self) -> bool:
+        """Whether gradients go through the flat buffer: there is somebody to sum with."""
+        return self.mesh.size("dp-cp") > 1 or self.options.offload
+
+    def _adopt(self, places: Places, fill: Fill) -> dict[str, nn.Parameter]:
+        """Put views of a flat buffer in the place of the modules' own weights."""
+        module, attribute = places[self.unit.entries[0].row.name][0]
+        dtype = getattr(module, attribute).dtype
+        self.whole = torch.zeros(self.unit.size, dtype=dtype, device=self.mesh.device)
+        parameters: dict[str, nn.Parameter] = {}
+        for entry in self.unit.entries:
+            view = self.whole[entry.start : entry.stop].view(entry.row.shape)
+            view.copy_(fill(entry.row))
+            parameters[entry.row.name] = nn.Parameter(view.data)  # with a version of its own
+            for module, attribute in places[entry.row.name]:
+                setattr(module, attribute, parameters[entry.row.name])
+        return parameters
+
+    def _own_part(self) -> Tensor:
+        size, place = self.unit.slice_size, self.mesh.place("fsdp") if self.sliced else 0
+        part = self.whole[place * size : (place + 1) * size]
+        if self.options.offload:
+            host = torch.empty(size, dtype=part.dtype, pin_memory=part.is_cuda)
+            return host.copy_(part)
+        return part.clone() if self.sheds_weights else part
+
+    def _owned(self) -> list[Owned]:
+        if not self.sliced and not self.options.offload:
+            rows = [entry.row for entry in self.unit.entries]
+            return [Owned(row, self.parameters[row.name]) for row in rows]
+        place = self.mesh.place("fsdp") if self.sliced else 0
+        return [
+            Owned(row, self.part[start:stop].detach())
+            for row, start, stop in self.unit.owned(place)
+        ]
+
+    def watch_gradients(self, ready: Callable[[FlatUnit], None]) -> None:
+        """Collect gradients as they come; call `ready` when a microbatch has given all."""
+        if not self.collects:
+            return
+        starts = {entry.row.name: (entry.start, entry.stop) for entry in self.unit.entries}
+        missing = set(starts)
+
+        def collect(name: str, parameter: Tensor) -> None:
+            if self.gradients is None:
+                self.gradients = torch.zeros(
+                    self.unit.size, dtype=self.grad_dtype, device=self.mesh.device
+                )
+            start, stop = starts[name]
+            assert parameter.grad is not None
+            self.gradients[start:stop].add_(parameter.grad.view(-1))
+            parameter.grad = None
+            missing.discard(name)
+            if not missing:
+                missing.update(starts)
+                ready(self)
+
+        for name, parameter in self.parameters.items():
+            parameter.register_post_accumulate_grad_hook(partial(collect, name))
+
+    def gather(self) -> None:
+        """Start to bring the whole weights here, where they are not kept."""
+        if self.present:
+            return
+        self.present = True
+        self.whole.untyped_storage().resize_(self.whole.nbytes)
+        part = self.part.to(self.mesh.device, non_blocking=True)
+        if self.sliced:
+            self.arriving = self.mesh.all_gather(self.whole, part, "fsdp")
+        else:
+            self.whole.copy_(part)
+
+    def arrive(self) -> None:
+        """Wait until what was gathered or published is here."""
+        if self.arriving is not None:
+            self.arriving.wait()
+            self.arriving = None
+
+    def release(self) -> None:
+        """Drop the whole weights, where only parts are kept."""
+        if self.present and self.sheds_weights:
+            self.arrive()
+            self.whole.untyped_storage().resize_(0)
+            self.present = False
+
+    def send(self) -> None:
+        """Start to sum this rank's gradients with those of the others."""
+        assert self.gradients is not None
+        self.sent, self.gradients = self.gradients, None
+        if self.sliced:
+            self.received = self.sent.new_empty(self.unit.slice_size)
+            self.summing = self.mesh.reduce_scatter(self.received, self.sent, "fsdp")
+        else:
+            self.received = self.sent
+            if self.mesh.size("dp-cp") > 1:
+                self.summing = self.mesh.all_reduce(self.sent, "dp-cp", dist.ReduceOp.SUM)
+
+    def receive(self, last: bool) -> None:
+        """Wait for the sum; after the `last` one of a step, sum over the replicas as well."""
+        if self.summing is not None:
+            self.summing.wait()
+            self.summing = None
+        assert self.received is not None
+        received, self.received, self.sent = self.received, None, None
+        self.gradient = received if self.gradient is None else self.gradient.add_(received)
+        if last and self.sliced and self.mesh.size("replicate") > 1:
+            self.summing = self.mesh.all_reduce(self.gradient, "replicate", dist.ReduceOp.SUM)
+
+    def hand_over(self) -> None:
+        """Give the optimizer its gradients, in the type and place of the weights it owns."""
+        if not self.collects:
+            return
+        if self.summing is not None:
+            self.summing.wait()
+            self.summing = None
+        assert self.gradient is not None
+        gradient = self.gradient.to(self.part.device, self.part.dtype)
+        place = self.mesh.place("fsdp") if self.sliced else 0
+        spans = {row.name: (start, stop) for row, start, stop in self.unit.owned(place)}
+        for each in self.owned:
+            start, stop = spans[each.row.name]
+            each.tensor.grad = gradient[start:stop].view(each.tensor.shape)
+
+    def publish(self) -> None:
+        """Let go of the gradients, and bring the updated weights to where they are held whole."""
+        self.gradient = None
+        for each in self.owned:
+            each.tensor.grad = None
+        if self.sheds_weights:
+            return
+        size, place = self.unit.slice_size, self.mesh.place("fsdp") if self.sliced else 0
+        here = self.whole[place * size : (place + 1) * size]
+        if self.options.offload:
+            here.copy_(self.part, non_blocking=True)
+        if self.sliced:
+            self.arriving = self.mesh.all_gather(self.whole, here, "fsdp")

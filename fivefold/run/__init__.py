@@ -1,0 +1,1 @@
+"""What a run needs beside the step: the optimizer, and how ranks are started."""

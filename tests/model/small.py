@@ -1,0 +1,75 @@
+"""Small shapes, filled decoders and batches for the model's tests."""
+
+from __future__ import annotations
+
+import torch
+
+from fivefold.core.shape import Shape
+from fivefold.model.batch import TokenBatch
+from fivefold.model.decoder import Decoder, from_config
+from fivefold.model.init import init_weights
+
+LLAMA = Shape(
+    name="small-llama",
+    layers=4,
+    width=24,
+    heads=4,
+    kv_heads=2,
+    head_dim=6,
+    ffn=40,
+    vocab=67,
+    max_seq=64,
+)
+GPT = Shape(
+    name="small-gpt",
+    family="gpt2",
+    layers=2,
+    width=24,
+    heads=4,
+    kv_heads=4,
+    head_dim=6,
+    ffn=96,
+    vocab=67,
+    max_seq=64,
+    tied=True,
+    norm="layer",
+    norm_bias=True,
+    activation="gelu_tanh",
+    positions="learned",
+    qkv_bias=True,
+    out_bias=True,
+    mlp_bias=True,
+    dropout=0.1,
+)
+
+
+def filled(shape: Shape, dtype: torch.dtype = torch.float64, seed: int = 0) -> Decoder:
+    """A decoder with initial values; norms and biases are shaken so that none is 1 or 0."""
+    decoder = from_config(shape, dtype=dtype)
+    init_weights(decoder, shape, seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            shake = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.add_(0.1 * shake.to(dtype))
+    return decoder
+
+
+def batch_of(
+    shape: Shape, rows: int = 2, seq: int = 16, seed: int = 1, documents: torch.Tensor | None = None
+) -> TokenBatch:
+    """Random tokens; labels are the next tokens, and a few of them are not counted."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, shape.vocab, (rows, seq + 1), generator=generator)
+    labels = tokens[:, 1:].clone()
+    labels[0, 3:5] = -100
+    positions = torch.arange(seq).expand(rows, seq)
+    return TokenBatch(tokens[:, :-1], labels, positions, documents)
+
+
+def gradients(decoder: Decoder, batch: TokenBatch) -> dict[str, torch.Tensor]:
+    """Of the summed loss, by name; the decoder's own are reset first."""
+    decoder.zero_grad()
+    decoder(batch.tokens, batch).backward()
+    named = {name: each.grad for name, each in decoder.named_parameters()}
+    return {name: grad.clone() for name, grad in named.items() if grad is not None}
