@@ -82,7 +82,7 @@ class Data:
                 # Some weight got no gradient from the last microbatch: its share is zero.
                 self._send(unit)
         while self.in_flight:
-            self.in_flight.popleft().receive(last=True)
+            self.in_flight.popleft().receive()
         for unit in self.units:
             unit.hand_over()
 
@@ -139,11 +139,11 @@ class Data:
 
     def _send(self, unit: FlatUnit) -> None:
         while len(self.in_flight) >= _MOST_IN_FLIGHT:
-            self.in_flight.popleft().receive(self.last_microbatch)
+            self.in_flight.popleft().receive()
         if unit in self.in_flight:
             self.in_flight.remove(unit)
-            unit.receive(last=False)
-        unit.send()
+            unit.receive()
+        unit.send(self.last_microbatch)
         self.in_flight.append(unit)
 
 

@@ -63,6 +63,7 @@ class FlatUnit:
         self.summing: Pending | None = None
         self.gradients: Tensor | None = None  # of the whole unit, this rank's share
         self.sent: Tensor | None = None  # the same, while others read it
+        self.sent_last = False
         self.received: Tensor | None = None  # of the part, summed over the ranks, on its way
         self.gradient: Tensor | None = None  # of the part, summed over ranks and microbatches
         self.parameters = self._adopt(places, fill)
@@ -171,10 +172,11 @@ class FlatUnit:
             self.whole.untyped_storage().resize_(0)
             self.present = False
 
-    def send(self) -> None:
-        """Start to sum this rank's gradients with those of the others."""
+    def send(self, last: bool) -> None:
+        """Start to sum this rank's gradients with those of the others; `last` of the step or not."""
         assert self.gradients is not None
         self.sent, self.gradients = self.gradients, None
+        self.sent_last = last
         if self.sliced:
             self.received = self.sent.new_empty(self.unit.slice_size)
             self.summing = self.mesh.reduce_scatter(self.received, self.sent, "fsdp")
@@ -183,15 +185,15 @@ class FlatUnit:
             if self.mesh.size("dp-cp") > 1:
                 self.summing = self.mesh.all_reduce(self.sent, "dp-cp", dist.ReduceOp.SUM)
 
-    def receive(self, last: bool) -> None:
-        """Wait for the sum; after the `last` one of a step, sum over the replicas as well."""
+    def receive(self) -> None:
+        """Wait for the sum; after the last one of a step, sum over the replicas as well."""
         if self.summing is not None:
             self.summing.wait()
             self.summing = None
         assert self.received is not None
         received, self.received, self.sent = self.received, None, None
         self.gradient = received if self.gradient is None else self.gradient.add_(received)
-        if last and self.sliced and self.mesh.size("replicate") > 1:
+        if self.sent_last and self.sliced and self.mesh.size("replicate") > 1:
             self.summing = self.mesh.all_reduce(self.gradient, "replicate", dist.ReduceOp.SUM)
 
     def hand_over(self) -> None:
