@@ -18,11 +18,14 @@ from fivefold.parallel.tensor import sum_partial
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step tells: the mean loss of its tokens, the gradient norm, and what clipping did."""
+    """What a step tells: the mean loss of its tokens, the gradient norm, and what clipping did.
 
-    loss: float
-    norm: float
-    clip: float
+    Still on the device: reading one waits for the step, and not every step is read.
+    """
+
+    loss: Tensor
+    norm: Tensor
+    clip: Tensor
 
 
 def step(
@@ -47,7 +50,7 @@ def step(
     clip_grads_with_norm_(held, max_norm, norm.to(held[0].device))
     optimizer.step()
     job.data.publish()
-    return Outcome(float(loss), float(norm), float((max_norm / (norm + 1e-6)).clamp(max=1.0)))
+    return Outcome(loss, norm, (max_norm / (norm + 1e-6)).clamp(max=1.0))
 
 
 def counted_tokens(batches: Sequence[TokenBatch], mesh: Mesh) -> Tensor:

@@ -26,5 +26,5 @@ def make_optimizer(
     groups = [group for group in groups if group["params"]]
     if name == "sgd":
         return torch.optim.SGD(groups, lr=lr, momentum=0.9)
-    fused = pairs[0][1].is_cuda
-    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=fused)
+    # Fused keeps its arithmetic in float32 for bfloat16 weights, on CPU as on CUDA.
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
