@@ -33,13 +33,15 @@ def build(model: str, batch: int, offload: bool = False):  # noqa: ANN201
     from fivefold.model.compiled import compile_blocks
     from fivefold.parallel.compose import compose
     from fivefold.parallel.mesh import Mesh
-    from fivefold.run.optimizer import make_optimizer
+    from fivefold.run.optimizer import HostOptimizer, make_optimizer
 
     wishes = Wishes(model, seq=SEQ, microbatches=1, microbatch_size=batch, set={"tied": "false"})
     plan = resolve(wishes)
     mesh = Mesh.build(plan.layout, torch.device("cuda"), plan.shape.kv_heads)
     job = compose(plan, mesh, seed=0, dtype=torch.bfloat16, offload=offload)
     compile_blocks(job.model)
+    if offload:
+        return plan, job, HostOptimizer("adamw", job.owned, lr=3e-4, weight_decay=0.1)
     pairs = [(len(each.row.shape) > 1, each.tensor) for each in job.owned]
     return plan, job, make_optimizer("adamw", pairs, lr=3e-4, weight_decay=0.1)
 

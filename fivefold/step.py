@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import get_total_norm
 
 from fivefold.model.batch import NOT_COUNTED, TokenBatch
 from fivefold.parallel.compose import Job
 from fivefold.parallel.mesh import WORLD, Mesh
 from fivefold.parallel.tensor import sum_partial
+
+
+class Optimizer(Protocol):
+    """Anything that updates what the job owns from its gradients."""
+
+    def step(self) -> object: ...
 
 
 @dataclass(frozen=True)
@@ -28,9 +35,7 @@ class Outcome:
     clip: Tensor
 
 
-def step(
-    job: Job, optimizer: torch.optim.Optimizer, batches: Sequence[TokenBatch], max_norm: float
-) -> Outcome:
+def step(job: Job, optimizer: Optimizer, batches: Sequence[TokenBatch], max_norm: float) -> Outcome:
     """Microbatches in, updated weights out.
 
     The loss of every token is divided once, by the number of counted tokens of the whole step over
@@ -46,11 +51,12 @@ def step(
     job.data.finish()
     sum_partial([(job.pieces[each.row.name], each.grad) for each in job.owned], job.mesh)
     loss, norm = totals(job, torch.stack(losses).sum())
-    held = [each.tensor for each in job.owned]
-    clip_grads_with_norm_(held, max_norm, norm.to(held[0].device))
+    clip = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for each in job.owned:
+        each.grad.mul_(clip)
     optimizer.step()
     job.data.publish()
-    return Outcome(loss, norm, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return Outcome(loss, norm, clip)
 
 
 def counted_tokens(batches: Sequence[TokenBatch], mesh: Mesh) -> Tensor:

@@ -32,25 +32,29 @@ class Options:
     without_weights: frozenset[str] = frozenset()
 
 
-@dataclass(frozen=True)
+@dataclass
 class Owned:
-    """What the optimizer of this rank updates of one weight: all of it, or a flat part."""
+    """What the optimizer of this rank updates of one weight: all of it, or a flat part.
+
+    The gradient is there after `Data.finish`, on the device, in the type of the weight; a weight
+    that is kept in host memory has it elsewhere than torch's own `grad` could be.
+    """
 
     row: Row
     tensor: Tensor
+    gradient: Tensor | None = None
 
     @property
     def grad(self) -> Tensor:
-        """The gradient of it, after `Data.finish`."""
-        assert self.tensor.grad is not None, f"{self.row.name} has no gradient"
-        return self.tensor.grad
+        assert self.gradient is not None, f"{self.row.name} has no gradient"
+        return self.gradient
 
 
 class FlatUnit:
     """The weights of a unit in one buffer, `whole`, of which this rank owns `part`.
 
-    Under stage 3 `whole` has storage only between `gather` and `release`. With offload, `part`
-    and the optimizer live in host memory.
+    Under stage 3 `whole` has storage only between `gather` and `release`; with offload, `part` then
+    lives in host memory.
     """
 
     def __init__(
@@ -80,7 +84,7 @@ class FlatUnit:
     @property
     def sheds_weights(self) -> bool:
         """Whether the whole weights are here only while they are used."""
-        return self.options.zero == 3 and (self.sliced or self.options.offload)
+        return self.options.zero == 3 and self.sliced
 
     @property
     def reduces_every_microbatch(self) -> bool:
@@ -89,7 +93,7 @@ class FlatUnit:
     @property
     def collects(self) -> bool:
         """Whether gradients go through the flat buffer: there is somebody to sum with."""
-        return self.mesh.size("dp-cp") > 1 or self.options.offload
+        return self.mesh.size("dp-cp") > 1
 
     def _adopt(self, places: Places, fill: Fill) -> dict[str, nn.Parameter]:
         """Put views of a flat buffer in the place of the modules' own weights."""
@@ -108,20 +112,18 @@ class FlatUnit:
     def _own_part(self) -> Tensor:
         size, place = self.unit.slice_size, self.mesh.place("fsdp") if self.sliced else 0
         part = self.whole[place * size : (place + 1) * size]
-        if self.options.offload:
-            host = torch.empty(size, dtype=part.dtype, pin_memory=part.is_cuda)
-            return host.copy_(part)
-        return part.clone() if self.sheds_weights else part
+        if not self.sheds_weights:
+            return part
+        if not self.options.offload:
+            return part.clone()
+        return torch.empty(size, dtype=part.dtype, pin_memory=part.is_cuda).copy_(part)
 
     def _owned(self) -> list[Owned]:
-        if not self.sliced and not self.options.offload:
+        if not self.sliced:
             rows = [entry.row for entry in self.unit.entries]
             return [Owned(row, self.parameters[row.name]) for row in rows]
-        place = self.mesh.place("fsdp") if self.sliced else 0
-        return [
-            Owned(row, self.part[start:stop].detach())
-            for row, start, stop in self.unit.owned(place)
-        ]
+        parts = self.unit.owned(self.mesh.place("fsdp"))
+        return [Owned(row, self.part[start:stop].detach()) for row, start, stop in parts]
 
     def watch_gradients(self, ready: Callable[[FlatUnit], None]) -> None:
         """Collect gradients as they come; call `ready` when a microbatch has given all."""
@@ -154,10 +156,7 @@ class FlatUnit:
         self.present = True
         self.whole.untyped_storage().resize_(self.whole.nbytes)
         part = self.part.to(self.mesh.device, non_blocking=True)
-        if self.sliced:
-            self.arriving = self.mesh.all_gather(self.whole, part, "fsdp")
-        else:
-            self.whole.copy_(part)
+        self.arriving = self.mesh.all_gather(self.whole, part, "fsdp")
 
     def arrive(self) -> None:
         """Wait until what was gathered or published is here."""
@@ -173,7 +172,7 @@ class FlatUnit:
             self.present = False
 
     def send(self, last: bool) -> None:
-        """Start to sum this rank's gradients with those of the others; `last` of the step or not."""
+        """Start to sum this rank's gradients with the others'; `last` of the step or not."""
         assert self.gradients is not None
         self.sent, self.gradients = self.gradients, None
         self.sent_last = last
@@ -182,8 +181,7 @@ class FlatUnit:
             self.summing = self.mesh.reduce_scatter(self.received, self.sent, "fsdp")
         else:
             self.received = self.sent
-            if self.mesh.size("dp-cp") > 1:
-                self.summing = self.mesh.all_reduce(self.sent, "dp-cp", dist.ReduceOp.SUM)
+            self.summing = self.mesh.all_reduce(self.sent, "dp-cp", dist.ReduceOp.SUM)
 
     def receive(self) -> None:
         """Wait for the sum; after the last one of a step, sum over the replicas as well."""
@@ -197,30 +195,28 @@ class FlatUnit:
             self.summing = self.mesh.all_reduce(self.gradient, "replicate", dist.ReduceOp.SUM)
 
     def hand_over(self) -> None:
-        """Give the optimizer its gradients, in the type and place of the weights it owns."""
+        """Give the optimizer its gradients, in the type of the weights it owns."""
         if not self.collects:
+            for each in self.owned:
+                each.gradient = each.tensor.grad
             return
         if self.summing is not None:
             self.summing.wait()
             self.summing = None
         assert self.gradient is not None
-        gradient = self.gradient.to(self.part.device, self.part.dtype)
+        gradient = self.gradient.to(self.part.dtype)
         place = self.mesh.place("fsdp") if self.sliced else 0
         spans = {row.name: (start, stop) for row, start, stop in self.unit.owned(place)}
         for each in self.owned:
             start, stop = spans[each.row.name]
-            each.tensor.grad = gradient[start:stop].view(each.tensor.shape)
+            each.gradient = gradient[start:stop].view(each.tensor.shape)
+            if each.tensor.device == gradient.device:
+                each.tensor.grad = each.gradient
 
     def publish(self) -> None:
         """Let go of the gradients, and bring the updated weights to where they are held whole."""
         self.gradient = None
         for each in self.owned:
-            each.tensor.grad = None
-        if self.sheds_weights:
-            return
-        size, place = self.unit.slice_size, self.mesh.place("fsdp") if self.sliced else 0
-        here = self.whole[place * size : (place + 1) * size]
-        if self.options.offload:
-            here.copy_(self.part, non_blocking=True)
-        if self.sliced:
-            self.arriving = self.mesh.all_gather(self.whole, here, "fsdp")
+            each.gradient = each.tensor.grad = None
+        if self.sliced and not self.sheds_weights:
+            self.arriving = self.mesh.all_gather(self.whole, self.part, "fsdp")

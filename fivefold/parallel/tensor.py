@@ -1,11 +1,11 @@
 """The tensor dimension: every matrix product split over tp, with sequence parallelism.
 
-Splits   projections into heads and MLP width by column, those back by row, the vocabulary by rows of
-         embedding and head. With sequence parallelism the tokens between them are split too, so that
-         norms and residuals hold 1/tp of the activations.
-Moves    with sequence parallelism, for attention and MLP of every layer and microbatch: an
-         all-gather in front and a reduce-scatter behind, and the mirror of both in backward; without
-         it, one all-reduce forward and one backward. The loss sums three numbers a token.
+Splits   projections into heads and MLP width by column, those back by row, embedding and head by
+         rows of the vocabulary. With sequence parallelism (sp) the tokens between them are split
+         too, so that norms and residuals hold 1/tp of the activations.
+Moves    with sp, for attention and MLP of every layer and microbatch: an all-gather in front and
+         a reduce-scatter behind, and the mirror of both in backward; without it, one all-reduce
+         forward and one backward. The loss sums three numbers a token.
 Costs    four times the activations of a layer, twice a layer, on the critical path.
 Wins     inside a node, when layers are wide, and when a sequence of one does not fit.
 Refuses  when tp divides neither heads nor MLP width. KV heads fewer than tp are replicated, and a
