@@ -23,9 +23,10 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from torch import nn
+from torch import Tensor, nn
 
-from fivefold.core.units import Unit
+from fivefold.core.errors import FivefoldError
+from fivefold.core.units import Row, Unit, pack
 from fivefold.parallel.flat import Fill, FlatUnit, Options, Owned, Places
 from fivefold.parallel.mesh import Mesh
 
@@ -33,6 +34,33 @@ _MOST_IN_FLIGHT = 2  # reductions whose whole gradients are still held
 
 Blocks = Mapping[str, Sequence[nn.Module]]
 """The modules of each block, in forward order."""
+
+
+def shard(
+    model: nn.Module,
+    blocks: Blocks,
+    mesh: Mesh,
+    options: Options,
+    bucket: int | None = None,
+) -> Data:
+    """Shard any module by its blocks; its weights keep their values and their names.
+
+    Every parameter must belong to a block; `blocks` are in the order of the forward pass.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    rows: dict[str, Row] = {}
+    for block, modules in blocks.items():
+        for parameter in (one for module in modules for one in module.parameters()):
+            name = names[id(parameter)]
+            rows.setdefault(name, Row(name, block, tuple(parameter.shape)))
+    left = sorted(set(names.values()) - set(rows))
+    if left:
+        raise FivefoldError(f"{', '.join(left)} belong to no block: name the modules that use them")
+    values = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    itemsize = next(iter(values.values())).itemsize
+    num_slices = mesh.size("fsdp") if options.zero else 1
+    units = pack(list(rows.values()), num_slices, itemsize, bucket)
+    return Data(model, blocks, units, mesh, options, lambda row: values[row.name])
 
 
 class Data:
@@ -98,10 +126,14 @@ class Data:
 
     def _hook(self, block: str, modules: Sequence[nn.Module], backward: bool) -> None:
         needed = [unit for unit in self.units if block in unit.users]
+
+        def left(module: nn.Module, arguments: object, output: Tensor) -> None:
+            self._leave(block, needed)
+            if backward and output.requires_grad:
+                output.register_hook(lambda _: self._return(needed))
+
         modules[0].register_forward_pre_hook(lambda *_: self._enter(needed))
-        modules[-1].register_forward_hook(lambda *_: self._leave(block, needed))
-        if backward:
-            modules[-1].register_full_backward_pre_hook(lambda *_: self._return(needed))
+        modules[-1].register_forward_hook(left)
 
     def _enter(self, units: list[FlatUnit]) -> None:
         for unit in units:

@@ -1,0 +1,53 @@
+"""Your own model and your own loop, sharded over data: any `nn.Module`, given its blocks.
+
+torchrun --nproc-per-node 2 examples/own_loop.py
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fivefold.core.layout import Layout
+from fivefold.parallel.data import shard
+from fivefold.parallel.flat import Options
+from fivefold.parallel.mesh import Mesh
+
+
+def make_model() -> nn.Sequential:
+    """Four layers of a user's own; nothing in it knows about ranks."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(3)]
+    return nn.Sequential(*layers, nn.Linear(32, 1)).double()
+
+
+def train(steps: int = 20, zero: int = 3) -> list[float]:
+    """The loss of every step; the same on one process and on many."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    mesh = Mesh.build(Layout(shard=world, zero=zero), torch.device("cpu"), kv_heads=1)
+    model = make_model()
+    blocks = {f"layer {place}": [layer] for place, layer in enumerate(model)}
+    data = shard(model, blocks, mesh, Options(zero), bucket=10_000)
+    optimizer = torch.optim.AdamW([each.tensor for each in data.owned], lr=1e-2)
+    losses = []
+    for step in range(steps):
+        x = torch.randn(64, 32, generator=torch.Generator().manual_seed(step)).double()
+        mine = x.chunk(world)[mesh.place("fsdp")]
+        loss = ((model(mine) - mine.sum(1, keepdim=True)) ** 2).sum() / len(x)
+        with data.backward(last=True):
+            loss.backward()
+        data.finish()
+        optimizer.step()
+        data.publish()
+        total = loss.detach()
+        if world > 1:
+            dist.all_reduce(total)
+        losses.append(float(total))
+    return losses
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    losses = train()
+    if dist.get_rank() == 0:
+        print(f"loss {losses[0]:.6f} at the first step, {losses[-1]:.6f} at the last")
+    dist.destroy_process_group()
