@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: setup train test lint types bench-schedule clean
+.PHONY: setup train test lint types verify-all bench-schedule bench-overlap bench-gpu clean
 
 setup: $(READY)
 
@@ -13,9 +13,9 @@ $(READY): pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
 	@touch $@
 
-# Training comes with a later version; until then this draws what a pipeline schedule does.
+# Training comes with a later version; until then this proves a layout and draws a schedule.
 train: setup
-	$(BIN)/fivefold schedule 1f1b --stages 4 --microbatches 8
+	$(BIN)/fivefold verify tiny --layout "dp=2 tp=2"
 	$(BIN)/fivefold schedule zb-v --stages 4 --microbatches 8
 
 test: setup lint
@@ -27,6 +27,19 @@ lint: setup
 
 types: setup
 	$(BIN)/pyright
+
+# Every layout of 2, 4 and 8 ranks, and every case of the traffic list; the table goes to docs.
+verify-all: setup
+	$(BIN)/python -m tests.ranks.sweep > docs/verified-layouts.md
+	FIVEFOLD_ALL_CASES=1 $(BIN)/python -m pytest -q tests/ranks/test_traffic_real.py
+
+bench-overlap: setup
+	$(BIN)/python benchmarks/overlap.py
+
+# PEER is a folder with TorchTitan 0.2.2 and a runner for it; without a GPU this says so.
+bench-gpu: setup
+	$(BIN)/python benchmarks/gpu.py compare $(if $(PEER),--peer $(PEER))
+	$(BIN)/python benchmarks/gpu.py offload
 
 bench-schedule: setup
 	$(BIN)/python benchmarks/schedule.py

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
 import sys
 from importlib import import_module
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import typer
 
+from fivefold import __version__
 from fivefold.core.errors import FivefoldError
 
 BAD_INPUT = 2
@@ -25,19 +28,52 @@ class Verb(NamedTuple):
 VERBS = {
     "plan": Verb("fivefold.verbs.plan", "Resolve a job: layout, groups, links, batch, parameters."),
     "schedule": Verb("fivefold.verbs.schedule", "Draw and time a pipeline schedule."),
+    "verify": Verb("fivefold.verbs.verify", "Prove that a layout computes what one device does."),
 }
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; a user's mistake prints one message and exits with code 2."""
     words = gather_pairs(sys.argv[1:] if arguments is None else arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that knows no · gets a ?
+    try:
+        code = run(words)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        code = 0
+        discard_output()
+    except OSError as error:
+        code = BAD_INPUT
+        discard_output()
+        typer.echo(
+            f"fivefold: cannot write to standard output: {error.strerror}; send it to a place with "
+            "room",
+            err=True,
+        )
+    sys.exit(code)
+
+
+def run(words: list[str]) -> int | str | None:
+    """Run one verb; returns the exit code."""
     chosen = next((word for word in words if not word.startswith("-")), None)
     try:
         build(chosen)(words)
     except FivefoldError as error:
         typer.echo(f"fivefold: {error}", err=True)
-        sys.exit(BAD_INPUT)
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        return BAD_INPUT
+    except SystemExit as stop:
+        # The libraries that print turn a closed pipe into an exit with an error.
+        if isinstance(stop.__context__, BrokenPipeError):
+            raise stop.__context__ from None
+        return stop.code
+    return 0
+
+
+def discard_output() -> None:
+    """What is still buffered goes nowhere, or Python would complain when it exits."""
+    with contextlib.suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -52,11 +88,28 @@ def build(chosen: str | None) -> typer.Typer:
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
     )
-    app.callback()(_nothing)
+    app.callback()(_top)
     for name, verb in VERBS.items():
         run = import_module(verb.module).run if name == chosen else _nothing
         app.command(name, help=verb.help)(run)
     return app
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"fivefold {__version__}")
+        raise typer.Exit
+
+
+def _top(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version.", is_eager=True, callback=_print_version
+        ),
+    ] = False,
+) -> None:
+    """What comes before the verb."""
 
 
 def _nothing() -> None:

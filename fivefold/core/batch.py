@@ -50,20 +50,17 @@ class Batch:
         """
         given = {"batch": batch, "microbatch_size": microbatch_size, "microbatches": microbatches}
         _require_counts(dp=dp, seq=seq, **{k: v for k, v in given.items() if v is not None})
+        problem = contradiction(
+            batch, dp=dp, microbatch_size=microbatch_size, microbatches=microbatches
+        )
+        if problem:
+            raise FivefoldError(problem)
         if batch is None:
             return cls(dp, seq, microbatch_size or 1, microbatches or 1)
         if microbatches is None:
             microbatch_size = microbatch_size or 1
-            problem = remainder(batch, microbatch=microbatch_size, dp=dp)
             microbatches = batch // (microbatch_size * dp)
-        elif microbatch_size is None:
-            problem = remainder(batch, accumulation=microbatches, dp=dp)
-            microbatch_size = batch // (microbatches * dp)
-        else:
-            problem = _contradiction(batch, cls(dp, seq, microbatch_size, microbatches))
-        if problem:
-            raise FivefoldError(problem)
-        return cls(dp, seq, microbatch_size, microbatches)
+        return cls(dp, seq, batch // (microbatches * dp), microbatches)
 
     @property
     def sequences(self) -> int:
@@ -83,6 +80,25 @@ class Batch:
         )
 
 
+def contradiction(
+    batch: int | None, *, dp: int, microbatch_size: int | None, microbatches: int | None
+) -> str | None:
+    """Why these values cannot be parts of one identity; None where they can."""
+    if batch is None:
+        return None
+    if microbatches is None:
+        return remainder(batch, microbatch=microbatch_size or 1, dp=dp)
+    if microbatch_size is None:
+        return remainder(batch, accumulation=microbatches, dp=dp)
+    product = microbatch_size * microbatches * dp
+    if batch == product:
+        return None
+    return (
+        f"global batch {batch:,} is not {microbatch_size} · {microbatches} · {dp} = {product:,} "
+        f"({IDENTITY}): leave one of the three out, or give batch={product}"
+    )
+
+
 def remainder(batch: int, **factors: int) -> str | None:
     """Why `batch` is no multiple of these factors of the identity, and the nearest that are.
 
@@ -99,16 +115,6 @@ def remainder(batch: int, **factors: int) -> str | None:
     product = " · ".join(f"{name} {factor}" for name, factor in factors.items())
     return (
         f"global batch {batch:,} is not a multiple of {product} = {unit:,}: use {' or '.join(ways)}"
-    )
-
-
-def _contradiction(batch: int, others: Batch) -> str | None:
-    if batch == others.sequences:
-        return None
-    return (
-        f"global batch {batch:,} is not {others.microbatch_size} · {others.microbatches} · "
-        f"{others.dp} = {others.sequences:,} ({IDENTITY}): leave one of the three out, or give "
-        f"batch={others.sequences}"
     )
 
 

@@ -7,7 +7,7 @@ gradient needs its input gradient. An edge between two ranks costs a transfer, a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -24,6 +24,8 @@ from fivefold.core.schedule.action import (
 )
 from fivefold.core.schedule.costs import Costs
 from fivefold.core.schedule.value import Schedule
+
+_MOST_FILLED = 100_000  # actions
 
 
 class Wait(NamedTuple):
@@ -79,18 +81,16 @@ class Timeline:
 
     def waits(self) -> Iterator[Wait]:
         """Every idle slot before a rank's last step, with the action that ends it."""
-        arrivals = _ends_by_action(self)
+        ends = _ends_by_action(self)
         for rank, steps in enumerate(self.schedule.order):
             free = 0.0
             for step, start, end in zip(steps, self.starts[rank], self.ends[rank], strict=True):
                 if start > free + 1e-9 * self.makespan:
-                    causes = [cause for action in actions_of(step) for cause in needs(action)]
-                    known = [
-                        (arrivals[key][0] + self._lag(key, rank), key)
-                        for key in _expand(causes)
-                        if key in arrivals
-                    ]
-                    yield Wait(rank, free, start, step, max(known)[1])
+                    causes = [cause for cause in _causes(step) if cause in ends]
+                    last = max(
+                        causes, key=lambda cause: (ends[cause] + self._lag(cause, rank), cause)
+                    )
+                    yield Wait(rank, free, start, step, last)
                 free = end
 
     def _lag(self, cause: Action, rank: int) -> float:
@@ -109,21 +109,37 @@ def needs(action: Action) -> tuple[Action, ...]:
     return (Action(stage, FORWARD, microbatch), Action(stage + 1, BACKWARD, microbatch))
 
 
-def _expand(causes: list[Action]) -> Iterator[Action]:
-    """A gradient arrives from a full backward or from an input gradient: look for both."""
-    for cause in causes:
+def _causes(step: Step) -> Iterator[Action]:
+    """A gradient arrives from a full backward or from an input gradient: both are named."""
+    for cause in (cause for action in actions_of(step) for cause in needs(action)):
         yield cause
         if cause.kind == BACKWARD:
             yield cause._replace(kind=INPUT_GRAD)
 
 
-def _ends_by_action(timeline: Timeline) -> dict[Action, tuple[float, Action]]:
+def _ends_by_action(timeline: Timeline) -> dict[Action, float]:
     return {
-        action: (end, action)
+        action: end
         for steps, ends in zip(timeline.schedule.order, timeline.ends, strict=True)
         for step, end in zip(steps, ends, strict=True)
         for action in actions_of(step)
     }
+
+
+def steady_bubble(timeline: Timeline, make: Callable[[int, int, int], Schedule]) -> float:
+    """Idle share of what each further window of microbatches costs, where nothing drains.
+
+    `make` makes the same schedule for any (stages, microbatches, chunks).
+    """
+    schedule = timeline.schedule
+    ranks, window, chunks = schedule.num_ranks, schedule.num_microbatches, schedule.num_chunks
+    # Twice the ranks fill any pipeline; a very deep one would take too long to fill.
+    filled = max(window, min(2 * ranks, _MOST_FILLED // ranks))
+    once, more = (
+        play(make(ranks, count, chunks), timeline.costs).makespan
+        for count in (filled, filled + window)
+    )
+    return max(0.0, 1 - timeline.ideal / (more - once))
 
 
 def play(schedule: Schedule, costs: Costs) -> Timeline:

@@ -56,7 +56,7 @@ def _gpt2(config: Config) -> Fields:
     config.must_be("add_cross_attention", False)
     dropout = config.number("resid_pdrop", 0.1)
     for key in ("embd_pdrop", "attn_pdrop"):
-        if config.number(key, 0.1) != dropout:
+        if config.number(key, 0.1) != dropout and config.usable(key, "resid_pdrop"):
             config.problem(key, f"must equal resid_pdrop = {dropout}: a Shape has one dropout")
     return {
         "layers": config.whole("n_layer"),
@@ -262,8 +262,9 @@ def _llama4_global_every(config: Config, layers: int) -> int:
     every = config.whole("no_rope_layer_interval", 4)
     local = [(i + 1) % every != 0 for i in indices(layers)]
     kinds = ["chunked_attention" if one else "full_attention" for one in local]
+    sound = config.usable("num_hidden_layers", "no_rope_layer_interval")
     for key, wanted in (("no_rope_layers", local), ("layer_types", kinds)):
-        if config.items(key) and config.items(key) != wanted:
+        if sound and config.items(key) and config.items(key) != wanted:
             config.problem(key, f"must follow no_rope_layer_interval = {every}")
     return every
 
@@ -277,7 +278,8 @@ def _qwen_window(config: Config, layers: int) -> int | None:
     kinds = config.items("layer_types") or by_rule
     if all(kind == "full_attention" for kind in kinds):
         return None
-    if any(kind != "sliding_attention" for kind in kinds):
+    mixed = any(kind != "sliding_attention" for kind in kinds)
+    if mixed and config.usable("num_hidden_layers", "max_window_layers", "layer_types"):
         config.problem("max_window_layers", "a window on some layers only is not supported; set 0")
     return config.optional_whole("sliding_window", 4096)
 

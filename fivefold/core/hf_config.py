@@ -9,10 +9,19 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
-from fivefold.core.shape import MOST_LAYERS, Rope, RopeKind
+from fivefold.core.shape import MOST, MOST_LAYERS, Rope, RopeKind
 
 Fields = dict[str, Any]
 
+_PLACING = (
+    "num_hidden_layers",
+    "first_k_dense_replace",
+    "moe_layer_freq",
+    "decoder_sparse_step",
+    "mlp_only_layers",
+    "interleave_moe_layer_step",
+    "moe_layers",
+)
 ROPES = {"default": "default", "llama3": "llama3", "yarn": "yarn", "linear": "linear"}
 
 
@@ -25,6 +34,7 @@ class Config:
 
     def __init__(self, table: Mapping[str, Any], problems: list[str], prefix: str = "") -> None:
         self._table, self._problems, self._prefix = table, problems, prefix
+        self._refused: set[str] = set()
 
     def has(self, key: str) -> bool:
         """Whether the key is there and not null."""
@@ -32,17 +42,22 @@ class Config:
 
     def problem(self, key: str, rule: str) -> None:
         """Note that the value of `key` breaks a rule."""
+        self._refused.add(key)
         shown = repr(self._table.get(key))
         shown = shown if len(shown) <= 60 else shown[:60] + "…"
         self._problems.append(f"{self._prefix}{key} = {shown}: {rule}")
 
+    def usable(self, *keys: str) -> bool:
+        """Whether none of these was refused: what follows from a stand-in is no second problem."""
+        return not self._refused.intersection(keys)
+
     def whole(self, key: str, default: int | None = None, least: int = 1) -> int:
         """A whole number of at least `least`."""
         value = self._get(key, default)
-        if isinstance(value, int) and not isinstance(value, bool) and value >= least:
+        if isinstance(value, int) and not isinstance(value, bool) and least <= value <= MOST:
             return value
         if value is not None:
-            self.problem(key, f"must be a whole number, at least {least}")
+            self.problem(key, f"must be a whole number from {least} to {MOST:,}")
         return max(least, 1)
 
     def optional_whole(self, key: str, default: int | None = None) -> int | None:
@@ -123,13 +138,15 @@ class Config:
         if self.has(key):
             return self._table[key]
         if default is None:
+            self._refused.add(key)
             self._problems.append(f"{self._prefix}{key} is missing: add it")
         return default
 
 
 def head_dim(config: Config, width: int, heads: int) -> int:
     """Width of a head, given or an even share of the model's width."""
-    if not config.has("head_dim") and width % heads:
+    sizes = ("n_embd", "n_head", "hidden_size", "num_attention_heads")
+    if not config.has("head_dim") and width % heads and config.usable(*sizes):
         config.problem("head_dim", f"add it, since {heads} heads do not divide width {width}")
     return config.whole("head_dim", max(width // heads, 1))
 
@@ -167,6 +184,8 @@ def rotary(config: Config, max_seq: int, theta: float) -> Fields:
 
 def expert_placement(config: Config, key: str, wanted: list[int], layers: int) -> Fields:
     """The layers that have experts, as a Shape says it: each n-th from some layer on."""
+    if not config.usable(*_PLACING):
+        return {}
     if not wanted:
         config.problem(key, "no layer is left with experts")
         return {}

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args
 
 from fivefold.core.errors import BadFile, FivefoldError, IllegalLayout, UnknownName, did_you_mean
+from fivefold.core.schedule.placement import MOST_CHUNKS
+from fivefold.core.words import counted
 
 if TYPE_CHECKING:
     import numpy
@@ -88,6 +90,8 @@ class Layout:
         counts = {name: getattr(self, name) for name in (*DEGREES, "chunks")}
         wrong = [name for name, count in counts.items() if not _is_count(count)]
         yield from (f"{name}={counts[name]!r}: give a whole number of at least 1" for name in wrong)
+        if "chunks" not in wrong and self.chunks > MOST_CHUNKS:
+            yield f"chunks={self.chunks}: give a whole number from 1 to {MOST_CHUNKS}"
         if not wrong and self.world > MOST_RANKS:
             yield f"{self.world:,} ranks: at most {MOST_RANKS:,} are supported; lower a degree"
         if self.zero not in range(4):
@@ -232,7 +236,7 @@ class Layout:
         split = f"ep {self.ep}" if self.etp == 1 else f"ep {self.ep} × etp {self.etp}"
         folded = (
             f"folded: dp {self.dp} · cp {self.cp} · tp {self.tp} · pp {self.pp} "
-            f"= {self.world} ranks, experts over {split} × edp {self.edp}"
+            f"= {counted(self.world, 'rank')}, experts over {split} × edp {self.edp}"
         )
         product = self.textbook()
         if product is None:
@@ -327,15 +331,15 @@ def _fields_of(text: str, problems: list[str]) -> dict[str, Any]:
 
 def _degree(axis: str, value: str, problems: list[str]) -> dict[str, int]:
     """`tp=2` as {tp: 2}; `dp=2x4` as {replicate: 2, shard: 4}, `dp=4` as {shard: 4}."""
-    number = r"([1-9][0-9]{0,6})"
+    number = r"([1-9][0-9]{0,8})"
     found = re.fullmatch(f"{number}(?:x{number})?" if axis == "dp" else number, value)
-    if not found:
+    degrees = [int(each) for each in found.groups() if each] if found else [MOST_RANKS + 1]
+    if max(degrees) > MOST_RANKS:
         form = "N or RxS (replicate x shard)" if axis == "dp" else "N"
         problems.append(
             f"{axis}={value}: write {axis}={form} with whole numbers from 1 to {MOST_RANKS:,}"
         )
         return {}
     if axis != "dp":
-        return {axis: int(value)}
-    first, second = found.groups()
-    return {"replicate": int(first), "shard": int(second)} if second else {"shard": int(first)}
+        return {axis: degrees[0]}
+    return {"replicate": degrees[0], "shard": degrees[1]} if degrees[1:] else {"shard": degrees[0]}

@@ -121,12 +121,13 @@ class Machine:
 
 
 def load(name_or_path: str | Path) -> Machine:
-    """The machine of a preset name, or of a TOML file (a path with a slash or `.toml`)."""
+    """The machine of a preset name in any case, or of a TOML file (with a slash or `.toml`)."""
     if isinstance(name_or_path, Path) or re.search(r"[/\\]|\.toml$", name_or_path):
         return _build(_read(Path(name_or_path)), str(name_or_path))
-    if name_or_path not in presets():
+    name = name_or_path.lower()
+    if name not in presets():
         raise UnknownName("machine", name_or_path, presets())
-    return _build(_read(_preset_file(name_or_path)), f"machine {name_or_path}")
+    return _build(_read(_preset_file(name)), f"machine {name}")
 
 
 def presets() -> list[str]:

@@ -7,6 +7,7 @@ may leave out `kv_heads` (as many as heads) and `head_dim` (an even share of the
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 import re
 import types
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.core import strict
-from fivefold.core.errors import BadFile, UnknownName
+from fivefold.core.errors import BadFile, FivefoldError, UnknownName
 from fivefold.core.hf import shape_from_config
 from fivefold.core.shape import Mla, Moe, Rope, Shape
 
@@ -38,13 +39,22 @@ def load(name_or_path: str) -> Shape:
     Case and the places of `-`, `_` and spaces do not matter: `GPT-2` is `gpt2`. A preset is
     preferred to a file of the same name; write `./name` for the file.
     """
+    if not name_or_path.strip():
+        raise FivefoldError(
+            "no model: give a preset name, such as llama-3.1-8b, or the path of a config.json"
+        )
     files = _files_by_name()
     spelled = {_plain(name): name for name in files}
     name = spelled.get(_plain(name_or_path))
     if name is not None:
         return _preset(name, files[name])
-    if _is_path(Path(name_or_path)):
-        return _config(Path(name_or_path))
+    path = Path(name_or_path)
+    if _is_path(path):
+        near = difflib.get_close_matches(path.name.lower(), files, n=1)
+        if near and path.suffix != ".json" and not path.exists():
+            rule = f"no such file; for the preset say {near[0]}"
+            raise BadFile(name_or_path, [rule])
+        return _config(path)
     raise UnknownName("model", name_or_path, files)
 
 

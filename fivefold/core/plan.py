@@ -6,8 +6,9 @@ is not said is derived. `resolve` turns wishes into a `Plan`, in which nothing i
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -23,6 +24,12 @@ from fivefold.core.schedule.value import Schedule
 from fivefold.core.shape import Shape
 
 Precision = Literal["fp32", "bf16", "fp16"]
+_FILES = (".json", ".toml", ".csv", ".txt")
+_DERIVED = {"layout": ("zero", "chunks", "microbatches"), "schedule": ("chunks", "microbatches")}
+_ASYNCHRONOUS = (
+    "ASYNCHRONOUS: this schedule computes gradients on older weights, which is not what one device "
+    "computes"
+)
 _LONGEST_DEFAULT = 8192
 _SHORTEST_VERIFIED = 32
 
@@ -88,9 +95,9 @@ class Plan:
     wishes: Wishes
     notes: tuple[str, ...] = ()
 
-    def to_toml(self) -> str:
-        """The plan as a file that every verb reads back to the same plan."""
-        return strict.to_toml(strict.table_of(self.wishes))
+    def to_toml(self, folder: Path = Path()) -> str:
+        """The plan as a file in `folder` that every verb reads back to the same plan."""
+        return strict.to_toml(strict.table_of(_with_paths(self.wishes, _seen_from(folder))))
 
     def make_schedule(self) -> Schedule:
         """The pipeline schedule of this plan."""
@@ -109,7 +116,29 @@ def read(path: Path) -> Wishes:
         }
     if isinstance(table.get("zero"), str):
         table["zero"] = parse_zero(table["zero"])
-    return strict.build(Wishes, table, str(path))
+    wishes = strict.build(Wishes, table, str(path))
+    return _with_paths(wishes, lambda file: str(path.parent / file))
+
+
+def _with_paths(wishes: Wishes, move: Callable[[str], str]) -> Wishes:
+    """The wishes with every path moved; names of presets and schedules stay.
+
+    In a plan file a relative path starts at the file's folder, so that both can move together.
+    """
+    said = {key: getattr(wishes, key) for key in ("model", "machine", "schedule")}
+    paths = {key: move(text) for key, text in said.items() if text and _is_path(text)}
+    return replace(wishes, **paths)
+
+
+def _is_path(text: str) -> bool:
+    return "/" in text or Path(text).suffix.lower() in _FILES
+
+
+def _seen_from(folder: Path) -> Callable[[str], str]:
+    def move(file: str) -> str:
+        return file if Path(file).is_absolute() else os.path.relpath(file, folder)
+
+    return move
 
 
 def resolve(wishes: Wishes, *, small: bool = False) -> Plan:
@@ -121,14 +150,20 @@ def resolve(wishes: Wishes, *, small: bool = False) -> Plan:
     family = choose(wishes.schedule)
     layout = _layout(wishes, family)
     shape = models.with_overrides(models.load(wishes.model), wishes.set)
-    notes: list[str] = []
+    notes = [_ASYNCHRONOUS] if family.asynchronous and layout.pp > 1 else []
     if small and shape.layers < layout.pp * layout.chunks:
         wishes = replace(wishes, set={**wishes.set, "layers": str(layout.pp * layout.chunks)})
         shape = models.with_overrides(shape, wishes.set)
         notes.append(f"raised to {shape.layers} layers, one for each stage of the pipeline")
-    seq = wishes.seq or _default_seq(layout, shape, small)
+    seq = _default_seq(layout, shape, small) if wishes.seq is None else wishes.seq
     job = legality.Job(
-        seq=seq, batch=wishes.batch, microbatch_size=wishes.microbatch_size, gpus=wishes.gpus
+        seq=seq,
+        batch=wishes.batch,
+        microbatch_size=wishes.microbatch_size,
+        microbatches=wishes.microbatches,
+        chunks=wishes.chunks,
+        gpus=wishes.gpus,
+        schedule=family,
     )
     legality.check(layout, shape, **job)
     batch = _batch(wishes, family, layout, seq)
@@ -147,8 +182,7 @@ def resolve(wishes: Wishes, *, small: bool = False) -> Plan:
 
 def _layout(wishes: Wishes, family: Family) -> Layout:
     layout = Layout.parse(wishes.layout, zero=wishes.zero, sp=wishes.sp, context=wishes.context)
-    chunks = wishes.chunks or (family.default_chunks if layout.pp > 1 else 1)
-    return replace(layout, chunks=chunks)
+    return replace(layout, chunks=family.chunks_on(layout.pp, wishes.chunks))
 
 
 def _default_seq(layout: Layout, shape: Shape, small: bool) -> int:
@@ -162,16 +196,13 @@ def _batch(wishes: Wishes, family: Family, layout: Layout, seq: int) -> Batch:
     count = wishes.microbatches
     if count is None and wishes.batch is None:
         count = family.smallest_count(2 * layout.pp, layout.pp, layout.chunks)
-    batch = Batch.resolve(
+    return Batch.resolve(
         layout.dp,
         seq,
         batch=wishes.batch,
         microbatch_size=wishes.microbatch_size,
         microbatches=count,
     )
-    if layout.pp > 1:
-        family.require(layout.pp, batch.microbatches, layout.chunks)
-    return batch
 
 
 def _settled(wishes: Wishes, layout: Layout, batch: Batch) -> Wishes:
@@ -197,4 +228,13 @@ def wishes_from(target: str, changes: Mapping[str, Any]) -> Wishes:
         raise BadFile(target, ["no such plan file; write one with: fivefold plan MODEL -o FILE"])
     wishes = read(Path(target))
     said["set"] = {**wishes.set, **said.get("set", {})}
-    return replace(wishes, **said)
+    return replace(wishes, **_outdated(wishes, said), **said)
+
+
+def _outdated(wishes: Wishes, said: Mapping[str, Any]) -> dict[str, None]:
+    """What a file derived from its layout or schedule is derived anew under another one."""
+    changed = {
+        key for key in _DERIVED if said.get(key, getattr(wishes, key)) != getattr(wishes, key)
+    }
+    derived = {name for key in changed for name in _DERIVED[key]}
+    return dict.fromkeys(derived - said.keys())

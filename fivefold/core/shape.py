@@ -112,10 +112,11 @@ class Moe:
             yield "moe.shared and moe.shared_ffn: give both or neither"
         group = self.experts // self.groups
         if self.experts % self.groups:
-            yield f"moe.groups = {self.groups} does not divide moe.experts = {self.experts}"
+            rule = f"does not divide moe.experts = {self.experts}: use a divisor"
+            yield f"moe.groups = {self.groups} {rule}"
         elif self.groups_kept > self.groups:
             yield f"moe.groups_kept = {self.groups_kept} exceeds moe.groups: keep {self.groups}"
-        elif self.top_k > group * self.groups_kept:
+        elif self.experts >= self.top_k > group * self.groups_kept:
             kept = f"{self.groups_kept} groups of {group}"
             yield f"moe.top_k = {self.top_k} exceeds the {kept} kept: lower it or keep more"
         if not any(self.in_layer(i) for i in range(layers)):
@@ -202,8 +203,6 @@ class Shape:
         optional = {"window": self.window, "global_every": self.global_every}
         sizes |= {name: size for name, size in optional.items() if size is not None}
         wrong = [*_out_of_range("", sizes, {"mtp": self.mtp})]
-        if self.layers > MOST_LAYERS or self.mtp > MOST_LAYERS:
-            wrong.append(f"layers = {self.layers}: at most {MOST_LAYERS}")
         yield from wrong
         if not 0 <= self.dropout < 1:
             yield f"dropout = {self.dropout}: must be at least 0 and below 1"
@@ -239,13 +238,11 @@ def _out_of_range(
     prefix: str, positive: Mapping[str, float], counts: Mapping[str, float] | None = None
 ) -> Iterator[str]:
     """Sizes above 0 and counts from 0; only whole numbers have an upper end."""
-    for name, size in positive.items():
-        if not _in_reach(size) or size <= 0:
-            yield f"{prefix}{name} = {size}: must be above 0 and below {MOST:.0e}"
-    for name, size in (counts or {}).items():
-        if not _in_reach(size) or size < 0:
-            yield f"{prefix}{name} = {size}: must be at least 0 and below {MOST:.0e}"
-
-
-def _in_reach(size: float) -> bool:
-    return size < MOST if isinstance(size, int) else math.isfinite(size)
+    lowest = {**dict.fromkeys(positive, "above 0"), **dict.fromkeys(counts or {}, "at least 0")}
+    for name, size in {**positive, **(counts or {})}.items():
+        most = MOST_LAYERS if name in ("layers", "mtp") else MOST
+        whole = isinstance(size, int)
+        in_reach = size <= most if whole else math.isfinite(size)
+        if not in_reach or size < 0 or (size == 0 and name in positive):
+            end = f" and at most {most:,}" if whole else " and finite"
+            yield f"{prefix}{name} = {size}: must be {lowest[name]}{end}"

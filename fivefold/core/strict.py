@@ -11,7 +11,7 @@ import json
 import tomllib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,11 +24,29 @@ Table = Mapping[str, Any]
 def read_toml(path: Path) -> dict[str, Any]:
     """Parse a TOML file; a missing or malformed one is a `BadFile` that names it."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise BadFile(str(path), [f"{error.strerror}; check the path"]) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except RecursionError as error:
+        raise BadFile(str(path), ["nested too deep; take some brackets out"]) from error
+    except ValueError as error:  # bad TOML, bad UTF-8, or a number too long to read
         raise BadFile(str(path), [f"not valid TOML: {error}; mend that line"]) from error
+    if long := [*_long_numbers(table, "")]:
+        rule = "whole numbers have at most 64 bits in TOML; give a smaller one"
+        raise BadFile(str(path), [f"{key}: {rule}" for key in long])
+    return table
+
+
+def _long_numbers(value: Any, path: str) -> Iterator[str]:
+    """Where numbers are that TOML does not allow, and that could be neither printed nor divided."""
+    if isinstance(value, Mapping):
+        for key, item in typing.cast(Table, value).items():
+            yield from _long_numbers(item, f"{path}.{key}" if path else key)
+    elif isinstance(value, list):
+        for item in typing.cast("list[Any]", value):
+            yield from _long_numbers(item, path)
+    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+        yield path
 
 
 def build(cls: type[T], table: Table, where: str) -> T:

@@ -10,8 +10,9 @@ import re
 from collections.abc import Iterator
 
 from fivefold.core.clock import Timeline, peak_activations
+from fivefold.core.words import counted
 from fivefold.report.pipeline_marks import Cell, cells, kinds_in, later_chunks, shade, ticks
-from fivefold.report.pipeline_words import headline, microbatches, time_writer
+from fivefold.report.pipeline_words import headline, time_writer
 
 _LEFT, _PLOT, _RIGHT = 70, 1000, 130
 _WIDTH = _LEFT + _PLOT + _RIGHT
@@ -143,7 +144,7 @@ def _peaks(timeline: Timeline) -> Iterator[str]:
     yield f'<text x="{x}" y="{_TOP - 8}">peak activations</text>'
     for rank, peak in enumerate(peaks):
         width, y = _BAR * peak / max(peaks), _TOP + _ROW * rank
-        words = f"rank {rank} holds at most {microbatches(peak)} of a full stage"
+        words = f"rank {rank} holds at most {counted(peak, 'microbatch')} of a full stage"
         yield f'<g transform="translate({x} {y})">{_rect("peak", 0, width, words)}'
         yield f'<text x="{_number(width + 4)}" y="12">{peak:g}</text></g>'
 

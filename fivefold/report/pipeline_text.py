@@ -9,6 +9,7 @@ from rich.style import Style
 from rich.text import Text
 
 from fivefold.core.clock import Timeline
+from fivefold.core.words import counted
 from fivefold.report.pipeline_marks import Cell, Kind, cells, kinds_in, later_chunks, shade, ticks
 
 _LEAST_COLUMNS = 10
@@ -34,7 +35,7 @@ def render_timeline(timeline: Timeline, width: int, colour: bool) -> Text:
     numbered = False
     for rank in _shown(len(rows)):
         if rank is None:
-            lines.append(Text(f"… {len(rows) - _MOST_RANKS} ranks left out …", _DIM))
+            lines.append(Text(f"… {counted(len(rows) - _MOST_RANKS, 'rank')} left out …", _DIM))
             continue
         row = _row(_columns(rows[rank], scale, num_columns), scale, colour)
         numbered |= any(map(str.isdigit, row.plain))

@@ -6,14 +6,23 @@ import math
 import re
 from collections.abc import Callable, Iterator
 
-from fivefold.core.clock import Timeline, peak_activations
+from fivefold.core.clock import Timeline, peak_activations, steady_bubble
 from fivefold.core.schedule.catalog import Family
+from fivefold.core.schedule.closed_form import ClosedForm
+from fivefold.core.words import counted
+
+_SMALLEST_DECIMAL = 1e-6  # shorter steps would need more decimals than anybody reads
 
 
 def time_writer(timeline: Timeline) -> Callable[[float], str]:
-    """Writes times with as many decimals as the shortest step needs, and at least one."""
+    """Writes times with as many decimals as the shortest step needs, and at least one.
+
+    Where that would be a long row of zeros, it writes powers of ten.
+    """
     durations = (timeline.costs.of(step) for steps in timeline.schedule.order for step in steps)
     shortest = min((duration for duration in durations if duration > 0), default=1.0)
+    if shortest < _SMALLEST_DECIMAL:
+        return "{:g}".format
     digits = max(3, 2 - math.floor(math.log10(shortest)))
 
     def write(time: float) -> str:
@@ -28,19 +37,14 @@ def percent(share: float) -> str:
     return f"{round(100 * share, 1) + 0.0:.1f}%"
 
 
-def microbatches(number: float) -> str:
-    """A number of microbatches, in the right grammatical number."""
-    return f"{number:g} microbatch{'' if number == 1 else 'es'}"
-
-
 def headline(timeline: Timeline) -> str:
     """The timeline in one line: a title, or what a screen reader says."""
     schedule, write = timeline.schedule, time_writer(timeline)
     label = " (ASYNCHRONOUS)" if schedule.asynchronous else ""
     chunks = f", {schedule.num_chunks} chunks a rank" if schedule.num_chunks > 1 else ""
     return (
-        f"{schedule.name}{label}: {schedule.num_ranks} ranks{chunks}, "
-        f"{schedule.num_microbatches} microbatches, makespan {write(timeline.makespan)}, "
+        f"{schedule.name}{label}: {counted(schedule.num_ranks, 'rank')}{chunks}, "
+        f"{counted(schedule.num_microbatches, 'microbatch')}, makespan {write(timeline.makespan)}, "
         f"bubble {percent(timeline.bubble_makespan)}"
     )
 
@@ -65,7 +69,7 @@ def summary_lines(timeline: Timeline) -> list[str]:
 def explain(timeline: Timeline, family: Family | None) -> list[str]:
     """Sentences: why the bubble is there, what its two rates mean, what memory it takes."""
     return [
-        *_asynchrony(timeline),
+        *_asynchrony(timeline, family),
         *_bubble(timeline, family),
         *_conventions(timeline),
         *_span(timeline),
@@ -73,15 +77,20 @@ def explain(timeline: Timeline, family: Family | None) -> list[str]:
     ]
 
 
-def _asynchrony(timeline: Timeline) -> Iterator[str]:
+def _asynchrony(timeline: Timeline, family: Family | None) -> Iterator[str]:
     versions = timeline.schedule.weight_versions
     if timeline.schedule.asynchronous:
         yield (
             "ASYNCHRONOUS: gradients are computed on older weights, which is not what one device "
             f"computes. Weight versions by rank: {', '.join(map(str, versions))}; gradient delay "
-            f"in updates: {', '.join(str(each - 1) for each in versions)}. There is no bubble in "
-            "steady state; what idles here is the fill and the drain of this window."
+            f"in updates: {', '.join(str(each - 1) for each in versions)}."
         )
+        if family:
+            steady = percent(steady_bubble(timeline, family.make))
+            yield (
+                f"In steady state {steady} is bubble; what idles here beyond that is the fill and "
+                "the drain of this window."
+            )
 
 
 def _bubbles(timeline: Timeline) -> bool:
@@ -98,28 +107,34 @@ def _bubble(timeline: Timeline, family: Family | None) -> Iterator[str]:
         f"Of the makespan {write(timeline.makespan)}, the busiest rank works "
         f"{write(timeline.ideal)} and {write(idle)} is bubble{reason}."
     )
-    if family and (numbers := _numbers_in(family.bubble, timeline)):
-        yield (
-            "In closed form, for equal stages, no transfers and enough microbatches, the bubble is "
-            f"{family.bubble}; here {numbers}."
-        )
+    if family and family.closed_form:
+        yield from _in_closed_form(timeline, family.closed_form)
     yield from _idle_slots(timeline, write)
 
 
-def _numbers_in(closed_form: str, timeline: Timeline) -> str:
-    """The values of the symbols in a closed form, in the order in which they occur."""
+def _in_closed_form(timeline: Timeline, form: ClosedForm) -> Iterator[str]:
+    """The published form with its numbers, only where it is exact."""
     schedule, costs = timeline.schedule, timeline.costs
-    write, share = time_writer(timeline), schedule.num_stages / schedule.num_ranks
+    by_stage = (costs.forward, costs.backward, costs.weight)
+    if any(len(set(each)) > 1 for each in by_stage) or any(costs.transfer):
+        return
+    share, write = schedule.num_stages / schedule.num_ranks, time_writer(timeline)
+    forward, backward, weight = (share * each[0] for each in by_stage)
+    times = (forward, backward, weight)
+    gains = "F&B" in form.text and costs.overlap != 1
+    if gains or not form.holds(times, schedule.num_ranks, schedule.num_microbatches):
+        return
     values = {"p": str(schedule.num_ranks), "v": str(schedule.num_chunks)}
-    times = {"F": costs.forward, "B": costs.backward, "W": costs.weight}
-    equal = all(len(set(by_stage)) == 1 for by_stage in times.values())
-    if equal:
-        whole = {symbol: share * by_stage[0] for symbol, by_stage in times.items()}
-        values |= {symbol: write(time) for symbol, time in whole.items()}
-        values["F&B"] = write(costs.overlap * sum(whole.values()))
-    symbols = dict.fromkeys(re.findall(r"F&B|[pvFBW]", closed_form))
-    known = [f"{symbol}={values[symbol]}" for symbol in symbols if symbol in values]
-    return ", ".join(known if equal or not known else [*known, "and the stages differ"])
+    values |= {symbol: write(time) for symbol, time in zip("FBW", times, strict=True)}
+    values["F&B"] = write(sum(times))
+    symbols = dict.fromkeys(re.findall(r"F&B|[pvFBW]", form.text))
+    numbers = ", ".join(f"{symbol}={values[symbol]}" for symbol in symbols)
+    domain = f" where {form.domain}" if form.domain else ""
+    which = "bubble" if form.of == "makespan" else "bubble within the span"
+    yield (
+        f"In closed form, for equal stages and free transfers, the time of the {which} is "
+        f"{form.text}{domain}; here {numbers}."
+    )
 
 
 def _idle_slots(timeline: Timeline, write: Callable[[float], str]) -> Iterator[str]:
@@ -129,8 +144,8 @@ def _idle_slots(timeline: Timeline, write: Callable[[float], str]) -> Iterator[s
     after = sum(timeline.makespan - ends[-1] for _, _, ends in rows)
     idle = len(rows) * timeline.makespan - busy
     yield (
-        f"All {len(rows)} ranks together idle {write(idle)}: {write(before)} before their first "
-        f"step, {write(abs(idle - before - after))} between steps, {write(after)} after their last."
+        f"{_together(len(rows))} {write(idle)}: {write(before)} before the first step, "
+        f"{write(abs(idle - before - after))} between steps, {write(after)} after the last."
     )
     longest = max(timeline.waits(), key=lambda wait: round(wait.end - wait.start, 9), default=None)
     if longest:
@@ -139,6 +154,10 @@ def _idle_slots(timeline: Timeline, write: Callable[[float], str]) -> Iterator[s
             f"from {write(longest.start)} to {write(longest.end)}, at {longest.step}, waiting for "
             f"{longest.cause}."
         )
+
+
+def _together(num_ranks: int) -> str:
+    return "The one rank idles" if num_ranks == 1 else f"All {num_ranks} ranks together idle"
 
 
 def _conventions(timeline: Timeline) -> Iterator[str]:
@@ -168,13 +187,13 @@ def _memory(timeline: Timeline) -> Iterator[str]:
     most, least = max(peaks), min(peaks)
     unit = "of a full stage (1/p of the model)"
     if most == least:
-        yield f"Every rank holds the activations of at most {microbatches(most)} {unit}."
+        yield f"Every rank holds the activations of at most {counted(most, 'microbatch')} {unit}."
     else:
         others = peaks.count(most) - 1
         company = f" (and {others} more)" if others else ""
         yield (
             f"Rank {peaks.index(most)}{company} holds the most activations, those of "
-            f"{microbatches(most)} {unit}; rank {peaks.index(least)} the least, {least:g}."
+            f"{counted(most, 'microbatch')} {unit}; rank {peaks.index(least)} the least, {least:g}."
         )
     if timeline.schedule.placement.mirrored:
         yield (

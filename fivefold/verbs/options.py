@@ -47,8 +47,14 @@ SHARED: dict[str, Any] = {
 }
 
 
-def with_plan_options(verb: Callable[..., None]) -> Callable[..., None]:
-    """The verb as a command with the target, the shared options and then its own."""
+def with_plan_options(
+    verb: Callable[..., None], default_target: str | None = None
+) -> Callable[..., None]:
+    """The verb as a command with the target, the shared options and then its own.
+
+    Without a `default_target` the target must be given.
+    """
+    no_default = inspect.Parameter.empty
     own = list(inspect.signature(verb, eval_str=True).parameters.values())[1:]
 
     def run(**given: Any) -> None:
@@ -57,7 +63,9 @@ def with_plan_options(verb: Callable[..., None]) -> Callable[..., None]:
 
     keyword = inspect.Parameter.KEYWORD_ONLY
     parameters = [
-        inspect.Parameter("target", keyword, annotation=TARGET),
+        inspect.Parameter(
+            "target", keyword, default=default_target or no_default, annotation=TARGET
+        ),
         *(
             inspect.Parameter(name, keyword, default=None, annotation=annotation)
             for name, annotation in SHARED.items()

@@ -8,9 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from fivefold.core import count
-from fivefold.core.errors import FivefoldError
+from fivefold.core import count, traffic
 from fivefold.core.plan import Plan, Wishes, resolve
+from fivefold.core.words import counted
+from fivefold.report.files import write_text
 from fivefold.verbs.options import with_plan_options
 
 _DENSE_AXES = ("tp", "cp", "dp", "pp")
@@ -28,10 +29,7 @@ def run(
     """Resolve a job: layout, groups, links, batch, parameters."""
     plan = resolve(wishes)
     if output is not None:
-        try:
-            output.write_text(plan.to_toml(), encoding="utf-8")
-        except OSError as error:
-            raise FivefoldError(f"cannot write {output}: {error.strerror}") from error
+        write_text(output, plan.to_toml(output.parent))
     table = describe(plan)
     typer.echo(json.dumps(table) if as_json else render(plan, table))
 
@@ -63,6 +61,7 @@ def describe(plan: Plan) -> dict[str, Any]:
             "dp": batch.dp,
             "seq": batch.seq,
         },
+        "traffic": traffic.listed(plan),
         "notes": list(plan.notes),
     }
 
@@ -76,7 +75,7 @@ def _readings(plan: Plan) -> list[str]:
     layout = plan.layout
     if plan.shape.moe is None:
         degrees = f"dp {layout.dp} · cp {layout.cp} · tp {layout.tp} · pp {layout.pp}"
-        return [f"{degrees} = {layout.world} ranks"]
+        return [f"{degrees} = {counted(layout.world, 'rank')}"]
     return list(layout.readings())
 
 

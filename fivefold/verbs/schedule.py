@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any, cast, get_args
 
 import typer
 
-from fivefold.core.clock import Timeline, peak_activations, play
+from fivefold.core.clock import Timeline, peak_activations, play, steady_bubble
 from fivefold.core.errors import FivefoldError, IllegalSchedule, UnknownName
 from fivefold.core.schedule import catalog
 from fivefold.core.schedule.catalog import Family
@@ -20,11 +22,15 @@ from fivefold.core.schedule.goal import Goal, Objective
 from fivefold.core.schedule.placement import Placement
 from fivefold.core.schedule.search import search
 
-_LARGEST = 200_000
+CostsOf = Callable[[Placement], Costs]
+# In one picture or trace: more than any screen shows, and a file that browsers still open.
+MOST_DRAWN = 200_000
 
 
 def run(
-    name: Annotated[str, typer.Argument(help="Schedule name, auto, or a CSV or text file.")],
+    name: Annotated[
+        str, typer.Argument(help=f"One of {', '.join(catalog.names())}; or a CSV or text file.")
+    ],
     stages: Annotated[int | None, typer.Option(help="Pipeline ranks, p.")] = None,
     microbatches: Annotated[int | None, typer.Option(help="Microbatches a step, m.")] = None,
     chunks: Annotated[
@@ -50,7 +56,7 @@ def run(
     family = choose(name)
     numbers = _numbers(family, stages, microbatches, chunks)
     costs_of = _costs_of(times, comm, overlap)
-    goal = Goal(costs_of, memory_limit, _objective(objective))
+    goal = Goal(costs_of, _limit(memory_limit), _objective(objective))
     with _patience(family):
         timeline, origin = _timeline(family, numbers, goal)
     _write_files(timeline, svg, trace)
@@ -64,30 +70,28 @@ def _numbers(
     family: Family, stages: int | None, microbatches: int | None, chunks: int | None
 ) -> tuple[int, int, int]:
     """(p, m, v), from the file where there is one, else as given; checked against the domain."""
-    if family.only is not None:
-        given = (stages, microbatches, chunks)
-        numbers = tuple(
-            own if one is None else one for own, one in zip(family.only, given, strict=True)
-        )
-        stages, microbatches, chunks = numbers
-    missing = [
-        flag
-        for flag, value in (("--stages", stages), ("--microbatches", microbatches))
-        if value is None
-    ]
-    if missing or stages is None or microbatches is None:
-        raise IllegalSchedule(f"give {' and '.join(missing)}, such as --stages 4 --microbatches 8")
-    chunks = family.default_chunks if chunks is None else chunks
-    family.require(stages, microbatches, chunks)
-    if stages * microbatches * chunks > _LARGEST:
-        raise IllegalSchedule(
-            f"{stages} stages × {microbatches} microbatches × {chunks} chunks is more than "
-            f"{_LARGEST:,}: lower one of them; the bubble hardly depends on microbatches beyond 4p"
-        )
-    return stages, microbatches, chunks
+    own = family.only or (None, None, family.default_chunks)
+    given = {"--stages": stages, "--microbatches": microbatches, "--chunks": chunks}
+    known = {
+        flag: default if number is None else number
+        for (flag, number), default in zip(given.items(), own, strict=True)
+    }
+    numbers = tuple(number for number in known.values() if number is not None)
+    if len(numbers) < len(known):
+        missing = " and ".join(flag for flag, number in known.items() if number is None)
+        raise IllegalSchedule(f"give {missing}, such as --stages 4 --microbatches 8")
+    p, m, v = numbers
+    family.require(p, m, v)
+    return p, m, v
 
 
-def _costs_of(times: str, comm: float, overlap: float) -> Any:
+def _limit(memory_limit: float | None) -> float | None:
+    if memory_limit is not None and math.isnan(memory_limit):
+        raise FivefoldError("--memory-limit nan: give a number of microbatches of at least 1")
+    return None if memory_limit == math.inf else memory_limit
+
+
+def _costs_of(times: str, comm: float, overlap: float) -> CostsOf:
     try:
         forward, backward, weight = (float(one) for one in times.split(","))
     except ValueError as error:
@@ -163,31 +167,27 @@ def describe(timeline: Timeline, family: Family, origin: str | None) -> dict[str
     }
     if schedule.asynchronous:
         table["weight_versions"] = list(schedule.weight_versions)
-        table["bubble_steady"] = steady_bubble(timeline, family)
+        table["bubble_steady"] = steady_bubble(timeline, family.make)
     if origin is not None:
         table["origin"] = origin
     return table
 
 
-def steady_bubble(timeline: Timeline, family: Family) -> float:
-    """Idle share once the pipeline is full: what each further window of microbatches costs."""
-    schedule = timeline.schedule
-    longer = family.make(schedule.num_ranks, 2 * schedule.num_microbatches, schedule.num_chunks)
-    window = play(longer, timeline.costs).makespan - timeline.makespan
-    return max(0.0, 1 - timeline.ideal / window)
-
-
 def _write_files(timeline: Timeline, svg: Path | None, trace: Path | None) -> None:
+    from fivefold.report.files import write_text
     from fivefold.report.perfetto import perfetto_trace
     from fivefold.report.pipeline_svg import timeline_svg
 
-    try:
-        if svg is not None:
-            svg.write_text(timeline_svg(timeline), encoding="utf-8")
-        if trace is not None:
-            trace.write_text(json.dumps(perfetto_trace(timeline)), encoding="utf-8")
-    except OSError as error:
-        raise FivefoldError(f"cannot write {error.filename}: {error.strerror}") from error
+    steps = sum(map(len, timeline.schedule.order))
+    if (svg or trace) and steps > MOST_DRAWN:
+        raise FivefoldError(
+            f"{steps:,} steps are too many for one picture or trace: lower --microbatches until "
+            f"there are at most {MOST_DRAWN:,}, or leave --svg and --trace out"
+        )
+    if svg is not None:
+        write_text(svg, timeline_svg(timeline))
+    if trace is not None:
+        write_text(trace, json.dumps(perfetto_trace(timeline)))
 
 
 def _print(timeline: Timeline, family: Family, origin: str | None) -> None:
@@ -197,7 +197,8 @@ def _print(timeline: Timeline, family: Family, origin: str | None) -> None:
     from fivefold.report.pipeline_words import explain, summary_lines
 
     console = Console()
-    console.print(render_timeline(timeline, console.width, console.color_system is not None))
+    colour = console.color_system is not None and not console.no_color
+    console.print(render_timeline(timeline, console.width, colour))
     chosen = [] if origin is None else [f"auto chose: {origin}"]
     for line in (*summary_lines(timeline), *chosen, *explain(timeline, family)):
         console.print(line, highlight=False, markup=False)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from fivefold import __version__
 from fivefold.cli import gather_pairs, main
 
 SMALL = ("--stages", "2", "--microbatches", "4")
@@ -121,6 +124,16 @@ def test_a_schedule_file_runs_as_it_is(capsys: pytest.CaptureFixture[str], tmp_p
         (["schedule", "auto", "--stages", "2", "--microbatches", "4", "--memory-limit", ".5"], "1"),
         (["schedule", "auto", "--stages", "2", "--microbatches", "4", "--objective", "sp"], "span"),
         (["schedule", "1f1b", "--stages", "9999", "--microbatches", "9999"], "lower one"),
+        (["schedule", "gpipe", *SMALL, "--memory-limit", "nan"], "--memory-limit nan"),
+        (["schedule", "auto", *SMALL, "--memory-limit", "nan"], "--memory-limit nan"),
+        (["schedule", "gpipe", *SMALL, "--chunks", "0"], "chunks must be at least 1"),
+        (["schedule", "auto", "--stages", "300", "--microbatches", "8"], "at most 256"),
+        (["schedule", "1f1b", *SMALL, "--svg", "/dev/full"], "cannot write /dev/full: No space"),
+        (["plan", "tiny", "-o", "/dev/full"], "give a path in a folder"),
+        (["plan", ""], "no model: give a preset name"),
+        (["plan", "meta-llama/Llama-3.1-8B"], "for the preset say llama-3.1-8b"),
+        (["plan", "tiny", "--seq", "0"], "seq=0: give a whole number from 1"),
+        (["plan", "tiny", "--schedule", "dualpipe", "--layout", "pp=3"], "nearest legal layouts"),
         (["schedule", "nowhere.csv"], "nowhere.csv"),
         (["shedule"], "schedule"),
         (["plan", "lama-3.1-8b"], "did you mean llama-3.1-8b"),
@@ -170,9 +183,70 @@ def test_pairs_need_no_quotes() -> None:
     assert gather_pairs(["--layout=dp=2", "x=1"]) == ["--layout=dp=2", "x=1"]
 
 
-def test_a_closed_pipe_is_no_error() -> None:
-    command = f"{sys.executable} -m fivefold schedule gpipe --stages 8 --microbatches 999 --json"
+COMMANDS = [
+    "schedule gpipe --stages 8 --microbatches 999 --json",
+    "schedule 1f1b --stages 4 --microbatches 8",
+    "plan tiny",
+    "--help",
+]
+
+
+def shell(command: str) -> subprocess.CompletedProcess[str]:
+    line = f"set -o pipefail; {sys.executable} -m fivefold {command}"
+    return subprocess.run(["bash", "-c", line], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("reader", ["head -c 10", "true"])
+def test_a_closed_pipe_is_no_error(command: str, reader: str) -> None:
+    done = shell(f"{command} | {reader}")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_full_disk_is_told(command: str) -> None:
+    done = shell(f"{command} > /dev/full")
+    assert done.returncode == 2
+    assert done.stderr.startswith("fivefold: cannot write to standard output: No space left")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_terminal_without_unicode_gets_marks_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    done = shell("schedule 1f1b --stages 2 --microbatches 2")
+    assert done.returncode == 0 and "rank 0 F0" in done.stdout
+
+
+@pytest.mark.parametrize(("no_color", "first"), [("", "0"), ("1", "F0")])
+def test_no_color_on_a_terminal_means_letters(no_color: str, first: str) -> None:
+    code = "import pty, sys; sys.exit(pty.spawn(sys.argv[1:]))"
+    words = [sys.executable, "-m", "fivefold", "schedule", "1f1b", *SMALL]
+    environment = {**os.environ, "TERM": "xterm-256color", "NO_COLOR": no_color}
     done = subprocess.run(
-        ["bash", "-c", f"set -o pipefail; {command} | head -c 10"], capture_output=True, text=True
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, env=environment
     )
-    assert "Traceback" not in done.stderr
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout)
+    assert f"rank 0 {first}" in plain
+
+
+def test_infinite_memory_is_no_limit(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("gpipe", "auto"):
+        words = ("schedule", name, *SMALL)
+        assert run_json(capsys, *words, "--memory-limit", "inf") == run_json(capsys, *words)
+
+
+def test_help_lists_the_schedules_and_the_version_is_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = " ".join(run(capsys, "schedule", "--help").split())
+    assert "gpipe, afab, 1f1b" in text and "pipedream-2bw, auto" in text
+    assert run(capsys, "--version").strip() == f"fivefold {__version__}"
+
+
+def test_a_picture_has_a_limit_of_its_own(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fivefold.verbs.schedule.MOST_DRAWN", 10)
+    message = refuse(capsys, "schedule", "1f1b", *SMALL, "--svg", str(tmp_path / "a.svg"))
+    assert "16 steps are too many" in message and "leave --svg" in message
+    assert run(capsys, "schedule", "1f1b", *SMALL)

@@ -193,3 +193,15 @@ def test_an_empty_file_says_which_file_and_what_belongs_there(tmp_path: Path) ->
 )
 def test_a_file_is_told_from_a_name(argument: str, is_file: bool) -> None:
     assert custom.looks_like_file(argument) is is_file
+
+
+@pytest.mark.parametrize("cell", ["0F" + "9" * 5000, "9" * 5000 + "F0", "٠F٠", "0F1234567890"])
+def test_numbers_that_are_none_are_refused(cell: str) -> None:
+    with pytest.raises(IllegalSchedule, match="is no action"):
+        custom.parse(f"{cell} 0B0")
+
+
+def test_a_file_with_stages_and_microbatches_far_apart_is_refused_at_once() -> None:
+    stages = "\n".join(f"{stage}F0" for stage in range(700))
+    with pytest.raises(IllegalSchedule, match="is too large"):
+        custom.parse(stages + " " + " ".join(f"699F{each}" for each in range(1, 700)))

@@ -192,3 +192,24 @@ def test_no_value_escapes_the_error_tree(name: str, value: object, data: st.Data
     except BadFile:
         return
     assert parameters(shape).total > 0
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value"),
+    [
+        ("llama", "hidden_size", "wide"),
+        ("llama", "hidden_size", 10**4000),
+        ("gpt2", "resid_pdrop", "some"),
+        ("deepseek_v3", "num_hidden_layers", None),
+        ("deepseek_v3", "n_shared_experts", 10**4000),
+        ("qwen3_moe", "num_hidden_layers", 0),
+    ],
+)
+def test_what_follows_from_a_bad_key_is_no_second_problem(
+    family: str, key: str, value: object
+) -> None:
+    config = next(each for each in CONFIGS.values() if each["model_type"] == family)
+    with pytest.raises(BadFile) as caught:
+        shape_from_config({**config, key: value}, "config.json")
+    (only,) = caught.value.problems
+    assert only.startswith(key)

@@ -23,6 +23,8 @@ from fivefold.core.legality import (
     smallest_seq,
     ulysses_degree,
 )
+from fivefold.core.rules import Job
+from fivefold.core.schedule import catalog
 from fivefold.core.shape import Moe, Shape
 
 TINY, TINY_MOE = models.load("tiny"), models.load("tiny-moe")
@@ -311,6 +313,56 @@ def test_the_neighbouring_worlds_are_the_nearest_that_work(chunks: int) -> None:
         above = min(one for one in works if one > world)
         assert {one.world for one in near} <= {below, above}
         assert near[0].world == (below or above)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(["1f1b", "interleaved", "dualpipe", "zb-v", "dualpipe-v"]),
+    st.sampled_from([6, 8, 12, 18]),
+    st.tuples(DEGREE, DEGREE, DEGREE),
+    st.sampled_from([None, 6, 8, 24]),
+    st.sampled_from([None, 4, 6]),
+)
+def test_neighbours_obey_the_schedule(
+    name: str, gpus: int, degrees: tuple[int, int, int], batch: int | None, count: int | None
+) -> None:
+    family = catalog.family(name)
+    shard, tp, pp = degrees
+
+    def placed(one: Layout) -> Layout:
+        return replace(one, chunks=family.chunks_on(one.pp, None))
+
+    layout = placed(Layout(shard=shard, tp=tp, pp=pp))
+    job = Job(seq=48, batch=batch, microbatches=count, gpus=gpus, schedule=family)
+    legal = [
+        distance(layout, one)
+        for one in map(placed, every_layout(gpus))
+        if one.replicate == one.ep == one.etp == 1 and not problems(one, TINY, **job)
+    ]
+    found = nearest(layout, TINY, **job)
+    for one in found:
+        assert problems(one, TINY, **{**job, "gpus": one.world}) == []
+    inside = [distance(layout, one) for one in found if one.world == gpus]
+    assert inside == pytest.approx(sorted(legal)[:3])
+
+
+@pytest.mark.parametrize("batch", [None, 735_134_400])
+def test_a_model_of_ten_thousand_layers_is_refused_in_time(batch: int | None) -> None:
+    shape, start = replace(TINY, layers=10_000), time.process_time()
+    family = catalog.family("dualpipe")
+    near = nearest(Layout(tp=3), shape, seq=2048, batch=batch, gpus=13_117, schedule=family)
+    assert near
+    assert time.process_time() - start < 3
+
+
+@pytest.mark.parametrize("name", ["interleaved", "dualpipe"])
+@pytest.mark.parametrize("batch", [None, 720_720])
+def test_refusal_under_a_schedule_is_quick(name: str, batch: int | None) -> None:
+    family, start = catalog.family(name), time.process_time()
+    layout = replace(Layout.parse("tp=3 pp=16 dp=341"), chunks=family.min_chunks)
+    near = nearest(layout, LLAMA_405B, seq=8192, batch=batch, gpus=16_381, schedule=family)
+    assert time.process_time() - start < 0.3
+    assert near
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.core import machine, strict
@@ -176,6 +176,7 @@ def test_a_machine_written_out_loads_as_an_equal_one(name: str, tmp_path: Path) 
     assert hash(again) == hash(found)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 9), st.integers(2, 9), st.floats(1e-9, 1e20), st.booleans())
 def test_any_machine_written_out_loads_as_an_equal_one(
     tmp_path_factory: pytest.TempPathFactory, inner: int, middle: int, memory: float, bare: bool
@@ -287,3 +288,25 @@ def test_preset_files_hold_no_name_of_their_own() -> None:
     """The file name is the name: two would drift apart."""
     for path in (machine.PRESETS / "machines").glob("*.toml"):
         assert "name" not in tomllib.loads(path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("memory = " + "9" * 5000, "not valid TOML"),
+        ("memory = 1" + "0" * 400, "memory: whole numbers have at most 64 bits"),
+        ("memory = 0x" + "f" * 5000, "memory: whole numbers have at most 64 bits"),
+        ("sources = [[0x1" + "0" * 20 + "]]", "sources: whole numbers"),
+        ("memory = " + "[" * 5000, "nested too deep"),
+        ("memory = 1e400", "give a finite number"),
+    ],
+)
+def test_monstrous_numbers_and_nesting_are_refused(text: str, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(f'base = "h100"\n{text}\n')
+    with pytest.raises(BadFile, match=says):
+        machine.load(path)
+
+
+def test_names_may_be_written_in_capitals() -> None:
+    assert machine.load("H100") == machine.load("h100")

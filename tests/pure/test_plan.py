@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.core.errors import BadFile, FivefoldError, IllegalLayout, IllegalSchedule
+from fivefold.core.errors import BadFile, FivefoldError, IllegalLayout
 from fivefold.core.plan import Plan, Recompute, Wishes, read, resolve, wishes_from
 from fivefold.core.schedule import catalog
 
@@ -57,11 +57,48 @@ def test_small_runs_get_a_short_sequence_and_enough_layers() -> None:
 
 
 def test_batch_that_the_schedule_cannot_run_names_the_nearest() -> None:
-    with pytest.raises(IllegalSchedule, match="multiple of the stages") as caught:
+    with pytest.raises(IllegalLayout, match="multiple of the stages") as caught:
         plan(layout="dp=2 pp=4", schedule="interleaved", batch=12)
-    assert "4 stages, 8 microbatches" in str(caught.value)
+    assert "nearest: 4 stages, 8 microbatches, 2 chunks" in str(caught.value)
     with pytest.raises(IllegalLayout, match="use 12 or 14"):
         plan(layout="dp=2 pp=4", batch=13)
+
+
+@pytest.mark.parametrize(
+    "wishes",
+    [
+        {"layout": "tp=3 pp=2", "schedule": "dualpipe"},
+        {"layout": "pp=3", "schedule": "dualpipe"},
+        {"layout": "pp=16", "schedule": "dualpipe", "batch": 8},
+        {"layout": "tp=3 pp=4", "schedule": "interleaved", "microbatches": 4},
+        {"layout": "tp=3", "schedule": "interleaved", "microbatches": 4},
+        {"layout": "tp=3 pp=2", "schedule": "zb-v", "chunks": 2, "batch": 6},
+        {"layout": "dp=3", "batch": 8, "microbatches": 4},
+        {"layout": "dp=5 pp=2", "batch": 12, "microbatch_size": 2, "schedule": "interleaved"},
+        {"layout": "dp=11", "batch": 8, "microbatches": 8, "schedule": "zb-interleaved"},
+    ],
+)
+def test_the_nearest_layouts_are_legal_with_the_same_options(wishes: dict[str, object]) -> None:
+    with pytest.raises(IllegalLayout) as caught:
+        plan(**wishes)
+    assert len(caught.value.nearest) == 3
+    for near in caught.value.nearest:
+        plan(**{**wishes, "layout": near.split("  (")[0]})
+
+
+@pytest.mark.parametrize("key", ["seq", "microbatches", "microbatch_size", "batch", "gpus"])
+@pytest.mark.parametrize("number", [0, -1, 10**25])
+def test_absurd_numbers_get_one_reason_with_the_limit(key: str, number: int) -> None:
+    with pytest.raises(IllegalLayout) as caught:
+        plan(layout="pp=2", **{key: number})
+    (reason,) = caught.value.reasons
+    assert reason.startswith(f"{key}={number}: give a whole number from 1 to 1,0")
+
+
+@pytest.mark.parametrize(("chunks", "rule"), [(0, "at least 1"), (10**25, "from 1 to 64")])
+def test_absurd_chunks_are_refused(chunks: int, rule: str) -> None:
+    with pytest.raises(IllegalLayout, match=rule):
+        plan(layout="pp=2", chunks=chunks)
 
 
 def test_illegal_layouts_list_all_reasons_and_three_ways_out() -> None:
@@ -94,8 +131,43 @@ def test_the_command_line_overrides_a_plan_file(tmp_path: Path) -> None:
     path.write_text('model = "tiny"\nlayout = "dp=2"\nzero = "SHARD_GRAD_OP"\n[set]\nlayers = 4\n')
     wishes = wishes_from(str(path), {"layout": "dp=4", "zero": None, "set": {"vocab": "251"}})
     resolved = resolve(wishes)
-    assert (resolved.layout.dp, resolved.layout.zero) == (4, 2)
+    assert (resolved.layout.dp, resolved.layout.zero) == (4, 3)  # derived anew for the new layout
+    assert resolve(wishes_from(str(path), {"layout": "dp=2"})).layout.zero == 2
+    assert resolve(wishes_from(str(path), {"layout": "dp=4", "zero": 1})).layout.zero == 1
     assert (resolved.shape.layers, resolved.shape.vocab) == (4, 251)
+
+
+def test_a_new_schedule_or_layout_does_not_inherit_what_was_derived(tmp_path: Path) -> None:
+    path = tmp_path / "plan.toml"
+    path.write_text(plan(layout="pp=2", schedule="interleaved", zero=2).to_toml())
+    other = resolve(wishes_from(str(path), {"schedule": "zb-h1"}))
+    assert (other.layout.chunks, other.batch.microbatches, other.layout.zero) == (1, 4, 2)
+    deeper = resolve(wishes_from(str(path), {"layout": "pp=4"}))
+    assert (deeper.layout.chunks, deeper.batch.microbatches, deeper.layout.zero) == (2, 8, 1)
+    kept = resolve(wishes_from(str(path), {"layout": "pp=4", "microbatches": 12}))
+    assert kept.batch.microbatches == 12
+
+
+def test_paths_in_a_plan_file_start_at_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "mine.csv").write_text(catalog.make("zb-h1", 2, 5).to_csv())
+    (tmp_path / "mine.toml").write_text('base = "h100"\nprice_per_gpu_hour = 2.5\n')
+    monkeypatch.chdir(tmp_path)
+    first = plan(layout="pp=2", schedule="mine.csv", machine="mine.toml")
+    (tmp_path / "inner" / "plan.toml").write_text(first.to_toml(Path("inner")))
+    order = first.make_schedule().order
+    monkeypatch.chdir("/")
+    again = resolve(read(tmp_path / "inner" / "plan.toml"))
+    assert again.make_schedule().order == order
+    assert again.machine == first.machine
+    assert again.wishes.model == "tiny"
+
+
+def test_asynchronous_schedules_are_noted() -> None:
+    assert any("ASYNCHRONOUS" in note for note in plan(layout="pp=2", schedule="pipedream").notes)
+    assert plan(layout="pp=2").notes == ()
 
 
 def test_unknown_and_wrong_keys_are_told_together(tmp_path: Path) -> None:
@@ -124,9 +196,9 @@ def test_schedule_from_a_file_brings_its_numbers(tmp_path: Path) -> None:
     resolved = plan(layout="pp=2", schedule=str(path))
     assert resolved.batch.microbatches == 5
     assert resolved.make_schedule().order == catalog.make("zb-h1", 2, 5).order
-    with pytest.raises(IllegalSchedule, match="the file is for 2 stages"):
+    with pytest.raises(IllegalLayout, match="the file is for 2 stages"):
         plan(layout="pp=4", schedule=str(path))
-    with pytest.raises(IllegalSchedule, match="the file is for 5 microbatches"):
+    with pytest.raises(IllegalLayout, match="the file is for 5 microbatches"):
         plan(layout="pp=2", schedule=str(path), microbatches=4)
 
 

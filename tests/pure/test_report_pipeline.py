@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
 from typing import Any
 
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from timelines import EVERY_FAMILY, UNEVEN, busy
+from timelines import timeline as played
 
-from fivefold.core.clock import Timeline, peak_activations, play
+from fivefold.core.clock import Timeline, peak_activations, play, steady_bubble
 from fivefold.core.schedule import catalog, custom
 from fivefold.core.schedule.action import actions_of
 from fivefold.core.schedule.costs import Costs
 from fivefold.report.perfetto import perfetto_trace
 from fivefold.report.pipeline_words import explain, headline, summary_lines
-
-EVERY_FAMILY = [family.name for family in catalog.FAMILIES]
-UNEVEN = {"times": (1.0, 1.1, 0.7), "transfer": 0.05}
-
-
-def played(name: str, ranks: int, microbatches: int, **costs: Any) -> Timeline:
-    schedule = catalog.make(name, ranks, microbatches)
-    return play(schedule, Costs.uniform(schedule.placement, **costs))
-
-
-def busy(timeline: Timeline, rank: int) -> float:
-    return sum(map(timeline.costs.of, timeline.schedule.order[rank]))
-
 
 # The trace
 
@@ -147,20 +139,67 @@ def test_the_bubble_is_explained_with_its_numbers() -> None:
     assert catalog.family("1f1b").because in text
     assert "(p−1)(F+B+W); here p=4, F=1.0, B=1.0, W=1.0." in text
     # By hand: 0+1+2+3 before the first forwards, 2·(0+1+2+3) after the last backwards, 9 a rank.
-    assert "together idle 36.0: 6.0 before their first step, 18.0 between steps, 12.0 after" in text
+    assert "together idle 36.0: 6.0 before the first step, 18.0 between steps, 12.0 after" in text
     assert "rank 0 idles 6.0 from 4.0 to 10.0, at 0B0, waiting for 1B0" in text
 
 
 def test_closed_forms_get_full_stage_times_and_chunks() -> None:
-    assert "here p=4, F=1.0, B=1.1, W=0.7, v=2." in said("interleaved", 4, 8, **UNEVEN)
-    assert "here p=4, F&B=2.1, B=1.0, W=1.0." in said("dualpipe", 4, 8, overlap=0.7)
+    assert "here p=4, F=1.0, B=1.1, W=0.7, v=2." in said("interleaved", 4, 8, times=(1, 1.1, 0.7))
+    assert "(p/2−1)(F&B+B−2W) where F ≤ B and W ≤ B; here p=4, F&B=3.0," in said("dualpipe", 4, 8)
+    assert "time of the bubble within the span is (p−1)(F+B−2W)" in said("zb-h2", 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "microbatches", "costs"),
+    [
+        ("1f1b", 8, {"transfer": 0.1}),
+        ("dualpipe", 8, {"overlap": 0.7}),
+        ("zb-h1", 3, {}),
+        ("zb-h1", 8, {"times": (1.0, 1.0, 1.5)}),
+        ("zb-v", 8, {"times": (1.0, 3.0, 1.0)}),
+        ("v-half", 8, {}),
+    ],
+)
+def test_a_closed_form_is_printed_only_where_it_is_exact(
+    name: str, microbatches: int, costs: dict[str, Any]
+) -> None:
+    assert "closed form" not in said(name, 4, microbatches, **costs)
+
+
+def evaluate(form: str, **values: float) -> float:
+    """The printed formula as a number: `2W` and `(p−1)(F)` multiply."""
+    text = form.replace("−", "-").replace("F&B", "P").replace(")(", ")*(").replace(")B", ")*B")
+    return eval(re.sub(r"(\d)([A-Z])", r"\1*\2", text), {}, values)
+
+
+eighths = st.integers(1, 24).map(lambda number: number / 8)
+
+
+@given(
+    st.sampled_from([family for family in catalog.FAMILIES if family.closed_form]),
+    st.tuples(st.integers(1, 7), st.integers(1, 21), st.integers(0, 2)),
+    st.tuples(eighths, eighths, eighths),
+)
+@settings(max_examples=300, deadline=None)
+def test_every_closed_form_is_the_bubble_on_its_domain(
+    family: catalog.Family, numbers: tuple[int, int, int], times: tuple[float, float, float]
+) -> None:
+    ranks, microbatches, more = numbers
+    chunks = family.min_chunks + (more if family.max_chunks is None else 0)
+    form = family.closed_form
+    assume(form and not family.problems(ranks, microbatches, chunks))
+    assume(form.holds(times, ranks, microbatches))
+    timeline = played(family.name, ranks, microbatches, chunks, times)
+    symbols = dict(zip("FBW", times, strict=True)) | {"p": ranks, "v": chunks, "P": sum(times)}
+    found = getattr(timeline, form.of) - timeline.ideal
+    assert found == pytest.approx(evaluate(form.text, **symbols), abs=1e-9)
 
 
 def test_unequal_stages_are_not_put_into_a_closed_form() -> None:
     schedule = catalog.make("1f1b", 2, 4)
     costs = Costs((1.0, 2.0), (1.0, 2.0), (1.0, 2.0), (0.0, 0.0))
     text = "\n".join(explain(play(schedule, costs), catalog.family("1f1b")))
-    assert "here p=2, and the stages differ." in text
+    assert "closed form" not in text and catalog.family("1f1b").because in text
 
 
 def test_span_is_mentioned_only_where_it_differs() -> None:
@@ -186,10 +225,20 @@ def test_peak_memory_names_its_ranks() -> None:
 def test_asynchronous_schedules_are_labelled(name: str, versions: str, delays: str) -> None:
     timeline = played(name, 4, 8)
     first = explain(timeline, catalog.family(name))[0]
-    assert first.startswith("ASYNCHRONOUS") and "no bubble in steady state" in first
+    assert first.startswith("ASYNCHRONOUS")
+    assert "In steady state 0.0% is bubble" in said(name, 4, 8)
     assert f"Weight versions by rank: {versions};" in first
     assert f"gradient delay in updates: {delays}." in first
     assert "ASYNCHRONOUS" in headline(timeline) and "ASYNCHRONOUS" not in said("1f1b", 4, 8)
+
+
+def test_the_steady_bubble_is_computed() -> None:
+    # A window of four microbatches works 12; what it costs is seen far from fill and drain.
+    timeline = played("pipedream", 2, 4, transfer=0.5)
+    steady = steady_bubble(timeline, catalog.family("pipedream").make)
+    longer, longest = (played("pipedream", 2, m, transfer=0.5).makespan for m in (40, 44))
+    assert 0 < steady == pytest.approx(1 - 12 / (longest - longer))
+    assert f"In steady state {steady:.1%} is bubble" in said("pipedream", 2, 4, transfer=0.5)
 
 
 def test_dualpipe_says_that_parameters_are_kept_twice() -> None:
@@ -226,6 +275,12 @@ def test_small_units_keep_their_digits() -> None:
     small = played("1f1b", 4, 8, times=(1e-4, 1e-4, 1e-4))
     assert summary_lines(small)[0] == "makespan          0.0033"
     assert "rank 0 idles 0.0006 from 0.0004 to 0.001," in "\n".join(explain(small, None))
+    tiny = played("1f1b", 4, 8, times=(1e-9, 1e-9, 1e-9))
+    assert summary_lines(tiny)[0] == "makespan          3.3e-08"
+
+
+def test_one_is_singular() -> None:
+    assert headline(played("1f1b", 1, 1)).startswith("1f1b: 1 rank, 1 microbatch, ")
 
 
 def test_report_loads_neither_torch_nor_numpy() -> None:

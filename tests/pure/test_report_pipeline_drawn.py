@@ -12,8 +12,10 @@ from xml.etree import ElementTree
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from timelines import EVERY_FAMILY, UNEVEN, busy
+from timelines import timeline as played
 
-from fivefold.core.clock import Timeline, play
+from fivefold.core.clock import play
 from fivefold.core.schedule import catalog, custom
 from fivefold.core.schedule.costs import Costs
 from fivefold.report.pipeline_marks import KINDS, OVERLAPPED, cells, chunks_by_rank, shade, ticks
@@ -21,17 +23,6 @@ from fivefold.report.pipeline_svg import timeline_svg
 from fivefold.report.pipeline_text import render_timeline
 
 SVG = "{http://www.w3.org/2000/svg}"
-EVERY_FAMILY = [family.name for family in catalog.FAMILIES]
-UNEVEN = {"times": (1.0, 1.1, 0.7), "transfer": 0.05}
-
-
-def played(name: str, ranks: int, microbatches: int, **costs: Any) -> Timeline:
-    schedule = catalog.make(name, ranks, microbatches)
-    return play(schedule, Costs.uniform(schedule.placement, **costs))
-
-
-def busy(timeline: Timeline, rank: int) -> float:
-    return sum(map(timeline.costs.of, timeline.schedule.order[rank]))
 
 
 def rank_rows(text: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from itertools import product
 
 import pytest
@@ -14,6 +15,7 @@ from fivefold.core.errors import IllegalSchedule
 from fivefold.core.schedule import catalog, custom
 from fivefold.core.schedule.action import BACKWARD, FORWARD, WEIGHT_GRAD, Action, actions_of
 from fivefold.core.schedule.check import require_legal
+from fivefold.core.schedule.choose import choose
 from fivefold.core.schedule.costs import Costs
 
 Numbers = tuple[int, int, int]
@@ -105,6 +107,26 @@ def test_outside_its_domain_a_schedule_is_refused_with_the_nearest_inside(
         for other in product(range(1, 13), range(1, 50), range(1, 6))
         if in_domain(name, *other)
     )
+
+
+@pytest.mark.parametrize("name", [*NAMES, "auto"])
+@pytest.mark.parametrize(
+    "numbers", [(10**9, 1, 2), (4096, 10**12, 2), (4095, 3, 64), (4, 8, 10**9), (10**12, 10**12, 2)]
+)
+def test_absurd_sizes_are_refused_at_once(name: str, numbers: Numbers) -> None:
+    family = choose(name)
+    began = time.process_time()
+    with pytest.raises(IllegalSchedule, match=r"must be"):
+        family.require(*numbers)
+    assert time.process_time() - began < 1
+
+
+def test_few_microbatches_on_many_ranks_are_quick() -> None:
+    began = time.process_time()
+    for name in ("zb-v", "1f1b", "gpipe"):
+        schedule = catalog.make(name, 4000, 2)
+        assert schedule.num_chunks == (2 if name == "zb-v" else 1)
+    assert time.process_time() - began < 2
 
 
 def _distance(numbers: Numbers, other: tuple[int, ...]) -> Numbers:

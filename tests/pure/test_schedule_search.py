@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import product
 
 import pytest
@@ -145,7 +146,31 @@ def test_more_memory_never_hurts() -> None:
     assert reached == sorted(reached, reverse=True)
 
 
-@pytest.mark.parametrize("limit", [0.99, 0.5, 0.0, -3.0])
+@pytest.mark.parametrize(
+    ("p", "m", "max_chunks", "limit"), [(24, 24, 2, 1), (24, 24, 2, 8), (32, 32, 2, 8)]
+)
+def test_a_spent_budget_still_gives_a_schedule(
+    p: int, m: int, max_chunks: int, limit: float
+) -> None:
+    found = search(p, m, max_chunks, goal((1.0, 1.0, 1.0), 0.0, limit))
+    require_legal(found.schedule)
+    assert max(peak_activations(found.schedule)) <= limit
+
+
+def test_without_any_budget_list_scheduling_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fivefold.core.schedule.search._BUDGET", 0)
+    found = search(6, 12, 2, goal((1.0, 1.0, 1.0), 0.0, 1.0))
+    require_legal(found.schedule)
+    assert max(peak_activations(found.schedule)) == 1
+
+
+def test_no_limit_is_infinite() -> None:
+    assert search(3, 6, 2, goal((1.0, 1.0, 1.0), 0.0, math.inf)) == search(
+        3, 6, 2, goal((1.0, 1.0, 1.0), 0.0, None)
+    )
+
+
+@pytest.mark.parametrize("limit", [0.99, 0.5, 0.0, -3.0, math.nan])
 def test_a_limit_that_holds_no_microbatch_is_refused(limit: float) -> None:
     with pytest.raises(IllegalSchedule, match=r"holds no microbatch; give at least 1"):
         search(4, 8, 2, goal((1.0, 1.0, 1.0), 0.0, limit))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -20,8 +21,9 @@ from fivefold.core.count import (
     training_flops,
     visible_keys,
 )
+from fivefold.core.errors import BadFile
 from fivefold.core.models import load, presets
-from fivefold.core.shape import Shape
+from fivefold.core.shape import Moe, Shape
 
 # Weights in the released checkpoints, to the last one.
 EXACT = {
@@ -282,3 +284,22 @@ def test_adding_keeps_every_part() -> None:
     both = one + Parameters(head=3, experts=8, active_experts=2)
     assert both == Parameters(embedding=1, head=3, experts=16, active_experts=4, mtp=5)
     assert (both.total, both.active) == (20, 8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reasons"),
+    [
+        ({"layers": 20_000}, ["layers = 20000: must be above 0 and at most 10,000"]),
+        ({"mtp": 20_000}, ["mtp = 20000: must be at least 0 and at most 10,000"]),
+        ({"vocab": 2 * 10**9}, ["vocab = 2000000000: must be above 0 and at most 1,000,000,000"]),
+        ({"rope_theta": float("inf")}, ["rope_theta = inf: must be above 0 and finite"]),
+        (
+            {"moe": Moe(experts=8, top_k=9, ffn=64, groups=4, groups_kept=2)},
+            ["moe.top_k = 9 exceeds moe.experts = 8: lower it"],
+        ),
+    ],
+)
+def test_each_mistake_has_one_reason(changes: dict[str, Any], reasons: list[str]) -> None:
+    with pytest.raises(BadFile) as caught:
+        dataclasses.replace(load("tiny"), **changes)
+    assert caught.value.problems == reasons

@@ -7,6 +7,8 @@ from fivefold.core.schedule import catalog
 from fivefold.core.schedule.costs import Costs
 
 Times = tuple[float, float, float]
+EVERY_FAMILY = [family.name for family in catalog.FAMILIES]
+UNEVEN = {"times": (1.0, 1.1, 0.7), "transfer": 0.05}
 
 
 def timeline(
@@ -34,3 +36,8 @@ def bubble(
     """Makespan (or span) minus m(F+B+W), in the unit of the times."""
     played = timeline(name, num_ranks, num_microbatches, num_chunks, times)
     return getattr(played, of) - num_microbatches * sum(times)
+
+
+def busy(timeline: Timeline, rank: int) -> float:
+    """How long a rank works."""
+    return sum(map(timeline.costs.of, timeline.schedule.order[rank]))

@@ -15,10 +15,11 @@ from fivefold.core.errors import IllegalSchedule
 
 FORWARD, INPUT_GRAD, WEIGHT_GRAD, BACKWARD = "F", "I", "W", "B"
 
-_ACTION = re.compile(r"(\d+)([FIWB])(\d+)")
+# Nine digits: more is a slip, and Python refuses to read very long numbers.
+_ACTION = re.compile(r"([0-9]{1,9})([FIWB])([0-9]{1,9})")
 _OVERLAP = re.compile(r"\(\s*([^;()]+?)\s*;\s*([^;()]+?)\s*\)OVERLAP_F_B")
 # torch's lowered files also list transfers and weight gathers; our runtime derives them itself.
-_DERIVED = re.compile(r"\d+(SEND_[FB]|RECV_[FB]|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
+_DERIVED = re.compile(r"[0-9]{1,9}(SEND_[FB]|RECV_[FB]|UNSHARD|RESHARD|REDUCE_GRAD)[0-9]{0,9}")
 
 
 class Action(NamedTuple):

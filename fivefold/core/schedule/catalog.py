@@ -6,17 +6,31 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from fivefold.core.errors import IllegalSchedule, UnknownName, bullets
-from fivefold.core.schedule import asynchronous, dualpipe, flush, vshape, zero_bubble
+from fivefold.core.schedule import asynchronous, closed_form, dualpipe, flush, vshape, zero_bubble
+from fivefold.core.schedule.closed_form import ClosedForm
+from fivefold.core.schedule.placement import MOST_CHUNKS
 from fivefold.core.schedule.value import Schedule
+from fivefold.core.words import counted
 
 AUTO = "auto"
-Rule = tuple[str, Callable[[int, int], bool]]
+MOST_STAGES = 4096
+MOST_ACTIONS = 200_000  # stages × microbatches × chunks: what is made and played in seconds
 
-_ROUNDS: Rule = ("microbatches must be a multiple of the stages", lambda p, m: m % p == 0)
-_EVEN_RANKS: Rule = ("stages must be even: two directions meet", lambda p, m: p % 2 == 0)
-_EVEN_BATCH: Rule = ("microbatches must be even: half in each direction", lambda p, m: m % 2 == 0)
-_TWICE: Rule = ("microbatches must be at least twice the stages", lambda p, m: m >= 2 * p)
-_FILLED: Rule = (
+
+@dataclass(frozen=True)
+class Rule:
+    """One bound of a domain; `of_stages` where the number of microbatches cannot mend it."""
+
+    text: str
+    holds: Callable[[int, int], bool]
+    of_stages: bool = False
+
+
+_ROUNDS = Rule("microbatches must be a multiple of the stages", lambda p, m: m % p == 0)
+_EVEN_RANKS = Rule("stages must be even: two directions meet", lambda p, m: p % 2 == 0, True)
+_EVEN_BATCH = Rule("microbatches must be even: half in each direction", lambda p, m: m % 2 == 0)
+_TWICE = Rule("microbatches must be at least twice the stages", lambda p, m: m >= 2 * p)
+_FILLED = Rule(
     "microbatches must be at least the stages, or weights are two updates old",
     lambda p, m: m >= p,
 )
@@ -28,8 +42,8 @@ class Family:
 
     name: str
     make: Callable[[int, int, int], Schedule]
-    bubble: str
     because: str
+    closed_form: ClosedForm | None = None
     min_chunks: int = 1
     max_chunks: int | None = 1
     rules: tuple[Rule, ...] = ()
@@ -41,6 +55,12 @@ class Family:
     def default_chunks(self) -> int:
         """What is used when nobody says: the minimum, or two for a search that may choose."""
         return 2 if self.name == AUTO else self.min_chunks
+
+    def chunks_on(self, num_ranks: int, asked: int | None) -> int:
+        """The chunks of a layout with so many pipeline ranks; without a pipeline there is one."""
+        if asked is not None:
+            return asked
+        return self.default_chunks if num_ranks > 1 else 1
 
     def problems(self, num_ranks: int, num_microbatches: int, num_chunks: int) -> list[str]:
         """Every rule of the domain that these numbers break."""
@@ -54,121 +74,172 @@ class Family:
         if self.max_chunks is not None and num_chunks > self.max_chunks:
             found.append(f"chunks must be {self.max_chunks}")
         if num_ranks >= 1:
-            found += [text for text, holds in self.rules if not holds(num_ranks, num_microbatches)]
-        return found
+            found += [
+                rule.text for rule in self.rules if not rule.holds(num_ranks, num_microbatches)
+            ]
+        return found + list(too_large(num_ranks, num_microbatches, num_chunks))
 
     def nearest(
         self, num_ranks: int, num_microbatches: int, num_chunks: int
-    ) -> tuple[int, int, int]:
+    ) -> tuple[int, int, int] | None:
         """The legal (stages, microbatches, chunks) that changes stages least, then the rest."""
         if self.only is not None:
             return self.only
         chunks = max(num_chunks, self.min_chunks)
         if self.max_chunks is not None:
             chunks = min(chunks, self.max_chunks)
-        legal = (
-            (ranks, microbatches, chunks)
-            for ranks in range(max(1, num_ranks - 1), max(1, num_ranks) + 2)
-            for microbatches in range(1, max(num_microbatches, 2 * ranks) + 2 * ranks)
-            if not self.problems(ranks, microbatches, chunks)
-        )
-        return min(
-            legal,
-            key=lambda each: (
-                abs(each[0] - num_ranks),
-                abs(each[1] - num_microbatches),
-                -each[1],
-                -each[0],
-            ),
+        here = max(1, num_ranks)
+        for depths in ((here,), (here - 1, here + 1)):
+            legal = [
+                (ranks, count)
+                for ranks in depths
+                for count in self._counts(ranks, num_microbatches)
+                if not self.problems(ranks, count, chunks)
+            ]
+            if legal:
+                ranks, count = min(
+                    legal, key=lambda one: (abs(one[1] - num_microbatches), -one[1], -one[0])
+                )
+                return ranks, count, chunks
+        return None
+
+    def _counts(self, num_ranks: int, num_microbatches: int) -> range:
+        """Where the nearest legal number of microbatches lies, if there is one."""
+        if not self._may_have(num_ranks):
+            return range(0)
+        least = max(1, num_microbatches - 2 * num_ranks)
+        return range(least, max(num_microbatches, 2 * num_ranks) + 2 * num_ranks)
+
+    def _may_have(self, num_ranks: int) -> bool:
+        """Whether some number of microbatches may be legal on so many ranks."""
+        return 1 <= num_ranks <= MOST_STAGES and all(
+            rule.holds(num_ranks, 0) for rule in self.rules if rule.of_stages
         )
 
     def smallest_count(self, at_least: int, num_ranks: int, num_chunks: int) -> int:
-        """The smallest legal number of microbatches from `at_least`, or the nearest legal one."""
-        counts = range(at_least, at_least + 2 * num_ranks + 1)
+        """The smallest legal number of microbatches from `at_least`, which it is where none is."""
+        if self.only is not None:
+            return self.only[1]
+        hopeless = not self._may_have(num_ranks) or any(too_large(num_ranks, at_least, num_chunks))
+        counts = range(0) if hopeless else range(at_least, at_least + 2 * num_ranks + 1)
         legal = (count for count in counts if not self.problems(num_ranks, count, num_chunks))
-        return next(legal, self.nearest(num_ranks, at_least, num_chunks)[1])
+        return next(legal, at_least)
 
     def require(self, num_ranks: int, num_microbatches: int, num_chunks: int) -> None:
         """Refuse numbers outside the domain, with every rule and the nearest legal numbers."""
-        problems = self.problems(num_ranks, num_microbatches, num_chunks)
-        if problems:
-            near = self.nearest(num_ranks, num_microbatches, num_chunks)
-            given = _numbers(num_ranks, num_microbatches, num_chunks)
-            way_out = f"nearest: {_numbers(*near)}"
-            raise IllegalSchedule(bullets(f"{self.name} cannot run {given}:", [*problems, way_out]))
+        if self.problems(num_ranks, num_microbatches, num_chunks):
+            head, *reasons = self._refusal(num_ranks, num_microbatches, num_chunks)
+            raise IllegalSchedule(bullets(head, reasons))
+
+    def refusal(self, num_ranks: int, num_microbatches: int, num_chunks: int) -> str:
+        """Why these numbers are outside the domain, in one line."""
+        head, *reasons = self._refusal(num_ranks, num_microbatches, num_chunks)
+        return f"{head} {'; '.join(reasons)}"
+
+    def _refusal(self, num_ranks: int, num_microbatches: int, num_chunks: int) -> Iterator[str]:
+        numbers = (num_ranks, num_microbatches, num_chunks)
+        yield f"{self.name} cannot run {_numbers(*numbers)}:"
+        if far := list(too_large(*numbers)):  # nothing is near, and looking would take forever
+            yield from far
+            return
+        yield from self.problems(*numbers)
+        if near := self.nearest(*numbers):
+            yield f"nearest: {_numbers(*near)}"
+
+
+def too_large(num_ranks: int, num_microbatches: int, num_chunks: int) -> Iterator[str]:
+    """What makes a schedule too large to be made and played."""
+    if num_ranks > MOST_STAGES:
+        yield f"stages must be at most {MOST_STAGES:,}: lower them"
+    if num_chunks > MOST_CHUNKS:
+        yield f"chunks must be at most {MOST_CHUNKS}: lower them"
+    if min(num_ranks, num_chunks) >= 1 and num_ranks * num_microbatches * num_chunks > MOST_ACTIONS:
+        yield (
+            f"stages × microbatches × chunks must be at most {MOST_ACTIONS:,}: lower one of them; "
+            "the bubble hardly depends on microbatches beyond 4p"
+        )
 
 
 def _numbers(num_ranks: int, num_microbatches: int, num_chunks: int) -> str:
-    return f"{num_ranks} stages, {num_microbatches} microbatches, {num_chunks} chunks"
+    return ", ".join(
+        (
+            counted(num_ranks, "stage"),
+            counted(num_microbatches, "microbatch"),
+            counted(num_chunks, "chunk"),
+        )
+    )
 
 
 FAMILIES: tuple[Family, ...] = (
     Family(
-        "gpipe", flush.gpipe, "(p−1)(F+B+W)",
-        "every rank waits for the pipeline to fill before its first forward and to empty after its "
-        "last backward", aliases=("afab",),
+        "gpipe", flush.gpipe,
+        "ranks wait while the pipeline fills, before the first forward reaches them, and while it "
+        "drains", closed_form.FLUSH, aliases=("afab",),
     ),
     Family(
-        "1f1b", flush.one_forward_one_backward, "(p−1)(F+B+W)",
-        "the pipeline fills and drains as in GPipe; only the memory is smaller",
-        aliases=("pipedream-flush",),
+        "1f1b", flush.one_forward_one_backward,
+        "the pipeline fills and drains as in GPipe; what it saves is memory",
+        closed_form.FLUSH, aliases=("pipedream-flush",),
     ),
     Family(
-        "interleaved", flush.interleaved, "(p−1)(F+B+W)/v",
+        "interleaved", flush.interleaved,
         "the pipeline fills and drains by chunks, which are v times shorter than stages",
-        min_chunks=2, max_chunks=None, rules=(_ROUNDS,),
+        closed_form.INTERLEAVED, min_chunks=2, max_chunks=None, rules=(_ROUNDS,),
     ),
     Family(
-        "bfs", flush.breadth_first, "(p−1)(F+B+W)/v",
+        "bfs", flush.breadth_first,
         "the pipeline fills and drains by chunks; all microbatches pass a chunk before the next",
-        min_chunks=2, max_chunks=None,
+        closed_form.BREADTH_FIRST, min_chunks=2, max_chunks=None,
     ),
     Family(
-        "zb-h1", zero_bubble.zb_h1, "(p−1)(F+B−W)",
-        "weight gradients kept back fill a third of what 1F1B idles, in the same memory",
+        "zb-h1", zero_bubble.zb_h1,
+        "the pipeline fills and drains as in 1F1B; weight gradients that were kept back fill what "
+        "they can of it, in the same memory", closed_form.ZB_H1,
     ),
     Family(
-        "zb-h2", zero_bubble.zb_h2, "(p−1)(F+B−2W) of each rank's own span",
-        "with twice the memory weight gradients fill the drain too; ranks still start one by one",
+        "zb-h2", zero_bubble.zb_h2,
+        "ranks start one by one; with up to twice the memory of 1F1B there are more weight "
+        "gradients to fill the drain", closed_form.ZB_H2,
     ),
     Family(
-        "zb-interleaved", zero_bubble.zb_interleaved, "(p−1)(F+B−W)/v",
-        "weight gradients fill part of the drain, and chunks make fill and drain shorter",
-        min_chunks=2, max_chunks=None, rules=(_ROUNDS,),
+        "zb-interleaved", zero_bubble.zb_interleaved,
+        "the pipeline fills and drains by chunks, and weight gradients fill what they can of it",
+        closed_form.ZB_INTERLEAVED, min_chunks=2, max_chunks=None, rules=(_ROUNDS,),
     ),
     Family(
-        "zb-v", vshape.zb_v, "(p−1)B/2 where W ≤ F ≤ B ≤ 2W and m ≥ 2p−1",
-        "only the start is idle, until the first microbatch has gone down the V; weight gradients "
-        "fill the rest", min_chunks=2, max_chunks=2,
+        "zb-v", vshape.zb_v,
+        "ranks wait until the first microbatch has come down the V, and later wherever weight "
+        "gradients are too few or too short to cover the way of a gradient",
+        closed_form.ZB_V, min_chunks=2, max_chunks=2,
     ),
     Family(
-        "v-half", vshape.v_half, "about 1.5p at F=B=W=1",
-        "with half the memory there are too few microbatches in flight to cover fill and drain",
+        "v-half", vshape.v_half,
+        "with less memory fewer microbatches are in flight, too few to cover fill and drain",
         min_chunks=2, max_chunks=2,
     ),
     Family(
-        "v-min", vshape.v_min, "about 2p at F=B=W=1",
-        "with a third of the memory, ranks wait for each microbatch to come back",
-        min_chunks=2, max_chunks=2,
+        "v-min", vshape.v_min,
+        "with the least memory so few microbatches are in flight that ranks wait for each to come "
+        "back", min_chunks=2, max_chunks=2,
     ),
     Family(
-        "dualpipe", dualpipe.dualpipe, "(p/2−1)(F&B+B+W−3W)",
+        "dualpipe", dualpipe.dualpipe,
         "two directions meet in the middle, so only half the ranks lie between a rank and its "
-        "nearer end", rules=(_EVEN_RANKS, _EVEN_BATCH, _TWICE),
+        "nearer end", closed_form.DUALPIPE, rules=(_EVEN_RANKS, _EVEN_BATCH, _TWICE),
     ),
     Family(
-        "dualpipe-v", dualpipe.dualpipe_v, "(p−1)(F&B+B+W−3W)/2",
-        "the fold halves the chunks that fill and drain the pipeline",
-        min_chunks=2, max_chunks=2, rules=(_TWICE,),
+        "dualpipe-v", dualpipe.dualpipe_v,
+        "the pipeline fills and drains by chunks, two of which a rank folds into one V",
+        closed_form.DUALPIPE_V, min_chunks=2, max_chunks=2, rules=(_TWICE,),
     ),
     Family(
-        "pipedream", asynchronous.pipedream, "none in steady state",
-        "it is only the first fill and the last drain: steps follow one another without draining",
+        "pipedream", asynchronous.pipedream,
+        "the window shown has a fill and a drain, which windows that follow one another do without",
         asynchronous=True,
     ),
     Family(
-        "pipedream-2bw", asynchronous.pipedream_2bw, "none in steady state",
-        "it is only the first fill and the last drain: steps follow one another without draining",
+        "pipedream-2bw", asynchronous.pipedream_2bw,
+        "the window shown has a fill and a drain, which windows that follow one another do without",
         rules=(_FILLED,), asynchronous=True,
     ),
 )  # fmt: skip

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from fivefold.core.schedule import catalog, custom
-from fivefold.core.schedule.catalog import Family
+from fivefold.core.schedule.catalog import Family, Rule
 from fivefold.core.schedule.costs import Costs
 from fivefold.core.schedule.goal import Goal
 from fivefold.core.schedule.search import search
 from fivefold.core.schedule.value import Schedule
+from fivefold.core.words import counted
 
 
 def choose(text: str) -> Family:
@@ -27,12 +28,26 @@ def _auto(num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
     return search(num_ranks, num_microbatches, num_chunks, goal).schedule
 
 
+# A search plays every candidate, so it must end sooner than one schedule would.
+_MOST_STAGES, _MOST_SEARCHED = 256, 20_000
+_SEARCHABLE = (
+    Rule(
+        f"stages must be at most {_MOST_STAGES} for a search: name a schedule",
+        lambda p, m: p <= _MOST_STAGES,
+        True,
+    ),
+    Rule(
+        f"stages × microbatches must be at most {_MOST_SEARCHED:,} for a search: lower the "
+        "microbatches",
+        lambda p, m: p * m <= _MOST_SEARCHED,
+    ),
+)
 AUTO_FAMILY = Family(
     catalog.AUTO,
     _auto,
-    "the smallest found",
     "the search found no order that fits the memory and idles less",
     max_chunks=None,
+    rules=_SEARCHABLE,
 )
 
 
@@ -43,13 +58,15 @@ def _of_file(path: Path) -> Family:
     return Family(
         str(path),
         lambda p, m, v: schedule,
-        "as the file orders it",
         "the order in the file makes ranks wait for one another",
         min_chunks=chunks,
         max_chunks=chunks,
         rules=(
-            (f"the file is for {stages} stages", lambda p, m: p == stages),
-            (f"the file is for {microbatches} microbatches", lambda p, m: m == microbatches),
+            Rule(f"the file is for {counted(stages, 'stage')}", lambda p, m: p == stages, True),
+            Rule(
+                f"the file is for {counted(microbatches, 'microbatch')}",
+                lambda p, m: m == microbatches,
+            ),
         ),
         only=only,
     )

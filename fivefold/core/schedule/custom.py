@@ -9,8 +9,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from fivefold.core.errors import BadFile, IllegalSchedule
+from fivefold.core.errors import BadFile, IllegalSchedule, bullets
 from fivefold.core.schedule.action import Step, actions_of, parse_steps
+from fivefold.core.schedule.catalog import too_large
 from fivefold.core.schedule.check import require_legal
 from fivefold.core.schedule.placement import Placement
 from fivefold.core.schedule.value import Schedule
@@ -40,6 +41,9 @@ def parse(text: str, name: str = "custom") -> Schedule:
     if not order or not all(order):
         raise IllegalSchedule(f"schedule {name!r} has a rank without actions; give each a line")
     schedule = Schedule(name, _placement(order), _num_microbatches(order), order)
+    numbers = (schedule.num_ranks, schedule.num_microbatches, schedule.num_chunks)
+    if problems := [*too_large(*numbers)]:
+        raise IllegalSchedule(bullets(f"schedule {name!r} is too large:", problems))
     require_legal(schedule)
     return schedule
 

@@ -38,7 +38,9 @@ class _Ranks:
         self.num, self.costs, self.most_held = num_microbatches, costs, most_held
         self.homes, self.last = placement.homes, placement.num_stages - 1
         ranks = range(placement.num_ranks)
-        self.stages = [[s for s, home in enumerate(self.homes) if home == rank] for rank in ranks]
+        self.stages: list[list[int]] = [[] for _ in ranks]
+        for stage, home in enumerate(self.homes):
+            self.stages[home].append(stage)
         self.priority = priority
         self.forwards: list[list[float]] = [[] for _ in self.homes]
         self.gradients: list[list[float]] = [[] for _ in self.homes]

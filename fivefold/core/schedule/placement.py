@@ -5,7 +5,12 @@ A stage is a contiguous slice of layers; a rank with several stages calls each o
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
+
+# On one rank: far above any run, and below what would make a slip of the keyboard hang.
+MOST_CHUNKS = 64
 
 
 @dataclass(frozen=True)
@@ -24,14 +29,14 @@ class Placement:
     def num_stages(self) -> int:
         return len(self.homes)
 
-    @property
+    @cached_property
     def num_ranks(self) -> int:
         return max(self.homes) + 1
 
-    @property
+    @cached_property
     def num_chunks(self) -> int:
         """Stages a rank, not counting the second copy of a mirrored placement."""
-        return max(self.homes.count(rank) for rank in range(self.num_ranks))
+        return max(Counter(self.homes).values())
 
     @property
     def kind(self) -> str:

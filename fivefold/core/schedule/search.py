@@ -69,10 +69,11 @@ class _Candidate(NamedTuple):
 
 def search(num_ranks: int, num_microbatches: int, max_chunks: int, goal: Goal) -> Found:
     """The best schedule found for p ranks and m microbatches with at most `max_chunks` chunks."""
-    if goal.memory_limit is not None and goal.memory_limit < 1:
-        raise IllegalSchedule(
-            f"a memory limit of {goal.memory_limit:g} holds no microbatch; give at least 1"
-        )
+    limit = goal.memory_limit
+    if limit == math.inf:
+        goal = replace(goal, memory_limit=None)
+    elif limit is not None and not limit >= 1:  # not a number is refused with the rest
+        raise IllegalSchedule(f"a memory limit of {limit:g} holds no microbatch; give at least 1")
     return _Search(num_ranks, num_microbatches, max_chunks, goal).run()
 
 
@@ -94,7 +95,20 @@ class _Search:
         full = [self._at_full_size(trial) for trial in self._sweep(self._screen())]
         for candidate in sorted(each for each in full if each is not None):
             self._refine(candidate)
-        assert self.found is not None, "one microbatch at a time always fits"
+        return self.found or self._certain()
+
+    def _certain(self) -> Found:
+        """Where the budget was spent before anything fitted: list scheduling, which always does.
+
+        With one stage a rank, a microbatch that has gone forward can always come back.
+        """
+        trials = (
+            _Trial(math.inf, 0, seed, Patience.uniform(self.num_ranks))
+            for seed in seeds(self.num_ranks, self.num_microbatches, 1, self.goal)
+            if seed.most_held >= 1
+        )
+        while self.found is None:
+            self._at_full_size(next(trials))
         return self.found
 
     def _play_named(self) -> None:
@@ -183,7 +197,8 @@ class _Search:
     def _at_full_size(self, trial: _Trial) -> _Candidate | None:
         """Step 3: the trial with all microbatches."""
         self.reserve = 0
-        if not self._hopeful(trial.seed.placement):
+        # As long as there is no schedule at all, the budget does not count.
+        if self.found is not None and not self._hopeful(trial.seed.placement):
             return None
         lowered = self._lower(trial.seed, self.num_microbatches)
         if lowered is None:

@@ -9,7 +9,6 @@ slots: the fewer slots the path lingers, the fewer microbatches are in flight.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
 from typing import NamedTuple
 
 from fivefold.core.schedule.action import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, Step
@@ -18,6 +17,7 @@ from fivefold.core.schedule.fill import Frame, Patience, fill, lower
 from fivefold.core.schedule.placement import vee
 from fivefold.core.schedule.value import Schedule
 
+_SPLIT = INPUT_GRAD + WEIGHT_GRAD
 _PERIOD = 6  # slots a microbatch needs on each rank: F, I and W of two chunks
 
 
@@ -39,44 +39,45 @@ _V_HALF = (Block((1, 2, 1, 1), (3, 2, 2)), Block((1, 2, 1, 1), (1, 1, 1)), _V_MI
 
 def zb_v(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
     """As much memory as 1F1B, on every rank, and idle only while the first gradient turns."""
-    count = max(num_microbatches, 2 * num_ranks - 1)
 
     def steps(rank: int) -> tuple[Step, ...]:
-        return tuple(
-            step
-            for step in _zb_v_rank(rank, num_ranks, count)
-            if step.microbatch < num_microbatches
-        )
+        order = _zb_v_rank(rank, num_ranks, num_microbatches)
+        return tuple(step for step in order if step.microbatch < num_microbatches)
 
     order = tuple(steps(rank) for rank in range(num_ranks))
     return Schedule("zb-v", vee(num_ranks), num_microbatches, order)
 
 
-def _zb_v_rank(rank: int, num_ranks: int, count: int) -> Iterator[Action]:
-    down = {kind: _actions(rank, kind, count) for kind in (FORWARD, INPUT_GRAD, WEIGHT_GRAD)}
-    far = 2 * num_ranks - 1 - rank
-    up = {kind: _actions(far, kind, count) for kind in (FORWARD, INPUT_GRAD, WEIGHT_GRAD)}
-    inner = num_ranks - rank
-    for _ in range(2 * inner - 1):
-        yield next(down[FORWARD])
-    for _ in range(rank):
-        yield from (next(up[FORWARD]), next(down[FORWARD]))
-    for _ in range(inner):
-        yield from (next(up[FORWARD]), next(up[INPUT_GRAD]), next(up[WEIGHT_GRAD]))
-    for _ in range(count - num_ranks):
-        yield from islice(down[FORWARD], 1)
-        yield from (next(down[INPUT_GRAD]), next(down[WEIGHT_GRAD]))
-        yield from (next(up[FORWARD]), next(up[INPUT_GRAD]), next(up[WEIGHT_GRAD]))
-    for _ in range(rank):
-        yield from (next(down[INPUT_GRAD]), next(up[INPUT_GRAD]))
-    for _ in range(inner):
-        yield from (next(down[INPUT_GRAD]), next(down[WEIGHT_GRAD]))
-    yield from up[WEIGHT_GRAD]
-    yield from down[WEIGHT_GRAD]
+def _zb_v_rank(rank: int, num_ranks: int, num: int) -> Iterator[Action]:
+    """The order for 2p − 1 microbatches or more; of fewer, those that are not there drop out.
 
+    Every loop stops where all that would follow in it belongs to microbatches beyond `num`.
+    """
+    near, far, inner = rank, 2 * num_ranks - 1 - rank, num_ranks - rank
+    middle = max(num, 2 * num_ranks - 1) - num_ranks
+    ahead, left = 2 * inner - 1, max(0, num - middle)
 
-def _actions(stage: int, kind: str, count: int) -> Iterator[Action]:
-    return (Action(stage, kind, microbatch) for microbatch in range(count))
+    def take(stage: int, kinds: str, microbatch: int) -> list[Action]:
+        return [Action(stage, kind, microbatch) for kind in kinds]
+
+    for k in range(min(ahead, num)):
+        yield from take(near, FORWARD, k)
+    for k in range(min(rank, num)):
+        yield from (*take(far, FORWARD, k), *take(near, FORWARD, ahead + k))
+    for k in range(min(inner, num)):
+        yield from (*take(far, FORWARD, rank + k), *take(far, _SPLIT, k))
+    for k in range(min(middle, num)):
+        yield from (*take(near, FORWARD, ahead + rank + k), *take(near, _SPLIT, k))
+        yield from (*take(far, FORWARD, num_ranks + k), *take(far, _SPLIT, inner + k))
+    for k in range(min(rank, left)):
+        yield from (*take(near, INPUT_GRAD, middle + k), *take(far, INPUT_GRAD, middle + inner + k))
+    for k in range(min(inner, left)):
+        yield from (
+            *take(near, INPUT_GRAD, middle + rank + k),
+            *take(near, WEIGHT_GRAD, middle + k),
+        )
+    for stage in (far, near):
+        yield from (Action(stage, WEIGHT_GRAD, k) for k in range(middle + inner, num))
 
 
 def v_half(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
@@ -94,12 +95,13 @@ def _from_blocks(
 ) -> Schedule:
     placement = vee(num_ranks)
     costs, patience = Costs.uniform(placement), Patience.uniform(num_ranks)
-    for block in blocks:
-        frame = repeat(block, num_ranks, num_microbatches)
-        filled = fill(lower(frame, placement, num_microbatches, costs), 2 * most_held, patience)
-        if filled is not None:
-            return Schedule(name, placement, num_microbatches, filled.order())
-    raise AssertionError(f"{name}: no block fits {num_ranks} ranks")
+    while True:  # a block that does not fit in this memory fits in more
+        for block in blocks:
+            frame = repeat(block, num_ranks, num_microbatches)
+            filled = fill(lower(frame, placement, num_microbatches, costs), 2 * most_held, patience)
+            if filled is not None:
+                return Schedule(name, placement, num_microbatches, filled.order())
+        most_held += 1
 
 
 def repeat(block: Block, num_ranks: int, num_microbatches: int) -> Frame:

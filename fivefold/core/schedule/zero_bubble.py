@@ -7,6 +7,8 @@ the less it idles.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from fivefold.core.schedule.action import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, Step
 from fivefold.core.schedule.flush import rounds
 from fivefold.core.schedule.placement import loop
@@ -15,43 +17,46 @@ from fivefold.core.schedule.value import Schedule
 
 def zb_h1(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
     """As much memory as 1F1B: rank r runs p − r forwards ahead and keeps r weight gradients."""
-    return _zero_bubble("zb-h1", num_ranks, num_microbatches, num_chunks)
+    return _with_the_memory_of_1f1b("zb-h1", num_ranks, num_microbatches, num_chunks)
 
 
 def zb_interleaved(num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
     """ZB-H1 over v chunks a rank: the same memory, the bubble divided by v."""
-    return _zero_bubble("zb-interleaved", num_ranks, num_microbatches, num_chunks)
-
-
-def _zero_bubble(name: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
-    order = tuple(
-        split_alternate(
-            rank,
-            num_ranks,
-            num_microbatches,
-            num_chunks,
-            ahead=num_chunks * num_ranks - rank,
-            kept=rank,
-        )
-        for rank in range(num_ranks)
-    )
-    return Schedule(name, loop(num_ranks, num_chunks), num_microbatches, order)
+    return _with_the_memory_of_1f1b("zb-interleaved", num_ranks, num_microbatches, num_chunks)
 
 
 def zb_h2(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
     """Twice the memory: 2(p − r) − 1 forwards ahead and 2r weight gradients kept back."""
-    order = tuple(
-        split_alternate(
-            rank,
-            num_ranks,
-            num_microbatches,
-            num_chunks,
-            ahead=2 * (num_ranks - rank) - 1,
-            kept=2 * rank,
-        )
-        for rank in range(num_ranks)
+    return _zero_bubble(
+        "zb-h2",
+        (num_ranks, num_microbatches, num_chunks),
+        ahead=lambda rank: 2 * (num_ranks - rank) - 1,
+        kept=lambda rank: 2 * rank,
     )
-    return Schedule("zb-h2", loop(num_ranks, num_chunks), num_microbatches, order)
+
+
+def _with_the_memory_of_1f1b(
+    name: str, num_ranks: int, num_microbatches: int, num_chunks: int
+) -> Schedule:
+    return _zero_bubble(
+        name,
+        (num_ranks, num_microbatches, num_chunks),
+        ahead=lambda rank: num_chunks * num_ranks - rank,
+        kept=lambda rank: rank,
+    )
+
+
+def _zero_bubble(
+    name: str,
+    numbers: tuple[int, int, int],
+    ahead: Callable[[int], int],
+    kept: Callable[[int], int],
+) -> Schedule:
+    num_ranks, num_microbatches, num_chunks = numbers
+    order = tuple(
+        split_alternate(rank, *numbers, ahead(rank), kept(rank)) for rank in range(num_ranks)
+    )
+    return Schedule(name, loop(num_ranks, num_chunks), num_microbatches, order)
 
 
 def split_alternate(

@@ -1,0 +1,241 @@
+"""What a layout needs from the model, the sequence, the batch, the schedule and the GPUs.
+
+Each rule reads only the degrees it is named after, so that a search for neighbours can drop a whole
+branch of layouts as soon as one degree is impossible.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NotRequired, Protocol, TypedDict, Unpack, cast
+
+from fivefold.core.batch import contradiction
+from fivefold.core.layout import MOST_RANKS, Layout
+from fivefold.core.words import counted
+
+if TYPE_CHECKING:
+    from fivefold.core.shape import Shape
+
+
+# Of sequences, or of tokens in one: far above any run, and still quick to factor.
+MOST_TOKENS = 1_000_000_000
+
+
+class Domain(Protocol):
+    """Where a pipeline schedule can run, as `schedule.catalog.Family` says it."""
+
+    @property
+    def name(self) -> str: ...
+
+    def problems(self, num_ranks: int, num_microbatches: int, num_chunks: int) -> list[str]: ...
+
+    def refusal(self, num_ranks: int, num_microbatches: int, num_chunks: int) -> str: ...
+
+    def smallest_count(self, at_least: int, num_ranks: int, num_chunks: int) -> int: ...
+
+    def chunks_on(self, num_ranks: int, asked: int | None) -> int: ...
+
+
+class Job(TypedDict):
+    """What is asked of the layout: `batch` counts sequences; what is absent or None is free.
+
+    With a `schedule`, a neighbour has the chunks that it would get there, or those asked for.
+    """
+
+    seq: int
+    batch: NotRequired[int | None]
+    microbatch_size: NotRequired[int | None]
+    microbatches: NotRequired[int | None]
+    chunks: NotRequired[int | None]
+    gpus: NotRequired[int | None]
+    schedule: NotRequired[Domain | None]
+
+
+def problems(layout: Layout, shape: Shape, **job: Unpack[Job]) -> list[str]:
+    """Every rule that the layout breaks for this model and job; empty where it is legal."""
+    # A number that cannot be gets one reason; the rules after it do without it.
+    broken = bad_counts(job)
+    sound = job.copy()
+    sound.update(cast(Job, {**dict.fromkeys(broken), "seq": job["seq"]}))
+    if "seq" in broken:
+        sound["seq"] = sequence_unit(layout)
+    found = [reason for rule in _RULES for reason in rule(layout, shape, sound)]
+    return [*broken.values(), *found]
+
+
+def bad_counts(job: Job) -> dict[str, str]:
+    """What no layout can mend: numbers that are none, by name."""
+    asked = {"seq": job["seq"], "batch": job.get("batch"), "gpus": job.get("gpus")}
+    asked["microbatch_size"] = job.get("microbatch_size")
+    asked["microbatches"] = job.get("microbatches")
+    most = {**dict.fromkeys(asked, MOST_TOKENS), "gpus": MOST_RANKS}
+    return {
+        name: f"{name}={count}: give a whole number from 1 to {most[name]:,}"
+        for name, count in asked.items()
+        if count is not None and not 1 <= count <= most[name]
+    }
+
+
+def positions_rule(layout: Layout, shape: Shape, job: Job) -> Iterator[str]:
+    if shape.positions == "learned" and job["seq"] > shape.max_seq:
+        yield (
+            f"seq={job['seq']} is longer than the {shape.max_seq} learned positions of the model: "
+            f"use seq={shape.max_seq} or less"
+        )
+
+
+def world_rule(layout: Layout, shape: Shape, job: Job) -> Iterator[str]:
+    gpus = job.get("gpus")
+    if gpus is not None and layout.world != gpus:
+        yield (
+            f"dp {layout.dp} · cp {layout.cp} · tp {layout.tp} · pp {layout.pp} = "
+            f"{counted(layout.world, 'rank')}, but there {_gpus(gpus)}: change a degree until the "
+            f"product is {gpus}"
+        )
+
+
+def _gpus(gpus: int) -> str:
+    return "is 1 GPU" if gpus == 1 else f"are {gpus} GPUs"
+
+
+def tensor_rule(layout: Layout, shape: Shape, job: Job) -> Iterator[str]:
+    tp = layout.tp
+    yield from _division("heads", shape.heads, "tp", tp)
+    kv_heads = shape.kv_heads
+    if shape.mla is None and kv_heads % tp and tp % kv_heads:
+        yield (
+            f"tp={tp} neither divides the {kv_heads} KV heads nor is a multiple of them (they are "
+            f"replicated where fewer than tp): use tp={_largest_divisor(kv_heads, tp)}"
+        )
+    if shape.num_moe_layers < shape.layers:
+        yield from _division("MLP width", shape.ffn, "tp", tp)
+    if shape.moe is not None and shape.moe.shared_ffn:
+        yield from _division("shared experts' width", shape.moe.shared_ffn, "tp", tp)
+
+
+def pipeline_rule(layout: Layout, shape: Shape, job: Job) -> Iterator[str]:
+    stages = layout.pp * layout.chunks
+    if stages > shape.layers:
+        yield (
+            f"pp {layout.pp} · chunks {layout.chunks} = {stages} stages for {shape.layers} layers: "
+            f"every stage needs a layer, so lower pp or chunks until the product is at most "
+            f"{shape.layers}"
+        )
+    if layout.chunks > 1 and layout.pp == 1:
+        yield f"chunks={layout.chunks} needs a pipeline: raise pp above 1 or set chunks=1"
+
+
+def context_rule(layout: Layout, shape: Shape, job: Job) -> Iterator[str]:
+    seq, unit = job["seq"], sequence_unit(layout)
+    if seq % unit:
+        below = seq - seq % unit
+        ways = " or ".join(str(legal) for legal in (below, below + unit) if legal)
+        yield f"seq={seq} {_split_rule(layout, unit)}: use seq={ways}"
+    if layout.context == "ulysses" and shape.heads % layout.tp == 0:
+        heads = shape.heads // layout.tp
+        if heads % layout.cp:
+            most = _largest_divisor(heads, layout.cp)
+            yield (
+                f"context=ulysses gives whole heads to every cp rank, and cp={layout.cp} does not "
+                f"divide the {heads} heads of a tp rank: use cp={most} or context=hybrid"
+            )
+
+
+def batch_rule(layout: Layout, shape: Shape, job: Job) -> Iterator[str]:
+    if reason := batch_problem(layout.dp, job):
+        yield reason
+
+
+def batch_problem(dp: int, job: Job) -> str | None:
+    return contradiction(
+        job.get("batch"),
+        dp=dp,
+        microbatch_size=job.get("microbatch_size"),
+        microbatches=job.get("microbatches"),
+    )
+
+
+def schedule_rule(layout: Layout, shape: Shape, job: Job) -> Iterator[str]:
+    domain, chunks = job.get("schedule"), layout.chunks
+    count = num_microbatches(layout.pp, chunks, layout.dp, job)
+    if domain is not None and count and domain.problems(layout.pp, count, chunks):
+        yield domain.refusal(layout.pp, count, chunks)
+
+
+def num_microbatches(pp: int, chunks: int, dp: int, job: Job) -> int | None:
+    """How many microbatches the schedule gets; None where no schedule needs to know.
+
+    Those asked for, or what the batch leaves to a data rank, or as many as the schedule needs.
+    """
+    domain, batch, count = job.get("schedule"), job.get("batch"), job.get("microbatches")
+    if domain is None or pp == 1 or batch_problem(dp, job):
+        return None
+    if count is None and batch is None:
+        return domain.smallest_count(2 * pp, pp, chunks)
+    return count or (batch or 0) // (dp * (job.get("microbatch_size") or 1))
+
+
+def experts_rule(layout: Layout, shape: Shape, job: Job) -> Iterator[str]:
+    ep, etp = layout.ep, layout.etp
+    if shape.moe is None:
+        if ep * etp > 1:
+            yield f"ep={ep} etp={etp} need experts and the model has none: set both to 1"
+        return
+    if not layout.folds:
+        yield layout.folding_rule()
+    yield from _division("experts", shape.moe.experts, "ep", ep)
+    yield from _division("expert width", shape.moe.ffn, "etp", etp)
+    if layout.tp > 1 and ep > 1 and etp % layout.tp and not layout.sp:
+        yield (
+            f"ep={ep} takes in tp ranks (etp={etp} is no multiple of tp={layout.tp}), which hold "
+            f"the same tokens without sequence parallelism: turn sp on, or set etp={layout.tp}"
+        )
+
+
+Rule = Callable[[Layout, "Shape", Job], Iterator[str]]
+_RULES: tuple[Rule, ...] = (
+    positions_rule,
+    world_rule,
+    tensor_rule,
+    pipeline_rule,
+    schedule_rule,
+    context_rule,
+    batch_rule,
+    experts_rule,
+)
+
+
+def sequence_unit(layout: Layout) -> int:
+    """What the length of a sequence must be a multiple of: the cp split, then sp inside it."""
+    pieces = 2 if layout.context == "zigzag" and layout.cp > 1 else 1
+    return layout.cp * math.lcm(pieces, layout.tp if layout.sp else 1)
+
+
+def _split_rule(layout: Layout, unit: int) -> str:
+    splits: list[str] = []
+    if layout.cp > 1:
+        zigzag = layout.context == "zigzag"
+        splits.append(f"cp={layout.cp}" + (" (zigzag: two pieces a rank)" if zigzag else ""))
+    if layout.sp and layout.tp > 1:
+        splits.append(f"tp={layout.tp} (sequence parallelism)")
+    return f"is split by {' and then by '.join(splits)}, so it must be a multiple of {unit}"
+
+
+def _division(whole: str, count: int, axis: str, degree: int) -> Iterator[str]:
+    if count % degree:
+        options = divisors(count)
+        above = bisect_left(options, degree)
+        ways = " or ".join(f"{axis}={option}" for option in options[above - 1 : above + 1])
+        yield f"{axis}={degree} does not divide {whole} {count}: use {ways}"
+
+
+def _largest_divisor(count: int, at_most: int) -> int:
+    return max(d for d in divisors(count) if d <= at_most)
+
+
+def divisors(count: int) -> list[int]:
+    """All divisors, ascending."""
+    low = [d for d in range(1, math.isqrt(count) + 1) if count % d == 0]
+    return low + [count // d for d in reversed(low) if d * d != count]

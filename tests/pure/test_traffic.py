@@ -1,0 +1,180 @@
+"""Collectives and standing bytes of a step, against published volumes and hand computations."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fivefold.core.errors import FivefoldError
+from fivefold.core.ledger import Static, static_bytes
+from fivefold.core.plan import Plan, Wishes, resolve
+from fivefold.core.traffic import Entry, entries, listed, predict
+
+LLAMA_8B = 8_030_261_248  # parameters, as its model card counts them
+VOCABULARY = 128_256 * 4096  # its embedding; its head is as large
+
+
+def plan_of(model: str, layout: str, **wishes: object) -> Plan:
+    return resolve(Wishes(model, layout=layout, **wishes))  # pyright: ignore
+
+
+def bf16_traffic(plan: Plan, rank: int = 0) -> tuple[Entry, ...]:
+    return predict(plan, rank, itemsize=2, grad_itemsize=2)
+
+
+def moved(found: tuple[Entry, ...]) -> int:
+    """Bytes by the count of the ZeRO paper: Ψ for a gather or a reduce-scatter, 2Ψ for both."""
+    whole = {"all_gather": lambda e: e.bytes * e.group, "reduce_scatter": lambda e: e.bytes}
+    whole["all_reduce"] = lambda e: 2 * e.bytes
+    return sum(e.count * whole[e.kind](e) for e in found if e.bytes > 16)
+
+
+@pytest.mark.parametrize(
+    ("zero", "microbatches", "volume"),
+    [
+        (0, 1, 2 * LLAMA_8B),
+        (0, 4, 2 * LLAMA_8B),
+        (1, 4, 2 * LLAMA_8B),
+        (2, 1, 2 * LLAMA_8B),
+        (2, 4, 5 * LLAMA_8B),
+        # Backward gathers neither the head, which is still there, nor the embedding, nor the final
+        # norm, which travels with the head.
+        (3, 1, 3 * LLAMA_8B - 2 * VOCABULARY - 4096),
+        (3, 4, 4 * (3 * LLAMA_8B - 2 * VOCABULARY - 4096)),
+    ],
+)
+def test_volumes_of_the_zero_paper(zero: int, microbatches: int, volume: int) -> None:
+    plan = plan_of("llama-3.1-8b", "dp=8", zero=zero, microbatches=microbatches)
+    assert moved(bf16_traffic(plan)) == 2 * volume
+
+
+def test_a_tensor_parallel_layer_by_hand() -> None:
+    """Four gathers and scatters a layer (Korthikanti et al. 2022, fig. 5), two at the ends."""
+    plan = plan_of("llama-3.1-8b", "tp=4", microbatches=3, microbatch_size=2, seq=1024)
+    activations = 2 * 1024 * 4096 * 2
+    assert bf16_traffic(plan) == (
+        Entry("tp", "all_gather", 3 * (4 * 32 + 2), activations // 4, 4),
+        Entry("tp", "all_reduce", 3, 2 * 1024 * 4, 4),
+        Entry("tp", "all_reduce", 3, 2 * 2 * 1024 * 4, 4),
+        Entry("tp", "all_reduce", 1, (2 * 32 + 1) * 4096 * 4, 4),  # the norms, in float32
+        Entry("tp", "reduce_scatter", 3 * (4 * 32 + 2), activations, 4),
+        Entry("world", "all_reduce", 1, 16, 4),
+    )
+
+
+@pytest.mark.parametrize(
+    ("recompute", "gathers", "sums"),
+    [
+        ("none", 4 * 32 + 2, 4 * 32 + 2),
+        ("selective", 4 * 32 + 2, 4 * 32 + 2),
+        ("full", 6 * 32 + 2, 6 * 32 + 2 - 32),
+        ("full:8", 6 * 32 + 2, 6 * 32 + 2 - 4),
+        ("full:5", 6 * 32 + 2, 6 * 32 + 2 - 7),
+    ],
+)
+def test_full_recomputation_repeats_all_but_the_last_sum_of_a_segment(
+    recompute: str, gathers: int, sums: int
+) -> None:
+    plan = plan_of("llama-3.1-8b", "tp=2", microbatches=1, recompute=recompute)
+    counts = {each.kind: each.count for each in bf16_traffic(plan) if each.kind != "all_reduce"}
+    assert counts == {"all_gather": gathers, "reduce_scatter": sums}
+
+
+def test_shared_kv_heads_are_summed_by_the_ranks_that_share_them() -> None:
+    plan = plan_of("tiny", "tp=8", sp=False, microbatches=1)
+    of_replicas = [each for each in bf16_traffic(plan) if each.axis == "replica"]
+    # 4 KV heads of 8 numbers over 8 ranks: two ranks share one; keys and values, 8 layers.
+    assert of_replicas == [Entry("replica", "all_reduce", 1, 8 * 2 * (8 * 64) * 4, 2)]
+
+
+def test_partial_gradients_follow_the_slice_a_rank_owns() -> None:
+    plan = plan_of("llama-3.1-8b", "dp=8 tp=2", zero=3, microbatches=1)
+    sizes = [
+        sum(e.bytes for e in bf16_traffic(plan, 2 * place) if e.axis == "tp" and e.count == 1)
+        for place in range(8)
+    ]
+    loss = 3 * plan.batch.seq * 4
+    # A block has 109.1 M weights on a tp rank, 13.6 M a slice. Its first norm begins the first
+    # slice, as the final norm does in the head's unit; its second follows 21.0 M of attention.
+    norms = [33, 32, 0, 0, 0, 0, 0, 0]
+    assert sizes == [loss + number * 4096 * 4 for number in norms]
+
+
+def test_one_rank_is_silent() -> None:
+    assert bf16_traffic(plan_of("tiny", "dp=1")) == ()
+
+
+def test_what_is_recorded_is_listed_alike() -> None:
+    predicted = bf16_traffic(plan_of("tiny", "dp=2 tp=2"))
+    recorded = {(e.axis, e.kind, e.bytes, e.group): e.count for e in reversed(predicted)}
+    assert entries(recorded.items()) == predicted
+
+
+def test_the_list_is_json_where_there_is_one() -> None:
+    plan = plan_of("tiny", "dp=2 tp=2")
+    summed_in_float32 = predict(plan, 0, itemsize=2, grad_itemsize=4)
+    assert json.loads(json.dumps(listed(plan))) == [asdict(each) for each in summed_in_float32]
+    assert listed(plan_of("tiny-moe", "dp=2")) is None
+    assert listed(plan_of("tiny", "pp=2")) is None
+    with pytest.raises(FivefoldError, match=r"cp=2.*use dp and tp only"):
+        bf16_traffic(plan_of("tiny", "cp=2"))
+
+
+def static(plan: Plan, rank: int = 0, *, grads: int = 2, offload: bool = False) -> Static:
+    return static_bytes(
+        plan, rank, itemsize=2, grad_itemsize=grads, optimizer="adamw", offload=offload
+    )
+
+
+@pytest.mark.parametrize(
+    ("zero", "weights", "gradients", "moments"),
+    [(0, 2, 2, 4), (1, 2, 2 / 8, 4 / 8), (2, 2, 2 / 8, 4 / 8), (3, 2 / 8, 2 / 8, 4 / 8)],
+)
+def test_memory_of_the_zero_paper(
+    zero: int, weights: float, gradients: float, moments: float
+) -> None:
+    """Eight ranks, bf16 throughout, after the gradients were summed: no sum is held whole."""
+    plan = plan_of("llama-3.1-8b", "dp=8", zero=zero)
+    ranks = [static(plan, rank) for rank in range(8)]
+    assert sum(each.weights for each in ranks) == 8 * weights * LLAMA_8B
+    assert sum(each.gradients for each in ranks) == 8 * gradients * LLAMA_8B
+    assert sum(each.optimizer for each in ranks) == 8 * moments * LLAMA_8B
+    assert all(each.padding == each.host == 0 for each in ranks)
+
+
+def test_offload_takes_states_and_sliced_weights_from_the_device() -> None:
+    scalars = 4 * (32 * 9 + 3)
+    alone = static(plan_of("llama-3.1-8b", "dp=1"), offload=True)
+    assert (alone.device, alone.host) == ((2 + 2) * LLAMA_8B, 4 * LLAMA_8B + scalars)
+    plan = plan_of("llama-3.1-8b", "dp=8", zero=3)
+    ranks = [static(plan, rank, grads=4, offload=True) for rank in range(8)]
+    assert sum(each.device for each in ranks) == (4 + 2) * LLAMA_8B
+    scalars = sum(static(plan, rank).scalars for rank in range(8))
+    assert sum(each.host for each in ranks) == (2 + 4) * LLAMA_8B + scalars
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    replicate=st.integers(1, 3),
+    shard=st.integers(1, 5),
+    zero=st.integers(0, 3),
+    tied=st.booleans(),
+    bucket=st.one_of(st.none(), st.integers(1, 300_000)),
+)
+def test_every_weight_is_owned_once_in_each_replica(
+    replicate: int, shard: int, zero: int, tied: bool, bucket: int | None
+) -> None:
+    layout = f"dp={replicate}x{shard}"
+    plan = plan_of("tiny", layout, zero=zero, set={"tied": str(tied).lower(), "vocab": "251"})
+    alone = static(plan_of("tiny", "dp=1", set=plan.wishes.set))
+    ranks = [
+        static_bytes(plan, rank, itemsize=2, grad_itemsize=2, optimizer="adamw", bucket=bucket)
+        for rank in range(plan.layout.world)
+    ]
+    owners = replicate if zero else replicate * shard
+    assert sum(each.optimizer for each in ranks) == owners * alone.optimizer
+    assert all(each.padding >= 0 and each.device <= alone.device + each.padding for each in ranks)
