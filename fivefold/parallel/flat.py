@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from weakref import WeakMethod, ref
 
 import torch
 import torch.distributed as dist
@@ -129,25 +130,31 @@ class FlatUnit:
         """Collect gradients as they come; call `ready` when a microbatch has given all."""
         if not self.collects:
             return
-        starts = {entry.row.name: (entry.start, entry.stop) for entry in self.unit.entries}
-        missing = set(starts)
+        spans = {entry.row.name: (entry.start, entry.stop) for entry in self.unit.entries}
+        missing = set(spans)
+        # A weight would otherwise keep its hook, and the hook the unit, and the unit the weight.
+        this, tell = ref(self), WeakMethod(ready)
 
         def collect(name: str, parameter: Tensor) -> None:
-            if self.gradients is None:
-                self.gradients = torch.zeros(
-                    self.unit.size, dtype=self.grad_dtype, device=self.mesh.device
-                )
-            start, stop = starts[name]
-            assert parameter.grad is not None
-            self.gradients[start:stop].add_(parameter.grad.view(-1))
+            unit, told = this(), tell()
+            assert unit is not None and told is not None and parameter.grad is not None
+            unit.add(spans[name], parameter.grad)
             parameter.grad = None
             missing.discard(name)
             if not missing:
-                missing.update(starts)
-                ready(self)
+                missing.update(spans)
+                told(unit)
 
         for name, parameter in self.parameters.items():
             parameter.register_post_accumulate_grad_hook(partial(collect, name))
+
+    def add(self, span: tuple[int, int], gradient: Tensor) -> None:
+        """Add the gradient of one weight to this rank's share."""
+        if self.gradients is None:
+            self.gradients = torch.zeros(
+                self.unit.size, dtype=self.grad_dtype, device=self.mesh.device
+            )
+        self.gradients[span[0] : span[1]].add_(gradient.view(-1))
 
     def gather(self) -> None:
         """Start to bring the whole weights here, where they are not kept."""

@@ -19,7 +19,8 @@ Legend: B rows, S tokens of a row, T = S/tp, N = B·S, D model width, V rows of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -75,6 +76,7 @@ class _Wires:
 
     def __init__(self, mesh: Mesh, sp: bool, recompute_repeats: bool) -> None:
         self.mesh, self.sp, self.recompute_repeats = mesh, sp, recompute_repeats
+        self.silent = False
         self.group, self.size, self.place_ = mesh.groups[AXIS], mesh.size(AXIS), mesh.place(AXIS)
 
     def before(self, module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -116,9 +118,15 @@ class _Wires:
         self._note("all_reduce", x)
         return functional.all_reduce(x.contiguous(), op, self.group)
 
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around forward arithmetic: selective recomputation repeats it, but no collective."""
+        self.silent = self.mesh.recomputing and not self.recompute_repeats
+        yield
+        self.silent = False
+
     def _note(self, kind: str, x: Tensor) -> None:
-        # Selective recomputation runs this code again but keeps the results of collectives.
-        if self.recompute_repeats or not self.mesh.recomputing:
+        if not self.silent:
             self.mesh.note(AXIS, kind, x)
 
 
@@ -128,7 +136,8 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, wires: _Wires) -> Tensor:
         ctx.wires = wires
-        return wires.gather(x) if wires.sp else x.view_as(x)
+        with wires.forward():
+            return wires.gather(x) if wires.sp else x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -142,7 +151,8 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, wires: _Wires) -> Tensor:
         ctx.wires = wires
-        return wires.scatter(x) if wires.sp else wires.total(x)
+        with wires.forward():
+            return wires.scatter(x) if wires.sp else wires.total(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:

@@ -1,0 +1,106 @@
+"""The truth of `verify`: the plain model on one device, the whole batch at once, torch's own parts.
+
+It shares the model's blocks and the initial values with the ranks and nothing else: no line of
+`parallel/` or `step.py` runs here, the loss, the clipping and the optimizers are torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from fivefold.core.shape import Shape
+from fivefold.model.batch import NOT_COUNTED, TokenBatch
+from fivefold.model.decoder import Decoder, from_config
+from fivefold.model.init import init_weights
+from fivefold.run.optimizer import Name
+
+Arrays = dict[str, NDArray[np.floating]]
+
+# With its usual 1e-8, AdamW answers the rounding error of a small gradient with a full step of the
+# learning rate, and no tolerance could be derived. Both sides of a comparison use this one.
+ADAM_EPS = 1e-2
+LEARNING_RATE = 1e-2
+WEIGHT_DECAY = 0.1
+MAX_NORM = 0.5
+# How much of a change of a gradient an optimizer passes on to the weight in one step, at most.
+GAIN: dict[Name, float] = {"adamw": LEARNING_RATE / ADAM_EPS, "sgd": LEARNING_RATE}
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What one step computes on one device: numbers, gradients before clipping, new weights."""
+
+    loss: float
+    norm: float
+    clip: float
+    gradients: Arrays
+    weights: Arrays
+
+
+def truths(
+    shape: Shape,
+    batches: Iterable[TokenBatch],
+    optimizer: Name,
+    seed: int,
+    dtype: torch.dtype,
+    say: Callable[[str], None],
+) -> list[Truth]:
+    """Run one step for each whole batch, from the seed's initial values."""
+    say("build")
+    model = from_config(shape, dtype=dtype)
+    init_weights(model, shape, seed)
+    assert model.head is not None
+    model.head.cross_entropy = _cross_entropy
+    updater = _optimizer(optimizer, model)
+    found: list[Truth] = []
+    for number, batch in enumerate(batches, start=1):
+        say(f"step {number}")
+        found.append(_step(model, updater, batch))
+    return found
+
+
+def _step(model: Decoder, updater: torch.optim.Optimizer, batch: TokenBatch) -> Truth:
+    updater.zero_grad()
+    loss = model(batch.tokens, batch) / (batch.labels != NOT_COUNTED).sum().clamp(min=1)
+    loss.backward()
+    gradients = {name: as_array(one.grad) for name, one in model.named_parameters()}
+    norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+    updater.step()
+    weights = {name: as_array(one) for name, one in model.named_parameters()}
+    clip = min(1.0, MAX_NORM / (float(norm) + 1e-6))
+    return Truth(float(loss.detach()), float(norm), clip, gradients, weights)
+
+
+def _cross_entropy(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> Tensor:
+    logits_NV = F.linear(hidden_ND, weight_VD)
+    if logits_NV.dtype == torch.bfloat16:
+        logits_NV = logits_NV.float()
+    return F.cross_entropy(logits_NV, labels_N, ignore_index=NOT_COUNTED, reduction="sum")
+
+
+def _optimizer(name: Name, model: Decoder) -> torch.optim.Optimizer:
+    """Only matrices decay."""
+    matrices = [one for one in model.parameters() if one.dim() > 1]
+    vectors = [one for one in model.parameters() if one.dim() == 1]
+    groups = [
+        {"params": matrices, "weight_decay": WEIGHT_DECAY},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    if name == "sgd":
+        return torch.optim.SGD(groups, lr=LEARNING_RATE, momentum=0.9)
+    return torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.95), eps=ADAM_EPS)
+
+
+def as_array(tensor: Tensor | None) -> NDArray[np.floating]:
+    """A copy that travels without torch, which numpy's missing bfloat16 makes a float32."""
+    assert tensor is not None
+    detached = tensor.detach()
+    wide = detached.float() if detached.dtype == torch.bfloat16 else detached.clone()
+    return wide.cpu().numpy()

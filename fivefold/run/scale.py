@@ -1,0 +1,56 @@
+"""A large model at a size for a laptop, with the same divisibility: legal layouts stay legal."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import count
+
+from fivefold.core import count as counting
+from fivefold.core.layout import Layout
+from fivefold.core.shape import Shape
+
+LARGEST = 4_000_000  # parameters up to which a model is verified as it is
+_LAYERS = 4
+_WIDTH = 64
+_LEAST_FFN = 96
+_LEAST_VOCAB = 192
+_WINDOW = 20  # below the shortest sequence verified, so that it hides something
+_MAX_SEQ = 2048
+
+
+def is_large(shape: Shape) -> bool:
+    """Whether eight processes on a laptop would rather not run it."""
+    return counting.parameters(shape).total > LARGEST
+
+
+def scale_down(shape: Shape, layout: Layout) -> Shape:
+    """Fewer layers and narrower, with all heads.
+
+    A tp that divides the heads divides MLP width and vocabulary here exactly when it does there.
+    """
+    heads = shape.heads
+    common = math.gcd(shape.ffn, heads)
+    ffn = next(
+        common * n for n in count(-(-_LEAST_FFN // common)) if math.gcd(common * n, heads) == common
+    )
+    return replace(
+        shape,
+        layers=min(shape.layers, max(_LAYERS, layout.pp * layout.chunks)),
+        width=_WIDTH,
+        head_dim=8 if heads <= 32 else 4,
+        ffn=ffn,
+        vocab=-(-_LEAST_VOCAB // heads) * heads + shape.vocab % heads,
+        max_seq=min(shape.max_seq, _MAX_SEQ),
+        window=None if shape.window is None else min(shape.window, _WINDOW),
+    )
+
+
+def scaling_note(full: Shape, small: Shape) -> str:
+    """What was changed, in words."""
+    return (
+        f"{full.name} is verified scaled down: {small.layers} of {full.layers} layers, width "
+        f"{small.width} for {full.width}, heads of {small.head_dim} for {full.head_dim}, MLP width "
+        f"{small.ffn} for {full.ffn}, vocabulary {small.vocab} for {full.vocab}; heads "
+        f"({small.heads}, KV {small.kv_heads}) and divisibility by tp are the same"
+    )

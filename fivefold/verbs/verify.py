@@ -1,0 +1,222 @@
+"""`fivefold verify`: does this layout compute what one device does, and move what was predicted."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from fivefold.core import legality
+from fivefold.core.errors import FivefoldError, UnknownName
+from fivefold.core.layout import Layout
+from fivefold.core.plan import Plan, Wishes, resolve
+from fivefold.core.traffic import Entry, entries
+from fivefold.core.weights import weights
+from fivefold.run.compare import FORMULA, Dtype
+from fivefold.run.scale import is_large, scale_down, scaling_note
+from fivefold.verbs.options import with_plan_options
+
+if TYPE_CHECKING:
+    from fivefold.trial import Settings, Verdict
+
+Number = TypeVar("Number", int, float)
+
+_MOST_RANKS = 64  # processes that one machine is asked to run
+_WORDS = {
+    "loss_err": "loss",
+    "grad_err": "gradients",
+    "norm_err": "gradient norm",
+    "clip_err": "clip coefficient",
+    "weight_err": "weights",
+}
+
+
+@partial(with_plan_options, default_target="tiny")
+def run(
+    wishes: Wishes,
+    dtype: Annotated[str, typer.Option(help="float64, float32 or bfloat16.")] = "float64",
+    steps: Annotated[int, typer.Option(help="Optimizer steps to compare.")] = 2,
+    optimizer: Annotated[str, typer.Option(help="adamw or sgd.")] = "adamw",
+    offload: Annotated[
+        str, typer.Option(help="Keep weights and optimizer in host memory: none or cpu.")
+    ] = "none",
+    grad_dtype: Annotated[
+        str | None,
+        typer.Option(help="Type in which data ranks sum gradients (default: float32 or wider)."),
+    ] = None,
+    bucket_mb: Annotated[
+        float | None, typer.Option(help="MB of a data unit (default: blocks, joined up to 25).")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of weights and tokens.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Prove that a layout computes what one device does: run both here and compare."""
+    plan = runnable(wishes)
+    if bucket_mb is not None:
+        bucket_mb = _above("bucket-mb", bucket_mb, 0.0)
+    chosen = {
+        "dtype": _one_of("dtype", dtype, get_args(Dtype)),
+        "grad_dtype": grad_dtype and _one_of("grad-dtype", grad_dtype, get_args(Dtype)),
+        "steps": _above("steps", steps, 0),
+        "optimizer": _one_of("optimizer", optimizer, ("adamw", "sgd")),
+        "offload": _one_of("offload", offload, ("none", "cpu")) == "cpu",
+        "bucket": None if bucket_mb is None else max(1, int(bucket_mb * 1e6)),
+        "seed": _above("seed", seed, -1),
+    }
+    raise typer.Exit(_verify(plan, chosen, as_json))
+
+
+def runnable(wishes: Wishes) -> Plan:
+    """The plan at a size for this machine; refused where it cannot be run."""
+    plan = resolve(wishes, small=True)
+    weights(plan.shape)  # refuses what cannot be built
+    _require_covered(plan.layout)
+    notes = [
+        "dropout is 0: many ranks and one cannot drop the same activations",
+        "AdamW's eps is 1e-2 on both sides: with 1e-8 it turns rounding errors into whole steps",
+    ]
+    if is_large(plan.shape):
+        small = scale_down(plan.shape, plan.layout)
+        notes.append(scaling_note(plan.shape, small))
+        legality.check(plan.layout, small, seq=plan.batch.seq)
+        plan = replace(plan, shape=small)
+    return replace(plan, notes=(*plan.notes, *notes))
+
+
+def _require_covered(layout: Layout) -> None:
+    over = [axis for axis in ("pp", "cp", "ep", "etp") if getattr(layout, axis) > 1]
+    if over:
+        raise FivefoldError(f"verify runs dp and tp so far: set {', '.join(over)} to 1")
+    if layout.world > _MOST_RANKS:
+        raise FivefoldError(
+            f"verify forks a process for every rank, and {layout.world} are too many for one "
+            f"machine: lower the degrees to at most {_MOST_RANKS} ranks"
+        )
+
+
+def _one_of(option: str, given: str, known: tuple[str, ...]) -> str:
+    if given not in known:
+        raise UnknownName(f"--{option}", given, known)
+    return given
+
+
+def _above(option: str, given: Number, low: Number) -> Number:
+    if not low < given < 1e9:
+        raise FivefoldError(f"--{option} {given}: give a number above {low} and below 1e9")
+    return given
+
+
+def _verify(plan: Plan, chosen: dict[str, Any], as_json: bool) -> int:
+    """Run and print; the exit code."""
+    # Here, so that a mistake on the command line is answered before torch is loaded.
+    from fivefold.run.ranks import Pool, RankLost
+    from fivefold.trial import Settings, num_phases, run_trial
+
+    settings = Settings(**chosen)
+    began = time.perf_counter()
+    try:
+        with Pool(plan.layout.world + 1) as pool, _bar(num_phases(plan, settings)) as advance:
+            verdict = run_trial(pool, plan, settings, advance)
+    except RankLost as lost:
+        who = "the reference" if lost.rank == plan.layout.world else f"rank {lost.rank}"
+        reason = f"lost {who} at {lost.doing}: it {lost.cause}"
+        if as_json:
+            typer.echo(json.dumps({"passed": False, "error": reason}))
+        typer.echo(f"fivefold: {reason}", err=True)
+        return 1
+    table = describe(plan, verdict, time.perf_counter() - began)
+    typer.echo(json.dumps(table) if as_json else render(plan, settings, table))
+    return 0 if verdict.passed else 1
+
+
+@contextmanager
+def _bar(total: int) -> Iterator[Callable[[], None]]:
+    """One progress bar, where somebody looks."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda: None
+        return
+    columns = (TextColumn("verify"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("verify", total=total)
+        yield lambda: progress.advance(task)
+
+
+def describe(plan: Plan, verdict: Verdict, seconds: float) -> dict[str, Any]:
+    """The verdict as JSON. The traffic is that of rank 0, or of the first rank that differs."""
+    steps = [(rank, each) for rank, steps in enumerate(verdict.traffic) for each in steps]
+    rank, shown = next((pair for pair in steps if not pair[1].match), steps[0])
+    return {
+        "model": plan.shape.name,
+        "layout": str(plan.layout),
+        "world": plan.layout.world,
+        "zero": plan.layout.zero,
+        **verdict.errors,
+        "tolerance": verdict.tolerance,
+        "passed": verdict.passed,
+        "diverges_at": verdict.diverges_at,
+        "traffic": {
+            "rank": rank,
+            "predicted": [asdict(each) for each in entries(shown.predicted.items())],
+            "observed": [asdict(each) for each in entries(shown.observed.items())],
+            "match": verdict.traffic_match,
+        },
+        "seconds": round(seconds, 3),
+        "notes": list(plan.notes),
+    }
+
+
+def render(plan: Plan, settings: Settings, table: dict[str, Any]) -> str:
+    """The same for people."""
+    lines = [
+        f"{table['model']} on {table['layout']}, ZeRO-{table['zero']}, {settings.dtype}: "
+        f"{table['world']} ranks against one process, {settings.steps} steps of "
+        f"{settings.optimizer}",
+        f"{plan.batch}",
+        "",
+        f"{'':<18}{'largest error':>14}{'tolerance':>12}",
+        *(
+            f"{word:<18}{table[name]:>14.1e}{table['tolerance'][name]:>12.1e}"
+            f"{'' if table[name] <= table['tolerance'][name] else '   too large'}"
+            for name, word in _WORDS.items()
+        ),
+        f"tolerance: {FORMULA}",
+        "",
+        *_traffic_lines(table["traffic"]),
+        "",
+        *(f"note: {note}" for note in table["notes"]),
+    ]
+    if table["diverges_at"] is not None:
+        lines.append(f"first difference, in forward order: {table['diverges_at']}")
+    verdict = "PASS" if table["passed"] else "FAIL"
+    return "\n".join([*lines, f"{verdict} in {table['seconds']:.1f} s"])
+
+
+def _traffic_lines(traffic: dict[str, Any]) -> Iterator[str]:
+    """One line for each kind of call; what was predicted stands beside it where it differs."""
+    calls: dict[tuple[Any, ...], dict[str, int]] = {}
+    for source in ("predicted", "observed"):
+        for row in traffic[source]:
+            entry = Entry(**row)
+            key = (entry.axis, entry.kind, entry.bytes, entry.group)
+            calls.setdefault(key, {"predicted": 0, "observed": 0})[source] = entry.count
+    if not calls:
+        yield "collectives: none predicted, none observed"
+        return
+    yield f"{'collectives of rank ' + str(traffic['rank']):<34}{'bytes':>10}{'ranks':>7}" + (
+        f"{'predicted':>11}{'observed':>10}"
+    )
+    for (axis, kind, size, group), counts in sorted(calls.items()):
+        mark = "" if counts["predicted"] == counts["observed"] else "   differs"
+        yield (
+            f"{axis:<16}{kind:<18}{size:>10,}{group:>7}"
+            f"{counts['predicted']:>11}{counts['observed']:>10}{mark}"
+        )

@@ -1,0 +1,97 @@
+"""Optimizer steps on forked ranks, for tests that look at what a rank holds or sends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from fivefold.core.plan import Plan, Wishes, resolve
+from fivefold.model.batch import NOT_COUNTED, TokenBatch
+from fivefold.parallel.compose import Job, compose
+from fivefold.parallel.mesh import Mesh
+from fivefold.run.optimizer import HostOptimizer, make_optimizer
+from fivefold.run.ranks import Pool, Worker
+from fivefold.step import step
+
+STEPS = 2  # the second one finds optimizer states, and whatever the first one left behind
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a job is made of besides its plan."""
+
+    dtype: torch.dtype = torch.float32
+    grad_dtype: torch.dtype | None = None
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    offload: bool = False
+    bucket: int | None = None
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def grad_itemsize(self) -> int:
+        return (self.grad_dtype or self.dtype).itemsize
+
+
+def small_plan(layout: str, changes: dict[str, str] | None = None, **wishes: Any) -> Plan:
+    """A plan for a model of three layers, unless `changes` says otherwise."""
+    sizes = {"layers": "3", "width": "32", "heads": "4", "kv_heads": "4", "ffn": "48"}
+    sizes |= {"vocab": "64", "max_seq": "64", **(changes or {})}
+    return resolve(Wishes("tiny", layout=layout, seq=16, set=sizes, **wishes), small=True)
+
+
+Watch = Callable[[Job, torch.optim.Optimizer | HostOptimizer], Callable[[], Any]]
+"""Called with a job before its first step; what it returns is called after the last one."""
+
+
+def run(pool: Pool, plan: Plan, setup: Setup, watch: Watch) -> list[Any]:
+    """What `watch` saw on every rank, in the order of the ranks."""
+    return pool.run_each([(_steps, (plan, setup, watch))] * plan.layout.world)
+
+
+def _steps(worker: Worker, plan: Plan, setup: Setup, watch: Watch) -> Any:
+    with worker.joined(plan.layout.world):
+        mesh = Mesh.build(plan.layout, torch.device("cpu"), plan.shape.kv_heads)
+        job = compose(
+            plan,
+            mesh,
+            seed=0,
+            dtype=setup.dtype,
+            grad_dtype=setup.grad_dtype,
+            offload=setup.offload,
+            bucket=setup.bucket,
+        )
+        optimizer = _optimizer(job, setup)
+        look = watch(job, optimizer)
+        for number in range(STEPS):
+            mesh.records.clear()
+            step(job, optimizer, _batches(plan, mesh.rank, number), max_norm=1.0)
+        job.data.wait()
+        return look()
+
+
+def _optimizer(job: Job, setup: Setup) -> torch.optim.Optimizer | HostOptimizer:
+    if setup.offload:
+        return HostOptimizer(setup.optimizer, job.owned, lr=1e-2, weight_decay=0.1)
+    owned = [(len(each.row.shape) > 1, each.tensor) for each in job.owned]
+    return make_optimizer(setup.optimizer, owned, lr=1e-2, weight_decay=0.1)
+
+
+def _batches(plan: Plan, rank: int, number: int) -> list[TokenBatch]:
+    """Random tokens, a fifth without a loss, the same on every tp rank."""
+    batch, place = plan.batch, plan.layout.coord(rank).dp
+    generator = torch.Generator().manual_seed(1000 * number + place)
+    sizes = (batch.microbatches, batch.microbatch_size, batch.seq + 1)
+    ids = torch.randint(plan.shape.vocab, sizes, generator=generator)
+    labels = ids[..., 1:].clone()
+    labels[torch.rand(labels.shape, generator=generator) < 0.2] = NOT_COUNTED
+    positions = torch.arange(batch.seq).expand(batch.microbatch_size, batch.seq)
+    return [
+        TokenBatch(tokens[:, :-1].contiguous(), wanted, positions)
+        for tokens, wanted in zip(ids, labels, strict=True)
+    ]

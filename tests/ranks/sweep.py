@@ -1,0 +1,117 @@
+"""Every layout of 2, 4 and 8 ranks over data and tensor, with what else can differ drawn by hash.
+
+    python -m tests.ranks.sweep
+
+runs all of them and prints a table in markdown; the tests run a fixed third.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from fivefold.core.plan import Wishes, resolve
+from fivefold.run.ranks import Pool
+from fivefold.trial import Settings, Verdict, run_trial
+
+WORLDS = (2, 4, 8)
+MODELS = ({}, {"tied": "true"}, {"vocab": "251"}, {"kv_heads": "2"}, {"qkv_bias": "true"})
+RECOMPUTES = ("none", "selective", "full", "full:2")
+BUCKETS = (None, 60_000, 300_000)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout to prove."""
+
+    layout: str
+    zero: int
+    sp: bool
+
+    def __str__(self) -> str:
+        return f"{self.layout} zero={self.zero}" + ("" if self.sp else " no-sp")
+
+    def draw(self, what: str, options: int) -> int:
+        """A number below `options`, the same on every machine."""
+        digest = hashlib.blake2b(f"{self}:{what}".encode(), digest_size=4).digest()
+        return int.from_bytes(digest, "big") % options
+
+    @property
+    def model(self) -> dict[str, str]:
+        return MODELS[self.draw("model", len(MODELS))] | {"layers": "2"}
+
+    @property
+    def recompute(self) -> str:
+        return RECOMPUTES[self.draw("recompute", len(RECOMPUTES))]
+
+    @property
+    def bucket(self) -> int | None:
+        return BUCKETS[self.draw("bucket", len(BUCKETS))]
+
+
+def cases() -> Iterator[Case]:
+    """All of them: each split of dp into replicas and shards, each stage, with and without sp."""
+    for world in WORLDS:
+        for tp in _divisors(world):
+            for replicate in _divisors(world // tp):
+                shard = world // tp // replicate
+                layout = f"dp={replicate}x{shard} tp={tp}"
+                for zero in range(4):
+                    yield from (
+                        Case(layout, zero, sp) for sp in ((True, False) if tp > 1 else (True,))
+                    )
+
+
+def third() -> list[Case]:
+    """The part that every test run proves."""
+    return [case for case in cases() if case.draw("third", 3) == 0]
+
+
+def prove(pool: Pool, case: Case) -> Verdict:
+    """Run one case on a pool of at least one more process than it has ranks."""
+    wishes = Wishes(
+        "tiny",
+        layout=case.layout,
+        zero=case.zero,
+        sp=case.sp,
+        recompute=case.recompute,
+        set=case.model,
+    )
+    return run_trial(pool, resolve(wishes, small=True), Settings(bucket=case.bucket))
+
+
+def row(case: Case, verdict: Verdict) -> str:
+    """One line of the table."""
+    model = " ".join(f"{key}={value}" for key, value in case.model.items() if key != "layers")
+    bucket = "blocks" if case.bucket is None else f"{case.bucket // 1000} kB"
+    named = ("loss_err", "grad_err", "norm_err", "weight_err")
+    errors = " | ".join(f"{verdict.errors[name]:.0e}" for name in named)
+    match = "equal" if verdict.traffic_match else "differs"
+    result = "pass" if verdict.passed else f"FAIL at {verdict.diverges_at}"
+    return f"| {case} | {model} | {case.recompute} | {bucket} | {errors} | {match} | {result} |"
+
+
+def main() -> int:
+    began = time.perf_counter()
+    verdicts: list[Verdict] = []
+    print("| layout | model | recompute | unit | loss | gradients | norm | weights | traffic | |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    with Pool(max(WORLDS) + 1) as pool:
+        for case in cases():
+            verdicts.append(prove(pool, case))
+            print(row(case, verdicts[-1]), flush=True)
+    passed = sum(verdict.passed for verdict in verdicts)
+    print(f"\n{passed} of {len(verdicts)} layouts pass")
+    print(f"{time.perf_counter() - began:.0f} s", file=sys.stderr)
+    return 0 if passed == len(verdicts) else 1
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,129 @@
+"""The comparison itself, on numbers made by hand: what is wrong must be seen, and how wrong."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from fivefold.core import models
+from fivefold.core.batch import Batch
+from fivefold.core.layout import Layout
+from fivefold.core.legality import problems
+from fivefold.core.weights import Piece, weights
+from fivefold.run.compare import (
+    Part,
+    Wanted,
+    attributed,
+    errors_by_name,
+    expected,
+    first_module,
+    relative,
+    tolerances,
+)
+from fivefold.run.scale import is_large, scale_down
+
+WHOLE = Piece(None, 0, 2, 2, copies=2, partial=False)
+LEFT = Piece(1, 0, 2, 4, copies=1, partial=False)
+RIGHT = Piece(1, 2, 4, 4, copies=1, partial=False)
+BELOW = Piece(0, 2, 4, 4, copies=1, partial=False)  # rows 2 and 3 of a vocabulary of 3
+MATRIX = np.arange(8.0).reshape(2, 4)
+
+
+def part(name: str, piece: Piece, start: int, *values: float) -> Part:
+    return Part(name, piece, start, np.array(values))
+
+
+def test_parts_lie_where_the_cuts_put_them() -> None:
+    assert expected(MATRIX, part("w", RIGHT, 1, 0, 0)).tolist() == [3.0, 6.0]
+    assert expected(MATRIX, part("w", WHOLE, 6, 0, 0)).tolist() == [6.0, 7.0]
+    vocabulary = np.array([[1.0], [2.0], [3.0]])
+    assert expected(vocabulary, part("v", BELOW, 0, 0, 0)).tolist() == [3.0, 0.0]
+
+
+def test_the_error_is_relative_to_the_parameter_and_never_to_nothing() -> None:
+    truth = {"w": MATRIX, "tiny": np.array([1e-9])}
+    one = Piece(None, 0, 1, 1, copies=1, partial=False)
+    parts = [
+        part("w", LEFT, 0, 0, 1, 4, 5),
+        part("w", RIGHT, 0, 2, 3.7, 6, 7),
+        part("tiny", one, 0, 1e-9 + 7e-6),
+    ]
+    errors = errors_by_name(Wanted(truth, parts))
+    assert errors["w"] == pytest.approx(0.7 / 7)
+    assert errors["tiny"] == pytest.approx(7e-6 / 7e-3)
+
+
+def test_every_copy_counts_and_a_missing_element_is_infinitely_wrong() -> None:
+    left, right = part("w", LEFT, 0, 0, 1, 4, 5), part("w", RIGHT, 0, 2, 3, 6, 7)
+    stray = replace(right, values=np.array([2, 3, 6, 7.7]))
+    assert errors_by_name(Wanted({"w": MATRIX}, [left, right])) == {"w": 0.0}
+    assert errors_by_name(Wanted({"w": MATRIX}, [left, right, stray]))["w"] == pytest.approx(0.1)
+    short = part("w", RIGHT, 0, 2, 3, 6)
+    assert errors_by_name(Wanted({"w": MATRIX}, [left, short]))["w"] == math.inf
+    assert errors_by_name(Wanted({"w": MATRIX}, []))["w"] == math.inf
+
+
+def test_what_is_no_number_is_infinitely_wrong() -> None:
+    values = part("w", WHOLE, 0, math.nan, 1, 2, 3, 4, 5, 6, 7)
+    assert errors_by_name(Wanted({"w": MATRIX}, [values]))["w"] == math.inf
+    assert relative(math.nan, 1.0) == math.inf
+    assert relative(1.5, 1.0) == 0.5
+
+
+def test_the_first_difference_is_named_in_forward_order() -> None:
+    order = ["embed.weight", "blocks.0.mlp.up.weight", "norm.weight"]
+    assert first_module({"norm.weight", "blocks.0.mlp.up.weight"}, order) == "blocks.0.mlp.up"
+    assert first_module(set(), order) is None
+
+
+def test_calls_on_the_world_get_the_axes_that_were_predicted() -> None:
+    predicted = Counter({("tp", "all_reduce", 8, 2): 3, ("world", "all_reduce", 8, 2): 1})
+    seen = Counter({("world", "all_reduce", 8, 2): 4})
+    assert attributed(seen, predicted) == predicted
+    stray = seen + Counter({("world", "all_reduce", 16, 2): 1})
+    assert attributed(stray, predicted) - predicted == {("world", "all_reduce", 16, 2): 1}
+    fewer = Counter({("world", "all_reduce", 8, 2): 3})
+    assert attributed(fewer, predicted) == {("tp", "all_reduce", 8, 2): 3}
+
+
+def test_tolerances_follow_the_type_and_the_depth() -> None:
+    tiny, batch = models.load("tiny"), Batch(2, 32, 1, 2)
+    strict = tolerances(tiny, batch, "float64", 2, 1.0)
+    assert strict["grad_err"] == pytest.approx(8 * 2.0**-52 * math.sqrt(8 * 256))
+    assert max(strict.values()) <= 1e-10
+    loose = tolerances(tiny, batch, "float32", 2, 1.0)
+    assert loose["loss_err"] == pytest.approx(strict["loss_err"] * 2.0**29)
+    deep = tolerances(replace(tiny, layers=32), batch, "float64", 2, 1.0)
+    assert deep["norm_err"] == pytest.approx(2 * strict["norm_err"])
+    assert tolerances(tiny, batch, "bfloat16", 2, 1.0)["grad_err"] < 0.25
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt2", "gpt2-xl", "llama-3.1-405b", "mistral-7b", "qwen2.5-0.5b", "qwen3-32b"]
+)
+def test_scaled_down_models_are_small_and_split_alike(name: str) -> None:
+    shape = models.load(name)
+    assert is_large(shape)
+    for tp in range(1, 65):
+        layout = Layout(tp=tp)
+        small = scale_down(shape, layout)
+        assert not is_large(small) and small.layers <= 4
+        seq = 64 * tp if shape.positions != "learned" else 64 * tp // math.gcd(64, tp)
+        if seq <= shape.max_seq:
+            legal = not problems(layout, shape, seq=seq)
+            assert legal == (not problems(layout, small, seq=seq)), tp
+            if legal:
+                assert shape.vocab % tp == small.vocab % tp
+    kept = ("tied", "norm", "activation", "positions", "qkv_bias", "qk_norm", "heads", "kv_heads")
+    assert all(getattr(small, each) == getattr(shape, each) for each in kept)
+    assert [each.cut for each in weights(replace(shape, layers=1))] == [
+        each.cut for each in weights(replace(small, layers=1))
+    ]
+
+
+def test_tiny_is_verified_as_it_is() -> None:
+    assert not is_large(models.load("tiny"))

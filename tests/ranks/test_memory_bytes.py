@@ -1,0 +1,100 @@
+"""The ledger's bytes are those of the tensors that a rank really holds, to the byte."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from forked_steps import Setup, run, small_plan
+from torch import Tensor
+
+from fivefold.core.ledger import static_bytes
+from fivefold.parallel.compose import Job
+from fivefold.run.optimizer import HostOptimizer
+from fivefold.run.ranks import Pool
+
+ODD = {"kv_heads": "2", "vocab": "61", "ffn": "36"}  # nothing that fills a slice by itself
+FLOATS = Setup(dtype=torch.float32, bucket=10_000)
+CASES = [
+    *((layout, zero, FLOATS) for layout in ("dp=2", "dp=3", "dp=2x2") for zero in range(4)),
+    *(("dp=2 tp=2", zero, Setup(optimizer="sgd", bucket=3_000)) for zero in range(4)),
+    *(("dp=2 tp=2", zero, Setup(offload=True)) for zero in (1, 3)),
+    *(("dp=1", zero, Setup(offload=True)) for zero in (2, 3)),
+    ("tp=2", 3, FLOATS),
+    ("dp=2", 3, Setup(grad_dtype=torch.float64)),
+    ("dp=2", 0, Setup(dtype=torch.bfloat16, grad_dtype=torch.float32)),
+]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool(4) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize(("layout", "zero", "setup"), CASES, ids=str)
+def test_measured_is_predicted(layout: str, zero: int, setup: Setup, pool: Pool) -> None:
+    plan = small_plan(layout, ODD, zero=zero, microbatches=2)
+    for rank, found in enumerate(run(pool, plan, setup, measured)):
+        predicted = static_bytes(
+            plan,
+            rank,
+            itemsize=setup.itemsize,
+            grad_itemsize=setup.grad_itemsize,
+            optimizer=setup.optimizer,
+            offload=setup.offload,
+            bucket=setup.bucket,
+        )
+        assert found == {
+            "device": predicted.device,
+            "optimizer": predicted.optimizer + predicted.scalars,
+            "host": predicted.host,
+        }, f"rank {rank}"
+
+
+def measured(
+    job: Job, optimizer: torch.optim.Optimizer | HostOptimizer
+) -> Callable[[], dict[str, int]]:
+    """What a rank holds in front of the last step of its optimizer."""
+    found: dict[str, int] = {}
+    update = optimizer.step
+
+    def measure_and_update() -> None:
+        found.update(held(job, optimizer))
+        update()
+
+    optimizer.step = measure_and_update  # type: ignore[method-assign]
+    return lambda: found
+
+
+def held(job: Job, optimizer: torch.optim.Optimizer | HostOptimizer) -> dict[str, int]:
+    """Bytes by place. Without a GPU both places are host memory, so a tensor's part says which."""
+    units, offload = job.data.units, isinstance(optimizer, HostOptimizer)
+    kept = optimizer.states if isinstance(optimizer, HostOptimizer) else optimizer.state
+    states = [one for state in kept.values() for one in state.values()]
+    mine = [*states, *(unit.part for unit in units if unit.sheds_weights)]
+    buffers = [
+        one
+        for unit in units
+        for one in (unit.whole, unit.gradients, unit.sent, unit.received, unit.gradient)
+        if one is not None
+    ]
+    parameters = [one for unit in units for one in unit.parameters.values()]
+    gradients = [one.grad for one in parameters if one.grad is not None]
+    on_device = [*buffers, *gradients, *(each.grad for each in job.owned)]
+    return {
+        "device": storage(on_device if offload else [*on_device, *mine]),
+        "optimizer": 0 if offload else storage(states),
+        "host": storage(mine) if offload else 0,
+    }
+
+
+def storage(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the memory behind these tensors, each piece of it counted once."""
+    found: dict[Any, int] = {}
+    for tensor in tensors:
+        memory = tensor.untyped_storage()
+        found[memory.data_ptr()] = memory.nbytes()
+    return sum(found.values())

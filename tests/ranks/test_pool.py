@@ -1,0 +1,114 @@
+"""A pool of ranks: tasks one after another, and every way to lose a rank without leaving one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fivefold.run.ranks import Pool, RankLost, Worker
+
+import torch  # isort: skip
+import torch.distributed as dist  # isort: skip
+
+
+def total(worker: Worker, world: int, value: float) -> float:
+    with worker.joined(world):
+        tensor = torch.tensor(value * (worker.rank + 1))
+        if world > 1:
+            dist.all_reduce(tensor)
+        return tensor.item()
+
+
+def fail(worker: Worker, rank: int, how: str) -> None:
+    """One rank fails where the others wait for it."""
+    with worker.joined(2):
+        worker.phase("step 2 backward")
+        worker.detail("all_reduce on tp")
+        if worker.rank == rank and how == "raise":
+            raise MemoryError("no room for 3 GiB")
+        if worker.rank == rank and how == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if worker.rank == rank and how == "hang":
+            time.sleep(600)
+        worker.detail("all_reduce on dp")
+        dist.all_reduce(torch.ones(1))
+
+
+def gone(pid: int) -> bool:
+    """Whether the process has ended; one that nobody has waited for yet is over too."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    until = time.monotonic() + 10
+    while not all(gone(pid) for pid in pids):
+        assert time.monotonic() < until, "orphans remain"
+        time.sleep(0.05)
+
+
+def test_many_tasks_and_group_sizes_run_on_one_pool() -> None:
+    with Pool(4) as pool:
+        assert pool.run(total, 4, 1.0) == [10.0] * 4
+        assert pool.run_each([(total, (2, 0.5))] * 2) == [1.5] * 2
+        assert pool.run_each([(total, (1, 7.0))]) == [7.0]
+        assert pool.run(total, 4, 2.0) == [20.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("how", "cause"),
+    [
+        ("raise", "raised MemoryError: no room for 3 GiB"),
+        ("die", r"was killed by SIGKILL \(out of memory\?\)"),
+        ("hang", "was silent for 2 s"),
+    ],
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_lost_rank_is_named_with_what_it_did(how: str, cause: str, rank: int) -> None:
+    with Pool(2, patience=2.0) as pool:
+        pids = pool.pids
+        began = time.monotonic()
+        with pytest.raises(RankLost, match=cause) as caught:
+            pool.run(fail, rank, how)
+        assert caught.value.rank == rank
+        assert caught.value.doing == "step 2 backward, all_reduce on tp"
+        assert time.monotonic() - began < 10
+        assert all(gone(pid) for pid in pids)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_no_rank_outlives_its_parent(number: signal.Signals, tmp_path: Path) -> None:
+    script = tmp_path / "sleepers.py"
+    script.write_text(
+        "import time\n"
+        "from fivefold.run.ranks import Pool\n"
+        "def sleep(worker): time.sleep(600)\n"
+        "with Pool(3) as pool:\n"
+        "    print(*pool.pids, flush=True)\n"
+        "    pool.run(sleep)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    assert process.stdout is not None
+    pids = [int(word) for word in process.stdout.readline().split()]
+    assert len(pids) == 3 and not any(gone(pid) for pid in pids)
+    time.sleep(0.2)
+    process.send_signal(number)
+    assert process.wait(timeout=20) != 0
+    process.stdout.close()
+    wait_until_gone(pids)
+    if number != signal.SIGKILL:  # which nobody can clean up after
+        assert not list(tmp_path.glob("fivefold-*"))

@@ -1,0 +1,194 @@
+"""`verify` over the data and tensor axes: every mode of both equals one device, to rounding."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fivefold.cli import main
+from fivefold.core.plan import Plan, Wishes, resolve
+from fivefold.model.batch import NOT_COUNTED
+from fivefold.run.compare import attributed
+from fivefold.run.ranks import Pool
+from fivefold.run.samples import samples
+from fivefold.trial import Settings, num_phases, run_rank, run_trial
+
+PUBLISHED = 1e-10  # what float64 must reach, whatever tolerance is derived
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool(9) as forked:
+        yield forked
+
+
+def plan_of(layout: str, **wishes: Any) -> Plan:
+    changes = {"layers": "3"} | wishes.pop("set", {})
+    return resolve(Wishes("tiny", layout=layout, set=changes, **wishes), small=True)
+
+
+def verify(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    """Exit code, output and errors of the command."""
+    with pytest.raises(SystemExit) as stop:
+        main(["verify", *words.split()])
+    captured = capsys.readouterr()
+    return int(stop.value.code or 0), captured.out, captured.err
+
+
+def test_the_command_prints_what_it_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = verify("--layout dp=2 --microbatches 1 --json", capsys)
+    table = json.loads(out)
+    assert code == 0 and table["passed"] and table["traffic"]["match"]
+    assert (table["model"], table["layout"], table["world"]) == ("tiny", "dp=2", 2)
+    for name in ("loss_err", "grad_err", "norm_err", "clip_err", "weight_err"):
+        assert 0 <= table[name] <= table["tolerance"][name] <= PUBLISHED
+    assert table["traffic"]["predicted"] == table["traffic"]["observed"]
+    calls = {(each["kind"], each["bytes"], each["count"]) for each in table["traffic"]["observed"]}
+    assert ("all_reduce", 8, 1) in calls and ("all_reduce", 16, 1) in calls
+    assert table["diverges_at"] is None and table["seconds"] > 0
+    assert any("dropout" in note for note in table["notes"])
+
+
+def test_a_large_model_is_scaled_down_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = verify("qwen2.5-0.5b --layout tp=2 --microbatches 1 --steps 1", capsys)
+    assert code == 0 and "PASS" in out
+    assert "scaled down: 4 of 24 layers" in out
+    assert "differs" not in out and "too large" not in out
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("--layout dp=2 --dtype float16", "unknown --dtype 'float16': did you mean bfloat16"),
+        ("--layout dp=2 --optimizer adam", "did you mean adamw"),
+        ("--layout dp=2 --steps 0", "--steps 0: give a number above 0"),
+        ("--layout dp=2 --bucket-mb nan", "--bucket-mb nan"),
+        ("--layout pp=2", "verify runs dp and tp so far: set pp to 1"),
+        ("--layout dp=128", "at most 64 ranks"),
+        ("--layout tp=3", "tp=3 does not divide heads 8"),
+        ("tiny-moe --layout dp=2", "experts (moe)"),
+    ],
+)
+def test_bad_input_exits_with_2(
+    words: str, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = verify(words, capsys)
+    assert code == 2 and not out and reason in err
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("layout", ["dp=2 tp=2", "dp=2x2"])
+def test_every_zero_stage(pool: Pool, layout: str, zero: int) -> None:
+    check(pool, plan_of(layout, zero=zero))
+
+
+@pytest.mark.parametrize(
+    "wishes",
+    [
+        {"layout": "tp=4", "set": {"kv_heads": "2"}},
+        {"layout": "dp=2 tp=2", "set": {"vocab": "251"}},
+        {"layout": "dp=2 tp=2", "set": {"tied": "true"}},
+        {"layout": "dp=2 tp=2", "set": {"tied": "true"}, "zero": 1, "recompute": "full"},
+        {"layout": "dp=2 tp=2", "recompute": "selective"},
+        {"layout": "dp=2 tp=2", "recompute": "full"},
+        {"layout": "dp=2 tp=2", "recompute": "full:2"},
+        {"layout": "dp=2 tp=2", "sp": False},
+        {"layout": "dp=2 tp=2", "packed": True},
+        {"layout": "dp=3", "microbatches": 3, "microbatch_size": 2},
+        {"layout": "dp=1"},
+    ],
+    ids=lambda wishes: " ".join(map(str, wishes.values())),
+)
+def test_every_model_and_mode(pool: Pool, wishes: dict[str, Any]) -> None:
+    check(pool, plan_of(**wishes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"optimizer": "sgd"},
+        {"offload": True},
+        {"bucket": 100_000},
+        {"bucket": 100_000, "offload": True},
+        {"empty_rank": 1},
+        {"seed": 7, "steps": 3},
+        {"dtype": "float32"},
+        {"dtype": "bfloat16"},
+        {"dtype": "bfloat16", "grad_dtype": "bfloat16"},
+    ],
+    ids=str,
+)
+def test_every_setting(pool: Pool, changes: dict[str, Any]) -> None:
+    check(pool, plan_of("dp=2 tp=2"), replace(Settings(), **changes))
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_a_rank_without_any_counted_token(pool: Pool, zero: int) -> None:
+    check(pool, plan_of("dp=4", zero=zero), Settings(empty_rank=3))
+
+
+def check(pool: Pool, plan: Plan, settings: Settings | None = None) -> None:
+    settings = settings or Settings()
+    phases: list[None] = []
+    verdict = run_trial(pool, plan, settings, lambda: phases.append(None))
+    assert verdict.traffic_match, verdict.traffic
+    assert verdict.passed, (verdict.errors, verdict.tolerance, verdict.diverges_at)
+    assert len(phases) == num_phases(plan, settings)
+    if settings.dtype == "float64":
+        assert max(verdict.errors.values()) <= PUBLISHED
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full:2"])
+@pytest.mark.parametrize("layout", ["dp=2x2 tp=2", "tp=2"])
+def test_the_mesh_notes_what_the_dispatcher_sees(pool: Pool, layout: str, recompute: str) -> None:
+    plan = plan_of(layout, recompute=recompute, set={"layers": "2"})
+    ranks = pool.run_each([(run_rank, (plan, Settings()))] * plan.layout.world)
+    for rank in ranks:
+        for step in rank.steps:
+            assert step.noted and attributed(step.seen, step.noted) == step.noted
+
+
+def test_samples_are_a_function_of_seed_and_step() -> None:
+    batch = plan_of("dp=4", microbatch_size=2).batch
+    drawn, again = (samples(batch, 256, 3, 1, empty_rank=2) for _ in range(2))
+    assert drawn.tokens.equal(again.tokens) and drawn.labels.equal(again.labels)
+    assert not drawn.tokens.equal(samples(batch, 256, 3, 2).tokens)
+    assert not drawn.tokens.equal(samples(batch, 256, 4, 1).tokens)
+    counted = [sum(int((one.labels != NOT_COUNTED).sum()) for one in drawn.of(r)) for r in range(4)]
+    assert counted[2] == 0 and 0 < counted[0] != counted[1] > 0  # ragged
+    whole = drawn.whole()
+    assert int((whole.labels != NOT_COUNTED).sum()) == sum(counted)
+    kept = whole.labels[:, :-1] != NOT_COUNTED
+    assert whole.labels[:, :-1][kept].equal(whole.tokens[:, 1:][kept])
+
+
+def test_the_reference_shares_nothing_with_the_ranks() -> None:
+    code = (
+        "import sys, fivefold.run.reference\n"
+        "shared = [name for name in sys.modules if name.startswith(('fivefold.parallel', "
+        "'fivefold.step', 'fivefold.core.units', 'fivefold.core.traffic'))]\n"
+        "assert not shared, shared"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_progress_bar_is_drawn_where_somebody_looks() -> None:
+    words = [sys.executable, "-m", "fivefold", "verify", "--steps", "1", "--json"]
+    terminal, end = pty.openpty()
+    done = subprocess.run(
+        words, stdout=subprocess.PIPE, stderr=end, env={**os.environ, "TERM": "xterm"}
+    )
+    os.close(end)
+    drawn = os.read(terminal, 100_000).decode()
+    os.close(terminal)
+    assert done.returncode == 0 and json.loads(done.stdout)["passed"]
+    assert "verify" in drawn and "━" in drawn
