@@ -6,14 +6,17 @@ One graph for each block and one for the loss: on an H200 a single graph of the 
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from fivefold.model.decoder import Decoder
 
 
-def compile_blocks(decoder: Decoder) -> None:
+def compile_blocks(decoder: Decoder, backend: str = "inductor") -> None:
     """Compile every block and the loss in place; weights keep their names."""
+    compiled = partial(torch.compile, fullgraph=True, backend=backend)
     for block in decoder.blocks.values():
-        block.forward = torch.compile(block.forward, fullgraph=True)
+        block.forward = compiled(block.forward)
     if decoder.head is not None:
-        decoder.head.cross_entropy = torch.compile(decoder.head.cross_entropy, fullgraph=True)
+        decoder.head.cross_entropy = compiled(decoder.head.cross_entropy)

@@ -12,11 +12,18 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import date
 
 from fivefold.core.plan import Wishes, resolve
 from fivefold.run.ranks import Pool
 from fivefold.trial import Settings, Verdict, run_trial
 
+HEAD = """# Verified layouts
+
+Every layout of 2, 4 and 8 ranks over data and tensor, on `tiny` with 2 layers in float64, 2 steps
+of AdamW; model variant, recomputation and unit size drawn by hash. Made by `make verify-all` on
+{date}.
+"""
 WORLDS = (2, 4, 8)
 MODELS = ({}, {"tied": "true"}, {"vocab": "251"}, {"kv_heads": "2"}, {"qkv_bias": "true"})
 RECOMPUTES = ("none", "selective", "full", "full:2")
@@ -97,6 +104,7 @@ def row(case: Case, verdict: Verdict) -> str:
 def main() -> int:
     began = time.perf_counter()
     verdicts: list[Verdict] = []
+    print(HEAD.format(date=date.today()))
     print("| layout | model | recompute | unit | loss | gradients | norm | weights | traffic | |")
     print("|---|---|---|---|---|---|---|---|---|---|")
     with Pool(max(WORLDS) + 1) as pool:
