@@ -1,4 +1,4 @@
-"""What all tests share: the line budget at the end of every run."""
+"""What all tests share: warnings are errors where torch has no part; the line budget at the end."""
 
 from __future__ import annotations
 
@@ -7,6 +7,13 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "fivefold"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Our own code may not warn. Each torch on each Python has warnings of its own."""
+    for item in items:
+        if "pure" in item.path.parts:
+            item.add_marker(pytest.mark.filterwarnings("error"))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -11,7 +11,6 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from fivefold.trial import RankRun, Settings, Verdict, judge, run_rank, run_reference
 from torch import Tensor
 
 from fivefold import step as step_module
@@ -23,6 +22,7 @@ from fivefold.parallel.flat import FlatUnit
 from fivefold.parallel.mesh import Mesh
 from fivefold.run.compare import Dtype
 from fivefold.run.ranks import Pool, Worker
+from fivefold.trial import RankRun, Settings, Verdict, judge, run_rank, run_reference
 
 Patch = AbstractContextManager[Any]
 
