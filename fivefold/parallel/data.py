@@ -106,7 +106,7 @@ class Data:
     def finish(self) -> None:
         """After the last backward: every gradient summed, and where the optimizer looks for it."""
         for unit in self.units:
-            if unit.gradients is not None:
+            if unit.collects and not unit.sent_last:
                 # Some weight got no gradient from the last microbatch: its share is zero.
                 self._send(unit)
         while self.in_flight:

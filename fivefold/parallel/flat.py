@@ -72,6 +72,7 @@ class FlatUnit:
         self.received: Tensor | None = None  # of the part, summed over the ranks, on its way
         self.gradient: Tensor | None = None  # of the part, summed over ranks and microbatches
         self.parameters = self._adopt(places, fill)
+        self.missing = set(self.parameters)  # weights whose gradient this microbatch still owes
         self.grad_dtype = options.grad_dtype or self.whole.dtype
         self.part = self._own_part()
         self.owned = self._owned()
@@ -131,7 +132,6 @@ class FlatUnit:
         if not self.collects:
             return
         spans = {entry.row.name: (entry.start, entry.stop) for entry in self.unit.entries}
-        missing = set(spans)
         # A weight would otherwise keep its hook, and the hook the unit, and the unit the weight.
         this, tell = ref(self), WeakMethod(ready)
 
@@ -140,9 +140,9 @@ class FlatUnit:
             assert unit is not None and told is not None and parameter.grad is not None
             unit.add(spans[name], parameter.grad)
             parameter.grad = None
-            missing.discard(name)
-            if not missing:
-                missing.update(spans)
+            unit.missing.discard(name)
+            if not unit.missing:
+                unit.missing = set(spans)
                 told(unit)
 
         for name, parameter in self.parameters.items():
@@ -150,11 +150,15 @@ class FlatUnit:
 
     def add(self, span: tuple[int, int], gradient: Tensor) -> None:
         """Add the gradient of one weight to this rank's share."""
+        self.share()[span[0] : span[1]].add_(gradient.view(-1))
+
+    def share(self) -> Tensor:
+        """This rank's gradients of the whole unit; zero where no token reached a weight."""
         if self.gradients is None:
             self.gradients = torch.zeros(
                 self.unit.size, dtype=self.grad_dtype, device=self.mesh.device
             )
-        self.gradients[span[0] : span[1]].add_(gradient.view(-1))
+        return self.gradients
 
     def gather(self) -> None:
         """Start to bring the whole weights here, where they are not kept."""
@@ -180,8 +184,7 @@ class FlatUnit:
 
     def send(self, last: bool) -> None:
         """Start to sum this rank's gradients with the others'; `last` of the step or not."""
-        assert self.gradients is not None
-        self.sent, self.gradients = self.gradients, None
+        self.sent, self.gradients = self.share(), None
         self.sent_last = last
         if self.sliced:
             self.received = self.sent.new_empty(self.unit.slice_size)
@@ -222,7 +225,8 @@ class FlatUnit:
 
     def publish(self) -> None:
         """Let go of the gradients, and bring the updated weights to where they are held whole."""
-        self.gradient = None
+        self.gradient, self.sent_last = None, False
+        self.missing = set(self.parameters)
         for each in self.owned:
             each.gradient = each.tensor.grad = None
         if self.sliced and not self.sheds_weights:

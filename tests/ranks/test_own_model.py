@@ -1,0 +1,107 @@
+"""The data dimension on modules that are not ours: the example, unused weights, stray ones."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fivefold.core.errors import FivefoldError
+from fivefold.core.layout import Layout
+from fivefold.parallel.data import shard
+from fivefold.parallel.flat import Options
+from fivefold.parallel.mesh import Mesh
+from fivefold.run.ranks import Pool, Worker
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "own_loop.py"
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool(2) as forked:
+        yield forked
+
+
+def example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("own_loop", EXAMPLE)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run_example(worker: Worker, world: int, zero: int) -> list[float]:
+    if world == 1:
+        return example().train(steps=5)
+    with worker.joined(world):
+        return example().train(steps=5, zero=zero)
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_the_example_computes_what_one_process_does(pool: Pool, zero: int) -> None:
+    alone, *_ = pool.run(run_example, 1, zero)
+    together = pool.run(run_example, 2, zero)
+    assert alone[0] > alone[-1]
+    for losses in together:
+        assert losses == pytest.approx(alone, rel=1e-12)
+
+
+class Skipping(nn.Module):
+    """Its second layer is used only where told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
+
+    def forward(self, x: Tensor, use: bool) -> Tensor:
+        x = self.first(x)
+        return self.second(x) if use else x
+
+
+def sums(worker: Worker, zero: int, used_by: tuple[bool, ...]) -> list[list[float]]:
+    """The summed gradients of two steps, as this rank's optimizer gets them."""
+    with worker.joined(2):
+        mesh = Mesh.build(Layout(shard=2, zero=zero), torch.device("cpu"), kv_heads=1)
+        model = Skipping()
+        blocks = {"first": [model.first], "second": [model.second]}
+        data = shard(model, blocks, mesh, Options(zero), bucket=200)
+        found = []
+        for number in range(2):
+            x = torch.full((1, 4), 1.0 + mesh.rank + number, dtype=torch.float64)
+            with data.backward(last=True):
+                model(x, used_by[mesh.rank]).sum().backward()
+            data.finish()
+            found.append([float(each.grad.sum()) for each in data.owned])
+            data.publish()
+        return found
+
+
+@pytest.mark.parametrize("zero", range(3))
+@pytest.mark.parametrize("used_by", [(True, False), (False, True), (False, False)])
+def test_weights_that_no_token_reaches(pool: Pool, zero: int, used_by: tuple[bool, bool]) -> None:
+    found = pool.run(sums, zero, used_by)
+    truth = []
+    for number in range(2):
+        model = Skipping()
+        for rank, use in enumerate(used_by):
+            x = torch.full((1, 4), 1.0 + rank + number, dtype=torch.float64)
+            model(x, use).sum().backward()
+        grads = [one.grad for one in model.parameters() if one.grad is not None]
+        truth.append(float(sum(one.sum() for one in grads)))
+    ranks = found[:1] if zero == 0 else found
+    for number, wanted in enumerate(truth):
+        total = sum(sum(of_rank[number]) for of_rank in ranks)
+        assert total == pytest.approx(wanted, rel=1e-12)
+
+
+def test_a_weight_outside_all_blocks_is_refused() -> None:
+    model = Skipping()
+    mesh = Mesh.build(Layout(), torch.device("cpu"), kv_heads=1)
+    with pytest.raises(FivefoldError, match=r"second\.bias, second\.weight belong to no block"):
+        shard(model, {"first": [model.first]}, mesh, Options(zero=3))
