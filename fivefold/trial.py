@@ -202,12 +202,11 @@ def _samples(plan: Plan, settings: Settings, number: int) -> Samples:
 def _owned(job: Job, gradients: bool) -> Iterator[Part]:
     """What the optimizer of this rank updates: the gradients of it, or the values."""
     for flat in job.data.units:
-        place = job.mesh.place("fsdp") if flat.sliced else 0
         begins = {entry.row.name: entry.start for entry in flat.unit.entries}
-        spans = {row.name: start for row, start, _ in flat.unit.owned(place)}
+        spans = {row.name: start for row, start, _ in flat.unit.owned(flat.place)}
         for each in flat.owned:
             name = each.row.name
-            start = place * flat.unit.slice_size + spans[name] - begins[name]
+            start = flat.place * flat.unit.slice_size + spans[name] - begins[name]
             values = as_array(each.grad if gradients else each.tensor)
             yield Part(name, job.pieces[name], start, values)
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from fivefold.core.errors import FivefoldError
 from fivefold.core.units import Row, Unit, pack
-from fivefold.parallel.flat import Fill, FlatUnit, Options, Owned, Places
+from fivefold.parallel.flat import Fill, FlatUnit, Options, Owned, Places, Use
 from fivefold.parallel.mesh import Mesh
 
 _MOST_IN_FLIGHT = 2  # reductions whose whole gradients are still held
@@ -79,14 +79,17 @@ class Data:
         self.mesh, self.last_microbatch, self.in_backward = mesh, True, False
         self.in_flight: deque[FlatUnit] = deque()
         places, used = _places(model), _used(model, blocks)
-        self.units = [FlatUnit(unit, places, mesh, options, fill) for unit in units]
-        final = list(blocks)[-1]
-        for unit in self.units:
-            names = {entry.row.name for entry in unit.unit.entries}
-            unit.users = [block for block in blocks if used[block] & names]
-            unit.kept = unit.users[-1] == final
-            unit.read_in_backward = not options.without_weights >= set(unit.users)
-            unit.watch_gradients(self._ready)
+        self.units: list[FlatUnit] = []
+        for unit in units:
+            names = {entry.row.name for entry in unit.entries}
+            users = tuple(block for block in blocks if used[block] & names)
+            use = Use(
+                users,
+                kept=users[-1] == list(blocks)[-1],
+                read_in_backward=not options.without_weights >= set(users),
+            )
+            self.units.append(FlatUnit(unit, use, places, mesh, options, fill))
+            self.units[-1].watch_gradients(self._ready)
         for block, modules in blocks.items():
             self._hook(block, modules, backward=block not in options.without_weights)
 
@@ -125,7 +128,7 @@ class Data:
             unit.arrive()
 
     def _hook(self, block: str, modules: Sequence[nn.Module], backward: bool) -> None:
-        needed = [unit for unit in self.units if block in unit.users]
+        needed = [unit for unit in self.units if block in unit.use.blocks]
 
         def left(module: nn.Module, arguments: object, output: Tensor) -> None:
             self._leave(block, needed)
@@ -147,12 +150,12 @@ class Data:
         # A forward inside the backward is recomputation: its weights are needed at once.
         if not self.in_backward:
             for unit in units:
-                if unit.users[-1] == block and not unit.kept:
+                if unit.use.blocks[-1] == block and not unit.use.kept:
                     unit.release()
 
     def _return(self, units: list[FlatUnit]) -> None:
         for unit in units:
-            if unit.read_in_backward:
+            if unit.use.read_in_backward:
                 unit.gather()
         self._ahead(units[0], -1)
         for unit in units:
@@ -160,7 +163,7 @@ class Data:
 
     def _ahead(self, unit: FlatUnit, step: int) -> None:
         place = self.units.index(unit) + step
-        if 0 <= place < len(self.units) and (step > 0 or self.units[place].read_in_backward):
+        if 0 <= place < len(self.units) and (step > 0 or self.units[place].use.read_in_backward):
             self.units[place].gather()
 
     def _ready(self, unit: FlatUnit) -> None:

@@ -33,6 +33,15 @@ class Options:
     without_weights: frozenset[str] = frozenset()
 
 
+@dataclass(frozen=True)
+class Use:
+    """Which blocks use a unit, in forward order, and when its whole weights must be here."""
+
+    blocks: tuple[str, ...]
+    kept: bool  # from the forward to the backward: the last block is used in both at once
+    read_in_backward: bool
+
+
 @dataclass
 class Owned:
     """What the optimizer of this rank updates of one weight: all of it, or a flat part.
@@ -59,11 +68,9 @@ class FlatUnit:
     """
 
     def __init__(
-        self, unit: Unit, places: Places, mesh: Mesh, options: Options, fill: Fill
+        self, unit: Unit, use: Use, places: Places, mesh: Mesh, options: Options, fill: Fill
     ) -> None:
-        self.unit, self.mesh, self.options = unit, mesh, options
-        self.users: list[str] = []
-        self.kept, self.read_in_backward = False, True
+        self.unit, self.use, self.mesh, self.options = unit, use, mesh, options
         self.arriving: Pending | None = None
         self.summing: Pending | None = None
         self.gradients: Tensor | None = None  # of the whole unit, this rank's share
@@ -82,6 +89,11 @@ class FlatUnit:
     @property
     def sliced(self) -> bool:
         return self.unit.num_slices > 1
+
+    @property
+    def place(self) -> int:
+        """Which slice is this rank's."""
+        return self.mesh.place("fsdp") if self.sliced else 0
 
     @property
     def sheds_weights(self) -> bool:
@@ -112,8 +124,8 @@ class FlatUnit:
         return parameters
 
     def _own_part(self) -> Tensor:
-        size, place = self.unit.slice_size, self.mesh.place("fsdp") if self.sliced else 0
-        part = self.whole[place * size : (place + 1) * size]
+        size = self.unit.slice_size
+        part = self.whole[self.place * size : (self.place + 1) * size]
         if not self.sheds_weights:
             return part
         if not self.options.offload:
@@ -124,7 +136,7 @@ class FlatUnit:
         if not self.sliced:
             rows = [entry.row for entry in self.unit.entries]
             return [Owned(row, self.parameters[row.name]) for row in rows]
-        parts = self.unit.owned(self.mesh.place("fsdp"))
+        parts = self.unit.owned(self.place)
         return [Owned(row, self.part[start:stop].detach()) for row, start, stop in parts]
 
     def watch_gradients(self, ready: Callable[[FlatUnit], None]) -> None:
@@ -215,8 +227,7 @@ class FlatUnit:
             self.summing = None
         assert self.gradient is not None
         gradient = self.gradient.to(self.part.dtype)
-        place = self.mesh.place("fsdp") if self.sliced else 0
-        spans = {row.name: (start, stop) for row, start, stop in self.unit.owned(place)}
+        spans = {row.name: (start, stop) for row, start, stop in self.unit.owned(self.place)}
         for each in self.owned:
             start, stop = spans[each.row.name]
             each.gradient = gradient[start:stop].view(each.tensor.shape)

@@ -95,7 +95,7 @@ def skipped_bucket() -> Patch:
     inner = FlatUnit.send
 
     def skipped(self: FlatUnit, last: bool) -> None:
-        if self.users[0] != "blocks.1":
+        if self.use.blocks[0] != "blocks.1":
             return inner(self, last)
         assert self.gradients is not None
         size = self.unit.slice_size
@@ -134,7 +134,7 @@ def stale_weight() -> Patch:
     inner = FlatUnit.publish
 
     def stale(self: FlatUnit) -> None:
-        if self.users[0] != "blocks.1":
+        if self.use.blocks[0] != "blocks.1":
             inner(self)
             return
         before = self.whole.clone()
