@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,8 @@ def test_no_rank_outlives_its_parent(number: signal.Signals, tmp_path: Path) -> 
         stderr=subprocess.DEVNULL,
         text=True,
         env={**os.environ, "TMPDIR": str(tmp_path)},
+        # A shell starts its background jobs with interrupts ignored, and children inherit that.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None
     pids = [int(word) for word in process.stdout.readline().split()]
