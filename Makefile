@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: setup train test lint types verify-all bench-schedule bench-overlap bench-gpu clean
+.PHONY: setup train test lint types verify-all bench-schedule bench-overlap bench-pipeline bench-gpu clean
 
 setup: $(READY)
 
@@ -35,6 +35,9 @@ verify-all: setup
 
 bench-overlap: setup
 	$(BIN)/python benchmarks/overlap.py
+
+bench-pipeline: setup
+	$(BIN)/python benchmarks/pipeline.py
 
 # PEER is a folder with TorchTitan 0.2.2 and a runner for it; without a GPU this says so.
 bench-gpu: setup

@@ -13,7 +13,7 @@ from torch.nn.utils import get_total_norm
 
 from fivefold.model.batch import NOT_COUNTED, TokenBatch
 from fivefold.parallel.compose import Job
-from fivefold.parallel.mesh import WORLD, Mesh
+from fivefold.parallel.mesh import TWIN, WORLD, Mesh
 from fivefold.parallel.tensor import sum_partial
 
 
@@ -42,20 +42,18 @@ def step(job: Job, optimizer: Optimizer, batches: Sequence[TokenBatch], max_norm
     all ranks and microbatches: a mean of means would weigh tokens by where they happen to lie.
     """
     tokens = counted_tokens(batches, job.mesh)
-    losses = []
-    for place, batch in enumerate(batches):
-        loss = job.model(batch.tokens, batch) / tokens
-        with job.data.backward(last=place == len(batches) - 1):
-            loss.backward()
-        losses.append(loss.detach())
-    job.data.finish()
+    losses = job.pipeline.run(batches, [tokens] * len(batches))
+    for chunk in job.chunks:
+        chunk.data.finish()
     sum_partial([(job.pieces[each.row.name], each.grad) for each in job.owned], job.mesh)
-    loss, norm = totals(job, torch.stack(losses).sum())
+    sum_copies(job)
+    loss, norm = totals(job, sum(losses.values(), torch.zeros_like(tokens)))
     clip = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for each in job.owned:
         each.grad.mul_(clip)
     optimizer.step()
-    job.data.publish()
+    for chunk in job.chunks:
+        chunk.data.publish()
     return Outcome(loss, norm, clip)
 
 
@@ -68,22 +66,44 @@ def counted_tokens(batches: Sequence[TokenBatch], mesh: Mesh) -> Tensor:
     return total.clamp(min=1)
 
 
+def sum_copies(job: Job) -> None:
+    """Sum the gradients of weights that several stages hold: the copies then stay equal.
+
+    A tied weight on two stages of one rank is summed here; what is on two ranks travels, in one
+    all-reduce in float32 or wider: the tied weight, or under a mirrored placement everything.
+    """
+    tied = [each for each in job.owned if job.is_tied(each.row.name)]
+    if len(tied) == 2:
+        for each in tied[1:]:
+            tied[0].grad.add_(each.grad)
+            each.grad.copy_(tied[0].grad)
+    if job.mesh.size(TWIN) == 1:
+        return
+    shared = job.owned if job.plan.schedule.placement.mirrored else tied
+    if shared:
+        job.mesh.sum_together([each.grad for each in shared], TWIN)
+
+
 def totals(job: Job, loss: Tensor) -> tuple[Tensor, Tensor]:
-    """The loss and the gradient norm of the whole job, from what this rank holds of both.
+    """The loss and the gradient norm of the whole job, from what this rank holds of both."""
+    both = torch.stack([loss.to(torch.float64) / job.mesh.size("tp"), squared_norm(job)])
+    if job.mesh.size(WORLD) > 1:
+        job.mesh.all_reduce(both, WORLD, dist.ReduceOp.SUM).wait()
+    return both[0], both[1].sqrt()
+
+
+def squared_norm(job: Job) -> Tensor:
+    """This rank's share of the squared gradient norm.
 
     An element that several ranks hold counts once: each of them brings its share.
     """
     squares: dict[int, list[Tensor]] = {}
     for each in job.owned:
         squares.setdefault(job.copies(each), []).append(each.grad)
-    norm = sum(
+    return sum(
         (
             get_total_norm(grads).to(torch.float64) ** 2 / copies
             for copies, grads in squares.items()
         ),
-        torch.zeros((), dtype=torch.float64),
+        torch.zeros((), dtype=torch.float64, device=job.mesh.device),
     )
-    both = torch.stack([loss.to(torch.float64) / job.mesh.size("tp"), norm.to(loss.device)])
-    if job.mesh.size(WORLD) > 1:
-        job.mesh.all_reduce(both, WORLD, dist.ReduceOp.SUM).wait()
-    return both[0], both[1].sqrt()

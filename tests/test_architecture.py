@@ -24,8 +24,9 @@ ARROWS = {
     "model": {"model", "core"},
     "parallel": {"parallel", "model", "core"},
     "step": {"parallel", "model", "core"},
+    "stream": {"step", "parallel", "model", "core"},
     "run": {"run", "model", "core"},
-    "trial": {"run", "step", "parallel", "model", "core"},
+    "trial": {"trial", "run", "stream", "step", "parallel", "model", "core"},
     "verbs": {"verbs", "report", "run", "trial", "step", "parallel", "model", "core"},
     "cli": {"cli", "core"},
     "__main__": {"cli"},
@@ -33,7 +34,7 @@ ARROWS = {
 }
 WITHOUT_TORCH = ("core", "report", "cli", "__main__", "__init__")
 VERBS_WITHOUT_TORCH = ("plan", "schedule", "options")
-ROOMS = ("data", "tensor")  # of the five dimensions; they meet only in compose
+ROOMS = ("data", "tensor", "pipeline")  # of the five dimensions; they meet only in compose
 
 
 def module_name(path: Path) -> str:

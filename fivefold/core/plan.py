@@ -10,22 +10,30 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
-from fivefold.core import legality, machine, models, strict
+from fivefold.core import legality, machine, models, stages, strict
 from fivefold.core.batch import Batch
-from fivefold.core.errors import BadFile, FivefoldError
+from fivefold.core.errors import BadFile, FivefoldError, UnknownName
 from fivefold.core.layout import Layout, parse_zero
 from fivefold.core.machine import Machine
-from fivefold.core.schedule.catalog import Family
+from fivefold.core.schedule.catalog import AUTO, Family
 from fivefold.core.schedule.choose import choose
+from fivefold.core.schedule.custom import looks_like_file
 from fivefold.core.schedule.value import Schedule
 from fivefold.core.shape import Shape
 
 Precision = Literal["fp32", "bf16", "fp16"]
+Gather = Literal["step", "microbatch"]
 _FILES = (".json", ".toml", ".csv", ".txt")
-_DERIVED = {"layout": ("zero", "chunks", "microbatches"), "schedule": ("chunks", "microbatches")}
+_DERIVED = {
+    "layout": ("zero", "chunks", "microbatches", "stage_layers", "gather"),
+    "schedule": ("chunks", "microbatches", "stage_layers"),
+    "chunks": ("stage_layers",),
+    "set": ("stage_layers",),
+}
 _ASYNCHRONOUS = (
     "ASYNCHRONOUS: this schedule computes gradients on older weights, which is not what one device "
     "computes"
@@ -67,10 +75,12 @@ class Wishes:
     machine: str | None = None
     gpus: int | None = None
     zero: int | None = None
+    gather: str | None = None
     sp: bool = True
     context: str = "zigzag"
     schedule: str = "1f1b"
     chunks: int | None = None
+    stage_layers: str | None = None
     microbatches: int | None = None
     microbatch_size: int | None = None
     batch: int | None = None
@@ -83,7 +93,11 @@ class Wishes:
 
 @dataclass(frozen=True)
 class Plan:
-    """A job with nothing left open. `notes` say what was changed or derived on the way."""
+    """A job with nothing left open. `notes` say what was changed or derived on the way.
+
+    `stage_layers` is None where layers are dealt by cost; `gather` says how often ZeRO-3 gathers
+    the weights of a unit.
+    """
 
     shape: Shape
     machine: Machine | None
@@ -93,16 +107,38 @@ class Plan:
     recompute: Recompute
     precision: Precision
     wishes: Wishes
+    stage_layers: tuple[int, ...] | None = None
+    gather: Gather = "microbatch"
     notes: tuple[str, ...] = ()
 
     def to_toml(self, folder: Path = Path()) -> str:
         """The plan as a file in `folder` that every verb reads back to the same plan."""
         return strict.to_toml(strict.table_of(_with_paths(self.wishes, _seen_from(folder))))
 
-    def make_schedule(self) -> Schedule:
-        """The pipeline schedule of this plan."""
-        family = choose(self.wishes.schedule)
-        return family.make(self.layout.pp, self.batch.microbatches, self.layout.chunks)
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The pipeline schedule; without a pipeline 1F1B on one rank, whatever the name."""
+        return _schedule(self.wishes.schedule, self.layout, self.batch.microbatches)
+
+    @cached_property
+    def stages(self) -> tuple[range, ...]:
+        """The layers of each pipeline stage."""
+        return stages.cut(
+            self.shape, self.schedule.num_stages, self.stage_layers, seq=self.batch.seq
+        )
+
+
+def _schedule(word: str, layout: Layout, num_microbatches: int) -> Schedule:
+    numbers = (layout.pp, num_microbatches, layout.chunks)
+    if layout.pp == 1:
+        return _named("1f1b", *numbers)
+    return choose(word).make(*numbers) if looks_like_file(word) else _named(word.lower(), *numbers)
+
+
+@lru_cache
+def _named(name: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
+    """A schedule that is not from a file, made once a process: a search takes its time."""
+    return choose(name).make(num_ranks, num_microbatches, num_chunks)
 
 
 def read(path: Path) -> Wishes:
@@ -164,9 +200,15 @@ def resolve(wishes: Wishes, *, small: bool = False) -> Plan:
         chunks=wishes.chunks,
         gpus=wishes.gpus,
         schedule=family,
+        stage_layers=wishes.stage_layers,
     )
     legality.check(layout, shape, **job)
     batch = _batch(wishes, family, layout, seq)
+    given = None if wishes.stage_layers is None else stages.parse(wishes.stage_layers)
+    if family.name == AUTO and layout.pp > 1:
+        layout = _searched(wishes, layout, batch)
+        stages.cut(shape, layout.pp * layout.chunks, given)  # whose number was not known before
+    gather = _gather(wishes, layout)
     return Plan(
         shape=shape,
         machine=None if wishes.machine is None else machine.load(wishes.machine),
@@ -175,7 +217,9 @@ def resolve(wishes: Wishes, *, small: bool = False) -> Plan:
         packed=wishes.packed,
         recompute=Recompute.parse(wishes.recompute),
         precision=wishes.precision,
-        wishes=_settled(wishes, layout, batch),
+        wishes=_settled(wishes, layout, batch, gather),
+        stage_layers=given,
+        gather=gather,
         notes=tuple(notes),
     )
 
@@ -205,12 +249,34 @@ def _batch(wishes: Wishes, family: Family, layout: Layout, seq: int) -> Batch:
     )
 
 
-def _settled(wishes: Wishes, layout: Layout, batch: Batch) -> Wishes:
+def _searched(wishes: Wishes, layout: Layout, batch: Batch) -> Layout:
+    """The layout with the chunks that a search takes, of which its own are the most.
+
+    Fewer may idle less. The search is then repeated with these as the most, as it will be wherever
+    the settled plan is read.
+    """
+    found = _schedule(wishes.schedule, layout, batch.microbatches).num_chunks
+    if found == layout.chunks:
+        return layout
+    return _searched(wishes, replace(layout, chunks=found), batch)
+
+
+def _gather(wishes: Wishes, layout: Layout) -> Gather:
+    """How often ZeRO-3 gathers; a pipeline keeps weights, for its microbatches lie far apart."""
+    if wishes.gather is None:
+        return "step" if layout.pp > 1 else "microbatch"
+    if wishes.gather not in get_args(Gather):
+        raise UnknownName("gather", wishes.gather, get_args(Gather))
+    return cast(Gather, wishes.gather)
+
+
+def _settled(wishes: Wishes, layout: Layout, batch: Batch, gather: Gather) -> Wishes:
     """The wishes with all that is free said; the global batch follows from them."""
     return replace(
         wishes,
         layout=str(layout),
         zero=layout.zero,
+        gather=gather,
         chunks=layout.chunks,
         microbatches=batch.microbatches,
         microbatch_size=batch.microbatch_size,

@@ -11,7 +11,9 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NotRequired, Protocol, TypedDict, Unpack, cast
 
+from fivefold.core import stages
 from fivefold.core.batch import contradiction
+from fivefold.core.errors import FivefoldError
 from fivefold.core.layout import MOST_RANKS, Layout
 from fivefold.core.words import counted
 
@@ -28,6 +30,11 @@ class Domain(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def asynchronous(self) -> bool: ...
+
+    def stages_on(self, num_ranks: int, num_chunks: int) -> int | None: ...
 
     def problems(self, num_ranks: int, num_microbatches: int, num_chunks: int) -> list[str]: ...
 
@@ -51,6 +58,7 @@ class Job(TypedDict):
     chunks: NotRequired[int | None]
     gpus: NotRequired[int | None]
     schedule: NotRequired[Domain | None]
+    stage_layers: NotRequired[str | None]
 
 
 def problems(layout: Layout, shape: Shape, **job: Unpack[Job]) -> list[str]:
@@ -116,15 +124,47 @@ def tensor_rule(layout: Layout, shape: Shape, job: Job) -> Iterator[str]:
 
 
 def pipeline_rule(layout: Layout, shape: Shape, job: Job) -> Iterator[str]:
-    stages = layout.pp * layout.chunks
-    if stages > shape.layers:
+    num_stages = layout.pp * layout.chunks
+    if num_stages > shape.layers:
         yield (
-            f"pp {layout.pp} · chunks {layout.chunks} = {stages} stages for {shape.layers} layers: "
-            f"every stage needs a layer, so lower pp or chunks until the product is at most "
-            f"{shape.layers}"
+            f"pp {layout.pp} · chunks {layout.chunks} = {num_stages} stages for {shape.layers} "
+            f"layers: every stage needs a layer, so lower pp or chunks until the product is at "
+            f"most {shape.layers}"
         )
     if layout.chunks > 1 and layout.pp == 1:
         yield f"chunks={layout.chunks} needs a pipeline: raise pp above 1 or set chunks=1"
+    yield from _stage_layers_problems(layout, shape, job)
+    domain = job.get("schedule")
+    if domain is not None and domain.asynchronous and layout.pp > 1:
+        yield from _asynchronous_problems(layout, shape, domain.name)
+
+
+def _stage_layers_problems(layout: Layout, shape: Shape, job: Job) -> Iterator[str]:
+    text, domain = job.get("stage_layers"), job.get("schedule")
+    if text is None:
+        return
+    try:
+        given = stages.parse(text)
+    except FivefoldError as error:
+        yield str(error)
+        return
+    pp, chunks = layout.pp, layout.chunks
+    num_stages = pp * chunks if domain is None else domain.stages_on(pp, chunks)
+    yield from stages.problems(given, num_stages, shape.layers)
+
+
+def _asynchronous_problems(layout: Layout, shape: Shape, name: str) -> Iterator[str]:
+    """What cannot be done where each stage has its own age of weights."""
+    if shape.tied:
+        yield (
+            f"{name} updates the first and the last stage at different delays, which share a tied "
+            "embedding: untie it with --set tied=false, or use a synchronous schedule"
+        )
+    if layout.zero >= 2:
+        yield (
+            f"zero={layout.zero} under {name}, which keeps older versions of whole weights: use "
+            "zero=0 or 1, or a synchronous schedule"
+        )
 
 
 def context_rule(layout: Layout, shape: Shape, job: Job) -> Iterator[str]:

@@ -4,7 +4,7 @@ One function per axis says which collective, how many bytes, over which group, a
 records what a step really issues; both lists must be equal, so nothing here is an estimate.
 
 Legend of the docstrings: A = microbatch size · sequence · width · itemsize, the activations between
-two layers; N = tokens of a microbatch; L layers; m microbatches; wide = float32 or wider.
+two layers; N = tokens of a microbatch; L layers of a stage; wide = float32 or wider.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from typing import Any, NamedTuple
 from fivefold.core.errors import FivefoldError
 from fivefold.core.layout import Layout
 from fivefold.core.plan import Plan
-from fivefold.core.shape import Shape
-from fivefold.core.units import Row, Unit, pack, rows_of
+from fivefold.core.schedule.action import FORWARD
+from fivefold.core.schedule.asynchronous import Delays
+from fivefold.core.schedule.transfers import needed, sent, twins
+from fivefold.core.units import Part, Unit, pack, rows_of
 from fivefold.core.weights import by_name, piece
 
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -34,6 +36,14 @@ class Call(NamedTuple):
     kind: str
     bytes: int
     group: int
+
+
+class Chunk(NamedTuple):
+    """A stage as one rank holds it, and how many microbatches pass through this copy of it."""
+
+    layers: range
+    num_microbatches: int
+    units: tuple[Unit, ...]
 
 
 @dataclass(frozen=True)
@@ -55,12 +65,56 @@ def predict(
     `itemsize` is that of weights and activations, `grad_itemsize` that of the buffers in which data
     ranks sum gradients. Offload moves no byte between ranks.
     """
-    _require_covered(plan.layout)
-    units = units_of(plan, itemsize, bucket)
-    parts = [part for unit in units for part in unit.owned(slice_of(plan.layout, rank))]
-    calls = tensor(plan, itemsize) + partial(plan, parts, itemsize)
-    calls += data(plan, units, itemsize, grad_itemsize) + step(plan.layout)
+    _require_covered(plan)
+    chunks = chunks_of(plan, rank, itemsize, bucket)
+    place = slice_of(plan.layout, rank)
+    parts = [part for chunk in chunks for unit in chunk.units for part in unit.owned(place)]
+    calls = pipeline(plan, rank, itemsize) + twin(plan, rank, parts, itemsize)
+    for chunk in chunks:
+        calls += tensor(plan, chunk, itemsize) + data(plan, chunk, itemsize, grad_itemsize)
+    calls += partial(plan, parts, itemsize) + step(plan.layout)
     return entries(calls.items())
+
+
+def predict_stream(
+    plan: Plan,
+    rank: int,
+    steps: int,
+    *,
+    itemsize: int,
+    grad_itemsize: int,
+    bucket: int | None = None,
+) -> tuple[Entry, ...]:
+    """Every collective of an asynchronous run of so many optimizer steps on `rank`.
+
+    Messages and tensor collectives go with the microbatches, gradients and weights with the
+    updates; tokens in front, losses and norms behind, are summed once for all of them.
+    """
+    schedule, layout = plan.schedule, plan.layout
+    (chunk,) = chunks_of(plan, rank, itemsize, bucket)
+    place = slice_of(layout, rank)
+    parts = [part for unit in chunk.units for part in unit.owned(place)]
+    microbatches = pipeline(plan, rank, itemsize) + tensor(plan, chunk, itemsize)
+    updates = data(plan, chunk, itemsize, grad_itemsize) + partial(plan, parts, itemsize)
+    count = steps * Delays.of(schedule).every
+    calls: Counter[Call] = Counter()
+    for call, each in microbatches.items():
+        calls[call] += each * count // schedule.num_microbatches
+    for call, each in updates.items():
+        calls[call] += each * steps
+    for call in step(layout):
+        calls[call._replace(bytes=call.bytes * steps)] += 1
+    return entries(calls.items())
+
+
+def chunks_of(plan: Plan, rank: int, itemsize: int, bucket: int | None = None) -> tuple[Chunk, ...]:
+    """The stages that a rank holds, each with its units and its share of the microbatches."""
+    place = plan.layout.coord(rank).pp
+    forwards = Counter(a.stage for a in plan.schedule.actions(place) if a.kind == FORWARD)
+    return tuple(
+        Chunk(plan.stages[stage], forwards[stage], units_of(plan, stage, itemsize, bucket))
+        for stage in plan.schedule.placement.held(place)
+    )
 
 
 def entries(counted: Iterable[tuple[tuple[str, str, int, int], int]]) -> tuple[Entry, ...]:
@@ -82,22 +136,24 @@ def listed(plan: Plan) -> list[dict[str, Any]] | None:
     return [asdict(entry) for entry in found]
 
 
-def tensor(plan: Plan, itemsize: int) -> Counter[Call]:
-    """The tp axis inside forward and backward, for each microbatch, over the tp group.
+def tensor(plan: Plan, chunk: Chunk, itemsize: int) -> Counter[Call]:
+    """The tp axis inside forward and backward, for each microbatch of a chunk, over the tp group.
 
-    With sequence parallelism: all-gathers of A/tp in front of attention, MLP and head (2L + 1) and
-    reduce-scatters of A behind attention, MLP and embedding (2L + 1); backward has the mirror of
-    each. Without it: all-reduces of A, 2L + 1 forward and 2L + 1 backward. Full recomputation
-    repeats the forward of the blocks but stops at the last activation that backward needs, in front
-    of the last sum of each segment; selective recomputation keeps the results of collectives.
-    The loss is never repeated: an all-reduce of N maxima, and one of 2N sums, both wide.
+    With sequence parallelism: all-gathers of A/tp in front of attention and MLP (2L) and of the
+    head, and reduce-scatters of A behind attention and MLP (2L) and the embedding; backward has the
+    mirror of each. Without it: all-reduces of A, behind attention, MLP and embedding forward, and
+    for attention, MLP and head backward. Full recomputation repeats the forward of the blocks but
+    stops at the last activation that backward needs, in front of the last sum of each segment;
+    selective recomputation keeps the results of collectives. The loss, where the head is, is never
+    repeated: an all-reduce of N maxima, and one of 2N sums, both wide.
     """
-    layout, batch, layers = plan.layout, plan.batch, plan.shape.layers
+    layout, batch, layers = plan.layout, plan.batch, len(chunk.layers)
     if layout.tp == 1:
         return Counter()
     tokens = batch.microbatch_size * batch.seq
     activations = tokens * plan.shape.width * itemsize
-    gathers = sums = 2 * (2 * layers + 1)
+    has_embedding, has_head = chunk.layers.start == 0, chunk.layers.stop == plan.shape.layers
+    gathers = sums = 4 * layers + has_embedding + has_head
     if plan.recompute.kind == "full":
         segments = -(-layers // plan.recompute.blocks)
         gathers, sums = gathers + 2 * layers, sums + 2 * layers - segments
@@ -107,12 +163,49 @@ def tensor(plan: Plan, itemsize: int) -> Counter[Call]:
         calls[Call("tp", "reduce_scatter", activations, layout.tp)] += sums
     else:
         calls[Call("tp", "all_reduce", activations, layout.tp)] += sums
-    for numbers in (tokens, 2 * tokens):
+    for numbers in (tokens, 2 * tokens) if has_head else ():
         calls[Call("tp", "all_reduce", numbers * _wide(itemsize), layout.tp)] += 1
-    return Counter({call: count * batch.microbatches for call, count in calls.items()})
+    return Counter({call: count * chunk.num_microbatches for call, count in calls.items()})
 
 
-def partial(plan: Plan, parts: list[tuple[Row, int, int]], itemsize: int) -> Counter[Call]:
+def pipeline(plan: Plan, rank: int, itemsize: int) -> Counter[Call]:
+    """The pp axis: activations A to the rank of the next stage, their gradients A to that of the
+    stage before, for each microbatch, as this tp and cp rank holds them.
+
+    A message is a send on one rank and a recv on the other. Stages of one rank send nothing.
+    """
+    schedule, size = plan.schedule, message_bytes(plan, itemsize)
+    calls: Counter[Call] = Counter()
+    for action in schedule.actions(plan.layout.coord(rank).pp):
+        calls[Call("pp", "send", size, 2)] += sent(schedule, action) is not None
+        calls[Call("pp", "recv", size, 2)] += needed(schedule, action) is not None
+    return +calls
+
+
+def message_bytes(plan: Plan, itemsize: int) -> int:
+    """Activations of a microbatch between two stages, as one rank holds them."""
+    layout, batch = plan.layout, plan.batch
+    seq = batch.seq // layout.cp // (layout.tp if layout.sp else 1)
+    return batch.microbatch_size * seq * plan.shape.width * itemsize
+
+
+def twin(plan: Plan, rank: int, parts: list[Part], itemsize: int) -> Counter[Call]:
+    """Gradients of weights that two pipeline ranks hold, once a step, after the data axis.
+
+    One wide all-reduce over `twin`, the two ranks, of what this rank owns: of everything under a
+    mirrored placement, else of a tied embedding on first and last stage. None where it owns none.
+    """
+    place, placement = plan.layout.coord(rank).pp, plan.schedule.placement
+    if not any(place in pair for pair in twins(placement, plan.shape.tied)):
+        return Counter()
+    shared = [part for part in parts if placement.mirrored or part[0].alone]
+    numel = sum(stop - start for _, start, stop in shared)
+    calls: Counter[Call] = Counter()
+    calls[Call("twin", "all_reduce", numel * _wide(itemsize), 2)] += numel > 0
+    return +calls
+
+
+def partial(plan: Plan, parts: list[Part], itemsize: int) -> Counter[Call]:
     """Gradients that are partial sums on each tp rank, once a step, after the data axis.
 
     One wide all-reduce over tp of what this rank owns of the weights that every tp rank holds whole
@@ -133,25 +226,26 @@ def partial(plan: Plan, parts: list[tuple[Row, int, int]], itemsize: int) -> Cou
     )
 
 
-def data(plan: Plan, units: tuple[Unit, ...], itemsize: int, grad_itemsize: int) -> Counter[Call]:
-    """The data axes, for each unit; whole or slice of its buffer, padding included.
+def data(plan: Plan, chunk: Chunk, itemsize: int, grad_itemsize: int) -> Counter[Call]:
+    """The data axes, for each unit of a chunk; whole or slice of its buffer, padding included.
 
     Not sliced (stage 0, or a shard group of one): an all-reduce of the whole gradients over dp-cp,
     once a step. Sliced: a reduce-scatter of the whole gradients over fsdp, once a step (stage 1) or
     for every microbatch (2, 3); an all-reduce of the slice over the replicas, once a step; an
-    all-gather of the slice of the weights over fsdp, once a step after the optimizer (1, 2) or for
-    every microbatch as `_gathers` says (3).
+    all-gather of the slice of the weights over fsdp, once a step (1 and 2, after the optimizer; 3
+    where weights are kept over the step) or for every microbatch as `_gathers` says (3).
     """
-    layout, microbatches = plan.layout, plan.batch.microbatches
+    layout, microbatches = plan.layout, chunk.num_microbatches
     everyone, shards = layout.dp * layout.cp, layout.shard * layout.cp
     calls: Counter[Call] = Counter()
-    for unit in units:
+    for unit in chunk.units:
         whole, part = unit.size * grad_itemsize, unit.slice_size * grad_itemsize
         if unit.num_slices == 1:
             calls[Call("dp-cp", "all_reduce", whole, everyone)] += everyone > 1
             continue
         reductions = 1 if layout.zero == 1 else microbatches
-        gathers = _gathers(unit, plan.shape) * microbatches if layout.zero == 3 else 1
+        every_time = layout.zero == 3 and plan.gather == "microbatch"
+        gathers = _gathers(unit, plan) * microbatches if every_time else 1
         calls[Call("fsdp", "reduce_scatter", whole, shards)] += reductions
         calls[Call("fsdp", "all_gather", unit.slice_size * itemsize, shards)] += gathers
         calls[Call("replicate", "all_reduce", part, layout.replicate)] += layout.replicate > 1
@@ -168,11 +262,11 @@ def step(layout: Layout) -> Counter[Call]:
     return +calls
 
 
-def units_of(plan: Plan, itemsize: int, bucket: int | None = None) -> tuple[Unit, ...]:
-    """The data units of a plan, sliced where its ZeRO stage slices anything."""
+def units_of(plan: Plan, stage: int, itemsize: int, bucket: int | None = None) -> tuple[Unit, ...]:
+    """The data units of a pipeline stage, sliced where the plan's ZeRO stage slices anything."""
     layout = plan.layout
     num_slices = layout.shard * layout.cp if layout.zero else 1
-    return pack(rows_of(plan.shape, layout), num_slices, itemsize, bucket)
+    return pack(rows_of(plan.shape, layout, plan.stages[stage]), num_slices, itemsize, bucket)
 
 
 def slice_of(layout: Layout, rank: int) -> int:
@@ -180,15 +274,16 @@ def slice_of(layout: Layout, rank: int) -> int:
     return layout.group("fsdp", rank).index(rank) if layout.zero else 0
 
 
-def _gathers(unit: Unit, shape: Shape) -> int:
+def _gathers(unit: Unit, plan: Plan) -> int:
     """How often one microbatch of stage 3 gathers a unit: for forward, and again for backward.
 
-    Not again where the head, with which backward begins, still has it from forward; nor where only
-    the embedding uses it, whose backward reads no weight. Recomputation runs while the unit is here
-    for backward, whatever the segments: it leaves only with the last of its gradients.
+    Not again where the head, with which backward begins, still has it from forward, which takes a
+    backward right behind the forward and so no pipeline; nor where only the embedding uses it,
+    whose backward reads no weight. Recomputation runs while the unit is here for backward, whatever
+    the segments: it leaves only behind the backward of its first block.
     """
-    tied = shape.tied and any(entry.row.name == "embed.weight" for entry in unit.entries)
-    kept = tied or "head" in unit.blocks
+    tied = plan.shape.tied and any(entry.row.name == "embed.weight" for entry in unit.entries)
+    kept = plan.layout.pp == 1 and (tied or "head" in unit.blocks)
     return 1 if kept or unit.blocks == ("embed",) else 2
 
 
@@ -196,10 +291,16 @@ def _wide(itemsize: int) -> int:
     return max(itemsize, _SUMMED)
 
 
-def _require_covered(layout: Layout) -> None:
-    others = {axis: getattr(layout, axis) for axis in ("cp", "pp", "ep")}
+def _require_covered(plan: Plan) -> None:
+    if plan.schedule.asynchronous:
+        raise FivefoldError(
+            "an asynchronous run has no steps of its own: see the traffic of another schedule than "
+            f"{plan.schedule.name}, or verify it, which runs it whole"
+        )
+    others = {axis: getattr(plan.layout, axis) for axis in ("cp", "ep")}
     found = [f"{axis}={degree}" for axis, degree in others.items() if degree > 1]
     if found:
         raise FivefoldError(
-            f"the traffic of {', '.join(found)} is not predicted: use dp and tp only to see a list"
+            f"the traffic of {', '.join(found)} is not predicted: use dp, tp and pp only to see a "
+            "list"
         )

@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import groupby
+from typing import TypeAlias
 
 from fivefold.core.layout import Layout
 from fivefold.core.shape import Shape
-from fivefold.core.weights import local_shape, piece, weights
+from fivefold.core.weights import by_name, local_shape, piece
 
 ALIGNMENT = 16  # bytes: what vectorised kernels want of the start of a weight
 SMALL = 25_000_000  # bytes up to which neighbouring blocks are joined
@@ -21,11 +22,15 @@ SMALL = 25_000_000  # bytes up to which neighbouring blocks are joined
 
 @dataclass(frozen=True)
 class Row:
-    """A weight as one rank holds it: its name, the block that uses it, its local shape."""
+    """A weight as one rank holds it: its name, the block that uses it, its local shape.
+
+    `alone`: in a unit of its own, so that another stage which holds it too slices it alike.
+    """
 
     name: str
     block: str
     shape: tuple[int, ...]
+    alone: bool = False
 
     @property
     def numel(self) -> int:
@@ -42,6 +47,10 @@ class Entry:
     @property
     def stop(self) -> int:
         return self.start + self.row.numel
+
+
+Part: TypeAlias = tuple[Row, int, int]
+"""The elements [start, stop) of a slice that belong to one weight."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +72,7 @@ class Unit:
         """Elements of the buffer that belong to no weight."""
         return self.size - sum(entry.row.numel for entry in self.entries)
 
-    def owned(self, index: int) -> list[tuple[Row, int, int]]:
+    def owned(self, index: int) -> list[Part]:
         """The parts of weights inside slice `index`, as ranges of that slice."""
         low = index * self.slice_size
         high = low + self.slice_size
@@ -71,16 +80,25 @@ class Unit:
         return [(row, start - low, stop - low) for row, start, stop in parts if start < stop]
 
 
-def rows_of(shape: Shape, layout: Layout) -> list[Row]:
-    """Every weight of the model as a tp rank holds it; all ranks hold the same shapes."""
-    return [
-        Row(
-            weight.name,
-            weight.block,
-            local_shape(weight, piece(weight, shape, layout.tp, layout.sp, coord=0)),
-        )
-        for weight in weights(shape)
-    ]
+def rows_of(shape: Shape, layout: Layout, layers: range) -> list[Row]:
+    """The weights of one stage as a tp rank holds them; all tp ranks hold the same shapes.
+
+    The stage of the first layer has the embedding, that of the last the head. Where a tied model
+    is cut between them, the last has the embedding's weight once more, as `head.weight`.
+    """
+    held = {f"blocks.{i}" for i in layers}
+    held |= {"embed"} if layers.start == 0 else set[str]()
+    held |= {"head"} if layers.stop == shape.layers else set[str]()
+    tied_apart = shape.tied and len(layers) < shape.layers
+    rows: list[Row] = []
+    for name, weight in by_name(shape).items():
+        is_copy = name != weight.name
+        block = "head" if is_copy else weight.block
+        if block in held and (tied_apart or not is_copy):
+            here = piece(weight, shape, layout.tp, layout.sp, coord=0)
+            alone = tied_apart and weight.name == "embed.weight"
+            rows.append(Row(name, block, local_shape(weight, here), alone))
+    return rows
 
 
 def pack(
@@ -91,7 +109,7 @@ def pack(
     `bucket` is the size in bytes towards which blocks are joined or split; by default a block is
     a unit, and blocks below 25 MB are joined up to that.
     """
-    by_block = (list(group) for _, group in groupby(rows, key=lambda row: row.block))
+    by_block = (list(group) for _, group in groupby(rows, key=lambda row: (row.block, row.alone)))
     parts = [part for group in by_block for part in _split(group, bucket, itemsize)]
     joined = _join(parts, SMALL if bucket is None else bucket, itemsize)
     return tuple(_unit(part, num_slices, itemsize) for part in joined)
@@ -116,7 +134,8 @@ def _split(rows: list[Row], bucket: int | None, itemsize: int) -> list[list[Row]
 def _join(parts: list[list[Row]], most: int, itemsize: int) -> list[list[Row]]:
     joined: list[list[Row]] = []
     for part in parts:
-        if joined and _bytes([*joined[-1], *part], itemsize) <= most:
+        apart = not joined or joined[-1][-1].alone or part[0].alone
+        if not apart and _bytes([*joined[-1], *part], itemsize) <= most:
             joined[-1] = [*joined[-1], *part]
         else:
             joined.append(part)

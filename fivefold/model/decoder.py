@@ -4,8 +4,8 @@ Parameter names are those of `core/weights.py` and global: a slice of blocks 4 t
 `blocks.4.attention.q.weight`. A new decoder has no values; `model/init.py` fills it.
 
 The seams, attributes that may be exchanged for callables of the same signature: `Linear.product`,
-`Norm.normalise`, `Attention.kernel`, `Embedding.lookup`, `Embedding.place`, `Head.cross_entropy`,
-`Decoder.mask`, `Decoder.walk`.
+`Norm.normalise`, `Attention.kernel`, `Embedding.lookup`, `Embedding.place`, `Head.product`,
+`Head.cross_entropy`, `Decoder.mask`, `Decoder.walk`.
 
 Legend: B rows, S tokens, D model width.
 """

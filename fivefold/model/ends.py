@@ -1,7 +1,7 @@
 """The two ends of the model: the embedding in front, the head with its loss behind.
 
-`Embedding.lookup`, `Embedding.place` and `Head.cross_entropy` are replaceable, so that a split
-vocabulary or a split sequence can bring its own arithmetic.
+`Embedding.lookup`, `Embedding.place`, `Head.product` and `Head.cross_entropy` are replaceable, so
+that a split vocabulary, a split sequence or a split backward can bring its own arithmetic.
 
 Legend: B rows, S tokens, N = B·S, D model width, V vocabulary, P learned positions.
 """
@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from fivefold.core.shape import Shape
 from fivefold.model.batch import NOT_COUNTED, TokenBatch
-from fivefold.model.layers import Kind
+from fivefold.model.layers import Kind, Product, linear_product
 
 Lookup = Callable[[Tensor, Tensor], Tensor]
 Place = Callable[[Tensor, Tensor, Tensor], Tensor]
-CrossEntropy = Callable[[Tensor, Tensor, Tensor], Tensor]
+CrossEntropy = Callable[[Tensor, Tensor], Tensor]
 
 
 def embedding_lookup(tokens_BS: Tensor, weight_VD: Tensor) -> Tensor:
@@ -33,9 +33,8 @@ def add_positions(x_BSD: Tensor, positions_BS: Tensor, weight_PD: Tensor) -> Ten
     return x_BSD + F.embedding(positions_BS, weight_PD)
 
 
-def summed_cross_entropy(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> Tensor:
+def summed_cross_entropy(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
     """The sum (never a mean) of the token losses, in float32 or wider."""
-    logits_NV = hidden_ND @ weight_VD.T
     wide = torch.promote_types(logits_NV.dtype, torch.float32)
     return F.cross_entropy(logits_NV.to(wide), labels_N, reduction="sum", ignore_index=NOT_COUNTED)
 
@@ -64,7 +63,9 @@ class Head(nn.Module):
     def __init__(self, weight_VD: nn.Parameter) -> None:
         super().__init__()
         self.weight = weight_VD
+        self.product: Product = linear_product
         self.cross_entropy: CrossEntropy = summed_cross_entropy
 
     def forward(self, x_BSD: Tensor, labels_BS: Tensor) -> Tensor:
-        return self.cross_entropy(x_BSD.flatten(0, 1), self.weight, labels_BS.flatten())
+        logits_NV = self.product(x_BSD.flatten(0, 1), self.weight, None)
+        return self.cross_entropy(logits_NV, labels_BS.flatten())

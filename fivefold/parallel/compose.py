@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fivefold.core.plan import Plan
-from fivefold.core.units import Row, pack, rows_of
-from fivefold.core.weights import Piece, by_name, piece
+from fivefold.core.schedule.action import INPUT_GRAD, Action
+from fivefold.core.schedule.transfers import merged
+from fivefold.core.traffic import units_of
+from fivefold.core.units import Row
+from fivefold.core.weights import Piece, Weight, by_name, piece
 from fivefold.model import recompute
 from fivefold.model.decoder import Decoder, from_config
 from fivefold.model.init import initial
 from fivefold.parallel import tensor
+from fivefold.parallel.chunk import Chunk
 from fivefold.parallel.data import Blocks, Data
-from fivefold.parallel.flat import Options, Owned
-from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.deferred import Queue
+from fivefold.parallel.flat import FlatUnit, Options, Owned
+from fivefold.parallel.mesh import PIPELINE, Mesh, Phase
+from fivefold.parallel.pipeline import Pipeline
 
 
 @dataclass(frozen=True)
@@ -25,21 +32,36 @@ class Job:
 
     plan: Plan
     mesh: Mesh
-    model: Decoder
-    data: Data
+    chunks: tuple[Chunk, ...]
+    pipeline: Pipeline
+    table: dict[str, Weight]
     pieces: dict[str, Piece]
+
+    @property
+    def units(self) -> Iterator[FlatUnit]:
+        """The data units of all chunks."""
+        return (unit for chunk in self.chunks for unit in chunk.data.units)
 
     @property
     def owned(self) -> list[Owned]:
         """What the optimizer of this rank updates."""
-        return self.data.owned
+        return [each for chunk in self.chunks for each in chunk.data.owned]
 
     def copies(self, owned: Owned) -> int:
-        """How many ranks of the world hold this very part of a weight."""
+        """How many times the job holds this very part of a weight."""
         sliced = self.plan.layout.zero >= 1 and self.mesh.size("fsdp") > 1
-        return self.pieces[owned.row.name].copies * self.mesh.size(
-            "replicate" if sliced else "dp-cp"
-        )
+        data = self.mesh.size("replicate" if sliced else "dp-cp")
+        return self.pieces[owned.row.name].copies * data * self._stages(owned.row.name)
+
+    def _stages(self, name: str) -> int:
+        """How many stages hold a weight: both directions have it, and both ends if it is tied."""
+        directions = 2 if self.plan.schedule.placement.mirrored else 1
+        return directions * (2 if self.is_tied(name) else 1)
+
+    def is_tied(self, name: str) -> bool:
+        """Whether first and last stage each have a copy of this weight."""
+        split = len(self.plan.stages) > 1
+        return split and self.plan.shape.tied and self.table[name].name == "embed.weight"
 
 
 def compose(
@@ -52,26 +74,58 @@ def compose(
     offload: bool = False,
     bucket: int | None = None,
 ) -> Job:
-    """Build one rank: the plain model, then tensor, data and recomputation."""
-    shape, layout = plan.shape, plan.layout
-    model = from_config(shape, dtype=dtype, device="meta")
+    """Build one rank: for each of its stages the plain model, then split backward, tensor,
+    recomputation and data; and the pipeline around them."""
+    shape, layout, schedule = plan.shape, plan.layout, plan.schedule
     table, place = by_name(shape), mesh.place(tensor.AXIS)
     pieces = {
         name: piece(weight, shape, layout.tp, layout.sp, place) for name, weight in table.items()
     }
+    options = Options(
+        layout.zero,
+        grad_dtype,
+        offload,
+        without_weights=frozenset({"embed"}),
+        keeps_weights=plan.gather == "step",
+        backward_follows=layout.pp == 1,
+        past_autograd=_splits(plan),
+    )
 
     def fill(row: Row) -> Tensor:
         whole = initial(table[row.name], shape, seed, dtype, mesh.device)
         return tensor.cut(whole, pieces[row.name])
 
-    repeats = plan.recompute.kind == "full"
-    tensor.split(model, mesh, layout.sp, shape.vocab, recompute_repeats=repeats)
-    recompute.apply(model, plan.recompute.kind, plan.recompute.blocks)
-    num_slices = mesh.size("fsdp") if layout.zero else 1
-    units = pack(rows_of(shape, layout), num_slices, dtype.itemsize, bucket)
-    options = Options(layout.zero, grad_dtype, offload, frozenset({"embed"}))
-    data = Data(model, blocks_of(model), units, mesh, options, fill)
-    return Job(plan, mesh, model, data, pieces)
+    def chunk(stage: int) -> Chunk:
+        model = from_config(shape, dtype=dtype, device="meta", layers=plan.stages[stage])
+        queue, phase = Queue() if options.past_autograd else None, Phase()
+        if queue is not None:
+            queue.defer(model)
+        repeats = plan.recompute.kind == "full"
+        add = torch.add if queue is None else queue.add
+        tensor.split(model, mesh, phase, layout.sp, recompute_repeats=repeats, add=add)
+        recompute.apply(model, plan.recompute.kind, plan.recompute.blocks)
+        units = units_of(plan, stage, dtype.itemsize, bucket)
+        data = Data(model, blocks_of(model), units, mesh, options, fill, phase)
+        return Chunk(stage, model, data, queue)
+
+    chunks = tuple(chunk(stage) for stage in schedule.placement.held(mesh.place(PIPELINE)))
+    by_stage = {each.stage: each for each in chunks}
+    pipeline = Pipeline(schedule, mesh, by_stage, hidden_size(plan), dtype)
+    return Job(plan, mesh, chunks, pipeline, table, pieces)
+
+
+def _splits(plan: Plan) -> bool:
+    """Whether some backward is split, on any rank: all ranks then defer, for one arithmetic."""
+    schedule = plan.schedule
+    steps = (step for rank in range(schedule.num_ranks) for step in merged(schedule, rank))
+    return any(isinstance(step, Action) and step.kind == INPUT_GRAD for step in steps)
+
+
+def hidden_size(plan: Plan) -> torch.Size:
+    """Activations between two stages, as one rank holds them."""
+    layout, batch = plan.layout, plan.batch
+    seq = batch.seq // layout.cp // (layout.tp if layout.sp else 1)
+    return torch.Size((batch.microbatch_size, seq, plan.shape.width))
 
 
 def blocks_of(model: Decoder) -> Blocks:

@@ -7,7 +7,8 @@ Splits   the weights of a unit (a block, or small ones joined) lie in one flat b
 Moves    0: one all-reduce of the gradients a step. 1: one reduce-scatter a step, and one
          all-gather of the updated weights. 2: the same, but a reduce-scatter for every microbatch.
          3: an all-gather before forward and one before backward, and a reduce-scatter, for every
-         microbatch. With replicas, the slices are all-reduced over them once a step.
+         microbatch; or, with the weights kept over a step, one all-gather a step. With
+         replicas, the slices are all-reduced over them once a step.
 Costs    2Ψ a step for stages 0 and 1, (1 + m)Ψ for stage 2, 3mΨ for stage 3 (m microbatches).
 Wins     when the batch has sequences enough for every rank; the higher the stage, the less memory.
 Refuses  never by itself: any module can be sharded, given its blocks.
@@ -20,7 +21,7 @@ its gather is started one unit ahead of its use.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 from fivefold.core.errors import FivefoldError
 from fivefold.core.units import Row, Unit, pack
 from fivefold.parallel.flat import Fill, FlatUnit, Options, Owned, Places, Use
-from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.mesh import Mesh, Phase
 
 _MOST_IN_FLIGHT = 2  # reductions whose whole gradients are still held
 
@@ -74,9 +75,11 @@ class Data:
         mesh: Mesh,
         options: Options,
         fill: Fill,
+        phase: Phase | None = None,
     ) -> None:
         """The model may be on the meta device: its weights are made here, from `fill`."""
-        self.mesh, self.last_microbatch, self.in_backward = mesh, True, False
+        self.mesh, self.options, self.phase = mesh, options, phase or Phase()
+        self.last_microbatch = True
         self.in_flight: deque[FlatUnit] = deque()
         places, used = _places(model), _used(model, blocks)
         self.units: list[FlatUnit] = []
@@ -85,13 +88,21 @@ class Data:
             users = tuple(block for block in blocks if used[block] & names)
             use = Use(
                 users,
-                kept=users[-1] == list(blocks)[-1],
+                kept=options.backward_follows and users[-1] == list(blocks)[-1],
                 read_in_backward=not options.without_weights >= set(users),
             )
             self.units.append(FlatUnit(unit, use, places, mesh, options, fill))
             self.units[-1].watch_gradients(self._ready)
-        for block, modules in blocks.items():
-            self._hook(block, modules, backward=block not in options.without_weights)
+        self.homes = {
+            id(parameter): (unit, name)
+            for unit in self.units
+            for name, parameter in unit.parameters.items()
+        }
+        order = list(blocks)
+        for place, (block, modules) in enumerate(blocks.items()):
+            behind = order[place + 1] if place + 1 < len(order) else None
+            passed = [unit for unit in self.units if unit.use.blocks[0] == behind]
+            self._hook(block, modules, passed, backward=block not in options.without_weights)
 
     @property
     def owned(self) -> list[Owned]:
@@ -101,14 +112,32 @@ class Data:
     @contextmanager
     def backward(self, last: bool) -> Iterator[None]:
         """Around the backward of one microbatch; `last` says whether the step ends with it."""
-        self.last_microbatch, self.in_backward = last, True
-        self.mesh.recomputing = True
+        self.phase.backward = True
+        with self.collecting(last):
+            yield
+        self.phase.backward = False
+        self._release(self.units)
+
+    @contextmanager
+    def collecting(self, last: bool) -> Iterator[None]:
+        """While gradients of one microbatch come; `last` says whether the step ends with it."""
+        self.last_microbatch = last
         yield
-        self.in_backward = self.mesh.recomputing = False
+
+    def add_gradient(self, weight: Tensor, gradient: Tensor) -> None:
+        """Add to the gradient of a weight, past autograd."""
+        unit, name = self.homes[id(weight)]
+        unit.add(name, gradient)
+
+    def add_product(self, weight: Tensor, outputs_NO: Tensor, inputs_NI: Tensor) -> None:
+        """Add outputsᵀ · inputs to the gradient of a weight, past autograd."""
+        unit, name = self.homes[id(weight)]
+        unit.add_product(name, outputs_NO, inputs_NI)
 
     def finish(self) -> None:
         """After the last backward: every gradient summed, and where the optimizer looks for it."""
         for unit in self.units:
+            unit.release()
             if unit.collects and not unit.sent_last:
                 # Some weight got no gradient from the last microbatch: its share is zero.
                 self._send(unit)
@@ -127,13 +156,16 @@ class Data:
         for unit in self.units:
             unit.arrive()
 
-    def _hook(self, block: str, modules: Sequence[nn.Module], backward: bool) -> None:
+    def _hook(
+        self, block: str, modules: Sequence[nn.Module], passed: list[FlatUnit], backward: bool
+    ) -> None:
+        """`passed` are the units that a backward which comes to this block has done with."""
         needed = [unit for unit in self.units if block in unit.use.blocks]
 
         def left(module: nn.Module, arguments: object, output: Tensor) -> None:
             self._leave(block, needed)
             if backward and output.requires_grad:
-                output.register_hook(lambda _: self._return(needed))
+                output.register_hook(lambda _: self._return(needed, passed))
 
         modules[0].register_forward_pre_hook(lambda *_: self._enter(needed))
         modules[-1].register_forward_hook(left)
@@ -141,25 +173,31 @@ class Data:
     def _enter(self, units: list[FlatUnit]) -> None:
         for unit in units:
             unit.gather()
-        if not self.in_backward:
+        if not self.phase.backward:
             self._ahead(units[-1], +1)
         for unit in units:
             unit.arrive()
 
     def _leave(self, block: str, units: list[FlatUnit]) -> None:
         # A forward inside the backward is recomputation: its weights are needed at once.
-        if not self.in_backward:
-            for unit in units:
-                if unit.use.blocks[-1] == block and not unit.use.kept:
-                    unit.release()
+        if not self.phase.backward:
+            self._release(
+                unit for unit in units if unit.use.blocks[-1] == block and not unit.use.kept
+            )
 
-    def _return(self, units: list[FlatUnit]) -> None:
+    def _return(self, units: list[FlatUnit], passed: list[FlatUnit]) -> None:
+        self._release(passed)
         for unit in units:
             if unit.use.read_in_backward:
                 unit.gather()
         self._ahead(units[0], -1)
         for unit in units:
             unit.arrive()
+
+    def _release(self, units: Iterable[FlatUnit]) -> None:
+        if not self.options.keeps_weights:
+            for unit in units:
+                unit.release()
 
     def _ahead(self, unit: FlatUnit, step: int) -> None:
         place = self.units.index(unit) + step
@@ -168,7 +206,6 @@ class Data:
 
     def _ready(self, unit: FlatUnit) -> None:
         """All gradients of a unit are there for this microbatch."""
-        unit.release()
         if self.last_microbatch or unit.reduces_every_microbatch:
             self._send(unit)
 

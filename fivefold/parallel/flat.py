@@ -24,13 +24,19 @@ class Options:
     """How a model is sharded: the ZeRO stage, the type gradients are summed in, and where.
 
     `without_weights` names blocks whose backward reads no weight (an embedding), so that none is
-    gathered for it.
+    gathered for it. In stage 3, `keeps_weights` leaves whole weights here from their first use in a
+    step to its end; else they leave after each use, but those of the last block wait for its
+    backward where `backward_follows` the forward of the same microbatch at once. `past_autograd`
+    says that every gradient is given by name, and none by autograd.
     """
 
     zero: int
     grad_dtype: torch.dtype | None = None
     offload: bool = False
     without_weights: frozenset[str] = frozenset()
+    keeps_weights: bool = False
+    backward_follows: bool = True
+    past_autograd: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,6 +86,8 @@ class FlatUnit:
         self.gradient: Tensor | None = None  # of the part, summed over ranks and microbatches
         self.parameters = self._adopt(places, fill)
         self.missing = set(self.parameters)  # weights whose gradient this microbatch still owes
+        self.spans = {entry.row.name: (entry.start, entry.stop) for entry in unit.entries}
+        self.tell: WeakMethod[Callable[[FlatUnit], None]] | None = None
         self.grad_dtype = options.grad_dtype or self.whole.dtype
         self.part = self._own_part()
         self.owned = self._owned()
@@ -143,26 +151,54 @@ class FlatUnit:
         """Collect gradients as they come; call `ready` when a microbatch has given all."""
         if not self.collects:
             return
-        spans = {entry.row.name: (entry.start, entry.stop) for entry in self.unit.entries}
+        self.tell = WeakMethod(ready)
+        if self.options.past_autograd:
+            return
         # A weight would otherwise keep its hook, and the hook the unit, and the unit the weight.
-        this, tell = ref(self), WeakMethod(ready)
+        this = ref(self)
 
         def collect(name: str, parameter: Tensor) -> None:
-            unit, told = this(), tell()
-            assert unit is not None and told is not None and parameter.grad is not None
-            unit.add(spans[name], parameter.grad)
-            parameter.grad = None
-            unit.missing.discard(name)
-            if not unit.missing:
-                unit.missing = set(spans)
-                told(unit)
+            unit = this()
+            assert unit is not None and parameter.grad is not None
+            gradient, parameter.grad = parameter.grad, None
+            unit.add(name, gradient)
 
         for name, parameter in self.parameters.items():
             parameter.register_post_accumulate_grad_hook(partial(collect, name))
 
-    def add(self, span: tuple[int, int], gradient: Tensor) -> None:
-        """Add the gradient of one weight to this rank's share."""
-        self.share()[span[0] : span[1]].add_(gradient.view(-1))
+    def add(self, name: str, gradient: Tensor) -> None:
+        """Add to the gradient of one weight."""
+        room = self._room(name)
+        if room is None:
+            self.parameters[name].grad = gradient.to(self.whole.dtype)
+        else:
+            room.add_(gradient)
+        self._added(name)
+
+    def add_product(self, name: str, outputs_NO: Tensor, inputs_NI: Tensor) -> None:
+        """Add outputsᵀ · inputs to the gradient of one weight."""
+        room = self._room(name)
+        if room is None or room.dtype != inputs_NI.dtype:
+            self.add(name, outputs_NO.T @ inputs_NI)
+            return
+        room.addmm_(outputs_NO.T, inputs_NI)
+        self._added(name)
+
+    def _room(self, name: str) -> Tensor | None:
+        """Where the gradient of a weight is summed; None where a first one may simply be kept."""
+        parameter = self.parameters[name]
+        if not self.collects:
+            return parameter.grad
+        start, stop = self.spans[name]
+        return self.share()[start:stop].view(parameter.shape)
+
+    def _added(self, name: str) -> None:
+        self.missing.discard(name)
+        if self.tell is not None and not self.missing:
+            self.missing = set(self.parameters)
+            told = self.tell()
+            assert told is not None
+            told(self)
 
     def share(self) -> Tensor:
         """This rank's gradients of the whole unit; zero where no token reached a weight."""
@@ -184,6 +220,8 @@ class FlatUnit:
     def arrive(self) -> None:
         """Wait until what was gathered or published is here."""
         if self.arriving is not None:
+            if self.mesh.pause is not None:
+                self.mesh.pause()
             self.arriving.wait()
             self.arriving = None
 

@@ -3,12 +3,16 @@
 Each call notes (axis, kind, bytes of the input buffer, group size). A delay can be set, to show on
 a slow machine what hides behind what: a collective then takes that long on its axis, one after the
 other, while its caller goes on until it waits.
+
+Pipeline ranks that send to one another have a group for each direction: on NCCL the messages of one
+group form one line, in which a forward and a backward that meet would wait for each other.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -16,10 +20,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.core.layout import Layout
+from fivefold.core.schedule.transfers import channels, twins
+from fivefold.core.schedule.value import Schedule
 
 # The groups that a step may use; `replica` joins the tp ranks that hold the same KV heads.
-AXES = ("tp", "fsdp", "replicate", "dp-cp")
-WORLD = "world"
+AXES = ("tp", "fsdp", "replicate", "dp-cp", "pp")
+WORLD, PIPELINE, TWIN = "world", "pp", "twin"
 # torch 2.13 renamed both, and warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -40,6 +46,13 @@ class Pending(Protocol):
     def wait(self) -> object: ...
 
 
+class Phase:
+    """Whether a chunk is in its backward: a forward that runs then is a recomputation."""
+
+    def __init__(self) -> None:
+        self.backward = False
+
+
 class Mesh:
     """Groups by axis for this rank; an axis of one rank has no group and never communicates."""
 
@@ -49,13 +62,24 @@ class Mesh:
         self.sizes: dict[str, int] = {}
         self.places: dict[str, int] = {}
         self.records: Counter[Record] = Counter()
+        self.channels: dict[tuple[int, int], dist.ProcessGroup] = {}  # by (source, target) stage
         self.delay = 0.0
-        self.recomputing = False  # a forward that runs inside a backward
+        self.pause: Callable[[], None] | None = None  # gives the turn to the other lane
         self._free_at: dict[str, float] = {}
 
     @classmethod
-    def build(cls, layout: Layout, device: torch.device, kv_heads: int) -> Mesh:
-        """Make all groups; every rank calls this with the same layout, in the same order."""
+    def build(
+        cls,
+        layout: Layout,
+        device: torch.device,
+        kv_heads: int = 1,
+        schedule: Schedule | None = None,
+        tied: bool = False,
+    ) -> Mesh:
+        """Make all groups; every rank calls this with the same values, in the same order.
+
+        A pipeline also needs its schedule, and whether first and last stage share a weight.
+        """
         mesh = cls(layout, dist.get_rank() if dist.is_initialized() else 0, device)
         for axis in AXES:
             mesh._join(axis, layout.groups(axis))
@@ -66,18 +90,32 @@ class Mesh:
             [row[i : i + replicas] for row in tensor_groups for i in range(0, layout.tp, replicas)],
         )
         mesh._join(WORLD, [tuple(range(layout.world))])
+        if schedule is not None:
+            mesh._lay_pipeline(schedule, tied)
         return mesh
 
-    def _join(self, axis: str, groups: list[tuple[int, ...]] | tuple[tuple[int, ...], ...]) -> None:
-        mine = next(group for group in groups if self.rank in group)
+    def _lay_pipeline(self, schedule: Schedule, tied: bool) -> None:
+        columns = self.layout.groups(PIPELINE)
+        for pair in channels(schedule):
+            for column in columns:
+                ranks = [column[stage] for stage in pair]
+                group = dist.new_group(ranks)
+                if self.rank in ranks:
+                    self.channels[pair] = group
+        pairs = twins(schedule.placement, tied)
+        self._join(TWIN, [(column[a], column[b]) for column in columns for a, b in pairs])
+
+    def _join(self, axis: str, groups: Sequence[tuple[int, ...]]) -> None:
+        """Every rank that is in no group is one by itself."""
+        mine = next((group for group in groups if self.rank in group), (self.rank,))
         self.sizes[axis], self.places[axis] = len(mine), mine.index(self.rank)
-        if len(mine) == 1:
-            return
-        if len(mine) == self.layout.world:
-            self.groups[axis] = dist.group.WORLD
-        else:
-            enumerated = [list(group) for group in groups]
-            self.groups[axis], _ = dist.new_subgroups_by_enumeration(enumerated)
+        for group in (group for group in groups if len(group) > 1):
+            if len(group) == self.layout.world:
+                self.groups[axis] = dist.group.WORLD
+            else:
+                made = dist.new_group(list(group))
+                if self.rank in group:
+                    self.groups[axis] = made
 
     def size(self, axis: str) -> int:
         """Ranks of this rank's group on the axis."""
@@ -104,16 +142,59 @@ class Mesh:
         work = _all_gather(whole, part, group=self.groups[axis], async_op=True)
         return self._started(axis, work)
 
+    def sum_together(self, tensors: Sequence[Tensor], axis: str) -> None:
+        """Sum tensors over the axis in place, by one all-reduce in float32 or wider."""
+        wide = torch.promote_types(tensors[0].dtype, torch.float32)
+        flat = torch.cat([each.flatten().to(wide) for each in tensors])
+        self.all_reduce(flat, axis, dist.ReduceOp.SUM).wait()
+        parts = flat.split([each.numel() for each in tensors])
+        for each, part in zip(tensors, parts, strict=True):
+            each.copy_(part.view_as(each))
+
+    def send(self, tensor: Tensor, target: int) -> Pending:
+        """Start to send to another stage of this rank's pipeline."""
+        pair = (self.place(PIPELINE), target)
+        self.records[Record(PIPELINE, "send", tensor.nbytes, 2)] += 1
+        work = dist.isend(tensor, self._global(target), group=self.channels[pair])
+        assert work is not None, "this rank is one of the two"
+        return work
+
+    def receive(self, buffer: Tensor, source: int) -> Pending:
+        """Start to receive the next message of another stage of this rank's pipeline."""
+        pair = (source, self.place(PIPELINE))
+        self.records[Record(PIPELINE, "recv", buffer.nbytes, 2)] += 1
+        work = dist.irecv(buffer, self._global(source), group=self.channels[pair])
+        assert work is not None, "this rank is one of the two"
+        return work
+
+    def _global(self, stage: int) -> int:
+        return self.layout.group(PIPELINE, self.rank)[stage]
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether there is something to do between the issue of a collective and its wait."""
+        return self.pause is not None or self.delay > 0
+
+    def let_pass(self, axis: str) -> None:
+        """A collective was issued outside of the mesh: the other lane's turn, then its delay."""
+        ready_at = self._ready_at(axis)
+        if self.pause is not None:
+            self.pause()
+        if self.delay:
+            time.sleep(max(0.0, ready_at - time.perf_counter()))
+
     def note(self, axis: str, kind: str, tensor: Tensor) -> None:
         """Record a collective that somebody is about to issue."""
         self.records[Record(axis, kind, tensor.nbytes, self.sizes[axis])] += 1
 
     def _started(self, axis: str, work: Pending) -> Pending:
-        if not self.delay:
-            return work
+        return _Delayed(work, self._ready_at(axis)) if self.delay else work
+
+    def _ready_at(self, axis: str) -> float:
+        """When a collective that begins now on this axis is over."""
         begin = max(time.perf_counter(), self._free_at.get(axis, 0.0))
         self._free_at[axis] = begin + self.delay
-        return _Delayed(work, begin + self.delay)
+        return begin + self.delay
 
 
 class _Delayed:

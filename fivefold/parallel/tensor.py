@@ -19,21 +19,23 @@ Legend: B rows, S tokens of a row, T = S/tp, N = B·S, D model width, V rows of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.core.weights import Piece
 from fivefold.model.batch import NOT_COUNTED
 from fivefold.model.decoder import Decoder
-from fivefold.parallel.mesh import Mesh
+from fivefold.model.ends import Lookup, Place
+from fivefold.model.layers import Product
+from fivefold.parallel.mesh import Mesh, Phase
 
+Add = Callable[[Tensor, Tensor], Tensor]
 AXIS = "tp"
 SEQUENCE = 1  # the dim of the tokens in (B, S, D)
 # torch 2.13 renamed both, and warns about the old names.
@@ -54,28 +56,35 @@ def cut(whole: Tensor, held: Piece) -> Tensor:
     return torch.cat([part, whole.new_zeros(missing, *whole.shape[1:])])
 
 
-def split(decoder: Decoder, mesh: Mesh, sp: bool, vocab: int, recompute_repeats: bool) -> None:
-    """Give a decoder whose weights are pieces the collectives that make it whole again."""
+def split(
+    decoder: Decoder, mesh: Mesh, phase: Phase, sp: bool, recompute_repeats: bool, add: Add
+) -> None:
+    """Give a decoder whose weights are pieces the collectives that make it whole again.
+
+    They go around the arithmetic that its leaves have already; `add` adds a bias behind a sum.
+    """
     if mesh.size(AXIS) == 1:
         return
-    wires = _Wires(mesh, sp, recompute_repeats)
+    wires = _Wires(mesh, phase, sp, recompute_repeats)
     for block in decoder.blocks.values():
         for module in (block.attention, block.mlp):
             module.register_forward_pre_hook(wires.before)
-        block.attention.out.product = block.mlp.down.product = wires.row_product
+        for row in (block.attention.out, block.mlp.down):
+            row.product = partial(wires.row_product, row.product, add)
     if decoder.embed is not None:
-        decoder.embed.lookup = wires.lookup
-        decoder.embed.place = wires.place
+        decoder.embed.lookup = partial(wires.lookup, decoder.embed.lookup)
+        decoder.embed.place = partial(wires.place, decoder.embed.place)
     if decoder.head is not None:
         decoder.head.register_forward_pre_hook(wires.before)
-        decoder.head.cross_entropy = _VocabularyLoss(wires, vocab)
+        decoder.head.cross_entropy = _VocabularyLoss(wires, decoder.shape.vocab)
 
 
 class _Wires:
     """The collectives of one decoder; each forward one has its mirror in backward."""
 
-    def __init__(self, mesh: Mesh, sp: bool, recompute_repeats: bool) -> None:
-        self.mesh, self.sp, self.recompute_repeats = mesh, sp, recompute_repeats
+    def __init__(self, mesh: Mesh, phase: Phase, sp: bool, recompute_repeats: bool) -> None:
+        self.mesh, self.phase, self.sp = mesh, phase, sp
+        self.recompute_repeats = recompute_repeats
         self.silent = False
         self.group, self.size, self.place_ = mesh.groups[AXIS], mesh.size(AXIS), mesh.place(AXIS)
 
@@ -84,44 +93,52 @@ class _Wires:
         x, *rest = arguments
         return (_Enter.apply(x, self), *rest)
 
-    def after(self, partial: Tensor) -> Tensor:
+    def after(self, share: Tensor) -> Tensor:
         """Behind row-split products: the sum over ranks, each with its tokens under sp."""
-        return _Leave.apply(partial, self)
+        return _Leave.apply(share, self)
 
-    def row_product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        summed = self.after(F.linear(x, weight))
-        return summed if bias is None else summed + bias
+    def row_product(
+        self, product: Product, add: Add, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        summed = self.after(product(x, weight, None))
+        return summed if bias is None else add(summed, bias)
 
-    def lookup(self, tokens_BS: Tensor, weight_VD: Tensor) -> Tensor:
+    def lookup(self, look_up: Lookup, tokens_BS: Tensor, weight_VD: Tensor) -> Tensor:
         """Rows of this rank's piece of the vocabulary, zero elsewhere, summed over the ranks."""
         rows = weight_VD.shape[0]
         local_BS = tokens_BS - self.place_ * rows
         elsewhere_BS = (local_BS < 0) | (local_BS >= rows)
-        x_BSD = F.embedding(local_BS.masked_fill(elsewhere_BS, 0), weight_VD)
+        x_BSD = look_up(local_BS.masked_fill(elsewhere_BS, 0), weight_VD)
         return self.after(x_BSD.masked_fill(elsewhere_BS[..., None], 0))
 
-    def place(self, x: Tensor, positions_BS: Tensor, weight_PD: Tensor) -> Tensor:
+    def place(self, add: Place, x: Tensor, positions_BS: Tensor, weight_PD: Tensor) -> Tensor:
         """Learned positions, of this rank's tokens only under sp."""
         if self.sp:
             positions_BS = positions_BS.chunk(self.size, dim=SEQUENCE)[self.place_]
-        return x + F.embedding(positions_BS, weight_PD)
+        return add(x, positions_BS, weight_PD)
 
     def gather(self, x: Tensor) -> Tensor:
         self._note("all_gather", x)
-        return _all_gather(x.contiguous(), SEQUENCE, self.group)
+        return self._under_way(_all_gather(x.contiguous(), SEQUENCE, self.group))
 
     def scatter(self, x: Tensor) -> Tensor:
         self._note("reduce_scatter", x)
-        return _reduce_scatter(x.contiguous(), "sum", SEQUENCE, self.group)
+        return self._under_way(_reduce_scatter(x.contiguous(), "sum", SEQUENCE, self.group))
 
     def total(self, x: Tensor, op: str = "sum") -> Tensor:
         self._note("all_reduce", x)
-        return functional.all_reduce(x.contiguous(), op, self.group)
+        return self._under_way(functional.all_reduce(x.contiguous(), op, self.group))
+
+    def _under_way(self, result: Tensor) -> Tensor:
+        """A collective that was issued and that nobody has waited for."""
+        if self.mesh.takes_turns:
+            self.mesh.let_pass(AXIS)
+        return result
 
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Around forward arithmetic: selective recomputation repeats it, but no collective."""
-        self.silent = self.mesh.recomputing and not self.recompute_repeats
+        self.silent = self.phase.backward and not self.recompute_repeats
         yield
         self.silent = False
 
@@ -166,12 +183,12 @@ class _VocabularyLoss:
     def __init__(self, wires: _Wires, vocab: int) -> None:
         self.wires, self.vocab = wires, vocab
 
-    def __call__(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> Tensor:
-        logits_NV = hidden_ND @ weight_VD.T
+    def __call__(self, logits_NV: Tensor, labels_N: Tensor) -> Tensor:
         wide_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
-        first = self.wires.place_ * weight_VD.shape[0]
-        if first + weight_VD.shape[0] > self.vocab:  # rows that pad the vocabulary
-            padding = torch.arange(first, first + weight_VD.shape[0], device=wide_NV.device)
+        rows = logits_NV.shape[1]
+        first = self.wires.place_ * rows
+        if first + rows > self.vocab:  # rows that pad the vocabulary
+            padding = torch.arange(first, first + rows, device=wide_NV.device)
             wide_NV = wide_NV.masked_fill(padding >= self.vocab, float("-inf"))
         return _SplitCrossEntropy.apply(wide_NV, labels_N - first, labels_N, self.wires)
 
@@ -219,9 +236,4 @@ def sum_partial(gradients: Sequence[tuple[Piece, Tensor]], mesh: Mesh) -> None:
             if held.partial and (held.dim is None) == (axis == AXIS)
         ]
         if shared:
-            wide = torch.promote_types(shared[0].dtype, torch.float32)
-            flat = torch.cat([gradient.flatten().to(wide) for gradient in shared])
-            mesh.all_reduce(flat, axis, dist.ReduceOp.SUM).wait()
-            parts = flat.split([gradient.numel() for gradient in shared])
-            for gradient, part in zip(shared, parts, strict=True):
-                gradient.copy_(part.view_as(gradient))
+            mesh.sum_together(shared, axis)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fivefold.parallel.mesh import WORLD, Mesh, Record
+from fivefold.parallel.mesh import PIPELINE, WORLD, Mesh, Record
 
 # The kind of each operator, and which of its arguments is the input buffer.
 _KINDS = {
@@ -75,6 +75,8 @@ class Watch(TorchDispatchMode):
         named: dict[str, list[str]] = {}
         for axis, group in mesh.groups.items():
             named.setdefault(group.group_name, []).append(axis)
+        for group in mesh.channels.values():
+            named[group.group_name] = [PIPELINE]
         self.axes = {name: axes[0] if len(axes) == 1 else WORLD for name, axes in named.items()}
 
     def __torch_dispatch__(

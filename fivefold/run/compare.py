@@ -25,7 +25,10 @@ EPSILON: dict[str, float] = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16
 # Below this share of the model's largest value a parameter's own size says nothing.
 _FLOOR = 1e-3
 _SAFETY = 8
-FORMULA = f"{_SAFETY} · eps · √(layers · longest sum); weights: · (1 + steps · gain)"
+FORMULA = (
+    f"{_SAFETY} · eps · √(layers · longest sum); "
+    "weights, and all of asynchronous runs: · (1 + steps · gain)"
+)
 
 Call = tuple[str, str, int, int]
 """Axis, kind, bytes of the input buffer, ranks of the group."""
@@ -61,19 +64,22 @@ class Traffic(NamedTuple):
 
 
 def tolerances(
-    shape: Shape, batch: Batch, dtype: Dtype, steps: int, gain: float
+    shape: Shape, batch: Batch, dtype: Dtype, steps: int, gain: float, drifts: bool = False
 ) -> dict[str, float]:
     """The largest error of each kind that rounding explains.
 
     Rounding errors are independent: a sum of n terms errs by √n of one, and so do n layers in a
     row. bfloat16 products are summed in float32, so that only the result is rounded. `gain` is how
-    much of a change of a gradient an optimizer can pass on to the weight in one step.
+    much of a change of a gradient an optimizer can pass on to the weight in one step. A run that
+    `drifts` computes losses and gradients on weights of many steps that nothing has clipped: they
+    may be as wrong as these.
     """
     longest = max(shape.width, shape.ffn, shape.vocab, batch.tokens)
     terms = shape.layers * (1 if dtype == "bfloat16" else longest)
     base = _SAFETY * EPSILON[dtype] * math.sqrt(terms)
     kinds = ("loss_err", "grad_err", "norm_err", "clip_err")
-    return {**dict.fromkeys(kinds, base), "weight_err": base * (1 + steps * gain)}
+    of_weights = base * (1 + steps * gain)
+    return {**dict.fromkeys(kinds, of_weights if drifts else base), "weight_err": of_weights}
 
 
 def relative(found: float, truth: float) -> float:

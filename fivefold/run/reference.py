@@ -6,7 +6,7 @@ It shares the model's blocks and the initial values with the ranks and nothing e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -66,6 +66,73 @@ def truths(
     return found
 
 
+@dataclass(frozen=True)
+class Delayed:
+    """The delays of an asynchronous pipeline, stage by stage.
+
+    Every `every` microbatches each stage updates. Stage s computes microbatch k on the weights of
+    max(0, k // every − late[s]) updates, as PipeDream and PipeDream-2BW are published.
+    """
+
+    stages: Sequence[range]
+    every: int
+    late: Sequence[int]
+
+    def stage_of(self, name: str) -> int:
+        """The stage of a weight, by its name."""
+        first, _, rest = name.partition(".")
+        if first != "blocks":
+            return 0 if first == "embed" else len(self.stages) - 1
+        layer = int(rest.partition(".")[0])
+        return next(place for place, layers in enumerate(self.stages) if layer in layers)
+
+
+def delayed_truths(
+    shape: Shape,
+    microbatches: Sequence[TokenBatch],
+    delayed: Delayed,
+    optimizer: Name,
+    seed: int,
+    dtype: torch.dtype,
+    say: Callable[[str], None],
+) -> list[Truth]:
+    """What an asynchronous pipeline computes, emulated by one process that keeps every version."""
+    say("build")
+    model = from_config(shape, dtype=dtype)
+    init_weights(model, shape, seed)
+    assert model.head is not None
+    model.head.cross_entropy = _cross_entropy
+    updater = _optimizer(optimizer, model)
+    named = dict(model.named_parameters())
+    versions = [{name: one.detach().clone() for name, one in named.items()}]
+    found: list[Truth] = []
+    for start in range(0, len(microbatches), delayed.every):
+        say(f"update {start // delayed.every + 1}")
+        window = microbatches[start : start + delayed.every]
+        tokens = sum((one.labels != NOT_COUNTED).sum() for one in window)
+        updater.zero_grad()
+        for name, one in named.items():
+            late = delayed.late[delayed.stage_of(name)]
+            one.data.copy_(versions[max(0, len(versions) - 1 - late)][name])
+        losses = [model(one.tokens, one) / max(int(tokens), 1) for one in window]
+        for loss in losses:
+            loss.backward()
+        for name, one in named.items():
+            one.data.copy_(versions[-1][name])
+        found.append(_updated(model, updater, float(sum(losses).detach())))
+        versions.append({name: one.detach().clone() for name, one in named.items()})
+    return found
+
+
+def _updated(model: Decoder, updater: torch.optim.Optimizer, loss: float) -> Truth:
+    """An update without clipping."""
+    gradients = {name: as_array(one.grad) for name, one in model.named_parameters()}
+    norm = nn.utils.get_total_norm([one.grad for one in model.parameters() if one.grad is not None])
+    updater.step()
+    weights = {name: as_array(one) for name, one in model.named_parameters()}
+    return Truth(loss, float(norm), 1.0, gradients, weights)
+
+
 def _step(model: Decoder, updater: torch.optim.Optimizer, batch: TokenBatch) -> Truth:
     updater.zero_grad()
     loss = model(batch.tokens, batch) / (batch.labels != NOT_COUNTED).sum().clamp(min=1)
@@ -78,8 +145,7 @@ def _step(model: Decoder, updater: torch.optim.Optimizer, batch: TokenBatch) -> 
     return Truth(float(loss.detach()), float(norm), clip, gradients, weights)
 
 
-def _cross_entropy(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> Tensor:
-    logits_NV = F.linear(hidden_ND, weight_VD)
+def _cross_entropy(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
     if logits_NV.dtype == torch.bfloat16:
         logits_NV = logits_NV.float()
     return F.cross_entropy(logits_NV, labels_N, ignore_index=NOT_COUNTED, reduction="sum")

@@ -30,6 +30,10 @@ class Samples:
         """The microbatches of one data rank."""
         return [self._batch((number, dp_coord)) for number in range(len(self.tokens))]
 
+    def microbatches(self) -> list[TokenBatch]:
+        """Each microbatch with the rows of all data ranks."""
+        return [self._batch((number, slice(None))) for number in range(len(self.tokens))]
+
     def whole(self) -> TokenBatch:
         """All rows of the step at once."""
         return self._batch((slice(None), slice(None)))

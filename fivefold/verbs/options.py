@@ -33,8 +33,12 @@ SHARED: dict[str, Any] = {
     "machine": _option(str, "Machine preset (h100, gb200, …) or TOML file."),
     "gpus": _option(int, "Number of GPUs, to be equal to the layout's product."),
     "zero": _option(str, "ZeRO stage 0 to 3, or FSDP's name for it (default 3; 1 with pp > 1)."),
+    "gather": _option(
+        str, "How often ZeRO-3 gathers weights: step or microbatch (default step with pp > 1)."
+    ),
     "schedule": _option(str, "Pipeline schedule by name, auto, or a file (default 1f1b)."),
     "chunks": _option(int, "Stages on each pipeline rank (default: the schedule's minimum)."),
+    "stage_layers": _option(str, 'Layers of each stage, as in "7,8,8,7" (default: by cost).'),
     "microbatches": _option(int, "Microbatches a step (default: the smallest legal ≥ 2·pp)."),
     "microbatch_size": _option(int, "Sequences in a microbatch (default 1)."),
     "seq": _option(int, "Tokens in a sequence (default: 8192 or the model's most)."),

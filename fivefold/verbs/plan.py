@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -50,9 +51,11 @@ def describe(plan: Plan) -> dict[str, Any]:
         "world": layout.world,
         "readings": _readings(plan),
         "zero": layout.zero,
+        "gather": plan.gather,
         "axes": {axis: _axis(plan, axis) for axis in _axes(plan)},
         "schedule": plan.wishes.schedule,
         "chunks": layout.chunks,
+        "stages": [len(layers) for layers in plan.stages],
         "batch": {
             "sequences": batch.sequences,
             "tokens": batch.tokens,
@@ -102,6 +105,8 @@ def render(plan: Plan, table: dict[str, Any]) -> str:
         f"recompute {plan.recompute}, {plan.precision}",
         f"batch     {plan.batch}",
     ]
+    if plan.layout.pp > 1:
+        lines.append(f"stages    {_runs(table['stages'])} layers")
     for axis, one in table["axes"].items():
         if one["degree"] > 1:
             where = f", within {one['tier']}" if "tier" in one else ""
@@ -112,6 +117,12 @@ def render(plan: Plan, table: dict[str, Any]) -> str:
 def _billions(number: int) -> str:
     scale, unit = (1e9, "B") if number >= 1e9 else (1e6, "M")
     return f"{number / scale:,.2f} {unit}"
+
+
+def _runs(numbers: list[int]) -> str:
+    """`7, 14 x 8, 7`: equal neighbours are told by their number."""
+    runs = [(len([*group]), number) for number, group in groupby(numbers)]
+    return ", ".join(str(number) if n == 1 else f"{n} x {number}" for n, number in runs)
 
 
 def _group(ranks: list[int]) -> str:

@@ -87,14 +87,16 @@ def runnable(wishes: Wishes) -> Plan:
         small = scale_down(plan.shape, plan.layout)
         notes.append(scaling_note(plan.shape, small))
         legality.check(plan.layout, small, seq=plan.batch.seq)
-        plan = replace(plan, shape=small)
+        if plan.stage_layers is not None:
+            notes.append("stages are cut anew: stage_layers is for all layers of the model")
+        plan = replace(plan, shape=small, stage_layers=None)
     return replace(plan, notes=(*plan.notes, *notes))
 
 
 def _require_covered(layout: Layout) -> None:
-    over = [axis for axis in ("pp", "cp", "ep", "etp") if getattr(layout, axis) > 1]
+    over = [axis for axis in ("cp", "ep", "etp") if getattr(layout, axis) > 1]
     if over:
-        raise FivefoldError(f"verify runs dp and tp so far: set {', '.join(over)} to 1")
+        raise FivefoldError(f"verify runs dp, tp and pp so far: set {', '.join(over)} to 1")
     if layout.world > _MOST_RANKS:
         raise FivefoldError(
             f"verify forks a process for every rank, and {layout.world} are too many for one "

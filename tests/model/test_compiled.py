@@ -17,10 +17,12 @@ from fivefold.step import step
 
 
 def losses(plan: Plan, compiled: bool) -> list[Tensor]:
-    mesh = Mesh.build(plan.layout, torch.device("cpu"), plan.shape.kv_heads)
+    mesh = Mesh.build(
+        plan.layout, torch.device("cpu"), plan.shape.kv_heads, plan.schedule
+    )
     job = compose(plan, mesh, seed=0, dtype=torch.float32)
     if compiled:
-        compile_blocks(job.model, backend="eager")
+        compile_blocks(job.chunks[0].model, backend="eager")
     pairs = [(len(each.row.shape) > 1, each.tensor) for each in job.owned]
     optimizer = make_optimizer("adamw", pairs, lr=1e-3, weight_decay=0.1)
     drawn = [samples(plan.batch, plan.shape.vocab, 0, number).of(0) for number in range(3)]

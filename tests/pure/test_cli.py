@@ -146,6 +146,8 @@ def test_a_schedule_file_runs_as_it_is(capsys: pytest.CaptureFixture[str], tmp_p
         (["plan", "tiny", "--recompute", "some"], "selective"),
         (["plan", "tiny", "--context", "zagzig"], "zigzag"),
         (["plan", "tiny", "--gpus", "8"], "8 GPUs"),
+        (["plan", "tiny", "--layout", "pp=2", "--stage-layers", "4,5"], "numbers that sum to 8"),
+        (["plan", "tiny", "--gather", "never"], "choose from microbatch, step"),
         (["plan", "missing.toml"], "no such plan file"),
     ],
 )
@@ -163,6 +165,15 @@ def test_plan_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert table["axes"]["ep"]["first_group"] == list(range(64))
     assert table["axes"]["edp"] == {"degree": 2, "first_group": [0, 64], "tier": "network"}
     assert table["batch"]["sequences"] == 128 * 32
+
+
+def test_plan_tells_the_stages(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("plan", "llama-3.1-405b", "--layout", "tp=8", "pp=16", "dp=8")
+    assert run_json(capsys, *words)["stages"] == [7, *[8] * 14, 7]
+    assert "\nstages    7, 14 x 8, 7 layers\n" in run(capsys, *words)
+    said = run(capsys, "plan", "tiny", "--layout", "pp=4", "--stage-layers", "1,2,2,3")
+    assert "\nstages    1, 2 x 2, 3 layers\n" in said
+    assert "stages" not in run(capsys, "plan", "tiny", "--layout", "dp=4")
 
 
 def test_plan_writes_a_file_that_it_reads(

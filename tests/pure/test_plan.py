@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,7 @@ def test_microbatches_default_to_the_smallest_legal(
 ) -> None:
     resolved = plan(layout=f"pp={stages}", schedule=schedule, small=True)
     assert (resolved.batch.microbatches, resolved.layout.chunks) == (microbatches, chunks)
-    assert resolved.make_schedule().num_microbatches == microbatches
+    assert resolved.schedule.num_microbatches == microbatches
 
 
 def test_small_runs_get_a_short_sequence_and_enough_layers() -> None:
@@ -115,6 +116,8 @@ def test_illegal_layouts_list_all_reasons_and_three_ways_out() -> None:
         {"layout": "tp=4", "sp": False, "seq": 64, "batch": 6, "microbatch_size": 3},
         {"layout": "dp=2", "set": {"kv_heads": "1", "tied": "true"}, "packed": True, "zero": 2},
         {"layout": "pp=2 dp=4 order=tp-cp-pp-dp", "machine": "h100", "gpus": 8},
+        {"layout": "pp=4", "schedule": "auto", "stage_layers": "1,1,1,1,1,1,1,1"},
+        {"layout": "dp=2 pp=2", "stage_layers": "5,3", "zero": 3, "gather": "microbatch"},
     ],
 )
 def test_plan_files_read_back_to_the_same_plan(wishes: dict[str, object], tmp_path: Path) -> None:
@@ -157,12 +160,124 @@ def test_paths_in_a_plan_file_start_at_its_folder(
     monkeypatch.chdir(tmp_path)
     first = plan(layout="pp=2", schedule="mine.csv", machine="mine.toml")
     (tmp_path / "inner" / "plan.toml").write_text(first.to_toml(Path("inner")))
-    order = first.make_schedule().order
+    order = first.schedule.order
     monkeypatch.chdir("/")
     again = resolve(read(tmp_path / "inner" / "plan.toml"))
-    assert again.make_schedule().order == order
+    assert again.schedule.order == order
     assert again.machine == first.machine
     assert again.wishes.model == "tiny"
+
+
+def test_stages_follow_cost_or_what_is_said() -> None:
+    wide = {"vocab": "65536"}
+    assert [len(layers) for layers in plan(layout="pp=2", set=wide).stages] == [7, 1]
+    said = plan(layout="pp=2", set=wide, stage_layers="3,5")
+    assert (said.stage_layers, said.stages) == ((3, 5), (range(3), range(3, 8)))
+    assert plan(layout="dp=2").stages == (range(8),)
+    derived = plan(layout="pp=2")
+    deeper = replace(derived, shape=replace(derived.shape, layers=10))
+    assert deeper.stages == (range(5), range(5, 10))
+
+
+def test_wrong_stage_layers_are_told_with_the_rest() -> None:
+    with pytest.raises(IllegalLayout) as caught:
+        plan(layout="pp=2 tp=3", stage_layers="3,3,3")
+    count, total = (each for each in caught.value.reasons if "stage_layers" in each)
+    assert count.endswith("is for 3 stages and the pipeline has 2: give 2 numbers")
+    assert total.endswith("the model has 8 layers: give numbers that sum to 8")
+    assert any("tp=3 does not divide heads" in each for each in caught.value.reasons)
+    with pytest.raises(IllegalLayout, match="such as 7,8,8,7"):
+        plan(layout="pp=2", stage_layers="four,four")
+    with pytest.raises(IllegalLayout, match="for 2 stages") as caught:
+        plan(layout="pp=4", stage_layers="4,4")
+    for near in caught.value.nearest:
+        assert len(plan(layout=near.split("  (")[0], stage_layers="4,4").stages) == 2
+
+
+def test_stage_layers_outlive_no_change_of_what_they_fit(tmp_path: Path) -> None:
+    path = tmp_path / "plan.toml"
+    path.write_text(plan(layout="pp=2", stage_layers="3,5").to_toml())
+    changes = [
+        {"layout": "pp=4"},
+        {"schedule": "zb-v"},
+        {"chunks": 1, "schedule": "gpipe"},
+        {"set": {"layers": "10"}},
+    ]
+    for said in changes:
+        assert resolve(wishes_from(str(path), said)).stage_layers is None, said
+    for said in ({}, {"microbatches": 8}, {"layout": "pp=2"}, {"chunks": 1}):
+        assert resolve(wishes_from(str(path), said)).stage_layers == (3, 5), said
+    both = {"layout": "pp=4", "stage_layers": "1,2,2,3"}
+    assert resolve(wishes_from(str(path), both)).stage_layers == (1, 2, 2, 3)
+
+
+def test_a_pipeline_keeps_gathered_weights_over_a_step(tmp_path: Path) -> None:
+    assert plan(layout="dp=2 pp=2", zero=3).gather == "step"
+    assert plan(layout="dp=2").gather == "microbatch"
+    assert plan(layout="dp=2", gather="step").gather == "step"
+    path = tmp_path / "plan.toml"
+    path.write_text(plan(layout="dp=2 pp=2", gather="microbatch").to_toml())
+    assert resolve(read(path)).gather == "microbatch"
+    assert resolve(wishes_from(str(path), {"layout": "dp=2 pp=4"})).gather == "step"
+    with pytest.raises(FivefoldError, match="did you mean step"):
+        plan(layout="dp=2", gather="steps")
+
+
+def test_a_search_settles_the_number_of_chunks() -> None:
+    wishes = {"layout": "pp=2", "schedule": "auto", "microbatches": 5}
+    found = plan(**wishes, chunks=3)
+    assert (found.layout.chunks, found.schedule.num_chunks, len(found.stages)) == (2, 2, 4)
+    assert resolve(found.wishes) == found
+    assert plan(**wishes, chunks=3, stage_layers="2,2,2,2").stage_layers == (2, 2, 2, 2)
+    with pytest.raises(FivefoldError, match="the pipeline has 4: give 4 numbers"):
+        plan(**wishes, chunks=3, stage_layers="3,1,1,1,1,1")
+
+
+def test_a_schedule_is_made_once() -> None:
+    wishes = {"layout": "pp=4", "schedule": "auto"}
+    assert plan(**wishes).schedule is plan(**wishes).schedule
+    assert plan(layout="pp=4", schedule="AUTO").schedule is plan(**wishes).schedule
+
+
+def test_a_file_of_a_schedule_is_read_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("zb-h1", "gpipe"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine.csv").write_text(catalog.make(name, 2, 4).to_csv())
+        monkeypatch.chdir(tmp_path / name)
+        mine = plan(layout="pp=2", schedule="mine.csv")
+        assert mine.schedule.order == catalog.make(name, 2, 4).order
+
+
+def test_without_a_pipeline_any_schedule_is_one_rank_after_itself() -> None:
+    for name in ("interleaved", "zb-v", "dualpipe", "auto"):
+        alone = plan(layout="dp=2", schedule=name, microbatches=2)
+        assert alone.schedule.texts() == [["0F0", "0B0", "0F1", "0B1"]]
+        assert alone.stages == (range(8),)
+
+
+def test_ranks_of_a_file_may_hold_different_numbers_of_stages(tmp_path: Path) -> None:
+    path = tmp_path / "lopsided.csv"
+    path.write_text("0F0 2F0 2B0 0B0\n1F0 1B0\n")
+    assert [len(layers) for layers in plan(layout="pp=2", schedule=str(path)).stages] == [3, 3, 2]
+    said = plan(layout="pp=2", schedule=str(path), stage_layers="1,6,1")
+    assert said.stages == (range(1), range(1, 7), range(7, 8))
+    with pytest.raises(IllegalLayout, match="the pipeline has 3: give 3 numbers"):
+        plan(layout="pp=2", schedule=str(path), stage_layers="2,2,2,2")
+
+
+@pytest.mark.parametrize("name", ["pipedream", "pipedream-2bw"])
+def test_asynchronous_schedules_refuse_what_has_one_age_of_weights(name: str) -> None:
+    with pytest.raises(IllegalLayout) as caught:
+        plan(layout="pp=2", schedule=name, zero=2, set={"tied": "true"})
+    tied, zero = caught.value.reasons
+    assert "untie it with --set tied=false" in tied
+    assert "use zero=0 or 1" in zero
+    for stage in (0, 1):
+        assert plan(layout="dp=2 pp=2", schedule=name, zero=stage).schedule.asynchronous
+    alone = plan(layout="dp=2", schedule=name, zero=3, set={"tied": "true"})
+    assert not alone.schedule.asynchronous
 
 
 def test_asynchronous_schedules_are_noted() -> None:
@@ -195,7 +310,7 @@ def test_schedule_from_a_file_brings_its_numbers(tmp_path: Path) -> None:
     path.write_text(catalog.make("zb-h1", 2, 5).to_csv(), encoding="utf-8")
     resolved = plan(layout="pp=2", schedule=str(path))
     assert resolved.batch.microbatches == 5
-    assert resolved.make_schedule().order == catalog.make("zb-h1", 2, 5).order
+    assert resolved.schedule.order == catalog.make("zb-h1", 2, 5).order
     with pytest.raises(IllegalLayout, match="the file is for 2 stages"):
         plan(layout="pp=4", schedule=str(path))
     with pytest.raises(IllegalLayout, match="the file is for 5 microbatches"):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.core.errors import FivefoldError
-from fivefold.core.ledger import Static, static_bytes
+from fivefold.core.memory import Static, static_bytes
 from fivefold.core.plan import Plan, Wishes, resolve
 from fivefold.core.traffic import Entry, entries, listed, predict
 
@@ -119,9 +119,11 @@ def test_the_list_is_json_where_there_is_one() -> None:
     summed_in_float32 = predict(plan, 0, itemsize=2, grad_itemsize=4)
     assert json.loads(json.dumps(listed(plan))) == [asdict(each) for each in summed_in_float32]
     assert listed(plan_of("tiny-moe", "dp=2")) is None
-    assert listed(plan_of("tiny", "pp=2")) is None
-    with pytest.raises(FivefoldError, match=r"cp=2.*use dp and tp only"):
+    assert listed(plan_of("tiny", "pp=2", schedule="pipedream")) is None
+    with pytest.raises(FivefoldError, match=r"cp=2.*use dp, tp and pp only"):
         bf16_traffic(plan_of("tiny", "cp=2"))
+    with pytest.raises(FivefoldError, match="an asynchronous run"):
+        bf16_traffic(plan_of("tiny", "pp=2", schedule="pipedream-2bw"))
 
 
 def static(plan: Plan, rank: int = 0, *, grads: int = 2, offload: bool = False) -> Static:

@@ -56,7 +56,10 @@ def run(pool: Pool, plan: Plan, setup: Setup, watch: Watch) -> list[Any]:
 
 def _steps(worker: Worker, plan: Plan, setup: Setup, watch: Watch) -> Any:
     with worker.joined(plan.layout.world):
-        mesh = Mesh.build(plan.layout, torch.device("cpu"), plan.shape.kv_heads)
+        shape = plan.shape
+        mesh = Mesh.build(
+            plan.layout, torch.device("cpu"), shape.kv_heads, plan.schedule, shape.tied
+        )
         job = compose(
             plan,
             mesh,
@@ -71,7 +74,8 @@ def _steps(worker: Worker, plan: Plan, setup: Setup, watch: Watch) -> Any:
         for number in range(STEPS):
             mesh.records.clear()
             step(job, optimizer, _batches(plan, mesh.rank, number), max_norm=1.0)
-        job.data.wait()
+        for chunk in job.chunks:
+            chunk.data.wait()
         return look()
 
 

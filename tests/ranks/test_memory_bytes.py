@@ -10,7 +10,7 @@ import torch
 from forked_steps import Setup, run, small_plan
 from torch import Tensor
 
-from fivefold.core.ledger import static_bytes
+from fivefold.core.memory import static_bytes
 from fivefold.parallel.compose import Job
 from fivefold.run.optimizer import HostOptimizer
 from fivefold.run.ranks import Pool
@@ -71,7 +71,7 @@ def measured(
 
 def held(job: Job, optimizer: torch.optim.Optimizer | HostOptimizer) -> dict[str, int]:
     """Bytes by place. Without a GPU both places are host memory, so a tensor's part says which."""
-    units, offload = job.data.units, isinstance(optimizer, HostOptimizer)
+    units, offload = list(job.units), isinstance(optimizer, HostOptimizer)
     kept = optimizer.states if isinstance(optimizer, HostOptimizer) else optimizer.state
     states = [one for state in kept.values() for one in state.values()]
     mine = [*states, *(unit.part for unit in units if unit.sheds_weights)]

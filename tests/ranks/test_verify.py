@@ -72,7 +72,7 @@ def test_a_large_model_is_scaled_down_and_says_so(capsys: pytest.CaptureFixture[
         ("--layout dp=2 --optimizer adam", "did you mean adamw"),
         ("--layout dp=2 --steps 0", "--steps 0: give a number above 0"),
         ("--layout dp=2 --bucket-mb nan", "--bucket-mb nan"),
-        ("--layout pp=2", "verify runs dp and tp so far: set pp to 1"),
+        ("--layout cp=2", "verify runs dp, tp and pp so far: set cp to 1"),
         ("--layout dp=128", "at most 64 ranks"),
         ("--layout tp=3", "tp=3 does not divide heads 8"),
         ("tiny-moe --layout dp=2", "experts (moe)"),
@@ -153,8 +153,8 @@ def test_the_mesh_notes_what_the_dispatcher_sees(pool: Pool, layout: str, recomp
     plan = plan_of(layout, recompute=recompute, set={"layers": "2"})
     ranks = pool.run_each([(run_rank, (plan, Settings()))] * plan.layout.world)
     for rank in ranks:
-        for step in rank.steps:
-            assert step.noted and attributed(step.seen, step.noted) == step.noted
+        for heard in rank.heard:
+            assert heard.noted and attributed(heard.seen, heard.noted) == heard.noted
 
 
 def test_samples_are_a_function_of_seed_and_step() -> None:

@@ -8,10 +8,33 @@ Neither computes what one device would; both are labelled asynchronous wherever 
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from fivefold.core.schedule.flush import one_forward_one_backward
 from fivefold.core.schedule.value import Schedule
+
+
+@dataclass(frozen=True)
+class Delays:
+    """After how many microbatches a stage updates, and on which version a microbatch is computed.
+
+    Version n is the weights after n updates.
+    """
+
+    every: int
+    constant: bool  # all stages compute a microbatch on the same version
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> Delays:
+        """Those of an asynchronous schedule, whose microbatches are one window."""
+        if schedule.name == "pipedream":
+            return cls(every=1, constant=False)
+        assert schedule.name == "pipedream-2bw", f"{schedule.name} is not asynchronous"
+        return cls(every=schedule.num_microbatches, constant=True)
+
+    def version(self, microbatch: int, num_updates: int) -> int:
+        """PipeDream takes the newest weights of its stage; 2BW those of the window before last."""
+        return max(0, microbatch // self.every - 1) if self.constant else num_updates
 
 
 def pipedream(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:

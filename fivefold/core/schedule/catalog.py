@@ -62,6 +62,14 @@ class Family:
             return asked
         return self.default_chunks if num_ranks > 1 else 1
 
+    def stages_on(self, num_ranks: int, num_chunks: int) -> int | None:
+        """How many stages the schedule has there; None where only a search can tell."""
+        if num_ranks == 1:
+            return 1
+        if self.only is not None:  # ranks of a file may hold different numbers of stages
+            return self.make(*self.only).num_stages
+        return None if self.name == AUTO else num_ranks * num_chunks
+
     def problems(self, num_ranks: int, num_microbatches: int, num_chunks: int) -> list[str]:
         """Every rule of the domain that these numbers break."""
         found = [

@@ -50,6 +50,11 @@ class Placement:
         }
         return next((name for name, known in named.items() if known == self), "custom")
 
+    def held(self, rank: int) -> tuple[int, ...]:
+        """The stages on one rank; under a mirrored placement also those of its mirror."""
+        homes = {rank, self.num_ranks - 1 - rank} if self.mirrored else {rank}
+        return tuple(stage for stage, home in enumerate(self.homes) if home in homes)
+
     def rank(self, stage: int, microbatch: int, num_microbatches: int) -> int:
         """The rank that computes this stage for this microbatch."""
         home = self.homes[stage]

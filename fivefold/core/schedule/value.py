@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fivefold.core.schedule.action import INPUT_GRAD, Step, actions_of
+from fivefold.core.schedule.action import INPUT_GRAD, Action, Step, actions_of
 from fivefold.core.schedule.placement import Placement
 
 
@@ -40,16 +41,16 @@ class Schedule:
     @property
     def splits_backward(self) -> bool:
         """Whether some weight gradient is computed apart from its input gradient."""
-        return any(
-            action.kind == INPUT_GRAD
-            for steps in self.order
-            for step in steps
-            for action in actions_of(step)
-        )
+        ranks = range(self.num_ranks)
+        return any(action.kind == INPUT_GRAD for rank in ranks for action in self.actions(rank))
 
     def rank_of(self, stage: int, microbatch: int) -> int:
         """The rank that computes this stage for this microbatch."""
         return self.placement.rank(stage, microbatch, self.num_microbatches)
+
+    def actions(self, rank: int) -> Iterator[Action]:
+        """What one rank computes, in order; a pair that runs as one is forward, then backward."""
+        return (action for step in self.order[rank] for action in actions_of(step))
 
     def texts(self) -> list[list[str]]:
         """The action texts, a list for each rank."""

@@ -1,0 +1,211 @@
+"""Weight gradients that wait: the split of a backward into input gradients and weight gradients.
+
+A leaf of the model (linear, norm, embedding, bias) whose arithmetic is exchanged for the one here
+returns its input gradient in backward and queues the rest: what it needs for the gradient of its
+weight. A split backward leaves that in the queue until its W; a whole backward takes it at once.
+No gradient of a weight comes out of autograd, so none can be missed by whoever sums gradients, and
+recomputation runs once, in front of the input gradient, as ever.
+
+Legend: N tokens, I inputs, O outputs of a linear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fivefold.model.decoder import Decoder
+from fivefold.model.ends import Embedding, Head
+from fivefold.model.layers import Linear, Norm, layer_norm, rms_norm
+
+
+class Sink(Protocol):
+    """Who takes gradients of weights."""
+
+    def add_product(self, weight: Tensor, outputs_NO: Tensor, inputs_NI: Tensor) -> None:
+        """Add outputsᵀ · inputs to the gradient of a weight."""
+
+    def add_gradient(self, weight: Tensor, gradient: Tensor) -> None:
+        """Add to the gradient of a weight."""
+
+
+Work = Callable[[Sink], None]
+"""Computes the gradient of one leaf's weights and gives it to the sink."""
+
+
+class Queue:
+    """The weight gradients of one chunk that are still owed, by microbatch."""
+
+    def __init__(self) -> None:
+        self._owed: dict[int, list[Work]] = {}
+        self._take: Callable[[Work], None] | None = None
+
+    @contextmanager
+    def taking(self, sink: Sink) -> Iterator[None]:
+        """A whole backward: each weight gradient is computed where its leaf is passed."""
+        self._take = lambda work: work(sink)
+        yield
+        self._take = None
+
+    @contextmanager
+    def keeping(self, microbatch: int) -> Iterator[None]:
+        """An input gradient: all weight gradients are kept for later."""
+        self._take = self._owed.setdefault(microbatch, []).append
+        yield
+        self._take = None
+
+    @torch.no_grad()
+    def settle(self, microbatch: int, sink: Sink) -> None:
+        """The weight gradient of a microbatch; what it needed is let go piece by piece."""
+        owed = self._owed.pop(microbatch)
+        owed.reverse()
+        while owed:
+            owed.pop()(sink)
+
+    def put(self, work: Work) -> None:
+        assert self._take is not None, "backward outside of the pipeline"
+        self._take(work)
+
+    def defer(self, decoder: Decoder) -> None:
+        """Exchange the arithmetic of every leaf for arithmetic that queues."""
+        for module in decoder.modules():
+            if isinstance(module, Linear | Head):
+                module.product = self.linear
+            elif isinstance(module, Norm):
+                module.normalise = partial(self.norm, _UNSCALED[module.normalise])
+            elif isinstance(module, Embedding):
+                module.lookup, module.place = self.look_up, self.add_positions
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return _Linear.apply(x, weight, bias, self)
+
+    def norm(
+        self, unscaled: _Unscaled, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        again = partial(unscaled, normalized_shape=weight.shape, eps=eps)
+        return _Scale.apply(again(x), weight, bias, x, again, self)
+
+    def look_up(self, tokens: Tensor, weight: Tensor) -> Tensor:
+        return _LookUp.apply(tokens, weight, self)
+
+    def add_positions(self, x: Tensor, positions: Tensor, weight: Tensor) -> Tensor:
+        return x + self.look_up(positions, weight)
+
+    def add(self, x: Tensor, bias: Tensor) -> Tensor:
+        """Add a bias."""
+        return _Add.apply(x, bias, self)
+
+
+_Unscaled = Callable[..., Tensor]
+_UNSCALED: dict[Any, _Unscaled] = {rms_norm: F.rms_norm, layer_norm: F.layer_norm}
+
+
+# The weights are inputs of the functions below so that their outputs require gradients, even where
+# the other input is token ids; what they return for them is None.
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, queue: Queue) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.bias, ctx.queue = weight, bias, queue
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        (x,), (slope,) = ctx.saved_tensors, gradients
+        ctx.queue.put(partial(_linear_work, ctx.weight, ctx.bias, slope, x))
+        return slope @ ctx.weight, None, None, None
+
+
+def _linear_work(
+    weight: nn.Parameter, bias: nn.Parameter | None, slope: Tensor, x: Tensor, sink: Sink
+) -> None:
+    slope_NO = slope.reshape(-1, slope.shape[-1])
+    sink.add_product(weight, slope_NO, x.reshape(-1, x.shape[-1]))
+    if bias is not None:
+        sink.add_gradient(bias, slope_NO.sum(0))
+
+
+class _Scale(torch.autograd.Function):
+    """The weight and bias of a norm. `x` is kept by the norm as well; normed is made again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        normed: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        x: Tensor,
+        again: Callable[[Tensor], Tensor],
+        queue: Queue,
+    ) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.bias, ctx.again, ctx.queue = weight, bias, again, queue
+        scaled = normed * weight
+        return scaled if bias is None else scaled.add_(bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        (x,), (slope,) = ctx.saved_tensors, gradients
+        ctx.queue.put(partial(_scale_work, ctx.weight, ctx.bias, slope, x, ctx.again))
+        return slope * ctx.weight, None, None, None, None, None
+
+
+def _scale_work(
+    weight: nn.Parameter,
+    bias: nn.Parameter | None,
+    slope: Tensor,
+    x: Tensor,
+    again: Callable[[Tensor], Tensor],
+    sink: Sink,
+) -> None:
+    tokens = tuple(range(slope.dim() - 1))
+    with torch.no_grad():
+        wide = torch.promote_types(slope.dtype, torch.float32)
+        sink.add_gradient(weight, (slope.to(wide) * again(x).to(wide)).sum(tokens))
+    if bias is not None:
+        sink.add_gradient(bias, slope.sum(tokens))
+
+
+class _LookUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor, queue: Queue) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.weight, ctx.queue = weight, queue
+        return F.embedding(tokens, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
+        (tokens,), (slope,) = ctx.saved_tensors, gradients
+        ctx.queue.put(partial(_look_up_work, ctx.weight, slope, tokens))
+        return None, None, None
+
+
+def _look_up_work(weight: nn.Parameter, slope: Tensor, tokens: Tensor, sink: Sink) -> None:
+    rows = weight.shape[0]
+    dense = torch.ops.aten.embedding_dense_backward(slope, tokens, rows, -1, False)
+    sink.add_gradient(weight, dense)
+
+
+class _Add(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor, queue: Queue) -> Tensor:
+        ctx.bias, ctx.queue = bias, queue
+        return x + bias
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (slope,) = gradients
+        ctx.queue.put(partial(_add_work, ctx.bias, slope))
+        return slope, None, None
+
+
+def _add_work(bias: nn.Parameter, slope: Tensor, sink: Sink) -> None:
+    sink.add_gradient(bias, slope.sum(tuple(range(slope.dim() - 1))))

@@ -1,0 +1,270 @@
+"""The pipeline dimension: one interpreter that executes any schedule value.
+
+Splits   the layers into stages, contiguous slices, and lays one or more of them on each rank.
+Moves    for every microbatch the activations from stage to stage and their gradients back, one
+         message each; two stages of one rank hand over without any.
+Costs    2·A a microbatch and boundary (A activations between two layers), and the bubble.
+Wins     between nodes, where links are slow: nothing moves less.
+Refuses  fewer layers than stages, and what its schedule refuses.
+
+The messages of a pair of ranks form one line for each direction, in the order in which their source
+computes them; the target posts its receives in that order too, those of a step while the step
+before runs. A send waits for nobody, and a rank waits for a message only where the schedule says
+that it needs it: a schedule that the clock can play to its end cannot deadlock here.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from fivefold.core.schedule.action import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRAD,
+    WEIGHT_GRAD,
+    Action,
+    Overlap,
+    Step,
+    actions_of,
+)
+from fivefold.core.schedule.transfers import Message, merged, needed, sent, sent_by
+from fivefold.core.schedule.value import Schedule
+from fivefold.model.batch import TokenBatch
+from fivefold.parallel.lanes import Lanes
+from fivefold.parallel.mesh import PIPELINE, Mesh, Pending
+
+
+class Chunk(Protocol):
+    """One stage on this rank, as the interpreter drives it."""
+
+    def forward(self, x: Tensor | None, batch: TokenBatch, microbatch: int) -> Tensor:
+        """Activations, or the summed loss of the last stage; the first stage is given no `x`."""
+        ...
+
+    def backward(self, run: Callable[[], None], microbatch: int, split: bool, last: bool) -> None:
+        """Call `run`, autograd's backward; where it is `split`, keep weight gradients back.
+
+        `last` says that no gradient of the step comes after it.
+        """
+        ...
+
+    def weight_gradients(self, microbatch: int, last: bool) -> None:
+        """What a split backward kept back."""
+        ...
+
+
+class Pipeline:
+    """The steps of one rank. `before` is called with each step that begins."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        mesh: Mesh,
+        chunks: Mapping[int, Chunk],
+        hidden: torch.Size,
+        dtype: torch.dtype,
+    ) -> None:
+        """`hidden` is the size of the activations between stages, as one rank holds them."""
+        self.schedule, self.mesh, self.chunks = schedule, mesh, chunks
+        self.steps = merged(schedule, mesh.place(PIPELINE))
+        self.inbox = _Inbox(schedule, mesh, hidden, dtype)
+        self.outbox = _Outbox(mesh)
+        self.lanes = Lanes(mesh)
+        self.before: Callable[[Step], None] = lambda step: None
+        gives = (WEIGHT_GRAD, BACKWARD)
+        self._last = {
+            action.stage: action
+            for step in self.steps
+            for action in actions_of(step)
+            if action.kind in gives
+        }
+
+    def run(self, batches: Sequence[TokenBatch], tokens: Sequence[Tensor]) -> dict[int, Tensor]:
+        """All microbatches forward and backward; the losses that this rank computed, by microbatch.
+
+        The summed loss of each microbatch is divided by its `tokens`.
+        """
+        work = _Run(self, batches, tokens)
+        self.inbox.begin()
+        self._post(self.steps[:1])
+        for place, step in enumerate(self.steps):
+            self.before(step)
+            self._post(self.steps[place + 1 : place + 2])
+            work.do(step)
+        self.outbox.flush()
+        return work.losses
+
+    def is_last(self, action: Action) -> bool:
+        """Whether no gradient of its stage comes after this action's."""
+        return self._last[action.stage] == action
+
+    def _post(self, steps: Sequence[Step]) -> None:
+        for action in (action for step in steps for action in actions_of(step)):
+            if message := needed(self.schedule, action):
+                self.inbox.post(message)
+
+
+@dataclass
+class _Run:
+    """One step's state: what is in flight between a forward and its backward."""
+
+    pipeline: Pipeline
+    batches: Sequence[TokenBatch]
+    tokens: Sequence[Tensor]
+    inputs: dict[tuple[int, int], Tensor | None] = field(default_factory=dict)
+    outputs: dict[tuple[int, int], GradientEdge] = field(default_factory=dict)
+    handed: dict[tuple[int, str, int], Tensor] = field(default_factory=dict)
+    losses: dict[int, Tensor] = field(default_factory=dict)
+
+    def do(self, step: Step) -> None:
+        if isinstance(step, Action):
+            self._finish(step, self._begin(step)())
+            return
+        forward, backward = (self._begin(action) for action in step)
+        if self.pipeline.mesh.layout.stage_size == 1:  # no collective to hide
+            self._finish(step.forward, forward())
+            self._finish(step.backward, backward())
+            return
+        self._interleave(step, forward, backward)
+
+    def _interleave(
+        self,
+        pair: Overlap,
+        forward: Callable[[], Tensor | None],
+        backward: Callable[[], Tensor | None],
+    ) -> None:
+        results = self.pipeline.lanes.run(forward, backward)
+        for action, result in zip(pair, results, strict=True):
+            self._finish(action, result)
+
+    def _begin(self, action: Action) -> Callable[[], Tensor | None]:
+        """Wait for what the action needs; what is returned computes it."""
+        if action.kind == WEIGHT_GRAD:
+            return lambda: self._weight_gradients(action)
+        given = self._given(action)
+        if action.kind == FORWARD:
+            return lambda: self._forward(action, given)
+        return lambda: self._backward(action, given)
+
+    def _given(self, action: Action) -> Tensor | None:
+        message = needed(self.pipeline.schedule, action)
+        if message is not None:
+            return self.pipeline.inbox.take(message)
+        kind = FORWARD if action.kind == FORWARD else BACKWARD
+        return self.handed.pop((action.stage, kind, action.microbatch), None)
+
+    def _forward(self, action: Action, x: Tensor | None) -> Tensor | None:
+        key = (action.stage, action.microbatch)
+        if x is not None:
+            x.requires_grad_()
+        batch = self.batches[action.microbatch]
+        result = self.pipeline.chunks[action.stage].forward(x, batch, action.microbatch)
+        last = action.stage == self.pipeline.schedule.num_stages - 1
+        if last:
+            result = result / self.tokens[action.microbatch]
+            self.losses[action.microbatch] = result.detach()
+        self.inputs[key], self.outputs[key] = x, get_gradient_edge(result)
+        return None if last else result.detach()
+
+    def _backward(self, action: Action, gradient: Tensor | None) -> Tensor | None:
+        key = (action.stage, action.microbatch)
+        x, output = self.inputs.pop(key), self.outputs.pop(key)
+        if gradient is None:
+            gradient = torch.ones_like(self.losses[action.microbatch])
+        self.pipeline.chunks[action.stage].backward(
+            lambda: torch.autograd.backward((output,), (gradient,)),
+            action.microbatch,
+            split=action.kind == INPUT_GRAD,
+            last=self.pipeline.is_last(action),
+        )
+        return None if x is None else x.grad
+
+    def _weight_gradients(self, action: Action) -> None:
+        last = self.pipeline.is_last(action)
+        self.pipeline.chunks[action.stage].weight_gradients(action.microbatch, last)
+
+    def _finish(self, action: Action, result: Tensor | None) -> None:
+        """Pass the result on, to another rank or to another stage of this one."""
+        if result is None:
+            return
+        message = sent(self.pipeline.schedule, action)
+        if message is not None:
+            self.pipeline.outbox.send(message, result)
+            return
+        forward = action.kind == FORWARD
+        stage, kind = (action.stage + 1, FORWARD) if forward else (action.stage - 1, BACKWARD)
+        self.handed[stage, kind, action.microbatch] = result
+
+
+class _Inbox:
+    """What other ranks send to this one, each in its source's order."""
+
+    def __init__(
+        self, schedule: Schedule, mesh: Mesh, hidden: torch.Size, dtype: torch.dtype
+    ) -> None:
+        self.mesh, self.hidden, self.dtype = mesh, hidden, dtype
+        here = mesh.place(PIPELINE)
+        self.lines: dict[int, tuple[Message, ...]] = {}
+        for source in {source for source, target in mesh.channels if target == here}:
+            line = (each for each in sent_by(schedule, source) if each.target == here)
+            self.lines[source] = tuple(line)
+        self.open: dict[int, deque[Message]] = {}
+        self.coming: dict[Message, tuple[Tensor, Pending]] = {}
+
+    def begin(self) -> None:
+        """A new step: nothing of it is posted yet."""
+        self.open = {source: deque(line) for source, line in self.lines.items()}
+
+    def post(self, message: Message) -> None:
+        """Make ready for a message, and for all that come before it on its line."""
+        while message not in self.coming:
+            following = self.open[message.source].popleft()
+            buffer = torch.empty(self.hidden, dtype=self.dtype, device=self.mesh.device)
+            self.coming[following] = buffer, self.mesh.receive(buffer, message.source)
+
+    def take(self, message: Message) -> Tensor:
+        """The content of a message that was posted."""
+        buffer, pending = self.coming.pop(message)
+        pending.wait()
+        return buffer
+
+
+class _Outbox:
+    """Sends that are under way; what has been received is let go, line by line.
+
+    NCCL holds what it sends by itself; gloo needs somebody who waits.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.lines: dict[int, ThreadPoolExecutor] = {}
+        self.under_way: list[Future[None]] = []
+
+    def send(self, message: Message, tensor: Tensor) -> None:
+        tensor = tensor.contiguous()
+        pending = self.mesh.send(tensor, message.target)
+        if tensor.is_cuda:
+            return
+        if message.target not in self.lines:
+            self.lines[message.target] = ThreadPoolExecutor(1, "fivefold-send")
+        self.under_way = [each for each in self.under_way if not each.done()]
+        self.under_way.append(self.lines[message.target].submit(_hold, pending, tensor))
+
+    def flush(self) -> None:
+        """Until everything has been received."""
+        for each in self.under_way:
+            each.result()
+        self.under_way = []
+
+
+def _hold(pending: Pending, tensor: Tensor) -> None:
+    """Keep a tensor until it has been received."""
+    pending.wait()

@@ -1,0 +1,220 @@
+"""The two sides of a trial: the steps of one rank, each watched, and the truth of one process."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+
+from fivefold.core.plan import Plan
+from fivefold.core.schedule.asynchronous import Delays
+from fivefold.model.batch import TokenBatch
+from fivefold.parallel.compose import Job, compose
+from fivefold.parallel.mesh import Mesh, Record
+from fivefold.parallel.pipeline import Pipeline
+from fivefold.parallel.watch import Watch
+from fivefold.run import reference
+from fivefold.run.compare import Call, Part
+from fivefold.run.optimizer import make_optimizer
+from fivefold.run.ranks import Worker
+from fivefold.run.reference import Delayed, Truth, as_array
+from fivefold.run.samples import Samples, samples
+from fivefold.step import Outcome, step
+from fivefold.stream import Stream
+from fivefold.trial.settings import Settings, num_microbatches
+
+
+@dataclass(frozen=True)
+class StepOfRank:
+    """What one rank has to show for one update of the weights."""
+
+    loss: float
+    norm: float
+    clip: float
+    gradients: list[Part]  # before clipping, of what the optimizer owns
+    weights: list[Part]  # after the update, the same
+
+
+@dataclass(frozen=True)
+class Heard:
+    """The collectives of a step, or of an asynchronous run, by the dispatcher and by the mesh."""
+
+    seen: Counter[Call]
+    noted: Counter[Call]
+
+
+@dataclass(frozen=True)
+class RankRun:
+    """All steps of one rank, and the weights its model holds in the end."""
+
+    steps: list[StepOfRank]
+    heard: list[Heard]
+    held: list[Part]
+
+
+def run_reference(worker: Worker, plan: Plan, settings: Settings) -> list[Truth]:
+    """The same steps on one device, or the same delays emulated."""
+    drawn = _drawn(plan, settings)
+    dtype = getattr(torch, settings.dtype)
+    same = (settings.optimizer, settings.seed, dtype, worker.phase)
+    if not plan.schedule.asynchronous:
+        return reference.truths(plan.shape, [each.whole() for each in drawn], *same)
+    delays, last = Delays.of(plan.schedule), plan.layout.pp - 1
+    late = [1 if delays.constant else last - stage for stage in range(plan.layout.pp)]
+    microbatches = [batch for each in drawn for batch in each.microbatches()]
+    microbatches = microbatches[: num_microbatches(plan, settings)]
+    delayed = Delayed(plan.stages, delays.every, late)
+    return reference.delayed_truths(plan.shape, microbatches, delayed, *same)
+
+
+def run_rank(worker: Worker, plan: Plan, settings: Settings) -> RankRun:
+    """The steps of one rank, each watched."""
+    with worker.joined(plan.layout.world):
+        worker.phase("build")
+        shape = plan.shape
+        mesh = Mesh.build(
+            plan.layout, torch.device("cpu"), shape.kv_heads, plan.schedule, shape.tied
+        )
+        job = compose(
+            plan,
+            mesh,
+            seed=settings.seed,
+            dtype=getattr(torch, settings.dtype),
+            grad_dtype=getattr(torch, settings.summed_in),
+            offload=settings.offload,
+            bucket=settings.bucket,
+        )
+        recorder = _Recorder(worker, job, _optimizer(job, settings))
+        mine = [each.of(plan.layout.coord(mesh.rank).dp) for each in _drawn(plan, settings)]
+        if plan.schedule.asynchronous:
+            microbatches = [batch for batches in mine for batch in batches]
+            recorder.stream(microbatches[: num_microbatches(plan, settings)])
+        else:
+            for number, batches in enumerate(mine, start=1):
+                recorder.step(batches, f"step {number}")
+        worker.phase("compare")
+        held = list(_held(job))
+        mesh.groups.clear()  # they end with their last holder, and a weight's hook may be one
+        mesh.channels.clear()
+        return RankRun(recorder.steps, recorder.heard, held)
+
+
+class _Recorder:
+    """Runs steps, or a stream of them, and keeps what there is to compare."""
+
+    def __init__(self, worker: Worker, job: Job, optimizer: torch.optim.Optimizer) -> None:
+        self.worker, self.job, self.optimizer = worker, job, optimizer
+        self.steps: list[StepOfRank] = []
+        self.heard: list[Heard] = []
+        self.updates: list[tuple[list[Part], list[Part]]] = []  # gradients and weights
+
+    def step(self, batches: list[TokenBatch], name: str) -> None:
+        """One optimizer step."""
+        with self._watching(self.job.pipeline, name):
+            outcomes = [step(self.job, self.optimizer, batches, reference.MAX_NORM)]
+        self._keep(outcomes)
+
+    def stream(self, batches: list[TokenBatch]) -> None:
+        """An asynchronous run."""
+        stream = Stream(self.job, self.optimizer, len(batches))
+        with self._watching(stream.pipeline, "stream"):
+            outcomes = stream.run(batches)
+        self._keep(outcomes)
+
+    def _keep(self, outcomes: list[Outcome]) -> None:
+        for outcome, (gradients, updated) in zip(outcomes, self.updates, strict=True):
+            loss, norm, clip = (float(each) for each in (outcome.loss, outcome.norm, outcome.clip))
+            before = [replace(each, values=each.values / clip) for each in gradients]
+            self.steps.append(StepOfRank(loss, norm, clip, before, updated))
+        self.updates.clear()
+
+    @contextmanager
+    def _watching(self, pipeline: Pipeline, name: str) -> Iterator[None]:
+        """Say each action when it begins, copy what the optimizer sees, count collectives."""
+        job, say = self.job, self.worker.phase
+        data = job.chunks[0].data
+        finish = data.finish
+
+        def reduce() -> None:
+            say(f"{name} reduce")
+            finish()
+
+        def before(*_: object) -> None:
+            say(f"{name} optimizer")
+            self.updates.append((list(_owned(job, gradients=True)), []))
+
+        def after(*_: object) -> None:
+            self.updates[-1][1].extend(_owned(job, gradients=False))
+
+        data.finish = reduce
+        pipeline.before = lambda action: say(f"{name} {action}")
+        hooks = [
+            self.optimizer.register_step_pre_hook(before),
+            self.optimizer.register_step_post_hook(after),
+        ]
+        job.mesh.records.clear()
+        watch = Watch(job.mesh, self.worker.detail)
+        pipeline.lanes.around = lambda: watch
+        with watch:
+            yield
+        data.finish = finish
+        for hook in hooks:
+            hook.remove()
+        self.heard.append(Heard(_calls(watch.records), _calls(job.mesh.records)))
+
+
+def _calls(records: Mapping[Record, int]) -> Counter[Call]:
+    return Counter({tuple(record): count for record, count in records.items()})
+
+
+def _optimizer(job: Job, settings: Settings) -> torch.optim.Optimizer:
+    owned = [(len(each.row.shape) > 1, each.tensor) for each in job.owned]
+    optimizer = make_optimizer(
+        settings.optimizer, owned, reference.LEARNING_RATE, reference.WEIGHT_DECAY
+    )
+    if settings.optimizer == "adamw":
+        for group in optimizer.param_groups:
+            group["eps"] = reference.ADAM_EPS
+    return optimizer
+
+
+def _drawn(plan: Plan, settings: Settings) -> list[Samples]:
+    windows = -(-num_microbatches(plan, settings) // plan.batch.microbatches)
+    return [_samples(plan, settings, number) for number in range(windows)]
+
+
+def _samples(plan: Plan, settings: Settings, number: int) -> Samples:
+    return samples(
+        plan.batch,
+        plan.shape.vocab,
+        settings.seed,
+        number,
+        packed=plan.packed,
+        empty_rank=settings.empty_rank if number == 0 else None,
+    )
+
+
+def _owned(job: Job, gradients: bool) -> Iterator[Part]:
+    """What the optimizer of this rank updates: the gradients of it, or the values."""
+    for flat in job.units:
+        begins = {entry.row.name: entry.start for entry in flat.unit.entries}
+        spans = {row.name: start for row, start, _ in flat.unit.owned(flat.place)}
+        for each in flat.owned:
+            name = each.row.name
+            start = flat.place * flat.unit.slice_size + spans[name] - begins[name]
+            values = as_array(each.grad if gradients else each.tensor)
+            yield Part(job.table[name].name, job.pieces[name], start, values)
+
+
+def _held(job: Job) -> Iterator[Part]:
+    """The weights as the model of this rank sees them, brought here where they are sharded."""
+    for flat in job.units:
+        flat.arrive()
+        flat.gather()
+        flat.arrive()
+        for name, parameter in flat.parameters.items():
+            yield Part(job.table[name].name, job.pieces[name], 0, as_array(parameter))
+        flat.release()

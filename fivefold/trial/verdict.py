@@ -1,0 +1,92 @@
+"""What the ranks computed, held against the truth and the prediction."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+
+from fivefold.core import traffic, weights
+from fivefold.core.plan import Plan
+from fivefold.run import compare, reference
+from fivefold.run.compare import Call, Traffic, Wanted
+from fivefold.run.reference import Truth
+from fivefold.trial.runs import RankRun
+from fivefold.trial.settings import Settings
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Errors beside tolerances by name, traffic of every rank and step, the first difference."""
+
+    errors: dict[str, float]
+    tolerance: dict[str, float]
+    traffic: list[list[Traffic]] = field(repr=False)  # by rank, then by step
+    diverges_at: str | None
+
+    @property
+    def traffic_match(self) -> bool:
+        return all(each.match for steps in self.traffic for each in steps)
+
+    @property
+    def passed(self) -> bool:
+        exact = all(self.errors[name] <= most for name, most in self.tolerance.items())
+        return exact and self.traffic_match
+
+
+def judge(plan: Plan, settings: Settings, runs: list[RankRun], truths: list[Truth]) -> Verdict:
+    """Hold every rank's steps against the truth and the prediction."""
+    gain = reference.GAIN[settings.optimizer]
+    tolerance = compare.tolerances(
+        plan.shape,
+        plan.batch,
+        settings.dtype,
+        settings.steps,
+        gain,
+        drifts=plan.schedule.asynchronous,
+    )
+    errors = dict.fromkeys(tolerance, 0.0)
+    off: set[str] = set()
+    for number, truth in enumerate(truths):
+        here = [run.steps[number] for run in runs]
+        for one, kind in (("loss", "loss_err"), ("norm", "norm_err"), ("clip", "clip_err")):
+            found = [getattr(each, one) for each in here]
+            worst = max(compare.relative(value, getattr(truth, one)) for value in found)
+            errors[kind] = max(errors[kind], worst)
+        gradients = [part for each in here for part in each.gradients]
+        updated = [part for each in here for part in each.weights]
+        if number == len(truths) - 1:
+            updated += [part for run in runs for part in run.held]
+        for kind, wanted in (
+            ("grad_err", Wanted(truth.gradients, gradients)),
+            ("weight_err", Wanted(truth.weights, updated)),
+        ):
+            by_name = compare.errors_by_name(wanted)
+            off |= {name for name, error in by_name.items() if not error <= tolerance[kind]}
+            errors[kind] = max(errors[kind], *by_name.values())
+    order = [weight.name for weight in weights.weights(plan.shape)]
+    return Verdict(
+        errors, tolerance, _traffic(plan, settings, runs), compare.first_module(off, order)
+    )
+
+
+def _traffic(plan: Plan, settings: Settings, runs: list[RankRun]) -> list[list[Traffic]]:
+    found: list[list[Traffic]] = []
+    sizes = {
+        "itemsize": getattr(torch, settings.dtype).itemsize,
+        "grad_itemsize": getattr(torch, settings.summed_in).itemsize,
+        "bucket": settings.bucket,
+    }
+    for rank, run in enumerate(runs):
+        if plan.schedule.asynchronous:
+            listed = traffic.predict_stream(plan, rank, settings.steps, **sizes)
+        else:
+            listed = traffic.predict(plan, rank, **sizes)
+        predicted: Counter[Call] = Counter(
+            {(each.axis, each.kind, each.bytes, each.group): each.count for each in listed}
+        )
+        found.append(
+            [Traffic(predicted, compare.attributed(each.seen, predicted)) for each in run.heard]
+        )
+    return found

@@ -1,0 +1,139 @@
+"""How layers are dealt to pipeline stages: by cost, against trying every cut, or as a user says."""
+
+from __future__ import annotations
+
+import time
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fivefold.core import count, models, stages
+from fivefold.core.errors import FivefoldError
+from fivefold.core.shape import Moe, Shape
+
+LLAMA_405B = models.load("llama-3.1-405b")
+TINY = models.load("tiny")
+
+
+def lengths(shape: Shape, num_stages: int, seq: int | None = None) -> list[int]:
+    return [len(layers) for layers in stages.cut(shape, num_stages, seq=seq)]
+
+
+@pytest.mark.parametrize("seq", [8_192, 131_072])
+def test_llama_405b_is_cut_as_its_authors_did(seq: int) -> None:
+    """One layer fewer on the first and on the last of 16 stages (Llama team 2024, §3.3.2)."""
+    assert lengths(LLAMA_405B, 16, seq) == [7, *[8] * 14, 7]
+
+
+def test_the_head_weighs_on_the_last_stage() -> None:
+    # 256 times the vocabulary of 256: 8.4 M FLOPs a token for the head, 0.35 M for a layer.
+    wide = models.with_overrides(TINY, {"vocab": "65536"})
+    assert lengths(TINY, 2) == [4, 4]
+    assert lengths(wide, 2) == [7, 1]
+    assert lengths(wide, 4) == [1, 3, 3, 1]  # the embedding makes the first stage large
+
+
+def test_dense_layers_in_front_of_experts_are_cheaper() -> None:
+    # 4 experts of 4·ffn for each token: such a layer computes 14 times what a dense one does.
+    heavy = models.with_overrides(
+        models.load("tiny-moe"),
+        {"layers": "12", "moe.first_dense": "8", "moe.top_k": "4", "moe.ffn": "704", "vocab": "1"},
+    )
+    assert lengths(heavy, 4, seq=32) == [9, 1, 1, 1]
+
+
+def test_multi_token_prediction_runs_on_the_last_stage() -> None:
+    # 61 layers; behind the last come the head, one more layer and the head once more.
+    assert lengths(models.load("deepseek-v3"), 16, 4096) == [*[4] * 15, 1]
+
+
+def test_cost_is_that_of_the_whole_model() -> None:
+    for name in ("llama-3.1-8b", "deepseek-v3", "gpt2", "bloom-176b"):
+        shape = models.load(name)
+        flops = count.forward_flops(shape, 2048).total
+        assert sum(stages.compute(shape, 2048)) == pytest.approx(flops, rel=1e-12), name
+        sizes = count.parameters(shape)
+        copy = shape.tied * shape.vocab * shape.width
+        assert sum(stages.sizes(shape, 1)) == sizes.total + sizes.mtp, name
+        assert sum(stages.sizes(shape, 2)) == sizes.total + sizes.mtp + copy, name
+
+
+shapes = st.builds(
+    Shape,
+    name=st.just("drawn"),
+    layers=st.integers(2, 9),
+    width=st.sampled_from([8, 64]),
+    heads=st.just(2),
+    kv_heads=st.just(1),
+    head_dim=st.just(4),
+    ffn=st.sampled_from([8, 200]),
+    vocab=st.sampled_from([1, 300, 3000]),
+    max_seq=st.sampled_from([16, 4096]),
+    tied=st.booleans(),
+    moe=st.none() | st.builds(Moe, st.just(2), st.just(1), st.just(64), every=st.integers(1, 2)),
+    window=st.none() | st.just(8),
+    global_every=st.none() | st.just(3),
+    mtp=st.integers(0, 1),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(drawn=shapes.flatmap(lambda s: st.tuples(st.just(s), st.integers(1, s.layers))))
+def test_no_other_cut_is_better(drawn: tuple[Shape, int]) -> None:
+    model, num_stages = drawn
+    costs, sizes = stages.compute(model, model.max_seq), stages.sizes(model, num_stages)
+
+    def worth(spans: list[slice]) -> tuple[int, int]:
+        return max(sum(costs[s]) for s in spans), sum(sum(sizes[s]) ** 2 for s in spans)
+
+    layers = model.layers
+    every = [
+        [slice(*span) for span in pairwise((0, *inner, layers))]
+        for inner in combinations(range(1, layers), num_stages - 1)
+    ]
+    found = stages.cut(model, num_stages)
+    assert [i for span in found for i in span] == list(range(layers))
+    assert len(found) == num_stages and all(found)
+    assert worth([slice(span.start, span.stop) for span in found]) == min(map(worth, every))
+
+
+@pytest.mark.parametrize(("layers", "num_stages"), [(126, 16), (126, 64), (1000, 64)])
+@pytest.mark.parametrize("vocab", [128_256, 10_000_000])
+def test_deep_models_are_cut_in_time(layers: int, num_stages: int, vocab: int) -> None:
+    shape = models.with_overrides(TINY, {"layers": str(layers), "vocab": str(vocab)})
+    start = time.perf_counter()
+    assert sum(lengths(shape, num_stages)) == layers
+    assert time.perf_counter() - start < 1.5
+
+
+def test_a_user_may_say_the_layers_of_each_stage() -> None:
+    assert stages.cut(TINY, 3, (1, 5, 2)) == (range(0, 1), range(1, 6), range(6, 8))
+    assert stages.parse(" 1, 5 2 ") == (1, 5, 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ((4, 4), "is for 2 stages and the pipeline has 3: give 3 numbers"),
+        ((3, 3, 3), "sum to 9, and the model has 8 layers: give numbers that sum to 8"),
+        ((0, 4, 4), "every stage needs a layer"),
+        ((), "give 3 numbers"),
+    ],
+)
+def test_wrong_layers_are_refused(given: tuple[int, ...], says: str) -> None:
+    with pytest.raises(FivefoldError, match=says):
+        stages.cut(TINY, 3, given)
+
+
+@pytest.mark.parametrize("text", ["", "7;8", "7,x", "0,8", "-1,9", "4.5,3.5", "9999999"])
+def test_text_that_is_no_list_of_layers(text: str) -> None:
+    with pytest.raises(FivefoldError, match="such as 7,8,8,7"):
+        stages.parse(text)
+
+
+@pytest.mark.parametrize("num_stages", [0, 9])
+def test_every_stage_needs_a_layer(num_stages: int) -> None:
+    with pytest.raises(FivefoldError, match="use 1 to 8"):
+        stages.cut(TINY, num_stages)

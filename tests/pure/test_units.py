@@ -1,0 +1,71 @@
+"""The weights of a stage and the units they travel in."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fivefold.core import models
+from fivefold.core.layout import Layout
+from fivefold.core.shape import Shape
+from fivefold.core.units import Row, Unit, pack, rows_of
+from fivefold.core.weights import weights
+
+TINY = models.load("tiny")
+TIED = models.with_overrides(TINY, {"tied": "true", "vocab": "251"})
+LEARNED = models.with_overrides(TIED, {"positions": "learned", "norm_bias": "true"})
+
+
+def names(rows: list[Row]) -> list[str]:
+    return [row.name for row in rows]
+
+
+@pytest.mark.parametrize("shape", [TINY, TIED, LEARNED], ids=["untied", "tied", "learned"])
+def test_one_stage_has_every_weight_and_shares_none(shape: Shape) -> None:
+    rows = rows_of(shape, Layout(tp=2), range(shape.layers))
+    assert names(rows) == [weight.name for weight in weights(shape)]
+    assert not any(row.alone for row in rows)
+
+
+@settings(max_examples=50, deadline=None)
+@given(shape=st.sampled_from([TINY, TIED, LEARNED]), ends=st.sets(st.integers(1, 7), min_size=1))
+def test_stages_have_every_weight_once_but_a_tied_one(shape: Shape, ends: set[int]) -> None:
+    spans = [range(a, b) for a, b in pairwise((0, *sorted(ends), shape.layers))]
+    rows = [rows_of(shape, Layout(tp=2), span) for span in spans]
+    copy = ["head.weight"] if shape.tied else []
+    whole = [weight.name for weight in weights(shape)]
+    assert [name for stage in rows for name in names(stage)] == whole + copy
+    shared = [row for stage in rows for row in stage if row.alone]
+    assert names(shared) == (["embed.weight", "head.weight"] if shape.tied else [])
+    assert len({row.shape for row in shared}) <= 1
+    assert [row.block for row in shared] == ["embed", "head"][: len(shared)]
+
+
+def unit_of(units: tuple[Unit, ...], name: str) -> Unit:
+    (found,) = (unit for unit in units if any(one.row.name == name for one in unit.entries))
+    return found
+
+
+@pytest.mark.parametrize("bucket", [None, 1, 20_000, 10**9])
+@pytest.mark.parametrize("num_slices", [1, 3])
+def test_a_tied_weight_is_sliced_alike_on_both_stages(bucket: int | None, num_slices: int) -> None:
+    first, last = (
+        pack(rows_of(LEARNED, Layout(tp=2), layers), num_slices, 2, bucket)
+        for layers in (range(3), range(3, 8))
+    )
+    lookup, head = unit_of(first, "embed.weight"), unit_of(last, "head.weight")
+    assert (lookup.blocks, head.blocks) == (("embed",), ("head",))
+    for place in range(num_slices):
+        mine, its = lookup.owned(place), head.owned(place)
+        assert [part[1:] for part in mine] == [part[1:] for part in its] != []
+    # What stands beside it in its block travels with the neighbours.
+    assert unit_of(first, "embed.positions") != lookup
+    assert unit_of(last, "norm.weight") != head
+
+
+def test_stages_between_have_neither_end() -> None:
+    blocks = {row.block for row in rows_of(TIED, Layout(), range(2, 4))}
+    assert blocks == {"blocks.2", "blocks.3"}
