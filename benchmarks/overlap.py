@@ -3,7 +3,8 @@
 Two ranks over gloo; every block sleeps in forward and in backward, so that ranks are truly parallel
 on any machine, and every collective of the mesh lasts a set time on its axis. A row is good when
 the overlapped order costs at most 1.15 times the larger of compute and traffic; the naive order,
-which waits for every collective at once, costs their sum.
+which waits for every collective at once, costs their sum. The same for a ring of four context
+ranks, whose hops go on behind attention on the block that came before.
 """
 
 from __future__ import annotations
@@ -12,19 +13,25 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch import Tensor, nn
 
+from fivefold.core.context import Split
 from fivefold.core.layout import Layout
+from fivefold.model.batch import AttentionInfo, TokenBatch
+from fivefold.parallel import context
+from fivefold.parallel.context import ContextAttention
 from fivefold.parallel.data import Data, shard
 from fivefold.parallel.flat import Options
-from fivefold.parallel.mesh import Mesh, Pending
+from fivefold.parallel.mesh import Mesh, Passing, Pending, Phase
 
-BLOCKS, WIDTH = 16, 64
+BLOCKS, WIDTH, RING = 16, 64, 4
 FORWARD, BACKWARD = 0.020, 0.040
 
 
@@ -60,6 +67,11 @@ class NaiveMesh(Mesh):
         pending = super()._started(axis, work)
         pending.wait()
         return pending
+
+    def pass_on(self, tensor: Tensor, axis: str) -> Passing:
+        passing = super().pass_on(tensor, axis)
+        passing.wait()
+        return passing
 
 
 def one_step(model: nn.Module, data: Data) -> tuple[float, float]:
@@ -106,15 +118,51 @@ def rows() -> list[tuple[str, float, float, float, float]]:
     return table
 
 
-def run(rank: int, store: str, job: Callable[[], None]) -> None:
+def ring_rows() -> list[tuple[str, float, float, float, float]]:
+    """The same for attention around a ring: a hop costs the larger of block and transfer."""
+    table = []
+    for block, transfer in ((0.020, 0.012), (0.020, 0.020), (0.020, 0.030)):
+        times = []
+        for kind in (Mesh, NaiveMesh):
+            split = Split(inner=1, outer=RING, zigzag=True, gathers=False)
+            mesh = kind.build(Layout(cp=RING, zero=0), torch.device("cpu"), split=split)
+            times.append(ring(mesh, split, block, transfer))
+        table.append((f"ring of {RING}, forward", RING * block, (RING - 1) * transfer, *times))
+    return table
+
+
+def ring(mesh: Mesh, split: Split, block: float, transfer: float) -> float:
+    """Seconds of attention around the ring, the best of three."""
+
+    def nap(q: Tensor, k: Tensor, v: Tensor, sees: object) -> tuple[Tensor, Tensor]:
+        time.sleep(block)
+        return q, q.sum(-1)
+
+    seq = split.unit * 2
+    attention = ContextAttention(mesh, Phase(), split, seq, "none")
+    row = TokenBatch(*(torch.arange(seq)[None] for _ in range(3)))
+    info = AttentionInfo(row.positions, None, None, None, row=row)
+    q = torch.ones(1, 1, seq // RING, 8)
+    mesh.delay = transfer
+    best = float("inf")
+    with patch.object(context, "attend", nap):
+        for _ in range(3):
+            dist.barrier()
+            start = time.perf_counter()
+            attention(q, q, q, info)
+            best = min(best, time.perf_counter() - start)
+    return best
+
+
+def run(rank: int, world: int, store: str, job: Callable[[], None]) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     job()
     dist.destroy_process_group()
 
 
-def report() -> None:
-    table = rows()
+def report(make: Callable[[], list[tuple[str, float, float, float, float]]]) -> None:
+    table = make()
     if dist.get_rank() == 0:
         print(f"{'':36} compute traffic  naive overlapped  over the larger")
         for what, compute, traffic, overlapped, naive in table:
@@ -127,16 +175,22 @@ def report() -> None:
 
 def main() -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    with tempfile.TemporaryDirectory() as folder:
-        context = multiprocessing.get_context("fork")
-        ranks = [
-            context.Process(target=run, args=(rank, f"{folder}/store", report)) for rank in range(2)
-        ]
-        for one in ranks:
-            one.start()
-        for one in ranks:
-            one.join()
-    raise SystemExit(max(one.exitcode or 0 for one in ranks))
+    failed = 0
+    for world, table in ((2, rows), (RING, ring_rows)):
+        with tempfile.TemporaryDirectory() as folder:
+            forked = multiprocessing.get_context("fork")
+            ranks = [
+                forked.Process(
+                    target=run, args=(rank, world, f"{folder}/store", partial(report, table))
+                )
+                for rank in range(world)
+            ]
+            for one in ranks:
+                one.start()
+            for one in ranks:
+                one.join()
+            failed = max(failed, *(one.exitcode or 0 for one in ranks))
+    raise SystemExit(failed)
 
 
 if __name__ == "__main__":

@@ -36,11 +36,12 @@ class Outcome:
 
 
 def step(job: Job, optimizer: Optimizer, batches: Sequence[TokenBatch], max_norm: float) -> Outcome:
-    """Microbatches in, updated weights out.
+    """Microbatches of whole rows in, updated weights out.
 
     The loss of every token is divided once, by the number of counted tokens of the whole step over
     all ranks and microbatches: a mean of means would weigh tokens by where they happen to lie.
     """
+    batches = [job.local(batch) for batch in batches]
     tokens = counted_tokens(batches, job.mesh)
     losses = job.pipeline.run(batches, [tokens] * len(batches))
     for chunk in job.chunks:

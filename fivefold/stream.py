@@ -42,6 +42,7 @@ class Stream:
     def run(self, batches: Sequence[TokenBatch]) -> list[Outcome]:
         """All microbatches; what each update tells."""
         every = self.delays.every
+        batches = [self.job.local(batch) for batch in batches]
         tokens = self._counted(batches)
         losses = self.pipeline.run(batches, [tokens[i // every] for i in range(len(batches))])
         self.stash.restore()

@@ -6,7 +6,6 @@ raises both together.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Unpack
 
 from fivefold.core.errors import FivefoldError, IllegalLayout
@@ -36,7 +35,7 @@ def check(layout: Layout, shape: Shape, **job: Unpack[Job]) -> None:
 
 def smallest_seq(layout: Layout, shape: Shape, at_least: int) -> int:
     """The shortest legal sequence of at least this many tokens."""
-    unit = sequence_unit(layout)
+    unit = sequence_unit(layout, shape)
     seq = -(-at_least // unit) * unit
     if shape.positions == "learned" and seq > shape.max_seq:
         raise FivefoldError(
@@ -49,13 +48,3 @@ def smallest_seq(layout: Layout, shape: Shape, at_least: int) -> int:
 def padded_vocab(vocab: int, tp: int) -> int:
     """The vocabulary that tp splits evenly; the padding never shows in the loss."""
     return -(-vocab // tp) * tp
-
-
-def ulysses_degree(shape: Shape, layout: Layout) -> int:
-    """The inner degree of `hybrid`: the largest divisor of cp up to √cp that the heads allow.
-
-    The rest of cp is the ring around it, so that 1 (all ring) is always legal.
-    """
-    heads = shape.heads // layout.tp
-    small = range(1, math.isqrt(layout.cp) + 1)
-    return max(d for d in small if layout.cp % d == 0 and heads % d == 0)

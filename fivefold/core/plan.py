@@ -16,6 +16,7 @@ from typing import Any, Literal, cast, get_args
 
 from fivefold.core import legality, machine, models, stages, strict
 from fivefold.core.batch import Batch
+from fivefold.core.context import Split, padded, split_of
 from fivefold.core.errors import BadFile, FivefoldError, UnknownName
 from fivefold.core.layout import Layout, parse_zero
 from fivefold.core.machine import Machine
@@ -119,6 +120,21 @@ class Plan:
     def schedule(self) -> Schedule:
         """The pipeline schedule; without a pipeline 1F1B on one rank, whatever the name."""
         return _schedule(self.wishes.schedule, self.layout, self.batch.microbatches)
+
+    @property
+    def split(self) -> Split:
+        """How a row of tokens is cut over the context ranks."""
+        return split_of(self.layout, self.shape)
+
+    @property
+    def padded_seq(self) -> int:
+        """Tokens of a row as ranks hold it together: padded to what cp and sp cut evenly."""
+        return padded(self.batch.seq, legality.sequence_unit(self.layout, self.shape))
+
+    @property
+    def local_seq(self) -> int:
+        """Tokens of a row on one context rank."""
+        return self.padded_seq // self.layout.cp
 
     @cached_property
     def stages(self) -> tuple[range, ...]:

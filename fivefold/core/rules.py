@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NotRequired, Protocol, TypedDict, Unpack, cast
 
 from fivefold.core import stages
 from fivefold.core.batch import contradiction
+from fivefold.core.context import padded, split_of
 from fivefold.core.errors import FivefoldError
 from fivefold.core.layout import MOST_RANKS, Layout
 from fivefold.core.words import counted
@@ -68,7 +69,7 @@ def problems(layout: Layout, shape: Shape, **job: Unpack[Job]) -> list[str]:
     sound = job.copy()
     sound.update(cast(Job, {**dict.fromkeys(broken), "seq": job["seq"]}))
     if "seq" in broken:
-        sound["seq"] = sequence_unit(layout)
+        sound["seq"] = sequence_unit(layout, shape)
     found = [reason for rule in _RULES for reason in rule(layout, shape, sound)]
     return [*broken.values(), *found]
 
@@ -168,11 +169,18 @@ def _asynchronous_problems(layout: Layout, shape: Shape, name: str) -> Iterator[
 
 
 def context_rule(layout: Layout, shape: Shape, job: Job) -> Iterator[str]:
-    seq, unit = job["seq"], sequence_unit(layout)
-    if seq % unit:
-        below = seq - seq % unit
-        ways = " or ".join(str(legal) for legal in (below, below + unit) if legal)
-        yield f"seq={seq} {_split_rule(layout, unit)}: use seq={ways}"
+    seq, unit = job["seq"], sequence_unit(layout, shape)
+    if seq < unit:
+        yield (
+            f"seq={seq} {_split_rule(layout)}, which takes at least {unit} tokens: use seq={unit} "
+            f"or more{_fewer_ranks(layout, unit, seq)}"
+        )
+    length = padded(seq, unit)
+    if shape.positions == "learned" and seq <= shape.max_seq < length:
+        yield (
+            f"seq={seq} is padded to {length}, more than the {shape.max_seq} learned positions of "
+            f"the model: use seq={shape.max_seq // unit * unit}"
+        )
     if layout.context == "ulysses" and shape.heads % layout.tp == 0:
         heads = shape.heads // layout.tp
         if heads % layout.cp:
@@ -247,20 +255,25 @@ _RULES: tuple[Rule, ...] = (
 )
 
 
-def sequence_unit(layout: Layout) -> int:
-    """What the length of a sequence must be a multiple of: the cp split, then sp inside it."""
-    pieces = 2 if layout.context == "zigzag" and layout.cp > 1 else 1
+def sequence_unit(layout: Layout, shape: Shape) -> int:
+    """What a row is padded to a multiple of: the cp split, then sp inside it."""
+    pieces = split_of(layout, shape).unit // layout.cp
     return layout.cp * math.lcm(pieces, layout.tp if layout.sp else 1)
 
 
-def _split_rule(layout: Layout, unit: int) -> str:
+def _split_rule(layout: Layout) -> str:
     splits: list[str] = []
     if layout.cp > 1:
-        zigzag = layout.context == "zigzag"
-        splits.append(f"cp={layout.cp}" + (" (zigzag: two pieces a rank)" if zigzag else ""))
+        splits.append(f"cp={layout.cp} ({layout.context})")
     if layout.sp and layout.tp > 1:
         splits.append(f"tp={layout.tp} (sequence parallelism)")
-    return f"is split by {' and then by '.join(splits)}, so it must be a multiple of {unit}"
+    return f"is split by {' and then by '.join(splits)}"
+
+
+def _fewer_ranks(layout: Layout, unit: int, seq: int) -> str:
+    """As many context ranks as a sequence is long enough for."""
+    most = seq * layout.cp // unit
+    return f", or cp={most}" if most else ""
 
 
 def _division(whole: str, count: int, axis: str, degree: int) -> Iterator[str]:

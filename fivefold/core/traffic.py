@@ -9,6 +9,7 @@ two layers; N = tokens of a microbatch; L layers of a stage; wide = float32 or w
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -71,7 +72,8 @@ def predict(
     parts = [part for chunk in chunks for unit in chunk.units for part in unit.owned(place)]
     calls = pipeline(plan, rank, itemsize) + twin(plan, rank, parts, itemsize)
     for chunk in chunks:
-        calls += tensor(plan, chunk, itemsize) + data(plan, chunk, itemsize, grad_itemsize)
+        calls += tensor(plan, chunk, itemsize) + context(plan, chunk, itemsize)
+        calls += data(plan, chunk, itemsize, grad_itemsize)
     calls += partial(plan, parts, itemsize) + step(plan.layout)
     return entries(calls.items())
 
@@ -95,6 +97,7 @@ def predict_stream(
     place = slice_of(layout, rank)
     parts = [part for unit in chunk.units for part in unit.owned(place)]
     microbatches = pipeline(plan, rank, itemsize) + tensor(plan, chunk, itemsize)
+    microbatches += context(plan, chunk, itemsize)
     updates = data(plan, chunk, itemsize, grad_itemsize) + partial(plan, parts, itemsize)
     count = steps * Delays.of(schedule).every
     calls: Counter[Call] = Counter()
@@ -150,7 +153,7 @@ def tensor(plan: Plan, chunk: Chunk, itemsize: int) -> Counter[Call]:
     layout, batch, layers = plan.layout, plan.batch, len(chunk.layers)
     if layout.tp == 1:
         return Counter()
-    tokens = batch.microbatch_size * batch.seq
+    tokens = batch.microbatch_size * plan.local_seq
     activations = tokens * plan.shape.width * itemsize
     has_embedding, has_head = chunk.layers.start == 0, chunk.layers.stop == plan.shape.layers
     gathers = sums = 4 * layers + has_embedding + has_head
@@ -166,6 +169,38 @@ def tensor(plan: Plan, chunk: Chunk, itemsize: int) -> Counter[Call]:
     for numbers in (tokens, 2 * tokens) if has_head else ():
         calls[Call("tp", "all_reduce", numbers * _wide(itemsize), layout.tp)] += 1
     return Counter({call: count * chunk.num_microbatches for call, count in calls.items()})
+
+
+def context(plan: Plan, chunk: Chunk, itemsize: int) -> Counter[Call]:
+    """The cp axis, for each layer and microbatch of a chunk, inside attention.
+
+    Over `ulysses`, the ranks that share a place: all-to-alls of queries and outputs, and of keys
+    and of values, forward, and the mirror of each backward. Heads of keys and values that are no
+    multiple of the ranks are repeated until they are. Over `ring`, the places: keys and values in
+    one message, n − 1 hops forward and again backward, and their gradients, wide, n hops; or one
+    all-gather forward and one backward, and one reduce-scatter of the gradients. Full recomputation
+    repeats the forward, selective keeps its results.
+    """
+    shape, split, layers = plan.shape, plan.split, len(chunk.layers)
+    heads, kv_heads = shape.heads // plan.layout.tp, max(1, shape.kv_heads // plan.layout.tp)
+    kv_heads = math.lcm(kv_heads, split.inner)
+    tokens = plan.batch.microbatch_size * plan.local_seq
+    forwards = 2 if plan.recompute.kind == "full" else 1
+    calls: Counter[Call] = Counter()
+    for num_heads in (heads, kv_heads) if split.inner > 1 else ():
+        size = tokens * num_heads * shape.head_dim * itemsize
+        calls[Call("ulysses", "all_to_all", size, split.inner)] += 2 * (forwards + 1)
+    # A place's tokens with 1/inner of the heads are as many numbers as a rank's with all of them.
+    keys = 2 * tokens * kv_heads * shape.head_dim
+    here, wide, hops = keys * itemsize, keys * _wide(itemsize), split.outer - 1
+    if hops and split.gathers:
+        calls[Call("ring", "all_gather", here, split.outer)] += forwards + 1
+        calls[Call("ring", "reduce_scatter", wide * split.outer, split.outer)] += 1
+    for kind in ("send", "recv") if hops and not split.gathers else ():
+        calls[Call("ring", kind, here, split.outer)] += (forwards + 1) * hops
+        calls[Call("ring", kind, wide, split.outer)] += split.outer
+    each = layers * chunk.num_microbatches
+    return Counter({call: count * each for call, count in calls.items()})
 
 
 def pipeline(plan: Plan, rank: int, itemsize: int) -> Counter[Call]:
@@ -184,9 +219,8 @@ def pipeline(plan: Plan, rank: int, itemsize: int) -> Counter[Call]:
 
 def message_bytes(plan: Plan, itemsize: int) -> int:
     """Activations of a microbatch between two stages, as one rank holds them."""
-    layout, batch = plan.layout, plan.batch
-    seq = batch.seq // layout.cp // (layout.tp if layout.sp else 1)
-    return batch.microbatch_size * seq * plan.shape.width * itemsize
+    seq = plan.local_seq // (plan.layout.tp if plan.layout.sp else 1)
+    return plan.batch.microbatch_size * seq * plan.shape.width * itemsize
 
 
 def twin(plan: Plan, rank: int, parts: list[Part], itemsize: int) -> Counter[Call]:
@@ -297,10 +331,8 @@ def _require_covered(plan: Plan) -> None:
             "an asynchronous run has no steps of its own: see the traffic of another schedule than "
             f"{plan.schedule.name}, or verify it, which runs it whole"
         )
-    others = {axis: getattr(plan.layout, axis) for axis in ("cp", "ep")}
-    found = [f"{axis}={degree}" for axis, degree in others.items() if degree > 1]
-    if found:
+    if plan.layout.ep > 1:
         raise FivefoldError(
-            f"the traffic of {', '.join(found)} is not predicted: use dp, tp and pp only to see a "
-            "list"
+            f"the traffic of ep={plan.layout.ep} is not predicted: use dp, tp, pp and cp only to "
+            "see a list"
         )

@@ -5,7 +5,7 @@ Legend: B rows, S tokens of a row, R half of a head's width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -20,6 +20,7 @@ class TokenBatch:
     labels: Tensor  # (B, S) int64, NOT_COUNTED where there is no loss
     positions: Tensor  # (B, S) int64, place of a token in its document
     documents: Tensor | None = None  # (B, S) int64; None: each row is one document
+    row: TokenBatch | None = None  # the whole rows, where this is a part of them
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,9 @@ class AttentionInfo:
     window: int | None  # keys a query sees, itself included
     mask: Tensor | None  # (B, 1, S, S), True where a query sees a key; None: causal, all of it
     dropout: float = 0.0
+    row: TokenBatch | None = None  # the whole rows, where the tokens are a part of them
+    # What a kernel keeps for a second forward in the backward, by kernel.
+    kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

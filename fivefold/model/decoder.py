@@ -81,7 +81,7 @@ class Decoder(nn.Module):
         dropout = self.dropout if self.training else 0.0
         window = self.shape.window
         mask = self.mask(batch, window)
-        info = AttentionInfo(batch.positions, batch.documents, window, mask, dropout)
+        info = AttentionInfo(batch.positions, batch.documents, window, mask, dropout, batch.row)
         if self.shape.positions != "rotary":
             return Context(info, rotary=None)
         wide = torch.promote_types(dtype, torch.float32)

@@ -10,7 +10,7 @@ no collective is issued twice. Gradients are the same to the bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from functools import partial
 from typing import Any, Literal
 
@@ -28,6 +28,13 @@ from fivefold.model.decoder import Decoder, walk_blocks
 Recompute = Literal["none", "selective", "full"]
 
 aten = torch.ops.aten
+ATTENTION = {
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_fused_attention_overrideable.default,
+}
 KEPT = {
     aten.mm.default,
     aten.addmm.default,
@@ -36,21 +43,20 @@ KEPT = {
     aten.linear.default,
     aten._grouped_mm.default,
     aten._scaled_mm.default,
-    aten._scaled_dot_product_flash_attention.default,
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_cudnn_attention.default,
-    aten._scaled_dot_product_fused_attention_overrideable.default,
-}
+} | ATTENTION
 
 
-def apply(decoder: Decoder, kind: Recompute, blocks: int = 1) -> None:
-    """Make the decoder recompute; `full` in segments of so many blocks."""
+def apply(decoder: Decoder, kind: Recompute, blocks: int = 1, keeps_attention: bool = True) -> None:
+    """Make the decoder recompute; `full` in segments of so many blocks.
+
+    Without `keeps_attention`, the kernel of attention keeps what it needs by itself.
+    """
     if kind == "full":
         decoder.walk = partial(_walk_segments, blocks)
     elif kind == "selective":
         for block in decoder.blocks.values():
-            block.forward = partial(_run_selectively, block.forward)
+            kept = KEPT if keeps_attention else KEPT - ATTENTION
+            block.forward = partial(_run_selectively, kept, block.forward)
 
 
 def _walk_segments(
@@ -70,7 +76,7 @@ def _walk_segments(
 
 
 def _run_selectively(
-    forward: Callable[[Tensor, Context], Tensor], x_BSD: Tensor, context: Context
+    kept: Set[Any], forward: Callable[[Tensor, Context], Tensor], x_BSD: Tensor, context: Context
 ) -> Tensor:
     return checkpoint(
         forward,
@@ -78,16 +84,18 @@ def _run_selectively(
         context,
         use_reentrant=False,
         preserve_rng_state=context.dropout > 0,
-        context_fn=_selective_contexts,
+        context_fn=partial(_selective_contexts, kept),
     )
 
 
-def _selective_contexts() -> tuple[Any, Any]:
-    return create_selective_checkpoint_contexts(_policy)
+def _selective_contexts(kept: Set[Any]) -> tuple[Any, Any]:
+    return create_selective_checkpoint_contexts(partial(_policy, kept))
 
 
-def _policy(_: object, op: Any, *args: object, **kwargs: object) -> CheckpointPolicy:
+def _policy(
+    kept: Set[Any], _: object, op: Any, *args: object, **kwargs: object
+) -> CheckpointPolicy:
     # wait_tensor lives in the same namespace as the collectives it waits for.
-    if op in KEPT or op.namespace == "_c10d_functional":
+    if op in kept or op.namespace == "_c10d_functional":
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE

@@ -15,9 +15,10 @@ from fivefold.core.traffic import units_of
 from fivefold.core.units import Row
 from fivefold.core.weights import Piece, Weight, by_name, piece
 from fivefold.model import recompute
+from fivefold.model.batch import TokenBatch
 from fivefold.model.decoder import Decoder, from_config
 from fivefold.model.init import initial
-from fivefold.parallel import tensor
+from fivefold.parallel import context, tensor
 from fivefold.parallel.chunk import Chunk
 from fivefold.parallel.data import Blocks, Data
 from fivefold.parallel.deferred import Queue
@@ -57,6 +58,11 @@ class Job:
         """How many stages hold a weight: both directions have it, and both ends if it is tied."""
         directions = 2 if self.plan.schedule.placement.mirrored else 1
         return directions * (2 if self.is_tied(name) else 1)
+
+    def local(self, batch: TokenBatch) -> TokenBatch:
+        """What this rank holds of the rows of its data rank."""
+        coord = self.plan.layout.coord(self.mesh.rank).cp
+        return context.shard(batch, self.plan.split, self.plan.padded_seq, coord)
 
     def is_tied(self, name: str) -> bool:
         """Whether first and last stage each have a copy of this weight."""
@@ -102,8 +108,10 @@ def compose(
             queue.defer(model)
         repeats = plan.recompute.kind == "full"
         add = torch.add if queue is None else queue.add
+        kind = plan.recompute.kind
+        context.split_rows(model, mesh, phase, plan.split, plan.padded_seq, kind)
         tensor.split(model, mesh, phase, layout.sp, recompute_repeats=repeats, add=add)
-        recompute.apply(model, plan.recompute.kind, plan.recompute.blocks)
+        recompute.apply(model, kind, plan.recompute.blocks, keeps_attention=layout.cp == 1)
         units = units_of(plan, stage, dtype.itemsize, bucket)
         data = Data(model, blocks_of(model), units, mesh, options, fill, phase)
         return Chunk(stage, model, data, queue)
@@ -123,9 +131,8 @@ def _splits(plan: Plan) -> bool:
 
 def hidden_size(plan: Plan) -> torch.Size:
     """Activations between two stages, as one rank holds them."""
-    layout, batch = plan.layout, plan.batch
-    seq = batch.seq // layout.cp // (layout.tp if layout.sp else 1)
-    return torch.Size((batch.microbatch_size, seq, plan.shape.width))
+    seq = plan.local_seq // (plan.layout.tp if plan.layout.sp else 1)
+    return torch.Size((plan.batch.microbatch_size, seq, plan.shape.width))
 
 
 def blocks_of(model: Decoder) -> Blocks:

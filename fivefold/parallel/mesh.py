@@ -13,19 +13,21 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fivefold.core.context import Split
 from fivefold.core.layout import Layout
+from fivefold.core.plan import Plan
 from fivefold.core.schedule.transfers import channels, twins
 from fivefold.core.schedule.value import Schedule
 
 # The groups that a step may use; `replica` joins the tp ranks that hold the same KV heads.
 AXES = ("tp", "fsdp", "replicate", "dp-cp", "pp")
-WORLD, PIPELINE, TWIN = "world", "pp", "twin"
+WORLD, PIPELINE, TWIN, RING, ULYSSES = "world", "pp", "twin", "ring", "ulysses"
 # torch 2.13 renamed both, and warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -75,10 +77,12 @@ class Mesh:
         kv_heads: int = 1,
         schedule: Schedule | None = None,
         tied: bool = False,
+        split: Split | None = None,
     ) -> Mesh:
         """Make all groups; every rank calls this with the same values, in the same order.
 
-        A pipeline also needs its schedule, and whether first and last stage share a weight.
+        A pipeline also needs its schedule, and whether first and last stage share a weight; context
+        ranks need the split of a row.
         """
         mesh = cls(layout, dist.get_rank() if dist.is_initialized() else 0, device)
         for axis in AXES:
@@ -92,7 +96,22 @@ class Mesh:
         mesh._join(WORLD, [tuple(range(layout.world))])
         if schedule is not None:
             mesh._lay_pipeline(schedule, tied)
+        if split is not None:
+            mesh._lay_context(split)
         return mesh
+
+    @classmethod
+    def of(cls, plan: Plan, device: torch.device) -> Mesh:
+        """The mesh of a plan."""
+        shape = plan.shape
+        return cls.build(plan.layout, device, shape.kv_heads, plan.schedule, shape.tied, plan.split)
+
+    def _lay_context(self, split: Split) -> None:
+        rows = self.layout.groups("cp")
+        inner, cp = split.inner, split.inner * split.outer
+        insides = [row[i : i + inner] for row in rows for i in range(0, cp, inner)]
+        self._join(ULYSSES, insides)
+        self._join(RING, [row[i::inner] for row in rows for i in range(inner)])
 
     def _lay_pipeline(self, schedule: Schedule, tied: bool) -> None:
         columns = self.layout.groups(PIPELINE)
@@ -183,6 +202,21 @@ class Mesh:
         if self.delay:
             time.sleep(max(0.0, ready_at - time.perf_counter()))
 
+    def pass_on(self, tensor: Tensor, axis: str) -> Passing:
+        """Start to send to the next rank of the axis and to receive from the one before."""
+        group, place, size = self.groups[axis], self.place(axis), self.size(axis)
+        ahead, behind = (dist.get_global_rank(group, (place + step) % size) for step in (1, -1))
+        buffer = torch.empty_like(tensor)
+        for kind in ("send", "recv"):
+            self.note(axis, kind, tensor)
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, tensor, ahead, group),
+                dist.P2POp(dist.irecv, buffer, behind, group),
+            ]
+        )
+        return Passing(self, works, tensor, buffer, self._ready_at(axis) if self.delay else 0.0)
+
     def note(self, axis: str, kind: str, tensor: Tensor) -> None:
         """Record a collective that somebody is about to issue."""
         self.records[Record(axis, kind, tensor.nbytes, self.sizes[axis])] += 1
@@ -195,6 +229,27 @@ class Mesh:
         begin = max(time.perf_counter(), self._free_at.get(axis, 0.0))
         self._free_at[axis] = begin + self.delay
         return begin + self.delay
+
+
+class Passing:
+    """A tensor on its way to the next rank, and another that comes from the one before."""
+
+    def __init__(
+        self, mesh: Mesh, works: list[Any], sent: Tensor, buffer: Tensor, ready_at: float
+    ) -> None:
+        self.mesh, self.works, self.buffer, self.ready_at = mesh, works, buffer, ready_at
+        self.sent: Tensor | None = sent
+
+    def wait(self) -> Tensor:
+        """What came; what was sent is let go."""
+        if self.mesh.pause is not None:
+            self.mesh.pause()
+        while self.works:
+            self.works.pop().wait()
+        if self.ready_at:
+            time.sleep(max(0.0, self.ready_at - time.perf_counter()))
+        self.sent = None
+        return self.buffer
 
 
 class _Delayed:

@@ -15,6 +15,7 @@ from fivefold.core.batch import Batch
 from fivefold.model.batch import NOT_COUNTED, TokenBatch
 
 _MASKED = 0.1  # share of tokens inside a row that have no loss
+_MOST_CUTS = 4
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def samples(
     packed: bool = False,
     empty_rank: int | None = None,
 ) -> Samples:
-    """Draw a step; `packed` puts two documents in a row.
+    """Draw a step; `packed` puts up to five documents of random lengths in a row.
 
     `empty_rank` is a data rank that gets no token with a loss in it.
     """
@@ -72,9 +73,19 @@ def samples(
         masked[:, empty_rank] = True
     documents, positions = None, places
     if packed:
-        cuts = torch.randint(1, max(2, seq), (*rows, 1), generator=generator)
-        documents = (places >= cuts).long()
-        positions = places - documents * cuts
-        masked |= places == cuts - 1  # the last token of a document has nothing to predict
+        begins = _begins(rows, seq, generator)
+        masked |= begins[..., 1:]  # the last token of a document has nothing to predict
+        documents = begins[..., :-1].cumsum(dim=-1)
+        positions = places - (places * begins[..., :-1]).cummax(dim=-1).values
     labels = drawn[..., 1:].masked_fill(masked, NOT_COUNTED)
     return Samples(drawn[..., :-1].contiguous(), labels, positions, documents)
+
+
+def _begins(rows: tuple[int, ...], seq: int, generator: torch.Generator) -> Tensor:
+    """Whether a document begins at a token: at up to four inside a row, and behind it."""
+    cuts = torch.randint(1, max(2, seq), (*rows, _MOST_CUTS), generator=generator)
+    counts = torch.randint(_MOST_CUTS + 1, (*rows, 1), generator=generator)
+    cuts = cuts.where(torch.arange(_MOST_CUTS) < counts, seq)
+    begins = torch.zeros(*rows, seq + 1, dtype=torch.bool)
+    begins[..., seq] = True
+    return begins.scatter(-1, cuts, True)

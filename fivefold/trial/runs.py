@@ -74,10 +74,7 @@ def run_rank(worker: Worker, plan: Plan, settings: Settings) -> RankRun:
     """The steps of one rank, each watched."""
     with worker.joined(plan.layout.world):
         worker.phase("build")
-        shape = plan.shape
-        mesh = Mesh.build(
-            plan.layout, torch.device("cpu"), shape.kv_heads, plan.schedule, shape.tied
-        )
+        mesh = Mesh.of(plan, torch.device("cpu"))
         job = compose(
             plan,
             mesh,

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from fivefold.core import models
 from fivefold.core.errors import FivefoldError, IllegalLayout
+from fivefold.core.context import ulysses_degree
 from fivefold.core.layout import DEGREES, ContextKind, Layout
 from fivefold.core.legality import (
     check,
@@ -21,7 +22,6 @@ from fivefold.core.legality import (
     padded_vocab,
     problems,
     smallest_seq,
-    ulysses_degree,
 )
 from fivefold.core.rules import Job
 from fivefold.core.schedule import catalog

@@ -56,10 +56,7 @@ def run(pool: Pool, plan: Plan, setup: Setup, watch: Watch) -> list[Any]:
 
 def _steps(worker: Worker, plan: Plan, setup: Setup, watch: Watch) -> Any:
     with worker.joined(plan.layout.world):
-        shape = plan.shape
-        mesh = Mesh.build(
-            plan.layout, torch.device("cpu"), shape.kv_heads, plan.schedule, shape.tied
-        )
+        mesh = Mesh.of(plan, torch.device("cpu"))
         job = compose(
             plan,
             mesh,

@@ -5,6 +5,7 @@ Its schedules are made without process groups: they read no more of a stage than
 
 from __future__ import annotations
 
+import json
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,11 +14,13 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
+from fivefold.cli import main
 from fivefold.core.clock import peak_activations, play
 from fivefold.core.errors import IllegalSchedule
 from fivefold.core.schedule import catalog, custom
 from fivefold.core.schedule.costs import Costs
 from fivefold.core.schedule.value import Schedule
+from fivefold.run import ranks
 
 FORMATS = ("compute_only", "compute_comms")
 
@@ -138,3 +141,72 @@ def test_torch_reads_and_lowers_our_files(name: str, tmp_path: Path) -> None:
     assert tuple(homes) == ours.placement.homes
     compute_only, compute_comms = dump(runtime, tmp_path)
     assert compute_only.order == compute_comms.order == ours.order
+
+
+def verify(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    """Exit code, output and errors of the command."""
+    with pytest.raises(SystemExit) as stop:
+        main(["verify", "tiny", *words])
+    captured = capsys.readouterr()
+    return int(stop.value.code or 0), captured.out, captured.err
+
+
+@pytest.mark.parametrize(
+    ("its_name", "p", "m", "form"),
+    [
+        ("ScheduleInterleaved1F1B", 4, 4, "compute_only"),
+        ("ScheduleLoopedBFS", 2, 4, "compute_comms"),
+        ("ScheduleInterleavedZeroBubble", 2, 4, "compute_comms"),
+        ("ScheduleZBVZeroBubble", 4, 8, "compute_comms"),
+        ("ScheduleDualPipeV", 2, 4, "compute_only"),
+    ],
+)
+def test_files_of_torch_run_unchanged(
+    its_name: str,
+    p: int,
+    m: int,
+    form: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    theirs = getattr(torch_schedules, its_name)(stages(p, 2), m, loss_fn=max)
+    path = tmp_path / "theirs.csv"
+    theirs._dump_csv(str(path), format=form)
+    words = ["--layout", f"pp={p}", "--schedule", str(path), "--steps", "1", "--json"]
+    code, out, err = verify(words, capsys)
+    assert code == 0, err
+    table = json.loads(out)
+    assert table["passed"] and table["traffic"]["match"]
+    assert max(table[name] for name in table["tolerance"]) <= 1e-10
+    sends = [each for each in table["traffic"]["observed"] if each["kind"] == "send"]
+    assert sends and sends[0]["axis"] == "pp"
+
+
+@pytest.mark.parametrize(
+    ("rows", "reason"),
+    [
+        (["0F0,0F1,0B0,0B1", "1F0,1B0,1F1"], "stage 1, microbatch 1: 0 B"),
+        (["0F0,0F1,0B0,0B1,1F1", "1F0,1B0,1B1"], "rank 0 runs 1F1: move it to rank 1"),
+        (
+            ["0F0,0B0,0F1,0B1", "1F1,1B1,1F0,1B0"],
+            "rank 0 waits at 0B0 for 1B0; rank 1 waits at 1F1 for 0F1",
+        ),
+        (["0F0,0F1,0B0,0B1", "1F0,1X0,1F1,1B1"], "rank 1: '1X0' is no action"),
+    ],
+    ids=["missing", "misplaced", "deadlock", "unknown"],
+)
+def test_an_illegal_file_is_refused_before_any_process_starts(
+    rows: list[str],
+    reason: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def forked(*_: object) -> None:
+        raise AssertionError("a process was about to start")
+
+    monkeypatch.setattr(ranks, "Pool", forked)
+    path = tmp_path / "illegal.csv"
+    path.write_text("\n".join(rows))
+    code, out, err = verify(["--layout", "pp=2", "--schedule", str(path)], capsys)
+    assert code == 2 and not out and reason in err

@@ -1,0 +1,241 @@
+"""The context dimension, measured.
+
+    python benchmarks/context.py             balance, error and memory, on any machine
+    python benchmarks/context.py gpu         the cost of cutting attention, on a GPU
+
+balance  Pairs of query and key that each rank computes, by kind.
+error    bfloat16 attention in 8 merged parts and in one call, both against float64.
+memory   Bytes that one rank keeps for backward, cp = 1, 2, 4 and 8 at 32k tokens.
+gpu      All calls of 8 zigzag ranks, forward and backward, merges included, one after another on
+         one GPU, over the fastest single call on the whole row.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from fivefold.core.context import calls, pairs, split_of
+from fivefold.core.layout import ContextKind, Layout
+from fivefold.core.models import load
+from fivefold.core.plan import Plan, Wishes, resolve
+from fivefold.model.batch import TokenBatch
+from fivefold.model.flash import Sees, Total, attend, attend_backward
+from fivefold.parallel.compose import compose
+from fivefold.parallel.mesh import Mesh
+from fivefold.run.ranks import Pool, Worker
+
+KINDS: tuple[ContextKind, ...] = ("ring", "zigzag", "allgather", "ulysses", "hybrid")
+LONG = 32_768
+
+
+def balance() -> None:
+    """Causal work by rank, from the very calls that a rank makes."""
+    shape = load("llama-3-8b")
+    print("attention pairs a rank computes, 128k tokens, heads of llama-3-8b")
+    print(f"{'kind':<11}{'cp':>3}  {'max/min':>8} {'max/mean':>9}")
+    for kind in KINDS:
+        for cp in (2, 4, 8):
+            found = pairs(split_of(Layout(cp=cp, context=kind), shape), 131_072)
+            high, low, mean = max(found), min(found), statistics.mean(found)
+            beside = f"   2n−1 = {2 * cp - 1}, 2−1/n = {2 - 1 / cp:.3f}" if kind == "ring" else ""
+            print(f"{kind:<11}{cp:>3}  {high / low:8.2f} {high / mean:9.3f}{beside}")
+    print()
+
+
+def merged(q: Tensor, k: Tensor, v: Tensor, parts: int) -> Tensor:
+    """Attention over the keys in so many parts, still in float32."""
+    total = Total(q)
+    for part_k, part_v in zip(k.chunk(parts, dim=2), v.chunk(parts, dim=2), strict=True):
+        total.merge(0, q.shape[2], *attend(q, part_k, part_v, Sees()))
+    assert total.out is not None
+    return total.out
+
+
+def error(device: str) -> None:
+    """The relative error of the result, rounded to bfloat16 as the model gets it."""
+    generator = torch.Generator(device).manual_seed(0)
+    q, k, v = (
+        torch.randn(1, 8, 1024, 64, generator=generator, device=device).bfloat16() for _ in range(3)
+    )
+    exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double())
+
+    def off(found: Tensor) -> float:
+        return float((found.double() - exact).norm() / exact.norm())
+
+    if device == "cpu":
+        one = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)[0]
+    else:
+        one = attend(q, k, v, Sees())[0]
+    print(f"bfloat16 on {device}: relative error against float64 of 1,024 queries and keys")
+    print(f"one flash call                      {off(one):.3e}")
+    for parts in (2, 4, 8):
+        wide = merged(q, k, v, parts)
+        for name, found in (("float32", wide), ("bfloat16", wide.bfloat16())):
+            ratio = off(found) / off(one)
+            print(f"{parts} parts merged, kept in {name:<9}  {off(found):.3e}  {ratio:.3f} of it")
+    print()
+
+
+def kept_bytes(worker: Worker, plan: Plan) -> tuple[int, int]:
+    """What one forward of this rank keeps for its backward: of attention, and of all blocks."""
+    with worker.joined(plan.layout.world):
+        mesh = Mesh.of(plan, torch.device("cpu"))
+        job = compose(plan, mesh, seed=0, dtype=torch.float32)
+        row = torch.arange(plan.batch.seq)[None]
+        batch = job.local(TokenBatch(row % plan.shape.vocab, row % plan.shape.vocab, row))
+        weights = {one.untyped_storage().data_ptr() for one in job.chunks[0].model.parameters()}
+        held: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            memory = tensor.untyped_storage()
+            if memory.data_ptr() not in weights:
+                held[memory.data_ptr()] = memory.nbytes()
+            return tensor
+
+        model = job.chunks[0].model
+        block, seen = next(iter(model.blocks.values())), [0]
+        block.attention.register_forward_pre_hook(lambda *_: seen.append(sum(held.values())))
+        block.attention.register_forward_hook(lambda *_: seen.append(sum(held.values())))
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = model(batch.tokens, batch)
+        del loss
+        return seen[2] - seen[1], sum(held.values())
+
+
+def memory() -> None:
+    """Measured on real ranks; every kind keeps the same, for none keeps other ranks' keys."""
+    sizes = {"layers": "1", "width": "32", "heads": "8", "kv_heads": "8", "head_dim": "4"}
+    sizes |= {"ffn": "64", "vocab": "32", "max_seq": str(LONG)}
+    print("bytes kept for backward on a rank, 32k tokens, one layer of width 32, float32")
+    print(f"{'kind':<11}{'cp':>3} {'attention':>11} {'all':>11}  {'of cp=1':>8}")
+    alone = 0
+    with Pool(8) as pool:
+        for kind, cp in (("zigzag", 1), ("zigzag", 2), ("zigzag", 4), ("zigzag", 8), ("ring", 8),
+                         ("allgather", 8), ("ulysses", 8), ("hybrid", 8)):  # fmt: skip
+            wishes = Wishes(
+                "tiny", layout=f"cp={cp}", context=kind, zero=0, seq=LONG, set=sizes, microbatches=1
+            )
+            plan = resolve(wishes)
+            found = pool.run_each([(kept_bytes, (plan,))] * cp)
+            attention, whole = (max(each) for each in zip(*found, strict=True))
+            alone = alone or whole
+            print(f"{kind:<11}{cp:>3} {attention:>11,} {whole:>11,}  {whole / alone:8.4f}")
+    print()
+
+
+def timed(run: Callable[[], object], repeats: int = 5) -> float:
+    """The best of some runs, in milliseconds."""
+    for _ in range(2):
+        run()
+    best = float("inf")
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - start)
+    return best * 1e3
+
+
+def single_call(q: Tensor, k: Tensor, v: Tensor, slope: Tensor, backend: SDPBackend) -> float:
+    """Causal attention on the whole row, forward and backward."""
+
+    def run() -> None:
+        with sdpa_kernel(backend):
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        torch.autograd.grad(out, (q, k, v), slope)
+
+    return timed(run)
+
+
+def cut_into_ranks(q: Tensor, k: Tensor, v: Tensor, slope: Tensor, cp: int) -> float:
+    """The calls of all ranks, one rank after another."""
+    seq = q.shape[2]
+    split = split_of(Layout(cp=cp), load("llama-3-8b"))
+    places = [split.place(seq, place) for place in range(cp)]
+
+    def tokens(whole: Tensor, place: int) -> Tensor:
+        return torch.cat([whole[:, :, each.start : each.stop] for each in places[place]], dim=2)
+
+    shards: list[Any] = [
+        [tokens(each.detach(), place) for each in (q, k, v, slope)] for place in range(cp)
+    ]
+
+    def run() -> None:
+        for place in range(cp):
+            mine, slope_here = shards[place][0], shards[place][3]
+            total = Total(mine)
+            steps = [
+                (call, shards[other])
+                for hop in range(cp)
+                for other in [(place - hop) % cp]
+                for call in calls(places[place], places[other])
+            ]
+            for call, (_, keys, values, _) in steps:
+                here = mine[:, :, call.q_start : call.q_stop]
+                cut = (each[:, :, call.k_start : call.k_stop] for each in (keys, values))
+                total.merge(call.q_start, call.q_stop, *attend(here, *cut, Sees(call.causal)))
+            assert total.out is not None and total.lse is not None
+            out, lse = total.out.to(mine.dtype), total.lse
+            dq = torch.zeros(mine.shape, dtype=torch.float32, device=mine.device)
+            for call, (_, keys, values, _) in steps:
+                rows, columns = slice(call.q_start, call.q_stop), slice(call.k_start, call.k_stop)
+                part = torch.zeros((2, *keys.shape), dtype=torch.float32, device=mine.device)
+                found = attend_backward(
+                    slope_here[:, :, rows], mine[:, :, rows], keys[:, :, columns],
+                    values[:, :, columns], out[:, :, rows], lse[:, :, rows], Sees(call.causal),
+                )  # fmt: skip
+                dq[:, :, rows] += found[0]
+                part[0, :, :, columns] += found[1]
+                part[1, :, :, columns] += found[2]
+
+    return timed(run, repeats=3)
+
+
+def gpu() -> None:
+    if not torch.cuda.is_available():
+        print("no GPU here: run this on a machine with one")
+        return
+    error("cuda")
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}: heads 32 × 128, KV 8, causal,"
+    )
+    print("forward and backward in ms; 8 zigzag ranks one after another over the fastest call")
+    for seq in (16_384, 32_768, 65_536):
+        q = torch.randn(1, 32, seq, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        k, v = (
+            torch.randn(1, 8, seq, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            for _ in range(2)
+        )
+        slope = torch.randn_like(q)
+        flash = single_call(q, k, v, slope, SDPBackend.FLASH_ATTENTION)
+        cudnn = single_call(q, k, v, slope, SDPBackend.CUDNN_ATTENTION)
+        cut = {cp: cut_into_ranks(q, k, v, slope, cp) for cp in (2, 8)}
+        best = min(flash, cudnn)
+        shown = "  ".join(f"cp={cp} {ms:8.2f} ({ms / best:.3f})" for cp, ms in cut.items())
+        print(f"{seq:>7} tokens: flash {flash:8.2f}  cuDNN {cudnn:8.2f}  {shown}", flush=True)
+
+
+def main(wanted: list[str]) -> None:
+    torch.set_num_threads(1)
+    if wanted == ["gpu"]:
+        gpu()
+        return
+    memory()  # first: it forks its ranks, and a fork after other work would hang
+    balance()
+    error("cpu")
+    if torch.cuda.is_available():
+        gpu()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

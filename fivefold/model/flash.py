@@ -1,0 +1,191 @@
+"""Attention over a part of the keys: its output and log-sum-exp, with a backward of its own, so
+that parts can be merged into the whole.
+
+    out, lse = attend(q, k, v, sees)                          for each part of the keys
+    merge(total, out, lse)                                    in any order
+    dq, dk, dv = attend_backward(slope, q, k, v, out, lse, sees)    with the merged out and lse
+
+Kernels: torch's flash kernel on CPU; on CUDA cuDNN where it is faster (Hopper and newer), flash
+elsewhere, and the memory-efficient one where a mask hides pairs. Key/value heads may be fewer than
+query heads; they are repeated here, inside a rank, only for kernels that cannot share them.
+
+Legend: B rows, H query heads, K key/value heads, Q queries, S keys, d width of a head.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+aten = torch.ops.aten
+_ALIGNED = 32  # rows: the log-sum-exp of the memory-efficient kernel
+_HOPPER = (9, 0)
+
+
+class Sees(NamedTuple):
+    """Which pairs of a part exist: all, the lower triangle, or those of a mask (B, 1, Q, S)."""
+
+    causal: bool = False
+    mask: Tensor | None = None
+
+
+def attend(q_BHQd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, sees: Sees) -> tuple[Tensor, Tensor]:
+    """The output over these keys and its log-sum-exp, −inf for a query that sees none."""
+    if not q_BHQd.is_cuda:
+        return _attend_on_cpu(q_BHQd, k_BKSd, v_BKSd, sees)
+    if sees.mask is not None:
+        return _attend_masked(q_BHQd, k_BKSd, v_BKSd, sees.mask)
+    if _has_fast_cudnn(q_BHQd.device.index):
+        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
+            q_BHQd, k_BKSd, v_BKSd, None, True, 0.0, sees.causal
+        )
+    else:
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(
+            q_BHQd, k_BKSd, v_BKSd, 0.0, sees.causal
+        )
+    return out, lse.reshape(q_BHQd.shape[:-1])
+
+
+def attend_backward(
+    slope: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sees: Sees
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of one part. `out` and `lse` are those of all parts together."""
+    if not q.is_cuda:
+        return _backward_on_cpu(slope, q, k, v, out, lse, sees)
+    if sees.mask is not None:
+        return _backward_masked(slope, q, k, v, out, lse, sees.mask)
+    none = torch.zeros((), dtype=torch.int64, device=q.device)
+    queries, keys = q.shape[2], k.shape[2]
+    if _has_fast_cudnn(q.device.index):
+        return aten._scaled_dot_product_cudnn_attention_backward(
+            slope, q, k, v, out, lse[..., None], none, none, None, None, None, queries, keys, 0.0,
+            sees.causal,
+        )  # fmt: skip
+    return aten._scaled_dot_product_flash_attention_backward(
+        slope, q, k, v, out, lse, None, None, queries, keys, 0.0, sees.causal, none, none
+    )
+
+
+class Total:
+    """Attention merged so far, in float32 or wider: out (B, H, Q, d) and lse (B, H, Q)."""
+
+    def __init__(self, q_BHQd: Tensor) -> None:
+        self.shape, self.device = q_BHQd.shape, q_BHQd.device
+        self.dtype = torch.promote_types(q_BHQd.dtype, torch.float32)
+        self.out: Tensor | None = None
+        self.lse: Tensor | None = None
+
+    def merge(self, start: int, stop: int, out: Tensor, lse: Tensor) -> None:
+        """Add a part that queries [start, stop) have seen."""
+        if self.out is None or self.lse is None:
+            if stop - start == self.shape[2]:
+                self.out, self.lse = out.to(self.dtype), lse.to(self.dtype)
+                return
+            # Tokens before heads, as the projection behind attention reads it.
+            rows, heads, queries, width = self.shape
+            sizes = (rows, queries, heads, width)
+            self.out = torch.zeros(sizes, dtype=self.dtype, device=self.device).transpose(1, 2)
+            self.lse = self.out.new_full(self.shape[:-1], -math.inf)
+        here = slice(start, stop)
+        blend = _compiled_blend() if out.is_cuda else _blend
+        self.out[:, :, here], self.lse[:, :, here] = blend(
+            self.out[:, :, here], self.lse[:, :, here], out, lse
+        )
+
+
+def _blend(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Both parts weighed by the keys they stand for; two parts without any key stay nothing."""
+    share = torch.sigmoid(more_lse.to(lse.dtype) - lse).nan_to_num(0.0)
+    blended = out - share[..., None] * (out - more.to(out.dtype))
+    return blended, torch.logaddexp(lse, more_lse.to(lse.dtype))
+
+
+@cache
+def _compiled_blend() -> Any:
+    return torch.compile(_blend, dynamic=True)
+
+
+@cache
+def _has_fast_cudnn(device: int | None) -> bool:
+    return torch.backends.cudnn.is_available() and (
+        torch.cuda.get_device_capability(device) >= _HOPPER
+    )
+
+
+def _attend_on_cpu(q: Tensor, k: Tensor, v: Tensor, sees: Sees) -> tuple[Tensor, Tensor]:
+    # Narrow products are slow on CPUs, and would round every part before it is merged.
+    q, k, v = (_widened(each) for each in (q, _repeated(k, q), _repeated(v, q)))
+    bias = None if sees.mask is None else _bias(sees.mask, q.dtype)
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, sees.causal, attn_mask=bias
+    )
+    if sees.mask is not None:
+        blind = ~sees.mask.any(dim=-1)  # the kernel calls their log-sum-exp 0
+        lse = lse.masked_fill(blind, -math.inf)
+        out = out.masked_fill(blind[..., None], 0.0)
+    return out, lse
+
+
+def _backward_on_cpu(
+    slope: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sees: Sees
+) -> tuple[Tensor, Tensor, Tensor]:
+    num_heads = k.shape[1]
+    wide = [_widened(each) for each in (slope, q, _repeated(k, q), _repeated(v, q), out)]
+    bias = None if sees.mask is None else _bias(sees.mask, wide[1].dtype)
+    dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *wide, lse, 0.0, sees.causal, attn_mask=bias
+    )
+    return dq, _summed(dk, num_heads), _summed(dv, num_heads)
+
+
+def _attend_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = aten._scaled_dot_product_efficient_attention(
+        q, _repeated(k, q), _repeated(v, q), _aligned_bias(mask, q), True
+    )
+    blind = ~mask.any(dim=-1)
+    lse = lse[..., : q.shape[2]].masked_fill(blind, -math.inf)
+    return out.masked_fill(blind[..., None], 0.0), lse
+
+
+def _backward_masked(
+    slope: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    num_heads, zero = k.shape[1], torch.zeros((), dtype=torch.int64, device=q.device)
+    padded = F.pad(lse, (0, -lse.shape[-1] % _ALIGNED), value=math.inf)
+    dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+        slope, q, _repeated(k, q), _repeated(v, q), _aligned_bias(mask, q), out, padded, zero, zero,
+        0.0, [True, True, True, False],
+    )  # fmt: skip
+    return dq, _summed(dk, num_heads), _summed(dv, num_heads)
+
+
+def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, -math.inf)
+
+
+def _aligned_bias(mask: Tensor, q: Tensor) -> Tensor:
+    """A mask for every head, on rows that start at 16 bytes."""
+    spare = -mask.shape[-1] % 16
+    bias = F.pad(_bias(mask, q.dtype), (0, spare))[..., : mask.shape[-1]]
+    return bias.expand(-1, q.shape[1], -1, -1)
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _repeated(heads_BKSd: Tensor, q_BHQd: Tensor) -> Tensor:
+    groups = q_BHQd.shape[1] // heads_BKSd.shape[1]
+    return heads_BKSd if groups == 1 else heads_BKSd.repeat_interleave(groups, dim=1)
+
+
+def _summed(gradient_BHSd: Tensor, num_heads: int) -> Tensor:
+    """The gradient of shared heads: the sum over those that share them."""
+    if gradient_BHSd.shape[1] == num_heads:
+        return gradient_BHSd
+    return gradient_BHSd.unflatten(1, (num_heads, -1)).sum(dim=2)

@@ -1,0 +1,291 @@
+"""The context dimension: one row of tokens over several ranks.
+
+Splits   every row of tokens, and with it all activations, over cp = inner · outer ranks: the
+         `outer` places form a ring, and the `inner` ranks of a place share its tokens by heads.
+Moves    for attention only, in each layer. Ring: keys and values pass from place to place,
+         outer − 1 hops forward; backward again, and their gradients with them, outer hops.
+         All-gather: all keys and values at once, twice, and a reduce-scatter of their gradients.
+         Ulysses: four all-to-alls forward (queries, keys, values, outputs) and four backward.
+Costs    ring and all-gather 2·KV·(n − 1)/n, whatever the number of query heads; Ulysses
+         2·(queries + KV)/n, less the more ranks there are.
+Wins     when one sequence does not fit, or its attention takes too long.
+Refuses  rows shorter than the cut, and for Ulysses heads that do not divide.
+
+Tokens, positions, labels and documents are cut alike. A hop is under way while the part that came
+before is computed, so that a place never holds more than two blocks of keys and values. Merged
+outputs and all gradients are float32 or wider.
+
+Legend: B rows, H query heads, K key/value heads, S tokens, d width of a head.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives as functional
+from torch import Tensor
+
+from fivefold.core.context import Call, Ranges, Split, calls
+from fivefold.core.errors import FivefoldError
+from fivefold.model.batch import NOT_COUNTED, AttentionInfo, TokenBatch
+from fivefold.model.decoder import Decoder
+from fivefold.model.flash import Sees, Total, attend, attend_backward
+from fivefold.parallel.mesh import RING, ULYSSES, Mesh, Phase
+
+TOKENS, HEADS = 2, 1  # dims of (B, H, S, d)
+
+
+def shard(batch: TokenBatch, split: Split, seq: int, coord: int) -> TokenBatch:
+    """One rank's part of rows that are first padded to `seq` tokens."""
+    whole = _padded(batch, seq - batch.tokens.shape[1])
+    if split.inner * split.outer == 1:
+        return whole
+    index = _index(split.rank(seq, coord), batch.tokens.device)
+    tokens, labels, positions = (
+        each[:, index] for each in (whole.tokens, whole.labels, whole.positions)
+    )
+    documents = None if whole.documents is None else whole.documents[:, index]
+    return TokenBatch(tokens, labels, positions, documents, whole)
+
+
+def _padded(batch: TokenBatch, missing: int) -> TokenBatch:
+    """Tokens behind the row: no earlier one sees them, and they have no loss."""
+    if not missing:
+        return batch
+    rows, seq = batch.tokens.shape
+    more = torch.arange(seq, seq + missing, device=batch.tokens.device).expand(rows, -1)
+    documents = batch.documents
+    if documents is not None:
+        documents = torch.cat([documents, torch.full_like(more, -1)], dim=1)
+    return TokenBatch(
+        torch.cat([batch.tokens, torch.zeros_like(more)], dim=1),
+        torch.cat([batch.labels, torch.full_like(more, NOT_COUNTED)], dim=1),
+        torch.cat([batch.positions, more], dim=1),
+        documents,
+    )
+
+
+def split_rows(
+    decoder: Decoder, mesh: Mesh, phase: Phase, split: Split, seq: int, recompute: str
+) -> None:
+    """Give every attention of a decoder the other ranks' keys and values."""
+    if split.inner * split.outer == 1:
+        return
+    decoder.mask = _no_mask
+    for block in decoder.blocks.values():
+        block.attention.kernel = ContextAttention(mesh, phase, split, seq, recompute)
+
+
+def _no_mask(batch: TokenBatch, window: int | None) -> None:
+    """Masks are made part by part."""
+
+
+class ContextAttention:
+    """The attention of one layer over the tokens of all context ranks."""
+
+    def __init__(self, mesh: Mesh, phase: Phase, split: Split, seq: int, recompute: str) -> None:
+        self.mesh, self.phase, self.split, self.recompute = mesh, phase, split, recompute
+        self.places = [split.place(seq, place) for place in range(split.outer)]
+        self.place = mesh.place(RING)
+        self.row = (range(seq),)
+
+    @property
+    def tokens(self) -> Ranges:
+        """Those whose queries this rank computes."""
+        return self.places[self.place]
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, info: AttentionInfo) -> Tensor:
+        if info.dropout:
+            raise FivefoldError("attention over cp ranks cannot drop pairs: set dropout to 0")
+        if self.split.inner == 1:
+            return _Attention.apply(q, k, v, self, info)
+        copies = math.lcm(k.shape[HEADS], self.split.inner) // k.shape[HEADS]
+        if copies > 1:  # fewer heads than ranks: each goes to several
+            k, v = (each.repeat_interleave(copies, dim=HEADS) for each in (k, v))
+        q, k, v = (_Exchange.apply(each, self, HEADS) for each in (q, k, v))
+        return _Exchange.apply(_Attention.apply(q, k, v, self, info), self, TOKENS)
+
+    def kept(self, info: AttentionInfo) -> tuple[Tensor, Tensor] | None:
+        """What selective recomputation need not compute and move again."""
+        if self.phase.backward and self.recompute == "selective":
+            return info.kept.pop(id(self))
+        return None
+
+    def keep(self, info: AttentionInfo, out: Tensor, lse: Tensor) -> None:
+        if self.recompute == "selective":
+            info.kept[id(self)] = out, lse
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, info: AttentionInfo) -> Total:
+        """All parts, merged."""
+        total = Total(q)
+        for keys, (part_k, part_v) in self._visits(k, v):
+            for call in calls(self.tokens, keys, info.window):
+                queries = q[:, :, call.q_start : call.q_stop]
+                k_here, v_here = (
+                    each[:, :, call.k_start : call.k_stop] for each in (part_k, part_v)
+                )
+                out, lse = attend(queries, k_here, v_here, self._sees(call, keys, info))
+                total.merge(call.q_start, call.q_stop, out, lse)
+        return total
+
+    def attend_backward(
+        self, slope: Tensor, saved: tuple[Tensor, ...], info: AttentionInfo
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of this rank's queries, keys and values."""
+        q, k, v, out, lse = saved
+        wide = torch.promote_types(q.dtype, torch.float32)
+        dq = torch.zeros(q.shape, dtype=wide, device=q.device)
+        homeward = _Homeward(self)
+        for keys, (part_k, part_v) in self._visits(k, v):
+            part = torch.zeros((2, *part_k.shape), dtype=wide, device=q.device)
+            for call in calls(self.tokens, keys, info.window):
+                rows, columns = slice(call.q_start, call.q_stop), slice(call.k_start, call.k_stop)
+                mine = [each[:, :, rows] for each in (slope, q, out, lse)]
+                theirs = [each[:, :, columns] for each in (part_k, part_v)]
+                sees = self._sees(call, keys, info)
+                more = attend_backward(mine[0], mine[1], *theirs, mine[2], mine[3], sees)
+                dq[:, :, rows] += more[0]
+                part[0, :, :, columns] += more[1]
+                part[1, :, :, columns] += more[2]
+            homeward.add(part)
+        dk, dv = homeward.arrived()
+        return tuple(each.to(q.dtype) for each in (dq, dk, dv))
+
+    def _visits(self, k: Tensor, v: Tensor) -> Iterator[tuple[Ranges, Tensor]]:
+        """The keys and values of every place, as they come, and which tokens they are."""
+        here = torch.stack((k, v))
+        if self.split.gathers and self.split.outer > 1:
+            yield self.row, self._gathered(here)
+            return
+        for hop in range(self.split.outer):
+            more = hop < self.split.outer - 1
+            coming = self.mesh.pass_on(here, RING) if more else None
+            yield self.places[(self.place - hop) % self.split.outer], here
+            if coming is not None:
+                here = coming.wait()
+
+    def _gathered(self, here: Tensor) -> Tensor:
+        """The keys and values of the row, in its order."""
+        whole = here.new_empty((self.split.outer * here.shape[0], *here.shape[1:]))
+        self.mesh.all_gather(whole, here, RING).wait()
+        parts = whole.chunk(self.split.outer)
+        return torch.cat([parts[place][:, :, :, cut] for place, cut in self._pieces()], dim=3)
+
+    def scattered(self, whole: Tensor) -> Tensor:
+        """The sum over places of the gradients of a row; this place's tokens of it."""
+        by_place = [
+            torch.cat([whole[:, :, :, each.start : each.stop] for each in ranges], dim=3)
+            for ranges in self.places
+        ]
+        mine = torch.empty_like(by_place[0])
+        self.mesh.reduce_scatter(mine, torch.cat(by_place), RING).wait()
+        return mine
+
+    def _pieces(self) -> list[tuple[int, slice]]:
+        """The place of every contiguous piece of the row, and where that place holds it."""
+        found: list[tuple[int, int, slice]] = []
+        for place, ranges in enumerate(self.places):
+            offset = 0
+            for each in ranges:
+                found.append((each.start, place, slice(offset, offset + len(each))))
+                offset += len(each)
+        return [(place, cut) for _, place, cut in sorted(found, key=lambda one: one[0])]
+
+    def _sees(self, call: Call, keys: Ranges, info: AttentionInfo) -> Sees:
+        row = info.row
+        assert row is not None, "a batch that was not cut for the context ranks"
+        if row.documents is None and not call.masked:
+            return Sees(call.causal)
+        device = row.positions.device
+        q_index = _index(self.tokens, device)[call.q_start : call.q_stop]
+        k_index = _index(keys, device)[call.k_start : call.k_stop]
+        distance = row.positions[:, q_index, None] - row.positions[:, None, k_index]
+        visible = distance >= 0
+        if info.window is not None:
+            visible &= distance < info.window
+        if row.documents is not None:
+            visible &= row.documents[:, q_index, None] == row.documents[:, None, k_index]
+        return Sees(mask=visible[:, None])
+
+
+class _Homeward:
+    """Gradients of keys and values, on their way around the ring with what every place adds."""
+
+    def __init__(self, attention: ContextAttention) -> None:
+        self.attention, self.coming, self.here = attention, None, None
+
+    def add(self, part: Tensor) -> None:
+        attention = self.attention
+        if attention.split.outer == 1:
+            self.here = part
+        elif attention.split.gathers:
+            self.here = attention.scattered(part)
+        else:
+            if self.coming is not None:
+                part += self.coming.wait()
+            self.coming = attention.mesh.pass_on(part, RING)
+
+    def arrived(self) -> Tensor:
+        if self.here is None:
+            self.here = self.coming.wait()
+        return self.here
+
+
+class _Attention(torch.autograd.Function):
+    """Attention with a backward that moves keys and values again instead of keeping them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, attention: ContextAttention, info: AttentionInfo
+    ) -> Tensor:
+        done = attention.kept(info)
+        if done is None:
+            total = attention.attend(q, k, v, info)
+            assert total.out is not None and total.lse is not None
+            done = total.out.to(q.dtype), total.lse
+            attention.keep(info, *done)
+        ctx.save_for_backward(q, k, v, *done)
+        ctx.attention, ctx.info = attention, info
+        return done[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        attention: ContextAttention = ctx.attention
+        found = attention.attend_backward(gradients[0], ctx.saved_tensors, ctx.info)
+        return (*found, None, None)
+
+
+class _Exchange(torch.autograd.Function):
+    """Over the ranks of a place: split along one of tokens and heads, join along the other."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BHSd: Tensor, attention: ContextAttention, split_dim: int) -> Tensor:
+        ctx.attention, ctx.split_dim = attention, split_dim
+        silent = attention.phase.backward and attention.recompute == "selective"
+        return _exchanged(x_BHSd, attention.mesh, split_dim, silent)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        other = TOKENS if ctx.split_dim == HEADS else HEADS
+        return _exchanged(gradients[0], ctx.attention.mesh, other, silent=False), None, None
+
+
+def _exchanged(x_BHSd: Tensor, mesh: Mesh, split_dim: int, silent: bool) -> Tensor:
+    size = mesh.size(ULYSSES)
+    joined_dim = TOKENS if split_dim == HEADS else HEADS
+    parts = torch.stack(x_BHSd.chunk(size, dim=split_dim))
+    if not silent:
+        mesh.note(ULYSSES, "all_to_all", parts)
+    received = functional.all_to_all_single(parts, None, None, mesh.groups[ULYSSES])
+    if mesh.takes_turns:
+        mesh.let_pass(ULYSSES)
+    return torch.cat(received.unbind(0), dim=joined_dim)
+
+
+@cache
+def _index(ranges: Ranges, device: torch.device) -> Tensor:
+    return torch.tensor([token for each in ranges for token in each], device=device)

@@ -1,0 +1,232 @@
+"""Weight gradients that wait: input gradients first, the rest later, and the sum of plain autograd.
+
+One process: a queue between a decoder and a sink that sums by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from small import GPT, LLAMA, batch_of, filled, gradients
+from torch import Tensor
+
+from fivefold.core.shape import Shape
+from fivefold.model.batch import TokenBatch
+from fivefold.model.decoder import Decoder, from_config
+from fivefold.model.recompute import Recompute, apply
+from fivefold.parallel.deferred import Queue
+
+NORMED = replace(LLAMA, qk_norm="head", norm_bias=True, qkv_bias=True, tied=True)
+SHAPES = [LLAMA, GPT, NORMED]
+KINDS: list[tuple[Recompute, int]] = [("none", 1), ("selective", 1), ("full", 1), ("full", 2)]
+EXACT = 1e-14
+
+
+class Sums:
+    """A sink that sums in its own type, by the weight's name."""
+
+    def __init__(self, decoder: Decoder, dtype: torch.dtype = torch.float64) -> None:
+        self.names = {id(one): name for name, one in decoder.named_parameters()}
+        self.sums = {
+            name: torch.zeros(one.shape, dtype=dtype) for name, one in decoder.named_parameters()
+        }
+        self.num_added = 0
+
+    def add_product(self, weight: Tensor, outputs_NO: Tensor, inputs_NI: Tensor) -> None:
+        assert outputs_NO.dim() == inputs_NI.dim() == 2
+        self.add_gradient(weight, outputs_NO.T @ inputs_NI)
+
+    def add_gradient(self, weight: Tensor, gradient: Tensor) -> None:
+        assert not gradient.requires_grad, "a sum would keep the graph of every microbatch"
+        self.sums[self.names[id(weight)]].add_(gradient)
+        self.num_added += 1
+
+
+class Split:
+    """A decoder whose backward is split, as one chunk of a pipeline drives it."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        kind: Recompute = "none",
+        blocks: int = 1,
+        dtype: torch.dtype = torch.float64,
+        summed_in: torch.dtype = torch.float64,
+    ) -> None:
+        self.decoder, self.queue = filled(shape, dtype), Queue()
+        self.queue.defer(self.decoder)
+        apply(self.decoder, kind, blocks)
+        self.sink = Sums(self.decoder, summed_in)
+        self.losses: dict[int, Tensor] = {}
+
+    def forward(self, number: int, batch: TokenBatch) -> None:
+        self.losses[number] = self.decoder(batch.tokens, batch)
+
+    def input_gradients(self, number: int) -> None:
+        before = self.sink.num_added
+        with self.queue.keeping(number):
+            self.losses.pop(number).backward()
+        assert self.sink.num_added == before, "a weight gradient that did not wait"
+
+    def weight_gradients(self, number: int) -> None:
+        self.queue.settle(number, self.sink)
+
+    def backward(self, number: int) -> None:
+        with self.queue.taking(self.sink):
+            self.losses.pop(number).backward()
+
+    def require_done(self) -> None:
+        assert not self.queue._owed and not self.losses
+        assert all(one.grad is None for one in self.decoder.parameters())
+
+
+def error(found: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
+    """The largest, relative to each weight's largest gradient."""
+    assert found.keys() == truth.keys()
+    return max(
+        float((found[name] - grad).abs().max() / grad.abs().max()) for name, grad in truth.items()
+    )
+
+
+def summed(shape: Shape, batches: list[TokenBatch]) -> dict[str, Tensor]:
+    """Plain autograd's gradients of all batches."""
+    plain = filled(shape)
+    found = [gradients(plain, batch) for batch in batches]
+    return {name: torch.stack([each[name] for each in found]).sum(0) for name in found[0]}
+
+
+@pytest.mark.parametrize(("kind", "blocks"), KINDS)
+@pytest.mark.parametrize("shape", SHAPES, ids=["rms", "layer", "normed"])
+def test_input_then_weight_gradients_are_those_of_autograd(
+    shape: Shape, kind: Recompute, blocks: int
+) -> None:
+    batch, split = batch_of(shape), Split(shape, kind, blocks)
+    split.forward(0, batch)
+    split.input_gradients(0)
+    split.weight_gradients(0)
+    split.require_done()
+    assert error(split.sink.sums, summed(shape, [batch])) <= EXACT
+
+
+@pytest.mark.parametrize(("kind", "blocks"), KINDS)
+@pytest.mark.parametrize("shape", SHAPES, ids=["rms", "layer", "normed"])
+def test_a_whole_backward_takes_them_at_once(shape: Shape, kind: Recompute, blocks: int) -> None:
+    batch, split = batch_of(shape), Split(shape, kind, blocks)
+    split.forward(0, batch)
+    split.backward(0)
+    split.require_done()
+    assert error(split.sink.sums, summed(shape, [batch])) <= EXACT
+
+
+@pytest.mark.parametrize(("kind", "blocks"), KINDS)
+def test_weight_gradients_may_come_much_later_and_in_any_order(
+    kind: Recompute, blocks: int
+) -> None:
+    batches = [batch_of(NORMED, seed=seed) for seed in range(4)]
+    split = Split(NORMED, kind, blocks)
+    for number in (0, 1, 2):
+        split.forward(number, batches[number])
+    split.input_gradients(1)
+    split.forward(3, batches[3])
+    split.input_gradients(0)
+    split.backward(2)
+    split.weight_gradients(0)
+    split.input_gradients(3)
+    split.weight_gradients(3)
+    split.weight_gradients(1)
+    split.require_done()
+    assert error(split.sink.sums, summed(NORMED, batches)) <= EXACT
+
+
+def test_the_gradient_of_what_a_slice_was_given_does_not_wait() -> None:
+    """A stage in the middle: its input gradient is what the stage before is waiting for."""
+    layers, found = range(1, 3), []
+    for defers in (False, True):
+        whole, part = filled(LLAMA), from_config(LLAMA, dtype=torch.float64, layers=range(1, 3))
+        part.load_state_dict({name: whole.state_dict()[name] for name in part.state_dict()})
+        assert [int(name) for name in part.blocks] == list(layers)
+        queue, sink = Queue(), Sums(part)
+        if defers:
+            queue.defer(part)
+        x = torch.randn(2, 16, LLAMA.width, generator=torch.Generator().manual_seed(3)).double()
+        x.requires_grad_()
+        result = part(x, batch_of(LLAMA))
+        with queue.keeping(0):
+            result.backward(torch.ones_like(result))
+        assert x.grad is not None
+        found.append(x.grad)
+        assert sink.num_added == 0
+    assert float((found[0] - found[1]).abs().max() / found[0].abs().max()) <= EXACT
+
+
+@contextmanager
+def counting(decoder: Decoder) -> Iterator[list[int]]:
+    """How often each block was begun."""
+    times = [0] * len(decoder.blocks)
+
+    def count(place: int) -> None:
+        times[place] += 1
+
+    for place, block in enumerate(decoder.blocks.values()):
+        # The norm, not the block: selective recomputation repeats what is inside of a block.
+        block.attention_norm.register_forward_pre_hook(lambda *_, place=place: count(place))
+    yield times
+
+
+@pytest.mark.parametrize(("kind", "blocks"), KINDS)
+def test_blocks_are_recomputed_once_and_never_for_a_weight_gradient(
+    kind: Recompute, blocks: int
+) -> None:
+    again = int(kind != "none")
+    split = Split(LLAMA, kind, blocks)
+    with counting(split.decoder) as times:
+        for number in (0, 1):
+            split.forward(number, batch_of(LLAMA, seed=number))
+        assert times == [2] * LLAMA.layers
+        split.input_gradients(0)
+        assert times == [2 + again] * LLAMA.layers
+        split.backward(1)
+        assert times == [2 + 2 * again] * LLAMA.layers
+        split.weight_gradients(0)
+        assert times == [2 + 2 * again] * LLAMA.layers
+
+
+@pytest.mark.parametrize(
+    ("dtype", "summed_in", "most"),
+    [
+        (torch.float32, torch.float32, 2.0**-20),
+        (torch.float32, torch.float64, 2.0**-20),
+        (torch.bfloat16, torch.float32, 2.0**-6),
+        (torch.bfloat16, torch.bfloat16, 2.0**-5),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["none", "full"])
+@pytest.mark.parametrize("shape", SHAPES, ids=["rms", "layer", "normed"])
+def test_narrow_weights_and_wide_sums(
+    shape: Shape, kind: Recompute, dtype: torch.dtype, summed_in: torch.dtype, most: float
+) -> None:
+    """Against plain autograd in the same type: what differs is how a sum was rounded."""
+    batches = [batch_of(shape, seed=seed) for seed in range(3)]
+    split, plain = Split(shape, kind, 1, dtype, summed_in), filled(shape, dtype)
+    for number, batch in enumerate(batches):
+        split.forward(number, batch)
+        split.input_gradients(number)
+    for number in range(len(batches)):
+        split.weight_gradients(number)
+    split.require_done()
+    found = [gradients(plain, batch) for batch in batches]
+    truth = {name: torch.stack([one[name].double() for one in found]).sum(0) for name in found[0]}
+    assert all(each.dtype == summed_in for each in split.sink.sums.values())
+    assert error(split.sink.sums, truth) <= most
+
+
+def test_a_backward_that_nobody_asked_for_is_seen() -> None:
+    split = Split(LLAMA)
+    split.forward(0, batch_of(LLAMA))
+    with pytest.raises(AssertionError, match="outside of the pipeline"):
+        split.losses[0].backward()

@@ -1,0 +1,217 @@
+"""Every schedule on 2, 4 and 8 stages, and together with data and tensor; the rest drawn by hash.
+
+    python -m tests.ranks.pipelines
+
+runs all of them and prints a table in markdown; the tests run a part that has everything once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import date
+from functools import cached_property
+
+from fivefold.core.plan import Plan, Wishes, resolve
+from fivefold.core.schedule.action import INPUT_GRAD, Action
+from fivefold.core.schedule.catalog import AUTO, FAMILIES, Family
+from fivefold.core.schedule.choose import choose
+from fivefold.core.schedule.transfers import merged
+from fivefold.run.ranks import Pool
+from fivefold.trial import Settings, Verdict, run_trial
+
+HEAD = """# Verified pipelines
+
+Every schedule on 2, 4 and 8 stages, with each number of chunks among 1, 2 and 4 that it allows, and
+with `dp=2 tp=2 pp=2` so that every schedule meets every ZeRO stage and every recomputation, and
+each of these each other. On `tiny` with one layer more than stages, in float64, 2 steps of AdamW,
+12 of asynchronous schedules, which are held against an emulation of their delays. Model variant,
+unit size and sequence parallelism drawn by hash. Made by `make verify-all` on {date}.
+"""
+COLUMNS = "schedule|layout|ZeRO|recompute|model|unit|loss|gradients|norm|weights|traffic|"
+PIPELINES = (2, 4, 8)
+CHUNKS = (1, 2, 4)
+MOST_RANKS = 8
+MIXED = "dp=2 tp=2 pp=2"
+SYNCHRONOUS = (*(family.name for family in FAMILIES if not family.asynchronous), AUTO)
+ASYNCHRONOUS = tuple(family.name for family in FAMILIES if family.asynchronous)
+SHARDINGS: tuple[tuple[int, str | None], ...] = (
+    (0, None),
+    (1, None),
+    (2, None),
+    (3, "step"),
+    (3, "microbatch"),
+)
+RECOMPUTES = ("none", "selective", "full", "full:2")
+BUCKETS = (None, 60_000)  # the second one gives most stages several units
+BIASED = {"qkv_bias": "true", "out_bias": "true", "mlp_bias": "true", "qk_norm": "head"}
+LEARNED = {"positions": "learned", "norm": "layer", "norm_bias": "true", "max_seq": "64"}
+MODELS: dict[str, dict[str, str]] = {
+    "tiny": {},
+    "tied": {"tied": "true"},
+    "odd vocab": {"vocab": "251"},
+    "tied, odd vocab": {"tied": "true", "vocab": "251"},
+    "one KV head": {"kv_heads": "1"},
+    "biased, qk-norm": BIASED,
+    "biased, learned, layer norm": BIASED | LEARNED,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One pipeline to prove; `zero` and `gather` are None where there is no data axis."""
+
+    schedule: str
+    layout: str
+    chunks: int
+    zero: int | None = None
+    gather: str | None = None
+    recompute: str | None = None  # drawn
+
+    def __str__(self) -> str:
+        words = [self.schedule, self.layout, f"chunks={self.chunks}"]
+        words += [f"{name}={value}" for name, value in self.sharding.items()]
+        return " ".join([*words, self.recomputed])
+
+    @property
+    def sharding(self) -> dict[str, int | str]:
+        said = {"zero": self.zero, "gather": self.gather}
+        return {name: value for name, value in said.items() if value is not None}
+
+    def draw(self, what: str, options: int) -> int:
+        """A number below `options`, the same on every machine."""
+        key = (self.schedule, self.layout, self.chunks, self.zero, self.gather, what)
+        digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") % options
+
+    @property
+    def recomputed(self) -> str:
+        return self.recompute or RECOMPUTES[self.draw("recompute", len(RECOMPUTES))]
+
+    @property
+    def model(self) -> str:
+        """No asynchronous schedule takes a tied model."""
+        names = [name for name in MODELS if not (self.is_asynchronous and "tied" in name)]
+        return names[self.draw("model", len(names))]
+
+    @property
+    def bucket(self) -> int | None:
+        return BUCKETS[self.draw("bucket", len(BUCKETS))]
+
+    @property
+    def sp(self) -> bool:
+        return "tp" not in self.layout or self.draw("sp", 3) > 0
+
+    @property
+    def is_asynchronous(self) -> bool:
+        return self.schedule in ASYNCHRONOUS
+
+    @property
+    def settings(self) -> Settings:
+        return Settings(bucket=self.bucket, steps=12 if self.is_asynchronous else 2)
+
+    @cached_property
+    def plan(self) -> Plan:
+        ranks = int(self.layout.rpartition("=")[2])
+        wishes = Wishes(
+            "tiny",
+            layout=self.layout,
+            schedule=self.schedule,
+            chunks=self.chunks,
+            zero=self.zero,
+            gather=self.gather,
+            sp=self.sp,
+            recompute=self.recomputed,
+            set=MODELS[self.model] | {"layers": str(ranks * self.chunks + 1)},
+        )
+        return resolve(wishes, small=True)
+
+    @property
+    def splits(self) -> bool:
+        """Whether some rank computes a weight gradient by itself."""
+        schedule = self.plan.schedule
+        steps = (step for rank in range(schedule.num_ranks) for step in merged(schedule, rank))
+        return any(isinstance(step, Action) and step.kind == INPUT_GRAD for step in steps)
+
+    def features(self) -> Iterator[str]:
+        """What is new about a case that no other one has shown."""
+        yield from (self.schedule, self.layout, self.model, f"chunks {self.chunks}")
+        if self.layout == MIXED:
+            backward = "split" if self.splits else "whole"
+            others = (self.sharding, self.recomputed, f"sp={self.sp}", f"unit={self.bucket}")
+            yield from (f"{backward} {other}" for other in others)
+
+
+def cases() -> Iterator[Case]:
+    """All of them."""
+    for name in (*SYNCHRONOUS, *ASYNCHRONOUS):
+        for ranks in PIPELINES:
+            layout = f"pp={ranks}"
+            yield from (Case(name, layout, chunks) for chunks in CHUNKS if _fits(name, chunks))
+    for number, name in enumerate(SYNCHRONOUS):
+        for place, (zero, gather) in enumerate(SHARDINGS):
+            # Each pair of schedule, sharding and recomputation, without every triple of them.
+            recompute = RECOMPUTES[(number + place) % len(RECOMPUTES)]
+            yield Case(name, MIXED, choose(name).default_chunks, zero, gather, recompute)
+    for name in ASYNCHRONOUS:
+        yield from (Case(name, MIXED, 1, zero) for zero in (0, 1))
+
+
+def _fits(name: str, chunks: int) -> bool:
+    family: Family = choose(name)
+    most = chunks if family.max_chunks is None else family.max_chunks
+    return family.min_chunks <= chunks <= most
+
+
+def part() -> list[Case]:
+    """What every test run proves: in a fixed order, each synchronous case that shows a feature."""
+    shown: set[str] = set()
+    found: list[Case] = []
+    drawn = sorted(cases(), key=lambda case: case.draw("part", 2**32))
+    for case in (case for case in drawn if not case.is_asynchronous):
+        new = set(case.features()) - shown
+        if new:
+            shown |= new
+            found.append(case)
+    return found
+
+
+def prove(pool: Pool, case: Case) -> Verdict:
+    """Run one case on a pool of at least one more process than it has ranks."""
+    return run_trial(pool, case.plan, case.settings)
+
+
+def row(case: Case, verdict: Verdict) -> str:
+    """One line of the table."""
+    zero = " ".join(map(str, case.sharding.values()))
+    bucket = "blocks" if case.bucket is None else f"{case.bucket // 1000} kB"
+    layout = f"{case.layout} chunks={case.chunks}" + ("" if case.sp else " no-sp")
+    named = ("loss_err", "grad_err", "norm_err", "weight_err")
+    errors = [f"{verdict.errors[name]:.0e}" for name in named]
+    match = "equal" if verdict.traffic_match else "differs"
+    result = "pass" if verdict.passed else f"FAIL at {verdict.diverges_at}"
+    cells = [case.schedule, layout, zero, case.recomputed, case.model, bucket, *errors, match]
+    return f"| {' | '.join([*cells, result])} |"
+
+
+def main() -> int:
+    began = time.perf_counter()
+    verdicts: list[Verdict] = []
+    print(HEAD.format(date=date.today()))
+    print("|", COLUMNS.replace("|", " | "), "|")
+    print("|" + "---|" * (COLUMNS.count("|") + 1))
+    with Pool(MOST_RANKS + 1) as pool:
+        for case in cases():
+            verdicts.append(prove(pool, case))
+            print(row(case, verdicts[-1]), flush=True)
+    passed = sum(verdict.passed for verdict in verdicts)
+    print(f"\n{passed} of {len(verdicts)} pipelines pass")
+    print(f"{time.perf_counter() - began:.0f} s", file=sys.stderr)
+    return 0 if passed == len(verdicts) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,152 @@
+"""Two lanes that take turns: in a fixed order, hiding what there is to hide, come what may."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from itertools import zip_longest
+from types import SimpleNamespace
+
+import pytest
+import torch
+from forked_steps import Setup, run, small_plan
+from torch import Tensor
+
+from fivefold.core.layout import Layout
+from fivefold.core.schedule.action import Overlap, Step
+from fivefold.parallel import mesh as mesh_module
+from fivefold.parallel.compose import Job
+from fivefold.parallel.lanes import Lanes
+from fivefold.parallel.mesh import Mesh
+from fivefold.run.ranks import Pool
+
+Log = list[tuple[str, int]]
+
+
+@pytest.fixture
+def mesh() -> Mesh:
+    return Mesh(Layout(), 0, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool(4) as forked:
+        yield forked
+
+
+def pairs(job: Job, *_: object) -> Callable[[], list[list[tuple[int, str]]]]:
+    """The lane and the kind of every collective of each pair of the last step, in their order."""
+    found: list[list[tuple[int, str]]] = []
+    main, note = threading.get_ident(), job.mesh.note
+
+    def before(step: Step) -> None:
+        if step == job.pipeline.steps[0]:
+            found.clear()
+        if isinstance(step, Overlap):
+            found.append([])
+
+    def remember(axis: str, kind: str, tensor: Tensor) -> None:
+        if job.mesh.pause is not None:
+            found[-1].append((int(threading.get_ident() != main), f"{kind} on {axis}"))
+        note(axis, kind, tensor)
+
+    job.pipeline.before = before
+    job.mesh.note = remember  # type: ignore[method-assign]
+    return lambda: found
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_pair_is_interleaved(pool: Pool, recompute: str) -> None:
+    plan = small_plan("tp=2 pp=2", schedule="dualpipe", microbatches=8, recompute=recompute)
+    ranks = run(pool, plan, Setup(), pairs)
+    for rank, found in enumerate(ranks):
+        place = plan.layout.coord(rank).pp
+        assert len(found) == sum(isinstance(one, Overlap) for one in plan.schedule.order[place])
+        for events in found:
+            forward, backward = ([one for one in events if one[0] == lane] for lane in (0, 1))
+            assert min(len(forward), len(backward)) >= 4
+            assert events == alternating(forward, backward)  # type: ignore[arg-type]
+    for first, second in plan.layout.groups("tp"):
+        assert ranks[first] == ranks[second]  # or they would wait for one another
+
+
+def test_pairs_without_a_collective_run_one_after_the_other(pool: Pool) -> None:
+    plan = small_plan("pp=2", schedule="dualpipe", microbatches=8)
+    for found in run(pool, plan, Setup(), pairs):
+        assert found and not any(found)
+
+
+def lane(
+    mesh: Mesh, log: Log, name: str, times: int, fails_at: int | None = None
+) -> Callable[[], str]:
+    """Notes its turns, a collective behind each of them, and returns its name."""
+
+    def work() -> str:
+        for number in range(times):
+            log.append((name, number))
+            if number == fails_at:
+                raise ValueError(name)
+            mesh.let_pass("tp")
+        return name
+
+    return work
+
+
+def alternating(first: list[tuple[str, int]], second: list[tuple[str, int]]) -> Log:
+    pairs = zip_longest(first, second)
+    return [turn for pair in pairs for turn in pair if turn is not None]
+
+
+def turns(name: str, times: int) -> Log:
+    return [(name, number) for number in range(times)]
+
+
+@pytest.mark.parametrize("times", [(3, 3), (1, 4), (4, 1), (0, 2), (2, 0), (50, 50)])
+def test_turns_alternate_until_one_lane_is_done(mesh: Mesh, times: tuple[int, int]) -> None:
+    lanes = Lanes(mesh)
+    for _ in range(3):
+        log: Log = []
+        both = (lane(mesh, log, name, count) for name, count in zip("ab", times, strict=True))
+        assert lanes.run(*both) == ("a", "b")
+        assert log == alternating(turns("a", times[0]), turns("b", times[1]))
+        assert mesh.pause is None and not mesh.takes_turns
+
+
+@pytest.mark.parametrize("fails", [(2, None), (None, 2), (0, None), (None, 0), (1, 1)])
+def test_what_a_lane_raises_is_raised_when_the_other_is_done(
+    mesh: Mesh, fails: tuple[int | None, int | None]
+) -> None:
+    lanes, log = Lanes(mesh), Log()
+    both = [lane(mesh, log, name, 5, at) for name, at in zip("ab", fails, strict=True)]
+    with pytest.raises(ValueError, match=r"a|b"):
+        lanes.run(*both)
+    kept = [5 if at is None else at + 1 for at in fails]
+    assert log == alternating(turns("a", kept[0]), turns("b", kept[1]))
+    assert mesh.pause is None
+    log.clear()
+    assert lanes.run(lane(mesh, log, "a", 2), lane(mesh, log, "b", 2)) == ("a", "b")
+    assert log == alternating(turns("a", 2), turns("b", 2))
+
+
+def test_one_lane_computes_while_the_other_waits(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a clock that only work and waiting move: 4 units of both kinds in each lane."""
+    clock = SimpleNamespace(now=0.0)
+
+    def advance(by: float) -> None:
+        clock.now += by
+
+    def work() -> None:
+        for _ in range(4):
+            advance(1.0)
+            mesh.let_pass("tp")
+
+    ticking = SimpleNamespace(perf_counter=lambda: clock.now, sleep=advance)
+    monkeypatch.setattr(mesh_module, "time", ticking)
+    mesh.delay = 1.0
+    work()
+    work()
+    assert clock.now == 16.0
+    Lanes(mesh).run(work, work)
+    assert clock.now - 16.0 == 9.0  # the work of both, and the last collective

@@ -1,0 +1,142 @@
+"""Pipelines against one process: every schedule, every sharding under it, and delayed updates.
+
+A part of the list in `pipelines.py`, which has everything in it once; all with FIVEFOLD_ALL_CASES.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from unittest.mock import patch
+
+import pytest
+from pipelines import (
+    ASYNCHRONOUS,
+    MIXED,
+    MODELS,
+    MOST_RANKS,
+    PIPELINES,
+    RECOMPUTES,
+    SHARDINGS,
+    SYNCHRONOUS,
+    Case,
+    cases,
+    part,
+    prove,
+)
+
+from fivefold.core.plan import Plan
+from fivefold.core.schedule.catalog import names
+from fivefold.core.schedule.choose import choose
+from fivefold.parallel.stash import StashingChunk
+from fivefold.run.ranks import Pool, Worker
+from fivefold.run.reference import Delayed, Truth
+from fivefold.trial import Settings, Verdict, judge, num_phases, run_rank, run_reference, run_trial
+
+PUBLISHED = 1e-10  # what float64 must reach, whatever tolerance is derived
+STREAMS = (
+    Case("pipedream", "pp=4", 1),
+    Case("pipedream-2bw", "pp=4", 1),
+    Case("pipedream", MIXED, 1, zero=1),
+)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool(MOST_RANKS + 1) as forked:
+        yield forked
+
+
+def chosen() -> list[Case]:
+    return list(cases()) if os.environ.get("FIVEFOLD_ALL_CASES") else [*part(), *STREAMS]
+
+
+def require(verdict: Verdict) -> None:
+    assert verdict.traffic_match, verdict.traffic
+    assert verdict.passed, (verdict.errors, verdict.tolerance, verdict.diverges_at)
+    assert max(verdict.errors.values()) <= PUBLISHED
+
+
+@pytest.mark.parametrize("case", chosen(), ids=str)
+def test_a_pipeline_computes_what_one_process_does(pool: Pool, case: Case) -> None:
+    require(prove(pool, case))
+
+
+def test_the_list_has_every_schedule_sharding_and_recomputation() -> None:
+    everything = list(cases())
+    assert len(set(map(str, everything))) == len(everything) > 100
+    assert {*names()} - {"afab", "pipedream-flush"} == {*SYNCHRONOUS, *ASYNCHRONOUS}
+    for name in SYNCHRONOUS:
+        mine = [case for case in everything if case.schedule == name]
+        assert {f"pp={ranks}" for ranks in PIPELINES} <= {case.layout for case in mine}
+        assert {(case.zero, case.gather) for case in mine} >= set(SHARDINGS)
+        assert {case.recompute for case in mine} >= set(RECOMPUTES)
+    pairs = {(case.zero, case.gather, case.recompute) for case in everything}
+    assert pairs >= {(*sharding, kind) for sharding in SHARDINGS for kind in RECOMPUTES}
+
+
+def test_the_part_has_every_feature() -> None:
+    mine = part()
+    assert len(mine) < len(list(cases())) / 3
+    assert {case.schedule for case in mine} == set(SYNCHRONOUS)
+    assert {case.model for case in mine} == set(MODELS)
+    split = [case for case in mine if case.splits and case.layout == MIXED]
+    assert {(case.zero, case.gather) for case in split} == set(SHARDINGS)
+    assert {case.recomputed for case in split} == set(RECOMPUTES)
+    assert {case.sp for case in split} == {True, False}
+
+
+def versions(worker: Worker, plan: Plan, settings: Settings) -> int:
+    """How many versions of its weights a rank held at most."""
+    made: list[StashingChunk] = []
+    begin = StashingChunk.__init__
+
+    def remember(self: StashingChunk, *arguments: object) -> None:
+        begin(self, *arguments)  # type: ignore[arg-type]
+        made.append(self)
+
+    with patch.object(StashingChunk, "__init__", remember):
+        run_rank(worker, plan, settings)
+    (stash,) = made
+    return stash.most_versions
+
+
+@pytest.mark.parametrize("case", STREAMS[:2], ids=str)
+def test_ranks_keep_as_many_versions_as_the_schedule_says(pool: Pool, case: Case) -> None:
+    plan, settings = case.plan, Settings(steps=6)
+    found = pool.run_each([(versions, (plan, settings))] * plan.layout.world)
+    places = [plan.layout.coord(rank).pp for rank in range(plan.layout.world)]
+    assert found == [plan.schedule.weight_versions[place] for place in places]
+
+
+def other_delays(worker: Worker, plan: Plan, settings: Settings, more: int) -> list[Truth]:
+    """The emulation with every stage so many updates later than it is, and never before now."""
+
+    def changed(stages: list[range], every: int, late: list[int]) -> Delayed:
+        return Delayed(stages, every, [max(0, each + more) for each in late])
+
+    with patch("fivefold.trial.runs.Delayed", changed):
+        return run_reference(worker, plan, settings)
+
+
+@pytest.mark.parametrize("more", [0, 1, -1])
+@pytest.mark.parametrize("name", ASYNCHRONOUS)
+def test_another_delay_is_another_result(pool: Pool, name: str, more: int) -> None:
+    """On two ranks, where one less is none at all: what one process would compute."""
+    plan, settings = Case(name, "pp=2", 1).plan, Settings(steps=4)
+    ranks = [(run_rank, (plan, settings))] * plan.layout.world
+    *runs, truths = pool.run_each([*ranks, (other_delays, (plan, settings, more))])
+    verdict = judge(plan, settings, runs, truths)
+    assert verdict.traffic_match
+    assert verdict.passed == (more == 0)
+    if more:
+        assert verdict.errors["grad_err"] > 1e-3
+
+
+@pytest.mark.parametrize("name", ["zb-v", "dualpipe", "pipedream"])
+def test_every_phase_is_counted(pool: Pool, name: str) -> None:
+    """What the progress bar of `verify` goes by."""
+    phases: list[None] = []
+    plan, settings = Case(name, "pp=2", choose(name).default_chunks).plan, Settings(steps=3)
+    run_trial(pool, plan, settings, lambda: phases.append(None))
+    assert len(phases) == num_phases(plan, settings)
