@@ -15,22 +15,23 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fivefold.core.context import calls, pairs, split_of
+from fivefold.core.context import Ranges, pairs, split_of
 from fivefold.core.layout import ContextKind, Layout
 from fivefold.core.models import load
 from fivefold.core.plan import Plan, Wishes, resolve
-from fivefold.model.batch import TokenBatch
-from fivefold.model.flash import Sees, Total, attend, attend_backward
+from fivefold.model.batch import AttentionInfo, TokenBatch
+from fivefold.model.flash import Sees, Total, attend
 from fivefold.parallel.compose import compose
-from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.context import ContextAttention
+from fivefold.parallel.mesh import Mesh, Phase
 from fivefold.run.ranks import Pool, Worker
 
 KINDS: tuple[ContextKind, ...] = ("ring", "zigzag", "allgather", "ulysses", "hybrid")
@@ -157,46 +158,58 @@ def single_call(q: Tensor, k: Tensor, v: Tensor, slope: Tensor, backend: SDPBack
     return timed(run)
 
 
+class VirtualMesh:
+    """One place of a ring whose places take turns on one GPU: a message is there at once."""
+
+    def __init__(self, place: int) -> None:
+        self._place = place
+
+    def place(self, axis: str) -> int:
+        return self._place
+
+    def pass_on(self, tensor: Tensor, axis: str) -> VirtualMesh:
+        self.tensor = tensor
+        return self
+
+    def wait(self) -> Tensor:
+        return self.tensor
+
+
+class VirtualRank(ContextAttention):
+    """The attention of one rank, as it runs everywhere, on keys that all lie on this GPU."""
+
+    shards: ClassVar[list[Tensor]] = []
+
+    def _visits(self, k: Tensor, v: Tensor) -> Iterator[tuple[Ranges, Tensor]]:
+        for hop in range(self.split.outer):
+            other = (self.place - hop) % self.split.outer
+            yield self.places[other], self.shards[other]
+
+
 def cut_into_ranks(q: Tensor, k: Tensor, v: Tensor, slope: Tensor, cp: int) -> float:
-    """The calls of all ranks, one rank after another."""
+    """Attention of all ranks, one rank after another."""
     seq = q.shape[2]
     split = split_of(Layout(cp=cp), load("llama-3-8b"))
-    places = [split.place(seq, place) for place in range(cp)]
-
-    def tokens(whole: Tensor, place: int) -> Tensor:
-        return torch.cat([whole[:, :, each.start : each.stop] for each in places[place]], dim=2)
-
-    shards: list[Any] = [
-        [tokens(each.detach(), place) for each in (q, k, v, slope)] for place in range(cp)
+    row = TokenBatch(*(torch.arange(seq, device="cuda")[None] for _ in range(3)))
+    info = AttentionInfo(row.positions, None, None, None, row=row)
+    ranks = [
+        VirtualRank(cast(Any, VirtualMesh(place)), Phase(), split, seq, "none")
+        for place in range(cp)
     ]
 
+    def tokens(whole: Tensor, rank: VirtualRank) -> Tensor:
+        parts = [whole[:, :, each.start : each.stop] for each in rank.tokens]
+        return torch.cat(parts, dim=2).detach()
+
+    inputs = [[tokens(each, rank) for each in (q, k, v, slope)] for rank in ranks]
+    VirtualRank.shards = [torch.stack((keys, values)) for _, keys, values, _ in inputs]
+
     def run() -> None:
-        for place in range(cp):
-            mine, slope_here = shards[place][0], shards[place][3]
-            total = Total(mine)
-            steps = [
-                (call, shards[other])
-                for hop in range(cp)
-                for other in [(place - hop) % cp]
-                for call in calls(places[place], places[other])
-            ]
-            for call, (_, keys, values, _) in steps:
-                here = mine[:, :, call.q_start : call.q_stop]
-                cut = (each[:, :, call.k_start : call.k_stop] for each in (keys, values))
-                total.merge(call.q_start, call.q_stop, *attend(here, *cut, Sees(call.causal)))
+        for rank, (queries, keys, values, slope_here) in zip(ranks, inputs, strict=True):
+            total = rank.attend(queries, keys, values, info)
             assert total.out is not None and total.lse is not None
-            out, lse = total.out.to(mine.dtype), total.lse
-            dq = torch.zeros(mine.shape, dtype=torch.float32, device=mine.device)
-            for call, (_, keys, values, _) in steps:
-                rows, columns = slice(call.q_start, call.q_stop), slice(call.k_start, call.k_stop)
-                part = torch.zeros((2, *keys.shape), dtype=torch.float32, device=mine.device)
-                found = attend_backward(
-                    slope_here[:, :, rows], mine[:, :, rows], keys[:, :, columns],
-                    values[:, :, columns], out[:, :, rows], lse[:, :, rows], Sees(call.causal),
-                )  # fmt: skip
-                dq[:, :, rows] += found[0]
-                part[0, :, :, columns] += found[1]
-                part[1, :, :, columns] += found[2]
+            saved = (queries, keys, values, total.out.to(queries.dtype), total.lse)
+            rank.attend_backward(slope_here, saved, info)
 
     return timed(run, repeats=3)
 
@@ -217,6 +230,7 @@ def gpu() -> None:
             for _ in range(2)
         )
         slope = torch.randn_like(q)
+        torch.compiler.reset()  # kernels are compiled for one size each
         flash = single_call(q, k, v, slope, SDPBackend.FLASH_ATTENTION)
         cudnn = single_call(q, k, v, slope, SDPBackend.CUDNN_ATTENTION)
         cut = {cp: cut_into_ranks(q, k, v, slope, cp) for cp in (2, 8)}

@@ -21,7 +21,7 @@ Legend: B rows, H query heads, K key/value heads, S tokens, d width of a head.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -33,8 +33,8 @@ from fivefold.core.context import Call, Ranges, Split, calls
 from fivefold.core.errors import FivefoldError
 from fivefold.model.batch import NOT_COUNTED, AttentionInfo, TokenBatch
 from fivefold.model.decoder import Decoder
-from fivefold.model.flash import Sees, Total, attend, attend_backward
-from fivefold.parallel.mesh import RING, ULYSSES, Mesh, Phase
+from fivefold.model.flash import Sees, Total, accumulate, attend, attend_backward
+from fivefold.parallel.mesh import RING, ULYSSES, Mesh, Passing, Phase
 
 TOKENS, HEADS = 2, 1  # dims of (B, H, S, d)
 
@@ -137,23 +137,20 @@ class ContextAttention:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of this rank's queries, keys and values."""
         q, k, v, out, lse = saved
-        wide = torch.promote_types(q.dtype, torch.float32)
-        dq = torch.zeros(q.shape, dtype=wide, device=q.device)
-        homeward = _Homeward(self)
-        for keys, (part_k, part_v) in self._visits(k, v):
-            part = torch.zeros((2, *part_k.shape), dtype=wide, device=q.device)
+        dq, homeward = _Sum(q.shape, q), _Homeward(self)
+        for keys, visitors in self._visits(k, v):
+            part = _Sum(visitors.shape, q, homeward.waited())
             for call in calls(self.tokens, keys, info.window):
                 rows, columns = slice(call.q_start, call.q_stop), slice(call.k_start, call.k_stop)
                 mine = [each[:, :, rows] for each in (slope, q, out, lse)]
-                theirs = [each[:, :, columns] for each in (part_k, part_v)]
+                theirs = visitors[:, :, :, columns]
                 sees = self._sees(call, keys, info)
                 more = attend_backward(mine[0], mine[1], *theirs, mine[2], mine[3], sees)
-                dq[:, :, rows] += more[0]
-                part[0, :, :, columns] += more[1]
-                part[1, :, :, columns] += more[2]
-            homeward.add(part)
-        dk, dv = homeward.arrived()
-        return tuple(each.to(q.dtype) for each in (dq, dk, dv))
+                dq.add((..., rows, slice(None)), more[0])
+                for number in (0, 1):
+                    part.add((number, ..., columns, slice(None)), more[1 + number])
+            homeward.send(part.value())
+        return dq.value().to(q.dtype), *homeward.arrived().to(q.dtype).unbind(0)
 
     def _visits(self, k: Tensor, v: Tensor) -> Iterator[tuple[Ranges, Tensor]]:
         """The keys and values of every place, as they come, and which tokens they are."""
@@ -212,25 +209,57 @@ class ContextAttention:
         return Sees(mask=visible[:, None])
 
 
+class _Sum:
+    """Gradients of tokens, summed in float32 or wider, on top of what has arrived by then."""
+
+    def __init__(
+        self, shape: torch.Size, like: Tensor, arriving: Callable[[], Tensor | None] | None = None
+    ) -> None:
+        self.shape, self.device, self.arriving = shape, like.device, arriving
+        self.dtype = torch.promote_types(like.dtype, torch.float32)
+        self.total: Tensor | None = None
+
+    def add(self, where: tuple[Any, ...], part: Tensor) -> None:
+        if self.total is None and self.arriving is None and part.shape == self.shape:
+            self.total = part.to(self.dtype)
+            return
+        accumulate(self.value()[where], part)
+
+    def value(self) -> Tensor:
+        """The sum so far; the first to ask waits for what is on its way."""
+        if self.total is None and self.arriving is not None:
+            self.total = self.arriving()
+        if self.total is None:
+            self.total = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        return self.total
+
+
 class _Homeward:
     """Gradients of keys and values, on their way around the ring with what every place adds."""
 
     def __init__(self, attention: ContextAttention) -> None:
-        self.attention, self.coming, self.here = attention, None, None
+        self.attention = attention
+        self.coming: Passing | None = None
+        self.here: Tensor | None = None
 
-    def add(self, part: Tensor) -> None:
+    def waited(self) -> Callable[[], Tensor | None]:
+        """Waits for what the place before has sent, if it has."""
+        coming = self.coming
+        return lambda: None if coming is None else coming.wait()
+
+    def send(self, part: Tensor) -> None:
+        """Pass the sums on, or home where that is here."""
         attention = self.attention
         if attention.split.outer == 1:
             self.here = part
         elif attention.split.gathers:
             self.here = attention.scattered(part)
         else:
-            if self.coming is not None:
-                part += self.coming.wait()
             self.coming = attention.mesh.pass_on(part, RING)
 
     def arrived(self) -> Tensor:
         if self.here is None:
+            assert self.coming is not None
             self.here = self.coming.wait()
         return self.here
 

@@ -14,11 +14,13 @@ import torch
 from small import GPT, LLAMA, batch_of, filled, gradients
 from torch import Tensor
 
+from fivefold.core.batch import Batch
 from fivefold.core.shape import Shape
 from fivefold.model.batch import TokenBatch
 from fivefold.model.decoder import Decoder, from_config
 from fivefold.model.recompute import Recompute, apply
 from fivefold.parallel.deferred import Queue
+from fivefold.run.compare import Dtype, tolerances
 
 NORMED = replace(LLAMA, qk_norm="head", norm_bias=True, qkv_bias=True, tied=True)
 SHAPES = [LLAMA, GPT, NORMED]
@@ -85,16 +87,26 @@ class Split:
 
 
 def error(found: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
-    """The largest, relative to each weight's largest gradient."""
+    """The largest, relative to each weight's largest gradient.
+
+    A bias on keys moves all scores of a query alike, which softmax does not see: its gradient is
+    zero, and what rounding makes of that is held against the model's largest.
+    """
     assert found.keys() == truth.keys()
+    sizes = {name: float(grad.abs().max()) for name, grad in truth.items()}
+    largest = max(sizes.values())
     return max(
-        float((found[name] - grad).abs().max() / grad.abs().max()) for name, grad in truth.items()
+        float((found[name] - grad).abs().max())
+        / (sizes[name] if sizes[name] > 1e-12 * largest else largest)
+        for name, grad in truth.items()
     )
 
 
-def summed(shape: Shape, batches: list[TokenBatch]) -> dict[str, Tensor]:
+def summed(
+    shape: Shape, batches: list[TokenBatch], plain: Decoder | None = None
+) -> dict[str, Tensor]:
     """Plain autograd's gradients of all batches."""
-    plain = filled(shape)
+    plain = plain or filled(shape)
     found = [gradients(plain, batch) for batch in batches]
     return {name: torch.stack([each[name] for each in found]).sum(0) for name in found[0]}
 
@@ -142,25 +154,26 @@ def test_weight_gradients_may_come_much_later_and_in_any_order(
     assert error(split.sink.sums, summed(NORMED, batches)) <= EXACT
 
 
+def gradient_of_input(defers: bool) -> Tensor:
+    """Of a slice from the middle of the model, after its input gradient only."""
+    whole, queue = filled(LLAMA), Queue()
+    part = from_config(LLAMA, dtype=torch.float64, layers=range(1, 3))
+    part.load_state_dict({name: whole.state_dict()[name] for name in part.state_dict()})
+    if defers:
+        queue.defer(part)
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(2, 16, LLAMA.width, dtype=torch.float64, generator=generator)
+    result = part(x.requires_grad_(), batch_of(LLAMA))
+    with queue.keeping(0):
+        result.backward(torch.ones_like(result))
+    assert x.grad is not None
+    return x.grad
+
+
 def test_the_gradient_of_what_a_slice_was_given_does_not_wait() -> None:
-    """A stage in the middle: its input gradient is what the stage before is waiting for."""
-    layers, found = range(1, 3), []
-    for defers in (False, True):
-        whole, part = filled(LLAMA), from_config(LLAMA, dtype=torch.float64, layers=range(1, 3))
-        part.load_state_dict({name: whole.state_dict()[name] for name in part.state_dict()})
-        assert [int(name) for name in part.blocks] == list(layers)
-        queue, sink = Queue(), Sums(part)
-        if defers:
-            queue.defer(part)
-        x = torch.randn(2, 16, LLAMA.width, generator=torch.Generator().manual_seed(3)).double()
-        x.requires_grad_()
-        result = part(x, batch_of(LLAMA))
-        with queue.keeping(0):
-            result.backward(torch.ones_like(result))
-        assert x.grad is not None
-        found.append(x.grad)
-        assert sink.num_added == 0
-    assert float((found[0] - found[1]).abs().max() / found[0].abs().max()) <= EXACT
+    """It is what the stage before is waiting for."""
+    plain, deferred = (gradient_of_input(defers) for defers in (False, True))
+    assert error({"x": deferred}, {"x": plain}) <= EXACT
 
 
 @contextmanager
@@ -196,32 +209,27 @@ def test_blocks_are_recomputed_once_and_never_for_a_weight_gradient(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "summed_in", "most"),
-    [
-        (torch.float32, torch.float32, 2.0**-20),
-        (torch.float32, torch.float64, 2.0**-20),
-        (torch.bfloat16, torch.float32, 2.0**-6),
-        (torch.bfloat16, torch.bfloat16, 2.0**-5),
-    ],
-    ids=str,
+    ("dtype", "summed_in"),
+    [("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")],
 )
 @pytest.mark.parametrize("kind", ["none", "full"])
 @pytest.mark.parametrize("shape", SHAPES, ids=["rms", "layer", "normed"])
 def test_narrow_weights_and_wide_sums(
-    shape: Shape, kind: Recompute, dtype: torch.dtype, summed_in: torch.dtype, most: float
+    shape: Shape, kind: Recompute, dtype: Dtype, summed_in: Dtype
 ) -> None:
-    """Against plain autograd in the same type: what differs is how a sum was rounded."""
+    """Against float64 on the same, rounded weights, within what `verify` allows."""
     batches = [batch_of(shape, seed=seed) for seed in range(3)]
-    split, plain = Split(shape, kind, 1, dtype, summed_in), filled(shape, dtype)
+    narrow, wide = getattr(torch, dtype), getattr(torch, summed_in)
+    split = Split(shape, kind, 1, narrow, wide)
     for number, batch in enumerate(batches):
         split.forward(number, batch)
         split.input_gradients(number)
     for number in range(len(batches)):
         split.weight_gradients(number)
     split.require_done()
-    found = [gradients(plain, batch) for batch in batches]
-    truth = {name: torch.stack([one[name].double() for one in found]).sum(0) for name in found[0]}
-    assert all(each.dtype == summed_in for each in split.sink.sums.values())
+    truth = summed(shape, batches, filled(shape, narrow).double())
+    assert all(each.dtype == wide for each in split.sink.sums.values())
+    most = tolerances(shape, Batch(1, 16, 2, 3), dtype, steps=1, gain=1.0)["grad_err"]
     assert error(split.sink.sums, truth) <= most
 
 

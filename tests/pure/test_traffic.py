@@ -120,8 +120,6 @@ def test_the_list_is_json_where_there_is_one() -> None:
     assert json.loads(json.dumps(listed(plan))) == [asdict(each) for each in summed_in_float32]
     assert listed(plan_of("tiny-moe", "dp=2")) is None
     assert listed(plan_of("tiny", "pp=2", schedule="pipedream")) is None
-    with pytest.raises(FivefoldError, match=r"cp=2.*use dp, tp and pp only"):
-        bf16_traffic(plan_of("tiny", "cp=2"))
     with pytest.raises(FivefoldError, match="an asynchronous run"):
         bf16_traffic(plan_of("tiny", "pp=2", schedule="pipedream-2bw"))
 

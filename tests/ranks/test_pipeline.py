@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -25,7 +26,7 @@ from pipelines import (
     prove,
 )
 
-from fivefold.core.plan import Plan
+from fivefold.core.plan import Plan, Wishes, resolve
 from fivefold.core.schedule.catalog import names
 from fivefold.core.schedule.choose import choose
 from fivefold.parallel.stash import StashingChunk
@@ -84,6 +85,38 @@ def test_the_part_has_every_feature() -> None:
     assert {(case.zero, case.gather) for case in split} == set(SHARDINGS)
     assert {case.recomputed for case in split} == set(RECOMPUTES)
     assert {case.sp for case in split} == {True, False}
+
+
+@pytest.mark.parametrize(
+    ("zero", "changes"),
+    [
+        (1, {"optimizer": "sgd", "empty_rank": 1}),
+        (3, {"offload": True}),
+        (0, {"dtype": "float32"}),
+        (2, {"dtype": "bfloat16"}),
+        (2, {"dtype": "bfloat16", "grad_dtype": "bfloat16"}),
+    ],
+    ids=str,
+)
+def test_every_setting_of_a_split_backward(pool: Pool, zero: int, changes: dict[str, Any]) -> None:
+    plan = Case("zb-v", "dp=2 pp=2", 2, zero, recompute="selective").plan
+    verdict = run_trial(pool, plan, Settings(**changes))
+    assert verdict.passed, (verdict.errors, verdict.tolerance, verdict.diverges_at)
+
+
+@pytest.mark.parametrize(
+    "wishes",
+    [
+        {"schedule": "dualpipe", "packed": True, "microbatch_size": 2},
+        {"schedule": "zb-h2", "stage_layers": "1,4", "microbatches": 3},
+        {"schedule": "gpipe", "microbatches": 1},
+        {"schedule": "v-min", "microbatches": 1},
+    ],
+    ids=str,
+)
+def test_other_batches_and_cuts(pool: Pool, wishes: dict[str, Any]) -> None:
+    plan = resolve(Wishes("tiny", layout="pp=2", set={"layers": "5"}, **wishes), small=True)
+    require(run_trial(pool, plan, Settings()))
 
 
 def versions(worker: Worker, plan: Plan, settings: Settings) -> int:

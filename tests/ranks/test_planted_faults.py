@@ -15,11 +15,13 @@ from torch import Tensor
 
 from fivefold import step as step_module
 from fivefold.core.plan import Plan, Wishes, resolve
-from fivefold.parallel import compose, flat, tensor
+from fivefold.core.schedule.asynchronous import Delays
+from fivefold.parallel import compose, flat, pipeline, tensor
+from fivefold.parallel.chunk import Chunk
 from fivefold.parallel.compose import Job
 from fivefold.parallel.data import Data
 from fivefold.parallel.flat import FlatUnit
-from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.mesh import TWIN, Mesh
 from fivefold.run.compare import Dtype
 from fivefold.run.ranks import Pool, Worker
 from fivefold.trial import RankRun, Settings, Verdict, judge, run_rank, run_reference
@@ -191,6 +193,74 @@ def forgotten_microbatch() -> Patch:
     return patch.object(flat.FlatUnit, "receive", forgetful)
 
 
+def skipped_weight_gradient() -> Patch:
+    """One microbatch's weight gradients are dropped instead of added."""
+    inner = Chunk.weight_gradients
+
+    def skipped(self: Chunk, microbatch: int, last: bool) -> None:
+        assert self.queue is not None
+        if microbatch == 1:
+            self.queue._owed.pop(microbatch)
+        else:
+            inner(self, microbatch, last)
+
+    return patch.object(Chunk, "weight_gradients", skipped)
+
+
+def swapped_messages() -> Patch:
+    """A rank takes the first two messages of a line for each other."""
+    inner = pipeline._Inbox.__init__
+
+    def swapped(self: Any, *arguments: Any) -> None:
+        inner(self, *arguments)
+        for source, (first, second, *rest) in self.lines.items():
+            self.lines[source] = (second, first, *rest)
+
+    return patch.object(pipeline._Inbox, "__init__", swapped)
+
+
+def copies_not_summed() -> Patch:
+    """Ranks that hold the same weights add up their gradients and keep their own."""
+
+    def unmoved(self: Mesh, tensors: Any, axis: str) -> None:
+        inner(self, [each.clone() if axis == TWIN else each for each in tensors], axis)
+
+    inner = Mesh.sum_together
+    return patch.object(Mesh, "sum_together", unmoved)
+
+
+def two_ends_of_one_rank_not_summed() -> Patch:
+    """A tied weight on two stages of one rank, each with its own gradient."""
+    return patch.object(step_module, "sum_copies", lambda job: None)
+
+
+def layer_of_nobody() -> Patch:
+    """The cut between two stages is off by one: a layer is left out."""
+    inner = Plan.stages.func
+
+    def short(self: Plan) -> tuple[range, ...]:
+        first, *rest = inner(self)
+        return (range(first.start, first.stop - 1), *rest)
+
+    return patch.object(Plan, "stages", property(short))
+
+
+def layer_of_two_stages() -> Patch:
+    """The cut between two stages is off by one: a layer is computed twice."""
+    inner = Plan.stages.func
+
+    def long(self: Plan) -> tuple[range, ...]:
+        first, *rest = inner(self)
+        return (range(first.start, first.stop + 1), *rest)
+
+    return patch.object(Plan, "stages", property(long))
+
+
+def newest_weights() -> Patch:
+    """An asynchronous pipeline computes on the weights of now, not on those of its delay."""
+    return patch.object(Delays, "version", lambda self, microbatch, num_updates: num_updates)
+
+
 @dataclass(frozen=True)
 class Fault:
     """A bug, and a layout in which it matters."""
@@ -222,13 +292,24 @@ FAULTS = (
     Fault(bfloat16_reduction, "dp=2", {"zero": 1}, "float32"),
     Fault(visible_padding, "tp=2", {"vocab": "251"}),
     Fault(forgotten_microbatch, "dp=2", {"zero": 2}),
+    Fault(skipped_weight_gradient, "pp=2", {"schedule": "zb-h1"}),
+    Fault(skipped_weight_gradient, "dp=2 pp=2", {"schedule": "zb-v", "zero": 2}),
+    Fault(swapped_messages, "pp=2", {"schedule": "gpipe"}),
+    Fault(copies_not_summed, "pp=2", {"schedule": "dualpipe"}),
+    Fault(copies_not_summed, "pp=2", {"tied": "true"}),
+    Fault(two_ends_of_one_rank_not_summed, "pp=2", {"schedule": "zb-v", "tied": "true"}),
+    Fault(layer_of_nobody, "pp=2"),
+    Fault(layer_of_two_stages, "pp=2"),
+    Fault(newest_weights, "pp=2", {"schedule": "pipedream-2bw"}),
 )
 
 
 def plan_of(fault: Fault) -> Plan:
     wishes = dict(fault.wishes)
-    changed = [key for key in ("kv_heads", "vocab") if key in wishes]
-    changes = {"layers": "2"} | {key: wishes.pop(key) for key in changed}
+    changed = [key for key in ("kv_heads", "tied", "vocab") if key in wishes]
+    changes = {"layers": "4" if "pp" in fault.layout else "2"} | {
+        key: wishes.pop(key) for key in changed
+    }
     return resolve(Wishes("tiny", layout=fault.layout, set=changes, **wishes), small=True)
 
 

@@ -1,0 +1,180 @@
+"""Every kind of context parallelism, by itself and with the other dimensions; the rest by hash.
+
+    python -m tests.ranks.contexts
+
+runs all of them and prints a table in markdown; the tests run a fixed third.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import date
+from functools import cached_property
+from typing import get_args
+
+from fivefold.core.layout import ContextKind
+from fivefold.core.plan import Plan, Wishes, resolve
+from fivefold.run.compare import Dtype
+from fivefold.run.ranks import Pool
+from fivefold.trial import RankRun, Settings, Verdict, judge, run_rank, run_reference
+
+HEAD = """# Verified context layouts
+
+Every kind on 2, 4 and 8 ranks, with packed documents, a sliding window, one KV head and rows that
+need padding; with data and tensor ranks under every ZeRO stage, and with tensor and pipeline ranks
+under split backwards. On `tiny` with 2 layers, or one more than stages; in float64 where nothing
+else is said; 2 steps of AdamW. What a case does not name is drawn by hash. Made by
+`make verify-all` on {date}.
+"""
+COLUMNS = "context|layout|rows|model|recompute|ZeRO|loss|gradients|norm|weights|traffic|"
+KINDS: tuple[ContextKind, ...] = get_args(ContextKind)
+DEGREES = (2, 4, 8)
+MOST_RANKS = 8
+DATA, STAGES, HEADS = "dp=2 tp=2 cp=2", "tp=2 pp=2 cp=2", "tp=2 cp=2"
+SCHEDULES = ("zb-h1", "zb-v", "dualpipe-v")
+RECOMPUTES = ("none", "selective", "full:2")
+ROWS: dict[str, dict[str, int | bool]] = {
+    "whole": {},
+    "packed": {"packed": True},
+    "padded": {"seq": 37},
+    "packed, padded": {"packed": True, "seq": 37},
+}
+MODELS: dict[str, dict[str, str]] = {
+    "tiny": {},
+    "one KV head": {"kv_heads": "1"},
+    "window": {"window": "7"},
+    "tied": {"tied": "true"},
+    "odd vocab": {"vocab": "251"},
+    "learned, layer norm": {"positions": "learned", "norm": "layer", "max_seq": "64"},
+    "uneven KV heads": {"heads": "12", "kv_heads": "6", "head_dim": "8"},
+}
+ALONE = (  # what the rows and the model are where there is no other dimension
+    ("whole", "tiny"),
+    ("packed", "tiny"),
+    ("whole", "window"),
+    ("whole", "one KV head"),
+    ("packed, padded", "window"),
+    ("padded", "one KV head"),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout to prove; None is drawn."""
+
+    context: ContextKind
+    layout: str
+    rows: str | None = None
+    model: str | None = None
+    recompute: str | None = None
+    zero: int | None = None
+    schedule: str | None = None
+    sp: bool = True
+    dtype: Dtype = "float64"
+
+    def __str__(self) -> str:
+        words = [self.context, self.layout, self.named_rows, self.named_model, self.recomputed]
+        words += [] if self.zero is None else [f"zero={self.zero}"]
+        words += [each for each in (self.schedule, None if self.sp else "no-sp") if each]
+        return ", ".join(words if self.dtype == "float64" else [*words, self.dtype])
+
+    def draw(self, what: str, options: int) -> int:
+        """A number below `options`, the same on every machine."""
+        said = tuple(getattr(self, name) for name in self.__dataclass_fields__)
+        digest = hashlib.blake2b(repr((*said, what)).encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") % options
+
+    @property
+    def named_rows(self) -> str:
+        return self.rows or [*ROWS][self.draw("rows", len(ROWS))]
+
+    @property
+    def named_model(self) -> str:
+        return self.model or [*MODELS][self.draw("model", len(MODELS))]
+
+    @property
+    def recomputed(self) -> str:
+        return self.recompute or RECOMPUTES[self.draw("recompute", len(RECOMPUTES))]
+
+    @property
+    def settings(self) -> Settings:
+        return Settings(dtype=self.dtype)
+
+    @cached_property
+    def plan(self) -> Plan:
+        layers = 5 if self.schedule else 2  # chunks are two at most
+        wishes = Wishes(
+            "tiny",
+            layout=self.layout,
+            context=self.context,
+            recompute=self.recomputed,
+            zero=self.zero,
+            schedule=self.schedule or "1f1b",
+            sp=self.sp,
+            set={**MODELS[self.named_model], "layers": str(layers)},
+            **ROWS[self.named_rows],  # type: ignore[arg-type]
+        )
+        return resolve(wishes, small=True)
+
+
+def cases() -> Iterator[Case]:
+    """All of them."""
+    for kind in KINDS:
+        for degree in DEGREES:
+            yield from (Case(kind, f"cp={degree}", rows, model) for rows, model in ALONE)
+        yield from (Case(kind, "cp=4", recompute=each) for each in RECOMPUTES)
+        yield from (Case(kind, DATA, zero=zero) for zero in range(4))
+        yield from (Case(kind, STAGES, schedule=name) for name in SCHEDULES)
+        yield from (Case(kind, HEADS, model=name) for name in MODELS if name not in ("tiny",))
+        yield Case(kind, HEADS, sp=False)
+        yield Case(kind, HEADS, dtype="float32")
+
+
+def third() -> list[Case]:
+    """The part that every test run proves."""
+    return [case for case in cases() if case.draw("third", 3) == 0]
+
+
+def tried(pool: Pool, case: Case) -> tuple[Verdict, list[RankRun]]:
+    """Run one case on a pool of at least one more process than it has ranks."""
+    plan, settings = case.plan, case.settings
+    ranks = [(run_rank, (plan, settings))] * plan.layout.world
+    *runs, truths = pool.run_each([*ranks, (run_reference, (plan, settings))])
+    return judge(plan, settings, runs, truths), runs
+
+
+def row(case: Case, verdict: Verdict) -> str:
+    """One line of the table."""
+    layout = " ".join(filter(None, [case.layout, case.schedule, None if case.sp else "no-sp"]))
+    model = case.named_model if case.dtype == "float64" else f"{case.named_model}, {case.dtype}"
+    zero = case.plan.layout.zero
+    named = ("loss_err", "grad_err", "norm_err", "weight_err")
+    errors = [f"{verdict.errors[name]:.0e}" for name in named]
+    match = "equal" if verdict.traffic_match else "differs"
+    result = "pass" if verdict.passed else f"FAIL at {verdict.diverges_at}"
+    cells = [case.context, layout, case.named_rows, model, case.recomputed, str(zero), *errors]
+    return f"| {' | '.join([*cells, match, result])} |"
+
+
+def main() -> int:
+    began = time.perf_counter()
+    verdicts: list[Verdict] = []
+    print(HEAD.format(date=date.today()))
+    print("|", COLUMNS.replace("|", " | "), "|")
+    print("|" + "---|" * (COLUMNS.count("|") + 1))
+    with Pool(MOST_RANKS + 1) as pool:
+        for case in cases():
+            verdicts.append(tried(pool, case)[0])
+            print(row(case, verdicts[-1]), flush=True)
+    passed = sum(verdict.passed for verdict in verdicts)
+    print(f"\n{passed} of {len(verdicts)} layouts pass")
+    print(f"{time.perf_counter() - began:.0f} s", file=sys.stderr)
+    return 0 if passed == len(verdicts) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
