@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -19,9 +20,9 @@ PICTURE = "docs/pictures/"
 
 def fivefold(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     (folder / PICTURE).mkdir(parents=True, exist_ok=True)
-    return subprocess.run(
-        [sys.executable, "-m", "fivefold", *words], cwd=folder, capture_output=True, text=True
-    )
+    command = [sys.executable, "-m", "fivefold", *words]
+    narrow = {**os.environ, "COLUMNS": "80"}  # drawings are as wide as their terminal
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=narrow)
 
 
 def commands() -> list[str]:
@@ -41,12 +42,24 @@ def test_commands_work(command: str, tmp_path: Path) -> None:
         assert drawn.read_text("utf-8") == kept.read_text("utf-8"), f"draw {kept} again"
 
 
-def test_transcript_is_what_is_printed(tmp_path: Path) -> None:
-    transcripts = re.findall(r"```text\n\$ fivefold (.*?)\n(.*?)```", TEXTS["README.md"], re.S)
-    assert transcripts
-    for command, output in transcripts:
-        done = fivefold(shlex.split(command), tmp_path)
-        assert done.stdout + done.stderr == output
+def transcripts() -> list[tuple[str, str]]:
+    pattern = re.compile(r"```text\n\$ fivefold (.*?)\n(.*?)```", re.S)
+    return [found for text in TEXTS.values() for found in pattern.findall(text)]
+
+
+@pytest.mark.parametrize(("command", "output"), transcripts(), ids=lambda text: text[:40])
+def test_transcript_is_what_is_printed(command: str, output: str, tmp_path: Path) -> None:
+    done = fivefold(shlex.split(command), tmp_path)
+    printed = done.stdout + done.stderr
+    if output.endswith("…\n"):  # the transcript stops early
+        printed = printed[: len(output) - 2] + "…\n"
+    assert printed == output
+
+
+def test_every_page_is_read() -> None:
+    assert {"README.md", "pipeline.md"} <= {
+        name for name, text in TEXTS.items() if "```text\n$ fivefold " in text
+    }
 
 
 def test_links_lead_somewhere() -> None:
