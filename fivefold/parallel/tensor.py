@@ -19,13 +19,11 @@ Legend: B rows, S tokens of a row, T = S/tp, N = B·S, D model width, V rows of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 
 from fivefold.core.weights import Piece
@@ -34,13 +32,11 @@ from fivefold.model.decoder import Decoder
 from fivefold.model.ends import Lookup, Place
 from fivefold.model.layers import Product
 from fivefold.parallel.mesh import Mesh, Phase
+from fivefold.parallel.wires import Wires
 
 Add = Callable[[Tensor, Tensor], Tensor]
 AXIS = "tp"
 SEQUENCE = 1  # the dim of the tokens in (B, S, D)
-# torch 2.13 renamed both, and warns about the old names.
-_all_gather = getattr(functional, "all_gather_single", functional.all_gather_tensor)
-_reduce_scatter = getattr(functional, "reduce_scatter_single", functional.reduce_scatter_tensor)
 
 
 def cut(whole: Tensor, held: Piece) -> Tensor:
@@ -65,7 +61,7 @@ def split(
     """
     if mesh.size(AXIS) == 1:
         return
-    wires = _Wires(mesh, phase, sp, recompute_repeats)
+    wires = _Wires(mesh, AXIS, phase, sp, recompute_repeats, SEQUENCE)
     for block in decoder.blocks.values():
         for module in (block.attention, block.mlp):
             module.register_forward_pre_hook(wires.before)
@@ -73,108 +69,41 @@ def split(
             row.product = partial(wires.row_product, row.product, add)
     if decoder.embed is not None:
         decoder.embed.lookup = partial(wires.lookup, decoder.embed.lookup)
-        decoder.embed.place = partial(wires.place, decoder.embed.place)
+        decoder.embed.place = partial(wires.add_positions, decoder.embed.place)
     if decoder.head is not None:
         decoder.head.register_forward_pre_hook(wires.before)
         decoder.head.cross_entropy = _VocabularyLoss(wires, decoder.shape.vocab)
 
 
-class _Wires:
-    """The collectives of one decoder; each forward one has its mirror in backward."""
-
-    def __init__(self, mesh: Mesh, phase: Phase, sp: bool, recompute_repeats: bool) -> None:
-        self.mesh, self.phase, self.sp = mesh, phase, sp
-        self.recompute_repeats = recompute_repeats
-        self.silent = False
-        self.group, self.size, self.place_ = mesh.groups[AXIS], mesh.size(AXIS), mesh.place(AXIS)
+class _Wires(Wires):
+    """The arithmetic of a decoder between its collectives."""
 
     def before(self, module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """In front of column-split products: all tokens to every rank."""
+        """In front of column-split products."""
         x, *rest = arguments
-        return (_Enter.apply(x, self), *rest)
-
-    def after(self, share: Tensor) -> Tensor:
-        """Behind row-split products: the sum over ranks, each with its tokens under sp."""
-        return _Leave.apply(share, self)
+        return (self.enter(x), *rest)
 
     def row_product(
         self, product: Product, add: Add, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
-        summed = self.after(product(x, weight, None))
+        summed = self.leave(product(x, weight, None))
         return summed if bias is None else add(summed, bias)
 
     def lookup(self, look_up: Lookup, tokens_BS: Tensor, weight_VD: Tensor) -> Tensor:
         """Rows of this rank's piece of the vocabulary, zero elsewhere, summed over the ranks."""
         rows = weight_VD.shape[0]
-        local_BS = tokens_BS - self.place_ * rows
+        local_BS = tokens_BS - self.place * rows
         elsewhere_BS = (local_BS < 0) | (local_BS >= rows)
         x_BSD = look_up(local_BS.masked_fill(elsewhere_BS, 0), weight_VD)
-        return self.after(x_BSD.masked_fill(elsewhere_BS[..., None], 0))
+        return self.leave(x_BSD.masked_fill(elsewhere_BS[..., None], 0))
 
-    def place(self, add: Place, x: Tensor, positions_BS: Tensor, weight_PD: Tensor) -> Tensor:
+    def add_positions(
+        self, add: Place, x: Tensor, positions_BS: Tensor, weight_PD: Tensor
+    ) -> Tensor:
         """Learned positions, of this rank's tokens only under sp."""
         if self.sp:
-            positions_BS = positions_BS.chunk(self.size, dim=SEQUENCE)[self.place_]
+            positions_BS = positions_BS.chunk(self.size, dim=SEQUENCE)[self.place]
         return add(x, positions_BS, weight_PD)
-
-    def gather(self, x: Tensor) -> Tensor:
-        self._note("all_gather", x)
-        return self._under_way(_all_gather(x.contiguous(), SEQUENCE, self.group))
-
-    def scatter(self, x: Tensor) -> Tensor:
-        self._note("reduce_scatter", x)
-        return self._under_way(_reduce_scatter(x.contiguous(), "sum", SEQUENCE, self.group))
-
-    def total(self, x: Tensor, op: str = "sum") -> Tensor:
-        self._note("all_reduce", x)
-        return self._under_way(functional.all_reduce(x.contiguous(), op, self.group))
-
-    def _under_way(self, result: Tensor) -> Tensor:
-        """A collective that was issued and that nobody has waited for."""
-        if self.mesh.takes_turns:
-            self.mesh.let_pass(AXIS)
-        return result
-
-    @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Around forward arithmetic: selective recomputation repeats it, but no collective."""
-        self.silent = self.phase.backward and not self.recompute_repeats
-        yield
-        self.silent = False
-
-    def _note(self, kind: str, x: Tensor) -> None:
-        if not self.silent:
-            self.mesh.note(AXIS, kind, x)
-
-
-class _Enter(torch.autograd.Function):
-    """Gather forward, scatter the summed gradient backward; without sp identity and sum."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, wires: _Wires) -> Tensor:
-        ctx.wires = wires
-        with wires.forward():
-            return wires.gather(x) if wires.sp else x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        wires: _Wires = ctx.wires
-        return wires.scatter(gradients[0]) if wires.sp else wires.total(gradients[0]), None
-
-
-class _Leave(torch.autograd.Function):
-    """Scatter the sum forward, gather the gradient backward; without sp sum and identity."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, wires: _Wires) -> Tensor:
-        ctx.wires = wires
-        with wires.forward():
-            return wires.scatter(x) if wires.sp else wires.total(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        wires: _Wires = ctx.wires
-        return wires.gather(gradients[0]) if wires.sp else gradients[0], None
 
 
 class _VocabularyLoss:
@@ -186,7 +115,7 @@ class _VocabularyLoss:
     def __call__(self, logits_NV: Tensor, labels_N: Tensor) -> Tensor:
         wide_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
         rows = logits_NV.shape[1]
-        first = self.wires.place_ * rows
+        first = self.wires.place * rows
         if first + rows > self.vocab:  # rows that pad the vocabulary
             padding = torch.arange(first, first + rows, device=wide_NV.device)
             wide_NV = wide_NV.masked_fill(padding >= self.vocab, float("-inf"))

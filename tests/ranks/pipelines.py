@@ -1,4 +1,4 @@
-"""Every schedule on 2, 4 and 8 stages, and together with data and tensor; the rest drawn by hash.
+"""Every schedule on 2, 4 and 8 ranks, and together with data and tensor; the rest drawn by hash.
 
     python -m tests.ranks.pipelines
 
@@ -25,11 +25,11 @@ from fivefold.trial import Settings, Verdict, run_trial
 
 HEAD = """# Verified pipelines
 
-Every schedule on 2, 4 and 8 stages, with each number of chunks among 1, 2 and 4 that it allows, and
-with `dp=2 tp=2 pp=2` so that every schedule meets every ZeRO stage and every recomputation, and
-each of these each other. On `tiny` with one layer more than stages, in float64, 2 steps of AdamW,
-12 of asynchronous schedules, which are held against an emulation of their delays. Model variant,
-unit size and sequence parallelism drawn by hash. Made by `make verify-all` on {date}.
+Every schedule on 2, 4 and 8 ranks, with each number of chunks among 1, 2 and 4 that it allows; and
+on `dp=2 tp=2 pp=2`, where every schedule meets every ZeRO stage and every recomputation, and every
+stage every recomputation. On `tiny` with one layer more than stages, in float64, 2 steps of AdamW;
+asynchronous schedules 12 steps, held against an emulation of their delays. Model variant, unit size
+and sequence parallelism drawn by hash. Made by `make verify-all` on {date}.
 """
 COLUMNS = "schedule|layout|ZeRO|recompute|model|unit|loss|gradients|norm|weights|traffic|"
 PIPELINES = (2, 4, 8)
