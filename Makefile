@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: setup train test lint types verify-all bench-schedule bench-overlap bench-pipeline bench-gpu clean
+.PHONY: setup train test lint types verify-all bench-schedule bench-overlap bench-pipeline bench-context bench-gpu clean
 
 setup: $(READY)
 
@@ -37,6 +37,9 @@ verify-all: setup
 
 bench-overlap: setup
 	$(BIN)/python benchmarks/overlap.py
+
+bench-context: setup
+	$(BIN)/python benchmarks/context.py
 
 bench-pipeline: setup
 	$(BIN)/python benchmarks/pipeline.py

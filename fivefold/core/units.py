@@ -25,12 +25,14 @@ class Row:
     """A weight as one rank holds it: its name, the block that uses it, its local shape.
 
     `alone`: in a unit of its own, so that another stage which holds it too slices it alike.
+    `expert`: held by the ranks of one ep and etp coord, and summed over edp.
     """
 
     name: str
     block: str
     shape: tuple[int, ...]
     alone: bool = False
+    expert: bool = False
 
     @property
     def numel(self) -> int:
@@ -61,6 +63,21 @@ class Unit:
     entries: tuple[Entry, ...]
     num_slices: int
     size: int  # elements of the whole buffer, padding included
+
+    @property
+    def expert(self) -> bool:
+        """Whether it holds weights of experts, or the weights that all ranks of a stage share."""
+        return self.entries[0].row.expert
+
+    @property
+    def shard_axis(self) -> str:
+        """Over whose ranks it is sliced."""
+        return "edp" if self.expert else "fsdp"
+
+    @property
+    def sum_axis(self) -> str:
+        """Over whose ranks its gradients are summed."""
+        return "edp" if self.expert else "dp-cp"
 
     @property
     def slice_size(self) -> int:
@@ -102,17 +119,26 @@ def rows_of(shape: Shape, layout: Layout, layers: range) -> list[Row]:
 
 
 def pack(
-    rows: list[Row], num_slices: int, itemsize: int, bucket: int | None = None
+    rows: list[Row],
+    num_slices: int,
+    itemsize: int,
+    bucket: int | None = None,
+    expert_slices: int = 1,
 ) -> tuple[Unit, ...]:
-    """The units of these weights, in their order.
+    """The units of these weights, in the order in which they are first used.
 
-    `bucket` is the size in bytes towards which blocks are joined or split; by default a block is
-    a unit, and blocks below 25 MB are joined up to that.
+    Experts have units of their own, in `expert_slices`. `bucket` is the size in bytes towards which
+    blocks are joined or split; by default a block is a unit, and blocks below 25 MB are joined up
+    to that.
     """
-    by_block = (list(group) for _, group in groupby(rows, key=lambda row: (row.block, row.alone)))
-    parts = [part for group in by_block for part in _split(group, bucket, itemsize)]
-    joined = _join(parts, SMALL if bucket is None else bucket, itemsize)
-    return tuple(_unit(part, num_slices, itemsize) for part in joined)
+    units: list[Unit] = []
+    for expert, slices in ((False, num_slices), (True, expert_slices)):
+        same = (row for row in rows if row.expert == expert)
+        by_block = (list(group) for _, group in groupby(same, lambda row: (row.block, row.alone)))
+        parts = [part for group in by_block for part in _split(group, bucket, itemsize)]
+        joined = _join(parts, SMALL if bucket is None else bucket, itemsize)
+        units += [_unit(part, slices, itemsize) for part in joined]
+    return tuple(sorted(units, key=lambda unit: rows.index(unit.entries[0].row)))
 
 
 def _bytes(rows: list[Row], itemsize: int) -> int:

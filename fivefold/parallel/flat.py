@@ -101,7 +101,7 @@ class FlatUnit:
     @property
     def place(self) -> int:
         """Which slice is this rank's."""
-        return self.mesh.place("fsdp") if self.sliced else 0
+        return self.mesh.place(self.unit.shard_axis) if self.sliced else 0
 
     @property
     def sheds_weights(self) -> bool:
@@ -115,7 +115,7 @@ class FlatUnit:
     @property
     def collects(self) -> bool:
         """Whether gradients go through the flat buffer: there is somebody to sum with."""
-        return self.mesh.size("dp-cp") > 1
+        return self.mesh.size(self.unit.sum_axis) > 1
 
     def _adopt(self, places: Places, fill: Fill) -> dict[str, nn.Parameter]:
         """Put views of a flat buffer in the place of the modules' own weights."""
@@ -215,7 +215,7 @@ class FlatUnit:
         self.present = True
         self.whole.untyped_storage().resize_(self.whole.nbytes)
         part = self.part.to(self.mesh.device, non_blocking=True)
-        self.arriving = self.mesh.all_gather(self.whole, part, "fsdp")
+        self.arriving = self.mesh.all_gather(self.whole, part, self.unit.shard_axis)
 
     def arrive(self) -> None:
         """Wait until what was gathered or published is here."""
@@ -238,10 +238,10 @@ class FlatUnit:
         self.sent_last = last
         if self.sliced:
             self.received = self.sent.new_empty(self.unit.slice_size)
-            self.summing = self.mesh.reduce_scatter(self.received, self.sent, "fsdp")
+            self.summing = self.mesh.reduce_scatter(self.received, self.sent, self.unit.shard_axis)
         else:
             self.received = self.sent
-            self.summing = self.mesh.all_reduce(self.sent, "dp-cp", dist.ReduceOp.SUM)
+            self.summing = self.mesh.all_reduce(self.sent, self.unit.sum_axis, dist.ReduceOp.SUM)
 
     def receive(self) -> None:
         """Wait for the sum; after the last one of a step, sum over the replicas as well."""
@@ -251,7 +251,8 @@ class FlatUnit:
         assert self.received is not None
         received, self.received, self.sent = self.received, None, None
         self.gradient = received if self.gradient is None else self.gradient.add_(received)
-        if self.sent_last and self.sliced and self.mesh.size("replicate") > 1:
+        replicated = not self.unit.expert and self.mesh.size("replicate") > 1
+        if self.sent_last and self.sliced and replicated:
             self.summing = self.mesh.all_reduce(self.gradient, "replicate", dist.ReduceOp.SUM)
 
     def hand_over(self) -> None:
@@ -279,4 +280,4 @@ class FlatUnit:
         for each in self.owned:
             each.gradient = each.tensor.grad = None
         if self.sliced and not self.sheds_weights:
-            self.arriving = self.mesh.all_gather(self.whole, self.part, "fsdp")
+            self.arriving = self.mesh.all_gather(self.whole, self.part, self.unit.shard_axis)

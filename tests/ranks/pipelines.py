@@ -29,7 +29,7 @@ Every schedule on 2, 4 and 8 ranks, with each number of chunks among 1, 2 and 4 
 on `dp=2 tp=2 pp=2`, where every schedule meets every ZeRO stage and every recomputation, and every
 stage every recomputation. On `tiny` with one layer more than stages, in float64, 2 steps of AdamW;
 asynchronous schedules 12 steps, held against an emulation of their delays. Model variant, unit size
-and sequence parallelism drawn by hash. Made by `make verify-all` on {date}.
+and sequence parallelism drawn by hash. Made by `python -m tests.ranks.pipelines` on {date}.
 """
 COLUMNS = "schedule|layout|ZeRO|recompute|model|unit|loss|gradients|norm|weights|traffic|"
 PIPELINES = (2, 4, 8)

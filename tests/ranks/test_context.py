@@ -1,0 +1,236 @@
+"""Context ranks against one process: every kind, alone and with the other dimensions.
+
+A fixed third of the list in `contexts.py`; all with FIVEFOLD_ALL_CASES set.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from contexts import (
+    DATA,
+    DEGREES,
+    KINDS,
+    MODELS,
+    MOST_RANKS,
+    RECOMPUTES,
+    ROWS,
+    SCHEDULES,
+    STAGES,
+    Case,
+    cases,
+    third,
+    tried,
+)
+from forked_steps import Setup, run, small_plan
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from fivefold.core.layout import ContextKind
+from fivefold.model.batch import NOT_COUNTED
+from fivefold.parallel import context
+from fivefold.parallel.compose import Job
+from fivefold.parallel.mesh import Mesh, Passing
+from fivefold.run.compare import attributed
+from fivefold.run.ranks import Pool
+from fivefold.run.samples import samples
+
+PUBLISHED = 1e-10  # what float64 must reach, whatever tolerance is derived
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool(MOST_RANKS + 1) as forked:
+        yield forked
+
+
+def chosen() -> list[Case]:
+    return list(cases()) if os.environ.get("FIVEFOLD_ALL_CASES") else third()
+
+
+@pytest.mark.parametrize("case", chosen(), ids=str)
+def test_context_ranks_compute_what_one_process_does(pool: Pool, case: Case) -> None:
+    verdict, runs = tried(pool, case)
+    assert verdict.traffic_match, verdict.traffic
+    assert verdict.passed, (verdict.errors, verdict.tolerance, verdict.diverges_at)
+    if case.dtype == "float64":
+        assert max(verdict.errors.values()) <= PUBLISHED
+    for heard in (heard for each in runs for heard in each.heard):
+        assert heard.noted and attributed(heard.seen, heard.noted) == heard.noted
+
+
+def test_the_list_has_everything_once() -> None:
+    everything = list(cases())
+    assert len(set(map(str, everything))) == len(everything) > 150
+    for kind in KINDS:
+        mine = [case for case in everything if case.context == kind]
+        for degree in DEGREES:
+            alone = [case for case in mine if case.layout == f"cp={degree}"]
+            assert {case.rows for case in alone} >= {"whole", "packed"}
+            assert {case.model for case in alone} >= {"tiny", "window", "one KV head"}
+        assert {case.zero for case in mine if case.layout == DATA} == {0, 1, 2, 3}
+        assert {case.schedule for case in mine if case.layout == STAGES} == set(SCHEDULES)
+        assert {case.recompute for case in mine} >= set(RECOMPUTES)
+        assert {case.model for case in mine} >= set(MODELS)
+
+
+def test_the_third_has_every_feature() -> None:
+    mine = third()
+    assert len(list(cases())) / 4 < len(mine) < len(list(cases())) / 2
+    alone = {(case.context, case.layout) for case in mine}
+    assert alone >= {(kind, f"cp={degree}") for kind in KINDS for degree in DEGREES}
+    assert {case.named_rows for case in mine} == set(ROWS)
+    assert {case.named_model for case in mine} == set(MODELS)
+    assert {(case.recomputed, case.context) for case in mine} == {
+        (recompute, kind) for recompute in RECOMPUTES for kind in KINDS
+    }
+    assert {case.zero for case in mine if case.layout == DATA} == {0, 1, 2, 3}
+    assert {case.schedule for case in mine if case.layout == STAGES} == set(SCHEDULES)
+    assert {case.sp for case in mine} == {True, False}
+    assert {case.dtype for case in mine} == {"float64", "float32"}
+
+
+# ---- what is kept, and what is never moved twice
+
+
+def heard(job: Job, *_: object) -> Callable[[], tuple[dict[Any, int], int]]:
+    """The collectives of attention in the last step, and the parts of attention in both."""
+    attend, parts = context.attend, 0
+
+    def counted(*arguments: Any) -> tuple[Tensor, Tensor]:
+        nonlocal parts
+        parts += 1
+        return attend(*arguments)
+
+    context.attend = counted
+
+    def look() -> tuple[dict[Any, int], int]:
+        context.attend = attend
+        return {
+            record: count
+            for record, count in job.mesh.records.items()
+            if record.axis in ("ring", "ulysses")
+        }, parts
+
+    return look
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_selective_recomputation_repeats_no_transfer_and_no_attention(
+    pool: Pool, kind: ContextKind
+) -> None:
+    """The dispatcher sees the same as these records: every case above requires it."""
+    found = {
+        recompute: run(
+            pool,
+            small_plan("cp=4", context=kind, recompute=recompute, microbatches=1),
+            Setup(),
+            heard,
+        )
+        for recompute in RECOMPUTES
+    }
+    for none, selective, full in zip(*(found[each] for each in RECOMPUTES), strict=True):
+        assert none[0] and selective == none
+        assert sum(full[0].values()) > sum(none[0].values()) and full[1] == 2 * none[1]
+
+
+def most_blocks(job: Job, *_: object) -> Callable[[], dict[torch.dtype, int]]:
+    """The most blocks on a ring that are alive at once, by type, and those that never end."""
+    alive: dict[torch.dtype, dict[int, StorageWeakRef]] = {}
+    most: Counter[torch.dtype] = Counter()
+    pass_on = job.mesh.pass_on
+
+    def look_again(dtype: torch.dtype) -> None:
+        here = alive.setdefault(dtype, {})
+        alive[dtype] = {key: each for key, each in here.items() if not each.expired()}
+        most[dtype] = max(most[dtype], len(alive[dtype]))
+
+    def watched(tensor: Tensor, axis: str) -> Passing:
+        passing = pass_on(tensor, axis)
+        for each in (tensor, passing.buffer):
+            reference = StorageWeakRef(each.untyped_storage())
+            alive.setdefault(each.dtype, {})[reference.cdata] = reference
+        look_again(tensor.dtype)
+        return passing
+
+    job.mesh.pass_on = watched  # type: ignore[method-assign]
+
+    def look() -> dict[torch.dtype, int]:
+        found = dict(most)
+        for dtype in found:
+            look_again(dtype)
+            assert not alive[dtype], "a block outlives its step"
+        return found
+
+    return look
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTES)
+@pytest.mark.parametrize(
+    ("kind", "layout"), [("ring", "cp=4"), ("zigzag", "cp=4"), ("hybrid", "cp=8")]
+)
+def test_a_place_holds_two_blocks_of_keys_and_values(
+    pool: Pool, kind: ContextKind, layout: str, recompute: str
+) -> None:
+    """In bfloat16, where their gradients are float32: of those one is added to, one goes, one
+    comes."""
+    plan = small_plan(layout, context=kind, recompute=recompute, microbatches=1)
+    assert plan.split.outer == 4
+    for found in run(pool, plan, Setup(dtype=torch.bfloat16), most_blocks):
+        assert found == {torch.bfloat16: 2, torch.float32: 3}
+
+
+# ---- rows
+
+
+def test_packed_rows_are_documents_of_random_lengths() -> None:
+    plan = small_plan("dp=4", packed=True, microbatches=8, microbatch_size=4)
+    drawn, again = (samples(plan.batch, 64, 3, 1, packed=True) for _ in range(2))
+    whole = drawn.whole()
+    documents, positions, labels = whole.documents, whole.positions, whole.labels
+    assert documents is not None and documents.equal(again.whole().documents)
+    assert set((documents[:, -1] + 1).tolist()) == {1, 2, 3, 4, 5}
+    steps = documents.diff(dim=1)
+    assert documents[:, 0].eq(0).all() and steps.ge(0).all() and steps.le(1).all()
+    begins = torch.cat([torch.ones(len(steps), 1), steps], dim=1).bool()
+    assert positions[begins].eq(0).all() and positions.diff(dim=1)[steps.eq(0)].eq(1).all()
+    ends = torch.cat([steps, torch.ones(len(steps), 1)], dim=1).bool()
+    assert labels[ends].eq(NOT_COUNTED).all() and labels[~ends].ne(NOT_COUNTED).any()
+
+
+def test_every_rank_gets_its_tokens_with_their_places_and_labels() -> None:
+    """Padded and packed: what the ranks hold together is the row and its padding, once."""
+    for kind in KINDS:
+        plan = small_plan("cp=4", context=kind, packed=True, microbatch_size=3)
+        seq, length = plan.batch.seq, plan.padded_seq + plan.split.unit
+        batch = samples(plan.batch, 64, 0, 0, packed=True).of(0)[0]
+        parts = [context.shard(batch, plan.split, length, coord) for coord in range(4)]
+        index = [
+            token for coord in range(4) for each in plan.split.rank(length, coord) for token in each
+        ]
+        order = torch.tensor(index).argsort()
+        for name in ("tokens", "labels", "positions", "documents"):
+            row = torch.cat([getattr(part, name) for part in parts], dim=1)[:, order]
+            assert row[:, :seq].equal(getattr(batch, name)), name
+            assert all(part.row is not None for part in parts)
+            assert getattr(parts[0].row, name).equal(row), name
+        row = parts[0].row
+        assert row is not None and row.documents is not None
+        assert row.labels[:, seq:].eq(NOT_COUNTED).all()
+        assert row.documents[:, seq:].eq(-1).all()
+
+
+def test_dropout_in_attention_is_refused_by_name() -> None:
+    plan = small_plan("cp=1")
+    mesh = Mesh.of(plan, torch.device("cpu"))
+    kernel = context.ContextAttention(mesh, context.Phase(), plan.split, 16, "none")
+    q = torch.zeros(1, 1, 16, 4)
+    info = context.AttentionInfo(torch.arange(16)[None], None, None, None, dropout=0.1)
+    with patch.object(mesh, "groups", {}), pytest.raises(context.FivefoldError, match="dropout"):
+        kernel(q, q, q, info)
