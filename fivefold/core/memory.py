@@ -15,8 +15,8 @@ from fivefold.core.clock import memory_levels
 from fivefold.core.errors import FivefoldError
 from fivefold.core.layout import Layout
 from fivefold.core.plan import Plan
-from fivefold.core.schedule.action import Action
-from fivefold.core.traffic import chunks_of, message_bytes, slice_of
+from fivefold.core.schedule.action import Action, Overlap
+from fivefold.core.traffic import Chunk, chunks_of, message_bytes, slice_of
 from fivefold.core.units import Unit
 
 Optimizer = Literal["adamw", "sgd"]
@@ -97,15 +97,81 @@ def static_bytes(
 
 
 def gathered_bytes(plan: Plan, rank: int, itemsize: int, bucket: int | None = None) -> int:
-    """Whole weights that stage 3 keeps from their first use in a step to the last backward.
+    """The most whole weights that stage 3 has gathered at once, padding included.
 
-    All of the rank's stages where they are gathered once a step, padding included. None where they
-    are gathered for each microbatch: a unit is then there only while it is used.
+    All of the rank's stages where they are gathered once a step. Gathered for each microbatch, a
+    unit is there while it is used and one use ahead; where a forward and a backward run as one,
+    both stages are counted at their most, which they need not reach together.
     """
-    layout = plan.layout
-    if plan.gather == "microbatch" or not _sheds_weights(layout):
+    if not _sheds_weights(plan.layout):
         return 0
-    return sum(unit.size for unit in _units(plan, rank, itemsize, bucket)) * itemsize
+    chunks = chunks_of(plan, rank, itemsize, bucket)
+    if plan.gather == "step":
+        return itemsize * sum(unit.size for chunk in chunks for unit in chunk.units)
+    peaks = [itemsize * _Walk(plan, chunk).peak() for chunk in chunks]
+    paired = any(isinstance(step, Overlap) for steps in plan.schedule.order for step in steps)
+    return sum(peaks) if paired else max(peaks)
+
+
+class _Walk:
+    """Which units of a chunk are here while one microbatch goes forward and back."""
+
+    def __init__(self, plan: Plan, chunk: Chunk) -> None:
+        self.plan, self.units = plan, chunk.units
+        embed = ("embed",) if chunk.layers.start == 0 else ()
+        head = ("head",) if chunk.layers.stop == plan.shape.layers else ()
+        self.order = (*embed, *(f"blocks.{i}" for i in chunk.layers), *head)
+        self.here: set[int] = set()
+        self.most = 0
+
+    def peak(self) -> int:
+        """Elements, at most."""
+        for block in self.order:
+            self._gather(self._needed(block), ahead=+1)
+            kept = self.plan.layout.pp == 1
+            for place in self._needed(block):
+                users = self._users(place)
+                if users[-1] == block and not (kept and block == self.order[-1]):
+                    self.here.discard(place)
+        for place in range(len(self.order) - 1, -1, -1):
+            self._return(place)
+        return self.most
+
+    def _return(self, place: int) -> None:
+        """The backward of a block, behind the forward of its segment where that is repeated."""
+        block = self.order[place]
+        if block == "embed":  # its backward reads no weight
+            return
+        behind = self.order[place + 1 : place + 2]
+        self.here -= {u for u in range(len(self.units)) if self._users(u)[:1] == behind}
+        self._gather([u for u in self._needed(block) if self._is_read(u)], ahead=-1)
+        blocks = [name for name in self.order if name.startswith("blocks.")]
+        if self.plan.recompute.kind == "full" and block in blocks:
+            size = self.plan.recompute.blocks
+            start = blocks.index(block) // size * size
+            if block == blocks[start : start + size][-1]:
+                for name in blocks[start : start + size]:
+                    self._gather(self._needed(name), ahead=0)
+
+    def _gather(self, places: list[int], ahead: int) -> None:
+        self.here |= set(places)
+        if places and ahead:
+            following = places[-1] + 1 if ahead > 0 else places[0] - 1
+            if 0 <= following < len(self.units) and (ahead > 0 or self._is_read(following)):
+                self.here.add(following)
+        self.most = max(self.most, sum(self.units[place].size for place in self.here))
+
+    def _needed(self, block: str) -> list[int]:
+        return [place for place in range(len(self.units)) if block in self._users(place)]
+
+    def _users(self, place: int) -> tuple[str, ...]:
+        unit = self.units[place]
+        tied = self.plan.shape.tied and any(e.row.name == "embed.weight" for e in unit.entries)
+        used = {*unit.blocks, *(("head",) if tied else ())}
+        return tuple(block for block in self.order if block in used)
+
+    def _is_read(self, place: int) -> bool:
+        return self._users(place) != ("embed",)
 
 
 def in_flight(plan: Plan, rank: int) -> int:

@@ -10,7 +10,7 @@ import torch
 from forked_steps import Setup, run, small_plan
 from torch import Tensor
 
-from fivefold.core.memory import static_bytes
+from fivefold.core.memory import gathered_bytes, static_bytes
 from fivefold.parallel.compose import Job
 from fivefold.run.optimizer import HostOptimizer
 from fivefold.run.ranks import Pool
@@ -52,6 +52,44 @@ def test_measured_is_predicted(layout: str, zero: int, setup: Setup, pool: Pool)
             "optimizer": predicted.optimizer + predicted.scalars,
             "host": predicted.host,
         }, f"rank {rank}"
+
+
+GATHERED = [
+    ("dp=2", {}),
+    ("dp=2", {"gather": "step"}),
+    ("dp=2", {"recompute": "full:2", "tied": "true"}),
+    ("dp=2 pp=2", {}),
+    ("dp=2 pp=2", {"gather": "microbatch"}),
+    ("dp=2 pp=2", {"gather": "microbatch", "schedule": "zb-h1", "recompute": "full:2"}),
+    ("dp=2 pp=2", {"gather": "microbatch", "schedule": "zb-v", "tied": "true"}),
+    ("dp=2 pp=2", {"gather": "step", "schedule": "zb-v"}),
+]
+
+
+@pytest.mark.parametrize("bucket", [3_000, 9_000, 20_000])
+@pytest.mark.parametrize(("layout", "wishes"), GATHERED, ids=str)
+def test_gathered_weights(layout: str, wishes: dict[str, str], bucket: int, pool: Pool) -> None:
+    changes = {"layers": "6", "tied": wishes.get("tied", "false")}
+    said = {name: value for name, value in wishes.items() if name != "tied"}
+    plan = small_plan(layout, changes, zero=3, **said)
+    setup = Setup(bucket=bucket)
+    for rank, found in enumerate(run(pool, plan, setup, gathered)):
+        predicted = gathered_bytes(plan, rank, setup.itemsize, bucket)
+        assert found == predicted > 0, f"rank {rank}"
+
+
+def gathered(job: Job, *_: object) -> Callable[[], int]:
+    """The most bytes of whole weights that were here at once."""
+    units, most = list(job.units), [0]
+
+    def note() -> None:
+        here = sum(unit.whole.untyped_storage().nbytes() for unit in units)
+        most[0] = max(most[0], here)
+
+    for unit in units:
+        gather = unit.gather
+        unit.gather = lambda gather=gather: (gather(), note())[0]  # type: ignore[method-assign]
+    return lambda: most[0]
 
 
 def measured(
