@@ -28,11 +28,12 @@ lint: setup
 types: setup
 	$(BIN)/pyright
 
-# Every layout of 2, 4 and 8 ranks, every pipeline, and every case of the traffic list; the tables
-# go to docs.
+# Every layout of 2, 4 and 8 ranks, every pipeline, every kind of context, and every case of the
+# traffic list; the tables go to docs.
 verify-all: setup
 	$(BIN)/python -m tests.ranks.sweep > docs/verified-layouts.md
 	$(BIN)/python -m tests.ranks.pipelines > docs/verified-pipelines.md
+	$(BIN)/python -m tests.ranks.contexts > docs/verified-contexts.md
 	FIVEFOLD_ALL_CASES=1 $(BIN)/python -m pytest -q tests/ranks/test_traffic_real.py
 
 bench-overlap: setup

@@ -16,7 +16,7 @@ from fivefold.core.errors import FivefoldError
 from fivefold.core.layout import Layout
 from fivefold.core.plan import Plan
 from fivefold.core.schedule.action import Action, Overlap
-from fivefold.core.traffic import Chunk, chunks_of, message_bytes, slice_of
+from fivefold.core.traffic import Chunk, chunks_of, message_bytes, owned_by
 from fivefold.core.units import Unit
 
 Optimizer = Literal["adamw", "sgd"]
@@ -69,8 +69,8 @@ def static_bytes(
             f"another one than {plan.schedule.name}"
         )
     layout = plan.layout
-    units, place = _units(plan, rank, itemsize, bucket), slice_of(layout, rank)
-    parts = [part for unit in units for part in unit.owned(place)]
+    units = _units(plan, rank, itemsize, bucket)
+    parts = owned_by(layout, rank, units)
     owned = sum(stop - start for _, start, stop in parts)
     spare = sum(unit.slice_size for unit in units) - owned
     states = STATES[optimizer] * owned * itemsize

@@ -131,6 +131,14 @@ class Plan:
         """Tokens of a row as ranks hold it together: padded to what cp and sp cut evenly."""
         return padded(self.batch.seq, legality.sequence_unit(self.layout, self.shape))
 
+    def gathers_each_time(self, layers: range) -> bool:
+        """Whether ZeRO-3 gathers the weights of this stage for every microbatch.
+
+        Those of multi-token prediction are used several times in a row, and stay.
+        """
+        ahead = self.shape.mtp > 0 and layers.stop == self.shape.layers
+        return self.gather == "microbatch" and not ahead
+
     @property
     def local_seq(self) -> int:
         """Tokens of a row on one context rank."""

@@ -22,7 +22,7 @@ from fivefold.core.schedule.action import FORWARD
 from fivefold.core.schedule.asynchronous import Delays
 from fivefold.core.schedule.transfers import needed, sent, twins
 from fivefold.core.units import Part, Unit, pack, rows_of
-from fivefold.core.weights import by_name, piece
+from fivefold.core.weights import by_name, held_by
 
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
 _SUMMED = 4  # bytes: the narrowest type that losses and partial gradients are summed in
@@ -68,8 +68,8 @@ def predict(
     """
     _require_covered(plan)
     chunks = chunks_of(plan, rank, itemsize, bucket)
-    place = slice_of(plan.layout, rank)
-    parts = [part for chunk in chunks for unit in chunk.units for part in unit.owned(place)]
+    units = [unit for chunk in chunks for unit in chunk.units]
+    parts = owned_by(plan.layout, rank, units)
     calls = pipeline(plan, rank, itemsize) + twin(plan, rank, parts, itemsize)
     for chunk in chunks:
         calls += tensor(plan, chunk, itemsize) + context(plan, chunk, itemsize)
@@ -94,8 +94,7 @@ def predict_stream(
     """
     schedule, layout = plan.schedule, plan.layout
     (chunk,) = chunks_of(plan, rank, itemsize, bucket)
-    place = slice_of(layout, rank)
-    parts = [part for unit in chunk.units for part in unit.owned(place)]
+    parts = owned_by(layout, rank, chunk.units)
     microbatches = pipeline(plan, rank, itemsize) + tensor(plan, chunk, itemsize)
     microbatches += context(plan, chunk, itemsize)
     updates = data(plan, chunk, itemsize, grad_itemsize) + partial(plan, parts, itemsize)
@@ -250,7 +249,7 @@ def partial(plan: Plan, parts: list[Part], itemsize: int) -> Counter[Call]:
     table = by_name(shape)
     owned: Counter[str] = Counter()
     for row, start, stop in parts:
-        held = piece(table[row.name], shape, layout.tp, layout.sp, coord=0)
+        held = held_by(table[row.name], shape, layout, layout.coord(0))
         if held.partial:
             owned["tp" if held.dim is None else "replica"] += stop - start
     sizes = {"tp": layout.tp, "replica": max(1, layout.tp // shape.kv_heads)}
@@ -270,19 +269,21 @@ def data(plan: Plan, chunk: Chunk, itemsize: int, grad_itemsize: int) -> Counter
     where weights are kept over the step) or for every microbatch as `_gathers` says (3).
     """
     layout, microbatches = plan.layout, chunk.num_microbatches
-    everyone, shards = layout.dp * layout.cp, layout.shard * layout.cp
     calls: Counter[Call] = Counter()
     for unit in chunk.units:
         whole, part = unit.size * grad_itemsize, unit.slice_size * grad_itemsize
         if unit.num_slices == 1:
-            calls[Call("dp-cp", "all_reduce", whole, everyone)] += everyone > 1
+            everyone = layout.edp if unit.expert else layout.dp * layout.cp
+            calls[Call(unit.sum_axis, "all_reduce", whole, everyone)] += everyone > 1
             continue
         reductions = 1 if layout.zero == 1 else microbatches
-        every_time = layout.zero == 3 and plan.gather == "microbatch"
+        every_time = layout.zero == 3 and plan.gathers_each_time(chunk.layers)
         gathers = _gathers(unit, plan) * microbatches if every_time else 1
-        calls[Call("fsdp", "reduce_scatter", whole, shards)] += reductions
-        calls[Call("fsdp", "all_gather", unit.slice_size * itemsize, shards)] += gathers
-        calls[Call("replicate", "all_reduce", part, layout.replicate)] += layout.replicate > 1
+        axis, shards = unit.shard_axis, unit.num_slices
+        calls[Call(axis, "reduce_scatter", whole, shards)] += reductions
+        calls[Call(axis, "all_gather", unit.slice_size * itemsize, shards)] += gathers
+        replicas = 1 if unit.expert else layout.replicate
+        calls[Call("replicate", "all_reduce", part, replicas)] += replicas > 1
     return +calls
 
 
@@ -299,13 +300,19 @@ def step(layout: Layout) -> Counter[Call]:
 def units_of(plan: Plan, stage: int, itemsize: int, bucket: int | None = None) -> tuple[Unit, ...]:
     """The data units of a pipeline stage, sliced where the plan's ZeRO stage slices anything."""
     layout = plan.layout
-    num_slices = layout.shard * layout.cp if layout.zero else 1
-    return pack(rows_of(plan.shape, layout, plan.stages[stage]), num_slices, itemsize, bucket)
+    dense, experts = (layout.shard * layout.cp, layout.edp) if layout.zero else (1, 1)
+    rows = rows_of(plan.shape, layout, plan.stages[stage])
+    return pack(rows, dense, itemsize, bucket, experts)
 
 
-def slice_of(layout: Layout, rank: int) -> int:
-    """Which slice of every unit `rank` owns."""
-    return layout.group("fsdp", rank).index(rank) if layout.zero else 0
+def owned_by(layout: Layout, rank: int, units: Iterable[Unit]) -> list[Part]:
+    """The parts of weights whose optimizer is on `rank`."""
+    places = {axis: layout.group(axis, rank).index(rank) for axis in ("fsdp", "edp")}
+    return [
+        part
+        for unit in units
+        for part in unit.owned(places[unit.shard_axis] if unit.num_slices > 1 else 0)
+    ]
 
 
 def _gathers(unit: Unit, plan: Plan) -> int:

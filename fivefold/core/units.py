@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from fivefold.core.layout import Layout
 from fivefold.core.shape import Shape
-from fivefold.core.weights import by_name, local_shape, piece
+from fivefold.core.weights import by_name, held_by, local_shape
 
 ALIGNMENT = 16  # bytes: what vectorised kernels want of the start of a weight
 SMALL = 25_000_000  # bytes up to which neighbouring blocks are joined
@@ -100,21 +100,24 @@ class Unit:
 def rows_of(shape: Shape, layout: Layout, layers: range) -> list[Row]:
     """The weights of one stage as a tp rank holds them; all tp ranks hold the same shapes.
 
-    The stage of the first layer has the embedding, that of the last the head. Where a tied model
-    is cut between them, the last has the embedding's weight once more, as `head.weight`.
+    The stage of the first layer has the embedding, that of the last the head and the MTP layers.
+    Where a model whose last stage uses the embedding's weight too is cut between them, the last
+    has it once more: as `head.weight` if it is tied, else as `mtp.embed.weight`.
     """
     held = {f"blocks.{i}" for i in layers}
     held |= {"embed"} if layers.start == 0 else set[str]()
-    held |= {"head"} if layers.stop == shape.layers else set[str]()
-    tied_apart = shape.tied and len(layers) < shape.layers
+    ends = {"head", *(f"mtp.{j}" for j in range(shape.mtp))}
+    held |= ends if layers.stop == shape.layers else set[str]()
+    tied_apart = (shape.tied or shape.mtp > 0) and len(layers) < shape.layers
     rows: list[Row] = []
     for name, weight in by_name(shape).items():
         is_copy = name != weight.name
         block = "head" if is_copy else weight.block
         if block in held and (tied_apart or not is_copy):
-            here = piece(weight, shape, layout.tp, layout.sp, coord=0)
+            here = held_by(weight, shape, layout, layout.coord(0))
             alone = tied_apart and weight.name == "embed.weight"
-            rows.append(Row(name, block, local_shape(weight, here), alone))
+            expert = weight.expert_dim is not None
+            rows.append(Row(name, block, local_shape(weight, here), alone, expert))
     return rows
 
 

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fivefold.core.errors import FivefoldError
+from fivefold.core.layout import Coord, Layout
 from fivefold.core.legality import padded_vocab
-from fivefold.core.shape import Shape
+from fivefold.core.shape import Mla, Moe, Shape
 
 # column: rows of the weight (its outputs) are split; vocab: the same, padded to a multiple of tp;
 # row: columns (its inputs) are split; kv: rows by KV head, replicated where these are fewer than
-# tp; whole: every tp rank holds all of it.
-Cut = Literal["column", "vocab", "row", "kv", "whole"]
+# tp; whole: every tp rank holds all of it; expert: stacked experts, which tp does not split.
+Cut = Literal["column", "vocab", "row", "kv", "whole", "expert"]
 
 
 @dataclass(frozen=True)
@@ -27,9 +28,10 @@ class Weight:
 
     name: str
     shape: tuple[int, ...]
-    block: str  # "embed", "blocks.{i}" or "head"; the final norm belongs to "head"
+    block: str  # "embed", "blocks.{i}", "head" or "mtp.{j}"; the final norm belongs to "head"
     cut: Cut
     spread: bool = False  # whole, but each tp rank uses it on its own heads only
+    expert_dim: int | None = None  # of stacked experts: the dim of their width; dim 0 counts them
 
     @property
     def numel(self) -> int:
@@ -51,6 +53,7 @@ class Piece:
     size: int
     copies: int
     partial: bool
+    inner: tuple[int, int, int] | None = None  # a second cut, of experts: dim, start, stop
 
 
 def weights(shape: Shape) -> tuple[Weight, ...]:
@@ -59,19 +62,36 @@ def weights(shape: Shape) -> tuple[Weight, ...]:
     return tuple(_all(shape))
 
 
-def by_name(shape: Shape) -> dict[str, Weight]:
-    """Every name a parameter can have; `head.weight` of a tied model leads to the embedding.
+def buffers(shape: Shape) -> tuple[Weight, ...]:
+    """What a model keeps and no optimizer updates: the biases of loss-free balancing, float32."""
+    moe = shape.moe
+    if moe is None or not moe.bias:
+        return ()
+    routed = [(f"blocks.{i}", i) for i in range(shape.layers)]
+    routed += [(f"mtp.{j}", shape.layers) for j in range(shape.mtp)]
+    return tuple(
+        Weight(f"{_prefix(block)}.mlp.router.bias", (moe.experts,), block, "whole")
+        for block, i in routed
+        if shape.is_moe_layer(i)
+    )
 
-    A stage that holds a tied head but not the embedding has a copy under that name.
+
+def by_name(shape: Shape) -> dict[str, Weight]:
+    """Every name a parameter can have; two of them may lead to the embedding.
+
+    A stage without the embedding has a copy of it: as `head.weight` where the head is tied to it,
+    as `mtp.embed.weight` where only multi-token prediction looks tokens up.
     """
     named = {one.name: one for one in weights(shape)}
-    return named if not shape.tied else {**named, "head.weight": named["embed.weight"]}
+    if shape.tied:
+        return {**named, "head.weight": named["embed.weight"]}
+    return named if not shape.mtp else {**named, "mtp.embed.weight": named["embed.weight"]}
 
 
 def piece(weight: Weight, shape: Shape, tp: int, sp: bool, coord: int) -> Piece:
     """What the tp rank at `coord` holds, with (`sp`) or without sequence parallelism."""
     size = weight.shape[0]
-    if tp == 1 or weight.cut == "whole":
+    if tp == 1 or weight.cut in ("whole", "expert"):
         partial = tp > 1 and (weight.spread or sp)
         return Piece(None, 0, size, size, copies=tp, partial=partial)
     dim, copies = 0, 1
@@ -88,12 +108,25 @@ def piece(weight: Weight, shape: Shape, tp: int, sp: bool, coord: int) -> Piece:
     return Piece(dim, start, start + length, size, copies, partial=copies > 1)
 
 
+def held_by(weight: Weight, shape: Shape, layout: Layout, at: Coord) -> Piece:
+    """What the rank at these coords holds: of experts its share over ep and etp, else over tp."""
+    if weight.expert_dim is None:
+        return piece(weight, shape, layout.tp, layout.sp, at.tp)
+    count, width = weight.shape[0] // layout.ep, weight.shape[weight.expert_dim] // layout.etp
+    start, low = at.ep * count, at.etp * width
+    inner = (weight.expert_dim, low, low + width)
+    return Piece(0, start, start + count, weight.shape[0], 1, partial=False, inner=inner)
+
+
 def local_shape(weight: Weight, held: Piece) -> tuple[int, ...]:
     """The shape of a piece, padding included."""
-    if held.dim is None:
-        return weight.shape
-    rest = weight.shape[held.dim + 1 :]
-    return (*weight.shape[: held.dim], held.stop - held.start, *rest)
+    sizes = list(weight.shape)
+    if held.dim is not None:
+        sizes[held.dim] = held.stop - held.start
+    if held.inner is not None:
+        dim, start, stop = held.inner
+        sizes[dim] = stop - start
+    return tuple(sizes)
 
 
 def _all(shape: Shape) -> Iterator[Weight]:
@@ -101,19 +134,40 @@ def _all(shape: Shape) -> Iterator[Weight]:
     if shape.positions == "learned":
         yield Weight("embed.positions", (shape.max_seq, shape.width), "embed", "whole")
     for i in range(shape.layers):
-        block = f"blocks.{i}"
-        yield from _norm(shape, block, f"{block}.attention_norm")
-        yield from _attention(shape, block)
-        yield from _norm(shape, block, f"{block}.mlp_norm")
-        yield from _mlp(shape, block)
+        yield from _layer(shape, i, f"blocks.{i}")
     yield from _norm(shape, "head", "norm")
     if not shape.tied:
         yield Weight("head.weight", (shape.vocab, shape.width), "head", "vocab")
+    for j in range(shape.mtp):
+        block, sizes = f"mtp.{j}", (shape.width, 2 * shape.width)
+        yield from _norm(shape, block, f"{block}.token_norm")
+        yield from _norm(shape, block, f"{block}.hidden_norm")
+        yield Weight(f"{block}.join.weight", sizes, block, "whole")
+        yield from _layer(shape, shape.layers, block)
+        yield from _norm(shape, block, f"{block}.norm")
 
 
-def _attention(shape: Shape, block: str) -> Iterator[Weight]:
+def _prefix(block: str) -> str:
+    """Where the layer of a block lies: an MTP block has more than its layer."""
+    return f"{block}.block" if block.startswith("mtp.") else block
+
+
+def _layer(shape: Shape, i: int, block: str) -> Iterator[Weight]:
+    name = _prefix(block)
+    yield from _norm(shape, block, f"{name}.attention_norm")
+    if shape.mla is None:
+        yield from _attention(shape, block, f"{name}.attention")
+    else:
+        yield from _latent_attention(shape, shape.mla, block, f"{name}.attention")
+    yield from _norm(shape, block, f"{name}.mlp_norm")
+    if shape.moe is not None and shape.is_moe_layer(i):
+        yield from _moe(shape, shape.moe, block, f"{name}.mlp")
+    else:
+        yield from _mlp(shape, block, f"{name}.mlp", shape.ffn, shape.mlp_bias)
+
+
+def _attention(shape: Shape, block: str, name: str) -> Iterator[Weight]:
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    name = f"{block}.attention"
     width, bias = shape.width, shape.qkv_bias
     yield from _linear(block, f"{name}.q", (queries, width), "column", bias)
     yield from _linear(block, f"{name}.k", (keys, width), "kv", bias)
@@ -121,23 +175,63 @@ def _attention(shape: Shape, block: str) -> Iterator[Weight]:
     if shape.qk_norm == "head":
         for one in ("q_norm", "k_norm"):
             yield Weight(f"{name}.{one}.weight", (shape.head_dim,), block, "whole", spread=True)
+    elif shape.qk_norm == "full":
+        yield Weight(f"{name}.q_norm.weight", (queries,), block, "column")
+        yield Weight(f"{name}.k_norm.weight", (keys,), block, "kv")
     yield from _linear(block, f"{name}.out", (width, queries), "row", shape.out_bias)
 
 
-def _mlp(shape: Shape, block: str) -> Iterator[Weight]:
+def _latent_attention(shape: Shape, mla: Mla, block: str, name: str) -> Iterator[Weight]:
+    """Each tp rank makes the latents of all tokens, and from them its own heads."""
+    width, bias, queries = shape.width, shape.qkv_bias, shape.heads * shape.head_dim
+    if mla.q_rank is None:
+        yield from _linear(block, f"{name}.q", (queries, width), "column")
+    else:
+        sizes = (mla.q_rank, width)
+        yield from _linear(block, f"{name}.q_down", sizes, "whole", bias, spread=True)
+        yield Weight(f"{name}.q_latent_norm.weight", (mla.q_rank,), block, "whole", spread=True)
+        yield from _linear(block, f"{name}.q_up", (queries, mla.q_rank), "column")
+    sizes = (mla.kv_rank + mla.rope_dim, width)
+    yield from _linear(block, f"{name}.kv_down", sizes, "whole", bias, spread=True)
+    yield Weight(f"{name}.kv_latent_norm.weight", (mla.kv_rank,), block, "whole", spread=True)
+    sizes = (shape.heads * (mla.nope_dim + mla.value_dim), mla.kv_rank)
+    yield from _linear(block, f"{name}.kv_up", sizes, "column")
+    yield from _linear(
+        block, f"{name}.out", (width, shape.heads * mla.value_dim), "row", shape.out_bias
+    )
+
+
+def _mlp(shape: Shape, block: str, name: str, ffn: int, bias: bool) -> Iterator[Weight]:
     for one in ("gate", "up") if shape.gated else ("up",):
-        sizes = (shape.ffn, shape.width)
-        yield from _linear(block, f"{block}.mlp.{one}", sizes, "column", shape.mlp_bias)
-    yield from _linear(block, f"{block}.mlp.down", (shape.width, shape.ffn), "row", shape.mlp_bias)
+        yield from _linear(block, f"{name}.{one}", (ffn, shape.width), "column", bias)
+    yield from _linear(block, f"{name}.down", (shape.width, ffn), "row", bias)
+
+
+def _moe(shape: Shape, moe: Moe, block: str, name: str) -> Iterator[Weight]:
+    width, into = shape.width, (moe.experts, moe.ffn, shape.width)
+    yield Weight(f"{name}.router.weight", (moe.experts, width), block, "whole")
+    for one in ("gate", "up") if shape.gated else ("up",):
+        yield Weight(f"{name}.experts.{one}.weight", into, block, "expert", expert_dim=1)
+    back = (moe.experts, width, moe.ffn)
+    yield Weight(f"{name}.experts.down.weight", back, block, "expert", expert_dim=2)
+    if moe.shared:
+        yield from _mlp(shape, block, f"{name}.shared", moe.shared_ffn, bias=False)
+    if moe.shared_gated:
+        yield Weight(f"{name}.shared_gate.weight", (1, width), block, "whole")
 
 
 def _linear(
-    block: str, name: str, sizes: tuple[int, int], cut: Cut, bias: bool
+    block: str,
+    name: str,
+    sizes: tuple[int, int],
+    cut: Cut,
+    bias: bool = False,
+    spread: bool = False,
 ) -> Iterator[Weight]:
-    yield Weight(f"{name}.weight", sizes, block, cut)
+    yield Weight(f"{name}.weight", sizes, block, cut, spread)
     if bias:
         # A row-cut product is summed over tp first, and its bias added once: every rank has all.
-        yield Weight(f"{name}.bias", sizes[:1], block, "whole" if cut == "row" else cut)
+        yield Weight(f"{name}.bias", sizes[:1], block, "whole" if cut == "row" else cut, spread)
 
 
 def _norm(shape: Shape, block: str, name: str) -> Iterator[Weight]:
@@ -149,22 +243,20 @@ def _norm(shape: Shape, block: str, name: str) -> Iterator[Weight]:
 def _refuse_unsupported(shape: Shape) -> None:
     """The one place that says what the model cannot be built with; `plan` still prices it."""
     missing = {
-        "experts (moe)": shape.moe is not None,
-        "latent attention (mla)": shape.mla is not None,
-        "multi-token prediction (mtp)": shape.mtp > 0,
         "alibi positions": shape.positions == "alibi",
         "attention and MLP side by side (parallel_block)": shape.parallel_block,
         "a norm after the embedding (embedding_norm)": shape.embedding_norm,
         "windows in chunks (window_kind=chunked)": shape.window_kind == "chunked",
         "layers without a window (global_every)": shape.global_every is not None,
-        f"qk_norm={shape.qk_norm}": shape.qk_norm not in ("none", "head"),
-        "yarn positions (rope.kind=yarn)": shape.rope is not None and shape.rope.kind == "yarn",
-        "rotation of neighbouring pairs (rope_interleaved)": shape.rope_interleaved,
+        "qk_norm=l2": shape.qk_norm == "l2",
+        "a qk_norm in latent attention": shape.mla is not None and shape.qk_norm != "none",
+        "multi-token prediction with learned positions": shape.mtp > 0
+        and shape.positions == "learned",
     }
     found = [name for name, there in missing.items() if there]
     if found:
         raise FivefoldError(
             f"model {shape.name!r} has {', '.join(found)}: it can be planned but not built; build "
-            "dense decoders with rotary, learned or no positions, rope kinds llama3 and linear, "
-            "qk_norm none or head, and sliding windows or none"
+            "decoders with rotary or no positions, or learned ones without multi-token prediction, "
+            "with qk_norm none, head or full, and with sliding windows or none"
         )

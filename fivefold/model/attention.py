@@ -36,13 +36,15 @@ class Attention(nn.Module):
     def __init__(self, shape: Shape, kind: Kind) -> None:
         super().__init__()
         queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        normed = shape.qk_norm == "head"
-        self.head_dim = shape.head_dim
+        self.head_dim, self.interleaved = shape.head_dim, shape.rope_interleaved
+        self.norms_heads = shape.qk_norm == "head"  # one by one, and not all of them together
+        normed = shape.qk_norm != "none"
+        widths = (shape.head_dim,) * 2 if self.norms_heads else (queries, keys)
         self.q = Linear(queries, shape.width, shape.qkv_bias, kind)
         self.k = Linear(keys, shape.width, shape.qkv_bias, kind)
         self.v = Linear(keys, shape.width, shape.qkv_bias, kind)
-        self.q_norm = Norm(shape.head_dim, False, shape, kind) if normed else None
-        self.k_norm = Norm(shape.head_dim, False, shape, kind) if normed else None
+        self.q_norm = Norm(widths[0], False, shape, kind) if normed else None
+        self.k_norm = Norm(widths[1], False, shape, kind) if normed else None
         self.out = Linear(shape.width, queries, shape.out_bias, kind)
         self.kernel: Kernel = causal_attention
 
@@ -55,10 +57,14 @@ class Attention(nn.Module):
         return self.out(out_BHSd.transpose(1, 2).flatten(2))
 
     def _heads(self, projected: Tensor, norm: Norm | None, context: Context) -> Tensor:
+        if norm is not None and not self.norms_heads:
+            projected = norm(projected)
         heads_BSHd = projected.unflatten(-1, (-1, self.head_dim))
-        if norm is not None:
+        if norm is not None and self.norms_heads:
             heads_BSHd = norm(heads_BSHd)
-        return heads_BSHd if context.rotary is None else rotate(heads_BSHd, context.rotary)
+        if context.rotary is None:
+            return heads_BSHd
+        return rotate(heads_BSHd, context.rotary, self.interleaved)
 
 
 def causal_attention(q_BHSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, info: AttentionInfo) -> Tensor:

@@ -5,8 +5,9 @@ Legend: B rows, S tokens of a row, R half of a head's width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
 NOT_COUNTED = -100  # the label of a token that has no loss
@@ -21,6 +22,33 @@ class TokenBatch:
     positions: Tensor  # (B, S) int64, place of a token in its document
     documents: Tensor | None = None  # (B, S) int64; None: each row is one document
     row: TokenBatch | None = None  # the whole rows, where this is a part of them
+    # For each depth of multi-token prediction: the tokens so far ahead, and what they predict.
+    ahead: tuple[tuple[Tensor, Tensor], ...] = ()
+
+
+def look_ahead(batch: TokenBatch, depth: int) -> TokenBatch:
+    """Whole rows with what multi-token prediction needs: at depth j, from 1, the token j places
+    behind each and the label of that token.
+
+    Never beyond a row, nor into another document: there the label is not counted.
+    """
+    return replace(batch, ahead=tuple(_shifted(batch, j) for j in range(1, depth + 1)))
+
+
+def _shifted(batch: TokenBatch, places: int) -> tuple[Tensor, Tensor]:
+    seq = batch.tokens.shape[1]
+    kept = max(seq - places, 0)
+    tokens, labels = torch.zeros_like(batch.tokens), torch.full_like(batch.labels, NOT_COUNTED)
+    tokens[:, :kept], labels[:, :kept] = (
+        batch.tokens[:, seq - kept :],
+        batch.labels[:, seq - kept :],
+    )
+    if batch.documents is not None:
+        documents = batch.documents
+        leaves = documents[:, :kept] != documents[:, seq - kept :]
+        tokens[:, :kept].masked_fill_(leaves, 0)
+        labels[:, :kept].masked_fill_(leaves, NOT_COUNTED)
+    return tokens, labels
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from fivefold.model.decoder import Decoder
 def compile_blocks(decoder: Decoder, backend: str = "inductor") -> None:
     """Compile every block and the loss in place; weights keep their names."""
     compiled = partial(torch.compile, fullgraph=True, backend=backend)
-    for block in decoder.blocks.values():
+    for block in decoder.all_blocks():
         block.forward = compiled(block.forward)
     if decoder.head is not None:
         decoder.head.cross_entropy = compiled(decoder.head.cross_entropy)

@@ -5,7 +5,7 @@ Parameter names are those of `core/weights.py` and global: a slice of blocks 4 t
 
 The seams, attributes that may be exchanged for callables of the same signature: `Linear.product`,
 `Norm.normalise`, `Attention.kernel`, `Embedding.lookup`, `Embedding.place`, `Head.product`,
-`Head.cross_entropy`, `Decoder.mask`, `Decoder.walk`.
+`Head.cross_entropy`, `Decoder.mask`, `Decoder.walk`, and those of experts in `model/moe.py`.
 
 Legend: B rows, S tokens, D model width.
 """
@@ -23,18 +23,24 @@ from fivefold.core.weights import weights
 from fivefold.model.attention import Attention, visible_keys_mask
 from fivefold.model.batch import AttentionInfo, Context, TokenBatch
 from fivefold.model.ends import Embedding, Head
+from fivefold.model.latent import LatentAttention
 from fivefold.model.layers import Kind, Mlp, Norm, rotary_tables
+from fivefold.model.moe import MoeMlp
+from fivefold.model.mtp import LOSS_WEIGHT, AheadLayer, Walk
 
 
 class Block(nn.Module):
     """One layer: attention, then the MLP, each behind its norm and beside the residual."""
 
-    def __init__(self, shape: Shape, kind: Kind) -> None:
+    def __init__(self, shape: Shape, i: int, kind: Kind) -> None:
         super().__init__()
+        latent, experts = shape.mla, shape.moe if shape.is_moe_layer(i) else None
         self.attention_norm = Norm(shape.width, shape.norm_bias, shape, kind)
-        self.attention = Attention(shape, kind)
+        self.attention = LatentAttention(shape, latent, kind) if latent else Attention(shape, kind)
         self.mlp_norm = Norm(shape.width, shape.norm_bias, shape, kind)
-        self.mlp = Mlp(shape, kind)
+        self.mlp = (
+            MoeMlp(shape, experts, kind) if experts else Mlp(shape, shape.ffn, shape.mlp_bias, kind)
+        )
 
     def forward(self, x_BSD: Tensor, context: Context) -> Tensor:
         attended_BSD = self.attention(self.attention_norm(x_BSD), context)
@@ -57,16 +63,20 @@ class Decoder(nn.Module):
         first, last = layers.start == 0, layers.stop == shape.layers
         self.shape, self.layers = shape, layers
         self.dropout = 0.0  # of embedding, attention and residual; training sets the shape's
-        self.embed = Embedding(shape, kind) if first else None
-        self.blocks = nn.ModuleDict({str(i): Block(shape, kind) for i in layers})
+        self.embed = Embedding(*self._embedding_weights(kind)) if first else None
+        self.blocks = nn.ModuleDict({str(i): Block(shape, i, kind) for i in layers})
         self.norm = Norm(shape.width, shape.norm_bias, shape, kind) if last else None
         self.head = Head(self._head_weight(kind)) if last else None
+        self.mtp = nn.ModuleDict(self._ahead(kind) if last else {})
         self.mask: Callable[[TokenBatch, int | None], Tensor | None] = visible_keys_mask
-        self.walk: Callable[[Iterable[nn.Module], Tensor, Context], Tensor] = walk_blocks
+        self.walk: Walk = walk_blocks
 
     def forward(self, inputs: Tensor, batch: TokenBatch) -> Tensor:
         """Token ids (B, S), or hidden states of the slice before, to hidden states, or to the
-        sum of the token losses where this slice has the head."""
+        sum of the token losses where this slice has the head.
+
+        In training, a model with multi-token prediction adds its weighted losses to that sum.
+        """
         x_BSD = inputs if self.embed is None else self.embed(inputs, batch)
         context = self.context(batch, x_BSD.dtype)
         if self.embed is not None:
@@ -74,7 +84,27 @@ class Decoder(nn.Module):
         x_BSD = self.walk(self.blocks.values(), x_BSD, context)
         if self.norm is None or self.head is None:
             return x_BSD
-        return self.head(self.norm(x_BSD), batch.labels)
+        x_BSD = self.norm(x_BSD)
+        loss = self.head(x_BSD, batch.labels)
+        if not self.training or not self.shape.mtp:
+            return loss
+        return loss + self._loss_ahead(x_BSD, batch, context)
+
+    def _loss_ahead(self, x_BSD: Tensor, batch: TokenBatch, context: Context) -> Tensor:
+        """The mean over the depths of their summed losses, weighted."""
+        assert len(batch.ahead) == self.shape.mtp, "give the batch of look_ahead"
+        assert self.head is not None
+        embed = self.mtp["embed"] if self.embed is None else self.embed
+        losses: list[Tensor] = []
+        for j, (tokens_BS, labels_BS) in enumerate(batch.ahead):
+            token_BSD = embed(tokens_BS, batch)
+            x_BSD = self.mtp[str(j)](x_BSD, token_BSD, context, self.walk)
+            losses.append(self.head(x_BSD, labels_BS))
+        return torch.stack(losses).mean() * LOSS_WEIGHT
+
+    def all_blocks(self) -> list[Block]:
+        """Every block in forward order, those of multi-token prediction too."""
+        return [each for each in self.modules() if isinstance(each, Block)]
 
     def context(self, batch: TokenBatch, dtype: torch.dtype) -> Context:
         """What the blocks share, for hidden states of `dtype`."""
@@ -86,6 +116,23 @@ class Decoder(nn.Module):
             return Context(info, rotary=None)
         wide = torch.promote_types(dtype, torch.float32)
         return Context(info, rotary_tables(self.shape, batch.positions, wide))
+
+    def _embedding_weights(self, kind: Kind) -> tuple[nn.Parameter, nn.Parameter | None]:
+        shape = self.shape
+        learned = shape.positions == "learned"
+        positions = kind.empty(shape.max_seq, shape.width) if learned else None
+        return kind.empty(shape.vocab, shape.width), positions
+
+    def _ahead(self, kind: Kind) -> dict[str, nn.Module]:
+        """The layers of multi-token prediction, and the embedding where this slice has no other."""
+        shape, layers = self.shape, dict[str, nn.Module]()
+        for j in range(shape.mtp):
+            layers[str(j)] = AheadLayer(shape, Block(shape, shape.layers, kind), kind)
+        if shape.mtp and self.embed is None:
+            assert self.head is not None
+            weight = self.head.weight if shape.tied else kind.empty(shape.vocab, shape.width)
+            layers["embed"] = Embedding(weight)
+        return layers
 
     def _head_weight(self, kind: Kind) -> nn.Parameter:
         if self.shape.tied and self.embed is not None:

@@ -14,9 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fivefold.core.shape import Shape
 from fivefold.model.batch import NOT_COUNTED, TokenBatch
-from fivefold.model.layers import Kind, Product, linear_product
+from fivefold.model.layers import Product, linear_product
 
 Lookup = Callable[[Tensor, Tensor], Tensor]
 Place = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -40,13 +39,11 @@ def summed_cross_entropy(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
 
 
 class Embedding(nn.Module):
-    """Tokens to vectors, with learned positions where the shape has them."""
+    """Tokens to vectors, with learned positions where there are any."""
 
-    def __init__(self, shape: Shape, kind: Kind) -> None:
+    def __init__(self, weight_VD: nn.Parameter, positions_PD: nn.Parameter | None = None) -> None:
         super().__init__()
-        self.weight = kind.empty(shape.vocab, shape.width)
-        learned = shape.positions == "learned"
-        self.positions = kind.empty(shape.max_seq, shape.width) if learned else None
+        self.weight, self.positions = weight_VD, positions_PD
         self.lookup: Lookup = embedding_lookup
         self.place: Place = add_positions
 

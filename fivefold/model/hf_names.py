@@ -1,12 +1,13 @@
 """Hugging Face weights in and out: one table of names read in both directions.
 
-Every weight of ours lies in exactly one tensor of theirs: under another name, perhaps transposed
-(GPT-2 stores inputs × outputs), perhaps as some of its rows (GPT-2 joins queries, keys and values).
+The names are those on disk. A weight of ours lies in one tensor of theirs: under another name,
+perhaps transposed (GPT-2 stores inputs × outputs), perhaps as some of its rows (GPT-2 joins
+queries, keys and values). Stacked experts lie in one tensor for each expert.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from fivefold.core.errors import BadFile, FivefoldError
 from fivefold.core.shape import Shape
-from fivefold.core.weights import Weight, weights
+from fivefold.core.weights import Weight, buffers, weights
 
 LLAMA_ENDS = {
     "embed.weight": "model.embed_tokens.weight",
@@ -50,26 +51,90 @@ GPT2_BLOCK = {
     "mlp.up": "mlp.c_fc",
     "mlp.down": "mlp.c_proj",
 }
-LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
+EXPERT = "{}"  # stands for the number of an expert in a name
+MOE = {
+    "mlp.router": "mlp.gate",
+    "mlp.experts.gate": f"mlp.experts.{EXPERT}.gate_proj",
+    "mlp.experts.up": f"mlp.experts.{EXPERT}.up_proj",
+    "mlp.experts.down": f"mlp.experts.{EXPERT}.down_proj",
+}
+MIXTRAL = {
+    "mlp.router": "block_sparse_moe.gate",
+    "mlp.experts.gate": f"block_sparse_moe.experts.{EXPERT}.w1",
+    "mlp.experts.up": f"block_sparse_moe.experts.{EXPERT}.w3",
+    "mlp.experts.down": f"block_sparse_moe.experts.{EXPERT}.w2",
+}
+QWEN2_MOE = MOE | {
+    "mlp.shared.gate": "mlp.shared_expert.gate_proj",
+    "mlp.shared.up": "mlp.shared_expert.up_proj",
+    "mlp.shared.down": "mlp.shared_expert.down_proj",
+    "mlp.shared_gate": "mlp.shared_expert_gate",
+}
+DEEPSEEK = MOE | {
+    "attention.q_down": "self_attn.q_a_proj",
+    "attention.q_latent_norm": "self_attn.q_a_layernorm",
+    "attention.q_up": "self_attn.q_b_proj",
+    "attention.kv_down": "self_attn.kv_a_proj_with_mqa",
+    "attention.kv_latent_norm": "self_attn.kv_a_layernorm",
+    "attention.kv_up": "self_attn.kv_b_proj",
+    "mlp.shared.gate": "mlp.shared_experts.gate_proj",
+    "mlp.shared.up": "mlp.shared_experts.up_proj",
+    "mlp.shared.down": "mlp.shared_experts.down_proj",
+    "mlp.router.bias": "mlp.gate.e_score_correction_bias",
+}
+# Of a layer behind the last one; its block has the names of any other.
+AHEAD = {
+    "token_norm": "enorm",
+    "hidden_norm": "hnorm",
+    "join": "eh_proj",
+    "norm": "shared_head.norm",
+}
+# What such a layer has once more, as published, and the weight of ours that it copies.
+AHEAD_COPIES = {"embed_tokens.weight": "embed.weight", "shared_head.head.weight": "head.weight"}
+# What a family adds to the names of a Llama block, or spells otherwise.
+LLAMA_LIKE: dict[str, dict[str, str]] = {
+    "llama": {},
+    "mistral": {},
+    "qwen2": {},
+    "qwen3": {},
+    "mixtral": MIXTRAL,
+    "qwen2_moe": QWEN2_MOE,
+    "qwen3_moe": MOE,
+    "olmoe": MOE,
+    "deepseek_v2": DEEPSEEK,
+    "deepseek_v3": DEEPSEEK,
+}
 # Causal masks and rotary tables that older files store beside the weights.
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
 @dataclass(frozen=True)
 class HfPlace:
-    """Where one weight of ours lies: in `name`, transposed or not, from row `start` on."""
+    """Where one weight of ours lies: in `name`, transposed or not, from row `start` on.
+
+    In the names of stacked experts, `EXPERT` stands for the number of each.
+    """
 
     name: str
     transposed: bool = False
     start: int = 0  # of the rows after transposing
 
+    def names(self, weight: Weight) -> list[str]:
+        """The tensor of the whole weight, or one for each expert."""
+        if EXPERT not in self.name:
+            return [self.name]
+        return [self.name.replace(EXPERT, str(expert)) for expert in range(weight.shape[0])]
+
 
 def to_hf(shape: Shape, name: str) -> HfPlace:
-    """The place of the weight with this global name."""
+    """The place of the weight or buffer with this global name."""
     if shape.family == "gpt2":
         return _gpt2_place(shape, name)
     if shape.family in LLAMA_LIKE:
-        return HfPlace(_renamed(name, LLAMA_ENDS, LLAMA_BLOCK, "model.layers"))
+        names = LLAMA_BLOCK | LLAMA_LIKE[shape.family]
+        if name.startswith("mtp."):
+            return HfPlace(_renamed_ahead(shape, name, names))
+        return HfPlace(_renamed(name, LLAMA_ENDS, names, "model.layers"))
     known = ", ".join(("gpt2", *LLAMA_LIKE))
     raise FivefoldError(
         f"model {shape.name!r} is of family {shape.family!r}, whose Hugging Face names are not "
@@ -83,20 +148,26 @@ def state_from_hf(shape: Shape, hf_state: Mapping[str, Tensor]) -> dict[str, Ten
     problems: list[str] = []
     state: dict[str, Tensor] = {}
     expected = {"lm_head.weight"} if shape.tied else set[str]()
-    for weight in weights(shape):
+    expected |= {copy for copy, _ in _copies(shape)}
+    for weight in (*weights(shape), *buffers(shape)):
         place = to_hf(shape, weight.name)
-        expected.add(place.name)
-        if place.name not in hf_state:
-            problems.append(f"{place.name} is missing: give all files of the model")
+        names = place.names(weight)
+        expected.update(names)
+        missing = [name for name in names if name not in hf_state]
+        problems += [f"{name} is missing: give all files of the model" for name in missing]
+        if missing:
             continue
-        whole = hf_state[place.name]
-        state[weight.name] = part = _part(whole, place, weight)
-        if tuple(part.shape) != weight.shape:
-            asked = tuple(reversed(weight.shape)) if place.transposed else weight.shape
-            problems.append(
-                f"{place.name} has shape {tuple(whole.shape)}, and the config asks for {asked}: "
-                "give the config of these weights"
-            )
+        parts = [_part(hf_state[name], place, weight) for name in names]
+        asked = weight.shape if len(names) == 1 else weight.shape[1:]
+        wrong = [name for name, part in zip(names, parts, strict=True) if part.shape != asked]
+        asked = tuple(reversed(asked)) if place.transposed else asked
+        problems += [
+            f"{name} has shape {tuple(hf_state[name].shape)}, and the config asks for {asked}: "
+            "give the config of these weights"
+            for name in wrong
+        ]
+        if not wrong:
+            state[weight.name] = parts[0] if EXPERT not in place.name else torch.stack(parts)
     extra = [name for name in hf_state if name not in expected and not name.endswith(BUFFERS)]
     problems += [f"{name} has no place in the model: check the config" for name in extra]
     if problems:
@@ -108,18 +179,30 @@ def state_to_hf(shape: Shape, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Their names to contiguous tensors; a tied head is written once, as the embedding."""
     rows: dict[str, list[Tensor]] = {}
     transposed: set[str] = set()
-    for weight in weights(shape):
+    for weight in (*weights(shape), *buffers(shape)):
         place = to_hf(shape, weight.name)
-        rows.setdefault(place.name, []).append(state[weight.name])
+        names, whole = place.names(weight), state[weight.name]
+        parts = [whole] if EXPERT not in place.name else whole.unbind()
+        for name, part in zip(names, parts, strict=True):
+            rows.setdefault(name, []).append(part)
         if place.transposed:
-            transposed.add(place.name)
+            transposed.update(names)
     joined = {
         name: parts[0] if len(parts) == 1 else torch.cat(parts) for name, parts in rows.items()
     }
-    return {
+    out = {
         name: (whole.T if name in transposed else whole).contiguous()
         for name, whole in joined.items()
     }
+    return out | {copy: out[name].clone() for copy, name in _copies(shape)}
+
+
+def _copies(shape: Shape) -> Iterator[tuple[str, str]]:
+    """Tensors that published files hold twice: the second name, and the first."""
+    for j in range(shape.mtp):
+        for copy, name in AHEAD_COPIES.items():
+            ours = "embed.weight" if shape.tied else name
+            yield f"model.layers.{shape.layers + j}.{copy}", to_hf(shape, ours).name
 
 
 def _part(whole: Tensor, place: HfPlace, weight: Weight) -> Tensor:
@@ -145,8 +228,22 @@ def _renamed(name: str, ends: Mapping[str, str], block: Mapping[str, str], block
         return ends[name]
     if module in ends:
         return f"{ends[module]}.{last}"
-    _, i, inner = module.split(".", 2)
-    return f"{blocks}.{i}.{block[inner]}.{last}"
+    _, i, inner = name.split(".", 2)
+    return f"{blocks}.{i}.{_within_block(inner, block)}"
+
+
+def _renamed_ahead(shape: Shape, name: str, block: Mapping[str, str]) -> str:
+    """Layers of multi-token prediction are numbered behind the last one."""
+    _, j, inner = name.split(".", 2)
+    names = AHEAD if not inner.startswith("block.") else block
+    return (
+        f"model.layers.{shape.layers + int(j)}.{_within_block(inner.removeprefix('block.'), names)}"
+    )
+
+
+def _within_block(inner: str, names: Mapping[str, str]) -> str:
+    module, _, last = inner.rpartition(".")
+    return names[inner] if inner in names else f"{names[module]}.{last}"
 
 
 def _with_prefix(shape: Shape, hf_state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

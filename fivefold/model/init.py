@@ -16,7 +16,7 @@ from fivefold.core.weights import Weight, by_name
 from fivefold.model.decoder import Decoder
 
 SPREAD = 0.02  # standard deviation, that of GPT-2
-RESIDUAL = (".attention.out.weight", ".mlp.down.weight")
+RESIDUAL = (".attention.out.weight", ".down.weight")  # of MLPs and of experts
 
 
 def initial(
@@ -47,9 +47,11 @@ def initial(
 
 
 def init_weights(decoder: Decoder, shape: Shape, seed: int) -> None:
-    """Fill every parameter of a plain decoder, or of a slice of one."""
+    """Fill every parameter of a plain decoder, or of a slice of one; buffers are zero."""
     table = by_name(shape)
     with torch.no_grad():
+        for buffer in decoder.buffers():
+            buffer.zero_()
         for name, parameter in decoder.named_parameters():
             parameter.copy_(initial(table[name], shape, seed, parameter.dtype, parameter.device))
 

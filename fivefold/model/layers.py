@@ -80,9 +80,9 @@ class Norm(nn.Module):
 class Mlp(nn.Module):
     """Up, activation (gated or not), down."""
 
-    def __init__(self, shape: Shape, kind: Kind) -> None:
+    def __init__(self, shape: Shape, ffn: int, bias: bool, kind: Kind) -> None:
         super().__init__()
-        width, ffn, bias = shape.width, shape.ffn, shape.mlp_bias
+        width = shape.width
         self.gate = Linear(ffn, width, bias, kind) if shape.gated else None
         self.up = Linear(ffn, width, bias, kind)
         self.down = Linear(width, ffn, bias, kind)
@@ -112,19 +112,22 @@ def rotary_tables(shape: Shape, positions_BS: Tensor, dtype: torch.dtype) -> tup
     frequencies_R = rotary_frequencies(shape, dtype, positions_BS.device)
     angles_BSR = positions_BS.to(dtype)[..., None] * frequencies_R
     angles_BS1R = angles_BSR[:, :, None, :]
-    return angles_BS1R.cos(), angles_BS1R.sin()
+    scale = 1.0 if shape.rope is None else _yarn_scale(shape.rope)
+    return angles_BS1R.cos() * scale, angles_BS1R.sin() * scale
 
 
 def rotary_frequencies(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Angle per position of each pair of a head, stretched as the shape's `rope` says."""
-    steps_R = torch.arange(0, shape.head_dim, 2, dtype=dtype, device=device)
-    frequencies_R = 1.0 / shape.rope_theta ** (steps_R / shape.head_dim)
+    width = shape.head_dim if shape.mla is None else shape.mla.rope_dim
+    steps_R = torch.arange(0, width, 2, dtype=dtype, device=device)
+    frequencies_R = 1.0 / shape.rope_theta ** (steps_R / width)
     if shape.rope is None:
         return frequencies_R
     if shape.rope.kind == "linear":
         return frequencies_R / shape.rope.factor
-    assert shape.rope.kind == "llama3", "other kinds are refused by core/weights.py"
-    return _llama3_stretch(frequencies_R, shape.rope)
+    if shape.rope.kind == "llama3":
+        return _llama3_stretch(frequencies_R, shape.rope)
+    return _yarn_stretch(frequencies_R, shape.rope, shape.rope_theta)
 
 
 def _llama3_stretch(frequencies_R: Tensor, rope: Rope) -> Tensor:
@@ -138,9 +141,51 @@ def _llama3_stretch(frequencies_R: Tensor, rope: Rope) -> Tensor:
     return (1 - kept_R) * frequencies_R / rope.factor + kept_R * frequencies_R
 
 
-def rotate(x_BSHd: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn each pair (i, i + R) of a head by its token's angle, in the tables' precision."""
+def _yarn_stretch(frequencies_R: Tensor, rope: Rope, theta: float) -> Tensor:
+    """As llama3, but the blend is linear in the number of the pair, between whole pairs.
+
+    Source: YaRN, arXiv:2309.00071, section 3.2, with its released code's rounding of the ends.
+    """
+    pairs = len(frequencies_R)
+
+    def pair_that_turns(times: float) -> float:
+        """The pair, as a fraction, that turns so often in an original sequence."""
+        return pairs * math.log(rope.original_seq / (2 * math.pi * times)) / math.log(theta)
+
+    first = max(math.floor(pair_that_turns(rope.beta_fast)), 0)
+    last = min(math.ceil(pair_that_turns(rope.beta_slow)), 2 * pairs - 1)
+    numbers_R = torch.arange(pairs, dtype=frequencies_R.dtype, device=frequencies_R.device)
+    # A ramp of no length is a step behind its pair.
+    stretched_R = ((numbers_R - first) / max(last - first, 1e-3)).clamp(0.0, 1.0)
+    return stretched_R * frequencies_R / rope.factor + (1 - stretched_R) * frequencies_R
+
+
+def _yarn_scale(rope: Rope) -> float:
+    """What YaRN multiplies rotated queries and keys by; DeepSeek divides two such factors."""
+    if rope.kind != "yarn":
+        return 1.0
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return yarn_mscale(rope.factor, rope.mscale) / yarn_mscale(rope.factor, rope.mscale_all_dim)
+    return yarn_mscale(rope.factor, 1.0)
+
+
+def yarn_mscale(factor: float, mscale: float) -> float:
+    """YaRN's temperature of attention for positions that are stretched by `factor`."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def rotate(x_BSHd: Tensor, rotary: tuple[Tensor, Tensor], interleaved: bool = False) -> Tensor:
+    """Turn each pair of a head by its token's angle, in the tables' precision.
+
+    Pairs are (i, i + R), or (2i, 2i + 1) where they are interleaved; these leave as (i, i + R),
+    which no product of a query with a key can tell.
+    """
     cos_BS1R, sin_BS1R = rotary
-    first, second = x_BSHd.chunk(2, dim=-1)
+    if interleaved:
+        first, second = x_BSHd.unflatten(-1, (-1, 2)).unbind(-1)
+    else:
+        first, second = x_BSHd.chunk(2, dim=-1)
     turned = (first * cos_BS1R - second * sin_BS1R, second * cos_BS1R + first * sin_BS1R)
     return torch.cat(turned, dim=-1).to(x_BSHd.dtype)

@@ -54,7 +54,7 @@ def apply(decoder: Decoder, kind: Recompute, blocks: int = 1, keeps_attention: b
     if kind == "full":
         decoder.walk = partial(_walk_segments, blocks)
     elif kind == "selective":
-        for block in decoder.blocks.values():
+        for block in decoder.all_blocks():
             kept = KEPT if keeps_attention else KEPT - ATTENTION
             block.forward = partial(_run_selectively, kept, block.forward)
 

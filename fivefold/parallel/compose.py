@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,12 +13,12 @@ from fivefold.core.schedule.action import INPUT_GRAD, Action
 from fivefold.core.schedule.transfers import merged
 from fivefold.core.traffic import units_of
 from fivefold.core.units import Row
-from fivefold.core.weights import Piece, Weight, by_name, piece
+from fivefold.core.weights import Piece, Weight, by_name, held_by
 from fivefold.model import recompute
-from fivefold.model.batch import TokenBatch
+from fivefold.model.batch import TokenBatch, look_ahead
 from fivefold.model.decoder import Decoder, from_config
 from fivefold.model.init import initial
-from fivefold.parallel import context, tensor
+from fivefold.parallel import context, expert, tensor
 from fivefold.parallel.chunk import Chunk
 from fivefold.parallel.data import Blocks, Data
 from fivefold.parallel.deferred import Queue
@@ -50,9 +50,10 @@ class Job:
 
     def copies(self, owned: Owned) -> int:
         """How many times the job holds this very part of a weight."""
-        sliced = self.plan.layout.zero >= 1 and self.mesh.size("fsdp") > 1
-        data = self.mesh.size("replicate" if sliced else "dp-cp")
-        return self.pieces[owned.row.name].copies * data * self._stages(owned.row.name)
+        shard, everyone = ("edp", "edp") if owned.row.expert else ("fsdp", "dp-cp")
+        sliced = self.plan.layout.zero >= 1 and self.mesh.size(shard) > 1
+        copies = self.mesh.size(everyone) // (self.mesh.size(shard) if sliced else 1)
+        return self.pieces[owned.row.name].copies * copies * self._stages(owned.row.name)
 
     def _stages(self, name: str) -> int:
         """How many stages hold a weight: both directions have it, and both ends if it is tied."""
@@ -62,12 +63,14 @@ class Job:
     def local(self, batch: TokenBatch) -> TokenBatch:
         """What this rank holds of the rows of its data rank."""
         coord = self.plan.layout.coord(self.mesh.rank).cp
+        batch = look_ahead(batch, self.plan.shape.mtp)
         return context.shard(batch, self.plan.split, self.plan.padded_seq, coord)
 
     def is_tied(self, name: str) -> bool:
         """Whether first and last stage each have a copy of this weight."""
-        split = len(self.plan.stages) > 1
-        return split and self.plan.shape.tied and self.table[name].name == "embed.weight"
+        split, shape = len(self.plan.stages) > 1, self.plan.shape
+        shared = shape.tied or shape.mtp > 0
+        return split and shared and self.table[name].name == "embed.weight"
 
 
 def compose(
@@ -83,16 +86,13 @@ def compose(
     """Build one rank: for each of its stages the plain model, then split backward, tensor,
     recomputation and data; and the pipeline around them."""
     shape, layout, schedule = plan.shape, plan.layout, plan.schedule
-    table, place = by_name(shape), mesh.place(tensor.AXIS)
-    pieces = {
-        name: piece(weight, shape, layout.tp, layout.sp, place) for name, weight in table.items()
-    }
+    table, coord = by_name(shape), layout.coord(mesh.rank)
+    pieces = {name: held_by(weight, shape, layout, coord) for name, weight in table.items()}
     options = Options(
         layout.zero,
         grad_dtype,
         offload,
         without_weights=frozenset({"embed"}),
-        keeps_weights=plan.gather == "step",
         backward_follows=layout.pp == 1,
         past_autograd=_splits(plan),
     )
@@ -108,12 +108,14 @@ def compose(
             queue.defer(model)
         repeats = plan.recompute.kind == "full"
         add = torch.add if queue is None else queue.add
-        kind = plan.recompute.kind
+        kind, layers = plan.recompute.kind, plan.stages[stage]
+        expert.spread(model, mesh, phase, layout.sp, kind)
         context.split_rows(model, mesh, phase, plan.split, plan.padded_seq, kind)
         tensor.split(model, mesh, phase, layout.sp, recompute_repeats=repeats, add=add)
         recompute.apply(model, kind, plan.recompute.blocks, keeps_attention=layout.cp == 1)
         units = units_of(plan, stage, dtype.itemsize, bucket)
-        data = Data(model, blocks_of(model), units, mesh, options, fill, phase)
+        keeps = replace(options, keeps_weights=not plan.gathers_each_time(layers))
+        data = Data(model, blocks_of(model), units, mesh, keeps, fill, phase)
         return Chunk(stage, model, data, queue)
 
     chunks = tuple(chunk(stage) for stage in schedule.placement.held(mesh.place(PIPELINE)))
@@ -141,4 +143,6 @@ def blocks_of(model: Decoder) -> Blocks:
     middle = {f"blocks.{name}": [block] for name, block in model.blocks.items()}
     if model.norm is None or model.head is None:
         return {**embed, **middle}
-    return {**embed, **middle, "head": [model.norm, model.head]}
+    copy = [model.mtp["embed"]] if "embed" in model.mtp else []
+    ahead = {f"mtp.{name}": [*copy, layer] for name, layer in model.mtp.items() if name != "embed"}
+    return {**embed, **middle, "head": [model.norm, model.head], **ahead}

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed._functional_collectives as functional
+import torch.nn.functional as F
 from torch import Tensor
 
 from fivefold.core.context import Call, Ranges, Split, calls
@@ -49,7 +50,8 @@ def shard(batch: TokenBatch, split: Split, seq: int, coord: int) -> TokenBatch:
         each[:, index] for each in (whole.tokens, whole.labels, whole.positions)
     )
     documents = None if whole.documents is None else whole.documents[:, index]
-    return TokenBatch(tokens, labels, positions, documents, whole)
+    ahead = tuple((token[:, index], label[:, index]) for token, label in whole.ahead)
+    return TokenBatch(tokens, labels, positions, documents, whole, ahead)
 
 
 def _padded(batch: TokenBatch, missing: int) -> TokenBatch:
@@ -61,11 +63,18 @@ def _padded(batch: TokenBatch, missing: int) -> TokenBatch:
     documents = batch.documents
     if documents is not None:
         documents = torch.cat([documents, torch.full_like(more, -1)], dim=1)
+
+    def padded(tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        return (
+            torch.cat([tokens, torch.zeros_like(more)], dim=1),
+            torch.cat([labels, torch.full_like(more, NOT_COUNTED)], dim=1),
+        )
+
     return TokenBatch(
-        torch.cat([batch.tokens, torch.zeros_like(more)], dim=1),
-        torch.cat([batch.labels, torch.full_like(more, NOT_COUNTED)], dim=1),
+        *padded(batch.tokens, batch.labels),
         torch.cat([batch.positions, more], dim=1),
         documents,
+        ahead=tuple(padded(*each) for each in batch.ahead),
     )
 
 
@@ -76,7 +85,7 @@ def split_rows(
     if split.inner * split.outer == 1:
         return
     decoder.mask = _no_mask
-    for block in decoder.blocks.values():
+    for block in decoder.all_blocks():
         block.attention.kernel = ContextAttention(mesh, phase, split, seq, recompute)
 
 
@@ -101,6 +110,9 @@ class ContextAttention:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, info: AttentionInfo) -> Tensor:
         if info.dropout:
             raise FivefoldError("attention over cp ranks cannot drop pairs: set dropout to 0")
+        spare = k.shape[-1] - v.shape[-1]
+        if spare:  # latent attention: keys and values travel together, and kernels want one width
+            return self(q, k, F.pad(v, (0, spare)), info)[..., :-spare]
         if self.split.inner == 1:
             return _Attention.apply(q, k, v, self, info)
         copies = math.lcm(k.shape[HEADS], self.split.inner) // k.shape[HEADS]

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from fivefold.model.decoder import Decoder
 from fivefold.model.ends import Embedding, Head
 from fivefold.model.layers import Linear, Norm, layer_norm, rms_norm
+from fivefold.model.moe import Router, Stack, grouped_product
 
 
 class Sink(Protocol):
@@ -77,6 +78,10 @@ class Queue:
         for module in decoder.modules():
             if isinstance(module, Linear | Head):
                 module.product = self.linear
+            elif isinstance(module, Router):
+                module.product = self.wide_linear
+            elif isinstance(module, Stack):
+                module.product = self.grouped
             elif isinstance(module, Norm):
                 module.normalise = partial(self.norm, _UNSCALED[module.normalise])
             elif isinstance(module, Embedding):
@@ -84,6 +89,13 @@ class Queue:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return _Linear.apply(x, weight, bias, self)
+
+    def wide_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """In float32 or wider, as a router wants it."""
+        return _Linear.apply(x.to(torch.promote_types(x.dtype, torch.float32)), weight, bias, self)
+
+    def grouped(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        return _Grouped.apply(x, weight, ends, self)
 
     def norm(
         self, unscaled: _Unscaled, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float
@@ -115,13 +127,13 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, queue: Queue) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias, ctx.queue = weight, bias, queue
-        return F.linear(x, weight, bias)
+        return F.linear(x, weight.to(x.dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         (x,), (slope,) = ctx.saved_tensors, gradients
         ctx.queue.put(partial(_linear_work, ctx.weight, ctx.bias, slope, x))
-        return slope @ ctx.weight, None, None, None
+        return slope @ ctx.weight.to(slope.dtype), None, None, None
 
 
 def _linear_work(
@@ -131,6 +143,34 @@ def _linear_work(
     sink.add_product(weight, slope_NO, x.reshape(-1, x.shape[-1]))
     if bias is not None:
         sink.add_gradient(bias, slope_NO.sum(0))
+
+
+class _Grouped(torch.autograd.Function):
+    """The same linear of every expert: rows are sorted by expert, up to its end."""
+
+    @staticmethod
+    def forward(ctx: Any, x_MI: Tensor, weight_EOI: Tensor, ends_E: Tensor, queue: Queue) -> Tensor:
+        ctx.save_for_backward(x_MI, ends_E)
+        ctx.weight, ctx.queue = weight_EOI, queue
+        return grouped_product(x_MI, weight_EOI, ends_E)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        (x_MI, ends_E), (slope_MO,) = ctx.saved_tensors, gradients
+        slope_MO = slope_MO.contiguous()
+        ctx.queue.put(partial(_grouped_work, ctx.weight, slope_MO, x_MI, ends_E))
+        back = grouped_product(slope_MO, ctx.weight.transpose(1, 2), ends_E)
+        return back, None, None, None
+
+
+def _grouped_work(
+    weight_EOI: nn.Parameter, slope_MO: Tensor, x_MI: Tensor, ends_E: Tensor, sink: Sink
+) -> None:
+    with torch.enable_grad():
+        stand_in = torch.zeros_like(weight_EOI, requires_grad=True)
+        product = grouped_product(x_MI, stand_in, ends_E)
+    (gradient,) = torch.autograd.grad(product, stand_in, slope_MO)
+    sink.add_gradient(weight_EOI, gradient)
 
 
 class _Scale(torch.autograd.Function):

@@ -26,7 +26,7 @@ from fivefold.core.schedule.transfers import channels, twins
 from fivefold.core.schedule.value import Schedule
 
 # The groups that a step may use; `replica` joins the tp ranks that hold the same KV heads.
-AXES = ("tp", "fsdp", "replicate", "dp-cp", "pp")
+AXES = ("tp", "fsdp", "replicate", "dp-cp", "pp", "ep", "etp", "edp")
 WORLD, PIPELINE, TWIN, RING, ULYSSES = "world", "pp", "twin", "ring", "ulysses"
 # torch 2.13 renamed both, and warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)

@@ -29,8 +29,9 @@ from torch import Tensor, nn
 from fivefold.core.weights import Piece
 from fivefold.model.batch import NOT_COUNTED
 from fivefold.model.decoder import Decoder
-from fivefold.model.ends import Lookup, Place
+from fivefold.model.ends import Embedding, Lookup, Place
 from fivefold.model.layers import Product
+from fivefold.model.moe import MoeMlp
 from fivefold.parallel.mesh import Mesh, Phase
 from fivefold.parallel.wires import Wires
 
@@ -41,6 +42,9 @@ SEQUENCE = 1  # the dim of the tokens in (B, S, D)
 
 def cut(whole: Tensor, held: Piece) -> Tensor:
     """This rank's piece of a weight; a vocabulary is padded with zeros."""
+    if held.inner is not None:
+        dim, start, stop = held.inner
+        whole = whole.narrow(dim, start, stop - start)
     if held.dim is None:
         return whole
     stop = min(held.stop, whole.shape[held.dim])
@@ -62,14 +66,16 @@ def split(
     if mesh.size(AXIS) == 1:
         return
     wires = _Wires(mesh, AXIS, phase, sp, recompute_repeats, SEQUENCE)
-    for block in decoder.blocks.values():
-        for module in (block.attention, block.mlp):
-            module.register_forward_pre_hook(wires.before)
-        for row in (block.attention.out, block.mlp.down):
-            row.product = partial(wires.row_product, row.product, add)
-    if decoder.embed is not None:
-        decoder.embed.lookup = partial(wires.lookup, decoder.embed.lookup)
-        decoder.embed.place = partial(wires.add_positions, decoder.embed.place)
+    for block in decoder.all_blocks():
+        # Experts are another dimension: they work on the tokens that a rank has.
+        mlp = block.mlp.shared if isinstance(block.mlp, MoeMlp) else block.mlp
+        for module, row in ((block.attention, block.attention.out), (mlp, mlp and mlp.down)):
+            if module is not None and row is not None:
+                module.register_forward_pre_hook(wires.before)
+                row.product = partial(wires.row_product, row.product, add)
+    for embed in (each for each in decoder.modules() if isinstance(each, Embedding)):
+        embed.lookup = partial(wires.lookup, embed.lookup)
+        embed.place = partial(wires.add_positions, embed.place)
     if decoder.head is not None:
         decoder.head.register_forward_pre_hook(wires.before)
         decoder.head.cross_entropy = _VocabularyLoss(wires, decoder.shape.vocab)

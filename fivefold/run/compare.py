@@ -104,6 +104,10 @@ def expected(whole: NDArray[np.generic], part: Part) -> NDArray[np.generic]:
     """What the part should be: the rank's piece, padded with zeros, and of that a flat range."""
     held, size = part.piece, part.values.size
     cut = whole
+    if held.inner is not None:
+        dim, start, stop = held.inner
+        cut = cut[(slice(None),) * dim + (slice(start, stop),)]
+        whole = cut
     if held.dim is not None:
         index = [slice(None)] * whole.ndim
         index[held.dim] = slice(held.start, held.stop)

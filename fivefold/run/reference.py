@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fivefold.core.shape import Shape
-from fivefold.model.batch import NOT_COUNTED, TokenBatch
+from fivefold.model.batch import NOT_COUNTED, TokenBatch, look_ahead
 from fivefold.model.decoder import Decoder, from_config
 from fivefold.model.init import init_weights
 from fivefold.run.optimizer import Name
@@ -135,6 +135,7 @@ def _updated(model: Decoder, updater: torch.optim.Optimizer, loss: float) -> Tru
 
 def _step(model: Decoder, updater: torch.optim.Optimizer, batch: TokenBatch) -> Truth:
     updater.zero_grad()
+    batch = look_ahead(batch, model.shape.mtp)
     loss = model(batch.tokens, batch) / (batch.labels != NOT_COUNTED).sum().clamp(min=1)
     loss.backward()
     gradients = {name: as_array(one.grad) for name, one in model.named_parameters()}

@@ -94,9 +94,6 @@ def runnable(wishes: Wishes) -> Plan:
 
 
 def _require_covered(layout: Layout) -> None:
-    over = [axis for axis in ("ep", "etp") if getattr(layout, axis) > 1]
-    if over:
-        raise FivefoldError(f"verify runs dp, tp, pp and cp so far: set {', '.join(over)} to 1")
     if layout.world > _MOST_RANKS:
         raise FivefoldError(
             f"verify forks a process for every rank, and {layout.world} are too many for one "

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from fivefold.core.shape import Shape
-from fivefold.model.batch import TokenBatch
+from fivefold.core.shape import Mla, Moe, Rope, Shape
+from fivefold.model.batch import TokenBatch, look_ahead
 from fivefold.model.decoder import Decoder, from_config
 from fivefold.model.init import init_weights
 
@@ -42,6 +44,44 @@ GPT = Shape(
     dropout=0.1,
 )
 
+MOE = replace(
+    LLAMA,
+    name="small-moe",
+    moe=Moe(experts=6, top_k=2, ffn=16, shared=1, shared_ffn=12, first_dense=1, renormalise=True),
+)
+# All that DeepSeek-V3 has: latents, groups, sigmoids, a bias, one token further ahead.
+DEEPSEEK = Shape(
+    name="small-deepseek",
+    family="deepseek_v3",
+    layers=3,
+    width=24,
+    heads=4,
+    kv_heads=4,
+    head_dim=10,
+    ffn=40,
+    vocab=67,
+    max_seq=64,
+    rope_interleaved=True,
+    rope=Rope("yarn", 40.0, 256, mscale=0.707, mscale_all_dim=1.0),
+    mla=Mla(kv_rank=12, nope_dim=6, rope_dim=4, value_dim=8, q_rank=14),
+    moe=Moe(
+        experts=8,
+        top_k=3,
+        ffn=16,
+        shared=1,
+        shared_ffn=16,
+        first_dense=1,
+        score="sigmoid",
+        renormalise=True,
+        scaling=2.5,
+        groups=4,
+        groups_kept=2,
+        group_score="top2",
+        bias=True,
+    ),
+    mtp=1,
+)
+
 
 def filled(shape: Shape, dtype: torch.dtype = torch.float64, seed: int = 0) -> Decoder:
     """A decoder with initial values; norms and biases are shaken so that none is 1 or 0."""
@@ -52,6 +92,8 @@ def filled(shape: Shape, dtype: torch.dtype = torch.float64, seed: int = 0) -> D
         for parameter in decoder.parameters():
             shake = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             parameter.add_(0.1 * shake.to(dtype))
+        for buffer in decoder.buffers():
+            buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
     return decoder
 
 
@@ -64,7 +106,8 @@ def batch_of(
     labels = tokens[:, 1:].clone()
     labels[0, 3:5] = -100
     positions = torch.arange(seq).expand(rows, seq)
-    return TokenBatch(tokens[:, :-1], labels, positions, documents)
+    batch = TokenBatch(tokens[:, :-1], labels, positions, documents)
+    return look_ahead(batch, shape.mtp)
 
 
 def gradients(decoder: Decoder, batch: TokenBatch) -> dict[str, torch.Tensor]:

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from small import GPT, LLAMA, batch_of, filled, gradients
+from small import DEEPSEEK, GPT, LLAMA, MOE, batch_of, filled, gradients
 from torch import nn
 
 from fivefold.core import models
 from fivefold.core.errors import FivefoldError
 from fivefold.core.shape import Rope, Shape
-from fivefold.core.weights import by_name, weights
+from fivefold.core.weights import buffers, by_name, weights
 from fivefold.model.batch import AttentionInfo, TokenBatch
 from fivefold.model.decoder import Decoder, from_config
 from fivefold.model.layers import rotary_frequencies, rotate
@@ -34,12 +34,19 @@ def logits_of(decoder: Decoder, batch: TokenBatch) -> torch.Tensor:
     return logits.unflatten(0, batch.tokens.shape)
 
 
-@pytest.mark.parametrize("name", ["llama-3.1-405b", "gpt2-xl", "qwen2-7b", "qwen3-4b"])
+BUILT = ["llama-3.1-405b", "gpt2-xl", "qwen2-7b", "qwen3-4b", "tiny-moe", "qwen2-57b-a14b"]
+BUILT += ["olmoe-1b-7b", "deepseek-v2-lite", "deepseek-v3"]
+
+
+@pytest.mark.parametrize("name", BUILT)
 def test_parameters_are_those_of_the_table(name: str) -> None:
     shape = models.load(name)
     decoder = from_config(shape, device="meta", dtype=torch.bfloat16)
     ours = [(name, tuple(each.shape)) for name, each in decoder.named_parameters()]
     assert ours == [(one.name, one.shape) for one in weights(shape)]
+    kept = [(name, tuple(each.shape)) for name, each in decoder.named_buffers()]
+    assert kept == [(one.name, one.shape) for one in buffers(shape)]
+    assert all(each.dtype == torch.float32 for each in decoder.buffers())
     assert all(each.is_meta and each.dtype == torch.bfloat16 for each in decoder.parameters())
 
 
@@ -76,13 +83,19 @@ def test_the_loss_of_a_narrow_model_is_float32() -> None:
     assert filled(LLAMA, torch.bfloat16)(batch.tokens, batch).dtype == torch.float32
 
 
-@pytest.mark.parametrize("shape", [LLAMA, GPT], ids=lambda shape: shape.name)
+TIED_AHEAD = replace(DEEPSEEK, name="tied", tied=True, mtp=2)
+
+
+@pytest.mark.parametrize(
+    "shape", [LLAMA, GPT, MOE, DEEPSEEK, TIED_AHEAD], ids=lambda shape: shape.name
+)
 def test_slices_joined_are_the_whole_to_the_bit(shape: Shape) -> None:
     whole, batch = filled(shape), batch_of(shape)
     x = batch.tokens
     for layers in (range(1), range(1, shape.layers)):
         stage = from_config(shape, dtype=F64, layers=layers)
-        own = dict(whole.named_parameters(remove_duplicate=False))
+        own = whole.state_dict()
+        own["mtp.embed.weight"] = own["embed.weight"]
         stage.load_state_dict({name: own[name] for name in stage.state_dict()})
         x = stage(x, batch)
     assert torch.equal(x, whole(batch.tokens, batch))
@@ -224,7 +237,9 @@ def test_dropout_is_off_until_set_and_off_in_evaluation() -> None:
 @DYNAMO_LOOKS
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize(
-    "shape", [LLAMA, QWEN3, GPT, replace(LLAMA, window=5)], ids=["llama", "qwen3", "gpt", "window"]
+    "shape",
+    [LLAMA, QWEN3, GPT, replace(LLAMA, window=5)],
+    ids=["llama", "qwen3", "gpt", "window"],
 )
 def test_a_block_compiles_as_one_graph_once(shape: Shape, backend: str) -> None:
     torch._dynamo.reset()
@@ -243,5 +258,6 @@ def test_a_block_compiles_as_one_graph_once(shape: Shape, backend: str) -> None:
 
 
 def test_every_name_has_a_weight() -> None:
-    last = from_config(replace(GPT, layers=3), layers=range(2, 3), device="meta")
-    assert set(dict(last.named_parameters())) <= set(by_name(replace(GPT, layers=3)))
+    for shape in (replace(GPT, layers=3), DEEPSEEK, TIED_AHEAD):
+        last = from_config(shape, layers=range(2, 3), device="meta")
+        assert set(dict(last.named_parameters())) <= set(by_name(shape))

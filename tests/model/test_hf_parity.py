@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from small import batch_of
 from torch.overrides import TorchFunctionMode
 
@@ -19,6 +23,7 @@ from fivefold.core.shape import Shape
 from fivefold.core.weights import weights
 from fivefold.model.decoder import Decoder, from_config
 from fivefold.model.hf_names import state_from_hf, state_to_hf, to_hf
+from fivefold.model.moe import Router
 
 F64 = torch.float64
 LLAMA3_ROPE = {
@@ -39,6 +44,33 @@ SIZES = {
     "max_position_embeddings": 64,
 }
 QWEN = {**SIZES, "use_sliding_window": False}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+# Their defaults are not where they differ: one pair in the ramp, another temperature for each part.
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 40.0,
+    "original_max_position_embeddings": 256,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 0.707,
+    "mscale_all_dim": 1.0,
+}
+LATENT = {
+    **SIZES,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 14,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 24,
+    "rms_norm_eps": 1e-4,
+}
 CONFIGS: dict[str, Callable[[], Any]] = {
     "gpt2": lambda: transformers.GPT2Config(
         n_embd=32,
@@ -59,6 +91,47 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=7),
     "qwen2": lambda: transformers.Qwen2Config(**QWEN, tie_word_embeddings=True),
     "qwen3": lambda: transformers.Qwen3Config(**QWEN, head_dim=16),
+    "mixtral": lambda: transformers.MixtralConfig(
+        **SIZES, num_local_experts=6, num_experts_per_tok=3, sliding_window=7
+    ),
+    "qwen2-moe": lambda: transformers.Qwen2MoeConfig(
+        **QWEN, **EXPERTS, shared_expert_intermediate_size=20, norm_topk_prob=False
+    ),
+    "qwen3-moe": lambda: transformers.Qwen3MoeConfig(
+        **QWEN, **EXPERTS, head_dim=16, norm_topk_prob=True, mlp_only_layers=[0]
+    ),
+    # The gradient of a padding token's embedding is zero there.
+    "olmoe": lambda: transformers.OlmoeConfig(
+        **SIZES, num_experts=6, num_experts_per_tok=3, pad_token_id=None, eos_token_id=0
+    ),
+    "deepseek-v2": lambda: transformers.DeepseekV2Config(
+        **LATENT,
+        q_lora_rank=20,
+        topk_method="group_limited_greedy",
+        topk_group=3,
+        routed_scaling_factor=16.0,
+        rope_parameters=YARN,
+    ),
+    "deepseek-v2-lite": lambda: transformers.DeepseekV2Config(
+        **LATENT, q_lora_rank=None, topk_method="greedy", attention_bias=True
+    ),
+    "deepseek-v3": lambda: transformers.DeepseekV3Config(
+        **LATENT,
+        q_lora_rank=20,
+        topk_group=2,
+        routed_scaling_factor=2.5,
+        norm_topk_prob=True,
+        num_nextn_predict_layers=0,
+        rope_parameters=YARN,
+    ),
+    "deepseek-v3-halves": lambda: transformers.DeepseekV3Config(
+        **LATENT,
+        q_lora_rank=20,
+        topk_group=2,
+        num_nextn_predict_layers=0,
+        rope_interleave=False,
+        rope_parameters=YARN | {"mscale": 0.0, "mscale_all_dim": 0.0},
+    ),
 }
 
 
@@ -90,19 +163,35 @@ def pair(name: str) -> Pair:
     config = CONFIGS[name]()
     with Float64Everywhere():
         theirs = transformers.AutoModelForCausalLM.from_config(
-            config, attn_implementation="eager"
+            config, attn_implementation="eager", experts_implementation="eager"
         ).double()
     theirs.eval()  # GPT-2 has dropout
     with torch.no_grad():
         for each in theirs.parameters():
             each.add_(0.1 * torch.randn_like(each))  # norms and biases must not be 1 and 0
+        for each_name, each in theirs.named_buffers():
+            if each_name.endswith("e_score_correction_bias"):
+                each.copy_(0.1 * torch.randn_like(each).float())
     shape = shape_from_config(config.to_dict(), name)
     ours = from_config(shape, dtype=F64)
-    state = state_from_hf(shape, theirs.state_dict())
-    with torch.no_grad():
-        for weight, parameter in ours.named_parameters():
-            parameter.copy_(state[weight])
+    ours.load_state_dict(state_from_hf(shape, saved(theirs)), strict=not shape.tied)
     return Pair(theirs, ours, shape)
+
+
+def saved(model: Any) -> dict[str, torch.Tensor]:
+    """The tensors under the names that the package writes to disk, experts one by one."""
+    with TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return load_file(Path(folder) / "model.safetensors")
+
+
+def saved_gradients(model: Any) -> dict[str, torch.Tensor]:
+    """The same names, to gradients; zero where the package computed none."""
+    slopes = copy.deepcopy(model)
+    with torch.no_grad():
+        for mine, given in zip(slopes.parameters(), model.parameters(), strict=True):
+            mine.copy_(torch.zeros_like(mine) if given.grad is None else given.grad)
+    return saved(slopes)
 
 
 @pytest.fixture(scope="module", params=list(CONFIGS))
@@ -130,9 +219,9 @@ def test_same_loss_logits_and_gradients(models: Pair) -> None:
     logits = models.ours(batch.tokens, batch)
     torch.testing.assert_close(logits, out.logits.flatten(0, 1), rtol=1e-10, atol=1e-10)
 
-    theirs = {name: each.grad for name, each in models.theirs.named_parameters()}
     ours = {name: each.grad for name, each in models.ours.named_parameters()}
-    expected = state_from_hf(models.shape, theirs)
+    expected = state_from_hf(models.shape, saved_gradients(models.theirs))
+    expected = {name: each for name, each in expected.items() if not name.endswith("router.bias")}
     assert ours.keys() == expected.keys()
     largest = max(grad.abs().max().item() for grad in expected.values())
     for name, grad in expected.items():
@@ -142,12 +231,35 @@ def test_same_loss_logits_and_gradients(models: Pair) -> None:
 
 
 def test_weights_go_out_as_they_came_in(models: Pair) -> None:
-    theirs = models.theirs.state_dict()
-    out = state_to_hf(models.shape, dict(models.ours.named_parameters()))
-    tied = {"lm_head.weight"} if models.shape.tied else set[str]()
-    assert out.keys() == theirs.keys() - tied
+    theirs = saved(models.theirs)
+    out = state_to_hf(models.shape, models.ours.state_dict())
+    assert out.keys() == theirs.keys()
     assert all(torch.equal(each, theirs[name]) for name, each in out.items())
     assert all(each.is_contiguous() for each in out.values())
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if "moe" in name or "deep" in name])
+def test_same_experts_with_the_same_weights(name: str) -> None:
+    models = pair(name)
+    batch = batch_of(models.shape, rows=4, seq=40)
+    theirs: list[tuple[torch.Tensor, torch.Tensor]] = []
+    ours: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for module in models.theirs.modules():
+        if type(module).__name__.lower().endswith("topkrouter"):
+            module.register_forward_hook(lambda _, x, y: theirs.append((y[2], y[1])))
+    for module in models.ours.modules():
+        if isinstance(module, Router):
+            module.register_forward_hook(lambda _, x, y: ours.append((y.experts, y.weights)))
+    with Float64Everywhere(), torch.no_grad():
+        models.theirs(batch.tokens)
+    models.ours(batch.tokens, batch)
+    assert len(theirs) == len(ours) == models.shape.num_moe_layers > 0
+    for (their_experts, their_weights), (experts, weights) in zip(theirs, ours, strict=True):
+        order, their_order = experts.argsort(1), their_experts.argsort(1)
+        assert torch.equal(experts.gather(1, order), their_experts.gather(1, their_order))
+        expected = their_weights.gather(1, their_order)
+        torch.testing.assert_close(weights.gather(1, order), expected, rtol=1e-10, atol=0)
+        assert experts.unique().numel() == models.shape.moe.experts, "some expert is never chosen"
 
 
 def test_gpt2_places_by_hand() -> None:

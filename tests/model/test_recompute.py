@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import GPT, LLAMA, batch_of, filled, gradients
+from small import DEEPSEEK, GPT, LLAMA, MOE, batch_of, filled, gradients
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -79,7 +79,7 @@ def calls(decoder: Decoder, shape: Shape) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(("kind", "blocks"), KINDS)
-@pytest.mark.parametrize("shape", [LLAMA, GPT, replace(LLAMA, window=5)])
+@pytest.mark.parametrize("shape", [LLAMA, GPT, replace(LLAMA, window=5), MOE, DEEPSEEK])
 def test_same_gradients_to_the_bit(shape: Shape, kind: Recompute, blocks: int) -> None:
     batch = batch_of(shape)
     plain = gradients(filled(shape), batch)

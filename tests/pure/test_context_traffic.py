@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -158,6 +160,49 @@ def test_padding_travels_too(context: str) -> None:
     short = traffic(plan_of("cp=2", context, "tiny", seq=37))
     length = 38 if context in ("ring", "ulysses") else 40
     assert short == traffic(plan_of("cp=2", context, "tiny", seq=length))
+
+
+def sent(entry: Entry) -> Fraction:
+    """Bytes that leave a rank; its own share of a collective stays."""
+    others = Fraction(entry.group - 1, entry.group)
+    shares = {
+        "send": Fraction(1),
+        "recv": Fraction(0),
+        "all_gather": Fraction(entry.group - 1),
+        "reduce_scatter": others,
+        "all_to_all": others,
+    }
+    return entry.count * entry.bytes * shares[entry.kind]
+
+
+def formula(kind: str, n: int, a: int) -> Fraction:
+    """Of docs/context.md, forward and backward; `a` ranks share a place of the ring."""
+    o, wide = n // a, 2 * KV
+    exchanged = Fraction((2 * Q + KV) * (a - 1), a * n)
+    passed = Fraction(KV * (o - 1), n)
+    gradients = {"allgather": Fraction(wide * (o - 1), n), "ulysses": Fraction(0)}
+    return 2 * exchanged + 2 * passed + gradients.get(kind, Fraction(wide * o, n))
+
+
+@pytest.mark.parametrize("cp", [2, 4, 8])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_formulas_of_the_docs(kind: str, cp: int) -> None:
+    plan = plan_of(f"cp={cp}", kind)
+    inner = {"ulysses": cp, "hybrid": {2: 1, 4: 2, 8: 2}[cp]}.get(kind, 1)
+    assert sum(map(sent, traffic(plan))) == LAYERS * formula(kind, cp, inner)
+
+
+def test_the_table_of_the_docs() -> None:
+    """MB that a rank sends in a layer, by kind and degree."""
+    page = Path(__file__).parents[2] / "docs" / "context.md"
+    table = page.read_text("utf-8").partition("| kind | cp=2 | cp=4 | cp=8 |")[2]
+    rows = [line.strip("|").split("|") for line in table.splitlines()[2 : 2 + len(KINDS)]]
+    assert [kind.strip(" `") for kind, *_ in rows] == list(KINDS)
+    for kind, *numbers in rows:
+        for cp, number in zip((2, 4, 8), numbers, strict=True):
+            plan = plan_of(f"cp={cp}", kind.strip(" `"), seq=131_072)
+            mine = sum(map(sent, traffic(plan))) / LAYERS / 10**6
+            assert number.strip() == f"{float(mine):,.1f}"
 
 
 def test_the_list_is_in_the_plan() -> None:

@@ -50,11 +50,17 @@ def uncomputed(schedule: Schedule) -> list[str]:
                 kind: counts[Action(stage, kind, microbatch)]
                 for kind in (FORWARD, INPUT_GRAD, WEIGHT_GRAD, BACKWARD)
             }
-            where = f"stage {stage}, microbatch {microbatch}"
+            rank = schedule.rank_of(stage, microbatch)
+            where = f"rank {rank}, stage {stage}, microbatch {microbatch}"
             if num[FORWARD] != 1:
-                problems.append(f"{where}: {num[FORWARD]} forwards; give it one F")
+                wanted = Action(stage, FORWARD, microbatch)
+                problems.append(f"{where}: {num[FORWARD]} forwards; give it one {wanted}")
             split = num[INPUT_GRAD], num[WEIGHT_GRAD]
             if (num[BACKWARD], *split) not in ((1, 0, 0), (0, 1, 1)):
                 found = f"{num[BACKWARD]} B, {split[0]} I and {split[1]} W"
-                problems.append(f"{where}: {found}; give it one B, or one I and one W")
+                whole, *parts = (
+                    Action(stage, kind, microbatch) for kind in (BACKWARD, INPUT_GRAD, WEIGHT_GRAD)
+                )
+                ways = f"give it one {whole}, or one {parts[0]} and one {parts[1]}"
+                problems.append(f"{where}: {found}; {ways}")
     return problems

@@ -1,0 +1,265 @@
+"""Mixture of experts: a router, stacked experts, and shared ones beside them.
+
+Every token is routed to `top_k` experts. A *slot* is one token on one of its experts: number
+n·K + k for the k-th choice of token n. Equal scores go to the lower expert number, so that the
+choice never depends on where a token is computed. No token is dropped; `model/balance.py` may set
+weights to zero.
+
+The seams: `Router.product`, `Stack.product`, `MoeMlp.balance` (between router and experts) and
+`MoeMlp.dispatch` (from tokens to experts and back).
+
+Legend: B rows, S tokens of a row, N = B·S, D model width, E experts, K experts of a token, M slots,
+F expert width, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fivefold.core.shape import Moe, Shape
+from fivefold.model.layers import ACTIVATIONS, Kind, Linear, Mlp, Product
+
+ALIGNMENT = 16  # bytes: what grouped products want of a row
+_NEVER_ZERO = 1e-20  # added to a sum of weights, as DeepSeek-V3 does
+
+
+class Routing(NamedTuple):
+    """Where tokens go, and how much each of their experts counts; float32 or wider."""
+
+    experts: Tensor  # (N, K) int64, best first
+    weights: Tensor  # (N, K)
+    scores: Tensor  # (N, E) probabilities, or sigmoids
+    logits: Tensor  # (N, E)
+
+
+class Slots(NamedTuple):
+    """Slots sorted by expert, and within an expert by token."""
+
+    order: Tensor  # (M,) int64: the slot at each place
+    place: Tensor  # (M,) int64: the place of each slot
+    counts: Tensor  # (E,) int64: slots of each expert
+
+
+Grouped = Callable[[Tensor, Tensor, Tensor], Tensor]
+Balancing = Callable[[Routing, int], Routing]
+Dispatch = Callable[[Tensor, Routing, "Experts"], Tensor]
+
+
+def wide_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x · weightᵀ in float32 or wider: a rounded score can choose another expert."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return F.linear(x.to(wide), weight.to(wide), bias)
+
+
+class Router(nn.Module):
+    """Scores every expert for a token and chooses the best."""
+
+    def __init__(self, shape: Shape, moe: Moe, kind: Kind) -> None:
+        super().__init__()
+        self.moe = moe
+        self.weight = kind.empty(moe.experts, shape.width)
+        bias = torch.zeros(moe.experts, dtype=torch.float32, device=kind.device)
+        self.register_buffer("bias", bias if moe.bias else None)
+        self.product: Product = wide_product
+
+    def forward(self, x_ND: Tensor) -> Routing:
+        moe = self.moe
+        logits_NE = self.product(x_ND, self.weight, None)
+        scores_NE = logits_NE.softmax(-1) if moe.score == "softmax" else logits_NE.sigmoid()
+        experts_NK = choose(scores_NE.detach(), self.bias, moe)
+        weights_NK = scores_NE.gather(1, experts_NK)
+        if moe.renormalise:
+            weights_NK = weights_NK / (weights_NK.sum(1, keepdim=True) + _NEVER_ZERO)
+        return Routing(experts_NK, weights_NK * moe.scaling, scores_NE, logits_NE)
+
+
+def choose(scores_NE: Tensor, bias_E: Tensor | None, moe: Moe) -> Tensor:
+    """The best experts of each token, by score plus bias, within the best groups."""
+    wanted_NE = scores_NE if bias_E is None else scores_NE + bias_E
+    if moe.groups_kept < moe.groups:
+        wanted_NE = _within_groups(wanted_NE, moe)
+    return _best(wanted_NE, moe.top_k)
+
+
+def _within_groups(wanted_NE: Tensor, moe: Moe) -> Tensor:
+    """Minus infinity for experts outside of the groups that a token may use."""
+    wanted_NGE = wanted_NE.unflatten(1, (moe.groups, -1))
+    summed = 1 if moe.group_score == "max" else min(2, wanted_NGE.shape[2])
+    group_scores_NG = wanted_NGE.topk(summed, dim=2).values.sum(2)
+    kept_NG = torch.zeros_like(group_scores_NG, dtype=torch.bool)
+    kept_NG = kept_NG.scatter(1, _best(group_scores_NG, moe.groups_kept), True)
+    return wanted_NGE.masked_fill(~kept_NG[:, :, None], float("-inf")).flatten(1)
+
+
+def _best(wanted: Tensor, count: int) -> Tensor:
+    """Numbers of the highest; a stable sort, since topk leaves the order of equals open."""
+    numbers = wanted.sort(dim=1, descending=True, stable=True).indices
+    return numbers[:, :count].contiguous()
+
+
+def grouped_product(x_MI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
+    """Each expert's rows, up to its end, times its weight."""
+    rows = (x_MI.shape[1], weight_EOI.shape[1])
+    aligned = all(size * x_MI.element_size() % ALIGNMENT == 0 for size in rows)
+    if not aligned or x_MI.dtype == torch.float64:  # grouped_mm has neither
+        return _product_by_product(x_MI, weight_EOI, ends_E)
+    y_MO = F.grouped_mm(x_MI, weight_EOI.transpose(1, 2), offs=ends_E)
+    return _ContiguousGradient.apply(y_MO)
+
+
+def _product_by_product(x_MI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
+    ends = ends_E.tolist()
+    rows = zip(weight_EOI.unbind(), [0, *ends], ends, strict=False)
+    return torch.cat([F.linear(x_MI[start:end], weight_OI) for weight_OI, start, end in rows])
+
+
+class _ContiguousGradient(torch.autograd.Function):
+    """grouped_mm's backward takes no expanded gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> Tensor:
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0].contiguous()
+
+
+class Stack(nn.Module):
+    """The same linear of every expert, one weight of (experts, outputs, inputs)."""
+
+    def __init__(self, experts: int, outputs: int, inputs: int, kind: Kind) -> None:
+        super().__init__()
+        self.weight = kind.empty(experts, outputs, inputs)
+        self.product: Grouped = grouped_product
+
+    def forward(self, x_MI: Tensor, ends_E: Tensor) -> Tensor:
+        return self.product(x_MI, self.weight, ends_E)
+
+
+class Experts(nn.Module):
+    """The MLPs of all experts. Their number and width are read from the weights, which may be
+    pieces."""
+
+    def __init__(self, shape: Shape, moe: Moe, kind: Kind) -> None:
+        super().__init__()
+        count, width, ffn = moe.experts, shape.width, moe.ffn
+        self.gate = Stack(count, ffn, width, kind) if shape.gated else None
+        self.up = Stack(count, ffn, width, kind)
+        self.down = Stack(count, width, ffn, kind)
+        self.activate = ACTIVATIONS[shape.activation]
+        self.weigh_inputs = moe.weigh_inputs
+
+    def forward(self, x_MD: Tensor, counts_E: Tensor) -> Tensor:
+        """Rows sorted by expert, so many for each, through their experts."""
+        ends_E = counts_E.cumsum(0).to(torch.int32)
+        hidden_MF = self.up(x_MD, ends_E)
+        if self.gate is None:
+            return self.down(self.activate(hidden_MF), ends_E)
+        return self.down(self.activate(self.gate(x_MD, ends_E)) * hidden_MF, ends_E)
+
+
+def sort_slots(experts_NK: Tensor, num_experts: int) -> Slots:
+    """Slots by expert; nothing here waits for the device."""
+    experts_M = experts_NK.flatten()
+    order_M = experts_M.sort(stable=True).indices
+    numbers_M = torch.arange(len(experts_M), device=experts_M.device)
+    place_M = torch.empty_like(order_M).scatter(0, order_M, numbers_M)
+    return Slots(order_M, place_M, count_slots(experts_M[None], num_experts)[0])
+
+
+def count_slots(experts_UM: Tensor, num_experts: int) -> Tensor:
+    """How many slots of each unit every expert has, (units, E) int64."""
+    zeros_UE = experts_UM.new_zeros(len(experts_UM), num_experts)
+    return zeros_UE.scatter_add(1, experts_UM, torch.ones_like(experts_UM))
+
+
+def rows_of_slots(x_ND: Tensor, routing: Routing, slots: Slots, weigh: bool) -> Tensor:
+    """The token of every slot, in the slots' order; times its weight where that belongs here."""
+    rows_MD = _ToSlots.apply(x_ND, slots.order, slots.place, routing.experts.shape)
+    if not weigh:
+        return rows_MD
+    weights_M1 = routing.weights.flatten().index_select(0, slots.order)[:, None]
+    return (rows_MD * weights_M1).to(x_ND.dtype)
+
+
+def tokens_of_slots(y_MD: Tensor, routing: Routing, slots: Slots, weigh: bool) -> Tensor:
+    """The sum of every token's slots, in the order of its choices; weighed where that is due."""
+    y_NKD = _FromSlots.apply(y_MD, slots.order, slots.place).unflatten(0, routing.experts.shape)
+    if weigh:
+        return (y_NKD * routing.weights[:, :, None]).sum(1).to(y_MD.dtype)
+    return y_NKD.sum(1)
+
+
+class _ToSlots(torch.autograd.Function):
+    """A row for each slot; backward adds a token's slots in a fixed order, without atomics."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_ND: Tensor, order_M: Tensor, place_M: Tensor, shape_NK: torch.Size
+    ) -> Tensor:
+        ctx.save_for_backward(place_M)
+        ctx.shape_NK = shape_NK
+        return x_ND.index_select(0, order_M // shape_NK[1])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        (place_M,), (slope_MD,) = ctx.saved_tensors, gradients
+        slope_NKD = slope_MD.index_select(0, place_M).unflatten(0, ctx.shape_NK)
+        return slope_NKD.sum(1), None, None, None
+
+
+class _FromSlots(torch.autograd.Function):
+    """The rows of slots, back from the experts' order; backward is the same move."""
+
+    @staticmethod
+    def forward(ctx: Any, y_MD: Tensor, order_M: Tensor, place_M: Tensor) -> Tensor:
+        ctx.save_for_backward(order_M)
+        return y_MD.index_select(0, place_M)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (order_M,) = ctx.saved_tensors
+        return gradients[0].index_select(0, order_M), None, None
+
+
+def local_dispatch(x_ND: Tensor, routing: Routing, experts: Experts) -> Tensor:
+    """All experts are here: sort, compute, sort back."""
+    slots = sort_slots(routing.experts, routing.scores.shape[1])
+    rows_MD = rows_of_slots(x_ND, routing, slots, weigh=experts.weigh_inputs)
+    y_MD = experts(rows_MD, slots.counts)
+    return tokens_of_slots(y_MD, routing, slots, weigh=not experts.weigh_inputs)
+
+
+def unbalanced(routing: Routing, num_rows: int) -> Routing:
+    """The routing as it is."""
+    return routing
+
+
+class MoeMlp(nn.Module):
+    """What a layer with experts has in place of its MLP."""
+
+    def __init__(self, shape: Shape, moe: Moe, kind: Kind) -> None:
+        super().__init__()
+        self.router = Router(shape, moe, kind)
+        self.experts = Experts(shape, moe, kind)
+        self.shared = Mlp(shape, moe.shared_ffn, False, kind) if moe.shared else None
+        self.shared_gate = Linear(1, shape.width, False, kind) if moe.shared_gated else None
+        self.balance: Balancing = unbalanced
+        self.dispatch: Dispatch = local_dispatch
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        x_ND = x_BSD.flatten(0, 1)
+        routing = self.balance(self.router(x_ND), x_BSD.shape[0])
+        y_BSD = self.dispatch(x_ND, routing, self.experts).view_as(x_BSD)
+        if self.shared is None:
+            return y_BSD
+        shared_BSD = self.shared(x_BSD)
+        if self.shared_gate is not None:
+            shared_BSD = self.shared_gate(x_BSD).sigmoid() * shared_BSD
+        return y_BSD + shared_BSD

@@ -1,0 +1,281 @@
+"""Experts: who is chosen, with what weight, and what comes back; numbers by hand."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from small import DEEPSEEK, LLAMA, MOE, batch_of, filled, gradients
+from torch import Tensor
+
+from fivefold.core.balance import parse
+from fivefold.core.shape import Moe, Shape
+from fivefold.core.weights import weights
+from fivefold.model.balance import balance
+from fivefold.model.decoder import Decoder
+from fivefold.model.layers import Kind
+from fivefold.model.moe import (
+    Experts,
+    MoeMlp,
+    Router,
+    Routing,
+    choose,
+    grouped_product,
+    local_dispatch,
+    sort_slots,
+)
+
+F64 = torch.float64
+CPU = Kind(F64, torch.device("cpu"))
+PLAIN = Moe(experts=4, top_k=2, ffn=8)
+# Dynamo looks at .grad of every tensor it meets, and torch warns of that.
+DYNAMO_LOOKS = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+
+
+def routed(moe: Moe, logits: list[list[float]], bias: list[float] | None = None) -> Routing:
+    """Through a router whose logits are its inputs."""
+    router = Router(replace(LLAMA, width=moe.experts), moe, CPU)
+    with torch.no_grad():
+        router.weight.copy_(torch.eye(moe.experts))
+        if bias is not None:
+            router.bias.copy_(torch.tensor(bias))
+    return router(torch.tensor(logits, dtype=F64))
+
+
+def moe_of(decoder: Decoder) -> MoeMlp:
+    return decoder.get_submodule("blocks.1.mlp")
+
+
+def logs(*numbers: float) -> list[float]:
+    """Logits whose softmax is these numbers over their sum."""
+    return [math.log(number) for number in numbers]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, [0.4, 0.3]),
+        ({"renormalise": True}, [4 / 7, 3 / 7]),
+        ({"scaling": 2.5}, [1.0, 0.75]),
+        ({"renormalise": True, "scaling": 2.5}, [10 / 7, 7.5 / 7]),
+    ],
+)
+def test_softmax_weights_by_hand(changes: dict[str, Any], expected: list[float]) -> None:
+    found = routed(replace(PLAIN, **changes), [logs(1, 4, 2, 3)])
+    assert found.experts.tolist() == [[1, 3]]
+    torch.testing.assert_close(found.weights, torch.tensor([expected], dtype=F64))
+    torch.testing.assert_close(found.scores, torch.tensor([[0.1, 0.4, 0.2, 0.3]], dtype=F64))
+
+
+def test_sigmoids_with_a_bias_choose_by_the_sum_and_weigh_by_the_score() -> None:
+    moe = replace(PLAIN, score="sigmoid", renormalise=True, scaling=2.0, bias=True)
+    odds = [math.log(score / (1 - score)) for score in (0.5, 0.6, 0.2, 0.1)]
+    plain = routed(moe, [odds])
+    assert plain.experts.tolist() == [[1, 0]]
+    found = routed(moe, [odds], bias=[0.0, 0.0, 0.5, 0.0])
+    assert found.experts.tolist() == [[2, 1]]
+    torch.testing.assert_close(found.weights, torch.tensor([[0.5, 1.5]], dtype=F64))
+
+
+def test_equal_scores_go_to_the_lower_expert() -> None:
+    moe = Moe(experts=64, top_k=7, ffn=8)
+    scores = torch.randint(0, 3, (200, 64), generator=torch.Generator().manual_seed(0))
+    best = [sorted(range(64), key=lambda e, row=row: (-row[e], e))[:7] for row in scores.tolist()]
+    assert choose(scores.to(F64), None, moe).tolist() == best
+
+
+def test_groups_by_their_best_or_by_their_two_best() -> None:
+    """Group 0 has the best expert, group 2 the best pair, group 1 neither."""
+    scores = torch.tensor([[0.9, 0.1, 0.3, 0.4, 0.6, 0.5]], dtype=F64)
+    moe = Moe(experts=6, top_k=2, ffn=8, groups=3, groups_kept=1)
+    assert choose(scores, None, moe).tolist() == [[0, 1]]
+    by_two = replace(moe, group_score="top2")
+    assert choose(scores, None, by_two).tolist() == [[4, 5]]
+    # The bias moves groups as well.
+    bias = torch.tensor([0.0, 0.3, 0, 0, 0, 0], dtype=F64)
+    assert choose(scores, bias, by_two).tolist() == [[0, 1]]
+    # Of equal groups the first, of groups of one their only expert.
+    assert choose(torch.ones(1, 6, dtype=F64), None, by_two).tolist() == [[0, 1]]
+    alone = replace(by_two, groups=6, groups_kept=2)
+    assert choose(scores, None, alone).tolist() == [[0, 4]]
+
+
+def test_an_expert_of_a_dropped_group_is_never_chosen() -> None:
+    """All scores zero outside: minus infinity, not zero, keeps the others out."""
+    scores = torch.tensor([[0.5, 0.0, 0.0, 0.0]], dtype=F64)
+    moe = replace(PLAIN, groups=2, groups_kept=1)
+    bias = torch.tensor([0.0, -1.0, 0.0, 0.0], dtype=F64)
+    assert choose(scores, bias, moe).tolist() == [[0, 1]]
+
+
+def test_a_narrow_model_routes_in_float32() -> None:
+    router = Router(LLAMA, PLAIN, Kind(torch.bfloat16, torch.device("cpu")))
+    with torch.no_grad():
+        router.weight.normal_()
+    x = torch.randn(50, LLAMA.width).bfloat16()
+    found = router(x)
+    assert found.weights.dtype == found.logits.dtype == torch.float32
+    torch.testing.assert_close(found.logits, x.float() @ router.weight.float().T)
+    assert found.logits.ne(found.logits.bfloat16()).any()
+
+
+def by_hand(moe: MoeMlp, x_ND: Tensor, weigh_inputs: bool = False) -> Tensor:
+    """Token by token, expert by expert."""
+    routing, experts = moe.router(x_ND), moe.experts
+    rows = []
+    for n, x in enumerate(x_ND):
+        total = torch.zeros_like(x)
+        for e, weight in zip(routing.experts[n], routing.weights[n], strict=True):
+            inputs = x * weight if weigh_inputs else x
+            up = experts.up.weight[e] @ inputs
+            hidden = F.silu(experts.gate.weight[e] @ inputs) * up if experts.gate else F.gelu(up)
+            total = total + experts.down.weight[e] @ hidden * (1 if weigh_inputs else weight)
+        rows.append(total)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        MOE,
+        DEEPSEEK,
+        replace(MOE, moe=replace(MOE.moe, weigh_inputs=True, shared=0, shared_ffn=0)),
+        replace(MOE, activation="gelu"),
+    ],
+    ids=["moe", "deepseek", "weigh-inputs", "not-gated"],
+)
+def test_experts_and_their_gradients_by_hand(shape: Shape) -> None:
+    moe = moe_of(filled(shape))
+    x = torch.randn(2, 9, shape.width, dtype=F64, requires_grad=True)
+    x_ND = x.flatten(0, 1)
+    expected = by_hand(moe, x_ND, shape.moe.weigh_inputs).view_as(x)
+    if moe.shared is not None:
+        expected = expected + moe.shared(x)
+    found = moe(x)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
+    slope = torch.randn_like(found)
+    leaves = [x, *moe.parameters()]
+    wanted = torch.autograd.grad(expected, leaves, slope)
+    for mine, theirs in zip(torch.autograd.grad(found, leaves, slope), wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-12)
+
+
+def test_a_gated_shared_expert_is_weighed_by_a_sigmoid_of_the_token() -> None:
+    shape = replace(MOE, moe=replace(MOE.moe, shared_gated=True))
+    moe = moe_of(filled(shape))
+    x = torch.randn(2, 5, shape.width, dtype=F64)
+    assert moe.shared is not None and moe.shared_gate is not None
+    share = 1 / (1 + torch.exp(-(x * moe.shared_gate.weight[0]).sum(-1, keepdim=True)))
+    expected = by_hand(moe, x.flatten(0, 1)).view_as(x) + share * moe.shared(x)
+    torch.testing.assert_close(moe(x), expected, rtol=1e-12, atol=1e-13)
+
+
+def test_slots_are_sorted_by_expert_and_then_by_token() -> None:
+    slots = sort_slots(torch.tensor([[2, 0], [0, 3], [2, 0]]), 5)
+    assert slots.order.tolist() == [1, 2, 5, 0, 4, 3]
+    assert slots.place[slots.order].tolist() == [0, 1, 2, 3, 4, 5]
+    assert slots.counts.tolist() == [3, 0, 2, 1, 0]
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(24, 40), (6, 40), (40, 6)])
+def test_grouped_products_in_float32_are_those_of_float64(
+    inputs: int, outputs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, grouped = F.grouped_mm, []
+    monkeypatch.setattr(F, "grouped_mm", lambda *a, **k: grouped.append(1) or real(*a, **k))
+    x = torch.randn(17, inputs, dtype=F64, requires_grad=True)
+    weight = torch.randn(4, outputs, inputs, dtype=F64, requires_grad=True)
+    ends = torch.tensor([5, 5, 8, 17], dtype=torch.int32)
+    y = grouped_product(x, weight, ends)
+    parts = [part @ one.T for part, one in zip(x.split([5, 0, 3, 9]), weight, strict=True)]
+    torch.testing.assert_close(y, torch.cat(parts))
+    y.sum().backward()  # an expanded gradient
+    assert not grouped
+    narrow = [each.detach().float().requires_grad_() for each in (x, weight)]
+    y32 = grouped_product(*narrow, ends)
+    y32.sum().backward()
+    # Rows of 24 bytes are not aligned to 16.
+    assert bool(grouped) == (min(inputs, outputs) > 6)
+    for mine, wide in ((y32, y), (narrow[0].grad, x.grad), (narrow[1].grad, weight.grad)):
+        torch.testing.assert_close(mine.double(), wide, rtol=1e-5, atol=1e-5)
+    assert narrow[1].grad.is_contiguous() and narrow[1].grad[1].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("dtype", [F64, torch.float32])
+def test_experts_and_batches_without_tokens_have_zero_gradients(dtype: torch.dtype) -> None:
+    decoder = filled(MOE, dtype)
+    moe = moe_of(decoder)
+    with torch.no_grad():
+        moe.router.weight.zero_()  # every score is equal: experts 0 and 1 get everything
+    found = gradients(decoder, batch_of(MOE))
+    assert len(found) == len(weights(MOE))
+    for one in ("gate", "up", "down"):
+        grad = found[f"blocks.1.mlp.experts.{one}.weight"]
+        assert [bool(each.count_nonzero()) for each in grad] == [True, True, *[False] * 4]
+    decoder.zero_grad()
+    nothing = torch.zeros(1, 0, MOE.width, dtype=dtype, requires_grad=True)
+    moe(nothing).sum().backward()
+    assert nothing.grad is not None
+    for parameter in moe.parameters():
+        assert parameter.grad is not None and parameter.grad.count_nonzero() == 0
+
+
+def test_a_token_is_computed_alike_whatever_the_others() -> None:
+    moe = moe_of(filled(MOE))
+    x = torch.randn(1, 12, MOE.width, dtype=F64)
+    order = torch.randperm(12)
+    torch.testing.assert_close(moe(x[:, order]), moe(x)[:, order], rtol=1e-13, atol=1e-14)
+
+
+def test_the_seams_between_router_and_experts() -> None:
+    """A balance sees the rows, and a dispatch what the balance returned."""
+    moe = moe_of(filled(MOE))
+    x = torch.randn(3, 4, MOE.width, dtype=F64)
+    seen: list[int] = []
+
+    def halved(routing: Routing, num_rows: int) -> Routing:
+        seen.append(num_rows)
+        return routing._replace(weights=routing.weights / 2)
+
+    def doubled(x_ND: Tensor, routing: Routing, experts: Experts) -> Tensor:
+        return 2 * local_dispatch(x_ND, routing, experts)
+
+    expected = moe(x)
+    moe.balance, moe.dispatch = halved, doubled
+    torch.testing.assert_close(moe(x), expected, rtol=1e-13, atol=1e-14)
+    assert seen == [3]
+
+
+@DYNAMO_LOOKS
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("shape", [MOE, DEEPSEEK], ids=["moe", "deepseek"])
+def test_a_block_with_experts_compiles_as_one_graph(shape: Shape, backend: str) -> None:
+    """In bfloat16: fake tensors know grouped products of no other type."""
+    torch._dynamo.reset()
+    decoder, batch = filled(shape, torch.bfloat16), batch_of(shape)
+    balancers = balance(decoder, parse("aux+aux-seq+z+capacity:1"))
+    expected = gradients(decoder, batch)
+    recorded = {name: each.take() for name, each in balancers.items()}
+    graphs = torch._dynamo.utils.counters["stats"]
+    graphs.clear()
+    for block in decoder.all_blocks():
+        block.forward = torch.compile(block.forward, fullgraph=True, backend=backend)
+    for name, grad in gradients(decoder, batch).items():
+        torch.testing.assert_close(grad, expected[name])
+    for name, each in balancers.items():
+        torch.testing.assert_close(each.take(), recorded[name])
+    gradients(decoder, batch_of(shape, seed=2))
+    assert graphs["unique_graphs"] == 2, "one for dense blocks, one for those with experts"
+
+
+@pytest.mark.parametrize("name", ["router.weight", "experts.down.weight", "shared.up.weight"])
+def test_a_change_of_any_part_changes_the_loss(name: str) -> None:
+    decoder, batch = filled(MOE), batch_of(MOE)
+    before = decoder(batch.tokens, batch)
+    with torch.no_grad():
+        moe_of(decoder).get_parameter(name).mul_(1.5)
+    assert decoder(batch.tokens, batch) != before
