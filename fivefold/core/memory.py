@@ -11,12 +11,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from fivefold.core.axes import Chunk, message_bytes
 from fivefold.core.clock import memory_levels
 from fivefold.core.errors import FivefoldError
 from fivefold.core.layout import Layout
 from fivefold.core.plan import Plan
 from fivefold.core.schedule.action import Action, Overlap
-from fivefold.core.traffic import Chunk, chunks_of, message_bytes, owned_by
+from fivefold.core.traffic import chunks_of, owned_by
 from fivefold.core.units import Unit
 
 Optimizer = Literal["adamw", "sgd"]

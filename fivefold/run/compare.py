@@ -150,6 +150,37 @@ def attributed(observed: Mapping[Call, int], predicted: Mapping[Call, int]) -> C
     return +(found + left)
 
 
+def evened(group: Sequence[Traffic]) -> list[Traffic]:
+    """The traffic of the ranks of one ep group, with what routing spread unevenly made even.
+
+    What a rank sends to experts depends on the tokens; the number of those all-to-alls and their
+    bytes summed over the group do not. Where both are as predicted, so is every rank's share.
+    """
+    missing = [each.predicted - each.observed for each in group]
+    uneven = [
+        Counter({call: n for call, n in (each.observed - each.predicted).items() if _routed(call)})
+        for each in group
+    ]
+    wanted = [Counter({call: n for call, n in each.items() if _routed(call)}) for each in missing]
+    if _counted(wanted) != _counted(uneven):
+        return list(group)
+    return [
+        Traffic(each.predicted, each.observed - more + less)
+        for each, more, less in zip(group, uneven, wanted, strict=True)
+    ]
+
+
+def _routed(call: Call) -> bool:
+    return call[0] in ("ep", "world") and call[1] == "all_to_all"
+
+
+def _counted(calls: Iterable[Counter[Call]]) -> tuple[list[int], int]:
+    """How many on each rank, and the bytes of all ranks together."""
+    counters = list(calls)
+    total = sum(call[2] * n for each in counters for call, n in each.items())
+    return [sum(each.values()) for each in counters], total
+
+
 def _largest(values: NDArray[np.generic]) -> float:
     return float(np.abs(values).max()) if values.size else 0.0
 

@@ -89,4 +89,9 @@ def _traffic(plan: Plan, settings: Settings, runs: list[RankRun]) -> list[list[T
         found.append(
             [Traffic(predicted, compare.attributed(each.seen, predicted)) for each in run.heard]
         )
+    for group in plan.layout.groups("ep") if plan.layout.ep > 1 else ():
+        for number in range(len(found[0])):
+            evened = compare.evened([found[rank][number] for rank in group])
+            for rank, traffic_of_rank in zip(group, evened, strict=True):
+                found[rank][number] = traffic_of_rank
     return found

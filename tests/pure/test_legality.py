@@ -289,7 +289,7 @@ def test_nearest_agrees_with_trying_everything(
 
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_the_neighbouring_worlds_are_the_nearest_that_work(chunks: int) -> None:
-    """Where no context degree needs a row to be padded: those are looked for in this world only."""
+    """Other worlds are looked for among the context degrees that divide the sequence."""
     shape = replace(TINY, layers=6)
     legal = {
         world: [
