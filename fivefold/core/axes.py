@@ -196,7 +196,7 @@ def twin(plan: Plan, rank: int, parts: list[Part], itemsize: int) -> Counter[Cal
     mirrored placement, else of a tied embedding on first and last stage. None where it owns none.
     """
     place, placement = plan.layout.coord(rank).pp, plan.schedule.placement
-    if not any(place in pair for pair in twins(placement, plan.shape.tied)):
+    if not any(place in pair for pair in twins(placement, plan.shape.ends_share)):
         return Counter()
     shared = [part for part in parts if placement.mirrored or part[0].alone]
     numel = sum(stop - start for _, start, stop in shared)

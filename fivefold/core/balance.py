@@ -71,7 +71,10 @@ def parse(text: str) -> tuple[Balance, ...]:
     """
     if text == NONE:
         return ()
-    rules = tuple(_rule(part, text) for part in text.split("+"))
+    parts = text.split("+")
+    if NONE in parts:
+        raise FivefoldError(f"--balance {text}: none goes with no other rule; leave it out")
+    rules = tuple(_rule(part, text) for part in parts)
     kinds = [(rule.kind, rule.unit) for rule in rules]
     if len(set(kinds)) < len(kinds):
         raise FivefoldError(f"--balance {text}: a rule is given twice; give each one once")

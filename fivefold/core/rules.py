@@ -156,7 +156,7 @@ def _stage_layers_problems(layout: Layout, shape: Shape, job: Job) -> Iterator[s
 
 def _asynchronous_problems(layout: Layout, shape: Shape, name: str) -> Iterator[str]:
     """What cannot be done where each stage has its own age of weights."""
-    if shape.tied:
+    if shape.ends_share:
         yield (
             f"{name} updates the first and the last stage at different delays, which share a tied "
             "embedding: untie it with --set tied=false, or use a synchronous schedule"

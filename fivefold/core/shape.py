@@ -184,6 +184,11 @@ class Shape:
         return self.head_dim if self.mla is None else self.mla.value_dim
 
     @property
+    def ends_share(self) -> bool:
+        """Whether both ends of the model use the embedding: a tied head, or MTP layers."""
+        return self.tied or self.mtp > 0
+
+    @property
     def num_moe_layers(self) -> int:
         """Layers with experts, multi-token-prediction layers not counted."""
         return sum(self.is_moe_layer(i) for i in range(self.layers))

@@ -86,7 +86,7 @@ def sizes(shape: Shape, num_stages: int) -> list[int]:
     found[0] += count.embedding_parameters(shape).total
     found[-1] += count.head_parameters(shape).total
     found[-1] += shape.mtp * count.mtp_parameters(shape).total
-    if shape.tied and num_stages > 1:
+    if shape.ends_share and num_stages > 1:
         found[-1] += shape.vocab * shape.width
     return found
 

@@ -108,7 +108,7 @@ def rows_of(shape: Shape, layout: Layout, layers: range) -> list[Row]:
     held |= {"embed"} if layers.start == 0 else set[str]()
     ends = {"head", *(f"mtp.{j}" for j in range(shape.mtp))}
     held |= ends if layers.stop == shape.layers else set[str]()
-    tied_apart = (shape.tied or shape.mtp > 0) and len(layers) < shape.layers
+    tied_apart = shape.ends_share and len(layers) < shape.layers
     rows: list[Row] = []
     for name, weight in by_name(shape).items():
         is_copy = name != weight.name

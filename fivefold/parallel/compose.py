@@ -68,9 +68,9 @@ class Job:
 
     def is_tied(self, name: str) -> bool:
         """Whether first and last stage each have a copy of this weight."""
-        split, shape = len(self.plan.stages) > 1, self.plan.shape
-        shared = shape.tied or shape.mtp > 0
-        return split and shared and self.table[name].name == "embed.weight"
+        split = len(self.plan.stages) > 1
+        shared = self.plan.shape.ends_share and self.table[name].name == "embed.weight"
+        return split and shared
 
 
 def compose(
@@ -103,6 +103,7 @@ def compose(
 
     def chunk(stage: int) -> Chunk:
         model = from_config(shape, dtype=dtype, device="meta", layers=plan.stages[stage])
+        _make_buffers(model, mesh.device)
         queue, phase = Queue() if options.past_autograd else None, Phase()
         if queue is not None:
             queue.defer(model)
@@ -122,6 +123,13 @@ def compose(
     by_stage = {each.stage: each for each in chunks}
     pipeline = Pipeline(schedule, mesh, by_stage, hidden_size(plan), dtype)
     return Job(plan, mesh, chunks, pipeline, table, pieces)
+
+
+def _make_buffers(model: Decoder, device: torch.device) -> None:
+    """What is neither computed nor updated by the optimizer: zero, on every rank alike."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.zeros(buffer.shape, dtype=buffer.dtype, device=device))
 
 
 def _splits(plan: Plan) -> bool:

@@ -104,7 +104,9 @@ class Mesh:
     def of(cls, plan: Plan, device: torch.device) -> Mesh:
         """The mesh of a plan."""
         shape = plan.shape
-        return cls.build(plan.layout, device, shape.kv_heads, plan.schedule, shape.tied, plan.split)
+        return cls.build(
+            plan.layout, device, shape.kv_heads, plan.schedule, shape.ends_share, plan.split
+        )
 
     def _lay_context(self, split: Split) -> None:
         rows = self.layout.groups("cp")

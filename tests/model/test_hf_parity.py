@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -13,14 +13,14 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from small import batch_of
+from small import DEEPSEEK, batch_of, filled
 from torch.overrides import TorchFunctionMode
 
 from fivefold.core.errors import BadFile, FivefoldError
 from fivefold.core.hf import shape_from_config
 from fivefold.core.models import load
 from fivefold.core.shape import Shape
-from fivefold.core.weights import weights
+from fivefold.core.weights import by_name, weights
 from fivefold.model.decoder import Decoder, from_config
 from fivefold.model.hf_names import state_from_hf, state_to_hf, to_hf
 from fivefold.model.moe import Router
@@ -238,7 +238,10 @@ def test_weights_go_out_as_they_came_in(models: Pair) -> None:
     assert all(each.is_contiguous() for each in out.values())
 
 
-@pytest.mark.parametrize("name", [name for name in CONFIGS if "moe" in name or "deep" in name])
+ROUTED = [name for name in CONFIGS if name.startswith(("mixtral", "deepseek")) or "moe" in name]
+
+
+@pytest.mark.parametrize("name", ROUTED)
 def test_same_experts_with_the_same_weights(name: str) -> None:
     models = pair(name)
     batch = batch_of(models.shape, rows=4, seq=40)
@@ -254,11 +257,11 @@ def test_same_experts_with_the_same_weights(name: str) -> None:
         models.theirs(batch.tokens)
     models.ours(batch.tokens, batch)
     assert len(theirs) == len(ours) == models.shape.num_moe_layers > 0
-    for (their_experts, their_weights), (experts, weights) in zip(theirs, ours, strict=True):
+    for (their_experts, expected), (experts, found) in zip(theirs, ours, strict=True):
         order, their_order = experts.argsort(1), their_experts.argsort(1)
         assert torch.equal(experts.gather(1, order), their_experts.gather(1, their_order))
-        expected = their_weights.gather(1, their_order)
-        torch.testing.assert_close(weights.gather(1, order), expected, rtol=1e-10, atol=0)
+        expected = expected.gather(1, their_order)
+        torch.testing.assert_close(found.gather(1, order), expected, rtol=1e-10, atol=0)
         assert experts.unique().numel() == models.shape.moe.experts, "some expert is never chosen"
 
 
@@ -272,6 +275,51 @@ def test_gpt2_places_by_hand() -> None:
     assert value.start == 1536
     norm = to_hf(shape, "blocks.0.mlp_norm.weight")
     assert (norm.name, norm.transposed, norm.start) == ("transformer.h.0.ln_2.weight", False, 0)
+
+
+def test_places_of_experts_and_latents_by_hand() -> None:
+    mixtral, v3 = load("mixtral-8x7b"), load("deepseek-v3")
+    up = to_hf(mixtral, "blocks.3.mlp.experts.up.weight")
+    names = up.names(by_name(mixtral)["blocks.3.mlp.experts.up.weight"])
+    assert names == [f"model.layers.3.block_sparse_moe.experts.{e}.w3.weight" for e in range(8)]
+    expected = {
+        "blocks.0.mlp.gate.weight": "layers.0.mlp.gate_proj.weight",
+        "blocks.3.mlp.router.weight": "layers.3.mlp.gate.weight",
+        "blocks.3.mlp.router.bias": "layers.3.mlp.gate.e_score_correction_bias",
+        "blocks.3.mlp.shared.down.weight": "layers.3.mlp.shared_experts.down_proj.weight",
+        "blocks.3.attention.kv_down.weight": "layers.3.self_attn.kv_a_proj_with_mqa.weight",
+        "blocks.3.attention.q_latent_norm.weight": "layers.3.self_attn.q_a_layernorm.weight",
+        "mtp.0.token_norm.weight": "layers.61.enorm.weight",
+        "mtp.0.hidden_norm.weight": "layers.61.hnorm.weight",
+        "mtp.0.join.weight": "layers.61.eh_proj.weight",
+        "mtp.0.norm.weight": "layers.61.shared_head.norm.weight",
+        "mtp.0.block.mlp_norm.weight": "layers.61.post_attention_layernorm.weight",
+        "mtp.0.block.mlp.router.bias": "layers.61.mlp.gate.e_score_correction_bias",
+    }
+    assert {ours: to_hf(v3, ours).name for ours in expected} == {
+        ours: f"model.{theirs}" for ours, theirs in expected.items()
+    }
+
+
+def test_layers_ahead_carry_the_embedding_and_the_head_once_more() -> None:
+    state = filled(DEEPSEEK).state_dict()
+    out = state_to_hf(DEEPSEEK, state)
+    assert torch.equal(out["model.layers.3.embed_tokens.weight"], state["embed.weight"])
+    assert torch.equal(out["model.layers.3.shared_head.head.weight"], state["head.weight"])
+    back = state_from_hf(DEEPSEEK, out)
+    assert back.keys() == state.keys()
+    assert all(torch.equal(back[name], each) for name, each in state.items())
+
+
+def test_a_missing_or_wrong_expert_is_named() -> None:
+    out = state_to_hf(DEEPSEEK, filled(DEEPSEEK).state_dict())
+    del out["model.layers.1.mlp.experts.5.up_proj.weight"]
+    out["model.layers.2.mlp.experts.7.down_proj.weight"] = torch.zeros(24, 17)
+    with pytest.raises(BadFile) as caught:
+        state_from_hf(DEEPSEEK, out)
+    missing, wrong = caught.value.problems
+    assert missing.startswith("model.layers.1.mlp.experts.5.up_proj.weight is missing")
+    assert "experts.7.down_proj.weight has shape (24, 17)" in wrong and "(24, 16)" in wrong
 
 
 def test_published_gpt2_files_lack_the_prefix_and_have_masks() -> None:

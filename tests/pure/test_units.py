@@ -17,13 +17,19 @@ from fivefold.core.weights import weights
 TINY = models.load("tiny")
 TIED = models.with_overrides(TINY, {"tied": "true", "vocab": "251"})
 LEARNED = models.with_overrides(TIED, {"positions": "learned", "norm_bias": "true"})
+AHEAD = models.with_overrides(TINY, {"mtp": "2", "vocab": "251"})
+TIED_AHEAD = models.with_overrides(AHEAD, {"tied": "true"})
 
 
 def names(rows: list[Row]) -> list[str]:
     return [row.name for row in rows]
 
 
-@pytest.mark.parametrize("shape", [TINY, TIED, LEARNED], ids=["untied", "tied", "learned"])
+@pytest.mark.parametrize(
+    "shape",
+    [TINY, TIED, LEARNED, AHEAD, TIED_AHEAD],
+    ids=["untied", "tied", "learned", "ahead", "tied-ahead"],
+)
 def test_one_stage_has_every_weight_and_shares_none(shape: Shape) -> None:
     rows = rows_of(shape, Layout(tp=2), range(shape.layers))
     assert names(rows) == [weight.name for weight in weights(shape)]
@@ -31,15 +37,20 @@ def test_one_stage_has_every_weight_and_shares_none(shape: Shape) -> None:
 
 
 @settings(max_examples=50, deadline=None)
-@given(shape=st.sampled_from([TINY, TIED, LEARNED]), ends=st.sets(st.integers(1, 7), min_size=1))
-def test_stages_have_every_weight_once_but_a_tied_one(shape: Shape, ends: set[int]) -> None:
+@given(
+    shape=st.sampled_from([TINY, TIED, LEARNED, AHEAD, TIED_AHEAD]),
+    ends=st.sets(st.integers(1, 7), min_size=1),
+)
+def test_stages_have_every_weight_once_but_the_embedding_of_both_ends(
+    shape: Shape, ends: set[int]
+) -> None:
     spans = [range(a, b) for a, b in pairwise((0, *sorted(ends), shape.layers))]
     rows = [rows_of(shape, Layout(tp=2), span) for span in spans]
-    copy = ["head.weight"] if shape.tied else []
+    copy = ["head.weight"] if shape.tied else ["mtp.embed.weight"] if shape.mtp else []
     whole = [weight.name for weight in weights(shape)]
     assert [name for stage in rows for name in names(stage)] == whole + copy
     shared = [row for stage in rows for row in stage if row.alone]
-    assert names(shared) == (["embed.weight", "head.weight"] if shape.tied else [])
+    assert names(shared) == (["embed.weight", *copy] if copy else [])
     assert len({row.shape for row in shared}) <= 1
     assert [row.block for row in shared] == ["embed", "head"][: len(shared)]
 

@@ -11,39 +11,36 @@ from hypothesis import strategies as st
 
 from fivefold.core import count, models
 from fivefold.core.errors import FivefoldError
-from fivefold.core.shape import Mla, Moe, Rope, Shape
-from fivefold.core.weights import Piece, Weight, by_name, local_shape, piece, weights
+from fivefold.core.shape import Mla, Moe, Shape
+from fivefold.core.weights import Piece, Weight, buffers, by_name, local_shape, piece, weights
 
 TINY = models.load("tiny")  # width 64, 8 heads and 4 KV heads of 8, ffn 176, vocabulary 256
 GPT2 = models.load("gpt2")
 QWEN3 = models.load("qwen3-0.6b")
+TINY_MOE = models.load("tiny-moe")  # as tiny, with 8 experts of 64 and a shared one from layer 1 on
+V3 = models.load("deepseek-v3")
+MLA = Mla(kv_rank=8, nope_dim=4, rope_dim=4, value_dim=6, q_rank=12)
+LATENT = replace(TINY, mla=MLA, kv_heads=8)
 
 UNSUPPORTED = {
-    "moe": {"moe": Moe(experts=4, top_k=1, ffn=8)},
-    "mla": {"mla": Mla(kv_rank=8, nope_dim=4, rope_dim=4, value_dim=8), "kv_heads": 8},
-    "mtp": {"mtp": 1},
     "alibi": {"positions": "alibi"},
     "parallel_block": {"parallel_block": True},
     "embedding_norm": {"embedding_norm": True},
     "chunked": {"window": 8, "window_kind": "chunked"},
     "global_every": {"global_every": 4},
-    "qk_norm=full": {"qk_norm": "full"},
     "qk_norm=l2": {"qk_norm": "l2"},
-    "yarn": {"rope": Rope("yarn", 4.0, 1024)},
-    "rope_interleaved": {"rope_interleaved": True},
+    "qk_norm in latent": {"mla": MLA, "kv_heads": 8, "qk_norm": "head"},
+    "prediction with learned": {"mtp": 1, "positions": "learned"},
 }
-# Presets whose dense decoder the table can list; the rest need a feature of UNSUPPORTED.
-REFUSED = {
-    *("bloom-176b", "deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "llama-4-maverick"),
-    *("mixtral-8x22b", "mixtral-8x7b", "olmoe-1b-7b", "palm-540b", "qwen2-57b-a14b"),
-    *("qwen3-235b-a22b", "qwen3-30b-a3b", "tiny-moe"),
-}
+# Presets that need a feature of UNSUPPORTED.
+REFUSED = {"bloom-176b", "llama-4-maverick", "palm-540b"}
 
 
 @pytest.mark.parametrize("name", sorted(set(models.presets()) - REFUSED))
 def test_the_table_weighs_what_is_counted(name: str) -> None:
     shape = models.load(name)
-    assert sum(one.numel for one in weights(shape)) == count.parameters(shape).total
+    counted = count.parameters(shape)
+    assert sum(one.numel for one in weights(shape)) == counted.total + counted.mtp
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
@@ -83,6 +80,75 @@ def test_the_ends_by_hand() -> None:
         Weight("head.weight", (256, 64), "head", "vocab"),
     ]
     assert weights(TINY)[0].block == "embed" and weights(TINY)[-1].name == "head.weight"
+
+
+def test_a_layer_with_experts_by_hand() -> None:
+    mlp = [one for one in weights(TINY_MOE) if one.name.startswith("blocks.3.mlp.")]
+    assert mlp == [
+        Weight("blocks.3.mlp.router.weight", (8, 64), "blocks.3", "whole"),
+        Weight("blocks.3.mlp.experts.gate.weight", (8, 64, 64), "blocks.3", "expert", expert_dim=1),
+        Weight("blocks.3.mlp.experts.up.weight", (8, 64, 64), "blocks.3", "expert", expert_dim=1),
+        Weight("blocks.3.mlp.experts.down.weight", (8, 64, 64), "blocks.3", "expert", expert_dim=2),
+        Weight("blocks.3.mlp.shared.gate.weight", (64, 64), "blocks.3", "column"),
+        Weight("blocks.3.mlp.shared.up.weight", (64, 64), "blocks.3", "column"),
+        Weight("blocks.3.mlp.shared.down.weight", (64, 64), "blocks.3", "row"),
+    ]
+    first = [one.name for one in weights(TINY_MOE) if one.name.startswith("blocks.0.mlp.")]
+    assert first == [f"blocks.0.mlp.{one}.weight" for one in ("gate", "up", "down")]
+
+
+def test_the_width_of_experts_lies_in_their_expert_dim() -> None:
+    moe = Moe(experts=4, top_k=1, ffn=24, shared=1, shared_ffn=16, shared_gated=True)
+    shape = replace(TINY, moe=moe, mlp_bias=True)
+    experts = [one for one in weights(shape) if one.cut == "expert"]
+    assert len(experts) == 3 * TINY.layers
+    assert all(one.shape[one.expert_dim or 0] == 24 and one.shape[0] == 4 for one in experts)
+    gate = by_name(shape)["blocks.0.mlp.shared_gate.weight"]
+    assert (gate.shape, gate.cut) == ((1, 64), "whole")
+    assert not any(one.name.endswith(".bias") for one in weights(shape)), "experts have none"
+
+
+def test_latent_attention_by_hand() -> None:
+    shape = replace(LATENT, qkv_bias=True, out_bias=True, head_dim=8)
+    found = [one for one in weights(shape) if one.name.startswith("blocks.0.attention.")]
+    name = "blocks.0.attention"
+    assert found == [
+        Weight(f"{name}.q_down.weight", (12, 64), "blocks.0", "whole", spread=True),
+        Weight(f"{name}.q_down.bias", (12,), "blocks.0", "whole", spread=True),
+        Weight(f"{name}.q_latent_norm.weight", (12,), "blocks.0", "whole", spread=True),
+        Weight(f"{name}.q_up.weight", (64, 12), "blocks.0", "column"),
+        Weight(f"{name}.kv_down.weight", (12, 64), "blocks.0", "whole", spread=True),
+        Weight(f"{name}.kv_down.bias", (12,), "blocks.0", "whole", spread=True),
+        Weight(f"{name}.kv_latent_norm.weight", (8,), "blocks.0", "whole", spread=True),
+        Weight(f"{name}.kv_up.weight", (80, 8), "blocks.0", "column"),
+        Weight(f"{name}.out.weight", (64, 48), "blocks.0", "row"),
+        Weight(f"{name}.out.bias", (64,), "blocks.0", "whole"),
+    ]
+    direct = replace(shape, mla=replace(MLA, q_rank=None))
+    assert by_name(direct)[f"{name}.q.weight"].cut == "column"
+    assert not any("q_down" in one.name for one in weights(direct))
+
+
+def test_layers_ahead_are_blocks_of_their_own_behind_the_head() -> None:
+    shape = replace(TINY_MOE, mtp=2)
+    names = [one.name for one in weights(shape)]
+    behind = names[names.index("head.weight") + 1 :]
+    assert behind[:3] == [f"mtp.0.{one}.weight" for one in ("token_norm", "hidden_norm", "join")]
+    assert "mtp.1.block.mlp.experts.up.weight" in behind and behind[-1] == "mtp.1.norm.weight"
+    assert {one.block for one in weights(shape) if one.name in behind} == {"mtp.0", "mtp.1"}
+    assert by_name(shape)["mtp.0.join.weight"].shape == (64, 128)
+    assert by_name(shape)["mtp.embed.weight"].name == "embed.weight"
+    tied = by_name(replace(shape, tied=True))
+    assert "mtp.embed.weight" not in tied and tied["head.weight"].name == "embed.weight"
+
+
+def test_biases_of_the_choice_are_buffers() -> None:
+    found = buffers(V3)
+    assert [one.name for one in found[:2]] == [f"blocks.{i}.mlp.router.bias" for i in (3, 4)]
+    assert found[-1].name == "mtp.0.block.mlp.router.bias" and found[-1].block == "mtp.0"
+    assert len(found) == 59 and {one.shape for one in found} == {(256,)}
+    assert not {one.name for one in found} & set(by_name(V3))
+    assert buffers(TINY_MOE) == buffers(TINY) == ()
 
 
 def test_gpt2_has_positions_biases_and_no_second_head() -> None:
@@ -132,16 +198,22 @@ def test_row_cut_splits_inputs() -> None:
         ("blocks.0.attention.q_norm.weight", True, True),
         ("blocks.0.attention.k_norm.weight", True, True),
         ("norm.weight", False, True),
+        ("blocks.3.mlp.router.weight", False, True),
+        ("blocks.3.mlp.experts.up.weight", False, True),
+        ("blocks.3.attention.q_down.weight", True, True),
+        ("blocks.3.attention.kv_latent_norm.weight", True, True),
+        ("mtp.0.join.weight", False, True),
     ],
 )
 def test_when_a_whole_weight_has_a_partial_gradient(
     name: str, without_sp: bool, with_sp: bool
 ) -> None:
-    weight = by_name(QWEN3)[name]
-    assert piece(weight, QWEN3, 4, False, 1).partial is without_sp
-    assert piece(weight, QWEN3, 4, True, 1).partial is with_sp
-    assert piece(weight, QWEN3, 4, True, 1).copies == 4
-    assert local_shape(weight, piece(weight, QWEN3, 4, True, 1)) == weight.shape
+    shape = next(shape for shape in (QWEN3, V3) if name in by_name(shape))
+    weight = by_name(shape)[name]
+    assert piece(weight, shape, 4, False, 1).partial is without_sp
+    assert piece(weight, shape, 4, True, 1).partial is with_sp
+    assert piece(weight, shape, 4, True, 1).copies == 4
+    assert local_shape(weight, piece(weight, shape, 4, True, 1)) == weight.shape
 
 
 @st.composite
@@ -163,9 +235,12 @@ def shapes_and_tp(draw: st.DrawFn) -> tuple[Shape, int]:
         max_seq=draw(st.integers(1, 9)),
         positions=draw(st.sampled_from(["rotary", "learned", "none"])),
         activation=draw(st.sampled_from(["swiglu", "gelu"])),
-        qk_norm=draw(st.sampled_from(["none", "head"])),
+        qk_norm=draw(st.sampled_from(["none", "head", "full"])),
         **{flag: draw(st.booleans()) for flag in flags},
     )
+    if draw(st.booleans()):
+        moe = Moe(experts=draw(st.integers(1, 5)), top_k=1, ffn=3, shared=1, shared_ffn=tp)
+        shape = replace(shape, moe=moe)
     return shape, tp
 
 
