@@ -60,6 +60,11 @@ def run(
 ) -> None:
     """Prove that a layout computes what one device does: run both here and compare."""
     plan = runnable(wishes)
+    if plan.shape.moe is not None and dtype == "bfloat16":
+        raise FivefoldError(
+            "bfloat16 rounds scores so far that tokens choose other experts on other layouts: "
+            "verify a model with experts in float64 or float32"
+        )
     if bucket_mb is not None:
         bucket_mb = _above("bucket-mb", bucket_mb, 0.0)
     chosen = {

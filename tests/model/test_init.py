@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from small import GPT, LLAMA
+from small import DEEPSEEK, GPT, LLAMA
 
 from fivefold.core.weights import by_name
 from fivefold.model.decoder import from_config
 from fivefold.model.init import init_weights, initial
 
 WIDE = replace(LLAMA, width=512, ffn=700, layers=8)
+EXPERTS = replace(DEEPSEEK, width=128, layers=8)
 
 
 def test_a_slice_starts_as_the_whole_does() -> None:
@@ -53,12 +54,24 @@ def test_drawing_leaves_the_global_generator_alone() -> None:
         ("blocks.0.mlp.gate.weight", 0.02),
         ("blocks.0.attention.out.weight", 0.02 / math.sqrt(16)),
         ("blocks.7.mlp.down.weight", 0.02 / math.sqrt(16)),
+        ("blocks.7.mlp.router.weight", 0.02),
+        ("blocks.7.mlp.experts.up.weight", 0.02),
+        ("blocks.7.mlp.experts.down.weight", 0.02 / math.sqrt(16)),
+        ("blocks.7.mlp.shared.down.weight", 0.02 / math.sqrt(16)),
+        ("blocks.7.attention.kv_down.weight", 0.02),
+        ("mtp.0.join.weight", 0.02),
     ],
 )
 def test_spread_of_values(name: str, spread: float) -> None:
-    drawn = initial(by_name(WIDE)[name], WIDE, 0, torch.float64)
-    assert drawn.std().item() == pytest.approx(spread, rel=0.03)
+    shape = WIDE if name in by_name(WIDE) else EXPERTS
+    drawn = initial(by_name(shape)[name], shape, 0, torch.float64)
+    assert drawn.std().item() == pytest.approx(spread, rel=5 / math.sqrt(2 * drawn.numel()))
     assert abs(drawn.mean().item()) < 5 * spread / math.sqrt(drawn.numel())
+
+
+def test_experts_differ_from_one_another() -> None:
+    drawn = initial(by_name(DEEPSEEK)["blocks.1.mlp.experts.up.weight"], DEEPSEEK, 0)
+    assert len({expert.sum().item() for expert in drawn}) == 8
 
 
 def test_norms_are_one_and_biases_zero() -> None:
@@ -67,6 +80,12 @@ def test_norms_are_one_and_biases_zero() -> None:
     for name in ("norm.bias", "blocks.0.attention.q.bias", "blocks.0.mlp.down.bias"):
         assert initial(table[name], GPT, 0).eq(0).all()
     assert not initial(table["embed.positions"], GPT, 0).eq(1).any()
+    decoder = from_config(DEEPSEEK)
+    for buffer in decoder.buffers():
+        buffer.fill_(7.0)
+    init_weights(decoder, DEEPSEEK, 0)
+    assert all(buffer.eq(0).all() for buffer in decoder.buffers())
+    assert decoder.get_parameter("blocks.0.attention.kv_latent_norm.weight").eq(1).all()
 
 
 def test_a_narrow_weight_is_the_float32_one_rounded() -> None:
