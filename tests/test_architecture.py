@@ -34,7 +34,13 @@ ARROWS = {
 }
 WITHOUT_TORCH = ("core", "report", "cli", "__main__", "__init__")
 VERBS_WITHOUT_TORCH = ("plan", "schedule", "options")
-ROOMS = ("data", "tensor", "pipeline")  # of the five dimensions; they meet only in compose
+ROOMS = (
+    "data",
+    "tensor",
+    "pipeline",
+    "context",
+    "expert",
+)  # of the five dimensions; they meet only in compose
 
 
 def module_name(path: Path) -> str:

@@ -78,7 +78,7 @@ class Split:
 def split_of(layout: Layout, shape: Shape) -> Split:
     """The cut of a layout for a model, whose heads bound the inner degree."""
     cp, kind = layout.cp, layout.context
-    inner = {"ulysses": cp, "hybrid": ulysses_degree(shape, layout)}.get(kind, 1)
+    inner = ulysses_degree(shape, layout) if kind == "hybrid" else cp if kind == "ulysses" else 1
     return Split(inner, cp // inner, zigzag=kind != "ring", gathers=kind == "allgather")
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, NotRequired, Protocol, TypedDict, Unpack, cast
 
 from fivefold.core import stages
@@ -173,10 +175,10 @@ def context_rule(layout: Layout, shape: Shape, job: Job) -> Iterator[str]:
     if seq < unit:
         yield (
             f"seq={seq} {_split_rule(layout)}, which takes at least {unit} tokens: use seq={unit} "
-            f"or more{_fewer_ranks(layout, unit, seq)}"
+            f"or more{_fewer_ranks(layout, shape, seq)}"
         )
     length = padded(seq, unit)
-    if shape.positions == "learned" and seq <= shape.max_seq < length:
+    if shape.positions == "learned" and unit <= seq <= shape.max_seq < length:
         yield (
             f"seq={seq} is padded to {length}, more than the {shape.max_seq} learned positions of "
             f"the model: use seq={shape.max_seq // unit * unit}"
@@ -208,8 +210,14 @@ def batch_problem(dp: int, job: Job) -> str | None:
 def schedule_rule(layout: Layout, shape: Shape, job: Job) -> Iterator[str]:
     domain, chunks = job.get("schedule"), layout.chunks
     count = num_microbatches(layout.pp, chunks, layout.dp, job)
-    if domain is not None and count and domain.problems(layout.pp, count, chunks):
-        yield domain.refusal(layout.pp, count, chunks)
+    if domain is not None and count and (reason := _refusal(domain, layout.pp, count, chunks)):
+        yield reason
+
+
+@lru_cache
+def _refusal(domain: Domain, pp: int, count: int, chunks: int) -> str | None:
+    """Neighbours that differ in cp and dp ask for the same one again and again."""
+    return domain.refusal(pp, count, chunks) if domain.problems(pp, count, chunks) else None
 
 
 def num_microbatches(pp: int, chunks: int, dp: int, job: Job) -> int | None:
@@ -270,9 +278,13 @@ def _split_rule(layout: Layout) -> str:
     return f"is split by {' and then by '.join(splits)}"
 
 
-def _fewer_ranks(layout: Layout, unit: int, seq: int) -> str:
-    """As many context ranks as a sequence is long enough for."""
-    most = seq * layout.cp // unit
+def _fewer_ranks(layout: Layout, shape: Shape, seq: int) -> str:
+    """As many context ranks as a sequence is long enough for, and as the heads allow."""
+    most = seq * layout.cp // sequence_unit(layout, shape)
+    if most and layout.context == "ulysses":
+        most = _largest_divisor(max(1, shape.heads // layout.tp), most)
+    if not most and seq >= sequence_unit(replace(layout, cp=1), shape):
+        most = 1  # which is not cut in two
     return f", or cp={most}" if most else ""
 
 

@@ -134,14 +134,14 @@ class ContextAttention:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, info: AttentionInfo) -> Total:
         """All parts, merged."""
         total = Total(q)
-        for keys, (part_k, part_v) in self._visits(k, v):
+        for keys, visitors in self._visits(k, v):
             for call in calls(self.tokens, keys, info.window):
                 queries = q[:, :, call.q_start : call.q_stop]
-                k_here, v_here = (
-                    each[:, :, call.k_start : call.k_stop] for each in (part_k, part_v)
-                )
-                out, lse = attend(queries, k_here, v_here, self._sees(call, keys, info))
+                theirs = visitors[:, :, :, call.k_start : call.k_stop]
+                out, lse = attend(queries, *theirs, self._sees(call, keys, info))
                 total.merge(call.q_start, call.q_stop, out, lse)
+                del theirs
+            del visitors  # before the next one comes
         return total
 
     def attend_backward(
@@ -161,6 +161,8 @@ class ContextAttention:
                 dq.add((..., rows, slice(None)), more[0])
                 for number in (0, 1):
                     part.add((number, ..., columns, slice(None)), more[1 + number])
+                del theirs
+            del visitors  # before the next one comes
             homeward.send(part.value())
         return dq.value().to(q.dtype), *homeward.arrived().to(q.dtype).unbind(0)
 

@@ -122,9 +122,17 @@ def test_the_deadlock_of_the_documentation() -> None:
     ("text", "problem", "way_out"),
     [
         ("0F0 0I0", "stage 0, microbatch 0: 0 B, 1 I and 0 W", "one 0B0, or one 0I0 and one 0W0"),
-        ("0F0 0B0 0W0", "stage 0, microbatch 0: 1 B, 0 I and 1 W", "one 0B0, or one 0I0 and one 0W0"),
+        (
+            "0F0 0B0 0W0",
+            "stage 0, microbatch 0: 1 B, 0 I and 1 W",
+            "one 0B0, or one 0I0 and one 0W0",
+        ),
         ("0F0 0F0 0B0", "stage 0, microbatch 0: 2 forwards", "one 0F0"),
-        ("0F0\n1F0 1B0", "stage 0, microbatch 0: 0 B, 0 I and 0 W", "one 0B0, or one 0I0 and one 0W0"),
+        (
+            "0F0\n1F0 1B0",
+            "stage 0, microbatch 0: 0 B, 0 I and 0 W",
+            "one 0B0, or one 0I0 and one 0W0",
+        ),
         ("0F0 0B0 0F1 0B1\n1F0 1B0 0F1 1B1", "rank 1 runs 0F1", "move it to rank 0"),
         ("0F0 0B0\n2F0 2B0", "no rank runs stage 1", "number stages from 0, without gaps"),
         ("0F0 hello 0B0", "rank 0: 'hello' is no action", "2F0"),

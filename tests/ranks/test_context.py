@@ -9,7 +9,6 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -34,11 +33,12 @@ from forked_steps import Setup, run, small_plan
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from fivefold.core.errors import FivefoldError
 from fivefold.core.layout import ContextKind
-from fivefold.model.batch import NOT_COUNTED
+from fivefold.model.batch import NOT_COUNTED, AttentionInfo
 from fivefold.parallel import context
 from fivefold.parallel.compose import Job
-from fivefold.parallel.mesh import Mesh, Passing
+from fivefold.parallel.mesh import Mesh, Passing, Phase
 from fivefold.run.compare import attributed
 from fivefold.run.ranks import Pool
 from fivefold.run.samples import samples
@@ -224,8 +224,8 @@ def test_every_rank_gets_its_tokens_with_their_places_and_labels() -> None:
 def test_dropout_in_attention_is_refused_by_name() -> None:
     plan = small_plan("cp=1")
     mesh = Mesh.of(plan, torch.device("cpu"))
-    kernel = context.ContextAttention(mesh, context.Phase(), plan.split, 16, "none")
+    kernel = context.ContextAttention(mesh, Phase(), plan.split, 16, "none")
     q = torch.zeros(1, 1, 16, 4)
-    info = context.AttentionInfo(torch.arange(16)[None], None, None, None, dropout=0.1)
-    with patch.object(mesh, "groups", {}), pytest.raises(context.FivefoldError, match="dropout"):
+    info = AttentionInfo(torch.arange(16)[None], None, None, None, dropout=0.1)
+    with pytest.raises(FivefoldError, match="set dropout to 0"):
         kernel(q, q, q, info)

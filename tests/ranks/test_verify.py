@@ -76,7 +76,8 @@ def test_a_large_model_is_scaled_down_and_says_so(capsys: pytest.CaptureFixture[
         ("--layout cp=8 --seq 10", "takes at least 16 tokens: use seq=16 or more, or cp=5"),
         ("--layout dp=128", "at most 64 ranks"),
         ("--layout tp=3", "tp=3 does not divide heads 8"),
-        ("tiny-moe --layout dp=2", "experts (moe)"),
+        ("tiny-moe --layout dp=2 --dtype bfloat16", "tokens choose other experts"),
+        ("llama-4-scout --layout dp=2", "layers without a window"),
     ],
 )
 def test_bad_input_exits_with_2(
