@@ -120,6 +120,8 @@ def tensor_rule(layout: Layout, shape: Shape, job: Job) -> Iterator[str]:
             f"tp={tp} neither divides the {kv_heads} KV heads nor is a multiple of them (they are "
             f"replicated where fewer than tp): use tp={_largest_divisor(kv_heads, tp)}"
         )
+    if shape.qk_norm == "full" and tp > 1:
+        yield f"tp={tp} would split heads that qk_norm=full normalises together: use tp=1"
     if shape.num_moe_layers < shape.layers:
         yield from _division("MLP width", shape.ffn, "tp", tp)
     if shape.moe is not None and shape.moe.shared_ffn:

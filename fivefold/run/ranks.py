@@ -262,7 +262,8 @@ def _end_politely() -> Any:
 
 def _serve(rank: int, pipe: Connection, inherited: list[Connection], parent: int) -> None:
     """The life of a rank: tasks until the pipe closes."""
-    faulthandler.enable()  # a rank that aborts says where
+    if sys.__stderr__ is not None:
+        faulthandler.enable(sys.__stderr__)  # a rank that aborts says where
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it too, and ends us
     for other in inherited:

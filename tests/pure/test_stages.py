@@ -55,7 +55,7 @@ def test_cost_is_that_of_the_whole_model() -> None:
         flops = count.forward_flops(shape, 2048).total
         assert sum(stages.compute(shape, 2048)) == pytest.approx(flops, rel=1e-12), name
         sizes = count.parameters(shape)
-        copy = shape.tied * shape.vocab * shape.width
+        copy = shape.ends_share * shape.vocab * shape.width
         assert sum(stages.sizes(shape, 1)) == sizes.total + sizes.mtp, name
         assert sum(stages.sizes(shape, 2)) == sizes.total + sizes.mtp + copy, name
 

@@ -118,7 +118,7 @@ def test_the_list_is_json_where_there_is_one() -> None:
     plan = plan_of("tiny", "dp=2 tp=2")
     summed_in_float32 = predict(plan, 0, itemsize=2, grad_itemsize=4)
     assert json.loads(json.dumps(listed(plan))) == [asdict(each) for each in summed_in_float32]
-    assert listed(plan_of("llama-4-scout", "dp=2")) is None
+    assert listed(plan_of("llama-4-maverick", "dp=2")) is None
     assert listed(plan_of("tiny", "pp=2", schedule="pipedream")) is None
     with pytest.raises(FivefoldError, match="an asynchronous run"):
         bf16_traffic(plan_of("tiny", "pp=2", schedule="pipedream-2bw"))

@@ -83,13 +83,13 @@ def unshifted_labels() -> Patch:
 
 def swapped_shard() -> Patch:
     """Two ranks hold each other's piece of one weight."""
-    inner = compose.piece
+    inner = compose.held_by
 
-    def swapped(weight: Any, shape: Any, tp: int, sp: bool, coord: int) -> Any:
+    def swapped(weight: Any, shape: Any, layout: Any, at: Any) -> Any:
         wrong = weight.name == "blocks.1.mlp.up.weight"
-        return inner(weight, shape, tp, sp, tp - 1 - coord if wrong else coord)
+        return inner(weight, shape, layout, at._replace(tp=layout.tp - 1 - at.tp) if wrong else at)
 
-    return patch.object(compose, "piece", swapped)
+    return patch.object(compose, "held_by", swapped)
 
 
 def skipped_bucket() -> Patch:

@@ -77,7 +77,7 @@ def test_a_large_model_is_scaled_down_and_says_so(capsys: pytest.CaptureFixture[
         ("--layout dp=128", "at most 64 ranks"),
         ("--layout tp=3", "tp=3 does not divide heads 8"),
         ("tiny-moe --layout dp=2 --dtype bfloat16", "tokens choose other experts"),
-        ("llama-4-scout --layout dp=2", "layers without a window"),
+        ("llama-4-maverick --layout dp=2", "layers without a window"),
     ],
 )
 def test_bad_input_exits_with_2(
