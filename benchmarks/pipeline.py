@@ -5,7 +5,8 @@
 
 clock  The real interpreter on 8 ranks over gloo, with stages whose F, I and W are timed sleeps, so
        that ranks are truly parallel on any machine. Measured makespan over the clock's, for every
-       schedule, with messages that travel at once and with messages that take 5 ms.
+       schedule, with messages that travel as fast as they can, for which the clock has no time,
+       and with messages that take 5 ms more, which it has.
 host   What the split costs a host: I+W of 16 layers over one plain backward, with tensors so small
        that nothing else counts; torch's own split beside it.
 pair   A forward and a backward that take turns while their collectives are under way.
@@ -41,7 +42,7 @@ from fivefold.parallel.mesh import Mesh, Pending
 from fivefold.parallel.pipeline import Pipeline
 
 RANKS, MICROBATCHES, LATENCY = 8, 16, 0.005
-FORWARD, INPUT_GRAD, WEIGHT_GRAD = 0.020, 0.024, 0.020
+FORWARD, INPUT_GRAD, WEIGHT_GRAD = 0.040, 0.048, 0.040
 HIDDEN = torch.Size((1, 16, 64))
 NO_TOKENS = torch.zeros(1, 16, dtype=torch.long)
 BATCH = TokenBatch(NO_TOKENS, NO_TOKENS, NO_TOKENS)
@@ -115,7 +116,7 @@ def cases() -> Iterator[tuple[Family, int, int]]:
 
 
 def makespan(schedule: Schedule, latency: float) -> float:
-    """Seconds from the first start to the last end over all ranks."""
+    """Seconds from the first start to the last end over all ranks, the better of two runs."""
     layout = Layout(pp=RANKS, zero=0, chunks=schedule.num_chunks)
     mesh = SlowMesh.build(layout, torch.device("cpu"), schedule=schedule)
     assert isinstance(mesh, SlowMesh)
@@ -124,13 +125,18 @@ def makespan(schedule: Schedule, latency: float) -> float:
     held = schedule.placement.held(mesh.place("pp"))
     chunks = {stage: SleepingChunk(stage == last) for stage in held}
     pipeline = Pipeline(schedule, mesh, chunks, HIDDEN, torch.float32)
-    count = schedule.num_microbatches
-    dist.barrier()
-    start = time.perf_counter()
-    pipeline.run([BATCH] * count, [torch.ones(())] * count)
-    both = torch.tensor([-start, time.perf_counter()], dtype=torch.float64)
-    dist.all_reduce(both, dist.ReduceOp.MAX)
-    return float(both.sum())
+    count, best = schedule.num_microbatches, float("inf")
+    for _ in range(2):
+        dist.barrier()
+        start = time.perf_counter()
+        pipeline.run([BATCH] * count, [torch.ones(())] * count)
+        both = torch.tensor([-start, time.perf_counter()], dtype=torch.float64)
+        dist.all_reduce(both, dist.ReduceOp.MAX)
+        best = min(best, float(both.sum()))
+    for group in (*mesh.channels.values(), *mesh.groups.values()):
+        if group is not dist.group.WORLD:  # each has threads, which would pile up
+            dist.destroy_process_group(group)
+    return best
 
 
 def against_the_clock(rank: int) -> None:
@@ -141,6 +147,7 @@ def against_the_clock(rank: int) -> None:
         print(f"{'schedule':<16}{'v':>2}{'m':>4}  {'clock':>7}{'measured':>10}{'ratio':>7}   "
               f"{'clock':>7}{'measured':>10}{'ratio':>7}   with messages of 5 ms")  # fmt: skip
     worst = 0.0
+    makespan(FAMILIES[0].make(RANKS, 1, 1), 0.0)  # the first run of a process loads this and that
     for family, count, chunks in cases():
         schedule = family.make(RANKS, count, chunks)
         stages = schedule.num_stages
@@ -246,8 +253,10 @@ def pair(rank: int) -> None:
     def lane() -> None:
         for _ in range(pieces):
             time.sleep(compute)
-            dist.all_reduce(torch.ones(8), group=mesh.groups["tp"])
-            mesh.let_pass("tp")
+            pending = mesh.all_reduce(torch.ones(8), "tp", dist.ReduceOp.SUM)
+            if mesh.pause is not None:
+                mesh.pause()
+            pending.wait()
 
     if rank == 0:
         print("a forward and a backward, 10 times 20 ms of compute and a collective each")

@@ -65,6 +65,7 @@ class Mesh:
         self.places: dict[str, int] = {}
         self.records: Counter[Record] = Counter()
         self.channels: dict[tuple[int, int], dist.ProcessGroup] = {}  # by (source, target) stage
+        self.column: tuple[int, ...] = (rank,)  # the ranks of this rank's pipeline
         self.delay = 0.0
         self.pause: Callable[[], None] | None = None  # gives the turn to the other lane
         self._free_at: dict[str, float] = {}
@@ -117,6 +118,7 @@ class Mesh:
 
     def _lay_pipeline(self, schedule: Schedule, tied: bool) -> None:
         columns = self.layout.groups(PIPELINE)
+        self.column = next(column for column in columns if self.rank in column)
         for pair in channels(schedule):
             for column in columns:
                 ranks = [column[stage] for stage in pair]
@@ -176,7 +178,7 @@ class Mesh:
         """Start to send to another stage of this rank's pipeline."""
         pair = (self.place(PIPELINE), target)
         self.records[Record(PIPELINE, "send", tensor.nbytes, 2)] += 1
-        work = dist.isend(tensor, self._global(target), group=self.channels[pair])
+        work = dist.isend(tensor, self.column[target], group=self.channels[pair])
         assert work is not None, "this rank is one of the two"
         return work
 
@@ -184,12 +186,9 @@ class Mesh:
         """Start to receive the next message of another stage of this rank's pipeline."""
         pair = (source, self.place(PIPELINE))
         self.records[Record(PIPELINE, "recv", buffer.nbytes, 2)] += 1
-        work = dist.irecv(buffer, self._global(source), group=self.channels[pair])
+        work = dist.irecv(buffer, self.column[source], group=self.channels[pair])
         assert work is not None, "this rank is one of the two"
         return work
-
-    def _global(self, stage: int) -> int:
-        return self.layout.group(PIPELINE, self.rank)[stage]
 
     @property
     def takes_turns(self) -> bool:

@@ -1,0 +1,107 @@
+"""`verify` over the expert axis: wherever the experts lie, ranks compute what one device does."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from fivefold.core.plan import Wishes
+from fivefold.run.compare import Traffic, attributed, evened
+from fivefold.run.ranks import Pool
+from fivefold.trial import Settings, run_rank, run_trial
+from fivefold.verbs.verify import runnable
+
+PUBLISHED = 1e-10
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool(9) as forked:
+        yield forked
+
+
+# ep takes the fastest ranks first: tp alone, dp alone, cp alone, tp·cp, tp·cp·dp, part of dp.
+CASES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("tp=2 ep=2", {"recompute": "full:2"}),
+    ("dp=2 ep=2", {"zero": 0}),
+    ("cp=2 ep=2", {"context": "ulysses", "packed": True}),
+    ("tp=2 cp=2 ep=4", {"recompute": "selective"}),
+    ("dp=2 tp=2 cp=2 ep=8", {"zero": 3}),
+    ("dp=4 ep=2", {"zero": 2}),
+    ("dp=2 tp=2", {"zero": 3}),
+    ("dp=2 tp=2 ep=2 etp=2", {"zero": 1, "recompute": "full"}),
+    ("tp=2 etp=2", {"sp": False}),
+    ("dp=2 pp=2 ep=2", {"schedule": "dualpipe-v", "zero": 3, "gather": "microbatch"}),
+    ("tp=2 pp=2 cp=2 ep=2", {"schedule": "zb-h1"}),
+)
+
+
+@pytest.mark.parametrize(("layout", "wishes"), CASES, ids=str)
+def test_experts_anywhere(pool: Pool, layout: str, wishes: dict[str, Any]) -> None:
+    check(pool, Wishes("tiny-moe", layout=layout, set={"layers": "4"}, **wishes))
+
+
+@pytest.mark.parametrize("layout", ["tp=2 pp=2 cp=2 ep=2", "tp=2 pp=2 cp=2 ep=2 etp=2"])
+def test_latents_groups_shared_experts_and_prediction_ahead(pool: Pool, layout: str) -> None:
+    check(pool, Wishes("deepseek-v3", layout=layout), steps=1)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [("mixtral-8x7b", "tp=2 ep=2"), ("qwen2-57b-a14b", "dp=2 ep=2"), ("olmoe-1b-7b", "dp=2 ep=2")],
+)
+def test_other_families(pool: Pool, model: str, layout: str) -> None:
+    check(pool, Wishes(model, layout=layout), steps=1)
+
+
+def test_float32_goes_through_grouped_products(pool: Pool) -> None:
+    plan = runnable(Wishes("tiny-moe", layout="dp=2 tp=2 ep=4", set={"layers": "4"}))
+    verdict = run_trial(pool, plan, Settings(dtype="float32"))
+    assert verdict.passed, (verdict.errors, verdict.tolerance)
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_rank_without_any_counted_token(pool: Pool, zero: int) -> None:
+    plan = runnable(Wishes("tiny-moe", layout="dp=4 ep=2", zero=zero, set={"layers": "2"}))
+    verdict = run_trial(pool, plan, Settings(empty_rank=3))
+    assert verdict.passed, (verdict.errors, verdict.diverges_at)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_the_mesh_notes_what_the_dispatcher_sees(pool: Pool, recompute: str) -> None:
+    wishes = Wishes("tiny-moe", layout="dp=2 tp=2 ep=2 etp=2", recompute=recompute)
+    plan = runnable(wishes)
+    for rank in pool.run_each([(run_rank, (plan, Settings(steps=1)))] * plan.layout.world):
+        for heard in rank.heard:
+            assert heard.noted and attributed(heard.seen, heard.noted) == heard.noted
+
+
+def check(pool: Pool, wishes: Wishes, steps: int = 2) -> None:
+    verdict = run_trial(pool, runnable(wishes), Settings(steps=steps))
+    assert verdict.traffic_match, verdict.traffic
+    assert verdict.passed, (verdict.errors, verdict.tolerance, verdict.diverges_at)
+    assert max(verdict.errors.values()) <= PUBLISHED
+
+
+ROWS = ("ep", "all_to_all", 100, 2)
+
+
+def test_uneven_rows_are_held_against_their_sum() -> None:
+    predicted = Counter({ROWS: 2, ("tp", "all_reduce", 8, 2): 1})
+    seen = [
+        Counter({("ep", "all_to_all", 120, 2): 2, ("tp", "all_reduce", 8, 2): 1}),
+        Counter({("ep", "all_to_all", 80, 2): 2, ("tp", "all_reduce", 8, 2): 1}),
+    ]
+    assert all(each.match for each in evened([Traffic(predicted, one) for one in seen]))
+    more = [seen[0], seen[1] + Counter({("ep", "all_to_all", 0, 2): 1})]  # one call too many
+    assert not any(each.match for each in evened([Traffic(predicted, one) for one in more]))
+    less = [seen[0], Counter({("ep", "all_to_all", 79, 2): 2, ("tp", "all_reduce", 8, 2): 1})]
+    assert not any(each.match for each in evened([Traffic(predicted, one) for one in less]))
+    other = [seen[0], seen[1] - Counter({("tp", "all_reduce", 8, 2): 1})]
+    assert [each.match for each in evened([Traffic(predicted, one) for one in other])] == [
+        True,
+        False,
+    ]
