@@ -269,8 +269,8 @@ def pair(rank: int) -> None:
             start = time.perf_counter()
             run()
             times.append(time.perf_counter() - start)
-        alone, traffic = 2 * pieces * compute, 2 * pieces * delay
-        hidden = (times[0] - times[1]) / traffic
+        alone = 2 * pieces * compute
+        hidden = (times[0] - times[1]) / (times[0] - alone)
         if rank == 0:
             print(f"{delay * 1e3:7.0f} ms {times[0]:17.3f} s {times[1]:12.3f} s {alone:12.3f} s "
                   f"{hidden:8.0%}")  # fmt: skip
