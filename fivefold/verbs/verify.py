@@ -88,6 +88,11 @@ def runnable(wishes: Wishes) -> Plan:
         "dropout is 0: many ranks and one cannot drop the same activations",
         "AdamW's eps is 1e-2 on both sides: with 1e-8 it turns rounding errors into whole steps",
     ]
+    if plan.schedule.asynchronous:
+        notes.append(
+            "the one process emulates the same delays, stage by stage; a step is one update of the "
+            "weights, and nothing is clipped"
+        )
     if is_large(plan.shape):
         small = scale_down(plan.shape, plan.layout)
         notes.append(scaling_note(plan.shape, small))
