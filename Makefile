@@ -15,7 +15,7 @@ $(READY): pyproject.toml
 
 # Training comes with a later version; until then this proves a layout and draws a schedule.
 train: setup
-	$(BIN)/fivefold verify tiny --layout "dp=2 tp=2"
+	$(BIN)/fivefold verify tiny-moe --layout "tp=2 pp=2 cp=2 ep=2" --schedule zb-h1
 	$(BIN)/fivefold schedule zb-v --stages 4 --microbatches 8
 
 test: setup lint
