@@ -54,11 +54,7 @@ def truths(
 ) -> list[Truth]:
     """Run one step for each whole batch, from the seed's initial values."""
     say("build")
-    model = from_config(shape, dtype=dtype)
-    init_weights(model, shape, seed)
-    assert model.head is not None
-    model.head.cross_entropy = _cross_entropy
-    updater = _optimizer(optimizer, model)
+    model, updater = _built(shape, optimizer, seed, dtype)
     found: list[Truth] = []
     for number, batch in enumerate(batches, start=1):
         say(f"step {number}")
@@ -98,11 +94,7 @@ def delayed_truths(
 ) -> list[Truth]:
     """What an asynchronous pipeline computes, emulated by one process that keeps every version."""
     say("build")
-    model = from_config(shape, dtype=dtype)
-    init_weights(model, shape, seed)
-    assert model.head is not None
-    model.head.cross_entropy = _cross_entropy
-    updater = _optimizer(optimizer, model)
+    model, updater = _built(shape, optimizer, seed, dtype)
     named = dict(model.named_parameters())
     versions = [{name: one.detach().clone() for name, one in named.items()}]
     found: list[Truth] = []
@@ -122,6 +114,16 @@ def delayed_truths(
         found.append(_updated(model, updater, float(sum(losses).detach())))
         versions.append({name: one.detach().clone() for name, one in named.items()})
     return found
+
+
+def _built(
+    shape: Shape, optimizer: Name, seed: int, dtype: torch.dtype
+) -> tuple[Decoder, torch.optim.Optimizer]:
+    model = from_config(shape, dtype=dtype)
+    init_weights(model, shape, seed)
+    assert model.head is not None
+    model.head.cross_entropy = _cross_entropy
+    return model, _optimizer(optimizer, model)
 
 
 def _updated(model: Decoder, updater: torch.optim.Optimizer, loss: float) -> Truth:
