@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from fivefold.model.batch import NOT_COUNTED, TokenBatch
+from fivefold.parallel.balance import Load
 from fivefold.parallel.compose import Job
 from fivefold.parallel.mesh import TWIN, WORLD, Mesh
 from fivefold.parallel.tensor import sum_partial
@@ -25,7 +26,8 @@ class Optimizer(Protocol):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step tells: the mean loss of its tokens, the gradient norm, and what clipping did.
+    """What a step tells: the mean loss of its tokens, the gradient norm, what clipping did, and
+    how full the experts were.
 
     Still on the device: reading one waits for the step, and not every step is read.
     """
@@ -33,6 +35,7 @@ class Outcome:
     loss: Tensor
     norm: Tensor
     clip: Tensor
+    load: Load | None = None
 
 
 def step(job: Job, optimizer: Optimizer, batches: Sequence[TokenBatch], max_norm: float) -> Outcome:
@@ -48,14 +51,14 @@ def step(job: Job, optimizer: Optimizer, batches: Sequence[TokenBatch], max_norm
         chunk.data.finish()
     sum_partial([(job.pieces[each.row.name], each.grad) for each in job.owned], job.mesh)
     sum_copies(job)
-    loss, norm = totals(job, sum(losses.values(), torch.zeros_like(tokens)))
+    loss, norm, recorded = totals(job, sum(losses.values(), torch.zeros_like(tokens)))
     clip = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for each in job.owned:
         each.grad.mul_(clip)
     optimizer.step()
     for chunk in job.chunks:
         chunk.data.publish()
-    return Outcome(loss, norm, clip)
+    return Outcome(loss, norm, clip, job.balancing.settle(recorded))
 
 
 def counted_tokens(batches: Sequence[TokenBatch], mesh: Mesh) -> Tensor:
@@ -85,12 +88,14 @@ def sum_copies(job: Job) -> None:
         job.mesh.sum_together([each.grad for each in shared], TWIN)
 
 
-def totals(job: Job, loss: Tensor) -> tuple[Tensor, Tensor]:
-    """The loss and the gradient norm of the whole job, from what this rank holds of both."""
+def totals(job: Job, loss: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss, the gradient norm and what the experts recorded in the whole job, from what this
+    rank has of each."""
     both = torch.stack([loss.to(torch.float64) / job.mesh.size("tp"), squared_norm(job)])
+    everything = torch.cat([both, job.balancing.take()])
     if job.mesh.size(WORLD) > 1:
-        job.mesh.all_reduce(both, WORLD, dist.ReduceOp.SUM).wait()
-    return both[0], both[1].sqrt()
+        job.mesh.all_reduce(everything, WORLD, dist.ReduceOp.SUM).wait()
+    return everything[0], everything[1].sqrt(), everything[2:]
 
 
 def squared_norm(job: Job) -> Tensor:

@@ -46,7 +46,7 @@ class Stream:
         tokens = self._counted(batches)
         losses = self.pipeline.run(batches, [tokens[i // every] for i in range(len(batches))])
         self.stash.restore()
-        zero = torch.zeros((), dtype=torch.float64)
+        zero = torch.zeros((), dtype=torch.float64, device=self.job.mesh.device)
         mine = [losses.get(number, zero) for number in range(len(batches))]
         by_update = torch.stack(mine).view(-1, every).sum(1) / self.job.mesh.size("tp")
         both = torch.stack([by_update, torch.stack(self.norms)])

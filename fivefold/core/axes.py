@@ -12,7 +12,6 @@ import math
 from collections import Counter
 from typing import NamedTuple
 
-from fivefold.core.layout import Layout
 from fivefold.core.plan import Plan
 from fivefold.core.schedule.transfers import needed, sent, twins
 from fivefold.core.shape import Shape
@@ -20,7 +19,7 @@ from fivefold.core.units import Part, Unit
 from fivefold.core.weights import by_name, held_by
 
 _SUMMED = 4  # bytes: the narrowest type that losses and partial gradients are summed in
-_COUNT = 8  # bytes: the number of tokens, float64; the number of an expert, int64
+COUNT = 8  # bytes: the number of tokens, float64; the number of an expert, int64
 _TOTALS = 16  # bytes: the loss and the squared norm, float64
 
 
@@ -59,11 +58,12 @@ def tensor(plan: Plan, chunk: Chunk, itemsize: int) -> Counter[Call]:
     activations = tokens * shape.width * itemsize
     losses = 1 + shape.mtp if chunk.layers.stop == shape.layers else 0
     lookups = (chunk.layers.start == 0) + max(0, losses - 1)
-    segments = _segments(plan, chunk)
+    segments = segments_of(plan, chunk)
     pairs = sum(_pairs(shape, layer) for segment in segments for layer in segment)
     gathers = sums = 2 * pairs + lookups + losses
     if plan.recompute.kind == "full":
-        unreached = sum(_ends_with_sum(shape, segment[-1]) for segment in segments)
+        # Experts are waited for behind the last sum of their layer.
+        unreached = sum(not shape.is_moe_layer(segment[-1]) for segment in segments)
         gathers, sums = gathers + pairs, sums + pairs - unreached
     calls: Counter[Call] = Counter()
     if layout.sp:
@@ -76,7 +76,7 @@ def tensor(plan: Plan, chunk: Chunk, itemsize: int) -> Counter[Call]:
     return +Counter({call: count * chunk.num_microbatches for call, count in calls.items()})
 
 
-def _segments(plan: Plan, chunk: Chunk) -> list[list[int]]:
+def segments_of(plan: Plan, chunk: Chunk) -> list[list[int]]:
     """The layers of a chunk by what is recomputed together; MTP layers stand alone."""
     size, layers = plan.recompute.blocks, list(chunk.layers)
     ahead = plan.shape.mtp if chunk.layers.stop == plan.shape.layers else 0
@@ -90,13 +90,6 @@ def _pairs(shape: Shape, layer: int) -> int:
     return 2 if not routed or (shape.moe is not None and shape.moe.shared) else 1
 
 
-def _ends_with_sum(shape: Shape, layer: int) -> bool:
-    """Whether nothing that backward needs comes behind a layer's last sum over tp."""
-    if shape.moe is None or not shape.is_moe_layer(layer):
-        return True
-    return shape.moe.shared > 0 and not shape.moe.shared_gated
-
-
 def context(plan: Plan, chunk: Chunk, itemsize: int) -> Counter[Call]:
     """The cp axis, for each layer and microbatch of a chunk, inside attention.
 
@@ -108,7 +101,7 @@ def context(plan: Plan, chunk: Chunk, itemsize: int) -> Counter[Call]:
     repeats the forward, selective keeps its results.
     """
     shape, split = plan.shape, plan.split
-    layers = sum(map(len, _segments(plan, chunk)))
+    layers = sum(map(len, segments_of(plan, chunk)))
     heads, kv_heads = shape.heads // plan.layout.tp, max(1, shape.kv_heads // plan.layout.tp)
     kv_heads = math.lcm(kv_heads, split.inner)
     tokens = plan.batch.microbatch_size * plan.local_seq
@@ -128,45 +121,6 @@ def context(plan: Plan, chunk: Chunk, itemsize: int) -> Counter[Call]:
         calls[Call("ring", kind, wide, split.outer)] += split.outer
     each = layers * chunk.num_microbatches
     return Counter({call: count * each for call, count in calls.items()})
-
-
-def expert(plan: Plan, chunk: Chunk, itemsize: int) -> Counter[Call]:
-    """The ep and etp axes, for each layer with experts and microbatch of a chunk.
-
-    Over ep: an all-to-all of the counts of every expert, forward; two of rows, one row for each
-    token and expert of its, forward, and their mirror backward. What a rank sends of them depends
-    on the routing; the sum over the group does not, and the list has an even share of it. Over
-    etp, with sequence parallelism: all-gathers of tokens, weights and choices in front and a
-    reduce-scatter behind, and the mirror of all but the choices backward; without it, all-reduces
-    behind and, in backward, of tokens and weights. Full recomputation repeats the forward, but
-    not the last sum where nothing that backward needs comes behind it.
-    """
-    shape, layout, moe = plan.shape, plan.layout, plan.shape.moe
-    if moe is None:
-        return Counter()
-    segments = _segments(plan, chunk)
-    layers = sum(shape.is_moe_layer(layer) for segment in segments for layer in segment)
-    again = plan.recompute.kind == "full"
-    unreached = sum(shape.is_moe_layer(each[-1]) for each in segments) if not moe.shared else 0
-    here = plan.batch.microbatch_size * plan.local_seq // (layout.tp if layout.sp else 1)
-    tokens = here * (layout.etp if layout.sp else 1)
-    row, weight = shape.width * itemsize, moe.top_k * wide_size(itemsize)
-    forwards = layers * (2 if again else 1)
-    sums = forwards - (unreached if again else 0) + layers
-    calls: Counter[Call] = Counter()
-    if layout.etp > 1 and layout.sp:
-        calls[Call("etp", "all_gather", here * row, layout.etp)] += forwards + layers
-        calls[Call("etp", "all_gather", here * weight, layout.etp)] += forwards
-        calls[Call("etp", "all_gather", here * moe.top_k * _COUNT, layout.etp)] += forwards
-    kind = "reduce_scatter" if layout.sp else "all_reduce"
-    if layout.etp > 1:
-        calls[Call("etp", kind, tokens * row, layout.etp)] += sums
-        calls[Call("etp", kind, tokens * weight, layout.etp)] += layers
-    if layout.ep > 1:
-        calls[Call("ep", "all_to_all", moe.experts * _COUNT, layout.ep)] += forwards
-        rows = 2 * (forwards + layers)
-        calls[Call("ep", "all_to_all", tokens * moe.top_k * row, layout.ep)] += rows
-    return +Counter({call: count * chunk.num_microbatches for call, count in calls.items()})
 
 
 def pipeline(plan: Plan, rank: int, itemsize: int) -> Counter[Call]:
@@ -254,14 +208,25 @@ def data(plan: Plan, chunk: Chunk, itemsize: int, grad_itemsize: int) -> Counter
     return +calls
 
 
-def step(layout: Layout) -> Counter[Call]:
-    """What a step sums once: in front the number of tokens (8 bytes) over dp-cp, behind the loss
-    and the squared gradient norm (16 bytes) over the world."""
-    everyone = layout.dp * layout.cp
+def step(plan: Plan) -> Counter[Call]:
+    """What a step sums once: in front the number of tokens (8 bytes) over dp-cp; behind, over the
+    world, the loss and the squared gradient norm (16 bytes), and what experts recorded."""
+    layout, everyone = plan.layout, plan.layout.dp * plan.layout.cp
     calls: Counter[Call] = Counter()
-    calls[Call("dp-cp", "all_reduce", _COUNT, everyone)] += everyone > 1
-    calls[Call("world", "all_reduce", _TOTALS, layout.world)] += layout.world > 1
+    calls[Call("dp-cp", "all_reduce", COUNT, everyone)] += everyone > 1
+    size = _TOTALS + COUNT * num_records(plan)
+    calls[Call("world", "all_reduce", size, layout.world)] += layout.world > 1
     return +calls
+
+
+def num_records(plan: Plan) -> int:
+    """Numbers that a step records of its experts: for each layer the slots of every expert, and
+    the value of every loss."""
+    shape, moe = plan.shape, plan.shape.moe
+    if moe is None or plan.schedule.asynchronous:
+        return 0
+    losses = sum(rule.is_loss for rule in plan.balance)
+    return len(shape.moe_layers) * (moe.experts + losses)
 
 
 def _gathers(unit: Unit, plan: Plan) -> int:

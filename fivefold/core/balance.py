@@ -16,6 +16,7 @@ microbatch; *global* all tokens of an optimizer step; *token* each token by itse
 | bias | global | 0.001: a bias on the choice, without a loss (arXiv:2408.15664) |
 | capacity:C | sequence | ⌈C·K·S/E⌉ slots an expert and row; the least probable are dropped |
 | capacity-position:C | sequence | the same; the last tokens of the row are dropped |
+| capacity-pad:C | sequence | as capacity, and empty rows up to what may come: even all-to-alls |
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class Balance:
     unit: Unit
     coefficient: float
     keep: Keep = "probability"  # capacity: which slots stay, the most probable or the first
+    pads: bool = False  # capacity: experts are given empty rows where slots are missing
 
     def __str__(self) -> str:
         word, usual = next(
@@ -48,6 +50,25 @@ class Balance:
             if replace(usual, coefficient=self.coefficient) == self
         )
         return word if usual == self else f"{word}:{self.coefficient:g}"
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether the rule adds to the gradient of the router."""
+        return self.kind in ("aux", "z")
+
+    @property
+    def counts_rows(self) -> bool:
+        """Whether the rule needs the load of whole rows."""
+        return self.kind == "aux" and self.unit != "global"
+
+    @property
+    def drops(self) -> bool:
+        """Whether slots go nowhere, and how many is known only when they are routed."""
+        return self.kind == "capacity" and not self.pads
+
+    def room(self, seq: int, top_k: int, num_experts: int) -> int:
+        """Slots of one expert in a row of `seq` tokens."""
+        return math.ceil(self.coefficient * top_k * seq / num_experts)
 
 
 _UNSET = math.nan  # the capacity factor has no usual value: it changes what is computed
@@ -59,6 +80,7 @@ WORDS: dict[str, Balance] = {
     "bias": Balance("bias", "global", 0.001),
     "capacity": Balance("capacity", "sequence", _UNSET),
     "capacity-position": Balance("capacity", "sequence", _UNSET, keep="position"),
+    "capacity-pad": Balance("capacity", "sequence", _UNSET, pads=True),
 }
 NONE = "none"
 

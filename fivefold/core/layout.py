@@ -29,7 +29,7 @@ ContextKind = Literal["ring", "zigzag", "allgather", "ulysses", "hybrid"]
 Order = Literal["tp-cp-dp-pp", "tp-cp-pp-dp"]
 
 DEGREES = ("replicate", "shard", "tp", "pp", "cp", "ep", "etp")
-AXES = ("dp", "tp", "pp", "cp", "ep", "etp", "edp", "replicate", "shard", "fsdp", "dp-cp")
+AXES = ("dp", "tp", "pp", "cp", "ep", "etp", "edp", "replicate", "shard", "fsdp", "dp-cp", "row")
 # Far above any machine; keeps a slip of the keyboard from being factored and drawn rank by rank.
 MOST_RANKS = 1 << 20
 ZERO_NAMES = {"NO_SHARD": 0, "SHARD_GRAD_OP": 2, "FULL_SHARD": 3}
@@ -200,7 +200,8 @@ class Layout:
         """The ranks that `rank` meets along `axis`, in order of their coord on it.
 
         Beside the five axes: `fsdp` is shard·cp, over which ZeRO shards the dense weights; `dp-cp`
-        is dp·cp, over which loss and gradients are summed; `edp` does the same for experts.
+        is dp·cp, over which loss and gradients are summed; `edp` does the same for experts; `row`
+        shares the tokens of a row: cp, and tp under sequence parallelism.
         """
         number, stage = self._place(rank)
         if axis == "pp":
@@ -258,6 +259,7 @@ class Layout:
             "replicate": (self.replicate, row * self.shard),
             "fsdp": (self.shard * self.cp, self.tp),
             "dp-cp": (self.dp * self.cp, self.tp),
+            "row": (row, 1) if self.sp else (self.cp, self.tp),
             "etp": (self.etp, 1),
             "ep": (self.ep, self.etp),
         }

@@ -6,6 +6,7 @@ is not said is derived. `resolve` turns wishes into a `Plan`, in which nothing i
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -14,7 +15,8 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from fivefold.core import legality, machine, models, stages, strict
+from fivefold.core import balance, legality, machine, models, stages, strict
+from fivefold.core.balance import Balance
 from fivefold.core.batch import Batch
 from fivefold.core.context import Split, padded, split_of
 from fivefold.core.errors import BadFile, FivefoldError, UnknownName
@@ -30,7 +32,7 @@ Precision = Literal["fp32", "bf16", "fp16"]
 Gather = Literal["step", "microbatch"]
 _FILES = (".json", ".toml", ".csv", ".txt")
 _DERIVED = {
-    "layout": ("zero", "chunks", "microbatches", "stage_layers", "gather"),
+    "layout": ("zero", "chunks", "microbatches", "stage_layers", "gather", "ep_nodes"),
     "schedule": ("chunks", "microbatches", "stage_layers"),
     "chunks": ("stage_layers",),
     "set": ("stage_layers",),
@@ -88,6 +90,8 @@ class Wishes:
     seq: int | None = None
     packed: bool = False
     recompute: str = "none"
+    balance: str = balance.NONE
+    ep_nodes: int | None = None
     precision: Precision = "bf16"
     set: dict[str, str] = field(default_factory=dict[str, str])
 
@@ -97,7 +101,7 @@ class Plan:
     """A job with nothing left open. `notes` say what was changed or derived on the way.
 
     `stage_layers` is None where layers are dealt by cost; `gather` says how often ZeRO-3 gathers
-    the weights of a unit.
+    the weights of a unit; `ep_nodes` is over how many nodes the experts of a layer are spread.
     """
 
     shape: Shape
@@ -110,6 +114,8 @@ class Plan:
     wishes: Wishes
     stage_layers: tuple[int, ...] | None = None
     gather: Gather = "microbatch"
+    balance: tuple[Balance, ...] = ()
+    ep_nodes: int = 1
     notes: tuple[str, ...] = ()
 
     def to_toml(self, folder: Path = Path()) -> str:
@@ -233,17 +239,21 @@ def resolve(wishes: Wishes, *, small: bool = False) -> Plan:
         layout = _searched(wishes, layout, batch)
         stages.cut(shape, layout.pp * layout.chunks, given)  # whose number was not known before
     gather = _gather(wishes, layout)
+    cluster = None if wishes.machine is None else machine.load(wishes.machine)
+    nodes = _ep_nodes(wishes.ep_nodes, layout, cluster)
     return Plan(
         shape=shape,
-        machine=None if wishes.machine is None else machine.load(wishes.machine),
+        machine=cluster,
         layout=layout,
         batch=batch,
         packed=wishes.packed,
         recompute=Recompute.parse(wishes.recompute),
         precision=wishes.precision,
-        wishes=_settled(wishes, layout, batch, gather),
+        wishes=_settled(wishes, layout, batch, gather, nodes),
         stage_layers=given,
         gather=gather,
+        balance=_rules(wishes.balance, shape, family.asynchronous and layout.pp > 1, nodes),
+        ep_nodes=nodes,
         notes=tuple(notes),
     )
 
@@ -294,13 +304,48 @@ def _gather(wishes: Wishes, layout: Layout) -> Gather:
     return cast(Gather, wishes.gather)
 
 
-def _settled(wishes: Wishes, layout: Layout, batch: Batch, gather: Gather) -> Wishes:
+def _rules(text: str, shape: Shape, asynchronous: bool, nodes: int) -> tuple[Balance, ...]:
+    """How experts are balanced."""
+    rules = balance.parse(text)
+    balance.check(rules, shape)
+    if rules and asynchronous:
+        raise FivefoldError(
+            f"--balance {text}: an asynchronous schedule has no step whose tokens could be "
+            "counted; choose another schedule, or none"
+        )
+    if nodes > 1 and any(rule.pads for rule in rules):
+        raise FivefoldError(
+            f"--balance {text} with ep_nodes {nodes}: how many tokens go to a node is known only "
+            "when they are routed; choose capacity without padding, or ep_nodes=1"
+        )
+    return rules
+
+
+def _ep_nodes(wish: int | None, layout: Layout, cluster: Machine | None) -> int:
+    """Over how many nodes an ep group is spread: as wished, or as the machine is built."""
+    if wish is not None:
+        if wish < 1 or layout.ep % wish:
+            raise FivefoldError(
+                f"ep_nodes {wish} does not divide ep {layout.ep}: the ranks of an ep group lie "
+                "evenly on its nodes; choose a divisor"
+            )
+        return wish
+    size = None if cluster is None else cluster.tiers[0].size
+    if size is None:
+        return 1
+    group = layout.group("ep", 0)
+    inside = sum(rank < size for rank in group)
+    return layout.ep // math.gcd(layout.ep, inside)
+
+
+def _settled(wishes: Wishes, layout: Layout, batch: Batch, gather: Gather, ep_nodes: int) -> Wishes:
     """The wishes with all that is free said; the global batch follows from them."""
     return replace(
         wishes,
         layout=str(layout),
         zero=layout.zero,
         gather=gather,
+        ep_nodes=ep_nodes,
         chunks=layout.chunks,
         microbatches=batch.microbatches,
         microbatch_size=batch.microbatch_size,

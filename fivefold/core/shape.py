@@ -193,6 +193,11 @@ class Shape:
         """Layers with experts, multi-token-prediction layers not counted."""
         return sum(self.is_moe_layer(i) for i in range(self.layers))
 
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers with experts; MTP layers go on where the others end."""
+        return tuple(i for i in range(self.layers + self.mtp) if self.is_moe_layer(i))
+
     def is_moe_layer(self, i: int) -> bool:
         """Whether layer i (from 0) has experts; MTP layers follow the rule of the last layer."""
         return self.moe is not None and self.moe.in_layer(min(i, self.layers - 1))

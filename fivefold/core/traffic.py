@@ -16,7 +16,6 @@ from fivefold.core.axes import (
     Chunk,
     context,
     data,
-    expert,
     partial,
     pipeline,
     step,
@@ -27,6 +26,7 @@ from fivefold.core.axes import (
 from fivefold.core.errors import FivefoldError
 from fivefold.core.layout import Layout
 from fivefold.core.plan import Plan
+from fivefold.core.routed import balance, expert
 from fivefold.core.schedule.action import FORWARD
 from fivefold.core.schedule.asynchronous import Delays
 from fivefold.core.units import Part, Unit, pack, rows_of
@@ -60,9 +60,9 @@ def predict(
     calls = pipeline(plan, rank, itemsize) + twin(plan, rank, parts, itemsize)
     for chunk in chunks:
         calls += tensor(plan, chunk, itemsize) + context(plan, chunk, itemsize)
-        calls += expert(plan, chunk, itemsize)
+        calls += expert(plan, chunk, itemsize) + balance(plan, chunk, itemsize)
         calls += data(plan, chunk, itemsize, grad_itemsize)
-    calls += partial(plan, parts, itemsize) + step(plan.layout)
+    calls += partial(plan, parts, itemsize) + step(plan)
     return entries(calls.items())
 
 
@@ -92,7 +92,7 @@ def predict_stream(
         calls[call] += each * count // schedule.num_microbatches
     for call, each in updates.items():
         calls[call] += each * steps
-    for call in step(layout):
+    for call in step(plan):
         calls[call._replace(bytes=call.bytes * steps)] += 1
     return entries(calls.items())
 

@@ -15,8 +15,8 @@ U units.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,40 +30,63 @@ Total = Callable[[Tensor], Tensor]
 Decide = Callable[[Tensor, Tensor], Tensor]
 
 
+@dataclass
+class Rows:
+    """What a device has of the rows of a step: by default all of one microbatch.
+
+    `tokens_in_step` are those of the whole step over all ranks and microbatches, and `in_unit` the
+    rows of a microbatch of one data rank; None: what is given is all. `seq` are the tokens of a
+    whole row, `real` those here that are not padding. `total` sums loads over the ranks that share
+    the rows; `whole` gives what they all hold of a row, in the order of its tokens, and `mine`
+    takes this rank's share back.
+    """
+
+    tokens_in_step: int | None = None
+    in_unit: int | None = None
+    seq: int | None = None
+    real: Tensor | None = None  # (S,) bool; None: all
+    total: Total = lambda counts: counts
+    whole: Total = lambda of_tokens: of_tokens
+    mine: Total = lambda of_tokens: of_tokens
+
+
 class Balancer:
     """The rules of one layer; takes the place of `MoeMlp.balance`.
 
-    `tokens_in_step` are those of the whole step over all ranks and microbatches, and `rows_in_unit`
-    the rows of a microbatch of one data rank; None: what is given is all. `total` sums the load of
-    units over the ranks that share them. `load` is the share of each expert in the slots of the
-    step before, for the global unit; None: none is known, so all are taken to be equal.
+    `load` is the share of each expert in the slots of the step before, for the global unit; None:
+    none is known, so all are taken to be equal. `watch` is shown the experts of all tokens.
     """
 
     def __init__(
-        self, rules: Sequence[Balance], num_experts: int, device: torch.device | str
+        self,
+        rules: Sequence[Balance],
+        num_experts: int,
+        device: torch.device | str,
+        rows: Rows | None = None,
     ) -> None:
-        self.losses = [rule for rule in rules if rule.kind in ("aux", "z")]
-        self.num_experts = num_experts
-        self.tokens_in_step: int | None = None
-        self.rows_in_unit: int | None = None
-        self.total: Total = lambda counts_UE: counts_UE
+        self.losses = [rule for rule in rules if rule.is_loss]
+        self.capacity = next((rule for rule in rules if rule.kind == "capacity"), None)
+        self.num_experts, self.rows = num_experts, rows or Rows()
         self.load: Tensor | None = None
-        # Which slots stay: experts (B, S, K) and their scores to a mask (B, S, K).
-        self.decide: Decide | None = None
-        for rule in rules:
-            if rule.kind == "capacity":
-                self.decide = Capacity(rule.coefficient, rule.keep, num_experts)
+        self.watch: Callable[[Tensor], None] | None = None
         self._counts = _leaf(num_experts, device)
         self._values = _leaf(len(self.losses), device)
 
     def __call__(self, routing: Routing, num_rows: int) -> Routing:
         """The routing with its losses in backward, and without the slots that find no room."""
-        losses = [self._loss(rule, routing, num_rows) for rule in self.losses]
-        counts_E = count_slots(routing.experts.view(1, -1), self.num_experts)[0]
-        if self.decide is not None:
-            routing = _dropped(routing, self.decide, num_rows)
+        experts_BSK = routing.experts.unflatten(0, (num_rows, -1))
+        if self.watch is not None:
+            self.watch(experts_BSK)
+        if self.rows.real is not None:
+            experts_BSK = experts_BSK.where(self.rows.real[:, None], self.num_experts)
+        counts_BE = count_slots(experts_BSK.flatten(1), self.num_experts)
+        losses = self._losses(routing, counts_BE)
+        if self.capacity is not None:
+            routing = self._within_capacity(self.capacity, routing, num_rows)
         stacked = torch.stack(losses) if losses else routing.weights.new_zeros(0)
-        weights = _Inject.apply(routing.weights, stacked, self._counts, self._values, counts_E)
+        weights = _Inject.apply(
+            routing.weights, stacked, self._counts, self._values, counts_BE.sum(0)
+        )
         return routing._replace(weights=weights)
 
     def take(self) -> tuple[Tensor, Tensor]:
@@ -75,68 +98,78 @@ class Balancer:
             leaf.grad = None
         return taken[0].detach(), taken[1].detach()
 
-    def _loss(self, rule: Balance, routing: Routing, num_rows: int) -> Tensor:
-        tokens = self.tokens_in_step or len(routing.experts)
-        if rule.kind == "z":
-            return rule.coefficient * routing.logits.logsumexp(1).square().sum() / tokens
-        load_UE = self._load(rule, routing, num_rows)
-        return rule.coefficient * load_loss(routing.scores, load_UE) / tokens
+    def _losses(self, routing: Routing, counts_BE: Tensor) -> list[Tensor]:
+        if any(rule.counts_rows for rule in self.losses):
+            counts_BE = self.rows.total(counts_BE)
+        found: list[Tensor] = []
+        for rule in self.losses:
+            of_tokens_N = (
+                routing.logits.logsumexp(1).square()
+                if rule.kind == "z"
+                else load_losses(routing.scores, self._load(rule, counts_BE, routing.scores))
+            )
+            if self.rows.real is not None:
+                of_tokens_N = of_tokens_N.unflatten(0, (len(counts_BE), -1)) * self.rows.real
+            tokens = self.rows.tokens_in_step or of_tokens_N.numel()
+            found.append(rule.coefficient * of_tokens_N.sum() / tokens)
+        return found
 
-    def _load(self, rule: Balance, routing: Routing, num_rows: int) -> Tensor:
+    def _load(self, rule: Balance, counts_BE: Tensor, scores_NE: Tensor) -> Tensor:
         """The share f of each expert in the slots of each unit, (U, E)."""
         if rule.unit == "global":
-            even = routing.scores.new_full((self.num_experts,), 1 / self.num_experts)
+            even = scores_NE.new_full((self.num_experts,), 1 / self.num_experts)
             return (even if self.load is None else self.load.to(even))[None]
-        rows = 1 if rule.unit == "sequence" else self.rows_in_unit or num_rows
-        experts_UM = routing.experts.reshape(num_rows // rows, -1)
-        counts_UE = self.total(count_slots(experts_UM, self.num_experts)).to(routing.scores.dtype)
+        rows = 1 if rule.unit == "sequence" else self.rows.in_unit or len(counts_BE)
+        counts_UE = counts_BE.unflatten(0, (-1, rows)).sum(1).to(scores_NE.dtype)
         return counts_UE / counts_UE.sum(1, keepdim=True)
 
+    def _within_capacity(self, rule: Balance, routing: Routing, num_rows: int) -> Routing:
+        """Slots without room go nowhere."""
+        top_k = routing.experts.shape[1]
+        experts_BSK = routing.experts.unflatten(0, (num_rows, -1))
+        scores_NK = routing.scores.detach().gather(1, routing.experts)
+        whole = self.rows.whole(experts_BSK)
+        room = rule.room(self.rows.seq or whole.shape[1], top_k, self.num_experts)
+        scores_BSK = self.rows.whole(scores_NK.unflatten(0, (num_rows, -1)))
+        kept_BSK = self.rows.mine(within(whole, scores_BSK, room, rule.keep, self.num_experts))
+        kept_NK = kept_BSK.flatten(0, 1)
+        return routing._replace(
+            experts=routing.experts.where(kept_NK, self.num_experts),
+            weights=routing.weights * kept_NK,
+            drops=True,
+            room=num_rows * min(room, experts_BSK.shape[1]) if rule.pads else None,
+        )
 
-def load_loss(scores_NE: Tensor, load_UE: Tensor) -> Tensor:
-    """E · Σ over the tokens of Σ f·p, with f the load of a token's unit.
 
-    Divided by the number of tokens this is Switch's E·Σ f·P. Scores that do not sum to one, as
+def load_losses(scores_NE: Tensor, load_UE: Tensor) -> Tensor:
+    """E · Σ f·p of each token, with f the load of the token's unit.
+
+    The mean over the tokens of a unit is Switch's E·Σ f·P. Scores that do not sum to one, as
     sigmoids, are divided by their sum first, as DeepSeek-V3 does.
     """
     shares_NE = scores_NE / scores_NE.sum(1, keepdim=True)
-    sums_UE = shares_NE.unflatten(0, (len(load_UE), -1)).sum(1)
-    return scores_NE.shape[1] * (sums_UE * load_UE).sum()
+    weighed_UME = shares_NE.unflatten(0, (len(load_UE), -1)) * load_UE[:, None]
+    return scores_NE.shape[1] * weighed_UME.sum(2).flatten()
 
 
-class Capacity:
-    """Which slots of whole rows find room: each expert has ⌈factor·K·S/E⌉ in every row."""
+def within(
+    experts_BSK: Tensor, scores_BSK: Tensor, room: int, keep: Keep, num_experts: int
+) -> Tensor:
+    """True for the slots of whole rows that stay, where every expert has `room` in each row.
 
-    def __init__(self, factor: float, keep: Keep, num_experts: int) -> None:
-        self.factor, self.keep, self.num_experts = factor, keep, num_experts
-
-    def room(self, seq: int, top_k: int) -> int:
-        """Slots of one expert in a row of `seq` tokens."""
-        return math.ceil(self.factor * top_k * seq / self.num_experts)
-
-    def __call__(self, experts_BSK: Tensor, scores_BSK: Tensor) -> Tensor:
-        """True for slots that stay; equal scores go to the earlier token."""
-        _, seq, top_k = experts_BSK.shape
-        experts_BM, scores_BM = experts_BSK.flatten(1), scores_BSK.flatten(1)
-        order_BM = torch.arange(seq * top_k, device=experts_BM.device).expand_as(experts_BM)
-        if self.keep == "probability":
-            order_BM = scores_BM.sort(dim=1, descending=True, stable=True).indices
-        sorted_BM, again_BM = experts_BM.gather(1, order_BM).sort(dim=1, stable=True)
-        counts_BE = count_slots(experts_BM, self.num_experts)
-        before_BE = counts_BE.cumsum(1) - counts_BE
-        numbers_BM = torch.arange(seq * top_k, device=experts_BM.device)
-        place_BM = numbers_BM - before_BE.gather(1, sorted_BM)
-        kept_BM = torch.empty_like(place_BM, dtype=torch.bool)
-        kept_BM = kept_BM.scatter(1, order_BM.gather(1, again_BM), place_BM < self.room(seq, top_k))
-        return kept_BM.view_as(experts_BSK)
-
-
-def _dropped(routing: Routing, decide: Decide, num_rows: int) -> Routing:
-    """Weight zero for slots without room. Their experts compute them, to no effect."""
-    experts_BSK = routing.experts.unflatten(0, (num_rows, -1))
-    scores_NK = routing.scores.detach().gather(1, routing.experts)
-    kept_BSK = decide(experts_BSK, scores_NK.unflatten(0, (num_rows, -1)))
-    return routing._replace(weights=routing.weights * kept_BSK.flatten(0, 1))
+    Equal scores go to the earlier token.
+    """
+    experts_BM, scores_BM = experts_BSK.flatten(1), scores_BSK.flatten(1)
+    numbers_M = torch.arange(experts_BM.shape[1], device=experts_BM.device)
+    order_BM = numbers_M.expand_as(experts_BM)
+    if keep == "probability":
+        order_BM = scores_BM.sort(dim=1, descending=True, stable=True).indices
+    sorted_BM, again_BM = experts_BM.gather(1, order_BM).sort(dim=1, stable=True)
+    counts_BE = count_slots(experts_BM, num_experts)
+    place_BM = numbers_M - (counts_BE.cumsum(1) - counts_BE).gather(1, sorted_BM)
+    kept_BM = torch.empty_like(place_BM, dtype=torch.bool)
+    kept_BM = kept_BM.scatter(1, order_BM.gather(1, again_BM), place_BM < room)
+    return kept_BM.view_as(experts_BSK)
 
 
 class _Inject(torch.autograd.Function):
@@ -160,19 +193,35 @@ def _leaf(size: int, device: torch.device | str) -> Tensor:
     return torch.zeros(size, dtype=torch.float64, device=device, requires_grad=True)
 
 
-def balance(decoder: Decoder, rules: Sequence[Balance]) -> dict[str, Balancer]:
-    """Give every layer with experts its rules; the balancers by the name of their module."""
-    balancers: dict[str, Balancer] = {}
-    for name, module in decoder.named_modules():
-        if isinstance(module, MoeMlp):
-            weight = module.router.weight
-            module.balance = balancers[name] = Balancer(rules, len(weight), weight.device)
+def balance(
+    decoder: Decoder,
+    rules: Sequence[Balance],
+    device: torch.device | str,
+    rows: Rows | None = None,
+) -> dict[int, Balancer]:
+    """Give every layer with experts its rules; the balancers by number of layer."""
+    balancers: dict[int, Balancer] = {}
+    for number, mlp in moe_layers(decoder):
+        mlp.balance = balancers[number] = Balancer(rules, len(mlp.router.weight), device, rows)
     return balancers
 
 
+def moe_layers(decoder: Decoder) -> Iterator[tuple[int, MoeMlp]]:
+    """The layers with experts by number; those of multi-token prediction go on behind the rest."""
+    for name, module in decoder.named_modules():
+        if isinstance(module, MoeMlp):
+            kind, number, *_ = name.split(".")
+            yield int(number) + (decoder.shape.layers if kind == "mtp" else 0), module
+
+
 @torch.no_grad()
-def update_bias(bias_E: Tensor, counts_E: Tensor, rate: float) -> None:
-    """Once a step, from the slots of all its tokens: a step up for experts below the mean load, a
-    step down for those above it."""
-    counts_E = counts_E.to(torch.float64)
-    bias_E.add_((rate * (counts_E.mean() - counts_E).sign()).to(bias_E))
+def settle(mlp: MoeMlp, balancer: Balancer, rules: Sequence[Balance], counts_E: Tensor) -> None:
+    """Behind a step, from the slots of all its tokens: the load, and the bias of the router.
+
+    The bias goes a step up for experts below the mean load, and one down for those above it.
+    """
+    balancer.load = counts_E / counts_E.sum().clamp(min=1)
+    for rule in rules:
+        if rule.kind == "bias":
+            signs_E = (counts_E.mean() - counts_E).sign()
+            mlp.router.bias.add_((rule.coefficient * signs_E).to(mlp.router.bias))

@@ -6,8 +6,9 @@ that parts can be merged into the whole.
     dq, dk, dv = attend_backward(slope, q, k, v, out, lse, sees)    with the merged out and lse
 
 Kernels: torch's flash kernel on CPU; on CUDA cuDNN where it is faster (Hopper and newer), flash
-elsewhere, and the memory-efficient one where a mask hides pairs. Key/value heads may be fewer than
-query heads; they are repeated here, inside a rank, only for kernels that cannot share them.
+elsewhere, the memory-efficient one for float32 and where a mask hides pairs, and for float64, which
+none of them has, the plain formula. Key/value heads may be fewer than query heads; they are
+repeated here, inside a rank, only for kernels that cannot share them.
 
 Legend: B rows, H query heads, K key/value heads, Q queries, S keys, d width of a head.
 """
@@ -39,8 +40,10 @@ def attend(q_BHQd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, sees: Sees) -> tuple[
     """The output over these keys and its log-sum-exp, −inf for a query that sees none."""
     if not q_BHQd.is_cuda:
         return _attend_on_cpu(q_BHQd, k_BKSd, v_BKSd, sees)
-    if sees.mask is not None:
-        return _attend_masked(q_BHQd, k_BKSd, v_BKSd, sees.mask)
+    if q_BHQd.dtype == torch.float64:
+        return attend_plainly(q_BHQd, k_BKSd, v_BKSd, sees)
+    if sees.mask is not None or q_BHQd.dtype == torch.float32:
+        return _attend_efficiently(q_BHQd, k_BKSd, v_BKSd, sees)
     if _has_fast_cudnn(q_BHQd.device.index):
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
             q_BHQd, k_BKSd, v_BKSd, None, True, 0.0, sees.causal
@@ -58,8 +61,10 @@ def attend_backward(
     """The gradients of one part. `out` and `lse` are those of all parts together."""
     if not q.is_cuda:
         return _backward_on_cpu(slope, q, k, v, out, lse, sees)
-    if sees.mask is not None:
-        return _backward_masked(slope, q, k, v, out, lse, sees.mask)
+    if q.dtype == torch.float64:
+        return plain_backward(slope, q, k, v, out, lse, sees)
+    if sees.mask is not None or q.dtype == torch.float32:
+        return _efficient_backward(slope, q, k, v, out, lse, sees)
     none = torch.zeros((), dtype=torch.int64, device=q.device)
     queries, keys = q.shape[2], k.shape[2]
     if _has_fast_cudnn(q.device.index):
@@ -153,23 +158,60 @@ def _backward_on_cpu(
     return dq, _summed(dk, num_heads), _summed(dv, num_heads)
 
 
-def _attend_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+def attend_plainly(q: Tensor, k: Tensor, v: Tensor, sees: Sees) -> tuple[Tensor, Tensor]:
+    """By the formula, with all scores at once."""
+    scores = _scores(q, k, sees)
+    lse = scores.logsumexp(dim=-1)
+    return _shares(scores, lse) @ _repeated(v, q), lse
+
+
+def plain_backward(
+    slope: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sees: Sees
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of the formula."""
+    num_heads, keys, values = k.shape[1], _repeated(k, q), _repeated(v, q)
+    shares = _shares(_scores(q, k, sees), lse)
+    change = slope @ values.mT - (slope * out).sum(dim=-1, keepdim=True)
+    dscores = shares * change / math.sqrt(q.shape[-1])
+    dk, dv = dscores.mT @ q, shares.mT @ slope
+    return dscores @ keys, _summed(dk, num_heads), _summed(dv, num_heads)
+
+
+def _scores(q: Tensor, k: Tensor, sees: Sees) -> Tensor:
+    """−inf for a pair that does not exist."""
+    scores = q @ _repeated(k, q).mT / math.sqrt(q.shape[-1])
+    mask = sees.mask
+    if sees.causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    return scores if mask is None else scores.masked_fill(~mask, -math.inf)
+
+
+def _shares(scores: Tensor, lse: Tensor) -> Tensor:
+    """What each key has of a query; nothing where it saw none."""
+    return (scores - lse[..., None]).exp().nan_to_num(0.0)
+
+
+def _attend_efficiently(q: Tensor, k: Tensor, v: Tensor, sees: Sees) -> tuple[Tensor, Tensor]:
+    bias = None if sees.mask is None else _aligned_bias(sees.mask, q)
     out, lse, *_ = aten._scaled_dot_product_efficient_attention(
-        q, _repeated(k, q), _repeated(v, q), _aligned_bias(mask, q), True
+        q, _repeated(k, q), _repeated(v, q), bias, True, 0.0, sees.causal
     )
-    blind = ~mask.any(dim=-1)
-    lse = lse[..., : q.shape[2]].masked_fill(blind, -math.inf)
-    return out.masked_fill(blind[..., None], 0.0), lse
+    lse = lse[..., : q.shape[2]]
+    if sees.mask is None:
+        return out, lse
+    blind = ~sees.mask.any(dim=-1)
+    return out.masked_fill(blind[..., None], 0.0), lse.masked_fill(blind, -math.inf)
 
 
-def _backward_masked(
-    slope: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor
+def _efficient_backward(
+    slope: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sees: Sees
 ) -> tuple[Tensor, Tensor, Tensor]:
     num_heads, zero = k.shape[1], torch.zeros((), dtype=torch.int64, device=q.device)
     padded = F.pad(lse, (0, -lse.shape[-1] % _ALIGNED), value=math.inf)
+    bias = None if sees.mask is None else _aligned_bias(sees.mask, q)
     dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-        slope, q, _repeated(k, q), _repeated(v, q), _aligned_bias(mask, q), out, padded, zero, zero,
-        0.0, [True, True, True, False],
+        slope, q, _repeated(k, q), _repeated(v, q), bias, out, padded, zero, zero, 0.0,
+        [True, True, True, False], sees.causal,
     )  # fmt: skip
     return dq, _summed(dk, num_heads), _summed(dv, num_heads)
 

@@ -2,8 +2,8 @@
 
 Every token is routed to `top_k` experts. A *slot* is one token on one of its experts: number
 n·K + k for the k-th choice of token n. Equal scores go to the lower expert number, so that the
-choice never depends on where a token is computed. No token is dropped; `model/balance.py` may set
-weights to zero.
+choice never depends on where a token is computed. No slot is dropped, unless a rule of
+`model/balance.py` does.
 
 The seams: `Router.product`, `Stack.product`, `MoeMlp.balance` (between router and experts) and
 `MoeMlp.dispatch` (from tokens to experts and back).
@@ -15,6 +15,7 @@ F expert width, I inputs, O outputs.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -29,25 +30,34 @@ _NEVER_ZERO = 1e-20  # added to a sum of weights, as DeepSeek-V3 does
 
 
 class Routing(NamedTuple):
-    """Where tokens go, and how much each of their experts counts; float32 or wider."""
+    """Where tokens go, and how much each of their experts counts; float32 or wider.
+
+    `drops`: slots may go nowhere, which is expert number E. With a `room`, every expert is given
+    exactly so many rows, of which some are empty.
+    """
 
     experts: Tensor  # (N, K) int64, best first
     weights: Tensor  # (N, K)
     scores: Tensor  # (N, E) probabilities, or sigmoids
     logits: Tensor  # (N, E)
+    drops: bool = False
+    room: int | None = None
 
 
 class Slots(NamedTuple):
-    """Slots sorted by expert, and within an expert by token."""
+    """The slots that go somewhere, sorted by expert, and within an expert by token."""
 
-    order: Tensor  # (M,) int64: the slot at each place
-    place: Tensor  # (M,) int64: the place of each slot
-    counts: Tensor  # (E,) int64: slots of each expert
+    order: Tensor  # (M,) int64: the slot at each place; N·K, one past the last, for an empty row
+    counts: Tensor  # (E,) int64: rows of each expert
+    num_tokens: int
+    num_choices: int
+    whole: bool  # every slot is here, once
 
 
 Grouped = Callable[[Tensor, Tensor, Tensor], Tensor]
 Balancing = Callable[[Routing, int], Routing]
-Dispatch = Callable[[Tensor, Routing, "Experts"], Tensor]
+Travel = Callable[[Tensor, Tensor, "Experts"], Tensor]
+Dispatch = Callable[[Tensor, Routing, "Experts", "Beside"], Tensor]
 
 
 def wide_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -164,76 +174,140 @@ class Experts(nn.Module):
         return self.down(self.activate(self.gate(x_MD, ends_E)) * hidden_MF, ends_E)
 
 
-def sort_slots(experts_NK: Tensor, num_experts: int) -> Slots:
-    """Slots by expert; nothing here waits for the device."""
+def sort_slots(experts_NK: Tensor, num_experts: int, drops: bool, room: int | None) -> Slots:
+    """Slots by expert. Only where slots are dropped does this wait for the device."""
     experts_M = experts_NK.flatten()
     order_M = experts_M.sort(stable=True).indices
-    numbers_M = torch.arange(len(experts_M), device=experts_M.device)
-    place_M = torch.empty_like(order_M).scatter(0, order_M, numbers_M)
-    return Slots(order_M, place_M, count_slots(experts_M[None], num_experts)[0])
+    counts_E = count_slots(experts_M[None], num_experts)[0]
+    whole = not drops and room is None
+    if room is not None:
+        order_M, counts_E = _with_empty_rows(experts_M, order_M, counts_E, room)
+    elif drops:
+        order_M = order_M[: int(counts_E.sum())]
+    return Slots(order_M, counts_E, *experts_NK.shape, whole)
+
+
+def _with_empty_rows(
+    experts_M: Tensor, order_M: Tensor, counts_E: Tensor, room: int
+) -> tuple[Tensor, Tensor]:
+    """Order and counts with `room` rows for every expert; those that go nowhere are cut off."""
+    nowhere, num_slots = room * len(counts_E), len(experts_M)
+    sorted_M = experts_M.index_select(0, order_M)
+    starts = F.pad(counts_E.cumsum(0), (1, 0))
+    numbers_M = torch.arange(num_slots, device=experts_M.device)
+    place_M = (sorted_M * room + numbers_M - starts[sorted_M]).clamp(max=nowhere)
+    padded = order_M.new_full((nowhere + 1,), num_slots).scatter(0, place_M, order_M)
+    return padded[:nowhere], torch.full_like(counts_E, room)
 
 
 def count_slots(experts_UM: Tensor, num_experts: int) -> Tensor:
-    """How many slots of each unit every expert has, (units, E) int64."""
-    zeros_UE = experts_UM.new_zeros(len(experts_UM), num_experts)
-    return zeros_UE.scatter_add(1, experts_UM, torch.ones_like(experts_UM))
+    """How many slots of each unit every expert has, (units, E) int64; nowhere is not counted."""
+    zeros_UE = experts_UM.new_zeros(len(experts_UM), num_experts + 1)
+    return zeros_UE.scatter_add(1, experts_UM, torch.ones_like(experts_UM))[:, :num_experts]
 
 
-def rows_of_slots(x_ND: Tensor, routing: Routing, slots: Slots, weigh: bool) -> Tensor:
-    """The token of every slot, in the slots' order; times its weight where that belongs here."""
-    rows_MD = _ToSlots.apply(x_ND, slots.order, slots.place, routing.experts.shape)
-    if not weigh:
-        return rows_MD
-    weights_M1 = routing.weights.flatten().index_select(0, slots.order)[:, None]
-    return (rows_MD * weights_M1).to(x_ND.dtype)
+def rows_of_slots(x_ND: Tensor, slots: Slots) -> Tensor:
+    """The token of every slot, in the slots' order; zeros in empty rows."""
+    return _ToSlots.apply(x_ND, slots)
 
 
-def tokens_of_slots(y_MD: Tensor, routing: Routing, slots: Slots, weigh: bool) -> Tensor:
-    """The sum of every token's slots, in the order of its choices; weighed where that is due."""
-    y_NKD = _FromSlots.apply(y_MD, slots.order, slots.place).unflatten(0, routing.experts.shape)
-    if weigh:
-        return (y_NKD * routing.weights[:, :, None]).sum(1).to(y_MD.dtype)
-    return y_NKD.sum(1)
+def weights_of_slots(weights_NK: Tensor, slots: Slots) -> Tensor:
+    """The weight of every slot, in the slots' order, as a column."""
+    slots_of_one = slots._replace(num_tokens=slots.num_tokens * slots.num_choices, num_choices=1)
+    return _ToSlots.apply(weights_NK.reshape(-1, 1), slots_of_one)
+
+
+def choices_of_slots(y_MD: Tensor, slots: Slots) -> Tensor:
+    """The rows of each token by its choices, (N, K, D); zeros for those that went nowhere."""
+    return _FromSlots.apply(y_MD, slots)
 
 
 class _ToSlots(torch.autograd.Function):
     """A row for each slot; backward adds a token's slots in a fixed order, without atomics."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x_ND: Tensor, order_M: Tensor, place_M: Tensor, shape_NK: torch.Size
-    ) -> Tensor:
-        ctx.save_for_backward(place_M)
-        ctx.shape_NK = shape_NK
-        return x_ND.index_select(0, order_M // shape_NK[1])
+    def forward(ctx: Any, x_ND: Tensor, slots: Slots) -> Tensor:
+        ctx.save_for_backward(slots.order)
+        ctx.slots = slots._replace(order=None)
+        return _take(x_ND, slots, slots.num_choices)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        (place_M,), (slope_MD,) = ctx.saved_tensors, gradients
-        slope_NKD = slope_MD.index_select(0, place_M).unflatten(0, ctx.shape_NK)
-        return slope_NKD.sum(1), None, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        slots: Slots = ctx.slots._replace(order=ctx.saved_tensors[0])
+        return _put(gradients[0], slots).sum(1), None
 
 
 class _FromSlots(torch.autograd.Function):
-    """The rows of slots, back from the experts' order; backward is the same move."""
+    """The rows of slots, back from the experts' order; backward is the way there."""
 
     @staticmethod
-    def forward(ctx: Any, y_MD: Tensor, order_M: Tensor, place_M: Tensor) -> Tensor:
-        ctx.save_for_backward(order_M)
-        return y_MD.index_select(0, place_M)
+    def forward(ctx: Any, y_MD: Tensor, slots: Slots) -> Tensor:
+        ctx.save_for_backward(slots.order)
+        ctx.slots = slots._replace(order=None)
+        return _put(y_MD, slots)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        (order_M,) = ctx.saved_tensors
-        return gradients[0].index_select(0, order_M), None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        slots: Slots = ctx.slots._replace(order=ctx.saved_tensors[0])
+        return _take(gradients[0].flatten(0, 1), slots, 1), None
 
 
-def local_dispatch(x_ND: Tensor, routing: Routing, experts: Experts) -> Tensor:
-    """All experts are here: sort, compute, sort back."""
-    slots = sort_slots(routing.experts, routing.scores.shape[1])
-    rows_MD = rows_of_slots(x_ND, routing, slots, weigh=experts.weigh_inputs)
-    y_MD = experts(rows_MD, slots.counts)
-    return tokens_of_slots(y_MD, routing, slots, weigh=not experts.weigh_inputs)
+def _take(rows: Tensor, slots: Slots, slots_of_row: int) -> Tensor:
+    """The row of every slot, of which each row has so many."""
+    if slots.whole:
+        return rows.index_select(0, slots.order // slots_of_row)
+    empty = slots.order == slots.num_tokens * slots.num_choices
+    taken = rows.index_select(0, (slots.order // slots_of_row).clamp(max=max(0, len(rows) - 1)))
+    return taken.masked_fill_(empty[:, None], 0)
+
+
+def _put(rows: Tensor, slots: Slots) -> Tensor:
+    """Rows where their slots belong, (N, K, ·)."""
+    num_slots, width = slots.num_tokens * slots.num_choices, rows.shape[1]
+    if slots.whole:
+        put = rows.new_empty(num_slots, width).index_copy_(0, slots.order, rows)
+    else:  # empty rows go where nobody looks
+        put = rows.new_zeros(num_slots + 1, width).index_copy_(0, slots.order, rows)[:num_slots]
+    return put.view(slots.num_tokens, slots.num_choices, width)
+
+
+class Beside:
+    """A computation that needs no expert, for somebody who waits; computed once, when asked."""
+
+    def __init__(self, compute: Callable[[], Tensor | None]) -> None:
+        self.compute: Callable[[], Tensor | None] | None = compute
+        self.result: Tensor | None = None
+
+    def __call__(self) -> Tensor | None:
+        if self.compute is not None:
+            self.result, self.compute = self.compute(), None
+        return self.result
+
+
+def dispatch_slots(
+    x_ND: Tensor, routing: Routing, num_experts: int, experts: Experts, travel: Travel
+) -> Tensor:
+    """Sort by expert, weigh, compute where `travel` leads, and add a token's slots in the order of
+    its choices."""
+    slots = sort_slots(routing.experts, num_experts, routing.drops, routing.room)
+    rows_MD = rows_of_slots(x_ND, slots)
+    if experts.weigh_inputs:
+        rows_MD = (rows_MD * weights_of_slots(routing.weights, slots)).to(x_ND.dtype)
+    y_NKD = choices_of_slots(travel(rows_MD, slots.counts, experts), slots)
+    if experts.weigh_inputs:
+        return y_NKD.sum(1)
+    return (y_NKD * routing.weights[:, :, None]).sum(1).to(y_NKD.dtype)
+
+
+def stay(rows_MD: Tensor, counts_E: Tensor, experts: Experts) -> Tensor:
+    """All experts are here."""
+    return experts(rows_MD, counts_E)
+
+
+def local_dispatch(x_ND: Tensor, routing: Routing, experts: Experts, beside: Beside) -> Tensor:
+    """All experts are here, and nothing is waited for."""
+    beside()
+    return dispatch_slots(x_ND, routing, routing.scores.shape[1], experts, stay)
 
 
 def unbalanced(routing: Routing, num_rows: int) -> Routing:
@@ -254,12 +328,15 @@ class MoeMlp(nn.Module):
         self.dispatch: Dispatch = local_dispatch
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        x_ND = x_BSD.flatten(0, 1)
+        x_ND, shared = x_BSD.flatten(0, 1), Beside(partial(self._shared, x_BSD))
         routing = self.balance(self.router(x_ND), x_BSD.shape[0])
-        y_BSD = self.dispatch(x_ND, routing, self.experts).view_as(x_BSD)
+        y_BSD = self.dispatch(x_ND, routing, self.experts, shared).view_as(x_BSD)
+        return y_BSD if self.shared is None else y_BSD + shared()
+
+    def _shared(self, x_BSD: Tensor) -> Tensor | None:
         if self.shared is None:
+            return None
+        y_BSD = self.shared(x_BSD)
+        if self.shared_gate is None:
             return y_BSD
-        shared_BSD = self.shared(x_BSD)
-        if self.shared_gate is not None:
-            shared_BSD = self.shared_gate(x_BSD).sigmoid() * shared_BSD
-        return y_BSD + shared_BSD
+        return self.shared_gate(x_BSD).sigmoid() * y_BSD

@@ -19,6 +19,7 @@ from fivefold.model.batch import TokenBatch, look_ahead
 from fivefold.model.decoder import Decoder, from_config
 from fivefold.model.init import initial
 from fivefold.parallel import context, expert, tensor
+from fivefold.parallel.balance import Balancing
 from fivefold.parallel.chunk import Chunk
 from fivefold.parallel.data import Blocks, Data
 from fivefold.parallel.deferred import Queue
@@ -35,6 +36,7 @@ class Job:
     mesh: Mesh
     chunks: tuple[Chunk, ...]
     pipeline: Pipeline
+    balancing: Balancing
     table: dict[str, Weight]
     pieces: dict[str, Piece]
 
@@ -97,6 +99,8 @@ def compose(
         past_autograd=_splits(plan),
     )
 
+    balancing = Balancing(plan, mesh)
+
     def fill(row: Row) -> Tensor:
         whole = initial(table[row.name], shape, seed, dtype, mesh.device)
         return tensor.cut(whole, pieces[row.name])
@@ -110,7 +114,8 @@ def compose(
         repeats = plan.recompute.kind == "full"
         add = torch.add if queue is None else queue.add
         kind, layers = plan.recompute.kind, plan.stages[stage]
-        expert.spread(model, mesh, phase, layout.sp, kind)
+        balancing.attach(model, stage, phase)
+        expert.spread(model, mesh, phase, layout.sp, kind, plan.ep_nodes)
         context.split_rows(model, mesh, phase, plan.split, plan.padded_seq, kind)
         tensor.split(model, mesh, phase, layout.sp, recompute_repeats=repeats, add=add)
         recompute.apply(model, kind, plan.recompute.blocks, keeps_attention=layout.cp == 1)
@@ -122,7 +127,7 @@ def compose(
     chunks = tuple(chunk(stage) for stage in schedule.placement.held(mesh.place(PIPELINE)))
     by_stage = {each.stage: each for each in chunks}
     pipeline = Pipeline(schedule, mesh, by_stage, hidden_size(plan), dtype)
-    return Job(plan, mesh, chunks, pipeline, table, pieces)
+    return Job(plan, mesh, chunks, pipeline, balancing, table, pieces)
 
 
 def _make_buffers(model: Decoder, device: torch.device) -> None:

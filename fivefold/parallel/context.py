@@ -26,7 +26,6 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -35,6 +34,7 @@ from fivefold.core.errors import FivefoldError
 from fivefold.model.batch import NOT_COUNTED, AttentionInfo, TokenBatch
 from fivefold.model.decoder import Decoder
 from fivefold.model.flash import Sees, Total, accumulate, attend, attend_backward
+from fivefold.parallel import carry
 from fivefold.parallel.mesh import RING, ULYSSES, Mesh, Passing, Phase
 
 TOKENS, HEADS = 2, 1  # dims of (B, H, S, d)
@@ -323,10 +323,10 @@ def _exchanged(x_BHSd: Tensor, mesh: Mesh, split_dim: int, silent: bool) -> Tens
     parts = torch.stack(x_BHSd.chunk(size, dim=split_dim))
     if not silent:
         mesh.note(ULYSSES, "all_to_all", parts)
-    received = functional.all_to_all_single(parts, None, None, mesh.groups[ULYSSES])
+    under_way = carry.exchange(parts, [1] * size, [1] * size, mesh.groups[ULYSSES])
     if mesh.takes_turns:
         mesh.let_pass(ULYSSES)
-    return torch.cat(received.unbind(0), dim=joined_dim)
+    return torch.cat(carry.waited(under_way, parts.device).unbind(0), dim=joined_dim)
 
 
 @cache

@@ -5,124 +5,223 @@ Splits   the experts of a layer over ep ranks, and their width over etp ranks. B
          replicated over what is left (edp).
 Moves    for each layer with experts: the number of tokens for every expert, then the tokens, once
          for every expert of theirs, in one all-to-all, and the results in another; both again in
-         backward. With etp, tokens are gathered before and results summed behind.
-Costs    4·K·A a layer and microbatch (K experts a token, A activations), wherever the experts are.
+         backward. With etp, tokens are gathered before and results summed behind. Over several
+         nodes a token crosses once to each node that has experts of its, to the rank of its own
+         number there, and goes on inside that node.
+Costs    4·K·A a layer and microbatch (K experts a token, A activations), wherever the experts are;
+         between nodes 4·min(K, nodes)·A at most. Shared experts are computed while tokens travel.
 Wins     when experts are many and do not fit: weights fall with ep, and the batch of each expert
          does not.
 Refuses  experts that ep does not divide, widths that etp does not, and tp ranks with the same
          tokens (no sequence parallelism) in one ep group.
 
 The result does not depend on the layout: a token's experts are chosen where the token is, and its
-results are added in the order of its choices.
+results are added in the order of its choices; over nodes, first inside each.
 
-Legend: N tokens, K experts of a token, M = N·K slots, D model width, E experts.
+Legend: N tokens, K experts of a token, M = N·K slots, D model width, E experts, O nodes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
 from fivefold.model.decoder import Decoder
-from fivefold.model.moe import Experts, MoeMlp, Routing, rows_of_slots, sort_slots, tokens_of_slots
-from fivefold.parallel.mesh import Mesh, Phase
+from fivefold.model.moe import (
+    Beside,
+    Experts,
+    MoeMlp,
+    Routing,
+    choices_of_slots,
+    count_slots,
+    dispatch_slots,
+    rows_of_slots,
+    sort_slots,
+    stay,
+)
+from fivefold.parallel.mesh import FAR, NEAR, Mesh, Phase
 from fivefold.parallel.wires import Wires
 
 AXIS, INNER = "ep", "etp"
+collectives = torch.ops._c10d_functional
 
 
-def spread(decoder: Decoder, mesh: Mesh, phase: Phase, sp: bool, recompute: str) -> None:
+def spread(
+    decoder: Decoder, mesh: Mesh, phase: Phase, sp: bool, recompute: str, nodes: int
+) -> None:
     """Give every layer with experts, whose weights are pieces, the way to all of them."""
     if mesh.size(AXIS) * mesh.size(INNER) == 1:
         return
-    dispatch = SpreadExperts(mesh, phase, sp, recompute)
+    dispatch = SpreadExperts(mesh, phase, sp, recompute, nodes)
     for mlp in (each for each in decoder.modules() if isinstance(each, MoeMlp)):
         mlp.dispatch = dispatch
+
+
+class Way(NamedTuple):
+    """From every rank of an axis to every other: so many rows leave to, and arrive from, each."""
+
+    axis: str
+    leave: list[int]
+    arrive: list[int]
+
+    @property
+    def back(self) -> Way:
+        return Way(self.axis, self.arrive, self.leave)
 
 
 class SpreadExperts:
     """From the tokens of a rank to the experts of all ranks and back."""
 
-    def __init__(self, mesh: Mesh, phase: Phase, sp: bool, recompute: str) -> None:
-        self.mesh, self.phase = mesh, phase
+    def __init__(self, mesh: Mesh, phase: Phase, sp: bool, recompute: str, nodes: int) -> None:
+        self.mesh, self.phase, self.nodes = mesh, phase, nodes
         self.repeats = recompute != "selective"
         self.wires = None
         if mesh.size(INNER) > 1:
             self.wires = Wires(mesh, INNER, phase, sp, recompute == "full", dim=0)
 
-    def __call__(self, x_ND: Tensor, routing: Routing, experts: Experts) -> Tensor:
+    def __call__(self, x_ND: Tensor, routing: Routing, experts: Experts, beside: Beside) -> Tensor:
         if self.wires is None:
-            return self._dispatch(x_ND, routing, experts)
+            return self._dispatch(x_ND, routing, experts, beside)
         wires = self.wires
-        weights_NK, chosen_NK = wires.enter(routing.weights), routing.experts
+        weights_NK, chosen_NK, room = wires.enter(routing.weights), routing.experts, routing.room
         if wires.sp:
             with wires.forward():
                 chosen_NK = wires.gather(chosen_NK)
-        everywhere = routing._replace(experts=chosen_NK, weights=weights_NK)
-        return wires.leave(self._dispatch(wires.enter(x_ND), everywhere, experts))
+            room = room and room * wires.size
+        everywhere = routing._replace(experts=chosen_NK, weights=weights_NK, room=room)
+        return wires.leave(self._dispatch(wires.enter(x_ND), everywhere, experts, beside))
 
-    def _dispatch(self, x_ND: Tensor, routing: Routing, experts: Experts) -> Tensor:
-        slots = sort_slots(routing.experts, routing.scores.shape[1])
-        rows_MD = rows_of_slots(x_ND, routing, slots, weigh=experts.weigh_inputs)
+    def _dispatch(self, x_ND: Tensor, routing: Routing, experts: Experts, beside: Beside) -> Tensor:
+        num_experts = routing.scores.shape[1]
         if self.mesh.size(AXIS) == 1:
-            y_MD = experts(rows_MD, slots.counts)
-        else:
-            y_MD = self._travel(rows_MD, slots.counts, experts)
-        return tokens_of_slots(y_MD, routing, slots, weigh=not experts.weigh_inputs)
+            beside()
+            return dispatch_slots(x_ND, routing, num_experts, experts, stay)
+        if self.nodes > 1:
+            return self._by_node(x_ND, routing, experts, beside)
+        travel = partial(self._travel, AXIS, beside, routing.room)
+        return dispatch_slots(x_ND, routing, num_experts, experts, travel)
 
-    def _travel(self, rows_MD: Tensor, counts_E: Tensor, experts: Experts) -> Tensor:
+    def _travel(
+        self,
+        axis: str,
+        beside: Beside,
+        room: int | None,
+        rows_MD: Tensor,
+        counts_E: Tensor,
+        experts: Experts,
+    ) -> Tensor:
         """To the ranks of the experts, through them, and back."""
-        size = self.mesh.size(AXIS)
+        size = self.mesh.size(axis)
         sent = counts_E.view(size, -1)  # by rank and by its experts
-        arriving = self._counts(sent)
-        leave, arrive = sent.sum(1).tolist(), arriving.sum(1).tolist()
-        arrived = _Travel.apply(rows_MD, self, leave, arrive)
+        if room is None:
+            arriving = self._exchange(sent, axis)
+            way = Way(axis, sent.sum(1).tolist(), arriving.sum(1).tolist())
+        else:  # every expert gets as many from every rank
+            arriving, share = sent, [room * sent.shape[1]] * size
+            way = Way(axis, share, share)
+        arrived = self.move(rows_MD, way, beside)
         # They come by rank, and within a rank by expert; experts want all of theirs together.
         numbers = torch.arange(arriving.shape[1], device=arriving.device).repeat(size)
-        order = numbers.repeat_interleave(arriving.flatten()).sort(stable=True).indices
+        numbers = numbers.repeat_interleave(arriving.flatten(), output_size=sum(way.arrive))
+        order = numbers.sort(stable=True).indices
         y = experts(_Reorder.apply(arrived, order), arriving.sum(0))
         back = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=y.device))
-        return _Travel.apply(_Reorder.apply(y, back), self, arrive, leave)
+        return self.move(_Reorder.apply(y, back), way.back)
 
-    def _counts(self, sent: Tensor) -> Tensor:
-        """How many rows every rank sends to each expert here."""
-        if self.repeats or not self.phase.backward:
-            self.mesh.note(AXIS, "all_to_all", sent)
-        return functional.all_to_all_single(sent.contiguous(), None, None, self.mesh.groups[AXIS])
+    def _by_node(self, x_ND: Tensor, routing: Routing, experts: Experts, beside: Beside) -> Tensor:
+        """Once to each node that has experts of a token, and there to each of them."""
+        here = routing.scores.shape[1] // self.nodes  # experts of a node
+        goes_NO = count_slots(routing.experts // here, self.nodes) > 0
+        numbers_O = torch.arange(self.nodes, device=x_ND.device)
+        slots = sort_slots(numbers_O.where(goes_NO, self.nodes), self.nodes, True, None)
+        token_M, node_M = slots.order // self.nodes, slots.order % self.nodes
+        chosen_MK = routing.experts.index_select(0, token_M) - (node_M * here)[:, None]
+        chosen_MK = chosen_MK.where((chosen_MK >= 0) & (chosen_MK < here), here)
+        sent = slots.counts[:, None]
+        way = Way(FAR, slots.counts.tolist(), self._exchange(sent, FAR).flatten().tolist())
+        rows = self.move(rows_of_slots(x_ND, slots), way, beside)
+        weights = self.move(rows_of_slots(routing.weights, slots), way)
+        there = routing._replace(experts=self._exchange(chosen_MK, FAR, way), weights=weights)
+        near = stay if self.mesh.size(NEAR) == 1 else partial(self._travel, NEAR, beside, None)
+        y = dispatch_slots(rows, there._replace(drops=True), here, experts, near)
+        return choices_of_slots(self.move(y, way.back), slots).sum(1)
 
-    def travel(
-        self, rows: Tensor, leave: Sequence[int], arrive: Sequence[int], silent: bool
-    ) -> Tensor:
-        """One all-to-all of rows, so many to and from each rank."""
+    def _exchange(self, numbers: Tensor, axis: str, way: Way | None = None) -> Tensor:
+        """Whole numbers, which have no gradient; without a way, as many to every rank."""
+        journey = _Journey(self, way or Way(axis, [], []))
+        journey.begin(numbers, journey.way, self.is_silent)
+        return journey.end()
+
+    def move(self, rows: Tensor, way: Way, beside: Beside | None = None) -> Tensor:
+        """Rows to other ranks; meanwhile what there is to compute beside."""
+        journey = _Journey(self, way)
+        departed = _Depart.apply(rows, journey)
+        if beside is not None:
+            beside()
+        return _Arrive.apply(departed, journey)
+
+    @property
+    def is_silent(self) -> bool:
+        """Selective recomputation repeats a call, and is given the result of the first one."""
+        return self.phase.backward and not self.repeats
+
+
+class _Journey:
+    """One all-to-all, and in backward the one of its gradients, that somebody waits for later."""
+
+    def __init__(self, spread: SpreadExperts, way: Way) -> None:
+        self.spread, self.way, self.ready_at = spread, way, 0.0
+        self.under_way: Tensor | None = None
+
+    def begin(self, rows: Tensor, way: Way, silent: bool) -> None:
+        """Send; what comes is there when it has been waited for."""
+        mesh = self.spread.mesh
         if not silent:
-            self.mesh.note(AXIS, "all_to_all", rows)
-        group = self.mesh.groups[AXIS]
-        arrived = functional.all_to_all_single(rows.contiguous(), list(arrive), list(leave), group)
-        if self.mesh.takes_turns:
-            self.mesh.let_pass(AXIS)
-        return arrived
+            mesh.note(way.axis, "all_to_all", rows)
+        self.ready_at = mesh.depart(way.axis)
+        name, size = mesh.groups[way.axis].group_name, mesh.size(way.axis)
+        even = [len(rows) // size] * size
+        arrive, leave = way.arrive or even, way.leave or even
+        self.under_way = collectives.all_to_all_single(rows.contiguous(), arrive, leave, name)
+
+    def end(self) -> Tensor:
+        """The other lane's turn, if there is one; then the rows."""
+        self.spread.mesh.arrive(self.ready_at)
+        arrived, self.under_way = self.under_way, None
+        return collectives.wait_tensor(arrived)
 
 
-class _Travel(torch.autograd.Function):
-    """Rows to other ranks; their gradients come back the same way."""
+class _Depart(torch.autograd.Function):
+    """Begin to send; backward waits for the gradients. What is under way is in the journey: as a
+    result, autograd would want a gradient of its size."""
 
     @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, spread: SpreadExperts, leave: list[int], arrive: list[int]
-    ) -> Tensor:
-        ctx.spread, ctx.leave, ctx.arrive = spread, leave, arrive
-        silent = spread.phase.backward and not spread.repeats
-        return spread.travel(rows, leave, arrive, silent)
+    def forward(ctx: Any, rows: Tensor, journey: _Journey) -> Tensor:
+        ctx.journey = journey
+        journey.begin(rows, journey.way, journey.spread.is_silent)
+        return rows.new_zeros(())
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        spread: SpreadExperts = ctx.spread
-        back = spread.travel(gradients[0], ctx.arrive, ctx.leave, silent=False)
-        return back, None, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.journey.end(), None
+
+
+class _Arrive(torch.autograd.Function):
+    """Wait for what was sent; backward begins to send the gradients back."""
+
+    @staticmethod
+    def forward(ctx: Any, departed: Tensor, journey: _Journey) -> Tensor:
+        ctx.journey = journey
+        return journey.end()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        journey: _Journey = ctx.journey
+        journey.begin(gradients[0], journey.way.back, silent=False)
+        return gradients[0].new_zeros(()), None
 
 
 class _Reorder(torch.autograd.Function):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,13 +24,13 @@ from fivefold.core.layout import Layout
 from fivefold.core.plan import Plan
 from fivefold.core.schedule.transfers import channels, twins
 from fivefold.core.schedule.value import Schedule
+from fivefold.parallel import carry
+from fivefold.parallel.carry import Moving, Pending
 
 # The groups that a step may use; `replica` joins the tp ranks that hold the same KV heads.
 AXES = ("tp", "fsdp", "replicate", "dp-cp", "pp", "ep", "etp", "edp")
 WORLD, PIPELINE, TWIN, RING, ULYSSES = "world", "pp", "twin", "ring", "ulysses"
-# torch 2.13 renamed both, and warns about the old names.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+ROW, NEAR, FAR = "row", "ep-near", "ep-far"
 
 
 class Record(NamedTuple):
@@ -40,12 +40,6 @@ class Record(NamedTuple):
     kind: str
     bytes: int
     group: int
-
-
-class Pending(Protocol):
-    """A collective that is under way."""
-
-    def wait(self) -> object: ...
 
 
 class Phase:
@@ -79,11 +73,14 @@ class Mesh:
         schedule: Schedule | None = None,
         tied: bool = False,
         split: Split | None = None,
+        nodes: int = 1,
+        balanced: bool = False,
     ) -> Mesh:
         """Make all groups; every rank calls this with the same values, in the same order.
 
         A pipeline also needs its schedule, and whether first and last stage share a weight; context
-        ranks need the split of a row.
+        ranks need the split of a row, experts the number of nodes that they are spread over, and
+        their balancing the ranks that share a row.
         """
         mesh = cls(layout, dist.get_rank() if dist.is_initialized() else 0, device)
         for axis in AXES:
@@ -99,6 +96,10 @@ class Mesh:
             mesh._lay_pipeline(schedule, tied)
         if split is not None:
             mesh._lay_context(split)
+        if nodes > 1:
+            mesh._lay_nodes(nodes)
+        if balanced:
+            mesh._join(ROW, layout.groups(ROW))
         return mesh
 
     @classmethod
@@ -106,7 +107,14 @@ class Mesh:
         """The mesh of a plan."""
         shape = plan.shape
         return cls.build(
-            plan.layout, device, shape.kv_heads, plan.schedule, shape.ends_share, plan.split
+            plan.layout,
+            device,
+            shape.kv_heads,
+            plan.schedule,
+            shape.ends_share,
+            plan.split,
+            plan.ep_nodes,
+            bool(plan.balance),
         )
 
     def _lay_context(self, split: Split) -> None:
@@ -115,6 +123,12 @@ class Mesh:
         insides = [row[i : i + inner] for row in rows for i in range(0, cp, inner)]
         self._join(ULYSSES, insides)
         self._join(RING, [row[i::inner] for row in rows for i in range(inner)])
+
+    def _lay_nodes(self, nodes: int) -> None:
+        rows = self.layout.groups("ep")
+        inner = self.layout.ep // nodes
+        self._join(NEAR, [row[i : i + inner] for row in rows for i in range(0, len(row), inner)])
+        self._join(FAR, [row[i::inner] for row in rows for i in range(inner)])
 
     def _lay_pipeline(self, schedule: Schedule, tied: bool) -> None:
         columns = self.layout.groups(PIPELINE)
@@ -151,19 +165,17 @@ class Mesh:
     def all_reduce(self, tensor: Tensor, axis: str, op: dist.ReduceOp.RedOpType) -> Pending:
         """Reduce in place over the axis."""
         self.note(axis, "all_reduce", tensor)
-        return self._started(axis, dist.all_reduce(tensor, op, self.groups[axis], async_op=True))
+        return self._started(axis, carry.all_reduce(tensor, op, self.groups[axis]))
 
     def reduce_scatter(self, output: Tensor, whole: Tensor, axis: str) -> Pending:
         """Sum `whole` over the axis; this rank gets its slice."""
         self.note(axis, "reduce_scatter", whole)
-        work = _reduce_scatter(output, whole, group=self.groups[axis], async_op=True)
-        return self._started(axis, work)
+        return self._started(axis, carry.reduce_scatter(output, whole, self.groups[axis]))
 
     def all_gather(self, whole: Tensor, part: Tensor, axis: str) -> Pending:
         """Fill `whole` with the parts of all ranks of the axis."""
         self.note(axis, "all_gather", part)
-        work = _all_gather(whole, part, group=self.groups[axis], async_op=True)
-        return self._started(axis, work)
+        return self._started(axis, carry.all_gather(whole, part, self.groups[axis]))
 
     def sum_together(self, tensors: Sequence[Tensor], axis: str) -> None:
         """Sum tensors over the axis in place, by one all-reduce in float32 or wider."""
@@ -178,17 +190,13 @@ class Mesh:
         """Start to send to another stage of this rank's pipeline."""
         pair = (self.place(PIPELINE), target)
         self.records[Record(PIPELINE, "send", tensor.nbytes, 2)] += 1
-        work = dist.isend(tensor, self.column[target], group=self.channels[pair])
-        assert work is not None, "this rank is one of the two"
-        return work
+        return carry.send(tensor, self.column[target], self.channels[pair])
 
     def receive(self, buffer: Tensor, source: int) -> Pending:
         """Start to receive the next message of another stage of this rank's pipeline."""
         pair = (source, self.place(PIPELINE))
         self.records[Record(PIPELINE, "recv", buffer.nbytes, 2)] += 1
-        work = dist.irecv(buffer, self.column[source], group=self.channels[pair])
-        assert work is not None, "this rank is one of the two"
-        return work
+        return carry.receive(buffer, self.column[source], self.channels[pair])
 
     @property
     def takes_turns(self) -> bool:
@@ -196,11 +204,18 @@ class Mesh:
         return self.pause is not None or self.delay > 0
 
     def let_pass(self, axis: str) -> None:
-        """A collective was issued outside of the mesh: the other lane's turn, then its delay."""
-        ready_at = self._ready_at(axis)
+        """A collective was issued outside of the mesh, and is waited for at once."""
+        self.arrive(self.depart(axis))
+
+    def depart(self, axis: str) -> float:
+        """A collective is issued outside of the mesh; when its delay is over."""
+        return self._ready_at(axis) if self.delay else 0.0
+
+    def arrive(self, ready_at: float) -> None:
+        """Somebody waits for it: the other lane's turn, then what is left of the delay."""
         if self.pause is not None:
             self.pause()
-        if self.delay:
+        if ready_at:
             time.sleep(max(0.0, ready_at - time.perf_counter()))
 
     def pass_on(self, tensor: Tensor, axis: str) -> Passing:
@@ -210,13 +225,8 @@ class Mesh:
         buffer = torch.empty_like(tensor)
         for kind in ("send", "recv"):
             self.note(axis, kind, tensor)
-        works = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, tensor, ahead, group),
-                dist.P2POp(dist.irecv, buffer, behind, group),
-            ]
-        )
-        return Passing(self, works, tensor, buffer, self._ready_at(axis) if self.delay else 0.0)
+        moving = carry.pass_on(tensor, buffer, ahead, behind, group)
+        return Passing(self, moving, buffer, self._ready_at(axis) if self.delay else 0.0)
 
     def note(self, axis: str, kind: str, tensor: Tensor) -> None:
         """Record a collective that somebody is about to issue."""
@@ -235,21 +245,16 @@ class Mesh:
 class Passing:
     """A tensor on its way to the next rank, and another that comes from the one before."""
 
-    def __init__(
-        self, mesh: Mesh, works: list[Any], sent: Tensor, buffer: Tensor, ready_at: float
-    ) -> None:
-        self.mesh, self.works, self.buffer, self.ready_at = mesh, works, buffer, ready_at
-        self.sent: Tensor | None = sent
+    def __init__(self, mesh: Mesh, moving: Moving, buffer: Tensor, ready_at: float) -> None:
+        self.mesh, self.moving, self.buffer, self.ready_at = mesh, moving, buffer, ready_at
 
     def wait(self) -> Tensor:
         """What came; what was sent is let go."""
         if self.mesh.pause is not None:
             self.mesh.pause()
-        while self.works:
-            self.works.pop().wait()
+        self.moving.wait()
         if self.ready_at:
             time.sleep(max(0.0, self.ready_at - time.perf_counter()))
-        self.sent = None
         return self.buffer
 
 

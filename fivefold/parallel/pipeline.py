@@ -238,33 +238,22 @@ class _Inbox:
 
 
 class _Outbox:
-    """Sends that are under way; what has been received is let go, line by line.
-
-    NCCL holds what it sends by itself; gloo needs somebody who waits.
-    """
+    """Sends that are under way; what has been received is let go, line by line."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self.lines: dict[int, ThreadPoolExecutor] = {}
-        self.under_way: list[Future[None]] = []
+        self.under_way: list[Future[object]] = []
 
     def send(self, message: Message, tensor: Tensor) -> None:
-        tensor = tensor.contiguous()
-        pending = self.mesh.send(tensor, message.target)
-        if tensor.is_cuda:
-            return
+        pending = self.mesh.send(tensor.contiguous(), message.target)
         if message.target not in self.lines:
             self.lines[message.target] = ThreadPoolExecutor(1, "fivefold-send")
         self.under_way = [each for each in self.under_way if not each.done()]
-        self.under_way.append(self.lines[message.target].submit(_hold, pending, tensor))
+        self.under_way.append(self.lines[message.target].submit(pending.wait))
 
     def flush(self) -> None:
         """Until everything has been received."""
         for each in self.under_way:
             each.result()
         self.under_way = []
-
-
-def _hold(pending: Pending, tensor: Tensor) -> None:
-    """Keep a tensor until it has been received."""
-    pending.wait()

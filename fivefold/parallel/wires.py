@@ -12,14 +12,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
+from fivefold.parallel import carry
 from fivefold.parallel.mesh import Mesh, Phase
-
-# torch 2.13 renamed both, and warns about the old names.
-_all_gather = getattr(functional, "all_gather_single", functional.all_gather_tensor)
-_reduce_scatter = getattr(functional, "reduce_scatter_single", functional.reduce_scatter_tensor)
 
 
 class Wires:
@@ -42,21 +38,21 @@ class Wires:
 
     def gather(self, x: Tensor) -> Tensor:
         self._note("all_gather", x)
-        return self._under_way(_all_gather(x.contiguous(), self.dim, self.group))
+        return self._landed(carry.gather(x.contiguous(), self.dim, self.group), x)
 
     def scatter(self, x: Tensor) -> Tensor:
         self._note("reduce_scatter", x)
-        return self._under_way(_reduce_scatter(x.contiguous(), "sum", self.dim, self.group))
+        return self._landed(carry.scatter(x.contiguous(), self.dim, self.group), x)
 
     def total(self, x: Tensor, op: str = "sum") -> Tensor:
         self._note("all_reduce", x)
-        return self._under_way(functional.all_reduce(x.contiguous(), op, self.group))
+        return self._landed(carry.total(x.contiguous(), op, self.group), x)
 
-    def _under_way(self, result: Tensor) -> Tensor:
-        """A collective that was issued and that nobody has waited for."""
+    def _landed(self, under_way: Tensor, x: Tensor) -> Tensor:
+        """A collective was issued, and nobody has waited for it; its result, where `x` is."""
         if self.mesh.takes_turns:
             self.mesh.let_pass(self.axis)
-        return result
+        return carry.landed(under_way, x.device)
 
     @contextmanager
     def forward(self) -> Iterator[None]:

@@ -150,35 +150,39 @@ def attributed(observed: Mapping[Call, int], predicted: Mapping[Call, int]) -> C
     return +(found + left)
 
 
-def evened(group: Sequence[Traffic]) -> list[Traffic]:
+def evened(group: Sequence[Traffic], least: Mapping[str, float]) -> list[Traffic]:
     """The traffic of the ranks of one ep group, with what routing spread unevenly made even.
 
-    What a rank sends to experts depends on the tokens; the number of those all-to-alls and their
-    bytes summed over the group do not. Where both are as predicted, so is every rank's share.
+    What a rank sends to experts depends on the tokens; the number of those all-to-alls does not,
+    and their bytes, summed over the group, lie between `least`, a share, and what is predicted.
+    Where they do, every rank's share is as predicted.
     """
-    missing = [each.predicted - each.observed for each in group]
-    uneven = [
-        Counter({call: n for call, n in (each.observed - each.predicted).items() if _routed(call)})
-        for each in group
-    ]
-    wanted = [Counter({call: n for call, n in each.items() if _routed(call)}) for each in missing]
-    if _counted(wanted) != _counted(uneven):
-        return list(group)
+    for axis, share in least.items():
+        group = _evened_on(axis, share, group)
+    return list(group)
+
+
+def _evened_on(axis: str, least: float, group: Sequence[Traffic]) -> Sequence[Traffic]:
+    sizes = {call[3] for each in group for call in each.predicted if call[0] == axis}
+    places = {(axis, size) for size in sizes} | {("world", size) for size in sizes}
+
+    def uneven(calls: Counter[Call]) -> Counter[Call]:
+        routed = (one for one in calls if one[1] == "all_to_all" and (one[0], one[3]) in places)
+        return Counter({one: calls[one] for one in routed})
+
+    missing = [uneven(each.predicted - each.observed) for each in group]
+    instead = [uneven(each.observed - each.predicted) for each in group]
+    if any(a.total() != b.total() for a, b in zip(missing, instead, strict=True)):
+        return group
+    most, found = (
+        sum(one[2] * n for each in some for one, n in each.items()) for some in (missing, instead)
+    )
+    if not least * most <= found <= most:
+        return group
     return [
         Traffic(each.predicted, each.observed - more + less)
-        for each, more, less in zip(group, uneven, wanted, strict=True)
+        for each, more, less in zip(group, instead, missing, strict=True)
     ]
-
-
-def _routed(call: Call) -> bool:
-    return call[0] in ("ep", "world") and call[1] == "all_to_all"
-
-
-def _counted(calls: Iterable[Counter[Call]]) -> tuple[list[int], int]:
-    """How many on each rank, and the bytes of all ranks together."""
-    counters = list(calls)
-    total = sum(call[2] * n for each in counters for call, n in each.items())
-    return [sum(each.values()) for each in counters], total
 
 
 def _largest(values: NDArray[np.generic]) -> float:

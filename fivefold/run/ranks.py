@@ -44,6 +44,15 @@ Task = tuple[Callable[..., Any], tuple[Any, ...]]
 """A function of a `Worker` and more, and these arguments."""
 
 
+def num_gpus() -> int:
+    """How many GPUs this machine has, as the driver's library counts them.
+
+    CUDA would count them too, but no fork of a process that has asked it can use a GPU.
+    """
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # whatever of torch asks after us
+    return torch.cuda.device_count()
+
+
 class RankLost(RuntimeError):
     """A rank that died, raised or hangs: which one, what it was doing, and how it ended."""
 

@@ -7,7 +7,7 @@ It shares the model's blocks and the initial values with the ranks and nothing e
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -15,7 +15,9 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from fivefold.core.balance import Balance
 from fivefold.core.shape import Shape
+from fivefold.model.balance import Rows, balance, moe_layers, settle
 from fivefold.model.batch import NOT_COUNTED, TokenBatch, look_ahead
 from fivefold.model.decoder import Decoder, from_config
 from fivefold.model.init import init_weights
@@ -35,13 +37,15 @@ GAIN: dict[Name, float] = {"adamw": LEARNING_RATE / ADAM_EPS, "sgd": LEARNING_RA
 
 @dataclass(frozen=True)
 class Truth:
-    """What one step computes on one device: numbers, gradients before clipping, new weights."""
+    """What one step computes on one device: numbers, gradients before clipping, new weights and
+    biases of routers."""
 
     loss: float
     norm: float
     clip: float
     gradients: Arrays
     weights: Arrays
+    biases: Arrays = field(default_factory=dict)  # of loss-free balancing, after the step
 
 
 def truths(
@@ -51,14 +55,25 @@ def truths(
     seed: int,
     dtype: torch.dtype,
     say: Callable[[str], None],
+    rules: Sequence[Balance] = (),
+    rows_in_microbatch: int | None = None,
+    device: torch.device | str = "cpu",
 ) -> list[Truth]:
-    """Run one step for each whole batch, from the seed's initial values."""
+    """Run one step for each whole batch, from the seed's initial values.
+
+    Rules that count by microbatch are told how many of the rows make one.
+    """
     say("build")
-    model, updater = _built(shape, optimizer, seed, dtype)
+    model, updater = _built(shape, optimizer, seed, dtype, device)
+    balancers = balance(model, rules, device, Rows(in_unit=rows_in_microbatch))
     found: list[Truth] = []
     for number, batch in enumerate(batches, start=1):
         say(f"step {number}")
-        found.append(_step(model, updater, batch))
+        truth = _step(model, updater, batch)
+        for layer, mlp in moe_layers(model):
+            settle(mlp, balancers[layer], rules, balancers[layer].take()[0])
+        biases = {name: as_array(each) for name, each in model.named_buffers()}
+        found.append(replace(truth, biases=biases))
     return found
 
 
@@ -91,10 +106,11 @@ def delayed_truths(
     seed: int,
     dtype: torch.dtype,
     say: Callable[[str], None],
+    device: torch.device | str = "cpu",
 ) -> list[Truth]:
     """What an asynchronous pipeline computes, emulated by one process that keeps every version."""
     say("build")
-    model, updater = _built(shape, optimizer, seed, dtype)
+    model, updater = _built(shape, optimizer, seed, dtype, device)
     named = dict(model.named_parameters())
     versions = [{name: one.detach().clone() for name, one in named.items()}]
     found: list[Truth] = []
@@ -117,9 +133,9 @@ def delayed_truths(
 
 
 def _built(
-    shape: Shape, optimizer: Name, seed: int, dtype: torch.dtype
+    shape: Shape, optimizer: Name, seed: int, dtype: torch.dtype, device: torch.device | str
 ) -> tuple[Decoder, torch.optim.Optimizer]:
-    model = from_config(shape, dtype=dtype)
+    model = from_config(shape, dtype=dtype, device=device)
     init_weights(model, shape, seed)
     assert model.head is not None
     model.head.cross_entropy = _cross_entropy

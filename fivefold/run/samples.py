@@ -39,6 +39,14 @@ class Samples:
         """All rows of the step at once."""
         return self._batch((slice(None), slice(None)))
 
+    def to(self, device: torch.device) -> Samples:
+        """The same on a device; they are always drawn on the CPU."""
+        documents = None if self.documents is None else self.documents.to(device)
+        tokens, labels, positions = (
+            each.to(device) for each in (self.tokens, self.labels, self.positions)
+        )
+        return Samples(tokens, labels, positions, documents)
+
     def _batch(self, where: tuple[int | slice, int | slice]) -> TokenBatch:
         tensors = (self.tokens, self.labels, self.positions, self.documents)
         rows = [None if each is None else each[where] for each in tensors]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 
 from fivefold.core.plan import Plan
 from fivefold.core.schedule.asynchronous import Delays
+from fivefold.core.weights import buffers, held_by
 from fivefold.model.batch import TokenBatch
+from fivefold.model.compiled import compile_blocks
 from fivefold.parallel.compose import Job, compose
 from fivefold.parallel.mesh import Mesh, Record
 from fivefold.parallel.pipeline import Pipeline
@@ -36,6 +38,7 @@ class StepOfRank:
     clip: float
     gradients: list[Part]  # before clipping, of what the optimizer owns
     weights: list[Part]  # after the update, the same
+    biases: list[Part]  # of the routers, after the step
 
 
 @dataclass(frozen=True)
@@ -57,24 +60,28 @@ class RankRun:
 
 def run_reference(worker: Worker, plan: Plan, settings: Settings) -> list[Truth]:
     """The same steps on one device, or the same delays emulated."""
-    drawn = _drawn(plan, settings)
+    device = _prepared(settings)
+    drawn = _drawn(plan, settings, device)
     dtype = getattr(torch, settings.dtype)
     same = (settings.optimizer, settings.seed, dtype, worker.phase)
     if not plan.schedule.asynchronous:
-        return reference.truths(plan.shape, [each.whole() for each in drawn], *same)
+        balance = (plan.balance, plan.batch.microbatch_size)
+        batches = [each.whole() for each in drawn]
+        return reference.truths(plan.shape, batches, *same, *balance, device)
     delays, last = Delays.of(plan.schedule), plan.layout.pp - 1
     late = [1 if delays.constant else last - stage for stage in range(plan.layout.pp)]
     microbatches = [batch for each in drawn for batch in each.microbatches()]
     microbatches = microbatches[: num_microbatches(plan, settings)]
     delayed = Delayed(plan.stages, delays.every, late)
-    return reference.delayed_truths(plan.shape, microbatches, delayed, *same)
+    return reference.delayed_truths(plan.shape, microbatches, delayed, *same, device)
 
 
 def run_rank(worker: Worker, plan: Plan, settings: Settings) -> RankRun:
     """The steps of one rank, each watched."""
     with worker.joined(plan.layout.world):
         worker.phase("build")
-        mesh = Mesh.of(plan, torch.device("cpu"))
+        device = _prepared(settings)
+        mesh = Mesh.of(plan, device)
         job = compose(
             plan,
             mesh,
@@ -84,8 +91,11 @@ def run_rank(worker: Worker, plan: Plan, settings: Settings) -> RankRun:
             offload=settings.offload,
             bucket=settings.bucket,
         )
-        recorder = _Recorder(worker, job, _optimizer(job, settings))
-        mine = [each.of(plan.layout.coord(mesh.rank).dp) for each in _drawn(plan, settings)]
+        if settings.compiled:
+            _compile(job)
+        recorder = _Recorder(worker, job, _optimizer(job, settings), not settings.compiled)
+        drawn = _drawn(plan, settings, device)
+        mine = [each.of(plan.layout.coord(mesh.rank).dp) for each in drawn]
         if plan.schedule.asynchronous:
             microbatches = [batch for batches in mine for batch in batches]
             recorder.stream(microbatches[: num_microbatches(plan, settings)])
@@ -99,11 +109,32 @@ def run_rank(worker: Worker, plan: Plan, settings: Settings) -> RankRun:
         return RankRun(recorder.steps, recorder.heard, held)
 
 
+def _prepared(settings: Settings) -> torch.device:
+    """The device of a trial; float32 is float32 there, and no product is rounded to TF32."""
+    if settings.device == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cudnn.allow_tf32 = False
+    return torch.device(settings.device)
+
+
+def _compile(job: Job) -> None:
+    """Compile as training does, in this process: a forked rank has no others to do it."""
+    from torch._inductor import config  # slow to import, and rarely wanted
+
+    assert job.mesh.layout.world == 1, "only a rank that is alone can be compiled"
+    config.compile_threads = 1
+    for chunk in job.chunks:
+        compile_blocks(chunk.model)
+
+
 class _Recorder:
     """Runs steps, or a stream of them, and keeps what there is to compare."""
 
-    def __init__(self, worker: Worker, job: Job, optimizer: torch.optim.Optimizer) -> None:
-        self.worker, self.job, self.optimizer = worker, job, optimizer
+    def __init__(
+        self, worker: Worker, job: Job, optimizer: torch.optim.Optimizer, watches: bool
+    ) -> None:
+        """To watch stops compilation; a rank that is alone has no group to issue a call on."""
+        self.worker, self.job, self.optimizer, self.watches = worker, job, optimizer, watches
         self.steps: list[StepOfRank] = []
         self.heard: list[Heard] = []
         self.updates: list[tuple[list[Part], list[Part]]] = []  # gradients and weights
@@ -125,7 +156,8 @@ class _Recorder:
         for outcome, (gradients, updated) in zip(outcomes, self.updates, strict=True):
             loss, norm, clip = (float(each) for each in (outcome.loss, outcome.norm, outcome.clip))
             before = [replace(each, values=each.values / clip) for each in gradients]
-            self.steps.append(StepOfRank(loss, norm, clip, before, updated))
+            biases = list(_biases(self.job))
+            self.steps.append(StepOfRank(loss, norm, clip, before, updated, biases))
         self.updates.clear()
 
     @contextmanager
@@ -155,7 +187,7 @@ class _Recorder:
         job.mesh.records.clear()
         watch = Watch(job.mesh, self.worker.detail)
         pipeline.lanes.around = lambda: watch
-        with watch:
+        with watch if self.watches else nullcontext():
             yield
         data.finish = finish
         for hook in hooks:
@@ -178,9 +210,9 @@ def _optimizer(job: Job, settings: Settings) -> torch.optim.Optimizer:
     return optimizer
 
 
-def _drawn(plan: Plan, settings: Settings) -> list[Samples]:
+def _drawn(plan: Plan, settings: Settings, device: torch.device) -> list[Samples]:
     windows = -(-num_microbatches(plan, settings) // plan.batch.microbatches)
-    return [_samples(plan, settings, number) for number in range(windows)]
+    return [_samples(plan, settings, number).to(device) for number in range(windows)]
 
 
 def _samples(plan: Plan, settings: Settings, number: int) -> Samples:
@@ -204,6 +236,16 @@ def _owned(job: Job, gradients: bool) -> Iterator[Part]:
             start = flat.place * flat.unit.slice_size + spans[name] - begins[name]
             values = as_array(each.grad if gradients else each.tensor)
             yield Part(job.table[name].name, job.pieces[name], start, values)
+
+
+def _biases(job: Job) -> Iterator[Part]:
+    """What the balancing of this rank updates."""
+    whole = {weight.name: weight for weight in buffers(job.plan.shape)}
+    coord = job.plan.layout.coord(job.mesh.rank)
+    for chunk in job.chunks:
+        for name, bias in chunk.model.named_buffers():
+            held = held_by(whole[name], job.plan.shape, job.plan.layout, coord)
+            yield Part(name, held, 0, as_array(bias))
 
 
 def _held(job: Job) -> Iterator[Part]:

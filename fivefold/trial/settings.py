@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from fivefold.core.plan import Plan
 from fivefold.core.schedule.asynchronous import Delays
@@ -10,10 +11,16 @@ from fivefold.core.schedule.transfers import merged
 from fivefold.run.compare import Dtype
 from fivefold.run.optimizer import Name
 
+Device = Literal["cpu", "cuda"]
+
 
 @dataclass(frozen=True)
 class Settings:
-    """How a plan is tried. `empty_rank`: a data rank without any counted token in step 1."""
+    """How a plan is tried. `empty_rank`: a data rank without any counted token in step 1.
+
+    On `cuda` all processes share one GPU. `compiled` blocks run as they do in training, on a rank
+    that is alone; the truth is never compiled.
+    """
 
     dtype: Dtype = "float64"
     grad_dtype: Dtype | None = None  # None: float64 for float64, else float32
@@ -23,6 +30,8 @@ class Settings:
     bucket: int | None = None  # bytes
     seed: int = 0
     empty_rank: int | None = None
+    device: Device = "cpu"
+    compiled: bool = False
 
     @property
     def summed_in(self) -> Dtype:

@@ -9,6 +9,7 @@ import torch
 
 from fivefold.core import traffic, weights
 from fivefold.core.plan import Plan
+from fivefold.core.routed import UNEVEN, least_share
 from fivefold.run import compare, reference
 from fivefold.run.compare import Call, Traffic, Wanted
 from fivefold.run.reference import Truth
@@ -55,17 +56,17 @@ def judge(plan: Plan, settings: Settings, runs: list[RankRun], truths: list[Trut
             worst = max(compare.relative(value, getattr(truth, one)) for value in found)
             errors[kind] = max(errors[kind], worst)
         gradients = [part for each in here for part in each.gradients]
-        updated = [part for each in here for part in each.weights]
+        updated = [part for each in here for part in (*each.weights, *each.biases)]
         if number == len(truths) - 1:
             updated += [part for run in runs for part in run.held]
         for kind, wanted in (
             ("grad_err", Wanted(truth.gradients, gradients)),
-            ("weight_err", Wanted(truth.weights, updated)),
+            ("weight_err", Wanted({**truth.weights, **truth.biases}, updated)),
         ):
             by_name = compare.errors_by_name(wanted)
             off |= {name for name, error in by_name.items() if not error <= tolerance[kind]}
             errors[kind] = max(errors[kind], *by_name.values())
-    order = [weight.name for weight in weights.weights(plan.shape)]
+    order = [one.name for one in (*weights.weights(plan.shape), *weights.buffers(plan.shape))]
     return Verdict(
         errors, tolerance, _traffic(plan, settings, runs), compare.first_module(off, order)
     )
@@ -91,7 +92,8 @@ def _traffic(plan: Plan, settings: Settings, runs: list[RankRun]) -> list[list[T
         )
     for group in plan.layout.groups("ep") if plan.layout.ep > 1 else ():
         for number in range(len(found[0])):
-            evened = compare.evened([found[rank][number] for rank in group])
+            least = {axis: least_share(plan, axis) for axis in UNEVEN}
+            evened = compare.evened([found[rank][number] for rank in group], least)
             for rank, traffic_of_rank in zip(group, evened, strict=True):
                 found[rank][number] = traffic_of_rank
     return found

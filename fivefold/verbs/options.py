@@ -45,6 +45,12 @@ SHARED: dict[str, Any] = {
     "batch": _option(int, "Global batch in sequences (default: dp × microbatches × size)."),
     "context": _option(str, "Context kind: ring, zigzag, allgather, ulysses, hybrid."),
     "recompute": _option(str, "Recompute: none, selective, full, or full:K."),
+    "balance": _option(
+        str, "Rules for experts' load: aux, aux-seq, aux-global, z, bias, capacity:C, none; a+b."
+    ),
+    "ep_nodes": _option(
+        int, "Nodes of an ep group; a token is sent once to each (default: the machine's)."
+    ),
     "sp": _option(bool, "Without sequence parallelism.", "--no-sp"),
     "packed": _option(bool, "Pack documents, with document masks.", "--packed"),
     "set": _option(list[str], 'Change the model: "kv_heads=1 vocab=251 layers=4".', "--set"),

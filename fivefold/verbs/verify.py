@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 Number = TypeVar("Number", int, float)
 
 _MOST_RANKS = 64  # processes that one machine is asked to run
+_PATIENCE_WITH_KERNELS = 300.0  # seconds: a GPU starts, and kernels are compiled, without a word
 _WORDS = {
     "loss_err": "loss",
     "grad_err": "gradients",
@@ -56,6 +57,10 @@ def run(
         float | None, typer.Option(help="MB of a data unit (default: blocks, joined up to 25).")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of weights and tokens.")] = 0,
+    device: Annotated[str, typer.Option(help="cpu, or cuda: all processes share one GPU.")] = "cpu",
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="Compile blocks, as training does; one rank.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Prove that a layout computes what one device does: run both here and compare."""
@@ -75,7 +80,10 @@ def run(
         "offload": _one_of("offload", offload, ("none", "cpu")) == "cpu",
         "bucket": None if bucket_mb is None else max(1, int(bucket_mb * 1e6)),
         "seed": _above("seed", seed, -1),
+        "device": _one_of("device", device, ("cpu", "cuda")),
+        "compiled": compiled,
     }
+    plan = _placed(plan, chosen)
     raise typer.Exit(_verify(plan, chosen, as_json))
 
 
@@ -103,6 +111,30 @@ def runnable(wishes: Wishes) -> Plan:
     return replace(plan, notes=(*plan.notes, *notes))
 
 
+def _placed(plan: Plan, chosen: dict[str, Any]) -> Plan:
+    """The plan with what is to be said about its device and compilation; refused where they
+    cannot be had."""
+    notes: list[str] = []
+    if chosen["compiled"]:
+        if plan.layout.world > 1:
+            raise FivefoldError(
+                f"--compile is for one rank, and this layout has {plan.layout.world}: their "
+                "collectives are counted one by one, which stops compilation; leave it out"
+            )
+        notes.append("the rank is compiled, block by block; the one process is not")
+    if chosen["device"] == "cuda":
+        if chosen["offload"]:
+            raise FivefoldError(
+                "--offload cpu has no part in a trial on a GPU: leave it or --device out"
+            )
+        notes.append(
+            "all processes share one GPU, where NCCL refuses more than one rank: collectives go "
+            "through pinned host memory over gloo"
+        )
+        notes.append("TF32 is off: float32 products are not rounded to 10 bits")
+    return replace(plan, notes=(*plan.notes, *notes))
+
+
 def _require_covered(layout: Layout) -> None:
     if layout.world > _MOST_RANKS:
         raise FivefoldError(
@@ -126,13 +158,22 @@ def _above(option: str, given: Number, low: Number) -> Number:
 def _verify(plan: Plan, chosen: dict[str, Any], as_json: bool) -> int:
     """Run and print; the exit code."""
     # Here, so that a mistake on the command line is answered before torch is loaded.
-    from fivefold.run.ranks import Pool, RankLost
+    from fivefold.run.ranks import PATIENCE, Pool, RankLost, num_gpus
     from fivefold.trial import Settings, num_phases, run_trial
 
     settings = Settings(**chosen)
+    if settings.device == "cuda" and not num_gpus():
+        raise FivefoldError(
+            "this machine has no CUDA device; leave --device out to verify on CPU processes"
+        )
+    slow = settings.device == "cuda" or settings.compiled
+    patience = _PATIENCE_WITH_KERNELS if slow else PATIENCE
     began = time.perf_counter()
     try:
-        with Pool(plan.layout.world + 1) as pool, _bar(num_phases(plan, settings)) as advance:
+        with (
+            Pool(plan.layout.world + 1, patience) as pool,
+            _bar(num_phases(plan, settings)) as advance,
+        ):
             verdict = run_trial(pool, plan, settings, advance)
     except RankLost as lost:
         who = "the reference" if lost.rank == plan.layout.world else f"rank {lost.rank}"

@@ -1,0 +1,162 @@
+"""Balancing over ranks: each has some tokens of a row, and all decide as one device would.
+
+A row lies on the ranks of the `row` axis: cp, and tp under sequence parallelism. What they count
+there is summed, and what they have to decide is gathered; which tokens a rank has is known from the
+layout alone. What a step records of its experts is summed over the world together with its loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import cycle
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fivefold.core.plan import Plan
+from fivefold.core.schedule.action import FORWARD
+from fivefold.model.balance import Balancer, Rows, balance, moe_layers, settle
+from fivefold.model.decoder import Decoder
+from fivefold.model.moe import MoeMlp
+from fivefold.parallel.mesh import PIPELINE, ROW, Mesh, Phase
+from fivefold.parallel.wires import Wires
+
+
+class Route(NamedTuple):
+    """Where the tokens of one microbatch were sent by one layer, as one rank saw it."""
+
+    layer: int
+    microbatch: int
+    experts: Tensor  # (B, S, K), of the tokens of `positions_of` this rank
+
+
+class _Layer(NamedTuple):
+    """One layer with experts on this rank."""
+
+    number: int
+    stage: int
+    mlp: MoeMlp
+    balancer: Balancer
+    phase: Phase
+
+
+class Balancing:
+    """The balancers of all stages of a rank."""
+
+    def __init__(self, plan: Plan, mesh: Mesh) -> None:
+        self.plan, self.mesh = plan, mesh
+        # An asynchronous run has no steps whose tokens could be counted.
+        layers = () if plan.schedule.asynchronous else plan.shape.moe_layers
+        self.places = {layer: place for place, layer in enumerate(layers)}
+        self.layers: list[_Layer] = []
+        self.routes: list[Route] = []
+
+    def attach(self, model: Decoder, stage: int, phase: Phase) -> None:
+        """Give the experts of a stage their rules; also without any, their load is counted."""
+        if not self.places:
+            return
+        rows = _rows(self.plan, self.mesh, phase)
+        balancers = balance(model, self.plan.balance, self.mesh.device, rows)
+        self.layers += [
+            _Layer(number, stage, mlp, balancers[number], phase)
+            for number, mlp in moe_layers(model)
+        ]
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Layers with experts in the whole model, and numbers that each records."""
+        moe = self.plan.shape.moe
+        losses = sum(rule.is_loss for rule in self.plan.balance)
+        return len(self.places), 0 if moe is None else moe.experts + losses
+
+    def take(self) -> Tensor:
+        """This rank's share of what the step recorded, flat, with zeros for layers elsewhere."""
+        table = torch.zeros(self.size, dtype=torch.float64, device=self.mesh.device)
+        # Without sequence parallelism all tp ranks have the same tokens: one of them counts.
+        counts = self.plan.layout.sp or self.mesh.place("tp") == 0
+        for each in self.layers:
+            table[self.places[each.number]] += torch.cat(each.balancer.take()) * counts
+        return table.flatten()
+
+    def settle(self, recorded: Tensor) -> Load | None:
+        """Update biases and loads from the sum over all ranks."""
+        if not self.places:
+            return None
+        moe = self.plan.shape.moe
+        assert moe is not None
+        counts_LE, losses = recorded.view(self.size).split_with_sizes(
+            [moe.experts, self.size[1] - moe.experts], dim=1
+        )
+        for each in self.layers:
+            counts_E = counts_LE[self.places[each.number]]
+            settle(each.mlp, each.balancer, self.plan.balance, counts_E)
+        return Load(counts_LE, losses.sum(0))
+
+    def watch(self) -> None:
+        """From now on keep in `routes` where tokens go."""
+        here, schedule = self.mesh.place(PIPELINE), self.plan.schedule
+        for each in self.layers:
+            actions = schedule.actions(here)
+            forwards = [a for a in actions if a.kind == FORWARD and a.stage == each.stage]
+            each.balancer.watch = partial(self._keep, each, cycle(a.microbatch for a in forwards))
+
+    def _keep(self, layer: _Layer, microbatches: Iterator[int], experts: Tensor) -> None:
+        if not layer.phase.backward:  # a recomputation
+            self.routes.append(Route(layer.number, next(microbatches), experts.clone()))
+
+
+class Load(NamedTuple):
+    """What a step records of its experts: slots of each by layer, and its losses by rule."""
+
+    slots: Tensor  # (L, E) float64
+    losses: Tensor  # in the order of the plan's rules that are losses
+
+    @property
+    def imbalance(self) -> Tensor:
+        """The fullest expert over the mean, by layer."""
+        return self.slots.amax(1) / self.slots.mean(1).clamp(min=1e-300)
+
+
+def positions_of(plan: Plan, rank: int) -> list[int]:
+    """The tokens of a row that the experts of a rank see, by their place in the padded row."""
+    coord, layout = plan.layout.coord(rank), plan.layout
+    held = [token for each in plan.split.rank(plan.padded_seq, coord.cp) for token in each]
+    if not layout.sp:
+        return held
+    share = len(held) // layout.tp
+    return held[coord.tp * share : (coord.tp + 1) * share]
+
+
+def _rows(plan: Plan, mesh: Mesh, phase: Phase) -> Rows:
+    """What this rank has of the rows of a step, and how it learns the rest."""
+    layout, seq, batch = plan.layout, plan.batch.seq, plan.batch
+    group = layout.group(ROW, mesh.rank)
+    held = [positions_of(plan, rank) for rank in group]
+    mine = torch.tensor(held[group.index(mesh.rank)], device=mesh.device)
+    rows = Rows(
+        tokens_in_step=batch.tokens,
+        in_unit=batch.microbatch_size,
+        seq=seq,
+        real=mine < seq if plan.padded_seq > seq else None,
+    )
+    if not plan.balance or len(group) == 1:
+        return rows
+    wires = Wires(mesh, ROW, phase, layout.sp, plan.recompute.kind == "full", dim=1)
+    everywhere = torch.tensor([token for each in held for token in each], device=mesh.device)
+    order = everywhere.argsort()[:seq]
+
+    def total(counts: Tensor) -> Tensor:
+        with wires.forward():
+            return wires.total(counts)
+
+    def whole(of_tokens: Tensor) -> Tensor:
+        with wires.forward():
+            return wires.gather(of_tokens).index_select(1, order)
+
+    def back(kept: Tensor) -> Tensor:  # padding has no room
+        return kept.index_select(1, mine.clamp(max=seq - 1)) & (mine < seq)[:, None]
+
+    rows.total, rows.whole, rows.mine = total, whole, back
+    return rows
