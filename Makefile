@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: setup train test lint types verify-all bench-schedule bench-overlap bench-pipeline bench-context bench-gpu clean
+.PHONY: setup train test lint types verify-all bench-schedule bench-overlap bench-pipeline bench-context bench-expert bench-gpu score clean
 
 setup: $(READY)
 
@@ -13,10 +13,10 @@ $(READY): pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
 	@touch $@
 
-# Training comes with a later version; until then this proves a layout and draws a schedule.
+# All five dimensions on 16 local processes, and the loss of one process beside theirs.
 train: setup
-	$(BIN)/fivefold verify tiny-moe --layout "tp=2 pp=2 cp=2 ep=2" --schedule zb-h1
-	$(BIN)/fivefold schedule zb-v --stages 4 --microbatches 8
+	$(BIN)/fivefold train tiny-moe --layout "dp=2 tp=2 pp=2 cp=2 ep=2" --schedule zb-h1 --zero 1 --balance aux \
+		--microbatches 2 --microbatch-size 4 --seq 64 --packed --steps 16 --check
 
 test: setup lint
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile
@@ -28,12 +28,13 @@ lint: setup
 types: setup
 	$(BIN)/pyright
 
-# Every layout of 2, 4 and 8 ranks, every pipeline, every kind of context, and every case of the
-# traffic list; the tables go to docs.
+# Every layout of 2, 4 and 8 ranks, every pipeline, every kind of context, every pair of values, and
+# every case of the traffic list; the tables go to docs.
 verify-all: setup
 	$(BIN)/python -m tests.ranks.sweep > docs/verified-layouts.md
 	$(BIN)/python -m tests.ranks.pipelines > docs/verified-pipelines.md
 	$(BIN)/python -m tests.ranks.contexts > docs/verified-contexts.md
+	$(BIN)/python -m tests.ranks.covering > docs/verified-combinations.md
 	FIVEFOLD_ALL_CASES=1 $(BIN)/python -m pytest -q tests/ranks/test_traffic_real.py
 
 bench-overlap: setup
@@ -42,6 +43,9 @@ bench-overlap: setup
 bench-context: setup
 	$(BIN)/python benchmarks/context.py
 
+bench-expert: setup
+	$(BIN)/python benchmarks/expert.py
+
 bench-pipeline: setup
 	$(BIN)/python benchmarks/pipeline.py
 
@@ -49,6 +53,11 @@ bench-pipeline: setup
 bench-gpu: setup
 	$(BIN)/python benchmarks/gpu.py compare $(if $(PEER),--peer $(PEER))
 	$(BIN)/python benchmarks/gpu.py offload
+
+# RUNS are files of measured runs, as docs/planner-accuracy.md describes them; it is made anew.
+score: setup
+	@test -n "$(RUNS)" || { echo 'give files of measured runs: make score RUNS="a.jsonl b.jsonl"'; exit 2; }
+	$(BIN)/fivefold score $(RUNS) --page docs/planner-accuracy.md
 
 bench-schedule: setup
 	$(BIN)/python benchmarks/schedule.py

@@ -157,6 +157,12 @@ class Layout:
         return self.stage_size // (self.ep * self.etp)
 
     @property
+    def same_tokens(self) -> int:
+        """How many replicas of an expert are given the same tokens: without sequence parallelism
+        by the tp ranks that etp does not take."""
+        return 1 if self.sp else self.tp // self.etp
+
+    @property
     def folds(self) -> bool:
         """Whether the experts fit over the dense ranks."""
         return self.stage_size % (self.ep * self.etp) == 0

@@ -95,7 +95,9 @@ def least_share(plan: Plan, axis: str) -> float:
     moe = plan.shape.moe
     assert moe is not None, "only experts are sent to"
     factor = min((rule.coefficient for rule in plan.balance if rule.drops), default=None)
-    kept = 1.0 if factor is None else min(1.0, factor * moe.top_k / moe.experts)
+    kept = 1.0
+    if factor is not None:  # padding has no room
+        kept = min(1.0, factor * moe.top_k / moe.experts) * plan.batch.seq / plan.padded_seq
     if axis != "ep-far":
         return kept
     inside = min(moe.top_k, moe.experts // plan.ep_nodes)  # choices of a token in one node at most

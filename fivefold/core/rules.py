@@ -245,10 +245,18 @@ def experts_rule(layout: Layout, shape: Shape, job: Job) -> Iterator[str]:
         yield layout.folding_rule()
     yield from _division("experts", shape.moe.experts, "ep", ep)
     yield from _division("expert width", shape.moe.ffn, "etp", etp)
-    if layout.tp > 1 and ep > 1 and etp % layout.tp and not layout.sp:
+    if layout.sp:
+        return
+    if layout.tp > 1 and ep > 1 and etp % layout.tp:
         yield (
             f"ep={ep} takes in tp ranks (etp={etp} is no multiple of tp={layout.tp}), which hold "
             f"the same tokens without sequence parallelism: turn sp on, or set etp={layout.tp}"
+        )
+    if layout.tp % etp:
+        yield (
+            f"etp={etp} takes in ranks with other tokens than the tp={layout.tp} that share "
+            "them, which only sequence parallelism gathers: turn sp on, or set etp to a divisor "
+            f"of {layout.tp}"
         )
 
 

@@ -33,6 +33,7 @@ from fivefold.model.decoder import Decoder
 from fivefold.model.moe import (
     Beside,
     Experts,
+    Grouped,
     MoeMlp,
     Routing,
     choices_of_slots,
@@ -42,11 +43,11 @@ from fivefold.model.moe import (
     sort_slots,
     stay,
 )
+from fivefold.parallel import carry
 from fivefold.parallel.mesh import FAR, NEAR, Mesh, Phase
 from fivefold.parallel.wires import Wires
 
 AXIS, INNER = "ep", "etp"
-collectives = torch.ops._c10d_functional
 
 
 def spread(
@@ -58,6 +59,7 @@ def spread(
     dispatch = SpreadExperts(mesh, phase, sp, recompute, nodes)
     for mlp in (each for each in decoder.modules() if isinstance(each, MoeMlp)):
         mlp.dispatch = dispatch
+        mlp.experts.down.product = partial(dispatch.take_breath, mlp.experts.down.product)
 
 
 class Way(NamedTuple):
@@ -77,7 +79,7 @@ class SpreadExperts:
 
     def __init__(self, mesh: Mesh, phase: Phase, sp: bool, recompute: str, nodes: int) -> None:
         self.mesh, self.phase, self.nodes = mesh, phase, nodes
-        self.repeats = recompute != "selective"
+        self.repeats, self.counted = recompute != "selective", False
         self.wires = None
         if mesh.size(INNER) > 1:
             self.wires = Wires(mesh, INNER, phase, sp, recompute == "full", dim=0)
@@ -127,6 +129,7 @@ class SpreadExperts:
         numbers = torch.arange(arriving.shape[1], device=arriving.device).repeat(size)
         numbers = numbers.repeat_interleave(arriving.flatten(), output_size=sum(way.arrive))
         order = numbers.sort(stable=True).indices
+        self.counted = room is None
         y = experts(_Reorder.apply(arrived, order), arriving.sum(0))
         back = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=y.device))
         return self.move(_Reorder.apply(y, back), way.back)
@@ -163,6 +166,14 @@ class SpreadExperts:
             beside()
         return _Arrive.apply(departed, journey)
 
+    def take_breath(
+        self, product: Grouped, x_MI: Tensor, weight_EOI: Tensor, ends_E: Tensor
+    ) -> Tensor:
+        """In the middle of the experts' backward it is the other lane's turn, where the counts had
+        one in the forward: a forward and a backward that take turns then have as many, and each
+        all-to-all goes on behind a part of the other's work."""
+        return product(_Breath.apply(x_MI, self.mesh) if self.counted else x_MI, weight_EOI, ends_E)
+
     @property
     def is_silent(self) -> bool:
         """Selective recomputation repeats a call, and is given the result of the first one."""
@@ -182,16 +193,17 @@ class _Journey:
         if not silent:
             mesh.note(way.axis, "all_to_all", rows)
         self.ready_at = mesh.depart(way.axis)
-        name, size = mesh.groups[way.axis].group_name, mesh.size(way.axis)
+        group, size = mesh.groups[way.axis], mesh.size(way.axis)
         even = [len(rows) // size] * size
         arrive, leave = way.arrive or even, way.leave or even
-        self.under_way = collectives.all_to_all_single(rows.contiguous(), arrive, leave, name)
+        self.under_way = carry.exchange(rows.contiguous(), arrive, leave, group)
 
     def end(self) -> Tensor:
         """The other lane's turn, if there is one; then the rows."""
         self.spread.mesh.arrive(self.ready_at)
         arrived, self.under_way = self.under_way, None
-        return collectives.wait_tensor(arrived)
+        assert arrived is not None, "a journey that has not begun"
+        return carry.waited(arrived, self.spread.mesh.device)
 
 
 class _Depart(torch.autograd.Function):
@@ -222,6 +234,22 @@ class _Arrive(torch.autograd.Function):
         journey: _Journey = ctx.journey
         journey.begin(gradients[0], journey.way.back, silent=False)
         return gradients[0].new_zeros(()), None
+
+
+class _Breath(torch.autograd.Function):
+    """Nothing forward; backward gives the turn to the other lane."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: Mesh) -> Tensor:
+        ctx.mesh = mesh
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        mesh: Mesh = ctx.mesh
+        if mesh.pause is not None:
+            mesh.pause()
+        return gradients[0], None
 
 
 class _Reorder(torch.autograd.Function):

@@ -236,6 +236,8 @@ class FlatUnit:
         """Start to sum this rank's gradients with the others'; `last` of the step or not."""
         self.sent, self.gradients = self.share(), None
         self.sent_last = last
+        if self.unit.expert and (copies := self.mesh.layout.same_tokens) > 1:
+            self.sent.div_(copies)
         if self.sliced:
             self.received = self.sent.new_empty(self.unit.slice_size)
             self.summing = self.mesh.reduce_scatter(self.received, self.sent, self.unit.shard_axis)

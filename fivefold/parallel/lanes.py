@@ -1,8 +1,9 @@
 """Two computations of one rank that take turns: one runs while the other waits for a collective.
 
-The turn changes only where a lane has issued a collective and not yet waited for it. All ranks of a
-group so issue the collectives of both lanes in the same order, on the same groups, whatever their
-speed; two free threads would not.
+The turn changes only at set places: where a lane has issued a collective and not yet waited for it,
+and where it makes room for the other (`parallel/expert.py`). All ranks of a group so issue the
+collectives of both lanes in the same order, on the same groups, whatever their speed; two free
+threads would not.
 """
 
 from __future__ import annotations
@@ -32,13 +33,15 @@ class Lanes:
         self._main = threading.get_ident()
 
     def run(self, first: Callable[[], First], second: Callable[[], Second]) -> tuple[First, Second]:
-        """Both results; the first lane begins."""
+        """Both results. The second lane begins: a backward has a collective to issue at once, which
+        goes on behind the first computation of a forward."""
         self._running = [True, True]
         self.mesh.pause = self._pause
         self._main = threading.get_ident()
         try:
             other = self._second.submit(self._run_second, second)
             try:
+                self._pause()
                 found = first()
             finally:
                 self._leave(0)

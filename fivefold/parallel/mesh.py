@@ -61,6 +61,7 @@ class Mesh:
         self.channels: dict[tuple[int, int], dist.ProcessGroup] = {}  # by (source, target) stage
         self.column: tuple[int, ...] = (rank,)  # the ranks of this rank's pipeline
         self.delay = 0.0
+        self.delays: dict[str, float] = {}  # by axis, in place of `delay`
         self.pause: Callable[[], None] | None = None  # gives the turn to the other lane
         self._free_at: dict[str, float] = {}
 
@@ -201,7 +202,7 @@ class Mesh:
     @property
     def takes_turns(self) -> bool:
         """Whether there is something to do between the issue of a collective and its wait."""
-        return self.pause is not None or self.delay > 0
+        return self.pause is not None or self.delay > 0 or bool(self.delays)
 
     def let_pass(self, axis: str) -> None:
         """A collective was issued outside of the mesh, and is waited for at once."""
@@ -209,7 +210,7 @@ class Mesh:
 
     def depart(self, axis: str) -> float:
         """A collective is issued outside of the mesh; when its delay is over."""
-        return self._ready_at(axis) if self.delay else 0.0
+        return self._ready_at(axis)
 
     def arrive(self, ready_at: float) -> None:
         """Somebody waits for it: the other lane's turn, then what is left of the delay."""
@@ -226,20 +227,24 @@ class Mesh:
         for kind in ("send", "recv"):
             self.note(axis, kind, tensor)
         moving = carry.pass_on(tensor, buffer, ahead, behind, group)
-        return Passing(self, moving, buffer, self._ready_at(axis) if self.delay else 0.0)
+        return Passing(self, moving, buffer, self._ready_at(axis))
 
     def note(self, axis: str, kind: str, tensor: Tensor) -> None:
         """Record a collective that somebody is about to issue."""
         self.records[Record(axis, kind, tensor.nbytes, self.sizes[axis])] += 1
 
     def _started(self, axis: str, work: Pending) -> Pending:
-        return _Delayed(work, self._ready_at(axis)) if self.delay else work
+        ready_at = self._ready_at(axis)
+        return _Delayed(work, ready_at) if ready_at else work
 
     def _ready_at(self, axis: str) -> float:
-        """When a collective that begins now on this axis is over."""
+        """When the delay of a collective that begins now on this axis is over; 0 without one."""
+        delay = self.delays.get(axis, self.delay)
+        if not delay:
+            return 0.0
         begin = max(time.perf_counter(), self._free_at.get(axis, 0.0))
-        self._free_at[axis] = begin + self.delay
-        return begin + self.delay
+        self._free_at[axis] = begin + delay
+        return begin + delay
 
 
 class Passing:

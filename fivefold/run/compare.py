@@ -174,10 +174,13 @@ def _evened_on(axis: str, least: float, group: Sequence[Traffic]) -> Sequence[Tr
     instead = [uneven(each.observed - each.predicted) for each in group]
     if any(a.total() != b.total() for a, b in zip(missing, instead, strict=True)):
         return group
-    most, found = (
-        sum(one[2] * n for each in some for one, n in each.items()) for some in (missing, instead)
+    # A rank may by chance send what is predicted: its share belongs to the sum.
+    kinds = {one for each in missing for one in each}
+    most = sum(one[2] * each.predicted[one] for each in group for one in kinds)
+    more, less = (
+        sum(one[2] * n for each in some for one, n in each.items()) for some in (instead, missing)
     )
-    if not least * most <= found <= most:
+    if not least * most <= most + more - less <= most:
         return group
     return [
         Traffic(each.predicted, each.observed - more + less)

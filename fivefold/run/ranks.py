@@ -77,6 +77,10 @@ class Worker:
         """Say where in the phase this rank is."""
         self.tell("detail", text)
 
+    def report(self, value: object) -> None:
+        """Give the parent a value now, before the task has ended."""
+        self.tell("report", value)
+
     @contextlib.contextmanager
     def joined(self, world: int) -> Iterator[None]:
         """A process group of the first `world` ranks, over the loopback device only.
@@ -158,9 +162,15 @@ class Pool:
         return self.run_each([(function, args)] * self.size)
 
     def run_each(
-        self, tasks: Sequence[Task], on_phase: Callable[[], None] | None = None
+        self,
+        tasks: Sequence[Task],
+        on_phase: Callable[[], None] | None = None,
+        on_report: Callable[[Any], None] | None = None,
     ) -> list[Any]:
-        """Give each of the first ranks its task. Results must not hold tensors."""
+        """Give each of the first ranks its task. Results must not hold tensors.
+
+        `on_phase` is called whenever a rank begins something, `on_report` with what ranks report.
+        """
         assert len(tasks) <= self.size, f"{len(tasks)} tasks for {self.size} ranks"
         self._runs += 1
         meeting = Path(self._folder.name) / str(self._runs)
@@ -170,7 +180,9 @@ class Pool:
             with contextlib.suppress(BrokenPipeError):  # it has died, as the answer will show
                 line.pipe.send_bytes(pickle.dumps((function, args, meeting)))
         try:
-            return self._answers(lines, on_phase or (lambda: None))
+            return self._answers(
+                lines, on_phase or (lambda: None), on_report or (lambda value: None)
+            )
         except BaseException:
             self.close()
             raise
@@ -204,7 +216,9 @@ class Pool:
         theirs.close()
         self._lines.append(_Line(process, ours))
 
-    def _answers(self, lines: list[_Line], on_phase: Callable[[], None]) -> list[Any]:
+    def _answers(
+        self, lines: list[_Line], on_phase: Callable[[], None], on_report: Callable[[Any], None]
+    ) -> list[Any]:
         results: list[Any] = [None] * len(lines)
         raised: list[RankLost] = []
         until = time.monotonic() + self.patience
@@ -222,6 +236,8 @@ class Pool:
                     raised.append(RankLost(rank, line.doing, f"raised {what}"))
                 elif kind == "phase":
                     on_phase()
+                elif kind == "report":
+                    on_report(what)
             until = time.monotonic() + (_GRACE if raised else self.patience)
         if raised:
             raise raised[0]
@@ -234,12 +250,12 @@ class Pool:
         except (EOFError, OSError):
             line.process.join(timeout=5)
             raise RankLost(rank, line.doing, _how_it_ended(line.process)) from None
-        line.num_words += 1
+        line.num_words += kind != "report"  # not every rank has something to report
         if kind == "phase":
             line.phase, line.detail = what, ""
         elif kind == "detail":
             line.detail = what
-        else:
+        elif kind != "report":
             line.busy = False
         return kind, what
 

@@ -1,7 +1,8 @@
-"""Token batches for `verify`: a pure function of seed and step, the same for every layout's ranks.
+"""Token batches as the ranks of a layout take them, and random ones for `verify`.
 
-Rows are ragged (a random tail of each has no loss) and some tokens inside have none either, so
-that ranks and microbatches count different numbers of tokens.
+Random ones are a pure function of seed and step, the same for every layout's ranks. Their rows are
+ragged (a random tail of each has no loss) and some tokens inside have none either, so that ranks
+and microbatches count different numbers of tokens.
 """
 
 from __future__ import annotations
@@ -75,17 +76,31 @@ def samples(
     drawn = torch.randint(vocab, (*rows, seq + 1), generator=generator)
     ends = torch.randint(seq // 2, seq + 1, (*rows, 1), generator=generator)
     masked = torch.rand(*rows, seq, generator=generator) < _MASKED
-    places = torch.arange(seq).expand(*rows, seq)
-    masked |= places >= ends
+    masked |= torch.arange(seq) >= ends
     if empty_rank is not None:
         masked[:, empty_rank] = True
+    begins = _begins(rows, seq, generator) if packed else None
+    return laid_out(batch, drawn, begins, masked)
+
+
+def laid_out(
+    batch: Batch, drawn: Tensor, begins: Tensor | None = None, masked: Tensor | None = None
+) -> Samples:
+    """Rows of seq + 1 tokens, in the order of their numbers, as one step.
+
+    `begins` says where in a row documents do; None: each row is one. `masked` have no loss.
+    """
+    rows, seq = (batch.microbatches, batch.dp, batch.microbatch_size), batch.seq
+    places = torch.arange(seq).expand(*rows, seq)
+    hidden = torch.zeros(*rows, seq, dtype=torch.bool) if masked is None else masked
     documents, positions = None, places
-    if packed:
-        begins = _begins(rows, seq, generator)
-        masked |= begins[..., 1:]  # the last token of a document has nothing to predict
+    if begins is not None:
+        begins = begins.reshape(*rows, seq + 1)
+        hidden = hidden | begins[..., 1:]  # the last token of a document has nothing to predict
         documents = begins[..., :-1].cumsum(dim=-1)
         positions = places - (places * begins[..., :-1]).cummax(dim=-1).values
-    labels = drawn[..., 1:].masked_fill(masked, NOT_COUNTED)
+    drawn = drawn.reshape(*rows, seq + 1)
+    labels = drawn[..., 1:].masked_fill(hidden, NOT_COUNTED)
     return Samples(drawn[..., :-1].contiguous(), labels, positions, documents)
 
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
-from fivefold.core.errors import BadFile
+from fivefold.core.errors import BadFile, FivefoldError, UnknownName
 from fivefold.core.layout import parse_zero
 from fivefold.core.plan import Wishes, wishes_from
+
+Number = TypeVar("Number", int, float)
 
 TARGET = Annotated[
     str,
@@ -86,6 +88,20 @@ def with_plan_options(
     run.__annotations__ = {each.name: each.annotation for each in parameters}
     run.__doc__ = verb.__doc__
     return run
+
+
+def one_of(option: str, given: str, known: tuple[str, ...]) -> str:
+    """A word that an option knows."""
+    if given not in known:
+        raise UnknownName(f"--{option}", given, known)
+    return given
+
+
+def above(option: str, given: Number, low: Number) -> Number:
+    """A number in an option's range."""
+    if not low < given < 1e9:
+        raise FivefoldError(f"--{option} {given}: give a number above {low} and below 1e9")
+    return given
 
 
 def _wishes(target: str, shared: dict[str, Any]) -> Wishes:

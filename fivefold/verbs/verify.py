@@ -8,26 +8,24 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from fivefold.core import legality
-from fivefold.core.errors import FivefoldError, UnknownName
+from fivefold.core.errors import FivefoldError
 from fivefold.core.layout import Layout
 from fivefold.core.plan import Plan, Wishes, resolve
 from fivefold.core.traffic import Entry, entries
 from fivefold.core.weights import weights
 from fivefold.run.compare import FORMULA, Dtype
 from fivefold.run.scale import is_large, scale_down, scaling_note
-from fivefold.verbs.options import with_plan_options
+from fivefold.verbs.options import above, one_of, with_plan_options
 
 if TYPE_CHECKING:
     from fivefold.trial import Settings, Verdict
-
-Number = TypeVar("Number", int, float)
 
 _MOST_RANKS = 64  # processes that one machine is asked to run
 _PATIENCE_WITH_KERNELS = 300.0  # seconds: a GPU starts, and kernels are compiled, without a word
@@ -71,16 +69,16 @@ def run(
             "verify a model with experts in float64 or float32"
         )
     if bucket_mb is not None:
-        bucket_mb = _above("bucket-mb", bucket_mb, 0.0)
+        bucket_mb = above("bucket-mb", bucket_mb, 0.0)
     chosen = {
-        "dtype": _one_of("dtype", dtype, get_args(Dtype)),
-        "grad_dtype": grad_dtype and _one_of("grad-dtype", grad_dtype, get_args(Dtype)),
-        "steps": _above("steps", steps, 0),
-        "optimizer": _one_of("optimizer", optimizer, ("adamw", "sgd")),
-        "offload": _one_of("offload", offload, ("none", "cpu")) == "cpu",
+        "dtype": one_of("dtype", dtype, get_args(Dtype)),
+        "grad_dtype": grad_dtype and one_of("grad-dtype", grad_dtype, get_args(Dtype)),
+        "steps": above("steps", steps, 0),
+        "optimizer": one_of("optimizer", optimizer, ("adamw", "sgd")),
+        "offload": one_of("offload", offload, ("none", "cpu")) == "cpu",
         "bucket": None if bucket_mb is None else max(1, int(bucket_mb * 1e6)),
-        "seed": _above("seed", seed, -1),
-        "device": _one_of("device", device, ("cpu", "cuda")),
+        "seed": above("seed", seed, -1),
+        "device": device,
         "compiled": compiled,
     }
     plan = _placed(plan, chosen)
@@ -115,6 +113,8 @@ def _placed(plan: Plan, chosen: dict[str, Any]) -> Plan:
     """The plan with what is to be said about its device and compilation; refused where they
     cannot be had."""
     notes: list[str] = []
+    if chosen["device"] not in ("cpu", "cuda"):  # the nearest name to gpu is cpu
+        raise FivefoldError(f"unknown --device {chosen['device']!r}: choose from cpu, cuda")
     if chosen["compiled"]:
         if plan.layout.world > 1:
             raise FivefoldError(
@@ -141,18 +141,6 @@ def _require_covered(layout: Layout) -> None:
             f"verify forks a process for every rank, and {layout.world} are too many for one "
             f"machine: lower the degrees to at most {_MOST_RANKS} ranks"
         )
-
-
-def _one_of(option: str, given: str, known: tuple[str, ...]) -> str:
-    if given not in known:
-        raise UnknownName(f"--{option}", given, known)
-    return given
-
-
-def _above(option: str, given: Number, low: Number) -> Number:
-    if not low < given < 1e9:
-        raise FivefoldError(f"--{option} {given}: give a number above {low} and below 1e9")
-    return given
 
 
 def _verify(plan: Plan, chosen: dict[str, Any], as_json: bool) -> int:

@@ -14,7 +14,14 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fivefold.core.context import Call, Ranges, Split, calls
-from fivefold.model.flash import Sees, Total, attend, attend_backward
+from fivefold.model.flash import (
+    Sees,
+    Total,
+    attend,
+    attend_backward,
+    attend_plainly,
+    plain_backward,
+)
 
 EXACT = 1e-13  # for numbers of about 1 in float64, where only the order of sums differs
 ROWS, HEADS, SEQ, WIDTH = 2, 6, 24, 8
@@ -144,6 +151,28 @@ def test_nothing_and_nothing_is_nothing() -> None:
     assert total.out is not None and total.lse is not None
     assert total.out[:, :, 0].eq(0).all() and total.lse[:, :, 0].eq(-math.inf).all()
     require_equal(total.out[:, :, 1:], attend(*given[:3], Sees())[0][:, :, 1:])
+
+
+@pytest.mark.parametrize("kv_heads", [6, 2])
+@pytest.mark.parametrize("kind", ["all", "causal", "masked"])
+def test_the_plain_formula_is_what_the_kernels_compute(kv_heads: int, kind: str) -> None:
+    """The formula stands in for the kernel that CUDA has not; the lse is that of more keys."""
+    given = drawn(kv_heads)
+    documents = torch.arange(SEQ)[None] // torch.tensor([[5], [9]])
+    blind = torch.arange(SEQ)[:, None] != 7
+    mask = visible_pairs(documents=documents) & blind if kind == "masked" else None
+    sees = Sees(kind == "causal", mask)
+    out, lse = attend(*given[:3], sees)
+    found, found_lse = attend_plainly(*given[:3], sees)
+    require_equal(found, out)
+    assert torch.equal(found_lse.isinf(), lse.isinf())
+    require_equal(found_lse.nan_to_num(neginf=0.0), lse.nan_to_num(neginf=0.0))
+    merged = torch.logaddexp(lse, drawn(seed=1).q[..., 0])
+    wanted = attend_backward(given.slope, *given[:3], out, merged, sees)
+    for mine, theirs in zip(
+        plain_backward(given.slope, *given[:3], out, merged, sees), wanted, strict=True
+    ):
+        require_equal(mine, theirs)
 
 
 # ---- parts

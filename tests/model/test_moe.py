@@ -19,14 +19,18 @@ from fivefold.model.balance import balance
 from fivefold.model.decoder import Decoder
 from fivefold.model.layers import Kind
 from fivefold.model.moe import (
+    Beside,
     Experts,
     MoeMlp,
     Router,
     Routing,
+    choices_of_slots,
     choose,
     grouped_product,
     local_dispatch,
+    rows_of_slots,
     sort_slots,
+    weights_of_slots,
 )
 
 F64 = torch.float64
@@ -175,10 +179,89 @@ def test_a_gated_shared_expert_is_weighed_by_a_sigmoid_of_the_token() -> None:
 
 
 def test_slots_are_sorted_by_expert_and_then_by_token() -> None:
-    slots = sort_slots(torch.tensor([[2, 0], [0, 3], [2, 0]]), 5)
+    slots = sort_slots(torch.tensor([[2, 0], [0, 3], [2, 0]]), 5, False, None)
     assert slots.order.tolist() == [1, 2, 5, 0, 4, 3]
-    assert slots.place[slots.order].tolist() == [0, 1, 2, 3, 4, 5]
-    assert slots.counts.tolist() == [3, 0, 2, 1, 0]
+    assert slots.counts.tolist() == [3, 0, 2, 1, 0] and slots.whole
+    assert (slots.num_tokens, slots.num_choices) == (3, 2)
+
+
+# Token 0 on experts 2 and 0, token 1 on 0 and nowhere, token 2 nowhere at all; expert 1 is empty.
+DROPPED = torch.tensor([[2, 0], [0, 3], [3, 3]])
+
+
+def test_slots_that_go_nowhere_have_no_row() -> None:
+    slots = sort_slots(DROPPED, 3, True, None)
+    assert slots.order.tolist() == [1, 2, 0]
+    assert slots.counts.tolist() == [2, 0, 1] and not slots.whole
+
+
+def test_with_room_every_expert_has_as_many_rows() -> None:
+    """Slot 6 of 6 is the empty row."""
+    slots = sort_slots(DROPPED, 3, True, 2)
+    assert slots.order.tolist() == [1, 2, 6, 6, 0, 6]
+    assert slots.counts.tolist() == [2, 2, 2] and not slots.whole
+    assert sort_slots(DROPPED, 3, True, 3).order.tolist() == [1, 2, 6, 6, 6, 6, 0, 6, 6]
+
+
+@pytest.mark.parametrize("room", [None, 2])
+def test_rows_of_slots_and_back_by_hand(room: int | None) -> None:
+    x = torch.tensor([[1.0, 10], [2, 20], [3, 30]], dtype=F64, requires_grad=True)
+    slots = sort_slots(DROPPED, 3, True, room)
+    rows = rows_of_slots(x, slots)
+    kept = [[1.0, 10], [2, 20], [1, 10]]
+    padded = [[1.0, 10], [2, 20], [0, 0], [0, 0], [1, 10], [0, 0]]
+    assert rows.tolist() == (kept if room is None else padded)
+    choices = choices_of_slots(rows * 2, slots)
+    there = [[[2, 20], [2, 20]], [[4, 40], [0, 0]], [[0, 0], [0, 0]]]
+    assert choices.tolist() == there
+    slope = torch.arange(1.0, 7).view(3, 2, 1).expand(3, 2, 2).to(F64)
+    (grad,) = torch.autograd.grad(choices, x, slope)
+    # Twice the slopes of the slots that are there: 1 and 2 of token 0, 3 of token 1.
+    assert grad.tolist() == [[6, 6], [6, 6], [0, 0]]
+
+
+def test_weights_of_slots_are_a_column_in_their_order() -> None:
+    weights = torch.tensor([[0.1, 0.2], [0.3, 0.4], [0.5, 0.6]], dtype=F64, requires_grad=True)
+    column = weights_of_slots(weights, sort_slots(DROPPED, 3, True, 2))
+    assert column[:, 0].tolist() == [0.2, 0.3, 0, 0, 0.1, 0]
+    column[:, 0].dot(torch.arange(1.0, 7, dtype=F64)).backward()
+    assert weights.grad is not None and weights.grad.tolist() == [[5, 1], [2, 0], [0, 0]]
+
+
+@pytest.mark.parametrize("weigh_inputs", [False, True])
+@pytest.mark.parametrize("pads", [False, True])
+def test_dropped_slots_and_their_gradients_by_hand(weigh_inputs: bool, pads: bool) -> None:
+    """A weight of zero is as good as no slot, but only for the result: nothing is computed."""
+    moe = moe_of(filled(replace(MOE, moe=replace(MOE.moe, weigh_inputs=weigh_inputs))))
+    x = torch.randn(7, MOE.width, dtype=F64, requires_grad=True)
+    routing = moe.router(x)
+    kept = torch.rand(7, 2, generator=torch.Generator().manual_seed(3)) < 0.6
+    kept[2] = False
+    assert not kept.all() and kept.any(0).all()
+    dropped = routing._replace(
+        experts=routing.experts.where(kept, 6),
+        weights=routing.weights * kept,
+        drops=True,
+        room=7 if pads else None,
+    )
+    computed: list[int] = []
+    moe.experts.register_forward_hook(lambda _, given, __: computed.append(len(given[0])))
+    found = local_dispatch(x, dropped, moe.experts, Beside(lambda: None))
+    assert computed == [7 * 6 if pads else int(kept.sum())]
+    zeroed = routing._replace(weights=routing.weights * kept)
+    expected = local_dispatch(x, zeroed, moe.experts, Beside(lambda: None))
+    torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-14)
+    slope, leaves = torch.randn_like(found), [x, moe.router.weight, *moe.experts.parameters()]
+    wanted = torch.autograd.grad(expected, leaves, slope, retain_graph=True)
+    for mine, theirs in zip(torch.autograd.grad(found, leaves, slope), wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-13)
+
+
+def test_what_is_beside_is_computed_once_and_only_when_asked() -> None:
+    asked: list[int] = []
+    beside = Beside(lambda: asked.append(1) or torch.ones(1))
+    assert not asked
+    assert beside() is beside() and asked == [1]
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(24, 40), (6, 40), (40, 6)])
@@ -241,8 +324,8 @@ def test_the_seams_between_router_and_experts() -> None:
         seen.append(num_rows)
         return routing._replace(weights=routing.weights / 2)
 
-    def doubled(x_ND: Tensor, routing: Routing, experts: Experts) -> Tensor:
-        return 2 * local_dispatch(x_ND, routing, experts)
+    def doubled(x_ND: Tensor, routing: Routing, experts: Experts, beside: Beside) -> Tensor:
+        return 2 * local_dispatch(x_ND, routing, experts, beside)
 
     expected = moe(x)
     moe.balance, moe.dispatch = halved, doubled
@@ -257,7 +340,7 @@ def test_a_block_with_experts_compiles_as_one_graph(shape: Shape, backend: str) 
     """In bfloat16: fake tensors know grouped products of no other type."""
     torch._dynamo.reset()
     decoder, batch = filled(shape, torch.bfloat16), batch_of(shape)
-    balancers = balance(decoder, parse("aux+aux-seq+z+capacity:1"))
+    balancers = balance(decoder, parse("aux+aux-seq+z+capacity:1"), "cpu")
     expected = gradients(decoder, batch)
     recorded = {name: each.take() for name, each in balancers.items()}
     graphs = torch._dynamo.utils.counters["stats"]

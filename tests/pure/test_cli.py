@@ -17,6 +17,7 @@ from fivefold import __version__
 from fivefold.cli import gather_pairs, main
 
 SMALL = ("--stages", "2", "--microbatches", "4")
+MOE = ("plan", "tiny-moe")
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -149,6 +150,23 @@ def test_a_schedule_file_runs_as_it_is(capsys: pytest.CaptureFixture[str], tmp_p
         (["plan", "tiny", "--layout", "pp=2", "--stage-layers", "4,5"], "numbers that sum to 8"),
         (["plan", "tiny", "--gather", "never"], "choose from microbatch, step"),
         (["plan", "missing.toml"], "no such plan file"),
+        ([*MOE, "--balance", "nonsense"], "did you mean none"),
+        ([*MOE, "--balance", "switch"], "choose from aux, aux-global"),
+        ([*MOE, "--balance", "aux-sek"], "did you mean aux-seq"),
+        ([*MOE, "--balance", "capacity"], "needs its factor, as in capacity:1.25"),
+        ([*MOE, "--balance", "capacity:much"], "'much' must be a number above 0"),
+        ([*MOE, "--balance", "bias"], "add --set moe.bias=true"),
+        (["plan", "tiny", "--balance", "aux"], "has no experts; leave the option out"),
+        (
+            [*MOE, "--layout", "pp=2", "--schedule", "pipedream", "--balance", "aux"],
+            "choose another schedule, or none",
+        ),
+        ([*MOE, "--layout", "dp=4 ep=4", "--ep-nodes", "3"], "choose a divisor"),
+        ([*MOE, "--layout", "dp=4 ep=4", "--ep-nodes", "0"], "choose a divisor"),
+        (
+            [*MOE, "--layout", "dp=4 ep=4", "--ep-nodes", "2", "--balance", "capacity-pad:1"],
+            "choose capacity without padding, or ep_nodes=1",
+        ),
     ],
 )
 def test_bad_input_is_refused(

@@ -32,6 +32,7 @@ VARIES = {
     "ep": {"ep"},
     "etp": {"etp"},
     "edp": {"edp"},
+    "row": {"cp", "tp"},
 }
 DENSE = {"dp", "replicate", "shard", "cp", "tp"}
 EXPERT = {"ep", "etp", "edp"}
@@ -56,6 +57,8 @@ def groups_by_definition(layout: Layout, axis: str) -> set[tuple[int, ...]]:
     expert coords: the two families number the same ranks of a stage.
     """
     family = EXPERT if axis in EXPERT else DENSE
+    if axis == "row" and not layout.sp:
+        axis = "cp"  # all tp ranks have the same tokens
     shared = (family | {"pp"}) - VARIES[axis]
     found: dict[tuple[int, ...], list[int]] = {}
     for rank in range(layout.world):
@@ -68,14 +71,23 @@ def groups_by_definition(layout: Layout, axis: str) -> set[tuple[int, ...]]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(layouts())
-def test_groups_partition_the_ranks_as_the_coords_define(layout: Layout) -> None:
+@given(layouts(), st.booleans())
+def test_groups_partition_the_ranks_as_the_coords_define(layout: Layout, sp: bool) -> None:
+    layout = replace(layout, sp=sp)
     for axis in AXES:
         groups = layout.groups(axis)
         assert sorted(rank for group in groups for rank in group) == list(range(layout.world))
         assert set(groups) == groups_by_definition(layout, axis)
         assert all(layout.group(axis, rank) == group for group in groups for rank in group)
         assert list(groups) == sorted(groups)
+
+
+def test_replicas_of_experts_with_the_same_tokens() -> None:
+    """Without sequence parallelism, tp ranks that are not ranks of one expert."""
+    assert Layout(tp=4, etp=2, sp=False).same_tokens == 2
+    assert Layout(tp=4, shard=2, sp=False).same_tokens == 4
+    assert Layout(tp=4, etp=4, ep=2, shard=2, sp=False).same_tokens == 1
+    assert Layout(tp=4, shard=2).same_tokens == 1
 
 
 @settings(deadline=None)

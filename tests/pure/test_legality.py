@@ -111,6 +111,11 @@ def test_tp_inside_ep_requires_sequence_parallelism() -> None:
     assert "turn sp on, or set etp=2" in only
     assert problems(Layout(tp=2, shard=2, ep=2, sp=True), TINY_MOE, seq=32) == []
     assert problems(Layout(tp=2, shard=2, ep=2, etp=2, sp=False), TINY_MOE, seq=32) == []
+    # Nor are tokens of other ranks gathered.
+    (only,) = problems(Layout(tp=2, shard=2, etp=4, sp=False), TINY_MOE, seq=32)
+    assert "turn sp on, or set etp to a divisor of 2" in only
+    assert problems(Layout(tp=2, shard=2, etp=4), TINY_MOE, seq=32) == []
+    assert problems(Layout(tp=4, etp=2, sp=False), TINY_MOE, seq=32) == []
     assert problems(Layout(tp=2, shard=2, sp=False), TINY_MOE, seq=32) == []
 
 

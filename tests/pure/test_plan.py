@@ -118,6 +118,8 @@ def test_illegal_layouts_list_all_reasons_and_three_ways_out() -> None:
         {"layout": "pp=2 dp=4 order=tp-cp-pp-dp", "machine": "h100", "gpus": 8},
         {"layout": "pp=4", "schedule": "auto", "stage_layers": "1,1,1,1,1,1,1,1"},
         {"layout": "dp=2 pp=2", "stage_layers": "5,3", "zero": 3, "gather": "microbatch"},
+        {"model": "tiny-moe", "layout": "dp=4 ep=4", "balance": "aux-seq:0.5+z", "ep_nodes": 2},
+        {"model": "deepseek-v3", "layout": "dp=64 ep=64", "machine": "h100"},
     ],
 )
 def test_plan_files_read_back_to_the_same_plan(wishes: dict[str, object], tmp_path: Path) -> None:
@@ -283,6 +285,19 @@ def test_asynchronous_schedules_refuse_what_has_one_age_of_weights(name: str) ->
 def test_asynchronous_schedules_are_noted() -> None:
     assert any("ASYNCHRONOUS" in note for note in plan(layout="pp=2", schedule="pipedream").notes)
     assert plan(layout="pp=2").notes == ()
+
+
+def test_experts_lie_on_as_many_nodes_as_the_machine_has_for_them(tmp_path: Path) -> None:
+    """Eight GPUs to a node; without a machine nobody knows of nodes."""
+    assert plan("deepseek-v3", layout="dp=64 ep=64", machine="h100").ep_nodes == 8
+    assert plan("deepseek-v3", layout="dp=64 ep=8", machine="h100").ep_nodes == 1
+    assert plan("deepseek-v3", layout="dp=64 ep=64", machine="h100", ep_nodes=2).ep_nodes == 2
+    assert plan("deepseek-v3", layout="dp=64 ep=64").ep_nodes == 1
+    path = tmp_path / "plan.toml"
+    path.write_text(plan("deepseek-v3", layout="dp=64 ep=64", machine="h100").to_toml())
+    # Another layout has other nodes.
+    changed = resolve(wishes_from(str(path), {"layout": "dp=64 ep=16"}))
+    assert changed.ep_nodes == 2
 
 
 def test_unknown_and_wrong_keys_are_told_together(tmp_path: Path) -> None:

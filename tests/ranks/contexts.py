@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import date
 from functools import cached_property
 from typing import get_args
 
@@ -21,6 +19,7 @@ from fivefold.core.plan import Plan, Wishes, resolve
 from fivefold.run.compare import Dtype
 from fivefold.run.ranks import Pool
 from fivefold.trial import RankRun, Settings, Verdict, judge, run_rank, run_reference
+from tests.ranks.table import Table
 
 HEAD = """# Verified context layouts
 
@@ -30,7 +29,7 @@ stage, and with tensor and pipeline ranks under split backwards. On `tiny` with 
 each stage; in float64 where nothing else is said; 2 steps of AdamW. What a case does not ask for is
 drawn by hash. Made by `make verify-all` on {date}.
 """
-COLUMNS = "context|layout|rows|model|recompute|ZeRO|loss|gradients|norm|weights|traffic|"
+COLUMNS = ("context", "layout", "rows", "model", "recompute", "ZeRO")
 KINDS: tuple[ContextKind, ...] = get_args(ContextKind)
 DEGREES = (2, 4, 8)
 MOST_RANKS = 8
@@ -160,33 +159,21 @@ def tried(pool: Pool, case: Case) -> tuple[Verdict, list[RankRun]]:
     return judge(plan, settings, runs, truths), runs
 
 
-def row(case: Case, verdict: Verdict) -> str:
-    """One line of the table."""
+def prove(pool: Pool, case: Case) -> Verdict:
+    """The verdict alone."""
+    return tried(pool, case)[0]
+
+
+def cells(case: Case) -> list[str]:
+    """What the table says about a case."""
     layout = " ".join(filter(None, [case.layout, case.schedule, None if case.sp else "no-sp"]))
     model = case.named_model if case.dtype == "float64" else f"{case.named_model}, {case.dtype}"
-    zero = case.plan.layout.zero
-    named = ("loss_err", "grad_err", "norm_err", "weight_err")
-    errors = [f"{verdict.errors[name]:.0e}" for name in named]
-    match = "equal" if verdict.traffic_match else "differs"
-    result = "pass" if verdict.passed else f"FAIL at {verdict.diverges_at}"
-    cells = [case.context, layout, case.named_rows, model, case.recomputed, str(zero), *errors]
-    return f"| {' | '.join([*cells, match, result])} |"
+    zero = str(case.plan.layout.zero)
+    return [case.context, layout, case.named_rows, model, case.recomputed, zero]
 
 
 def main() -> int:
-    began = time.perf_counter()
-    verdicts: list[Verdict] = []
-    print(HEAD.format(date=date.today()))
-    print("|", COLUMNS.replace("|", " | "), "|")
-    print("|" + "---|" * (COLUMNS.count("|") + 1))
-    with Pool(MOST_RANKS + 1) as pool:
-        for case in cases():
-            verdicts.append(tried(pool, case)[0])
-            print(row(case, verdicts[-1]), flush=True)
-    passed = sum(verdict.passed for verdict in verdicts)
-    print(f"\n{passed} of {len(verdicts)} layouts pass")
-    print(f"{time.perf_counter() - began:.0f} s", file=sys.stderr)
-    return 0 if passed == len(verdicts) else 1
+    return Table(HEAD, COLUMNS, "layouts", MOST_RANKS, prove, cells).run(cases())
 
 
 if __name__ == "__main__":

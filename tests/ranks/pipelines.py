@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import date
 from functools import cached_property
 
 from fivefold.core.plan import Plan, Wishes, resolve
@@ -22,6 +20,7 @@ from fivefold.core.schedule.choose import choose
 from fivefold.core.schedule.transfers import merged
 from fivefold.run.ranks import Pool
 from fivefold.trial import Settings, Verdict, run_trial
+from tests.ranks.table import Table
 
 HEAD = """# Verified pipelines
 
@@ -31,7 +30,7 @@ stage every recomputation. On `tiny` with one layer more than stages, in float64
 asynchronous schedules 12 steps, held against an emulation of their delays. Model variant, unit size
 and sequence parallelism drawn by hash. Made by `python -m tests.ranks.pipelines` on {date}.
 """
-COLUMNS = "schedule|layout|ZeRO|recompute|model|unit|loss|gradients|norm|weights|traffic|"
+COLUMNS = ("schedule", "layout", "ZeRO", "recompute", "model", "unit")
 PIPELINES = (2, 4, 8)
 CHUNKS = (1, 2, 4)
 MOST_RANKS = 8
@@ -184,33 +183,16 @@ def prove(pool: Pool, case: Case) -> Verdict:
     return run_trial(pool, case.plan, case.settings)
 
 
-def row(case: Case, verdict: Verdict) -> str:
-    """One line of the table."""
+def cells(case: Case) -> list[str]:
+    """What the table says about a case."""
     zero = " ".join(map(str, case.sharding.values()))
     bucket = "blocks" if case.bucket is None else f"{case.bucket // 1000} kB"
     layout = f"{case.layout} chunks={case.chunks}" + ("" if case.sp else " no-sp")
-    named = ("loss_err", "grad_err", "norm_err", "weight_err")
-    errors = [f"{verdict.errors[name]:.0e}" for name in named]
-    match = "equal" if verdict.traffic_match else "differs"
-    result = "pass" if verdict.passed else f"FAIL at {verdict.diverges_at}"
-    cells = [case.schedule, layout, zero, case.recomputed, case.model, bucket, *errors, match]
-    return f"| {' | '.join([*cells, result])} |"
+    return [case.schedule, layout, zero, case.recomputed, case.model, bucket]
 
 
 def main() -> int:
-    began = time.perf_counter()
-    verdicts: list[Verdict] = []
-    print(HEAD.format(date=date.today()))
-    print("|", COLUMNS.replace("|", " | "), "|")
-    print("|" + "---|" * (COLUMNS.count("|") + 1))
-    with Pool(MOST_RANKS + 1) as pool:
-        for case in cases():
-            verdicts.append(prove(pool, case))
-            print(row(case, verdicts[-1]), flush=True)
-    passed = sum(verdict.passed for verdict in verdicts)
-    print(f"\n{passed} of {len(verdicts)} pipelines pass")
-    print(f"{time.perf_counter() - began:.0f} s", file=sys.stderr)
-    return 0 if passed == len(verdicts) else 1
+    return Table(HEAD, COLUMNS, "pipelines", MOST_RANKS, prove, cells).run(cases())
 
 
 if __name__ == "__main__":

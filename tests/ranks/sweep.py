@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import date
 
 from fivefold.core.plan import Wishes, resolve
 from fivefold.run.ranks import Pool
 from fivefold.trial import Settings, Verdict, run_trial
+from tests.ranks.table import Table
 
 HEAD = """# Verified layouts
 
@@ -24,6 +23,7 @@ Every layout of 2, 4 and 8 ranks over data and tensor, on `tiny` with 2 layers i
 of AdamW; model variant, recomputation and unit size drawn by hash. Made by `make verify-all` on
 {date}.
 """
+COLUMNS = ("layout", "model", "recompute", "unit")
 WORLDS = (2, 4, 8)
 MODELS = ({}, {"tied": "true"}, {"vocab": "251"}, {"kv_heads": "2"}, {"qkv_bias": "true"})
 RECOMPUTES = ("none", "selective", "full", "full:2")
@@ -90,31 +90,15 @@ def prove(pool: Pool, case: Case) -> Verdict:
     return run_trial(pool, resolve(wishes, small=True), Settings(bucket=case.bucket))
 
 
-def row(case: Case, verdict: Verdict) -> str:
-    """One line of the table."""
+def cells(case: Case) -> list[str]:
+    """What the table says about a case."""
     model = " ".join(f"{key}={value}" for key, value in case.model.items() if key != "layers")
     bucket = "blocks" if case.bucket is None else f"{case.bucket // 1000} kB"
-    named = ("loss_err", "grad_err", "norm_err", "weight_err")
-    errors = " | ".join(f"{verdict.errors[name]:.0e}" for name in named)
-    match = "equal" if verdict.traffic_match else "differs"
-    result = "pass" if verdict.passed else f"FAIL at {verdict.diverges_at}"
-    return f"| {case} | {model} | {case.recompute} | {bucket} | {errors} | {match} | {result} |"
+    return [str(case), model, case.recompute, bucket]
 
 
 def main() -> int:
-    began = time.perf_counter()
-    verdicts: list[Verdict] = []
-    print(HEAD.format(date=date.today()))
-    print("| layout | model | recompute | unit | loss | gradients | norm | weights | traffic | |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
-    with Pool(max(WORLDS) + 1) as pool:
-        for case in cases():
-            verdicts.append(prove(pool, case))
-            print(row(case, verdicts[-1]), flush=True)
-    passed = sum(verdict.passed for verdict in verdicts)
-    print(f"\n{passed} of {len(verdicts)} layouts pass")
-    print(f"{time.perf_counter() - began:.0f} s", file=sys.stderr)
-    return 0 if passed == len(verdicts) else 1
+    return Table(HEAD, COLUMNS, "layouts", max(WORLDS), prove, cells).run(cases())
 
 
 def _divisors(number: int) -> list[int]:

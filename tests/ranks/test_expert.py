@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fivefold.core.plan import Wishes
-from fivefold.run.compare import Traffic, attributed, evened
+from fivefold.run.compare import Call, Traffic, attributed, evened
 from fivefold.run.ranks import Pool
 from fivefold.trial import Settings, run_rank, run_trial
 from fivefold.verbs.verify import runnable
@@ -34,6 +34,8 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("dp=2 tp=2", {"zero": 3}),
     ("dp=2 tp=2 ep=2 etp=2", {"zero": 1, "recompute": "full"}),
     ("tp=2 etp=2", {"sp": False}),
+    ("tp=4 etp=2", {"sp": False}),  # two replicas of each expert, with the same tokens
+    ("dp=2 tp=2", {"sp": False, "zero": 2}),
     ("dp=2 pp=2 ep=2", {"schedule": "dualpipe-v", "zero": 3, "gather": "microbatch"}),
     ("tp=2 pp=2 cp=2 ep=2", {"schedule": "zb-h1"}),
 )
@@ -89,19 +91,50 @@ def check(pool: Pool, wishes: Wishes, steps: int = 2) -> None:
 ROWS = ("ep", "all_to_all", 100, 2)
 
 
+TENSOR = ("tp", "all_reduce", 8, 2)
+PREDICTED = Counter({ROWS: 2, TENSOR: 1})
+
+
+def sent(size: int, count: int = 2) -> Counter[Call]:
+    """What a rank was seen to send: this many rows of this size, and its sum over tp."""
+    return Counter({("ep", "all_to_all", size, 2): count, TENSOR: 1})
+
+
+def matches(least: float, *seen: Counter[Call]) -> list[bool]:
+    return [each.match for each in evened([Traffic(PREDICTED, one) for one in seen], {"ep": least})]
+
+
 def test_uneven_rows_are_held_against_their_sum() -> None:
-    predicted = Counter({ROWS: 2, ("tp", "all_reduce", 8, 2): 1})
-    seen = [
-        Counter({("ep", "all_to_all", 120, 2): 2, ("tp", "all_reduce", 8, 2): 1}),
-        Counter({("ep", "all_to_all", 80, 2): 2, ("tp", "all_reduce", 8, 2): 1}),
-    ]
-    assert all(each.match for each in evened([Traffic(predicted, one) for one in seen]))
-    more = [seen[0], seen[1] + Counter({("ep", "all_to_all", 0, 2): 1})]  # one call too many
-    assert not any(each.match for each in evened([Traffic(predicted, one) for one in more]))
-    less = [seen[0], Counter({("ep", "all_to_all", 79, 2): 2, ("tp", "all_reduce", 8, 2): 1})]
-    assert not any(each.match for each in evened([Traffic(predicted, one) for one in less]))
-    other = [seen[0], seen[1] - Counter({("tp", "all_reduce", 8, 2): 1})]
-    assert [each.match for each in evened([Traffic(predicted, one) for one in other])] == [
-        True,
-        False,
-    ]
+    assert matches(1.0, sent(120), sent(80)) == [True, True]
+    more = sent(80) + Counter({("ep", "all_to_all", 0, 2): 1})  # one call too many
+    assert matches(1.0, sent(120), more) == [False, False]
+    assert matches(1.0, sent(120), sent(79)) == [False, False]
+    assert matches(1.0, sent(120), sent(80) - Counter({TENSOR: 1})) == [True, False]
+
+
+def test_a_range_holds_the_sum_and_never_the_count() -> None:
+    assert matches(0.5, sent(40), sent(60)) == [True, True], "the least"
+    assert matches(0.5, sent(70), sent(60)) == [True, True]
+    assert matches(0.5, sent(200), sent(0)) == [True, True], "the most"
+    assert matches(0.5, sent(40), sent(59)) == [False, False], "below the least"
+    assert matches(0.5, sent(100), sent(101)) == [True, False], "above the most"
+    assert matches(0.5, sent(70), sent(60, 1)) == [False, False], "a call too few"
+    assert matches(0.5, sent(70), sent(40, 3)) == [False, False], "a call too many"
+
+
+def test_a_rank_that_sends_what_is_predicted_by_chance_counts_in_the_sum() -> None:
+    """Half of all is the least; the first rank has its whole share, so the second may have none."""
+    assert matches(0.5, sent(100), sent(0)) == [True, True]
+    assert matches(0.6, sent(100), sent(0)) == [True, False]
+    assert matches(0.5, sent(100), sent(101)) == [True, False]
+
+
+def test_a_range_of_one_axis_is_none_of_another() -> None:
+    far = Counter({("ep-far", "all_to_all", 100, 2): 1})
+    less = Counter({("ep-far", "all_to_all", 60, 2): 1})
+    for least, expected in (
+        ({"ep-far": 0.5}, True),
+        ({"ep-far": 0.7}, False),
+        ({"ep": 0.5}, False),
+    ):
+        assert [each.match for each in evened([Traffic(far, less)], least)] == [expected]

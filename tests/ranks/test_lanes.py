@@ -65,7 +65,7 @@ def test_a_pair_is_interleaved(pool: Pool, recompute: str) -> None:
         for events in found:
             forward, backward = ([one for one in events if one[0] == lane] for lane in (0, 1))
             assert min(len(forward), len(backward)) >= 4
-            assert events == alternating(forward, backward)  # type: ignore[arg-type]
+            assert events == alternating(backward, forward)  # type: ignore[arg-type]
     for first, second in plan.layout.groups("tp"):
         assert ranks[first] == ranks[second]  # or they would wait for one another
 
@@ -108,7 +108,7 @@ def test_turns_alternate_until_one_lane_is_done(mesh: Mesh, times: tuple[int, in
         log: Log = []
         both = (lane(mesh, log, name, count) for name, count in zip("ab", times, strict=True))
         assert lanes.run(*both) == ("a", "b")
-        assert log == alternating(turns("a", times[0]), turns("b", times[1]))
+        assert log == alternating(turns("b", times[1]), turns("a", times[0]))
         assert mesh.pause is None and not mesh.takes_turns
 
 
@@ -121,11 +121,11 @@ def test_what_a_lane_raises_is_raised_when_the_other_is_done(
     with pytest.raises(ValueError, match=r"a|b"):
         lanes.run(*both)
     kept = [5 if at is None else at + 1 for at in fails]
-    assert log == alternating(turns("a", kept[0]), turns("b", kept[1]))
+    assert log == alternating(turns("b", kept[1]), turns("a", kept[0]))
     assert mesh.pause is None
     log.clear()
     assert lanes.run(lane(mesh, log, "a", 2), lane(mesh, log, "b", 2)) == ("a", "b")
-    assert log == alternating(turns("a", 2), turns("b", 2))
+    assert log == alternating(turns("b", 2), turns("a", 2))
 
 
 def test_one_lane_computes_while_the_other_waits(

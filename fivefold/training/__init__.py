@@ -1,0 +1,47 @@
+"""A plan trained by forked ranks on this machine: planned beside measured, many beside one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fivefold.core.plan import Plan
+from fivefold.run.ranks import Pool
+from fivefold.training.check import Check, alone, judge, num_alone
+from fivefold.training.loop import RankRun, StepLine, run_rank, source_of
+from fivefold.training.measured import Measured, beside_the_plan
+from fivefold.training.settings import Settings
+
+__all__ = [
+    "Check",
+    "Measured",
+    "RankRun",
+    "Settings",
+    "StepLine",
+    "beside_the_plan",
+    "num_processes",
+    "source_of",
+    "train",
+]
+
+
+def num_processes(plan: Plan, settings: Settings) -> int:
+    """The ranks, and behind them those that train alone for a check."""
+    return plan.layout.world + (num_alone(settings) if settings.check else 0)
+
+
+def train(
+    pool: Pool, plan: Plan, settings: Settings, on_step: Callable[[StepLine], None]
+) -> tuple[list[RankRun], Check | None]:
+    """Train on the pool's first ranks; `on_step` is called when a step is over.
+
+    For a check, one process trains beside them while they wait for one another, and in float32 a
+    second one in another order of sums.
+    """
+    world = plan.layout.world
+    tasks = [(run_rank, (plan, settings))] * world
+    if settings.check:
+        lonely = [(run_rank, (alone(plan), settings, reverse)) for reverse in (False, True)]
+        tasks += lonely[: num_alone(settings)]
+    runs = pool.run_each(tasks, on_report=on_step)
+    ranks, references = runs[:world], runs[world:]
+    return ranks, judge(plan, ranks, references) if references else None

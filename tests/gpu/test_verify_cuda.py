@@ -1,0 +1,86 @@
+"""`verify --device cuda`: processes that share one GPU, against one process on it.
+
+Without a GPU only the refusals run here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fivefold.run.ranks import num_gpus
+
+needs_gpu = pytest.mark.skipif(not num_gpus(), reason="no CUDA device: run this where there is one")
+
+FLOAT32 = {
+    "data and tensor": ("tiny", "--layout", "dp=2 tp=2"),
+    "pipeline": ("tiny", "--layout", "pp=4", "--schedule", "zb-v"),
+    "ring": ("tiny", "--layout", "cp=4"),
+    "experts": ("tiny-moe", "--layout", "dp=4 ep=4"),
+    # Beyond the four that are promised: what recomputes, packs, gathers and takes turns.
+    "kept collectives": ("tiny", "--layout", "tp=2 cp=2", "--recompute", "selective", "--packed"),
+    "heads": ("tiny", "--layout", "cp=4", "--context", "ulysses"),
+    "two directions": ("tiny-moe", "--layout", "dp=2 pp=2 ep=2", "--schedule", "dualpipe-v"),
+    "no drain": ("tiny", "--layout", "pp=2", "--schedule", "pipedream"),
+}
+
+
+def verify(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "fivefold", "verify", *words, "--json"]
+    return subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | environment, timeout=550
+    )
+
+
+def require_pass(done: subprocess.CompletedProcess[str]) -> None:
+    assert done.returncode in (0, 1), done.stderr
+    found = json.loads(done.stdout)
+    assert found["passed"], found
+    assert found["traffic"]["match"]
+    assert any("share one GPU" in note for note in found["notes"])
+    assert any("TF32" in note for note in found["notes"])
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", FLOAT32)
+def test_ranks_on_one_gpu_compute_what_one_process_does(name: str) -> None:
+    require_pass(verify(*FLOAT32[name], "--dtype", "float32", "--device", "cuda"))
+
+
+@needs_gpu
+def test_float64_on_a_gpu() -> None:
+    require_pass(verify("tiny", "--layout", "tp=2 cp=2", "--device", "cuda"))
+
+
+@needs_gpu
+def test_bfloat16_compiled_with_the_kernels_of_training(tmp_path: Path) -> None:
+    words = ("tiny", "--dtype", "bfloat16", "--device", "cuda", "--compile")
+    require_pass(verify(*words, TORCHINDUCTOR_CACHE_DIR=str(tmp_path)))
+    kernels = [each for each in tmp_path.rglob("*.py") if "triton" in each.read_text("utf-8")]
+    assert kernels, "nothing was compiled"
+
+
+@pytest.mark.skipif(num_gpus() > 0, reason="this machine has a GPU")
+def test_a_machine_without_a_gpu_says_so() -> None:
+    done = verify("tiny", "--device", "cuda")
+    assert done.returncode == 2 and not done.stdout
+    assert "this machine has no CUDA device; leave --device out" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (("--device", "gpu"), "unknown --device 'gpu': choose from cpu, cuda"),
+        (("--compile", "--layout", "dp=2"), "--compile is for one rank, and this layout has 2"),
+        (("--device", "cuda", "--offload", "cpu"), "leave it or --device out"),
+    ],
+)
+def test_what_cannot_be_had_is_refused(words: tuple[str, ...], answer: str) -> None:
+    done = verify("tiny", *words)
+    assert done.returncode == 2 and not done.stdout
+    assert answer in done.stderr

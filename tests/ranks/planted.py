@@ -1,0 +1,80 @@
+"""One bug at a time in the ranks of a trial, as `verify` runs it, and what it must change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+from fivefold.core.plan import Plan, Wishes, resolve
+from fivefold.run.compare import Dtype
+from fivefold.run.ranks import Pool, Worker
+from fivefold.trial import RankRun, Settings, Verdict, judge, run_rank, run_reference, run_trial
+
+Patch = AbstractContextManager[Any]
+# What `verify` compares, in the order in which a step makes it.
+LOSS, GRADIENTS, NORM, CLIP, WEIGHTS = "loss_err", "grad_err", "norm_err", "clip_err", "weight_err"
+TRAFFIC = "traffic"
+QUANTITIES = (LOSS, GRADIENTS, NORM, CLIP, WEIGHTS, TRAFFIC)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A bug, a layout in which it matters, and the first quantity of a step that it changes.
+
+    Where that is the traffic, everything else is right.
+    """
+
+    plant: Callable[[], Patch]
+    layout: str
+    first: str
+    wishes: dict[str, Any] = field(default_factory=dict)
+    set: dict[str, str] = field(default_factory=dict)
+    model: str = "tiny"
+    dtype: Dtype = "float64"
+    steps: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.plant.__name__} {self.layout}"
+
+    @property
+    def plan(self) -> Plan:
+        changes = {"layers": "4" if "pp" in self.layout else "2"} | self.set
+        wishes = Wishes(self.model, layout=self.layout, set=changes, **self.wishes)
+        return resolve(wishes, small=True)
+
+    @property
+    def settings(self) -> Settings:
+        return Settings(dtype=self.dtype, bucket=60_000, steps=self.steps)
+
+
+def check_seen(pool: Pool, fault: Fault) -> None:
+    """A trial passes without the fault, and with it fails where the fault says."""
+    healthy = run_trial(pool, fault.plan, fault.settings)
+    assert healthy.passed, (healthy.errors, healthy.tolerance, healthy.diverges_at)
+    sick = _sick_trial(pool, fault)
+    assert not sick.passed
+    assert _differing(sick)[0] == fault.first, (sick.errors, sick.traffic_match)
+
+
+def _differing(verdict: Verdict) -> list[str]:
+    """The quantities that are wrong, in order."""
+    right = {name: verdict.errors[name] <= most for name, most in verdict.tolerance.items()}
+    right[TRAFFIC] = verdict.traffic_match
+    return [each for each in QUANTITIES if not right[each]]
+
+
+def _sick_trial(pool: Pool, fault: Fault) -> Verdict:
+    """The truth and the prediction stay healthy: only the ranks have the bug."""
+    plan, settings = fault.plan, fault.settings
+    ranks = [(_sick_rank, (fault.plant, plan, settings))] * plan.layout.world
+    *runs, truths = pool.run_each([*ranks, (run_reference, (plan, settings))])
+    return judge(plan, settings, runs, truths)
+
+
+def _sick_rank(
+    worker: Worker, plant: Callable[[], Patch], plan: Plan, settings: Settings
+) -> RankRun:
+    with plant():
+        return run_rank(worker, plan, settings)

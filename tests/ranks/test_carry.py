@@ -1,0 +1,223 @@
+"""Collectives through host memory, as ranks that share a GPU need them.
+
+Here all memory is host memory: the ranks of one pool believe that their groups cannot reach it, and
+copy everything there and back. What they compute is the same to the bit, and so is what is seen of
+their collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from fivefold.core.layout import Layout
+from fivefold.core.plan import Plan, Wishes, resolve
+from fivefold.parallel import carry
+from fivefold.parallel.mesh import WORLD, Mesh, Record
+from fivefold.parallel.watch import Watch
+from fivefold.run.compare import attributed
+from fivefold.run.ranks import Pool, Worker
+from fivefold.trial import RankRun, Settings, run_rank
+
+RANKS = 2
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[Pool]:
+    with Pool(RANKS) as forked:
+        yield forked
+
+
+@pytest.fixture(scope="module")
+def staged() -> Iterator[Pool]:
+    """A fork keeps what was exchanged before it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(carry, "goes_by_host", lambda tensor, group: True)
+        pool = Pool(RANKS)
+    with pool as forked:
+        yield forked
+
+
+def numbers(rank: int, *shape: int) -> torch.Tensor:
+    size = int(np.prod(shape))
+    return torch.arange(100 * rank, 100 * rank + size, dtype=torch.float64).view(shape)
+
+
+# ---- one call
+
+
+def in_place(worker: Worker) -> dict[str, list[float]]:
+    """Every call that fills a tensor: what is in it before the wait and behind it."""
+    found: dict[str, list[float]] = {}
+    with worker.joined(RANKS):
+        group, rank, other = dist.group.WORLD, worker.rank, 1 - worker.rank
+        mine = numbers(rank, 4)
+        pending = carry.all_reduce(mine, dist.ReduceOp.SUM, group)
+        found["all_reduce, unwaited"] = mine.tolist()
+        pending.wait()
+        found["all_reduce"] = mine.tolist()
+        mine.zero_()
+        pending.wait()  # what came is copied once
+        found["all_reduce, waited twice"] = mine.tolist()
+        part = torch.zeros(2, dtype=torch.float64)
+        carry.reduce_scatter(part, numbers(rank, 4), group).wait()
+        found["reduce_scatter"] = part.tolist()
+        whole = torch.zeros(4, dtype=torch.float64)
+        carry.all_gather(whole, numbers(rank, 2), group).wait()
+        found["all_gather"] = whole.tolist()
+        buffer = torch.zeros(2, 2, dtype=torch.float64)
+        coming = carry.receive(buffer, other, group)
+        leaving = carry.send(numbers(rank, 2, 2), other, group)
+        coming.wait()
+        leaving.wait()
+        found["message"] = buffer.flatten().tolist()
+        buffer, sent = torch.zeros(3, dtype=torch.float64), numbers(rank, 3)
+        moving = carry.pass_on(sent, buffer, other, other, group)
+        sent.zero_()
+        found["pass_on, unwaited"] = buffer.tolist()
+        moving.wait()
+        found["pass_on"] = buffer.tolist()
+        assert moving.sent is moving.came is None, "memory is held behind the wait"
+    return found
+
+
+def test_who_waits_copies_back(staged: Pool) -> None:
+    for rank, found in enumerate(staged.run(in_place)):
+        other = 1 - rank
+        assert found == {
+            "all_reduce, unwaited": numbers(rank, 4).tolist(),
+            "all_reduce": [100, 102, 104, 106],
+            "all_reduce, waited twice": [0, 0, 0, 0],
+            "reduce_scatter": [[100, 102], [104, 106]][rank],
+            "all_gather": [0, 1, 100, 101],
+            "message": numbers(other, 2, 2).flatten().tolist(),
+            "pass_on, unwaited": [0, 0, 0],
+            "pass_on": numbers(other, 3).tolist(),
+        }
+
+
+def functional(worker: Worker) -> dict[str, list[float]]:
+    """Every call that returns a new tensor."""
+    with worker.joined(RANKS):
+        group, rank = dist.group.WORLD, worker.rank
+        here, kept = torch.device("cpu"), numbers(rank, 2, 2)
+        calls = {
+            "gather": carry.gather(kept, 1, group),
+            "scatter": carry.scatter(kept, 1, group),
+            "max": carry.total(kept, "max", group),
+        }
+        found = {name: carry.landed(each, here).flatten().tolist() for name, each in calls.items()}
+        splits = {
+            "uneven": ([[1, 2], [3, 0]][rank], [[1, 3], [2, 0]][rank]),
+            "empty": ([0, 0], [0, 0]),
+            "one way": ([[0, 0], [2, 0]][rank], [[0, 2], [0, 0]][rank]),
+        }
+        for name, (arrive, leave) in splits.items():
+            rows = numbers(rank, sum(leave), 2)
+            arrived = carry.waited(carry.exchange(rows, arrive, leave, group), here)
+            assert arrived.shape == (sum(arrive), 2)
+            found[name] = arrived[:, 0].tolist()
+        assert kept.equal(numbers(rank, 2, 2)), "the input was changed"
+    return found
+
+
+def test_new_tensors_come_home(plain: Pool, staged: Pool) -> None:
+    wanted = [
+        {
+            "gather": [0, 1, 100, 101, 2, 3, 102, 103],
+            "scatter": [100, 104],
+            "max": [100, 101, 102, 103],
+            "uneven": [0, 100, 102],
+            "empty": [],
+            "one way": [],
+        },
+        {
+            "gather": [0, 1, 100, 101, 2, 3, 102, 103],
+            "scatter": [102, 106],
+            "max": [100, 101, 102, 103],
+            "uneven": [2, 4, 6],
+            "empty": [],
+            "one way": [0, 2],
+        },
+    ]
+    assert plain.run(functional) == staged.run(functional) == wanted
+
+
+def seen(worker: Worker) -> bool:
+    """Whether the dispatcher sees every call once, with the bytes of the caller's tensor."""
+    with worker.joined(RANKS):
+        mesh = Mesh.build(Layout(shard=RANKS), torch.device("cpu"))
+        group, watch = mesh.groups[WORLD], Watch(mesh)
+        with watch:
+            mesh.all_reduce(torch.ones(3), WORLD, dist.ReduceOp.SUM).wait()
+            mesh.all_gather(torch.ones(6), torch.ones(3), WORLD).wait()
+            mesh.reduce_scatter(torch.ones(3), torch.ones(6), WORLD).wait()
+            mesh.pass_on(torch.ones(5), WORLD).wait()
+            carry.landed(carry.gather(torch.ones(7), 0, group), mesh.device).sum()
+            carry.waited(carry.exchange(torch.ones(4), [2, 2], [2, 2], group), mesh.device)
+        calls = [("all_reduce", 12), ("all_gather", 12), ("reduce_scatter", 24), ("send", 20)]
+        calls += [("recv", 20), ("all_gather", 28), ("all_to_all", 16)]
+        wanted = {Record(WORLD, kind, size, RANKS): 1 for kind, size in calls}
+        mesh.groups.clear()
+        return watch.records == wanted
+
+
+def test_each_is_seen_once_with_its_bytes(plain: Pool, staged: Pool) -> None:
+    assert plain.run(seen) == staged.run(seen) == [True] * RANKS
+
+
+def test_a_tensor_that_its_group_reaches_stays(plain: Pool) -> None:
+    assert plain.run(reaches) == [True] * RANKS
+
+
+def reaches(worker: Worker) -> bool:
+    with worker.joined(RANKS):
+        return not carry.goes_by_host(torch.ones(1), dist.group.WORLD)
+
+
+# ---- whole steps
+
+CASES = {
+    "data, stage 0": Wishes("tiny", "dp=2", zero=0),
+    "data, stage 2": Wishes("tiny", "dp=2", zero=2),
+    "data, stage 3": Wishes("tiny", "dp=2", zero=3),
+    "tensor": Wishes("tiny", "tp=2", recompute="selective"),
+    "tensor without sp": Wishes("tiny", "tp=2", sp=False, recompute="full:1"),
+    "pipeline": Wishes("tiny", "pp=2", schedule="zb-v", microbatches=4),
+    "stream": Wishes("tiny", "pp=2", schedule="pipedream", microbatches=4),
+    "ring": Wishes("tiny", "cp=2", recompute="selective"),
+    "heads": Wishes("tiny", "cp=2", context="ulysses", recompute="selective"),
+    "experts": Wishes("tiny-moe", "dp=2 ep=2", recompute="selective"),
+    "expert width": Wishes("tiny-moe", "tp=2 etp=2"),
+}
+
+
+def small(wishes: Wishes) -> Plan:
+    return resolve(replace(wishes, set={"layers": "4"}), small=True)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_steps_are_the_same_to_the_bit(plain: Pool, staged: Pool, name: str) -> None:
+    plan = small(CASES[name])
+    task = (run_rank, (plan, Settings(steps=1)))
+    for one, other in zip(
+        *(pool.run_each([task] * RANKS) for pool in (plain, staged)), strict=True
+    ):
+        require_same(one, other)
+        for heard in other.heard:
+            assert heard.noted and attributed(heard.seen, heard.noted) == heard.noted
+
+
+def require_same(one: RankRun, other: RankRun) -> None:
+    assert one.heard == other.heard
+    for mine, theirs in zip(one.steps, other.steps, strict=True):
+        assert (mine.loss, mine.norm) == (theirs.loss, theirs.norm)
+        for part, same in zip(mine.weights, theirs.weights, strict=True):
+            assert part.name == same.name and np.array_equal(part.values, same.values)
+    for part, same in zip(one.held, other.held, strict=True):
+        assert np.array_equal(part.values, same.values)

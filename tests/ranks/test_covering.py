@@ -1,0 +1,29 @@
+"""A fixed third of the covering array; `python -m tests.ranks.covering` runs all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from covering import MOST_RANKS, Case, cases, prove, third
+
+from fivefold.run.ranks import Pool
+
+PUBLISHED = 1e-10  # what float64 must reach, whatever tolerance is derived
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool(MOST_RANKS + 1) as forked:
+        yield forked
+
+
+@pytest.mark.parametrize("case", third(), ids=str)
+def test_the_third_of_the_array(pool: Pool, case: Case) -> None:
+    verdict = prove(pool, case)
+    assert verdict.passed, (verdict.errors, verdict.traffic_match, verdict.diverges_at)
+    assert max(verdict.errors.values()) <= PUBLISHED
+
+
+def test_the_third_is_one() -> None:
+    assert len(cases()) / 4 < len(third()) < len(cases()) / 2

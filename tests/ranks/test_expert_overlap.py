@@ -1,0 +1,150 @@
+"""What goes on while tokens travel to their experts: the other lane, and the shared experts."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from forked_steps import Setup, run, small_plan
+from torch import Tensor, nn
+
+from fivefold.core.plan import Plan
+from fivefold.core.schedule.action import Overlap, Step
+from fivefold.model.attention import Attention
+from fivefold.model.moe import MoeMlp
+from fivefold.parallel.compose import Job
+from fivefold.run.ranks import Pool
+
+DEPARTS, ARRIVES = "departs", "arrives"
+EXPERTS = ("gate", "up", "down")
+
+
+class Event(NamedTuple):
+    """A computation that begins, or an all-to-all that departs or has been waited for."""
+
+    lane: int  # 0 forward, 1 backward, where there are two
+    what: str
+
+
+class Noted(torch.autograd.Function):
+    """Nothing, but it says when it is passed in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, say: Callable[[], None]) -> Tensor:
+        ctx.say = say
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        ctx.say()
+        return gradients[0], None
+
+
+def events(job: Job, *_: object) -> Callable[[], list[list[Event]]]:
+    """Of the last step, cut where a pair or a single action begins."""
+    found: list[list[Event]] = []
+    main, mesh = threading.get_ident(), job.mesh
+    depart, arrive = mesh.depart, mesh.arrive
+
+    def say(what: str) -> None:
+        found[-1].append(Event(int(threading.get_ident() != main), what))
+
+    def before(step: Step) -> None:
+        if step == job.pipeline.steps[0]:
+            found.clear()
+        found.append([])
+
+    def departs(axis: str) -> float:
+        say(DEPARTS)
+        return depart(axis)
+
+    def arrives(ready_at: float) -> None:
+        arrive(ready_at)
+        say(ARRIVES)
+
+    def watch(leaf: nn.Module | None, name: str) -> None:
+        product: Any = leaf.product  # type: ignore[union-attr]
+
+        def noted(*given: Tensor) -> Tensor:
+            say(name)
+            return Noted.apply(product(*given), lambda: say(f"{name} backward"))
+
+        leaf.product = noted  # type: ignore[assignment,union-attr]
+
+    for module in (module for chunk in job.chunks for module in chunk.model.modules()):
+        if isinstance(module, Attention):
+            watch(module.out, "attention")
+        elif isinstance(module, MoeMlp):
+            for name in EXPERTS:
+                watch(getattr(module.experts, name), f"expert {name}")
+                if module.shared is not None:
+                    watch(getattr(module.shared, name), f"shared {name}")
+    mesh.depart, mesh.arrive = departs, arrives  # type: ignore[method-assign]
+    job.pipeline.before = before
+    return lambda: found
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool(4) as forked:
+        yield forked
+
+
+def plan_with_experts(layout: str, layers: int, shared: int, **wishes: Any) -> Plan:
+    sizes = {"moe.experts": "4", "moe.top_k": "2", "moe.ffn": "16", "layers": str(layers)}
+    sizes |= {"moe.shared": str(shared), "moe.shared_ffn": str(16 * shared)}
+    return small_plan(layout, sizes, **wishes)
+
+
+@pytest.mark.parametrize("schedule", ["dualpipe", "dualpipe-v"])
+def test_the_other_lane_computes_while_tokens_travel(pool: Pool, schedule: str) -> None:
+    """In each pair, behind each all-to-all of either lane: dispatch, combine, and the counts."""
+    plan = plan_with_experts("dp=2 pp=2 ep=2", 4, shared=0, schedule=schedule, microbatches=8)
+    for rank, found in enumerate(run(pool, plan, Setup(), events)):
+        steps = plan.schedule.order[plan.layout.coord(rank).pp]
+        pairs = [one for one in found if {event.lane for event in one} == {0, 1}]
+        assert len(pairs) == sum(isinstance(one, Overlap) for one in steps)
+        layers = plan.shape.layers // plan.schedule.num_stages
+        for pair in pairs:
+            assert computed_meanwhile(pair, 0) == [True] * 3 * layers
+            assert computed_meanwhile(pair, 1) == [True] * 2 * layers
+
+
+def computed_meanwhile(pair: list[Event], lane: int) -> list[bool]:
+    """For each all-to-all of a lane, whether the other one computed before it was waited for."""
+    found: list[bool] = []
+    under_way = False
+    for event in pair:
+        if event.lane == lane and event.what in (DEPARTS, ARRIVES):
+            under_way = event.what == DEPARTS
+            found += [False] if under_way else []
+        elif under_way and event.lane != lane and event.what not in (DEPARTS, ARRIVES):
+            found[-1] = True
+    return found
+
+
+def test_shared_experts_run_while_tokens_travel(pool: Pool) -> None:
+    plan = plan_with_experts("dp=2 ep=2", 1, shared=1, microbatches=1)
+    gate, up, down = EXPERTS
+    for found in run(pool, plan, Setup(), events):
+        forward, backward = ([event.what for event in one] for one in found)
+        assert forward == [
+            "attention",
+            *(DEPARTS, ARRIVES),  # counts
+            *(DEPARTS, *(f"shared {name}" for name in (gate, up, down)), ARRIVES),
+            *(f"expert {name}" for name in (up, gate, down)),
+            *(DEPARTS, ARRIVES),  # combine
+        ]
+        shared, experts = (
+            [f"{kind} {name} backward" for name in order]
+            for kind, order in (("shared", (down, up, gate)), ("expert", (down, gate, up)))
+        )
+        assert backward == [
+            *(DEPARTS, ARRIVES),  # combine
+            *experts,
+            *(DEPARTS, *shared, ARRIVES),  # dispatch
+            "attention backward",
+        ]

@@ -1,0 +1,236 @@
+"""Bugs of expert parallelism, planted one at a time: `verify` must see every one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from planted import GRADIENTS, LOSS, NORM, TRAFFIC, Fault, Patch, check_seen
+from torch import Tensor
+
+from fivefold.core.units import Unit
+from fivefold.model import moe
+from fivefold.model.balance import Rows
+from fivefold.model.decoder import Decoder
+from fivefold.model.moe import MoeMlp, Routing, Slots
+from fivefold.parallel import balance, compose, expert
+from fivefold.parallel.compose import Job
+from fivefold.parallel.data import Data
+from fivefold.parallel.expert import INNER, SpreadExperts
+from fivefold.parallel.flat import Owned
+from fivefold.parallel.mesh import TWIN, Mesh
+from fivefold.parallel.wires import Wires
+from fivefold.run.ranks import Pool
+
+
+def rerouted(change: Callable[[Routing], Routing]) -> Patch:
+    """Tokens are dispatched by another routing than the router's."""
+    inner = SpreadExperts.__call__
+
+    def changed(self: SpreadExperts, x_ND: Tensor, routing: Routing, *rest: Any) -> Tensor:
+        return inner(self, x_ND, change(routing), *rest)
+
+    return patch.object(SpreadExperts, "__call__", changed)
+
+
+def weight_forgotten() -> Patch:
+    """Every expert of a token counts fully."""
+    return rerouted(lambda routing: routing._replace(weights=torch.ones_like(routing.weights)))
+
+
+def weight_applied_twice() -> Patch:
+    """Results are weighed where they are computed, and again where they are added."""
+    return rerouted(lambda routing: routing._replace(weights=routing.weights.square()))
+
+
+def weight_without_gradient() -> Patch:
+    """Results are weighed, and the router never learns from them."""
+    return rerouted(lambda routing: routing._replace(weights=routing.weights.detach()))
+
+
+def experts_dealt_in_turn() -> Patch:
+    """Tokens travel as if ranks took experts one by one, not in blocks."""
+
+    def in_turn(routing: Routing) -> Routing:
+        block = routing.scores.shape[1] // 2
+        return routing._replace(experts=routing.experts % 2 * block + routing.experts // 2)
+
+    return rerouted(in_turn)
+
+
+def rows_left_in_the_order_of_ranks() -> Patch:
+    """Rows arrive by rank, and are taken to be sorted by expert."""
+    return patch.object(expert._Reorder, "apply", lambda rows, order: rows)
+
+
+def results_left_in_the_order_of_experts() -> Patch:
+    """Results come back sorted by expert, and are taken to be sorted by token."""
+    inner = moe.choices_of_slots
+
+    def unsorted(y_MD: Tensor, slots: Slots) -> Tensor:
+        return inner(y_MD.index_select(0, slots.order), slots)
+
+    return patch.object(moe, "choices_of_slots", unsorted)
+
+
+def shared_expert_of_every_rank() -> Patch:
+    """The shared expert counts once for each rank that has routed ones."""
+    inner = expert.spread
+
+    def counted(decoder: Decoder, mesh: Mesh, *rest: Any) -> None:
+        inner(decoder, mesh, *rest)
+        for mlp in (each for each in decoder.modules() if isinstance(each, MoeMlp)):
+            assert mlp.shared is not None
+            mlp.shared.register_forward_hook(lambda module, given, y: y * mesh.size(expert.AXIS))
+
+    return patch.object(expert, "spread", counted)
+
+
+def parts_of_the_width_not_summed() -> Patch:
+    """Each rank of a split expert goes on with what its own part of the width gives."""
+    inner = Wires.leave
+
+    def own(self: Wires, share: Tensor) -> Tensor:
+        if self.axis != INNER:
+            return inner(self, share)
+        return share.chunk(self.size, dim=self.dim)[self.place]
+
+    return patch.object(Wires, "leave", own)
+
+
+def experts_summed_over_all_data_ranks() -> Patch:
+    """The gradients of different experts are added up, as if every data rank had the same."""
+    return patch.object(Unit, "sum_axis", property(lambda self: "dp-cp"))
+
+
+def experts_averaged_over_senders() -> Patch:
+    """The gradient of an expert is divided by the ranks that its tokens came from."""
+    finish = Data.finish
+
+    def averaged(self: Data) -> None:
+        finish(self)
+        for each in (each for each in self.owned if each.row.expert):
+            each.grad.div_(self.mesh.size(expert.AXIS))
+
+    return patch.object(Data, "finish", averaged)
+
+
+def experts_copied_as_often_as_the_rest() -> Patch:
+    """The norm takes every data rank to hold every expert."""
+    inner = Job.copies
+
+    def alike(self: Job, owned: Owned) -> int:
+        return inner(self, replace(owned, row=replace(owned.row, expert=False)))
+
+    return patch.object(Job, "copies", alike)
+
+
+def router_not_summed_over_tp() -> Patch:
+    """Routers see other tokens on every tp rank, and keep their gradients."""
+    inner = compose.held_by
+
+    def whole(weight: Any, *rest: Any) -> Any:
+        held = inner(weight, *rest)
+        return replace(held, partial=False) if "router" in weight.name else held
+
+    return patch.object(compose, "held_by", whole)
+
+
+def experts_of_two_directions_not_summed() -> Patch:
+    """Both directions of a pipeline have the experts of a stage, and only the rest is summed."""
+    inner = Mesh.sum_together
+
+    def only_rest(self: Mesh, tensors: Sequence[Tensor], axis: str) -> None:
+        stacked = axis == TWIN
+        kept = [each.clone() if stacked and each.dim() == 3 else each for each in tensors]
+        inner(self, kept, axis)
+
+    return patch.object(Mesh, "sum_together", only_rest)
+
+
+def rows_travel_wide() -> Patch:
+    """Tokens travel in float64 although the model is float32."""
+    inner = SpreadExperts.move
+
+    def wide(self: SpreadExperts, rows: Tensor, *rest: Any) -> Tensor:
+        return inner(self, rows.to(torch.float64), *rest).to(rows.dtype)
+
+    return patch.object(SpreadExperts, "move", wide)
+
+
+def token_crosses_to_every_node() -> Patch:
+    """Tokens go to nodes that have no expert of theirs too, and come back with nothing."""
+
+    def each(chosen_NK: Tensor, num_nodes: int) -> Tensor:
+        return chosen_NK.new_ones(len(chosen_NK), num_nodes)
+
+    return patch.object(expert, "count_slots", each)
+
+
+def other_rows(**changes: Any) -> Patch:
+    """Balancing takes this rank's tokens for something else than its share of a row."""
+    inner = balance._rows
+
+    def changed(*given: Any) -> Rows:
+        return replace(inner(*given), **changes)
+
+    return patch.object(balance, "_rows", changed)
+
+
+def load_of_own_tokens() -> Patch:
+    """The load in an auxiliary loss is that of a rank's tokens, not of the row."""
+    return other_rows(total=lambda counts: counts)
+
+
+def room_for_own_tokens() -> Patch:
+    """Each rank drops slots as if its tokens were all of the row."""
+    return other_rows(whole=lambda of_tokens: of_tokens, mine=lambda kept: kept)
+
+
+def auxiliary_mean_of_means() -> Patch:
+    """An auxiliary loss is a mean over the tokens of a rank and microbatch, and all are added."""
+    return other_rows(tokens_in_step=None)
+
+
+Expert = partial(Fault, model="tiny-moe")
+FAULTS = (
+    Expert(weight_forgotten, "dp=2 ep=2", LOSS),
+    Expert(weight_applied_twice, "dp=2 ep=2", LOSS),
+    Expert(weight_without_gradient, "dp=2 ep=2", GRADIENTS),
+    Expert(experts_dealt_in_turn, "tp=2 ep=2", LOSS),
+    Expert(rows_left_in_the_order_of_ranks, "dp=2 ep=2", LOSS),
+    Expert(results_left_in_the_order_of_experts, "cp=2 ep=2", LOSS),
+    Expert(shared_expert_of_every_rank, "dp=2 ep=2", LOSS),
+    Expert(parts_of_the_width_not_summed, "tp=2 etp=2", LOSS),
+    Expert(experts_summed_over_all_data_ranks, "dp=2 ep=2", GRADIENTS),
+    Expert(experts_averaged_over_senders, "dp=2 ep=2", GRADIENTS, {"zero": 3}),
+    Expert(experts_copied_as_often_as_the_rest, "dp=2 ep=2", NORM, {"zero": 0}),
+    Expert(router_not_summed_over_tp, "tp=2 ep=2", GRADIENTS),
+    Expert(
+        experts_of_two_directions_not_summed,
+        "dp=2 pp=2 ep=2",
+        GRADIENTS,
+        {"schedule": "dualpipe", "zero": 0},
+    ),
+    Expert(load_of_own_tokens, "cp=2 ep=2", GRADIENTS, {"balance": "aux-seq"}),
+    Expert(room_for_own_tokens, "tp=2 ep=2", LOSS, {"balance": "capacity:1"}),
+    Expert(auxiliary_mean_of_means, "dp=2 ep=2", GRADIENTS, {"balance": "z"}),
+    Expert(rows_travel_wide, "dp=2 ep=2", TRAFFIC, dtype="float32"),
+    Expert(token_crosses_to_every_node, "dp=4 ep=4", TRAFFIC, {"ep_nodes": 4}),
+)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool(5) as forked:
+        yield forked
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
+def test_verify_sees_the_fault(pool: Pool, fault: Fault) -> None:
+    check_seen(pool, fault)

@@ -1,0 +1,169 @@
+"""Bugs of pipelines, planted one at a time: `verify` must see every one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from planted import GRADIENTS, LOSS, TRAFFIC, Fault, Patch, check_seen
+from torch import Tensor
+
+from fivefold import step as step_module
+from fivefold.core.plan import Plan
+from fivefold.core.schedule.asynchronous import Delays
+from fivefold.model.batch import TokenBatch
+from fivefold.parallel import pipeline
+from fivefold.parallel.chunk import Chunk
+from fivefold.parallel.compose import Job
+from fivefold.parallel.mesh import PIPELINE, TWIN, Mesh
+from fivefold.parallel.pipeline import Pipeline
+from fivefold.run.ranks import Pool
+
+
+def skipped_weight_gradient() -> Patch:
+    """One microbatch's weight gradients are dropped instead of added."""
+    inner = Chunk.weight_gradients
+
+    def skipped(self: Chunk, microbatch: int, last: bool) -> None:
+        assert self.queue is not None
+        if microbatch == 1:
+            self.queue._owed.pop(microbatch)
+        else:
+            inner(self, microbatch, last)
+
+    return patch.object(Chunk, "weight_gradients", skipped)
+
+
+def swapped_messages() -> Patch:
+    """A rank takes the first two messages of a line for each other."""
+    inner = pipeline._Inbox.__init__
+
+    def swapped(self: Any, *arguments: Any) -> None:
+        inner(self, *arguments)
+        for source, (first, second, *rest) in self.lines.items():
+            self.lines[source] = (second, first, *rest)
+
+    return patch.object(pipeline._Inbox, "__init__", swapped)
+
+
+def copies_not_summed() -> Patch:
+    """Ranks that hold the same weights add up their gradients and keep their own."""
+
+    def unmoved(self: Mesh, tensors: Any, axis: str) -> None:
+        inner(self, [each.clone() if axis == TWIN else each for each in tensors], axis)
+
+    inner = Mesh.sum_together
+    return patch.object(Mesh, "sum_together", unmoved)
+
+
+def two_ends_of_one_rank_not_summed() -> Patch:
+    """A tied weight on two stages of one rank, each with its own gradient."""
+    return patch.object(step_module, "sum_copies", lambda job: None)
+
+
+def layer_of_nobody() -> Patch:
+    """The cut between two stages is off by one: a layer is left out."""
+    inner = Plan.stages.func
+
+    def short(self: Plan) -> tuple[range, ...]:
+        first, *rest = inner(self)
+        return (range(first.start, first.stop - 1), *rest)
+
+    return patch.object(Plan, "stages", property(short))
+
+
+def layer_of_two_stages() -> Patch:
+    """The cut between two stages is off by one: a layer is computed twice."""
+    inner = Plan.stages.func
+
+    def long(self: Plan) -> tuple[range, ...]:
+        first, *rest = inner(self)
+        return (range(first.start, first.stop + 1), *rest)
+
+    return patch.object(Plan, "stages", property(long))
+
+
+def newest_weights() -> Patch:
+    """An asynchronous pipeline computes on the weights of now, not on those of its delay."""
+    return patch.object(Delays, "version", lambda self, microbatch, num_updates: num_updates)
+
+
+def labels_of_another_microbatch() -> Patch:
+    """Every stage but the first is given its batches one microbatch too early."""
+    inner = Pipeline.run
+
+    def early(self: Pipeline, batches: Sequence[TokenBatch], tokens: Any) -> dict[int, Tensor]:
+        if self.mesh.place(PIPELINE) > 0:
+            batches = [*batches[1:], batches[0]]
+        return inner(self, batches, tokens)
+
+    return patch.object(Pipeline, "run", early)
+
+
+def mean_of_microbatches() -> Patch:
+    """The loss is divided by the microbatches too, although all their tokens are counted."""
+    inner = Pipeline.run
+
+    def averaged(self: Pipeline, batches: Any, tokens: Sequence[Tensor]) -> dict[int, Tensor]:
+        return inner(self, batches, [each * len(batches) for each in tokens])
+
+    return patch.object(Pipeline, "run", averaged)
+
+
+def messages_in_float32() -> Patch:
+    """What passes between stages is rounded on the way."""
+    inner = pipeline._Outbox.send
+
+    def rounded(self: Any, message: Any, tensor: Tensor) -> None:
+        inner(self, message, tensor.to(torch.float32).to(tensor.dtype))
+
+    return patch.object(pipeline._Outbox, "send", rounded)
+
+
+def embedding_of_prediction_ahead_not_tied() -> Patch:
+    """The last stage looks tokens up in a copy of the embedding that learns for itself."""
+    return patch.object(Job, "is_tied", lambda self, name: False)
+
+
+def reduced_after_every_microbatch() -> Patch:
+    """Each backward is taken for the last of its stage; the sums are right, and many times more
+    bytes move."""
+    return patch.object(Pipeline, "is_last", lambda self, action: True)
+
+
+FAULTS = (
+    Fault(skipped_weight_gradient, "pp=2", GRADIENTS, {"schedule": "zb-h1"}),
+    Fault(skipped_weight_gradient, "dp=2 pp=2", GRADIENTS, {"schedule": "zb-v", "zero": 2}),
+    Fault(swapped_messages, "pp=2", LOSS, {"schedule": "gpipe"}),
+    Fault(copies_not_summed, "pp=2", GRADIENTS, {"schedule": "dualpipe"}),
+    Fault(copies_not_summed, "pp=2", GRADIENTS, set={"tied": "true"}),
+    Fault(
+        two_ends_of_one_rank_not_summed,
+        "pp=2",
+        GRADIENTS,
+        {"schedule": "zb-v"},
+        {"tied": "true"},
+    ),
+    Fault(layer_of_nobody, "pp=2", LOSS),
+    Fault(layer_of_two_stages, "pp=2", LOSS),
+    Fault(newest_weights, "pp=2", LOSS, {"schedule": "pipedream-2bw"}, steps=2),
+    Fault(labels_of_another_microbatch, "pp=2", LOSS),
+    Fault(mean_of_microbatches, "pp=2", LOSS),
+    Fault(messages_in_float32, "pp=2", LOSS),
+    Fault(embedding_of_prediction_ahead_not_tied, "pp=2", GRADIENTS, set={"mtp": "1"}),
+    Fault(reduced_after_every_microbatch, "dp=2 pp=2", TRAFFIC, {"zero": 1}),
+)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool(5) as forked:
+        yield forked
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
+def test_verify_sees_the_fault(pool: Pool, fault: Fault) -> None:
+    check_seen(pool, fault)

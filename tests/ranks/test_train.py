@@ -1,0 +1,278 @@
+"""`train`: the loss of one process whatever the layout, and what was planned beside what was."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from test_lost_rank import SOON, children
+from test_pool import wait_until_gone
+
+from fivefold.cli import main
+from fivefold.core.plan import Plan, Wishes, resolve
+from fivefold.run.ranks import Pool
+from fivefold.training import (
+    Check,
+    RankRun,
+    Settings,
+    StepLine,
+    beside_the_plan,
+    source_of,
+    train,
+)
+from fivefold.training.check import LEAST, alone, judge
+from fivefold.training.loop import Moved, batches_of
+
+BATCH = 4  # sequences of a step, whatever the layout
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool(6) as forked:
+        yield forked
+
+
+def plan_of(layout: str, model: str = "tiny-moe", **wishes: Any) -> Plan:
+    changes = {"layers": "3"} | wishes.pop("set", {})
+    said = {"seq": 24, "batch": BATCH, "packed": True, **wishes}
+    return resolve(Wishes(model, layout=layout, set=changes, **said))
+
+
+def trained(pool: Pool, plan: Plan, settings: Settings) -> tuple[list[StepLine], list[RankRun]]:
+    lines: list[StepLine] = []
+    return lines, train(pool, plan, settings, lines.append)[0]
+
+
+def checked(
+    pool: Pool, plan: Plan, settings: Settings
+) -> tuple[list[StepLine], list[RankRun], Check]:
+    lines: list[StepLine] = []
+    runs, check = train(pool, plan, settings, lines.append)
+    assert check is not None and len(lines) == settings.steps
+    return lines, runs, check
+
+
+@pytest.fixture(scope="module")
+def losses(pool: Pool) -> dict[str, list[float]]:
+    """By balance, of one process."""
+    settings, found = Settings("float64", steps=3), {}
+    for balance in ("none", "aux+z"):
+        plan = plan_of("dp=1", balance=balance, microbatches=BATCH)
+        found[balance] = trained(pool, plan, settings)[1][0].losses
+    return found
+
+
+@pytest.mark.parametrize(
+    "wishes",
+    [
+        {"layout": "dp=2"},
+        {"layout": "dp=2 tp=2 ep=4", "balance": "aux+z"},
+        {"layout": "tp=2 pp=2", "schedule": "zb-h1"},
+        {"layout": "cp=2 ep=2", "zero": 1, "balance": "aux+z"},
+        {"layout": "pp=2 cp=2", "recompute": "full", "set": {"tied": "true"}},
+        {"layout": "dp=2 cp=2 ep=2", "seq": 23, "recompute": "selective"},
+    ],
+    ids=lambda wishes: " ".join(map(str, wishes.values())),
+)
+def test_the_loss_of_one_process(
+    pool: Pool, wishes: dict[str, Any], losses: dict[str, list[float]]
+) -> None:
+    plan, settings = plan_of(**wishes), Settings("float64", steps=3, check=True)
+    lines, runs, check = checked(pool, plan, settings)
+    assert check.passed and check.difference < 1e-9 and check.spread is None
+    assert check.flips == 0 and check.routed == 3 * plan.batch.tokens * 2  # 2 of 3 layers
+    if plan.batch.seq == 24 and not plan.shape.tied:
+        truth = losses[wishes.get("balance", "none")]
+        assert [line.loss for line in lines] == pytest.approx(truth, abs=1e-9)
+    measured = beside_the_plan(plan, settings, runs)
+    assert measured.num_as_planned == plan.layout.world, measured
+    assert measured.moved_as_planned and measured.step == 3, measured
+    assert measured.held == measured.planned_held
+
+
+def test_a_dense_model_on_one_rank(pool: Pool) -> None:
+    settings = Settings("float64", steps=2, check=True)
+    plan = plan_of("dp=1", model="tiny", packed=False, set={"vocab": "300"})
+    lines, runs, check = checked(pool, plan, settings)
+    assert check.difference == 0 and (check.flips, check.routed) == (0, 0)
+    assert [line.fullest for line in lines] == [None] * 2
+    measured = beside_the_plan(plan, settings, runs)
+    assert measured.num_as_planned == 1 and measured.moved == measured.planned_moved == {}
+
+
+def test_float32_is_held_against_its_own_spread(pool: Pool) -> None:
+    settings = Settings("float32", steps=6, check=True)
+    plan = plan_of("dp=2 tp=2 ep=2")
+    _, _, check = checked(pool, plan, settings)
+    assert check.passed and check.spread is not None
+    assert check.allowed == max(3 * check.spread, LEAST)
+    assert check.spread > 0  # the second run does sum in another order
+
+
+def test_a_check_sees_what_is_wrong(pool: Pool) -> None:
+    """A loss that is off, a loss that is none, and one token that went elsewhere."""
+    settings = Settings("float64", steps=2, check=True)
+    plan = plan_of("dp=2")
+    _, runs, _ = checked(pool, plan, settings)
+    (truth,) = trained(pool, alone(plan), settings)[1]
+    assert judge(plan, runs, [truth]).passed
+    for wrong in (truth.losses[0] + 2e-9, math.nan):
+        astray = replace(runs[1], losses=[wrong, runs[1].losses[1]])
+        assert not judge(plan, [runs[0], astray], [truth]).passed
+    spread = replace(truth, losses=[each + 1e-6 for each in truth.losses])
+    assert judge(plan, runs, [truth, spread]).allowed == pytest.approx(3e-6)
+    runs[1].routes[1][2, 0][0, 5, 0] += 1
+    assert judge(plan, runs, [truth]).flips == 1
+
+
+def test_a_plan_that_is_not_kept_is_seen(pool: Pool) -> None:
+    settings = Settings("float64", steps=3)
+    plan = plan_of("dp=2")
+    _, runs = trained(pool, plan, settings)
+    assert runs[1].held is not None
+    runs[1].held = replace(runs[1].held, padding=8)
+    calls, size = runs[1].moved[1]["fsdp"]
+    runs[1].moved[1]["fsdp"] = Moved(calls, size + 1)
+    measured = beside_the_plan(plan, settings, runs)
+    assert (measured.rank, measured.num_as_planned, measured.step) == (1, 1, 2)
+    assert not measured.moved_as_planned and measured.moved != measured.planned_moved
+
+
+@pytest.mark.parametrize("layout", ["dp=2", "dp=4", "pp=2", "dp=2 tp=2"])
+def test_the_text_of_a_step_is_the_same_on_every_layout(layout: str) -> None:
+    one, plan = plan_of("dp=1", seq=700), plan_of(layout, seq=700)
+    wanted = batches_of(one, source_of(one, 0), 5, rank=0)
+    source, ranks = source_of(plan, 0), range(plan.layout.world)
+    coords = {plan.layout.coord(rank).dp: rank for rank in ranks}
+    by_rank = [batches_of(plan, source, 5, coords[dp]) for dp in range(plan.layout.dp)]
+    found = [batch for microbatch in zip(*by_rank, strict=True) for batch in microbatch]
+    for name in ("tokens", "labels", "positions", "documents"):
+        rows, truth = (torch.cat([getattr(one, name) for one in some]) for some in (found, wanted))
+        assert rows.equal(truth)
+
+
+def test_documents_do_not_see_one_another() -> None:
+    plan = plan_of("dp=1", seq=2000, batch=400)
+    batches = batches_of(plan, source_of(plan, 0), 0, rank=0)
+    rows = [one for one in batches if one.documents is not None and one.positions[0, -1] < 1999]
+    assert len(rows) > 10  # of 400 rows in 12 MB and 700 documents
+    for batch in rows:
+        assert batch.documents is not None
+        (start, *_) = (batch.positions[0] == 0).nonzero().flatten().tolist()[1:]
+        assert batch.positions[0, :start].tolist() == list(range(start))
+        assert batch.documents[0, start] == batch.documents[0, start - 1] + 1
+        assert batch.labels[0, start - 1] == -100  # nobody knows what the next file is
+        assert batch.labels[0, start] == batch.tokens[0, start + 1]
+
+
+def command(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    """Exit code, output and errors of the command."""
+    with pytest.raises(SystemExit) as stop:
+        main(["train", *words.split()])
+    captured = capsys.readouterr()
+    return int(stop.value.code or 0), captured.out, captured.err
+
+
+def test_the_command_says_every_step_and_both_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--layout dp=2 ep=2 --set layers=2 --seq 32 --batch 8 --steps 10 --lr 3e-3 --check"
+    words += " --dtype float64"
+    code, out, _ = command(words, capsys)
+    assert code == 0 and "PASS in" in out and "differs" not in out
+    step = (
+        r"^step (\d+)/10 \| loss (\d\.\d{4}) \| norm \d+\.\d\d \| lr \d\.\de-0\d \| \d+ ms \| "
+        r"[\d.]+k? tok/s \| fullest expert \d\.\dx$"
+    )
+    found = re.findall(step, out, re.M)
+    assert [int(number) for number, _ in found] == list(range(1, 11))
+    assert float(found[-1][1]) < float(found[0][1]) - 0.5  # it learns
+    assert "2 of 2 ranks hold what was planned, to the byte" in out
+    assert "every step as planned" in out and re.search(r"^ep +[\d,]+ +[\d,]+ ", out, re.M)
+    assert re.search(r"^routing flips: \d+ of 2,560 ", out, re.M)
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = command("tiny --layout dp=2 --seq 16 --steps 2 --dtype float64 --json", capsys)
+    table = json.loads(out)
+    assert code == 0 and table["check"] is None
+    assert (table["model"], table["layout"], table["world"]) == ("tiny", "dp=2", 2)
+    assert (table["dtype"], table["zero"], table["schedule"]) == ("float64", 3, "1f1b")
+    assert [each["step"] for each in table["steps"]] == [1, 2]
+    assert table["steps"][0].keys() == {"step", "loss", "norm", "lr", "seconds", "fullest"}
+    assert table["memory"]["planned"] == table["memory"]["measured"]
+    assert table["memory"]["ranks_as_planned"] == 2 and table["traffic"]["match"]
+    assert table["traffic"]["planned"] == table["traffic"]["measured"]
+    assert "standard library" in table["corpus"] and table["seconds"] > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("--layout dp=2 --dtype bfloat16", "unknown --dtype 'bfloat16'"),
+        ("--layout dp=2 --steps 0", "--steps 0: give a number above 0"),
+        ("--layout dp=2 --lr nan", "--lr nan"),
+        ("--layout dp=2 --seed -1", "--seed -1"),
+        ("--layout tp=3", "tp=3 does not divide heads 8"),
+        ("--layout dp=128", "at most 64 ranks"),
+        ("--layout pp=2 --schedule pipedream", "choose another, such as 1f1b"),
+        ("--set vocab=255", "the model knows 255"),
+        ("no-such-plan.toml", "no such plan file"),
+    ],
+)
+def test_bad_input_exits_with_2(
+    words: str, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = command(words, capsys)
+    assert code == 2 and not out and reason in err
+
+
+@contextmanager
+def training() -> Iterator[subprocess.Popen[str]]:
+    """A long run in a process of its own, which has said two steps."""
+    words = ["train", "--layout", "dp=2 ep=2", "--steps", "5000", "--seq", "16"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    # A shell starts its background jobs with interrupts ignored, and children inherit that.
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    command = [sys.executable, "-m", "fivefold", *words]
+    with subprocess.Popen(command, text=True, preexec_fn=heard, **pipes) as process:
+        try:
+            assert process.stdout is not None
+            while not process.stdout.readline().startswith("step 2/5000 |"):
+                assert process.poll() is None
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_lost_rank_is_named_and_no_process_is_left() -> None:
+    with training() as process:
+        ranks = children(process.pid)
+        os.kill(ranks[1], signal.SIGKILL)
+        began = time.monotonic()
+        _, err = process.communicate(timeout=SOON)
+        assert time.monotonic() - began < SOON
+    assert process.returncode == 1
+    (line,) = err.splitlines()
+    assert re.match(r"fivefold: lost rank 1 at step \d+ 0[FB]\d.*: it was killed by SIGKILL", line)
+    wait_until_gone(ranks)
+
+
+def test_an_interrupt_leaves_no_process() -> None:
+    with training() as process:
+        ranks = children(process.pid)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=SOON)
+    assert process.returncode == 130
+    wait_until_gone(ranks)
