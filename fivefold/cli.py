@@ -28,7 +28,6 @@ class Verb(NamedTuple):
 VERBS = {
     "plan": Verb("fivefold.verbs.plan", "Resolve a job: layout, groups, links, batch, parameters."),
     "schedule": Verb("fivefold.verbs.schedule", "Draw and time a pipeline schedule."),
-    "score": Verb("fivefold.verbs.score", "Hold the planner's estimates against measured runs."),
     "train": Verb("fivefold.verbs.train", "Train on this machine, planned beside measured."),
     "verify": Verb("fivefold.verbs.verify", "Prove that a layout computes what one device does."),
 }

@@ -8,7 +8,7 @@ weights that stage 3 has gathered, microbatches in flight, and the inputs of the
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from fivefold.core.axes import Chunk, message_bytes
@@ -69,22 +69,37 @@ def static_bytes(
             "the bytes of asynchronous schedules, which keep older weights, are not predicted: use "
             f"another one than {plan.schedule.name}"
         )
-    layout = plan.layout
-    units = _units(plan, rank, itemsize, bucket)
-    parts = owned_by(layout, rank, units)
+    found = [
+        _of_unit(plan.layout, rank, unit, itemsize, grad_itemsize, optimizer, offload)
+        for chunk in chunks_of(plan, rank, itemsize, bucket)
+        for unit in chunk.units
+    ]
+    return Static(*(sum(getattr(one, name.name) for one in found) for name in fields(Static)))
+
+
+def _of_unit(
+    layout: Layout,
+    rank: int,
+    unit: Unit,
+    itemsize: int,
+    grad_itemsize: int,
+    optimizer: Optimizer,
+    offload: bool,
+) -> Static:
+    parts = owned_by(layout, rank, [unit])
     owned = sum(stop - start for _, start, stop in parts)
-    spare = sum(unit.slice_size for unit in units) - owned
+    spare = unit.slice_size - owned
     states = STATES[optimizer] * owned * itemsize
     scalars = _SCALAR * len(parts) if optimizer == "adamw" else 0
-    sheds = _sheds_weights(layout)
-    weights, weights_spare = (owned, spare) if sheds else _whole(units)
+    sheds = _sheds_weights(layout, unit)
+    weights, weights_spare = (owned, spare) if sheds else (unit.size - unit.padding, unit.padding)
     host = 0
     if offload:
         host, states, scalars = states + scalars, 0, 0
         if sheds:
             host, weights, weights_spare = host + (owned + spare) * itemsize, 0, 0
     sums = itemsize if grad_itemsize == itemsize else itemsize + grad_itemsize
-    if layout.dp * layout.cp == 1:
+    if (layout.edp if unit.expert else layout.dp * layout.cp) == 1:
         # Alone, a rank leaves each gradient where backward made it: no buffer, so no padding.
         sums, spare = itemsize, 0
     return Static(
@@ -104,9 +119,12 @@ def gathered_bytes(plan: Plan, rank: int, itemsize: int, bucket: int | None = No
     unit is there while it is used and one use ahead; where a forward and a backward run as one,
     both stages are counted at their most, which they need not reach together.
     """
-    if not _sheds_weights(plan.layout):
+    chunks = [
+        chunk._replace(units=tuple(u for u in chunk.units if _sheds_weights(plan.layout, u)))
+        for chunk in chunks_of(plan, rank, itemsize, bucket)
+    ]
+    if not any(chunk.units for chunk in chunks):
         return 0
-    chunks = chunks_of(plan, rank, itemsize, bucket)
     if plan.gather == "step":
         return itemsize * sum(unit.size for chunk in chunks for unit in chunk.units)
     peaks = [itemsize * _Walk(plan, chunk).peak() for chunk in chunks]
@@ -194,17 +212,6 @@ def _most_live(actions: Iterable[Action]) -> int:
     return round(max(memory_levels(tuple(actions)), default=0.0))
 
 
-def _units(plan: Plan, rank: int, itemsize: int, bucket: int | None) -> list[Unit]:
-    chunks = chunks_of(plan, rank, itemsize, bucket)
-    return [unit for chunk in chunks for unit in chunk.units]
-
-
-def _sheds_weights(layout: Layout) -> bool:
-    """Whether whole weights are here only while they are used."""
-    return layout.zero == 3 and layout.shard * layout.cp > 1
-
-
-def _whole(units: Iterable[Unit]) -> tuple[int, int]:
-    """Elements of the weights of all units, and of their padding."""
-    padding = sum(unit.padding for unit in units)
-    return sum(unit.size for unit in units) - padding, padding
+def _sheds_weights(layout: Layout, unit: Unit) -> bool:
+    """Whether the whole weights of a unit are here only while they are used."""
+    return layout.zero == 3 and unit.num_slices > 1

@@ -100,6 +100,7 @@ def compose(
     )
 
     balancing = Balancing(plan, mesh)
+    counts = not any(rule.pads for rule in plan.balance)
 
     def fill(row: Row) -> Tensor:
         whole = initial(table[row.name], shape, seed, dtype, mesh.device)
@@ -115,7 +116,7 @@ def compose(
         add = torch.add if queue is None else queue.add
         kind, layers = plan.recompute.kind, plan.stages[stage]
         balancing.attach(model, stage, phase)
-        expert.spread(model, mesh, phase, layout.sp, kind, plan.ep_nodes)
+        expert.spread(model, mesh, phase, layout.sp, kind, plan.ep_nodes, counts)
         context.split_rows(model, mesh, phase, plan.split, plan.padded_seq, kind)
         tensor.split(model, mesh, phase, layout.sp, recompute_repeats=repeats, add=add)
         recompute.apply(model, kind, plan.recompute.blocks, keeps_attention=layout.cp == 1)

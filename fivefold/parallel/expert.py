@@ -51,12 +51,21 @@ AXIS, INNER = "ep", "etp"
 
 
 def spread(
-    decoder: Decoder, mesh: Mesh, phase: Phase, sp: bool, recompute: str, nodes: int
+    decoder: Decoder,
+    mesh: Mesh,
+    phase: Phase,
+    sp: bool,
+    recompute: str,
+    nodes: int,
+    counts: bool,
 ) -> None:
-    """Give every layer with experts, whose weights are pieces, the way to all of them."""
+    """Give every layer with experts, whose weights are pieces, the way to all of them.
+
+    `counts`: how many rows come is told in front of them, unless every expert has its room.
+    """
     if mesh.size(AXIS) * mesh.size(INNER) == 1:
         return
-    dispatch = SpreadExperts(mesh, phase, sp, recompute, nodes)
+    dispatch = SpreadExperts(mesh, phase, sp, recompute, nodes, counts)
     for mlp in (each for each in decoder.modules() if isinstance(each, MoeMlp)):
         mlp.dispatch = dispatch
         mlp.experts.down.product = partial(dispatch.take_breath, mlp.experts.down.product)
@@ -77,9 +86,11 @@ class Way(NamedTuple):
 class SpreadExperts:
     """From the tokens of a rank to the experts of all ranks and back."""
 
-    def __init__(self, mesh: Mesh, phase: Phase, sp: bool, recompute: str, nodes: int) -> None:
-        self.mesh, self.phase, self.nodes = mesh, phase, nodes
-        self.repeats, self.counted = recompute != "selective", False
+    def __init__(
+        self, mesh: Mesh, phase: Phase, sp: bool, recompute: str, nodes: int, counts: bool
+    ) -> None:
+        self.mesh, self.phase, self.nodes, self.counts = mesh, phase, nodes, counts
+        self.repeats = recompute != "selective"
         self.wires = None
         if mesh.size(INNER) > 1:
             self.wires = Wires(mesh, INNER, phase, sp, recompute == "full", dim=0)
@@ -129,7 +140,6 @@ class SpreadExperts:
         numbers = torch.arange(arriving.shape[1], device=arriving.device).repeat(size)
         numbers = numbers.repeat_interleave(arriving.flatten(), output_size=sum(way.arrive))
         order = numbers.sort(stable=True).indices
-        self.counted = room is None
         y = experts(_Reorder.apply(arrived, order), arriving.sum(0))
         back = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=y.device))
         return self.move(_Reorder.apply(y, back), way.back)
@@ -172,7 +182,7 @@ class SpreadExperts:
         """In the middle of the experts' backward it is the other lane's turn, where the counts had
         one in the forward: a forward and a backward that take turns then have as many, and each
         all-to-all goes on behind a part of the other's work."""
-        return product(_Breath.apply(x_MI, self.mesh) if self.counted else x_MI, weight_EOI, ends_E)
+        return product(_Breath.apply(x_MI, self.mesh) if self.counts else x_MI, weight_EOI, ends_E)
 
     @property
     def is_silent(self) -> bool:

@@ -14,7 +14,7 @@ from fivefold.parallel.compose import Job
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes of one rank in front of its optimizer; `optimizer` has the counts of steps in it."""
+    """Bytes of one rank at its optimizer's update; `optimizer` has the counts of steps in it."""
 
     weights: int
     gradients: int

@@ -47,7 +47,7 @@ class RankRun:
 
     losses: list[float] = field(default_factory=list)
     moved: list[dict[str, Moved]] = field(default_factory=list)  # by step, then by axis
-    held: Held | None = None  # in front of the last update
+    held: Held | None = None  # right behind the last update
     routes: list[Routes] = field(default_factory=list)  # by step, where they are to be compared
 
 
@@ -106,7 +106,7 @@ class _Loop:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         if number == self.settings.steps:
-            self.optimizer.register_step_pre_hook(self._measure)
+            self.optimizer.register_step_post_hook(self._measure)
         job.mesh.records.clear()
         began = time.perf_counter()
         outcome = step(job, self.optimizer, batches, MAX_NORM)
