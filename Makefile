@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: setup train test lint types verify-all bench-schedule bench-overlap bench-pipeline bench-context bench-expert bench-gpu score clean
+.PHONY: setup train test lint types verify-all bench-schedule bench-overlap bench-pipeline bench-context bench-expert bench-gpu bench-plan score clean
 
 setup: $(READY)
 
@@ -58,6 +58,10 @@ bench-gpu: setup
 score: setup
 	@test -n "$(RUNS)" || { echo 'give files of measured runs: make score RUNS="a.jsonl b.jsonl"'; exit 2; }
 	$(BIN)/fivefold score $(RUNS) --page docs/planner-accuracy.md
+
+# How fast layouts are searched; it fails below 500,000 a second, or where an answer takes 3 seconds.
+bench-plan: setup
+	$(BIN)/python benchmarks/plan.py
 
 bench-schedule: setup
 	$(BIN)/python benchmarks/schedule.py

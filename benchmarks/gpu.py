@@ -38,9 +38,10 @@ def build(model: str, batch: int, offload: bool = False):  # noqa: ANN201
 
     wishes = Wishes(model, seq=SEQ, microbatches=1, microbatch_size=batch, set={"tied": "false"})
     plan = resolve(wishes)
-    mesh = Mesh.build(plan.layout, torch.device("cuda"), plan.shape.kv_heads)
+    mesh = Mesh.of(plan, torch.device("cuda"))
     job = compose(plan, mesh, seed=0, dtype=torch.bfloat16, offload=offload)
-    compile_blocks(job.model)
+    (chunk,) = job.chunks
+    compile_blocks(chunk.model)
     if offload:
         return plan, job, HostOptimizer("adamw", job.owned, lr=3e-4, weight_decay=0.1)
     pairs = [(len(each.row.shape) > 1, each.tensor) for each in job.owned]
@@ -164,10 +165,11 @@ def offload(model: str) -> None:
             held = optimizer.state.values()
             states = sum(one.nbytes for each in held for one in each.values() if one.ndim)
             del held
-        now = {name: weight.detach().cpu() for name, weight in job.model.named_parameters()}
+        model_here = job.chunks[0].model
+        now = {name: weight.detach().cpu() for name, weight in model_here.named_parameters()}
         worst = max((float((kept[name] - now[name]).abs().max()) for name in kept), default=0.0)
         kept = now
-        del job, optimizer
+        del job, optimizer, model_here
     fall = peaks[0] - peaks[1]
     print(
         f"{model}: peak {peaks[0] / 2**30:.1f} GiB, with offload {peaks[1] / 2**30:.1f}; falls by "

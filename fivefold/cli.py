@@ -16,6 +16,7 @@ from fivefold import __version__
 from fivefold.core.errors import FivefoldError
 
 BAD_INPUT = 2
+_PAIRED = ("--layout", "--set", "--fix", "--what-if")  # options whose value is pairs
 
 
 class Verb(NamedTuple):
@@ -26,8 +27,10 @@ class Verb(NamedTuple):
 
 
 VERBS = {
-    "plan": Verb("fivefold.verbs.plan", "Resolve a job: layout, groups, links, batch, parameters."),
+    "calibrate": Verb("fivefold.verbs.calibrate", "Measure this machine, and write its file."),
+    "plan": Verb("fivefold.verbs.plan", "Resolve a job, or search its layout, and say why."),
     "schedule": Verb("fivefold.verbs.schedule", "Draw and time a pipeline schedule."),
+    "score": Verb("fivefold.verbs.score", "Hold the planner's estimates against measured runs."),
     "train": Verb("fivefold.verbs.train", "Train on this machine, planned beside measured."),
     "verify": Verb("fivefold.verbs.verify", "Prove that a layout computes what one device does."),
 }
@@ -123,9 +126,9 @@ def gather_pairs(words: list[str]) -> list[str]:
     collecting = False
     for word in words:
         is_pair = re.fullmatch(r"[a-z_.]+=\S+", word) is not None
-        if collecting and is_pair and gathered[-1] not in ("--layout", "--set"):
+        if collecting and is_pair and gathered[-1] not in _PAIRED:
             gathered[-1] += f" {word}"
             continue
-        collecting = word in ("--layout", "--set") or (collecting and is_pair)
+        collecting = word in _PAIRED or (collecting and is_pair)
         gathered.append(word)
     return gathered

@@ -48,8 +48,9 @@ def tensor(plan: Plan, chunk: Chunk, itemsize: int) -> Counter[Call]:
     mirror of each. Without it: all-reduces of A, behind attention, MLP and embedding forward, and
     for attention, MLP and head backward. Full recomputation repeats the forward of the blocks but
     stops at the last activation that backward needs, in front of the last sum of each segment;
-    selective recomputation keeps the results of collectives. The loss, where the head is, is never
-    repeated: an all-reduce of N maxima, and one of 2N sums, both wide.
+    selective recomputation keeps the results of collectives. Without recomputation the inputs of
+    the products are kept as shards, and their all-gathers repeated in backward. The loss, where
+    the head is, is never repeated: an all-reduce of N maxima, and one of 2N sums, both wide.
     """
     layout, shape, batch = plan.layout, plan.shape, plan.batch
     if layout.tp == 1:
@@ -65,6 +66,8 @@ def tensor(plan: Plan, chunk: Chunk, itemsize: int) -> Counter[Call]:
         # Experts are waited for behind the last sum of their layer.
         unreached = sum(not shape.is_moe_layer(segment[-1]) for segment in segments)
         gathers, sums = gathers + pairs, sums + pairs - unreached
+    if plan.keeps_shards:
+        gathers += pairs
     calls: Counter[Call] = Counter()
     if layout.sp:
         calls[Call("tp", "all_gather", activations // layout.tp, layout.tp)] += gathers

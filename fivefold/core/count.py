@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, fields
+from functools import cache
 
 from fivefold.core.shape import Mla, Shape
 
@@ -98,6 +99,7 @@ def parameters(shape: Shape) -> Parameters:
     return whole + Parameters(mtp=shape.mtp * mtp_parameters(shape).total)
 
 
+@cache
 def layer_kinds(shape: Shape) -> dict[int, int]:
     """The first layer of each kind and how many are like it: a model has few kinds."""
     first: dict[tuple[bool, bool], int] = {}
@@ -120,6 +122,7 @@ def head_parameters(shape: Shape) -> Parameters:
     return Parameters(norms=_norm(shape), head=0 if shape.tied else shape.vocab * shape.width)
 
 
+@cache
 def layer_parameters(shape: Shape, i: int) -> Parameters:
     """One layer, i from 0."""
     norms = _norm(shape) * (1 if shape.parallel_block else 2) + _attention_norms(shape)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from math import inf
 from pathlib import Path
@@ -64,7 +64,8 @@ class Rates:
 
     def known(self) -> dict[str, float]:
         """The rates that are set, by dtype."""
-        return {dtype: rate for dtype, rate in asdict(self).items() if rate is not None}
+        rates = ((each.name, getattr(self, each.name)) for each in fields(self))
+        return {dtype: rate for dtype, rate in rates if rate is not None}
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,25 @@ class Host:
     link: Link
     nvme_bytes: float | None = None
     nvme_bandwidth: float | None = None
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """What software reaches of the hardware's numbers; `calibrate` measures it.
+
+    A matrix product takes its FLOPs over `matmul` of the peak, and `start` seconds on top: ramp-up,
+    and the last wave that is not full. `unfused`: attention in separate products. `links`: shares
+    of the tiers' bandwidths, from the innermost.
+    """
+
+    matmul: float = 0.80
+    matmul_fp8: float = 0.65
+    start: float = 30e-6
+    memory: float = 0.80
+    attention: float = 0.50
+    attention_old: float = 0.35  # FlashAttention-2
+    unfused: float = 0.45
+    links: tuple[float, ...] = (0.75, 0.70)
 
 
 @dataclass(frozen=True)
@@ -90,11 +110,13 @@ class Machine:
     tiers: tuple[Tier, ...]
     host: Host
     matmul_measured: Rates = Rates()  # best matrix product anyone measured
+    efficiency: Efficiency = Efficiency()
     price_per_gpu_hour: float | None = None
     sources: dict[str, str] = field(default_factory=dict[str, str], hash=False)  # by field name
 
     def __post_init__(self) -> None:
         problems = [*_bad_numbers(self), *_bad_tiers(self), *_bad_sources(self)]
+        problems += _bad_shares(self.efficiency)
         if problems:
             raise FivefoldError("; ".join(problems))
 
@@ -254,6 +276,18 @@ def _numbers(value: object, path: str) -> Iterator[tuple[str, float]]:
             yield from _numbers(tier, f"{path}.{tier.name}")
     elif isinstance(value, int | float):
         yield path.removeprefix("."), value
+
+
+def _bad_shares(reach: Efficiency) -> Iterator[str]:
+    """Software reaches some of what the hardware has, and never more."""
+    for one in fields(reach):
+        value = getattr(reach, one.name)
+        shares = cast("tuple[float, ...]", value) if one.name == "links" else (value,)
+        if one.name == "start":
+            if not 0 <= value < inf:
+                yield f"efficiency.start = {value}: give seconds, 0 or more"
+        elif not shares or not all(0 < share <= 1 for share in shares):
+            yield f"efficiency.{one.name} = {value}: give shares above 0, of 1 at most"
 
 
 def _bad_tiers(machine: Machine) -> Iterator[str]:

@@ -30,6 +30,7 @@ from fivefold.core.shape import Shape
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Gather = Literal["step", "microbatch"]
+Keep = Literal["shard", "gathered"]
 _FILES = (".json", ".toml", ".csv", ".txt")
 _DERIVED = {
     "layout": ("zero", "chunks", "microbatches", "stage_layers", "gather", "ep_nodes"),
@@ -92,6 +93,7 @@ class Wishes:
     recompute: str = "none"
     balance: str = balance.NONE
     ep_nodes: int | None = None
+    tp_keep: str = "shard"
     precision: Precision = "bf16"
     set: dict[str, str] = field(default_factory=dict[str, str])
 
@@ -126,6 +128,15 @@ class Plan:
     def schedule(self) -> Schedule:
         """The pipeline schedule; without a pipeline 1F1B on one rank, whatever the name."""
         return _schedule(self.wishes.schedule, self.layout, self.batch.microbatches)
+
+    @property
+    def keeps_shards(self) -> bool:
+        """Whether inputs of split products are kept as a rank's own tokens, and gathered again.
+
+        Recomputation has its own way: it keeps less, or what collectives brought.
+        """
+        layout, kept = self.layout, self.wishes.tp_keep == "shard"
+        return kept and layout.sp and layout.tp > 1 and self.recompute.kind == "none"
 
     @property
     def split(self) -> Split:
@@ -214,6 +225,8 @@ def resolve(wishes: Wishes, *, small: bool = False) -> Plan:
     many more layers as the pipeline needs.
     """
     family = choose(wishes.schedule)
+    if wishes.tp_keep not in get_args(Keep):
+        raise UnknownName("tp_keep", wishes.tp_keep, get_args(Keep))
     layout = _layout(wishes, family)
     shape = models.with_overrides(models.load(wishes.model), wishes.set)
     notes = [_ASYNCHRONOUS] if family.asynchronous and layout.pp > 1 else []

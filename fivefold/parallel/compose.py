@@ -118,7 +118,7 @@ def compose(
         balancing.attach(model, stage, phase)
         expert.spread(model, mesh, phase, layout.sp, kind, plan.ep_nodes, counts)
         context.split_rows(model, mesh, phase, plan.split, plan.padded_seq, kind)
-        tensor.split(model, mesh, phase, layout.sp, recompute_repeats=repeats, add=add)
+        tensor.split(model, mesh, phase, layout.sp, repeats, add, plan.keeps_shards)
         recompute.apply(model, kind, plan.recompute.blocks, keeps_attention=layout.cp == 1)
         units = units_of(plan, stage, dtype.itemsize, bucket)
         keeps = replace(options, keeps_weights=not plan.gathers_each_time(layers))

@@ -6,7 +6,9 @@ Splits   projections into heads and MLP width by column, those back by row, embe
 Moves    with sp, for attention and MLP of every layer and microbatch: an all-gather in front and
          a reduce-scatter behind, and the mirror of both in backward; without it, one all-reduce
          forward and one backward. The loss sums three numbers a token.
-Costs    four times the activations of a layer, twice a layer, on the critical path.
+Costs    four times the activations of a layer, twice a layer, on the critical path. With sp, what
+         the split products read is kept as this rank's tokens and gathered once more in backward;
+         or kept gathered, for one gather less and tp times the memory.
 Wins     inside a node, when layers are wide, and when a sequence of one does not fit.
 Refuses  when tp divides neither heads nor MLP width. KV heads fewer than tp are replicated, and a
          vocabulary that does not divide is padded, invisibly to the loss.
@@ -20,17 +22,19 @@ Legend: B rows, S tokens of a row, T = S/tp, N = B·S, D model width, V rows of 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fivefold.core.weights import Piece
 from fivefold.model.batch import NOT_COUNTED
 from fivefold.model.decoder import Decoder
 from fivefold.model.ends import Embedding, Lookup, Place
-from fivefold.model.layers import Product
+from fivefold.model.layers import Linear, Product
 from fivefold.model.moe import MoeMlp
 from fivefold.parallel.mesh import Mesh, Phase
 from fivefold.parallel.wires import Wires
@@ -57,11 +61,18 @@ def cut(whole: Tensor, held: Piece) -> Tensor:
 
 
 def split(
-    decoder: Decoder, mesh: Mesh, phase: Phase, sp: bool, recompute_repeats: bool, add: Add
+    decoder: Decoder,
+    mesh: Mesh,
+    phase: Phase,
+    sp: bool,
+    recompute_repeats: bool,
+    add: Add,
+    keeps_shards: bool,
 ) -> None:
     """Give a decoder whose weights are pieces the collectives that make it whole again.
 
     They go around the arithmetic that its leaves have already; `add` adds a bias behind a sum.
+    `keeps_shards`: inputs of the products are gathered again in backward.
     """
     if mesh.size(AXIS) == 1:
         return
@@ -70,9 +81,13 @@ def split(
         # Experts are another dimension: they work on the tokens that a rank has.
         mlp = block.mlp.shared if isinstance(block.mlp, MoeMlp) else block.mlp
         for module, row in ((block.attention, block.attention.out), (mlp, mlp and mlp.down)):
-            if module is not None and row is not None:
-                module.register_forward_pre_hook(wires.before)
-                row.product = partial(wires.row_product, row.product, add)
+            if module is None or row is None:
+                continue
+            module.register_forward_pre_hook(wires.before)
+            for column in (each for each in module.modules() if isinstance(each, Linear)):
+                if keeps_shards and column is not row:
+                    column.product = partial(wires.column_product, column.product)
+            row.product = partial(wires.row_product, row.product, add)
     for embed in (each for each in decoder.modules() if isinstance(each, Embedding)):
         embed.lookup = partial(wires.lookup, embed.lookup)
         embed.place = partial(wires.add_positions, embed.place)
@@ -87,7 +102,25 @@ class _Wires(Wires):
     def before(self, module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """In front of column-split products."""
         x, *rest = arguments
-        return (self.enter(x), *rest)
+        whole = self.enter(x)
+        self.shards[whole] = _Shard(self, x.detach())
+        return (whole, *rest)
+
+    @cached_property
+    def shards(self) -> WeakTensorKeyDictionary:
+        """What was gathered into a tensor, while that lives."""
+        return WeakTensorKeyDictionary()
+
+    def column_product(
+        self, product: Product, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        """A product that keeps its input as it was before it was gathered."""
+        shard: _Shard | None = self.shards.get(x)
+        if shard is None:  # of another product, inside the split
+            return product(x, weight, bias)
+        # Not the tensor itself: autograd holds these functions as long as what they packed.
+        with saved_tensors_hooks(partial(shard.pack, x.data_ptr(), x.numel()), shard.unpack):
+            return product(x, weight, bias)
 
     def row_product(
         self, product: Product, add: Add, x: Tensor, weight: Tensor, bias: Tensor | None
@@ -110,6 +143,31 @@ class _Wires(Wires):
         if self.sp:
             positions_BS = positions_BS.chunk(self.size, dim=SEQUENCE)[self.place]
         return add(x, positions_BS, weight_PD)
+
+
+class _Shard:
+    """This rank's tokens in the place of all of them, for the products of one module."""
+
+    def __init__(self, wires: Wires, x: Tensor) -> None:
+        self.wires, self.x = wires, x
+        self.users = 0
+        self.whole: Tensor | None = None
+
+    def pack(self, address: int, size: int, saved: Tensor) -> Tensor | torch.Size:
+        """In the place of what was gathered, as whatever view, its shape."""
+        if saved.data_ptr() != address or saved.numel() != size:
+            return saved
+        self.users += 1
+        return saved.shape
+
+    def unpack(self, kept: Tensor | torch.Size) -> Tensor:
+        """Gathered for the first product that asks, and let go with the last."""
+        if isinstance(kept, Tensor):
+            return kept
+        whole = self.wires.gather(self.x) if self.whole is None else self.whole
+        self.users -= 1
+        self.whole = whole if self.users else None
+        return whole.view(kept)
 
 
 class _VocabularyLoss:

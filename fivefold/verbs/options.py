@@ -53,6 +53,9 @@ SHARED: dict[str, Any] = {
     "ep_nodes": _option(
         int, "Nodes of an ep group; a token is sent once to each (default: the machine's)."
     ),
+    "tp_keep": _option(
+        str, "What split products keep: shard (gathered again in backward) or gathered."
+    ),
     "sp": _option(bool, "Without sequence parallelism.", "--no-sp"),
     "packed": _option(bool, "Pack documents, with document masks.", "--packed"),
     "set": _option(list[str], 'Change the model: "kv_heads=1 vocab=251 layers=4".', "--set"),

@@ -1,131 +1,327 @@
-"""`fivefold plan`: resolve a job and say what it is: ranks, groups, links, batch, parameters."""
+"""`fivefold plan`: resolve a job, or search its layout; say what it is, what it takes, and why."""
 
 from __future__ import annotations
 
 import json
-from itertools import groupby
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from fivefold.core import count, traffic
+from fivefold.core import machine as machines
+from fivefold.core.errors import BadFile, FivefoldError, UnknownName
+from fivefold.core.layout import ContextKind
+from fivefold.core.machine import Machine
 from fivefold.core.plan import Plan, Wishes, resolve
-from fivefold.core.words import counted
+from fivefold.core.schedule.catalog import family
+from fivefold.report import plan_json, plan_resolved, plan_tables, plan_text, plan_words
 from fivefold.report.files import write_text
-from fivefold.verbs.options import with_plan_options
+from fivefold.verbs.options import above, one_of, with_plan_options
 
-_DENSE_AXES = ("tp", "cp", "dp", "pp")
-_EXPERT_AXES = ("ep", "etp", "edp")
+if TYPE_CHECKING:  # what estimates needs numpy, whose import costs more than a plan without them
+    from fivefold.core.estimate.outlook import Outlook
+    from fivefold.core.estimate.planner import Answer, Inquiry
+
+_NUMBERS = ("tp", "cp", "pp", "dp", "replicate", "ep", "etp", "zero", "chunks", "microbatch_size")
+_FIXED = (*_NUMBERS, "schedule", "recompute", "context", "offload")
+_KINDS = ("none", "selective", "full")
+_SAID = ("zero", "schedule", "chunks", "microbatch_size", "recompute", "context")
+_CLOSED = ("microbatches", "stage_layers", "gather", "sp")  # what a search cannot hold to
 
 
 @with_plan_options
 def run(
     wishes: Wishes,
+    command: typer.Context,
+    fix: Annotated[
+        str | None, typer.Option(help='What a search keeps: "tp=8 zero=1 schedule=zb-v".')
+    ] = None,
+    top: Annotated[int, typer.Option(help="Layouts in the ranked table.")] = 10,
+    tokens: Annotated[
+        float | None, typer.Option(help="Tokens of the whole run: days and GPU-hours.")
+    ] = None,
+    price: Annotated[float | None, typer.Option(help="Money for a GPU-hour.")] = None,
+    objective: Annotated[
+        str, typer.Option(help="Best in: tokens (a second), gpus (fewest), gpu-hours (fewest).")
+    ] = "tokens",
+    headroom: Annotated[float, typer.Option(help="Share of the memory that stays free.")] = 0.05,
+    precision: Annotated[
+        str | None, typer.Option(help="Estimate in bf16, fp8, fp16 or fp32.")
+    ] = None,
+    what_if: Annotated[
+        str | None, typer.Option(help='The same job changed: "gpus=2x", "machine=gb200".')
+    ] = None,
+    compare: Annotated[bool, typer.Option("--compare", help="Each dimension alone.")] = False,
+    sweep: Annotated[str | None, typer.Option(help="Curves: seq=4k..1m or gpus=8..16384.")] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the plan as TOML.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Resolve a job: layout, groups, links, batch, parameters."""
-    plan = resolve(wishes)
+    """Resolve a job or search its layout: memory, time, and why."""
+    options: dict[str, Any] = {
+        "fix": fix,
+        "top": above("top", top, 0),
+        "tokens": None if tokens is None else _positive("tokens", tokens),
+        "price": None if price is None else _positive("price", price),
+        "objective": objective,
+        "headroom": headroom,
+        "precision": precision,
+        "what_if": what_if,
+        "compare": compare,
+        "sweep": sweep,
+        "output": output,
+    }
+    if not 0 <= headroom < 1:
+        raise FivefoldError(f"--headroom {headroom}: give a share of the memory from 0 to below 1")
+    said = {name for name, value in command.params.items() if value not in (None, False, [])}
+    is_open = "layout" not in said and not command.params["target"].endswith(".toml")
+    _require_known(wishes.machine)
+    if wishes.machine is None:
+        _require_no_estimates(said)
+        table, lines = _resolved(resolve(wishes), output)
+    elif wishes.gpus is not None and is_open:
+        table, lines = _searched(wishes, options, said)
+    else:
+        table, lines = _given(wishes, options)
+    typer.echo(json.dumps(table) if as_json else "\n".join(lines))
+
+
+Printed = tuple[dict[str, Any], list[str]]
+
+
+def _require_no_estimates(said: set[str]) -> None:
+    """Options that need a machine say so."""
+    needs = ("fix", "tokens", "price", "what_if", "compare", "sweep", "precision")
+    if given := [name for name in needs if name in said]:
+        option = given[0].replace("_", "-")
+        raise FivefoldError(
+            f"--{option} is for estimates: say on what with --machine ({_known_machines()})"
+        )
+
+
+def _require_known(machine: str | None) -> None:
+    """A machine that is not known is answered with all that are."""
+    if machine is None:
+        return
+    try:
+        machines.load(machine)
+    except UnknownName as error:
+        raise FivefoldError(f"{error} known machines: {_known_machines()}") from error
+
+
+def _known_machines() -> str:
+    return ", ".join(machines.presets())
+
+
+def _resolved(plan: Plan, output: Path | None) -> Printed:
     if output is not None:
         write_text(output, plan.to_toml(output.parent))
-    table = describe(plan)
-    typer.echo(json.dumps(table) if as_json else render(plan, table))
+    table = plan_resolved.describe(plan)
+    return table, plan_resolved.render(plan, table)
 
 
-def describe(plan: Plan) -> dict[str, Any]:
-    """The resolved plan as JSON."""
-    layout, batch = plan.layout, plan.batch
-    parameters = count.parameters(plan.shape)
-    return {
-        "model": plan.shape.name,
-        "parameters": {
-            "total": parameters.total,
-            "active": parameters.active,
-            "parts": parameters.parts(),
-        },
-        "training_flops_per_token": count.training_flops(plan.shape, batch.seq).total,
-        "layout": str(layout),
-        "world": layout.world,
-        "readings": _readings(plan),
-        "zero": layout.zero,
-        "gather": plan.gather,
-        "axes": {axis: _axis(plan, axis) for axis in _axes(plan)},
-        "schedule": plan.wishes.schedule,
-        "chunks": layout.chunks,
-        "stages": [len(layers) for layers in plan.stages],
-        "batch": {
-            "sequences": batch.sequences,
-            "tokens": batch.tokens,
-            "microbatch_size": batch.microbatch_size,
-            "microbatches": batch.microbatches,
-            "dp": batch.dp,
-            "seq": batch.seq,
-        },
-        "traffic": traffic.listed(plan),
-        "notes": list(plan.notes),
-    }
+def _given(wishes: Wishes, options: dict[str, Any]) -> Printed:
+    """A plan whose layout is given, with its estimates."""
+    from fivefold.core.estimate.changes import parse, stretched
+    from fivefold.core.estimate.planner import single
+    from fivefold.core.estimate.why import takeaways
+
+    if options["fix"] is not None or options["objective"] != "tokens":
+        raise FivefoldError("--fix and --objective are for a search: leave --layout out")
+    if options["compare"] or options["sweep"]:
+        if wishes.gpus is None:
+            wishes = replace(wishes, gpus=resolve(wishes).layout.world)
+        return _tables(_inquiry(wishes, options, {}), options)
+    began = time.perf_counter()
+    plan = resolve(wishes)
+    chosen = {"precision": options["precision"] or wishes.precision}
+    chosen["headroom"] = options["headroom"]
+    table, lines = _resolved(plan, options["output"])
+    found = single(plan, _machine(plan), **chosen)
+    if options["what_if"] is not None:
+        other = resolve(stretched(plan, parse(options["what_if"])))
+        return _what_if(found, single(other, _machine(other), **chosen), options["what_if"])
+    why = plan_words.because(found, takeaways(found), None)
+    table |= {"candidates": 1, "seconds": time.perf_counter() - began}
+    table |= {"layouts": [plan_json.entry(found, why)]}
+    table |= plan_json.costs(found, options["tokens"], options["price"])
+    table |= {"notes": list(found.plan.notes)}
+    more = (note for note in found.plan.notes if note not in plan.notes)
+    return table, [*lines, *_detail(found, why, options), *(f"note      {one}" for one in more)]
 
 
-def _axes(plan: Plan) -> tuple[str, ...]:
-    return _DENSE_AXES if plan.shape.moe is None else (*_DENSE_AXES, *_EXPERT_AXES)
+def _machine(plan: Plan) -> Machine:
+    assert plan.machine is not None, "estimates are for a machine"
+    return plan.machine
 
 
-def _readings(plan: Plan) -> list[str]:
-    """Both readings of the product where there are experts; otherwise there is only one."""
-    layout = plan.layout
-    if plan.shape.moe is None:
-        degrees = f"dp {layout.dp} · cp {layout.cp} · tp {layout.tp} · pp {layout.pp}"
-        return [f"{degrees} = {counted(layout.world, 'rank')}"]
-    return list(layout.readings())
-
-
-def _axis(plan: Plan, axis: str) -> dict[str, Any]:
-    first = plan.layout.group(axis, 0)
-    table: dict[str, Any] = {"degree": len(first), "first_group": list(first)}
-    if plan.machine is not None:
-        table["tier"] = plan.layout.tier(axis, plan.machine).name
-    return table
-
-
-def render(plan: Plan, table: dict[str, Any]) -> str:
-    """The same for people."""
-    parameters = table["parameters"]
-    parts = ", ".join(f"{part} {_billions(n)}" for part, n in parameters["parts"].items() if n)
-    lines = [
-        f"model     {plan.shape.name}: {_billions(parameters['total'])} parameters, "
-        f"{_billions(parameters['active'])} active a token",
-        f"          {parts}",
-        f"          {table['training_flops_per_token']:.3e} training FLOPs a token at "
-        f"{plan.batch.seq:,} tokens (causal attention at half, recompute not counted)",
-        *(f"layout    {reading}" for reading in table["readings"]),
-        f"          ZeRO-{plan.layout.zero}, schedule {plan.wishes.schedule}, "
-        f"recompute {plan.recompute}, {plan.precision}",
-        f"batch     {plan.batch}",
+def _detail(found: Outlook, why: list[str], options: dict[str, Any]) -> list[str]:
+    return [
+        *plan_text.detail(found),
+        *plan_text.bill(found, options["tokens"], options["price"]),
+        *plan_text.said("why", why),
     ]
-    if plan.layout.pp > 1:
-        lines.append(f"stages    {_runs(table['stages'])} layers")
-    for axis, one in table["axes"].items():
-        if one["degree"] > 1:
-            where = f", within {one['tier']}" if "tier" in one else ""
-            lines.append(f"{axis:<9} {_group(one['first_group'])}{where}")
-    return "\n".join([*lines, *(f"note      {note}" for note in plan.notes)])
 
 
-def _billions(number: int) -> str:
-    scale, unit = (1e9, "B") if number >= 1e9 else (1e6, "M")
-    return f"{number / scale:,.2f} {unit}"
+def _searched(wishes: Wishes, options: dict[str, Any], said: set[str]) -> Printed:
+    """The best layouts of the whole space."""
+    if closed := [name for name in _CLOSED if name in said]:
+        raise FivefoldError(
+            f"--{closed[0].replace('_', '-')} is for a given layout: leave it out, or say --layout"
+        )
+    fixed = {name: getattr(wishes, name) for name in _SAID if name in said}
+    fixed |= _pairs(options["fix"] or "")
+    if "schedule" in fixed:
+        fixed["schedule"] = family(fixed["schedule"]).name
+    asked = _inquiry(wishes, options, fixed)
+    if options["compare"] or options["sweep"]:
+        return _tables(asked, options)
+    found = _answer(asked, options)
+    if options["what_if"] is not None:
+        other = _answer(_changed(asked, options, fixed), options)
+        return _what_if(found.plans[0], other.plans[0], options["what_if"])
+    if options["output"] is not None:
+        write_text(options["output"], found.plans[0].plan.to_toml(options["output"].parent))
+    return _ranked(found, options)
 
 
-def _runs(numbers: list[int]) -> str:
-    """`7, 14 x 8, 7`: equal neighbours are told by their number."""
-    runs = [(len([*group]), number) for number, group in groupby(numbers)]
-    return ", ".join(str(number) if n == 1 else f"{n} x {number}" for n, number in runs)
+def _inquiry(wishes: Wishes, options: dict[str, Any], fixed: dict[str, int | str]) -> Inquiry:
+    from fivefold.core.estimate.planner import PRECISIONS, inquiry
+
+    precision = one_of("precision", options["precision"] or wishes.precision, PRECISIONS)
+    machine = machines.load(wishes.machine or "")
+    return inquiry(wishes, machine, fixed, precision=precision, headroom=options["headroom"])
 
 
-def _group(ranks: list[int]) -> str:
-    """`8 ranks, the first group 0 16 32 …`."""
-    shown = " ".join(map(str, ranks[:4])) + (" …" if len(ranks) > 4 else "")
-    return f"{len(ranks)} ranks, the first group {shown}"
+def _changed(asked: Inquiry, options: dict[str, Any], fixed: dict[str, int | str]) -> Inquiry:
+    from fivefold.core.estimate.changes import changed, parse
+
+    question = asked.question
+    now = {"gpus": question.gpus, "seq": question.seq, "batch": question.batch}
+    wishes = replace(asked.wishes, batch=question.batch)
+    return _inquiry(changed(wishes, parse(options["what_if"]), **now), options, fixed)
+
+
+def _answer(asked: Inquiry, options: dict[str, Any]) -> Answer:
+    from fivefold.core.estimate.planner import OBJECTIVES, answer, cheapest, fewest
+
+    objective = one_of("objective", options["objective"], OBJECTIVES)
+    find = {"tokens": answer, "gpus": fewest, "gpu-hours": cheapest}[objective]
+    with _bar("search") as on_progress:
+        return find(asked, options["top"], on_progress)
+
+
+def _ranked(found: Answer, options: dict[str, Any]) -> Printed:
+    """The table of the best, and all about the first."""
+    from fivefold.core.estimate.why import takeaways
+
+    first, *others = found.plans
+    why = plan_words.because(first, takeaways(first), others[0] if others else None)
+    reasons = [why, *([f"{plan_words.loses(one, first)}"] for one in others)]
+    question, notes = found.inquiry.question, list(found.inquiry.notes)
+    if first.offload:
+        notes.append(
+            "states lie in host memory, which no plan file says; the link to it is counted, the "
+            "host's own time is not"
+        )
+    table = {
+        "model": found.inquiry.shape.name,
+        "machine": found.inquiry.setting.machine.name,
+        "precision": found.inquiry.setting.precision,
+        "gpus": question.gpus,
+        "seq": question.seq,
+        "batch": question.batch,
+        "candidates": found.candidates,
+        "passed_over": found.passed_over,
+        "seconds": found.seconds,
+        "layouts": [
+            plan_json.entry(one, reason) for one, reason in zip(found.plans, reasons, strict=True)
+        ],
+        "front": [plan_json.entry(one, []) for one in found.front],
+        "notes": notes,
+        **plan_json.costs(first, options["tokens"], options["price"]),
+    }
+    lines = [
+        f"{table['model']} on {question.gpus:,} GPUs of {table['machine']}: {question.batch:,} "
+        f"sequences of {question.seq:,} tokens a step, {table['precision']}",
+        f"{found.candidates:,} layouts weighed and {found.passed_over:,} passed over in "
+        f"{found.seconds:.1f} s; those below were played",
+        "",
+        *plan_text.ranked(found.plans),
+        "",
+        f"first     {first.plan.batch}",
+        *_detail(first, why, options),
+        *plan_text.front(found.front),
+        *(f"note      {note}" for note in (*notes, *first.plan.notes)),
+    ]
+    return table, lines
+
+
+def _what_if(before: Outlook, after: Outlook, words: str) -> Printed:
+    table = {
+        "what_if": words,
+        "layouts": [plan_json.entry(before, []), plan_json.entry(after, [])],
+    }
+    return table, plan_tables.before_after(before, after, words)
+
+
+def _tables(asked: Inquiry, options: dict[str, Any]) -> Printed:
+    """Each dimension alone, or curves."""
+    from fivefold.core.estimate.strategies import alone
+    from fivefold.core.estimate.sweep import parse, sweep
+
+    if options["compare"]:
+        found = list(alone(asked))
+        return {"strategies": plan_tables.compared_json(found)}, plan_tables.compared(found)
+    axis, values = parse(options["sweep"])
+    with _bar("sweep") as on_progress:
+        points = list(sweep(asked, axis, values, on_progress))
+    return (
+        {"axis": axis, "points": plan_tables.curves_json(axis, points)},
+        plan_tables.curves(axis, values, points),
+    )
+
+
+def _positive(option: str, given: float) -> float:
+    if not 0 < given < 1e30:
+        raise FivefoldError(f"--{option} {given}: give a number above 0")
+    return given
+
+
+def _pairs(text: str) -> dict[str, int | str]:
+    """`tp=8 schedule=zb-v` as a table; typos are named."""
+    found: dict[str, int | str] = {}
+    for word in text.replace(",", " ").split():
+        key, _, value = word.partition("=")
+        if key not in _FIXED:
+            raise UnknownName("--fix", key, _FIXED)
+        if not value or (key in (*_NUMBERS, "offload") and not value.isdecimal()):
+            raise BadFile(
+                "--fix", [f"{word!r}: write {key}= and a value, as in tp=8 schedule=1f1b"]
+            )
+        found[key] = int(value) if value.isdecimal() else value
+    for key, known in (("recompute", _KINDS), ("context", get_args(ContextKind))):
+        if key in found and found[key] not in known:
+            raise UnknownName(f"--fix {key}", str(found[key]), known)
+    return found
+
+
+@contextmanager
+def _bar(words: str) -> Iterator[Callable[[float], None] | None]:
+    """One progress bar, where somebody looks."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    columns = (TextColumn(words), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(words, total=1.0)
+        yield lambda share: progress.update(task, completed=share)

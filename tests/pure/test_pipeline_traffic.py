@@ -80,7 +80,7 @@ def test_the_tensor_axis_of_each_stage() -> None:
         norms = Entry("tp", "all_reduce", 1, (2 * layers + (place == 3)) * 4096 * 4, 2)
         assert traffic(plan, 2 * place, "tp") == sorted(
             [
-                Entry("tp", "all_gather", 8 * (4 * layers + end), A // 2, 2),
+                Entry("tp", "all_gather", 8 * (6 * layers + end), A // 2, 2),
                 *(loss if place == 3 else []),
                 norms,
                 Entry("tp", "reduce_scatter", 8 * (4 * layers + end), A, 2),
@@ -107,7 +107,7 @@ def test_two_directions_share_the_microbatches_and_all_weights() -> None:
         # Both copies of a stage see half of the microbatches: ranks 0 and 3 hold 9 and 6 layers.
         outer = place in (0, 3)
         layers, ends = (15, 2) if outer else (17, 0)
-        assert counts(plan, 2 * place, "tp")["all_gather"] == 4 * (4 * layers + ends)
+        assert counts(plan, 2 * place, "tp")["all_gather"] == 4 * (6 * layers + ends)
         chunks = chunks_of(plan, 2 * place, 2)
         assert [chunk.num_microbatches for chunk in chunks] == [4, 4]
         # Matrices are halved by tp, norms are not; the embedding and the head are in the outer.

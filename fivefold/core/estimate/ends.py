@@ -1,0 +1,169 @@
+"""The ranks at the two ends of a pipeline: their layers, and what they keep in flight.
+
+Microbatches in flight come by closed forms that the clock holds in check, in units of a rank's
+layers, as `clock.peak_activations` counts them.
+"""
+
+from __future__ import annotations
+
+from functools import cache, reduce
+from itertools import chain
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from fivefold.core.count import layer_parameters
+from fivefold.core.estimate.grid import SCHEDULES, Array, Flags, Grid
+from fivefold.core.estimate.keeps import Split
+from fivefold.core.estimate.pipeline import Dealer, dealer
+from fivefold.core.shape import Shape
+
+Place = Literal["first", "inner", "last"]
+_FOLDED = ("zb-v", "v-half", "v-min", "dualpipe-v")  # a rank has the n-th stage from either end
+_ALL = ("gpipe", "afab", "bfs")  # no backward before the last forward
+
+
+class Layers(NamedTuple):
+    """Layers of a rank, and how many of them have experts."""
+
+    all: Array
+    routed: Array
+
+
+class Stage(NamedTuple):
+    """What a rank has."""
+
+    layers: Layers  # of each copy
+    copies: Array  # of every layer's weights
+    flight: Array  # microbatches, in units of its layers
+    embedding: Array  # 1 or 0
+    head: Array
+
+
+def stages_of(shape: Shape, split: Split, grid: Grid, seq: int) -> tuple[Stage, ...]:
+    """The first rank's, the fullest one's between the ends where it may have more layers than the
+    first, and the last one's, or that of the rank with the head."""
+    both = mirrored(grid) | (grid.pp == 1)
+    flight = in_flight(grid, "last")
+    inner: Layers | None = None
+    if split == "balanced":
+        first, inner, last = _balanced(shape, grid, seq)
+    elif split == "even":
+        first, last = _even(shape, grid)
+    else:
+        first, last, place = _walked(shape, grid)
+        flight = np.minimum(grid.microbatches, grid.pp - place)
+    copies, one, none = np.where(mirrored(grid), 2.0, 1.0), np.ones(1), np.zeros(1)
+    at_first = np.where(both | folded(grid), 1.0, 0.0)
+    at_last = np.where(folded(grid), 0.0, 1.0)
+    found = [Stage(first, copies, in_flight(grid, "first"), one, at_first)]
+    if inner is not None and (inner.all > first.all).any():
+        found.append(Stage(inner, copies, in_flight(grid, "inner"), none, none))
+    found.append(Stage(last, copies, flight, np.where(both, 1.0, 0.0), at_last))
+    return tuple(found)
+
+
+def _balanced(shape: Shape, grid: Grid, seq: int) -> list[Layers]:
+    """As this runtime deals them: by cost, with the head."""
+    pp = grid.pp if grid.pp.min() < grid.pp.max() else grid.pp[:1]  # all are alike in a search
+    columns = np.broadcast_arrays(pp, grid.chunks, folded(grid), mirrored(grid))
+    found = [
+        _dealt(dealer(shape, seq), int(ranks), int(chunks), bool(fold), bool(mirror))
+        for ranks, chunks, fold, mirror in zip(*(each.ravel() for each in columns), strict=True)
+    ]
+    numbers = np.array(found, float).reshape(*columns[0].shape, 3, 2)
+    return [Layers(numbers[..., end, 0], numbers[..., end, 1]) for end in range(3)]
+
+
+@cache
+def _dealt(
+    dealt: Dealer, ranks: int, chunks: int, fold: bool, mirror: bool
+) -> tuple[tuple[float, float], ...]:
+    """Layers of the first, the fullest inner and the last rank, and how many have experts."""
+    shape = dealt.shape
+    spans = dealt.spans(min(ranks * chunks, shape.layers))
+    held: list[list[range]] = [[] for _ in range(ranks)]
+    for number, span in enumerate(spans):
+        turn, place = divmod(number, ranks)
+        held[ranks - 1 - place if fold and turn % 2 else place].append(span)
+        if mirror:
+            held[ranks - 1 - place].append(span)
+    share = 2 if mirror and ranks > 1 else 1
+    numbers = [
+        (sum(map(len, mine)) / share, sum(map(shape.is_moe_layer, chain(*mine))) / share)
+        for mine in held
+    ]
+    return numbers[0], max(numbers[1:-1], default=numbers[0]), numbers[-1]
+
+
+def _even(shape: Shape, grid: Grid) -> tuple[Layers, Layers]:
+    """As many layers to each stage, and fewer to the last where they do not divide."""
+    layers, pp, chunks = float(shape.layers), grid.pp, grid.chunks
+    most = np.minimum(chunks * np.ceil(layers / (pp * chunks)), layers)
+    fewer = np.where(most * pp > layers, np.maximum(most - 1, 1.0), most)
+    last = np.where(folded(grid) | mirrored(grid), most, fewer)
+    return _with_routed(shape, grid, most), _with_routed(shape, grid, last)
+
+
+def _walked(shape: Shape, grid: Grid) -> tuple[Layers, Layers, Array]:
+    """Blocks go to a stage until it has its share of the matrices; the head is the last block, and
+    the third result the number of its stage."""
+    layers, layer = float(shape.layers), layer_parameters(shape, 0)
+    head = shape.vocab * shape.width / (layer.total - layer.norms)
+    fair = (layers + head) / grid.pp
+    place = np.minimum(grid.pp - 1, np.floor(layers / fair))
+    first, last = np.minimum(np.ceil(fair), layers), layers - np.ceil(place * fair)
+    return _with_routed(shape, grid, first), _with_routed(shape, grid, last), place
+
+
+def _with_routed(shape: Shape, grid: Grid, layers: Array) -> Layers:
+    """In a pipeline those of a rank behind the first, dense layers."""
+    if shape.moe is None:
+        return Layers(layers, np.zeros(1))
+    number = float(shape.num_moe_layers)
+    share = number / (shape.layers - shape.moe.first_dense)
+    return Layers(layers, np.where(grid.pp == 1, number, np.minimum(layers * share, number)))
+
+
+def in_flight(grid: Grid, place: Place) -> Array:
+    """Microbatches whose activations a rank keeps at most; inner: any that is not at an end."""
+    pp, m = grid.pp, grid.microbatches
+    plain = {"first": pp, "inner": pp - 1, "last": np.ones_like(pp)}[place]
+    ahead = {"first": pp - 1, "inner": pp - 3, "last": 1 - pp}[place]
+    forms = {
+        **dict.fromkeys(_ALL, m),
+        "interleaved": pp + ahead / grid.chunks,
+        "zb-h1": pp,
+        "zb-h2": 2 * pp - 1,
+        "zb-interleaved": pp,
+        "zb-v": np.minimum(pp, (m + 1) / 2) if place == "first" else pp,
+        "v-half": np.floor((pp + 2) / 2),
+        "v-min": np.floor((pp + 4) / 3),
+        "dualpipe": pp + 1,
+        "dualpipe-v": pp + 0.5,
+    }
+    found = plain  # 1F1B
+    for name, form in forms.items():
+        if (here := _is(grid, name)).any():
+            found = np.where(here, form, found)
+    return np.where(pp > 1, np.minimum(m, found), 1.0)
+
+
+def mirrored(grid: Grid) -> Flags:
+    """Whether both directions of a pipeline have every weight: a rank is at both of its ends."""
+    return _is(grid, "dualpipe") & (grid.pp > 1)
+
+
+def folded(grid: Grid) -> Flags:
+    """Whether the first rank has the last stage too."""
+    return _is(grid, *_FOLDED) & (grid.pp > 1)
+
+
+def keeps_all(grid: Grid) -> Flags:
+    """Whether the losses of all microbatches wait for their backward."""
+    return _is(grid, *_ALL) & (grid.pp > 1)
+
+
+def _is(grid: Grid, *names: str) -> Flags:
+    flags = (grid.schedule == SCHEDULES.index(name) for name in names)
+    return reduce(np.logical_or, flags)

@@ -1,0 +1,89 @@
+"""What a plan is expected to take: a played step, bytes by category, and what follows from both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from fivefold.core.count import training_flops
+from fivefold.core.estimate.grid import of_plan
+from fivefold.core.estimate.ledger import ledger, verdict
+from fivefold.core.estimate.search import Setting
+from fivefold.core.estimate.simulate import Seconds, forecast
+from fivefold.core.plan import Plan
+
+Bytes = dict[str, float]
+COMPUTE = ("products", "attention", "experts", "elementwise", "head")
+TRAFFIC = ("tp", "cp", "ep", "pp", "dp")
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """One plan on one machine; `parts` sum to `step`, `memory` to the bytes of the fullest rank."""
+
+    plan: Plan
+    setting: Setting
+    offload: bool
+    step: float
+    parts: Seconds
+    bubble: float
+    memory: Bytes
+    host: float  # bytes that offload keeps in host memory
+    verdict: str
+
+    @property
+    def total(self) -> float:
+        """Bytes of the fullest rank."""
+        return sum(self.memory.values())
+
+    @property
+    def over(self) -> float:
+        """Bytes above what may be used; below zero where it fits."""
+        return self.total - self.setting.capacity
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float:
+        return self.plan.batch.tokens / self.step / self.plan.layout.world
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs over those of the hardware in the time; recomputation never counts."""
+        flops = training_flops(self.plan.shape, self.plan.batch.seq).total
+        return flops * self.tokens_per_s_per_gpu / self.setting.machine.peak(self.setting.precision)
+
+    def breakdown(self) -> Seconds:
+        """The step by what it is spent on; what is nothing is left out."""
+        parts = dict(self.parts)
+        found = {"compute": sum(parts.pop(name, 0.0) for name in COMPUTE)}
+        for name in ("launch", "bubble", *TRAFFIC, "optimizer", "offload", "fixed"):
+            found[name] = parts.pop(name, 0.0)
+        assert not parts, f"parts without a name on screen: {', '.join(parts)}"
+        return {name: seconds for name, seconds in found.items() if seconds > 1e-9 * self.step}
+
+    def days(self, tokens: float) -> float:
+        """Days of a training run over so many tokens."""
+        return tokens / self.plan.batch.tokens * self.step / 86_400
+
+    def gpu_hours(self, tokens: float) -> float:
+        """GPU-hours of a training run over so many tokens."""
+        return self.days(tokens) * 24 * self.plan.layout.world
+
+
+def outlook(plan: Plan, setting: Setting, offload: bool = False) -> Outlook:
+    """Play the plan and weigh it."""
+    grid = replace(of_plan(plan), offload=np.array([offload]))
+    asked = (plan.shape, setting.machine, setting.stack, grid, plan.batch.seq, setting.precision)
+    books, played = ledger(*asked), forecast(plan, setting, offload)
+    host = float(np.asarray(books.host).item())
+    return Outlook(
+        plan=plan,
+        setting=setting,
+        offload=offload,
+        step=played.step,
+        parts=played.parts,
+        bubble=played.bubble,
+        memory={name: float(np.asarray(each).item()) for name, each in books.parts.items()},
+        host=host,
+        verdict=str(verdict(books, setting.machine).item()),
+    )

@@ -1,0 +1,250 @@
+"""From wishes to the best plans: what is asked, searched, played and ranked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from fivefold.core import legality, models, rules
+from fivefold.core.errors import FivefoldError
+from fivefold.core.estimate.candidate import layout_of, wishes_of
+from fivefold.core.estimate.outlook import Outlook, outlook
+from fivefold.core.estimate.search import Candidate, Result, Setting, search
+from fivefold.core.estimate.space import Question
+from fivefold.core.estimate.stack import OURS
+from fivefold.core.estimate.uneven import recut
+from fivefold.core.layout import MOST_RANKS, Layout
+from fivefold.core.machine import Machine
+from fivefold.core.plan import Plan, Precision, Wishes, resolve
+from fivefold.core.shape import Shape
+
+Progress = Callable[[float], None]
+PRECISIONS = ("bf16", "fp8", "fp32", "fp16")
+OBJECTIVES = ("tokens", "gpus", "gpu-hours")
+# What is kept for each layout that is shown: some differ only in what changes nothing.
+_SPARE = 12
+_SPARE_PLAYED = 2  # more are played than shown: the clock may order them otherwise
+_MOST_FRONT = 5
+_LEAST_TOKENS = 4 << 20  # of a step, where nobody says
+_TOKENS_PER_GPU = 1 << 10
+_RUNS = ("bf16", "fp16", "fp32")  # precisions of the runtime
+
+
+@dataclass(frozen=True)
+class Inquiry:
+    """A job whose layout is open."""
+
+    wishes: Wishes
+    shape: Shape
+    question: Question
+    setting: Setting
+    notes: tuple[str, ...] = ()
+
+    def on(self, gpus: int) -> Inquiry:
+        """The same on another number of GPUs."""
+        return replace(self, question=replace(self.question, gpus=gpus))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Plans by their played step, the fastest first, and how many layouts were weighed."""
+
+    inquiry: Inquiry
+    plans: tuple[Outlook, ...]
+    front: tuple[Outlook, ...]  # each more memory for less time
+    candidates: int
+    passed_over: int
+    seconds: float
+
+
+def setting_of(machine: Machine, precision: str, headroom: float) -> tuple[Setting, list[str]]:
+    """How the job is estimated; a precision that the chip lacks is replaced, and that is said."""
+    known = machine.peaks.known()
+    if precision in known:
+        return Setting(machine, OURS, precision, headroom), []
+    if precision == "fp8":
+        machine.peak(precision)  # which says what there is
+    other = next((each for each in _RUNS if each in known), next(iter(known)))
+    note = f"{machine.name} has no {precision} units: estimated in {other}"
+    return Setting(machine, OURS, other, headroom), [note]
+
+
+def inquiry(
+    wishes: Wishes,
+    machine: Machine,
+    fixed: Mapping[str, int | str],
+    *,
+    precision: str,
+    headroom: float,
+) -> Inquiry:
+    """What is asked, with defaults for the sequence and the batch."""
+    shape = models.with_overrides(models.load(wishes.model), wishes.set)
+    gpus = wishes.gpus or 1
+    seq = wishes.seq if wishes.seq is not None else min(8192, shape.max_seq)
+    batch = default_batch(gpus, seq) if wishes.batch is None else wishes.batch
+    reasons = legality.problems(Layout(), shape, seq=seq, batch=batch, microbatch_size=1)
+    reasons += list(rules.bad_counts({"seq": seq, "gpus": gpus}).values())
+    if reasons:
+        raise FivefoldError("; ".join(dict.fromkeys(reasons)))
+    setting, notes = setting_of(machine, precision, headroom)
+    if wishes.batch is None:
+        notes.append(f"global batch {batch:,} sequences by default: say another with --batch")
+    runs_in = precision if precision in _RUNS else "bf16"
+    if runs_in != precision:
+        notes.append(f"estimated in {precision}; the runtime and the written plan have {runs_in}")
+    wishes = replace(wishes, seq=seq, precision=_runtime(runs_in))
+    question = Question(shape, gpus, seq, batch, domains(machine), fixed)
+    return Inquiry(wishes, shape, question, setting, tuple(notes))
+
+
+def _runtime(name: str) -> Precision:
+    return "fp32" if name == "fp32" else "fp16" if name == "fp16" else "bf16"
+
+
+def domains(machine: Machine) -> tuple[int, ...]:
+    """Sizes of the machine's domains, inside which sharding may stay."""
+    return tuple(tier.size for tier in machine.tiers if tier.size)
+
+
+def default_batch(gpus: int, seq: int) -> int:
+    """Sequences of 4 Mi tokens, of 1 Ki a GPU on a large machine; data ranks can share them."""
+    tokens = max(_LEAST_TOKENS, _TOKENS_PER_GPU * gpus)
+    odd = gpus
+    while odd % 2 == 0 and odd:
+        odd //= 2
+    return -(-max(1, tokens // seq) // max(1, odd)) * max(1, odd)
+
+
+def answer(asked: Inquiry, top: int, on_progress: Progress | None = None) -> Answer:
+    """Search, play what is best, and rank by what was played; refuse where nothing fits."""
+    result = search(asked.question, asked.setting, max(1, top) * _SPARE, on_progress)
+    if not result.best:
+        raise FivefoldError(_refusal(asked, result))
+    played = _best_of_each(_played(asked, _distinct(result.best, top)))
+    played[0] = recut(played[0])
+    fitting = [one for one in result.front if one.bytes <= asked.setting.capacity]
+    front = tuple(_played(asked, _few(fitting)))
+    numbers = (result.candidates, result.passed_over, result.seconds)
+    return Answer(asked, tuple(played[:top]), tuple(_falling(front)), *numbers)
+
+
+def _few(front: list[Candidate]) -> list[Candidate]:
+    """Some of a long front, from end to end."""
+    places = {round(i * (len(front) - 1) / (_MOST_FRONT - 1)) for i in range(_MOST_FRONT)}
+    return [front[place] for place in sorted(places)]
+
+
+def _distinct(found: list[Candidate], top: int) -> list[Candidate]:
+    """Of those that differ only in chunks or in what changes nothing, the best few."""
+    groups: dict[tuple[float, ...], list[Candidate]] = {}
+    for one in sorted(found, key=_plainness):
+        grid = one.grid
+        columns = (grid.tp, grid.cp, grid.pp, grid.dp, grid.ep, grid.etp, grid.rows)
+        key = tuple(each.item() for each in (*columns, grid.recompute, grid.schedule))
+        alike = groups.setdefault(key, [])
+        if all(one.grid.chunks.item() != other.grid.chunks.item() for other in alike):
+            alike.append(one)
+    ordered = sorted(groups.values(), key=lambda alike: alike[0].seconds)[: top + _SPARE_PLAYED]
+    # Of the foremost, another number of chunks too: the clock may order them otherwise.
+    return [one for alike in ordered[:3] for one in alike[:2]] + [each[0] for each in ordered[3:]]
+
+
+def _best_of_each(found: Iterable[Outlook]) -> list[Outlook]:
+    """By their played step, one for each number of chunks."""
+    best: dict[tuple[object, ...], Outlook] = {}
+    for one in sorted(found, key=lambda one: one.step):
+        plan = one.plan
+        key = (str(plan.layout), plan.wishes.schedule, plan.batch, plan.recompute)
+        best.setdefault(key, one)
+    return list(best.values())
+
+
+def _plainness(one: Candidate) -> tuple[float, ...]:
+    """Seconds to four digits, the kind of context by its place in the list, bytes."""
+    return float(f"{one.seconds:.4g}"), one.grid.context.item(), one.bytes
+
+
+def _played(asked: Inquiry, found: list[Candidate]) -> Iterator[Outlook]:
+    for one in found:
+        plan = resolve(wishes_of(one.grid, asked.wishes))
+        yield outlook(plan, asked.setting, bool(one.grid.offload.item()))
+
+
+def _falling(found: tuple[Outlook, ...]) -> Iterator[Outlook]:
+    """The front again, for played steps may lie otherwise than ranked ones."""
+    fastest = float("inf")
+    for one in sorted(found, key=lambda each: each.total):
+        if one.step < fastest:
+            fastest = one.step
+            yield one
+
+
+def _refusal(asked: Inquiry, result: Result) -> str:
+    """Why nothing fits, and how many GPUs it would take."""
+    question, setting = asked.question, asked.setting
+    head = f"{asked.shape.name} on {question.gpus:,} GPUs of {setting.machine.name}"
+    fixed = " ".join(f"{key}={value}" for key, value in (question.fixed or {}).items())
+    if result.leanest is None:
+        given = f" with {fixed}" if fixed else ""
+        return (
+            f"{head}: no legal layout{given} for a global batch of {question.batch:,} sequences of "
+            f"{question.seq:,} tokens; change --batch, --gpus or --fix"
+        )
+    lean = result.leanest
+    need = f"{lean.bytes / 2**30:,.1f} GiB of {setting.capacity / 2**30:,.1f}"
+    way = "lower the batch, the sequence or --headroom, or fix less"
+    if enough := gpus_needed(asked):
+        way = f"it takes {enough:,} GPUs"
+    leanest = f"the leanest layout, {layout_of(lean.grid)}, needs {need} a GPU"
+    return f"{head} does not fit: {leanest}; {way}"
+
+
+def gpus_needed(asked: Inquiry) -> int | None:
+    """The smallest number of GPUs, in powers of two from twice as many, on which something fits."""
+    gpus = 2 * asked.question.gpus
+    while gpus <= MOST_RANKS:
+        if search(asked.on(gpus).question, asked.setting, 1).best:
+            return gpus
+        gpus *= 2
+    return None
+
+
+def fewest(asked: Inquiry, top: int, on_progress: Progress | None = None) -> Answer:
+    """The answer on the fewest GPUs, halving those that are there as long as something fits."""
+    found = answer(asked, top, on_progress)
+    for gpus in _halves(asked.question.gpus):
+        smaller = asked.on(gpus)
+        if not search(smaller.question, smaller.setting, 1).best:
+            break
+        found = answer(smaller, top, on_progress)
+    return found
+
+
+def cheapest(asked: Inquiry, top: int, on_progress: Progress | None = None) -> Answer:
+    """The answer with the fewest GPU-hours a token, on as many GPUs as there are or fewer.
+
+    Offload is left out unless it is asked for: what it costs the host is not known.
+    """
+    fixed = {"offload": 0, **(asked.question.fixed or {})}
+    asked = replace(asked, question=replace(asked.question, fixed=fixed))
+    best = answer(asked, top, on_progress)
+    for gpus in _halves(asked.question.gpus):
+        smaller = asked.on(gpus)
+        if not search(smaller.question, smaller.setting, 1).best:
+            break
+        found = answer(smaller, top, on_progress)
+        if found.plans[0].tokens_per_s_per_gpu > best.plans[0].tokens_per_s_per_gpu:
+            best = found
+    return best
+
+
+def _halves(gpus: int) -> Iterator[int]:
+    while gpus % 2 == 0 and gpus > 1:
+        gpus //= 2
+        yield gpus
+
+
+def single(plan: Plan, machine: Machine, *, precision: str, headroom: float) -> Outlook:
+    """A plan whose layout is given."""
+    setting, notes = setting_of(machine, precision, headroom)
+    return outlook(replace(plan, notes=(*plan.notes, *notes)), setting)

@@ -1,0 +1,161 @@
+"""The software that runs a job, as far as its speed and memory depend on it.
+
+Which kernels a stack has and what it overlaps was taken from what its papers and rows say. Numbers
+that none of them gives (passes, host seconds, shares that hide, and `factor` above all) were chosen
+so that the step times of published runs come out; the reasons beside them are then our best guess.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+Attention = Literal["unfused", "flash2", "fused"]  # fused: cuDNN's and FlashAttention-3
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One way to run a job.
+
+    `wide_passes` and `narrow_passes` are how often the elementwise kernels of a layer's forward
+    read or write a token's activations: those of the model's width, which sequence parallelism
+    splits, and those that tensor parallelism splits (heads and the MLP's width).
+    """
+
+    name: str
+    attention: Attention = "fused"
+    wide_passes: float = 6.0
+    narrow_passes: float = 4.0
+    slot_passes: float = 4.0  # as wide_passes, for each copy of a token that goes to an expert
+    loss_bytes: float = 14.0  # moved for each token and word of the vocabulary
+    head_reach: float = 1.0  # of other products' speed: a vocabulary that is not padded is slow
+    accumulated_bytes: float = 8.0  # moved for each weight when a microbatch adds its gradient
+    launch: float = 0.0  # host seconds of a layer's forward: the floor of small layers
+    lag: float = (
+        0.0  # share of it that each further tensor rank adds: the slowest host is waited for
+    )
+    crowd: float = 0.0  # seconds that each tensor rank adds to a layer where stages cross nodes
+    expert_wait: float = 0.0  # seconds that a GPU idles in a layer with experts for the host, which
+    # waits for the counts of tokens first; forward, and as long backward
+    message: float = 0.0  # host seconds of one pipeline message
+    gathers_again: bool = False  # inputs of split products are kept as shards, and this shows
+    tp_hidden: float = 0.0  # share of tensor-parallel traffic that hides behind products
+    gradients_hidden: bool = True  # their sum runs behind the backward of the last microbatch
+    scatters_each: bool = True  # ZeRO-2 scatters gradients for every microbatch, not once a step
+    gathers_hidden: float = 1.0  # share of compute behind which the weights of ZeRO-3 come
+    gathers: int = 1  # collectives of a layer's weights under ZeRO-3
+    flat: bool = False  # rings do not keep to the node: each rank has the bandwidth of its own card
+    transfers_hidden: bool = True  # pipeline messages travel behind compute
+    scatters_messages: bool = False  # tp ranks without sp send a share each
+    late_check: bool = False  # the optimizer steps before the norm is known, and back if it must
+    by_cost: bool = False  # stages share layers and head by parameters, not layers alone
+    recomputed: float = 1.0  # share of the layers that full recomputation covers
+    repeated: float = 0.0  # share of the products that selective recomputation repeats
+    experts_hidden: float = 0.0  # share of dispatch and combine that hides
+    crosses_once: bool = (
+        True  # a token crosses to a node once, however many of its experts are there
+    )
+    gradient_bytes: int = 4  # of a summed gradient element
+    optimizer_bytes: float = 28.0  # moved for each element that the optimizer owns
+    fixed: float = 0.0  # seconds of a step that nothing explains: data, logging, the host
+    factor: float = 1.0
+
+
+# What fivefold does: blocks compiled one by one, fused attention and loss.
+OURS = Stack(
+    "fivefold", wide_passes=5.0, narrow_passes=3.0, accumulated_bytes=12.0, gathers_again=True
+)
+# Meta's of Llama 3. That gradients are summed once a step is assumed: each microbatch would not fit
+# the published times.
+META = replace(
+    OURS, name="meta-2024", accumulated_bytes=8.0, scatters_each=False, gathers_again=False
+)
+# Megatron-LM of 2021 and 2022: separate attention kernels, fp16 gradients summed after the last
+# backward, pipeline messages that nothing hides but each tensor rank sends a share of.
+MEGATRON_2021 = Stack(
+    "megatron-2021",
+    attention="unfused",
+    wide_passes=11.0,
+    narrow_passes=4.0,
+    loss_bytes=20.0,
+    gradients_hidden=False,
+    transfers_hidden=False,
+    scatters_messages=True,
+    accumulated_bytes=6.0,
+    gradient_bytes=2,
+    optimizer_bytes=20.0,
+)
+# DeepSpeed's pipeline sends whole activations from every tensor rank; bf16, so sums in 32 bits.
+DEEPSPEED_PIPELINE = replace(
+    MEGATRON_2021,
+    name="megatron-deepspeed-530b",
+    scatters_messages=False,
+    accumulated_bytes=12.0,
+    gradient_bytes=4,
+)
+# ZeRO-3 of 2021. Inferred from its six rows in SC21, whose time hardly falls with more GPUs: as if
+# it gathered matrix by matrix, fetched little ahead, and each rank had its own card's bandwidth.
+DEEPSPEED_2021 = replace(
+    MEGATRON_2021, name="deepspeed-zero3-2021", gathers_hidden=0.35, gathers=4, flat=True
+)
+MEGATRON_DEEPSPEED = replace(MEGATRON_2021, name="megatron-deepspeed", factor=0.98)
+# The same for small models on one node, where the host is the limit. All five numbers are fitted;
+# why the head is so slow there is not known (a vocabulary that is not padded would do it).
+MEGATRON_DEEPSPEED_SMALL = replace(
+    MEGATRON_2021,
+    name="megatron-deepspeed-small",
+    launch=1.47e-3,
+    lag=0.028,
+    head_reach=0.31,
+    fixed=7.7e-3,
+    factor=0.774,
+)
+# Eager, with an unfused loss in 32 bits. Its sweep shows a floor that grows with the tensor ranks
+# where a pipeline crosses nodes; the cause is not known.
+NANOTRON = Stack(
+    "nanotron",
+    attention="flash2",
+    wide_passes=8.0,
+    narrow_passes=4.0,
+    loss_bytes=36.0,
+    accumulated_bytes=12.0,
+    launch=1.86e-3,
+    crowd=1.86e-3,
+    by_cost=True,
+    transfers_hidden=False,
+    factor=1.21,
+)
+# Before its pipeline messages were repaired; what one cost then is fitted.
+NANOTRON_OLD = replace(NANOTRON, name="nanotron-old", message=0.23)
+# NVIDIA's stacks overlap tensor-parallel traffic; that half of it hides, and that gradients are
+# summed in 16 bits, is assumed.
+NEMO = Stack("nemo-25.02", tp_hidden=0.5, gradient_bytes=2)
+# Routed without dropping: the host must know the counts of tokens before it can launch the experts.
+# How long that takes, and what of the exchange hides, is fitted.
+BRIDGE = Stack(
+    "megatron-bridge",
+    tp_hidden=0.5,
+    gradient_bytes=2,
+    expert_wait=2.6e-3,
+    experts_hidden=0.5,
+)
+BRIDGE_GRAPHS = replace(BRIDGE, name="megatron-bridge-graphs", expert_wait=0.0)
+MODELZOO = replace(BRIDGE, name="megatron-moe", factor=0.88)
+# FSDP of Composer, eager, with gradients and states in 16 bits in most rows.
+FOUNDRY = Stack(
+    "llm-foundry",
+    attention="flash2",
+    wide_passes=16.0,
+    narrow_passes=5.8,
+    accumulated_bytes=4.0,
+    gradient_bytes=2,
+    optimizer_bytes=16.0,
+    factor=1.03,
+)
+# Compiled blocks under FSDP2; its selective recomputation keeps every second product.
+TITAN = Stack(
+    "torchtitan", attention="flash2", wide_passes=8.0, accumulated_bytes=4.0, repeated=0.5
+)
+TITAN_EAGER = replace(TITAN, name="torchtitan-eager", wide_passes=16.0, narrow_passes=6.0)
+ZERO_BUBBLE = replace(MEGATRON_2021, name="zero-bubble", late_check=True, factor=0.96)
+INTERN = Stack("internevo", attention="flash2", wide_passes=14.0, factor=1.05)

@@ -1,0 +1,1 @@
+"""Estimates held against runs that somebody measured."""

@@ -1,0 +1,169 @@
+"""Measured runs from JSONL files: one JSON object a line, in the fields below."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from fivefold.core.errors import BadFile, FivefoldError
+
+Row = Mapping[str, Any]
+_MOST_PROBLEMS = 12  # more of them tell nothing new
+
+
+class Field(NamedTuple):
+    """One key of a row; what is needed must be there, but may be null: unknown."""
+
+    kind: str
+    needed: bool
+    meaning: str
+
+
+FIELDS = {
+    "id": Field("text", True, "unique; its head names the source family, and so the software"),
+    "model": Field("text", True, "the model's name"),
+    "layers": Field("number", True, "transformer layers"),
+    "hidden": Field("number", True, "width of the model"),
+    "ffn_hidden": Field("number", False, "width inside the MLP, or inside one expert"),
+    "heads": Field("number", True, "attention heads"),
+    "kv_heads": Field("number", False, "heads of keys and values; as many as heads if left out"),
+    "vocab": Field("number", False, "words of the vocabulary"),
+    "experts": Field("number", False, "experts of a layer; null or left out: dense"),
+    "topk": Field("number", False, "experts that a token visits"),
+    "seq_len": Field("number", True, "tokens of a sequence"),
+    "gpu": Field("text", True, "which GPU, such as `a100-80g` or `h100-sxm`"),
+    "gpus": Field("number", True, "how many"),
+    "interconnect": Field("text", False, "the network in words, where it is not the usual one"),
+    "precision": Field("text", False, "`bf16`, `fp16`, `fp8`, `mxfp8`"),
+    "dp": Field("number", True, "data ranks"),
+    "zero": Field("number", False, "ZeRO stage, 0 to 3"),
+    "tp": Field("number", True, "tensor ranks"),
+    "sp": Field("flag", False, "sequence parallelism beside tp"),
+    "cp": Field("number", False, "context ranks"),
+    "pp": Field("number", True, "pipeline ranks"),
+    "vpp": Field("number", False, "chunks of layers a pipeline rank holds"),
+    "schedule": Field("text", False, "`1f1b`, `interleaved-1f1b`, `zb1p`, `zb2p`"),
+    "ep": Field("number", False, "expert ranks"),
+    "etp": Field("number", False, "tensor ranks inside experts"),
+    "micro_batch": Field("number", True, "sequences of a microbatch; null gives an interval"),
+    "global_batch": Field("number", True, "sequences of a step"),
+    "recompute": Field("text", True, "`none`, `selective`, `full`; null gives an interval"),
+    "achieved": Field("table", True, "what was measured, below"),
+    "extra": Field("table", False, "what only one source tells, such as `zero_group`"),
+    "notes": Field("text", False, "what else the source says of the run"),
+    "fully_specified": Field("flag", False, "whether the source leaves nothing open"),
+}
+ACHIEVED = {
+    "step_time_s": Field("number", False, "seconds of one optimizer step"),
+    "tokens_per_s_per_gpu": Field("number", False, "read where there is no step time"),
+    "tflops_per_gpu": Field(
+        "number",
+        False,
+        "read where there is neither, by the convention of `fivefold plan` (causal attention at "
+        "half, no recomputation), and reported apart",
+    ),
+    "peak_mem_gib": Field("number", False, "what the first rank's allocator reserved at its peak"),
+    "status": Field("text", False, "`Success`, `OOM`, or another word: failed for another reason"),
+}
+
+
+class Runs(NamedTuple):
+    """The rows of some files; a row whose id was seen before only fills what the first left out."""
+
+    rows: list[Row]
+    num_repeated: int
+
+
+def read(paths: Sequence[Path]) -> Runs:
+    """Every row of every file; all problems of a file are told at once, each with its line."""
+    found: dict[str, Row] = {}
+    lines = 0
+    for path in paths:
+        for row in _rows(path):
+            lines += 1
+            found[row["id"]] = {**row, **found.get(row["id"], {})}
+    return Runs(list(found.values()), lines - len(found))
+
+
+def _rows(path: Path) -> list[Row]:
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise FivefoldError(
+            f"cannot read {path}: {reason}; give a file with one JSON object a line"
+        ) from error
+    rows: list[Row] = []
+    problems: list[str] = []
+    seen: dict[str, int] = {}
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        row, wrong = _row(line)
+        name = row.get("id")
+        if not wrong and name in seen:
+            wrong = [f"id {name!r} is already in line {seen[name]}: every run needs its own"]
+        problems += [f"line {number}: {each}" for each in wrong]
+        rows.append(row)
+        seen[str(name)] = number
+    if not rows:
+        problems.append("it holds no run: give one JSON object a line")
+    if problems:
+        more = len(problems) - _MOST_PROBLEMS
+        rest = [f"and {more} more"] if more > 0 else []
+        raise BadFile(str(path), [*problems[:_MOST_PROBLEMS], *rest])
+    return rows
+
+
+def _row(line: str) -> tuple[dict[str, Any], list[str]]:
+    """One line's row, and what is wrong with it."""
+    try:
+        row = json.loads(line, parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:
+        return {}, [f"not JSON: {error}"]
+    if not isinstance(row, dict):
+        return {}, ["not a JSON object: write {...} with the fields of a run"]
+    table = cast(dict[str, Any], row)
+    wrong = list(_problems(table, FIELDS, ""))
+    if not table.get("id") and "id" in table:
+        wrong.append("id is empty: every run needs its own")
+    achieved = table.get("achieved")
+    if isinstance(achieved, dict):
+        wrong += _problems(cast(dict[str, Any], achieved), ACHIEVED, "achieved.")
+    elif "achieved" in table and achieved is None:
+        wrong.append("achieved is null: write {} where nothing was measured")
+    return table, wrong
+
+
+def _no_number(word: str) -> float:
+    raise ValueError(f"{word} is no number of JSON, write null")
+
+
+def _problems(table: Mapping[str, Any], fields: dict[str, Field], prefix: str) -> Iterator[str]:
+    for name, field in fields.items():
+        if name not in table and field.needed:
+            yield f"{prefix}{name} is missing: {field.meaning}; null where it is unknown"
+        value = table.get(name)
+        if value is not None and not _is(value, field.kind):
+            yield f"{prefix}{name} = {value!r} is no {_KINDS[field.kind]}: {field.meaning}"
+        elif fields is ACHIEVED and field.kind == "number" and value is not None and value <= 0:
+            yield f"{prefix}{name} = {value!r} must be above 0; null where it is unknown"
+
+
+_KINDS = {
+    "text": "text",
+    "number": "finite number",
+    "flag": "true or false",
+    "table": "JSON object",
+}
+
+
+def _is(value: object, kind: str) -> bool:
+    if kind == "number":
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return False
+        return math.isfinite(value)
+    return isinstance(value, {"text": str, "flag": bool, "table": dict}[kind])

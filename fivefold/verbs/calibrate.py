@@ -1,0 +1,250 @@
+"""`fivefold calibrate`: measure this machine, and write what software reaches of it to a file."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fivefold.core import machine as machines
+from fivefold.core.errors import FivefoldError
+from fivefold.core.machine import Machine
+from fivefold.report.files import write_text
+from fivefold.verbs.options import above
+
+if TYPE_CHECKING:
+    from fivefold.core.estimate.calibrated import Measured
+    from fivefold.core.estimate.fit import Sample
+    from fivefold.run.calibration_rings import Launched
+
+Tick = Callable[[], None]
+
+_OUTPUT = Path("machine.toml")
+_MOST_RANKS = 64  # processes that one machine is asked to run
+_MOST_SECONDS = 120.0
+
+
+def run(
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Machine file to write (default machine.toml)."),
+    ] = None,
+    base: Annotated[
+        str | None,
+        typer.Option(help="Preset that holds all else (default: by the GPU's name, or laptop)."),
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(help="Forked ranks whose rings are measured, on CPUs.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda (default: a GPU if any).")] = None,
+    seconds: Annotated[float, typer.Option(help="Time to measure in, 120 at most.")] = 120.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure this machine in two minutes: products, attention, copies, launches and rings."""
+    began = time.perf_counter()
+    preset = None if base is None else _preset(base)
+    above("seconds", seconds, 0.0)
+    if seconds > _MOST_SECONDS:
+        raise FivefoldError(f"--seconds {seconds:g}: give {_MOST_SECONDS:g} at most")
+    if ranks is not None and not 1 <= ranks <= _MOST_RANKS:
+        raise FivefoldError(f"--ranks {ranks}: give a number from 1 to {_MOST_RANKS}")
+    if device not in (None, "cpu", "cuda"):
+        raise FivefoldError(f"unknown --device {device!r}: choose from cpu, cuda")
+    target = _target(output)
+    # Here, so that a mistake on the command line is answered before torch is loaded.
+    from fivefold.run.calibration_rings import launched
+
+    mine = launched()
+    chosen = _device(device, ranks, mine)
+    if chosen == "cpu":
+        mine = None  # its ranks are forked here
+    _measure_and_write(preset, target, chosen, ranks or 1, mine, began, seconds, as_json)
+
+
+def _preset(name: str) -> Machine:
+    """A file can only start from a preset."""
+    if name.lower() not in machines.presets():
+        known = ", ".join(machines.presets())
+        raise FivefoldError(f"unknown --base {name!r}: choose from {known}")
+    return machines.load(name.lower())
+
+
+def _target(output: Path | None) -> Path:
+    """Where the file goes; known to be possible before two minutes are spent."""
+    if output is None and _OUTPUT.exists():
+        raise FivefoldError(f"{_OUTPUT} exists: say -o {_OUTPUT} to write over it, or another name")
+    target = output or _OUTPUT
+    if target.suffix != ".toml":
+        raise FivefoldError(f"-o {target}: give a name that ends in .toml, as --machine wants it")
+    if not target.parent.is_dir():
+        raise FivefoldError(f"cannot write {target}: give a path in a folder that exists")
+    return target
+
+
+def _device(asked: str | None, ranks: int | None, mine: Launched | None) -> str:
+    """The kind of device; refused where it or its ranks cannot be had."""
+    from fivefold.run.ranks import num_gpus
+
+    gpus = num_gpus()
+    if asked == "cuda" and not gpus:
+        raise FivefoldError("--device cuda: no GPU is seen here; use --device cpu")
+    chosen = asked or ("cuda" if gpus else "cpu")
+    if chosen == "cpu" and mine is not None and mine.ranks > 1:
+        raise FivefoldError("torchrun is for GPUs: measure the rings of CPUs with --ranks")
+    if chosen == "cuda" and ranks not in (None, mine.ranks if mine else 1):
+        raise FivefoldError(
+            f"--ranks {ranks} on GPUs needs a process each: start it with torchrun "
+            f"--nproc_per_node {ranks} -m fivefold calibrate"
+        )
+    return chosen
+
+
+def _measure_and_write(
+    preset: Machine | None,
+    target: Path,
+    device: str,
+    ranks: int,
+    mine: Launched | None,
+    began: float,
+    seconds: float,
+    as_json: bool,
+) -> None:
+    """Measure, write and print; under torchrun rank 0 alone does all but the rings."""
+    from fivefold.core.estimate.calibrated import RINGS, calibrate
+    from fivefold.report.calibration_text import file_text, table_json, table_text
+
+    base, notes = _base(preset, device, mine)
+    dtype = _dtype(base, device)
+    ranks = mine.ranks if mine else ranks
+    _require_one_domain(base, ranks)
+    with _bar(mine is None or not mine.rank, seconds) as tick:
+        rings = _rings(ranks, mine, seconds, tick)
+        if mine is not None and mine.rank:
+            return
+        measured = _measured(base, device, dtype, began + seconds, tick, notes)
+    if rings:
+        measured = replace(measured, ranks=ranks, samples={**measured.samples, RINGS: rings})
+    source = _source(measured)
+    found = calibrate(base, measured, source)
+    write_text(target, file_text(found, measured, source))
+    machines.load(target)  # what was written can be read
+    spent = time.perf_counter() - began
+    if as_json:
+        told = {"written": str(target), "seconds": spent, **table_json(found, measured)}
+        typer.echo(json.dumps(told))
+        return
+    lines = [f"{source}; base {base.name}", "", *table_text(found, measured)]
+    typer.echo("\n".join([*lines, "", f"{target} written in {spent:.0f} s"]))
+
+
+def _base(preset: Machine | None, device: str, mine: Launched | None) -> tuple[Machine, list[str]]:
+    """The preset to start from, and what is to be said where it was guessed."""
+    if preset is not None:
+        return preset, []
+    if device == "cpu":
+        return machines.load("laptop"), []
+    import torch
+
+    from fivefold.core.estimate.calibrated import guess_base
+
+    properties = torch.cuda.get_device_properties(mine.local_rank if mine else 0)
+    name = guess_base(properties.name, properties.total_memory)
+    note = f"base {name} was guessed from {properties.name!r}; if it is another, say --base"
+    return machines.load(name), [note]
+
+
+def _dtype(base: Machine, device: str) -> str:
+    """What products are measured in; refuses a base that has no peak for it."""
+    dtype = "fp32" if device == "cpu" else "bf16" if base.peaks.bf16 else "fp16"
+    base.peak(dtype)
+    return dtype
+
+
+def _require_one_domain(base: Machine, ranks: int) -> None:
+    """Rings over several tiers would not tell which of them they waited for."""
+    tier = base.tiers[0]
+    if tier.size is not None and ranks > tier.size:
+        raise FivefoldError(
+            f"{ranks} ranks are more than one {tier.name} domain of {base.name} holds: start "
+            f"{tier.size} at most"
+        )
+
+
+def _rings(ranks: int, mine: Launched | None, seconds: float, tick: Tick) -> list[Sample]:
+    """Times of rings, where there are several ranks."""
+    if ranks == 1:
+        return []
+    from fivefold.run.calibration import RINGS_SHARE
+    from fivefold.run.calibration_rings import forked_rings, launched_rings
+    from fivefold.run.ranks import RankLost
+
+    time_for_it = RINGS_SHARE * seconds
+    if mine is not None:
+        return launched_rings(mine, time_for_it)
+    try:
+        return forked_rings(ranks, time_for_it, tick)
+    except RankLost as error:
+        raise FivefoldError(f"the ranks cannot be measured: {error}; give fewer --ranks") from error
+
+
+def _measured(
+    base: Machine,
+    kind: str,
+    dtype: str,
+    until: float,
+    tick: Tick,
+    notes: list[str],
+) -> Measured:
+    """Times of one device."""
+    import torch
+
+    from fivefold.core.estimate.calibrated import Measured
+    from fivefold.run.calibration import Bench, device_name
+
+    if kind == "cpu":
+        torch.set_num_threads(1)  # a rank is one process on one core
+    device = torch.device(kind)
+    bench = Bench(device, dtype, until, tick, notes)
+    try:
+        samples = bench.measure(fp8="fp8" in base.peaks.known())
+    except torch.OutOfMemoryError as error:
+        raise FivefoldError(
+            "the GPU has too little free memory, of which several GiB are needed: end what else "
+            "runs on it"
+        ) from error
+    return Measured(device_name(device), dtype, samples, bench.launch(), notes=bench.notes)
+
+
+def _source(measured: Measured) -> str:
+    """Where the numbers come from, as the file says it."""
+    import torch
+
+    ranks = f", {measured.ranks} ranks" if measured.ranks > 1 else ""
+    return (
+        f"Measured by fivefold calibrate on {datetime.date.today().isoformat()}: "
+        f"{measured.device} in {measured.dtype}, torch {torch.__version__}{ranks}"
+    )
+
+
+@contextmanager
+def _bar(wanted: bool, seconds: float) -> Iterator[Tick]:
+    """One progress bar, where somebody looks."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    if not wanted or not console.is_terminal:
+        yield lambda: None
+        return
+    columns = (TextColumn("calibrate"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("calibrate", total=seconds)
+        began = time.perf_counter()
+        yield lambda: progress.update(task, completed=time.perf_counter() - began)

@@ -1,0 +1,40 @@
+"""Ledgers for tests: a grid of one layout, its books, and what a layer of it keeps."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fivefold.core import machine as machines
+from fivefold.core.estimate import stack as stacks
+from fivefold.core.estimate.activations import Activations
+from fivefold.core.estimate.grid import SCHEDULES, Grid
+from fivefold.core.estimate.keeps import Keeps, keeps_of
+from fivefold.core.estimate.ledger import Ledger, ledger
+from fivefold.core.shape import Shape
+
+H100 = machines.load("h100")
+# A sweep of nanotron, December 2024: a Llama of 1.34 B and one of 8.86 B, 4,096 tokens a row.
+SMALL = Shape("1.34b", 16, 2048, 32, 32, 64, 8192, 131072, 4096, tied=True)
+LARGE = Shape("8.86b", 32, 4096, 32, 32, 128, 14336, 131072, 4096)
+
+
+def grid_of(*, sp: bool = True, offload: bool = False, schedule: str = "1f1b", **said: int) -> Grid:
+    names = ("tp", "cp", "pp", "replicate", "shard", "ep", "etp", "zero", "chunks", "rows")
+    names += ("microbatches", "recompute")
+    numbers = [said.pop(name, 0 if name in ("zero", "recompute") else 1) for name in names]
+    assert not said, said
+    columns = {name: np.array([float(each)]) for name, each in zip(names, numbers, strict=True)}
+    columns["schedule"] = np.array([float(SCHEDULES.index(schedule))])
+    return Grid(**columns, sp=np.array([sp]), offload=np.array([offload]))
+
+
+def books_of(
+    shape: Shape, grid: Grid, stack: stacks.Stack = stacks.OURS, seq: int = 4096
+) -> Ledger:
+    return ledger(shape, H100, stack, grid, seq, "bf16")
+
+
+def kept(
+    shape: Shape, stack: stacks.Stack, grid: Grid, seq: int, keeps: Keeps | None = None
+) -> Activations:
+    return Activations(shape, stack, keeps or keeps_of(stack.name), grid, seq, 2, 1.0)

@@ -1,0 +1,175 @@
+"""`plan` with a machine: the JSON contract, the sentences, and what bad input gets."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fivefold.cli import main
+from fivefold.core.machine import presets
+
+SMALL = ("plan", "llama-3.1-8b", "--machine", "h100", "--gpus", "16", "--batch", "64")
+MEMORY = {"weights", "gradients", "master", "optimizer", "activations", "logits", "total"}
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    with pytest.raises(SystemExit) as stop:
+        main(list(words))
+    output = capsys.readouterr()
+    assert stop.value.code == 0, output.err
+    return output.out
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    return json.loads(run(capsys, *words, "--json"))
+
+
+def refuse(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    with pytest.raises(SystemExit) as stop:
+        main(list(words))
+    output = capsys.readouterr()
+    assert stop.value.code == 2 and not output.out and "Traceback" not in output.err
+    return output.err
+
+
+def test_the_contract(capsys: pytest.CaptureFixture[str]) -> None:
+    table = run_json(capsys, *SMALL, "--top", "4")
+    assert table["candidates"] > 1000 and table["seconds"] > 0
+    assert len(table["layouts"]) == 4
+    steps = [one["step_s"] for one in table["layouts"]]
+    assert steps == sorted(steps)
+    for one in table["layouts"]:
+        assert one["memory_gib"].keys() >= MEMORY
+        parts = [size for name, size in one["memory_gib"].items() if name != "total"]
+        assert sum(parts) == pytest.approx(one["memory_gib"]["total"])
+        assert one["memory_gib"]["total"] <= 0.95 * 79.2
+        assert sum(one["time_s"].values()) == pytest.approx(one["step_s"])
+        tokens = 64 * 8192 / one["step_s"] / 16
+        assert one["tokens_per_s_per_gpu"] == pytest.approx(tokens)
+        assert 0 < one["mfu"] < 1 and 0 <= one["bubble"] < 1 and one["because"]
+        assert {"zero", "schedule", "chunks", "microbatch_size", "recompute"} <= one.keys()
+    fronts = table["front"]
+    assert [one["step_s"] for one in fronts] == sorted(one["step_s"] for one in fronts)[::-1]
+
+
+def test_the_best_is_written_and_read_back(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "plan.toml"
+    best = run_json(capsys, *SMALL, "--top", "1", "-o", str(path))["layouts"][0]
+    (again,) = run_json(capsys, "plan", str(path))["layouts"]
+    for key in ("layout", "zero", "schedule", "step_s", "mfu", "memory_gib", "recompute"):
+        assert again[key] == best[key]
+
+
+def test_what_is_fixed_stays(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--fix", "tp=4", "pp=2", "schedule=zb-v", "--recompute", "full", "--zero", "1")
+    for one in run_json(capsys, *SMALL, *words)["layouts"]:
+        assert "tp=4" in one["layout"] and "pp=2" in one["layout"]
+        assert (one["schedule"], one["recompute"], one["zero"]) == ("zb-v", "full", 1)
+
+
+def test_every_sentence_has_its_number(capsys: pytest.CaptureFixture[str]) -> None:
+    """A neighbour that is said to be too large is too large, by as much as is said."""
+    words = ("plan", "llama-3.1-70b", "--machine", "h100", "--layout", "dp=4", "tp=8", "pp=2")
+    words = (*words, "--zero", "1", "--batch", "64", "--recompute", "full")
+    (one,) = run_json(capsys, *words)["layouts"]
+    (zero,) = (text for text in one["because"] if text.startswith("ZeRO-1"))
+    other = run_json(capsys, *words, "--zero", "0")["layouts"][0]
+    over = other["memory_gib"]["total"] - 0.95 * 79.18
+    if over > 0:
+        said = float(zero.split("ZeRO-0 takes ")[1].split(" GiB")[0])
+        assert said == pytest.approx(over, abs=0.2)
+    else:
+        assert "ZeRO-0 is" in zero
+    assert any(text.startswith("tp=8 within nvlink (8 GPUs): ") for text in one["because"])
+    assert any("tp=16 over network" in text for text in one["because"])
+
+
+def test_people_get_a_table_bars_and_reasons(capsys: pytest.CaptureFixture[str]) -> None:
+    text = run(capsys, *SMALL, "--top", "3", "--tokens", "1e12", "--price", "2")
+    for words in ("layouts weighed", "tokens/s/GPU", "activations", "GPU-hours", "why  ", "front"):
+        assert words in text
+    hours = run_json(capsys, *SMALL, "--top", "1", "--tokens", "1e12", "--price", "2")["run"]
+    assert hours["price"] == pytest.approx(2 * hours["gpu_hours"])
+    assert hours["gpu_hours"] == pytest.approx(hours["days"] * 24 * 16)
+
+
+def test_each_dimension_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    table = run_json(capsys, *SMALL, "--compare")["strategies"]
+    names = [one["strategy"] for one in table]
+    assert names == ["DP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "TP", "TP+SP", "PP", "CP"]
+    weights = {one["strategy"]: one["estimate"]["memory_gib"]["weights"] for one in table}
+    assert weights["ZeRO-3"] == pytest.approx(weights["DP"] / 16, rel=0.01)
+    assert "tp" in {each["axis"] for one in table[4:5] for each in one["collectives"]}
+    assert all(one["drawback"] for one in table)
+    assert "DP: " in run(capsys, *SMALL, "--compare")
+
+
+def test_curves(capsys: pytest.CaptureFixture[str]) -> None:
+    words = (*SMALL, "--sweep", "seq=8k..32k", "--fix", "recompute=full")
+    points = run_json(capsys, *words)["points"]
+    assert {one["seq"] for one in points} == {8192, 16384, 32768}
+    best = {
+        (one["strategy"], one["seq"]): one["estimate"]["tokens_per_s_per_gpu"]
+        for one in points
+        if one["fits"]
+    }
+    for (_, seq), speed in best.items():
+        assert speed <= best["all", seq] * 1.02
+    assert "tokens/s/GPU along seq" in run(capsys, *words)
+
+
+def test_what_if(capsys: pytest.CaptureFixture[str]) -> None:
+    before, after = run_json(capsys, *SMALL, "--what-if", "gpus=2x")["layouts"]
+    assert after["step_s"] < before["step_s"]
+    layout = ("plan", "llama-3.1-8b", "--machine", "h100", "--layout", "dp=8", "tp=2")
+    _, after = run_json(capsys, *layout, "--batch", "64", "--what-if", "gpus=2x")["layouts"]
+    assert after["layout"] == "dp=16 tp=2"
+
+
+def test_objectives(capsys: pytest.CaptureFixture[str]) -> None:
+    fewest = run_json(capsys, *SMALL, "--top", "1", "--objective", "gpus")
+    assert fewest["gpus"] < 16
+    cheapest = run_json(capsys, *SMALL, "--top", "1", "--objective", "gpu-hours")
+    fastest = run_json(capsys, *SMALL, "--top", "1")
+    speeds = [t["layouts"][0]["tokens_per_s_per_gpu"] for t in (cheapest, fastest)]
+    assert speeds[0] >= speeds[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["plan", "llama-3.1-405b", "--machine", "h100", "--gpus", "8"], "it takes "),
+        (["plan", "tiny", "--machine", "h101", "--gpus", "8"], ", ".join(presets())),
+        ([*SMALL, "--fix", "tb=8"], "choose from chunks"),
+        ([*SMALL, "--fix", "tp=x"], "as in tp=8"),
+        ([*SMALL, "--fix", "tp=5"], "no legal layout with tp=5"),
+        ([*SMALL, "--fix", "dp=3"], "no legal layout with dp=3"),
+        ([*SMALL, "--fix", "recompute=some"], "choose from full, none, selective"),
+        ([*SMALL, "--objective", "money"], "choose from"),
+        ([*SMALL, "--headroom", "1"], "--headroom 1.0"),
+        ([*SMALL, "--top", "0"], "--top 0"),
+        ([*SMALL, "--tokens", "-1"], "--tokens -1.0"),
+        ([*SMALL, "--sweep", "tp=1..8"], "seq=4k..1m"),
+        ([*SMALL, "--sweep", "seq=8k..4k"], "that rise"),
+        ([*SMALL, "--what-if", "gpu=2x"], "did you mean gpus"),
+        ([*SMALL, "--what-if", "gpus=1.01x"], "no whole number"),
+        ([*SMALL, "--stage-layers", "1,2"], "is for a given layout"),
+        ([*SMALL, "--precision", "fp9"], "did you mean"),
+        (["plan", "tiny", "--tokens", "1e9"], "say on what with --machine"),
+        (
+            ["plan", "gpt2", "--machine", "h100", "--gpus", "8", "--seq", "4096"],
+            "learned positions",
+        ),
+        (["plan", "tiny", "--machine", "h100", "--layout", "dp=2", "--fix", "tp=2"], "a search"),
+        (["plan", "tiny", "--machine", "h100", "--layout", "dp=4", "--batch", "6"], "multiple"),
+    ],
+)
+def test_bad_input_is_refused(
+    capsys: pytest.CaptureFixture[str], words: list[str], says: str
+) -> None:
+    assert says in refuse(capsys, *words)

@@ -1,0 +1,30 @@
+"""The great runs that come with fivefold: each resolves, and says where it is from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fivefold.core.estimate.planner import single
+from fivefold.core.machine import PRESETS
+from fivefold.core.plan import read, resolve
+
+RUNS = sorted((PRESETS / "runs").glob("*.toml"))
+
+
+def test_all_are_there() -> None:
+    assert {run.stem for run in RUNS} == {
+        "bloom-176b", "deepseek-67b", "deepseek-v2", "deepseek-v3", "llama-1-65b", "llama-2-70b",
+        "llama-3.1-405b-128k", "llama-3.1-405b-8k", "megatron-1t", "mt-nlg-530b", "palm-540b",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
+def test_each_plans_whole(path: Path) -> None:
+    text = path.read_text("utf-8")
+    assert "# source: " in text and "# confidence: " in text and "# assumed: " in text
+    plan = resolve(read(path))
+    assert plan.machine is not None and plan.layout.world >= 384
+    found = single(plan, plan.machine, precision="bf16", headroom=0.05)
+    assert 0.1 < found.mfu < 0.7

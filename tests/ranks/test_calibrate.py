@@ -1,0 +1,110 @@
+"""`fivefold calibrate` on this machine's CPU: a file that `plan` takes, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fivefold.cli import main
+from fivefold.core.machine import load, presets
+from fivefold.run.ranks import num_gpus
+
+TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in TORCHRUN:
+        monkeypatch.delenv(name, raising=False)
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    with pytest.raises(SystemExit) as stop:
+        main(list(words))
+    output = capsys.readouterr()
+    assert stop.value.code == 0, output.err
+    return output.out
+
+
+def refuse(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    with pytest.raises(SystemExit) as stop:
+        main(["calibrate", *words])
+    output = capsys.readouterr()
+    assert stop.value.code == 2
+    assert not output.out and "Traceback" not in output.err
+    return output.err
+
+
+def test_plan_takes_the_file(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("calibrate", "--device", "cpu", "--seconds", "1", "--ranks", "2", "--json")
+    table: dict[str, Any] = json.loads(run(capsys, *words))
+    machine = load("./machine.toml")
+    assert table["base"] == "laptop" and table["dtype"] == "fp32" and table["ranks"] == 2
+    constants = table["constants"]
+    assert [*constants] == ["matmul", "start", "attention", "memory", "links", "latency"]
+    assert machine.efficiency.matmul == constants["matmul"]["measured"]
+    assert machine.efficiency.links == (constants["links"]["measured"],)
+    assert machine.tiers[0].link.latency == constants["latency"]["measured"]
+    assert all(each["error"]["worst"] >= each["error"]["median"] for each in constants.values())
+    assert table["launch_s"] > 0
+    hops = {sample["starts"] for sample in table["samples"]["links"]}
+    assert hops == {1.0}
+    planned = ("plan", "tiny", "--layout", "dp=2", "--precision", "fp32", "--json")
+    slow = json.loads(run(capsys, *planned, "--machine", "./machine.toml"))
+    assert slow["layouts"][0]["step_s"] > 0
+
+
+def test_the_text_names_the_file(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("calibrate", "--device", "cpu", "--seconds", "0.5", "-o", "here.toml")
+    text = run(capsys, *words)
+    assert "here.toml written in" in text and "launch floor" in text
+    assert "attention_old was not measured" in text
+    assert Path("here.toml").read_text("utf-8").startswith("# Measured by fivefold calibrate on ")
+    assert load("here.toml").tiers == load("laptop").tiers  # no ranks, no rings
+
+
+def test_an_unknown_base_lists_the_known(capsys: pytest.CaptureFixture[str]) -> None:
+    error = refuse(capsys, "--base", "h2000")
+    assert all(name in error for name in presets())
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--seconds", "0"), "--seconds"),
+        (("--seconds", "nan"), "--seconds"),
+        (("--seconds", "3600"), "120 at most"),
+        (("--ranks", "0"), "from 1 to 64"),
+        (("--ranks", "65"), "from 1 to 64"),
+        (("--device", "gpu"), "choose from cpu, cuda"),
+        (("-o", "machine"), "ends in .toml"),
+        (("-o", "nowhere/machine.toml"), "a folder that exists"),
+        (("--device", "cpu", "--base", "tpu-v4", "--seconds", "1"), "no peak for 'fp32'"),
+    ],
+)
+def test_bad_input(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], says: str) -> None:
+    assert says in refuse(capsys, *words)
+    assert not [*Path().iterdir()]
+
+
+def test_a_file_is_written_over_only_when_named(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("machine.toml").write_text("mine", "utf-8")
+    assert "say -o machine.toml to write over it" in refuse(capsys, "--device", "cpu")
+    assert Path("machine.toml").read_text("utf-8") == "mine"
+
+
+@pytest.mark.skipif(num_gpus() > 0, reason="there is a GPU here")
+def test_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no GPU is seen here" in refuse(capsys, "--device", "cuda")
+
+
+def test_torchrun_is_for_gpus(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in zip(TORCHRUN, "002", strict=True):
+        monkeypatch.setenv(name, value)
+    assert "with --ranks" in refuse(capsys, "--device", "cpu")

@@ -1,0 +1,62 @@
+"""What split products keep for backward: a rank's own tokens, or those of all tp ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from fivefold.core.plan import Plan, Wishes
+from fivefold.parallel.compose import compose
+from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.wires import Wires
+from fivefold.run.ranks import Pool, Worker
+from fivefold.run.samples import samples
+from fivefold.verbs.verify import runnable
+
+LAYERS = 3
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool(2) as forked:
+        yield forked
+
+
+def gathered(worker: Worker, plan: Plan) -> tuple[int, int]:
+    """How many gathered tensors live on between forward and backward, and of how many."""
+    with worker.joined(plan.layout.world):
+        mesh = Mesh.of(plan, torch.device("cpu"))
+        job = compose(plan, mesh, seed=0, dtype=torch.float64)
+        made: list[StorageWeakRef] = []
+        gather = Wires.gather
+
+        def noted(self: Wires, x: Tensor) -> Tensor:
+            whole = gather(self, x) + 0  # wait for it, as plain memory
+            made.append(StorageWeakRef(whole.untyped_storage()))
+            return whole
+
+        drawn = samples(plan.batch, plan.shape.vocab, 0, 0)
+        batch = job.local(drawn.of(0)[0])
+        with patch.object(Wires, "gather", noted):
+            loss = job.chunks[0].model(batch.tokens, batch)
+            alive, num_made = sum(not each.expired() for each in made), len(made)
+            loss.backward()
+        again = len(made) - num_made
+        mesh.groups.clear()
+        return alive, again
+
+
+@pytest.mark.parametrize(
+    ("keep", "alive", "again"), [("shard", 1, 2 * LAYERS), ("gathered", 2 * LAYERS + 1, 0)]
+)
+def test_products_keep_what_is_asked(pool: Pool, keep: str, alive: int, again: int) -> None:
+    """The head keeps what was gathered for it either way: its backward comes next."""
+    plan = runnable(Wishes("tiny", layout="tp=2", tp_keep=keep, set={"layers": str(LAYERS)}))
+    found = pool.run_each([(gathered, (plan,))] * 2)
+    mirrors = 2 * LAYERS + 1  # gradients of what leaves: attention and MLP, and the embedding
+    assert found == [(alive, again + mirrors)] * 2
