@@ -52,6 +52,9 @@ def run(
     precision: Annotated[
         str | None, typer.Option(help="Estimate in bf16, fp8, fp16 or fp32.")
     ] = None,
+    kernels: Annotated[
+        str, typer.Option(help="How the host launches them: compiled, eager, graphs.")
+    ] = "compiled",
     what_if: Annotated[
         str | None, typer.Option(help='The same job changed: "gpus=2x", "machine=gb200".')
     ] = None,
@@ -71,6 +74,7 @@ def run(
         "objective": objective,
         "headroom": headroom,
         "precision": precision,
+        "kernels": one_of("kernels", kernels, ("compiled", "eager", "graphs")),
         "what_if": what_if,
         "compare": compare,
         "sweep": sweep,
@@ -140,7 +144,7 @@ def _given(wishes: Wishes, options: dict[str, Any]) -> Printed:
     began = time.perf_counter()
     plan = resolve(wishes)
     chosen = {"precision": options["precision"] or wishes.precision}
-    chosen["headroom"] = options["headroom"]
+    chosen |= {"headroom": options["headroom"], "kernels": options["kernels"]}
     table, lines = _resolved(plan, options["output"])
     found = single(plan, _machine(plan), **chosen)
     if options["what_if"] is not None:
@@ -195,7 +199,8 @@ def _inquiry(wishes: Wishes, options: dict[str, Any], fixed: dict[str, int | str
 
     precision = one_of("precision", options["precision"] or wishes.precision, PRECISIONS)
     machine = machines.load(wishes.machine or "")
-    return inquiry(wishes, machine, fixed, precision=precision, headroom=options["headroom"])
+    how = {"headroom": options["headroom"], "kernels": options["kernels"]}
+    return inquiry(wishes, machine, fixed, precision=precision, **how)
 
 
 def _changed(asked: Inquiry, options: dict[str, Any], fixed: dict[str, int | str]) -> Inquiry:

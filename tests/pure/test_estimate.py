@@ -30,13 +30,14 @@ SYNCHRONOUS = [family for family in FAMILIES if not family.asynchronous]
 CASES = 500
 NEAR = 0.02  # of the played step
 ROUGH = ("v-half", "v-min")  # greedy orders, for which there is no chain to follow
-# Where not all plans are near: the share that is, and the furthest. Every plan that is shown is
-# played, so that these cost rank, not truth.
+# Where not all plans are near: the share that is, and the furthest, measured on these very cases.
+# They hold the forms where they are, and prove no more. Every plan that is shown is played, so that
+# they cost rank, not truth.
 REACHED = {
     "interleaved": (0.95, 0.04),
     "bfs": (0.95, 0.08),
     "zb-h1": (0.97, 0.03),
-    "zb-interleaved": (0.97, 0.05),
+    "zb-interleaved": (0.95, 0.08),  # the furthest where the host is the limit
     "zb-v": (0.97, 0.021),
     "v-half": (0.59, 0.18),
     "v-min": (0.47, 0.22),

@@ -11,7 +11,7 @@ from fivefold.core.estimate.candidate import layout_of, wishes_of
 from fivefold.core.estimate.outlook import Outlook, outlook
 from fivefold.core.estimate.search import Candidate, Result, Setting, search
 from fivefold.core.estimate.space import Question
-from fivefold.core.estimate.stack import OURS
+from fivefold.core.estimate.stack import KERNELS, OURS
 from fivefold.core.estimate.uneven import recut
 from fivefold.core.layout import MOST_RANKS, Layout
 from fivefold.core.machine import Machine
@@ -57,16 +57,18 @@ class Answer:
     seconds: float
 
 
-def setting_of(machine: Machine, precision: str, headroom: float) -> tuple[Setting, list[str]]:
+def setting_of(
+    machine: Machine, precision: str, headroom: float, kernels: str
+) -> tuple[Setting, list[str]]:
     """How the job is estimated; a precision that the chip lacks is replaced, and that is said."""
-    known = machine.peaks.known()
+    known, stack = machine.peaks.known(), replace(OURS, launch=KERNELS[kernels])
     if precision in known:
-        return Setting(machine, OURS, precision, headroom), []
+        return Setting(machine, stack, precision, headroom), []
     if precision == "fp8":
         machine.peak(precision)  # which says what there is
     other = next((each for each in _RUNS if each in known), next(iter(known)))
     note = f"{machine.name} has no {precision} units: estimated in {other}"
-    return Setting(machine, OURS, other, headroom), [note]
+    return Setting(machine, stack, other, headroom), [note]
 
 
 def inquiry(
@@ -76,6 +78,7 @@ def inquiry(
     *,
     precision: str,
     headroom: float,
+    kernels: str = "compiled",
 ) -> Inquiry:
     """What is asked, with defaults for the sequence and the batch."""
     shape = models.with_overrides(models.load(wishes.model), wishes.set)
@@ -86,7 +89,7 @@ def inquiry(
     reasons += list(rules.bad_counts({"seq": seq, "gpus": gpus}).values())
     if reasons:
         raise FivefoldError("; ".join(dict.fromkeys(reasons)))
-    setting, notes = setting_of(machine, precision, headroom)
+    setting, notes = setting_of(machine, precision, headroom, kernels)
     if wishes.batch is None:
         notes.append(f"global batch {batch:,} sequences by default: say another with --batch")
     runs_in = precision if precision in _RUNS else "bf16"
@@ -244,7 +247,9 @@ def _halves(gpus: int) -> Iterator[int]:
         yield gpus
 
 
-def single(plan: Plan, machine: Machine, *, precision: str, headroom: float) -> Outlook:
+def single(
+    plan: Plan, machine: Machine, *, precision: str, headroom: float, kernels: str = "compiled"
+) -> Outlook:
     """A plan whose layout is given."""
-    setting, notes = setting_of(machine, precision, headroom)
+    setting, notes = setting_of(machine, precision, headroom, kernels)
     return outlook(replace(plan, notes=(*plan.notes, *notes)), setting)
