@@ -36,7 +36,7 @@ verify-all: setup
 	$(BIN)/python -m tests.ranks.pipelines > docs/verified-pipelines.md
 	$(BIN)/python -m tests.ranks.contexts > docs/verified-contexts.md
 	$(BIN)/python -m tests.ranks.covering > docs/verified-combinations.md
-	FIVEFOLD_ALL_CASES=1 $(BIN)/python -m pytest -q tests/ranks/test_traffic_real.py
+	FIVEFOLD_ALL_CASES=1 $(BIN)/python -m pytest -q tests/ranks/test_traffic_real.py tests/test_readme.py
 
 bench-overlap: setup
 	$(BIN)/python benchmarks/overlap.py

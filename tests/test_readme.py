@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shlex
@@ -26,10 +27,22 @@ def fivefold(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]
 
 
 def commands() -> list[str]:
-    blocks = [
-        block for text in TEXTS.values() for block in re.findall(r"```sh\n(.*?)```", text, re.S)
-    ]
-    return [line for block in blocks for line in block.splitlines() if line.startswith("fivefold ")]
+    """Every command of the README; of those in docs that verify, which take long, a fixed third.
+
+    All of them with FIVEFOLD_ALL_CASES.
+    """
+    found: dict[str, None] = {}
+    for name, text in TEXTS.items():
+        for block in re.findall(r"```sh\n(.*?)```", text, re.S):
+            lines = [line for line in block.splitlines() if line.startswith("fivefold ")]
+            found |= dict.fromkeys(line for line in lines if name == "README.md" or runs(line))
+    return list(found)
+
+
+def runs(command: str) -> bool:
+    drawn = hashlib.blake2b(command.encode(), digest_size=4).digest()
+    short = not command.startswith("fivefold verify")
+    return short or "FIVEFOLD_ALL_CASES" in os.environ or int.from_bytes(drawn) % 3 == 0
 
 
 @pytest.mark.parametrize("command", commands())
