@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: setup train test lint types verify-all bench-schedule bench-overlap bench-pipeline bench-context bench-expert bench-gpu bench-plan score clean
+.PHONY: setup train test lint types verify-all bench-schedule bench-overlap bench-pipeline bench-context bench-expert bench-gpu bench-logging bench-plan score clean
 
 setup: $(READY)
 
@@ -63,6 +63,10 @@ score: setup
 # How fast layouts are searched; it fails below 500,000 a second, or where an answer takes 3 seconds.
 bench-plan: setup
 	$(BIN)/python benchmarks/plan.py
+
+# What metrics and events add to a step; it fails above 1%.
+bench-logging: setup
+	$(BIN)/python benchmarks/recording.py
 
 bench-schedule: setup
 	$(BIN)/python benchmarks/schedule.py

@@ -31,10 +31,11 @@ WARM_UP, MEASURED = 10, 20
 
 def build(model: str, batch: int, offload: bool = False):  # noqa: ANN201
     from fivefold.core.plan import Wishes, resolve
+    from fivefold.core.recipe import Recipe
     from fivefold.model.compiled import compile_blocks
     from fivefold.parallel.compose import compose
     from fivefold.parallel.mesh import Mesh
-    from fivefold.run.optimizer import HostOptimizer, make_optimizer
+    from fivefold.run.updaters import make_updater
 
     wishes = Wishes(model, seq=SEQ, microbatches=1, microbatch_size=batch, set={"tied": "false"})
     plan = resolve(wishes)
@@ -42,10 +43,8 @@ def build(model: str, batch: int, offload: bool = False):  # noqa: ANN201
     job = compose(plan, mesh, seed=0, dtype=torch.bfloat16, offload=offload)
     (chunk,) = job.chunks
     compile_blocks(chunk.model)
-    if offload:
-        return plan, job, HostOptimizer("adamw", job.owned, lr=3e-4, weight_decay=0.1)
-    pairs = [(len(each.row.shape) > 1, each.tensor) for each in job.owned]
-    return plan, job, make_optimizer("adamw", pairs, lr=3e-4, weight_decay=0.1)
+    recipe = Recipe(lr=3e-4, offload="cpu" if offload else "none")
+    return plan, job, make_updater(recipe, job.owned, mesh.device)
 
 
 def random_batch(vocab: int, batch: int, seed: int):  # noqa: ANN201
@@ -162,9 +161,7 @@ def offload(model: str) -> None:
         torch.cuda.synchronize()
         peaks.append(torch.cuda.max_memory_allocated())
         if not offloaded:
-            held = optimizer.state.values()
-            states = sum(one.nbytes for each in held for one in each.values() if one.ndim)
-            del held
+            states = sum(one.nbytes for one in optimizer.tensors() if one.ndim)
         model_here = job.chunks[0].model
         now = {name: weight.detach().cpu() for name, weight in model_here.named_parameters()}
         worst = max((float((kept[name] - now[name]).abs().max()) for name in kept), default=0.0)

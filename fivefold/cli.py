@@ -28,9 +28,12 @@ class Verb(NamedTuple):
 
 VERBS = {
     "calibrate": Verb("fivefold.verbs.calibrate", "Measure this machine, and write its file."),
+    "export": Verb("fivefold.verbs.export_weights", "Write a run's weights for Hugging Face."),
+    "import": Verb("fivefold.verbs.import_weights", "Start a run from a Hugging Face model."),
     "plan": Verb("fivefold.verbs.plan", "Resolve a job, or search its layout, and say why."),
     "schedule": Verb("fivefold.verbs.schedule", "Draw and time a pipeline schedule."),
     "score": Verb("fivefold.verbs.score", "Hold the planner's estimates against measured runs."),
+    "tokens": Verb("fivefold.verbs.tokens", "Turn text into a folder of tokens, or check one."),
     "train": Verb("fivefold.verbs.train", "Train on this machine, planned beside measured."),
     "verify": Verb("fivefold.verbs.verify", "Prove that a layout computes what one device does."),
 }

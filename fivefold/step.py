@@ -26,24 +26,48 @@ class Optimizer(Protocol):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step tells: the mean loss of its tokens, the gradient norm, what clipping did, and
-    how full the experts were.
+    """What a step tells: the mean loss of its tokens, the gradient norm, what clipping did, how
+    full the experts were, and how many ranks wish to stop.
 
-    Still on the device: reading one waits for the step, and not every step is read.
+    Still on the device: reading one waits for the step, and not every step is read. `skipped`: loss
+    or norm was no finite number, and nothing was updated.
     """
 
     loss: Tensor
     norm: Tensor
     clip: Tensor
     load: Load | None = None
+    stops: Tensor | None = None
+    skipped: bool = False
 
 
-def step(job: Job, optimizer: Optimizer, batches: Sequence[TokenBatch], max_norm: float) -> Outcome:
+@dataclass(frozen=True)
+class Guard:
+    """How a training watches its steps: `scale` is that of the losses where backward begins, for
+    numbers of a narrow range; `stop` is this rank's wish to end behind this step.
+
+    A guarded step waits for its norm, and updates nothing where that or the loss is not finite.
+    """
+
+    scale: float = 1.0
+    stop: bool = False
+
+
+def step(
+    job: Job,
+    optimizer: Optimizer,
+    batches: Sequence[TokenBatch],
+    max_norm: float,
+    guard: Guard | None = None,
+) -> Outcome:
     """Microbatches of whole rows in, updated weights out.
 
     The loss of every token is divided once, by the number of counted tokens of the whole step over
     all ranks and microbatches: a mean of means would weigh tokens by where they happen to lie.
     """
+    asked = guard or Guard()
+    job.pipeline.scale = asked.scale
+    job.balancing.scale_losses(asked.scale)
     batches = [job.local(batch) for batch in batches]
     tokens = counted_tokens(batches, job.mesh)
     losses = job.pipeline.run(batches, [tokens] * len(batches))
@@ -51,14 +75,33 @@ def step(job: Job, optimizer: Optimizer, batches: Sequence[TokenBatch], max_norm
         chunk.data.finish()
     sum_partial([(job.pieces[each.row.name], each.grad) for each in job.owned], job.mesh)
     sum_copies(job)
-    loss, norm, recorded = totals(job, sum(losses.values(), torch.zeros_like(tokens)))
+    loss = sum(losses.values(), torch.zeros_like(tokens))
+    loss, norm, stops, recorded = totals(job, loss, asked.stop)
+    norm = norm / asked.scale
     clip = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for each in job.owned:
-        each.grad.mul_(clip)
-    optimizer.step()
+    skipped = guard is not None and not bool(torch.isfinite(loss + norm))
+    if not skipped:
+        for each in job.owned:
+            each.grad.mul_(clip / asked.scale)
+        optimizer.step()
     for chunk in job.chunks:
         chunk.data.publish()
-    return Outcome(loss, norm, clip, job.balancing.settle(recorded))
+    load = None if skipped else job.balancing.settle(recorded)
+    return Outcome(loss, norm, clip, load, stops, skipped)
+
+
+@torch.no_grad()
+def evaluate(job: Job, batches: Sequence[TokenBatch]) -> tuple[Tensor, Tensor]:
+    """Microbatches of whole rows in; the summed loss of their counted tokens, and how many."""
+    batches = [job.local(batch) for batch in batches]
+    tokens = counted_tokens(batches, job.mesh)
+    losses = job.forwards.run(batches, [torch.ones_like(tokens)] * len(batches))
+    total = sum(losses.values(), torch.zeros_like(tokens)) / job.mesh.size("tp")
+    for chunk in job.chunks:
+        chunk.data.let_go()
+    if job.mesh.size(WORLD) > 1:
+        job.mesh.all_reduce(total, WORLD, dist.ReduceOp.SUM).wait()
+    return total, tokens
 
 
 def counted_tokens(batches: Sequence[TokenBatch], mesh: Mesh) -> Tensor:
@@ -88,14 +131,15 @@ def sum_copies(job: Job) -> None:
         job.mesh.sum_together([each.grad for each in shared], TWIN)
 
 
-def totals(job: Job, loss: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss, the gradient norm and what the experts recorded in the whole job, from what this
-    rank has of each."""
-    both = torch.stack([loss.to(torch.float64) / job.mesh.size("tp"), squared_norm(job)])
-    everything = torch.cat([both, job.balancing.take()])
+def totals(job: Job, loss: Tensor, stop: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The loss, the gradient norm, the wishes to stop and what the experts recorded in the whole
+    job, from what this rank has of each."""
+    mine = [loss.to(torch.float64) / job.mesh.size("tp"), squared_norm(job)]
+    wish = mine[0].new_full((), float(stop))
+    everything = torch.cat([torch.stack([*mine, wish]), job.balancing.take()])
     if job.mesh.size(WORLD) > 1:
         job.mesh.all_reduce(everything, WORLD, dist.ReduceOp.SUM).wait()
-    return everything[0], everything[1].sqrt(), everything[2:]
+    return everything[0], everything[1].sqrt(), everything[2], everything[3:]
 
 
 def squared_norm(job: Job) -> Tensor:

@@ -20,7 +20,8 @@ from fivefold.core.weights import by_name, held_by
 
 _SUMMED = 4  # bytes: the narrowest type that losses and partial gradients are summed in
 COUNT = 8  # bytes: the number of tokens, float64; the number of an expert, int64
-_TOTALS = 16  # bytes: the loss and the squared norm, float64
+_TOTALS = 24  # bytes: the loss, the squared norm and wishes to stop, float64
+_TOTALS_OF_STREAM = 16  # nobody stops an asynchronous run
 
 
 class Call(NamedTuple):
@@ -213,11 +214,13 @@ def data(plan: Plan, chunk: Chunk, itemsize: int, grad_itemsize: int) -> Counter
 
 def step(plan: Plan) -> Counter[Call]:
     """What a step sums once: in front the number of tokens (8 bytes) over dp-cp; behind, over the
-    world, the loss and the squared gradient norm (16 bytes), and what experts recorded."""
+    world, the loss, the squared gradient norm and wishes to stop (24 bytes), and what experts
+    recorded."""
     layout, everyone = plan.layout, plan.layout.dp * plan.layout.cp
     calls: Counter[Call] = Counter()
     calls[Call("dp-cp", "all_reduce", COUNT, everyone)] += everyone > 1
-    size = _TOTALS + COUNT * num_records(plan)
+    totals = _TOTALS_OF_STREAM if plan.schedule.asynchronous else _TOTALS
+    size = totals + COUNT * num_records(plan)
     calls[Call("world", "all_reduce", size, layout.world)] += layout.world > 1
     return +calls
 

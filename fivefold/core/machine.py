@@ -12,12 +12,13 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
-from math import inf
+from math import inf, prod
 from pathlib import Path
 from typing import Any, Literal, TypeGuard, cast
 
 from fivefold.core import strict
 from fivefold.core.errors import BadFile, FivefoldError, UnknownName, did_you_mean
+from fivefold.core.words import counted
 
 Topology = Literal["switch", "torus", "ring"]
 
@@ -44,6 +45,8 @@ class Tier:
     link: Link
     size: int | None = None
     links_per_gpu: float = 1.0  # 0.5 where two GPUs share a network card
+    reduces: bool = False  # its switches add what passes (SHARP): a sum goes up and down once
+    torus: tuple[int, ...] = ()  # ranks along each dimension, where no switch joins them
 
     @property
     def bandwidth(self) -> float:
@@ -127,6 +130,15 @@ class Machine:
             options = ", ".join(known)
             raise FivefoldError(f"{self.name} has no peak for {dtype!r}: choose from {options}")
         return known[dtype]
+
+    def disk_bandwidth(self) -> float:
+        """Bytes/s of a node's local disks."""
+        if self.host.nvme_bytes is None or self.host.nvme_bandwidth is None:
+            raise FivefoldError(
+                f"{self.name} has no local disks to offload to: give host.nvme_bytes and "
+                "host.nvme_bandwidth in a machine file, or offload to cpu"
+            )
+        return self.host.nvme_bandwidth
 
     def tier_of(self, ranks: Sequence[int]) -> Tier:
         """The innermost tier with one domain that holds all `ranks`."""
@@ -272,9 +284,9 @@ def _numbers(value: object, path: str) -> Iterator[tuple[str, float]]:
         for one in fields(value):
             yield from _numbers(getattr(value, one.name), f"{path}.{one.name}")
     elif isinstance(value, tuple):
-        for tier in cast("tuple[Tier, ...]", value):
-            yield from _numbers(tier, f"{path}.{tier.name}")
-    elif isinstance(value, int | float):
+        for each in cast("tuple[Tier | int, ...]", value):
+            yield from _numbers(each, f"{path}.{each.name}" if isinstance(each, Tier) else path)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
         yield path.removeprefix("."), value
 
 
@@ -297,6 +309,7 @@ def _bad_tiers(machine: Machine) -> Iterator[str]:
     for tier in machine.tiers:
         if not re.fullmatch(r"[A-Za-z0-9_-]+", tier.name):  # else no TOML file could hold it
             yield f"tier name {tier.name!r}: use letters, digits, - and _"
+        yield from _bad_torus(tier)
     for inner, outer in pairwise(machine.tiers):
         if inner.size is None:
             yield f"tiers.{inner.name} has no size, yet {outer.name} is outside it: give its size"
@@ -305,6 +318,22 @@ def _bad_tiers(machine: Machine) -> Iterator[str]:
                 f"tiers.{outer.name}.size = {outer.size}: give a larger multiple of the "
                 f"{inner.size} GPUs of {inner.name}"
             )
+
+
+def _bad_torus(tier: Tier) -> Iterator[str]:
+    """A torus has a dimension for each pair of links, and as many ranks as its domain."""
+    if not tier.torus:
+        return
+    where = f"tiers.{tier.name}.torus = {list(tier.torus)}"
+    if tier.reduces:
+        yield f"{where}: no switch joins a torus that could reduce; leave torus or reduces out"
+    if tier.link.topology != "torus" or tier.link.rings != len(tier.torus):
+        known = (
+            f"{tier.link.name} is a {tier.link.topology} with {counted(tier.link.rings, 'ring')}"
+        )
+        yield f"{where}: give one degree for each ring of a torus; {known}"
+    elif prod(tier.torus) != tier.size:
+        yield f"{where}: its {prod(tier.torus)} ranks must be the tier's size, {tier.size}"
 
 
 def _bad_sources(machine: Machine) -> Iterator[str]:

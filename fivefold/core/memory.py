@@ -22,6 +22,7 @@ from fivefold.core.units import Unit
 
 Optimizer = Literal["adamw", "sgd"]
 STATES = {"adamw": 2, "sgd": 1}  # tensors like the weight: two moments, or the momentum
+_MASTER = 4  # bytes: copies of weights that an optimizer updates, and its states, are float32
 _SCALAR = 4  # bytes: AdamW counts the steps of every tensor, in float32
 
 
@@ -29,9 +30,10 @@ _SCALAR = 4  # bytes: AdamW counts the steps of every tensor, in float32
 class Static:
     """Bytes of one rank; all but `host` are on its device.
 
-    `padding` is what alignment and even slices add to weights and gradients. `scalars` are AdamW's
-    counts of steps. `host` is all that offload keeps in host memory. Rows that pad the vocabulary
-    to a multiple of tp count as weights.
+    `padding` is what alignment and even slices add to weights and gradients. `master` are wider
+    copies of narrow weights, which the optimizer updates. `scalars` are AdamW's counts of steps.
+    `host` is all that offload keeps in host memory. Rows that pad the vocabulary to a multiple of
+    tp count as weights.
     """
 
     weights: int
@@ -40,11 +42,13 @@ class Static:
     scalars: int
     padding: int
     host: int
+    master: int = 0
 
     @property
     def device(self) -> int:
         """All of it that is on the device."""
-        return self.weights + self.gradients + self.optimizer + self.scalars + self.padding
+        states = self.master + self.optimizer + self.scalars
+        return self.weights + self.gradients + states + self.padding
 
 
 def static_bytes(
@@ -56,13 +60,15 @@ def static_bytes(
     optimizer: Optimizer,
     offload: bool = False,
     bucket: int | None = None,
+    master: bool = False,
 ) -> Static:
     """What `rank` holds of weights, gradients and optimizer states of all its stages, in bytes.
 
     Weights are whole, but sliced in stage 3 where the shard group is more than one rank. Gradients
     are as the optimizer gets them, in the type of the weights; where data ranks sum them in another
-    type, that sum is held beside them. States have the type of the weights. Offload keeps states in
-    host memory, and sliced weights too.
+    type, that sum is held beside them. States have the type of the weights. With a `master`, which
+    is float32, states are too, and gradients are held once, in the type they are summed in. Offload
+    keeps states and masters in host memory, and sliced weights too.
     """
     if plan.schedule.asynchronous:
         raise FivefoldError(
@@ -70,7 +76,7 @@ def static_bytes(
             f"another one than {plan.schedule.name}"
         )
     found = [
-        _of_unit(plan.layout, rank, unit, itemsize, grad_itemsize, optimizer, offload)
+        _of_unit(plan.layout, rank, unit, itemsize, grad_itemsize, optimizer, offload, master)
         for chunk in chunks_of(plan, rank, itemsize, bucket)
         for unit in chunk.units
     ]
@@ -85,21 +91,25 @@ def _of_unit(
     grad_itemsize: int,
     optimizer: Optimizer,
     offload: bool,
+    master: bool,
 ) -> Static:
     parts = owned_by(layout, rank, [unit])
     owned = sum(stop - start for _, start, stop in parts)
     spare = unit.slice_size - owned
-    states = STATES[optimizer] * owned * itemsize
+    states = STATES[optimizer] * owned * (_MASTER if master else itemsize)
+    copies = _MASTER * owned if master else 0
     scalars = _SCALAR * len(parts) if optimizer == "adamw" else 0
     sheds = _sheds_weights(layout, unit)
     weights, weights_spare = (owned, spare) if sheds else (unit.size - unit.padding, unit.padding)
     host = 0
     if offload:
-        host, states, scalars = states + scalars, 0, 0
+        host, states, scalars, copies = states + scalars + copies, 0, 0, 0
         if sheds:
             host, weights, weights_spare = host + (owned + spare) * itemsize, 0, 0
     sums = itemsize if grad_itemsize == itemsize else itemsize + grad_itemsize
-    if (layout.edp if unit.expert else layout.dp * layout.cp) == 1:
+    if master:
+        sums = grad_itemsize
+    elif (layout.edp if unit.expert else layout.dp * layout.cp) == 1:
         # Alone, a rank leaves each gradient where backward made it: no buffer, so no padding.
         sums, spare = itemsize, 0
     return Static(
@@ -109,6 +119,7 @@ def _of_unit(
         scalars=scalars,
         padding=weights_spare * itemsize + spare * sums,
         host=host,
+        master=copies,
     )
 
 

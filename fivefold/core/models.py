@@ -10,7 +10,6 @@ import dataclasses
 import difflib
 import json
 import re
-import types
 import typing
 from collections.abc import Mapping
 from pathlib import Path
@@ -70,7 +69,7 @@ def with_overrides(shape: Shape, overrides: Mapping[str, str]) -> Shape:
     for key, text in overrides.items():
         hint = _hint(key)
         try:
-            _put(table, key, _parse(hint, text))
+            _put(table, key, strict.from_text(hint, text))
         except ValueError as error:
             problems.append(f"{key} = {text!r}: {error}")
     if problems:
@@ -132,33 +131,19 @@ def _config(path: Path) -> Shape:
     return dataclasses.replace(shape, name=name)
 
 
-def _hint(key: str) -> object:
-    """The type of a key of Shape, or of `rope.`, `mla.` or `moe.` and a key of theirs."""
+def keys() -> dict[str, object]:
+    """What can be set of a model: the keys of Shape, and of its `rope.`, `mla.` and `moe.`, each
+    with its type."""
     hints: dict[str, object] = dict(typing.get_type_hints(Shape))
     for name, cls in NESTED.items():
         hints |= {f"{name}.{inner}": hint for inner, hint in typing.get_type_hints(cls).items()}
-    if key not in hints:
+    return hints
+
+
+def _hint(key: str) -> object:
+    if key not in (hints := keys()):
         raise UnknownName("model key", key, hints)
     return hints[key]
-
-
-def _parse(hint: object, text: str) -> object:
-    """The text as a value of that type; a ValueError says what was expected."""
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        if text.lower() == "none":
-            return None
-        (hint,) = (one for one in typing.get_args(hint) if one is not type(None))
-    if dataclasses.is_dataclass(hint):
-        raise ValueError("expected none; set its keys one by one, as in moe.experts=8")
-    if hint is bool:
-        if text.lower() not in ("true", "false"):
-            raise ValueError("expected true or false")
-        return text.lower() == "true"
-    if hint is int:
-        if not re.fullmatch(r"-?[0-9][0-9_]{0,30}", text):
-            raise ValueError("expected a whole number")
-        return int(text)
-    return float(text) if hint is float else text
 
 
 def _put(table: dict[str, Any], key: str, value: object) -> None:

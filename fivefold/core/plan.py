@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -22,6 +21,8 @@ from fivefold.core.context import Split, padded, split_of
 from fivefold.core.errors import BadFile, FivefoldError, UnknownName
 from fivefold.core.layout import Layout, parse_zero
 from fivefold.core.machine import Machine
+from fivefold.core.recipe import Recipe
+from fivefold.core.recompute import Recompute
 from fivefold.core.schedule.catalog import AUTO, Family
 from fivefold.core.schedule.choose import choose
 from fivefold.core.schedule.custom import looks_like_file
@@ -44,30 +45,6 @@ _ASYNCHRONOUS = (
 )
 _LONGEST_DEFAULT = 8192
 _SHORTEST_VERIFIED = 32
-
-
-@dataclass(frozen=True)
-class Recompute:
-    """Which activations are computed again in the backward.
-
-    `selective` repeats cheap parts only; `full` keeps the input of every `blocks`-th block.
-    """
-
-    kind: Literal["none", "selective", "full"] = "none"
-    blocks: int = 1
-
-    @classmethod
-    def parse(cls, text: str) -> Recompute:
-        found = re.fullmatch(r"(none|selective|full)(?::([1-9][0-9]{0,4}))?", text)
-        if not found or (found[2] and found[1] != "full"):
-            raise FivefoldError(
-                f"recompute {text!r}: choose none, selective, full, or full:K for segments of K "
-                "blocks"
-            )
-        return cls(cast(Any, found[1]), int(found[2] or 1))
-
-    def __str__(self) -> str:
-        return self.kind if self.blocks == 1 else f"{self.kind}:{self.blocks}"
 
 
 @dataclass(frozen=True)
@@ -96,6 +73,7 @@ class Wishes:
     tp_keep: str = "shard"
     precision: Precision = "bf16"
     set: dict[str, str] = field(default_factory=dict[str, str])
+    train: Recipe = field(default_factory=Recipe)
 
 
 @dataclass(frozen=True)
@@ -120,9 +98,17 @@ class Plan:
     ep_nodes: int = 1
     notes: tuple[str, ...] = ()
 
-    def to_toml(self, folder: Path = Path()) -> str:
-        """The plan as a file in `folder` that every verb reads back to the same plan."""
-        return strict.to_toml(strict.table_of(_with_paths(self.wishes, _seen_from(folder))))
+    def to_toml(self, folder: Path = Path(), *, whole: bool = False) -> str:
+        """The plan as a file in `folder` that every verb reads back to the same plan.
+
+        How it is trained is written as far as it was said, or `whole`.
+        """
+        table = strict.table_of(_with_paths(self.wishes, _seen_from(folder)))
+        if not whole:
+            usual = strict.table_of(Recipe())
+            pairs = table["train"].items()
+            table["train"] = {key: value for key, value in pairs if value != usual.get(key)}
+        return strict.to_toml(table)
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -371,11 +357,13 @@ def wishes_from(target: str, changes: Mapping[str, Any]) -> Wishes:
     """Wishes from a plan file or a model name, with what the command line says on top."""
     said = {key: value for key, value in changes.items() if value is not None}
     if not target.endswith(".toml"):
+        said["train"] = Recipe(**said.get("train", {}))
         return Wishes(model=target, **said)
     if not Path(target).is_file():
         raise BadFile(target, ["no such plan file; write one with: fivefold plan MODEL -o FILE"])
     wishes = read(Path(target))
     said["set"] = {**wishes.set, **said.get("set", {})}
+    said["train"] = replace(wishes.train, **said.get("train", {}))
     return replace(wishes, **_outdated(wishes, said), **said)
 
 

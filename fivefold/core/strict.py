@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import tomllib
 import types
 import typing
@@ -119,6 +120,27 @@ def _scalar(hint: Any, value: Any, path: str, problems: list[str]) -> Any:
         name = getattr(hint, "__name__", str(hint))
         problems.append(f"{path} = {value!r}: expected {name}")
     return value
+
+
+def from_text(hint: Any, text: str) -> Any:
+    """A text of the command line as a value of that type; a ValueError says what was expected."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        if text.lower() == "none":
+            return None
+        (hint,) = (one for one in typing.get_args(hint) if one is not type(None))
+    if dataclasses.is_dataclass(hint):
+        raise ValueError("expected none; set its keys one by one, as in moe.experts=8")
+    if hint is bool:
+        if text.lower() not in ("true", "false"):
+            raise ValueError("expected true or false")
+        return text.lower() == "true"
+    if hint is int:
+        if not re.fullmatch(r"-?[0-9][0-9_]{0,30}", text):
+            raise ValueError("expected a whole number")
+        return int(text)
+    if typing.get_origin(hint) is typing.Literal and text not in typing.get_args(hint):
+        raise ValueError(did_you_mean(text, [str(one) for one in typing.get_args(hint)]))
+    return float(text) if hint is float else text
 
 
 def table_of(value: Any) -> dict[str, Any]:

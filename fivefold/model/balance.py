@@ -1,10 +1,10 @@
 """Balancing in one layer: auxiliary losses, the load, capacity, and the bias without a loss.
 
 An auxiliary loss enters backward where the routing weights do: the function that injects it is the
-identity forward, and gives each loss the gradient 1 backward. So no stage of a pipeline passes
-losses on. Since the load f has no gradient, the loss of a unit is a sum over its tokens of Σ f·p:
-every rank computes its own tokens' share, once it knows the load of the whole unit. Each layer's
-loss counts fully, and the losses of a step are means over its tokens.
+identity forward, and gives each loss the gradient 1 (or the scale of all losses) backward. So no
+stage of a pipeline passes losses on. Since the load f has no gradient, the loss of a unit is a sum
+over its tokens of Σ f·p: every rank computes its own tokens' share, once it knows the load of the
+whole unit. Each layer's loss counts fully, and the losses of a step are means over its tokens.
 
 What a step records, the load and the losses, arrives as the gradients of two leaves: autograd adds
 them up over microbatches, exactly once each, also where recomputation runs the forward twice.
@@ -38,7 +38,7 @@ class Rows:
     rows of a microbatch of one data rank; None: what is given is all. `seq` are the tokens of a
     whole row, `real` those here that are not padding. `total` sums loads over the ranks that share
     the rows; `whole` gives what they all hold of a row, in the order of its tokens, and `mine`
-    takes this rank's share back.
+    takes this rank's share back. `scale` is that of all losses of the step.
     """
 
     tokens_in_step: int | None = None
@@ -48,6 +48,7 @@ class Rows:
     total: Total = lambda counts: counts
     whole: Total = lambda of_tokens: of_tokens
     mine: Total = lambda of_tokens: of_tokens
+    scale: float = 1.0
 
 
 class Balancer:
@@ -85,7 +86,7 @@ class Balancer:
             routing = self._within_capacity(self.capacity, routing, num_rows)
         stacked = torch.stack(losses) if losses else routing.weights.new_zeros(0)
         weights = _Inject.apply(
-            routing.weights, stacked, self._counts, self._values, counts_BE.sum(0)
+            routing.weights, stacked, self._counts, self._values, counts_BE.sum(0), self.rows.scale
         )
         return routing._replace(weights=weights)
 
@@ -173,20 +174,28 @@ def within(
 
 
 class _Inject(torch.autograd.Function):
-    """Routing weights as they are; backward, 1 for each loss, and the records as gradients."""
+    """Routing weights as they are; backward, the scale for each loss, and the records as
+    gradients."""
 
     @staticmethod
     def forward(
-        ctx: Any, weights: Tensor, losses: Tensor, counts: Tensor, values: Tensor, counts_E: Tensor
+        ctx: Any,
+        weights: Tensor,
+        losses: Tensor,
+        counts: Tensor,
+        values: Tensor,
+        counts_E: Tensor,
+        scale: float,
     ) -> Tensor:
         ctx.save_for_backward(losses, counts_E)
+        ctx.scale = scale
         return weights.view_as(weights)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         losses, counts_E = ctx.saved_tensors
         recorded = counts_E.to(torch.float64), losses.to(torch.float64)
-        return gradients[0], torch.ones_like(losses), *recorded, None
+        return gradients[0], torch.full_like(losses, ctx.scale), *recorded, None, None
 
 
 def _leaf(size: int, device: torch.device | str) -> Tensor:

@@ -25,6 +25,11 @@ class TokenBatch:
     # For each depth of multi-token prediction: the tokens so far ahead, and what they predict.
     ahead: tuple[tuple[Tensor, Tensor], ...] = ()
 
+    def to(self, device: torch.device) -> TokenBatch:
+        """Whole rows on a device."""
+        tensors = (self.tokens, self.labels, self.positions, self.documents)
+        return TokenBatch(*(None if each is None else each.to(device) for each in tensors))
+
 
 def look_ahead(batch: TokenBatch, depth: int) -> TokenBatch:
     """Whole rows with what multi-token prediction needs: at depth j, from 1, the token j places

@@ -7,7 +7,7 @@ queries, keys and values). Stacked experts lie in one tensor for each expert.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -142,62 +142,108 @@ def to_hf(shape: Shape, name: str) -> HfPlace:
     )
 
 
-def state_from_hf(shape: Shape, hf_state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Our names to tensors, views of theirs where possible; every problem in one error."""
-    hf_state = _with_prefix(shape, hf_state)
-    problems: list[str] = []
-    state: dict[str, Tensor] = {}
-    expected = {"lm_head.weight"} if shape.tied else set[str]()
-    expected |= {copy for copy, _ in _copies(shape)}
+@dataclass(frozen=True)
+class HfTensor:
+    """One tensor of theirs and what it is made of: the rows of our `parts`, one below the other."""
+
+    sizes: tuple[int, ...]
+    parts: tuple[str, ...]  # our names
+    transposed: bool
+    expert: int | None  # which of our stacked experts it is
+    buffer: bool  # kept in float32, whatever the type of the weights
+
+
+def hf_tensors(shape: Shape) -> dict[str, HfTensor]:
+    """Every tensor that a model has on disk, by name, each once, in the order of the forward."""
+    tensors: dict[str, HfTensor] = {}
+    kept = {each.name for each in buffers(shape)}
     for weight in (*weights(shape), *buffers(shape)):
         place = to_hf(shape, weight.name)
-        names = place.names(weight)
-        expected.update(names)
-        missing = [name for name in names if name not in hf_state]
-        problems += [f"{name} is missing: give all files of the model" for name in missing]
-        if missing:
-            continue
-        parts = [_part(hf_state[name], place, weight) for name in names]
-        asked = weight.shape if len(names) == 1 else weight.shape[1:]
-        wrong = [name for name, part in zip(names, parts, strict=True) if part.shape != asked]
-        asked = tuple(reversed(asked)) if place.transposed else asked
-        problems += [
-            f"{name} has shape {tuple(hf_state[name].shape)}, and the config asks for {asked}: "
-            "give the config of these weights"
-            for name in wrong
-        ]
-        if not wrong:
-            state[weight.name] = parts[0] if EXPERT not in place.name else torch.stack(parts)
-    extra = [name for name in hf_state if name not in expected and not name.endswith(BUFFERS)]
-    problems += [f"{name} has no place in the model: check the config" for name in extra]
+        stacked = EXPERT in place.name
+        sizes = weight.shape[1:] if stacked else weight.shape
+        for i, name in enumerate(place.names(weight)):
+            rows, parts = sizes[0], (weight.name,)
+            if name in tensors:  # fused: ours lie one below the other
+                parts = (*tensors[name].parts, weight.name)
+                rows = place.start + sizes[0]
+            whole = (rows, *sizes[1:])
+            tensors[name] = HfTensor(
+                sizes=tuple(reversed(whole)) if place.transposed else whole,
+                parts=parts,
+                transposed=place.transposed,
+                expert=i if stacked else None,
+                buffer=weight.name in kept,
+            )
+    return tensors
+
+
+def problems_of(
+    shape: Shape, sizes: Mapping[str, tuple[int, ...]], unread: Collection[str] = ()
+) -> Iterator[str]:
+    """What is missing, of the wrong shape, or has no place; nothing about `unread` tensors."""
+    expected = hf_tensors(shape)
+    for name, tensor in expected.items():
+        if name not in sizes and name not in unread:
+            yield f"{name} is missing: give all files of the model"
+        elif name in sizes and sizes[name] != tensor.sizes:
+            yield (
+                f"{name} has shape {sizes[name]}, and the config asks for {tensor.sizes}: "
+                "give the config of these weights"
+            )
+    known = expected.keys() | dict(twins(shape)).keys()
+    for name in sizes:
+        if name not in known and not name.endswith(BUFFERS):
+            yield f"{name} has no place in the model: check the config"
+
+
+def read_ours(
+    shape: Shape, weight: Weight, read: Callable[[str], Tensor], dtype: torch.dtype | None = None
+) -> Tensor:
+    """One weight of ours; a view of theirs where possible, in their type unless one is given."""
+    place = to_hf(shape, weight.name)
+    names = place.names(weight)
+    if EXPERT not in place.name:
+        whole = read(names[0])
+        rows = whole.T if place.transposed else whole
+        part = rows[place.start : place.start + weight.shape[0]]
+        return part if dtype is None else part.to(dtype)
+    # One expert at a time: a list of all would need the memory twice.
+    stacked = read(names[0]).new_empty(weight.shape, dtype=dtype)
+    for i, name in enumerate(names):
+        stacked[i] = read(name)
+    return stacked
+
+
+def read_theirs(tensor: HfTensor, read: Callable[[str], Tensor]) -> Tensor:
+    """One tensor of theirs from ours, contiguous."""
+    parts = [read(name) for name in tensor.parts]
+    whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+    whole = whole if tensor.expert is None else whole[tensor.expert]
+    return (whole.T if tensor.transposed else whole).contiguous()
+
+
+def state_from_hf(shape: Shape, hf_state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Our names to tensors, views of theirs where possible; every problem in one error."""
+    given = given_names(shape, hf_state)
+    sizes = {name: tuple(hf_state[old].shape) for name, old in given.items()}
+    problems = list(problems_of(shape, sizes))
     if problems:
         raise BadFile(f"Hugging Face weights for {shape.name!r}", problems)
-    return state
+    return {
+        weight.name: read_ours(shape, weight, lambda name: hf_state[given[name]])
+        for weight in (*weights(shape), *buffers(shape))
+    }
 
 
 def state_to_hf(shape: Shape, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Their names to contiguous tensors; a tied head is written once, as the embedding."""
-    rows: dict[str, list[Tensor]] = {}
-    transposed: set[str] = set()
-    for weight in (*weights(shape), *buffers(shape)):
-        place = to_hf(shape, weight.name)
-        names, whole = place.names(weight), state[weight.name]
-        parts = [whole] if EXPERT not in place.name else whole.unbind()
-        for name, part in zip(names, parts, strict=True):
-            rows.setdefault(name, []).append(part)
-        if place.transposed:
-            transposed.update(names)
-    joined = {
-        name: parts[0] if len(parts) == 1 else torch.cat(parts) for name, parts in rows.items()
-    }
     out = {
-        name: (whole.T if name in transposed else whole).contiguous()
-        for name, whole in joined.items()
+        name: read_theirs(tensor, state.__getitem__) for name, tensor in hf_tensors(shape).items()
     }
-    return out | {copy: out[name].clone() for copy, name in _copies(shape)}
+    return out | {copy: out[name].clone() for copy, name in copies(shape)}
 
 
-def _copies(shape: Shape) -> Iterator[tuple[str, str]]:
+def copies(shape: Shape) -> Iterator[tuple[str, str]]:
     """Tensors that published files hold twice: the second name, and the first."""
     for j in range(shape.mtp):
         for copy, name in AHEAD_COPIES.items():
@@ -205,11 +251,23 @@ def _copies(shape: Shape) -> Iterator[tuple[str, str]]:
             yield f"model.layers.{shape.layers + j}.{copy}", to_hf(shape, ours).name
 
 
-def _part(whole: Tensor, place: HfPlace, weight: Weight) -> Tensor:
-    whole = whole.T if place.transposed else whole
-    # A whole tensor is not narrowed: a wrong size must stay visible.
-    fused = ".c_attn." in place.name
-    return whole[place.start : place.start + weight.shape[0]] if fused else whole
+def twins(shape: Shape) -> Iterator[tuple[str, str]]:
+    """Tensors that a file may hold beside an equal one, or leave out: the second, and the first."""
+    yield from copies(shape)
+    if shape.tied:
+        yield "lm_head.weight", to_hf(shape, "embed.weight").name
+
+
+def given_names(shape: Shape, found: Iterable[str]) -> dict[str, str]:
+    """The names of this table to those of a file.
+
+    GPT-2's published files lack the `transformer.` that the package's own have.
+    """
+    names = list(found)
+    if shape.family != "gpt2" or any(name.startswith("transformer.") for name in names):
+        return {name: name for name in names}
+    head = "lm_head.weight"
+    return {name if name == head else f"transformer.{name}": name for name in names}
 
 
 def _gpt2_place(shape: Shape, name: str) -> HfPlace:
@@ -244,11 +302,3 @@ def _renamed_ahead(shape: Shape, name: str, block: Mapping[str, str]) -> str:
 def _within_block(inner: str, names: Mapping[str, str]) -> str:
     module, _, last = inner.rpartition(".")
     return names[inner] if inner in names else f"{names[module]}.{last}"
-
-
-def _with_prefix(shape: Shape, hf_state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """GPT-2's published files lack the `transformer.` that the package's own have."""
-    if shape.family != "gpt2" or any(name.startswith("transformer.") for name in hf_state):
-        return hf_state
-    head = "lm_head.weight"
-    return {name if name == head else f"transformer.{name}": t for name, t in hf_state.items()}

@@ -80,6 +80,11 @@ class Balancing:
             table[self.places[each.number]] += torch.cat(each.balancer.take()) * counts
         return table.flatten()
 
+    def scale_losses(self, scale: float) -> None:
+        """The losses of the next step begin their backward with this."""
+        for each in self.layers:
+            each.balancer.rows.scale = scale
+
     def settle(self, recorded: Tensor) -> Load | None:
         """Update biases and loads from the sum over all ranks."""
         if not self.places:

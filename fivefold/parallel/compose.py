@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -36,6 +37,7 @@ class Job:
     mesh: Mesh
     chunks: tuple[Chunk, ...]
     pipeline: Pipeline
+    forwards: Pipeline  # the same stages without their backwards
     balancing: Balancing
     table: dict[str, Weight]
     pieces: dict[str, Piece]
@@ -84,6 +86,8 @@ def compose(
     grad_dtype: torch.dtype | None = None,
     offload: bool = False,
     bucket: int | None = None,
+    master: bool = False,
+    disk: Path | None = None,
 ) -> Job:
     """Build one rank: for each of its stages the plain model, then split backward, tensor,
     recomputation and data; and the pipeline around them."""
@@ -97,6 +101,8 @@ def compose(
         without_weights=frozenset({"embed"}),
         backward_follows=layout.pp == 1,
         past_autograd=_splits(plan),
+        master=master,
+        disk=disk,
     )
 
     balancing = Balancing(plan, mesh)
@@ -127,8 +133,11 @@ def compose(
 
     chunks = tuple(chunk(stage) for stage in schedule.placement.held(mesh.place(PIPELINE)))
     by_stage = {each.stage: each for each in chunks}
-    pipeline = Pipeline(schedule, mesh, by_stage, hidden_size(plan), dtype)
-    return Job(plan, mesh, chunks, pipeline, balancing, table, pieces)
+    pipeline, forwards = (
+        Pipeline(each, mesh, by_stage, hidden_size(plan), dtype)
+        for each in (schedule, schedule.forwards())
+    )
+    return Job(plan, mesh, chunks, pipeline, forwards, balancing, table, pieces)
 
 
 def _make_buffers(model: Decoder, device: torch.device) -> None:

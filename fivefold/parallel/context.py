@@ -321,12 +321,13 @@ def _exchanged(x_BHSd: Tensor, mesh: Mesh, split_dim: int, silent: bool) -> Tens
     size = mesh.size(ULYSSES)
     joined_dim = TOKENS if split_dim == HEADS else HEADS
     parts = torch.stack(x_BHSd.chunk(size, dim=split_dim))
-    if not silent:
-        mesh.note(ULYSSES, "all_to_all", parts)
+    token = None if silent else mesh.note(ULYSSES, "all_to_all", parts)
     under_way = carry.exchange(parts, [1] * size, [1] * size, mesh.groups[ULYSSES])
     if mesh.takes_turns:
         mesh.let_pass(ULYSSES)
-    return torch.cat(carry.waited(under_way, parts.device).unbind(0), dim=joined_dim)
+    arrived = carry.waited(under_way, parts.device)
+    mesh.close(token)
+    return torch.cat(arrived.unbind(0), dim=joined_dim)
 
 
 @cache

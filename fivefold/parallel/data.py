@@ -146,6 +146,11 @@ class Data:
         for unit in self.units:
             unit.hand_over()
 
+    def let_go(self) -> None:
+        """After forwards that no backward follows: drop weights that are not kept whole."""
+        for unit in self.units:
+            unit.release()
+
     def publish(self) -> None:
         """After the optimizer: start bringing the updated weights to the ranks that hold them."""
         for unit in self.units:

@@ -195,13 +195,13 @@ class _Journey:
 
     def __init__(self, spread: SpreadExperts, way: Way) -> None:
         self.spread, self.way, self.ready_at = spread, way, 0.0
+        self.token: Any = None
         self.under_way: Tensor | None = None
 
     def begin(self, rows: Tensor, way: Way, silent: bool) -> None:
         """Send; what comes is there when it has been waited for."""
         mesh = self.spread.mesh
-        if not silent:
-            mesh.note(way.axis, "all_to_all", rows)
+        self.token = None if silent else mesh.note(way.axis, "all_to_all", rows)
         self.ready_at = mesh.depart(way.axis)
         group, size = mesh.groups[way.axis], mesh.size(way.axis)
         even = [len(rows) // size] * size
@@ -213,7 +213,9 @@ class _Journey:
         self.spread.mesh.arrive(self.ready_at)
         arrived, self.under_way = self.under_way, None
         assert arrived is not None, "a journey that has not begun"
-        return carry.waited(arrived, self.spread.mesh.device)
+        rows = carry.waited(arrived, self.spread.mesh.device)
+        self.spread.mesh.close(self.token)
+        return rows
 
 
 class _Depart(torch.autograd.Function):

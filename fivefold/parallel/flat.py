@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from weakref import WeakMethod, ref
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fivefold.core.units import Row, Unit
+from fivefold.parallel.disk import on_disk, reading
 from fivefold.parallel.mesh import Mesh, Pending
 
 Places = Mapping[str, Sequence[tuple[nn.Module, str]]]
@@ -27,7 +29,9 @@ class Options:
     gathered for it. In stage 3, `keeps_weights` leaves whole weights here from their first use in a
     step to its end; else they leave after each use, but those of the last block wait for its
     backward where `backward_follows` the forward of the same microbatch at once. `past_autograd`
-    says that every gradient is given by name, and none by autograd.
+    says that every gradient is given by name, and none by autograd. With a `master` the optimizer
+    has wider copies of the weights, and is given gradients in the type they are summed in. With a
+    folder on `disk`, stage 3 keeps weights in files there, also on one rank.
     """
 
     zero: int
@@ -37,6 +41,8 @@ class Options:
     keeps_weights: bool = False
     backward_follows: bool = True
     past_autograd: bool = False
+    master: bool = False
+    disk: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -50,14 +56,16 @@ class Use:
 
 @dataclass
 class Owned:
-    """What the optimizer of this rank updates of one weight: all of it, or a flat part.
+    """What the optimizer of this rank updates of one weight: all of it, or a flat part that begins
+    at element `start`.
 
-    The gradient is there after `Data.finish`, on the device, in the type of the weight; a weight
-    that is kept in host memory has it elsewhere than torch's own `grad` could be.
+    The gradient is there after `Data.finish`, on the device, in the type of the weight or of its
+    master; a weight that is kept in host memory has it elsewhere than torch's own `grad` could be.
     """
 
     row: Row
     tensor: Tensor
+    start: int = 0
     gradient: Tensor | None = None
 
     @property
@@ -70,7 +78,7 @@ class FlatUnit:
     """The weights of a unit in one buffer, `whole`, of which this rank owns `part`.
 
     Under stage 3 `whole` has storage only between `gather` and `release`; with offload, `part` then
-    lives in host memory.
+    lives in host memory, or in a file.
     """
 
     def __init__(
@@ -106,7 +114,7 @@ class FlatUnit:
     @property
     def sheds_weights(self) -> bool:
         """Whether the whole weights are here only while they are used."""
-        return self.options.zero == 3 and self.sliced
+        return self.options.zero == 3 and (self.sliced or self.options.disk is not None)
 
     @property
     def reduces_every_microbatch(self) -> bool:
@@ -114,8 +122,10 @@ class FlatUnit:
 
     @property
     def collects(self) -> bool:
-        """Whether gradients go through the flat buffer: there is somebody to sum with."""
-        return self.mesh.size(self.unit.sum_axis) > 1
+        """Whether gradients go through the flat buffer: there is somebody to sum with, or they
+        are summed over microbatches in a wider type than autograd's."""
+        kept_apart = self.options.master or self.options.disk is not None
+        return self.mesh.size(self.unit.sum_axis) > 1 or kept_apart
 
     def _adopt(self, places: Places, fill: Fill) -> dict[str, nn.Parameter]:
         """Put views of a flat buffer in the place of the modules' own weights."""
@@ -136,16 +146,23 @@ class FlatUnit:
         part = self.whole[self.place * size : (self.place + 1) * size]
         if not self.sheds_weights:
             return part
+        if self.options.disk is not None:
+            return on_disk(self.options.disk, size, part.dtype).copy_(part)
         if not self.options.offload:
             return part.clone()
         return torch.empty(size, dtype=part.dtype, pin_memory=part.is_cuda).copy_(part)
 
     def _owned(self) -> list[Owned]:
-        if not self.sliced:
+        if not self.sliced and not self.sheds_weights:
             rows = [entry.row for entry in self.unit.entries]
             return [Owned(row, self.parameters[row.name]) for row in rows]
-        parts = self.unit.owned(self.place)
-        return [Owned(row, self.part[start:stop].detach()) for row, start, stop in parts]
+        low, starts = self.place * self.unit.slice_size, dict[str, int]()
+        for entry in self.unit.entries:
+            starts[entry.row.name] = max(0, low - entry.start)
+        return [
+            Owned(row, self.part[start:stop].detach(), starts[row.name])
+            for row, start, stop in self.unit.owned(self.place)
+        ]
 
     def watch_gradients(self, ready: Callable[[FlatUnit], None]) -> None:
         """Collect gradients as they come; call `ready` when a microbatch has given all."""
@@ -214,6 +231,9 @@ class FlatUnit:
             return
         self.present = True
         self.whole.untyped_storage().resize_(self.whole.nbytes)
+        if not self.sliced:
+            self.arriving = reading(self.whole, self.part)
+            return
         part = self.part.to(self.mesh.device, non_blocking=True)
         self.arriving = self.mesh.all_gather(self.whole, part, self.unit.shard_axis)
 
@@ -241,8 +261,9 @@ class FlatUnit:
         if self.sliced:
             self.received = self.sent.new_empty(self.unit.slice_size)
             self.summing = self.mesh.reduce_scatter(self.received, self.sent, self.unit.shard_axis)
-        else:
-            self.received = self.sent
+            return
+        self.received = self.sent
+        if self.mesh.size(self.unit.sum_axis) > 1:
             self.summing = self.mesh.all_reduce(self.sent, self.unit.sum_axis, dist.ReduceOp.SUM)
 
     def receive(self) -> None:
@@ -258,7 +279,7 @@ class FlatUnit:
             self.summing = self.mesh.all_reduce(self.gradient, "replicate", dist.ReduceOp.SUM)
 
     def hand_over(self) -> None:
-        """Give the optimizer its gradients, in the type of the weights it owns."""
+        """Give the optimizer its gradients, in the type of the weights it updates."""
         if not self.collects:
             for each in self.owned:
                 each.gradient = each.tensor.grad
@@ -267,12 +288,13 @@ class FlatUnit:
             self.summing.wait()
             self.summing = None
         assert self.gradient is not None
-        gradient = self.gradient.to(self.part.dtype)
+        wanted = self.grad_dtype if self.options.master else self.part.dtype
+        gradient = self.gradient.to(wanted)
         spans = {row.name: (start, stop) for row, start, stop in self.unit.owned(self.place)}
         for each in self.owned:
             start, stop = spans[each.row.name]
             each.gradient = gradient[start:stop].view(each.tensor.shape)
-            if each.tensor.device == gradient.device:
+            if each.tensor.device == gradient.device and each.tensor.dtype == wanted:
                 each.tensor.grad = each.gradient
 
     def publish(self) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,16 @@ class Record(NamedTuple):
     bytes: int
     group: int
 
+    def __str__(self) -> str:
+        return f"{self.axis}/{self.kind}"
+
+
+class Spans(Protocol):
+    """Whoever keeps when collectives began, and when somebody had waited for them."""
+
+    def begin(self, name: object, bytes: int, group: int) -> Any: ...
+    def end(self, token: Any) -> None: ...
+
 
 class Phase:
     """Whether a chunk is in its backward: a forward that runs then is a recomputation."""
@@ -63,6 +73,10 @@ class Mesh:
         self.delay = 0.0
         self.delays: dict[str, float] = {}  # by axis, in place of `delay`
         self.pause: Callable[[], None] | None = None  # gives the turn to the other lane
+        self.members: dict[str, tuple[int, ...]] = {}  # the ranks of this rank's groups
+        # Told of each collective that is issued, and among which ranks.
+        self.heard: Callable[[Record, tuple[int, ...]], None] | None = None
+        self.spans: Spans | None = None
         self._free_at: dict[str, float] = {}
 
     @classmethod
@@ -147,6 +161,7 @@ class Mesh:
         """Every rank that is in no group is one by itself."""
         mine = next((group for group in groups if self.rank in group), (self.rank,))
         self.sizes[axis], self.places[axis] = len(mine), mine.index(self.rank)
+        self.members[axis] = tuple(mine)
         for group in (group for group in groups if len(group) > 1):
             if len(group) == self.layout.world:
                 self.groups[axis] = dist.group.WORLD
@@ -165,18 +180,18 @@ class Mesh:
 
     def all_reduce(self, tensor: Tensor, axis: str, op: dist.ReduceOp.RedOpType) -> Pending:
         """Reduce in place over the axis."""
-        self.note(axis, "all_reduce", tensor)
-        return self._started(axis, carry.all_reduce(tensor, op, self.groups[axis]))
+        token = self.note(axis, "all_reduce", tensor)
+        return self._started(axis, carry.all_reduce(tensor, op, self.groups[axis]), token)
 
     def reduce_scatter(self, output: Tensor, whole: Tensor, axis: str) -> Pending:
         """Sum `whole` over the axis; this rank gets its slice."""
-        self.note(axis, "reduce_scatter", whole)
-        return self._started(axis, carry.reduce_scatter(output, whole, self.groups[axis]))
+        token = self.note(axis, "reduce_scatter", whole)
+        return self._started(axis, carry.reduce_scatter(output, whole, self.groups[axis]), token)
 
     def all_gather(self, whole: Tensor, part: Tensor, axis: str) -> Pending:
         """Fill `whole` with the parts of all ranks of the axis."""
-        self.note(axis, "all_gather", part)
-        return self._started(axis, carry.all_gather(whole, part, self.groups[axis]))
+        token = self.note(axis, "all_gather", part)
+        return self._started(axis, carry.all_gather(whole, part, self.groups[axis]), token)
 
     def sum_together(self, tensors: Sequence[Tensor], axis: str) -> None:
         """Sum tensors over the axis in place, by one all-reduce in float32 or wider."""
@@ -190,14 +205,16 @@ class Mesh:
     def send(self, tensor: Tensor, target: int) -> Pending:
         """Start to send to another stage of this rank's pipeline."""
         pair = (self.place(PIPELINE), target)
-        self.records[Record(PIPELINE, "send", tensor.nbytes, 2)] += 1
-        return carry.send(tensor, self.column[target], self.channels[pair])
+        members = (self.rank, self.column[target])
+        token = self._noted(Record(PIPELINE, "send", tensor.nbytes, 2), members)
+        return self._timed(carry.send(tensor, self.column[target], self.channels[pair]), token)
 
     def receive(self, buffer: Tensor, source: int) -> Pending:
         """Start to receive the next message of another stage of this rank's pipeline."""
         pair = (source, self.place(PIPELINE))
-        self.records[Record(PIPELINE, "recv", buffer.nbytes, 2)] += 1
-        return carry.receive(buffer, self.column[source], self.channels[pair])
+        members = (self.column[source], self.rank)
+        token = self._noted(Record(PIPELINE, "recv", buffer.nbytes, 2), members)
+        return self._timed(carry.receive(buffer, self.column[source], self.channels[pair]), token)
 
     @property
     def takes_turns(self) -> bool:
@@ -224,18 +241,34 @@ class Mesh:
         group, place, size = self.groups[axis], self.place(axis), self.size(axis)
         ahead, behind = (dist.get_global_rank(group, (place + step) % size) for step in (1, -1))
         buffer = torch.empty_like(tensor)
-        for kind in ("send", "recv"):
-            self.note(axis, kind, tensor)
+        tokens = [self.note(axis, kind, tensor) for kind in ("send", "recv")]
         moving = carry.pass_on(tensor, buffer, ahead, behind, group)
-        return Passing(self, moving, buffer, self._ready_at(axis))
+        return Passing(self, moving, buffer, self._ready_at(axis), tokens)
 
-    def note(self, axis: str, kind: str, tensor: Tensor) -> None:
-        """Record a collective that somebody is about to issue."""
-        self.records[Record(axis, kind, tensor.nbytes, self.sizes[axis])] += 1
+    def note(self, axis: str, kind: str, tensor: Tensor) -> Any:
+        """Record a collective that somebody is about to issue; `close` ends its span, if any."""
+        record = Record(axis, kind, tensor.nbytes, self.sizes[axis])
+        return self._noted(record, self.members[axis])
 
-    def _started(self, axis: str, work: Pending) -> Pending:
+    def close(self, token: Any) -> None:
+        """A collective that was noted is over."""
+        if token is not None and self.spans is not None:
+            self.spans.end(token)
+
+    def _noted(self, record: Record, members: tuple[int, ...]) -> Any:
+        self.records[record] += 1
+        if self.heard is not None:
+            self.heard(record, members)
+        if self.spans is None:
+            return None
+        return self.spans.begin(record, record.bytes, record.group)
+
+    def _started(self, axis: str, work: Pending, token: Any) -> Pending:
         ready_at = self._ready_at(axis)
-        return _Delayed(work, ready_at) if ready_at else work
+        return self._timed(_Delayed(work, ready_at) if ready_at else work, token)
+
+    def _timed(self, work: Pending, token: Any) -> Pending:
+        return work if token is None else _Timed(self, work, token)
 
     def _ready_at(self, axis: str) -> float:
         """When the delay of a collective that begins now on this axis is over; 0 without one."""
@@ -250,8 +283,16 @@ class Mesh:
 class Passing:
     """A tensor on its way to the next rank, and another that comes from the one before."""
 
-    def __init__(self, mesh: Mesh, moving: Moving, buffer: Tensor, ready_at: float) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        moving: Moving,
+        buffer: Tensor,
+        ready_at: float,
+        tokens: Sequence[Any],
+    ) -> None:
         self.mesh, self.moving, self.buffer, self.ready_at = mesh, moving, buffer, ready_at
+        self.tokens = tokens
 
     def wait(self) -> Tensor:
         """What came; what was sent is let go."""
@@ -260,7 +301,21 @@ class Passing:
         self.moving.wait()
         if self.ready_at:
             time.sleep(max(0.0, self.ready_at - time.perf_counter()))
+        for token in self.tokens:
+            self.mesh.close(token)
         return self.buffer
+
+
+class _Timed:
+    """A collective whose span ends when somebody has waited for it."""
+
+    def __init__(self, mesh: Mesh, work: Pending, token: Any) -> None:
+        self.mesh, self.work, self.token = mesh, work, token
+
+    def wait(self) -> object:
+        result = self.work.wait()
+        self.mesh.close(self.token)
+        return result
 
 
 class _Delayed:

@@ -62,7 +62,7 @@ class Chunk(Protocol):
 
 
 class Pipeline:
-    """The steps of one rank. `before` is called with each step that begins."""
+    """The steps of one rank. `before` and `after` are called with each step around it."""
 
     def __init__(
         self,
@@ -79,6 +79,8 @@ class Pipeline:
         self.outbox = _Outbox(mesh)
         self.lanes = Lanes(mesh)
         self.before: Callable[[Step], None] = lambda step: None
+        self.after: Callable[[Step], None] = lambda step: None
+        self.scale = 1.0  # of the loss that backward begins with
         gives = (WEIGHT_GRAD, BACKWARD)
         self._last = {
             action.stage: action
@@ -99,6 +101,7 @@ class Pipeline:
             self.before(step)
             self._post(self.steps[place + 1 : place + 2])
             work.do(step)
+            self.after(step)
         self.outbox.flush()
         return work.losses
 
@@ -163,7 +166,8 @@ class _Run:
 
     def _forward(self, action: Action, x: Tensor | None) -> Tensor | None:
         key = (action.stage, action.microbatch)
-        if x is not None:
+        learns = torch.is_grad_enabled()
+        if x is not None and learns:
             x.requires_grad_()
         batch = self.batches[action.microbatch]
         result = self.pipeline.chunks[action.stage].forward(x, batch, action.microbatch)
@@ -171,14 +175,15 @@ class _Run:
         if last:
             result = result / self.tokens[action.microbatch]
             self.losses[action.microbatch] = result.detach()
-        self.inputs[key], self.outputs[key] = x, get_gradient_edge(result)
+        if learns:
+            self.inputs[key], self.outputs[key] = x, get_gradient_edge(result)
         return None if last else result.detach()
 
     def _backward(self, action: Action, gradient: Tensor | None) -> Tensor | None:
         key = (action.stage, action.microbatch)
         x, output = self.inputs.pop(key), self.outputs.pop(key)
         if gradient is None:
-            gradient = torch.ones_like(self.losses[action.microbatch])
+            gradient = torch.full_like(self.losses[action.microbatch], self.pipeline.scale)
         self.pipeline.chunks[action.stage].backward(
             lambda: torch.autograd.backward((output,), (gradient,)),
             action.microbatch,

@@ -37,22 +37,26 @@ class Wires:
         return _Leave.apply(share, self)
 
     def gather(self, x: Tensor) -> Tensor:
-        self._note("all_gather", x)
-        return self._landed(carry.gather(x.contiguous(), self.dim, self.group), x)
+        token = self._note("all_gather", x)
+        return self._landed(carry.gather(x.contiguous(), self.dim, self.group), x, token)
 
     def scatter(self, x: Tensor) -> Tensor:
-        self._note("reduce_scatter", x)
-        return self._landed(carry.scatter(x.contiguous(), self.dim, self.group), x)
+        token = self._note("reduce_scatter", x)
+        return self._landed(carry.scatter(x.contiguous(), self.dim, self.group), x, token)
 
     def total(self, x: Tensor, op: str = "sum") -> Tensor:
-        self._note("all_reduce", x)
-        return self._landed(carry.total(x.contiguous(), op, self.group), x)
+        token = self._note("all_reduce", x)
+        return self._landed(carry.total(x.contiguous(), op, self.group), x, token)
 
-    def _landed(self, under_way: Tensor, x: Tensor) -> Tensor:
+    def _landed(self, under_way: Tensor, x: Tensor, token: Any) -> Tensor:
         """A collective was issued, and nobody has waited for it; its result, where `x` is."""
         if self.mesh.takes_turns:
             self.mesh.let_pass(self.axis)
-        return carry.landed(under_way, x.device)
+        if token is None:
+            return carry.landed(under_way, x.device)
+        arrived = carry.waited(under_way, x.device)
+        self.mesh.close(token)
+        return arrived
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -61,9 +65,8 @@ class Wires:
         yield
         self.silent = False
 
-    def _note(self, kind: str, x: Tensor) -> None:
-        if not self.silent:
-            self.mesh.note(self.axis, kind, x)
+    def _note(self, kind: str, x: Tensor) -> Any:
+        return None if self.silent else self.mesh.note(self.axis, kind, x)
 
 
 class _Enter(torch.autograd.Function):

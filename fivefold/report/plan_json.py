@@ -30,6 +30,7 @@ def entry(one: Outlook, because: list[str]) -> dict[str, Any]:
             "total": one.total / _GIB,
         },
         "host_gib": one.host / _GIB,
+        "disk_gib": one.disk / _GIB,
         "fits": one.verdict,
         "step_s": one.step,
         "time_s": one.parts,

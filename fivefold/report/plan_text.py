@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fivefold.report.plan_words import duration, gib, name_of
+from fivefold.report.plan_words import duration, gib, name_of, offloaded
 
 if TYPE_CHECKING:
     from fivefold.core.estimate.outlook import Outlook
@@ -29,7 +29,7 @@ def _row(place: int, one: Outlook) -> tuple[str, ...]:
     schedule = f"{plan.wishes.schedule}({layout.chunks})" if layout.pp > 1 else "–"
     return (
         str(place),
-        " ".join([*words, *(["offload"] if one.offload else [])]),
+        " ".join([*words, *offloaded(one)]),
         str(layout.zero),
         schedule,
         f"{plan.batch.microbatch_size} × {plan.batch.microbatches}",
@@ -59,7 +59,8 @@ def detail(one: Outlook) -> list[str]:
     limit = one.setting.machine.memory
     lines = [
         f"memory    {gib(one.total)} of {gib(limit)} on the fullest rank: {one.verdict}"
-        + (f"; {gib(one.host)} in host memory" if one.host else ""),
+        + (f"; {gib(one.host)} in host memory" if one.host else "")
+        + (f", {gib(one.disk)} on its share of local disks" if one.disk else ""),
     ]
     parts = {name: size for name, size in one.memory.items() if size > 0}
     lines += [_bar(name, gib(size), size / limit) for name, size in parts.items()]

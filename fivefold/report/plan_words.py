@@ -61,7 +61,12 @@ def name_of(one: Outlook) -> str:
     if plan.layout.pp > 1:
         words.append(f"{plan.wishes.schedule}({plan.layout.chunks})")
     words += [f"recompute {plan.recompute}"] if plan.recompute.kind != "none" else []
-    return ", ".join([*words, *(["offload"] if one.offload else [])])
+    return ", ".join([*words, *offloaded(one)])
+
+
+def offloaded(one: Outlook) -> list[str]:
+    """Where states lie that are not on the device."""
+    return [] if one.offload == "none" else [f"offload {one.offload}"]
 
 
 def loses(one: Outlook, best: Outlook) -> str:

@@ -1,36 +1,101 @@
-"""Optimizers over what a rank owns, with their states on the device or in host memory."""
+"""Optimizers over what a rank owns: what an updater is, and the one that stays on the device.
+
+An updater turns gradients into new weights, and says where its states are, one for every owned
+tensor. All of them share torch's own arithmetic, so that a weight is the same to the bit wherever
+its states live.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from fivefold.core.units import Row
+
 Name = Literal["adamw", "sgd"]
-
-
-class Row(Protocol):
-    """A weight, as far as an optimizer cares: only matrices decay."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
+# That of Llama 2 (arXiv:2307.09288). With the usual 1e-8, AdamW answers the rounding error of a
+# small gradient with a step of the learning rate, and float32 runs soon part at the routers.
+ADAM_EPS = 1e-5
+MASTER = "master"
+# The states of an optimizer by their names here, and by torch's.
+STATES: dict[str, dict[str, str]] = {
+    "adamw": {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"},
+    "sgd": {"momentum": "momentum_buffer"},
+}
 
 
 class Owned(Protocol):
-    """A weight or a part of one, and its gradient."""
+    """A weight or a flat part of one that begins at element `start`, and its gradient."""
 
     tensor: Tensor
 
     @property
     def row(self) -> Row: ...
     @property
+    def start(self) -> int: ...
+    @property
     def grad(self) -> Tensor: ...
 
 
+class Kept(Protocol):
+    """One state tensor, wherever it lives."""
+
+    def read(self) -> Tensor:
+        """In memory the tensor itself; from elsewhere a copy, flat."""
+        ...
+
+    def write(self, value: Tensor) -> None:
+        """Put other values in its place."""
+        ...
+
+
+class Updater(Protocol):
+    """Updates what a rank owns from the gradients there."""
+
+    count: int  # updates done; set it to go on behind so many
+
+    def step(self) -> None:
+        """One update of everything."""
+        ...
+
+    def set_lr(self, lr: float) -> None:
+        """The learning rate of the updates to come."""
+        ...
+
+    def states(self) -> dict[str, list[Kept | None]]:
+        """By name, one for every owned tensor in their order; None where a weight has no such.
+
+        `master` are float32 copies of narrower weights. All exist from the beginning.
+        """
+        ...
+
+    def tensors(self) -> list[Tensor]:
+        """All that it holds in memory between updates."""
+        ...
+
+
+class InMemory:
+    """A state that is a tensor."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def read(self) -> Tensor:
+        return self.tensor
+
+    def write(self, value: Tensor) -> None:
+        self.tensor.copy_(value.view(self.tensor.shape))
+
+
 def make_optimizer(
-    name: Name, owned: Sequence[tuple[bool, Tensor]], lr: float, weight_decay: float
+    name: Name,
+    owned: Sequence[tuple[bool, Tensor]],
+    lr: float,
+    weight_decay: float,
+    eps: float = 1e-8,
 ) -> torch.optim.Optimizer:
     """An optimizer over (decays, tensor) pairs."""
     groups = [
@@ -40,72 +105,71 @@ def make_optimizer(
         }
         for wanted in (True, False)
     ]
-    groups = [group for group in groups if group["params"]]
+    groups = [group for group in groups if group["params"]] or groups[:1]
     if name == "sgd":
         return torch.optim.SGD(groups, lr=lr, momentum=0.9)
     # Fused keeps its arithmetic in float32 for bfloat16 weights, on CPU as on CUDA.
-    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=eps, fused=True)
 
 
-class HostOptimizer:
-    """States live in host memory; a few weights at a time are updated on the device.
+def decays(each: Owned) -> bool:
+    """Only matrices decay: norms and biases have no scale to lose."""
+    return len(each.row.shape) > 1
 
-    The arithmetic is the device's own, so that the weights are the same to the bit as with states
-    that stay there; the price is one trip of the states over the host link and back.
-    """
+
+def with_states(
+    optimizer: torch.optim.Optimizer,
+    name: Name,
+    values: Sequence[Tensor],
+    states: Mapping[str, Sequence[Tensor]],
+    counts: Tensor,
+) -> torch.optim.Optimizer:
+    """Give an optimizer the states of these values; `counts` are the updates done, of each."""
+    for place, value in enumerate(values):
+        state = {theirs: states[ours][place] for ours, theirs in STATES[name].items()}
+        if name == "adamw":
+            state["step"] = counts[place]
+        optimizer.state[value] = state
+    return optimizer
+
+
+class Resident:
+    """States, and masters where weights are narrow, stay on the device beside the weights."""
 
     def __init__(
-        self,
-        name: Name,
-        owned: Sequence[Owned],
-        lr: float,
-        weight_decay: float,
-        at_once: int = 256_000_000,
+        self, name: Name, owned: Sequence[Owned], lr: float, weight_decay: float, master: bool
     ) -> None:
-        """`at_once` bounds the bytes of weights that are updated together."""
-        self.name: Name = name
-        self.lr, self.weight_decay = lr, weight_decay
-        self.batches = _batches(owned, at_once)
-        self.states: dict[int, dict[str, Tensor]] = {}
+        self.owned = owned
+        self.masters = [each.tensor.detach().float() for each in owned] if master else []
+        self.values = self.masters or [each.tensor for each in owned]
+        self.kept = {
+            key: [torch.zeros_like(value, requires_grad=False) for value in self.values]
+            for key in STATES[name]
+        }
+        pairs = [(decays(each), one) for each, one in zip(owned, self.values, strict=True)]
+        optimizer = make_optimizer(name, pairs, lr, weight_decay, ADAM_EPS)
+        device = self.values[0].device if self.values else None
+        self.count, self.counts = 0, torch.zeros(len(self.values), device=device)
+        self.optimizer = with_states(optimizer, name, self.values, self.kept, self.counts)
 
     def step(self) -> None:
-        """Update everything, batch by batch."""
-        for batch in self.batches:
-            self._update(batch)
+        for each, value in zip(self.owned, self.values, strict=True):
+            value.grad = each.grad
+        self.counts.fill_(self.count)  # it may have been set
+        self.optimizer.step()
+        self.count += 1
+        for each, master in zip(self.owned, self.masters, strict=bool(self.masters)):
+            each.tensor.detach().copy_(master)
+            master.grad = None
 
-    def _update(self, batch: list[Owned]) -> None:
-        device = batch[0].grad.device
-        here = [each.tensor.detach().to(device, non_blocking=True) for each in batch]
-        pairs = [(len(each.row.shape) > 1, one) for each, one in zip(batch, here, strict=True)]
-        optimizer = make_optimizer(self.name, pairs, self.lr, self.weight_decay)
-        for each, one in zip(batch, here, strict=True):
-            one.grad = each.grad
-            if (state := self.states.get(id(each))) is not None:
-                optimizer.state[one] = {
-                    key: value.to(device, non_blocking=True) for key, value in state.items()
-                }
-        optimizer.step()
-        for each, one in zip(batch, here, strict=True):
-            if each.tensor.device != device:
-                each.tensor.copy_(one)
-            self._keep(each, optimizer.state[one])
+    def set_lr(self, lr: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
 
-    def _keep(self, each: Owned, state: dict[str, Tensor]) -> None:
-        """Copy the states into pinned memory, made once."""
-        kept = self.states.setdefault(id(each), {})
-        for key, value in state.items():
-            if key not in kept:
-                kept[key] = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
-            kept[key].copy_(value)
+    def states(self) -> dict[str, list[Kept | None]]:
+        held = {**self.kept, MASTER: self.masters} if self.masters else self.kept
+        return {key: [InMemory(one) for one in tensors] for key, tensors in held.items()}
 
-
-def _batches(owned: Sequence[Owned], at_once: int) -> list[list[Owned]]:
-    batches: list[list[Owned]] = []
-    size = 0
-    for each in owned:
-        if not batches or size + each.tensor.nbytes > at_once:
-            batches.append([])
-            size = 0
-        batches[-1].append(each)
-        size += each.tensor.nbytes
-    return batches
+    def tensors(self) -> list[Tensor]:
+        states = [one for state in self.optimizer.state.values() for one in state.values()]
+        return [*states, *self.masters]

@@ -15,6 +15,7 @@ import gc
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import socket
 import sys
@@ -23,7 +24,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
@@ -35,6 +36,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from fivefold.core.hang import parted
+from fivefold.run.board import FolderBoard
+from fivefold.run.diary import read_all
+from fivefold.run.worker import StopRequest, Worker
 
 PATIENCE = 22.0  # seconds without a word from any rank
 _GRACE = 0.5  # seconds in which a death may explain an error that came first
@@ -62,45 +68,28 @@ class RankLost(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Worker:
-    """One rank as its task sees it."""
+class ForkedMeeting:
+    """Ranks that a pool has forked meet in a folder, and over the loopback device only."""
 
-    rank: int
-    meeting: Path
-    tell: Callable[[str, object], None]
+    folder: Path
 
-    def phase(self, text: str) -> None:
-        """Say what comes now."""
-        self.tell("phase", text)
-
-    def detail(self, text: str) -> None:
-        """Say where in the phase this rank is."""
-        self.tell("detail", text)
-
-    def report(self, value: object) -> None:
-        """Give the parent a value now, before the task has ended."""
-        self.tell("report", value)
-
-    @contextlib.contextmanager
-    def joined(self, world: int) -> Iterator[None]:
-        """A process group of the first `world` ranks, over the loopback device only.
-
-        After an error the group stays up: the others then wait where they are, instead of
-        reporting a broken connection before the cause is known.
-        """
-        if world == 1:
-            yield
-            return
+    def join(self, rank: int, world: int, device: torch.device) -> None:
+        """NCCL where every rank has a GPU of its own, gloo elsewhere."""
+        own = device.type == "cuda" and world <= num_gpus()
         dist.init_process_group(
-            "gloo",
-            init_method=self.meeting.as_uri(),
-            rank=self.rank,
+            "nccl" if own else "gloo",
+            init_method=(self.folder / "store").as_uri(),
+            rank=rank,
             world_size=world,
             timeout=timedelta(minutes=5),
+            device_id=device if own else None,
         )
-        yield
-        dist.barrier()
-        dist.destroy_process_group()
+
+    def board(self) -> FolderBoard:
+        return FolderBoard(self.folder)
+
+    def leave(self) -> None:
+        """The pool ends every rank."""
 
 
 @dataclass
@@ -120,16 +109,22 @@ class _Line:
 
 
 class Pool:
-    """So many forked processes. Use it with `with`; after a `RankLost` it is gone."""
+    """So many forked processes. Use it with `with`; after a `RankLost` it is gone.
 
-    def __init__(self, size: int, patience: float = PATIENCE) -> None:
+    A signal to end (SIGTERM, SIGINT) ends them all at once, or where the pool `forwards_stop`, only
+    asks them to come to an end, and a second one ends them.
+    """
+
+    def __init__(self, size: int, patience: float = PATIENCE, forwards_stop: bool = False) -> None:
         torch.set_num_threads(1)  # before the fork: threads do not survive it
         import_module("torch._dynamo")  # optimizers load it: once here, not once a rank
         self.patience = patience
         self._folder = tempfile.TemporaryDirectory(prefix="fivefold-")
         self._runs = 0
+        self._meeting: ForkedMeeting | None = None
         self._lines: list[_Line] = []
-        self._former = _end_politely()
+        self._forwards_stop, self._stops = forwards_stop, 0
+        self._former = self._listen()
         try:
             for rank in range(size):
                 self._fork(rank)
@@ -173,7 +168,8 @@ class Pool:
         """
         assert len(tasks) <= self.size, f"{len(tasks)} tasks for {self.size} ranks"
         self._runs += 1
-        meeting = Path(self._folder.name) / str(self._runs)
+        self._meeting = meeting = ForkedMeeting(Path(self._folder.name) / str(self._runs))
+        meeting.folder.mkdir()
         lines = self._lines[: len(tasks)]
         for line, (function, args) in zip(lines, tasks, strict=True):
             line.phase, line.detail, line.num_words, line.busy = "start", "", 0, True
@@ -187,7 +183,7 @@ class Pool:
             self.close()
             raise
         finally:
-            meeting.unlink(missing_ok=True)
+            shutil.rmtree(meeting.folder, ignore_errors=True)
 
     def close(self) -> None:
         """End every process now."""
@@ -198,16 +194,35 @@ class Pool:
             line.pipe.close()
         self._lines.clear()
         self._folder.cleanup()
-        if self._former is not None:
-            signal.signal(signal.SIGTERM, self._former)
-            self._former = None
+        for number, former in self._former.items():
+            signal.signal(number, former)
+        self._former.clear()
+
+    def _listen(self) -> dict[signal.Signals, Any]:
+        """Hear signals to end, in the main thread, where they are heard; what heard them before.
+
+        SIGTERM would not unwind the parent, so that it cleans up; SIGINT does so by itself.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return {}
+        heard = [signal.SIGTERM, *([signal.SIGINT] if self._forwards_stop else [])]
+        return {number: signal.signal(number, self._hear) for number in heard}
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self._stops += 1
+        if self._stops > 1 or not self._forwards_stop:
+            sys.exit(128 + number)
+        for line in self._lines:
+            line.process.terminate()
 
     def _fork(self, rank: int) -> None:
         context = multiprocessing.get_context("fork")
         ours, theirs = context.Pipe()
         inherited = [ours, *(line.pipe for line in self._lines)]
         process = context.Process(
-            target=_serve, args=(rank, theirs, inherited, os.getpid()), daemon=True
+            target=_serve,
+            args=(rank, theirs, inherited, os.getpid(), self._forwards_stop),
+            daemon=True,
         )
         with warnings.catch_warnings():
             # Python warns of forks beside threads; the ranks use none of the parent's.
@@ -234,6 +249,9 @@ class Pool:
                     results[rank] = what
                 elif kind == "raised":
                     raised.append(RankLost(rank, line.doing, f"raised {what}"))
+                elif kind == "lost":
+                    lost, _, cause = what
+                    raise RankLost(lost, lines[lost].doing, cause)
                 elif kind == "phase":
                     on_phase()
                 elif kind == "report":
@@ -248,16 +266,26 @@ class Pool:
         try:
             kind, what = pickle.loads(line.pipe.recv_bytes())
         except (EOFError, OSError):
-            line.process.join(timeout=5)
-            raise RankLost(rank, line.doing, _how_it_ended(line.process)) from None
+            raise self._death(rank, line) from None
         line.num_words += kind != "report"  # not every rank has something to report
         if kind == "phase":
             line.phase, line.detail = what, ""
         elif kind == "detail":
             line.detail = what
-        elif kind != "report":
+        elif kind in ("done", "raised"):
             line.busy = False
         return kind, what
+
+    def _death(self, rank: int, line: _Line) -> RankLost:
+        """Gloo aborts where messages do not fit: then ranks may have called different things, and
+        it need not be the one that died which left out something."""
+        line.process.join(timeout=5)
+        if line.process.exitcode == -signal.SIGABRT and self._meeting is not None:
+            positions = read_all(self._meeting.folder, [each.doing for each in self._lines])
+            left = parted(positions, sorted(positions))
+            if left is not None:
+                return RankLost(left.rank, left.doing, left.cause)
+        return RankLost(rank, line.doing, _how_it_ended(line.process))
 
     def _silent(self, lines: list[_Line]) -> RankLost:
         """Of ranks that all wait, the one that got least far keeps the others waiting."""
@@ -274,31 +302,29 @@ def _how_it_ended(process: BaseProcess) -> str:
     return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
 
 
-def _end_politely() -> Any:
-    """Let SIGTERM unwind the parent, so that it cleans up; None where that is not ours to say."""
-    if threading.current_thread() is not threading.main_thread():
-        return None
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        sys.exit(128 + number)
-
-    return signal.signal(signal.SIGTERM, stop)
-
-
-def _serve(rank: int, pipe: Connection, inherited: list[Connection], parent: int) -> None:
+def _serve(
+    rank: int, pipe: Connection, inherited: list[Connection], parent: int, hears_stop: bool
+) -> None:
     """The life of a rank: tasks until the pipe closes."""
     if sys.__stderr__ is not None:
         faulthandler.enable(sys.__stderr__)  # a rank that aborts says where
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it too, and ends us
+    stop = StopRequest()
+    if hears_stop:
+        stop.listen()
+    else:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it too, and ends us
     for other in inherited:
         other.close()
     _die_with(parent)
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = _loopback()
 
+    one_at_a_time = threading.Lock()  # a rank's watchdog speaks for itself
+
     def tell(kind: str, what: object) -> None:
-        pipe.send_bytes(pickle.dumps((kind, what), protocol=5))
+        with one_at_a_time:
+            pipe.send_bytes(pickle.dumps((kind, what), protocol=5))
 
     while True:
         try:
@@ -306,7 +332,7 @@ def _serve(rank: int, pipe: Connection, inherited: list[Connection], parent: int
         except EOFError:
             return
         try:
-            answer = ("done", function(Worker(rank, meeting, tell), *args))
+            answer = ("done", function(Worker(rank, meeting, tell, stop), *args))
         except Exception as error:
             answer = ("raised", _told(error))
         gc.collect()  # modules with hooks are cycles, and hold process groups with their threads

@@ -12,11 +12,13 @@ from __future__ import annotations
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
+from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,8 +27,10 @@ from fivefold.core.errors import FivefoldError
 
 NUM_BYTES = 256  # the tokens that bytes are; the next one ends a document where there is room
 MOST_BYTES = 16 << 20
+BYTES = "bytes"  # the tokenizer that is none
 _FOREIGN = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 _ROUNDS = 4  # of a Feistel network: enough for an order that looks like none
+_DRAWN_ROWS = 1 << 40  # more than any training reads
 
 
 class Rows(NamedTuple):
@@ -36,35 +40,88 @@ class Rows(NamedTuple):
     begins: NDArray[np.bool_]  # (rows, seq + 1): whether a document begins here
 
 
-@dataclass(frozen=True)
+class Shard(NamedTuple):
+    """Whole documents, one behind the other; both arrays may be memory-mapped files."""
+
+    tokens: NDArray[Any]  # uint16 or uint32
+    begins: NDArray[np.int64]  # places of the documents' first tokens, in rising order
+
+
+@dataclass(frozen=True, eq=False)
 class Corpus:
-    """Documents as tokens, one behind the other; both arrays may be memory-mapped files."""
+    """Shards, read as if they were one."""
 
     name: str
-    tokens: NDArray[np.uint16]
-    begins: NDArray[np.int64]  # places of the documents' first tokens, in rising order
-    end: int | None  # the token behind each document; None where the vocabulary has no room
+    shards: tuple[Shard, ...]
+    end: int | None  # the token behind each document; None where there is none
+    tokenizer: str = BYTES
+    digest: str = BYTES  # equal where tokens mean the same
 
     def __str__(self) -> str:
+        each = "one a byte" if self.tokenizer == BYTES else f"by {self.tokenizer}"
         end = (
-            "no end-of-document token, for which the vocabulary has no room"
-            if self.end is None
-            else f"end-of-document token {self.end}"
+            "no end-of-document token" if self.end is None else f"end-of-document token {self.end}"
         )
-        return (
-            f"{self.name}: {len(self.tokens):,} tokens in {len(self.begins):,} documents, one a "
-            f"byte, {end}"
-        )
+        documents = sum(len(shard.begins) for shard in self.shards)
+        return f"{self.name}: {self.starts[-1]:,} tokens in {documents:,} documents, {each}, {end}"
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """The place of each shard's first token in the corpus, and behind them its length."""
+        return list(accumulate((len(shard.tokens) for shard in self.shards), initial=0))
 
     def num_rows(self, seq: int) -> int:
         """Rows of one epoch."""
-        return (len(self.tokens) - 1) // seq
+        return (self.starts[-1] - 1) // seq
 
-    def rows(self, numbers: list[int], seq: int) -> Rows:
-        """These rows of an epoch."""
-        places = np.array(numbers, np.int64)[:, None] * seq + np.arange(seq + 1)
-        after = np.searchsorted(self.begins, places, side="right") - 1
-        return Rows(self.tokens[places].astype(np.int64), self.begins[after] == places)
+    def read(self, row: int, tokens: NDArray[np.int64], begins: NDArray[np.bool_]) -> None:
+        """Fill one row; `begins` comes with nothing set.
+
+        Slices rather than one gather of all places, whose list would be larger than the tokens.
+        """
+        place = row * (len(tokens) - 1)
+        number, done = bisect_right(self.starts, place) - 1, 0
+        while done < len(tokens):
+            shard, first = self.shards[number], place + done - self.starts[number]
+            piece = shard.tokens[first : first + len(tokens) - done]
+            tokens[done : done + len(piece)] = piece
+            low, high = np.searchsorted(shard.begins, (first, first + len(piece)))
+            begins[shard.begins[low:high] - first + done] = True
+            number, done = number + 1, done + len(piece)
+
+
+@dataclass(frozen=True)
+class Synthetic:
+    """Random tokens that no file holds, for benchmarks: a function of seed, row and place."""
+
+    seed: int
+    vocab: int
+    name: str = "synthetic"
+
+    def __str__(self) -> str:
+        return f"random tokens below {self.vocab:,}, each row one document"
+
+    def num_rows(self, seq: int) -> int:
+        """As many as anyone will read."""
+        return _DRAWN_ROWS
+
+    def read(self, row: int, tokens: NDArray[np.int64], begins: NDArray[np.bool_]) -> None:
+        """Fill one row. Raw bits, since only they are the same in every version of numpy."""
+        bits = np.random.Philox(key=np.array([self.seed % 2**64, row], np.uint64))
+        drawn = bits.random_raw(len(tokens) // 2 + 1).astype("<u8", copy=False).view("<u4")
+        wide = tokens.view(np.uint64)
+        np.multiply(drawn[: len(tokens)], np.uint64(self.vocab), out=wide, dtype=np.uint64)
+        np.right_shift(wide, np.uint64(32), out=wide)
+
+
+def read_rows(places: Sequence[tuple[Corpus | Synthetic, int]], seq: int) -> Rows:
+    """Rows by their corpora and their numbers in them."""
+    rows = Rows(
+        np.empty((len(places), seq + 1), np.int64), np.zeros((len(places), seq + 1), np.bool_)
+    )
+    for number, (corpus, row) in enumerate(places):
+        corpus.read(row, rows.tokens[number], rows.begins[number])
+    return rows
 
 
 @dataclass(frozen=True)
@@ -96,32 +153,6 @@ class Order:
         return left << half | right
 
 
-@dataclass(frozen=True)
-class Source:
-    """A corpus cut into rows for a training: the samples of any step."""
-
-    corpus: Corpus
-    order: Order
-    seq: int
-
-    @classmethod
-    def of(cls, corpus: Corpus, seq: int, seed: int) -> Source:
-        """Refuses a corpus that does not fill one row."""
-        num_rows = corpus.num_rows(seq)
-        if num_rows < 1:
-            raise FivefoldError(
-                f"{corpus.name} has {len(corpus.tokens):,} tokens, and a row takes {seq + 1:,}: "
-                "give a smaller --seq"
-            )
-        return cls(corpus, Order(seed, num_rows), seq)
-
-    def step(self, number: int, global_batch: int) -> Rows:
-        """The samples of a step, from 0, in the order of their numbers."""
-        first = number * global_batch
-        numbers = [self.order.row(sample) for sample in range(first, first + global_batch)]
-        return self.corpus.rows(numbers, self.seq)
-
-
 def from_bytes(name: str, documents: list[bytes], vocab: int) -> Corpus:
     """A corpus whose tokens are the bytes of its documents."""
     if vocab < NUM_BYTES:
@@ -130,15 +161,15 @@ def from_bytes(name: str, documents: list[bytes], vocab: int) -> Corpus:
             f"least {NUM_BYTES}, as in --set vocab={NUM_BYTES}"
         )
     end = NUM_BYTES if vocab > NUM_BYTES else None
+    arrays = [byte_tokens(text, end) for text in documents if text]
+    begins = np.cumsum([0, *(len(each) for each in arrays[:-1])], dtype=np.int64)
+    return Corpus(name, (Shard(np.concatenate(arrays), begins),), end)
+
+
+def byte_tokens(text: bytes, end: int | None) -> NDArray[np.uint16]:
+    """The bytes of a document, and behind them the token that ends it."""
     behind = [] if end is None else [np.array([end], np.uint16)]
-    arrays = [
-        np.concatenate([np.frombuffer(text, np.uint8).astype(np.uint16), *behind])
-        for text in documents
-        if text
-    ]
-    lengths = [len(each) for each in arrays]
-    begins = np.cumsum([0, *lengths[:-1]], dtype=np.int64)
-    return Corpus(name, np.concatenate(arrays), begins, end)
+    return np.concatenate([np.frombuffer(text, np.uint8).astype(np.uint16), *behind])
 
 
 @cache

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from fivefold.core.plan import Plan
+from fivefold.core.progress import StepRecord
 from fivefold.run.ranks import Pool
 from fivefold.training.check import Check, alone, judge, num_alone
-from fivefold.training.loop import RankRun, StepLine, run_rank, source_of
+from fivefold.training.loop import RankRun, run_rank, source_of
 from fivefold.training.measured import Measured, beside_the_plan
-from fivefold.training.settings import Settings
+from fivefold.training.settings import PRECISIONS, Settings
 
 __all__ = [
+    "PRECISIONS",
     "Check",
     "Measured",
     "RankRun",
     "Settings",
-    "StepLine",
     "beside_the_plan",
     "num_processes",
+    "run_rank",
     "source_of",
     "train",
 ]
@@ -30,9 +33,10 @@ def num_processes(plan: Plan, settings: Settings) -> int:
 
 
 def train(
-    pool: Pool, plan: Plan, settings: Settings, on_step: Callable[[StepLine], None]
+    pool: Pool, plan: Plan, settings: Settings, on_report: Callable[[StepRecord | str], None]
 ) -> tuple[list[RankRun], Check | None]:
-    """Train on the pool's first ranks; `on_step` is called when a step is over.
+    """Train on the pool's first ranks; `on_report` is told of every step when it is over, and of
+    what went wrong and does not end the run.
 
     For a check, one process trains beside them while they wait for one another, and in float32 a
     second one in another order of sums.
@@ -40,8 +44,9 @@ def train(
     world = plan.layout.world
     tasks = [(run_rank, (plan, settings))] * world
     if settings.check:
-        lonely = [(run_rank, (alone(plan), settings, reverse)) for reverse in (False, True)]
+        apart = replace(settings, folder=None)
+        lonely = [(run_rank, (alone(plan), apart, reverse)) for reverse in (False, True)]
         tasks += lonely[: num_alone(settings)]
-    runs = pool.run_each(tasks, on_report=on_step)
+    runs = pool.run_each(tasks, on_report=on_report)
     ranks, references = runs[:world], runs[world:]
     return ranks, judge(plan, ranks, references) if references else None

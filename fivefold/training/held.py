@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from fivefold.core.memory import Static
 from fivefold.parallel.compose import Job
+from fivefold.run.optimizer import Updater
 
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes of one rank at its optimizer's update; `optimizer` has the counts of steps in it."""
+    """Bytes of one rank at its optimizer's update; `optimizer` has the counts of steps in it,
+    and wider copies of the weights."""
 
     weights: int
     gradients: int
@@ -24,7 +25,7 @@ class Held:
     @classmethod
     def planned(cls, ledger: Static) -> Held:
         """What the ledger says, in these categories."""
-        states = ledger.optimizer + ledger.scalars
+        states = ledger.master + ledger.optimizer + ledger.scalars
         return cls(ledger.weights, ledger.gradients, states, ledger.padding)
 
     @property
@@ -32,10 +33,9 @@ class Held:
         return self.weights + self.gradients + self.optimizer + self.padding
 
 
-def measure(job: Job, optimizer: torch.optim.Optimizer) -> Held:
+def measure(job: Job, updater: Updater) -> Held:
     """What is there now; padding is the memory behind the tensors that is nobody's."""
-    units = list(job.units)
-    states = [one for state in optimizer.state.values() for one in state.values()]
+    units, states = list(job.units), updater.tensors()
     gradients = [each.grad for each in job.owned]
     weights: list[Tensor] = []
     for unit in units:

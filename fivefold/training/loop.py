@@ -4,34 +4,39 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
+from fivefold.core.errors import FivefoldError
 from fivefold.core.plan import Plan
+from fivefold.core.progress import BUILD, EVAL, LOAD, SAVE, StepRecord, mfu
 from fivefold.model.batch import TokenBatch
 from fivefold.parallel.compose import Job, compose
 from fivefold.parallel.mesh import Mesh
-from fivefold.run.optimizer import make_optimizer
-from fivefold.run.ranks import Worker
+from fivefold.run.mixture import Source, open_source
+from fivefold.run.records import Spent
 from fivefold.run.samples import laid_out
-from fivefold.run.tokens import Source, standard_library
-from fivefold.step import step
+from fivefold.run.tokens import Rows
+from fivefold.run.updaters import make_updater
+from fivefold.run.watchdog import Watchdog, watched
+from fivefold.run.worker import Worker
+from fivefold.step import Guard, Outcome, evaluate, step
 from fivefold.training.held import Held, measure
+from fivefold.training.keeper import Keeper
+from fivefold.training.progress import Progress
 from fivefold.training.routes import Routes, kept
-from fivefold.training.settings import ADAM_EPS, MAX_NORM, WEIGHT_DECAY, Settings
+from fivefold.training.scale import LossScale
+from fivefold.training.settings import Settings
+from fivefold.training.told import Busy, Told, memory_gib
+from fivefold.training.whole import WholeMatrices
 
-
-class StepLine(NamedTuple):
-    """What is said of a step while the training runs."""
-
-    step: int  # from 1
-    loss: float
-    norm: float
-    lr: float
-    seconds: float
-    fullest: float | None  # the fullest expert over the mean, on average over layers with experts
+_COMPARED = 256  # steps whose traffic is held against the plan
+_EVALUATED = 8  # global batches of held-out rows, at most
 
 
 class Moved(NamedTuple):
@@ -45,84 +50,253 @@ class Moved(NamedTuple):
 class RankRun:
     """What one rank has to show for its training."""
 
+    first_step: int = 1
     losses: list[float] = field(default_factory=list)
-    moved: list[dict[str, Moved]] = field(default_factory=list)  # by step, then by axis
+    moved: list[dict[str, Moved]] = field(default_factory=list)  # of the first steps, by axis
     held: Held | None = None  # right behind the last update
     routes: list[Routes] = field(default_factory=list)  # by step, where they are to be compared
+    stopped: bool = False  # before the last step, because somebody wished so
 
 
-def run_rank(worker: Worker, plan: Plan, settings: Settings, reverse: bool = False) -> RankRun:
-    """All steps of one rank.
+def run_rank(
+    worker: Worker,
+    plan: Plan,
+    settings: Settings,
+    reverse: bool = False,
+    device: torch.device | None = None,
+) -> RankRun:
+    """All steps of one rank, on a `device` or on the one whose turn it is.
 
     `reverse` takes the microbatches of each step from the last to the first: the same sums in
     another order.
     """
-    with worker.joined(plan.layout.world):
-        worker.phase("build")
-        mesh = Mesh.of(plan, torch.device("cpu"))
-        job = compose(plan, mesh, seed=settings.seed, dtype=getattr(torch, settings.dtype))
-        source = source_of(plan, settings.seed)
-        loop = _Loop(worker, job, settings)
-        for number in range(1, settings.steps + 1):
-            batches = batches_of(plan, source, number - 1, mesh.rank)
-            loop.step(number, batches[::-1] if reverse else batches)
-        for chunk in job.chunks:
+    device = device or _device(worker, settings)
+    world = plan.layout.world
+    with worker.joined(world, device), _watched(worker, world) as watchdog:
+        loop = _Loop(worker, plan, settings, device, watchdog, reverse)
+        try:
+            loop.run()
+        except torch.OutOfMemoryError:
+            loop.told.out_of_memory()
+            raise
+        finally:
+            loop.told.close()
+        for chunk in loop.job.chunks:
             chunk.data.wait()
-        mesh.groups.clear()  # they end with their last holder, and a weight's hook may be one
-        mesh.channels.clear()
-        return loop.run
+        loop.mesh.groups.clear()  # they end with their last holder, and a weight's hook may be one
+        loop.mesh.channels.clear()
+        return loop.result
 
 
-def source_of(plan: Plan, seed: int) -> Source:
+def _device(worker: Worker, settings: Settings) -> torch.device:
+    """Ranks of one machine take its GPUs in turn."""
+    if settings.device == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", worker.rank % torch.cuda.device_count())
+
+
+def _watched(worker: Worker, world: int) -> AbstractContextManager[Watchdog | None]:
+    return watched(worker, world) if world > 1 else nullcontext()
+
+
+def source_of(plan: Plan, settings: Settings, verify: bool = False) -> Source:
     """The text that the plan's model reads."""
-    return Source.of(standard_library(plan.shape.vocab), plan.batch.seq, seed)
+    recipe = settings.recipe
+    return open_source(recipe.data, plan.shape.vocab, plan.batch.seq, recipe.seed, verify=verify)
 
 
-def batches_of(plan: Plan, source: Source, number: int, rank: int) -> list[TokenBatch]:
-    """The microbatches of a rank in a step, from 0."""
-    rows = source.step(number, plan.batch.sequences)
-    begins = torch.from_numpy(rows.begins) if plan.packed else None
-    drawn = laid_out(plan.batch, torch.from_numpy(rows.tokens), begins)
+def batches_of(plan: Plan, rows: Rows, rank: int) -> list[TokenBatch]:
+    """What a rank has of a step's rows, by microbatch; rows that are missing have no loss."""
+    missing = plan.batch.sequences - len(rows.tokens)
+    tokens, begins = (torch.from_numpy(np.pad(each, ((0, missing), (0, 0)))) for each in rows)
+    masked = None
+    if missing:
+        masked = torch.zeros(len(tokens), plan.batch.seq, dtype=torch.bool)
+        masked[-missing:] = True
+        masked = masked.view(plan.batch.microbatches, plan.batch.dp, -1, plan.batch.seq)
+    drawn = laid_out(plan.batch, tokens, begins if plan.packed else None, masked)
     return drawn.of(plan.layout.coord(rank).dp)
 
 
 class _Loop:
-    """Runs steps, says each when it is over, and keeps what there is to compare."""
+    """Builds the job, runs its steps, and keeps what there is to compare."""
 
-    def __init__(self, worker: Worker, job: Job, settings: Settings) -> None:
-        self.worker, self.job, self.settings = worker, job, settings
-        owned = [(len(each.row.shape) > 1, each.tensor) for each in job.owned]
-        self.optimizer = make_optimizer("adamw", owned, settings.lr, WEIGHT_DECAY)
-        for group in self.optimizer.param_groups:
-            group["eps"] = ADAM_EPS
-        self.run = RankRun()
+    def __init__(
+        self,
+        worker: Worker,
+        plan: Plan,
+        settings: Settings,
+        device: torch.device,
+        watchdog: Watchdog | None,
+        reverse: bool,
+    ) -> None:
+        self.worker, self.plan, self.settings, self.reverse = worker, plan, settings, reverse
+        self.busy = Busy(worker, watchdog)
+        self.recipe, self.spent, self.result = settings.recipe, Spent(), RankRun()
+        self.progress = Progress(LossScale.of(settings.dtype))
+        self.busy.phase("build", long=True)
+        with self.spent.on(BUILD):
+            self.mesh = Mesh.of(plan, device)
+            self.job = self._build()
+            self.updater = make_updater(
+                self.recipe,
+                self.job.owned,
+                self.mesh.device,
+                master=settings.master,
+                rank=self.mesh.rank,
+                matrices=WholeMatrices(self.job) if self.recipe.optimizer == "muon" else None,
+            )
+            self.source = source_of(plan, settings)
+        self.keeper = Keeper(settings, self.job, self.updater, self._warn)
+        self.busy.phase("load", long=True)
+        with self.spent.on(LOAD):
+            self.keeper.load(self.progress)
+        self.result.first_step = self.progress.step + 1
+        self.told = Told(worker, plan, settings, device, self.progress.step)
+        self.told.watch(self.job, self.busy)
         if settings.check:
-            job.balancing.watch()
+            self.job.balancing.watch()
 
-    def step(self, number: int, batches: list[TokenBatch]) -> None:
-        """One optimizer step."""
-        job, lr = self.job, self.settings.lr_at(number)
-        job.pipeline.before = lambda action: self.worker.phase(f"step {number} {action}")
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        if number == self.settings.steps:
-            self.optimizer.register_step_post_hook(self._measure)
-        job.mesh.records.clear()
+    def _build(self) -> Job:
+        disk = None if self.recipe.disk is None else Path(self.recipe.disk)
+        if disk is not None:
+            disk.mkdir(parents=True, exist_ok=True)
+        return compose(
+            self.plan,
+            self.mesh,
+            seed=self.recipe.seed,
+            dtype=self.settings.weights,
+            grad_dtype=torch.float32 if self.settings.master else None,
+            offload=self.recipe.offload == "cpu",
+            master=self.settings.master,
+            disk=disk,
+        )
+
+    def run(self) -> None:
+        """From where the training is to its last step, or until somebody wishes to stop."""
+        while self.progress.step < self.settings.last_step and not self.result.stopped:
+            number = self.progress.step + 1
+            first = self.progress.samples
+            outcome, seconds = self._step(number, first)
+            self.progress.passed(self.plan.batch.sequences, outcome.skipped)
+            self.result.stopped = bool(outcome.stops)
+            self._keep_to_compare(outcome)
+            record = self._record(number, first, outcome, seconds)
+            self.told.step(record)
+            self._give_up_where_nothing_is_finite()
+            if (
+                self.keeper.is_due(number)
+                or self.result.stopped
+                or number == self.settings.last_step
+            ):
+                self._save(number)
+        self.busy.phase("the last checkpoint", long=True)
+        with self.spent.on(SAVE):
+            self.keeper.finish()
+        self.told.end("stopped" if self.result.stopped else "done", self.spent.take())
+
+    def _step(self, number: int, first: int) -> tuple[Outcome, float]:
+        """One optimizer step, and the seconds that it took."""
+        rows = self.source.samples(first, self.plan.batch.sequences)
+        batches = batches_of(self.plan, rows, self.mesh.rank)
+        batches = [batch.to(self.mesh.device) for batch in batches]
+        self.told.begin(number)
+        self.updater.set_lr(self.recipe.lr_at(number))
+        self.mesh.records.clear()
+        guard = Guard(self.progress.scale.value, self.worker.stopping)
         began = time.perf_counter()
-        outcome = step(job, self.optimizer, batches, MAX_NORM)
-        loss, norm = float(outcome.loss), float(outcome.norm)
-        seconds = time.perf_counter() - began
-        self.run.losses.append(loss)
-        self.run.moved.append(by_axis(job.mesh.records))
-        if self.settings.check:
-            self.run.routes.append(kept(job.balancing.routes))
-            job.balancing.routes.clear()
-        if self.worker.rank == 0:
-            fullest = None if outcome.load is None else float(outcome.load.imbalance.mean())
-            self.worker.report(StepLine(number, loss, norm, lr, seconds, fullest))
+        outcome = step(
+            self.job,
+            _Measuring(self) if number == self.settings.last_step else self.updater,
+            batches[::-1] if self.reverse else batches,
+            self.recipe.clip,
+            guard,
+        )
+        return outcome, time.perf_counter() - began
 
-    def _measure(self, *_: object) -> None:
-        self.run.held = measure(self.job, self.optimizer)
+    def _record(self, number: int, first: int, outcome: Outcome, seconds: float) -> StepRecord:
+        batch, scale, load = self.plan.batch, self.progress.scale, outcome.load
+        evaluated = self._evaluate(number)
+        fullest = None if load is None else load.imbalance.tolist()
+        return StepRecord(
+            step=number,
+            loss=float(outcome.loss),
+            norm=float(outcome.norm),
+            lr=self.recipe.lr_at(number),
+            seconds=seconds,
+            tokens=batch.tokens,
+            world=self.plan.layout.world,
+            first_sample=first,
+            num_samples=batch.sequences,
+            wall=self.told.wall,
+            restart=self.told.restart,
+            mfu=mfu(self.plan, batch.tokens / seconds),
+            memory_gib=memory_gib(self.mesh.device),
+            planned=self.settings.planned,
+            skipped=_why(outcome) if outcome.skipped else None,
+            scale=scale.value if scale.dynamic else None,
+            fullest=None if fullest is None else sum(fullest) / len(fullest),
+            load=None if fullest is None else tuple(round(each, 3) for each in fullest),
+            eval_loss=evaluated,
+            spent=self.spent.take(),
+        )
+
+    def _evaluate(self, number: int) -> float | None:
+        """The mean loss over rows that are never trained on, where it is time for it."""
+        every, size = self.recipe.eval_every, self.plan.batch.sequences
+        if not every or not self.recipe.is_due(every, number):
+            return None
+        with self.spent.on(EVAL):
+            rows = self.source.held_out(_EVALUATED * size)
+            total = count = 0.0
+            for first in range(0, len(rows.tokens), size):
+                some = Rows(*(each[first : first + size] for each in rows))
+                mine = batches_of(self.plan, some, self.mesh.rank)
+                loss, num = evaluate(self.job, [each.to(self.mesh.device) for each in mine])
+                total, count = total + float(loss), count + float(num)
+        return total / count if count else None
+
+    def _save(self, number: int) -> None:
+        self.busy.phase(f"checkpoint {number}", long=True)
+        with self.spent.on(SAVE):
+            self.keeper.save(self.progress)
+
+    def _give_up_where_nothing_is_finite(self) -> None:
+        if self.progress.skipped_in_a_row > self.recipe.skip_limit:
+            self.keeper.finish()
+            raise FivefoldError(
+                f"{self.progress.skipped_in_a_row} steps in a row had a loss or norm that is not "
+                "finite, more than skip_limit allows: lower lr, look at the data of these steps, "
+                "or continue from an older checkpoint"
+            )
+
+    def _warn(self, text: str) -> None:
+        """Something is not as it should be, and the training goes on; said once."""
+        if self.worker.rank == 0:
+            self.worker.report(text)
+
+    def _keep_to_compare(self, outcome: Outcome) -> None:
+        self.result.losses.append(float(outcome.loss))
+        if len(self.result.moved) < _COMPARED:
+            self.result.moved.append(by_axis(self.mesh.records))
+        if self.settings.check:
+            self.result.routes.append(kept(self.job.balancing.routes))
+            self.job.balancing.routes.clear()
+
+
+class _Measuring:
+    """An updater behind whose step is measured what the rank holds."""
+
+    def __init__(self, loop: _Loop) -> None:
+        self.loop = loop
+
+    def step(self) -> None:
+        self.loop.updater.step()
+        self.loop.result.held = measure(self.loop.job, self.loop.updater)
+
+
+def _why(outcome: Outcome) -> str:
+    return f"{'norm' if torch.isfinite(outcome.loss) else 'loss'} is not finite"
 
 
 def by_axis(calls: Counter[tuple[str, str, int, int]]) -> dict[str, Moved]:

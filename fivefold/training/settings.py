@@ -1,30 +1,48 @@
-"""How a plan is trained."""
+"""How a plan is trained by one start of a run: the recipe, its precision, and where things go."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
-Dtype = Literal["float64", "float32"]
-MAX_NORM = 1.0
-WEIGHT_DECAY = 0.1
-# That of Llama 2 (arXiv:2307.09288). With the usual 1e-8, AdamW answers the rounding error of a
-# small gradient with a step of the learning rate, and float32 runs soon part at the routers.
-ADAM_EPS = 1e-5
-_WARM_UP = 10  # one in so many steps
+import torch
+
+from fivefold.core.progress import Planned
+from fivefold.core.recipe import Recipe
+
+Dtype = Literal["float64", "float32", "bfloat16", "float16"]
+PRECISIONS: dict[str, Dtype] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How a plan is trained: AdamW, gradients clipped to a norm of 1, only matrices decay."""
+    """What all ranks of a start know. Without a `folder` nothing is recorded or saved.
 
+    `until` ends this start behind that step, with a checkpoint, before the recipe does. `check`
+    keeps what a comparison with one process needs.
+    """
+
+    recipe: Recipe = Recipe()  # noqa: RUF009, it is frozen
     dtype: Dtype = "float32"
-    steps: int = 20
-    lr: float = 1e-3
-    seed: int = 0
-    check: bool = False  # keep what a comparison with one process needs
+    device: Literal["cpu", "cuda"] = "cpu"
+    folder: Path | None = None
+    resume: bool = False
+    until: int | None = None
+    planned: Planned | None = None
+    check: bool = False
 
-    def lr_at(self, number: int) -> float:
-        """The learning rate of a step, from 1: a straight rise over the first tenth, then level."""
-        warm_up = max(1, self.steps // _WARM_UP)
-        return self.lr * min(1.0, number / warm_up)
+    @property
+    def last_step(self) -> int:
+        """The step that this start ends behind."""
+        return min(self.recipe.steps, self.until or self.recipe.steps)
+
+    @property
+    def weights(self) -> torch.dtype:
+        """The type of weights and activations."""
+        return getattr(torch, self.dtype)
+
+    @property
+    def master(self) -> bool:
+        """Whether the optimizer keeps wider copies, and gradients are summed in float32."""
+        return self.weights.itemsize < 4

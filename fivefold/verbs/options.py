@@ -13,6 +13,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from fivefold.core.errors import BadFile, FivefoldError, UnknownName
+from fivefold.core.keys import sort_out
 from fivefold.core.layout import parse_zero
 from fivefold.core.plan import Wishes, wishes_from
 
@@ -58,7 +59,9 @@ SHARED: dict[str, Any] = {
     ),
     "sp": _option(bool, "Without sequence parallelism.", "--no-sp"),
     "packed": _option(bool, "Pack documents, with document masks.", "--packed"),
-    "set": _option(list[str], 'Change the model: "kv_heads=1 vocab=251 layers=4".', "--set"),
+    "set": _option(
+        list[str], 'Any key of plan, training or model: "layers=4 lr=3e-4 zero=1".', "--set"
+    ),
 }
 
 
@@ -112,8 +115,12 @@ def _wishes(target: str, shared: dict[str, Any]) -> Wishes:
     if shared["zero"] is not None:
         shared["zero"] = parse_zero(shared["zero"])
     shared["sp"] = False if shared["sp"] else None
-    shared["set"] = _pairs(shared["set"]) if shared["set"] else None
-    return wishes_from(target, shared)
+    said = sort_out(_pairs(shared["set"] or []))
+    shared |= {"set": said.model or None, "train": said.train or None}
+    twice = [key for key in said.plan if shared.get(key) is not None]
+    if twice:
+        raise BadFile("--set", [f"{key} is said twice: leave one out" for key in twice])
+    return wishes_from(target, shared | said.plan)
 
 
 def _pairs(texts: list[str]) -> dict[str, str]:

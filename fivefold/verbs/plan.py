@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # what estimates needs numpy, whose import costs more than a 
 _NUMBERS = ("tp", "cp", "pp", "dp", "replicate", "ep", "etp", "zero", "chunks", "microbatch_size")
 _FIXED = (*_NUMBERS, "schedule", "recompute", "context", "offload")
 _KINDS = ("none", "selective", "full")
+_OFFLOADS = ("none", "cpu", "nvme")
 _SAID = ("zero", "schedule", "chunks", "microbatch_size", "recompute", "context")
 _CLOSED = ("microbatches", "stage_layers", "gather", "sp")  # what a search cannot hold to
 
@@ -55,6 +56,9 @@ def run(
     kernels: Annotated[
         str, typer.Option(help="How the host launches them: compiled, eager, graphs.")
     ] = "compiled",
+    imbalance: Annotated[
+        float | None, typer.Option(help="Load of the fullest expert over the mean; 1 is even.")
+    ] = None,
     what_if: Annotated[
         str | None, typer.Option(help='The same job changed: "gpus=2x", "machine=gb200".')
     ] = None,
@@ -72,9 +76,12 @@ def run(
         "tokens": None if tokens is None else _positive("tokens", tokens),
         "price": None if price is None else _positive("price", price),
         "objective": objective,
-        "headroom": headroom,
         "precision": precision,
-        "kernels": one_of("kernels", kernels, ("compiled", "eager", "graphs")),
+        "how": {
+            "headroom": headroom,
+            "kernels": one_of("kernels", kernels, ("compiled", "eager", "graphs")),
+            "imbalance": 1.0 if imbalance is None else imbalance,
+        },
         "what_if": what_if,
         "compare": compare,
         "sweep": sweep,
@@ -100,7 +107,7 @@ Printed = tuple[dict[str, Any], list[str]]
 
 def _require_no_estimates(said: set[str]) -> None:
     """Options that need a machine say so."""
-    needs = ("fix", "tokens", "price", "what_if", "compare", "sweep", "precision")
+    needs = ("fix", "tokens", "price", "what_if", "compare", "sweep", "precision", "imbalance")
     if given := [name for name in needs if name in said]:
         option = given[0].replace("_", "-")
         raise FivefoldError(
@@ -115,6 +122,8 @@ def _require_known(machine: str | None) -> None:
     try:
         machines.load(machine)
     except UnknownName as error:
+        if _known_machines() in str(error):
+            raise
         raise FivefoldError(f"{error} known machines: {_known_machines()}") from error
 
 
@@ -143,8 +152,8 @@ def _given(wishes: Wishes, options: dict[str, Any]) -> Printed:
         return _tables(_inquiry(wishes, options, {}), options)
     began = time.perf_counter()
     plan = resolve(wishes)
-    chosen = {"precision": options["precision"] or wishes.precision}
-    chosen |= {"headroom": options["headroom"], "kernels": options["kernels"]}
+    chosen: dict[str, Any] = dict(options["how"])
+    chosen["precision"] = options["precision"] or wishes.precision
     table, lines = _resolved(plan, options["output"])
     found = single(plan, _machine(plan), **chosen)
     if options["what_if"] is not None:
@@ -199,8 +208,7 @@ def _inquiry(wishes: Wishes, options: dict[str, Any], fixed: dict[str, int | str
 
     precision = one_of("precision", options["precision"] or wishes.precision, PRECISIONS)
     machine = machines.load(wishes.machine or "")
-    how = {"headroom": options["headroom"], "kernels": options["kernels"]}
-    return inquiry(wishes, machine, fixed, precision=precision, **how)
+    return inquiry(wishes, machine, fixed, precision=precision, **options["how"])
 
 
 def _changed(asked: Inquiry, options: dict[str, Any], fixed: dict[str, int | str]) -> Inquiry:
@@ -229,10 +237,11 @@ def _ranked(found: Answer, options: dict[str, Any]) -> Printed:
     why = plan_words.because(first, takeaways(first), others[0] if others else None)
     reasons = [why, *([f"{plan_words.loses(one, first)}"] for one in others)]
     question, notes = found.inquiry.question, list(found.inquiry.notes)
-    if first.offload:
+    if first.offload != "none":
+        where = {"cpu": "in host memory", "nvme": "on local disks"}[first.offload]
         notes.append(
-            "states lie in host memory, which no plan file says; the link to it is counted, the "
-            "host's own time is not"
+            f"states lie {where}, which no plan file says; the way there is counted, the host's "
+            "own time is assumed"
         )
     table = {
         "model": found.inquiry.shape.name,
@@ -252,7 +261,7 @@ def _ranked(found: Answer, options: dict[str, Any]) -> Printed:
         **plan_json.costs(first, options["tokens"], options["price"]),
     }
     lines = [
-        f"{table['model']} on {question.gpus:,} GPUs of {table['machine']}: {question.batch:,} "
+        f"{table['model']} on {question.place} of {table['machine']}: {question.batch:,} "
         f"sequences of {question.seq:,} tokens a step, {table['precision']}",
         f"{found.candidates:,} layouts weighed and {found.passed_over:,} passed over in "
         f"{found.seconds:.1f} s; those below were played",
@@ -305,12 +314,13 @@ def _pairs(text: str) -> dict[str, int | str]:
         key, _, value = word.partition("=")
         if key not in _FIXED:
             raise UnknownName("--fix", key, _FIXED)
-        if not value or (key in (*_NUMBERS, "offload") and not value.isdecimal()):
+        if not value or (key in _NUMBERS and not value.isdecimal()):
             raise BadFile(
                 "--fix", [f"{word!r}: write {key}= and a value, as in tp=8 schedule=1f1b"]
             )
         found[key] = int(value) if value.isdecimal() else value
-    for key, known in (("recompute", _KINDS), ("context", get_args(ContextKind))):
+    words = {"recompute": _KINDS, "context": get_args(ContextKind), "offload": _OFFLOADS}
+    for key, known in words.items():
         if key in found and found[key] not in known:
             raise UnknownName(f"--fix {key}", str(found[key]), known)
     return found

@@ -1,67 +1,95 @@
-"""`fivefold train`: run a plan on this machine, with what was planned beside what was measured."""
+"""`fivefold train`: run a plan, with what was planned beside what was measured.
+
+On one machine it forks the ranks itself; under torchrun, Slurm or Kubernetes it is one of them.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from fivefold.core.elastic import refit
 from fivefold.core.errors import FivefoldError
+from fivefold.core.launched import Launched, here
 from fivefold.core.plan import Plan, Wishes, resolve
+from fivefold.core.progress import Pace, Planned, StepRecord
 from fivefold.core.weights import weights
-from fivefold.core.words import counted
+from fivefold.report.training_text import head, step_line, summary_text, tail
+from fivefold.run.naming import run_folder
 from fivefold.verbs.options import above, one_of, with_plan_options
 
 if TYPE_CHECKING:
-    from fivefold.training import Check, Measured, Settings, StepLine
+    from fivefold.run.ranks import RankLost
+    from fivefold.training import RankRun, Settings
 
 _MOST_RANKS = 64  # processes that one machine is asked to run
-_WORDS = {
-    "weights": "weights",
-    "gradients": "gradients",
-    "optimizer": "optimizer states",
-    "padding": "padding",
-    "total": "total",
-}
+_DTYPES = ("float32", "float64", "bfloat16", "float16")
+_DEVICES = ("auto", "cpu", "cuda")
+_PATIENCE = 600.0  # seconds: who hangs is found out by the ranks themselves, long before
 
 
 @partial(with_plan_options, default_target="tiny-moe")
 def run(
     wishes: Wishes,
-    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 20,
-    dtype: Annotated[str, typer.Option(help="float32 or float64.")] = "float32",
-    lr: Annotated[float, typer.Option(help="Learning rate, after a tenth of the steps.")] = 1e-3,
-    seed: Annotated[int, typer.Option(help="Of weights and of the order of the text.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option(help="Run folder (default: the next free runs/NAME-N).")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on behind the newest good checkpoint.")
+    ] = False,
+    until: Annotated[
+        int | None, typer.Option(help="End this start behind that step, with a checkpoint.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps (default 20).")] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help=f"{', '.join(_DTYPES)} (default: the plan's; float32 without a GPU)."),
+    ] = None,
+    lr: Annotated[float | None, typer.Option(help="Highest learning rate (default 1e-3).")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Of weights and of the order of the text.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     check: Annotated[
         bool, typer.Option("--check", help="Compare the losses with those of one process.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Train on this machine, on the source of Python's standard library, byte by byte."""
-    plan = runnable(wishes)
-    chosen = {
-        "steps": above("steps", steps, 0),
-        "dtype": one_of("dtype", dtype, ("float32", "float64")),
-        "lr": above("lr", lr, 0.0),
-        "seed": above("seed", seed, -1),
-        "check": check,
-    }
-    raise typer.Exit(_train(plan, chosen, as_json))
+    """Train; without `data`, on the source of Python's standard library, byte by byte."""
+    said = {"steps": steps, "lr": lr, "seed": seed}
+    if until is not None:
+        above("until", until, 0)
+    recipe = replace(wishes.train, **{key: one for key, one in said.items() if one is not None})
+    wishes = replace(wishes, train=recipe)
+    asked = None if dtype is None else one_of("dtype", dtype, _DTYPES)
+    one_of("device", device, _DEVICES)
+    if check and resume:
+        raise FivefoldError("--check follows a training from its first step: leave --resume out")
+    launched = here(os.environ)
+    plan = runnable(wishes, launched)
+    resume = resume or (launched is not None and launched.restarts > 0)
+    where = _Where(plan, asked, device, out, resume, until, check)
+    raise typer.Exit(_join(where, launched) if launched else _fork(where, as_json))
 
 
-def runnable(wishes: Wishes) -> Plan:
+def runnable(wishes: Wishes, launched: Launched | None = None) -> Plan:
     """The plan; refused where these ranks cannot run it."""
     plan = resolve(wishes)
     weights(plan.shape)  # refuses what cannot be built
-    if plan.layout.world > _MOST_RANKS:
+    if launched is not None:
+        plan = refit(plan, launched.world)
+    elif plan.layout.world > _MOST_RANKS:
         raise FivefoldError(
             f"train forks a process for every rank, and {plan.layout.world} are too many for one "
-            f"machine: lower the degrees to at most {_MOST_RANKS} ranks"
+            f"machine: lower the degrees to at most {_MOST_RANKS} ranks, or start it with torchrun"
         )
     if plan.schedule.asynchronous:
         raise FivefoldError(
@@ -74,180 +102,190 @@ def runnable(wishes: Wishes) -> Plan:
     return plan
 
 
-def _train(plan: Plan, chosen: dict[str, Any], as_json: bool) -> int:
-    """Run and print; the exit code."""
-    # Here, so that a mistake on the command line is answered before torch is loaded.
+@dataclass(frozen=True)
+class _Where:
+    """What the command line asks for besides the plan."""
+
+    plan: Plan
+    dtype: str | None
+    device: str
+    out: Path | None
+    resume: bool
+    until: int | None
+    check: bool
+
+
+def _settings(where: _Where, folder: Path) -> Settings:
+    """How the ranks train: on which device, and how precisely."""
+    from fivefold.run.ranks import num_gpus
+    from fivefold.training import PRECISIONS, Settings
+
+    plan, device = where.plan, where.device
+    if device == "auto":
+        device = "cuda" if num_gpus() else "cpu"
+    elif device == "cuda" and not num_gpus():
+        raise FivefoldError("--device cuda: this machine has no GPU; use --device cpu")
+    dtype = where.dtype or PRECISIONS[plan.precision]
+    if where.dtype is None and device == "cpu" and dtype == "bfloat16":
+        dtype = "float32"  # CPUs are slow at bfloat16, and every plan is for it by default
+    return Settings(
+        recipe=plan.wishes.train,
+        dtype=cast("Any", dtype),
+        device=cast("Any", device),
+        folder=folder,
+        resume=where.resume,
+        until=where.until,
+        planned=_planned(plan),
+        check=where.check,
+    )
+
+
+def _planned(plan: Plan) -> Planned | None:
+    """The planner's forecast, where it knows the machine."""
+    if plan.machine is None:
+        return None
+    from fivefold.core.estimate.outlook import outlook
+    from fivefold.core.estimate.search import Setting
+    from fivefold.core.estimate.stack import OURS
+
+    return Planned.of(outlook(plan, Setting(plan.machine, OURS, plan.precision)))
+
+
+def _fork(where: _Where, as_json: bool) -> int:
+    """Train on ranks of this machine; the exit code."""
     from fivefold.run.ranks import Pool, RankLost
-    from fivefold.training import Settings, beside_the_plan, num_processes, source_of, train
+    from fivefold.run.records import RunFolder
+    from fivefold.training import num_processes, source_of, train
 
-    settings, began = Settings(**chosen), time.perf_counter()
-    corpus = source_of(plan, settings.seed).corpus
+    began, plan = time.perf_counter(), where.plan
+    folder = where.out or run_folder(Path("runs"), plan.shape.name, where.resume)
+    settings = _settings(where, folder)
+    source = source_of(plan, settings, verify=True)
+    made = RunFolder.create(folder, plan.to_toml(folder, whole=True), _facts(plan), where.resume)
     say: Callable[[str], None] = (lambda line: None) if as_json else typer.echo
-    say(_head(plan, settings, str(corpus)))
-    lines: list[StepLine] = []
-
-    def on_step(line: StepLine) -> None:
-        lines.append(line)
-        say(step_line(line, settings.steps, plan.batch.tokens))
-
+    say(head(plan, settings.recipe, settings.dtype, str(source), settings.planned))
+    say(f"run folder: {folder}")
+    teller = _Teller(settings.recipe.steps, say)
     try:
-        with Pool(num_processes(plan, settings)) as pool:
-            runs, verdict = train(pool, plan, settings, on_step)
+        with Pool(num_processes(plan, settings), _PATIENCE, forwards_stop=True) as pool:
+            runs, verdict = train(pool, plan, settings, teller.tell)
     except RankLost as lost:
-        who = "the one process" if lost.rank >= plan.layout.world else f"rank {lost.rank}"
-        reason = f"lost {who} at {lost.doing}: it {lost.cause}"
-        if as_json:
-            typer.echo(json.dumps({"passed": False, "error": reason}))
-        typer.echo(f"fivefold: {reason}", err=True)
-        return 1
+        return _lost(lost, plan, as_json)
+    finally:
+        summary = made.summarize()
     table = {
-        **describe(plan, settings, str(corpus), lines),
-        **_measured(beside_the_plan(plan, settings, runs)),
-        "check": None if verdict is None else _check(verdict),
+        **_described(plan, settings, str(source), teller.records),
+        **_beside(plan, settings, runs),
+        "check": None if verdict is None else {**asdict(verdict), "passed": verdict.passed},
+        "stopped": runs[0].stopped,
+        "run": str(folder),
+        "summary": summary.to_json(),
         "seconds": round(time.perf_counter() - began, 3),
     }
-    typer.echo(json.dumps(table) if as_json else "\n".join(_tail(table)))
+    typer.echo(
+        json.dumps(table) if as_json else "\n".join(["", summary_text(summary), *tail(table)])
+    )
     return 0 if verdict is None or verdict.passed else 1
 
 
-def step_line(line: StepLine, steps: int, tokens: int) -> str:
-    """What users paste into bug reports."""
-    words = [
-        f"step {line.step}/{steps}",
-        f"loss {line.loss:.4f}",
-        f"norm {line.norm:.2f}",
-        f"lr {line.lr:.1e}",
-        f"{line.seconds * 1e3:.0f} ms",
-        f"{_thousands(tokens / line.seconds)} tok/s",
-    ]
-    if line.fullest is not None:
-        words.append(f"fullest expert {line.fullest:.1f}x")
-    return " | ".join(words)
+def _join(where: _Where, launched: Launched) -> int:
+    """Be one rank of a job that a launcher has started; the exit code."""
+    from fivefold.run.launch import joined_worker, own_device
+    from fivefold.run.records import RunFolder
+    from fivefold.training import run_rank, source_of
+
+    plan, first = where.plan, launched.rank == 0
+    folder = where.out or run_folder(Path("runs"), plan.shape.name, where.resume or not first)
+    settings = _settings(where, folder)
+    say: Callable[[str], None] = typer.echo if first else (lambda line: None)
+    if first:  # the others see the folder when they have met this rank
+        source = source_of(plan, settings, verify=True)
+        toml = plan.to_toml(folder, whole=True)
+        made = RunFolder.create(folder, toml, _facts(plan), where.resume)
+        say(head(plan, settings.recipe, settings.dtype, str(source), settings.planned))
+        say(f"run folder: {folder}")
+    teller = _Teller(settings.recipe.steps, say)
+    device = own_device(launched) if settings.device == "cuda" else None
+    run_rank(joined_worker(launched, teller.tell), plan, settings, device=device)
+    if first:
+        say("\n" + summary_text(made.summarize()))
+    return 0
 
 
-def _thousands(number: float) -> str:
-    return f"{number:.0f}" if number < 1000 else f"{number / 1000:.1f}k"
+class _Teller:
+    """Says every step when it is over."""
+
+    def __init__(self, steps: int, say: Callable[[str], None]) -> None:
+        self.steps, self.say, self.pace = steps, say, Pace()
+        self.records: list[StepRecord] = []
+
+    def tell(self, record: StepRecord | str) -> None:
+        if isinstance(record, str):
+            typer.echo(f"fivefold: {record}", err=True)
+            return
+        self.records.append(record)
+        self.say(step_line(record, self.steps, self.pace.eta(record, self.steps)))
 
 
-def _head(plan: Plan, settings: Settings, corpus: str) -> str:
-    layout = plan.layout
-    masks = "document masks" if plan.packed else "no document masks"
-    lines = [
-        f"{plan.shape.name} on {layout}, ZeRO-{layout.zero}, {plan.schedule.name}, "
-        f"{settings.dtype}: {counted(layout.world, 'rank')}, {counted(settings.steps, 'step')} of "
-        "adamw",
-        f"{plan.batch}",
-        f"{corpus}; {masks}",
-        *(f"note: {note}" for note in plan.notes),
-    ]
-    return "\n".join(lines)
-
-
-def describe(plan: Plan, settings: Settings, corpus: str, lines: list[StepLine]) -> dict[str, Any]:
-    """The run as JSON, step by step."""
+def _facts(plan: Plan) -> dict[str, object]:
+    """Of this start, for whoever reads the run folder."""
     return {
         "model": plan.shape.name,
         "layout": str(plan.layout),
         "world": plan.layout.world,
         "zero": plan.layout.zero,
         "schedule": plan.schedule.name,
+    }
+
+
+def _lost(lost: RankLost, plan: Plan, as_json: bool) -> int:
+    who = "the one process" if lost.rank >= plan.layout.world else f"rank {lost.rank}"
+    reason = f"lost {who} at {lost.doing}: it {lost.cause}"
+    if as_json:
+        typer.echo(json.dumps({"passed": False, "error": reason, "rank": lost.rank}))
+    typer.echo(f"fivefold: {reason}", err=True)
+    return 1
+
+
+def _described(
+    plan: Plan, settings: Settings, corpus: str, records: list[StepRecord]
+) -> dict[str, Any]:
+    """The run as JSON, step by step."""
+    return {
+        **_facts(plan),
         "dtype": settings.dtype,
         "corpus": corpus,
         "tokens_per_step": plan.batch.tokens,
-        "steps": [line._asdict() for line in lines],
+        "steps": [record.to_json() for record in records],
         "notes": list(plan.notes),
     }
 
 
-def _measured(measured: Measured) -> dict[str, Any]:
-    """Planned beside measured, as JSON."""
-    held = {"planned": measured.planned_held, "measured": measured.held}
+def _beside(plan: Plan, settings: Settings, runs: list[RankRun]) -> dict[str, Any]:
+    """Planned beside measured, as JSON; nothing where no step was left to run."""
+    from fivefold.training import beside_the_plan
+
+    measured = beside_the_plan(plan, settings, runs)
+    if measured is None:
+        return {"memory": None, "traffic": None}
     moved = {"planned": measured.planned_moved, "measured": measured.moved}
-    return {
-        "memory": {
-            "rank": measured.rank,
-            "ranks_as_planned": measured.num_as_planned,
-            **{name: {**asdict(each), "total": each.total} for name, each in held.items()},
-        },
-        "traffic": {
-            "step": measured.step,
-            "match": measured.moved_as_planned,
-            **{
-                name: {axis: one._asdict() for axis, one in axes.items()}
-                for name, axes in moved.items()
-            },
+    traffic = {
+        "step": measured.step,
+        "match": measured.moved_as_planned,
+        **{
+            name: {axis: one._asdict() for axis, one in axes.items()}
+            for name, axes in moved.items()
         },
     }
-
-
-def _check(check: Check) -> dict[str, Any]:
-    return {**asdict(check), "passed": check.passed}
-
-
-def _tail(table: dict[str, Any]) -> Iterator[str]:
-    """What is said after the last step."""
-    yield ""
-    yield from _memory_lines(table["memory"], table["world"])
-    yield ""
-    yield from _traffic_lines(table["traffic"])
-    if table["check"] is None:
-        yield f"\ndone in {table['seconds']:.1f} s"
-        return
-    yield ""
-    yield from _check_lines(table)
-    verdict = "PASS" if table["check"]["passed"] else "FAIL"
-    yield f"{verdict} in {table['seconds']:.1f} s"
-
-
-def _memory_lines(memory: dict[str, Any], world: int) -> Iterator[str]:
-    """Bytes of the rank that holds most."""
-    head = f"bytes of rank {memory['rank']}, which holds most"
-    yield f"{head:<34}{'planned':>14}{'measured':>14}"
-    for name, word in _WORDS.items():
-        planned, measured = memory["planned"][name], memory["measured"][name]
-        mark = "" if planned == measured else "   differs"
-        yield f"{word:<34}{planned:>14,}{measured:>14,}{mark}"
-    yield (
-        f"{memory['ranks_as_planned']} of {counted(world, 'rank')} hold what was planned, to the "
-        "byte"
-    )
-
-
-def _traffic_lines(traffic: dict[str, Any]) -> Iterator[str]:
-    """What all ranks sent on each axis in one step."""
-    axes = sorted({*traffic["planned"], *traffic["measured"]})
-    if not axes:
-        yield "collectives: none planned, none measured"
-        return
-    head = f"moved in step {traffic['step']}, all ranks"
-    yield f"{head:<34}{'bytes planned':>14}{'measured':>14}{'calls planned':>15}{'measured':>10}"
-    none = {"calls": 0, "bytes": 0}
-    for axis in axes:
-        planned, measured = (traffic[name].get(axis, none) for name in ("planned", "measured"))
-        yield (
-            f"{axis:<34}{planned['bytes']:>14,}{measured['bytes']:>14,}"
-            f"{planned['calls']:>15,}{measured['calls']:>10,}"
-        )
-    yield "every step as planned" if traffic["match"] else "this step differs from the plan"
-
-
-def _check_lines(table: dict[str, Any]) -> Iterator[str]:
-    """The losses beside those of one process."""
-    check = table["check"]
-    last = table["steps"][-1]["loss"]
-    yield f"loss of step {len(table['steps'])}: {last:.9f}; one process: {check['loss']:.9f}"
-    yield (
-        f"largest difference of all steps: {check['difference']:.1e} nats, allowed "
-        f"{check['allowed']:.1e}"
-        + (
-            ""
-            if check["spread"] is None
-            else f" (3 times the spread {check['spread']:.1e} of two runs of one process that sum "
-            "in another order, at least 2e-06)"
-        )
-    )
-    if check["routed"]:
-        yield (
-            f"routing flips: {check['flips']:,} of {check['routed']:,} (tokens times layers whose "
-            "experts differ from those of one process)"
-        )
+    memory = measured.memory
+    if memory is None:
+        return {"memory": None, "traffic": traffic}
+    held = {"planned": memory.planned, "measured": memory.held}
+    return {
+        "memory": {
+            "rank": memory.rank,
+            "ranks_as_planned": memory.num_as_planned,
+            **{name: {**asdict(each), "total": each.total} for name, each in held.items()},
+        },
+        "traffic": traffic,
+    }

@@ -54,7 +54,7 @@ def test_one_forward_one_backward_on_four_ranks() -> None:
     assert traffic(plan, 0) == [
         Entry("pp", "recv", 8, A, 2),
         Entry("pp", "send", 8, A, 2),
-        Entry("world", "all_reduce", 1, 16, 4),
+        Entry("world", "all_reduce", 1, 24, 4),
     ]
 
 

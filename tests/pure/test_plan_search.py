@@ -12,6 +12,7 @@ from fivefold.cli import main
 from fivefold.core.machine import presets
 
 SMALL = ("plan", "llama-3.1-8b", "--machine", "h100", "--gpus", "16", "--batch", "64")
+KNOWN = ", ".join(presets())
 MEMORY = {"weights", "gradients", "master", "optimizer", "activations", "logits", "total"}
 
 
@@ -144,7 +145,14 @@ def test_objectives(capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "says"),
     [
         (["plan", "llama-3.1-405b", "--machine", "h100", "--gpus", "8"], "it takes "),
-        (["plan", "tiny", "--machine", "h101", "--gpus", "8"], ", ".join(presets())),
+        (["plan", "tiny", "--machine", "h101", "--gpus", "8"], f"h100? known machines: {KNOWN}\n"),
+        (["plan", "tiny", "--machine", "nowhere"], f"'nowhere': choose from {KNOWN}\n"),
+        (["plan", "llama-3.1-70b", "--machine", "h100", "--gpus", "1"], "on 1 GPU of h100 does"),
+        ([*SMALL, "--fix", "offload=disk"], "choose from cpu, none, nvme"),
+        (
+            ["plan", "tiny", "--machine", "tpu-v4", "--gpus", "4", "--fix", "offload=nvme"],
+            "give host.nvme_bytes",
+        ),
         ([*SMALL, "--fix", "tb=8"], "choose from chunks"),
         ([*SMALL, "--fix", "tp=x"], "as in tp=8"),
         ([*SMALL, "--fix", "tp=5"], "no legal layout with tp=5"),

@@ -54,6 +54,7 @@ def run_of(name: str, predicted: float, measured: float | None, **changes: Any) 
         gib=Span(1.0, 1.0),
         measured_gib=None,
         fits=True,
+        fitting=("rows=1",),
         did_fit=None,
         tflops=300.0,
     )

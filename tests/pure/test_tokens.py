@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -11,14 +12,40 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fivefold.core.errors import FivefoldError
-from fivefold.run.tokens import Corpus, Order, Source, from_bytes, read_sources, standard_library
+from fivefold.core.errors import BadFile, FivefoldError
+from fivefold.run.mixture import Part, Shares, Source, open_source, parse_mixture
+from fivefold.run.tokens import (
+    Corpus,
+    Order,
+    Rows,
+    Shard,
+    Synthetic,
+    from_bytes,
+    read_rows,
+    read_sources,
+    standard_library,
+)
 
 TEXTS = [b"def f():\n", b"", b"x = 1\n", b"import os\nimport sys\n"]
 
 
 def joined(vocab: int) -> Corpus:
     return from_bytes("three files", TEXTS, vocab)
+
+
+def counting(name: str, num_tokens: int, first: int = 0) -> Corpus:
+    """A corpus whose every token is known by its place."""
+    tokens = np.arange(first, first + num_tokens, dtype=np.uint32)
+    return Corpus(name, (Shard(tokens, np.array([0])),), end=None)
+
+
+def mixed(*shares: tuple[int, Corpus | Synthetic], seq: int = 4, seed: int = 0) -> Source:
+    parts = tuple(Part.of(corpus, seq, seed) for _, corpus in shares)
+    return Source(parts, Shares(tuple(weight for weight, _ in shares)), seq)
+
+
+def same(one: Rows, other: Rows) -> bool:
+    return all(a.tolist() == b.tolist() for a, b in zip(one, other, strict=True))
 
 
 @settings(deadline=None, max_examples=40)
@@ -46,37 +73,155 @@ def test_the_order_stays_what_it_is() -> None:
 
 def test_bytes_are_tokens_and_documents_begin_where_they_do() -> None:
     corpus = joined(256)
-    assert bytes(corpus.tokens.astype(np.uint8)) == b"".join(TEXTS)
-    assert corpus.begins.tolist() == [0, 9, 15] and corpus.end is None
-    assert "36 tokens in 3 documents" in str(corpus) and "no room" in str(corpus)
+    (shard,) = corpus.shards
+    assert bytes(shard.tokens.astype(np.uint8)) == b"".join(TEXTS)
+    assert shard.begins.tolist() == [0, 9, 15] and corpus.end is None
+    assert str(corpus).endswith("36 tokens in 3 documents, one a byte, no end-of-document token")
 
 
 def test_a_token_ends_documents_where_there_is_room() -> None:
     corpus = joined(257)
-    assert corpus.tokens[[9, 16, 38]].tolist() == [256] * 3 and len(corpus.tokens) == 39
-    assert corpus.begins.tolist() == [0, 10, 17] and corpus.end == 256
-    assert "end-of-document token 256" in str(corpus)
+    (shard,) = corpus.shards
+    assert shard.tokens[[9, 16, 38]].tolist() == [256] * 3 and len(shard.tokens) == 39
+    assert shard.begins.tolist() == [0, 10, 17] and corpus.end == 256
+    assert str(corpus).endswith("39 tokens in 3 documents, one a byte, end-of-document token 256")
 
 
+@pytest.mark.parametrize("cuts", [[], [9], [9, 15]], ids=str)
 @pytest.mark.parametrize("seq", [1, 4, 7, 35])
-def test_rows_share_one_token_and_leave_none_out(seq: int) -> None:
-    corpus = joined(256)
-    rows = corpus.rows(list(range(corpus.num_rows(seq))), seq)
+def test_rows_share_one_token_and_leave_none_out(seq: int, cuts: list[int]) -> None:
+    (whole,) = joined(256).shards
+    places = np.split(whole.begins, np.searchsorted(whole.begins, cuts))
+    starts = [0, *cuts]
+    shards = tuple(
+        Shard(tokens, begins - start)
+        for tokens, begins, start in zip(np.split(whole.tokens, cuts), places, starts, strict=True)
+    )
+    corpus = Corpus("cut", shards, end=None)
+    rows = read_rows([(corpus, row) for row in range(corpus.num_rows(seq))], seq)
     assert rows.tokens.shape == (35 // seq, seq + 1)
     read, predicted = rows.tokens[:, :-1].ravel(), rows.tokens[:, 1:].ravel()
-    assert read.tolist() == corpus.tokens[: read.size].tolist()
-    assert predicted.tolist() == corpus.tokens[1 : read.size + 1].tolist()
-    begins = np.isin(np.arange(corpus.tokens.size), corpus.begins)
+    assert read.tolist() == whole.tokens[: read.size].tolist()
+    assert predicted.tolist() == whole.tokens[1 : read.size + 1].tolist()
+    begins = np.isin(np.arange(whole.tokens.size), whole.begins)
     assert rows.begins[:, :-1].ravel().tolist() == begins[: read.size].tolist()
     assert rows.begins[:, 1:].ravel().tolist() == begins[1 : read.size + 1].tolist()
 
 
 def test_samples_do_not_depend_on_the_size_of_a_step() -> None:
-    source = Source.of(joined(256), seq=4, seed=7)
-    small = np.concatenate([source.step(number, 2).tokens for number in range(6)])
-    large = np.concatenate([source.step(number, 6).tokens for number in range(2)])
-    assert small.tolist() == large.tolist()
-    assert len({tuple(row) for row in small[:8]}) == source.order.num_rows == 8
+    source, again = (
+        mixed((2, joined(256)), (1, counting("numbers", 50)), seed=7) for _ in range(2)
+    )
+    small = np.concatenate([source.step(number, 2).tokens for number in range(12)])
+    large = np.concatenate([source.step(number, 6).tokens for number in range(4)])
+    assert small.tolist() == large.tolist() == source.samples(0, 24).tokens.tolist()
+    assert same(again.step(3, 6), source.step(3, 6))  # alone, and in a run
+
+
+def test_one_corpus_is_read_in_its_order_and_its_last_rows_are_held_out() -> None:
+    source = Source.of(counting("numbers", 4 * 300 + 1), seq=4, seed=3)
+    drawn = source.samples(0, 298).tokens[:, 0] // 4
+    assert drawn.tolist() == [Order(3, 298).row(sample) for sample in range(298)]
+    assert sorted(drawn.tolist()) == list(range(298))
+    assert [source.place(sample)[1] for sample in range(298)] == drawn.tolist()
+    assert source.held_out(1).tokens.tolist() == [[1192, 1193, 1194, 1195, 1196]]
+    assert (source.held_out(9).tokens[:, 0] // 4).tolist() == [298, 299]
+
+
+def test_the_smallest_corpora_hold_out_one_row_or_none() -> None:
+    assert Source.of(counting("two rows", 9), seq=4, seed=0).held_out(5).tokens.shape == (1, 5)
+    source = Source.of(counting("one row", 5), seq=4, seed=0)
+    assert source.held_out(5).tokens.shape == (0, 5)
+    assert source.samples(0, 3).tokens.tolist() == [[0, 1, 2, 3, 4]] * 3
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(1, 10**6), min_size=1, max_size=6), st.integers(0, 10**12))
+def test_shares_are_exact_and_every_index_comes_in_turn(weights: list[int], first: int) -> None:
+    shares = Shares(tuple(weights))
+    drawn = [shares.draw(sample) for sample in range(first, first + 200)]
+    for part, weight in enumerate(weights):
+        indices = [index for which, index in drawn if which == part]
+        assert indices == list(range(indices[0], indices[0] + len(indices))) if indices else True
+        share = Fraction(weight, sum(weights))
+        for sample, (which, index) in enumerate(drawn, first):
+            if which == part:
+                assert abs(index - sample * share) < len(weights)
+
+
+def test_whole_shares_come_whole_in_every_step() -> None:
+    shares = Shares((7, 2, 1))
+    for step in range(5):
+        parts = [shares.draw(sample)[0] for sample in range(step * 10, step * 10 + 10)]
+        assert [parts.count(part) for part in range(3)] == [7, 2, 1]
+    drawn = [shares.draw(sample) for sample in range(5)]  # which no version may change
+    assert drawn == [(0, 0), (1, 0), (0, 1), (0, 2), (0, 3)]
+
+
+def test_a_mixture_reads_every_row_of_each_corpus_once_an_epoch() -> None:
+    few, many = counting("few", 4 * 11 + 1), counting("many", 4 * 41 + 1, first=1000)
+    source = mixed((1, few), (3, many), seed=5)
+    places = [source.place(sample) for sample in range(400)]
+    for name, num_rows in (("few", 10), ("many", 40)):
+        rows = [row for which, row in places if which == name]
+        for epoch in range(len(rows) // num_rows):
+            part = rows[epoch * num_rows : (epoch + 1) * num_rows]
+            assert sorted(part) == list(range(num_rows))
+    firsts = source.samples(0, 400).tokens[:, 0]
+    found = [
+        ("few", token // 4) if token < 1000 else ("many", (token - 1000) // 4) for token in firsts
+    ]
+    assert found == places
+
+
+def test_rows_are_held_out_in_proportion_as_long_as_there_are_some() -> None:
+    few, many = counting("few", 4 * 300 + 1), counting("many", 4 * 2000 + 1, first=10_000)
+    source = mixed((1, few), (2, many))
+    firsts = source.held_out(6).tokens[:, 0]
+    assert sum(token < 10_000 for token in firsts) == 2
+    firsts = source.held_out(100).tokens[:, 0]
+    assert sum(token < 10_000 for token in firsts) == 2 and len(firsts) == 2 + 2000 // 128
+    drawn = {source.place(sample) for sample in range(3000)}
+    assert not drawn & {("few", 298), ("few", 299)} and ("few", 297) in drawn
+    assert max(row for name, row in drawn if name == "many") == 2000 - 15 - 1
+
+
+def test_synthetic_tokens_are_a_function_of_seed_and_sample() -> None:
+    source = open_source("synthetic", vocab=1000, seq=63, seed=1)
+    rows = source.samples(0, 64)
+    assert same(source.samples(40, 3), Rows(rows.tokens[40:43], rows.begins[40:43]))
+    assert 0 <= rows.tokens.min() < 5 and 995 < rows.tokens.max() < 1000
+    assert abs(rows.tokens.mean() - 499.5) < 20 and len(np.unique(rows.tokens)) > 900
+    other = open_source("synthetic", vocab=1000, seq=63, seed=2).samples(0, 64)
+    assert (rows.tokens == other.tokens).mean() < 0.01
+    assert source.held_out(3).tokens.shape == (3, 64)
+    fixed = np.empty(4, np.int64)
+    Synthetic(0, 50_000).read(3, fixed, np.zeros(4, np.bool_))
+    assert fixed.tolist() == [6019, 23757, 22002, 24396]  # which no version may change
+
+
+def test_a_data_key_is_parsed() -> None:
+    assert parse_mixture("a/b") == {"a/b": 1}
+    assert parse_mixture("c:/d:0.7 'my text:.3'") == {
+        "c:/d": Fraction(7, 10),
+        "my text": Fraction(3, 10),
+    }
+    for spec, message in {
+        " ": "names no corpus",
+        "a b:1": "a has no weight; write a:0.5",
+        "a:1 a:2": "a comes twice",
+        "a:0 b:1": "a:0 has no weight above 0",
+        "'a": "close the quotes",
+    }.items():
+        with pytest.raises(BadFile, match=message):
+            parse_mixture(spec)
+
+
+def test_a_source_says_what_it_is() -> None:
+    source = open_source("stdlib:1 synthetic:3", vocab=256, seq=16, seed=0)
+    assert str(source).startswith("0.25 of Python's standard library: ")
+    assert str(source).endswith("; 0.75 of random tokens below 256, each row one document")
+    assert str(open_source("stdlib", 256, 16, 0)) == str(standard_library(256))
 
 
 def test_what_cannot_be_read_is_refused() -> None:
@@ -106,11 +251,13 @@ def test_sources_are_sorted_and_bounded(tmp_path: Path) -> None:
 def test_every_machine_has_the_standard_library() -> None:
     corpus = standard_library(256)
     assert standard_library(256) is corpus  # which forked ranks inherit
-    text = bytes(corpus.tokens.astype(np.uint8))
+    (shard,) = corpus.shards
+    text = bytes(shard.tokens.astype(np.uint8))
     assert b"class OrderedDict" in text and 1_000_000 < len(text) <= 16 << 20
-    assert b"import" in text and len(corpus.begins) > 100
+    assert b"import" in text and len(shard.begins) > 100
 
 
 def test_text_needs_no_torch() -> None:
-    code = "import sys, fivefold.run.tokens; assert 'torch' not in sys.modules"
+    modules = "fivefold.run.mixture, fivefold.run.documents, fivefold.verbs.tokens"
+    code = f"import sys, {modules}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

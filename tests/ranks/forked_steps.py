@@ -9,11 +9,13 @@ from typing import Any, Literal
 import torch
 
 from fivefold.core.plan import Plan, Wishes, resolve
+from fivefold.core.recipe import Recipe
 from fivefold.model.batch import NOT_COUNTED, TokenBatch
 from fivefold.parallel.compose import Job, compose
 from fivefold.parallel.mesh import Mesh
-from fivefold.run.optimizer import HostOptimizer, make_optimizer
+from fivefold.run.optimizer import Updater
 from fivefold.run.ranks import Pool, Worker
+from fivefold.run.updaters import make_updater
 from fivefold.step import step
 
 STEPS = 2  # the second one finds optimizer states, and whatever the first one left behind
@@ -45,7 +47,7 @@ def small_plan(layout: str, changes: dict[str, str] | None = None, **wishes: Any
     return resolve(Wishes("tiny", layout=layout, seq=16, set=sizes, **wishes), small=True)
 
 
-Watch = Callable[[Job, torch.optim.Optimizer | HostOptimizer], Callable[[], Any]]
+Watch = Callable[[Job, Updater], Callable[[], Any]]
 """Called with a job before its first step; what it returns is called after the last one."""
 
 
@@ -66,7 +68,9 @@ def _steps(worker: Worker, plan: Plan, setup: Setup, watch: Watch) -> Any:
             offload=setup.offload,
             bucket=setup.bucket,
         )
-        optimizer = _optimizer(job, setup)
+        offload = "cpu" if setup.offload else "none"
+        recipe = Recipe(optimizer=setup.optimizer, lr=1e-2, offload=offload)
+        optimizer = make_updater(recipe, job.owned, mesh.device)
         look = watch(job, optimizer)
         for number in range(STEPS):
             mesh.records.clear()
@@ -74,13 +78,6 @@ def _steps(worker: Worker, plan: Plan, setup: Setup, watch: Watch) -> Any:
         for chunk in job.chunks:
             chunk.data.wait()
         return look()
-
-
-def _optimizer(job: Job, setup: Setup) -> torch.optim.Optimizer | HostOptimizer:
-    if setup.offload:
-        return HostOptimizer(setup.optimizer, job.owned, lr=1e-2, weight_decay=0.1)
-    owned = [(len(each.row.shape) > 1, each.tensor) for each in job.owned]
-    return make_optimizer(setup.optimizer, owned, lr=1e-2, weight_decay=0.1)
 
 
 def _batches(plan: Plan, rank: int, number: int) -> list[TokenBatch]:

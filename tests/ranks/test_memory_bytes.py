@@ -12,7 +12,8 @@ from torch import Tensor
 
 from fivefold.core.memory import gathered_bytes, static_bytes
 from fivefold.parallel.compose import Job
-from fivefold.run.optimizer import HostOptimizer
+from fivefold.run.blocks import Blockwise
+from fivefold.run.optimizer import Updater
 from fivefold.run.ranks import Pool
 
 ODD = {"kv_heads": "2", "vocab": "61", "ffn": "36"}  # nothing that fills a slice by itself
@@ -92,9 +93,7 @@ def gathered(job: Job, *_: object) -> Callable[[], int]:
     return lambda: most[0]
 
 
-def measured(
-    job: Job, optimizer: torch.optim.Optimizer | HostOptimizer
-) -> Callable[[], dict[str, int]]:
+def measured(job: Job, optimizer: Updater) -> Callable[[], dict[str, int]]:
     """What a rank holds in front of the last step of its optimizer."""
     found: dict[str, int] = {}
     update = optimizer.step
@@ -107,11 +106,10 @@ def measured(
     return lambda: found
 
 
-def held(job: Job, optimizer: torch.optim.Optimizer | HostOptimizer) -> dict[str, int]:
+def held(job: Job, optimizer: Updater) -> dict[str, int]:
     """Bytes by place. Without a GPU both places are host memory, so a tensor's part says which."""
-    units, offload = list(job.units), isinstance(optimizer, HostOptimizer)
-    kept = optimizer.states if isinstance(optimizer, HostOptimizer) else optimizer.state
-    states = [one for state in kept.values() for one in state.values()]
+    units, offload = list(job.units), isinstance(optimizer, Blockwise)
+    states = optimizer.tensors()
     mine = [*states, *(unit.part for unit in units if unit.sheds_weights)]
     buffers = [
         one

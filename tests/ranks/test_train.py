@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,18 +24,27 @@ from test_pool import wait_until_gone
 
 from fivefold.cli import main
 from fivefold.core.plan import Plan, Wishes, resolve
+from fivefold.core.progress import StepRecord
+from fivefold.core.recipe import Recipe
 from fivefold.run.ranks import Pool
 from fivefold.training import (
     Check,
     RankRun,
     Settings,
-    StepLine,
     beside_the_plan,
     source_of,
     train,
 )
 from fivefold.training.check import LEAST, alone, judge
+from fivefold.training.checkpoint import latest
 from fivefold.training.loop import Moved, batches_of
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run folders do not belong into the checkout."""
+    monkeypatch.chdir(tmp_path)
+
 
 BATCH = 4  # sequences of a step, whatever the layout
 
@@ -51,24 +61,24 @@ def plan_of(layout: str, model: str = "tiny-moe", **wishes: Any) -> Plan:
     return resolve(Wishes(model, layout=layout, set=changes, **said))
 
 
-def trained(pool: Pool, plan: Plan, settings: Settings) -> tuple[list[StepLine], list[RankRun]]:
-    lines: list[StepLine] = []
+def trained(pool: Pool, plan: Plan, settings: Settings) -> tuple[list[StepRecord], list[RankRun]]:
+    lines: list[StepRecord] = []
     return lines, train(pool, plan, settings, lines.append)[0]
 
 
 def checked(
     pool: Pool, plan: Plan, settings: Settings
-) -> tuple[list[StepLine], list[RankRun], Check]:
-    lines: list[StepLine] = []
+) -> tuple[list[StepRecord], list[RankRun], Check]:
+    lines: list[StepRecord] = []
     runs, check = train(pool, plan, settings, lines.append)
-    assert check is not None and len(lines) == settings.steps
+    assert check is not None and len(lines) == settings.recipe.steps
     return lines, runs, check
 
 
 @pytest.fixture(scope="module")
 def losses(pool: Pool) -> dict[str, list[float]]:
     """By balance, of one process."""
-    settings, found = Settings("float64", steps=3), {}
+    settings, found = Settings(Recipe(steps=3), "float64"), {}
     for balance in ("none", "aux+z"):
         plan = plan_of("dp=1", balance=balance, microbatches=BATCH)
         found[balance] = trained(pool, plan, settings)[1][0].losses
@@ -90,7 +100,7 @@ def losses(pool: Pool) -> dict[str, list[float]]:
 def test_the_loss_of_one_process(
     pool: Pool, wishes: dict[str, Any], losses: dict[str, list[float]]
 ) -> None:
-    plan, settings = plan_of(**wishes), Settings("float64", steps=3, check=True)
+    plan, settings = plan_of(**wishes), Settings(Recipe(steps=3), "float64", check=True)
     lines, runs, check = checked(pool, plan, settings)
     assert check.passed and check.difference < 1e-9 and check.spread is None
     assert check.flips == 0 and check.routed == 3 * plan.batch.tokens * 2  # 2 of 3 layers
@@ -98,23 +108,26 @@ def test_the_loss_of_one_process(
         truth = losses[wishes.get("balance", "none")]
         assert [line.loss for line in lines] == pytest.approx(truth, abs=1e-9)
     measured = beside_the_plan(plan, settings, runs)
-    assert measured.num_as_planned == plan.layout.world, measured
+    assert measured is not None and measured.memory is not None
+    assert measured.memory.num_as_planned == plan.layout.world, measured
     assert measured.moved_as_planned and measured.step == 3, measured
-    assert measured.held == measured.planned_held
+    assert measured.memory.held == measured.memory.planned
 
 
 def test_a_dense_model_on_one_rank(pool: Pool) -> None:
-    settings = Settings("float64", steps=2, check=True)
+    settings = Settings(Recipe(steps=2), "float64", check=True)
     plan = plan_of("dp=1", model="tiny", packed=False, set={"vocab": "300"})
     lines, runs, check = checked(pool, plan, settings)
     assert check.difference == 0 and (check.flips, check.routed) == (0, 0)
     assert [line.fullest for line in lines] == [None] * 2
     measured = beside_the_plan(plan, settings, runs)
-    assert measured.num_as_planned == 1 and measured.moved == measured.planned_moved == {}
+    assert measured is not None and measured.memory is not None
+    assert measured.memory.num_as_planned == 1
+    assert measured.moved == measured.planned_moved == {}
 
 
 def test_float32_is_held_against_its_own_spread(pool: Pool) -> None:
-    settings = Settings("float32", steps=6, check=True)
+    settings = Settings(Recipe(steps=6), "float32", check=True)
     plan = plan_of("dp=2 tp=2 ep=2")
     _, _, check = checked(pool, plan, settings)
     assert check.passed and check.spread is not None
@@ -124,7 +137,7 @@ def test_float32_is_held_against_its_own_spread(pool: Pool) -> None:
 
 def test_a_check_sees_what_is_wrong(pool: Pool) -> None:
     """A loss that is off, a loss that is none, and one token that went elsewhere."""
-    settings = Settings("float64", steps=2, check=True)
+    settings = Settings(Recipe(steps=2), "float64", check=True)
     plan = plan_of("dp=2")
     _, runs, _ = checked(pool, plan, settings)
     (truth,) = trained(pool, alone(plan), settings)[1]
@@ -139,7 +152,7 @@ def test_a_check_sees_what_is_wrong(pool: Pool) -> None:
 
 
 def test_a_plan_that_is_not_kept_is_seen(pool: Pool) -> None:
-    settings = Settings("float64", steps=3)
+    settings = Settings(Recipe(steps=3), "float64")
     plan = plan_of("dp=2")
     _, runs = trained(pool, plan, settings)
     assert runs[1].held is not None
@@ -147,17 +160,19 @@ def test_a_plan_that_is_not_kept_is_seen(pool: Pool) -> None:
     calls, size = runs[1].moved[1]["fsdp"]
     runs[1].moved[1]["fsdp"] = Moved(calls, size + 1)
     measured = beside_the_plan(plan, settings, runs)
-    assert (measured.rank, measured.num_as_planned, measured.step) == (1, 1, 2)
+    assert measured is not None and measured.memory is not None
+    assert (measured.memory.rank, measured.memory.num_as_planned, measured.step) == (1, 1, 2)
     assert not measured.moved_as_planned and measured.moved != measured.planned_moved
 
 
 @pytest.mark.parametrize("layout", ["dp=2", "dp=4", "pp=2", "dp=2 tp=2"])
 def test_the_text_of_a_step_is_the_same_on_every_layout(layout: str) -> None:
     one, plan = plan_of("dp=1", seq=700), plan_of(layout, seq=700)
-    wanted = batches_of(one, source_of(one, 0), 5, rank=0)
-    source, ranks = source_of(plan, 0), range(plan.layout.world)
+    rows = source_of(one, Settings()).samples(5, BATCH)
+    wanted = batches_of(one, rows, rank=0)
+    ranks = range(plan.layout.world)
     coords = {plan.layout.coord(rank).dp: rank for rank in ranks}
-    by_rank = [batches_of(plan, source, 5, coords[dp]) for dp in range(plan.layout.dp)]
+    by_rank = [batches_of(plan, rows, coords[dp]) for dp in range(plan.layout.dp)]
     found = [batch for microbatch in zip(*by_rank, strict=True) for batch in microbatch]
     for name in ("tokens", "labels", "positions", "documents"):
         rows, truth = (torch.cat([getattr(one, name) for one in some]) for some in (found, wanted))
@@ -166,7 +181,7 @@ def test_the_text_of_a_step_is_the_same_on_every_layout(layout: str) -> None:
 
 def test_documents_do_not_see_one_another() -> None:
     plan = plan_of("dp=1", seq=2000, batch=400)
-    batches = batches_of(plan, source_of(plan, 0), 0, rank=0)
+    batches = batches_of(plan, source_of(plan, Settings()).samples(0, 400), rank=0)
     rows = [one for one in batches if one.documents is not None and one.positions[0, -1] < 1999]
     assert len(rows) > 10  # of 400 rows in 12 MB and 700 documents
     for batch in rows:
@@ -193,10 +208,10 @@ def test_the_command_says_every_step_and_both_tables(capsys: pytest.CaptureFixtu
     assert code == 0 and "PASS in" in out and "differs" not in out
     step = (
         r"^step (\d+)/10 \| loss (\d\.\d{4}) \| norm \d+\.\d\d \| lr \d\.\de-0\d \| \d+ ms \| "
-        r"[\d.]+k? tok/s \| fullest expert \d\.\dx$"
+        r"[\d.]+k? tok/s \| mem \d\.\d GiB( \| eta \d+s)? \| fullest expert \d\.\dx$"
     )
     found = re.findall(step, out, re.M)
-    assert [int(number) for number, _ in found] == list(range(1, 11))
+    assert [int(number) for number, _, _ in found] == list(range(1, 11))
     assert float(found[-1][1]) < float(found[0][1]) - 0.5  # it learns
     assert "2 of 2 ranks hold what was planned, to the byte" in out
     assert "every step as planned" in out and re.search(r"^ep +[\d,]+ +[\d,]+ ", out, re.M)
@@ -210,7 +225,9 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert (table["model"], table["layout"], table["world"]) == ("tiny", "dp=2", 2)
     assert (table["dtype"], table["zero"], table["schedule"]) == ("float64", 3, "1f1b")
     assert [each["step"] for each in table["steps"]] == [1, 2]
-    assert table["steps"][0].keys() == {"step", "loss", "norm", "lr", "seconds", "fullest"}
+    assert table["steps"][0].keys() >= {"step", "loss", "norm", "lr", "seconds", "fullest"}
+    assert (Path(table["run"]) / "summary.json").is_file()
+    assert table["summary"]["num_steps"] == 2 and not table["stopped"]
     assert table["memory"]["planned"] == table["memory"]["measured"]
     assert table["memory"]["ranks_as_planned"] == 2 and table["traffic"]["match"]
     assert table["traffic"]["planned"] == table["traffic"]["measured"]
@@ -220,10 +237,17 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        ("--layout dp=2 --dtype bfloat16", "unknown --dtype 'bfloat16'"),
-        ("--layout dp=2 --steps 0", "--steps 0: give a number above 0"),
-        ("--layout dp=2 --lr nan", "--lr nan"),
-        ("--layout dp=2 --seed -1", "--seed -1"),
+        ("--layout dp=2 --dtype bfloat8", "unknown --dtype 'bfloat8'"),
+        ("--layout dp=2 --steps 0", "steps = 0: at least 1"),
+        ("--layout dp=2 --lr nan", "lr = nan: above 0"),
+        ("--layout dp=2 --seed -1", "seed = -1: at least 0"),
+        ("--layout dp=2 --until 0", "--until 0: give a number above 0"),
+        ("--set stpes=3", "unknown key 'stpes': did you mean steps"),
+        ("--layout dp=2 --layout-typo", "No such option"),
+        ("--layout dp=2 --resume", "no run of tiny-moe in runs to resume"),
+        ("--resume --check", "leave --resume out"),
+        ("--set data=nowhere", "nowhere"),
+        ("--device cuda", "this machine has no GPU"),
         ("--layout tp=3", "tp=3 does not divide heads 8"),
         ("--layout dp=128", "at most 64 ranks"),
         ("--layout pp=2 --schedule pipedream", "choose another, such as 1f1b"),
@@ -239,14 +263,14 @@ def test_bad_input_exits_with_2(
 
 
 @contextmanager
-def training() -> Iterator[subprocess.Popen[str]]:
+def training(folder: Path) -> Iterator[subprocess.Popen[str]]:
     """A long run in a process of its own, which has said two steps."""
-    words = ["train", "--layout", "dp=2 ep=2", "--steps", "5000", "--seq", "16"]
+    words = ["train", "--layout", "dp=2 ep=2", "--steps", "5000", "--seq", "16", "--out", "run"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     # A shell starts its background jobs with interrupts ignored, and children inherit that.
     heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     command = [sys.executable, "-m", "fivefold", *words]
-    with subprocess.Popen(command, text=True, preexec_fn=heard, **pipes) as process:
+    with subprocess.Popen(command, text=True, preexec_fn=heard, cwd=folder, **pipes) as process:
         try:
             assert process.stdout is not None
             while not process.stdout.readline().startswith("step 2/5000 |"):
@@ -256,8 +280,8 @@ def training() -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def test_a_lost_rank_is_named_and_no_process_is_left() -> None:
-    with training() as process:
+def test_a_lost_rank_is_named_and_no_process_is_left(tmp_path: Path) -> None:
+    with training(tmp_path) as process:
         ranks = children(process.pid)
         os.kill(ranks[1], signal.SIGKILL)
         began = time.monotonic()
@@ -269,10 +293,14 @@ def test_a_lost_rank_is_named_and_no_process_is_left() -> None:
     wait_until_gone(ranks)
 
 
-def test_an_interrupt_leaves_no_process() -> None:
-    with training() as process:
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_who_is_asked_to_stop_keeps_what_there_is(tmp_path: Path, how: signal.Signals) -> None:
+    with training(tmp_path) as process:
         ranks = children(process.pid)
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=SOON)
-    assert process.returncode == 130
+        process.send_signal(how)
+        out, _ = process.communicate(timeout=SOON)
+    assert process.returncode == 0
     wait_until_gone(ranks)
+    done = int(re.findall(r"^step (\d+)/", out, re.M)[-1])
+    assert latest(tmp_path / "run") == tmp_path / f"run/checkpoints/step-{done:08d}"
+    assert "asked to stop" in out

@@ -16,6 +16,7 @@ import numpy as np
 
 from fivefold.core.estimate.grid import CONTEXTS, Array, Grid
 from fivefold.core.estimate.keeps import Keeps
+from fivefold.core.estimate.routing import fullest_rank
 from fivefold.core.estimate.stack import Stack
 from fivefold.core.shape import Mla, Shape
 
@@ -135,7 +136,8 @@ class Activations:
         """Experts' rows on this rank for each token of the microbatch."""
         moe = self.shape.moe
         assert moe is not None
-        return self.imbalance * moe.top_k * self.grid.etp / self.split
+        load = fullest_rank(moe, self.grid.ep, self.imbalance)
+        return load * moe.top_k * self.grid.etp / self.split
 
     def _routed(self) -> Array:
         """The router's input in float32 and its scores; slots as they arrive, inside the experts

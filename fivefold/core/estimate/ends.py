@@ -6,6 +6,7 @@ layers, as `clock.peak_activations` counts them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache, reduce
 from itertools import chain
 from typing import Literal, NamedTuple
@@ -40,35 +41,50 @@ class Stage(NamedTuple):
     head: Array
 
 
-def stages_of(shape: Shape, split: Split, grid: Grid, seq: int) -> tuple[Stage, ...]:
+def stages_of(
+    shape: Shape,
+    split: Split,
+    grid: Grid,
+    seq: int,
+    hop_forwards: int = 2,
+    spans: Sequence[range] | None = None,
+) -> tuple[Stage, ...]:
     """The first rank's, the fullest one's between the ends where it may have more layers than the
-    first, and the last one's, or that of the rank with the head."""
+    first, and the last one's, or that of the rank with the head; `spans`: the layers of each stage
+    where they are given."""
     both = mirrored(grid) | (grid.pp == 1)
-    flight = in_flight(grid, "last")
+    flight = in_flight(grid, "last", hop_forwards)
     inner: Layers | None = None
-    if split == "balanced":
-        first, inner, last = _balanced(shape, grid, seq)
+    if spans is not None or split == "balanced":
+        first, inner, last = _balanced(shape, grid, seq, spans)
     elif split == "even":
         first, last = _even(shape, grid)
+    elif split == "spared":
+        first, inner, last = _spared(shape, grid)
     else:
         first, last, place = _walked(shape, grid)
         flight = np.minimum(grid.microbatches, grid.pp - place)
     copies, one, none = np.where(mirrored(grid), 2.0, 1.0), np.ones(1), np.zeros(1)
     at_first = np.where(both | folded(grid), 1.0, 0.0)
     at_last = np.where(folded(grid), 0.0, 1.0)
-    found = [Stage(first, copies, in_flight(grid, "first"), one, at_first)]
+    found = [Stage(first, copies, in_flight(grid, "first", hop_forwards), one, at_first)]
     if inner is not None and (inner.all > first.all).any():
-        found.append(Stage(inner, copies, in_flight(grid, "inner"), none, none))
+        between = in_flight(grid, "inner", hop_forwards)
+        found.append(Stage(inner, copies, between, none, none))
     found.append(Stage(last, copies, flight, np.where(both, 1.0, 0.0), at_last))
     return tuple(found)
 
 
-def _balanced(shape: Shape, grid: Grid, seq: int) -> list[Layers]:
-    """As this runtime deals them: by cost, with the head."""
+def _balanced(
+    shape: Shape, grid: Grid, seq: int, spans: Sequence[range] | None = None
+) -> list[Layers]:
+    """As this runtime deals them: by cost, with the head; or as they are given."""
     pp = grid.pp if grid.pp.min() < grid.pp.max() else grid.pp[:1]  # all are alike in a search
     columns = np.broadcast_arrays(pp, grid.chunks, folded(grid), mirrored(grid))
     found = [
         _dealt(dealer(shape, seq), int(ranks), int(chunks), bool(fold), bool(mirror))
+        if spans is None
+        else _held(shape, spans, int(ranks), bool(fold), bool(mirror))
         for ranks, chunks, fold, mirror in zip(*(each.ravel() for each in columns), strict=True)
     ]
     numbers = np.array(found, float).reshape(*columns[0].shape, 3, 2)
@@ -79,9 +95,14 @@ def _balanced(shape: Shape, grid: Grid, seq: int) -> list[Layers]:
 def _dealt(
     dealt: Dealer, ranks: int, chunks: int, fold: bool, mirror: bool
 ) -> tuple[tuple[float, float], ...]:
+    spans = dealt.spans(min(ranks * chunks, dealt.shape.layers))
+    return _held(dealt.shape, spans, ranks, fold, mirror)
+
+
+def _held(
+    shape: Shape, spans: Sequence[range], ranks: int, fold: bool, mirror: bool
+) -> tuple[tuple[float, float], ...]:
     """Layers of the first, the fullest inner and the last rank, and how many have experts."""
-    shape = dealt.shape
-    spans = dealt.spans(min(ranks * chunks, shape.layers))
     held: list[list[range]] = [[] for _ in range(ranks)]
     for number, span in enumerate(spans):
         turn, place = divmod(number, ranks)
@@ -105,6 +126,17 @@ def _even(shape: Shape, grid: Grid) -> tuple[Layers, Layers]:
     return _with_routed(shape, grid, most), _with_routed(shape, grid, last)
 
 
+def _spared(shape: Shape, grid: Grid) -> list[Layers]:
+    """One layer fewer on the first rank, for the embedding, and on the last, for the head."""
+    layers, pp, chunks = float(shape.layers), grid.pp, grid.chunks
+    share = chunks * np.ceil((layers + 2) / (pp * chunks))
+    inner = np.minimum(share, layers)
+    first = np.where(pp > 1, np.minimum(share - 1, layers), layers)
+    left = layers - first - (pp - 2) * inner
+    last = np.where(pp > 1, np.clip(left, 1.0, first), layers)
+    return [_with_routed(shape, grid, each) for each in (first, inner, last)]
+
+
 def _walked(shape: Shape, grid: Grid) -> tuple[Layers, Layers, Array]:
     """Blocks go to a stage until it has its share of the matrices; the head is the last block, and
     the third result the number of its stage."""
@@ -125,11 +157,15 @@ def _with_routed(shape: Shape, grid: Grid, layers: Array) -> Layers:
     return Layers(layers, np.where(grid.pp == 1, number, np.minimum(layers * share, number)))
 
 
-def in_flight(grid: Grid, place: Place) -> Array:
-    """Microbatches whose activations a rank keeps at most; inner: any that is not at an end."""
+def in_flight(grid: Grid, place: Place, hop_forwards: int = 2) -> Array:
+    """Microbatches whose activations a rank keeps at most; inner: any that is not at an end.
+
+    `hop_forwards`: what interleaved 1F1B runs ahead for each hop to the last rank.
+    """
     pp, m = grid.pp, grid.microbatches
     plain = {"first": pp, "inner": pp - 1, "last": np.ones_like(pp)}[place]
-    ahead = {"first": pp - 1, "inner": pp - 3, "last": 1 - pp}[place]
+    hops = {"first": pp - 1, "inner": pp - 2, "last": np.zeros_like(pp)}[place]
+    ahead = hop_forwards * hops + 1 - pp
     forms = {
         **dict.fromkeys(_ALL, m),
         "interleaved": pp + ahead / grid.chunks,

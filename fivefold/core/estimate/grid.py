@@ -16,13 +16,14 @@ from fivefold.core.schedule.catalog import names as schedule_names
 Array = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 RECOMPUTE = ("none", "selective", "full")
+OFFLOADS = ("none", "cpu", "nvme")  # where optimizer states and master weights lie
 CONTEXTS: tuple[ContextKind, ...] = ("zigzag", "ring", "allgather", "ulysses", "hybrid")
 SCHEDULES = tuple(schedule_names())
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Layouts with their batches. `recompute`, `schedule` and `context` are numbers
+    """Layouts with their batches. `recompute`, `schedule`, `offload` and `context` are numbers
     in their lists."""
 
     tp: Array
@@ -39,7 +40,7 @@ class Grid:
     recompute: Array
     schedule: Array
     sp: Flags
-    offload: Flags
+    offload: Array
     context: Array = field(default_factory=lambda: np.zeros(1))
 
     @property
@@ -81,7 +82,7 @@ def of_plan(plan: Plan) -> Grid:
         recompute=_one(RECOMPUTE.index(plan.recompute.kind)),
         schedule=_one(schedule_number(plan.schedule.name)),
         sp=np.array([layout.sp]),
-        offload=np.array([False]),
+        offload=_one(0),
         context=_one(CONTEXTS.index(layout.context)),
     )
 

@@ -6,7 +6,7 @@ failures that were measured: they say how much more an allocator holds than is a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
@@ -16,8 +16,9 @@ GIB = 2**30
 Selective = Literal["core", "products", "alternate"]
 
 # Who has which layers. even: as many in each stage. balanced: the largest stage is smallest, with
-# the head. walk: stage by stage until each has its share, with the head.
-Split = Literal["even", "balanced", "walk"]
+# the head. walk: stage by stage until each has its share, with the head. spared: even, but for one
+# layer fewer at either end.
+Split = Literal["even", "balanced", "walk", "spared"]
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,9 @@ FIVEFOLD = Keeps(
 # Half precision with dropout, as in the papers of the time: 34 bytes a token and width.
 MEGATRON_2021 = Keeps(gradient_bytes=2, statistics=0.0, mask_bytes=1.0)
 MEGATRON = Keeps(gated_copies=3.0, logits_bytes=10.0)
+# Llama 3's stages are published: the first and the last rank have a layer less. The rest is assumed
+# to be as the others of its time that split sequences over tp.
+META = replace(MEGATRON, split="spared")
 NANOTRON = Keeps(
     split="walk",
     backward_bytes=2,
@@ -119,7 +123,7 @@ TITAN = Keeps(
 KEEPS: dict[str, Keeps] = {
     "fivefold": FIVEFOLD,
     "megatron": MEGATRON,
-    "meta": MEGATRON,  # assumed: as the others of its time that split sequences over tp
+    "meta": META,
     "nemo": MEGATRON,
     "megatron-2021": MEGATRON_2021,
     "megatron-deepspeed": MEGATRON_2021,

@@ -18,6 +18,7 @@ import numpy as np
 from fivefold.core.count import visible_keys
 from fivefold.core.estimate.grid import CONTEXTS, Array, Grid
 from fivefold.core.estimate.links import Links
+from fivefold.core.estimate.routing import fullest_rank
 from fivefold.core.estimate.stack import Stack
 from fivefold.core.machine import Machine
 from fivefold.core.shape import Mla, Moe, Shape
@@ -64,8 +65,16 @@ class Clockwork:
     """The speeds of one chip for one model: turns work into seconds."""
 
     def __init__(
-        self, shape: Shape, machine: Machine, stack: Stack, grid: Grid, seq: int, precision: str
+        self,
+        shape: Shape,
+        machine: Machine,
+        stack: Stack,
+        grid: Grid,
+        seq: int,
+        precision: str,
+        imbalance: float = 1.0,
     ) -> None:
+        self.imbalance = imbalance
         self.shape, self.machine, self.stack, self.grid, self.seq = shape, machine, stack, grid, seq
         self.links, self.reach = Links(machine), machine.efficiency
         self.wide = "bf16" if precision == "fp8" else precision
@@ -216,12 +225,16 @@ class Clockwork:
         """The two collectives around a split computation, as far as they show."""
         size = self.tokens * self.shape.width * self.itemsize
         seconds = 2 * self.links.ring(size, self.grid.tp, self.tp_stride)
+        if self.links.reduces and not self.grid.sp.all():
+            summed = self.links.all_reduce(size, self.grid.tp, self.tp_stride)
+            seconds = np.where(self.grid.sp, seconds, summed)
         return seconds * (1 - self.stack.tp_hidden)
 
     def _add_experts(self, moe: Moe, forward: Parts, inputs: Parts, weights: Parts) -> None:
         shape, grid = self.shape, self.grid
         tokens = self.tokens / self.split
-        slots = tokens * moe.top_k
+        # All wait for the rank with the fullest expert: what it gets, computes and sends back.
+        slots = tokens * moe.top_k * fullest_rank(moe, grid.ep, self.imbalance)
         rows = slots * grid.etp + PADDED_ROWS * moe.experts / grid.ep
         inner = (3 if shape.gated else 2) * moe.ffn / grid.etp
         # A product with few rows waits for its weights, which are read at the memory's speed.

@@ -7,7 +7,7 @@ more layers: the fullest decides.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from typing import Literal, NamedTuple
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from fivefold.core.count import layer_kinds, layer_parameters, mtp_parameters
 from fivefold.core.estimate.activations import Activations
 from fivefold.core.estimate.ends import Stage, keeps_all, stages_of
-from fivefold.core.estimate.grid import Array, Grid
+from fivefold.core.estimate.grid import OFFLOADS, Array, Grid
 from fivefold.core.estimate.keeps import Cache, Keeps, keeps_of
 from fivefold.core.estimate.stack import Stack
 from fivefold.core.machine import Machine
@@ -52,6 +52,7 @@ class Ledger:
 
     ranks: tuple[Parts, ...]
     host: Array  # bytes that offload keeps in host memory
+    disk: Array  # and on local disks
     band: float
     reserve: Callable[[], Array]
 
@@ -207,9 +208,10 @@ class Books:
     def _states(self, held: Held) -> Parts:
         """Weights, gradients, master weights and moments, sliced as the ZeRO stage says."""
         grid, keeps = self.grid, self.keeps
-        stays = np.where(grid.offload, 0.0, 1.0)
+        away = grid.offload > 0
+        stays = np.where(away, 0.0, 1.0)
         weights = self._sliced(held, 3) * (keeps.weight_bytes or self.itemsize)
-        gone = grid.offload & (grid.zero == 3) & (grid.shard * grid.cp > 1)
+        gone = away & (grid.zero == 3) & (grid.shard * grid.cp > 1)
         gradients = self._sliced(held, 2) * keeps.gradient_bytes
         if keeps.bucket_bytes:
             summed = (grid.zero == 0) & (grid.dp > 1)
@@ -232,11 +234,20 @@ class Books:
         return dense + held.experts / np.where(sliced, grid.edp, 1.0)
 
     def host(self, stage: Stage) -> Array:
-        """What offload moves to the host: states, and the slices of weights under ZeRO-3."""
-        grid, held = self.grid, self.held_by(stage)
+        """What offload moves to the host: states, and the slices of weights under ZeRO-3. Of states
+        that lie on disks, two layers' are there: one that is updated, one on its way."""
+        grid, owned = self.grid, self._sliced(self.held_by(stage), 1)
         sliced = (grid.zero == 3) & (grid.shard * grid.cp > 1)
-        size = MOMENTS + self.master_bytes + np.where(sliced, self.itemsize, 0.0)
-        return np.where(grid.offload, self._sliced(held, 1) * size, 0.0)
+        buffers = np.minimum(2 / np.maximum(stage.layers.all, 1.0), 1.0)
+        states = np.where(grid.offload == OFFLOADS.index("nvme"), buffers, 1.0)
+        size = states * (MOMENTS + self.master_bytes) + np.where(sliced, self.itemsize, 0.0)
+        return np.where(grid.offload > 0, owned * size, 0.0)
+
+    def disk(self, stage: Stage) -> Array:
+        """States and master weights that lie on disks."""
+        owned = self._sliced(self.held_by(stage), 1)
+        there = self.grid.offload == OFFLOADS.index("nvme")
+        return np.where(there, owned * (MOMENTS + self.master_bytes), 0.0)
 
     def _layers(self, stage: Stage) -> tuple[Array, Array]:
         """What a microbatch keeps, and what one layer needs while it runs again."""
@@ -279,15 +290,22 @@ class Books:
         sharded = grid.shard * grid.cp > 1
         layer = (held.all - held.ends) / np.maximum(stage.layers.all, 1.0)
         most = np.minimum(stage.layers.all, keeps.whole_layers) * layer
-        passing = np.minimum(stage.layers.all, keeps.passing_layers) * layer
+        passing = np.minimum(stage.layers.all, self._passing_layers(stage)) * layer
         if keeps.root:
             most, passing = most + held.ends, passing + held.ends
         else:  # an end is whole in the place of a layer
             most = np.maximum(most, held.ends + layer)
         # A pipeline keeps whole weights over a step: its microbatches lie far apart.
         whole = np.where(grid.pp > 1, held.all, most) * self.itemsize
-        flying = np.where((grid.zero >= 2) & sharded, passing * keeps.passing_bytes, 0.0)
+        size = keeps.gradient_bytes if self.stack.scatters_rounds else keeps.passing_bytes
+        flying = np.where((grid.zero >= 2) & sharded, passing * size, 0.0)
         return np.where((grid.zero == 3) & sharded, whole, 0.0) + flying
+
+    def _passing_layers(self, stage: Stage) -> Array | float:
+        """Layers with whole gradients: some; or a chunk's that sums, and one's on its way."""
+        if not self.stack.scatters_rounds:
+            return self.keeps.passing_layers
+        return 2 * stage.layers.all / self.grid.chunks
 
     def _buffers(self) -> Array:
         """Messages of the pipeline, gathered tokens, the ring, and experts' slots."""
@@ -354,16 +372,19 @@ def ledger(
     seq: int,
     precision: str,
     imbalance: float = 1.0,
+    spans: Sequence[range] | None = None,
 ) -> Ledger:
-    """The ledger of every layout; `imbalance`: slots of the fullest rank over the average."""
+    """The ledger of every layout; `imbalance`: slots of the fullest expert over the mean; `spans`:
+    the layers of each stage, where they are given and not as the stack cuts them."""
     itemsize = 4 if precision == "fp32" else 2
     books = Books(shape, machine, stack, grid, seq, itemsize, imbalance)
-    stages = stages_of(shape, books.keeps.split, grid, seq)
+    stages = stages_of(shape, books.keeps.split, grid, seq, stack.hop_forwards, spans)
     ranks = tuple(books.of(stage) for stage in stages)
-    host = np.zeros(1)
+    host, disk = np.zeros(1), np.zeros(1)
     if grid.offload.any():
         host = reduce(np.maximum, (books.host(stage) for stage in stages))
+        disk = reduce(np.maximum, (books.disk(stage) for stage in stages))
     first = Allocator(books, stages[0], ranks[0])
     for stage, parts in zip(stages, ranks, strict=True):
         parts["margin"] = parts["margin"] + Allocator(books, stage, parts).slack()
-    return Ledger(ranks, host, books.keeps.band, first.reserved)
+    return Ledger(ranks, host, disk, books.keeps.band, first.reserved)

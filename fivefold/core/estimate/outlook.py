@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from fivefold.core.count import training_flops
-from fivefold.core.estimate.grid import of_plan
+from fivefold.core.estimate.grid import OFFLOADS, of_plan
 from fivefold.core.estimate.ledger import ledger, verdict
 from fivefold.core.estimate.search import Setting
 from fivefold.core.estimate.simulate import Seconds, forecast
@@ -24,12 +24,13 @@ class Outlook:
 
     plan: Plan
     setting: Setting
-    offload: bool
+    offload: str
     step: float
     parts: Seconds
     bubble: float
     memory: Bytes
     host: float  # bytes that offload keeps in host memory
+    disk: float  # and on local disks
     verdict: str
 
     @property
@@ -70,11 +71,11 @@ class Outlook:
         return self.days(tokens) * 24 * self.plan.layout.world
 
 
-def outlook(plan: Plan, setting: Setting, offload: bool = False) -> Outlook:
+def outlook(plan: Plan, setting: Setting, offload: str = "none") -> Outlook:
     """Play the plan and weigh it."""
-    grid = replace(of_plan(plan), offload=np.array([offload]))
-    asked = (plan.shape, setting.machine, setting.stack, grid, plan.batch.seq, setting.precision)
-    books, played = ledger(*asked), forecast(plan, setting, offload)
+    grid = replace(of_plan(plan), offload=np.array([float(OFFLOADS.index(offload))]))
+    asked = (plan.shape, setting.machine, setting.stack, grid, plan.batch.seq, *setting.how)
+    books, played = ledger(*asked, spans=plan.stages), forecast(plan, setting, offload)
     host = float(np.asarray(books.host).item())
     return Outlook(
         plan=plan,
@@ -85,5 +86,6 @@ def outlook(plan: Plan, setting: Setting, offload: bool = False) -> Outlook:
         bubble=played.bubble,
         memory={name: float(np.asarray(each).item()) for name, each in books.parts.items()},
         host=host,
+        disk=float(np.asarray(books.disk).item()),
         verdict=str(verdict(books, setting.machine).item()),
     )

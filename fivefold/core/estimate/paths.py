@@ -3,9 +3,8 @@
 A step of a pipeline is as long as the longest chain of actions that wait for one another. In every
 schedule few kinds of chains can be the longest: the first microbatch runs to some rank, that rank
 works on without a pause, and the last microbatch runs out. A path is a row that says how often each
-cost is on it; many layouts are then timed at once by products of rows with costs. Those of
-V-Half and V-Min are read off the clock for equal stages and are rough; the others are chains of the
-schedules themselves, and hardly ever above what the clock plays.
+cost is on it; many layouts are then timed at once by products of rows with costs. Not all chains
+of a schedule are followed: what comes out is a bound, and hardly ever above what the clock plays.
 
 Legend: p ranks, v chunks of a rank, m microbatches; k is every rank at once, along the first axis.
 F, I, W of a stage: forward, gradients of inputs with what is computed again, and of weights.
@@ -14,11 +13,14 @@ F, I, W of a stage: forward, gradients of inputs with what is computed again, an
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 
 from fivefold.core.estimate.grid import Array
+from fivefold.core.schedule.action import FORWARD, INPUT_GRAD
+from fivefold.core.schedule.vshape import PERIOD, V_HALF, V_MIN, Block, path
 
 
 class Stages(NamedTuple):
@@ -153,7 +155,7 @@ def _looped(stages: Stages, numbers: Numbers, ahead: Array, kept: Array) -> Arra
     forward, inputs, weights = (rows.reshape(v, p, -1) for rows in stages[:3])
     held: Array = np.minimum(np.minimum(kept, np.maximum(0, n - ahead)), n - 1) + 1
     inside = (held <= m).astype(float)
-    last = inside * weights[0] + (1 - inside) * weights.sum(axis=0) / v
+    last = inside * weights[0] + (1 - inside) * weights.max(axis=0)
     fill, out = _before(forward[0]), _before(inputs[0]) + weights[0, 0]
     work = m * inputs.sum(axis=0)
     spent = m * weights.sum(axis=0)
@@ -165,14 +167,15 @@ def _looped(stages: Stages, numbers: Numbers, ahead: Array, kept: Array) -> Arra
     turn = start + forward[-1] + _behind(forward[-1])
     turn = longest(np.concatenate([turn, alone[None]]), samples)
     left = passes - _in_rounds(forward, np.minimum(ahead, n), p)
-    return np.concatenate(
-        [
-            fill + passes + work + spent - held * last + out + 2 * k * lag,
-            fill + passes + work + spent + k * lag,
-            _both(turn, _behind(inputs[-1]) + left + work + spent + (2 * (p - 1) - k) * lag),
-            _both(turn, _drained(stages, numbers, left + work + spent, (held, last))),
-        ]
-    )
+    rest = left + work + spent
+    found = [
+        fill + passes + work + spent - held * last + out + 2 * k * lag,
+        fill + passes + work + spent + k * lag,
+        _both(turn, _behind(inputs[-1]) + rest + (2 * (p - 1) - k) * lag),
+    ]
+    if m > p or v == 1 or not kept.any():  # in a single round chunks keep more than is told
+        found.append(_both(turn, _drained(stages, numbers, rest, (held, last))))
+    return np.concatenate(found)
 
 
 def _drained(stages: Stages, numbers: Numbers, rest: Array, late: tuple[Array, Array]) -> Array:
@@ -308,43 +311,68 @@ def dualpipe(stages: Stages, numbers: Numbers) -> Array:
 
 
 def v_half(stages: Stages, numbers: Numbers) -> Array:
-    """Of equal stages, as read off the clock; long backwards make every microbatch wait."""
     p, _, m, _ = numbers
-    forward, inputs, weights = (rows.sum(axis=0) / p for rows in stages[:3])
-    trip = (p / 2 - 1) * forward + (1.5 * p - 1) * inputs - (p / 2 + 1.5) * weights
-    if p == 2:
-        trip = inputs - weights / 2
-    period = 2 * inputs + (weights / 2 if p > 4 else 0.0)
-    if p % 2:
-        trip, period = trip + 1.5 * forward, period + forward / 2
-    whole, late = forward + inputs + weights, max(m - p, 0) * (p > 2)
-    return _around(stages, numbers, [trip], [trip + (m - late) * whole + late * period])
+    if p % 2 and m < p:  # any block fits, and which one was taken only the schedule knows
+        return _worked(stages, numbers)
+    return _repeated(stages, numbers, V_HALF[p % 2])
 
 
 def v_min(stages: Stages, numbers: Numbers) -> Array:
-    """Of equal stages: each of three slots takes as long as the longest."""
+    return _repeated(stages, numbers, V_MIN)
+
+
+def _worked(stages: Stages, numbers: Numbers) -> Array:
+    """A rank of a V that never waits once it has begun."""
+    fold, k = _folded(stages), _ranks(numbers.p)
+    return _before(fold.near.forward) + k * stages.lag + numbers.m * fold.whole
+
+
+def _repeated(stages: Stages, numbers: Numbers, block: Block) -> Array:
+    """Every microbatch takes the block's path: one that comes back to a rank starts a later one.
+
+    A leg is a way out of a rank and back to it: the forward or the gradient around the bottom of
+    the V, both around its top, or all of it. The rank then works on up to the next start.
+    """
     p, _, m, _ = numbers
-    forward, inputs, weights = (rows.sum(axis=0) / p for rows in stages[:3])
-    if p == 2:
-        trips, periods = [1.5 * forward], [(forward + weights) / 2 + 2 * inputs]
-    else:
-        trip = p * forward + (p - 3) * inputs + weights / 2
-        thirds = p % 3 == 0 and p > 3
-        more = (forward / 2, 2 * forward - inputs) if thirds else (0 * forward,)
-        trips = [trip + each for each in more]
-        periods = [3 * forward, 3 * inputs]
-    paced = [trip + m * period for trip in trips for period in periods]
-    return _around(stages, numbers, trips, paced)
+    (near, far), lag, k = _folded(stages), stages.lag, _ranks(p)
+    slots = _slots(block, p)
+    # By action of a rank, from the start of the step: what runs before it, and up to its end.
+    once = np.concatenate([stages.forward, stages.inputs[::-1]])
+    hops = np.concatenate([k, 2 * p - 2 - k[::-1], 2 * p - 2 + k, 4 * p - 4 - k[::-1]])
+    own = (near.forward, far.forward, far.inputs, near.inputs)
+    until = np.split(np.cumsum(once, axis=0) + hops * lag, 4)
+    ends = [rows[:: -1 if place % 2 else 1] for place, rows in enumerate(until)]
+    home = ends[3][0] + stages.weights[0]
+    found = [_worked(stages, numbers)]
+    for first, last in ((0, 1), (2, 3), (1, 2), (0, 3)):
+        shift = np.floor((slots[last] - slots[first]) / PERIOD) + 1
+        stop = slots[first] + PERIOD * shift
+        leg = ends[last] - ends[first] + own[first]
+        rounds = (m - 1) // shift
+        chain = home + rounds * leg
+        for slot, rows in zip(slots, own, strict=True):
+            # At either end of the step the microbatches are not there that would be between.
+            there = np.maximum(0, rounds - np.ceil(abs(slots[last] - slot) / PERIOD / shift))
+            chain = chain + _passed(slot, slots[last] + 1, stop) * there * rows
+        found.append(chain)
+    # Up to its first gradient a rank has forwards alone to run.
+    early = [np.minimum(m, _passed(slot, slot, slots[2])) for slot in slots[:2]]
+    paced = ends[2] - far.inputs + m * (near.whole + far.whole)
+    return np.concatenate([*found, paced - early[0] * near.forward - early[1] * far.forward])
 
 
-def _around(stages: Stages, numbers: Numbers, waits: list[Array], paced: list[Array]) -> Array:
-    """What the ranks of a V do and how long they wait beside it, or what sets their pace."""
-    fill = 2 * (numbers.p - 1) * stages.lag
-    work = numbers.m * _folded(stages).whole + fill
-    chain = (stages.forward + stages.inputs).sum(axis=0) + stages.weights[0]
-    chain = chain + (numbers.m - 1) * stages.forward[0] + 4 * (numbers.p - 1) * stages.lag
-    others = [chain, *(each + fill for each in paced)]
-    return np.concatenate([np.array(others), work, *(work + wait for wait in waits)])
+@cache
+def _slots(block: Block, p: int) -> Array:
+    """Slots of a microbatch on each rank: forward near and far, gradient far and near."""
+    stages = [(near, 2 * p - 1 - near) for near in range(p)]
+    ways = [[(FORWARD, a), (FORWARD, b), (INPUT_GRAD, b), (INPUT_GRAD, a)] for a, b in stages]
+    found = [[taken[way] for way in mine] for mine, taken in zip(ways, path(block, p), strict=True)]
+    return np.array(found, float).T[:, :, None]
+
+
+def _passed(slot: Array, start: Array, stop: Array) -> Array:
+    """How often an action that is repeated comes from slot `start` to before slot `stop`."""
+    return np.ceil((stop - slot) / PERIOD) - np.ceil((start - slot) / PERIOD)
 
 
 def never_drained(stages: Stages, numbers: Numbers) -> Array:

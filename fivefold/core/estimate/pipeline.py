@@ -16,14 +16,15 @@ from fivefold.core import stages
 from fivefold.core.count import forward_flops, layer_flops, layer_kinds
 from fivefold.core.estimate.grid import SCHEDULES, Array, Grid
 from fivefold.core.estimate.paths import FORMS, Numbers, Stages, longest
+from fivefold.core.estimate.trace import is_long, makespans
 from fivefold.core.schedule.catalog import AUTO, family
 from fivefold.core.shape import Shape
 
-# Ranges of the costs at which paths are compared: of a layer's forward, input and weight gradients;
-# of other kinds of layers and of the passes of the head, over what FLOPs say; of a message over a
-# forward of a layer.
-_PASSES = ((1.0, 1.0001), (1.0, 2.5), (0.3, 6.0))
-_KINDS = (0.5, 2.0)
+# Ranges of the costs at which paths are compared: of input and weight gradients over the forward of
+# a kind of layer; of other kinds of layers and of the passes of the head, over what FLOPs say; of a
+# message over a forward of a layer.
+_INPUTS, _WEIGHTS = (1.0, 2.5), (0.3, 7.0)
+_KINDS = (0.5, 8.0)
 _HEAD = (0.5, 4.0)
 _MESSAGE = (1e-3, 0.3)
 _SAMPLES = 96
@@ -56,12 +57,27 @@ class Dealer:
         if asked not in self.paths and _cannot_run(*asked):
             self.paths[asked] = np.zeros((1, len(self.samples)))
         if asked not in self.paths:
-            if (stages_asked := pp * chunks) not in self.dealt:
-                self.dealt[stages_asked] = self.stages(self.spans(stages_asked))
             form = FORMS.get(name if pp > 1 else "1f1b", FORMS["1f1b"])
             numbers = Numbers(pp, chunks, microbatches, self.samples)
-            self.paths[asked] = longest(form(self.dealt[stages_asked], numbers), self.samples)
+            self.paths[asked] = longest(form(self._even(pp * chunks), numbers), self.samples)
         return self.paths[asked]
+
+    def played(self, name: str, pp: int, chunks: int, microbatches: int, costs: Array) -> Array:
+        """Seconds of the schedule itself, for each column of costs."""
+        least = (self.table(name, pp, chunks, microbatches) @ costs).max(axis=0)
+        if pp == 1 or name == AUTO or family(name).asynchronous:
+            return least
+        numbers = (pp, microbatches, chunks)
+        different, back = np.unique(costs, axis=1, return_inverse=True)
+        seconds = makespans(family(name).name, numbers, self._even(pp * chunks), different)
+        seconds = seconds[back.ravel()]
+        return np.maximum(seconds, least) if is_long(*numbers) else seconds
+
+    def _even(self, num_stages: int) -> Stages:
+        """The stages that the runtime cuts where nobody says."""
+        if num_stages not in self.dealt:
+            self.dealt[num_stages] = self.stages(self.spans(num_stages))
+        return self.dealt[num_stages]
 
     def stages(self, spans: Sequence[range]) -> Stages:
         """How many layers of each kind every stage has, and which one has the head."""
@@ -100,14 +116,16 @@ def _samples(shape: Shape, seq: int) -> Array:
     flops = [layer_flops(shape, i, seq).total for i in layer_kinds(shape)]
     sizes = np.array([*flops, forward_flops(shape, seq).head * (1 + shape.mtp)]) / flops[0]
     draw = np.random.default_rng(0).uniform
-    passes = np.exp(draw(*np.log(_PASSES).T, size=(_SAMPLES, 3)))[:, :, None]
-    kinds = np.exp(draw(*np.log(_KINDS), size=(_SAMPLES, 1, len(sizes))))
+
+    def drawn(low: float, high: float, *size: int) -> Array:
+        return np.exp(draw(np.log(low), np.log(high), size=(_SAMPLES, *size)))
+
+    kinds = drawn(*_KINDS, 1, len(flops))
     kinds[:, :, 0] = 1.0
-    heads = np.exp(draw(*np.log(_HEAD), size=(_SAMPLES, 3)))
-    costs = passes * kinds * sizes
-    costs[:, :, -1] = heads * sizes[-1]
-    messages = np.exp(draw(*np.log(_MESSAGE), size=(_SAMPLES, 1)))
-    return np.hstack([costs.reshape(_SAMPLES, -1), messages]).T
+    passes = [np.ones_like(kinds), drawn(*_INPUTS, 1, len(flops)), drawn(*_WEIGHTS, 1, len(flops))]
+    layers = np.concatenate(passes, axis=1) * kinds
+    costs = np.concatenate([layers, drawn(*_HEAD, 3, 1)], axis=2) * sizes
+    return np.hstack([costs.reshape(_SAMPLES, -1), drawn(*_MESSAGE, 1)]).T
 
 
 @cache
@@ -116,20 +134,37 @@ def dealer(shape: Shape, seq: int) -> Dealer:
     return Dealer(shape, seq)
 
 
-def makespan(found: Dealer, grid: Grid, costs: list[Array]) -> Array:
-    """Seconds of every layout's pipeline; `costs` are in the order of a path's row."""
+def makespan(found: Dealer, grid: Grid, costs: list[Array], played: bool = False) -> Array:
+    """Seconds of every layout's pipeline; `costs` are in the order of a path's row.
+
+    By the longest paths, which are a bound, or `played`, which takes its time.
+    """
     pp = grid.pp if grid.pp.min() < grid.pp.max() else grid.pp[:1]  # all are alike in a search
     columns = np.broadcast_arrays(grid.schedule, pp, grid.chunks, grid.microbatches)
-    tables = [
-        found.table(SCHEDULES[int(name)], int(ranks), int(chunks), int(count))
+    asked = [
+        (SCHEDULES[int(name)], int(ranks), int(chunks), int(count))
         for name, ranks, chunks, count in zip(*(each.ravel() for each in columns), strict=True)
     ]
+    size = np.broadcast_shapes(columns[0].shape, *(each.shape for each in costs))
+    if played:
+        return _played(found, asked, np.array([np.broadcast_to(each, size) for each in costs]))
+    tables = [found.table(*each) for each in asked]
     most = max(map(len, tables))
     paths = np.array([table[np.minimum(np.arange(most), len(table) - 1)] for table in tables])
     if grid.pp.ndim == 1:
-        size = np.broadcast_shapes(columns[0].shape, *(each.shape for each in costs))
         return np.einsum("nkq,qn->nk", paths, [np.broadcast_to(c, size) for c in costs]).max(axis=1)
     return _of_lattice(paths, columns[0].shape, costs)
+
+
+def _played(found: Dealer, asked: list[tuple[str, int, int, int]], costs: Array) -> Array:
+    """The same by the clock, each schedule once for all layouts that have it."""
+    seconds = np.zeros(costs.shape[1])
+    places: dict[tuple[str, int, int, int], list[int]] = {}
+    for place, one in enumerate(asked if len(asked) > 1 else asked * len(seconds)):
+        places.setdefault(one, []).append(place)
+    for one, mine in places.items():
+        seconds[mine] = found.played(*one, costs[:, mine])
+    return seconds
 
 
 def _of_lattice(paths: Array, shape: tuple[int, ...], costs: list[Array]) -> Array:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from fivefold.core import legality, models, rules
 from fivefold.core.errors import FivefoldError
 from fivefold.core.estimate.candidate import layout_of, wishes_of
+from fivefold.core.estimate.grid import OFFLOADS
 from fivefold.core.estimate.outlook import Outlook, outlook
+from fivefold.core.estimate.routing import require_possible
 from fivefold.core.estimate.search import Candidate, Result, Setting, search
 from fivefold.core.estimate.space import Question
-from fivefold.core.estimate.stack import KERNELS, OURS
+from fivefold.core.estimate.stack import EXPERT_KERNELS, KERNELS, OURS
 from fivefold.core.estimate.uneven import recut
 from fivefold.core.layout import MOST_RANKS, Layout
 from fivefold.core.machine import Machine
@@ -23,7 +25,6 @@ PRECISIONS = ("bf16", "fp8", "fp32", "fp16")
 OBJECTIVES = ("tokens", "gpus", "gpu-hours")
 # What is kept for each layout that is shown: some differ only in what changes nothing.
 _SPARE = 12
-_SPARE_PLAYED = 2  # more are played than shown: the clock may order them otherwise
 _MOST_FRONT = 5
 _LEAST_TOKENS = 4 << 20  # of a step, where nobody says
 _TOKENS_PER_GPU = 1 << 10
@@ -58,17 +59,18 @@ class Answer:
 
 
 def setting_of(
-    machine: Machine, precision: str, headroom: float, kernels: str
+    machine: Machine, precision: str, headroom: float, kernels: str, imbalance: float
 ) -> tuple[Setting, list[str]]:
     """How the job is estimated; a precision that the chip lacks is replaced, and that is said."""
-    known, stack = machine.peaks.known(), replace(OURS, launch=KERNELS[kernels])
+    known = machine.peaks.known()
+    stack = replace(OURS, launch=KERNELS[kernels], expert_launch=EXPERT_KERNELS[kernels])
     if precision in known:
-        return Setting(machine, stack, precision, headroom), []
+        return Setting(machine, stack, precision, headroom, imbalance), []
     if precision == "fp8":
         machine.peak(precision)  # which says what there is
     other = next((each for each in _RUNS if each in known), next(iter(known)))
     note = f"{machine.name} has no {precision} units: estimated in {other}"
-    return Setting(machine, stack, other, headroom), [note]
+    return Setting(machine, stack, other, headroom, imbalance), [note]
 
 
 def inquiry(
@@ -79,9 +81,11 @@ def inquiry(
     precision: str,
     headroom: float,
     kernels: str = "compiled",
+    imbalance: float = 1.0,
 ) -> Inquiry:
     """What is asked, with defaults for the sequence and the batch."""
     shape = models.with_overrides(models.load(wishes.model), wishes.set)
+    require_possible(shape, imbalance)
     gpus = wishes.gpus or 1
     seq = wishes.seq if wishes.seq is not None else min(8192, shape.max_seq)
     batch = default_batch(gpus, seq) if wishes.batch is None else wishes.batch
@@ -89,7 +93,7 @@ def inquiry(
     reasons += list(rules.bad_counts({"seq": seq, "gpus": gpus}).values())
     if reasons:
         raise FivefoldError("; ".join(dict.fromkeys(reasons)))
-    setting, notes = setting_of(machine, precision, headroom, kernels)
+    setting, notes = setting_of(machine, precision, headroom, kernels, imbalance)
     if wishes.batch is None:
         notes.append(f"global batch {batch:,} sequences by default: say another with --batch")
     runs_in = precision if precision in _RUNS else "bf16"
@@ -123,12 +127,31 @@ def answer(asked: Inquiry, top: int, on_progress: Progress | None = None) -> Ans
     result = search(asked.question, asked.setting, max(1, top) * _SPARE, on_progress)
     if not result.best:
         raise FivefoldError(_refusal(asked, result))
-    played = _best_of_each(_played(asked, _distinct(result.best, top)))
+    played = sorted(_played(asked, _distinct(result.best)[:top]), key=lambda one: one.step)
     played[0] = recut(played[0])
     fitting = [one for one in result.front if one.bytes <= asked.setting.capacity]
-    front = tuple(_played(asked, _few(fitting)))
+    front = _front(asked, fitting)
     numbers = (result.candidates, result.passed_over, result.seconds)
-    return Answer(asked, tuple(played[:top]), tuple(_falling(front)), *numbers)
+    return Answer(asked, tuple(played), tuple(_falling(front)), *numbers)
+
+
+def _front(asked: Inquiry, found: list[Candidate]) -> tuple[Outlook, ...]:
+    """Some of the front, played; not those whose bound had promised more than a leaner one has."""
+    known: dict[int, Outlook] = {}
+    while True:
+        few = _few(found)
+        new = [one for one in few if id(one) not in known]
+        known |= {id(one): each for one, each in zip(new, _played(asked, new), strict=True)}
+        late = {
+            id(one)
+            for one in few
+            if any(
+                other.bytes < one.bytes and other.seconds < known[id(one)].step for other in found
+            )
+        }
+        if not late:
+            return tuple(known[id(one)] for one in few)
+        found = [one for one in found if id(one) not in late]
 
 
 def _few(front: list[Candidate]) -> list[Candidate]:
@@ -137,29 +160,15 @@ def _few(front: list[Candidate]) -> list[Candidate]:
     return [front[place] for place in sorted(places)]
 
 
-def _distinct(found: list[Candidate], top: int) -> list[Candidate]:
-    """Of those that differ only in chunks or in what changes nothing, the best few."""
-    groups: dict[tuple[float, ...], list[Candidate]] = {}
+def _distinct(found: list[Candidate]) -> list[Candidate]:
+    """Of those that differ only in chunks or in what changes nothing, the best, in order."""
+    groups: dict[tuple[float, ...], Candidate] = {}
     for one in sorted(found, key=_plainness):
         grid = one.grid
         columns = (grid.tp, grid.cp, grid.pp, grid.dp, grid.ep, grid.etp, grid.rows)
         key = tuple(each.item() for each in (*columns, grid.recompute, grid.schedule))
-        alike = groups.setdefault(key, [])
-        if all(one.grid.chunks.item() != other.grid.chunks.item() for other in alike):
-            alike.append(one)
-    ordered = sorted(groups.values(), key=lambda alike: alike[0].seconds)[: top + _SPARE_PLAYED]
-    # Of the foremost, another number of chunks too: the clock may order them otherwise.
-    return [one for alike in ordered[:3] for one in alike[:2]] + [each[0] for each in ordered[3:]]
-
-
-def _best_of_each(found: Iterable[Outlook]) -> list[Outlook]:
-    """By their played step, one for each number of chunks."""
-    best: dict[tuple[object, ...], Outlook] = {}
-    for one in sorted(found, key=lambda one: one.step):
-        plan = one.plan
-        key = (str(plan.layout), plan.wishes.schedule, plan.batch, plan.recompute)
-        best.setdefault(key, one)
-    return list(best.values())
+        groups.setdefault(key, one)
+    return list(groups.values())
 
 
 def _plainness(one: Candidate) -> tuple[float, ...]:
@@ -170,7 +179,7 @@ def _plainness(one: Candidate) -> tuple[float, ...]:
 def _played(asked: Inquiry, found: list[Candidate]) -> Iterator[Outlook]:
     for one in found:
         plan = resolve(wishes_of(one.grid, asked.wishes))
-        yield outlook(plan, asked.setting, bool(one.grid.offload.item()))
+        yield outlook(plan, asked.setting, OFFLOADS[int(one.grid.offload.item())])
 
 
 def _falling(found: tuple[Outlook, ...]) -> Iterator[Outlook]:
@@ -185,7 +194,7 @@ def _falling(found: tuple[Outlook, ...]) -> Iterator[Outlook]:
 def _refusal(asked: Inquiry, result: Result) -> str:
     """Why nothing fits, and how many GPUs it would take."""
     question, setting = asked.question, asked.setting
-    head = f"{asked.shape.name} on {question.gpus:,} GPUs of {setting.machine.name}"
+    head = f"{asked.shape.name} on {question.place} of {setting.machine.name}"
     fixed = " ".join(f"{key}={value}" for key, value in (question.fixed or {}).items())
     if result.leanest is None:
         given = f" with {fixed}" if fixed else ""
@@ -228,7 +237,7 @@ def cheapest(asked: Inquiry, top: int, on_progress: Progress | None = None) -> A
 
     Offload is left out unless it is asked for: what it costs the host is not known.
     """
-    fixed = {"offload": 0, **(asked.question.fixed or {})}
+    fixed = {"offload": "none", **(asked.question.fixed or {})}
     asked = replace(asked, question=replace(asked.question, fixed=fixed))
     best = answer(asked, top, on_progress)
     for gpus in _halves(asked.question.gpus):
@@ -248,8 +257,15 @@ def _halves(gpus: int) -> Iterator[int]:
 
 
 def single(
-    plan: Plan, machine: Machine, *, precision: str, headroom: float, kernels: str = "compiled"
+    plan: Plan,
+    machine: Machine,
+    *,
+    precision: str,
+    headroom: float,
+    kernels: str = "compiled",
+    imbalance: float = 1.0,
 ) -> Outlook:
     """A plan whose layout is given."""
-    setting, notes = setting_of(machine, precision, headroom, kernels)
+    require_possible(plan.shape, imbalance)
+    setting, notes = setting_of(machine, precision, headroom, kernels, imbalance)
     return outlook(replace(plan, notes=(*plan.notes, *notes)), setting)

@@ -1,8 +1,9 @@
 """Published runs, in the schema of the data files, as cases that the estimator can time.
 
 A row says what ran: the model's sizes, the GPUs, the layout, the batch, the recomputation. What it
-leaves open and time depends on (rows of a microbatch, chunks, recomputation) becomes several
-cases: their times are an interval. Which software ran is told by the family, the head of the id.
+leaves open and time depends on (rows of a microbatch, chunks, recomputation, how far a schedule of
+its own runs ahead) becomes several cases: their times are an interval. Which software ran is told
+by the family, the head of the id.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ NETWORKS = {
 }
 # Whole machines that differ, by words of `interconnect`.
 VARIANTS = {"500 W power cap": "h100-500w", "AWS p5": "h100-p5", "EFA across nodes": "h100-p5"}
+# Parts of a pod, which are tori of their own, by their chips: a job has one or several of them.
+SLICES = {"tpu-v4": {3072: "tpu-v4-3072"}}
 # Models whose layers the sizes of a row do not tell in full.
 PRESETS = {
     r"qwen3.?30b": "qwen3-30b-a3b",
@@ -104,15 +107,25 @@ class Case:
     precision: str
     family: str
 
+    @property
+    def choices(self) -> str:
+        """What a row may leave open, as this case has it."""
+        columns = (self.grid.rows, self.grid.chunks, self.grid.recompute)
+        rows, chunks, recompute = (int(each.item()) for each in columns)
+        said = f"rows={rows} chunks={chunks} recompute={RECOMPUTE[recompute]}"
+        return f"{said} ahead={self.stack.hop_forwards}"
+
 
 def cases(row: Row) -> list[Case]:
     """The run of a row; several where the row leaves open what time depends on."""
     family = family_of(row)
     shape, machine = _shape(row, family), _machine(row, family)
     stack, precision = _stack(row, family), _precision(row)
+    # How far a rank of this stack's own schedule runs ahead is left open.
+    variants = (stack, stacks.META_LEAN) if stack is stacks.META else (stack,)
     return [
-        Case(shape, machine, stack, grid, _whole(row, "seq_len"), precision, family)
-        for grid in _grids(row, shape)
+        Case(shape, machine, each, grid, _whole(row, "seq_len"), precision, family)
+        for grid, each in product(_grids(row, shape), variants)
     ]
 
 
@@ -186,6 +199,9 @@ def _machine(row: Row, family: str) -> Machine:
     for words, variant in VARIANTS.items():
         if words in wires and name == "h100":
             name = variant
+    for chips, part in SLICES.get(name, {}).items():
+        if _whole(row, "gpus") % chips == 0:
+            name = part
     machine = _loaded(name)
     for words, bandwidth in NETWORKS.items():
         if words in wires:
@@ -285,7 +301,7 @@ def _grid(row: Row, rows: int, chunks: int, recompute: str) -> Grid:
     }
     columns = {name: np.array([float(each)]) for name, each in numbers.items()}
     sp = bool(row.get("sp")) and tp > 1
-    return Grid(**columns, sp=np.array([sp]), offload=np.array([False]))
+    return Grid(**columns, sp=np.array([sp]), offload=np.zeros(1))
 
 
 def _zero_group(row: Row) -> int:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.core.estimate.grid import Array, Grid
+from fivefold.core.estimate.grid import OFFLOADS, Array, Grid
 from fivefold.core.estimate.layer import Clockwork
 from fivefold.core.estimate.ledger import Ledger, ledger
 from fivefold.core.estimate.space import Lattice, Question, lattices
@@ -22,6 +23,7 @@ from fivefold.core.estimate.timing import Timing, busy, timing
 from fivefold.core.machine import Machine
 
 _FRONT = 128  # classes of memory, of which the fastest layout is kept
+_LEAST_PLAYED = 12  # however few are asked for: bounds alone say little of the first
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,12 @@ class Setting:
     stack: Stack
     precision: str
     headroom: float = 0.05  # share of the memory that stays free
+    imbalance: float = 1.0  # slots of the fullest expert over the mean
+
+    @property
+    def how(self) -> tuple[str, float]:
+        """What estimates take beside the job itself."""
+        return self.precision, self.imbalance
 
     @property
     def capacity(self) -> float:
@@ -40,11 +48,18 @@ class Setting:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One layout with what it takes."""
+    """One layout with what it takes, by its place in a lattice."""
 
-    grid: Grid
+    lattice: Lattice
+    place: int
     seconds: float
     bytes: float
+
+    @cached_property
+    def grid(self) -> Grid:
+        """The layout alone."""
+        where = np.unravel_index(self.place, self.lattice.shape)
+        return self.lattice.grid.at(tuple(int(each) for each in where), self.lattice.shape)
 
 
 @dataclass
@@ -56,6 +71,7 @@ class Result:
     leanest: Candidate | None = None  # of all, also where none fits
     candidates: int = 0
     passed_over: int = 0
+    host_is_short: bool = False  # something would fit with more host memory
     seconds: float = 0.0
 
 
@@ -65,16 +81,32 @@ def search(
     keep: int,
     on_progress: Callable[[float], None] | None = None,
 ) -> Result:
-    """Weigh every layout; offload only where nothing fits without."""
+    """Weigh every layout; offload only where nothing fits without, to disks if the host is full."""
     began = time.perf_counter()
-    result = Result()
-    for offload in (0, 1):
-        fixed = {"offload": offload, **(question.fixed or {})}
-        _Hunt(replace(question, fixed=fixed), setting, keep, result).run(on_progress)
-        if result.best or "offload" in (question.fixed or {}):
+    result, pool = Result(), max(keep, _LEAST_PLAYED)
+    said = question.fixed or {}
+    if said.get("offload") == "nvme":
+        setting.machine.disk_bandwidth()  # which says what to do where there is none
+    for offload in OFFLOADS if setting.machine.host.nvme_bytes else OFFLOADS[:-1]:
+        fixed = {"offload": offload, **said}
+        _Hunt(replace(question, fixed=fixed), setting, pool, result).run(on_progress)
+        if result.best or "offload" in said or (offload == "cpu" and not result.host_is_short):
             break
+    result.best = _played(question, setting, result.best)[:keep]
     result.seconds = time.perf_counter() - began
     return result
+
+
+def _played(question: Question, setting: Setting, found: list[Candidate]) -> list[Candidate]:
+    """The foremost by their bounds, in the order of what the clock says of them."""
+    if not found:
+        return []
+    columns = zip(*(one.grid.columns() for one in found), strict=True)
+    grid = Grid(*map(np.concatenate, columns))
+    asked = (question.shape, setting.machine, setting.stack, grid, question.seq, *setting.how)
+    steps = np.broadcast_to(timing(*asked, played=True).step, len(found))
+    timed = [replace(one, seconds=float(step)) for one, step in zip(found, steps, strict=True)]
+    return sorted(timed, key=lambda one: one.seconds)
 
 
 class _Hunt:
@@ -99,7 +131,7 @@ class _Hunt:
         """Seconds that a step of each degree takes at least."""
         setting, question = self.setting, self.question
         asked = (question.shape, setting.machine, setting.stack, lattice.grid, question.seq)
-        whole = busy(Clockwork(*asked, setting.precision))
+        whole = busy(Clockwork(*asked, *setting.how))
         least = whole.min(axis=tuple(range(1, whole.ndim)))
         return np.broadcast_to(least, len(lattice.degrees))
 
@@ -117,27 +149,29 @@ class _Hunt:
         seconds = np.where(lattice.legal, np.broadcast_to(times.step, shape), np.inf).ravel()
         memory = np.broadcast_to(books.total, shape).ravel()
         self.result.candidates += lattice.size
-        fits = (books.total <= self.setting.capacity) & self._fits_host(books)
-        fits = np.broadcast_to(fits, shape).ravel()
+        fits, has_room = books.total <= self.setting.capacity, self._fits_host(books)
+        self.result.host_is_short |= bool((fits & ~has_room).any())
+        fits = np.broadcast_to(fits & has_room, shape).ravel()
         self._keep_best(lattice, np.where(fits, seconds, np.inf), memory)
         self._keep_front(lattice, seconds, memory)
 
     def _fits_host(self, books: Ledger) -> NDArray[np.bool_]:
         """Whether the nodes have room for what their GPUs offload."""
         machine = self.setting.machine
-        return books.host * machine.gpus_per_node <= machine.host.memory
+        in_memory = books.host * machine.gpus_per_node <= machine.host.memory
+        return in_memory & (books.disk * machine.gpus_per_node <= (machine.host.nvme_bytes or 0.0))
 
     def _estimates(self, lattice: Lattice) -> tuple[Timing, Ledger]:
         setting, question = self.setting, self.question
         asked = (question.shape, setting.machine, setting.stack, lattice.grid, question.seq)
-        return timing(*asked, setting.precision), ledger(*asked, setting.precision)
+        return timing(*asked, *setting.how), ledger(*asked, *setting.how)
 
     def _keep_best(self, lattice: Lattice, seconds: Array, memory: Array) -> None:
         best = self.result.best
         worst = best[-1].seconds if len(best) >= self.keep else np.inf
         places = np.argpartition(seconds, min(self.keep, len(seconds) - 1))[: self.keep]
         best += [
-            _candidate(lattice, place, seconds, memory)
+            _candidate(lattice, int(place), seconds, memory)
             for place in places
             if seconds[place] < worst
         ]
@@ -161,9 +195,7 @@ class _Hunt:
 
 
 def _candidate(lattice: Lattice, place: int, seconds: Array, memory: Array) -> Candidate:
-    where = np.unravel_index(place, lattice.shape)
-    grid = lattice.grid.at(tuple(int(each) for each in where), lattice.shape)
-    return Candidate(grid, float(seconds[place]), float(memory[place]))
+    return Candidate(lattice, place, float(seconds[place]), float(memory[place]))
 
 
 def _falling(classes: dict[int, Candidate]) -> Iterator[Candidate]:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fivefold.core.clock import Timeline, play
-from fivefold.core.estimate.grid import of_plan
+from fivefold.core.estimate.grid import OFFLOADS, of_plan
 from fivefold.core.estimate.layer import Clockwork, Parts, Times
 from fivefold.core.estimate.search import Setting
 from fivefold.core.estimate.timing import floored, timing
@@ -46,10 +46,11 @@ class _Stage(NamedTuple):
     weight: Seconds
 
 
-def forecast(plan: Plan, setting: Setting, offload: bool = False) -> Forecast:
+def forecast(plan: Plan, setting: Setting, offload: str = "none") -> Forecast:
     """Play a step of the plan."""
-    grid, stack = replace(of_plan(plan), offload=np.array([offload])), setting.stack
-    asked = (plan.shape, setting.machine, stack, grid, plan.batch.seq, setting.precision)
+    stack, number = setting.stack, float(OFFLOADS.index(offload))
+    grid = replace(of_plan(plan), offload=np.array([number]))
+    asked = (plan.shape, setting.machine, stack, grid, plan.batch.seq, *setting.how)
     work, around = Clockwork(*asked), timing(*asked)
     stages = _stages(plan, work)
     costs = Costs(
@@ -82,7 +83,7 @@ def _stages(plan: Plan, work: Clockwork) -> list[_Stage]:
         for i in numbers:
             kind = (shape.is_moe_layer(i), shape.is_global_layer(i))
             if kind not in kinds:
-                kinds[kind] = floored(work, work.layer(i))
+                kinds[kind] = floored(work, i)
             held.append(kinds[kind])
         found.append(_joined([*held, *([work.head()] if last else [])]))
     return found

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.core.estimate.grid import CONTEXTS, RECOMPUTE, SCHEDULES, Array, Grid
+from fivefold.core.estimate.grid import CONTEXTS, OFFLOADS, RECOMPUTE, SCHEDULES, Array, Grid
 from fivefold.core.layout import Layout
 from fivefold.core.rules import (
     Job,
@@ -42,6 +42,11 @@ class Question:
     batch: int  # sequences of a step
     domains: tuple[int, ...] = ()  # sizes inside which sharding may stay
     fixed: Mapping[str, int | str] | None = None
+
+    @property
+    def place(self) -> str:
+        """The GPUs in words."""
+        return f"{self.gpus:,} GPU{'' if self.gpus == 1 else 's'}"
 
     def allows(self, name: str, value: int | str) -> bool:
         return self.fixed is None or self.fixed.get(name, value) == value
@@ -113,7 +118,7 @@ def _lattice(question: Question, degrees: tuple[Degrees, ...]) -> Lattice | None
         if said.get("zero", each[0]) == each[0] and said.get("replicate", each[1]) == each[1]
     ]
     repeats = [i for i, name in enumerate(RECOMPUTE) if said.get("recompute", name) == name]
-    offloads = [value for value in (0, 1) if said.get("offload", value) == value]
+    offloads = [i for i, name in enumerate(OFFLOADS) if said.get("offload", name) == name]
     if not (rows and schedules and sharding and repeats):
         return None
     legal = np.array(
@@ -140,7 +145,7 @@ def _lattice(question: Question, degrees: tuple[Degrees, ...]) -> Lattice | None
         recompute=_along(4, repeats),
         schedule=_along(2, [SCHEDULES.index(family.name) for family, _ in schedules]),
         sp=np.ones((1,) * 6, bool),
-        offload=_along(5, offloads) > 0,
+        offload=_along(5, offloads),
         context=context,
     )
     return Lattice(degrees, grid, legal.reshape(1, len(rows), len(schedules), 1, 1, 1))

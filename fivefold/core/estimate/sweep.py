@@ -95,7 +95,7 @@ def _agree(one: Mapping[str, int | str], other: Mapping[str, int | str]) -> bool
 
 
 def _placed(asked: Inquiry, axis: str, value: int, fixed: Mapping[str, int | str]) -> Inquiry:
-    question = replace(asked.question, fixed={"offload": 0, **fixed})
+    question = replace(asked.question, fixed={"offload": "none", **fixed})
     if axis == "gpus":
         return replace(asked, question=replace(question, gpus=value))
     batch = max(1, question.batch * question.seq // value)

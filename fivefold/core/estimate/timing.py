@@ -10,7 +10,7 @@ import numpy as np
 
 from fivefold.core.count import layer_kinds, layer_parameters
 from fivefold.core.estimate.bubble import Stage, bubbles
-from fivefold.core.estimate.grid import Array, Grid
+from fivefold.core.estimate.grid import OFFLOADS, Array, Grid
 from fivefold.core.estimate.keeps import keeps_of
 from fivefold.core.estimate.layer import Clockwork, Parts, Times, total
 from fivefold.core.estimate.pipeline import dealer, makespan
@@ -24,6 +24,8 @@ STOLEN = 0.15
 HOST_BACKWARD = 1.0
 # Bytes a second at which one GPU's share of the host updates offloaded states: assumed.
 HOST_BANDWIDTH = 50e9
+# Bytes of an element that an update reads from disk and writes back: master weight and two moments.
+STATE_BYTES = 2 * 12
 
 
 @dataclass(frozen=True)
@@ -44,23 +46,34 @@ class Timing:
 
 
 def timing(
-    shape: Shape, machine: Machine, stack: Stack, grid: Grid, seq: int, precision: str
+    shape: Shape,
+    machine: Machine,
+    stack: Stack,
+    grid: Grid,
+    seq: int,
+    precision: str,
+    imbalance: float = 1.0,
+    *,
+    played: bool = False,
 ) -> Timing:
-    """Time every layout of the grid."""
-    work = Clockwork(shape, machine, stack, grid, seq, precision)
+    """Time every layout of the grid; `imbalance`: slots of the fullest expert over the mean.
+
+    Pipelines are timed by bounds from below, or `played` by the clock, which takes its time.
+    """
+    work = Clockwork(shape, machine, stack, grid, seq, precision, imbalance)
     if keeps_of(stack.name).split == "balanced":
-        return _by_paths(work)
+        return _by_paths(work, played)
     parts = {name: each * stack.factor for name, each in _evenly(work).items()}
     parts["fixed"] = np.full_like(grid.microbatches, stack.fixed)
     return Timing(total(parts), lambda: parts)
 
 
-def _by_paths(work: Clockwork) -> Timing:
+def _by_paths(work: Clockwork, played: bool) -> Timing:
     """Stages as this runtime cuts them, and the longest paths through them."""
     grid, stack, dealt = work.grid, work.stack, dealer(work.shape, work.seq)
-    units = [*(floored(work, work.layer(i)) for i in dealt.kinds), work.head()]
+    units = [*(floored(work, i) for i in dealt.kinds), work.head()]
     forward, inputs, weights = _passes(units)
-    seconds = makespan(dealt, grid, [*forward, *inputs, *weights, work.message()])
+    seconds = makespan(dealt, grid, [*forward, *inputs, *weights, work.message()], played)
     counts = dealt.counts
     window, body = np.zeros(1), np.zeros(1)
     for place, count in enumerate(counts):
@@ -98,15 +111,16 @@ def _passes(units: list[Times]) -> tuple[list[Array], list[Array], list[Array]]:
 def path_costs(work: Clockwork) -> list[Array]:
     """What stands on a path: each kind of layer and the head in three passes, and a message."""
     kinds = dealer(work.shape, work.seq).kinds
-    units = [*(floored(work, work.layer(i)) for i in kinds), work.head()]
+    units = [*(floored(work, i) for i in kinds), work.head()]
     return [*(each for column in _passes(units) for each in column), work.message()]
 
 
-def floored(work: Clockwork, layer: Times) -> Times:
-    """A layer with what its GPU waits for the host, if that is slower."""
+def floored(work: Clockwork, i: int) -> Times:
+    """Layer i with what its GPU waits for the host, if that is slower."""
+    layer = work.layer(i)
     if not work.stack.launch:
         return layer
-    short = np.maximum(_host(work) - total(_joined(layer)), 0.0)
+    short = np.maximum(_host(work, work.shape.is_moe_layer(i)) - total(_joined(layer)), 0.0)
     forward = {**layer.forward, "launch": layer.forward.get("launch", 0.0) + short / 2}
     inputs = {**layer.inputs, "launch": layer.inputs.get("launch", 0.0) + short / 2}
     return replace(layer, forward=forward, inputs=inputs)
@@ -187,10 +201,11 @@ def _floored(work: Clockwork, layers: Array, busy: Array) -> Array:
     return np.maximum(busy, layers * _host(work)) if work.stack.launch else busy
 
 
-def _host(work: Clockwork) -> Array:
+def _host(work: Clockwork, routed: bool = False) -> Array:
     """Host seconds of a layer, forward and backward."""
     stack = work.stack
-    once = stack.launch * (1 + stack.lag * (work.grid.tp - 1))
+    launch = stack.expert_launch if routed and stack.expert_launch else stack.launch
+    once = launch * (1 + stack.lag * (work.grid.tp - 1))
     again = np.where(work.grid.recompute == 2, stack.recomputed, 0.0)
     once = once * (1 + HOST_BACKWARD + again)
     if stack.crowd:
@@ -247,15 +262,16 @@ def _data(work: Clockwork, window: Array, compute: Array) -> Array:
     sliced = (grid.zero >= 1) & (grid.shard * grid.cp > 1)
     # The first bucket of weights and the last of gradients have nothing to hide behind.
     layers = np.maximum(work.shape.layers / grid.pp, 1.0)
-    grads, gathers = _rings(work, 1.0)
-    times = np.where((grid.zero == 2) & stack.scatters_each, m, 1.0)
-    once = np.where(sliced, times * grads + gathers, 2 * grads)
+    grads, gathers, sums = _rings(work, 1.0)
+    rounds = np.ceil(m / grid.pp) if stack.scatters_rounds else m
+    times = np.where(grid.zero == 2, rounds, 1.0)
+    once = np.where(sliced, times * grads + gathers, sums)
     if stack.gradients_hidden:
         once = _shown(once, times * window, once / (layers * times))
     third = (grid.zero == 3) & sliced
     if not third.any():
         return once
-    grads, gathers = _rings(work, layers * stack.gathers)
+    grads, gathers, _ = _rings(work, layers * stack.gathers)
     # A pipeline of ours gathers once a step: its microbatches lie far apart.
     kept = (grid.pp > 1) & (keeps_of(stack.name).split == "balanced")
     every = np.where(kept, gathers + m * grads, m * (2 * gathers + grads))
@@ -263,25 +279,30 @@ def _data(work: Clockwork, window: Array, compute: Array) -> Array:
     return np.where(third, every, once)
 
 
-def _rings(work: Clockwork, pieces: Array | float) -> tuple[Array, Array]:
-    """Seconds to scatter all gradients of a rank once, and to gather its weights.
-
-    Without ZeRO the gradients go round twice.
-    """
-    grid, stack, ring = work.grid, work.stack, work.links.ring
+def _rings(work: Clockwork, pieces: Array | float) -> tuple[Array, Array, Array]:
+    """Seconds to scatter all gradients of a rank once, to gather its weights, and to sum its
+    gradients without ZeRO."""
+    grid, stack, links = work.grid, work.stack, work.links
     dense, experts = held(work.shape, grid)
     size, width = stack.gradient_bytes, work.itemsize
     shards = grid.shard * grid.cp
-    grads = ring(dense * size, shards, grid.tp, pieces, stack.flat)
-    # Replicas of a shard sum it among themselves: a scatter and a gather.
-    copies = grid.replicate
-    grads = grads + 2 * ring(dense * size / shards, copies, grid.tp * shards, pieces, stack.flat)
-    gathers = ring(dense * width, shards, grid.tp, pieces, stack.flat)
+    how = (pieces, stack.flat)
+    grads = links.ring(dense * size, shards, grid.tp, *how)
+    # Where a switch does not add, a sum is a scatter and a gather of as many bytes.
+    sums = links.all_reduce(dense * size, shards, grid.tp, *how) if links.reduces else 2 * grads
+    # Replicas of a shard sum it among themselves.
+    copied = links.all_reduce(dense * size / shards, grid.replicate, grid.tp * shards, *how)
+    grads, sums = grads + copied, sums + copied
+    gathers = links.ring(dense * width, shards, grid.tp, *how)
     if work.shape.moe is not None:
         stride = grid.ep * grid.etp
-        grads = grads + ring(experts * size, grid.edp, stride, pieces, stack.flat)
-        gathers = gathers + ring(experts * width, grid.edp, stride, pieces, stack.flat)
-    return grads, gathers
+        scatter = links.ring(experts * size, grid.edp, stride, *how)
+        whole = 2 * scatter
+        if links.reduces:
+            whole = links.all_reduce(experts * size, grid.edp, stride, *how)
+        grads, sums = grads + scatter, sums + whole
+        gathers = gathers + links.ring(experts * width, grid.edp, stride, *how)
+    return grads, gathers, sums
 
 
 def _shown(seconds: Array, window: Array, least: Array) -> Array:
@@ -302,7 +323,15 @@ def _update(work: Clockwork) -> Parts:
         return {"optimizer": seconds}
     wire = owned * (work.stack.gradient_bytes + work.itemsize) / host.link.bandwidth
     away = wire + owned * work.stack.optimizer_bytes / HOST_BANDWIDTH
+    on_disk = grid.offload == OFFLOADS.index("nvme")
+    if on_disk.any():
+        # The GPUs of a node share its disks. While one layer is updated, the next is read and the
+        # last one written; the first read and the last write have nothing to hide behind.
+        bandwidth = work.machine.disk_bandwidth() / work.machine.gpus_per_node
+        disk = owned * STATE_BYTES / bandwidth
+        layers = np.maximum(work.shape.layers / grid.pp, 1.0)
+        away = np.where(on_disk, np.maximum(away, disk) + disk / layers, away)
     return {
-        "optimizer": np.where(grid.offload, 0.0, seconds),
-        "offload": np.where(grid.offload, away, 0.0),
+        "optimizer": np.where(grid.offload > 0, 0.0, seconds),
+        "offload": np.where(grid.offload > 0, away, 0.0),
     }

@@ -75,7 +75,7 @@ class _Seconds:
         plan, setting = chosen.plan, chosen.setting
         seq, batch = plan.batch.seq, plan.batch
         asked = (plan.shape, setting.machine, setting.stack, of_plan(plan), seq)
-        costs = path_costs(Clockwork(*asked, setting.precision))
+        costs = path_costs(Clockwork(*asked, *setting.how))
         self.costs = np.array([float(np.asarray(each).item()) for each in costs])[:, None]
         self.dealer, self.form = dealer(plan.shape, seq), FORMS[plan.schedule.name]
         layout = plan.layout

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fivefold.core.errors import FivefoldError
-from fivefold.core.estimate.grid import RECOMPUTE, Grid, of_plan, schedule_number
+from fivefold.core.estimate.grid import OFFLOADS, RECOMPUTE, Grid, of_plan, schedule_number
 from fivefold.core.estimate.ledger import ledger
 from fivefold.core.estimate.outlook import Bytes, Outlook
 from fivefold.core.estimate.search import Setting
@@ -127,8 +127,9 @@ def _neighbour(chosen: Outlook, own: _Books, axis: str, degree: int) -> Neighbou
     for layout in _exchanged(chosen.plan.layout, axis, degree):
         for variant in _variants(chosen.plan, layout):
             reasons = _reasons(chosen.plan, variant)
-            legal += [] if reasons else [variant]
             refused = refused or (reasons[0] if reasons else "")
+            # No rule is about recomputation.
+            legal += [] if reasons else [variant._replace(recompute=kind) for kind in RECOMPUTE]
     if not legal:
         return Neighbour(axis, degree, refused=refused or "no axis can take or give the factor")
     return _best(chosen, own, axis, degree, legal)
@@ -162,14 +163,15 @@ def _exchanged(layout: Layout, axis: str, degree: int) -> Iterator[Layout]:
 
 
 def _variants(plan: Plan, layout: Layout) -> Iterator[_Variant]:
-    """One layout with every choice of what hangs on it loosely."""
+    """One layout with every choice of what hangs on it loosely, but for recomputation."""
     in_rank = plan.batch.sequences // layout.dp
     stages = range(4) if layout.shard * layout.cp > 1 else (0,)
     sizes = [n for n in range(1, _MOST_ROWS + 1) if in_rank and in_rank % n == 0]
-    choices = product(_schedules(plan, layout), stages, sizes or [1], RECOMPUTE)
-    for (schedule, chunks), zero, rows, kind in choices:
+    choices = product(_schedules(plan, layout), stages, sizes or [1])
+    for (schedule, chunks), zero, rows in choices:
         count = max(1, in_rank // rows)
-        yield _Variant(replace(layout, zero=zero, chunks=chunks), rows, count, kind, schedule)
+        split = replace(layout, zero=zero, chunks=chunks)
+        yield _Variant(split, rows, count, plan.recompute.kind, schedule)
 
 
 def _schedules(plan: Plan, layout: Layout) -> list[tuple[str, int]]:
@@ -209,7 +211,7 @@ def _weighed(chosen: Outlook, variants: list[_Variant]) -> _Books:
     """All variants at once, by the closed forms."""
     plan, setting = chosen.plan, chosen.setting
     grid = _grid(plan, variants, chosen.offload)
-    asked = (plan.shape, setting.machine, setting.stack, grid, plan.batch.seq, setting.precision)
+    asked = (plan.shape, setting.machine, setting.stack, grid, plan.batch.seq, *setting.how)
     times, books = timing(*asked), ledger(*asked)
     count = (len(variants),)
     return _Books(
@@ -220,7 +222,7 @@ def _weighed(chosen: Outlook, variants: list[_Variant]) -> _Books:
     )
 
 
-def _grid(plan: Plan, variants: list[_Variant], offload: bool) -> Grid:
+def _grid(plan: Plan, variants: list[_Variant], offload: str) -> Grid:
     """The variants as one grid."""
     one = of_plan(plan)
     layouts = [variant.layout for variant in variants]
@@ -237,7 +239,7 @@ def _grid(plan: Plan, variants: list[_Variant], offload: bool) -> Grid:
         recompute=np.array([float(RECOMPUTE.index(each.recompute)) for each in variants]),
         schedule=np.array([float(schedule_number(each.schedule)) for each in variants]),
         sp=np.array([layout.sp for layout in layouts]),
-        offload=np.full(len(variants), offload),
+        offload=np.full(len(variants), float(OFFLOADS.index(offload))),
         context=np.repeat(one.context, len(variants)),
     )
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from fivefold.core.schedule.action import INPUT_GRAD, Action, Step, actions_of
+from fivefold.core.schedule.action import FORWARD, INPUT_GRAD, Action, Step, actions_of
 from fivefold.core.schedule.placement import Placement
 
 
@@ -51,6 +51,15 @@ class Schedule:
     def actions(self, rank: int) -> Iterator[Action]:
         """What one rank computes, in order; a pair that runs as one is forward, then backward."""
         return (action for step in self.order[rank] for action in actions_of(step))
+
+    def forwards(self) -> Schedule:
+        """The forwards alone, in their order: what an evaluation runs."""
+        ranks = range(self.num_ranks)
+        order = (
+            tuple(action for action in self.actions(rank) if action.kind == FORWARD)
+            for rank in ranks
+        )
+        return replace(self, order=tuple(order))
 
     def texts(self) -> list[list[str]]:
         """The action texts, a list for each rank."""

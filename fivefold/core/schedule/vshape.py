@@ -18,7 +18,7 @@ from fivefold.core.schedule.placement import vee
 from fivefold.core.schedule.value import Schedule
 
 _SPLIT = INPUT_GRAD + WEIGHT_GRAD
-_PERIOD = 6  # slots a microbatch needs on each rank: F, I and W of two chunks
+PERIOD = 6  # slots a microbatch needs on each rank: F, I and W of two chunks
 
 
 class Block(NamedTuple):
@@ -32,9 +32,9 @@ class Block(NamedTuple):
     turns: tuple[int, int, int]
 
 
-_V_MIN = Block((1, 1, 1, 1), (1, 1, 1))
+V_MIN = Block((1, 1, 1, 1), (1, 1, 1))
 # The tightest that fits is used: parity decides which paths collide with themselves.
-_V_HALF = (Block((1, 2, 1, 1), (3, 2, 2)), Block((1, 2, 1, 1), (1, 1, 1)), _V_MIN)
+V_HALF = (Block((1, 2, 1, 1), (3, 2, 2)), Block((1, 2, 1, 1), (1, 1, 1)), V_MIN)
 
 
 def zb_v(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
@@ -82,12 +82,12 @@ def _zb_v_rank(rank: int, num_ranks: int, num: int) -> Iterator[Action]:
 
 def v_half(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
     """Half the memory of 1F1B."""
-    return _from_blocks("v-half", _V_HALF, num_ranks, num_microbatches, (num_ranks + 2) // 2)
+    return _from_blocks("v-half", V_HALF, num_ranks, num_microbatches, (num_ranks + 2) // 2)
 
 
 def v_min(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
     """A third of the memory of 1F1B, the least that a V can run on without a longer period."""
-    return _from_blocks("v-min", (_V_MIN,), num_ranks, num_microbatches, (num_ranks + 4) // 3)
+    return _from_blocks("v-min", (V_MIN,), num_ranks, num_microbatches, (num_ranks + 4) // 3)
 
 
 def _from_blocks(
@@ -109,16 +109,16 @@ def repeat(block: Block, num_ranks: int, num_microbatches: int) -> Frame:
 
     def rank_order(slots: dict[tuple[str, int], int]) -> tuple[Action, ...]:
         timed = sorted(
-            (slot + microbatch * _PERIOD, Action(stage, kind, microbatch))
+            (slot + microbatch * PERIOD, Action(stage, kind, microbatch))
             for (kind, stage), slot in slots.items()
             for microbatch in range(num_microbatches)
         )
         return tuple(action for _, action in timed)
 
-    return tuple(rank_order(slots) for slots in _path(block, num_ranks))
+    return tuple(rank_order(slots) for slots in path(block, num_ranks))
 
 
-def _path(block: Block, num_ranks: int) -> list[dict[tuple[str, int], int]]:
+def path(block: Block, num_ranks: int) -> list[dict[tuple[str, int], int]]:
     """The slot of each forward and input gradient of microbatch 0, by rank."""
     slots: list[dict[tuple[str, int], int]] = [{} for _ in range(num_ranks)]
     down, up = range(num_ranks), range(num_ranks, 2 * num_ranks)
@@ -128,7 +128,7 @@ def _path(block: Block, num_ranks: int) -> list[dict[tuple[str, int], int]]:
         for place, stage in enumerate(leg):
             now += hop if place else turn
             taken = slots[min(stage, 2 * num_ranks - 1 - stage)]
-            while now % _PERIOD in {slot % _PERIOD for slot in taken.values()}:
+            while now % PERIOD in {slot % PERIOD for slot in taken.values()}:
                 now += 1
             taken[kind, stage] = now
     return slots

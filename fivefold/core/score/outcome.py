@@ -35,6 +35,7 @@ class Outcome:
     gib: Span
     measured_gib: float | None
     fits: bool | None  # None: some of the cases fit
+    fitting: tuple[str, ...]  # what the cases that fit choose
     did_fit: bool | None
     tflops: float  # that the run reaches by the predicted time; of the slowest case
 
@@ -125,6 +126,7 @@ def outcome(row: Row) -> Outcome:
     books = [_memory(each) for each in found]
     seconds, gib = _span(times), _span([reserved for reserved, _ in books])
     verdicts = {verdict for _, verdict in books}
+    fitting = [each.choices for each, (_, has_room) in zip(found, books, strict=True) if has_room]
     flops = training_flops(one.shape, one.seq).total * one.seq * row["global_batch"]
     measured, source = measured_seconds(row, flops)
     return Outcome(
@@ -139,6 +141,7 @@ def outcome(row: Row) -> Outcome:
         gib=gib,
         measured_gib=row["achieved"].get("peak_mem_gib"),
         fits=verdicts.pop() if len(verdicts) == 1 else None,
+        fitting=tuple(fitting),
         did_fit=_DID_FIT.get(row["achieved"].get("status") or ""),
         tflops=flops / (seconds.high * row["gpus"] * 1e12),
     )

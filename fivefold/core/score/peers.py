@@ -135,8 +135,10 @@ def _papers(outcomes: Sequence[Outcome]) -> Iterator[Figure]:
 
 
 def _interval(one: Outcome) -> str:
-    """What is predicted for a run that leaves things open, and whether it fits."""
-    fits = {True: "fits", False: "does not fit", None: "fits in some cases"}[one.fits]
+    """What is predicted for a run that leaves things open, and with which choices it fits."""
+    fits = "fits" if one.fits else "does not fit"
+    if one.fits is None:
+        fits = f"fits in {len(one.fitting)} of {one.num_cases} cases: {one.fitting[0]}"
     low, high = one.seconds
     return f"{low:.2f} to {high:.2f} s for {one.measured_seconds:.2f} s, {fits}"
 

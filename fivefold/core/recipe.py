@@ -1,0 +1,106 @@
+"""Recipe: how a plan is trained, as the `[train]` table of a plan file says it.
+
+The plan says what runs where; the recipe says how weights are updated, what is read, what is kept.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from fivefold.core.errors import FivefoldError
+
+OptimizerName = Literal["adamw", "muon", "sgd"]
+Curve = Literal["cosine", "wsd", "linear", "constant"]
+States = Literal["fp32", "bf16"]
+DISK = "nvme:"
+_WARM_UP = 10  # one in so many steps rises, where nothing else is said
+_LOWEST = 0.1  # of the learning rate: where a cosine ends
+_DECAY = 5  # one in so many steps falls at the end of warm-up, stable, decay
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The keys of `[train]`.
+
+    `warmup` and `save_every` are counted in steps; None: a tenth of the steps, and one checkpoint
+    at the end. `data` is stdlib, synthetic, or folders of token shards with weights. `offload` is
+    none, cpu or nvme:FOLDER. `log` joins tensorboard, wandb and memory with `+`.
+    """
+
+    steps: int = 20
+    optimizer: OptimizerName = "adamw"
+    lr: float = 1e-3
+    lr_curve: Curve = "cosine"
+    warmup: int | None = None
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    seed: int = 0
+    data: str = "stdlib"
+    states: States = "fp32"
+    offload: str = "none"
+    save_every: int | None = None
+    keep: int = 2
+    eval_every: int = 0
+    skip_limit: int = 10
+    log: str = ""
+    events: bool = False
+    compile: bool = False
+
+    def __post_init__(self) -> None:
+        """Every value that makes no sense, in one error."""
+        low = {"steps": 1, "keep": 1, "seed": 0, "eval_every": 0, "skip_limit": 0}
+        found = [
+            f"{key} = {getattr(self, key)}: at least {least}"
+            for key, least in low.items()
+            if getattr(self, key) < least
+        ]
+        for key in ("warmup", "save_every"):
+            value, least = getattr(self, key), 0 if key == "warmup" else 1
+            if value is not None and value < least:
+                found.append(f"{key} = {value}: at least {least}")
+        for key in ("lr", "clip"):
+            if not 0 < getattr(self, key) < math.inf:
+                found.append(f"{key} = {getattr(self, key)}: above 0")
+        if not 0 <= self.weight_decay < math.inf:
+            found.append(f"weight_decay = {self.weight_decay}: 0 or more")
+        if self.offload not in ("none", "cpu") and not self.disk:
+            found.append(f"offload = {self.offload}: none, cpu, or {DISK}FOLDER")
+        if found:
+            raise FivefoldError("cannot train with " + "; ".join(found))
+
+    @property
+    def disk(self) -> str | None:
+        """The folder that optimizer states are kept in, where they are."""
+        return self.offload.removeprefix(DISK) if self.offload.startswith(DISK) else None
+
+    @property
+    def rise(self) -> int:
+        """Steps in which the learning rate rises."""
+        return max(1, self.steps // _WARM_UP) if self.warmup is None else self.warmup
+
+    def lr_at(self, number: int) -> float:
+        """The learning rate of a step, from 1: a straight rise, then along the curve.
+
+        cosine: half a wave down to a tenth. linear: down to zero, which it would reach one step
+        behind the last. wsd: level, and down to zero over the last fifth of the steps.
+        """
+        if number <= self.rise:
+            return self.lr * number / self.rise
+        behind = self.steps - self.rise
+        done = (number - 1 - self.rise) / max(1, behind)
+        if self.lr_curve == "cosine":
+            share = _LOWEST + (1 - _LOWEST) * (1 + math.cos(math.pi * done)) / 2
+        elif self.lr_curve == "linear":
+            share = 1 - done
+        elif self.lr_curve == "wsd":
+            falling = max(1, self.steps // _DECAY)
+            share = min(1.0, (self.steps + 1 - number) / falling)
+        else:
+            share = 1.0
+        return self.lr * share
+
+    def is_due(self, every: int | None, number: int) -> bool:
+        """Whether something that happens every so many steps happens behind this one."""
+        return number == self.steps or (bool(every) and number % every == 0)

@@ -1,0 +1,277 @@
+"""A training run for people: its head, its steps, its end, and what is said without memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from fivefold.core.plan import Plan
+from fivefold.core.progress import GIB, STEPS, Planned, StepRecord, Summary
+from fivefold.core.recipe import Recipe
+from fivefold.core.words import counted
+
+_CATEGORIES = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "optimizer": "optimizer states",
+    "padding": "padding",
+    "total": "total",
+}
+_FIRST, _COLUMN = 34, 14
+
+
+def head(plan: Plan, recipe: Recipe, dtype: str, corpus: str, planned: Planned | None) -> str:
+    """What is about to run."""
+    layout = plan.layout
+    masks = "document masks" if plan.packed else "no document masks"
+    lines = [
+        f"{plan.shape.name} on {layout}, ZeRO-{layout.zero}, {plan.schedule.name}, {dtype}: "
+        f"{counted(layout.world, 'rank')}, {counted(recipe.steps, 'step')} of {recipe.optimizer}",
+        f"{plan.batch}",
+        f"{corpus}; {masks}",
+    ]
+    if planned is not None:
+        lines.append(
+            f"planned: {duration(planned.step_s)} a step, {thousands(planned.tokens_per_s)} tok/s, "
+            f"{thousands(planned.tokens_per_s / layout.world)} a GPU, MFU {planned.mfu:.1%}, "
+            f"{planned.memory_gib:.1f} GiB"
+        )
+    return "\n".join([*lines, *(f"note: {note}" for note in plan.notes)])
+
+
+def step_line(record: StepRecord, steps: int, eta: float | None = None) -> str:
+    """What users paste into bug reports; what is not known is left out."""
+    planned = record.planned
+    words = [
+        f"step {record.step}/{steps}",
+        f"loss {record.loss:.4f}",
+        f"norm {record.norm:.2f}",
+        f"lr {record.lr:.1e}",
+        duration(record.seconds),
+        f"{thousands(record.tokens_per_s)} tok/s"
+        + ("" if planned is None else f" (plan {thousands(planned.tokens_per_s)})"),
+    ]
+    if record.mfu is not None:
+        beside = "" if planned is None else f" (plan {100 * planned.mfu:.1f})"
+        words.append(f"MFU {record.mfu:.1%}{beside}")
+    if record.memory_gib is not None:
+        beside = "" if planned is None else f" (plan {planned.memory_gib:.1f})"
+        words.append(f"mem {record.memory_gib:.1f} GiB{beside}")
+    if eta is not None and record.step < steps:
+        words.append(f"eta {rough(eta)}")
+    if record.fullest is not None:
+        words.append(f"fullest expert {record.fullest:.1f}x")
+    if record.eval_loss is not None:
+        words.append(f"eval {record.eval_loss:.4f}")
+    if record.skipped is not None:
+        words.append(f"skipped ({record.skipped})")
+    return " | ".join(words)
+
+
+def thousands(number: float) -> str:
+    """Three or four digits.
+
+    >>> thousands(79.62), thousands(79_620), thousands(1_250_000)
+    ('80', '79.6k', '1.2M')
+    """
+    for least, size, unit in ((999_950, 1e6, "M"), (999.5, 1e3, "k")):  # what is rounded up too
+        if number >= least:
+            return f"{number / size:.1f}{unit}"
+    return f"{number:.0f}"
+
+
+def duration(seconds: float) -> str:
+    """The time of a step.
+
+    >>> duration(0.4123), duration(12.34)
+    ('412 ms', '12.3 s')
+    """
+    return f"{seconds * 1e3:.0f} ms" if seconds < 9.9995 else f"{seconds:.1f} s"
+
+
+def rough(seconds: float) -> str:
+    """A time to wait, in its two largest units.
+
+    >>> rough(42.3), rough(780), rough(7500), rough(200_000)
+    ('42s', '13m', '2h 5m', '2d 8h')
+    """
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    minutes = round(seconds / 60)
+    if minutes < 60:
+        return f"{minutes}m"
+    if minutes < 24 * 60:
+        return f"{minutes // 60}h {minutes % 60}m"
+    hours = round(seconds / 3600)
+    return f"{hours // 24}d {hours % 24}h"
+
+
+def summary_text(summary: Summary) -> str:
+    """The whole run: losses, where the time went, planned beside measured."""
+    return "\n".join([*_outcome_lines(summary), "", *_time_lines(summary), *_rate_lines(summary)])
+
+
+def _outcome_lines(summary: Summary) -> Iterator[str]:
+    words = [counted(summary.num_steps, "step"), f"{summary.num_tokens:,} tokens"]
+    if summary.last_loss is not None:
+        words.append(
+            f"loss {summary.last_loss:.4f} (best {summary.best_loss:.4f} at step "
+            f"{summary.best_step})"
+        )
+    if summary.eval_loss is not None:
+        words.append(f"eval {summary.eval_loss:.4f} (best {summary.best_eval_loss:.4f})")
+    yield " | ".join(words)
+    restarts, kept = summary.num_restarts, summary.num_checkpoints
+    yield (
+        f"{summary.num_skipped} skipped, {summary.num_lost} lost to "
+        f"{counted(restarts, 'restart')}, {counted(kept, 'checkpoint')} kept"
+    )
+
+
+def _time_lines(summary: Summary) -> Iterator[str]:
+    yield (
+        f"goodput {summary.goodput:.1%}: {summary.spent[STEPS]:.1f} s of {summary.wall_s:.1f} s "
+        "went to steps that count"
+    )
+    rest = [
+        f"{name} {seconds:.1f} s"
+        for name, seconds in summary.spent.items()
+        if name != STEPS and seconds >= 0.05
+    ]
+    if rest:
+        yield "the rest: " + ", ".join(rest)
+
+
+def _rate_lines(summary: Summary) -> Iterator[str]:
+    """Planned beside measured; what was neither is left out."""
+    planned, world = summary.planned, summary.world
+    total, each = summary.tokens_per_s, summary.tokens_per_s_per_gpu
+    if total is None or each is None or world is None or summary.step_s is None:
+        return
+    yield ""
+    yield _row("median of the steps", "planned", "measured")
+    rate = None if planned is None else planned.tokens_per_s
+    share = None if rate is None else rate / world
+    yield _row("step", _or_dash(planned and duration(planned.step_s)), duration(summary.step_s))
+    yield _row("tok/s", _rate(rate), thousands(total.median))
+    yield _row("tok/s/GPU", _rate(share), thousands(each.median))
+    if summary.mfu is not None:
+        yield _row("MFU", _or_dash(planned and f"{planned.mfu:.1%}"), f"{summary.mfu:.1%}")
+    if summary.memory_gib is not None:
+        expected = _or_dash(planned and f"{planned.memory_gib:.1f} GiB")
+        yield _row("memory, at most", expected, f"{summary.memory_gib:.1f} GiB")
+    yield f"over all steps: {thousands(total.mean)} tok/s, {thousands(each.mean)} tok/s/GPU"
+
+
+def _rate(number: float | None) -> str:
+    return "–" if number is None else thousands(number)
+
+
+def _or_dash(text: str | None) -> str:
+    return text or "–"
+
+
+def _row(first: str, *others: str) -> str:
+    return f"{first:<{_FIRST}}" + "".join(f"{each:>{_COLUMN}}" for each in others)
+
+
+def out_of_memory(
+    where: str,
+    expected: Mapping[str, float],
+    allocated: Mapping[str, float],
+    nearest: str | None,
+    snapshot: str | None = None,
+) -> str:
+    """Why a rank ended, with bytes by category: what the plan expected, and what there was.
+
+    `nearest` is a layout that fits, with what it takes; `snapshot` the file that shows the memory.
+    """
+    lines = [f"out of memory at {where}", _row("GiB", "planned", "allocated")]
+    both = (expected, allocated)
+    for name in dict.fromkeys([*expected, *allocated]):
+        lines.append(_row(name, *(_gib(each.get(name)) for each in both)))
+    lines.append(_row("total", *(_gib(sum(each.values())) for each in both)))
+    if nearest is None:
+        lines.append("no layout of as many GPUs fits: take more of them, or a smaller model")
+    else:
+        lines.append(f"nearest layout that fits: {nearest}")
+    if snapshot is not None:
+        lines.append(f"the memory as it was: {snapshot} (open it at pytorch.org/memory_viz)")
+    return "\n".join(lines)
+
+
+def _gib(size: float | None) -> str:
+    return "–" if size is None else f"{size / GIB:.1f}"
+
+
+def tail(table: Mapping[str, Any]) -> Iterator[str]:
+    """What is said after the last step: memory, traffic, and the check where there was one."""
+    if table["traffic"] is None:
+        yield "no step was left to run"
+        return
+    if table["stopped"]:
+        yield "asked to stop: a checkpoint is written, and --resume goes on behind it"
+    if table["memory"] is not None:
+        yield ""
+        yield from _memory_lines(table["memory"], table["world"])
+    yield ""
+    yield from _traffic_lines(table["traffic"])
+    if table["check"] is None:
+        yield f"\ndone in {table['seconds']:.1f} s"
+        return
+    yield ""
+    yield from _check_lines(table)
+    verdict = "PASS" if table["check"]["passed"] else "FAIL"
+    yield f"{verdict} in {table['seconds']:.1f} s"
+
+
+def _memory_lines(memory: Mapping[str, Any], world: int) -> Iterator[str]:
+    """Bytes of the rank that holds most."""
+    yield _row(f"bytes of rank {memory['rank']}, which holds most", "planned", "measured")
+    for name, word in _CATEGORIES.items():
+        planned, measured = memory["planned"][name], memory["measured"][name]
+        mark = "" if planned == measured else "   differs"
+        yield _row(word, f"{planned:,}", f"{measured:,}") + mark
+    yield (
+        f"{memory['ranks_as_planned']} of {counted(world, 'rank')} hold what was planned, to the "
+        "byte"
+    )
+
+
+def _traffic_lines(traffic: Mapping[str, Any]) -> Iterator[str]:
+    """What all ranks sent on each axis in one step."""
+    axes = sorted({*traffic["planned"], *traffic["measured"]})
+    if not axes:
+        yield "collectives: none planned, none measured"
+        return
+    start = _row(f"moved in step {traffic['step']}, all ranks", "bytes planned", "measured")
+    yield f"{start}{'calls planned':>15}{'measured':>10}"
+    none = {"calls": 0, "bytes": 0}
+    for axis in axes:
+        planned, measured = (traffic[name].get(axis, none) for name in ("planned", "measured"))
+        sizes = _row(axis, f"{planned['bytes']:,}", f"{measured['bytes']:,}")
+        yield f"{sizes}{planned['calls']:>15,}{measured['calls']:>10,}"
+    yield "every step as planned" if traffic["match"] else "this step differs from the plan"
+
+
+def _check_lines(table: Mapping[str, Any]) -> Iterator[str]:
+    """The losses beside those of one process."""
+    check = table["check"]
+    last = table["steps"][-1]["loss"]
+    yield f"loss of step {len(table['steps'])}: {last:.9f}; one process: {check['loss']:.9f}"
+    spread, beside = check["spread"], ""
+    if spread is not None:
+        beside = (
+            f" (3 times the spread {spread:.1e} of two runs of one process that sum in another "
+            "order, at least 2e-06)"
+        )
+    yield (
+        f"largest difference of all steps: {check['difference']:.1e} nats, allowed "
+        f"{check['allowed']:.1e}{beside}"
+    )
+    if check["routed"]:
+        yield (
+            f"routing flips: {check['flips']:,} of {check['routed']:,} (tokens times layers whose "
+            "experts differ from those of one process)"
+        )

@@ -1,0 +1,190 @@
+"""Who hangs: a thread in every rank that watches whether the rank moves.
+
+A rank moves when it issues a collective or says what it does. One that has not moved for `patience`
+seconds calls all others to say where they stand: what they have called, what they are doing, and
+where their program is. The caller reads the answers and works out who keeps the others waiting
+(`core/hang.py`); then the run is over. A rank that does not answer is stopped or dead. One that
+answers, and that waits for nobody, may only be slow: it has twice the patience, or as long as it
+was allowed for something that is known to take long. With 10 seconds of patience all is over after
+20 to 25.
+
+The thread needs nothing of the main thread, so that it answers while that waits in a collective or
+for a kernel; only a call that holds Python's lock makes a rank seem dead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+
+import torch.distributed as dist
+
+from fivefold.core.hang import Position, Verdict, verdict
+from fivefold.run.board import Board
+from fivefold.run.diary import Diary, Record, position, read
+from fivefold.run.ranks import Worker
+
+PATIENCE = 10.0  # seconds
+_MEETING = 600.0  # seconds that ranks may take to come together
+_LAST = 1 << 62  # the round of those who have come to their end
+_FRAMES = 5  # innermost ones of a stack that are shown
+# What the innermost lines of a rank have in them that waits for others, or may do so.
+_WAITING = (
+    "wait",
+    "synchronize",
+    ".item()",
+    "float(",
+    "barrier",
+    "run_backward",
+    "destroy_process",
+)
+
+
+class Watchdog:
+    """Watches its own rank, and answers for it."""
+
+    def __init__(self, worker: Worker, world: int, patience: float) -> None:
+        self.worker, self.world, self.patience = worker, world, patience
+        self.folder: Path | None = worker.meeting.folder
+        self.board: Board = worker.meeting.board()
+        self.diary = Diary(self.folder, worker.rank)
+        self._tick = patience / 10
+        self._phase, self._num_phases = "start", 0
+        self._seen, self._moved_at = (0, 0), time.monotonic()
+        self._allowed_until = time.monotonic() + _MEETING
+        self._round, self._quiet_until = 0, 0.0
+        self._main = threading.get_ident()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread.start()
+
+    def note(self, record: Record, members: tuple[int, ...]) -> None:
+        """A collective is issued; what `Mesh.heard` calls."""
+        self.diary.note(record, members)
+
+    def phase(self, text: str, allowed: float = 0.0) -> None:
+        """Say what comes now, and how many seconds it may take without a collective: more than the
+        usual for what is known to take long, such as a compilation or a file."""
+        self._phase = text
+        self._allowed_until = time.monotonic() + allowed
+        self._num_phases += 1
+        self.worker.phase(text)
+
+    def close(self) -> None:
+        """Watch no more. Where this rank stands is left behind for those who still wait."""
+        self._stop.set()
+        self._thread.join(timeout=self.patience)
+        self._phase = f"the end, after {self._phase}"
+        with contextlib.suppress(dist.DistError):  # whoever keeps the store may have ended first
+            self._answer(_LAST)
+        self.diary.close()
+
+    @property
+    def _moves(self) -> tuple[int, int]:
+        return self.diary.num_calls, self._num_phases
+
+    def _watch(self) -> None:
+        try:
+            while not self._stop.wait(self._tick):
+                self._look()
+        except dist.DistError as error:
+            if not self._stop.wait(self.patience / 4):  # else it has ended, as this rank has
+                cause = f"keeps the store, or its launcher does, and that is gone ({error})"
+                self.worker.lose(Verdict(0, "an unknown place", cause))
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        if self._moves != self._seen:
+            self._seen, self._moved_at = self._moves, now
+            self.board.put(f"phase-{self.worker.rank}", self._phase)
+        if self.board.get("verdict") is not None:
+            self._stop.set()
+            self.worker.meeting.leave()
+            return
+        name = f"round-{self._round + 1}"
+        called = self.board.get(name) is not None
+        stands = now - max(self._moved_at, self._allowed_until) >= self.patience
+        judges = (
+            not called
+            and stands
+            and now >= self._quiet_until
+            and self.board.claim(name, str(self.worker.rank))
+        )
+        if called or judges:
+            self._round += 1
+            self._quiet_until = now + 0.6 * self.patience
+            self._answer(self._round)
+        if judges:
+            self._judge()
+
+    def _answer(self, number: int) -> None:
+        """Say where this rank stands."""
+        now = time.monotonic()
+        stack = _stack(self._main)
+        table = {
+            "round": number,
+            "phase": self._phase,
+            "idle": inf if number == _LAST else now - self._moved_at,
+            "allowed": self._allowed_until - now,
+            "waits": any(word in line for line in stack for word in _WAITING),
+            "stack": stack,
+            **self.diary.written(),
+        }
+        self.board.put(f"rank-{self.worker.rank}", json.dumps(table))
+
+    def _judge(self) -> None:
+        """Read the answers, and end the run where somebody is to blame."""
+        until = time.monotonic() + self.patience / 2
+        while time.monotonic() < until and len(self._answers()[1]) < self.world:
+            time.sleep(self._tick / 4)
+        positions, answered = self._answers()
+        silent = set(range(self.world)) - answered
+        found = verdict(positions, silent, 2 * self.patience)
+        if found is not None and found.rank in silent:
+            last = self.board.get(f"phase-{found.rank}")
+            found = replace(found, doing=last or found.doing)
+        # Who moves meanwhile was waiting for somebody slow.
+        stands = self._moves == self._seen and not self._stop.is_set()
+        if found is not None and stands and self.board.claim("verdict", str(found)):
+            self.worker.lose(found)
+
+    def _answers(self) -> tuple[dict[int, Position], set[int]]:
+        """Where ranks stand, and which of them have answered now."""
+        positions: dict[int, Position] = {}
+        answered: set[int] = set()
+        for rank in range(self.world):
+            text = self.board.get(f"rank-{rank}")
+            table = json.loads(text) if text else None
+            if table is not None and table["round"] >= self._round:
+                answered.add(rank)
+            elif self.folder is not None:
+                table = {**(table or {}), **(read(self.folder, rank) or {})} or None
+            if table is not None and "calls" in table:
+                positions[rank] = position(table)
+        return positions, answered
+
+
+@contextmanager
+def watched(worker: Worker, world: int, patience: float = PATIENCE) -> Iterator[Watchdog]:
+    """A watchdog for as long as ranks work together."""
+    watchdog = Watchdog(worker, world, patience)
+    try:
+        yield watchdog
+    finally:
+        watchdog.close()
+
+
+def _stack(thread: int) -> list[str]:
+    """The innermost places of a thread's program, outermost first."""
+    frame = sys._current_frames().get(thread)
+    places = traceback.extract_stack(frame)[-_FRAMES:] if frame is not None else []
+    return [f"  {each.filename}:{each.lineno} {each.name}: {each.line}" for each in places]

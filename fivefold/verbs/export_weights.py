@@ -1,0 +1,136 @@
+"""`fivefold export`: the weights of a run as a Hugging Face model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from fivefold.core import models, plan
+from fivefold.core.count import parameters
+from fivefold.core.errors import BadFile, FivefoldError
+from fivefold.core.hf_export import HfModel, as_hf
+from fivefold.core.plan import Wishes
+from fivefold.core.weights import buffers, weights
+from fivefold.core.words import counted
+from fivefold.verbs.options import above, one_of
+
+if TYPE_CHECKING:
+    from fivefold.core.shape import Shape
+    from fivefold.training.checkpoint import Reader
+
+_TORCH_NAMES = {"bf16": "bfloat16", "fp32": "float32"}
+
+
+class Options(NamedTuple):
+    """How the weights are written."""
+
+    dtype: str
+    shard_gb: float
+
+
+def run(
+    run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write, new or empty.")],
+    step: Annotated[
+        int | None, typer.Option(help="Checkpoint to take (default: the newest good one).")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="bf16 or fp32 (default: as the run's plan computes).")
+    ] = None,
+    shard_gb: Annotated[float, typer.Option(help="Most gigabytes of one file.")] = 5.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Write the weights of a run as a folder that transformers loads."""
+    if dtype is not None:
+        one_of("dtype", dtype, tuple(_TORCH_NAMES))
+    above("shard-gb", shard_gb, 0.0)
+    wishes = plan.read(run_folder / "plan.toml")
+    shape = models.with_overrides(models.load(wishes.model), wishes.set)
+    chosen = dtype or ("bf16" if wishes.precision == "bf16" else "fp32")
+    model = as_hf(shape, _TORCH_NAMES[chosen], _source(wishes))
+    table = _exported(model, run_folder, step, folder, Options(chosen, shard_gb))
+    typer.echo(json.dumps(table) if as_json else _text(table))
+
+
+def _source(wishes: Wishes) -> dict[str, Any]:
+    """The config that the run's model came from; empty where it was a preset."""
+    path = Path(wishes.model)
+    if "/" in wishes.model and path.is_dir():
+        path = path / "config.json"
+    return json.loads(path.read_bytes()) if path.suffix == ".json" else {}
+
+
+def _exported(
+    model: HfModel, run_folder: Path, step: int | None, folder: Path, options: Options
+) -> dict[str, Any]:
+    """Write the model; what was done, as JSON."""
+    # Here, so that a mistake on the command line is answered before torch is loaded.
+    import torch
+
+    from fivefold.run.hf_files import write_model
+
+    reader = _reader(run_folder, step)
+    _check(reader, model.shape)
+    files = write_model(
+        folder,
+        model.shape,
+        model.config,
+        lambda name: reader.read(f"model/{name}"),
+        getattr(torch, _TORCH_NAMES[options.dtype]),
+        int(options.shard_gb * 1e9),
+    )
+    return {
+        "folder": str(folder),
+        "step": reader.facts.step,
+        "model": model.shape.name,
+        "family": model.shape.family,
+        "parameters": parameters(model.shape).total,
+        "dtype": options.dtype,
+        "files": [file.name for file in files],
+    }
+
+
+def _reader(run_folder: Path, step: int | None) -> Reader:
+    """The checkpoint of a step, or the newest whose checksums hold; of others it is said why."""
+    from fivefold.training.checkpoint import Reader, published
+
+    found = published(run_folder / "checkpoints")
+    if step is not None:
+        wanted = [path for path in found if path.name == f"step-{step:08d}"]
+        if not wanted:
+            known = ", ".join(str(int(path.name.removeprefix("step-"))) for path in found)
+            raise FivefoldError(
+                f"{run_folder} has no checkpoint of step {step}: choose from {known or 'none'}"
+            )
+        return Reader(wanted[0])
+    for path in reversed(found):
+        try:
+            return Reader(path)
+        except FivefoldError as error:
+            typer.echo(f"fivefold: {error}", err=True)
+    raise FivefoldError(f"{run_folder} has no good checkpoint: train it first, with --out")
+
+
+def _check(reader: Reader, shape: Shape) -> None:
+    """Refuse a checkpoint of another model, with every difference."""
+    problems: list[str] = []
+    for each in (*weights(shape), *buffers(shape)):
+        sizes, _ = reader.tensors.get(f"model/{each.name}", (None, None))
+        if sizes is None:
+            problems.append(f"{each.name} is missing: give the plan of this checkpoint")
+        elif tuple(sizes) != each.shape:
+            rule = f"has shape {tuple(sizes)}, and the plan asks for {each.shape}"
+            problems.append(f"{each.name} {rule}: give the plan of this checkpoint")
+    if problems:
+        raise BadFile(f"the checkpoint of step {reader.facts.step}", problems)
+
+
+def _text(table: dict[str, Any]) -> str:
+    return (
+        f"step {table['step']} of {table['model']} ({table['family']}, {table['parameters']:,} "
+        f"parameters) is in {table['folder']}, in {table['dtype']}, "
+        f"{counted(len(table['files']), 'file')} of weights"
+    )

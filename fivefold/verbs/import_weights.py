@@ -1,0 +1,110 @@
+"""`fivefold import`: a downloaded Hugging Face model as step 0 of a run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fivefold.core import models, strict
+from fivefold.core.count import parameters
+from fivefold.core.errors import FivefoldError
+from fivefold.core.weights import buffers, weights
+from fivefold.report.files import write_text
+from fivefold.verbs.options import one_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from fivefold.core.shape import Shape
+    from fivefold.run.hf_files import HfFolder
+
+_CONFIG = "config.json"
+
+
+def run(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A model: config.json and *.safetensors.")
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="Run folder to make (default: runs/ and DIR's name)."),
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="fp32 or bf16 (default: bf16 if DIR has no more bits).")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Make a run that starts from a downloaded Hugging Face model."""
+    if dtype is not None:
+        one_of("dtype", dtype, ("fp32", "bf16"))
+    shape = models.load(str(folder / _CONFIG))
+    weights(shape)  # refuses what cannot be built
+    table = _imported(folder, out or Path("runs") / shape.name, shape, dtype)
+    typer.echo(json.dumps(table) if as_json else _text(table))
+
+
+def _imported(folder: Path, target: Path, shape: Shape, dtype: str | None) -> dict[str, Any]:
+    """Write the run; what was done, as JSON."""
+    # Here, so that a mistake on the command line is answered before torch is loaded.
+    import torch
+
+    from fivefold.run.hf_files import HfFolder
+    from fivefold.training.checkpoint import Facts, published, write_whole
+
+    if published(target / "checkpoints"):
+        raise FivefoldError(
+            f"{target} has checkpoints already: give a folder without any, with -o RUN"
+        )
+    source = HfFolder(folder, shape)
+    chosen = dtype or ("bf16" if source.is_narrow else "fp32")
+    plan = strict.to_toml({"model": _CONFIG, "layout": "dp=1", "precision": chosen})
+    _make(target)
+    write_text(target / _CONFIG, (folder / _CONFIG).read_text("utf-8"))
+    write_text(target / "plan.toml", plan)
+    wanted = {"fp32": torch.float32, "bf16": torch.bfloat16}[chosen]
+    entries = list(_entries(source, shape, wanted))
+    facts = Facts(step=0, plan=plan, has_states=False)
+    path = write_whole(target / "checkpoints", entries, facts)
+    return {
+        "run": str(target),
+        "checkpoint": str(path),
+        "model": shape.name,
+        "family": shape.family,
+        "parameters": parameters(shape).total,
+        "tensors": len(entries),
+        "dtype": chosen,
+    }
+
+
+def _make(target: Path) -> None:
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FivefoldError(
+            f"cannot make {target}: {error.strerror}; give another folder, with -o RUN"
+        ) from error
+
+
+def _entries(source: HfFolder, shape: Shape, dtype: torch.dtype) -> Iterator[Any]:
+    """What the checkpoint holds; each tensor is read when it is written."""
+    import torch
+
+    for each in weights(shape):
+        yield f"model/{each.name}", each.shape, dtype, partial(source.weight, each, dtype)
+    for each in buffers(shape):
+        wide = torch.float32
+        yield f"model/{each.name}", each.shape, wide, partial(source.weight, each, wide)
+
+
+def _text(table: dict[str, Any]) -> str:
+    run = table["run"]
+    return (
+        f"{table['model']} ({table['family']}, {table['parameters']:,} parameters) is step 0 of "
+        f"{run}, in {table['dtype']}; to go on from there:\n"
+        f"  fivefold train {run}/plan.toml --out {run} --resume"
+    )

@@ -1,0 +1,380 @@
+"""What a run leaves behind: its folder, its lines, its events, its curves, its memory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fivefold.core.errors import BadFile, FivefoldError, UnknownName
+from fivefold.core.progress import StepRecord
+from fivefold.core.schedule.action import Action
+from fivefold.run import records, snapshot
+from fivefold.run.events import Events, Silent, _Writer, recorder
+from fivefold.run.records import Metrics, RunFolder, Spent, commit_of, gpu_names, read_records
+from fivefold.run.snapshot import Snapshots
+from fivefold.run.trackers import logs, trackers
+
+CPU = torch.device("cpu")
+FIRST = StepRecord(
+    step=1,
+    loss=2.5,
+    norm=1.0,
+    lr=1e-3,
+    seconds=0.5,
+    tokens=64,
+    world=2,
+    first_sample=0,
+    num_samples=4,
+    wall=1.0,
+)
+FACTS = {"layout": "dp=2", "world": 2}
+
+
+def at(step: int, restart: int = 0) -> StepRecord:
+    return replace(FIRST, step=step, restart=restart, first_sample=4 * (step - 1), wall=float(step))
+
+
+def written(folder: Path, *steps: StepRecord, after: int = 0) -> None:
+    metrics = Metrics(folder, after)
+    for each in steps:
+        metrics.append(each)
+    metrics.close()
+
+
+def test_a_new_folder_has_the_plan_and_what_ran_it(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "a" / "run", "model = 1\n", FACTS, resume=False)
+    facts = json.loads((folder.path / "run.json").read_text("utf-8"))
+    (start,) = facts["starts"]
+    assert (folder.path / "plan.toml").read_text("utf-8") == "model = 1\n"
+    assert start["layout"] == "dp=2" and start["world"] == 2 and start["command"] == sys.argv
+    assert start["versions"]["torch"] == torch.__version__
+    assert start["machine"]["num_cpus"] >= 1
+    assert folder.restart == 0 and 0 <= folder.wall < 10 and len(folder.identity) == 32
+    assert [each.name for each in folder.path.iterdir() if each.name[0] == "."] == []
+
+
+def test_a_second_run_is_refused_where_one_is(tmp_path: Path) -> None:
+    RunFolder.create(tmp_path, "a", FACTS, resume=False)
+    with pytest.raises(FivefoldError, match=r"has a run already.*--resume.*--out"):
+        RunFolder.create(tmp_path, "b", FACTS, resume=False)
+    assert (tmp_path / "plan.toml").read_text("utf-8") == "a"
+
+
+def test_nobodys_plan_is_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "plan.toml").write_text("mine", "utf-8")
+    with pytest.raises(FivefoldError, match=r"has plan\.toml already"):
+        RunFolder.create(tmp_path, "b", FACTS, resume=False)
+
+
+def test_a_restart_goes_on_and_keeps_a_plan_that_it_changes(tmp_path: Path) -> None:
+    first = RunFolder.create(tmp_path, "a", FACTS, resume=True)  # with nothing to resume yet
+    second = RunFolder.create(tmp_path, "a", {"layout": "tp=2"}, resume=True)
+    third = RunFolder.create(tmp_path, "c", FACTS, resume=True)
+    assert [each.restart for each in (first, second, third)] == [0, 1, 2]
+    assert RunFolder.open(tmp_path) == third
+    assert third.began == first.began and third.identity == first.identity
+    assert (tmp_path / "plan.toml").read_text("utf-8") == "c"
+    assert [each.name for each in tmp_path.glob("plan.*.toml")] == ["plan.1.toml"]
+    starts = json.loads((tmp_path / "run.json").read_text("utf-8"))["starts"]
+    assert [each["layout"] for each in starts] == ["dp=2", "tp=2", "dp=2"]
+
+
+def test_a_broken_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{", "utf-8")
+    with pytest.raises(BadFile, match=r"run\.json"):
+        RunFolder.create(tmp_path, "a", FACTS, resume=True)
+    (tmp_path / "file").write_text("", "utf-8")
+    with pytest.raises(FivefoldError, match=r"cannot write .*file.*--out"):
+        RunFolder.create(tmp_path / "file" / "run", "a", FACTS, resume=False)
+
+
+def test_a_line_is_in_the_file_when_its_step_is_over(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path, 0)
+    metrics.append(at(1))
+    assert read_records(tmp_path / "metrics.jsonl") == [at(1)]  # nothing was closed
+    metrics.close()
+
+
+def test_a_torn_line_is_cut_off(tmp_path: Path) -> None:
+    written(tmp_path, at(1), at(2))
+    path = tmp_path / "metrics.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[:40])
+    assert read_records(path) == [at(1), at(2)]
+    written(tmp_path, at(3, 1), after=2)
+    assert [json.loads(line)["step"] for line in path.read_text("utf-8").splitlines()] == [1, 2, 3]
+    assert not (tmp_path / "metrics.lost.jsonl").exists()
+
+
+def test_a_line_that_is_broken_elsewhere_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n', "utf-8")
+    with pytest.raises(BadFile, match=r"metrics\.jsonl[^$]*line 1 is no record"):
+        read_records(path)
+    path.write_text("3\n", "utf-8")
+    with pytest.raises(BadFile, match="line 1"):
+        read_records(path)
+
+
+def test_every_step_appears_once_and_nothing_is_thrown_away(tmp_path: Path) -> None:
+    written(tmp_path, *(at(step) for step in range(1, 6)))
+    written(tmp_path, at(4, 1), at(5, 1), after=3)
+    written(tmp_path, at(3, 2), after=2)
+    kept = read_records(tmp_path / "metrics.jsonl")
+    assert [(each.step, each.restart) for each in kept] == [(1, 0), (2, 0), (3, 2)]
+    lost = read_records(tmp_path / "metrics.lost.jsonl")
+    places = [(each.step, each.restart) for each in lost]
+    assert places == [(4, 0), (5, 0), (3, 0), (4, 1), (5, 1)]
+
+
+def test_a_move_that_was_interrupted_is_done_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(tmp_path, at(1), at(2))
+
+    def dies(path: Path, text: str) -> None:
+        if path.name == "metrics.jsonl":
+            raise KeyboardInterrupt
+        path.write_text(text, "utf-8")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(records, "write_whole", dies)
+        with pytest.raises(KeyboardInterrupt):
+            Metrics(tmp_path, 1)
+    written(tmp_path, after=1)
+    assert read_records(tmp_path / "metrics.jsonl") == [at(1)]
+    assert read_records(tmp_path / "metrics.lost.jsonl") == [at(2)]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a full device")
+def test_a_full_disk_is_reported_with_its_file(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path, 0)
+    metrics.close()
+    refused = pytest.raises(FivefoldError, match=r"cannot write .*metrics\.jsonl: No space left")
+    with Path("/dev/full").open("ab", buffering=0) as metrics.file, refused:
+        metrics.append(at(1))
+
+
+def test_the_summary_of_a_folder(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, "a", FACTS, resume=False)
+    written(tmp_path, at(1), at(2))
+    again = RunFolder.create(tmp_path, "a", FACTS, resume=True)
+    written(tmp_path, replace(at(2, 1), spent={"load": 0.25}), after=1)
+    again.end("done", {"save": 0.125})
+    for name in ("step-00000001", "step-00000002", ".step-00000003"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        (tmp_path / "checkpoints" / name / "manifest.json").write_text("{}", "utf-8")
+    summary = again.summarize()
+    assert (summary.num_steps, summary.num_lost, summary.num_restarts) == (2, 1, 1)
+    assert summary.num_checkpoints == 2
+    assert summary.spent["save"] == 0.125 and summary.spent["load"] == 0.25
+    assert summary.spent["steps"] == 1.0 and summary.spent["lost"] == 0.5
+    assert json.loads((tmp_path / "summary.json").read_text("utf-8")) == summary.to_json()
+    assert folder.began == again.began
+
+
+def test_time_spent_is_taken_once() -> None:
+    spent = Spent()
+    with spent.on("save"):
+        time.sleep(0.01)
+    spent.add("save", 1.0)
+    with pytest.raises(ZeroDivisionError), spent.on("eval"):
+        raise ZeroDivisionError
+    taken = spent.take()
+    assert 1.01 <= taken["save"] < 1.5 and "eval" in taken
+    assert spent.take() == {}
+
+
+def test_the_commit_is_that_of_the_package_or_none(tmp_path: Path) -> None:
+    assert commit_of(tmp_path) is None
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    try:
+        subprocess.run([*git, "init", "-q"], check=True)
+    except FileNotFoundError:
+        pytest.skip("needs git")
+    (tmp_path / "file").write_text("1", "utf-8")
+    subprocess.run([*git, "add", "file"], check=True)
+    subprocess.run([*git, "commit", "-q", "-m", "one"], check=True)
+    commit = commit_of(tmp_path)
+    assert commit is not None and len(commit) == 40
+    (tmp_path / "file").write_text("2", "utf-8")
+    assert commit_of(tmp_path) == f"{commit}-dirty"
+
+
+def test_gpus_are_named_as_the_driver_does(tmp_path: Path) -> None:
+    assert gpu_names(tmp_path) == []
+    for place in ("0000:01:00.0", "0000:02:00.0"):
+        (tmp_path / place).mkdir()
+        text = "Model: \t\t NVIDIA H200\nIRQ:   \t\t 17\n"
+        (tmp_path / place / "information").write_text(text, "utf-8")
+    assert gpu_names(tmp_path) == ["NVIDIA H200"] * 2
+
+
+def test_a_run_is_read_without_torch() -> None:
+    code = "import sys, fivefold.run.records; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def lines_of(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
+    path = folder / "events" / f"rank-{rank:05d}.jsonl"
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+def test_events_tell_what_was_when(tmp_path: Path) -> None:
+    events = Events(tmp_path, 3, 1, CPU)
+    before = time.perf_counter_ns()
+    outer = events.begin(Action(2, "F", 0))
+    inner = events.begin("tp/all_gather", 4096, 2)
+    time.sleep(0.01)
+    thread = threading.Thread(target=events.end, args=(inner,))
+    thread.start()
+    thread.join()
+    events.end(outer)
+    events.step(7)
+    events.close()
+    anchor, collective, action = lines_of(tmp_path, 3)
+    assert (anchor["step"], anchor["restart"], anchor["rank"]) == (7, 1, 3)
+    assert (action["name"], action["kind"]) == ("2F0", "action")
+    assert (collective["name"], collective["kind"]) == ("tp/all_gather", "collective")
+    assert (collective["bytes"], collective["group"]) == (4096, 2)
+    moments = [before, action["begin"], collective["begin"], collective["end"], action["end"]]
+    assert [*moments, anchor["clock_ns"]] == sorted([*moments, anchor["clock_ns"]])
+    assert collective["end"] - collective["begin"] >= 10_000_000
+    wall = anchor["wall_ns"] + action["begin"] - anchor["clock_ns"]
+    assert abs(wall - time.time_ns()) < 30e9
+
+
+def test_events_of_a_restart_go_on_behind_whole_lines(tmp_path: Path) -> None:
+    for restart in (0, 1):
+        events = Events(tmp_path, 0, restart, CPU)
+        events.end(events.begin('a "name"'))
+        events.step(1)
+        events.close()
+        with (tmp_path / "events" / "rank-00000.jsonl").open("a") as file:
+            file.write('{"name": "2F')
+    records.cut_torn_line(tmp_path / "events" / "rank-00000.jsonl")
+    found = lines_of(tmp_path)
+    assert [line.get("restart", line.get("name")) for line in found] == [
+        0,
+        'a "name"',
+        1,
+        'a "name"',
+    ]
+
+
+def test_a_file_that_is_one_torn_line_is_empty(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    records.cut_torn_line(path)  # nothing is there
+    for text, left in ((b"x" * 200_000, 0), (b"a\n" + b"x" * 200_000, 2), (b"a\n", 2), (b"", 0)):
+        path.write_bytes(text)
+        records.cut_torn_line(path)
+        assert path.stat().st_size == left
+
+
+def test_events_that_are_off_write_nothing(tmp_path: Path) -> None:
+    off = recorder(tmp_path, 0, 0, CPU, on=False)
+    assert isinstance(off, Silent)
+    off.end(off.begin("2F0"))
+    off.step(1)
+    off.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a full device")
+def test_events_that_cannot_be_written_say_so(tmp_path: Path) -> None:
+    events = Events(tmp_path, 0, 0, CPU)
+    events.close()
+    events.writer = _Writer(Path("/dev/full"))
+    events.step(1)
+    with pytest.raises(FivefoldError, match=r"cannot write /dev/full: No space .*events=false"):
+        events.close()
+
+
+def test_the_words_of_log() -> None:
+    assert logs(" tensorboard + wandb") == {"tensorboard", "wandb"} and logs("") == frozenset()
+    with pytest.raises(UnknownName, match="did you mean tensorboard"):
+        logs("tensorbord")
+
+
+def fake(name: str, monkeypatch: pytest.MonkeyPatch, **content: Any) -> None:
+    module = ModuleType(name)
+    vars(module).update(content)
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+def test_curves_go_to_both_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[tuple[str, float, int]] = []
+    logged: list[Mapping[str, Any]] = []
+    opened: list[Mapping[str, Any]] = []
+
+    def writer(**options: Any) -> SimpleNamespace:
+        opened.append(options)
+        return SimpleNamespace(add_scalar=lambda *point: drawn.append(point), close=list)
+
+    def init(**options: Any) -> SimpleNamespace:
+        opened.append(options)
+        return SimpleNamespace(log=logged.append, finish=list, define_metric=lambda *a, **k: None)
+
+    fake("torch.utils.tensorboard", monkeypatch, SummaryWriter=writer)
+    fake("wandb", monkeypatch, init=init)
+    both = trackers("wandb+tensorboard+memory", tmp_path, "abc", {"lr": 1.0}, after=5)
+    for each in both:
+        each.log(6, {"loss": 2.5, "lr": 0.1})
+        each.close()
+    assert drawn == [("loss", 2.5, 6), ("lr", 0.1, 6)]
+    assert logged == [{"step": 6, "loss": 2.5, "lr": 0.1}]
+    assert opened[0]["purge_step"] == 6 and opened[1]["id"] == "abc"
+    assert trackers("memory", tmp_path, "abc", {}, after=0) == []
+
+
+@pytest.mark.parametrize(
+    ("word", "module"), [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")]
+)
+def test_a_missing_package_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str, module: str
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(FivefoldError, match=f"pip install {word}"):
+        trackers(word, tmp_path, "abc", {}, after=0)
+
+
+def test_without_a_gpu_there_is_a_note_and_no_snapshot(tmp_path: Path) -> None:
+    asked = Snapshots(tmp_path, 0, CPU, asked=True)
+    assert asked.note is not None and "GPU" in asked.note
+    assert asked.step(1) is None and asked.out_of_memory() is None
+    assert Snapshots(tmp_path, 0, CPU, asked=False).note is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_first_steps_are_recorded_on_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[object] = []
+    memory = SimpleNamespace(
+        _record_memory_history=lambda **options: calls.append(options),
+        _dump_snapshot=lambda path: Path(path).write_text("x", "utf-8"),
+    )
+    monkeypatch.setattr(snapshot.torch.cuda, "memory", memory)
+    asked = Snapshots(tmp_path, 2, torch.device("cuda"), asked=True)
+    found = [asked.step(number) for number in range(11, 16)]
+    path = tmp_path / "memory" / "rank-00002-step-00000013.pickle"
+    assert found == [None, None, path, None, None] and path.exists()
+    assert len(calls) == 2 and calls[1] == {"enabled": None}
+    quiet = Snapshots(tmp_path, 2, torch.device("cuda"), asked=False)
+    left = quiet.out_of_memory()
+    assert left is not None and left.name == "rank-00002-out-of-memory.pickle" and left.exists()
+    assert len(calls) == 2
+    monkeypatch.setattr(snapshot.torch.cuda, "memory", SimpleNamespace())
+    bare = Snapshots(tmp_path, 2, torch.device("cuda"), asked=True)
+    assert bare.note is not None and "torch" in bare.note and bare.out_of_memory() is None

@@ -1,0 +1,417 @@
+"""Updaters: one arithmetic wherever states live, narrow states, narrow weights, Muon."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fivefold.core.errors import FivefoldError
+from fivefold.core.recipe import Recipe
+from fivefold.core.units import Row
+from fivefold.run import blocks
+from fivefold.run.blocks import LINE, Blockwise, blocks_of
+from fivefold.run.disk import DiskStore
+from fivefold.run.muon import orthogonal, takes
+from fivefold.run.optimizer import ADAM_EPS, Updater, make_optimizer
+from fivefold.run.ranks import Pool, Worker
+from fivefold.run.rounded import bits_for, rounded
+from fivefold.run.updaters import make_updater
+
+CPU = torch.device("cpu")
+SHAPES = ((96, 100), (16,), (4, 4), (3, 40, 30), (5,), (61, 70))
+SMALL, LARGE = 1, 10**9  # bytes of a block: one line, or everything
+
+
+@dataclass
+class Weight:
+    row: Row
+    tensor: Tensor
+    grad: Tensor
+    start: int = 0
+
+
+def some_weights(dtype: torch.dtype = torch.float32, block: str = "blocks.0") -> list[Weight]:
+    generator = torch.Generator().manual_seed(0)
+    rows = [Row(f"w{i}", block, shape) for i, shape in enumerate(SHAPES)]
+    drawn = [torch.randn(row.shape, generator=generator).to(dtype) for row in rows]
+    return [Weight(row, one, torch.zeros(row.shape)) for row, one in zip(rows, drawn, strict=True)]
+
+
+def give_gradients(weights: Sequence[Weight], number: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1000 + number)
+    for each in weights:
+        each.grad = torch.randn(each.tensor.shape, generator=generator).to(dtype)
+
+
+def updated(
+    weights: list[Weight], updater: Updater, steps: int | range, master: bool = False
+) -> list[Tensor]:
+    """Copies of the weights after these steps, each with a learning rate of its own."""
+    for number in range(steps) if isinstance(steps, int) else steps:
+        give_gradients(weights, number, torch.float32 if master else weights[0].tensor.dtype)
+        updater.set_lr(1e-2 / (1 + number))
+        updater.step()
+    return [each.tensor.clone() for each in weights]
+
+
+def of(recipe: Recipe, weights: list[Weight], **more: Any) -> Updater:
+    return make_updater(recipe, weights, CPU, **more)
+
+
+def assert_equal(left: Sequence[Tensor], right: Sequence[Tensor]) -> None:
+    assert len(left) == len(right)
+    assert all(torch.equal(one, other) for one, other in zip(left, right, strict=True))
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_the_plain_updater_is_torchs_own(name: Any, dtype: torch.dtype) -> None:
+    plain, ours = some_weights(dtype), some_weights(dtype)
+    pairs = [(len(each.row.shape) > 1, each.tensor) for each in plain]
+    optimizer = make_optimizer(name, pairs, 1e-2, 0.1, ADAM_EPS)
+    updater = of(Recipe(optimizer=name, lr=1e-2), ours)
+    for number in range(3):
+        for weights in (plain, ours):
+            give_gradients(weights, number, dtype)
+        for each in plain:
+            each.tensor.grad = each.grad
+        optimizer.step()
+        updater.step()
+    assert_equal([each.tensor for each in plain], [each.tensor for each in ours])
+    assert updater.count == 3
+    first = some_weights(dtype)
+    assert not any(
+        torch.equal(each.tensor, start.tensor) for each, start in zip(ours, first, strict=True)
+    )
+
+
+PLACES = ["cpu", "nvme:"]
+
+
+def place(offload: str, folder: Path) -> str:
+    return f"nvme:{folder}" if offload == "nvme:" else offload
+
+
+@pytest.mark.parametrize("offload", PLACES)
+@pytest.mark.parametrize("block_bytes", [SMALL, 100_000, LARGE])
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+@pytest.mark.parametrize("master", [False, True])
+def test_offloaded_states_give_the_same_bits(
+    offload: str, block_bytes: int, name: Any, master: bool, tmp_path: Path
+) -> None:
+    dtype = torch.bfloat16 if master else torch.float32
+    here, away = some_weights(dtype), some_weights(dtype)
+    one = of(Recipe(optimizer=name), here, master=master)
+    recipe = Recipe(optimizer=name, offload=place(offload, tmp_path))
+    other = of(recipe, away, master=master, block_bytes=block_bytes)
+    assert_equal(updated(here, one, 3, master), updated(away, other, 3, master))
+    left, right = one.states(), other.states()
+    assert left.keys() == right.keys() and ("master" in left) == master
+    for key in left:
+        for mine, theirs in zip(left[key], right[key], strict=True):
+            assert mine is not None and theirs is not None
+            assert torch.equal(mine.read().flatten(), theirs.read().flatten())
+
+
+@pytest.mark.parametrize("master", [False, True])
+def test_narrow_states_are_the_same_wherever_they_live(
+    master: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dtype, found = torch.float16 if master else torch.float32, []
+    for offload, block_bytes in (("none", LARGE), ("cpu", SMALL), (f"nvme:{tmp_path}", 50_000)):
+        weights = some_weights(dtype)
+        recipe = Recipe(states="bf16", offload=offload, seed=3)
+        updater = of(recipe, weights, master=master, block_bytes=block_bytes)
+        found.append(updated(weights, updater, 3, master))
+        monkeypatch.setattr(blocks, "AT_ONCE", 1000)  # the others are rounded in pieces
+        kept = updater.states()["exp_avg_sq"][0]
+        assert kept is not None and kept.read().dtype == torch.bfloat16
+    assert_equal(found[0], found[1])
+    assert_equal(found[0], found[2])
+    weights = some_weights(dtype)
+    recipe = Recipe(states="bf16", seed=4)
+    other = updated(weights, of(recipe, weights, master=master), 3, master)
+    assert not torch.equal(other[0], found[0][0])
+
+
+RESUMED = [
+    {"optimizer": "adamw"},
+    {"optimizer": "sgd"},
+    {"optimizer": "muon"},
+    {"states": "bf16"},
+    {"offload": "cpu"},
+    {"offload": "nvme:", "states": "bf16"},
+]
+
+
+@pytest.mark.parametrize("changes", RESUMED, ids=str)
+@pytest.mark.parametrize("master", [False, True])
+def test_states_taken_to_a_new_updater_go_on_as_before(
+    changes: dict[str, str], master: bool, tmp_path: Path
+) -> None:
+    dtype = torch.bfloat16 if master else torch.float32
+    if "offload" in changes:
+        changes = changes | {"offload": place(changes["offload"], tmp_path)}
+    recipe = Recipe(**changes)  # type: ignore[arg-type]
+    weights = some_weights(dtype)
+    updater = of(recipe, weights, master=master, block_bytes=40_000)
+    updated(weights, updater, 3, master)
+    later = some_weights(dtype)
+    fresh = of(recipe, later, master=master, block_bytes=LARGE)
+    for old, new in zip(weights, later, strict=True):
+        new.tensor.copy_(old.tensor)
+    before, there = updater.states(), fresh.states()
+    for key in before:
+        for source, target in zip(before[key], there[key], strict=True):
+            assert (source is None) == (target is None)
+            if source is not None and target is not None:
+                target.write(source.read().clone())
+    fresh.count = updater.count
+    steps = range(3, 6)
+    assert_equal(updated(weights, updater, steps, master), updated(later, fresh, steps, master))
+    assert updater.count == fresh.count == 6
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "sgd"])
+def test_only_matrices_decay(optimizer: Any) -> None:
+    weights = some_weights()
+    before = [each.tensor.clone() for each in weights]
+    of(Recipe(optimizer=optimizer, lr=0.1, weight_decay=0.5), weights).step()  # gradients are zero
+    for each, old in zip(weights, before, strict=True):
+        shrinks = 0.95 if len(each.row.shape) > 1 else 1.0
+        torch.testing.assert_close(each.tensor, old * shrinks)
+
+
+def test_a_master_keeps_what_bfloat16_would_lose() -> None:
+    """Steps of 1e-5 are below half of what bfloat16 tells apart near 1."""
+    row = Row("w", "blocks.0", (8,))
+    moved = []
+    for master in (True, False):
+        dtype = torch.float32 if master else torch.bfloat16
+        weight = Weight(row, torch.ones(8, dtype=torch.bfloat16), torch.ones(8, dtype=dtype))
+        updater = of(Recipe(lr=1e-5), [weight], master=master)
+        for _ in range(1000):
+            updater.step()
+        moved.append(1 - float(weight.tensor[0]))
+    assert moved[0] == pytest.approx(0.01, rel=0.2) and moved[1] == 0
+
+
+def test_blocks_hold_everything_once_and_keep_to_their_size() -> None:
+    sizes = [3 * LINE + 5, 7, 0, 2 * LINE, 1, LINE - 1]
+    for most in (1, LINE, 2 * LINE + 17, 10**9):
+        cut = blocks_of(sizes, most)
+        limit = max(LINE, most)
+        assert all(sum(span.size for span in block) <= limit for block in cut)
+        spans = [span for block in cut for span in block]
+        assert all(span.start % LINE == 0 for span in spans)
+        for number, size in enumerate(sizes):
+            mine = [span for span in spans if span.place == number]
+            ends = [0, *(span.stop for span in mine)]
+            assert [span.start for span in mine] == ends[:-1] and ends[-1] == size
+
+
+@pytest.mark.parametrize("value", [1.0 + 2**-9, -3.3, 1e-20, 7e30, 1.0])
+def test_stochastic_rounding_is_right_on_average(value: float) -> None:
+    size = 200_000
+    values = torch.full((size,), value)
+    row = Row("w", "blocks.0", (size,))
+    found = rounded(values, bits_for(0, 1, row, 0, size, CPU)).double()
+    exact = values.double()
+    low, high = found.min(), found.max()
+    assert low <= exact[0] <= high
+    if value == 1.0:
+        assert low == high
+        return
+    assert high - low == pytest.approx(abs(value) * 2**-8, rel=1.0)  # neighbours, no further
+    # Six standard deviations of the mean of so many; each is at most half of the gap.
+    assert abs(found.mean() - exact[0]) <= 6 * 0.5 * (high - low) / size**0.5
+
+
+def test_the_second_half_of_the_bits_rounds_as_well() -> None:
+    row, size = Row("w", "blocks.0", (1 << 17,)), 1 << 17
+    bits = bits_for(5, 2, row, 0, size, CPU)
+    values = torch.full((size,), 1 + 2**-8)
+    ups = [rounded(values, half) > 1 for half in (bits, bits >> 16)]
+    for up in ups:
+        assert float(up.double().mean()) == pytest.approx(0.5, abs=6 * 0.5 / size**0.5)
+    together = float((ups[0] & ups[1]).double().mean())
+    assert together == pytest.approx(0.25, abs=6 * 0.5 / size**0.5)
+
+
+def test_bits_depend_on_what_they_should() -> None:
+    row, alone = Row("w", "blocks.0", (64,)), Row("head.weight", "head", (64,), alone=True)
+    whole = bits_for(0, 1, row, 0, 64, CPU)
+    assert torch.equal(whole, bits_for(0, 1, row, 0, 64, CPU))
+    assert torch.equal(whole[20:50], bits_for(0, 1, row, 20, 30, CPU))  # a part, on another rank
+    for other in (
+        bits_for(1, 1, row, 0, 64, CPU),
+        bits_for(0, 2, row, 0, 64, CPU),
+        bits_for(0, 1, Row("v", "blocks.0", (64,)), 0, 64, CPU),
+    ):
+        assert int((whole == other).sum()) < 4
+    first = Row("embed.weight", "embed", (64,), alone=True)
+    assert torch.equal(bits_for(0, 1, alone, 0, 64, CPU), bits_for(0, 1, first, 0, 64, CPU))
+
+
+def test_what_is_not_finite_stays_that() -> None:
+    values = torch.tensor([torch.inf, -torch.inf, torch.nan])
+    values = torch.cat(
+        [values, torch.tensor([-1, 0x7FFFFFFF], dtype=torch.int32).view(torch.float)]
+    )
+    found = rounded(values, torch.full((5,), -1, dtype=torch.int32))
+    assert found[0] == torch.inf and found[1] == -torch.inf and bool(found[2:].isnan().all())
+
+
+def test_a_second_moment_creeps_up_where_plain_rounding_stands_still() -> None:
+    """One update of exp_avg_sq moves it by 5% of a difference too small for bfloat16."""
+    row = Row("w", "blocks.0", (4096,))
+    weight = Weight(row, torch.zeros(4096), torch.full((4096,), 1.03))
+    updater = of(Recipe(states="bf16", lr=1e-9), [weight])
+    kept = updater.states()["exp_avg_sq"][0]
+    assert kept is not None
+    kept.write(torch.ones(4096))
+    updater.count = 1000  # the bias correction is over
+    plain = torch.ones(4096, dtype=torch.bfloat16)
+    for _ in range(200):
+        updater.step()
+        plain = (plain.float() * 0.95 + 0.05 * 1.03**2).to(torch.bfloat16)
+    assert float(plain.max()) == 1
+    assert float(kept.read().double().mean()) == pytest.approx(1.03**2, abs=2e-3)
+
+
+def test_a_disk_holds_three_blocks_in_memory_and_leaves_no_file(tmp_path: Path) -> None:
+    weights = some_weights()
+    recipe = Recipe(offload=f"nvme:{tmp_path / 'deep' / 'down'}")
+    updater = of(recipe, weights, block_bytes=40_000)
+    updated(weights, updater, 2)
+    assert isinstance(updater, Blockwise) and isinstance(updater.store, DiskStore)
+    assert len(updater.store.regions) > 4
+    assert sum(buffer.nbytes for buffer in updater.store.buffers) <= 3 * 41_000
+    assert updater.store.num_bytes > 8 * sum(each.tensor.numel() for each in weights)
+    assert list((tmp_path / "deep" / "down").iterdir()) == []
+
+
+def test_a_full_disk_is_met_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(FivefoldError, match=r"needs 32768\.000 GiB for optimizer states") as caught:
+        DiskStore(tmp_path, 7, [2**43], {"exp_avg": torch.float32}, False, block_bytes=2**46)
+    assert f"{tmp_path}/states-00007-" in str(caught.value) and "GiB free" in str(caught.value)
+
+
+def test_a_folder_that_is_none(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FivefoldError, match="no file can be made in"):
+        of(Recipe(offload=f"nvme:{tmp_path}/file"), some_weights())
+
+
+def checksum(weight: Weight, offload: str) -> int:
+    """Of a weight after two updates, made in place."""
+    weight.tensor.uniform_(-1, 1, generator=torch.Generator().manual_seed(0))
+    updater = of(Recipe(offload=offload), [weight], block_bytes=4_000_000)
+    for number in range(2):
+        weight.grad.copy_(weight.tensor).add_(number)
+        updater.step()
+    return zlib.crc32(weight.tensor.numpy())
+
+
+def with_memory_capped(worker: Worker, folder: Path) -> tuple[int, str, int]:
+    """The checksum without a cap, what the cap does to states in memory, and that from disk."""
+    row = Row("w", "blocks.0", (4096, 4096))
+    weight = Weight(row, torch.zeros(row.shape), torch.zeros(row.shape))
+    plain = checksum(weight, "none")
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (used,) = (int(line.split()[1]) for line in lines if line.startswith("VmData"))
+    limit = 1024 * used + weight.tensor.nbytes  # states are two of these
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    refusal = "none"
+    try:
+        checksum(weight, "none")
+    except RuntimeError as error:
+        refusal = str(error)
+    return plain, refusal, checksum(weight, f"nvme:{folder}")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux caps the data of a process")
+def test_states_larger_than_memory_are_updated_from_disk(tmp_path: Path) -> None:
+    with Pool(1) as pool:
+        plain, refusal, from_disk = pool.run(with_memory_capped, tmp_path)[0]
+    assert "can't allocate memory" in refusal
+    assert from_disk == plain
+
+
+@pytest.mark.parametrize("sizes", [(24, 24), (10, 50), (50, 10), (3, 12, 40), (1, 30)], ids=str)
+def test_newton_schulz_makes_matrices_orthogonal(sizes: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    matrices = torch.randn(sizes, generator=generator, dtype=torch.float64)
+    left, _, right = torch.linalg.svd(matrices, full_matrices=False)
+    found = orthogonal(matrices)
+    turned = left.mT @ found @ right.mT
+    values = torch.diagonal(turned, dim1=-2, dim2=-1)
+    assert float((turned - torch.diag_embed(values)).abs().max()) < 1e-9
+    assert float(values.min()) > 0.3 and float(values.max()) < 1.3
+    if len(sizes) == 3:
+        assert torch.allclose(found[1], orthogonal(matrices[1]), atol=1e-12)
+    assert torch.equal(orthogonal(torch.zeros(4, 6)), torch.zeros(4, 6))
+
+
+def test_muon_takes_the_matrices_between_the_ends() -> None:
+    taken = {
+        ("blocks.0.attention.q.weight", "blocks.0", (8, 8)): True,
+        ("blocks.0.mlp.experts.up.weight", "blocks.0", (2, 8, 8)): True,
+        ("mtp.0.join.weight", "mtp.0", (8, 16)): True,
+        ("blocks.0.attention.q.bias", "blocks.0", (8,)): False,
+        ("embed.weight", "embed", (9, 8)): False,
+        ("embed.positions", "embed", (9, 8)): False,
+        ("head.weight", "head", (9, 8)): False,
+        ("mtp.embed.weight", "head", (9, 8)): False,
+    }
+    assert {key: takes(Row(*key)) for key in taken} == taken
+
+
+def test_muon_is_torchs_own_up_to_bfloat16() -> None:
+    """torch multiplies in bfloat16 whatever the weights are; ours are float32."""
+    row = Row("w", "blocks.0", (40, 60))
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(row.shape, generator=generator)
+    ours = Weight(row, start.clone(), torch.zeros(row.shape))
+    theirs = torch.nn.Parameter(start.clone())
+    updater = of(Recipe(optimizer="muon", lr=1e-2), [ours])
+    adjusted = {"adjust_lr_fn": "match_rms_adamw", "momentum": 0.95, "nesterov": True}
+    optimizer = torch.optim.Muon([theirs], lr=1e-2, weight_decay=0.1, **adjusted)
+    for _ in range(3):
+        ours.grad = torch.randn(row.shape, generator=generator)
+        theirs.grad = ours.grad.clone()
+        updater.step()
+        optimizer.step()
+    moved, wanted = ours.tensor - start, theirs.detach() - start
+    assert float((moved - wanted).norm() / wanted.norm()) < 0.02
+    rms = float((moved + 3e-3 * start).square().mean().sqrt()) / 3  # of a step, without the decay
+    assert rms == pytest.approx(0.2 * 1e-2, rel=0.5)
+
+
+def test_muon_and_offload_are_refused_together(tmp_path: Path) -> None:
+    for changes in ({"offload": "cpu"}, {"offload": f"nvme:{tmp_path}"}, {"states": "bf16"}):
+        with pytest.raises(FivefoldError, match="muon keeps its momentum on the device"):
+            of(Recipe(optimizer="muon", **changes), some_weights())  # type: ignore[arg-type]
+
+
+def test_the_ends_of_a_muon_run_have_adamws_states() -> None:
+    weights = some_weights()
+    weights[0].row = Row("embed.weight", "embed", SHAPES[0])
+    states = of(Recipe(optimizer="muon"), weights).states()
+    there = {key: [one is not None for one in kept] for key, kept in states.items()}
+    matrices = [len(shape) > 1 for shape in SHAPES]
+    matrices[0] = False
+    assert there == {
+        "momentum": matrices,
+        "exp_avg": [not one for one in matrices],
+        "exp_avg_sq": [not one for one in matrices],
+    }

@@ -1,0 +1,156 @@
+"""Where a launched process stands, and what the examples for launchers ask for."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from fivefold.cli import build
+from fivefold.core.errors import FivefoldError
+from fivefold.core.launched import Launched, here, hosts
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "MASTER_ADDR": "node7",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "run",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}
+SRUN = {
+    "SLURM_PROCID": "3",
+    "SLURM_NTASKS": "16",
+    "SLURM_LOCALID": "3",
+    "SLURM_JOB_NODELIST": "gpu[007-008]",
+    "SLURM_JOB_ID": "1234567",
+    "SLURM_STEP_ID": "0",
+}
+
+
+def without(environment: dict[str, str], *names: str) -> dict[str, str]:
+    return {name: text for name, text in environment.items() if name not in names}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("node1", ["node1"]),
+        ("a,b", ["a", "b"]),
+        ("node[001-003,7]", ["node001", "node002", "node003", "node7"]),
+        ("n[09-11]", ["n09", "n10", "n11"]),
+        ("login,r[1-2]c[3,5]-ib", ["login", "r1c3-ib", "r1c5-ib", "r2c3-ib", "r2c5-ib"]),
+        ("ip-10-0-0-1,ip-10-0-0-[2-3]", ["ip-10-0-0-1", "ip-10-0-0-2", "ip-10-0-0-3"]),
+    ],
+)
+def test_hosts_of_a_slurm_list(text: str, expected: list[str]) -> None:
+    assert list(hosts(text)) == expected
+
+
+@pytest.mark.parametrize("text", ["", "node[1-", "node]1[", "a,,b", "n[x-y]"])
+def test_a_list_that_cannot_be_read_is_refused(text: str) -> None:
+    with pytest.raises(FivefoldError, match="MASTER_ADDR"):
+        list(hosts(text))
+
+
+def test_nobody_launched_this() -> None:
+    assert here({"PATH": "/bin", "MASTER_ADDR": "left over"}) is None
+    # A shell inside of an allocation is no task of the job.
+    assert here(without(SRUN, "SLURM_STEP_ID")) is None
+
+
+def test_torchrun() -> None:
+    assert here(TORCHRUN) == Launched("torchrun", 5, 8, 1, "node7", 29500, 2, hosted=True)
+
+
+def test_a_pytorchjob_sets_no_local_rank() -> None:
+    names = [name for name in TORCHRUN if name.startswith("TORCHELASTIC")]
+    found = here(without(TORCHRUN, "LOCAL_RANK", *names))
+    assert found == Launched("environment", 5, 8, 0, "node7", 29500)
+
+
+def test_srun_derives_where_to_meet() -> None:
+    assert here(SRUN) == Launched("srun", 3, 16, 3, "gpu007", 24567)
+    chosen = here({**SRUN, "MASTER_ADDR": "other", "MASTER_PORT": "1"})
+    assert chosen is not None and (chosen.host, chosen.port) == ("other", 1)
+    again = here({**SRUN, "SLURM_RESTART_COUNT": "1"})
+    assert again is not None and again.restarts == 1
+
+
+def test_torchrun_inside_of_a_slurm_job_comes_first() -> None:
+    found = here({**SRUN, **TORCHRUN})
+    assert found is not None and found.launcher == "torchrun"
+
+
+@pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+def test_half_an_environment_is_named(missing: str) -> None:
+    with pytest.raises(FivefoldError, match=rf"but not {missing}: .*torchrun"):
+        here(without(TORCHRUN, missing))
+
+
+def test_half_of_slurm_is_named() -> None:
+    with pytest.raises(FivefoldError, match=r"but not SLURM_NTASKS, SLURM_JOB_ID: .*srun"):
+        here(without(SRUN, "SLURM_NTASKS", "SLURM_JOB_ID"))
+
+
+def test_numbers_are_checked() -> None:
+    with pytest.raises(FivefoldError, match="RANK is 'two': it must be a whole number"):
+        here({**TORCHRUN, "RANK": "two"})
+    with pytest.raises(FivefoldError, match=r"rank 8 of 8: .* the highest is 7"):
+        here({**TORCHRUN, "RANK": "8"})
+
+
+def are_known(words: list[str]) -> None:
+    """That torchrun and `fivefold train` have the options of a command line."""
+    launcher = pytest.importorskip("torch.distributed.run").get_args_parser()
+    train = typer.main.get_command(build("train")).commands["train"]
+    known = (
+        {name for action in launcher._actions for name in action.option_strings},
+        {name for each in train.params for name in each.opts},
+    )
+    at = words.index("-m")
+    assert words[at : at + 3] == ["-m", "fivefold", "train"]
+    for side, options in zip((words[:at], words[at + 3 :]), known, strict=True):
+        used = {word.partition("=")[0] for word in side if word.startswith("--")}
+        assert used <= options, used - options
+
+
+def test_the_slurm_example_asks_for_what_exists() -> None:
+    text = (EXAMPLES / "slurm.sbatch").read_text("utf-8")
+    first, *lines = text.splitlines()
+    assert first == "#!/bin/bash"
+    asked = dict(
+        line.removeprefix("#SBATCH --").partition("=")[::2]
+        for line in lines
+        if line.startswith("#SBATCH ")
+    )
+    assert asked["ntasks-per-node"] == "1", "one torchrun a node"
+    assert asked["signal"].startswith("B:TERM@"), "the script hears it, and passes it on"
+    assert {"requeue", "open-mode", "nodes"} <= set(asked)
+    command = text[text.index("torchrun \\\n") : text.index(" &\n")].replace("\\\n", " ")
+    words = shlex.split(command)[1:]
+    assert any(word.startswith("--rdzv-endpoint=") for word in words)
+    are_known(words)
+
+
+def test_the_kubernetes_example_is_a_pytorchjob() -> None:
+    yaml = pytest.importorskip("yaml")
+    job: dict[str, Any] = yaml.safe_load((EXAMPLES / "kubernetes.yaml").read_text("utf-8"))
+    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
+    spec = job["spec"]
+    elastic, (workers,) = spec["elasticPolicy"], spec["pytorchReplicaSpecs"].values()
+    assert elastic["minReplicas"] <= workers["replicas"] <= elastic["maxReplicas"]
+    pod = workers["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] >= 60
+    (container,) = pod["containers"]
+    assert container["name"] == "pytorch", "the operator looks for this name"
+    assert container["command"][0] == "torchrun"
+    are_known(container["command"][1:])
+    mounted = {each["name"] for each in container["volumeMounts"]}
+    assert mounted == {each["name"] for each in pod["volumes"]}

@@ -1,0 +1,193 @@
+"""Memory of real stages: uneven ones, how far ranks run ahead, and states on disks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from ledgers import H100, books_of, grid_of
+
+from fivefold.core import models
+from fivefold.core.clock import peak_activations, play
+from fivefold.core.count import layer_parameters, parameters
+from fivefold.core.estimate import stack as stacks
+from fivefold.core.estimate.ends import in_flight, stages_of
+from fivefold.core.estimate.grid import OFFLOADS, Grid
+from fivefold.core.estimate.outlook import outlook
+from fivefold.core.estimate.search import Setting, search
+from fivefold.core.estimate.space import Question
+from fivefold.core.estimate.timing import timing
+from fivefold.core.plan import Wishes, resolve
+from fivefold.core.schedule.costs import Costs
+from fivefold.core.schedule.flush import alternate
+from fivefold.core.schedule.placement import loop
+from fivefold.core.schedule.value import Schedule
+from fivefold.core.score.outcome import outcome
+from fivefold.core.score.peers import compared
+from fivefold.core.score.summary import ranked
+
+LLAMA_405B = models.load("llama-3.1-405b")
+
+
+def interleaved(ranks: int, microbatches: int, chunks: int, hop_forwards: int) -> Schedule:
+    """Interleaved 1F1B that runs so many forwards ahead for each hop to the last rank."""
+
+    def steps(rank: int) -> Any:
+        ahead = (chunks - 1) * ranks + hop_forwards * (ranks - 1 - rank) + 1
+        return alternate(rank, ranks, microbatches, chunks, ahead)
+
+    order = tuple(steps(rank) for rank in range(ranks))
+    return Schedule("interleaved", loop(ranks, chunks), microbatches, order)
+
+
+@pytest.mark.parametrize(("ranks", "chunks"), [(4, 2), (4, 3), (8, 4), (16, 8)])
+@pytest.mark.parametrize("times", [(1.0, 1.0, 1.0), (1.0, 1.3, 0.7), (1.0, 2.0, 0.1)])
+def test_one_forward_ahead_a_hop_is_as_fast_and_keeps_less(
+    ranks: int, chunks: int, times: tuple[float, float, float]
+) -> None:
+    m = 2 * ranks
+    lean, usual = (interleaved(ranks, m, chunks, hops) for hops in (1, 2))
+    costs = Costs.uniform(lean.placement, times)
+    assert play(lean, costs).makespan == pytest.approx(play(usual, costs).makespan)
+    grid = grid_of(pp=ranks, microbatches=m, chunks=chunks, schedule="interleaved")
+    for hops, schedule in ((1, lean), (2, usual)):
+        peaks = peak_activations(schedule)
+        assert in_flight(grid, "first", hops).item() == pytest.approx(peaks[0])
+        assert in_flight(grid, "inner", hops).item() == pytest.approx(max(peaks[1:-1]))
+        assert in_flight(grid, "last", hops).item() == pytest.approx(peaks[-1])
+    assert peak_activations(lean)[0] == ranks < peak_activations(usual)[0]
+
+
+@pytest.mark.parametrize(("ranks", "chunks"), [(4, 2), (8, 4), (16, 8)])
+def test_messages_show_where_one_forward_runs_ahead(ranks: int, chunks: int) -> None:
+    """By no more than every message of a rank: what `transfers_hidden=False` adds to a step."""
+    m, message = 2 * ranks, 0.01 / chunks
+    lean, usual = (interleaved(ranks, m, chunks, hops) for hops in (1, 2))
+    costs = Costs.uniform(lean.placement, transfer=message)
+    extra = play(lean, costs).makespan - play(usual, costs).makespan
+    assert 0 < extra <= 2 * m * chunks * message
+
+
+def test_stages_that_a_plan_gives_are_those_of_its_ledger() -> None:
+    """A layer more on an inner rank: its weights, its states, and what it keeps."""
+    base = Wishes(model="llama-3.1-8b", layout="pp=4", seq=4096, microbatches=8)
+    setting = Setting(H100, stacks.OURS, "bf16")
+    even, uneven = (
+        outlook(resolve(replace(base, stage_layers=given)), setting)
+        for given in ("8,8,8,8", "6,12,8,6")
+    )
+    layer = layer_parameters(models.load("llama-3.1-8b"), 0).total
+    ends = 128_256 * 4096
+    assert even.memory["weights"] == 2 * (8 * layer + ends)  # the first rank, with the embedding
+    assert uneven.memory["weights"] == 2 * 12 * layer
+    kept = even.memory["activations"] / 32  # 4 microbatches of 8 layers
+    assert uneven.memory["activations"] == pytest.approx(36 * kept, rel=0.02)  # 3 of 12
+    assert uneven.total > even.total
+
+
+def test_a_layer_is_spared_at_either_end() -> None:
+    """Llama-3.1-405B: 126 layers on 16 ranks of 8, but 7 on the first and on the last."""
+    for chunks in (2, 4, 8):
+        grid = grid_of(pp=16, chunks=chunks, microbatches=32, schedule="interleaved")
+        found = stages_of(LLAMA_405B, "spared", grid, 8192)
+        assert [stage.layers.all.item() for stage in found] == [7, 8, 7]
+        assert [stage.embedding.item() for stage in found] == [1, 0, 0]
+        assert [stage.head.item() for stage in found] == [0, 0, 1]
+    (whole, _) = stages_of(LLAMA_405B, "spared", grid_of(), 8192)
+    assert whole.layers.all.item() == 126
+
+
+def meta(gpus: int, tflops: float) -> dict[str, Any]:
+    """Llama-3.1-405B in rows of 8,192 as arXiv 2407.21783, table 4, prints it."""
+    shape = LLAMA_405B
+    return {
+        "id": f"llama3-405b-{gpus}g-s8192",
+        "model": "Llama 3.1 405B",
+        "layers": shape.layers,
+        "hidden": shape.width,
+        "ffn_hidden": shape.ffn,
+        "heads": shape.heads,
+        "kv_heads": shape.kv_heads,
+        "vocab": shape.vocab,
+        "seq_len": 8192,
+        "gpu": "h100-sxm",
+        "gpus": gpus,
+        "dp": gpus // 128,
+        "zero": 2,
+        "tp": 8,
+        "sp": True,
+        "pp": 16,
+        "schedule": "interleaved-1f1b",
+        "micro_batch": None,
+        "global_batch": 2048,
+        "recompute": "none",
+        "achieved": {"tflops_per_gpu": tflops},
+    }
+
+
+def test_llama_405b_fits_where_meta_ran_it() -> None:
+    """With one layer a chunk, which the paper implies: a first chunk with the embedding alone."""
+    small, large = outcome(meta(8192, 430.0)), outcome(meta(16_384, 400.0))
+    assert small.measured_seconds == pytest.approx(12.02, rel=0.01)
+    assert large.measured_seconds == pytest.approx(6.46, rel=0.01)
+    assert small.time_error == large.time_error == 0.0
+    assert small.fitting == ("rows=1 chunks=8 recompute=none ahead=1",)
+    assert large.fitting == tuple(f"rows=1 chunks=8 recompute=none ahead={n}" for n in (2, 1))
+    told = [each["detail"] for each in compared([small, large], ranked)]
+    assert "fits in 1 of 20 cases: rows=1 chunks=8 recompute=none ahead=1" in told[0]
+
+
+# --- Disks
+
+LLAMA_70B = models.load("llama-3.1-70b")
+
+
+def states_on(offload: str, **degrees: int) -> Grid:
+    return replace(grid_of(**degrees), offload=np.array([float(OFFLOADS.index(offload))]))
+
+
+def test_states_lie_on_disks_and_two_layers_of_them_in_host_memory() -> None:
+    number = parameters(LLAMA_70B).total / 8
+    here, cpu, nvme = (
+        books_of(LLAMA_70B, states_on(name, shard=8, zero=3), seq=8192) for name in OFFLOADS
+    )
+    assert nvme.disk.item() == pytest.approx(12 * number)
+    assert nvme.host.item() == pytest.approx((2 + 12 * 2 / 80) * number)
+    assert cpu.host.item() == pytest.approx(14 * number)
+    assert here.disk == cpu.disk == here.host == 0
+    assert nvme.total == cpu.total < here.total
+
+
+def test_disks_are_shared_by_a_node_and_hide_behind_the_update() -> None:
+    """24 bytes of a parameter there and back, at 50 GB/s for 8 GPUs; one layer of 80 shows."""
+    here, cpu, nvme = (
+        timing(LLAMA_70B, H100, stacks.OURS, states_on(name, shard=8, zero=3), 8192, "bf16")
+        for name in OFFLOADS
+    )
+    number = parameters(LLAMA_70B).total / 8
+    disk = 24 * number / (50e9 / 8)
+    assert nvme.parts["offload"].item() == pytest.approx(disk * (1 + 1 / 80), rel=1e-3)
+    assert 0 < cpu.parts["offload"].item() < disk
+    assert nvme.parts["optimizer"] == cpu.parts["optimizer"] == 0 < here.parts["optimizer"]
+    fast = replace(H100, host=replace(H100.host, nvme_bandwidth=1e15))
+    asked = (stacks.OURS, states_on("nvme", shard=8, zero=3), 8192, "bf16")
+    quick = timing(LLAMA_70B, fast, *asked).parts["offload"].item()
+    assert quick == pytest.approx(cpu.parts["offload"].item(), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("host", "disks", "offload"),
+    [(2e12, 30e12, "cpu"), (0.4e12, 30e12, "nvme"), (0.4e12, 0.5e12, None), (0.4e12, None, None)],
+)
+def test_disks_are_asked_where_the_host_is_full(
+    host: float, disks: float | None, offload: str | None
+) -> None:
+    node = replace(H100.host, memory=host, nvme_bytes=disks)
+    machine = replace(H100, memory=70e9, host=node)
+    question = Question(LLAMA_70B, 8, 4096, 8, (8,), {"schedule": "1f1b", "cp": 1})
+    found = search(question, Setting(machine, stacks.OURS, "bf16"), 1).best
+    assert [OFFLOADS[int(one.grid.offload.item())] for one in found] == (
+        [offload] if offload else []
+    )

@@ -1,0 +1,96 @@
+"""The recipe of a training: its keys, its learning rates, and who is told a `key=value`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fivefold.core import keys, models
+from fivefold.core.elastic import refit
+from fivefold.core.errors import BadFile, FivefoldError, UnknownName
+from fivefold.core.plan import Plan, Wishes, read, resolve, wishes_from
+from fivefold.core.recipe import Recipe
+
+
+def test_there_are_at_most_forty_keys_and_none_has_two_meanings() -> None:
+    plan, train, model = keys.plan_keys(), keys.train_keys(), list(models.keys())
+    assert len(plan) + len(train) + 2 <= 40  # and `model` and `set`
+    assert len({*plan, *train, *model}) == len([*plan, *train, *model])
+
+
+def test_every_key_is_documented() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text("utf-8")
+    missing = [key for key in (*keys.plan_keys(), *keys.train_keys()) if f"`{key}`" not in page]
+    assert not missing
+
+
+def test_a_setting_goes_to_who_knows_it() -> None:
+    said = keys.sort_out({"lr": "3e-4", "zero": "FULL_SHARD", "layers": "4", "moe.experts": "8"})
+    assert said == ({"zero": 3}, {"lr": 3e-4}, {"layers": "4", "moe.experts": "8"})
+
+
+@pytest.mark.parametrize(
+    ("pairs", "words"),
+    [
+        ({"stpes": "3"}, "did you mean steps"),
+        ({"zer": "3"}, "did you mean zero"),
+        ({"layer": "3"}, "did you mean layers"),
+        ({"steps": "x", "lr": "y"}, "steps = 'x'"),
+        ({"optimizer": "adam"}, "did you mean adamw"),
+    ],
+)
+def test_a_mistake_is_named_with_the_nearest(pairs: dict[str, str], words: str) -> None:
+    with pytest.raises((BadFile, UnknownName), match=words):
+        keys.sort_out(pairs)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"steps": 0}, {"lr": 0.0}, {"clip": float("inf")}, {"offload": "nvme"}, {"keep": 0}]
+)
+def test_values_that_make_no_sense_are_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(FivefoldError, match=next(iter(wrong))):
+        Recipe(**wrong)  # type: ignore[arg-type]
+
+
+def test_learning_rates() -> None:
+    usual = Recipe(steps=100, lr=1.0)
+    assert [usual.lr_at(n) for n in (1, 5, 10, 11)] == pytest.approx([0.1, 0.5, 1.0, 1.0])
+    assert usual.lr_at(56) == pytest.approx(0.55)  # half of the wave
+    assert 0.1 < usual.lr_at(100) < 0.102
+    linear = Recipe(steps=10, lr=1.0, lr_curve="linear", warmup=0)
+    assert [linear.lr_at(n) for n in (1, 6, 10)] == pytest.approx([1.0, 0.5, 0.1])
+    wsd = Recipe(steps=100, lr=1.0, lr_curve="wsd")
+    assert [wsd.lr_at(n) for n in (10, 80, 91, 100)] == pytest.approx([1.0, 1.0, 0.5, 0.05])
+    assert Recipe(steps=100, lr=1.0, lr_curve="constant").lr_at(100) == 1.0
+
+
+def test_a_plan_file_carries_it(tmp_path: Path) -> None:
+    wishes = wishes_from("tiny", {"train": {"steps": 7, "lr": 2e-4}})
+    plan, path = resolve(wishes), tmp_path / "plan.toml"
+    path.write_text(plan.to_toml(tmp_path), "utf-8")
+    assert "[train]" in path.read_text("utf-8") and "weight_decay" not in path.read_text("utf-8")
+    assert read(path).train == Recipe(steps=7, lr=2e-4)
+    assert wishes_from(str(path), {"train": {"lr": 1e-2}}).train == Recipe(steps=7, lr=1e-2)
+    path.write_text(plan.to_toml(tmp_path, whole=True), "utf-8")
+    assert read(path).train == Recipe(steps=7, lr=2e-4)
+    path.write_text('model = "tiny"\n[train]\nstep = 3\n', "utf-8")
+    with pytest.raises(BadFile, match="did you mean steps"):
+        read(path)
+
+
+def small(layout: str, **wishes: object) -> Plan:
+    return resolve(Wishes("tiny", layout=layout, seq=32, batch=8, **wishes))  # type: ignore[arg-type]
+
+
+def test_fewer_ranks_keep_the_batch() -> None:
+    plan = refit(small("dp=4 tp=2"), 4)
+    assert (plan.layout.dp, plan.layout.tp, plan.batch.sequences) == (2, 2, 8)
+    assert "dp=2 instead of 4" in plan.notes[-1]
+    assert refit(small("dp=4 tp=2"), 8).notes == ()
+
+
+@pytest.mark.parametrize(("layout", "world"), [("dp=4 tp=2", 3), ("dp=4", 3), ("tp=4", 2)])
+def test_ranks_that_cannot_be_filled_are_refused(layout: str, world: int) -> None:
+    with pytest.raises(FivefoldError, match="start"):
+        refit(small(layout), world)

@@ -1,0 +1,197 @@
+"""Forty steps of one training in many layouts, and in one run that changes its layout on the way.
+
+    python -m tests.ranks.invariance
+
+runs all of them and prints a table in markdown; the tests run a part, with fewer layers and steps.
+Every layout takes the same sequences in the same microbatches, so that one process, run once for
+each rule of balance and precision, is the truth of all of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import date
+from pathlib import Path
+
+from fivefold.core.plan import Plan, Wishes, resolve
+from fivefold.core.recipe import Recipe
+from fivefold.run.ranks import Pool
+from fivefold.run.records import METRICS, RunFolder, read_records
+from fivefold.training import Check, RankRun, Settings, run_rank, source_of, train
+from fivefold.training.check import judge, num_alone
+from fivefold.training.settings import Dtype
+
+HEAD = """# Verified training
+
+The losses of {steps} steps of `tiny-moe` in every layout below, beside those of one process that
+reads the same text: {rows} sequences of {seq} tokens a step in microbatches of {size}, AdamW, lr 1e-3. In
+float64 they may differ by 1e-9 nats. In float32 they may differ by three times as much as two runs
+of one process that take the microbatches of each step in opposite orders, and by 2e-6 where these
+happen to agree; a flip is a token that a layer sends to other experts than one process does, of all
+tokens times layers. Made by `make verify-all` on {date}.
+"""
+COLUMNS = (
+    "layout", "ranks", "ZeRO", "schedule", "context", "balance", "dtype", "largest difference",
+    "allowed", "flips", "seconds", "",
+)  # fmt: skip
+FOOT = """## A run that changes its layout
+
+One run folder; every line resumes it from the checkpoint that the line before has left. The curve
+is held against that of one process that was never interrupted, and the sample numbers in
+`metrics.jsonl` are those of {steps} steps, each once and in order, {samples} different rows of the text.
+"""
+CHANGES = (
+    "steps", "layout", "ranks", "ZeRO", "schedule", "dtype", "largest difference", "allowed",
+    "flips", "seconds", "",
+)  # fmt: skip
+ROWS, MICROBATCH_SIZE, SEQ = 16, 2, 32
+STEPS, LAYERS = 40, 8
+MOST_RANKS = 16
+DTYPES: tuple[Dtype, ...] = ("float64", "float32")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout to train in."""
+
+    layout: str
+    zero: int | None = None
+    schedule: str = "1f1b"
+    context: str = "zigzag"
+    balance: str = "none"
+    recompute: str = "none"
+    sp: bool = True
+
+    def __str__(self) -> str:
+        usual = Case(self.layout)
+        said = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        words = [f"{name}={one}" for name, one in said.items() if one != getattr(usual, name)]
+        return " ".join([self.layout, *words])
+
+    def plan(self, layers: int) -> Plan:
+        """The same model and the same text for every case of one balance."""
+        wishes = Wishes(
+            "tiny-moe",
+            layout=self.layout,
+            zero=self.zero,
+            schedule=self.schedule,
+            context=self.context,
+            balance=self.balance,
+            recompute=self.recompute,
+            sp=self.sp,
+            seq=SEQ,
+            batch=ROWS,
+            microbatch_size=MICROBATCH_SIZE,
+            packed=True,
+            set={"layers": str(layers)} | ({"moe.bias": "true"} if self.balance == "bias" else {}),
+        )
+        return resolve(wishes)
+
+
+CASES = (
+    Case("dp=2"),
+    Case("dp=8", zero=2),
+    Case("dp=2x2 ep=2", zero=3, balance="aux+z"),
+    Case("tp=4", balance="bias"),
+    Case("tp=2 cp=2", context="ring", sp=False),
+    Case("cp=4 ep=4", context="allgather", balance="aux+z"),
+    Case("pp=2", schedule="dualpipe", balance="bias"),
+    Case("pp=4", schedule="zb-h1", recompute="full"),
+    Case("dp=2 pp=2 ep=2", schedule="interleaved", zero=1),
+    Case("tp=2 pp=2 cp=2", schedule="dualpipe-v", context="ulysses"),
+    Case("dp=2 tp=2 ep=2 etp=2", zero=0, balance="capacity:1.25"),
+    Case("dp=2 cp=2 ep=4", zero=1, context="hybrid", balance="bias"),
+    Case("dp=2 tp=2 pp=2 cp=2 ep=2", zero=1, schedule="zb-h1", balance="aux+z"),
+    Case("dp=4 tp=2 pp=2 ep=8", zero=1, schedule="zb-v", recompute="selective"),
+    Case("dp=2 pp=4 cp=2 ep=4", zero=3, schedule="1f1b", balance="capacity:1.25"),
+)
+LEGS = (
+    Case("dp=8"),
+    Case("tp=2 pp=2 cp=2", schedule="zb-h1"),
+    Case("dp=2 pp=2 ep=2", schedule="interleaved"),
+    Case("dp=1"),
+)
+
+
+def drawn(cases: Sequence[Case] = CASES) -> list[Case]:
+    """The cases in an order that is the same on every machine."""
+    return sorted(
+        cases, key=lambda case: hashlib.blake2b(str(case).encode(), digest_size=8).digest()
+    )
+
+
+@dataclass
+class Trainings:
+    """Trains cases on a pool, and keeps what one process has shown for each balance and dtype."""
+
+    pool: Pool
+    steps: int = STEPS
+    layers: int = LAYERS
+    known: dict[tuple[str, Dtype], list[RankRun]] = field(
+        default_factory=dict[tuple[str, Dtype], list[RankRun]]
+    )
+
+    def settings(self, dtype: Dtype) -> Settings:
+        return Settings(Recipe(steps=self.steps), dtype, check=True)
+
+    def references(self, balance: str, dtype: Dtype) -> list[RankRun]:
+        """One process alone, and in float32 a second time in another order of sums."""
+        if (balance, dtype) not in self.known:
+            plan, settings = Case("dp=1", balance=balance).plan(self.layers), self.settings(dtype)
+            tasks = [(run_rank, (plan, settings, reverse)) for reverse in (False, True)]
+            runs = self.pool.run_each(tasks[: num_alone(settings)])
+            self.known[balance, dtype] = runs
+        return self.known[balance, dtype]
+
+    def check(self, case: Case, dtype: Dtype) -> Check:
+        """All steps in one layout."""
+        plan = case.plan(self.layers)
+        tasks = [(run_rank, (plan, self.settings(dtype)))] * plan.layout.world
+        references = self.references(case.balance, dtype)
+        return judge(plan, self.pool.run_each(tasks), references)
+
+    def change(self, dtype: Dtype, folder: Path) -> list[Check]:
+        """One run through all legs, an equal number of steps each; the checks of the legs.
+
+        What a leg may differ is what the whole run may.
+        """
+        references = self.references("none", dtype)
+        whole = judge(Case("dp=1").plan(self.layers), references[:1], references)
+        checks: list[Check] = []
+        for number, case in enumerate(LEGS):
+            first, last = (each * self.steps // len(LEGS) for each in (number, number + 1))
+            runs = self._resume(case, dtype, folder, last)
+            assert all(run.first_step == first + 1 for run in runs)
+            part = [
+                replace(one, losses=one.losses[first:last], routes=one.routes[first:last])
+                for one in references
+            ]
+            check = judge(case.plan(self.layers), runs, part)
+            checks.append(replace(check, spread=whole.spread, allowed=whole.allowed))
+        return checks
+
+    def _resume(self, case: Case, dtype: Dtype, folder: Path, until: int) -> list[RankRun]:
+        """As the command does it with --resume and --until."""
+        plan, resume = case.plan(self.layers), folder.exists()
+        RunFolder.create(folder, plan.to_toml(folder, whole=True), {}, resume)
+        settings = replace(
+            self.settings(dtype), folder=folder, resume=resume, until=until, check=True
+        )
+        tasks = [(run_rank, (plan, settings))] * plan.layout.world
+        return self.pool.run_each(tasks)
+
+    def consumed(self, folder: Path) -> tuple[list[int], set[tuple[str, int]]]:
+        """The sample numbers of a run in the order of its log, and the rows that they are."""
+        records = read_records(folder / METRICS)
+        samples = [
+            record.first_sample + number
+            for record in records
+            for number in range(record.num_samples)
+        ]
+        source = source_of(Case("dp=1").plan(self.layers), self.settings("float32"))
+        return samples, {source.place(each) for each in samples}

@@ -1,0 +1,116 @@
+"""Updaters over many ranks: the weights of one process, however they are cut and sliced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from fivefold.core.plan import Plan, Wishes, resolve
+from fivefold.core.recipe import Recipe
+from fivefold.parallel.compose import Job, compose
+from fivefold.parallel.mesh import Mesh
+from fivefold.run.compare import Part, Wanted, errors_by_name
+from fivefold.run.ranks import Pool, Worker
+from fivefold.run.samples import samples
+from fivefold.run.updaters import make_updater
+from fivefold.step import step
+from fivefold.training.whole import WholeMatrices
+
+STEPS = 2  # the second one finds momentum
+MUON = Recipe(optimizer="muon", lr=1e-2)
+NARROW = Recipe(states="bf16", lr=1e-2)
+SIZES = {"layers": "2", "width": "32", "heads": "4", "kv_heads": "2", "ffn": "24", "vocab": "61"}
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool(4) as ranks:
+        yield ranks
+
+
+def plan_of(layout: str, tied: bool = False, **wishes: Any) -> Plan:
+    sizes = {**SIZES, "tied": str(tied).lower()}
+    said = {"seq": 16, "batch": 4, "set": sizes, **wishes}
+    return resolve(Wishes("tiny-moe", layout=layout, **said), small=True)
+
+
+def trained(worker: Worker, plan: Plan, recipe: Recipe) -> list[Part]:
+    """What this rank owns after a few steps."""
+    with worker.joined(plan.layout.world):
+        mesh = Mesh.of(plan, torch.device("cpu"))
+        job = compose(plan, mesh, seed=0, dtype=torch.float64)
+        matrices = WholeMatrices(job) if plan.layout.world > 1 else None
+        updater = make_updater(recipe, job.owned, mesh.device, matrices=matrices)
+        for number in range(STEPS):
+            drawn = samples(plan.batch, plan.shape.vocab, seed=0, step=number)
+            step(job, updater, drawn.of(plan.layout.coord(mesh.rank).dp), max_norm=1.0)
+        for chunk in job.chunks:
+            chunk.data.wait()
+        mesh.groups.clear()
+        mesh.channels.clear()
+        return parts_of(job)
+
+
+def parts_of(job: Job) -> list[Part]:
+    return [
+        Part(
+            job.table[each.row.name].name,
+            job.pieces[each.row.name],
+            each.start,
+            each.tensor.detach().numpy().copy(),
+        )
+        for each in job.owned
+    ]
+
+
+@cache
+def whole_weights(pool: Pool, recipe: Recipe, tied: bool) -> dict[str, Any]:
+    """Those of one process, which owns every weight whole."""
+    (parts,) = pool.run_each([(trained, (plan_of("dp=1", tied), recipe))])
+    return {part.name: part.values for part in parts}
+
+
+def largest_error(pool: Pool, recipe: Recipe, wishes: dict[str, Any]) -> float:
+    """Of any weight on any rank, against one process."""
+    plan = plan_of(**wishes)
+    truth = whole_weights(pool, recipe, plan.shape.tied)
+    found = pool.run_each([(trained, (plan, recipe))] * plan.layout.world)
+    errors = errors_by_name(Wanted(truth, [part for parts in found for part in parts]))
+    assert errors.keys() == truth.keys()
+    return max(errors.values())
+
+
+@pytest.mark.parametrize(
+    "wishes",
+    [
+        {"layout": "dp=2", "zero": 1},
+        {"layout": "dp=4", "zero": 3},
+        {"layout": "dp=2x2", "zero": 2},
+        {"layout": "tp=2"},
+        {"layout": "tp=4"},  # two ranks hold each KV head
+        {"layout": "dp=2 tp=2 ep=2"},
+        {"layout": "dp=2 tp=2 ep=2 etp=2", "zero": 1},
+        {"layout": "dp=2 pp=2", "schedule": "zb-h1", "zero": 1},
+    ],
+    ids=lambda wishes: " ".join(map(str, wishes.values())),
+)
+def test_muon_has_the_weights_of_one_process(pool: Pool, wishes: dict[str, Any]) -> None:
+    assert largest_error(pool, MUON, wishes) < 1e-9
+
+
+@pytest.mark.parametrize(
+    "wishes",
+    [
+        {"layout": "dp=2", "zero": 0},
+        {"layout": "dp=4", "zero": 3},
+        {"layout": "dp=2 pp=2", "zero": 1, "tied": True},
+    ],
+    ids=lambda wishes: " ".join(map(str, wishes.values())),
+)
+def test_copies_of_a_weight_are_rounded_alike(pool: Pool, wishes: dict[str, Any]) -> None:
+    """Random bits of a rank's own would let replicas, and the two ends of a tied model, part."""
+    assert largest_error(pool, NARROW, wishes) < 1e-9
