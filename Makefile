@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: setup train test lint types verify-all bench-schedule bench-overlap bench-pipeline bench-context bench-expert bench-gpu bench-logging bench-plan score clean
+.PHONY: setup train test lint types verify-all bench-schedule bench-overlap bench-pipeline bench-context bench-expert bench-gpu bench-logging bench-plan chaos score clean
 
 setup: $(READY)
 
@@ -37,6 +37,10 @@ verify-all: setup
 	$(BIN)/python -m tests.ranks.contexts > docs/verified-contexts.md
 	$(BIN)/python -m tests.ranks.covering > docs/verified-combinations.md
 	FIVEFOLD_ALL_CASES=1 $(BIN)/python -m pytest -q tests/ranks/test_traffic_real.py tests/test_readme.py
+
+# Ten SIGKILLs at random ranks and times over one run, each resumed; at most 5 minutes.
+chaos: setup
+	$(BIN)/python benchmarks/chaos.py
 
 bench-overlap: setup
 	$(BIN)/python benchmarks/overlap.py

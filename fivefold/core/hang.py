@@ -88,23 +88,22 @@ def verdict(
     lost = [rank for rank in ends if rank in silent] or sorted(awaited & set(silent))
     if lost:
         return _missing(lost[0], edges, positions, silent=True)
-    if ends:
-        guilty = [rank for rank in ends if _too_long(positions[rank], bound)]
+    circle = [] if ends else _circle(edges)
+    # Calls that differ are no matter of time, and whoever waits in one of them looks only slow.
+    left = parted(positions, circle or ends)
+    if left is not None:
+        return left
+    slow = ends or [rank for rank in circle if not positions[rank].waits]
+    if slow:
+        guilty = [rank for rank in slow if _too_long(positions[rank], bound)]
         return _missing(guilty[0], edges, positions) if guilty else None
-    circle = _circle(edges)
-    busy = [rank for rank in circle if not positions[rank].waits]
-    if busy:
-        guilty = [rank for rank in busy if _too_long(positions[rank], bound)]
-        return _missing(guilty[0], edges, positions) if guilty else None
-    left = parted(positions, circle or sorted(positions))
     stand = [_too_long(each, bound) and isfinite(each.idle) for each in positions.values()]
-    if left is None and all(stand):
-        return _stuck(circle or sorted(positions), positions)
-    return left
+    return _stuck(circle or sorted(positions), positions) if all(stand) else None
 
 
 def parted(positions: Mapping[int, Position], among: Sequence[int]) -> Verdict | None:
-    """Of ranks that share groups, the one whose calls left the path that the others kept to."""
+    """Of ranks that share groups, the one whose calls left the path that the others kept to; first
+    it is sought among these."""
     for a, b in _pairs(positions, among):
         fork = _fork(a, positions[a], b, positions[b])
         if fork is None:

@@ -158,12 +158,16 @@ class Plan:
 def _schedule(word: str, layout: Layout, num_microbatches: int) -> Schedule:
     numbers = (layout.pp, num_microbatches, layout.chunks)
     if layout.pp == 1:
-        return _named("1f1b", *numbers)
-    return choose(word).make(*numbers) if looks_like_file(word) else _named(word.lower(), *numbers)
+        return named_schedule("1f1b", *numbers)
+    return (
+        choose(word).make(*numbers)
+        if looks_like_file(word)
+        else named_schedule(word.lower(), *numbers)
+    )
 
 
 @lru_cache
-def _named(name: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
+def named_schedule(name: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
     """A schedule that is not from a file, made once a process: a search takes its time."""
     return choose(name).make(num_ranks, num_microbatches, num_chunks)
 

@@ -132,9 +132,8 @@ def compose(
         return Chunk(stage, model, data, queue)
 
     chunks = tuple(chunk(stage) for stage in schedule.placement.held(mesh.place(PIPELINE)))
-    by_stage = {each.stage: each for each in chunks}
     pipeline, forwards = (
-        Pipeline(each, mesh, by_stage, hidden_size(plan), dtype)
+        Pipeline(each, mesh, {one.stage: one for one in chunks}, hidden_size(plan), dtype)
         for each in (schedule, schedule.forwards())
     )
     return Job(plan, mesh, chunks, pipeline, forwards, balancing, table, pieces)

@@ -26,7 +26,7 @@ from fivefold.core.errors import FivefoldError
 from fivefold.run.blocks import Block, Held, blocks_of
 from fivefold.run.optimizer import Kept
 
-BLOCK_BYTES = 64_000_000
+BLOCK_BYTES = 32_000_000  # three of them are in memory at once
 _NUM_BUFFERS = 3
 _ALIGNMENT = 64  # bytes, of every tensor in a region
 

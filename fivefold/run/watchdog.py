@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 import threading
 import time
@@ -129,13 +130,13 @@ class Watchdog:
     def _answer(self, number: int) -> None:
         """Say where this rank stands."""
         now = time.monotonic()
-        stack = _stack(self._main)
+        stack, waits = _stack(self._main)
         table = {
             "round": number,
             "phase": self._phase,
             "idle": inf if number == _LAST else now - self._moved_at,
             "allowed": self._allowed_until - now,
-            "waits": any(word in line for line in stack for word in _WAITING),
+            "waits": waits,
             "stack": stack,
             **self.diary.written(),
         }
@@ -151,7 +152,7 @@ class Watchdog:
         found = verdict(positions, silent, 2 * self.patience)
         if found is not None and found.rank in silent:
             last = self.board.get(f"phase-{found.rank}")
-            found = replace(found, doing=last or found.doing)
+            found = replace(found, doing=f"{last}, or soon after" if last else found.doing)
         # Who moves meanwhile was waiting for somebody slow.
         stands = self._moves == self._seen and not self._stop.is_set()
         if found is not None and stands and self.board.claim("verdict", str(found)):
@@ -183,8 +184,12 @@ def watched(worker: Worker, world: int, patience: float = PATIENCE) -> Iterator[
         watchdog.close()
 
 
-def _stack(thread: int) -> list[str]:
-    """The innermost places of a thread's program, outermost first."""
+def _stack(thread: int) -> tuple[list[str], bool]:
+    """The innermost places of a thread's program, outermost first and without torch's own, and
+    whether it waits for others there, or may do so."""
     frame = sys._current_frames().get(thread)
-    places = traceback.extract_stack(frame)[-_FRAMES:] if frame is not None else []
-    return [f"  {each.filename}:{each.lineno} {each.name}: {each.line}" for each in places]
+    places = [] if frame is None else traceback.extract_stack(frame)
+    inner = [each.line or "" for each in places[-_FRAMES:]]
+    ours = [each for each in places if f"{os.sep}torch{os.sep}" not in each.filename]
+    shown = [f"  {each.filename}:{each.lineno} {each.name}: {each.line}" for each in ours]
+    return shown[-_FRAMES:], any(word in line for line in inner for word in _WAITING)

@@ -12,6 +12,7 @@ from fivefold.training.check import Check, alone, judge, num_alone
 from fivefold.training.loop import RankRun, run_rank, source_of
 from fivefold.training.measured import Measured, beside_the_plan
 from fivefold.training.settings import PRECISIONS, Settings
+from fivefold.training.shortage import Shortage, expected
 
 __all__ = [
     "PRECISIONS",
@@ -19,7 +20,9 @@ __all__ = [
     "Measured",
     "RankRun",
     "Settings",
+    "Shortage",
     "beside_the_plan",
+    "expected",
     "num_processes",
     "run_rank",
     "source_of",
@@ -33,7 +36,10 @@ def num_processes(plan: Plan, settings: Settings) -> int:
 
 
 def train(
-    pool: Pool, plan: Plan, settings: Settings, on_report: Callable[[StepRecord | str], None]
+    pool: Pool,
+    plan: Plan,
+    settings: Settings,
+    on_report: Callable[[StepRecord | Shortage | str], None],
 ) -> tuple[list[RankRun], Check | None]:
     """Train on the pool's first ranks; `on_report` is told of every step when it is over, and of
     what went wrong and does not end the run.

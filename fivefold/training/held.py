@@ -50,11 +50,11 @@ def measure(job: Job, updater: Updater) -> Held:
         if one is not None
     ]
     parts = [sum(one.nbytes for one in tensors) for tensors in (weights, gradients, states)]
-    memory = _memory([*weights, *gradients, *states, *buffers])
+    memory = memory_of([*weights, *gradients, *states, *buffers])
     return Held(*parts, padding=memory - sum(parts))
 
 
-def _memory(tensors: Iterable[Tensor]) -> int:
+def memory_of(tensors: Iterable[Tensor]) -> int:
     """Bytes of the memory behind these tensors, each piece of it counted once."""
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({each.data_ptr(): each.nbytes() for each in storages}.values())

@@ -16,6 +16,7 @@ from fivefold.core.errors import FivefoldError
 from fivefold.core.plan import Plan
 from fivefold.core.progress import BUILD, EVAL, LOAD, SAVE, StepRecord, mfu
 from fivefold.model.batch import TokenBatch
+from fivefold.model.compiled import compile_blocks
 from fivefold.parallel.compose import Job, compose
 from fivefold.parallel.mesh import Mesh
 from fivefold.run.mixture import Source, open_source
@@ -32,6 +33,7 @@ from fivefold.training.progress import Progress
 from fivefold.training.routes import Routes, kept
 from fivefold.training.scale import LossScale
 from fivefold.training.settings import Settings
+from fivefold.training.shortage import Shortage, allocated, expected, fitting
 from fivefold.training.told import Busy, Told, memory_gib
 from fivefold.training.whole import WholeMatrices
 
@@ -77,7 +79,7 @@ def run_rank(
         try:
             loop.run()
         except torch.OutOfMemoryError:
-            loop.told.out_of_memory()
+            loop.run_out()
             raise
         finally:
             loop.told.close()
@@ -161,7 +163,7 @@ class _Loop:
         disk = None if self.recipe.disk is None else Path(self.recipe.disk)
         if disk is not None:
             disk.mkdir(parents=True, exist_ok=True)
-        return compose(
+        job = compose(
             self.plan,
             self.mesh,
             seed=self.recipe.seed,
@@ -171,6 +173,10 @@ class _Loop:
             master=self.settings.master,
             disk=disk,
         )
+        if self.recipe.compile:
+            for chunk in job.chunks:
+                compile_blocks(chunk.model)
+        return job
 
     def run(self) -> None:
         """From where the training is to its last step, or until somebody wishes to stop."""
@@ -274,6 +280,20 @@ class _Loop:
         """Something is not as it should be, and the training goes on; said once."""
         if self.worker.rank == 0:
             self.worker.report(text)
+
+    def run_out(self) -> None:
+        """There is no memory left: say what was expected, what is there, and what would fit."""
+        snapshot, outlook = self.told.out_of_memory(), expected(self.plan, self.recipe)
+        self.worker.report(
+            Shortage(
+                self.worker.rank,
+                f"step {self.progress.step + 1}",
+                {} if outlook is None else dict(outlook.memory),
+                allocated(self.job, self.updater),
+                fitting(self.plan, self.recipe),
+                None if snapshot is None else str(snapshot),
+            )
+        )
 
     def _keep_to_compare(self, outcome: Outcome) -> None:
         self.result.losses.append(float(outcome.loss))

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 
 import torch
 
@@ -117,10 +118,9 @@ class Told:
             tracker.log(record.step, record.scalars())
         self.worker.report(record)
 
-    def out_of_memory(self) -> None:
-        """Keep what the memory looks like."""
-        if self.snapshots is not None:
-            self.snapshots.out_of_memory()
+    def out_of_memory(self) -> Path | None:
+        """Keep what the memory looks like; the file."""
+        return None if self.snapshots is None else self.snapshots.out_of_memory()
 
     def end(self, why: str, spent: Mapping[str, float]) -> None:
         """The training came to an orderly end."""

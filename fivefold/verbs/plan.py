@@ -77,18 +77,12 @@ def run(
         "price": None if price is None else _positive("price", price),
         "objective": objective,
         "precision": precision,
-        "how": {
-            "headroom": headroom,
-            "kernels": one_of("kernels", kernels, ("compiled", "eager", "graphs")),
-            "imbalance": 1.0 if imbalance is None else imbalance,
-        },
+        "how": _how(headroom, kernels, imbalance),
         "what_if": what_if,
         "compare": compare,
         "sweep": sweep,
         "output": output,
     }
-    if not 0 <= headroom < 1:
-        raise FivefoldError(f"--headroom {headroom}: give a share of the memory from 0 to below 1")
     said = {name for name, value in command.params.items() if value not in (None, False, [])}
     is_open = "layout" not in said and not command.params["target"].endswith(".toml")
     _require_known(wishes.machine)
@@ -103,6 +97,17 @@ def run(
 
 
 Printed = tuple[dict[str, Any], list[str]]
+
+
+def _how(headroom: float, kernels: str, imbalance: float | None) -> dict[str, Any]:
+    """What estimates assume."""
+    if not 0 <= headroom < 1:
+        raise FivefoldError(f"--headroom {headroom}: give a share of the memory from 0 to below 1")
+    return {
+        "headroom": headroom,
+        "kernels": one_of("kernels", kernels, ("compiled", "eager", "graphs")),
+        "imbalance": 1.0 if imbalance is None else imbalance,
+    }
 
 
 def _require_no_estimates(said: set[str]) -> None:

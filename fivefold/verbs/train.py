@@ -22,13 +22,13 @@ from fivefold.core.launched import Launched, here
 from fivefold.core.plan import Plan, Wishes, resolve
 from fivefold.core.progress import Pace, Planned, StepRecord
 from fivefold.core.weights import weights
-from fivefold.report.training_text import head, step_line, summary_text, tail
+from fivefold.report.training_text import head, out_of_memory, step_line, summary_text, tail
 from fivefold.run.naming import run_folder
 from fivefold.verbs.options import above, one_of, with_plan_options
 
 if TYPE_CHECKING:
     from fivefold.run.ranks import RankLost
-    from fivefold.training import RankRun, Settings
+    from fivefold.training import RankRun, Settings, Shortage
 
 _MOST_RANKS = 64  # processes that one machine is asked to run
 _DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -96,10 +96,24 @@ def runnable(wishes: Wishes, launched: Launched | None = None) -> Plan:
             f"schedule {plan.schedule.name} is asynchronous, which train does not run: choose "
             "another, such as 1f1b or zb-h1"
         )
+    if wishes.train.compile and (reason := _not_compiled(plan)):
+        raise FivefoldError(f"compile = true: {reason}")
     if plan.shape.dropout:
         note = "dropout is 0: many ranks and one cannot drop the same activations"
         plan = replace(plan, notes=(*plan.notes, note))
     return plan
+
+
+def _not_compiled(plan: Plan) -> str | None:
+    """What a block does that cannot be part of one graph."""
+    layout = plan.layout
+    inside = {"tp": layout.tp, "cp": layout.cp, "ep": layout.ep}
+    found = [
+        f"{axis}={degree} moves tokens inside" for axis, degree in inside.items() if degree > 1
+    ]
+    if plan.schedule.splits_backward and layout.pp > 1:
+        found.append(f"schedule {plan.schedule.name} splits backward inside")
+    return f"{' and '.join(found)} of a block; choose a layout of dp and pp" if found else None
 
 
 @dataclass(frozen=True)
@@ -118,7 +132,7 @@ class _Where:
 def _settings(where: _Where, folder: Path) -> Settings:
     """How the ranks train: on which device, and how precisely."""
     from fivefold.run.ranks import num_gpus
-    from fivefold.training import PRECISIONS, Settings
+    from fivefold.training import PRECISIONS, Settings, expected
 
     plan, device = where.plan, where.device
     if device == "auto":
@@ -128,6 +142,7 @@ def _settings(where: _Where, folder: Path) -> Settings:
     dtype = where.dtype or PRECISIONS[plan.precision]
     if where.dtype is None and device == "cpu" and dtype == "bfloat16":
         dtype = "float32"  # CPUs are slow at bfloat16, and every plan is for it by default
+    outlook = expected(plan, plan.wishes.train)
     return Settings(
         recipe=plan.wishes.train,
         dtype=cast("Any", dtype),
@@ -135,20 +150,9 @@ def _settings(where: _Where, folder: Path) -> Settings:
         folder=folder,
         resume=where.resume,
         until=where.until,
-        planned=_planned(plan),
+        planned=None if outlook is None else Planned.of(outlook),
         check=where.check,
     )
-
-
-def _planned(plan: Plan) -> Planned | None:
-    """The planner's forecast, where it knows the machine."""
-    if plan.machine is None:
-        return None
-    from fivefold.core.estimate.outlook import outlook
-    from fivefold.core.estimate.search import Setting
-    from fivefold.core.estimate.stack import OURS
-
-    return Planned.of(outlook(plan, Setting(plan.machine, OURS, plan.precision)))
 
 
 def _fork(where: _Where, as_json: bool) -> int:
@@ -219,12 +223,16 @@ class _Teller:
         self.steps, self.say, self.pace = steps, say, Pace()
         self.records: list[StepRecord] = []
 
-    def tell(self, record: StepRecord | str) -> None:
-        if isinstance(record, str):
+    def tell(self, record: StepRecord | Shortage | str) -> None:
+        if isinstance(record, StepRecord):
+            self.records.append(record)
+            self.say(step_line(record, self.steps, self.pace.eta(record, self.steps)))
+        elif isinstance(record, str):
             typer.echo(f"fivefold: {record}", err=True)
-            return
-        self.records.append(record)
-        self.say(step_line(record, self.steps, self.pace.eta(record, self.steps)))
+        else:
+            words = {**asdict(record), "where": f"{record.where} of rank {record.rank}"}
+            words.pop("rank")
+            typer.echo(f"fivefold: {out_of_memory(**words)}", err=True)
 
 
 def _facts(plan: Plan) -> dict[str, object]:

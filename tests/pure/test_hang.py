@@ -127,6 +127,21 @@ def test_ranks_that_called_different_things_as_often() -> None:
     judged(verdict(positions, bound=BOUND), 3, r"call 3 on tp .*, all_reduce of 16384 bytes, which")
 
 
+def test_a_different_call_is_found_before_somebody_is_called_slow() -> None:
+    """Rank 2 left out a sum of tp, and waits in the next call, which is another; rank 0 waits for
+    rank 2, which seems to wait for nobody."""
+    gathers = {rank: Call(TP[rank], "all_gather", 64) for rank in range(4)}
+    positions = four("ttdw", "ttdw", "tt", "ttt")
+    for rank, calls in ((0, "tttd"), (1, "tttd")):
+        trail = list(at(rank, calls).trail)
+        trail.insert(3, gathers[rank])
+        positions[rank] = Position(Counter(call.line for call in trail), trail, idle=12.0)
+    trail = [*positions[2].trail, gathers[2]]
+    positions[2] = replace(positions[2], trail=trail, counts={TP[2]: 3})
+    found = verdict(positions, bound=BOUND)
+    judged(found, 2, r"call 3 on tp \(ranks 2 and 3\), all_reduce .*went on to all_gather on tp")
+
+
 def test_in_a_circle_the_rank_whose_program_does_not_wait_is_lost() -> None:
     """Rank 0 has gathered ahead, so that others are behind it, and then falls asleep."""
     ahead, back = Line("pp", (0, 1), messages=True), Line("pp", (1, 0), messages=True)

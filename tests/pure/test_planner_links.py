@@ -105,7 +105,7 @@ def test_a_machine_file_turns_it_on(tmp_path: Path) -> None:
     path.write_text(strict.to_toml(machines.to_table(found)))
     assert machines.load(path) == found
     path.write_text('base = "h100"\n\n[tiers.network]\nreduces = "yes"\n')
-    with pytest.raises(BadFile, match="tiers.network.reduces"):
+    with pytest.raises(BadFile, match=r"tiers\.network\.reduces"):
         machines.load(path)
 
 

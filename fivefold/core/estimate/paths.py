@@ -173,7 +173,7 @@ def _looped(stages: Stages, numbers: Numbers, ahead: Array, kept: Array) -> Arra
         fill + passes + work + spent + k * lag,
         _both(turn, _behind(inputs[-1]) + rest + (2 * (p - 1) - k) * lag),
     ]
-    if m > p or v == 1 or not kept.any():  # in a single round chunks keep more than is told
+    if v == 1 or not kept.any():  # which gradients are late is not told where chunks keep them
         found.append(_both(turn, _drained(stages, numbers, rest, (held, last))))
     return np.concatenate(found)
 

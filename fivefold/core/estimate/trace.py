@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from fivefold.core.estimate.grid import Array, Flags
 from fivefold.core.estimate.paths import Stages
+from fivefold.core.plan import named_schedule
 from fivefold.core.schedule.action import (
     BACKWARD,
     FORWARD,
@@ -24,7 +25,6 @@ from fivefold.core.schedule.action import (
     Overlap,
     actions_of,
 )
-from fivefold.core.schedule.catalog import family
 from fivefold.core.schedule.value import Schedule
 
 Places = NDArray[np.int64]
@@ -75,7 +75,7 @@ def is_long(num_ranks: int, num_microbatches: int, num_chunks: int) -> bool:
 
 @lru_cache(maxsize=64)
 def _walk(name: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> Walk:
-    return walk(family(name).make(num_ranks, num_microbatches, num_chunks))
+    return walk(named_schedule(name, num_ranks, num_microbatches, num_chunks))
 
 
 def walk(schedule: Schedule) -> Walk:

@@ -1,0 +1,56 @@
+"""The curve of one process in any layout, and through a change of layouts on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from invariance import CASES, LEGS, ROWS, Case, Trainings, drawn
+
+from fivefold.run.ranks import Pool
+from fivefold.run.records import METRICS
+from fivefold.training.settings import Dtype
+
+STEPS, LAYERS = 12, 4
+FEW_RANKS = 4
+SOME = drawn([case for case in CASES if case.plan(LAYERS).layout.world <= FEW_RANKS])
+
+
+@pytest.fixture(scope="module")
+def trainings() -> Iterator[Trainings]:
+    with Pool(max(case.plan(LAYERS).layout.world for case in LEGS)) as pool:
+        yield Trainings(pool, STEPS, LAYERS)
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [(SOME[0], "float64"), (SOME[1], "float64"), (SOME[2], "float32")],
+    ids=str,
+)
+def test_a_layout_follows_the_curve_of_one_process(
+    trainings: Trainings, case: Case, dtype: Dtype
+) -> None:
+    check = trainings.check(case, dtype)
+    assert check.passed, check
+    assert check.routed == STEPS * case.plan(LAYERS).batch.tokens * (LAYERS - 1)
+    assert check.flips == 0 or dtype == "float32"
+    losses = trainings.references(case.balance, dtype)[0].losses
+    assert losses[-1] < losses[0] - 0.5  # equal, and of a model that learns
+
+
+def test_a_run_changes_its_layout_and_reads_every_sample_once(
+    trainings: Trainings, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    checks = list(trainings.change("float64", folder))
+    assert len(checks) == len(LEGS)
+    for check in checks:
+        assert check.passed and check.flips == 0, check
+    samples, places = trainings.consumed(folder)
+    assert samples == [*range(STEPS * ROWS)]
+    assert len(places) == len(samples)
+    log = folder / METRICS
+    lines = log.read_text().splitlines(keepends=True)
+    log.write_text("".join(lines[:3] + lines[4:]))  # as if a step had been left out
+    assert trainings.consumed(folder)[0] != samples

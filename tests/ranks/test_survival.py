@@ -1,0 +1,231 @@
+"""What a training survives: numbers that are not finite, little memory, a full disk, damage."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from fivefold.core.plan import Plan, Wishes, resolve
+from fivefold.core.progress import StepRecord
+from fivefold.core.recipe import Recipe
+from fivefold.parallel.flat import FlatUnit
+from fivefold.run.ranks import Pool, RankLost
+from fivefold.run.records import RunFolder
+from fivefold.run.worker import Worker
+from fivefold.training import RankRun, Settings, run_rank, train
+from fivefold.training.checkpoint import Reader, latest
+from fivefold.training.scale import LossScale
+
+STEPS = 4
+
+
+@pytest.fixture
+def pool() -> Iterator[Pool]:
+    with Pool(2) as forked:
+        yield forked
+
+
+def plan_of(layout: str = "dp=2", **wishes: Any) -> Plan:
+    said = {"seq": 16, "batch": 4, "set": {"layers": "2"}, **wishes}
+    return resolve(Wishes("tiny", layout=layout, **said))
+
+
+def settings_of(folder: Path | None = None, resume: bool = False, **said: Any) -> Settings:
+    dtype = said.pop("dtype", "float32")
+    if folder is not None:
+        RunFolder.create(folder, "", {}, resume)
+    return Settings(Recipe(**{"steps": STEPS, **said}), dtype, folder=folder, resume=resume)
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    found = latest(folder)
+    assert found is not None
+    reader = Reader(found)
+    return {key: reader.read(key) for key in reader.tensors}
+
+
+def trained(pool: Pool, plan: Plan, settings: Settings) -> tuple[list[StepRecord], list[str]]:
+    said: list[Any] = []
+    train(pool, plan, settings, said.append)
+    return (
+        [each for each in said if isinstance(each, StepRecord)],
+        [each for each in said if isinstance(each, str)],
+    )
+
+
+def with_bad_steps(worker: Worker, plan: Plan, settings: Settings, bad: frozenset[int]) -> RankRun:
+    """A gradient of rank 1 is no number in these steps."""
+    inner, steps = FlatUnit.hand_over, iter(range(1, 1000))
+
+    def hand_over(self: FlatUnit) -> None:
+        inner(self)
+        first = any(each.row.name == "embed.weight" for each in self.owned)
+        if self.mesh.rank == 1 and first and next(steps) in bad:
+            self.owned[0].grad[0] = float("nan")
+
+    with patch.object(FlatUnit, "hand_over", hand_over):
+        return run_rank(worker, plan, settings)
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_counted(pool: Pool, tmp_path: Path) -> None:
+    plan, settings = plan_of(zero=0), settings_of(tmp_path)
+    pool.run_each([(with_bad_steps, (plan, settings, frozenset({2})))] * 2)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]
+    assert [line["skipped"] for line in lines] == [None, "norm is not finite", None, None]
+    assert [line["first_sample"] for line in lines] == [0, 4, 8, 12]  # its text is behind it
+    found = latest(tmp_path)
+    assert found is not None
+    facts = Reader(found).facts
+    assert (facts.step, facts.updates, facts.skipped, facts.samples) == (4, 3, 1, 16)
+    assert all(each.isfinite().all() for each in weights_of(tmp_path).values())
+
+
+def test_too_many_in_a_row_end_the_run(pool: Pool) -> None:
+    plan, settings = plan_of(zero=0), settings_of(skip_limit=1)
+    with pytest.raises(RankLost, match="2 steps in a row had a loss or norm that is not finite"):
+        pool.run_each([(with_bad_steps, (plan, settings, frozenset({2, 3})))] * 2)
+
+
+def test_the_scale_of_float16_answers_an_overflow() -> None:
+    scale = LossScale.of("float16")
+    before = scale.value
+    scale.update(skipped=True)
+    assert scale.value == before / 2 and scale.explains_overflow
+    for _ in range(500):
+        scale.update(skipped=False)
+    assert scale.value == before
+    assert LossScale.of("bfloat16").value == 1.0 and not LossScale.of("bfloat16").explains_overflow
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_narrow_weights_follow_float32(pool: Pool, tmp_path: Path, dtype: str) -> None:
+    """Masters and sums in float32: the curve stays within the rounding of activations."""
+    plan = plan_of("dp=2", zero=1, microbatches=2)
+    wide, _ = trained(pool, plan, settings_of())
+    narrow, _ = trained(pool, plan, settings_of(tmp_path, dtype=dtype))
+    for one, other in zip(wide, narrow, strict=True):
+        assert one.loss == pytest.approx(other.loss, rel=2e-3)
+        assert one.norm == pytest.approx(other.norm, rel=2e-2)
+    kept = weights_of(tmp_path)
+    assert {each.dtype for key, each in kept.items() if key.startswith("model/")} == {torch.float32}
+    assert (narrow[0].scale is not None) == (dtype == "float16")
+
+
+@pytest.mark.parametrize("layout", ["dp=1", "dp=2"])
+def test_weights_and_states_on_disk_are_the_same_to_the_bit(
+    pool: Pool, tmp_path: Path, layout: str
+) -> None:
+    plan = plan_of(layout, microbatches=2)
+    trained(pool, plan, settings_of(tmp_path / "memory"))
+    disk = tmp_path / "disk"
+    trained(pool, plan, settings_of(tmp_path / "away", offload=f"nvme:{disk}"))
+    wanted, found = weights_of(tmp_path / "memory"), weights_of(tmp_path / "away")
+    assert wanted.keys() == found.keys()
+    assert all(each.equal(found[key]) for key, each in wanted.items())
+    assert not list(disk.iterdir())  # nobody has to clean up
+
+
+CAPPED = """
+import re, resource, sys
+from pathlib import Path
+from test_survival import Pool, plan_of, settings_of, trained
+
+SHAPE = {"layers": "20", "width": "512", "heads": "4", "kv_heads": "4", "ffn": "2048"}
+folder = Path(sys.argv[1])
+plan = plan_of("dp=1", seq=8, batch=1, set=SHAPE)
+
+
+def run(name, **said):
+    try:
+        with Pool(1) as pool:
+            trained(pool, plan, settings_of(folder / name, steps=2, **said))
+    except Exception as error:
+        return f"{name} failed: {error}".splitlines()[0]
+    return f"{name} done"
+
+
+print(run("free"))
+(used,) = re.findall(r"VmData:\\s+(\\d+) kB", Path("/proc/self/status").read_text())
+most = (int(used) << 10) + (int(sys.argv[2]) << 20)
+resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+print(run("capped"))
+print(run("away", offload=f"nvme:{folder}/disk"))
+"""
+
+
+def test_memory_may_be_smaller_than_weights_and_states(tmp_path: Path) -> None:
+    """84 million weights and their states are 1,006 MB; the process may take 900."""
+    code = [sys.executable, "-c", CAPPED, str(tmp_path), "900"]
+    paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])])
+    done = subprocess.run(
+        code, capture_output=True, text=True, timeout=300, env={**os.environ, "PYTHONPATH": paths}
+    )
+    free, capped, away = done.stdout.splitlines()
+    assert (free, away) == ("free done", "away done"), done.stdout
+    assert "alloc" in capped or "MemoryError" in capped, capped
+    wanted, found = weights_of(tmp_path / "free"), weights_of(tmp_path / "away")
+    assert sum(each.nbytes for each in wanted.values()) > 1000e6
+    assert all(each.equal(found[key]) for key, each in wanted.items())
+
+
+def test_a_full_disk_is_said_and_the_next_save_tries_again(pool: Pool, tmp_path: Path) -> None:
+    plan = plan_of()
+    settings = settings_of(tmp_path, save_every=1)
+    said: list[Any] = []
+    pool.run_each([(without_room, (plan, settings))] * 2, on_report=said.append)
+    (warning,) = [each for each in said if isinstance(each, str)]
+    assert "the checkpoint of step 2 was not written" in warning and "No space left" in warning
+    assert latest(tmp_path) == tmp_path / "checkpoints" / "step-00000004"
+
+
+def without_room(worker: Worker, plan: Plan, settings: Settings) -> RankRun:
+    """The disk is full when the second checkpoint is written."""
+    inner, calls = os.fsync, iter(range(1000))
+
+    def fsync(number: int) -> None:
+        if "step-00000002.part" in str(Path(f"/proc/self/fd/{number}").resolve()):
+            next(calls)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        inner(number)
+
+    with patch("os.fsync", fsync):
+        return run_rank(worker, plan, settings)
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
+    pool: Pool, tmp_path: Path
+) -> None:
+    plan = plan_of()
+    trained(pool, plan, settings_of(tmp_path, save_every=2))
+    whole = weights_of(tmp_path)
+    found = latest(tmp_path)
+    assert found is not None
+    victim = max(found.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    content = bytearray(victim.read_bytes())
+    content[len(content) // 2] ^= 1
+    victim.write_bytes(content)
+    records, said = trained(pool, plan, settings_of(tmp_path, resume=True, save_every=2))
+    assert any(victim.name in each for each in said)
+    assert [record.step for record in records] == [3, 4]
+    again = weights_of(tmp_path)
+    assert all(each.equal(again[key]) for key, each in whole.items())
+
+
+def test_another_seed_is_refused(pool: Pool, tmp_path: Path) -> None:
+    plan = plan_of()
+    trained(pool, plan, settings_of(tmp_path))
+    settings = settings_of(tmp_path, resume=True)
+    other = replace(settings, recipe=replace(settings.recipe, seed=1))
+    with pytest.raises(RankLost, match="the run has seed 0, not 1"):
+        trained(pool, plan, other)
