@@ -25,6 +25,7 @@ from fivefold.core.axes import (
 )
 from fivefold.core.errors import FivefoldError
 from fivefold.core.layout import Layout
+from fivefold.core.matrices import gathers
 from fivefold.core.plan import Plan
 from fivefold.core.routed import balance, expert
 from fivefold.core.schedule.action import FORWARD
@@ -46,12 +47,19 @@ class Entry:
 
 
 def predict(
-    plan: Plan, rank: int, *, itemsize: int, grad_itemsize: int, bucket: int | None = None
+    plan: Plan,
+    rank: int,
+    *,
+    itemsize: int,
+    grad_itemsize: int,
+    bucket: int | None = None,
+    matrices: bool = False,
 ) -> tuple[Entry, ...]:
     """Every collective of one optimizer step on `rank`.
 
     `itemsize` is that of weights and activations, `grad_itemsize` that of the buffers in which data
-    ranks sum gradients. Offload moves no byte between ranks.
+    ranks sum gradients. Offload moves no byte between ranks. With `matrices` the optimizer makes
+    them whole first, as Muon does.
     """
     _require_covered(plan)
     chunks = chunks_of(plan, rank, itemsize, bucket)
@@ -63,6 +71,8 @@ def predict(
         calls += expert(plan, chunk, itemsize) + balance(plan, chunk, itemsize)
         calls += data(plan, chunk, itemsize, grad_itemsize)
     calls += partial(plan, parts, itemsize) + step(plan)
+    if matrices:
+        calls += gathers(plan, rank, units, itemsize)
     return entries(calls.items())
 
 

@@ -19,8 +19,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from fivefold.core.matrices import takes
 from fivefold.core.recipe import Recipe
-from fivefold.core.units import Row
 from fivefold.run.optimizer import MASTER, InMemory, Kept, Owned, Resident
 
 MOMENTUM = 0.95
@@ -52,11 +52,6 @@ class Uncut:
 
     def mine(self, place: int, matrix: Tensor) -> Tensor:
         return matrix
-
-
-def takes(row: Row) -> bool:
-    """Whether a weight is updated by Muon: a matrix, or stacked ones, between the two ends."""
-    return len(row.shape) > 1 and row.block not in ("embed", "head")
 
 
 def orthogonal(matrices: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from fivefold.core.hang import Position, Verdict, verdict
 from fivefold.run.board import Board
 from fivefold.run.diary import Diary, Record, position, read
-from fivefold.run.ranks import Worker
+from fivefold.run.worker import Worker
 
 PATIENCE = 10.0  # seconds
 _MEETING = 600.0  # seconds that ranks may take to come together
@@ -85,7 +85,8 @@ class Watchdog:
         self._stop.set()
         self._thread.join(timeout=self.patience)
         self._phase = f"the end, after {self._phase}"
-        with contextlib.suppress(dist.DistError):  # whoever keeps the store may have ended first
+        # Whoever keeps the store may have ended first, and a disk may be full.
+        with contextlib.suppress(dist.DistError, OSError):
             self._answer(_LAST)
         self.diary.close()
 
@@ -97,6 +98,8 @@ class Watchdog:
         try:
             while not self._stop.wait(self._tick):
                 self._look()
+        except OSError:
+            return  # no room to leave word in: the run goes on without
         except dist.DistError as error:
             if not self._stop.wait(self.patience / 4):  # else it has ended, as this rank has
                 cause = f"keeps the store, or its launcher does, and that is gone ({error})"
@@ -144,11 +147,11 @@ class Watchdog:
 
     def _judge(self) -> None:
         """Read the answers, and end the run where somebody is to blame."""
-        until = time.monotonic() + self.patience / 2
-        while time.monotonic() < until and len(self._answers()[1]) < self.world:
-            time.sleep(self._tick / 4)
-        positions, answered = self._answers()
-        silent = set(range(self.world)) - answered
+        positions = self._answers()
+        silent = set(range(self.world)) - set(positions)
+        if self.folder is not None:  # what ranks of this machine have called is known without them
+            tables = {rank: read(self.folder, rank) for rank in silent}
+            positions |= {rank: position(table) for rank, table in tables.items() if table}
         found = verdict(positions, silent, 2 * self.patience)
         if found is not None and found.rank in silent:
             last = self.board.get(f"phase-{found.rank}")
@@ -158,20 +161,16 @@ class Watchdog:
         if found is not None and stands and self.board.claim("verdict", str(found)):
             self.worker.lose(found)
 
-    def _answers(self) -> tuple[dict[int, Position], set[int]]:
-        """Where ranks stand, and which of them have answered now."""
-        positions: dict[int, Position] = {}
-        answered: set[int] = set()
-        for rank in range(self.world):
-            text = self.board.get(f"rank-{rank}")
-            table = json.loads(text) if text else None
-            if table is not None and table["round"] >= self._round:
-                answered.add(rank)
-            elif self.folder is not None:
-                table = {**(table or {}), **(read(self.folder, rank) or {})} or None
-            if table is not None and "calls" in table:
-                positions[rank] = position(table)
-        return positions, answered
+    def _answers(self) -> dict[int, Position]:
+        """Where ranks stand that answer in time."""
+        until, found = time.monotonic() + self.patience / 2, dict[int, Position]()
+        while len(found) < self.world and time.monotonic() < until:
+            for rank in set(range(self.world)) - set(found):
+                table = json.loads(self.board.get(f"rank-{rank}") or "{}")
+                if table.get("round", 0) >= self._round:
+                    found[rank] = position(table)
+            time.sleep(self._tick / 10)
+        return found
 
 
 @contextmanager

@@ -45,7 +45,6 @@ class Keeper:
             return
         facts = self.checkpoints.load(slots_of(self.job, self.updater), self.warn)
         if facts is None:
-            self.warn("there is no checkpoint yet: the training begins with its first step")
             return
         if facts.seed != self.settings.recipe.seed and facts.has_states:
             raise FivefoldError(

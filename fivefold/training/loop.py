@@ -156,6 +156,8 @@ class _Loop:
         self.result.first_step = self.progress.step + 1
         self.told = Told(worker, plan, settings, device, self.progress.step)
         self.told.watch(self.job, self.busy)
+        if settings.resume and self.told.restart and not self.progress.step:
+            self._warn("there is no checkpoint yet: the training begins with its first step")
         if settings.check:
             self.job.balancing.watch()
 

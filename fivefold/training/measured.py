@@ -46,8 +46,8 @@ def beside_the_plan(plan: Plan, settings: Settings, runs: list[RankRun]) -> Meas
     num_steps = len(runs[0].moved)
     if not num_steps:
         return None
-    ranks, size, wide = range(plan.layout.world), settings.weights.itemsize, _grad_size(settings)
-    wanted = _together(_planned(plan, rank, size, wide) for rank in ranks)
+    ranks = range(plan.layout.world)
+    wanted = _together(_planned(plan, settings, rank) for rank in ranks)
     steps = [_together(run.moved[number] for run in runs) for number in range(num_steps)]
     off = [number for number, moved in enumerate(steps) if not _fits(plan, wanted, moved)]
     shown = off[0] if off else num_steps - 1
@@ -100,8 +100,14 @@ def _fits(plan: Plan, wanted: Mapping[str, Moved], found: Mapping[str, Moved]) -
     return True
 
 
-def _planned(plan: Plan, rank: int, size: int, grad_size: int) -> dict[str, Moved]:
-    listed = predict(plan, rank, itemsize=size, grad_itemsize=grad_size)
+def _planned(plan: Plan, settings: Settings, rank: int) -> dict[str, Moved]:
+    listed = predict(
+        plan,
+        rank,
+        itemsize=settings.weights.itemsize,
+        grad_itemsize=_grad_size(settings),
+        matrices=settings.recipe.optimizer == "muon",
+    )
     return by_axis(Counter({(e.axis, e.kind, e.bytes, e.group): e.count for e in listed}))
 
 

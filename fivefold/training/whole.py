@@ -19,9 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fivefold.core.matrices import takes
 from fivefold.parallel.compose import Job
 from fivefold.parallel.flat import FlatUnit
-from fivefold.run.muon import takes
 
 
 class _Cut(NamedTuple):

@@ -75,7 +75,9 @@ def run(
         raise FivefoldError("--check follows a training from its first step: leave --resume out")
     launched = here(os.environ)
     plan = runnable(wishes, launched)
-    resume = resume or (launched is not None and launched.restarts > 0)
+    if launched is not None and out is None:
+        raise FivefoldError("name the run folder, which all hosts share, with --out")
+    resume = resume or launched is not None  # a launcher starts again what it has lost
     where = _Where(plan, asked, device, out, resume, until, check)
     raise typer.Exit(_join(where, launched) if launched else _fork(where, as_json))
 
@@ -199,8 +201,8 @@ def _join(where: _Where, launched: Launched) -> int:
     from fivefold.training import run_rank, source_of
 
     plan, first = where.plan, launched.rank == 0
-    folder = where.out or run_folder(Path("runs"), plan.shape.name, where.resume or not first)
-    settings = _settings(where, folder)
+    assert where.out is not None
+    folder, settings = where.out, _settings(where, where.out)
     say: Callable[[str], None] = typer.echo if first else (lambda line: None)
     if first:  # the others see the folder when they have met this rank
         source = source_of(plan, settings, verify=True)

@@ -12,15 +12,21 @@ from fivefold.run.ranks import Pool
 from fivefold.run.records import METRICS
 from fivefold.training.settings import Dtype
 
-STEPS, LAYERS = 12, 4
+LAYERS = 4
+STEPS, CHANGING_STEPS = 6, 12
 FEW_RANKS = 4
 SOME = drawn([case for case in CASES if case.plan(LAYERS).layout.world <= FEW_RANKS])
 
 
 @pytest.fixture(scope="module")
-def trainings() -> Iterator[Trainings]:
-    with Pool(max(case.plan(LAYERS).layout.world for case in LEGS)) as pool:
-        yield Trainings(pool, STEPS, LAYERS)
+def pool() -> Iterator[Pool]:
+    with Pool(max(case.plan(LAYERS).layout.world for case in LEGS)) as forked:
+        yield forked
+
+
+@pytest.fixture(scope="module")
+def trainings(pool: Pool) -> Trainings:
+    return Trainings(pool, STEPS, LAYERS)
 
 
 @pytest.mark.parametrize(
@@ -39,16 +45,14 @@ def test_a_layout_follows_the_curve_of_one_process(
     assert losses[-1] < losses[0] - 0.5  # equal, and of a model that learns
 
 
-def test_a_run_changes_its_layout_and_reads_every_sample_once(
-    trainings: Trainings, tmp_path: Path
-) -> None:
-    folder = tmp_path / "run"
+def test_a_run_changes_its_layout_and_reads_every_sample_once(pool: Pool, tmp_path: Path) -> None:
+    trainings, folder = Trainings(pool, CHANGING_STEPS, LAYERS), tmp_path / "run"
     checks = list(trainings.change("float64", folder))
     assert len(checks) == len(LEGS)
     for check in checks:
         assert check.passed and check.flips == 0, check
     samples, places = trainings.consumed(folder)
-    assert samples == [*range(STEPS * ROWS)]
+    assert samples == [*range(CHANGING_STEPS * ROWS)]
     assert len(places) == len(samples)
     log = folder / METRICS
     lines = log.read_text().splitlines(keepends=True)
