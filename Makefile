@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: setup train test lint types verify-all bench-schedule bench-overlap bench-pipeline bench-context bench-expert bench-gpu bench-logging bench-plan chaos score clean
+.PHONY: setup train test lint types verify-all bench-schedule bench-overlap bench-pipeline bench-context bench-expert bench-gpu bench-logging bench-plan chaos learn score clean
 
 setup: $(READY)
 
@@ -29,13 +29,14 @@ lint: setup
 types: setup
 	$(BIN)/pyright
 
-# Every layout of 2, 4 and 8 ranks, every pipeline, every kind of context, every pair of values, and
-# every case of the traffic list; the tables go to docs.
+# Every layout of 2, 4 and 8 ranks, every pipeline, every kind of context, every pair of values,
+# trainings in many layouts, and every case of the traffic list; the tables go to docs.
 verify-all: setup
 	$(BIN)/python -m tests.ranks.sweep > docs/verified-layouts.md
 	$(BIN)/python -m tests.ranks.pipelines > docs/verified-pipelines.md
 	$(BIN)/python -m tests.ranks.contexts > docs/verified-contexts.md
 	$(BIN)/python -m tests.ranks.covering > docs/verified-combinations.md
+	$(BIN)/python -m tests.ranks.invariance > docs/verified-training.md
 	FIVEFOLD_ALL_CASES=1 $(BIN)/python -m pytest -q tests/ranks/test_traffic_real.py tests/test_readme.py
 
 # Ten SIGKILLs at random ranks and times over one run, each resumed; at most 5 minutes.
@@ -58,6 +59,10 @@ bench-pipeline: setup
 bench-gpu: setup
 	$(BIN)/python benchmarks/gpu.py compare $(if $(PEER),--peer $(PEER))
 	$(BIN)/python benchmarks/gpu.py offload
+
+# 300 steps of a model of bytes in one process and in 2D; it fails at 2.0 nats a byte or above.
+learn: setup
+	$(BIN)/python benchmarks/learn.py
 
 # RUNS are files of measured runs, as docs/planner-accuracy.md describes them; it is made anew.
 score: setup

@@ -6,6 +6,7 @@ import hashlib
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +54,17 @@ def test_commands_work(command: str, tmp_path: Path) -> None:
     for drawn in (tmp_path / PICTURE).glob("*"):
         kept = ROOT / PICTURE / drawn.name
         assert drawn.read_text("utf-8") == kept.read_text("utf-8"), f"draw {kept} again"
+
+
+def test_a_chain_works_from_text_to_weights(tmp_path: Path) -> None:
+    """The README's commands that build on one another; the first reads the README and the docs."""
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    shutil.copy(ROOT / "README.md", tmp_path)
+    (chain,) = re.findall(r"```sh in order\n(.*?)```", TEXTS["README.md"], re.S)
+    for command in chain.splitlines():
+        done = fivefold(shlex.split(command)[1:], tmp_path)
+        assert done.returncode == 0, f"{command}\n{done.stderr}"
+    assert (tmp_path / "model" / "model.safetensors").exists()
 
 
 def transcripts() -> list[tuple[str, str]]:

@@ -39,7 +39,7 @@ class Planned:
     def of(cls, outlook: Outlook) -> Planned:
         """The planner's forecast."""
         rate = outlook.tokens_per_s_per_gpu * outlook.plan.layout.world
-        return cls(outlook.step, rate, outlook.mfu, outlook.total / GIB)
+        return cls(outlook.step, rate, outlook.mfu, outlook.allocated / GIB)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fivefold.core.shape import Shape
 from fivefold.model.batch import AttentionInfo, Context, TokenBatch
+from fivefold.model.flash import is_pretended
 from fivefold.model.layers import Kind, Linear, Norm, rotate
 
 Kernel = Callable[[Tensor, Tensor, Tensor, AttentionInfo], Tensor]
@@ -69,6 +70,10 @@ class Attention(nn.Module):
 
 def causal_attention(q_BHSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, info: AttentionInfo) -> Tensor:
     """The default kernel: torch's own, with a mask only where the batch or the model needs one."""
+    if is_pretended(q_BHSd) and info.mask is None:
+        return torch.ops.aten._scaled_dot_product_cudnn_attention(
+            q_BHSd, k_BKSd, v_BKSd, None, True, info.dropout, True
+        )[0]
     groups = q_BHSd.shape[1] // k_BKSd.shape[1]
     shared = groups > 1
     if shared and (info.mask is not None or not q_BHSd.is_cuda):

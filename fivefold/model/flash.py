@@ -36,15 +36,25 @@ class Sees(NamedTuple):
     mask: Tensor | None = None
 
 
+def is_pretended(tensor: Tensor) -> bool:
+    """Whether a tensor has no values: it stands for one on the newest GPU."""
+    return hasattr(tensor, "fake_mode")
+
+
+def on_gpu(tensor: Tensor) -> bool:
+    """Whether the kernels are those of GPUs."""
+    return tensor.is_cuda or is_pretended(tensor)
+
+
 def attend(q_BHQd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, sees: Sees) -> tuple[Tensor, Tensor]:
     """The output over these keys and its log-sum-exp, −inf for a query that sees none."""
-    if not q_BHQd.is_cuda:
+    if not on_gpu(q_BHQd):
         return _attend_on_cpu(q_BHQd, k_BKSd, v_BKSd, sees)
     if q_BHQd.dtype == torch.float64:
         return attend_plainly(q_BHQd, k_BKSd, v_BKSd, sees)
     if sees.mask is not None or q_BHQd.dtype == torch.float32:
         return _attend_efficiently(q_BHQd, k_BKSd, v_BKSd, sees)
-    if _has_fast_cudnn(q_BHQd.device.index):
+    if is_pretended(q_BHQd) or _has_fast_cudnn(q_BHQd.device.index):
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
             q_BHQd, k_BKSd, v_BKSd, None, True, 0.0, sees.causal
         )
@@ -59,7 +69,7 @@ def attend_backward(
     slope: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sees: Sees
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of one part. `out` and `lse` are those of all parts together."""
-    if not q.is_cuda:
+    if not on_gpu(q):
         return _backward_on_cpu(slope, q, k, v, out, lse, sees)
     if q.dtype == torch.float64:
         return plain_backward(slope, q, k, v, out, lse, sees)
@@ -67,7 +77,7 @@ def attend_backward(
         return _efficient_backward(slope, q, k, v, out, lse, sees)
     none = torch.zeros((), dtype=torch.int64, device=q.device)
     queries, keys = q.shape[2], k.shape[2]
-    if _has_fast_cudnn(q.device.index):
+    if is_pretended(q) or _has_fast_cudnn(q.device.index):
         return aten._scaled_dot_product_cudnn_attention_backward(
             slope, q, k, v, out, lse[..., None], none, none, None, None, None, queries, keys, 0.0,
             sees.causal,
@@ -98,12 +108,16 @@ class Total:
             self.out = torch.zeros(sizes, dtype=self.dtype, device=self.device).transpose(1, 2)
             self.lse = self.out.new_full(self.shape[:-1], -math.inf)
         here = slice(start, stop)
+        if is_pretended(out):
+            return
         blend = _compiled(_blend) if out.is_cuda else _blend
         blend(self.out[:, :, here], self.lse[:, :, here], out, lse)
 
 
 def accumulate(total: Tensor, part: Tensor) -> None:
     """Add a part of a narrower type in place."""
+    if is_pretended(part):
+        return
     add = _compiled(_add) if part.is_cuda else _add
     add(total, part)
 

@@ -24,7 +24,7 @@ Legend: N tokens, K experts of a token, M = N·K slots, D model width, E experts
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -83,6 +83,19 @@ class Way(NamedTuple):
         return Way(self.axis, self.arrive, self.leave)
 
 
+class StandIn(Protocol):
+    """Decides where rows go in a rehearsal, whose tokens have no values and whose others are not
+    there."""
+
+    def rows(self, num_rows: int) -> tuple[list[int], list[int]]:
+        """Of so many rows, how many go to each rank, and how many come from each."""
+        ...
+
+    def arriving(self, num_rows: int, like: Tensor) -> Tensor:
+        """How many come from each rank for each expert of this one."""
+        ...
+
+
 class SpreadExperts:
     """From the tokens of a rank to the experts of all ranks and back."""
 
@@ -90,6 +103,7 @@ class SpreadExperts:
         self, mesh: Mesh, phase: Phase, sp: bool, recompute: str, nodes: int, counts: bool
     ) -> None:
         self.mesh, self.phase, self.nodes, self.counts = mesh, phase, nodes, counts
+        self.stand_in: StandIn | None = None
         self.repeats = recompute != "selective"
         self.wires = None
         if mesh.size(INNER) > 1:
@@ -131,7 +145,9 @@ class SpreadExperts:
         sent = counts_E.view(size, -1)  # by rank and by its experts
         if room is None:
             arriving = self._exchange(sent, axis)
-            way = Way(axis, sent.sum(1).tolist(), arriving.sum(1).tolist())
+            if self.stand_in is not None:
+                arriving = self.stand_in.arriving(len(rows_MD), arriving)
+            way = Way(axis, *self._rows(len(rows_MD), sent, arriving))
         else:  # every expert gets as many from every rank
             arriving, share = sent, [room * sent.shape[1]] * size
             way = Way(axis, share, share)
@@ -143,6 +159,12 @@ class SpreadExperts:
         y = experts(_Reorder.apply(arrived, order), arriving.sum(0))
         back = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=y.device))
         return self.move(_Reorder.apply(y, back), way.back)
+
+    def _rows(self, num_rows: int, sent: Tensor, arriving: Tensor) -> tuple[list[int], list[int]]:
+        """How many rows leave to, and arrive from, each rank: the host waits for the device."""
+        if self.stand_in is not None:
+            return self.stand_in.rows(num_rows)
+        return sent.sum(1).tolist(), arriving.sum(1).tolist()
 
     def _by_node(self, x_ND: Tensor, routing: Routing, experts: Experts, beside: Beside) -> Tensor:
         """Once to each node that has experts of a token, and there to each of them."""

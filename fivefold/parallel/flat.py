@@ -231,6 +231,7 @@ class FlatUnit:
             return
         self.present = True
         self.whole.untyped_storage().resize_(self.whole.nbytes)
+        self.mesh.resized(self.whole)
         if not self.sliced:
             self.arriving = reading(self.whole, self.part)
             return
@@ -250,6 +251,7 @@ class FlatUnit:
         if self.present and self.sheds_weights:
             self.arrive()
             self.whole.untyped_storage().resize_(0)
+            self.mesh.resized(self.whole)
             self.present = False
 
     def send(self, last: bool) -> None:

@@ -31,6 +31,7 @@ from fivefold.parallel.carry import Moving, Pending
 AXES = ("tp", "fsdp", "replicate", "dp-cp", "pp", "ep", "etp", "edp")
 WORLD, PIPELINE, TWIN, RING, ULYSSES = "world", "pp", "twin", "ring", "ulysses"
 ROW, NEAR, FAR = "row", "ep-near", "ep-far"
+PRETENDED = "fake"  # torch's backend for one rank of a job whose others are not there
 
 
 class Record(NamedTuple):
@@ -77,6 +78,9 @@ class Mesh:
         # Told of each collective that is issued, and among which ranks.
         self.heard: Callable[[Record, tuple[int, ...]], None] | None = None
         self.spans: Spans | None = None
+        # Told of tensors whose memory has come or gone.
+        self.resized: Callable[[Tensor], None] = lambda tensor: None
+        self.alone = dist.is_initialized() and dist.get_backend() == PRETENDED
         self._free_at: dict[str, float] = {}
 
     @classmethod
@@ -150,12 +154,21 @@ class Mesh:
         self.column = next(column for column in columns if self.rank in column)
         for pair in channels(schedule):
             for column in columns:
-                ranks = [column[stage] for stage in pair]
-                group = dist.new_group(ranks)
-                if self.rank in ranks:
+                ranks = tuple(column[stage] for stage in pair)
+                if (group := self._made(ranks)) is not None:
                     self.channels[pair] = group
         pairs = twins(schedule.placement, tied)
         self._join(TWIN, [(column[a], column[b]) for column in columns for a, b in pairs])
+
+    def _made(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """A group of these ranks, which all ranks make together; None for those outside of it.
+
+        A rehearsal has no others to meet, and makes no groups for them.
+        """
+        if self.alone and self.rank not in ranks:
+            return None
+        group = dist.new_group(list(ranks))
+        return group if self.rank in ranks else None
 
     def _join(self, axis: str, groups: Sequence[tuple[int, ...]]) -> None:
         """Every rank that is in no group is one by itself."""
@@ -165,10 +178,8 @@ class Mesh:
         for group in (group for group in groups if len(group) > 1):
             if len(group) == self.layout.world:
                 self.groups[axis] = dist.group.WORLD
-            else:
-                made = dist.new_group(list(group))
-                if self.rank in group:
-                    self.groups[axis] = made
+            elif (made := self._made(group)) is not None:
+                self.groups[axis] = made
 
     def size(self, axis: str) -> int:
         """Ranks of this rank's group on the axis."""
@@ -249,6 +260,10 @@ class Mesh:
         """Record a collective that somebody is about to issue; `close` ends its span, if any."""
         record = Record(axis, kind, tensor.nbytes, self.sizes[axis])
         return self._noted(record, self.members[axis])
+
+    def repeat(self, record: Record) -> None:
+        """A collective of one of this rank's groups counts once more, without being issued."""
+        self._noted(record, self.members[record.axis])
 
     def close(self, token: Any) -> None:
         """A collective that was noted is over."""

@@ -119,7 +119,7 @@ class _Wires(Wires):
         if shard is None:  # of another product, inside the split
             return product(x, weight, bias)
         # Not the tensor itself: autograd holds these functions as long as what they packed.
-        with saved_tensors_hooks(partial(shard.pack, x.data_ptr(), x.numel()), shard.unpack):
+        with saved_tensors_hooks(partial(shard.pack, _address(x), x.numel()), shard.unpack):
             return product(x, weight, bias)
 
     def row_product(
@@ -145,6 +145,11 @@ class _Wires(Wires):
         return add(x, positions_BS, weight_PD)
 
 
+def _address(tensor: Tensor) -> int:
+    """Where the memory of a tensor is known, also of one that has none."""
+    return tensor.untyped_storage()._cdata
+
+
 class _Shard:
     """This rank's tokens in the place of all of them, for the products of one module."""
 
@@ -155,7 +160,7 @@ class _Shard:
 
     def pack(self, address: int, size: int, saved: Tensor) -> Tensor | torch.Size:
         """In the place of what was gathered, as whatever view, its shape."""
-        if saved.data_ptr() != address or saved.numel() != size:
+        if _address(saved) != address or saved.numel() != size:
             return saved
         self.users += 1
         return saved.shape

@@ -111,7 +111,12 @@ def test_parameters_agree_with_the_report(name: str) -> None:
 
 
 def test_every_preset_is_held_against_a_published_figure() -> None:
-    assert set(presets()) - set(EXACT) - set(REPORTED) == {"palm-540b", "tiny", "tiny-moe"}
+    assert set(presets()) - set(EXACT) - set(REPORTED) == {
+        "byte-10m",
+        "palm-540b",
+        "tiny",
+        "tiny-moe",
+    }
 
 
 def test_palm_counts_one_kv_head_and_a_tied_embedding() -> None:

@@ -39,6 +39,12 @@ class Outlook:
         return sum(self.memory.values())
 
     @property
+    def allocated(self) -> float:
+        """Bytes of it that tensors have: what torch counts, without the driver's and the
+        allocator's own."""
+        return self.total - self.memory["context"] - self.memory["margin"]
+
+    @property
     def over(self) -> float:
         """Bytes above what may be used; below zero where it fits."""
         return self.total - self.setting.capacity
