@@ -31,6 +31,7 @@ VERBS = {
     "export": Verb("fivefold.verbs.export_weights", "Write a run's weights for Hugging Face."),
     "import": Verb("fivefold.verbs.import_weights", "Start a run from a Hugging Face model."),
     "plan": Verb("fivefold.verbs.plan", "Resolve a job, or search its layout, and say why."),
+    "rehearse": Verb("fivefold.verbs.rehearse", "Run the real program at any rank of any job."),
     "schedule": Verb("fivefold.verbs.schedule", "Draw and time a pipeline schedule."),
     "score": Verb("fivefold.verbs.score", "Hold the planner's estimates against measured runs."),
     "tokens": Verb("fivefold.verbs.tokens", "Turn text into a folder of tokens, or check one."),

@@ -34,6 +34,7 @@ from fivefold.core.weights import Piece
 from fivefold.model.batch import NOT_COUNTED
 from fivefold.model.decoder import Decoder
 from fivefold.model.ends import Embedding, Lookup, Place
+from fivefold.model.flash import is_pretended
 from fivefold.model.layers import Linear, Product
 from fivefold.model.moe import MoeMlp
 from fivefold.parallel.mesh import Mesh, Phase
@@ -146,8 +147,8 @@ class _Wires(Wires):
 
 
 def _address(tensor: Tensor) -> int:
-    """Where the memory of a tensor is known, also of one that has none."""
-    return tensor.untyped_storage()._cdata
+    """Where its memory is; of a tensor without values, what stands for it."""
+    return tensor.untyped_storage()._cdata if is_pretended(tensor) else tensor.data_ptr()
 
 
 class _Shard:

@@ -84,12 +84,13 @@ def representatives(plan: Plan, ranks: Sequence[int]) -> list[int]:
     found: dict[object, int] = {}
     for rank in ranks:
         held = plan.schedule.placement.held(plan.layout.coord(rank).pp)
-        kinds = tuple(_kind(plan, stage) for stage in held)
+        kinds = tuple(kind_of(plan, stage) for stage in held)
         found.setdefault(kinds, rank)
     return sorted(found.values())
 
 
-def _kind(plan: Plan, stage: int) -> object:
+def kind_of(plan: Plan, stage: int) -> object:
+    """Stages of the same kind have the same weights and do the same."""
     layers, shape = plan.stages[stage], plan.shape
     ends = (layers.start == 0, layers.stop == shape.layers)
     return tuple(shape.is_moe_layer(i) for i in layers), ends

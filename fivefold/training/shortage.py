@@ -76,7 +76,7 @@ def fitting(plan: Plan, recipe: Recipe) -> str | None:
     asked = inquiry(
         batch,
         plan.machine,
-        {},
+        {"offload": recipe.offload.split(":")[0]},
         precision=plan.precision,
         headroom=_HEADROOM,
         kernels=kernels(recipe),

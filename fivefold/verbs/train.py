@@ -16,14 +16,16 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from fivefold.core import models
 from fivefold.core.elastic import refit
 from fivefold.core.errors import FivefoldError
 from fivefold.core.launched import Launched, here
-from fivefold.core.plan import Plan, Wishes, resolve
+from fivefold.core.plan import Plan, Wishes, read, resolve
 from fivefold.core.progress import Pace, Planned, StepRecord
 from fivefold.core.weights import weights
 from fivefold.report.training_text import head, out_of_memory, step_line, summary_text, tail
 from fivefold.run.naming import run_folder
+from fivefold.run.records import PLAN
 from fivefold.verbs.options import above, one_of, with_plan_options
 
 if TYPE_CHECKING:
@@ -74,12 +76,22 @@ def run(
     if check and resume:
         raise FivefoldError("--check follows a training from its first step: leave --resume out")
     launched = here(os.environ)
-    plan = runnable(wishes, launched)
+    resume = resume or launched is not None  # a launcher starts again what it has lost
     if launched is not None and out is None:
         raise FivefoldError("name the run folder, which all hosts share, with --out")
-    resume = resume or launched is not None  # a launcher starts again what it has lost
+    plan = runnable(_same_batch(wishes, out, resume), launched)
     where = _Where(plan, asked, device, out, resume, until, check)
     raise typer.Exit(_join(where, launched) if launched else _fork(where, as_json))
+
+
+def _same_batch(wishes: Wishes, out: Path | None, resume: bool) -> Wishes:
+    """A run that goes on in another layout keeps its global batch, unless another is asked for."""
+    if not resume or wishes.batch is not None or wishes.microbatches is not None:
+        return wishes
+    folder = out or run_folder(Path("runs"), models.load(wishes.model).name, newest=True)
+    if not (folder / PLAN).is_file():
+        return wishes
+    return replace(wishes, batch=resolve(read(folder / PLAN)).batch.sequences)
 
 
 def runnable(wishes: Wishes, launched: Launched | None = None) -> Plan:

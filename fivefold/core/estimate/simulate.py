@@ -8,7 +8,7 @@ ranks, optimizer, what is fixed) is as the closed forms have it.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -25,6 +25,7 @@ from fivefold.core.schedule.costs import Costs
 
 Seconds = dict[str, float]
 # Parts of the closed forms that no schedule changes.
+_TRAFFIC = ("tp", "cp", "ep", "pp")
 _AROUND = ("dp", "optimizer", "offload", "fixed")
 
 
@@ -46,13 +47,29 @@ class _Stage(NamedTuple):
     weight: Seconds
 
 
-def forecast(plan: Plan, setting: Setting, offload: str = "none") -> Forecast:
-    """Play a step of the plan."""
+class Passes(NamedTuple):
+    """Seconds that a stage was measured to compute for one microbatch."""
+
+    forward: float
+    backward: float
+    weight: float = 0.0
+
+
+def forecast(
+    plan: Plan,
+    setting: Setting,
+    offload: str = "none",
+    measured: Mapping[int, Passes] | None = None,
+) -> Forecast:
+    """Play a step of the plan; stages that were `measured` compute as long as they did, and only
+    their traffic is modelled."""
     stack, number = setting.stack, float(OFFLOADS.index(offload))
     grid = replace(of_plan(plan), offload=np.array([number]))
     asked = (plan.shape, setting.machine, stack, grid, plan.batch.seq, *setting.how)
     work, around = Clockwork(*asked), timing(*asked)
     stages = _stages(plan, work)
+    for number, passes in (measured or {}).items():
+        stages[number] = _anchored(stages[number], passes)
     costs = Costs(
         *(tuple(sum(part.values()) for part in column) for column in zip(*stages, strict=True)),
         transfer=(float(work.message().item()),) * len(stages),
@@ -87,6 +104,16 @@ def _stages(plan: Plan, work: Clockwork) -> list[_Stage]:
             held.append(kinds[kind])
         found.append(_joined([*held, *([work.head()] if last else [])]))
     return found
+
+
+def _anchored(stage: _Stage, passes: Passes) -> _Stage:
+    """The traffic of a stage, and what was measured in the place of all that it computes."""
+    return _Stage(
+        *(
+            {name: each for name, each in parts.items() if name in _TRAFFIC} | {"measured": seconds}
+            for parts, seconds in zip(stage, passes, strict=True)
+        )
+    )
 
 
 def _joined(held: list[Times]) -> _Stage:

@@ -1,0 +1,245 @@
+"""A rehearsal beside its plan: as JSON, as text, and as a trace of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Protocol
+
+from fivefold.core.plan import Plan
+from fivefold.core.traffic import Entry, entries
+from fivefold.core.words import counted
+
+if TYPE_CHECKING:
+    from fivefold.core.estimate.outlook import Outlook
+    from fivefold.core.estimate.simulate import Forecast
+    from fivefold.core.matching import Mismatch
+
+_GIB = 2**30
+_BAND = 0.05  # further apart than this is called out
+_MOST_RANKS, _MOST_MISMATCHES = 24, 10
+
+
+class Level(Protocol):
+    """Memory behind one action of a rank, and the most inside of it."""
+
+    @property
+    def action(self) -> str: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def peak(self) -> int: ...
+
+
+class Run(Protocol):
+    """One rank rehearsed."""
+
+    rank: int
+    peak: int
+    memory: dict[str, int]
+    records: Any
+    levels: Any
+
+
+class Found(Protocol):
+    """A job rehearsed."""
+
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def runs(self) -> Sequence[Any]: ...
+    @property
+    def predicted(self) -> Mapping[int, tuple[Entry, ...]]: ...
+    @property
+    def whole(self) -> Mapping[int, bool]: ...
+    @property
+    def mismatches(self) -> Sequence[Mismatch]: ...
+    @property
+    def astray(self) -> Sequence[int]: ...
+    @property
+    def worst(self) -> Any: ...
+    @property
+    def passed(self) -> bool: ...
+
+
+class Timed(Protocol):
+    """What a GPU was measured to take."""
+
+    @property
+    def measured(self) -> Sequence[Any]: ...
+    @property
+    def step(self) -> Forecast | None: ...
+
+
+def describe(
+    found: Found, planned: Outlook | None, timed: Timed | None, imbalance: float, seconds: float
+) -> dict[str, Any]:
+    """The rehearsal as JSON."""
+    worst = found.worst
+    return {
+        "model": found.plan.shape.name,
+        "layout": str(found.plan.layout),
+        "world": found.plan.layout.world,
+        "routing": "round-robin"
+        if imbalance == 1.0
+        else f"fullest expert {imbalance:g} x the mean",
+        "ranks": [_rank(found, run) for run in found.runs],
+        "worst_rank": worst.rank,
+        "memory_gib": _gib(worst.memory, worst.peak),
+        "planned_gib": None if planned is None else _gib(planned.memory, planned.allocated),
+        "traffic": {
+            "rank": worst.rank,
+            "predicted": [asdict(each) for each in found.predicted[worst.rank]],
+            "observed": [asdict(each) for each in entries(worst.records.items())],
+            "match": not found.astray,
+            "astray": list(found.astray),
+        },
+        "matched": not found.mismatches,
+        "mismatches": [str(each) for each in found.mismatches],
+        "without_replay": {str(rank): same for rank, same in found.whole.items()},
+        "time": None if timed is None else _time(timed, planned),
+        "passed": found.passed,
+        "seconds": round(seconds, 3),
+    }
+
+
+def _rank(found: Found, run: Run) -> dict[str, Any]:
+    coord = found.plan.layout.coord(run.rank)
+    return {
+        "rank": run.rank,
+        "coord": {axis: getattr(coord, axis) for axis in ("dp", "tp", "pp", "cp", "ep")},
+        "memory_gib": _gib(run.memory, run.peak),
+        "collectives": sum(run.records.values()),
+    }
+
+
+def _gib(parts: Mapping[str, float], total: float) -> dict[str, float]:
+    return {**{name: size / _GIB for name, size in parts.items()}, "total": total / _GIB}
+
+
+def _time(timed: Timed, planned: Outlook | None) -> dict[str, Any]:
+    return {
+        "ranks": [{**asdict(one), "peak_gib": one.peak / _GIB} for one in timed.measured],
+        "forecast_s": None if timed.step is None else timed.step.step,
+        "parts_s": None if timed.step is None else timed.step.parts,
+        "planned_s": None if planned is None else planned.step,
+    }
+
+
+def render(plan: Plan, table: Mapping[str, Any]) -> Iterator[str]:
+    """The rehearsal for people."""
+    ranks, world = table["ranks"], table["world"]
+    yield (
+        f"{table['model']} on {table['layout']}: {counted(len(ranks), 'distinct rank')} of "
+        f"{world:,} rehearsed in {table['seconds']:.0f} s"
+    )
+    yield f"{plan.batch}"
+    yield from (f"note: {note}" for note in plan.notes)
+    if plan.shape.moe is not None:
+        yield f"tokens have no values here; they are routed: {table['routing']}"
+    yield ""
+    yield from _memory(table)
+    yield ""
+    yield from _traffic(table)
+    yield ""
+    yield from _verdicts(table)
+    if table["time"] is not None:
+        yield ""
+        yield from _times(table["time"])
+
+
+def _memory(table: Mapping[str, Any]) -> Iterator[str]:
+    """By category, of the fullest rank, beside the plan; then every rank."""
+    held, planned = table["memory_gib"], table["planned_gib"]
+    head = f"GiB of rank {table['worst_rank']}, the fullest"
+    yield f"{head:<34}{'rehearsed':>12}" + ("" if planned is None else f"{'planned':>12}")
+    for name, size in held.items():
+        line = f"{name:<34}{size:>12.2f}"
+        if planned is not None:
+            line += f"{planned.get(name, 0.0):>12.2f}{_mark(size, planned.get(name, 0.0), held)}"
+        yield line
+    if planned is None:
+        yield "give --machine to see it beside the plan"
+    if len(table["ranks"]) > 1:
+        yield ""
+        yield from _ranks(table["ranks"])
+
+
+def _mark(size: float, planned: float, held: Mapping[str, float]) -> str:
+    """A difference that matters for the whole."""
+    apart = abs(size - planned) / max(held["total"], 1e-9)
+    return f"   {size - planned:+.2f}" if apart > _BAND else ""
+
+
+def _ranks(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    yield f"{'rank':>8}  {'coord':<28}{'GiB':>8}{'collectives':>13}"
+    for one in ranks[:_MOST_RANKS]:
+        coord = " ".join(f"{axis}={place}" for axis, place in one["coord"].items() if place)
+        size, calls = one["memory_gib"]["total"], one["collectives"]
+        yield f"{one['rank']:>8}  {coord or 'first':<28}{size:>8.2f}{calls:>13,}"
+    if len(ranks) > _MOST_RANKS:
+        yield f"and {len(ranks) - _MOST_RANKS} more, in --json"
+
+
+def _traffic(table: Mapping[str, Any]) -> Iterator[str]:
+    traffic = table["traffic"]
+    yield f"{'collectives of rank ' + str(traffic['rank']):<34}{'predicted':>12}{'observed':>12}"
+    sums: dict[str, list[int]] = {}
+    for place, name in enumerate(("predicted", "observed")):
+        for each in traffic[name]:
+            sums.setdefault(each["axis"], [0, 0])[place] += each["count"] * each["bytes"]
+    for axis, (predicted, observed) in sorted(sums.items()):
+        yield f"{axis + ', bytes':<34}{predicted:>12,}{observed:>12,}"
+
+
+def _verdicts(table: Mapping[str, Any]) -> Iterator[str]:
+    traffic, whole = table["traffic"], table["without_replay"]
+    yield (
+        "every rank calls what was predicted"
+        if traffic["match"]
+        else f"ranks {', '.join(map(str, traffic['astray']))} call something else than predicted"
+    )
+    yield (
+        "all groups agree: same order, kinds and sizes"
+        if table["matched"]
+        else f"{counted(len(table['mismatches']), 'group')} would hang:"
+    )
+    yield from (f"  {each}" for each in table["mismatches"][:_MOST_MISMATCHES])
+    other = [rank for rank, same in whole.items() if not same]
+    if other:
+        yield f"without replay, ranks {', '.join(other)} call something else"
+    elif whole:
+        yield f"without replay, {counted(len(whole), 'rank')} of each kind of stage call the same"
+
+
+def _times(time: Mapping[str, Any]) -> Iterator[str]:
+    yield f"{'on this GPU':<34}{'peak GiB':>12}{'step':>12}{'update':>12}"
+    for one in time["ranks"]:
+        step, update = (f"{one[name] * 1e3:,.0f} ms" for name in ("step", "update"))
+        name = f"rank {one['rank']}, alone"
+        yield f"{name:<34}{one['peak_gib']:>12.2f}{step:>12}{update:>12}"
+        for name, seconds in one["actions"].items():
+            yield f"  {name:<32}{seconds * 1e3:>24,.1f} ms"
+    if time["forecast_s"] is not None:
+        yield (
+            f"forecast: {time['forecast_s']:.3f} s a step with these kernels and the modelled "
+            f"traffic; planned: {time['planned_s']:.3f} s"
+        )
+
+
+def levels_trace(found: Found) -> dict[str, Any]:
+    """The memory of every rank over its actions, as a trace for ui.perfetto.dev.
+
+    Actions have no time here: each takes one unit.
+    """
+    events: list[dict[str, Any]] = []
+    for run in found.runs:
+        name = {"ph": "M", "pid": 0, "tid": run.rank, "name": "thread_name"}
+        events.append({**name, "args": {"name": f"rank {run.rank}"}})
+        for place, level in enumerate(run.levels):
+            when = {"pid": 0, "tid": run.rank, "ts": place * 1000}
+            events.append({"ph": "X", "name": level.action, "dur": 1000, **when})
+            counter = f"GiB of rank {run.rank}"
+            held = {"held": level.bytes / _GIB, "peak": level.peak / _GIB}
+            events.append({"ph": "C", "name": counter, **when, "args": held})
+    return {"displayTimeUnit": "ms", "traceEvents": events}

@@ -1,0 +1,117 @@
+"""`fivefold rehearse`: run the real program at any rank of any job, on one CPU or one GPU."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fivefold.core.errors import FivefoldError
+from fivefold.core.plan import Plan, Wishes, resolve
+from fivefold.core.weights import weights
+from fivefold.report.files import write_text
+from fivefold.report.rehearsal_text import describe, levels_trace, render
+from fivefold.verbs.options import one_of, with_plan_options
+
+if TYPE_CHECKING:
+    from fivefold.core.estimate.outlook import Outlook
+    from fivefold.rehearsal import Forecasted, Rehearsed
+
+_DEVICES = ("cpu", "cuda")
+
+
+@with_plan_options
+def run(
+    wishes: Wishes,
+    rank: Annotated[
+        list[int] | None, typer.Option(help="Only this rank; may be said several times.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu: sizes alone; cuda: real kernels.")] = "cpu",
+    imbalance: Annotated[
+        float,
+        typer.Option(help="The fullest expert's load over the mean (default 1: round-robin)."),
+    ] = 1.0,
+    perfetto: Annotated[
+        Path | None, typer.Option(help="Write the memory of each rank over its step as a trace.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Run one step of every distinct rank, and hold it against the plan and against the others."""
+    one_of("device", device, _DEVICES)
+    plan = _rehearsable(wishes, imbalance)
+    for each in rank or []:
+        if not 0 <= each < plan.layout.world:
+            raise FivefoldError(f"--rank {each}: the job has ranks 0 to {plan.layout.world - 1}")
+    began = time.perf_counter()
+    planned = _planned(plan, imbalance)
+    found = _rehearsed(plan, rank, imbalance)
+    forecast = _measured(plan, rank, imbalance, planned) if device == "cuda" else None
+    table = describe(found, planned, forecast, imbalance, time.perf_counter() - began)
+    if perfetto is not None:
+        write_text(perfetto, json.dumps(levels_trace(found)))
+    typer.echo(json.dumps(table) if as_json else "\n".join(render(plan, table)))
+    raise typer.Exit(0 if found.passed else 1)
+
+
+def _rehearsable(wishes: Wishes, imbalance: float) -> Plan:
+    from fivefold.core.estimate.routing import require_possible
+
+    plan = resolve(wishes)
+    weights(plan.shape)  # refuses what cannot be built
+    require_possible(plan.shape, imbalance)
+    if plan.schedule.asynchronous:
+        raise FivefoldError(
+            f"schedule {plan.schedule.name} is asynchronous, and has no step to rehearse: choose "
+            "another, such as 1f1b or zb-h1"
+        )
+    if any(rule.drops and not rule.pads for rule in plan.balance):
+        raise FivefoldError(
+            "how many slots a capacity drops is known only when tokens are routed: rehearse with "
+            "capacity-pad, or without"
+        )
+    return plan
+
+
+def _planned(plan: Plan, imbalance: float) -> Outlook | None:
+    """What the planner expects, where it knows the machine."""
+    if plan.machine is None:
+        return None
+    from fivefold.core.estimate.outlook import outlook
+    from fivefold.core.estimate.planner import setting_of
+
+    kernels = "compiled" if plan.wishes.train.compile else "eager"
+    setting, _ = setting_of(plan.machine, plan.precision, 0.0, kernels, imbalance)
+    return outlook(plan, setting)
+
+
+def _rehearsed(plan: Plan, ranks: list[int] | None, imbalance: float) -> Rehearsed:
+    # Here, so that a mistake on the command line is answered before torch is loaded.
+    from fivefold.rehearsal import how_many, rehearse
+
+    with _progress(how_many(plan, ranks)) as tick:
+        return rehearse(plan, ranks, imbalance, tick)
+
+
+def _measured(
+    plan: Plan, ranks: list[int] | None, imbalance: float, planned: Outlook | None
+) -> Forecasted:
+    from fivefold.rehearsal import forecast_on_gpu
+
+    return forecast_on_gpu(plan, ranks, imbalance, planned)
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Any]:
+    """A bar on a terminal, for what may take minutes."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
+        task = bar.add_task("rehearsing ranks", total=total)
+        yield lambda rank: bar.advance(task)
