@@ -1,8 +1,10 @@
 """Collectives of several ranks held against one another: whoever calls something else than its
 group is a hang in waiting.
 
-Every group has one line of calls, which all of its ranks make in the same order, with the same kind
-and size. A message has two: what the source sends in the order in which its target receives.
+The ranks of a group make the same calls on it in the same order, with the same kind and size; what
+the same ranks call on another axis is in that order too, for a small job has one group for several
+axes. Messages have a line of their own for each direction of a pair: what the source sends, in the
+order in which its target receives.
 """
 
 from __future__ import annotations
@@ -13,8 +15,6 @@ from typing import NamedTuple
 
 from fivefold.core.routed import UNEVEN
 
-_MESSAGES = {"send": "recv", "recv": "send"}
-
 
 class Made(NamedTuple):
     """One call of a rank: on which axis, what, how many bytes, among which ranks, and where."""
@@ -22,19 +22,30 @@ class Made(NamedTuple):
     axis: str
     kind: str
     bytes: int
-    members: tuple[int, ...]
+    members: tuple[int, ...]  # of a message: source and target
     where: str = ""  # the action in which it was made
 
     def __str__(self) -> str:
         at = f" in {self.where}" if self.where else ""
         return f"{self.kind} of {self.bytes:,} bytes on {self.axis}{at}"
 
+    @property
+    def is_message(self) -> bool:
+        """Whether one rank sends and another receives; around a ring all do both."""
+        return self.axis == "pp" and self.kind in ("send", "recv")
+
+    @property
+    def common(self) -> tuple[str, str, int]:
+        """What all ranks of a group must agree on."""
+        kind = "message" if self.is_message else self.kind
+        routed = self.axis in UNEVEN and self.kind == "all_to_all"
+        return self.axis, kind, 0 if routed else self.bytes
+
 
 class Mismatch(NamedTuple):
     """Two ranks of a group whose calls part; None where a rank has no more calls."""
 
-    axis: str
-    number: int  # of the call in its line, from 1
+    number: int  # of the call among those that the ranks of its group make together, from 1
     one: int
     other: int
     one_calls: Made | None
@@ -45,45 +56,29 @@ class Mismatch(NamedTuple):
             f"rank {rank} makes {'no further call' if call is None else call}"
             for rank, call in ((self.one, self.one_calls), (self.other, self.other_calls))
         ]
-        return f"call {self.number} on {self.axis}: {calls[0]}, {calls[1]}"
+        return f"call {self.number} of ranks {self.one} and {self.other}: {calls[0]}, {calls[1]}"
 
 
 def mismatches(calls: Mapping[int, Sequence[Made]]) -> list[Mismatch]:
-    """The first difference of each pair of ranks that share a group, by what ranks have called."""
-    lines: dict[tuple[str, tuple[int, ...]], dict[int, list[Made]]] = {}
+    """Where the first known rank of each group and another part, by what ranks have called."""
+    lines: dict[tuple[bool, tuple[int, ...]], dict[int, list[Made]]] = {}
     for rank, made in calls.items():
         for call in made:
-            for line in _lines(call, rank):
-                lines.setdefault(line, {rank: []}).setdefault(rank, []).append(call)
+            by_rank = lines.setdefault((call.is_message, call.members), {})
+            by_rank.setdefault(rank, []).append(call)
     found: list[Mismatch] = []
-    for (axis, members), by_rank in lines.items():
-        known = [rank for rank in sorted(set(members)) if rank in calls]
-        for other in known[1:]:
-            pair = (by_rank.get(known[0], []), by_rank.get(other, []))
-            found += _first(axis.split(" ")[0], (known[0], other), pair)
+    for (_, members), by_rank in lines.items():
+        first, *others = sorted(rank for rank in members if rank in calls)
+        for other in others:
+            found += _parting(first, other, by_rank.get(first, []), by_rank.get(other, []))
     return found
 
 
-def _lines(call: Made, rank: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The lines that a call is on: messages have one for each direction of each pair."""
-    if call.kind not in _MESSAGES:
-        yield call.axis, call.members
-    elif len(call.members) == 2 and call.axis == "pp":
-        yield f"{call.axis} message", call.members
-    else:  # around a ring everybody sends ahead and receives from behind
-        yield f"{call.axis} {call.kind}", call.members
-
-
-def _first(
-    axis: str, ranks: tuple[int, int], lines: tuple[Sequence[Made], Sequence[Made]]
+def _parting(
+    one: int, other: int, line: Sequence[Made], other_line: Sequence[Made]
 ) -> Iterator[Mismatch]:
-    for number, (one, other) in enumerate(zip_longest(*lines), 1):
-        if one is None or other is None or _label(one) != _label(other):
-            yield Mismatch(axis, number, *ranks, one, other)
+    """The first difference, if there is one."""
+    for number, (mine, theirs) in enumerate(zip_longest(line, other_line), 1):
+        if mine is None or theirs is None or mine.common != theirs.common:
+            yield Mismatch(number, one, other, mine, theirs)
             return
-
-
-def _label(call: Made) -> tuple[str, int]:
-    """What all ranks of a group have in common."""
-    kind = "message" if call.axis == "pp" and call.kind in _MESSAGES else call.kind
-    return kind, 0 if call.axis in UNEVEN and call.kind == "all_to_all" else call.bytes

@@ -74,7 +74,7 @@ def _all_to_alls(
         return calls
     if near == 1:
         calls.clear()
-    rows = tokens * _most_nodes(plan, moe)
+    rows = tokens * most_nodes(plan, moe)
     calls[Call("ep-far", "all_to_all", nodes * COUNT, nodes)] += forwards
     calls[Call("ep-far", "all_to_all", rows * moe.top_k * COUNT, nodes)] += forwards
     weights = rows * moe.top_k * wide_size(itemsize)
@@ -83,7 +83,7 @@ def _all_to_alls(
     return calls
 
 
-def _most_nodes(plan: Plan, moe: Moe) -> int:
+def most_nodes(plan: Plan, moe: Moe) -> int:
     """To how many nodes a token goes at most."""
     most = min(moe.top_k, plan.ep_nodes)
     limited = moe.groups_kept < moe.groups and moe.groups % plan.ep_nodes == 0
@@ -101,7 +101,7 @@ def least_share(plan: Plan, axis: str) -> float:
     if axis != "ep-far":
         return kept
     inside = min(moe.top_k, moe.experts // plan.ep_nodes)  # choices of a token in one node at most
-    return kept * moe.top_k / (inside * _most_nodes(plan, moe))
+    return kept * moe.top_k / (inside * most_nodes(plan, moe))
 
 
 def room_of(plan: Plan) -> int | None:

@@ -25,11 +25,13 @@ def initial(
     seed: int,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
+    experts: range | None = None,
 ) -> Tensor:
-    """The whole weight: normal(0, 0.02), norms 1, biases 0.
+    """The whole weight: normal(0, 0.02), norms 1, biases 0; of stacked experts, only these.
 
     Projections into the residual are 1/√(2·layers) as wide, so that the residual's variance does
-    not grow with depth.
+    not grow with depth. Every expert is drawn by itself: all of a layer may be more than a rank
+    has room for.
     """
     if weight.name.endswith(".bias"):
         return torch.zeros(weight.shape, dtype=dtype, device=device)
@@ -38,12 +40,28 @@ def initial(
     spread = SPREAD
     if weight.name.endswith(RESIDUAL):
         spread /= (2 * shape.layers) ** 0.5
-    # Drawn in float32 and rounded, so that a bfloat16 model is the float32 one, rounded.
-    drawn = torch.empty(
-        weight.shape, dtype=torch.promote_types(dtype, torch.float32), device=device
-    )
-    generator = torch.Generator(device).manual_seed(_seed_of(weight.name, seed))
-    return drawn.normal_(0.0, spread, generator=generator).to(dtype)
+    if weight.expert_dim is None:
+        return _drawn(weight.name, weight.shape, spread, seed, dtype, device)
+    held = range(weight.shape[0]) if experts is None else experts
+    stacked = torch.empty((len(held), *weight.shape[1:]), dtype=dtype, device=device)
+    for place, expert in enumerate(held):
+        name = f"{weight.name}:{expert}"
+        stacked[place] = _drawn(name, weight.shape[1:], spread, seed, dtype, device)
+    return stacked
+
+
+def _drawn(
+    name: str,
+    size: tuple[int, ...],
+    spread: float,
+    seed: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> Tensor:
+    """Drawn in float32 and rounded, so that a bfloat16 model is the float32 one, rounded."""
+    wide = torch.empty(size, dtype=torch.promote_types(dtype, torch.float32), device=device)
+    generator = torch.Generator(device).manual_seed(_seed_of(name, seed))
+    return wide.normal_(0.0, spread, generator=generator).to(dtype)
 
 
 def init_weights(decoder: Decoder, shape: Shape, seed: int) -> None:

@@ -33,7 +33,8 @@ class Routing(NamedTuple):
     """Where tokens go, and how much each of their experts counts; float32 or wider.
 
     `drops`: slots may go nowhere, which is expert number E. With a `room`, every expert is given
-    exactly so many rows, of which some are empty.
+    exactly so many rows, of which some are empty. `kept` says how many slots go somewhere, where
+    that is known in advance.
     """
 
     experts: Tensor  # (N, K) int64, best first
@@ -42,6 +43,7 @@ class Routing(NamedTuple):
     logits: Tensor  # (N, E)
     drops: bool = False
     room: int | None = None
+    kept: int | None = None
 
 
 class Slots(NamedTuple):
@@ -174,8 +176,11 @@ class Experts(nn.Module):
         return self.down(self.activate(self.gate(x_MD, ends_E)) * hidden_MF, ends_E)
 
 
-def sort_slots(experts_NK: Tensor, num_experts: int, drops: bool, room: int | None) -> Slots:
-    """Slots by expert. Only where slots are dropped does this wait for the device."""
+def sort_slots(
+    experts_NK: Tensor, num_experts: int, drops: bool, room: int | None, kept: int | None = None
+) -> Slots:
+    """Slots by expert. Only where slots are dropped, and nobody says how many are `kept`, does this
+    wait for the device."""
     experts_M = experts_NK.flatten()
     order_M = experts_M.sort(stable=True).indices
     counts_E = count_slots(experts_M[None], num_experts)[0]
@@ -183,7 +188,7 @@ def sort_slots(experts_NK: Tensor, num_experts: int, drops: bool, room: int | No
     if room is not None:
         order_M, counts_E = _with_empty_rows(experts_M, order_M, counts_E, room)
     elif drops:
-        order_M = order_M[: int(counts_E.sum())]
+        order_M = order_M[: int(counts_E.sum()) if kept is None else kept]
     return Slots(order_M, counts_E, *experts_NK.shape, whole)
 
 
@@ -289,7 +294,7 @@ def dispatch_slots(
 ) -> Tensor:
     """Sort by expert, weigh, compute where `travel` leads, and add a token's slots in the order of
     its choices."""
-    slots = sort_slots(routing.experts, num_experts, routing.drops, routing.room)
+    slots = sort_slots(routing.experts, num_experts, routing.drops, routing.room, routing.kept)
     rows_MD = rows_of_slots(x_ND, slots)
     if experts.weigh_inputs:
         rows_MD = (rows_MD * weights_of_slots(routing.weights, slots)).to(x_ND.dtype)

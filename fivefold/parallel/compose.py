@@ -109,8 +109,11 @@ def compose(
     counts = not any(rule.pads for rule in plan.balance)
 
     def fill(row: Row) -> Tensor:
-        whole = initial(table[row.name], shape, seed, dtype, mesh.device)
-        return tensor.cut(whole, pieces[row.name])
+        weight, piece = table[row.name], pieces[row.name]
+        if weight.expert_dim is None:
+            return tensor.cut(initial(weight, shape, seed, dtype, mesh.device), piece)
+        held = range(piece.start, piece.stop)
+        return tensor.cut_inside(initial(weight, shape, seed, dtype, mesh.device, held), piece)
 
     def chunk(stage: int) -> Chunk:
         model = from_config(shape, dtype=dtype, device="meta", layers=plan.stages[stage])

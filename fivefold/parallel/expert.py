@@ -87,12 +87,20 @@ class StandIn(Protocol):
     """Decides where rows go in a rehearsal, whose tokens have no values and whose others are not
     there."""
 
-    def rows(self, num_rows: int) -> tuple[list[int], list[int]]:
-        """Of so many rows, how many go to each rank, and how many come from each."""
+    def rows(self, axis: str, num_rows: int) -> tuple[list[int], list[int]]:
+        """Of so many rows, how many go to each rank of an axis, and how many come from each."""
         ...
 
-    def arriving(self, num_rows: int, like: Tensor) -> Tensor:
+    def arriving(self, axis: str, num_rows: int, like: Tensor) -> Tensor:
         """How many come from each rank for each expert of this one."""
+        ...
+
+    def crossing(self, num_tokens: int) -> int:
+        """Rows of so many tokens, each of which goes once to each node that it needs."""
+        ...
+
+    def inside(self, num_rows: int) -> int:
+        """Slots of so many rows that have come to a node, in that node."""
         ...
 
 
@@ -146,8 +154,8 @@ class SpreadExperts:
         if room is None:
             arriving = self._exchange(sent, axis)
             if self.stand_in is not None:
-                arriving = self.stand_in.arriving(len(rows_MD), arriving)
-            way = Way(axis, *self._rows(len(rows_MD), sent, arriving))
+                arriving = self.stand_in.arriving(axis, len(rows_MD), arriving)
+            way = Way(axis, *self._rows(axis, len(rows_MD), sent, arriving))
         else:  # every expert gets as many from every rank
             arriving, share = sent, [room * sent.shape[1]] * size
             way = Way(axis, share, share)
@@ -160,28 +168,36 @@ class SpreadExperts:
         back = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=y.device))
         return self.move(_Reorder.apply(y, back), way.back)
 
-    def _rows(self, num_rows: int, sent: Tensor, arriving: Tensor) -> tuple[list[int], list[int]]:
+    def _rows(
+        self, axis: str, num_rows: int, sent: Tensor, arriving: Tensor
+    ) -> tuple[list[int], list[int]]:
         """How many rows leave to, and arrive from, each rank: the host waits for the device."""
         if self.stand_in is not None:
-            return self.stand_in.rows(num_rows)
+            return self.stand_in.rows(axis, num_rows)
         return sent.sum(1).tolist(), arriving.sum(1).tolist()
 
     def _by_node(self, x_ND: Tensor, routing: Routing, experts: Experts, beside: Beside) -> Tensor:
         """Once to each node that has experts of a token, and there to each of them."""
-        here = routing.scores.shape[1] // self.nodes  # experts of a node
+        here, stand_in = routing.scores.shape[1] // self.nodes, self.stand_in  # experts of a node
         goes_NO = count_slots(routing.experts // here, self.nodes) > 0
         numbers_O = torch.arange(self.nodes, device=x_ND.device)
-        slots = sort_slots(numbers_O.where(goes_NO, self.nodes), self.nodes, True, None)
+        kept = None if stand_in is None else stand_in.crossing(len(x_ND))
+        slots = sort_slots(numbers_O.where(goes_NO, self.nodes), self.nodes, True, None, kept)
         token_M, node_M = slots.order // self.nodes, slots.order % self.nodes
         chosen_MK = routing.experts.index_select(0, token_M) - (node_M * here)[:, None]
         chosen_MK = chosen_MK.where((chosen_MK >= 0) & (chosen_MK < here), here)
         sent = slots.counts[:, None]
-        way = Way(FAR, slots.counts.tolist(), self._exchange(sent, FAR).flatten().tolist())
+        coming = self._exchange(sent, FAR)
+        way = Way(FAR, *self._rows(FAR, len(slots.order), sent, coming))
         rows = self.move(rows_of_slots(x_ND, slots), way, beside)
         weights = self.move(rows_of_slots(routing.weights, slots), way)
-        there = routing._replace(experts=self._exchange(chosen_MK, FAR, way), weights=weights)
+        came_MK = self._exchange(chosen_MK, FAR, way)
+        if stand_in is not None:
+            came_MK = came_MK.remainder(here)  # nobody has sent them: any number may be there
+        there = routing._replace(experts=came_MK, weights=weights)
+        inside = None if stand_in is None else stand_in.inside(len(rows))
         near = stay if self.mesh.size(NEAR) == 1 else partial(self._travel, NEAR, beside, None)
-        y = dispatch_slots(rows, there._replace(drops=True), here, experts, near)
+        y = dispatch_slots(rows, there._replace(drops=True, kept=inside), here, experts, near)
         return choices_of_slots(self.move(y, way.back), slots).sum(1)
 
     def _exchange(self, numbers: Tensor, axis: str, way: Way | None = None) -> Tensor:

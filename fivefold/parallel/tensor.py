@@ -45,11 +45,17 @@ AXIS = "tp"
 SEQUENCE = 1  # the dim of the tokens in (B, S, D)
 
 
+def cut_inside(experts: Tensor, held: Piece) -> Tensor:
+    """This rank's piece of each of its experts."""
+    if held.inner is None:
+        return experts
+    dim, start, stop = held.inner
+    return experts.narrow(dim, start, stop - start)
+
+
 def cut(whole: Tensor, held: Piece) -> Tensor:
     """This rank's piece of a weight; a vocabulary is padded with zeros."""
-    if held.inner is not None:
-        dim, start, stop = held.inner
-        whole = whole.narrow(dim, start, stop - start)
+    whole = cut_inside(whole, held)
     if held.dim is None:
         return whole
     stop = min(held.stop, whole.shape[held.dim])

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fivefold.core.distinct import distinct_ranks
-from fivefold.core.errors import FivefoldError
 from fivefold.core.estimate.outlook import Outlook
 from fivefold.core.estimate.simulate import Forecast, Passes, forecast
 from fivefold.core.plan import Plan
 from fivefold.rehearsal.job import kind_of, representatives
 from fivefold.rehearsal.measured import Measured, measure_rank
-from fivefold.run.ranks import Pool, num_gpus
+from fivefold.run.ranks import Pool
 from fivefold.run.worker import Worker
 
 
@@ -29,8 +28,6 @@ def forecast_on_gpu(
     plan: Plan, ranks: Sequence[int] | None, imbalance: float, planned: Outlook | None
 ) -> Forecasted:
     """Measure one rank for each kind of stages, or these, each in a process of its own."""
-    if not num_gpus():
-        raise FivefoldError("--device cuda: this machine has no GPU; rehearse with --device cpu")
     chosen = list(ranks or representatives(plan, distinct_ranks(plan)))
     found: list[Measured] = []
     for rank in chosen:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fivefold.core.errors import FivefoldError
 from fivefold.core.legality import padded_vocab
 from fivefold.core.matching import Made
 from fivefold.core.plan import Plan
@@ -49,6 +48,7 @@ class RankRun:
 
     rank: int
     peak: int = 0
+    build: int = 0  # the most before the step
     memory: dict[str, int] = field(default_factory=dict[str, int])  # at the peak, by category
     calls: list[Made] = field(default_factory=list[Made])
     records: Counter[Record] = field(default_factory=Counter[Record])
@@ -126,11 +126,6 @@ class _Run:
             for module in chunk.model.modules():
                 dispatch = getattr(module, "dispatch", None)
                 if isinstance(dispatch, SpreadExperts):
-                    if dispatch.nodes > 1:
-                        raise FivefoldError(
-                            "how many tokens cross to a node is known only when they are routed: "
-                            "rehearse with --ep-nodes 1"
-                        )
                     dispatch.stand_in = routing
         self.mesh.heard = self._heard
         pipeline = self.job.pipeline
@@ -159,6 +154,8 @@ class _Run:
     def go(self) -> None:
         """The step."""
         coord = self.plan.layout.coord(self.rank).dp
+        self.result.build = self.meter.peak
+        self.meter.peak = 0
         with self.meter:
             with self.meter.called(metering.BUFFERS):
                 drawn = samples(self.plan.batch, self.plan.shape.vocab, seed=0, step=0)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from fivefold.core.schedule.action import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action
 from fivefold.model.batch import TokenBatch
@@ -44,6 +44,7 @@ class ReplayingChunk:
         self.chunk, self.meter, self.mesh, self.traces, self.key = chunk, meter, mesh, traces, key
         self.size, self.dtype = size, dtype
         self.inputs: dict[int, Tensor | None] = {}
+        self.kept: dict[int, UntypedStorage] = {}  # inputs that weight gradients need, without grad
         self.real, self.traced = _chosen(actions)
         kinds = {action.kind for action in actions}
         if all((key, kind) in traces for kind in kinds):
@@ -62,11 +63,13 @@ class ReplayingChunk:
             if last
             else torch.empty(self.size, dtype=self.dtype)
         )
-        seed = torch.zeros((), requires_grad=True) if x is None else x
+        seed = torch.empty(0, requires_grad=True) if x is None else x  # which takes no memory
         return _Stub.apply(seed, like)
 
     def backward(self, run: Callable[[], None], microbatch: int, split: bool, last: bool) -> None:
         kind, x = INPUT_GRAD if split else BACKWARD, self.inputs.pop(microbatch)
+        if split and x is not None:
+            self.kept[microbatch] = x.untyped_storage()
         if microbatch in self.real:
             self._run(
                 kind,
@@ -86,8 +89,9 @@ class ReplayingChunk:
                 lambda: self.chunk.weight_gradients(microbatch, last),
                 lambda _: None,
             )
-            return
-        self._replay(WEIGHT_GRAD)
+        else:
+            self._replay(WEIGHT_GRAD)
+        self.kept.pop(microbatch, None)
 
     def _run(
         self,
@@ -112,9 +116,7 @@ class ReplayingChunk:
             result = call()
         self.mesh.heard = before
         passed = given(result)
-        address = None if passed is None else passed.untyped_storage()._cdata
-        deltas = [delta for where, delta in seen if where != address]
-        self.traces[self.key, kind] = Trace(deltas, calls)
+        self.traces[self.key, kind] = Trace(_without(passed, seen), calls)
         return result
 
     def _replay(self, kind: str) -> None:
@@ -135,6 +137,13 @@ class _Stub(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return gradients[0].new_empty(ctx.size, dtype=ctx.dtype), None
+
+
+def _without(given: Tensor | None, seen: list[tuple[int, Delta]]) -> list[Delta]:
+    """What was seen but the making of one tensor. Its address may have been another's before."""
+    address = None if given is None else given.untyped_storage()._cdata
+    made = [at for at, (where, (_, size)) in enumerate(seen) if where == address and size > 0]
+    return [delta for at, (_, delta) in enumerate(seen) if at not in made[-1:]]
 
 
 def _chosen(actions: list[Action]) -> tuple[set[int], int]:

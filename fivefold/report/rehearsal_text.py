@@ -131,7 +131,7 @@ def render(plan: Plan, table: Mapping[str, Any]) -> Iterator[str]:
     ranks, world = table["ranks"], table["world"]
     yield (
         f"{table['model']} on {table['layout']}: {counted(len(ranks), 'distinct rank')} of "
-        f"{world:,} rehearsed in {table['seconds']:.0f} s"
+        f"{world:,} rehearsed"
     )
     yield f"{plan.batch}"
     yield from (f"note: {note}" for note in plan.notes)
@@ -146,6 +146,7 @@ def render(plan: Plan, table: Mapping[str, Any]) -> Iterator[str]:
     if table["time"] is not None:
         yield ""
         yield from _times(table["time"])
+    yield f"in {table['seconds']:.0f} s"
 
 
 def _memory(table: Mapping[str, Any]) -> Iterator[str]:
@@ -193,7 +194,7 @@ def _traffic(table: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _verdicts(table: Mapping[str, Any]) -> Iterator[str]:
-    traffic, whole = table["traffic"], table["without_replay"]
+    traffic, parted, whole = table["traffic"], table["mismatches"], table["without_replay"]
     yield (
         "every rank calls what was predicted"
         if traffic["match"]
@@ -202,14 +203,20 @@ def _verdicts(table: Mapping[str, Any]) -> Iterator[str]:
     yield (
         "all groups agree: same order, kinds and sizes"
         if table["matched"]
-        else f"{counted(len(table['mismatches']), 'group')} would hang:"
+        else f"{counted(len(parted), 'pair')} of ranks would hang:"
     )
-    yield from (f"  {each}" for each in table["mismatches"][:_MOST_MISMATCHES])
+    yield from (f"  {each}" for each in parted[:_MOST_MISMATCHES])
+    if len(parted) > _MOST_MISMATCHES:
+        yield f"  and {len(parted) - _MOST_MISMATCHES} more, in --json"
     other = [rank for rank, same in whole.items() if not same]
     if other:
         yield f"without replay, ranks {', '.join(other)} call something else"
     elif whole:
-        yield f"without replay, {counted(len(whole), 'rank')} of each kind of stage call the same"
+        agree = "calls" if len(whole) == 1 else "call"
+        yield (
+            f"without replay, {counted(len(whole), 'rank')} {agree} the same, one for each kind of "
+            "stages"
+        )
 
 
 def _times(time: Mapping[str, Any]) -> Iterator[str]:

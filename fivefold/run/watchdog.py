@@ -5,8 +5,8 @@ seconds calls all others to say where they stand: what they have called, what th
 where their program is. The caller reads the answers and works out who keeps the others waiting
 (`core/hang.py`); then the run is over. A rank that does not answer is stopped or dead. One that
 answers, and that waits for nobody, may only be slow: it has twice the patience, or as long as it
-was allowed for something that is known to take long. With 10 seconds of patience all is over after
-20 to 25.
+was allowed for something that is known to take long. With 12 seconds of patience all is over after
+24 to 29.
 
 The thread needs nothing of the main thread, so that it answers while that waits in a collective or
 for a kernel; only a call that holds Python's lock makes a rank seem dead.
@@ -34,7 +34,7 @@ from fivefold.run.board import Board
 from fivefold.run.diary import Diary, Record, position, read
 from fivefold.run.worker import Worker
 
-PATIENCE = 10.0  # seconds
+PATIENCE = 12.0  # seconds
 _MEETING = 600.0  # seconds that ranks may take to come together
 _LAST = 1 << 62  # the round of those who have come to their end
 _FRAMES = 5  # innermost ones of a stack that are shown

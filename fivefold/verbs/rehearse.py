@@ -47,10 +47,22 @@ def run(
     for each in rank or []:
         if not 0 <= each < plan.layout.world:
             raise FivefoldError(f"--rank {each}: the job has ranks 0 to {plan.layout.world - 1}")
+    # Here, so that a mistake on the command line is answered before torch is loaded.
+    from fivefold.run.ranks import RankLost, num_gpus
+
+    if device == "cuda" and not num_gpus():
+        raise FivefoldError("--device cuda: this machine has no GPU; rehearse with --device cpu")
     began = time.perf_counter()
     planned = _planned(plan, imbalance)
-    found = _rehearsed(plan, rank, imbalance)
-    forecast = _measured(plan, rank, imbalance, planned) if device == "cuda" else None
+    try:
+        found = _rehearsed(plan, rank, imbalance)
+        forecast = _measured(plan, rank, imbalance, planned) if device == "cuda" else None
+    except RankLost as lost:
+        reason = f"lost {lost.doing}: it {lost.cause}"
+        if as_json:
+            typer.echo(json.dumps({"passed": False, "error": reason}))
+        typer.echo(f"fivefold: {reason}", err=True)
+        raise typer.Exit(1) from None
     table = describe(found, planned, forecast, imbalance, time.perf_counter() - began)
     if perfetto is not None:
         write_text(perfetto, json.dumps(levels_trace(found)))
@@ -90,7 +102,6 @@ def _planned(plan: Plan, imbalance: float) -> Outlook | None:
 
 
 def _rehearsed(plan: Plan, ranks: list[int] | None, imbalance: float) -> Rehearsed:
-    # Here, so that a mistake on the command line is answered before torch is loaded.
     from fivefold.rehearsal import how_many, rehearse
 
     with _progress(how_many(plan, ranks)) as tick:

@@ -30,15 +30,15 @@ HEAD = """# Verified training
 
 Losses of {steps} steps of `tiny-moe` with {layers} layers in every layout below, beside those of
 one process that reads the same text: {rows} packed sequences of {seq} tokens a step in microbatches
-of {size}, AdamW, lr 1e-3. In float64 they may differ by 1e-9 nats. In float32 they may differ by
-three times as much as two runs of one process that take the microbatches of each step in opposite
-orders, or by 2e-6 where these happen to agree. A flip is a token that a layer sends to other
-experts than one process does, of {routed:,} tokens times layers. Made by `make verify-all` on
-{date}.
+of {size}, AdamW, lr 1e-3. In float64 they may differ by 1e-9 nats. The spread is the difference of
+two runs of one process that take the microbatches of each step in opposite orders; in float32
+layouts may differ by three times as much, and by 2e-6 where that is more. A flip is a token that a
+layer sends to other experts than one process does, of {routed:,} tokens times layers. Made by
+`make verify-all` on {date}.
 """
 COLUMNS = (
     "layout", "ranks", "ZeRO", "schedule", "context", "balance", "recompute", "dtype",
-    "largest difference", "allowed", "flips", "seconds", "",
+    "largest difference", "spread", "allowed", "flips", "seconds", "",
 )  # fmt: skip
 CHANGING = """
 ## A run that changes its layout
@@ -257,8 +257,9 @@ def _cells(case: Case) -> list[object]:
 
 
 def _result(check: Check, seconds: float) -> list[object]:
-    measured = [f"{check.difference:.0e}", f"{check.allowed:.0e}", check.flips, f"{seconds:.1f}"]
-    return [*measured, "pass" if check.passed else "FAIL"]
+    spread = "" if check.spread is None else f"{check.spread:.0e}"
+    losses = [f"{check.difference:.0e}", spread, f"{check.allowed:.0e}"]
+    return [*losses, check.flips, f"{seconds:.1f}", "pass" if check.passed else "FAIL"]
 
 
 def _print(*lines: Sequence[object]) -> None:

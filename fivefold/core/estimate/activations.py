@@ -71,7 +71,16 @@ class Activations:
 
     def at_head(self) -> Array:
         """Of the final norm and the head, without logits."""
-        return self.residual + self._statistics / self.split + self.input
+        kept = self.residual + self._statistics / self.split + self.input
+        if self.keeps.whole_at_head:
+            kept = kept + np.where(self.split > 1, self.whole, 0.0)
+        return kept
+
+    def tables(self) -> float:
+        """Rotary angles of a microbatch, which all layers of a stage share: sines and cosines."""
+        mla = self.shape.mla
+        width = self.shape.head_dim if mla is None else mla.rope_dim
+        return float(WIDE * width) if self.shape.positions == "rotary" else 0.0
 
     def inside(self) -> Array:
         """Gradients inside one layer, while its backward runs."""

@@ -44,6 +44,7 @@ class Keeps:
     """Bytes and copies that a stack chooses.
 
     `gathered`: inputs of split products are kept as all tokens of a tp group, not as this rank's.
+    `whole_at_head`: so is the head's, whatever the others are.
     `root`: under ZeRO-3 embedding and head stay whole, with their gradients, from their first use.
     """
 
@@ -54,6 +55,7 @@ class Keeps:
     backward_bytes: int = 0  # of gradients that live beside the sums until a backward ends
     bucket_bytes: int = 0  # beside them where data ranks sum whole gradients
     gathered: bool = False
+    whole_at_head: bool = False
     packed: bool = False  # equal heads: queries, keys and values stay packed beside copies of two
     gated_copies: float = 4.0  # of the MLP's width: gate, up, the activation, and the product
     statistics: float = 4.0  # bytes of a token that a norm keeps
@@ -62,6 +64,7 @@ class Keeps:
     selective: Selective = "core"
     unread: bool = True  # products: with the result of the last one, which no backward reads
     logits_bytes: float = 12.0  # for each token and word, at the most
+    split_logits_bytes: float | None = None  # the same of a split vocabulary; None: as of a whole
     loss_bytes: float = 4.0  # of them, what waits for the backward
     backward_copies: float = 3.0  # of the MLP's width: gradients inside one layer
     gather_buffers: float = 1.0  # whole tokens that tensor parallelism gathers into
@@ -69,6 +72,7 @@ class Keeps:
     passing_layers: float = 2.0  # ZeRO-2 and 3: layers with whole gradients at once
     passing_bytes: int = 2  # of such a gradient
     root: bool = False
+    in_turn: bool = False  # gradients are made unit by unit in the first backward of a step
     pool_bytes: float = 0.07 * GIB  # tables and workspaces in the allocator's pool
     context_bytes: float = 1.5 * GIB  # outside of it: CUDA, NCCL and libraries
     fragments: float = 0.05  # of activations: what the allocator cannot use
@@ -76,18 +80,30 @@ class Keeps:
     band: float = 0.08  # how far predictions are off: the mean error of measured peaks
 
 
+# What `train` does where nobody asks it to compile, as the program runs on tensors without values.
+# The loss has its logits, their log-softmax and a gradient of each kind at once, in 4 bytes; one
+# over a split vocabulary the logits in 2 and in 4 bytes, and what they are made into. A forward
+# over tp ranks has three times all tokens: what was gathered, the product, and its parts by rank.
+EAGER = Keeps(
+    split="balanced",
+    selective="products",
+    whole_at_head=True,
+    split_logits_bytes=10.0,
+    backward_copies=2.0,
+    gather_buffers=3.0,
+    in_turn=True,
+)
 # Compiled blocks and loss, measured on one H200 (torch 2.11, 2026-11-15). A compiled backward
 # computes SiLU again from the gate: one copy of the MLP's width less than the four of eager blocks.
 # Of what selective recomputation names, it keeps what backward reads: not the result of the MLP's
 # last product, which is only added to the residual. The loss has 4 bytes for each token and word
-# at once instead of 12.
-FIVEFOLD = Keeps(
-    split="balanced",
-    selective="products",
+# at once instead of 12; over a split vocabulary, which was not measured, it keeps shares in 4.
+FIVEFOLD = replace(
+    EAGER,
     unread=False,
-    passing_bytes=4,
     gated_copies=3.0,
     logits_bytes=4.0,
+    split_logits_bytes=6.0,
     loss_bytes=2.0,
 )
 # Half precision with dropout, as in the papers of the time: 34 bytes a token and width.
@@ -122,6 +138,7 @@ TITAN = Keeps(
 
 KEEPS: dict[str, Keeps] = {
     "fivefold": FIVEFOLD,
+    "fivefold-eager": EAGER,
     "megatron": MEGATRON,
     "meta": META,
     "nemo": MEGATRON,

@@ -63,7 +63,9 @@ def setting_of(
 ) -> tuple[Setting, list[str]]:
     """How the job is estimated; a precision that the chip lacks is replaced, and that is said."""
     known = machine.peaks.known()
-    stack = replace(OURS, launch=KERNELS[kernels], expert_launch=EXPERT_KERNELS[kernels])
+    name = f"{OURS.name}-eager" if kernels == "eager" else OURS.name
+    floors = (KERNELS[kernels], EXPERT_KERNELS[kernels])
+    stack = replace(OURS, name=name, launch=floors[0], expert_launch=floors[1])
     if precision in known:
         return Setting(machine, stack, precision, headroom, imbalance), []
     if precision == "fp8":

@@ -88,6 +88,21 @@ def forecast(
     return Forecast(step, parts, parts.get("bubble", 0.0) / step, timeline)
 
 
+def alone(plan: Plan, setting: Setting, rank: int) -> float:
+    """Seconds that a rank takes for a step when nobody has to be waited for: what it computes, and
+    its update."""
+    asked = (plan.shape, setting.machine, setting.stack, of_plan(plan), plan.batch.seq)
+    work, around = Clockwork(*asked, *setting.how), timing(*asked, *setting.how)
+    stages, total = _stages(plan, work), 0.0
+    for action in plan.schedule.actions(plan.layout.coord(rank).pp):
+        stage = stages[action.stage]
+        passes = {FORWARD: stage[:1], INPUT_GRAD: stage[1:2], WEIGHT_GRAD: stage[2:]}
+        for part in passes.get(action.kind, stage[1:]):
+            total += sum(each for name, each in part.items() if name not in _TRAFFIC)
+    update = around.parts.get("optimizer")
+    return total * setting.stack.factor + (0.0 if update is None else float(update.item()))
+
+
 def _stages(plan: Plan, work: Clockwork) -> list[_Stage]:
     """Every stage of the plan; the last has the head and what predicts further tokens."""
     shape = plan.shape

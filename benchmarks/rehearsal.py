@@ -1,0 +1,145 @@
+"""Planned, rehearsed and measured: one rank of many jobs on one GPU.
+
+    python benchmarks/rehearsal.py measured FILE     on a machine with a GPU: a line for each job
+    python benchmarks/rehearsal.py rehearsed FILE    the same ranks without one
+    python benchmarks/rehearsal.py table FILE FILE   both beside what is planned now, as Markdown
+
+Every job runs in processes of its own, so that its memory is gone before the next. `rehearsed` is
+the peak of the same rank on tensors without values, `measured` torch's max_memory_allocated.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from fivefold.core import machine
+from fivefold.core.estimate.outlook import outlook
+from fivefold.core.estimate.planner import setting_of
+from fivefold.core.estimate.simulate import alone
+from fivefold.core.plan import Plan, Wishes, resolve
+from fivefold.run.ranks import Pool
+from fivefold.run.worker import Worker
+
+MACHINE = "h200"
+GIB = 2**30
+LONG = 131_072
+# model, layout, rank, and what else is said.
+JOBS: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
+    ("llama-3.2-1b", "dp=1", 0, {"seq": 8192}),
+    ("llama-3.2-1b", "dp=1", 0, {"seq": 8192, "microbatch_size": 2}),
+    ("llama-3.2-1b", "dp=1", 0, {"seq": 8192, "microbatches": 4}),
+    ("llama-3.2-1b", "dp=1", 0, {"seq": 8192, "microbatch_size": 2, "recompute": "selective"}),
+    ("llama-3.2-1b", "dp=1", 0, {"seq": 8192, "microbatch_size": 4, "recompute": "full"}),
+    ("llama-3.2-3b", "dp=1", 0, {"seq": 8192}),
+    ("llama-3.2-3b", "dp=1", 0, {"seq": 8192, "recompute": "full", "microbatch_size": 2}),
+    ("llama-3.1-8b", "dp=8", 0, {"seq": 8192, "zero": 1}),
+    ("llama-3.1-8b", "dp=8", 0, {"seq": 8192, "zero": 1, "recompute": "selective"}),
+    ("llama-3.1-8b", "dp=8", 0, {"seq": 8192, "zero": 1, "recompute": "full", "microbatches": 2}),
+    ("llama-3.1-8b", "dp=8", 0, {"seq": 8192, "zero": 2, "microbatches": 2}),
+    ("llama-3.1-8b", "dp=8", 0, {"seq": 8192, "zero": 3, "microbatches": 2}),
+    ("llama-3.1-8b", "dp=64", 0, {"seq": 8192, "zero": 3}),
+    ("llama-3.1-8b", "dp=4 tp=2", 0, {"seq": 8192, "zero": 1, "microbatches": 2}),
+    ("llama-3.1-8b", "dp=8 tp=8", 0, {"seq": 8192, "zero": 1, "microbatch_size": 4}),
+    ("llama-3.1-8b", "dp=2 cp=4", 0, {"seq": 32_768, "zero": 1}),
+    ("llama-3.1-8b", "dp=4 cp=16", 0, {"seq": LONG, "zero": 3}),
+    ("llama-3.1-70b", "dp=4 tp=8 pp=4", 0, {"seq": 8192, "microbatches": 8}),
+    ("llama-3.1-70b", "dp=4 tp=8 pp=4", 96, {"seq": 8192, "microbatches": 8}),
+    ("llama-3.1-405b", "dp=128 tp=8 pp=16", 1024, {"seq": 8192, "microbatches": 16}),
+    ("llama-3.1-405b", "dp=128 tp=8 pp=16", 15_360, {"seq": 8192, "microbatches": 16}),
+    ("llama-3.1-405b", "dp=128 tp=8 pp=16", 1024,
+     {"seq": 8192, "microbatches": 16, "recompute": "full"}),
+    ("deepseek-v3", "dp=128 pp=16 ep=64", 1024, {"seq": 4096, "microbatches": 16, "zero": 1}),
+    ("deepseek-v3", "dp=128 pp=16 ep=64", 1024,
+     {"seq": 4096, "microbatches": 32, "zero": 1, "recompute": "full"}),
+    ("mixtral-8x7b", "dp=8 ep=8", 0, {"seq": 4096, "zero": 1}),
+    ("qwen3-30b-a3b", "dp=16 ep=16", 0, {"seq": 4096, "zero": 1}),
+)  # fmt: skip
+
+
+def plan_of(model: str, layout: str, said: dict[str, Any]) -> Plan:
+    """The plan of a job; without a pipeline one microbatch where nothing is said."""
+    count = {} if "pp=" in layout or "microbatches" in said else {"microbatches": 1}
+    return resolve(Wishes(model, layout=layout, machine=MACHINE, ep_nodes=1, **{**said, **count}))
+
+
+def rehearsed(worker: Worker, plan: Plan, rank: int) -> tuple[int, dict[str, int]]:
+    from fivefold.rehearsal import rehearse_rank
+
+    worker.phase("rehearse")
+    found = rehearse_rank(plan, rank, {})
+    return found.peak, found.memory
+
+
+def measured(worker: Worker, plan: Plan, rank: int) -> tuple[int, float, float, dict[str, float]]:
+    from fivefold.rehearsal import measure_rank
+
+    worker.phase("measure")
+    found = measure_rank(plan, rank)
+    return found.peak, found.step, found.update, found.actions
+
+
+def write(path: Path, name: str) -> None:
+    """A line for each job, by one of the two functions above."""
+    import fivefold.rehearsal  # noqa: F401, before the ranks are forked
+
+    function = {"rehearsed": rehearsed, "measured": measured}[name]
+    with path.open("w", encoding="utf-8") as file:
+        for model, layout, rank, said in JOBS:
+            plan, began = plan_of(model, layout, said), time.perf_counter()
+            line: dict[str, Any] = {"model": model, "layout": layout, "rank": rank, "said": said}
+            try:
+                with Pool(1, patience=400.0) as pool:
+                    (line[name],) = pool.run_each([(function, (plan, rank))])
+            except Exception as error:
+                line[name], line["error"] = None, str(error)[:1500]
+            line["seconds"] = round(time.perf_counter() - began, 1)
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            print(json.dumps(line)[:300], flush=True)
+
+
+def joined(paths: list[Path]) -> list[dict[str, Any]]:
+    """The lines of all files, those of one job together."""
+    found: dict[str, dict[str, Any]] = {}
+    for line in (json.loads(text) for path in paths for text in path.open(encoding="utf-8")):
+        key = json.dumps([line[name] for name in ("model", "layout", "rank", "said")])
+        found.setdefault(key, {}).update(line)
+    return list(found.values())
+
+
+def table(paths: list[Path]) -> None:
+    """Print what was measured beside what is planned."""
+    setting, _ = setting_of(machine.load(MACHINE), "bf16", 0.0, "eager", 1.0)
+    print("| job | rank | planned GiB | rehearsed | measured | planned s | measured s |")
+    print("|---|---|---|---|---|---|---|")
+    errors: dict[str, list[float]] = {"planned": [], "rehearsed": [], "time": []}
+    for line in joined(paths):
+        if line.get("measured") is None or line.get("rehearsed") is None:
+            print(f"| {line['model']} `{line['layout']}` | {line['rank']} | failed |")
+            continue
+        plan = plan_of(line["model"], line["layout"], line["said"])
+        seen, peak, step = line["rehearsed"][0], line["measured"][0], line["measured"][1]
+        guess, seconds = outlook(plan, setting).allocated, alone(plan, setting, line["rank"])
+        more = " ".join(f"{key}={value}" for key, value in line["said"].items())
+        for name, one, truth in (
+            ("planned", guess, peak), ("rehearsed", seen, peak), ("time", seconds, step),
+        ):  # fmt: skip
+            errors[name].append(abs(one / truth - 1))
+        print(
+            f"| {line['model']} `{line['layout']}` {more} | {line['rank']} | {guess / GIB:.1f} | "
+            f"{seen / GIB:.1f} | {peak / GIB:.1f} | {seconds:.3f} | {step:.3f} |"
+        )
+    for name, each in errors.items():
+        print(f"\n{name}: mean error {mean(each):.1%}, worst {max(each):.1%}, {len(each)} jobs")
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "table":
+        table([Path(each) for each in sys.argv[2:]])
+    else:
+        write(Path(sys.argv[2]), sys.argv[1])

@@ -1,0 +1,175 @@
+"""A rehearsal as JSON, as text and as a trace, from made-up ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fivefold.core.matching import Made, mismatches
+from fivefold.core.plan import Wishes, resolve
+from fivefold.core.traffic import Entry
+from fivefold.report.rehearsal_text import describe, levels_trace, render
+
+GIB = 2**30
+PLAN = resolve(Wishes("tiny", layout="dp=2"))
+GATHER = Made("fsdp", "all_gather", 512, (0, 1), "0F0")
+ENTRY = Entry("fsdp", "all_gather", 3, 512, 2)
+
+
+@dataclass
+class Seconds:
+    rank: int
+    peak: int
+    step: float
+    update: float
+    actions: dict[str, float]
+
+
+def ran(rank: int, gib: float) -> Any:
+    return SimpleNamespace(
+        rank=rank,
+        peak=int(gib * GIB),
+        memory={"weights": GIB, "activations": int((gib - 1) * GIB)},
+        records=Counter({("fsdp", "all_gather", 512, 2): 3}),
+        levels=[
+            SimpleNamespace(action="0F0", bytes=2 * GIB, peak=3 * GIB),
+            SimpleNamespace(action="0B0", bytes=GIB, peak=2 * GIB),
+        ],
+    )
+
+
+def found(**changes: Any) -> Any:
+    runs = [ran(0, 3.0), ran(1, 2.0)]
+    seen = {
+        "plan": PLAN,
+        "runs": runs,
+        "predicted": {0: (ENTRY,), 1: (ENTRY,)},
+        "whole": {0: True},
+        "mismatches": [],
+        "astray": [],
+        "worst": runs[0],
+        "passed": True,
+    }
+    return SimpleNamespace(**(seen | changes))
+
+
+def described(job: Any, **changes: Any) -> dict[str, Any]:
+    given = {"planned": None, "timed": None, "imbalance": 1.0, "seconds": 2.0} | changes
+    return describe(job, given["planned"], given["timed"], given["imbalance"], given["seconds"])
+
+
+def outlook(**gib: float) -> Any:
+    memory = {name: size * GIB for name, size in gib.items()}
+    return SimpleNamespace(memory=memory, allocated=sum(memory.values()), step=0.5)
+
+
+def shown(table: dict[str, Any]) -> list[str]:
+    return list(render(PLAN, table))
+
+
+def test_json_is_the_contract() -> None:
+    table = described(found())
+    assert [each["rank"] for each in table["ranks"]] == [0, 1]
+    assert table["ranks"][1]["coord"] == {"dp": 1, "tp": 0, "pp": 0, "cp": 0, "ep": 0}
+    assert table["ranks"][1]["collectives"] == 3
+    assert table["memory_gib"] == {"weights": 1.0, "activations": 2.0, "total": 3.0}
+    assert table["worst_rank"] == 0
+    traffic = table["traffic"]
+    assert traffic["predicted"] == traffic["observed"]
+    assert traffic["observed"][0]["bytes"] == 512
+    assert traffic["match"] is table["matched"] is table["passed"] is True
+    assert table["time"] is table["planned_gib"] is None
+
+
+def test_json_of_ranks_that_went_astray() -> None:
+    parted = mismatches({0: [GATHER, GATHER], 1: [GATHER]})
+    table = described(found(mismatches=parted, astray=[1], whole={0: False}, passed=False))
+    assert table["matched"] is table["traffic"]["match"] is table["passed"] is False
+    assert table["traffic"]["astray"] == [1]
+    assert table["mismatches"] == [str(each) for each in parted]
+    text = shown(table)
+    assert "ranks 1 call something else than predicted" in text
+    assert "without replay, ranks 0 call something else" in text
+    assert text[text.index("1 pair of ranks would hang:") + 1] == (
+        "  call 2 of ranks 0 and 1: rank 0 makes all_gather of 512 bytes on fsdp in 0F0, "
+        "rank 1 makes no further call"
+    )
+
+
+def test_of_many_mismatches_some_are_shown() -> None:
+    group = tuple(range(16))
+    calls = {rank: [GATHER._replace(members=group)] * (rank == 0) for rank in group}
+    table = described(found(mismatches=mismatches(calls), passed=False))
+    text = shown(table)
+    assert len(table["mismatches"]) == 15
+    assert "15 pairs of ranks would hang:" in text
+    assert sum(line.startswith("  call 1 of ranks 0 and") for line in text) == 10
+    assert "  and 5 more, in --json" in text
+
+
+def test_the_text_of_a_good_rehearsal() -> None:
+    text = shown(described(found()))
+    assert text[0] == "tiny on dp=2: 2 distinct ranks of 2 rehearsed"
+    assert "weights                                   1.00" in text
+    assert "total                                     3.00" in text
+    assert "give --machine to see it beside the plan" in text
+    assert "       1  dp=1                            2.00            3" in text
+    assert "fsdp, bytes                              1,536       1,536" in text
+    assert "every rank calls what was predicted" in text
+    assert "all groups agree: same order, kinds and sizes" in text
+    assert "without replay, 1 rank calls the same, one for each kind of stages" in text
+    assert text[-1] == "in 2 s"
+    assert not any("routed" in line for line in text)
+
+
+def test_a_difference_that_matters_is_called_out() -> None:
+    """Five hundredths of the whole: 0.15 GiB here."""
+    table = described(found(), planned=outlook(weights=1.1, activations=1.8))
+    lines = {line.split()[0]: line for line in shown(table) if line}
+    assert lines["weights"].endswith("1.10")
+    assert lines["activations"].endswith("1.80   +0.20")
+    assert lines["total"].endswith("2.90")
+
+
+@pytest.mark.parametrize(
+    ("imbalance", "said"), [(1.0, "round-robin"), (1.5, "fullest expert 1.5 x the mean")]
+)
+def test_the_stand_in_of_the_routing_is_said(imbalance: float, said: str) -> None:
+    plan = resolve(Wishes("tiny-moe", layout="dp=2 ep=2"))
+    table = described(found(plan=plan), imbalance=imbalance)
+    assert table["routing"] == said
+    assert f"tokens have no values here; they are routed: {said}" in list(render(plan, table))
+
+
+def test_of_many_ranks_some_are_shown() -> None:
+    runs = [ran(rank % 2, 2.0) for rank in range(30)]
+    text = shown(described(found(runs=runs)))
+    assert "and 6 more, in --json" in text
+
+
+def test_times_of_a_gpu() -> None:
+    measured = Seconds(0, GIB, 0.25, 0.05, {"0F": 0.0123})
+    timed = SimpleNamespace(measured=[measured], step=SimpleNamespace(step=0.75, parts={}))
+    table = described(found(), planned=outlook(weights=3.0), timed=timed)
+    assert table["time"]["forecast_s"] == 0.75
+    assert table["time"]["planned_s"] == 0.5
+    text = shown(table)
+    assert any(line.split() == ["0F", "12.3", "ms"] for line in text)
+    assert (
+        "forecast: 0.750 s a step with these kernels and the modelled traffic; planned: 0.500 s"
+        in text
+    )
+
+
+def test_the_trace_has_a_counter_a_rank() -> None:
+    events = levels_trace(found())["traceEvents"]
+    counters = [each for each in events if each["ph"] == "C"]
+    assert {each["name"] for each in counters} == {"GiB of rank 0", "GiB of rank 1"}
+    first = counters[0]
+    assert first["args"] == {"held": 2.0, "peak": 3.0}
+    actions = [each["name"] for each in events if each["ph"] == "X" and each["tid"] == 1]
+    assert actions == ["0F0", "0B0"]

@@ -1,0 +1,309 @@
+"""A rehearsal does what a run does: replayed or whole, predicted, and recorded by real ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+from weakref import WeakKeyDictionary
+
+import pytest
+import torch
+from forked_steps import Setup, run, small_plan
+from torch import Tensor
+
+from fivefold.cli import main
+from fivefold.core.matching import Made
+from fivefold.core.plan import Plan, Wishes, resolve
+from fivefold.parallel.chunk import Chunk
+from fivefold.parallel.compose import Job
+from fivefold.parallel.flat import FlatUnit
+from fivefold.parallel.mesh import Mesh, Record
+from fivefold.parallel.wires import Wires
+from fivefold.rehearsal import judged, rehearse, rehearse_rank
+from fivefold.rehearsal.replay import Traces
+from fivefold.rehearsal.routing import RoundRobin
+from fivefold.run.optimizer import Updater
+from fivefold.run.ranks import Pool
+
+MANY = 8  # microbatches: enough for some to be replayed
+LAYOUTS = [
+    ("dp=2", {"zero": 3}),
+    ("tp=2 pp=2", {"schedule": "zb-h1"}),
+    ("cp=2", {}),
+    ("dp=2 ep=2", {}),
+    ("pp=2", {"schedule": "interleaved", "chunks": 2}),
+    ("pp=2", {"schedule": "dualpipe"}),
+]
+
+
+def plan_of(layout: str, **wishes: Any) -> Plan:
+    sizes = {"layers": "4" if "pp" in layout else "2", "width": "32", "ffn": "48", "vocab": "64"}
+    model = "tiny-moe" if "ep" in layout else "tiny"
+    said = {"microbatches": MANY, "precision": "bf16"} | wishes
+    return resolve(Wishes(model, layout=layout, seq=16, set=sizes, **said), small=True)
+
+
+@pytest.mark.parametrize(("layout", "wishes"), LAYOUTS, ids=str)
+def test_replayed_is_whole_and_as_predicted(layout: str, wishes: dict[str, Any]) -> None:
+    plan, traces = plan_of(layout, **wishes), Traces()
+    ranks = range(plan.layout.world)
+    runs = [rehearse_rank(plan, rank, traces) for rank in ranks]
+    for replayed in runs:
+        whole = rehearse_rank(plan, replayed.rank, None)
+        assert replayed.calls == whole.calls
+        assert replayed.records == whole.records
+        assert replayed.peak == pytest.approx(whole.peak, rel=1e-3)
+        assert sum(whole.memory.values()) == whole.peak
+    assert traces
+    assert judged(plan, runs, {}).passed
+
+
+def test_most_microbatches_are_replayed() -> None:
+    plan, seen = plan_of("dp=2"), list[int]()
+    inner = Chunk.forward
+
+    def counted(self: Chunk, x: Tensor | None, batch: Any, microbatch: int) -> Tensor:
+        seen.append(microbatch)
+        return inner(self, x, batch, microbatch)
+
+    traces = Traces()
+    with patch.object(Chunk, "forward", counted):
+        for given, real in ((None, MANY), (traces, 4), (traces, 3)):
+            seen.clear()
+            rehearse_rank(plan, 0, given)
+            assert len(seen) == real
+
+
+REAL = [("dp=2", {"zero": 3}), ("tp=2 pp=2", {"schedule": "zb-h1"}), ("cp=2", {})]
+
+
+@pytest.mark.parametrize(("layout", "wishes"), REAL, ids=str)
+def test_real_ranks_call_the_same(layout: str, wishes: dict[str, Any]) -> None:
+    """Both steps of forked ranks, line by line: messages leave beside what is computed."""
+    plan = small_plan(layout, {"layers": "4"}, microbatches=6, precision="fp32", **wishes)
+    rehearsed = [rehearse_rank(plan, rank, {}) for rank in range(plan.layout.world)]
+    with Pool(plan.layout.world) as pool:
+        heard = run(pool, plan, Setup(), listening)
+    for one, calls in zip(rehearsed, heard, strict=True):
+        assert by_line(calls) == by_line([*one.calls, *one.calls])
+
+
+def listening(job: Job, updater: Updater) -> Callable[[], list[Made]]:
+    """Keep all calls of a job from now on."""
+    calls: list[Made] = []
+
+    def hear(record: Record, members: tuple[int, ...]) -> None:
+        calls.append(Made(record.axis, record.kind, record.bytes, members))
+
+    job.mesh.heard = hear
+    return lambda: calls
+
+
+def by_line(calls: list[Made]) -> dict[object, list[object]]:
+    """What is called in one order: by axis and ranks."""
+    lines: dict[object, list[object]] = {}
+    for call in calls:
+        lines.setdefault((call.axis, call.members), []).append((call.kind, call.bytes))
+    return lines
+
+
+class Nothing:
+    def wait(self) -> None: ...
+
+
+def skips_a_gather() -> Any:
+    """Rank 1 computes with whatever is in the buffer."""
+    inner = FlatUnit.gather
+
+    def skipping(self: FlatUnit) -> None:
+        if self.mesh.rank != 1 or self.use.blocks[0] != "blocks.1" or self.present:
+            return inner(self)
+        self.present = True
+        self.whole.untyped_storage().resize_(self.whole.nbytes)
+        return self.mesh.resized(self.whole)
+
+    return patch.object(FlatUnit, "gather", skipping)
+
+
+def keeps_its_own_tokens() -> Any:
+    """Rank 1 takes its own tokens for those of all, in backward alone."""
+    inner = Wires.gather
+
+    def alone(self: Wires, x: Tensor) -> Tensor:
+        if self.mesh.rank == 1 and self.phase.backward:
+            return torch.cat([x] * self.size, self.dim)
+        return inner(self, x)
+
+    return patch.object(Wires, "gather", alone)
+
+
+def swaps_two_gathers() -> Any:
+    """Rank 1 issues its first gather behind its second."""
+    inner = Mesh.all_gather
+    first: WeakKeyDictionary[Mesh, Any] = WeakKeyDictionary()
+
+    def swapping(self: Mesh, whole: Tensor, part: Tensor, axis: str) -> Any:
+        if self.rank != 1 or first.get(self, ()) is None:
+            return inner(self, whole, part, axis)
+        if self not in first:
+            first[self] = (whole, part, axis)
+            return Nothing()
+        held, first[self] = first[self], None
+        work = inner(self, whole, part, axis)
+        inner(self, *held).wait()
+        return work
+
+    return patch.object(Mesh, "all_gather", swapping)
+
+
+def sends_another_size() -> Any:
+    """Rank 1 sends gradients wider than rank 0 expects them."""
+    inner = Mesh.send
+
+    def wide(self: Mesh, tensor: Tensor, target: int) -> Any:
+        return inner(self, tensor.double() if self.rank == 1 else tensor, target)
+
+    return patch.object(Mesh, "send", wide)
+
+
+FAULTS = [
+    (skips_a_gather, "dp=2", {"zero": 3}),
+    (keeps_its_own_tokens, "tp=2", {}),
+    (swaps_two_gathers, "dp=2", {"zero": 3}),
+    (sends_another_size, "pp=2", {}),
+]
+
+
+@pytest.mark.parametrize(("plant", "layout", "wishes"), FAULTS)
+def test_a_fault_of_one_rank_is_seen(
+    plant: Callable[[], Any], layout: str, wishes: dict[str, Any]
+) -> None:
+    plan = plan_of(layout, microbatches=2, **wishes)
+    with plant():
+        found = rehearse(plan)
+    assert not found.passed
+    assert found.astray == [1]
+    parted = found.mismatches[0]
+    assert (parted.one, parted.other) == (0, 1)
+    assert str(parted.one_calls) != str(parted.other_calls)
+    for rank, call in ((0, parted.one_calls), (1, parted.other_calls)):
+        assert f"rank {rank} makes {call or 'no further call'}" in str(parted)
+
+
+def test_tokens_are_dealt_evenly_or_as_asked() -> None:
+    plan = plan_of("dp=4 ep=4", microbatches=1)
+    assert RoundRobin(plan, 0, 1.0).rows(30) == ([8, 7, 8, 7], [8, 8, 8, 8])
+    for imbalance in (1.0, 1.5, 4.0):
+        for num_rows in (0, 1, 30, 800):
+            dealt = [RoundRobin(plan, rank, imbalance) for rank in range(4)]
+            ways = [each.rows(num_rows) for each in dealt]
+            leave = ways[0][0]
+            assert sum(leave) == num_rows
+            assert [way[0] for way in ways] == [leave] * 4
+            assert [way[1] for way in ways] == [[rows] * 4 for rows in leave]
+            for each, rows in zip(dealt, leave, strict=True):
+                experts = each.arriving(num_rows, torch.zeros(4, 2, dtype=torch.int64))
+                assert experts.sum(1).tolist() == [rows] * 4
+                assert experts.min() >= 0
+
+
+def test_the_fullest_expert_has_what_was_asked() -> None:
+    plan, num_rows = plan_of("dp=4 ep=4", microbatches=1), 8000
+    mean = num_rows / 8
+    first = RoundRobin(plan, 0, 2.5).arriving(num_rows, torch.zeros(4, 2, dtype=torch.int64))
+    assert first[0, 0] == 2.5 * mean
+    last = RoundRobin(plan, 3, 2.5).arriving(num_rows, torch.zeros(4, 2, dtype=torch.int64))
+    assert last[0].tolist() == pytest.approx([(8 - 2.5) / 7 * mean] * 2, abs=1)
+
+
+def test_imbalance_costs_memory_and_moves_what_it_says() -> None:
+    plan = plan_of("dp=2 ep=2", microbatches=1)
+    even, uneven = (rehearse_rank(plan, 0, None, imbalance) for imbalance in (1.0, 4.0))
+    assert uneven.peak > even.peak
+    assert judged(plan, [uneven], {}, 4.0).passed
+
+
+WORDS = ("rehearse", "tiny", "--layout", "pp=2", "--seq", "16", "--microbatches", "2")
+SMALL = ("--set", "layers=2", "width=32", "ffn=48", "vocab=64")
+
+
+def answered(capsys: pytest.CaptureFixture[str], code: int, *words: str) -> tuple[str, str]:
+    with pytest.raises(SystemExit) as stop:
+        main([*words, *SMALL])
+    output = capsys.readouterr()
+    assert stop.value.code == code, output.err
+    return output.out, output.err
+
+
+def test_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    trace = tmp_path / "memory.json"
+    out, _ = answered(capsys, 0, *WORDS, "--json", "--perfetto", str(trace), "--machine", "h100")
+    table = json.loads(out)
+    assert [each["rank"] for each in table["ranks"]] == [0, 1]
+    assert table["memory_gib"]["total"] == max(
+        each["memory_gib"]["total"] for each in table["ranks"]
+    )
+    assert table["traffic"]["predicted"] == table["traffic"]["observed"]
+    assert table["traffic"]["match"] is table["matched"] is table["passed"] is True
+    assert table["time"] is None
+    assert table["planned_gib"]["total"] > 0
+    events = json.loads(trace.read_text("utf-8"))["traceEvents"]
+    names = {each["name"] for each in events if each["ph"] == "C"}
+    assert names == {"GiB of rank 0", "GiB of rank 1"}
+
+
+def test_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    out, _ = answered(capsys, 0, *WORDS, "--layout", "dp=4", "--rank", "3")
+    assert "1 distinct rank of 4" in out
+    assert "all groups agree" in out
+
+
+def test_a_mismatch_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+    with sends_another_size():
+        out, _ = answered(capsys, 1, *WORDS, "--json")
+    table = json.loads(out)
+    assert table["matched"] is table["traffic"]["match"] is table["passed"] is False
+    (parted,) = table["mismatches"]
+    assert "rank 0 makes recv of" in parted
+    assert "rank 1 makes send of" in parted
+
+
+def test_a_rank_that_cannot_be_run_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    def broken(self: Mesh, *given: Any) -> Any:
+        raise ValueError("nothing to send")
+
+    with patch.object(Mesh, "send", broken):
+        _, err = answered(capsys, 1, *WORDS)
+    assert "rank 0: it raised ValueError: nothing to send" in err
+
+
+MOE = ("rehearse", "tiny-moe", "--layout", "dp=2 ep=2")
+REFUSED = [
+    ((*WORDS, "--rank", "2"), "ranks 0 to 1"),
+    ((*WORDS, "--rank", "-1"), "ranks 0 to 1"),
+    ((*WORDS, "--schedule", "pipedream"), "asynchronous"),
+    ((*WORDS, "--imbalance", "2"), "is for experts"),
+    ((*WORDS, "--device", "tpu"), "cuda"),
+    ((*MOE, "--imbalance", "4.5"), "1 to 4 times the mean"),
+    ((*MOE, "--balance", "capacity:1.5"), "capacity-pad"),
+    ((*MOE, "--ep-nodes", "2", "--imbalance", "2"), "--ep-nodes 1"),
+]
+
+
+@pytest.mark.parametrize(("words", "said"), REFUSED)
+def test_bad_input_ends_with_2(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
+) -> None:
+    with patch("fivefold.rehearsal.rehearse", side_effect=AssertionError):
+        out, err = answered(capsys, 2, *words)
+    assert not out
+    assert said in err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    _, err = answered(capsys, 2, *WORDS, "--device", "cuda")
+    assert "no GPU" in err
