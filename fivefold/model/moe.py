@@ -233,7 +233,7 @@ class _ToSlots(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, slots: Slots) -> Tensor:
         ctx.save_for_backward(slots.order)
-        ctx.slots = slots._replace(order=None)
+        ctx.slots = slots._replace(order=None, counts=None)  # backward asks for no count
         return _take(x_ND, slots, slots.num_choices)
 
     @staticmethod
@@ -248,7 +248,7 @@ class _FromSlots(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y_MD: Tensor, slots: Slots) -> Tensor:
         ctx.save_for_backward(slots.order)
-        ctx.slots = slots._replace(order=None)
+        ctx.slots = slots._replace(order=None, counts=None)  # backward asks for no count
         return _put(y_MD, slots)
 
     @staticmethod

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -93,6 +94,7 @@ def compose(
     recomputation and data; and the pipeline around them."""
     shape, layout, schedule = plan.shape, plan.layout, plan.schedule
     table, coord = by_name(shape), layout.coord(mesh.rank)
+    draw = partial(initial, shape=shape, seed=seed, dtype=dtype, device=mesh.device)
     pieces = {name: held_by(weight, shape, layout, coord) for name, weight in table.items()}
     options = Options(
         layout.zero,
@@ -105,15 +107,9 @@ def compose(
         disk=disk,
     )
 
+    fill = partial(_filled, table, pieces, draw)
     balancing = Balancing(plan, mesh)
     counts = not any(rule.pads for rule in plan.balance)
-
-    def fill(row: Row) -> Tensor:
-        weight, piece = table[row.name], pieces[row.name]
-        if weight.expert_dim is None:
-            return tensor.cut(initial(weight, shape, seed, dtype, mesh.device), piece)
-        held = range(piece.start, piece.stop)
-        return tensor.cut_inside(initial(weight, shape, seed, dtype, mesh.device, held), piece)
 
     def chunk(stage: int) -> Chunk:
         model = from_config(shape, dtype=dtype, device="meta", layers=plan.stages[stage])
@@ -140,6 +136,16 @@ def compose(
         for each in (schedule, schedule.forwards())
     )
     return Job(plan, mesh, chunks, pipeline, forwards, balancing, table, pieces)
+
+
+def _filled(
+    table: Mapping[str, Weight], pieces: Mapping[str, Piece], draw: Callable[..., Tensor], row: Row
+) -> Tensor:
+    """The first values of what a rank holds of a weight."""
+    weight, piece = table[row.name], pieces[row.name]
+    if weight.expert_dim is None:
+        return tensor.cut(draw(weight), piece)
+    return tensor.cut_inside(draw(weight, experts=range(piece.start, piece.stop)), piece)
 
 
 def _make_buffers(model: Decoder, device: torch.device) -> None:

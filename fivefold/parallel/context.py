@@ -45,7 +45,7 @@ def shard(batch: TokenBatch, split: Split, seq: int, coord: int) -> TokenBatch:
     whole = _padded(batch, seq - batch.tokens.shape[1])
     if split.inner * split.outer == 1:
         return whole
-    index = _index(split.rank(seq, coord), batch.tokens.device)
+    index = token_index(split.rank(seq, coord), batch.tokens.device)
     tokens, labels, positions = (
         each[:, index] for each in (whole.tokens, whole.labels, whole.positions)
     )
@@ -212,8 +212,8 @@ class ContextAttention:
         if row.documents is None and not call.masked:
             return Sees(call.causal)
         device = row.positions.device
-        q_index = _index(self.tokens, device)[call.q_start : call.q_stop]
-        k_index = _index(keys, device)[call.k_start : call.k_stop]
+        q_index = token_index(self.tokens, device)[call.q_start : call.q_stop]
+        k_index = token_index(keys, device)[call.k_start : call.k_stop]
         distance = row.positions[:, q_index, None] - row.positions[:, None, k_index]
         visible = distance >= 0
         if info.window is not None:
@@ -331,5 +331,6 @@ def _exchanged(x_BHSd: Tensor, mesh: Mesh, split_dim: int, silent: bool) -> Tens
 
 
 @cache
-def _index(ranges: Ranges, device: torch.device) -> Tensor:
+def token_index(ranges: Ranges, device: torch.device) -> Tensor:
+    """These tokens as a tensor, which is kept: every layer asks for it."""
     return torch.tensor([token for each in ranges for token in each], device=device)

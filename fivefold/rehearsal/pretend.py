@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from fivefold.parallel.context import token_index
 from fivefold.parallel.mesh import PRETENDED
 
 
@@ -32,5 +33,9 @@ def without_values(device: torch.device) -> Iterator[None]:
     if device.type == "cuda":
         yield
         return
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        yield
+    token_index.cache_clear()  # what is kept there is counted once in every run
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            yield
+    finally:
+        token_index.cache_clear()  # and is of no use to those with values

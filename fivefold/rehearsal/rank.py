@@ -14,10 +14,10 @@ from torch import Tensor
 from fivefold.core.legality import padded_vocab
 from fivefold.core.matching import Made
 from fivefold.core.plan import Plan
-from fivefold.core.schedule.action import Step
+from fivefold.core.schedule.action import Step, actions_of
 from fivefold.parallel.compose import Job, compose, hidden_size
 from fivefold.parallel.expert import SpreadExperts
-from fivefold.parallel.mesh import PIPELINE, Mesh, Record
+from fivefold.parallel.mesh import Mesh, Record
 from fivefold.rehearsal import meter as metering
 from fivefold.rehearsal.kernels import stand_in
 from fivefold.rehearsal.meter import Meter
@@ -136,8 +136,8 @@ class _Run:
 
     def _replaying(self, chunk: Any) -> ReplayingChunk:
         assert self.traces is not None
-        place = self.mesh.place(PIPELINE)
-        mine = [each for each in self.plan.schedule.actions(place) if each.stage == chunk.stage]
+        actions = (action for step in self.job.pipeline.steps for action in actions_of(step))
+        mine = [each for each in actions if each.stage == chunk.stage]
         return ReplayingChunk(
             chunk, mine, self.meter, self.mesh, self.traces, self._signature(chunk.stage),
             hidden_size(self.plan), self.dtype,

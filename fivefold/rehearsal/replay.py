@@ -1,8 +1,9 @@
 """Actions traced once and replayed: the microbatches of a stage all do the same.
 
 The real code runs for the first and the last microbatch of a stage, which begin and end a step's
-gradients, and for one between them. What that one did, to the memory and on the mesh, is what all
-others do: in their place a stub passes tensors of the right size on.
+gradients, and for one between them, or two where some backwards are split and some are not. What
+those did, to the memory and on the mesh, is what all others do: in their place a stub passes
+tensors of the right size on.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 
 from fivefold.core.schedule.action import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action
 from fivefold.model.batch import TokenBatch
@@ -44,11 +45,11 @@ class ReplayingChunk:
         self.chunk, self.meter, self.mesh, self.traces, self.key = chunk, meter, mesh, traces, key
         self.size, self.dtype = size, dtype
         self.inputs: dict[int, Tensor | None] = {}
-        self.kept: dict[int, UntypedStorage] = {}  # inputs that weight gradients need, without grad
+        self.kept: dict[int, Tensor] = {}  # inputs that weight gradients need, with their own
         self.real, self.traced = _chosen(actions)
         kinds = {action.kind for action in actions}
         if all((key, kind) in traces for kind in kinds):
-            self.real.discard(self.traced)
+            self.real -= self.traced
 
     def forward(self, x: Tensor | None, batch: TokenBatch, microbatch: int) -> Tensor:
         self.inputs[microbatch] = x
@@ -69,7 +70,7 @@ class ReplayingChunk:
     def backward(self, run: Callable[[], None], microbatch: int, split: bool, last: bool) -> None:
         kind, x = INPUT_GRAD if split else BACKWARD, self.inputs.pop(microbatch)
         if split and x is not None:
-            self.kept[microbatch] = x.untyped_storage()
+            self.kept[microbatch] = x
         if microbatch in self.real:
             self._run(
                 kind,
@@ -102,7 +103,7 @@ class ReplayingChunk:
     ) -> Any:
         """Run for real, and trace it where it is the one between; what is `given` away is the
         memory of whoever takes it."""
-        if microbatch != self.traced:
+        if microbatch not in self.traced:
             return call()
         before, calls = self.mesh.heard, list[Record]()
 
@@ -146,8 +147,9 @@ def _without(given: Tensor | None, seen: list[tuple[int, Delta]]) -> list[Delta]
     return [delta for at, (_, delta) in enumerate(seen) if at not in made[-1:]]
 
 
-def _chosen(actions: list[Action]) -> tuple[set[int], int]:
-    """The microbatches that run for real, and the one of them that stands for the rest.
+def _chosen(actions: list[Action]) -> tuple[set[int], set[int]]:
+    """The microbatches that run for real, and those of them that stand for the rest: one whose
+    backward is whole, one whose backward is split, where there are such.
 
     The second backward still ends what the first one began: sums that were under way.
     """
@@ -156,6 +158,7 @@ def _chosen(actions: list[Action]) -> tuple[set[int], int]:
     settles = [action.microbatch for action in actions if action.kind == WEIGHT_GRAD]
     ends = {forwards[0], forwards[-1], *backwards[:2], backwards[-1], *settles[:2], *settles[-1:]}
     between = [each for each in forwards if each not in ends]
-    if not between:
-        return set(forwards), -1
-    return ends | {between[0]}, between[0]
+    split = [each for each in between if each in settles]
+    whole = [each for each in between if each not in settles]
+    traced = {*split[:1], *whole[:1]}
+    return ends | traced, traced

@@ -7,7 +7,6 @@ from itertools import accumulate, pairwise
 
 from torch import Tensor
 
-from fivefold.core.errors import FivefoldError
 from fivefold.core.estimate.routing import fullest_rank
 from fivefold.core.plan import Plan
 from fivefold.core.routed import most_nodes
@@ -23,11 +22,6 @@ class RoundRobin:
         place, near = layout.coord(rank).ep, layout.ep // plan.ep_nodes
         self.plan, self.sizes = plan, {"ep": layout.ep, FAR: plan.ep_nodes, NEAR: near}
         self.places = {"ep": place, FAR: place // near, NEAR: place % near}
-        if plan.ep_nodes > 1 and imbalance != 1.0:
-            raise FivefoldError(
-                f"--imbalance over {plan.ep_nodes} nodes: which node has the fullest expert is "
-                "not said; rehearse with --ep-nodes 1, or without --imbalance"
-            )
         fullest = 1.0 if moe is None else float(fullest_rank(moe, layout.ep, imbalance))
         held = 1 if moe is None else moe.experts // layout.ep
         self.fullest, self.first = fullest, imbalance / (held * fullest)

@@ -86,6 +86,11 @@ def _rehearsable(wishes: Wishes, imbalance: float) -> Plan:
             "how many slots a capacity drops is known only when tokens are routed: rehearse with "
             "capacity-pad, or without"
         )
+    if plan.ep_nodes > 1 and imbalance != 1.0:
+        raise FivefoldError(
+            f"--imbalance over {plan.ep_nodes} nodes: which node has the fullest expert is not "
+            "said; rehearse with --ep-nodes 1, or without --imbalance"
+        )
     return plan
 
 

@@ -104,7 +104,7 @@ def test_the_records_of_experts_travel_with_the_loss(rules: str, losses: int) ->
     assert found.bytes == 24 + 8 * LAYERS * (EXPERTS + losses)
     ahead = plan_of("dp=2", model="deepseek-v3", seq=64)
     (found,) = traffic(ahead, "world")
-    assert found.bytes == 16 + 8 * (61 - 3 + 1) * 256, "58 layers, and the one that looks ahead"
+    assert found.bytes == 24 + 8 * (61 - 3 + 1) * 256, "58 layers, and the one that looks ahead"
 
 
 def test_the_least_that_may_be_sent() -> None:

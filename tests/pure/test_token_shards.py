@@ -228,8 +228,8 @@ def make_inputs(folder: Path) -> None:
     (folder / ".hidden").write_text("no")
     lines = '{"text": "one"}\n\n{"id": 3, "text": "zwölf"}\n{"text": ""}\n'
     (folder / "c.jsonl").write_text(lines, encoding="utf-8")
-    (folder / "d.jsonl.gz").write_bytes(gzip.compress(b'{"text": "packed"}'))
-    (folder / "e.txt.gz").write_bytes(gzip.compress(b"\xfepacked"))
+    (folder / "d.jsonl.gz").write_bytes(gzip.compress(b'{"text": "packed"}', mtime=0))
+    (folder / "e.txt.gz").write_bytes(gzip.compress(b"\xfepacked", mtime=0))
 
 
 def test_files_folders_lines_and_gzip_are_read(tmp_path: Path) -> None:
@@ -261,7 +261,11 @@ def test_files_folders_lines_and_gzip_are_read(tmp_path: Path) -> None:
         ("a.jsonl", b'{"text": "\\ud800"}', "line 1:\n  - half of a surrogate pair"),
         ("a.jsonl", b"[" * 100_000, "line 1:\n  - not valid JSON"),
         ("a.txt.gz", b"plain", "a.txt.gz:\n  - not a whole gzip file"),
-        ("a.txt.gz", gzip.compress(b"text" * 99)[:-9], "a.txt.gz:\n  - not a whole gzip file"),
+        (
+            "a.txt.gz",
+            gzip.compress(b"text" * 99, mtime=0)[:-9],
+            "a.txt.gz:\n  - not a whole gzip file",
+        ),
         ("a.txt", b"", "no text in the input, only 1 empty document"),
     ],
 )

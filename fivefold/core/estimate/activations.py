@@ -82,9 +82,13 @@ class Activations:
         width = self.shape.head_dim if mla is None else mla.rope_dim
         return float(WIDE * width) if self.shape.positions == "rotary" else 0.0
 
-    def inside(self) -> Array:
+    def inside(self, routed: bool = False) -> Array:
         """Gradients inside one layer, while its backward runs."""
-        return self.keeps.backward_copies * self.itemsize * self.shape.ffn / self.grid.tp
+        shape, moe, copies = self.shape, self.shape.moe, self.keeps.backward_copies * self.itemsize
+        if moe is None or not routed or not self.keeps.weighed_bytes:
+            return copies * shape.ffn / self.grid.tp
+        weighed = self.keeps.weighed_bytes * shape.width
+        return self._slots() * np.maximum(weighed, copies * moe.ffn / self.grid.etp)
 
     def of_other_ranks(self) -> Array:
         """Keys and values of other context ranks, and their gradients in float32: a block here
@@ -96,8 +100,8 @@ class Activations:
         return np.where(self.grid.cp > 1, np.where(gathers, all_of_them, ring), 0.0)
 
     def between_experts(self) -> Array:
-        """Slots on their way to experts and back, of one layer."""
-        if self.shape.moe is None:
+        """Slots on their way to experts and back, of one layer; fewer than are weighed at once."""
+        if self.shape.moe is None or self.keeps.weighed_bytes:
             return np.zeros(1)
         return np.where(self.grid.ep > 1, 2 * self._slots() * self.shape.width * self.itemsize, 0.0)
 

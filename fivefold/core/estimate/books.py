@@ -44,49 +44,29 @@ class Books:
         return self._in_turn(stage) if self.keeps.in_turn else (self._at_once(stage),)
 
     def _in_turn(self, stage: Stage) -> tuple[Parts, ...]:
-        """At the loss, where the backward of the layers begins, and where it ends."""
+        """Where the backward of the layers begins, where it ends, and before both at the loss."""
         held = self.held_by(stage)
         kept, working = self._layers(stage)
-        shared = self.kept.tables() * self.tokens * self.grid.chunks * stage.flight
+        kept = kept + self.kept.tables() * self.tokens * self.grid.chunks
         matrix = self.shape.vocab * self.shape.width / self.grid.tp
         size, owned = self.keeps.gradient_bytes, self._sliced(held, 1)
         sums = Gradients(held, stage, self.grid, matrix, owned, size)
-        waiting, messages = stage.head * self._waiting(), self._messages()
-        # One weight has two gradients: the head's waits for the embedding's, and then their sum.
+        begin, end = kept * stage.flight, kept * sums.behind()
+        # A tied weight has two gradients: the head's waits for the embedding's, and for their sum.
         tied = np.where(self.shape.tied & (self.grid.pp == 1), matrix * self.itemsize, 0.0)
-        layer = kept / np.maximum(stage.layers.all, 1.0)
-        begin = kept * stage.flight + shared
-        end = begin - kept / self.grid.chunks
-        inside, buffers = working + tied, messages + self._buffers()
-        states = self._states(held)
-        first, embedding = sums.at_first_layer(), sums.at_embedding()
         looked_up = stage.embedding * matrix * self.itemsize + 2 * tied
-        is_layer = inside + buffers + first.fly >= looked_up + messages + embedding.fly
+        states, messages, waiting = self._states(held), self._messages(), self._waiting()
+        gathered, waiting = self._gathered(held, stage, np.zeros(1)), stage.head * waiting
+        both = (waiting, messages + self._buffers(), gathered)
+        last, first = begin + working + tied, end + np.maximum(working + tied, looked_up)
         found = [
-            self._moment(
-                states,
-                sums.at_last_layer(layer),
-                begin + inside,
-                waiting,
-                buffers,
-                self._gathered(held, stage, 0.0),
-            ),
-            self._moment(
-                states,
-                Moment(first.stay, np.where(is_layer, first.fly, embedding.fly)),
-                end + np.where(is_layer, inside, looked_up),
-                waiting,
-                np.where(is_layer, buffers, messages),
-                self._gathered(held, stage, 0.0),
-            ),
+            self._moment(states, sums.at_last_layer(), last, *both),
+            self._moment(states, sums.at_first_layer(), first, *both),
         ]
         if stage.head.any():
-            logits = waiting + stage.head * self._loss()
             gathered = self._gathered(held, stage, stage.head * matrix)
-            at_head = begin + self._at_head(stage)
-            found.append(
-                self._moment(states, sums.at_turn(), at_head, logits, messages, gathered)
-            )
+            rest = (waiting + stage.head * self._loss(), messages, gathered)
+            found.append(self._moment(states, sums.at_turn(), begin + self._at_head(stage), *rest))
         return tuple(found)
 
     def _moment(
@@ -113,15 +93,15 @@ class Books:
         context = np.full((1,), self.keeps.context_bytes + self.keeps.pool_bytes)
         return {"context": context, "margin": self.keeps.fragments * activations}
 
-    def _gathered(self, held: Held, stage: Stage, end: Array | float) -> Array:
-        """ZeRO-3: weights that are whole. Of a layer and the one ahead, or of an end in the place of
-        one; in a pipeline, whose microbatches lie far apart, all of them over the whole step."""
+    def _gathered(self, held: Held, stage: Stage, end: Array) -> Array:
+        """ZeRO-3: weights that are whole. Those of a layer, or an `end`, and the unit ahead; in a
+        pipeline, whose microbatches lie far apart, all of them over the whole step."""
         grid = self.grid
         unit = (held.dense - held.ends) / np.maximum(stage.layers.all, 1.0)
         routed = held.experts / np.maximum(stage.layers.routed, 1.0)
         ahead = np.where(routed > 0, routed, unit)
-        two = unit + routed + (ahead if isinstance(end, float) else np.where(end > 0, end, ahead))
-        whole = np.where(grid.pp > 1, held.all, np.minimum(two, held.all)) * self.itemsize
+        here = np.where(end > 0, end, unit + routed)
+        whole = np.where(grid.pp > 1, held.all, np.minimum(here + ahead, held.all)) * self.itemsize
         return np.where((grid.zero == 3) & (grid.shard * grid.cp > 1), whole, 0.0)
 
     def _at_once(self, stage: Stage) -> Parts:
@@ -233,7 +213,7 @@ class Books:
         return np.where(there, owned * (MOMENTS + self.master_bytes), 0.0)
 
     def _layers(self, stage: Stage) -> tuple[Array, Array]:
-        """What a microbatch keeps, and what one layer needs while it runs again."""
+        """What a microbatch keeps, and what one layer needs while it runs again and back."""
         repeat, covered = self.grid.recompute, self.stack.recomputed
         kept, working = np.zeros(1), np.zeros(1)
         counts = self._counts(stage)
@@ -241,16 +221,34 @@ class Books:
             routed = self.shape.is_moe_layer(i)
             extra = self.shape.mtp * stage.head if i == max(counts) else 0.0
             everything = self.kept.everything(routed)
-            few = everything
+            few, again = everything, np.zeros(1)
             if (repeat > 0).any():
                 few = np.where(repeat == 1, self.kept.selected(routed), everything)
                 full = covered * self.kept.inputs() + (1 - covered) * everything
                 few = np.where(repeat == 2, full, few)
-                there = self.kept.inputs() if self.keeps.in_turn else 0.0
-                again = np.where(repeat == 2, everything - there, np.maximum(everything - few, 0.0))
-                working = np.maximum(working, np.where(repeat > 0, again, 0.0))
+                again = np.where(repeat > 0, self._again(repeat, everything, few), 0.0)
             kept = kept + (count + extra) * few
-        return kept * self.tokens, (working + self.kept.inside()) * self.tokens
+            inside = np.where(count > 0, again * self.tokens + self._inside(i, routed), 0.0)
+            working = np.maximum(working, inside)
+        return kept * self.tokens, working
+
+    def _again(self, repeat: Array, everything: Array, few: Array) -> Array:
+        """What a layer that runs again has beside what it kept."""
+        there = self.kept.inputs() if self.keeps.in_turn else 0.0
+        return np.where(repeat == 2, everything - there, np.maximum(everything - few, 0.0))
+
+    def _inside(self, i: int, routed: bool) -> Array:
+        """Gradients in the backward of a layer: of activations, or of its largest weight, which are
+        there one after the other."""
+        found = self.kept.inside(routed) * self.tokens
+        if not self.keeps.in_turn:
+            return found
+        shape, matrices = self.shape, 3 if self.shape.gated else 2
+        weight = shape.width * shape.ffn / self.grid.tp
+        if routed:
+            spread = matrices * self.grid.ep * self.grid.etp
+            weight = layer_parameters(shape, i).experts / spread
+        return np.maximum(found, weight * self.itemsize)
 
     def _at_head(self, stage: Stage) -> Array:
         """The head's input, and its copies for multi-token prediction."""

@@ -49,18 +49,19 @@ def stages_of(
     hop_forwards: int = 2,
     spans: Sequence[range] | None = None,
 ) -> tuple[Stage, ...]:
-    """The first rank's, the fullest one's between the ends where it may have more layers than the
-    first, and the last one's, or that of the rank with the head; `spans`: the layers of each stage
-    where they are given."""
+    """The first rank's, those between the ends that may have more layers than one before them, and
+    the last one's, or that of the rank with the head; `spans`: the layers of each stage where they
+    are given."""
     both = mirrored(grid) | (grid.pp == 1)
     flight = in_flight(grid, "last", hop_forwards)
-    inner: Layers | None = None
+    inner: list[tuple[Layers, Array]] = []
     if spans is not None or split == "balanced":
         first, inner, last = _balanced(shape, grid, seq, spans)
     elif split == "even":
         first, last = _even(shape, grid)
     elif split == "spared":
-        first, inner, last = _spared(shape, grid)
+        first, between, last = _spared(shape, grid)
+        inner = [(between, np.ones(1))]
     else:
         first, last, place = _walked(shape, grid)
         flight = np.minimum(grid.microbatches, grid.pp - place)
@@ -68,17 +69,20 @@ def stages_of(
     at_first = np.where(both | folded(grid), 1.0, 0.0)
     at_last = np.where(folded(grid), 0.0, 1.0)
     found = [Stage(first, copies, in_flight(grid, "first", hop_forwards), one, at_first)]
-    if inner is not None and (inner.all > first.all).any():
-        between = in_flight(grid, "inner", hop_forwards)
-        found.append(Stage(inner, copies, between, none, none))
+    for layers, place in inner:
+        before = found[-1].layers
+        if (layers.all > before.all).any() or (layers.routed > before.routed).any():
+            between = in_flight(grid, "inner", hop_forwards, place)
+            found.append(Stage(layers, copies, between, none, none))
     found.append(Stage(last, copies, flight, np.where(both, 1.0, 0.0), at_last))
     return tuple(found)
 
 
 def _balanced(
     shape: Shape, grid: Grid, seq: int, spans: Sequence[range] | None = None
-) -> list[Layers]:
-    """As this runtime deals them: by cost, with the head; or as they are given."""
+) -> tuple[Layers, list[tuple[Layers, Array]], Layers]:
+    """As this runtime deals them: by cost, with the head; or as they are given. Between the ends
+    those of the second rank, which has most in flight, and of the fullest, with their places."""
     pp = grid.pp if grid.pp.min() < grid.pp.max() else grid.pp[:1]  # all are alike in a search
     columns = np.broadcast_arrays(pp, grid.chunks, folded(grid), mirrored(grid))
     found = [
@@ -87,22 +91,27 @@ def _balanced(
         else _held(shape, spans, int(ranks), bool(fold), bool(mirror))
         for ranks, chunks, fold, mirror in zip(*(each.ravel() for each in columns), strict=True)
     ]
-    numbers = np.array(found, float).reshape(*columns[0].shape, 3, 2)
-    return [Layers(numbers[..., end, 0], numbers[..., end, 1]) for end in range(3)]
+    numbers = np.array(found, float).reshape(*columns[0].shape, 4, 3)
+    first, second, fullest, last = (
+        (Layers(numbers[..., rank, 0], numbers[..., rank, 1]), numbers[..., rank, 2])
+        for rank in range(4)
+    )
+    return first[0], [second, fullest], last[0]
 
 
 @cache
 def _dealt(
     dealt: Dealer, ranks: int, chunks: int, fold: bool, mirror: bool
-) -> tuple[tuple[float, float], ...]:
+) -> tuple[tuple[float, float, float], ...]:
     spans = dealt.spans(min(ranks * chunks, dealt.shape.layers))
     return _held(dealt.shape, spans, ranks, fold, mirror)
 
 
 def _held(
     shape: Shape, spans: Sequence[range], ranks: int, fold: bool, mirror: bool
-) -> tuple[tuple[float, float], ...]:
-    """Layers of the first, the fullest inner and the last rank, and how many have experts."""
+) -> tuple[tuple[float, float, float], ...]:
+    """Layers of the first, the second, the fullest inner and the last rank, how many have experts,
+    and which rank that is."""
     held: list[list[range]] = [[] for _ in range(ranks)]
     for number, span in enumerate(spans):
         turn, place = divmod(number, ranks)
@@ -111,10 +120,11 @@ def _held(
             held[ranks - 1 - place].append(span)
     share = 2 if mirror and ranks > 1 else 1
     numbers = [
-        (sum(map(len, mine)) / share, sum(map(shape.is_moe_layer, chain(*mine))) / share)
-        for mine in held
+        (sum(map(len, mine)) / share, sum(map(shape.is_moe_layer, chain(*mine))) / share, place)
+        for place, mine in enumerate(held)
     ]
-    return numbers[0], max(numbers[1:-1], default=numbers[0]), numbers[-1]
+    inner = numbers[1:-1] or numbers[:1]
+    return numbers[0], inner[0], max(inner, key=lambda each: each[:2]), numbers[-1]
 
 
 def _even(shape: Shape, grid: Grid) -> tuple[Layers, Layers]:
@@ -157,14 +167,15 @@ def _with_routed(shape: Shape, grid: Grid, layers: Array) -> Layers:
     return Layers(layers, np.where(grid.pp == 1, number, np.minimum(layers * share, number)))
 
 
-def in_flight(grid: Grid, place: Place, hop_forwards: int = 2) -> Array:
-    """Microbatches whose activations a rank keeps at most; inner: any that is not at an end.
+def in_flight(grid: Grid, place: Place, hop_forwards: int = 2, rank: Array | float = 1.0) -> Array:
+    """Microbatches whose activations a rank keeps at most; inner: any that is not at an end, the
+    second one or another `rank`.
 
     `hop_forwards`: what interleaved 1F1B runs ahead for each hop to the last rank.
     """
     pp, m = grid.pp, grid.microbatches
-    plain = {"first": pp, "inner": pp - 1, "last": np.ones_like(pp)}[place]
-    hops = {"first": pp - 1, "inner": pp - 2, "last": np.zeros_like(pp)}[place]
+    plain = {"first": pp, "inner": pp - rank, "last": np.ones_like(pp)}[place]
+    hops = plain - 1
     ahead = hop_forwards * hops + 1 - pp
     forms = {
         **dict.fromkeys(_ALL, m),

@@ -67,6 +67,7 @@ class Keeps:
     split_logits_bytes: float | None = None  # the same of a split vocabulary; None: as of a whole
     loss_bytes: float = 4.0  # of them, what waits for the backward
     backward_copies: float = 3.0  # of the MLP's width: gradients inside one layer
+    weighed_bytes: float = 0.0  # of an element of a slot, where results of experts are weighed
     gather_buffers: float = 1.0  # whole tokens that tensor parallelism gathers into
     whole_layers: float = 2.0  # ZeRO-3: layers that are whole at once
     passing_layers: float = 2.0  # ZeRO-2 and 3: layers with whole gradients at once
@@ -84,12 +85,14 @@ class Keeps:
 # The loss has its logits, their log-softmax and a gradient of each kind at once, in 4 bytes; one
 # over a split vocabulary the logits in 2 and in 4 bytes, and what they are made into. A forward
 # over tp ranks has three times all tokens: what was gathered, the product, and its parts by rank.
+# Results of experts are weighed in float32: two gradients of 4 bytes, and one of them in 2.
 EAGER = Keeps(
     split="balanced",
     selective="products",
     whole_at_head=True,
     split_logits_bytes=10.0,
     backward_copies=2.0,
+    weighed_bytes=10.0,
     gather_buffers=3.0,
     in_turn=True,
 )

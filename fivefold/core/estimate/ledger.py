@@ -191,3 +191,18 @@ def ledger(
         for parts in moments:
             parts["margin"] = parts["margin"] + Allocator(books, stage, parts).slack()
     return Ledger(ranks, host, disk, books.keeps.band, first.reserved)
+
+
+def rank_parts(
+    shape: Shape,
+    machine: Machine,
+    stack: Stack,
+    grid: Grid,
+    seq: int,
+    precision: str,
+    imbalance: float,
+    stage: Stage,
+) -> Parts:
+    """What a rank with this stage has at its fullest."""
+    itemsize = 4 if precision == "fp32" else 2
+    return _fullest(Books(shape, machine, stack, grid, seq, itemsize, imbalance).of(stage))

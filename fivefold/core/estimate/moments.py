@@ -1,7 +1,7 @@
 """Gradients over a backward, at the moments when a rank may hold most.
 
 The first backward of a step makes the sums of gradients, unit by unit, while activations go: all
-activations meet no gradients, or all gradients few activations. From the next backward on they meet.
+activations meet no gradients, and all gradients few activations. From the next one on all meet all.
 Where data ranks own slices, the sum of a unit is whole only until the others have it: of three
 units at the most, two on their way and one that is filled.
 """
@@ -52,47 +52,60 @@ class Gradients:
         self.leaves = self.each_time | ((grid.zero == 1) & (grid.microbatches == 1))
         dense = self.leaves & (grid.shard * grid.cp > 1)
         experts = self.leaves & (grid.edp > 1)
-        self.head = stage.head * matrix * size
+        self.head, self.flight = stage.head, stage.flight
+        self.matrix = matrix * size
         unit = (held.dense - held.ends) / np.maximum(stage.layers.all, 1.0) * size
         routed = held.experts / np.maximum(stage.layers.routed, 1.0) * size
         self.layer = unit + routed
-        self.end_flies = np.where(dense, matrix * size, 0.0)
+        self.end_flies = np.where(dense, self.matrix, 0.0)
         self.embedding_flies = stage.embedding * self.end_flies
-        self.layer_flies = np.where(dense, unit, 0.0) + np.where(experts, routed, 0.0)
-        larger = np.maximum(np.where(dense, unit, 0.0), np.where(experts, routed, 0.0))
-        # Three units: three layers, or one and a half where experts are units of their own.
-        self.three_fly = np.where(held.experts > 0, self.layer_flies + larger, 3 * larger)
-        self.spread = np.where(held.experts > 0, 1.0, 2.0)  # layers behind the first of the three
-        # The last backward of stage 1 has its slices beside the sums that they come from.
-        received = 2 * self.layer * self.owned / np.maximum(self.whole, 1.0)
-        self.arriving = np.where((grid.zero == 1) & ~self.leaves, received, 0.0)
-        self.at_head = stage.head
+        self.unit_flies = np.where(dense, unit, 0.0)
+        routed_flies = np.where(experts, routed, 0.0)
+        # Experts are a unit of their own, behind the rest of their layer.
+        larger = np.maximum(self.unit_flies, routed_flies)
+        self.two_fly = np.where(routed > 0, self.unit_flies + routed_flies, 2 * self.unit_flies)
+        self.three_fly = self.two_fly + larger
+        self.layer_flies = self.unit_flies + routed_flies
+        self.arriving = self._arriving(unit, routed)
+
+    def _arriving(self, unit: Array, routed: Array) -> Array:
+        """Stage 1's last backward: two units' slices, beside the sums that they come from."""
+        grid, slices = self.grid, self.grid.shard * self.grid.cp
+        dense = np.where(slices > 1, np.where(routed > 0, 1.0, 2.0) * unit / slices, 0.0)
+        experts = np.where(grid.edp > 1, routed / grid.edp, 0.0)
+        return np.where((grid.zero == 1) & ~self.leaves, dense + experts, 0.0)
 
     def at_turn(self) -> Moment:
         """Where a forward is over, at the loss: the last backward's last two are on their way."""
-        last = np.maximum(self.embedding_flies + self.layer_flies, self.three_fly * 2 / 3)
+        last = np.where(
+            self.embedding_flies > 0, self.embedding_flies + self.unit_flies, self.two_fly
+        )
         return Moment(self._so_far(), np.where(self.begun & self.each_time, last, 0.0))
 
-    def at_last_layer(self, kept: Array) -> Moment:
-        """Where the layers' backward begins; they keep so many bytes each, which go as sums come."""
-        made = np.where(self.leaves, self.whole * 0, self.head + self.layer)
+    def at_last_layer(self) -> Moment:
+        """Where the layers' backward begins."""
+        made = np.where(self.leaves, 0.0, self.head * self.matrix + self.layer)
+        before = np.where(self.head > 0, self.embedding_flies, self.two_fly)
+        before = np.where(self.begun & self.each_time, before, 0.0)
+        few = before + self.head * self.end_flies + self.layer_flies
+        alone = np.where(self.flight > 1, 0.0, self.arriving)
         stay = np.where(self.begun, self._so_far(), made)
-        head = self.at_head * self.end_flies
-        other = np.where(self.at_head > 0, self.embedding_flies, self.three_fly * 2 / 3)
-        before = np.where(self.begun & self.each_time, other, 0.0)
-        few = np.maximum(head + before + self.layer_flies, self.three_fly - self.spread * kept)
-        return Moment(stay, np.where(self.leaves, few, self.arriving))
+        return Moment(stay, np.where(self.leaves, few, alone))
 
     def at_first_layer(self) -> Moment:
-        """Where only the embedding is left."""
+        """Where it ends, in the first layer or in the embedding."""
+        most = np.maximum(self.three_fly, self.embedding_flies + self.two_fly)
         stay = np.where(self.leaves, self.owned, self.whole)
-        return Moment(stay, np.where(self.leaves, self.three_fly, self.arriving))
+        return Moment(stay, np.where(self.leaves, most, self._at_last()))
 
-    def at_embedding(self) -> Moment:
-        """Where it has its gradient."""
-        stay = np.where(self.leaves, self.owned, self.whole)
-        fly = self.embedding_flies + self.three_fly * 2 / 3
-        return Moment(stay, np.where(self.leaves, fly, self.arriving))
+    def behind(self) -> Array:
+        """Microbatches that a backward leaves in flight where all gradients are there: none where
+        the step ends with it, which is when slices of stage 1 come."""
+        return np.where(self._at_last() > 0, 0.0, self.flight - 1 / self.grid.chunks)
+
+    def _at_last(self) -> Array:
+        """Slices that come at the end of the step, where an earlier backward has made the sums."""
+        return np.where(self.begun, self.arriving, 0.0)
 
     def _so_far(self) -> Array:
         """What earlier backwards have left."""

@@ -6,9 +6,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from fivefold.core.clock import peak_activations
 from fivefold.core.count import training_flops
-from fivefold.core.estimate.grid import OFFLOADS, of_plan
-from fivefold.core.estimate.ledger import ledger, verdict
+from fivefold.core.estimate.ends import Layers, Stage
+from fivefold.core.estimate.grid import OFFLOADS, Array, of_plan
+from fivefold.core.estimate.ledger import ledger, rank_parts, verdict
 from fivefold.core.estimate.search import Setting
 from fivefold.core.estimate.simulate import Seconds, forecast
 from fivefold.core.plan import Plan
@@ -95,3 +97,26 @@ def outlook(plan: Plan, setting: Setting, offload: str = "none") -> Outlook:
         disk=float(np.asarray(books.disk).item()),
         verdict=str(verdict(books, setting.machine).item()),
     )
+
+
+def held_by(plan: Plan, setting: Setting, rank: int) -> Bytes:
+    """Bytes by category that one rank has at its fullest; its microbatches are the schedule's."""
+    place, shape = plan.layout.coord(rank).pp, plan.shape
+    stages = [plan.stages[number] for number in plan.schedule.placement.held(place)]
+    copies = 2 if plan.schedule.placement.mirrored else 1
+    layers = [i for stage in stages for i in stage]
+    routed = sum(shape.is_moe_layer(i) for i in layers)
+    stage = Stage(
+        Layers(_one(len(layers) / copies), _one(routed / copies)),
+        copies=_one(copies),
+        flight=_one(peak_activations(plan.schedule)[place]),
+        embedding=_one(any(each.start == 0 for each in stages)),
+        head=_one(any(each.stop == shape.layers for each in stages)),
+    )
+    asked = (shape, setting.machine, setting.stack, of_plan(plan), plan.batch.seq, *setting.how)
+    parts = rank_parts(*asked, stage)
+    return {name: float(np.asarray(each).item()) for name, each in parts.items()}
+
+
+def _one(number: float) -> Array:
+    return np.array([float(number)])
