@@ -18,8 +18,9 @@ from statistics import mean
 from typing import Any
 
 from fivefold.core import machine
-from fivefold.core.estimate.outlook import outlook
+from fivefold.core.estimate.outlook import held_by
 from fivefold.core.estimate.planner import setting_of
+from fivefold.core.estimate.search import Setting
 from fivefold.core.estimate.simulate import alone
 from fivefold.core.plan import Plan, Wishes, resolve
 from fivefold.run.ranks import Pool
@@ -53,8 +54,8 @@ JOBS: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
     ("llama-3.1-405b", "dp=128 tp=8 pp=16", 15_360, {"seq": 8192, "microbatches": 16}),
     ("llama-3.1-405b", "dp=128 tp=8 pp=16", 1024,
      {"seq": 8192, "microbatches": 16, "recompute": "full"}),
-    ("deepseek-v3", "dp=128 pp=16 ep=64", 1024, {"seq": 4096, "microbatches": 16, "zero": 1}),
-    ("deepseek-v3", "dp=128 pp=16 ep=64", 1024,
+    ("deepseek-v3", "dp=128 pp=16 ep=64", 128, {"seq": 4096, "microbatches": 8, "zero": 1}),
+    ("deepseek-v3", "dp=128 pp=16 ep=64", 128,
      {"seq": 4096, "microbatches": 32, "zero": 1, "recompute": "full"}),
     ("mixtral-8x7b", "dp=8 ep=8", 0, {"seq": 4096, "zero": 1}),
     ("qwen3-30b-a3b", "dp=16 ep=16", 0, {"seq": 4096, "zero": 1}),
@@ -83,13 +84,13 @@ def measured(worker: Worker, plan: Plan, rank: int) -> tuple[int, float, float, 
     return found.peak, found.step, found.update, found.actions
 
 
-def write(path: Path, name: str) -> None:
-    """A line for each job, by one of the two functions above."""
+def write(path: Path, name: str, only: str) -> None:
+    """A line for each job, by one of the two functions above; `only` those of some models."""
     import fivefold.rehearsal  # noqa: F401, before the ranks are forked
 
     function = {"rehearsed": rehearsed, "measured": measured}[name]
     with path.open("w", encoding="utf-8") as file:
-        for model, layout, rank, said in JOBS:
+        for model, layout, rank, said in (job for job in JOBS if only in job[0]):
             plan, began = plan_of(model, layout, said), time.perf_counter()
             line: dict[str, Any] = {"model": model, "layout": layout, "rank": rank, "said": said}
             try:
@@ -112,6 +113,12 @@ def joined(paths: list[Path]) -> list[dict[str, Any]]:
     return list(found.values())
 
 
+def planned(plan: Plan, setting: Setting, rank: int) -> float:
+    """Bytes that tensors of a rank have."""
+    parts = held_by(plan, setting, rank)
+    return sum(each for name, each in parts.items() if name not in ("context", "margin"))
+
+
 def table(paths: list[Path]) -> None:
     """Print what was measured beside what is planned."""
     setting, _ = setting_of(machine.load(MACHINE), "bf16", 0.0, "eager", 1.0)
@@ -124,7 +131,7 @@ def table(paths: list[Path]) -> None:
             continue
         plan = plan_of(line["model"], line["layout"], line["said"])
         seen, peak, step = line["rehearsed"][0], line["measured"][0], line["measured"][1]
-        guess, seconds = outlook(plan, setting).allocated, alone(plan, setting, line["rank"])
+        guess, seconds = planned(plan, setting, line["rank"]), alone(plan, setting, line["rank"])
         more = " ".join(f"{key}={value}" for key, value in line["said"].items())
         for name, one, truth in (
             ("planned", guess, peak), ("rehearsed", seen, peak), ("time", seconds, step),
@@ -142,4 +149,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "table":
         table([Path(each) for each in sys.argv[2:]])
     else:
-        write(Path(sys.argv[2]), sys.argv[1])
+        write(Path(sys.argv[2]), sys.argv[1], only="".join(sys.argv[3:]))

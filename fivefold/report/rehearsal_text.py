@@ -130,7 +130,7 @@ def render(plan: Plan, table: Mapping[str, Any]) -> Iterator[str]:
     """The rehearsal for people."""
     ranks, world = table["ranks"], table["world"]
     yield (
-        f"{table['model']} on {table['layout']}: {counted(len(ranks), 'distinct rank')} of "
+        f"{table['model']} on {table['layout']}: {counted(len(ranks), 'rank')} of "
         f"{world:,} rehearsed"
     )
     yield f"{plan.batch}"
@@ -184,13 +184,13 @@ def _ranks(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 def _traffic(table: Mapping[str, Any]) -> Iterator[str]:
     traffic = table["traffic"]
-    yield f"{'collectives of rank ' + str(traffic['rank']):<34}{'predicted':>12}{'observed':>12}"
+    yield f"{'collectives of rank ' + str(traffic['rank']):<28}{'predicted':>20}{'observed':>20}"
     sums: dict[str, list[int]] = {}
     for place, name in enumerate(("predicted", "observed")):
         for each in traffic[name]:
             sums.setdefault(each["axis"], [0, 0])[place] += each["count"] * each["bytes"]
     for axis, (predicted, observed) in sorted(sums.items()):
-        yield f"{axis + ', bytes':<34}{predicted:>12,}{observed:>12,}"
+        yield f"{axis + ', bytes':<28}{predicted:>20,}{observed:>20,}"
 
 
 def _verdicts(table: Mapping[str, Any]) -> Iterator[str]:

@@ -54,7 +54,7 @@ def run(
         str | None, typer.Option(help="Estimate in bf16, fp8, fp16 or fp32.")
     ] = None,
     kernels: Annotated[
-        str, typer.Option(help="How the host launches them: compiled, eager, graphs.")
+        str, typer.Option(help="compiled, eager, graphs: what blocks keep, and how they launch.")
     ] = "compiled",
     imbalance: Annotated[
         float | None, typer.Option(help="Load of the fullest expert over the mean; 1 is even.")

@@ -14,6 +14,7 @@ from fivefold.core import models
 from fivefold.core.clock import peak_activations
 from fivefold.core.count import mtp_parameters, parameters
 from fivefold.core.estimate import stack as stacks
+from fivefold.core.estimate.books import Parts
 from fivefold.core.estimate.ends import Place, in_flight, stages_of
 from fivefold.core.estimate.grid import CONTEXTS, RECOMPUTE, of_plan
 from fivefold.core.estimate.ledger import CATEGORIES, Ledger, fits, ledger, verdict
@@ -63,9 +64,14 @@ def test_without_a_pipeline_one_microbatch_is_in_flight() -> None:
         assert in_flight(grid_of(microbatches=8, schedule=name), "first") == 1
 
 
+def at_loss(books: Ledger) -> Parts:
+    """The rank of the head, where the loss has its gradient."""
+    return books.ranks[-1][-1]
+
+
 def test_losses_of_all_microbatches_wait_where_no_backward_comes_between() -> None:
     plain, waiting = (
-        books_of(LARGE, grid_of(pp=4, microbatches=8, schedule=name)).last["logits"].item()
+        at_loss(books_of(LARGE, grid_of(pp=4, microbatches=8, schedule=name)))["logits"].item()
         for name in ("1f1b", "gpipe")
     )
     words = 4096 * LARGE.vocab
@@ -167,11 +173,11 @@ def test_offload_moves_states_and_slices_to_the_host() -> None:
 def test_zero3_has_two_layers_whole_and_a_pipeline_all_of_its_own() -> None:
     shape = models.load("llama-2-70b")
     layer = (parameters(shape).total - 2 * shape.vocab * shape.width) / shape.layers
-    found = books_of(shape, grid_of(shard=8, zero=3)).parts["prefetch"].item()
-    assert found == pytest.approx(2 * layer * 2 + 2 * layer * 4, rel=1e-3)
+    _, behind, _ = books_of(shape, grid_of(shard=8, zero=3)).ranks[0]
+    assert behind["prefetch"].item() == pytest.approx(2 * layer * 2 + 3 * layer * 4, rel=1e-3)
     staged = books_of(shape, grid_of(shard=8, zero=3, pp=4, microbatches=8)).first
     assert staged["prefetch"].item() > shape.layers / 4 * layer * 2
-    assert books_of(shape, grid_of(shard=8, zero=1)).parts["prefetch"] == 0
+    assert books_of(shape, grid_of(shard=8, zero=0)).parts["prefetch"] == 0
 
 
 # --- Activations
@@ -235,17 +241,17 @@ def test_imbalance_lengthens_slots_alone() -> None:
     even, crowded = (
         ledger(shape, H100, stacks.OURS, grid, 4096, "bf16", factor) for factor in (1.0, 1.5)
     )
-    more = crowded.parts["activations"] - even.parts["activations"]
+    more = at_loss(crowded)["activations"] - at_loss(even)["activations"]
     slots = 4096 * moe.top_k * 0.5
     assert more == slots * shape.layers * 2 * (2 * shape.width + 3 * moe.ffn)
     for name in ("weights", "optimizer", "logits"):
-        assert crowded.parts[name] == even.parts[name]
+        assert at_loss(crowded)[name] == at_loss(even)[name]
 
 
 def test_multi_token_prediction_has_a_layer_and_a_loss_of_its_own() -> None:
     shape = models.load("deepseek-v3")
     grid = grid_of(shard=8, ep=8)
-    with_it, without = (books_of(replace(shape, mtp=mtp), grid).last for mtp in (1, 0))
+    with_it, without = (at_loss(books_of(replace(shape, mtp=mtp), grid)) for mtp in (1, 0))
     layer = kept(shape, stacks.OURS, grid, 4096)
     more = layer.everything(routed=True) + layer.at_head()
     assert with_it["activations"] - without["activations"] == pytest.approx(4096 * more)
@@ -264,30 +270,72 @@ def test_full_recomputation_keeps_inputs_and_one_layer() -> None:
     }
     layer = kept(shape, stacks.OURS, grid_of(), 4096)
     inside, once = layer.inside().item() * 4096, layer.everything(routed=False).item() * 4096
+    inside += 2 * 4096 * layer.tables()
     assert found["none"] == 2 * 17 * once + inside
-    assert found["full"] == 2 * 17 * 4096 * 2 * shape.width + once + inside
+    inputs = 4096 * 2 * shape.width
+    assert found["full"] == 2 * 17 * inputs + (once - inputs) + inside
     assert found["full"] < found["selective"] < found["none"]
 
 
 def test_layers_run_again_where_logits_were() -> None:
     shape = models.load("llama-3.1-8b")
-    full = books_of(shape, grid_of(recompute=2)).parts
+    again, _, loss = books_of(shape, grid_of(recompute=2, microbatches=2)).ranks[0]
     layer = kept(shape, stacks.OURS, grid_of(), 4096)
-    assert full["logits"] > layer.everything(routed=False) * 4096
-    inputs = 32 * 4096 * 2 * shape.width + layer.at_head().item() * 4096
-    assert full["activations"] == inputs
+    inputs = 4096 * (32 * 2 * shape.width + layer.tables())
+    assert loss["activations"] == inputs + layer.at_head().item() * 4096
+    assert again["logits"] == 0 < loss["logits"]
+    once = layer.everything(routed=False) - layer.inputs() + layer.inside()
+    assert again["activations"] == inputs + once * 4096
 
 
 def test_gathered_keys_are_those_of_all_context_ranks() -> None:
     shape, grid = models.load("llama-3.1-8b"), grid_of(cp=8)
     ring, gathered = (
-        books_of(shape, replace(grid, context=np.array([float(CONTEXTS.index(kind))]))).parts
+        books_of(shape, replace(grid, context=np.array([float(CONTEXTS.index(kind))]))).ranks[0][0]
         for kind in ("zigzag", "allgather")
     )
     block = 4096 / 8 * 2 * shape.kv_heads * shape.head_dim
     more = gathered["buffers"] - ring["buffers"]
     assert more == block * (8 * (2 + 4) - (2 * 2 + 4))
     assert gathered["activations"] == ring["activations"]
+
+
+# --- Moments
+
+
+def test_the_first_backward_makes_the_gradients_while_activations_go() -> None:
+    """One microbatch never meets whole gradients with all activations; a second one does."""
+    shape = models.load("llama-3.2-1b")
+    number = parameters(shape).total
+    (begin, end, loss), (_, _, second) = (
+        books_of(shape, grid_of(microbatches=m)).ranks[0] for m in (1, 2)
+    )
+    assert loss["gradients"] == 0 < begin["gradients"] < end["gradients"] == 4 * number
+    assert second["gradients"] == 4 * number
+    assert loss["activations"] == second["activations"] > end["activations"]
+
+
+def test_stage_one_sends_its_only_backward_unit_by_unit() -> None:
+    shape = models.load("llama-3.1-8b")
+    alone, several = (
+        books_of(shape, grid_of(shard=8, zero=1, microbatches=m)).ranks[0][1] for m in (1, 2)
+    )
+    number = parameters(shape).total
+    layer = (number - 2 * shape.vocab * shape.width) / shape.layers
+    assert alone["gradients"].item() == pytest.approx(4 * number / 8)
+    matrix = shape.vocab * shape.width
+    assert alone["prefetch"].item() == pytest.approx(4 * (matrix + 2 * layer), rel=1e-3)
+    assert several["gradients"].item() == 4 * number
+    assert several["prefetch"].item() == pytest.approx(4 * 2 * layer / 8, rel=1e-3)
+
+
+def test_eager_kernels_keep_what_compiled_ones_compute_again() -> None:
+    shape = models.load("llama-3.1-8b")
+    eager = replace(stacks.OURS, name=f"{stacks.OURS.name}-eager")
+    slow, fast = (at_loss(books_of(shape, grid_of(), stack)) for stack in (eager, stacks.OURS))
+    assert slow["logits"] == 3 * fast["logits"] == 12 * 4096 * shape.vocab
+    more = slow["activations"] - fast["activations"]
+    assert more == shape.layers * 4096 * 2 * shape.ffn
 
 
 # --- The whole

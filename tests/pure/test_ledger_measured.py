@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from ledgers import H100, LARGE, SMALL, books_of, grid_of, kept
@@ -11,12 +9,10 @@ from ledgers import H100, LARGE, SMALL, books_of, grid_of, kept
 from fivefold.core import models
 from fivefold.core.estimate import stack as stacks
 from fivefold.core.estimate.ends import stages_of
-from fivefold.core.estimate.keeps import FIVEFOLD, Keeps, keeps_of
+from fivefold.core.estimate.keeps import EAGER, Keeps, keeps_of
 from fivefold.core.estimate.ledger import fits
 
 GIB = 2**30
-# As blocks run that are not compiled: SiLU's result stays, and all that selective names.
-EAGER = replace(FIVEFOLD, gated_copies=4.0, unread=True)
 
 # Bytes of a token in one layer between forward and backward, on one H200 with torch 2.11 in bf16,
 # 2026-11-15: none, selective and full recomputation; how, in docs/planner.md.

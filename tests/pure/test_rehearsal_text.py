@@ -113,12 +113,12 @@ def test_of_many_mismatches_some_are_shown() -> None:
 
 def test_the_text_of_a_good_rehearsal() -> None:
     text = shown(described(found()))
-    assert text[0] == "tiny on dp=2: 2 distinct ranks of 2 rehearsed"
+    assert text[0] == "tiny on dp=2: 2 ranks of 2 rehearsed"
     assert "weights                                   1.00" in text
     assert "total                                     3.00" in text
     assert "give --machine to see it beside the plan" in text
     assert "       1  dp=1                            2.00            3" in text
-    assert "fsdp, bytes                              1,536       1,536" in text
+    assert "fsdp, bytes                                1,536               1,536" in text
     assert "every rank calls what was predicted" in text
     assert "all groups agree: same order, kinds and sizes" in text
     assert "without replay, 1 rank calls the same, one for each kind of stages" in text

@@ -1,11 +1,11 @@
-"""A fixed third of the covering array; `python -m tests.ranks.covering` runs all."""
+"""A fixed sixth of the covering array; `python -m tests.ranks.covering` runs all."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
-from covering import MOST_RANKS, Case, cases, prove, third
+from covering import MOST_RANKS, Case, cases, prove, sixth
 
 from fivefold.run.ranks import Pool
 
@@ -18,12 +18,12 @@ def pool() -> Iterator[Pool]:
         yield forked
 
 
-@pytest.mark.parametrize("case", third(), ids=str)
-def test_the_third_of_the_array(pool: Pool, case: Case) -> None:
+@pytest.mark.parametrize("case", sixth(), ids=str)
+def test_the_sixth_of_the_array(pool: Pool, case: Case) -> None:
     verdict = prove(pool, case)
     assert verdict.passed, (verdict.errors, verdict.traffic_match, verdict.diverges_at)
     assert max(verdict.errors.values()) <= PUBLISHED
 
 
-def test_the_third_is_one() -> None:
-    assert len(cases()) / 4 < len(third()) < len(cases()) / 2
+def test_the_sixth_is_one() -> None:
+    assert len(cases()) / 9 < len(sixth()) < len(cases()) / 4

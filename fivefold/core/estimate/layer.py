@@ -119,21 +119,29 @@ class Clockwork:
         core, core_backward = self._attention(i)
         elementwise = self._elementwise(shape.ffn if moe is None else 0)
         cast = self._casts(products)
-        sums = self._tp_sum() * (1 if moe is not None or shape.parallel_block else 2)
+        split_blocks = 1 if moe is not None or shape.parallel_block else 2
+        sums = split_blocks * self._tp_sum()
         forward: Parts = {"products": seconds, "attention": core, "tp": sums}
-        forward["elementwise"] = elementwise + cast
+        forward["elementwise"] = elementwise + cast + split_blocks * self._copies(1)
         inputs: Parts = {"products": seconds, "attention": core_backward, "tp": sums}
+        num_gathers: Array | int = 1
         if self.stack.gathers_again:
-            kept = self.grid.sp & (self.grid.recompute == 0)
-            inputs["tp"] = sums * np.where(kept, 1.5, 1.0)  # three collectives instead of two
-        inputs["elementwise"] = 2 * elementwise + cast
+            num_gathers = np.where(self.grid.sp & (self.grid.recompute == 0), 2, 1)
+            inputs["tp"] = sums * (1 + num_gathers) / 2
+        passes = self.stack.elementwise_backward * elementwise + cast
+        copies = split_blocks * self._copies(num_gathers)
+        inputs["elementwise"] = passes + copies + self._whole(self.stack.summed_passes)
         size = sum((each.outputs * each.inputs for each in products), np.zeros(1))
         weights: Parts = {"products": seconds + self._accumulated(size)}
         if moe is not None:
             self._add_experts(moe, forward, inputs, weights)
         if self.grid.cp.max() > 1:
             self._add_context(forward, inputs)
-        return Times(forward, inputs, weights, self._again(forward))
+        again = self._again(forward)
+        if self.stack.stops_early and moe is None:
+            spared = np.where(self.grid.recompute == 2, self._products(products[-1:]), 0.0)
+            again["products"] = again["products"] - self.stack.recomputed * spared
+        return Times(forward, inputs, weights, again)
 
     def _again(self, forward: Parts) -> Parts:
         """What recomputation repeats: everything, or the attention core of unfused kernels."""
@@ -218,8 +226,30 @@ class Clockwork:
         wide = stack.wide_passes * shape.width / self.split
         heads = shape.heads * shape.head_dim + shape.kv_heads * shape.head_dim
         inner = heads + ffn * (1.5 if shape.gated else 1.0)
-        narrow = stack.narrow_passes * inner / grid.tp
+        narrow = (stack.narrow_passes * inner + stack.rotary_passes * self._rotated()) / grid.tp
         return self.moved((wide + narrow) * self.tokens * self.itemsize)
+
+    def _rotated(self) -> float:
+        """Width of what positions turn: queries and keys, or of latent ones the queries' part."""
+        shape = self.shape
+        if shape.positions != "rotary":
+            return 0.0
+        if shape.mla is not None:
+            return float(shape.heads * shape.mla.rope_dim)
+        return float((shape.heads + shape.kv_heads) * shape.head_dim)
+
+    def _whole(self, passes: Array | float) -> Array:
+        """Seconds of so many passes over tokens of the model's width that nothing splits."""
+        return self.moved(passes * self.tokens * self.shape.width * self.itemsize)
+
+    def _copies(self, num_gathers: Array | int) -> Array:
+        """Tokens in the order of ranks: all that is scattered is read and written first, and where
+        a microbatch has several rows, all that was gathered too."""
+        if not self.stack.copies_tokens:
+            return np.zeros(1)
+        grid = self.grid
+        num_copies = 1 + np.where(grid.rows > 1, num_gathers, 0)
+        return self._whole(np.where(grid.sp & (grid.tp > 1), 2 * num_copies, 0))
 
     def _tp_sum(self) -> Array:
         """The two collectives around a split computation, as far as they show."""
@@ -241,7 +271,7 @@ class Clockwork:
         read = self.moved(moe.experts / grid.ep * shape.width * inner * self.itemsize)
         grouped = np.maximum(2 * rows * shape.width * inner / self.narrow_speed, read)
         grouped = grouped + 2 * self.reach.start
-        router = self.product(2 * tokens * shape.width * moe.experts, narrow=False)
+        router = self._router(2 * tokens * shape.width * moe.experts)
         seconds, sums = grouped + router, np.zeros(1)
         if moe.shared:
             seconds = seconds + self._products(self._mlp_products(moe.shared_ffn))
@@ -259,7 +289,7 @@ class Clockwork:
         gathers = 2 * self.links.ring(
             tokens * grid.etp * shape.width * self.itemsize, grid.etp, self.tp_stride
         )
-        for parts, factor in ((forward, 1.0), (inputs, 2.0)):
+        for parts, factor in ((forward, 1.0), (inputs, self.stack.elementwise_backward)):
             parts["elementwise"] = parts["elementwise"] + factor * elementwise
             parts["experts"] = seconds
             parts["tp"] = parts["tp"] + sums + gathers
@@ -267,6 +297,13 @@ class Clockwork:
             parts["launch"] = np.full_like(travel, self.stack.expert_wait)
         size = moe.experts / grid.ep * shape.width * inner
         weights["experts"] = seconds + self._accumulated(size)
+
+    def _router(self, flops: Array) -> Array:
+        """The product that scores experts, in 32 bits where a rounded score must not choose."""
+        if not self.stack.wide_router:
+            return self.product(flops, narrow=False)
+        peak = self.machine.peaks.known().get("fp32", self.machine.peak(self.wide))
+        return flops / (peak * self.reach.matmul) + self.reach.start
 
     def _add_context(self, forward: Parts, inputs: Parts) -> None:
         """What a split of the sequence adds to attention.

@@ -53,11 +53,12 @@ class Gradients:
         dense = self.leaves & (grid.shard * grid.cp > 1)
         experts = self.leaves & (grid.edp > 1)
         self.head, self.flight = stage.head, stage.flight
-        self.matrix = matrix * size
         unit = (held.dense - held.ends) / np.maximum(stage.layers.all, 1.0) * size
         routed = held.experts / np.maximum(stage.layers.routed, 1.0) * size
-        self.layer = unit + routed
-        self.end_flies = np.where(dense, self.matrix, 0.0)
+        # Of the head and a layer, what stays whole.
+        self.made = np.where(dense, 0.0, stage.head * matrix * size + unit)
+        self.made = self.made + np.where(experts, 0.0, routed)
+        self.end_flies = np.where(dense, matrix * size, 0.0)
         self.embedding_flies = stage.embedding * self.end_flies
         self.unit_flies = np.where(dense, unit, 0.0)
         routed_flies = np.where(experts, routed, 0.0)
@@ -84,12 +85,11 @@ class Gradients:
 
     def at_last_layer(self) -> Moment:
         """Where the layers' backward begins."""
-        made = np.where(self.leaves, 0.0, self.head * self.matrix + self.layer)
         before = np.where(self.head > 0, self.embedding_flies, self.two_fly)
         before = np.where(self.begun & self.each_time, before, 0.0)
         few = before + self.head * self.end_flies + self.layer_flies
         alone = np.where(self.flight > 1, 0.0, self.arriving)
-        stay = np.where(self.begun, self._so_far(), made)
+        stay = np.where(self.begun, self._so_far(), self.made)
         return Moment(stay, np.where(self.leaves, few, alone))
 
     def at_first_layer(self) -> Moment:

@@ -13,7 +13,7 @@ from fivefold.core.estimate.outlook import Outlook, outlook
 from fivefold.core.estimate.routing import require_possible
 from fivefold.core.estimate.search import Candidate, Result, Setting, search
 from fivefold.core.estimate.space import Question
-from fivefold.core.estimate.stack import EXPERT_KERNELS, KERNELS, OURS
+from fivefold.core.estimate.stack import BY_KERNELS
 from fivefold.core.estimate.uneven import recut
 from fivefold.core.layout import MOST_RANKS, Layout
 from fivefold.core.machine import Machine
@@ -63,9 +63,7 @@ def setting_of(
 ) -> tuple[Setting, list[str]]:
     """How the job is estimated; a precision that the chip lacks is replaced, and that is said."""
     known = machine.peaks.known()
-    name = f"{OURS.name}-eager" if kernels == "eager" else OURS.name
-    floors = (KERNELS[kernels], EXPERT_KERNELS[kernels])
-    stack = replace(OURS, name=name, launch=floors[0], expert_launch=floors[1])
+    stack = BY_KERNELS[kernels]
     if precision in known:
         return Setting(machine, stack, precision, headroom, imbalance), []
     if precision == "fp8":

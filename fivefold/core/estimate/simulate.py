@@ -8,7 +8,7 @@ ranks, optimizer, what is fixed) is as the closed forms have it.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -93,7 +93,7 @@ def alone(plan: Plan, setting: Setting, rank: int) -> float:
     its update."""
     asked = (plan.shape, setting.machine, setting.stack, of_plan(plan), plan.batch.seq)
     work, around = Clockwork(*asked, *setting.how), timing(*asked, *setting.how)
-    stages, total = _stages(plan, work), 0.0
+    stages, total = _stages(plan, work, apart=_TRAFFIC), 0.0
     for action in plan.schedule.actions(plan.layout.coord(rank).pp):
         stage = stages[action.stage]
         passes = {FORWARD: stage[:1], INPUT_GRAD: stage[1:2], WEIGHT_GRAD: stage[2:]}
@@ -103,8 +103,9 @@ def alone(plan: Plan, setting: Setting, rank: int) -> float:
     return total * setting.stack.factor + (0.0 if update is None else float(update.item()))
 
 
-def _stages(plan: Plan, work: Clockwork) -> list[_Stage]:
-    """Every stage of the plan; the last has the head and what predicts further tokens."""
+def _stages(plan: Plan, work: Clockwork, apart: Collection[str] = ()) -> list[_Stage]:
+    """Every stage of the plan, its layers without the parts named; the last has the head and what
+    predicts further tokens."""
     shape = plan.shape
     kinds: dict[tuple[bool, bool], Times] = {}
     found: list[_Stage] = []
@@ -115,7 +116,7 @@ def _stages(plan: Plan, work: Clockwork) -> list[_Stage]:
         for i in numbers:
             kind = (shape.is_moe_layer(i), shape.is_global_layer(i))
             if kind not in kinds:
-                kinds[kind] = floored(work, i)
+                kinds[kind] = floored(work, i, apart)
             held.append(kinds[kind])
         found.append(_joined([*held, *([work.head()] if last else [])]))
     return found

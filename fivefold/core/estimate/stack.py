@@ -27,11 +27,17 @@ class Stack:
     wide_passes: float = 6.0
     narrow_passes: float = 4.0
     slot_passes: float = 4.0  # as wide_passes, for each copy of a token that goes to an expert
+    rotary_passes: float = 0.0  # further ones over queries and keys that are rotated in many steps
+    summed_passes: float = 0.0  # over whole gradients, where several products read one input
+    elementwise_backward: float = 2.0  # bytes of elementwise kernels in backward over forward
+    wide_router: bool = False  # experts are scored in 32 bits
+    copies_tokens: bool = False  # around tensor-parallel collectives, into the order of ranks
     loss_bytes: float = 14.0  # moved for each token and word of the vocabulary
     head_reach: float = 1.0  # of other products' speed: a vocabulary that is not padded is slow
     accumulated_bytes: float = 8.0  # moved for each weight when a microbatch adds its gradient
     launch: float = 0.0  # host seconds of a layer's forward: the floor of small layers
     expert_launch: float = 0.0  # the same of a layer with experts; 0: as any other
+    travel_launch: float = 0.0  # what it takes more where its experts are on several ranks
     lag: float = (
         0.0  # share of it that each further tensor rank adds: the slowest host is waited for
     )
@@ -54,6 +60,8 @@ class Stack:
     late_check: bool = False  # the optimizer steps before the norm is known, and back if it must
     by_cost: bool = False  # stages share layers and head by parameters, not layers alone
     recomputed: float = 1.0  # share of the layers that full recomputation covers
+    stops_early: bool = False  # full recomputation ends with what backward reads: an MLP's last
+    # product is not repeated
     repeated: float = 0.0  # share of the products that selective recomputation repeats
     experts_hidden: float = 0.0  # share of dispatch and combine that hides
     crosses_once: bool = (
@@ -61,6 +69,7 @@ class Stack:
     )
     gradient_bytes: int = 4  # of a summed gradient element
     optimizer_bytes: float = 28.0  # moved for each element that the optimizer owns
+    clip_bytes: float = 0.0  # moved for it beside: norm, scaling, and the weight from its master
     fixed: float = 0.0  # seconds of a step that nothing explains: data, logging, the host
     factor: float = 1.0
 
@@ -72,16 +81,47 @@ KERNELS = {"eager": 0.66e-3, "compiled": 0.91e-3, "graphs": 0.0}
 # The same for layers with experts, whose host also routes: the mean of 2.05 ms forward and 2.24 ms
 # backward, eager, on the same host. Compiled ones were not measured, and are taken to be no faster.
 EXPERT_KERNELS = {"eager": 2.145e-3, "compiled": 2.145e-3, "graphs": 0.0}
+# What it takes more where tokens go to other ranks: fitted to one job, Qwen3-30B-A3B over 16 ranks,
+# 4.1 ms a layer forward and 5.1 backward, eager, on the same kind of host.
+TRAVEL_KERNELS = {"eager": 1.95e-3, "compiled": 1.95e-3, "graphs": 0.0}
 # What fivefold does: blocks compiled one by one, fused attention and loss.
 OURS = Stack(
     "fivefold",
     wide_passes=5.0,
     narrow_passes=3.0,
     accumulated_bytes=12.0,
+    clip_bytes=18.0,
+    wide_router=True,
     gathers_again=True,
     launch=KERNELS["compiled"],
     expert_launch=EXPERT_KERNELS["compiled"],
+    travel_launch=TRAVEL_KERNELS["compiled"],
 )
+# The same without a compiler: a kernel for each operator. Passes are counted from the operators of
+# rehearsed layers. Two norms and two sums read or write the width 10 times; rotating takes 19 passes
+# over queries and keys, most of them in 32 bits; a gated activation 5; taking, weighing and summing
+# the slots of tokens 13. The bytes of the loss, which widens, normalises and narrows, are estimated.
+OURS_EAGER = replace(
+    OURS,
+    name="fivefold-eager",
+    wide_passes=10.0,
+    narrow_passes=10 / 3,
+    rotary_passes=19 - 10 / 3,
+    slot_passes=13.0,
+    summed_passes=9.0,
+    elementwise_backward=1.5,
+    copies_tokens=True,
+    loss_bytes=50.0,
+    stops_early=True,
+    launch=KERNELS["eager"],
+    expert_launch=EXPERT_KERNELS["eager"],
+    travel_launch=TRAVEL_KERNELS["eager"],
+)
+BY_KERNELS = {
+    "eager": OURS_EAGER,
+    "compiled": OURS,
+    "graphs": replace(OURS, launch=0.0, expert_launch=0.0, travel_launch=0.0),
+}
 # Meta's of Llama 3. That a chunk's gradients are summed over the microbatches that pass it in a row
 # is assumed: a sum for each would not fit the published times, and one a step not the memory.
 META = replace(
@@ -89,9 +129,12 @@ META = replace(
     name="meta-2024",
     accumulated_bytes=8.0,
     scatters_rounds=True,
+    clip_bytes=0.0,
+    wide_router=False,
     gathers_again=False,
     launch=0.0,
     expert_launch=0.0,
+    travel_launch=0.0,
 )
 # Its schedule is its own, and how far a rank runs ahead is not published. This is the least that
 # keeps the pipeline full: the least memory, with messages that show.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -115,15 +115,22 @@ def path_costs(work: Clockwork) -> list[Array]:
     return [*(each for column in _passes(units) for each in column), work.message()]
 
 
-def floored(work: Clockwork, i: int) -> Times:
-    """Layer i with what its GPU waits for the host, if that is slower."""
+def floored(work: Clockwork, i: int, apart: Collection[str] = ()) -> Times:
+    """Layer i with what its GPU waits for the host, if that is slower; without the parts named."""
     layer = work.layer(i)
+    if apart:
+        kinds = (layer.forward, layer.inputs, layer.weights, layer.again)
+        layer = Times(*(_without(apart, each) for each in kinds))
     if not work.stack.launch:
         return layer
     short = np.maximum(_host(work, work.shape.is_moe_layer(i)) - total(_joined(layer)), 0.0)
     forward = {**layer.forward, "launch": layer.forward.get("launch", 0.0) + short / 2}
     inputs = {**layer.inputs, "launch": layer.inputs.get("launch", 0.0) + short / 2}
     return replace(layer, forward=forward, inputs=inputs)
+
+
+def _without(apart: Collection[str], parts: Parts) -> Parts:
+    return {name: each for name, each in parts.items() if name not in apart}
 
 
 def _evenly(work: Clockwork) -> Parts:
@@ -204,7 +211,9 @@ def _floored(work: Clockwork, layers: Array, busy: Array) -> Array:
 def _host(work: Clockwork, routed: bool = False) -> Array:
     """Host seconds of a layer, forward and backward."""
     stack = work.stack
-    launch = stack.expert_launch if routed and stack.expert_launch else stack.launch
+    launch = np.full_like(work.grid.ep, stack.launch)
+    if routed and stack.expert_launch:
+        launch = stack.expert_launch + np.where(work.grid.ep > 1, stack.travel_launch, 0.0)
     once = launch * (1 + stack.lag * (work.grid.tp - 1))
     again = np.where(work.grid.recompute == 2, stack.recomputed, 0.0)
     once = once * (1 + HOST_BACKWARD + again)
@@ -318,7 +327,7 @@ def _update(work: Clockwork) -> Parts:
     sliced = grid.zero >= 1
     owned = dense / np.where(sliced, grid.shard * grid.cp, 1.0)
     owned = owned + experts / np.where(sliced, grid.edp, 1.0)
-    seconds = work.moved(owned * work.stack.optimizer_bytes)
+    seconds = work.moved(owned * (work.stack.optimizer_bytes + work.stack.clip_bytes))
     if not grid.offload.any():
         return {"optimizer": seconds}
     wire = owned * (work.stack.gradient_bytes + work.itemsize) / host.link.bandwidth

@@ -1,0 +1,36 @@
+"""The planner's memory held against the program: ranks rehearsed on tensors without values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fivefold.core import machine
+from fivefold.core.estimate.outlook import held_by
+from fivefold.core.estimate.planner import setting_of
+from fivefold.core.plan import Wishes, resolve
+from fivefold.rehearsal.rank import rehearse_rank
+
+EAGER, _ = setting_of(machine.load("h200"), "bf16", 0.0, "eager", 1.0)
+# A few layers of each model, as wide as they are: model, layers, layout, rank, and what else.
+JOBS: tuple[tuple[str, int, str, int, dict[str, Any]], ...] = (
+    ("llama-3.2-1b", 4, "dp=1", 0, {"microbatches": 1}),
+    ("llama-3.1-8b", 4, "dp=8", 0, {"microbatches": 2, "zero": 3, "recompute": "full"}),
+    ("llama-3.1-8b", 4, "dp=8", 0, {"microbatches": 1, "zero": 1, "recompute": "selective"}),
+    ("llama-3.1-8b", 4, "tp=8", 0, {"microbatches": 2}),
+    ("llama-3.1-8b", 6, "cp=4 pp=3", 4, {"microbatches": 5, "zero": 1}),
+    ("mixtral-8x7b", 2, "dp=8 ep=8", 0, {"microbatches": 1, "zero": 2}),
+)
+
+
+@pytest.mark.parametrize(("model", "layers", "layout", "rank", "said"), JOBS)
+def test_a_rank_holds_what_is_planned(
+    model: str, layers: int, layout: str, rank: int, said: dict[str, Any]
+) -> None:
+    """Within 5%, which is what a plan may be off at the worst."""
+    wishes = Wishes(model, layout=layout, seq=4096, set={"layers": str(layers)}, **said)
+    plan = resolve(wishes)
+    memory = held_by(plan, EAGER, rank)
+    planned = sum(memory.values()) - memory["context"] - memory["margin"]
+    assert planned == pytest.approx(rehearse_rank(plan, rank, None).peak, rel=0.05)
