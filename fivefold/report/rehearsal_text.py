@@ -11,12 +11,13 @@ from fivefold.core.traffic import Entry, entries
 from fivefold.core.words import counted
 
 if TYPE_CHECKING:
-    from fivefold.core.estimate.outlook import Outlook
+    from fivefold.core.estimate.outlook import Outlook, Planned
     from fivefold.core.estimate.simulate import Forecast
     from fivefold.core.matching import Mismatch
 
 _GIB = 2**30
 _BAND = 0.05  # further apart than this is called out
+_REHEARSED, _PLANNED = 0, 1  # tracks of the trace
 _MOST_RANKS, _MOST_MISMATCHES = 24, 10
 
 
@@ -234,19 +235,42 @@ def _times(time: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def levels_trace(found: Found) -> dict[str, Any]:
+def levels_trace(
+    found: Found, planned: Mapping[int, Sequence[Planned]] | None = None
+) -> dict[str, Any]:
     """The memory of every rank over its actions, as a trace for ui.perfetto.dev.
 
-    Actions have no time here: each takes one unit.
+    Rehearsed actions take their time from the `planned` ones; without those, one unit each.
     """
-    events: list[dict[str, Any]] = []
+    events = [_track(_REHEARSED, "rehearsed")]
     for run in found.runs:
-        name = {"ph": "M", "pid": 0, "tid": run.rank, "name": "thread_name"}
-        events.append({**name, "args": {"name": f"rank {run.rank}"}})
+        times = None if planned is None else planned[run.rank]
         for place, level in enumerate(run.levels):
-            when = {"pid": 0, "tid": run.rank, "ts": place * 1000}
-            events.append({"ph": "X", "name": level.action, "dur": 1000, **when})
-            counter = f"GiB of rank {run.rank}"
+            start, end = (place, place + 1)
+            if times is not None:  # neighbours that run as one have the time of both
+                share = len(times) / len(run.levels)
+                first, last = int(place * share), int((place + 1) * share) - 1
+                start, end = times[first].start * 1e3, times[max(first, last)].end * 1e3
             held = {"held": level.bytes / _GIB, "peak": level.peak / _GIB}
-            events.append({"ph": "C", "name": counter, **when, "args": held})
+            events += _slice(_REHEARSED, run.rank, level.action, start, end, held)
+    if planned is not None:
+        events.append(_track(_PLANNED, "planned"))
+        for rank, actions in planned.items():
+            for one in actions:
+                held = {"held": one.bytes / _GIB}
+                times = (one.start * 1e3, one.end * 1e3)
+                events += _slice(_PLANNED, rank, one.action, *times, held)
     return {"displayTimeUnit": "ms", "traceEvents": events}
+
+
+def _track(number: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "pid": number, "name": "process_name", "args": {"name": name}}
+
+
+def _slice(
+    track: int, rank: int, name: str, start: float, end: float, held: Mapping[str, float]
+) -> Iterator[dict[str, Any]]:
+    """An action and the memory meanwhile; times are in milliseconds."""
+    where = {"pid": track, "tid": rank, "ts": round(start * 1e3, 3)}
+    yield {"ph": "X", "name": name, "dur": round((end - start) * 1e3, 3), **where}
+    yield {"ph": "C", "name": f"GiB of rank {rank}", **where, "args": dict(held)}

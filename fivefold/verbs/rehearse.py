@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +20,7 @@ from fivefold.report.rehearsal_text import describe, levels_trace, render
 from fivefold.verbs.options import one_of, with_plan_options
 
 if TYPE_CHECKING:
-    from fivefold.core.estimate.outlook import Outlook
+    from fivefold.core.estimate.outlook import Outlook, Planned
     from fivefold.rehearsal import Forecasted, Rehearsed
 
 _DEVICES = ("cpu", "cuda")
@@ -63,9 +64,10 @@ def run(
             typer.echo(json.dumps({"passed": False, "error": reason}))
         typer.echo(f"fivefold: {reason}", err=True)
         raise typer.Exit(1) from None
-    table = describe(found, planned, forecast, imbalance, time.perf_counter() - began)
+    seconds = time.perf_counter() - began
+    table = describe(found, _of_worst(planned, found), forecast, imbalance, seconds)
     if perfetto is not None:
-        write_text(perfetto, json.dumps(levels_trace(found)))
+        write_text(perfetto, json.dumps(levels_trace(found, _timelines(planned, found))))
     typer.echo(json.dumps(table) if as_json else "\n".join(render(plan, table)))
     raise typer.Exit(0 if found.passed else 1)
 
@@ -104,6 +106,24 @@ def _planned(plan: Plan, imbalance: float) -> Outlook | None:
     kernels = "compiled" if plan.wishes.train.compile else "eager"
     setting, _ = setting_of(plan.machine, plan.precision, 0.0, kernels, imbalance)
     return outlook(plan, setting)
+
+
+def _of_worst(planned: Outlook | None, found: Rehearsed) -> Outlook | None:
+    """The plan with the memory of the rank that was seen to hold most."""
+    if planned is None:
+        return None
+    from fivefold.core.estimate.outlook import held_by
+
+    return replace(planned, memory=held_by(planned.plan, planned.setting, found.worst.rank))
+
+
+def _timelines(planned: Outlook | None, found: Rehearsed) -> dict[int, list[Planned]] | None:
+    """The planned step of every rank that was rehearsed."""
+    if planned is None:
+        return None
+    from fivefold.core.estimate.outlook import timeline_of
+
+    return {run.rank: timeline_of(planned.plan, planned.setting, run.rank) for run in found.runs}
 
 
 def _rehearsed(plan: Plan, ranks: list[int] | None, imbalance: float) -> Rehearsed:

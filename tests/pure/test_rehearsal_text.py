@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from fivefold.core.estimate.outlook import Planned
 from fivefold.core.matching import Made, mismatches
 from fivefold.core.plan import Wishes, resolve
 from fivefold.core.traffic import Entry
@@ -173,3 +174,14 @@ def test_the_trace_has_a_counter_a_rank() -> None:
     assert first["args"] == {"held": 2.0, "peak": 3.0}
     actions = [each["name"] for each in events if each["ph"] == "X" and each["tid"] == 1]
     assert actions == ["0F0", "0B0"]
+
+
+def test_the_planned_track_lies_beside() -> None:
+    actions = [Planned("0F0", 0.0, 0.5, GIB), Planned("0B0", 0.5, 2.0, 2 * GIB)]
+    events = levels_trace(found(), {0: actions, 1: actions})["traceEvents"]
+    tracks = {each["args"]["name"]: each["pid"] for each in events if each["ph"] == "M"}
+    assert set(tracks) == {"planned", "rehearsed"}
+    slices = [each for each in events if each["ph"] == "X" and each["tid"] == 1]
+    assert [(each["ts"], each["dur"]) for each in slices] == [(0, 5e5), (5e5, 15e5)] * 2
+    last = [each for each in events if each["pid"] == tracks["planned"] and each["ph"] == "C"][-1]
+    assert last["args"] == {"held": 2.0}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
-from fivefold.core.clock import peak_activations
+from fivefold.core.clock import memory_levels, peak_activations
 from fivefold.core.count import training_flops
 from fivefold.core.estimate.ends import Layers, Stage
 from fivefold.core.estimate.grid import OFFLOADS, Array, of_plan
@@ -16,6 +17,7 @@ from fivefold.core.estimate.simulate import Seconds, forecast
 from fivefold.core.plan import Plan
 
 Bytes = dict[str, float]
+_COMES = ("activations", "context", "margin")  # with microbatches, or not a tensor's
 COMPUTE = ("products", "attention", "experts", "elementwise", "head")
 TRAFFIC = ("tp", "cp", "ep", "pp", "dp")
 
@@ -116,6 +118,31 @@ def held_by(plan: Plan, setting: Setting, rank: int) -> Bytes:
     asked = (shape, setting.machine, setting.stack, of_plan(plan), plan.batch.seq, *setting.how)
     parts = rank_parts(*asked, stage)
     return {name: float(np.asarray(each).item()) for name, each in parts.items()}
+
+
+class Planned(NamedTuple):
+    """One action of a rank as planned: seconds from the start of the step, and bytes meanwhile."""
+
+    action: str
+    start: float
+    end: float
+    bytes: float
+
+
+def timeline_of(plan: Plan, setting: Setting, rank: int) -> list[Planned]:
+    """The step of one rank: activations come and go with its microbatches, all else stays."""
+    place = plan.layout.coord(rank).pp
+    parts, played = held_by(plan, setting, rank), forecast(plan, setting).timeline
+    levels = memory_levels(plan.schedule.order[place])
+    stays = sum(each for name, each in parts.items() if name not in _COMES)
+    most = max(levels)
+    rows = zip(
+        plan.schedule.order[place], played.starts[place], played.ends[place], levels, strict=True
+    )
+    return [
+        Planned(str(step), start, end, stays + parts["activations"] * level / most)
+        for step, start, end, level in rows
+    ]
 
 
 def _one(number: float) -> Array:

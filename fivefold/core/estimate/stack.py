@@ -77,13 +77,13 @@ class Stack:
 # Host seconds of a layer's forward, and about as many of its backward: layers of Llama-3.2-1B with
 # 128 tokens on an H200's host, 2026-11-15, torch 2.11 (659 and 982 us eager; 914 and 1,083 us
 # compiled, each block calling its own graph). A captured graph has none.
-KERNELS = {"eager": 0.66e-3, "compiled": 0.91e-3, "graphs": 0.0}
+EAGER_LAUNCH, COMPILED_LAUNCH = 0.66e-3, 0.91e-3
 # The same for layers with experts, whose host also routes: the mean of 2.05 ms forward and 2.24 ms
 # backward, eager, on the same host. Compiled ones were not measured, and are taken to be no faster.
-EXPERT_KERNELS = {"eager": 2.145e-3, "compiled": 2.145e-3, "graphs": 0.0}
+EXPERT_LAUNCH = 2.145e-3
 # What it takes more where tokens go to other ranks: fitted to one job, Qwen3-30B-A3B over 16 ranks,
 # 4.1 ms a layer forward and 5.1 backward, eager, on the same kind of host.
-TRAVEL_KERNELS = {"eager": 1.95e-3, "compiled": 1.95e-3, "graphs": 0.0}
+TRAVEL_LAUNCH = 1.95e-3
 # What fivefold does: blocks compiled one by one, fused attention and loss.
 OURS = Stack(
     "fivefold",
@@ -93,14 +93,14 @@ OURS = Stack(
     clip_bytes=18.0,
     wide_router=True,
     gathers_again=True,
-    launch=KERNELS["compiled"],
-    expert_launch=EXPERT_KERNELS["compiled"],
-    travel_launch=TRAVEL_KERNELS["compiled"],
+    launch=COMPILED_LAUNCH,
+    expert_launch=EXPERT_LAUNCH,
+    travel_launch=TRAVEL_LAUNCH,
 )
 # The same without a compiler: a kernel for each operator. Passes are counted from the operators of
-# rehearsed layers. Two norms and two sums read or write the width 10 times; rotating takes 19 passes
-# over queries and keys, most of them in 32 bits; a gated activation 5; taking, weighing and summing
-# the slots of tokens 13. The bytes of the loss, which widens, normalises and narrows, are estimated.
+# rehearsed layers. Two norms and two sums read or write the width 10 times; rotating takes 19 over
+# queries and keys, most of them in 32 bits; a gated activation 5; taking, weighing and summing the
+# slots of tokens 13. The bytes of the loss, which widens, normalises and narrows, are estimated.
 OURS_EAGER = replace(
     OURS,
     name="fivefold-eager",
@@ -113,9 +113,7 @@ OURS_EAGER = replace(
     copies_tokens=True,
     loss_bytes=50.0,
     stops_early=True,
-    launch=KERNELS["eager"],
-    expert_launch=EXPERT_KERNELS["eager"],
-    travel_launch=TRAVEL_KERNELS["eager"],
+    launch=EAGER_LAUNCH,
 )
 BY_KERNELS = {
     "eager": OURS_EAGER,
