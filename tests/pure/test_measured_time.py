@@ -55,7 +55,7 @@ def test_a_compiled_step_comes_out() -> None:
 
 
 def test_experts_on_other_ranks_take_their_host_longer() -> None:
-    shape, found = models.load("tiny-moe"), []
+    shape, found = models.load("tiny-moe"), list[float]()
     for grid in (grid_of(), grid_of(shard=2, ep=2)):
         layer = floored(Clockwork(shape, H200, stacks.OURS_EAGER, grid, 32, "bf16"), 1)
         found.append(sum(total(each).item() for each in (layer.forward, layer.inputs)))

@@ -26,6 +26,7 @@ OBJECTIVES = ("tokens", "gpus", "gpu-hours")
 # What is kept for each layout that is shown: some differ only in what changes nothing.
 _SPARE = 12
 _MOST_FRONT = 5
+_MOST_ACTIONS = 30_000  # of a schedule that is played for the front alone
 _LEAST_TOKENS = 4 << 20  # of a step, where nobody says
 _TOKENS_PER_GPU = 1 << 10
 _RUNS = ("bf16", "fp16", "fp32")  # precisions of the runtime
@@ -137,27 +138,25 @@ def answer(asked: Inquiry, top: int, on_progress: Progress | None = None) -> Ans
 
 def _front(asked: Inquiry, found: list[Candidate]) -> tuple[Outlook, ...]:
     """Some of the front, played; not those whose bound had promised more than a leaner one has."""
-    known: dict[int, Outlook] = {}
-    while True:
-        few = _few(found)
-        new = [one for one in few if id(one) not in known]
-        known |= {id(one): each for one, each in zip(new, _played(asked, new), strict=True)}
-        late = {
-            id(one)
-            for one in few
-            if any(
-                other.bytes < one.bytes and other.seconds < known[id(one)].step for other in found
-            )
-        }
-        if not late:
-            return tuple(known[id(one)] for one in few)
-        found = [one for one in found if id(one) not in late]
+    few = _few(found)
+    pairs = zip(few, _played(asked, few), strict=True)
+    return tuple(
+        each
+        for one, each in pairs
+        if not any(other.bytes < one.bytes and other.seconds < each.step for other in found)
+    )
 
 
 def _few(front: list[Candidate]) -> list[Candidate]:
-    """Some of a long front, from end to end."""
+    """Some of a long front, from end to end, but for those that would take long to play."""
+    front = [one for one in front if _num_actions(one) <= _MOST_ACTIONS] or front[-1:]
     places = {round(i * (len(front) - 1) / (_MOST_FRONT - 1)) for i in range(_MOST_FRONT)}
     return [front[place] for place in sorted(places)]
+
+
+def _num_actions(one: Candidate) -> float:
+    """Of all ranks in a step, at most."""
+    return 3 * float((one.grid.pp * one.grid.chunks * one.grid.microbatches).item())
 
 
 def _distinct(found: list[Candidate]) -> list[Candidate]:
