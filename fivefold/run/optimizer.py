@@ -8,12 +8,14 @@ its states live.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from fivefold.core.units import Row
+if TYPE_CHECKING:
+    from fivefold.core.units import Row
+
 
 Name = Literal["adamw", "sgd"]
 # That of Llama 2 (arXiv:2307.09288). With the usual 1e-8, AdamW answers the rounding error of a

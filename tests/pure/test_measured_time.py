@@ -20,7 +20,7 @@ from fivefold.core.estimate.timing import floored
 from fivefold.core.plan import Plan, Wishes, resolve
 
 H200 = machine.load("h200")
-MEASURED = Path(__file__).parents[2] / "docs" / "data" / "h200-measured.jsonl"
+MEASURED = Path(__file__).parents[2] / "benchmarks" / "data" / "h200-measured.jsonl"
 
 
 def plan_of(model: str, layout: str, said: dict[str, Any]) -> Plan:

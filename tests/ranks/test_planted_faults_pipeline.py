@@ -43,8 +43,10 @@ def swapped_messages() -> Patch:
 
     def swapped(self: Any, *arguments: Any) -> None:
         inner(self, *arguments)
-        for source, (first, second, *rest) in self.lines.items():
-            self.lines[source] = (second, first, *rest)
+        for source, line in self.lines.items():
+            if len(line) > 1:  # evaluations have messages in one direction only
+                first, second, *rest = line
+                self.lines[source] = (second, first, *rest)
 
     return patch.object(pipeline._Inbox, "__init__", swapped)
 
