@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -88,7 +90,13 @@ CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
 )
 
 
-@pytest.mark.parametrize(("layout", "rules", "wishes"), CASES, ids=str)
+def chosen() -> list[tuple[str, str, dict[str, Any]]]:
+    """A half, chosen by a hash so that it never drifts; all with FIVEFOLD_ALL_CASES set."""
+    everything = "FIVEFOLD_ALL_CASES" in os.environ
+    return [case for case in CASES if everything or zlib.crc32(str(case).encode()) % 2 == 0]
+
+
+@pytest.mark.parametrize(("layout", "rules", "wishes"), chosen(), ids=str)
 def test_rules_together(pool: Pool, layout: str, rules: str, wishes: dict[str, Any]) -> None:
     if wishes.get("schedule") is not None:
         wishes = {**wishes, "set": {**SIZES, "layers": "4"}}

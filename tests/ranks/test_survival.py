@@ -164,6 +164,9 @@ print(run("away", offload=f"nvme:{folder}/disk"))
 """
 
 
+@pytest.mark.skipif(
+    "FIVEFOLD_ALL_CASES" not in os.environ, reason="two gigabytes of files: with make verify-all"
+)
 def test_memory_may_be_smaller_than_weights_and_states(tmp_path: Path) -> None:
     """84 million weights and their states are 1,006 MB; the process may take 900."""
     code = [sys.executable, "-c", CAPPED, str(tmp_path), "900"]
