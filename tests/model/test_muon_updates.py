@@ -1,0 +1,84 @@
+"""Muon on one device: what it takes, how it turns, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from test_updaters import SHAPES, Weight, of, some_weights
+
+from fivefold.core.errors import FivefoldError
+from fivefold.core.recipe import Recipe
+from fivefold.core.units import Row
+from fivefold.run.muon import orthogonal, takes
+
+
+@pytest.mark.parametrize("sizes", [(24, 24), (10, 50), (50, 10), (3, 12, 40), (1, 30)], ids=str)
+def test_newton_schulz_makes_matrices_orthogonal(sizes: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    matrices = torch.randn(sizes, generator=generator, dtype=torch.float64)
+    left, _, right = torch.linalg.svd(matrices, full_matrices=False)
+    found = orthogonal(matrices)
+    turned = left.mT @ found @ right.mT
+    values = torch.diagonal(turned, dim1=-2, dim2=-1)
+    assert float((turned - torch.diag_embed(values)).abs().max()) < 1e-9
+    assert float(values.min()) > 0.3 and float(values.max()) < 1.3
+    if len(sizes) == 3:
+        assert torch.allclose(found[1], orthogonal(matrices[1]), atol=1e-12)
+    assert torch.equal(orthogonal(torch.zeros(4, 6)), torch.zeros(4, 6))
+
+
+def test_muon_takes_the_matrices_between_the_ends() -> None:
+    taken = {
+        ("blocks.0.attention.q.weight", "blocks.0", (8, 8)): True,
+        ("blocks.0.mlp.experts.up.weight", "blocks.0", (2, 8, 8)): True,
+        ("mtp.0.join.weight", "mtp.0", (8, 16)): True,
+        ("blocks.0.attention.q.bias", "blocks.0", (8,)): False,
+        ("embed.weight", "embed", (9, 8)): False,
+        ("embed.positions", "embed", (9, 8)): False,
+        ("head.weight", "head", (9, 8)): False,
+        ("mtp.embed.weight", "head", (9, 8)): False,
+    }
+    assert {key: takes(Row(*key)) for key in taken} == taken
+
+
+def test_muon_is_torchs_own_up_to_bfloat16() -> None:
+    """torch multiplies in bfloat16 whatever the weights are; ours are float32."""
+    row = Row("w", "blocks.0", (40, 60))
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(row.shape, generator=generator)
+    ours = Weight(row, start.clone(), torch.zeros(row.shape))
+    theirs = torch.nn.Parameter(start.clone())
+    updater = of(Recipe(optimizer="muon", lr=1e-2), [ours])
+    adjusted = {"adjust_lr_fn": "match_rms_adamw", "momentum": 0.95, "nesterov": True}
+    optimizer = torch.optim.Muon([theirs], lr=1e-2, weight_decay=0.1, **adjusted)
+    for _ in range(3):
+        ours.grad = torch.randn(row.shape, generator=generator)
+        theirs.grad = ours.grad.clone()
+        updater.step()
+        optimizer.step()
+    moved, wanted = ours.tensor - start, theirs.detach() - start
+    assert float((moved - wanted).norm() / wanted.norm()) < 0.02
+    rms = float((moved + 3e-3 * start).square().mean().sqrt()) / 3  # of a step, without the decay
+    assert rms == pytest.approx(0.2 * 1e-2, rel=0.5)
+
+
+def test_muon_and_offload_are_refused_together(tmp_path: Path) -> None:
+    for changes in ({"offload": "cpu"}, {"offload": f"nvme:{tmp_path}"}, {"states": "bf16"}):
+        with pytest.raises(FivefoldError, match="muon keeps its momentum on the device"):
+            of(Recipe(optimizer="muon", **changes), some_weights())  # type: ignore[arg-type]
+
+
+def test_the_ends_of_a_muon_run_have_adamws_states() -> None:
+    weights = some_weights()
+    weights[0].row = Row("embed.weight", "embed", SHAPES[0])
+    states = of(Recipe(optimizer="muon"), weights).states()
+    there = {key: [one is not None for one in kept] for key, kept in states.items()}
+    matrices = [len(shape) > 1 for shape in SHAPES]
+    matrices[0] = False
+    assert there == {
+        "momentum": matrices,
+        "exp_avg": [not one for one in matrices],
+        "exp_avg_sq": [not one for one in matrices],
+    }
