@@ -41,7 +41,7 @@ from fivefold.training.checkpoint import writing as writing_module
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
-    with Pool(2) as forked:
+    with Pool(4) as forked:
         yield forked
 
 
