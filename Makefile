@@ -38,7 +38,7 @@ verify-all: setup
 	$(BIN)/python -m tests.ranks.covering > docs/verified-combinations.md
 	$(BIN)/python -m tests.ranks.invariance > docs/verified-training.md
 	FIVEFOLD_ALL_CASES=1 $(BIN)/python -m pytest -q tests/ranks/test_traffic_real.py tests/ranks/test_survival.py \
-		tests/ranks/test_balance_ranks.py tests/test_readme.py
+		tests/ranks/test_balance_ranks.py tests/ranks/test_two_hosts.py tests/test_readme.py
 
 # Ten SIGKILLs at random ranks and times over one run, each resumed; at most 5 minutes.
 chaos: setup
