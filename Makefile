@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: setup train test lint types verify-all bench-schedule bench-overlap bench-pipeline bench-context bench-expert bench-gpu bench-logging bench-plan chaos learn score clean
+.PHONY: setup train test test-page lint types verify-all bench-schedule bench-overlap bench-pipeline bench-context bench-expert bench-gpu bench-logging bench-plan chaos learn score clean
 
 setup: $(READY)
 
@@ -21,6 +21,11 @@ train: setup
 # The longest file comes first, so that no worker waits for it in the end.
 test: setup lint
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests/test_readme.py tests
+
+# The page in a real browser: Debian's chromium, or another that is installed.
+test-page: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[browser]"
+	FIVEFOLD_BENCH=1 $(BIN)/python -m pytest -q -rs -s tests/page
 
 lint: setup
 	$(BIN)/ruff check -q .

@@ -30,6 +30,7 @@ VERBS = {
     "calibrate": Verb("fivefold.verbs.calibrate", "Measure this machine, and write its file."),
     "export": Verb("fivefold.verbs.export_weights", "Write a run's weights for Hugging Face."),
     "import": Verb("fivefold.verbs.import_weights", "Start a run from a Hugging Face model."),
+    "observe": Verb("fivefold.verbs.observe", "A page: explore, learn, and look at runs."),
     "plan": Verb("fivefold.verbs.plan", "Resolve a job, or search its layout, and say why."),
     "rehearse": Verb("fivefold.verbs.rehearse", "Run the real program at any rank of any job."),
     "schedule": Verb("fivefold.verbs.schedule", "Draw and time a pipeline schedule."),

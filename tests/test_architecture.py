@@ -46,7 +46,7 @@ ARROWS = {
     "__init__": set[str](),
 }
 WITHOUT_TORCH = ("core", "report", "cli", "__main__", "__init__")
-VERBS_WITHOUT_TORCH = ("plan", "schedule", "tokens", "options")
+VERBS_WITHOUT_TORCH = ("plan", "schedule", "tokens", "observe", "options")
 ROOMS = (
     "data",
     "tensor",

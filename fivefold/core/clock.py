@@ -79,13 +79,14 @@ class Timeline:
         """Idle time over the ideal time: the other convention of the literature."""
         return self.makespan / self.ideal - 1
 
-    def waits(self) -> Iterator[Wait]:
-        """Every idle slot before a rank's last step, with the action that ends it."""
+    def waits(self, longer_than: float = 0.0) -> Iterator[Wait]:
+        """The idle slots before a rank's last step, each with the action that ends it."""
         ends = _ends_by_action(self)
+        least = max(longer_than, 1e-9 * self.makespan)
         for rank, steps in enumerate(self.schedule.order):
             free = 0.0
             for step, start, end in zip(steps, self.starts[rank], self.ends[rank], strict=True):
-                if start > free + 1e-9 * self.makespan:
+                if start > free + least:
                     causes = [cause for cause in _causes(step) if cause in ends]
                     last = max(
                         causes, key=lambda cause: (ends[cause] + self._lag(cause, rank), cause)

@@ -212,7 +212,7 @@ class Layout:
         number, stage = self._place(rank)
         if axis == "pp":
             return tuple(self._rank_at(number, other) for other in range(self.pp))
-        size, stride = self._extent(axis)
+        size, stride = self.extent(axis)
         first = number - number // stride % size * stride
         return tuple(self._rank_at(first + i * stride, stage) for i in range(size))
 
@@ -222,15 +222,40 @@ class Layout:
         stages = [[self._rank_at(number, stage) for number in numbers] for stage in range(self.pp)]
         if axis == "pp":
             return tuple(sorted(zip(*stages, strict=True)))
-        size, stride = self._extent(axis)
+        size, stride = self.extent(axis)
         firsts = [number for number in numbers if number // stride % size == 0]
         spans = [slice(first, first + size * stride, stride) for first in firsts]
         return tuple(sorted(tuple(stage[span]) for stage in stages for span in spans))
 
+    def extent(self, axis: str) -> tuple[int, int]:
+        """Size and stride of `axis` where ranks are numbered tp fastest, then cp, dp and pp."""
+        row = self.tp * self.cp
+        extents = {
+            "pp": (self.pp, self.stage_size),
+            "tp": (self.tp, 1),
+            "cp": (self.cp, self.tp),
+            "dp": (self.dp, row),
+            "shard": (self.shard, row),  # inside replicate: the heavier traffic stays nearer
+            "replicate": (self.replicate, row * self.shard),
+            "fsdp": (self.shard * self.cp, self.tp),
+            "dp-cp": (self.dp * self.cp, self.tp),
+            "row": (row, 1) if self.sp else (self.cp, self.tp),
+            "etp": (self.etp, 1),
+            "ep": (self.ep, self.etp),
+        }
+        if axis == "edp":
+            return self.edp, self.etp * self.ep
+        if axis not in extents:
+            raise UnknownName("axis", axis, AXES)
+        return extents[axis]
+
     def tier(self, axis: str, machine: Machine) -> Tier:
         """The slowest link tier that any group of `axis` spans on `machine`."""
-        spanned = (machine.tier_of((group[0], group[-1])) for group in self.groups(axis))
-        return max(spanned, key=machine.tiers.index)
+        first, last = self._ends(axis)
+        for tier in machine.tiers:
+            if tier.size is None or (first // tier.size == last // tier.size).all():
+                return tier
+        return machine.tier_of((0, self.world - 1))  # which says what to do where none is so wide
 
     def textbook(self) -> Textbook | None:
         """The same ranks as a plain product of five degrees; None where ep does not divide dp."""
@@ -254,29 +279,20 @@ class Layout:
         if not self.folds:
             raise IllegalLayout(str(self), [self.folding_rule()], [])
 
-    def _extent(self, axis: str) -> tuple[int, int]:
-        """Size and stride of `axis` in the numbering of a stage's ranks (see the module)."""
-        row = self.tp * self.cp
-        extents = {
-            "tp": (self.tp, 1),
-            "cp": (self.cp, self.tp),
-            "dp": (self.dp, row),
-            "shard": (self.shard, row),  # inside replicate: the heavier traffic stays nearer
-            "replicate": (self.replicate, row * self.shard),
-            "fsdp": (self.shard * self.cp, self.tp),
-            "dp-cp": (self.dp * self.cp, self.tp),
-            "row": (row, 1) if self.sp else (self.cp, self.tp),
-            "etp": (self.etp, 1),
-            "ep": (self.ep, self.etp),
-        }
-        if axis == "edp":
-            return self.edp, self.etp * self.ep
-        if axis not in extents:
-            raise UnknownName("axis", axis, AXES)
-        return extents[axis]
+    def _ends(self, axis: str) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64]]:
+        """The first and the last rank of every group of `axis`."""
+        import numpy
 
-    def _rank_at(self, number: int, stage: int) -> int:
-        """The rank with this number inside this stage."""
+        numbers: Any = numpy.arange(self.stage_size)
+        if axis == "pp":
+            return self._rank_at(numbers, 0), self._rank_at(numbers, self.pp - 1)
+        size, stride = self.extent(axis)
+        firsts, stages = numbers[numbers // stride % size == 0], numpy.arange(self.pp)[:, None]
+        lasts = firsts + (size - 1) * stride
+        return self._rank_at(firsts, stages), self._rank_at(lasts, stages)
+
+    def _rank_at(self, number: Any, stage: Any) -> Any:
+        """The rank with this number inside this stage; of whole arrays too."""
         if self.order == "tp-cp-dp-pp":
             return number + self.stage_size * stage
         data, inner = divmod(number, self.tp * self.cp)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from itertools import pairwise
 from math import inf, prod
 from pathlib import Path
@@ -161,6 +162,11 @@ def load(name_or_path: str | Path) -> Machine:
     name = name_or_path.lower()
     if name not in presets():
         raise UnknownName("machine", name_or_path, presets())
+    return _preset(name)
+
+
+@lru_cache
+def _preset(name: str) -> Machine:
     return _build(_read(_preset_file(name)), f"machine {name}")
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import json
 import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ PRESETS = Path(__file__).parents[1] / "presets" / "models"
 # Model names are the quoted table headers; finding them needs no TOML parser, which is slow.
 HEADER = re.compile(r'^\["([^"]+)"\]', re.MULTILINE)
 LARGEST_CONFIG = 1_000_000  # bytes; real ones have a few thousand
+PASTED = "pasted config"  # the name of a model that came as text
 NESTED: dict[str, type] = {"rope": Rope, "mla": Mla, "moe": Moe}
 
 
@@ -33,7 +35,8 @@ def presets() -> tuple[str, ...]:
 
 
 def load(name_or_path: str) -> Shape:
-    """A preset by name, or the Hugging Face `config.json` at a path (or in a directory).
+    """A preset by name, the Hugging Face `config.json` at a path (or in a directory), or the text
+    of such a file, which begins with a brace.
 
     Case and the places of `-`, `_` and spaces do not matter: `GPT-2` is `gpt2`. A preset is
     preferred to a file of the same name; write `./name` for the file.
@@ -42,9 +45,10 @@ def load(name_or_path: str) -> Shape:
         raise FivefoldError(
             "no model: give a preset name, such as llama-3.1-8b, or the path of a config.json"
         )
+    if is_text(name_or_path):
+        return of_text(name_or_path)
     files = _files_by_name()
-    spelled = {_plain(name): name for name in files}
-    name = spelled.get(_plain(name_or_path))
+    name = _spelled(name_or_path, files)
     if name is not None:
         return _preset(name, files[name])
     path = Path(name_or_path)
@@ -55,6 +59,25 @@ def load(name_or_path: str) -> Shape:
             raise BadFile(name_or_path, [rule])
         return _config(path)
     raise UnknownName("model", name_or_path, files)
+
+
+def preset_name(text: str) -> str:
+    """The preset that a text spells, and nothing else: no file is read."""
+    files = _files_by_name()
+    name = _spelled(text, files)
+    if name is None:
+        raise UnknownName("model", text, files)
+    return name
+
+
+def is_text(text: str) -> bool:
+    """Whether this is a config itself, and neither a name nor a path."""
+    return text.lstrip().startswith("{")
+
+
+def of_text(text: str) -> Shape:
+    """The model of a Hugging Face config that was pasted."""
+    return dataclasses.replace(_read(text.encode(), PASTED), name=PASTED)
 
 
 def with_overrides(shape: Shape, overrides: Mapping[str, str]) -> Shape:
@@ -84,9 +107,16 @@ def with_overrides(shape: Shape, overrides: Mapping[str, str]) -> Shape:
         raise BadFile("--set", problems) from error
 
 
+@functools.lru_cache
 def _files_by_name() -> dict[str, Path]:
     files = sorted(PRESETS.glob("*.toml"))
     return {name: path for path in files for name in HEADER.findall(path.read_text("utf-8"))}
+
+
+def _spelled(text: str, names: Iterable[str]) -> str | None:
+    """The name that a text is another spelling of."""
+    plain = _plain(text)
+    return next((name for name in names if _plain(name) == plain), None)
 
 
 def _plain(name: str) -> str:
@@ -94,6 +124,7 @@ def _plain(name: str) -> str:
     return re.sub(r"[-_ ]", "", name.lower())
 
 
+@functools.lru_cache
 def _preset(name: str, path: Path) -> Shape:
     tables = strict.read_toml(path)
     table: dict[str, Any] = {"name": name, **tables.get("defaults", {}), **tables[name]}
@@ -118,17 +149,23 @@ def _config(path: Path) -> Shape:
             data = file.read(LARGEST_CONFIG + 1)
     except OSError as error:
         raise BadFile(str(path), [f"{error.strerror}; check the path"]) from error
+    shape = _read(data, str(path))
+    name = path.resolve().parent.name if path.name == "config.json" else path.stem
+    return dataclasses.replace(shape, name=name)
+
+
+@functools.lru_cache(maxsize=8)
+def _read(data: bytes, where: str) -> Shape:
+    """The bytes of a config."""
     if len(data) > LARGEST_CONFIG:
-        raise BadFile(str(path), ["larger than 1 MB: give a Hugging Face config.json"])
+        raise BadFile(where, ["larger than 1 MB: give a Hugging Face config.json"])
     try:
         config = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise BadFile(str(path), [f"not valid JSON: {error}; mend it"]) from error
+        raise BadFile(where, [f"not valid JSON: {error}; mend it"]) from error
     if not isinstance(config, dict):
-        raise BadFile(str(path), ["must hold one JSON object, a Hugging Face config"])
-    shape = shape_from_config(typing.cast("dict[str, Any]", config), str(path))
-    name = path.resolve().parent.name if path.name == "config.json" else path.stem
-    return dataclasses.replace(shape, name=name)
+        raise BadFile(where, ["must hold one JSON object, a Hugging Face config"])
+    return shape_from_config(typing.cast("dict[str, Any]", config), where)
 
 
 def keys() -> dict[str, object]:

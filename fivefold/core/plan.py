@@ -198,7 +198,7 @@ def _with_paths(wishes: Wishes, move: Callable[[str], str]) -> Wishes:
 
 
 def _is_path(text: str) -> bool:
-    return "/" in text or Path(text).suffix.lower() in _FILES
+    return not models.is_text(text) and ("/" in text or Path(text).suffix.lower() in _FILES)
 
 
 def _seen_from(folder: Path) -> Callable[[str], str]:
@@ -225,17 +225,7 @@ def resolve(wishes: Wishes, *, small: bool = False) -> Plan:
         shape = models.with_overrides(shape, wishes.set)
         notes.append(f"raised to {shape.layers} layers, one for each stage of the pipeline")
     seq = _default_seq(layout, shape, small) if wishes.seq is None else wishes.seq
-    job = legality.Job(
-        seq=seq,
-        batch=wishes.batch,
-        microbatch_size=wishes.microbatch_size,
-        microbatches=wishes.microbatches,
-        chunks=wishes.chunks,
-        gpus=wishes.gpus,
-        schedule=family,
-        stage_layers=wishes.stage_layers,
-    )
-    legality.check(layout, shape, **job)
+    legality.check(layout, shape, **job_of(wishes, family, seq))
     batch = _batch(wishes, family, layout, seq)
     given = None if wishes.stage_layers is None else stages.parse(wishes.stage_layers)
     if family.name == AUTO and layout.pp > 1:
@@ -264,6 +254,20 @@ def resolve(wishes: Wishes, *, small: bool = False) -> Plan:
 def _layout(wishes: Wishes, family: Family) -> Layout:
     layout = Layout.parse(wishes.layout, zero=wishes.zero, sp=wishes.sp, context=wishes.context)
     return replace(layout, chunks=family.chunks_on(layout.pp, wishes.chunks))
+
+
+def job_of(wishes: Wishes, family: Family, seq: int) -> legality.Job:
+    """What the rules hold against a layout."""
+    return legality.Job(
+        seq=seq,
+        batch=wishes.batch,
+        microbatch_size=wishes.microbatch_size,
+        microbatches=wishes.microbatches,
+        chunks=wishes.chunks,
+        gpus=wishes.gpus,
+        schedule=family,
+        stage_layers=wishes.stage_layers,
+    )
 
 
 def _default_seq(layout: Layout, shape: Shape, small: bool) -> int:

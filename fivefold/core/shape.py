@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 from fivefold.core.errors import BadFile
@@ -188,7 +189,7 @@ class Shape:
         """Whether both ends of the model use the embedding: a tied head, or MTP layers."""
         return self.tied or self.mtp > 0
 
-    @property
+    @cached_property
     def num_moe_layers(self) -> int:
         """Layers with experts, multi-token-prediction layers not counted."""
         return sum(self.is_moe_layer(i) for i in range(self.layers))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from fivefold.core import count
@@ -35,11 +36,16 @@ def cut(
                 f"{counted(num_stages, 'stage')} for {counted(most, 'layer')}: every stage needs a "
                 f"layer, so use 1 to {most}"
             )
-        costs = compute(shape, seq or shape.max_seq)
-        return _spans(_best_ends(costs, sizes(shape, num_stages), num_stages))
+        return _dealt(shape, num_stages, seq or shape.max_seq)
     if reasons := list(problems(given, num_stages, shape.layers)):
         raise FivefoldError("; ".join(reasons))
     return _spans([*accumulate(given)])
+
+
+@lru_cache
+def _dealt(shape: Shape, num_stages: int, seq: int) -> tuple[range, ...]:
+    """By cost; whoever explores a job asks for the same again and again."""
+    return _spans(_best_ends(compute(shape, seq), sizes(shape, num_stages), num_stages))
 
 
 def parse(text: str) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from fivefold.core.errors import FivefoldError
@@ -56,6 +57,7 @@ class Piece:
     inner: tuple[int, int, int] | None = None  # a second cut, of experts: dim, start, stop
 
 
+@lru_cache(maxsize=16)  # every stage of a job asks for all of them
 def weights(shape: Shape) -> tuple[Weight, ...]:
     """Every weight in forward order; a tied head is the embedding and not listed twice."""
     _refuse_unsupported(shape)

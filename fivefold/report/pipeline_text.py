@@ -28,9 +28,17 @@ def render_timeline(timeline: Timeline, width: int, colour: bool) -> Text:
     kind's letter. Where cells are narrower than a column, a column shows what fills most of it.
     """
     rows = cells(timeline)
+    later = later_chunks(rows, timeline.schedule.placement)
+    return render_cells(rows, timeline.makespan, later, width, colour)
+
+
+def render_cells(
+    rows: list[list[Cell]], makespan: float, later: str | None, width: int, colour: bool
+) -> Text:
+    """Draw the cells of every rank; `later` says what cells of further chunks stand for."""
     gutter = len(f"rank {len(rows) - 1} ")
-    num_columns = _num_columns(timeline, max(_LEAST_COLUMNS, width - gutter))
-    scale = num_columns / timeline.makespan
+    num_columns = _num_columns(rows, makespan, max(_LEAST_COLUMNS, width - gutter))
+    scale = num_columns / makespan
     lines: list[Text] = []
     numbered = False
     for rank in _shown(len(rows)):
@@ -40,17 +48,17 @@ def render_timeline(timeline: Timeline, width: int, colour: bool) -> Text:
         row = _row(_columns(rows[rank], scale, num_columns), scale, colour)
         numbered |= any(map(str.isdigit, row.plain))
         lines.append(Text(f"rank {rank}".ljust(gutter)).append_text(row))
-    lines.append(_axis(timeline.makespan, scale, num_columns, gutter))
-    lines += _wrapped(_legend(timeline, rows, numbered, colour), width)
+    lines.append(_axis(makespan, scale, num_columns, gutter))
+    lines += _wrapped(_legend(rows, later, numbered, colour), width)
     return Text("\n", no_wrap=True).join(lines)
 
 
-def _num_columns(timeline: Timeline, most: int) -> int:
+def _num_columns(rows: list[list[Cell]], makespan: float, most: int) -> int:
     """Whole columns for the shortest step, where every time is a multiple of it and two fit."""
-    durations = {timeline.costs.of(step) for steps in timeline.schedule.order for step in steps}
+    durations = {cell.end - cell.start for row in rows for cell in row}
     shortest = min(duration for duration in durations if duration > 0)
-    units = [end / shortest for ends in timeline.ends for end in ends]
-    num_units = round(timeline.makespan / shortest)
+    units = [cell.end / shortest for row in rows for cell in row]
+    num_units = round(makespan / shortest)
     whole = all(abs(unit - round(unit)) < _TINY for unit in units)
     return most // num_units * num_units if whole and most >= 2 * num_units else most
 
@@ -120,7 +128,7 @@ def _axis(makespan: float, scale: float, num_columns: int, gutter: int) -> Text:
     return Text(" " * gutter + line, _DIM)
 
 
-def _legend(timeline: Timeline, rows: list[list[Cell]], numbered: bool, colour: bool) -> list[Text]:
+def _legend(rows: list[list[Cell]], later: str | None, numbered: bool, colour: bool) -> list[Text]:
     """What the marks mean."""
     items = [
         Text.assemble(("  ", _paint(kind, 0)), f" {kind.name}")
@@ -129,7 +137,7 @@ def _legend(timeline: Timeline, rows: list[list[Cell]], numbered: bool, colour: 
         for kind in kinds_in(rows)
     ]
     items.append(Text(f"{_IDLE} idle"))
-    if later := later_chunks(rows, timeline.schedule.placement):
+    if later:
         items.append(Text(f"{'lighter' if colour else 'lower case'}: {later}"))
     if numbered:
         items.append(Text("number: microbatch"))

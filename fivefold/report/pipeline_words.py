@@ -37,14 +37,18 @@ def percent(share: float) -> str:
     return f"{round(100 * share, 1) + 0.0:.1f}%"
 
 
-def headline(timeline: Timeline) -> str:
-    """The timeline in one line: a title, or what a screen reader says."""
-    schedule, write = timeline.schedule, time_writer(timeline)
+def headline(timeline: Timeline, makespan: str | None = None) -> str:
+    """The timeline in one line: a title, or what a screen reader says.
+
+    `makespan` is how it is written where times have a unit.
+    """
+    schedule = timeline.schedule
+    written = time_writer(timeline)(timeline.makespan) if makespan is None else makespan
     label = " (ASYNCHRONOUS)" if schedule.asynchronous else ""
     chunks = f", {schedule.num_chunks} chunks a rank" if schedule.num_chunks > 1 else ""
     return (
         f"{schedule.name}{label}: {counted(schedule.num_ranks, 'rank')}{chunks}, "
-        f"{counted(schedule.num_microbatches, 'microbatch')}, makespan {write(timeline.makespan)}, "
+        f"{counted(schedule.num_microbatches, 'microbatch')}, makespan {written}, "
         f"bubble {percent(timeline.bubble_makespan)}"
     )
 

@@ -27,7 +27,7 @@ def describe(plan: Plan) -> dict[str, Any]:
         "training_flops_per_token": count.training_flops(plan.shape, batch.seq).total,
         "layout": str(layout),
         "world": layout.world,
-        "readings": _readings(plan),
+        "readings": readings(plan),
         "zero": layout.zero,
         "gather": plan.gather,
         "axes": {axis: _axis(plan, axis) for axis in _axes(plan)},
@@ -51,7 +51,7 @@ def _axes(plan: Plan) -> tuple[str, ...]:
     return _DENSE_AXES if plan.shape.moe is None else (*_DENSE_AXES, *_EXPERT_AXES)
 
 
-def _readings(plan: Plan) -> list[str]:
+def readings(plan: Plan) -> list[str]:
     """Both readings of the product where there are experts; otherwise there is only one."""
     layout = plan.layout
     if plan.shape.moe is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -63,20 +64,21 @@ def detail(one: Outlook) -> list[str]:
         + (f", {gib(one.disk)} on its share of local disks" if one.disk else ""),
     ]
     parts = {name: size for name, size in one.memory.items() if size > 0}
-    lines += [_bar(name, gib(size), size / limit) for name, size in parts.items()]
+    lines += [bar(name, gib(size), size / limit) for name, size in parts.items()]
     if one.total < limit:
-        lines.append(_bar("free", gib(limit - one.total), 1 - one.total / limit, "·"))
+        lines.append(bar("free", gib(limit - one.total), 1 - one.total / limit, "·"))
     lines.append(
         f"step      {duration(one.step)}: {one.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, "
         f"MFU {one.mfu:.1%} of the {one.setting.precision} peak "
         "(causal attention at half, recompute not counted)"
     )
     for name, seconds in one.breakdown().items():
-        lines.append(_bar(name, duration(seconds), seconds / one.step))
+        lines.append(bar(name, duration(seconds), seconds / one.step))
     return lines
 
 
-def _bar(name: str, amount: str, share: float, mark: str = "█") -> str:
+def bar(name: str, amount: str, share: float, mark: str = "█") -> str:
+    """A share with its name and amount."""
     drawn = mark * round(min(share, 1) * _BAR) + ("▶" if share > 1 else "")
     return f"          {name:<12}{amount:>11}  {share:>6.1%}  {drawn}".rstrip()
 
@@ -93,6 +95,16 @@ def bill(one: Outlook, tokens: float | None, price: float | None) -> list[str]:
 def said(head: str, sentences: Sequence[str]) -> list[str]:
     """Sentences under a word in the margin."""
     return [f"{head if i == 0 else '':<10}{one}" for i, one in enumerate(sentences)]
+
+
+def wrapped(head: str, words: str, width: int = 100) -> list[str]:
+    """Words behind a head, in lines that are not too long.
+
+    >>> wrapped("note  ", "one two", 9)
+    ['note  one', '      two']
+    """
+    rows = textwrap.wrap(words, width - len(head)) or [""]
+    return [head + rows[0], *(" " * len(head) + row for row in rows[1:])]
 
 
 def front(found: Sequence[Outlook]) -> list[str]:

@@ -173,7 +173,7 @@ def _or_dash(text: str | None) -> str:
 
 
 def _row(first: str, *others: str) -> str:
-    return f"{first:<{_FIRST}}" + "".join(f"{each:>{_COLUMN}}" for each in others)
+    return f"{first:<{_FIRST}}" + "".join(f" {each:>{_COLUMN - 1}}" for each in others)
 
 
 def out_of_memory(

@@ -7,7 +7,8 @@ the target and the shared options, and hands it the wishes.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -66,18 +67,20 @@ SHARED: dict[str, Any] = {
 
 
 def with_plan_options(
-    verb: Callable[..., None], default_target: str | None = None
+    verb: Callable[..., None],
+    default_target: str | None = None,
+    look_up: Callable[[str], str] = str,
 ) -> Callable[..., None]:
     """The verb as a command with the target, the shared options and then its own.
 
-    Without a `default_target` the target must be given.
+    Without a `default_target` the target must be given; `look_up` may find another behind its name.
     """
     no_default = inspect.Parameter.empty
     own = list(inspect.signature(verb, eval_str=True).parameters.values())[1:]
 
     def run(**given: Any) -> None:
         shared = {name: given.pop(name) for name in SHARED}
-        verb(_wishes(given.pop("target"), shared), **given)
+        verb(_wishes(look_up(given.pop("target")), shared), **given)
 
     keyword = inspect.Parameter.KEYWORD_ONLY
     parameters = [
@@ -131,3 +134,19 @@ def _pairs(texts: list[str]) -> dict[str, str]:
             raise BadFile("--set", [f"{word!r} is no setting: write key=value, such as layers=4"])
         pairs[key] = value
     return pairs
+
+
+@contextmanager
+def progress_bar(words: str) -> Iterator[Callable[[float], None] | None]:
+    """One progress bar, where somebody looks."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    columns = (TextColumn(words), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(words, total=1.0)
+        yield lambda share: progress.update(task, completed=share)

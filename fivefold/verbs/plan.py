@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
@@ -20,7 +18,7 @@ from fivefold.core.plan import Plan, Wishes, resolve
 from fivefold.core.schedule.catalog import family
 from fivefold.report import plan_json, plan_resolved, plan_tables, plan_text, plan_words
 from fivefold.report.files import write_text
-from fivefold.verbs.options import above, one_of, with_plan_options
+from fivefold.verbs.options import above, one_of, progress_bar, with_plan_options
 
 if TYPE_CHECKING:  # what estimates needs numpy, whose import costs more than a plan without them
     from fivefold.core.estimate.outlook import Outlook
@@ -230,7 +228,7 @@ def _answer(asked: Inquiry, options: dict[str, Any]) -> Answer:
 
     objective = one_of("objective", options["objective"], OBJECTIVES)
     find = {"tokens": answer, "gpus": fewest, "gpu-hours": cheapest}[objective]
-    with _bar("search") as on_progress:
+    with progress_bar("search") as on_progress:
         return find(asked, options["top"], on_progress)
 
 
@@ -298,7 +296,7 @@ def _tables(asked: Inquiry, options: dict[str, Any]) -> Printed:
         found = list(alone(asked))
         return {"strategies": plan_tables.compared_json(found)}, plan_tables.compared(found)
     axis, values = parse(options["sweep"])
-    with _bar("sweep") as on_progress:
+    with progress_bar("sweep") as on_progress:
         points = list(sweep(asked, axis, values, on_progress))
     return (
         {"axis": axis, "points": plan_tables.curves_json(axis, points)},
@@ -329,19 +327,3 @@ def _pairs(text: str) -> dict[str, int | str]:
         if key in found and found[key] not in known:
             raise UnknownName(f"--fix {key}", str(found[key]), known)
     return found
-
-
-@contextmanager
-def _bar(words: str) -> Iterator[Callable[[float], None] | None]:
-    """One progress bar, where somebody looks."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield None
-        return
-    columns = (TextColumn(words), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(words, total=1.0)
-        yield lambda share: progress.update(task, completed=share)

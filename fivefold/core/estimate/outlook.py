@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
 
-from fivefold.core.clock import memory_levels, peak_activations
+from fivefold.core.clock import Timeline, memory_levels, peak_activations
 from fivefold.core.count import training_flops
 from fivefold.core.estimate.ends import Layers, Stage
-from fivefold.core.estimate.grid import OFFLOADS, Array, of_plan
+from fivefold.core.estimate.grid import OFFLOADS, of_plan
 from fivefold.core.estimate.ledger import ledger, rank_parts, verdict
 from fivefold.core.estimate.search import Setting
 from fivefold.core.estimate.simulate import Seconds, forecast
@@ -36,6 +36,7 @@ class Outlook:
     host: float  # bytes that offload keeps in host memory
     disk: float  # and on local disks
     verdict: str
+    timeline: Timeline = field(repr=False)  # of the pipeline, as it was played
 
     @property
     def total(self) -> float:
@@ -98,26 +99,33 @@ def outlook(plan: Plan, setting: Setting, offload: str = "none") -> Outlook:
         host=host,
         disk=float(np.asarray(books.disk).item()),
         verdict=str(verdict(books, setting.machine).item()),
+        timeline=played.timeline,
     )
 
 
 def held_by(plan: Plan, setting: Setting, rank: int) -> Bytes:
     """Bytes by category that one rank has at its fullest; its microbatches are the schedule's."""
-    place, shape = plan.layout.coord(rank).pp, plan.shape
-    stages = [plan.stages[number] for number in plan.schedule.placement.held(place)]
-    copies = 2 if plan.schedule.placement.mirrored else 1
-    layers = [i for stage in stages for i in stage]
-    routed = sum(shape.is_moe_layer(i) for i in layers)
+    return held_by_places(plan, setting)[plan.layout.coord(rank).pp]
+
+
+def held_by_places(plan: Plan, setting: Setting) -> list[Bytes]:
+    """The same of a rank at each place of the pipeline, all at once."""
+    shape, placement = plan.shape, plan.schedule.placement
+    held = [[plan.stages[number] for number in placement.held(i)] for i in range(plan.layout.pp)]
+    copies = 2 if placement.mirrored else 1
+    layers = [sum(map(len, stages)) for stages in held]
+    routed = [sum(shape.is_moe_layer(i) for stage in stages for i in stage) for stages in held]
     stage = Stage(
-        Layers(_one(len(layers) / copies), _one(routed / copies)),
-        copies=_one(copies),
-        flight=_one(peak_activations(plan.schedule)[place]),
-        embedding=_one(any(each.start == 0 for each in stages)),
-        head=_one(any(each.stop == shape.layers for each in stages)),
+        Layers(np.array(layers) / copies, np.array(routed) / copies),
+        copies=np.array([float(copies)]),
+        flight=np.array(peak_activations(plan.schedule)),
+        embedding=np.array([float(any(s.start == 0 for s in stages)) for stages in held]),
+        head=np.array([float(any(s.stop == shape.layers for s in stages)) for stages in held]),
     )
     asked = (shape, setting.machine, setting.stack, of_plan(plan), plan.batch.seq, *setting.how)
     parts = rank_parts(*asked, stage)
-    return {name: float(np.asarray(each).item()) for name, each in parts.items()}
+    columns = {name: np.broadcast_to(each, plan.layout.pp) for name, each in parts.items()}
+    return [{name: float(each[i]) for name, each in columns.items()} for i in range(len(held))]
 
 
 class Planned(NamedTuple):
@@ -143,7 +151,3 @@ def timeline_of(plan: Plan, setting: Setting, rank: int) -> list[Planned]:
         Planned(str(step), start, end, stays + parts["activations"] * level / most)
         for step, start, end, level in rows
     ]
-
-
-def _one(number: float) -> Array:
-    return np.array([float(number)])

@@ -1,0 +1,86 @@
+"""What a measured step is held against: the planner's forecast, or the run's own means."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import fmean
+
+from fivefold.core.clock import play
+from fivefold.core.deviation import PAIR, UPDATE, kind_of
+from fivefold.core.estimate.outlook import COMPUTE
+from fivefold.core.estimate.planner import setting_of
+from fivefold.core.estimate.simulate import forecast
+from fivefold.core.plan import Plan
+from fivefold.core.replayed import DATA, Expectation, covered
+from fivefold.core.schedule.action import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Step
+from fivefold.core.schedule.costs import Costs
+from fivefold.core.schedule.transfers import merged
+from fivefold.core.schedule.value import Schedule
+from fivefold.core.spans import RankSpans
+
+_INSIDE = ("tp", "cp", "ep")
+
+
+def from_plan(plan: Plan) -> Expectation | None:
+    """The planner's forecast of a step, as the run was made; None where it knows no machine.
+
+    Traffic inside of an action is the share that it has in the work of the busiest rank.
+    """
+    if plan.machine is None:
+        return None
+    recipe = plan.wishes.train
+    kernels = "compiled" if recipe.compile else "eager"
+    setting, _ = setting_of(plan.machine, plan.precision, 0.0, kernels, 1.0)
+    known = forecast(plan, setting, "nvme" if recipe.disk else recipe.offload)
+    costs, factor = known.timeline.costs, setting.stack.factor
+    times = (costs.forward, costs.backward, costs.weight, costs.transfer)
+    scaled = Costs(
+        *(tuple(factor * each for each in column) for column in times), overlap=costs.overlap
+    )
+    busy = sum(known.parts.get(name, 0.0) for name in (*COMPUTE, "launch", *_INSIDE))
+    shares = {axis: known.parts.get(axis, 0.0) / busy for axis in _INSIDE}
+
+    def inside(step: Step) -> Mapping[str, float]:
+        return {axis: share * scaled.of(step) for axis, share in shares.items()}
+
+    around = {
+        DATA: known.parts.get("dp", 0.0),
+        UPDATE: sum(known.parts.get(name, 0.0) for name in ("optimizer", "offload", "fixed")),
+    }
+    return Expectation(play(as_run(plan.schedule), scaled), inside, around)
+
+
+def from_means(schedule: Schedule, ranks: Sequence[RankSpans]) -> Expectation:
+    """The schedule with the mean of each kind of action as it was measured, and free messages."""
+    seconds: dict[str, list[float]] = {}
+    calls: dict[str, list[dict[str, float]]] = {}
+    for one in ranks:
+        for did, inside in zip(one.actions, covered(one), strict=True):
+            seconds.setdefault(kind_of(did.step), []).append(did.end - did.ready)
+            calls.setdefault(kind_of(did.step), []).append(inside)
+    mean = {kind: fmean(each) for kind, each in seconds.items()}
+    weight = mean.get(WEIGHT_GRAD, 0.0)
+    backward = mean[INPUT_GRAD] if INPUT_GRAD in mean else mean.get(BACKWARD, 0.0) - weight
+    pair = mean.get(FORWARD, 0.0) + backward + weight
+    stages = schedule.num_stages
+    costs = Costs(
+        *((each,) * stages for each in (mean.get(FORWARD, 0.0), backward, weight, 0.0)),
+        overlap=mean[PAIR] / pair if PAIR in mean and pair else 1.0,
+    )
+    usual = {
+        kind: {
+            axis: fmean(one.get(axis, 0.0) for one in each)
+            for axis in {axis for one in each for axis in one}
+        }
+        for kind, each in calls.items()
+    }
+    return Expectation(
+        play(as_run(schedule), costs), lambda step: usual.get(kind_of(step), {}), None
+    )
+
+
+def as_run(schedule: Schedule) -> Schedule:
+    """The schedule with neighbouring I and W joined, as the runtime joins them."""
+    order = tuple(merged(schedule, rank) for rank in range(schedule.num_ranks))
+    return replace(schedule, order=order)

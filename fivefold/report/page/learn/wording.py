@@ -1,0 +1,25 @@
+"""How panels write bytes, and lines for a terminal."""
+
+from __future__ import annotations
+
+import textwrap
+
+COLUMNS = 100
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def size_text(size: float) -> str:
+    """Bytes in the unit that fits, as the page writes them.
+
+    >>> size_text(512), size_text(3 * 2**19), size_text(2**40)
+    ('512 B', '1.5 MiB', '1.0 TiB')
+    """
+    unit = 0
+    while size >= 1024 and unit < len(_UNITS) - 1:
+        size, unit = size / 1024, unit + 1
+    return f"{size:,.1f} {_UNITS[unit]}" if unit else f"{size:,.0f} B"
+
+
+def wrapped(sentence: str, first: str = "", later: str = "") -> list[str]:
+    """A sentence in lines of a terminal."""
+    return textwrap.wrap(sentence, COLUMNS, initial_indent=first, subsequent_indent=later)

@@ -1,0 +1,85 @@
+"""What the page can ask, by name; a server and a self-contained file answer the same questions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any, Protocol, cast
+
+from fivefold.core.errors import FivefoldError, IllegalLayout, UnknownName
+from fivefold.report.page import curves, explore, ranking, run_view
+from fivefold.report.page.learn import (
+    collectives,
+    context,
+    data,
+    expert,
+    landscape,
+    layer,
+    pipeline,
+    tensor,
+)
+from fivefold.report.page.learn.choice import Choice
+
+Params = Mapping[str, str]
+Answer = dict[str, Any]
+Progress = Callable[[float], None]
+
+# In the order of the page.
+LESSONS: dict[str, ModuleType] = {
+    "landscape": landscape,
+    "layer": layer,
+    "collectives": collectives,
+    "data": data,
+    "tensor": tensor,
+    "pipeline": pipeline,
+    "context": context,
+    "expert": expert,
+}
+# Seconds, not milliseconds: asked aside, with a progress bar, and given up when outdated.
+SLOW: dict[str, Callable[[Params, Progress], Answer]] = {
+    "ranking": ranking.view,
+    "curves": curves.view,
+}
+
+
+class Run(Protocol):
+    """A run as the page reads it, whenever it is asked."""
+
+    def facts(self) -> run_view.RunFacts: ...
+
+    def spans(self, step: int) -> run_view.StepSpans | None: ...
+
+
+def answer(name: str, params: Params, run: Run | None = None) -> Answer:
+    """The answer of a quick question."""
+    if name == "explore":
+        return explore.view(params)
+    if name == "run":
+        if run is None:
+            raise FivefoldError("no run: say which, as in fivefold observe runs/first")
+        return run_view.view(run.facts(), params, run.spans)
+    kind, _, lesson = name.partition("/")
+    if kind != "learn" or lesson not in LESSONS:
+        known = ["explore", "run", *SLOW, *(f"learn/{each}" for each in LESSONS)]
+        raise UnknownName("question", name, known)
+    return cast("Answer", LESSONS[lesson].view(params))
+
+
+def choices(lesson: str) -> dict[str, Choice]:
+    """What the reader of a lesson can change."""
+    return dict(LESSONS[lesson].CHOICES)
+
+
+def refusal(error: FivefoldError) -> Answer:
+    """An error as an answer."""
+    reasons, nearest = (list[str](), list[str]())
+    if isinstance(error, IllegalLayout):
+        reasons, nearest = list(error.reasons), list(error.nearest)
+    return {"error": str(error), "reasons": reasons, "nearest": nearest}
+
+
+def key(name: str, params: Params) -> str:
+    """The name of an answer in a self-contained page; `key` of ask.js is its twin."""
+    pairs = sorted([each, value] for each, value in params.items())
+    return name + json.dumps(pairs, separators=(",", ":"), ensure_ascii=False)

@@ -1,0 +1,204 @@
+"""The Run tab for terminals: the text twins of its panels, from the same answer."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from fivefold.report.page import timeline
+from fivefold.report.plan_words import duration
+from fivefold.report.training_text import rough, thousands
+
+View = dict[str, Any]
+_WIDTH = 100
+_COLUMNS, _ROWS = 72, 8  # of a curve
+_DIGITS = "0123456789"
+_BAR = 40
+_RATES = {"step_s": "step", "tokens_per_s": "tokens/s", "mfu": "MFU"}
+_WRITE: dict[str, Callable[[float], str]] = {
+    "step_s": duration,
+    "tokens_per_s": thousands,
+    "mfu": lambda share: f"{share:.1%}",
+    "memory_gib": lambda size: f"{size:.1f} GiB",
+}
+
+
+def text(view: View) -> list[str]:
+    """All panels, one after another."""
+    return [line for panel in TEXTS.values() for line in (*panel(view), "")]
+
+
+def head(view: View) -> list[str]:
+    """What runs, where, and how far it is."""
+    said = view["head"]
+    zero = "" if said["zero"] is None else f", ZeRO-{said['zero']}"
+    schedule = "" if said["schedule"] is None else f", {said['schedule']}"
+    planned = said["planned_for"] or "no machine"
+    lines = [
+        f"{said['name']}: {said['model']} on {said['layout']}{zero}{schedule}",
+        f"on {said['machine']}; planned for {planned}; first started {said['began']}",
+        said["state"],
+        *([] if said["no_plan"] is None else [said["no_plan"]]),
+        *(each["says"] for each in (*view["marks"]["restarts"], *view["marks"]["skipped"][-5:])),
+    ]
+    return [part for line in lines for part in textwrap.wrap(line, _WIDTH)]
+
+
+def loss(view: View) -> list[str]:
+    """The loss as a curve of dots, what was evaluated, and the newest norm and learning rate."""
+    curves = view["curves"]
+    if "loss" not in curves:
+        return ["loss", "no step is recorded yet"]
+    lines = ["loss", *_dots(curves["loss"]["smoothed"], "{:.3f}".format)]
+    evals = curves["loss"]["eval"]
+    shown = [f"{x}: {y:.4f}" for x, y in zip(evals["x"], evals["y"], strict=True)][-6:]
+    if shown:
+        lines += textwrap.wrap("eval " + ", ".join(shown), _WIDTH)
+    last = {name: _newest(curves[name]["measured"]) for name in ("loss", "norm", "lr")}
+    known = [f"{name} {value:.4g}" for name, value in last.items() if value is not None]
+    return [*lines, f"newest: {', '.join(known)}"]
+
+
+def rates(view: View) -> list[str]:
+    """Tokens, steps and MFU, planned beside measured."""
+    return ["rates", *_beside(view, _RATES)]
+
+
+def memory(view: View) -> list[str]:
+    """The fullest rank's memory, planned beside measured."""
+    return ["memory", *_beside(view, {"memory_gib": "the fullest rank"})]
+
+
+def load(view: View) -> list[str]:
+    """The heat map as digits: how many times the mean the fullest expert has."""
+    table = view["load"]
+    if table is None:
+        return ["experts", "the model has no experts, or their load is not recorded"]
+    size = -(-len(table["steps"]) // _COLUMNS)
+    many = size * table["steps_a_column"]
+    columns = "a column a step" if many == 1 else f"a column has the most of {many} steps"
+    lines = ["experts", f"slots of the fullest expert over the mean, rounded down; {columns}"]
+    for layer, row in zip(table["layers"], table["rows"], strict=True):
+        most = [max(row[i : i + size]) for i in range(0, len(row), size)]
+        digits = "".join(_DIGITS[min(9, int(each))] for each in most)
+        lines.append(f"layer {layer:>3} {digits} newest {row[-1]:.2f}")
+    return lines
+
+
+def goodput(view: View) -> list[str]:
+    """Where the wall time went, as bars."""
+    spent = view["goodput"]
+    lines = ["goodput", spent["says"]]
+    for part in spent["parts"]:
+        bar = "█" * round(_BAR * part["share"])
+        lines.append(f"{part['name']:<8} {rough(part['seconds']):>8} {part['share']:>6.1%} {bar}")
+    return lines
+
+
+def step(view: View) -> list[str]:
+    """One step over its plan, and what explains the difference."""
+    found = view["step"]
+    if found is None or found["step"] is None or found["problem"] is not None:
+        reason = "not asked for" if found is None else found["problem"]
+        return ["one step", *textwrap.wrap(reason, _WIDTH)]
+    lines = [f"step {found['step']}, pipeline of rank {found['rank']}"]
+    lines += textwrap.wrap(found["says"], _WIDTH)
+    lines += textwrap.wrap(found["basis"], _WIDTH)
+    lines += _picture(found["picture"])
+    return [*lines, *_explained(found), *_busy(found), *_moved(found)]
+
+
+def _picture(view: View) -> list[str]:
+    """The timelines; their rows are numbered there, and get the names of ranks here."""
+    lines = timeline.text(view)
+    for place, row in enumerate(view["rows"]):
+        _, rank, what = row["name"].split()
+        start = f"rank {place} "
+        label = f"{rank} {what[0].upper()}".ljust(len(start) - 1) + " "
+        lines = [
+            label + line[len(start) :]
+            if line.startswith(start) and "waits at" not in line
+            else line
+            for line in lines
+        ]
+    return [*lines, "rows: rank, P as planned, M as measured"]
+
+
+def _explained(found: View) -> Iterator[str]:
+    yield "were it as planned, the step would be shorter by"
+    for cause in found["causes"]:
+        words = textwrap.wrap(cause["says"], _WIDTH - 12)
+        yield f"{duration(cause['gain_s']):>10}  {words[0]}"
+        yield from (f"{'':12}{rest}" for rest in words[1:])
+
+
+def _busy(found: View) -> Iterator[str]:
+    yield f"{'':12}{'busy: plan':>12}{'measured':>12}{'idle: plan':>12}{'measured':>12}"
+    for one in found["ranks"]:
+        names = ("busy_planned", "busy", "idle_planned", "idle")
+        yield f"{'rank ' + str(one['rank']):<12}" + "".join(
+            f"{duration(one[n]):>12}" for n in names
+        )
+
+
+def _moved(found: View) -> Iterator[str]:
+    yield f"{'collectives':<12}{'calls':>12}{'bytes':>16}{'under way':>12}"
+    for one in found["calls"]:
+        yield (
+            f"{one['axis']:<12}{one['calls']:>12,}{one['bytes']:>16,}{duration(one['seconds']):>12}"
+        )
+
+
+def _beside(view: View, names: dict[str, str]) -> Iterator[str]:
+    for name, title in names.items():
+        curve = view["curves"].get(name)
+        if curve is None:
+            yield f"{title}: not measured, for the plan names no machine"
+            continue
+        middle = curve["median"]
+        yield f"{title}: " + (curve["says"] or f"{_WRITE[name](middle)} (median), no plan")
+        yield from _dots(curve["measured"], _WRITE[name])
+
+
+def _newest(curve: View) -> float | None:
+    return next((value for value in reversed(curve["y"]) if value is not None), None)
+
+
+def _dots(curve: View, write: Callable[[float], str]) -> list[str]:
+    """A curve of dots, a column for equally many points, with its edges written."""
+    points = [(x, y) for x, y in zip(curve["x"], curve["y"], strict=True) if y is not None]
+    if not points:
+        return []
+    heights = _means([y for _, y in points])
+    low, high = min(heights), max(heights)
+    room = max(len(write(low)), len(write(high)))
+    lines: list[str] = []
+    for row in range(_ROWS):
+        top = {0: write(high), _ROWS - 1: write(low)}.get(row, "")
+        dots = "".join("•" if _level(y, low, high) == row else " " for y in heights)
+        lines.append(f"{top:>{room}} │{dots}".rstrip())
+    return [*lines, f"{'':>{room}} └ steps {points[0][0]} to {points[-1][0]}"]
+
+
+def _means(values: Sequence[float]) -> list[float]:
+    size = -(-len(values) // _COLUMNS)
+    groups = [values[i : i + size] for i in range(0, len(values), size)]
+    return [sum(group) / len(group) for group in groups]
+
+
+def _level(value: float, low: float, high: float) -> int:
+    """The row of a value, from the top."""
+    share = (value - low) / (high - low) if high > low else 0.0
+    return _ROWS - 1 - round(share * (_ROWS - 1))
+
+
+TEXTS: dict[str, Callable[[View], list[str]]] = {
+    "head": head,
+    "loss": loss,
+    "rates": rates,
+    "memory": memory,
+    "load": load,
+    "goodput": goodput,
+    "step": step,
+}

@@ -1,0 +1,235 @@
+"""What Explore is looking at: one job, as the texts of a URL and as a plan.
+
+The data degree is no key: it is what tp, cp and pp leave of the GPUs.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from typing import Any, cast, get_args
+
+from fivefold.core import machine, models
+from fivefold.core.errors import BadFile, FivefoldError, IllegalLayout, UnknownName
+from fivefold.core.estimate.outlook import Outlook
+from fivefold.core.estimate.planner import setting_of, single
+from fivefold.core.estimate.search import Setting
+from fivefold.core.layout import MOST_RANKS, ContextKind, Layout, parse_zero
+from fivefold.core.plan import Plan, Wishes, job_of, resolve
+from fivefold.core.recompute import Recompute
+from fivefold.core.rules import MOST_TOKENS, problems
+from fivefold.core.schedule.catalog import AUTO, FAMILIES, Family, family, names
+from fivefold.core.shape import Shape
+
+PRECISION = "bf16"
+HEADROOM = 0.05  # as `fivefold plan` keeps free
+KERNELS = "compiled"
+SCHEDULES = tuple(each.name for each in FAMILIES)
+CONTEXTS = get_args(ContextKind)
+RECOMPUTES = ("none", "selective", "full")
+_COUNTS = {
+    **dict.fromkeys(("gpus", "tp", "cp", "pp", "ep", "etp", "replicate", "chunks"), MOST_RANKS),
+    **dict.fromkeys(("microbatch_size", "seq", "batch"), MOST_TOKENS),
+}
+_MOST_TOKENS_OF_A_RUN = 1e30
+
+
+@dataclass(frozen=True)
+class State:
+    """One job with nothing left open; by default the degrees of the Llama 3.1 405B run.
+
+    A pasted `config` stands in the place of the `model`. `replicate` is how many of the data ranks
+    hold the same shards.
+    """
+
+    model: str = "llama-3.1-405b"
+    config: str = ""
+    machine: str = "h100"
+    gpus: int = 16_384
+    tp: int = 8
+    cp: int = 1
+    pp: int = 16
+    ep: int = 1
+    etp: int = 1
+    replicate: int = 1
+    zero: int = 3
+    schedule: str = "interleaved"
+    chunks: int = 4
+    context: str = "zigzag"
+    recompute: str = "none"
+    microbatch_size: int = 1
+    seq: int = 8192
+    batch: int = 2048
+    tokens: float = 15.6e12
+
+    @classmethod
+    def parse(cls, params: Mapping[str, str]) -> State:
+        """Read texts; what is absent has its default, and every problem is told at once.
+
+        Chunks follow the schedule where they are not said.
+        """
+        known = [each.name for each in fields(cls)]
+        for name in params:
+            if name not in known:
+                raise UnknownName("key", name, known)
+        values: dict[str, Any] = {}
+        wrong: list[str] = []
+        for name, text in params.items():
+            if text.strip():
+                try:
+                    values[name] = _value(name, text.strip())
+                except FivefoldError as error:
+                    wrong += error.problems if isinstance(error, BadFile) else [str(error)]
+        if wrong:
+            raise BadFile("what is asked", wrong)
+        state = cls(**values)
+        if "chunks" in values or not {"schedule", "pp"} & values.keys():
+            return state
+        return replace(state, chunks=state.family.chunks_on(state.pp, None))
+
+    def params(self) -> dict[str, str]:
+        """The texts that `parse` reads back to this state, always the same for the same job."""
+        texts = {each.name: _text(getattr(self, each.name)) for each in fields(self)}
+        del texts["model" if self.config else "config"]
+        return texts
+
+    @property
+    def family(self) -> Family:
+        """The schedule by its name."""
+        return family(self.schedule)
+
+    @property
+    def dp(self) -> int:
+        """Data ranks: what the other axes leave; rounded down where it is no whole number."""
+        return max(1, self.gpus // (self.tp * self.cp * self.pp))
+
+    def layout(self) -> Layout:
+        """The degrees; those that are none are refused."""
+        replicas = self.replicate if self.dp % self.replicate == 0 else 1
+        return Layout(
+            replicate=replicas,
+            shard=self.dp // replicas,
+            tp=self.tp,
+            pp=self.pp,
+            cp=self.cp,
+            ep=self.ep,
+            etp=self.etp,
+            zero=self.zero,
+            context=cast(ContextKind, self.context),
+            chunks=self.chunks,
+        )
+
+    def wishes(self) -> Wishes:
+        """The job as a user would have said it."""
+        return Wishes(
+            model=self.config or self.model,
+            layout=str(self.layout()),
+            machine=self.machine,
+            gpus=self.gpus,
+            zero=self.zero,
+            context=self.context,
+            schedule=self.schedule,
+            chunks=self.chunks,
+            microbatch_size=self.microbatch_size,
+            batch=self.batch,
+            seq=self.seq,
+            recompute=self.recompute,
+            precision=PRECISION,
+        )
+
+    def shape(self) -> Shape:
+        """The model."""
+        return _shape(self.config or self.model)
+
+    def problems(self) -> list[str]:
+        """Every rule that the job breaks; empty where it is legal."""
+        try:
+            layout = self.layout()
+        except IllegalLayout as error:
+            return error.reasons
+        job = job_of(self.wishes(), self.family, self.seq)
+        return problems(layout, self.shape(), **job)
+
+    def plan(self) -> Plan:
+        """The job resolved; an illegal one is refused with every reason."""
+        return _plan(self)
+
+    def setting(self) -> Setting:
+        """On what it runs, as `fivefold plan` assumes it."""
+        chosen, _ = setting_of(machine.load(self.machine), PRECISION, HEADROOM, KERNELS, 1.0)
+        return chosen
+
+    def outlook(self) -> Outlook:
+        """What it is expected to take."""
+        return _outlook(self)
+
+
+@lru_cache(maxsize=8)
+def _shape(model: str) -> Shape:
+    return models.load(model)
+
+
+@lru_cache(maxsize=64)
+def _plan(state: State) -> Plan:
+    return resolve(state.wishes())
+
+
+@lru_cache(maxsize=16)
+def _outlook(state: State) -> Outlook:
+    plan = state.plan()
+    assert plan.machine is not None, "a state always names a machine"
+    return single(plan, plan.machine, precision=PRECISION, headroom=HEADROOM, kernels=KERNELS)
+
+
+def _value(name: str, text: str) -> Any:
+    """One text as a value of its key."""
+    if name in _COUNTS:
+        return _count(name, text)
+    words = {"machine": machine.presets(), "context": CONTEXTS}
+    if name in words and text not in words[name]:
+        raise UnknownName(name, text, words[name])
+    if name == "model":
+        return models.preset_name(text)
+    if name == "config":
+        models.of_text(text)
+        return text
+    if name == "zero":
+        return parse_zero(text)
+    if name == "schedule":
+        return _schedule(text)
+    if name == "recompute":
+        return str(Recompute.parse(text))
+    return _tokens(text) if name == "tokens" else text
+
+
+def _schedule(text: str) -> str:
+    """By name alone: a search takes seconds, and a file is nobody's business here."""
+    if text.lower() not in names() or text.lower() == AUTO:
+        raise UnknownName("schedule", text, SCHEDULES)
+    return family(text).name
+
+
+def _count(name: str, text: str) -> int:
+    number = int(text) if re.fullmatch(r"[0-9]{1,12}", text) else 0
+    if not 1 <= number <= _COUNTS[name]:
+        shown = text if len(text) <= 20 else f"{text[:20]}…"
+        raise FivefoldError(f"{name}={shown}: give a whole number from 1 to {_COUNTS[name]:,}")
+    return number
+
+
+def _tokens(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not (math.isfinite(number) and 0 < number < _MOST_TOKENS_OF_A_RUN):
+        raise FivefoldError(f"tokens={text[:20]}: give a number above 0, such as 15.6e12")
+    return number
+
+
+def _text(value: float | str) -> str:
+    whole = isinstance(value, float) and value.is_integer()
+    return str(int(value)) if whole else str(value)

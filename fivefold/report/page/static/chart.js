@@ -1,0 +1,75 @@
+// @ts-check
+// Bars, lines and points by Plotly, in the colours and letters of the page.
+
+/** @type {any} */
+const Plotly = /** @type {any} */ (window).Plotly;
+const CONFIG = { displayModeBar: false, responsive: false, scrollZoom: false, showTips: false };
+/** @type {Map<HTMLElement, () => void>} */
+const drawn = new Map();
+
+/**
+ * Draw, or draw again; only what changed is touched.
+ * @param {HTMLElement} node
+ * @param {any[]} traces of Plotly; no text that a user wrote, for Plotly reads tags
+ * @param {any} layout of Plotly, as far as it differs from the page's
+ * @param {string} label what somebody hears who cannot see it
+ */
+export function draw(node, traces, layout, label) {
+  const again = () => Plotly.react(node, traces, themed(node, layout), CONFIG);
+  if (!drawn.has(node)) {
+    node.classList.add("chart");
+    watch.observe(node);
+  }
+  drawn.set(node, again);
+  node.setAttribute("role", "img");
+  node.setAttribute("aria-label", label);
+  return again();
+}
+
+/** @param {HTMLElement} node @param {any} layout */
+function themed(node, layout) {
+  const { ink, line } = inks();
+  const axis = { gridcolor: line, zerolinecolor: line, linecolor: line, automargin: true, fixedrange: true };
+  const asked = Object.fromEntries(Object.entries(layout).filter(([name]) => !/^[xy]axis/.test(name)));
+  const axes = ["xaxis", "yaxis", ...Object.keys(layout).filter((name) => /^[xy]axis\d/.test(name))];
+  return {
+    font: { family: "system-ui, sans-serif", size: 12, color: ink },
+    paper_bgcolor: "rgba(0,0,0,0)",
+    plot_bgcolor: "rgba(0,0,0,0)",
+    margin: { l: 48, r: 12, t: 8, b: 36 },
+    hoverlabel: { align: "left" },
+    legend: { orientation: "h", y: -0.18, itemclick: false, itemdoubleclick: false },
+    width: node.clientWidth || 480,
+    height: node.clientHeight || 280,
+    ...asked,
+    ...Object.fromEntries(axes.map((name) => [name, { ...axis, ...layout[name] }])),
+  };
+}
+
+/** @type {{ink: string, line: string} | undefined} */
+let known;
+
+/** Colours of the page; asked once a theme, for the question is dear. */
+function inks() {
+  const style = known ? null : getComputedStyle(document.documentElement);
+  known ??= {
+    ink: style?.getPropertyValue("--ink").trim() || "#222",
+    line: style?.getPropertyValue("--line").trim() || "#ddd",
+  };
+  return known;
+}
+
+/** Draw everything again: the theme has changed. */
+export function redraw() {
+  known = undefined;
+  for (const [node, again] of drawn) node.isConnected ? again() : drawn.delete(node);
+}
+
+const watch = new ResizeObserver((entries) => {
+  for (const { target } of entries) {
+    const node = /** @type {any} */ (target);
+    const { width, height } = node._fullLayout ?? {};
+    if (node.isConnected && node.clientWidth && (node.clientWidth !== width || node.clientHeight !== height))
+      drawn.get(node)?.();
+  }
+});

@@ -1,0 +1,194 @@
+// @ts-check
+// Explore: inputs on one side, pictures on the other; every change is one question, and its answer
+// repaints everything.
+
+import { clear, el } from "fivefold/dom.js";
+import { ask } from "fivefold/ask.js";
+import { panel } from "fivefold/panel.js";
+import { create as controls } from "fivefold/controls.js";
+import { create as numbers } from "fivefold/numbers.js";
+import { create as memory } from "fivefold/memory.js";
+import { create as time } from "fivefold/time.js";
+import { create as traffic } from "fivefold/traffic.js";
+import { create as map } from "fivefold/gpu_map.js";
+import { create as timeline } from "fivefold/timeline.js";
+import { create as curves } from "fivefold/curves.js";
+import { create as ranking } from "fivefold/ranking.js";
+
+/** @typedef {Record<string, string>} Params */
+/** @typedef {{update: (part: any, view: any) => void}} Drawing */
+
+/** Title and hint of each panel, by the name of its part of the answer.
+ * @type {[string, string, string, (body: HTMLElement, how?: any) => Drawing][]} */
+const PANELS = [
+  ["memory", "Memory", "Bytes by category against the GPU's limit: the fullest rank, and every place of the pipeline.", memory],
+  ["time", "One step", "What the busiest rank spends the step on; traffic that compute hides is not in it.", time],
+  ["map", "GPU map", "Every rank on its node. Point at one, or use the arrow keys, to see its groups.", map],
+  ["timeline", "Pipeline", "Every action of every pipeline rank; idle slots say what they wait for.", timeline],
+  ["traffic", "Traffic", "What rank 0 sends in a step, by axis, and the slowest link that the axis crosses.", traffic],
+];
+/** Panels that ask on their own, and take their time. */
+/** @type {[string, string, string, (body: HTMLElement, how?: any) => any][]} */
+const SLOW = [
+  ["ranking", "The planner's best", "Ten layouts of the same job, and the front of memory and time. Choose one to load it.", ranking],
+  ["curves", "Memory over sequence length", "The present layout and other strategies, with and without recomputation.", curves],
+];
+
+/**
+ * @param {HTMLElement} root
+ * @param {(params: Params) => void} remember
+ */
+export function create(root, remember) {
+  const page = new Explore(root, remember);
+  return { show: (/** @type {Params} */ params) => page.show(params) };
+}
+
+class Explore {
+  /** @param {HTMLElement} root @param {(params: Params) => void} remember */
+  constructor(root, remember) {
+    this.remember = remember;
+    /** What is wanted, what was answered last, and the answers so far. @type {Params} */
+    this.wanted = {};
+    /** @type {any} */
+    this.view = null;
+    this.answers = 0;
+    this.asking = false;
+    this.began = 0;
+    this.aborter = new AbortController();
+    const change = (/** @type {Params} */ set) => this.change(set);
+    this.controls = controls(change);
+    this.problem = el("div", { class: "refusal", role: "alert", hidden: true });
+    const head = panel("numbers", "Does it fit, and how fast is it");
+    this.numbers = numbers(head.body);
+    /** @type {{name: string, root: HTMLElement, say: (text: string) => void, drawing: any, seen: boolean, drawn: any}[]} */
+    this.panels = [];
+    const pictures = el("div", { class: "pictures" }, this.problem, head.root);
+    for (const [name, title, hint, make] of [...PANELS, ...SLOW]) {
+      const { root: frame, body, say } = panel(name, title, hint);
+      const drawing = make(body, { onChoose: change });
+      this.panels.push({ name, root: frame, say, drawing, seen: false, drawn: null });
+      pictures.append(frame);
+    }
+    root.append(this.controls.root, pictures);
+    this.pictures = pictures;
+    this.watch();
+  }
+
+  /** Panels that nobody sees are drawn when there is time. */
+  watch() {
+    const watcher = new IntersectionObserver((entries) => {
+      for (const { target, isIntersecting } of entries) {
+        const one = this.panels.find(({ root }) => root === target);
+        if (!one) continue;
+        one.seen = isIntersecting;
+        if (one.seen) this.draw(one);
+      }
+    }, { rootMargin: "100px" });
+    for (const { root } of this.panels) watcher.observe(root);
+  }
+
+  /** What the address says. @param {Params} params */
+  show(params) {
+    this.aborter.abort();
+    this.aborter = new AbortController();
+    this.asking = false;
+    this.wanted = params;
+    this.began = performance.now();
+    void this.ask();
+  }
+
+  /** Another value of some inputs; "" takes one away. @param {Params} set */
+  change(set) {
+    const texts = Object.entries({ ...this.wanted, ...set }).filter(([, text]) => text !== "");
+    this.wanted = Object.fromEntries(texts);
+    this.began ||= performance.now();
+    if (!this.asking) void this.ask();
+  }
+
+  /** One question at a time: the next asks for the latest that is wanted. */
+  async ask() {
+    const { aborter, wanted, began } = this;
+    this.asking = true;
+    this.began = 0;
+    try {
+      const view = await ask("explore", wanted, { signal: aborter.signal });
+      if (aborter.signal.aborted) return;
+      this.answered(view, wanted);
+      this.painted(began);
+    } catch (error) {
+      if (aborter.signal.aborted) return;
+      this.refused(/** @type {Error} */ (error), wanted);
+    }
+    this.asking = false;
+    if (this.wanted !== (this.view?.state ?? this.wanted)) void this.ask();
+  }
+
+  /** @param {any} view @param {Params} asked */
+  answered(view, asked) {
+    const latest = this.wanted === asked;
+    this.view = view;
+    if (latest) {
+      this.wanted = view.state;
+      this.remember(view.state);
+      this.controls.update(view);
+    }
+    this.explain(view.problem);
+    this.pictures.classList.toggle("stale", Boolean(view.problem));
+    if (!view.problem) this.numbers.update(view.numbers, view);
+    for (const one of this.panels) if (one.seen) this.draw(one);
+  }
+
+  /** The question itself was refused: what was there stays. @param {Error} error @param {Params} asked */
+  refused(error, asked) {
+    this.controls.say(error.message);
+    if (this.wanted === asked && this.view) this.wanted = this.view.state;
+    if (!this.view) this.explain({ reasons: [error.message], nearest: [] });
+  }
+
+  /** @param {any} one of the panels */
+  draw(one) {
+    const { view } = this;
+    if (!view || view.problem || one.drawn === view) return;
+    one.drawn = view;
+    if (SLOW.some(([name]) => name === one.name)) one.drawing.update(view);
+    else one.drawing.update(view[one.name], view);
+  }
+
+  /** An illegal job: every reason, and legal layouts to choose from. @param {any} problem */
+  explain(problem) {
+    this.problem.hidden = !problem;
+    if (!problem) return;
+    const reasons = problem.reasons.map((/** @type {string} */ each) => el("li", {}, each));
+    const near = problem.nearest.map((/** @type {any} */ each) =>
+      el("button", { type: "button", onclick: () => this.change(each.set) }, each.label),
+    );
+    clear(
+      this.problem,
+      el("strong", {}, "This job cannot be."),
+      el("ul", {}, ...reasons),
+      near.length ? el("p", {}, "Nearest legal: ", ...near) : null,
+    );
+  }
+
+  /** After the browser has painted, say so: benchmarks read it, and what is unseen is drawn.
+   * @param {number} began when the input changed */
+  painted(began) {
+    const number = ++this.answers;
+    requestAnimationFrame(() =>
+      setTimeout(() => {
+        performance.mark("fivefold:painted");
+        if (began) performance.measure("fivefold:repaint", { start: began, end: performance.now() });
+        document.documentElement.dataset.painted = String(number);
+        requestIdleCallback(() => this.unseen(), { timeout: 1500 });
+      }),
+    );
+  }
+
+  /** One panel at a time, so that sliders stay quick. */
+  unseen() {
+    const next = this.panels.find((one) => one.drawn !== this.view);
+    if (!next || this.asking || this.view.problem) return;
+    this.draw(next);
+    requestIdleCallback(() => this.unseen(), { timeout: 1500 });
+  }
+}

@@ -1,0 +1,37 @@
+// @ts-check
+// A frame round a picture: its title, what it says when it cannot be drawn, and its text twin.
+
+import { clear, el } from "fivefold/dom.js";
+import { read, written } from "fivefold/address.js";
+
+/**
+ * @param {string} name as `--panel` knows it
+ * @param {string} title
+ * @param {string} [hint] one sentence under the title
+ * @returns {{root: HTMLElement, body: HTMLElement, say: (text: string) => void}}
+ */
+export function panel(name, title, hint) {
+  const body = el("div", { class: "body" });
+  const problem = el("p", { class: "problem", role: "status" });
+  const twin = el("details", { class: "twin" }, el("summary", {}, "as text"));
+  const command = el("code");
+  twin.append(command);
+  twin.addEventListener("toggle", () => clear(command, commandFor(name)));
+  const root = el(
+    "section",
+    { class: `panel panel-${name.replace("/", "-")}`, id: `panel-${name}`, "aria-labelledby": `title-${name}` },
+    el("h2", { id: `title-${name}` }, title),
+    hint ? el("p", { class: "hint" }, hint) : null,
+    problem,
+    body,
+    twin,
+  );
+  return { root, body, say: (text) => void clear(problem, text) };
+}
+
+/** The command that prints the same in a terminal. @param {string} name */
+export function commandFor(name) {
+  const { tab, params } = read();
+  if (tab === "run") return `fivefold observe RUN --text --panel ${name}`;
+  return `fivefold observe --at '${written(tab, params)}' --text --panel ${name}`;
+}
