@@ -101,7 +101,8 @@ def compare(
     seconds, planned, whole = net.makespan, expected.played.makespan, expected.around is not None
     if expected.around is not None:
         planned += sum(expected.around.values())
-        seconds = spans.end - spans.begin if record is None else record.seconds
+        told = spans.end - spans.begin if record is None else record.seconds
+        seconds = max(told, net.makespan)
         causes += _around(expected.around, net, spans, seconds)
     causes.sort(key=lambda one: -abs(one.gain))
     return Comparison(_ran(net), expected.played, whole, seconds, planned, tuple(causes))

@@ -142,14 +142,23 @@ def _is_path(path: Path) -> bool:
         return False
 
 
-def _config(path: Path) -> Shape:
+def text_of(path: str) -> str:
+    """The text of the config at a path, or in a directory."""
+    return _bytes(Path(path)).decode("utf-8", "replace")
+
+
+def _bytes(path: Path) -> bytes:
     try:
         path = path / "config.json" if path.is_dir() else path
         with path.open("rb") as file:
-            data = file.read(LARGEST_CONFIG + 1)
+            return file.read(LARGEST_CONFIG + 1)
     except OSError as error:
         raise BadFile(str(path), [f"{error.strerror}; check the path"]) from error
-    shape = _read(data, str(path))
+
+
+def _config(path: Path) -> Shape:
+    path = path / "config.json" if path.is_dir() else path
+    shape = _read(_bytes(path), str(path))
     name = path.resolve().parent.name if path.name == "config.json" else path.stem
     return dataclasses.replace(shape, name=name)
 

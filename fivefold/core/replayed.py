@@ -77,8 +77,7 @@ class Node:
     message: float  # from the last of them to its begin; planned where it was not waited for
     pause: float
     planned: float
-    excess: Mapping[str, float]  # over the plan, by axis
-    inside: float = 0.0  # of collectives, as measured
+    excess: Mapping[str, float]  # of collectives over the plan, by axis
 
 
 @dataclass
@@ -131,8 +130,7 @@ class Net:
         for axis, length in calls.items():
             excess[axis] = min(left, max(0.0, length - usual_calls.get(axis, 0.0)))
             left -= excess[axis]
-        inside = sum(calls.values())
-        return Node(place, did.step, causes, seconds, message, pause, planned, excess, inside)
+        return Node(place, did.step, causes, seconds, message, pause, planned, excess)
 
     def _sorted(self) -> list[int]:
         firsts = [at for at in range(len(self.nodes)) if self._before(at) is None]

@@ -98,6 +98,7 @@ class StartFacts(NamedTuple):
     began: float
     ended: float | None  # None where it runs, or died
     why: str | None
+    spent: Mapping[str, float]  # behind its last step
     facts: Mapping[str, Any]  # model, layout, world, versions, commit, machine
 
 

@@ -16,9 +16,10 @@ from fivefold.core.errors import BadFile, FivefoldError
 from fivefold.core.layout import Layout
 from fivefold.core.plan import Plan, resolve
 from fivefold.core.plan import read as read_plan
+from fivefold.core.progress import Start, summarize
 from fivefold.core.schedule.action import parse_steps
 from fivefold.core.spans import Call, Did, RankSpans, RunFacts, StartFacts, StepSpans
-from fivefold.run.records import EVENTS, LOST, METRICS, PLAN, RUN, read_records, read_summary
+from fivefold.run.records import CHECKPOINTS, EVENTS, LOST, METRICS, PLAN, RUN, read_records
 
 _ANCHOR = b'{"step": '
 _CHUNK = 1 << 16
@@ -27,16 +28,17 @@ _MOST_RANKS = 256  # of which one step is read
 
 def read(folder: Path) -> RunFacts:
     """All that a run's folder says, but for what its ranks did when."""
-    summary, starts = read_summary(folder), _starts(folder / RUN)
-    plan, no_plan = _plan(folder / PLAN)
+    starts, (plan, no_plan) = _starts(folder / RUN), _plan(folder / PLAN)
+    kept, lost = read_records(folder / METRICS), read_records(folder / LOST)
+    checkpoints = [*(folder / CHECKPOINTS).glob("step-*/manifest.json")]
     files = [folder / name for name in (RUN, METRICS)]
     written = max(file.stat().st_mtime for file in files if file.exists())
     return RunFacts(
         name=folder.resolve().name,
         starts=starts,
-        kept=tuple(read_records(folder / METRICS)),
-        lost=tuple(read_records(folder / LOST)),
-        summary=summary,
+        kept=tuple(kept),
+        lost=tuple(lost),
+        summary=summarize([_since(one, starts[0]) for one in starts], kept, lost, len(checkpoints)),
         plan=plan,
         no_plan=no_plan,
         told=_told(folder),
@@ -77,16 +79,26 @@ def _chosen(start: StartFacts) -> list[int]:
 
 
 def _starts(path: Path) -> tuple[StartFacts, ...]:
-    """The starts in `run.json`; `read_summary` has refused a file that is none."""
+    """The starts in `run.json`."""
     try:
         tables = cast("list[dict[str, Any]]", json.loads(path.read_text("utf-8"))["starts"])
         found: list[StartFacts] = []
         for table in tables:
-            ended = table.get("ended") or {"at": None, "why": None}
-            found.append(StartFacts(table["began"], ended["at"], ended["why"], table))
+            ended: dict[str, Any] | None = table.get("ended")
+            none = (None, None, dict[str, float]())
+            end = none if ended is None else (ended["at"], ended["why"], ended["spent"])
+            found.append(StartFacts(table["began"], *end, table))
+        if not found:
+            raise KeyError("starts")
         return tuple(found)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BadFile(str(path), [f"{error!r}; give the folder of a run"]) from error
+
+
+def _since(one: StartFacts, first: StartFacts) -> Start:
+    """A start in seconds since the first."""
+    ended = None if one.ended is None else one.ended - first.began
+    return Start(one.began - first.began, ended, dict(one.spent))
 
 
 def _plan(path: Path) -> tuple[Plan | None, str | None]:

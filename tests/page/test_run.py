@@ -89,6 +89,14 @@ def test_a_run_that_goes_on_is_asked_again(page: Page, run_site: str, folder: Pa
     assert page.locator("#panel-step .timeline svg").count() == 1
 
 
+def test_a_step_that_is_no_number_is_refused_and_the_rest_is_drawn(
+    page: Page, run_site: str
+) -> None:
+    page.goto(f"{run_site}#run?step=many")
+    page.wait_for_selector("#panel-loss .main-svg")
+    assert "give a whole number" in page.inner_text("#panel-step .problem")
+
+
 def test_nothing_is_wider_than_a_phone(page: Page, run_site: str) -> None:
     page.set_viewport_size({"width": 390, "height": 844})
     opened(page, run_site)

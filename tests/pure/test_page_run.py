@@ -187,6 +187,16 @@ def test_a_step_is_found_by_halving(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert len(parsed) < 200 < 400 * len(first[0].splitlines())
 
 
+def test_of_many_ranks_whole_pipelines_are_read(tmp_path: Path) -> None:
+    plan = plan_of(layout="dp=256 pp=2", microbatches=2)
+    told = FakeStep(plan, usual).lines(1)
+    folder = write_run(tmp_path / "run", plan, [RECORD], events=[told])
+    found = spans.spans(folder, 1)
+    assert found is not None and found.num_ranks == 512
+    assert len(found.ranks) == 256
+    assert all({*plan.layout.group("pp", rank)} <= found.ranks.keys() for rank in found.ranks)
+
+
 def test_clocks_of_ranks_are_brought_together(tmp_path: Path) -> None:
     skews = {rank: 10**12 * rank for rank in range(8)}
     folder = write_run(
@@ -243,7 +253,7 @@ def test_curves_are_thinned_and_keep_their_spikes() -> None:
     points[777] = (777, 99.0)
     points[4_321] = (4_321, -99.0)
     thin = run_curves.thinned(points)
-    assert len(thin) <= 2_000
+    assert len(thin) <= 1_500
     assert (777, 99.0) in thin and (4_321, -99.0) in thin
     assert thin[-500:] == points[-500:]
     assert [x for x, _ in thin] == sorted({x for x, _ in thin})
@@ -284,6 +294,7 @@ def test_a_start_without_an_end_runs_or_is_silent(
     facts = replace(spans.read(folder), silence=silence)
     head = run_view.view(facts, {}, lambda step: None)["head"]
     assert head["live"] and head["state"].startswith(words)
+    assert head["silent"] == (silence > 120)
 
 
 def test_the_text_says_the_same_numbers(tmp_path: Path) -> None:

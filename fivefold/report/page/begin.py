@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 from fivefold.core import machine, models
-from fivefold.core.errors import BadFile
+from fivefold.core.errors import FivefoldError
 from fivefold.core.estimate.planner import answer, inquiry
+from fivefold.core.layout import Layout
 from fivefold.core.plan import Plan, Wishes, resolve
-from fivefold.report.page.state import HEADROOM, KERNELS, PRECISION, State
+from fivefold.report.page.state import ALSO, HEADROOM, KERNELS, SCHEDULES, State
 
 _HERE = "laptop"  # where a plan names no machine
-_MOST_CONFIG = models.LARGEST_CONFIG
+_DERIVED = ("gather", "ep_nodes", "stage_layers")
 
 
 def state_of(wishes: Wishes) -> State:
@@ -21,29 +22,30 @@ def state_of(wishes: Wishes) -> State:
     usual = State()
     if wishes == Wishes(model=usual.model):
         return usual
-    if wishes.layout == "dp=1" and wishes.machine and (wishes.gpus or 1) > 1:
-        asked = inquiry(
-            wishes,
-            machine.load(wishes.machine),
-            {},
-            precision=PRECISION,
-            headroom=HEADROOM,
-            kernels=KERNELS,
-            imbalance=1.0,
-        )
+    wishes = replace(wishes, machine=wishes.machine or _HERE)
+    if wishes.layout == Wishes.layout and (wishes.gpus or 1) > 1:
+        how: dict[str, Any] = {"headroom": HEADROOM, "kernels": KERNELS, "imbalance": 1.0}
+        place = machine.load(wishes.machine or _HERE)
+        asked = inquiry(wishes, place, {}, precision=wishes.precision, **how)
         return of_plan(answer(asked, 1).plans[0].plan)
-    return of_plan(resolve(replace(wishes, machine=wishes.machine or _HERE)))
+    return of_plan(resolve(wishes))
 
 
 def of_plan(plan: Plan) -> State:
     """A resolved plan as a state."""
     layout, wishes = plan.layout, plan.wishes
-    name, config = wishes.model, ""
-    if name not in models.presets():
-        name, config = State.model, _config(name)
+    if wishes.machine not in machine.presets():
+        known = ", ".join(machine.presets())
+        raise FivefoldError(f"--machine {wishes.machine}: the page knows presets only: {known}")
+    if wishes.schedule not in SCHEDULES:
+        raise FivefoldError(
+            f"--schedule {wishes.schedule}: the page draws {', '.join(SCHEDULES)}; for others "
+            "see fivefold schedule --svg"
+        )
+    named = wishes.model in models.presets()
     return State(
-        model=name,
-        config=config,
+        model=wishes.model if named else State.model,
+        config="" if named else models.text_of(wishes.model),
         machine=wishes.machine or _HERE,
         gpus=layout.world,
         tp=layout.tp,
@@ -59,5 +61,22 @@ def of_plan(plan: Plan) -> State:
         recompute=str(plan.recompute),
         microbatch_size=plan.batch.microbatch_size,
         seq=plan.batch.seq,
-        batch=plan.batch.sequences,
+        batch=plan.batch.dp * plan.batch.microbatch_size * plan.batch.microbatches,
+        also=_also(plan),
     )
+
+
+def _also(plan: Plan) -> str:
+    """What a plan says that no control is for."""
+    wishes, usual = plan.wishes, Wishes(model="")
+    # A resolved plan says what it derived; that is derived again when degrees change.
+    plain = resolve(replace(wishes, **dict.fromkeys(_DERIVED))).wishes
+    said = {
+        key: getattr(wishes, key)
+        for key in ALSO
+        if getattr(wishes, key) != getattr(plain if key in _DERIVED else usual, key)
+    }
+    said |= wishes.set
+    if plan.layout.order != Layout.order:
+        said["order"] = plan.layout.order
+    return " ".join(f"{key}={str(value).lower()}" for key, value in sorted(said.items()))

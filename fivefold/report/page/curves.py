@@ -1,6 +1,6 @@
 """Memory over the length of sequences: of the layout that is looked at, and strategy by strategy.
 
-A curve belongs to one layout: its sequences get longer, and nothing else changes. For each
+A curve belongs to one layout, whose sequences get longer, with as many of them as before. For each
 strategy that layout is the planner's at the length of the job with microbatches of one sequence,
 the fastest that fits or else the leanest. Where no layout of a strategy can share the batch, a
 larger batch is taken and said: what a rank holds does not depend on it.
@@ -22,10 +22,8 @@ from fivefold.core.estimate.planner import Inquiry
 from fivefold.core.estimate.search import Candidate, Setting, search
 from fivefold.core.estimate.space import Question
 from fivefold.core.estimate.sweep import STRATEGIES
-from fivefold.core.layout import Layout
 from fivefold.core.plan import Plan, resolve
 from fivefold.core.rules import context_rule, divisors, positions_rule
-from fivefold.core.shape import Shape
 from fivefold.report.page.ranking import LAYOUT, Progress, View, inquiry_of, job_of
 from fivefold.report.page.state import State
 from fivefold.report.plan_text import table
@@ -61,26 +59,38 @@ def _frame(state: State, setting: Setting) -> View:
 def _curve(plan: Plan, setting: Setting, along: list[int]) -> View:
     """Bytes of the fullest rank for each kind and length, None where a length is illegal, and the
     longest that fits, None where none does."""
-    grid = replace(of_plan(plan), recompute=np.arange(float(len(RECOMPUTE))))
-    # Books are arithmetic, so one call serves all lengths, a row each.
-    rows: Any = np.array(along, float)[:, None]
-    asked = (plan.shape, setting.machine, setting.stack, grid, rows, *setting.how)
-    sizes = np.broadcast_to(ledger(*asked, spans=plan.stages).total, (len(along), len(RECOMPUTE)))
-    legal = [_legal(plan.layout, plan.shape, seq) for seq in along]
-    held = {
-        kind: [float(size) if fine else None for size, fine in zip(column, legal, strict=True)]
-        for kind, column in zip(RECOMPUTE, sizes.T, strict=True)
-    }
+    legal = [seq for seq in along if _is_legal(plan, seq)]
+    sizes = _sizes(plan, setting, legal)
+    held = {kind: [sizes[kind].get(seq) for seq in along] for kind in RECOMPUTE}
     longest = {
-        kind: max((seq for seq, size in zip(along, column, strict=True)
-                   if size is not None and size <= setting.capacity), default=None)
-        for kind, column in held.items()
-    }  # fmt: skip
+        kind: max((seq for seq in legal if sizes[kind][seq] <= setting.capacity), default=None)
+        for kind in RECOMPUTE
+    }
     return {"layout": str(plan.layout), "zero": plan.layout.zero, "bytes": held, "longest": longest}
 
 
-def _legal(layout: Layout, shape: Shape, seq: int) -> bool:
+def _sizes(plan: Plan, setting: Setting, along: list[int]) -> dict[str, dict[int, float]]:
+    """Bytes by kind and length. Long sequences move layers, for attention costs more of them."""
+    by_cut: dict[tuple[range, ...], list[int]] = {}
+    for seq in along:
+        longer = replace(plan, batch=replace(plan.batch, seq=seq))
+        by_cut.setdefault(tuple(longer.stages), []).append(seq)
+    grid = replace(of_plan(plan), recompute=np.arange(float(len(RECOMPUTE))))
+    found: dict[str, dict[int, float]] = {kind: {} for kind in RECOMPUTE}
+    for spans, lengths_ in by_cut.items():
+        # Books are arithmetic, so that one call serves all lengths, a row each.
+        rows: Any = np.array(lengths_, float)[:, None]
+        asked = (plan.shape, setting.machine, setting.stack, grid, rows, *setting.how)
+        total = ledger(*asked, spans=spans).total
+        sizes = np.broadcast_to(total, (len(lengths_), len(RECOMPUTE)))
+        for kind, column in zip(RECOMPUTE, sizes.T, strict=True):
+            found[kind] |= dict(zip(lengths_, map(float, column), strict=True))
+    return found
+
+
+def _is_legal(plan: Plan, seq: int) -> bool:
     rules = (positions_rule, context_rule)
+    layout, shape = plan.layout, plan.shape
     return not any(reason for rule in rules for reason in rule(layout, shape, {"seq": seq}))
 
 

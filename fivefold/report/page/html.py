@@ -102,11 +102,6 @@ def _modules() -> list[Path]:
     return sorted(STATIC.glob("*.js"))
 
 
-def _styles() -> list[Path]:
-    """The page's own rules last of all would win, so they come first."""
-    return sorted(STATIC.glob("*.css"), key=lambda path: (path.name != "page.css", path.name))
-
-
 def _inline(path: Path) -> str:
     return f"data:text/javascript;base64,{base64.b64encode(path.read_bytes()).decode()}"
 
@@ -116,5 +111,5 @@ def _data(name: str, text: str) -> str:
 
 
 def _closed(text: str) -> str:
-    """Nothing inside of a script may look like its end; in JSON and JavaScript strings `\\/` is `/`."""
+    """Nothing inside of a script may look like its end; in strings `\\/` is `/`."""
     return text.replace("</", "<\\/").replace("<!--", "<\\u0021--")

@@ -18,7 +18,7 @@ from fivefold.core.estimate.planner import Answer, Inquiry, answer, inquiry
 from fivefold.core.estimate.why import takeaways
 from fivefold.core.plan import Plan
 from fivefold.report import plan_words
-from fivefold.report.page.state import HEADROOM, KERNELS, PRECISION, State
+from fivefold.report.page.state import HEADROOM, KERNELS, State
 from fivefold.report.plan_text import table
 from fivefold.report.plan_words import duration, gib
 
@@ -48,7 +48,7 @@ def inquiry_of(job: State) -> Inquiry:
         job.wishes(),
         machine.load(job.machine),
         {"offload": "none"},
-        precision=PRECISION,
+        precision=job.precision,
         headroom=HEADROOM,
         kernels=KERNELS,
     )

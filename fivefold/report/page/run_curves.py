@@ -14,11 +14,12 @@ from typing import Any
 
 from fivefold.core.progress import StepRecord
 from fivefold.core.spans import RunFacts
-from fivefold.report.training_text import duration, thousands
+from fivefold.report.plan_words import duration
+from fivefold.report.training_text import thousands
 
 View = dict[str, Any]
 Point = tuple[int, float | None]
-_NEWEST, _BINS = 500, 750  # with two points a bin at most 2,000
+_NEWEST, _BINS = 500, 500  # with two points a bin at most 1,500
 _COLUMNS = 200  # of a heat map
 _SMOOTHED = 50  # windows of the smoothed loss in a run
 _WINDOW = 100  # newest steps that are held against the plan
@@ -106,7 +107,7 @@ def _layers(facts: RunFacts, num_layers: int) -> list[int]:
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
-    """At most 2,000 points: the newest, and of older ones the least and the most of each bin."""
+    """At most 1,500 points: the newest, and of older ones the least and the most of each bin."""
     if len(points) <= _NEWEST + 2 * _BINS:
         return list(points)
     old, found = points[:-_NEWEST], list[Point]()

@@ -11,7 +11,7 @@ from fivefold.core.errors import FivefoldError
 from fivefold.core.expected import from_means, from_plan
 from fivefold.core.plan import Plan
 from fivefold.core.schedule.action import Step
-from fivefold.core.spans import RankSpans, RunFacts, StepSpans, awaited, results, worked
+from fivefold.core.spans import RankSpans, Result, RunFacts, StepSpans, awaited, results, worked
 from fivefold.core.words import counted
 from fivefold.report.page import timeline
 from fivefold.report.page.run_words import sentence, verdict
@@ -195,10 +195,13 @@ def _picture(found: Comparison, column: Sequence[int]) -> View:
     planned_waits: list[dict[Step, str]] = [{} for _ in column]
     for wait in played.waits(longest / _SEEN):
         planned_waits[wait.rank][wait.step] = str(wait.cause)
+    names = {
+        each: str(step) for steps in schedule.order for step in steps for each in results(step)
+    }
     rows: list[timeline.Row] = []
     for place, rank in enumerate(column):
         steps = schedule.order[place]
-        waits = dict(_waits(ran, place, longest / _SEEN))
+        waits = dict(_waits(ran, place, names, longest / _SEEN))
         for name, times, why in (
             ("planned", played, planned_waits[place]),
             ("measured", ran, waits),
@@ -214,12 +217,11 @@ def _picture(found: Comparison, column: Sequence[int]) -> View:
     return timeline.picture(rows, longest, headline=headline, seconds=1.0, mirrored=mirrored)
 
 
-def _waits(ran: Timeline, place: int, least: float) -> Iterator[tuple[Step, str]]:
-    """What each measured slot was waited for: the action that sent last, or nothing."""
+def _waits(
+    ran: Timeline, place: int, names: Mapping[Result, str], least: float
+) -> Iterator[tuple[Step, str]]:
+    """What each measured slot was waited for: the actions that send, by `names`, or nothing."""
     free, schedule = 0.0, ran.schedule
-    names = {
-        each: str(step) for steps in schedule.order for step in steps for each in results(step)
-    }
     for at, step in enumerate(schedule.order[place]):
         if ran.starts[place][at] - free > least:
             senders = [names[giver] for _, giver in awaited(schedule, step)]

@@ -92,7 +92,8 @@ def goodput(view: View) -> list[str]:
     lines = ["goodput", spent["says"]]
     for part in spent["parts"]:
         bar = "█" * round(_BAR * part["share"])
-        lines.append(f"{part['name']:<8} {rough(part['seconds']):>8} {part['share']:>6.1%} {bar}")
+        row = f"{part['name']:<8} {rough(part['seconds']):>8} {part['share']:>6.1%} {bar}"
+        lines.append(row.rstrip())
     return lines
 
 

@@ -61,6 +61,7 @@ def _head(facts: RunFacts) -> View:
         "step": last,
         "steps": steps,
         "live": newest.ended is None,
+        "silent": newest.ended is None and _is_silent(facts),
         "state": _state(facts, last, steps),
         "no_plan": facts.no_plan,
     }
@@ -77,9 +78,7 @@ def _state(facts: RunFacts, last: int, steps: int | None) -> str:
         return (
             f"{newest.why or 'ended'} at {where}, {after} after the first start: --resume goes on"
         )
-    recent = [one.seconds + sum(one.spent.values()) for one in facts.kept[-_WINDOW:]]
-    patience = max([_SILENT, *(_PATIENCE * each for each in recent)])
-    if facts.silence > patience:
+    if _is_silent(facts):
         return (
             f"silent for {rough(facts.silence)} behind {where}: it died, or it hangs; --resume "
             "goes on behind its newest checkpoint"
@@ -89,12 +88,18 @@ def _state(facts: RunFacts, last: int, steps: int | None) -> str:
     return f"running: {where}{left}, last heard {rough(facts.silence)} ago"
 
 
+def _is_silent(facts: RunFacts) -> bool:
+    """Whether nothing was heard for much longer than steps take."""
+    recent = [one.seconds + sum(one.spent.values()) for one in facts.kept[-_WINDOW:]]
+    return facts.silence > max([_SILENT, *(_PATIENCE * each for each in recent)])
+
+
 def _eta(facts: RunFacts, steps: int | None) -> float | None:
     """As the step line has it: by the newest steps of this start."""
     pace, number, found = Pace(), len(facts.starts) - 1, None
     for one in (one for one in facts.kept if one.restart == number):
         found = None if steps is None else pace.eta(one, steps)
-    return found
+    return None if found is None or found < 0 else found
 
 
 def _goodput(summary: Summary) -> View:

@@ -15,6 +15,7 @@ _KINDS = {
     WEIGHT_GRAD: "weight gradients",
     PAIR: "overlapped pairs",
 }
+_ALL = 1.005  # above, other parts went the other way
 _AROUND = {"dp": "sums and gathers of data ranks", "update": "the update and all else"}
 
 
@@ -29,8 +30,10 @@ def verdict(found: Comparison, column: Sequence[int]) -> str:
         return start + ": nothing differs that needs a name"
     longer = "longer" if found.difference > 0 else "less"
     share = found.named.gain / found.difference
-    words = sentence(found.named, column, found.whole)
-    return f"{start}; {words}: {share:.0%} of what it took {longer}"
+    words = f"{start}; {sentence(found.named, column, found.whole)}"
+    if share < _ALL:
+        return f"{words}: {share:.0%} of what it took {longer}"
+    return f"{words}: all of what it took {longer}, and more, which other parts make up for"
 
 
 def sentence(cause: Cause, column: Sequence[int], by_plan: bool) -> str:

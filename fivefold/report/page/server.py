@@ -15,6 +15,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Callable
 from multiprocessing.connection import Connection
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -87,10 +88,14 @@ def serve(start: str, run: Run | None, port: int, on_ready: Callable[[str], None
     )
     server = uvicorn.Server(config)
     # Once it has shut down, uvicorn raises the signal again that ended it; this end is a good one.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    signal.signal(signal.SIGTERM, _leave)
     on_ready(f"http://{HOST}:{listener.getsockname()[1]}/")
     with contextlib.suppress(KeyboardInterrupt):
         server.run(sockets=[listener])
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    sys.exit(0)
 
 
 def _origin(request: Request) -> str:

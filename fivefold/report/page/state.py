@@ -10,25 +10,26 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from typing import Any, cast, get_args
+from typing import Any, NamedTuple, cast, get_args
 
 from fivefold.core import machine, models
 from fivefold.core.errors import BadFile, FivefoldError, IllegalLayout, UnknownName
 from fivefold.core.estimate.outlook import Outlook
 from fivefold.core.estimate.planner import setting_of, single
 from fivefold.core.estimate.search import Setting
-from fivefold.core.layout import MOST_RANKS, ContextKind, Layout, parse_zero
+from fivefold.core.keys import sort_out
+from fivefold.core.layout import MOST_RANKS, ContextKind, Layout, Order, parse_zero
 from fivefold.core.plan import Plan, Wishes, job_of, resolve
 from fivefold.core.recompute import Recompute
 from fivefold.core.rules import MOST_TOKENS, problems
 from fivefold.core.schedule.catalog import AUTO, FAMILIES, Family, family, names
 from fivefold.core.shape import Shape
 
-PRECISION = "bf16"
 HEADROOM = 0.05  # as `fivefold plan` keeps free
 KERNELS = "compiled"
 SCHEDULES = tuple(each.name for each in FAMILIES)
 CONTEXTS = get_args(ContextKind)
+ALSO = ("sp", "packed", "balance", "tp_keep", "gather", "ep_nodes", "stage_layers", "precision")
 RECOMPUTES = ("none", "selective", "full")
 _COUNTS = {
     **dict.fromkeys(("gpus", "tp", "cp", "pp", "ep", "etp", "replicate", "chunks"), MOST_RANKS),
@@ -42,7 +43,8 @@ class State:
     """One job with nothing left open; by default the degrees of the Llama 3.1 405B run.
 
     A pasted `config` stands in the place of the `model`. `replicate` is how many of the data ranks
-    hold the same shards.
+    hold the same shards. `also` are further keys of a plan and of its model, as `--set` has them:
+    no control is for them, but a plan that says them is looked at as it is.
     """
 
     model: str = "llama-3.1-405b"
@@ -64,6 +66,7 @@ class State:
     seq: int = 8192
     batch: int = 2048
     tokens: float = 15.6e12
+    also: str = ""
 
     @classmethod
     def parse(cls, params: Mapping[str, str]) -> State:
@@ -94,7 +97,7 @@ class State:
         """The texts that `parse` reads back to this state, always the same for the same job."""
         texts = {each.name: _text(getattr(self, each.name)) for each in fields(self)}
         del texts["model" if self.config else "config"]
-        return texts
+        return texts if self.also else {key: text for key, text in texts.items() if key != "also"}
 
     @property
     def family(self) -> Family:
@@ -120,11 +123,14 @@ class State:
             zero=self.zero,
             context=cast(ContextKind, self.context),
             chunks=self.chunks,
+            sp=_also(self.also).plan.get("sp", True),
+            order=cast(Order, _also(self.also).order),
         )
 
     def wishes(self) -> Wishes:
         """The job as a user would have said it."""
-        return Wishes(
+        also = _also(self.also)
+        said = Wishes(
             model=self.config or self.model,
             layout=str(self.layout()),
             machine=self.machine,
@@ -137,12 +143,18 @@ class State:
             batch=self.batch,
             seq=self.seq,
             recompute=self.recompute,
-            precision=PRECISION,
+            set=also.model,
         )
+        return replace(said, **also.plan)
+
+    @property
+    def precision(self) -> str:
+        """In what it computes."""
+        return self.wishes().precision
 
     def shape(self) -> Shape:
         """The model."""
-        return _shape(self.config or self.model)
+        return _shape(self.config or self.model, self.also)
 
     def problems(self) -> list[str]:
         """Every rule that the job breaks; empty where it is legal."""
@@ -159,7 +171,7 @@ class State:
 
     def setting(self) -> Setting:
         """On what it runs, as `fivefold plan` assumes it."""
-        chosen, _ = setting_of(machine.load(self.machine), PRECISION, HEADROOM, KERNELS, 1.0)
+        chosen, _ = setting_of(machine.load(self.machine), self.precision, HEADROOM, KERNELS, 1.0)
         return chosen
 
     def outlook(self) -> Outlook:
@@ -167,9 +179,31 @@ class State:
         return _outlook(self)
 
 
+class _Also(NamedTuple):
+    """Further keys by whom they are for."""
+
+    plan: dict[str, Any]
+    model: dict[str, str]
+    order: str
+
+
 @lru_cache(maxsize=8)
-def _shape(model: str) -> Shape:
-    return models.load(model)
+def _also(text: str) -> _Also:
+    """`sp=false layers=4` taken apart; what has a control, or is for training, is refused."""
+    words = (word.partition("=") for word in text.split())
+    pairs = {key: value for key, _, value in words}
+    order = pairs.pop("order", Layout.order)
+    if order not in get_args(Order):
+        raise UnknownName("order", order, get_args(Order))
+    said = sort_out(pairs)
+    if wrong := [key for key in (*said.plan, *said.train) if key not in ALSO]:
+        raise FivefoldError(f"also={wrong[0]}=…: of a plan it takes {', '.join(ALSO)} and order")
+    return _Also(said.plan, said.model, order)
+
+
+@lru_cache(maxsize=8)
+def _shape(model: str, also: str) -> Shape:
+    return models.with_overrides(models.load(model), _also(also).model)
 
 
 @lru_cache(maxsize=64)
@@ -181,7 +215,8 @@ def _plan(state: State) -> Plan:
 def _outlook(state: State) -> Outlook:
     plan = state.plan()
     assert plan.machine is not None, "a state always names a machine"
-    return single(plan, plan.machine, precision=PRECISION, headroom=HEADROOM, kernels=KERNELS)
+    how: dict[str, Any] = {"headroom": HEADROOM, "kernels": KERNELS}
+    return single(plan, plan.machine, precision=state.precision, **how)
 
 
 def _value(name: str, text: str) -> Any:
@@ -198,6 +233,9 @@ def _value(name: str, text: str) -> Any:
         return text
     if name == "zero":
         return parse_zero(text)
+    if name == "also":
+        _also(text)
+        return " ".join(sorted(text.split()))
     if name == "schedule":
         return _schedule(text)
     if name == "recompute":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from fivefold.core.errors import UnknownName
 from fivefold.report.page import curves, explore, ranking, run_text
@@ -53,7 +53,7 @@ def lines(found: dict[str, Answer], panel: str | None) -> Iterator[str]:
             yield from (module.TITLE, "", *module.text(view), "")
 
 
-def _known(name: str, known: dict[str, object] | list[str]) -> str:
+def _known(name: str, known: Iterable[str]) -> str:
     if name not in known:
         raise UnknownName("panel", name, known)
     return name

@@ -6,6 +6,8 @@ const Plotly = /** @type {any} */ (window).Plotly;
 const CONFIG = { displayModeBar: false, responsive: false, scrollZoom: false, showTips: false };
 /** @type {Map<HTMLElement, () => void>} */
 const drawn = new Map();
+/** @type {WeakMap<HTMLElement, {width: number, height: number}>} */
+const sizes = new WeakMap();
 
 /**
  * Draw, or draw again; only what changed is touched.
@@ -26,6 +28,14 @@ export function draw(node, traces, layout, label) {
   return again();
 }
 
+/** How large a chart is; measured once and when that changes, for measuring makes the browser lay out
+ * everything that was drawn before. @param {HTMLElement} node */
+export function sizeOf(node) {
+  const known = sizes.get(node) ?? { width: node.clientWidth || 480, height: node.clientHeight || 280 };
+  if (node.isConnected) sizes.set(node, known);
+  return known;
+}
+
 /** @param {HTMLElement} node @param {any} layout */
 function themed(node, layout) {
   const { ink, line } = inks();
@@ -39,8 +49,7 @@ function themed(node, layout) {
     margin: { l: 48, r: 12, t: 8, b: 36 },
     hoverlabel: { align: "left" },
     legend: { orientation: "h", y: -0.18, itemclick: false, itemdoubleclick: false },
-    width: node.clientWidth || 480,
-    height: node.clientHeight || 280,
+    ...sizeOf(node),
     ...asked,
     ...Object.fromEntries(axes.map((name) => [name, { ...axis, ...layout[name] }])),
   };
@@ -69,7 +78,8 @@ const watch = new ResizeObserver((entries) => {
   for (const { target } of entries) {
     const node = /** @type {any} */ (target);
     const { width, height } = node._fullLayout ?? {};
-    if (node.isConnected && node.clientWidth && (node.clientWidth !== width || node.clientHeight !== height))
-      drawn.get(node)?.();
+    if (!node.isConnected || !node.clientWidth) continue;
+    sizes.set(node, { width: node.clientWidth, height: node.clientHeight });
+    if (node.clientWidth !== width || node.clientHeight !== height) drawn.get(node)?.();
   }
 });

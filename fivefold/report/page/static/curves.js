@@ -118,7 +118,7 @@ function layout(one, traces) {
       xref: "paper", x: 0.99, xanchor: "right", y: Math.log10(one.limit / GIB), yanchor: "bottom",
       text: `limit ${gib(one.limit)}`, showarrow: false, font: { size: 11 },
     }],
-    legend: { orientation: "h", y: -0.2, itemclick: false, itemdoubleclick: false },
+    legend: { orientation: "h", yref: "container", y: 0, yanchor: "bottom", itemclick: false, itemdoubleclick: false },
   };
 }
 

@@ -2,15 +2,18 @@
 // Numbers as the rest of fivefold writes them: GiB with one decimal, times with a unit.
 
 /** 16384 → "16,384". @param {number} number */
-export const count = (number) => number.toLocaleString("en-US", { maximumFractionDigits: 0 });
+export const count = (number) => WHOLE.format(number);
 
 /** Bytes → "61.3 GiB". @param {number} size */
-export const gib = (size) => `${(size / 2 ** 30).toLocaleString("en-US", one)} GiB`;
+export const gib = (size) => `${ONE.format(size / 2 ** 30)} GiB`;
 
 /** 0.382 → "38.2%". @param {number} share */
 export const percent = (share) => `${(100 * share).toFixed(1)}%`;
 
-const one = { minimumFractionDigits: 1, maximumFractionDigits: 1 };
+// Made once: a format is dear to make and cheap to use.
+const WHOLE = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
+const ONE = new Intl.NumberFormat("en-US", { minimumFractionDigits: 1, maximumFractionDigits: 1 });
+const PLACES = [0, 1, 2, 3, 4].map((most) => new Intl.NumberFormat("en-US", { maximumFractionDigits: most }));
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
 
 /** Bytes in the unit that fits. @param {number} size */
@@ -20,7 +23,7 @@ export function bytes(size) {
     size /= 1024;
     unit += 1;
   }
-  return `${unit ? size.toLocaleString("en-US", one) : count(size)} ${UNITS[unit]}`;
+  return `${unit ? ONE.format(size) : count(size)} ${UNITS[unit]}`;
 }
 
 /** A time in the unit that fits: 0.412 → "412 ms". @param {number} time */
@@ -35,5 +38,5 @@ export function seconds(time) {
 /** Three digits that count. @param {number} number */
 export function digits(number) {
   const places = Math.max(0, 2 - Math.floor(Math.log10(Math.abs(number) || 1)));
-  return number.toLocaleString("en-US", { maximumFractionDigits: Math.min(places, 4) });
+  return PLACES[Math.min(places, 4)].format(number);
 }

@@ -186,7 +186,7 @@ function layout(found, numbers) {
     xaxis: { title: { text: "GiB of the fullest rank", standoff: 4 }, range: [0, most * 1.05] },
     yaxis: { title: { text: "seconds of a step" }, range: [fastest - room, slowest + 2 * room] },
     hovermode: "closest",
-    legend: { orientation: "h", y: -0.24, itemclick: false, itemdoubleclick: false },
+    legend: { orientation: "h", yref: "container", y: 0, yanchor: "bottom", itemclick: false, itemdoubleclick: false },
     shapes: limits.map(([, size, dash]) => bound(Number(size) / GIB, String(dash))),
     annotations: limits.map(([word, size], i) => ({
       yref: "paper", y: 1, yanchor: "bottom", x: Number(size) / GIB, xanchor: i ? "right" : "left",

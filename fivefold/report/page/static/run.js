@@ -49,6 +49,8 @@ class RunTab {
     this.remember = remember;
     this.step = /** @type {{update: (view: any) => void} | null} */ (null);
     this.timer = 0;
+    this.live = false;
+    this.drawn = false;
     document.addEventListener("visibilitychange", () => this.again());
   }
 
@@ -71,12 +73,14 @@ class RunTab {
       this.frame.say("");
     } catch (error) {
       this.frame.say(/** @type {Error} */ (error).message);
+      if (!this.drawn && params.step !== NO_STEP.step) this.draw(await ask("run", NO_STEP));
     }
   }
 
   /** @param {any} view */
   draw(view) {
     this.live = site.live && view.head.live;
+    this.drawn = true;
     for (const { update } of this.panels) update(view);
     if (view.step) this.step?.update(view);
   }
@@ -100,7 +104,8 @@ function createHead(body) {
   body.append(state, facts, marks);
   return {
     update(/** @type {any} */ { head, marks: found }) {
-      state.classList.toggle("live", head.live);
+      state.classList.toggle("live", head.live && !head.silent);
+      state.classList.toggle("silent", head.silent);
       clear(state, head.state);
       clear(facts, ...rows(head).map(([name, text]) => el("div", {}, el("dt", {}, name), el("dd", {}, text))));
       const said = [...found.restarts, ...found.skipped.slice(-5)].map((each) => el("li", {}, each.says));

@@ -7,6 +7,7 @@ import { draw } from "fivefold/chart.js";
 import { digits } from "fivefold/format.js";
 
 const BLUE = "#0072b2";
+const SKY = "#56b4e9";
 const ORANGE = "#e69f00";
 const RED = "#d55e00";
 const GREY = "#8a919e";
@@ -34,7 +35,7 @@ export function loss(body) {
 /** @param {any} one */
 function lossTraces(one) {
   const traces = [
-    line(one.measured, "every step", { color: BLUE, width: 1 }, 0.35),
+    line(one.measured, "every step", { color: SKY, width: 1 }, 0.6),
     line(one.smoothed, "smoothed", { color: BLUE, width: 2.5 }),
     ...repeated(one),
   ];

@@ -2,7 +2,7 @@
 // What a step is spent on.
 
 import { clear, el } from "fivefold/dom.js";
-import { draw } from "fivefold/chart.js";
+import { draw, sizeOf } from "fivefold/chart.js";
 import { colourOf, patternOf } from "fivefold/colours.js";
 import { percent, seconds } from "fivefold/format.js";
 
@@ -30,7 +30,7 @@ export function create(body) {
         hovertemplate: "%{y} %{text}<br>%{customdata}<extra></extra>",
         marker: { color: colours, pattern: patterned(names.map(patternOf), colours) },
       };
-      const axis = { title: { text: "seconds of a step" }, range: [0, longest * (chart.clientWidth < 420 ? 1.75 : 1.45)], automargin: false };
+      const axis = { title: { text: "seconds of a step" }, range: [0, longest * (sizeOf(chart).width < 420 ? 1.75 : 1.45)], automargin: false };
       const heard = names.map((name, i) => `${name} ${words[i]}`).reverse();
       draw(chart, [trace], { margin: { l: 70, r: 12, t: 4, b: 36 }, xaxis: axis, yaxis: { automargin: false }, showlegend: false },
         `${one.headline}. ${heard.join(", ")}`);

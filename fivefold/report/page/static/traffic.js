@@ -2,7 +2,7 @@
 // What rank 0 sends in a step, by axis and kind of collective, with the link that each crosses.
 
 import { clear, el } from "fivefold/dom.js";
-import { draw } from "fivefold/chart.js";
+import { draw, sizeOf } from "fivefold/chart.js";
 import { colourOf } from "fivefold/colours.js";
 import { bytes, count } from "fivefold/format.js";
 import { patterned } from "fivefold/time.js";
@@ -20,13 +20,15 @@ export function create(body) {
       clear(headline, one.refused ?? one.headline);
       chart.hidden = !one.rows.length;
       if (!one.rows.length) return;
-      chart.style.height = `${ROW * one.rows.length + 44}px`;
+      const height = ROW * one.rows.length + 44;
+      chart.style.height = `${height}px`;
       const most = Math.max(...one.rows.map((/** @type {any} */ row) => row.sent)) / 2 ** 30;
       const layout = {
         margin: { l: 132, r: 12, t: 4, b: 36 },
-        xaxis: { title: { text: "GiB that rank 0 sends" }, range: [0, most * (chart.clientWidth < 520 ? 2.6 : 1.5)], automargin: false },
+        xaxis: { title: { text: "GiB that rank 0 sends" }, range: [0, most * (sizeOf(chart).width < 520 ? 2.6 : 1.5)], automargin: false },
         yaxis: { autorange: "reversed", automargin: false },
         showlegend: false,
+        height,
       };
       const heard = one.rows.map((/** @type {any} */ row) => `${named(row)} ${said(row)}`);
       draw(chart, [bars(one.rows)], layout, `${one.headline}. ${heard.join("; ")}`);
