@@ -42,7 +42,7 @@ def test_a_whole_page_carries_everything_and_cannot_be_broken_out_of() -> None:
     hostile = "</script><script>alert(1)</script><!--"
     text = html.whole("learn", False, {key("explore", {"model": hostile}): {}}, hostile)
     assert "alert(1)</script>" not in text
-    assert 'src="' not in text.replace("data:", "")
+    assert not re.findall(r'<(?:script|link|img)[^>]* (?:src|href)="(?!data:)', text)
     site = re.search(r'id="site">(.*?)</script>', text, re.S)
     assert site is not None and json.loads(site[1])["command"] == hostile
     assert re.findall(r"default-src 'none'", text)

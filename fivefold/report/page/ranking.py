@@ -24,7 +24,7 @@ from fivefold.report.plan_words import duration, gib
 
 View = dict[str, Any]
 Progress = Callable[[float], None]
-JOB = ("model", "config", "machine", "gpus", "seq", "batch")  # keys that a search depends on
+JOB = ("model", "config", "machine", "gpus", "seq", "batch", "also")  # keys that a search depends on
 LAYOUT = (
     "tp", "cp", "pp", "ep", "etp", "replicate", "zero", "schedule", "chunks", "context",
     "recompute", "microbatch_size",

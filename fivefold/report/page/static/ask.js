@@ -54,7 +54,8 @@ async function fetched(name, params, onProgress, signal) {
 
 /** @param {ReadableStream<Uint8Array>} body */
 async function* lines(body) {
-  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  const decoder = /** @type {any} */ (new TextDecoderStream());
+  const reader = body.pipeThrough(decoder).getReader();
   let rest = "";
   for (;;) {
     const { done, value } = await reader.read();

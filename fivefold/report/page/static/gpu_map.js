@@ -78,7 +78,8 @@ class GpuMap {
     this.grid = this.left === LABELS ? labelled : gridOf(view, this.width - 2 * PAD, most);
     const { grid } = this;
     const size = { width: Math.ceil(this.left + grid.width + PAD), height: Math.ceil(grid.height + 2 * PAD) };
-    [this.under, this.over] = [svg("g"), svg("g")];
+    this.under = svg("g");
+    this.over = svg("g");
     const parts = [...this.stages(), this.under, ...this.lines(), this.over, ...this.numbers()];
     const inside = svg("g", { transform: `translate(${this.left} ${PAD})` }, ...parts);
     const style = "display:block;max-width:100%;touch-action:pan-y;cursor:crosshair";

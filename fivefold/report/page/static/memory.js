@@ -60,7 +60,7 @@ function layout(one) {
     bargap: 0.12,
     margin: { l: 48, r: 74, t: 8, b: 38 },
     showlegend: false,
-    xaxis: { type: "category", title: { text: "place in the pipeline", standoff: 2 }, tickangle: 0, automargin: false },
+    xaxis: { type: "category", title: { text: "place in the pipeline", standoff: 2 }, tickangle: 0, automargin: false, showgrid: false },
     yaxis: { title: { text: "GiB" }, range: [0, most * 1.06], automargin: false },
     shapes: [line(one.limit, "solid"), line(one.usable, "dot")],
     annotations: [label(one.limit, "limit", "bottom"), label(one.usable, "usable", "top")],

@@ -32,7 +32,7 @@ export function create(body) {
       };
       const axis = { title: { text: "seconds of a step" }, range: [0, longest * (sizeOf(chart).width < 420 ? 1.75 : 1.45)], automargin: false };
       const heard = names.map((name, i) => `${name} ${words[i]}`).reverse();
-      draw(chart, [trace], { margin: { l: 70, r: 12, t: 4, b: 36 }, xaxis: axis, yaxis: { automargin: false }, showlegend: false },
+      draw(chart, [trace], { margin: { l: 70, r: 12, t: 4, b: 36 }, xaxis: axis, yaxis: { automargin: false, showgrid: false }, showlegend: false },
         `${one.headline}. ${heard.join(", ")}`);
     },
   };

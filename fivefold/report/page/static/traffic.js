@@ -25,8 +25,8 @@ export function create(body) {
       const most = Math.max(...one.rows.map((/** @type {any} */ row) => row.sent)) / 2 ** 30;
       const layout = {
         margin: { l: 132, r: 12, t: 4, b: 36 },
-        xaxis: { title: { text: "GiB that rank 0 sends" }, range: [0, most * (sizeOf(chart).width < 520 ? 2.6 : 1.5)], automargin: false },
-        yaxis: { autorange: "reversed", automargin: false },
+        xaxis: { title: { text: "GiB that rank 0 sends" }, range: [0, most * (sizeOf(chart).width < 520 ? 4 : 1.5)], automargin: false },
+        yaxis: { autorange: "reversed", automargin: false, showgrid: false },
         showlegend: false,
         height,
       };
