@@ -82,6 +82,16 @@ def test_a_click_leads_to_what_the_entry_says(job: dict[str, str]) -> None:
         assert State.parse({**job, **set_}).outlook().step == one["step"]
 
 
+def test_what_belongs_to_another_layout_is_left_behind() -> None:
+    also = "layers=16 stage_layers=9,7 order=tp-cp-pp-dp"
+    found = ranked(**JOB, also=also)
+    assert {one["set"]["also"] for one in found["layouts"]} == {"layers=16"}
+    best = found["layouts"][0]
+    reached = State.parse({**JOB, "also": also, **best["set"]})
+    assert reached.plan().shape.layers == 16
+    assert reached.outlook().step == best["step"] < ranked(**JOB)["layouts"][0]["step"]
+
+
 def test_the_front_falls_and_holds_the_fastest() -> None:
     found = ranked(**JOB)
     front = sorted(found["front"], key=lambda one: one["total"])

@@ -24,7 +24,10 @@ from fivefold.report.plan_words import duration, gib
 
 View = dict[str, Any]
 Progress = Callable[[float], None]
-JOB = ("model", "config", "machine", "gpus", "seq", "batch", "also")  # keys that a search depends on
+# Keys that a search depends on.
+JOB = ("model", "config", "machine", "gpus", "seq", "batch", "also")
+# Of `also`, what belongs to one layout: the planner decides it anew for each.
+_OF_LAYOUT = ("sp", "order", "gather", "ep_nodes", "stage_layers")
 LAYOUT = (
     "tp", "cp", "pp", "ep", "etp", "replicate", "zero", "schedule", "chunks", "context",
     "recompute", "microbatch_size",
@@ -39,6 +42,8 @@ def job_of(params: Mapping[str, str]) -> State:
     """The job alone: a state whose layout is open. All of `params` must be sound."""
     state = State.parse(params)
     job = {name: getattr(state, name) for name in JOB}
+    words = (word for word in state.also.split() if word.partition("=")[0] not in _OF_LAYOUT)
+    job["also"] = " ".join(words)
     return State(**job, tp=1, pp=1, schedule="1f1b", chunks=1)
 
 
@@ -137,7 +142,7 @@ def _entry(state: State, first: State) -> View:
         "mfu": one.mfu,
         "bubble": one.bubble,
         "loses": "" if state == first else plan_words.loses(one, first.outlook()),
-        "set": {name: texts[name] for name in LAYOUT},
+        "set": {name: texts.get(name, "") for name in (*LAYOUT, "also")},
     }
 
 

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import multiprocessing
+import os
 import signal
 import socket
 import sys
@@ -35,6 +36,7 @@ from fivefold.report.page.questions import SLOW, Answer, Run, answer, refusal
 HOST = "127.0.0.1"
 _LARGEST = 2_000_000  # bytes of a question; a pasted config may have one million
 _POLL_S = 0.1
+_NICE = 15
 _GRACE_S = 1  # for answers under way when the server is told to end
 
 
@@ -158,7 +160,11 @@ async def _worked(name: str, params: dict[str, str]) -> AsyncIterator[str]:
 
 
 def _work(pipe: Connection, name: str, params: dict[str, str]) -> None:
-    """In the worker: answer one question. A pipe that nobody reads ends it."""
+    """In the worker: answer one question, and leave the processors to whoever moves a slider.
+
+    A pipe that nobody reads ends it.
+    """
+    os.nice(_NICE)
     with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):
         try:
             found = SLOW[name](params, lambda share: pipe.send({"progress": share}))

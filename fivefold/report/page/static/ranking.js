@@ -114,8 +114,8 @@ class Ranking {
 /** @param {string} head */
 const kind = (head) => (NUMBERS.has(head) ? "number" : head === "against the first" ? "loses" : null);
 
-/** Whether a state has this layout. @param {any} one @param {Params} state */
-const isHere = (one, state) => Object.entries(one.set).every(([key, text]) => state[key] === text);
+/** Whether a state has this layout; a key that is not there is empty. @param {any} one @param {Params} state */
+const isHere = (one, state) => Object.entries(one.set).every(([key, text]) => (state[key] ?? "") === text);
 
 /** @param {any} found @param {any} numbers of the layout that Explore shows */
 function traces(found, numbers) {

@@ -168,8 +168,8 @@ class Picture {
         if (end < limits[0] || start > limits[1]) continue;
         const [left, wide] = [this.x(start), this.x(end)];
         const right = wide - left > 3 ? wide - 0.7 : wide;
-        /** @type {[string, number, number][]} */
-        const bands = slot.many ? this.bands(slot, row) : [[slot.kind, this.top(row), this.thick()]];
+        const one = [slot.kind, this.top(row), this.thick()];
+        const bands = /** @type {[string, number, number][]} */ (slot.many ? this.bands(slot, row) : [one]);
         for (const [kind, top, thick] of bands) {
           (paths[this.view.marks[kind].colours[slot.many ? 0 : slot.chunk]] ??= []).push(box(left, top, right, thick));
         }
