@@ -254,18 +254,20 @@ def memory_levels(
     A forward adds `unit`; an input gradient leaves `after_input_grad` of it for the weight
     gradient, which releases the rest.
     """
+    left, released = unit * after_input_grad, unit * (1 - after_input_grad)
     held, levels = 0.0, list[float]()
     for step in steps:
-        actions = actions_of(step)
-        held += unit * sum(action.kind == FORWARD for action in actions)
+        after = held
+        for _, kind, _ in actions_of(step):
+            if kind == FORWARD:
+                held += unit
+                after += unit
+            elif kind == BACKWARD:
+                after -= unit
+            else:
+                after -= released if kind == INPUT_GRAD else left
         levels.append(held)
-        for action in actions:
-            if action.kind == BACKWARD:
-                held -= unit
-            elif action.kind == INPUT_GRAD:
-                held -= unit * (1 - after_input_grad)
-            elif action.kind == WEIGHT_GRAD:
-                held -= unit * after_input_grad
+        held = after
     return levels
 
 

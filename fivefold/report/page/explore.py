@@ -1,11 +1,13 @@
-"""Explore: one job, everything about it, in one answer.
+"""Explore: one job, everything about it.
 
     {"state": canonical params, "choices": {key: options}, "sliders": {axis: slider},
      "problem": None or {"reasons": […], "nearest": [{"label", "set"}]}, "config": pasted or None,
-     "numbers", "memory", "time", "traffic", "map", "timeline": a part for each picture,
+     "numbers", "memory", "time", "map": a part for each picture,
      "plan_toml": the plan as a file}
 
-Where the job is illegal there is a `problem`, and no part but the inputs.
+Where the job is illegal there is a `problem`, and no part but the inputs. What is longest to make
+is asked for apart, so that a slider does not wait for it: `pictures`, "timeline", "traffic" and
+"curves".
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from fivefold.core.errors import FivefoldError, IllegalLayout
 from fivefold.core.estimate.outlook import Outlook
 from fivefold.core.layout import Layout
 from fivefold.core.plan import Plan
-from fivefold.report.page import gpu_map, memory, sliders, timeline, timing, traffic
+from fivefold.report.page import curves, gpu_map, memory, sliders, timeline, timing, traffic
 from fivefold.report.page.state import State
 from fivefold.report.plan_resolved import readings
 from fivefold.report.plan_text import wrapped
@@ -55,10 +57,20 @@ def _parts(state: State) -> View:
         "numbers": _numbers(state, found),
         "memory": memory.view(found),
         "time": timing.view(found),
-        "traffic": traffic.view(plan),
         "map": gpu_map.view(plan),
-        "timeline": timeline.view(found.timeline, seconds=1.0),
         "plan_toml": _toml(state, plan),
+    }
+
+
+def pictures(params: Mapping[str, str]) -> View:
+    """The pipeline of the job, its traffic, and its memory over the length of sequences."""
+    state = State.parse(params)
+    found = state.outlook()
+    seconds = found.setting.stack.factor
+    return {
+        "timeline": timeline.view(found.timeline, seconds=seconds),
+        "traffic": traffic.view(found.plan),
+        "curves": curves.current(state),
     }
 
 
@@ -176,9 +188,3 @@ TEXTS: dict[str, Callable[[View], list[str]]] = {
     "map": _twin("map", gpu_map.text),
     "timeline": _twin("timeline", timeline.text),
 }
-
-
-def text(found: View) -> list[str]:
-    """Every panel for a terminal; an illegal job has its reasons and its sliders."""
-    shown = ("numbers", "sliders") if found["problem"] else tuple(TEXTS)
-    return [line for name in shown for line in (*TEXTS[name](found), "")]

@@ -36,6 +36,10 @@ LESSONS: dict[str, ModuleType] = {
     "context": context,
     "expert": expert,
 }
+_EXPLORE: dict[str, Callable[[Params], Answer]] = {
+    "explore": explore.view,
+    "pictures": explore.pictures,
+}
 # Seconds, not milliseconds: asked aside, with a progress bar, and given up when outdated.
 SLOW: dict[str, Callable[[Params, Progress], Answer]] = {
     "ranking": ranking.view,
@@ -53,15 +57,15 @@ class Run(Protocol):
 
 def answer(name: str, params: Params, run: Run | None = None) -> Answer:
     """The answer of a quick question."""
-    if name == "explore":
-        return explore.view(params)
+    if name in _EXPLORE:
+        return _EXPLORE[name](params)
     if name == "run":
         if run is None:
             raise FivefoldError("no run: say which, as in fivefold observe runs/first")
         return run_view.view(run.facts(), params, run.spans)
     kind, _, lesson = name.partition("/")
     if kind != "learn" or lesson not in LESSONS:
-        known = ["explore", "run", *SLOW, *(f"learn/{each}" for each in LESSONS)]
+        known = [*_EXPLORE, "run", *SLOW, *(f"learn/{each}" for each in LESSONS)]
         raise UnknownName("question", name, known)
     return cast("Answer", LESSONS[lesson].view(params))
 

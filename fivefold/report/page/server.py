@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import multiprocessing
 import os
@@ -76,7 +77,8 @@ def application(start: str, run: Run | None) -> Starlette:
 def serve(start: str, run: Run | None, port: int, on_ready: Callable[[str], None]) -> None:
     """Serve until a signal ends it; `on_ready` is told the address."""
     html.plotly()
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    # With the protocol said, asyncio sends at once; without, answers wait for each other's receipt.
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((HOST, port))
@@ -91,6 +93,8 @@ def serve(start: str, run: Run | None, port: int, on_ready: Callable[[str], None
     server = uvicorn.Server(config)
     # Once it has shut down, uvicorn raises the signal again that ended it; this end is a good one.
     signal.signal(signal.SIGTERM, _leave)
+    gc.collect()
+    gc.freeze()  # what is loaded stays; looking through it again and again would hold up answers
     on_ready(f"http://{HOST}:{listener.getsockname()[1]}/")
     with contextlib.suppress(KeyboardInterrupt):
         server.run(sockets=[listener])

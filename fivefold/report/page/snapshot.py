@@ -51,6 +51,7 @@ def embedded(params: Params, run: Run | None, on_progress: Progress) -> dict[str
         *_lessons(),
         *_of_run(run),
     ]
+    questions += [("pictures", each) for name, each in questions if name == "explore"]
     asked = {key(name, each): (name, each) for name, each in questions}
     for number, (place, (name, each)) in enumerate(asked.items()):
         found[place] = _answered(name, each, run)

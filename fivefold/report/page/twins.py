@@ -30,6 +30,8 @@ def answers(
     found: dict[str, Answer] = {}
     if set(names) & set(explore.TEXTS):
         found["explore"] = answer("explore", params)
+        if {"timeline", "traffic"} & set(names) and not found["explore"]["problem"]:
+            found["explore"] |= answer("pictures", params)
     for name in (each for each in SLOW if each in names):
         found[name] = SLOW[name](params, on_progress)
     return found
@@ -39,9 +41,9 @@ def lines(found: dict[str, Answer], panel: str | None) -> Iterator[str]:
     """The panels one after another; `panel` picks one."""
     for name, view in found.items():
         if name == "explore":
-            for each, text in explore.TEXTS.items():
-                if panel in (None, each):
-                    yield from (*text(view), "")
+            usual = ("numbers", "sliders") if view["problem"] else tuple(explore.TEXTS)
+            for each in usual if panel is None else [panel]:
+                yield from (*explore.TEXTS[each](view), "")
         elif name == "run":
             wanted = list(run_text.TEXTS) if panel is None else [_known(panel, run_text.TEXTS)]
             for each in wanted:

@@ -3,7 +3,7 @@
 // repaints everything.
 
 import { clear, el } from "fivefold/dom.js";
-import { ask } from "fivefold/ask.js";
+import { Answers } from "fivefold/answers.js";
 import { panel } from "fivefold/panel.js";
 import { create as controls } from "fivefold/controls.js";
 import { create as numbers } from "fivefold/numbers.js";
@@ -27,6 +27,9 @@ const PANELS = [
   ["timeline", "Pipeline", "Every action of every pipeline rank; idle slots say what they wait for.", timeline],
   ["traffic", "Traffic", "What rank 0 sends in a step, by axis, and the slowest link that the axis crosses.", traffic],
 ];
+/** Panels whose part is asked for apart. */
+const LATER = ["timeline", "traffic", "curves"];
+const REST = 250; // milliseconds without a change, after which what is unseen is drawn
 /** Panels that ask on their own, and take their time. */
 /** @type {[string, string, string, (body: HTMLElement, how?: any) => any][]} */
 const SLOW = [
@@ -47,13 +50,19 @@ class Explore {
   /** @param {HTMLElement} root @param {(params: Params) => void} remember */
   constructor(root, remember) {
     this.remember = remember;
-    /** What is wanted, what was answered last, and the answers so far. @type {Params} */
+    /** What is wanted, what was answered last, and how many answers there were. @type {Params} */
     this.wanted = {};
     /** @type {any} */
     this.view = null;
-    this.answers = 0;
+    this.number = 0;
+    this.answers = new Answers("explore");
+    this.pictures = new Answers("pictures");
     this.asking = false;
     this.began = 0;
+    /** @type {number | undefined} */
+    this.rest = undefined;
+    /** Where sliders were, which tells their direction. @type {Record<string, number>} */
+    this.former = {};
     this.aborter = new AbortController();
     const change = (/** @type {Params} */ set) => this.change(set);
     this.controls = controls(change);
@@ -70,7 +79,7 @@ class Explore {
       pictures.append(frame);
     }
     root.append(this.controls.root, pictures);
-    this.pictures = pictures;
+    this.frames = pictures;
     this.watch();
   }
 
@@ -81,7 +90,7 @@ class Explore {
         const one = this.panels.find(({ root }) => root === target);
         if (!one) continue;
         one.seen = isIntersecting;
-        if (one.seen) this.draw(one);
+        if (one.seen) void this.draw(one);
       }
     }, { rootMargin: "100px" });
     for (const { root } of this.panels) watcher.observe(root);
@@ -99,8 +108,7 @@ class Explore {
 
   /** Another value of some inputs; "" takes one away. @param {Params} set */
   change(set) {
-    const texts = Object.entries({ ...this.wanted, ...set }).filter(([, text]) => text !== "");
-    this.wanted = Object.fromEntries(texts);
+    this.wanted = merged(this.wanted, set);
     this.began ||= performance.now();
     if (!this.asking) void this.ask();
   }
@@ -111,9 +119,9 @@ class Explore {
     this.asking = true;
     this.began = 0;
     try {
-      const view = await ask("explore", wanted, { signal: aborter.signal });
+      const view = await this.answers.to(wanted, aborter.signal);
       if (aborter.signal.aborted) return;
-      this.answered(view, wanted);
+      await this.answered(view, wanted);
       this.painted(began);
     } catch (error) {
       if (aborter.signal.aborted) return;
@@ -123,8 +131,8 @@ class Explore {
     if (this.wanted !== (this.view?.state ?? this.wanted)) void this.ask();
   }
 
-  /** @param {any} view @param {Params} asked */
-  answered(view, asked) {
+  /** Everything that is seen is drawn again. @param {any} view @param {Params} asked */
+  async answered(view, asked) {
     const latest = this.wanted === asked;
     this.view = view;
     if (latest) {
@@ -133,9 +141,9 @@ class Explore {
       this.controls.update(view);
     }
     this.explain(view.problem);
-    this.pictures.classList.toggle("stale", Boolean(view.problem));
+    this.frames.classList.toggle("stale", Boolean(view.problem));
     if (!view.problem) this.numbers.update(view.numbers, view);
-    for (const one of this.panels) if (one.seen) this.draw(one);
+    await Promise.all(this.panels.filter((one) => one.seen).map((one) => this.draw(one)));
   }
 
   /** The question itself was refused: what was there stays. @param {Error} error @param {Params} asked */
@@ -146,12 +154,14 @@ class Explore {
   }
 
   /** @param {any} one of the panels */
-  draw(one) {
+  async draw(one) {
     const { view } = this;
     if (!view || view.problem || one.drawn === view) return;
     one.drawn = view;
-    if (SLOW.some(([name]) => name === one.name)) one.drawing.update(view);
-    else one.drawing.update(view[one.name], view);
+    const parts = LATER.includes(one.name) ? { ...view, ...(await this.pictures.to(view.state)) } : view;
+    if (this.view !== view) return;
+    if (SLOW.some(([name]) => name === one.name)) one.drawing.update(parts);
+    else one.drawing.update(parts[one.name], parts);
   }
 
   /** An illegal job: every reason, and legal layouts to choose from. @param {any} problem */
@@ -173,13 +183,15 @@ class Explore {
   /** After the browser has painted, say so: benchmarks read it, and what is unseen is drawn.
    * @param {number} began when the input changed */
   painted(began) {
-    const number = ++this.answers;
+    const number = ++this.number;
     requestAnimationFrame(() =>
       setTimeout(() => {
         performance.mark("fivefold:painted");
         if (began) performance.measure("fivefold:repaint", { start: began, end: performance.now() });
         document.documentElement.dataset.painted = String(number);
-        requestIdleCallback(() => this.unseen(), { timeout: 1500 });
+        this.foresee();
+        window.clearTimeout(this.rest);
+        this.rest = window.setTimeout(() => this.unseen(), REST);
       }),
     );
   }
@@ -188,7 +200,25 @@ class Explore {
   unseen() {
     const next = this.panels.find((one) => one.drawn !== this.view);
     if (!next || this.asking || this.view.problem) return;
-    this.draw(next);
+    void this.draw(next);
     requestIdleCallback(() => this.unseen(), { timeout: 1500 });
   }
+
+  /** Ask for what the slider in hand comes to next, if it goes on. */
+  foresee() {
+    const { view } = this;
+    const axis = document.activeElement?.getAttribute("name") ?? "";
+    const slider = view.sliders?.[axis];
+    if (!slider || view.problem) return;
+    const here = slider.values.findIndex((/** @type {any} */ each) => each.value === slider.value);
+    const falls = slider.value < this.former[axis];
+    this.former[axis] = slider.value;
+    const ahead = falls ? slider.values.slice(0, here).reverse() : slider.values.slice(here + 1);
+    const next = ahead.find((/** @type {any} */ each) => each.legal);
+    if (next) void this.answers.to(merged(view.state, next.set)).catch(() => undefined);
+  }
 }
+
+/** Parameters with some changed; "" takes one away. @param {Params} params @param {Params} set */
+const merged = (params, set) =>
+  Object.fromEntries(Object.entries({ ...params, ...set }).filter(([, text]) => text !== ""));

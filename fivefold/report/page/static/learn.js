@@ -86,7 +86,7 @@ class Lesson {
         el("option", { value, selected: value === now }, value),
       );
       const onchange = (/** @type {Event} */ event) =>
-        this.show({ ...this.params, [name]: /** @type {HTMLSelectElement} */ (event.target).value }, 0);
+        this.show({ ...this.view.choices, ...this.params, [name]: /** @type {HTMLSelectElement} */ (event.target).value }, 0);
       return el("label", {}, `${choice.label} `, el("select", { name, onchange }, ...options));
     });
     // Where focus was, it stays.
