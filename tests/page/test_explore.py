@@ -29,6 +29,16 @@ CONFIG = {
 }
 SCRIPT = "<img src=x onerror='window.hacked=1'><script>window.hacked=1</script>"
 NAMES = {"_name_or_path": SCRIPT, "architectures": [SCRIPT]}
+# Of 40 moves few come to a layout that was there before, whose answer the page still has.
+MOVES = [
+    *(("cp", "ArrowRight", 3), ("pp", "ArrowLeft", 3), ("tp", "ArrowRight", 2)),
+    *(("cp", "ArrowLeft", 3), ("tp", "ArrowLeft", 1), ("pp", "ArrowRight", 2)),
+    *(("cp", "ArrowRight", 2), ("tp", "ArrowLeft", 1), ("cp", "ArrowLeft", 1)),
+    *(("pp", "ArrowLeft", 2), ("cp", "ArrowRight", 2), ("dp", "ArrowLeft", 2)),
+    *(("tp", "ArrowRight", 1), ("cp", "ArrowLeft", 1), ("pp", "ArrowLeft", 1)),
+    *(("cp", "ArrowLeft", 2), ("dp", "ArrowRight", 3), ("cp", "ArrowRight", 3)),
+    *(("tp", "ArrowRight", 1), ("dp", "ArrowLeft", 4)),
+]
 PICTURES = ("memory", "time", "map", "timeline", "traffic")
 
 
@@ -250,21 +260,21 @@ def test_dragging_asks_for_the_latest_only(page: Page, site: str) -> None:
 def test_the_delay_of_a_slider(page: Page, site: str, capsys: pytest.CaptureFixture[str]) -> None:
     """At 16,384 GPUs; only a quiet machine is held to the figures."""
     show(page, site, {})
-    page.wait_for_timeout(1500)
-    moves = [("cp", "ArrowRight", 3), ("cp", "ArrowLeft", 3), ("pp", "ArrowLeft", 3)]
-    moves += [("pp", "ArrowRight", 3), ("tp", "ArrowRight", 4), ("tp", "ArrowLeft", 4)]
-    for axis, key, times in moves * 2:
+    page.locator(".panel-ranking table").wait_for()  # the planner is done
+    seen: set[str] = set()
+    for axis, key, times in MOVES:
         for _ in range(times):
             number = painted(page)
             slider(page, axis).press(key)
             after(page, number)
+            seen.add(page.url)
     entries = "performance.getEntriesByName('fivefold:repaint').map(one => one.duration)"
     found: list[float] = page.evaluate(entries)[1:]  # the first shows the page
     assert len(found) >= 40
     with capsys.disabled():
         print(
-            f"\n{len(found)} slider moves at 16,384 GPUs: median {statistics.median(found):.0f} ms,"
-            f" worst {max(found):.0f} ms"
+            f"\n{len(found)} slider moves to {len(seen)} layouts at 16,384 GPUs: "
+            f"median {statistics.median(found):.0f} ms, worst {max(found):.0f} ms"
         )
     if os.environ.get("FIVEFOLD_BENCH") == "1":
         assert statistics.median(found) < 100

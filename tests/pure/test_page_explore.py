@@ -17,7 +17,7 @@ from fivefold.core.errors import FivefoldError
 from fivefold.core.estimate.outlook import held_by, held_by_places
 from fivefold.core.layout import Layout
 from fivefold.core.traffic import Entry, listed
-from fivefold.report.page import explore, sliders
+from fivefold.report.page import explore, sliders, twins
 from fivefold.report.page.state import CONTEXTS, RECOMPUTES, SCHEDULES, State
 
 SMALL = {"model": "llama-7b", "gpus": "16", "tp": "2", "pp": "2", "batch": "64"}
@@ -247,7 +247,7 @@ def test_the_fullest_rank_is_the_fullest_place() -> None:
 
 
 def test_traffic_is_what_the_runtime_records() -> None:
-    view = explore.view(MIXED)["traffic"]
+    view = explore.pictures(MIXED)["traffic"]
     wanted = listed(State.parse(MIXED).plan())
     assert wanted is not None
     assert sum(row["calls"] for row in view["rows"]) == sum(one["count"] for one in wanted)
@@ -268,7 +268,8 @@ def test_an_all_reduce_sends_what_its_two_halves_send() -> None:
 
 
 def test_an_asynchronous_schedule_says_why_it_has_no_traffic() -> None:
-    view = explore.view(SMALL | {"schedule": "pipedream"})
+    params = SMALL | {"schedule": "pipedream"}
+    view = explore.view(params) | explore.pictures(params)
     assert view["traffic"]["rows"] == []
     assert "asynchronous" in view["traffic"]["refused"]
     assert "asynchronous" in " ".join(explore.TEXTS["traffic"](view))
@@ -294,7 +295,7 @@ def test_an_illegal_job_says_why_and_what_is_near() -> None:
     assert len(view["problem"]["nearest"]) == 3
     for near in view["problem"]["nearest"]:
         assert explore.view(view["state"] | near["set"])["problem"] is None
-    lines = explore.text(view)
+    lines = twins.lines({"explore": view}, None)
     assert any("tp=3 does not divide heads 32" in line for line in lines)
 
 
@@ -314,8 +315,8 @@ def test_gpus_that_no_layout_divides() -> None:
 
 @pytest.mark.parametrize("params", [{}, SMALL, MIXED, {"model": "gpt2"}])
 def test_texts_fit_a_terminal_and_say_the_same_numbers(params: dict[str, str]) -> None:
-    view = explore.view(params)
-    lines = explore.text(view)
+    found = twins.answers("explore", params, "traffic", None, lambda share: None)
+    view, lines = found["explore"], list(twins.lines(found, None))
     assert max(map(len, lines)) <= 100
     if view["problem"] is None:
         words = "\n".join(lines)

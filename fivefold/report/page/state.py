@@ -21,7 +21,7 @@ from fivefold.core.keys import sort_out
 from fivefold.core.layout import MOST_RANKS, ContextKind, Layout, Order, parse_zero
 from fivefold.core.plan import Plan, Wishes, job_of, resolve
 from fivefold.core.recompute import Recompute
-from fivefold.core.rules import MOST_TOKENS, problems
+from fivefold.core.rules import MOST_TOKENS, Job, problems
 from fivefold.core.schedule.catalog import AUTO, FAMILIES, Family, family, names
 from fivefold.core.shape import Shape
 
@@ -162,8 +162,8 @@ class State:
             layout = self.layout()
         except IllegalLayout as error:
             return error.reasons
-        job = job_of(self.wishes(), self.family, self.seq)
-        return problems(layout, self.shape(), **job)
+        job = (self.batch, self.microbatch_size, self.chunks, self.gpus, self.schedule, self.seq)
+        return problems(layout, self.shape(), **_job(*job, self.also))
 
     def plan(self) -> Plan:
         """The job resolved; an illegal one is refused with every reason."""
@@ -204,6 +204,23 @@ def _also(text: str) -> _Also:
 @lru_cache(maxsize=8)
 def _shape(model: str, also: str) -> Shape:
     return models.with_overrides(models.load(model), _also(also).model)
+
+
+@lru_cache(maxsize=256)
+def _job(
+    batch: int, microbatch_size: int, chunks: int, gpus: int, schedule: str, seq: int, also: str
+) -> Job:
+    """What the rules know beside the layout: a hundred values of inputs are judged by the same."""
+    state = State(
+        batch=batch,
+        microbatch_size=microbatch_size,
+        chunks=chunks,
+        gpus=gpus,
+        schedule=schedule,
+        seq=seq,
+        also=also,
+    )
+    return job_of(state.wishes(), state.family, seq)
 
 
 @lru_cache(maxsize=64)
