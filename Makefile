@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: setup train test test-page lint types verify-all bench-schedule bench-overlap bench-pipeline bench-context bench-expert bench-gpu bench-logging bench-plan chaos learn score clean
+.PHONY: setup train test test-page page-pictures lint types verify-all bench-schedule bench-overlap bench-pipeline bench-context bench-expert bench-gpu bench-logging bench-plan chaos learn score clean
 
 setup: $(READY)
 
@@ -26,6 +26,11 @@ test: setup lint
 test-page: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[browser]"
 	FIVEFOLD_BENCH=1 $(BIN)/python -m pytest -q -rs -s tests/page
+
+# The pictures of the page in README and docs.
+page-pictures: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[browser]"
+	$(BIN)/python -m tests.page.pictures
 
 lint: setup
 	$(BIN)/ruff check -q .

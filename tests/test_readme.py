@@ -22,6 +22,8 @@ PICTURE = "docs/pictures/"
 
 def fivefold(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     (folder / PICTURE).mkdir(parents=True, exist_ok=True)
+    if not (folder / "examples").exists():
+        (folder / "examples").symlink_to(ROOT / "examples")
     command = [sys.executable, "-m", "fivefold", *words]
     narrow = {**os.environ, "COLUMNS": "80"}  # drawings are as wide as their terminal
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=narrow)
