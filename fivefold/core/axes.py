@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from typing import NamedTuple
 
 from fivefold.core.plan import Plan
@@ -22,6 +23,15 @@ _SUMMED = 4  # bytes: the narrowest type that losses and partial gradients are s
 COUNT = 8  # bytes: the number of tokens, float64; the number of an expert, int64
 _TOTALS = 24  # bytes: the loss, the squared norm and wishes to stop, float64
 _TOTALS_OF_STREAM = 16  # nobody stops an asynchronous run
+# How often a rank sends its input buffer, by the number of ranks in the group.
+_SENT: dict[str, Callable[[int], float]] = {
+    "all_gather": lambda ranks: ranks - 1.0,
+    "reduce_scatter": lambda ranks: 1 - 1 / ranks,
+    "all_reduce": lambda ranks: 2 - 2 / ranks,
+    "all_to_all": lambda ranks: 1 - 1 / ranks,
+    "send": lambda ranks: 1.0,
+    "recv": lambda ranks: 0.0,
+}
 
 
 class Call(NamedTuple):
@@ -31,6 +41,15 @@ class Call(NamedTuple):
     kind: str
     bytes: int
     group: int
+
+    @property
+    def sent(self) -> float:
+        """Bytes that this rank gives to its links, where rings carry them.
+
+        >>> Call("tp", "all_gather", 10, 4).sent, Call("tp", "reduce_scatter", 40, 4).sent
+        (30.0, 30.0)
+        """
+        return self.bytes * _SENT[self.kind](self.group)
 
 
 class Chunk(NamedTuple):

@@ -12,14 +12,12 @@ from fivefold.core.estimate.outlook import COMPUTE
 from fivefold.core.estimate.planner import setting_of
 from fivefold.core.estimate.simulate import forecast
 from fivefold.core.plan import Plan
-from fivefold.core.replayed import DATA, Expectation, covered
+from fivefold.core.replayed import DATA, INSIDE, Expectation, covered
 from fivefold.core.schedule.action import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Step
 from fivefold.core.schedule.costs import Costs
 from fivefold.core.schedule.transfers import merged
 from fivefold.core.schedule.value import Schedule
 from fivefold.core.spans import RankSpans
-
-_INSIDE = ("tp", "cp", "ep")
 
 
 def from_plan(plan: Plan) -> Expectation | None:
@@ -38,8 +36,8 @@ def from_plan(plan: Plan) -> Expectation | None:
     scaled = Costs(
         *(tuple(factor * each for each in column) for column in times), overlap=costs.overlap
     )
-    busy = sum(known.parts.get(name, 0.0) for name in (*COMPUTE, "launch", *_INSIDE))
-    shares = {axis: known.parts.get(axis, 0.0) / busy for axis in _INSIDE}
+    busy = sum(known.parts.get(name, 0.0) for name in (*COMPUTE, "launch", *INSIDE))
+    shares = {axis: known.parts.get(axis, 0.0) / busy for axis in INSIDE}
 
     def inside(step: Step) -> Mapping[str, float]:
         return {axis: share * scaled.of(step) for axis, share in shares.items()}

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast, get_args
 
 from fivefold.core.errors import BadFile, FivefoldError, IllegalLayout, UnknownName, did_you_mean
 from fivefold.core.schedule.placement import MOST_CHUNKS
@@ -34,6 +34,14 @@ AXES = ("dp", "tp", "pp", "cp", "ep", "etp", "edp", "replicate", "shard", "fsdp"
 MOST_RANKS = 1 << 20
 ZERO_NAMES = {"NO_SHARD": 0, "SHARD_GRAD_OP": 2, "FULL_SHARD": 3}
 _TEXT_KEYS = ("dp", "tp", "pp", "cp", "ep", "etp", "order")
+_Whole = TypeVar("_Whole", int, "NDArray[numpy.int64]")
+
+
+class Extent(NamedTuple):
+    """How many ranks a group has, and how far apart they stand in the line of all ranks."""
+
+    size: int
+    stride: int
 
 
 class Coord(NamedTuple):
@@ -227,8 +235,8 @@ class Layout:
         spans = [slice(first, first + size * stride, stride) for first in firsts]
         return tuple(sorted(tuple(stage[span]) for stage in stages for span in spans))
 
-    def extent(self, axis: str) -> tuple[int, int]:
-        """Size and stride of `axis` where ranks are numbered tp fastest, then cp, dp and pp."""
+    def extent(self, axis: str) -> Extent:
+        """The groups of `axis` in a line of all ranks with tp fastest, then cp, dp and pp."""
         row = self.tp * self.cp
         extents = {
             "pp": (self.pp, self.stage_size),
@@ -244,14 +252,18 @@ class Layout:
             "ep": (self.ep, self.etp),
         }
         if axis == "edp":
-            return self.edp, self.etp * self.ep
+            return Extent(self.edp, self.etp * self.ep)
         if axis not in extents:
             raise UnknownName("axis", axis, AXES)
-        return extents[axis]
+        return Extent(*extents[axis])
 
     def tier(self, axis: str, machine: Machine) -> Tier:
         """The slowest link tier that any group of `axis` spans on `machine`."""
-        first, last = self._ends(axis)
+        return self.tier_along(self.extent(axis), machine)
+
+    def tier_along(self, extent: Extent, machine: Machine) -> Tier:
+        """The same for any groups that a line of ranks falls into."""
+        first, last = self._ends(extent)
         for tier in machine.tiers:
             if tier.size is None or (first // tier.size == last // tier.size).all():
                 return tier
@@ -279,24 +291,26 @@ class Layout:
         if not self.folds:
             raise IllegalLayout(str(self), [self.folding_rule()], [])
 
-    def _ends(self, axis: str) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64]]:
-        """The first and the last rank of every group of `axis`."""
+    def _ends(self, extent: Extent) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64]]:
+        """The first and the last rank of every group."""
         import numpy
 
-        numbers: Any = numpy.arange(self.stage_size)
-        if axis == "pp":
-            return self._rank_at(numbers, 0), self._rank_at(numbers, self.pp - 1)
-        size, stride = self.extent(axis)
-        firsts, stages = numbers[numbers // stride % size == 0], numpy.arange(self.pp)[:, None]
+        size, stride = extent
+        line = numpy.arange(self.world, dtype=numpy.int64)
+        firsts = line[line // stride % size == 0]
         lasts = firsts + (size - 1) * stride
-        return self._rank_at(firsts, stages), self._rank_at(lasts, stages)
+        first, last = (
+            self._rank_at(each % self.stage_size, each // self.stage_size)
+            for each in (firsts, lasts)
+        )
+        return first, last
 
-    def _rank_at(self, number: Any, stage: Any) -> Any:
+    def _rank_at(self, number: _Whole, stage: _Whole) -> _Whole:
         """The rank with this number inside this stage; of whole arrays too."""
+        row = self.tp * self.cp
         if self.order == "tp-cp-dp-pp":
             return number + self.stage_size * stage
-        data, inner = divmod(number, self.tp * self.cp)
-        return inner + self.tp * self.cp * (stage + self.pp * data)
+        return number % row + row * (stage + self.pp * (number // row))
 
     def _place(self, rank: int) -> tuple[int, int]:
         """The number inside its stage, and the stage, of a rank."""

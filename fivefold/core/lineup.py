@@ -1,22 +1,15 @@
 """Lineup: a layout as a few numbers, from which anybody can list the group of any rank.
 
 All ranks stand in a line with tp fastest, then cp, dp and pp, whichever `order` places them on
-the machine. There every axis is one (size, stride) pair, and only the way from a rank to its
-place in the line depends on the order. A picture needs no more to light up groups.
+the machine. There every axis is one `Extent`, and only the way from a rank to its place in the
+line depends on the order. A picture needs no more to light up groups.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from fivefold.core.layout import Layout
-
-
-class Extent(NamedTuple):
-    """How many ranks, and how far apart."""
-
-    size: int
-    stride: int
+from fivefold.core.layout import Extent, Layout
 
 
 class Lineup(NamedTuple):
@@ -56,8 +49,3 @@ def lineup(layout: Layout) -> Lineup:
         return Lineup((Extent(layout.world, 1),))
     row = layout.tp * layout.cp
     return Lineup((Extent(row, 1), Extent(layout.dp, row * layout.pp), Extent(layout.pp, row)))
-
-
-def extent(layout: Layout, axis: str) -> Extent:
-    """The extent of an axis in the line."""
-    return Extent(*layout.extent(axis))

@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fivefold.core.clock import Timeline
+from fivefold.core.groups import DIMENSIONS
 from fivefold.core.schedule.action import Step
 from fivefold.core.spans import Did, RankSpans, awaited, results
 
-AXES = {"tp": "tp", "cp": "cp", "ring": "cp", "ulysses": "cp", "ep": "ep", "etp": "ep"}
-DATA = "dp"  # every other axis: sums and gathers of data ranks
+INSIDE = ("tp", "cp", "ep")  # dimensions whose collectives are parts of actions
+DATA = "dp"  # all others: sums and gathers of data ranks
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,9 @@ def covered(one: RankSpans) -> list[dict[str, float]]:
     lines: dict[str, list[tuple[float, float]]] = {}
     for call in one.calls:
         if call.axis != "pp":
-            lines.setdefault(AXES.get(call.axis, DATA), []).append((call.begin, call.end))
+            dimension = DIMENSIONS.get(call.axis)
+            axis = dimension if dimension in INSIDE else DATA
+            lines.setdefault(axis, []).append((call.begin, call.end))
     for axis, line in lines.items():
         first = 0
         for begin, end in _joined(line):

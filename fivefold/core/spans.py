@@ -3,7 +3,8 @@
 A span of an action begins when its rank comes to it, and so holds the time in which it waits for
 what another rank sends. `worked` takes that apart: where a receive of the same rank ends inside of
 the span, work begins there; where it does not (a GPU's actions are told in the device's time, its
-receives in the host's), work cannot have begun before the other rank was done.
+receives in the host's), work cannot have begun before the other rank was done. `RunFacts` is what
+else a run's folder tells.
 """
 
 from __future__ import annotations

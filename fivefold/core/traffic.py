@@ -7,7 +7,7 @@ The mesh records what a step really issues; both lists must be equal, so nothing
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -33,15 +33,6 @@ from fivefold.core.schedule.asynchronous import Delays
 from fivefold.core.units import Part, Unit, pack, rows_of
 
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
-# How often a rank sends its input buffer, by the number of ranks in the group.
-SENT: dict[str, Callable[[int], float]] = {
-    "all_gather": lambda ranks: ranks - 1.0,
-    "reduce_scatter": lambda ranks: 1 - 1 / ranks,
-    "all_reduce": lambda ranks: 2 - 2 / ranks,
-    "all_to_all": lambda ranks: 1 - 1 / ranks,
-    "send": lambda ranks: 1.0,
-    "recv": lambda ranks: 0.0,
-}
 
 
 @dataclass(frozen=True)
@@ -56,12 +47,8 @@ class Entry:
 
     @property
     def sent(self) -> float:
-        """Bytes that this rank gives to its links in all of them, where rings carry them.
-
-        >>> Entry("tp", "all_gather", 1, 10, 4).sent, Entry("tp", "reduce_scatter", 1, 40, 4).sent
-        (30.0, 30.0)
-        """
-        return self.count * self.bytes * SENT[self.kind](self.group)
+        """Bytes that this rank gives to its links in all of them."""
+        return self.count * Call(self.axis, self.kind, self.bytes, self.group).sent
 
 
 def predict(

@@ -1,4 +1,4 @@
-"""Numbers with their nouns."""
+"""Numbers with their nouns, and names as sentences have them."""
 
 from __future__ import annotations
 
@@ -12,3 +12,21 @@ def counted(number: float, noun: str) -> str:
     plural = noun + ("es" if noun.endswith("ch") else "s")
     shown = str(number) if isinstance(number, int) else f"{number:g}"
     return f"{shown} {noun if number == 1 else plural}"
+
+
+def span(numbers: range) -> str:
+    """Neighbours by the first and the last of them.
+
+    >>> span(range(4, 8)), span(range(4, 5))
+    ('4–7', '4')
+    """
+    return f"{numbers[0]}–{numbers[-1]}" if len(numbers) > 1 else f"{numbers[0]}"
+
+
+def kind_text(kind: str) -> str:
+    """The kind of a collective.
+
+    >>> kind_text("all_gather")
+    'all-gather'
+    """
+    return kind.replace("_", "-")

@@ -10,6 +10,7 @@ from fivefold.core.clock import Timeline, peak_activations, steady_bubble
 from fivefold.core.schedule.catalog import Family
 from fivefold.core.schedule.closed_form import ClosedForm
 from fivefold.core.words import counted
+from fivefold.report.amounts import percent
 
 _SMALLEST_DECIMAL = 1e-6  # shorter steps would need more decimals than anybody reads
 
@@ -30,11 +31,6 @@ def time_writer(timeline: Timeline) -> Callable[[float], str]:
         return text + "0" if text.endswith(".") else text
 
     return write
-
-
-def percent(share: float) -> str:
-    """A fraction as a percentage with one decimal; adding zero turns −0.0 into 0.0."""
-    return f"{round(100 * share, 1) + 0.0:.1f}%"
 
 
 def headline(timeline: Timeline, makespan: str | None = None) -> str:

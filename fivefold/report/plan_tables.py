@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from fivefold.report.amounts import duration, gib
+from fivefold.report.lines import table
 from fivefold.report.plan_json import entry
-from fivefold.report.plan_text import table
-from fivefold.report.plan_words import duration, gib, loses, name_of
+from fivefold.report.plan_words import loses, name_of
 
 if TYPE_CHECKING:
     from fivefold.core.estimate.outlook import Outlook

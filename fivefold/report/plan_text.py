@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fivefold.report.plan_words import duration, gib, name_of, offloaded
+from fivefold.report.amounts import duration, gib
+from fivefold.report.lines import bar, table
+from fivefold.report.plan_words import name_of, offloaded
 
 if TYPE_CHECKING:
     from fivefold.core.estimate.outlook import Outlook
 
-_BAR = 40  # characters of a full bar
 _HEADS = (
     "", "layout", "ZeRO", "schedule", "batch", "recompute", "GiB", "step", "tokens/s/GPU", "MFU",
     "bubble",
@@ -43,18 +43,6 @@ def _row(place: int, one: Outlook) -> tuple[str, ...]:
     )
 
 
-def table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:
-    """Columns as wide as they need; numbers to the right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        "  ".join(
-            cell.ljust(width) if i in left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-
-
 def detail(one: Outlook) -> list[str]:
     """Memory by category against the limit, and the step by what it is spent on."""
     limit = one.setting.machine.memory
@@ -77,12 +65,6 @@ def detail(one: Outlook) -> list[str]:
     return lines
 
 
-def bar(name: str, amount: str, share: float, mark: str = "█") -> str:
-    """A share with its name and amount."""
-    drawn = mark * round(min(share, 1) * _BAR) + ("▶" if share > 1 else "")
-    return f"          {name:<12}{amount:>11}  {share:>6.1%}  {drawn}".rstrip()
-
-
 def bill(one: Outlook, tokens: float | None, price: float | None) -> list[str]:
     """Days, GPU-hours and money of a whole run."""
     if tokens is None:
@@ -95,16 +77,6 @@ def bill(one: Outlook, tokens: float | None, price: float | None) -> list[str]:
 def said(head: str, sentences: Sequence[str]) -> list[str]:
     """Sentences under a word in the margin."""
     return [f"{head if i == 0 else '':<10}{one}" for i, one in enumerate(sentences)]
-
-
-def wrapped(head: str, words: str, width: int = 100) -> list[str]:
-    """Words behind a head, in lines that are not too long.
-
-    >>> wrapped("note  ", "one two", 9)
-    ['note  one', '      two']
-    """
-    rows = textwrap.wrap(words, width - len(head)) or [""]
-    return [head + rows[0], *(" " * len(head) + row for row in rows[1:])]
 
 
 def front(found: Sequence[Outlook]) -> list[str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from fivefold.report.amounts import duration, gib
+
 if TYPE_CHECKING:
     from fivefold.core.estimate.outlook import Outlook
     from fivefold.core.estimate.why import Neighbour, Takeaway
@@ -24,26 +26,6 @@ _NAMES = {
     "compute": "compute",
 }
 _SMALL = 5e-3  # of a step: a part that changes by less is not told
-
-
-def gib(size: float) -> str:
-    """Bytes as GiB with one decimal.
-
-    >>> gib(3 * 2**29)
-    '1.5 GiB'
-    """
-    return f"{size / 2**30:,.1f} GiB"
-
-
-def duration(seconds: float) -> str:
-    """Seconds with a unit that leaves three digits or so.
-
-    >>> duration(0.0123), duration(4.5678), duration(0.25)
-    ('12.3 ms', '4.57 s', '250 ms')
-    """
-    if abs(seconds) >= 1:
-        return f"{seconds:,.2f} s"
-    return f"{seconds * 1e3:.0f} ms" if abs(seconds) >= 0.1 else f"{seconds * 1e3:.1f} ms"
 
 
 def because(chosen: Outlook, takeaways: list[Takeaway], rival: Outlook | None) -> list[str]:

@@ -9,6 +9,7 @@ from fivefold.core.plan import Plan
 from fivefold.core.progress import GIB, STEPS, Planned, StepRecord, Summary
 from fivefold.core.recipe import Recipe
 from fivefold.core.words import counted
+from fivefold.report.amounts import rough, thousands
 
 _CATEGORIES = {
     "weights": "weights",
@@ -68,18 +69,6 @@ def step_line(record: StepRecord, steps: int, eta: float | None = None) -> str:
     return " | ".join(words)
 
 
-def thousands(number: float) -> str:
-    """Three or four digits.
-
-    >>> thousands(79.62), thousands(79_620), thousands(1_250_000)
-    ('80', '79.6k', '1.2M')
-    """
-    for least, size, unit in ((999_950, 1e6, "M"), (999.5, 1e3, "k")):  # what is rounded up too
-        if number >= least:
-            return f"{number / size:.1f}{unit}"
-    return f"{number:.0f}"
-
-
 def duration(seconds: float) -> str:
     """The time of a step.
 
@@ -87,24 +76,6 @@ def duration(seconds: float) -> str:
     ('412 ms', '12.3 s')
     """
     return f"{seconds * 1e3:.0f} ms" if seconds < 9.9995 else f"{seconds:.1f} s"
-
-
-def rough(seconds: float) -> str:
-    """A time to wait, in its two largest units.
-
-    >>> rough(42.3), rough(780), rough(7500), rough(200_000)
-    ('42s', '13m', '2h 5m', '2d 8h')
-    """
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    minutes = round(seconds / 60)
-    if minutes < 60:
-        return f"{minutes}m"
-    if minutes < 24 * 60:
-        return f"{minutes // 60}h {minutes % 60}m"
-    hours = round(seconds / 3600)
-    return f"{hours // 24}d {hours % 24}h"
 
 
 def summary_text(summary: Summary) -> str:

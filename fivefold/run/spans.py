@@ -46,7 +46,7 @@ def read(folder: Path) -> RunFacts:
     )
 
 
-def spans(folder: Path, step: int) -> StepSpans | None:
+def read_step(folder: Path, step: int) -> StepSpans | None:
     """What ranks did in a step, as the newest start that ran it tells; None where none does."""
     starts = [number for number, (a, b) in _told(folder).items() if a <= step <= b]
     if not starts:

@@ -12,17 +12,21 @@ from urllib.parse import parse_qsl, urlencode
 
 import typer
 
+from fivefold.core import models
 from fivefold.core.errors import FivefoldError, UnknownName
+from fivefold.core.estimate.planner import PRECISIONS
 from fivefold.core.plan import Wishes
 from fivefold.core.spans import RunFacts, StepSpans
 from fivefold.report.files import write_text
 from fivefold.report.page import html, twins
 from fivefold.report.page.begin import state_of
 from fivefold.report.page.questions import Run
+from fivefold.report.page.state import State
 from fivefold.run import records, spans
-from fivefold.verbs.options import progress_bar, with_plan_options
+from fivefold.verbs.options import one_of, progress_bar, with_plan_options
 
 _TABS = ("explore", "learn", "run")
+_LAST_PORT = 65_535
 
 
 @dataclass(frozen=True)
@@ -35,13 +39,20 @@ class _Folder:
         return spans.read(self.path)
 
     def spans(self, step: int) -> StepSpans | None:
-        return spans.spans(self.path, step)
+        return spans.read_step(self.path, step)
 
 
 def _look_up(target: str) -> str:
     """A run folder stands for the plan that it ran."""
-    is_run = (Path(target) / records.RUN).is_file()
-    return str(Path(target) / records.PLAN) if is_run else target
+    folder = Path(target)
+    if (folder / records.RUN).is_file():
+        return str(folder / records.PLAN)
+    if target not in models.presets() and folder.is_dir() and not (folder / "config.json").exists():
+        raise FivefoldError(
+            f"{target} is neither a run, which has a {records.RUN}, nor a model, which has a "
+            "config.json: give the folder that train --out made"
+        )
+    return target
 
 
 def _run(
@@ -56,7 +67,10 @@ def _run(
     ] = None,
     text: Annotated[bool, typer.Option("--text", help="Print the pictures as text.")] = False,
     panel: Annotated[
-        str | None, typer.Option(help="Print one panel only, as in memory, ring or loss.")
+        str | None, typer.Option(help="Print one panel only, as in memory, context or loss.")
+    ] = None,
+    precision: Annotated[
+        str | None, typer.Option(help="Estimate in bf16, fp8, fp16 or fp32.")
     ] = None,
     port: Annotated[int, typer.Option(help="Port of the page; 0 takes a free one.")] = 5555,
     as_json: Annotated[
@@ -64,23 +78,42 @@ def _run(
     ] = False,
 ) -> None:
     """Look at a job, at what parallelism is, and at a run: planned beside measured."""
+    prints = text or as_json
+    if prints + (to_file is not None) > 1:
+        raise FivefoldError("--html writes a file, --text and --json print: choose one")
+    if panel is not None and not prints:
+        raise FivefoldError("--panel picks what is printed: add --text or --json")
+    if not 0 <= port <= _LAST_PORT:
+        raise FivefoldError(f"--port {port}: give a number from 0 to {_LAST_PORT}")
     target = command.params["target"]
     run = _Folder(Path(target)) if _look_up(target) != target else None
-    tab, params = _place(at, wishes, run)
-    if text or as_json:
+    job = _job(wishes, precision and one_of("precision", precision, PRECISIONS), run)
+    tab, params = _place(at, job, run)
+    start = html.Start(_address(tab, params), params if tab == "explore" else job, run is not None)
+    if prints:
         with progress_bar("ask") as on_progress:
             found = twins.answers(tab, params, panel, run, on_progress or _silent)
         typer.echo(json.dumps(found) if as_json else "\n".join(twins.lines(found, panel)))
     elif to_file is not None:
-        _write(to_file, tab, params, run)
+        _write(to_file, start, run)
     else:
-        _serve(_address(tab, params), run, port)
+        _serve(start, run, port)
 
 
-def _place(at: str | None, wishes: Wishes, run: Run | None) -> tuple[str, dict[str, str]]:
+def _job(wishes: Wishes, precision: str | None, run: Run | None) -> dict[str, str]:
+    """What Explore begins with; where a run's plan is none for the page, its usual job."""
+    try:
+        return state_of(wishes, precision).params()
+    except FivefoldError:
+        if run is None:
+            raise
+        return State().params()
+
+
+def _place(at: str | None, job: dict[str, str], run: Run | None) -> tuple[str, dict[str, str]]:
     """The tab and its parameters to begin with."""
     if at is None:
-        return ("run", {}) if run else ("explore", state_of(wishes).params())
+        return ("run", {}) if run else ("explore", job)
     tab, _, query = at.removeprefix("#").partition("?")
     if tab not in _TABS:
         raise UnknownName("tab in --at", tab, _TABS)
@@ -97,16 +130,15 @@ def _silent(share: float) -> None:
     """Nobody looks."""
 
 
-def _write(file: Path, tab: str, params: dict[str, str], run: Run | None) -> None:
+def _write(file: Path, start: html.Start, run: Run | None) -> None:
     """A file with the page, and with every answer that its controls ask for next."""
     from fivefold.report.page import snapshot
 
     html.plotly()
-    job = params if tab == "explore" else {}
     with progress_bar("ask") as on_progress:
-        answers = snapshot.embedded(job, run, on_progress or _silent)
+        answers = snapshot.embedded(start.job, run, on_progress or _silent)
     words = shlex.join(["fivefold", "observe", *_without_file(sys.argv[2:])])
-    write_text(file, html.whole(_address(tab, params), run is not None, answers, words))
+    write_text(file, html.whole(start, answers, words))
     typer.echo(f"{file}: {len(answers):,} answers, {file.stat().st_size / 2**20:.1f} MiB")
 
 
@@ -119,7 +151,7 @@ def _without_file(words: list[str]) -> list[str]:
     return kept
 
 
-def _serve(start: str, run: Run | None, port: int) -> None:
+def _serve(start: html.Start, run: Run | None, port: int) -> None:
     try:
         from fivefold.report.page import server
     except ImportError as error:

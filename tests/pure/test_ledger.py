@@ -361,7 +361,7 @@ def test_the_verdict_is_tight_within_the_band() -> None:
     books = books_of(models.load("llama-3.1-8b"), grid_of(shard=8, zero=3))
     band, need = books.band, books.total.item()
     said = {
-        share: verdict(books, replace(H100, memory=need / share)).item()
+        share: verdict(books.total, band, replace(H100, memory=need / share)).item()
         for share in (0.5, 1 - 1.01 * band, 1 - 0.99 * band, 1 + 0.99 * band, 1 + 1.01 * band)
     }
     assert list(said.values()) == ["fits", "fits", "tight", "tight", "does not fit"]

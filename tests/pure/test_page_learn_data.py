@@ -19,6 +19,7 @@ from fivefold.core.traffic import entries, predict
 from fivefold.report.page.learn import data, tensor
 from fivefold.report.page.learn.data_walk import GRAD_ITEMSIZE, ITEMSIZE, MOST_IN_FLIGHT
 from fivefold.report.page.learn.tensor_example import INNER, PARTS, Example
+from fivefold.report.page.learn.wording import size_text
 
 ZERO_CASES = [
     {"zero": zero, "gather": gather, "microbatches": microbatches, "dp": dp, "model": model}
@@ -54,10 +55,50 @@ def test_frames_move_and_hold_what_the_core_says(case: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("dp", ["2", "4", "8"])
 def test_bytes_a_parameter_by_stage(dp: str) -> None:
-    """2 + 4 + 12: a weight, its gradient in float32, and the optimizer's copy and moments."""
+    """2 + 4 + 12: a weight, its gradient in float32, and the optimizer's copy and moments; while
+    gradients add up, stages 0 and 1 have them whole."""
     over = int(dp)
-    found = [one["per_parameter"] for one in data.view({"dp": dp})["stages"]]
-    assert found == pytest.approx([18, 2 + 16 / over, 2 + 16 / over, 18 / over], rel=1e-6)
+    view = data.view({"dp": dp})
+    found = [one["per_parameter"] for one in view["stages"]]
+    assert found[0] == pytest.approx(sum(view["bytes"].values()), rel=1e-6)
+    assert found == pytest.approx([18, 6 + 12 / over, 2 + 16 / over, 18 / over], rel=1e-6)
+    numel = view["stages"][0]["standing"] / 18
+    stands = [one["standing"] / numel for one in view["stages"]]
+    assert stands == pytest.approx([18, 2 + 16 / over, 2 + 16 / over, 18 / over], rel=1e-6)
+
+
+@pytest.mark.parametrize("model", ["tiny", "llama-3.1-8b"])
+@pytest.mark.parametrize("zero", ["0", "1", "2", "3"])
+def test_what_adds_up_is_what_the_frames_hold(zero: str, model: str) -> None:
+    """Between two microbatches, less what ZeRO-2 and 3 still sum and what ZeRO-3 gathers ahead."""
+    view = data.view({"zero": zero, "model": model, "dp": "4", "microbatches": "2"})
+    stage, frames = view["stages"][int(zero)], view["frames"]
+    last = [at for at, one in enumerate(frames) if one["phase"] == "backward"][5]
+    between = next(one for one in frames[last + 1 :] if one["phase"] in ("wait", "forward"))
+    passing = sum(
+        GRAD_ITEMSIZE * unit["elements"]
+        for unit, words in zip(view["units"], between["gradients"], strict=True)
+        if "summing" in words
+    )
+    gathered = between["held"]["weights"] - min(one["held"]["weights"] for one in frames)
+    assert bool(passing) == (zero in "23") and bool(gathered) == (zero == "3")
+    assert stage["accumulating"] == between["live"][0] - passing - gathered
+    (norm,) = [one for one in frames if one["phase"] == "norm"]
+    assert stage["standing"] == norm["live"][0]
+    assert stage["accumulating"] <= stage["peak"]
+
+
+def test_one_microbatch_adds_nothing_up() -> None:
+    """ZeRO-1 then never has all gradients whole at once, and the panel says so."""
+    for microbatches in "12":
+        view = data.view({"dp": "4", "microbatches": microbatches})
+        one, said = view["stages"][1], " ".join(view["sentences"])
+        assert (one["peak"] < one["accumulating"]) == (microbatches == "1")
+        held = (
+            f"{size_text(one['accumulating'])} while they add up, {size_text(one['standing'])} in"
+        )
+        assert held in said
+        assert (f"and {size_text(one['peak'])} is the most" in said) == (microbatches == "1")
 
 
 def test_stage_1_keeps_whole_gradients_between_microbatches() -> None:
@@ -103,7 +144,9 @@ def test_data_twin_says_the_same_numbers() -> None:
         ]
         assert sum("reduce-scatter" in line or "all-reduce" in line for line in numbered) > 5
         for stage in view["stages"]:
-            assert any(f"{stage['per_parameter']:.2f}" in line for line in lines)
+            (line,) = [line for line in lines if line.startswith(f"ZeRO-{stage['zero']}   ")]
+            sizes = [size_text(stage[key]) for key in ("accumulating", "standing", "peak", "sent")]
+            assert line.split()[1:] == " ".join([f"{stage['per_parameter']:.2f}", *sizes]).split()
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,11 @@ from fivefold.core.errors import FivefoldError, IllegalLayout
 from fivefold.core.memory import static_bytes
 from fivefold.core.plan import Wishes, resolve
 from fivefold.core.traffic import predict
+from fivefold.report.lines import WIDTH
+from fivefold.report.page import explore
 from fivefold.report.page.learn import collectives, landscape, layer
 from fivefold.report.page.learn.choice import Choice
-from fivefold.report.page.learn.wording import COLUMNS, size_text
+from fivefold.report.page.learn.wording import size_text
 
 PANELS = (landscape, layer, collectives)
 
@@ -232,10 +234,30 @@ def test_each_dimension_cuts_its_own() -> None:
     assert cut["layers"] == {"pp"}
     assert cut["experts"] == {"ep"}
     assert cut["weights"] == {"tp", "pp", "ep"}
+    assert cut["gradients"] == {"tp", "pp", "ep"}
     assert cut["optimizer"] == {"tp", "pp", "ep", "zero"}
     assert [bool(frame["moves"]) for frame in view["frames"]] == [False] + [True] * 6
     still = landscape.view({"dp": "1", "cp": "1", "tp": "1", "pp": "1", "ep": "1", "zero": "0"})
     assert not any(frame["moves"] for frame in still["frames"])
+
+
+@pytest.mark.parametrize("zero", ["0", "1", "2", "3"])
+def test_the_landscape_holds_what_explore_says(zero: str) -> None:
+    """Gradients whole under ZeRO-0 and 1, 43.5 GiB, and an eighth of them from stage 2 on."""
+    degrees = {"cp": "2", "tp": "2", "pp": "2", "ep": "2", "zero": zero}
+    view = landscape.view({"model": "mixtral-8x7b", "dp": "4", **degrees})
+    asked = {"model": "mixtral-8x7b", "machine": "h100", "gpus": "32", "batch": "32", "seq": "4096"}
+    parts = explore.view({**asked, **degrees})["memory"]["parts"]
+    first = {name: sizes[0] for name, sizes in parts.items()}
+    holds = view["frames"][-1]["holds"]
+    assert holds["weights"] == first["weights"]
+    assert holds["gradients"] == first["gradients"]
+    assert size_text(holds["gradients"]) == ("43.5 GiB" if zero in "01" else "5.4 GiB")
+    static = sum(first[name] for name in ("weights", "gradients", "master", "optimizer"))
+    assert f"while gradients add up: 782.9 GiB on one device, {size_text(static)} on rank 0" in (
+        " ".join(view["sentences"])
+    )
+    assert any(line.startswith("gradients, while they add up") for line in landscape.text(view))
 
 
 @pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel.TITLE)
@@ -259,7 +281,7 @@ def test_an_impossible_combination_says_why() -> None:
 @pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel.TITLE)
 def test_text_twins_fit_a_terminal(panel: Any) -> None:
     lines = panel.text(panel.view({}))
-    assert max(map(len, lines)) <= COLUMNS
+    assert max(map(len, lines)) <= WIDTH
     assert not any("_" in line for line in lines)
 
 

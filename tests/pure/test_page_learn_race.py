@@ -59,6 +59,22 @@ def test_the_finish_is_that_of_the_closed_forms() -> None:
     assert view["sentences"][0].startswith("Order of the finish: 1. zb-v (25.5), 1. zb-interleaved")
 
 
+def test_zb_h2_is_told_with_what_its_paper_counts() -> None:
+    """Without a bubble in its span; 3 of 27 in a step that a global norm ends."""
+    (said,) = [each for each in pipeline.view({})["sentences"] if "its paper" in each]
+    assert said.startswith("zb-h2 idles 0.0% of its span")
+    assert said.endswith(f"zb-h2 idles {3 / 27:.1%} of it.")
+    params = {"stages": "6", "times": "1:1.1:0.7", "transfer": "0.1", "microbatches": "12"}
+    (said,) = [each for each in pipeline.view(params)["sentences"] if "its paper" in each]
+    schedule = catalog.make("zb-h2", 6, 12)
+    timeline = play(schedule, Costs.uniform(schedule.placement, (1.0, 1.1, 0.7), 0.1))
+    assert 0 < timeline.bubble_span < timeline.bubble_makespan - 0.001
+    assert said.startswith(f"zb-h2 idles {timeline.bubble_span:.1%} of its span")
+    assert said.endswith(f"zb-h2 idles {timeline.bubble_makespan:.1%} of it.")
+    classic = pipeline.view({"schedules": "classic"})
+    assert not any("paper" in each for each in classic["sentences"])
+
+
 def test_those_who_cannot_run_are_named_with_their_rule() -> None:
     view = pipeline.view({"schedules": "bidirectional", "stages": "3"})
     assert [each["name"] for each in view["racers"]] == ["1f1b", "dualpipe-v"]

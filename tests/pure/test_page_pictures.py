@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from fivefold.core import machine
 from fivefold.core.clock import Timeline
 from fivefold.core.errors import FivefoldError
-from fivefold.core.layout import AXES, Layout, Order
-from fivefold.core.lineup import Extent, Lineup, extent, lineup
+from fivefold.core.layout import AXES, Extent, Layout, Order
+from fivefold.core.lineup import Lineup, lineup
 from fivefold.core.plan import Plan, Wishes, resolve
 from fivefold.core.schedule.action import Action, actions_of
 from fivefold.report.page import gpu_map, timeline
@@ -54,7 +54,7 @@ def test_the_line_lists_every_group_of_every_rank(layout: Layout) -> None:
     line = lineup(layout)
     assert sorted(map(line.place, range(layout.world))) == [*range(layout.world)]
     for axis in AXES:
-        along = extent(layout, axis)
+        along = layout.extent(axis)
         for rank in range(layout.world):
             assert line.group(along, rank) == layout.group(axis, rank)
             if axis in layout.coord(rank)._fields:
@@ -64,7 +64,7 @@ def test_the_line_lists_every_group_of_every_rank(layout: Layout) -> None:
 def test_experts_across_a_row_are_listed_too() -> None:
     # Rows of 4 ranks, 6 to an ep group: no list of strides in rank numbers holds both groups.
     layout = Layout.parse("tp=4 dp=3 pp=2 ep=6 order=tp-cp-pp-dp")
-    line, along = lineup(layout), extent(layout, "ep")
+    line, along = lineup(layout), layout.extent("ep")
     assert line.group(along, 0) == (0, 1, 2, 3, 8, 9)
     assert line.group(along, 10) == (10, 11, 16, 17, 18, 19)
 

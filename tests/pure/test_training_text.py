@@ -23,15 +23,14 @@ from fivefold.core.progress import (
     summarize,
 )
 from fivefold.core.recipe import Recipe
+from fivefold.report.amounts import rough, thousands
 from fivefold.report.training_text import (
     duration,
     head,
     out_of_memory,
-    rough,
     step_line,
     summary_text,
     tail,
-    thousands,
 )
 
 PLANNED = Planned(step_s=0.4, tokens_per_s=82_000, mfu=0.41, memory_gib=60.1)

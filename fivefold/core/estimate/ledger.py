@@ -110,10 +110,11 @@ def fits(books: Ledger, machine: Machine) -> NDArray[np.bool_]:
     return books.total <= machine.memory
 
 
-def verdict(books: Ledger, machine: Machine) -> NDArray[np.str_]:
-    """Each layout's `Verdict`; tight: no further from the limit than predictions may be off."""
-    share = books.total / machine.memory
-    sure, lost = share <= 1 - books.band, share > 1 + books.band
+def verdict(total: Array, band: float, machine: Machine) -> NDArray[np.str_]:
+    """Each layout's `Verdict`; tight: no further from the limit than predictions may be off, which
+    is `band`."""
+    share = total / machine.memory
+    sure, lost = share <= 1 - band, share > 1 + band
     return np.where(sure, "fits", np.where(lost, "does not fit", "tight"))
 
 

@@ -88,6 +88,10 @@ def outlook(plan: Plan, setting: Setting, offload: str = "none") -> Outlook:
     asked = (plan.shape, setting.machine, setting.stack, grid, plan.batch.seq, *setting.how)
     books, played = ledger(*asked, spans=plan.stages), forecast(plan, setting, offload)
     host = float(np.asarray(books.host).item())
+    memory = {name: float(np.asarray(each).item()) for name, each in books.parts.items()}
+    if plan.schedule.asynchronous:  # which no search weighs: its ranks differ by what they stash
+        memory = max(held_by_places(plan, setting), key=lambda held: sum(held.values()))
+    total = np.array([sum(memory.values())])
     return Outlook(
         plan=plan,
         setting=setting,
@@ -95,10 +99,10 @@ def outlook(plan: Plan, setting: Setting, offload: str = "none") -> Outlook:
         step=played.step,
         parts=played.parts,
         bubble=played.bubble,
-        memory={name: float(np.asarray(each).item()) for name, each in books.parts.items()},
+        memory=memory,
         host=host,
         disk=float(np.asarray(books.disk).item()),
-        verdict=str(verdict(books, setting.machine).item()),
+        verdict=str(verdict(total, books.band, setting.machine).item()),
         timeline=played.timeline,
     )
 
@@ -124,6 +128,9 @@ def held_by_places(plan: Plan, setting: Setting) -> list[Bytes]:
     )
     asked = (shape, setting.machine, setting.stack, of_plan(plan), plan.batch.seq, *setting.how)
     parts = rank_parts(*asked, stage)
+    if plan.schedule.asynchronous:
+        # An asynchronous rank keeps the weights that microbatches under way have begun with.
+        parts = {**parts, "weights": parts["weights"] * np.array(plan.schedule.weight_versions)}
     columns = {name: np.broadcast_to(each, plan.layout.pp) for name, each in parts.items()}
     return [{name: float(each[i]) for name, each in columns.items()} for i in range(len(held))]
 

@@ -100,12 +100,13 @@ def inquiry(
     runs_in = precision if precision in _RUNS else "bf16"
     if runs_in != precision:
         notes.append(f"estimated in {precision}; the runtime and the written plan have {runs_in}")
-    wishes = replace(wishes, seq=seq, precision=_runtime(runs_in))
+    wishes = replace(wishes, seq=seq, precision=runtime_precision(runs_in))
     question = Question(shape, gpus, seq, batch, domains(machine), fixed)
     return Inquiry(wishes, shape, question, setting, tuple(notes))
 
 
-def _runtime(name: str) -> Precision:
+def runtime_precision(name: str) -> Precision:
+    """What a run computes in that is estimated in this; the runtime has no fp8."""
     return "fp32" if name == "fp32" else "fp16" if name == "fp16" else "bf16"
 
 

@@ -6,34 +6,40 @@ from dataclasses import replace
 from typing import Any
 
 from fivefold.core import machine, models
+from fivefold.core.count import parameters
 from fivefold.core.errors import FivefoldError
 from fivefold.core.estimate.planner import answer, inquiry
 from fivefold.core.layout import Layout
 from fivefold.core.plan import Plan, Wishes, resolve
-from fivefold.report.page.state import ALSO, HEADROOM, KERNELS, SCHEDULES, State
+from fivefold.report.page.state import ALSO, HEADROOM, KERNELS, SCHEDULES, State, keys_of
 
 _HERE = "laptop"  # where a plan names no machine
+_USUAL = ("h100", 8)  # where nobody says on what
+_TOKENS_PER_PARAMETER = 20  # of a whole run, where nobody says: Hoffmann and others, 2022
 _DERIVED = ("gather", "ep_nodes", "stage_layers")
 
 
-def state_of(wishes: Wishes) -> State:
-    """The state of these wishes: the default job where nothing is said but its model, the
-    planner's best where GPUs are given and no layout, else the plan as it is."""
-    usual = State()
+def state_of(wishes: Wishes, precision: str | None = None) -> State:
+    """The state of these wishes: the default job where nothing is said, the planner's best where no
+    layout is, else the plan as it is."""
+    usual, precision = State(), precision or wishes.precision
     if wishes == Wishes(model=usual.model):
-        return usual
+        return replace(usual, precision=precision)
+    if wishes == Wishes(model=wishes.model):
+        place, gpus = _USUAL
+        wishes = replace(wishes, machine=place, gpus=gpus)
     wishes = replace(wishes, machine=wishes.machine or _HERE)
     if wishes.layout == Wishes.layout and (wishes.gpus or 1) > 1:
-        how: dict[str, Any] = {"headroom": HEADROOM, "kernels": KERNELS, "imbalance": 1.0}
-        place = machine.load(wishes.machine or _HERE)
-        asked = inquiry(wishes, place, {}, precision=wishes.precision, **how)
-        return of_plan(answer(asked, 1).plans[0].plan)
-    return of_plan(resolve(wishes))
+        cluster = machine.load(wishes.machine or _HERE)
+        how: dict[str, Any] = {"headroom": HEADROOM, "kernels": KERNELS}
+        asked = inquiry(wishes, cluster, {}, precision=precision, **how)
+        return of_plan(answer(asked, 1).plans[0].plan, precision)
+    return of_plan(resolve(wishes), precision)
 
 
-def of_plan(plan: Plan) -> State:
+def of_plan(plan: Plan, precision: str) -> State:
     """A resolved plan as a state."""
-    layout, wishes = plan.layout, plan.wishes
+    wishes = plan.wishes
     if wishes.machine not in machine.presets():
         known = ", ".join(machine.presets())
         raise FivefoldError(f"--machine {wishes.machine}: the page knows presets only: {known}")
@@ -47,22 +53,13 @@ def of_plan(plan: Plan) -> State:
         model=wishes.model if named else State.model,
         config="" if named else models.text_of(wishes.model),
         machine=wishes.machine or _HERE,
-        gpus=layout.world,
-        tp=layout.tp,
-        cp=layout.cp,
-        pp=layout.pp,
-        ep=layout.ep,
-        etp=layout.etp,
-        replicate=layout.replicate,
-        zero=layout.zero,
-        schedule=wishes.schedule,
-        chunks=layout.chunks,
-        context=layout.context,
-        recompute=str(plan.recompute),
-        microbatch_size=plan.batch.microbatch_size,
+        gpus=plan.layout.world,
         seq=plan.batch.seq,
-        batch=plan.batch.dp * plan.batch.microbatch_size * plan.batch.microbatches,
+        batch=plan.batch.sequences,
+        precision=precision,
+        tokens=float(f"{_TOKENS_PER_PARAMETER * parameters(plan.shape).total:.3g}"),
         also=_also(plan),
+        **keys_of(plan),
     )
 
 

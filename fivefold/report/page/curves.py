@@ -8,7 +8,6 @@ larger batch is taken and said: what a rank holds does not depend on it.
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -24,9 +23,9 @@ from fivefold.core.estimate.space import Question
 from fivefold.core.estimate.sweep import STRATEGIES
 from fivefold.core.plan import Plan, resolve
 from fivefold.core.rules import context_rule, divisors, positions_rule
+from fivefold.report.lines import table, wrapped
 from fivefold.report.page.ranking import LAYOUT, Progress, View, inquiry_of, job_of
 from fivefold.report.page.state import State
-from fivefold.report.plan_text import table
 
 LENGTHS = tuple(2048 << place for place in range(10))  # to one million tokens
 # The axis that a strategy is named after must be there, or its line would be that of data alone.
@@ -168,7 +167,7 @@ def text(found: View) -> list[str]:
         "",
     ]
     for name, one in named:
-        lines += textwrap.wrap(f"{name:<15}{words(one)}", 100, subsequent_indent=" " * 15)
+        lines += wrapped(words(one), f"{name:<15}")
     return lines
 
 

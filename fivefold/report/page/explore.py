@@ -21,11 +21,11 @@ from fivefold.core.errors import FivefoldError, IllegalLayout
 from fivefold.core.estimate.outlook import Outlook
 from fivefold.core.layout import Layout
 from fivefold.core.plan import Plan
+from fivefold.report.amounts import duration, gib
+from fivefold.report.lines import wrapped
 from fivefold.report.page import curves, gpu_map, memory, sliders, timeline, timing, traffic
-from fivefold.report.page.state import State
+from fivefold.report.page.state import State, degrees_of
 from fivefold.report.plan_resolved import readings
-from fivefold.report.plan_text import wrapped
-from fivefold.report.plan_words import duration, gib
 
 View = dict[str, Any]
 CONFIG_FILE = "config.json"
@@ -92,18 +92,7 @@ def _near(state: State, error: IllegalLayout) -> list[View]:
 
 def _nearest(state: State, asked: State, label: str) -> View:
     layout = Layout.parse(label.partition("(")[0])
-    other = replace(
-        asked,
-        gpus=layout.world,
-        tp=layout.tp,
-        cp=layout.cp,
-        pp=layout.pp,
-        ep=layout.ep,
-        etp=layout.etp,
-        replicate=layout.replicate,
-    )
-    if (other.pp == 1) != (asked.pp == 1):
-        other = replace(other, chunks=other.family.chunks_on(other.pp, None))
+    other = sliders.settled(asked, {"gpus": layout.world, **degrees_of(layout)})
     words = label if asked.seq == state.seq else f"seq={asked.seq} {label}"
     return {"label": words, "set": sliders.changed(state, other)}
 
@@ -162,25 +151,17 @@ def _numbers_text(found: View) -> list[str]:
                 f"{one['gpu_hours']:,.0f} GPU-hours"),
         *(("note", note) for note in one["notes"]),
     ]  # fmt: skip
-    return [row for head, words in lines for row in wrapped(f"{head:<10}", words)]
-
-
-def _problem_text(found: View) -> list[str]:
-    problem = found["problem"]
-    lines = ["this job cannot be:"]
-    lines += [row for reason in problem["reasons"] for row in wrapped("  - ", reason)]
-    near = [f"  - {one['label']}" for one in problem["nearest"]]
-    return [*lines, *(["nearest legal layouts:", *near] if near else [])]
+    return [row for head, words in lines for row in wrapped(words, f"{head:<10}")]
 
 
 def _twin(part: str, text: Callable[[View], list[str]]) -> Callable[[View], list[str]]:
-    """A text of one part of the answer, or why there is none."""
-    return lambda found: text(found[part]) if part in found else _problem_text(found)
+    """A text of one part of the answer."""
+    return lambda found: text(found[part])
 
 
 # By the names of `--panel`; each takes the whole answer.
 TEXTS: dict[str, Callable[[View], list[str]]] = {
-    "numbers": lambda found: _problem_text(found) if found["problem"] else _numbers_text(found),
+    "numbers": _numbers_text,
     "sliders": _twin("sliders", sliders.text),
     "memory": _twin("memory", memory.text),
     "time": _twin("time", timing.text),

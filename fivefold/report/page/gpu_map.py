@@ -19,17 +19,17 @@ from itertools import pairwise
 from typing import Any
 
 from fivefold.core.errors import FivefoldError
-from fivefold.core.layout import Layout
-from fivefold.core.lineup import Extent, Lineup, extent, lineup
+from fivefold.core.layout import Extent, Layout
+from fivefold.core.lineup import Lineup, lineup
 from fivefold.core.machine import Machine
 from fivefold.core.plan import Plan
-from fivefold.core.words import counted
+from fivefold.core.words import counted, span
+from fivefold.report.lines import WIDTH
 
 View = dict[str, Any]
 MARKS = {"tp": "t", "cp": "c", "dp": "d", "pp": "p", "ep": "e"}
 _MOST_NODES = 64
 _MOST_NAMED = 4
-_WIDTH = 100
 
 
 def view(plan: Plan) -> View:
@@ -72,12 +72,12 @@ def _axes(layout: Layout) -> Iterator[str]:
         yield "etp"
     if layout.ep > 1 and layout.edp > 1:
         yield "edp"
-    if layout.extent("fsdp") != layout.extent("dp") and layout.extent("fsdp")[0] > 1:
+    if layout.extent("fsdp") != layout.extent("dp") and layout.extent("fsdp").size > 1:
         yield "fsdp"
 
 
 def _axis(layout: Layout, machine: Machine, axis: str) -> View:
-    size, stride = extent(layout, axis)
+    size, stride = layout.extent(axis)
     tier = layout.tier(axis, machine).name if size > 1 else None
     return {"axis": axis, "size": size, "stride": stride, "tier": tier}
 
@@ -86,7 +86,7 @@ def _held(plan: Plan, place: int) -> str:
     """The stages of a pipeline rank and their layers: "stages 1 and 3: layers 4–7 and 12–15"."""
     numbers = plan.schedule.placement.held(place)
     spans = [plan.stages[number] for number in numbers]
-    layers = [f"{one[0]}–{one[-1]}" if len(one) > 1 else f"{one[0]}" for one in spans]
+    layers = [*map(span, spans)]
     word = "stage" if len(numbers) == 1 else "stages"
     noun = "layer" if sum(map(len, spans)) == 1 else "layers"
     return f"{word} {_and(map(str, numbers))}: {noun} {_and(layers)}"
@@ -160,7 +160,7 @@ def _drawn(view: View, groups: dict[str, tuple[int, ...]], rank: int) -> Iterato
     )
     yield f"@ rank {rank}" + (f" · {words}" if words else "") + "; by node:"
     gutter = len(f"node {num_nodes - 1} ")
-    across = max(1, (_WIDTH - gutter) // (node + 1))
+    across = max(1, (WIDTH - gutter) // (node + 1))
     for first in range(0, num_nodes, across):
         nodes = range(first, min(num_nodes, first + across))
         boxes = ("".join(letters[one * node : (one + 1) * node]) for one in nodes)

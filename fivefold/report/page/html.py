@@ -9,11 +9,11 @@ import json
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fivefold import __version__
 from fivefold.core.errors import FivefoldError
-from fivefold.report.page.questions import LESSONS, choices
+from fivefold.report.page.questions import LESSONS
 
 STATIC = Path(__file__).parent / "static"
 INSTALL = "pip install 'fivefold[page]'"
@@ -21,7 +21,15 @@ _OTHERS = "style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; base-ur
 _PREFIX = "fivefold/"
 
 
-def live(start: str, has_run: bool) -> tuple[str, str]:
+class Start(NamedTuple):
+    """With what a page opens: its address, the job of Explore, and whether there is a run."""
+
+    address: str
+    job: Mapping[str, str]
+    has_run: bool
+
+
+def live(start: Start) -> tuple[str, str]:
     """The page of a server, and the policy that keeps other scripts from running in it."""
     modules = {_PREFIX + path.name: f"/static/{path.name}" for path in _modules()}
     names = json.dumps({"imports": modules})
@@ -32,7 +40,7 @@ def live(start: str, has_run: bool) -> tuple[str, str]:
     )
     head = "\n".join(f'<link rel="stylesheet" href="/static/{path.name}">' for path in _sheets())
     scripts = [
-        _data("site", json.dumps(_facts(start, has_run, live=True))),
+        _data("site", json.dumps(_facts(start, live=True))),
         f'<script type="importmap">{names}</script>',
         '<script src="/plotly.js"></script>',
         '<script type="module" src="/static/main.js"></script>',
@@ -40,12 +48,12 @@ def live(start: str, has_run: bool) -> tuple[str, str]:
     return _page(head, scripts), policy
 
 
-def whole(start: str, has_run: bool, answers: Mapping[str, Any], command: str) -> str:
+def whole(start: Start, answers: Mapping[str, Any], command: str) -> str:
     """A page that opens without a server, with every answer that it can show."""
     policy = f"default-src 'none'; script-src 'unsafe-inline' data:; {_OTHERS}"
     modules = {_PREFIX + path.name: _inline(path) for path in _modules()}
     packed = gzip.compress(json.dumps(answers).encode(), mtime=0)
-    facts = _facts(start, has_run, live=False) | {"command": command}
+    facts = _facts(start, live=False) | {"command": command}
     head = (
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         f"<style>{''.join(path.read_text('utf-8') for path in _sheets())}</style>"
@@ -71,18 +79,19 @@ def plotly() -> Path:
     raise FivefoldError(f"the page draws with Plotly, which is not installed: {INSTALL}")
 
 
-def _facts(start: str, has_run: bool, *, live: bool) -> dict[str, Any]:
+def _facts(start: Start, *, live: bool) -> dict[str, Any]:
     lessons = {
         name: {
             "title": module.TITLE,
-            "choices": {each: vars(choice) for each, choice in choices(name).items()},
+            "choices": {each: vars(choice) for each, choice in module.CHOICES.items()},
         }
         for name, module in LESSONS.items()
     }
     return {
         "live": live,
-        "run": has_run,
-        "start": start,
+        "run": start.has_run,
+        "start": start.address,
+        "job": dict(start.job),
         "version": __version__,
         "lessons": lessons,
     }

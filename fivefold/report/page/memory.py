@@ -13,9 +13,9 @@ from typing import Any
 
 from fivefold.core.estimate.outlook import Outlook, held_by_places
 from fivefold.core.plan import Plan
-from fivefold.core.words import counted
-from fivefold.report.plan_text import bar
-from fivefold.report.plan_words import gib
+from fivefold.core.words import counted, span
+from fivefold.report.amounts import gib
+from fivefold.report.lines import bar
 
 View = dict[str, Any]
 _MOST_LINES = 16  # of places, in a terminal
@@ -49,13 +49,13 @@ def _layers(plan: Plan, place: int) -> str:
     """`layers 0–7, 64–71`: those of each chunk, neighbours joined."""
     spans: list[range] = []
     for number in sorted(plan.schedule.placement.held(place)):
-        span = plan.stages[number]
-        if spans and spans[-1].stop == span.start:
-            spans[-1] = range(spans[-1].start, span.stop)
+        layers = plan.stages[number]
+        if spans and spans[-1].stop == layers.start:
+            spans[-1] = range(spans[-1].start, layers.stop)
         else:
-            spans.append(span)
-    words = ", ".join(f"{one.start}–{one[-1]}" if len(one) > 1 else f"{one.start}" for one in spans)
-    return f"{'layer' if sum(map(len, spans)) == 1 else 'layers'} {words}"
+            spans.append(layers)
+    noun = "layer" if sum(map(len, spans)) == 1 else "layers"
+    return f"{noun} {', '.join(map(span, spans))}"
 
 
 def text(found: View) -> list[str]:

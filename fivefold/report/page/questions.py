@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from types import ModuleType
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from fivefold.core.errors import FivefoldError, IllegalLayout, UnknownName
+from fivefold.core.spans import RunFacts, StepSpans
 from fivefold.report.page import curves, explore, ranking, run_view
 from fivefold.report.page.learn import (
     collectives,
@@ -25,8 +25,23 @@ Params = Mapping[str, str]
 Answer = dict[str, Any]
 Progress = Callable[[float], None]
 
+
+class Lesson(Protocol):
+    """A module of `learn`; its answer has at least `choices`, `frames` and `sentences`."""
+
+    @property
+    def TITLE(self) -> str: ...
+
+    @property
+    def CHOICES(self) -> Mapping[str, Choice]: ...
+
+    def view(self, params: Params, /) -> Answer: ...
+
+    def text(self, view: Answer, /) -> list[str]: ...
+
+
 # In the order of the page.
-LESSONS: dict[str, ModuleType] = {
+LESSONS: dict[str, Lesson] = {
     "landscape": landscape,
     "layer": layer,
     "collectives": collectives,
@@ -50,9 +65,9 @@ SLOW: dict[str, Callable[[Params, Progress], Answer]] = {
 class Run(Protocol):
     """A run as the page reads it, whenever it is asked."""
 
-    def facts(self) -> run_view.RunFacts: ...
+    def facts(self) -> RunFacts: ...
 
-    def spans(self, step: int) -> run_view.StepSpans | None: ...
+    def spans(self, step: int) -> StepSpans | None: ...
 
 
 def answer(name: str, params: Params, run: Run | None = None) -> Answer:
@@ -67,12 +82,7 @@ def answer(name: str, params: Params, run: Run | None = None) -> Answer:
     if kind != "learn" or lesson not in LESSONS:
         known = [*_EXPLORE, "run", *SLOW, *(f"learn/{each}" for each in LESSONS)]
         raise UnknownName("question", name, known)
-    return cast("Answer", LESSONS[lesson].view(params))
-
-
-def choices(lesson: str) -> dict[str, Choice]:
-    """What the reader of a lesson can change."""
-    return dict(LESSONS[lesson].CHOICES)
+    return LESSONS[lesson].view(params)
 
 
 def refusal(error: FivefoldError) -> Answer:

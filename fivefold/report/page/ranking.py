@@ -6,8 +6,7 @@ nothing is offloaded, and stages are cut as the runtime cuts them by itself.
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,14 +17,14 @@ from fivefold.core.estimate.planner import Answer, Inquiry, answer, inquiry
 from fivefold.core.estimate.why import takeaways
 from fivefold.core.plan import Plan
 from fivefold.report import plan_words
-from fivefold.report.page.state import HEADROOM, KERNELS, State
-from fivefold.report.plan_text import table
-from fivefold.report.plan_words import duration, gib
+from fivefold.report.amounts import duration, gib
+from fivefold.report.lines import table, wrapped
+from fivefold.report.page.state import HEADROOM, KERNELS, State, keys_of
 
 View = dict[str, Any]
 Progress = Callable[[float], None]
 # Keys that a search depends on.
-JOB = ("model", "config", "machine", "gpus", "seq", "batch", "also")
+JOB = ("model", "config", "machine", "gpus", "seq", "batch", "precision", "also")
 # Of `also`, what belongs to one layout: the planner decides it anew for each.
 _OF_LAYOUT = ("sp", "order", "gather", "ep_nodes", "stage_layers")
 LAYOUT = (
@@ -34,7 +33,6 @@ LAYOUT = (
 )  # fmt: skip
 _TOP = 10
 _SEARCH = 0.8  # of the time; the rest is for why
-_WIDTH = 100
 _HEADS = ("", "layout", "ZeRO", "recompute", "GiB", "step", "tokens/s/GPU", "MFU")
 
 
@@ -106,22 +104,7 @@ def _ranked(job: State, found: Answer) -> View:
 
 def _state_of(job: State, plan: Plan) -> State:
     """The state that a click on this plan leads to."""
-    layout = plan.layout
-    return replace(
-        job,
-        tp=layout.tp,
-        cp=layout.cp,
-        pp=layout.pp,
-        ep=layout.ep,
-        etp=layout.etp,
-        replicate=layout.replicate,
-        zero=layout.zero,
-        schedule=plan.wishes.schedule,
-        chunks=layout.chunks,
-        context=layout.context,
-        recompute=str(plan.recompute),
-        microbatch_size=plan.batch.microbatch_size,
-    )
+    return replace(job, **keys_of(plan))
 
 
 def _entry(state: State, first: State) -> View:
@@ -161,9 +144,9 @@ def text(found: View) -> list[str]:
         f"{found['model']} on {place}: the planner's best layouts for {found['batch']:,} sequences "
         f"of {found['seq']:,} tokens a step"
     )
-    lines = textwrap.wrap(head, _WIDTH)
+    lines = wrapped(head)
     if found["refused"]:
-        return [*lines, *textwrap.wrap(found["refused"], _WIDTH)]
+        return [*lines, *wrapped(found["refused"])]
     rows = [_row(i + 1, one) for i, one in enumerate(found["layouts"])]
     lines += [
         f"{found['candidates']:,} layouts weighed and {found['passed_over']:,} passed over",
@@ -198,7 +181,8 @@ def _on_front(one: View) -> str:
     return f"{gib(one['total'])} and {duration(one['step'])}: {words}"
 
 
-def _said(head: str, sentences: Iterable[str]) -> list[str]:
+def _said(head: str, sentences: Sequence[str]) -> list[str]:
     """Sentences under a word in the margin, wrapped."""
-    lines = [line for one in sentences for line in textwrap.wrap(one, _WIDTH - 7)]
-    return [f"{head if i == 0 else '':>5}  {line}" for i, line in enumerate(lines)]
+    margins = [f"{'' if i else head:>5}  " for i in range(len(sentences))]
+    pairs = zip(sentences, margins, strict=True)
+    return [line for one, margin in pairs for line in wrapped(one, margin)]

@@ -14,8 +14,7 @@ from typing import Any
 
 from fivefold.core.progress import StepRecord
 from fivefold.core.spans import RunFacts
-from fivefold.report.plan_words import duration
-from fivefold.report.training_text import thousands
+from fivefold.report.amounts import duration, thousands
 
 View = dict[str, Any]
 Point = tuple[int, float | None]
@@ -34,7 +33,7 @@ _READ: dict[str, Callable[[StepRecord], float | None]] = {
     "memory_gib": lambda one: one.memory_gib,
 }
 _PLANNED = ("step_s", "tokens_per_s", "mfu", "memory_gib")
-_WRITE: dict[str, Callable[[float], str]] = {
+WRITE: dict[str, Callable[[float], str]] = {
     "step_s": duration,
     "tokens_per_s": lambda rate: f"{thousands(rate)} tok/s",
     "mfu": lambda share: f"{share:.1%}",
@@ -182,7 +181,7 @@ def _beside(
     if goal is None or middle is None:
         return {"planned": None, "median": middle, "goal": goal, "ratio": None, "says": None}
     ratio = middle / goal
-    write = _WRITE[name]
+    write = WRITE[name]
     says = (
         f"{write(middle)} (median of the newest {len(known)}), planned {write(goal)}: "
         f"{ratio:.2f} times the plan"

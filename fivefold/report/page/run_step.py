@@ -13,10 +13,10 @@ from fivefold.core.plan import Plan
 from fivefold.core.schedule.action import Step
 from fivefold.core.spans import RankSpans, Result, RunFacts, StepSpans, awaited, results, worked
 from fivefold.core.words import counted
+from fivefold.report.amounts import duration
 from fivefold.report.page import timeline
 from fivefold.report.page.run_words import sentence, verdict
 from fivefold.report.pipeline_marks import chunks_by_rank
-from fivefold.report.plan_words import duration
 
 View = dict[str, Any]
 Columns = dict[tuple[int, ...], StepSpans]

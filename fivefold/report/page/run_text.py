@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from fivefold.report.amounts import duration, rough, thousands
+from fivefold.report.lines import wrapped
 from fivefold.report.page import timeline
-from fivefold.report.plan_words import duration
-from fivefold.report.training_text import rough, thousands
+from fivefold.report.page.run_curves import WRITE
 
 View = dict[str, Any]
-_WIDTH = 100
 _COLUMNS, _ROWS = 72, 8  # of a curve
 _DIGITS = "0123456789"
 _BAR = 40
 _RATES = {"step_s": "step", "tokens_per_s": "tokens/s", "mfu": "MFU"}
-_WRITE: dict[str, Callable[[float], str]] = {
-    "step_s": duration,
-    "tokens_per_s": thousands,
-    "mfu": lambda share: f"{share:.1%}",
-    "memory_gib": lambda size: f"{size:.1f} GiB",
-}
-
-
-def text(view: View) -> list[str]:
-    """All panels, one after another."""
-    return [line for panel in TEXTS.values() for line in (*panel(view), "")]
+_WRITE = {**WRITE, "tokens_per_s": thousands}  # beside a title that has the unit
 
 
 def head(view: View) -> list[str]:
@@ -42,7 +31,7 @@ def head(view: View) -> list[str]:
         *([] if said["no_plan"] is None else [said["no_plan"]]),
         *(each["says"] for each in (*view["marks"]["restarts"], *view["marks"]["skipped"][-5:])),
     ]
-    return [part for line in lines for part in textwrap.wrap(line, _WIDTH)]
+    return [part for line in lines for part in wrapped(line)]
 
 
 def loss(view: View) -> list[str]:
@@ -54,7 +43,7 @@ def loss(view: View) -> list[str]:
     evals = curves["loss"]["eval"]
     shown = [f"{x}: {y:.4f}" for x, y in zip(evals["x"], evals["y"], strict=True)][-6:]
     if shown:
-        lines += textwrap.wrap("eval " + ", ".join(shown), _WIDTH)
+        lines += wrapped("eval " + ", ".join(shown))
     last = {name: _newest(curves[name]["measured"]) for name in ("loss", "norm", "lr")}
     known = [f"{name} {value:.4g}" for name, value in last.items() if value is not None]
     return [*lines, f"newest: {', '.join(known)}"]
@@ -102,10 +91,10 @@ def step(view: View) -> list[str]:
     found = view["step"]
     if found is None or found["step"] is None or found["problem"] is not None:
         reason = "not asked for" if found is None else found["problem"]
-        return ["one step", *textwrap.wrap(reason, _WIDTH)]
+        return ["one step", *wrapped(reason)]
     lines = [f"step {found['step']}, pipeline of rank {found['rank']}"]
-    lines += textwrap.wrap(found["says"], _WIDTH)
-    lines += textwrap.wrap(found["basis"], _WIDTH)
+    lines += wrapped(found["says"])
+    lines += wrapped(found["basis"])
     lines += _picture(found["picture"])
     return [*lines, *_explained(found), *_busy(found), *_moved(found)]
 
@@ -129,9 +118,7 @@ def _picture(view: View) -> list[str]:
 def _explained(found: View) -> Iterator[str]:
     yield "were it as planned, the step would be shorter by"
     for cause in found["causes"]:
-        words = textwrap.wrap(cause["says"], _WIDTH - 12)
-        yield f"{duration(cause['gain_s']):>10}  {words[0]}"
-        yield from (f"{'':12}{rest}" for rest in words[1:])
+        yield from wrapped(cause["says"], f"{duration(cause['gain_s']):>10}  ")
 
 
 def _busy(found: View) -> Iterator[str]:

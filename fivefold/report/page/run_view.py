@@ -9,10 +9,8 @@ from typing import Any
 from fivefold.core.progress import STEPS, Pace, Summary
 from fivefold.core.spans import RunFacts, StepSpans
 from fivefold.core.words import counted
+from fivefold.report.amounts import rough
 from fivefold.report.page import run_curves, run_step
-from fivefold.report.training_text import rough
-
-__all__ = ["RunFacts", "StepSpans", "view"]
 
 View = dict[str, Any]
 _SILENT = 120.0  # seconds without a line, at least, after which a run is taken for dead

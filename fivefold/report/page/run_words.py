@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from fivefold.core.deviation import PAIR, Cause, Comparison
 from fivefold.core.schedule.action import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD
-from fivefold.report.plan_words import duration
+from fivefold.report.amounts import duration
 
 _KINDS = {
     FORWARD: "forwards",

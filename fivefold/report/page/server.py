@@ -41,11 +41,11 @@ _NICE = 15
 _GRACE_S = 1  # for answers under way when the server is told to end
 
 
-def application(start: str, run: Run | None) -> Starlette:
-    """The page and its answers; `start` is the address it opens with."""
+def application(start: html.Start, run: Run | None) -> Starlette:
+    """The page and its answers."""
 
     async def page(request: Request) -> Response:
-        text, policy = html.live(start, run is not None)
+        text, policy = html.live(start)
         return Response(text, media_type="text/html", headers=_headers(policy))
 
     async def library(request: Request) -> Response:
@@ -74,7 +74,7 @@ def application(start: str, run: Run | None) -> Starlette:
     return Starlette(routes=routes, middleware=[hosts])
 
 
-def serve(start: str, run: Run | None, port: int, on_ready: Callable[[str], None]) -> None:
+def serve(start: html.Start, run: Run | None, port: int, on_ready: Callable[[str], None]) -> None:
     """Serve until a signal ends it; `on_ready` is told the address."""
     html.plotly()
     # With the protocol said, asyncio sends at once; without, answers wait for each other's receipt.

@@ -16,10 +16,12 @@ from itertools import groupby
 from typing import Any
 
 from fivefold.core import machine, models
+from fivefold.core.estimate.grid import RECOMPUTE
+from fivefold.core.estimate.planner import PRECISIONS
 from fivefold.core.rules import divisors
 from fivefold.core.shape import Shape
-from fivefold.report.page.state import CONTEXTS, RECOMPUTES, SCHEDULES, State
-from fivefold.report.plan_text import wrapped
+from fivefold.report.lines import wrapped
+from fivefold.report.page.state import CONTEXTS, SCHEDULES, State
 
 View = dict[str, Any]
 AXES = {"dp": "data", "tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert"}
@@ -42,18 +44,18 @@ def view(state: State) -> View:
 def choices(state: State) -> View:
     """What the other inputs can be set to; numbers that are free have none."""
     found = {
-        "model": [{"value": name, "legal": True, "why": "", "set": {"model": name, "config": ""}}
-                  for name in models.presets()],
-        "machine": [_free("machine", name) for name in machine.presets()],
+        "model": [_free(name, model=name, config="") for name in models.presets()],
+        "machine": [_free(name, machine=name) for name in machine.presets()],
         "schedule": _options(state, "schedule", _schedules(state)),
-    }  # fmt: skip
+    }
     shape, share = state.shape(), max(1, state.batch // state.dp)
     rows = [size for size in divisors(share) if size <= _MOST_ROWS]
     values: dict[str, Iterable[Any]] = {
         "zero": range(4),
         "chunks": range(1, 1 + min(_MOST_CHUNKS, max(1, shape.layers // state.pp))),
         "context": CONTEXTS,
-        "recompute": RECOMPUTES,
+        "recompute": RECOMPUTE,
+        "precision": PRECISIONS,
         "microbatch_size": rows,
         "replicate": divisors(state.dp),
         "etp": [1] if shape.moe is None else divisors(math.gcd(shape.moe.ffn, state.gpus)),
@@ -63,8 +65,9 @@ def choices(state: State) -> View:
     return found
 
 
-def _free(key: str, value: str) -> View:
-    return {"value": value, "legal": True, "why": "", "set": {key: value}}
+def _free(value: str, **changes: str) -> View:
+    """A value that no rule is asked about."""
+    return {"value": value, "legal": True, "why": "", "set": changes}
 
 
 def _schedules(state: State) -> Iterator[State]:
@@ -97,7 +100,7 @@ def _moves(state: State, shape: Shape, axis: str) -> Iterator[tuple[int, list[St
         elif axis == "dp":
             yield value, list(_paid(state, value))
         else:
-            yield value, [_settled(state, {axis: value})]
+            yield value, [settled(state, {axis: value})]
 
 
 def _paid(state: State, dp: int) -> Iterator[State]:
@@ -106,10 +109,10 @@ def _paid(state: State, dp: int) -> Iterator[State]:
         others = math.prod(getattr(state, axis) for axis in _PAYERS if axis != payer)
         degree, rest = divmod(state.gpus, dp * others)
         if degree and not rest:
-            yield _settled(state, {payer: degree})
+            yield settled(state, {payer: degree})
 
 
-def _settled(state: State, degrees: dict[str, int]) -> State:
+def settled(state: State, degrees: dict[str, int]) -> State:
     """Other degrees, and what cannot stay as it was: chunks without a pipeline, uneven replicas."""
     other = replace(state, **degrees)
     if (state.pp == 1) != (other.pp == 1):
@@ -149,10 +152,10 @@ def text(found: View) -> list[str]:
             for each in one["values"]
             if each["legal"] or each["value"] == one["value"]
         ]
-        lines += wrapped(f"{axis:<4}{one['label']:<10}", " ".join(marked))
+        lines += wrapped(" ".join(marked), f"{axis:<4}{one['label']:<10}")
         for same, run in groupby(one["values"], key=_reason):
             if same:
-                lines += wrapped("    not       ", _refused(axis, list(run)))
+                lines += wrapped(_refused(axis, list(run)), "    not       ")
     return lines
 
 

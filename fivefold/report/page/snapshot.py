@@ -21,7 +21,6 @@ from fivefold.report.page.questions import (
     Progress,
     Run,
     answer,
-    choices,
     key,
     refusal,
 )
@@ -86,9 +85,9 @@ def _set(state: dict[str, str], changes: Mapping[str, str]) -> dict[str, str]:
 
 
 def _lessons() -> Iterator[Question]:
-    for name in LESSONS:
+    for name, lesson in LESSONS.items():
         yield f"learn/{name}", {}
-        for params in _combinations(choices(name)):
+        for params in _combinations(lesson.CHOICES):
             yield f"learn/{name}", params
 
 

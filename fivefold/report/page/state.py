@@ -15,7 +15,12 @@ from typing import Any, NamedTuple, cast, get_args
 from fivefold.core import machine, models
 from fivefold.core.errors import BadFile, FivefoldError, IllegalLayout, UnknownName
 from fivefold.core.estimate.outlook import Outlook
-from fivefold.core.estimate.planner import setting_of, single
+from fivefold.core.estimate.planner import (
+    PRECISIONS,
+    runtime_precision,
+    setting_of,
+    single,
+)
 from fivefold.core.estimate.search import Setting
 from fivefold.core.keys import sort_out
 from fivefold.core.layout import MOST_RANKS, ContextKind, Layout, Order, parse_zero
@@ -29,8 +34,7 @@ HEADROOM = 0.05  # as `fivefold plan` keeps free
 KERNELS = "compiled"
 SCHEDULES = tuple(each.name for each in FAMILIES)
 CONTEXTS = get_args(ContextKind)
-ALSO = ("sp", "packed", "balance", "tp_keep", "gather", "ep_nodes", "stage_layers", "precision")
-RECOMPUTES = ("none", "selective", "full")
+ALSO = ("sp", "packed", "balance", "tp_keep", "gather", "ep_nodes", "stage_layers")
 _COUNTS = {
     **dict.fromkeys(("gpus", "tp", "cp", "pp", "ep", "etp", "replicate", "chunks"), MOST_RANKS),
     **dict.fromkeys(("microbatch_size", "seq", "batch"), MOST_TOKENS),
@@ -65,6 +69,7 @@ class State:
     microbatch_size: int = 1
     seq: int = 8192
     batch: int = 2048
+    precision: str = "bf16"
     tokens: float = 15.6e12
     also: str = ""
 
@@ -109,6 +114,10 @@ class State:
         """Data ranks: what the other axes leave; rounded down where it is no whole number."""
         return max(1, self.gpus // (self.tp * self.cp * self.pp))
 
+    def words(self) -> str:
+        """The degrees as they were said, legal or not."""
+        return f"dp={self.dp} tp={self.tp} pp={self.pp} cp={self.cp} ep={self.ep}"
+
     def layout(self) -> Layout:
         """The degrees; those that are none are refused."""
         replicas = self.replicate if self.dp % self.replicate == 0 else 1
@@ -143,14 +152,10 @@ class State:
             batch=self.batch,
             seq=self.seq,
             recompute=self.recompute,
+            precision=runtime_precision(self.precision),
             set=also.model,
         )
         return replace(said, **also.plan)
-
-    @property
-    def precision(self) -> str:
-        """In what it computes."""
-        return self.wishes().precision
 
     def shape(self) -> Shape:
         """The model."""
@@ -232,15 +237,33 @@ def _plan(state: State) -> Plan:
 def _outlook(state: State) -> Outlook:
     plan = state.plan()
     assert plan.machine is not None, "a state always names a machine"
-    how: dict[str, Any] = {"headroom": HEADROOM, "kernels": KERNELS}
-    return single(plan, plan.machine, precision=state.precision, **how)
+    return single(plan, plan.machine, precision=state.precision, headroom=HEADROOM, kernels=KERNELS)
+
+
+def degrees_of(layout: Layout) -> dict[str, int]:
+    """The keys that say where ranks are; the GPUs are not one of them."""
+    return {axis: getattr(layout, axis) for axis in ("tp", "cp", "pp", "ep", "etp", "replicate")}
+
+
+def keys_of(plan: Plan) -> dict[str, Any]:
+    """The keys that a layout and what goes with it are: all that the planner chooses."""
+    layout = plan.layout
+    return {
+        **degrees_of(layout),
+        "zero": layout.zero,
+        "schedule": plan.wishes.schedule,
+        "chunks": layout.chunks,
+        "context": layout.context,
+        "recompute": str(plan.recompute),
+        "microbatch_size": plan.batch.microbatch_size,
+    }
 
 
 def _value(name: str, text: str) -> Any:
     """One text as a value of its key."""
     if name in _COUNTS:
         return _count(name, text)
-    words = {"machine": machine.presets(), "context": CONTEXTS}
+    words = {"machine": machine.presets(), "context": CONTEXTS, "precision": PRECISIONS}
     if name in words and text not in words[name]:
         raise UnknownName(name, text, words[name])
     if name == "model":

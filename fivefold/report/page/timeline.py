@@ -19,7 +19,6 @@ Times are whole ticks, as differences: short in JSON, and they add up without ro
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -27,8 +26,9 @@ from fivefold.core.clock import Timeline
 from fivefold.core.schedule.action import BACKWARD, FORWARD, Action, Overlap, Step, actions_of
 from fivefold.core.words import counted
 from fivefold.report import pipeline_words
+from fivefold.report.amounts import duration
+from fivefold.report.lines import WIDTH, wrapped
 from fivefold.report.pipeline_marks import KINDS, OVERLAPPED, Cell, Kind, chunks_by_rank, shade
-from fivefold.report.plan_words import duration
 
 View = dict[str, Any]
 MANY = Kind("M", "many steps", "#999999")
@@ -36,7 +36,6 @@ _TICKS = 100_000
 _MOST_CELLS = 6_000  # some 70 kB
 _MOST_MERGED = 2_400
 _COLUMNS = 2_000  # as many pixels as a wide screen has: what is narrower is not seen
-_WIDTH = 100
 _LONGEST = 3
 _BY_LETTER = {kind.letter: kind for kind in (*KINDS.values(), OVERLAPPED, MANY)}
 
@@ -223,10 +222,10 @@ def text(view: View) -> list[str]:
     from fivefold.report.pipeline_text import render_cells
 
     rows = _cells(view)
-    drawn = render_cells(rows, view["makespan"], view["later"], _WIDTH, colour=False)
+    drawn = render_cells(rows, view["makespan"], view["later"], WIDTH, colour=False)
     many = f"{MANY.letter}: {MANY.name}. {view['merged']}"
-    notes = [] if view["merged"] is None else textwrap.wrap(many, _WIDTH)
-    lines = [*textwrap.wrap(view["headline"], _WIDTH), *drawn.plain.split("\n"), *notes]
+    notes = [] if view["merged"] is None else wrapped(many)
+    lines = [*wrapped(view["headline"]), *drawn.plain.split("\n"), *notes]
     return [line.rstrip() for line in [*lines, *_longest_waits(view)]]
 
 

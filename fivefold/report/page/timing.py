@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from fivefold.core.estimate.outlook import Outlook
-from fivefold.report.plan_text import bar
-from fivefold.report.plan_words import duration
+from fivefold.report.amounts import duration
+from fivefold.report.lines import bar
 
 View = dict[str, Any]
 _WORDS = {

@@ -1,6 +1,6 @@
 """What rank 0 sends in a step: every collective that the runtime will issue, summed up.
 
-    {"headline", "refused": why there is none, or None, "precise": what the bytes are,
+    {"headline", "refused": why there is none, or None,
      "rows": [{"dimension", "axis", "kind", "calls", "bytes", "sent", "group", "tier"}]}
 
 `bytes` are those of the calls' input buffers, as records of a run have them; `sent` is what goes
@@ -13,31 +13,17 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
+from fivefold.core import groups
 from fivefold.core.axes import wide_size
 from fivefold.core.errors import FivefoldError
-from fivefold.core.layout import AXES
 from fivefold.core.machine import Machine
 from fivefold.core.plan import Plan
 from fivefold.core.traffic import ITEMSIZE, Entry, predict
-from fivefold.core.words import counted
-from fivefold.report.plan_text import table, wrapped
-from fivefold.report.plan_words import gib
+from fivefold.core.words import counted, kind_text
+from fivefold.report.amounts import gib
+from fivefold.report.lines import table, wrapped
 
 View = dict[str, Any]
-# The groups of the runtime, each by the dimension that it serves and the axis whose links it uses.
-_SERVES = {
-    "tp": ("tp", "tp"),
-    "ring": ("cp", "cp"),
-    "ulysses": ("cp", "cp"),
-    "row": ("cp", "row"),
-    "pp": ("pp", "pp"),
-    "twin": ("pp", "pp"),
-    "dp-cp": ("dp", "dp-cp"),
-    "fsdp": ("dp", "fsdp"),
-    "replicate": ("dp", "replicate"),
-    "edp": ("dp", "edp"),
-    "etp": ("ep", "etp"),
-}
 _ORDER = ("tp", "cp", "ep", "dp", "pp", "all")
 
 
@@ -65,26 +51,23 @@ def view(plan: Plan) -> View:
 
 def _row(plan: Plan, machine: Machine, entries: list[Entry]) -> View:
     """Equal calls but for their sizes."""
-    axis, layout = entries[0].axis, plan.layout
-    dimension, over = _SERVES.get(axis, ("ep", "ep") if axis.startswith("ep") else ("all", ""))
-    ends = (0, layout.world - 1)
-    tier = layout.tier(over, machine) if over in AXES else machine.tier_of(ends)
+    axis = entries[0].axis
     return {
-        "dimension": dimension,
+        "dimension": groups.DIMENSIONS.get(axis, "all"),
         "axis": axis,
-        "kind": entries[0].kind.replace("_", "-"),
+        "kind": kind_text(entries[0].kind),
         "calls": sum(one.count for one in entries),
         "bytes": sum(one.count * one.bytes for one in entries),
         "sent": round(sum(one.sent for one in entries)),
         "group": entries[0].group,
-        "tier": tier.name,
+        "tier": groups.tier(plan, axis, machine).name,
     }
 
 
 def text(found: View) -> list[str]:
     """The same for a terminal."""
     if found["refused"]:
-        return wrapped("traffic   ", found["refused"])
+        return wrapped(found["refused"], "traffic   ")
     rows: list[tuple[str, ...]] = [
         ("axis", "kind", "ranks", "calls", "GiB given", "GiB sent", "over")
     ]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from fivefold.core.errors import UnknownName
+from fivefold.core.errors import IllegalLayout, UnknownName
 from fivefold.report.page import curves, explore, ranking, run_text
 from fivefold.report.page.questions import LESSONS, SLOW, Answer, Params, Progress, Run, answer
+from fivefold.report.page.state import State
 
 _SLOW_TEXTS: dict[str, Callable[[Answer], list[str]]] = {
     "ranking": ranking.text,
@@ -30,7 +31,10 @@ def answers(
     found: dict[str, Answer] = {}
     if set(names) & set(explore.TEXTS):
         found["explore"] = answer("explore", params)
-        if {"timeline", "traffic"} & set(names) and not found["explore"]["problem"]:
+        if problem := found["explore"]["problem"]:
+            near = [one["label"] for one in problem["nearest"]]
+            raise IllegalLayout(State.parse(params).words(), problem["reasons"], near)
+        if {"timeline", "traffic"} & set(names):
             found["explore"] |= answer("pictures", params)
     for name in (each for each in SLOW if each in names):
         found[name] = SLOW[name](params, on_progress)
@@ -41,8 +45,7 @@ def lines(found: dict[str, Answer], panel: str | None) -> Iterator[str]:
     """The panels one after another; `panel` picks one."""
     for name, view in found.items():
         if name == "explore":
-            usual = ("numbers", "sliders") if view["problem"] else tuple(explore.TEXTS)
-            for each in usual if panel is None else [panel]:
+            for each in explore.TEXTS if panel is None else [panel]:
                 yield from (*explore.TEXTS[each](view), "")
         elif name == "run":
             wanted = list(run_text.TEXTS) if panel is None else [_known(panel, run_text.TEXTS)]

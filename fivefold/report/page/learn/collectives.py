@@ -18,8 +18,9 @@ from typing import Any
 from fivefold.core.plan import Wishes, resolve
 from fivefold.core.traffic import predict
 from fivefold.core.words import counted
+from fivefold.report.lines import wrapped
 from fivefold.report.page.learn.choice import Choice, chosen
-from fivefold.report.page.learn.wording import size_text, wrapped
+from fivefold.report.page.learn.wording import size_text
 
 TITLE = "The six collectives"
 SIZES = {"1 MiB": 2**20, "64 MiB": 2**26, "1 GiB": 2**30}

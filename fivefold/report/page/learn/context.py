@@ -18,10 +18,10 @@ from fivefold.core.context import Ranges, Split, calls, split_of
 from fivefold.core.layout import Layout
 from fivefold.core.models import load
 from fivefold.core.plan import Wishes, resolve
-from fivefold.core.traffic import predict
-from fivefold.core.words import counted
+from fivefold.core.traffic import ITEMSIZE, predict
+from fivefold.core.words import counted, span
+from fivefold.report.lines import wrapped
 from fivefold.report.page.learn.choice import Choice, chosen
-from fivefold.report.page.learn.wording import wrapped
 
 TITLE = "Context: one row over many ranks"
 KINDS = ("ring", "zigzag", "allgather", "ulysses")
@@ -34,7 +34,7 @@ CHOICES: Mapping[str, Choice] = {
 }
 _SMALL_MODEL = "tiny"
 HEADS = load(_SMALL_MODEL).heads  # every cp of the panel divides them
-_REAL_MODEL, _REAL_SEQ, _ITEMSIZE = "llama-3.1-8b", 131_072, 2
+_REAL_MODEL, _REAL_SEQ = "llama-3.1-8b", 131_072
 
 
 class Work(NamedTuple):
@@ -89,7 +89,7 @@ def _sheets(split: Split) -> list[dict[str, Any]]:
     firsts = range(0, HEADS, share)
     return [
         {
-            "label": f"head {first}" if share == 1 else f"heads {first}–{first + share - 1}",
+            "label": f"{'head' if share == 1 else 'heads'} {span(range(first, first + share))}",
             "ranks": [rank],
         }
         for rank, first in enumerate(firsts)
@@ -298,11 +298,10 @@ def _bytes_of_layer(kind: str, num_ranks: int) -> int:
     wishes = Wishes(
         _REAL_MODEL, layout=f"cp={num_ranks}", context=kind, seq=_REAL_SEQ, microbatches=1
     )
-    plan = resolve(wishes)
-    shares = {"send": 1.0, "all_gather": num_ranks - 1.0, "recv": 0.0}
+    plan, size = resolve(wishes), ITEMSIZE["bf16"]
     sent = sum(
-        entry.count * entry.bytes * shares.get(entry.kind, 1 - 1 / num_ranks)
-        for entry in predict(plan, 0, itemsize=_ITEMSIZE, grad_itemsize=_ITEMSIZE)
+        entry.sent
+        for entry in predict(plan, 0, itemsize=size, grad_itemsize=size)
         if entry.axis in ("ring", "ulysses")
     )
     return round(sent / plan.shape.layers)

@@ -16,15 +16,10 @@ from fivefold.core.memory import Static, static_bytes
 from fivefold.core.plan import Plan, Wishes, resolve
 from fivefold.core.traffic import chunks_of, predict
 from fivefold.core.words import counted
+from fivefold.report.lines import wrapped
 from fivefold.report.page.learn.choice import Choice, chosen
-from fivefold.report.page.learn.data_walk import (
-    GRAD_ITEMSIZE,
-    ITEMSIZE,
-    Walk,
-    name_of,
-    sent_by_one,
-)
-from fivefold.report.page.learn.wording import size_text, wrapped
+from fivefold.report.page.learn.data_walk import GRAD_ITEMSIZE, ITEMSIZE, Walk, name_of
+from fivefold.report.page.learn.wording import size_text
 
 TITLE = "Data: ZeRO fetches, computes, discards"
 CHOICES: Mapping[str, Choice] = {
@@ -96,6 +91,16 @@ def standing(plan: Plan, model: str, rank: int, grad_itemsize: int = GRAD_ITEMSI
     )
 
 
+def accumulating(plan: Plan, model: str, rank: int) -> int:
+    """Bytes of a rank between two microbatches: gradients that wait for more are whole below
+    stage 2, though the optimizer of stage 1 gets slices."""
+    held = standing(plan, model, rank).device
+    if plan.layout.zero >= 2:
+        return held
+    (chunk,) = chunks_of(plan, rank, ITEMSIZE, bucket_of(model))
+    return held + GRAD_ITEMSIZE * sum(unit.size - unit.slice_size for unit in chunk.units)
+
+
 def _walked(plan: Plan, model: str) -> Walk:
     (chunk,) = chunks_of(plan, 0, ITEMSIZE, bucket_of(model))
     held = [standing(plan, model, rank) for rank in range(plan.layout.dp)]
@@ -112,14 +117,14 @@ def _stage(choices: Mapping[str, str]) -> dict[str, Any]:
     found = predict(
         plan, 0, itemsize=ITEMSIZE, grad_itemsize=GRAD_ITEMSIZE, bucket=bucket_of(model)
     )
-    sent = sum(e.count * sent_by_one(e.kind, e.bytes, e.group) for e in found)
-    standing_bytes = standing(plan, model, 0).device
+    held = accumulating(plan, model, 0)
     return {
         "zero": plan.layout.zero,
-        "standing": standing_bytes,
-        "per_parameter": standing_bytes / numel,
+        "per_parameter": held / numel,
+        "accumulating": held,
+        "standing": standing(plan, model, 0).device,
         "peak": walk.frames[-1]["peak"][0],
-        "sent": sent,
+        "sent": round(sum(entry.sent for entry in found)),
     }
 
 
@@ -132,18 +137,33 @@ def _sentences(choices: Mapping[str, str], stages: list[dict[str, Any]]) -> list
     narrow = standing(plain, model, 0, ITEMSIZE).device / num_parameters
     microbatches = counted(int(choices["microbatches"]), "microbatch")
     return [
-        f"Bytes a parameter that stand in front of the optimizer, over {choices['dp']} ranks: "
-        f"{held}. Whole they are {ITEMSIZE} for a weight, {GRAD_ITEMSIZE} for its gradient and "
-        f"{STATES} for a float32 copy and two moments; with gradients summed in bf16 ZeRO-0 would "
-        f"hold {narrow:.2f}.",
+        f"Bytes a parameter while gradients add up, over {choices['dp']} ranks: {held}. Whole they "
+        f"are {ITEMSIZE} for a weight, {GRAD_ITEMSIZE} for its gradient and {STATES} for a float32 "
+        f"copy and two moments; with gradients summed in bf16 ZeRO-0 would hold {narrow:.2f}.",
+        _slices_words(choices, stages[1]),
         f"At its fullest a rank holds {peaks} under ZeRO-0 to 3: whole gradients on their way, "
-        "and under ZeRO-3 the whole weights of two units, come on top of what stands. That much "
-        "also comes with a deeper model, of which it is a smaller part.",
+        "and under ZeRO-3 the whole weights of two units, come on top of what stands in front of "
+        "the optimizer. That much also comes with a deeper model, of which it is a smaller part.",
         f"In a step of {microbatches} a rank sends {moved} under ZeRO-0 to 3. Stages 0 and 1 pay "
         "once a step; 2 sums, and 3 gathers too, for every microbatch.",
         "Activations are not drawn, for no stage of ZeRO shares them; nor is the gradient of a "
         "weight before it is added to the buffer of its unit.",
     ]
+
+
+def _slices_words(choices: Mapping[str, str], one: dict[str, Any]) -> str:
+    """When stage 1 has whole gradients, and when slices of them."""
+    words = (
+        "ZeRO-1 keeps gradients whole until the last backward, and gives slices of them to the "
+        f"optimizer: {size_text(one['accumulating'])} while they add up, "
+        f"{size_text(one['standing'])} in front of it."
+    )
+    if choices["microbatches"] != "1":
+        return words
+    return (
+        f"{words} In a step of 1 microbatch nothing adds up: each unit is summed as soon as it is "
+        f"complete, and {size_text(one['peak'])} is the most."
+    )
 
 
 def text(view: Mapping[str, Any]) -> list[str]:
@@ -159,10 +179,16 @@ def text(view: Mapping[str, Any]) -> list[str]:
     ]
     for place, frame in enumerate(view["frames"]):
         lines += wrapped(_line(place, frame, names), later=" " * 62)
-    lines += ["", f"{'stage':8}{'bytes/parameter':>16}{'stands':>12}{'peak':>12}{'sends':>12}"]
+    lines += [
+        "",
+        f"{'':8}{'while gradients add up':>28}{'in front of':>16}",
+        f"{'stage':8}{'bytes/parameter':>16}{'bytes':>12}{'the optimizer':>16}{'peak':>12}"
+        f"{'sends':>12}",
+    ]
     for one in view["stages"]:
-        sizes = "".join(f"{size_text(one[key]):>12}" for key in ("standing", "peak", "sent"))
-        lines.append(f"ZeRO-{one['zero']:<3}{one['per_parameter']:>16.2f}{sizes}")
+        held = f"{size_text(one['accumulating']):>12}{size_text(one['standing']):>16}"
+        rest = f"{size_text(one['peak']):>12}{size_text(one['sent']):>12}"
+        lines.append(f"ZeRO-{one['zero']:<3}{one['per_parameter']:>16.2f}{held}{rest}")
     return [*lines, "", *(row for one in view["sentences"] for row in wrapped(one))]
 
 

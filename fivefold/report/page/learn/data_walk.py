@@ -13,28 +13,19 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
+from fivefold.core import traffic
 from fivefold.core.axes import Call, step, wide_size
 from fivefold.core.plan import Plan
 from fivefold.core.units import Unit
+from fivefold.core.words import kind_text
 from fivefold.report.page.learn.wording import size_text
 
-ITEMSIZE = 2  # bf16
+ITEMSIZE = traffic.ITEMSIZE["bf16"]
 GRAD_ITEMSIZE = wide_size(ITEMSIZE)
 MOST_IN_FLIGHT = 2  # sums under way whose whole gradients are still held, as in the runtime
-KINDS = {
-    "all_gather": "all-gather",
-    "reduce_scatter": "reduce-scatter",
-    "all_reduce": "all-reduce",
-}
 _COUNT = (
     "The ranks add up their tokens, by which the loss is divided once: an all-reduce of 8 bytes."
 )
-
-
-def sent_by_one(kind: str, size: int, group: int) -> int:
-    """Bytes that a rank sends where a collective goes round a ring; `size` is its input's."""
-    times = {"all_gather": group - 1, "reduce_scatter": 1 - 1 / group}
-    return round(size * times.get(kind, 2 * (1 - 1 / group)))
 
 
 @dataclass
@@ -126,8 +117,8 @@ class Walk:
         gets = "each rank gets the sum of its slice" if self.zero else "each rank gets all sums"
         self._show(
             "reduce",
-            f"The gradients of {self._name(place)} are complete: their {KINDS[kind]} starts, and "
-            f"{gets}. It runs behind what is computed next; the buffer stays until it is done.",
+            f"The gradients of {self._name(place)} are complete: their {kind_text(kind)} starts, "
+            f"and {gets}. It runs behind what is computed next; the buffer stays until it is done.",
         )
 
     def _receive(self) -> None:
@@ -271,8 +262,7 @@ class Walk:
 
 
 def _move(call: Call) -> dict[str, Any]:
-    sent = sent_by_one(call.kind, call.bytes, call.group)
-    return {**call._asdict(), "word": KINDS[call.kind], "sent": sent}
+    return {**call._asdict(), "word": kind_text(call.kind), "sent": round(call.sent)}
 
 
 def name_of(unit: Unit) -> str:

@@ -16,9 +16,11 @@ from typing import Any, NamedTuple
 
 from fivefold.core import balance
 from fivefold.core.models import load
+from fivefold.core.traffic import ITEMSIZE
 from fivefold.core.words import counted
+from fivefold.report.lines import wrapped
 from fivefold.report.page.learn.choice import Choice, chosen
-from fivefold.report.page.learn.wording import size_text, wrapped
+from fivefold.report.page.learn.wording import size_text
 
 TITLE = "Experts: tokens travel to them"
 CHOICES: Mapping[str, Choice] = {
@@ -34,7 +36,6 @@ CHOICES: Mapping[str, Choice] = {
     "model": Choice("Width of", ("mixtral-8x7b", "deepseek-v3", "tiny-moe"), "mixtral-8x7b"),
 }
 EXPERTS, TOKENS = 8, 16  # experts in all, and tokens on each rank
-_ITEMSIZE = 2  # bf16
 _BAR = 64  # columns of the longest
 _POPULARITY = {"even": 0.0, "mild": 0.6, "heavy": 1.6}  # exponents: the i-th is liked 1/i^x as much
 _LIKED = (2, 5, 0, 7, 3, 6, 1, 4)  # the best liked first, not neighbours of one another
@@ -76,7 +77,7 @@ def view(params: Mapping[str, str]) -> dict[str, Any]:
         for slot in _within(_routed(rank, row, top_k), room, rules)
     ]
     moves = _moves(slots, num_ranks, int(choices["nodes"]))
-    row_bytes = load(choices["model"]).width * _ITEMSIZE
+    row_bytes = load(choices["model"]).width * ITEMSIZE["bf16"]
     numbers = _numbers(slots, moves, num_ranks, int(choices["nodes"]), row_bytes)
     found = {
         "choices": choices,

@@ -4,6 +4,8 @@
 
 Every frame adds one dimension to those before it. Its numbers are those of rank 0 under the plan
 that has these dimensions, by core: local sizes, static bytes, and the collectives of a step.
+Gradients are counted while they add up over microbatches, as the ledger of Explore does: whole
+under ZeRO-0 and 1, slices from stage 2 on.
 """
 
 from __future__ import annotations
@@ -13,15 +15,16 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from fivefold.core import models
+from fivefold.core import groups, models
 from fivefold.core.axes import message_bytes, wide_size
 from fivefold.core.memory import static_bytes
 from fivefold.core.plan import Plan, Wishes, resolve
 from fivefold.core.traffic import ITEMSIZE, Entry, predict
-from fivefold.core.words import counted
+from fivefold.core.words import counted, kind_text
+from fivefold.report.lines import wrapped
 from fivefold.report.page.learn.choice import Choice, chosen
 from fivefold.report.page.learn.layer_parts import shares
-from fivefold.report.page.learn.wording import size_text, wrapped
+from fivefold.report.page.learn.wording import size_text
 
 TITLE = "The landscape: what cuts what"
 CHOICES: Mapping[str, Choice] = {
@@ -71,7 +74,7 @@ _ROWS = {
     "experts": "experts of a layer",
     "activations": "activations between two layers",
     "weights": "weights",
-    "gradients": "gradients, for the optimizer",
+    "gradients": "gradients, while they add up",
     "optimizer": "optimizer states",
 }
 _IN_BYTES = ("activations", "weights", "gradients", "optimizer")
@@ -137,14 +140,17 @@ def _holds(plan: Plan) -> dict[str, int]:
     shape, layout, moe = plan.shape, plan.layout, plan.shape.moe
     assert moe is not None, "the panel's models have experts"
     itemsize = ITEMSIZE[plan.precision]
+    grad_itemsize = wide_size(itemsize)
     static = static_bytes(
         plan,
         0,
         itemsize=itemsize,
-        grad_itemsize=wide_size(itemsize),
+        grad_itemsize=grad_itemsize,
         optimizer="adamw",
         master=True,
     )
+    # Below stage 3 weights are whole, and so are the gradients that add up below stage 2.
+    whole = static.weights // itemsize * grad_itemsize
     message = message_bytes(plan, itemsize)
     row = shape.width * itemsize * plan.batch.microbatch_size
     return {
@@ -156,7 +162,7 @@ def _holds(plan: Plan) -> dict[str, int]:
         "experts": moe.experts // layout.ep,
         "activations": message,
         "weights": static.weights,
-        "gradients": static.gradients,
+        "gradients": whole if layout.zero < 2 else static.gradients,
         "optimizer": static.master + static.optimizer + static.scalars,
     }
 
@@ -234,17 +240,14 @@ def _moves(name: str, plan: Plan) -> list[dict[str, Any]]:
 
 
 def _tier(axis: str, plan: Plan) -> str:
-    """The slowest link of the whole dimension that a group belongs to."""
     assert plan.machine is not None, "the panel names a machine"
-    whole = {"ring": "cp", "ulysses": "cp", "ep-near": "ep", "ep-far": "ep", "twin": "pp"}
-    name = {**whole, "replica": "tp"}.get(axis, axis)
-    return plan.layout.tier(name, plan.machine).name
+    return groups.tier(plan, axis, plan.machine).name
 
 
 def _move_text(move: dict[str, Any]) -> str:
-    kind = move["kind"].replace("_", "-")
     where = f"over {move['axis']} ({counted(move['group'], 'rank')}, {move['tier']})"
-    return f"{move['count']:,} × {kind} {where}: {size_text(move['bytes'])} a step in all"
+    what = f"{move['count']:,} × {kind_text(move['kind'])} {where}"
+    return f"{what}: {size_text(move['bytes'])} a step in all"
 
 
 def _amount(row: str, number: int) -> str:
@@ -260,8 +263,8 @@ def _sentences(steps: list[_Step]) -> list[str]:
     experts = first.plan.shape.num_moe_layers
     found = [
         *layout.readings(),
-        f"Weights, gradients and optimizer states: {size_text(static[0])} on one device, "
-        f"{size_text(static[-1])} on rank 0 of {layout.world}.",
+        f"Weights, gradients and optimizer states, while gradients add up: {size_text(static[0])} "
+        f"on one device, {size_text(static[-1])} on rank 0 of {layout.world}.",
         f"dp and cp cut data and leave weights alone; tp, pp and ep cut weights; ZeRO slices what "
         f"the {layout.dp * layout.cp} ranks of dp · cp hold alike.",
     ]

@@ -14,12 +14,13 @@ from typing import Any
 
 from fivefold.core import models
 from fivefold.core.plan import Plan, Wishes, resolve
-from fivefold.core.words import counted
+from fivefold.core.words import counted, kind_text
+from fivefold.report.lines import wrapped
 from fivefold.report.page.learn.choice import Choice, chosen
 from fivefold.report.page.learn.layer_attention import attention, own_tokens
 from fivefold.report.page.learn.layer_experts import experts
 from fivefold.report.page.learn.layer_parts import Held, Layer, Station, Wire
-from fivefold.report.page.learn.wording import size_text, wrapped
+from fivefold.report.page.learn.wording import size_text
 
 TITLE = "One layer, five dimensions"
 MODELS = ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3", "tiny-moe")
@@ -282,7 +283,7 @@ def _shape_text(held: dict[str, Any]) -> str:
 
 
 def _wire_text(wire: dict[str, Any]) -> str:
-    kind = _KINDS.get(wire["kind"], wire["kind"].replace("_", "-"))
+    kind = _KINDS.get(wire["kind"], kind_text(wire["kind"]))
     times = "" if wire["count"] == 1 else f"{wire['count']} × "
     where = f"over {wire['axis']} ({counted(wire['group'], 'rank')}, {wire['tier']})"
     return f"{times}{kind} of {size_text(wire['bytes'])} {where}: {wire['what']}"

@@ -8,17 +8,15 @@ a station that asks for one which is not there is a mistake of this program.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from fivefold.core import axes
+from fivefold.core import axes, groups
 from fivefold.core.axes import Call, Chunk
 from fivefold.core.context import Ranges
 from fivefold.core.plan import Plan
 from fivefold.core.routed import expert
 from fivefold.core.traffic import ITEMSIZE, units_of
-from fivefold.core.units import Unit
 from fivefold.core.weights import held_by, local_shape, weights
 
 
@@ -97,22 +95,22 @@ class Layer:
         self.itemsize = ITEMSIZE[plan.precision]
         self.wide = axes.wide_size(self.itemsize)
         stage = next(s for s, layers in enumerate(plan.stages) if number in layers)
-        self.units = tuple(
+        units = tuple(
             unit
             for unit in units_of(plan, stage, self.itemsize)
             if f"blocks.{number}" in unit.blocks
         )
-        alone = Chunk(range(number, number + 1), 1, self.units)
+        alone = Chunk(range(number, number + 1), 1, units)
         # Weights are gathered as the whole stage does it, whichever of its layers this is.
-        self.data = axes.data(
-            plan, alone._replace(layers=plan.stages[stage]), self.itemsize, self.wide
+        whole = alone._replace(layers=plan.stages[stage])
+        self._left = (
+            axes.tensor(plan, alone, self.itemsize)
+            + axes.context(plan, alone, self.itemsize)
+            + expert(plan, alone, self.itemsize)
+            + axes.data(plan, whole, self.itemsize, self.wide)
         )
-        self.calls = axes.tensor(plan, alone, self.itemsize)
-        self.calls += axes.context(plan, alone, self.itemsize)
-        self.calls += expert(plan, alone, self.itemsize) + self.data
+        self._sizes = {call.axis: call.group for call in self._left}
         self.message = Call("pp", "send", axes.message_bytes(plan, self.itemsize), 2)
-        self._left = Counter(self.calls)
-        self._sizes = {call.axis: call.group for call in self.calls}
 
     def take(self, axis: str, kind: str, size: int, what: str, count: int = 1) -> tuple[Wire, ...]:
         """Some collectives of core's list; none where the axis has only one rank."""
@@ -136,34 +134,10 @@ class Layer:
         """Every collective that core lists is at some station."""
         assert not +self._left, f"no station has {+self._left}"
 
-    def unit(self, *, of_experts: bool) -> Unit:
-        """The weights that travel together with this layer's."""
-        return next(unit for unit in self.units if unit.expert == of_experts)
-
     def tier(self, axis: str) -> str:
         """The slowest link tier that a group of the axis spans."""
-        cluster, layout = self.plan.machine, self.plan.layout
-        assert cluster is not None, "the panel names a machine"
-        parts = {"ring": "cp", "ulysses": "cp", "ep-near": "ep", "ep-far": "ep"}
-        groups = layout.groups(parts.get(axis, axis))
-        if axis in ("ring", "ulysses"):
-            groups = tuple(part for row in groups for part in self._cut(row, axis == "ring"))
-        elif axis in parts:
-            groups = tuple(part for row in groups for part in self._by_node(row, axis == "ep-far"))
-        spanned = (cluster.tier_of((group[0], group[-1])) for group in groups)
-        return max(spanned, key=cluster.tiers.index).name
-
-    def _cut(self, row: tuple[int, ...], ring: bool) -> list[tuple[int, ...]]:
-        inner = self.plan.split.inner
-        if ring:
-            return [row[start::inner] for start in range(inner)]
-        return [row[start : start + inner] for start in range(0, len(row), inner)]
-
-    def _by_node(self, row: tuple[int, ...], far: bool) -> list[tuple[int, ...]]:
-        near = self.plan.layout.ep // self.plan.ep_nodes
-        if far:
-            return [row[start::near] for start in range(near)]
-        return [row[start : start + near] for start in range(0, len(row), near)]
+        assert self.plan.machine is not None, "the panel names a machine"
+        return groups.tier(self.plan, axis, self.plan.machine).name
 
     def held(self, *endings: str) -> tuple[dict[str, Any], ...]:
         """Weights of this layer by the end of their names: the whole, and what rank 0 holds."""

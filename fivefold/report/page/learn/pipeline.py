@@ -17,11 +17,11 @@ from fivefold.core.schedule import catalog
 from fivefold.core.schedule.catalog import Family
 from fivefold.core.schedule.costs import Costs
 from fivefold.core.words import counted
+from fivefold.report.amounts import percent
+from fivefold.report.lines import wrapped
 from fivefold.report.page import timeline as picture
 from fivefold.report.page.learn.choice import Choice, chosen
-from fivefold.report.page.learn.wording import wrapped
 from fivefold.report.pipeline_marks import Cell, cells
-from fivefold.report.pipeline_words import percent
 
 TITLE = "Pipeline: the schedules raced"
 _ALL = tuple(each.name for each in catalog.FAMILIES if not each.asynchronous)
@@ -202,6 +202,7 @@ def _sentences(
         f"idles: {last.family.because}.",
         _memory_words(racers, first),
     ]
+    found += [_paper_words(racer) for racer in racers if racer.family.name == "zb-h2"]
     found += [
         f"{racer.family.name} holds weights twice: every rank has a stage of either direction."
         for racer in racers
@@ -213,6 +214,17 @@ def _sentences(
         for each in refused
     ]
     return found
+
+
+def _paper_words(racer: Racer) -> str:
+    """Why the bubble here is more than what is published."""
+    name, timeline = racer.family.name, racer.timeline
+    return (
+        f"{name} idles {percent(timeline.bubble_span)} of its span, from a rank's own first start "
+        "to its own last end. That is what its paper counts: there ranks begin the next step at "
+        f"their own time. Here a global norm ends the step, and {name} idles "
+        f"{percent(timeline.bubble_makespan)} of it."
+    )
 
 
 def _memory_words(racers: list[Racer], first: Racer) -> str:

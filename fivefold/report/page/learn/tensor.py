@@ -16,16 +16,18 @@ from fivefold.core.axes import Call, Chunk
 from fivefold.core.axes import tensor as calls_of
 from fivefold.core.plan import Plan, Wishes, resolve
 from fivefold.core.weights import held_by, local_shape, weights
+from fivefold.core.words import kind_text
+from fivefold.report.amounts import duration
+from fivefold.report.lines import WIDTH, wrapped
 from fivefold.report.page.learn.choice import Choice, chosen
-from fivefold.report.page.learn.data_walk import ITEMSIZE, KINDS, sent_by_one
-from fivefold.report.page.learn.tensor_example import Example
+from fivefold.report.page.learn.data_walk import ITEMSIZE
+from fivefold.report.page.learn.tensor_example import PARTS, Example
 from fivefold.report.page.learn.tensor_frames import frames_of, overview
-from fivefold.report.page.learn.wording import COLUMNS, size_text, wrapped
-from fivefold.report.plan_words import duration
+from fivefold.report.page.learn.wording import size_text
 
 TITLE = "Tensor: column, then row"
 CHOICES: Mapping[str, Choice] = {
-    "part": Choice("Part of a layer", ("mlp", "attention"), "mlp"),
+    "part": Choice("Part of a layer", PARTS, "mlp"),
     "tp": Choice("Tensor ranks", ("1", "2", "4", "8"), "2"),
     "sp": Choice("Sequence parallelism", ("on", "off"), "on"),
     "model": Choice(
@@ -83,11 +85,10 @@ def _real(plan: Plan, part: str) -> dict[str, Any]:
     tier = plan.layout.tier("tp", plan.machine)
     shape = plan.shape
     calls: dict[str, Any] = {}
-    for axis, kind, size, group in layer_calls(plan):
-        sent = sent_by_one(kind, size, group)
-        time = sent / tier.bandwidth
-        calls[kind] = {"axis": axis, "kind": kind, "bytes": size, "group": group}
-        calls[kind] |= {"word": KINDS[kind], "sent": sent, "seconds": time}
+    for call in layer_calls(plan):
+        sent = round(call.sent)
+        more = {"word": kind_text(call.kind), "sent": sent, "seconds": sent / tier.bandwidth}
+        calls[call.kind] = call._asdict() | more
     pieces = [
         {
             "name": one.name.removeprefix("blocks.1."),
@@ -220,7 +221,7 @@ def _side_by_side(blocks: list[list[str]]) -> list[str]:
     """Blocks of lines beside one another, as many as a line has room for."""
     lines, row = list[str](), list[list[str]]()
     for block in [*blocks, None]:
-        wide = block is not None and sum(len(each[0]) + 3 for each in (*row, block)) > COLUMNS
+        wide = block is not None and sum(len(each[0]) + 3 for each in (*row, block)) > WIDTH
         if row and (block is None or wide):
             tall = max(map(len, row))
             filled = [[*each, *[" " * len(each[0])] * (tall - len(each))] for each in row]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fivefold.core.words import counted
+from fivefold.core.words import counted, span
 from fivefold.report.page.learn.tensor_example import INNER, Example, Matrix, rows_of, turned
 
 Equation = list[dict[str, Any] | str]
@@ -296,8 +296,7 @@ def _matrix(
 
 def _range(noun: str, part: range) -> str:
     """Which rows or columns, counted from 0."""
-    first, last = part.start, part.stop - 1
-    return f"{noun} {first}" if first == last else f"{noun}s {first}–{last}"
+    return f"{noun if len(part) == 1 else noun + 's'} {span(part)}"
 
 
 def _frame(

@@ -1,10 +1,7 @@
-"""How panels write bytes, and lines for a terminal."""
+"""How panels write bytes."""
 
 from __future__ import annotations
 
-import textwrap
-
-COLUMNS = 100
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -18,8 +15,3 @@ def size_text(size: float) -> str:
     while size >= 1024 and unit < len(_UNITS) - 1:
         size, unit = size / 1024, unit + 1
     return f"{size:,.1f} {_UNITS[unit]}" if unit else f"{size:,.0f} B"
-
-
-def wrapped(sentence: str, first: str = "", later: str = "") -> list[str]:
-    """A sentence in lines of a terminal."""
-    return textwrap.wrap(sentence, COLUMNS, initial_indent=first, subsequent_indent=later)

@@ -14,6 +14,8 @@ export class Problem extends Error {
 /** What the page was made for: `{live, run, start, version, command}`. */
 export const site = JSON.parse(document.getElementById("site")?.textContent ?? "{}");
 
+const GONE = { error: "the server went away: start fivefold observe again" };
+
 /**
  * Ask; a newer question may abort this one by its signal.
  * @param {string} name
@@ -37,14 +39,14 @@ export function key(name, params) {
 /** @param {string} name @param {Record<string, string>} params
  * @param {((share: number) => void) | undefined} onProgress @param {AbortSignal | undefined} signal */
 async function fetched(name, params, onProgress, signal) {
-  const response = await fetch(`/ask/${name}`, {
-    method: "POST",
-    headers: { "content-type": "application/json" },
-    body: JSON.stringify(params),
-    signal,
+  const how = { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(params), signal };
+  const response = await fetch(`/ask/${name}`, how).catch((error) => {
+    if (signal?.aborted) throw error;
   });
+  if (!response) return GONE;
   if (!response.headers.get("content-type")?.includes("ndjson")) return response.json();
-  let last = { error: "the server went away: start fivefold observe again" };
+  /** @type {any} */
+  let last = GONE;
   for await (const said of lines(/** @type {ReadableStream} */ (response.body))) {
     if ("progress" in said) onProgress?.(said.progress);
     else last = said;

@@ -16,6 +16,7 @@ const SELECTS = {
   chunks: "Chunks a rank",
   context: "Context kind",
   recompute: "Recompute",
+  precision: "Precision",
   microbatch_size: "Microbatch",
   replicate: "Replicas of shards",
   etp: "Expert tensor degree",

@@ -4,6 +4,8 @@
 
 import { clear, el } from "fivefold/dom.js";
 import { Answers } from "fivefold/answers.js";
+import { site } from "fivefold/ask.js";
+import { parsed } from "fivefold/address.js";
 import { panel } from "fivefold/panel.js";
 import { create as controls } from "fivefold/controls.js";
 import { create as numbers } from "fivefold/numbers.js";
@@ -50,6 +52,9 @@ class Explore {
   /** @param {HTMLElement} root @param {(params: Params) => void} remember */
   constructor(root, remember) {
     this.remember = remember;
+    const start = parsed(site.start);
+    /** The job that the page was opened for. @type {Params} */
+    this.start = start.tab === "explore" ? start.params : {};
     /** What is wanted, what was answered last, and how many answers there were. @type {Params} */
     this.wanted = {};
     /** @type {any} */
@@ -96,12 +101,12 @@ class Explore {
     for (const { root } of this.panels) watcher.observe(root);
   }
 
-  /** What the address says. @param {Params} params */
+  /** What the address says; without a word of a job, the page's own. @param {Params} params */
   show(params) {
     this.aborter.abort();
     this.aborter = new AbortController();
     this.asking = false;
-    this.wanted = params;
+    this.wanted = Object.keys(params).length ? params : this.start;
     this.began = performance.now();
     void this.ask();
   }
@@ -125,7 +130,7 @@ class Explore {
       this.painted(began);
     } catch (error) {
       if (aborter.signal.aborted) return;
-      this.refused(/** @type {Error} */ (error), wanted);
+      await this.refused(/** @type {Error} */ (error), wanted);
     }
     this.asking = false;
     if (this.wanted !== (this.view?.state ?? this.wanted)) void this.ask();
@@ -146,10 +151,18 @@ class Explore {
     await Promise.all(this.panels.filter((one) => one.seen).map((one) => this.draw(one)));
   }
 
-  /** The question itself was refused: what was there stays. @param {Error} error @param {Params} asked */
-  refused(error, asked) {
+  /** The question itself was refused: what was there stays, or else where the page begins.
+   * @param {Error} error @param {Params} asked */
+  async refused(error, asked) {
+    if (!this.view && asked !== this.start) {
+      this.wanted = this.start;
+      await this.ask();
+    } else if (this.view && this.wanted === asked) {
+      this.wanted = this.view.state;
+      this.remember(this.view.state);
+      this.controls.update(this.view);
+    }
     this.controls.say(error.message);
-    if (this.wanted === asked && this.view) this.wanted = this.view.state;
     if (!this.view) this.explain({ reasons: [error.message], nearest: [] });
   }
 
@@ -158,7 +171,14 @@ class Explore {
     const { view } = this;
     if (!view || view.problem || one.drawn === view) return;
     one.drawn = view;
-    const parts = LATER.includes(one.name) ? { ...view, ...(await this.pictures.to(view.state)) } : view;
+    let parts = view;
+    try {
+      if (LATER.includes(one.name)) parts = { ...view, ...(await this.pictures.to(view.state)) };
+      one.say("");
+    } catch (error) {
+      one.say(/** @type {Error} */ (error).message);
+      return;
+    }
     if (this.view !== view) return;
     if (SLOW.some(([name]) => name === one.name)) one.drawing.update(parts);
     else one.drawing.update(parts[one.name], parts);

@@ -19,17 +19,21 @@ export function create(root, remember) {
   const list = el("nav", { class: "lessons", "aria-label": "Panels" });
   const place = el("div", { class: "lesson" });
   root.append(list, place);
+  let asks = 0;
   for (const name of names)
     list.append(el("button", { type: "button", "data-lesson": name, onclick: () => show({ panel: name }) }, site.lessons[name].title));
 
   /** @param {Record<string, string>} params */
   async function show({ panel: asked, frame = "0", ...params }) {
-    const name = asked in site.lessons ? asked : names[0];
+    const number = ++asks;
+    const name = Object.hasOwn(site.lessons, asked) ? asked : names[0];
     for (const each of list.children)
       each.setAttribute("aria-current", String(each.getAttribute("data-lesson") === name));
-    lessons[name] ??= new Lesson(name, await import(`fivefold/learn_${name}.js`), remember);
+    const module = await import(`fivefold/learn_${name}.js`);
+    if (number !== asks) return; // the reader is further already
+    lessons[name] ??= new Lesson(name, module, remember);
     if (place.firstChild !== lessons[name].root) clear(place, lessons[name].root);
-    await lessons[name].show(params, Number(frame) || 0);
+    await lessons[name].show(params, Math.trunc(Number(frame)) || 0);
   }
   return { show };
 }
@@ -62,6 +66,9 @@ class Lesson {
       if (this.params !== params) return; // the reader is further already
       this.view = view;
     } catch (problem) {
+      if (this.params !== params) return;
+      // An address that cannot be: the example as it begins, and the reason.
+      if (!this.view && Object.keys(params).length) await this.show({}, 0);
       this.say(/** @type {Error} */ (problem).message);
       return;
     }
@@ -74,6 +81,7 @@ class Lesson {
 
   /** @param {number} place */
   frame(place) {
+    if (!this.view) return;
     clear(this.says, this.view.frames[place].says);
     this.drawing.frame(this.view, place);
     this.remember({ panel: this.name, ...this.params, ...(place ? { frame: String(place) } : {}) });

@@ -18,7 +18,8 @@ export function create(body) {
   const ring = el("div", { class: "ring" });
   const work = el("div", { style: "height:200px" });
   const kinds = el("div", { style: "overflow-x:auto" });
-  body.append(beside([[triangle, "420px"], [ring, "260px"]]), beside([[work, "320px"], [kinds, "420px"]]));
+  // The chart is the last, so that nothing moves where a frame has none.
+  body.append(beside([[triangle, "420px"], [ring, "260px"]]), beside([[kinds, "420px"], [work, "320px"]]));
   /** @type {SVGElement[][]} paths by frame */
   let steps = [];
   /** @type {(frame: any) => void} */
@@ -244,9 +245,11 @@ function arrow(from, to, owner, total) {
   );
 }
 
-/** Pairs of every rank in this step. @param {HTMLElement} node @param {any} view @param {number} place */
+/** Pairs of every rank in this step; no chart of nothing. @param {HTMLElement} node @param {any} view @param {number} place */
 function bars(node, view, place) {
   const frame = view.frames[place];
+  node.hidden = !frame.computed.some((/** @type {number} */ each) => each > 0);
+  if (node.hidden) return;
   const ranks = view.ranks.map((/** @type {any} */ each) => `rank ${each.rank}`);
   const most = Math.max(...view.frames.flatMap((/** @type {any} */ each) => each.computed));
   const colours = view.ranks.map((/** @type {any} */ each) => rankColour(each.rank));

@@ -286,11 +286,12 @@ function compared(view) {
   const rows = view.stages.map((/** @type {any} */ one) => [
     `ZeRO-${one.zero}`,
     one.per_parameter.toFixed(2),
+    bytes(one.accumulating),
     bytes(one.standing),
     bytes(one.peak),
     bytes(one.sent),
   ]);
-  const head = ["stage", "bytes a parameter", "stands", "peak", "a rank sends"];
+  const head = ["stage", "bytes a parameter", "while gradients add up", "in front of the optimizer", "peak", "a rank sends"];
   const [shown, layers] = view.layers;
   const caption = `The four stages on ${view.ranks} ranks, ${shown} of ${layers} layers`;
   return table(caption, head, rows, Number(view.choices.zero));

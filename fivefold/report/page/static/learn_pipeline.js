@@ -2,22 +2,19 @@
 // The race of the pipeline schedules: one below another on one axis of time, with a moving cursor.
 
 import { clear, el } from "fivefold/dom.js";
-import { draw } from "fivefold/chart.js";
+import { draw, sizeOf } from "fivefold/chart.js";
 import { digits, percent } from "fivefold/format.js";
 import { beside, table } from "fivefold/learn_ranks.js";
 import { drawTimeline, legend } from "fivefold/timeline.js";
 import { colourOf } from "fivefold/colours.js";
 
 const LETTER = { width: 6.6, height: 15 }; // of a label, in pixels
-/** @type {[string, number, number][]} where a label may stand, and its middle from the point, in labels */
-const POSITIONS = [
-  ["top center", 0, -1],
-  ["bottom center", 0, 1],
-  ["middle right", 0.5, 0],
-  ["middle left", -0.5, 0],
-  ["bottom left", -0.5, 0.9],
-  ["top right", 0.5, -0.9],
-];
+const POINT = 6; // half the width of a point
+const MARGIN = { l: 52, r: 24, t: 14, b: 44 };
+/** Which way from its point a label may stand, the best first. */
+const WAYS = [[0, -1], [0, 1], [1, 0], [-1, 0], [-1, 1], [1, -1], [1, 1], [-1, -1]];
+const NEAR = 2; // pixels between a point and its label; one that stands further off has a line
+const FAR = [14, 28, 42, 56];
 
 /**
  * @typedef {{name: string, place: number, makespan: number, bubble: number, peak: number,
@@ -110,7 +107,7 @@ function ranking(racers) {
 }
 
 /**
- * What time costs in memory: a point for each racer, two that share a place share a label.
+ * What time costs in memory: a point for each racer, those that share a place share a label.
  * @param {HTMLElement} node @param {Racer[]} racers
  */
 function trade(node, racers) {
@@ -126,43 +123,56 @@ function trade(node, racers) {
   const times = racers.map(({ makespan }) => makespan);
   const spare = 0.18 * (Math.max(...times) - Math.min(...times) || 1);
   const [right, bottom, top] = [most * 1.25, Math.min(...times) - spare, Math.max(...times) + 1.6 * spare];
-  const [wide, high] = [(node.clientWidth || 480) - 76, (node.clientHeight || 280) - 58];
+  const { width, height } = sizeOf(node);
+  const [wide, high] = [width - MARGIN.l - MARGIN.r, height - MARGIN.t - MARGIN.b];
   const places = points.map(([{ peak, makespan }]) => [(peak / right) * wide, ((top - makespan) / (top - bottom)) * high]);
   const trace = {
     type: "scatter",
-    mode: "markers+text",
+    mode: "markers",
     x: points.map(([first]) => first.peak),
     y: points.map(([first]) => first.makespan),
     text: words,
-    textposition: apart(places, words),
     cliponaxis: false,
     hovertemplate: "%{text}<br>%{x} microbatches held<br>time %{y}<extra></extra>",
-    marker: { size: 11, color: colourOf("compute"), symbol: points.map(([first]) => (first.copies > 1 ? "diamond-open" : "circle")) },
+    marker: { size: 2 * POINT - 1, color: colourOf("compute"), symbol: points.map(([first]) => (first.copies > 1 ? "diamond-open" : "circle")) },
   };
   const layout = {
     xaxis: { title: { text: "activations held (microbatches)" }, range: [0, right] },
     yaxis: { title: { text: "time" }, range: [bottom, top] },
-    margin: { l: 52, r: 24, t: 14, b: 44 },
+    margin: MARGIN,
     showlegend: false,
+    annotations: apart(places, words, wide, high).map(({ ax, ay, far }, place) => {
+      const [{ peak: x, makespan: y }] = points[place];
+      const line = { arrowhead: 0, arrowwidth: 1, arrowcolor: far ? colourOf("bubble") : "rgba(0,0,0,0)", standoff: POINT };
+      return { x, y, ax, ay, text: words[place], borderpad: 0, ...line };
+    }),
   };
   const told = racers.map((each) => `${each.name} ${digits(each.makespan)} with ${digits(each.peak)} microbatches`);
   draw(node, [trace], layout, `Time against memory: ${told.join(", ")}`);
 }
 
-/** Where labels stand so that none lies on another, if that can be. @param {number[][]} places @param {string[]} words */
-function apart(places, words) {
+/**
+ * The middle of every label from its point, in pixels, so that none lies on another or on a point.
+ * @param {number[][]} places @param {string[]} words @param {number} wide @param {number} high of the picture
+ */
+function apart(places, words, wide, high) {
   /** @type {number[][]} left, top, right, bottom of what is taken: the points first */
-  const taken = places.map(([x, y]) => [x - 6, y - 6, x + 6, y + 6]);
+  const taken = places.map(([x, y]) => [x - POINT, y - POINT, x + POINT, y + POINT]);
   return places.map(([x, y], place) => {
-    const width = words[place].length * LETTER.width;
-    const boxes = POSITIONS.map(([, across, down]) => {
-      const [left, top] = [x + across * (width + 16) - width / 2, y + down * LETTER.height - LETTER.height / 2];
-      return [left, top, left + width, top + LETTER.height];
-    });
-    const free = boxes.findIndex(([left, top, right, bottom]) =>
-      taken.every((other) => right <= other[0] || left >= other[2] || bottom <= other[1] || top >= other[3]),
+    const half = [(words[place].length * LETTER.width) / 2, LETTER.height / 2];
+    const spots = [NEAR, ...FAR].flatMap((gap) =>
+      WAYS.map(([across, down]) => {
+        const [ax, ay] = [across * (half[0] + POINT + gap), down * (half[1] + POINT + gap)];
+        const box = [x + ax - half[0], y + ay - half[1], x + ax + half[0], y + ay + half[1]];
+        return { ax, ay, far: gap > NEAR, box };
+      }),
     );
-    taken.push(boxes[Math.max(0, free)]);
-    return POSITIONS[Math.max(0, free)][0];
+    const inside = spots.filter(({ box }) => box[0] >= 0 && box[1] >= -MARGIN.t && box[2] <= wide + MARGIN.r && box[3] <= high);
+    const spot = inside.find(({ box }) => !taken.some((other) => meet(box, other))) ?? inside[0] ?? spots[0];
+    taken.push(spot.box);
+    return spot;
   });
 }
+
+/** Whether two boxes have a part in common. @param {number[]} one @param {number[]} other */
+const meet = (one, other) => one[0] < other[2] && one[2] > other[0] && one[1] < other[3] && one[3] > other[1];

@@ -14,25 +14,28 @@ const TABS = {
   ...(site.run ? { run: { title: "Run", load: () => import("fivefold/run.js") } } : {}),
 };
 const main = /** @type {HTMLElement} */ (document.getElementById("main"));
-/** @type {Record<string, {root: HTMLElement, tab: Tab}>} */
+/** @type {Record<string, Promise<{root: HTMLElement, tab: Tab}>>} */
 const made = {};
 /** @type {Record<string, Record<string, string>>} */
 const last = {};
+let turns = 0;
 
 /** Show what the address says. */
 async function follow() {
-  if (!location.hash || location.hash === "#main") history.replaceState(null, "", `#${site.start}`);
-  const { tab, params } = read();
-  const name = tab in TABS ? tab : "explore";
+  if (!Object.hasOwn(TABS, read().tab)) history.replaceState(null, "", `#${site.start}`);
+  const { tab: name, params } = read();
+  const number = ++turns;
   last[name] = params;
   for (const each of document.querySelectorAll("[role=tab]")) {
     const chosen = each.getAttribute("data-tab") === name;
     each.setAttribute("aria-selected", String(chosen));
     each.setAttribute("tabindex", chosen ? "0" : "-1");
   }
-  made[name] ??= await make(name);
-  if (main.firstChild !== made[name].root) clear(main, made[name].root);
-  made[name].tab.show(params);
+  made[name] ??= make(name);
+  const { root, tab } = await made[name];
+  if (number !== turns) return; // another tab was chosen meanwhile
+  if (main.firstChild !== root) clear(main, root);
+  tab.show(params);
 }
 
 /** @param {string} name */
@@ -77,6 +80,11 @@ for (const [name, { title }] of Object.entries(TABS)) {
   const attributes = { type: "button", role: "tab", "data-tab": name, onclick, onkeydown: turn };
   document.getElementById("tabs")?.append(el("button", attributes, title));
 }
+// The address holds the state, so that the link to the pictures must not become the address.
+document.querySelector(".skip")?.addEventListener("click", (event) => {
+  event.preventDefault();
+  main.focus();
+});
 document.getElementById("theme")?.addEventListener("click", theme);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
 addEventListener("hashchange", follow);

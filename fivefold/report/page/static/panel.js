@@ -2,7 +2,7 @@
 // A frame round a picture: its title, what it says when it cannot be drawn, and its text twin.
 
 import { clear, el } from "fivefold/dom.js";
-import { read, written } from "fivefold/address.js";
+import { MOVED, read, written } from "fivefold/address.js";
 
 /**
  * @param {string} name as `--panel` knows it
@@ -16,7 +16,9 @@ export function panel(name, title, hint) {
   const twin = el("details", { class: "twin" }, el("summary", {}, "as text"));
   const command = el("code");
   twin.append(command);
-  twin.addEventListener("toggle", () => clear(command, commandFor(name)));
+  const told = () => void (twin.hasAttribute("open") && twin.isConnected && clear(command, commandFor(name)));
+  twin.addEventListener("toggle", told);
+  addEventListener(MOVED, told);
   const root = el(
     "section",
     { class: `panel panel-${name.replace("/", "-")}`, id: `panel-${name}`, "aria-labelledby": `title-${name}` },

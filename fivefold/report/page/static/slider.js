@@ -19,7 +19,7 @@ export function slider(axis, change) {
   let here = 0;
   let shown = "";
   const input = /** @type {HTMLInputElement} */ (
-    el("input", { type: "range", min: 0, step: 1, name: axis, "aria-describedby": `why-${axis}` })
+    el("input", { type: "range", min: 0, step: 1, name: axis, disabled: true, "aria-describedby": `why-${axis}` })
   );
   const name = el("span", { class: "name" });
   const degree = el("output", { class: "degree" });

@@ -6,7 +6,7 @@ import { clear, el } from "fivefold/dom.js";
 import { ask } from "fivefold/ask.js";
 
 /** Keys that a search depends on; all others leave its answer as it is. */
-const JOB = ["model", "config", "machine", "gpus", "seq", "batch", "also"];
+const JOB = ["model", "config", "machine", "gpus", "seq", "batch", "precision", "also"];
 const STILL_MS = 300;
 
 /**

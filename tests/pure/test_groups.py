@@ -1,0 +1,67 @@
+"""Groups of collectives: their sizes are those of the calls that core lists, their ranks those that
+the runtime joins."""
+
+from __future__ import annotations
+
+import pytest
+
+from fivefold.core import groups, machine
+from fivefold.core.axes import wide_size
+from fivefold.core.lineup import lineup
+from fivefold.core.plan import Plan, Wishes, resolve
+from fivefold.core.traffic import ITEMSIZE, predict
+
+PLANS = [
+    resolve(wishes)
+    for wishes in (
+        Wishes("tiny-moe", "dp=2x2 tp=2 pp=2 cp=2 ep=2"),
+        Wishes("tiny-moe", "dp=2 tp=4 cp=8 ep=8", context="hybrid", ep_nodes=2),
+        Wishes("tiny-moe", "dp=2 tp=2 cp=4 pp=2 order=tp-cp-pp-dp", context="ulysses"),
+        Wishes("tiny-moe", "tp=2 cp=2 ep=2 etp=2", balance="aux"),
+        Wishes("llama-3.1-8b", "tp=16 pp=4", schedule="dualpipe"),
+    )
+]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: str(plan.layout))
+def test_a_group_is_as_large_as_its_calls_say(plan: Plan) -> None:
+    itemsize = ITEMSIZE[plan.precision]
+    listed = predict(plan, 0, itemsize=itemsize, grad_itemsize=wide_size(itemsize))
+    assert listed
+    for entry in listed:
+        pair = groups.DIMENSIONS.get(entry.axis) == "pp"  # a message, and twins, are of two ranks
+        assert entry.group == (2 if pair else groups.extent(plan, entry.axis).size), entry
+
+
+def test_parts_of_an_axis_are_those_that_the_runtime_joins() -> None:
+    plan = PLANS[1]
+    layout, line, inner = plan.layout, lineup(plan.layout), plan.split.inner
+    assert 1 < inner < layout.cp, "a hybrid has both"
+    near = layout.ep // plan.ep_nodes
+    for rank in range(layout.world):
+        cp, ep = layout.group("cp", rank), layout.group("ep", rank)
+        place, coord = cp.index(rank), ep.index(rank)
+        found = {name: line.group(groups.extent(plan, name), rank) for name in groups.DIMENSIONS}
+        assert found["ulysses"] == cp[place // inner * inner :][:inner]
+        assert found["ring"] == cp[place % inner :: inner]
+        assert found["ep-near"] == ep[coord // near * near :][:near]
+        assert found["ep-far"] == ep[coord % near :: near]
+
+
+def test_a_part_of_an_axis_may_have_faster_links_than_the_whole() -> None:
+    plan = resolve(
+        Wishes("mixtral-8x7b", "tp=4 cp=4 dp=8 ep=8 etp=2", context="hybrid", ep_nodes=2)
+    )
+    h100 = machine.load("h100")
+    inside, outside = h100.tiers[0].name, h100.tiers[-1].name
+    assert plan.split.inner == 2
+    tiers = {name: groups.tier(plan, name, h100).name for name in (*groups.DIMENSIONS, "world")}
+    assert tiers["cp"] == tiers["ring"] == tiers["ep"] == tiers["ep-far"] == outside
+    assert tiers["ulysses"] == tiers["ep-near"] == tiers["replica"] == inside
+    assert tiers["world"] == outside
+
+
+def test_every_group_of_core_serves_a_dimension() -> None:
+    seen = {entry.axis for plan in PLANS for entry in predict(plan, 0, itemsize=2, grad_itemsize=4)}
+    assert seen - {"world"} <= groups.DIMENSIONS.keys()
+    assert {"replica", "ring", "ulysses", "ep-near", "ep-far", "twin", "row"} <= seen

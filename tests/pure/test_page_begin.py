@@ -1,0 +1,111 @@
+"""Where Explore begins: plans and command lines as states, and what the verb refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from fivefold.core.plan import Wishes, resolve
+from fivefold.core.schedule.catalog import FAMILIES
+from fivefold.report.page.begin import state_of
+from fivefold.report.page.state import State
+
+ODD = Wishes(
+    "tiny-moe",
+    "dp=4 tp=2 pp=2 ep=2 order=tp-cp-pp-dp",
+    machine="h100",
+    schedule="zb-h1",
+    balance="aux",
+    packed=True,
+    seq=64,
+    set={"layers": "4"},
+)
+
+
+def test_nothing_said_is_the_usual_job() -> None:
+    assert state_of(Wishes("llama-3.1-405b")) == State()
+
+
+def test_a_model_alone_gets_the_best_layout_of_one_node() -> None:
+    state = state_of(Wishes("llama-3.1-8b"))
+    assert (state.machine, state.gpus) == ("h100", 8)
+    assert state.outlook().verdict == "fits"
+    assert state.tokens == pytest.approx(20 * 8.03e9, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "wishes",
+    [
+        ODD,
+        Wishes("tiny", "dp=2 tp=2", sp=False, precision="fp32", batch=8),
+        Wishes("llama-3.1-8b", "dp=2x4 tp=2 cp=2", machine="h100", context="ulysses", batch=64),
+        Wishes("tiny", "pp=2", stage_layers="3,5"),
+    ],
+    ids=["odd", "plain", "hybrid", "stages"],
+)
+def test_a_plan_is_looked_at_as_it_is(wishes: Wishes) -> None:
+    plan, state = resolve(wishes), state_of(wishes)
+    again = State.parse(state.params())
+    assert again == state
+    for part in ("shape", "layout", "batch", "recompute", "precision", "packed", "balance"):
+        assert getattr(again.plan(), part) == getattr(plan, part), part
+    assert again.plan().stages == plan.stages
+
+
+def test_what_was_derived_is_derived_again() -> None:
+    state = state_of(Wishes("tiny-moe", "dp=4 ep=2", machine="h100", zero=3))
+    assert state.also == ""
+
+
+def test_fp8_is_estimated_and_bf16_runs() -> None:
+    wishes = Wishes("llama-3.1-8b", "dp=8", machine="h100", batch=64)
+    fast, plain = state_of(wishes, "fp8"), state_of(wishes)
+    assert fast.outlook().step < plain.outlook().step
+    assert fast.plan().precision == "bf16"
+
+
+def test_every_schedule_of_the_page_has_a_plan() -> None:
+    for one in FAMILIES:
+        chunks = one.chunks_on(2, None)
+        state = State.parse(
+            {"model": "tiny", "machine": "h100", "gpus": "2", "tp": "1", "pp": "2", "batch": "8"}
+            | {"seq": "64", "schedule": one.name, "chunks": str(chunks), "zero": "1"}
+        )
+        assert state.problems() == [], one.name
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--port", "99999"], "0 to 65535"),
+        (["--panel", "memory"], "add --text or --json"),
+        (["--text", "--html", "page.html"], "choose one"),
+        (["--at", "explore?tp=3", "--text"], "tp=3 does not divide"),
+        (["--at", "nothing", "--text"], "tab in --at"),
+        (["--at", "run", "--text"], "of which run"),
+        (["--text", "--panel", "nothing"], "unknown panel"),
+        (["--text", "--machine", "nothing"], "unknown machine"),
+        (["--text", "--precision", "fp9"], "fp8"),
+        (["tests", "--text"], "neither a run"),
+    ],
+    ids=lambda words: words[0] if isinstance(words, list) else "",
+)
+def test_the_verb_refuses(words: list[str], said: str) -> None:
+    done = run(*words)
+    assert done.returncode == 2 and said in done.stderr
+
+
+def test_json_is_what_pictures_are_made_of() -> None:
+    done = run("tiny", "--layout", "dp=2", "--json", "--panel", "memory")
+    found = json.loads(done.stdout)["explore"]
+    assert found["memory"]["total"] == pytest.approx(
+        sum(found["memory"]["fullest"].values()), abs=9
+    )
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "fivefold", "observe", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
