@@ -109,3 +109,9 @@ def test_json_is_what_pictures_are_made_of() -> None:
 def run(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "fivefold", "observe", *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_a_run_shows_memory_beside_the_plan_of_gpus_alone() -> None:
+    example = run("examples/runs/llama-3.2-1b-h200", "--json")
+    curve = json.loads(example.stdout)["run"]["curves"]["memory_gib"]
+    assert curve["ratio"] == pytest.approx(1, abs=0.01) and "times the plan" in curve["says"]

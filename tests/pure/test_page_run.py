@@ -275,6 +275,7 @@ def test_records_become_curves_marks_and_goodput(tmp_path: Path) -> None:
     assert view["curves"]["loss"]["lost"] == [{"x": [20, 21], "y": [9.0, 9.0]}]
     assert view["curves"]["mfu"]["ratio"] == pytest.approx(0.75)
     assert view["curves"]["mfu"]["planned"] == {"x": [1, 40], "y": [0.4, 0.4]}
+    assert view["curves"]["memory_gib"]["says"].startswith("1.5 GiB of the host for the whole")
     assert view["curves"]["tokens_per_s"]["median"] == pytest.approx(1024 / 0.2)
     assert [one["step"] for one in view["marks"]["restarts"]] == [20]
     assert view["marks"]["skipped"][0]["says"] == "step 10 was skipped: loss is not finite"

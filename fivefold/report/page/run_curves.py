@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -51,12 +51,24 @@ def curves(facts: RunFacts) -> dict[str, View]:
         found[name] = {"measured": _curve(points), "lost": _lost(facts, read)}
         if name in _PLANNED:
             found[name] |= _beside(name, facts.kept, read)
+    if "memory_gib" in found and not _on_gpus(facts):
+        found["memory_gib"] |= {"planned": None, "ratio": None, "says": _of_a_process(found)}
     if "loss" in found:
         found["loss"]["smoothed"] = _curve(_smoothed(_points(facts.kept, _READ["loss"])))
         found["loss"]["eval"] = _curve(
             [(one.step, one.eval_loss) for one in facts.kept if one.eval_loss is not None]
         )
     return found
+
+
+def _on_gpus(facts: RunFacts) -> bool:
+    return bool(facts.starts[-1].facts.get("machine", {}).get("gpus"))
+
+
+def _of_a_process(found: Mapping[str, View]) -> str:
+    """Without a GPU, what is measured is more than what a plan counts."""
+    size = WRITE["memory_gib"](found["memory_gib"]["median"] or 0.0)
+    return f"{size} of the host for the whole process; a plan counts its tensors alone"
 
 
 def marks(facts: RunFacts) -> View:
