@@ -89,7 +89,8 @@ def _run(
     run = _Folder(Path(target)) if _look_up(target) != target else None
     job = _job(wishes, precision and one_of("precision", precision, PRECISIONS), run)
     tab, params = _place(at, job, run)
-    start = html.Start(_address(tab, params), params if tab == "explore" else job, run is not None)
+    opens = params if tab == "explore" else job
+    start = html.Start(_address(tab, params), opens, target if run else "")
     if prints:
         with progress_bar("ask") as on_progress:
             found = twins.answers(tab, params, panel, run, on_progress or _silent)

@@ -41,7 +41,7 @@ def test_every_lesson_has_a_drawing() -> None:
 def test_a_whole_page_carries_everything_and_cannot_be_broken_out_of() -> None:
     hostile = "</script><script>alert(1)</script><!--"
     text = html.whole(
-        html.Start("learn", {}, False), {key("explore", {"model": hostile}): {}}, hostile
+        html.Start("learn", {}, ""), {key("explore", {"model": hostile}): {}}, hostile
     )
     assert "alert(1)</script>" not in text
     assert not re.findall(r'<(?:script|link|img)[^>]* (?:src|href)="(?!data:)', text)

@@ -29,6 +29,11 @@ from fivefold.report.plan_resolved import readings
 
 View = dict[str, Any]
 CONFIG_FILE = "config.json"
+_VERDICTS = {
+    "fits": "further below the GPU's memory than estimates may be off",
+    "tight": "nearer to the GPU's memory, above or below, than estimates may be off",
+    "does not fit": "further above the GPU's memory than estimates may be off",
+}
 _SAVE = f"# The model is the pasted config: save it as {CONFIG_FILE} beside this file.\n"
 
 
@@ -107,6 +112,7 @@ def _numbers(state: State, found: Outlook) -> View:
         "active": parameters.active,
         "layout": str(layout),
         "verdict": found.verdict,
+        "verdict_says": _VERDICTS[found.verdict],
         "total": found.total,
         "limit": setting.machine.memory,
         "usable": setting.capacity,

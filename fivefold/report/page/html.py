@@ -22,11 +22,11 @@ _PREFIX = "fivefold/"
 
 
 class Start(NamedTuple):
-    """With what a page opens: its address, the job of Explore, and whether there is a run."""
+    """With what a page opens: its address, the job of Explore, and the folder of a run, or ""."""
 
     address: str
     job: Mapping[str, str]
-    has_run: bool
+    run: str
 
 
 def live(start: Start) -> tuple[str, str]:
@@ -89,7 +89,7 @@ def _facts(start: Start, *, live: bool) -> dict[str, Any]:
     }
     return {
         "live": live,
-        "run": start.has_run,
+        "run": start.run,
         "start": start.address,
         "job": dict(start.job),
         "version": __version__,

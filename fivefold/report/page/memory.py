@@ -19,6 +19,7 @@ from fivefold.report.lines import bar
 
 View = dict[str, Any]
 _MOST_LINES = 16  # of places, in a terminal
+_LABELS = {"context": "driver"}  # a word that means another thing beside the sliders
 
 
 def view(found: Outlook) -> View:
@@ -32,7 +33,7 @@ def view(found: Outlook) -> View:
         "usable": found.setting.capacity,
         "total": found.total,
         "verdict": found.verdict,
-        "fullest": {name: round(size) for name, size in found.memory.items() if size > 0},
+        "fullest": {_label(name): round(size) for name, size in found.memory.items() if size > 0},
         "places": [
             {
                 "name": f"pp {place}",
@@ -41,8 +42,12 @@ def view(found: Outlook) -> View:
             }
             for place, one in enumerate(places)
         ],
-        "parts": {name: [round(one[name]) for one in places] for name in names},
+        "parts": {_label(name): [round(one[name]) for one in places] for name in names},
     }
+
+
+def _label(category: str) -> str:
+    return _LABELS.get(category, category)
 
 
 def _layers(plan: Plan, place: int) -> str:

@@ -39,15 +39,14 @@ def view(
     """
     if params.get("step") == NONE:
         return None
-    told = [list(each) for _, each in sorted(facts.told.items())]
-    if not told:
+    if not facts.told:
         problem = "no rank wrote events: train with --set events=true to see what each did when"
-        return {"told": told, "step": None, "problem": problem}
+        return {"step": None, "problem": problem}
     step = _number(params, "step", facts.steps[-1])
-    base = {"told": told, "step": step}
+    base = {"step": step}
     found = spans(step)
     if found is None:
-        ranges = ", ".join(f"{a} to {b}" for a, b in told)
+        ranges = ", ".join(f"{a} to {b}" for _, (a, b) in sorted(facts.told.items()))
         return {**base, "problem": f"step {step} has no events: there are those of steps {ranges}"}
     plan, problem = facts.plan, _mismatch(facts, found)
     if plan is None or problem is not None:

@@ -33,6 +33,7 @@ def view(
         "load": run_curves.load(facts),
         "goodput": _goodput(facts.summary),
         "summary": facts.summary.to_json(),
+        "told": [list(each) for _, each in sorted(facts.told.items())],
         "step": run_step.view(facts, params, spans),
     }
 

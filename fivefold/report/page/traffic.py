@@ -19,7 +19,7 @@ from fivefold.core.errors import FivefoldError
 from fivefold.core.machine import Machine
 from fivefold.core.plan import Plan
 from fivefold.core.traffic import ITEMSIZE, Entry, predict
-from fivefold.core.words import counted, kind_text
+from fivefold.core.words import kind_text
 from fivefold.report.amounts import gib
 from fivefold.report.lines import table, wrapped
 
@@ -43,7 +43,7 @@ def view(plan: Plan) -> View:
     sent = sum(row["sent"] for row in rows)
     calls = sum(row["calls"] for row in rows)
     return {
-        "headline": f"rank 0 sends {gib(sent)} in {counted(calls, 'call')} of a step",
+        "headline": f"rank 0 sends {gib(sent)} in {calls:,} calls of a step",
         "refused": None,
         "rows": rows,
     }

@@ -1,28 +1,34 @@
 // @ts-check
 // The address holds the state: `#explore?model=tiny&tp=2`, a tab and its parameters.
 
-/** What the address says. */
-export const read = () => parsed(location.hash.slice(1));
-
-/** The text behind `#`, read. @param {string} text @returns {{tab: string, params: Record<string, string>}} */
-export function parsed(text) {
-  const [tab, query = ""] = splitOnce(text, "?");
+/** @returns {{tab: string, params: Record<string, string>}} */
+export function read() {
+  const [tab, query = ""] = splitOnce(location.hash.slice(1), "?");
   return { tab, params: Object.fromEntries(new URLSearchParams(query)) };
 }
 
-/** The text behind `#`, written. @param {string} tab @param {Record<string, string>} params */
+/** The text behind `#`. @param {string} tab @param {Record<string, string>} params */
 export function written(tab, params) {
   const query = new URLSearchParams(params).toString();
   return query ? `${tab}?${query}` : tab;
 }
 
+const PAUSE = 1000; // milliseconds
+let changed = 0;
+
 /** Heard on the window when the address was changed by `replace`. */
 export const MOVED = "fivefold:moved";
 
-/** Change the address without asking anybody to draw again.
+/** Change the address without asking anybody to draw again. The browser's way back leads over what
+ * was left alone for a while, not over each value that a slider passed.
  * @param {string} tab @param {Record<string, string>} params */
 export function replace(tab, params) {
-  history.replaceState(null, "", `#${written(tab, params)}`);
+  const address = `#${written(tab, params)}`;
+  if (address === location.hash) return;
+  const rested = performance.now() - changed > PAUSE;
+  changed = performance.now();
+  if (rested) history.pushState(null, "", address);
+  else history.replaceState(null, "", address);
   dispatchEvent(new Event(MOVED));
 }
 

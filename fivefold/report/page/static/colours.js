@@ -23,7 +23,7 @@ const LOOKS = {
   logits: [HUES.red, ""],
   buffers: [HUES.pink, ""],
   prefetch: [HUES.sky, "/"],
-  context: [HUES.black, ""],
+  driver: [HUES.black, ""],
   margin: [HUES.black, "/"],
   compute: [HUES.blue, ""],
   launch: [HUES.sky, ""],

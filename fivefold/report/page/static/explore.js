@@ -5,7 +5,6 @@
 import { clear, el } from "fivefold/dom.js";
 import { Answers } from "fivefold/answers.js";
 import { site } from "fivefold/ask.js";
-import { parsed } from "fivefold/address.js";
 import { panel } from "fivefold/panel.js";
 import { create as controls } from "fivefold/controls.js";
 import { create as numbers } from "fivefold/numbers.js";
@@ -36,7 +35,7 @@ const REST = 250; // milliseconds without a change, after which what is unseen i
 /** @type {[string, string, string, (body: HTMLElement, how?: any) => any][]} */
 const SLOW = [
   ["ranking", "The planner's best", "Ten layouts of the same job, and the front of memory and time. Choose one to load it.", ranking],
-  ["curves", "Memory over sequence length", "The present layout and other strategies, with and without recomputation.", curves],
+  ["curves", "Memory over sequence length", "The present layout and other strategies, with and without recomputation. Where tp splits sequences, selective keeps whole what collectives brought, and none keeps shards: it may lie above none.", curves],
 ];
 
 /**
@@ -52,9 +51,8 @@ class Explore {
   /** @param {HTMLElement} root @param {(params: Params) => void} remember */
   constructor(root, remember) {
     this.remember = remember;
-    const start = parsed(site.start);
     /** The job that the page was opened for. @type {Params} */
-    this.start = start.tab === "explore" ? start.params : {};
+    this.start = site.job;
     /** What is wanted, what was answered last, and how many answers there were. @type {Params} */
     this.wanted = {};
     /** @type {any} */

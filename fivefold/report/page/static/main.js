@@ -16,8 +16,8 @@ const TABS = {
 const main = /** @type {HTMLElement} */ (document.getElementById("main"));
 /** @type {Record<string, Promise<{root: HTMLElement, tab: Tab}>>} */
 const made = {};
-/** @type {Record<string, Record<string, string>>} */
-const last = {};
+/** Where each tab was left, or begins. @type {Record<string, Record<string, string>>} */
+const last = { explore: site.job };
 let turns = 0;
 
 /** Show what the address says. */

@@ -21,16 +21,18 @@ export function create(body) {
       clear(headline, one.headline);
       const names = Object.keys({ ...one.fullest, ...one.parts });
       draw(chart, [boxes(names, one)], layout(one), `${one.headline}. ${heard(one)}`);
-      clear(key, ...Object.entries(one.fullest).map(([each, size]) => row(each, size, one.limit)));
+      const others = names.filter((name) => !(name in one.fullest)).map((name) => row(`${name}, elsewhere`, Math.max(...one.parts[name]), one.limit, name));
+      clear(key, ...Object.entries(one.fullest).map(([each, size]) => row(each, size, one.limit)), ...others);
     },
   };
 }
 
-/** One category of the fullest rank. @param {string} name @param {number} size @param {number} limit */
-function row(name, size, limit) {
+/** One category of the fullest rank, or the most that another has.
+ * @param {string} words @param {number} size @param {number} limit @param {string} [name] */
+function row(words, size, limit, name = words) {
   const swatch = el("span", { class: patternOf(name) ? "swatch hatched" : "swatch" });
   swatch.style.backgroundColor = colourOf(name);
-  return el("li", {}, swatch, el("span", {}, name), el("span", {}, gib(size)), el("span", {}, percent(size / limit)));
+  return el("li", {}, swatch, el("span", {}, words), el("span", {}, gib(size)), el("span", {}, percent(size / limit)));
 }
 
 /** All boxes as one trace, each upon the one below it: Plotly takes half as long as for one trace a

@@ -26,7 +26,7 @@ export function create(body) {
 /** @param {any} one */
 function made(one) {
   const mark = MARKS[/** @type {keyof typeof MARKS} */ (one.verdict)];
-  const verdict = tile(`${mark} ${one.verdict}`, `${gib(one.total)} of ${gib(one.limit)}`);
+  const verdict = tile(`${mark} ${one.verdict}`, `${gib(one.total)} of ${gib(one.limit)}`, one.verdict_says);
   verdict.dataset.verdict = one.verdict;
   return [
     verdict,
@@ -35,7 +35,7 @@ function made(one) {
     tile(count(one.tokens_per_s), "tokens/s"),
     tile(percent(one.mfu), "MFU", one.peak),
     tile(percent(one.bubble), "bubble of the step"),
-    tile(`${digits(one.days)} days`, `${count(one.gpu_hours)} GPU-hours`, `for ${one.tokens.toPrecision(3)} tokens`),
+    tile(`${one.days < 1000 ? digits(one.days) : count(one.days)} days`, `${count(one.gpu_hours)} GPU-hours`, `for ${one.tokens.toPrecision(3)} tokens`),
   ];
 }
 
@@ -44,8 +44,8 @@ function tile(value, label, title) {
   return el("div", { class: "tile", title }, el("b", {}, value), el("span", {}, label));
 }
 
-/** @param {number} number */
-const billions = (number) => `${digits(number / 1e9)} B`;
+/** 8.03e9 → "8.03 B", 124e6 → "124 M". @param {number} number */
+const billions = (number) => (number < 1e9 ? `${digits(number / 1e6)} M` : `${digits(number / 1e9)} B`);
 
 /** Files that every verb reads. @param {any} view */
 function downloads(view) {

@@ -3,6 +3,7 @@
 
 import { clear, el } from "fivefold/dom.js";
 import { MOVED, read, written } from "fivefold/address.js";
+import { site } from "fivefold/ask.js";
 
 /**
  * @param {string} name as `--panel` knows it
@@ -13,7 +14,7 @@ import { MOVED, read, written } from "fivefold/address.js";
 export function panel(name, title, hint) {
   const body = el("div", { class: "body" });
   const problem = el("p", { class: "problem", role: "status" });
-  const twin = el("details", { class: "twin" }, el("summary", {}, "as text"));
+  const twin = el("details", { class: "twin" }, el("summary", {}, "in a terminal"));
   const command = el("code");
   twin.append(command);
   const told = () => void (twin.hasAttribute("open") && twin.isConnected && clear(command, commandFor(name)));
@@ -34,6 +35,6 @@ export function panel(name, title, hint) {
 /** The command that prints the same in a terminal. @param {string} name */
 export function commandFor(name) {
   const { tab, params } = read();
-  if (tab === "run") return `fivefold observe RUN --text --panel ${name}`;
+  if (tab === "run") return `fivefold observe ${site.run} --text --panel ${name}`;
   return `fivefold observe --at '${written(tab, params)}' --text --panel ${name}`;
 }

@@ -82,7 +82,7 @@ class RunTab {
     this.live = site.live && view.head.live;
     this.drawn = true;
     for (const { update } of this.panels) update(view);
-    if (view.step) this.step?.update(view);
+    this.step?.update(view);
   }
 
   /** Ask again as long as the run goes on and somebody looks; the step on show stays. */

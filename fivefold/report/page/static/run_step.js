@@ -21,9 +21,11 @@ export function create(body, choose) {
   const row = el("div", { class: "choices" }, el("label", {}, "step ", step), el("label", {}, "pipeline of rank ", rank), newest, told);
   body.append(row, says, basis, host, tables);
   return {
-    update(/** @type {any} */ { step: one }) {
+    update(/** @type {any} */ { step: one, told: ranges }) {
+      if (ranges.length) clear(told, eventsOf(ranges, one));
+      if (!one) return; // a run that goes on: the step on show stays
       row.hidden = one.step === null;
-      fillIn(step, rank, told, one);
+      fillIn(step, rank, one);
       const whole = one.problem === null;
       clear(says, whole ? one.says : one.problem);
       clear(basis, whole ? one.basis : "");
@@ -34,13 +36,17 @@ export function create(body, choose) {
   };
 }
 
-/** @param {HTMLInputElement} step @param {HTMLSelectElement} rank @param {HTMLElement} told @param {any} one */
-function fillIn(step, rank, told, one) {
+/** @param {number[][]} ranges @param {any} one */
+function eventsOf(ranges, one) {
+  const words = ranges.map(([first, last]) => `${count(first)} to ${count(last)}`).join(", ");
+  const some = one?.read && one.read[0] < one.read[1] ? `; ${count(one.read[0])} of ${count(one.read[1])} ranks are read` : "";
+  return `events of steps ${words}${some}`;
+}
+
+/** @param {HTMLInputElement} step @param {HTMLSelectElement} rank @param {any} one */
+function fillIn(step, rank, one) {
   if (one.step === null) return;
   step.value = String(one.step);
-  const ranges = one.told.map((/** @type {number[]} */ [first, last]) => `${count(first)} to ${count(last)}`);
-  const some = one.read && one.read[0] < one.read[1] ? `; ${count(one.read[0])} of ${count(one.read[1])} ranks are read` : "";
-  clear(told, `events of steps ${ranges.join(", ")}${some}`);
   const options = (one.choices ?? []).map((/** @type {number} */ each) => el("option", { value: each, selected: each === one.rank }, each));
   clear(rank, ...options);
 }
