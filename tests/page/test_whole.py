@@ -163,6 +163,23 @@ def test_the_skip_link_keeps_the_state(page: Page, site: str) -> None:
     assert page.url == address
 
 
+def test_the_way_back_leads_over_states_and_out(page: Page, site: str) -> None:
+    page.goto("about:blank")
+    page.goto(f"{site}#{SMALL}")
+    page.wait_for_selector("html[data-painted]")
+    page.wait_for_timeout(1100)  # who changes something sooner is still at the same
+    page.locator(".slider input[name=tp]").press("ArrowRight")
+    page.wait_for_function("() => location.hash.includes('tp=4')")
+    page.wait_for_timeout(1100)
+    page.go_back()
+    page.wait_for_function("() => location.hash.includes('tp=2')")
+    degree = page.locator(".slider:has(input[name=tp]) .degree")
+    degree.filter(has_text=re.compile("^2$")).wait_for()
+    page.wait_for_timeout(1100)
+    page.go_back()
+    assert page.url == "about:blank"
+
+
 def test_focus_is_seen_wherever_it_goes(page: Page, site: str) -> None:
     page.goto(f"{site}#{SMALL}")
     page.wait_for_selector("html[data-painted]")

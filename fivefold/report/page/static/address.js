@@ -15,6 +15,9 @@ export function written(tab, params) {
 
 const PAUSE = 1000; // milliseconds
 let changed = 0;
+// An address that was come to is written out in its own place: a way back over it would end there.
+let arrived = true;
+addEventListener("hashchange", () => void (arrived = true));
 
 /** Heard on the window when the address was changed by `replace`. */
 export const MOVED = "fivefold:moved";
@@ -24,8 +27,9 @@ export const MOVED = "fivefold:moved";
  * @param {string} tab @param {Record<string, string>} params */
 export function replace(tab, params) {
   const address = `#${written(tab, params)}`;
+  const rested = !arrived && performance.now() - changed > PAUSE;
+  arrived = false;
   if (address === location.hash) return;
-  const rested = performance.now() - changed > PAUSE;
   changed = performance.now();
   if (rested) history.pushState(null, "", address);
   else history.replaceState(null, "", address);
