@@ -23,7 +23,7 @@ addEventListener("hashchange", () => void (arrived = true));
 export const MOVED = "fivefold:moved";
 
 /** Change the address without asking anybody to draw again. The browser's way back leads over what
- * was left alone for a while, not over each value that a slider passed.
+ * was left alone for a while, not over each value that a slider passed or each frame of a lesson.
  * @param {string} tab @param {Record<string, string>} params */
 export function replace(tab, params) {
   const address = `#${written(tab, params)}`;
@@ -31,10 +31,13 @@ export function replace(tab, params) {
   arrived = false;
   if (address === location.hash) return;
   changed = performance.now();
-  if (rested) history.pushState(null, "", address);
+  if (rested && frameless(address) !== frameless(location.hash)) history.pushState(null, "", address);
   else history.replaceState(null, "", address);
   dispatchEvent(new Event(MOVED));
 }
+
+/** @param {string} address */
+const frameless = (address) => address.replace(/[?&]frame=\d+/, "");
 
 /** @param {string} text @param {string} mark */
 function splitOnce(text, mark) {
