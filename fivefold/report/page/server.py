@@ -15,7 +15,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any
@@ -43,6 +43,7 @@ _GRACE_S = 1  # for answers under way when the server is told to end
 
 def application(start: html.Start, run: Run | None) -> Starlette:
     """The page and its answers."""
+    working = asyncio.Lock()  # one long question at a time leaves processors to the quick ones
 
     async def page(request: Request) -> Response:
         text, policy = html.live(start)
@@ -58,7 +59,9 @@ def application(start: html.Start, run: Run | None) -> Starlette:
         try:
             params = await _params(request)
             if name in SLOW:
-                return StreamingResponse(_worked(name, params), media_type="application/x-ndjson")
+                return StreamingResponse(
+                    _worked(name, params, working), media_type="application/x-ndjson"
+                )
             found = await run_in_threadpool(answer, name, params, run)
         except FivefoldError as error:
             return JSONResponse(refusal(error), 422)
@@ -140,8 +143,15 @@ async def _params(request: Request) -> dict[str, str]:
     return texts
 
 
-async def _worked(name: str, params: dict[str, str]) -> AsyncIterator[str]:
+async def _worked(name: str, params: dict[str, str], working: asyncio.Lock) -> AsyncIterator[str]:
     """Lines of progress, then the answer; who leaves early ends the work."""
+    async with working, contextlib.aclosing(_lines(name, params)) as lines:
+        async for line in lines:
+            yield line
+
+
+async def _lines(name: str, params: dict[str, str]) -> AsyncGenerator[str]:
+    """What a worker says."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     worker = context.Process(target=_work, args=(theirs, name, params), daemon=True)
