@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 import sys
@@ -15,7 +16,7 @@ import typer
 from fivefold.core import models
 from fivefold.core.errors import FivefoldError, UnknownName
 from fivefold.core.estimate.planner import PRECISIONS
-from fivefold.core.plan import Wishes
+from fivefold.core.plan import Wishes, read
 from fivefold.core.spans import RunFacts, StepSpans
 from fivefold.report.files import write_text
 from fivefold.report.page import html, twins
@@ -43,10 +44,14 @@ class _Folder:
 
 
 def _look_up(target: str) -> str:
-    """A run folder stands for the plan that it ran."""
+    """A run folder stands for the plan that it ran; a plan that cannot be read keeps nobody from
+    looking at the run."""
     folder = Path(target)
     if (folder / records.RUN).is_file():
-        return str(folder / records.PLAN)
+        with contextlib.suppress(FivefoldError):
+            read(folder / records.PLAN)
+            return str(folder / records.PLAN)
+        return State.model
     if target not in models.presets() and folder.is_dir() and not (folder / "config.json").exists():
         raise FivefoldError(
             f"{target} is neither a run, which has a {records.RUN}, nor a model, which has a "

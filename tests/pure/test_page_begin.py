@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +15,7 @@ from fivefold.core.schedule.catalog import FAMILIES
 from fivefold.report.page.begin import state_of
 from fivefold.report.page.state import State
 
+ROOT = Path(__file__).parents[2]
 ODD = Wishes(
     "tiny-moe",
     "dp=4 tp=2 pp=2 ep=2 order=tp-cp-pp-dp",
@@ -89,7 +92,7 @@ def test_every_schedule_of_the_page_has_a_plan() -> None:
         (["--text", "--panel", "nothing"], "unknown panel"),
         (["--text", "--machine", "nothing"], "unknown machine"),
         (["--text", "--precision", "fp9"], "fp8"),
-        (["tests", "--text"], "neither a run"),
+        ([str(ROOT / "tests"), "--text"], "neither a run"),
     ],
     ids=lambda words: words[0] if isinstance(words, list) else "",
 )
@@ -112,6 +115,13 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_run_shows_memory_beside_the_plan_of_gpus_alone() -> None:
-    example = run("examples/runs/llama-3.2-1b-h200", "--json")
+    example = run(str(ROOT / "examples/runs/llama-3.2-1b-h200"), "--json")
     curve = json.loads(example.stdout)["run"]["curves"]["memory_gib"]
     assert curve["ratio"] == pytest.approx(1, abs=0.01) and "times the plan" in curve["says"]
+
+
+def test_a_run_whose_plan_is_damaged_is_still_shown(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "examples/runs/llama-3.2-1b-h200", tmp_path / "run")
+    (tmp_path / "run" / "plan.toml").write_text("model = ")
+    done = run(str(tmp_path / "run"), "--text")
+    assert done.returncode == 0 and "plan.toml" in done.stdout and "288 ms" in done.stdout
