@@ -91,9 +91,9 @@ CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
 
 
 def chosen() -> list[tuple[str, str, dict[str, Any]]]:
-    """A half, chosen by a hash so that it never drifts; all with FIVEFOLD_ALL_CASES set."""
+    """A third, chosen by a hash so that it never drifts; all with FIVEFOLD_ALL_CASES set."""
     everything = "FIVEFOLD_ALL_CASES" in os.environ
-    return [case for case in CASES if everything or zlib.crc32(str(case).encode()) % 2 == 0]
+    return [case for case in CASES if everything or zlib.crc32(str(case).encode()) % 3 == 0]
 
 
 @pytest.mark.parametrize(("layout", "rules", "wishes"), chosen(), ids=str)

@@ -6,6 +6,7 @@ A part of the list in `pipelines.py`, which has everything in it once; all with 
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
@@ -49,7 +50,10 @@ def pool() -> Iterator[Pool]:
 
 
 def chosen() -> list[Case]:
-    return list(cases()) if os.environ.get("FIVEFOLD_ALL_CASES") else [*part(), *STREAMS]
+    """Half of a part that shows everything, chosen by a hash; all with FIVEFOLD_ALL_CASES set."""
+    if os.environ.get("FIVEFOLD_ALL_CASES"):
+        return list(cases())
+    return [*(case for case in part() if zlib.crc32(str(case).encode()) % 2 == 0), *STREAMS]
 
 
 def require(verdict: Verdict) -> None:

@@ -75,11 +75,11 @@ def every_case() -> Iterator[Case]:
 
 
 def chosen() -> list[Case]:
-    """A sixth, chosen by a hash so that it never drifts; all with FIVEFOLD_ALL_CASES set."""
+    """A ninth, chosen by a hash so that it never drifts; all with FIVEFOLD_ALL_CASES set."""
     cases = list(every_case())
     if os.environ.get("FIVEFOLD_ALL_CASES"):
         return cases
-    return [case for case in cases if zlib.crc32(str(case).encode()) % 6 == 0]
+    return [case for case in cases if zlib.crc32(str(case).encode()) % 9 == 0]
 
 
 @pytest.mark.parametrize("case", chosen(), ids=str)
@@ -114,7 +114,7 @@ def recorded(job: Job, *_: object) -> Callable[[], dict[Any, int]]:
     return lambda: {tuple(record): count for record, count in job.mesh.records.items()}
 
 
-def test_a_sixth_of_many_cases() -> None:
+def test_a_ninth_of_many_cases() -> None:
     cases = list(every_case())
     assert len(set(map(str, cases))) == len(cases) > 60
-    assert len(chosen()) >= len(cases) // 9
+    assert len(chosen()) >= len(cases) // 14
