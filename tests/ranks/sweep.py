@@ -2,7 +2,7 @@
 
     python -m tests.ranks.sweep
 
-runs all of them and prints a table in markdown; the tests run a fixed twelfth.
+runs all of them and prints a table in markdown; the tests run a fixed eighteenth.
 """
 
 from __future__ import annotations
