@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from fivefold.training.checkpoint import Reader, latest
+from fivefold.train.checkpoint import Reader, latest
 
 WORLD = 4
 PLAN = ("tiny-moe", "--layout", "dp=2 tp=2 ep=2", "--seq", "32", "--microbatches", "2")

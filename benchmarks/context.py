@@ -23,16 +23,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fivefold.core.context import Ranges, pairs, split_of
 from fivefold.core.layout import ContextKind, Layout
 from fivefold.core.models import load
 from fivefold.core.plan import Plan, Wishes, resolve
+from fivefold.core.splits import Ranges, pairs, split_of
+from fivefold.launch.processes import Pool, Worker
 from fivefold.model.batch import AttentionInfo, TokenBatch
 from fivefold.model.flash import Sees, Total, attend
 from fivefold.parallel.compose import compose
 from fivefold.parallel.context import ContextAttention
 from fivefold.parallel.mesh import Mesh, Phase
-from fivefold.run.ranks import Pool, Worker
 
 KINDS: tuple[ContextKind, ...] = ("ring", "zigzag", "allgather", "ulysses", "hybrid")
 LONG = 32_768

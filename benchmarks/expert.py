@@ -28,15 +28,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fivefold.core.plan import Plan, Wishes, resolve
-from fivefold.core.schedule.action import WEIGHT_GRAD, Overlap, actions_of
+from fivefold.core.schedule import WEIGHT_GRAD, Overlap, actions_of
+from fivefold.launch.processes import Pool, Worker
 from fivefold.model.attention import Attention
 from fivefold.model.batch import TokenBatch
 from fivefold.model.moe import MoeMlp
+from fivefold.optim.optimizer import make_optimizer
 from fivefold.parallel.compose import Job, compose
-from fivefold.parallel.deferred import Queue
+from fivefold.parallel.deferred import GradientQueue
 from fivefold.parallel.mesh import Mesh
-from fivefold.run.optimizer import make_optimizer
-from fivefold.run.ranks import Pool, Worker
 from fivefold.step import step
 
 LAYERS, MICROBATCHES, REPEATS = 4, 32, 2
@@ -50,7 +50,7 @@ class Nap(torch.autograd.Function):
     """The time of a matrix product: forward, input gradient, and weight gradient."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, seconds: float, queue: Queue | None) -> Tensor:
+    def forward(ctx: Any, y: Tensor, seconds: float, queue: GradientQueue | None) -> Tensor:
         ctx.seconds, ctx.queue = seconds, queue
         time.sleep(seconds)
         return y.view_as(y)
@@ -78,7 +78,7 @@ def slow_down(job: Job) -> None:
                         _make_nap(product, PRODUCT, chunk.queue)
 
 
-def _make_nap(leaf: nn.Module, seconds: float, queue: Queue | None) -> None:
+def _make_nap(leaf: nn.Module, seconds: float, queue: GradientQueue | None) -> None:
     product: Callable[..., Tensor] = leaf.product  # type: ignore[assignment]
     leaf.product = lambda *given: Nap.apply(product(*given), seconds, queue)  # type: ignore[assignment]
 

@@ -32,10 +32,10 @@ WARM_UP, MEASURED = 10, 20
 def build(model: str, batch: int, offload: bool = False):  # noqa: ANN201
     from fivefold.core.plan import Wishes, resolve
     from fivefold.core.recipe import Recipe
-    from fivefold.model.compiled import compile_blocks
+    from fivefold.model.blocks import compile_blocks
+    from fivefold.optim import make_updater
     from fivefold.parallel.compose import compose
     from fivefold.parallel.mesh import Mesh
-    from fivefold.run.updaters import make_updater
 
     wishes = Wishes(model, seq=SEQ, microbatches=1, microbatch_size=batch, set={"tied": "false"})
     plan = resolve(wishes)

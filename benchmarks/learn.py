@@ -18,8 +18,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from fivefold.core.progress import StepRecord
-from fivefold.run.records import METRICS, read_records
+from fivefold.records import StepRecord
+from fivefold.records.run_folder import METRICS, read_records
 
 MODEL, STEPS, EVERY = "byte-10m", 300, 50
 LAYOUTS = ("dp=1", "dp=2 tp=2")

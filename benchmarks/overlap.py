@@ -22,14 +22,14 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch import Tensor, nn
 
-from fivefold.core.context import Split
 from fivefold.core.layout import Layout
+from fivefold.core.splits import Split
 from fivefold.model.batch import AttentionInfo, TokenBatch
 from fivefold.parallel import context
 from fivefold.parallel.context import ContextAttention
-from fivefold.parallel.data import Data, shard
-from fivefold.parallel.flat import Options
-from fivefold.parallel.mesh import Mesh, Passing, Pending, Phase
+from fivefold.parallel.data import DataParallel, shard
+from fivefold.parallel.flat_unit import UnitOptions
+from fivefold.parallel.mesh import Mesh, Pending, Phase, RingExchange
 
 BLOCKS, WIDTH, RING = 16, 64, 4
 FORWARD, BACKWARD = 0.020, 0.040
@@ -68,13 +68,13 @@ class NaiveMesh(Mesh):
         pending.wait()
         return pending
 
-    def pass_on(self, tensor: Tensor, axis: str) -> Passing:
+    def pass_on(self, tensor: Tensor, axis: str) -> RingExchange:
         passing = super().pass_on(tensor, axis)
         passing.wait()
         return passing
 
 
-def one_step(model: nn.Module, data: Data) -> tuple[float, float]:
+def one_step(model: nn.Module, data: DataParallel) -> tuple[float, float]:
     """Seconds of forward and of backward with everything it brings to an end."""
     dist.barrier()
     start = time.perf_counter()
@@ -94,7 +94,7 @@ def measure(kind: type[Mesh], zero: int, delay: float) -> tuple[float, float]:
     mesh = kind.build(Layout(shard=2, zero=zero), torch.device("cpu"), kv_heads=1)
     model = nn.Sequential(*(Block() for _ in range(BLOCKS)))
     blocks = {str(place): [block] for place, block in enumerate(model)}
-    data = shard(model, blocks, mesh, Options(zero), bucket=4 * (WIDTH * WIDTH + WIDTH))
+    data = shard(model, blocks, mesh, UnitOptions(zero), bucket=4 * (WIDTH * WIDTH + WIDTH))
     assert len(data.units) == BLOCKS
     one_step(model, data)
     mesh.delay = delay

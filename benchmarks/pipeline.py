@@ -28,18 +28,16 @@ import torch.multiprocessing as multiprocessing
 from torch import Tensor
 
 from fivefold.core import models
-from fivefold.core.clock import play
 from fivefold.core.layout import Layout
+from fivefold.core.schedule import Schedule
 from fivefold.core.schedule.catalog import FAMILIES, Family
-from fivefold.core.schedule.costs import Costs
-from fivefold.core.schedule.value import Schedule
+from fivefold.core.schedule.clock import Costs, play
 from fivefold.model.batch import TokenBatch
 from fivefold.model.decoder import Decoder, from_config
 from fivefold.model.init import init_weights
-from fivefold.parallel.deferred import Queue
-from fivefold.parallel.lanes import Lanes
+from fivefold.parallel.deferred import GradientQueue
 from fivefold.parallel.mesh import Mesh, Pending
-from fivefold.parallel.pipeline import Pipeline
+from fivefold.parallel.pipeline import Lanes, Pipeline
 
 RANKS, MICROBATCHES, LATENCY = 8, 16, 0.005
 FORWARD, INPUT_GRAD, WEIGHT_GRAD = 0.040, 0.048, 0.040
@@ -182,7 +180,7 @@ def host_cost() -> None:
     decoders = {name: from_config(shape, layers=range(1, 17)) for name in rows}
     for decoder in decoders.values():
         init_weights(decoder, shape, seed=0)
-    queue = Queue()
+    queue = GradientQueue()
     queue.defer(decoders["I+W, deferred here"])
     decoders["I+W, deferred here"].queue = queue  # type: ignore[assignment]
     for _ in range(30):
@@ -226,7 +224,7 @@ class Sink:
 def time_deferred(decoder: Decoder) -> float:
     _, y = forward(decoder)
     slope, queue, sink = torch.ones_like(y), decoder.queue, Sink()
-    assert isinstance(queue, Queue)
+    assert isinstance(queue, GradientQueue)
     start = time.perf_counter()
     with queue.keeping(0):
         y.backward(slope)

@@ -20,17 +20,17 @@ from typing import NamedTuple
 import torch
 
 from fivefold.core.plan import Plan, Wishes, resolve
-from fivefold.core.progress import StepRecord
 from fivefold.core.recipe import Recipe
-from fivefold.core.schedule.action import Step
+from fivefold.core.schedule import Step
+from fivefold.data.batches import samples
+from fivefold.launch.processes import Pool, Worker
+from fivefold.optim import make_updater
 from fivefold.parallel.compose import Job, compose
 from fivefold.parallel.mesh import Mesh
-from fivefold.run.events import Events, Token
-from fivefold.run.ranks import Pool, Worker
-from fivefold.run.records import Metrics
-from fivefold.run.samples import samples
-from fivefold.run.updaters import make_updater
+from fivefold.records import StepRecord
+from fivefold.records.run_folder import Metrics
 from fivefold.step import step
+from fivefold.train.span_recorder import Events, Token
 
 MOST = 0.01
 WARM_UP, PAIRS = 4, 60

@@ -18,13 +18,12 @@ from statistics import mean
 from typing import Any
 
 from fivefold.core import machine
-from fivefold.core.estimate.outlook import held_by
-from fivefold.core.estimate.planner import setting_of
-from fivefold.core.estimate.search import Setting
-from fivefold.core.estimate.simulate import alone
 from fivefold.core.plan import Plan, Wishes, resolve
-from fivefold.run.ranks import Pool
-from fivefold.run.worker import Worker
+from fivefold.launch.processes import Pool
+from fivefold.launch.worker import Worker
+from fivefold.planner import setting_of
+from fivefold.planner.estimate import alone, held_by
+from fivefold.planner.search import SearchSetting
 
 MACHINE = "h200"
 GIB = 2**30
@@ -69,7 +68,7 @@ def plan_of(model: str, layout: str, said: dict[str, Any]) -> Plan:
 
 
 def rehearsed(worker: Worker, plan: Plan, rank: int) -> tuple[int, dict[str, int]]:
-    from fivefold.rehearsal import rehearse_rank
+    from fivefold.rehearse import rehearse_rank
 
     worker.phase("rehearse")
     found = rehearse_rank(plan, rank, {})
@@ -77,7 +76,7 @@ def rehearsed(worker: Worker, plan: Plan, rank: int) -> tuple[int, dict[str, int
 
 
 def measured(worker: Worker, plan: Plan, rank: int) -> tuple[int, float, float, dict[str, float]]:
-    from fivefold.rehearsal import measure_rank
+    from fivefold.rehearse import measure_rank
 
     worker.phase("measure")
     found = measure_rank(plan, rank)
@@ -113,7 +112,7 @@ def joined(paths: list[Path]) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def planned(plan: Plan, setting: Setting, rank: int) -> float:
+def planned(plan: Plan, setting: SearchSetting, rank: int) -> float:
     """Bytes that tensors of a rank have."""
     parts = held_by(plan, setting, rank)
     return sum(each for name, each in parts.items() if name not in ("context", "margin"))

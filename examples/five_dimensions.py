@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 
 from fivefold.core.plan import Wishes, resolve
+from fivefold.data.batches import samples
+from fivefold.optim.optimizer import make_optimizer
 from fivefold.parallel.compose import compose
 from fivefold.parallel.mesh import Mesh
-from fivefold.run.optimizer import make_optimizer
-from fivefold.run.samples import samples
 from fivefold.step import step
 
 LAYOUT = "dp=2 tp=2 pp=2 cp=2 ep=2"

@@ -9,7 +9,7 @@ from torch import nn
 
 from fivefold.core.layout import Layout
 from fivefold.parallel.data import shard
-from fivefold.parallel.flat import Options
+from fivefold.parallel.flat_unit import UnitOptions
 from fivefold.parallel.mesh import Mesh
 
 
@@ -26,7 +26,7 @@ def train(steps: int = 20, zero: int = 3) -> list[float]:
     mesh = Mesh.build(Layout(shard=world, zero=zero), torch.device("cpu"), kv_heads=1)
     model = make_model()
     blocks = {f"layer {place}": [layer] for place, layer in enumerate(model)}
-    data = shard(model, blocks, mesh, Options(zero), bucket=10_000)
+    data = shard(model, blocks, mesh, UnitOptions(zero), bucket=10_000)
     optimizer = torch.optim.AdamW([each.tensor for each in data.owned], lr=1e-2)
     losses = []
     for step in range(steps):

@@ -25,7 +25,7 @@ class Optimizer(Protocol):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StepOutcome:
     """What a step tells: the mean loss of its tokens, the gradient norm, what clipping did, how
     full the experts were, and how many ranks wish to stop.
 
@@ -59,7 +59,7 @@ def step(
     batches: Sequence[TokenBatch],
     max_norm: float,
     guard: Guard | None = None,
-) -> Outcome:
+) -> StepOutcome:
     """Microbatches of whole rows in, updated weights out.
 
     The loss of every token is divided once, by the number of counted tokens of the whole step over
@@ -87,7 +87,7 @@ def step(
     for chunk in job.chunks:
         chunk.data.publish()
     load = None if skipped else job.balancing.settle(recorded)
-    return Outcome(loss, norm, clip, load, stops, skipped)
+    return StepOutcome(loss, norm, clip, load, stops, skipped)
 
 
 @torch.no_grad()

@@ -1,203 +1,300 @@
-"""A Hugging Face `config.json` read key by key: problems are collected, never raised one by one.
+"""Hugging Face `config.json` to `Shape`, one function per family.
 
-Below the reader, the parts that several families spell alike.
+Sizes must be in the file; for other keys that are absent, the family's own default in the
+`transformers` package holds. A feature that a Shape cannot express is refused by name, never
+dropped.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from fivefold.core.shape import MOST, MOST_LAYERS, Rope, RopeKind
-
-Fields = dict[str, Any]
-
-_PLACING = (
-    "num_hidden_layers",
-    "first_k_dense_replace",
-    "moe_layer_freq",
-    "decoder_sparse_step",
-    "mlp_only_layers",
-    "interleave_moe_layer_step",
-    "moe_layers",
+from fivefold.core.errors import BadFile
+from fivefold.core.shape import Mla, Moe, Shape
+from fivefold.core.tables import (
+    Config,
+    Fields,
+    attention_bias,
+    expert_placement,
+    head_dim,
+    indices,
+    rotary,
 )
-ROPES = {"default": "default", "llama3": "llama3", "yarn": "yarn", "linear": "linear"}
+
+GATED = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu"}
+PLAIN = {
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu": "gelu",
+    "relu": "relu",
+}
 
 
-class Config:
-    """One table of the file. A key that cannot be used is noted and a stand-in handed back.
-
-    Null is read as absent, that is how these files spell "by default", except where null itself
-    has a meaning (`optional_whole`).
-    """
-
-    def __init__(self, table: Mapping[str, Any], problems: list[str], prefix: str = "") -> None:
-        self._table, self._problems, self._prefix = table, problems, prefix
-        self._refused: set[str] = set()
-
-    def has(self, key: str) -> bool:
-        """Whether the key is there and not null."""
-        return self._table.get(key) is not None
-
-    def problem(self, key: str, rule: str) -> None:
-        """Note that the value of `key` breaks a rule."""
-        self._refused.add(key)
-        shown = repr(self._table.get(key))
-        shown = shown if len(shown) <= 60 else shown[:60] + "…"
-        self._problems.append(f"{self._prefix}{key} = {shown}: {rule}")
-
-    def usable(self, *keys: str) -> bool:
-        """Whether none of these was refused: what follows from a stand-in is no second problem."""
-        return not self._refused.intersection(keys)
-
-    def whole(self, key: str, default: int | None = None, least: int = 1) -> int:
-        """A whole number of at least `least`."""
-        value = self._get(key, default)
-        if isinstance(value, int) and not isinstance(value, bool) and least <= value <= MOST:
-            return value
-        if value is not None:
-            self.problem(key, f"must be a whole number from {least} to {MOST:,}")
-        return max(least, 1)
-
-    def optional_whole(self, key: str, default: int | None = None) -> int | None:
-        """A positive whole number; None where it is null, the default where it is absent."""
-        if key not in self._table:
-            return default
-        return self.whole(key) if self.has(key) else None
-
-    def number(self, key: str, default: float | None = None) -> float:
-        """A finite number of at least 0."""
-        value = self._get(key, default)
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            # Above 1e300 a whole number may no longer be a float.
-            if 0 <= value < 1e300 and math.isfinite(value):
-                return float(value)
-            self.problem(key, "must be a finite number, at least 0")
-        elif value is not None:
-            self.problem(key, "must be a number")
-        return 1.0
-
-    def flag(self, key: str, default: bool) -> bool:
-        """True or false."""
-        value = self._get(key, default)
-        if isinstance(value, bool):
-            return value
-        self.problem(key, "must be true or false")
-        return default
-
-    def choice(self, key: str, default: str, meanings: Mapping[str, str]) -> str:
-        """What one of a few words means here."""
-        value = self._get(key, default)
-        if isinstance(value, str) and value in meanings:
-            return meanings[value]
-        self.problem(key, "supported are " + ", ".join(meanings))
-        return next(iter(meanings.values()))
-
-    def must_be(self, key: str, *allowed: object) -> None:
-        """Refuse a feature that a Shape cannot express; an absent key is fine."""
-        if self.has(key) and self._table[key] not in allowed:
-            self.problem(key, "not supported; only " + " or ".join(map(str, allowed)) + " is")
-
-    def table(self, key: str) -> Config | None:
-        """A table within, or None where the key is absent."""
-        if not self.has(key):
-            return None
-        value = self._table[key]
-        if not isinstance(value, Mapping):
-            self.problem(key, "must be a table")
-            return None
-        return Config(cast("Mapping[str, Any]", value), self._problems, f"{self._prefix}{key}.")
-
-    def items(self, key: str) -> list[object] | None:
-        """A list, or None where the key is absent."""
-        if not self.has(key):
-            return None
-        value = self._table[key]
-        if isinstance(value, list):
-            return cast("list[object]", value)
-        self.problem(key, "must be a list")
-        return None
-
-    def layer_set(self, key: str) -> frozenset[int] | None:
-        """A list of layer numbers, or None where the key is absent."""
-        items = self.items(key)
-        if items is None:
-            return None
-        layers = frozenset(item for item in items if isinstance(item, int))
-        if not all(isinstance(item, int) for item in items):
-            self.problem(key, "must hold layer numbers")
-        return layers
-
-    def first_of(self, keys: Iterable[str]) -> str:
-        """The first of several spellings that is there; the first spelling if none is."""
-        names = list(keys)
-        return next((key for key in names if self.has(key)), names[0])
-
-    def _get(self, key: str, default: object) -> object:
-        if self.has(key):
-            return self._table[key]
-        if default is None:
-            self._refused.add(key)
-            self._problems.append(f"{self._prefix}{key} is missing: add it")
-        return default
+def shape_from_config(config: Mapping[str, Any], where: str) -> Shape:
+    """Read the text model of a parsed config, or raise one `BadFile` with every problem."""
+    family = config.get("model_type")
+    if family == "llama4" and isinstance(config.get("text_config"), Mapping):
+        config, family = config["text_config"], "llama4_text"
+    if not isinstance(family, str) or family not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        raise BadFile(where, [f"model_type = {family!r} is not known; use one of {known}"])
+    problems: list[str] = []
+    fields = FAMILIES[family](Config(config, problems))
+    if problems:
+        raise BadFile(where, problems)
+    try:
+        return Shape(name=where, family=family, source=where, **fields)
+    except BadFile as error:
+        raise BadFile(where, error.problems) from error
 
 
-def head_dim(config: Config, width: int, heads: int) -> int:
-    """Width of a head, given or an even share of the model's width."""
-    sizes = ("n_embd", "n_head", "hidden_size", "num_attention_heads")
-    if not config.has("head_dim") and width % heads and config.usable(*sizes):
-        config.problem("head_dim", f"add it, since {heads} heads do not divide width {width}")
-    return config.whole("head_dim", max(width // heads, 1))
-
-
-def attention_bias(config: Config) -> Fields:
-    """One key for all four projections."""
-    return dict.fromkeys(("qkv_bias", "out_bias"), config.flag("attention_bias", False))
-
-
-def rotary(config: Config, max_seq: int, theta: float) -> Fields:
-    """Both spellings: `rope_theta` with `rope_scaling`, or the newer `rope_parameters`."""
-    table = config.table(config.first_of(("rope_parameters", "rope_scaling")))
-    theta = config.number("rope_theta", theta)
-    if table is None:
-        return {"rope_theta": theta}
-    theta = table.number("rope_theta", theta)
-    kind = table.choice(table.first_of(("rope_type", "type")), "default", ROPES)
-    if kind == "default":
-        return {"rope_theta": theta}
-    extra = {
-        "low_freq": ("low_freq_factor", 1.0),
-        "high_freq": ("high_freq_factor", 4.0),
-        "beta_fast": ("beta_fast", 32.0),
-        "beta_slow": ("beta_slow", 1.0),
-        "mscale": ("mscale", 0.0),
-        "mscale_all_dim": ("mscale_all_dim", 0.0),
+def _gpt2(config: Config) -> Fields:
+    width, heads = config.whole("n_embd"), config.whole("n_head")
+    config.must_be("scale_attn_by_inverse_layer_idx", False)
+    config.must_be("add_cross_attention", False)
+    dropout = config.number("resid_pdrop", 0.1)
+    for key in ("embd_pdrop", "attn_pdrop"):
+        if config.number(key, 0.1) != dropout and config.usable(key, "resid_pdrop"):
+            config.problem(key, f"must equal resid_pdrop = {dropout}: a Shape has one dropout")
+    return {
+        "layers": config.whole("n_layer"),
+        "width": width,
+        "heads": heads,
+        "kv_heads": heads,
+        "head_dim": head_dim(config, width, heads),
+        "ffn": config.whole("n_inner", 4 * width),
+        "vocab": config.whole("vocab_size"),
+        "max_seq": config.whole(config.first_of(("n_positions", "n_ctx"))),
+        "tied": config.flag("tie_word_embeddings", True),
+        "norm": "layer",
+        "norm_eps": config.number("layer_norm_epsilon", 1e-5),
+        "activation": config.choice("activation_function", "gelu_new", PLAIN),
+        "positions": "learned",
+        "dropout": dropout,
+        **dict.fromkeys(("norm_bias", "qkv_bias", "out_bias", "mlp_bias"), True),
     }
-    fields: Fields = {name: table.number(key, value) for name, (key, value) in extra.items()}
-    if table.has("attention_factor"):
-        fields["attention_factor"] = table.number("attention_factor")
-    original = table.whole("original_max_position_embeddings", max_seq)
-    rope = Rope(cast("RopeKind", kind), table.number("factor"), original, **fields)
-    return {"rope_theta": theta, "rope": rope}
 
 
-def expert_placement(config: Config, key: str, wanted: list[int], layers: int) -> Fields:
-    """The layers that have experts, as a Shape says it: each n-th from some layer on."""
-    if not config.usable(*_PLACING):
-        return {}
-    if not wanted:
-        config.problem(key, "no layer is left with experts")
-        return {}
-    every = wanted[1] - wanted[0] if len(wanted) > 1 else 1
-    first_dense = 0 if wanted[0] == every - 1 else wanted[0]
-    said = [i for i in indices(layers) if i >= first_dense and (i + 1) % every == 0]
-    if said != wanted:
-        config.problem(key, "not supported; experts must be in each n-th layer (n−1, 2n−1, …)")
-    return {"first_dense": first_dense, "every": every}
+def _decoder(
+    config: Config, eps: float = 1e-6, theta: float = 10_000.0, multi_head: bool = False
+) -> Fields:
+    """What every family after GPT-2 shares: RMS norms, rotary positions, gated MLPs.
+
+    Only a `multi_head` family may leave out its number of KV heads.
+    """
+    width, heads = config.whole("hidden_size"), config.whole("num_attention_heads")
+    config.must_be("attention_dropout", 0)
+    config.must_be("partial_rotary_factor", 1)
+    max_seq = config.whole("max_position_embeddings")
+    return {
+        "layers": config.whole("num_hidden_layers"),
+        "width": width,
+        "heads": heads,
+        "kv_heads": config.whole("num_key_value_heads", heads if multi_head else None),
+        "head_dim": head_dim(config, width, heads),
+        "ffn": config.whole("intermediate_size"),
+        "vocab": config.whole("vocab_size"),
+        "max_seq": max_seq,
+        "tied": config.flag("tie_word_embeddings", False),
+        "norm_eps": config.number("rms_norm_eps", eps),
+        "activation": config.choice("hidden_act", "silu", GATED),
+        **rotary(config, max_seq, theta),
+    }
 
 
-def indices(layers: int) -> range:
-    """The layers, from 0."""
-    # An absurd number of layers is refused later, by Shape; do not count up to it here.
-    return range(min(layers, MOST_LAYERS))
+def _llama(config: Config) -> Fields:
+    fields = _decoder(config, multi_head=True) | attention_bias(config)
+    return fields | {"mlp_bias": config.flag("mlp_bias", False)}
+
+
+def _mistral(config: Config) -> Fields:
+    config.must_be("layer_types", None)
+    return _decoder(config) | {"window": config.optional_whole("sliding_window", 4096)}
+
+
+def _qwen2(config: Config) -> Fields:
+    fields = _decoder(config)
+    return fields | {"qkv_bias": True, "window": _qwen_window(config, fields["layers"])}
+
+
+def _qwen3(config: Config) -> Fields:
+    # The dense family alone has heads of 128 where the file is silent.
+    return _qwen3_attention(config) | {"head_dim": config.whole("head_dim", 128)}
+
+
+def _qwen3_attention(config: Config) -> Fields:
+    fields = _decoder(config) | attention_bias(config)
+    return fields | {"qk_norm": "head", "window": _qwen_window(config, fields["layers"])}
+
+
+def _mixtral(config: Config) -> Fields:
+    fields = _decoder(config, eps=1e-5, theta=1e6)
+    moe = Moe(
+        experts=config.whole("num_local_experts"),
+        top_k=config.whole("num_experts_per_tok"),
+        ffn=fields["ffn"],
+        renormalise=True,
+    )
+    return fields | {"window": config.optional_whole("sliding_window"), "moe": moe}
+
+
+def _qwen2_moe(config: Config) -> Fields:
+    fields = _qwen2(config) | {"qkv_bias": config.flag("qkv_bias", True)}
+    shared = config.whole("shared_expert_intermediate_size", 5632, least=0)
+    moe = _qwen_moe(config, fields["layers"])
+    moe |= {"shared": int(shared > 0), "shared_ffn": shared, "shared_gated": shared > 0}
+    return fields | {"moe": Moe(**moe)}
+
+
+def _qwen3_moe(config: Config) -> Fields:
+    fields = _qwen3_attention(config)
+    return fields | {"moe": Moe(**_qwen_moe(config, fields["layers"]))}
+
+
+def _qwen_moe(config: Config, layers: int) -> Fields:
+    step = config.whole("decoder_sparse_step", 1)
+    dense = config.layer_set("mlp_only_layers") or ()
+    wanted = [i for i in indices(layers) if (i + 1) % step == 0 and i not in dense]
+    return {
+        "experts": config.whole(config.first_of(("num_experts", "num_local_experts"))),
+        "top_k": config.whole("num_experts_per_tok"),
+        "ffn": config.whole("moe_intermediate_size"),
+        "renormalise": config.flag("norm_topk_prob", False),
+        **expert_placement(config, "mlp_only_layers", wanted, layers),
+    }
+
+
+def _olmoe(config: Config) -> Fields:
+    fields = _decoder(config, eps=1e-5, multi_head=True) | attention_bias(config)
+    config.must_be("clip_qkv", None)
+    moe = Moe(
+        experts=config.whole("num_experts"),
+        top_k=config.whole("num_experts_per_tok"),
+        ffn=fields["ffn"],
+        renormalise=config.flag("norm_topk_prob", False),
+    )
+    return fields | {"qk_norm": "full", "moe": moe}
+
+
+def _deepseek_v2(config: Config) -> Fields:
+    choice = {"greedy": "greedy", "group_limited_greedy": "groups"}
+    limited = config.choice("topk_method", "greedy", choice) == "groups"
+    config.must_be("scoring_func", "softmax")
+    routing: Fields = {"scaling": config.number("routed_scaling_factor", 1.0)}
+    routing |= {"renormalise": config.flag("norm_topk_prob", False)}
+    if limited:
+        routing |= {"groups": config.whole("n_group"), "groups_kept": config.whole("topk_group")}
+    return _deepseek(config, routing)
+
+
+def _deepseek_v3(config: Config) -> Fields:
+    config.must_be("topk_method", "noaux_tc")
+    config.must_be("scoring_func", "sigmoid")
+    routing: Fields = {
+        "score": "sigmoid",
+        "scaling": config.number("routed_scaling_factor", 2.5),
+        "renormalise": config.flag("norm_topk_prob", True),
+        "groups": config.whole("n_group", 8),
+        "groups_kept": config.whole("topk_group", 4),
+        "group_score": "top2",
+        "bias": True,
+    }
+    # Newer package versions assume one such layer; here a file that names none has none.
+    mtp = config.first_of(("num_nextn_predict_layers", "num_mtp_layers"))
+    return _deepseek(config, routing) | {"mtp": config.whole(mtp, 0, least=0)}
+
+
+def _deepseek(config: Config, routing: Fields) -> Fields:
+    fields = _decoder(config, multi_head=True) | attention_bias(config)
+    layers, heads = fields["layers"], fields["heads"]
+    mla = Mla(
+        kv_rank=config.whole("kv_lora_rank"),
+        nope_dim=config.whole("qk_nope_head_dim"),
+        rope_dim=config.whole("qk_rope_head_dim"),
+        value_dim=config.whole("v_head_dim"),
+        q_rank=config.optional_whole("q_lora_rank", 1536),
+    )
+    expert, shared = config.whole("moe_intermediate_size"), config.whole("n_shared_experts", 0, 0)
+    dense, step = config.whole("first_k_dense_replace", 0, 0), config.whole("moe_layer_freq", 1)
+    wanted = [i for i in indices(layers) if i >= dense and i % step == 0]
+    moe = Moe(
+        experts=config.whole("n_routed_experts"),
+        top_k=config.whole("num_experts_per_tok"),
+        ffn=expert,
+        shared=shared,
+        shared_ffn=shared * expert,
+        **expert_placement(config, "moe_layer_freq", wanted, layers),
+        **routing,
+    )
+    own: Fields = {"kv_heads": heads, "head_dim": mla.nope_dim + mla.rope_dim, "mla": mla}
+    return fields | own | {"rope_interleaved": config.flag("rope_interleave", True), "moe": moe}
+
+
+def _llama4(config: Config) -> Fields:
+    fields = _decoder(config, eps=1e-5, theta=500_000.0) | attention_bias(config)
+    layers, expert = fields["layers"], fields["ffn"]
+    step = config.whole("interleave_moe_layer_step", 1)
+    listed = config.layer_set("moe_layers")
+    by_step = [i for i in indices(layers) if (i + 1) % step == 0]
+    wanted = by_step if listed is None else [i for i in indices(layers) if i in listed]
+    moe = Moe(
+        experts=config.whole("num_local_experts"),
+        top_k=config.whole("num_experts_per_tok", 1),
+        ffn=expert,
+        shared=1,
+        shared_ffn=expert,
+        score="sigmoid",
+        weigh_inputs=True,
+        **expert_placement(config, "moe_layers", wanted, layers),
+    )
+    own: Fields = {"head_dim": config.whole("head_dim", 128), "moe": moe}
+    own |= {"ffn": config.whole("intermediate_size_mlp")}
+    own |= {"window": config.optional_whole("attention_chunk_size", 8192)}
+    own |= {"window_kind": "chunked", "global_every": _llama4_global_every(config, layers)}
+    own |= {"qk_norm": "l2" if config.flag("use_qk_norm", True) else "none"}
+    return fields | own | {"rope_interleaved": True}
+
+
+def _llama4_global_every(config: Config, layers: int) -> int:
+    """Llama 4 lists its layers without positions twice more; all three must agree."""
+    every = config.whole("no_rope_layer_interval", 4)
+    local = [(i + 1) % every != 0 for i in indices(layers)]
+    kinds = ["chunked_attention" if one else "full_attention" for one in local]
+    sound = config.usable("num_hidden_layers", "no_rope_layer_interval")
+    for key, wanted in (("no_rope_layers", local), ("layer_types", kinds)):
+        if sound and config.items(key) and config.items(key) != wanted:
+            config.problem(key, f"must follow no_rope_layer_interval = {every}")
+    return every
+
+
+def _qwen_window(config: Config, layers: int) -> int | None:
+    """Qwen files carry a window that holds only with `use_sliding_window`, on the upper layers."""
+    if not config.flag("use_sliding_window", False):
+        return None
+    first = config.whole("max_window_layers", 28, least=0)
+    by_rule = ["sliding_attention" if i >= first else "full_attention" for i in indices(layers)]
+    kinds = config.items("layer_types") or by_rule
+    if all(kind == "full_attention" for kind in kinds):
+        return None
+    mixed = any(kind != "sliding_attention" for kind in kinds)
+    if mixed and config.usable("num_hidden_layers", "max_window_layers", "layer_types"):
+        config.problem("max_window_layers", "a window on some layers only is not supported; set 0")
+    return config.optional_whole("sliding_window", 4096)
+
+
+FAMILIES: dict[str, Callable[[Config], Fields]] = {
+    "gpt2": _gpt2,
+    "llama": _llama,
+    "mistral": _mistral,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "mixtral": _mixtral,
+    "qwen2_moe": _qwen2_moe,
+    "qwen3_moe": _qwen3_moe,
+    "olmoe": _olmoe,
+    "deepseek_v2": _deepseek_v2,
+    "deepseek_v3": _deepseek_v3,
+    "llama4_text": _llama4,
+}

@@ -15,15 +15,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast, get_args
 
-from fivefold.core.errors import BadFile, FivefoldError, IllegalLayout, UnknownName, did_you_mean
-from fivefold.core.schedule.placement import MOST_CHUNKS
-from fivefold.core.words import counted
+from fivefold.core.errors import (
+    BadFile,
+    FivefoldError,
+    IllegalLayout,
+    UnknownName,
+    counted,
+    did_you_mean,
+)
+from fivefold.core.schedule import MOST_CHUNKS
 
 if TYPE_CHECKING:
     import numpy
     from numpy.typing import NDArray
 
     from fivefold.core.machine import Machine, Tier
+
 
 ContextKind = Literal["ring", "zigzag", "allgather", "ulysses", "hybrid"]
 Order = Literal["tp-cp-dp-pp", "tp-cp-pp-dp"]

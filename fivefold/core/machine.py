@@ -17,9 +17,8 @@ from math import inf, prod
 from pathlib import Path
 from typing import Any, Literal, TypeGuard, cast
 
-from fivefold.core import strict
-from fivefold.core.errors import BadFile, FivefoldError, UnknownName, did_you_mean
-from fivefold.core.words import counted
+from fivefold.core import tables
+from fivefold.core.errors import BadFile, FivefoldError, UnknownName, counted, did_you_mean
 
 Topology = Literal["switch", "torus", "ring"]
 
@@ -177,13 +176,13 @@ def presets() -> list[str]:
 
 def links() -> dict[str, Link]:
     """The links that come with fivefold, by name."""
-    return {name: strict.build(Link, one, f"link {name}") for name, one in _link_tables().items()}
+    return {name: tables.build(Link, one, f"link {name}") for name, one in _link_tables().items()}
 
 
 def to_table(machine: Machine) -> dict[str, Any]:
     """The machine as a table for `strict.to_toml`; `load` reads it back as an equal value."""
-    table = strict.table_of(machine)
-    tiers = {tier.name: strict.table_of(tier) for tier in machine.tiers}
+    table = tables.table_of(machine)
+    tiers = {tier.name: tables.table_of(tier) for tier in machine.tiers}
     for tier in tiers.values():
         del tier["name"]  # it is the key
     return {**table, "tiers": tiers}
@@ -196,13 +195,13 @@ def _preset_file(name: str) -> Path:
 def _link_tables() -> dict[str, dict[str, Any]]:
     return {
         name: {"name": name, **one}
-        for name, one in strict.read_toml(PRESETS / "links.toml").items()
+        for name, one in tables.read_toml(PRESETS / "links.toml").items()
     }
 
 
 def _read(path: Path) -> dict[str, Any]:
     """The file's table, over its base's where it names one."""
-    table = strict.read_toml(path)
+    table = tables.read_toml(path)
     base = table.pop("base", None)
     if base is not None:
         if base not in presets():
@@ -234,7 +233,7 @@ def _build(table: dict[str, Any], where: str) -> Machine:
     if _is_table(host := table.get("host")):
         table = {**table, "host": _with_link(host, "host", problems)}
     try:
-        machine = strict.build(Machine, table, where)
+        machine = tables.build(Machine, table, where)
     except BadFile as error:
         at_tier = re.compile(r"tiers\[(\d+)\]")  # strict counts rows; the file names them
         problems += [

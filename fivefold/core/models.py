@@ -10,15 +10,20 @@ import dataclasses
 import difflib
 import functools
 import json
+import math
 import re
 import typing
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from fivefold.core import strict
+from fivefold.core import count as counting
+from fivefold.core import tables
 from fivefold.core.errors import BadFile, FivefoldError, UnknownName
-from fivefold.core.hf import shape_from_config
+from fivefold.core.hf_config import shape_from_config
+from fivefold.core.layout import Layout
 from fivefold.core.shape import Mla, Moe, Rope, Shape
 
 PRESETS = Path(__file__).parents[1] / "presets" / "models"
@@ -87,19 +92,19 @@ def with_overrides(shape: Shape, overrides: Mapping[str, str]) -> Shape:
     or follows from MLA, `kv_heads` where it equalled heads, and `moe.shared_ffn`, which follows
     `moe.shared`, and `moe.ffn` too where a shared expert was as wide as another.
     """
-    table = strict.table_of(shape)
+    table = tables.table_of(shape)
     problems: list[str] = []
     for key, text in overrides.items():
         hint = _hint(key)
         try:
-            _put(table, key, strict.from_text(hint, text))
+            _put(table, key, tables.from_text(hint, text))
         except ValueError as error:
             problems.append(f"{key} = {text!r}: {error}")
     if problems:
         raise BadFile("--set", problems)
     _derive(shape, table, set(overrides))
     try:
-        return strict.build(Shape, table, "--set")
+        return tables.build(Shape, table, "--set")
     except BadFile as error:
         # Name the keys once, not as a message within a message.
         inner = error.__cause__
@@ -126,11 +131,11 @@ def _plain(name: str) -> str:
 
 @functools.lru_cache
 def _preset(name: str, path: Path) -> Shape:
-    tables = strict.read_toml(path)
-    table: dict[str, Any] = {"name": name, **tables.get("defaults", {}), **tables[name]}
+    presets = tables.read_toml(path)
+    table: dict[str, Any] = {"name": name, **presets.get("defaults", {}), **presets[name]}
     table.setdefault("kv_heads", table["heads"])
     table.setdefault("head_dim", table["width"] // table["heads"])
-    return strict.build(Shape, table, f"preset {name}")
+    return tables.build(Shape, table, f"preset {name}")
 
 
 def _is_path(path: Path) -> bool:
@@ -217,3 +222,84 @@ def _derive(shape: Shape, table: dict[str, Any], given: set[str]) -> None:
         share = moe.shared_ffn // moe.shared
         one = table["moe"]["ffn"] if share == moe.ffn else share
         table["moe"]["shared_ffn"] = table["moe"]["shared"] * one
+
+
+# A large model at a size for a laptop, with the same divisibility: legal layouts stay legal.
+
+
+LARGEST = 4_000_000  # parameters up to which a model is verified as it is
+_LAYERS = 4
+_WIDTH = 64
+_LEAST_FFN = 96
+_LEAST_VOCAB = 192
+_EXPERT_FFN = 32
+_WINDOW = 20  # below the shortest sequence verified, so that it hides something
+_MAX_SEQ = 2048
+
+
+def is_large(shape: Shape) -> bool:
+    """Whether eight processes on a laptop would rather not run it."""
+    return counting.parameters(shape).total > LARGEST
+
+
+def scale_down(shape: Shape, layout: Layout) -> Shape:
+    """Fewer layers and narrower, with all heads.
+
+    A tp that divides the heads divides MLP width and vocabulary here exactly when it does there.
+    """
+    heads = shape.heads
+    common = math.gcd(shape.ffn, heads)
+    ffn = next(
+        common * n for n in count(-(-_LEAST_FFN // common)) if math.gcd(common * n, heads) == common
+    )
+    head_dim = 8 if heads <= 32 else 4
+    mla = None if shape.mla is None else _latents(shape.mla, head_dim)
+    return replace(
+        shape,
+        layers=min(shape.layers, max(_LAYERS, layout.pp * layout.chunks)),
+        width=_WIDTH,
+        head_dim=head_dim if mla is None else mla.nope_dim + mla.rope_dim,
+        mla=mla,
+        moe=None if shape.moe is None else _experts(shape.moe, layout),
+        ffn=ffn,
+        vocab=-(-_LEAST_VOCAB // heads) * heads + shape.vocab % heads,
+        max_seq=min(shape.max_seq, _MAX_SEQ),
+        window=None if shape.window is None else min(shape.window, _WINDOW),
+    )
+
+
+def _latents(mla: Mla, head_dim: int) -> Mla:
+    q_rank = None if mla.q_rank is None else _WIDTH // 2
+    return Mla(_WIDTH // 4, nope_dim=head_dim, rope_dim=4, value_dim=head_dim, q_rank=q_rank)
+
+
+def _experts(moe: Moe, layout: Layout) -> Moe:
+    """Fewer and narrower, as many a token, in as many groups; ep and etp divide them as before."""
+    step = math.lcm(moe.groups, layout.ep)
+    fewest = max(2 * moe.top_k, moe.groups * -(-moe.top_k // moe.groups_kept))
+    shared_ffn = math.lcm(layout.tp, _EXPERT_FFN) if moe.shared else 0
+    return replace(
+        moe,
+        experts=min(moe.experts, -(-fewest // step) * step),
+        ffn=math.lcm(layout.etp, _EXPERT_FFN),
+        shared_ffn=shared_ffn,
+        first_dense=min(moe.first_dense, 1),
+    )
+
+
+def scaling_note(full: Shape, small: Shape) -> str:
+    """What was changed, in words."""
+    return (
+        f"{full.name} is verified scaled down: {small.layers} of {full.layers} layers, width "
+        f"{small.width} for {full.width}, heads of {small.head_dim} for {full.head_dim}, MLP width "
+        f"{small.ffn} for {full.ffn}, vocabulary {small.vocab} for {full.vocab}; heads "
+        f"({small.heads}, KV {small.kv_heads}) and divisibility by tp are the same"
+        + ("" if full.moe is None or small.moe is None else _experts_note(full.moe, small.moe))
+    )
+
+
+def _experts_note(full: Moe, small: Moe) -> str:
+    return (
+        f"; {small.experts} experts for {full.experts}, of width {small.ffn} for {full.ffn}, "
+        f"{small.top_k} for a token as before"
+    )

@@ -14,20 +14,18 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from fivefold.core import balance, legality, machine, models, stages, strict
+from fivefold.core import balance, legality, machine, models, splits, tables
 from fivefold.core.balance import Balance
 from fivefold.core.batch import Batch
-from fivefold.core.context import Split, padded, split_of
 from fivefold.core.errors import BadFile, FivefoldError, UnknownName
 from fivefold.core.layout import Layout, parse_zero
 from fivefold.core.machine import Machine
 from fivefold.core.recipe import Recipe
-from fivefold.core.recompute import Recompute
+from fivefold.core.schedule import Schedule
 from fivefold.core.schedule.catalog import AUTO, Family
-from fivefold.core.schedule.choose import choose
-from fivefold.core.schedule.custom import looks_like_file
-from fivefold.core.schedule.value import Schedule
+from fivefold.core.schedule.choose import choose, looks_like_file
 from fivefold.core.shape import Shape
+from fivefold.core.splits import Recompute, Split, padded, split_of
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Gather = Literal["step", "microbatch"]
@@ -103,12 +101,12 @@ class Plan:
 
         How it is trained is written as far as it was said, or `whole`.
         """
-        table = strict.table_of(_with_paths(self.wishes, _seen_from(folder)))
+        table = tables.table_of(_with_paths(self.wishes, _seen_from(folder)))
         if not whole:
-            usual = strict.table_of(Recipe())
+            usual = tables.table_of(Recipe())
             pairs = table["train"].items()
             table["train"] = {key: value for key, value in pairs if value != usual.get(key)}
-        return strict.to_toml(table)
+        return tables.to_toml(table)
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -150,7 +148,7 @@ class Plan:
     @cached_property
     def stages(self) -> tuple[range, ...]:
         """The layers of each pipeline stage."""
-        return stages.cut(
+        return splits.cut(
             self.shape, self.schedule.num_stages, self.stage_layers, seq=self.batch.seq
         )
 
@@ -174,7 +172,7 @@ def named_schedule(name: str, num_ranks: int, num_microbatches: int, num_chunks:
 
 def read(path: Path) -> Wishes:
     """The wishes in a plan file; unknown keys are errors with the nearest known one."""
-    table = strict.read_toml(path)
+    table = tables.read_toml(path)
     if isinstance(changes := table.get("set"), Mapping):
         pairs = cast("Mapping[str, Any]", changes).items()
         table["set"] = {
@@ -183,7 +181,7 @@ def read(path: Path) -> Wishes:
         }
     if isinstance(table.get("zero"), str):
         table["zero"] = parse_zero(table["zero"])
-    wishes = strict.build(Wishes, table, str(path))
+    wishes = tables.build(Wishes, table, str(path))
     return _with_paths(wishes, lambda file: str(path.parent / file))
 
 
@@ -227,10 +225,10 @@ def resolve(wishes: Wishes, *, small: bool = False) -> Plan:
     seq = _default_seq(layout, shape, small) if wishes.seq is None else wishes.seq
     legality.check(layout, shape, **job_of(wishes, family, seq))
     batch = _batch(wishes, family, layout, seq)
-    given = None if wishes.stage_layers is None else stages.parse(wishes.stage_layers)
+    given = None if wishes.stage_layers is None else splits.parse(wishes.stage_layers)
     if family.name == AUTO and layout.pp > 1:
         layout = _searched(wishes, layout, batch)
-        stages.cut(shape, layout.pp * layout.chunks, given)  # whose number was not known before
+        splits.cut(shape, layout.pp * layout.chunks, given)  # whose number was not known before
     gather = _gather(wishes, layout)
     cluster = None if wishes.machine is None else machine.load(wishes.machine)
     nodes = _ep_nodes(wishes.ep_nodes, layout, cluster)
@@ -256,9 +254,9 @@ def _layout(wishes: Wishes, family: Family) -> Layout:
     return replace(layout, chunks=family.chunks_on(layout.pp, wishes.chunks))
 
 
-def job_of(wishes: Wishes, family: Family, seq: int) -> legality.Job:
+def job_of(wishes: Wishes, family: Family, seq: int) -> legality.LayoutRequest:
     """What the rules hold against a layout."""
-    return legality.Job(
+    return legality.LayoutRequest(
         seq=seq,
         batch=wishes.batch,
         microbatch_size=wishes.microbatch_size,

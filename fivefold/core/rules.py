@@ -13,12 +13,11 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, NotRequired, Protocol, TypedDict, Unpack, cast
 
-from fivefold.core import stages
+from fivefold.core import splits
 from fivefold.core.batch import contradiction
-from fivefold.core.context import padded, split_of
-from fivefold.core.errors import FivefoldError
+from fivefold.core.errors import FivefoldError, counted
 from fivefold.core.layout import MOST_RANKS, Layout
-from fivefold.core.words import counted
+from fivefold.core.splits import padded, split_of
 
 if TYPE_CHECKING:
     from fivefold.core.shape import Shape
@@ -48,7 +47,7 @@ class Domain(Protocol):
     def chunks_on(self, num_ranks: int, asked: int | None) -> int: ...
 
 
-class Job(TypedDict):
+class LayoutRequest(TypedDict):
     """What is asked of the layout: `batch` counts sequences; what is absent or None is free.
 
     With a `schedule`, a neighbour has the chunks that it would get there, or those asked for.
@@ -64,19 +63,19 @@ class Job(TypedDict):
     stage_layers: NotRequired[str | None]
 
 
-def problems(layout: Layout, shape: Shape, **job: Unpack[Job]) -> list[str]:
+def problems(layout: Layout, shape: Shape, **job: Unpack[LayoutRequest]) -> list[str]:
     """Every rule that the layout breaks for this model and job; empty where it is legal."""
     # A number that cannot be gets one reason; the rules after it do without it.
     broken = bad_counts(job)
     sound = job.copy()
-    sound.update(cast(Job, {**dict.fromkeys(broken), "seq": job["seq"]}))
+    sound.update(cast(LayoutRequest, {**dict.fromkeys(broken), "seq": job["seq"]}))
     if "seq" in broken:
         sound["seq"] = sequence_unit(layout, shape)
     found = [reason for rule in _RULES for reason in rule(layout, shape, sound)]
     return [*broken.values(), *found]
 
 
-def bad_counts(job: Job) -> dict[str, str]:
+def bad_counts(job: LayoutRequest) -> dict[str, str]:
     """What no layout can mend: numbers that are none, by name."""
     asked = {"seq": job["seq"], "batch": job.get("batch"), "gpus": job.get("gpus")}
     asked["microbatch_size"] = job.get("microbatch_size")
@@ -89,7 +88,7 @@ def bad_counts(job: Job) -> dict[str, str]:
     }
 
 
-def positions_rule(layout: Layout, shape: Shape, job: Job) -> Iterator[str]:
+def positions_rule(layout: Layout, shape: Shape, job: LayoutRequest) -> Iterator[str]:
     if shape.positions == "learned" and job["seq"] > shape.max_seq:
         yield (
             f"seq={job['seq']} is longer than the {shape.max_seq} learned positions of the model: "
@@ -97,7 +96,7 @@ def positions_rule(layout: Layout, shape: Shape, job: Job) -> Iterator[str]:
         )
 
 
-def world_rule(layout: Layout, shape: Shape, job: Job) -> Iterator[str]:
+def world_rule(layout: Layout, shape: Shape, job: LayoutRequest) -> Iterator[str]:
     gpus = job.get("gpus")
     if gpus is not None and layout.world != gpus:
         yield (
@@ -111,7 +110,7 @@ def _gpus(gpus: int) -> str:
     return "is 1 GPU" if gpus == 1 else f"are {gpus} GPUs"
 
 
-def tensor_rule(layout: Layout, shape: Shape, job: Job) -> Iterator[str]:
+def tensor_rule(layout: Layout, shape: Shape, job: LayoutRequest) -> Iterator[str]:
     tp = layout.tp
     yield from _division("heads", shape.heads, "tp", tp)
     kv_heads = shape.kv_heads
@@ -128,7 +127,7 @@ def tensor_rule(layout: Layout, shape: Shape, job: Job) -> Iterator[str]:
         yield from _division("shared experts' width", shape.moe.shared_ffn, "tp", tp)
 
 
-def pipeline_rule(layout: Layout, shape: Shape, job: Job) -> Iterator[str]:
+def pipeline_rule(layout: Layout, shape: Shape, job: LayoutRequest) -> Iterator[str]:
     num_stages = layout.pp * layout.chunks
     if num_stages > shape.layers:
         yield (
@@ -144,18 +143,18 @@ def pipeline_rule(layout: Layout, shape: Shape, job: Job) -> Iterator[str]:
         yield from _asynchronous_problems(layout, shape, domain.name)
 
 
-def _stage_layers_problems(layout: Layout, shape: Shape, job: Job) -> Iterator[str]:
+def _stage_layers_problems(layout: Layout, shape: Shape, job: LayoutRequest) -> Iterator[str]:
     text, domain = job.get("stage_layers"), job.get("schedule")
     if text is None:
         return
     try:
-        given = stages.parse(text)
+        given = splits.parse(text)
     except FivefoldError as error:
         yield str(error)
         return
     pp, chunks = layout.pp, layout.chunks
     num_stages = pp * chunks if domain is None else domain.stages_on(pp, chunks)
-    yield from stages.problems(given, num_stages, shape.layers)
+    yield from splits.problems(given, num_stages, shape.layers)
 
 
 def _asynchronous_problems(layout: Layout, shape: Shape, name: str) -> Iterator[str]:
@@ -172,7 +171,7 @@ def _asynchronous_problems(layout: Layout, shape: Shape, name: str) -> Iterator[
         )
 
 
-def context_rule(layout: Layout, shape: Shape, job: Job) -> Iterator[str]:
+def context_rule(layout: Layout, shape: Shape, job: LayoutRequest) -> Iterator[str]:
     seq, unit = job["seq"], sequence_unit(layout, shape)
     if seq < unit:
         yield (
@@ -195,12 +194,12 @@ def context_rule(layout: Layout, shape: Shape, job: Job) -> Iterator[str]:
             )
 
 
-def batch_rule(layout: Layout, shape: Shape, job: Job) -> Iterator[str]:
+def batch_rule(layout: Layout, shape: Shape, job: LayoutRequest) -> Iterator[str]:
     if reason := batch_problem(layout.dp, job):
         yield reason
 
 
-def batch_problem(dp: int, job: Job) -> str | None:
+def batch_problem(dp: int, job: LayoutRequest) -> str | None:
     return contradiction(
         job.get("batch"),
         dp=dp,
@@ -209,7 +208,7 @@ def batch_problem(dp: int, job: Job) -> str | None:
     )
 
 
-def schedule_rule(layout: Layout, shape: Shape, job: Job) -> Iterator[str]:
+def schedule_rule(layout: Layout, shape: Shape, job: LayoutRequest) -> Iterator[str]:
     domain, chunks = job.get("schedule"), layout.chunks
     count = num_microbatches(layout.pp, chunks, layout.dp, job)
     if domain is not None and count and (reason := _refusal(domain, layout.pp, count, chunks)):
@@ -222,7 +221,7 @@ def _refusal(domain: Domain, pp: int, count: int, chunks: int) -> str | None:
     return domain.refusal(pp, count, chunks) if domain.problems(pp, count, chunks) else None
 
 
-def num_microbatches(pp: int, chunks: int, dp: int, job: Job) -> int | None:
+def num_microbatches(pp: int, chunks: int, dp: int, job: LayoutRequest) -> int | None:
     """How many microbatches the schedule gets; None where no schedule needs to know.
 
     Those asked for, or what the batch leaves to a data rank, or as many as the schedule needs.
@@ -235,7 +234,7 @@ def num_microbatches(pp: int, chunks: int, dp: int, job: Job) -> int | None:
     return count or (batch or 0) // (dp * (job.get("microbatch_size") or 1))
 
 
-def experts_rule(layout: Layout, shape: Shape, job: Job) -> Iterator[str]:
+def experts_rule(layout: Layout, shape: Shape, job: LayoutRequest) -> Iterator[str]:
     ep, etp = layout.ep, layout.etp
     if shape.moe is None:
         if ep * etp > 1:
@@ -260,7 +259,7 @@ def experts_rule(layout: Layout, shape: Shape, job: Job) -> Iterator[str]:
         )
 
 
-Rule = Callable[[Layout, "Shape", Job], Iterator[str]]
+Rule = Callable[[Layout, "Shape", LayoutRequest], Iterator[str]]
 _RULES: tuple[Rule, ...] = (
     positions_rule,
     world_rule,

@@ -21,7 +21,7 @@ SMALL = 25_000_000  # bytes up to which neighbouring blocks are joined
 
 
 @dataclass(frozen=True)
-class Row:
+class UnitRow:
     """A weight as one rank holds it: its name, the block that uses it, its local shape.
 
     `alone`: in a unit of its own, so that another stage which holds it too slices it alike.
@@ -40,10 +40,10 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Entry:
+class UnitEntry:
     """A weight inside its unit, and where it starts, in elements."""
 
-    row: Row
+    row: UnitRow
     start: int
 
     @property
@@ -51,7 +51,7 @@ class Entry:
         return self.start + self.row.numel
 
 
-Part: TypeAlias = tuple[Row, int, int]
+Part: TypeAlias = tuple[UnitRow, int, int]
 """The elements [start, stop) of a slice that belong to one weight."""
 
 
@@ -60,7 +60,7 @@ class Unit:
     """Neighbouring blocks whose weights are gathered and reduced together."""
 
     blocks: tuple[str, ...]
-    entries: tuple[Entry, ...]
+    entries: tuple[UnitEntry, ...]
     num_slices: int
     size: int  # elements of the whole buffer, padding included
 
@@ -97,7 +97,7 @@ class Unit:
         return [(row, start - low, stop - low) for row, start, stop in parts if start < stop]
 
 
-def rows_of(shape: Shape, layout: Layout, layers: range) -> list[Row]:
+def rows_of(shape: Shape, layout: Layout, layers: range) -> list[UnitRow]:
     """The weights of one stage as a tp rank holds them; all tp ranks hold the same shapes.
 
     The stage of the first layer has the embedding, that of the last the head and the MTP layers.
@@ -109,7 +109,7 @@ def rows_of(shape: Shape, layout: Layout, layers: range) -> list[Row]:
     ends = {"head", *(f"mtp.{j}" for j in range(shape.mtp))}
     held |= ends if layers.stop == shape.layers else set[str]()
     tied_apart = shape.ends_share and len(layers) < shape.layers
-    rows: list[Row] = []
+    rows: list[UnitRow] = []
     for name, weight in by_name(shape).items():
         is_copy = name != weight.name
         block = "head" if is_copy else weight.block
@@ -117,12 +117,12 @@ def rows_of(shape: Shape, layout: Layout, layers: range) -> list[Row]:
             here = held_by(weight, shape, layout, layout.coord(0))
             alone = tied_apart and weight.name == "embed.weight"
             expert = weight.expert_dim is not None
-            rows.append(Row(name, block, local_shape(weight, here), alone, expert))
+            rows.append(UnitRow(name, block, local_shape(weight, here), alone, expert))
     return rows
 
 
 def pack(
-    rows: list[Row],
+    rows: list[UnitRow],
     num_slices: int,
     itemsize: int,
     bucket: int | None = None,
@@ -144,15 +144,15 @@ def pack(
     return tuple(sorted(units, key=lambda unit: rows.index(unit.entries[0].row)))
 
 
-def _bytes(rows: list[Row], itemsize: int) -> int:
+def _bytes(rows: list[UnitRow], itemsize: int) -> int:
     return itemsize * sum(row.numel for row in rows)
 
 
-def _split(rows: list[Row], bucket: int | None, itemsize: int) -> list[list[Row]]:
+def _split(rows: list[UnitRow], bucket: int | None, itemsize: int) -> list[list[UnitRow]]:
     """A block whose weights exceed the bucket, cut between weights; whole by default."""
     if bucket is None:
         return [rows]
-    parts: list[list[Row]] = [[]]
+    parts: list[list[UnitRow]] = [[]]
     for row in rows:
         if parts[-1] and _bytes([*parts[-1], row], itemsize) > bucket:
             parts.append([])
@@ -160,8 +160,8 @@ def _split(rows: list[Row], bucket: int | None, itemsize: int) -> list[list[Row]
     return parts
 
 
-def _join(parts: list[list[Row]], most: int, itemsize: int) -> list[list[Row]]:
-    joined: list[list[Row]] = []
+def _join(parts: list[list[UnitRow]], most: int, itemsize: int) -> list[list[UnitRow]]:
+    joined: list[list[UnitRow]] = []
     for part in parts:
         apart = not joined or joined[-1][-1].alone or part[0].alone
         if not apart and _bytes([*joined[-1], *part], itemsize) <= most:
@@ -171,12 +171,12 @@ def _join(parts: list[list[Row]], most: int, itemsize: int) -> list[list[Row]]:
     return joined
 
 
-def _unit(rows: list[Row], num_slices: int, itemsize: int) -> Unit:
+def _unit(rows: list[UnitRow], num_slices: int, itemsize: int) -> Unit:
     step = max(1, ALIGNMENT // itemsize)
-    entries: list[Entry] = []
+    entries: list[UnitEntry] = []
     end = 0
     for row in rows:
-        entries.append(Entry(row, -(-end // step) * step))
+        entries.append(UnitEntry(row, -(-end // step) * step))
         end = entries[-1].stop
     even = num_slices * step
     blocks = tuple(dict.fromkeys(row.block for row in rows))

@@ -7,7 +7,7 @@ so that a weight has one name and one cut everywhere. `piece` says what one tp r
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -41,7 +41,7 @@ class Weight:
 
 
 @dataclass(frozen=True)
-class Piece:
+class WeightShard:
     """What one tp rank holds of a weight: [start, stop) along `dim`, whose padded size is `size`.
 
     `copies` ranks hold the same piece. `partial`: they see different tokens or heads, so that the
@@ -90,12 +90,12 @@ def by_name(shape: Shape) -> dict[str, Weight]:
     return named if not shape.mtp else {**named, "mtp.embed.weight": named["embed.weight"]}
 
 
-def piece(weight: Weight, shape: Shape, tp: int, sp: bool, coord: int) -> Piece:
+def piece(weight: Weight, shape: Shape, tp: int, sp: bool, coord: int) -> WeightShard:
     """What the tp rank at `coord` holds, with (`sp`) or without sequence parallelism."""
     size = weight.shape[0]
     if tp == 1 or weight.cut in ("whole", "expert"):
         partial = tp > 1 and (weight.spread or sp)
-        return Piece(None, 0, size, size, copies=tp, partial=partial)
+        return WeightShard(None, 0, size, size, copies=tp, partial=partial)
     dim, copies = 0, 1
     if weight.cut == "vocab":
         size = padded_vocab(shape.vocab, tp)
@@ -107,20 +107,20 @@ def piece(weight: Weight, shape: Shape, tp: int, sp: bool, coord: int) -> Piece:
     assert size * copies % tp == 0, f"tp={tp} does not divide {weight.name}"
     length = size * copies // tp
     start = coord // copies * length
-    return Piece(dim, start, start + length, size, copies, partial=copies > 1)
+    return WeightShard(dim, start, start + length, size, copies, partial=copies > 1)
 
 
-def held_by(weight: Weight, shape: Shape, layout: Layout, at: Coord) -> Piece:
+def held_by(weight: Weight, shape: Shape, layout: Layout, at: Coord) -> WeightShard:
     """What the rank at these coords holds: of experts its share over ep and etp, else over tp."""
     if weight.expert_dim is None:
         return piece(weight, shape, layout.tp, layout.sp, at.tp)
     count, width = weight.shape[0] // layout.ep, weight.shape[weight.expert_dim] // layout.etp
     start, low = at.ep * count, at.etp * width
     inner = (weight.expert_dim, low, low + width)
-    return Piece(0, start, start + count, weight.shape[0], 1, partial=False, inner=inner)
+    return WeightShard(0, start, start + count, weight.shape[0], 1, partial=False, inner=inner)
 
 
-def local_shape(weight: Weight, held: Piece) -> tuple[int, ...]:
+def local_shape(weight: Weight, held: WeightShard) -> tuple[int, ...]:
     """The shape of a piece, padding included."""
     sizes = list(weight.shape)
     if held.dim is not None:
@@ -262,3 +262,86 @@ def _refuse_unsupported(shape: Shape) -> None:
             "decoders with rotary or no positions, or learned ones without multi-token prediction, "
             "with qk_norm none, head or full, and with sliding windows or none"
         )
+
+
+# Which boxes of a whole weight a rank holds.
+#
+# A rank holds a piece of a weight, and of the piece often only a run of its elements in row-major
+# order: where ZeRO cuts a flat buffer, it cuts through rows. Such a run is a few boxes of the
+# whole weight, and boxes are what layouts have in common: what one wrote as its boxes, another
+# reads as its own.
+
+
+@dataclass(frozen=True)
+class Box:
+    """A box of a whole tensor, whose elements are `numel` in a row from `at` on of what is held."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    at: int
+
+    @property
+    def numel(self) -> int:
+        """Number of its elements."""
+        return math.prod(self.sizes)
+
+
+def whole_box(shape: Sequence[int]) -> Box:
+    """All of a tensor.
+
+    >>> whole_box((2, 3))
+    Box(offsets=(0, 0), sizes=(2, 3), at=0)
+    """
+    return Box((0,) * len(shape), tuple(shape), 0)
+
+
+def boxes_of(
+    shape: Sequence[int], held: WeightShard, local: Sequence[int], start: int, stop: int
+) -> tuple[Box, ...]:
+    """The elements [start, stop) of a piece as boxes of a weight of this shape.
+
+    `local` is the shape of the piece. There are at most 2·ndim − 1 boxes; `at` counts from `start`.
+    Padding lies outside of the weight, and in no box.
+    """
+    assert 0 <= start <= stop <= math.prod(local), "a run lies inside of its piece"
+    origin = [0] * len(shape)
+    if held.dim is not None:
+        origin[held.dim] = held.start
+    if held.inner is not None:
+        origin[held.inner[0]] = held.inner[1]
+    found: list[Box] = []
+    for box in _runs(tuple(local), start, stop):
+        offsets = tuple(low + offset for low, offset in zip(origin, box.offsets, strict=True))
+        room = [most - offset for most, offset in zip(shape, offsets, strict=True)]
+        sizes = tuple(max(0, min(pair)) for pair in zip(box.sizes, room, strict=True))
+        clipped = Box(offsets, sizes, box.at - start)
+        assert sizes[1:] == box.sizes[1:] or not clipped.numel, "only rows can be padding"
+        if clipped.numel:
+            found.append(clipped)
+    return tuple(found)
+
+
+def _runs(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """Elements [start, stop) in row-major order: the rest of a row, whole rows, a part of a row."""
+    if start == stop:
+        return
+    if not shape:
+        yield Box((), (), start)
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row  # the whole rows
+    if first > last:  # all inside of one row
+        yield from _inside(shape, last, start, stop)
+        return
+    yield from _inside(shape, first - 1, start, first * row)
+    if first < last:
+        rest = (0,) * (len(shape) - 1)
+        yield Box((first, *rest), (last - first, *shape[1:]), first * row)
+    yield from _inside(shape, last, last * row, stop)
+
+
+def _inside(shape: tuple[int, ...], number: int, start: int, stop: int) -> Iterator[Box]:
+    """The same of elements that all lie in row `number`."""
+    base = number * math.prod(shape[1:])
+    for box in _runs(shape[1:], start - base, stop - base):
+        yield Box((number, *box.offsets), (1, *box.sizes), base + box.at)

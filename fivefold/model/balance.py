@@ -31,7 +31,7 @@ Decide = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass
-class Rows:
+class RowIndex:
     """What a device has of the rows of a step: by default all of one microbatch.
 
     `tokens_in_step` are those of the whole step over all ranks and microbatches, and `in_unit` the
@@ -63,11 +63,11 @@ class Balancer:
         rules: Sequence[Balance],
         num_experts: int,
         device: torch.device | str,
-        rows: Rows | None = None,
+        rows: RowIndex | None = None,
     ) -> None:
         self.losses = [rule for rule in rules if rule.is_loss]
         self.capacity = next((rule for rule in rules if rule.kind == "capacity"), None)
-        self.num_experts, self.rows = num_experts, rows or Rows()
+        self.num_experts, self.rows = num_experts, rows or RowIndex()
         self.load: Tensor | None = None
         self.watch: Callable[[Tensor], None] | None = None
         self._counts = _leaf(num_experts, device)
@@ -206,7 +206,7 @@ def balance(
     decoder: Decoder,
     rules: Sequence[Balance],
     device: torch.device | str,
-    rows: Rows | None = None,
+    rows: RowIndex | None = None,
 ) -> dict[int, Balancer]:
     """Give every layer with experts its rules; the balancers by number of layer."""
     balancers: dict[int, Balancer] = {}

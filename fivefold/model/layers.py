@@ -23,7 +23,7 @@ Normalise = Callable[[Tensor, Tensor, Tensor | None, float], Tensor]
 
 
 @dataclass(frozen=True)
-class Kind:
+class NormKind:
     """Of which type, and where, weights are made."""
 
     dtype: torch.dtype
@@ -53,7 +53,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 class Linear(nn.Module):
     """A product with a weight of (outputs, inputs)."""
 
-    def __init__(self, outputs: int, inputs: int, bias: bool, kind: Kind) -> None:
+    def __init__(self, outputs: int, inputs: int, bias: bool, kind: NormKind) -> None:
         super().__init__()
         self.weight = kind.empty(outputs, inputs)
         self.bias = kind.empty(outputs) if bias else None
@@ -66,7 +66,7 @@ class Linear(nn.Module):
 class Norm(nn.Module):
     """RMSNorm or LayerNorm, as the shape says, over the last dim of its input."""
 
-    def __init__(self, width: int, bias: bool, shape: Shape, kind: Kind) -> None:
+    def __init__(self, width: int, bias: bool, shape: Shape, kind: NormKind) -> None:
         super().__init__()
         self.weight = kind.empty(width)
         self.bias = kind.empty(width) if bias else None
@@ -80,7 +80,7 @@ class Norm(nn.Module):
 class Mlp(nn.Module):
     """Up, activation (gated or not), down."""
 
-    def __init__(self, shape: Shape, ffn: int, bias: bool, kind: Kind) -> None:
+    def __init__(self, shape: Shape, ffn: int, bias: bool, kind: NormKind) -> None:
         super().__init__()
         width = shape.width
         self.gate = Linear(ffn, width, bias, kind) if shape.gated else None

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.core.shape import Moe, Shape
-from fivefold.model.layers import ACTIVATIONS, Kind, Linear, Mlp, Product
+from fivefold.model.layers import ACTIVATIONS, Linear, Mlp, NormKind, Product
 
 ALIGNMENT = 16  # bytes: what grouped products want of a row
 _NEVER_ZERO = 1e-20  # added to a sum of weights, as DeepSeek-V3 does
@@ -71,7 +71,7 @@ def wide_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 class Router(nn.Module):
     """Scores every expert for a token and chooses the best."""
 
-    def __init__(self, shape: Shape, moe: Moe, kind: Kind) -> None:
+    def __init__(self, shape: Shape, moe: Moe, kind: NormKind) -> None:
         super().__init__()
         self.moe = moe
         self.weight = kind.empty(moe.experts, shape.width)
@@ -142,10 +142,10 @@ class _ContiguousGradient(torch.autograd.Function):
         return gradients[0].contiguous()
 
 
-class Stack(nn.Module):
+class ExpertStack(nn.Module):
     """The same linear of every expert, one weight of (experts, outputs, inputs)."""
 
-    def __init__(self, experts: int, outputs: int, inputs: int, kind: Kind) -> None:
+    def __init__(self, experts: int, outputs: int, inputs: int, kind: NormKind) -> None:
         super().__init__()
         self.weight = kind.empty(experts, outputs, inputs)
         self.product: Grouped = grouped_product
@@ -158,12 +158,12 @@ class Experts(nn.Module):
     """The MLPs of all experts. Their number and width are read from the weights, which may be
     pieces."""
 
-    def __init__(self, shape: Shape, moe: Moe, kind: Kind) -> None:
+    def __init__(self, shape: Shape, moe: Moe, kind: NormKind) -> None:
         super().__init__()
         count, width, ffn = moe.experts, shape.width, moe.ffn
-        self.gate = Stack(count, ffn, width, kind) if shape.gated else None
-        self.up = Stack(count, ffn, width, kind)
-        self.down = Stack(count, width, ffn, kind)
+        self.gate = ExpertStack(count, ffn, width, kind) if shape.gated else None
+        self.up = ExpertStack(count, ffn, width, kind)
+        self.down = ExpertStack(count, width, ffn, kind)
         self.activate = ACTIVATIONS[shape.activation]
         self.weigh_inputs = moe.weigh_inputs
 
@@ -323,7 +323,7 @@ def unbalanced(routing: Routing, num_rows: int) -> Routing:
 class MoeMlp(nn.Module):
     """What a layer with experts has in place of its MLP."""
 
-    def __init__(self, shape: Shape, moe: Moe, kind: Kind) -> None:
+    def __init__(self, shape: Shape, moe: Moe, kind: NormKind) -> None:
         super().__init__()
         self.router = Router(shape, moe, kind)
         self.experts = Experts(shape, moe, kind)

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from fivefold.core.plan import Plan
-from fivefold.core.schedule.action import FORWARD
-from fivefold.model.balance import Balancer, Rows, balance, moe_layers, settle
+from fivefold.core.schedule import FORWARD
+from fivefold.model.balance import Balancer, RowIndex, balance, moe_layers, settle
 from fivefold.model.decoder import Decoder
 from fivefold.model.moe import MoeMlp
+from fivefold.parallel.boundary import AxisBoundary
 from fivefold.parallel.mesh import PIPELINE, ROW, Mesh, Phase
-from fivefold.parallel.wires import Wires
 
 
 class Route(NamedTuple):
@@ -134,13 +134,13 @@ def positions_of(plan: Plan, rank: int) -> list[int]:
     return held[coord.tp * share : (coord.tp + 1) * share]
 
 
-def _rows(plan: Plan, mesh: Mesh, phase: Phase) -> Rows:
+def _rows(plan: Plan, mesh: Mesh, phase: Phase) -> RowIndex:
     """What this rank has of the rows of a step, and how it learns the rest."""
     layout, seq, batch = plan.layout, plan.batch.seq, plan.batch
     group = layout.group(ROW, mesh.rank)
     held = [positions_of(plan, rank) for rank in group]
     mine = torch.tensor(held[group.index(mesh.rank)], device=mesh.device)
-    rows = Rows(
+    rows = RowIndex(
         tokens_in_step=batch.tokens,
         in_unit=batch.microbatch_size,
         seq=seq,
@@ -148,7 +148,7 @@ def _rows(plan: Plan, mesh: Mesh, phase: Phase) -> Rows:
     )
     if not plan.balance or len(group) == 1:
         return rows
-    wires = Wires(mesh, ROW, phase, layout.sp, plan.recompute.kind == "full", dim=1)
+    wires = AxisBoundary(mesh, ROW, phase, layout.sp, plan.recompute.kind == "full", dim=1)
     everywhere = torch.tensor([token for each in held for token in each], device=mesh.device)
     order = everywhere.argsort()[:seq]
 

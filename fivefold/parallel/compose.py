@@ -11,23 +11,22 @@ import torch
 from torch import Tensor
 
 from fivefold.core.plan import Plan
-from fivefold.core.schedule.action import INPUT_GRAD, Action
-from fivefold.core.schedule.transfers import merged
-from fivefold.core.traffic import units_of
-from fivefold.core.units import Row
-from fivefold.core.weights import Piece, Weight, by_name, held_by
-from fivefold.model import recompute
+from fivefold.core.schedule import INPUT_GRAD, Action, merged
+from fivefold.core.units import UnitRow
+from fivefold.core.weights import Weight, WeightShard, by_name, held_by
+from fivefold.cost.collectives import units_of
+from fivefold.model import blocks
 from fivefold.model.batch import TokenBatch, look_ahead
 from fivefold.model.decoder import Decoder, from_config
 from fivefold.model.init import initial
 from fivefold.parallel import context, expert, tensor
 from fivefold.parallel.balance import Balancing
-from fivefold.parallel.chunk import Chunk
-from fivefold.parallel.data import Blocks, Data
-from fivefold.parallel.deferred import Queue
-from fivefold.parallel.flat import FlatUnit, Options, Owned
+from fivefold.parallel.data import Blocks, DataParallel
+from fivefold.parallel.deferred import GradientQueue
+from fivefold.parallel.flat_unit import FlatUnit, OwnedShard, UnitOptions
 from fivefold.parallel.mesh import PIPELINE, Mesh, Phase
 from fivefold.parallel.pipeline import Pipeline
+from fivefold.parallel.stage import StageChunk
 
 
 @dataclass(frozen=True)
@@ -36,12 +35,12 @@ class Job:
 
     plan: Plan
     mesh: Mesh
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[StageChunk, ...]
     pipeline: Pipeline
     forwards: Pipeline  # the same stages without their backwards
     balancing: Balancing
     table: dict[str, Weight]
-    pieces: dict[str, Piece]
+    pieces: dict[str, WeightShard]
 
     @property
     def units(self) -> Iterator[FlatUnit]:
@@ -49,11 +48,11 @@ class Job:
         return (unit for chunk in self.chunks for unit in chunk.data.units)
 
     @property
-    def owned(self) -> list[Owned]:
+    def owned(self) -> list[OwnedShard]:
         """What the optimizer of this rank updates."""
         return [each for chunk in self.chunks for each in chunk.data.owned]
 
-    def copies(self, owned: Owned) -> int:
+    def copies(self, owned: OwnedShard) -> int:
         """How many times the job holds this very part of a weight."""
         shard, everyone = ("edp", "edp") if owned.row.expert else ("fsdp", "dp-cp")
         sliced = self.plan.layout.zero >= 1 and self.mesh.size(shard) > 1
@@ -96,7 +95,7 @@ def compose(
     table, coord = by_name(shape), layout.coord(mesh.rank)
     draw = partial(initial, shape=shape, seed=seed, dtype=dtype, device=mesh.device)
     pieces = {name: held_by(weight, shape, layout, coord) for name, weight in table.items()}
-    options = Options(
+    options = UnitOptions(
         layout.zero,
         grad_dtype,
         offload,
@@ -111,10 +110,10 @@ def compose(
     balancing = Balancing(plan, mesh)
     counts = not any(rule.pads for rule in plan.balance)
 
-    def chunk(stage: int) -> Chunk:
+    def chunk(stage: int) -> StageChunk:
         model = from_config(shape, dtype=dtype, device="meta", layers=plan.stages[stage])
         _make_buffers(model, mesh.device)
-        queue, phase = Queue() if options.past_autograd else None, Phase()
+        queue, phase = GradientQueue() if options.past_autograd else None, Phase()
         if queue is not None:
             queue.defer(model)
         repeats = plan.recompute.kind == "full"
@@ -124,11 +123,11 @@ def compose(
         expert.spread(model, mesh, phase, layout.sp, kind, plan.ep_nodes, counts)
         context.split_rows(model, mesh, phase, plan.split, plan.padded_seq, kind)
         tensor.split(model, mesh, phase, layout.sp, repeats, add, plan.keeps_shards)
-        recompute.apply(model, kind, plan.recompute.blocks, keeps_attention=layout.cp == 1)
+        blocks.apply(model, kind, plan.recompute.blocks, keeps_attention=layout.cp == 1)
         units = units_of(plan, stage, dtype.itemsize, bucket)
         keeps = replace(options, keeps_weights=not plan.gathers_each_time(layers))
-        data = Data(model, blocks_of(model), units, mesh, keeps, fill, phase)
-        return Chunk(stage, model, data, queue)
+        data = DataParallel(model, blocks_of(model), units, mesh, keeps, fill, phase)
+        return StageChunk(stage, model, data, queue)
 
     chunks = tuple(chunk(stage) for stage in schedule.placement.held(mesh.place(PIPELINE)))
     pipeline, forwards = (
@@ -139,7 +138,10 @@ def compose(
 
 
 def _filled(
-    table: Mapping[str, Weight], pieces: Mapping[str, Piece], draw: Callable[..., Tensor], row: Row
+    table: Mapping[str, Weight],
+    pieces: Mapping[str, WeightShard],
+    draw: Callable[..., Tensor],
+    row: UnitRow,
 ) -> Tensor:
     """The first values of what a rank holds of a weight."""
     weight, piece = table[row.name], pieces[row.name]

@@ -29,13 +29,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fivefold.core.context import Call, Ranges, Split, calls
 from fivefold.core.errors import FivefoldError
+from fivefold.core.splits import AttentionCall, Ranges, Split, calls
 from fivefold.model.batch import NOT_COUNTED, AttentionInfo, TokenBatch
 from fivefold.model.decoder import Decoder
 from fivefold.model.flash import Sees, Total, accumulate, attend, attend_backward
-from fivefold.parallel import carry
-from fivefold.parallel.mesh import RING, ULYSSES, Mesh, Passing, Phase
+from fivefold.parallel import transport
+from fivefold.parallel.mesh import RING, ULYSSES, Mesh, Phase, RingExchange
 
 TOKENS, HEADS = 2, 1  # dims of (B, H, S, d)
 
@@ -206,7 +206,7 @@ class ContextAttention:
                 offset += len(each)
         return [(place, cut) for _, place, cut in sorted(found, key=lambda one: one[0])]
 
-    def _sees(self, call: Call, keys: Ranges, info: AttentionInfo) -> Sees:
+    def _sees(self, call: AttentionCall, keys: Ranges, info: AttentionInfo) -> Sees:
         row = info.row
         assert row is not None, "a batch that was not cut for the context ranks"
         if row.documents is None and not call.masked:
@@ -253,7 +253,7 @@ class _Homeward:
 
     def __init__(self, attention: ContextAttention) -> None:
         self.attention = attention
-        self.coming: Passing | None = None
+        self.coming: RingExchange | None = None
         self.here: Tensor | None = None
 
     def waited(self) -> Callable[[], Tensor | None]:
@@ -322,10 +322,10 @@ def _exchanged(x_BHSd: Tensor, mesh: Mesh, split_dim: int, silent: bool) -> Tens
     joined_dim = TOKENS if split_dim == HEADS else HEADS
     parts = torch.stack(x_BHSd.chunk(size, dim=split_dim))
     token = None if silent else mesh.note(ULYSSES, "all_to_all", parts)
-    under_way = carry.exchange(parts, [1] * size, [1] * size, mesh.groups[ULYSSES])
+    under_way = transport.exchange(parts, [1] * size, [1] * size, mesh.groups[ULYSSES])
     if mesh.takes_turns:
         mesh.let_pass(ULYSSES)
-    arrived = carry.waited(under_way, parts.device)
+    arrived = transport.waited(under_way, parts.device)
     mesh.close(token)
     return torch.cat(arrived.unbind(0), dim=joined_dim)
 

@@ -27,8 +27,8 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from fivefold.core.errors import FivefoldError
-from fivefold.core.units import Row, Unit, pack
-from fivefold.parallel.flat import Fill, FlatUnit, Options, Owned, Places, Use
+from fivefold.core.units import Unit, UnitRow, pack
+from fivefold.parallel.flat_unit import Fill, FlatUnit, OwnedShard, Places, UnitOptions, Use
 from fivefold.parallel.mesh import Mesh, Phase
 
 _MOST_IN_FLIGHT = 2  # reductions whose whole gradients are still held
@@ -41,19 +41,19 @@ def shard(
     model: nn.Module,
     blocks: Blocks,
     mesh: Mesh,
-    options: Options,
+    options: UnitOptions,
     bucket: int | None = None,
-) -> Data:
+) -> DataParallel:
     """Shard any module by its blocks; its weights keep their values and their names.
 
     Every parameter must belong to a block; `blocks` are in the order of the forward pass.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    rows: dict[str, Row] = {}
+    rows: dict[str, UnitRow] = {}
     for block, modules in blocks.items():
         for parameter in (one for module in modules for one in module.parameters()):
             name = names[id(parameter)]
-            rows.setdefault(name, Row(name, block, tuple(parameter.shape)))
+            rows.setdefault(name, UnitRow(name, block, tuple(parameter.shape)))
     left = sorted(set(names.values()) - set(rows))
     if left:
         raise FivefoldError(f"{', '.join(left)} belong to no block: name the modules that use them")
@@ -61,10 +61,10 @@ def shard(
     itemsize = next(iter(values.values())).itemsize
     num_slices = mesh.size("fsdp") if options.zero else 1
     units = pack(list(rows.values()), num_slices, itemsize, bucket)
-    return Data(model, blocks, units, mesh, options, lambda row: values[row.name])
+    return DataParallel(model, blocks, units, mesh, options, lambda row: values[row.name])
 
 
-class Data:
+class DataParallel:
     """The units of one rank's model, their hooks, and what the optimizer owns of them."""
 
     def __init__(
@@ -73,7 +73,7 @@ class Data:
         blocks: Blocks,
         units: Sequence[Unit],
         mesh: Mesh,
-        options: Options,
+        options: UnitOptions,
         fill: Fill,
         phase: Phase | None = None,
     ) -> None:
@@ -105,7 +105,7 @@ class Data:
             self._hook(block, modules, passed, backward=block not in options.without_weights)
 
     @property
-    def owned(self) -> list[Owned]:
+    def owned(self) -> list[OwnedShard]:
         """Everything the optimizer of this rank updates, in the order of the model."""
         return [each for unit in self.units for each in unit.owned]
 

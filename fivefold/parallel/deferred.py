@@ -20,10 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fivefold.model.decoder import Decoder
-from fivefold.model.ends import Embedding, Head
+from fivefold.model.decoder import Decoder, Embedding, Head
 from fivefold.model.layers import Linear, Norm, layer_norm, rms_norm
-from fivefold.model.moe import Router, Stack, grouped_product
+from fivefold.model.moe import ExpertStack, Router, grouped_product
 
 
 class Sink(Protocol):
@@ -40,7 +39,7 @@ Work = Callable[[Sink], None]
 """Computes the gradient of one leaf's weights and gives it to the sink."""
 
 
-class Queue:
+class GradientQueue:
     """The weight gradients of one chunk that are still owed, by microbatch."""
 
     def __init__(self) -> None:
@@ -80,7 +79,7 @@ class Queue:
                 module.product = self.linear
             elif isinstance(module, Router):
                 module.product = self.wide_linear
-            elif isinstance(module, Stack):
+            elif isinstance(module, ExpertStack):
                 module.product = self.grouped
             elif isinstance(module, Norm):
                 module.normalise = partial(self.norm, _UNSCALED[module.normalise])
@@ -124,7 +123,9 @@ _UNSCALED: dict[Any, _Unscaled] = {rms_norm: F.rms_norm, layer_norm: F.layer_nor
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, queue: Queue) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, queue: GradientQueue
+    ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias, ctx.queue = weight, bias, queue
         return F.linear(x, weight.to(x.dtype), bias)
@@ -149,7 +150,9 @@ class _Grouped(torch.autograd.Function):
     """The same linear of every expert: rows are sorted by expert, up to its end."""
 
     @staticmethod
-    def forward(ctx: Any, x_MI: Tensor, weight_EOI: Tensor, ends_E: Tensor, queue: Queue) -> Tensor:
+    def forward(
+        ctx: Any, x_MI: Tensor, weight_EOI: Tensor, ends_E: Tensor, queue: GradientQueue
+    ) -> Tensor:
         ctx.save_for_backward(x_MI, ends_E)
         ctx.weight, ctx.queue = weight_EOI, queue
         return grouped_product(x_MI, weight_EOI, ends_E)
@@ -184,7 +187,7 @@ class _Scale(torch.autograd.Function):
         bias: Tensor | None,
         x: Tensor,
         again: Callable[[Tensor], Tensor],
-        queue: Queue,
+        queue: GradientQueue,
     ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias, ctx.again, ctx.queue = weight, bias, again, queue
@@ -216,7 +219,7 @@ def _scale_work(
 
 class _LookUp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, weight: Tensor, queue: Queue) -> Tensor:
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor, queue: GradientQueue) -> Tensor:
         ctx.save_for_backward(tokens)
         ctx.weight, ctx.queue = weight, queue
         return F.embedding(tokens, weight)
@@ -236,7 +239,7 @@ def _look_up_work(weight: nn.Parameter, slope: Tensor, tokens: Tensor, sink: Sin
 
 class _Add(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor, queue: Queue) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bias: Tensor, queue: GradientQueue) -> Tensor:
         ctx.bias, ctx.queue = bias, queue
         return x + bias
 

@@ -43,9 +43,9 @@ from fivefold.model.moe import (
     sort_slots,
     stay,
 )
-from fivefold.parallel import carry
+from fivefold.parallel import transport
+from fivefold.parallel.boundary import AxisBoundary
 from fivefold.parallel.mesh import FAR, NEAR, Mesh, Phase
-from fivefold.parallel.wires import Wires
 
 AXIS, INNER = "ep", "etp"
 
@@ -115,7 +115,7 @@ class SpreadExperts:
         self.repeats = recompute != "selective"
         self.wires = None
         if mesh.size(INNER) > 1:
-            self.wires = Wires(mesh, INNER, phase, sp, recompute == "full", dim=0)
+            self.wires = AxisBoundary(mesh, INNER, phase, sp, recompute == "full", dim=0)
 
     def __call__(self, x_ND: Tensor, routing: Routing, experts: Experts, beside: Beside) -> Tensor:
         if self.wires is None:
@@ -244,14 +244,14 @@ class _Journey:
         group, size = mesh.groups[way.axis], mesh.size(way.axis)
         even = [len(rows) // size] * size
         arrive, leave = way.arrive or even, way.leave or even
-        self.under_way = carry.exchange(rows.contiguous(), arrive, leave, group)
+        self.under_way = transport.exchange(rows.contiguous(), arrive, leave, group)
 
     def end(self) -> Tensor:
         """The other lane's turn, if there is one; then the rows."""
         self.spread.mesh.arrive(self.ready_at)
         arrived, self.under_way = self.under_way, None
         assert arrived is not None, "a journey that has not begun"
-        rows = carry.waited(arrived, self.spread.mesh.device)
+        rows = transport.waited(arrived, self.spread.mesh.device)
         self.spread.mesh.close(self.token)
         return rows
 

@@ -19,13 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.core.context import Split
 from fivefold.core.layout import Layout
 from fivefold.core.plan import Plan
-from fivefold.core.schedule.transfers import channels, twins
-from fivefold.core.schedule.value import Schedule
-from fivefold.parallel import carry
-from fivefold.parallel.carry import Moving, Pending
+from fivefold.core.schedule import Schedule, channels, twins
+from fivefold.core.splits import Split
+from fivefold.parallel import transport
+from fivefold.parallel.transport import InFlight, Pending
 
 # The groups that a step may use; `replica` joins the tp ranks that hold the same KV heads.
 AXES = ("tp", "fsdp", "replicate", "dp-cp", "pp", "ep", "etp", "edp")
@@ -34,7 +33,7 @@ ROW, NEAR, FAR = "row", "ep-near", "ep-far"
 PRETENDED = "fake"  # torch's backend for one rank of a job whose others are not there
 
 
-class Record(NamedTuple):
+class CollectiveRecord(NamedTuple):
     """One collective, as its caller saw it."""
 
     axis: str
@@ -46,7 +45,7 @@ class Record(NamedTuple):
         return f"{self.axis}/{self.kind}"
 
 
-class Spans(Protocol):
+class SpanSink(Protocol):
     """Whoever keeps when collectives began, and when somebody had waited for them."""
 
     def begin(self, name: object, bytes: int, group: int) -> Any: ...
@@ -68,7 +67,7 @@ class Mesh:
         self.groups: dict[str, dist.ProcessGroup] = {}
         self.sizes: dict[str, int] = {}
         self.places: dict[str, int] = {}
-        self.records: Counter[Record] = Counter()
+        self.records: Counter[CollectiveRecord] = Counter()
         self.channels: dict[tuple[int, int], dist.ProcessGroup] = {}  # by (source, target) stage
         self.column: tuple[int, ...] = (rank,)  # the ranks of this rank's pipeline
         self.delay = 0.0
@@ -76,8 +75,8 @@ class Mesh:
         self.pause: Callable[[], None] | None = None  # gives the turn to the other lane
         self.members: dict[str, tuple[int, ...]] = {}  # the ranks of this rank's groups
         # Told of each collective that is issued, and among which ranks.
-        self.heard: Callable[[Record, tuple[int, ...]], None] | None = None
-        self.spans: Spans | None = None
+        self.heard: Callable[[CollectiveRecord, tuple[int, ...]], None] | None = None
+        self.spans: SpanSink | None = None
         # Told of tensors whose memory has come or gone.
         self.resized: Callable[[Tensor], None] = lambda tensor: None
         self.alone = dist.is_initialized() and dist.get_backend() == PRETENDED
@@ -192,17 +191,19 @@ class Mesh:
     def all_reduce(self, tensor: Tensor, axis: str, op: dist.ReduceOp.RedOpType) -> Pending:
         """Reduce in place over the axis."""
         token = self.note(axis, "all_reduce", tensor)
-        return self._started(axis, carry.all_reduce(tensor, op, self.groups[axis]), token)
+        return self._started(axis, transport.all_reduce(tensor, op, self.groups[axis]), token)
 
     def reduce_scatter(self, output: Tensor, whole: Tensor, axis: str) -> Pending:
         """Sum `whole` over the axis; this rank gets its slice."""
         token = self.note(axis, "reduce_scatter", whole)
-        return self._started(axis, carry.reduce_scatter(output, whole, self.groups[axis]), token)
+        return self._started(
+            axis, transport.reduce_scatter(output, whole, self.groups[axis]), token
+        )
 
     def all_gather(self, whole: Tensor, part: Tensor, axis: str) -> Pending:
         """Fill `whole` with the parts of all ranks of the axis."""
         token = self.note(axis, "all_gather", part)
-        return self._started(axis, carry.all_gather(whole, part, self.groups[axis]), token)
+        return self._started(axis, transport.all_gather(whole, part, self.groups[axis]), token)
 
     def sum_together(self, tensors: Sequence[Tensor], axis: str) -> None:
         """Sum tensors over the axis in place, by one all-reduce in float32 or wider."""
@@ -217,15 +218,17 @@ class Mesh:
         """Start to send to another stage of this rank's pipeline."""
         pair = (self.place(PIPELINE), target)
         members = (self.rank, self.column[target])
-        token = self._noted(Record(PIPELINE, "send", tensor.nbytes, 2), members)
-        return self._timed(carry.send(tensor, self.column[target], self.channels[pair]), token)
+        token = self._noted(CollectiveRecord(PIPELINE, "send", tensor.nbytes, 2), members)
+        return self._timed(transport.send(tensor, self.column[target], self.channels[pair]), token)
 
     def receive(self, buffer: Tensor, source: int) -> Pending:
         """Start to receive the next message of another stage of this rank's pipeline."""
         pair = (source, self.place(PIPELINE))
         members = (self.column[source], self.rank)
-        token = self._noted(Record(PIPELINE, "recv", buffer.nbytes, 2), members)
-        return self._timed(carry.receive(buffer, self.column[source], self.channels[pair]), token)
+        token = self._noted(CollectiveRecord(PIPELINE, "recv", buffer.nbytes, 2), members)
+        return self._timed(
+            transport.receive(buffer, self.column[source], self.channels[pair]), token
+        )
 
     @property
     def takes_turns(self) -> bool:
@@ -247,21 +250,21 @@ class Mesh:
         if ready_at:
             time.sleep(max(0.0, ready_at - time.perf_counter()))
 
-    def pass_on(self, tensor: Tensor, axis: str) -> Passing:
+    def pass_on(self, tensor: Tensor, axis: str) -> RingExchange:
         """Start to send to the next rank of the axis and to receive from the one before."""
         group, place, size = self.groups[axis], self.place(axis), self.size(axis)
         ahead, behind = (dist.get_global_rank(group, (place + step) % size) for step in (1, -1))
         buffer = torch.empty_like(tensor)
         tokens = [self.note(axis, kind, tensor) for kind in ("send", "recv")]
-        moving = carry.pass_on(tensor, buffer, ahead, behind, group)
-        return Passing(self, moving, buffer, self._ready_at(axis), tokens)
+        moving = transport.pass_on(tensor, buffer, ahead, behind, group)
+        return RingExchange(self, moving, buffer, self._ready_at(axis), tokens)
 
     def note(self, axis: str, kind: str, tensor: Tensor) -> Any:
         """Record a collective that somebody is about to issue; `close` ends its span, if any."""
-        record = Record(axis, kind, tensor.nbytes, self.sizes[axis])
+        record = CollectiveRecord(axis, kind, tensor.nbytes, self.sizes[axis])
         return self._noted(record, self.members[axis])
 
-    def repeat(self, record: Record) -> None:
+    def repeat(self, record: CollectiveRecord) -> None:
         """A collective of one of this rank's groups counts once more, without being issued."""
         self._noted(record, self.members[record.axis])
 
@@ -270,7 +273,7 @@ class Mesh:
         if token is not None and self.spans is not None:
             self.spans.end(token)
 
-    def _noted(self, record: Record, members: tuple[int, ...]) -> Any:
+    def _noted(self, record: CollectiveRecord, members: tuple[int, ...]) -> Any:
         self.records[record] += 1
         if self.heard is not None:
             self.heard(record, members)
@@ -283,7 +286,7 @@ class Mesh:
         return self._timed(_Delayed(work, ready_at) if ready_at else work, token)
 
     def _timed(self, work: Pending, token: Any) -> Pending:
-        return work if token is None else _Timed(self, work, token)
+        return work if token is None else _TimedCollective(self, work, token)
 
     def _ready_at(self, axis: str) -> float:
         """When the delay of a collective that begins now on this axis is over; 0 without one."""
@@ -295,13 +298,13 @@ class Mesh:
         return begin + delay
 
 
-class Passing:
+class RingExchange:
     """A tensor on its way to the next rank, and another that comes from the one before."""
 
     def __init__(
         self,
         mesh: Mesh,
-        moving: Moving,
+        moving: InFlight,
         buffer: Tensor,
         ready_at: float,
         tokens: Sequence[Any],
@@ -321,7 +324,7 @@ class Passing:
         return self.buffer
 
 
-class _Timed:
+class _TimedCollective:
     """A collective whose span ends when somebody has waited for it."""
 
     def __init__(self, mesh: Mesh, work: Pending, token: Any) -> None:

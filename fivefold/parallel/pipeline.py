@@ -1,48 +1,116 @@
-"""The pipeline dimension: one interpreter that executes any schedule value.
+"""Two computations of one rank that take turns: one runs while the other waits for a collective.
 
-Splits   the layers into stages, contiguous slices, and lays one or more of them on each rank.
-Moves    for every microbatch the activations from stage to stage and their gradients back, one
-         message each; two stages of one rank hand over without any.
-Costs    2·A a microbatch and boundary (A activations between two layers), and the bubble.
-Wins     between nodes, where links are slow: nothing moves less.
-Refuses  fewer layers than stages, and what its schedule refuses.
-
-The messages of a pair of ranks form one line for each direction, in the order in which their source
-computes them; the target posts its receives in that order too, those of a step while the step
-before runs. A send waits for nobody, and a rank waits for a message only where the schedule says
-that it needs it: a schedule that the clock can play to its end cannot deadlock here.
+The turn changes only at set places: where a lane has issued a collective and not yet waited for it,
+and where it makes room for the other (`parallel/expert.py`). All ranks of a group so issue the
+collectives of both lanes in the same order, on the same groups, whatever their speed; two free
+threads would not.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from fivefold.core.schedule.action import (
+from fivefold.core.schedule import (
     BACKWARD,
     FORWARD,
     INPUT_GRAD,
     WEIGHT_GRAD,
     Action,
+    Message,
     Overlap,
+    Schedule,
     Step,
     actions_of,
+    merged,
+    needed,
+    sent,
+    sent_by,
 )
-from fivefold.core.schedule.transfers import Message, merged, needed, sent, sent_by
-from fivefold.core.schedule.value import Schedule
 from fivefold.model.batch import TokenBatch
-from fivefold.parallel.lanes import Lanes
 from fivefold.parallel.mesh import PIPELINE, Mesh, Pending
 
+First = TypeVar("First")
+Second = TypeVar("Second")
 
-class Chunk(Protocol):
+
+class Lanes:
+    """Runs pairs of functions, the second one in a thread of its own."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        # What the second lane runs in: modes of torch's dispatcher do not reach other threads.
+        self.around: Callable[[], AbstractContextManager[object]] = nullcontext
+        self._second = ThreadPoolExecutor(1, thread_name_prefix="fivefold-lane")
+        self._turns = (threading.Semaphore(0), threading.Semaphore(0))
+        self._running = [False, False]
+        self._main = threading.get_ident()
+
+    def run(self, first: Callable[[], First], second: Callable[[], Second]) -> tuple[First, Second]:
+        """Both results. The second lane begins: a backward has a collective to issue at once, which
+        goes on behind the first computation of a forward."""
+        self._running = [True, True]
+        self.mesh.pause = self._pause
+        self._main = threading.get_ident()
+        try:
+            other = self._second.submit(self._run_second, second)
+            try:
+                self._pause()
+                found = first()
+            finally:
+                self._leave(0)
+                result = other.result()
+            return found, result
+        finally:
+            self.mesh.pause = None
+
+    def _run_second(self, second: Callable[[], Second]) -> Second:
+        self._turns[1].acquire()
+        try:
+            with self.around():
+                return second()
+        finally:
+            self._leave(1)
+
+    def _pause(self) -> None:
+        lane = 0 if threading.get_ident() == self._main else 1
+        if self._running[1 - lane]:
+            self._turns[1 - lane].release()
+            self._turns[lane].acquire()
+
+    def _leave(self, lane: int) -> None:
+        """The other lane goes on alone."""
+        self._running[lane] = False
+        if self._running[1 - lane]:
+            self._turns[1 - lane].release()
+
+
+# The pipeline dimension: one interpreter that executes any schedule value.
+#
+# Splits   the layers into stages, contiguous slices, and lays one or more of them on each rank.
+# Moves    for every microbatch the activations from stage to stage and their gradients back, one
+#          message each; two stages of one rank hand over without any.
+# Costs    2·A a microbatch and boundary (A activations between two layers), and the bubble. Wins
+# between nodes, where links are slow: nothing moves less. Refuses  fewer layers than stages, and
+# what its schedule refuses.
+#
+# The messages of a pair of ranks form one line for each direction, in the order in which their
+# source computes them; the target posts its receives in that order too, those of a step while the
+# step before runs. A send waits for nobody, and a rank waits for a message only where the
+# schedule says that it needs it: a schedule that the clock can play to its end cannot deadlock
+# here.
+
+
+class PipelineChunk(Protocol):
     """One stage on this rank, as the interpreter drives it."""
 
     def forward(self, x: Tensor | None, batch: TokenBatch, microbatch: int) -> Tensor:
@@ -68,7 +136,7 @@ class Pipeline:
         self,
         schedule: Schedule,
         mesh: Mesh,
-        chunks: Mapping[int, Chunk],
+        chunks: Mapping[int, PipelineChunk],
         hidden: torch.Size,
         dtype: torch.dtype,
     ) -> None:
@@ -94,7 +162,7 @@ class Pipeline:
 
         The summed loss of each microbatch is divided by its `tokens`.
         """
-        work = _Run(self, batches, tokens)
+        work = _PipelineRun(self, batches, tokens)
         self.inbox.begin()
         self._post(self.steps[:1])
         for place, step in enumerate(self.steps):
@@ -116,7 +184,7 @@ class Pipeline:
 
 
 @dataclass
-class _Run:
+class _PipelineRun:
     """One step's state: what is in flight between a forward and its backward."""
 
     pipeline: Pipeline

@@ -30,22 +30,21 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fivefold.core.weights import Piece
+from fivefold.core.weights import WeightShard
 from fivefold.model.batch import NOT_COUNTED
-from fivefold.model.decoder import Decoder
-from fivefold.model.ends import Embedding, Lookup, Place
+from fivefold.model.decoder import Decoder, Embedding, Lookup, Place
 from fivefold.model.flash import is_pretended
 from fivefold.model.layers import Linear, Product
 from fivefold.model.moe import MoeMlp
+from fivefold.parallel.boundary import AxisBoundary
 from fivefold.parallel.mesh import Mesh, Phase
-from fivefold.parallel.wires import Wires
 
 Add = Callable[[Tensor, Tensor], Tensor]
 AXIS = "tp"
 SEQUENCE = 1  # the dim of the tokens in (B, S, D)
 
 
-def cut_inside(experts: Tensor, held: Piece) -> Tensor:
+def cut_inside(experts: Tensor, held: WeightShard) -> Tensor:
     """This rank's piece of each of its experts."""
     if held.inner is None:
         return experts
@@ -53,7 +52,7 @@ def cut_inside(experts: Tensor, held: Piece) -> Tensor:
     return experts.narrow(dim, start, stop - start)
 
 
-def cut(whole: Tensor, held: Piece) -> Tensor:
+def cut(whole: Tensor, held: WeightShard) -> Tensor:
     """This rank's piece of a weight; a vocabulary is padded with zeros."""
     whole = cut_inside(whole, held)
     if held.dim is None:
@@ -83,7 +82,7 @@ def split(
     """
     if mesh.size(AXIS) == 1:
         return
-    wires = _Wires(mesh, AXIS, phase, sp, recompute_repeats, SEQUENCE)
+    wires = _TensorBoundary(mesh, AXIS, phase, sp, recompute_repeats, SEQUENCE)
     for block in decoder.all_blocks():
         # Experts are another dimension: they work on the tokens that a rank has.
         mlp = block.mlp.shared if isinstance(block.mlp, MoeMlp) else block.mlp
@@ -103,7 +102,7 @@ def split(
         decoder.head.cross_entropy = _VocabularyLoss(wires, decoder.shape.vocab)
 
 
-class _Wires(Wires):
+class _TensorBoundary(AxisBoundary):
     """The arithmetic of a decoder between its collectives."""
 
     def before(self, module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -160,7 +159,7 @@ def _address(tensor: Tensor) -> int:
 class _Shard:
     """This rank's tokens in the place of all of them, for the products of one module."""
 
-    def __init__(self, wires: Wires, x: Tensor) -> None:
+    def __init__(self, wires: AxisBoundary, x: Tensor) -> None:
         self.wires, self.x = wires, x
         self.users = 0
         self.whole: Tensor | None = None
@@ -185,7 +184,7 @@ class _Shard:
 class _VocabularyLoss:
     """Cross-entropy over a split vocabulary: no rank ever holds all logits of a token."""
 
-    def __init__(self, wires: _Wires, vocab: int) -> None:
+    def __init__(self, wires: _TensorBoundary, vocab: int) -> None:
         self.wires, self.vocab = wires, vocab
 
     def __call__(self, logits_NV: Tensor, labels_N: Tensor) -> Tensor:
@@ -203,7 +202,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits_NV: Tensor, local_N: Tensor, labels_N: Tensor, wires: _Wires
+        ctx: Any, logits_NV: Tensor, local_N: Tensor, labels_N: Tensor, wires: _TensorBoundary
     ) -> Tensor:
         counted_N = labels_N != NOT_COUNTED
         here_N = counted_N & (local_N >= 0) & (local_N < logits_NV.shape[1])
@@ -227,7 +226,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
         return slope_NV, None, None, None
 
 
-def sum_partial(gradients: Sequence[tuple[Piece, Tensor]], mesh: Mesh) -> None:
+def sum_partial(gradients: Sequence[tuple[WeightShard, Tensor]], mesh: Mesh) -> None:
     """Sum the gradients of weights that several tp ranks hold but use on different tokens or heads.
 
     One all-reduce for those that all hold, one for KV heads that some share, in float32 or wider.

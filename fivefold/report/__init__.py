@@ -1,1 +1,118 @@
 """Values to pictures, sentences and pages; knows `core` and nothing above it."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+from fivefold.core.errors import FivefoldError
+
+# Numbers as people read them: bytes, seconds, counts and shares.
+
+
+def gib(size: float) -> str:
+    """Bytes as GiB with one decimal.
+
+    >>> gib(3 * 2**29)
+    '1.5 GiB'
+    """
+    return f"{size / 2**30:,.1f} GiB"
+
+
+def duration(seconds: float) -> str:
+    """Seconds with a unit that leaves three digits or so.
+
+    >>> duration(0.0123), duration(4.5678), duration(0.25)
+    ('12.3 ms', '4.57 s', '250 ms')
+    """
+    if abs(seconds) >= 1:
+        return f"{seconds:,.2f} s"
+    return f"{seconds * 1e3:.0f} ms" if abs(seconds) >= 0.1 else f"{seconds * 1e3:.1f} ms"
+
+
+def rough(seconds: float) -> str:
+    """A time to wait, in its two largest units.
+
+    >>> rough(42.3), rough(780), rough(7500), rough(200_000)
+    ('42s', '13m', '2h 5m', '2d 8h')
+    """
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    minutes = round(seconds / 60)
+    if minutes < 60:
+        return f"{minutes}m"
+    if minutes < 24 * 60:
+        return f"{minutes // 60}h {minutes % 60}m"
+    hours = round(seconds / 3600)
+    return f"{hours // 24}d {hours % 24}h"
+
+
+def thousands(number: float) -> str:
+    """Three or four digits.
+
+    >>> thousands(79.62), thousands(79_620), thousands(1_250_000)
+    ('80', '79.6k', '1.2M')
+    """
+    for least, size, unit in ((999_950, 1e6, "M"), (999.5, 1e3, "k")):  # what is rounded up too
+        if number >= least:
+            return f"{number / size:.1f}{unit}"
+    return f"{number:.0f}"
+
+
+def percent(share: float) -> str:
+    """A fraction as a percentage with one decimal; adding zero turns −0.0 into 0.0."""
+    return f"{round(100 * share, 1) + 0.0:.1f}%"
+
+
+# Lines for a terminal: sentences that are wrapped, tables, and bars.
+
+
+WIDTH = 100
+_BAR = 40  # characters of a full bar
+
+
+def wrapped(words: str, first: str = "", later: str | None = None) -> list[str]:
+    """Words in lines that are not too long, behind `first`; the rest of them stand under it, or
+    behind `later`.
+
+    >>> [line.split() for line in wrapped("one two", "note".ljust(95))], wrapped("two", "- ")
+    ([['note', 'one'], ['two']], ['- two'])
+    """
+    rest = " " * len(first) if later is None else later
+    rows = textwrap.wrap(words, WIDTH, initial_indent=first, subsequent_indent=rest)
+    return rows or [first]
+
+
+def table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:
+    """Columns as wide as they need; numbers to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        "  ".join(
+            cell.ljust(width) if i in left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def bar(name: str, amount: str, share: float, mark: str = "█") -> str:
+    """A share with its name and amount."""
+    drawn = mark * round(min(share, 1) * _BAR) + ("▶" if share > 1 else "")
+    return f"          {name:<12}{amount:>11}  {share:>6.1%}  {drawn}".rstrip()
+
+
+# Text to files, with an error that a user can act on.
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file as UTF-8; where that fails, say which file, why, and what to do."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        reason = error.strerror or error
+        raise FivefoldError(
+            f"cannot write {path}: {reason}; give a path in a folder that exists, may be written "
+            "and has room"
+        ) from error

@@ -9,9 +9,9 @@ import html
 import re
 from collections.abc import Iterator
 
-from fivefold.core.clock import Timeline, peak_activations
-from fivefold.core.words import counted
-from fivefold.report.pipeline_marks import Cell, cells, kinds_in, later_chunks, shade, ticks
+from fivefold.core.errors import counted
+from fivefold.core.schedule.clock import Timeline, peak_activations
+from fivefold.report.pipeline_text import Cell, cells, kinds_in, later_chunks, shade, ticks
 from fivefold.report.pipeline_words import headline, time_writer
 
 _LEFT, _PLOT, _RIGHT = 70, 1000, 130

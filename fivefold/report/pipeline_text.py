@@ -1,16 +1,123 @@
-"""A pipeline timeline for the terminal: one row a rank, time from left to right."""
+"""What every picture of a pipeline shares: cells, letters, colours, round ticks.
+
+The terminal, the SVG and the trace take them from here, so that one thing looks alike everywhere.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from rich.style import Style
 from rich.text import Text
 
-from fivefold.core.clock import Timeline
-from fivefold.core.words import counted
-from fivefold.report.pipeline_marks import Cell, Kind, cells, kinds_in, later_chunks, shade, ticks
+from fivefold.core.errors import counted
+from fivefold.core.schedule import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRAD,
+    WEIGHT_GRAD,
+    Action,
+    Placement,
+    Step,
+    actions_of,
+)
+from fivefold.core.schedule.clock import Timeline, memory_levels, needs
+
+
+class MarkKind(NamedTuple):
+    """How one kind of step is lettered, called and coloured."""
+
+    letter: str
+    name: str
+    colour: str
+
+
+# Okabe and Ito's palette, which stays distinct for colour-blind readers; black text reads on all.
+KINDS = {
+    FORWARD: MarkKind("F", "forward", "#56b4e9"),
+    INPUT_GRAD: MarkKind("I", "input gradient", "#f0e442"),
+    WEIGHT_GRAD: MarkKind("W", "weight gradient", "#009e73"),
+    BACKWARD: MarkKind("B", "full backward", "#d55e00"),
+}
+OVERLAPPED = MarkKind("X", "overlapped pair", "#cc79a7")
+
+
+class Cell(NamedTuple):
+    """One step as it is drawn; `chunk` is that of the forward where two actions overlap."""
+
+    step: Step
+    kind: MarkKind
+    chunk: int
+    label: str
+    start: float
+    end: float
+
+
+def cells(timeline: Timeline) -> list[list[Cell]]:
+    """Every step of every rank, ready to be drawn."""
+    schedule = timeline.schedule
+    chunks = chunks_by_rank(schedule.placement)
+    return [
+        [
+            _cell(step, chunks[rank], start, end)
+            for step, start, end in zip(
+                steps, timeline.starts[rank], timeline.ends[rank], strict=True
+            )
+        ]
+        for rank, steps in enumerate(schedule.order)
+    ]
+
+
+def _cell(step: Step, chunks: dict[int, int], start: float, end: float) -> Cell:
+    if isinstance(step, Action):
+        label = str(step.microbatch)
+        return Cell(step, KINDS[step.kind], chunks[step.stage], label, start, end)
+    label = f"{step.forward.microbatch}/{step.backward.microbatch}"
+    return Cell(step, OVERLAPPED, chunks[step.forward.stage], label, start, end)
+
+
+def chunks_by_rank(placement: Placement) -> list[dict[int, int]]:
+    """For each rank, which of its chunks a stage is; the mirror's stage counts as the second."""
+    held: list[list[int]] = [[] for _ in range(placement.num_ranks)]
+    for stage, home in enumerate(placement.homes):
+        held[home].append(stage)
+    if placement.mirrored:
+        held = [own + other for own, other in zip(held, held[::-1], strict=True)]
+    return [{stage: chunk for chunk, stage in enumerate(stages)} for stages in held]
+
+
+def kinds_in(rows: list[list[Cell]]) -> list[MarkKind]:
+    """The kinds that occur, in the order of the legend."""
+    found = {cell.kind for row in rows for cell in row}
+    return [kind for kind in (*KINDS.values(), OVERLAPPED) if kind in found]
+
+
+def later_chunks(rows: list[list[Cell]], placement: Placement) -> str | None:
+    """What the second and further shades stand for, if there are any."""
+    if not any(cell.chunk for row in rows for cell in row):
+        return None
+    return "the other direction" if placement.mirrored else "later chunks"
+
+
+def shade(colour: str, chunk: int) -> str:
+    """The colour of a chunk: the first as it is, each later one lighter."""
+    white = chunk / (chunk + 2)
+    channels = (int(colour[place : place + 2], 16) for place in (1, 3, 5))
+    return "#" + "".join(f"{round(each + (255 - each) * white):02x}" for each in channels)
+
+
+def ticks(length: float, most: int) -> list[float]:
+    """Round numbers from zero to `length`, at most `most` intervals of 1, 2 or 5 times a power."""
+    power = 10.0 ** math.floor(math.log10(length / most))
+    interval = next(power * each for each in (1, 2, 5, 10) if power * each * most >= length)
+    return [number * interval for number in range(int(length / interval + 1e-9) + 1)]
+
+
+# A pipeline timeline for the terminal: one row a rank, time from left to right.
+
 
 _LEAST_COLUMNS = 10
 _MOST_RANKS = 32
@@ -83,7 +190,7 @@ def _columns(row: list[Cell], scale: float, num_columns: int) -> list[Cell | Non
 
 def _largest(parts: list[tuple[float, Cell]]) -> Cell | None:
     """Of the kind that fills most of a column, the cell that fills most."""
-    filled: dict[Kind, float] = {}
+    filled: dict[MarkKind, float] = {}
     for share, cell in parts:
         filled[cell.kind] = filled.get(cell.kind, 0.0) + share
     kind = max(filled, key=lambda each: filled[each], default=None)
@@ -116,7 +223,7 @@ def _inside(cell: Cell, length: int, shared: bool, colour: bool) -> str:
     return (letter + number).ljust(length, "─")
 
 
-def _paint(kind: Kind, chunk: int) -> Style:
+def _paint(kind: MarkKind, chunk: int) -> Style:
     return Style(color="black", bgcolor=shade(kind.colour, chunk))
 
 
@@ -153,3 +260,109 @@ def _wrapped(items: list[Text], width: int) -> list[Text]:
         else:
             lines.append(item)
     return lines
+
+
+# A timeline as Chrome trace events, which ui.perfetto.dev opens.
+#
+# One thread a rank with a slice for each step, one counter a rank with the activations it holds,
+# and an arrow for each transfer between ranks.
+
+
+Event = dict[str, object]
+
+
+def perfetto_trace(timeline: Timeline, unit_us: float = 1000.0) -> dict[str, object]:
+    """The trace as a JSON value; `unit_us` is the schedule's unit of time in microseconds."""
+    rows = cells(timeline)
+    events = [
+        *_names(timeline),
+        *_slices(timeline, rows, unit_us),
+        *_counters(timeline, rows, unit_us),
+        *_transfers(timeline, rows, unit_us),
+    ]
+    return {"displayTimeUnit": "ms", "traceEvents": events}
+
+
+def _names(timeline: Timeline) -> Iterator[Event]:
+    yield _event("M", 0, "process_name", args={"name": f"pipeline {timeline.schedule.name}"})
+    for rank in range(timeline.schedule.num_ranks):
+        yield _event("M", rank, "thread_name", args={"name": f"rank {rank}"})
+        yield _event("M", rank, "thread_sort_index", args={"sort_index": rank})
+
+
+def _slices(timeline: Timeline, rows: list[list[Cell]], unit_us: float) -> Iterator[Event]:
+    chunks = chunks_by_rank(timeline.schedule.placement)
+    for rank, row in enumerate(rows):
+        for cell in row:
+            start, end = _stamp(cell.start, unit_us), _stamp(cell.end, unit_us)
+            parts = [_part(action, chunks[rank]) for action in actions_of(cell.step)]
+            args = parts[0] if len(parts) == 1 else {"forward": parts[0], "backward": parts[1]}
+            duration = round(end - start, 3)
+            times = {"ts": start, "dur": duration, "cat": cell.kind.name}
+            yield _event("X", rank, str(cell.step), **times, args=args)
+
+
+def _part(action: Action, chunks: dict[int, int]) -> dict[str, object]:
+    return {**action._asdict(), "chunk": chunks[action.stage]}
+
+
+def _counters(timeline: Timeline, rows: list[list[Cell]], unit_us: float) -> Iterator[Event]:
+    """The level while each step runs, and what is left wherever a rank idles after one."""
+    schedule = timeline.schedule
+    unit = schedule.num_ranks / schedule.num_stages
+    for rank, row in enumerate(rows):
+        levels = memory_levels(schedule.order[rank], unit)
+        starts = [_stamp(cell.start, unit_us) for cell in row]
+        for place, cell in enumerate(row):
+            yield _level(rank, starts[place], levels[place])
+            end = _stamp(cell.end, unit_us)
+            if place + 1 == len(row):
+                yield _level(rank, end, 0.0)
+            elif starts[place + 1] > end:
+                added = unit * _num_forwards(row[place + 1])
+                yield _level(rank, end, levels[place + 1] - added)
+
+
+def _num_forwards(cell: Cell) -> int:
+    return sum(action.kind == FORWARD for action in actions_of(cell.step))
+
+
+def _level(rank: int, stamp: float, held: float) -> Event:
+    args = {"microbatches": round(held, 9)}
+    return _event("C", rank, f"activations of rank {rank}", ts=stamp, args=args)
+
+
+def _transfers(timeline: Timeline, rows: list[list[Cell]], unit_us: float) -> Iterator[Event]:
+    """Arrows leave and enter in the middle of a slice, which rounding cannot move out of it."""
+    sources = {
+        _result(action): (rank, _stamp((cell.start + cell.end) / 2, unit_us))
+        for rank, row in enumerate(rows)
+        for cell in row
+        for action in actions_of(cell.step)
+        if action.kind != WEIGHT_GRAD
+    }
+    number = 0
+    for rank, row in enumerate(rows):
+        for cell in row:
+            for cause in (cause for action in actions_of(cell.step) for cause in needs(action)):
+                source, left = sources.get(_result(cause), (rank, 0.0))
+                if source != rank:
+                    entered = _stamp((cell.start + cell.end) / 2, unit_us)
+                    arrow = {"cat": "transfer", "id": number}
+                    yield _event("s", source, "transfer", ts=left, **arrow)
+                    yield _event("f", rank, "transfer", ts=entered, bp="e", **arrow)
+                    number += 1
+
+
+def _result(action: Action) -> tuple[int, bool, int]:
+    """What an action delivers: an input gradient and a full backward deliver the same."""
+    return action.stage, action.kind == FORWARD, action.microbatch
+
+
+def _stamp(time: float, unit_us: float) -> float:
+    """Microseconds, to the nanosecond."""
+    return round(time * unit_us, 3)
+
+
+def _event(phase: str, rank: int, name: str, **fields: object) -> Event:
+    return {"ph": phase, "pid": 0, "tid": rank, "name": name, **fields}

@@ -6,11 +6,10 @@ import math
 import re
 from collections.abc import Callable, Iterator
 
-from fivefold.core.clock import Timeline, peak_activations, steady_bubble
-from fivefold.core.schedule.catalog import Family
-from fivefold.core.schedule.closed_form import ClosedForm
-from fivefold.core.words import counted
-from fivefold.report.amounts import percent
+from fivefold.core.errors import counted
+from fivefold.core.schedule.catalog import ClosedForm, Family
+from fivefold.core.schedule.clock import Timeline, peak_activations, steady_bubble
+from fivefold.report import percent
 
 _SMALLEST_DECIMAL = 1e-6  # shorter steps would need more decimals than anybody reads
 

@@ -6,14 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 
+from fivefold.core.errors import counted
 from fivefold.core.plan import Plan
-from fivefold.core.traffic import Entry, entries
-from fivefold.core.words import counted
+from fivefold.cost.collectives import TrafficEntry, entries
 
 if TYPE_CHECKING:
-    from fivefold.core.estimate.outlook import Outlook, Planned
-    from fivefold.core.estimate.simulate import Forecast
-    from fivefold.core.matching import Mismatch
+    from fivefold.cost.matching import Mismatch
+    from fivefold.planner.estimate import Estimate, PlannedEstimate, PlayedStep
+
 
 _GIB = 2**30
 _BAND = 0.05  # further apart than this is called out
@@ -21,7 +21,7 @@ _REHEARSED, _PLANNED = 0, 1  # tracks of the trace
 _MOST_RANKS, _MOST_MISMATCHES = 24, 10
 
 
-class Level(Protocol):
+class MemoryLevelText(Protocol):
     """Memory behind one action of a rank, and the most inside of it."""
 
     @property
@@ -32,7 +32,7 @@ class Level(Protocol):
     def peak(self) -> int: ...
 
 
-class Run(Protocol):
+class RehearsalRun(Protocol):
     """One rank rehearsed."""
 
     rank: int
@@ -42,7 +42,7 @@ class Run(Protocol):
     levels: Any
 
 
-class Found(Protocol):
+class RehearsalReport(Protocol):
     """A job rehearsed."""
 
     @property
@@ -50,7 +50,7 @@ class Found(Protocol):
     @property
     def runs(self) -> Sequence[Any]: ...
     @property
-    def predicted(self) -> Mapping[int, tuple[Entry, ...]]: ...
+    def predicted(self) -> Mapping[int, tuple[TrafficEntry, ...]]: ...
     @property
     def whole(self) -> Mapping[int, bool]: ...
     @property
@@ -69,11 +69,15 @@ class Timed(Protocol):
     @property
     def measured(self) -> Sequence[Any]: ...
     @property
-    def step(self) -> Forecast | None: ...
+    def step(self) -> PlayedStep | None: ...
 
 
 def describe(
-    found: Found, planned: Outlook | None, timed: Timed | None, imbalance: float, seconds: float
+    found: RehearsalReport,
+    planned: Estimate | None,
+    timed: Timed | None,
+    imbalance: float,
+    seconds: float,
 ) -> dict[str, Any]:
     """The rehearsal as JSON."""
     worst = found.worst
@@ -104,7 +108,7 @@ def describe(
     }
 
 
-def _rank(found: Found, run: Run) -> dict[str, Any]:
+def _rank(found: RehearsalReport, run: RehearsalRun) -> dict[str, Any]:
     coord = found.plan.layout.coord(run.rank)
     return {
         "rank": run.rank,
@@ -118,7 +122,7 @@ def _gib(parts: Mapping[str, float], total: float) -> dict[str, float]:
     return {**{name: size / _GIB for name, size in parts.items()}, "total": total / _GIB}
 
 
-def _time(timed: Timed, planned: Outlook | None) -> dict[str, Any]:
+def _time(timed: Timed, planned: Estimate | None) -> dict[str, Any]:
     return {
         "ranks": [{**asdict(one), "peak_gib": one.peak / _GIB} for one in timed.measured],
         "forecast_s": None if timed.step is None else timed.step.step,
@@ -236,7 +240,7 @@ def _times(time: Mapping[str, Any]) -> Iterator[str]:
 
 
 def levels_trace(
-    found: Found, planned: Mapping[int, Sequence[Planned]] | None = None
+    found: RehearsalReport, planned: Mapping[int, Sequence[PlannedEstimate]] | None = None
 ) -> dict[str, Any]:
     """The memory of every rank over its actions, as a trace for ui.perfetto.dev.
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from fivefold.core.errors import counted
 from fivefold.core.plan import Plan
-from fivefold.core.progress import GIB, STEPS, Planned, StepRecord, Summary
 from fivefold.core.recipe import Recipe
-from fivefold.core.words import counted
-from fivefold.report.amounts import rough, thousands
+from fivefold.records import GIB, STEPS, PlannedStep, StepRecord, Summary
+from fivefold.report import rough, thousands
 
 _CATEGORIES = {
     "weights": "weights",
@@ -21,7 +21,7 @@ _CATEGORIES = {
 _FIRST, _COLUMN = 34, 14
 
 
-def head(plan: Plan, recipe: Recipe, dtype: str, corpus: str, planned: Planned | None) -> str:
+def head(plan: Plan, recipe: Recipe, dtype: str, corpus: str, planned: PlannedStep | None) -> str:
     """What is about to run."""
     layout = plan.layout
     masks = "document masks" if plan.packed else "no document masks"

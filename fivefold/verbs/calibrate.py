@@ -1,4 +1,4 @@
-"""`fivefold calibrate`: measure this machine, and write what software reaches of it to a file."""
+"""A calibration as the file that is written, and as the table and the JSON that are printed."""
 
 from __future__ import annotations
 
@@ -9,20 +9,104 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fivefold.core import machine as machines
+from fivefold.core import tables
 from fivefold.core.errors import FivefoldError
 from fivefold.core.machine import Machine
-from fivefold.report.files import write_text
-from fivefold.verbs.options import above
+from fivefold.cost.calibration import COPIES, RINGS, Calibration, FittedRow, MeasuredTimes
+from fivefold.report import write_text
+from fivefold.verbs import above
 
 if TYPE_CHECKING:
-    from fivefold.core.estimate.calibrated import Measured
-    from fivefold.core.estimate.fit import Sample
-    from fivefold.run.calibration_rings import Launched
+    from fivefold.calibrate import LaunchedRing
+    from fivefold.cost.calibration import MeasuredTimes, Sample
+
+
+def file_text(found: Calibration, measured: MeasuredTimes, source: str) -> str:
+    """The machine file: comments with what the fits leave unexplained, then the table."""
+    lines = [
+        f"{source}.",
+        "What is not here is as in the base.",
+        "Errors of the fits, as shares of the times measured:",
+        *(f"  {row.key}: {_errors(row)}" for row in found.rows if row.rate is not None),
+        f"Launch floor, which no constant holds: {_seconds(measured.launch)} a small kernel.",
+        *(f"Note: {note}." for note in found.notes),
+    ]
+    comments = "\n".join(f"# {line}" for line in lines)
+    return f"{comments}\n\n{tables.to_toml(found.table)}"
+
+
+def table_text(found: Calibration, measured: MeasuredTimes) -> Iterator[str]:
+    """Planned by the base beside measured, with the error of each on the times measured."""
+    head = f"{'constant':<15}{'planned':>10}{'measured':>10}{'rate':>16}"
+    yield f"{head}{'error':>9}{'worst':>8}{'of planned':>12}{'sizes':>7}"
+    for row in found.rows:
+        shown = f"{row.key:<15}{_value(row, row.planned):>10}{_value(row, row.measured):>10}"
+        if row.rate is None:
+            yield shown
+            continue
+        yield (
+            f"{shown}{_rate(row.key, row.rate):>16}{row.residuals.median:>9.1%}"
+            f"{row.residuals.worst:>8.1%}{row.planned_residuals.median:>12.1%}"
+            f"{row.residuals.num_samples:>7}"
+        )
+    floor = _seconds(measured.launch)
+    yield f"{'launch floor':<15}{'':>10}{floor:>10}  a small kernel, which no constant holds"
+    yield from (f"note: {note}" for note in found.notes)
+
+
+def table_json(found: Calibration, measured: MeasuredTimes) -> dict[str, Any]:
+    """The same, with every sample."""
+    return {
+        "base": found.base.name,
+        "device": measured.device,
+        "dtype": measured.dtype,
+        "ranks": measured.ranks,
+        "constants": {row.key: _row(row) for row in found.rows},
+        "launch_s": measured.launch,
+        "samples": {
+            key: [one._asdict() for one in samples] for key, samples in measured.samples.items()
+        },
+        "machine": found.table,
+        "notes": found.notes,
+    }
+
+
+def _row(row: FittedRow) -> dict[str, Any]:
+    return {
+        "planned": row.planned,
+        "measured": row.measured,
+        "rate": row.rate,
+        "error": row.residuals._asdict(),
+        "planned_error": row.planned_residuals._asdict(),
+    }
+
+
+def _errors(row: FittedRow) -> str:
+    found = row.residuals
+    return f"median {found.median:.1%}, worst {found.worst:.1%} of {found.num_samples} sizes"
+
+
+def _value(row: FittedRow, value: float) -> str:
+    return f"{value:.3g}" if row.rate is not None else _seconds(value)
+
+
+def _seconds(value: float) -> str:
+    return f"{value * 1e6:.3g} us"
+
+
+def _rate(key: str, rate: float) -> str:
+    if key in (COPIES, RINGS):
+        return f"{rate / 1e9:,.4g} GB/s"
+    return f"{rate / 1e12:,.3g} TFLOP/s"
+
+
+# `fivefold calibrate`: measure this machine, and write what software reaches of it to a file.
+
 
 Tick = Callable[[], None]
 
@@ -59,7 +143,7 @@ def run(
         raise FivefoldError(f"unknown --device {device!r}: choose from cpu, cuda")
     target = _target(output)
     # Here, so that a mistake on the command line is answered before torch is loaded.
-    from fivefold.run.calibration_rings import launched
+    from fivefold.calibrate import launched
 
     mine = launched()
     chosen = _device(device, ranks, mine)
@@ -88,9 +172,9 @@ def _target(output: Path | None) -> Path:
     return target
 
 
-def _device(asked: str | None, ranks: int | None, mine: Launched | None) -> str:
+def _device(asked: str | None, ranks: int | None, mine: LaunchedRing | None) -> str:
     """The kind of device; refused where it or its ranks cannot be had."""
-    from fivefold.run.ranks import num_gpus
+    from fivefold.launch.processes import num_gpus
 
     gpus = num_gpus()
     if asked == "cuda" and not gpus:
@@ -111,14 +195,15 @@ def _measure_and_write(
     target: Path,
     device: str,
     ranks: int,
-    mine: Launched | None,
+    mine: LaunchedRing | None,
     began: float,
     seconds: float,
     as_json: bool,
 ) -> None:
     """Measure, write and print; under torchrun rank 0 alone does all but the rings."""
-    from fivefold.core.estimate.calibrated import RINGS, calibrate
-    from fivefold.report.calibration_text import file_text, table_json, table_text
+    from fivefold.cost.calibration import RINGS, calibrate
+
+    pass
 
     base, notes = _base(preset, device, mine)
     dtype = _dtype(base, device)
@@ -144,7 +229,9 @@ def _measure_and_write(
     typer.echo("\n".join([*lines, "", f"{target} written in {spent:.0f} s"]))
 
 
-def _base(preset: Machine | None, device: str, mine: Launched | None) -> tuple[Machine, list[str]]:
+def _base(
+    preset: Machine | None, device: str, mine: LaunchedRing | None
+) -> tuple[Machine, list[str]]:
     """The preset to start from, and what is to be said where it was guessed."""
     if preset is not None:
         return preset, []
@@ -152,7 +239,7 @@ def _base(preset: Machine | None, device: str, mine: Launched | None) -> tuple[M
         return machines.load("laptop"), []
     import torch
 
-    from fivefold.core.estimate.calibrated import guess_base
+    from fivefold.cost.calibration import guess_base
 
     properties = torch.cuda.get_device_properties(mine.local_rank if mine else 0)
     name = guess_base(properties.name, properties.total_memory)
@@ -177,13 +264,12 @@ def _require_one_domain(base: Machine, ranks: int) -> None:
         )
 
 
-def _rings(ranks: int, mine: Launched | None, seconds: float, tick: Tick) -> list[Sample]:
+def _rings(ranks: int, mine: LaunchedRing | None, seconds: float, tick: Tick) -> list[Sample]:
     """Times of rings, where there are several ranks."""
     if ranks == 1:
         return []
-    from fivefold.run.calibration import RINGS_SHARE
-    from fivefold.run.calibration_rings import forked_rings, launched_rings
-    from fivefold.run.ranks import RankLost
+    from fivefold.calibrate import RINGS_SHARE, forked_rings, launched_rings
+    from fivefold.launch.processes import RankLost
 
     time_for_it = RINGS_SHARE * seconds
     if mine is not None:
@@ -201,12 +287,12 @@ def _measured(
     until: float,
     tick: Tick,
     notes: list[str],
-) -> Measured:
+) -> MeasuredTimes:
     """Times of one device."""
     import torch
 
-    from fivefold.core.estimate.calibrated import Measured
-    from fivefold.run.calibration import Bench, device_name
+    from fivefold.calibrate import Bench, device_name
+    from fivefold.cost.calibration import MeasuredTimes
 
     if kind == "cpu":
         torch.set_num_threads(1)  # a rank is one process on one core
@@ -219,10 +305,10 @@ def _measured(
             "the GPU has too little free memory, of which several GiB are needed: end what else "
             "runs on it"
         ) from error
-    return Measured(device_name(device), dtype, samples, bench.launch(), notes=bench.notes)
+    return MeasuredTimes(device_name(device), dtype, samples, bench.launch(), notes=bench.notes)
 
 
-def _source(measured: Measured) -> str:
+def _source(measured: MeasuredTimes) -> str:
     """Where the numbers come from, as the file says it."""
     import torch
 

@@ -10,21 +10,21 @@ import typer
 
 from fivefold.core import models, plan
 from fivefold.core.count import parameters
-from fivefold.core.errors import BadFile, FivefoldError
-from fivefold.core.hf_export import HfModel, as_hf
+from fivefold.core.errors import BadFile, FivefoldError, counted
 from fivefold.core.plan import Wishes
 from fivefold.core.weights import buffers, weights
-from fivefold.core.words import counted
-from fivefold.verbs.options import above, one_of
+from fivefold.huggingface.config_export import HfModel, as_hf
+from fivefold.verbs import above, one_of
 
 if TYPE_CHECKING:
     from fivefold.core.shape import Shape
-    from fivefold.training.checkpoint import Reader
+    from fivefold.train.checkpoint import Reader
+
 
 _TORCH_NAMES = {"bf16": "bfloat16", "fp32": "float32"}
 
 
-class Options(NamedTuple):
+class ExportOptions(NamedTuple):
     """How the weights are written."""
 
     dtype: str
@@ -51,7 +51,7 @@ def run(
     shape = models.with_overrides(models.load(wishes.model), wishes.set)
     chosen = dtype or ("bf16" if wishes.precision == "bf16" else "fp32")
     model = as_hf(shape, _TORCH_NAMES[chosen], _source(wishes))
-    table = _exported(model, run_folder, step, folder, Options(chosen, shard_gb))
+    table = _exported(model, run_folder, step, folder, ExportOptions(chosen, shard_gb))
     typer.echo(json.dumps(table) if as_json else _text(table))
 
 
@@ -64,13 +64,13 @@ def _source(wishes: Wishes) -> dict[str, Any]:
 
 
 def _exported(
-    model: HfModel, run_folder: Path, step: int | None, folder: Path, options: Options
+    model: HfModel, run_folder: Path, step: int | None, folder: Path, options: ExportOptions
 ) -> dict[str, Any]:
     """Write the model; what was done, as JSON."""
     # Here, so that a mistake on the command line is answered before torch is loaded.
     import torch
 
-    from fivefold.run.hf_files import write_model
+    from fivefold.huggingface.files import write_model
 
     reader = _reader(run_folder, step)
     _check(reader, model.shape)
@@ -95,7 +95,7 @@ def _exported(
 
 def _reader(run_folder: Path, step: int | None) -> Reader:
     """The checkpoint of a step, or the newest whose checksums hold; of others it is said why."""
-    from fivefold.training.checkpoint import Reader, published
+    from fivefold.train.checkpoint import Reader, published
 
     found = published(run_folder / "checkpoints")
     if step is not None:

@@ -10,18 +10,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fivefold.core import models, strict
+from fivefold.core import models, tables
 from fivefold.core.count import parameters
 from fivefold.core.errors import FivefoldError
 from fivefold.core.weights import buffers, weights
-from fivefold.report.files import write_text
-from fivefold.verbs.options import one_of
+from fivefold.report import write_text
+from fivefold.verbs import one_of
 
 if TYPE_CHECKING:
     import torch
 
     from fivefold.core.shape import Shape
-    from fivefold.run.hf_files import HfFolder
+    from fivefold.huggingface.files import HfFolder
+
 
 _CONFIG = "config.json"
 
@@ -53,8 +54,8 @@ def _imported(folder: Path, target: Path, shape: Shape, dtype: str | None) -> di
     # Here, so that a mistake on the command line is answered before torch is loaded.
     import torch
 
-    from fivefold.run.hf_files import HfFolder
-    from fivefold.training.checkpoint import Facts, published, write_whole
+    from fivefold.huggingface.files import HfFolder
+    from fivefold.train.checkpoint import Facts, published, write_whole
 
     if published(target / "checkpoints"):
         raise FivefoldError(
@@ -62,7 +63,7 @@ def _imported(folder: Path, target: Path, shape: Shape, dtype: str | None) -> di
         )
     source = HfFolder(folder, shape)
     chosen = dtype or ("bf16" if source.is_narrow else "fp32")
-    plan = strict.to_toml({"model": _CONFIG, "layout": "dp=1", "precision": chosen})
+    plan = tables.to_toml({"model": _CONFIG, "layout": "dp=1", "precision": chosen})
     _make(target)
     write_text(target / _CONFIG, (folder / _CONFIG).read_text("utf-8"))
     write_text(target / "plan.toml", plan)

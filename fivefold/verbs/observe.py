@@ -15,16 +15,15 @@ import typer
 
 from fivefold.core import models
 from fivefold.core.errors import FivefoldError, UnknownName
-from fivefold.core.estimate.planner import PRECISIONS
 from fivefold.core.plan import Wishes, read
-from fivefold.core.spans import RunFacts, StepSpans
-from fivefold.report.files import write_text
-from fivefold.report.page import html, twins
-from fivefold.report.page.begin import state_of
-from fivefold.report.page.questions import Run
-from fivefold.report.page.state import State
-from fivefold.run import records, spans
-from fivefold.verbs.options import one_of, progress_bar, with_plan_options
+from fivefold.page import document
+from fivefold.page.explore_state import State, state_of
+from fivefold.page.questions import RunQuestion
+from fivefold.planner import PRECISIONS
+from fivefold.records import run_folder, run_reader
+from fivefold.records.spans import RunFacts, StepSpans
+from fivefold.report import write_text
+from fivefold.verbs import one_of, progress_bar, with_plan_options
 
 _TABS = ("explore", "learn", "run")
 _LAST_PORT = 65_535
@@ -37,24 +36,24 @@ class _Folder:
     path: Path
 
     def facts(self) -> RunFacts:
-        return spans.read(self.path)
+        return run_reader.read(self.path)
 
     def spans(self, step: int) -> StepSpans | None:
-        return spans.read_step(self.path, step)
+        return run_reader.read_step(self.path, step)
 
 
 def _look_up(target: str) -> str:
     """A run folder stands for the plan that it ran; a plan that cannot be read keeps nobody from
     looking at the run."""
     folder = Path(target)
-    if (folder / records.RUN).is_file():
+    if (folder / run_folder.RUN).is_file():
         with contextlib.suppress(FivefoldError):
-            read(folder / records.PLAN)
-            return str(folder / records.PLAN)
+            read(folder / run_folder.PLAN)
+            return str(folder / run_folder.PLAN)
         return State.model
     if target not in models.presets() and folder.is_dir() and not (folder / "config.json").exists():
         raise FivefoldError(
-            f"{target} is neither a run, which has a {records.RUN}, nor a model, which has a "
+            f"{target} is neither a run, which has a {run_folder.RUN}, nor a model, which has a "
             "config.json: give the folder that train --out made"
         )
     return target
@@ -95,18 +94,18 @@ def _run(
     job = _job(wishes, precision and one_of("precision", precision, PRECISIONS), run)
     tab, params = _place(at, job, run)
     opens = params if tab == "explore" else job
-    start = html.Start(_address(tab, params), opens, target if run else "")
+    start = document.PageStart(_address(tab, params), opens, target if run else "")
     if prints:
         with progress_bar("ask") as on_progress:
-            found = twins.answers(tab, params, panel, run, on_progress or _silent)
-        typer.echo(json.dumps(found) if as_json else "\n".join(twins.lines(found, panel)))
+            found = document.answers(tab, params, panel, run, on_progress or _silent)
+        typer.echo(json.dumps(found) if as_json else "\n".join(document.lines(found, panel)))
     elif to_file is not None:
         _write(to_file, start, run)
     else:
         _serve(start, run, port)
 
 
-def _job(wishes: Wishes, precision: str | None, run: Run | None) -> dict[str, str]:
+def _job(wishes: Wishes, precision: str | None, run: RunQuestion | None) -> dict[str, str]:
     """What Explore begins with; where a run's plan is none for the page, its usual job."""
     try:
         return state_of(wishes, precision).params()
@@ -116,7 +115,9 @@ def _job(wishes: Wishes, precision: str | None, run: Run | None) -> dict[str, st
         return State().params()
 
 
-def _place(at: str | None, job: dict[str, str], run: Run | None) -> tuple[str, dict[str, str]]:
+def _place(
+    at: str | None, job: dict[str, str], run: RunQuestion | None
+) -> tuple[str, dict[str, str]]:
     """The tab and its parameters to begin with."""
     if at is None:
         return ("run", {}) if run else ("explore", job)
@@ -136,15 +137,15 @@ def _silent(share: float) -> None:
     """Nobody looks."""
 
 
-def _write(file: Path, start: html.Start, run: Run | None) -> None:
+def _write(file: Path, start: document.PageStart, run: RunQuestion | None) -> None:
     """A file with the page, and with every answer that its controls ask for next."""
-    from fivefold.report.page import snapshot
+    from fivefold.page import document
 
-    html.plotly()
+    document.plotly()
     with progress_bar("ask") as on_progress:
-        answers = snapshot.embedded(start.job, run, on_progress or _silent)
+        answers = document.embedded(start.job, run, on_progress or _silent)
     words = shlex.join(["fivefold", "observe", *_without_file(sys.argv[2:])])
-    write_text(file, html.whole(start, answers, words))
+    write_text(file, document.whole(start, answers, words))
     typer.echo(f"{file}: {len(answers):,} answers, {file.stat().st_size / 2**20:.1f} MiB")
 
 
@@ -157,13 +158,13 @@ def _without_file(words: list[str]) -> list[str]:
     return kept
 
 
-def _serve(start: html.Start, run: Run | None, port: int) -> None:
+def _serve(start: document.PageStart, run: RunQuestion | None, port: int) -> None:
     try:
-        from fivefold.report.page import server
+        from fivefold.page import server
     except ImportError as error:
         raise FivefoldError(
-            f"the page is served by Starlette and uvicorn ({error}): {html.INSTALL}; --text and "
-            "--json do without"
+            f"the page is served by Starlette and uvicorn ({error}): {document.INSTALL}; "
+            "--text and --json do without"
         ) from error
 
     def ready(address: str) -> None:

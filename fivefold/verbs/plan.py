@@ -16,13 +16,12 @@ from fivefold.core.layout import ContextKind
 from fivefold.core.machine import Machine
 from fivefold.core.plan import Plan, Wishes, resolve
 from fivefold.core.schedule.catalog import family
-from fivefold.report import plan_json, plan_resolved, plan_tables, plan_text, plan_words
-from fivefold.report.files import write_text
-from fivefold.verbs.options import above, one_of, progress_bar, with_plan_options
+from fivefold.report import plan_text, plan_values, write_text
+from fivefold.verbs import above, one_of, progress_bar, with_plan_options
 
 if TYPE_CHECKING:  # what estimates needs numpy, whose import costs more than a plan without them
-    from fivefold.core.estimate.outlook import Outlook
-    from fivefold.core.estimate.planner import Answer, Inquiry
+    from fivefold.planner import PlanAnswer, PlanRequest
+    from fivefold.planner.estimate import Estimate
 
 _NUMBERS = ("tp", "cp", "pp", "dp", "replicate", "ep", "etp", "zero", "chunks", "microbatch_size")
 _FIXED = (*_NUMBERS, "schedule", "recompute", "context", "offload")
@@ -137,15 +136,15 @@ def _known_machines() -> str:
 def _resolved(plan: Plan, output: Path | None) -> Printed:
     if output is not None:
         write_text(output, plan.to_toml(output.parent))
-    table = plan_resolved.describe(plan)
-    return table, plan_resolved.render(plan, table)
+    table = plan_values.describe(plan)
+    return table, plan_values.render(plan, table)
 
 
 def _given(wishes: Wishes, options: dict[str, Any]) -> Printed:
     """A plan whose layout is given, with its estimates."""
-    from fivefold.core.estimate.changes import parse, stretched
-    from fivefold.core.estimate.planner import single
-    from fivefold.core.estimate.why import takeaways
+    from fivefold.planner import single
+    from fivefold.planner.comparisons import parse_changes, stretched
+    from fivefold.planner.why import takeaways
 
     if options["fix"] is not None or options["objective"] != "tokens":
         raise FivefoldError("--fix and --objective are for a search: leave --layout out")
@@ -160,12 +159,12 @@ def _given(wishes: Wishes, options: dict[str, Any]) -> Printed:
     table, lines = _resolved(plan, options["output"])
     found = single(plan, _machine(plan), **chosen)
     if options["what_if"] is not None:
-        other = resolve(stretched(plan, parse(options["what_if"])))
+        other = resolve(stretched(plan, parse_changes(options["what_if"])))
         return _what_if(found, single(other, _machine(other), **chosen), options["what_if"])
-    why = plan_words.because(found, takeaways(found), None)
+    why = plan_text.because(found, takeaways(found), None)
     table |= {"candidates": 1, "seconds": time.perf_counter() - began}
-    table |= {"layouts": [plan_json.entry(found, why)]}
-    table |= plan_json.costs(found, options["tokens"], options["price"])
+    table |= {"layouts": [plan_values.entry(found, why)]}
+    table |= plan_values.costs(found, options["tokens"], options["price"])
     table |= {"notes": list(found.plan.notes)}
     more = (note for note in found.plan.notes if note not in plan.notes)
     return table, [*lines, *_detail(found, why, options), *(f"note      {one}" for one in more)]
@@ -176,7 +175,7 @@ def _machine(plan: Plan) -> Machine:
     return plan.machine
 
 
-def _detail(found: Outlook, why: list[str], options: dict[str, Any]) -> list[str]:
+def _detail(found: Estimate, why: list[str], options: dict[str, Any]) -> list[str]:
     return [
         *plan_text.detail(found),
         *plan_text.bill(found, options["tokens"], options["price"]),
@@ -206,25 +205,27 @@ def _searched(wishes: Wishes, options: dict[str, Any], said: set[str]) -> Printe
     return _ranked(found, options)
 
 
-def _inquiry(wishes: Wishes, options: dict[str, Any], fixed: dict[str, int | str]) -> Inquiry:
-    from fivefold.core.estimate.planner import PRECISIONS, inquiry
+def _inquiry(wishes: Wishes, options: dict[str, Any], fixed: dict[str, int | str]) -> PlanRequest:
+    from fivefold.planner import PRECISIONS, inquiry
 
     precision = one_of("precision", options["precision"] or wishes.precision, PRECISIONS)
     machine = machines.load(wishes.machine or "")
     return inquiry(wishes, machine, fixed, precision=precision, **options["how"])
 
 
-def _changed(asked: Inquiry, options: dict[str, Any], fixed: dict[str, int | str]) -> Inquiry:
-    from fivefold.core.estimate.changes import changed, parse
+def _changed(
+    asked: PlanRequest, options: dict[str, Any], fixed: dict[str, int | str]
+) -> PlanRequest:
+    from fivefold.planner.comparisons import changed, parse_changes
 
     question = asked.question
     now = {"gpus": question.gpus, "seq": question.seq, "batch": question.batch}
     wishes = replace(asked.wishes, batch=question.batch)
-    return _inquiry(changed(wishes, parse(options["what_if"]), **now), options, fixed)
+    return _inquiry(changed(wishes, parse_changes(options["what_if"]), **now), options, fixed)
 
 
-def _answer(asked: Inquiry, options: dict[str, Any]) -> Answer:
-    from fivefold.core.estimate.planner import OBJECTIVES, answer, cheapest, fewest
+def _answer(asked: PlanRequest, options: dict[str, Any]) -> PlanAnswer:
+    from fivefold.planner import OBJECTIVES, answer, cheapest, fewest
 
     objective = one_of("objective", options["objective"], OBJECTIVES)
     find = {"tokens": answer, "gpus": fewest, "gpu-hours": cheapest}[objective]
@@ -232,13 +233,13 @@ def _answer(asked: Inquiry, options: dict[str, Any]) -> Answer:
         return find(asked, options["top"], on_progress)
 
 
-def _ranked(found: Answer, options: dict[str, Any]) -> Printed:
+def _ranked(found: PlanAnswer, options: dict[str, Any]) -> Printed:
     """The table of the best, and all about the first."""
-    from fivefold.core.estimate.why import takeaways
+    from fivefold.planner.why import takeaways
 
     first, *others = found.plans
-    why = plan_words.because(first, takeaways(first), others[0] if others else None)
-    reasons = [why, *([f"{plan_words.loses(one, first)}"] for one in others)]
+    why = plan_text.because(first, takeaways(first), others[0] if others else None)
+    reasons = [why, *([f"{plan_text.loses(one, first)}"] for one in others)]
     question, notes = found.inquiry.question, list(found.inquiry.notes)
     if first.offload != "none":
         where = {"cpu": "in host memory", "nvme": "on local disks"}[first.offload]
@@ -257,11 +258,11 @@ def _ranked(found: Answer, options: dict[str, Any]) -> Printed:
         "passed_over": found.passed_over,
         "seconds": found.seconds,
         "layouts": [
-            plan_json.entry(one, reason) for one, reason in zip(found.plans, reasons, strict=True)
+            plan_values.entry(one, reason) for one, reason in zip(found.plans, reasons, strict=True)
         ],
-        "front": [plan_json.entry(one, []) for one in found.front],
+        "front": [plan_values.entry(one, []) for one in found.front],
         "notes": notes,
-        **plan_json.costs(first, options["tokens"], options["price"]),
+        **plan_values.costs(first, options["tokens"], options["price"]),
     }
     lines = [
         f"{table['model']} on {question.place} of {table['machine']}: {question.batch:,} "
@@ -279,28 +280,27 @@ def _ranked(found: Answer, options: dict[str, Any]) -> Printed:
     return table, lines
 
 
-def _what_if(before: Outlook, after: Outlook, words: str) -> Printed:
+def _what_if(before: Estimate, after: Estimate, words: str) -> Printed:
     table = {
         "what_if": words,
-        "layouts": [plan_json.entry(before, []), plan_json.entry(after, [])],
+        "layouts": [plan_values.entry(before, []), plan_values.entry(after, [])],
     }
-    return table, plan_tables.before_after(before, after, words)
+    return table, plan_values.before_after(before, after, words)
 
 
-def _tables(asked: Inquiry, options: dict[str, Any]) -> Printed:
+def _tables(asked: PlanRequest, options: dict[str, Any]) -> Printed:
     """Each dimension alone, or curves."""
-    from fivefold.core.estimate.strategies import alone
-    from fivefold.core.estimate.sweep import parse, sweep
+    from fivefold.planner.comparisons import alone, parse_sweep, sweep
 
     if options["compare"]:
         found = list(alone(asked))
-        return {"strategies": plan_tables.compared_json(found)}, plan_tables.compared(found)
-    axis, values = parse(options["sweep"])
+        return {"strategies": plan_values.compared_json(found)}, plan_values.compared(found)
+    axis, values = parse_sweep(options["sweep"])
     with progress_bar("sweep") as on_progress:
         points = list(sweep(asked, axis, values, on_progress))
     return (
-        {"axis": axis, "points": plan_tables.curves_json(axis, points)},
-        plan_tables.curves(axis, values, points),
+        {"axis": axis, "points": plan_values.curves_json(axis, points)},
+        plan_values.curves(axis, values, points),
     )
 
 

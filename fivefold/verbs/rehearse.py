@@ -15,13 +15,14 @@ import typer
 from fivefold.core.errors import FivefoldError
 from fivefold.core.plan import Plan, Wishes, resolve
 from fivefold.core.weights import weights
-from fivefold.report.files import write_text
+from fivefold.report import write_text
 from fivefold.report.rehearsal_text import describe, levels_trace, render
-from fivefold.verbs.options import one_of, with_plan_options
+from fivefold.verbs import one_of, with_plan_options
 
 if TYPE_CHECKING:
-    from fivefold.core.estimate.outlook import Outlook, Planned
-    from fivefold.rehearsal import Forecasted, Rehearsed
+    from fivefold.planner.estimate import Estimate, PlannedEstimate
+    from fivefold.rehearse import Forecasted, Rehearsed
+
 
 _DEVICES = ("cpu", "cuda")
 
@@ -49,7 +50,7 @@ def run(
         if not 0 <= each < plan.layout.world:
             raise FivefoldError(f"--rank {each}: the job has ranks 0 to {plan.layout.world - 1}")
     # Here, so that a mistake on the command line is answered before torch is loaded.
-    from fivefold.run.ranks import RankLost, num_gpus
+    from fivefold.launch.processes import RankLost, num_gpus
 
     if device == "cuda" and not num_gpus():
         raise FivefoldError("--device cuda: this machine has no GPU; rehearse with --device cpu")
@@ -73,7 +74,7 @@ def run(
 
 
 def _rehearsable(wishes: Wishes, imbalance: float) -> Plan:
-    from fivefold.core.estimate.routing import require_possible
+    from fivefold.cost.grid import require_possible
 
     plan = resolve(wishes)
     weights(plan.shape)  # refuses what cannot be built
@@ -96,47 +97,49 @@ def _rehearsable(wishes: Wishes, imbalance: float) -> Plan:
     return plan
 
 
-def _planned(plan: Plan, imbalance: float) -> Outlook | None:
+def _planned(plan: Plan, imbalance: float) -> Estimate | None:
     """What the planner expects, where it knows the machine."""
     if plan.machine is None:
         return None
-    from fivefold.core.estimate.outlook import outlook
-    from fivefold.core.estimate.planner import setting_of
+    from fivefold.planner import setting_of
+    from fivefold.planner.estimate import outlook
 
     kernels = "compiled" if plan.wishes.train.compile else "eager"
     setting, _ = setting_of(plan.machine, plan.precision, 0.0, kernels, imbalance)
     return outlook(plan, setting)
 
 
-def _of_worst(planned: Outlook | None, found: Rehearsed) -> Outlook | None:
+def _of_worst(planned: Estimate | None, found: Rehearsed) -> Estimate | None:
     """The plan with the memory of the rank that was seen to hold most."""
     if planned is None:
         return None
-    from fivefold.core.estimate.outlook import held_by
+    from fivefold.planner.estimate import held_by
 
     return replace(planned, memory=held_by(planned.plan, planned.setting, found.worst.rank))
 
 
-def _timelines(planned: Outlook | None, found: Rehearsed) -> dict[int, list[Planned]] | None:
+def _timelines(
+    planned: Estimate | None, found: Rehearsed
+) -> dict[int, list[PlannedEstimate]] | None:
     """The planned step of every rank that was rehearsed."""
     if planned is None:
         return None
-    from fivefold.core.estimate.outlook import timeline_of
+    from fivefold.planner.estimate import timeline_of
 
     return {run.rank: timeline_of(planned.plan, planned.setting, run.rank) for run in found.runs}
 
 
 def _rehearsed(plan: Plan, ranks: list[int] | None, imbalance: float) -> Rehearsed:
-    from fivefold.rehearsal import how_many, rehearse
+    from fivefold.rehearse import how_many, rehearse
 
     with _progress(how_many(plan, ranks)) as tick:
         return rehearse(plan, ranks, imbalance, tick)
 
 
 def _measured(
-    plan: Plan, ranks: list[int] | None, imbalance: float, planned: Outlook | None
+    plan: Plan, ranks: list[int] | None, imbalance: float, planned: Estimate | None
 ) -> Forecasted:
-    from fivefold.rehearsal import forecast_on_gpu
+    from fivefold.rehearse import forecast_on_gpu
 
     return forecast_on_gpu(plan, ranks, imbalance, planned)
 

@@ -12,14 +12,19 @@ from typing import Annotated, Any, cast, get_args
 
 import typer
 
-from fivefold.core.clock import Timeline, peak_activations, play, steady_bubble
 from fivefold.core.errors import FivefoldError, IllegalSchedule, UnknownName
-from fivefold.core.schedule import catalog
+from fivefold.core.schedule import Placement, catalog
 from fivefold.core.schedule.catalog import Family
 from fivefold.core.schedule.choose import choose
-from fivefold.core.schedule.costs import Costs
-from fivefold.core.schedule.goal import Goal, Objective
-from fivefold.core.schedule.placement import Placement
+from fivefold.core.schedule.clock import (
+    Costs,
+    Goal,
+    Objective,
+    Timeline,
+    peak_activations,
+    play,
+    steady_bubble,
+)
 from fivefold.core.schedule.search import search
 
 CostsOf = Callable[[Placement], Costs]
@@ -174,9 +179,9 @@ def describe(timeline: Timeline, family: Family, origin: str | None) -> dict[str
 
 
 def _write_files(timeline: Timeline, svg: Path | None, trace: Path | None) -> None:
-    from fivefold.report.files import write_text
-    from fivefold.report.perfetto import perfetto_trace
+    from fivefold.report import write_text
     from fivefold.report.pipeline_svg import timeline_svg
+    from fivefold.report.pipeline_text import perfetto_trace
 
     steps = sum(map(len, timeline.schedule.order))
     if (svg or trace) and steps > MOST_DRAWN:

@@ -11,13 +11,12 @@ from typing import Annotated, Any
 
 import typer
 
-from fivefold.core.score.outcome import Outcome, score
-from fivefold.core.score.rows import read
-from fivefold.core.score.summary import summary
-from fivefold.report.files import write_text
-from fivefold.report.score_page import score_page
-from fivefold.report.score_sections import render, sections
+from fivefold.report import write_text
+from fivefold.report.score_page import render, score_page, sections
 from fivefold.report.score_svg import Dot, score_svg
+from fivefold.score import summary
+from fivefold.score.outcome import ScoredRun, score
+from fivefold.score.rows import read
 
 _MOST_SKIPPED = 10
 
@@ -62,7 +61,7 @@ def _bar(total: int) -> Iterator[Callable[[], None]]:
 
 
 def _write_page(
-    page: Path, table: dict[str, Any], files: Sequence[str], outcomes: Sequence[Outcome]
+    page: Path, table: dict[str, Any], files: Sequence[str], outcomes: Sequence[ScoredRun]
 ) -> None:
     picture = page.with_suffix(".svg")
     today = datetime.date.today().isoformat()

@@ -83,8 +83,8 @@ def _write(
     force: bool,
 ) -> dict[str, Any]:
     # Here, so that the help does not wait for numpy.
-    from fivefold.run.documents import Tokenized, list_files, make_encoder, read_documents
-    from fivefold.run.shard_writer import write_folder
+    from fivefold.data.documents import Tokenized, list_files, make_encoder, read_documents
+    from fivefold.data.shard_writer import write_folder
 
     encoder = make_encoder(*words)
     files = list_files(inputs)
@@ -95,7 +95,7 @@ def _write(
 
 
 def _check(folder: Path) -> dict[str, Any]:
-    from fivefold.run.shards import read_index, refuse_damaged
+    from fivefold.data.shards import read_index, refuse_damaged
 
     index = read_index(folder)
     with _bar(index.num_bytes) as tick:
@@ -104,7 +104,7 @@ def _check(folder: Path) -> dict[str, Any]:
 
 
 def _describe(folder: Path) -> dict[str, Any]:
-    from fivefold.run.shards import read_index
+    from fivefold.data.shards import read_index
 
     index = read_index(folder)
     return {

@@ -17,20 +17,19 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from fivefold.core import models
-from fivefold.core.elastic import refit
 from fivefold.core.errors import FivefoldError
-from fivefold.core.launched import Launched, here
 from fivefold.core.plan import Plan, Wishes, read, resolve
-from fivefold.core.progress import Pace, Planned, StepRecord
 from fivefold.core.weights import weights
+from fivefold.launch.launcher import LauncherEnvironment, here, refit
+from fivefold.records import Pace, PlannedStep, StepRecord
+from fivefold.records.run_folder import PLAN, run_folder
 from fivefold.report.training_text import head, out_of_memory, step_line, summary_text, tail
-from fivefold.run.naming import run_folder
-from fivefold.run.records import PLAN
-from fivefold.verbs.options import above, one_of, with_plan_options
+from fivefold.verbs import above, one_of, with_plan_options
 
 if TYPE_CHECKING:
-    from fivefold.run.ranks import RankLost
-    from fivefold.training import RankRun, Settings, Shortage
+    from fivefold.launch.processes import RankLost
+    from fivefold.train import Shortage, TrainedRank, TrainSettings
+
 
 _MOST_RANKS = 64  # processes that one machine is asked to run
 _DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -94,7 +93,7 @@ def _same_batch(wishes: Wishes, out: Path | None, resume: bool) -> Wishes:
     return replace(wishes, batch=resolve(read(folder / PLAN)).batch.sequences)
 
 
-def runnable(wishes: Wishes, launched: Launched | None = None) -> Plan:
+def runnable(wishes: Wishes, launched: LauncherEnvironment | None = None) -> Plan:
     """The plan; refused where these ranks cannot run it."""
     plan = resolve(wishes)
     weights(plan.shape)  # refuses what cannot be built
@@ -143,10 +142,10 @@ class _Where:
     check: bool
 
 
-def _settings(where: _Where, folder: Path) -> Settings:
+def _settings(where: _Where, folder: Path) -> TrainSettings:
     """How the ranks train: on which device, and how precisely."""
-    from fivefold.run.ranks import num_gpus
-    from fivefold.training import PRECISIONS, Settings, expected
+    from fivefold.launch.processes import num_gpus
+    from fivefold.train import PRECISIONS, TrainSettings, expected
 
     plan, device = where.plan, where.device
     if device == "auto":
@@ -157,23 +156,23 @@ def _settings(where: _Where, folder: Path) -> Settings:
     if where.dtype is None and device == "cpu" and dtype == "bfloat16":
         dtype = "float32"  # CPUs are slow at bfloat16, and every plan is for it by default
     outlook = expected(plan, plan.wishes.train)
-    return Settings(
+    return TrainSettings(
         recipe=plan.wishes.train,
         dtype=cast("Any", dtype),
         device=cast("Any", device),
         folder=folder,
         resume=where.resume,
         until=where.until,
-        planned=None if outlook is None else Planned.of(outlook),
+        planned=None if outlook is None else PlannedStep.of(outlook),
         check=where.check,
     )
 
 
 def _fork(where: _Where, as_json: bool) -> int:
     """Train on ranks of this machine; the exit code."""
-    from fivefold.run.ranks import Pool, RankLost
-    from fivefold.run.records import RunFolder
-    from fivefold.training import num_processes, source_of, train
+    from fivefold.launch.processes import Pool, RankLost
+    from fivefold.records.run_folder import RunFolder
+    from fivefold.train import num_processes, source_of, train
 
     began, plan = time.perf_counter(), where.plan
     folder = where.out or run_folder(Path("runs"), plan.shape.name, where.resume)
@@ -183,7 +182,7 @@ def _fork(where: _Where, as_json: bool) -> int:
     say: Callable[[str], None] = (lambda line: None) if as_json else typer.echo
     say(head(plan, settings.recipe, settings.dtype, str(source), settings.planned))
     say(f"run folder: {folder}")
-    teller = _Teller(settings.recipe.steps, say)
+    teller = _Reporter(settings.recipe.steps, say)
     try:
         with Pool(num_processes(plan, settings), _PATIENCE, forwards_stop=True) as pool:
             runs, verdict = train(pool, plan, settings, teller.tell)
@@ -206,11 +205,11 @@ def _fork(where: _Where, as_json: bool) -> int:
     return 0 if verdict is None or verdict.passed else 1
 
 
-def _join(where: _Where, launched: Launched) -> int:
+def _join(where: _Where, launched: LauncherEnvironment) -> int:
     """Be one rank of a job that a launcher has started; the exit code."""
-    from fivefold.run.launch import joined_worker, own_device
-    from fivefold.run.records import RunFolder
-    from fivefold.training import run_rank, source_of
+    from fivefold.launch.launcher import joined_worker, own_device
+    from fivefold.records.run_folder import RunFolder
+    from fivefold.train import run_rank, source_of
 
     plan, first = where.plan, launched.rank == 0
     assert where.out is not None
@@ -222,7 +221,7 @@ def _join(where: _Where, launched: Launched) -> int:
         made = RunFolder.create(folder, toml, _facts(plan), where.resume)
         say(head(plan, settings.recipe, settings.dtype, str(source), settings.planned))
         say(f"run folder: {folder}")
-    teller = _Teller(settings.recipe.steps, say)
+    teller = _Reporter(settings.recipe.steps, say)
     device = own_device(launched) if settings.device == "cuda" else None
     run_rank(joined_worker(launched, teller.tell), plan, settings, device=device)
     if first:
@@ -230,7 +229,7 @@ def _join(where: _Where, launched: Launched) -> int:
     return 0
 
 
-class _Teller:
+class _Reporter:
     """Says every step when it is over."""
 
     def __init__(self, steps: int, say: Callable[[str], None]) -> None:
@@ -270,7 +269,7 @@ def _lost(lost: RankLost, plan: Plan, as_json: bool) -> int:
 
 
 def _described(
-    plan: Plan, settings: Settings, corpus: str, records: list[StepRecord]
+    plan: Plan, settings: TrainSettings, corpus: str, records: list[StepRecord]
 ) -> dict[str, Any]:
     """The run as JSON, step by step."""
     return {
@@ -283,9 +282,9 @@ def _described(
     }
 
 
-def _beside(plan: Plan, settings: Settings, runs: list[RankRun]) -> dict[str, Any]:
+def _beside(plan: Plan, settings: TrainSettings, runs: list[TrainedRank]) -> dict[str, Any]:
     """Planned beside measured, as JSON; nothing where no step was left to run."""
-    from fivefold.training import beside_the_plan
+    from fivefold.train import beside_the_plan
 
     measured = beside_the_plan(plan, settings, runs)
     if measured is None:

@@ -17,15 +17,16 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from fivefold.core import legality
 from fivefold.core.errors import FivefoldError
 from fivefold.core.layout import Layout
+from fivefold.core.models import is_large, scale_down, scaling_note
 from fivefold.core.plan import Plan, Wishes, resolve
-from fivefold.core.traffic import Entry, entries
 from fivefold.core.weights import weights
-from fivefold.run.compare import FORMULA, Dtype
-from fivefold.run.scale import is_large, scale_down, scaling_note
-from fivefold.verbs.options import above, one_of, with_plan_options
+from fivefold.cost.collectives import TrafficEntry, entries
+from fivefold.verbs import above, one_of, with_plan_options
+from fivefold.verify.compare import FORMULA, Dtype
 
 if TYPE_CHECKING:
-    from fivefold.trial import Settings, Verdict
+    from fivefold.verify.trial import VerifySettings, VerifyVerdict
+
 
 _MOST_RANKS = 64  # processes that one machine is asked to run
 _PATIENCE_WITH_KERNELS = 300.0  # seconds: a GPU starts, and kernels are compiled, without a word
@@ -146,10 +147,10 @@ def _require_covered(layout: Layout) -> None:
 def _verify(plan: Plan, chosen: dict[str, Any], as_json: bool) -> int:
     """Run and print; the exit code."""
     # Here, so that a mistake on the command line is answered before torch is loaded.
-    from fivefold.run.ranks import PATIENCE, Pool, RankLost, num_gpus
-    from fivefold.trial import Settings, num_phases, run_trial
+    from fivefold.launch.processes import PATIENCE, Pool, RankLost, num_gpus
+    from fivefold.verify.trial import VerifySettings, num_phases, run_trial
 
-    settings = Settings(**chosen)
+    settings = VerifySettings(**chosen)
     if settings.device == "cuda" and not num_gpus():
         raise FivefoldError(
             "this machine has no CUDA device; leave --device out to verify on CPU processes"
@@ -188,7 +189,7 @@ def _bar(total: int) -> Iterator[Callable[[], None]]:
         yield lambda: progress.advance(task)
 
 
-def describe(plan: Plan, verdict: Verdict, seconds: float) -> dict[str, Any]:
+def describe(plan: Plan, verdict: VerifyVerdict, seconds: float) -> dict[str, Any]:
     """The verdict as JSON. The traffic is that of rank 0, or of the first rank that differs."""
     steps = [(rank, each) for rank, steps in enumerate(verdict.traffic) for each in steps]
     rank, shown = next((pair for pair in steps if not pair[1].match), steps[0])
@@ -212,7 +213,7 @@ def describe(plan: Plan, verdict: Verdict, seconds: float) -> dict[str, Any]:
     }
 
 
-def render(plan: Plan, settings: Settings, table: dict[str, Any]) -> str:
+def render(plan: Plan, settings: VerifySettings, table: dict[str, Any]) -> str:
     """The same for people."""
     lines = [
         f"{table['model']} on {table['layout']}, ZeRO-{table['zero']}, {settings.dtype}: "
@@ -243,7 +244,7 @@ def _traffic_lines(traffic: dict[str, Any]) -> Iterator[str]:
     calls: dict[tuple[Any, ...], dict[str, int]] = {}
     for source in ("predicted", "observed"):
         for row in traffic[source]:
-            entry = Entry(**row)
+            entry = TrafficEntry(**row)
             key = (entry.axis, entry.kind, entry.bytes, entry.group)
             calls.setdefault(key, {"predicted": 0, "observed": 0})[source] = entry.count
     if not calls:

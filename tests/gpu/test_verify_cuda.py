@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.run.ranks import num_gpus
+from fivefold.launch.processes import num_gpus
 
 needs_gpu = pytest.mark.skipif(not num_gpus(), reason="no CUDA device: run this where there is one")
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from fivefold.core.balance import Keep, parse
 from fivefold.core.shape import Shape
-from fivefold.model.balance import Balancer, Rows, balance, load_losses, settle, within
+from fivefold.model.balance import Balancer, RowIndex, balance, load_losses, settle, within
 from fivefold.model.batch import TokenBatch
+from fivefold.model.blocks import apply
 from fivefold.model.moe import Beside, Routing
-from fivefold.model.recompute import apply
 
 F64 = torch.float64
 # Two rows of two tokens, three experts, one choice each: row 0 goes to expert 0 twice.
@@ -36,7 +36,7 @@ def value(
     words: str,
     num_rows: int,
     given: Routing | None = None,
-    rows: Rows | None = None,
+    rows: RowIndex | None = None,
     load: Tensor | None = None,
 ) -> float:
     """The loss that is recorded in one backward."""
@@ -58,7 +58,7 @@ def test_the_load_loss_of_sequences_by_hand() -> None:
     by_hand = 3 * (0.6 + (0.4 + 0.45) / 2) / 2
     assert value("aux-seq:1", 2) == pytest.approx(by_hand, rel=1e-12)
     # A unit of one row is the sequence.
-    assert value("aux:1", 2, rows=Rows(in_unit=1)) == pytest.approx(by_hand, rel=1e-12)
+    assert value("aux:1", 2, rows=RowIndex(in_unit=1)) == pytest.approx(by_hand, rel=1e-12)
 
 
 def test_the_global_load_is_given() -> None:
@@ -102,7 +102,7 @@ def test_microbatches_share_the_loss_and_the_load_of_the_step() -> None:
     """Row by row, told the size of the step, is the same as both rows at once."""
     whole = Balancer(parse("aux-seq+z"), 3, "cpu")
     whole(routing(), 2).weights.sum().backward()
-    parts = Balancer(parse("aux-seq+z"), 3, "cpu", Rows(tokens_in_step=4))
+    parts = Balancer(parse("aux-seq+z"), 3, "cpu", RowIndex(tokens_in_step=4))
     for rows in (slice(0, 2), slice(2, 4)):
         parts(routing(SCORES[rows], EXPERTS[rows]), 1).weights.sum().backward()
     (counts, losses), (wanted, expected) = parts.take(), whole.take()
@@ -119,7 +119,7 @@ def test_ranks_that_share_a_row_need_only_its_load() -> None:
     shares = []
     for rank in range(2):
         mine = slice(rank, None, 2)
-        rows = Rows(tokens_in_step=4, total=lambda counts: torch.tensor([[2, 0, 0], [0, 1, 1]]))
+        rows = RowIndex(tokens_in_step=4, total=lambda counts: torch.tensor([[2, 0, 0], [0, 1, 1]]))
         part = Balancer(parse("aux-seq"), 3, "cpu", rows)
         here = routing(SCORES[mine], EXPERTS[mine])
         part(here, 2).weights.sum().backward()
@@ -178,7 +178,7 @@ def test_padding_has_no_loss_no_load_and_no_room() -> None:
     """Rows of one token, padded to two."""
     real = torch.tensor([True, False])
     # Of tokens 0 and 2: f = (1, 0, 0) and (0, 1, 0), P = 0.5 and 0.6.
-    rows = Rows(tokens_in_step=2, real=real, seq=1)
+    rows = RowIndex(tokens_in_step=2, real=real, seq=1)
     assert value("aux-seq:1", 2, rows=rows) == pytest.approx(3 * (0.5 + 0.6) / 2, rel=1e-12)
     given = routing()
     rows.whole = lambda of_tokens: of_tokens[:, :1]  # else padding would take the room
@@ -200,7 +200,7 @@ def test_ranks_that_share_a_row_decide_what_to_drop_as_one_does() -> None:
     for mine in ([0, 3], [1, 2]):
         here = routing(SCORES[mine], experts[mine])
         known = {torch.int64: experts[None], F64: SCORES.gather(1, experts)[None]}
-        rows = Rows(
+        rows = RowIndex(
             seq=4,
             whole=lambda some, known=known: known[some.dtype],
             mine=lambda kept, mine=mine: kept[:, mine],

@@ -8,11 +8,11 @@ import torch._dynamo.utils as dynamo
 from torch import Tensor
 
 from fivefold.core.plan import Plan, Wishes, resolve
-from fivefold.model.compiled import compile_blocks
+from fivefold.data.batches import samples
+from fivefold.model.blocks import compile_blocks
+from fivefold.optim.optimizer import make_optimizer
 from fivefold.parallel.compose import compose
 from fivefold.parallel.mesh import Mesh
-from fivefold.run.optimizer import make_optimizer
-from fivefold.run.samples import samples
 from fivefold.step import step
 
 

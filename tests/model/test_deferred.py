@@ -17,10 +17,10 @@ from torch import Tensor
 from fivefold.core.batch import Batch
 from fivefold.core.shape import Shape
 from fivefold.model.batch import TokenBatch
+from fivefold.model.blocks import Recompute, apply
 from fivefold.model.decoder import Decoder, from_config
-from fivefold.model.recompute import Recompute, apply
-from fivefold.parallel.deferred import Queue
-from fivefold.run.compare import Dtype, tolerances
+from fivefold.parallel.deferred import GradientQueue
+from fivefold.verify.compare import Dtype, tolerances
 
 NORMED = replace(LLAMA, qk_norm="head", norm_bias=True, qkv_bias=True, tied=True)
 SHAPES = [LLAMA, GPT, NORMED]
@@ -59,7 +59,7 @@ class Split:
         dtype: torch.dtype = torch.float64,
         summed_in: torch.dtype = torch.float64,
     ) -> None:
-        self.decoder, self.queue = filled(shape, dtype), Queue()
+        self.decoder, self.queue = filled(shape, dtype), GradientQueue()
         self.queue.defer(self.decoder)
         apply(self.decoder, kind, blocks)
         self.sink = Sums(self.decoder, summed_in)
@@ -156,7 +156,7 @@ def test_weight_gradients_may_come_much_later_and_in_any_order(
 
 def gradient_of_input(defers: bool) -> Tensor:
     """Of a slice from the middle of the model, after its input gradient only."""
-    whole, queue = filled(LLAMA), Queue()
+    whole, queue = filled(LLAMA), GradientQueue()
     part = from_config(LLAMA, dtype=torch.float64, layers=range(1, 3))
     part.load_state_dict({name: whole.state_dict()[name] for name in part.state_dict()})
     if defers:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fivefold.core.context import Call, Ranges, Split, calls
+from fivefold.core.splits import AttentionCall, Ranges, Split, calls
 from fivefold.model.flash import (
     Sees,
     Total,
@@ -231,7 +231,7 @@ def index(ranges: Ranges) -> Tensor:
     return torch.tensor([token for each in ranges for token in each])
 
 
-def seen_by(call: Call, queries: Ranges, keys: Ranges, visible: Tensor) -> Sees:
+def seen_by(call: AttentionCall, queries: Ranges, keys: Ranges, visible: Tensor) -> Sees:
     if not call.masked:
         return Sees(call.causal)
     rows = index(queries)[call.q_start : call.q_stop]

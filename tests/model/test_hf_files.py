@@ -22,13 +22,13 @@ from test_hf_parity import CONFIGS, Float64Everywhere
 from fivefold import cli
 from fivefold.core import models, plan
 from fivefold.core.errors import BadFile
-from fivefold.core.hf_export import as_hf
 from fivefold.core.shape import Moe, Shape
 from fivefold.core.weights import buffers, weights
+from fivefold.huggingface.config_export import as_hf
+from fivefold.huggingface.files import HfFolder, write_model
+from fivefold.huggingface.names import state_from_hf
 from fivefold.model.decoder import Decoder, from_config
-from fivefold.model.hf_names import state_from_hf
-from fivefold.run.hf_files import HfFolder, write_model
-from fivefold.training.checkpoint import Reader, published
+from fivefold.train.checkpoint import Reader, published
 
 F32 = torch.float32
 ANY_SIZE = 10**9
@@ -329,7 +329,7 @@ def test_a_full_disk_leaves_nothing(
     def full(handle: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("fivefold.run.hf_files.os.fsync", full)
+    monkeypatch.setattr("fivefold.huggingface.files.os.fsync", full)
     assert cli.run(["export", str(run), str(tmp_path / "out")]) == 2
     assert "No space left on device; free some room" in capsys.readouterr().err
     assert not list(tmp_path.glob("out*"))

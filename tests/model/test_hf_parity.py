@@ -17,12 +17,12 @@ from small import DEEPSEEK, batch_of, filled
 from torch.overrides import TorchFunctionMode
 
 from fivefold.core.errors import BadFile, FivefoldError
-from fivefold.core.hf import shape_from_config
+from fivefold.core.hf_config import shape_from_config
 from fivefold.core.models import load
 from fivefold.core.shape import Shape
 from fivefold.core.weights import by_name, weights
+from fivefold.huggingface.names import state_from_hf, state_to_hf, to_hf
 from fivefold.model.decoder import Decoder, from_config
-from fivefold.model.hf_names import state_from_hf, state_to_hf, to_hf
 from fivefold.model.moe import Router
 
 F64 = torch.float64

@@ -11,10 +11,9 @@ from small import DEEPSEEK, LLAMA, batch_of, filled
 from torch import Tensor, nn
 
 from fivefold.core.shape import Rope, Shape
-from fivefold.model.attention import causal_attention
+from fivefold.model.attention import LatentAttention, causal_attention
 from fivefold.model.batch import AttentionInfo
 from fivefold.model.decoder import from_config
-from fivefold.model.latent import LatentAttention
 from fivefold.model.layers import rotary_frequencies, rotary_tables, rotate
 
 F64 = torch.float64

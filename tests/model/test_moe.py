@@ -17,7 +17,7 @@ from fivefold.core.shape import Moe, Shape
 from fivefold.core.weights import weights
 from fivefold.model.balance import balance
 from fivefold.model.decoder import Decoder
-from fivefold.model.layers import Kind
+from fivefold.model.layers import NormKind
 from fivefold.model.moe import (
     Beside,
     Experts,
@@ -34,7 +34,7 @@ from fivefold.model.moe import (
 )
 
 F64 = torch.float64
-CPU = Kind(F64, torch.device("cpu"))
+CPU = NormKind(F64, torch.device("cpu"))
 PLAIN = Moe(experts=4, top_k=2, ffn=8)
 # Dynamo looks at .grad of every tensor it meets, and torch warns of that.
 DYNAMO_LOOKS = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
@@ -117,7 +117,7 @@ def test_an_expert_of_a_dropped_group_is_never_chosen() -> None:
 
 
 def test_a_narrow_model_routes_in_float32() -> None:
-    router = Router(LLAMA, PLAIN, Kind(torch.bfloat16, torch.device("cpu")))
+    router = Router(LLAMA, PLAIN, NormKind(torch.bfloat16, torch.device("cpu")))
     with torch.no_grad():
         router.weight.normal_()
     x = torch.randn(50, LLAMA.width).bfloat16()

@@ -12,8 +12,8 @@ from torch import Tensor
 from fivefold.core.shape import Shape
 from fivefold.core.weights import weights
 from fivefold.model.batch import TokenBatch, look_ahead
+from fivefold.model.blocks import apply
 from fivefold.model.decoder import Decoder
-from fivefold.model.recompute import apply
 
 N = -100
 TWO = replace(LLAMA, name="two-ahead", mtp=2)

@@ -10,8 +10,8 @@ from test_updaters import SHAPES, Weight, of, some_weights
 
 from fivefold.core.errors import FivefoldError
 from fivefold.core.recipe import Recipe
-from fivefold.core.units import Row
-from fivefold.run.muon import orthogonal, takes
+from fivefold.core.units import UnitRow
+from fivefold.optim.muon import orthogonal, takes
 
 
 @pytest.mark.parametrize("sizes", [(24, 24), (10, 50), (50, 10), (3, 12, 40), (1, 30)], ids=str)
@@ -40,12 +40,12 @@ def test_muon_takes_the_matrices_between_the_ends() -> None:
         ("head.weight", "head", (9, 8)): False,
         ("mtp.embed.weight", "head", (9, 8)): False,
     }
-    assert {key: takes(Row(*key)) for key in taken} == taken
+    assert {key: takes(UnitRow(*key)) for key in taken} == taken
 
 
 def test_muon_is_torchs_own_up_to_bfloat16() -> None:
     """torch multiplies in bfloat16 whatever the weights are; ours are float32."""
-    row = Row("w", "blocks.0", (40, 60))
+    row = UnitRow("w", "blocks.0", (40, 60))
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(row.shape, generator=generator)
     ours = Weight(row, start.clone(), torch.zeros(row.shape))
@@ -72,7 +72,7 @@ def test_muon_and_offload_are_refused_together(tmp_path: Path) -> None:
 
 def test_the_ends_of_a_muon_run_have_adamws_states() -> None:
     weights = some_weights()
-    weights[0].row = Row("embed.weight", "embed", SHAPES[0])
+    weights[0].row = UnitRow("embed.weight", "embed", SHAPES[0])
     states = of(Recipe(optimizer="muon"), weights).states()
     there = {key: [one is not None for one in kept] for key, kept in states.items()}
     matrices = [len(shape) > 1 for shape in SHAPES]

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fivefold.core.shape import Shape
+from fivefold.model.blocks import Recompute, apply
 from fivefold.model.decoder import Decoder
-from fivefold.model.recompute import Recompute, apply
 
 KINDS: list[tuple[Recompute, int]] = [("selective", 1), ("full", 1), ("full", 2), ("full", 3)]
 

@@ -17,13 +17,19 @@ import pytest
 import torch
 
 from fivefold.core.errors import BadFile, FivefoldError, UnknownName
-from fivefold.core.progress import StepRecord
-from fivefold.core.schedule.action import Action
-from fivefold.run import records, snapshot
-from fivefold.run.events import Events, Silent, _Writer, recorder
-from fivefold.run.records import Metrics, RunFolder, Spent, commit_of, gpu_names, read_records
-from fivefold.run.snapshot import Snapshots
-from fivefold.run.trackers import logs, trackers
+from fivefold.core.schedule import Action
+from fivefold.records import StepRecord, run_folder
+from fivefold.records.run_folder import (
+    Metrics,
+    RunFolder,
+    Spent,
+    commit_of,
+    gpu_names,
+    read_records,
+)
+from fivefold.train import span_recorder
+from fivefold.train.span_recorder import Events, SilentRecorder, Snapshots, _SpanFile, recorder
+from fivefold.train.told import logs, trackers
 
 CPU = torch.device("cpu")
 FIRST = StepRecord(
@@ -149,7 +155,7 @@ def test_a_move_that_was_interrupted_is_done_again(
         path.write_text(text, "utf-8")
 
     with monkeypatch.context() as patched:
-        patched.setattr(records, "write_whole", dies)
+        patched.setattr(run_folder, "write_whole", dies)
         with pytest.raises(KeyboardInterrupt):
             Metrics(tmp_path, 1)
     written(tmp_path, after=1)
@@ -222,7 +228,7 @@ def test_gpus_are_named_as_the_driver_does(tmp_path: Path) -> None:
 
 
 def test_a_run_is_read_without_torch() -> None:
-    code = "import sys, fivefold.run.records; assert 'torch' not in sys.modules"
+    code = "import sys, fivefold.records.run_folder; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -263,7 +269,7 @@ def test_events_of_a_restart_go_on_behind_whole_lines(tmp_path: Path) -> None:
         events.close()
         with (tmp_path / "events" / "rank-00000.jsonl").open("a") as file:
             file.write('{"name": "2F')
-    records.cut_torn_line(tmp_path / "events" / "rank-00000.jsonl")
+    run_folder.cut_torn_line(tmp_path / "events" / "rank-00000.jsonl")
     found = lines_of(tmp_path)
     assert [line.get("restart", line.get("name")) for line in found] == [
         0,
@@ -275,16 +281,16 @@ def test_events_of_a_restart_go_on_behind_whole_lines(tmp_path: Path) -> None:
 
 def test_a_file_that_is_one_torn_line_is_empty(tmp_path: Path) -> None:
     path = tmp_path / "lines"
-    records.cut_torn_line(path)  # nothing is there
+    run_folder.cut_torn_line(path)  # nothing is there
     for text, left in ((b"x" * 200_000, 0), (b"a\n" + b"x" * 200_000, 2), (b"a\n", 2), (b"", 0)):
         path.write_bytes(text)
-        records.cut_torn_line(path)
+        run_folder.cut_torn_line(path)
         assert path.stat().st_size == left
 
 
 def test_events_that_are_off_write_nothing(tmp_path: Path) -> None:
     off = recorder(tmp_path, 0, 0, CPU, on=False)
-    assert isinstance(off, Silent)
+    assert isinstance(off, SilentRecorder)
     off.end(off.begin("2F0"))
     off.step(1)
     off.close()
@@ -295,7 +301,7 @@ def test_events_that_are_off_write_nothing(tmp_path: Path) -> None:
 def test_events_that_cannot_be_written_say_so(tmp_path: Path) -> None:
     events = Events(tmp_path, 0, 0, CPU)
     events.close()
-    events.writer = _Writer(Path("/dev/full"))
+    events.writer = _SpanFile(Path("/dev/full"))
     events.step(1)
     with pytest.raises(FivefoldError, match=r"cannot write /dev/full: No space .*events=false"):
         events.close()
@@ -365,7 +371,7 @@ def test_the_first_steps_are_recorded_on_request(
         _record_memory_history=lambda **options: calls.append(options),
         _dump_snapshot=lambda path: Path(path).write_text("x", "utf-8"),
     )
-    monkeypatch.setattr(snapshot.torch.cuda, "memory", memory)
+    monkeypatch.setattr(span_recorder.torch.cuda, "memory", memory)
     asked = Snapshots(tmp_path, 2, torch.device("cuda"), asked=True)
     found = [asked.step(number) for number in range(11, 16)]
     path = tmp_path / "memory" / "rank-00002-step-00000013.pickle"
@@ -375,6 +381,6 @@ def test_the_first_steps_are_recorded_on_request(
     left = quiet.out_of_memory()
     assert left is not None and left.name == "rank-00002-out-of-memory.pickle" and left.exists()
     assert len(calls) == 2
-    monkeypatch.setattr(snapshot.torch.cuda, "memory", SimpleNamespace())
+    monkeypatch.setattr(span_recorder.torch.cuda, "memory", SimpleNamespace())
     bare = Snapshots(tmp_path, 2, torch.device("cuda"), asked=True)
     assert bare.note is not None and "torch" in bare.note and bare.out_of_memory() is None

@@ -16,14 +16,12 @@ from torch import Tensor
 
 from fivefold.core.errors import FivefoldError
 from fivefold.core.recipe import Recipe
-from fivefold.core.units import Row
-from fivefold.run import blocks
-from fivefold.run.blocks import LINE, Blockwise, blocks_of
-from fivefold.run.disk import DiskStore
-from fivefold.run.optimizer import ADAM_EPS, Updater, make_optimizer
-from fivefold.run.ranks import Pool, Worker
-from fivefold.run.rounded import bits_for, rounded
-from fivefold.run.updaters import make_updater
+from fivefold.core.units import UnitRow
+from fivefold.launch.processes import Pool, Worker
+from fivefold.optim import blockwise, make_updater
+from fivefold.optim.blockwise import LINE, Blockwise, bits_for, blocks_of, rounded
+from fivefold.optim.disk_states import DiskStore
+from fivefold.optim.optimizer import ADAM_EPS, Updater, make_optimizer
 
 CPU = torch.device("cpu")
 SHAPES = ((96, 100), (16,), (4, 4), (3, 40, 30), (5,), (61, 70))
@@ -32,7 +30,7 @@ SMALL, LARGE = 1, 10**9  # bytes of a block: one line, or everything
 
 @dataclass
 class Weight:
-    row: Row
+    row: UnitRow
     tensor: Tensor
     grad: Tensor
     start: int = 0
@@ -40,7 +38,7 @@ class Weight:
 
 def some_weights(dtype: torch.dtype = torch.float32, block: str = "blocks.0") -> list[Weight]:
     generator = torch.Generator().manual_seed(0)
-    rows = [Row(f"w{i}", block, shape) for i, shape in enumerate(SHAPES)]
+    rows = [UnitRow(f"w{i}", block, shape) for i, shape in enumerate(SHAPES)]
     drawn = [torch.randn(row.shape, generator=generator).to(dtype) for row in rows]
     return [Weight(row, one, torch.zeros(row.shape)) for row, one in zip(rows, drawn, strict=True)]
 
@@ -131,7 +129,7 @@ def test_narrow_states_are_the_same_wherever_they_live(
         recipe = Recipe(states="bf16", offload=offload, seed=3)
         updater = of(recipe, weights, master=master, block_bytes=block_bytes)
         found.append(updated(weights, updater, 3, master))
-        monkeypatch.setattr(blocks, "AT_ONCE", 1000)  # the others are rounded in pieces
+        monkeypatch.setattr(blockwise, "AT_ONCE", 1000)  # the others are rounded in pieces
         kept = updater.states()["exp_avg_sq"][0]
         assert kept is not None and kept.read().dtype == torch.bfloat16
     assert_equal(found[0], found[1])
@@ -192,7 +190,7 @@ def test_only_matrices_decay(optimizer: Any) -> None:
 
 def test_a_master_keeps_what_bfloat16_would_lose() -> None:
     """Steps of 1e-5 are below half of what bfloat16 tells apart near 1."""
-    row = Row("w", "blocks.0", (8,))
+    row = UnitRow("w", "blocks.0", (8,))
     moved = []
     for master in (True, False):
         dtype = torch.float32 if master else torch.bfloat16
@@ -222,7 +220,7 @@ def test_blocks_hold_everything_once_and_keep_to_their_size() -> None:
 def test_stochastic_rounding_is_right_on_average(value: float) -> None:
     size = 200_000
     values = torch.full((size,), value)
-    row = Row("w", "blocks.0", (size,))
+    row = UnitRow("w", "blocks.0", (size,))
     found = rounded(values, bits_for(0, 1, row, 0, size, CPU)).double()
     exact = values.double()
     low, high = found.min(), found.max()
@@ -236,7 +234,7 @@ def test_stochastic_rounding_is_right_on_average(value: float) -> None:
 
 
 def test_the_second_half_of_the_bits_rounds_as_well() -> None:
-    row, size = Row("w", "blocks.0", (1 << 17,)), 1 << 17
+    row, size = UnitRow("w", "blocks.0", (1 << 17,)), 1 << 17
     bits = bits_for(5, 2, row, 0, size, CPU)
     values = torch.full((size,), 1 + 2**-8)
     ups = [rounded(values, half) > 1 for half in (bits, bits >> 16)]
@@ -247,17 +245,17 @@ def test_the_second_half_of_the_bits_rounds_as_well() -> None:
 
 
 def test_bits_depend_on_what_they_should() -> None:
-    row, alone = Row("w", "blocks.0", (64,)), Row("head.weight", "head", (64,), alone=True)
+    row, alone = UnitRow("w", "blocks.0", (64,)), UnitRow("head.weight", "head", (64,), alone=True)
     whole = bits_for(0, 1, row, 0, 64, CPU)
     assert torch.equal(whole, bits_for(0, 1, row, 0, 64, CPU))
     assert torch.equal(whole[20:50], bits_for(0, 1, row, 20, 30, CPU))  # a part, on another rank
     for other in (
         bits_for(1, 1, row, 0, 64, CPU),
         bits_for(0, 2, row, 0, 64, CPU),
-        bits_for(0, 1, Row("v", "blocks.0", (64,)), 0, 64, CPU),
+        bits_for(0, 1, UnitRow("v", "blocks.0", (64,)), 0, 64, CPU),
     ):
         assert int((whole == other).sum()) < 4
-    first = Row("embed.weight", "embed", (64,), alone=True)
+    first = UnitRow("embed.weight", "embed", (64,), alone=True)
     assert torch.equal(bits_for(0, 1, alone, 0, 64, CPU), bits_for(0, 1, first, 0, 64, CPU))
 
 
@@ -272,7 +270,7 @@ def test_what_is_not_finite_stays_that() -> None:
 
 def test_a_second_moment_creeps_up_where_plain_rounding_stands_still() -> None:
     """One update of exp_avg_sq moves it by 5% of a difference too small for bfloat16."""
-    row = Row("w", "blocks.0", (4096,))
+    row = UnitRow("w", "blocks.0", (4096,))
     weight = Weight(row, torch.zeros(4096), torch.full((4096,), 1.03))
     updater = of(Recipe(states="bf16", lr=1e-9), [weight])
     kept = updater.states()["exp_avg_sq"][0]
@@ -323,7 +321,7 @@ def checksum(weight: Weight, offload: str) -> int:
 
 def with_memory_capped(worker: Worker, folder: Path) -> tuple[int, str, int]:
     """The checksum without a cap, what the cap does to states in memory, and that from disk."""
-    row = Row("w", "blocks.0", (4096, 4096))
+    row = UnitRow("w", "blocks.0", (4096, 4096))
     weight = Weight(row, torch.zeros(row.shape), torch.zeros(row.shape))
     plain = checksum(weight, "none")
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from fivefold.report.page.learn import data, tensor
-from fivefold.report.page.learn.wording import size_text
+from fivefold.page.learn import data, size_text, tensor
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page

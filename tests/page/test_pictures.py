@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from fivefold.core.clock import Timeline
 from fivefold.core.layout import Layout
 from fivefold.core.plan import Plan, Wishes, resolve
-from fivefold.report.page import gpu_map, timeline
-from fivefold.report.page.html import STATIC
+from fivefold.core.schedule.clock import Timeline
+from fivefold.page import explore_panels, timeline
+from fivefold.page.document import STATIC
 from tests.pure.timelines import timeline as played
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def point(box: Locator, across: float, down: float) -> None:
 def test_the_browser_lists_the_groups_of_the_layout(blank: Page) -> None:
     draw = Random(7)
     for one in PLANS.values():
-        view = gpu_map.view(one)
+        view = explore_panels.map_view(one)
         axes = [axis["axis"] for axis in view["axes"]]
         asked = [(draw.randrange(len(axes)), draw.randrange(view["world"])) for _ in range(60)]
         for (axis, rank), group in zip(asked, blank.evaluate(GROUPS, [view, asked]), strict=True):
@@ -112,7 +112,7 @@ def test_the_browser_lists_the_groups_of_the_layout(blank: Page) -> None:
 def test_every_gpu_is_found_where_it_lies(blank: Page) -> None:
     draw = Random(3)
     for one, width in product(PLANS.values(), (340, 1100)):
-        view = gpu_map.view(one)
+        view = explore_panels.map_view(one)
         world = view["world"]
         runs = [(first, draw.randint(1, world - first)) for first in _some(world, draw)]
         found = blank.evaluate(PLACES, [view, width, runs])
@@ -129,7 +129,7 @@ def _some(world: int, draw: Random) -> Iterator[int]:
 
 
 def test_pointing_at_a_gpu_lights_up_its_groups(blank: Page) -> None:
-    box = show(blank, "gpu_map", gpu_map.view(SMALL))
+    box = show(blank, "gpu_map", explore_panels.map_view(SMALL))
     assert box.get_attribute("data-rank") == "0"
     for rank in (5, 30):
         text = box.get_by_text(str(rank), exact=True)
@@ -160,7 +160,7 @@ def _require_groups(page: Page, one: Plan, rank: int) -> None:
 
 
 def test_keys_and_clicks_walk_over_16384_gpus(blank: Page) -> None:
-    box = show(blank, "gpu_map", gpu_map.view(LARGE))
+    box = show(blank, "gpu_map", explore_panels.map_view(LARGE))
     box.focus()
     for key, rank in (("End", 16_383), ("ArrowLeft", 16_382), ("Home", 0), ("ArrowRight", 1)):
         blank.keyboard.press(key)
@@ -178,7 +178,7 @@ def test_keys_and_clicks_walk_over_16384_gpus(blank: Page) -> None:
 
 
 def test_every_axis_has_its_own_mark_and_colour(blank: Page) -> None:
-    show(blank, "gpu_map", gpu_map.view(PLANS["experts"]))
+    show(blank, "gpu_map", explore_panels.map_view(PLANS["experts"]))
     marks = blank.locator(".gpu-map-groups svg path")
     looks = marks.evaluate_all(
         "all => all.map((one) => [one.getAttribute('d'), one.getAttribute('fill') === 'none'])"
@@ -284,7 +284,7 @@ def test_several_timelines_share_one_axis(blank: Page) -> None:
 
 def test_pictures_fit_the_screen_and_are_not_blank(blank: Page) -> None:
     views = {
-        "gpu_map": gpu_map.view(LARGE),
+        "gpu_map": explore_panels.map_view(LARGE),
         "timeline": timeline.view(played("interleaved", 8, 16), seconds=0.1),
     }
     for (module, view), width in product(views.items(), (390, 1280)):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlencode
 
-from fivefold.report.page import curves
-from fivefold.report.page.state import State
+from fivefold.page import explore_search
+from fivefold.page.explore_state import State
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -118,7 +118,7 @@ def test_curves_of_the_layout_itself(page: Page, site: str) -> None:
           create(body).update({ curves: part, state });
           return body.querySelector(".curve-chart").data.map(({ y }) => y);
         }""",
-        [curves.current(STATE), STATE.params()],
+        [explore_search.current(STATE), STATE.params()],
     )
     assert len(found) == 4
     assert found[-1][0] * 2**30 == STATE.outlook().total

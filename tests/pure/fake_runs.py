@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.core.plan import Plan, Wishes, resolve
-from fivefold.core.progress import Planned, StepRecord
-from fivefold.core.schedule.action import FORWARD, Step, actions_of
-from fivefold.core.schedule.transfers import merged
-from fivefold.core.spans import awaited, results
+from fivefold.core.schedule import FORWARD, Step, actions_of, merged
+from fivefold.records import PlannedStep, StepRecord
+from fivefold.records.spans import awaited, results
 
 EPOCH = 1_700_000_000.0
 RECORD = StepRecord(
@@ -145,4 +144,4 @@ def records(num: int, **said: Any) -> list[StepRecord]:
     ]
 
 
-PLANNED = Planned(step_s=0.1, tokens_per_s=10_240.0, mfu=0.4, memory_gib=2.0)
+PLANNED = PlannedStep(step_s=0.1, tokens_per_s=10_240.0, mfu=0.4, memory_gib=2.0)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from fivefold.core import machine as machines
-from fivefold.core.estimate import stack as stacks
-from fivefold.core.estimate.activations import Activations
-from fivefold.core.estimate.grid import SCHEDULES, Grid
-from fivefold.core.estimate.keeps import Keeps, keeps_of
-from fivefold.core.estimate.ledger import Ledger, ledger
 from fivefold.core.shape import Shape
+from fivefold.cost import stack as stacks
+from fivefold.cost.activations import Activations
+from fivefold.cost.grid import SCHEDULES, Grid
+from fivefold.cost.memory import Ledger, ledger
+from fivefold.cost.stack import StackMemory, keeps_of
 
 H100 = machines.load("h100")
 # A sweep of nanotron, December 2024: a Llama of 1.34 B and one of 8.86 B, 4,096 tokens a row.
@@ -29,12 +29,16 @@ def grid_of(*, sp: bool = True, offload: bool = False, schedule: str = "1f1b", *
 
 
 def books_of(
-    shape: Shape, grid: Grid, stack: stacks.Stack = stacks.OURS, seq: int = 4096
+    shape: Shape, grid: Grid, stack: stacks.SoftwareStack = stacks.OURS, seq: int = 4096
 ) -> Ledger:
     return ledger(shape, H100, stack, grid, seq, "bf16")
 
 
 def kept(
-    shape: Shape, stack: stacks.Stack, grid: Grid, seq: int, keeps: Keeps | None = None
+    shape: Shape,
+    stack: stacks.SoftwareStack,
+    grid: Grid,
+    seq: int,
+    keeps: StackMemory | None = None,
 ) -> Activations:
     return Activations(shape, stack, keeps or keeps_of(stack.name), grid, seq, 2, 1.0)

@@ -11,12 +11,11 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from fivefold.core.boxes import Box, boxes_of, whole_box
 from fivefold.core.errors import FivefoldError
 from fivefold.core.plan import Plan, Wishes, resolve
-from fivefold.core.traffic import owned_by, units_of
 from fivefold.core.units import Part, Unit
-from fivefold.core.weights import Piece, by_name, held_by, weights
+from fivefold.core.weights import Box, WeightShard, boxes_of, by_name, held_by, weights, whole_box
+from fivefold.cost.collectives import owned_by, units_of
 
 MODELS: dict[str, tuple[str, dict[str, str]]] = {
     "dense": ("tiny", {"layers": "4"}),
@@ -44,7 +43,9 @@ def planned(model: str, degrees: dict[str, int], zero: int, schedule: str | None
         return None  # no layout of this model
 
 
-def owned(plan: Plan, rank: int, bucket: int | None) -> Iterator[tuple[str, Piece, Part, int]]:
+def owned(
+    plan: Plan, rank: int, bucket: int | None
+) -> Iterator[tuple[str, WeightShard, Part, int]]:
     """What a rank owns of each weight, where it begins in it, and its name in the whole model."""
     layout, table = plan.layout, by_name(plan.shape)
     for stage in plan.schedule.placement.held(layout.coord(rank).pp):
@@ -61,7 +62,7 @@ def begins(plan: Plan, rank: int, unit: Unit, part: Part) -> int:
     return part[1] + place * unit.slice_size - entry.start
 
 
-def copies(plan: Plan, name: str, held: Piece, expert: bool) -> int:
+def copies(plan: Plan, name: str, held: WeightShard, expert: bool) -> int:
     """How many times a job holds each element, counted from its degrees."""
     layout, placement = plan.layout, plan.schedule.placement
     everyone = layout.edp if expert else layout.dp * layout.cp
@@ -70,7 +71,7 @@ def copies(plan: Plan, name: str, held: Piece, expert: bool) -> int:
     return held.copies * (everyone // sliced) * ends * (2 if placement.mirrored else 1)
 
 
-def cut(whole: NDArray[Any], shape: tuple[int, ...], held: Piece) -> NDArray[Any]:
+def cut(whole: NDArray[Any], shape: tuple[int, ...], held: WeightShard) -> NDArray[Any]:
     """A piece of a weight by hand, padding as -1."""
     padded = list(whole.shape)
     if held.dim is not None:
@@ -142,7 +143,7 @@ def _ends(box: Box) -> list[int]:
 def test_a_run_is_its_boxes_in_order(shape: tuple[int, ...], ends: tuple[float, float]) -> None:
     numel = math.prod(shape)
     start, stop = sorted(round(end * numel) for end in ends)
-    all_of_it = Piece(None, 0, shape[0], shape[0], 1, partial=False)
+    all_of_it = WeightShard(None, 0, shape[0], shape[0], 1, partial=False)
     boxes = boxes_of(shape, all_of_it, shape, start, stop)
     whole = np.arange(numel).reshape(shape)
     inside = [element for box in boxes for element in in_box(whole, box).ravel().tolist()]
@@ -156,7 +157,7 @@ def test_a_run_is_its_boxes_in_order(shape: tuple[int, ...], ends: tuple[float, 
 
 
 def test_padding_is_in_no_box() -> None:
-    last = Piece(0, 6, 9, 9, 1, partial=False)  # of 7 rows, padded to 9
+    last = WeightShard(0, 6, 9, 9, 1, partial=False)  # of 7 rows, padded to 9
     (box,) = boxes_of((7, 2), last, (3, 2), 1, 6)
     assert box == Box((6, 1), (1, 1), 0)
     assert boxes_of((7, 2), last, (3, 2), 2, 6) == ()

@@ -15,8 +15,11 @@ from hypothesis import strategies as st
 
 from fivefold.cli import main
 from fivefold.core import models
-from fivefold.core.context import (
-    Call,
+from fivefold.core.layout import ContextKind, Layout
+from fivefold.core.legality import nearest, problems
+from fivefold.core.plan import Wishes, resolve
+from fivefold.core.splits import (
+    AttentionCall,
     Ranges,
     Split,
     calls,
@@ -25,9 +28,6 @@ from fivefold.core.context import (
     split_of,
     ulysses_degree,
 )
-from fivefold.core.layout import ContextKind, Layout
-from fivefold.core.legality import nearest, problems
-from fivefold.core.plan import Wishes, resolve
 
 TINY = models.load("tiny")
 KINDS: tuple[ContextKind, ...] = get_args(ContextKind)
@@ -136,7 +136,7 @@ def test_hybrid_on_eight_heads(cp: int, tp: int, degree: int) -> None:
 
 
 def computed(
-    call: Call, queries: Ranges, keys: Ranges, window: int | None
+    call: AttentionCall, queries: Ranges, keys: Ranges, window: int | None
 ) -> Iterator[tuple[int, int]]:
     """The pairs of tokens that a call computes; of a masked one those that its mask leaves."""
     rows = tokens(queries)[call.q_start : call.q_stop]

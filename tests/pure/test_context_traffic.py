@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fivefold.core.layout import ContextKind
 from fivefold.core.plan import Plan, Wishes, resolve
-from fivefold.core.traffic import Entry, listed, predict
+from fivefold.cost.collectives import TrafficEntry, listed, predict
 
 KINDS: tuple[ContextKind, ...] = get_args(ContextKind)
 LAYERS, SEQ = 32, 8192  # of llama-3.1-8b: 32 heads and 8 KV heads of 128 numbers
@@ -25,13 +25,13 @@ def plan_of(layout: str, context: str, model: str = "llama-3.1-8b", **wishes: ob
     return resolve(Wishes(model, layout=layout, context=context, **said))  # pyright: ignore
 
 
-def traffic(plan: Plan, rank: int = 0, *axes: str) -> list[Entry]:
+def traffic(plan: Plan, rank: int = 0, *axes: str) -> list[TrafficEntry]:
     """The entries of some axes, those of attention if none is named, in bf16."""
     found = predict(plan, rank, itemsize=2, grad_itemsize=2)
     return [each for each in found if each.axis in (axes or ("ring", "ulysses"))]
 
 
-def bytes_of(entries: list[Entry]) -> int:
+def bytes_of(entries: list[TrafficEntry]) -> int:
     return sum(each.count * each.bytes for each in entries)
 
 
@@ -39,25 +39,25 @@ def bytes_of(entries: list[Entry]) -> int:
 def test_a_ring_of_two(context: str) -> None:
     """One hop forward and one backward; gradients, in float32, two hops: there and home."""
     assert traffic(plan_of("cp=2", context)) == [
-        Entry("ring", "recv", 2 * LAYERS, KV // 2, 2),
-        Entry("ring", "recv", 2 * LAYERS, 2 * KV // 2, 2),
-        Entry("ring", "send", 2 * LAYERS, KV // 2, 2),
-        Entry("ring", "send", 2 * LAYERS, 2 * KV // 2, 2),
+        TrafficEntry("ring", "recv", 2 * LAYERS, KV // 2, 2),
+        TrafficEntry("ring", "recv", 2 * LAYERS, 2 * KV // 2, 2),
+        TrafficEntry("ring", "send", 2 * LAYERS, KV // 2, 2),
+        TrafficEntry("ring", "send", 2 * LAYERS, 2 * KV // 2, 2),
     ]
 
 
 def test_all_gather_on_two() -> None:
     assert traffic(plan_of("cp=2", "allgather")) == [
-        Entry("ring", "all_gather", 2 * LAYERS, KV // 2, 2),
-        Entry("ring", "reduce_scatter", LAYERS, 2 * KV, 2),  # in float32
+        TrafficEntry("ring", "all_gather", 2 * LAYERS, KV // 2, 2),
+        TrafficEntry("ring", "reduce_scatter", LAYERS, 2 * KV, 2),  # in float32
     ]
 
 
 def test_ulysses_on_two() -> None:
     """Keys and values, queries and outputs; backward the same."""
     assert traffic(plan_of("cp=2", "ulysses")) == [
-        Entry("ulysses", "all_to_all", 4 * LAYERS, KV // 2 // 2, 2),
-        Entry("ulysses", "all_to_all", 4 * LAYERS, Q // 2, 2),
+        TrafficEntry("ulysses", "all_to_all", 4 * LAYERS, KV // 2 // 2, 2),
+        TrafficEntry("ulysses", "all_to_all", 4 * LAYERS, Q // 2, 2),
     ]
 
 
@@ -69,13 +69,13 @@ def test_rings_on_four(context: str, forward: int, home: int) -> None:
     plan = plan_of("cp=4", context)
     group, block = forward + 1, KV // 4
     sent = [
-        Entry("ring", "send", 2 * forward * LAYERS, block, group),
-        Entry("ring", "send", home * LAYERS, 2 * block, group),
+        TrafficEntry("ring", "send", 2 * forward * LAYERS, block, group),
+        TrafficEntry("ring", "send", home * LAYERS, 2 * block, group),
     ]
     assert [each for each in traffic(plan, 0, "ring") if each.kind == "send"] == sent
     inside = [
-        Entry("ulysses", "all_to_all", 4 * LAYERS, KV // 4 // 2, 2),
-        Entry("ulysses", "all_to_all", 4 * LAYERS, Q // 4, 2),
+        TrafficEntry("ulysses", "all_to_all", 4 * LAYERS, KV // 4 // 2, 2),
+        TrafficEntry("ulysses", "all_to_all", 4 * LAYERS, Q // 4, 2),
     ]
     assert traffic(plan, 0, "ulysses") == (inside if context == "hybrid" else [])
 
@@ -83,7 +83,7 @@ def test_rings_on_four(context: str, forward: int, home: int) -> None:
 def test_in_float64_gradients_are_not_wider() -> None:
     found = predict(plan_of("cp=2", "zigzag"), 0, itemsize=8, grad_itemsize=8)
     sent = [each for each in found if (each.axis, each.kind) == ("ring", "send")]
-    assert sent == [Entry("ring", "send", 4 * LAYERS, 4 * KV // 2, 2)]
+    assert sent == [TrafficEntry("ring", "send", 4 * LAYERS, 4 * KV // 2, 2)]
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_tensor_ranks_share_the_heads_and_the_tokens_between_the_layers(context:
     assert [(each.count, each.bytes * 2) for each in traffic(both)] == mine
     activations = SEQ // 4 * 4096 * 2
     whole = [each for each in traffic(both, 0, "tp") if each.kind == "reduce_scatter"]
-    assert whole == [Entry("tp", "reduce_scatter", 4 * LAYERS + 2, activations, 2)]
+    assert whole == [TrafficEntry("tp", "reduce_scatter", 4 * LAYERS + 2, activations, 2)]
 
 
 def test_context_ranks_are_data_ranks_to_the_weights() -> None:
@@ -147,8 +147,8 @@ def test_each_stage_moves_what_its_layers_need() -> None:
     for stage, count in enumerate(layers):
         rank = plan.layout.rank(pp=stage)
         assert traffic(plan, rank) == [
-            Entry("ring", "all_gather", 8 * 2 * count, KV // 2, 2),
-            Entry("ring", "reduce_scatter", 8 * count, 2 * KV, 2),
+            TrafficEntry("ring", "all_gather", 8 * 2 * count, KV // 2, 2),
+            TrafficEntry("ring", "reduce_scatter", 8 * count, 2 * KV, 2),
         ]
         messages = traffic(plan, rank, "pp")
         assert {each.bytes for each in messages} == {SEQ // 2 * 4096 * 2}
@@ -162,7 +162,7 @@ def test_padding_travels_too(context: str) -> None:
     assert short == traffic(plan_of("cp=2", context, "tiny", seq=length))
 
 
-def sent(entry: Entry) -> Fraction:
+def sent(entry: TrafficEntry) -> Fraction:
     """Bytes that leave a rank; its own share of a collective stays."""
     others = Fraction(entry.group - 1, entry.group)
     shares = {

@@ -16,7 +16,7 @@ from fivefold.core.models import load
 from fivefold.core.plan import Wishes
 from fivefold.core.rules import problems
 from fivefold.core.schedule.catalog import family
-from fivefold.core.traffic import predict
+from fivefold.cost.collectives import predict
 from fivefold.verbs.verify import runnable
 from tests.ranks.covering import (
     ASYNCHRONOUS,

@@ -12,19 +12,18 @@ import pytest
 
 from fivefold.core import machine, models
 from fivefold.core.errors import FivefoldError
-from fivefold.core.estimate.candidate import layout_of, wishes_of
-from fivefold.core.estimate.grid import Grid, of_plan
-from fivefold.core.estimate.ledger import ledger
-from fivefold.core.estimate.outlook import outlook
-from fivefold.core.estimate.search import Setting, search
-from fivefold.core.estimate.simulate import forecast
-from fivefold.core.estimate.space import Degrees, Question, all_degrees, lattices
-from fivefold.core.estimate.stack import OURS
-from fivefold.core.estimate.timing import timing
 from fivefold.core.plan import Plan, Wishes, resolve
 from fivefold.core.schedule.catalog import FAMILIES, Family
+from fivefold.cost.grid import Grid, of_plan
+from fivefold.cost.memory import ledger
+from fivefold.cost.stack import OURS
+from fivefold.cost.step_time import timing
+from fivefold.planner import layout_of, wishes_of
+from fivefold.planner.estimate import forecast, outlook
+from fivefold.planner.search import SearchSetting, search
+from fivefold.planner.space import Degrees, SpaceQuestion, all_degrees, lattices
 
-H100 = Setting(machine.load("h100"), OURS, "bf16")
+H100 = SearchSetting(machine.load("h100"), OURS, "bf16")
 MODELS = (
     "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "gpt3-175b", "mixtral-8x7b", "deepseek-v3",
 )  # fmt: skip
@@ -100,7 +99,7 @@ def test_long_schedules_are_told_from_shorter_ones(family: Family) -> None:
 def test_a_search_finds_what_playing_everything_finds() -> None:
     """The best layouts of a small space, all of it played: none is lost to its bound."""
     fixed = {"tp": 2, "cp": 1, "zero": 1, "recompute": "none", "offload": "none"}
-    question = Question(models.load("llama-3.1-8b"), 16, 2048, 64, (8,), fixed)
+    question = SpaceQuestion(models.load("llama-3.1-8b"), 16, 2048, 64, (8,), fixed)
     steps: list[float] = []
     for lattice in lattices(question):
         legal = np.broadcast_to(lattice.legal, lattice.shape)
@@ -164,7 +163,7 @@ def test_mfu_is_model_flops_over_the_peak() -> None:
 def test_every_layout_of_the_space_is_legal(model: str, gpus: int, batch: int) -> None:
     """100 candidates of each model: resolve takes them, and they come back the same."""
     rng = random.Random(model)
-    question = Question(models.load(model), gpus, 2048, batch, (8,))
+    question = SpaceQuestion(models.load(model), gpus, 2048, batch, (8,))
     spaces = list(lattices(question))
     for _ in range(100):
         lattice = rng.choice(spaces)
@@ -186,7 +185,7 @@ def test_every_legal_plan_is_in_the_space(model: str, gpus: int, batch: int) -> 
     """Degrees that resolve takes are offered, as far as experts' tensor ranks are tp ranks."""
     rng = random.Random(model)
     shape = models.load(model)
-    offered = set(all_degrees(Question(shape, gpus, 2048, batch, (8,))))
+    offered = set(all_degrees(SpaceQuestion(shape, gpus, 2048, batch, (8,))))
     seen = 0
     for _ in range(2000):
         tp, cp, pp = (rng.choice((1, 2, 3, 4, 6, 8)) for _ in range(3))

@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.core.errors import FivefoldError
-from fivefold.core.estimate.calibrated import Measured, calibrate, guess_base
-from fivefold.core.estimate.fit import Sample, fit, residuals
-from fivefold.core.estimate.links import Links
 from fivefold.core.machine import Machine, load, presets
-from fivefold.report.calibration_text import file_text, table_json, table_text
+from fivefold.cost.calibration import MeasuredTimes, Sample, calibrate, fit, guess_base, residuals
+from fivefold.cost.links import Links
+from fivefold.verbs.calibrate import file_text, table_json, table_text
 
 SIZES = [10**power for power in (8, 9, 9.5, 10, 11, 12, 12.5)]
 
@@ -99,12 +98,12 @@ def test_residuals_are_shares_of_what_was_measured() -> None:
     assert residuals(samples, 1.0, 0.0) == (0.5, 1.0, 3)
 
 
-def on_h200(**more: list[Sample]) -> Measured:
+def on_h200(**more: list[Sample]) -> MeasuredTimes:
     samples = {"matmul": times(700e12, 10e-6), "memory": times(4e12, 0.0)} | more
-    return Measured("NVIDIA H200", "bf16", samples, launch=4e-6, ranks=8)
+    return MeasuredTimes("NVIDIA H200", "bf16", samples, launch=4e-6, ranks=8)
 
 
-def written(found_in: Path, base: str, measured: Measured) -> Machine:
+def written(found_in: Path, base: str, measured: MeasuredTimes) -> Machine:
     found = calibrate(load(base), measured, "Measured by a test")
     path = found_in / "mine.toml"
     path.write_text(file_text(found, measured, "Measured by a test"), "utf-8")
@@ -149,7 +148,7 @@ def test_hardware_is_raised_to_what_was_measured(tmp_path: Path) -> None:
         "memory": times(20e9, 0.0),
         "links": times(3e9, 50e-6),
     }
-    measured = Measured("one core", "fp32", samples, launch=1e-6, ranks=2)
+    measured = MeasuredTimes("one core", "fp32", samples, launch=1e-6, ranks=2)
     machine = written(tmp_path, "laptop", measured)
     assert machine.peak("fp32") == pytest.approx(150e9)
     assert machine.peak("fp64") == load("laptop").peak("fp64")

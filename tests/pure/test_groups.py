@@ -6,10 +6,10 @@ from __future__ import annotations
 import pytest
 
 from fivefold.core import groups, machine
-from fivefold.core.axes import wide_size
-from fivefold.core.lineup import lineup
+from fivefold.core.groups import rank_order
 from fivefold.core.plan import Plan, Wishes, resolve
-from fivefold.core.traffic import ITEMSIZE, predict
+from fivefold.cost.axis_collectives import wide_size
+from fivefold.cost.collectives import ITEMSIZE, predict
 
 PLANS = [
     resolve(wishes)
@@ -35,7 +35,7 @@ def test_a_group_is_as_large_as_its_calls_say(plan: Plan) -> None:
 
 def test_parts_of_an_axis_are_those_that_the_runtime_joins() -> None:
     plan = PLANS[1]
-    layout, line, inner = plan.layout, lineup(plan.layout), plan.split.inner
+    layout, line, inner = plan.layout, rank_order(plan.layout), plan.split.inner
     assert 1 < inner < layout.cp, "a hybrid has both"
     near = layout.ep // plan.ep_nodes
     for rank in range(layout.world):

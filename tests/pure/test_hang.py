@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from fivefold.core.hang import Call, Line, Position, Verdict, verdict
+from fivefold.launch.hang import HangVerdict, IssuedCall, Line, Position, verdict
 
 WORLD, TP, DP = (
     Line("world", (0, 1, 2, 3)),
@@ -22,7 +22,7 @@ BOUND = 20.0
 def at(rank: int, calls: str, idle: float = 12.0, forgets: int = 0) -> Position:
     """A rank of dp=2 tp=2 behind calls such as `ttdw`, of which it has forgotten the first."""
     lines = {"w": WORLD, "t": TP[rank], "d": DP[rank]}
-    trail = [Call(lines[letter], *KINDS[letter]) for letter in calls]
+    trail = [IssuedCall(lines[letter], *KINDS[letter]) for letter in calls]
     counts = Counter(call.line for call in trail)
     return Position(counts, trail[forgets:], phase=f"step 3 of rank {rank}", idle=idle)
 
@@ -31,7 +31,7 @@ def four(*calls: str) -> dict[int, Position]:
     return {rank: at(rank, text) for rank, text in enumerate(calls)}
 
 
-def judged(found: Verdict | None, rank: int, pattern: str) -> None:
+def judged(found: HangVerdict | None, rank: int, pattern: str) -> None:
     assert found is not None
     assert found.rank == rank, str(found)
     assert re.search(pattern, found.cause), str(found)
@@ -106,7 +106,7 @@ def test_two_ranks_alone_are_judged_by_their_past() -> None:
 
     def calls(text: str) -> Position:
         lines = {"w": world, "t": pair}
-        trail = [Call(lines[letter], *KINDS[letter]) for letter in text]
+        trail = [IssuedCall(lines[letter], *KINDS[letter]) for letter in text]
         return Position(Counter(call.line for call in trail), trail, phase="step 3", idle=12.0)
 
     skips_tp = {0: calls("ttwttwttwtw"), 1: calls("ttwttwttwtt")}
@@ -120,7 +120,7 @@ def test_two_ranks_alone_are_judged_by_their_past() -> None:
 
 def test_ranks_that_called_different_things_as_often() -> None:
     """All counts are equal: only what was called tells."""
-    other = Call(TP[2], "all_gather", 64)
+    other = IssuedCall(TP[2], "all_gather", 64)
     positions = four("ttt", "ttt", "ttt", "ttt")
     trail = [*positions[3].trail[:-1], other]
     positions[3] = replace(positions[3], trail=trail)
@@ -130,7 +130,7 @@ def test_ranks_that_called_different_things_as_often() -> None:
 def test_a_different_call_is_found_before_somebody_is_called_slow() -> None:
     """Rank 2 left out a sum of tp, and waits in the next call, which is another; rank 0 waits for
     rank 2, which seems to wait for nobody."""
-    gathers = {rank: Call(TP[rank], "all_gather", 64) for rank in range(4)}
+    gathers = {rank: IssuedCall(TP[rank], "all_gather", 64) for rank in range(4)}
     positions = four("ttdw", "ttdw", "tt", "ttt")
     for rank, calls in ((0, "tttd"), (1, "tttd")):
         trail = list(at(rank, calls).trail)
@@ -145,11 +145,11 @@ def test_a_different_call_is_found_before_somebody_is_called_slow() -> None:
 def test_in_a_circle_the_rank_whose_program_does_not_wait_is_lost() -> None:
     """Rank 0 has gathered ahead, so that others are behind it, and then falls asleep."""
     ahead, back = Line("pp", (0, 1), messages=True), Line("pp", (1, 0), messages=True)
-    sent = Call(ahead, "send", 64)
-    wanted = Call(back, "recv", 64)
+    sent = IssuedCall(ahead, "send", 64)
+    wanted = IssuedCall(back, "recv", 64)
     positions = {
         0: Position({ahead: 1, back: 1}, [sent, wanted], "step 1 0F1", 30.0, waits=False),
-        1: Position({ahead: 2}, [Call(ahead, "recv", 64)] * 2, "step 1 1F1", 12.0),
+        1: Position({ahead: 2}, [IssuedCall(ahead, "recv", 64)] * 2, "step 1 1F1", 12.0),
     }
     found = verdict(positions, bound=BOUND)
     judged(found, 0, "has not joined call 2 on pp from rank 0 to rank 1, recv of 64 bytes, where")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fivefold.core.count import parameters
 from fivefold.core.errors import BadFile
-from fivefold.core.hf import FAMILIES, shape_from_config
+from fivefold.core.hf_config import FAMILIES, shape_from_config
 from fivefold.core.models import load
 
 

@@ -7,8 +7,8 @@ from hf_configs import CONFIGS
 
 from fivefold.core import models
 from fivefold.core.errors import FivefoldError
-from fivefold.core.hf import shape_from_config
-from fivefold.core.hf_export import WRITERS, as_hf
+from fivefold.core.hf_config import shape_from_config
+from fivefold.huggingface.config_export import WRITERS, as_hf
 
 PRESETS = [name for name in models.presets() if models.load(name).family in WRITERS]
 

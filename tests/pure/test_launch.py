@@ -11,7 +11,7 @@ import typer
 
 from fivefold.cli import build
 from fivefold.core.errors import FivefoldError
-from fivefold.core.launched import Launched, here, hosts
+from fivefold.launch.launcher import LauncherEnvironment, here, hosts
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TORCHRUN = {
@@ -66,17 +66,19 @@ def test_nobody_launched_this() -> None:
 
 
 def test_torchrun() -> None:
-    assert here(TORCHRUN) == Launched("torchrun", 5, 8, 1, "node7", 29500, 2, hosted=True)
+    assert here(TORCHRUN) == LauncherEnvironment(
+        "torchrun", 5, 8, 1, "node7", 29500, 2, hosted=True
+    )
 
 
 def test_a_pytorchjob_sets_no_local_rank() -> None:
     names = [name for name in TORCHRUN if name.startswith("TORCHELASTIC")]
     found = here(without(TORCHRUN, "LOCAL_RANK", *names))
-    assert found == Launched("environment", 5, 8, 0, "node7", 29500)
+    assert found == LauncherEnvironment("environment", 5, 8, 0, "node7", 29500)
 
 
 def test_srun_derives_where_to_meet() -> None:
-    assert here(SRUN) == Launched("srun", 3, 16, 3, "gpu007", 24567)
+    assert here(SRUN) == LauncherEnvironment("srun", 3, 16, 3, "gpu007", 24567)
     chosen = here({**SRUN, "MASTER_ADDR": "other", "MASTER_PORT": "1"})
     assert chosen is not None and (chosen.host, chosen.port) == ("other", 1)
     again = here({**SRUN, "SLURM_RESTART_COUNT": "1"})

@@ -11,17 +11,17 @@ import pytest
 from ledgers import H100, LARGE, books_of, grid_of, kept
 
 from fivefold.core import models
-from fivefold.core.clock import peak_activations
 from fivefold.core.count import mtp_parameters, parameters
-from fivefold.core.estimate import stack as stacks
-from fivefold.core.estimate.books import Parts
-from fivefold.core.estimate.ends import Place, in_flight, stages_of
-from fivefold.core.estimate.grid import CONTEXTS, RECOMPUTE, of_plan
-from fivefold.core.estimate.ledger import CATEGORIES, Ledger, fits, ledger, verdict
-from fivefold.core.estimate.space import Question, lattices
-from fivefold.core.memory import static_bytes
 from fivefold.core.plan import Wishes, resolve
 from fivefold.core.schedule.catalog import FAMILIES, Family
+from fivefold.core.schedule.clock import peak_activations
+from fivefold.cost import stack as stacks
+from fivefold.cost.grid import CONTEXTS, RECOMPUTE, of_plan
+from fivefold.cost.memory import CATEGORIES, Ledger, fits, ledger, verdict
+from fivefold.cost.memory_entries import Parts
+from fivefold.cost.pipeline_ranks import Place, in_flight, stages_of
+from fivefold.cost.static_memory import static_bytes
+from fivefold.planner.space import SpaceQuestion, lattices
 
 GPT3 = models.load("gpt3-175b")
 
@@ -343,7 +343,7 @@ def test_eager_kernels_keep_what_compiled_ones_compute_again() -> None:
 
 def test_a_lattice_is_its_layouts_one_by_one() -> None:
     shape = models.load("mixtral-8x7b")
-    question = Question(shape, 64, 4096, 64, (8,))
+    question = SpaceQuestion(shape, 64, 4096, 64, (8,))
     lattice = max(lattices(question), key=lambda each: each.size)
     for stack in (stacks.OURS, stacks.NANOTRON):
         whole = books_of(shape, lattice.grid, stack)

@@ -7,10 +7,10 @@ import pytest
 from ledgers import H100, LARGE, SMALL, books_of, grid_of, kept
 
 from fivefold.core import models
-from fivefold.core.estimate import stack as stacks
-from fivefold.core.estimate.ends import stages_of
-from fivefold.core.estimate.keeps import EAGER, Keeps, keeps_of
-from fivefold.core.estimate.ledger import fits
+from fivefold.cost import stack as stacks
+from fivefold.cost.memory import fits
+from fivefold.cost.pipeline_ranks import stages_of
+from fivefold.cost.stack import EAGER, StackMemory, keeps_of
 
 GIB = 2**30
 
@@ -56,7 +56,7 @@ RUNS = (
     ids=[*(f"{name}-compiled" for name in COMPILED), *(f"{name}-eager" for name in UNCOMPILED)],
 )
 def test_a_layer_keeps_what_an_h200_kept(
-    keeps: Keeps, model: str, measured: tuple[int, int, int]
+    keeps: StackMemory, model: str, measured: tuple[int, int, int]
 ) -> None:
     """Within 0.2%: what is left are choices of experts and the router's weight in float32."""
     shape = models.load(model)

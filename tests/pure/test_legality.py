@@ -15,14 +15,8 @@ from hypothesis import strategies as st
 from fivefold.core import models
 from fivefold.core.errors import FivefoldError, IllegalLayout
 from fivefold.core.layout import DEGREES, ContextKind, Layout
-from fivefold.core.legality import (
-    check,
-    nearest,
-    padded_vocab,
-    problems,
-    smallest_seq,
-)
-from fivefold.core.rules import Job
+from fivefold.core.legality import check, nearest, padded_vocab, problems, smallest_seq
+from fivefold.core.rules import LayoutRequest
 from fivefold.core.schedule import catalog
 from fivefold.core.shape import Moe, Shape
 
@@ -334,7 +328,7 @@ def test_neighbours_obey_the_schedule(
         return replace(one, chunks=family.chunks_on(one.pp, None))
 
     layout = placed(Layout(shard=shard, tp=tp, pp=pp))
-    job = Job(seq=48, batch=batch, microbatches=count, gpus=gpus, schedule=family)
+    job = LayoutRequest(seq=48, batch=batch, microbatches=count, gpus=gpus, schedule=family)
     legal = [
         distance(layout, one)
         for one in map(placed, every_layout(gpus))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fivefold.core import machine, strict
+from fivefold.core import machine, tables
 from fivefold.core.errors import BadFile, FivefoldError, UnknownName
 from fivefold.core.machine import Link, Machine, Tier, load
 
@@ -171,7 +171,7 @@ def write(folder: Path, text: str) -> Path:
 @pytest.mark.parametrize("name", REQUIRED_MACHINES)
 def test_a_machine_written_out_loads_as_an_equal_one(name: str, tmp_path: Path) -> None:
     found = load(name)
-    again = load(write(tmp_path, strict.to_toml(machine.to_table(found))))
+    again = load(write(tmp_path, tables.to_toml(machine.to_table(found))))
     assert again == found
     assert hash(again) == hash(found)
 
@@ -184,7 +184,7 @@ def test_any_machine_written_out_loads_as_an_equal_one(
     found = dataclasses.replace(three_tiers(inner, middle), memory=memory)
     if bare:
         found = dataclasses.replace(found, sources={}, matmul_measured=machine.Rates())
-    text = strict.to_toml(machine.to_table(found))
+    text = tables.to_toml(machine.to_table(found))
     assert load(write(tmp_path_factory.mktemp("machine"), text)) == found
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from fivefold.core.distinct import distinct_ranks
-from fivefold.core.matching import Made, Mismatch, mismatches
 from fivefold.core.plan import Wishes, resolve
+from fivefold.cost.matching import Mismatch, RankCalls, distinct_ranks, mismatches
 
 PAIR = (0, 1)
-WEIGHTS = Made("fsdp", "all_gather", 512, PAIR, "0F0")
-MORE_WEIGHTS = Made("fsdp", "all_gather", 1024, PAIR, "0F0")
-GRADIENTS = Made("fsdp", "reduce_scatter", 1024, PAIR, "0B0")
-TOKENS = Made("dp-cp", "all_reduce", 8, PAIR)
+WEIGHTS = RankCalls("fsdp", "all_gather", 512, PAIR, "0F0")
+MORE_WEIGHTS = RankCalls("fsdp", "all_gather", 1024, PAIR, "0F0")
+GRADIENTS = RankCalls("fsdp", "reduce_scatter", 1024, PAIR, "0B0")
+TOKENS = RankCalls("dp-cp", "all_reduce", 8, PAIR)
 STEP = (TOKENS, WEIGHTS, MORE_WEIGHTS, GRADIENTS)
 
 
@@ -80,8 +79,8 @@ def test_groups_do_not_wait_for_one_another() -> None:
     assert mismatches({0: [far, near], 1: [near], 2: [far]}) == []
 
 
-def message(kind: str, size: int, source: int, target: int) -> Made:
-    return Made("pp", kind, size, (source, target))
+def message(kind: str, size: int, source: int, target: int) -> RankCalls:
+    return RankCalls("pp", kind, size, (source, target))
 
 
 def test_messages_cross_each_other() -> None:
@@ -104,7 +103,7 @@ def test_a_message_that_nobody_receives() -> None:
 
 
 def test_around_a_ring_all_send_and_receive() -> None:
-    ring = [Made("ring", kind, 64, (0, 1, 2)) for kind in ("send", "recv")] * 2
+    ring = [RankCalls("ring", kind, 64, (0, 1, 2)) for kind in ("send", "recv")] * 2
     assert mismatches(dict.fromkeys(range(3), ring)) == []
     found = mismatches({0: ring, 1: ring, 2: ring[:2]})
     assert found == [Mismatch(3, 0, 2, ring[2], None)]
@@ -112,7 +111,7 @@ def test_around_a_ring_all_send_and_receive() -> None:
 
 def test_experts_are_sent_as_much_as_they_are() -> None:
     """The routing decides how much each rank sends; that it sends is for all to do."""
-    rows = [Made("ep", "all_to_all", size, PAIR) for size in (96, 32)]
+    rows = [RankCalls("ep", "all_to_all", size, PAIR) for size in (96, 32)]
     assert mismatches({0: rows[:1], 1: rows[1:]}) == []
     assert len(mismatches({0: rows, 1: rows[1:]})) == 1
     gathers = [each._replace(kind="all_gather") for each in rows]

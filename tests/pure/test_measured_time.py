@@ -12,12 +12,12 @@ import pytest
 from ledgers import grid_of
 
 from fivefold.core import machine, models
-from fivefold.core.estimate import stack as stacks
-from fivefold.core.estimate.layer import Clockwork, total
-from fivefold.core.estimate.planner import setting_of
-from fivefold.core.estimate.simulate import alone
-from fivefold.core.estimate.timing import floored
 from fivefold.core.plan import Plan, Wishes, resolve
+from fivefold.cost import stack as stacks
+from fivefold.cost.layer_time import LayerTimer, total
+from fivefold.cost.step_time import floored
+from fivefold.planner import setting_of
+from fivefold.planner.estimate import alone
 
 H200 = machine.load("h200")
 MEASURED = Path(__file__).parents[2] / "benchmarks" / "data" / "h200-measured.jsonl"
@@ -57,7 +57,7 @@ def test_a_compiled_step_comes_out() -> None:
 def test_experts_on_other_ranks_take_their_host_longer() -> None:
     shape, found = models.load("tiny-moe"), list[float]()
     for grid in (grid_of(), grid_of(shard=2, ep=2)):
-        layer = floored(Clockwork(shape, H200, stacks.OURS_EAGER, grid, 32, "bf16"), 1)
+        layer = floored(LayerTimer(shape, H200, stacks.OURS_EAGER, grid, 32, "bf16"), 1)
         found.append(sum(total(each).item() for each in (layer.forward, layer.inputs)))
         found[-1] += total(layer.weights).item()
     assert found == pytest.approx([4.29e-3, 8.19e-3])
@@ -68,7 +68,7 @@ def test_eager_recomputation_stops_before_the_last_product() -> None:
     shape, grid = models.load("llama-3.1-8b"), grid_of(recompute=2)
     shares: list[float] = []
     for stack in (stacks.OURS, stacks.OURS_EAGER):
-        layer = Clockwork(shape, H200, stack, grid, 8192, "bf16").layer(0)
+        layer = LayerTimer(shape, H200, stack, grid, 8192, "bf16").layer(0)
         shares.append((layer.again["products"] / layer.forward["products"]).item())
     attention = 2 * (shape.heads + shape.kv_heads) * shape.head_dim
     last = shape.ffn / (attention + 3 * shape.ffn)

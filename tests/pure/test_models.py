@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fivefold.core import strict
+from fivefold.core import tables
 from fivefold.core.count import parameters, training_flops
 from fivefold.core.errors import BadFile, FivefoldError, UnknownName
 from fivefold.core.models import load, presets, with_overrides
@@ -47,7 +47,7 @@ def test_unknown_preset_suggests_the_nearest() -> None:
 def test_every_preset_has_a_source_and_survives_its_own_table(name: str) -> None:
     shape = load(name)
     assert shape.source
-    again = strict.build(Shape, strict.table_of(shape), name)
+    again = tables.build(Shape, tables.table_of(shape), name)
     assert again == shape and again.name == name
 
 

@@ -12,8 +12,7 @@ import pytest
 
 from fivefold.core.plan import Wishes, resolve
 from fivefold.core.schedule.catalog import FAMILIES
-from fivefold.report.page.begin import state_of
-from fivefold.report.page.state import State
+from fivefold.page.explore_state import State, state_of
 
 ROOT = Path(__file__).parents[2]
 ODD = Wishes(

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from fivefold.core import models, plan, rules
 from fivefold.core.errors import FivefoldError, IllegalLayout
-from fivefold.core.estimate.grid import RECOMPUTE
-from fivefold.core.estimate.outlook import held_by, held_by_places
 from fivefold.core.layout import Layout
-from fivefold.core.traffic import Entry, listed
-from fivefold.report.page import explore, sliders, twins
-from fivefold.report.page.state import CONTEXTS, SCHEDULES, State
+from fivefold.cost.collectives import TrafficEntry, listed
+from fivefold.cost.grid import RECOMPUTE
+from fivefold.page import document, explore
+from fivefold.page.explore_state import CONTEXTS, SCHEDULES, State
+from fivefold.planner.estimate import held_by, held_by_places
 
 SMALL = {"model": "llama-7b", "gpus": "16", "tp": "2", "pp": "2", "batch": "64"}
 SMALL |= {"schedule": "1f1b", "zero": "1"}
@@ -144,7 +144,7 @@ def test_hostile_configs_are_refused(config: str, named: str) -> None:
 @pytest.mark.parametrize("params", [{}, SMALL, MIXED], ids=["405b", "8b", "mixtral"])
 def test_every_legal_value_leads_to_a_legal_job(params: dict[str, str]) -> None:
     state = State.parse(params)
-    found = sliders.view(state)
+    found = explore.sliders_view(state)
     assert [*found] == ["dp", "tp", "pp", "cp", "ep"]
     for axis, one in found.items():
         assert one["value"] == getattr(state, axis)
@@ -161,19 +161,19 @@ def test_every_legal_value_leads_to_a_legal_job(params: dict[str, str]) -> None:
 
 def test_degrees_are_paid_by_one_another() -> None:
     state = State.parse(SMALL)  # dp 4 · tp 2 · pp 2
-    found = sliders.view(state)
+    found = explore.sliders_view(state)
     sets = {axis: {each["value"]: each["set"] for each in found[axis]["values"]} for axis in found}
     assert sets["tp"][4] == {"tp": "4"}  # from dp, which is no key
     assert State.parse(SMALL | sets["tp"][4]).dp == 2
     assert sets["dp"][8] == {"pp": "1"}  # from pp first
     assert sets["dp"][2] == {"pp": "4"}
     no_pipeline = SMALL | {"pp": "1"}
-    paid = sliders.view(State.parse(no_pipeline))["dp"]["values"]
+    paid = explore.sliders_view(State.parse(no_pipeline))["dp"]["values"]
     assert next(each["set"] for each in paid if each["value"] == 16) == {"tp": "1"}
 
 
 def test_a_refused_value_says_the_rule_itself() -> None:
-    found = sliders.view(State.parse({}))
+    found = explore.sliders_view(State.parse({}))
     values = {each["value"]: each for each in found["tp"]["values"]}
     layout = Layout(shard=4, tp=256, pp=16, chunks=4)
     shape = models.load("llama-3.1-405b")
@@ -183,16 +183,18 @@ def test_a_refused_value_says_the_rule_itself() -> None:
 
 
 def test_chunks_follow_the_pipeline() -> None:
-    alone = next(each for each in sliders.view(State())["pp"]["values"] if each["value"] == 1)
+    alone = next(
+        each for each in explore.sliders_view(State())["pp"]["values"] if each["value"] == 1
+    )
     assert alone["set"] == {"pp": "1", "chunks": "1"}
     back = State.parse(State().params() | alone["set"])
-    again = next(each for each in sliders.view(back)["pp"]["values"] if each["value"] == 8)
+    again = next(each for each in explore.sliders_view(back)["pp"]["values"] if each["value"] == 8)
     assert again["set"] == {"pp": "8", "chunks": "2"}
 
 
 def test_options_say_what_they_change_and_why_not() -> None:
     state = State.parse(SMALL)
-    found = sliders.choices(state)
+    found = explore.choices(state)
     assert {*found} <= {each.name for each in fields(State)}
     for key in ("zero", "schedule", "chunks", "context", "recompute", "microbatch_size"):
         assert str(getattr(state, key)) in [str(each["value"]) for each in found[key]]
@@ -201,7 +203,7 @@ def test_options_say_what_they_change_and_why_not() -> None:
             assert each["legal"] == (not other.problems()) or not each["legal"]
     schedules = {each["value"]: each for each in found["schedule"]}
     assert schedules["interleaved"]["set"] == {"schedule": "interleaved", "chunks": "2"}
-    zero3 = sliders.choices(State.parse(SMALL | {"schedule": "pipedream"}))["zero"][3]
+    zero3 = explore.choices(State.parse(SMALL | {"schedule": "pipedream"}))["zero"][3]
     assert "keeps older versions of whole weights" in zero3["why"]
 
 
@@ -270,9 +272,9 @@ def test_a_part_of_an_axis_is_told_with_its_own_links() -> None:
 
 
 def test_an_all_reduce_sends_what_its_two_halves_send() -> None:
-    whole = Entry("dp", "all_reduce", 3, 800, 8)
-    scattered = Entry("dp", "reduce_scatter", 3, 800, 8)
-    gathered = Entry("dp", "all_gather", 3, 100, 8)
+    whole = TrafficEntry("dp", "all_reduce", 3, 800, 8)
+    scattered = TrafficEntry("dp", "reduce_scatter", 3, 800, 8)
+    gathered = TrafficEntry("dp", "all_gather", 3, 100, 8)
     assert whole.sent == scattered.sent + gathered.sent == 3 * 2 * 700
 
 
@@ -305,7 +307,7 @@ def test_an_illegal_job_says_why_and_what_is_near() -> None:
     for near in view["problem"]["nearest"]:
         assert explore.view(view["state"] | near["set"])["problem"] is None
     with pytest.raises(IllegalLayout, match="tp=3 does not divide heads 32"):
-        twins.answers("explore", view["state"], None, None, lambda share: None)
+        document.answers("explore", view["state"], None, None, lambda share: None)
 
 
 def test_learned_positions_are_cut_first() -> None:
@@ -324,8 +326,8 @@ def test_gpus_that_no_layout_divides() -> None:
 
 @pytest.mark.parametrize("params", [{}, SMALL, MIXED])
 def test_texts_fit_a_terminal_and_say_the_same_numbers(params: dict[str, str]) -> None:
-    found = twins.answers("explore", params, "traffic", None, lambda share: None)
-    view, lines = found["explore"], list(twins.lines(found, None))
+    found = document.answers("explore", params, "traffic", None, lambda share: None)
+    view, lines = found["explore"], list(document.lines(found, None))
     assert max(map(len, lines)) <= 100
     words = "\n".join(lines)
     assert f"MFU       {view['numbers']['mfu']:.1%}" in words

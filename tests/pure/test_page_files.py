@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.report.page import html
-from fivefold.report.page.questions import LESSONS, key
+from fivefold.page import document
+from fivefold.page.questions import LESSONS, key
 
-SCRIPTS = sorted(html.STATIC.glob("*.js"))
+SCRIPTS = sorted(document.STATIC.glob("*.js"))
 FORBIDDEN = ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function(")
 OURS = {"http://www.w3.org/2000/svg"}
 
@@ -30,7 +30,9 @@ def test_a_script_imports_what_is_there(path: Path) -> None:
     names = re.findall(r"(?:from|import\()\s*[\"'`]([^\"'`]+)[\"'`]", path.read_text("utf-8"))
     for name in names:
         if "${" not in name:
-            assert (html.STATIC / name.removeprefix("fivefold/")).is_file(), f"{path.name}: {name}"
+            assert (document.STATIC / name.removeprefix("fivefold/")).is_file(), (
+                f"{path.name}: {name}"
+            )
 
 
 def test_every_lesson_has_a_drawing() -> None:
@@ -40,8 +42,8 @@ def test_every_lesson_has_a_drawing() -> None:
 
 def test_a_whole_page_carries_everything_and_cannot_be_broken_out_of() -> None:
     hostile = "</script><script>alert(1)</script><!--"
-    text = html.whole(
-        html.Start("learn", {}, ""), {key("explore", {"model": hostile}): {}}, hostile
+    text = document.whole(
+        document.PageStart("learn", {}, ""), {key("explore", {"model": hostile}): {}}, hostile
     )
     assert "alert(1)</script>" not in text
     assert not re.findall(r'<(?:script|link|img)[^>]* (?:src|href)="(?!data:)', text)

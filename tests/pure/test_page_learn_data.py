@@ -14,12 +14,11 @@ from numpy.typing import NDArray
 import fivefold
 from fivefold.core.errors import FivefoldError
 from fivefold.core.machine import load
-from fivefold.core.memory import gathered_bytes
-from fivefold.core.traffic import entries, predict
-from fivefold.report.page.learn import data, tensor
-from fivefold.report.page.learn.data_walk import GRAD_ITEMSIZE, ITEMSIZE, MOST_IN_FLIGHT
-from fivefold.report.page.learn.tensor_example import INNER, PARTS, Example
-from fivefold.report.page.learn.wording import size_text
+from fivefold.cost.collectives import entries, predict
+from fivefold.cost.static_memory import gathered_bytes
+from fivefold.page.learn import data, size_text, tensor
+from fivefold.page.learn.data_steps import GRAD_ITEMSIZE, ITEMSIZE, MOST_IN_FLIGHT
+from fivefold.page.learn.tensor_example import INNER, PARTS, Example
 
 ZERO_CASES = [
     {"zero": zero, "gather": gather, "microbatches": microbatches, "dp": dp, "model": model}

@@ -9,26 +9,24 @@ from typing import Any
 
 import pytest
 
-from fivefold.core.axes import Call, message_bytes
 from fivefold.core.errors import FivefoldError, IllegalLayout
-from fivefold.core.memory import static_bytes
 from fivefold.core.plan import Wishes, resolve
-from fivefold.core.traffic import predict
-from fivefold.report.lines import WIDTH
-from fivefold.report.page import explore
-from fivefold.report.page.learn import collectives, landscape, layer
-from fivefold.report.page.learn.choice import Choice
-from fivefold.report.page.learn.wording import size_text
+from fivefold.cost.axis_collectives import Collective, message_bytes
+from fivefold.cost.collectives import predict
+from fivefold.cost.static_memory import static_bytes
+from fivefold.page import explore
+from fivefold.page.learn import Choice, collectives, landscape, layer, size_text
+from fivefold.report import WIDTH
 
 PANELS = (landscape, layer, collectives)
 
 
-def wires(view: dict[str, Any], *ways: str) -> Counter[Call]:
+def wires(view: dict[str, Any], *ways: str) -> Counter[Collective]:
     """All that the stations of a layer move."""
-    found: Counter[Call] = Counter()
+    found: Counter[Collective] = Counter()
     for station in view["stations"]:
         for wire in (each for way in ways or ("forward", "backward") for each in station[way]):
-            found[Call(*(wire[name] for name in Call._fields))] += wire["count"]
+            found[Collective(*(wire[name] for name in Collective._fields))] += wire["count"]
     return found
 
 
@@ -106,7 +104,7 @@ def test_one_layer_moves_its_share_of_a_whole_step(context: str, sp: str) -> Non
     times = len(plan.stages[0]) * plan.batch.microbatches
     inside = ("ring", "ulysses", "ep", "ep-near", "ep-far", "etp")
     step = {
-        Call(each.axis, each.kind, each.bytes, each.group): each.count
+        Collective(each.axis, each.kind, each.bytes, each.group): each.count
         for each in predict(plan, 0, itemsize=2, grad_itemsize=4)
     }
     one = {call: count for call, count in wires(view).items() if call.axis in inside}
@@ -117,9 +115,9 @@ def test_one_layer_moves_its_share_of_a_whole_step(context: str, sp: str) -> Non
     # The embedding, on the first stage too, has one more sum, and in backward one more gather.
     kind = "reduce_scatter" if sp == "on" else "all_reduce"
     size = plan.local_seq * plan.shape.width * 2
-    sums = wires(view)[Call("tp", kind, size, 2)] * times
-    assert step[Call("tp", kind, size, 2)] == sums + plan.batch.microbatches
-    assert wires(view, "forward")[Call("pp", "send", message_bytes(plan, 2), 2)] == 1
+    sums = wires(view)[Collective("tp", kind, size, 2)] * times
+    assert step[Collective("tp", kind, size, 2)] == sums + plan.batch.microbatches
+    assert wires(view, "forward")[Collective("pp", "send", message_bytes(plan, 2), 2)] == 1
 
 
 def test_stations_take_all_that_core_lists_for_any_choice() -> None:

@@ -8,17 +8,16 @@ from typing import Any
 
 import pytest
 
-from fivefold.core import balance, context
-from fivefold.core.clock import play
+from fivefold.core import balance, splits
 from fivefold.core.errors import UnknownName
 from fivefold.core.layout import Layout
 from fivefold.core.models import load
 from fivefold.core.plan import Wishes, resolve
 from fivefold.core.schedule import catalog
-from fivefold.core.schedule.costs import Costs
-from fivefold.core.traffic import predict
-from fivefold.report.page.learn import context as ring
-from fivefold.report.page.learn import expert, pipeline
+from fivefold.core.schedule.clock import Costs, play
+from fivefold.cost.collectives import predict
+from fivefold.page.learn import context as ring
+from fivefold.page.learn import expert, pipeline
 
 WIDEST = 100
 
@@ -145,8 +144,8 @@ def test_every_pair_is_computed_once(kind: str, cp: str, window: str) -> None:
 @pytest.mark.parametrize("cp", [2, 4, 8])
 def test_the_work_of_a_rank_is_that_of_core(kind: str, cp: int) -> None:
     view = ring.view({"kind": kind, "cp": str(cp), "tokens": "64"})
-    split = context.split_of(Layout.parse(f"cp={cp}", context=kind), load("tiny"))
-    wanted = context.pairs(split, 64)
+    split = splits.split_of(Layout.parse(f"cp={cp}", context=kind), load("tiny"))
+    wanted = splits.pairs(split, 64)
     done = [sum(frame["computed"][rank] for frame in view["frames"]) for rank in range(cp)]
     assert done == wanted
     assert done == [sum(frame["seen"][rank] for frame in view["frames"]) for rank in range(cp)]

@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.core import machine
-from fivefold.core.clock import Timeline
 from fivefold.core.errors import FivefoldError
+from fivefold.core.groups import RankOrder, rank_order
 from fivefold.core.layout import AXES, Extent, Layout, Order
-from fivefold.core.lineup import Lineup, lineup
 from fivefold.core.plan import Plan, Wishes, resolve
-from fivefold.core.schedule.action import Action, actions_of
-from fivefold.report.page import gpu_map, timeline
-from fivefold.report.pipeline_marks import cells, shade
+from fivefold.core.schedule import Action, actions_of
+from fivefold.core.schedule.clock import Timeline
+from fivefold.page import explore_panels, timeline
+from fivefold.report.pipeline_text import cells, shade
 from tests.pure.timelines import EVERY_FAMILY, UNEVEN
 from tests.pure.timelines import timeline as played
 
@@ -51,7 +51,7 @@ def laid(layout: str) -> Plan:
 @settings(max_examples=60, deadline=None)
 @given(layouts())
 def test_the_line_lists_every_group_of_every_rank(layout: Layout) -> None:
-    line = lineup(layout)
+    line = rank_order(layout)
     assert sorted(map(line.place, range(layout.world))) == [*range(layout.world)]
     for axis in AXES:
         along = layout.extent(axis)
@@ -64,7 +64,7 @@ def test_the_line_lists_every_group_of_every_rank(layout: Layout) -> None:
 def test_experts_across_a_row_are_listed_too() -> None:
     # Rows of 4 ranks, 6 to an ep group: no list of strides in rank numbers holds both groups.
     layout = Layout.parse("tp=4 dp=3 pp=2 ep=6 order=tp-cp-pp-dp")
-    line, along = lineup(layout), layout.extent("ep")
+    line, along = rank_order(layout), layout.extent("ep")
     assert line.group(along, 0) == (0, 1, 2, 3, 8, 9)
     assert line.group(along, 10) == (10, 11, 16, 17, 18, 19)
 
@@ -76,9 +76,9 @@ def test_experts_across_a_row_are_listed_too() -> None:
 @pytest.mark.parametrize("degrees", ["tp=4 cp=2 dp=6 pp=2", "dp=2x4 tp=2 pp=4", "tp=3 dp=5 pp=3"])
 def test_the_map_says_what_layout_and_machine_say(order: str, degrees: str) -> None:
     one = laid(f"{degrees} order={order}")
-    layout, view = one.layout, gpu_map.view(one)
+    layout, view = one.layout, explore_panels.map_view(one)
     assert one.machine is not None
-    line = Lineup(tuple(Extent(*digit) for digit in view["digits"]))
+    line = RankOrder(tuple(Extent(*digit) for digit in view["digits"]))
     for axis in view["axes"]:
         name, along = axis["axis"], Extent(axis["size"], axis["stride"])
         assert axis["size"] == len(layout.group(name, 0))
@@ -87,17 +87,19 @@ def test_the_map_says_what_layout_and_machine_say(order: str, degrees: str) -> N
         for rank in range(layout.world):
             group = line.group(along, rank)
             assert group == layout.group(name, rank)
-            (words,) = (each for each in gpu_map.text(view, rank) if each.startswith(f"{name} "))
+            (words,) = (
+                each for each in explore_panels.map_text(view, rank) if each.startswith(f"{name} ")
+            )
             if len(group) > 1:
                 assert f" {one.machine.tier_of(group).name}" in words
-                assert gpu_map.listed(group) in words
+                assert explore_panels.listed(group) in words
     stages = [rank // view["run"] % layout.pp for rank in range(layout.world)]
     assert stages == [layout.coord(rank).pp for rank in range(layout.world)]
 
 
 def test_groups_of_experts_and_shards_are_shown_where_they_differ() -> None:
     def shown(layout: str, model: str = "llama-3.1-8b") -> list[str]:
-        return [axis["axis"] for axis in gpu_map.view(plan(layout, model=model))["axes"]]
+        return [axis["axis"] for axis in explore_panels.map_view(plan(layout, model=model))["axes"]]
 
     five = ["tp", "cp", "dp", "pp", "ep"]
     assert shown("dp=4 tp=2") == five
@@ -109,7 +111,7 @@ def test_groups_of_experts_and_shards_are_shown_where_they_differ() -> None:
 
 def test_stages_are_told_with_their_layers() -> None:
     one = plan("pp=2 dp=2", schedule="interleaved", chunks=2)
-    held = gpu_map.view(one)["stages"]
+    held = explore_panels.map_view(one)["stages"]
     assert len(held) == 2
     for place, words in enumerate(held):
         first, second = (one.stages[number] for number in (place, place + 2))
@@ -120,39 +122,42 @@ def test_stages_are_told_with_their_layers() -> None:
 
 
 def test_domains_are_shown_where_whole_nodes_share_them() -> None:
-    assert gpu_map.view(plan("dp=16"))["domain"] == {"name": "nvlink", "size": 8}
-    assert gpu_map.view(plan("dp=144", "gb200"))["domain"] == {"name": "nvlink", "size": 72}
-    assert gpu_map.view(plan("dp=2", "laptop"))["domain"] is None
+    assert explore_panels.map_view(plan("dp=16"))["domain"] == {"name": "nvlink", "size": 8}
+    assert explore_panels.map_view(plan("dp=144", "gb200"))["domain"] == {
+        "name": "nvlink",
+        "size": 72,
+    }
+    assert explore_panels.map_view(plan("dp=2", "laptop"))["domain"] is None
 
 
 def test_a_map_of_16384_gpus_is_as_small_as_one_of_16() -> None:
-    large = gpu_map.view(plan("tp=8 pp=16 dp=128", model="llama-3.1-405b"))
+    large = explore_panels.map_view(plan("tp=8 pp=16 dp=128", model="llama-3.1-405b"))
     assert large["world"] == 16_384
     assert len(json.dumps(large)) < 2000
-    lines = gpu_map.text(large, 1027)
+    lines = explore_panels.map_text(large, 1027)
     assert "dp   128 ranks    coord 0     network: 1027, 1035, 1043 … 2043" in lines
     assert max(map(len, lines)) <= 100
 
 
 def test_a_small_map_marks_every_gpu() -> None:
-    lines = gpu_map.text(gpu_map.view(plan("tp=4 cp=2 dp=2 pp=2")), 17)
+    lines = explore_panels.map_text(explore_panels.map_view(plan("tp=4 cp=2 dp=2 pp=2")), 17)
     assert lines[-1] == "node 0 ·p······ ········ t@tt·c·· ·d······"
     assert lines[-2] == "@ rank 17 · t tp · c cp · d dp · p pp; by node:"
 
 
 def test_a_map_needs_a_machine_and_a_rank_on_it() -> None:
     with pytest.raises(FivefoldError, match="name a machine"):
-        gpu_map.view(plan("dp=2", None))
-    view = gpu_map.view(plan("dp=2"))
+        explore_panels.map_view(plan("dp=2", None))
+    view = explore_panels.map_view(plan("dp=2"))
     for rank in (-1, 2):
         with pytest.raises(FivefoldError, match="use 0 to 1"):
-            gpu_map.text(view, rank)
+            explore_panels.map_text(view, rank)
 
 
 def test_a_group_inside_a_node_says_that_others_leave_it() -> None:
     # Groups of 3 on nodes of 8: (0,1,2) stays inside, (6,7,8) does not.
     assert machine.load("h100").tier_of((6, 8)).name == "network"
-    words = gpu_map.text(gpu_map.view(laid("tp=3 dp=3")))[2]
+    words = explore_panels.map_text(explore_panels.map_view(laid("tp=3 dp=3")))[2]
     assert words.endswith("nvlink (others over network): 0–2")
 
 
@@ -302,7 +307,7 @@ def test_the_text_of_merged_steps_has_its_own_letter() -> None:
 
 def test_measured_steps_make_the_same_picture() -> None:
     steps = (Action(0, "F", 0), Action(0, "B", 0))
-    row = timeline.Row("rank 0", steps, (0.25, 1.0), (0.5, 2.0), {0: 0}, {steps[1]: "1B0"})
+    row = timeline.TimelineRow("rank 0", steps, (0.25, 1.0), (0.5, 2.0), {0: 0}, {steps[1]: "1B0"})
     view = timeline.picture([row], 2.0, headline="measured", seconds=1.0)
     (drawn,) = view["rows"]
     assert (drawn["kinds"], drawn["waits"], view["makespan"]) == ("FB", {"1": "1B0"}, 2.0)

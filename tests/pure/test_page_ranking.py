@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
+from fivefold import planner
 from fivefold.core import machine
 from fivefold.core.errors import FivefoldError
-from fivefold.core.estimate import planner
 from fivefold.core.layout import Layout
 from fivefold.core.plan import Wishes, resolve
-from fivefold.report.page import curves, html, questions, ranking, snapshot
-from fivefold.report.page.learn.choice import Choice
-from fivefold.report.page.state import State
+from fivefold.page import document, explore_search, questions
+from fivefold.page.explore_state import State
+from fivefold.page.learn import Choice
 
 JOB = {"model": "llama-3.1-8b", "machine": "h100", "gpus": "16", "seq": "8192", "batch": "64"}
 HOW: dict[str, Any] = {"precision": "bf16", "headroom": 0.05}
@@ -31,12 +31,12 @@ def silent(share: float) -> None:
 
 @cache
 def ranked(**job: str) -> dict[str, Any]:
-    return ranking.view(job, silent)
+    return explore_search.ranking_view(job, silent)
 
 
 @cache
 def swept(**job: str) -> dict[str, Any]:
-    return curves.view(job, silent)
+    return explore_search.curves_view(job, silent)
 
 
 def wishes_of(job: dict[str, str], **said: Any) -> Wishes:
@@ -105,7 +105,7 @@ def test_what_does_not_fit_is_refused_with_a_way_out() -> None:
     found = ranked(**{**JOB, "model": "llama-3.1-405b"})
     assert not found["layouts"]
     assert "does not fit" in found["refused"] and "it takes 128 GPUs" in found["refused"]
-    assert "does not fit" in " ".join(ranking.text(found))
+    assert "does not fit" in " ".join(explore_search.ranking_text(found))
 
 
 @pytest.mark.parametrize(
@@ -114,14 +114,14 @@ def test_what_does_not_fit_is_refused_with_a_way_out() -> None:
      ("config", '{"a":' * 20_000), ("tp", "0"), ("color", "red")],
 )  # fmt: skip
 def test_hostile_params_are_refused(name: str, text: str) -> None:
-    for view in (ranking.view, curves.view):
+    for view in (explore_search.ranking_view, explore_search.curves_view):
         with pytest.raises(FivefoldError):
             view({**JOB, name: text}, silent)
 
 
 def test_the_text_of_the_ranking_has_its_numbers() -> None:
     found = ranked(**JOB)
-    lines = ranking.text(found)
+    lines = explore_search.ranking_text(found)
     assert max(map(len, lines)) <= 100
     for place, one in enumerate(found["layouts"]):
         row = next(line for line in lines if line.startswith(f"{place + 1:>2}  "))
@@ -142,7 +142,7 @@ def states() -> Iterator[State]:
 
 @pytest.mark.parametrize("state", [*states()], ids=lambda state: f"{state.model} cp={state.cp}")
 def test_curves_of_a_layout_are_its_ledger_at_every_length(state: State) -> None:
-    found = curves.current(state)
+    found = explore_search.current(state)
     assert state.seq in found["lengths"] and found["lengths"] == sorted(found["lengths"])
     for kind in ("none", "selective", "full"):
         for seq in (state.seq, 4096, 131_072):
@@ -155,7 +155,7 @@ def test_curves_of_a_layout_are_its_ledger_at_every_length(state: State) -> None
 
 
 def test_the_longest_that_fits_is_under_the_limit_and_the_next_is_not() -> None:
-    found = curves.current(State())
+    found = explore_search.current(State())
     for kind, seq in found["longest"].items():
         place = found["lengths"].index(seq)
         sizes = found["bytes"][kind]
@@ -164,7 +164,7 @@ def test_the_longest_that_fits_is_under_the_limit_and_the_next_is_not() -> None:
 
 def test_lengths_that_a_layout_cannot_have_are_left_out() -> None:
     state = State(model="gpt2", gpus=2, batch=8, tp=1, pp=1, seq=1000, schedule="1f1b", chunks=1)
-    found = curves.current(state)
+    found = explore_search.current(state)
     assert [size is None for size in found["bytes"]["none"]] == [False] + [True] * 10
 
 
@@ -196,7 +196,7 @@ def test_a_batch_that_is_too_small_for_data_ranks_is_said() -> None:
 
 def test_the_text_of_the_curves_has_its_numbers() -> None:
     found = swept(**JOB, tp="2", pp="2", schedule="1f1b", zero="1")
-    lines = curves.text(found)
+    lines = explore_search.curves_text(found)
     assert max(map(len, lines)) <= 100
     own = State.parse({**JOB, "tp": "2", "pp": "2", "schedule": "1f1b", "zero": "1"}).outlook()
     row = next(line for line in lines if re.match(r"this layout +none", line))
@@ -204,21 +204,21 @@ def test_the_text_of_the_curves_has_its_numbers() -> None:
     assert {one["strategy"] for one in found["strategies"]} <= {
         line.split()[0] for line in lines if line
     }
-    assert "this layout" not in "\n".join(curves.text(swept(**JOB)))
+    assert "this layout" not in "\n".join(explore_search.curves_text(swept(**JOB)))
 
 
 def test_progress_rises_to_the_end() -> None:
-    for view in (ranking.view, curves.view):
+    for view in (explore_search.ranking_view, explore_search.curves_view):
         told: list[float] = []
         view(JOB, told.append)
         assert told == sorted(told) and told[-1] == 1.0 and len(told) > 3
 
 
 def test_the_page_asks_for_the_keys_that_a_search_depends_on() -> None:
-    text = (html.STATIC / "slow.js").read_text("utf-8")
+    text = (document.STATIC / "slow.js").read_text("utf-8")
     said = re.search(r"const JOB = \[(.*?)\]", text)
     assert said is not None
-    assert re.findall(r'"(\w+)"', said[1]) == list(ranking.JOB)
+    assert re.findall(r'"(\w+)"', said[1]) == list(explore_search.JOB)
 
 
 START = {**JOB, "tp": "2", "pp": "2", "schedule": "1f1b", "zero": "1"}
@@ -227,16 +227,16 @@ START = {**JOB, "tp": "2", "pp": "2", "schedule": "1f1b", "zero": "1"}
 @pytest.fixture
 def table(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """A self-contained page's answers; the quick ones are only the questions themselves."""
-    monkeypatch.setattr(snapshot, "SLOW", {"ranking": _ranked, "curves": _swept})
-    monkeypatch.setattr(snapshot, "_answered", lambda name, params, run: {"asked": (name, params)})
-    return snapshot.embedded(START, None, silent)
+    monkeypatch.setattr(document, "SLOW", {"ranking": _ranked, "curves": _swept})
+    monkeypatch.setattr(document, "_answered", lambda name, params, run: {"asked": (name, params)})
+    return document.embedded(START, None, silent)
 
 
-def _ranked(params: dict[str, str], on_progress: ranking.Progress) -> dict[str, Any]:
+def _ranked(params: dict[str, str], on_progress: explore_search.Progress) -> dict[str, Any]:
     return ranked(**params)
 
 
-def _swept(params: dict[str, str], on_progress: ranking.Progress) -> dict[str, Any]:
+def _swept(params: dict[str, str], on_progress: explore_search.Progress) -> dict[str, Any]:
     return swept(**params)
 
 
@@ -277,7 +277,7 @@ def test_small_panels_are_whole_and_large_ones_two_changes_deep() -> None:
         return {f"c{i}": Choice("", ("a", "b", "c"), "a") for i in range(num_choices)}
 
     def distinct(num_choices: int) -> set[str]:
-        return {"".join(one.values()) for one in snapshot._combinations(panel(num_choices))}
+        return {"".join(one.values()) for one in document._combinations(panel(num_choices))}
 
     assert len(distinct(3)) == 27
     large = distinct(8)

@@ -12,20 +12,20 @@ from typing import Any
 import pytest
 
 from fivefold.core.errors import FivefoldError
-from fivefold.core.expected import from_plan
-from fivefold.core.progress import summarize
-from fivefold.core.replayed import covered
-from fivefold.core.schedule.action import Action, Step, actions_of
-from fivefold.core.spans import Call, Did, RankSpans
-from fivefold.report.page import run_curves, run_text, run_view, twins
-from fivefold.run import spans
+from fivefold.core.schedule import Action, Step, actions_of
+from fivefold.page import document, run_curves, run_view
+from fivefold.records import run_reader, summarize
+from fivefold.records.deviation import from_plan
+from fivefold.records.spans import ActionSpan, CollectiveSpan, RankSpans, covered
 from tests.pure.fake_runs import PLANNED, RECORD, FakeStep, plan_of, records, usual, write_run
 
 MEANS, PLAN = plan_of(), plan_of("h100")
 
 
 def asked(folder: Path, **params: str) -> dict[str, Any]:
-    return run_view.view(spans.read(folder), params, lambda step: spans.read_step(folder, step))
+    return run_view.view(
+        run_reader.read(folder), params, lambda step: run_reader.read_step(folder, step)
+    )
 
 
 def looked_at(folder: Path, step: FakeStep, **params: str) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def test_every_kind_of_schedule_can_be_compared(tmp_path: Path, schedule: str) -
     step = FakeStep(plan_of(schedule=schedule), usual)
     found = looked_at(tmp_path / "run", step)
     assert found["seconds"]["pipeline"] == pytest.approx(step.length, abs=1e-6)
-    assert run_text.step({"step": found})
+    assert run_view.step({"step": found})
 
 
 def test_the_newest_start_that_ran_a_step_is_read_and_torn_lines_are_not(tmp_path: Path) -> None:
@@ -158,15 +158,15 @@ def test_the_newest_start_that_ran_a_step_is_read_and_torn_lines_are_not(tmp_pat
     )
     with (folder / "events/rank-00000.jsonl").open("a") as file:
         file.write('{"step": 4, "restart": 1, "ra')
-    facts = spans.read(folder)
+    facts = run_reader.read(folder)
     assert facts.told == {0: (1, 2), 1: (2, 3)}
     assert facts.steps == [1, 2, 3]
-    again = spans.read_step(folder, 2)
+    again = run_reader.read_step(folder, 2)
     assert again is not None and again.restart == 1
     assert again.end - again.begin == pytest.approx(0.66, abs=1e-6)
-    assert spans.read_step(folder, 4) is None
+    assert run_reader.read_step(folder, 4) is None
     (folder / "events/rank-00003.jsonl").unlink()
-    left = spans.read_step(folder, 1)
+    left = run_reader.read_step(folder, 1)
     assert left is not None and 3 not in left.ranks and left.num_ranks == 8
     # The pipeline of ranks 0, 2, 4, 6 is whole; that of 1, 3, 5, 7 is not.
     assert asked(folder, step="1")["step"]["choices"] == [0]
@@ -183,8 +183,8 @@ def test_a_step_is_found_by_halving(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         parsed.append(text)
         return loads(text)
 
-    monkeypatch.setattr(spans.json, "loads", counted)
-    found = spans.read_step(folder, 300)
+    monkeypatch.setattr(run_reader.json, "loads", counted)
+    found = run_reader.read_step(folder, 300)
     assert found is not None and len(found.ranks[0].actions) == 16
     assert len(parsed) < 200 < 400 * len(first[0].splitlines())
 
@@ -193,7 +193,7 @@ def test_of_many_ranks_whole_pipelines_are_read(tmp_path: Path) -> None:
     plan = plan_of(layout="dp=256 pp=2", microbatches=2)
     told = FakeStep(plan, usual).lines(1)
     folder = write_run(tmp_path / "run", plan, [RECORD], events=[told])
-    found = spans.read_step(folder, 1)
+    found = run_reader.read_step(folder, 1)
     assert found is not None and found.num_ranks == 512
     assert len(found.ranks) == 256
     assert all({*plan.layout.group("pp", rank)} <= found.ranks.keys() for rank in found.ranks)
@@ -204,7 +204,7 @@ def test_clocks_of_ranks_are_brought_together(tmp_path: Path) -> None:
     folder = write_run(
         tmp_path / "run", MEANS, [RECORD], events=[FakeStep(MEANS, usual, skew=skews).lines(1)]
     )
-    found = spans.read_step(folder, 1)
+    found = run_reader.read_step(folder, 1)
     assert found is not None
     first = {rank: one.actions[-1].end for rank, one in found.ranks.items()}
     # The first stage ends last, each later one a backward earlier.
@@ -240,7 +240,7 @@ def test_without_events_or_plan_it_says_so(tmp_path: Path) -> None:
     (folder / "plan.toml").write_text('model = "nobody-knows"\n')
     view = asked(folder)
     assert "nobody-knows" in view["head"]["no_plan"]
-    assert [*twins.lines({"run": view}, None)]
+    assert [*document.lines({"run": view}, None)]
 
 
 def test_other_layouts_are_not_held_against_the_newest_plan(tmp_path: Path) -> None:
@@ -281,7 +281,7 @@ def test_records_become_curves_marks_and_goodput(tmp_path: Path) -> None:
     assert view["marks"]["skipped"][0]["says"] == "step 10 was skipped: loss is not finite"
     assert view["load"]["rows"] == [[1.5] * 40, [3.25] * 40]
     assert view["head"]["state"].startswith("stopped at step 40 of 20")
-    facts = spans.read(folder)
+    facts = run_reader.read(folder)
     assert view["goodput"]["share"] == facts.summary.goodput
     assert sum(one["share"] for one in view["goodput"]["parts"]) == pytest.approx(1.0)
     assert facts.summary.num_lost == summarize([], [], facts.lost, 0).num_lost == 2
@@ -294,7 +294,7 @@ def test_a_start_without_an_end_runs_or_is_silent(
     tmp_path: Path, silence: float, words: str
 ) -> None:
     folder = write_run(tmp_path / "run", MEANS, records(3), ended=[None])
-    facts = replace(spans.read(folder), silence=silence)
+    facts = replace(run_reader.read(folder), silence=silence)
     head = run_view.view(facts, {}, lambda step: None)["head"]
     assert head["live"] and head["state"].startswith(words)
     assert head["silent"] == (silence > 120)
@@ -305,7 +305,7 @@ def test_the_text_says_the_same_numbers(tmp_path: Path) -> None:
     step = FakeStep(PLAN, usual)
     folder = write_run(tmp_path / "run", PLAN, kept, events=[step.lines(1)])
     view = asked(folder)
-    lines = [*twins.lines({"run": view}, None)]
+    lines = [*document.lines({"run": view}, None)]
     whole = "\n".join(lines)
     assert max(map(len, lines)) <= 100
     assert "30.0% (median of the newest 100), planned 40.0%: 0.75 times the plan" in whole
@@ -313,13 +313,13 @@ def test_the_text_says_the_same_numbers(tmp_path: Path) -> None:
     digits = next(line for line in lines if line.startswith("layer   2"))
     assert digits.split()[2].strip("9") == "" and "newest 12.00" in digits
     assert "0 P" in whole and "0 M" in whole
-    assert set(run_text.TEXTS) == {"head", "loss", "rates", "memory", "load", "goodput", "step"}
+    assert set(run_view.TEXTS) == {"head", "loss", "rates", "memory", "load", "goodput", "step"}
 
 
 def test_collectives_inside_of_an_action_count_for_the_dimension_that_they_serve() -> None:
     groups = ("tp", "ring", "ulysses", "ep-near", "ep-far", "etp", "fsdp", "pp")
-    calls = [Call(axis, "send", i, i + 1, 8, 2) for i, axis in enumerate(groups)]
-    did = Did(Action(0, "F", 0), 0.0, 0.0, float(len(groups)))
+    calls = [CollectiveSpan(axis, "send", i, i + 1, 8, 2) for i, axis in enumerate(groups)]
+    did = ActionSpan(Action(0, "F", 0), 0.0, 0.0, float(len(groups)))
     assert covered(RankSpans(0, 9.0, (did,), tuple(calls))) == [
         {"tp": 1.0, "cp": 2.0, "ep": 3.0, "dp": 1.0}  # messages of the pipeline are waited for
     ]

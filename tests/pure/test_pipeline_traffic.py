@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fivefold.core.clock import peak_activations
 from fivefold.core.errors import FivefoldError
-from fivefold.core.memory import boundary_bytes, gathered_bytes, in_flight, static_bytes
 from fivefold.core.plan import Plan, Wishes, resolve
 from fivefold.core.schedule import catalog
-from fivefold.core.traffic import Entry, chunks_of, predict
+from fivefold.core.schedule.clock import peak_activations
+from fivefold.cost.collectives import TrafficEntry, chunks_of, predict
+from fivefold.cost.static_memory import boundary_bytes, gathered_bytes, in_flight, static_bytes
 
 LAYER = 218_112_000  # parameters of a layer of llama-3.1-8b, its two norms included
 VOCABULARY = 128_256 * 4096  # its embedding; its head is as large
@@ -30,7 +30,7 @@ def tiny(layout: str, **wishes: object) -> Plan:
     return resolve(Wishes("tiny", layout=layout, **wishes), small=True)  # pyright: ignore
 
 
-def traffic(plan: Plan, rank: int, *axes: str) -> list[Entry]:
+def traffic(plan: Plan, rank: int, *axes: str) -> list[TrafficEntry]:
     """The entries of some axes (all of them if none is named), in bf16."""
     found = predict(plan, rank, itemsize=2, grad_itemsize=2)
     return [each for each in found if not axes or each.axis in axes]
@@ -52,9 +52,9 @@ def test_one_forward_one_backward_on_four_ranks() -> None:
         {"send": 8, "recv": 8},
     ]
     assert traffic(plan, 0) == [
-        Entry("pp", "recv", 8, A, 2),
-        Entry("pp", "send", 8, A, 2),
-        Entry("world", "all_reduce", 1, 24, 4),
+        TrafficEntry("pp", "recv", 8, A, 2),
+        TrafficEntry("pp", "send", 8, A, 2),
+        TrafficEntry("world", "all_reduce", 1, 24, 4),
     ]
 
 
@@ -63,8 +63,8 @@ def test_messages_are_what_a_tensor_rank_holds(sp: bool, size: int) -> None:
     plan = plan_of("tp=4 pp=2", microbatches=4, microbatch_size=3, sp=sp)
     for rank in range(8):
         assert traffic(plan, rank, "pp") == [
-            Entry("pp", "recv", 4, 3 * size, 2),
-            Entry("pp", "send", 4, 3 * size, 2),
+            TrafficEntry("pp", "recv", 4, 3 * size, 2),
+            TrafficEntry("pp", "send", 4, 3 * size, 2),
         ]
 
 
@@ -74,16 +74,16 @@ def test_the_tensor_axis_of_each_stage() -> None:
     for place, layers in enumerate((9, 9, 8, 6)):
         end = place in (0, 3)  # the embedding here, the head there: one gather and one sum more
         loss = [
-            Entry("tp", "all_reduce", 8, 1024 * 4, 2),
-            Entry("tp", "all_reduce", 8, 2 * 1024 * 4, 2),
+            TrafficEntry("tp", "all_reduce", 8, 1024 * 4, 2),
+            TrafficEntry("tp", "all_reduce", 8, 2 * 1024 * 4, 2),
         ]
-        norms = Entry("tp", "all_reduce", 1, (2 * layers + (place == 3)) * 4096 * 4, 2)
+        norms = TrafficEntry("tp", "all_reduce", 1, (2 * layers + (place == 3)) * 4096 * 4, 2)
         assert traffic(plan, 2 * place, "tp") == sorted(
             [
-                Entry("tp", "all_gather", 8 * (6 * layers + end), A // 2, 2),
+                TrafficEntry("tp", "all_gather", 8 * (6 * layers + end), A // 2, 2),
                 *(loss if place == 3 else []),
                 norms,
-                Entry("tp", "reduce_scatter", 8 * (4 * layers + end), A, 2),
+                TrafficEntry("tp", "reduce_scatter", 8 * (4 * layers + end), A, 2),
             ],
             key=lambda e: (e.axis, e.kind, e.bytes),
         )
@@ -112,7 +112,9 @@ def test_two_directions_share_the_microbatches_and_all_weights() -> None:
         assert [chunk.num_microbatches for chunk in chunks] == [4, 4]
         # Matrices are halved by tp, norms are not; the embedding and the head are in the outer.
         numel = layers * ((LAYER - 2 * 4096) // 2 + 2 * 4096) + outer * (VOCABULARY + 4096)
-        assert traffic(plan, 2 * place, "twin") == [Entry("twin", "all_reduce", 1, 4 * numel, 2)]
+        assert traffic(plan, 2 * place, "twin") == [
+            TrafficEntry("twin", "all_reduce", 1, 4 * numel, 2)
+        ]
 
 
 TIED = {"tied": "true"}
@@ -121,7 +123,7 @@ TIED = {"tied": "true"}
 def test_a_tied_embedding_is_summed_by_the_ranks_of_both_ends() -> None:
     plan = plan_of("pp=4", set=TIED)
     found = [traffic(plan, rank, "twin") for rank in range(4)]
-    call = [Entry("twin", "all_reduce", 1, 4 * VOCABULARY, 2)]
+    call = [TrafficEntry("twin", "all_reduce", 1, 4 * VOCABULARY, 2)]
     assert found == [call, [], [], call]
     assert all(not traffic(plan_of("pp=4"), rank, "twin") for rank in range(4))
     loop = plan_of("pp=4", schedule="interleaved", set=TIED)

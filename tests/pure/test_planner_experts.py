@@ -11,12 +11,12 @@ from ledgers import H100, grid_of
 
 from fivefold.cli import main
 from fivefold.core import models
-from fivefold.core.estimate import stack as stacks
-from fivefold.core.estimate.layer import Clockwork
-from fivefold.core.estimate.links import Links
-from fivefold.core.estimate.planner import setting_of
-from fivefold.core.estimate.routing import fullest_rank
-from fivefold.core.estimate.timing import floored
+from fivefold.cost import stack as stacks
+from fivefold.cost.grid import fullest_rank
+from fivefold.cost.layer_time import LayerTimer
+from fivefold.cost.links import Links
+from fivefold.cost.step_time import floored
+from fivefold.planner import setting_of
 
 MIXTRAL, QWEN = models.load("mixtral-8x7b"), models.load("qwen3-30b-a3b")
 
@@ -40,7 +40,7 @@ def test_all_wait_for_the_fullest_rank() -> None:
     rows; what is not routed takes as long as before."""
     grid = grid_of(shard=8, ep=8)
     even, crowded = (
-        Clockwork(MIXTRAL, H100, stacks.OURS, grid, 8192, "bf16", load).layer(0).forward
+        LayerTimer(MIXTRAL, H100, stacks.OURS, grid, 8192, "bf16", load).layer(0).forward
         for load in (1.0, 2.0)
     )
     moe, width = MIXTRAL.moe, MIXTRAL.width
@@ -59,7 +59,7 @@ def test_all_wait_for_the_fullest_rank() -> None:
 
 def test_without_expert_ranks_nobody_waits() -> None:
     asked = (MIXTRAL, H100, stacks.OURS, grid_of(shard=8), 8192, "bf16")
-    even, crowded = (Clockwork(*asked, load).layer(0).forward for load in (1.0, 2.0))
+    even, crowded = (LayerTimer(*asked, load).layer(0).forward for load in (1.0, 2.0))
     for name, seconds in even.items():
         assert crowded[name] == pytest.approx(seconds)
 
@@ -118,7 +118,7 @@ def test_a_load_that_cannot_be_is_refused(
 def test_small_layers_take_what_their_host_takes(kernels: str, dense: float, routed: float) -> None:
     """With experts 2.05 ms forward and 2.24 ms backward, as measured eager."""
     setting, _ = setting_of(H100, "bf16", 0.05, kernels, 1.0)
-    work = Clockwork(models.load("tiny-moe"), H100, setting.stack, grid_of(), 32, "bf16")
+    work = LayerTimer(models.load("tiny-moe"), H100, setting.stack, grid_of(), 32, "bf16")
     for number, host in ((0, dense), (1, routed)):
         layer = floored(work, number)
         parts = (*layer.forward.items(), *layer.inputs.items(), *layer.weights.items())

@@ -10,15 +10,15 @@ import pytest
 from ledgers import grid_of
 
 from fivefold.core import machine as machines
-from fivefold.core import models, strict
+from fivefold.core import models, tables
 from fivefold.core.errors import BadFile, FivefoldError
-from fivefold.core.estimate import stack as stacks
-from fivefold.core.estimate.grid import Array
-from fivefold.core.estimate.links import Links
-from fivefold.core.estimate.search import Setting, search
-from fivefold.core.estimate.space import Question
-from fivefold.core.estimate.timing import timing
 from fivefold.core.machine import Machine
+from fivefold.cost import stack as stacks
+from fivefold.cost.grid import Array
+from fivefold.cost.links import Links
+from fivefold.cost.step_time import timing
+from fivefold.planner.search import SearchSetting, search
+from fivefold.planner.space import SpaceQuestion
 
 H100, TPU = machines.load("h100"), machines.load("tpu-v4")
 SIZE = np.array([1e9])
@@ -102,7 +102,7 @@ def test_a_machine_file_turns_it_on(tmp_path: Path) -> None:
     path.write_text('base = "h100"\n\n[tiers.network]\nreduces = true\n')
     found = machines.load(path)
     assert found.tiers == reducing(H100, "network").tiers
-    path.write_text(strict.to_toml(machines.to_table(found)))
+    path.write_text(tables.to_toml(machines.to_table(found)))
     assert machines.load(path) == found
     path.write_text('base = "h100"\n\n[tiers.network]\nreduces = "yes"\n')
     with pytest.raises(BadFile, match=r"tiers\.network\.reduces"):
@@ -171,7 +171,7 @@ def test_a_torus_must_be_whole() -> None:
 def test_palm_has_no_pipeline_on_a_torus() -> None:
     """2,048 rows of 2,048 tokens on two pods, as PaLM 540B was trained."""
     shape = models.load("palm-540b")
-    question = Question(shape, 6144, 2048, 2048, (4096,), {"cp": 1, "recompute": "none"})
-    found = search(question, Setting(TPU, stacks.OURS, "bf16"), 8).best
+    question = SpaceQuestion(shape, 6144, 2048, 2048, (4096,), {"cp": 1, "recompute": "none"})
+    found = search(question, SearchSetting(TPU, stacks.OURS, "bf16"), 8).best
     assert found and found[0].grid.pp.item() == 1 and found[0].grid.zero.item() == 3
     assert found[0].grid.tp.item() > 1

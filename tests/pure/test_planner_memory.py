@@ -10,23 +10,20 @@ import pytest
 from ledgers import H100, books_of, grid_of
 
 from fivefold.core import models
-from fivefold.core.clock import peak_activations, play
 from fivefold.core.count import layer_parameters, parameters
-from fivefold.core.estimate import stack as stacks
-from fivefold.core.estimate.ends import in_flight, stages_of
-from fivefold.core.estimate.grid import OFFLOADS, Grid
-from fivefold.core.estimate.outlook import outlook
-from fivefold.core.estimate.search import Setting, search
-from fivefold.core.estimate.space import Question
-from fivefold.core.estimate.timing import timing
 from fivefold.core.plan import Wishes, resolve
-from fivefold.core.schedule.costs import Costs
+from fivefold.core.schedule import Schedule, loop
+from fivefold.core.schedule.clock import Costs, peak_activations, play
 from fivefold.core.schedule.flush import alternate
-from fivefold.core.schedule.placement import loop
-from fivefold.core.schedule.value import Schedule
-from fivefold.core.score.outcome import outcome
-from fivefold.core.score.peers import compared
-from fivefold.core.score.summary import ranked
+from fivefold.cost import stack as stacks
+from fivefold.cost.grid import OFFLOADS, Grid
+from fivefold.cost.pipeline_ranks import in_flight, stages_of
+from fivefold.cost.step_time import timing
+from fivefold.planner.estimate import outlook
+from fivefold.planner.search import SearchSetting, search
+from fivefold.planner.space import SpaceQuestion
+from fivefold.score import compared, ranked
+from fivefold.score.outcome import outcome
 
 LLAMA_405B = models.load("llama-3.1-405b")
 
@@ -73,7 +70,7 @@ def test_messages_show_where_one_forward_runs_ahead(ranks: int, chunks: int) -> 
 def test_stages_that_a_plan_gives_are_those_of_its_ledger() -> None:
     """A layer more on an inner rank: its weights, its states, and what it keeps."""
     base = Wishes(model="llama-3.1-8b", layout="pp=4", seq=4096, microbatches=8)
-    setting = Setting(H100, stacks.OURS, "bf16")
+    setting = SearchSetting(H100, stacks.OURS, "bf16")
     even, uneven = (
         outlook(resolve(replace(base, stage_layers=given)), setting)
         for given in ("8,8,8,8", "6,12,8,6")
@@ -186,8 +183,8 @@ def test_disks_are_asked_where_the_host_is_full(
 ) -> None:
     node = replace(H100.host, memory=host, nvme_bytes=disks)
     machine = replace(H100, memory=70e9, host=node)
-    question = Question(LLAMA_70B, 8, 4096, 8, (8,), {"schedule": "1f1b", "cp": 1})
-    found = search(question, Setting(machine, stacks.OURS, "bf16"), 1).best
+    question = SpaceQuestion(LLAMA_70B, 8, 4096, 8, (8,), {"schedule": "1f1b", "cp": 1})
+    found = search(question, SearchSetting(machine, stacks.OURS, "bf16"), 1).best
     assert [OFFLOADS[int(one.grid.offload.item())] for one in found] == (
         [offload] if offload else []
     )

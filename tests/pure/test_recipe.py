@@ -6,27 +6,31 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.core import keys, models
-from fivefold.core.elastic import refit
+from fivefold.core import models, settings
 from fivefold.core.errors import BadFile, FivefoldError, UnknownName
 from fivefold.core.plan import Plan, Wishes, read, resolve, wishes_from
 from fivefold.core.recipe import Recipe
+from fivefold.launch.launcher import refit
 
 
 def test_there_are_at_most_forty_keys_and_none_has_two_meanings() -> None:
-    plan, train, model = keys.plan_keys(), keys.train_keys(), list(models.keys())
+    plan, train, model = settings.plan_keys(), settings.train_keys(), list(models.keys())
     assert len(plan) + len(train) + 2 <= 40  # and `model` and `set`
     assert len({*plan, *train, *model}) == len([*plan, *train, *model])
 
 
 def test_every_key_is_documented() -> None:
     page = (Path(__file__).parents[2] / "docs" / "training.md").read_text("utf-8")
-    missing = [key for key in (*keys.plan_keys(), *keys.train_keys()) if f"`{key}`" not in page]
+    missing = [
+        key for key in (*settings.plan_keys(), *settings.train_keys()) if f"`{key}`" not in page
+    ]
     assert not missing
 
 
 def test_a_setting_goes_to_who_knows_it() -> None:
-    said = keys.sort_out({"lr": "3e-4", "zero": "FULL_SHARD", "layers": "4", "moe.experts": "8"})
+    said = settings.sort_out(
+        {"lr": "3e-4", "zero": "FULL_SHARD", "layers": "4", "moe.experts": "8"}
+    )
     assert said == ({"zero": 3}, {"lr": 3e-4}, {"layers": "4", "moe.experts": "8"})
 
 
@@ -42,7 +46,7 @@ def test_a_setting_goes_to_who_knows_it() -> None:
 )
 def test_a_mistake_is_named_with_the_nearest(pairs: dict[str, str], words: str) -> None:
     with pytest.raises((BadFile, UnknownName), match=words):
-        keys.sort_out(pairs)
+        settings.sort_out(pairs)
 
 
 @pytest.mark.parametrize(

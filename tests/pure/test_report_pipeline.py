@@ -15,11 +15,9 @@ from hypothesis import strategies as st
 from timelines import EVERY_FAMILY, UNEVEN, busy
 from timelines import timeline as played
 
-from fivefold.core.clock import Timeline, peak_activations, play, steady_bubble
-from fivefold.core.schedule import catalog, custom
-from fivefold.core.schedule.action import actions_of
-from fivefold.core.schedule.costs import Costs
-from fivefold.report.perfetto import perfetto_trace
+from fivefold.core.schedule import actions_of, catalog, choose
+from fivefold.core.schedule.clock import Costs, Timeline, peak_activations, play, steady_bubble
+from fivefold.report.pipeline_text import perfetto_trace
 from fivefold.report.pipeline_words import explain, headline, summary_lines
 
 # The trace
@@ -253,7 +251,7 @@ def test_one_rank_has_no_bubble_to_explain() -> None:
 
 
 def test_a_schedule_without_family_is_explained_by_its_idle_slots() -> None:
-    schedule = custom.parse("0F0 0B0\n1F0 1B0")
+    schedule = choose.parse("0F0 0B0\n1F0 1B0")
     lines = explain(play(schedule, Costs.uniform(schedule.placement)), None)
     # 0F 0–1, 1F 1–2, 1B 2–4, 0B 4–6: three of six are work.
     assert lines[0] == "Of the makespan 6.0, the busiest rank works 3.0 and 3.0 is bubble."

@@ -15,12 +15,18 @@ from hypothesis import strategies as st
 from timelines import EVERY_FAMILY, UNEVEN, busy
 from timelines import timeline as played
 
-from fivefold.core.clock import play
-from fivefold.core.schedule import catalog, custom
-from fivefold.core.schedule.costs import Costs
-from fivefold.report.pipeline_marks import KINDS, OVERLAPPED, cells, chunks_by_rank, shade, ticks
+from fivefold.core.schedule import catalog, choose
+from fivefold.core.schedule.clock import Costs, play
 from fivefold.report.pipeline_svg import timeline_svg
-from fivefold.report.pipeline_text import render_timeline
+from fivefold.report.pipeline_text import (
+    KINDS,
+    OVERLAPPED,
+    cells,
+    chunks_by_rank,
+    render_timeline,
+    shade,
+    ticks,
+)
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -178,7 +184,7 @@ def test_svg_escapes_hostile_text_and_loads_nothing() -> None:
 
 
 def test_svg_of_a_hostile_schedule_name_parses() -> None:
-    schedule = custom.parse("0F0 0B0", name="<a>&\x01")
+    schedule = choose.parse("0F0 0B0", name="<a>&\x01")
     svg = timeline_svg(play(schedule, Costs.uniform(schedule.placement)))
     assert "<a>&\ufffd" in (ElementTree.fromstring(svg).get("aria-label") or "")
 

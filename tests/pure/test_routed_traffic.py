@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fivefold.core.plan import Plan, Wishes, resolve
-from fivefold.core.routed import least_share, room_of
-from fivefold.core.traffic import Entry, predict
+from fivefold.cost.collectives import TrafficEntry, least_share, predict, room_of
 
 # tiny-moe: 7 layers with 8 experts, 2 for each token, of 64 numbers. A row of 32 tokens in bf16.
 LAYERS, EXPERTS, TOP_K, SEQ = 7, 8, 2, 32
@@ -19,7 +18,7 @@ def plan_of(layout: str, **wishes: object) -> Plan:
     return resolve(Wishes(layout=layout, **said))  # pyright: ignore
 
 
-def traffic(plan: Plan, *axes: str) -> list[Entry]:
+def traffic(plan: Plan, *axes: str) -> list[TrafficEntry]:
     found = predict(plan, 0, itemsize=2, grad_itemsize=2)
     return [each for each in found if each.axis in axes]
 
@@ -30,8 +29,8 @@ def traffic(plan: Plan, *axes: str) -> list[Entry]:
 def test_counts_and_rows_of_all_slots(recompute: str, forwards: int) -> None:
     """Counts forward only; rows there and back, forward and backward."""
     assert traffic(plan_of("dp=4 ep=4", recompute=recompute), "ep") == [
-        Entry("ep", "all_to_all", forwards * LAYERS, EXPERTS * COUNT, 4),
-        Entry("ep", "all_to_all", 2 * (forwards + 1) * LAYERS, SEQ * TOP_K * ROW, 4),
+        TrafficEntry("ep", "all_to_all", forwards * LAYERS, EXPERTS * COUNT, 4),
+        TrafficEntry("ep", "all_to_all", 2 * (forwards + 1) * LAYERS, SEQ * TOP_K * ROW, 4),
     ]
 
 
@@ -39,14 +38,16 @@ def test_over_nodes_a_token_crosses_once() -> None:
     """32 tokens to at most two nodes each, with their choices and the weights of these."""
     rows = 2 * SEQ
     far = [
-        Entry("ep-far", "all_to_all", LAYERS, 2 * COUNT, 2),
-        Entry("ep-far", "all_to_all", 2 * LAYERS, rows * TOP_K * 4, 2),  # weights, in float32
-        Entry("ep-far", "all_to_all", LAYERS, rows * TOP_K * COUNT, 2),
-        Entry("ep-far", "all_to_all", 4 * LAYERS, rows * ROW, 2),
+        TrafficEntry("ep-far", "all_to_all", LAYERS, 2 * COUNT, 2),
+        TrafficEntry(
+            "ep-far", "all_to_all", 2 * LAYERS, rows * TOP_K * 4, 2
+        ),  # weights, in float32
+        TrafficEntry("ep-far", "all_to_all", LAYERS, rows * TOP_K * COUNT, 2),
+        TrafficEntry("ep-far", "all_to_all", 4 * LAYERS, rows * ROW, 2),
     ]
     near = [
-        Entry("ep-near", "all_to_all", LAYERS, EXPERTS // 2 * COUNT, 2),
-        Entry("ep-near", "all_to_all", 4 * LAYERS, SEQ * TOP_K * ROW, 2),
+        TrafficEntry("ep-near", "all_to_all", LAYERS, EXPERTS // 2 * COUNT, 2),
+        TrafficEntry("ep-near", "all_to_all", 4 * LAYERS, SEQ * TOP_K * ROW, 2),
     ]
     plan = plan_of("dp=4 ep=4", ep_nodes=2)
     assert traffic(plan, "ep", "ep-far", "ep-near") == [*far, *near]
@@ -59,7 +60,9 @@ def test_rooms_are_even_and_nobody_counts() -> None:
     """⌈1.25·2·32/8⌉ = 10 slots of each expert, of which a rank with 16 tokens may have all."""
     plan = plan_of("tp=2 ep=2", balance="capacity-pad:1.25")
     assert room_of(plan) == 10
-    assert traffic(plan, "ep") == [Entry("ep", "all_to_all", 4 * LAYERS, 10 * EXPERTS * ROW, 2)]
+    assert traffic(plan, "ep") == [
+        TrafficEntry("ep", "all_to_all", 4 * LAYERS, 10 * EXPERTS * ROW, 2)
+    ]
     # No more than its tokens, in each of two rows; gathered over etp from both.
     assert room_of(plan_of("tp=2 ep=2", balance="capacity-pad:4", microbatch_size=2)) == 2 * 16
     gathered = plan_of("tp=2 dp=2 ep=2 etp=2", balance="capacity-pad:1.25")
@@ -74,9 +77,9 @@ def test_ranks_that_share_a_row_sum_its_load_and_gather_its_choices(
     wishes = {"balance": "aux+aux-seq+capacity:1", "recompute": recompute, "microbatch_size": 3}
     times, tokens = forwards * LAYERS, 3 * SEQ // 4
     assert traffic(plan_of("tp=2 cp=2", **wishes), "row") == [
-        Entry("row", "all_gather", times, tokens * TOP_K * 4, 4),  # scores, in float32
-        Entry("row", "all_gather", times, tokens * TOP_K * COUNT, 4),
-        Entry("row", "all_reduce", times, 3 * EXPERTS * COUNT, 4),
+        TrafficEntry("row", "all_gather", times, tokens * TOP_K * 4, 4),  # scores, in float32
+        TrafficEntry("row", "all_gather", times, tokens * TOP_K * COUNT, 4),
+        TrafficEntry("row", "all_reduce", times, 3 * EXPERTS * COUNT, 4),
     ]
     # Without sequence parallelism tp ranks have the same tokens.
     without = traffic(plan_of("tp=2 cp=2", sp=False, **wishes), "row")

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.core.estimate.planner import single
 from fivefold.core.machine import PRESETS
 from fivefold.core.plan import read, resolve
+from fivefold.planner import single
 
 RUNS = sorted((PRESETS / "runs").glob("*.toml"))
 

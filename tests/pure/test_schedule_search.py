@@ -7,14 +7,11 @@ from itertools import product
 
 import pytest
 
-from fivefold.core.clock import peak_activations, play
 from fivefold.core.errors import IllegalSchedule
-from fivefold.core.schedule import catalog
-from fivefold.core.schedule.check import require_legal
-from fivefold.core.schedule.costs import Costs
-from fivefold.core.schedule.goal import Goal, Objective
-from fivefold.core.schedule.placement import Placement
-from fivefold.core.schedule.search import Found, lower_bound, search
+from fivefold.core.schedule import Placement, catalog
+from fivefold.core.schedule.choose import require_legal
+from fivefold.core.schedule.clock import Costs, Goal, Objective, peak_activations, play
+from fivefold.core.schedule.search import FoundSchedule, lower_bound, search
 
 Times = tuple[float, float, float]
 
@@ -47,7 +44,7 @@ def best_named(p: int, m: int, max_chunks: int, wanted: Goal) -> float | None:
     return min(found, default=None)
 
 
-def objective_of(found: Found, wanted: Goal) -> float:
+def objective_of(found: FoundSchedule, wanted: Goal) -> float:
     timeline = play(found.schedule, wanted.costs_of(found.schedule.placement))
     return getattr(timeline, wanted.objective)
 

@@ -10,10 +10,9 @@ from __future__ import annotations
 import pytest
 from timelines import Times, bubble, timeline
 
-from fivefold.core.clock import peak_activations, play
 from fivefold.core.errors import IllegalSchedule, UnknownName
 from fivefold.core.schedule import catalog
-from fivefold.core.schedule.costs import Costs
+from fivefold.core.schedule.clock import Costs, peak_activations, play
 
 EQUAL: Times = (1.0, 1.0, 1.0)
 SLOW_W: Times = (1.0, 1.5, 1.25)

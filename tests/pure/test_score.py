@@ -17,13 +17,20 @@ import pytest
 
 from fivefold.cli import main
 from fivefold.core.errors import FivefoldError
-from fivefold.core.score import metrics
-from fivefold.core.score.metrics import Span
-from fivefold.core.score.outcome import Outcome, Scored, held_out, measured_seconds, outcome, score
-from fivefold.core.score.rows import FIELDS, read
-from fivefold.core.score.summary import figures, summary
-from fivefold.report.score_sections import render, sections
+from fivefold.report.score_page import render, sections
 from fivefold.report.score_svg import Dot, score_svg
+from fivefold.score import figures, summary
+from fivefold.score import outcome as metrics
+from fivefold.score.outcome import (
+    MetricRange,
+    Scored,
+    ScoredRun,
+    held_out,
+    measured_seconds,
+    outcome,
+    score,
+)
+from fivefold.score.rows import FIELDS, read
 
 # Korthikanti et al. (arXiv 2205.05198), tables 3 and 5, and Narayanan et al. (arXiv 2104.04473),
 # table 1: eighteen runs as their papers print them.
@@ -40,18 +47,18 @@ def row(name: str = "korth-22b-full", **changes: Any) -> dict[str, Any]:
     return {**found, **changes}
 
 
-def run_of(name: str, predicted: float, measured: float | None, **changes: Any) -> Outcome:
+def run_of(name: str, predicted: float, measured: float | None, **changes: Any) -> ScoredRun:
     """An outcome with these times and nothing else of interest."""
-    made = Outcome(
+    made = ScoredRun(
         row=row(id=name),
         family=name.split("-")[0],
         fitted=False,
         routed=False,
         num_cases=1,
-        seconds=Span(predicted, predicted),
+        seconds=MetricRange(predicted, predicted),
         measured_seconds=measured,
         source=None if measured is None else "step_time_s",
-        gib=Span(1.0, 1.0),
+        gib=MetricRange(1.0, 1.0),
         measured_gib=None,
         fits=True,
         fitting=("rows=1",),
@@ -65,11 +72,11 @@ def run_of(name: str, predicted: float, measured: float | None, **changes: Any) 
 
 
 def test_errors_of_points_and_intervals() -> None:
-    assert Span(9.0, 9.0).error(10.0) == pytest.approx(0.1)
-    assert Span(12.0, 12.0).error(10.0) == pytest.approx(0.2)
-    assert Span(8.0, 12.0).error(10.0) == 0.0
-    assert Span(11.0, 15.0).error(10.0) == pytest.approx(0.1)
-    assert Span(5.0, 8.0).error(10.0) == pytest.approx(0.2)
+    assert MetricRange(9.0, 9.0).error(10.0) == pytest.approx(0.1)
+    assert MetricRange(12.0, 12.0).error(10.0) == pytest.approx(0.2)
+    assert MetricRange(8.0, 12.0).error(10.0) == 0.0
+    assert MetricRange(11.0, 15.0).error(10.0) == pytest.approx(0.1)
+    assert MetricRange(5.0, 8.0).error(10.0) == pytest.approx(0.2)
 
 
 def test_stats_are_those_of_the_textbook() -> None:
@@ -163,8 +170,8 @@ def test_the_held_out_half_is_that_of_the_hash() -> None:
 def test_open_runs_and_converted_ones_are_counted_apart() -> None:
     outcomes = [
         run_of("x-1", 11.0, 10.0),
-        run_of("x-2", 8.0, 10.0, num_cases=2, seconds=Span(8.0, 12.0)),
-        run_of("x-3", 8.0, 10.0, num_cases=2, seconds=Span(6.0, 8.0)),
+        run_of("x-2", 8.0, 10.0, num_cases=2, seconds=MetricRange(8.0, 12.0)),
+        run_of("x-3", 8.0, 10.0, num_cases=2, seconds=MetricRange(6.0, 8.0)),
         run_of("x-4", 5.0, 10.0, source="tflops_per_gpu"),
         run_of("x-5", 5.0, None),
     ]

@@ -7,7 +7,7 @@ import pytest
 from fivefold.core.count import parameters, training_flops
 from fivefold.core.models import load
 from fivefold.core.plan import Wishes, resolve
-from fivefold.core.traffic import predict
+from fivefold.cost.collectives import predict
 
 
 def moved(zero: int) -> float:

@@ -18,8 +18,8 @@ import pytest
 
 from fivefold.cli import main
 from fivefold.core.errors import BadFile, FivefoldError
-from fivefold.run import shard_writer
-from fivefold.run.documents import (
+from fivefold.data import shard_writer
+from fivefold.data.documents import (
     ByteEncoder,
     Document,
     Tokenized,
@@ -27,10 +27,10 @@ from fivefold.run.documents import (
     make_encoder,
     read_documents,
 )
-from fivefold.run.mixture import open_source
-from fivefold.run.shard_writer import write_folder
-from fivefold.run.shards import Index, open_corpus, read_index
-from fivefold.run.tokens import Corpus, from_bytes, read_rows
+from fivefold.data.mixture import open_source
+from fivefold.data.rows import Corpus, from_bytes, read_rows
+from fivefold.data.shard_writer import write_folder
+from fivefold.data.shards import Index, open_corpus, read_index
 
 TEXTS = [b"first\n", b"", b"\xff\x00second", b"x" * 40, b"third " * 9]
 
@@ -170,13 +170,13 @@ class FullDisk:
 
 
 def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    created, written = shard_writer._Written.__init__, list[int]()
+    created, written = shard_writer._WrittenShard.__init__, list[int]()
 
     def full(file: Any, path: Path) -> None:
         created(file, path)
         file.stream = FullDisk(file.stream, written)
 
-    monkeypatch.setattr(shard_writer._Written, "__init__", full)
+    monkeypatch.setattr(shard_writer._WrittenShard, "__init__", full)
     message = r"cannot write .*00001\.tokens: No space left on device; nothing is left behind"
     with pytest.raises(FivefoldError, match=message):
         write(tmp_path / "d")

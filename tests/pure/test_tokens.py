@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.core.errors import BadFile, FivefoldError
-from fivefold.run.mixture import Part, Shares, Source, open_source, parse_mixture
-from fivefold.run.tokens import (
+from fivefold.data.mixture import CorpusShare, Shares, Source, open_source, parse_mixture
+from fivefold.data.rows import (
     Corpus,
     Order,
-    Rows,
     Shard,
     Synthetic,
+    TokenRows,
     from_bytes,
     read_rows,
     read_sources,
@@ -40,11 +40,11 @@ def counting(name: str, num_tokens: int, first: int = 0) -> Corpus:
 
 
 def mixed(*shares: tuple[int, Corpus | Synthetic], seq: int = 4, seed: int = 0) -> Source:
-    parts = tuple(Part.of(corpus, seq, seed) for _, corpus in shares)
+    parts = tuple(CorpusShare.of(corpus, seq, seed) for _, corpus in shares)
     return Source(parts, Shares(tuple(weight for weight, _ in shares)), seq)
 
 
-def same(one: Rows, other: Rows) -> bool:
+def same(one: TokenRows, other: TokenRows) -> bool:
     return all(a.tolist() == b.tolist() for a, b in zip(one, other, strict=True))
 
 
@@ -189,7 +189,7 @@ def test_rows_are_held_out_in_proportion_as_long_as_there_are_some() -> None:
 def test_synthetic_tokens_are_a_function_of_seed_and_sample() -> None:
     source = open_source("synthetic", vocab=1000, seq=63, seed=1)
     rows = source.samples(0, 64)
-    assert same(source.samples(40, 3), Rows(rows.tokens[40:43], rows.begins[40:43]))
+    assert same(source.samples(40, 3), TokenRows(rows.tokens[40:43], rows.begins[40:43]))
     assert 0 <= rows.tokens.min() < 5 and 995 < rows.tokens.max() < 1000
     assert abs(rows.tokens.mean() - 499.5) < 20 and len(np.unique(rows.tokens)) > 900
     other = open_source("synthetic", vocab=1000, seq=63, seed=2).samples(0, 64)
@@ -258,6 +258,6 @@ def test_every_machine_has_the_standard_library() -> None:
 
 
 def test_text_needs_no_torch() -> None:
-    modules = "fivefold.run.mixture, fivefold.run.documents, fivefold.verbs.tokens"
+    modules = "fivefold.data.mixture, fivefold.data.documents, fivefold.verbs.tokens"
     code = f"import sys, {modules}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

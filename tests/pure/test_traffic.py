@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.core.errors import FivefoldError
-from fivefold.core.memory import Static, static_bytes
 from fivefold.core.plan import Plan, Wishes, resolve
-from fivefold.core.traffic import Entry, entries, listed, predict
+from fivefold.cost.collectives import TrafficEntry, entries, listed, predict
+from fivefold.cost.static_memory import StaticMemory, static_bytes
 
 LLAMA_8B = 8_030_261_248  # parameters, as its model card counts them
 VOCABULARY = 128_256 * 4096  # its embedding; its head is as large
@@ -22,11 +22,11 @@ def plan_of(model: str, layout: str, **wishes: object) -> Plan:
     return resolve(Wishes(model, layout=layout, **wishes))  # pyright: ignore
 
 
-def bf16_traffic(plan: Plan, rank: int = 0) -> tuple[Entry, ...]:
+def bf16_traffic(plan: Plan, rank: int = 0) -> tuple[TrafficEntry, ...]:
     return predict(plan, rank, itemsize=2, grad_itemsize=2)
 
 
-def moved(found: tuple[Entry, ...]) -> int:
+def moved(found: tuple[TrafficEntry, ...]) -> int:
     """Bytes by the count of the ZeRO paper: Ψ for a gather or a reduce-scatter, 2Ψ for both."""
     whole = {"all_gather": lambda e: e.bytes * e.group, "reduce_scatter": lambda e: e.bytes}
     whole["all_reduce"] = lambda e: 2 * e.bytes
@@ -61,12 +61,12 @@ def test_a_tensor_parallel_layer_by_hand() -> None:
     plan = plan_of("llama-3.1-8b", "tp=4", **said)
     activations = 2 * 1024 * 4096 * 2
     assert bf16_traffic(plan) == (
-        Entry("tp", "all_gather", 3 * (6 * 32 + 2), activations // 4, 4),
-        Entry("tp", "all_reduce", 3, 2 * 1024 * 4, 4),
-        Entry("tp", "all_reduce", 3, 2 * 2 * 1024 * 4, 4),
-        Entry("tp", "all_reduce", 1, (2 * 32 + 1) * 4096 * 4, 4),  # the norms, in float32
-        Entry("tp", "reduce_scatter", 3 * (4 * 32 + 2), activations, 4),
-        Entry("world", "all_reduce", 1, 24, 4),
+        TrafficEntry("tp", "all_gather", 3 * (6 * 32 + 2), activations // 4, 4),
+        TrafficEntry("tp", "all_reduce", 3, 2 * 1024 * 4, 4),
+        TrafficEntry("tp", "all_reduce", 3, 2 * 2 * 1024 * 4, 4),
+        TrafficEntry("tp", "all_reduce", 1, (2 * 32 + 1) * 4096 * 4, 4),  # the norms, in float32
+        TrafficEntry("tp", "reduce_scatter", 3 * (4 * 32 + 2), activations, 4),
+        TrafficEntry("world", "all_reduce", 1, 24, 4),
     )
 
 
@@ -92,7 +92,7 @@ def test_shared_kv_heads_are_summed_by_the_ranks_that_share_them() -> None:
     plan = plan_of("tiny", "tp=8", sp=False, microbatches=1)
     of_replicas = [each for each in bf16_traffic(plan) if each.axis == "replica"]
     # 4 KV heads of 8 numbers over 8 ranks: two ranks share one; keys and values, 8 layers.
-    assert of_replicas == [Entry("replica", "all_reduce", 1, 8 * 2 * (8 * 64) * 4, 2)]
+    assert of_replicas == [TrafficEntry("replica", "all_reduce", 1, 8 * 2 * (8 * 64) * 4, 2)]
 
 
 def test_partial_gradients_follow_the_slice_a_rank_owns() -> None:
@@ -128,7 +128,7 @@ def test_the_list_is_json_where_there_is_one() -> None:
         bf16_traffic(plan_of("tiny", "pp=2", schedule="pipedream-2bw"))
 
 
-def static(plan: Plan, rank: int = 0, *, grads: int = 2, offload: bool = False) -> Static:
+def static(plan: Plan, rank: int = 0, *, grads: int = 2, offload: bool = False) -> StaticMemory:
     return static_bytes(
         plan, rank, itemsize=2, grad_itemsize=grads, optimizer="adamw", offload=offload
     )

@@ -11,19 +11,19 @@ import pytest
 
 from fivefold.core.count import training_flops
 from fivefold.core.plan import Wishes, resolve
-from fivefold.core.progress import (
+from fivefold.core.recipe import Recipe
+from fivefold.records import (
     GIB,
     Pace,
-    Planned,
+    PlannedStep,
     Rate,
-    Start,
+    RunStart,
     StepRecord,
     Summary,
     mfu,
     summarize,
 )
-from fivefold.core.recipe import Recipe
-from fivefold.report.amounts import rough, thousands
+from fivefold.report import rough, thousands
 from fivefold.report.training_text import (
     duration,
     head,
@@ -33,7 +33,7 @@ from fivefold.report.training_text import (
     tail,
 )
 
-PLANNED = Planned(step_s=0.4, tokens_per_s=82_000, mfu=0.41, memory_gib=60.1)
+PLANNED = PlannedStep(step_s=0.4, tokens_per_s=82_000, mfu=0.41, memory_gib=60.1)
 FULL = StepRecord(
     step=120,
     loss=3.41268,
@@ -144,9 +144,9 @@ def interrupted() -> Summary:
     Steps 3 and 4 were lost, since the second start had a checkpoint of step 2.
     """
     starts = [
-        Start(0.0, None, {}),
-        Start(20.0, 32.0, {"save": 1.0}),
-        Start(100.0, 110.0, {}),
+        RunStart(0.0, None, {}),
+        RunStart(20.0, 32.0, {"save": 1.0}),
+        RunStart(100.0, 110.0, {}),
     ]
     kept = [
         record(1, 5.0, spent={"build": 3.0}),
@@ -184,11 +184,11 @@ def test_a_summary_counts_what_counts() -> None:
 
 
 def test_a_run_without_a_step_has_a_summary() -> None:
-    summary = summarize([Start(0.0, 3.0, {"build": 2.0})], [], [], 0)
+    summary = summarize([RunStart(0.0, 3.0, {"build": 2.0})], [], [], 0)
     assert summary.goodput == 0 and summary.spent["other"] == pytest.approx(1.0)
     assert summary.last_loss is None and summary.tokens_per_s is None
     assert summary_text(summary).splitlines()[0] == "0 steps | 0 tokens"
-    assert summarize([Start(0.0, None, {})], [], [], 0).goodput == 0
+    assert summarize([RunStart(0.0, None, {})], [], [], 0).goodput == 0
 
 
 def test_the_summary_in_words() -> None:
@@ -212,7 +212,7 @@ def test_the_summary_in_words() -> None:
 
 def test_without_a_plan_the_summary_has_dashes() -> None:
     kept = [record(1, 2.0, planned=None, mfu=None, memory_gib=None)]
-    text = summary_text(summarize([Start(0.0, 2.0, {})], kept, [], 0))
+    text = summary_text(summarize([RunStart(0.0, 2.0, {})], kept, [], 0))
     assert text.splitlines()[3:] == [
         "goodput 100.0%: 2.0 s of 2.0 s went to steps that count",
         "",

@@ -9,19 +9,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fivefold.core.schedule import catalog, custom
-from fivefold.core.schedule.action import Action, parse_steps
-from fivefold.core.schedule.placement import Placement, bidirectional, linear, loop, vee
-from fivefold.core.schedule.transfers import (
+from fivefold.core.schedule import (
+    Action,
     Message,
+    Placement,
+    Schedule,
+    bidirectional,
+    catalog,
     channels,
+    choose,
+    linear,
+    loop,
     merged,
     needed,
+    parse_steps,
     sent,
     sent_by,
     twins,
+    vee,
 )
-from fivefold.core.schedule.value import Schedule
 
 
 def counts(schedule: Schedule) -> Counter[tuple[int, int, str]]:
@@ -82,7 +88,7 @@ def test_the_ends_and_weight_gradients_send_nothing() -> None:
 
 def test_channels_of_a_lopsided_file() -> None:
     text = "0F0 3F0 3B0 0B0\n1F0 2F0 2B0 1B0\n4F0 4B0"
-    assert channels(custom.parse(text)) == ((0, 1), (0, 2), (1, 0), (2, 0))
+    assert channels(choose.parse(text)) == ((0, 1), (0, 2), (1, 0), (2, 0))
 
 
 domain = [

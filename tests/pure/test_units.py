@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fivefold.core import models
 from fivefold.core.layout import Layout
 from fivefold.core.shape import Shape
-from fivefold.core.units import Row, Unit, pack, rows_of
+from fivefold.core.units import Unit, UnitRow, pack, rows_of
 from fivefold.core.weights import weights
 
 TINY = models.load("tiny")
@@ -21,7 +21,7 @@ AHEAD = models.with_overrides(TINY, {"mtp": "2", "vocab": "251"})
 TIED_AHEAD = models.with_overrides(AHEAD, {"tied": "true"})
 
 
-def names(rows: list[Row]) -> list[str]:
+def names(rows: list[UnitRow]) -> list[str]:
     return [row.name for row in rows]
 
 

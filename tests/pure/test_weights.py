@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fivefold.core import count, models
 from fivefold.core.errors import FivefoldError
 from fivefold.core.shape import Mla, Moe, Shape
-from fivefold.core.weights import Piece, Weight, buffers, by_name, local_shape, piece, weights
+from fivefold.core.weights import Weight, WeightShard, buffers, by_name, local_shape, piece, weights
 
 TINY = models.load("tiny")  # width 64, 8 heads and 4 KV heads of 8, ffn 176, vocabulary 256
 GPT2 = models.load("gpt2")
@@ -173,21 +173,21 @@ def test_kv_heads_fewer_than_tp_are_replicated() -> None:
     keys = by_name(TINY)["blocks.0.attention.k.weight"]  # 4 heads of 8 rows
     held = [piece(keys, TINY, 8, False, coord) for coord in range(8)]
     assert [one.start for one in held] == [0, 0, 8, 8, 16, 16, 24, 24]
-    assert held[5] == Piece(0, 16, 24, 32, copies=2, partial=True)
-    assert piece(keys, TINY, 2, True, 1) == Piece(0, 16, 32, 32, copies=1, partial=False)
+    assert held[5] == WeightShard(0, 16, 24, 32, copies=2, partial=True)
+    assert piece(keys, TINY, 2, True, 1) == WeightShard(0, 16, 32, 32, copies=1, partial=False)
 
 
 def test_an_odd_vocabulary_is_padded() -> None:
     embed = by_name(GPT2)["embed.weight"]  # 50257 = 8 · 6282 + 1
     last = piece(embed, GPT2, 8, False, 7)
-    assert last == Piece(0, 43981, 50264, 50264, copies=1, partial=False)
+    assert last == WeightShard(0, 43981, 50264, 50264, copies=1, partial=False)
     assert local_shape(embed, last) == (6283, 768)
 
 
 def test_row_cut_splits_inputs() -> None:
     down = by_name(TINY)["blocks.0.mlp.down.weight"]
     held = piece(down, TINY, 4, True, 3)
-    assert held == Piece(1, 132, 176, 176, copies=1, partial=False)
+    assert held == WeightShard(1, 132, 176, 176, copies=1, partial=False)
     assert local_shape(down, held) == (64, 44)
 
 
@@ -277,4 +277,4 @@ def test_one_rank_holds_everything(drawn: tuple[Shape, int]) -> None:
     shape, _ = drawn
     for weight in weights(shape):
         size = weight.shape[0]
-        assert piece(weight, shape, 1, True, 0) == Piece(None, 0, size, size, 1, False)
+        assert piece(weight, shape, 1, True, 0) == WeightShard(None, 0, size, size, 1, False)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from fivefold.core.clock import Timeline, play
 from fivefold.core.schedule import catalog
-from fivefold.core.schedule.costs import Costs
+from fivefold.core.schedule.clock import Costs, Timeline, play
 
 Times = tuple[float, float, float]
 EVERY_FAMILY = [family.name for family in catalog.FAMILIES]

@@ -16,9 +16,16 @@ from typing import get_args
 
 from fivefold.core.layout import ContextKind
 from fivefold.core.plan import Plan, Wishes, resolve
-from fivefold.run.compare import Dtype
-from fivefold.run.ranks import Pool
-from fivefold.trial import RankRun, Settings, Verdict, judge, run_rank, run_reference
+from fivefold.launch.processes import Pool
+from fivefold.verify.compare import Dtype
+from fivefold.verify.trial import (
+    VerifiedRank,
+    VerifySettings,
+    VerifyVerdict,
+    judge,
+    run_rank,
+    run_reference,
+)
 from tests.ranks.table import Table
 
 HEAD = """# Verified context layouts
@@ -97,8 +104,8 @@ class Case:
         return self.recompute or RECOMPUTES[self.draw("recompute", len(RECOMPUTES))]
 
     @property
-    def settings(self) -> Settings:
-        return Settings(dtype=self.dtype)
+    def settings(self) -> VerifySettings:
+        return VerifySettings(dtype=self.dtype)
 
     @cached_property
     def plan(self) -> Plan:
@@ -151,7 +158,7 @@ def part() -> list[Case]:
     return found
 
 
-def tried(pool: Pool, case: Case) -> tuple[Verdict, list[RankRun]]:
+def tried(pool: Pool, case: Case) -> tuple[VerifyVerdict, list[VerifiedRank]]:
     """Run one case on a pool of at least one more process than it has ranks."""
     plan, settings = case.plan, case.settings
     ranks = [(run_rank, (plan, settings))] * plan.layout.world
@@ -159,7 +166,7 @@ def tried(pool: Pool, case: Case) -> tuple[Verdict, list[RankRun]]:
     return judge(plan, settings, runs, truths), runs
 
 
-def prove(pool: Pool, case: Case) -> Verdict:
+def prove(pool: Pool, case: Case) -> VerifyVerdict:
     """The verdict alone."""
     return tried(pool, case)[0]
 

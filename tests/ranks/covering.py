@@ -27,8 +27,8 @@ from fivefold.core.schedule.catalog import FAMILIES, family
 from fivefold.verbs.verify import runnable
 
 if TYPE_CHECKING:  # pairs are counted without torch
-    from fivefold.run.ranks import Pool
-    from fivefold.trial import Verdict
+    from fivefold.launch.processes import Pool
+    from fivefold.verify.trial import VerifyVerdict
 
 HEAD = """# Verified combinations
 
@@ -332,11 +332,13 @@ def part() -> list[Case]:
     return [case for case in cases() if case.draw("part", 14) == 0]
 
 
-def prove(pool: Pool, case: Case) -> Verdict:
+def prove(pool: Pool, case: Case) -> VerifyVerdict:
     """Run one case on a pool of at least one more process than it has ranks."""
-    from fivefold.trial import Settings, run_trial
+    from fivefold.verify.trial import VerifySettings, run_trial
 
-    return run_trial(pool, case.plan, Settings(offload=case.offload == "cpu", steps=case.steps))
+    return run_trial(
+        pool, case.plan, VerifySettings(offload=case.offload == "cpu", steps=case.steps)
+    )
 
 
 def cells(case: Case) -> list[object]:

@@ -10,12 +10,12 @@ import torch
 
 from fivefold.core.plan import Plan, Wishes, resolve
 from fivefold.core.recipe import Recipe
+from fivefold.launch.processes import Pool, Worker
 from fivefold.model.batch import NOT_COUNTED, TokenBatch
+from fivefold.optim import make_updater
+from fivefold.optim.optimizer import Updater
 from fivefold.parallel.compose import Job, compose
 from fivefold.parallel.mesh import Mesh
-from fivefold.run.optimizer import Updater
-from fivefold.run.ranks import Pool, Worker
-from fivefold.run.updaters import make_updater
 from fivefold.step import step
 
 STEPS = 2  # the second one finds optimizer states, and whatever the first one left behind

@@ -20,11 +20,11 @@ from pathlib import Path
 
 from fivefold.core.plan import Plan, Wishes, resolve
 from fivefold.core.recipe import Recipe
-from fivefold.run.ranks import Pool
-from fivefold.run.records import METRICS, RunFolder, read_records
-from fivefold.training import Check, RankRun, Settings, run_rank, source_of
-from fivefold.training.check import judge, num_alone
-from fivefold.training.settings import Dtype
+from fivefold.launch.processes import Pool
+from fivefold.records.run_folder import METRICS, RunFolder, read_records
+from fivefold.train import Check, TrainedRank, TrainSettings, run_rank, source_of
+from fivefold.train.check import judge, num_alone
+from fivefold.train.settings import Dtype
 
 HEAD = """# Verified training
 
@@ -136,14 +136,14 @@ class Trainings:
     pool: Pool
     steps: int = STEPS
     layers: int = LAYERS
-    known: dict[tuple[str, Dtype], list[RankRun]] = field(
-        default_factory=dict[tuple[str, Dtype], list[RankRun]]
+    known: dict[tuple[str, Dtype], list[TrainedRank]] = field(
+        default_factory=dict[tuple[str, Dtype], list[TrainedRank]]
     )
 
-    def settings(self, dtype: Dtype) -> Settings:
-        return Settings(Recipe(steps=self.steps), dtype, check=True)
+    def settings(self, dtype: Dtype) -> TrainSettings:
+        return TrainSettings(Recipe(steps=self.steps), dtype, check=True)
 
-    def references(self, balance: str, dtype: Dtype) -> list[RankRun]:
+    def references(self, balance: str, dtype: Dtype) -> list[TrainedRank]:
         """One process alone, and in float32 a second time in another order of sums."""
         if (balance, dtype) not in self.known:
             plan, settings = Case("dp=1", balance=balance).plan(self.layers), self.settings(dtype)
@@ -180,7 +180,7 @@ class Trainings:
         """The steps before a leg and behind it."""
         return number * self.steps // len(LEGS), (number + 1) * self.steps // len(LEGS)
 
-    def _resume(self, case: Case, dtype: Dtype, folder: Path, until: int) -> list[RankRun]:
+    def _resume(self, case: Case, dtype: Dtype, folder: Path, until: int) -> list[TrainedRank]:
         """As the command does it with --resume and --until."""
         plan, resume = case.plan(self.layers), folder.exists()
         RunFolder.create(folder, plan.to_toml(folder, whole=True), {}, resume)

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from fivefold.core.plan import Plan, Wishes, resolve
-from fivefold.core.schedule.action import INPUT_GRAD, Action
+from fivefold.core.schedule import INPUT_GRAD, Action, merged
 from fivefold.core.schedule.catalog import AUTO, FAMILIES, Family
 from fivefold.core.schedule.choose import choose
-from fivefold.core.schedule.transfers import merged
-from fivefold.run.ranks import Pool
-from fivefold.trial import Settings, Verdict, run_trial
+from fivefold.launch.processes import Pool
+from fivefold.verify.trial import VerifySettings, VerifyVerdict, run_trial
 from tests.ranks.table import Table
 
 HEAD = """# Verified pipelines
@@ -109,8 +108,8 @@ class Case:
         return self.schedule in ASYNCHRONOUS
 
     @property
-    def settings(self) -> Settings:
-        return Settings(bucket=self.bucket, steps=12 if self.is_asynchronous else 2)
+    def settings(self) -> VerifySettings:
+        return VerifySettings(bucket=self.bucket, steps=12 if self.is_asynchronous else 2)
 
     @cached_property
     def plan(self) -> Plan:
@@ -177,7 +176,7 @@ def part() -> list[Case]:
     return found
 
 
-def prove(pool: Pool, case: Case) -> Verdict:
+def prove(pool: Pool, case: Case) -> VerifyVerdict:
     """Run one case on a pool of at least one more process than it has ranks."""
     return run_trial(pool, case.plan, case.settings)
 

@@ -8,9 +8,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fivefold.core.plan import Plan, Wishes, resolve
-from fivefold.run.compare import Dtype
-from fivefold.run.ranks import Pool, Worker
-from fivefold.trial import RankRun, Settings, Verdict, judge, run_rank, run_reference, run_trial
+from fivefold.launch.processes import Pool, Worker
+from fivefold.verify.compare import Dtype
+from fivefold.verify.trial import (
+    VerifiedRank,
+    VerifySettings,
+    VerifyVerdict,
+    judge,
+    run_rank,
+    run_reference,
+    run_trial,
+)
 
 Patch = AbstractContextManager[Any]
 # What `verify` compares, in the order in which a step makes it.
@@ -45,8 +53,8 @@ class Fault:
         return resolve(wishes, small=True)
 
     @property
-    def settings(self) -> Settings:
-        return Settings(dtype=self.dtype, bucket=60_000, steps=self.steps)
+    def settings(self) -> VerifySettings:
+        return VerifySettings(dtype=self.dtype, bucket=60_000, steps=self.steps)
 
 
 def check_seen(pool: Pool, fault: Fault) -> None:
@@ -58,14 +66,14 @@ def check_seen(pool: Pool, fault: Fault) -> None:
     assert _differing(sick)[0] == fault.first, (sick.errors, sick.traffic_match)
 
 
-def _differing(verdict: Verdict) -> list[str]:
+def _differing(verdict: VerifyVerdict) -> list[str]:
     """The quantities that are wrong, in order."""
     right = {name: verdict.errors[name] <= most for name, most in verdict.tolerance.items()}
     right[TRAFFIC] = verdict.traffic_match
     return [each for each in QUANTITIES if not right[each]]
 
 
-def _sick_trial(pool: Pool, fault: Fault) -> Verdict:
+def _sick_trial(pool: Pool, fault: Fault) -> VerifyVerdict:
     """The truth and the prediction stay healthy: only the ranks have the bug."""
     plan, settings = fault.plan, fault.settings
     ranks = [(_sick_rank, (fault.plant, plan, settings))] * plan.layout.world
@@ -74,7 +82,7 @@ def _sick_trial(pool: Pool, fault: Fault) -> Verdict:
 
 
 def _sick_rank(
-    worker: Worker, plant: Callable[[], Patch], plan: Plan, settings: Settings
-) -> RankRun:
+    worker: Worker, plant: Callable[[], Patch], plan: Plan, settings: VerifySettings
+) -> VerifiedRank:
     with plant():
         return run_rank(worker, plan, settings)

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fivefold.core.plan import Wishes, resolve
-from fivefold.run.ranks import Pool
-from fivefold.trial import Settings, Verdict, run_trial
+from fivefold.launch.processes import Pool
+from fivefold.verify.trial import VerifySettings, VerifyVerdict, run_trial
 from tests.ranks.table import Table
 
 HEAD = """# Verified layouts
@@ -77,7 +77,7 @@ def part() -> list[Case]:
     return [case for case in cases() if case.draw("part", 18) == 0]
 
 
-def prove(pool: Pool, case: Case) -> Verdict:
+def prove(pool: Pool, case: Case) -> VerifyVerdict:
     """Run one case on a pool of at least one more process than it has ranks."""
     wishes = Wishes(
         "tiny",
@@ -87,7 +87,7 @@ def prove(pool: Pool, case: Case) -> Verdict:
         recompute=case.recompute,
         set=case.model,
     )
-    return run_trial(pool, resolve(wishes, small=True), Settings(bucket=case.bucket))
+    return run_trial(pool, resolve(wishes, small=True), VerifySettings(bucket=case.bucket))
 
 
 def cells(case: Case) -> list[str]:

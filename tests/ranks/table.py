@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from datetime import date
 from typing import Generic, TypeVar
 
-from fivefold.run.ranks import Pool
-from fivefold.trial import Verdict
+from fivefold.launch.processes import Pool
+from fivefold.verify.trial import VerifyVerdict
 
 Case = TypeVar("Case")
 
@@ -30,7 +30,7 @@ class Table(Generic[Case]):
     columns: tuple[str, ...]  # of `cells`; those of the verdict follow
     noun: str
     most_ranks: int
-    prove: Callable[[Pool, Case], Verdict]
+    prove: Callable[[Pool, Case], VerifyVerdict]
     cells: Callable[[Case], Iterable[object]]
     foot: str = ""
 
@@ -41,7 +41,7 @@ class Table(Generic[Case]):
         columns = [*self.columns, *_ERRORS, "traffic", "seconds", ""]
         print(_line(columns))
         print("|" + "---|" * len(columns))
-        verdicts: list[Verdict] = []
+        verdicts: list[VerifyVerdict] = []
         with Pool(self.most_ranks + 1) as pool:
             for case in cases:
                 start = time.perf_counter()
@@ -57,7 +57,7 @@ class Table(Generic[Case]):
         return 0 if passed == len(verdicts) else 1
 
 
-def _cells_of(verdict: Verdict, seconds: float) -> list[str]:
+def _cells_of(verdict: VerifyVerdict, seconds: float) -> list[str]:
     errors = [f"{verdict.errors[name]:.0e}" for name in _ERRORS.values()]
     match = "equal" if verdict.traffic_match else "differs"
     result = "pass" if verdict.passed else f"FAIL at {verdict.diverges_at}"

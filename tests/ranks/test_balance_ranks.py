@@ -17,18 +17,25 @@ from torch import Tensor
 
 from fivefold.core.plan import Plan, Wishes
 from fivefold.core.shape import Moe
+from fivefold.data.batches import samples
+from fivefold.launch.processes import Pool, Worker
 from fivefold.model import moe as experts_of_tokens
+from fivefold.optim.optimizer import make_optimizer
 from fivefold.parallel.balance import Load, positions_of
 from fivefold.parallel.compose import Job, compose
 from fivefold.parallel.mesh import Mesh
-from fivefold.run import reference
-from fivefold.run.compare import Call, attributed, expected
-from fivefold.run.optimizer import make_optimizer
-from fivefold.run.ranks import Pool, Worker
-from fivefold.run.samples import samples
 from fivefold.step import step
-from fivefold.trial import RankRun, Settings, judge, run_rank, run_reference, run_trial, runs
 from fivefold.verbs.verify import runnable
+from fivefold.verify import reference, runs
+from fivefold.verify.compare import Call, attributed, expected
+from fivefold.verify.trial import (
+    VerifiedRank,
+    VerifySettings,
+    judge,
+    run_rank,
+    run_reference,
+    run_trial,
+)
 
 PUBLISHED = 1e-10
 TOP_K, EXPERTS, WIDTH = 2, 8, 64  # of tiny-moe
@@ -58,8 +65,8 @@ def plan_of(layout: str, rules: str = "none", **wishes: Any) -> Plan:
     return runnable(Wishes("tiny-moe", layout=layout, balance=rules, **said))
 
 
-def check(pool: Pool, plan: Plan, settings: Settings | None = None) -> None:
-    verdict = run_trial(pool, plan, settings or Settings())
+def check(pool: Pool, plan: Plan, settings: VerifySettings | None = None) -> None:
+    verdict = run_trial(pool, plan, settings or VerifySettings())
     assert verdict.traffic_match, verdict.traffic
     assert verdict.passed, (verdict.errors, verdict.tolerance, verdict.diverges_at)
     assert max(verdict.errors.values()) <= PUBLISHED
@@ -132,7 +139,7 @@ def truths_of(plan: Plan, steps: int) -> list[reference.Truth]:
     ids=str,
 )
 def test_the_bias_is_that_of_one_device_to_the_bit(pool: Pool, wishes: dict[str, Any]) -> None:
-    plan, settings = plan_of(**wishes), Settings(steps=20)
+    plan, settings = plan_of(**wishes), VerifySettings(steps=20)
     tasks = [(run_rank, (plan, settings))] * plan.layout.world
     *ranks, truths = pool.run_each([*tasks, (run_reference, (plan, settings))])
     last = truths[-1].biases
@@ -252,7 +259,7 @@ def test_the_fullest_expert_over_the_mean() -> None:
 class Forced(NamedTuple):
     """A trial of one rank, and the load of its steps."""
 
-    run: RankRun
+    run: VerifiedRank
     slots: list[NDArray[np.floating]]
 
 
@@ -264,7 +271,9 @@ def avoiding(avoid: Sequence[int], scores: Tensor, bias: Tensor | None, moe: Moe
 CHOOSE = experts_of_tokens.choose
 
 
-def forced_rank(worker: Worker, plan: Plan, settings: Settings, avoid: Sequence[int]) -> Forced:
+def forced_rank(
+    worker: Worker, plan: Plan, settings: VerifySettings, avoid: Sequence[int]
+) -> Forced:
     slots: list[NDArray[np.floating]] = []
 
     def kept(*args: Any) -> Any:
@@ -279,7 +288,7 @@ def forced_rank(worker: Worker, plan: Plan, settings: Settings, avoid: Sequence[
 
 
 def forced_reference(
-    worker: Worker, plan: Plan, settings: Settings, avoid: Sequence[int]
+    worker: Worker, plan: Plan, settings: VerifySettings, avoid: Sequence[int]
 ) -> list[reference.Truth]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(experts_of_tokens, "choose", partial(avoiding, avoid))
@@ -287,10 +296,10 @@ def forced_reference(
 
 
 def forced(
-    pool: Pool, plan: Plan, avoid: Sequence[int], settings: Settings | None = None
+    pool: Pool, plan: Plan, avoid: Sequence[int], settings: VerifySettings | None = None
 ) -> list[Forced]:
     """Ranks and truth without some experts, compared."""
-    args = (plan, settings or Settings(), avoid)
+    args = (plan, settings or VerifySettings(), avoid)
     tasks = [(forced_rank, args)] * plan.layout.world
     *ranks, truths = pool.run_each([*tasks, (forced_reference, args)])
     verdict = judge(plan, args[1], [each.run for each in ranks], truths)
@@ -329,7 +338,7 @@ def test_experts_that_nobody_wants(
 
 def test_experts_that_nobody_wants_in_float32(pool: Pool) -> None:
     """Grouped products of no row at all."""
-    forced(pool, plan_of("dp=2 ep=2"), [0, 1, 2, 3], Settings(dtype="float32"))
+    forced(pool, plan_of("dp=2 ep=2"), [0, 1, 2, 3], VerifySettings(dtype="float32"))
 
 
 def test_a_rank_whose_tokens_are_all_dropped(pool: Pool) -> None:
@@ -351,7 +360,7 @@ def test_ranks_that_have_padding_only(pool: Pool, rules: str) -> None:
 
 
 def test_a_data_rank_without_counted_tokens_still_has_its_losses(pool: Pool) -> None:
-    check(pool, plan_of("dp=4 ep=2", LOSSES, microbatches=1), Settings(empty_rank=3))
+    check(pool, plan_of("dp=4 ep=2", LOSSES, microbatches=1), VerifySettings(empty_rank=3))
 
 
 def bytes_on(ranks: Sequence[Seen], axis: str) -> int:
@@ -392,6 +401,8 @@ def test_a_token_crosses_once_to_each_node_that_it_needs(pool: Pool) -> None:
 def test_the_mesh_notes_what_the_dispatcher_sees(pool: Pool, recompute: str) -> None:
     for layout, wishes in (("tp=2 cp=2 ep=4", {}), ("dp=4 ep=4", {"ep_nodes": 2})):
         plan = plan_of(layout, "aux+capacity:1", recompute=recompute, **wishes)
-        for rank in pool.run_each([(run_rank, (plan, Settings(steps=1)))] * plan.layout.world):
+        for rank in pool.run_each(
+            [(run_rank, (plan, VerifySettings(steps=1)))] * plan.layout.world
+        ):
             for heard in rank.heard:
                 assert heard.noted and attributed(heard.seen, heard.noted) == heard.noted

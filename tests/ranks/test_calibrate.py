@@ -10,7 +10,7 @@ import pytest
 
 from fivefold.cli import main
 from fivefold.core.machine import load, presets
-from fivefold.run.ranks import num_gpus
+from fivefold.launch.processes import num_gpus
 
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 

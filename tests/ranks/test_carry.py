@@ -17,12 +17,12 @@ import torch.distributed as dist
 
 from fivefold.core.layout import Layout
 from fivefold.core.plan import Plan, Wishes, resolve
-from fivefold.parallel import carry
-from fivefold.parallel.mesh import WORLD, Mesh, Record
-from fivefold.parallel.watch import Watch
-from fivefold.run.compare import attributed
-from fivefold.run.ranks import Pool, Worker
-from fivefold.trial import RankRun, Settings, run_rank
+from fivefold.launch.processes import Pool, Worker
+from fivefold.parallel import transport
+from fivefold.parallel.mesh import WORLD, CollectiveRecord, Mesh
+from fivefold.verify.compare import attributed
+from fivefold.verify.dispatch_watch import DispatchWatch
+from fivefold.verify.trial import VerifiedRank, VerifySettings, run_rank
 
 RANKS = 2
 
@@ -37,7 +37,7 @@ def plain() -> Iterator[Pool]:
 def staged() -> Iterator[Pool]:
     """A fork keeps what was exchanged before it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(carry, "goes_by_host", lambda tensor, group: True)
+        patch.setattr(transport, "goes_by_host", lambda tensor, group: True)
         pool = Pool(RANKS)
     with pool as forked:
         yield forked
@@ -57,7 +57,7 @@ def in_place(worker: Worker) -> dict[str, list[float]]:
     with worker.joined(RANKS):
         group, rank, other = dist.group.WORLD, worker.rank, 1 - worker.rank
         mine = numbers(rank, 4)
-        pending = carry.all_reduce(mine, dist.ReduceOp.SUM, group)
+        pending = transport.all_reduce(mine, dist.ReduceOp.SUM, group)
         found["all_reduce, unwaited"] = mine.tolist()
         pending.wait()
         found["all_reduce"] = mine.tolist()
@@ -65,19 +65,19 @@ def in_place(worker: Worker) -> dict[str, list[float]]:
         pending.wait()  # what came is copied once
         found["all_reduce, waited twice"] = mine.tolist()
         part = torch.zeros(2, dtype=torch.float64)
-        carry.reduce_scatter(part, numbers(rank, 4), group).wait()
+        transport.reduce_scatter(part, numbers(rank, 4), group).wait()
         found["reduce_scatter"] = part.tolist()
         whole = torch.zeros(4, dtype=torch.float64)
-        carry.all_gather(whole, numbers(rank, 2), group).wait()
+        transport.all_gather(whole, numbers(rank, 2), group).wait()
         found["all_gather"] = whole.tolist()
         buffer = torch.zeros(2, 2, dtype=torch.float64)
-        coming = carry.receive(buffer, other, group)
-        leaving = carry.send(numbers(rank, 2, 2), other, group)
+        coming = transport.receive(buffer, other, group)
+        leaving = transport.send(numbers(rank, 2, 2), other, group)
         coming.wait()
         leaving.wait()
         found["message"] = buffer.flatten().tolist()
         buffer, sent = torch.zeros(3, dtype=torch.float64), numbers(rank, 3)
-        moving = carry.pass_on(sent, buffer, other, other, group)
+        moving = transport.pass_on(sent, buffer, other, other, group)
         sent.zero_()
         found["pass_on, unwaited"] = buffer.tolist()
         moving.wait()
@@ -107,11 +107,13 @@ def functional(worker: Worker) -> dict[str, list[float]]:
         group, rank = dist.group.WORLD, worker.rank
         here, kept = torch.device("cpu"), numbers(rank, 2, 2)
         calls = {
-            "gather": carry.gather(kept, 1, group),
-            "scatter": carry.scatter(kept, 1, group),
-            "max": carry.total(kept, "max", group),
+            "gather": transport.gather(kept, 1, group),
+            "scatter": transport.scatter(kept, 1, group),
+            "max": transport.total(kept, "max", group),
         }
-        found = {name: carry.landed(each, here).flatten().tolist() for name, each in calls.items()}
+        found = {
+            name: transport.landed(each, here).flatten().tolist() for name, each in calls.items()
+        }
         splits = {
             "uneven": ([[1, 2], [3, 0]][rank], [[1, 3], [2, 0]][rank]),
             "empty": ([0, 0], [0, 0]),
@@ -119,7 +121,7 @@ def functional(worker: Worker) -> dict[str, list[float]]:
         }
         for name, (arrive, leave) in splits.items():
             rows = numbers(rank, sum(leave), 2)
-            arrived = carry.waited(carry.exchange(rows, arrive, leave, group), here)
+            arrived = transport.waited(transport.exchange(rows, arrive, leave, group), here)
             assert arrived.shape == (sum(arrive), 2)
             found[name] = arrived[:, 0].tolist()
         assert kept.equal(numbers(rank, 2, 2)), "the input was changed"
@@ -152,17 +154,17 @@ def seen(worker: Worker) -> bool:
     """Whether the dispatcher sees every call once, with the bytes of the caller's tensor."""
     with worker.joined(RANKS):
         mesh = Mesh.build(Layout(shard=RANKS), torch.device("cpu"))
-        group, watch = mesh.groups[WORLD], Watch(mesh)
+        group, watch = mesh.groups[WORLD], DispatchWatch(mesh)
         with watch:
             mesh.all_reduce(torch.ones(3), WORLD, dist.ReduceOp.SUM).wait()
             mesh.all_gather(torch.ones(6), torch.ones(3), WORLD).wait()
             mesh.reduce_scatter(torch.ones(3), torch.ones(6), WORLD).wait()
             mesh.pass_on(torch.ones(5), WORLD).wait()
-            carry.landed(carry.gather(torch.ones(7), 0, group), mesh.device).sum()
-            carry.waited(carry.exchange(torch.ones(4), [2, 2], [2, 2], group), mesh.device)
+            transport.landed(transport.gather(torch.ones(7), 0, group), mesh.device).sum()
+            transport.waited(transport.exchange(torch.ones(4), [2, 2], [2, 2], group), mesh.device)
         calls = [("all_reduce", 12), ("all_gather", 12), ("reduce_scatter", 24), ("send", 20)]
         calls += [("recv", 20), ("all_gather", 28), ("all_to_all", 16)]
-        wanted = {Record(WORLD, kind, size, RANKS): 1 for kind, size in calls}
+        wanted = {CollectiveRecord(WORLD, kind, size, RANKS): 1 for kind, size in calls}
         mesh.groups.clear()
         return watch.records == wanted
 
@@ -177,7 +179,7 @@ def test_a_tensor_that_its_group_reaches_stays(plain: Pool) -> None:
 
 def reaches(worker: Worker) -> bool:
     with worker.joined(RANKS):
-        return not carry.goes_by_host(torch.ones(1), dist.group.WORLD)
+        return not transport.goes_by_host(torch.ones(1), dist.group.WORLD)
 
 
 # ---- whole steps
@@ -204,7 +206,7 @@ def small(wishes: Wishes) -> Plan:
 @pytest.mark.parametrize("name", CASES)
 def test_steps_are_the_same_to_the_bit(plain: Pool, staged: Pool, name: str) -> None:
     plan = small(CASES[name])
-    task = (run_rank, (plan, Settings(steps=1)))
+    task = (run_rank, (plan, VerifySettings(steps=1)))
     for one, other in zip(
         *(pool.run_each([task] * RANKS) for pool in (plain, staged)), strict=True
     ):
@@ -213,7 +215,7 @@ def test_steps_are_the_same_to_the_bit(plain: Pool, staged: Pool, name: str) -> 
             assert heard.noted and attributed(heard.seen, heard.noted) == heard.noted
 
 
-def require_same(one: RankRun, other: RankRun) -> None:
+def require_same(one: VerifiedRank, other: VerifiedRank) -> None:
     assert one.heard == other.heard
     for mine, theirs in zip(one.steps, other.steps, strict=True):
         assert (mine.loss, mine.norm) == (theirs.loss, theirs.norm)

@@ -16,21 +16,14 @@ from fivefold.core.errors import FivefoldError
 from fivefold.core.plan import Plan, Wishes, resolve
 from fivefold.core.recipe import Recipe
 from fivefold.core.weights import buffers, weights
+from fivefold.data.batches import samples
+from fivefold.launch.processes import Pool, Worker
+from fivefold.optim import make_updater
+from fivefold.optim.optimizer import Updater
 from fivefold.parallel.compose import Job, compose
 from fivefold.parallel.mesh import Mesh
-from fivefold.run.optimizer import Updater
-from fivefold.run.ranks import Pool, Worker
-from fivefold.run.samples import samples
-from fivefold.run.updaters import make_updater
 from fivefold.step import step
-from fivefold.training.checkpoint import (
-    Checkpoints,
-    Facts,
-    Reader,
-    published,
-    slots_of,
-    spread,
-)
+from fivefold.train.checkpoint import Checkpoints, Facts, Reader, published, slots_of, spread
 
 DENSE = {"layers": "4", "width": "32", "heads": "8", "kv_heads": "2", "ffn": "48", "vocab": "61"}
 MODELS: dict[str, tuple[str, dict[str, str]]] = {

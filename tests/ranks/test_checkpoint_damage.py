@@ -21,22 +21,22 @@ import torch.distributed as dist
 from test_checkpoint import complain, contents
 from torch import Tensor
 
-from fivefold.core.boxes import whole_box
 from fivefold.core.errors import FivefoldError
-from fivefold.run.disk import OnDisk
-from fivefold.run.optimizer import InMemory, Kept
-from fivefold.run.ranks import Pool, Worker
-from fivefold.training.checkpoint import (
+from fivefold.core.weights import whole_box
+from fivefold.launch.processes import Pool, Worker
+from fivefold.optim.disk_states import OnDisk
+from fivefold.optim.optimizer import InMemory, Kept
+from fivefold.train.checkpoint import (
     CannotSave,
     Checkpoints,
+    CheckpointTensor,
     Facts,
     Reader,
-    Slot,
     latest,
     published,
     write_whole,
 )
-from fivefold.training.checkpoint import writing as writing_module
+from fivefold.train.checkpoint import storage as writing_module
 
 
 @pytest.fixture(scope="module")
@@ -45,15 +45,17 @@ def pool() -> Iterator[Pool]:
         yield forked
 
 
-def plain(first: float, second: float = 0.0) -> list[Slot]:
+def plain(first: float, second: float = 0.0) -> list[CheckpointTensor]:
     values = {"model/a": torch.full((64, 8), first), "model/b": torch.full((5,), second)}
     return [
-        Slot(key, tuple(value.shape), value.dtype, (whole_box(value.shape),), InMemory(value))
+        CheckpointTensor(
+            key, tuple(value.shape), value.dtype, (whole_box(value.shape),), InMemory(value)
+        )
         for key, value in values.items()
     ]
 
 
-def value_of(slots: Sequence[Slot]) -> float:
+def value_of(slots: Sequence[CheckpointTensor]) -> float:
     (value,) = slots[0].kept.read().unique().tolist()
     return value
 
@@ -168,7 +170,7 @@ class Dying(OnDisk):
 def test_a_killed_writer_leaves_the_last_one(tmp_path: Path) -> None:
     saved(tmp_path, 1)
     first, second = plain(2)
-    dying = Slot(second.key, second.shape, second.dtype, second.boxes, Dying())
+    dying = CheckpointTensor(second.key, second.shape, second.dtype, second.boxes, Dying())
 
     def write() -> None:
         Checkpoints(tmp_path, 9, None).save([first, dying], Facts(2))
@@ -215,7 +217,9 @@ def save_beyond_the_limit(worker: Worker, folder: Path) -> list[str]:
         checkpoints = Checkpoints(folder, 1, dist.new_group(backend="gloo"))
         value = torch.full((4096,), float(worker.rank))
         (box,) = (whole_box(value.shape),)
-        slot = Slot(f"model/{worker.rank}", (4096,), value.dtype, (box,), InMemory(value))
+        slot = CheckpointTensor(
+            f"model/{worker.rank}", (4096,), value.dtype, (box,), InMemory(value)
+        )
         limits, told = resource.getrlimit(resource.RLIMIT_FSIZE), list[str]()
         if worker.rank == 2:
             resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
@@ -305,7 +309,8 @@ def test_weights_alone_leave_states_as_they_are(tmp_path: Path) -> None:
     kept: dict[str, Kept] = {key: InMemory(torch.full((16, 4), -1.0)) for key in keys}
     kept["optim/exp_avg/a"] = InMemory(torch.zeros(16, 4))
     slots = [
-        Slot(key, (16, 4), torch.float32, (whole_box((16, 4)),), one) for key, one in kept.items()
+        CheckpointTensor(key, (16, 4), torch.float32, (whole_box((16, 4)),), one)
+        for key, one in kept.items()
     ]
     facts = Checkpoints(tmp_path / "checkpoints", 1, None).load(slots, complain)
     assert facts == Facts(0, has_states=False)

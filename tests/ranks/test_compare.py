@@ -13,9 +13,10 @@ from fivefold.core import models
 from fivefold.core.batch import Batch
 from fivefold.core.layout import Layout
 from fivefold.core.legality import problems
-from fivefold.core.weights import Piece, weights
-from fivefold.run.compare import (
-    Part,
+from fivefold.core.models import is_large, scale_down
+from fivefold.core.weights import WeightShard, weights
+from fivefold.verify.compare import (
+    ComparedPart,
     Wanted,
     attributed,
     errors_by_name,
@@ -24,17 +25,16 @@ from fivefold.run.compare import (
     relative,
     tolerances,
 )
-from fivefold.run.scale import is_large, scale_down
 
-WHOLE = Piece(None, 0, 2, 2, copies=2, partial=False)
-LEFT = Piece(1, 0, 2, 4, copies=1, partial=False)
-RIGHT = Piece(1, 2, 4, 4, copies=1, partial=False)
-BELOW = Piece(0, 2, 4, 4, copies=1, partial=False)  # rows 2 and 3 of a vocabulary of 3
+WHOLE = WeightShard(None, 0, 2, 2, copies=2, partial=False)
+LEFT = WeightShard(1, 0, 2, 4, copies=1, partial=False)
+RIGHT = WeightShard(1, 2, 4, 4, copies=1, partial=False)
+BELOW = WeightShard(0, 2, 4, 4, copies=1, partial=False)  # rows 2 and 3 of a vocabulary of 3
 MATRIX = np.arange(8.0).reshape(2, 4)
 
 
-def part(name: str, piece: Piece, start: int, *values: float) -> Part:
-    return Part(name, piece, start, np.array(values))
+def part(name: str, piece: WeightShard, start: int, *values: float) -> ComparedPart:
+    return ComparedPart(name, piece, start, np.array(values))
 
 
 def test_parts_lie_where_the_cuts_put_them() -> None:
@@ -46,7 +46,7 @@ def test_parts_lie_where_the_cuts_put_them() -> None:
 
 def test_the_error_is_relative_to_the_parameter_and_never_to_nothing() -> None:
     truth = {"w": MATRIX, "tiny": np.array([1e-9])}
-    one = Piece(None, 0, 1, 1, copies=1, partial=False)
+    one = WeightShard(None, 0, 1, 1, copies=1, partial=False)
     parts = [
         part("w", LEFT, 0, 0, 1, 4, 5),
         part("w", RIGHT, 0, 2, 3.7, 6, 7),

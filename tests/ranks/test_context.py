@@ -36,13 +36,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fivefold.core.errors import FivefoldError
 from fivefold.core.layout import ContextKind
+from fivefold.data.batches import samples
+from fivefold.launch.processes import Pool
 from fivefold.model.batch import NOT_COUNTED, AttentionInfo
 from fivefold.parallel import context
 from fivefold.parallel.compose import Job
-from fivefold.parallel.mesh import Mesh, Passing, Phase
-from fivefold.run.compare import attributed
-from fivefold.run.ranks import Pool
-from fivefold.run.samples import samples
+from fivefold.parallel.mesh import Mesh, Phase, RingExchange
+from fivefold.verify.compare import attributed
 
 PUBLISHED = 1e-10  # what float64 must reach, whatever tolerance is derived
 
@@ -152,7 +152,7 @@ def most_blocks(job: Job, *_: object) -> Callable[[], dict[torch.dtype, int]]:
         alive[dtype] = {key: each for key, each in here.items() if not each.expired()}
         most[dtype] = max(most[dtype], len(alive[dtype]))
 
-    def watched(tensor: Tensor, axis: str) -> Passing:
+    def watched(tensor: Tensor, axis: str) -> RingExchange:
         passing = pass_on(tensor, axis)
         for each in (tensor, passing.buffer):
             reference = StorageWeakRef(each.untyped_storage())

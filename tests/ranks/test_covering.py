@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from covering import MOST_RANKS, Case, cases, part, prove
 
-from fivefold.run.ranks import Pool
+from fivefold.launch.processes import Pool
 
 PUBLISHED = 1e-10  # what float64 must reach, whatever tolerance is derived
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from fivefold.core.plan import Wishes
-from fivefold.run.compare import Call, Traffic, attributed, evened
-from fivefold.run.ranks import Pool
-from fivefold.trial import Settings, run_rank, run_trial
+from fivefold.launch.processes import Pool
 from fivefold.verbs.verify import runnable
+from fivefold.verify.compare import Call, Traffic, attributed, evened
+from fivefold.verify.trial import VerifySettings, run_rank, run_trial
 
 PUBLISHED = 1e-10
 
@@ -61,14 +61,14 @@ def test_other_families(pool: Pool, model: str, layout: str) -> None:
 
 def test_float32_goes_through_grouped_products(pool: Pool) -> None:
     plan = runnable(Wishes("tiny-moe", layout="dp=2 tp=2 ep=4", set={"layers": "4"}))
-    verdict = run_trial(pool, plan, Settings(dtype="float32"))
+    verdict = run_trial(pool, plan, VerifySettings(dtype="float32"))
     assert verdict.passed, (verdict.errors, verdict.tolerance)
 
 
 @pytest.mark.parametrize("zero", [0, 3])
 def test_a_rank_without_any_counted_token(pool: Pool, zero: int) -> None:
     plan = runnable(Wishes("tiny-moe", layout="dp=4 ep=2", zero=zero, set={"layers": "2"}))
-    verdict = run_trial(pool, plan, Settings(empty_rank=3))
+    verdict = run_trial(pool, plan, VerifySettings(empty_rank=3))
     assert verdict.passed, (verdict.errors, verdict.diverges_at)
 
 
@@ -76,13 +76,13 @@ def test_a_rank_without_any_counted_token(pool: Pool, zero: int) -> None:
 def test_the_mesh_notes_what_the_dispatcher_sees(pool: Pool, recompute: str) -> None:
     wishes = Wishes("tiny-moe", layout="dp=2 tp=2 ep=2 etp=2", recompute=recompute)
     plan = runnable(wishes)
-    for rank in pool.run_each([(run_rank, (plan, Settings(steps=1)))] * plan.layout.world):
+    for rank in pool.run_each([(run_rank, (plan, VerifySettings(steps=1)))] * plan.layout.world):
         for heard in rank.heard:
             assert heard.noted and attributed(heard.seen, heard.noted) == heard.noted
 
 
 def check(pool: Pool, wishes: Wishes, steps: int = 2) -> None:
-    verdict = run_trial(pool, runnable(wishes), Settings(steps=steps))
+    verdict = run_trial(pool, runnable(wishes), VerifySettings(steps=steps))
     assert verdict.traffic_match, verdict.traffic
     assert verdict.passed, (verdict.errors, verdict.tolerance, verdict.diverges_at)
     assert max(verdict.errors.values()) <= PUBLISHED

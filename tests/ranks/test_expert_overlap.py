@@ -12,11 +12,11 @@ from forked_steps import Setup, run, small_plan
 from torch import Tensor, nn
 
 from fivefold.core.plan import Plan
-from fivefold.core.schedule.action import Overlap, Step
+from fivefold.core.schedule import Overlap, Step
+from fivefold.launch.processes import Pool
 from fivefold.model.attention import Attention
 from fivefold.model.moe import MoeMlp
 from fivefold.parallel.compose import Job
-from fivefold.run.ranks import Pool
 
 DEPARTS, ARRIVES = "departs", "arrives"
 EXPERTS = ("gate", "up", "down")

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from fivefold.run.ranks import Pool, Worker
+from fivefold.launch.processes import Pool, Worker
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "five_dimensions.py"
 MOST_LINES = 20

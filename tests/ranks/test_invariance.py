@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from invariance import CASES, LEGS, ROWS, Case, Trainings, drawn
 
-from fivefold.run.ranks import Pool
-from fivefold.run.records import METRICS
-from fivefold.training.settings import Dtype
+from fivefold.launch.processes import Pool
+from fivefold.records.run_folder import METRICS
+from fivefold.train.settings import Dtype
 
 LAYERS = 4
 STEPS, CHANGING_STEPS = 6, 12

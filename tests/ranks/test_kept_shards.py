@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fivefold.core.plan import Plan, Wishes
+from fivefold.data.batches import samples
+from fivefold.launch.processes import Pool, Worker
+from fivefold.parallel.boundary import AxisBoundary
 from fivefold.parallel.compose import compose
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.wires import Wires
-from fivefold.run.ranks import Pool, Worker
-from fivefold.run.samples import samples
 from fivefold.verbs.verify import runnable
 
 LAYERS = 3
@@ -33,16 +33,16 @@ def gathered(worker: Worker, plan: Plan) -> tuple[int, int]:
         mesh = Mesh.of(plan, torch.device("cpu"))
         job = compose(plan, mesh, seed=0, dtype=torch.float64)
         made: list[StorageWeakRef] = []
-        gather = Wires.gather
+        gather = AxisBoundary.gather
 
-        def noted(self: Wires, x: Tensor) -> Tensor:
+        def noted(self: AxisBoundary, x: Tensor) -> Tensor:
             whole = gather(self, x) + 0  # wait for it, as plain memory
             made.append(StorageWeakRef(whole.untyped_storage()))
             return whole
 
         drawn = samples(plan.batch, plan.shape.vocab, 0, 0)
         batch = job.local(drawn.of(0)[0])
-        with patch.object(Wires, "gather", noted):
+        with patch.object(AxisBoundary, "gather", noted):
             loss = job.chunks[0].model(batch.tokens, batch)
             alive, num_made = sum(not each.expired() for each in made), len(made)
             loss.backward()

@@ -13,12 +13,12 @@ from forked_steps import Setup, run, small_plan
 from torch import Tensor
 
 from fivefold.core.layout import Layout
-from fivefold.core.schedule.action import Overlap, Step
+from fivefold.core.schedule import Overlap, Step
+from fivefold.launch.processes import Pool
 from fivefold.parallel import mesh as mesh_module
 from fivefold.parallel.compose import Job
-from fivefold.parallel.lanes import Lanes
 from fivefold.parallel.mesh import Mesh
-from fivefold.run.ranks import Pool
+from fivefold.parallel.pipeline import Lanes
 
 Log = list[tuple[str, int]]
 

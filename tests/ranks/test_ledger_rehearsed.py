@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from fivefold.core import machine
-from fivefold.core.estimate.outlook import held_by
-from fivefold.core.estimate.planner import setting_of
 from fivefold.core.plan import Wishes, resolve
-from fivefold.rehearsal.rank import rehearse_rank
+from fivefold.planner import setting_of
+from fivefold.planner.estimate import held_by
+from fivefold.rehearse.rank import rehearse_rank
 
 EAGER, _ = setting_of(machine.load("h200"), "bf16", 0.0, "eager", 1.0)
 # A few layers of each model, as wide as they are: model, layers, layout, rank, and what else.

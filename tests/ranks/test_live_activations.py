@@ -19,17 +19,15 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.hooks import RemovableHandle
 
-from fivefold.core.clock import memory_levels, peak_activations
 from fivefold.core.plan import Plan
-from fivefold.core.schedule.action import Step, actions_of
+from fivefold.core.schedule import Message, Schedule, Step, actions_of, merged, needed, sent_by
 from fivefold.core.schedule.catalog import family
 from fivefold.core.schedule.choose import choose
-from fivefold.core.schedule.transfers import Message, merged, needed, sent_by
-from fivefold.core.schedule.value import Schedule
-from fivefold.parallel.deferred import Queue, Sink
+from fivefold.core.schedule.clock import memory_levels, peak_activations
+from fivefold.launch.processes import Pool, Worker
+from fivefold.parallel.deferred import GradientQueue, Sink
 from fivefold.parallel.pipeline import Pipeline, _Outbox
-from fivefold.run.ranks import Pool, Worker
-from fivefold.trial import Settings, run_rank
+from fivefold.verify.trial import VerifySettings, run_rank
 
 PATIENCE = 20.0  # seconds for a message to be received
 
@@ -91,7 +89,9 @@ def measured(pipeline: Pipeline) -> Iterator[tuple[Level, Level]]:
         hook.remove()
 
 
-def levels_of(worker: Worker, plan: Plan, settings: Settings) -> list[tuple[list[int], list[int]]]:
+def levels_of(
+    worker: Worker, plan: Plan, settings: VerifySettings
+) -> list[tuple[list[int], list[int]]]:
     """Both levels of every step of the optimizer, or of the one run without a drain."""
     found: list[tuple[list[int], list[int]]] = []
     run = Pipeline.run
@@ -107,7 +107,7 @@ def levels_of(worker: Worker, plan: Plan, settings: Settings) -> list[tuple[list
     return found
 
 
-def stream_of(plan: Plan, settings: Settings) -> Schedule:
+def stream_of(plan: Plan, settings: VerifySettings) -> Schedule:
     """The schedule as it is executed: of an asynchronous one all microbatches of the run."""
     schedule = plan.schedule
     if not schedule.asynchronous:
@@ -125,7 +125,7 @@ NAMES = (*SYNCHRONOUS, "pipedream", "pipedream-2bw")
 def test_activations_live_from_forward_to_the_last_that_needs_them(
     pool: Pool, name: str, ranks: int
 ) -> None:
-    plan, settings = plan_of(name, ranks), Settings(steps=9 if name == "pipedream" else 2)
+    plan, settings = plan_of(name, ranks), VerifySettings(steps=9 if name == "pipedream" else 2)
     schedule = stream_of(plan, settings)
     found = pool.run_each([(levels_of, (plan, settings))] * ranks)
     for rank, (runs, peak) in enumerate(zip(found, peak_activations(schedule), strict=True)):
@@ -137,21 +137,23 @@ def test_activations_live_from_forward_to_the_last_that_needs_them(
             assert gradient == [*memory_levels(steps, after_input_grad=0.0), 0], rank
 
 
-def hoarding(worker: Worker, plan: Plan, settings: Settings) -> list[tuple[list[int], list[int]]]:
+def hoarding(
+    worker: Worker, plan: Plan, settings: VerifySettings
+) -> list[tuple[list[int], list[int]]]:
     """The same, with a queue that forgets to let go of what its weight gradients needed."""
     kept: list[object] = []
-    settle = Queue.settle
+    settle = GradientQueue.settle
 
-    def keep(self: Queue, microbatch: int, sink: Sink) -> None:
+    def keep(self: GradientQueue, microbatch: int, sink: Sink) -> None:
         kept.append(list(self._owed[microbatch]))
         settle(self, microbatch, sink)
 
-    with patch.object(Queue, "settle", keep):
+    with patch.object(GradientQueue, "settle", keep):
         return levels_of(worker, plan, settings)
 
 
 def test_what_is_held_too_long_is_seen(pool: Pool) -> None:
-    plan, settings = plan_of("zb-h1", 2), Settings(steps=1)
+    plan, settings = plan_of("zb-h1", 2), VerifySettings(steps=1)
     _, ((weight, gradient),) = pool.run_each([(hoarding, (plan, settings))] * 2)
     steps = merged(plan.schedule, 1)
     assert max(weight) > max(memory_levels(steps)) and weight[-1] > 0
@@ -174,7 +176,7 @@ def posted_for(schedule: Schedule, rank: int, steps: Iterable[Step]) -> set[Mess
     return found
 
 
-def buffers_of(worker: Worker, plan: Plan, settings: Settings) -> list[list[set[Message]]]:
+def buffers_of(worker: Worker, plan: Plan, settings: VerifySettings) -> list[list[set[Message]]]:
     """The messages that have a buffer when each step begins, for each run of the pipeline."""
     found: list[list[set[Message]]] = []
     run = Pipeline.run
@@ -195,7 +197,7 @@ def buffers_of(worker: Worker, plan: Plan, settings: Settings) -> list[list[set[
 def test_buffers_are_made_one_step_ahead(pool: Pool, name: str, most: int) -> None:
     plan = plan_of(name, 4)
     schedule, largest = plan.schedule, 0
-    found = pool.run_each([(buffers_of, (plan, Settings()))] * 4)
+    found = pool.run_each([(buffers_of, (plan, VerifySettings()))] * 4)
     for rank, runs in enumerate(found):
         steps = merged(schedule, rank)
         for buffers in runs:
@@ -207,7 +209,7 @@ def test_buffers_are_made_one_step_ahead(pool: Pool, name: str, most: int) -> No
     assert largest == most
 
 
-def sends_of(worker: Worker, plan: Plan, settings: Settings) -> list[int]:
+def sends_of(worker: Worker, plan: Plan, settings: VerifySettings) -> list[int]:
     """How many sends were under way after each of them, where each had time to be received."""
     found: list[int] = []
     sent: list[StorageWeakRef] = []
@@ -239,6 +241,6 @@ def sends_of(worker: Worker, plan: Plan, settings: Settings) -> list[int]:
 
 def test_sends_are_let_go_when_they_are_received(pool: Pool) -> None:
     """GPipe's first rank sends all its forwards before it is told anything."""
-    plan, settings = plan_of("gpipe", 2), Settings()
+    plan, settings = plan_of("gpipe", 2), VerifySettings()
     first, _ = pool.run_each([(sends_of, (plan, settings)), (run_rank, (plan, settings))])
     assert first == [1] * plan.schedule.num_microbatches * settings.steps

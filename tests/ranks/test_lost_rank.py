@@ -18,14 +18,16 @@ from pipelines import MIXED, Case
 from test_pool import gone, wait_until_gone
 
 from fivefold.core.plan import Plan
-from fivefold.run.ranks import Pool, RankLost, Worker
-from fivefold.trial import RankRun, Settings, run_rank, run_reference
+from fivefold.launch.processes import Pool, RankLost, Worker
+from fivefold.verify.trial import VerifiedRank, VerifySettings, run_rank, run_reference
 
 SOON = 30.0  # seconds within which all is over
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
-def dying(worker: Worker, plan: Plan, settings: Settings, rank: int, word: str) -> RankRun:
+def dying(
+    worker: Worker, plan: Plan, settings: VerifySettings, rank: int, word: str
+) -> VerifiedRank:
     """Run until this rank has said the word."""
 
     def tell(kind: str, what: object) -> None:
@@ -49,7 +51,7 @@ def dying(worker: Worker, plan: Plan, settings: Settings, rank: int, word: str) 
     ids=str,
 )
 def test_all_end_and_one_error_names_the_rank(case: Case, rank: int, word: str, doing: str) -> None:
-    plan, settings = case.plan, Settings()
+    plan, settings = case.plan, VerifySettings()
     ranks = [(dying, (plan, settings, rank, word))] * plan.layout.world
     with Pool(plan.layout.world + 1) as pool:
         pids, began = pool.pids, time.monotonic()

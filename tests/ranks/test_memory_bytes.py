@@ -10,11 +10,11 @@ import torch
 from forked_steps import Setup, run, small_plan
 from torch import Tensor
 
-from fivefold.core.memory import gathered_bytes, static_bytes
+from fivefold.cost.static_memory import gathered_bytes, static_bytes
+from fivefold.launch.processes import Pool
+from fivefold.optim.blockwise import Blockwise
+from fivefold.optim.optimizer import Updater
 from fivefold.parallel.compose import Job
-from fivefold.run.blocks import Blockwise
-from fivefold.run.optimizer import Updater
-from fivefold.run.ranks import Pool
 
 ODD = {"kv_heads": "2", "vocab": "61", "ffn": "36"}  # nothing that fills a slice by itself
 FLOATS = Setup(dtype=torch.float32, bucket=10_000)

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from fivefold.core.errors import FivefoldError
 from fivefold.core.layout import Layout
+from fivefold.launch.processes import Pool, Worker
 from fivefold.parallel.data import shard
-from fivefold.parallel.flat import Options
+from fivefold.parallel.flat_unit import UnitOptions
 from fivefold.parallel.mesh import Mesh
-from fivefold.run.ranks import Pool, Worker
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_loop.py"
 
@@ -70,7 +70,7 @@ def sums(worker: Worker, zero: int, used_by: tuple[bool, ...]) -> list[list[floa
         mesh = Mesh.build(Layout(shard=2, zero=zero), torch.device("cpu"), kv_heads=1)
         model = Skipping()
         blocks = {"first": [model.first], "second": [model.second]}
-        data = shard(model, blocks, mesh, Options(zero), bucket=200)
+        data = shard(model, blocks, mesh, UnitOptions(zero), bucket=200)
         found = []
         for number in range(2):
             x = torch.full((1, 4), 1.0 + mesh.rank + number, dtype=torch.float64)
@@ -104,4 +104,4 @@ def test_a_weight_outside_all_blocks_is_refused() -> None:
     model = Skipping()
     mesh = Mesh.build(Layout(), torch.device("cpu"), kv_heads=1)
     with pytest.raises(FivefoldError, match=r"second\.bias, second\.weight belong to no block"):
-        shard(model, {"first": [model.first]}, mesh, Options(zero=3))
+        shard(model, {"first": [model.first]}, mesh, UnitOptions(zero=3))

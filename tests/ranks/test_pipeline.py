@@ -30,10 +30,18 @@ from pipelines import (
 from fivefold.core.plan import Plan, Wishes, resolve
 from fivefold.core.schedule.catalog import names
 from fivefold.core.schedule.choose import choose
-from fivefold.parallel.stash import StashingChunk
-from fivefold.run.ranks import Pool, Worker
-from fivefold.run.reference import Delayed, Truth
-from fivefold.trial import Settings, Verdict, judge, num_phases, run_rank, run_reference, run_trial
+from fivefold.launch.processes import Pool, Worker
+from fivefold.verify.asynchronous import StashingChunk
+from fivefold.verify.reference import Delayed, Truth
+from fivefold.verify.trial import (
+    VerifySettings,
+    VerifyVerdict,
+    judge,
+    num_phases,
+    run_rank,
+    run_reference,
+    run_trial,
+)
 
 PUBLISHED = 1e-10  # what float64 must reach, whatever tolerance is derived
 STREAMS = (
@@ -56,7 +64,7 @@ def chosen() -> list[Case]:
     return [*(case for case in part() if zlib.crc32(str(case).encode()) % 2 == 0), *STREAMS]
 
 
-def require(verdict: Verdict) -> None:
+def require(verdict: VerifyVerdict) -> None:
     assert verdict.traffic_match, verdict.traffic
     assert verdict.passed, (verdict.errors, verdict.tolerance, verdict.diverges_at)
     assert max(verdict.errors.values()) <= PUBLISHED
@@ -104,7 +112,7 @@ def test_the_part_has_every_feature() -> None:
 )
 def test_every_setting_of_a_split_backward(pool: Pool, zero: int, changes: dict[str, Any]) -> None:
     plan = Case("zb-v", "dp=2 pp=2", 2, zero, recompute="selective").plan
-    verdict = run_trial(pool, plan, Settings(**changes))
+    verdict = run_trial(pool, plan, VerifySettings(**changes))
     assert verdict.passed, (verdict.errors, verdict.tolerance, verdict.diverges_at)
 
 
@@ -120,10 +128,10 @@ def test_every_setting_of_a_split_backward(pool: Pool, zero: int, changes: dict[
 )
 def test_other_batches_and_cuts(pool: Pool, wishes: dict[str, Any]) -> None:
     plan = resolve(Wishes("tiny", layout="pp=2", set={"layers": "5"}, **wishes), small=True)
-    require(run_trial(pool, plan, Settings()))
+    require(run_trial(pool, plan, VerifySettings()))
 
 
-def versions(worker: Worker, plan: Plan, settings: Settings) -> int:
+def versions(worker: Worker, plan: Plan, settings: VerifySettings) -> int:
     """How many versions of its weights a rank held at most."""
     made: list[StashingChunk] = []
     begin = StashingChunk.__init__
@@ -140,19 +148,19 @@ def versions(worker: Worker, plan: Plan, settings: Settings) -> int:
 
 @pytest.mark.parametrize("case", STREAMS[:2], ids=str)
 def test_ranks_keep_as_many_versions_as_the_schedule_says(pool: Pool, case: Case) -> None:
-    plan, settings = case.plan, Settings(steps=6)
+    plan, settings = case.plan, VerifySettings(steps=6)
     found = pool.run_each([(versions, (plan, settings))] * plan.layout.world)
     places = [plan.layout.coord(rank).pp for rank in range(plan.layout.world)]
     assert found == [plan.schedule.weight_versions[place] for place in places]
 
 
-def other_delays(worker: Worker, plan: Plan, settings: Settings, more: int) -> list[Truth]:
+def other_delays(worker: Worker, plan: Plan, settings: VerifySettings, more: int) -> list[Truth]:
     """The emulation with every stage so many updates later than it is, and never before now."""
 
     def changed(stages: list[range], every: int, late: list[int]) -> Delayed:
         return Delayed(stages, every, [max(0, each + more) for each in late])
 
-    with patch("fivefold.trial.runs.Delayed", changed):
+    with patch("fivefold.verify.runs.Delayed", changed):
         return run_reference(worker, plan, settings)
 
 
@@ -160,7 +168,7 @@ def other_delays(worker: Worker, plan: Plan, settings: Settings, more: int) -> l
 @pytest.mark.parametrize("name", ASYNCHRONOUS)
 def test_another_delay_is_another_result(pool: Pool, name: str, more: int) -> None:
     """On two ranks, where one less is none at all: what one process would compute."""
-    plan, settings = Case(name, "pp=2", 1).plan, Settings(steps=4)
+    plan, settings = Case(name, "pp=2", 1).plan, VerifySettings(steps=4)
     ranks = [(run_rank, (plan, settings))] * plan.layout.world
     *runs, truths = pool.run_each([*ranks, (other_delays, (plan, settings, more))])
     verdict = judge(plan, settings, runs, truths)
@@ -174,6 +182,6 @@ def test_another_delay_is_another_result(pool: Pool, name: str, more: int) -> No
 def test_every_phase_is_counted(pool: Pool, name: str) -> None:
     """What the progress bar of `verify` goes by."""
     phases: list[None] = []
-    plan, settings = Case(name, "pp=2", choose(name).default_chunks).plan, Settings(steps=3)
+    plan, settings = Case(name, "pp=2", choose(name).default_chunks).plan, VerifySettings(steps=3)
     run_trial(pool, plan, settings, lambda: phases.append(None))
     assert len(phases) == num_phases(plan, settings)

@@ -17,24 +17,24 @@ from planted import GRADIENTS, LOSS, NORM, TRAFFIC, WEIGHTS, Fault, Patch, check
 from torch import Tensor
 
 from fivefold import step as step_module
-from fivefold.parallel import compose, flat, tensor
+from fivefold.launch.processes import Pool
+from fivefold.parallel import compose, flat_unit, tensor
 from fivefold.parallel.compose import Job
-from fivefold.parallel.data import Data
-from fivefold.parallel.flat import FlatUnit
+from fivefold.parallel.data import DataParallel
+from fivefold.parallel.flat_unit import FlatUnit
 from fivefold.parallel.mesh import Mesh
-from fivefold.run.ranks import Pool
 
 
 def scaled_by_degree() -> Patch:
     """Gradients averaged over the ranks, although the loss is already divided by all tokens."""
-    finish = Data.finish
+    finish = DataParallel.finish
 
-    def averaged(self: Data) -> None:
+    def averaged(self: DataParallel) -> None:
         finish(self)
         for each in self.owned:
             each.grad.div_(self.mesh.size("dp-cp"))
 
-    return patch.object(Data, "finish", averaged)
+    return patch.object(DataParallel, "finish", averaged)
 
 
 def mean_of_means() -> Patch:
@@ -74,7 +74,7 @@ def unshifted_labels() -> Patch:
         own = [replace(one, labels=one.tokens) for one in batches]
         return inner(job, optimizer, own, max_norm)
 
-    return patch("fivefold.trial.runs.step", unshifted)
+    return patch("fivefold.verify.runs.step", unshifted)
 
 
 def swapped_shard() -> Patch:
@@ -107,13 +107,13 @@ def skipped_bucket() -> Patch:
 
 def stray_collective() -> Patch:
     """Somebody asks the others for something, past the mesh."""
-    inner = Data.finish
+    inner = DataParallel.finish
 
-    def chatty(self: Data) -> None:
+    def chatty(self: DataParallel) -> None:
         dist.all_reduce(torch.zeros(3))
         inner(self)
 
-    return patch.object(Data, "finish", chatty)
+    return patch.object(DataParallel, "finish", chatty)
 
 
 def duplicated_collective() -> Patch:
@@ -180,13 +180,13 @@ def visible_padding() -> Patch:
 
 def forgotten_microbatch() -> Patch:
     """Only the last microbatch's gradients are kept."""
-    inner = flat.FlatUnit.receive
+    inner = flat_unit.FlatUnit.receive
 
     def forgetful(self: FlatUnit) -> None:
         self.gradient = None
         inner(self)
 
-    return patch.object(flat.FlatUnit, "receive", forgetful)
+    return patch.object(flat_unit.FlatUnit, "receive", forgetful)
 
 
 FAULTS = (

@@ -12,15 +12,15 @@ import torch
 from planted import GRADIENTS, LOSS, TRAFFIC, Fault, Patch, check_seen
 from torch import Tensor
 
-from fivefold.core.context import Call, Ranges, Split
+from fivefold.core.splits import AttentionCall, Ranges, Split
 from fivefold.core.units import Unit
+from fivefold.launch.processes import Pool
 from fivefold.model import flash
 from fivefold.model.batch import NOT_COUNTED, AttentionInfo, TokenBatch
 from fivefold.model.flash import Sees
 from fivefold.parallel import context
 from fivefold.parallel.context import HEADS, ContextAttention
 from fivefold.parallel.mesh import RING, Mesh
-from fivefold.run.ranks import Pool
 
 
 def former_parts_not_scaled() -> Patch:
@@ -97,7 +97,9 @@ def wrong_half_of_the_keys() -> Patch:
     """Of a visitor's two pieces, the one in the future is seen, and that of the past is not."""
     inner = context.calls
 
-    def other_half(queries: Ranges, keys: Ranges, window: int | None = None) -> tuple[Call, ...]:
+    def other_half(
+        queries: Ranges, keys: Ranges, window: int | None = None
+    ) -> tuple[AttentionCall, ...]:
         size = sum(map(len, keys))
         return tuple(
             each._replace(k_start=size - each.k_stop, k_stop=size - each.k_start)
@@ -111,7 +113,7 @@ def documents_of_the_wrong_place() -> Patch:
     """Visiting keys are masked by the documents of this place's own tokens."""
     inner = ContextAttention._sees
 
-    def own(self: ContextAttention, call: Call, keys: Ranges, info: AttentionInfo) -> Sees:
+    def own(self: ContextAttention, call: AttentionCall, keys: Ranges, info: AttentionInfo) -> Sees:
         return inner(self, call, self.tokens, info)
 
     return patch.object(ContextAttention, "_sees", own)

@@ -14,18 +14,18 @@ from planted import GRADIENTS, LOSS, NORM, TRAFFIC, Fault, Patch, check_seen
 from torch import Tensor
 
 from fivefold.core.units import Unit
+from fivefold.launch.processes import Pool
 from fivefold.model import moe
-from fivefold.model.balance import Rows
+from fivefold.model.balance import RowIndex
 from fivefold.model.decoder import Decoder
 from fivefold.model.moe import MoeMlp, Routing, Slots
 from fivefold.parallel import balance, compose, expert
+from fivefold.parallel.boundary import AxisBoundary
 from fivefold.parallel.compose import Job
-from fivefold.parallel.data import Data
+from fivefold.parallel.data import DataParallel
 from fivefold.parallel.expert import INNER, SpreadExperts
-from fivefold.parallel.flat import Owned
+from fivefold.parallel.flat_unit import OwnedShard
 from fivefold.parallel.mesh import TWIN, Mesh
-from fivefold.parallel.wires import Wires
-from fivefold.run.ranks import Pool
 
 
 def rerouted(change: Callable[[Routing], Routing]) -> Patch:
@@ -93,14 +93,14 @@ def shared_expert_of_every_rank() -> Patch:
 
 def parts_of_the_width_not_summed() -> Patch:
     """Each rank of a split expert goes on with what its own part of the width gives."""
-    inner = Wires.leave
+    inner = AxisBoundary.leave
 
-    def own(self: Wires, share: Tensor) -> Tensor:
+    def own(self: AxisBoundary, share: Tensor) -> Tensor:
         if self.axis != INNER:
             return inner(self, share)
         return share.chunk(self.size, dim=self.dim)[self.place]
 
-    return patch.object(Wires, "leave", own)
+    return patch.object(AxisBoundary, "leave", own)
 
 
 def experts_summed_over_all_data_ranks() -> Patch:
@@ -110,21 +110,21 @@ def experts_summed_over_all_data_ranks() -> Patch:
 
 def experts_averaged_over_senders() -> Patch:
     """The gradient of an expert is divided by the ranks that its tokens came from."""
-    finish = Data.finish
+    finish = DataParallel.finish
 
-    def averaged(self: Data) -> None:
+    def averaged(self: DataParallel) -> None:
         finish(self)
         for each in (each for each in self.owned if each.row.expert):
             each.grad.div_(self.mesh.size(expert.AXIS))
 
-    return patch.object(Data, "finish", averaged)
+    return patch.object(DataParallel, "finish", averaged)
 
 
 def experts_copied_as_often_as_the_rest() -> Patch:
     """The norm takes every data rank to hold every expert."""
     inner = Job.copies
 
-    def alike(self: Job, owned: Owned) -> int:
+    def alike(self: Job, owned: OwnedShard) -> int:
         return inner(self, replace(owned, row=replace(owned.row, expert=False)))
 
     return patch.object(Job, "copies", alike)
@@ -176,7 +176,7 @@ def other_rows(**changes: Any) -> Patch:
     """Balancing takes this rank's tokens for something else than its share of a row."""
     inner = balance._rows
 
-    def changed(*given: Any) -> Rows:
+    def changed(*given: Any) -> RowIndex:
         return replace(inner(*given), **changes)
 
     return patch.object(balance, "_rows", changed)

@@ -13,28 +13,28 @@ from torch import Tensor
 
 from fivefold import step as step_module
 from fivefold.core.plan import Plan
-from fivefold.core.schedule.asynchronous import Delays
+from fivefold.core.schedule.flush import Delays
+from fivefold.launch.processes import Pool
 from fivefold.model.batch import TokenBatch
 from fivefold.parallel import pipeline
-from fivefold.parallel.chunk import Chunk
 from fivefold.parallel.compose import Job
 from fivefold.parallel.mesh import PIPELINE, TWIN, Mesh
 from fivefold.parallel.pipeline import Pipeline
-from fivefold.run.ranks import Pool
+from fivefold.parallel.stage import StageChunk
 
 
 def skipped_weight_gradient() -> Patch:
     """One microbatch's weight gradients are dropped instead of added."""
-    inner = Chunk.weight_gradients
+    inner = StageChunk.weight_gradients
 
-    def skipped(self: Chunk, microbatch: int, last: bool) -> None:
+    def skipped(self: StageChunk, microbatch: int, last: bool) -> None:
         assert self.queue is not None
         if microbatch == 1:
             self.queue._owed.pop(microbatch)
         else:
             inner(self, microbatch, last)
 
-    return patch.object(Chunk, "weight_gradients", skipped)
+    return patch.object(StageChunk, "weight_gradients", skipped)
 
 
 def swapped_messages() -> Patch:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.run.ranks import Pool, RankLost, Worker
+from fivefold.launch.processes import Pool, RankLost, Worker
 
 import torch  # isort: skip
 import torch.distributed as dist  # isort: skip
@@ -90,7 +90,7 @@ def test_no_rank_outlives_its_parent(number: signal.Signals, tmp_path: Path) -> 
     script = tmp_path / "sleepers.py"
     script.write_text(
         "import time\n"
-        "from fivefold.run.ranks import Pool\n"
+        "from fivefold.launch.processes import Pool\n"
         "def sleep(worker): time.sleep(600)\n"
         "with Pool(3) as pool:\n"
         "    print(*pool.pids, flush=True)\n"

@@ -15,18 +15,18 @@ from forked_steps import Setup, run, small_plan
 from torch import Tensor
 
 from fivefold.cli import main
-from fivefold.core.matching import Made
 from fivefold.core.plan import Plan, Wishes, resolve
-from fivefold.parallel.chunk import Chunk
+from fivefold.cost.matching import RankCalls
+from fivefold.launch.processes import Pool
+from fivefold.optim.optimizer import Updater
+from fivefold.parallel.boundary import AxisBoundary
 from fivefold.parallel.compose import Job
-from fivefold.parallel.flat import FlatUnit
-from fivefold.parallel.mesh import Mesh, Record
-from fivefold.parallel.wires import Wires
-from fivefold.rehearsal import judged, rehearse, rehearse_rank
-from fivefold.rehearsal.replay import Traces
-from fivefold.rehearsal.routing import RoundRobin
-from fivefold.run.optimizer import Updater
-from fivefold.run.ranks import Pool
+from fivefold.parallel.flat_unit import FlatUnit
+from fivefold.parallel.mesh import CollectiveRecord, Mesh
+from fivefold.parallel.stage import StageChunk
+from fivefold.rehearse import judged, rehearse, rehearse_rank
+from fivefold.rehearse.rank import RoundRobin
+from fivefold.rehearse.trace import Traces
 
 MANY = 6  # microbatches: enough for some to be replayed
 LAYOUTS = [
@@ -74,14 +74,14 @@ def test_backwards_that_are_split_beside_those_that_are_not() -> None:
 
 def test_most_microbatches_are_replayed() -> None:
     plan, seen = plan_of("dp=2", microbatches=8), list[int]()
-    inner = Chunk.forward
+    inner = StageChunk.forward
 
-    def counted(self: Chunk, x: Tensor | None, batch: Any, microbatch: int) -> Tensor:
+    def counted(self: StageChunk, x: Tensor | None, batch: Any, microbatch: int) -> Tensor:
         seen.append(microbatch)
         return inner(self, x, batch, microbatch)
 
     traces = Traces()
-    with patch.object(Chunk, "forward", counted):
+    with patch.object(StageChunk, "forward", counted):
         for given, real in ((None, 8), (traces, 4), (traces, 3)):
             seen.clear()
             rehearse_rank(plan, 0, given)
@@ -102,18 +102,18 @@ def test_real_ranks_call_the_same(layout: str, wishes: dict[str, Any]) -> None:
         assert by_line(calls) == by_line([*one.calls, *one.calls])
 
 
-def listening(job: Job, updater: Updater) -> Callable[[], list[Made]]:
+def listening(job: Job, updater: Updater) -> Callable[[], list[RankCalls]]:
     """Keep all calls of a job from now on."""
-    calls: list[Made] = []
+    calls: list[RankCalls] = []
 
-    def hear(record: Record, members: tuple[int, ...]) -> None:
-        calls.append(Made(record.axis, record.kind, record.bytes, members))
+    def hear(record: CollectiveRecord, members: tuple[int, ...]) -> None:
+        calls.append(RankCalls(record.axis, record.kind, record.bytes, members))
 
     job.mesh.heard = hear
     return lambda: calls
 
 
-def by_line(calls: list[Made]) -> dict[object, list[object]]:
+def by_line(calls: list[RankCalls]) -> dict[object, list[object]]:
     """What is called in one order: by axis and ranks."""
     lines: dict[object, list[object]] = {}
     for call in calls:
@@ -141,14 +141,14 @@ def skips_a_gather() -> Any:
 
 def keeps_its_own_tokens() -> Any:
     """Rank 1 takes its own tokens for those of all, in backward alone."""
-    inner = Wires.gather
+    inner = AxisBoundary.gather
 
-    def alone(self: Wires, x: Tensor) -> Tensor:
+    def alone(self: AxisBoundary, x: Tensor) -> Tensor:
         if self.mesh.rank == 1 and self.phase.backward:
             return torch.cat([x] * self.size, self.dim)
         return inner(self, x)
 
-    return patch.object(Wires, "gather", alone)
+    return patch.object(AxisBoundary, "gather", alone)
 
 
 def swaps_two_gathers() -> Any:
@@ -315,7 +315,7 @@ REFUSED = [
 def test_bad_input_ends_with_2(
     capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
 ) -> None:
-    with patch("fivefold.rehearsal.rehearse", side_effect=AssertionError):
+    with patch("fivefold.rehearse.rehearse", side_effect=AssertionError):
         out, err = answered(capsys, 2, *words)
     assert not out
     assert said in err

@@ -17,15 +17,15 @@ import pytest
 import torch
 
 from fivefold.core.plan import Plan, Wishes, resolve
-from fivefold.core.progress import StepRecord
 from fivefold.core.recipe import Recipe
-from fivefold.parallel.flat import FlatUnit
-from fivefold.run.ranks import Pool, RankLost
-from fivefold.run.records import RunFolder
-from fivefold.run.worker import Worker
-from fivefold.training import RankRun, Settings, run_rank, train
-from fivefold.training.checkpoint import Reader, latest
-from fivefold.training.scale import LossScale
+from fivefold.launch.processes import Pool, RankLost
+from fivefold.launch.worker import Worker
+from fivefold.optim.optimizer import LossScale
+from fivefold.parallel.flat_unit import FlatUnit
+from fivefold.records import StepRecord
+from fivefold.records.run_folder import RunFolder
+from fivefold.train import TrainedRank, TrainSettings, run_rank, train
+from fivefold.train.checkpoint import Reader, latest
 
 STEPS = 4
 
@@ -41,11 +41,11 @@ def plan_of(layout: str = "dp=2", **wishes: Any) -> Plan:
     return resolve(Wishes("tiny", layout=layout, **said))
 
 
-def settings_of(folder: Path | None = None, resume: bool = False, **said: Any) -> Settings:
+def settings_of(folder: Path | None = None, resume: bool = False, **said: Any) -> TrainSettings:
     dtype = said.pop("dtype", "float32")
     if folder is not None:
         RunFolder.create(folder, "", {}, resume)
-    return Settings(Recipe(**{"steps": STEPS, **said}), dtype, folder=folder, resume=resume)
+    return TrainSettings(Recipe(**{"steps": STEPS, **said}), dtype, folder=folder, resume=resume)
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -55,7 +55,7 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return {key: reader.read(key) for key in reader.tensors}
 
 
-def trained(pool: Pool, plan: Plan, settings: Settings) -> tuple[list[StepRecord], list[str]]:
+def trained(pool: Pool, plan: Plan, settings: TrainSettings) -> tuple[list[StepRecord], list[str]]:
     said: list[Any] = []
     train(pool, plan, settings, said.append)
     return (
@@ -64,7 +64,9 @@ def trained(pool: Pool, plan: Plan, settings: Settings) -> tuple[list[StepRecord
     )
 
 
-def with_bad_steps(worker: Worker, plan: Plan, settings: Settings, bad: frozenset[int]) -> RankRun:
+def with_bad_steps(
+    worker: Worker, plan: Plan, settings: TrainSettings, bad: frozenset[int]
+) -> TrainedRank:
     """A gradient of rank 1 is no number in these steps."""
     inner, steps = FlatUnit.hand_over, iter(range(1, 1000))
 
@@ -192,7 +194,7 @@ def test_a_full_disk_is_said_and_the_next_save_tries_again(pool: Pool, tmp_path:
     assert latest(tmp_path) == tmp_path / "checkpoints" / "step-00000004"
 
 
-def without_room(worker: Worker, plan: Plan, settings: Settings) -> RankRun:
+def without_room(worker: Worker, plan: Plan, settings: TrainSettings) -> TrainedRank:
     """The disk is full when the second checkpoint is written."""
     inner, calls = os.fsync, iter(range(1000))
 

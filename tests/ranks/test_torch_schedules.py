@@ -15,12 +15,10 @@ import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from fivefold.cli import main
-from fivefold.core.clock import peak_activations, play
 from fivefold.core.errors import IllegalSchedule
-from fivefold.core.schedule import catalog, custom
-from fivefold.core.schedule.costs import Costs
-from fivefold.core.schedule.value import Schedule
-from fivefold.run import ranks
+from fivefold.core.schedule import Schedule, catalog, choose
+from fivefold.core.schedule.clock import Costs, peak_activations, play
+from fivefold.launch import processes
 
 FORMATS = ("compute_only", "compute_comms")
 
@@ -61,7 +59,7 @@ def dump(schedule: Any, path: Path) -> list[Schedule]:
     read: list[Schedule] = []
     for form in FORMATS:
         schedule._dump_csv(str(path / f"{form}.csv"), format=form)
-        read.append(custom.load(path / f"{form}.csv"))
+        read.append(choose.load(path / f"{form}.csv"))
     return read
 
 
@@ -126,7 +124,7 @@ def test_a_schedule_that_torch_misprints_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "1f1b.csv"
     path.write_text("0F0,0F1,0B0,0B1,0REDUCE_GRAD\n1F1,1B0,1F2,1B1,1REDUCE_GRAD\n")
     with pytest.raises(IllegalSchedule, match="stage 1, microbatch 0: 0 forwards"):
-        custom.load(path)
+        choose.load(path)
 
 
 @pytest.mark.parametrize("name", ["interleaved", "bfs", "zb-interleaved", "zb-v", "dualpipe-v"])
@@ -205,7 +203,7 @@ def test_an_illegal_file_is_refused_before_any_process_starts(
     def forked(*_: object) -> None:
         raise AssertionError("a process was about to start")
 
-    monkeypatch.setattr(ranks, "Pool", forked)
+    monkeypatch.setattr(processes, "Pool", forked)
     path = tmp_path / "illegal.csv"
     path.write_text("\n".join(rows))
     code, out, err = verify(["--layout", "pp=2", "--schedule", str(path)], capsys)

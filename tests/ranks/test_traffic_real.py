@@ -11,9 +11,9 @@ import pytest
 import torch
 from forked_steps import Setup, run, small_plan
 
-from fivefold.core.traffic import entries, predict
+from fivefold.cost.collectives import entries, predict
+from fivefold.launch.processes import Pool
 from fivefold.parallel.compose import Job
-from fivefold.run.ranks import Pool
 
 KV_SHARED = {"kv_heads": "2"}
 TIED = {"tied": "true"}

@@ -24,20 +24,13 @@ from test_pool import wait_until_gone
 
 from fivefold.cli import main
 from fivefold.core.plan import Plan, Wishes, resolve
-from fivefold.core.progress import StepRecord
 from fivefold.core.recipe import Recipe
-from fivefold.run.ranks import Pool
-from fivefold.training import (
-    Check,
-    RankRun,
-    Settings,
-    beside_the_plan,
-    source_of,
-    train,
-)
-from fivefold.training.check import LEAST, alone, judge
-from fivefold.training.checkpoint import latest
-from fivefold.training.loop import Moved, batches_of
+from fivefold.launch.processes import Pool
+from fivefold.records import StepRecord
+from fivefold.train import Check, TrainedRank, TrainSettings, beside_the_plan, source_of, train
+from fivefold.train.check import LEAST, alone, judge
+from fivefold.train.checkpoint import latest
+from fivefold.train.loop import AxisTraffic, batches_of
 
 
 @pytest.fixture(autouse=True)
@@ -61,14 +54,16 @@ def plan_of(layout: str, model: str = "tiny-moe", **wishes: Any) -> Plan:
     return resolve(Wishes(model, layout=layout, set=changes, **said))
 
 
-def trained(pool: Pool, plan: Plan, settings: Settings) -> tuple[list[StepRecord], list[RankRun]]:
+def trained(
+    pool: Pool, plan: Plan, settings: TrainSettings
+) -> tuple[list[StepRecord], list[TrainedRank]]:
     lines: list[StepRecord] = []
     return lines, train(pool, plan, settings, lines.append)[0]
 
 
 def checked(
-    pool: Pool, plan: Plan, settings: Settings
-) -> tuple[list[StepRecord], list[RankRun], Check]:
+    pool: Pool, plan: Plan, settings: TrainSettings
+) -> tuple[list[StepRecord], list[TrainedRank], Check]:
     lines: list[StepRecord] = []
     runs, check = train(pool, plan, settings, lines.append)
     assert check is not None and len(lines) == settings.recipe.steps
@@ -78,7 +73,7 @@ def checked(
 @pytest.fixture(scope="module")
 def losses(pool: Pool) -> dict[str, list[float]]:
     """By balance, of one process."""
-    settings, found = Settings(Recipe(steps=3), "float64"), {}
+    settings, found = TrainSettings(Recipe(steps=3), "float64"), {}
     for balance in ("none", "aux+z"):
         plan = plan_of("dp=1", balance=balance, microbatches=BATCH)
         found[balance] = trained(pool, plan, settings)[1][0].losses
@@ -100,7 +95,7 @@ def losses(pool: Pool) -> dict[str, list[float]]:
 def test_the_loss_of_one_process(
     pool: Pool, wishes: dict[str, Any], losses: dict[str, list[float]]
 ) -> None:
-    plan, settings = plan_of(**wishes), Settings(Recipe(steps=3), "float64", check=True)
+    plan, settings = plan_of(**wishes), TrainSettings(Recipe(steps=3), "float64", check=True)
     lines, runs, check = checked(pool, plan, settings)
     assert check.passed and check.difference < 1e-9 and check.spread is None
     assert check.flips == 0 and check.routed == 3 * plan.batch.tokens * 2  # 2 of 3 layers
@@ -115,7 +110,7 @@ def test_the_loss_of_one_process(
 
 
 def test_a_dense_model_on_one_rank(pool: Pool) -> None:
-    settings = Settings(Recipe(steps=2), "float64", check=True)
+    settings = TrainSettings(Recipe(steps=2), "float64", check=True)
     plan = plan_of("dp=1", model="tiny", packed=False, set={"vocab": "300"})
     lines, runs, check = checked(pool, plan, settings)
     assert check.difference == 0 and (check.flips, check.routed) == (0, 0)
@@ -127,7 +122,7 @@ def test_a_dense_model_on_one_rank(pool: Pool) -> None:
 
 
 def test_float32_is_held_against_its_own_spread(pool: Pool) -> None:
-    settings = Settings(Recipe(steps=6), "float32", check=True)
+    settings = TrainSettings(Recipe(steps=6), "float32", check=True)
     plan = plan_of("dp=2 tp=2 ep=2")
     _, _, check = checked(pool, plan, settings)
     assert check.passed and check.spread is not None
@@ -137,7 +132,7 @@ def test_float32_is_held_against_its_own_spread(pool: Pool) -> None:
 
 def test_a_check_sees_what_is_wrong(pool: Pool) -> None:
     """A loss that is off, a loss that is none, and one token that went elsewhere."""
-    settings = Settings(Recipe(steps=2), "float64", check=True)
+    settings = TrainSettings(Recipe(steps=2), "float64", check=True)
     plan = plan_of("dp=2")
     _, runs, _ = checked(pool, plan, settings)
     (truth,) = trained(pool, alone(plan), settings)[1]
@@ -152,13 +147,13 @@ def test_a_check_sees_what_is_wrong(pool: Pool) -> None:
 
 
 def test_a_plan_that_is_not_kept_is_seen(pool: Pool) -> None:
-    settings = Settings(Recipe(steps=3), "float64")
+    settings = TrainSettings(Recipe(steps=3), "float64")
     plan = plan_of("dp=2")
     _, runs = trained(pool, plan, settings)
     assert runs[1].held is not None
     runs[1].held = replace(runs[1].held, padding=8)
     calls, size = runs[1].moved[1]["fsdp"]
-    runs[1].moved[1]["fsdp"] = Moved(calls, size + 1)
+    runs[1].moved[1]["fsdp"] = AxisTraffic(calls, size + 1)
     measured = beside_the_plan(plan, settings, runs)
     assert measured is not None and measured.memory is not None
     assert (measured.memory.rank, measured.memory.num_as_planned, measured.step) == (1, 1, 2)
@@ -168,7 +163,7 @@ def test_a_plan_that_is_not_kept_is_seen(pool: Pool) -> None:
 @pytest.mark.parametrize("layout", ["dp=2", "dp=4", "pp=2", "dp=2 tp=2"])
 def test_the_text_of_a_step_is_the_same_on_every_layout(layout: str) -> None:
     one, plan = plan_of("dp=1", seq=700), plan_of(layout, seq=700)
-    rows = source_of(one, Settings()).samples(5, BATCH)
+    rows = source_of(one, TrainSettings()).samples(5, BATCH)
     wanted = batches_of(one, rows, rank=0)
     ranks = range(plan.layout.world)
     coords = {plan.layout.coord(rank).dp: rank for rank in ranks}
@@ -181,7 +176,7 @@ def test_the_text_of_a_step_is_the_same_on_every_layout(layout: str) -> None:
 
 def test_documents_do_not_see_one_another() -> None:
     plan = plan_of("dp=1", seq=2000, batch=400)
-    batches = batches_of(plan, source_of(plan, Settings()).samples(0, 400), rank=0)
+    batches = batches_of(plan, source_of(plan, TrainSettings()).samples(0, 400), rank=0)
     rows = [one for one in batches if one.documents is not None and one.positions[0, -1] < 1999]
     assert len(rows) > 10  # of 400 rows in 12 MB and 700 documents
     for batch in rows:

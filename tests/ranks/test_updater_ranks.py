@@ -11,14 +11,14 @@ import torch
 
 from fivefold.core.plan import Plan, Wishes, resolve
 from fivefold.core.recipe import Recipe
+from fivefold.data.batches import samples
+from fivefold.launch.processes import Pool, Worker
+from fivefold.optim import make_updater
 from fivefold.parallel.compose import Job, compose
+from fivefold.parallel.matrix_gather import WholeMatrices
 from fivefold.parallel.mesh import Mesh
-from fivefold.run.compare import Part, Wanted, errors_by_name
-from fivefold.run.ranks import Pool, Worker
-from fivefold.run.samples import samples
-from fivefold.run.updaters import make_updater
 from fivefold.step import step
-from fivefold.training.whole import WholeMatrices
+from fivefold.verify.compare import ComparedPart, Wanted, errors_by_name
 
 STEPS = 2  # the second one finds momentum
 MUON = Recipe(optimizer="muon", lr=1e-2)
@@ -38,7 +38,7 @@ def plan_of(layout: str, tied: bool = False, **wishes: Any) -> Plan:
     return resolve(Wishes("tiny-moe", layout=layout, **said), small=True)
 
 
-def trained(worker: Worker, plan: Plan, recipe: Recipe) -> list[Part]:
+def trained(worker: Worker, plan: Plan, recipe: Recipe) -> list[ComparedPart]:
     """What this rank owns after a few steps."""
     with worker.joined(plan.layout.world):
         mesh = Mesh.of(plan, torch.device("cpu"))
@@ -55,9 +55,9 @@ def trained(worker: Worker, plan: Plan, recipe: Recipe) -> list[Part]:
         return parts_of(job)
 
 
-def parts_of(job: Job) -> list[Part]:
+def parts_of(job: Job) -> list[ComparedPart]:
     return [
-        Part(
+        ComparedPart(
             job.table[each.row.name].name,
             job.pieces[each.row.name],
             each.start,

@@ -16,11 +16,11 @@ import pytest
 
 from fivefold.cli import main
 from fivefold.core.plan import Plan, Wishes, resolve
+from fivefold.data.batches import samples
+from fivefold.launch.processes import Pool
 from fivefold.model.batch import NOT_COUNTED
-from fivefold.run.compare import attributed
-from fivefold.run.ranks import Pool
-from fivefold.run.samples import samples
-from fivefold.trial import Settings, num_phases, run_rank, run_trial
+from fivefold.verify.compare import attributed
+from fivefold.verify.trial import VerifySettings, num_phases, run_rank, run_trial
 
 PUBLISHED = 1e-10  # what float64 must reach, whatever tolerance is derived
 
@@ -130,16 +130,16 @@ def test_every_model_and_mode(pool: Pool, wishes: dict[str, Any]) -> None:
     ids=str,
 )
 def test_every_setting(pool: Pool, changes: dict[str, Any]) -> None:
-    check(pool, plan_of("dp=2 tp=2"), replace(Settings(), **changes))
+    check(pool, plan_of("dp=2 tp=2"), replace(VerifySettings(), **changes))
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_a_rank_without_any_counted_token(pool: Pool, zero: int) -> None:
-    check(pool, plan_of("dp=4", zero=zero), Settings(empty_rank=3))
+    check(pool, plan_of("dp=4", zero=zero), VerifySettings(empty_rank=3))
 
 
-def check(pool: Pool, plan: Plan, settings: Settings | None = None) -> None:
-    settings = settings or Settings()
+def check(pool: Pool, plan: Plan, settings: VerifySettings | None = None) -> None:
+    settings = settings or VerifySettings()
     phases: list[None] = []
     verdict = run_trial(pool, plan, settings, lambda: phases.append(None))
     assert verdict.traffic_match, verdict.traffic
@@ -153,7 +153,7 @@ def check(pool: Pool, plan: Plan, settings: Settings | None = None) -> None:
 @pytest.mark.parametrize("layout", ["dp=2x2 tp=2", "tp=2"])
 def test_the_mesh_notes_what_the_dispatcher_sees(pool: Pool, layout: str, recompute: str) -> None:
     plan = plan_of(layout, recompute=recompute, set={"layers": "2"})
-    ranks = pool.run_each([(run_rank, (plan, Settings()))] * plan.layout.world)
+    ranks = pool.run_each([(run_rank, (plan, VerifySettings()))] * plan.layout.world)
     for rank in ranks:
         for heard in rank.heard:
             assert heard.noted and attributed(heard.seen, heard.noted) == heard.noted
@@ -175,9 +175,9 @@ def test_samples_are_a_function_of_seed_and_step() -> None:
 
 def test_the_reference_shares_nothing_with_the_ranks() -> None:
     code = (
-        "import sys, fivefold.run.reference\n"
+        "import sys, fivefold.verify.reference\n"
         "shared = [name for name in sys.modules if name.startswith(('fivefold.parallel', "
-        "'fivefold.step', 'fivefold.core.units', 'fivefold.core.traffic'))]\n"
+        "'fivefold.step', 'fivefold.core.units', 'fivefold.cost.collectives'))]\n"
         "assert not shared, shared"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -14,10 +14,9 @@ from pathlib import Path
 import pytest
 from test_pool import gone, wait_until_gone
 
-from fivefold.run.diary import Diary, position, read
-from fivefold.run.ranks import Pool, RankLost
-from fivefold.run.watchdog import Watchdog, watched
-from fivefold.run.worker import Worker
+from fivefold.launch.processes import Pool, RankLost
+from fivefold.launch.watchdog import Diary, Watchdog, position, read, watched
+from fivefold.launch.worker import Worker
 
 import torch  # isort: skip
 import torch.distributed as dist  # isort: skip

@@ -1,1 +1,325 @@
 """Pipeline schedules as values: one object is checked, timed, drawn and executed."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple, TypeAlias
+
+from fivefold.core.errors import IllegalSchedule
+
+# What one pipeline rank does, as values with a text form.
+#
+# `2F0` is the forward of stage 2 for microbatch 0, `2I0` its input gradient, `2W0` its weight
+# gradient, `2B0` both at once. `(2F4;2B0)OVERLAP_F_B` is a forward and a backward that run as
+# one: torch's own spelling, so that files travel both ways.
+
+
+FORWARD, INPUT_GRAD, WEIGHT_GRAD, BACKWARD = "F", "I", "W", "B"
+
+# Nine digits: more is a slip, and Python refuses to read very long numbers.
+_ACTION = re.compile(r"([0-9]{1,9})([FIWB])([0-9]{1,9})")
+_OVERLAP = re.compile(r"\(\s*([^;()]+?)\s*;\s*([^;()]+?)\s*\)OVERLAP_F_B")
+# torch's lowered files also list transfers and weight gathers; our runtime derives them itself.
+_DERIVED = re.compile(r"[0-9]{1,9}(SEND_[FB]|RECV_[FB]|UNSHARD|RESHARD|REDUCE_GRAD)[0-9]{0,9}")
+
+
+class Action(NamedTuple):
+    """One computation of one stage for one microbatch."""
+
+    stage: int
+    kind: str
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+
+class Overlap(NamedTuple):
+    """A forward and a full backward that run together, as one atomic step."""
+
+    forward: Action
+    backward: Action
+
+    def __str__(self) -> str:
+        return f"({self.forward};{self.backward})OVERLAP_F_B"
+
+
+Step: TypeAlias = Action | Overlap
+
+
+def actions_of(step: Step) -> tuple[Action, ...]:
+    """The computations inside one step."""
+    return (step,) if isinstance(step, Action) else (step.forward, step.backward)
+
+
+def parse_steps(texts: Iterator[str] | list[str], where: str) -> tuple[Step, ...]:
+    """Read one rank's steps; empty cells (idle slots) and derived transfers are passed over."""
+    steps: list[Step] = []
+    for text in texts:
+        cell = text.strip()
+        if not cell or _DERIVED.fullmatch(cell):
+            continue
+        steps.append(_parse_step(cell, where))
+    return tuple(steps)
+
+
+def _parse_step(text: str, where: str) -> Step:
+    if match := _OVERLAP.fullmatch(text):
+        forward, backward = (_parse_action(part, where) for part in match.groups())
+        if forward.kind != FORWARD or backward.kind != BACKWARD:
+            raise IllegalSchedule(
+                f"{where}: {text!r} must join a forward and a full backward: (2F4;2B0)OVERLAP_F_B"
+            )
+        return Overlap(forward, backward)
+    return _parse_action(text, where)
+
+
+def _parse_action(text: str, where: str) -> Action:
+    match = _ACTION.fullmatch(text)
+    if match is None:
+        raise IllegalSchedule(
+            f"{where}: {text!r} is no action; write STAGE, then F, I, W or B, then MICROBATCH: 2F0"
+        )
+    stage, kind, microbatch = match.groups()
+    return Action(int(stage), kind, int(microbatch))
+
+
+# Which rank holds which stage.
+#
+# A stage is a contiguous slice of layers; a rank with several stages calls each of them a chunk.
+
+
+# On one rank: far above any run, and below what would make a slip of the keyboard hang.
+MOST_CHUNKS = 64
+
+
+@dataclass(frozen=True)
+class Placement:
+    """`homes[stage]` is the rank of that stage.
+
+    Under a `mirrored` (bidirectional) placement every rank also holds the stage of its mirror
+    rank, and the second half of the microbatches flows through those copies, in at the last rank
+    and out at the first.
+    """
+
+    homes: tuple[int, ...]
+    mirrored: bool = False
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.homes)
+
+    @cached_property
+    def num_ranks(self) -> int:
+        return max(self.homes) + 1
+
+    @cached_property
+    def num_chunks(self) -> int:
+        """Stages a rank, not counting the second copy of a mirrored placement."""
+        return max(Counter(self.homes).values())
+
+    @property
+    def kind(self) -> str:
+        """The name people use for this placement."""
+        if self.mirrored:
+            return "bidirectional"
+        named = {
+            "linear": linear(self.num_ranks),
+            "loop": loop(self.num_ranks, self.num_chunks),
+            "V": vee(self.num_ranks),
+        }
+        return next((name for name, known in named.items() if known == self), "custom")
+
+    def held(self, rank: int) -> tuple[int, ...]:
+        """The stages on one rank; under a mirrored placement also those of its mirror."""
+        homes = {rank, self.num_ranks - 1 - rank} if self.mirrored else {rank}
+        return tuple(stage for stage, home in enumerate(self.homes) if home in homes)
+
+    def rank(self, stage: int, microbatch: int, num_microbatches: int) -> int:
+        """The rank that computes this stage for this microbatch."""
+        home = self.homes[stage]
+        if self.mirrored and 2 * microbatch >= num_microbatches:
+            return self.num_ranks - 1 - home
+        return home
+
+
+def linear(num_ranks: int) -> Placement:
+    """One stage a rank, in order."""
+    return Placement(tuple(range(num_ranks)))
+
+
+def loop(num_ranks: int, num_chunks: int) -> Placement:
+    """Stages dealt round and round: rank r holds r, p + r, 2p + r, …"""
+    return Placement(tuple(range(num_ranks)) * num_chunks)
+
+
+def vee(num_ranks: int) -> Placement:
+    """Two stages a rank, down and up again: rank 0 holds the first and the last."""
+    down = tuple(range(num_ranks))
+    return Placement(down + down[::-1])
+
+
+def bidirectional(num_ranks: int) -> Placement:
+    """One stage a rank, and a second copy of the model in the opposite order."""
+    return Placement(tuple(range(num_ranks)), mirrored=True)
+
+
+# The schedule as a value: drawn, timed, checked and executed from the same object.
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What every rank does, in order, for one optimizer step.
+
+    `asynchronous` schedules do not drain between steps: gradients are computed on older weights,
+    and rank r keeps `weight_versions[r]` versions for that.
+    """
+
+    name: str
+    placement: Placement
+    num_microbatches: int
+    order: tuple[tuple[Step, ...], ...]
+    asynchronous: bool = False
+    weight_versions: tuple[int, ...] = ()
+
+    @property
+    def num_ranks(self) -> int:
+        return self.placement.num_ranks
+
+    @property
+    def num_stages(self) -> int:
+        return self.placement.num_stages
+
+    @property
+    def num_chunks(self) -> int:
+        return self.placement.num_chunks
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether some weight gradient is computed apart from its input gradient."""
+        ranks = range(self.num_ranks)
+        return any(action.kind == INPUT_GRAD for rank in ranks for action in self.actions(rank))
+
+    def rank_of(self, stage: int, microbatch: int) -> int:
+        """The rank that computes this stage for this microbatch."""
+        return self.placement.rank(stage, microbatch, self.num_microbatches)
+
+    def actions(self, rank: int) -> Iterator[Action]:
+        """What one rank computes, in order; a pair that runs as one is forward, then backward."""
+        return (action for step in self.order[rank] for action in actions_of(step))
+
+    def forwards(self) -> Schedule:
+        """The forwards alone, in their order: what an evaluation runs."""
+        ranks = range(self.num_ranks)
+        order = (
+            tuple(action for action in self.actions(rank) if action.kind == FORWARD)
+            for rank in ranks
+        )
+        return replace(self, order=tuple(order))
+
+    def texts(self) -> list[list[str]]:
+        """The action texts, a list for each rank."""
+        return [[str(step) for step in steps] for steps in self.order]
+
+    def to_csv(self) -> str:
+        """One row a rank: the form that torch's pipelining reads and writes."""
+        out = io.StringIO()
+        csv.writer(out, lineterminator="\n").writerows(self.texts())
+        return out.getvalue()
+
+
+# What pipeline ranks send one another, derived from the schedule.
+#
+# A forward sends its activations to the rank of the next stage, a backward its input gradient to
+# the rank of the stage before; two stages of one rank hand over without a message. Planner and
+# runtime both read this file, so that what is predicted is what is sent.
+
+
+class Message(NamedTuple):
+    """What stage `stage` is given for a microbatch: `F` its input, `B` the gradient of its output.
+
+    `source` and `target` are pipeline ranks.
+    """
+
+    stage: int
+    kind: str
+    microbatch: int
+    source: int
+    target: int
+
+
+def sent(schedule: Schedule, action: Action) -> Message | None:
+    """What the action sends to another rank, if anything."""
+    if action.kind == WEIGHT_GRAD:
+        return None
+    forward = action.kind == FORWARD
+    return _message(schedule, action.stage, action.stage + (1 if forward else -1), action)
+
+
+def needed(schedule: Schedule, action: Action) -> Message | None:
+    """What the action waits for from another rank, if anything."""
+    if action.kind == WEIGHT_GRAD:
+        return None
+    forward = action.kind == FORWARD
+    return _message(schedule, action.stage + (-1 if forward else 1), action.stage, action)
+
+
+def _message(schedule: Schedule, giver: int, taker: int, action: Action) -> Message | None:
+    if not (0 <= giver < schedule.num_stages and 0 <= taker < schedule.num_stages):
+        return None
+    source, target = (schedule.rank_of(stage, action.microbatch) for stage in (giver, taker))
+    if source == target:
+        return None
+    kind = FORWARD if action.kind == FORWARD else BACKWARD
+    return Message(taker, kind, action.microbatch, source, target)
+
+
+def sent_by(schedule: Schedule, rank: int) -> Iterator[Message]:
+    """All that a rank sends, in its order."""
+    for action in (action for step in schedule.order[rank] for action in actions_of(step)):
+        if message := sent(schedule, action):
+            yield message
+
+
+def channels(schedule: Schedule) -> tuple[tuple[int, int], ...]:
+    """Every (source, target) pair of ranks between which something is sent, sorted."""
+    ranks = range(schedule.num_ranks)
+    return tuple(
+        sorted({(each.source, each.target) for r in ranks for each in sent_by(schedule, r)})
+    )
+
+
+def merged(schedule: Schedule, rank: int) -> tuple[Step, ...]:
+    """The steps of a rank, with neighbouring I and W of a microbatch joined to one B.
+
+    Only where the gradient goes to no other rank: a message would leave when the whole B is done,
+    later than the schedule says.
+    """
+    found: list[Step] = []
+    for step in schedule.order[rank]:
+        if isinstance(step, Action) and step.kind == WEIGHT_GRAD:
+            gradient = step._replace(kind=INPUT_GRAD)
+            if found and found[-1] == gradient and sent(schedule, gradient) is None:
+                found.pop()
+                step = step._replace(kind=BACKWARD)
+        found.append(step)
+    return tuple(found)
+
+
+def twins(placement: Placement, tied: bool) -> tuple[tuple[int, int], ...]:
+    """Pairs of ranks that hold copies of the same weights and so sum their gradients.
+
+    Under a mirrored placement every rank has the stages of its mirror; a tied model has its
+    embedding on the ranks of the first and of the last stage.
+    """
+    last = placement.num_ranks - 1
+    if placement.mirrored:
+        return tuple((rank, last - rank) for rank in range((last + 1) // 2))
+    ends = sorted({placement.homes[0], placement.homes[-1]})
+    return ((ends[0], ends[1]),) if tied and len(ends) == 2 else ()

@@ -1,16 +1,76 @@
-"""All schedules by name: where each is legal, what its bubble is, and why it is there."""
+"""The bubbles of named schedules as the papers write them, and where those forms hold.
+
+All are times, for equal stages and free transfers; p counts ranks, m microbatches, v chunks a rank,
+and F, B, W are the times of a full stage. F&B is an overlapped pair that gains nothing.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from fivefold.core.errors import IllegalSchedule, UnknownName, bullets
-from fivefold.core.schedule import asynchronous, closed_form, dualpipe, flush, vshape, zero_bubble
-from fivefold.core.schedule.closed_form import ClosedForm
-from fivefold.core.schedule.placement import MOST_CHUNKS
-from fivefold.core.schedule.value import Schedule
-from fivefold.core.words import counted
+from fivefold.core.errors import IllegalSchedule, UnknownName, bullets, counted
+from fivefold.core.schedule import MOST_CHUNKS, Schedule, flush, v_shape, zero_bubble
+from fivefold.core.schedule.clock import Objective
+
+Times = tuple[float, float, float]
+
+
+def _always(times: Times, num_ranks: int, num_microbatches: int) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class ClosedForm:
+    """`text` is the time of the bubble, `domain` where it is exact, `holds` the same to compute.
+
+    `of` says whether the bubble is that of the makespan or of the longest span of a rank.
+    """
+
+    text: str
+    domain: str = ""
+    holds: Callable[[Times, int, int], bool] = _always
+    of: Objective = "makespan"
+
+
+def _short_weights(times: Times, num_ranks: int, num_microbatches: int) -> bool:
+    forward, backward, weight = times
+    return weight <= min(forward, backward) and num_microbatches >= num_ranks
+
+
+def _short_weights_twice(times: Times, num_ranks: int, num_microbatches: int) -> bool:
+    forward, backward, weight = times
+    enough = num_microbatches >= 2 * num_ranks - 1
+    return weight <= forward and 2 * weight <= forward + backward and enough
+
+
+def _balanced(times: Times, num_ranks: int, num_microbatches: int) -> bool:
+    forward, backward, weight = times
+    enough = num_microbatches >= 2 * num_ranks - 1
+    return max(forward, weight) <= backward <= 2 * weight and enough
+
+
+def _long_backward(times: Times, num_ranks: int, num_microbatches: int) -> bool:
+    forward, backward, weight = times
+    return max(forward, weight) <= backward
+
+
+def _filled(times: Times, num_ranks: int, num_microbatches: int) -> bool:
+    return num_microbatches >= num_ranks
+
+
+FLUSH = ClosedForm("(p−1)(F+B+W)")
+INTERLEAVED = ClosedForm("(p−1)(F+B+W)/v")
+BREADTH_FIRST = ClosedForm("(p−1)(F+B+W)/v", "m ≥ p", _filled)
+ZB_H1 = ClosedForm("(p−1)(F+B−W)", "W ≤ F, W ≤ B and m ≥ p", _short_weights)
+ZB_H2 = ClosedForm("(p−1)(F+B−2W)", "W ≤ F, 2W ≤ F+B and m ≥ 2p−1", _short_weights_twice, of="span")
+ZB_INTERLEAVED = ClosedForm("(p−1)(F+B−W)/v", "W ≤ F, W ≤ B and m ≥ p", _short_weights)
+ZB_V = ClosedForm("(p−1)B/2", "F ≤ B, W ≤ B ≤ 2W and m ≥ 2p−1", _balanced)
+DUALPIPE = ClosedForm("(p/2−1)(F&B+B−2W)", "F ≤ B and W ≤ B", _long_backward)
+DUALPIPE_V = ClosedForm("(p−1)(F&B+B−2W)/2", "F ≤ B and W ≤ B", _long_backward)
+
+# All schedules by name: where each is legal, what its bubble is, and why it is there.
+
 
 AUTO = "auto"
 MOST_STAGES = 4096
@@ -182,71 +242,71 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "gpipe", flush.gpipe,
         "ranks wait while the pipeline fills, before the first forward reaches them, and while it "
-        "drains", closed_form.FLUSH, aliases=("afab",),
+        "drains", FLUSH, aliases=("afab",),
     ),
     Family(
         "1f1b", flush.one_forward_one_backward,
         "the pipeline fills and drains as in GPipe; what it saves is memory",
-        closed_form.FLUSH, aliases=("pipedream-flush",),
+        FLUSH, aliases=("pipedream-flush",),
     ),
     Family(
         "interleaved", flush.interleaved,
         "the pipeline fills and drains by chunks, which are v times shorter than stages",
-        closed_form.INTERLEAVED, min_chunks=2, max_chunks=None, rules=(_ROUNDS,),
+        INTERLEAVED, min_chunks=2, max_chunks=None, rules=(_ROUNDS,),
     ),
     Family(
         "bfs", flush.breadth_first,
         "the pipeline fills and drains by chunks; all microbatches pass a chunk before the next",
-        closed_form.BREADTH_FIRST, min_chunks=2, max_chunks=None,
+        BREADTH_FIRST, min_chunks=2, max_chunks=None,
     ),
     Family(
         "zb-h1", zero_bubble.zb_h1,
         "the pipeline fills and drains as in 1F1B; weight gradients that were kept back fill what "
-        "they can of it, in the same memory", closed_form.ZB_H1,
+        "they can of it, in the same memory", ZB_H1,
     ),
     Family(
         "zb-h2", zero_bubble.zb_h2,
         "ranks start one by one; with up to twice the memory of 1F1B there are more weight "
-        "gradients to fill the drain", closed_form.ZB_H2,
+        "gradients to fill the drain", ZB_H2,
     ),
     Family(
         "zb-interleaved", zero_bubble.zb_interleaved,
         "the pipeline fills and drains by chunks, and weight gradients fill what they can of it",
-        closed_form.ZB_INTERLEAVED, min_chunks=2, max_chunks=None, rules=(_ROUNDS,),
+        ZB_INTERLEAVED, min_chunks=2, max_chunks=None, rules=(_ROUNDS,),
     ),
     Family(
-        "zb-v", vshape.zb_v,
+        "zb-v", v_shape.zb_v,
         "ranks wait until the first microbatch has come down the V, and later wherever weight "
         "gradients are too few or too short to cover the way of a gradient",
-        closed_form.ZB_V, min_chunks=2, max_chunks=2,
+        ZB_V, min_chunks=2, max_chunks=2,
     ),
     Family(
-        "v-half", vshape.v_half,
+        "v-half", v_shape.v_half,
         "with less memory fewer microbatches are in flight, too few to cover fill and drain",
         min_chunks=2, max_chunks=2,
     ),
     Family(
-        "v-min", vshape.v_min,
+        "v-min", v_shape.v_min,
         "with the least memory so few microbatches are in flight that ranks wait for each to come "
         "back", min_chunks=2, max_chunks=2,
     ),
     Family(
-        "dualpipe", dualpipe.dualpipe,
+        "dualpipe", v_shape.dualpipe,
         "two directions meet in the middle, so only half the ranks lie between a rank and its "
-        "nearer end", closed_form.DUALPIPE, rules=(_EVEN_RANKS, _EVEN_BATCH, _TWICE),
+        "nearer end", DUALPIPE, rules=(_EVEN_RANKS, _EVEN_BATCH, _TWICE),
     ),
     Family(
-        "dualpipe-v", dualpipe.dualpipe_v,
+        "dualpipe-v", v_shape.dualpipe_v,
         "the pipeline fills and drains by chunks, two of which a rank folds into one V",
-        closed_form.DUALPIPE_V, min_chunks=2, max_chunks=2, rules=(_TWICE,),
+        DUALPIPE_V, min_chunks=2, max_chunks=2, rules=(_TWICE,),
     ),
     Family(
-        "pipedream", asynchronous.pipedream,
+        "pipedream", flush.pipedream,
         "the window shown has a fill and a drain, which windows that follow one another do without",
         asynchronous=True,
     ),
     Family(
-        "pipedream-2bw", asynchronous.pipedream_2bw,
+        "pipedream-2bw", flush.pipedream_2bw,
         "the window shown has a fill and a drain, which windows that follow one another do without",
         rules=(_FILLED,), asynchronous=True,
     ),

@@ -1,37 +1,147 @@
-"""`auto`: searches for the schedule with the smallest makespan (or span) within a memory limit.
+"""The frames that a search starts from.
 
-A schedule is a frame (the order of forwards and input gradients on each rank) with weight
-gradients filled in. The search
-
-1. plays every named schedule that fits, so that it can never be worse;
-2. tries frames of many kinds (those of the named schedules, list scheduling on each placement,
-   building blocks of the V) with a few degrees of patience, on fewer microbatches where there are
-   many, because the bubble lies in the ends;
-3. plays the best of these with all microbatches;
-4. refines the patience of the best, rank by rank, as long as its budget of played actions lasts.
-
-It stops as soon as a lower bound is reached. The budget counts actions, not seconds, so that the
-answer does not depend on the machine.
+Those of the named zero-bubble schedules, list scheduling on every placement with all or part of
+the memory, and building blocks of the V where memory is too scarce for list scheduling.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
-from fivefold.core.clock import peak_activations, play
 from fivefold.core.errors import IllegalSchedule
-from fivefold.core.schedule import catalog
-from fivefold.core.schedule.action import Overlap
-from fivefold.core.schedule.costs import Costs
-from fivefold.core.schedule.fill import Filled, Lowered, Patience, fill, lower
-from fivefold.core.schedule.goal import Goal, Objective
-from fivefold.core.schedule.placement import Placement
-from fivefold.core.schedule.seeds import Seed, seeds
-from fivefold.core.schedule.value import Schedule
+from fivefold.core.schedule import (
+    FORWARD,
+    INPUT_GRAD,
+    Action,
+    Overlap,
+    Placement,
+    Schedule,
+    catalog,
+    linear,
+    loop,
+    vee,
+)
+from fivefold.core.schedule.catalog import Family
+from fivefold.core.schedule.clock import Costs, Goal, Objective, peak_activations, play
+from fivefold.core.schedule.fill import (
+    Filled,
+    Frame,
+    Lowered,
+    Patience,
+    Priority,
+    eager,
+    fill,
+    lower,
+)
+from fivefold.core.schedule.v_shape import BuildingBlock, repeat
+
+_BY_MEMORY = (("zb-h2", "zb-h1"), ("zb-interleaved",), ("zb-v", "v-half", "v-min"))
+
+
+class Seed(NamedTuple):
+    """A way to make a frame for any number of microbatches, and the chunks it may hold."""
+
+    origin: str
+    placement: Placement
+    most_held: int
+    frame: Callable[[int], Frame | None]
+
+
+def seeds(num_ranks: int, num_microbatches: int, max_chunks: int, goal: Goal) -> Iterator[Seed]:
+    """Every seed within the memory limit and `max_chunks`."""
+    limit = num_microbatches if goal.memory_limit is None else goal.memory_limit
+    yield from _named(num_ranks, num_microbatches, max_chunks, limit)
+    for placement in _placements(num_ranks, max_chunks):
+        yield from _eager(placement, goal, limit)
+    if max_chunks >= 2 and limit < num_ranks:
+        yield from _blocks(num_ranks, limit)
+
+
+def _named(num_ranks: int, num_microbatches: int, max_chunks: int, limit: float) -> Iterator[Seed]:
+    """Of each kind of placement the order that uses the most of the memory there is."""
+    legal = list(catalog.synchronous(num_ranks, num_microbatches, max_chunks))
+    for names in _BY_MEMORY:
+        found = [
+            (family, chunks) for name in names for family, chunks in legal if family.name == name
+        ]
+        fitting = [each for each in found if _peak(*each, num_ranks, num_microbatches) <= limit]
+        for family, chunks in fitting[:1] if len(names) > 1 else found:
+            frame = partial(_frame_of, family, num_ranks, chunks)
+            placement = vee(num_ranks) if family.max_chunks == 2 else loop(num_ranks, chunks)
+            origin = f"the order of {family.name}, refilled"
+            yield Seed(origin, placement, int(limit * chunks), frame)
+
+
+def _peak(family: Family, chunks: int, num_ranks: int, num_microbatches: int) -> float:
+    trial = family.make(num_ranks, min(num_microbatches, 2 * num_ranks), chunks)
+    return max(peak_activations(trial))
+
+
+def _frame_of(family: Family, num_ranks: int, num_chunks: int, num_microbatches: int) -> Frame:
+    schedule = family.make(num_ranks, num_microbatches, num_chunks)
+    return tuple(
+        tuple(
+            step
+            for step in steps
+            if isinstance(step, Action) and step.kind in (FORWARD, INPUT_GRAD)
+        )
+        for steps in schedule.order
+    )
+
+
+def _placements(num_ranks: int, max_chunks: int) -> Iterator[Placement]:
+    yield linear(num_ranks)
+    yield from (loop(num_ranks, chunks) for chunks in range(2, max_chunks + 1))
+    if max_chunks >= 2:
+        yield vee(num_ranks)
+
+
+def _eager(placement: Placement, goal: Goal, limit: float) -> Iterator[Seed]:
+    """List scheduling with all of the memory, or only as much as keeps the pipeline full."""
+    chunks, costs = placement.num_chunks, goal.costs_of(placement)
+    enough = placement.num_ranks * chunks
+    priorities: tuple[Priority, ...] = ("gradients",)
+    if placement == vee(placement.num_ranks):
+        priorities = ("gradients", "inner")
+    for most_held in sorted({min(int(limit * chunks), each) for each in (enough, 2 * enough)}):
+        for priority in priorities:
+
+            def frame(
+                num: int, most_held: int = most_held, priority: Priority = priority
+            ) -> Frame | None:
+                return eager(placement, num, costs, most_held, priority)
+
+            origin = f"list scheduling on the {placement.kind} placement, {priority} first"
+            yield Seed(origin, placement, int(limit * chunks), frame)
+
+
+def _blocks(num_ranks: int, limit: float) -> Iterator[Seed]:
+    for hops in itertools.product((1, 2), (1, 2, 4), (1, 2), (1, 2)):
+        for turns in ((1, 1, 1), (3, 2, 2)):
+            frame = partial(repeat, BuildingBlock(hops, turns), num_ranks)
+            origin = f"V blocks with hops {hops} and turns {turns}"
+            yield Seed(origin, vee(num_ranks), int(2 * limit), frame)
+
+
+# `auto`: searches for the schedule with the smallest makespan (or span) within a memory limit.
+#
+# A schedule is a frame (the order of forwards and input gradients on each rank) with weight
+# gradients filled in. The search
+#
+# 1. plays every named schedule that fits, so that it can never be worse; 2. tries frames of many
+# kinds (those of the named schedules, list scheduling on each placement, building blocks of the
+# V) with a few degrees of patience, on fewer microbatches where there are many, because the
+# bubble lies in the ends; 3. plays the best of these with all microbatches; 4. refines the
+# patience of the best, rank by rank, as long as its budget of played actions lasts.
+#
+# It stops as soon as a lower bound is reached. The budget counts actions, not seconds, so that
+# the answer does not depend on the machine.
+
 
 _BUDGET = 700_000
 _MAKING = 6  # what it takes to make a frame, in played actions for each of its microbatches
@@ -41,7 +151,7 @@ _FINE_SHARES = (0.01, 0.15, 0.35, 0.5, 0.65, 0.85, 1.0, 2.0)
 _TINY = 1e-9
 
 
-class Found(NamedTuple):
+class FoundSchedule(NamedTuple):
     """The best schedule, and where it comes from in words."""
 
     schedule: Schedule
@@ -67,7 +177,7 @@ class _Candidate(NamedTuple):
     patience: Patience
 
 
-def search(num_ranks: int, num_microbatches: int, max_chunks: int, goal: Goal) -> Found:
+def search(num_ranks: int, num_microbatches: int, max_chunks: int, goal: Goal) -> FoundSchedule:
     """The best schedule found for p ranks and m microbatches with at most `max_chunks` chunks."""
     limit = goal.memory_limit
     if limit == math.inf:
@@ -88,16 +198,16 @@ class _Search:
         most_stages = num_ranks * min(max_chunks, 2)
         self.reserve = min(_BUDGET // 2, 2 * _MAKING * most_stages * num_microbatches)
         self.best = math.inf
-        self.found: Found | None = None
+        self.found: FoundSchedule | None = None
 
-    def run(self) -> Found:
+    def run(self) -> FoundSchedule:
         self._play_named()
         full = [self._at_full_size(trial) for trial in self._sweep(self._screen())]
         for candidate in sorted(each for each in full if each is not None):
             self._refine(candidate)
         return self.found or self._certain()
 
-    def _certain(self) -> Found:
+    def _certain(self) -> FoundSchedule:
         """Where the budget was spent before anything fitted: list scheduling, which always does.
 
         With one stage a rank, a microbatch that has gone forward can always come back.
@@ -144,7 +254,7 @@ class _Search:
 
     def _keep(self, schedule: Schedule, objective: float, origin: str) -> None:
         self.best = objective
-        self.found = Found(replace(schedule, name=catalog.AUTO), origin)
+        self.found = FoundSchedule(replace(schedule, name=catalog.AUTO), origin)
 
     def _hopeful(self, placement: Placement) -> bool:
         """Whether anything on this placement could still beat the best."""

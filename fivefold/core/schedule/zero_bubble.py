@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fivefold.core.schedule.action import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, Step
+from fivefold.core.schedule import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, Schedule, Step, loop
 from fivefold.core.schedule.flush import rounds
-from fivefold.core.schedule.placement import loop
-from fivefold.core.schedule.value import Schedule
 
 
 def zb_h1(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:

@@ -1,0 +1,341 @@
+"""What the actions of each stage cost, in seconds or any other unit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from fivefold.core.errors import IllegalSchedule
+from fivefold.core.schedule import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRAD,
+    WEIGHT_GRAD,
+    Action,
+    Overlap,
+    Placement,
+    Schedule,
+    Step,
+    actions_of,
+)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """By stage: forward, input gradient, weight gradient, and the transfer to the next stage.
+
+    `overlap` is how long a forward and a backward last when they run as one step, over the sum
+    of the two.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    weight: tuple[float, ...]
+    transfer: tuple[float, ...]
+    overlap: float = 1.0
+
+    @classmethod
+    def uniform(
+        cls,
+        placement: Placement,
+        times: tuple[float, float, float] = (1.0, 1.0, 1.0),
+        transfer: float = 0.0,
+        overlap: float = 1.0,
+    ) -> Costs:
+        """All stages alike; `times` are those of 1/p of the model, so a chunk takes its share."""
+        stages = placement.num_stages
+        share = placement.num_ranks / stages
+        forward, backward, weight = ((time * share,) * stages for time in times)
+        return cls(forward, backward, weight, (transfer,) * stages, overlap)
+
+    def of(self, step: Step) -> float:
+        """How long a step keeps its rank busy."""
+        if isinstance(step, Overlap):
+            return self.overlap * (self.of(step.forward) + self.of(step.backward))
+        if step.kind == FORWARD:
+            return self.forward[step.stage]
+        if step.kind == INPUT_GRAD:
+            return self.backward[step.stage]
+        if step.kind == WEIGHT_GRAD:
+            return self.weight[step.stage]
+        return self.backward[step.stage] + self.weight[step.stage]
+
+
+# What a search for a schedule is asked for.
+
+
+Objective = Literal["makespan", "span"]
+
+
+@dataclass(frozen=True)
+class Goal:
+    """Costs by placement, the most activations a rank may hold (full-stage units), what to cut."""
+
+    costs_of: Callable[[Placement], Costs]
+    memory_limit: float | None = None
+    objective: Objective = "makespan"
+
+
+# The clock: plays a schedule with the costs of its stages and keeps the time and the memory.
+#
+# A step starts when its rank is free and what it needs has arrived: a forward needs the forward
+# of the stage before; a backward needs its own forward and the backward of the stage after; a
+# weight gradient needs its input gradient. An edge between two ranks costs a transfer, as pure
+# latency.
+
+
+_MOST_FILLED = 100_000  # actions
+
+
+class Wait(NamedTuple):
+    """An idle slot: `rank` waits from `start` to `end`, at `step`, for what `cause` delivers."""
+
+    rank: int
+    start: float
+    end: float
+    step: Step
+    cause: Action
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When every step of every rank starts and ends, in the order of the schedule."""
+
+    schedule: Schedule
+    costs: Costs
+    starts: tuple[tuple[float, ...], ...]
+    ends: tuple[tuple[float, ...], ...]
+
+    @cached_property
+    def makespan(self) -> float:
+        """From zero to the last end: what a step costs where a global norm separates steps."""
+        return max(ends[-1] for ends in self.ends)
+
+    @cached_property
+    def span(self) -> float:
+        """The longest time from a rank's own first start to its own last end."""
+        return max(
+            ends[-1] - starts[0] for starts, ends in zip(self.starts, self.ends, strict=True)
+        )
+
+    @cached_property
+    def ideal(self) -> float:
+        """The work of the busiest rank: the makespan of a pipeline without a bubble."""
+        return max(sum(map(self.costs.of, steps)) for steps in self.schedule.order)
+
+    @property
+    def bubble_makespan(self) -> float:
+        """Idle share of the makespan."""
+        return 1 - self.ideal / self.makespan
+
+    @property
+    def bubble_span(self) -> float:
+        """Idle share of the span."""
+        return 1 - self.ideal / self.span
+
+    @property
+    def bubble_ratio(self) -> float:
+        """Idle time over the ideal time: the other convention of the literature."""
+        return self.makespan / self.ideal - 1
+
+    def waits(self, longer_than: float = 0.0) -> Iterator[Wait]:
+        """The idle slots before a rank's last step, each with the action that ends it."""
+        ends = _ends_by_action(self)
+        least = max(longer_than, 1e-9 * self.makespan)
+        for rank, steps in enumerate(self.schedule.order):
+            free = 0.0
+            for step, start, end in zip(steps, self.starts[rank], self.ends[rank], strict=True):
+                if start > free + least:
+                    causes = [cause for cause in _causes(step) if cause in ends]
+                    last = max(
+                        causes, key=lambda cause: (ends[cause] + self._lag(cause, rank), cause)
+                    )
+                    yield Wait(rank, free, start, step, last)
+                free = end
+
+    def _lag(self, cause: Action, rank: int) -> float:
+        if self.schedule.rank_of(cause.stage, cause.microbatch) == rank:
+            return 0.0
+        return self.costs.transfer[cause.stage - (cause.kind != FORWARD)]
+
+
+def needs(action: Action) -> tuple[Action, ...]:
+    """What must have happened before this action, stages beyond the ends included."""
+    stage, kind, microbatch = action
+    if kind == FORWARD:
+        return (Action(stage - 1, FORWARD, microbatch),)
+    if kind == WEIGHT_GRAD:
+        return (Action(stage, INPUT_GRAD, microbatch),)
+    return (Action(stage, FORWARD, microbatch), Action(stage + 1, BACKWARD, microbatch))
+
+
+def _causes(step: Step) -> Iterator[Action]:
+    """A gradient arrives from a full backward or from an input gradient: both are named."""
+    for cause in (cause for action in actions_of(step) for cause in needs(action)):
+        yield cause
+        if cause.kind == BACKWARD:
+            yield cause._replace(kind=INPUT_GRAD)
+
+
+def _ends_by_action(timeline: Timeline) -> dict[Action, float]:
+    return {
+        action: end
+        for steps, ends in zip(timeline.schedule.order, timeline.ends, strict=True)
+        for step, end in zip(steps, ends, strict=True)
+        for action in actions_of(step)
+    }
+
+
+def steady_bubble(timeline: Timeline, make: Callable[[int, int, int], Schedule]) -> float:
+    """Idle share of what each further window of microbatches costs, where nothing drains.
+
+    `make` makes the same schedule for any (stages, microbatches, chunks).
+    """
+    schedule = timeline.schedule
+    ranks, window, chunks = schedule.num_ranks, schedule.num_microbatches, schedule.num_chunks
+    # Twice the ranks fill any pipeline; a very deep one would take too long to fill.
+    filled = max(window, min(2 * ranks, _MOST_FILLED // ranks))
+    once, more = (
+        play(make(ranks, count, chunks), timeline.costs).makespan
+        for count in (filled, filled + window)
+    )
+    return max(0.0, 1 - timeline.ideal / (more - once))
+
+
+def play(schedule: Schedule, costs: Costs) -> Timeline:
+    """Run the schedule; one that cannot end raises, naming who waits for what."""
+    player = _Player(schedule, costs)
+    woken = list(range(schedule.num_ranks))
+    while woken:
+        woken += player.advance(woken.pop())
+    player.require_end()
+    return Timeline(
+        schedule, costs, tuple(map(tuple, player.starts)), tuple(map(tuple, player.ends))
+    )
+
+
+class _Player:
+    """Advances each rank as far as it can go; a rank that waits is woken by what it waits for.
+
+    Results live in numbered slots, forwards first and gradients behind them. A search plays
+    millions of actions, hence the flat tables and the one long loop.
+    """
+
+    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+        self.schedule, self.overlap = schedule, costs.overlap
+        self.starts: list[list[float]] = [[] for _ in schedule.order]
+        self.ends: list[list[float]] = [[] for _ in schedule.order]
+        self.gradients = schedule.num_stages * schedule.num_microbatches
+        self.done = [-1.0] * (2 * self.gradients)
+        self.waiting: dict[int, list[int]] = {}
+        whole = tuple(map(sum, zip(costs.backward, costs.weight, strict=True)))
+        self.costs = {
+            FORWARD: costs.forward,
+            INPUT_GRAD: costs.backward,
+            WEIGHT_GRAD: costs.weight,
+            BACKWARD: whole,
+        }
+        homes = schedule.placement.homes
+        self.lags = [
+            0.0 if homes[stage] == homes[stage + 1] else costs.transfer[stage]
+            for stage in range(len(homes) - 1)
+        ]
+
+    def advance(self, rank: int) -> list[int]:
+        """Play one rank until it must wait; returns the ranks that its results wake."""
+        starts, ends, woken = self.starts[rank], self.ends[rank], list[int]()
+        now = ends[-1] if ends else 0.0
+        done, waiting, costs, lags = self.done, self.waiting, self.costs, self.lags
+        num, last, offset = self.schedule.num_microbatches, len(lags), self.gradients
+        steps = self.schedule.order[rank]
+        for place in range(len(ends), len(steps)):
+            actions = actions_of(steps[place])
+            cost = 0.0
+            for stage, kind, microbatch in actions:
+                here = stage * num + microbatch
+                if kind == FORWARD:
+                    slot, lag = (here - num, lags[stage - 1]) if stage else (-1, 0.0)
+                elif kind == WEIGHT_GRAD:
+                    slot, lag = offset + here, 0.0
+                elif stage == last or done[here] < 0:
+                    slot, lag = here, 0.0
+                else:
+                    slot, lag = offset + here + num, lags[stage]
+                if slot >= 0:
+                    arrival = done[slot]
+                    if arrival < 0:
+                        waiting.setdefault(slot, []).append(rank)
+                        return woken
+                    if arrival + lag > now:
+                        now = arrival + lag
+                cost += costs[kind][stage]
+            starts.append(now)
+            now += cost if len(actions) == 1 else self.overlap * cost
+            ends.append(now)
+            for stage, kind, microbatch in actions:
+                if kind != WEIGHT_GRAD:
+                    slot = stage * num + microbatch + (0 if kind == FORWARD else offset)
+                    done[slot] = now
+                    if slot in waiting:
+                        woken += waiting.pop(slot)
+        return woken
+
+    def require_end(self) -> None:
+        """Name every rank that is stuck, and at what."""
+        stuck = [
+            f"rank {rank} waits at {steps[len(ends)]} for {self._missing(rank)}"
+            for rank, (steps, ends) in enumerate(zip(self.schedule.order, self.ends, strict=True))
+            if len(ends) < len(steps)
+        ]
+        if stuck:
+            raise IllegalSchedule(
+                "the schedule deadlocks: " + "; ".join(stuck) + "; put what is waited for first"
+            )
+
+    def _missing(self, rank: int) -> Action:
+        (slot,) = (slot for slot, ranks in self.waiting.items() if rank in ranks)
+        num = self.schedule.num_microbatches
+        stage, microbatch = slot % self.gradients // num, slot % num
+        if slot < self.gradients:
+            return Action(stage, FORWARD, microbatch)
+        whole = Action(stage, BACKWARD, microbatch)
+        written = {
+            each for steps in self.schedule.order for step in steps for each in actions_of(step)
+        }
+        return whole if whole in written else whole._replace(kind=INPUT_GRAD)
+
+
+def memory_levels(
+    steps: tuple[Step, ...], unit: float = 1.0, after_input_grad: float = 1.0
+) -> list[float]:
+    """Activations held while each step runs, counting from the start of F to the end of W or B.
+
+    A forward adds `unit`; an input gradient leaves `after_input_grad` of it for the weight
+    gradient, which releases the rest.
+    """
+    left, released = unit * after_input_grad, unit * (1 - after_input_grad)
+    held, levels = 0.0, list[float]()
+    for step in steps:
+        after = held
+        for _, kind, _ in actions_of(step):
+            if kind == FORWARD:
+                held += unit
+                after += unit
+            elif kind == BACKWARD:
+                after -= unit
+            else:
+                after -= released if kind == INPUT_GRAD else left
+        levels.append(held)
+        held = after
+    return levels
+
+
+def peak_activations(schedule: Schedule, after_input_grad: float = 1.0) -> list[float]:
+    """The most activations each rank holds, in microbatches of a full stage (1/p of the model)."""
+    unit = schedule.num_ranks / schedule.num_stages
+    return [
+        round(max(memory_levels(steps, unit, after_input_grad), default=0.0), 9)
+        for steps in schedule.order
+    ]

@@ -1,1 +1,0 @@
-"""Estimates held against runs that somebody measured."""

@@ -1,0 +1,374 @@
+"""Tables in, dataclasses out, and back: unknown keys and wrong types are errors, all at once.
+
+The one reader for every file a user may write (plans, machines) and for our own presets, so that
+a typo is treated alike everywhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+import tomllib
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from fivefold.core.errors import BadFile, FivefoldError, did_you_mean
+from fivefold.core.shape import MOST, MOST_LAYERS, Rope, RopeKind
+
+T = TypeVar("T")
+Table = Mapping[str, Any]
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Parse a TOML file; a missing or malformed one is a `BadFile` that names it."""
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadFile(str(path), [f"{error.strerror}; check the path"]) from error
+    except RecursionError as error:
+        raise BadFile(str(path), ["nested too deep; take some brackets out"]) from error
+    except ValueError as error:  # bad TOML, bad UTF-8, or a number too long to read
+        raise BadFile(str(path), [f"not valid TOML: {error}; mend that line"]) from error
+    if long := [*_long_numbers(table, "")]:
+        rule = "whole numbers have at most 64 bits in TOML; give a smaller one"
+        raise BadFile(str(path), [f"{key}: {rule}" for key in long])
+    return table
+
+
+def _long_numbers(value: Any, path: str) -> Iterator[str]:
+    """Where numbers are that TOML does not allow, and that could be neither printed nor divided."""
+    if isinstance(value, Mapping):
+        for key, item in typing.cast(Table, value).items():
+            yield from _long_numbers(item, f"{path}.{key}" if path else key)
+    elif isinstance(value, list):
+        for item in typing.cast("list[Any]", value):
+            yield from _long_numbers(item, path)
+    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+        yield path
+
+
+def build(cls: type[T], table: Table, where: str) -> T:
+    """Make the dataclass `cls` from a table, or raise one `BadFile` with every problem."""
+    problems: list[str] = []
+    value = _dataclass(cls, table, "", problems)
+    if problems:
+        raise BadFile(where, problems)
+    try:
+        return cls(**value)
+    except FivefoldError as error:
+        raise BadFile(where, [str(error)]) from error
+
+
+def _dataclass(cls: Any, table: Any, path: str, problems: list[str]) -> dict[str, Any]:
+    if not isinstance(table, Mapping):
+        problems.append(f"{path.rstrip('.')}: expected a table")
+        return {}
+    given = typing.cast(Table, table)
+    hints = typing.get_type_hints(cls)
+    fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
+    for key in given:
+        if key not in fields:
+            problems.append(f"unknown key {path + key!r}: {did_you_mean(key, fields)}")
+    values: dict[str, Any] = {}
+    for name, field in fields.items():
+        if name in given:
+            values[name] = _value(hints[name], given[name], path + name, problems)
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            problems.append(f"missing key {path + name!r}: add it")
+    return values
+
+
+def _value(hint: Any, value: Any, path: str, problems: list[str]) -> Any:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        if value is None:
+            return None
+        (hint,) = (one for one in arguments if one is not type(None))
+        return _value(hint, value, path, problems)
+    if dataclasses.is_dataclass(hint):
+        before = len(problems)
+        fields = _dataclass(hint, value, path + ".", problems)
+        return None if len(problems) > before else typing.cast(Any, hint)(**fields)
+    if origin is tuple and isinstance(value, (list, tuple)):
+        items = typing.cast("list[Any]", value)
+        return tuple(
+            _value(arguments[0], item, f"{path}[{place}]", problems)
+            for place, item in enumerate(items)
+        )
+    if origin is dict and isinstance(value, Mapping):
+        pairs = typing.cast(Table, value)
+        return {
+            key: _value(arguments[1], item, f"{path}.{key}", problems)
+            for key, item in pairs.items()
+        }
+    if origin is typing.Literal:
+        if value not in arguments:
+            known = [str(one) for one in arguments]
+            problems.append(f"{path} = {value!r}: {did_you_mean(str(value), known)}")
+        return value
+    return _scalar(hint, value, path, problems)
+
+
+def _scalar(hint: Any, value: Any, path: str, problems: list[str]) -> Any:
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    plain = hint in (int, float, str, bool)
+    if not plain or not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
+        name = getattr(hint, "__name__", str(hint))
+        problems.append(f"{path} = {value!r}: expected {name}")
+    return value
+
+
+def from_text(hint: Any, text: str) -> Any:
+    """A text of the command line as a value of that type; a ValueError says what was expected."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        if text.lower() == "none":
+            return None
+        (hint,) = (one for one in typing.get_args(hint) if one is not type(None))
+    if dataclasses.is_dataclass(hint):
+        raise ValueError("expected none; set its keys one by one, as in moe.experts=8")
+    if hint is bool:
+        if text.lower() not in ("true", "false"):
+            raise ValueError("expected true or false")
+        return text.lower() == "true"
+    if hint is int:
+        if not re.fullmatch(r"-?[0-9][0-9_]{0,30}", text):
+            raise ValueError("expected a whole number")
+        return int(text)
+    if typing.get_origin(hint) is typing.Literal and text not in typing.get_args(hint):
+        raise ValueError(did_you_mean(text, [str(one) for one in typing.get_args(hint)]))
+    return float(text) if hint is float else text
+
+
+def table_of(value: Any) -> dict[str, Any]:
+    """The dataclass as a table that `build` reads back; unset optional fields are left out."""
+    table: dict[str, Any] = {}
+    for field in dataclasses.fields(value):
+        item = getattr(value, field.name)
+        if field.init and item is not None:
+            table[field.name] = table_of(item) if dataclasses.is_dataclass(item) else item
+    return table
+
+
+def to_toml(table: Table, prefix: str = "") -> str:
+    """Write a table of scalars, lists and tables as TOML; scalars first, as TOML requires."""
+    plain = {key: item for key, item in table.items() if not isinstance(item, Mapping)}
+    lines = [f"{key} = {_literal(item)}" for key, item in plain.items()]
+    for key, item in table.items():
+        if isinstance(item, Mapping) and item:
+            body = to_toml(typing.cast(Table, item), f"{prefix}{key}.")
+            lines += ["", f"[{prefix}{key}]", body.rstrip("\n")]
+    return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def _literal(item: Any) -> str:
+    if isinstance(item, bool):
+        return "true" if item else "false"
+    if isinstance(item, (list, tuple)):
+        items = typing.cast("list[Any]", item)
+        return "[" + ", ".join(_literal(one) for one in items) + "]"
+    if isinstance(item, str):
+        return json.dumps(item, ensure_ascii=False)
+    return repr(item)
+
+
+# A Hugging Face `config.json` read key by key: problems are collected, never raised one by one.
+#
+# Below the reader, the parts that several families spell alike.
+
+
+Fields = dict[str, Any]
+
+_PLACING = (
+    "num_hidden_layers",
+    "first_k_dense_replace",
+    "moe_layer_freq",
+    "decoder_sparse_step",
+    "mlp_only_layers",
+    "interleave_moe_layer_step",
+    "moe_layers",
+)
+ROPES = {"default": "default", "llama3": "llama3", "yarn": "yarn", "linear": "linear"}
+
+
+class Config:
+    """One table of the file. A key that cannot be used is noted and a stand-in handed back.
+
+    Null is read as absent, that is how these files spell "by default", except where null itself
+    has a meaning (`optional_whole`).
+    """
+
+    def __init__(self, table: Mapping[str, Any], problems: list[str], prefix: str = "") -> None:
+        self._table, self._problems, self._prefix = table, problems, prefix
+        self._refused: set[str] = set()
+
+    def has(self, key: str) -> bool:
+        """Whether the key is there and not null."""
+        return self._table.get(key) is not None
+
+    def problem(self, key: str, rule: str) -> None:
+        """Note that the value of `key` breaks a rule."""
+        self._refused.add(key)
+        shown = repr(self._table.get(key))
+        shown = shown if len(shown) <= 60 else shown[:60] + "…"
+        self._problems.append(f"{self._prefix}{key} = {shown}: {rule}")
+
+    def usable(self, *keys: str) -> bool:
+        """Whether none of these was refused: what follows from a stand-in is no second problem."""
+        return not self._refused.intersection(keys)
+
+    def whole(self, key: str, default: int | None = None, least: int = 1) -> int:
+        """A whole number of at least `least`."""
+        value = self._get(key, default)
+        if isinstance(value, int) and not isinstance(value, bool) and least <= value <= MOST:
+            return value
+        if value is not None:
+            self.problem(key, f"must be a whole number from {least} to {MOST:,}")
+        return max(least, 1)
+
+    def optional_whole(self, key: str, default: int | None = None) -> int | None:
+        """A positive whole number; None where it is null, the default where it is absent."""
+        if key not in self._table:
+            return default
+        return self.whole(key) if self.has(key) else None
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A finite number of at least 0."""
+        value = self._get(key, default)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            # Above 1e300 a whole number may no longer be a float.
+            if 0 <= value < 1e300 and math.isfinite(value):
+                return float(value)
+            self.problem(key, "must be a finite number, at least 0")
+        elif value is not None:
+            self.problem(key, "must be a number")
+        return 1.0
+
+    def flag(self, key: str, default: bool) -> bool:
+        """True or false."""
+        value = self._get(key, default)
+        if isinstance(value, bool):
+            return value
+        self.problem(key, "must be true or false")
+        return default
+
+    def choice(self, key: str, default: str, meanings: Mapping[str, str]) -> str:
+        """What one of a few words means here."""
+        value = self._get(key, default)
+        if isinstance(value, str) and value in meanings:
+            return meanings[value]
+        self.problem(key, "supported are " + ", ".join(meanings))
+        return next(iter(meanings.values()))
+
+    def must_be(self, key: str, *allowed: object) -> None:
+        """Refuse a feature that a Shape cannot express; an absent key is fine."""
+        if self.has(key) and self._table[key] not in allowed:
+            self.problem(key, "not supported; only " + " or ".join(map(str, allowed)) + " is")
+
+    def table(self, key: str) -> Config | None:
+        """A table within, or None where the key is absent."""
+        if not self.has(key):
+            return None
+        value = self._table[key]
+        if not isinstance(value, Mapping):
+            self.problem(key, "must be a table")
+            return None
+        return Config(cast("Mapping[str, Any]", value), self._problems, f"{self._prefix}{key}.")
+
+    def items(self, key: str) -> list[object] | None:
+        """A list, or None where the key is absent."""
+        if not self.has(key):
+            return None
+        value = self._table[key]
+        if isinstance(value, list):
+            return cast("list[object]", value)
+        self.problem(key, "must be a list")
+        return None
+
+    def layer_set(self, key: str) -> frozenset[int] | None:
+        """A list of layer numbers, or None where the key is absent."""
+        items = self.items(key)
+        if items is None:
+            return None
+        layers = frozenset(item for item in items if isinstance(item, int))
+        if not all(isinstance(item, int) for item in items):
+            self.problem(key, "must hold layer numbers")
+        return layers
+
+    def first_of(self, keys: Iterable[str]) -> str:
+        """The first of several spellings that is there; the first spelling if none is."""
+        names = list(keys)
+        return next((key for key in names if self.has(key)), names[0])
+
+    def _get(self, key: str, default: object) -> object:
+        if self.has(key):
+            return self._table[key]
+        if default is None:
+            self._refused.add(key)
+            self._problems.append(f"{self._prefix}{key} is missing: add it")
+        return default
+
+
+def head_dim(config: Config, width: int, heads: int) -> int:
+    """Width of a head, given or an even share of the model's width."""
+    sizes = ("n_embd", "n_head", "hidden_size", "num_attention_heads")
+    if not config.has("head_dim") and width % heads and config.usable(*sizes):
+        config.problem("head_dim", f"add it, since {heads} heads do not divide width {width}")
+    return config.whole("head_dim", max(width // heads, 1))
+
+
+def attention_bias(config: Config) -> Fields:
+    """One key for all four projections."""
+    return dict.fromkeys(("qkv_bias", "out_bias"), config.flag("attention_bias", False))
+
+
+def rotary(config: Config, max_seq: int, theta: float) -> Fields:
+    """Both spellings: `rope_theta` with `rope_scaling`, or the newer `rope_parameters`."""
+    table = config.table(config.first_of(("rope_parameters", "rope_scaling")))
+    theta = config.number("rope_theta", theta)
+    if table is None:
+        return {"rope_theta": theta}
+    theta = table.number("rope_theta", theta)
+    kind = table.choice(table.first_of(("rope_type", "type")), "default", ROPES)
+    if kind == "default":
+        return {"rope_theta": theta}
+    extra = {
+        "low_freq": ("low_freq_factor", 1.0),
+        "high_freq": ("high_freq_factor", 4.0),
+        "beta_fast": ("beta_fast", 32.0),
+        "beta_slow": ("beta_slow", 1.0),
+        "mscale": ("mscale", 0.0),
+        "mscale_all_dim": ("mscale_all_dim", 0.0),
+    }
+    fields: Fields = {name: table.number(key, value) for name, (key, value) in extra.items()}
+    if table.has("attention_factor"):
+        fields["attention_factor"] = table.number("attention_factor")
+    original = table.whole("original_max_position_embeddings", max_seq)
+    rope = Rope(cast("RopeKind", kind), table.number("factor"), original, **fields)
+    return {"rope_theta": theta, "rope": rope}
+
+
+def expert_placement(config: Config, key: str, wanted: list[int], layers: int) -> Fields:
+    """The layers that have experts, as a Shape says it: each n-th from some layer on."""
+    if not config.usable(*_PLACING):
+        return {}
+    if not wanted:
+        config.problem(key, "no layer is left with experts")
+        return {}
+    every = wanted[1] - wanted[0] if len(wanted) > 1 else 1
+    first_dense = 0 if wanted[0] == every - 1 else wanted[0]
+    said = [i for i in indices(layers) if i >= first_dense and (i + 1) % every == 0]
+    if said != wanted:
+        config.problem(key, "not supported; experts must be in each n-th layer (n−1, 2n−1, …)")
+    return {"first_dense": first_dense, "every": every}
+
+
+def indices(layers: int) -> range:
+    """The layers, from 0."""
+    # An absurd number of layers is refused later, by Shape; do not count up to it here.
+    return range(min(layers, MOST_LAYERS))

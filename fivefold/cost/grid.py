@@ -1,0 +1,128 @@
+"""Many layouts of one job at once: every column is an array, and all broadcast together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fivefold.core.errors import FivefoldError
+from fivefold.core.layout import ContextKind
+from fivefold.core.plan import Plan
+from fivefold.core.schedule.catalog import names as schedule_names
+from fivefold.core.shape import Moe, Shape
+
+Array = NDArray[np.float64]
+Flags = NDArray[np.bool_]
+RECOMPUTE = ("none", "selective", "full")
+OFFLOADS = ("none", "cpu", "nvme")  # where optimizer states and master weights lie
+CONTEXTS: tuple[ContextKind, ...] = ("zigzag", "ring", "allgather", "ulysses", "hybrid")
+SCHEDULES = tuple(schedule_names())
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Layouts with their batches. `recompute`, `schedule`, `offload` and `context` are numbers
+    in their lists."""
+
+    tp: Array
+    cp: Array
+    pp: Array
+    replicate: Array
+    shard: Array
+    ep: Array
+    etp: Array
+    zero: Array
+    chunks: Array
+    rows: Array  # of a microbatch
+    microbatches: Array
+    recompute: Array
+    schedule: Array
+    sp: Flags
+    offload: Array
+    context: Array = field(default_factory=lambda: np.zeros(1))
+
+    @property
+    def dp(self) -> Array:
+        return self.replicate * self.shard
+
+    @property
+    def edp(self) -> Array:
+        return self.dp * self.cp * self.tp / (self.ep * self.etp)
+
+    @property
+    def world(self) -> Array:
+        return self.dp * self.cp * self.tp * self.pp
+
+    def columns(self) -> Iterator[NDArray[Any]]:
+        return (getattr(self, each.name) for each in fields(self))
+
+    def at(self, place: tuple[int, ...], shape: tuple[int, ...]) -> Grid:
+        """One layout of a broadcast grid."""
+        found = (np.broadcast_to(each, shape)[place] for each in self.columns())
+        return Grid(*(np.array([each]) for each in found))
+
+
+def of_plan(plan: Plan) -> Grid:
+    """One layout."""
+    layout, batch = plan.layout, plan.batch
+    return Grid(
+        tp=_one(layout.tp),
+        cp=_one(layout.cp),
+        pp=_one(layout.pp),
+        replicate=_one(layout.replicate),
+        shard=_one(layout.shard),
+        ep=_one(layout.ep),
+        etp=_one(layout.etp),
+        zero=_one(layout.zero),
+        chunks=_one(layout.chunks),
+        rows=_one(batch.microbatch_size),
+        microbatches=_one(batch.microbatches),
+        recompute=_one(RECOMPUTE.index(plan.recompute.kind)),
+        schedule=_one(schedule_number(plan.schedule.name)),
+        sp=np.array([layout.sp]),
+        offload=_one(0),
+        context=_one(CONTEXTS.index(layout.context)),
+    )
+
+
+def _one(number: int) -> Array:
+    return np.array([float(number)])
+
+
+def schedule_number(name: str) -> int:
+    """A schedule of a search or of a file has no closed form: it is taken for 1F1B."""
+    return SCHEDULES.index(name if name in SCHEDULES else "1f1b")
+
+
+# How unevenly routing loads ranks: from the fullest expert to the rank that has it.
+
+
+def require_possible(shape: Shape, imbalance: float) -> None:
+    """Refuse a load that no routing can have."""
+    if shape.moe is None:
+        if imbalance != 1:
+            raise FivefoldError(f"--imbalance is for experts, and {shape.name} has none")
+        return
+    most = shape.moe.experts / shape.moe.top_k
+    if not 1 <= imbalance <= most:
+        raise FivefoldError(
+            f"--imbalance {imbalance:g}: the fullest expert has 1 to {most:g} times the mean, for "
+            f"no token chooses it twice ({shape.moe.top_k} of {shape.moe.experts} experts)"
+        )
+
+
+def fullest_rank(moe: Moe, ep: Array, imbalance: float) -> Array | float:
+    """Slots of the rank with the fullest expert over the average rank's.
+
+    All other experts share what that one leaves. So a rank with all experts has its share however
+    tokens choose, and a rank with one expert has all that comes to it.
+    """
+    if imbalance == 1:
+        return 1.0
+    held = moe.experts / ep
+    other = (moe.experts - imbalance) / (moe.experts - 1)
+    return (imbalance + (held - 1) * other) / held

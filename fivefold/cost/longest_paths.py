@@ -1,0 +1,400 @@
+"""How long a pipeline takes, by its longest paths.
+
+A step of a pipeline is as long as the longest chain of actions that wait for one another. In every
+schedule few kinds of chains can be the longest: the first microbatch runs to some rank, that rank
+works on without a pause, and the last microbatch runs out. A path is a row that says how often each
+cost is on it; many layouts are then timed at once by products of rows with costs. Not all chains
+of a schedule are followed: what comes out is a bound, and hardly ever above what the clock plays.
+
+Legend: p ranks, v chunks of a rank, m microbatches; k is every rank at once, along the first axis.
+F, I, W of a stage: forward, gradients of inputs with what is computed again, and of weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+
+from fivefold.core.schedule import FORWARD, INPUT_GRAD
+from fivefold.core.schedule.v_shape import PERIOD, V_HALF, V_MIN, BuildingBlock, path
+from fivefold.cost.grid import Array
+
+
+class Stages(NamedTuple):
+    """Rows of every stage, in order: of its F, I and W. `lag` is the row of one message."""
+
+    forward: Array
+    inputs: Array
+    weights: Array
+    lag: Array
+
+    @property
+    def joined(self) -> Stages:
+        """Backwards in one piece."""
+        return self._replace(inputs=self.inputs + self.weights, weights=0 * self.weights)
+
+    @property
+    def whole(self) -> Array:
+        return self.forward + self.inputs + self.weights
+
+
+class Numbers(NamedTuple):
+    """How large a schedule is, and costs at which paths are compared, in columns."""
+
+    p: int
+    v: int
+    m: int
+    samples: Array
+
+
+def longest(paths: Array, samples: Array) -> Array:
+    """The paths that are the longest at some of the sampled costs."""
+    return paths[np.unique((paths @ samples).argmax(axis=0))]
+
+
+def _ranks(p: int) -> Array:
+    return np.arange(float(p))[:, None]
+
+
+def _before(rows: Array) -> Array:
+    return np.cumsum(rows, axis=0) - rows
+
+
+def _behind(rows: Array) -> Array:
+    return rows.sum(axis=0) - np.cumsum(rows, axis=0)
+
+
+def _both(first: Array, then: Array) -> Array:
+    """Every path of the first with every one of the second behind it."""
+    return (first[:, None] + then[None]).reshape(-1, first.shape[1])
+
+
+def _in_rounds(rows: Array, count: Array, p: int) -> Array:
+    """The first `count` actions of each rank, p of a chunk and then of the next; rows by chunk."""
+    v = len(rows)
+    rounds, rest = np.divmod(count, p * v)
+    of_chunk = rounds * p + np.clip(rest - p * np.arange(v), 0, p)
+    return np.einsum("kc,ckq->kq", of_chunk, rows)
+
+
+def gpipe(stages: Stages, numbers: Numbers) -> Array:
+    """All forwards, then all backwards: each leg by itself."""
+    backward = (stages.inputs + stages.weights)[::-1]
+    legs = (
+        longest(_leg(rows, stages.lag, numbers), numbers.samples)
+        for rows in (stages.forward, backward)
+    )
+    return _both(*legs)
+
+
+def _leg(rows: Array, lag: Array, numbers: Numbers) -> Array:
+    """m microbatches through all stages; the ranks that set the pace may change once, downwards."""
+    p, v, m, _ = numbers
+    total = rows.sum(axis=0)
+    one_stage = total + (m - 1) * rows + (p * v - 1) * lag
+    if v == 1:
+        return one_stage
+    chunks = rows.reshape(v, p, -1)
+    start, end = _before(chunks[0]), _behind(chunks[-1])
+    until = m * np.cumsum(chunks, axis=0)
+    found = [one_stage, start + until[-1] + end + (p - 1) * lag]
+    for chunk in range(v - 1):
+        hops = np.cumsum(chunks[chunk], axis=0)
+        first = start + until[chunk] - hops
+        then = until[-1] - until[chunk] + end + hops + (p - 1) * lag
+        found.append(_downwards(first, then, numbers.samples))
+    return np.concatenate(found)
+
+
+def _downwards(first: Array, then: Array, samples: Array) -> Array:
+    """Paths that leave rank k and go on at a later one, at the best k for each."""
+    seconds = first @ samples
+    best = np.maximum.accumulate(seconds, axis=0)
+    rank = (best + then @ samples).argmax(axis=0)  # of each sample
+    places = np.where(seconds == best, np.arange(len(first))[:, None], 0)
+    start = np.maximum.accumulate(places, axis=0)[rank, np.arange(len(rank))]
+    start, rank = np.divmod(np.unique(start * len(first) + rank), len(first))
+    return first[start] + then[rank]
+
+
+def one_forward_one_backward(stages: Stages, numbers: Numbers) -> Array:
+    p, _, m, _ = numbers
+    k = _ranks(p)
+    found = [_looped(stages.joined, numbers, p - k, 0 * k), _late(stages, numbers, p - k)]
+    # A message is waited for each time that a rank has no other microbatch in flight.
+    whole = stages.whole
+    trip = (whole + _behind(whole) + 2 * (p - 1 - k) * stages.lag) / (p - k)
+    turns = whole.sum(axis=0) + 2 * (p - 1) * stages.lag + (m - 1) * trip
+    return np.concatenate([*found, turns[m > (p - k)[:, 0]]])
+
+
+def interleaved(stages: Stages, numbers: Numbers) -> Array:
+    p, v, _, _ = numbers
+    ahead = (v - 1) * p + 2 * (p - 1 - _ranks(p)) + 1
+    joined = _looped(stages.joined, numbers, ahead, 0 * ahead)
+    return np.concatenate([joined, _late(stages, numbers, ahead)])
+
+
+def zb_h1(stages: Stages, numbers: Numbers) -> Array:
+    k = _ranks(numbers.p)
+    return _looped(stages, numbers, numbers.v * numbers.p - k, kept=k)
+
+
+def zb_h2(stages: Stages, numbers: Numbers) -> Array:
+    k = _ranks(numbers.p)
+    return _looped(stages, numbers, 2 * (numbers.p - k) - 1, kept=2 * k)
+
+
+def _looped(stages: Stages, numbers: Numbers, ahead: Array, kept: Array) -> Array:
+    """Rank k runs `ahead` forwards first and keeps `kept` weight gradients back."""
+    p, v, m, samples = numbers
+    k, n, lag = _ranks(p), m * v, stages.lag
+    forward, inputs, weights = (rows.reshape(v, p, -1) for rows in stages[:3])
+    held: Array = np.minimum(np.minimum(kept, np.maximum(0, n - ahead)), n - 1) + 1
+    inside = (held <= m).astype(float)
+    last = inside * weights[0] + (1 - inside) * weights.max(axis=0)
+    fill, out = _before(forward[0]), _before(inputs[0]) + weights[0, 0]
+    work = m * inputs.sum(axis=0)
+    spent = m * weights.sum(axis=0)
+    passes = m * forward.sum(axis=0)
+    # The first microbatch comes back to the rank, which has run its forwards meanwhile.
+    start = _warmed(forward, forward, min(m, p), samples)
+    # Or it is waited for in every chunk.
+    alone = forward.sum(axis=(0, 1)) + (v - 1) * p * lag
+    turn = start + forward[-1] + _behind(forward[-1])
+    turn = longest(np.concatenate([turn, alone[None]]), samples)
+    left = passes - _in_rounds(forward, np.minimum(ahead, n), p)
+    rest = left + work + spent
+    found = [
+        fill + passes + work + spent - held * last + out + 2 * k * lag,
+        fill + passes + work + spent + k * lag,
+        _both(turn, _behind(inputs[-1]) + rest + (2 * (p - 1) - k) * lag),
+    ]
+    if v == 1 or not kept.any():  # which gradients are late is not told where chunks keep them
+        found.append(_both(turn, _drained(stages, numbers, rest, (held, last))))
+    return np.concatenate(found)
+
+
+def _drained(stages: Stages, numbers: Numbers, rest: Array, late: tuple[Array, Array]) -> Array:
+    """From the first gradient on: a rank's `rest`, of which a rank before it may run the end.
+
+    `late`: how many weight gradients come behind the last input gradient, and the row of one.
+    """
+    p, v, m, samples = numbers
+    inputs, weights = (rows.reshape(v, p, -1) for rows in stages[1:3])
+    both = inputs + weights
+    held, last = late
+    last_round = min(m, p) * (both.sum(axis=0) - both[-1]) + held * weights[-1]
+    hops = _before(inputs[-1])
+    paced = _behind(inputs[-1]) + rest - last_round + hops + 2 * (p - 1) * stages.lag
+    # With time reversed, what is left of the last round is a start.
+    end = _warmed(both, inputs, min(m, p), samples) - hops + weights[0, 0]
+    end = end + held * (weights[-1] - last)
+    alone = inputs[:-1].sum(axis=(0, 1)) + (v - 1) * p * stages.lag + weights[0, 0]
+    return np.concatenate([_downwards(end, paced, samples), paced + alone])
+
+
+def _late(stages: Stages, numbers: Numbers, ahead: Array) -> Array:
+    """A rank's last forward runs down to the last rank and comes back as a gradient."""
+    p, v, m, samples = numbers
+    forward, backward = (rows.reshape(v, p, -1) for rows in stages.joined[:2])
+    before = _in_rounds(backward[::-1], np.maximum(0, m * v - ahead), p)
+    after = _warmed(backward, backward, min(m, p), samples)
+    turn = _behind(forward[-1]) + backward[-1] + _behind(backward[-1])
+    start = _before(forward[0]) + m * forward.sum(axis=0)
+    return start + before + turn + after + 2 * (p - 1) * stages.lag
+
+
+def _warmed(order: Array, passing: Array, each: int, samples: Array) -> Array:
+    """Until a rank has run all chunks but its last, `each` microbatches of every one.
+
+    The pace may be that of an earlier rank for the first chunks; `passing` are the rows of one
+    microbatch that goes from there to this rank.
+    """
+    v, mean = len(order), samples.mean(axis=1)
+    until = each * np.cumsum(order, axis=0)
+    start = _before(passing[0])
+    best = start + (until[-2] if v > 1 else 0.0)
+    for chunk in range(v - 2):
+        hops = np.cumsum(passing[chunk], axis=0)
+        left = start + until[chunk] - hops
+        seconds = left @ mean
+        first = np.maximum.accumulate(seconds)
+        place = np.maximum.accumulate(np.where(seconds == first, np.arange(len(left)), 0))
+        moved = left[place] + hops + until[-2] - until[chunk]
+        best = np.where((moved @ mean > best @ mean)[:, None], moved, best)
+    return best
+
+
+class _Fold(NamedTuple):
+    """Rows of the ranks of a V: stages near its start and far from it."""
+
+    near: Stages
+    far: Stages
+
+    @property
+    def whole(self) -> Array:
+        return self.near.whole + self.far.whole
+
+
+def _folded(stages: Stages) -> _Fold:
+    half = len(stages.forward) // 2
+    forward, inputs, weights = (rows[:half] for rows in stages[:3])
+    near = Stages(forward, inputs, weights, stages.lag)
+    forward, inputs, weights = (rows[: -half - 1 : -1] for rows in stages[:3])
+    return _Fold(near, Stages(forward, inputs, weights, stages.lag))
+
+
+def _turned(fold: _Fold, m: int, samples: Array) -> Array:
+    """Until the first microbatch is back on the first rank: some rank runs forwards before."""
+    near, far = fold.near.forward, fold.far.forward
+    p = len(near)
+    k = _ranks(p)
+    found = _before(near) + np.minimum(m, 2 * (p - k) - 1) * near + np.cumsum(far, axis=0)
+    return longest(found + 2 * k * fold.near.lag, samples)
+
+
+def zb_v(stages: Stages, numbers: Numbers) -> Array:
+    p, _, m, samples = numbers
+    fold, k, lag = _folded(stages), _ranks(p), stages.lag
+    (near, far), inner = fold, p - k
+    start = np.minimum(m, 2 * inner - 1)
+    done = (start + np.minimum(k, m - start)) * near.forward + np.minimum(m, k + 1) * far.forward
+    gradients = np.cumsum(far.inputs, axis=0)
+    paced = gradients + m * fold.whole - done - far.inputs + k * lag
+    short = max(0, m - (max(m, 2 * p - 1) - p))  # microbatches behind the steady part
+    held = np.maximum(0, short - inner)
+    kept = (held + 1) * near.weights + held * far.weights
+    up = _before(near.inputs) + near.weights[0] + k * lag
+    ends = [paced, paced - kept + up]
+    # Or the last gradient goes on to the last rank, and comes up from there.
+    home = _behind(far.inputs) + near.inputs.sum(axis=0) + near.weights[0]
+    home = home + (2 * (p - 1) - k) * lag
+    if m >= 2 * p - 1:
+        rest = inner * near.inputs + p * near.weights + np.maximum(k, 1) * far.weights
+        beyond = _behind(far.inputs) + near.inputs[-1] + kept[-1] + (p - 1 - k) * lag
+        ends += [paced - rest + beyond, paced - rest + home]
+    else:
+        turned = np.maximum(0, m - inner) * (near.inputs + near.weights)
+        first = gradients + m * (near.forward + far.forward) - done + turned + k * lag
+        first = first + (m - 1) * (far.inputs + far.weights)
+        ends.append((first + far.weights[-1] + home)[m <= 2 * p - 1 - k[:, 0]])
+    return _both(_turned(fold, m, samples), longest(np.concatenate(ends), samples))
+
+
+def dualpipe_v(stages: Stages, numbers: Numbers) -> Array:
+    p, _, m, samples = numbers
+    fold, k, lag = _folded(stages), _ranks(p), stages.lag
+    near, far = fold
+    done = (2 * (p - 1 - k) + k + 1) * near.forward + (k + 1) * far.forward
+    gradients = np.cumsum(far.inputs, axis=0)
+    paced = gradients + m * fold.whole - done - far.inputs + k * lag
+    both, other = near.inputs + near.weights, far.inputs + far.weights
+    # Behind the last shared slot: up to the first rank, which ends there or sends gradients round.
+    up = paced - p * both - (k + 1) * other + _before(far.forward + both) + other[0] + k * lag
+    round_trip = _behind(far.inputs)[0] + near.inputs.sum(axis=0) + near.weights[0]
+    # Some rank may set the pace of what is shared, between two trips to the last one.
+    shared = np.cumsum(fold.whole, axis=0)
+    there = gradients[-1] - far.inputs[-1] + 2 * fold.whole[-1] + (4 * (p - 1) - 2 * k) * lag
+    there = there + shared[-1] - fold.whole[-1] - shared + (m - 2 * p + k) * fold.whole
+    up = np.concatenate([up, (there + _before(far.forward + both)[-1] + other[0])[:-1]])
+    ends = [paced, up + p * both[0], up + round_trip + 2 * (p - 1) * lag]
+    return _both(_turned(fold, m, samples), longest(np.concatenate(ends), samples))
+
+
+def dualpipe(stages: Stages, numbers: Numbers) -> Array:
+    """Two directions that meet: each half of the ranks is a V with half of the microbatches."""
+    return dualpipe_v(stages, numbers._replace(p=numbers.p // 2, m=numbers.m // 2))
+
+
+def v_half(stages: Stages, numbers: Numbers) -> Array:
+    p, _, m, _ = numbers
+    if p % 2 and m < p:  # any block fits, and which one was taken only the schedule knows
+        return _worked(stages, numbers)
+    return _repeated(stages, numbers, V_HALF[p % 2])
+
+
+def v_min(stages: Stages, numbers: Numbers) -> Array:
+    return _repeated(stages, numbers, V_MIN)
+
+
+def _worked(stages: Stages, numbers: Numbers) -> Array:
+    """A rank of a V that never waits once it has begun."""
+    fold, k = _folded(stages), _ranks(numbers.p)
+    return _before(fold.near.forward) + k * stages.lag + numbers.m * fold.whole
+
+
+def _repeated(stages: Stages, numbers: Numbers, block: BuildingBlock) -> Array:
+    """Every microbatch takes the block's path: one that comes back to a rank starts a later one.
+
+    A leg is a way out of a rank and back to it: the forward or the gradient around the bottom of
+    the V, both around its top, or all of it. The rank then works on up to the next start.
+    """
+    p, _, m, _ = numbers
+    (near, far), lag, k = _folded(stages), stages.lag, _ranks(p)
+    slots = _slots(block, p)
+    # By action of a rank, from the start of the step: what runs before it, and up to its end.
+    once = np.concatenate([stages.forward, stages.inputs[::-1]])
+    hops = np.concatenate([k, 2 * p - 2 - k[::-1], 2 * p - 2 + k, 4 * p - 4 - k[::-1]])
+    own = (near.forward, far.forward, far.inputs, near.inputs)
+    until = np.split(np.cumsum(once, axis=0) + hops * lag, 4)
+    ends = [rows[:: -1 if place % 2 else 1] for place, rows in enumerate(until)]
+    home = ends[3][0] + stages.weights[0]
+    found = [_worked(stages, numbers)]
+    for first, last in ((0, 1), (2, 3), (1, 2), (0, 3)):
+        shift = np.floor((slots[last] - slots[first]) / PERIOD) + 1
+        stop = slots[first] + PERIOD * shift
+        leg = ends[last] - ends[first] + own[first]
+        rounds = (m - 1) // shift
+        chain = home + rounds * leg
+        for slot, rows in zip(slots, own, strict=True):
+            # At either end of the step the microbatches are not there that would be between.
+            there = np.maximum(0, rounds - np.ceil(abs(slots[last] - slot) / PERIOD / shift))
+            chain = chain + _passed(slot, slots[last] + 1, stop) * there * rows
+        found.append(chain)
+    # Up to its first gradient a rank has forwards alone to run.
+    early = [np.minimum(m, _passed(slot, slot, slots[2])) for slot in slots[:2]]
+    paced = ends[2] - far.inputs + m * (near.whole + far.whole)
+    return np.concatenate([*found, paced - early[0] * near.forward - early[1] * far.forward])
+
+
+@cache
+def _slots(block: BuildingBlock, p: int) -> Array:
+    """Slots of a microbatch on each rank: forward near and far, gradient far and near."""
+    stages = [(near, 2 * p - 1 - near) for near in range(p)]
+    ways = [[(FORWARD, a), (FORWARD, b), (INPUT_GRAD, b), (INPUT_GRAD, a)] for a, b in stages]
+    found = [[taken[way] for way in mine] for mine, taken in zip(ways, path(block, p), strict=True)]
+    return np.array(found, float).T[:, :, None]
+
+
+def _passed(slot: Array, start: Array, stop: Array) -> Array:
+    """How often an action that is repeated comes from slot `start` to before slot `stop`."""
+    return np.ceil((stop - slot) / PERIOD) - np.ceil((start - slot) / PERIOD)
+
+
+def never_drained(stages: Stages, numbers: Numbers) -> Array:
+    """An asynchronous pipeline: ranks work on."""
+    return numbers.m * stages.whole
+
+
+FORMS: dict[str, Callable[[Stages, Numbers], Array]] = {
+    "gpipe": gpipe,
+    "afab": gpipe,
+    "bfs": gpipe,
+    "1f1b": one_forward_one_backward,
+    "pipedream-flush": one_forward_one_backward,
+    "interleaved": interleaved,
+    "zb-h1": zb_h1,
+    "zb-h2": zb_h2,
+    "zb-interleaved": zb_h1,
+    "zb-v": zb_v,
+    "v-half": v_half,
+    "v-min": v_min,
+    "dualpipe": dualpipe,
+    "dualpipe-v": dualpipe_v,
+    "pipedream": never_drained,
+    "pipedream-2bw": never_drained,
+}

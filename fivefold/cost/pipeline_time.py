@@ -1,0 +1,337 @@
+"""The clock for many costs at once: how long one schedule takes under each of them.
+
+The order of a schedule does not hang on costs, so that one walk over its actions serves them all.
+Every rank has a place in its order, and all ranks whose next row has what it needs run it together.
+A row is a forward, a backward or a pair of both that runs as one. Nobody waits for weight
+gradients: they keep their rank busy behind the row before them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache, cached_property, lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fivefold.core import splits
+from fivefold.core.count import forward_flops, layer_flops, layer_kinds
+from fivefold.core.plan import named_schedule
+from fivefold.core.schedule import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRAD,
+    WEIGHT_GRAD,
+    Overlap,
+    Schedule,
+    actions_of,
+)
+from fivefold.core.schedule.catalog import AUTO, family
+from fivefold.core.shape import Shape
+from fivefold.cost.grid import SCHEDULES, Array, Flags, Grid
+from fivefold.cost.longest_paths import FORMS, Numbers, Stages, longest
+
+Places = NDArray[np.int64]
+_KINDS = {FORWARD: 0, INPUT_GRAD: 1, BACKWARD: 2, WEIGHT_GRAD: 3}
+# Microbatches, over the ranks, from which a pipeline repeats itself, and up to which it is walked.
+_STEADY, _LONGEST = 5, 8
+
+
+class _Actions(NamedTuple):
+    """All actions, rank after rank; `opens` where a row begins."""
+
+    stage: Places
+    kind: Places
+    microbatch: Places
+    row: Places
+    opens: Flags
+
+
+class CostTrace(NamedTuple):
+    """A schedule in rows, rank after rank; behind a rank's last row is one that never runs.
+
+    `sources` are the rows on other ranks that send a row what it needs, by the number of the row;
+    the last row of all stands for nobody. A pair may have two.
+    """
+
+    starts: Places
+    sources: tuple[Places, ...]
+    actions: _Actions
+
+
+def makespans(name: str, numbers: tuple[int, int, int], stages: Stages, costs: Array) -> Array:
+    """Seconds of a step for each column of costs; `numbers`: ranks, microbatches and chunks.
+
+    A long schedule is told from two shorter ones, by what each further round of it takes.
+    """
+    ranks, count, chunks = numbers
+    if not is_long(*numbers):
+        return walked(_walk(name, ranks, count, chunks), stages, costs)
+    few, many = (each * ranks + count % ranks for each in (_STEADY, _LONGEST))
+    early, late = (walked(_walk(name, ranks, each, chunks), stages, costs) for each in (few, many))
+    return late + (late - early) * (count - many) / (many - few)
+
+
+def is_long(num_ranks: int, num_microbatches: int, num_chunks: int) -> bool:
+    """Whether a schedule is told from shorter ones."""
+    return num_microbatches > _LONGEST * num_ranks
+
+
+@lru_cache(maxsize=64)
+def _walk(name: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> CostTrace:
+    return walk(named_schedule(name, num_ranks, num_microbatches, num_chunks))
+
+
+def walk(schedule: Schedule) -> CostTrace:
+    """The rows of a schedule, and who waits for whom."""
+    actions, starts = _actions(schedule)
+    stage, kind, microbatch, row, opens = actions
+    nobody = int(row[-1]) + 2
+    sends, backwards = kind != _KINDS[WEIGHT_GRAD], (kind > 0).astype(np.int64)
+    # By stage, with one beyond either end: which row has a microbatch's output, and its gradient.
+    made = np.full((2, schedule.num_stages + 2, schedule.num_microbatches), nobody)
+    made[backwards[sends], stage[sends] + 1, microbatch[sends]] = row[sends]
+    homes = np.array([-1, *schedule.placement.homes, -1])
+    there = stage + 2 * backwards
+    moves = sends & (homes[there] >= 0) & (homes[there] != homes[stage + 1])
+    sources: list[Places] = []
+    for which in (moves & opens, moves & ~opens):
+        found = np.full(nobody + 1, nobody)
+        found[row[which]] = made[backwards[which], there[which], microbatch[which]]
+        sources.append(found)
+    behind = np.append(starts[1:], nobody) - 1
+    sources[0][behind] = behind
+    pairs = bool((moves & ~opens).any())
+    return CostTrace(starts, tuple(sources[: 1 + pairs]), actions)
+
+
+def _actions(schedule: Schedule) -> tuple[_Actions, Places]:
+    """All actions, and the first row of each rank."""
+    steps = [step for order in schedule.order for step in order]
+    found = [action for step in steps for action in actions_of(step)]
+    count = len(found)
+    paired = np.fromiter((isinstance(step, Overlap) for step in steps), bool, len(steps))
+    first = np.cumsum(1 + paired) - 1 - paired  # of each step's actions
+    stage = np.fromiter((each[0] for each in found), np.int64, count)
+    kind = np.fromiter((_KINDS[each[1]] for each in found), np.int64, count)
+    microbatch = np.fromiter((each[2] for each in found), np.int64, count)
+    opens = kind != _KINDS[WEIGHT_GRAD]
+    opens[first[paired] + 1] = False
+    begins = first[np.cumsum([0, *map(len, schedule.order[:-1])])]
+    rank = np.zeros(count, np.int64)
+    rank[begins[1:]] = 1
+    row = np.cumsum(opens) - 1 + np.cumsum(rank)
+    return _Actions(stage, kind, microbatch, row, opens), row[begins]
+
+
+def walked(walk: CostTrace, stages: Stages, costs: Array) -> Array:
+    """Seconds until all ranks are done, for each column of costs."""
+    own, whole = _seconds(walk.actions, stages, costs)
+    lag = stages.lag @ costs
+    source, *others = walk.sources
+    ends = np.full((len(source), costs.shape[1]), -np.inf)
+    done = np.zeros(len(source), bool)
+    done[-1] = True
+    place, now = walk.starts.copy(), np.zeros((len(walk.starts), costs.shape[1]))
+    left = int(walk.actions.opens.sum())
+    while left:
+        ready = done[source[place]]
+        for other in others:
+            ready &= done[other[place]]
+        ranks = np.flatnonzero(ready)
+        assert len(ranks), "a schedule that ends"
+        rows = place[ranks]
+        start = np.maximum(now[ranks], ends[source[rows]] + lag)
+        for other in others:
+            start = np.maximum(start, ends[other[rows]] + lag)
+        ends[rows] = start + own[rows]
+        now[ranks] = start + whole[rows]
+        done[rows] = True
+        place[ranks] += 1
+        left -= len(ranks)
+    return now.max(axis=0)
+
+
+def _seconds(actions: _Actions, stages: Stages, costs: Array) -> tuple[Array, Array]:
+    """Of each row: until it is sent, and until its rank is free."""
+    forward, inputs, weights, _ = stages
+    kinds = np.array([forward, inputs, inputs + weights, weights]) @ costs
+    seconds = kinds[actions.kind, actions.stage]
+    heads = np.flatnonzero(actions.opens)
+    found: list[Array] = []
+    late = (actions.kind == _KINDS[WEIGHT_GRAD])[:, None]
+    for each in (np.where(late, 0.0, seconds), seconds):
+        rows = np.zeros((int(actions.row[-1]) + 3, costs.shape[1]))
+        rows[actions.row[heads]] = np.add.reduceat(each, heads)
+        found.append(rows)
+    return found[0], found[1]
+
+
+# Seconds of the pipeline of many layouts at once: the longest paths of each, by the costs of
+# each.
+#
+# Costs are those of one layer of each kind and of the head: their forward, gradients of inputs
+# and of weights, and of one message. Which paths can be the longest hangs on the model and the
+# schedule alone, and is worked out once.
+
+
+# Ranges of the costs at which paths are compared: of input and weight gradients over the forward of
+# a kind of layer; of other kinds of layers and of the passes of the head, over what FLOPs say; of a
+# message over a forward of a layer.
+_INPUTS, _WEIGHTS = (1.0, 2.5), (0.3, 7.0)
+_PIPELINE_KINDS = (0.5, 8.0)
+_HEAD = (0.5, 4.0)
+_MESSAGE = (1e-3, 0.3)
+_SAMPLES = 96
+
+
+class StageAssigner:
+    """The stages of one model, and the longest paths through them."""
+
+    def __init__(self, shape: Shape, seq: int) -> None:
+        self.shape, self.seq = shape, seq
+        kinds = layer_kinds(shape)
+        self.kinds = tuple(kinds)
+        last = _kind(shape, shape.layers - 1)
+        self.counts = tuple(
+            count + (shape.mtp if _kind(shape, i) == last else 0) for i, count in kinds.items()
+        )
+        self.paths: dict[tuple[str, int, int, int], Array] = {}
+        self.dealt: dict[int, Stages] = {}
+        self.cuts: dict[int, tuple[range, ...]] = {}
+
+    def spans(self, num_stages: int) -> tuple[range, ...]:
+        """The layers of each stage."""
+        if num_stages not in self.cuts:
+            self.cuts[num_stages] = splits.cut(self.shape, num_stages, seq=self.seq)
+        return self.cuts[num_stages]
+
+    def table(self, name: str, pp: int, chunks: int, microbatches: int) -> Array:
+        """A row for each path."""
+        asked = (name, pp, chunks, microbatches)
+        if asked not in self.paths and _cannot_run(*asked):
+            self.paths[asked] = np.zeros((1, len(self.samples)))
+        if asked not in self.paths:
+            form = FORMS.get(name if pp > 1 else "1f1b", FORMS["1f1b"])
+            numbers = Numbers(pp, chunks, microbatches, self.samples)
+            self.paths[asked] = longest(form(self._even(pp * chunks), numbers), self.samples)
+        return self.paths[asked]
+
+    def played(self, name: str, pp: int, chunks: int, microbatches: int, costs: Array) -> Array:
+        """Seconds of the schedule itself, for each column of costs."""
+        least = (self.table(name, pp, chunks, microbatches) @ costs).max(axis=0)
+        if pp == 1 or name == AUTO or family(name).asynchronous:
+            return least
+        numbers = (pp, microbatches, chunks)
+        different, back = np.unique(costs, axis=1, return_inverse=True)
+        seconds = makespans(family(name).name, numbers, self._even(pp * chunks), different)
+        seconds = seconds[back.ravel()]
+        return np.maximum(seconds, least) if is_long(*numbers) else seconds
+
+    def _even(self, num_stages: int) -> Stages:
+        """The stages that the runtime cuts where nobody says."""
+        if num_stages not in self.dealt:
+            self.dealt[num_stages] = self.stages(self.spans(num_stages))
+        return self.dealt[num_stages]
+
+    def stages(self, spans: Sequence[range]) -> Stages:
+        """How many layers of each kind every stage has, and which one has the head."""
+        shape, width = self.shape, len(self.kinds) + 1
+        first = {_kind(shape, i): place for place, i in enumerate(self.kinds)}
+        held = np.zeros((len(spans), width))
+        for number, span in enumerate(spans):
+            for i in span:
+                held[number, first[_kind(shape, i)]] += 1
+        held[-1, first[_kind(shape, shape.layers - 1)]] += shape.mtp
+        held[-1, -1] = 1
+        none = np.zeros_like(held)
+        forward, inputs, weights = (
+            np.hstack([held if place == mine else none for place in range(3)] + [none[:, :1]])
+            for mine in range(3)
+        )
+        return Stages(forward, inputs, weights, np.eye(3 * width + 1)[-1])
+
+    @cached_property
+    def samples(self) -> Array:
+        """Costs in columns, at which paths are compared."""
+        return _samples(self.shape, self.seq)
+
+
+def _cannot_run(name: str, pp: int, chunks: int, microbatches: int) -> bool:
+    """Lattices have schedules beside numbers of microbatches that are not theirs."""
+    return pp > 1 and name != AUTO and bool(family(name).problems(pp, microbatches, chunks))
+
+
+def _kind(shape: Shape, i: int) -> tuple[bool, bool]:
+    return shape.is_moe_layer(i), shape.is_global_layer(i)
+
+
+def _samples(shape: Shape, seq: int) -> Array:
+    """Costs that layouts may have: around what FLOPs say, drawn alike every time."""
+    flops = [layer_flops(shape, i, seq).total for i in layer_kinds(shape)]
+    sizes = np.array([*flops, forward_flops(shape, seq).head * (1 + shape.mtp)]) / flops[0]
+    draw = np.random.default_rng(0).uniform
+
+    def drawn(low: float, high: float, *size: int) -> Array:
+        return np.exp(draw(np.log(low), np.log(high), size=(_SAMPLES, *size)))
+
+    kinds = drawn(*_PIPELINE_KINDS, 1, len(flops))
+    kinds[:, :, 0] = 1.0
+    passes = [np.ones_like(kinds), drawn(*_INPUTS, 1, len(flops)), drawn(*_WEIGHTS, 1, len(flops))]
+    layers = np.concatenate(passes, axis=1) * kinds
+    costs = np.concatenate([layers, drawn(*_HEAD, 3, 1)], axis=2) * sizes
+    return np.hstack([costs.reshape(_SAMPLES, -1), drawn(*_MESSAGE, 1)]).T
+
+
+@cache
+def dealer(shape: Shape, seq: int) -> StageAssigner:
+    """The one of a model and a length of sequences."""
+    return StageAssigner(shape, seq)
+
+
+def makespan(found: StageAssigner, grid: Grid, costs: list[Array], played: bool = False) -> Array:
+    """Seconds of every layout's pipeline; `costs` are in the order of a path's row.
+
+    By the longest paths, which are a bound, or `played`, which takes its time.
+    """
+    pp = grid.pp if grid.pp.min() < grid.pp.max() else grid.pp[:1]  # all are alike in a search
+    columns = np.broadcast_arrays(grid.schedule, pp, grid.chunks, grid.microbatches)
+    asked = [
+        (SCHEDULES[int(name)], int(ranks), int(chunks), int(count))
+        for name, ranks, chunks, count in zip(*(each.ravel() for each in columns), strict=True)
+    ]
+    size = np.broadcast_shapes(columns[0].shape, *(each.shape for each in costs))
+    if played:
+        return _played(found, asked, np.array([np.broadcast_to(each, size) for each in costs]))
+    tables = [found.table(*each) for each in asked]
+    most = max(map(len, tables))
+    paths = np.array([table[np.minimum(np.arange(most), len(table) - 1)] for table in tables])
+    if grid.pp.ndim == 1:
+        return np.einsum("nkq,qn->nk", paths, [np.broadcast_to(c, size) for c in costs]).max(axis=1)
+    return _of_lattice(paths, columns[0].shape, costs)
+
+
+def _played(found: StageAssigner, asked: list[tuple[str, int, int, int]], costs: Array) -> Array:
+    """The same by the clock, each schedule once for all layouts that have it."""
+    seconds = np.zeros(costs.shape[1])
+    places: dict[tuple[str, int, int, int], list[int]] = {}
+    for place, one in enumerate(asked if len(asked) > 1 else asked * len(seconds)):
+        places.setdefault(one, []).append(place)
+    for one, mine in places.items():
+        seconds[mine] = found.played(*one, costs[:, mine])
+    return seconds
+
+
+def _of_lattice(paths: Array, shape: tuple[int, ...], costs: list[Array]) -> Array:
+    """The same where paths lie along rows and schedules, costs along degrees, rows and
+    recomputation: a product of matrices for each number of rows."""
+    rows, schedules = shape[1:3]
+    costs = [each[:, :, :, :1] for each in costs]  # however dp is shared, it is the same dp
+    degrees, again = (max(each.shape[axis] for each in costs) for axis in (0, 4))
+    spread = [np.broadcast_to(each, (degrees, rows, 1, 1, again, 1)) for each in costs]
+    columns = np.array(spread).reshape(len(costs), degrees, rows, again)
+    columns = columns.transpose(2, 0, 1, 3).reshape(rows, len(costs), degrees * again)
+    seconds = paths.reshape(rows, -1, len(costs)) @ columns
+    seconds = seconds.reshape(rows, schedules, -1, degrees, again).max(axis=2)
+    return seconds.transpose(2, 0, 1, 3).reshape(degrees, rows, schedules, 1, again, 1)

@@ -1,0 +1,1 @@
+"""Text to rows of tokens, in an order that no layout changes."""

@@ -1,0 +1,188 @@
+"""Corpora mixed by weight, as the samples of a training and the rows that evaluate it.
+
+Which corpus a sample comes from, and which row of it, is a pure function of the seed and the
+sample's number, computed for one sample alone. Shares are exact: after n samples a corpus has been
+drawn its share of n times, give or take less than the number of corpora.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+from fivefold.core.errors import BadFile, FivefoldError
+from fivefold.data.rows import Corpus, Order, Synthetic, TokenRows, read_rows, standard_library
+from fivefold.data.shards import open_corpus
+
+STANDARD_LIBRARY, SYNTHETIC = "stdlib", "synthetic"
+_WEIGHT = re.compile(r"(.+):([0-9]{1,12}(?:\.[0-9]{0,12})?|\.[0-9]{1,12})")
+_ROWS_FOR_ONE_HELD = 128
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Splits samples by whole weights, with nothing but the sample's number."""
+
+    weights: tuple[int, ...]
+
+    def draw(self, sample: int) -> tuple[int, int]:
+        """Which part a sample belongs to, and how many samples before it do.
+
+        The first part takes round(n · share) of the first n samples. The others number the samples
+        that it leaves anew, and split those among them in the same way.
+        """
+        number, rest = sample, sum(self.weights)
+        for part, weight in enumerate(self.weights[:-1]):
+            before, behind = (
+                (2 * each * weight + rest) // (2 * rest) for each in (number, number + 1)
+            )
+            if behind > before:
+                return part, before
+            number, rest = number - before, rest - weight
+        return len(self.weights) - 1, number
+
+
+@dataclass(frozen=True)
+class CorpusShare:
+    """A corpus, and its rows that are trained on: those behind them are held out."""
+
+    corpus: Corpus | Synthetic
+    order: Order
+    num_held: int
+
+    @classmethod
+    def of(cls, corpus: Corpus | Synthetic, seq: int, seed: int) -> CorpusShare:
+        """Refuses a corpus that does not fill one row; one that fills just one keeps it all."""
+        num_rows = corpus.num_rows(seq)
+        if num_rows < 1:
+            raise FivefoldError(
+                f"{corpus} is too short: a row takes {seq + 1:,} tokens; give a smaller --seq or "
+                "more text"
+            )
+        num_held = max(1, num_rows // _ROWS_FOR_ONE_HELD) if num_rows > 1 else 0
+        return cls(corpus, Order(seed, num_rows - num_held), num_held)
+
+
+@dataclass(frozen=True)
+class Source:
+    """The samples of a training, and the rows that it never draws."""
+
+    parts: tuple[CorpusShare, ...]
+    shares: Shares
+    seq: int
+
+    @classmethod
+    def of(cls, corpus: Corpus | Synthetic, seq: int, seed: int) -> Source:
+        """One corpus alone."""
+        return cls((CorpusShare.of(corpus, seq, seed),), Shares((1,)), seq)
+
+    def __str__(self) -> str:
+        if len(self.parts) == 1:
+            return str(self.parts[0].corpus)
+        total = sum(self.shares.weights)
+        pairs = zip(self.shares.weights, self.parts, strict=True)
+        return "; ".join(f"{weight / total:.3g} of {part.corpus}" for weight, part in pairs)
+
+    def place(self, sample: int) -> tuple[str, int]:
+        """The name of the corpus that a sample comes from, and its row there."""
+        corpus, row = self._place(sample)
+        return corpus.name, row
+
+    def samples(self, first: int, count: int) -> TokenRows:
+        """Samples by their numbers from the start of the training."""
+        return read_rows([self._place(each) for each in range(first, first + count)], self.seq)
+
+    def step(self, number: int, global_batch: int) -> TokenRows:
+        """The samples of a step, from 0, in the order of their numbers."""
+        return self.samples(number * global_batch, global_batch)
+
+    def held_out(self, most: int) -> TokenRows:
+        """Rows that training never draws, at most so many; none where no corpus has any.
+
+        The next one is of the corpus that is furthest behind its share, among those with rows left.
+        """
+        taken, places = [0] * len(self.parts), list[tuple[Corpus | Synthetic, int]]()
+        while len(places) < most:
+            left = [i for i, part in enumerate(self.parts) if taken[i] < part.num_held]
+            if not left:
+                break
+            i = min(left, key=lambda i: Fraction(taken[i] + 1, self.shares.weights[i]))
+            part = self.parts[i]
+            places.append((part.corpus, part.order.num_rows + taken[i]))
+            taken[i] += 1
+        return read_rows(places, self.seq)
+
+    def _place(self, sample: int) -> tuple[Corpus | Synthetic, int]:
+        number, index = self.shares.draw(sample)
+        part = self.parts[number]
+        return part.corpus, part.order.row(index)
+
+
+def open_source(spec: str, vocab: int, seq: int, seed: int, *, verify: bool = False) -> Source:
+    """The source that a `data` key names: stdlib, synthetic, a folder, or several with weights.
+
+    `verify` reads every file of tokens once, and refuses one that has changed.
+    """
+    weights = parse_mixture(spec)
+    corpora = [_open(name, vocab, seed, verify) for name in weights]
+    _refuse_strangers(corpora)
+    common = math.lcm(*(weight.denominator for weight in weights.values()))
+    return Source(
+        tuple(CorpusShare.of(corpus, seq, seed) for corpus in corpora),
+        Shares(tuple(int(weight * common) for weight in weights.values())),
+        seq,
+    )
+
+
+def parse_mixture(spec: str) -> dict[str, Fraction]:
+    """Names of corpora and their weights, as written.
+
+    >>> parse_mixture("web:3 a:b:.5")
+    {'web': Fraction(3, 1), 'a:b': Fraction(1, 2)}
+    """
+    try:
+        words = shlex.split(spec)
+    except ValueError as error:
+        raise BadFile(f"data = {spec!r}", [f"{error}; close the quotes"]) from error
+    if not words:
+        example = "name stdlib, synthetic, or a folder that `fivefold tokens` wrote"
+        raise BadFile(f"data = {spec!r}", [f"it names no corpus; {example}"])
+    weights: dict[str, Fraction] = {}
+    problems: list[str] = []
+    for word in words:
+        found = _WEIGHT.fullmatch(word)
+        name, weight = (found[1], Fraction(found[2])) if found else (word, Fraction(1))
+        if name in weights:
+            problems.append(f"{name} comes twice; give it once, with one weight")
+        if len(words) > 1 and found is None:
+            problems.append(f"{name} has no weight; write {name}:0.5, for example")
+        if weight == 0:
+            problems.append(f"{word} has no weight above 0; give one, or leave it out")
+        weights[name] = weight
+    if problems:
+        raise BadFile(f"data = {spec!r}", problems)
+    return weights
+
+
+def _open(name: str, vocab: int, seed: int, verify: bool) -> Corpus | Synthetic:
+    if name == STANDARD_LIBRARY:
+        return standard_library(vocab)
+    if name == SYNTHETIC:
+        return Synthetic(seed, vocab)
+    return open_corpus(Path(name), vocab, verify=verify)
+
+
+def _refuse_strangers(corpora: list[Corpus | Synthetic]) -> None:
+    """Two tokenizers in one training: the same token would mean two things."""
+    written = [corpus for corpus in corpora if isinstance(corpus, Corpus)]
+    for other in written[1:]:
+        if other.digest != written[0].digest:
+            raise FivefoldError(
+                f"{written[0].name} has tokens by {written[0].tokenizer} and {other.name} by "
+                f"another tokenizer ({other.tokenizer}), so that one token means two things: make "
+                "both with one tokenizer"
+            )

@@ -1,0 +1,276 @@
+"""`Shape` to a Hugging Face `config.json`: the way back from `hf.py`, one function per family.
+
+What a family's config cannot say is found by reading it again: a config is handed out only if it
+reads back to the same shape, so that no feature is dropped on the way out either.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from fivefold.core.errors import BadFile, FivefoldError
+from fivefold.core.hf_config import shape_from_config
+from fivefold.core.shape import Mla, Moe, Rope, Shape
+from fivefold.core.tables import Fields
+
+ACTIVATIONS = {
+    "swiglu": "silu",
+    "geglu": "gelu",
+    "gelu_tanh": "gelu_new",
+    "gelu": "gelu",
+    "relu": "relu",
+}
+# No part of a shape. The package has numbers of its own for these, which may lie outside the
+# vocabulary, so that unknown ones are written as null.
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+class Writer(NamedTuple):
+    """How a family is written: the class that loads it, and its keys."""
+
+    architecture: str
+    keys: Callable[[Shape], Fields]
+
+
+class HfModel(NamedTuple):
+    """A model as its family says it: the shape under that family's names, and the config."""
+
+    shape: Shape
+    config: Fields
+
+
+def as_hf(shape: Shape, dtype: str, source: Mapping[str, Any] | None = None) -> HfModel:
+    """The model in its own family, or in the first one that can express it.
+
+    `dtype` is torch's name for that of the weights; the numbers of special tokens are those of the
+    config in `source`.
+    """
+    for family in dict.fromkeys((shape.family, *WRITERS)):
+        config = _written(shape, family)
+        if config is not None and not _lost(shape, config):
+            kept = {key: (source or {}).get(key) for key in TOKEN_IDS}
+            config |= {"torch_dtype": dtype, **kept}
+            return HfModel(replace(shape, family=family), config)
+    raise FivefoldError(
+        f"model {shape.name!r} cannot be said in a Hugging Face config: {_why_not(shape)}; train a "
+        f"model of one of {', '.join(WRITERS)} to export it"
+    )
+
+
+def _written(shape: Shape, family: str) -> Fields | None:
+    """The config in that family; None where it has no keys for such experts or latents at all."""
+    if family not in WRITERS or (family in ROUTED) != (shape.moe is not None):
+        return None
+    if family.startswith("deepseek") != (shape.mla is not None):
+        return None
+    if family in SHARING and not _moe(shape).shared:
+        return None
+    writer = WRITERS[family]
+    return {
+        "architectures": [writer.architecture],
+        "model_type": family,
+        "vocab_size": shape.vocab,
+        "tie_word_embeddings": shape.tied,
+        **writer.keys(shape),
+    }
+
+
+def _lost(shape: Shape, config: Fields) -> list[str]:
+    """The fields of the shape that do not survive the config, by name."""
+    try:
+        back = shape_from_config(config, shape.name)
+    except BadFile as error:
+        return error.problems
+    names = [each.name for each in dataclasses.fields(Shape) if each.compare]
+    return [name for name in names if getattr(back, name) != getattr(shape, name)]
+
+
+def _why_not(shape: Shape) -> str:
+    config = _written(shape, shape.family)
+    if config is not None:
+        return f"that of {shape.family} has no words for its {', '.join(_lost(shape, config))}"
+    return f"no family has its attention, experts and norms together (its own is {shape.family!r})"
+
+
+def _gpt2(shape: Shape) -> Fields:
+    dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), shape.dropout)
+    return dropouts | {
+        "n_layer": shape.layers,
+        "n_embd": shape.width,
+        "n_head": shape.heads,
+        "n_inner": shape.ffn,
+        "n_positions": shape.max_seq,
+        "layer_norm_epsilon": shape.norm_eps,
+        "activation_function": ACTIVATIONS[shape.activation],
+    }
+
+
+def _decoder(shape: Shape) -> Fields:
+    return {
+        "hidden_size": shape.width,
+        "intermediate_size": shape.ffn,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "max_position_embeddings": shape.max_seq,
+        "rms_norm_eps": shape.norm_eps,
+        "hidden_act": ACTIVATIONS[shape.activation],
+        "rope_theta": shape.rope_theta,
+        "rope_scaling": None if shape.rope is None else _stretched(shape.rope, shape.max_seq),
+    }
+
+
+def _stretched(rope: Rope, max_seq: int) -> Fields:
+    """Only the keys that a kind knows: the package warns of others."""
+    table: Fields = {"rope_type": rope.kind, "factor": rope.factor}
+    if rope.kind != "linear" or rope.original_seq != max_seq:
+        table["original_max_position_embeddings"] = rope.original_seq
+    if rope.kind == "llama3":
+        table |= {"low_freq_factor": rope.low_freq, "high_freq_factor": rope.high_freq}
+    if rope.kind == "yarn":
+        table |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow}
+        temperatures = {"mscale": rope.mscale, "mscale_all_dim": rope.mscale_all_dim}
+        table |= {key: value for key, value in temperatures.items() if value}
+        if rope.attention_factor is not None:
+            table["attention_factor"] = rope.attention_factor
+    return table
+
+
+def _llama(shape: Shape) -> Fields:
+    return _biased(shape) | {"mlp_bias": shape.mlp_bias}
+
+
+def _biased(shape: Shape) -> Fields:
+    return _decoder(shape) | {"attention_bias": shape.qkv_bias}
+
+
+def _mistral(shape: Shape) -> Fields:
+    return _decoder(shape) | {"sliding_window": shape.window}
+
+
+def _windowed(shape: Shape) -> Fields:
+    """A window holds for the layers from `max_window_layers` on, if it is switched on."""
+    used = shape.window is not None
+    switched: Fields = {"use_sliding_window": used, "sliding_window": shape.window}
+    return switched | {"max_window_layers": 0 if used else shape.layers}
+
+
+def _qwen2(shape: Shape) -> Fields:
+    return _decoder(shape) | _windowed(shape)
+
+
+def _qwen3(shape: Shape) -> Fields:
+    return _biased(shape) | _windowed(shape)
+
+
+def _mixtral(shape: Shape) -> Fields:
+    moe = _moe(shape)
+    experts: Fields = {"num_local_experts": moe.experts, "num_experts_per_tok": moe.top_k}
+    return _mistral(shape) | experts
+
+
+def _qwen2_moe(shape: Shape) -> Fields:
+    shared: Fields = {"shared_expert_intermediate_size": _moe(shape).shared_ffn}
+    return _qwen2(shape) | _qwen_experts(shape) | shared | {"qkv_bias": shape.qkv_bias}
+
+
+def _qwen3_moe(shape: Shape) -> Fields:
+    return _qwen3(shape) | _qwen_experts(shape)
+
+
+def _qwen_experts(shape: Shape) -> Fields:
+    moe = _moe(shape)
+    return {
+        "num_experts": moe.experts,
+        "num_experts_per_tok": moe.top_k,
+        "moe_intermediate_size": moe.ffn,
+        "norm_topk_prob": moe.renormalise,
+        "decoder_sparse_step": moe.every,
+        "mlp_only_layers": list(range(moe.first_dense)),
+    }
+
+
+def _olmoe(shape: Shape) -> Fields:
+    moe = _moe(shape)
+    return _biased(shape) | {
+        "num_experts": moe.experts,
+        "num_experts_per_tok": moe.top_k,
+        "norm_topk_prob": moe.renormalise,
+    }
+
+
+def _deepseek_v2(shape: Shape) -> Fields:
+    """The package always rotates pairs and never renormalises here, so neither key is written."""
+    moe = _moe(shape)
+    limited = moe.groups > 1
+    return _deepseek(shape) | {
+        "topk_method": "group_limited_greedy" if limited else "greedy",
+        "scoring_func": "softmax",
+        "n_group": moe.groups,
+        "topk_group": moe.groups_kept,
+    }
+
+
+def _deepseek_v3(shape: Shape) -> Fields:
+    moe = _moe(shape)
+    return _deepseek(shape) | {
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "n_group": moe.groups,
+        "topk_group": moe.groups_kept,
+        "norm_topk_prob": moe.renormalise,
+        "rope_interleave": shape.rope_interleaved,
+        "num_nextn_predict_layers": shape.mtp,
+    }
+
+
+def _deepseek(shape: Shape) -> Fields:
+    moe, mla = _moe(shape), _mla(shape)
+    fields = _biased(shape)
+    del fields["head_dim"]  # there it is the width of the rotary part
+    return fields | {
+        "q_lora_rank": mla.q_rank,
+        "kv_lora_rank": mla.kv_rank,
+        "qk_nope_head_dim": mla.nope_dim,
+        "qk_rope_head_dim": mla.rope_dim,
+        "v_head_dim": mla.value_dim,
+        "n_routed_experts": moe.experts,
+        "num_experts_per_tok": moe.top_k,
+        "moe_intermediate_size": moe.ffn,
+        "n_shared_experts": moe.shared,
+        "first_k_dense_replace": moe.first_dense,
+        "moe_layer_freq": 1,
+        "routed_scaling_factor": moe.scaling,
+    }
+
+
+def _moe(shape: Shape) -> Moe:
+    assert shape.moe is not None, "a family with experts is tried for shapes with experts only"
+    return shape.moe
+
+
+def _mla(shape: Shape) -> Mla:
+    assert shape.mla is not None, "a family with latents is tried for shapes with latents only"
+    return shape.mla
+
+
+WRITERS: dict[str, Writer] = {
+    "gpt2": Writer("GPT2LMHeadModel", _gpt2),
+    "llama": Writer("LlamaForCausalLM", _llama),
+    "mistral": Writer("MistralForCausalLM", _mistral),
+    "qwen2": Writer("Qwen2ForCausalLM", _qwen2),
+    "qwen3": Writer("Qwen3ForCausalLM", _qwen3),
+    "mixtral": Writer("MixtralForCausalLM", _mixtral),
+    "qwen2_moe": Writer("Qwen2MoeForCausalLM", _qwen2_moe),
+    "qwen3_moe": Writer("Qwen3MoeForCausalLM", _qwen3_moe),
+    "olmoe": Writer("OlmoeForCausalLM", _olmoe),
+    "deepseek_v2": Writer("DeepseekV2ForCausalLM", _deepseek_v2),
+    "deepseek_v3": Writer("DeepseekV3ForCausalLM", _deepseek_v3),
+}
+ROUTED = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3")
+# Those that are never built without a shared expert.
+SHARING = ("qwen2_moe", "deepseek_v2", "deepseek_v3")

@@ -1,0 +1,382 @@
+"""Hugging Face model folders, read and written one tensor at a time.
+
+Reading goes through the headers first: every problem of a folder is known before the first weight
+is touched. Pickles are never opened. Writing streams: all sizes follow from the shape, so that the
+header of a shard is written before its first tensor is read.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import os
+import shutil
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from fivefold.core.errors import BadFile, FivefoldError
+from fivefold.core.shape import Shape
+from fivefold.core.weights import Weight
+from fivefold.huggingface.names import (
+    HfTensor,
+    copies,
+    given_names,
+    hf_tensors,
+    problems_of,
+    read_ours,
+    read_theirs,
+    twins,
+)
+
+CONFIG, INDEX, ONE_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
+FLOATS = ("F32", "BF16", "F16")
+WRITTEN = {torch.float32: "F32", torch.bfloat16: "BF16"}
+BLOCKS = "F8_E4M3"  # DeepSeek-V3: each block of the matrix has a scale in a tensor of its own
+SCALE = "_scale_inv"
+BLOCK = (128, 128)
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_MOST_PROBLEMS = 20
+
+
+@dataclass(frozen=True)
+class FoundTensor:
+    """A tensor as the header of its file describes it."""
+
+    file: Path
+    sizes: tuple[int, ...]
+    kind: str
+
+
+class HfFolder:
+    """The weights of a downloaded model; refused with every problem at once."""
+
+    def __init__(self, folder: Path, shape: Shape) -> None:
+        self._shape = shape
+        self._opened: tuple[Path, Any] | None = None
+        index = _index(folder)
+        bad, found = _headers([folder / name for name in _file_names(folder, index)])
+        self._given = given_names(shape, found)
+        self._found = {name: found[given] for name, given in self._given.items()}
+        config = read_json(folder / CONFIG)
+        self._block = _block_size(config)
+        unread = {name for name, file in index.items() if file in bad}
+        if bad and not index:
+            unread = set(hf_tensors(shape))
+        problems = [f"{file} {rule}" for file, rule in bad.items()]
+        problems += _quantised_otherwise(config)
+        problems += self._problems(given_names(shape, unread))
+        problems = problems or list(self._unequal_twins())
+        if problems:
+            raise BadFile(str(folder), _shortened(problems))
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether bfloat16 holds every weight as it is, or nearly so where it was in blocks."""
+        names = hf_tensors(self._shape)
+        kinds = {self._found[name].kind for name, each in names.items() if not each.buffer}
+        return kinds <= {"BF16", BLOCKS}
+
+    def weight(self, weight: Weight, dtype: torch.dtype) -> Tensor:
+        """One weight of ours, in a type."""
+        _let_go()
+        return read_ours(self._shape, weight, self._read, dtype).contiguous()
+
+    def _unequal_twins(self) -> Iterator[str]:
+        """Tensors that the model has once and the files twice, with different values."""
+        for second, first in twins(self._shape):
+            if second in self._found and not torch.equal(self._read(second), self._read(first)):
+                yield (
+                    f"{second} differs from {first}, and the model has one weight for both: if the "
+                    "config ties them, set tie_word_embeddings to false in it"
+                )
+
+    def _problems(self, unread: Mapping[str, str]) -> Iterator[str]:
+        scales = {name + SCALE for name, each in self._found.items() if each.kind == BLOCKS}
+        sizes = {name: each.sizes for name, each in self._found.items() if name not in scales}
+        yield from problems_of(self._shape, sizes, unread)
+        for name in (*hf_tensors(self._shape), *dict(twins(self._shape))):
+            if name in sizes:
+                yield from self._unreadable(name)
+
+    def _unreadable(self, name: str) -> Iterator[str]:
+        """Why the values of a tensor cannot be used."""
+        found, scale = self._found[name], self._found.get(name + SCALE)
+        if found.kind in FLOATS:
+            return
+        if found.kind != BLOCKS:
+            known = ", ".join(FLOATS)
+            yield f"{name} has type {found.kind}: save the model in one of {known}"
+            return
+        rows = zip(found.sizes, self._block, strict=False)
+        asked = tuple(math.ceil(size / block) for size, block in rows)
+        if scale is None:
+            yield f"{name} has type {BLOCKS} and no {name}{SCALE}: give all files of the model"
+        elif scale.sizes != asked or len(found.sizes) != 2:
+            yield (
+                f"{name}{SCALE} has shape {scale.sizes}, and blocks of {self._block} ask for "
+                f"{asked}: give the config of these weights"
+            )
+
+    def _read(self, name: str) -> Tensor:
+        found = self._found[name]
+        values = self._stored(name)
+        if found.kind != BLOCKS:
+            return values
+        return dequantised(values, self._stored(name + SCALE), self._block)
+
+    def _stored(self, name: str) -> Tensor:
+        """A view of the file, which is mapped and not read whole; one file is open at a time."""
+        file = self._found[name].file
+        if self._opened is None or self._opened[0] != file:
+            self._opened = None  # the one before is closed first
+            self._opened = (file, safe_open(file, framework="pt"))
+        return self._opened[1].get_tensor(self._given[name])
+
+
+def dequantised(values: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
+    """Float32 from 8 bits: each block of the matrix times its scale."""
+    wide = values.float()
+    for i, scale in enumerate(scales.float()):
+        rows = slice(i * block[0], (i + 1) * block[0])
+        wide[rows] *= scale.repeat_interleave(block[1])[: wide.shape[1]]
+    return wide
+
+
+def write_model(
+    folder: Path,
+    shape: Shape,
+    config: Mapping[str, Any],
+    read: Callable[[str], Tensor],
+    dtype: torch.dtype,
+    most_bytes: int,
+) -> list[Path]:
+    """Write a model folder beside itself and rename it; returns its files of weights.
+
+    `read` hands out one weight of ours, whole. No shard is larger than `most_bytes`, unless one
+    tensor alone is.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FivefoldError(f"{folder} is there already: give a folder that is new or empty")
+    beside = folder.with_name(folder.name + ".part")
+    shutil.rmtree(beside, ignore_errors=True)  # of a writer that was killed
+    shards = _shards(_outgoing(shape, dtype), most_bytes)
+    files = [beside / name for name in _shard_names(len(shards))]
+    at = beside
+    try:
+        beside.mkdir(parents=True)
+        for at, shard in zip(files, shards, strict=True):
+            _write_shard(at, shard, _last_kept(read))
+        if len(files) > 1:
+            _write_json(beside / INDEX, _index_of(files, shards))
+        _write_json(beside / CONFIG, config)
+        beside.rename(folder)
+    except OSError as error:
+        rule = f"{error.strerror}; free some room, or give another folder"
+        raise BadFile(str(error.filename or at), [rule]) from error
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    return [folder / file.name for file in files]
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """A tensor to be written."""
+
+    name: str
+    tensor: HfTensor
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its values."""
+        return math.prod(self.tensor.sizes) * self.dtype.itemsize
+
+
+def _outgoing(shape: Shape, dtype: torch.dtype) -> Iterator[Outgoing]:
+    tensors = hf_tensors(shape)
+    for name, tensor in tensors.items():
+        yield Outgoing(name, tensor, torch.float32 if tensor.buffer else dtype)
+    for copy, name in copies(shape):
+        yield Outgoing(copy, tensors[name], dtype)
+
+
+def _shards(tensors: Iterator[Outgoing], most_bytes: int) -> list[list[Outgoing]]:
+    """In their order, as many in each as there is room for."""
+    shards: list[list[Outgoing]] = []
+    room = 0
+    for one in tensors:
+        if one.num_bytes > room or not shards:
+            shards.append([])
+            room = most_bytes
+        shards[-1].append(one)
+        room -= one.num_bytes
+    return shards
+
+
+def _shard_names(count: int) -> list[str]:
+    if count == 1:
+        return [ONE_FILE]
+    return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+
+
+def _index_of(files: list[Path], shards: list[list[Outgoing]]) -> dict[str, Any]:
+    pairs = zip(files, shards, strict=True)
+    return {
+        "metadata": {"total_size": sum(one.num_bytes for shard in shards for one in shard)},
+        "weight_map": {one.name: file.name for file, shard in pairs for one in shard},
+    }
+
+
+def _write_shard(file: Path, shard: list[Outgoing], read: Callable[[str], Tensor]) -> None:
+    """Its header and then its tensors, each read when its turn comes."""
+    # Wider types first: a tensor must start at a multiple of the size of its numbers.
+    ordered = sorted(shard, key=lambda one: -one.dtype.itemsize)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for one in ordered:
+        begin, end = end, end + one.num_bytes
+        kind, sizes = WRITTEN[one.dtype], list(one.tensor.sizes)
+        header[one.name] = {"dtype": kind, "shape": sizes, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb") as out:
+        out.write(struct.pack("<Q", len(text)) + text)
+        for one in ordered:
+            values = read_theirs(one.tensor, read).to(one.dtype)
+            assert tuple(values.shape) == one.tensor.sizes, f"{one.name}: {tuple(values.shape)}"
+            out.write(values.flatten().view(torch.uint8).numpy().data)
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def _last_kept(read: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
+    """The last weight stays, since the experts of a stack are written one after the other."""
+    kept: dict[str, Tensor] = {}
+
+    def last(name: str) -> Tensor:
+        if name not in kept:
+            kept.clear()
+            _let_go()
+            kept[name] = read(name)
+        return kept[name]
+
+    return last
+
+
+def _let_go() -> None:
+    """Free the tensor before: torch.save and torch.load leave theirs in cycles of references."""
+    gc.collect(1)
+
+
+def _headers(files: list[Path]) -> tuple[dict[str, str], dict[str, FoundTensor]]:
+    """What is wrong with files, by file, and the tensors of the others, by name."""
+    bad: dict[str, str] = {}
+    found: dict[str, FoundTensor] = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as opened:
+                names = opened.keys()
+                slices = [opened.get_slice(name) for name in names]
+                described = {
+                    name: FoundTensor(file, tuple(one.get_shape()), one.get_dtype())
+                    for name, one in zip(names, slices, strict=True)
+                }
+        except FileNotFoundError:
+            bad[file.name] = f"is not there, and {INDEX} names it: download it too"
+        except (SafetensorError, OSError) as error:
+            bad[file.name] = f"is no whole safetensors file ({error}): download it again"
+        else:
+            twice = found.keys() & described.keys()
+            if twice:
+                other = found[min(twice)].file.name
+                bad[file.name] = f"has {min(twice)}, as {other} has: keep the files of one model"
+            found |= described
+    return bad, found
+
+
+def _file_names(folder: Path, index: Mapping[str, str]) -> list[str]:
+    if index:
+        return sorted(set(index.values()))
+    names = sorted(path.name for path in folder.glob("*.safetensors"))
+    if names:
+        return names
+    pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
+    if pickles:
+        raise BadFile(
+            str(folder),
+            [
+                f"{pickles[0]} is a pickle, which can run any program when it is read: load it "
+                "where you trust it and save it as safetensors, with "
+                "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW) of transformers"
+            ],
+        )
+    raise BadFile(str(folder), ["has no *.safetensors: give the folder of a downloaded model"])
+
+
+def _index(folder: Path) -> dict[str, str]:
+    """Tensor to file; empty where there is no index."""
+    path = folder / INDEX
+    if not path.exists():
+        return {}
+    weight_map = read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise BadFile(str(path), ["has no table weight_map: download it again"])
+    wrong = [file for file in weight_map.values() if not _is_plain(file)]
+    if wrong:
+        raise BadFile(str(path), [f"{wrong[0]!r} is no file of this folder: download it again"])
+    return weight_map
+
+
+def _is_plain(file: object) -> bool:
+    return isinstance(file, str) and file.endswith(".safetensors") and Path(file).name == file
+
+
+def _quantised_otherwise(config: Mapping[str, Any]) -> Iterator[str]:
+    table = config.get("quantization_config")
+    method = table.get("quant_method") if isinstance(table, dict) else None
+    if table is not None and method != "fp8":
+        yield (
+            f"{CONFIG} has quantization_config.quant_method = {method!r}: give weights in bf16, "
+            "fp16, fp32, or fp8 with a scale for each block"
+        )
+
+
+def _block_size(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Rows and columns of a matrix in 8 bits that have one scale."""
+    table = config.get("quantization_config")
+    match table.get("weight_block_size") if isinstance(table, dict) else None:
+        case [int(rows), int(columns)] if rows > 0 and columns > 0:
+            return (rows, columns)
+    return BLOCK
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object, or a `BadFile` that says what is wrong."""
+    try:
+        table = json.loads(path.read_bytes())
+    except OSError as error:
+        raise BadFile(str(path), [f"{error.strerror}; check the path"]) from error
+    except (ValueError, RecursionError) as error:
+        raise BadFile(str(path), [f"not valid JSON: {error}; download it again"]) from error
+    if not isinstance(table, dict):
+        raise BadFile(str(path), ["must hold one JSON object; download it again"])
+    return table
+
+
+def _write_json(path: Path, table: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(table, indent=2) + "\n", "utf-8")
+
+
+def _shortened(problems: list[str]) -> list[str]:
+    more = len(problems) - _MOST_PROBLEMS
+    if more <= 0:
+        return problems
+    return [*problems[:_MOST_PROBLEMS], f"and {more:,} more: mend these first"]

@@ -1,0 +1,378 @@
+"""What Explore is looking at: one job, as the texts of a URL and as a plan.
+
+The data degree is no key: it is what tp, cp and pp leave of the GPUs.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from typing import Any, NamedTuple, cast, get_args
+
+from fivefold.core import machine, models
+from fivefold.core.count import parameters
+from fivefold.core.errors import BadFile, FivefoldError, IllegalLayout, UnknownName
+from fivefold.core.layout import MOST_RANKS, ContextKind, Layout, Order, parse_zero
+from fivefold.core.plan import Plan, Wishes, job_of, resolve
+from fivefold.core.rules import MOST_TOKENS, LayoutRequest, problems
+from fivefold.core.schedule.catalog import AUTO, FAMILIES, Family, family, names
+from fivefold.core.settings import sort_out
+from fivefold.core.shape import Shape
+from fivefold.core.splits import Recompute
+from fivefold.planner import PRECISIONS, answer, inquiry, runtime_precision, setting_of, single
+from fivefold.planner.estimate import Estimate
+from fivefold.planner.search import SearchSetting
+
+HEADROOM = 0.05  # as `fivefold plan` keeps free
+KERNELS = "compiled"
+SCHEDULES = tuple(each.name for each in FAMILIES)
+CONTEXTS = get_args(ContextKind)
+ALSO = ("sp", "packed", "balance", "tp_keep", "gather", "ep_nodes", "stage_layers")
+_COUNTS = {
+    **dict.fromkeys(("gpus", "tp", "cp", "pp", "ep", "etp", "replicate", "chunks"), MOST_RANKS),
+    **dict.fromkeys(("microbatch_size", "seq", "batch"), MOST_TOKENS),
+}
+_MOST_TOKENS_OF_A_RUN = 1e30
+
+
+@dataclass(frozen=True)
+class State:
+    """One job with nothing left open; by default the degrees of the Llama 3.1 405B run.
+
+    A pasted `config` stands in the place of the `model`. `replicate` is how many of the data ranks
+    hold the same shards. `also` are further keys of a plan and of its model, as `--set` has them:
+    no control is for them, but a plan that says them is looked at as it is.
+    """
+
+    model: str = "llama-3.1-405b"
+    config: str = ""
+    machine: str = "h100"
+    gpus: int = 16_384
+    tp: int = 8
+    cp: int = 1
+    pp: int = 16
+    ep: int = 1
+    etp: int = 1
+    replicate: int = 1
+    zero: int = 3
+    schedule: str = "interleaved"
+    chunks: int = 4
+    context: str = "zigzag"
+    recompute: str = "none"
+    microbatch_size: int = 1
+    seq: int = 8192
+    batch: int = 2048
+    precision: str = "bf16"
+    tokens: float = 15.6e12
+    also: str = ""
+
+    @classmethod
+    def parse(cls, params: Mapping[str, str]) -> State:
+        """Read texts; what is absent has its default, and every problem is told at once.
+
+        Chunks follow the schedule where they are not said.
+        """
+        known = [each.name for each in fields(cls)]
+        for name in params:
+            if name not in known:
+                raise UnknownName("key", name, known)
+        values: dict[str, Any] = {}
+        wrong: list[str] = []
+        for name, text in params.items():
+            if text.strip():
+                try:
+                    values[name] = _value(name, text.strip())
+                except FivefoldError as error:
+                    wrong += error.problems if isinstance(error, BadFile) else [str(error)]
+        if wrong:
+            raise BadFile("what is asked", wrong)
+        state = cls(**values)
+        if "chunks" in values or not {"schedule", "pp"} & values.keys():
+            return state
+        return replace(state, chunks=state.family.chunks_on(state.pp, None))
+
+    def params(self) -> dict[str, str]:
+        """The texts that `parse` reads back to this state, always the same for the same job."""
+        texts = {each.name: _text(getattr(self, each.name)) for each in fields(self)}
+        del texts["model" if self.config else "config"]
+        return texts if self.also else {key: text for key, text in texts.items() if key != "also"}
+
+    @property
+    def family(self) -> Family:
+        """The schedule by its name."""
+        return family(self.schedule)
+
+    @property
+    def dp(self) -> int:
+        """Data ranks: what the other axes leave; rounded down where it is no whole number."""
+        return max(1, self.gpus // (self.tp * self.cp * self.pp))
+
+    def words(self) -> str:
+        """The degrees as they were said, legal or not."""
+        return f"dp={self.dp} tp={self.tp} pp={self.pp} cp={self.cp} ep={self.ep}"
+
+    def layout(self) -> Layout:
+        """The degrees; those that are none are refused."""
+        replicas = self.replicate if self.dp % self.replicate == 0 else 1
+        return Layout(
+            replicate=replicas,
+            shard=self.dp // replicas,
+            tp=self.tp,
+            pp=self.pp,
+            cp=self.cp,
+            ep=self.ep,
+            etp=self.etp,
+            zero=self.zero,
+            context=cast(ContextKind, self.context),
+            chunks=self.chunks,
+            sp=_also(self.also).plan.get("sp", True),
+            order=cast(Order, _also(self.also).order),
+        )
+
+    def wishes(self) -> Wishes:
+        """The job as a user would have said it."""
+        also = _also(self.also)
+        said = Wishes(
+            model=self.config or self.model,
+            layout=str(self.layout()),
+            machine=self.machine,
+            gpus=self.gpus,
+            zero=self.zero,
+            context=self.context,
+            schedule=self.schedule,
+            chunks=self.chunks,
+            microbatch_size=self.microbatch_size,
+            batch=self.batch,
+            seq=self.seq,
+            recompute=self.recompute,
+            precision=runtime_precision(self.precision),
+            set=also.model,
+        )
+        return replace(said, **also.plan)
+
+    def shape(self) -> Shape:
+        """The model."""
+        return _shape(self.config or self.model, self.also)
+
+    def problems(self) -> list[str]:
+        """Every rule that the job breaks; empty where it is legal."""
+        try:
+            layout = self.layout()
+        except IllegalLayout as error:
+            return error.reasons
+        job = (self.batch, self.microbatch_size, self.chunks, self.gpus, self.schedule, self.seq)
+        return problems(layout, self.shape(), **_job(*job, self.also))
+
+    def plan(self) -> Plan:
+        """The job resolved; an illegal one is refused with every reason."""
+        return _plan(self)
+
+    def setting(self) -> SearchSetting:
+        """On what it runs, as `fivefold plan` assumes it."""
+        chosen, _ = setting_of(machine.load(self.machine), self.precision, HEADROOM, KERNELS, 1.0)
+        return chosen
+
+    def outlook(self) -> Estimate:
+        """What it is expected to take."""
+        return _outlook(self)
+
+
+class _Also(NamedTuple):
+    """Further keys by whom they are for."""
+
+    plan: dict[str, Any]
+    model: dict[str, str]
+    order: str
+
+
+@lru_cache(maxsize=8)
+def _also(text: str) -> _Also:
+    """`sp=false layers=4` taken apart; what has a control, or is for training, is refused."""
+    words = (word.partition("=") for word in text.split())
+    pairs = {key: value for key, _, value in words}
+    order = pairs.pop("order", Layout.order)
+    if order not in get_args(Order):
+        raise UnknownName("order", order, get_args(Order))
+    said = sort_out(pairs)
+    if wrong := [key for key in (*said.plan, *said.train) if key not in ALSO]:
+        raise FivefoldError(f"also={wrong[0]}=…: of a plan it takes {', '.join(ALSO)} and order")
+    return _Also(said.plan, said.model, order)
+
+
+@lru_cache(maxsize=8)
+def _shape(model: str, also: str) -> Shape:
+    return models.with_overrides(models.load(model), _also(also).model)
+
+
+@lru_cache(maxsize=256)
+def _job(
+    batch: int, microbatch_size: int, chunks: int, gpus: int, schedule: str, seq: int, also: str
+) -> LayoutRequest:
+    """What the rules know beside the layout: a hundred values of inputs are judged by the same."""
+    state = State(
+        batch=batch,
+        microbatch_size=microbatch_size,
+        chunks=chunks,
+        gpus=gpus,
+        schedule=schedule,
+        seq=seq,
+        also=also,
+    )
+    return job_of(state.wishes(), state.family, seq)
+
+
+@lru_cache(maxsize=64)
+def _plan(state: State) -> Plan:
+    return resolve(state.wishes())
+
+
+@lru_cache(maxsize=16)
+def _outlook(state: State) -> Estimate:
+    plan = state.plan()
+    assert plan.machine is not None, "a state always names a machine"
+    return single(plan, plan.machine, precision=state.precision, headroom=HEADROOM, kernels=KERNELS)
+
+
+def degrees_of(layout: Layout) -> dict[str, int]:
+    """The keys that say where ranks are; the GPUs are not one of them."""
+    return {axis: getattr(layout, axis) for axis in ("tp", "cp", "pp", "ep", "etp", "replicate")}
+
+
+def keys_of(plan: Plan) -> dict[str, Any]:
+    """The keys that a layout and what goes with it are: all that the planner chooses."""
+    layout = plan.layout
+    return {
+        **degrees_of(layout),
+        "zero": layout.zero,
+        "schedule": plan.wishes.schedule,
+        "chunks": layout.chunks,
+        "context": layout.context,
+        "recompute": str(plan.recompute),
+        "microbatch_size": plan.batch.microbatch_size,
+    }
+
+
+def _value(name: str, text: str) -> Any:
+    """One text as a value of its key."""
+    if name in _COUNTS:
+        return _count(name, text)
+    words = {"machine": machine.presets(), "context": CONTEXTS, "precision": PRECISIONS}
+    if name in words and text not in words[name]:
+        raise UnknownName(name, text, words[name])
+    if name == "model":
+        return models.preset_name(text)
+    if name == "config":
+        models.of_text(text)
+        return text
+    if name == "zero":
+        return parse_zero(text)
+    if name == "also":
+        _also(text)
+        return " ".join(sorted(text.split()))
+    if name == "schedule":
+        return _schedule(text)
+    if name == "recompute":
+        return str(Recompute.parse(text))
+    return _tokens(text) if name == "tokens" else text
+
+
+def _schedule(text: str) -> str:
+    """By name alone: a search takes seconds, and a file is nobody's business here."""
+    if text.lower() not in names() or text.lower() == AUTO:
+        raise UnknownName("schedule", text, SCHEDULES)
+    return family(text).name
+
+
+def _count(name: str, text: str) -> int:
+    number = int(text) if re.fullmatch(r"[0-9]{1,12}", text) else 0
+    if not 1 <= number <= _COUNTS[name]:
+        shown = text if len(text) <= 20 else f"{text[:20]}…"
+        raise FivefoldError(f"{name}={shown}: give a whole number from 1 to {_COUNTS[name]:,}")
+    return number
+
+
+def _tokens(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not (math.isfinite(number) and 0 < number < _MOST_TOKENS_OF_A_RUN):
+        raise FivefoldError(f"tokens={text[:20]}: give a number above 0, such as 15.6e12")
+    return number
+
+
+def _text(value: float | str) -> str:
+    whole = isinstance(value, float) and value.is_integer()
+    return str(int(value)) if whole else str(value)
+
+
+# Where Explore begins: the state of a job that a command line or a plan file says.
+
+
+_HERE = "laptop"  # where a plan names no machine
+_USUAL = ("h100", 8)  # where nobody says on what
+_TOKENS_PER_PARAMETER = 20  # of a whole run, where nobody says: Hoffmann and others, 2022
+_DERIVED = ("gather", "ep_nodes", "stage_layers")
+
+
+def state_of(wishes: Wishes, precision: str | None = None) -> State:
+    """The state of these wishes: the default job where nothing is said, the planner's best where no
+    layout is, else the plan as it is."""
+    usual, precision = State(), precision or wishes.precision
+    if wishes == Wishes(model=usual.model):
+        return replace(usual, precision=precision)
+    if wishes == Wishes(model=wishes.model):
+        place, gpus = _USUAL
+        wishes = replace(wishes, machine=place, gpus=gpus)
+    wishes = replace(wishes, machine=wishes.machine or _HERE)
+    if wishes.layout == Wishes.layout and (wishes.gpus or 1) > 1:
+        cluster = machine.load(wishes.machine or _HERE)
+        how: dict[str, Any] = {"headroom": HEADROOM, "kernels": KERNELS}
+        asked = inquiry(wishes, cluster, {}, precision=precision, **how)
+        return of_plan(answer(asked, 1).plans[0].plan, precision)
+    return of_plan(resolve(wishes), precision)
+
+
+def of_plan(plan: Plan, precision: str) -> State:
+    """A resolved plan as a state."""
+    wishes = plan.wishes
+    if wishes.machine not in machine.presets():
+        known = ", ".join(machine.presets())
+        raise FivefoldError(f"--machine {wishes.machine}: the page knows presets only: {known}")
+    if wishes.schedule not in SCHEDULES:
+        raise FivefoldError(
+            f"--schedule {wishes.schedule}: the page draws {', '.join(SCHEDULES)}; for others "
+            "see fivefold schedule --svg"
+        )
+    named = wishes.model in models.presets()
+    return State(
+        model=wishes.model if named else State.model,
+        config="" if named else models.text_of(wishes.model),
+        machine=wishes.machine or _HERE,
+        gpus=plan.layout.world,
+        seq=plan.batch.seq,
+        batch=plan.batch.sequences,
+        precision=precision,
+        tokens=float(f"{_TOKENS_PER_PARAMETER * parameters(plan.shape).total:.3g}"),
+        also=_also_text(plan),
+        **keys_of(plan),
+    )
+
+
+def _also_text(plan: Plan) -> str:
+    """What a plan says that no control is for."""
+    wishes, usual = plan.wishes, Wishes(model="")
+    # A resolved plan says what it derived; that is derived again when degrees change.
+    plain = resolve(replace(wishes, **dict.fromkeys(_DERIVED))).wishes
+    said = {
+        key: getattr(wishes, key)
+        for key in ALSO
+        if getattr(wishes, key) != getattr(plain if key in _DERIVED else usual, key)
+    }
+    said |= wishes.set
+    if plan.layout.order != Layout.order:
+        said["order"] = plan.layout.order
+    return " ".join(f"{key}={str(value).lower()}" for key, value in sorted(said.items()))

@@ -1,0 +1,394 @@
+"""Learn: the six ways in which ranks give one another data, block by block.
+
+    view(params) -> {"choices", "letters", "num_slots", "frames", "sent", "formula", "piece_bytes",
+                     "uses", "sentences"}
+
+A frame has what every rank holds behind it, `state[rank][slot]`, and the moves that led there. A
+block is {"parts", "index", "label"}: the ranks whose numbers it has or sums up, and which piece of
+theirs it is; None is an empty slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from fivefold.core.errors import counted
+from fivefold.core.plan import Wishes, resolve
+from fivefold.cost.collectives import predict
+from fivefold.page.learn import Choice, chosen, size_text
+from fivefold.report import wrapped
+
+TITLE = "The six collectives"
+SIZES = {"1 MiB": 2**20, "64 MiB": 2**26, "1 GiB": 2**30}
+LETTERS = "abcdefgh"
+
+
+@dataclass(frozen=True)
+class DataBlock:
+    """Piece `index` of the ranks `parts`: of one of them, or their sum."""
+
+    parts: frozenset[int]
+    index: int
+
+
+State = list[list[DataBlock | None]]
+
+
+@dataclass(frozen=True)
+class Move:
+    """One message: what lies in `slot` of rank `source` goes into slot `into` of rank `target`."""
+
+    source: int
+    target: int
+    slot: int
+    into: int
+    keeps: bool  # the sender has it still
+    adds: bool  # the receiver adds it to what it has
+
+
+@dataclass(frozen=True)
+class CollectiveLesson:
+    """A primitive: how it begins, its steps, and its cost in words."""
+
+    title: str
+    kinds: tuple[str, ...]  # as `core/traffic.py` names them
+    means: str
+    formula: str
+    pieces: Callable[[int], int]  # into which a message of n ranks is cut
+    start: Callable[[int], State]
+    steps: Callable[[int], Iterator[tuple[str, list[Move]]]]
+
+
+def _own(rank: int, index: int) -> DataBlock:
+    return DataBlock(frozenset({rank}), index)
+
+
+def _all_pieces(n: int) -> State:
+    """Every rank has n pieces of its own."""
+    return [[_own(rank, index) for index in range(n)] for rank in range(n)]
+
+
+def _one_piece(n: int) -> State:
+    """Every rank has one piece of the whole."""
+    return [[_own(rank, 0) if slot == rank else None for slot in range(n)] for rank in range(n)]
+
+
+def _root_alone(n: int) -> State:
+    """Rank 0 has the message; the others have room for it."""
+    return [[_own(0, slot) if rank == 0 else None for slot in range(n)] for rank in range(n)]
+
+
+def _message(n: int) -> State:
+    """Every rank has a message, and room for one."""
+    return [[_own(rank, 0), None] for rank in range(n)]
+
+
+def _scatter(n: int) -> Iterator[tuple[str, list[Move]]]:
+    for step in range(n - 1):
+        slots = [(rank - step - 1) % n for rank in range(n)]
+        moves = [_to_next(rank, n, slots[rank], keeps=False, adds=True) for rank in range(n)]
+        yield (
+            f"Step {step + 1} of {n - 1}: every rank passes one piece to its neighbour, "
+            f"who adds its own numbers to it: sums of {step + 2}.",
+            moves,
+        )
+
+
+def _gather(n: int) -> Iterator[tuple[str, list[Move]]]:
+    for step in range(n - 1):
+        slots = [(rank - step) % n for rank in range(n)]
+        moves = [_to_next(rank, n, slots[rank], keeps=True, adds=False) for rank in range(n)]
+        yield (
+            f"Step {step + 1} of {n - 1}: every rank passes on the piece that came last; "
+            f"each has {step + 2} of {n}.",
+            moves,
+        )
+
+
+def _reduce(n: int) -> Iterator[tuple[str, list[Move]]]:
+    for says, moves in _scatter(n):
+        yield f"Reduce-scatter. {says}", moves
+    for says, moves in _gather(n):
+        yield f"All-gather. {says}", moves
+
+
+def _exchange(n: int) -> Iterator[tuple[str, list[Move]]]:
+    """Ranks meet in pairs, whose numbers differ in the bits of the step."""
+    for step in range(1, n):
+        moves = [
+            Move(rank, rank ^ step, rank ^ step, rank, keeps=False, adds=False) for rank in range(n)
+        ]
+        pairs = ", ".join(f"{rank}↔{rank ^ step}" for rank in range(n) if rank < rank ^ step)
+        yield f"Step {step} of {n - 1}: pairs of ranks swap their pieces: {pairs}.", moves
+
+
+def _broadcast(n: int) -> Iterator[tuple[str, list[Move]]]:
+    """Pieces follow one another down the line, so that no rank waits for all of them."""
+    for step in range(2 * n - 2):
+        moves = [
+            _to_next(rank, n, step - rank, keeps=True, adds=False)
+            for rank in range(n - 1)
+            if 0 <= step - rank < n
+        ]
+        busy = counted(len(moves), "piece")
+        verb = "is" if len(moves) == 1 else "are"
+        yield f"Step {step + 1} of {2 * n - 2}: {busy} {verb} on the way down the line.", moves
+
+
+def _send(n: int) -> Iterator[tuple[str, list[Move]]]:
+    moves = [Move(rank, (rank + 1) % n, 0, 1, keeps=True, adds=False) for rank in range(n)]
+    yield (
+        "One step: every rank sends to its neighbour and receives from the other one; "
+        "each message is between two ranks and needs nobody else.",
+        moves,
+    )
+
+
+def _to_next(rank: int, n: int, slot: int, *, keeps: bool, adds: bool) -> Move:
+    return Move(rank, (rank + 1) % n, slot, slot, keeps, adds)
+
+
+def _as_many(n: int) -> int:
+    return n
+
+
+def _whole(n: int) -> int:
+    return 1
+
+
+_RING = "(n − 1)/n · S"
+COLLECTIVES: Mapping[str, CollectiveLesson] = {
+    "all-reduce": CollectiveLesson(
+        "All-reduce",
+        ("all_reduce",),
+        "Every rank has S bytes of numbers; in the end each has the sum over all ranks.",
+        "2 · (n − 1)/n · S",
+        _as_many,
+        _all_pieces,
+        _reduce,
+    ),
+    "all-gather": CollectiveLesson(
+        "All-gather",
+        ("all_gather",),
+        "Every rank has S/n bytes; in the end each has all S.",
+        _RING,
+        _as_many,
+        _one_piece,
+        _gather,
+    ),
+    "reduce-scatter": CollectiveLesson(
+        "Reduce-scatter",
+        ("reduce_scatter",),
+        "Every rank has S bytes of numbers; in the end each has 1/n of their sum.",
+        _RING,
+        _as_many,
+        _all_pieces,
+        _scatter,
+    ),
+    "all-to-all": CollectiveLesson(
+        "All-to-all",
+        ("all_to_all",),
+        "Every rank has S bytes, 1/n for each rank; in the end each has what was meant for it.",
+        _RING,
+        _as_many,
+        _all_pieces,
+        _exchange,
+    ),
+    "broadcast": CollectiveLesson(
+        "Broadcast",
+        (),
+        "Rank 0 has S bytes; in the end every rank has them.",
+        "S",
+        _as_many,
+        _root_alone,
+        _broadcast,
+    ),
+    "send and receive": CollectiveLesson(
+        "Send and receive",
+        ("send", "recv"),
+        "A rank has S bytes for one other rank.",
+        "S",
+        _whole,
+        _message,
+        _send,
+    ),
+}
+CHOICES: Mapping[str, Choice] = {
+    "collective": Choice("Collective", tuple(COLLECTIVES), "all-reduce"),
+    "ranks": Choice("Ranks n", ("2", "4", "8"), "4"),
+    "size": Choice("Message S", tuple(SIZES), "64 MiB"),
+}
+# What travels, by kind and axis; a test holds the keys against what core lists.
+WHAT = {
+    ("all_reduce", "tp"): "split products without sequence parallelism; the loss; norms",
+    ("all_reduce", "etp"): "results of experts cut in width, without sequence parallelism",
+    ("all_reduce", "dp-cp"): "gradients under ZeRO-0; the number of tokens of a step",
+    ("all_reduce", "edp"): "gradients of experts under ZeRO-0",
+    ("all_reduce", "replicate"): "slices of gradients over the replicas of dp=RxS",
+    ("all_reduce", "replica"): "gradients of KV heads that several tp ranks hold",
+    ("all_reduce", "row"): "how many tokens of a row each expert was given, for balancing losses",
+    ("all_reduce", "twin"): "gradients of weights that lie on two stages",
+    ("all_reduce", "world"): "loss and squared gradient norm, once a step",
+    ("all_gather", "tp"): "tokens in front of split products, under sequence parallelism",
+    ("all_gather", "etp"): "tokens in front of experts cut in width",
+    ("all_gather", "fsdp"): "weights, under ZeRO",
+    ("all_gather", "edp"): "weights of experts, under ZeRO",
+    ("all_gather", "ring"): "keys and values of the whole row, with context allgather",
+    ("reduce_scatter", "tp"): "sums of split products, each rank its tokens",
+    ("reduce_scatter", "etp"): "sums of experts cut in width, each rank its tokens",
+    ("reduce_scatter", "fsdp"): "gradients, under ZeRO",
+    ("reduce_scatter", "edp"): "gradients of experts, under ZeRO",
+    ("reduce_scatter", "ring"): "gradients of keys and values, with context allgather",
+    ("all_to_all", "ep"): "tokens to their experts, and results back",
+    ("all_to_all", "ep-near"): "the same inside of a node",
+    ("all_to_all", "ep-far"): "the same between nodes, a token once to each",
+    ("all_to_all", "ulysses"): "tokens for heads around attention, and back",
+    ("send", "pp"): "activations to the next stage, gradients to the one before",
+    ("send", "ring"): "keys and values, hop by hop, and their gradients",
+}
+_EVERY = "dp=2x2 tp=2 pp=2 cp=2 ep=2"
+# Together they use every collective that a step can have.
+_EXAMPLES = (
+    Wishes("tiny-moe", _EVERY, zero=0),
+    Wishes("tiny-moe", _EVERY, zero=3),
+    Wishes("tiny-moe", _EVERY, context="ulysses"),
+    Wishes("tiny-moe", _EVERY, context="allgather"),
+    Wishes("tiny-moe", "tp=2 cp=2 ep=2 etp=2", balance="aux"),
+    Wishes("tiny-moe", "dp=4 tp=2 ep=2 etp=2", sp=False),
+    Wishes("tiny-moe", "dp=4 ep=4", ep_nodes=2),
+    Wishes("tiny-moe", "tp=8 pp=2", schedule="dualpipe"),
+)
+
+
+def view(params: Mapping[str, str]) -> dict[str, Any]:
+    """One primitive on n ranks: its frames, what each rank sends, and who uses it."""
+    choices = chosen(CHOICES, params)
+    one, n = COLLECTIVES[choices["collective"]], int(choices["ranks"])
+    size = SIZES[choices["size"]]
+    piece = size // one.pieces(n)
+    states, moves = _played(one, n)
+    sent = [piece * sum(m.source == rank for step in moves for m in step) for rank in range(n)]
+    says = [f"{one.means} At the beginning:", *(words for words, _ in one.steps(n))]
+    frames = [
+        {
+            "says": word,
+            "state": _plain(state, LETTERS[:n]),
+            "moves": [_drawn(move) for move in step],
+        }
+        for word, state, step in zip(says, states, [[], *moves], strict=True)
+    ]
+    return {
+        "choices": choices,
+        "title": one.title,
+        "letters": LETTERS[:n],
+        "num_slots": len(states[0][0]),
+        "adds": any(move.adds for step in moves for move in step),
+        "frames": frames,
+        "size": size,
+        "piece_bytes": piece,
+        "sent": sent,
+        "formula": one.formula,
+        "uses": [{"axis": axis, "what": WHAT[kind, axis]} for kind, axis in _used(one)],
+        "sentences": _sentences(one, n, size, sent, len(moves)),
+    }
+
+
+def text(view: dict[str, Any]) -> list[str]:
+    """The same in a terminal: a column for each rank, a line for each slot."""
+    lines = [f"{view['title']}, {counted(len(view['letters']), 'rank')}", ""]
+    for frame in view["frames"]:
+        lines += wrapped(frame["says"])
+        for slot in range(view["num_slots"]):
+            row = [rank[slot]["label"] if rank[slot] else "·" for rank in frame["state"]]
+            lines.append("  " + " ".join(f"{each:>10}" for each in row).rstrip())
+        lines.append("")
+    lines += [line for each in view["sentences"] for line in wrapped(each, "- ", "  ")]
+    lines += [f"  {use['axis']:<10} {use['what']}" for use in view["uses"]]
+    return lines
+
+
+def label(block: DataBlock, letters: str) -> str:
+    """A block in letters: `b2` is piece 2 of rank b, `a+c 2` a sum, Σ that of all.
+
+    >>> label(Block(frozenset({0, 2}), 1), "abcd"), label(Block(frozenset({1}), 2), "abcd")
+    ('a+c 1', 'b2')
+    """
+    parts = sorted(block.parts)
+    if len(parts) == 1:
+        return f"{letters[parts[0]]}{block.index}"
+    if len(parts) == len(letters):
+        return f"Σ{block.index}"
+    summed = "+".join(letters[part] for part in parts)
+    return f"{summed if len(parts) < 4 else f'{len(parts)} of {len(letters)}'} {block.index}"
+
+
+def _played(one: CollectiveLesson, n: int) -> tuple[list[State], list[list[Move]]]:
+    """What all ranks hold at the beginning and behind each step, and the moves of each."""
+    states, moves = [one.start(n)], [step for _, step in one.steps(n)]
+    for step in moves:
+        before, after = states[-1], [list(rank) for rank in states[-1]]
+        for move in (each for each in step if not each.keeps):
+            after[move.source][move.slot] = None
+        for move in step:
+            block, here = before[move.source][move.slot], before[move.target][move.into]
+            assert block is not None, f"rank {move.source} has nothing in slot {move.slot}"
+            if move.adds:
+                assert here is not None and here.index == block.index, "only like pieces are added"
+                block = DataBlock(block.parts | here.parts, block.index)
+            after[move.target][move.into] = block
+        states.append(after)
+    return states, moves
+
+
+def _plain(state: State, letters: str) -> list[list[dict[str, Any] | None]]:
+    return [
+        [
+            b and {"parts": sorted(b.parts), "index": b.index, "label": label(b, letters)}
+            for b in blocks
+        ]
+        for blocks in state
+    ]
+
+
+def _drawn(move: Move) -> dict[str, Any]:
+    return {
+        "source": move.source,
+        "target": move.target,
+        "slot": move.slot,
+        "into": move.into,
+        "adds": move.adds,
+    }
+
+
+def _sentences(one: CollectiveLesson, n: int, size: int, sent: list[int], steps: int) -> list[str]:
+    most = max(sent)
+    found = [
+        f"{one.title} of S = {size_text(size)} on n = {n} ranks: each sends {one.formula} "
+        f"= {size_text(most)}, in {counted(steps, 'step')}."
+    ]
+    if n > 2 and one.formula.endswith(_RING):
+        found.append("More ranks add steps, not bytes: what a rank sends stays below a bound.")
+    if min(sent) < most:
+        found.append("The last rank of the line sends nothing.")
+    if not one.kinds:
+        found.append(
+            "No training step of fivefold has one: every rank makes the same weights from the same "
+            "seed, or reads its own part of a file."
+        )
+    return found
+
+
+@cache
+def _listed() -> frozenset[tuple[str, str]]:
+    """Kinds and axes of all collectives that core lists for the examples."""
+    plans = [resolve(wishes) for wishes in _EXAMPLES]
+    lists = [predict(plan, 0, itemsize=2, grad_itemsize=4) for plan in plans]
+    return frozenset((each.kind, each.axis) for found in lists for each in found)
+
+
+def _used(one: CollectiveLesson) -> list[tuple[str, str]]:
+    """Kind and axis, in the order of `WHAT`; a message counts once, where it is sent."""
+    return [key for key in WHAT if key in _listed() and key[0] in one.kinds]

@@ -1,0 +1,206 @@
+"""Learn: one step under ZeRO, unit by unit: what every data rank holds, and what moves meanwhile.
+
+    view(params) -> {"choices", "ranks", "layers", "units", "bytes", "optimizer", "stages",
+                     "frames", "sentences"}
+
+Each frame has the collectives that start in it; `live` and `peak` are bytes of each rank. What the
+words of `weights` and `gradients` mean stands in `data_walk.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fivefold.core.errors import counted
+from fivefold.core.plan import Plan, Wishes, resolve
+from fivefold.cost.collectives import chunks_of, predict
+from fivefold.cost.static_memory import StaticMemory, static_bytes
+from fivefold.page.learn import Choice, chosen, size_text
+from fivefold.page.learn.data_steps import GRAD_ITEMSIZE, ITEMSIZE, DataWalk, name_of
+from fivefold.report import wrapped
+
+TITLE = "Data: ZeRO fetches, computes, discards"
+CHOICES: Mapping[str, Choice] = {
+    "model": Choice(
+        "Model", ("tiny", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b"), "llama-3.1-8b"
+    ),
+    "dp": Choice("Data ranks", ("2", "4", "8"), "4"),
+    "zero": Choice("ZeRO stage", ("0", "1", "2", "3"), "3"),
+    "gather": Choice("Stage 3 gathers once a", ("microbatch", "step"), "microbatch"),
+    "microbatches": Choice("Microbatches", ("1", "2", "3", "4"), "1"),
+}
+NUM_LAYERS = 4
+STATES = 12  # bytes a parameter: a float32 copy and the two moments of AdamW
+_BUCKETS = {"tiny": 100_000}  # blocks below 25 MB would be joined to one unit
+_MARKS = {"whole": "#", "arriving": ">", "slice": ".", "filling": "f", "summing": "s"}
+
+
+def view(params: Mapping[str, str]) -> dict[str, Any]:
+    """One step of the chosen plan as frames, and the four stages beside one another."""
+    choices = chosen(CHOICES, params)
+    plan = plan_of(choices)
+    walk = _walked(plan, choices["model"])
+    stages = [_stage({**choices, "zero": str(zero)}) for zero in range(4)]
+    return {
+        "choices": choices,
+        "ranks": plan.layout.dp,
+        "layers": [NUM_LAYERS, resolve(Wishes(choices["model"])).shape.layers],
+        "units": [
+            {"name": name_of(unit), "elements": unit.size, "slice": unit.slice_size}
+            for unit in walk.units
+        ],
+        "bytes": {"weights": ITEMSIZE, "gradients": GRAD_ITEMSIZE, "optimizer": STATES},
+        "optimizer": {"state": "slice" if plan.layout.zero else "whole", "bytes": walk.states},
+        "stages": stages,
+        "frames": walk.frames,
+        "sentences": _sentences(choices, stages),
+    }
+
+
+def plan_of(choices: Mapping[str, str]) -> Plan:
+    """The plan of these choices: data ranks only, and few layers of the model."""
+    return resolve(
+        Wishes(
+            choices["model"],
+            layout=f"dp={choices['dp']}",
+            zero=int(choices["zero"]),
+            gather=choices["gather"],
+            microbatches=int(choices["microbatches"]),
+            set={"layers": str(NUM_LAYERS)},
+        )
+    )
+
+
+def bucket_of(model: str) -> int | None:
+    """The size in bytes towards which blocks are joined, so that each is a unit."""
+    return _BUCKETS.get(model)
+
+
+def standing(plan: Plan, model: str, rank: int, grad_itemsize: int = GRAD_ITEMSIZE) -> StaticMemory:
+    """What a rank holds in front of the optimizer."""
+    return static_bytes(
+        plan,
+        rank,
+        itemsize=ITEMSIZE,
+        grad_itemsize=grad_itemsize,
+        optimizer="adamw",
+        master=True,
+        bucket=bucket_of(model),
+    )
+
+
+def accumulating(plan: Plan, model: str, rank: int) -> int:
+    """Bytes of a rank between two microbatches: gradients that wait for more are whole below
+    stage 2, though the optimizer of stage 1 gets slices."""
+    held = standing(plan, model, rank).device
+    if plan.layout.zero >= 2:
+        return held
+    (chunk,) = chunks_of(plan, rank, ITEMSIZE, bucket_of(model))
+    return held + GRAD_ITEMSIZE * sum(unit.size - unit.slice_size for unit in chunk.units)
+
+
+def _walked(plan: Plan, model: str) -> DataWalk:
+    (chunk,) = chunks_of(plan, 0, ITEMSIZE, bucket_of(model))
+    held = [standing(plan, model, rank) for rank in range(plan.layout.dp)]
+    walk = DataWalk(plan, chunk.units, [one.master + one.optimizer + one.scalars for one in held])
+    walk.run()
+    return walk
+
+
+def _stage(choices: Mapping[str, str]) -> dict[str, Any]:
+    """What one stage holds and moves, for the comparison."""
+    model, plan = choices["model"], plan_of(choices)
+    walk = _walked(plan, model)
+    numel = sum(unit.size - unit.padding for unit in walk.units)
+    found = predict(
+        plan, 0, itemsize=ITEMSIZE, grad_itemsize=GRAD_ITEMSIZE, bucket=bucket_of(model)
+    )
+    held = accumulating(plan, model, 0)
+    return {
+        "zero": plan.layout.zero,
+        "per_parameter": held / numel,
+        "accumulating": held,
+        "standing": standing(plan, model, 0).device,
+        "peak": walk.frames[-1]["peak"][0],
+        "sent": round(sum(entry.sent for entry in found)),
+    }
+
+
+def _sentences(choices: Mapping[str, str], stages: list[dict[str, Any]]) -> list[str]:
+    held = ", ".join(f"ZeRO-{one['zero']} {one['per_parameter']:.2f}" for one in stages)
+    peaks = ", ".join(size_text(one["peak"]) for one in stages)
+    moved = ", ".join(size_text(one["sent"]) for one in stages)
+    model, plain = choices["model"], plan_of({**choices, "zero": "0"})
+    num_parameters = standing(plain, model, 0).weights // ITEMSIZE
+    narrow = standing(plain, model, 0, ITEMSIZE).device / num_parameters
+    microbatches = counted(int(choices["microbatches"]), "microbatch")
+    return [
+        f"Bytes a parameter while gradients add up, over {choices['dp']} ranks: {held}. Whole they "
+        f"are {ITEMSIZE} for a weight, {GRAD_ITEMSIZE} for its gradient and {STATES} for a float32 "
+        f"copy and two moments; with gradients summed in bf16 ZeRO-0 would hold {narrow:.2f}.",
+        _slices_words(choices, stages[1]),
+        f"At its fullest a rank holds {peaks} under ZeRO-0 to 3: whole gradients on their way, "
+        "and under ZeRO-3 the whole weights of two units, come on top of what stands in front of "
+        "the optimizer. That much also comes with a deeper model, of which it is a smaller part.",
+        f"In a step of {microbatches} a rank sends {moved} under ZeRO-0 to 3. Stages 0 and 1 pay "
+        "once a step; 2 sums, and 3 gathers too, for every microbatch.",
+        "Activations are not drawn, for no stage of ZeRO shares them; nor is the gradient of a "
+        "weight before it is added to the buffer of its unit.",
+    ]
+
+
+def _slices_words(choices: Mapping[str, str], one: dict[str, Any]) -> str:
+    """When stage 1 has whole gradients, and when slices of them."""
+    words = (
+        "ZeRO-1 keeps gradients whole until the last backward, and gives slices of them to the "
+        f"optimizer: {size_text(one['accumulating'])} while they add up, "
+        f"{size_text(one['standing'])} in front of it."
+    )
+    if choices["microbatches"] != "1":
+        return words
+    return (
+        f"{words} In a step of 1 microbatch nothing adds up: each unit is summed as soon as it is "
+        f"complete, and {size_text(one['peak'])} is the most."
+    )
+
+
+def text(view: Mapping[str, Any]) -> list[str]:
+    """The same for a terminal: a line for each frame, then the stages."""
+    names = [unit["name"] for unit in view["units"]]
+    shown, layers = view["layers"]
+    lines = [
+        f"{view['choices']['model']}, {shown} of {layers} layers, dp={view['ranks']}, "
+        f"ZeRO-{view['choices']['zero']}: units {', '.join(names)}",
+        "weights: # whole, > arriving, . slice; gradients: f filling, s summing, # whole, . slice",
+        "",
+        f"{'frame':23}weights gradients{'now':>10}{'peak':>11}  moves, with a rank's input",
+    ]
+    for place, frame in enumerate(view["frames"]):
+        lines += wrapped(_line(place, frame, names), later=" " * 62)
+    lines += [
+        "",
+        f"{'':8}{'while gradients add up':>28}{'in front of':>16}",
+        f"{'stage':8}{'bytes/parameter':>16}{'bytes':>12}{'the optimizer':>16}{'peak':>12}"
+        f"{'sends':>12}",
+    ]
+    for one in view["stages"]:
+        held = f"{size_text(one['accumulating']):>12}{size_text(one['standing']):>16}"
+        rest = f"{size_text(one['peak']):>12}{size_text(one['sent']):>12}"
+        lines.append(f"ZeRO-{one['zero']:<3}{one['per_parameter']:>16.2f}{held}{rest}")
+    return [*lines, "", *(row for one in view["sentences"] for row in wrapped(one))]
+
+
+def _line(place: int, frame: Mapping[str, Any], names: list[str]) -> str:
+    weights = "".join(_MARKS[word] for word in frame["weights"])
+    gradients = "".join(_MARKS[words[-1]] if words else " " for words in frame["gradients"])
+    kinds = dict.fromkeys(each["word"] for each in frame["moves"])
+    moved = ", ".join(
+        f"{'' if each['unit'] is None else names[each['unit']] + ' '}{size_text(each['bytes'])}"
+        for each in frame["moves"]
+    )
+    unit = frame["computes"]
+    what = frame["phase"] if unit is None else f"{frame['phase']} {names[unit]}"
+    sizes = f"{size_text(frame['live'][0]):>10}{size_text(frame['peak'][0]):>11}"
+    line = f"{place + 1:>3} {what:18} {weights:7} {gradients:9}{sizes}  {''.join(kinds)} {moved}"
+    return line.rstrip()

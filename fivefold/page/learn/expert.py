@@ -1,0 +1,390 @@
+"""Learn: tokens sent to their experts and back, and what an uneven load costs.
+
+    view(params) -> {"choices", "ranks", "tokens", "experts", "scores", "slots", "room", "moves",
+                     "flows", "load", "numbers", "frames", "sentences"}
+
+Every rank has one row of tokens, and experts lie in order on the ranks. A *slot* is one token on
+one of its experts. The scores are drawn from a seed, so that the same choices are the same picture.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from fivefold.core import balance
+from fivefold.core.errors import counted
+from fivefold.core.models import load
+from fivefold.cost.collectives import ITEMSIZE
+from fivefold.page.learn import Choice, chosen, size_text
+from fivefold.report import wrapped
+
+TITLE = "Experts: tokens travel to them"
+CHOICES: Mapping[str, Choice] = {
+    "ep": Choice("Ranks, ep", ("2", "4", "8"), "4"),
+    "top_k": Choice("Experts of a token", ("1", "2"), "2"),
+    "skew": Choice("Load", ("even", "mild", "heavy"), "mild"),
+    "capacity": Choice(
+        "Capacity",
+        (balance.NONE, "capacity:1", "capacity:1.5", "capacity-position:1"),
+        balance.NONE,
+    ),
+    "nodes": Choice("Nodes", ("1", "2"), "1"),
+    "model": Choice("Width of", ("mixtral-8x7b", "deepseek-v3", "tiny-moe"), "mixtral-8x7b"),
+}
+EXPERTS, TOKENS = 8, 16  # experts in all, and tokens on each rank
+_BAR = 64  # columns of the longest
+_POPULARITY = {"even": 0.0, "mild": 0.6, "heavy": 1.6}  # exponents: the i-th is liked 1/i^x as much
+_LIKED = (2, 5, 0, 7, 3, 6, 1, 4)  # the best liked first, not neighbours of one another
+_FAR_ABOVE = 12.0  # no draw is larger
+
+
+class RoutedSlot(NamedTuple):
+    """One token (of a rank, by its place in the row) on one of its experts."""
+
+    rank: int
+    token: int
+    expert: int
+    score: float
+    weight: float
+    kept: bool = True
+
+
+class Moves(NamedTuple):
+    """Rows that rank r sends to rank s. Over nodes `far` comes first, and `near` inside of them."""
+
+    far: list[list[int]] | None
+    near: list[list[int]]
+
+    def all(self) -> list[list[list[int]]]:
+        """Every all-to-all of the dispatch; the combine has the same, the other way round."""
+        return [self.near] if self.far is None else [self.far, self.near]
+
+
+def view(params: Mapping[str, str]) -> dict[str, Any]:
+    """The routing of a few rows, the two all-to-alls, and what the fullest expert costs."""
+    choices = chosen(CHOICES, params)
+    num_ranks, top_k = int(choices["ep"]), int(choices["top_k"])
+    rules = balance.parse(choices["capacity"])
+    room = rules[0].room(TOKENS, top_k, EXPERTS) if rules else None
+    scores = [_scores(rank, top_k, choices["skew"]) for rank in range(num_ranks)]
+    slots = [
+        slot
+        for rank, row in enumerate(scores)
+        for slot in _within(_routed(rank, row, top_k), room, rules)
+    ]
+    moves = _moves(slots, num_ranks, int(choices["nodes"]))
+    row_bytes = load(choices["model"]).width * ITEMSIZE["bf16"]
+    numbers = _numbers(slots, moves, num_ranks, int(choices["nodes"]), row_bytes)
+    found = {
+        "choices": choices,
+        "ranks": num_ranks,
+        "tokens": TOKENS,
+        "experts": EXPERTS,
+        "on_rank": EXPERTS // num_ranks,
+        "row_bytes": row_bytes,
+        "room": room,
+        "scores": [[[round(one, 3) for one in each] for each in row] for row in scores],
+        "slots": [
+            [s.rank, s.token, s.expert, round(s.score, 3), round(s.weight, 3), int(s.kept)]
+            for s in slots
+        ],
+        "moves": {"far": moves.far, "near": moves.near},
+        "flows": _flows(slots, num_ranks),
+        "load": _load(slots),
+        "asked": _load([slot._replace(kept=True) for slot in slots]),
+        "numbers": numbers,
+    }
+    return found | {"frames": _frames(found, slots), "sentences": _sentences(found)}
+
+
+def _scores(rank: int, top_k: int, skew: str) -> list[list[float]]:
+    """What the router gives to every expert, for each token of one rank's row."""
+    draw = random.Random(f"{skew} {rank}")
+    liked = {expert: -_POPULARITY[skew] * math.log(1 + at) for at, expert in enumerate(_LIKED)}
+    found: list[list[float]] = []
+    for token in range(TOKENS):
+        logits = [liked[expert] - math.log(-math.log(draw.random())) for expert in range(EXPERTS)]
+        if skew == "even":  # each in its turn: as even as a load can be
+            for choice in range(top_k):
+                logits[(token + choice * EXPERTS // 2) % EXPERTS] += _FAR_ABOVE
+        found.append(_softmax(logits))
+    return found
+
+
+def _routed(rank: int, scores: list[list[float]], top_k: int) -> list[RoutedSlot]:
+    """The slots of one rank's row: the best experts of every token, the lower where equal."""
+    found: list[RoutedSlot] = []
+    for token, each in enumerate(scores):
+        best = sorted(range(EXPERTS), key=lambda expert: -each[expert])[:top_k]
+        total = sum(each[expert] for expert in best)
+        found += [
+            RoutedSlot(rank, token, expert, each[expert], each[expert] / total) for expert in best
+        ]
+    return found
+
+
+def _softmax(logits: list[float]) -> list[float]:
+    powers = [math.exp(each - max(logits)) for each in logits]
+    return [each / sum(powers) for each in powers]
+
+
+def _within(
+    slots: list[RoutedSlot], room: int | None, rules: tuple[balance.Balance, ...]
+) -> list[RoutedSlot]:
+    """The slots of a row, those without room marked: every expert takes the first `room`, by
+    probability or by position; equal ones go to the earlier token."""
+    if room is None:
+        return slots
+    order = list(range(len(slots)))
+    if rules[0].keep == "probability":
+        order.sort(key=lambda one: -slots[one].score)
+    taken, kept = [0] * EXPERTS, [True] * len(slots)
+    for one in order:
+        expert = slots[one].expert
+        kept[one] = taken[expert] < room
+        taken[expert] += 1
+    return [slot._replace(kept=keep) for slot, keep in zip(slots, kept, strict=True)]
+
+
+def _home(expert: int, num_ranks: int) -> int:
+    return expert // (EXPERTS // num_ranks)
+
+
+def _moves(slots: list[RoutedSlot], num_ranks: int, nodes: int) -> Moves:
+    """Who sends how many rows to whom.
+
+    Over several nodes a token crosses once to each node that has experts of its, to the rank of
+    its sender's own number there, which passes it on to every expert.
+    """
+    size = num_ranks // nodes
+    near = [[0] * num_ranks for _ in range(num_ranks)]
+    far = [[0] * num_ranks for _ in range(num_ranks)] if nodes > 1 else None
+    crossed: set[tuple[int, int, int]] = set()
+    for slot in (each for each in slots if each.kept):
+        home = _home(slot.expert, num_ranks)
+        via = slot.rank if far is None else home // size * size + slot.rank % size
+        if far is not None and (slot.rank, slot.token, via) not in crossed:
+            crossed.add((slot.rank, slot.token, via))
+            far[slot.rank][via] += 1
+        near[via][home] += 1
+    return Moves(far, near)
+
+
+def _flows(slots: list[RoutedSlot], num_ranks: int) -> list[list[int]]:
+    """Slots of each rank for each expert, after the capacity."""
+    found = [[0] * EXPERTS for _ in range(num_ranks)]
+    for slot in slots:
+        found[slot.rank][slot.expert] += slot.kept
+    return found
+
+
+def _load(slots: list[RoutedSlot]) -> list[int]:
+    return [sum(slot.kept for slot in slots if slot.expert == expert) for expert in range(EXPERTS)]
+
+
+def _numbers(
+    slots: list[RoutedSlot], moves: Moves, num_ranks: int, nodes: int, row: int
+) -> dict[str, Any]:
+    """The load, the losses and the bytes of one dispatch."""
+    load_, size = _load(slots), num_ranks // nodes
+    by_rank = [
+        sum(load_[expert] for expert in range(EXPERTS) if _home(expert, num_ranks) == rank)
+        for rank in range(num_ranks)
+    ]
+    direct = sum(
+        slot.kept and _home(slot.expert, num_ranks) // size != slot.rank // size for slot in slots
+    )
+    counted_rows = {"local": 0, "crossing": 0, "network": 0}
+    for matrix in moves.all():
+        for source, sent in enumerate(matrix):
+            for target, rows in enumerate(sent):
+                counted_rows["local" if source == target else "crossing"] += rows
+                counted_rows["network"] += rows * (source // size != target // size)
+    kept = sum(load_)
+    return {
+        "slots": len(slots),
+        "kept": kept,
+        "dropped": len(slots) - kept,
+        "lost": _lost(slots),
+        "fullest": max(load_),
+        "mean": kept / EXPERTS,
+        "imbalance": max(load_) / (kept / EXPERTS),
+        "by_rank": by_rank,
+        "fullest_rank": max(by_rank),
+        "rank_imbalance": max(by_rank) / (kept / num_ranks),
+        "rows": counted_rows,
+        "bytes": {name: rows * row for name, rows in counted_rows.items()},
+        "direct_bytes": direct * row,
+        "sent_bytes": [sum(sent) * row for sent in moves.all()[0]],
+    }
+
+
+def _lost(slots: list[RoutedSlot]) -> int:
+    """Tokens that no expert has room for."""
+    kept: dict[tuple[int, int], bool] = {}
+    for slot in slots:
+        kept[slot.rank, slot.token] = kept.get((slot.rank, slot.token), False) or slot.kept
+    return sum(not each for each in kept.values())
+
+
+def _frames(found: Mapping[str, Any], slots: list[RoutedSlot]) -> list[dict[str, Any]]:
+    """From the scores to the weighted sum."""
+    numbers, ranks, top_k = found["numbers"], found["ranks"], int(found["choices"]["top_k"])
+    frames = [
+        {
+            "phase": "scores",
+            "says": f"Each of {ranks} ranks has {TOKENS} tokens, and {found['on_rank']} of "
+            f"{EXPERTS} experts. The router scores all experts for every token, where it lies, and "
+            f"keeps the best {'one' if top_k == 1 else top_k}.",
+        },
+        {"phase": "counts", "says": _count_words(found)},
+        *_dispatch_frames(found),
+        {"phase": "compute", "says": _compute_words(numbers)},
+        *_combine_frames(found),
+    ]
+    return [*frames, _sum_frame(slots)]
+
+
+def _count_words(found: Mapping[str, Any]) -> str:
+    numbers = found["numbers"]
+    words = (
+        f"Every rank counts its slots for each expert: {numbers['slots']} in all, "
+        f"{numbers['slots'] / EXPERTS:g} an expert if they were even, and "
+        f"{max(found['asked'])} on the most wanted."
+    )
+    if found["room"] is None:
+        return f"{words} Nothing is dropped: every slot will be computed."
+    return (
+        f"{words} An expert has room for {found['room']} of each row: {numbers['dropped']} slots "
+        f"are dropped, and {counted(numbers['lost'], 'token')} lost all of theirs."
+    )
+
+
+def _dispatch_frames(found: Mapping[str, Any]) -> list[dict[str, Any]]:
+    numbers, far = found["numbers"], found["moves"]["far"]
+    if far is None:
+        rows = numbers["rows"]
+        says = (
+            f"Dispatch, an all-to-all: one row of {found['row_bytes']:,} bytes for every slot. "
+            f"{rows['crossing']} rows go to other ranks, {rows['local']} stay."
+        )
+        return [{"phase": "near", "says": says}]
+    return [
+        {
+            "phase": "far",
+            "says": "Dispatch, first over the network: a token goes once to each node that has an "
+            f"expert of its. {numbers['rows']['network']} rows cross, where one for every slot "
+            f"would be {numbers['direct_bytes'] // found['row_bytes']}.",
+        },
+        {
+            "phase": "near",
+            "says": "Dispatch, then inside of each node: from the rank that received it, a token "
+            "goes on to every expert that it chose there, one row for each slot.",
+        },
+    ]
+
+
+def _compute_words(numbers: Mapping[str, Any]) -> str:
+    if numbers["fullest_rank"] == min(numbers["by_rank"]):
+        return (
+            f"The experts compute {numbers['fullest_rank']} rows on every rank: all are ready "
+            "together."
+        )
+    return (
+        f"The experts compute. The fullest rank has {numbers['fullest_rank']} rows, "
+        f"{numbers['rank_imbalance']:.2f} times the mean: the others wait for it, since nobody "
+        "has its results before they are sent back."
+    )
+
+
+def _combine_frames(found: Mapping[str, Any]) -> list[dict[str, Any]]:
+    if found["moves"]["far"] is None:
+        says = "Combine, an all-to-all the other way: every result goes home to its token's rank."
+        return [{"phase": "near-back", "says": says}]
+    return [
+        {
+            "phase": "near-back",
+            "says": "Combine, first inside of each node: results go back to the rank that passed "
+            "their token on, which weighs and adds those of its node.",
+        },
+        {
+            "phase": "far-back",
+            "says": "Combine, then over the network: one row comes back from each node that a "
+            "token was sent to.",
+        },
+    ]
+
+
+def _sum_frame(slots: list[RoutedSlot]) -> dict[str, Any]:
+    """One token at home again: one that lost a slot, where there is any."""
+    shown = next((slot for slot in slots if not slot.kept), slots[0])
+    mine = [slot for slot in slots if (slot.rank, slot.token) == (shown.rank, shown.token)]
+    parts = [f"{slot.weight:.2f} · expert {slot.expert}" for slot in mine if slot.kept]
+    gone = [f"expert {slot.expert}" for slot in mine if not slot.kept]
+    total = " + ".join(parts) if parts else "nothing but what stood there before"
+    missing = f" It had no room on {' and '.join(gone)}." if gone else ""
+    return {
+        "phase": "sum",
+        "says": f"The results are weighed and added at home. Token {shown.token} of rank "
+        f"{shown.rank} gets {total}.{missing}",
+        "token": [shown.rank, shown.token],
+    }
+
+
+def _sentences(found: Mapping[str, Any]) -> list[str]:
+    numbers, sizes = found["numbers"], found["numbers"]["bytes"]
+    moved = (
+        f"One dispatch moves {size_text(sizes['crossing'])} between ranks and leaves "
+        f"{size_text(sizes['local'])} where they are, in bf16 at the width of "
+        f"{found['choices']['model']}; "
+        "the combine moves as much, and backward both again."
+    )
+    said = [
+        f"Imbalance: the fullest expert has {numbers['fullest']} slots, "
+        f"{numbers['imbalance']:.2f} times the mean of {numbers['mean']:g}; the fullest rank "
+        f"{numbers['rank_imbalance']:.2f} times. A layer takes as long as its fullest rank.",
+        moved,
+    ]
+    if found["moves"]["far"] is not None:
+        said.append(
+            f"Over the network go {size_text(sizes['network'])}; one row for every slot would be "
+            f"{size_text(numbers['direct_bytes'])}."
+        )
+    if found["room"] is not None:
+        said.append(
+            f"The capacity gives every expert ⌈C·K·S/E⌉ = {found['room']} slots of a row: "
+            f"{numbers['dropped']} of {numbers['slots']} slots are dropped, the price of a load "
+            "that cannot be worse."
+        )
+    return said
+
+
+def text(view: Mapping[str, Any]) -> list[str]:
+    """The same in a terminal: every step, the load as bars, and who sends how many to whom."""
+    numbers, lines = view["numbers"], list[str]()
+    for number, frame in enumerate(view["frames"]):
+        lines += wrapped(f"{number}. {frame['says']}", later="   ")
+    lines += ["", "expert  rank  slots  dropped"]
+    scale = min(1.0, _BAR / max(view["asked"]))
+    for expert, (kept, asked) in enumerate(zip(view["load"], view["asked"], strict=True)):
+        solid = round(kept * scale)
+        bar = "█" * solid + "×" * (round(asked * scale) - solid)
+        rank = expert // view["on_rank"]
+        lines.append(f"{expert:>6} {rank:>5} {kept:>6} {asked - kept:>8}  {bar}".rstrip())
+    for name, matrix in view["moves"].items():
+        if matrix is None:
+            continue
+        where = {"far": "over the network", "near": "to the experts"}[name]
+        lines += ["", f"rows {where}, from rank (down) to rank (across)"]
+        lines.append("      " + "".join(f"{rank:>6}" for rank in range(view["ranks"])))
+        lines += [
+            f"{rank:>6}" + "".join(f"{rows:>6}" for rows in sent)
+            for rank, sent in enumerate(matrix)
+        ]
+    lines += ["", f"{numbers['kept']} of {numbers['slots']} slots kept"]
+    for sentence in view["sentences"]:
+        lines += wrapped(sentence)
+    return lines

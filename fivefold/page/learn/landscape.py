@@ -1,0 +1,307 @@
+"""Learn: which dimension cuts what, one after the other, until all five have cut.
+
+    view(params) -> {"choices", "rows", "axes", "factors", "frames", "sentences"}
+
+Every frame adds one dimension to those before it. Its numbers are those of rank 0 under the plan
+that has these dimensions, by core: local sizes, static bytes, and the collectives of a step.
+Gradients are counted while they add up over microbatches, as the ledger of Explore does: whole
+under ZeRO-0 and 1, slices from stage 2 on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from fivefold.core import groups, models
+from fivefold.core.errors import counted, kind_text
+from fivefold.core.plan import Plan, Wishes, resolve
+from fivefold.cost.axis_collectives import message_bytes, wide_size
+from fivefold.cost.collectives import ITEMSIZE, TrafficEntry, predict
+from fivefold.cost.static_memory import static_bytes
+from fivefold.page.learn import Choice, chosen, size_text
+from fivefold.page.learn.layer_parts import shares
+from fivefold.report import wrapped
+
+TITLE = "The landscape: what cuts what"
+CHOICES: Mapping[str, Choice] = {
+    "model": Choice(
+        "Model", ("mixtral-8x7b", "deepseek-v3", "qwen3-30b-a3b", "tiny-moe"), "mixtral-8x7b"
+    ),
+    "dp": Choice("dp", ("1", "2", "4", "8"), "4"),
+    "cp": Choice("cp", ("1", "2", "4"), "2"),
+    "tp": Choice("tp", ("1", "2", "4", "8"), "2"),
+    "pp": Choice("pp", ("1", "2", "4", "8"), "2"),
+    "ep": Choice("ep", ("1", "2", "4", "8"), "2"),
+    "zero": Choice("ZeRO stage", ("0", "1", "2", "3"), "1"),
+    "machine": Choice("Machine", ("h100", "gb200", "laptop"), "h100"),
+}
+DIMENSIONS = ("dp", "cp", "tp", "pp", "ep", "zero")
+_NAMES = {
+    "dp": "Data",
+    "cp": "Context",
+    "tp": "Tensor, with sequence parallelism",
+    "pp": "Pipeline",
+    "ep": "Expert",
+    "zero": "ZeRO",
+}
+# The groups in which a dimension moves anything, as core names them.
+_GROUPS = {
+    "dp": ("dp-cp", "edp"),
+    "cp": ("ring", "ulysses"),
+    "tp": ("tp", "replica"),
+    "pp": ("pp", "twin"),
+    "ep": ("ep", "ep-near", "ep-far"),
+    "zero": ("fsdp", "edp"),
+}
+_WHEN = {
+    "dp": "gradients, once a step, behind the last backward",
+    "cp": "keys and values, in the attention of every layer and microbatch",
+    "tp": "tokens, around attention and MLP of every layer and microbatch",
+    "pp": "activations of a microbatch, between two stages",
+    "ep": "tokens, to their experts and back, in every layer with experts",
+    "zero": "slices of gradients and weights",
+}
+_ROWS = {
+    "batch": "sequences of a step",
+    "sequence": "tokens of a row, in attention",
+    "between": "tokens of a row, between products",
+    "heads": "heads of attention",
+    "layers": "layers",
+    "experts": "experts of a layer",
+    "activations": "activations between two layers",
+    "weights": "weights",
+    "gradients": "gradients, while they add up",
+    "optimizer": "optimizer states",
+}
+_IN_BYTES = ("activations", "weights", "gradients", "optimizer")
+_SEQ, _BATCH = 4096, 32
+
+
+class _Step(NamedTuple):
+    """A plan with some of the dimensions, what its rank 0 holds, and what the last one moves."""
+
+    plan: Plan
+    holds: dict[str, int]
+    moves: list[dict[str, Any]]
+
+
+def view(params: Mapping[str, str]) -> dict[str, Any]:
+    """One device, then a frame for every dimension."""
+    choices = chosen(CHOICES, params)
+    degrees = [(name, int(choices[name])) for name in DIMENSIONS]
+    steps = [
+        _step(choices["model"], choices["machine"], tuple(degrees[:count]))
+        for count in range(len(degrees) + 1)
+    ]
+    frames = [_first(steps[0])]
+    for (before, after), (name, degree) in zip(pairwise(steps), degrees, strict=True):
+        frames.append(_frame(name, degree, before, after))
+    return {
+        "choices": choices,
+        "layout": str(steps[-1].plan.layout),
+        "layers": steps[0].plan.shape.layers,
+        "rows": [
+            {"name": name, "what": what, "bytes": name in _IN_BYTES} for name, what in _ROWS.items()
+        ],
+        "axes": list(DIMENSIONS),
+        "factors": {
+            name: [after.holds[name] / before.holds[name] for before, after in pairwise(steps)]
+            for name in _ROWS
+        },
+        "frames": frames,
+        "sentences": _sentences(steps),
+    }
+
+
+@lru_cache(maxsize=128)
+def _step(model: str, machine: str, degrees: tuple[tuple[str, int], ...]) -> _Step:
+    """The plan with these dimensions; a change of a later one leaves it as it is."""
+    words = " ".join(f"{axis}={degree}" for axis, degree in degrees if axis != "zero")
+    plan = resolve(
+        Wishes(
+            model,
+            words or "dp=1",
+            machine=machine,
+            zero=dict(degrees).get("zero", 0),
+            seq=min(_SEQ, models.load(model).max_seq),
+            batch=_BATCH,
+        )
+    )
+    last, degree = degrees[-1] if degrees else ("dp", 1)
+    still = degree == (0 if last == "zero" else 1)
+    return _Step(plan, _holds(plan), [] if still else _moves(last, plan))
+
+
+def _holds(plan: Plan) -> dict[str, int]:
+    shape, layout, moe = plan.shape, plan.layout, plan.shape.moe
+    assert moe is not None, "the panel's models have experts"
+    itemsize = ITEMSIZE[plan.precision]
+    grad_itemsize = wide_size(itemsize)
+    static = static_bytes(
+        plan,
+        0,
+        itemsize=itemsize,
+        grad_itemsize=grad_itemsize,
+        optimizer="adamw",
+        master=True,
+    )
+    # Below stage 3 weights are whole, and so are the gradients that add up below stage 2.
+    whole = static.weights // itemsize * grad_itemsize
+    message = message_bytes(plan, itemsize)
+    row = shape.width * itemsize * plan.batch.microbatch_size
+    return {
+        "batch": plan.batch.sequences // layout.dp,
+        "sequence": plan.local_seq,
+        "between": message // row,
+        "heads": shape.heads // layout.tp,
+        "layers": len(plan.stages[0]),
+        "experts": moe.experts // layout.ep,
+        "activations": message,
+        "weights": static.weights,
+        "gradients": whole if layout.zero < 2 else static.gradients,
+        "optimizer": static.master + static.optimizer + static.scalars,
+    }
+
+
+def _first(step: _Step) -> dict[str, Any]:
+    plan = step.plan
+    return {
+        "says": f"One device has all of {plan.shape.name}: {plan.shape.layers} layers, "
+        f"{step.holds['experts']} experts in each that has some, "
+        f"{size_text(step.holds['weights'])} of weights. "
+        "Now one dimension after the other cuts it.",
+        "axis": None,
+        "degree": 1,
+        "holds": step.holds,
+        "cuts": _cuts(plan),
+        "when": "",
+        "moves": step.moves,
+    }
+
+
+def _frame(name: str, degree: int, before: _Step, after: _Step) -> dict[str, Any]:
+    cut = [
+        f"{_ROWS[row]} {_amount(row, before.holds[row])} → {_amount(row, after.holds[row])}"
+        for row in _ROWS
+        if after.holds[row] != before.holds[row]
+    ]
+    what = "; ".join(cut) if cut else "nothing is cut any further"
+    return {
+        "says": f"{_NAMES[name]}, {'stage' if name == 'zero' else name} {degree}: {what}.",
+        "axis": name,
+        "degree": degree,
+        "holds": after.holds,
+        "cuts": _cuts(after.plan),
+        "when": _WHEN[name],
+        "moves": after.moves,
+    }
+
+
+def _cuts(plan: Plan) -> dict[str, Any]:
+    """Into how many parts each dim is cut, and which part of it rank 0 has, as shares."""
+    layout, stage = plan.layout, plan.stages[0]
+    tokens = plan.split.rank(plan.padded_seq, 0)
+    return {
+        "batch": layout.dp,
+        "sequence": layout.cp,
+        "between": layout.cp * (layout.tp if layout.sp else 1),
+        "width": layout.tp,
+        "layers": layout.pp,
+        "experts": layout.ep,
+        "tokens": [list(share) for share in shares(tokens, plan.padded_seq)],
+        "stage": [stage.start, stage.stop],
+        "stages": [[each.start, each.stop] for each in plan.stages],
+    }
+
+
+def _moves(name: str, plan: Plan) -> list[dict[str, Any]]:
+    """What rank 0 hands over in a step, by group and kind, and the link that it crosses."""
+    itemsize = ITEMSIZE[plan.precision]
+    listed = predict(plan, 0, itemsize=itemsize, grad_itemsize=wide_size(itemsize))
+    found: dict[tuple[str, str], list[TrafficEntry]] = {}
+    for each in listed:
+        if each.axis in _GROUPS[name] and each.kind != "recv":
+            found.setdefault((each.axis, each.kind), []).append(each)
+    return [
+        {
+            "axis": axis,
+            "kind": kind,
+            "count": sum(each.count for each in entries),
+            "bytes": sum(each.count * each.bytes for each in entries),
+            "group": entries[0].group,
+            "tier": _tier(axis, plan),
+        }
+        for (axis, kind), entries in found.items()
+    ]
+
+
+def _tier(axis: str, plan: Plan) -> str:
+    assert plan.machine is not None, "the panel names a machine"
+    return groups.tier(plan, axis, plan.machine).name
+
+
+def _move_text(move: dict[str, Any]) -> str:
+    where = f"over {move['axis']} ({counted(move['group'], 'rank')}, {move['tier']})"
+    what = f"{move['count']:,} × {kind_text(move['kind'])} {where}"
+    return f"{what}: {size_text(move['bytes'])} a step in all"
+
+
+def _amount(row: str, number: int) -> str:
+    return size_text(number) if row in _IN_BYTES else f"{number:,}"
+
+
+def _sentences(steps: list[_Step]) -> list[str]:
+    first, last = steps[0], steps[-1]
+    layout = last.plan.layout
+    static = [
+        sum(step.holds[row] for row in ("weights", "gradients", "optimizer")) for step in steps
+    ]
+    experts = first.plan.shape.num_moe_layers
+    found = [
+        *layout.readings(),
+        f"Weights, gradients and optimizer states, while gradients add up: {size_text(static[0])} "
+        f"on one device, {size_text(static[-1])} on rank 0 of {layout.world}.",
+        f"dp and cp cut data and leave weights alone; tp, pp and ep cut weights; ZeRO slices what "
+        f"the {layout.dp * layout.cp} ranks of dp · cp hold alike.",
+    ]
+    if layout.tp > 1 and experts:
+        found.append(
+            f"tp cuts dense weights, not the experts of {counted(experts, 'layer')}: their tokens "
+            "travel instead (ep)."
+        )
+    return found
+
+
+def text(view: dict[str, Any]) -> list[str]:
+    """The same in a terminal: each frame's sentence, and what every dimension leaves of a row."""
+    lines = [f"{view['choices']['model']}, {view['layout']}", ""]
+    for frame in view["frames"]:
+        lines += wrapped(frame["says"], "", "  ")
+        if frame["moves"]:
+            lines += wrapped(f"moves {frame['when']}:", "    ")
+        lines += [f"      {_move_text(move)}" for move in frame["moves"]]
+    last = view["frames"][-1]["holds"]
+    first = view["frames"][0]["holds"]
+    lines += ["", _line("", "one device", view["axes"], "rank 0")]
+    for row in view["rows"]:
+        name = row["name"]
+        shown = [_share(factor) for factor in view["factors"][name]]
+        lines.append(
+            _line(row["what"], _amount(name, first[name]), shown, _amount(name, last[name]))
+        )
+    lines.append("")
+    for sentence in view["sentences"]:
+        lines += wrapped(sentence, "- ", "  ")
+    return lines
+
+
+def _line(name: str, first: str, between: list[str], last: str) -> str:
+    cells = "".join(f"{each:>7}" for each in between)
+    return f"{name:<34}{first:>12}{cells}{last:>11}".rstrip()
+
+
+def _share(factor: float) -> str:
+    return "·" if factor == 1 else f"×{factor:.3g}"

@@ -1,0 +1,288 @@
+"""Learn: one layer with experts that carries all five dimensions, forward and backward.
+
+    view(params) -> {"choices", "layout", "legend", "stations", "frames", "sentences"}
+
+A station has the tensor that a rank holds behind it, its weights, and the collectives of forward
+and backward; a frame points at one station in one direction. Bytes, groups and counts are those of
+core's list for this layer, to the last call; tiers are those of the machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from fivefold.core import models
+from fivefold.core.errors import counted, kind_text
+from fivefold.core.plan import Plan, Wishes, resolve
+from fivefold.page.learn import Choice, chosen, size_text
+from fivefold.page.learn.layer_attention import attention, own_tokens
+from fivefold.page.learn.layer_experts import experts
+from fivefold.page.learn.layer_parts import Layer, LayerCollective, LocalTensor, Station
+from fivefold.report import wrapped
+
+TITLE = "One layer, five dimensions"
+MODELS = ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3", "tiny-moe")
+DEGREES = ("1", "2", "4", "8")
+CHOICES: Mapping[str, Choice] = {
+    "model": Choice("Model", MODELS, "mixtral-8x7b"),
+    "tp": Choice("tp", DEGREES, "2"),
+    "cp": Choice("cp", DEGREES, "2"),
+    "ep": Choice("ep", DEGREES, "4"),
+    "context": Choice("Context", ("zigzag", "ring", "allgather", "ulysses", "hybrid"), "zigzag"),
+    "sp": Choice("Sequence parallelism", ("on", "off"), "on"),
+    "machine": Choice("Machine", ("h100", "gb200", "a100", "laptop"), "h100"),
+}
+_SEQ = 4096
+_PP = 2
+_KINDS = {"send": "send and receive"}
+
+
+def plan_of(choices: Mapping[str, str]) -> Plan:
+    """The example: two stages, ZeRO-3, one row a microbatch, and as few data ranks as there may
+    be, but two."""
+    tp, cp, ep = (int(choices[axis]) for axis in ("tp", "cp", "ep"))
+    sp = choices["sp"] == "on"
+    # Without sequence parallelism tp ranks have the same tokens, and share every expert's width.
+    etp = tp if ep > 1 and not sp else 1
+    dp = next(dp for dp in (2, 4, 8) if dp * cp * tp % (ep * etp) == 0)
+    return resolve(
+        Wishes(
+            choices["model"],
+            f"dp={dp} tp={tp} pp={_PP} cp={cp} ep={ep} etp={etp}",
+            machine=choices["machine"],
+            zero=3,
+            gather="microbatch",
+            sp=sp,
+            context=choices["context"],
+            seq=min(_SEQ, models.load(choices["model"]).max_seq),
+        )
+    )
+
+
+def layer_of(plan: Plan) -> int:
+    """The first layer with experts that does not stand beside the embedding."""
+    return next(i for i in range(1, plan.shape.layers) if plan.shape.is_moe_layer(i))
+
+
+def view(params: Mapping[str, str]) -> dict[str, Any]:
+    """The layer's stations in order, and a walk along them, there and back."""
+    choices = chosen(CHOICES, params)
+    plan = plan_of(choices)
+    layer = Layer(plan, layer_of(plan))
+    found = stations(layer)
+    return {
+        "choices": choices,
+        "layout": str(plan.layout),
+        "world": plan.layout.world,
+        "machine": choices["machine"],
+        "layer": layer.number,
+        "legend": _legend(plan),
+        "stations": [_drawn(each, layer.itemsize) for each in found],
+        "frames": list(_frames(plan, found)),
+        "sentences": _sentences(layer, found),
+    }
+
+
+def stations(layer: Layer) -> tuple[Station, ...]:
+    """All of them; what core lists for the layer is then taken to the last call."""
+    moe = layer.plan.shape.moe
+    assert moe is not None, "the panel shows a layer with experts"
+    found = (
+        _fetch(layer),
+        *attention(layer),
+        *experts(layer, moe),
+        _discard(layer),
+        _boundary(layer),
+    )
+    layer.require_all_taken()
+    return found
+
+
+def _fetch(layer: Layer) -> Station:
+    weights, what = "weights of the layer", "gradients of the layer"
+    forward = layer.take_any("fsdp", "all_gather", f"dense {weights}")
+    forward += layer.take_any("edp", "all_gather", f"{weights}'s experts")
+    backward = layer.take_any("fsdp", "reduce_scatter", f"dense {what}")
+    backward += layer.take_any("edp", "reduce_scatter", f"{what}'s experts")
+    layout = layer.plan.layout
+    held = f"Each of the {layout.dp * layout.cp} fsdp ranks (dp · cp) keeps a slice of the dense"
+    experts = (
+        f"and each of the {layout.edp} edp ranks one of the experts"
+        if layout.edp > 1
+        else "and every expert is on one rank only (edp 1)"
+    )
+    return Station(
+        "fetch",
+        "ZeRO-3: fetch weights",
+        f"{held} weights, {experts}; they are gathered, one unit ahead of their use.",
+        "The gradients of the whole unit are summed and scattered: every rank keeps the slice "
+        "whose optimizer it has. It happens behind the backward of the next layer.",
+        axis="dp",
+        forward=forward,
+        backward=backward,
+        pair=("all-gather weights", "reduce-scatter gradients"),
+        beside=True,
+    )
+
+
+def _discard(layer: Layer) -> Station:
+    again = layer.take_any("fsdp", "all_gather", "dense weights, again")
+    again += layer.take_any("edp", "all_gather", "experts, again")
+    return Station(
+        "discard",
+        "ZeRO-3: discard weights",
+        "The whole weights are let go; this rank's slice stays.",
+        "Backward needs the weights again: they are gathered once more.",
+        axis="dp",
+        backward=again,
+        pair=("free", "all-gather weights"),
+        beside=True,
+    )
+
+
+def _boundary(layer: Layer) -> Station:
+    return Station(
+        "boundary",
+        "stage boundary",
+        "Behind the last layer of a stage each rank sends its own tokens to the rank of the next "
+        "stage that has the same place in every other dimension.",
+        "The gradient of the output comes from the rank of the next stage.",
+        own_tokens(layer, "y"),
+        axis="pp",
+        forward=layer.sent("activations"),
+        backward=layer.sent("gradients of the activations"),
+        pair=("send", "receive"),
+    )
+
+
+def _legend(plan: Plan) -> list[dict[str, Any]]:
+    shape, moe = plan.shape, plan.shape.moe
+    assert moe is not None
+    own = plan.batch.microbatch_size * plan.local_seq // (plan.layout.tp if plan.layout.sp else 1)
+    rows = {
+        "b": ("rows of a microbatch", plan.batch.microbatch_size),
+        "s": ("tokens of a row", plan.padded_seq),
+        "d": ("width", shape.width),
+        "h": ("heads", shape.heads),
+        "e": ("width of a head", shape.head_dim),
+        "v": ("width of a head's values", shape.value_dim),
+        "E": ("experts", moe.experts),
+        "K": ("experts of a token", moe.top_k),
+        "f": ("width of an expert", moe.ffn),
+        "N": ("tokens of a microbatch on this rank", own),
+    }
+    return [{"symbol": key, "what": what, "size": size} for key, (what, size) in rows.items()]
+
+
+def _drawn(station: Station, itemsize: int) -> dict[str, Any]:
+    return {
+        "name": station.name,
+        "title": station.title,
+        "axis": station.axis,
+        "held": None if station.held is None else _held(station.held, itemsize),
+        "forward": [_wire(wire) for wire in station.forward],
+        "backward": [_wire(wire) for wire in station.backward],
+        "pair": station.pair,
+        "weights": list(station.weights),
+        "beside": station.beside,
+    }
+
+
+def _held(held: LocalTensor, itemsize: int) -> dict[str, Any]:
+    return {
+        "name": held.name,
+        "symbols": list(held.symbols),
+        "sizes": list(held.sizes),
+        "bytes": held.numel * (held.itemsize or itemsize),
+        "rows": [list(share) for share in held.rows],
+        "columns": held.columns,
+        "partial": held.partial,
+    }
+
+
+def _wire(wire: LayerCollective) -> dict[str, Any]:
+    return {**wire.call._asdict(), "count": wire.count, "what": wire.what, "tier": wire.tier}
+
+
+def _frames(plan: Plan, found: tuple[Station, ...]) -> Iterator[dict[str, Any]]:
+    layout = plan.layout
+    yield {
+        "says": f"Rank 0 of {layout.world}: {layout}. One microbatch passes one layer; step along "
+        "it, forward and then back.",
+        "station": None,
+        "back": False,
+    }
+    for place, station in enumerate(found):
+        yield {"says": f"Forward: {station.says}", "station": place, "back": False}
+    for place, station in reversed(list(enumerate(found))):
+        yield {"says": f"Backward: {station.says_back}", "station": place, "back": True}
+
+
+def _sentences(layer: Layer, found: tuple[Station, ...]) -> list[str]:
+    layout = layer.plan.layout
+    lines = [*layout.readings()]
+    sums: dict[str, int] = {}
+    for station in found:
+        for wire in (*station.forward, *station.backward):
+            if wire.call.kind != "recv":
+                size = wire.call.bytes * wire.count
+                sums[wire.call.axis] = sums.get(wire.call.axis, 0) + size
+    told = ", ".join(f"{axis} {size_text(size)}" for axis, size in sums.items())
+    lines.append(
+        "Buffers that this rank hands to collectives for the layer and one microbatch, forward "
+        f"and backward: {told}."
+    )
+    if layout.sp and layout.tp > 1:
+        lines.append(
+            "g and ḡ are conjugate: the all-gather of one direction is the reduce-scatter of the "
+            "other. Between them norms and residuals hold 1/tp of the tokens."
+        )
+    elif layout.tp > 1:
+        lines.append(
+            "f and f̄ are conjugate: identity in one direction, all-reduce in the other. Norms and "
+            "residuals are held by every tp rank."
+        )
+    split = layer.plan.split
+    if split.inner > 1 and split.outer > 1:
+        lines.append(
+            f"Hybrid: cp {layout.cp} is a ring of {split.outer} places, each of {split.inner} "
+            "ranks that trade tokens for heads."
+        )
+    if layout.etp > 1:
+        lines.append(
+            f"Without sequence parallelism tp ranks have the same tokens, so that they share the "
+            f"width of each expert: etp {layout.etp}."
+        )
+    return lines
+
+
+def text(view: dict[str, Any]) -> list[str]:
+    """The same in a terminal: the stations, and under each what it moves."""
+    lines = wrapped(view["frames"][0]["says"])
+    legend = ", ".join(f"{row['symbol']} {row['what']} {row['size']:,}" for row in view["legend"])
+    lines += [*wrapped(legend, "", "  "), ""]
+    for station in view["stations"]:
+        held = station["held"]
+        shape = "" if held is None else f"{held['name']} {_shape_text(held)}"
+        lines += wrapped(f"{station['title']:<24} {station['axis']:<4} {shape}", "", " " * 30)
+        for way, arrow in (("forward", "→"), ("backward", "←")):
+            wires = [wire for wire in station[way] if wire["kind"] != "recv"]
+            for wire in wires:
+                lines += wrapped(f"{arrow} {_wire_text(wire)}", "    ", "      ")
+    lines.append("")
+    for sentence in view["sentences"]:
+        lines += wrapped(sentence, "- ", "  ")
+    return lines
+
+
+def _shape_text(held: dict[str, Any]) -> str:
+    symbols, sizes = ", ".join(held["symbols"]), ", ".join(f"{size:,}" for size in held["sizes"])
+    return f"[{symbols}] = [{sizes}], {size_text(held['bytes'])}"
+
+
+def _wire_text(wire: dict[str, Any]) -> str:
+    kind = _KINDS.get(wire["kind"], kind_text(wire["kind"]))
+    times = "" if wire["count"] == 1 else f"{wire['count']} × "
+    where = f"over {wire['axis']} ({counted(wire['group'], 'rank')}, {wire['tier']})"
+    return f"{times}{kind} of {size_text(wire['bytes'])} {where}: {wire['what']}"

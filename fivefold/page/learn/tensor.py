@@ -1,0 +1,229 @@
+"""Learn: column then row over the tensor ranks, on whole numbers, beside the sizes of a real model.
+
+    view(params) -> {"choices", "ranks", "overview", "real", "frames", "sentences"}
+
+A frame has for every rank what it has in hand: matrices, with signs between them that make up
+equations; `one_device` is what one device has in the end, and `moves` the collectives that run,
+with their bytes in one layer of the chosen model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fivefold.core.errors import kind_text
+from fivefold.core.plan import Plan, Wishes, resolve
+from fivefold.core.weights import held_by, local_shape, weights
+from fivefold.cost.axis_collectives import ChunkShards, Collective
+from fivefold.cost.axis_collectives import tensor as calls_of
+from fivefold.page.learn import Choice, chosen, size_text
+from fivefold.page.learn.data_steps import ITEMSIZE
+from fivefold.page.learn.tensor_example import PARTS, Example
+from fivefold.page.learn.tensor_frames import frames_of, overview
+from fivefold.report import WIDTH, duration, wrapped
+
+TITLE = "Tensor: column, then row"
+CHOICES: Mapping[str, Choice] = {
+    "part": Choice("Part of a layer", PARTS, "mlp"),
+    "tp": Choice("Tensor ranks", ("1", "2", "4", "8"), "2"),
+    "sp": Choice("Sequence parallelism", ("on", "off"), "on"),
+    "model": Choice(
+        "Real sizes of",
+        ("llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "gpt3-175b"),
+        "llama-3.1-70b",
+    ),
+    "machine": Choice("on", ("h100", "a100", "gb200", "tpu-v5p", "laptop"), "h100"),
+}
+_BETWEEN = {"mlp": "the activation", "attention": "the product of scores and values"}
+
+
+def view(params: Mapping[str, str]) -> dict[str, Any]:
+    """The example frame by frame, each collective with its size in the chosen model."""
+    choices = chosen(CHOICES, params)
+    plan = plan_of(choices)
+    example = Example(choices["part"], plan.layout.tp, plan.layout.sp)
+    real = _real(plan, choices["part"])
+    frames = [
+        {**frame, "moves": [real["calls"][kind] for kind in frame["moves"]]}
+        for frame in frames_of(example)
+    ]
+    return {
+        "choices": choices,
+        "ranks": plan.layout.tp,
+        "overview": overview(example),
+        "real": real,
+        "frames": frames,
+        "sentences": _sentences(example, plan, real, frames),
+    }
+
+
+def plan_of(choices: Mapping[str, str]) -> Plan:
+    """The real model over tensor ranks alone, a sequence at a time."""
+    return resolve(
+        Wishes(
+            choices["model"],
+            layout=f"tp={choices['tp']}",
+            sp=choices["sp"] == "on",
+            machine=choices["machine"],
+            microbatch_size=1,
+            microbatches=1,
+        )
+    )
+
+
+def layer_calls(plan: Plan) -> dict[Collective, int]:
+    """The collectives of one layer in the middle of the model, both parts, one microbatch."""
+    return dict(calls_of(plan, ChunkShards(range(1, 2), 1, ()), ITEMSIZE))
+
+
+def _real(plan: Plan, part: str) -> dict[str, Any]:
+    """Sizes of the chosen model: a layer's collectives, their link, and the pieces of weights."""
+    assert plan.machine is not None
+    tier = plan.layout.tier("tp", plan.machine)
+    shape = plan.shape
+    calls: dict[str, Any] = {}
+    for call in layer_calls(plan):
+        sent = round(call.sent)
+        more = {"word": kind_text(call.kind), "sent": sent, "seconds": sent / tier.bandwidth}
+        calls[call.kind] = call._asdict() | more
+    pieces = [
+        {
+            "name": one.name.removeprefix("blocks.1."),
+            "cut": one.cut,
+            "whole": list(one.shape),
+            "local": list(local_shape(one, held_by(one, shape, plan.layout, plan.layout.coord(0)))),
+        }
+        for one in weights(shape)
+        if one.block == "blocks.1" and f".{part}." in one.name and len(one.shape) > 1
+    ]
+    return {
+        "tokens": plan.local_seq * plan.batch.microbatch_size,
+        "width": shape.width,
+        "layers": shape.layers,
+        "activations": plan.local_seq * plan.batch.microbatch_size * shape.width * ITEMSIZE,
+        "tier": tier.name,
+        "link": tier.link.name,
+        "bandwidth": tier.bandwidth,
+        "calls": calls,
+        "pieces": pieces,
+    }
+
+
+def _sentences(
+    example: Example, plan: Plan, real: Mapping[str, Any], frames: list[dict[str, Any]]
+) -> list[str]:
+    tp, moves = plan.layout.tp, [move for frame in frames for move in frame["moves"]]
+    if tp == 1:
+        return [
+            "One rank computes the whole product and moves nothing: the same path with blocks of "
+            "full size.",
+            _other_order(example, real),
+        ]
+    together = sum(move["sent"] for move in moves)
+    held = real["activations"] // (tp if plan.layout.sp else 1)
+    return [
+        "The sum over the ranks of Y, and of the gradient of X, is what one device computes, "
+        "number by number; the gradients of weights are where their weights are, and do not move.",
+        f"In one layer of {plan.shape.name} ({real['tokens']:,} tokens, bf16) the {example.part} "
+        f"sends {size_text(together)} from each rank in {len(moves)} collectives, forward and "
+        f"backward. In norms and residuals a rank holds {size_text(held)} of activations"
+        f"{f', 1/{tp} of the tokens' if plan.layout.sp else ', all tokens'}.",
+        _link_sentence(plan, real, together),
+        _other_order(example, real),
+    ]
+
+
+def _link_sentence(plan: Plan, real: Mapping[str, Any], sent: int) -> str:
+    assert plan.machine is not None
+    tiers = plan.machine.tiers
+    names = [tier.name for tier in tiers]
+    here = tiers[names.index(real["tier"])]
+    words = (
+        f"The {plan.layout.tp} ranks lie within {here.name} ({here.link.name}) of "
+        f"{plan.machine.name}: at its full {here.bandwidth / 1e9:,.0f} GB/s that takes "
+        f"{duration(sent / here.bandwidth)} a layer, and compute waits for it"
+    )
+    beyond = tiers[names.index(here.name) + 1 :]
+    if not beyond:
+        return f"{words}."
+    return (
+        f"{words}. Over {beyond[0].name} it would take "
+        f"{here.bandwidth / beyond[0].bandwidth:.0f} times as long: keep tp inside the fastest "
+        "domain."
+    )
+
+
+def _other_order(example: Example, real: Mapping[str, Any]) -> str:
+    found = example.other_order()
+    numbers = sum(map(len, found["right"]))
+    outputs = sum(one["whole"][0] for one in real["pieces"] if one["cut"] != "row")
+    return (
+        f"Row first, then column, would need a sum in the middle: taken before it, "
+        f"{_BETWEEN[example.part]} is wrong in {found['wrongs']} of {numbers} numbers. That sum "
+        f"has {outputs:,} numbers a token instead of {real['width']:,}, and the result would still "
+        "have to be gathered."
+    )
+
+
+def text(view: Mapping[str, Any]) -> list[str]:
+    """The same for a terminal: each frame with the last matrix of every rank."""
+    choices, lines = view["choices"], list[str]()
+    for place, frame in enumerate(view["frames"]):
+        lines += wrapped(f"{place + 1}. {frame['says']}", later="   ")
+        lines += [f"   {_move_line(move)}" for move in frame["moves"]]
+        blocks = [
+            _block(f"{one['name']} of rank {rank}", one)
+            for rank, equations in enumerate(frame["ranks"])
+            for one in _results(equations)
+        ]
+        if "one_device" in frame:
+            one = frame["one_device"]
+            blocks.append(_block(f"{one['name']} on one device", one))
+        lines += [*_side_by_side(blocks), ""]
+    real = view["real"]
+    lines.append(
+        f"{choices['model']} over tp={view['ranks']} on {choices['machine']}: a rank holds"
+    )
+    for one in real["pieces"]:
+        whole, local = ("×".join(map(str, one[key])) for key in ("whole", "local"))
+        lines.append(f"   {one['name']:24} {local:>14} of {whole:>14}, by {one['cut']}")
+    return [*lines, "", *(row for one in view["sentences"] for row in wrapped(one))]
+
+
+def _results(equations: list[list[Any]]) -> list[Mapping[str, Any]]:
+    """What stands behind the last sign of each equation."""
+    found: list[Mapping[str, Any]] = []
+    for equation in equations:
+        signs = [place for place, one in enumerate(equation) if isinstance(one, str)]
+        found += equation[signs[-1] + 1 if signs else 0 :]
+    return found
+
+
+def _move_line(move: Mapping[str, Any]) -> str:
+    return (
+        f"{move['word']} over {move['axis']}={move['group']}: {size_text(move['bytes'])} of "
+        f"each rank, which sends {size_text(move['sent'])}"
+    )
+
+
+def _block(title: str, matrix: Mapping[str, Any]) -> list[str]:
+    cells = [[str(value) for value in row] for row in matrix["values"]]
+    width = max(len(cell) for row in cells for cell in row)
+    rows = [" ".join(f"{cell:>{width}}" for cell in row) for row in cells]
+    across = max(len(title), *map(len, rows))
+    return [f"{row:{across}}" for row in (title, *rows)]
+
+
+def _side_by_side(blocks: list[list[str]]) -> list[str]:
+    """Blocks of lines beside one another, as many as a line has room for."""
+    lines, row = list[str](), list[list[str]]()
+    for block in [*blocks, None]:
+        wide = block is not None and sum(len(each[0]) + 3 for each in (*row, block)) > WIDTH
+        if row and (block is None or wide):
+            tall = max(map(len, row))
+            filled = [[*each, *[" " * len(each[0])] * (tall - len(each))] for each in row]
+            lines += [("   " + "   ".join(line)).rstrip() for line in zip(*filled, strict=True)]
+            row = []
+        row += [block] if block is not None else []
+    return lines

@@ -1,0 +1,311 @@
+"""What explains the difference between a plan and a step, in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from fivefold.core.errors import FivefoldError, counted
+from fivefold.core.plan import Plan
+from fivefold.core.schedule import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Step
+from fivefold.core.schedule.clock import Timeline
+from fivefold.page import View, timeline
+from fivefold.records.deviation import (
+    PAIR,
+    Cause,
+    Comparison,
+    compare,
+    from_means,
+    from_plan,
+    narrowed,
+    own_seconds,
+)
+from fivefold.records.spans import RankSpans, Result, RunFacts, StepSpans, awaited, results, worked
+from fivefold.report import duration
+from fivefold.report.pipeline_text import chunks_by_rank
+
+_KINDS = {
+    FORWARD: "forwards",
+    BACKWARD: "backwards",
+    INPUT_GRAD: "input gradients",
+    WEIGHT_GRAD: "weight gradients",
+    PAIR: "overlapped pairs",
+}
+_ALL = 1.005  # above, other parts went the other way
+_AROUND = {"dp": "sums and gathers of data ranks", "update": "the update and all else"}
+
+
+def verdict(found: Comparison, column: Sequence[int]) -> str:
+    """How long the step took beside the plan, and what explains most of the difference."""
+    what, plan = ("step", "planned") if found.whole else ("pipeline", "with mean times")
+    start = (
+        f"the {what} took {duration(found.seconds)}, {plan} {duration(found.planned)} "
+        f"({found.seconds / found.planned:.2f} times)"
+    )
+    if found.named is None:
+        return start + ": nothing differs that needs a name"
+    longer = "longer" if found.difference > 0 else "less"
+    share = found.named.gain / found.difference
+    words = f"{start}; {sentence(found.named, column, found.whole)}"
+    if share < _ALL:
+        return f"{words}: {share:.0%} of what it took {longer}"
+    return f"{words}: all of what it took {longer}, and more, which other parts make up for"
+
+
+def sentence(cause: Cause, column: Sequence[int], by_plan: bool) -> str:
+    """One cause; `column` are the ranks of the pipeline in its order."""
+    times = f"({duration(cause.measured)} against {duration(cause.planned)})"
+    ratio = f"{cause.measured / cause.planned:.2f} times " if cause.planned > 0 else "more than "
+    usual = f"{ratio}the {'plan' if by_plan else 'mean'} {times}"
+    if cause.what == "compute":
+        uneven = (cause.measured - cause.planned) * cause.gain < 0
+        return f"{_actions(cause)} {'are uneven: on average' if uneven else 'take'} {usual}"
+    if cause.what == "straggler":
+        rank = column[_known(cause.place)]
+        return f"rank {rank} computes {ratio}as long as other ranks of its stage {times}"
+    if cause.what == "collective":
+        return f"collectives of {cause.axis} inside of the actions take {usual}"
+    if cause.what == "around":
+        return f"{_AROUND[cause.axis or '']}, outside of the pipeline, take {usual}"
+    if cause.what == "pause":
+        who = "ranks pause" if cause.place is None else f"rank {column[cause.place]} pauses"
+        return f"{who} for {duration(cause.measured)} in all before actions that lack nothing"
+    return _message(cause, column, times)
+
+
+def _actions(cause: Cause) -> str:
+    kind = "actions" if cause.kind is None else _KINDS[cause.kind]
+    return f"all {kind}" if cause.stage is None else f"stage {cause.stage}'s {kind}"
+
+
+def _message(cause: Cause, column: Sequence[int], times: str) -> str:
+    if cause.place is None:
+        return f"messages between pipeline ranks arrive late {times}"
+    here, source = column[cause.place], column[_known(cause.source)]
+    if cause.action is None:
+        return f"messages from rank {source} to rank {here} arrive late {times}"
+    late = duration(cause.measured - cause.planned)
+    return (
+        f"waiting: rank {here} idles {late} more before {cause.action}, for {cause.cause} of "
+        f"rank {source}"
+    )
+
+
+def _known(place: int | None) -> int:
+    assert place is not None
+    return place
+
+
+# One step of a run over its plan: both timelines on one axis, and the largest difference named.
+
+
+Columns = dict[tuple[int, ...], StepSpans]
+NONE = "none"  # as a step: leave it out
+_SEEN = 2_000  # slots that are shorter than one in so many of the makespan are not explained
+_LEAST = 0.005  # of the plan: causes below are not listed
+_BY_PLAN = "Planned times are those of the planner's forecast for {machine}."
+_BY_MEANS = (
+    "The plan names no machine: in place of planned times stands the schedule with the measured "
+    "mean of each kind of action and free messages, and only the pipeline is compared."
+)
+
+
+def view(
+    facts: RunFacts, params: Mapping[str, str], spans: Callable[[int], StepSpans | None]
+) -> View | None:
+    """The step that is asked for, or the newest; None where none shall be shown.
+
+    A step that cannot be compared says why, in `problem`.
+    """
+    if params.get("step") == NONE:
+        return None
+    if not facts.told:
+        problem = "no rank wrote events: train with --set events=true to see what each did when"
+        return {"step": None, "problem": problem}
+    step = _number(params, "step", facts.steps[-1])
+    base = {"step": step}
+    found = spans(step)
+    if found is None:
+        ranges = ", ".join(f"{a} to {b}" for _, (a, b) in sorted(facts.told.items()))
+        return {**base, "problem": f"step {step} has no events: there are those of steps {ranges}"}
+    plan, problem = facts.plan, _mismatch(facts, found)
+    if plan is None or problem is not None:
+        return {**base, "problem": problem}
+    return {**base, **_compared(facts, plan, found, params)}
+
+
+def _mismatch(facts: RunFacts, found: StepSpans) -> str | None:
+    """Why spans cannot be held against the plan there is."""
+    if facts.plan is None:
+        return facts.no_plan
+    ran, now = facts.starts[found.restart].facts.get("layout"), str(facts.plan.layout)
+    if ran is not None and ran != now:
+        return (
+            f"start {found.restart + 1} ran {ran}, and the plan of the folder is that of the "
+            f"newest start, {now}: choose a step that the newest start ran"
+        )
+    return None
+
+
+def _compared(facts: RunFacts, plan: Plan, found: StepSpans, params: Mapping[str, str]) -> View:
+    record = facts.record(found.number, found.restart)
+    columns = _columns(plan, found.within(record))
+    if not columns:
+        return {"problem": "no pipeline has told of all its actions in this step: take another one"}
+    column = _chosen(columns, params)
+    peers = {
+        place: [spans.ranks[ranks[place]] for ranks, spans in columns.items()]
+        for place in range(plan.layout.pp)
+    }
+    mine = columns[column]
+    expected = from_plan(plan) or from_means(plan.schedule, [mine.ranks[r] for r in column])
+    beside = compare(expected, mine, column, record, peers)
+    machine = None if plan.machine is None else plan.machine.name
+    return {
+        "problem": None,
+        "restart": found.restart,
+        "rank": column[0],
+        "choices": [ranks[0] for ranks in columns],
+        "read": [len(found.ranks), found.num_ranks],
+        "seconds": {
+            "measured": beside.seconds,
+            "planned": beside.planned,
+            "pipeline": beside.ran.makespan,
+            "pipeline_planned": beside.played.makespan,
+        },
+        "says": _capital(verdict(beside, column)) + ".",
+        "basis": _BY_MEANS if machine is None else _BY_PLAN.format(machine=machine),
+        "causes": _causes(beside, column),
+        "ranks": _ranks(beside, column),
+        "calls": _calls([mine.ranks[rank] for rank in column]),
+        "picture": _picture(beside, column),
+    }
+
+
+def _columns(plan: Plan, found: StepSpans) -> Columns:
+    """The pipelines whose ranks have told of all that they did, with waiting taken apart."""
+    columns: Columns = {}
+    for ranks in plan.layout.groups("pp"):
+        if all(rank in found.ranks for rank in ranks):
+            spans = worked(found, plan.schedule, ranks)
+            if spans is not None:
+                columns[ranks] = spans
+    return columns
+
+
+def _chosen(columns: Columns, params: Mapping[str, str]) -> tuple[int, ...]:
+    """The pipeline of the rank that is asked for, or the one that computes longest: others wait."""
+    if "rank" in params:
+        rank = _number(params, "rank", 0)
+        for ranks in columns:
+            if rank in ranks:
+                return ranks
+        known = ", ".join(str(ranks[0]) for ranks in list(columns)[:8])
+        raise FivefoldError(f"rank {rank} has told nothing of this step: choose one of {known}")
+    return max(columns, key=lambda ranks: sum(own_seconds(columns[ranks].ranks[r]) for r in ranks))
+
+
+def _number(params: Mapping[str, str], name: str, usual: int) -> int:
+    text = params.get(name, str(usual))
+    if not text.isascii() or not text.isdigit() or len(text) > 9:
+        raise FivefoldError(f"{name}={text[:20]!r}: give a whole number, such as {usual}")
+    return int(text)
+
+
+def _causes(found: Comparison, column: Sequence[int]) -> list[View]:
+    """What differs, the named one first; each with what it explains of the difference."""
+    named = found.named
+    listed = [one for one in found.causes if named is None or not _holds(one, named)]
+    large = [one for one in listed if abs(one.gain) >= _LEAST * found.planned]
+    rows = [*([] if named is None else [named]), *map(narrowed, large)]
+    return [
+        {
+            "says": sentence(one, column, found.whole),
+            "gain_s": one.gain,
+            "share": one.gain / found.difference if found.difference else None,
+            "named": one is named,
+        }
+        for one in rows
+    ]
+
+
+def _holds(one: Cause, other: Cause) -> bool:
+    return one is other or any(_holds(part, other) for part in one.parts)
+
+
+def _ranks(found: Comparison, column: Sequence[int]) -> list[View]:
+    """How long each rank works and idles in the pipeline, planned and measured."""
+
+    def busy(one: Timeline, place: int) -> float:
+        return sum(one.ends[place]) - sum(one.starts[place])
+
+    placement = found.ran.schedule.placement
+    return [
+        {
+            "rank": rank,
+            "stages": list(placement.held(place)),
+            "busy_planned": busy(found.played, place),
+            "busy": busy(found.ran, place),
+            "idle_planned": found.played.makespan - busy(found.played, place),
+            "idle": found.ran.makespan - busy(found.ran, place),
+        }
+        for place, rank in enumerate(column)
+    ]
+
+
+def _calls(ranks: Sequence[RankSpans]) -> list[View]:
+    """The collectives of these ranks by axis; spans that overlap count each for itself."""
+    found: dict[str, list[float]] = {}
+    for call in (call for one in ranks for call in one.calls):
+        sums = found.setdefault(call.axis, [0, 0, 0.0])
+        for place, more in enumerate((1, call.bytes, call.end - call.begin)):
+            sums[place] += more
+    return [
+        {"axis": axis, "calls": calls, "bytes": size, "seconds": seconds}
+        for axis, (calls, size, seconds) in sorted(found.items())
+    ]
+
+
+def _picture(found: Comparison, column: Sequence[int]) -> View:
+    """Planned and measured of every rank, one under the other."""
+    schedule, played, ran = found.ran.schedule, found.played, found.ran
+    longest = max(played.makespan, ran.makespan)
+    chunks = chunks_by_rank(schedule.placement)
+    planned_waits: list[dict[Step, str]] = [{} for _ in column]
+    for wait in played.waits(longest / _SEEN):
+        planned_waits[wait.rank][wait.step] = str(wait.cause)
+    names = {
+        each: str(step) for steps in schedule.order for step in steps for each in results(step)
+    }
+    rows: list[timeline.TimelineRow] = []
+    for place, rank in enumerate(column):
+        steps = schedule.order[place]
+        waits = dict(_waits(ran, place, names, longest / _SEEN))
+        for name, times, why in (
+            ("planned", played, planned_waits[place]),
+            ("measured", ran, waits),
+        ):
+            label = f"rank {rank} {name}"
+            starts, ends = times.starts[place], times.ends[place]
+            rows.append(timeline.TimelineRow(label, steps, starts, ends, chunks[place], why))
+    headline = (
+        f"{schedule.name} on {counted(len(column), 'rank')}: planned {duration(played.makespan)}, "
+        f"measured {duration(ran.makespan)}"
+    )
+    mirrored = schedule.placement.mirrored
+    return timeline.picture(rows, longest, headline=headline, seconds=1.0, mirrored=mirrored)
+
+
+def _waits(
+    ran: Timeline, place: int, names: Mapping[Result, str], least: float
+) -> Iterator[tuple[Step, str]]:
+    """What each measured slot was waited for: the actions that send, by `names`, or nothing."""
+    free, schedule = 0.0, ran.schedule
+    for at, step in enumerate(schedule.order[place]):
+        if ran.starts[place][at] - free > least:
+            senders = [names[giver] for _, giver in awaited(schedule, step)]
+            yield step, " and ".join(senders) or "nothing"
+        free = ran.ends[place][at]
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]

@@ -1,0 +1,189 @@
+"""The page's server: loopback only, no page of another site may ask it, long work is aside.
+
+A question that takes seconds is worked on by a process of its own, which ends with whoever asked:
+sliders stay quick meanwhile, and nobody waits for what is outdated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from multiprocessing.connection import Connection
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from fivefold.core.errors import FivefoldError
+from fivefold.page import document
+from fivefold.page.questions import SLOW, Answer, RunQuestion, answer, refusal
+
+HOST = "127.0.0.1"
+_LARGEST = 2_000_000  # bytes of a question; a pasted config may have one million
+_POLL_S = 0.1
+_NICE = 15
+_GRACE_S = 1  # for answers under way when the server is told to end
+
+
+def application(start: document.PageStart, run: RunQuestion | None) -> Starlette:
+    """The page and its answers."""
+    working = asyncio.Lock()  # one long question at a time leaves processors to the quick ones
+
+    async def page(request: Request) -> Response:
+        text, policy = document.live(start)
+        return Response(text, media_type="text/html", headers=_headers(policy))
+
+    async def library(request: Request) -> Response:
+        return FileResponse(document.plotly(), media_type="text/javascript")
+
+    async def ask(request: Request) -> Response:
+        if request.headers.get("origin", _origin(request)) != _origin(request):
+            return JSONResponse({"error": "another site may not ask"}, 403)
+        name = request.path_params["name"]
+        try:
+            params = await _params(request)
+            if name in SLOW:
+                return StreamingResponse(
+                    _worked(name, params, working), media_type="application/x-ndjson"
+                )
+            found = await run_in_threadpool(answer, name, params, run)
+        except FivefoldError as error:
+            return JSONResponse(refusal(error), 422)
+        return JSONResponse(found)
+
+    routes = [
+        Route("/", page),
+        Route("/plotly.js", library),
+        Route("/ask/{name:path}", ask, methods=["POST"]),
+        Mount("/static", StaticFiles(directory=document.STATIC)),
+    ]
+    hosts = Middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])
+    return Starlette(routes=routes, middleware=[hosts])
+
+
+def serve(
+    start: document.PageStart, run: RunQuestion | None, port: int, on_ready: Callable[[str], None]
+) -> None:
+    """Serve until a signal ends it; `on_ready` is told the address."""
+    document.plotly()
+    # With the protocol said, asyncio sends at once; without, answers wait for each other's receipt.
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((HOST, port))
+        listener.listen()  # whoever is told the address may come at once
+    except OSError as error:
+        listener.close()
+        raise FivefoldError(f"port {port}: {error.strerror}; give another --port, or 0") from error
+    app = application(start, run)
+    config = uvicorn.Config(
+        app, log_level="warning", lifespan="off", timeout_graceful_shutdown=_GRACE_S
+    )
+    server = uvicorn.Server(config)
+    # Once it has shut down, uvicorn raises the signal again that ended it; this end is a good one.
+    signal.signal(signal.SIGTERM, _leave)
+    gc.collect()
+    gc.freeze()  # what is loaded stays; looking through it again and again would hold up answers
+    on_ready(f"http://{HOST}:{listener.getsockname()[1]}/")
+    with contextlib.suppress(KeyboardInterrupt):
+        server.run(sockets=[listener])
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    sys.exit(0)
+
+
+def _origin(request: Request) -> str:
+    return f"http://{request.headers.get('host', '')}"
+
+
+def _headers(policy: str) -> dict[str, str]:
+    return {
+        "content-security-policy": policy,
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+        "cache-control": "no-store",
+    }
+
+
+async def _params(request: Request) -> dict[str, str]:
+    """The parameters of a question; texts by name, and not too many bytes of them."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > _LARGEST:
+            raise FivefoldError(
+                f"a question of more than {_LARGEST:,} bytes: a config.json has a few thousand"
+            )
+    try:
+        found: Any = json.loads(body or b"{}")
+    except (ValueError, RecursionError) as error:
+        raise FivefoldError(f"not valid JSON: {error}; mend it") from error
+    if not isinstance(found, dict):
+        raise FivefoldError("a question is a JSON object of texts")
+    texts: dict[str, str] = {}
+    for name, value in found.items():  # pyright: ignore[reportUnknownVariableType]
+        if not isinstance(value, str):
+            raise FivefoldError(f"{name!r} must be a text")
+        texts[str(name)] = value  # pyright: ignore[reportUnknownArgumentType]
+    return texts
+
+
+async def _worked(name: str, params: dict[str, str], working: asyncio.Lock) -> AsyncIterator[str]:
+    """Lines of progress, then the answer; who leaves early ends the work."""
+    async with working, contextlib.aclosing(_lines(name, params)) as lines:
+        async for line in lines:
+            yield line
+
+
+async def _lines(name: str, params: dict[str, str]) -> AsyncGenerator[str]:
+    """What a worker says."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    worker = context.Process(target=_work, args=(theirs, name, params), daemon=True)
+    worker.start()
+    theirs.close()
+    try:
+        while True:
+            if not await asyncio.to_thread(ours.poll, _POLL_S):
+                continue
+            said: Answer = ours.recv()
+            yield json.dumps(said) + "\n"
+            if "progress" not in said:
+                return
+    except EOFError:
+        yield json.dumps({"error": "the worker died; see the server's output"}) + "\n"
+    finally:
+        worker.terminate()
+        worker.join()
+        ours.close()
+
+
+def _work(pipe: Connection, name: str, params: dict[str, str]) -> None:
+    """In the worker: answer one question, and leave the processors to whoever moves a slider.
+
+    A pipe that nobody reads ends it.
+    """
+    os.nice(_NICE)
+    with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):
+        try:
+            found = SLOW[name](params, lambda share: pipe.send({"progress": share}))
+        except FivefoldError as error:
+            found = refusal(error)
+        pipe.send(found)

@@ -1,0 +1,360 @@
+"""Weights in files: mapped into memory, so that the system keeps of them what there is room for."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from weakref import WeakMethod, ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fivefold.core.errors import FivefoldError
+from fivefold.core.units import Unit, UnitRow
+from fivefold.parallel.mesh import Mesh, Pending
+
+
+def on_disk(folder: Path, size: int, dtype: torch.dtype) -> Tensor:
+    """A tensor whose memory is a file in this folder, which nobody else sees or has to remove.
+
+    Its blocks are reserved first: a disk that is full later would end the process without a word.
+    """
+    num_bytes = max(1, size * dtype.itemsize)
+    try:
+        number, name = tempfile.mkstemp(prefix="weights-", dir=folder)
+    except OSError as error:
+        raise FivefoldError(f"offload to {folder}: {error.strerror}; give another folder") from None
+    try:
+        os.posix_fallocate(number, 0, num_bytes)
+        return torch.from_file(name, shared=True, size=size, dtype=dtype)
+    except OSError as error:
+        raise FivefoldError(
+            f"offload to {folder}: {error.strerror}, and {num_bytes:,} more bytes are needed; give "
+            "a folder with more room"
+        ) from error
+    finally:
+        os.close(number)
+        Path(name).unlink()
+
+
+@cache
+def _reader() -> ThreadPoolExecutor:
+    """Reads while others compute: one block ahead of its use."""
+    return ThreadPoolExecutor(1, thread_name_prefix="fivefold-read")
+
+
+class _Reading:
+    """A copy that is under way in another thread."""
+
+    def __init__(self, copied: Future[Tensor]) -> None:
+        self.copied = copied
+
+    def wait(self) -> Tensor:
+        return self.copied.result()
+
+
+def reading(target: Tensor, source: Tensor) -> _Reading:
+    """Begin to copy what lies in a file."""
+    return _Reading(_reader().submit(target.copy_, source))
+
+
+# One data unit on one rank: its flat buffers, and who fills and empties them.
+
+
+Places = Mapping[str, Sequence[tuple[nn.Module, str]]]
+"""Where each weight sits: the modules that hold it, and under which attribute."""
+Fill = Callable[[UnitRow], Tensor]
+
+
+@dataclass(frozen=True)
+class UnitOptions:
+    """How a model is sharded: the ZeRO stage, the type gradients are summed in, and where.
+
+    `without_weights` names blocks whose backward reads no weight (an embedding), so that none is
+    gathered for it. In stage 3, `keeps_weights` leaves whole weights here from their first use in a
+    step to its end; else they leave after each use, but those of the last block wait for its
+    backward where `backward_follows` the forward of the same microbatch at once. `past_autograd`
+    says that every gradient is given by name, and none by autograd. With a `master` the optimizer
+    has wider copies of the weights, and is given gradients in the type they are summed in. With a
+    folder on `disk`, stage 3 keeps weights in files there, also on one rank.
+    """
+
+    zero: int
+    grad_dtype: torch.dtype | None = None
+    offload: bool = False
+    without_weights: frozenset[str] = frozenset()
+    keeps_weights: bool = False
+    backward_follows: bool = True
+    past_autograd: bool = False
+    master: bool = False
+    disk: Path | None = None
+
+
+@dataclass(frozen=True)
+class Use:
+    """Which blocks use a unit, in forward order, and when its whole weights must be here."""
+
+    blocks: tuple[str, ...]
+    kept: bool  # from the forward to the backward: the last block is used in both at once
+    read_in_backward: bool
+
+
+@dataclass
+class OwnedShard:
+    """What the optimizer of this rank updates of one weight: all of it, or a flat part that begins
+    at element `start`.
+
+    The gradient is there after `Data.finish`, on the device, in the type of the weight or of its
+    master; a weight that is kept in host memory has it elsewhere than torch's own `grad` could be.
+    """
+
+    row: UnitRow
+    tensor: Tensor
+    start: int = 0
+    gradient: Tensor | None = None
+
+    @property
+    def grad(self) -> Tensor:
+        assert self.gradient is not None, f"{self.row.name} has no gradient"
+        return self.gradient
+
+
+class FlatUnit:
+    """The weights of a unit in one buffer, `whole`, of which this rank owns `part`.
+
+    Under stage 3 `whole` has storage only between `gather` and `release`; with offload, `part` then
+    lives in host memory, or in a file.
+    """
+
+    def __init__(
+        self, unit: Unit, use: Use, places: Places, mesh: Mesh, options: UnitOptions, fill: Fill
+    ) -> None:
+        self.unit, self.use, self.mesh, self.options = unit, use, mesh, options
+        self.arriving: Pending | None = None
+        self.summing: Pending | None = None
+        self.gradients: Tensor | None = None  # of the whole unit, this rank's share
+        self.sent: Tensor | None = None  # the same, while others read it
+        self.sent_last = False
+        self.received: Tensor | None = None  # of the part, summed over the ranks, on its way
+        self.gradient: Tensor | None = None  # of the part, summed over ranks and microbatches
+        self.parameters = self._adopt(places, fill)
+        self.missing = set(self.parameters)  # weights whose gradient this microbatch still owes
+        self.spans = {entry.row.name: (entry.start, entry.stop) for entry in unit.entries}
+        self.tell: WeakMethod[Callable[[FlatUnit], None]] | None = None
+        self.grad_dtype = options.grad_dtype or self.whole.dtype
+        self.part = self._own_part()
+        self.owned = self._owned()
+        self.present = True
+        self.release()
+
+    @property
+    def sliced(self) -> bool:
+        return self.unit.num_slices > 1
+
+    @property
+    def place(self) -> int:
+        """Which slice is this rank's."""
+        return self.mesh.place(self.unit.shard_axis) if self.sliced else 0
+
+    @property
+    def sheds_weights(self) -> bool:
+        """Whether the whole weights are here only while they are used."""
+        return self.options.zero == 3 and (self.sliced or self.options.disk is not None)
+
+    @property
+    def reduces_every_microbatch(self) -> bool:
+        return self.options.zero >= 2 and self.sliced
+
+    @property
+    def collects(self) -> bool:
+        """Whether gradients go through the flat buffer: there is somebody to sum with, or they
+        are summed over microbatches in a wider type than autograd's."""
+        kept_apart = self.options.master or self.options.disk is not None
+        return self.mesh.size(self.unit.sum_axis) > 1 or kept_apart
+
+    def _adopt(self, places: Places, fill: Fill) -> dict[str, nn.Parameter]:
+        """Put views of a flat buffer in the place of the modules' own weights."""
+        module, attribute = places[self.unit.entries[0].row.name][0]
+        dtype = getattr(module, attribute).dtype
+        self.whole = torch.zeros(self.unit.size, dtype=dtype, device=self.mesh.device)
+        parameters: dict[str, nn.Parameter] = {}
+        for entry in self.unit.entries:
+            view = self.whole[entry.start : entry.stop].view(entry.row.shape)
+            view.copy_(fill(entry.row))
+            parameters[entry.row.name] = nn.Parameter(view.data)  # with a version of its own
+            for module, attribute in places[entry.row.name]:
+                setattr(module, attribute, parameters[entry.row.name])
+        return parameters
+
+    def _own_part(self) -> Tensor:
+        size = self.unit.slice_size
+        part = self.whole[self.place * size : (self.place + 1) * size]
+        if not self.sheds_weights:
+            return part
+        if self.options.disk is not None:
+            return on_disk(self.options.disk, size, part.dtype).copy_(part)
+        if not self.options.offload:
+            return part.clone()
+        return torch.empty(size, dtype=part.dtype, pin_memory=part.is_cuda).copy_(part)
+
+    def _owned(self) -> list[OwnedShard]:
+        if not self.sliced and not self.sheds_weights:
+            rows = [entry.row for entry in self.unit.entries]
+            return [OwnedShard(row, self.parameters[row.name]) for row in rows]
+        low, starts = self.place * self.unit.slice_size, dict[str, int]()
+        for entry in self.unit.entries:
+            starts[entry.row.name] = max(0, low - entry.start)
+        return [
+            OwnedShard(row, self.part[start:stop].detach(), starts[row.name])
+            for row, start, stop in self.unit.owned(self.place)
+        ]
+
+    def watch_gradients(self, ready: Callable[[FlatUnit], None]) -> None:
+        """Collect gradients as they come; call `ready` when a microbatch has given all."""
+        if not self.collects:
+            return
+        self.tell = WeakMethod(ready)
+        if self.options.past_autograd:
+            return
+        # A weight would otherwise keep its hook, and the hook the unit, and the unit the weight.
+        this = ref(self)
+
+        def collect(name: str, parameter: Tensor) -> None:
+            unit = this()
+            assert unit is not None and parameter.grad is not None
+            gradient, parameter.grad = parameter.grad, None
+            unit.add(name, gradient)
+
+        for name, parameter in self.parameters.items():
+            parameter.register_post_accumulate_grad_hook(partial(collect, name))
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """Add to the gradient of one weight."""
+        room = self._room(name)
+        if room is None:
+            self.parameters[name].grad = gradient.to(self.whole.dtype)
+        else:
+            room.add_(gradient)
+        self._added(name)
+
+    def add_product(self, name: str, outputs_NO: Tensor, inputs_NI: Tensor) -> None:
+        """Add outputsᵀ · inputs to the gradient of one weight."""
+        room = self._room(name)
+        if room is None or room.dtype != inputs_NI.dtype:
+            self.add(name, outputs_NO.T @ inputs_NI)
+            return
+        room.addmm_(outputs_NO.T, inputs_NI)
+        self._added(name)
+
+    def _room(self, name: str) -> Tensor | None:
+        """Where the gradient of a weight is summed; None where a first one may simply be kept."""
+        parameter = self.parameters[name]
+        if not self.collects:
+            return parameter.grad
+        start, stop = self.spans[name]
+        return self.share()[start:stop].view(parameter.shape)
+
+    def _added(self, name: str) -> None:
+        self.missing.discard(name)
+        if self.tell is not None and not self.missing:
+            self.missing = set(self.parameters)
+            told = self.tell()
+            assert told is not None
+            told(self)
+
+    def share(self) -> Tensor:
+        """This rank's gradients of the whole unit; zero where no token reached a weight."""
+        if self.gradients is None:
+            self.gradients = torch.zeros(
+                self.unit.size, dtype=self.grad_dtype, device=self.mesh.device
+            )
+        return self.gradients
+
+    def gather(self) -> None:
+        """Start to bring the whole weights here, where they are not kept."""
+        if self.present:
+            return
+        self.present = True
+        self.whole.untyped_storage().resize_(self.whole.nbytes)
+        self.mesh.resized(self.whole)
+        if not self.sliced:
+            self.arriving = reading(self.whole, self.part)
+            return
+        part = self.part.to(self.mesh.device, non_blocking=True)
+        self.arriving = self.mesh.all_gather(self.whole, part, self.unit.shard_axis)
+
+    def arrive(self) -> None:
+        """Wait until what was gathered or published is here."""
+        if self.arriving is not None:
+            if self.mesh.pause is not None:
+                self.mesh.pause()
+            self.arriving.wait()
+            self.arriving = None
+
+    def release(self) -> None:
+        """Drop the whole weights, where only parts are kept."""
+        if self.present and self.sheds_weights:
+            self.arrive()
+            self.whole.untyped_storage().resize_(0)
+            self.mesh.resized(self.whole)
+            self.present = False
+
+    def send(self, last: bool) -> None:
+        """Start to sum this rank's gradients with the others'; `last` of the step or not."""
+        self.sent, self.gradients = self.share(), None
+        self.sent_last = last
+        if self.unit.expert and (copies := self.mesh.layout.same_tokens) > 1:
+            self.sent.div_(copies)
+        if self.sliced:
+            self.received = self.sent.new_empty(self.unit.slice_size)
+            self.summing = self.mesh.reduce_scatter(self.received, self.sent, self.unit.shard_axis)
+            return
+        self.received = self.sent
+        if self.mesh.size(self.unit.sum_axis) > 1:
+            self.summing = self.mesh.all_reduce(self.sent, self.unit.sum_axis, dist.ReduceOp.SUM)
+
+    def receive(self) -> None:
+        """Wait for the sum; after the last one of a step, sum over the replicas as well."""
+        if self.summing is not None:
+            self.summing.wait()
+            self.summing = None
+        assert self.received is not None
+        received, self.received, self.sent = self.received, None, None
+        self.gradient = received if self.gradient is None else self.gradient.add_(received)
+        replicated = not self.unit.expert and self.mesh.size("replicate") > 1
+        if self.sent_last and self.sliced and replicated:
+            self.summing = self.mesh.all_reduce(self.gradient, "replicate", dist.ReduceOp.SUM)
+
+    def hand_over(self) -> None:
+        """Give the optimizer its gradients, in the type of the weights it updates."""
+        if not self.collects:
+            for each in self.owned:
+                each.gradient = each.tensor.grad
+            return
+        if self.summing is not None:
+            self.summing.wait()
+            self.summing = None
+        assert self.gradient is not None
+        wanted = self.grad_dtype if self.options.master else self.part.dtype
+        gradient = self.gradient.to(wanted)
+        spans = {row.name: (start, stop) for row, start, stop in self.unit.owned(self.place)}
+        for each in self.owned:
+            start, stop = spans[each.row.name]
+            each.gradient = gradient[start:stop].view(each.tensor.shape)
+            if each.tensor.device == gradient.device and each.tensor.dtype == wanted:
+                each.tensor.grad = each.gradient
+
+    def publish(self) -> None:
+        """Let go of the gradients, and bring the updated weights to where they are held whole."""
+        self.gradient, self.sent_last = None, False
+        self.missing = set(self.parameters)
+        for each in self.owned:
+            each.gradient = each.tensor.grad = None
+        if self.sliced and not self.sheds_weights:
+            self.arriving = self.mesh.all_gather(self.whole, self.part, self.unit.shard_axis)

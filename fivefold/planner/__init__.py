@@ -1,0 +1,314 @@
+"""From a layout of a grid back to what a user would have said, so that it can be resolved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from fivefold.core import legality, models, rules
+from fivefold.core.errors import FivefoldError
+from fivefold.core.layout import MOST_RANKS, Layout
+from fivefold.core.machine import Machine
+from fivefold.core.plan import Plan, Precision, Wishes, resolve
+from fivefold.core.shape import Shape
+from fivefold.cost.grid import CONTEXTS, OFFLOADS, RECOMPUTE, SCHEDULES, Grid, require_possible
+from fivefold.cost.stack import BY_KERNELS
+from fivefold.planner.estimate import Estimate, outlook, recut
+from fivefold.planner.search import LayoutCandidate, SearchResult, SearchSetting, search
+from fivefold.planner.space import SpaceQuestion
+
+
+def layout_of(grid: Grid) -> Layout:
+    """The degrees of a one-element grid."""
+    return Layout(
+        replicate=_whole(grid, "replicate"),
+        shard=_whole(grid, "shard"),
+        tp=_whole(grid, "tp"),
+        pp=_whole(grid, "pp"),
+        cp=_whole(grid, "cp"),
+        ep=_whole(grid, "ep"),
+        etp=_whole(grid, "etp"),
+        zero=_whole(grid, "zero"),
+        sp=bool(grid.sp.item()),
+        context=CONTEXTS[_whole(grid, "context")],
+        chunks=_whole(grid, "chunks"),
+    )
+
+
+def wishes_of(grid: Grid, base: Wishes) -> Wishes:
+    """`base` with all that a one-element grid decides; nothing of its layout is left open."""
+    layout = layout_of(grid)
+    return replace(
+        base,
+        layout=str(layout),
+        gpus=layout.world,
+        zero=layout.zero,
+        gather=None,
+        sp=layout.sp,
+        context=layout.context,
+        schedule=SCHEDULES[_whole(grid, "schedule")],
+        chunks=layout.chunks,
+        stage_layers=None,
+        microbatches=_whole(grid, "microbatches"),
+        microbatch_size=_whole(grid, "rows"),
+        batch=None,
+        recompute=RECOMPUTE[_whole(grid, "recompute")],
+    )
+
+
+def _whole(grid: Grid, name: str) -> int:
+    return round(float(getattr(grid, name).item()))
+
+
+# From wishes to the best plans: what is asked, searched, played and ranked.
+
+
+Progress = Callable[[float], None]
+PRECISIONS = ("bf16", "fp8", "fp32", "fp16")
+OBJECTIVES = ("tokens", "gpus", "gpu-hours")
+# What is kept for each layout that is shown: some differ only in what changes nothing.
+_SPARE = 12
+_MOST_FRONT = 5
+_MOST_ACTIONS = 30_000  # of a schedule that is played for the front alone
+_LEAST_TOKENS = 4 << 20  # of a step, where nobody says
+_TOKENS_PER_GPU = 1 << 10
+_RUNS = ("bf16", "fp16", "fp32")  # precisions of the runtime
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """A job whose layout is open."""
+
+    wishes: Wishes
+    shape: Shape
+    question: SpaceQuestion
+    setting: SearchSetting
+    notes: tuple[str, ...] = ()
+
+    def on(self, gpus: int) -> PlanRequest:
+        """The same on another number of GPUs."""
+        return replace(self, question=replace(self.question, gpus=gpus))
+
+
+@dataclass(frozen=True)
+class PlanAnswer:
+    """Plans by their played step, the fastest first, and how many layouts were weighed."""
+
+    inquiry: PlanRequest
+    plans: tuple[Estimate, ...]
+    front: tuple[Estimate, ...]  # each more memory for less time
+    candidates: int
+    passed_over: int
+    seconds: float
+
+
+def setting_of(
+    machine: Machine, precision: str, headroom: float, kernels: str, imbalance: float
+) -> tuple[SearchSetting, list[str]]:
+    """How the job is estimated; a precision that the chip lacks is replaced, and that is said."""
+    known = machine.peaks.known()
+    stack = BY_KERNELS[kernels]
+    if precision in known:
+        return SearchSetting(machine, stack, precision, headroom, imbalance), []
+    if precision == "fp8":
+        machine.peak(precision)  # which says what there is
+    other = next((each for each in _RUNS if each in known), next(iter(known)))
+    note = f"{machine.name} has no {precision} units: estimated in {other}"
+    return SearchSetting(machine, stack, other, headroom, imbalance), [note]
+
+
+def inquiry(
+    wishes: Wishes,
+    machine: Machine,
+    fixed: Mapping[str, int | str],
+    *,
+    precision: str,
+    headroom: float,
+    kernels: str = "compiled",
+    imbalance: float = 1.0,
+) -> PlanRequest:
+    """What is asked, with defaults for the sequence and the batch."""
+    shape = models.with_overrides(models.load(wishes.model), wishes.set)
+    require_possible(shape, imbalance)
+    gpus = wishes.gpus or 1
+    seq = wishes.seq if wishes.seq is not None else min(8192, shape.max_seq)
+    batch = default_batch(gpus, seq) if wishes.batch is None else wishes.batch
+    reasons = legality.problems(Layout(), shape, seq=seq, batch=batch, microbatch_size=1)
+    reasons += list(rules.bad_counts({"seq": seq, "gpus": gpus}).values())
+    if reasons:
+        raise FivefoldError("; ".join(dict.fromkeys(reasons)))
+    setting, notes = setting_of(machine, precision, headroom, kernels, imbalance)
+    if wishes.batch is None:
+        notes.append(f"global batch {batch:,} sequences by default: say another with --batch")
+    runs_in = precision if precision in _RUNS else "bf16"
+    if runs_in != precision:
+        notes.append(f"estimated in {precision}; the runtime and the written plan have {runs_in}")
+    wishes = replace(wishes, seq=seq, precision=runtime_precision(runs_in))
+    question = SpaceQuestion(shape, gpus, seq, batch, domains(machine), fixed)
+    return PlanRequest(wishes, shape, question, setting, tuple(notes))
+
+
+def runtime_precision(name: str) -> Precision:
+    """What a run computes in that is estimated in this; the runtime has no fp8."""
+    return "fp32" if name == "fp32" else "fp16" if name == "fp16" else "bf16"
+
+
+def domains(machine: Machine) -> tuple[int, ...]:
+    """Sizes of the machine's domains, inside which sharding may stay."""
+    return tuple(tier.size for tier in machine.tiers if tier.size)
+
+
+def default_batch(gpus: int, seq: int) -> int:
+    """Sequences of 4 Mi tokens, of 1 Ki a GPU on a large machine; data ranks can share them."""
+    tokens = max(_LEAST_TOKENS, _TOKENS_PER_GPU * gpus)
+    odd = gpus
+    while odd % 2 == 0 and odd:
+        odd //= 2
+    return -(-max(1, tokens // seq) // max(1, odd)) * max(1, odd)
+
+
+def answer(asked: PlanRequest, top: int, on_progress: Progress | None = None) -> PlanAnswer:
+    """Search, play what is best, and rank by what was played; refuse where nothing fits."""
+    result = search(asked.question, asked.setting, max(1, top) * _SPARE, on_progress)
+    if not result.best:
+        raise FivefoldError(_refusal(asked, result))
+    played = sorted(_played(asked, _distinct(result.best)[:top]), key=lambda one: one.step)
+    played[0] = recut(played[0])
+    fitting = [one for one in result.front if one.bytes <= asked.setting.capacity]
+    front = _front(asked, fitting)
+    numbers = (result.candidates, result.passed_over, result.seconds)
+    return PlanAnswer(asked, tuple(played), tuple(_falling(front)), *numbers)
+
+
+def _front(asked: PlanRequest, found: list[LayoutCandidate]) -> tuple[Estimate, ...]:
+    """Some of the front, played; not those whose bound had promised more than a leaner one has."""
+    few = _few(found)
+    pairs = zip(few, _played(asked, few), strict=True)
+    return tuple(
+        each
+        for one, each in pairs
+        if not any(other.bytes < one.bytes and other.seconds < each.step for other in found)
+    )
+
+
+def _few(front: list[LayoutCandidate]) -> list[LayoutCandidate]:
+    """Some of a long front, from end to end, but for those that would take long to play."""
+    front = [one for one in front if _num_actions(one) <= _MOST_ACTIONS] or front[-1:]
+    places = {round(i * (len(front) - 1) / (_MOST_FRONT - 1)) for i in range(_MOST_FRONT)}
+    return [front[place] for place in sorted(places)]
+
+
+def _num_actions(one: LayoutCandidate) -> float:
+    """Of all ranks in a step, at most."""
+    return 3 * float((one.grid.pp * one.grid.chunks * one.grid.microbatches).item())
+
+
+def _distinct(found: list[LayoutCandidate]) -> list[LayoutCandidate]:
+    """Of those that differ only in chunks or in what changes nothing, the best, in order."""
+    groups: dict[tuple[float, ...], LayoutCandidate] = {}
+    for one in sorted(found, key=_plainness):
+        grid = one.grid
+        columns = (grid.tp, grid.cp, grid.pp, grid.dp, grid.ep, grid.etp, grid.rows)
+        key = tuple(each.item() for each in (*columns, grid.recompute, grid.schedule))
+        groups.setdefault(key, one)
+    return list(groups.values())
+
+
+def _plainness(one: LayoutCandidate) -> tuple[float, ...]:
+    """Seconds to four digits, the kind of context by its place in the list, bytes."""
+    return float(f"{one.seconds:.4g}"), one.grid.context.item(), one.bytes
+
+
+def _played(asked: PlanRequest, found: list[LayoutCandidate]) -> Iterator[Estimate]:
+    for one in found:
+        plan = resolve(wishes_of(one.grid, asked.wishes))
+        yield outlook(plan, asked.setting, OFFLOADS[int(one.grid.offload.item())])
+
+
+def _falling(found: tuple[Estimate, ...]) -> Iterator[Estimate]:
+    """The front again, for played steps may lie otherwise than ranked ones."""
+    fastest = float("inf")
+    for one in sorted(found, key=lambda each: each.total):
+        if one.step < fastest:
+            fastest = one.step
+            yield one
+
+
+def _refusal(asked: PlanRequest, result: SearchResult) -> str:
+    """Why nothing fits, and how many GPUs it would take."""
+    question, setting = asked.question, asked.setting
+    head = f"{asked.shape.name} on {question.place} of {setting.machine.name}"
+    fixed = " ".join(f"{key}={value}" for key, value in (question.fixed or {}).items())
+    if result.leanest is None:
+        given = f" with {fixed}" if fixed else ""
+        return (
+            f"{head}: no legal layout{given} for a global batch of {question.batch:,} sequences of "
+            f"{question.seq:,} tokens; change --batch, --gpus or --fix"
+        )
+    lean = result.leanest
+    need = f"{lean.bytes / 2**30:,.1f} GiB of {setting.capacity / 2**30:,.1f}"
+    way = "lower the batch, the sequence or --headroom, or fix less"
+    if enough := gpus_needed(asked):
+        way = f"it takes {enough:,} GPUs"
+    leanest = f"the leanest layout, {layout_of(lean.grid)}, needs {need} a GPU"
+    return f"{head} does not fit: {leanest}; {way}"
+
+
+def gpus_needed(asked: PlanRequest) -> int | None:
+    """The smallest number of GPUs, in powers of two from twice as many, on which something fits."""
+    gpus = 2 * asked.question.gpus
+    while gpus <= MOST_RANKS:
+        if search(asked.on(gpus).question, asked.setting, 1).best:
+            return gpus
+        gpus *= 2
+    return None
+
+
+def fewest(asked: PlanRequest, top: int, on_progress: Progress | None = None) -> PlanAnswer:
+    """The answer on the fewest GPUs, halving those that are there as long as something fits."""
+    found = answer(asked, top, on_progress)
+    for gpus in _halves(asked.question.gpus):
+        smaller = asked.on(gpus)
+        if not search(smaller.question, smaller.setting, 1).best:
+            break
+        found = answer(smaller, top, on_progress)
+    return found
+
+
+def cheapest(asked: PlanRequest, top: int, on_progress: Progress | None = None) -> PlanAnswer:
+    """The answer with the fewest GPU-hours a token, on as many GPUs as there are or fewer.
+
+    Offload is left out unless it is asked for: what it costs the host is not known.
+    """
+    fixed = {"offload": "none", **(asked.question.fixed or {})}
+    asked = replace(asked, question=replace(asked.question, fixed=fixed))
+    best = answer(asked, top, on_progress)
+    for gpus in _halves(asked.question.gpus):
+        smaller = asked.on(gpus)
+        if not search(smaller.question, smaller.setting, 1).best:
+            break
+        found = answer(smaller, top, on_progress)
+        if found.plans[0].tokens_per_s_per_gpu > best.plans[0].tokens_per_s_per_gpu:
+            best = found
+    return best
+
+
+def _halves(gpus: int) -> Iterator[int]:
+    while gpus % 2 == 0 and gpus > 1:
+        gpus //= 2
+        yield gpus
+
+
+def single(
+    plan: Plan,
+    machine: Machine,
+    *,
+    precision: str,
+    headroom: float,
+    kernels: str = "compiled",
+    imbalance: float = 1.0,
+) -> Estimate:
+    """A plan whose layout is given."""
+    require_possible(plan.shape, imbalance)
+    setting, notes = setting_of(machine, precision, headroom, kernels, imbalance)
+    return outlook(replace(plan, notes=(*plan.notes, *notes)), setting)

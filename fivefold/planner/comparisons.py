@@ -1,0 +1,276 @@
+"""Each dimension alone on the same GPUs: what it does to the batch, to memory, and to a step."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import NamedTuple
+
+from fivefold.core.errors import FivefoldError, UnknownName
+from fivefold.core.layout import Layout
+from fivefold.core.plan import Plan, Wishes, resolve
+from fivefold.core.rules import divisors, problems
+from fivefold.cost.axis_collectives import wide_size
+from fivefold.cost.collectives import ITEMSIZE, predict
+from fivefold.cost.grid import RECOMPUTE
+from fivefold.planner import PlanRequest, Progress, wishes_of
+from fivefold.planner.estimate import Estimate, outlook
+from fivefold.planner.search import search
+
+
+class StrategyTraffic(NamedTuple):
+    """What one rank moves along an axis in a step."""
+
+    axis: str
+    kind: str
+    calls: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One dimension alone, as far as it goes; data ranks have the rest of the GPUs."""
+
+    name: str
+    layout: Layout
+    least_batch: int  # sequences of a step, below which ranks have nothing to do
+    outlook: Estimate | None
+    moved: tuple[StrategyTraffic, ...]
+    refused: str = ""
+
+
+def alone(asked: PlanRequest) -> Iterator[Strategy]:
+    """Every dimension alone for this model."""
+    gpus = asked.question.gpus
+    for zero in range(4):
+        yield _strategy(asked, f"ZeRO-{zero}" if zero else "DP", Layout(shard=gpus, zero=zero))
+    for name, sp in (("TP", False), ("TP+SP", True)):
+        yield _largest(asked, name, "tp", Layout(sp=sp, zero=0))
+    yield _largest(asked, "PP", "pp", Layout(zero=0))
+    yield _largest(asked, "CP", "cp", Layout(zero=0))
+    if asked.shape.moe is not None:
+        yield _largest(asked, "EP", "ep", Layout(zero=0))
+
+
+def _largest(asked: PlanRequest, name: str, axis: str, base: Layout) -> Strategy:
+    """The axis at the largest degree that the model and the GPUs allow."""
+    gpus, seq = asked.question.gpus, asked.question.seq
+    for degree in reversed(divisors(gpus)):
+        rest = gpus if axis == "ep" else gpus // degree
+        layout = replace(base, **{axis: degree}, shard=rest)
+        if not problems(layout, asked.shape, seq=seq):
+            return _strategy(asked, name, layout)
+    raise AssertionError("a degree of 1 is always legal")
+
+
+def _strategy(asked: PlanRequest, name: str, layout: Layout) -> Strategy:
+    least = layout.dp * layout.pp
+    try:
+        plan = resolve(_wishes(asked, layout))
+    except FivefoldError as error:
+        return Strategy(name, layout, least, None, (), _first_reason(error))
+    return Strategy(name, layout, least, outlook(plan, asked.setting), _moved(plan))
+
+
+def _wishes(asked: PlanRequest, layout: Layout) -> Wishes:
+    return replace(
+        asked.wishes,
+        layout=str(layout),
+        zero=layout.zero,
+        sp=layout.sp,
+        schedule="1f1b",
+        recompute="none",
+        context="zigzag",
+        chunks=None,
+        microbatches=None,
+        microbatch_size=1,
+        batch=asked.question.batch,
+        gpus=layout.world,
+    )
+
+
+def _first_reason(error: FivefoldError) -> str:
+    reasons = getattr(error, "reasons", None)
+    return reasons[0] if reasons else str(error)
+
+
+def _moved(plan: Plan) -> tuple[StrategyTraffic, ...]:
+    """The collectives of rank 0, equal ones together."""
+    itemsize = ITEMSIZE[plan.precision]
+    counts: Counter[tuple[str, str]] = Counter()
+    sizes: Counter[tuple[str, str]] = Counter()
+    for one in predict(plan, 0, itemsize=itemsize, grad_itemsize=wide_size(itemsize)):
+        counts[one.axis, one.kind] += one.count
+        sizes[one.axis, one.kind] += one.count * one.bytes
+    found = [
+        StrategyTraffic(*key, counts[key], sizes[key]) for key in counts if sizes[key] >= 1 << 20
+    ]
+    return tuple(sorted(found, key=lambda one: -one.bytes))
+
+
+# Curves: memory and speed of the best layout of each strategy, along sequences or GPUs.
+
+
+STRATEGIES: Mapping[str, Mapping[str, int]] = {
+    "data": {"tp": 1, "pp": 1, "cp": 1},
+    "data+tensor": {"pp": 1, "cp": 1},
+    "data+pipeline": {"tp": 1, "cp": 1},
+    "data+context": {"tp": 1, "pp": 1},
+    "all": {},
+}
+AXES = ("seq", "gpus")
+_UNITS = {"k": 1 << 10, "m": 1 << 20}
+_MOST_POINTS = 16
+
+
+@dataclass(frozen=True)
+class Point:
+    """The best layout of a strategy at one place; the leanest where none fits, None where none is
+    legal."""
+
+    value: int
+    strategy: str
+    recompute: str
+    outlook: Estimate | None
+
+    @property
+    def fits(self) -> bool:
+        return self.outlook is not None and self.outlook.over <= 0
+
+
+def parse_sweep(text: str) -> tuple[str, list[int]]:
+    """Read `seq=4k..1m` or `gpus=8..16384`: the axis, and values that double.
+
+    >>> parse("seq=4k..16k")
+    ('seq', [4096, 8192, 16384])
+    """
+    axis, _, span = text.partition("=")
+    low, dots, high = span.partition("..")
+    if axis not in AXES or not dots:
+        raise FivefoldError(f"--sweep {text!r}: write seq=4k..1m or gpus=8..16384")
+    first, last = whole(low, "--sweep"), whole(high, "--sweep")
+    values = [first]
+    while values[-1] * 2 <= last and len(values) <= _MOST_POINTS:
+        values.append(values[-1] * 2)
+    if last < first or len(values) > _MOST_POINTS:
+        raise FivefoldError(
+            f"--sweep {text!r}: give two numbers that rise, at most {_MOST_POINTS - 1} doublings"
+        )
+    return axis, values
+
+
+def whole(text: str, option: str) -> int:
+    """A whole number; 4k is 4,096 and 1m 1,048,576.
+
+    >>> whole("128k", "--seq")
+    131072
+    """
+    unit = _UNITS.get(text[-1:].lower(), 1)
+    digits = text[:-1] if unit > 1 else text
+    if not digits.isdecimal() or not 0 < int(digits) * unit <= 10**9:
+        raise FivefoldError(f"{option}: {text!r} is no whole number such as 8192, 8k or 1m")
+    return int(digits) * unit
+
+
+def sweep(
+    asked: PlanRequest, axis: str, values: list[int], on_progress: Progress | None = None
+) -> Iterator[Point]:
+    """Every point of every curve. Tokens of a step stay as they are, as far as they can."""
+    fixed = asked.question.fixed or {}
+    strategies = [name for name, on in STRATEGIES.items() if _agree(on, fixed)]
+    cells = [*product(strategies, RECOMPUTE, values)]
+    for number, (name, kind, value) in enumerate(cells):
+        if _agree({"recompute": kind}, fixed):
+            one = _placed(asked, axis, value, {**fixed, **STRATEGIES[name], "recompute": kind})
+            yield Point(value, name, kind, _best(one))
+        if on_progress is not None:
+            on_progress((number + 1) / len(cells))
+
+
+def _agree(one: Mapping[str, int | str], other: Mapping[str, int | str]) -> bool:
+    return all(other.get(key, value) == value for key, value in one.items())
+
+
+def _placed(
+    asked: PlanRequest, axis: str, value: int, fixed: Mapping[str, int | str]
+) -> PlanRequest:
+    question = replace(asked.question, fixed={"offload": "none", **fixed})
+    if axis == "gpus":
+        return replace(asked, question=replace(question, gpus=value))
+    batch = max(1, question.batch * question.seq // value)
+    wishes = replace(asked.wishes, seq=value)
+    return replace(asked, wishes=wishes, question=replace(question, seq=value, batch=batch))
+
+
+def _best(asked: PlanRequest) -> Estimate | None:
+    result = search(asked.question, asked.setting, 1)
+    found = result.best[0] if result.best else result.leanest
+    if found is None:
+        return None
+    return outlook(resolve(wishes_of(found.grid, asked.wishes)), asked.setting)
+
+
+# What if: the same job with another machine, more GPUs, longer rows, a larger batch.
+
+
+KEYS = ("gpus", "seq", "batch", "machine")
+
+
+def parse_changes(text: str) -> dict[str, str]:
+    """Read `gpus=2x seq=32k machine=gb200`."""
+    found: dict[str, str] = {}
+    for word in text.replace(",", " ").split():
+        key, equals, value = word.partition("=")
+        if key not in KEYS:
+            raise UnknownName("--what-if", key, KEYS)
+        if not equals or not value:
+            raise FivefoldError(f"--what-if {word!r}: write {key}=2x, or {key}= and a value")
+        found[key] = value
+    if not found:
+        raise FivefoldError("--what-if: write what changes, such as gpus=2x or seq=32k")
+    return found
+
+
+def changed(wishes: Wishes, changes: dict[str, str], **now: int) -> Wishes:
+    """The wishes with the changes; `now` are the numbers that 2x doubles."""
+    found = wishes
+    for key, value in changes.items():
+        if key == "machine":
+            found = replace(found, machine=value)
+        else:
+            found = replace(found, **{key: scaled(now[key], value, key)})
+    return found
+
+
+def scaled(number: int, text: str, key: str) -> int:
+    """`2x` and `0.5x` of a number, or another number.
+
+    >>> scaled(8, "2x", "gpus"), scaled(8, "0.5x", "gpus"), scaled(8, "4k", "seq")
+    (16, 4, 4096)
+    """
+    factor = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,6})?)x", text)
+    if factor is None:
+        return whole(text, f"--what-if {key}")
+    value = number * float(factor[1])
+    if value != int(value) or value < 1:
+        raise FivefoldError(f"--what-if {key}={text}: {number:,} times that is no whole number")
+    return int(value)
+
+
+def stretched(plan: Plan, changes: dict[str, str]) -> Wishes:
+    """A plan with the changes: more GPUs are more data ranks, all else of the layout stays."""
+    batch, layout = plan.batch, plan.layout
+    now = {"gpus": layout.world, "seq": batch.seq, "batch": batch.sequences}
+    wishes = replace(plan.wishes, batch=batch.sequences, microbatches=None, ep_nodes=None)
+    wishes = changed(wishes, changes, **now)
+    gpus = wishes.gpus or layout.world
+    inner = layout.replicate * layout.tp * layout.cp * layout.pp
+    if gpus % inner:
+        raise FivefoldError(
+            f"--what-if gpus={gpus}: not a multiple of the {inner} ranks that {layout} has beside "
+            "its shards; leave --layout out to search anew"
+        )
+    return replace(wishes, layout=str(replace(layout, shard=gpus // inner)), gpus=gpus)

@@ -1,0 +1,286 @@
+"""Why a layout and not its neighbours: each degree is changed, and what that does is computed.
+
+The GPUs and the global batch stay. Another axis takes or gives the factor, and what hangs on the
+degrees loosely (ZeRO stage, recomputation, rows of a microbatch) is chosen anew: a neighbour is the
+best layout near the given one that has the changed degree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+
+from fivefold.core.errors import FivefoldError
+from fivefold.core.layout import Layout
+from fivefold.core.legality import problems
+from fivefold.core.plan import Plan
+from fivefold.core.schedule.choose import choose
+from fivefold.cost.grid import OFFLOADS, RECOMPUTE, Grid, of_plan, schedule_number
+from fivefold.cost.memory import ledger
+from fivefold.cost.step_time import timing
+from fivefold.planner.estimate import Bytes, Estimate, Seconds
+from fivefold.planner.search import SearchSetting
+
+PARTNERS = ("dp", "pp", "cp", "tp")
+_MOST_ROWS = 8
+
+
+@dataclass(frozen=True)
+class Neighbour:
+    """The best layout near a given one with one thing changed, and by how much it differs.
+
+    `refused` is the rule that leaves no legal layout there.
+    """
+
+    axis: str
+    value: int | str
+    layout: Layout | None = None
+    recompute: str = ""
+    refused: str = ""
+    seconds: float = 0.0  # of a step, above the given layout's
+    parts: Seconds | None = None  # the same by part
+    over: float = 0.0  # bytes above what may be used
+    memory: Bytes | None = None  # bytes above the given layout's, by category
+    tier: str = ""  # the slowest link that the changed axis crosses
+
+
+@dataclass(frozen=True)
+class Takeaway:
+    """One axis of a layout, and what its neighbours say about it."""
+
+    axis: str
+    value: int | str
+    tier: str  # the slowest link that it crosses, where it has more than one rank
+    neighbours: tuple[Neighbour, ...]
+
+
+class _Variant(NamedTuple):
+    layout: Layout
+    rows: int
+    microbatches: int
+    recompute: str
+    schedule: str
+
+
+def takeaways(chosen: Estimate) -> list[Takeaway]:
+    """Every axis of the layout with its neighbours."""
+    plan, layout = chosen.plan, chosen.plan.layout
+    own = _weighed(chosen, [_own(plan)])
+    found: list[Takeaway] = []
+    for axis in ("tp", "cp", "pp", "ep") if plan.shape.moe else ("tp", "cp", "pp"):
+        degree = getattr(layout, axis)
+        near = tuple(_neighbour(chosen, own, axis, other) for other in _degrees(degree))
+        near = tuple(one for one in near if not _is_hopeless(one, degree))
+        tier = _tier(layout, axis, chosen.setting) if degree > 1 else ""
+        found.append(Takeaway(axis, degree, tier, near))
+    found += _loose(chosen, own)
+    return found
+
+
+def _degrees(degree: int) -> list[int]:
+    """Half, twice, and none at all."""
+    others = [1] if degree > 2 else []
+    return [*others, *([degree // 2] if degree % 2 == 0 else []), 2 * degree]
+
+
+def _is_hopeless(one: Neighbour, degree: int) -> bool:
+    """Whether a neighbour says nothing: an axis that is not used and cannot be."""
+    return degree == 1 and bool(one.refused)
+
+
+def _loose(chosen: Estimate, own: _Books) -> Iterator[Takeaway]:
+    """ZeRO stages, recomputation and microbatches, each changed alone."""
+    plan, layout = chosen.plan, chosen.plan.layout
+    mine = _own(plan)
+    if layout.shard * layout.cp > 1:
+        stages = [(zero, replace(layout, zero=zero)) for zero in range(4) if zero != layout.zero]
+        near = [_alone(chosen, own, "zero", n, mine._replace(layout=one)) for n, one in stages]
+        yield Takeaway("zero", layout.zero, _tier(layout, "fsdp", chosen.setting), tuple(near))
+    kinds = [kind for kind in RECOMPUTE if kind != plan.recompute.kind]
+    near = [_alone(chosen, own, "recompute", k, mine._replace(recompute=k)) for k in kinds]
+    yield Takeaway("recompute", plan.recompute.kind, "", tuple(near))
+    sizes = [mine.rows * 2, *([mine.rows // 2] if mine.rows % 2 == 0 else [])]
+    whole = mine.rows * mine.microbatches
+    near = [
+        _alone(chosen, own, "microbatch", n, mine._replace(rows=n, microbatches=whole // n))
+        for n in sizes
+        if whole % n == 0
+    ]
+    yield Takeaway("microbatch", mine.rows, "", tuple(near))
+
+
+def _own(plan: Plan) -> _Variant:
+    batch = plan.batch
+    numbers = (batch.microbatch_size, batch.microbatches)
+    return _Variant(plan.layout, *numbers, plan.recompute.kind, plan.wishes.schedule)
+
+
+def _neighbour(chosen: Estimate, own: _Books, axis: str, degree: int) -> Neighbour:
+    """The best layout with this degree; of those that do not fit, the leanest."""
+    legal: list[_Variant] = []
+    refused = ""
+    for layout in _exchanged(chosen.plan.layout, axis, degree):
+        for variant in _variants(chosen.plan, layout):
+            reasons = _reasons(chosen.plan, variant)
+            refused = refused or (reasons[0] if reasons else "")
+            # No rule is about recomputation.
+            legal += [] if reasons else [variant._replace(recompute=kind) for kind in RECOMPUTE]
+    if not legal:
+        return Neighbour(axis, degree, refused=refused or "no axis can take or give the factor")
+    return _best(chosen, own, axis, degree, legal)
+
+
+def _alone(
+    chosen: Estimate, own: _Books, axis: str, value: int | str, variant: _Variant
+) -> Neighbour:
+    if reasons := _reasons(chosen.plan, variant):
+        return Neighbour(axis, value, refused=reasons[0])
+    return _best(chosen, own, axis, value, [variant])
+
+
+def _exchanged(layout: Layout, axis: str, degree: int) -> Iterator[Layout]:
+    """Layouts of as many ranks, in which one other axis makes up for the change."""
+    if axis == "ep":
+        yield replace(layout, ep=degree)
+        return
+    for partner in PARTNERS:
+        if partner == axis:
+            continue
+        here = layout.dp if partner == "dp" else getattr(layout, partner)
+        there, rest = divmod(here * getattr(layout, axis), degree)
+        if rest or not there:
+            continue
+        if partner != "dp":
+            yield replace(layout, **{axis: degree, partner: there})
+            continue
+        outer = layout.replicate if there % layout.replicate == 0 else 1
+        yield replace(layout, **{axis: degree}, replicate=outer, shard=there // outer)
+
+
+def _variants(plan: Plan, layout: Layout) -> Iterator[_Variant]:
+    """One layout with every choice of what hangs on it loosely, but for recomputation."""
+    in_rank = plan.batch.sequences // layout.dp
+    stages = range(4) if layout.shard * layout.cp > 1 else (0,)
+    sizes = [n for n in range(1, _MOST_ROWS + 1) if in_rank and in_rank % n == 0]
+    choices = product(_schedules(plan, layout), stages, sizes or [1])
+    for (schedule, chunks), zero, rows in choices:
+        count = max(1, in_rank // rows)
+        split = replace(layout, zero=zero, chunks=chunks)
+        yield _Variant(split, rows, count, plan.recompute.kind, schedule)
+
+
+def _schedules(plan: Plan, layout: Layout) -> list[tuple[str, int]]:
+    """The plan's own schedule, with as few chunks as it can, and the plain one."""
+    own = plan.wishes.schedule
+    if layout.pp == 1:
+        return [(own, 1)]
+    kept = [(own, plan.layout.chunks)] if plan.layout.pp > 1 else []
+    fewest = choose(own).default_chunks
+    return list(dict.fromkeys([*kept, (own, fewest), ("1f1b", 1)]))
+
+
+def _reasons(plan: Plan, variant: _Variant) -> list[str]:
+    return problems(
+        variant.layout,
+        plan.shape,
+        seq=plan.batch.seq,
+        batch=plan.batch.sequences,
+        microbatch_size=variant.rows,
+        microbatches=variant.microbatches,
+        gpus=plan.layout.world,
+        chunks=variant.layout.chunks,
+        schedule=choose(variant.schedule),
+    )
+
+
+class _Books(NamedTuple):
+    """Seconds and bytes of several variants: parts by name, each with one value a variant."""
+
+    step: np.ndarray
+    parts: dict[str, np.ndarray]
+    total: np.ndarray
+    memory: dict[str, np.ndarray]
+
+
+def _weighed(chosen: Estimate, variants: list[_Variant]) -> _Books:
+    """All variants at once, by the closed forms."""
+    plan, setting = chosen.plan, chosen.setting
+    grid = _grid(plan, variants, chosen.offload)
+    asked = (plan.shape, setting.machine, setting.stack, grid, plan.batch.seq, *setting.how)
+    times, books = timing(*asked), ledger(*asked)
+    count = (len(variants),)
+    return _Books(
+        np.broadcast_to(times.step, count),
+        {name: np.broadcast_to(each, count) for name, each in times.parts.items()},
+        np.broadcast_to(books.total, count),
+        {name: np.broadcast_to(each, count) for name, each in books.parts.items()},
+    )
+
+
+def _grid(plan: Plan, variants: list[_Variant], offload: str) -> Grid:
+    """The variants as one grid."""
+    one = of_plan(plan)
+    layouts = [variant.layout for variant in variants]
+    named = {
+        each.name: np.array([float(getattr(layout, each.name)) for layout in layouts])
+        for each in fields(Grid)
+        if each.name not in ("rows", "microbatches", "recompute", "schedule")
+        and each.name not in ("sp", "offload", "context")
+    }
+    return Grid(
+        **named,
+        rows=np.array([float(each.rows) for each in variants]),
+        microbatches=np.array([float(each.microbatches) for each in variants]),
+        recompute=np.array([float(RECOMPUTE.index(each.recompute)) for each in variants]),
+        schedule=np.array([float(schedule_number(each.schedule)) for each in variants]),
+        sp=np.array([layout.sp for layout in layouts]),
+        offload=np.full(len(variants), float(OFFLOADS.index(offload))),
+        context=np.repeat(one.context, len(variants)),
+    )
+
+
+def _best(
+    chosen: Estimate, own: _Books, axis: str, value: int | str, legal: list[_Variant]
+) -> Neighbour:
+    found = _weighed(chosen, legal)
+    over = found.total - chosen.setting.capacity
+    fitting = np.where(over <= 0, found.step, np.inf)
+    place = int(fitting.argmin() if np.isfinite(fitting).any() else over.argmin())
+    layout = legal[place].layout
+    return Neighbour(
+        axis,
+        value,
+        layout=layout,
+        recompute=legal[place].recompute,
+        seconds=float(found.step[place] - own.step[0]),
+        parts=_difference(found.parts, own.parts, place),
+        over=float(over[place]),
+        memory=_difference(found.memory, own.memory, place),
+        tier=_tier(layout, axis, chosen.setting) if axis in PARTNERS or axis == "ep" else "",
+    )
+
+
+def _difference(
+    found: dict[str, np.ndarray], own: dict[str, np.ndarray], place: int
+) -> dict[str, float]:
+    """What each name has more than the given layout's."""
+    nothing = np.zeros(place + 1)
+    return {
+        name: float(found.get(name, nothing)[place] - own.get(name, nothing)[0])
+        for name in {**own, **found}
+    }
+
+
+def _tier(layout: Layout, axis: str, setting: SearchSetting) -> str:
+    """The slowest link between neighbours of an axis; the first and the last group tell."""
+    ends = (layout.group(axis, 0), layout.group(axis, layout.world - 1))
+    tiers = setting.machine.tiers
+    try:
+        found = [setting.machine.tier_of((group[0], group[-1])) for group in ends]
+    except FivefoldError:  # more ranks than the machine's outermost domain holds
+        return tiers[-1].name
+    return max(found, key=tiers.index).name

@@ -1,0 +1,282 @@
+"""A training run as values: what is known of a step, where the time went, and the whole of it.
+
+`StepRecord` is a line of a run's `metrics.jsonl`. A run may be started several times; the records
+of steps that a restart had to repeat are lost, and count as time but not as training.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from statistics import median
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fivefold.core.count import training_flops
+from fivefold.core.plan import Plan
+
+if TYPE_CHECKING:
+    from fivefold.planner.estimate import Estimate
+
+
+GIB = 1 << 30
+BUILD, LOAD, SAVE, EVAL = "build", "load", "save", "eval"  # what a run does besides its steps
+STEPS, LOST, SKIPPED, DOWN, OTHER = "steps", "lost", "skipped", "down", "other"
+_NAMES = (STEPS, BUILD, LOAD, SAVE, EVAL, SKIPPED, LOST, DOWN, OTHER)
+_WINDOW = 100  # steps that the time to come is judged by
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """What the plan expects of every step."""
+
+    step_s: float
+    tokens_per_s: float
+    mfu: float
+    memory_gib: float
+
+    @classmethod
+    def of(cls, outlook: Estimate) -> PlannedStep:
+        """The planner's forecast."""
+        rate = outlook.tokens_per_s_per_gpu * outlook.plan.layout.world
+        return cls(outlook.step, rate, outlook.mfu, outlook.allocated / GIB)
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One step. What is unknown is None; a loss or norm that is no finite number makes it skipped.
+
+    `spent` are the seconds since the record before, outside of the step, by what they went to;
+    `wall` the seconds since the run's first start; `restart` counts its starts, from 0.
+    """
+
+    step: int  # from 1
+    loss: float
+    norm: float
+    lr: float
+    seconds: float
+    tokens: int
+    world: int
+    first_sample: int
+    num_samples: int
+    wall: float
+    restart: int = 0
+    mfu: float | None = None
+    memory_gib: float | None = None  # the most of any rank
+    planned: PlannedStep | None = None
+    skipped: str | None = None  # why
+    scale: float | None = None  # of the loss, under fp16
+    fullest: float | None = None  # the fullest expert over the mean, on average over layers
+    load: tuple[float, ...] | None = None  # the same, by layer with experts
+    eval_loss: float | None = None
+    spent: dict[str, float] = field(default_factory=dict[str, float])
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float:
+        return self.tokens_per_s / self.world
+
+    def to_json(self) -> dict[str, Any]:
+        """A line of the file; numbers that are not finite, which JSON has not, become null."""
+        table = asdict(self)
+        for key in ("loss", "norm", "eval_loss"):
+            if table[key] is not None and not math.isfinite(table[key]):
+                table[key] = None
+        rates = {
+            "tokens_per_s": self.tokens_per_s,
+            "tokens_per_s_per_gpu": self.tokens_per_s_per_gpu,
+        }
+        return {**table, **rates}
+
+    @classmethod
+    def from_json(cls, table: Mapping[str, Any]) -> StepRecord:
+        """The record of a line; raises KeyError or TypeError where it is none."""
+        said = {each.name: table[each.name] for each in fields(cls)}
+        for key in ("loss", "norm"):
+            said[key] = math.nan if said[key] is None else float(said[key])
+        if said["planned"] is not None:
+            said["planned"] = PlannedStep(**said["planned"])
+        if said["load"] is not None:
+            said["load"] = tuple(said["load"])
+        return cls(**said)
+
+    def scalars(self) -> dict[str, float]:
+        """What a tracker draws over the steps."""
+        found = {
+            "loss": self.loss,
+            "norm": self.norm,
+            "lr": self.lr,
+            "step_s": self.seconds,
+            "tokens_per_s": self.tokens_per_s,
+            "tokens_per_s_per_gpu": self.tokens_per_s_per_gpu,
+            "mfu": self.mfu,
+            "memory_gib": self.memory_gib,
+            "scale": self.scale,
+            "fullest_expert": self.fullest,
+            "eval_loss": self.eval_loss,
+        }
+        if self.planned is not None:
+            found |= {f"planned/{name}": value for name, value in asdict(self.planned).items()}
+        return {name: float(value) for name, value in found.items() if value is not None}
+
+
+def mfu(plan: Plan, tokens_per_s: float) -> float | None:
+    """Model FLOPs over those of the plan's GPUs; None where the machine is not known."""
+    if plan.machine is None:
+        return None
+    flops = training_flops(plan.shape, plan.batch.seq).total * tokens_per_s
+    return flops / (plan.layout.world * plan.machine.peak(plan.precision))
+
+
+class Pace:
+    """How long the rest takes, by the newest steps of this start and what was done around them.
+
+    The first step, in which kernels are compiled and memory is found, is no measure of others.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: deque[float] | None = None
+
+    def eta(self, record: StepRecord, steps: int) -> float | None:
+        """Seconds from this record to the last of `steps`; None as long as nobody can know."""
+        if self.seconds is None:
+            self.seconds = deque(maxlen=_WINDOW)
+            return None
+        self.seconds.append(record.seconds + sum(record.spent.values()))
+        return sum(self.seconds) / len(self.seconds) * (steps - record.step)
+
+
+class RunStart(NamedTuple):
+    """One start of a run, in seconds since the first.
+
+    `ended` is None where it died; `spent` is what came behind the last step of one that did not.
+    """
+
+    began: float
+    ended: float | None
+    spent: dict[str, float]
+
+
+class Rate(NamedTuple):
+    """Of tokens in a second: all of them over all the time, and the middle one of the steps."""
+
+    mean: float
+    median: float
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A whole run. `spent` sums to `wall_s`; rates, MFU and losses are of steps that count."""
+
+    num_steps: int
+    num_tokens: int
+    wall_s: float
+    spent: dict[str, float]
+    goodput: float  # the share of the wall time that went to steps that count
+    step_s: float | None  # median
+    tokens_per_s: Rate | None
+    tokens_per_s_per_gpu: Rate | None
+    mfu: float | None  # median
+    memory_gib: float | None  # most
+    planned: PlannedStep | None  # of the newest step
+    world: int | None  # of the newest step
+    last_loss: float | None
+    best_loss: float | None
+    best_step: int | None
+    eval_loss: float | None  # newest
+    best_eval_loss: float | None
+    num_skipped: int
+    num_lost: int
+    num_restarts: int
+    num_checkpoints: int
+
+    def to_json(self) -> dict[str, Any]:
+        """For `summary.json`."""
+        table = asdict(self)
+        for key in ("tokens_per_s", "tokens_per_s_per_gpu"):
+            rate: Rate | None = getattr(self, key)
+            table[key] = None if rate is None else rate._asdict()
+        return table
+
+
+def summarize(
+    starts: Sequence[RunStart],
+    kept: Sequence[StepRecord],
+    lost: Sequence[StepRecord],
+    num_checkpoints: int,
+) -> Summary:
+    """The run so far: what its file of records keeps, and what restarts had to repeat."""
+    counted = [record for record in kept if record.skipped is None]
+    spent = _spent(starts, kept, lost)
+    wall = sum(spent.values())
+    best = min(counted, key=lambda record: record.loss, default=None)
+    known_mfu = [record.mfu for record in counted if record.mfu is not None]
+    memory = [each.memory_gib for each in (*kept, *lost) if each.memory_gib is not None]
+    evals = [record.eval_loss for record in kept if record.eval_loss is not None]
+    total = sum(record.tokens for record in counted)
+    newest = kept[-1] if kept else None
+    return Summary(
+        num_steps=len(kept),
+        num_tokens=total,
+        wall_s=wall,
+        spent=spent,
+        goodput=spent[STEPS] / wall if wall else 0.0,
+        step_s=median(record.seconds for record in counted) if counted else None,
+        tokens_per_s=_rate(counted, per_gpu=False),
+        tokens_per_s_per_gpu=_rate(counted, per_gpu=True),
+        mfu=median(known_mfu) if known_mfu else None,
+        memory_gib=max(memory, default=None),
+        planned=newest.planned if newest else None,
+        world=newest.world if newest else None,
+        last_loss=counted[-1].loss if counted else None,
+        best_loss=best.loss if best else None,
+        best_step=best.step if best else None,
+        eval_loss=evals[-1] if evals else None,
+        best_eval_loss=min(evals, default=None),
+        num_skipped=len(kept) - len(counted),
+        num_lost=len(lost),
+        num_restarts=len(starts) - 1,
+        num_checkpoints=num_checkpoints,
+    )
+
+
+def _rate(records: Sequence[StepRecord], per_gpu: bool) -> Rate | None:
+    if not records:
+        return None
+    shares = [record.world if per_gpu else 1 for record in records]
+    seconds = [each.seconds * share for each, share in zip(records, shares, strict=True)]
+    rates = [each.tokens / time for each, time in zip(records, seconds, strict=True)]
+    return Rate(sum(record.tokens for record in records) / sum(seconds), median(rates))
+
+
+def _spent(
+    starts: Sequence[RunStart], kept: Sequence[StepRecord], lost: Sequence[StepRecord]
+) -> dict[str, float]:
+    """Wall time by what it went to.
+
+    A start that died is over at its last record; from there to the next start the run was down.
+    Behind an orderly end nothing is counted until somebody starts it again.
+    """
+    found: dict[str, float] = dict.fromkeys(_NAMES, 0.0)
+    for record in (*kept, *lost):
+        for name, seconds in record.spent.items():
+            found[name] = found.get(name, 0.0) + seconds
+    for record in kept:
+        found[STEPS if record.skipped is None else SKIPPED] += record.seconds
+    found[LOST] += sum(record.seconds for record in lost)
+    up = 0.0
+    for number, start in enumerate(starts):
+        for name, seconds in start.spent.items():
+            found[name] = found.get(name, 0.0) + seconds
+        heard = [each.wall for each in (*kept, *lost) if each.restart == number]
+        end = max(heard, default=start.began) if start.ended is None else start.ended
+        up += end - start.began
+        if start.ended is None and number + 1 < len(starts):
+            found[DOWN] += starts[number + 1].began - end
+    named = sum(found.values()) - found[DOWN]
+    found[OTHER] += max(0.0, up - named)
+    return found

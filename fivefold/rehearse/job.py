@@ -1,0 +1,125 @@
+"""A whole job rehearsed: its distinct ranks, held against the plan and against one another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from fivefold.core.plan import Plan
+from fivefold.cost.collectives import UNEVEN, TrafficEntry, entries, predict
+from fivefold.cost.matching import Mismatch, distinct_ranks, mismatches
+from fivefold.launch.processes import Pool
+from fivefold.launch.worker import Worker
+from fivefold.rehearse.rank import DTYPES, RehearsedRank, rehearse_rank
+from fivefold.rehearse.trace import Traces
+
+_PROCESSES = 2
+_SLACK = 1e-3  # of the peak: small tensors whose memory goes a moment later
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """All that was seen. `whole` are ranks that ran a second time without any replay, and whether
+    they called the same; `astray` are ranks whose collectives are not those of the plan."""
+
+    plan: Plan
+    runs: list[RehearsedRank]
+    predicted: dict[int, tuple[TrafficEntry, ...]]
+    whole: dict[int, bool] = field(default_factory=dict[int, bool])
+    mismatches: list[Mismatch] = field(default_factory=list[Mismatch])
+    astray: list[int] = field(default_factory=list[int])
+
+    @property
+    def worst(self) -> RehearsedRank:
+        """The rank that holds most."""
+        return max(self.runs, key=lambda run: run.peak)
+
+    @property
+    def passed(self) -> bool:
+        return not self.mismatches and not self.astray and all(self.whole.values())
+
+
+def rehearse(
+    plan: Plan,
+    ranks: Sequence[int] | None = None,
+    imbalance: float = 1.0,
+    on_rank: Callable[[int], None] | None = None,
+) -> Rehearsed:
+    """Rehearse these ranks, or all distinct ones, on two processes; `on_rank` is called for each.
+
+    Of the ranks that differ in what their stages hold, one each runs a second time for real.
+    """
+    chosen = list(distinct_ranks(plan) if ranks is None else ranks)
+    again = representatives(plan, chosen)
+    told = on_rank or (lambda rank: None)
+    shares = [chosen[number::_PROCESSES] for number in range(_PROCESSES)]
+    tasks = [
+        (_rehearse_some, (plan, share, again[number::_PROCESSES], imbalance))
+        for number, share in enumerate(shares)
+        if share
+    ]
+    with Pool(len(tasks), patience=3600.0) as pool:
+        parts = pool.run_each(tasks, on_report=told)
+    runs = sorted((run for some, _ in parts for run in some), key=lambda run: run.rank)
+    whole = {rank: same for _, checked in parts for rank, same in checked.items()}
+    return judged(plan, runs, whole, imbalance)
+
+
+def judged(
+    plan: Plan, runs: list[RehearsedRank], whole: dict[int, bool], imbalance: float = 1.0
+) -> Rehearsed:
+    """Hold what was called against the plan, and ranks against one another."""
+    size = DTYPES[plan.precision].itemsize
+    predicted = {
+        run.rank: predict(plan, run.rank, itemsize=size, grad_itemsize=max(4, size)) for run in runs
+    }
+    astray = [run.rank for run in runs if not _same(predicted[run.rank], run, imbalance)]
+    found = mismatches({run.rank: run.calls for run in runs})
+    return Rehearsed(plan, runs, predicted, whole, found, astray)
+
+
+def representatives(plan: Plan, ranks: Sequence[int]) -> list[int]:
+    """One rank for each kind of stages: by the layers that they have and what else is on them."""
+    found: dict[object, int] = {}
+    for rank in ranks:
+        held = plan.schedule.placement.held(plan.layout.coord(rank).pp)
+        kinds = tuple(kind_of(plan, stage) for stage in held)
+        found.setdefault(kinds, rank)
+    return sorted(found.values())
+
+
+def kind_of(plan: Plan, stage: int) -> object:
+    """Stages of the same kind have the same weights and do the same."""
+    layers, shape = plan.stages[stage], plan.shape
+    ends = (layers.start == 0, layers.stop == shape.layers)
+    return tuple(shape.is_moe_layer(i) for i in layers), ends
+
+
+def _rehearse_some(
+    worker: Worker, plan: Plan, ranks: list[int], again: list[int], imbalance: float
+) -> tuple[list[RehearsedRank], dict[int, bool]]:
+    traces: Traces = {}
+    runs: list[RehearsedRank] = []
+    for rank in ranks:
+        worker.phase(f"rank {rank}")
+        runs.append(rehearse_rank(plan, rank, traces, imbalance))
+        worker.report(rank)
+    whole: dict[int, bool] = {}
+    for rank in again:
+        worker.phase(f"rank {rank} without replay")
+        real = rehearse_rank(plan, rank, None, imbalance)
+        replayed = next((run for run in runs if run.rank == rank), None)
+        replayed = replayed or rehearse_rank(plan, rank, traces, imbalance)
+        near = abs(real.peak - replayed.peak) <= _SLACK * real.peak
+        whole[rank] = real.calls == replayed.calls and near
+        worker.report(rank)
+    return runs, whole
+
+
+def _same(predicted: Sequence[TrafficEntry], run: RehearsedRank, imbalance: float) -> bool:
+    """Whether a rank called what was predicted; how much goes to experts is up to the routing."""
+    seen = entries(run.records.items())
+    if imbalance == 1.0:
+        return seen == tuple(predicted)
+    even = [tuple(each for each in some if each.axis not in UNEVEN) for some in (seen, predicted)]
+    return even[0] == even[1]

@@ -1,0 +1,204 @@
+"""One rank on one GPU: real shards, real kernels, and nobody to wait for."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+import torch
+
+from fivefold.core.plan import Plan
+from fivefold.core.schedule import Step
+from fivefold.cost.matching import distinct_ranks
+from fivefold.data.batches import samples
+from fivefold.launch.processes import Pool
+from fivefold.launch.worker import Worker
+from fivefold.model.blocks import compile_blocks
+from fivefold.optim import make_updater
+from fivefold.parallel.compose import Job, compose
+from fivefold.parallel.expert import SpreadExperts
+from fivefold.parallel.mesh import Mesh
+from fivefold.planner.estimate import Estimate, Passes, PlayedStep, forecast
+from fivefold.rehearse.job import kind_of, representatives
+from fivefold.rehearse.rank import DTYPES, RoundRobin, joined
+from fivefold.step import step
+
+_STEPS = 3  # the first finds its memory and makes its kernels; of the others medians are taken
+
+
+@dataclass(frozen=True)
+class MeasuredRank:
+    """What a rank took: bytes at the peak of a step as torch counts them, and seconds.
+
+    `actions` are medians by kind of action and stage, such as `3F`. A step's seconds are those of
+    this rank alone: collectives take no time here.
+    """
+
+    rank: int
+    peak: int
+    step: float
+    update: float
+    actions: dict[str, float] = field(default_factory=dict[str, float])
+
+
+def measure_rank(
+    plan: Plan, rank: int, imbalance: float = 1.0, compiled: bool = False
+) -> MeasuredRank:
+    """A few steps of one rank on the GPU of this process."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    with joined(rank, plan.layout.world):
+        torch.cuda.reset_peak_memory_stats()
+        run = _MeasuredSteps(plan, rank, device, imbalance, compiled)
+        for _ in range(_STEPS):
+            run.step()
+        found = run.found()
+        run.close()
+    return found
+
+
+class _MeasuredSteps:
+    def __init__(
+        self, plan: Plan, rank: int, device: torch.device, imbalance: float, compiled: bool
+    ) -> None:
+        self.plan, self.rank, self.device = plan, rank, device
+        dtype = DTYPES[plan.precision]
+        master = dtype.itemsize < 4
+        self.mesh = Mesh.of(plan, device)
+        grad_dtype = torch.float32 if master else None
+        self.job = compose(
+            plan, self.mesh, seed=0, dtype=dtype, grad_dtype=grad_dtype, master=master
+        )
+        self.updater = make_updater(
+            plan.wishes.train, self.job.owned, device, master=master, rank=rank
+        )
+        _route(self.job, RoundRobin(plan, rank, imbalance))
+        if compiled:
+            for chunk in self.job.chunks:
+                compile_blocks(chunk.model)
+        drawn = samples(plan.batch, plan.shape.vocab, seed=0, step=0).to(device)
+        self.batches = drawn.of(plan.layout.coord(rank).dp)
+        self.marks: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self.seconds: defaultdict[str, list[float]] = defaultdict(list)
+        self.job.pipeline.before, self.job.pipeline.after = self._before, self._after
+        self.peak = 0
+
+    def step(self) -> None:
+        """One optimizer step; garbage in, garbage out, in the right sizes."""
+        self.marks.clear()
+        torch.cuda.reset_peak_memory_stats()
+        began, ended = _marks()
+        began.record()
+        step(self.job, _TimedAction(self), self.batches, self.plan.wishes.train.clip)
+        ended.record()
+        torch.cuda.synchronize()
+        self.peak = torch.cuda.max_memory_allocated()
+        for name, start, stop in [*self.marks, ("step", began, ended)]:
+            self.seconds[name].append(start.elapsed_time(stop) / 1e3)
+
+    def found(self) -> MeasuredRank:
+        """Medians, without the first step."""
+        later: dict[str, float] = {}
+        for name, seconds in self.seconds.items():
+            later[name] = median(seconds[len(seconds) // _STEPS :])
+        actions = {name: each for name, each in later.items() if name not in ("step", "update")}
+        return MeasuredRank(self.rank, self.peak, later["step"], later["update"], actions)
+
+    def close(self) -> None:
+        self.mesh.groups.clear()
+        self.mesh.channels.clear()
+
+    def _before(self, action: Step) -> None:
+        self.marks.append((_named(action), *_marks()))
+        self.marks[-1][1].record()
+
+    def _after(self, action: Step) -> None:
+        self.marks[-1][2].record()
+
+
+class _TimedAction:
+    """The updater, with marks around its step."""
+
+    def __init__(self, run: _MeasuredSteps) -> None:
+        self.run = run
+
+    def step(self) -> None:
+        began, ended = _marks()
+        began.record()
+        self.run.updater.step()
+        ended.record()
+        self.run.marks.append(("update", began, ended))
+
+
+def _route(job: Job, routing: RoundRobin) -> None:
+    """Nobody answers how many tokens come: the stand-in does."""
+    for chunk in job.chunks:
+        for module in chunk.model.modules():
+            dispatch = getattr(module, "dispatch", None)
+            if isinstance(dispatch, SpreadExperts):
+                dispatch.stand_in = routing
+
+
+def _marks() -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+
+def _named(action: Step) -> str:
+    """An action without its microbatch, such as 3F; a pair by both."""
+    return re.sub(r"([FBIW])[0-9]+", r"\1", str(action))
+
+
+# A step's time from what one GPU was measured to compute: the clock plays the rest.
+
+
+@dataclass(frozen=True)
+class Forecasted:
+    """What was measured, rank by rank, and the step that follows where the machine is known."""
+
+    measured: list[MeasuredRank]
+    step: PlayedStep | None
+
+
+def forecast_on_gpu(
+    plan: Plan, ranks: Sequence[int] | None, imbalance: float, planned: Estimate | None
+) -> Forecasted:
+    """Measure one rank for each kind of stages, or these, each in a process of its own."""
+    chosen = list(ranks or representatives(plan, distinct_ranks(plan)))
+    found: list[MeasuredRank] = []
+    for rank in chosen:
+        with Pool(1, patience=3600.0) as pool:  # whose memory is the GPU's again afterwards
+            found += pool.run_each([(_measure, (plan, rank, imbalance))])
+    step = None
+    if planned is not None and (passes := passes_of(plan, found)) is not None:
+        step = forecast(plan, planned.setting, measured=passes)
+    return Forecasted(found, step)
+
+
+def _measure(worker: Worker, plan: Plan, rank: int, imbalance: float) -> MeasuredRank:
+    worker.phase(f"rank {rank}")
+    return measure_rank(plan, rank, imbalance, plan.wishes.train.compile)
+
+
+def passes_of(plan: Plan, found: Sequence[MeasuredRank]) -> dict[int, Passes] | None:
+    """The passes of every stage, from the stages of the same kind that were measured; None where a
+    kind was not."""
+    by_kind: dict[object, Passes] = {}
+    for one in found:
+        for stage in plan.schedule.placement.held(plan.layout.coord(one.rank).pp):
+            by_kind.setdefault(kind_of(plan, stage), _passes(one, stage))
+    kinds = [kind_of(plan, stage) for stage in range(len(plan.stages))]
+    if any(kind not in by_kind for kind in kinds):
+        return None
+    return {stage: by_kind[kind] for stage, kind in enumerate(kinds)}
+
+
+def _passes(one: MeasuredRank, stage: int) -> Passes:
+    """A backward in one piece counts as one of inputs: the clock adds both."""
+    times = {name: each for name, each in one.actions.items() if re.match(rf"{stage}[FBIW]$", name)}
+    letter = {name[-1]: seconds for name, seconds in times.items()}
+    whole = letter.get("B", letter.get("I", 0.0) + letter.get("W", 0.0))
+    if "I" in letter:
+        return Passes(letter["F"], letter["I"], letter.get("W", max(0.0, whole - letter["I"])))
+    return Passes(letter["F"], whole)

@@ -1,0 +1,327 @@
+"""What GPU kernels keep, for tensors without values: a CPU's kernels keep something else."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fivefold.core.schedule import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action
+from fivefold.model.batch import TokenBatch
+from fivefold.model.decoder import Decoder
+from fivefold.model.layers import Norm, rms_norm
+from fivefold.parallel.mesh import CollectiveRecord, Mesh
+from fivefold.parallel.stage import StageChunk
+
+
+def stand_in(decoder: Decoder) -> None:
+    """Give the decoder the kernels of a GPU. Attention knows by itself what its tensors are."""
+    for module in decoder.modules():
+        if not isinstance(module, Norm):
+            continue
+        normalise = module.normalise
+        if normalise is rms_norm:
+            module.normalise = _fused_rms_norm
+        elif isinstance(normalise, partial) and normalise.args[0] is F.rms_norm:
+            module.normalise = partial(normalise.func, _fused_unscaled)  # its weight comes later
+
+
+def _fused_rms_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    normed = _FusedNorm.apply(x, weight)
+    return normed if bias is None else normed + bias
+
+
+def _fused_unscaled(x: Tensor, normalized_shape: torch.Size, eps: float) -> Tensor:
+    return _FusedNorm.apply(x, None)
+
+
+class _FusedNorm(torch.autograd.Function):
+    """One kernel each way; a number for every row is kept beside the input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), None if weight is None else torch.empty_like(weight)
+
+
+# Memory as the tensors that really live take it, by what they are for.
+#
+# Sees every operator, and so every piece of memory when it is made; the piece itself says when it
+# is gone. Sizes are rounded up as a GPU's allocator does.
+
+
+WEIGHTS, GRADIENTS, MASTER, OPTIMIZER = "weights", "gradients", "master", "optimizer"
+ACTIVATIONS, LOGITS, BUFFERS = "activations", "logits", "buffers"
+CATEGORIES = (WEIGHTS, GRADIENTS, MASTER, OPTIMIZER, ACTIVATIONS, LOGITS, BUFFERS)
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+_BLOCK = 512  # bytes: what the allocator of a GPU rounds to
+Delta = tuple[str, int]
+
+
+class Meter(TorchDispatchMode):
+    """Bytes that live, by category, and the most there were.
+
+    `category` is what new memory is for; None: `sort` says it for each tensor.
+    """
+
+    def __init__(self, sort: Callable[[Any, Tensor], str]) -> None:
+        super().__init__()
+        self.sort = sort
+        self.category: str | None = None
+        self.live = dict.fromkeys(CATEGORIES, 0)
+        self.total = 0
+        self.peak, self.at_peak = 0, dict(self.live)
+        self.high = 0  # the most since somebody set it to `total`
+        self.known: dict[int, Delta] = {}
+        self.trace: list[tuple[int, Delta]] | None = None  # by address, while something is traced
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is _WAIT:  # what is waited for is there; without values torch makes it anew
+            return args[0]
+        result = func(*args, **(kwargs or {}))
+        for each in tree_leaves(result):
+            if isinstance(each, Tensor):
+                self.see(func, each)
+        return result
+
+    def see(self, func: Any, tensor: Tensor) -> None:
+        """Count the memory of a tensor, if it is new."""
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address in self.known or not storage.nbytes():
+            return
+        size = -(-storage.nbytes() // _BLOCK) * _BLOCK
+        delta = (self.category or self.sort(func, tensor), size)
+        self.known[address] = delta
+        weakref.finalize(storage, self._gone, address)
+        self._add(address, delta)
+
+    def resized(self, tensor: Tensor, category: str) -> None:
+        """The memory of a tensor was made anew, or given back."""
+        storage = tensor.untyped_storage()
+        address, size = storage._cdata, -(-storage.nbytes() // _BLOCK) * _BLOCK
+        _, before = self.known.get(address, (category, 0))
+        if before != size:
+            if address not in self.known:
+                weakref.finalize(storage, self._gone, address)
+            self.known[address] = (category, size)
+            self._add(address, (category, size - before))
+
+    def move(self, tensors: Iterable[Tensor], category: str) -> None:
+        """These are for something else than was thought when they were made."""
+        for tensor in tensors:
+            address = tensor.untyped_storage()._cdata
+            if address in self.known and (known := self.known[address])[0] != category:
+                self.known[address] = (category, known[1])
+                self.live[known[0]] -= known[1]
+                self.live[category] += known[1]
+
+    def replay(self, deltas: Iterable[Delta]) -> None:
+        """What a traced computation did to the memory, once more."""
+        for delta in deltas:
+            self._count(delta)
+
+    @contextmanager
+    def tracing(self) -> Iterator[list[tuple[int, Delta]]]:
+        """Keep what happens inside."""
+        self.trace = trace = []
+        try:
+            yield trace
+        finally:
+            self.trace = None
+
+    @contextmanager
+    def called(self, category: str) -> Iterator[None]:
+        """All that is made inside is for this."""
+        before, self.category = self.category, category
+        try:
+            yield
+        finally:
+            self.category = before
+
+    def _gone(self, address: int) -> None:
+        category, size = self.known.pop(address)
+        self._add(address, (category, -size))
+
+    def _add(self, address: int, delta: Delta) -> None:
+        if self.trace is not None:
+            self.trace.append((address, delta))
+        self._count(delta)
+
+    def _count(self, delta: Delta) -> None:
+        category, size = delta
+        self.live[category] += size
+        self.total += size
+        self.high = max(self.high, self.total)
+        if self.total > self.peak:
+            self.peak, self.at_peak = self.total, dict(self.live)
+
+
+# Actions traced once and replayed: the microbatches of a stage all do the same.
+#
+# The real code runs for the first and the last microbatch of a stage, which begin and end a
+# step's gradients, and for one between them, or two where some backwards are split and some are
+# not. What those did, to the memory and on the mesh, is what all others do: in their place a stub
+# passes tensors of the right size on.
+
+
+@dataclass
+class Trace:
+    """What one action does: to the memory in order, and which collectives it issues."""
+
+    deltas: list[Delta] = field(default_factory=list)
+    calls: list[CollectiveRecord] = field(default_factory=list)
+
+
+Traces = dict[tuple[Hashable, str], Trace]
+"""By stage and kind of action; ranks that do the same share them."""
+
+
+class ReplayingChunk:
+    """A stage that runs for real only where it must."""
+
+    def __init__(
+        self, chunk: StageChunk, actions: list[Action], meter: Meter, mesh: Mesh, traces: Traces,
+        key: Hashable, size: torch.Size, dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        """`actions` are those of this stage, in order; `size` is that of activations behind it."""
+        self.chunk, self.meter, self.mesh, self.traces, self.key = chunk, meter, mesh, traces, key
+        self.size, self.dtype = size, dtype
+        self.inputs: dict[int, Tensor | None] = {}
+        self.kept: dict[int, Tensor] = {}  # inputs that weight gradients need, with their own
+        self.real, self.traced = _chosen(actions)
+        kinds = {action.kind for action in actions}
+        if all((key, kind) in traces for kind in kinds):
+            self.real -= self.traced
+
+    def forward(self, x: Tensor | None, batch: TokenBatch, microbatch: int) -> Tensor:
+        self.inputs[microbatch] = x
+        if microbatch in self.real:
+            return self._run(
+                FORWARD, microbatch, lambda: self.chunk.forward(x, batch, microbatch), lambda y: y
+            )
+        self._replay(FORWARD)
+        last = self.chunk.model.head is not None
+        like = (
+            torch.zeros((), dtype=torch.float32)
+            if last
+            else torch.empty(self.size, dtype=self.dtype)
+        )
+        seed = torch.empty(0, requires_grad=True) if x is None else x  # which takes no memory
+        return _Stub.apply(seed, like)
+
+    def backward(self, run: Callable[[], None], microbatch: int, split: bool, last: bool) -> None:
+        kind, x = INPUT_GRAD if split else BACKWARD, self.inputs.pop(microbatch)
+        if split and x is not None:
+            self.kept[microbatch] = x
+        if microbatch in self.real:
+            self._run(
+                kind,
+                microbatch,
+                lambda: self.chunk.backward(run, microbatch, split, last),
+                lambda _: None if x is None else x.grad,
+            )
+            return
+        self._replay(kind)
+        run()
+
+    def weight_gradients(self, microbatch: int, last: bool) -> None:
+        if microbatch in self.real:
+            self._run(
+                WEIGHT_GRAD,
+                microbatch,
+                lambda: self.chunk.weight_gradients(microbatch, last),
+                lambda _: None,
+            )
+        else:
+            self._replay(WEIGHT_GRAD)
+        self.kept.pop(microbatch, None)
+
+    def _run(
+        self,
+        kind: str,
+        microbatch: int,
+        call: Callable[[], Any],
+        given: Callable[[Any], Tensor | None],
+    ) -> Any:
+        """Run for real, and trace it where it is the one between; what is `given` away is the
+        memory of whoever takes it."""
+        if microbatch not in self.traced:
+            return call()
+        before, calls = self.mesh.heard, list[CollectiveRecord]()
+
+        def heard(record: CollectiveRecord, members: tuple[int, ...]) -> None:
+            calls.append(record)
+            if before is not None:
+                before(record, members)
+
+        self.mesh.heard = heard
+        with self.meter.tracing() as seen:
+            result = call()
+        self.mesh.heard = before
+        passed = given(result)
+        self.traces[self.key, kind] = Trace(_without(passed, seen), calls)
+        return result
+
+    def _replay(self, kind: str) -> None:
+        trace = self.traces[self.key, kind]
+        self.meter.replay(trace.deltas)
+        for record in trace.calls:
+            self.mesh.repeat(record)
+
+
+class _Stub(torch.autograd.Function):
+    """A stage in name only: sizes forward, and sizes backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, like: Tensor) -> Tensor:
+        ctx.size, ctx.dtype = x.shape, x.dtype
+        return like.view_as(like)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0].new_empty(ctx.size, dtype=ctx.dtype), None
+
+
+def _without(given: Tensor | None, seen: list[tuple[int, Delta]]) -> list[Delta]:
+    """What was seen but the making of one tensor. Its address may have been another's before."""
+    address = None if given is None else given.untyped_storage()._cdata
+    made = [at for at, (where, (_, size)) in enumerate(seen) if where == address and size > 0]
+    return [delta for at, (_, delta) in enumerate(seen) if at not in made[-1:]]
+
+
+def _chosen(actions: list[Action]) -> tuple[set[int], set[int]]:
+    """The microbatches that run for real, and those of them that stand for the rest: one whose
+    backward is whole, one whose backward is split, where there are such.
+
+    The second backward still ends what the first one began: sums that were under way.
+    """
+    forwards = [action.microbatch for action in actions if action.kind == FORWARD]
+    backwards = [action.microbatch for action in actions if action.kind in (BACKWARD, INPUT_GRAD)]
+    settles = [action.microbatch for action in actions if action.kind == WEIGHT_GRAD]
+    ends = {forwards[0], forwards[-1], *backwards[:2], backwards[-1], *settles[:2], *settles[-1:]}
+    between = [each for each in forwards if each not in ends]
+    split = [each for each in between if each in settles]
+    whole = [each for each in between if each not in settles]
+    traced = {*split[:1], *whole[:1]}
+    return ends | traced, traced

@@ -1,1 +1,0 @@
-"""Panels that explain one thing each, on a small example that the reader can change."""

@@ -1,0 +1,301 @@
+"""Estimates of plans as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from fivefold.core import count
+from fivefold.core.errors import counted
+from fivefold.core.plan import Plan
+from fivefold.cost import collectives
+from fivefold.report import duration, gib, table
+from fivefold.report.plan_text import loses, name_of
+
+if TYPE_CHECKING:
+    from fivefold.planner.comparisons import Point, Strategy, StrategyTraffic
+    from fivefold.planner.estimate import Estimate
+
+
+_GIB = 2**30
+
+
+def entry(one: Estimate, because: list[str]) -> dict[str, Any]:
+    """One layout with what it takes, and why."""
+    plan, layout = one.plan, one.plan.layout
+    return {
+        "layout": str(layout),
+        "zero": layout.zero,
+        "sp": layout.sp,
+        "context": layout.context,
+        "schedule": plan.wishes.schedule,
+        "chunks": layout.chunks,
+        "stages": [len(layers) for layers in plan.stages],
+        "microbatch_size": plan.batch.microbatch_size,
+        "microbatches": plan.batch.microbatches,
+        "recompute": str(plan.recompute),
+        "offload": one.offload,
+        "memory_gib": {
+            **{name: size / _GIB for name, size in one.memory.items()},
+            "total": one.total / _GIB,
+        },
+        "host_gib": one.host / _GIB,
+        "disk_gib": one.disk / _GIB,
+        "fits": one.verdict,
+        "step_s": one.step,
+        "time_s": one.parts,
+        "tokens_per_s_per_gpu": one.tokens_per_s_per_gpu,
+        "mfu": one.mfu,
+        "bubble": one.bubble,
+        "because": because,
+    }
+
+
+def costs(one: Estimate, tokens: float | None, price: float | None) -> dict[str, Any]:
+    """A whole run; empty where nobody asked."""
+    if tokens is None:
+        return {}
+    hours = one.gpu_hours(tokens)
+    found = {"tokens": tokens, "days": one.days(tokens), "gpu_hours": hours}
+    return {"run": found | ({"price": hours * price} if price else {})}
+
+
+# A resolved plan as JSON and for people: ranks, groups, links, batch, parameters.
+
+
+_DENSE_AXES = ("tp", "cp", "dp", "pp")
+_EXPERT_AXES = ("ep", "etp", "edp")
+
+
+def describe(plan: Plan) -> dict[str, Any]:
+    """The resolved plan as JSON."""
+    layout, batch = plan.layout, plan.batch
+    parameters = count.parameters(plan.shape)
+    return {
+        "model": plan.shape.name,
+        "parameters": {
+            "total": parameters.total,
+            "active": parameters.active,
+            "parts": parameters.parts(),
+        },
+        "training_flops_per_token": count.training_flops(plan.shape, batch.seq).total,
+        "layout": str(layout),
+        "world": layout.world,
+        "readings": readings(plan),
+        "zero": layout.zero,
+        "gather": plan.gather,
+        "axes": {axis: _axis(plan, axis) for axis in _axes(plan)},
+        "schedule": plan.wishes.schedule,
+        "chunks": layout.chunks,
+        "stages": [len(layers) for layers in plan.stages],
+        "batch": {
+            "sequences": batch.sequences,
+            "tokens": batch.tokens,
+            "microbatch_size": batch.microbatch_size,
+            "microbatches": batch.microbatches,
+            "dp": batch.dp,
+            "seq": batch.seq,
+        },
+        "traffic": collectives.listed(plan),
+        "notes": list(plan.notes),
+    }
+
+
+def _axes(plan: Plan) -> tuple[str, ...]:
+    return _DENSE_AXES if plan.shape.moe is None else (*_DENSE_AXES, *_EXPERT_AXES)
+
+
+def readings(plan: Plan) -> list[str]:
+    """Both readings of the product where there are experts; otherwise there is only one."""
+    layout = plan.layout
+    if plan.shape.moe is None:
+        degrees = f"dp {layout.dp} · cp {layout.cp} · tp {layout.tp} · pp {layout.pp}"
+        return [f"{degrees} = {counted(layout.world, 'rank')}"]
+    return list(layout.readings())
+
+
+def _axis(plan: Plan, axis: str) -> dict[str, Any]:
+    first = plan.layout.group(axis, 0)
+    table: dict[str, Any] = {"degree": len(first), "first_group": list(first)}
+    if plan.machine is not None:
+        table["tier"] = plan.layout.tier(axis, plan.machine).name
+    return table
+
+
+def render(plan: Plan, table: dict[str, Any]) -> list[str]:
+    """The same for people."""
+    parameters = table["parameters"]
+    parts = ", ".join(f"{part} {_billions(n)}" for part, n in parameters["parts"].items() if n)
+    lines = [
+        f"model     {plan.shape.name}: {_billions(parameters['total'])} parameters, "
+        f"{_billions(parameters['active'])} active a token",
+        f"          {parts}",
+        f"          {table['training_flops_per_token']:.3e} training FLOPs a token at "
+        f"{plan.batch.seq:,} tokens (causal attention at half, recompute not counted)",
+        *(f"layout    {reading}" for reading in table["readings"]),
+        f"          ZeRO-{plan.layout.zero}, schedule {plan.wishes.schedule}, "
+        f"recompute {plan.recompute}, {plan.precision}",
+        f"batch     {plan.batch}",
+    ]
+    if plan.layout.pp > 1:
+        lines.append(f"stages    {_runs(table['stages'])} layers")
+    for axis, one in table["axes"].items():
+        if one["degree"] > 1:
+            where = f", within {one['tier']}" if "tier" in one else ""
+            lines.append(f"{axis:<9} {_group(one['first_group'])}{where}")
+    return [*lines, *(f"note      {note}" for note in plan.notes)]
+
+
+def _billions(number: int) -> str:
+    scale, unit = (1e9, "B") if number >= 1e9 else (1e6, "M")
+    return f"{number / scale:,.2f} {unit}"
+
+
+def _runs(numbers: list[int]) -> str:
+    """`7, 14 x 8, 7`: equal neighbours are told by their number."""
+    runs = [(len([*group]), number) for number, group in groupby(numbers)]
+    return ", ".join(str(number) if n == 1 else f"{n} x {number}" for n, number in runs)
+
+
+def _group(ranks: list[int]) -> str:
+    """`8 ranks, the first group 0 16 32 …`."""
+    shown = " ".join(map(str, ranks[:4])) + (" …" if len(ranks) > 4 else "")
+    return f"{len(ranks)} ranks, the first group {shown}"
+
+
+# Strategies side by side, curves, and before against after, as text and as JSON.
+
+
+_MARKS = "▁▂▃▄▅▆▇█"
+
+
+def compared(found: Sequence[Strategy]) -> list[str]:
+    """Each dimension alone: batch, memory, time, traffic and what speaks against it."""
+    heads = ("", "layout", "least batch", "weights", "grads", "states", "rest", "total GiB")
+    rows = [(*heads, "compute", "step", "tokens/s/GPU")]
+    rows += [_strategy_row(one) for one in found]
+    lines = table(rows, left=(0, 1))
+    for one in found:
+        lines += ["", f"{one.name}: {drawback(one)}"]
+        lines += [f"  {_moved(each)}" for each in one.moved[:4]]
+    return lines
+
+
+def _strategy_row(one: Strategy) -> tuple[str, ...]:
+    batch = f"{one.least_batch:,}"
+    if one.outlook is None:
+        return (one.name, str(one.layout), batch, *("–",) * 8)
+    memory, look = one.outlook.memory, one.outlook
+    held = (memory["weights"], memory["gradients"], memory["master"] + memory["optimizer"])
+    sizes = (*held, look.total - sum(held), look.total)
+    return (
+        one.name,
+        str(one.layout),
+        batch,
+        *(f"{size / 2**30:,.1f}" for size in sizes),
+        duration(look.breakdown()["compute"]),
+        duration(look.step),
+        f"{look.tokens_per_s_per_gpu:,.0f}",
+    )
+
+
+def drawback(one: Strategy) -> str:
+    """What speaks most against a strategy, from its own numbers."""
+    if one.outlook is None:
+        return one.refused
+    look = one.outlook
+    if look.over > 0:
+        name, size = max(look.memory.items(), key=lambda pair: pair[1])
+        return f"does not fit: {gib(look.over)} too much, most of it {name} ({gib(size)})"
+    waste = {k: v for k, v in look.breakdown().items() if k != "compute"}
+    name, seconds = max(waste.items(), key=lambda pair: pair[1])
+    what = name if name in ("bubble", "optimizer", "launch", "fixed") else f"{name} traffic"
+    return f"{what} takes {duration(seconds)} of a step, {seconds / look.step:.0%}"
+
+
+def _moved(one: StrategyTraffic) -> str:
+    calls = f"{one.calls:,} {'call' if one.calls == 1 else 'calls'}"
+    return f"{one.axis} {one.kind}: {calls} with {gib(one.bytes)} a step on one rank"
+
+
+def compared_json(found: Sequence[Strategy]) -> list[dict[str, Any]]:
+    """The same as JSON."""
+    return [
+        {
+            "strategy": one.name,
+            "layout": str(one.layout),
+            "least_batch": one.least_batch,
+            "collectives": [each._asdict() for each in one.moved],
+            "drawback": drawback(one),
+            "estimate": None if one.outlook is None else entry(one.outlook, []),
+        }
+        for one in found
+    ]
+
+
+def curves(axis: str, values: Sequence[int], found: Sequence[Point]) -> list[str]:
+    """A line for each strategy and recomputation: speed, and memory in GiB where it does not fit
+    with a cross."""
+    rows: list[tuple[str, ...]] = [("strategy", "recompute", *map(_short, values), "")]
+    memory = [rows[0]]
+    most = max((_speed(one) for one in found), default=0.0)
+    for key in dict.fromkeys((one.strategy, one.recompute) for one in found):
+        line = [one for one in found if (one.strategy, one.recompute) == key]
+        speeds = [_speed(one) for one in line]
+        spark = "".join(_mark(speed / most if most else 0.0) for speed in speeds)
+        rows.append((*key, *(f"{speed:,.0f}" if speed else "×" for speed in speeds), spark))
+        memory.append((*key, *(_memory(one) for one in line), ""))
+    return [
+        f"tokens/s/GPU along {axis} (×: does not fit)",
+        *table(rows, left=(0, 1)),
+        "",
+        f"GiB of the fullest rank along {axis} (×: does not fit)",
+        *table(memory, left=(0, 1)),
+    ]
+
+
+def _speed(one: Point) -> float:
+    return one.outlook.tokens_per_s_per_gpu if one.outlook is not None and one.fits else 0.0
+
+
+def _memory(one: Point) -> str:
+    if one.outlook is None:
+        return "–"
+    return f"{one.outlook.total / 2**30:,.1f}{'' if one.fits else ' ×'}"
+
+
+def _mark(share: float) -> str:
+    return _MARKS[min(len(_MARKS) - 1, round(share * (len(_MARKS) - 1)))] if share else " "
+
+
+def _short(number: int) -> str:
+    for unit, size in (("m", 1 << 20), ("k", 1 << 10)):
+        if number >= size and number % size == 0:
+            return f"{number // size}{unit}"
+    return f"{number:,}"
+
+
+def curves_json(axis: str, found: Sequence[Point]) -> list[dict[str, Any]]:
+    """The same as JSON."""
+    return [
+        {
+            axis: one.value,
+            "strategy": one.strategy,
+            "recompute": one.recompute,
+            "fits": one.fits,
+            "estimate": None if one.outlook is None else entry(one.outlook, []),
+        }
+        for one in found
+    ]
+
+
+def before_after(before: Estimate, after: Estimate, words: str) -> list[str]:
+    """One plan against another of a changed job."""
+    rows = [("", "plan", "GPUs", "GiB", "step", "tokens/s", "tokens/s/GPU", "MFU")]
+    for name, one in (("now", before), (words, after)):
+        world = one.plan.layout.world
+        row = (name, name_of(one), f"{world:,}", f"{one.total / 2**30:,.1f}", duration(one.step))
+        speed = one.tokens_per_s_per_gpu
+        rows.append((*row, f"{speed * world:,.0f}", f"{speed:,.0f}", f"{one.mfu:.1%}"))
+    return [*table(rows, left=(0, 1)), f"a step is {loses(after, before)}"]

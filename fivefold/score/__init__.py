@@ -1,0 +1,353 @@
+"""Estimates held against runs that somebody measured."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fivefold.score.outcome import (
+    LEAST_RANKED,
+    Scored,
+    ScoredRun,
+    confusion,
+    left_out,
+    ranking,
+    stats,
+)
+
+# Sets of runs on which other planners were measured, and what they reached there.
+#
+# The figures of Calculon and llm-analysis are frozen. They were measured on the full public sets;
+# `peer_runs` says on how many runs, where that is known.
+
+
+PeerTable = dict[str, Any]
+Rank = Callable[[Sequence[ScoredRun]], PeerTable]
+LEAST_TFLOPS = 200.0  # below it the sweep's runs are bound by the host, and single noisy readings
+_EXACT = ("step_time_s", "tokens_per_s_per_gpu")
+
+
+@dataclass(frozen=True)
+class Peers:
+    """Frozen figures of one metric on one set; None where there is none."""
+
+    calculon: str | None
+    llm_analysis: str | None
+    aim: str
+    peer_runs: int | None = None
+
+
+PEERS: dict[tuple[str, str], Peers] = {
+    ("Korthikanti", "mean error"): Peers("3.65%", "25.6%", "≤ 3.5%", 8),
+    ("Korthikanti", "largest error"): Peers("8.87%", "70.7%", "≤ 8%", 8),
+    ("SC21 + MT-NLG + Korthikanti DP8", "mean error"): Peers("12.8%", "> 50%", "≤ 8%"),
+    ("SC21 ZeRO-3", "mean error"): Peers("cannot express", "46%", "≤ 15%"),
+    ("vTrain multi-node", "mean error"): Peers("15.9% (scaled 13.7%)", "16.3%", "≤ 7.5%"),
+    ("vTrain multi-node", "worst size left out"): Peers(None, None, "≤ 15%"),
+    ("vTrain single-node", "mean error"): Peers("39.1% (scaled 30.1%)", None, "≤ 7%"),
+    ("vTrain single-node", "best-of-3 regret"): Peers("3.7%", None, "≤ 1%"),
+    ("vTrain single-node", "Kendall tau"): Peers(".45", None, "≥ .86"),
+    ("HF sweep, predicted ≥ 200 TFLOP/s", "mean error"): Peers("30.8%", None, "≤ 16%"),
+    ("HF sweep, predicted ≥ 200 TFLOP/s", "median error"): Peers("23.8%", None, "≤ 9%"),
+    ("HF sweep", "mean memory error"): Peers("29.2%", "45.3%", "≤ 8%"),
+    ("HF sweep", "fits or not, right"): Peers("94.8%", "90.3%", "≥ 98%"),
+    ("HF sweep", "false fit"): Peers("8.9%", "16.7%", "≤ 2%"),
+    ("HF sweep", "best-of-3 regret"): Peers("15–19%", "62%", "≤ 5%"),
+    ("HF sweep", "Kendall tau"): Peers(".45", ".44", "≥ .72"),
+    ("published, fully specified", "median error"): Peers("cannot express most", None, "≤ 10%"),
+    ("published, fully specified", "p90 error"): Peers("cannot express most", None, "≤ 25%"),
+    ("Llama-3.1-405B, 8,192 H100", "error"): Peers("+32%, does not fit", None, "≤ 10%"),
+    ("Llama-3.1-405B, 16,384 H100", "error"): Peers("+32%, does not fit", None, "≤ 10%"),
+}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Ours: a value and the number of runs (or groups of runs) behind it."""
+
+    name: str
+    metric: str
+    value: float
+    n: int
+    detail: str = ""
+
+
+def compared(outcomes: Sequence[ScoredRun], rank: Rank) -> list[PeerTable]:
+    """One entry for each metric of each set of which there are runs; of all and the held-out."""
+    held = {
+        (figure.name, figure.metric): figure
+        for figure in _figures([one for one in outcomes if one.is_held_out], rank)
+    }
+    return [
+        {
+            "set": figure.name,
+            "metric": figure.metric,
+            "detail": figure.detail,
+            "n": figure.n,
+            "ours": figure.value,
+            "held_out_n": half.n if half else 0,
+            "held_out": half.value if half else None,
+            "calculon": peers.calculon,
+            "llm_analysis": peers.llm_analysis,
+            "peer_n": peers.peer_runs,
+            "aim": peers.aim,
+        }
+        for figure in _figures(outcomes, rank)
+        for peers in [PEERS[figure.name, figure.metric]]
+        for half in [held.get((figure.name, figure.metric))]
+    ]
+
+
+def _figures(outcomes: Sequence[ScoredRun], rank: Rank) -> Iterator[Figure]:
+    yield from _papers(outcomes)
+    yield from _vtrain(outcomes, rank)
+    yield from _sweep(outcomes, rank)
+
+
+def _points(outcomes: Sequence[ScoredRun], pattern: str) -> list[ScoredRun]:
+    """Runs by their ids, with one predicted and one measured time."""
+    return [
+        one
+        for one in outcomes
+        if re.match(pattern, one.name) and not one.is_open and one.source in _EXACT
+    ]
+
+
+def _errors(name: str, runs: Sequence[ScoredRun], metrics: dict[str, str]) -> Iterator[Figure]:
+    errors = [one.time_error for one in runs]
+    if errors:
+        found = {**stats(errors), "max": max(errors)}
+        for metric, key in metrics.items():
+            yield Figure(name, metric, found[key], len(errors))
+
+
+def _papers(outcomes: Sequence[ScoredRun]) -> Iterator[Figure]:
+    korthikanti = _points(outcomes, r"korth-\d+[bt]-(full|selective)$")
+    both = {"mean error": "mean", "largest error": "max"}
+    yield from _errors("Korthikanti", korthikanti, both)
+    # Table 2 of SC21 leaves the split of its Megatron rows open: they are no part of the set.
+    megatron = _points(outcomes, r"sc21-t1-|mtnlg-|korth-530b-selective-dp8$")
+    yield from _errors("SC21 + MT-NLG + Korthikanti DP8", megatron, {"mean error": "mean"})
+    sharded = _points(outcomes, r"sc21-.*zero3")
+    yield from _errors("SC21 ZeRO-3", sharded, {"mean error": "mean"})
+    full = [one for one in outcomes if one.row.get("fully_specified") is True]
+    published = _points(full, r"(?!vtrain-)")
+    spread = {"median error": "median", "p90 error": "p90"}
+    yield from _errors("published, fully specified", published, spread)
+    for gpus in (8192, 16384):
+        for one in outcomes:
+            if re.match(rf"llama3-405b-{gpus}g-s8192", one.name) and one.measured_seconds:
+                name = f"Llama-3.1-405B, {gpus:,} H100"
+                yield Figure(name, "error", one.time_error, 1, _interval(one))
+
+
+def _interval(one: ScoredRun) -> str:
+    """What is predicted for a run that leaves things open, and with which choices it fits."""
+    fits = "fits" if one.fits else "does not fit"
+    if one.fits is None:
+        fits = f"fits in {len(one.fitting)} of {one.num_cases} cases: {one.fitting[0]}"
+    low, high = one.seconds
+    return f"{low:.2f} to {high:.2f} s for {one.measured_seconds:.2f} s, {fits}"
+
+
+def _vtrain(outcomes: Sequence[ScoredRun], rank: Rank) -> Iterator[Figure]:
+    multi = _points(outcomes, "vtrain-multi-")
+    yield from _errors("vTrain multi-node", multi, {"mean error": "mean"})
+    sizes: dict[str, list[tuple[float, float]]] = {}
+    for one in multi:
+        size = f"{one.row['layers']} x {one.row['hidden']}"
+        sizes.setdefault(size, []).append((one.seconds.low, one.measured_seconds or 0.0))
+    if worst := left_out(sizes):
+        yield Figure("vTrain multi-node", "worst size left out", max(worst.values()), len(worst))
+    single = _points(outcomes, "vtrain-single-")
+    yield from _errors("vTrain single-node", single, {"mean error": "mean"})
+    yield from _ranks("vTrain single-node", rank(single))
+
+
+def _sweep(outcomes: Sequence[ScoredRun], rank: Rank) -> Iterator[Figure]:
+    runs = [one for one in outcomes if one.family == "hfbench"]
+    points = _points(runs, "")
+    fast = [one for one in points if one.tflops >= LEAST_TFLOPS]
+    spread = {"mean error": "mean", "median error": "median"}
+    yield from _errors("HF sweep, predicted ≥ 200 TFLOP/s", fast, spread)
+    peaks = [one.memory_error for one in runs if one.measured_gib is not None]
+    if peaks:
+        yield Figure("HF sweep", "mean memory error", stats(peaks)["mean"], len(peaks))
+    verdicts = [
+        (one.fits, one.did_fit) for one in runs if one.fits is not None and one.did_fit is not None
+    ]
+    found = confusion(verdicts)
+    if found["accuracy"] is not None:
+        yield Figure("HF sweep", "fits or not, right", found["accuracy"], found["n"])
+    if found["false_fit"] is not None:
+        yield Figure("HF sweep", "false fit", found["false_fit"], found["failed"])
+    yield from _ranks("HF sweep", rank(points))
+
+
+def _ranks(name: str, found: PeerTable) -> Iterator[Figure]:
+    if found["groups"]:
+        yield Figure(name, "best-of-3 regret", found["best3_regret"], found["groups"])
+        yield Figure(name, "Kendall tau", found["tau"], found["groups"])
+
+
+# All outcomes in figures: overall, by group, by half, and set by set beside other planners.
+
+
+Table = dict[str, Any]
+
+# How rows are grouped: always by inputs or predictions, never by what was measured.
+BREAKDOWNS: dict[str, Callable[[ScoredRun], str]] = {
+    "source": lambda one: one.family,
+    "gpu": lambda one: str(one.row["gpu"]),
+    "layers": lambda one: "MoE" if one.routed else "dense",
+    "pipeline": lambda one: "pp = 1" if one.row["pp"] == 1 else "pp > 1",
+    "recompute": lambda one: str(one.row["recompute"] or "not said"),
+    "stack": lambda one: "fitted factor" if one.fitted else "no factor",
+    "inputs": lambda one: "fully specified" if one.specified else "partly open",
+}
+
+
+def summary(scored: Scored) -> Table:
+    """Everything that is on the screen, as JSON."""
+    outcomes = scored.outcomes
+    skipped = [{"id": each.id, "reason": each.reason} for each in scored.skipped]
+    unmeasured = [{"id": each.id, "reason": each.reason} for each in scored.unmeasured]
+    return {
+        "rows": len(outcomes) + len(skipped) + len(unmeasured),
+        **figures(outcomes),
+        "intervals": intervals(outcomes),
+        "from_tflops": from_tflops(outcomes),
+        "held_out": halves(outcomes),
+        "groups": dict(_groups(outcomes)),
+        "sets": compared(outcomes, ranked),
+        "specified": _specified(scored),
+        "skipped": skipped,
+        "unmeasured": unmeasured,
+    }
+
+
+def figures(outcomes: Sequence[ScoredRun]) -> Table:
+    """Errors on step time and memory, fits or not, and ranking; of runs that leave nothing open."""
+    verdicts = [
+        (one.fits, one.did_fit)
+        for one in outcomes
+        if one.fits is not None and one.did_fit is not None
+    ]
+    return {
+        "time": stats([one.time_error for one in timed(outcomes)]),
+        "memory": stats([one.memory_error for one in weighed(outcomes)]),
+        "oom": confusion(verdicts),
+        "rank": ranked(outcomes),
+    }
+
+
+def timed(outcomes: Sequence[ScoredRun]) -> list[ScoredRun]:
+    """Runs with one predicted and one measured time."""
+    return [one for one in outcomes if not one.is_open and _is_clocked(one)]
+
+
+def weighed(outcomes: Sequence[ScoredRun]) -> list[ScoredRun]:
+    """Runs with one predicted and one measured peak."""
+    return [one for one in outcomes if not one.is_open and one.measured_gib is not None]
+
+
+def _is_clocked(one: ScoredRun) -> bool:
+    return one.measured_seconds is not None and one.source != "tflops_per_gpu"
+
+
+def ranked(outcomes: Sequence[ScoredRun]) -> Table:
+    """How well runs of the same job on as many GPUs are put in order."""
+    groups: dict[tuple[Any, ...], list[ScoredRun]] = {}
+    for one in timed(outcomes):
+        groups.setdefault(_job(one), []).append(one)
+    large = [sorted(each, key=lambda one: one.name) for each in groups.values()]
+    return ranking(
+        [
+            [(one.seconds.low, one.measured_seconds or 0.0) for one in group]
+            for group in large
+            if len(group) >= LEAST_RANKED
+        ]
+    )
+
+
+def _job(one: ScoredRun) -> tuple[Any, ...]:
+    """What runs share that a planner would choose among."""
+    same = (
+        "model",
+        "layers",
+        "hidden",
+        "ffn_hidden",
+        "heads",
+        "vocab",
+        "gpu",
+        "gpus",
+        "global_batch",
+        "seq_len",
+    )
+    return (one.family, *(one.row.get(key) for key in same))
+
+
+def intervals(outcomes: Sequence[ScoredRun]) -> Table:
+    """Runs that leave open what time depends on: how many lie inside, and how far out the rest."""
+    return _spans([one for one in outcomes if one.is_open and _is_clocked(one)])
+
+
+def from_tflops(outcomes: Sequence[ScoredRun]) -> Table:
+    """Runs whose time was worked out from published TFLOP/s: the weakest evidence."""
+    return _spans([one for one in outcomes if one.source == "tflops_per_gpu"])
+
+
+def _spans(outcomes: Sequence[ScoredRun]) -> Table:
+    errors = [one.time_error for one in outcomes]
+    widths = [one.seconds.high / one.seconds.low - 1 for one in outcomes]
+    return {**stats(errors), "inside": errors.count(0.0), "width": stats(widths)["median"]}
+
+
+def halves(outcomes: Sequence[ScoredRun]) -> Table:
+    """Step time of families with a fitted factor, memory and verdicts, on either half by hash.
+
+    `families_without`: those with a factor of which no run is in the held-out half, so that nothing
+    here tells how well their factor holds elsewhere.
+    """
+    parts = {
+        "all": list(outcomes),
+        "fitted_half": [one for one in outcomes if not one.is_held_out],
+        "held_out_half": [one for one in outcomes if one.is_held_out],
+    }
+    found = {name: _half(part) for name, part in parts.items()}
+    missing = set(found["all"]["by_family"]) - set(found["held_out_half"]["by_family"])
+    return {**found, "families_without": sorted(missing)}
+
+
+def _half(outcomes: Sequence[ScoredRun]) -> Table:
+    fitted = [one for one in outcomes if one.fitted]
+    found = figures(outcomes)
+    families = sorted({one.family for one in fitted})
+    return {
+        "time": stats([one.time_error for one in timed(fitted)]),
+        "by_family": {
+            family: stats([one.time_error for one in timed(fitted) if one.family == family])
+            for family in families
+        },
+        "memory": found["memory"],
+        "oom": found["oom"],
+    }
+
+
+def _groups(outcomes: Sequence[ScoredRun]) -> Iterator[tuple[str, Table]]:
+    for dimension, name_of in BREAKDOWNS.items():
+        parts: dict[str, list[ScoredRun]] = {}
+        for one in outcomes:
+            parts.setdefault(name_of(one), []).append(one)
+        for name in sorted(parts):
+            found = {**figures(parts[name]), "intervals": intervals(parts[name])}
+            yield f"{dimension}: {name}", found
+
+
+def _specified(scored: Scored) -> Table:
+    """Of the fully specified rows with a measurement, how many could not be expressed."""
+    skipped = sum(each.specified for each in scored.skipped)
+    total = skipped + sum(one.specified for one in scored.outcomes)
+    return {"n": total, "skipped": skipped, "share": skipped / total if total else None}

@@ -1,0 +1,281 @@
+"""How far predictions are off, and how well they rank. Errors are shares of what was measured."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from fivefold.core.count import training_flops
+from fivefold.core.errors import FivefoldError
+from fivefold.cost.memory import fits, ledger
+from fivefold.cost.step_time import timing
+from fivefold.score.published import Case, cases
+from fivefold.score.rows import Row
+
+LEAST_RANKED = 4  # runs of a group, below which an order says little
+_TOP = 3
+
+
+class MetricRange(NamedTuple):
+    """A prediction: one value, or the ends of what a run that leaves things open may be."""
+
+    low: float
+    high: float
+
+    def error(self, measured: float) -> float:
+        """0 inside; outside, the distance to the nearer end."""
+        return max(self.low - measured, measured - self.high, 0.0) / measured
+
+
+def stats(errors: Sequence[float]) -> dict[str, Any]:
+    """`n`, `median`, `mean` and `p90`; None where there is nothing."""
+    if not errors:
+        return {"n": 0, "median": None, "mean": None, "p90": None}
+    found = np.asarray(errors)
+    return {
+        "n": len(found),
+        "median": float(np.median(found)),
+        "mean": float(found.mean()),
+        "p90": float(np.percentile(found, 90)),
+    }
+
+
+def confusion(verdicts: Sequence[tuple[bool, bool]]) -> dict[str, Any]:
+    """Pairs of predicted to fit and did fit: `accuracy`, and `false_fit` of those that did not."""
+    failed = [predicted for predicted, happened in verdicts if not happened]
+    right = [predicted == happened for predicted, happened in verdicts]
+    return {
+        "n": len(verdicts),
+        "failed": len(failed),
+        "accuracy": sum(right) / len(right) if right else None,
+        "false_fit": sum(failed) / len(failed) if failed else None,
+    }
+
+
+def kendall_tau(predicted: Sequence[float], measured: Sequence[float]) -> float:
+    """Tau-b: pairs in the same order less those in the opposite one, ties taken out of the count.
+
+    0 where either side is all ties: nothing was ranked.
+    """
+    x, y = (np.sign(np.subtract.outer(each, each)) for each in (predicted, measured))
+    pairs = np.sqrt(float((x != 0).sum()) * float((y != 0).sum()))
+    return float((x * y).sum() / pairs) if pairs else 0.0
+
+
+def regret(predicted: Sequence[float], measured: Sequence[float], tries: int) -> float:
+    """What the best of the first `tries` predicted runs takes longer than the best of all.
+
+    Of equal predictions the one that stands first is taken.
+    """
+    order = np.argsort(np.asarray(predicted), kind="stable")[:tries]
+    times = np.asarray(measured)
+    return float(times[order].min() / times.min() - 1)
+
+
+def ranking(groups: Sequence[Sequence[tuple[float, float]]]) -> dict[str, Any]:
+    """Means over groups of predicted and measured times."""
+    if not groups:
+        return {"groups": 0, "n": 0, "tau": None, "top1_regret": None, "best3_regret": None}
+    sides = [tuple(zip(*group, strict=True)) for group in groups]
+    return {
+        "groups": len(groups),
+        "n": sum(map(len, groups)),
+        "tau": float(np.mean([kendall_tau(*side) for side in sides])),
+        "top1_regret": float(np.mean([regret(*side, tries=1) for side in sides])),
+        "best3_regret": float(np.mean([regret(*side, tries=_TOP) for side in sides])),
+    }
+
+
+def left_out(sizes: dict[str, list[tuple[float, float]]]) -> dict[str, float]:
+    """By size: the mean error of its runs when one scale is fitted on all other sizes.
+
+    The scale is the median of measured over predicted.
+    """
+    found: dict[str, float] = {}
+    for size, pairs in sizes.items():
+        others = [pair for name, group in sizes.items() if name != size for pair in group]
+        if others:
+            scale = float(np.median([measured / predicted for predicted, measured in others]))
+            errors = [abs(scale * predicted / measured - 1) for predicted, measured in pairs]
+            found[size] = float(np.mean(errors))
+    return found
+
+
+# One measured run beside what the estimator says of it, from the run's inputs alone.
+
+
+_GIB = 2**30
+Source = Literal["step_time_s", "tokens_per_s_per_gpu", "tflops_per_gpu"]
+
+
+@dataclass(frozen=True)
+class ScoredRun:
+    """A run: measured, None where it was not, and predicted."""
+
+    row: Row
+    family: str
+    fitted: bool  # whether its stack has a factor that was fitted to step times
+    routed: bool
+    num_cases: int  # above 1: the source leaves open what time depends on
+    seconds: MetricRange
+    measured_seconds: float | None
+    source: Source | None  # what the measured seconds were read from
+    gib: MetricRange
+    measured_gib: float | None
+    fits: bool | None  # None: some of the cases fit
+    fitting: tuple[str, ...]  # what the cases that fit choose
+    did_fit: bool | None
+    tflops: float  # that the run reaches by the predicted time; of the slowest case
+
+    @property
+    def name(self) -> str:
+        return str(self.row["id"])
+
+    @property
+    def is_open(self) -> bool:
+        return self.num_cases > 1
+
+    @property
+    def specified(self) -> bool:
+        """Whether nothing is left open: as the row says, or else as it can be seen."""
+        said = self.row.get("fully_specified")
+        return not self.is_open if said is None else bool(said)
+
+    @property
+    def is_held_out(self) -> bool:
+        return held_out(self.name)
+
+    @property
+    def time_error(self) -> float:
+        assert self.measured_seconds is not None
+        return self.seconds.error(self.measured_seconds)
+
+    @property
+    def memory_error(self) -> float:
+        assert self.measured_gib is not None
+        return self.gib.error(self.measured_gib)
+
+
+class Passed(NamedTuple):
+    """A row that was not scored, and why."""
+
+    id: str
+    reason: str
+    specified: bool
+
+
+@dataclass
+class Scored:
+    """All rows: those scored, those that cannot be expressed, and those with no measurement."""
+
+    outcomes: list[ScoredRun] = field(default_factory=list[ScoredRun])
+    skipped: list[Passed] = field(default_factory=list[Passed])
+    unmeasured: list[Passed] = field(default_factory=list[Passed])
+
+
+def held_out(name: str) -> bool:
+    """Which half of the runs no factor may be fitted on: by hash, so that nobody chooses it."""
+    return int(hashlib.sha256(name.encode()).hexdigest(), 16) % 2 == 1
+
+
+def score(rows: Sequence[Row], on_row: Callable[[], None] = lambda: None) -> Scored:
+    """Estimate every row; `on_row` is called after each."""
+    found = Scored()
+    for row in rows:
+        said = row.get("fully_specified")
+        passed = Passed(str(row["id"]), "", True if said is None else bool(said))
+        if not _is_measured(row):
+            reason = "nothing to compare: no step time, tokens/s, TFLOP/s, peak or outcome"
+            found.unmeasured.append(passed._replace(reason=reason))
+        else:
+            try:
+                found.outcomes.append(outcome(row))
+            except FivefoldError as error:
+                found.skipped.append(passed._replace(reason=str(error)))
+        on_row()
+    return found
+
+
+def _is_measured(row: Row) -> bool:
+    achieved = row["achieved"]
+    known = ("step_time_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "peak_mem_gib")
+    return achieved.get("status") in _DID_FIT or any(achieved.get(each) for each in known)
+
+
+_DID_FIT = {"Success": True, "OOM": False}
+
+
+def outcome(row: Row) -> ScoredRun:
+    """Estimate one row; raises where it cannot be expressed."""
+    found = cases(row)
+    one = found[0]
+    _check_world(row, one)
+    times = [_seconds(each) for each in found]
+    books = [_memory(each) for each in found]
+    seconds, gib = _span(times), _span([reserved for reserved, _ in books])
+    verdicts = {verdict for _, verdict in books}
+    fitting = [each.choices for each, (_, has_room) in zip(found, books, strict=True) if has_room]
+    flops = training_flops(one.shape, one.seq).total * one.seq * row["global_batch"]
+    measured, source = measured_seconds(row, flops)
+    return ScoredRun(
+        row=row,
+        family=one.family,
+        fitted=one.stack.factor != 1.0,
+        routed=one.shape.moe is not None,
+        num_cases=len(found),
+        seconds=seconds,
+        measured_seconds=measured,
+        source=source,
+        gib=gib,
+        measured_gib=row["achieved"].get("peak_mem_gib"),
+        fits=verdicts.pop() if len(verdicts) == 1 else None,
+        fitting=tuple(fitting),
+        did_fit=_DID_FIT.get(row["achieved"].get("status") or ""),
+        tflops=flops / (seconds.high * row["gpus"] * 1e12),
+    )
+
+
+def measured_seconds(row: Row, flops: float) -> tuple[float | None, Source | None]:
+    """Seconds of a step, and what they were read from; `flops`: the model's, of one step."""
+    achieved = row["achieved"]
+    if achieved.get("status") == "OOM":
+        return None, None
+    if achieved.get("step_time_s"):
+        return float(achieved["step_time_s"]), "step_time_s"
+    if speed := achieved.get("tokens_per_s_per_gpu"):
+        tokens = row["global_batch"] * row["seq_len"]
+        return tokens / (speed * row["gpus"]), "tokens_per_s_per_gpu"
+    if speed := achieved.get("tflops_per_gpu"):
+        return flops / (speed * 1e12 * row["gpus"]), "tflops_per_gpu"
+    return None, None
+
+
+def _check_world(row: Row, case: Case) -> None:
+    world = int(case.grid.world[0])
+    if row["gpus"] != world:
+        raise FivefoldError(
+            f"gpus = {row['gpus']}, but dp, tp, pp and cp make {world} ranks: correct the row"
+        )
+
+
+def _seconds(case: Case) -> float:
+    asked = (case.shape, case.machine, case.stack, case.grid, case.seq, case.precision)
+    return float(timing(*asked).step.item())
+
+
+def _memory(case: Case) -> tuple[float, bool]:
+    """GiB that the first rank's allocator reserves, and whether every rank has room."""
+    asked = (case.shape, case.machine, case.stack, case.grid, case.seq, case.precision)
+    books = ledger(*asked)
+    return float(books.reserved.item()) / _GIB, bool(fits(books, case.machine).item())
+
+
+def _span(values: Sequence[float]) -> MetricRange:
+    if not all(math.isfinite(each) and each > 0 for each in values):
+        raise FivefoldError("the estimate is not a number above 0: the row is outside its domain")
+    return MetricRange(min(values), max(values))

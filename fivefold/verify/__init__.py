@@ -1,0 +1,1 @@
+"""A plan run by many ranks, held against one process."""

@@ -1,0 +1,197 @@
+"""What many ranks computed beside what one computed: errors, tolerances, the first difference.
+
+Values only: arrays, names and counts. Every rank's parts are laid on the whole weight, so that a
+replica that has gone astray counts as much as a wrong slice, and a part that nobody has is seen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fivefold.core.batch import Batch
+from fivefold.core.shape import Shape
+from fivefold.core.weights import WeightShard
+
+Array = NDArray[np.floating]
+Dtype = Literal["float64", "float32", "bfloat16"]
+EPSILON: dict[str, float] = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7}
+# Below this share of the model's largest value a parameter's own size says nothing.
+_FLOOR = 1e-3
+_SAFETY = 8
+FORMULA = (
+    f"{_SAFETY} · eps · √(layers · longest sum); "
+    "weights, and all of asynchronous runs: · (1 + steps · gain)"
+)
+
+Call = tuple[str, str, int, int]
+"""Axis, kind, bytes of the input buffer, ranks of the group."""
+
+
+@dataclass(frozen=True)
+class ComparedPart:
+    """Elements of one weight (or its gradient) on one rank: `values` of its piece from `start`."""
+
+    name: str
+    piece: WeightShard
+    start: int
+    values: Array
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One comparison: the truth by name, and the parts of it that ranks have."""
+
+    truth: Mapping[str, Array]
+    parts: Sequence[ComparedPart]
+
+
+class Traffic(NamedTuple):
+    """One step's collectives on one rank, as predicted and as seen."""
+
+    predicted: Counter[Call]
+    observed: Counter[Call]
+
+    @property
+    def match(self) -> bool:
+        return self.predicted == self.observed
+
+
+def tolerances(
+    shape: Shape, batch: Batch, dtype: Dtype, steps: int, gain: float, drifts: bool = False
+) -> dict[str, float]:
+    """The largest error of each kind that rounding explains.
+
+    Rounding errors are independent: a sum of n terms errs by √n of one, and so do n layers in a
+    row. bfloat16 products are summed in float32, so that only the result is rounded. `gain` is how
+    much of a change of a gradient an optimizer can pass on to the weight in one step. A run that
+    `drifts` computes losses and gradients on weights of many steps that nothing has clipped: they
+    may be as wrong as these.
+    """
+    longest = max(shape.width, shape.ffn, shape.vocab, batch.tokens)
+    terms = shape.layers * (1 if dtype == "bfloat16" else longest)
+    base = _SAFETY * EPSILON[dtype] * math.sqrt(terms)
+    kinds = ("loss_err", "grad_err", "norm_err", "clip_err")
+    of_weights = base * (1 + steps * gain)
+    return {**dict.fromkeys(kinds, of_weights if drifts else base), "weight_err": of_weights}
+
+
+def relative(found: float, truth: float) -> float:
+    """The relative error of one number; infinite where one of both is none."""
+    return _worst([abs(found - truth) / max(abs(truth), 1e-300)])
+
+
+def errors_by_name(wanted: Wanted) -> dict[str, float]:
+    """max|a−b| / max(max|b|, 1e-3 · the largest max|b| of the model), for every parameter."""
+    sizes = {name: _largest(whole) for name, whole in wanted.truth.items()}
+    floor = max(_FLOOR * max(sizes.values()), 1e-300)
+    errors = dict.fromkeys(_uncovered(wanted), math.inf)
+    for part in wanted.parts:
+        truth = expected(wanted.truth[part.name], part)
+        off = _largest(part.values.reshape(-1).astype(np.float64) - truth)
+        error = _worst([off / max(sizes[part.name], floor)])
+        errors[part.name] = max(errors.get(part.name, 0.0), error)
+    return errors
+
+
+def expected(whole: NDArray[np.generic], part: ComparedPart) -> NDArray[np.generic]:
+    """What the part should be: the rank's piece, padded with zeros, and of that a flat range."""
+    held, size = part.piece, part.values.size
+    cut = whole
+    if held.inner is not None:
+        dim, start, stop = held.inner
+        cut = cut[(slice(None),) * dim + (slice(start, stop),)]
+        whole = cut
+    if held.dim is not None:
+        index = [slice(None)] * whole.ndim
+        index[held.dim] = slice(held.start, held.stop)
+        cut = whole[tuple(index)]
+        missing = held.stop - held.start - cut.shape[held.dim]
+        padding = [(0, missing if dim == held.dim else 0) for dim in range(whole.ndim)]
+        cut = np.pad(cut, padding)
+    return cut.reshape(-1)[part.start : part.start + size]
+
+
+def _uncovered(wanted: Wanted) -> Iterator[str]:
+    """Weights with elements that no rank has."""
+    seen = {name: np.zeros(whole.size + 1, bool) for name, whole in wanted.truth.items()}
+    numbers = {
+        name: np.arange(1, whole.size + 1).reshape(whole.shape)
+        for name, whole in wanted.truth.items()
+    }
+    places = {(part.name, part.piece, part.start, part.values.size): part for part in wanted.parts}
+    for part in places.values():
+        seen[part.name][expected(numbers[part.name], part)] = True  # padding is number 0
+    yield from (name for name, marks in seen.items() if not marks[1:].all())
+
+
+def first_module(off: Iterable[str], order: Iterable[str]) -> str | None:
+    """The module of the first of these weights in forward order."""
+    wrong = set(off)
+    found = next((name for name in order if name in wrong), None)
+    return None if found is None else found.rpartition(".")[0]
+
+
+def attributed(observed: Mapping[Call, int], predicted: Mapping[Call, int]) -> Counter[Call]:
+    """Give what was seen on the world the axes that were predicted there, as far as it goes."""
+    found: Counter[Call] = Counter()
+    left = Counter(observed)
+    for call, count in sorted(predicted.items()):
+        for seen in (call, ("world", *call[1:])):
+            taken = min(left[seen], count - found[call])
+            found[call] += taken
+            left[seen] -= taken
+    return +(found + left)
+
+
+def evened(group: Sequence[Traffic], least: Mapping[str, float]) -> list[Traffic]:
+    """The traffic of the ranks of one ep group, with what routing spread unevenly made even.
+
+    What a rank sends to experts depends on the tokens; the number of those all-to-alls does not,
+    and their bytes, summed over the group, lie between `least`, a share, and what is predicted.
+    Where they do, every rank's share is as predicted.
+    """
+    for axis, share in least.items():
+        group = _evened_on(axis, share, group)
+    return list(group)
+
+
+def _evened_on(axis: str, least: float, group: Sequence[Traffic]) -> Sequence[Traffic]:
+    sizes = {call[3] for each in group for call in each.predicted if call[0] == axis}
+    places = {(axis, size) for size in sizes} | {("world", size) for size in sizes}
+
+    def uneven(calls: Counter[Call]) -> Counter[Call]:
+        routed = (one for one in calls if one[1] == "all_to_all" and (one[0], one[3]) in places)
+        return Counter({one: calls[one] for one in routed})
+
+    missing = [uneven(each.predicted - each.observed) for each in group]
+    instead = [uneven(each.observed - each.predicted) for each in group]
+    if any(a.total() != b.total() for a, b in zip(missing, instead, strict=True)):
+        return group
+    # A rank may by chance send what is predicted: its share belongs to the sum.
+    kinds = {one for each in missing for one in each}
+    most = sum(one[2] * each.predicted[one] for each in group for one in kinds)
+    more, less = (
+        sum(one[2] * n for each in some for one, n in each.items()) for some in (instead, missing)
+    )
+    if not least * most <= most + more - less <= most:
+        return group
+    return [
+        Traffic(each.predicted, each.observed - more + less)
+        for each, more, less in zip(group, instead, missing, strict=True)
+    ]
+
+
+def _largest(values: NDArray[np.generic]) -> float:
+    return float(np.abs(values).max()) if values.size else 0.0
+
+
+def _worst(errors: Iterable[float]) -> float:
+    """The largest; what is no number is infinitely wrong."""
+    return max((each if math.isfinite(each) else math.inf for each in errors), default=0.0)

@@ -1,0 +1,191 @@
+"""The truth of `verify`: the plain model on one device, the whole batch at once, torch's own parts.
+
+It shares the model's blocks and the initial values with the ranks and nothing else: no line of
+`parallel/` or `step.py` runs here, the loss, the clipping and the optimizers are torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from fivefold.core.balance import Balance
+from fivefold.core.shape import Shape
+from fivefold.model.balance import RowIndex, balance, moe_layers, settle
+from fivefold.model.batch import NOT_COUNTED, TokenBatch, look_ahead
+from fivefold.model.decoder import Decoder, from_config
+from fivefold.model.init import init_weights
+from fivefold.optim.optimizer import Name
+
+Arrays = dict[str, NDArray[np.floating]]
+
+# With its usual 1e-8, AdamW answers the rounding error of a small gradient with a full step of the
+# learning rate, and no tolerance could be derived. Both sides of a comparison use this one.
+ADAM_EPS = 1e-2
+LEARNING_RATE = 1e-2
+WEIGHT_DECAY = 0.1
+MAX_NORM = 0.5
+# How much of a change of a gradient an optimizer passes on to the weight in one step, at most.
+GAIN: dict[Name, float] = {"adamw": LEARNING_RATE / ADAM_EPS, "sgd": LEARNING_RATE}
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What one step computes on one device: numbers, gradients before clipping, new weights and
+    biases of routers."""
+
+    loss: float
+    norm: float
+    clip: float
+    gradients: Arrays
+    weights: Arrays
+    biases: Arrays = field(default_factory=dict)  # of loss-free balancing, after the step
+
+
+def truths(
+    shape: Shape,
+    batches: Iterable[TokenBatch],
+    optimizer: Name,
+    seed: int,
+    dtype: torch.dtype,
+    say: Callable[[str], None],
+    rules: Sequence[Balance] = (),
+    rows_in_microbatch: int | None = None,
+    device: torch.device | str = "cpu",
+) -> list[Truth]:
+    """Run one step for each whole batch, from the seed's initial values.
+
+    Rules that count by microbatch are told how many of the rows make one.
+    """
+    say("build")
+    model, updater = _built(shape, optimizer, seed, dtype, device)
+    balancers = balance(model, rules, device, RowIndex(in_unit=rows_in_microbatch))
+    found: list[Truth] = []
+    for number, batch in enumerate(batches, start=1):
+        say(f"step {number}")
+        truth = _step(model, updater, batch)
+        for layer, mlp in moe_layers(model):
+            settle(mlp, balancers[layer], rules, balancers[layer].take()[0])
+        biases = {name: as_array(each) for name, each in model.named_buffers()}
+        found.append(replace(truth, biases=biases))
+    return found
+
+
+@dataclass(frozen=True)
+class Delayed:
+    """The delays of an asynchronous pipeline, stage by stage.
+
+    Every `every` microbatches each stage updates. Stage s computes microbatch k on the weights of
+    max(0, k // every − late[s]) updates, as PipeDream and PipeDream-2BW are published.
+    """
+
+    stages: Sequence[range]
+    every: int
+    late: Sequence[int]
+
+    def stage_of(self, name: str) -> int:
+        """The stage of a weight, by its name."""
+        first, _, rest = name.partition(".")
+        if first != "blocks":
+            return 0 if first == "embed" else len(self.stages) - 1
+        layer = int(rest.partition(".")[0])
+        return next(place for place, layers in enumerate(self.stages) if layer in layers)
+
+
+def delayed_truths(
+    shape: Shape,
+    microbatches: Sequence[TokenBatch],
+    delayed: Delayed,
+    optimizer: Name,
+    seed: int,
+    dtype: torch.dtype,
+    say: Callable[[str], None],
+    device: torch.device | str = "cpu",
+) -> list[Truth]:
+    """What an asynchronous pipeline computes, emulated by one process that keeps every version."""
+    say("build")
+    model, updater = _built(shape, optimizer, seed, dtype, device)
+    named = dict(model.named_parameters())
+    versions = [{name: one.detach().clone() for name, one in named.items()}]
+    found: list[Truth] = []
+    for start in range(0, len(microbatches), delayed.every):
+        say(f"update {start // delayed.every + 1}")
+        window = microbatches[start : start + delayed.every]
+        tokens = sum((one.labels != NOT_COUNTED).sum() for one in window)
+        updater.zero_grad()
+        for name, one in named.items():
+            late = delayed.late[delayed.stage_of(name)]
+            one.data.copy_(versions[max(0, len(versions) - 1 - late)][name])
+        losses = [model(one.tokens, one) / max(int(tokens), 1) for one in window]
+        for loss in losses:
+            loss.backward()
+        for name, one in named.items():
+            one.data.copy_(versions[-1][name])
+        found.append(_updated(model, updater, float(sum(losses).detach())))
+        versions.append({name: one.detach().clone() for name, one in named.items()})
+    return found
+
+
+def _built(
+    shape: Shape, optimizer: Name, seed: int, dtype: torch.dtype, device: torch.device | str
+) -> tuple[Decoder, torch.optim.Optimizer]:
+    model = from_config(shape, dtype=dtype, device=device)
+    init_weights(model, shape, seed)
+    assert model.head is not None
+    model.head.cross_entropy = _cross_entropy
+    return model, _optimizer(optimizer, model)
+
+
+def _updated(model: Decoder, updater: torch.optim.Optimizer, loss: float) -> Truth:
+    """An update without clipping."""
+    gradients = {name: as_array(one.grad) for name, one in model.named_parameters()}
+    norm = nn.utils.get_total_norm([one.grad for one in model.parameters() if one.grad is not None])
+    updater.step()
+    weights = {name: as_array(one) for name, one in model.named_parameters()}
+    return Truth(loss, float(norm), 1.0, gradients, weights)
+
+
+def _step(model: Decoder, updater: torch.optim.Optimizer, batch: TokenBatch) -> Truth:
+    updater.zero_grad()
+    batch = look_ahead(batch, model.shape.mtp)
+    loss = model(batch.tokens, batch) / (batch.labels != NOT_COUNTED).sum().clamp(min=1)
+    loss.backward()
+    gradients = {name: as_array(one.grad) for name, one in model.named_parameters()}
+    norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+    updater.step()
+    weights = {name: as_array(one) for name, one in model.named_parameters()}
+    clip = min(1.0, MAX_NORM / (float(norm) + 1e-6))
+    return Truth(float(loss.detach()), float(norm), clip, gradients, weights)
+
+
+def _cross_entropy(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
+    if logits_NV.dtype == torch.bfloat16:
+        logits_NV = logits_NV.float()
+    return F.cross_entropy(logits_NV, labels_N, ignore_index=NOT_COUNTED, reduction="sum")
+
+
+def _optimizer(name: Name, model: Decoder) -> torch.optim.Optimizer:
+    """Only matrices decay."""
+    matrices = [one for one in model.parameters() if one.dim() > 1]
+    vectors = [one for one in model.parameters() if one.dim() == 1]
+    groups = [
+        {"params": matrices, "weight_decay": WEIGHT_DECAY},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    if name == "sgd":
+        return torch.optim.SGD(groups, lr=LEARNING_RATE, momentum=0.9)
+    return torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.95), eps=ADAM_EPS)
+
+
+def as_array(tensor: Tensor | None) -> NDArray[np.floating]:
+    """A copy that travels without torch, which numpy's missing bfloat16 makes a float32."""
+    assert tensor is not None
+    detached = tensor.detach()
+    wide = detached.float() if detached.dtype == torch.bfloat16 else detached.clone()
+    return wide.cpu().numpy()

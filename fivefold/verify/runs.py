@@ -1,0 +1,309 @@
+"""How a plan is tried."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from fivefold.core.plan import Plan
+from fivefold.core.schedule import merged
+from fivefold.core.schedule.flush import Delays
+from fivefold.core.weights import buffers, held_by
+from fivefold.data.batches import Samples, samples
+from fivefold.launch.processes import Worker
+from fivefold.model.batch import TokenBatch
+from fivefold.model.blocks import compile_blocks
+from fivefold.optim.optimizer import Name, make_optimizer
+from fivefold.parallel.compose import Job, compose
+from fivefold.parallel.mesh import CollectiveRecord, Mesh
+from fivefold.parallel.pipeline import Pipeline
+from fivefold.step import StepOutcome, step
+from fivefold.verify import reference
+from fivefold.verify.asynchronous import Stream
+from fivefold.verify.compare import Call, ComparedPart, Dtype
+from fivefold.verify.dispatch_watch import DispatchWatch
+from fivefold.verify.reference import Delayed, Truth, as_array
+
+Device = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True)
+class VerifySettings:
+    """How a plan is tried. `empty_rank`: a data rank without any counted token in step 1.
+
+    On `cuda` all processes share one GPU. `compiled` blocks run as they do in training, on a rank
+    that is alone; the truth is never compiled.
+    """
+
+    dtype: Dtype = "float64"
+    grad_dtype: Dtype | None = None  # None: float64 for float64, else float32
+    steps: int = 2
+    optimizer: Name = "adamw"
+    offload: bool = False
+    bucket: int | None = None  # bytes
+    seed: int = 0
+    empty_rank: int | None = None
+    device: Device = "cpu"
+    compiled: bool = False
+
+    @property
+    def summed_in(self) -> Dtype:
+        """The type in which data ranks sum gradients."""
+        return self.grad_dtype or ("float64" if self.dtype == "float64" else "float32")
+
+
+def num_microbatches(plan: Plan, settings: VerifySettings) -> int:
+    """Microbatches of a trial; PipeDream's optimizer steps after every one."""
+    schedule = plan.schedule
+    every = Delays.of(schedule).every if schedule.asynchronous else schedule.num_microbatches
+    return settings.steps * every
+
+
+def num_phases(plan: Plan, settings: VerifySettings) -> int:
+    """How often `on_phase` is called in a trial that ends well."""
+    ranks, columns = plan.layout.pp, plan.layout.world // plan.layout.pp
+    if plan.schedule.asynchronous:
+        actions = 2 * ranks * num_microbatches(plan, settings)
+    else:
+        actions = settings.steps * sum(len(merged(plan.schedule, rank)) for rank in range(ranks))
+    return columns * (2 * ranks * (1 + settings.steps) + actions) + 1 + settings.steps
+
+
+# The two sides of a trial: the steps of one rank, each watched, and the truth of one process.
+
+
+@dataclass(frozen=True)
+class StepOfRank:
+    """What one rank has to show for one update of the weights."""
+
+    loss: float
+    norm: float
+    clip: float
+    gradients: list[ComparedPart]  # before clipping, of what the optimizer owns
+    weights: list[ComparedPart]  # after the update, the same
+    biases: list[ComparedPart]  # of the routers, after the step
+
+
+@dataclass(frozen=True)
+class ObservedCalls:
+    """The collectives of a step, or of an asynchronous run, by the dispatcher and by the mesh."""
+
+    seen: Counter[Call]
+    noted: Counter[Call]
+
+
+@dataclass(frozen=True)
+class VerifiedRank:
+    """All steps of one rank, and the weights its model holds in the end."""
+
+    steps: list[StepOfRank]
+    heard: list[ObservedCalls]
+    held: list[ComparedPart]
+
+
+def run_reference(worker: Worker, plan: Plan, settings: VerifySettings) -> list[Truth]:
+    """The same steps on one device, or the same delays emulated."""
+    device = _prepared(settings)
+    drawn = _drawn(plan, settings, device)
+    dtype = getattr(torch, settings.dtype)
+    same = (settings.optimizer, settings.seed, dtype, worker.phase)
+    if not plan.schedule.asynchronous:
+        balance = (plan.balance, plan.batch.microbatch_size)
+        batches = [each.whole() for each in drawn]
+        return reference.truths(plan.shape, batches, *same, *balance, device)
+    delays, last = Delays.of(plan.schedule), plan.layout.pp - 1
+    late = [1 if delays.constant else last - stage for stage in range(plan.layout.pp)]
+    microbatches = [batch for each in drawn for batch in each.microbatches()]
+    microbatches = microbatches[: num_microbatches(plan, settings)]
+    delayed = Delayed(plan.stages, delays.every, late)
+    return reference.delayed_truths(plan.shape, microbatches, delayed, *same, device)
+
+
+def run_rank(worker: Worker, plan: Plan, settings: VerifySettings) -> VerifiedRank:
+    """The steps of one rank, each watched."""
+    with worker.joined(plan.layout.world):
+        worker.phase("build")
+        device = _prepared(settings)
+        mesh = Mesh.of(plan, device)
+        job = compose(
+            plan,
+            mesh,
+            seed=settings.seed,
+            dtype=getattr(torch, settings.dtype),
+            grad_dtype=getattr(torch, settings.summed_in),
+            offload=settings.offload,
+            bucket=settings.bucket,
+        )
+        if settings.compiled:
+            _compile(job)
+        recorder = _Recorder(worker, job, _optimizer(job, settings), not settings.compiled)
+        drawn = _drawn(plan, settings, device)
+        mine = [each.of(plan.layout.coord(mesh.rank).dp) for each in drawn]
+        if plan.schedule.asynchronous:
+            microbatches = [batch for batches in mine for batch in batches]
+            recorder.stream(microbatches[: num_microbatches(plan, settings)])
+        else:
+            for number, batches in enumerate(mine, start=1):
+                recorder.step(batches, f"step {number}")
+        worker.phase("compare")
+        held = list(_held(job))
+        mesh.groups.clear()  # they end with their last holder, and a weight's hook may be one
+        mesh.channels.clear()
+        return VerifiedRank(recorder.steps, recorder.heard, held)
+
+
+def _prepared(settings: VerifySettings) -> torch.device:
+    """The device of a trial; float32 is float32 there, and no product is rounded to TF32."""
+    if settings.device == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cudnn.allow_tf32 = False
+    return torch.device(settings.device)
+
+
+def _compile(job: Job) -> None:
+    """Compile as training does, in this process: a forked rank has no others to do it."""
+    from torch._inductor import config  # slow to import, and rarely wanted
+
+    assert job.mesh.layout.world == 1, "only a rank that is alone can be compiled"
+    config.compile_threads = 1
+    for chunk in job.chunks:
+        compile_blocks(chunk.model)
+
+
+class _Recorder:
+    """Runs steps, or a stream of them, and keeps what there is to compare."""
+
+    def __init__(
+        self, worker: Worker, job: Job, optimizer: torch.optim.Optimizer, watches: bool
+    ) -> None:
+        """To watch stops compilation; a rank that is alone has no group to issue a call on."""
+        self.worker, self.job, self.optimizer, self.watches = worker, job, optimizer, watches
+        self.steps: list[StepOfRank] = []
+        self.heard: list[ObservedCalls] = []
+        self.updates: list[
+            tuple[list[ComparedPart], list[ComparedPart]]
+        ] = []  # gradients and weights
+
+    def step(self, batches: list[TokenBatch], name: str) -> None:
+        """One optimizer step."""
+        with self._watching(self.job.pipeline, name):
+            outcomes = [step(self.job, self.optimizer, batches, reference.MAX_NORM)]
+        self._keep(outcomes)
+
+    def stream(self, batches: list[TokenBatch]) -> None:
+        """An asynchronous run."""
+        stream = Stream(self.job, self.optimizer, len(batches))
+        with self._watching(stream.pipeline, "stream"):
+            outcomes = stream.run(batches)
+        self._keep(outcomes)
+
+    def _keep(self, outcomes: list[StepOutcome]) -> None:
+        for outcome, (gradients, updated) in zip(outcomes, self.updates, strict=True):
+            loss, norm, clip = (float(each) for each in (outcome.loss, outcome.norm, outcome.clip))
+            before = [replace(each, values=each.values / clip) for each in gradients]
+            biases = list(_biases(self.job))
+            self.steps.append(StepOfRank(loss, norm, clip, before, updated, biases))
+        self.updates.clear()
+
+    @contextmanager
+    def _watching(self, pipeline: Pipeline, name: str) -> Iterator[None]:
+        """Say each action when it begins, copy what the optimizer sees, count collectives."""
+        job, say = self.job, self.worker.phase
+        data = job.chunks[0].data
+        finish = data.finish
+
+        def reduce() -> None:
+            say(f"{name} reduce")
+            finish()
+
+        def before(*_: object) -> None:
+            say(f"{name} optimizer")
+            self.updates.append((list(_owned(job, gradients=True)), []))
+
+        def after(*_: object) -> None:
+            self.updates[-1][1].extend(_owned(job, gradients=False))
+
+        data.finish = reduce
+        pipeline.before = lambda action: say(f"{name} {action}")
+        hooks = [
+            self.optimizer.register_step_pre_hook(before),
+            self.optimizer.register_step_post_hook(after),
+        ]
+        job.mesh.records.clear()
+        watch = DispatchWatch(job.mesh, self.worker.detail)
+        pipeline.lanes.around = lambda: watch
+        with watch if self.watches else nullcontext():
+            yield
+        data.finish = finish
+        for hook in hooks:
+            hook.remove()
+        self.heard.append(ObservedCalls(_calls(watch.records), _calls(job.mesh.records)))
+
+
+def _calls(records: Mapping[CollectiveRecord, int]) -> Counter[Call]:
+    return Counter({tuple(record): count for record, count in records.items()})
+
+
+def _optimizer(job: Job, settings: VerifySettings) -> torch.optim.Optimizer:
+    owned = [(len(each.row.shape) > 1, each.tensor) for each in job.owned]
+    optimizer = make_optimizer(
+        settings.optimizer, owned, reference.LEARNING_RATE, reference.WEIGHT_DECAY
+    )
+    if settings.optimizer == "adamw":
+        for group in optimizer.param_groups:
+            group["eps"] = reference.ADAM_EPS
+    return optimizer
+
+
+def _drawn(plan: Plan, settings: VerifySettings, device: torch.device) -> list[Samples]:
+    windows = -(-num_microbatches(plan, settings) // plan.batch.microbatches)
+    return [_samples(plan, settings, number).to(device) for number in range(windows)]
+
+
+def _samples(plan: Plan, settings: VerifySettings, number: int) -> Samples:
+    return samples(
+        plan.batch,
+        plan.shape.vocab,
+        settings.seed,
+        number,
+        packed=plan.packed,
+        empty_rank=settings.empty_rank if number == 0 else None,
+    )
+
+
+def _owned(job: Job, gradients: bool) -> Iterator[ComparedPart]:
+    """What the optimizer of this rank updates: the gradients of it, or the values."""
+    for flat in job.units:
+        begins = {entry.row.name: entry.start for entry in flat.unit.entries}
+        spans = {row.name: start for row, start, _ in flat.unit.owned(flat.place)}
+        for each in flat.owned:
+            name = each.row.name
+            start = flat.place * flat.unit.slice_size + spans[name] - begins[name]
+            values = as_array(each.grad if gradients else each.tensor)
+            yield ComparedPart(job.table[name].name, job.pieces[name], start, values)
+
+
+def _biases(job: Job) -> Iterator[ComparedPart]:
+    """What the balancing of this rank updates."""
+    whole = {weight.name: weight for weight in buffers(job.plan.shape)}
+    coord = job.plan.layout.coord(job.mesh.rank)
+    for chunk in job.chunks:
+        for name, bias in chunk.model.named_buffers():
+            held = held_by(whole[name], job.plan.shape, job.plan.layout, coord)
+            yield ComparedPart(name, held, 0, as_array(bias))
+
+
+def _held(job: Job) -> Iterator[ComparedPart]:
+    """The weights as the model of this rank sees them, brought here where they are sharded."""
+    for flat in job.units:
+        flat.arrive()
+        flat.gather()
+        flat.arrive()
+        for name, parameter in flat.parameters.items():
+            yield ComparedPart(job.table[name].name, job.pieces[name], 0, as_array(parameter))
+        flat.release()

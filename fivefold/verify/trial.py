@@ -1,0 +1,127 @@
+"""What the ranks computed, held against the truth and the prediction."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from fivefold.core import weights
+from fivefold.core.plan import Plan
+from fivefold.cost import collectives
+from fivefold.cost.collectives import UNEVEN, least_share
+from fivefold.launch.processes import Pool
+from fivefold.verify import compare, reference
+from fivefold.verify.compare import Call, Traffic, Wanted
+from fivefold.verify.reference import Truth
+from fivefold.verify.runs import VerifiedRank, VerifySettings, num_phases, run_rank, run_reference
+
+
+@dataclass(frozen=True)
+class VerifyVerdict:
+    """Errors beside tolerances by name, traffic of every rank and step, the first difference."""
+
+    errors: dict[str, float]
+    tolerance: dict[str, float]
+    traffic: list[list[Traffic]] = field(repr=False)  # by rank, then by step
+    diverges_at: str | None
+
+    @property
+    def traffic_match(self) -> bool:
+        return all(each.match for steps in self.traffic for each in steps)
+
+    @property
+    def passed(self) -> bool:
+        exact = all(self.errors[name] <= most for name, most in self.tolerance.items())
+        return exact and self.traffic_match
+
+
+def judge(
+    plan: Plan, settings: VerifySettings, runs: list[VerifiedRank], truths: list[Truth]
+) -> VerifyVerdict:
+    """Hold every rank's steps against the truth and the prediction."""
+    gain = reference.GAIN[settings.optimizer]
+    tolerance = compare.tolerances(
+        plan.shape,
+        plan.batch,
+        settings.dtype,
+        settings.steps,
+        gain,
+        drifts=plan.schedule.asynchronous,
+    )
+    errors = dict.fromkeys(tolerance, 0.0)
+    off: set[str] = set()
+    for number, truth in enumerate(truths):
+        here = [run.steps[number] for run in runs]
+        for one, kind in (("loss", "loss_err"), ("norm", "norm_err"), ("clip", "clip_err")):
+            found = [getattr(each, one) for each in here]
+            worst = max(compare.relative(value, getattr(truth, one)) for value in found)
+            errors[kind] = max(errors[kind], worst)
+        gradients = [part for each in here for part in each.gradients]
+        updated = [part for each in here for part in (*each.weights, *each.biases)]
+        if number == len(truths) - 1:
+            updated += [part for run in runs for part in run.held]
+        for kind, wanted in (
+            ("grad_err", Wanted(truth.gradients, gradients)),
+            ("weight_err", Wanted({**truth.weights, **truth.biases}, updated)),
+        ):
+            by_name = compare.errors_by_name(wanted)
+            off |= {name for name, error in by_name.items() if not error <= tolerance[kind]}
+            errors[kind] = max(errors[kind], *by_name.values())
+    order = [one.name for one in (*weights.weights(plan.shape), *weights.buffers(plan.shape))]
+    return VerifyVerdict(
+        errors, tolerance, _traffic(plan, settings, runs), compare.first_module(off, order)
+    )
+
+
+def _traffic(plan: Plan, settings: VerifySettings, runs: list[VerifiedRank]) -> list[list[Traffic]]:
+    found: list[list[Traffic]] = []
+    sizes = {
+        "itemsize": getattr(torch, settings.dtype).itemsize,
+        "grad_itemsize": getattr(torch, settings.summed_in).itemsize,
+        "bucket": settings.bucket,
+    }
+    for rank, run in enumerate(runs):
+        if plan.schedule.asynchronous:
+            listed = collectives.predict_stream(plan, rank, settings.steps, **sizes)
+        else:
+            listed = collectives.predict(plan, rank, **sizes)
+        predicted: Counter[Call] = Counter(
+            {(each.axis, each.kind, each.bytes, each.group): each.count for each in listed}
+        )
+        found.append(
+            [Traffic(predicted, compare.attributed(each.seen, predicted)) for each in run.heard]
+        )
+    for group in plan.layout.groups("ep") if plan.layout.ep > 1 else ():
+        for number in range(len(found[0])):
+            least = {axis: least_share(plan, axis) for axis in UNEVEN}
+            shared = compare.evened([found[rank][number] for rank in group], least)
+            for rank, traffic_of_rank in zip(group, shared, strict=True):
+                found[rank][number] = traffic_of_rank
+    return found
+
+
+# One trial: a plan run by its ranks and by one process, and the two compared.
+
+
+__all__ = [
+    "VerifiedRank",
+    "VerifySettings",
+    "VerifyVerdict",
+    "judge",
+    "num_phases",
+    "run_rank",
+    "run_reference",
+    "run_trial",
+]
+
+
+def run_trial(
+    pool: Pool, plan: Plan, settings: VerifySettings, on_phase: Callable[[], None] | None = None
+) -> VerifyVerdict:
+    """Run the plan on the pool's first ranks, and the truth on the one after them."""
+    ranks = [(run_rank, (plan, settings))] * plan.layout.world
+    *runs, truths = pool.run_each([*ranks, (run_reference, (plan, settings))], on_phase)
+    return judge(plan, settings, runs, truths)
