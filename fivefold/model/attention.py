@@ -1,9 +1,10 @@
-"""Attention over heads, with a replaceable core.
+"""Attention: multi-head and grouped-query (`Attention`), and multi-head latent (`LatentAttention`).
 
-The number of heads is read from the width of what the projections return, so that a module whose
-weights were exchanged for pieces runs unchanged on its share of the heads.
+`kernel` is a seam in both: context parallelism replaces it. The number of heads is read from the
+width of the projections' output, so that a module with sharded weights runs on its own heads.
 
-Legend: B rows, S tokens, D model width, H query heads, K key/value heads, d width of a head.
+Legend: B rows, S tokens, D model width, H query heads, K key/value heads, d width of a head, v that
+of a value head.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fivefold.core.shape import Mla, Shape
 from fivefold.model.batch import AttentionInfo, Context, TokenBatch
-from fivefold.model.flash import is_pretended
-from fivefold.model.layers import Linear, Norm, NormKind, rotate, yarn_mscale
+from fivefold.model.flash import is_fake
+from fivefold.model.layers import Linear, Norm, WeightFactory, rotate, yarn_mscale
 
 Kernel = Callable[[Tensor, Tensor, Tensor, AttentionInfo], Tensor]
 
-# Fastest first. On Hopper cuDNN runs causal attention at about twice the speed of flash-2.
+# Fastest first. On Hopper, causal attention of cuDNN is about twice as fast as flash-2.
 CUDA_KERNELS = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -32,22 +33,22 @@ CUDA_KERNELS = [
 
 
 class Attention(nn.Module):
-    """Projections to queries, keys and values, the kernel, and the projection out."""
+    """Query, key and value projections, the attention kernel, and the output projection."""
 
-    def __init__(self, shape: Shape, kind: NormKind) -> None:
+    def __init__(self, shape: Shape, factory: WeightFactory) -> None:
         super().__init__()
         queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         self.head_dim, self.interleaved = shape.head_dim, shape.rope_interleaved
-        self.norms_heads = shape.qk_norm == "head"  # one by one, and not all of them together
+        self.norms_heads = shape.qk_norm == "head"  # each head by itself, else all of them together
         normed = shape.qk_norm != "none"
         widths = (shape.head_dim,) * 2 if self.norms_heads else (queries, keys)
-        self.q = Linear(queries, shape.width, shape.qkv_bias, kind)
-        self.k = Linear(keys, shape.width, shape.qkv_bias, kind)
-        self.v = Linear(keys, shape.width, shape.qkv_bias, kind)
-        self.q_norm = Norm(widths[0], False, shape, kind) if normed else None
-        self.k_norm = Norm(widths[1], False, shape, kind) if normed else None
-        self.out = Linear(shape.width, queries, shape.out_bias, kind)
-        self.kernel: Kernel = causal_attention
+        self.q = Linear(queries, shape.width, shape.qkv_bias, factory)
+        self.k = Linear(keys, shape.width, shape.qkv_bias, factory)
+        self.v = Linear(keys, shape.width, shape.qkv_bias, factory)
+        self.q_norm = Norm(widths[0], False, shape, factory) if normed else None
+        self.k_norm = Norm(widths[1], False, shape, factory) if normed else None
+        self.out = Linear(shape.width, queries, shape.out_bias, factory)
+        self.kernel: Kernel = causal_attention  # seam: context parallelism
 
     def forward(self, x_BSD: Tensor, context: Context) -> Tensor:
         q_BSHd = self._heads(self.q(x_BSD), self.q_norm, context)
@@ -69,24 +70,24 @@ class Attention(nn.Module):
 
 
 def causal_attention(q_BHSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, info: AttentionInfo) -> Tensor:
-    """The default kernel: torch's own, with a mask only where the batch or the model needs one."""
-    if is_pretended(q_BHSd) and info.mask is None:
+    """The default kernel: torch's SDPA, with a mask only where the batch or the model needs one."""
+    if is_fake(q_BHSd) and info.mask is None:
         return torch.ops.aten._scaled_dot_product_cudnn_attention(
             q_BHSd, k_BKSd, v_BKSd, None, True, info.dropout, True
         )[0]
     groups = q_BHSd.shape[1] // k_BKSd.shape[1]
-    shared = groups > 1
-    if shared and (info.mask is not None or not q_BHSd.is_cuda):
-        # Neither the masked CUDA kernels nor the CPU one share key/value heads.
+    grouped = groups > 1
+    if grouped and (info.mask is not None or not q_BHSd.is_cuda):
+        # Grouped queries are not supported by the masked CUDA kernels, nor by the CPU kernel.
         k_BKSd, v_BKSd = (each.repeat_interleave(groups, dim=1) for each in (k_BKSd, v_BKSd))
-        shared = False
+        grouped = False
     if not q_BHSd.is_cuda:
-        return _attend(q_BHSd, k_BKSd, v_BKSd, info, shared)
+        return _attend(q_BHSd, k_BKSd, v_BKSd, info, grouped)
     with sdpa_kernel(CUDA_KERNELS, set_priority=True):
-        return _attend(q_BHSd, k_BKSd, v_BKSd, info, shared)
+        return _attend(q_BHSd, k_BKSd, v_BKSd, info, grouped)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, info: AttentionInfo, shared: bool) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, info: AttentionInfo, grouped: bool) -> Tensor:
     return F.scaled_dot_product_attention(
         q,
         k,
@@ -94,12 +95,12 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, info: AttentionInfo, shared: bool) 
         attn_mask=info.mask,
         dropout_p=info.dropout,
         is_causal=info.mask is None,
-        enable_gqa=shared,
+        enable_gqa=grouped,
     )
 
 
 def visible_keys_mask(batch: TokenBatch, window: int | None) -> Tensor | None:
-    """(B, 1, S, S), True where a query sees a key; None where plain causality says it all."""
+    """(B, 1, S, S), True where a query sees a key; None where plain causal attention is enough."""
     seq = batch.positions.shape[1]
     if batch.documents is None and (window is None or window >= seq):
         return None
@@ -113,36 +114,32 @@ def visible_keys_mask(batch: TokenBatch, window: int | None) -> Tensor | None:
     return visible_BSS[:, None]
 
 
-# Latent attention (MLA): queries, keys and values pass through narrow latents.
-#
-# A head of a query or key has a part without positions and a rotated part; the rotated key is one
-# for all heads. Values may be narrower than keys. As in plain attention, the number of heads is
-# read from what the projections return, and the core is replaceable.
-#
-# Legend: B rows, S tokens, D model width, H heads, d width of a query or key head, v of a value.
-
-
-LATENT_EPS = 1e-6  # of the norms of latents in DeepSeek's code, whatever the other norms have
+LATENT_EPS = 1e-6  # DeepSeek's code uses it for the norms of latents, whatever the other norms use
 
 
 class LatentAttention(nn.Module):
-    """Down to latents, their norms, up to heads, the kernel, and the projection out."""
+    """Multi-head latent attention (MLA) of DeepSeek-V2 and V3.
 
-    def __init__(self, shape: Shape, mla: Mla, kind: NormKind) -> None:
+    Queries, keys and values are projected down to narrow latents, which are normed, and up to
+    heads. A query or key head has a part without positions and a rotated part; all heads share
+    one rotated key. Value heads may be narrower than key heads.
+    """
+
+    def __init__(self, shape: Shape, mla: Mla, factory: WeightFactory) -> None:
         super().__init__()
         queries, bias, rank = shape.heads * shape.head_dim, shape.qkv_bias, mla.q_rank
         values = shape.heads * mla.value_dim
         self.mla, self.head_dim, self.interleaved = mla, shape.head_dim, shape.rope_interleaved
         self.scale = _score_scale(shape)
-        self.q = Linear(queries, shape.width, False, kind) if rank is None else None
-        self.q_down = Linear(rank, shape.width, bias, kind) if rank is not None else None
-        self.q_latent_norm = _latent_norm(rank, shape, kind) if rank is not None else None
-        self.q_up = Linear(queries, rank, False, kind) if rank is not None else None
-        self.kv_down = Linear(mla.kv_rank + mla.rope_dim, shape.width, bias, kind)
-        self.kv_latent_norm = _latent_norm(mla.kv_rank, shape, kind)
-        self.kv_up = Linear(shape.heads * mla.nope_dim + values, mla.kv_rank, False, kind)
-        self.out = Linear(shape.width, values, shape.out_bias, kind)
-        self.kernel: Kernel = causal_attention
+        self.q = Linear(queries, shape.width, False, factory) if rank is None else None
+        self.q_down = Linear(rank, shape.width, bias, factory) if rank is not None else None
+        self.q_latent_norm = _latent_norm(rank, shape, factory) if rank is not None else None
+        self.q_up = Linear(queries, rank, False, factory) if rank is not None else None
+        self.kv_down = Linear(mla.kv_rank + mla.rope_dim, shape.width, bias, factory)
+        self.kv_latent_norm = _latent_norm(mla.kv_rank, shape, factory)
+        self.kv_up = Linear(shape.heads * mla.nope_dim + values, mla.kv_rank, False, factory)
+        self.out = Linear(shape.width, values, shape.out_bias, factory)
+        self.kernel: Kernel = causal_attention  # seam: context parallelism
 
     def forward(self, x_BSD: Tensor, context: Context) -> Tensor:
         q_BSHd = self._queries(x_BSD, context)
@@ -158,34 +155,32 @@ class LatentAttention(nn.Module):
         else:
             projected = self.q_up(self.q_latent_norm(self.q_down(x_BSD)))
         heads_BSHd = projected.unflatten(-1, (-1, self.head_dim))
-        plain, turned = heads_BSHd.split([self.mla.nope_dim, self.mla.rope_dim], dim=-1)
-        q_BSHd = torch.cat([plain, self._rotated(turned, context)], dim=-1)
+        unrotated, rotated = heads_BSHd.split([self.mla.nope_dim, self.mla.rope_dim], dim=-1)
+        q_BSHd = torch.cat([unrotated, self._rotate(rotated, context)], dim=-1)
         return q_BSHd if self.scale == 1 else q_BSHd * self.scale
 
     def _keys_and_values(self, x_BSD: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         mla = self.mla
-        latent, shared = self.kv_down(x_BSD).split([mla.kv_rank, mla.rope_dim], dim=-1)
+        latent, key = self.kv_down(x_BSD).split([mla.kv_rank, mla.rope_dim], dim=-1)
         up = self.kv_up(self.kv_latent_norm(latent))
         heads_BSH = up.unflatten(-1, (-1, mla.nope_dim + mla.value_dim))
-        plain, v_BSHv = heads_BSH.split([mla.nope_dim, mla.value_dim], dim=-1)
-        turned = self._rotated(shared[:, :, None, :], context)
-        turned = turned.expand(-1, -1, plain.shape[2], -1)
-        return torch.cat([plain, turned], dim=-1), v_BSHv
+        unrotated, v_BSHv = heads_BSH.split([mla.nope_dim, mla.value_dim], dim=-1)
+        rotated = self._rotate(key[:, :, None, :], context)
+        rotated = rotated.expand(-1, -1, unrotated.shape[2], -1)
+        return torch.cat([unrotated, rotated], dim=-1), v_BSHv
 
-    def _rotated(self, heads: Tensor, context: Context) -> Tensor:
+    def _rotate(self, heads: Tensor, context: Context) -> Tensor:
         return heads if context.rotary is None else rotate(heads, context.rotary, self.interleaved)
 
 
-def _latent_norm(width: int, shape: Shape, kind: NormKind) -> Norm:
-    norm = Norm(width, False, shape, kind)
-    norm.eps = LATENT_EPS
-    return norm
+def _latent_norm(width: int, shape: Shape, factory: WeightFactory) -> Norm:
+    return Norm(width, False, shape, factory, eps=LATENT_EPS)
 
 
 def _score_scale(shape: Shape) -> float:
-    """What queries are multiplied by, so that kernels scale scores by 1/√d as ever.
+    """The factor of the queries; kernels scale scores by 1/√d as usual.
 
-    DeepSeek squares YaRN's temperature into the scores of both parts of a head.
+    DeepSeek multiplies scores by the square of YaRN's temperature.
     """
     rope = shape.rope
     if rope is None or rope.kind != "yarn" or not rope.mscale_all_dim:

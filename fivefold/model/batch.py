@@ -1,4 +1,4 @@
-"""What enters the model: a batch of tokens, and the context that its blocks share.
+"""The inputs of the model: a batch of tokens, and the context that all blocks share.
 
 Legend: B rows, S tokens of a row, R half of a head's width.
 """
@@ -10,64 +10,64 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-NOT_COUNTED = -100  # the label of a token that has no loss
+NOT_COUNTED = -100  # the label of a token without loss
 
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Token ids and what each of them should predict. Labels are already shifted."""
+    """Token ids and labels. Labels are already shifted: each is the token to predict next."""
 
     tokens: Tensor  # (B, S) int64
-    labels: Tensor  # (B, S) int64, NOT_COUNTED where there is no loss
-    positions: Tensor  # (B, S) int64, place of a token in its document
+    labels: Tensor  # (B, S) int64, NOT_COUNTED where there is none
+    positions: Tensor  # (B, S) int64, index of a token in its document
     documents: Tensor | None = None  # (B, S) int64; None: each row is one document
-    row: TokenBatch | None = None  # the whole rows, where this is a part of them
-    # For each depth of multi-token prediction: the tokens so far ahead, and what they predict.
+    row: TokenBatch | None = None  # the full rows, where this is a shard of them
+    # For each depth of multi-token prediction: the tokens that far ahead, and their labels.
     ahead: tuple[tuple[Tensor, Tensor], ...] = ()
 
     def to(self, device: torch.device) -> TokenBatch:
-        """Whole rows on a device."""
+        """Full rows on a device."""
         tensors = (self.tokens, self.labels, self.positions, self.documents)
         return TokenBatch(*(None if each is None else each.to(device) for each in tensors))
 
 
 def look_ahead(batch: TokenBatch, depth: int) -> TokenBatch:
-    """Whole rows with what multi-token prediction needs: at depth j, from 1, the token j places
-    behind each and the label of that token.
+    """Full rows with the inputs of multi-token prediction: at depth j, from 1, the token j
+    positions after each token, and the label of that token.
 
-    Never beyond a row, nor into another document: there the label is not counted.
+    Beyond the end of a row or document there is no such token, and the label is not counted.
     """
     return replace(batch, ahead=tuple(_shifted(batch, j) for j in range(1, depth + 1)))
 
 
-def _shifted(batch: TokenBatch, places: int) -> tuple[Tensor, Tensor]:
+def _shifted(batch: TokenBatch, distance: int) -> tuple[Tensor, Tensor]:
     seq = batch.tokens.shape[1]
-    kept = max(seq - places, 0)
+    left = max(seq - distance, 0)
     tokens, labels = torch.zeros_like(batch.tokens), torch.full_like(batch.labels, NOT_COUNTED)
-    tokens[:, :kept], labels[:, :kept] = (
-        batch.tokens[:, seq - kept :],
-        batch.labels[:, seq - kept :],
+    tokens[:, :left], labels[:, :left] = (
+        batch.tokens[:, seq - left :],
+        batch.labels[:, seq - left :],
     )
     if batch.documents is not None:
         documents = batch.documents
-        leaves = documents[:, :kept] != documents[:, seq - kept :]
-        tokens[:, :kept].masked_fill_(leaves, 0)
-        labels[:, :kept].masked_fill_(leaves, NOT_COUNTED)
+        crosses = documents[:, :left] != documents[:, seq - left :]
+        tokens[:, :left].masked_fill_(crosses, 0)
+        labels[:, :left].masked_fill_(crosses, NOT_COUNTED)
     return tokens, labels
 
 
 @dataclass(frozen=True)
 class AttentionInfo:
-    """What an attention kernel may need besides queries, keys and values."""
+    """What an attention kernel may need in addition to queries, keys and values."""
 
     positions: Tensor  # (B, S)
     documents: Tensor | None  # (B, S)
-    window: int | None  # keys a query sees, itself included
-    mask: Tensor | None  # (B, 1, S, S), True where a query sees a key; None: causal, all of it
+    window: int | None  # keys that a query sees, its own included
+    mask: Tensor | None  # (B, 1, S, S), True where a query sees a key; None: all earlier keys
     dropout: float = 0.0
-    row: TokenBatch | None = None  # the whole rows, where the tokens are a part of them
-    # What a kernel keeps for a second forward in the backward, by kernel.
-    kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    row: TokenBatch | None = None  # the full rows, where the tokens are a shard of them
+    # By kernel: output and log-sum-exp that a kernel saves for the recomputation in backward.
+    saved: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -79,5 +79,5 @@ class Context:
 
     @property
     def dropout(self) -> float:
-        """The share of activations that a block drops; 0 outside of training."""
+        """The dropout rate of a block; 0 outside of training."""
         return self.attention.dropout

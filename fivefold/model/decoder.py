@@ -1,7 +1,14 @@
-"""The two ends of the model: the embedding in front, the head with its loss behind.
+"""The decoder: embedding, blocks, final norm, head with loss, and multi-token prediction.
 
-`Embedding.lookup`, `Embedding.place`, `Head.product` and `Head.cross_entropy` are replaceable, so
-that a split vocabulary, a split sequence or a split backward can bring its own arithmetic.
+A decoder may be one pipeline stage, with some of the blocks. Parameter names are global, those of
+`core/weights.py`: a stage with blocks 4 to 7 has `blocks.4.attention.q.weight`. A new decoder has
+no values; `model/init.py` fills it.
+
+Seams are attributes that `fivefold/parallel` and `model/blocks.py` replace by callables of the same
+signature, so that this package knows nothing of parallelism: `Linear.matmul`, `Norm.normalise`,
+`Attention.kernel`, `Embedding.lookup`, `Embedding.add_positions`, `Head.matmul`,
+`Head.cross_entropy`, `Block.run`, `Decoder.mask`, `Decoder.run_blocks`, and in `model/moe.py`
+`Router.matmul`, `ExpertStack.matmul`, `MoeMlp.balance` and `MoeMlp.dispatch`.
 
 Legend: B rows, S tokens, N = B·S, D model width, V vocabulary, P learned positions.
 """
@@ -20,18 +27,25 @@ from fivefold.model.attention import Attention, LatentAttention, visible_keys_ma
 from fivefold.model.batch import NOT_COUNTED, AttentionInfo, Context, TokenBatch
 from fivefold.model.layers import (
     Linear,
+    Matmul,
     Mlp,
     Norm,
-    NormKind,
-    Product,
-    linear_product,
+    WeightFactory,
+    linear,
     rotary_tables,
 )
 from fivefold.model.moe import MoeMlp
 
 Lookup = Callable[[Tensor, Tensor], Tensor]
-Place = Callable[[Tensor, Tensor, Tensor], Tensor]
+AddPositions = Callable[[Tensor, Tensor, Tensor], Tensor]
 CrossEntropy = Callable[[Tensor, Tensor], Tensor]
+MakeMask = Callable[[TokenBatch, int | None], Tensor | None]
+RunBlock = Callable[["Block", Tensor, Context], Tensor]
+RunBlocks = Callable[[Iterable[nn.Module], Tensor, Context], Tensor]
+
+# DeepSeek-V3 (arXiv:2412.19437, section 4.2) weighs the mean loss of all depths of multi-token
+# prediction with this for its first 10T tokens, and with 0.1 after that.
+MTP_LOSS_WEIGHT = 0.3
 
 
 def embedding_lookup(tokens_BS: Tensor, weight_VD: Tensor) -> Tensor:
@@ -51,163 +65,150 @@ def summed_cross_entropy(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
 
 
 class Embedding(nn.Module):
-    """Tokens to vectors, with learned positions where there are any."""
+    """Tokens to vectors, plus learned positions where the model has them."""
 
     def __init__(self, weight_VD: nn.Parameter, positions_PD: nn.Parameter | None = None) -> None:
         super().__init__()
         self.weight, self.positions = weight_VD, positions_PD
+        # Seams: sharded vocabulary, sequence parallelism, split backward.
         self.lookup: Lookup = embedding_lookup
-        self.place: Place = add_positions
+        self.add_positions: AddPositions = add_positions
 
     def forward(self, tokens_BS: Tensor, batch: TokenBatch) -> Tensor:
         x_BSD = self.lookup(tokens_BS, self.weight)
         if self.positions is None:
             return x_BSD
-        return self.place(x_BSD, batch.positions, self.positions)
+        return self.add_positions(x_BSD, batch.positions, self.positions)
 
 
 class Head(nn.Module):
-    """Vectors and labels to the summed loss. A tied head is given the embedding's own weight."""
+    """Vectors and labels to the summed loss. A tied head has the weight of the embedding."""
 
     def __init__(self, weight_VD: nn.Parameter) -> None:
         super().__init__()
         self.weight = weight_VD
-        self.product: Product = linear_product
-        self.cross_entropy: CrossEntropy = summed_cross_entropy
+        self.matmul: Matmul = linear  # seam: split backward
+        self.cross_entropy: CrossEntropy = summed_cross_entropy  # seam: sharded vocabulary
 
     def forward(self, x_BSD: Tensor, labels_BS: Tensor) -> Tensor:
-        logits_NV = self.product(x_BSD.flatten(0, 1), self.weight, None)
+        logits_NV = self.matmul(x_BSD.flatten(0, 1), self.weight, None)
         return self.cross_entropy(logits_NV, labels_BS.flatten())
 
 
-# Multi-token prediction: layers behind the last one that each look one token further ahead.
-#
-# As DeepSeek-V3 (arXiv:2412.19437, section 2.2): depth j joins what the head saw at the depth
-# before with the embedding of the token j places ahead, and predicts the one behind that.
-# Embedding and head are the model's own. The order of the join, token first, and the norm in
-# front of the head are those of the published weights (`eh_proj`, `shared_head.norm`).
-#
-# Legend: B rows, S tokens, D model width.
+class MtpLayer(nn.Module):
+    """One depth of multi-token prediction, as in DeepSeek-V3 (arXiv:2412.19437, section 2.2).
 
+    Depth j joins the hidden state of the depth before with the embedding of the token j positions
+    ahead, and predicts the token after that. Embedding and head are those of the model. The order
+    of the join, token first, and the norm before the head are those of the published weights
+    (`eh_proj`, `shared_head.norm`).
+    """
 
-Walk = Callable[[Iterable[nn.Module], Tensor, Context], Tensor]
-
-# Of the mean of all depths' losses beside the main one: DeepSeek-V3's, section 4.2, for its first
-# 10T tokens (0.1 after that).
-LOSS_WEIGHT = 0.3
-
-
-class AheadLayer(nn.Module):
-    """One depth: the join of state and token, a block, and the norm in front of the head."""
-
-    def __init__(self, shape: Shape, block: nn.Module, kind: NormKind) -> None:
+    def __init__(self, shape: Shape, block: nn.Module, factory: WeightFactory) -> None:
         super().__init__()
-        self.token_norm = Norm(shape.width, shape.norm_bias, shape, kind)
-        self.hidden_norm = Norm(shape.width, shape.norm_bias, shape, kind)
-        self.join = Linear(shape.width, 2 * shape.width, False, kind)
+        self.token_norm = Norm(shape.width, shape.norm_bias, shape, factory)
+        self.hidden_norm = Norm(shape.width, shape.norm_bias, shape, factory)
+        self.join = Linear(shape.width, 2 * shape.width, False, factory)
         self.block = block
-        self.norm = Norm(shape.width, shape.norm_bias, shape, kind)
+        self.norm = Norm(shape.width, shape.norm_bias, shape, factory)
 
     def forward(
-        self, hidden_BSD: Tensor, token_BSD: Tensor, context: Context, walk: Walk
+        self, hidden_BSD: Tensor, token_BSD: Tensor, context: Context, run_blocks: RunBlocks
     ) -> Tensor:
-        """What the head sees at this depth; `walk` goes through the block."""
+        """The input of the head at this depth; `run_blocks` runs the block."""
         both = torch.cat([self.token_norm(token_BSD), self.hidden_norm(hidden_BSD)], dim=-1)
-        return self.norm(walk([self.block], self.join(both), context))
-
-
-# The decoder: embedding, blocks, final norm and head, or a contiguous slice of them.
-#
-# Parameter names are those of `core/weights.py` and global: a slice of blocks 4 to 7 has
-# `blocks.4.attention.q.weight`. A new decoder has no values; `model/init.py` fills it.
-#
-# The seams, attributes that may be exchanged for callables of the same signature:
-# `Linear.product`, `Norm.normalise`, `Attention.kernel`, `Embedding.lookup`, `Embedding.place`,
-# `Head.product`, `Head.cross_entropy`, `Decoder.mask`, `Decoder.walk`, and those of experts in
-# `model/moe.py`.
-#
-# Legend: B rows, S tokens, D model width.
+        return self.norm(run_blocks([self.block], self.join(both), context))
 
 
 class Block(nn.Module):
-    """One layer: attention, then the MLP, each behind its norm and beside the residual."""
+    """One layer: attention, then MLP, each after its norm and added to the residual."""
 
-    def __init__(self, shape: Shape, i: int, kind: NormKind) -> None:
+    def __init__(self, shape: Shape, i: int, factory: WeightFactory) -> None:
         super().__init__()
-        latent, experts = shape.mla, shape.moe if shape.is_moe_layer(i) else None
-        self.attention_norm = Norm(shape.width, shape.norm_bias, shape, kind)
-        self.attention = LatentAttention(shape, latent, kind) if latent else Attention(shape, kind)
-        self.mlp_norm = Norm(shape.width, shape.norm_bias, shape, kind)
+        mla, moe = shape.mla, shape.moe if shape.is_moe_layer(i) else None
+        self.attention_norm = Norm(shape.width, shape.norm_bias, shape, factory)
+        self.attention = LatentAttention(shape, mla, factory) if mla else Attention(shape, factory)
+        self.mlp_norm = Norm(shape.width, shape.norm_bias, shape, factory)
         self.mlp = (
-            MoeMlp(shape, experts, kind) if experts else Mlp(shape, shape.ffn, shape.mlp_bias, kind)
+            MoeMlp(shape, moe, factory) if moe else Mlp(shape, shape.ffn, shape.mlp_bias, factory)
         )
+        self.run: RunBlock = run_block  # seam: compiled, selective recomputation
 
     def forward(self, x_BSD: Tensor, context: Context) -> Tensor:
-        attended_BSD = self.attention(self.attention_norm(x_BSD), context)
-        x_BSD = x_BSD + _drop(attended_BSD, context.dropout)
-        return x_BSD + _drop(self.mlp(self.mlp_norm(x_BSD)), context.dropout)
+        return self.run(self, x_BSD, context)
 
 
-def walk_blocks(blocks: Iterable[nn.Module], x_BSD: Tensor, context: Context) -> Tensor:
-    """Through the blocks, one after another."""
+def run_block(block: Block, x_BSD: Tensor, context: Context) -> Tensor:
+    """The forward of one block."""
+    attended_BSD = block.attention(block.attention_norm(x_BSD), context)
+    x_BSD = x_BSD + _dropout(attended_BSD, context.dropout)
+    return x_BSD + _dropout(block.mlp(block.mlp_norm(x_BSD)), context.dropout)
+
+
+def run_blocks(blocks: Iterable[nn.Module], x_BSD: Tensor, context: Context) -> Tensor:
+    """The forward of several blocks, one after another."""
     for block in blocks:
         x_BSD = block(x_BSD, context)
     return x_BSD
 
 
 class Decoder(nn.Module):
-    """The model, or the slice of it that holds `layers`."""
+    """The model, or one pipeline stage of it with the blocks `layers`.
 
-    def __init__(self, shape: Shape, kind: NormKind, layers: range) -> None:
+    `dropout` is the rate for embedding, attention and residual in training.
+    """
+
+    def __init__(
+        self, shape: Shape, factory: WeightFactory, layers: range, dropout: float = 0.0
+    ) -> None:
         super().__init__()
         first, last = layers.start == 0, layers.stop == shape.layers
-        self.shape, self.layers = shape, layers
-        self.dropout = 0.0  # of embedding, attention and residual; training sets the shape's
-        self.embed = Embedding(*self._embedding_weights(kind)) if first else None
-        self.blocks = nn.ModuleDict({str(i): Block(shape, i, kind) for i in layers})
-        self.norm = Norm(shape.width, shape.norm_bias, shape, kind) if last else None
-        self.head = Head(self._head_weight(kind)) if last else None
-        self.mtp = nn.ModuleDict(self._ahead(kind) if last else {})
-        self.mask: Callable[[TokenBatch, int | None], Tensor | None] = visible_keys_mask
-        self.walk: Walk = walk_blocks
+        self.shape, self.layers, self.dropout = shape, layers, dropout
+        self.embed = Embedding(*self._embedding_weights(factory)) if first else None
+        self.blocks = nn.ModuleDict({str(i): Block(shape, i, factory) for i in layers})
+        self.norm = Norm(shape.width, shape.norm_bias, shape, factory) if last else None
+        self.head = Head(self._head_weight(factory)) if last else None
+        self.mtp = nn.ModuleDict(self._mtp_layers(factory) if last else {})
+        self.mask: MakeMask = visible_keys_mask  # seam: context parallelism makes its own masks
+        self.run_blocks: RunBlocks = run_blocks  # seam: full recomputation
 
     def forward(self, inputs: Tensor, batch: TokenBatch) -> Tensor:
-        """Token ids (B, S), or hidden states of the slice before, to hidden states, or to the
-        sum of the token losses where this slice has the head.
+        """The hidden states of the last block, or the sum of the token losses with a head.
 
-        In training, a model with multi-token prediction adds its weighted losses to that sum.
+        `inputs` are token ids (B, S) with an embedding, else hidden states of the stage before. In
+        training, the weighted losses of multi-token prediction are added to the sum.
         """
         x_BSD = inputs if self.embed is None else self.embed(inputs, batch)
         context = self.context(batch, x_BSD.dtype)
         if self.embed is not None:
-            x_BSD = _drop(x_BSD, context.dropout)
-        x_BSD = self.walk(self.blocks.values(), x_BSD, context)
+            x_BSD = _dropout(x_BSD, context.dropout)
+        x_BSD = self.run_blocks(self.blocks.values(), x_BSD, context)
         if self.norm is None or self.head is None:
             return x_BSD
         x_BSD = self.norm(x_BSD)
         loss = self.head(x_BSD, batch.labels)
         if not self.training or not self.shape.mtp:
             return loss
-        return loss + self._loss_ahead(x_BSD, batch, context)
+        return loss + self._mtp_loss(x_BSD, batch, context)
 
-    def _loss_ahead(self, x_BSD: Tensor, batch: TokenBatch, context: Context) -> Tensor:
-        """The mean over the depths of their summed losses, weighted."""
+    def _mtp_loss(self, x_BSD: Tensor, batch: TokenBatch, context: Context) -> Tensor:
+        """The mean over the depths of the summed losses, times its weight."""
         assert len(batch.ahead) == self.shape.mtp, "give the batch of look_ahead"
         assert self.head is not None
         embed = self.mtp["embed"] if self.embed is None else self.embed
         losses: list[Tensor] = []
         for j, (tokens_BS, labels_BS) in enumerate(batch.ahead):
             token_BSD = embed(tokens_BS, batch)
-            x_BSD = self.mtp[str(j)](x_BSD, token_BSD, context, self.walk)
+            x_BSD = self.mtp[str(j)](x_BSD, token_BSD, context, self.run_blocks)
             losses.append(self.head(x_BSD, labels_BS))
-        return torch.stack(losses).mean() * LOSS_WEIGHT
+        return torch.stack(losses).mean() * MTP_LOSS_WEIGHT
 
     def all_blocks(self) -> list[Block]:
-        """Every block in forward order, those of multi-token prediction too."""
+        """Every block in forward order, with those of multi-token prediction."""
         return [each for each in self.modules() if isinstance(each, Block)]
 
     def context(self, batch: TokenBatch, dtype: torch.dtype) -> Context:
-        """What the blocks share, for hidden states of `dtype`."""
+        """The context of all blocks, for hidden states of `dtype`."""
         dropout = self.dropout if self.training else 0.0
         window = self.shape.window
         mask = self.mask(batch, window)
@@ -217,27 +218,29 @@ class Decoder(nn.Module):
         wide = torch.promote_types(dtype, torch.float32)
         return Context(info, rotary_tables(self.shape, batch.positions, wide))
 
-    def _embedding_weights(self, kind: NormKind) -> tuple[nn.Parameter, nn.Parameter | None]:
+    def _embedding_weights(
+        self, factory: WeightFactory
+    ) -> tuple[nn.Parameter, nn.Parameter | None]:
         shape = self.shape
         learned = shape.positions == "learned"
-        positions = kind.empty(shape.max_seq, shape.width) if learned else None
-        return kind.empty(shape.vocab, shape.width), positions
+        positions = factory.empty(shape.max_seq, shape.width) if learned else None
+        return factory.empty(shape.vocab, shape.width), positions
 
-    def _ahead(self, kind: NormKind) -> dict[str, nn.Module]:
-        """The layers of multi-token prediction, and the embedding where this slice has no other."""
+    def _mtp_layers(self, factory: WeightFactory) -> dict[str, nn.Module]:
+        """The layers of multi-token prediction, and an embedding where this stage has no other."""
         shape, layers = self.shape, dict[str, nn.Module]()
         for j in range(shape.mtp):
-            layers[str(j)] = AheadLayer(shape, Block(shape, shape.layers, kind), kind)
+            layers[str(j)] = MtpLayer(shape, Block(shape, shape.layers, factory), factory)
         if shape.mtp and self.embed is None:
             assert self.head is not None
-            weight = self.head.weight if shape.tied else kind.empty(shape.vocab, shape.width)
+            weight = self.head.weight if shape.tied else factory.empty(shape.vocab, shape.width)
             layers["embed"] = Embedding(weight)
         return layers
 
-    def _head_weight(self, kind: NormKind) -> nn.Parameter:
+    def _head_weight(self, factory: WeightFactory) -> nn.Parameter:
         if self.shape.tied and self.embed is not None:
             return self.embed.weight
-        return kind.empty(self.shape.vocab, self.shape.width)
+        return factory.empty(self.shape.vocab, self.shape.width)
 
 
 def from_config(
@@ -246,13 +249,17 @@ def from_config(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     layers: range | None = None,
+    dropout: float = 0.0,
 ) -> Decoder:
-    """A decoder without values, or the slice of it with these blocks (and the ends they reach)."""
-    weights(shape)  # refuses what cannot be built
+    """A decoder without values, or the stage with these blocks.
+
+    The stage of the first block has the embedding, that of the last one the head.
+    """
+    weights(shape)  # refuses a shape that cannot be built
     layers = range(shape.layers) if layers is None else layers
     assert layers.step == 1 and 0 <= layers.start <= layers.stop <= shape.layers, layers
-    return Decoder(shape, NormKind(dtype, torch.device(device)), layers)
+    return Decoder(shape, WeightFactory(dtype, torch.device(device)), layers, dropout)
 
 
-def _drop(x: Tensor, dropout: float) -> Tensor:
-    return F.dropout(x, dropout) if dropout else x
+def _dropout(x: Tensor, rate: float) -> Tensor:
+    return F.dropout(x, rate) if rate else x

@@ -1,14 +1,13 @@
-"""Attention over a part of the keys: its output and log-sum-exp, with a backward of its own, so
-that parts can be merged into the whole.
+"""Attention over a shard of the keys: output and log-sum-exp, which can be merged, and a backward.
 
-    out, lse = attend(q, k, v, sees)                          for each part of the keys
-    merge(total, out, lse)                                    in any order
-    dq, dk, dv = attend_backward(slope, q, k, v, out, lse, sees)    with the merged out and lse
+    out, lse = attend(q, k, v, pairs)                                    for each shard of the keys
+    merged.merge(start, stop, out, lse)                                  in any order
+    dq, dk, dv = attend_backward(grad_out, q, k, v, out, lse, pairs)     with the merged out and lse
 
-Kernels: torch's flash kernel on CPU; on CUDA cuDNN where it is faster (Hopper and newer), flash
-elsewhere, the memory-efficient one for float32 and where a mask hides pairs, and for float64, which
-none of them has, the plain formula. Key/value heads may be fewer than query heads; they are
-repeated here, inside a rank, only for kernels that cannot share them.
+Kernels: on CPU torch's flash kernel. On CUDA cuDNN where it is faster (Hopper and newer), flash
+elsewhere, and the memory-efficient kernel for float32 and for masks. float64, which no CUDA kernel
+supports, is computed by the formula. There may be fewer key/value heads than query heads: they are
+repeated only for kernels without grouped-query attention.
 
 Legend: B rows, H query heads, K key/value heads, Q queries, S keys, d width of a head.
 """
@@ -29,66 +28,68 @@ _ALIGNED = 32  # rows: the log-sum-exp of the memory-efficient kernel
 _HOPPER = (9, 0)
 
 
-class Sees(NamedTuple):
-    """Which pairs of a part exist: all, the lower triangle, or those of a mask (B, 1, Q, S)."""
+class VisiblePairs(NamedTuple):
+    """The query-key pairs that count: all, the lower triangle, or those of a mask (B, 1, Q, S)."""
 
     causal: bool = False
     mask: Tensor | None = None
 
 
-def is_pretended(tensor: Tensor) -> bool:
-    """Whether a tensor has no values: it stands for one on the newest GPU."""
+def is_fake(tensor: Tensor) -> bool:
+    """Whether this is a torch FakeTensor, which has no values; it stands for one on a new GPU."""
     return hasattr(tensor, "fake_mode")
 
 
-def on_gpu(tensor: Tensor) -> bool:
-    """Whether the kernels are those of GPUs."""
-    return tensor.is_cuda or is_pretended(tensor)
+def uses_gpu_kernels(tensor: Tensor) -> bool:
+    """Whether this tensor goes to the kernels of GPUs."""
+    return tensor.is_cuda or is_fake(tensor)
 
 
-def attend(q_BHQd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, sees: Sees) -> tuple[Tensor, Tensor]:
-    """The output over these keys and its log-sum-exp, −inf for a query that sees none."""
-    if not on_gpu(q_BHQd):
-        return _attend_on_cpu(q_BHQd, k_BKSd, v_BKSd, sees)
+def attend(
+    q_BHQd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, pairs: VisiblePairs
+) -> tuple[Tensor, Tensor]:
+    """The output over these keys, and its log-sum-exp: −inf for a query that pairs no key."""
+    if not uses_gpu_kernels(q_BHQd):
+        return _attend_on_cpu(q_BHQd, k_BKSd, v_BKSd, pairs)
     if q_BHQd.dtype == torch.float64:
-        return attend_plainly(q_BHQd, k_BKSd, v_BKSd, sees)
-    if sees.mask is not None or q_BHQd.dtype == torch.float32:
-        return _attend_efficiently(q_BHQd, k_BKSd, v_BKSd, sees)
-    if is_pretended(q_BHQd) or _has_fast_cudnn(q_BHQd.device.index):
+        return attend_by_formula(q_BHQd, k_BKSd, v_BKSd, pairs)
+    if pairs.mask is not None or q_BHQd.dtype == torch.float32:
+        return _attend_memory_efficient(q_BHQd, k_BKSd, v_BKSd, pairs)
+    if is_fake(q_BHQd) or _has_fast_cudnn(q_BHQd.device.index):
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
-            q_BHQd, k_BKSd, v_BKSd, None, True, 0.0, sees.causal
+            q_BHQd, k_BKSd, v_BKSd, None, True, 0.0, pairs.causal
         )
     else:
         out, lse, *_ = aten._scaled_dot_product_flash_attention(
-            q_BHQd, k_BKSd, v_BKSd, 0.0, sees.causal
+            q_BHQd, k_BKSd, v_BKSd, 0.0, pairs.causal
         )
     return out, lse.reshape(q_BHQd.shape[:-1])
 
 
 def attend_backward(
-    slope: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sees: Sees
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pairs: VisiblePairs
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of one part. `out` and `lse` are those of all parts together."""
-    if not on_gpu(q):
-        return _backward_on_cpu(slope, q, k, v, out, lse, sees)
+    """The gradients of one shard of the keys. `out` and `lse` are the merged ones."""
+    if not uses_gpu_kernels(q):
+        return _backward_on_cpu(grad_out, q, k, v, out, lse, pairs)
     if q.dtype == torch.float64:
-        return plain_backward(slope, q, k, v, out, lse, sees)
-    if sees.mask is not None or q.dtype == torch.float32:
-        return _efficient_backward(slope, q, k, v, out, lse, sees)
-    none = torch.zeros((), dtype=torch.int64, device=q.device)
+        return backward_by_formula(grad_out, q, k, v, out, lse, pairs)
+    if pairs.mask is not None or q.dtype == torch.float32:
+        return _backward_memory_efficient(grad_out, q, k, v, out, lse, pairs)
+    zero = torch.zeros((), dtype=torch.int64, device=q.device)
     queries, keys = q.shape[2], k.shape[2]
-    if is_pretended(q) or _has_fast_cudnn(q.device.index):
+    if is_fake(q) or _has_fast_cudnn(q.device.index):
         return aten._scaled_dot_product_cudnn_attention_backward(
-            slope, q, k, v, out, lse[..., None], none, none, None, None, None, queries, keys, 0.0,
-            sees.causal,
+            grad_out, q, k, v, out, lse[..., None], zero, zero, None, None, None, queries, keys,
+            0.0, pairs.causal,
         )  # fmt: skip
     return aten._scaled_dot_product_flash_attention_backward(
-        slope, q, k, v, out, lse, None, None, queries, keys, 0.0, sees.causal, none, none
+        grad_out, q, k, v, out, lse, None, None, queries, keys, 0.0, pairs.causal, zero, zero
     )
 
 
-class Total:
-    """Attention merged so far, in float32 or wider: out (B, H, Q, d) and lse (B, H, Q)."""
+class MergedAttention:
+    """The merged attention so far, in float32 or wider: out (B, H, Q, d) and lse (B, H, Q)."""
 
     def __init__(self, q_BHQd: Tensor) -> None:
         self.shape, self.device = q_BHQd.shape, q_BHQd.device
@@ -97,45 +98,45 @@ class Total:
         self.lse: Tensor | None = None
 
     def merge(self, start: int, stop: int, out: Tensor, lse: Tensor) -> None:
-        """Add a part that queries [start, stop) have seen."""
+        """Merge the attention of queries [start, stop) over one shard of the keys."""
         if self.out is None or self.lse is None:
             if stop - start == self.shape[2]:
                 self.out, self.lse = out.to(self.dtype), lse.to(self.dtype)
                 return
-            # Tokens before heads, as the projection behind attention reads it.
-            rows, heads, queries, width = self.shape
-            sizes = (rows, queries, heads, width)
+            # Tokens before heads: the memory layout that the output projection reads.
+            rows, heads, num_queries, width = self.shape
+            sizes = (rows, num_queries, heads, width)
             self.out = torch.zeros(sizes, dtype=self.dtype, device=self.device).transpose(1, 2)
             self.lse = self.out.new_full(self.shape[:-1], -math.inf)
-        here = slice(start, stop)
-        if is_pretended(out):
+        queries = slice(start, stop)
+        if is_fake(out):
             return
         blend = _compiled(_blend) if out.is_cuda else _blend
-        blend(self.out[:, :, here], self.lse[:, :, here], out, lse)
+        blend(self.out[:, :, queries], self.lse[:, :, queries], out, lse)
 
 
-def accumulate(total: Tensor, part: Tensor) -> None:
-    """Add a part of a narrower type in place."""
-    if is_pretended(part):
+def accumulate(total: Tensor, more: Tensor) -> None:
+    """Add a tensor of a narrower dtype in place."""
+    if is_fake(more):
         return
-    add = _compiled(_add) if part.is_cuda else _add
-    add(total, part)
+    add = _compiled(_add) if more.is_cuda else _add
+    add(total, more)
 
 
-def _add(total: Tensor, part: Tensor) -> None:
-    total.add_(part)
+def _add(total: Tensor, more: Tensor) -> None:
+    total.add_(more)
 
 
 def _blend(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
-    """Both parts weighed by the keys they stand for; two parts without any key stay nothing."""
-    share = torch.sigmoid(more_lse.to(lse.dtype) - lse).nan_to_num(0.0)
-    out.sub_(share[..., None] * (out - more.to(out.dtype)))
+    """Merge in place, each side weighed by its keys; two sides without a key stay zero."""
+    weight = torch.sigmoid(more_lse.to(lse.dtype) - lse).nan_to_num(0.0)
+    out.sub_(weight[..., None] * (out - more.to(out.dtype)))
     lse.copy_(torch.logaddexp(lse, more_lse.to(lse.dtype)))
 
 
 @cache
 def _compiled(function: Callable[..., None]) -> Callable[..., None]:
-    """One kernel that reads and writes everything once; for fixed sizes it is twice as fast."""
+    """One kernel that reads and writes each tensor once; fixed sizes make it twice as fast."""
     return torch.compile(function, dynamic=False)
 
 
@@ -146,88 +147,95 @@ def _has_fast_cudnn(device: int | None) -> bool:
     )
 
 
-def _attend_on_cpu(q: Tensor, k: Tensor, v: Tensor, sees: Sees) -> tuple[Tensor, Tensor]:
-    # Narrow products are slow on CPUs, and would round every part before it is merged.
-    q, k, v = (_widened(each) for each in (q, _repeated(k, q), _repeated(v, q)))
-    bias = None if sees.mask is None else _bias(sees.mask, q.dtype)
+def _attend_on_cpu(q: Tensor, k: Tensor, v: Tensor, pairs: VisiblePairs) -> tuple[Tensor, Tensor]:
+    # Matmuls in bfloat16 are slow on CPUs, and would round each result before it is merged.
+    q, k, v = (_at_least_float32(each) for each in (q, _repeat_heads(k, q), _repeat_heads(v, q)))
+    bias = None if pairs.mask is None else _bias(pairs.mask, q.dtype)
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, sees.causal, attn_mask=bias
+        q, k, v, 0.0, pairs.causal, attn_mask=bias
     )
-    if sees.mask is not None:
-        blind = ~sees.mask.any(dim=-1)  # the kernel calls their log-sum-exp 0
-        lse = lse.masked_fill(blind, -math.inf)
-        out = out.masked_fill(blind[..., None], 0.0)
+    if pairs.mask is not None:
+        unseen = ~pairs.mask.any(dim=-1)  # the kernel returns 0 as their log-sum-exp
+        lse = lse.masked_fill(unseen, -math.inf)
+        out = out.masked_fill(unseen[..., None], 0.0)
     return out, lse
 
 
 def _backward_on_cpu(
-    slope: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sees: Sees
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pairs: VisiblePairs
 ) -> tuple[Tensor, Tensor, Tensor]:
     num_heads = k.shape[1]
-    wide = [_widened(each) for each in (slope, q, _repeated(k, q), _repeated(v, q), out)]
-    bias = None if sees.mask is None else _bias(sees.mask, wide[1].dtype)
+    wide = [
+        _at_least_float32(each)
+        for each in (grad_out, q, _repeat_heads(k, q), _repeat_heads(v, q), out)
+    ]
+    bias = None if pairs.mask is None else _bias(pairs.mask, wide[1].dtype)
     dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *wide, lse, 0.0, sees.causal, attn_mask=bias
+        *wide, lse, 0.0, pairs.causal, attn_mask=bias
     )
-    return dq, _summed(dk, num_heads), _summed(dv, num_heads)
+    return dq, _sum_heads(dk, num_heads), _sum_heads(dv, num_heads)
 
 
-def attend_plainly(q: Tensor, k: Tensor, v: Tensor, sees: Sees) -> tuple[Tensor, Tensor]:
-    """By the formula, with all scores at once."""
-    scores = _scores(q, k, sees)
+def attend_by_formula(
+    q: Tensor, k: Tensor, v: Tensor, pairs: VisiblePairs
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp by the formula, with all scores in memory."""
+    scores = _scores(q, k, pairs)
     lse = scores.logsumexp(dim=-1)
-    return _shares(scores, lse) @ _repeated(v, q), lse
+    return _softmax(scores, lse) @ _repeat_heads(v, q), lse
 
 
-def plain_backward(
-    slope: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sees: Sees
+def backward_by_formula(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pairs: VisiblePairs
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of the formula."""
-    num_heads, keys, values = k.shape[1], _repeated(k, q), _repeated(v, q)
-    shares = _shares(_scores(q, k, sees), lse)
-    change = slope @ values.mT - (slope * out).sum(dim=-1, keepdim=True)
-    dscores = shares * change / math.sqrt(q.shape[-1])
-    dk, dv = dscores.mT @ q, shares.mT @ slope
-    return dscores @ keys, _summed(dk, num_heads), _summed(dv, num_heads)
+    """The gradients by the formula."""
+    num_heads, keys, values = k.shape[1], _repeat_heads(k, q), _repeat_heads(v, q)
+    probabilities = _softmax(_scores(q, k, pairs), lse)
+    change = grad_out @ values.mT - (grad_out * out).sum(dim=-1, keepdim=True)
+    dscores = probabilities * change / math.sqrt(q.shape[-1])
+    dk, dv = dscores.mT @ q, probabilities.mT @ grad_out
+    return dscores @ keys, _sum_heads(dk, num_heads), _sum_heads(dv, num_heads)
 
 
-def _scores(q: Tensor, k: Tensor, sees: Sees) -> Tensor:
-    """−inf for a pair that does not exist."""
-    scores = q @ _repeated(k, q).mT / math.sqrt(q.shape[-1])
-    mask = sees.mask
-    if sees.causal:
+def _scores(q: Tensor, k: Tensor, pairs: VisiblePairs) -> Tensor:
+    """The scores of all pairs; −inf for those that do not count."""
+    scores = q @ _repeat_heads(k, q).mT / math.sqrt(q.shape[-1])
+    mask = pairs.mask
+    if pairs.causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
     return scores if mask is None else scores.masked_fill(~mask, -math.inf)
 
 
-def _shares(scores: Tensor, lse: Tensor) -> Tensor:
-    """What each key has of a query; nothing where it saw none."""
+def _softmax(scores: Tensor, lse: Tensor) -> Tensor:
+    """The softmax over the keys; 0 for a query that pairs none."""
     return (scores - lse[..., None]).exp().nan_to_num(0.0)
 
 
-def _attend_efficiently(q: Tensor, k: Tensor, v: Tensor, sees: Sees) -> tuple[Tensor, Tensor]:
-    bias = None if sees.mask is None else _aligned_bias(sees.mask, q)
+def _attend_memory_efficient(
+    q: Tensor, k: Tensor, v: Tensor, pairs: VisiblePairs
+) -> tuple[Tensor, Tensor]:
+    bias = None if pairs.mask is None else _aligned_bias(pairs.mask, q)
     out, lse, *_ = aten._scaled_dot_product_efficient_attention(
-        q, _repeated(k, q), _repeated(v, q), bias, True, 0.0, sees.causal
+        q, _repeat_heads(k, q), _repeat_heads(v, q), bias, True, 0.0, pairs.causal
     )
     lse = lse[..., : q.shape[2]]
-    if sees.mask is None:
+    if pairs.mask is None:
         return out, lse
-    blind = ~sees.mask.any(dim=-1)
-    return out.masked_fill(blind[..., None], 0.0), lse.masked_fill(blind, -math.inf)
+    unseen = ~pairs.mask.any(dim=-1)
+    return out.masked_fill(unseen[..., None], 0.0), lse.masked_fill(unseen, -math.inf)
 
 
-def _efficient_backward(
-    slope: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sees: Sees
+def _backward_memory_efficient(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pairs: VisiblePairs
 ) -> tuple[Tensor, Tensor, Tensor]:
     num_heads, zero = k.shape[1], torch.zeros((), dtype=torch.int64, device=q.device)
     padded = F.pad(lse, (0, -lse.shape[-1] % _ALIGNED), value=math.inf)
-    bias = None if sees.mask is None else _aligned_bias(sees.mask, q)
+    bias = None if pairs.mask is None else _aligned_bias(pairs.mask, q)
     dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-        slope, q, _repeated(k, q), _repeated(v, q), bias, out, padded, zero, zero, 0.0,
-        [True, True, True, False], sees.causal,
+        grad_out, q, _repeat_heads(k, q), _repeat_heads(v, q), bias, out, padded, zero, zero, 0.0,
+        [True, True, True, False], pairs.causal,
     )  # fmt: skip
-    return dq, _summed(dk, num_heads), _summed(dv, num_heads)
+    return dq, _sum_heads(dk, num_heads), _sum_heads(dv, num_heads)
 
 
 def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -235,23 +243,23 @@ def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _aligned_bias(mask: Tensor, q: Tensor) -> Tensor:
-    """A mask for every head, on rows that start at 16 bytes."""
+    """A bias for every head, in rows that are aligned to 16 elements."""
     spare = -mask.shape[-1] % 16
     bias = F.pad(_bias(mask, q.dtype), (0, spare))[..., : mask.shape[-1]]
     return bias.expand(-1, q.shape[1], -1, -1)
 
 
-def _widened(tensor: Tensor) -> Tensor:
+def _at_least_float32(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-def _repeated(heads_BKSd: Tensor, q_BHQd: Tensor) -> Tensor:
+def _repeat_heads(heads_BKSd: Tensor, q_BHQd: Tensor) -> Tensor:
     groups = q_BHQd.shape[1] // heads_BKSd.shape[1]
     return heads_BKSd if groups == 1 else heads_BKSd.repeat_interleave(groups, dim=1)
 
 
-def _summed(gradient_BHSd: Tensor, num_heads: int) -> Tensor:
-    """The gradient of shared heads: the sum over those that share them."""
+def _sum_heads(gradient_BHSd: Tensor, num_heads: int) -> Tensor:
+    """The gradient of key/value heads: the sum over the query heads that use each."""
     if gradient_BHSd.shape[1] == num_heads:
         return gradient_BHSd
     return gradient_BHSd.unflatten(1, (num_heads, -1)).sum(dim=2)

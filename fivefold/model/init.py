@@ -1,7 +1,7 @@
-"""Initial values: each weight a pure function of the seed and its global name.
+"""Initial values: each weight is a pure function of the seed and its global name.
 
-Every rank of every layout can so make its piece without asking another, and all layouts start
-from the same model. (On the same kind of device: CPU and CUDA draw different numbers.)
+Every rank of every layout makes its shards without communication, and all layouts start from the
+same model. (On the same kind of device: CPU and CUDA draw different numbers.)
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from fivefold.core.shape import Shape
 from fivefold.core.weights import Weight, by_name
 from fivefold.model.decoder import Decoder
 
-SPREAD = 0.02  # standard deviation, that of GPT-2
-RESIDUAL = (".attention.out.weight", ".down.weight")  # of MLPs and of experts
+STANDARD_DEVIATION = 0.02  # that of GPT-2
+INTO_RESIDUAL = (".attention.out.weight", ".down.weight")  # of attention, MLPs and experts
 
 
-def initial(
+def initial_weight(
     weight: Weight,
     shape: Shape,
     seed: int,
@@ -27,53 +27,55 @@ def initial(
     device: torch.device | str = "cpu",
     experts: range | None = None,
 ) -> Tensor:
-    """The whole weight: normal(0, 0.02), norms 1, biases 0; of stacked experts, only these.
+    """The full weight: normal(0, 0.02), norms 1, biases 0; of stacked experts only `experts`.
 
-    Projections into the residual are 1/√(2·layers) as wide, so that the residual's variance does
-    not grow with depth. Every expert is drawn by itself: all of a layer may be more than a rank
-    has room for.
+    The standard deviation of projections into the residual is divided by √(2·layers), so that the
+    variance of the residual does not grow with depth. Each expert is drawn by itself: all experts
+    of a layer may not fit into the memory of a rank.
     """
     if weight.name.endswith(".bias"):
         return torch.zeros(weight.shape, dtype=dtype, device=device)
     if len(weight.shape) == 1:
         return torch.ones(weight.shape, dtype=dtype, device=device)
-    spread = SPREAD
-    if weight.name.endswith(RESIDUAL):
-        spread /= (2 * shape.layers) ** 0.5
+    deviation = STANDARD_DEVIATION
+    if weight.name.endswith(INTO_RESIDUAL):
+        deviation /= (2 * shape.layers) ** 0.5
     if weight.expert_dim is None:
-        return _drawn(weight.name, weight.shape, spread, seed, dtype, device)
-    held = range(weight.shape[0]) if experts is None else experts
-    stacked = torch.empty((len(held), *weight.shape[1:]), dtype=dtype, device=device)
-    for place, expert in enumerate(held):
+        return _draw(weight.name, weight.shape, deviation, seed, dtype, device)
+    drawn = range(weight.shape[0]) if experts is None else experts
+    stacked = torch.empty((len(drawn), *weight.shape[1:]), dtype=dtype, device=device)
+    for index, expert in enumerate(drawn):
         name = f"{weight.name}:{expert}"
-        stacked[place] = _drawn(name, weight.shape[1:], spread, seed, dtype, device)
+        stacked[index] = _draw(name, weight.shape[1:], deviation, seed, dtype, device)
     return stacked
 
 
-def _drawn(
+def _draw(
     name: str,
     size: tuple[int, ...],
-    spread: float,
+    deviation: float,
     seed: int,
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> Tensor:
-    """Drawn in float32 and rounded, so that a bfloat16 model is the float32 one, rounded."""
+    """Draw in float32 and round, so that a bfloat16 model is the rounded float32 model."""
     wide = torch.empty(size, dtype=torch.promote_types(dtype, torch.float32), device=device)
     generator = torch.Generator(device).manual_seed(_seed_of(name, seed))
-    return wide.normal_(0.0, spread, generator=generator).to(dtype)
+    return wide.normal_(0.0, deviation, generator=generator).to(dtype)
 
 
 def init_weights(decoder: Decoder, shape: Shape, seed: int) -> None:
-    """Fill every parameter of a plain decoder, or of a slice of one; buffers are zero."""
+    """Fill all full weights of a decoder or of one stage; buffers become zero."""
     table = by_name(shape)
     with torch.no_grad():
         for buffer in decoder.buffers():
             buffer.zero_()
         for name, parameter in decoder.named_parameters():
-            parameter.copy_(initial(table[name], shape, seed, parameter.dtype, parameter.device))
+            parameter.copy_(
+                initial_weight(table[name], shape, seed, parameter.dtype, parameter.device)
+            )
 
 
 def _seed_of(name: str, seed: int) -> int:
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1  # torch wants it below 2**63
+    return int.from_bytes(digest, "big") >> 1  # torch takes seeds below 2**63

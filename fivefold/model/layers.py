@@ -1,9 +1,9 @@
-"""The leaves: linear, norm, rotary positions, MLP.
+"""The basic layers: linear, norm, MLP, rotary positions.
 
-Each leaf hands its weights to one replaceable callable (`Linear.product`, `Norm.normalise`), so
-that the arithmetic can be exchanged without touching names, shapes or the modules above.
+`Linear.matmul` and `Norm.normalise` are seams: attributes with the arithmetic of a layer, which
+`fivefold/parallel` replaces by functions of the same signature. Weights and their names stay.
 
-Legend: B rows, S tokens, H heads, R half of a head's width, D model width, F MLP width.
+Legend: B rows, S tokens, H heads, R half of a head's width, D model width.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from torch import Tensor, nn
 
 from fivefold.core.shape import Activation, Rope, Shape
 
-Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+Matmul = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 Normalise = Callable[[Tensor, Tensor, Tensor | None, float], Tensor]
 
 
 @dataclass(frozen=True)
-class NormKind:
-    """Of which type, and where, weights are made."""
+class WeightFactory:
+    """Makes weights of one dtype on one device."""
 
     dtype: torch.dtype
     device: torch.device
 
     def empty(self, *sizes: int) -> nn.Parameter:
-        """A weight without values."""
+        """An uninitialised weight."""
         return nn.Parameter(torch.empty(*sizes, dtype=self.dtype, device=self.device))
 
 
-def linear_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x · weightᵀ + bias."""
     return F.linear(x, weight, bias)
 
@@ -51,26 +51,32 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 
 
 class Linear(nn.Module):
-    """A product with a weight of (outputs, inputs)."""
+    """A matmul with a weight of (outputs, inputs), and a bias."""
 
-    def __init__(self, outputs: int, inputs: int, bias: bool, kind: NormKind) -> None:
+    def __init__(self, outputs: int, inputs: int, bias: bool, factory: WeightFactory) -> None:
         super().__init__()
-        self.weight = kind.empty(outputs, inputs)
-        self.bias = kind.empty(outputs) if bias else None
-        self.product: Product = linear_product
+        self.weight = factory.empty(outputs, inputs)
+        self.bias = factory.empty(outputs) if bias else None
+        self.matmul: Matmul = linear  # seam: tensor parallelism, split backward
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.product(x, self.weight, self.bias)
+        return self.matmul(x, self.weight, self.bias)
 
 
 class Norm(nn.Module):
-    """RMSNorm or LayerNorm, as the shape says, over the last dim of its input."""
+    """RMSNorm or LayerNorm over the last dim of its input, as the shape asks for.
 
-    def __init__(self, width: int, bias: bool, shape: Shape, kind: NormKind) -> None:
+    `eps` is that of the shape where none is given.
+    """
+
+    def __init__(
+        self, width: int, bias: bool, shape: Shape, factory: WeightFactory, eps: float | None = None
+    ) -> None:
         super().__init__()
-        self.weight = kind.empty(width)
-        self.bias = kind.empty(width) if bias else None
-        self.eps = shape.norm_eps
+        self.weight = factory.empty(width)
+        self.bias = factory.empty(width) if bias else None
+        self.eps = shape.norm_eps if eps is None else eps
+        # Seam: the split backward replaces it, and a rehearsal takes the fused kernel.
         self.normalise: Normalise = rms_norm if shape.norm == "rms" else layer_norm
 
     def forward(self, x: Tensor) -> Tensor:
@@ -78,14 +84,14 @@ class Norm(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Up, activation (gated or not), down."""
+    """Up projection, activation (gated or not), down projection."""
 
-    def __init__(self, shape: Shape, ffn: int, bias: bool, kind: NormKind) -> None:
+    def __init__(self, shape: Shape, ffn: int, bias: bool, factory: WeightFactory) -> None:
         super().__init__()
         width = shape.width
-        self.gate = Linear(ffn, width, bias, kind) if shape.gated else None
-        self.up = Linear(ffn, width, bias, kind)
-        self.down = Linear(width, ffn, bias, kind)
+        self.gate = Linear(ffn, width, bias, factory) if shape.gated else None
+        self.up = Linear(ffn, width, bias, factory)
+        self.down = Linear(width, ffn, bias, factory)
         self.activate = ACTIVATIONS[shape.activation]
 
     def forward(self, x_BSD: Tensor) -> Tensor:
@@ -117,7 +123,7 @@ def rotary_tables(shape: Shape, positions_BS: Tensor, dtype: torch.dtype) -> tup
 
 
 def rotary_frequencies(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Angle per position of each pair of a head, stretched as the shape's `rope` says."""
+    """Angle per position of each pair of a head, scaled as the shape's `rope` asks for."""
     width = shape.head_dim if shape.mla is None else shape.mla.rope_dim
     steps_R = torch.arange(0, width, 2, dtype=dtype, device=device)
     frequencies_R = 1.0 / shape.rope_theta ** (steps_R / width)
@@ -126,42 +132,42 @@ def rotary_frequencies(shape: Shape, dtype: torch.dtype, device: torch.device) -
     if shape.rope.kind == "linear":
         return frequencies_R / shape.rope.factor
     if shape.rope.kind == "llama3":
-        return _llama3_stretch(frequencies_R, shape.rope)
-    return _yarn_stretch(frequencies_R, shape.rope, shape.rope_theta)
+        return _llama3_scaling(frequencies_R, shape.rope)
+    return _yarn_scaling(frequencies_R, shape.rope, shape.rope_theta)
 
 
-def _llama3_stretch(frequencies_R: Tensor, rope: Rope) -> Tensor:
-    """Long waves are stretched by `factor`, short ones kept, those between blended linearly.
+def _llama3_scaling(frequencies_R: Tensor, rope: Rope) -> Tensor:
+    """Divides low frequencies by `factor`, keeps high ones, and blends linearly in between.
 
-    Source: Llama 3.1's released code; the blend is linear in turns per original sequence.
+    Source: Llama 3.1's released code. The blend is linear in turns per original sequence.
     """
     turns_R = rope.original_seq * frequencies_R / (2 * math.pi)
-    kept_R = (turns_R - rope.low_freq) / (rope.high_freq - rope.low_freq)
-    kept_R = kept_R.clamp(0.0, 1.0)
-    return (1 - kept_R) * frequencies_R / rope.factor + kept_R * frequencies_R
+    unscaled_R = (turns_R - rope.low_freq) / (rope.high_freq - rope.low_freq)
+    unscaled_R = unscaled_R.clamp(0.0, 1.0)
+    return (1 - unscaled_R) * frequencies_R / rope.factor + unscaled_R * frequencies_R
 
 
-def _yarn_stretch(frequencies_R: Tensor, rope: Rope, theta: float) -> Tensor:
-    """As llama3, but the blend is linear in the number of the pair, between whole pairs.
+def _yarn_scaling(frequencies_R: Tensor, rope: Rope, theta: float) -> Tensor:
+    """As llama3, but the blend is linear in the index of the pair, between two integers.
 
     Source: YaRN, arXiv:2309.00071, section 3.2, with its released code's rounding of the ends.
     """
     pairs = len(frequencies_R)
 
-    def pair_that_turns(times: float) -> float:
-        """The pair, as a fraction, that turns so often in an original sequence."""
-        return pairs * math.log(rope.original_seq / (2 * math.pi * times)) / math.log(theta)
+    def pair_index(turns: float) -> float:
+        """The pair, as a fractional index, that makes so many turns in an original sequence."""
+        return pairs * math.log(rope.original_seq / (2 * math.pi * turns)) / math.log(theta)
 
-    first = max(math.floor(pair_that_turns(rope.beta_fast)), 0)
-    last = min(math.ceil(pair_that_turns(rope.beta_slow)), 2 * pairs - 1)
-    numbers_R = torch.arange(pairs, dtype=frequencies_R.dtype, device=frequencies_R.device)
-    # A ramp of no length is a step behind its pair.
-    stretched_R = ((numbers_R - first) / max(last - first, 1e-3)).clamp(0.0, 1.0)
-    return stretched_R * frequencies_R / rope.factor + (1 - stretched_R) * frequencies_R
+    first = max(math.floor(pair_index(rope.beta_fast)), 0)
+    last = min(math.ceil(pair_index(rope.beta_slow)), 2 * pairs - 1)
+    indices_R = torch.arange(pairs, dtype=frequencies_R.dtype, device=frequencies_R.device)
+    # A ramp of length 0 is a step after its pair.
+    scaled_R = ((indices_R - first) / max(last - first, 1e-3)).clamp(0.0, 1.0)
+    return scaled_R * frequencies_R / rope.factor + (1 - scaled_R) * frequencies_R
 
 
 def _yarn_scale(rope: Rope) -> float:
-    """What YaRN multiplies rotated queries and keys by; DeepSeek divides two such factors."""
+    """The factor YaRN multiplies rotated queries and keys by; DeepSeek divides two of them."""
     if rope.kind != "yarn":
         return 1.0
     if rope.attention_factor is not None:
@@ -172,20 +178,20 @@ def _yarn_scale(rope: Rope) -> float:
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
-    """YaRN's temperature of attention for positions that are stretched by `factor`."""
+    """YaRN's attention temperature for positions that are stretched by `factor`."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def rotate(x_BSHd: Tensor, rotary: tuple[Tensor, Tensor], interleaved: bool = False) -> Tensor:
-    """Turn each pair of a head by its token's angle, in the tables' precision.
+    """Rotate each pair of a head by its token's angle, in the precision of the tables.
 
-    Pairs are (i, i + R), or (2i, 2i + 1) where they are interleaved; these leave as (i, i + R),
-    which no product of a query with a key can tell.
+    Pairs are (i, i + R), or (2i, 2i + 1) where they are interleaved. Interleaved pairs come out as
+    (i, i + R): the dot product of a query and a key does not depend on that order.
     """
     cos_BS1R, sin_BS1R = rotary
     if interleaved:
         first, second = x_BSHd.unflatten(-1, (-1, 2)).unbind(-1)
     else:
         first, second = x_BSHd.chunk(2, dim=-1)
-    turned = (first * cos_BS1R - second * sin_BS1R, second * cos_BS1R + first * sin_BS1R)
-    return torch.cat(turned, dim=-1).to(x_BSHd.dtype)
+    rotated = (first * cos_BS1R - second * sin_BS1R, second * cos_BS1R + first * sin_BS1R)
+    return torch.cat(rotated, dim=-1).to(x_BSHd.dtype)

@@ -1,11 +1,11 @@
-"""Mixture of experts: a router, stacked experts, and shared ones beside them.
+"""Mixture of experts: a router, stacked experts, and shared experts.
 
-Every token is routed to `top_k` experts. A *slot* is one token on one of its experts: number
-n·K + k for the k-th choice of token n. Equal scores go to the lower expert number, so that the
-choice never depends on where a token is computed. No slot is dropped, unless a rule of
-`model/balance.py` does.
+Every token is routed to `top_k` experts. A *slot* is one token on one of its experts: slot
+n·K + k is the k-th choice of token n. Of equal scores the lower expert number wins, so that the
+choice does not depend on the rank that computes a token. Slots are dropped only by a capacity rule
+of `model/balance.py`.
 
-The seams: `Router.product`, `Stack.product`, `MoeMlp.balance` (between router and experts) and
+Seams: `Router.matmul`, `ExpertStack.matmul`, `MoeMlp.balance` (between router and experts) and
 `MoeMlp.dispatch` (from tokens to experts and back).
 
 Legend: B rows, S tokens of a row, N = B·S, D model width, E experts, K experts of a token, M slots,
@@ -23,18 +23,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.core.shape import Moe, Shape
-from fivefold.model.layers import ACTIVATIONS, Linear, Mlp, NormKind, Product
+from fivefold.model.layers import ACTIVATIONS, Linear, Matmul, Mlp, WeightFactory
 
-ALIGNMENT = 16  # bytes: what grouped products want of a row
+ALIGNMENT = 16  # bytes: grouped_mm needs rows of a multiple of this
 _NEVER_ZERO = 1e-20  # added to a sum of weights, as DeepSeek-V3 does
 
 
 class Routing(NamedTuple):
-    """Where tokens go, and how much each of their experts counts; float32 or wider.
+    """The experts of each token and their weights, in float32 or wider.
 
-    `drops`: slots may go nowhere, which is expert number E. With a `room`, every expert is given
-    exactly so many rows, of which some are empty. `kept` says how many slots go somewhere, where
-    that is known in advance.
+    `drops`: slots may be dropped, which is written as expert number E. With a `room`, every expert
+    gets exactly so many rows, some of them empty. `kept` is the number of slots that are not
+    dropped, where it is known in advance.
     """
 
     experts: Tensor  # (N, K) int64, best first
@@ -47,91 +47,91 @@ class Routing(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """The slots that go somewhere, sorted by expert, and within an expert by token."""
+    """The slots that are not dropped, sorted by expert, and within an expert by token."""
 
-    order: Tensor  # (M,) int64: the slot at each place; N·K, one past the last, for an empty row
+    order: Tensor  # (M,) int64: the slot of each row; N·K, one past the last slot, for an empty row
     counts: Tensor  # (E,) int64: rows of each expert
     num_tokens: int
     num_choices: int
-    whole: bool  # every slot is here, once
+    complete: bool  # every slot is here, once
 
 
-Grouped = Callable[[Tensor, Tensor, Tensor], Tensor]
+GroupedMatmul = Callable[[Tensor, Tensor, Tensor], Tensor]
 Balancing = Callable[[Routing, int], Routing]
-Travel = Callable[[Tensor, Tensor, "Experts"], Tensor]
-Dispatch = Callable[[Tensor, Routing, "Experts", "Beside"], Tensor]
+RunExperts = Callable[[Tensor, Tensor, "Experts"], Tensor]
+Dispatch = Callable[[Tensor, Routing, "Experts", "OverlappedTask"], Tensor]
 
 
-def wide_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x · weightᵀ in float32 or wider: a rounded score can choose another expert."""
+def float32_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x · weightᵀ in float32 or wider, since a rounded score can choose another expert."""
     wide = torch.promote_types(x.dtype, torch.float32)
     return F.linear(x.to(wide), weight.to(wide), bias)
 
 
 class Router(nn.Module):
-    """Scores every expert for a token and chooses the best."""
+    """Scores all experts for each token and chooses the best ones."""
 
-    def __init__(self, shape: Shape, moe: Moe, kind: NormKind) -> None:
+    def __init__(self, shape: Shape, moe: Moe, factory: WeightFactory) -> None:
         super().__init__()
         self.moe = moe
-        self.weight = kind.empty(moe.experts, shape.width)
-        bias = torch.zeros(moe.experts, dtype=torch.float32, device=kind.device)
+        self.weight = factory.empty(moe.experts, shape.width)
+        bias = torch.zeros(moe.experts, dtype=torch.float32, device=factory.device)
         self.register_buffer("bias", bias if moe.bias else None)
-        self.product: Product = wide_product
+        self.matmul: Matmul = float32_linear  # seam: split backward
 
     def forward(self, x_ND: Tensor) -> Routing:
         moe = self.moe
-        logits_NE = self.product(x_ND, self.weight, None)
+        logits_NE = self.matmul(x_ND, self.weight, None)
         scores_NE = logits_NE.softmax(-1) if moe.score == "softmax" else logits_NE.sigmoid()
-        experts_NK = choose(scores_NE.detach(), self.bias, moe)
+        experts_NK = choose_experts(scores_NE.detach(), self.bias, moe)
         weights_NK = scores_NE.gather(1, experts_NK)
         if moe.renormalise:
             weights_NK = weights_NK / (weights_NK.sum(1, keepdim=True) + _NEVER_ZERO)
         return Routing(experts_NK, weights_NK * moe.scaling, scores_NE, logits_NE)
 
 
-def choose(scores_NE: Tensor, bias_E: Tensor | None, moe: Moe) -> Tensor:
+def choose_experts(scores_NE: Tensor, bias_E: Tensor | None, moe: Moe) -> Tensor:
     """The best experts of each token, by score plus bias, within the best groups."""
-    wanted_NE = scores_NE if bias_E is None else scores_NE + bias_E
+    ranked_NE = scores_NE if bias_E is None else scores_NE + bias_E
     if moe.groups_kept < moe.groups:
-        wanted_NE = _within_groups(wanted_NE, moe)
-    return _best(wanted_NE, moe.top_k)
+        ranked_NE = _within_groups(ranked_NE, moe)
+    return _best(ranked_NE, moe.top_k)
 
 
-def _within_groups(wanted_NE: Tensor, moe: Moe) -> Tensor:
-    """Minus infinity for experts outside of the groups that a token may use."""
-    wanted_NGE = wanted_NE.unflatten(1, (moe.groups, -1))
-    summed = 1 if moe.group_score == "max" else min(2, wanted_NGE.shape[2])
-    group_scores_NG = wanted_NGE.topk(summed, dim=2).values.sum(2)
-    kept_NG = torch.zeros_like(group_scores_NG, dtype=torch.bool)
-    kept_NG = kept_NG.scatter(1, _best(group_scores_NG, moe.groups_kept), True)
-    return wanted_NGE.masked_fill(~kept_NG[:, :, None], float("-inf")).flatten(1)
+def _within_groups(ranked_NE: Tensor, moe: Moe) -> Tensor:
+    """Minus infinity for experts outside the best groups of a token."""
+    grouped_NGE = ranked_NE.unflatten(1, (moe.groups, -1))
+    summed = 1 if moe.group_score == "max" else min(2, grouped_NGE.shape[2])
+    group_scores_NG = grouped_NGE.topk(summed, dim=2).values.sum(2)
+    best_NG = torch.zeros_like(group_scores_NG, dtype=torch.bool)
+    best_NG = best_NG.scatter(1, _best(group_scores_NG, moe.groups_kept), True)
+    return grouped_NGE.masked_fill(~best_NG[:, :, None], float("-inf")).flatten(1)
 
 
-def _best(wanted: Tensor, count: int) -> Tensor:
-    """Numbers of the highest; a stable sort, since topk leaves the order of equals open."""
-    numbers = wanted.sort(dim=1, descending=True, stable=True).indices
-    return numbers[:, :count].contiguous()
+def _best(scores: Tensor, count: int) -> Tensor:
+    """Indices of the highest; by a stable sort, since topk leaves the order of equals open."""
+    indices = scores.sort(dim=1, descending=True, stable=True).indices
+    return indices[:, :count].contiguous()
 
 
-def grouped_product(x_MI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
-    """Each expert's rows, up to its end, times its weight."""
+def grouped_matmul(x_MI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
+    """One matmul for each expert: its rows, which stop at its end, times its weight."""
     rows = (x_MI.shape[1], weight_EOI.shape[1])
     aligned = all(size * x_MI.element_size() % ALIGNMENT == 0 for size in rows)
-    if not aligned or x_MI.dtype == torch.float64:  # grouped_mm has neither
-        return _product_by_product(x_MI, weight_EOI, ends_E)
+    if not aligned or x_MI.dtype == torch.float64:  # grouped_mm supports neither
+        return _one_by_one(x_MI, weight_EOI, ends_E)
     y_MO = F.grouped_mm(x_MI, weight_EOI.transpose(1, 2), offs=ends_E)
     return _ContiguousGradient.apply(y_MO)
 
 
-def _product_by_product(x_MI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
+def _one_by_one(x_MI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
     ends = ends_E.tolist()
     rows = zip(weight_EOI.unbind(), [0, *ends], ends, strict=False)
     return torch.cat([F.linear(x_MI[start:end], weight_OI) for weight_OI, start, end in rows])
 
 
 class _ContiguousGradient(torch.autograd.Function):
-    """grouped_mm's backward takes no expanded gradient."""
+    """Makes the gradient contiguous: the backward of grouped_mm takes no expanded one."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor) -> Tensor:
@@ -143,32 +143,32 @@ class _ContiguousGradient(torch.autograd.Function):
 
 
 class ExpertStack(nn.Module):
-    """The same linear of every expert, one weight of (experts, outputs, inputs)."""
+    """The same linear layer of all experts: one weight of (experts, outputs, inputs)."""
 
-    def __init__(self, experts: int, outputs: int, inputs: int, kind: NormKind) -> None:
+    def __init__(self, experts: int, outputs: int, inputs: int, factory: WeightFactory) -> None:
         super().__init__()
-        self.weight = kind.empty(experts, outputs, inputs)
-        self.product: Grouped = grouped_product
+        self.weight = factory.empty(experts, outputs, inputs)
+        self.matmul: GroupedMatmul = grouped_matmul  # seam: split backward, overlapped dispatch
 
     def forward(self, x_MI: Tensor, ends_E: Tensor) -> Tensor:
-        return self.product(x_MI, self.weight, ends_E)
+        return self.matmul(x_MI, self.weight, ends_E)
 
 
 class Experts(nn.Module):
     """The MLPs of all experts. Their number and width are read from the weights, which may be
-    pieces."""
+    shards."""
 
-    def __init__(self, shape: Shape, moe: Moe, kind: NormKind) -> None:
+    def __init__(self, shape: Shape, moe: Moe, factory: WeightFactory) -> None:
         super().__init__()
         count, width, ffn = moe.experts, shape.width, moe.ffn
-        self.gate = ExpertStack(count, ffn, width, kind) if shape.gated else None
-        self.up = ExpertStack(count, ffn, width, kind)
-        self.down = ExpertStack(count, width, ffn, kind)
+        self.gate = ExpertStack(count, ffn, width, factory) if shape.gated else None
+        self.up = ExpertStack(count, ffn, width, factory)
+        self.down = ExpertStack(count, width, ffn, factory)
         self.activate = ACTIVATIONS[shape.activation]
         self.weigh_inputs = moe.weigh_inputs
 
     def forward(self, x_MD: Tensor, counts_E: Tensor) -> Tensor:
-        """Rows sorted by expert, so many for each, through their experts."""
+        """The outputs of rows that are sorted by expert, with so many rows for each expert."""
         ends_E = counts_E.cumsum(0).to(torch.int32)
         hidden_MF = self.up(x_MD, ends_E)
         if self.gate is None:
@@ -179,61 +179,63 @@ class Experts(nn.Module):
 def sort_slots(
     experts_NK: Tensor, num_experts: int, drops: bool, room: int | None, kept: int | None = None
 ) -> Slots:
-    """Slots by expert. Only where slots are dropped, and nobody says how many are `kept`, does this
-    wait for the device."""
+    """The slots sorted by expert.
+
+    This waits for the device only where slots are dropped and `kept` is not given.
+    """
     experts_M = experts_NK.flatten()
     order_M = experts_M.sort(stable=True).indices
     counts_E = count_slots(experts_M[None], num_experts)[0]
-    whole = not drops and room is None
+    complete = not drops and room is None
     if room is not None:
         order_M, counts_E = _with_empty_rows(experts_M, order_M, counts_E, room)
     elif drops:
         order_M = order_M[: int(counts_E.sum()) if kept is None else kept]
-    return Slots(order_M, counts_E, *experts_NK.shape, whole)
+    return Slots(order_M, counts_E, *experts_NK.shape, complete)
 
 
 def _with_empty_rows(
     experts_M: Tensor, order_M: Tensor, counts_E: Tensor, room: int
 ) -> tuple[Tensor, Tensor]:
-    """Order and counts with `room` rows for every expert; those that go nowhere are cut off."""
-    nowhere, num_slots = room * len(counts_E), len(experts_M)
+    """Order and counts with `room` rows for every expert, without the dropped slots."""
+    dropped, num_slots = room * len(counts_E), len(experts_M)
     sorted_M = experts_M.index_select(0, order_M)
     starts = F.pad(counts_E.cumsum(0), (1, 0))
-    numbers_M = torch.arange(num_slots, device=experts_M.device)
-    place_M = (sorted_M * room + numbers_M - starts[sorted_M]).clamp(max=nowhere)
-    padded = order_M.new_full((nowhere + 1,), num_slots).scatter(0, place_M, order_M)
-    return padded[:nowhere], torch.full_like(counts_E, room)
+    indices_M = torch.arange(num_slots, device=experts_M.device)
+    row_M = (sorted_M * room + indices_M - starts[sorted_M]).clamp(max=dropped)
+    padded = order_M.new_full((dropped + 1,), num_slots).scatter(0, row_M, order_M)
+    return padded[:dropped], torch.full_like(counts_E, room)
 
 
 def count_slots(experts_UM: Tensor, num_experts: int) -> Tensor:
-    """How many slots of each unit every expert has, (units, E) int64; nowhere is not counted."""
+    """The number of slots of each expert in each unit, (units, E) int64, without dropped ones."""
     zeros_UE = experts_UM.new_zeros(len(experts_UM), num_experts + 1)
     return zeros_UE.scatter_add(1, experts_UM, torch.ones_like(experts_UM))[:, :num_experts]
 
 
 def rows_of_slots(x_ND: Tensor, slots: Slots) -> Tensor:
-    """The token of every slot, in the slots' order; zeros in empty rows."""
+    """The token of every slot, in the order of the slots; zeros in empty rows."""
     return _ToSlots.apply(x_ND, slots)
 
 
 def weights_of_slots(weights_NK: Tensor, slots: Slots) -> Tensor:
-    """The weight of every slot, in the slots' order, as a column."""
+    """The weight of every slot, in the order of the slots, as a column."""
     slots_of_one = slots._replace(num_tokens=slots.num_tokens * slots.num_choices, num_choices=1)
     return _ToSlots.apply(weights_NK.reshape(-1, 1), slots_of_one)
 
 
 def choices_of_slots(y_MD: Tensor, slots: Slots) -> Tensor:
-    """The rows of each token by its choices, (N, K, D); zeros for those that went nowhere."""
+    """The rows of each token by its choices, (N, K, D); zeros for dropped slots."""
     return _FromSlots.apply(y_MD, slots)
 
 
 class _ToSlots(torch.autograd.Function):
-    """A row for each slot; backward adds a token's slots in a fixed order, without atomics."""
+    """Tokens to one row for each slot. Backward sums them in a fixed order, without atomics."""
 
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, slots: Slots) -> Tensor:
         ctx.save_for_backward(slots.order)
-        ctx.slots = slots._replace(order=None, counts=None)  # backward asks for no count
+        ctx.slots = slots._replace(order=None, counts=None)  # backward needs no counts
         return _take(x_ND, slots, slots.num_choices)
 
     @staticmethod
@@ -243,12 +245,12 @@ class _ToSlots(torch.autograd.Function):
 
 
 class _FromSlots(torch.autograd.Function):
-    """The rows of slots, back from the experts' order; backward is the way there."""
+    """Rows in the order of experts to the order of tokens; backward is the inverse."""
 
     @staticmethod
     def forward(ctx: Any, y_MD: Tensor, slots: Slots) -> Tensor:
         ctx.save_for_backward(slots.order)
-        ctx.slots = slots._replace(order=None, counts=None)  # backward asks for no count
+        ctx.slots = slots._replace(order=None, counts=None)  # backward needs no counts
         return _put(y_MD, slots)
 
     @staticmethod
@@ -258,8 +260,8 @@ class _FromSlots(torch.autograd.Function):
 
 
 def _take(rows: Tensor, slots: Slots, slots_of_row: int) -> Tensor:
-    """The row of every slot, of which each row has so many."""
-    if slots.whole:
+    """The row of every slot, where each row has so many slots."""
+    if slots.complete:
         return rows.index_select(0, slots.order // slots_of_row)
     empty = slots.order == slots.num_tokens * slots.num_choices
     taken = rows.index_select(0, (slots.order // slots_of_row).clamp(max=max(0, len(rows) - 1)))
@@ -267,17 +269,20 @@ def _take(rows: Tensor, slots: Slots, slots_of_row: int) -> Tensor:
 
 
 def _put(rows: Tensor, slots: Slots) -> Tensor:
-    """Rows where their slots belong, (N, K, ·)."""
+    """Rows in the order of their slots, (N, K, ·)."""
     num_slots, width = slots.num_tokens * slots.num_choices, rows.shape[1]
-    if slots.whole:
+    if slots.complete:
         put = rows.new_empty(num_slots, width).index_copy_(0, slots.order, rows)
-    else:  # empty rows go where nobody looks
+    else:  # empty rows go to one row at the end, which is cut off
         put = rows.new_zeros(num_slots + 1, width).index_copy_(0, slots.order, rows)[:num_slots]
     return put.view(slots.num_tokens, slots.num_choices, width)
 
 
-class Beside:
-    """A computation that needs no expert, for somebody who waits; computed once, when asked."""
+class OverlappedTask:
+    """A computation that needs no routed expert, to overlap with the dispatch.
+
+    It runs once, at its first call.
+    """
 
     def __init__(self, compute: Callable[[], Tensor | None]) -> None:
         self.compute: Callable[[], Tensor | None] | None = compute
@@ -290,55 +295,57 @@ class Beside:
 
 
 def dispatch_slots(
-    x_ND: Tensor, routing: Routing, num_experts: int, experts: Experts, travel: Travel
+    x_ND: Tensor, routing: Routing, num_experts: int, experts: Experts, run: RunExperts
 ) -> Tensor:
-    """Sort by expert, weigh, compute where `travel` leads, and add a token's slots in the order of
-    its choices."""
+    """Sort slots by expert, `run` the experts, weigh the results, and sum them for each token in
+    the order of its choices."""
     slots = sort_slots(routing.experts, num_experts, routing.drops, routing.room, routing.kept)
     rows_MD = rows_of_slots(x_ND, slots)
     if experts.weigh_inputs:
         rows_MD = (rows_MD * weights_of_slots(routing.weights, slots)).to(x_ND.dtype)
-    y_NKD = choices_of_slots(travel(rows_MD, slots.counts, experts), slots)
+    y_NKD = choices_of_slots(run(rows_MD, slots.counts, experts), slots)
     if experts.weigh_inputs:
         return y_NKD.sum(1)
     return (y_NKD * routing.weights[:, :, None]).sum(1).to(y_NKD.dtype)
 
 
-def stay(rows_MD: Tensor, counts_E: Tensor, experts: Experts) -> Tensor:
-    """All experts are here."""
+def run_local_experts(rows_MD: Tensor, counts_E: Tensor, experts: Experts) -> Tensor:
+    """Run the experts on this device, which has all of them."""
     return experts(rows_MD, counts_E)
 
 
-def local_dispatch(x_ND: Tensor, routing: Routing, experts: Experts, beside: Beside) -> Tensor:
-    """All experts are here, and nothing is waited for."""
-    beside()
-    return dispatch_slots(x_ND, routing, routing.scores.shape[1], experts, stay)
+def local_dispatch(
+    x_ND: Tensor, routing: Routing, experts: Experts, overlapped: OverlappedTask
+) -> Tensor:
+    """Dispatch on a device that has all experts: there is no communication to overlap with."""
+    overlapped()
+    return dispatch_slots(x_ND, routing, routing.scores.shape[1], experts, run_local_experts)
 
 
-def unbalanced(routing: Routing, num_rows: int) -> Routing:
-    """The routing as it is."""
+def no_balancing(routing: Routing, num_rows: int) -> Routing:
+    """The routing unchanged."""
     return routing
 
 
 class MoeMlp(nn.Module):
-    """What a layer with experts has in place of its MLP."""
+    """The MLP of a layer with experts."""
 
-    def __init__(self, shape: Shape, moe: Moe, kind: NormKind) -> None:
+    def __init__(self, shape: Shape, moe: Moe, factory: WeightFactory) -> None:
         super().__init__()
-        self.router = Router(shape, moe, kind)
-        self.experts = Experts(shape, moe, kind)
-        self.shared = Mlp(shape, moe.shared_ffn, False, kind) if moe.shared else None
-        self.shared_gate = Linear(1, shape.width, False, kind) if moe.shared_gated else None
-        self.balance: Balancing = unbalanced
-        self.dispatch: Dispatch = local_dispatch
+        self.router = Router(shape, moe, factory)
+        self.experts = Experts(shape, moe, factory)
+        self.shared = Mlp(shape, moe.shared_ffn, False, factory) if moe.shared else None
+        self.shared_gate = Linear(1, shape.width, False, factory) if moe.shared_gated else None
+        self.balance: Balancing = no_balancing  # seam: `model/balance.py`
+        self.dispatch: Dispatch = local_dispatch  # seam: expert parallelism
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        x_ND, shared = x_BSD.flatten(0, 1), Beside(partial(self._shared, x_BSD))
+        x_ND, shared = x_BSD.flatten(0, 1), OverlappedTask(partial(self._shared_experts, x_BSD))
         routing = self.balance(self.router(x_ND), x_BSD.shape[0])
         y_BSD = self.dispatch(x_ND, routing, self.experts, shared).view_as(x_BSD)
         return y_BSD if self.shared is None else y_BSD + shared()
 
-    def _shared(self, x_BSD: Tensor) -> Tensor | None:
+    def _shared_experts(self, x_BSD: Tensor) -> Tensor | None:
         if self.shared is None:
             return None
         y_BSD = self.shared(x_BSD)

@@ -12,10 +12,17 @@ from torch import Tensor
 
 from fivefold.core.balance import Keep, parse
 from fivefold.core.shape import Shape
-from fivefold.model.balance import Balancer, RowIndex, balance, load_losses, settle, within
+from fivefold.model.balance import (
+    Balancer,
+    LocalRows,
+    attach_balancers,
+    load_losses,
+    slots_within_capacity,
+    update_balance,
+)
 from fivefold.model.batch import TokenBatch
-from fivefold.model.blocks import apply
-from fivefold.model.moe import Beside, Routing
+from fivefold.model.blocks import apply_recompute
+from fivefold.model.moe import OverlappedTask, Routing
 
 F64 = torch.float64
 # Two rows of two tokens, three experts, one choice each: row 0 goes to expert 0 twice.
@@ -36,13 +43,14 @@ def value(
     words: str,
     num_rows: int,
     given: Routing | None = None,
-    rows: RowIndex | None = None,
+    rows: LocalRows | None = None,
     load: Tensor | None = None,
 ) -> float:
     """The loss that is recorded in one backward."""
     given = given or routing()
     balancer = Balancer(parse(words), 3, "cpu", rows)
-    balancer.load = load
+    if load is not None:
+        balancer.set_load(load)
     balancer(given, num_rows).weights.sum().backward()
     _, losses = balancer.take()
     return losses.sum().item()
@@ -58,7 +66,7 @@ def test_the_load_loss_of_sequences_by_hand() -> None:
     by_hand = 3 * (0.6 + (0.4 + 0.45) / 2) / 2
     assert value("aux-seq:1", 2) == pytest.approx(by_hand, rel=1e-12)
     # A unit of one row is the sequence.
-    assert value("aux:1", 2, rows=RowIndex(in_unit=1)) == pytest.approx(by_hand, rel=1e-12)
+    assert value("aux:1", 2, rows=LocalRows(rows_in_unit=1)) == pytest.approx(by_hand, rel=1e-12)
 
 
 def test_the_global_load_is_given() -> None:
@@ -102,7 +110,7 @@ def test_microbatches_share_the_loss_and_the_load_of_the_step() -> None:
     """Row by row, told the size of the step, is the same as both rows at once."""
     whole = Balancer(parse("aux-seq+z"), 3, "cpu")
     whole(routing(), 2).weights.sum().backward()
-    parts = Balancer(parse("aux-seq+z"), 3, "cpu", RowIndex(tokens_in_step=4))
+    parts = Balancer(parse("aux-seq+z"), 3, "cpu", LocalRows(tokens_in_step=4))
     for rows in (slice(0, 2), slice(2, 4)):
         parts(routing(SCORES[rows], EXPERTS[rows]), 1).weights.sum().backward()
     (counts, losses), (wanted, expected) = parts.take(), whole.take()
@@ -119,7 +127,9 @@ def test_ranks_that_share_a_row_need_only_its_load() -> None:
     shares = []
     for rank in range(2):
         mine = slice(rank, None, 2)
-        rows = RowIndex(tokens_in_step=4, total=lambda counts: torch.tensor([[2, 0, 0], [0, 1, 1]]))
+        rows = LocalRows(
+            tokens_in_step=4, sum_over_ranks=lambda counts: torch.tensor([[2, 0, 0], [0, 1, 1]])
+        )
         part = Balancer(parse("aux-seq"), 3, "cpu", rows)
         here = routing(SCORES[mine], EXPERTS[mine])
         part(here, 2).weights.sum().backward()
@@ -134,12 +144,12 @@ def test_capacity_by_hand() -> None:
     scores = torch.tensor([[[0.4, 0.3], [0.6, 0.2], [0.5, 0.1], [0.9, 0.05]]], dtype=F64)
     (rule,) = parse(f"capacity:{4 / 3}")
     assert rule.room(seq=4, top_k=2, num_experts=4) == 3
-    kept = within(experts, scores, 3, "probability", 4)
+    kept = slots_within_capacity(experts, scores, 3, "probability", 4)
     assert kept[0, :, 0].tolist() == [False, True, True, True] and kept[0, :, 1].all()
-    kept = within(experts, scores, 3, "position", 4)
+    kept = slots_within_capacity(experts, scores, 3, "position", 4)
     assert kept[0, :, 0].tolist() == [True, True, True, False] and kept[0, :, 1].all()
     # Equal scores: the earlier tokens stay.
-    kept = within(experts, torch.ones_like(scores), 2, "probability", 4)
+    kept = slots_within_capacity(experts, torch.ones_like(scores), 2, "probability", 4)
     assert kept[0, :, 0].tolist() == [True, True, False, False]
 
 
@@ -148,10 +158,10 @@ def test_capacity_counts_each_row_by_itself(keep: Keep) -> None:
     generator = torch.Generator().manual_seed(0)
     scores = torch.rand(5, 12, 6, generator=generator, dtype=F64)
     top = scores.topk(2, dim=-1)
-    kept = within(top.indices, top.values, 4, keep, 6)
+    kept = slots_within_capacity(top.indices, top.values, 4, keep, 6)
     for row in range(5):
         alone = top.indices[row : row + 1], top.values[row : row + 1]
-        assert torch.equal(kept[row], within(*alone, 4, keep, 6)[0])
+        assert torch.equal(kept[row], slots_within_capacity(*alone, 4, keep, 6)[0])
         for expert in range(6):
             mine = top.indices[row] == expert
             stay = mine & kept[row]
@@ -178,11 +188,14 @@ def test_padding_has_no_loss_no_load_and_no_room() -> None:
     """Rows of one token, padded to two."""
     real = torch.tensor([True, False])
     # Of tokens 0 and 2: f = (1, 0, 0) and (0, 1, 0), P = 0.5 and 0.6.
-    rows = RowIndex(tokens_in_step=2, real=real, seq=1)
+    rows = LocalRows(tokens_in_step=2, real=real, seq=1)
     assert value("aux-seq:1", 2, rows=rows) == pytest.approx(3 * (0.5 + 0.6) / 2, rel=1e-12)
     given = routing()
-    rows.whole = lambda of_tokens: of_tokens[:, :1]  # else padding would take the room
-    rows.mine = lambda kept: kept.expand(2, 2, 1) & real[:, None]
+    rows = replace(
+        rows,
+        gather_tokens=lambda of_tokens: of_tokens[:, :1],  # else padding would take the room
+        local_tokens=lambda kept: kept.expand(2, 2, 1) & real[:, None],
+    )
     balancer = Balancer(parse("z:1+capacity:3"), 3, "cpu", rows)
     out = balancer(given, 2)
     assert out.experts[:, 0].tolist() == [0, 3, 1, 3]
@@ -200,10 +213,10 @@ def test_ranks_that_share_a_row_decide_what_to_drop_as_one_does() -> None:
     for mine in ([0, 3], [1, 2]):
         here = routing(SCORES[mine], experts[mine])
         known = {torch.int64: experts[None], F64: SCORES.gather(1, experts)[None]}
-        rows = RowIndex(
+        rows = LocalRows(
             seq=4,
-            whole=lambda some, known=known: known[some.dtype],
-            mine=lambda kept, mine=mine: kept[:, mine],
+            gather_tokens=lambda some, known=known: known[some.dtype],
+            local_tokens=lambda kept, mine=mine: kept[:, mine],
         )
         for words, room in (("capacity:0.75", None), ("capacity-pad:0.75", 1)):
             found = Balancer(parse(words), 3, "cpu", rows)(here, 1)
@@ -219,12 +232,12 @@ def test_padding_gives_room_for_all_that_may_come() -> None:
 def test_a_dropped_token_leaves_no_trace_in_the_experts() -> None:
     decoder = filled(MOE)
     moe = decoder.get_submodule("blocks.1.mlp")
-    balance(decoder, parse("capacity:0.000001"), "cpu")  # one slot a row and expert
+    attach_balancers(decoder, parse("capacity:0.000001"), "cpu")  # one slot a row and expert
     x = torch.randn(1, 16, MOE.width, dtype=F64, requires_grad=True)
     routed = moe.balance(moe.router(x[0]), 1)
     lost = (routed.weights == 0).all(1)
     assert lost.any() and not lost.all()
-    y = moe.dispatch(x[0], routed, moe.experts, Beside(lambda: None))
+    y = moe.dispatch(x[0], routed, moe.experts, OverlappedTask(lambda: None))
     assert y[lost].count_nonzero() == 0 and y[~lost].ne(0).all()
 
 
@@ -232,11 +245,11 @@ def test_a_dropped_token_leaves_no_trace_in_the_experts() -> None:
 @pytest.mark.parametrize("shape", [MOE, DEEPSEEK], ids=["moe", "deepseek"])
 def test_recomputation_records_once_and_gives_the_same_gradients(shape: Shape, kind: str) -> None:
     plain, again, batch = filled(shape), filled(shape), batch_of(shape)
-    apply(again, kind)
+    apply_recompute(again, kind)
     rules = parse("aux-seq:0.1+z:0.1+capacity:1.2")
     found = []
     for decoder in (plain, again):
-        balancers = balance(decoder, rules, "cpu")
+        balancers = attach_balancers(decoder, rules, "cpu")
         assert len(balancers) == shape.num_moe_layers + shape.mtp
         grads = gradients(decoder, batch)
         found.append((grads, {name: each.take() for name, each in balancers.items()}))
@@ -250,7 +263,7 @@ def test_recomputation_records_once_and_gives_the_same_gradients(shape: Shape, k
 
 def test_without_a_loss_gradients_are_those_of_no_balancing() -> None:
     plain, told, batch = filled(MOE), filled(MOE), batch_of(MOE)
-    balancers = balance(told, parse("none"), "cpu")
+    balancers = attach_balancers(told, parse("none"), "cpu")
     expected = gradients(plain, batch)
     for name, grad in gradients(told, batch).items():
         assert torch.equal(grad, expected[name])
@@ -259,7 +272,7 @@ def test_without_a_loss_gradients_are_those_of_no_balancing() -> None:
 
 def test_the_loss_reaches_the_router_and_what_lies_below_but_no_expert() -> None:
     plain, told, batch = filled(MOE), filled(MOE), batch_of(MOE)
-    balance(told, parse("aux:1"), "cpu")
+    attach_balancers(told, parse("aux:1"), "cpu")
     expected, found = gradients(plain, batch), gradients(told, batch)
     changed = {name for name in found if not torch.equal(found[name], expected[name])}
     last = {f"blocks.3.mlp.experts.{one}.weight" for one in ("gate", "up", "down")}
@@ -269,7 +282,7 @@ def test_the_loss_reaches_the_router_and_what_lies_below_but_no_expert() -> None
 
 def test_nothing_is_recorded_without_a_backward() -> None:
     decoder, batch = filled(MOE), batch_of(MOE)
-    balancers = balance(decoder, parse("aux"), "cpu")
+    balancers = attach_balancers(decoder, parse("aux"), "cpu")
     with torch.no_grad():
         decoder(batch.tokens, batch)
     assert all(each.take()[0].sum() == 0 for each in balancers.values())
@@ -282,16 +295,16 @@ def test_the_bias_takes_one_step_towards_the_mean() -> None:
     start = [0.5, 0.0, -0.5, 0.0, 1.0, 0.0, 0.0, 0.0]
     mlp.router.bias.copy_(torch.tensor(start))
     # The mean is 5; a load at the mean moves nothing.
-    settle(mlp, balancer, rules, torch.tensor([10, 2, 4, 4, 5, 5, 5, 5], dtype=F64))
+    update_balance(mlp, balancer, rules, torch.tensor([10, 2, 4, 4, 5, 5, 5, 5], dtype=F64))
     moved = torch.tensor([0.499, 0.001, -0.499, 0.001, 1.0, 0, 0, 0])
     torch.testing.assert_close(mlp.router.bias, moved)
     by_hand = [0.25, 0.05, 0.1, 0.1, *[0.125] * 4]
     assert balancer.load is not None and balancer.load.tolist() == pytest.approx(by_hand)
-    settle(mlp, balancer, rules, torch.full((8,), 5.0, dtype=F64))
+    update_balance(mlp, balancer, rules, torch.full((8,), 5.0, dtype=F64))
     torch.testing.assert_close(mlp.router.bias, moved, rtol=0, atol=0)
-    settle(mlp, balancer, parse("aux-global"), torch.arange(8, dtype=F64))
+    update_balance(mlp, balancer, parse("aux-global"), torch.arange(8, dtype=F64))
     torch.testing.assert_close(mlp.router.bias, moved, rtol=0, atol=0)
-    settle(mlp, balancer, rules, torch.zeros(8, dtype=F64))
+    update_balance(mlp, balancer, rules, torch.zeros(8, dtype=F64))
     assert balancer.load.tolist() == [0.0] * 8, "a step without tokens is no division by zero"
 
 
@@ -300,7 +313,7 @@ def test_the_bias_evens_the_load_without_a_gradient() -> None:
     shape = replace(DEEPSEEK, mtp=0, moe=replace(DEEPSEEK.moe, groups=1, groups_kept=1))
     decoder, batch = filled(shape), batch_of(shape, rows=4)
     rules = parse("bias:0.02")
-    balancer = balance(decoder, rules, "cpu")[2]
+    balancer = attach_balancers(decoder, rules, "cpu")[2]
 
     def load(inputs: TokenBatch) -> Tensor:
         decoder(inputs.tokens, inputs).backward()
@@ -308,12 +321,12 @@ def test_the_bias_evens_the_load_without_a_gradient() -> None:
 
     before = load(batch)
     for _ in range(20):
-        settle(decoder.get_submodule("blocks.2.mlp"), balancer, rules, load(batch))
+        update_balance(decoder.get_submodule("blocks.2.mlp"), balancer, rules, load(batch))
     assert load(batch).max() < before.max() and load(batch).std() < 0.7 * before.std()
     assert "blocks.2.mlp.router.bias" in decoder.state_dict()
     assert "blocks.2.mlp.router.bias" not in dict(decoder.named_parameters())
 
 
 def test_layers_of_prediction_ahead_are_numbered_behind_the_rest() -> None:
-    assert list(balance(filled(DEEPSEEK), (), "cpu")) == [1, 2, 3]
-    assert list(balance(filled(MOE), (), "cpu")) == [1, 2, 3]
+    assert list(attach_balancers(filled(DEEPSEEK), (), "cpu")) == [1, 2, 3]
+    assert list(attach_balancers(filled(MOE), (), "cpu")) == [1, 2, 3]

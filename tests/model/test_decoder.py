@@ -223,11 +223,11 @@ def test_the_kernel_can_be_exchanged() -> None:
     torch.testing.assert_close(decoder(batch.tokens, batch), expected, rtol=1e-13, atol=0)
 
 
-def test_dropout_is_off_until_set_and_off_in_evaluation() -> None:
+def test_dropout_is_off_by_default_and_off_in_evaluation() -> None:
     decoder, batch = filled(GPT), batch_of(GPT)
     still = decoder(batch.tokens, batch)
     assert torch.equal(still, decoder(batch.tokens, batch))
-    decoder.dropout = 0.5
+    decoder = filled(GPT, dropout=0.5)
     torch.manual_seed(0)
     assert not torch.equal(decoder(batch.tokens, batch), decoder(batch.tokens, batch))
     decoder.eval()
@@ -246,8 +246,8 @@ def test_a_block_compiles_as_one_graph_once(shape: Shape, backend: str) -> None:
     decoder, batch = filled(shape, torch.float32), batch_of(shape)
     expected = gradients(decoder, batch)
     graphs = torch._dynamo.utils.counters["stats"]
-    for block in decoder.blocks.values():
-        block.forward = torch.compile(block.forward, fullgraph=True, backend=backend)
+    for block in decoder.all_blocks():
+        block.run = torch.compile(block.run, fullgraph=True, backend=backend)
     gradients(decoder, batch)
     first = graphs["unique_graphs"]
     for name, grad in gradients(decoder, batch_of(shape, seed=2)).items():

@@ -17,7 +17,7 @@ from torch import Tensor
 from fivefold.core.batch import Batch
 from fivefold.core.shape import Shape
 from fivefold.model.batch import TokenBatch
-from fivefold.model.blocks import Recompute, apply
+from fivefold.model.blocks import Recompute, apply_recompute
 from fivefold.model.decoder import Decoder, from_config
 from fivefold.parallel.deferred import GradientQueue
 from fivefold.verify.compare import Dtype, tolerances
@@ -61,7 +61,7 @@ class Split:
     ) -> None:
         self.decoder, self.queue = filled(shape, dtype), GradientQueue()
         self.queue.defer(self.decoder)
-        apply(self.decoder, kind, blocks)
+        apply_recompute(self.decoder, kind, blocks)
         self.sink = Sums(self.decoder, summed_in)
         self.losses: dict[int, Tensor] = {}
 

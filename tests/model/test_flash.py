@@ -15,12 +15,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fivefold.core.splits import AttentionCall, Ranges, Split, calls
 from fivefold.model.flash import (
-    Sees,
-    Total,
+    MergedAttention,
+    VisiblePairs,
     attend,
     attend_backward,
-    attend_plainly,
-    plain_backward,
+    attend_by_formula,
+    backward_by_formula,
 )
 
 EXACT = 1e-13  # for numbers of about 1 in float64, where only the order of sums differs
@@ -64,10 +64,10 @@ def require_equal(found: Tensor, wanted: Tensor) -> None:
     assert (found - wanted).abs().max() <= EXACT
 
 
-def in_parts(given: Inputs, parts: list[tuple[slice, slice, Sees]]) -> tuple[Tensor, ...]:
+def in_parts(given: Inputs, parts: list[tuple[slice, slice, VisiblePairs]]) -> tuple[Tensor, ...]:
     """Output and gradients, part by part in this order: queries, keys, and what these see."""
     q, k, v, slope = given
-    total = Total(q)
+    total = MergedAttention(q)
     for rows, columns, sees in parts:
         out, lse = attend(q[:, :, rows], k[:, :, columns], v[:, :, columns], sees)
         total.merge(rows.start, rows.stop, out, lse)
@@ -108,7 +108,7 @@ def test_one_call_is_attention(kv_heads: int, causal: bool) -> None:
     given = drawn(kv_heads)
     visible = visible_pairs() if causal else torch.ones(ROWS, 1, SEQ, SEQ, dtype=torch.bool)
     everything = slice(0, SEQ)
-    found = in_parts(given, [(everything, everything, Sees(causal))])
+    found = in_parts(given, [(everything, everything, VisiblePairs(causal))])
     for mine, wanted in zip(found, whole(given, visible), strict=True):
         require_equal(mine, wanted)
 
@@ -116,10 +116,10 @@ def test_one_call_is_attention(kv_heads: int, causal: bool) -> None:
 def test_the_log_sum_exp_is_that_of_the_scores() -> None:
     given = drawn(queries=7, keys=11)
     scores = given.q @ given.k.transpose(2, 3) / math.sqrt(WIDTH)
-    _, lse = attend(*given[:3], Sees())
+    _, lse = attend(*given[:3], VisiblePairs())
     require_equal(lse, scores.logsumexp(dim=-1))
     mask = torch.rand(ROWS, 1, 7, 11, generator=torch.Generator().manual_seed(1)) < 0.5
-    _, lse = attend(*given[:3], Sees(mask=mask))
+    _, lse = attend(*given[:3], VisiblePairs(mask=mask))
     wanted = scores.masked_fill(~mask, -math.inf).logsumexp(dim=-1)
     blind = wanted.isinf()
     assert torch.equal(lse.isinf(), blind)
@@ -130,13 +130,13 @@ def test_a_query_that_sees_no_key_has_no_output_and_asks_for_nothing() -> None:
     given = drawn(kv_heads=2, queries=5, keys=9)
     mask = torch.ones(ROWS, 1, 5, 9, dtype=torch.bool)
     mask[0, :, 2] = mask[1, :, 0] = False
-    out, lse = attend(*given[:3], Sees(mask=mask))
+    out, lse = attend(*given[:3], VisiblePairs(mask=mask))
     blind = ~mask.any(dim=-1).expand(ROWS, HEADS, 5)
     assert out[blind].eq(0).all() and lse[blind].eq(-math.inf).all()
     assert lse[~blind].isfinite().all()
     # It saw something elsewhere, or there would be no output to differentiate.
     seen = lse.masked_fill(blind, 0.0)
-    dq, dk, dv = attend_backward(given.slope, *given[:3], out, seen, Sees(mask=mask))
+    dq, dk, dv = attend_backward(given.slope, *given[:3], out, seen, VisiblePairs(mask=mask))
     assert dq[blind].eq(0).all()
     assert all(each.isfinite().all() for each in (dq, dk, dv))
 
@@ -145,12 +145,12 @@ def test_nothing_and_nothing_is_nothing() -> None:
     given = drawn(queries=4, keys=6)
     mask = torch.zeros(ROWS, 1, 4, 6, dtype=torch.bool)
     mask[:, :, 1:] = True
-    total = Total(given.q)
+    total = MergedAttention(given.q)
     for _ in range(3):
-        total.merge(0, 4, *attend(*given[:3], Sees(mask=mask)))
+        total.merge(0, 4, *attend(*given[:3], VisiblePairs(mask=mask)))
     assert total.out is not None and total.lse is not None
     assert total.out[:, :, 0].eq(0).all() and total.lse[:, :, 0].eq(-math.inf).all()
-    require_equal(total.out[:, :, 1:], attend(*given[:3], Sees())[0][:, :, 1:])
+    require_equal(total.out[:, :, 1:], attend(*given[:3], VisiblePairs())[0][:, :, 1:])
 
 
 @pytest.mark.parametrize("kv_heads", [6, 2])
@@ -161,16 +161,16 @@ def test_the_plain_formula_is_what_the_kernels_compute(kv_heads: int, kind: str)
     documents = torch.arange(SEQ)[None] // torch.tensor([[5], [9]])
     blind = torch.arange(SEQ)[:, None] != 7
     mask = visible_pairs(documents=documents) & blind if kind == "masked" else None
-    sees = Sees(kind == "causal", mask)
+    sees = VisiblePairs(kind == "causal", mask)
     out, lse = attend(*given[:3], sees)
-    found, found_lse = attend_plainly(*given[:3], sees)
+    found, found_lse = attend_by_formula(*given[:3], sees)
     require_equal(found, out)
     assert torch.equal(found_lse.isinf(), lse.isinf())
     require_equal(found_lse.nan_to_num(neginf=0.0), lse.nan_to_num(neginf=0.0))
     merged = torch.logaddexp(lse, drawn(seed=1).q[..., 0])
     wanted = attend_backward(given.slope, *given[:3], out, merged, sees)
     for mine, theirs in zip(
-        plain_backward(given.slope, *given[:3], out, merged, sees), wanted, strict=True
+        backward_by_formula(given.slope, *given[:3], out, merged, sees), wanted, strict=True
     ):
         require_equal(mine, theirs)
 
@@ -183,7 +183,7 @@ def test_parts_may_come_in_any_order(order: tuple[int, ...]) -> None:
     given, quarter = drawn(kv_heads=3), SEQ // 4
     visible = torch.ones(ROWS, 1, SEQ, SEQ, dtype=torch.bool)
     everything = slice(0, SEQ)
-    parts = [(everything, slice(i * quarter, (i + 1) * quarter), Sees()) for i in order]
+    parts = [(everything, slice(i * quarter, (i + 1) * quarter), VisiblePairs()) for i in order]
     for mine, wanted in zip(in_parts(given, parts), whole(given, visible), strict=True):
         require_equal(mine, wanted)
 
@@ -193,7 +193,11 @@ def test_some_queries_may_see_a_part_that_others_do_not(order: tuple[int, ...]) 
     """Causal attention in two triangles and the square below, whichever of them comes first."""
     given, half = drawn(kv_heads=2), SEQ // 2
     early, late = slice(0, half), slice(half, SEQ)
-    parts = [(early, early, Sees(True)), (late, late, Sees(True)), (late, early, Sees())]
+    parts = [
+        (early, early, VisiblePairs(True)),
+        (late, late, VisiblePairs(True)),
+        (late, early, VisiblePairs()),
+    ]
     found = in_parts(given, [parts[i] for i in order])
     for mine, wanted in zip(found, whole(given, visible_pairs()), strict=True):
         require_equal(mine, wanted)
@@ -205,7 +209,7 @@ def test_masks_that_leave_some_queries_blind_in_some_parts() -> None:
     visible = visible_pairs(documents=documents)
     everything = slice(0, SEQ)
     parts = [
-        (everything, cut, Sees(mask=visible[:, :, :, cut]))
+        (everything, cut, VisiblePairs(mask=visible[:, :, :, cut]))
         for cut in (slice(i * third, (i + 1) * third) for i in (2, 0, 1))
     ]
     assert any((~sees.mask.any(dim=-1)).any() for _, _, sees in parts if sees.mask is not None)
@@ -231,11 +235,11 @@ def index(ranges: Ranges) -> Tensor:
     return torch.tensor([token for each in ranges for token in each])
 
 
-def seen_by(call: AttentionCall, queries: Ranges, keys: Ranges, visible: Tensor) -> Sees:
+def seen_by(call: AttentionCall, queries: Ranges, keys: Ranges, visible: Tensor) -> VisiblePairs:
     if not call.masked:
-        return Sees(call.causal)
+        return VisiblePairs(call.causal)
     rows = index(queries)[call.q_start : call.q_stop]
-    return Sees(mask=visible[:, :, rows][:, :, :, index(keys)[call.k_start : call.k_stop]])
+    return VisiblePairs(mask=visible[:, :, rows][:, :, :, index(keys)[call.k_start : call.k_stop]])
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 13, 40])
@@ -278,9 +282,9 @@ def test_sums_are_float32_or_wider() -> None:
         (torch.float64, torch.float64),
     ):
         q, k, v, _ = (each.to(dtype) for each in drawn())
-        total = Total(q)
+        total = MergedAttention(q)
         for _ in range(2):
-            total.merge(0, SEQ, *attend(q, k, v, Sees()))
+            total.merge(0, SEQ, *attend(q, k, v, VisiblePairs()))
         assert total.out is not None and total.lse is not None
         assert total.out.dtype == total.lse.dtype == wide
 
@@ -292,9 +296,9 @@ def test_merging_bfloat16_errs_no_more_than_one_call(seed: int, parts: int) -> N
     q, k, v = (torch.randn(1, 4, 512, 64, generator=generator).bfloat16() for _ in range(3))
     exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double())
     one = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)[0]
-    total = Total(q)
+    total = MergedAttention(q)
     for part_k, part_v in zip(k.chunk(parts, dim=2), v.chunk(parts, dim=2), strict=True):
-        total.merge(0, 512, *attend(q, part_k, part_v, Sees()))
+        total.merge(0, 512, *attend(q, part_k, part_v, VisiblePairs()))
     assert total.out is not None
 
     def off(found: Tensor) -> float:

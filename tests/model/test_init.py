@@ -11,7 +11,7 @@ from small import DEEPSEEK, GPT, LLAMA
 
 from fivefold.core.weights import by_name
 from fivefold.model.decoder import from_config
-from fivefold.model.init import init_weights, initial
+from fivefold.model.init import init_weights, initial_weight
 
 WIDE = replace(LLAMA, width=512, ffn=700, layers=8)
 EXPERTS = replace(DEEPSEEK, width=128, layers=8)
@@ -31,19 +31,19 @@ def test_the_copy_of_a_tied_head_starts_as_the_embedding() -> None:
     last = from_config(GPT, layers=range(1, 2))
     init_weights(last, GPT, 3)
     assert last.head is not None
-    assert torch.equal(last.head.weight, initial(by_name(GPT)["embed.weight"], GPT, 3))
+    assert torch.equal(last.head.weight, initial_weight(by_name(GPT)["embed.weight"], GPT, 3))
 
 
 def test_other_seeds_and_names_give_other_values() -> None:
     table = by_name(LLAMA)
     q, out = table["blocks.0.attention.q.weight"], table["blocks.1.attention.q.weight"]
-    assert not torch.equal(initial(q, LLAMA, 0), initial(q, LLAMA, 1))
-    assert not torch.equal(initial(q, LLAMA, 0), initial(out, LLAMA, 0))
+    assert not torch.equal(initial_weight(q, LLAMA, 0), initial_weight(q, LLAMA, 1))
+    assert not torch.equal(initial_weight(q, LLAMA, 0), initial_weight(out, LLAMA, 0))
 
 
 def test_drawing_leaves_the_global_generator_alone() -> None:
     before = torch.get_rng_state()
-    initial(by_name(LLAMA)["embed.weight"], LLAMA, 0)
+    initial_weight(by_name(LLAMA)["embed.weight"], LLAMA, 0)
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -64,22 +64,22 @@ def test_drawing_leaves_the_global_generator_alone() -> None:
 )
 def test_spread_of_values(name: str, spread: float) -> None:
     shape = WIDE if name in by_name(WIDE) else EXPERTS
-    drawn = initial(by_name(shape)[name], shape, 0, torch.float64)
+    drawn = initial_weight(by_name(shape)[name], shape, 0, torch.float64)
     assert drawn.std().item() == pytest.approx(spread, rel=5 / math.sqrt(2 * drawn.numel()))
     assert abs(drawn.mean().item()) < 5 * spread / math.sqrt(drawn.numel())
 
 
 def test_experts_differ_from_one_another() -> None:
-    drawn = initial(by_name(DEEPSEEK)["blocks.1.mlp.experts.up.weight"], DEEPSEEK, 0)
+    drawn = initial_weight(by_name(DEEPSEEK)["blocks.1.mlp.experts.up.weight"], DEEPSEEK, 0)
     assert len({expert.sum().item() for expert in drawn}) == 8
 
 
 def test_norms_are_one_and_biases_zero() -> None:
     table = by_name(GPT)
-    assert initial(table["norm.weight"], GPT, 0).eq(1).all()
+    assert initial_weight(table["norm.weight"], GPT, 0).eq(1).all()
     for name in ("norm.bias", "blocks.0.attention.q.bias", "blocks.0.mlp.down.bias"):
-        assert initial(table[name], GPT, 0).eq(0).all()
-    assert not initial(table["embed.positions"], GPT, 0).eq(1).any()
+        assert initial_weight(table[name], GPT, 0).eq(0).all()
+    assert not initial_weight(table["embed.positions"], GPT, 0).eq(1).any()
     decoder = from_config(DEEPSEEK)
     for buffer in decoder.buffers():
         buffer.fill_(7.0)
@@ -90,5 +90,5 @@ def test_norms_are_one_and_biases_zero() -> None:
 
 def test_a_narrow_weight_is_the_float32_one_rounded() -> None:
     weight = by_name(LLAMA)["embed.weight"]
-    wide = initial(weight, LLAMA, 5)
-    assert torch.equal(initial(weight, LLAMA, 5, torch.bfloat16), wide.bfloat16())
+    wide = initial_weight(weight, LLAMA, 5)
+    assert torch.equal(initial_weight(weight, LLAMA, 5, torch.bfloat16), wide.bfloat16())

@@ -15,18 +15,18 @@ from torch import Tensor
 from fivefold.core.balance import parse
 from fivefold.core.shape import Moe, Shape
 from fivefold.core.weights import weights
-from fivefold.model.balance import balance
+from fivefold.model.balance import attach_balancers
 from fivefold.model.decoder import Decoder
-from fivefold.model.layers import NormKind
+from fivefold.model.layers import WeightFactory
 from fivefold.model.moe import (
-    Beside,
     Experts,
     MoeMlp,
+    OverlappedTask,
     Router,
     Routing,
     choices_of_slots,
-    choose,
-    grouped_product,
+    choose_experts,
+    grouped_matmul,
     local_dispatch,
     rows_of_slots,
     sort_slots,
@@ -34,7 +34,7 @@ from fivefold.model.moe import (
 )
 
 F64 = torch.float64
-CPU = NormKind(F64, torch.device("cpu"))
+CPU = WeightFactory(F64, torch.device("cpu"))
 PLAIN = Moe(experts=4, top_k=2, ffn=8)
 # Dynamo looks at .grad of every tensor it meets, and torch warns of that.
 DYNAMO_LOOKS = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
@@ -89,23 +89,23 @@ def test_equal_scores_go_to_the_lower_expert() -> None:
     moe = Moe(experts=64, top_k=7, ffn=8)
     scores = torch.randint(0, 3, (200, 64), generator=torch.Generator().manual_seed(0))
     best = [sorted(range(64), key=lambda e, row=row: (-row[e], e))[:7] for row in scores.tolist()]
-    assert choose(scores.to(F64), None, moe).tolist() == best
+    assert choose_experts(scores.to(F64), None, moe).tolist() == best
 
 
 def test_groups_by_their_best_or_by_their_two_best() -> None:
     """Group 0 has the best expert, group 2 the best pair, group 1 neither."""
     scores = torch.tensor([[0.9, 0.1, 0.3, 0.4, 0.6, 0.5]], dtype=F64)
     moe = Moe(experts=6, top_k=2, ffn=8, groups=3, groups_kept=1)
-    assert choose(scores, None, moe).tolist() == [[0, 1]]
+    assert choose_experts(scores, None, moe).tolist() == [[0, 1]]
     by_two = replace(moe, group_score="top2")
-    assert choose(scores, None, by_two).tolist() == [[4, 5]]
+    assert choose_experts(scores, None, by_two).tolist() == [[4, 5]]
     # The bias moves groups as well.
     bias = torch.tensor([0.0, 0.3, 0, 0, 0, 0], dtype=F64)
-    assert choose(scores, bias, by_two).tolist() == [[0, 1]]
+    assert choose_experts(scores, bias, by_two).tolist() == [[0, 1]]
     # Of equal groups the first, of groups of one their only expert.
-    assert choose(torch.ones(1, 6, dtype=F64), None, by_two).tolist() == [[0, 1]]
+    assert choose_experts(torch.ones(1, 6, dtype=F64), None, by_two).tolist() == [[0, 1]]
     alone = replace(by_two, groups=6, groups_kept=2)
-    assert choose(scores, None, alone).tolist() == [[0, 4]]
+    assert choose_experts(scores, None, alone).tolist() == [[0, 4]]
 
 
 def test_an_expert_of_a_dropped_group_is_never_chosen() -> None:
@@ -113,11 +113,11 @@ def test_an_expert_of_a_dropped_group_is_never_chosen() -> None:
     scores = torch.tensor([[0.5, 0.0, 0.0, 0.0]], dtype=F64)
     moe = replace(PLAIN, groups=2, groups_kept=1)
     bias = torch.tensor([0.0, -1.0, 0.0, 0.0], dtype=F64)
-    assert choose(scores, bias, moe).tolist() == [[0, 1]]
+    assert choose_experts(scores, bias, moe).tolist() == [[0, 1]]
 
 
 def test_a_narrow_model_routes_in_float32() -> None:
-    router = Router(LLAMA, PLAIN, NormKind(torch.bfloat16, torch.device("cpu")))
+    router = Router(LLAMA, PLAIN, WeightFactory(torch.bfloat16, torch.device("cpu")))
     with torch.no_grad():
         router.weight.normal_()
     x = torch.randn(50, LLAMA.width).bfloat16()
@@ -181,7 +181,7 @@ def test_a_gated_shared_expert_is_weighed_by_a_sigmoid_of_the_token() -> None:
 def test_slots_are_sorted_by_expert_and_then_by_token() -> None:
     slots = sort_slots(torch.tensor([[2, 0], [0, 3], [2, 0]]), 5, False, None)
     assert slots.order.tolist() == [1, 2, 5, 0, 4, 3]
-    assert slots.counts.tolist() == [3, 0, 2, 1, 0] and slots.whole
+    assert slots.counts.tolist() == [3, 0, 2, 1, 0] and slots.complete
     assert (slots.num_tokens, slots.num_choices) == (3, 2)
 
 
@@ -192,14 +192,14 @@ DROPPED = torch.tensor([[2, 0], [0, 3], [3, 3]])
 def test_slots_that_go_nowhere_have_no_row() -> None:
     slots = sort_slots(DROPPED, 3, True, None)
     assert slots.order.tolist() == [1, 2, 0]
-    assert slots.counts.tolist() == [2, 0, 1] and not slots.whole
+    assert slots.counts.tolist() == [2, 0, 1] and not slots.complete
 
 
 def test_with_room_every_expert_has_as_many_rows() -> None:
     """Slot 6 of 6 is the empty row."""
     slots = sort_slots(DROPPED, 3, True, 2)
     assert slots.order.tolist() == [1, 2, 6, 6, 0, 6]
-    assert slots.counts.tolist() == [2, 2, 2] and not slots.whole
+    assert slots.counts.tolist() == [2, 2, 2] and not slots.complete
     assert sort_slots(DROPPED, 3, True, 3).order.tolist() == [1, 2, 6, 6, 6, 6, 0, 6, 6]
 
 
@@ -246,10 +246,10 @@ def test_dropped_slots_and_their_gradients_by_hand(weigh_inputs: bool, pads: boo
     )
     computed: list[int] = []
     moe.experts.register_forward_hook(lambda _, given, __: computed.append(len(given[0])))
-    found = local_dispatch(x, dropped, moe.experts, Beside(lambda: None))
+    found = local_dispatch(x, dropped, moe.experts, OverlappedTask(lambda: None))
     assert computed == [7 * 6 if pads else int(kept.sum())]
     zeroed = routing._replace(weights=routing.weights * kept)
-    expected = local_dispatch(x, zeroed, moe.experts, Beside(lambda: None))
+    expected = local_dispatch(x, zeroed, moe.experts, OverlappedTask(lambda: None))
     torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-14)
     slope, leaves = torch.randn_like(found), [x, moe.router.weight, *moe.experts.parameters()]
     wanted = torch.autograd.grad(expected, leaves, slope, retain_graph=True)
@@ -259,7 +259,7 @@ def test_dropped_slots_and_their_gradients_by_hand(weigh_inputs: bool, pads: boo
 
 def test_what_is_beside_is_computed_once_and_only_when_asked() -> None:
     asked: list[int] = []
-    beside = Beside(lambda: asked.append(1) or torch.ones(1))
+    beside = OverlappedTask(lambda: asked.append(1) or torch.ones(1))
     assert not asked
     assert beside() is beside() and asked == [1]
 
@@ -273,13 +273,13 @@ def test_grouped_products_in_float32_are_those_of_float64(
     x = torch.randn(17, inputs, dtype=F64, requires_grad=True)
     weight = torch.randn(4, outputs, inputs, dtype=F64, requires_grad=True)
     ends = torch.tensor([5, 5, 8, 17], dtype=torch.int32)
-    y = grouped_product(x, weight, ends)
+    y = grouped_matmul(x, weight, ends)
     parts = [part @ one.T for part, one in zip(x.split([5, 0, 3, 9]), weight, strict=True)]
     torch.testing.assert_close(y, torch.cat(parts))
     y.sum().backward()  # an expanded gradient
     assert not grouped
     narrow = [each.detach().float().requires_grad_() for each in (x, weight)]
-    y32 = grouped_product(*narrow, ends)
+    y32 = grouped_matmul(*narrow, ends)
     y32.sum().backward()
     # Rows of 24 bytes are not aligned to 16.
     assert bool(grouped) == (min(inputs, outputs) > 6)
@@ -324,7 +324,7 @@ def test_the_seams_between_router_and_experts() -> None:
         seen.append(num_rows)
         return routing._replace(weights=routing.weights / 2)
 
-    def doubled(x_ND: Tensor, routing: Routing, experts: Experts, beside: Beside) -> Tensor:
+    def doubled(x_ND: Tensor, routing: Routing, experts: Experts, beside: OverlappedTask) -> Tensor:
         return 2 * local_dispatch(x_ND, routing, experts, beside)
 
     expected = moe(x)
@@ -340,13 +340,13 @@ def test_a_block_with_experts_compiles_as_one_graph(shape: Shape, backend: str) 
     """In bfloat16: fake tensors know grouped products of no other type."""
     torch._dynamo.reset()
     decoder, batch = filled(shape, torch.bfloat16), batch_of(shape)
-    balancers = balance(decoder, parse("aux+aux-seq+z+capacity:1"), "cpu")
+    balancers = attach_balancers(decoder, parse("aux+aux-seq+z+capacity:1"), "cpu")
     expected = gradients(decoder, batch)
     recorded = {name: each.take() for name, each in balancers.items()}
     graphs = torch._dynamo.utils.counters["stats"]
     graphs.clear()
     for block in decoder.all_blocks():
-        block.forward = torch.compile(block.forward, fullgraph=True, backend=backend)
+        block.run = torch.compile(block.run, fullgraph=True, backend=backend)
     for name, grad in gradients(decoder, batch).items():
         torch.testing.assert_close(grad, expected[name])
     for name, each in balancers.items():

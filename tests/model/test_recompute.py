@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fivefold.core.shape import Shape
-from fivefold.model.blocks import Recompute, apply
+from fivefold.model.blocks import Recompute, apply_recompute
 from fivefold.model.decoder import Decoder
 
 KINDS: list[tuple[Recompute, int]] = [("selective", 1), ("full", 1), ("full", 2), ("full", 3)]
@@ -22,9 +22,9 @@ KINDS: list[tuple[Recompute, int]] = [("selective", 1), ("full", 1), ("full", 2)
 DYNAMO_LOOKS = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 
 
-def recomputing(shape: Shape, kind: Recompute, blocks: int = 1) -> Decoder:
-    decoder = filled(shape)
-    apply(decoder, kind, blocks)
+def recomputing(shape: Shape, kind: Recompute, blocks: int = 1, dropout: float = 0.0) -> Decoder:
+    decoder = filled(shape, dropout=dropout)
+    apply_recompute(decoder, kind, blocks)
     return decoder
 
 
@@ -92,8 +92,7 @@ def test_same_gradients_to_the_bit(shape: Shape, kind: Recompute, blocks: int) -
 def test_dropout_drops_the_same_in_the_second_run(kind: Recompute) -> None:
     found = []
     for each in ("none", kind):
-        decoder = recomputing(GPT, each)
-        decoder.dropout = 0.3
+        decoder = recomputing(GPT, each, dropout=0.3)
         torch.manual_seed(7)
         found.append(gradients(decoder, batch_of(GPT)))
     assert all(torch.equal(found[1][name], grad) for name, grad in found[0].items())
@@ -136,7 +135,7 @@ def test_a_recomputed_block_still_compiles_as_one_graph(kind: Recompute) -> None
     batch = batch_of(LLAMA)
     expected = gradients(filled(LLAMA), batch)
     decoder = recomputing(LLAMA, kind)
-    for block in decoder.blocks.values():
-        block.forward = torch.compile(block.forward, fullgraph=True, backend="aot_eager")
+    for block in decoder.all_blocks():
+        block.run = torch.compile(block.run, fullgraph=True, backend="aot_eager")
     for name, grad in gradients(decoder, batch).items():
         torch.testing.assert_close(grad, expected[name], rtol=1e-12, atol=1e-12)
