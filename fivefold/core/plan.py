@@ -22,8 +22,8 @@ from fivefold.core.layout import Layout, parse_zero
 from fivefold.core.machine import Machine
 from fivefold.core.recipe import Recipe
 from fivefold.core.schedule import Schedule
-from fivefold.core.schedule.catalog import AUTO, Family
 from fivefold.core.schedule.choose import choose, looks_like_file
+from fivefold.core.schedule.family import AUTO, Family
 from fivefold.core.shape import Shape
 from fivefold.core.splits import Recompute, Split, padded, split_of
 
@@ -109,8 +109,13 @@ class Plan:
         return tables.to_toml(table)
 
     @cached_property
+    def family(self) -> Family:
+        """What is known of the schedule; without a pipeline it is 1F1B, whatever the name."""
+        return choose(self.wishes.schedule if self.layout.pp > 1 else "1f1b")
+
+    @cached_property
     def schedule(self) -> Schedule:
-        """The pipeline schedule; without a pipeline 1F1B on one rank, whatever the name."""
+        """The pipeline schedule; without a pipeline it is 1F1B on one rank, whatever the name."""
         return _schedule(self.wishes.schedule, self.layout, self.batch.microbatches)
 
     @property

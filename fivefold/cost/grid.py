@@ -13,6 +13,7 @@ from fivefold.core.errors import FivefoldError
 from fivefold.core.layout import ContextKind
 from fivefold.core.plan import Plan
 from fivefold.core.schedule.catalog import names as schedule_names
+from fivefold.core.schedule.choose import looks_like_file, named
 from fivefold.core.shape import Moe, Shape
 
 Array = NDArray[np.float64]
@@ -21,10 +22,11 @@ RECOMPUTE = ("none", "selective", "full")
 OFFLOADS = ("none", "cpu", "nvme")  # where optimizer states and master weights lie
 CONTEXTS: tuple[ContextKind, ...] = ("zigzag", "ring", "allgather", "ulysses", "hybrid")
 SCHEDULES = tuple(schedule_names())
+FAMILIES = tuple(named(name) for name in SCHEDULES)
 
 
 @dataclass(frozen=True)
-class Grid:
+class LayoutGrid:
     """Layouts with their batches. `recompute`, `schedule`, `offload` and `context` are numbers
     in their lists."""
 
@@ -60,16 +62,16 @@ class Grid:
     def columns(self) -> Iterator[NDArray[Any]]:
         return (getattr(self, each.name) for each in fields(self))
 
-    def at(self, place: tuple[int, ...], shape: tuple[int, ...]) -> Grid:
+    def at(self, place: tuple[int, ...], shape: tuple[int, ...]) -> LayoutGrid:
         """One layout of a broadcast grid."""
         found = (np.broadcast_to(each, shape)[place] for each in self.columns())
-        return Grid(*(np.array([each]) for each in found))
+        return LayoutGrid(*(np.array([each]) for each in found))
 
 
-def of_plan(plan: Plan) -> Grid:
+def grid_of_plan(plan: Plan) -> LayoutGrid:
     """One layout."""
     layout, batch = plan.layout, plan.batch
-    return Grid(
+    return LayoutGrid(
         tp=_one(layout.tp),
         cp=_one(layout.cp),
         pp=_one(layout.pp),
@@ -82,7 +84,7 @@ def of_plan(plan: Plan) -> Grid:
         rows=_one(batch.microbatch_size),
         microbatches=_one(batch.microbatches),
         recompute=_one(RECOMPUTE.index(plan.recompute.kind)),
-        schedule=_one(schedule_number(plan.schedule.name)),
+        schedule=_one(schedule_index(plan.wishes.schedule if layout.pp > 1 else "1f1b")),
         sp=np.array([layout.sp]),
         offload=_one(0),
         context=_one(CONTEXTS.index(layout.context)),
@@ -93,15 +95,15 @@ def _one(number: int) -> Array:
     return np.array([float(number)])
 
 
-def schedule_number(name: str) -> int:
-    """A schedule of a search or of a file has no closed form: it is taken for 1F1B."""
-    return SCHEDULES.index(name if name in SCHEDULES else "1f1b")
+def schedule_index(text: str) -> int:
+    """The number of the schedule that a `--schedule` text names; a file is estimated like 1F1B."""
+    return SCHEDULES.index("1f1b" if looks_like_file(text) else named(text).name)
 
 
 # How unevenly routing loads ranks: from the fullest expert to the rank that has it.
 
 
-def require_possible(shape: Shape, imbalance: float) -> None:
+def require_possible_imbalance(shape: Shape, imbalance: float) -> None:
     """Refuse a load that no routing can have."""
     if shape.moe is None:
         if imbalance != 1:
@@ -115,7 +117,7 @@ def require_possible(shape: Shape, imbalance: float) -> None:
         )
 
 
-def fullest_rank(moe: Moe, ep: Array, imbalance: float) -> Array | float:
+def fullest_rank_load(moe: Moe, ep: Array, imbalance: float) -> Array | float:
     """Slots of the rank with the fullest expert over the average rank's.
 
     All other experts share what that one leaves. So a rank with all experts has its share however

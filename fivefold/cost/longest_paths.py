@@ -6,8 +6,8 @@ works on without a pause, and the last microbatch runs out. A path is a row that
 cost is on it; many layouts are then timed at once by products of rows with costs. Not all chains
 of a schedule are followed: what comes out is a bound, and hardly ever above what the clock plays.
 
-Legend: p ranks, v chunks of a rank, m microbatches; k is every rank at once, along the first axis.
-F, I, W of a stage: forward, gradients of inputs with what is computed again, and of weights.
+Legend: p ranks, v chunks per rank, m microbatches; k is every rank at once, along the first axis.
+F, I, W of a stage: forward, input gradient with recomputation, weight gradient.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import NamedTuple
 import numpy as np
 
 from fivefold.core.schedule import FORWARD, INPUT_GRAD
-from fivefold.core.schedule.v_shape import PERIOD, V_HALF, V_MIN, BuildingBlock, path
+from fivefold.core.schedule.v_shape import HALF_BLOCKS, MIN_BLOCK, PERIOD, BuildingBlock, path
 from fivefold.cost.grid import Array
 
 
-class Stages(NamedTuple):
+class StageRows(NamedTuple):
     """Rows of every stage, in order: of its F, I and W. `lag` is the row of one message."""
 
     forward: Array
@@ -32,7 +32,7 @@ class Stages(NamedTuple):
     lag: Array
 
     @property
-    def joined(self) -> Stages:
+    def joined(self) -> StageRows:
         """Backwards in one piece."""
         return self._replace(inputs=self.inputs + self.weights, weights=0 * self.weights)
 
@@ -41,7 +41,7 @@ class Stages(NamedTuple):
         return self.forward + self.inputs + self.weights
 
 
-class Numbers(NamedTuple):
+class ScheduleSize(NamedTuple):
     """How large a schedule is, and costs at which paths are compared, in columns."""
 
     p: int
@@ -80,7 +80,7 @@ def _in_rounds(rows: Array, count: Array, p: int) -> Array:
     return np.einsum("kc,ckq->kq", of_chunk, rows)
 
 
-def gpipe(stages: Stages, numbers: Numbers) -> Array:
+def gpipe(stages: StageRows, numbers: ScheduleSize) -> Array:
     """All forwards, then all backwards: each leg by itself."""
     backward = (stages.inputs + stages.weights)[::-1]
     legs = (
@@ -90,7 +90,7 @@ def gpipe(stages: Stages, numbers: Numbers) -> Array:
     return _both(*legs)
 
 
-def _leg(rows: Array, lag: Array, numbers: Numbers) -> Array:
+def _leg(rows: Array, lag: Array, numbers: ScheduleSize) -> Array:
     """m microbatches through all stages; the ranks that set the pace may change once, downwards."""
     p, v, m, _ = numbers
     total = rows.sum(axis=0)
@@ -120,7 +120,7 @@ def _downwards(first: Array, then: Array, samples: Array) -> Array:
     return first[start] + then[rank]
 
 
-def one_forward_one_backward(stages: Stages, numbers: Numbers) -> Array:
+def one_forward_one_backward(stages: StageRows, numbers: ScheduleSize) -> Array:
     p, _, m, _ = numbers
     k = _ranks(p)
     found = [_looped(stages.joined, numbers, p - k, 0 * k), _late(stages, numbers, p - k)]
@@ -131,24 +131,24 @@ def one_forward_one_backward(stages: Stages, numbers: Numbers) -> Array:
     return np.concatenate([*found, turns[m > (p - k)[:, 0]]])
 
 
-def interleaved(stages: Stages, numbers: Numbers) -> Array:
+def interleaved(stages: StageRows, numbers: ScheduleSize) -> Array:
     p, v, _, _ = numbers
     ahead = (v - 1) * p + 2 * (p - 1 - _ranks(p)) + 1
     joined = _looped(stages.joined, numbers, ahead, 0 * ahead)
     return np.concatenate([joined, _late(stages, numbers, ahead)])
 
 
-def zb_h1(stages: Stages, numbers: Numbers) -> Array:
+def zb_h1(stages: StageRows, numbers: ScheduleSize) -> Array:
     k = _ranks(numbers.p)
     return _looped(stages, numbers, numbers.v * numbers.p - k, kept=k)
 
 
-def zb_h2(stages: Stages, numbers: Numbers) -> Array:
+def zb_h2(stages: StageRows, numbers: ScheduleSize) -> Array:
     k = _ranks(numbers.p)
     return _looped(stages, numbers, 2 * (numbers.p - k) - 1, kept=2 * k)
 
 
-def _looped(stages: Stages, numbers: Numbers, ahead: Array, kept: Array) -> Array:
+def _looped(stages: StageRows, numbers: ScheduleSize, ahead: Array, kept: Array) -> Array:
     """Rank k runs `ahead` forwards first and keeps `kept` weight gradients back."""
     p, v, m, samples = numbers
     k, n, lag = _ranks(p), m * v, stages.lag
@@ -178,7 +178,9 @@ def _looped(stages: Stages, numbers: Numbers, ahead: Array, kept: Array) -> Arra
     return np.concatenate(found)
 
 
-def _drained(stages: Stages, numbers: Numbers, rest: Array, late: tuple[Array, Array]) -> Array:
+def _drained(
+    stages: StageRows, numbers: ScheduleSize, rest: Array, late: tuple[Array, Array]
+) -> Array:
     """From the first gradient on: a rank's `rest`, of which a rank before it may run the end.
 
     `late`: how many weight gradients come behind the last input gradient, and the row of one.
@@ -197,7 +199,7 @@ def _drained(stages: Stages, numbers: Numbers, rest: Array, late: tuple[Array, A
     return np.concatenate([_downwards(end, paced, samples), paced + alone])
 
 
-def _late(stages: Stages, numbers: Numbers, ahead: Array) -> Array:
+def _late(stages: StageRows, numbers: ScheduleSize, ahead: Array) -> Array:
     """A rank's last forward runs down to the last rank and comes back as a gradient."""
     p, v, m, samples = numbers
     forward, backward = (rows.reshape(v, p, -1) for rows in stages.joined[:2])
@@ -232,20 +234,20 @@ def _warmed(order: Array, passing: Array, each: int, samples: Array) -> Array:
 class _Fold(NamedTuple):
     """Rows of the ranks of a V: stages near its start and far from it."""
 
-    near: Stages
-    far: Stages
+    near: StageRows
+    far: StageRows
 
     @property
     def whole(self) -> Array:
         return self.near.whole + self.far.whole
 
 
-def _folded(stages: Stages) -> _Fold:
+def _folded(stages: StageRows) -> _Fold:
     half = len(stages.forward) // 2
     forward, inputs, weights = (rows[:half] for rows in stages[:3])
-    near = Stages(forward, inputs, weights, stages.lag)
+    near = StageRows(forward, inputs, weights, stages.lag)
     forward, inputs, weights = (rows[: -half - 1 : -1] for rows in stages[:3])
-    return _Fold(near, Stages(forward, inputs, weights, stages.lag))
+    return _Fold(near, StageRows(forward, inputs, weights, stages.lag))
 
 
 def _turned(fold: _Fold, m: int, samples: Array) -> Array:
@@ -257,7 +259,7 @@ def _turned(fold: _Fold, m: int, samples: Array) -> Array:
     return longest(found + 2 * k * fold.near.lag, samples)
 
 
-def zb_v(stages: Stages, numbers: Numbers) -> Array:
+def zb_v(stages: StageRows, numbers: ScheduleSize) -> Array:
     p, _, m, samples = numbers
     fold, k, lag = _folded(stages), _ranks(p), stages.lag
     (near, far), inner = fold, p - k
@@ -285,7 +287,7 @@ def zb_v(stages: Stages, numbers: Numbers) -> Array:
     return _both(_turned(fold, m, samples), longest(np.concatenate(ends), samples))
 
 
-def dualpipe_v(stages: Stages, numbers: Numbers) -> Array:
+def dualpipe_v(stages: StageRows, numbers: ScheduleSize) -> Array:
     p, _, m, samples = numbers
     fold, k, lag = _folded(stages), _ranks(p), stages.lag
     near, far = fold
@@ -305,29 +307,25 @@ def dualpipe_v(stages: Stages, numbers: Numbers) -> Array:
     return _both(_turned(fold, m, samples), longest(np.concatenate(ends), samples))
 
 
-def dualpipe(stages: Stages, numbers: Numbers) -> Array:
+def dualpipe(stages: StageRows, numbers: ScheduleSize) -> Array:
     """Two directions that meet: each half of the ranks is a V with half of the microbatches."""
     return dualpipe_v(stages, numbers._replace(p=numbers.p // 2, m=numbers.m // 2))
 
 
-def v_half(stages: Stages, numbers: Numbers) -> Array:
+def v_half(stages: StageRows, numbers: ScheduleSize) -> Array:
     p, _, m, _ = numbers
     if p % 2 and m < p:  # any block fits, and which one was taken only the schedule knows
         return _worked(stages, numbers)
-    return _repeated(stages, numbers, V_HALF[p % 2])
+    return _repeated(stages, numbers, HALF_BLOCKS[p % 2])
 
 
-def v_min(stages: Stages, numbers: Numbers) -> Array:
-    return _repeated(stages, numbers, V_MIN)
-
-
-def _worked(stages: Stages, numbers: Numbers) -> Array:
+def _worked(stages: StageRows, numbers: ScheduleSize) -> Array:
     """A rank of a V that never waits once it has begun."""
     fold, k = _folded(stages), _ranks(numbers.p)
     return _before(fold.near.forward) + k * stages.lag + numbers.m * fold.whole
 
 
-def _repeated(stages: Stages, numbers: Numbers, block: BuildingBlock) -> Array:
+def _repeated(stages: StageRows, numbers: ScheduleSize, block: BuildingBlock) -> Array:
     """Every microbatch takes the block's path: one that comes back to a rank starts a later one.
 
     A leg is a way out of a rank and back to it: the forward or the gradient around the bottom of
@@ -375,26 +373,26 @@ def _passed(slot: Array, start: Array, stop: Array) -> Array:
     return np.ceil((stop - slot) / PERIOD) - np.ceil((start - slot) / PERIOD)
 
 
-def never_drained(stages: Stages, numbers: Numbers) -> Array:
-    """An asynchronous pipeline: ranks work on."""
-    return numbers.m * stages.whole
+def _work_of_loop(stages: StageRows, numbers: ScheduleSize) -> Array:
+    """A rank of a loop that never waits once it has begun."""
+    p, v, m, _ = numbers
+    start = _before(stages.forward[:p]) + _ranks(p) * stages.lag
+    return start + m * stages.whole.reshape(v, p, -1).sum(axis=0)
 
 
-FORMS: dict[str, Callable[[Stages, Numbers], Array]] = {
+# By what a schedule's family names; "loop" and "V" fit every schedule on that placement.
+PATHS: dict[str, Callable[[StageRows, ScheduleSize], Array]] = {
+    "loop": _work_of_loop,
+    "V": _worked,
     "gpipe": gpipe,
-    "afab": gpipe,
-    "bfs": gpipe,
     "1f1b": one_forward_one_backward,
-    "pipedream-flush": one_forward_one_backward,
     "interleaved": interleaved,
     "zb-h1": zb_h1,
     "zb-h2": zb_h2,
-    "zb-interleaved": zb_h1,
     "zb-v": zb_v,
     "v-half": v_half,
-    "v-min": v_min,
+    "v-min": lambda stages, numbers: _repeated(stages, numbers, MIN_BLOCK),
     "dualpipe": dualpipe,
     "dualpipe-v": dualpipe_v,
-    "pipedream": never_drained,
-    "pipedream-2bw": never_drained,
+    "never drained": lambda stages, numbers: numbers.m * stages.whole,
 }

@@ -27,12 +27,14 @@ from fivefold.core.schedule import (
     Schedule,
     actions_of,
 )
-from fivefold.core.schedule.catalog import AUTO, family
+from fivefold.core.schedule.catalog import family
+from fivefold.core.schedule.choose import named
+from fivefold.core.schedule.family import AUTO
 from fivefold.core.shape import Shape
-from fivefold.cost.grid import SCHEDULES, Array, Flags, Grid
-from fivefold.cost.longest_paths import FORMS, Numbers, Stages, longest
+from fivefold.cost.grid import SCHEDULES, Array, Flags, LayoutGrid
+from fivefold.cost.longest_paths import PATHS, ScheduleSize, StageRows, longest
 
-Places = NDArray[np.int64]
+Indices = NDArray[np.int64]
 _KINDS = {FORWARD: 0, INPUT_GRAD: 1, BACKWARD: 2, WEIGHT_GRAD: 3}
 # Microbatches, over the ranks, from which a pipeline repeats itself, and up to which it is walked.
 _STEADY, _LONGEST = 5, 8
@@ -41,35 +43,39 @@ _STEADY, _LONGEST = 5, 8
 class _Actions(NamedTuple):
     """All actions, rank after rank; `opens` where a row begins."""
 
-    stage: Places
-    kind: Places
-    microbatch: Places
-    row: Places
+    stage: Indices
+    kind: Indices
+    microbatch: Indices
+    row: Indices
     opens: Flags
 
 
-class CostTrace(NamedTuple):
+class ScheduleTrace(NamedTuple):
     """A schedule in rows, rank after rank; behind a rank's last row is one that never runs.
 
     `sources` are the rows on other ranks that send a row what it needs, by the number of the row;
     the last row of all stands for nobody. A pair may have two.
     """
 
-    starts: Places
-    sources: tuple[Places, ...]
+    starts: Indices
+    sources: tuple[Indices, ...]
     actions: _Actions
 
 
-def makespans(name: str, numbers: tuple[int, int, int], stages: Stages, costs: Array) -> Array:
+def schedule_makespans(
+    name: str, numbers: tuple[int, int, int], stages: StageRows, costs: Array
+) -> Array:
     """Seconds of a step for each column of costs; `numbers`: ranks, microbatches and chunks.
 
     A long schedule is told from two shorter ones, by what each further round of it takes.
     """
     ranks, count, chunks = numbers
     if not is_long(*numbers):
-        return walked(_walk(name, ranks, count, chunks), stages, costs)
+        return simulate_trace(_walk(name, ranks, count, chunks), stages, costs)
     few, many = (each * ranks + count % ranks for each in (_STEADY, _LONGEST))
-    early, late = (walked(_walk(name, ranks, each, chunks), stages, costs) for each in (few, many))
+    early, late = (
+        simulate_trace(_walk(name, ranks, each, chunks), stages, costs) for each in (few, many)
+    )
     return late + (late - early) * (count - many) / (many - few)
 
 
@@ -79,11 +85,11 @@ def is_long(num_ranks: int, num_microbatches: int, num_chunks: int) -> bool:
 
 
 @lru_cache(maxsize=64)
-def _walk(name: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> CostTrace:
-    return walk(named_schedule(name, num_ranks, num_microbatches, num_chunks))
+def _walk(name: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> ScheduleTrace:
+    return trace_schedule(named_schedule(name, num_ranks, num_microbatches, num_chunks))
 
 
-def walk(schedule: Schedule) -> CostTrace:
+def trace_schedule(schedule: Schedule) -> ScheduleTrace:
     """The rows of a schedule, and who waits for whom."""
     actions, starts = _actions(schedule)
     stage, kind, microbatch, row, opens = actions
@@ -95,7 +101,7 @@ def walk(schedule: Schedule) -> CostTrace:
     homes = np.array([-1, *schedule.placement.homes, -1])
     there = stage + 2 * backwards
     moves = sends & (homes[there] >= 0) & (homes[there] != homes[stage + 1])
-    sources: list[Places] = []
+    sources: list[Indices] = []
     for which in (moves & opens, moves & ~opens):
         found = np.full(nobody + 1, nobody)
         found[row[which]] = made[backwards[which], there[which], microbatch[which]]
@@ -103,10 +109,10 @@ def walk(schedule: Schedule) -> CostTrace:
     behind = np.append(starts[1:], nobody) - 1
     sources[0][behind] = behind
     pairs = bool((moves & ~opens).any())
-    return CostTrace(starts, tuple(sources[: 1 + pairs]), actions)
+    return ScheduleTrace(starts, tuple(sources[: 1 + pairs]), actions)
 
 
-def _actions(schedule: Schedule) -> tuple[_Actions, Places]:
+def _actions(schedule: Schedule) -> tuple[_Actions, Indices]:
     """All actions, and the first row of each rank."""
     steps = [step for order in schedule.order for step in order]
     found = [action for step in steps for action in actions_of(step)]
@@ -125,16 +131,16 @@ def _actions(schedule: Schedule) -> tuple[_Actions, Places]:
     return _Actions(stage, kind, microbatch, row, opens), row[begins]
 
 
-def walked(walk: CostTrace, stages: Stages, costs: Array) -> Array:
+def simulate_trace(trace: ScheduleTrace, stages: StageRows, costs: Array) -> Array:
     """Seconds until all ranks are done, for each column of costs."""
-    own, whole = _seconds(walk.actions, stages, costs)
+    own, whole = _seconds(trace.actions, stages, costs)
     lag = stages.lag @ costs
-    source, *others = walk.sources
+    source, *others = trace.sources
     ends = np.full((len(source), costs.shape[1]), -np.inf)
     done = np.zeros(len(source), bool)
     done[-1] = True
-    place, now = walk.starts.copy(), np.zeros((len(walk.starts), costs.shape[1]))
-    left = int(walk.actions.opens.sum())
+    place, now = trace.starts.copy(), np.zeros((len(trace.starts), costs.shape[1]))
+    left = int(trace.actions.opens.sum())
     while left:
         ready = done[source[place]]
         for other in others:
@@ -153,7 +159,7 @@ def walked(walk: CostTrace, stages: Stages, costs: Array) -> Array:
     return now.max(axis=0)
 
 
-def _seconds(actions: _Actions, stages: Stages, costs: Array) -> tuple[Array, Array]:
+def _seconds(actions: _Actions, stages: StageRows, costs: Array) -> tuple[Array, Array]:
     """Of each row: until it is sent, and until its rank is free."""
     forward, inputs, weights, _ = stages
     kinds = np.array([forward, inputs, inputs + weights, weights]) @ costs
@@ -186,7 +192,7 @@ _MESSAGE = (1e-3, 0.3)
 _SAMPLES = 96
 
 
-class StageAssigner:
+class PipelineTimer:
     """The stages of one model, and the longest paths through them."""
 
     def __init__(self, shape: Shape, seq: int) -> None:
@@ -198,7 +204,7 @@ class StageAssigner:
             count + (shape.mtp if _kind(shape, i) == last else 0) for i, count in kinds.items()
         )
         self.paths: dict[tuple[str, int, int, int], Array] = {}
-        self.dealt: dict[int, Stages] = {}
+        self.dealt: dict[int, StageRows] = {}
         self.cuts: dict[int, tuple[range, ...]] = {}
 
     def spans(self, num_stages: int) -> tuple[range, ...]:
@@ -213,8 +219,8 @@ class StageAssigner:
         if asked not in self.paths and _cannot_run(*asked):
             self.paths[asked] = np.zeros((1, len(self.samples)))
         if asked not in self.paths:
-            form = FORMS.get(name if pp > 1 else "1f1b", FORMS["1f1b"])
-            numbers = Numbers(pp, chunks, microbatches, self.samples)
+            form = PATHS[named(name if pp > 1 else "1f1b").paths]
+            numbers = ScheduleSize(pp, chunks, microbatches, self.samples)
             self.paths[asked] = longest(form(self._even(pp * chunks), numbers), self.samples)
         return self.paths[asked]
 
@@ -225,17 +231,17 @@ class StageAssigner:
             return least
         numbers = (pp, microbatches, chunks)
         different, back = np.unique(costs, axis=1, return_inverse=True)
-        seconds = makespans(family(name).name, numbers, self._even(pp * chunks), different)
+        seconds = schedule_makespans(family(name).name, numbers, self._even(pp * chunks), different)
         seconds = seconds[back.ravel()]
         return np.maximum(seconds, least) if is_long(*numbers) else seconds
 
-    def _even(self, num_stages: int) -> Stages:
+    def _even(self, num_stages: int) -> StageRows:
         """The stages that the runtime cuts where nobody says."""
         if num_stages not in self.dealt:
             self.dealt[num_stages] = self.stages(self.spans(num_stages))
         return self.dealt[num_stages]
 
-    def stages(self, spans: Sequence[range]) -> Stages:
+    def stages(self, spans: Sequence[range]) -> StageRows:
         """How many layers of each kind every stage has, and which one has the head."""
         shape, width = self.shape, len(self.kinds) + 1
         first = {_kind(shape, i): place for place, i in enumerate(self.kinds)}
@@ -250,7 +256,7 @@ class StageAssigner:
             np.hstack([held if place == mine else none for place in range(3)] + [none[:, :1]])
             for mine in range(3)
         )
-        return Stages(forward, inputs, weights, np.eye(3 * width + 1)[-1])
+        return StageRows(forward, inputs, weights, np.eye(3 * width + 1)[-1])
 
     @cached_property
     def samples(self) -> Array:
@@ -285,12 +291,14 @@ def _samples(shape: Shape, seq: int) -> Array:
 
 
 @cache
-def dealer(shape: Shape, seq: int) -> StageAssigner:
+def pipeline_timer(shape: Shape, seq: int) -> PipelineTimer:
     """The one of a model and a length of sequences."""
-    return StageAssigner(shape, seq)
+    return PipelineTimer(shape, seq)
 
 
-def makespan(found: StageAssigner, grid: Grid, costs: list[Array], played: bool = False) -> Array:
+def pipeline_seconds(
+    found: PipelineTimer, grid: LayoutGrid, costs: list[Array], played: bool = False
+) -> Array:
     """Seconds of every layout's pipeline; `costs` are in the order of a path's row.
 
     By the longest paths, which are a bound, or `played`, which takes its time.
@@ -312,7 +320,7 @@ def makespan(found: StageAssigner, grid: Grid, costs: list[Array], played: bool 
     return _of_lattice(paths, columns[0].shape, costs)
 
 
-def _played(found: StageAssigner, asked: list[tuple[str, int, int, int]], costs: Array) -> Array:
+def _played(found: PipelineTimer, asked: list[tuple[str, int, int, int]], costs: Array) -> Array:
     """The same by the clock, each schedule once for all layouts that have it."""
     seconds = np.zeros(costs.shape[1])
     places: dict[tuple[str, int, int, int], list[int]] = {}

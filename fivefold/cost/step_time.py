@@ -10,15 +10,16 @@ import numpy as np
 
 from fivefold.core.count import layer_kinds, layer_parameters
 from fivefold.core.machine import Machine
+from fivefold.core.schedule.family import PipelineTimes
 from fivefold.core.shape import Shape
-from fivefold.cost.grid import OFFLOADS, Array, Grid
-from fivefold.cost.layer_time import LayerTimer, LayerTimes, Parts, total
-from fivefold.cost.pipeline_ranks import StageSeconds, bubbles
-from fivefold.cost.pipeline_time import dealer, makespan
-from fivefold.cost.stack import SoftwareStack, keeps_of
+from fivefold.cost.grid import OFFLOADS, Array, LayoutGrid
+from fivefold.cost.layer_time import LayerTimer, LayerTimes, TimeParts, total_seconds
+from fivefold.cost.pipeline_ranks import bubble_seconds
+from fivefold.cost.pipeline_time import pipeline_seconds, pipeline_timer
+from fivefold.cost.stack import SoftwareStack, memory_of_stack
 
 # Share of a hidden collective that what hides it is slowed by: reported for NVLink.
-STOLEN = 0.15
+OVERLAP_SLOWDOWN = 0.15
 # Host seconds of a backward over those of a forward: assumed.
 HOST_BACKWARD = 1.0
 # Bytes a second at which one GPU's share of the host updates offloaded states: assumed.
@@ -28,14 +29,14 @@ STATE_BYTES = 2 * 12
 
 
 @dataclass(frozen=True)
-class Timing:
+class StepTime:
     """A step of each layout; its parts, which sum to it, are made when they are asked for."""
 
     step: Array
-    make_parts: Callable[[], Parts]
+    make_parts: Callable[[], TimeParts]
 
     @cached_property
-    def parts(self) -> Parts:
+    def parts(self) -> TimeParts:
         return self.make_parts()
 
     @property
@@ -44,35 +45,35 @@ class Timing:
         return self.parts["bubble"] / self.step
 
 
-def timing(
+def step_time(
     shape: Shape,
     machine: Machine,
     stack: SoftwareStack,
-    grid: Grid,
+    grid: LayoutGrid,
     seq: int,
     precision: str,
     imbalance: float = 1.0,
     *,
     played: bool = False,
-) -> Timing:
+) -> StepTime:
     """Time every layout of the grid; `imbalance`: slots of the fullest expert over the mean.
 
     Pipelines are timed by bounds from below, or `played` by the clock, which takes its time.
     """
     work = LayerTimer(shape, machine, stack, grid, seq, precision, imbalance)
-    if keeps_of(stack.name).split == "balanced":
+    if memory_of_stack(stack.name).split == "balanced":
         return _by_paths(work, played)
     parts = {name: each * stack.factor for name, each in _evenly(work).items()}
     parts["fixed"] = np.full_like(grid.microbatches, stack.fixed)
-    return Timing(total(parts), lambda: parts)
+    return StepTime(total_seconds(parts), lambda: parts)
 
 
-def _by_paths(work: LayerTimer, played: bool) -> Timing:
+def _by_paths(work: LayerTimer, played: bool) -> StepTime:
     """Stages as this runtime cuts them, and the longest paths through them."""
-    grid, stack, dealt = work.grid, work.stack, dealer(work.shape, work.seq)
-    units = [*(floored(work, i) for i in dealt.kinds), work.head()]
+    grid, stack, dealt = work.grid, work.stack, pipeline_timer(work.shape, work.seq)
+    units = [*(launch_bound_layer(work, i) for i in dealt.kinds), work.head()]
     forward, inputs, weights = _passes(units)
-    seconds = makespan(dealt, grid, [*forward, *inputs, *weights, work.message()], played)
+    seconds = pipeline_seconds(dealt, grid, [*forward, *inputs, *weights, work.message()], played)
     counts = dealt.counts
     window, body = np.zeros(1), np.zeros(1)
     for place, count in enumerate(counts):
@@ -80,41 +81,41 @@ def _by_paths(work: LayerTimer, played: bool) -> Timing:
         body = body + count * forward[place]
     body = body + window
     around = {"dp": _data(work, window / grid.pp, body / grid.pp), **_update(work)}
-    step = (seconds + total(around)) * stack.factor + stack.fixed
+    step = (seconds + total_seconds(around)) * stack.factor + stack.fixed
 
-    def parts() -> Parts:
+    def parts() -> TimeParts:
         """What the average rank does; the rest of the pipeline's time it waits."""
         share = grid.microbatches / grid.pp
-        found: Parts = {}
+        found: TimeParts = {}
         for count, unit in zip((*counts, 1), units, strict=True):
             for name, each in _joined(unit).items():
                 found[name] = found.get(name, np.zeros(1)) + share * count * each
-        waits = np.maximum(seconds - total(found), 0.0)
+        waits = np.maximum(seconds - total_seconds(found), 0.0)
         found["pp"] = np.minimum(waits, 2 * (grid.pp - 1) * work.message())
         found["bubble"] = waits - found["pp"]
         scaled = {name: each * stack.factor for name, each in (found | around).items()}
         return {**scaled, "fixed": np.full_like(grid.microbatches, stack.fixed)}
 
-    return Timing(step, parts)
+    return StepTime(step, parts)
 
 
 def _passes(units: list[LayerTimes]) -> tuple[list[Array], list[Array], list[Array]]:
     """Seconds of each unit: forward, gradients of inputs with what runs again, and of weights."""
     return (
-        [total(each.forward) for each in units],
-        [total(each.inputs) + total(each.again) for each in units],
-        [total(each.weights) for each in units],
+        [total_seconds(each.forward) for each in units],
+        [total_seconds(each.inputs) + total_seconds(each.again) for each in units],
+        [total_seconds(each.weights) for each in units],
     )
 
 
 def path_costs(work: LayerTimer) -> list[Array]:
     """What stands on a path: each kind of layer and the head in three passes, and a message."""
-    kinds = dealer(work.shape, work.seq).kinds
-    units = [*(floored(work, i) for i in kinds), work.head()]
+    kinds = pipeline_timer(work.shape, work.seq).kinds
+    units = [*(launch_bound_layer(work, i) for i in kinds), work.head()]
     return [*(each for column in _passes(units) for each in column), work.message()]
 
 
-def floored(work: LayerTimer, i: int, apart: Collection[str] = ()) -> LayerTimes:
+def launch_bound_layer(work: LayerTimer, i: int, apart: Collection[str] = ()) -> LayerTimes:
     """Layer i with what its GPU waits for the host, if that is slower; without the parts named."""
     layer = work.layer(i)
     if apart:
@@ -122,24 +123,24 @@ def floored(work: LayerTimer, i: int, apart: Collection[str] = ()) -> LayerTimes
         layer = LayerTimes(*(_without(apart, each) for each in kinds))
     if not work.stack.launch:
         return layer
-    short = np.maximum(_host(work, work.shape.is_moe_layer(i)) - total(_joined(layer)), 0.0)
+    short = np.maximum(_host(work, work.shape.is_moe_layer(i)) - total_seconds(_joined(layer)), 0.0)
     forward = {**layer.forward, "launch": layer.forward.get("launch", 0.0) + short / 2}
     inputs = {**layer.inputs, "launch": layer.inputs.get("launch", 0.0) + short / 2}
     return replace(layer, forward=forward, inputs=inputs)
 
 
-def _without(apart: Collection[str], parts: Parts) -> Parts:
+def _without(apart: Collection[str], parts: TimeParts) -> TimeParts:
     return {name: each for name, each in parts.items() if name not in apart}
 
 
-def _evenly(work: LayerTimer) -> Parts:
+def _evenly(work: LayerTimer) -> TimeParts:
     """Stages as other stacks cut them, and bubbles of equal stages."""
     grid, shape = work.grid, work.shape
     body, head = _body(work), work.head()
     layers, ends = _joined(body), _joined(head)
     most, last = _stages(work)
-    middle = _floored(work, most, most * total(layers) / shape.layers)
-    end = _floored(work, last, last * total(layers) / shape.layers + total(ends))
+    middle = _floored(work, most, most * total_seconds(layers) / shape.layers)
+    end = _floored(work, last, last * total_seconds(layers) / shape.layers + total_seconds(ends))
     slowest = np.maximum(middle, end)
     # Every microbatch passes the slowest stage; its parts are told as far as they are busy.
     at_end = end >= middle
@@ -148,20 +149,22 @@ def _evenly(work: LayerTimer) -> Parts:
     parts = {name: m * held_layers * each for name, each in layers.items()}
     for name, each in ends.items():
         parts[name] = parts.get(name, np.zeros(1)) + m * np.where(at_end, each, 0.0)
-    parts["launch"] = parts.get("launch", np.zeros(1)) + m * slowest - total(parts)
-    whole = _floored(work, np.full_like(m, float(shape.layers)), total(layers) + total(ends))
+    parts["launch"] = parts.get("launch", np.zeros(1)) + m * slowest - total_seconds(parts)
+    whole = _floored(
+        work, np.full_like(m, float(shape.layers)), total_seconds(layers) + total_seconds(ends)
+    )
     parts["bubble"] = _bubble(work, body, whole - slowest)
     parts["pp"] = _messages(work)
-    window = (total(body.inputs) + total(body.weights)) / grid.pp
-    parts["dp"] = _data(work, window, total(layers) / grid.pp)
+    window = (total_seconds(body.inputs) + total_seconds(body.weights)) / grid.pp
+    parts["dp"] = _data(work, window, total_seconds(layers) / grid.pp)
     return parts | _update(work)
 
 
-def busy(work: LayerTimer) -> Array:
+def least_layer_seconds(work: LayerTimer) -> Array:
     """Seconds that the layers of a step take at least, with nothing around them."""
     layers = np.zeros(1)
     for i, count in layer_kinds(work.shape).items():
-        layers = layers + count * total(_joined(work.layer(i)))
+        layers = layers + count * total_seconds(_joined(work.layer(i)))
     return layers * work.grid.microbatches / work.grid.pp * work.stack.factor
 
 
@@ -179,9 +182,9 @@ def _body(work: LayerTimer) -> LayerTimes:
     return found
 
 
-def _joined(times: LayerTimes) -> Parts:
+def _joined(times: LayerTimes) -> TimeParts:
     """Forward and backward of one microbatch."""
-    found: Parts = {}
+    found: TimeParts = {}
     for kind in (times.forward, times.inputs, times.weights, times.again):
         for name, each in kind.items():
             found[name] = found.get(name, np.zeros(1)) + each
@@ -202,9 +205,9 @@ def _stages(work: LayerTimer) -> tuple[Array, Array]:
     return most, np.where(pp > 1, np.maximum(layers - before, 0.0), layers)
 
 
-def _floored(work: LayerTimer, layers: Array, busy: Array) -> Array:
+def _floored(work: LayerTimer, layers: Array, seconds: Array) -> Array:
     """Seconds of one microbatch through so many layers: the GPU's or the host's, if longer."""
-    return np.maximum(busy, layers * _host(work)) if work.stack.launch else busy
+    return np.maximum(seconds, layers * _host(work)) if work.stack.launch else seconds
 
 
 def _host(work: LayerTimer, routed: bool = False) -> Array:
@@ -224,10 +227,16 @@ def _host(work: LayerTimer, routed: bool = False) -> Array:
 
 def _bubble(work: LayerTimer, body: LayerTimes, others: Array) -> Array:
     """What pipeline ranks wait in a step."""
-    pp = work.grid.pp
-    inputs = total(body.inputs) + total(body.again)
-    stage = StageSeconds(total(body.forward) / pp, inputs / pp, total(body.weights) / pp, work.grid)
-    return bubbles(stage, others, work.stack.late_check)
+    grid, pp = work.grid, work.grid.pp
+    inputs = total_seconds(body.inputs) + total_seconds(body.again)
+    seconds = (
+        total_seconds(body.forward) / pp,
+        inputs / pp,
+        total_seconds(body.weights) / pp,
+        others,
+    )
+    times = PipelineTimes(pp, grid.microbatches, grid.chunks, *seconds, work.stack.late_check)
+    return bubble_seconds(times, grid)
 
 
 def _messages(work: LayerTimer) -> Array:
@@ -244,7 +253,7 @@ def _messages(work: LayerTimer) -> Array:
     return np.where(grid.pp > 1, seconds, 0.0)
 
 
-def held(shape: Shape, grid: Grid) -> tuple[Array, Array]:
+def rank_parameters(shape: Shape, grid: LayoutGrid) -> tuple[Array, Array]:
     """Parameters of one rank: of dense weights, with an end of the model, and of experts."""
     dense, experts = 0, 0
     for i, count in layer_kinds(shape).items():
@@ -281,7 +290,7 @@ def _data(work: LayerTimer, window: Array, compute: Array) -> Array:
         return once
     grads, gathers, _ = _rings(work, layers * stack.gathers)
     # A pipeline of ours gathers once a step: its microbatches lie far apart.
-    kept = (grid.pp > 1) & (keeps_of(stack.name).split == "balanced")
+    kept = (grid.pp > 1) & (memory_of_stack(stack.name).split == "balanced")
     every = np.where(kept, gathers + m * grads, m * (2 * gathers + grads))
     every = _shown(every, m * compute * stack.gathers_hidden, every / layers / m)
     return np.where(third, every, once)
@@ -291,7 +300,7 @@ def _rings(work: LayerTimer, pieces: Array | float) -> tuple[Array, Array, Array
     """Seconds to scatter all gradients of a rank once, to gather its weights, and to sum its
     gradients without ZeRO."""
     grid, stack, links = work.grid, work.stack, work.links
-    dense, experts = held(work.shape, grid)
+    dense, experts = rank_parameters(work.shape, grid)
     size, width = stack.gradient_bytes, work.itemsize
     shards = grid.shard * grid.cp
     how = (pieces, stack.flat)
@@ -316,13 +325,13 @@ def _rings(work: LayerTimer, pieces: Array | float) -> tuple[Array, Array, Array
 def _shown(seconds: Array, window: Array, least: Array) -> Array:
     """Traffic behind a window of compute: what sticks out, and what it steals from compute."""
     shown = np.maximum(seconds - window, least)
-    return shown + STOLEN * (seconds - shown)
+    return shown + OVERLAP_SLOWDOWN * (seconds - shown)
 
 
-def _update(work: LayerTimer) -> Parts:
+def _update(work: LayerTimer) -> TimeParts:
     """The update of what a rank owns; offloaded, gradients go to the host and weights return."""
     grid, host = work.grid, work.machine.host
-    dense, experts = held(work.shape, grid)
+    dense, experts = rank_parameters(work.shape, grid)
     sliced = grid.zero >= 1
     owned = dense / np.where(sliced, grid.shard * grid.cp, 1.0)
     owned = owned + experts / np.where(sliced, grid.edp, 1.0)

@@ -19,14 +19,14 @@ from fivefold.core.count import training_flops
 from fivefold.core.plan import Plan, resolve
 from fivefold.core.schedule import FORWARD, INPUT_GRAD, WEIGHT_GRAD
 from fivefold.core.schedule.clock import Costs, Timeline, memory_levels, peak_activations, play
-from fivefold.cost.grid import OFFLOADS, of_plan
-from fivefold.cost.layer_time import LayerTimer, LayerTimes, Parts
-from fivefold.cost.longest_paths import FORMS, Numbers
-from fivefold.cost.memory import ledger, rank_parts, verdict
-from fivefold.cost.pipeline_ranks import EndLayers, EndStage
-from fivefold.cost.pipeline_time import dealer
-from fivefold.cost.step_time import floored, path_costs, timing
-from fivefold.planner.search import SearchSetting
+from fivefold.cost.grid import OFFLOADS, grid_of_plan
+from fivefold.cost.layer_time import LayerTimer, LayerTimes, TimeParts
+from fivefold.cost.longest_paths import PATHS, ScheduleSize
+from fivefold.cost.memory import peak_memory, rank_peak_memory, verdict
+from fivefold.cost.pipeline_ranks import RankLayers, RankStage
+from fivefold.cost.pipeline_time import pipeline_timer
+from fivefold.cost.step_time import launch_bound_layer, path_costs, step_time
+from fivefold.planner.search import EstimateSetting
 
 Seconds = dict[str, float]
 # Parts of the closed forms that no schedule changes.
@@ -35,7 +35,7 @@ _AROUND = ("dp", "optimizer", "offload", "fixed")
 
 
 @dataclass(frozen=True)
-class PlayedStep:
+class SimulatedStep:
     """A step as it was played: `parts` sum to `step`; `bubble` is the share that ranks wait."""
 
     step: float
@@ -52,7 +52,7 @@ class _Stage(NamedTuple):
     weight: Seconds
 
 
-class Passes(NamedTuple):
+class MeasuredPasses(NamedTuple):
     """Seconds that a stage was measured to compute for one microbatch."""
 
     forward: float
@@ -60,18 +60,18 @@ class Passes(NamedTuple):
     weight: float = 0.0
 
 
-def forecast(
+def simulate_step(
     plan: Plan,
-    setting: SearchSetting,
+    setting: EstimateSetting,
     offload: str = "none",
-    measured: Mapping[int, Passes] | None = None,
-) -> PlayedStep:
+    measured: Mapping[int, MeasuredPasses] | None = None,
+) -> SimulatedStep:
     """Play a step of the plan; stages that were `measured` compute as long as they did, and only
     their traffic is modelled."""
     stack, number = setting.stack, float(OFFLOADS.index(offload))
-    grid = replace(of_plan(plan), offload=np.array([number]))
+    grid = replace(grid_of_plan(plan), offload=np.array([number]))
     asked = (plan.shape, setting.machine, stack, grid, plan.batch.seq, *setting.how)
-    work, around = LayerTimer(*asked), timing(*asked)
+    work, around = LayerTimer(*asked), step_time(*asked)
     stages = _stages(plan, work)
     for number, passes in (measured or {}).items():
         stages[number] = _anchored(stages[number], passes)
@@ -90,14 +90,14 @@ def forecast(
     known = around.parts
     parts |= {name: float(known[name].item()) for name in _AROUND if name in known}
     step = sum(parts.values())
-    return PlayedStep(step, parts, parts.get("bubble", 0.0) / step, timeline)
+    return SimulatedStep(step, parts, parts.get("bubble", 0.0) / step, timeline)
 
 
-def alone(plan: Plan, setting: SearchSetting, rank: int) -> float:
+def rank_seconds_alone(plan: Plan, setting: EstimateSetting, rank: int) -> float:
     """Seconds that a rank takes for a step when nobody has to be waited for: what it computes, and
     its update."""
-    asked = (plan.shape, setting.machine, setting.stack, of_plan(plan), plan.batch.seq)
-    work, around = LayerTimer(*asked, *setting.how), timing(*asked, *setting.how)
+    asked = (plan.shape, setting.machine, setting.stack, grid_of_plan(plan), plan.batch.seq)
+    work, around = LayerTimer(*asked, *setting.how), step_time(*asked, *setting.how)
     stages, total = _stages(plan, work, apart=_TRAFFIC), 0.0
     for action in plan.schedule.actions(plan.layout.coord(rank).pp):
         stage = stages[action.stage]
@@ -121,13 +121,13 @@ def _stages(plan: Plan, work: LayerTimer, apart: Collection[str] = ()) -> list[_
         for i in numbers:
             kind = (shape.is_moe_layer(i), shape.is_global_layer(i))
             if kind not in kinds:
-                kinds[kind] = floored(work, i, apart)
+                kinds[kind] = launch_bound_layer(work, i, apart)
             held.append(kinds[kind])
         found.append(_joined([*held, *([work.head()] if last else [])]))
     return found
 
 
-def _anchored(stage: _Stage, passes: Passes) -> _Stage:
+def _anchored(stage: _Stage, passes: MeasuredPasses) -> _Stage:
     """The traffic of a stage, and what was measured in the place of all that it computes."""
     return _Stage(
         *(
@@ -145,7 +145,7 @@ def _joined(held: list[LayerTimes]) -> _Stage:
     )
 
 
-def _sum(parts: Iterable[Parts]) -> Seconds:
+def _sum(parts: Iterable[TimeParts]) -> Seconds:
     found: defaultdict[str, float] = defaultdict(float)
     for each in parts:
         for name, seconds in each.items():
@@ -184,7 +184,7 @@ class Estimate:
     """One plan on one machine; `parts` sum to `step`, `memory` to the bytes of the fullest rank."""
 
     plan: Plan
-    setting: SearchSetting
+    setting: EstimateSetting
     offload: str
     step: float
     parts: Seconds
@@ -239,15 +239,15 @@ class Estimate:
         return self.days(tokens) * 24 * self.plan.layout.world
 
 
-def outlook(plan: Plan, setting: SearchSetting, offload: str = "none") -> Estimate:
+def estimate_plan(plan: Plan, setting: EstimateSetting, offload: str = "none") -> Estimate:
     """Play the plan and weigh it."""
-    grid = replace(of_plan(plan), offload=np.array([float(OFFLOADS.index(offload))]))
+    grid = replace(grid_of_plan(plan), offload=np.array([float(OFFLOADS.index(offload))]))
     asked = (plan.shape, setting.machine, setting.stack, grid, plan.batch.seq, *setting.how)
-    books, played = ledger(*asked, spans=plan.stages), forecast(plan, setting, offload)
+    books, played = peak_memory(*asked, spans=plan.stages), simulate_step(plan, setting, offload)
     host = float(np.asarray(books.host).item())
     memory = {name: float(np.asarray(each).item()) for name, each in books.parts.items()}
     if plan.schedule.asynchronous:  # which no search weighs: its ranks differ by what they stash
-        memory = max(held_by_places(plan, setting), key=lambda held: sum(held.values()))
+        memory = max(memory_by_pipeline_rank(plan, setting), key=lambda held: sum(held.values()))
     total = np.array([sum(memory.values())])
     return Estimate(
         plan=plan,
@@ -264,27 +264,34 @@ def outlook(plan: Plan, setting: SearchSetting, offload: str = "none") -> Estima
     )
 
 
-def held_by(plan: Plan, setting: SearchSetting, rank: int) -> Bytes:
+def rank_memory(plan: Plan, setting: EstimateSetting, rank: int) -> Bytes:
     """Bytes by category that one rank has at its fullest; its microbatches are the schedule's."""
-    return held_by_places(plan, setting)[plan.layout.coord(rank).pp]
+    return memory_by_pipeline_rank(plan, setting)[plan.layout.coord(rank).pp]
 
 
-def held_by_places(plan: Plan, setting: SearchSetting) -> list[Bytes]:
+def memory_by_pipeline_rank(plan: Plan, setting: EstimateSetting) -> list[Bytes]:
     """The same of a rank at each place of the pipeline, all at once."""
     shape, placement = plan.shape, plan.schedule.placement
     held = [[plan.stages[number] for number in placement.held(i)] for i in range(plan.layout.pp)]
     copies = 2 if placement.mirrored else 1
     layers = [sum(map(len, stages)) for stages in held]
     routed = [sum(shape.is_moe_layer(i) for stage in stages for i in stage) for stages in held]
-    stage = EndStage(
-        EndLayers(np.array(layers) / copies, np.array(routed) / copies),
+    stage = RankStage(
+        RankLayers(np.array(layers) / copies, np.array(routed) / copies),
         copies=np.array([float(copies)]),
         flight=np.array(peak_activations(plan.schedule)),
         embedding=np.array([float(any(s.start == 0 for s in stages)) for stages in held]),
         head=np.array([float(any(s.stop == shape.layers for s in stages)) for stages in held]),
     )
-    asked = (shape, setting.machine, setting.stack, of_plan(plan), plan.batch.seq, *setting.how)
-    parts = rank_parts(*asked, stage)
+    asked = (
+        shape,
+        setting.machine,
+        setting.stack,
+        grid_of_plan(plan),
+        plan.batch.seq,
+        *setting.how,
+    )
+    parts = rank_peak_memory(*asked, stage)
     if plan.schedule.asynchronous:
         # An asynchronous rank keeps the weights that microbatches under way have begun with.
         parts = {**parts, "weights": parts["weights"] * np.array(plan.schedule.weight_versions)}
@@ -292,7 +299,7 @@ def held_by_places(plan: Plan, setting: SearchSetting) -> list[Bytes]:
     return [{name: float(each[i]) for name, each in columns.items()} for i in range(len(held))]
 
 
-class PlannedEstimate(NamedTuple):
+class PlannedAction(NamedTuple):
     """One action of a rank as planned: seconds from the start of the step, and bytes meanwhile."""
 
     action: str
@@ -301,10 +308,10 @@ class PlannedEstimate(NamedTuple):
     bytes: float
 
 
-def timeline_of(plan: Plan, setting: SearchSetting, rank: int) -> list[PlannedEstimate]:
+def rank_timeline(plan: Plan, setting: EstimateSetting, rank: int) -> list[PlannedAction]:
     """The step of one rank: activations come and go with its microbatches, all else stays."""
     place = plan.layout.coord(rank).pp
-    parts, played = held_by(plan, setting, rank), forecast(plan, setting).timeline
+    parts, played = rank_memory(plan, setting, rank), simulate_step(plan, setting).timeline
     levels = memory_levels(plan.schedule.order[place])
     stays = sum(each for name, each in parts.items() if name not in _COMES)
     most = max(levels)
@@ -312,7 +319,7 @@ def timeline_of(plan: Plan, setting: SearchSetting, rank: int) -> list[PlannedEs
         plan.schedule.order[place], played.starts[place], played.ends[place], levels, strict=True
     )
     return [
-        PlannedEstimate(str(step), start, end, stays + parts["activations"] * level / most)
+        PlannedAction(str(step), start, end, stays + parts["activations"] * level / most)
         for step, start, end, level in rows
     ]
 
@@ -329,17 +336,17 @@ _MOST_MOVES = 8
 _LEAST_GAIN = 1e-3  # of a step: less is not worth a plan with stages of its own
 
 
-def recut(chosen: Estimate) -> Estimate:
+def rebalance_stages(chosen: Estimate) -> Estimate:
     """The plan with other stages, where they make it faster."""
     plan = chosen.plan
-    if plan.layout.pp == 1 or plan.schedule.name not in FORMS or plan.stage_layers is not None:
+    if plan.layout.pp == 1 or not plan.family.is_named or plan.stage_layers is not None:
         return chosen
     given = tuple(map(len, plan.stages))
     best = _descended(chosen, given)
     if best == given:
         return chosen
     wishes = replace(plan.wishes, stage_layers=",".join(map(str, best)))
-    played = outlook(resolve(wishes), chosen.setting, chosen.offload)
+    played = estimate_plan(resolve(wishes), chosen.setting, chosen.offload)
     return played if played.step < (1 - _LEAST_GAIN) * chosen.step else chosen
 
 
@@ -377,12 +384,12 @@ class _Seconds:
     def __init__(self, chosen: Estimate) -> None:
         plan, setting = chosen.plan, chosen.setting
         seq, batch = plan.batch.seq, plan.batch
-        asked = (plan.shape, setting.machine, setting.stack, of_plan(plan), seq)
+        asked = (plan.shape, setting.machine, setting.stack, grid_of_plan(plan), seq)
         costs = path_costs(LayerTimer(*asked, *setting.how))
         self.costs = np.array([float(np.asarray(each).item()) for each in costs])[:, None]
-        self.dealer, self.form = dealer(plan.shape, seq), FORMS[plan.schedule.name]
+        self.dealer, self.form = pipeline_timer(plan.shape, seq), PATHS[plan.family.paths]
         layout = plan.layout
-        self.numbers = Numbers(layout.pp, layout.chunks, batch.microbatches, self.costs)
+        self.numbers = ScheduleSize(layout.pp, layout.chunks, batch.microbatches, self.costs)
 
     def of(self, cut: Cut) -> float:
         spans = [range(start, stop) for start, stop in pairwise((0, *accumulate(cut)))]

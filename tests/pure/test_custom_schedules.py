@@ -15,9 +15,9 @@ from fivefold.core.schedule import (
     Schedule,
     catalog,
     choose,
-    linear,
-    loop,
-    vee,
+    linear_placement,
+    loop_placement,
+    v_placement,
 )
 from fivefold.core.schedule.choose import require_legal
 from fivefold.core.schedule.clock import Costs, play
@@ -27,7 +27,7 @@ TWO_RANKS = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 
 def refusal(text: str) -> str:
     with pytest.raises(IllegalSchedule) as refused:
-        choose.parse(text)
+        choose.parse_schedule(text)
     return str(refused.value)
 
 
@@ -39,7 +39,7 @@ def test_commas_spaces_idle_cells_and_blank_lines_mean_the_same() -> None:
         "0F0, 0F1, , , 0B0, , 0B1\n\n, 1F0, 1B0, 1F1, 1B1, ,\n",
         "0F0\t0F1\t0B0\t0B1\r\n1F0\t1B0\t1F1\t1B1\r\n",
     ):
-        assert choose.parse(text).order == expected
+        assert choose.parse_schedule(text).order == expected
 
 
 def test_transfers_and_gathers_of_lowered_files_are_passed_over() -> None:
@@ -47,35 +47,35 @@ def test_transfers_and_gathers_of_lowered_files_are_passed_over() -> None:
         "0UNSHARD,0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1,0REDUCE_GRAD,0RESHARD\n"
         "1UNSHARD,1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1,1REDUCE_GRAD,1RESHARD\n"
     )
-    assert choose.parse(lowered).order == choose.parse(TWO_RANKS).order
+    assert choose.parse_schedule(lowered).order == choose.parse_schedule(TWO_RANKS).order
 
 
 def test_an_overlapped_pair_is_one_step() -> None:
-    read = choose.parse("0F0,(0F1;0B0)OVERLAP_F_B,0B1")
+    read = choose.parse_schedule("0F0,(0F1;0B0)OVERLAP_F_B,0B1")
     assert read.order[0][1] == Overlap(Action(0, "F", 1), Action(0, "B", 0))
-    assert choose.parse("0F0 (0F1 ; 0B0)OVERLAP_F_B 0B1").order == read.order
+    assert choose.parse_schedule("0F0 (0F1 ; 0B0)OVERLAP_F_B 0B1").order == read.order
     assert play(read, Costs((1.0,), (2.0,), (4.0,), (0.0,), overlap=0.5)).makespan == 1 + 3.5 + 6
 
 
 @pytest.mark.parametrize(
     ("text", "placement"),
     [
-        (TWO_RANKS, linear(2)),
+        (TWO_RANKS, linear_placement(2)),
         ("1F0 1B0\n0F0 0B0", Placement((1, 0))),
-        ("0F0 2F0 2B0 0B0\n1F0 3F0 3B0 1B0", loop(2, 2)),
-        ("0F0 3F0 3B0 0B0\n1F0 2F0 2B0 1B0", vee(2)),
+        ("0F0 2F0 2B0 0B0\n1F0 3F0 3B0 1B0", loop_placement(2, 2)),
+        ("0F0 3F0 3B0 0B0\n1F0 2F0 2B0 1B0", v_placement(2)),
         ("0F0 1F0 1B0 0B0", Placement((0, 0))),
         ("0F0 1F1 1B1 0B0\n0F1 1F0 1B0 0B1", Placement((0, 1), mirrored=True)),
     ],
 )
 def test_the_placement_follows_from_where_stages_run(text: str, placement: Placement) -> None:
-    assert choose.parse(text).placement == placement
+    assert choose.parse_schedule(text).placement == placement
 
 
 def test_the_name_and_the_count_of_microbatches(tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
     path.write_text(TWO_RANKS, encoding="utf-8")
-    schedule = choose.load(path)
+    schedule = choose.load_schedule(path)
     assert (schedule.name, schedule.num_microbatches, schedule.num_ranks) == ("mine", 2, 2)
     assert not schedule.asynchronous
 
@@ -181,7 +181,7 @@ def test_a_slip_of_the_finger_costs_no_memory(text: str) -> None:
 def test_schedules_made_in_code_meet_the_same_check() -> None:
     steps = (Action(7, "F", 0), Action(0, "F", 0), Action(0, "B", 0))
     with pytest.raises(IllegalSchedule, match="rank 0 runs 7F0: there is no stage 7"):
-        require_legal(Schedule("mine", linear(1), 1, (steps,)))
+        require_legal(Schedule("mine", linear_placement(1), 1, (steps,)))
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     binary.write_bytes(bytes(range(128, 256)))
     for path in (binary, tmp_path, tmp_path / "missing.csv"):
         with pytest.raises(BadFile) as refused:
-            choose.load(path)
+            choose.load_schedule(path)
         assert str(path) in str(refused.value)
         assert "one rank a line" in str(refused.value)
 
@@ -198,7 +198,7 @@ def test_an_empty_file_says_which_file_and_what_belongs_there(tmp_path: Path) ->
     path = tmp_path / "nothing.csv"
     path.write_text("", encoding="utf-8")
     with pytest.raises(IllegalSchedule, match=r"'nothing' has a rank without actions; give each"):
-        choose.load(path)
+        choose.load_schedule(path)
 
 
 @pytest.mark.parametrize(
@@ -212,10 +212,10 @@ def test_a_file_is_told_from_a_name(argument: str, is_file: bool) -> None:
 @pytest.mark.parametrize("cell", ["0F" + "9" * 5000, "9" * 5000 + "F0", "٠F٠", "0F1234567890"])
 def test_numbers_that_are_none_are_refused(cell: str) -> None:
     with pytest.raises(IllegalSchedule, match="is no action"):
-        choose.parse(f"{cell} 0B0")
+        choose.parse_schedule(f"{cell} 0B0")
 
 
 def test_a_file_with_stages_and_microbatches_far_apart_is_refused_at_once() -> None:
     stages = "\n".join(f"{stage}F0" for stage in range(700))
     with pytest.raises(IllegalSchedule, match="is too large"):
-        choose.parse(stages + " " + " ".join(f"699F{each}" for each in range(1, 700)))
+        choose.parse_schedule(stages + " " + " ".join(f"699F{each}" for each in range(1, 700)))

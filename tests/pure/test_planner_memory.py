@@ -12,18 +12,18 @@ from ledgers import H100, books_of, grid_of
 from fivefold.core import models
 from fivefold.core.count import layer_parameters, parameters
 from fivefold.core.plan import Wishes, resolve
-from fivefold.core.schedule import Schedule, loop
+from fivefold.core.schedule import Schedule, loop_placement
 from fivefold.core.schedule.clock import Costs, peak_activations, play
-from fivefold.core.schedule.flush import alternate
+from fivefold.core.schedule.linear import alternate
 from fivefold.cost import stack as stacks
-from fivefold.cost.grid import OFFLOADS, Grid
-from fivefold.cost.pipeline_ranks import in_flight, stages_of
-from fivefold.cost.step_time import timing
-from fivefold.planner.estimate import outlook
-from fivefold.planner.search import SearchSetting, search
-from fivefold.planner.space import SpaceQuestion
-from fivefold.score import compared, ranked
-from fivefold.score.outcome import outcome
+from fivefold.cost.grid import OFFLOADS, LayoutGrid
+from fivefold.cost.pipeline_ranks import in_flight, rank_stages
+from fivefold.cost.step_time import step_time
+from fivefold.planner.estimate import estimate_plan
+from fivefold.planner.search import EstimateSetting, search_layouts
+from fivefold.planner.space import SearchSpace
+from fivefold.score import compare_with_peers, ranked
+from fivefold.score.outcome import score_row
 
 LLAMA_405B = models.load("llama-3.1-405b")
 
@@ -36,7 +36,7 @@ def interleaved(ranks: int, microbatches: int, chunks: int, hop_forwards: int) -
         return alternate(rank, ranks, microbatches, chunks, ahead)
 
     order = tuple(steps(rank) for rank in range(ranks))
-    return Schedule("interleaved", loop(ranks, chunks), microbatches, order)
+    return Schedule("interleaved", loop_placement(ranks, chunks), microbatches, order)
 
 
 @pytest.mark.parametrize(("ranks", "chunks"), [(4, 2), (4, 3), (8, 4), (16, 8)])
@@ -70,9 +70,9 @@ def test_messages_show_where_one_forward_runs_ahead(ranks: int, chunks: int) -> 
 def test_stages_that_a_plan_gives_are_those_of_its_ledger() -> None:
     """A layer more on an inner rank: its weights, its states, and what it keeps."""
     base = Wishes(model="llama-3.1-8b", layout="pp=4", seq=4096, microbatches=8)
-    setting = SearchSetting(H100, stacks.OURS, "bf16")
+    setting = EstimateSetting(H100, stacks.FIVEFOLD, "bf16")
     even, uneven = (
-        outlook(resolve(replace(base, stage_layers=given)), setting)
+        estimate_plan(resolve(replace(base, stage_layers=given)), setting)
         for given in ("8,8,8,8", "6,12,8,6")
     )
     layer = layer_parameters(models.load("llama-3.1-8b"), 0).total
@@ -88,11 +88,11 @@ def test_a_layer_is_spared_at_either_end() -> None:
     """Llama-3.1-405B: 126 layers on 16 ranks of 8, but 7 on the first and on the last."""
     for chunks in (2, 4, 8):
         grid = grid_of(pp=16, chunks=chunks, microbatches=32, schedule="interleaved")
-        found = stages_of(LLAMA_405B, "spared", grid, 8192)
+        found = rank_stages(LLAMA_405B, "spared", grid, 8192)
         assert [stage.layers.all.item() for stage in found] == [7, 8, 7]
         assert [stage.embedding.item() for stage in found] == [1, 0, 0]
         assert [stage.head.item() for stage in found] == [0, 0, 1]
-    (whole, _) = stages_of(LLAMA_405B, "spared", grid_of(), 8192)
+    (whole, _) = rank_stages(LLAMA_405B, "spared", grid_of(), 8192)
     assert whole.layers.all.item() == 126
 
 
@@ -126,13 +126,13 @@ def meta(gpus: int, tflops: float) -> dict[str, Any]:
 
 def test_llama_405b_fits_where_meta_ran_it() -> None:
     """With one layer a chunk, which the paper implies: a first chunk with the embedding alone."""
-    small, large = outcome(meta(8192, 430.0)), outcome(meta(16_384, 400.0))
+    small, large = score_row(meta(8192, 430.0)), score_row(meta(16_384, 400.0))
     assert small.measured_seconds == pytest.approx(12.02, rel=0.01)
     assert large.measured_seconds == pytest.approx(6.46, rel=0.01)
     assert small.time_error == large.time_error == 0.0
     assert small.fitting == ("rows=1 chunks=8 recompute=none ahead=1",)
     assert large.fitting == tuple(f"rows=1 chunks=8 recompute=none ahead={n}" for n in (2, 1))
-    told = [each["detail"] for each in compared([small, large], ranked)]
+    told = [each["detail"] for each in compare_with_peers([small, large], ranked)]
     assert "fits in 1 of 20 cases: rows=1 chunks=8 recompute=none ahead=1" in told[0]
 
 
@@ -141,7 +141,7 @@ def test_llama_405b_fits_where_meta_ran_it() -> None:
 LLAMA_70B = models.load("llama-3.1-70b")
 
 
-def states_on(offload: str, **degrees: int) -> Grid:
+def states_on(offload: str, **degrees: int) -> LayoutGrid:
     return replace(grid_of(**degrees), offload=np.array([float(OFFLOADS.index(offload))]))
 
 
@@ -160,7 +160,7 @@ def test_states_lie_on_disks_and_two_layers_of_them_in_host_memory() -> None:
 def test_disks_are_shared_by_a_node_and_hide_behind_the_update() -> None:
     """24 bytes of a parameter there and back, at 50 GB/s for 8 GPUs; one layer of 80 shows."""
     here, cpu, nvme = (
-        timing(LLAMA_70B, H100, stacks.OURS, states_on(name, shard=8, zero=3), 8192, "bf16")
+        step_time(LLAMA_70B, H100, stacks.FIVEFOLD, states_on(name, shard=8, zero=3), 8192, "bf16")
         for name in OFFLOADS
     )
     number = parameters(LLAMA_70B).total / 8
@@ -169,8 +169,8 @@ def test_disks_are_shared_by_a_node_and_hide_behind_the_update() -> None:
     assert 0 < cpu.parts["offload"].item() < disk
     assert nvme.parts["optimizer"] == cpu.parts["optimizer"] == 0 < here.parts["optimizer"]
     fast = replace(H100, host=replace(H100.host, nvme_bandwidth=1e15))
-    asked = (stacks.OURS, states_on("nvme", shard=8, zero=3), 8192, "bf16")
-    quick = timing(LLAMA_70B, fast, *asked).parts["offload"].item()
+    asked = (stacks.FIVEFOLD, states_on("nvme", shard=8, zero=3), 8192, "bf16")
+    quick = step_time(LLAMA_70B, fast, *asked).parts["offload"].item()
     assert quick == pytest.approx(cpu.parts["offload"].item(), rel=1e-3)
 
 
@@ -183,8 +183,8 @@ def test_disks_are_asked_where_the_host_is_full(
 ) -> None:
     node = replace(H100.host, memory=host, nvme_bytes=disks)
     machine = replace(H100, memory=70e9, host=node)
-    question = SpaceQuestion(LLAMA_70B, 8, 4096, 8, (8,), {"schedule": "1f1b", "cp": 1})
-    found = search(question, SearchSetting(machine, stacks.OURS, "bf16"), 1).best
+    question = SearchSpace(LLAMA_70B, 8, 4096, 8, (8,), {"schedule": "1f1b", "cp": 1})
+    found = search_layouts(question, EstimateSetting(machine, stacks.FIVEFOLD, "bf16"), 1).best
     assert [OFFLOADS[int(one.grid.offload.item())] for one in found] == (
         [offload] if offload else []
     )

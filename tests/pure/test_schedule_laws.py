@@ -19,7 +19,7 @@ from fivefold.core.schedule import (
     actions_of,
     catalog,
 )
-from fivefold.core.schedule.choose import choose, require_legal
+from fivefold.core.schedule.choose import choose, parse_schedule, require_legal
 from fivefold.core.schedule.clock import Costs, Timeline, peak_activations, play
 
 Numbers = tuple[int, int, int]
@@ -145,7 +145,7 @@ def test_the_text_of_a_schedule_reads_back_as_itself(case: tuple[str, Numbers]) 
     name, numbers = case
     schedule = catalog.make(name, *numbers)
     for text in (schedule.to_csv(), "\n".join(map(" ".join, schedule.texts()))):
-        again = choose.parse(text, name)
+        again = parse_schedule(text, name)
         assert again.order == schedule.order
         assert again.placement == schedule.placement
         assert again.num_microbatches == schedule.num_microbatches
@@ -280,12 +280,12 @@ def test_a_backward_put_before_its_forward_never_runs(
     text = "\n".join(",".join(map(str, steps)) for steps in order)
     missing = moved._replace(kind=FORWARD)
     with pytest.raises(IllegalSchedule, match=f"rank {rank} waits at {moved} for {missing}"):
-        choose.parse(text)
+        parse_schedule(text)
 
 
 def test_a_full_backward_is_both_halves_of_a_split_one() -> None:
     costs = Costs((1.0,), (2.0,), (4.0,), (0.0,))
-    whole, halves = choose.parse("0F0,0B0"), choose.parse("0F0,0I0,0W0")
+    whole, halves = parse_schedule("0F0,0B0"), parse_schedule("0F0,0I0,0W0")
     assert play(whole, costs).ends == ((1.0, 7.0),)
     assert play(halves, costs).ends == ((1.0, 3.0, 7.0),)
     assert costs.of(Action(0, BACKWARD, 0)) == 6.0
@@ -293,7 +293,7 @@ def test_a_full_backward_is_both_halves_of_a_split_one() -> None:
 
 def test_a_pair_waits_for_what_arrives_last_not_for_what_ends_last() -> None:
     """0F1 ends at 12 on a link without delay; 2B0 ends at 11.5 and is 1.5 on the way."""
-    schedule = choose.parse(
+    schedule = parse_schedule(
         "0F0 0F1 0B0 0B1\n1F0 (1F1;1B0)OVERLAP_F_B 1B1\n2F0 2B0 2F1 2B1", "slow first stage"
     )
     ones = (1.0, 1.0, 1.0)

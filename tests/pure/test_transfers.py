@@ -14,19 +14,19 @@ from fivefold.core.schedule import (
     Message,
     Placement,
     Schedule,
-    bidirectional,
     catalog,
     channels,
     choose,
-    linear,
-    loop,
+    linear_placement,
+    loop_placement,
     merged,
+    mirrored_placement,
     needed,
     parse_steps,
     sent,
     sent_by,
     twins,
-    vee,
+    v_placement,
 )
 
 
@@ -88,7 +88,7 @@ def test_the_ends_and_weight_gradients_send_nothing() -> None:
 
 def test_channels_of_a_lopsided_file() -> None:
     text = "0F0 3F0 3B0 0B0\n1F0 2F0 2B0 1B0\n4F0 4B0"
-    assert channels(choose.parse(text)) == ((0, 1), (0, 2), (1, 0), (2, 0))
+    assert channels(choose.parse_schedule(text)) == ((0, 1), (0, 2), (1, 0), (2, 0))
 
 
 domain = [
@@ -146,15 +146,20 @@ def test_halves_of_a_backward_are_joined_where_no_other_rank_waits(text: str, le
 
 
 def test_twins() -> None:
-    assert twins(linear(4), tied=False) == ()
-    assert twins(linear(4), tied=True) == ((0, 3),)
-    assert twins(loop(4, 2), tied=True) == ((0, 3),)
-    assert twins(vee(4), tied=True) == ()  # first and last stage are neighbours on rank 0
+    assert twins(linear_placement(4), tied=False) == ()
+    assert twins(linear_placement(4), tied=True) == ((0, 3),)
+    assert twins(loop_placement(4, 2), tied=True) == ((0, 3),)
+    assert twins(v_placement(4), tied=True) == ()  # first and last stage are neighbours on rank 0
     for tied in (False, True):
-        assert twins(bidirectional(4), tied) == ((0, 3), (1, 2))
+        assert twins(mirrored_placement(4), tied) == ((0, 3), (1, 2))
 
 
 def test_held_stages() -> None:
-    assert [vee(3).held(rank) for rank in range(3)] == [(0, 5), (1, 4), (2, 3)]
-    assert [loop(2, 3).held(rank) for rank in range(2)] == [(0, 2, 4), (1, 3, 5)]
-    assert [bidirectional(4).held(rank) for rank in range(4)] == [(0, 3), (1, 2), (1, 2), (0, 3)]
+    assert [v_placement(3).held(rank) for rank in range(3)] == [(0, 5), (1, 4), (2, 3)]
+    assert [loop_placement(2, 3).held(rank) for rank in range(2)] == [(0, 2, 4), (1, 3, 5)]
+    assert [mirrored_placement(4).held(rank) for rank in range(4)] == [
+        (0, 3),
+        (1, 2),
+        (1, 2),
+        (0, 3),
+    ]

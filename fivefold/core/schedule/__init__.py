@@ -130,9 +130,9 @@ class Placement:
         if self.mirrored:
             return "bidirectional"
         named = {
-            "linear": linear(self.num_ranks),
-            "loop": loop(self.num_ranks, self.num_chunks),
-            "V": vee(self.num_ranks),
+            "linear": linear_placement(self.num_ranks),
+            "loop": loop_placement(self.num_ranks, self.num_chunks),
+            "V": v_placement(self.num_ranks),
         }
         return next((name for name, known in named.items() if known == self), "custom")
 
@@ -149,23 +149,23 @@ class Placement:
         return home
 
 
-def linear(num_ranks: int) -> Placement:
+def linear_placement(num_ranks: int) -> Placement:
     """One stage a rank, in order."""
     return Placement(tuple(range(num_ranks)))
 
 
-def loop(num_ranks: int, num_chunks: int) -> Placement:
+def loop_placement(num_ranks: int, num_chunks: int) -> Placement:
     """Stages dealt round and round: rank r holds r, p + r, 2p + r, …"""
     return Placement(tuple(range(num_ranks)) * num_chunks)
 
 
-def vee(num_ranks: int) -> Placement:
+def v_placement(num_ranks: int) -> Placement:
     """Two stages a rank, down and up again: rank 0 holds the first and the last."""
     down = tuple(range(num_ranks))
     return Placement(down + down[::-1])
 
 
-def bidirectional(num_ranks: int) -> Placement:
+def mirrored_placement(num_ranks: int) -> Placement:
     """One stage a rank, and a second copy of the model in the opposite order."""
     return Placement(tuple(range(num_ranks)), mirrored=True)
 

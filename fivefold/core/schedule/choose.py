@@ -1,4 +1,10 @@
-"""The one legality check, for our own schedules and for those that users bring."""
+"""From the text after `--schedule` to a schedule: a name, `auto`, or a file, each checked.
+
+`require_legal` is the one legality check, for our own schedules and for those of users. A file has
+one line (or CSV row) per rank, in the text form of actions. Files written by torch's pipelining
+work as they are; the transfers and gathers that its lowered form lists are skipped, because the
+runtime derives its own.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +26,20 @@ from fivefold.core.schedule import (
     catalog,
     parse_steps,
 )
-from fivefold.core.schedule.catalog import Family, Rule, too_large
 from fivefold.core.schedule.clock import Costs, Goal, play
+from fivefold.core.schedule.family import (
+    AUTO,
+    Family,
+    Rule,
+    depth_in_flight,
+    fill_and_drain,
+    too_large,
+)
 from fivefold.core.schedule.search import search
 
 
 def require_legal(schedule: Schedule) -> None:
-    """Raise `IllegalSchedule` unless every microbatch is computed once, in place, to the end."""
+    """Raise `IllegalSchedule` unless every microbatch is computed once, on its rank, to the end."""
     problems = misplaced(schedule) + uncomputed(schedule)
     if problems:
         raise IllegalSchedule(bullets(f"schedule {schedule.name!r} is illegal:", problems[:12]))
@@ -34,7 +47,7 @@ def require_legal(schedule: Schedule) -> None:
 
 
 def misplaced(schedule: Schedule) -> list[str]:
-    """Actions on a rank that does not hold their stage."""
+    """Actions on a rank that does not have their stage."""
     problems: list[str] = []
     for rank, steps in enumerate(schedule.order):
         for action in (action for step in steps for action in actions_of(step)):
@@ -73,27 +86,23 @@ def uncomputed(schedule: Schedule) -> list[str]:
     return problems
 
 
-# Schedules that users bring: one line (or CSV row) a rank, in the text form of `action`.
-#
-# Files written by torch's pipelining are read as they are; the transfers and gathers that its
-# lowered form lists are passed over, since the runtime derives its own.
-
-
 def looks_like_file(name: str) -> bool:
     """Whether a schedule argument means a file rather than a name."""
+    if name.lower() == AUTO:
+        return False
     return Path(name).suffix.lower() in (".csv", ".txt") or "/" in name or Path(name).is_file()
 
 
-def load(path: Path) -> Schedule:
+def load_schedule(path: Path) -> Schedule:
     """Read a schedule file and check it."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise BadFile(str(path), [f"{error}; give a CSV or text file, one rank a line"]) from error
-    return parse(text, path.stem)
+    return parse_schedule(text, path.stem)
 
 
-def parse(text: str, name: str = "custom") -> Schedule:
+def parse_schedule(text: str, name: str = "custom") -> Schedule:
     """Read a schedule from text: cells separated by commas or spaces, one rank a line."""
     lines = [line for line in text.splitlines() if line.strip(" ,\t")]
     order = tuple(
@@ -122,7 +131,7 @@ def _num_microbatches(order: tuple[tuple[Step, ...], ...]) -> int:
 
 
 def _placement(order: tuple[tuple[Step, ...], ...]) -> Placement:
-    """The home of each stage is where its first microbatch runs; two homes mean two directions."""
+    """A stage is on the rank of its first microbatch; two ranks for each mean two directions."""
     homes: dict[int, tuple[int, int]] = {}
     ranks: dict[int, set[int]] = {}
     for rank, steps in enumerate(order):
@@ -137,20 +146,18 @@ def _placement(order: tuple[tuple[Step, ...], ...]) -> Placement:
     return Placement(tuple(homes[stage][1] for stage in sorted(homes)), mirrored)
 
 
-# What `--schedule` may say: a name, `auto`, or a file.
-
-
 def choose(text: str) -> Family:
-    """The family that a user's word stands for."""
-    if text.lower() == catalog.AUTO:
-        return AUTO_FAMILY
-    if looks_like_file(text):
-        return _of_file(Path(text))
-    return catalog.family(text)
+    """The family that a `--schedule` text names."""
+    return _of_file(Path(text)) if looks_like_file(text) else named(text)
+
+
+def named(name: str) -> Family:
+    """The family of a name, or that of the search."""
+    return AUTO_FAMILY if name.lower() == AUTO else catalog.family(name)
 
 
 def _auto(num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
-    """Search in the memory of 1F1B, with equal times where nobody has measured any."""
+    """Search in the memory of 1F1B, with equal times for all stages and passes."""
     goal = Goal(Costs.uniform, memory_limit=float(num_ranks))
     return search(num_ranks, num_microbatches, num_chunks, goal).schedule
 
@@ -169,23 +176,31 @@ _SEARCHABLE = (
         lambda p, m: p * m <= _MOST_SEARCHED,
     ),
 )
+# Only the clock knows what a found or a given order costs. Until it is played, a search and a file
+# are estimated like 1F1B.
 AUTO_FAMILY = Family(
-    catalog.AUTO,
+    AUTO,
     _auto,
     "the search found no order that fits the memory and idles less",
+    paths="1f1b",
+    bubble=fill_and_drain,
+    in_flight=depth_in_flight,
     max_chunks=None,
     rules=_SEARCHABLE,
 )
 
 
 def _of_file(path: Path) -> Family:
-    schedule = load(path)
+    schedule = load_schedule(path)
     only = (schedule.num_ranks, schedule.num_microbatches, schedule.num_chunks)
     stages, microbatches, chunks = only
     return Family(
         str(path),
         lambda p, m, v: schedule,
         "the order in the file makes ranks wait for one another",
+        paths="1f1b",
+        bubble=fill_and_drain,
+        in_flight=depth_in_flight,
         min_chunks=chunks,
         max_chunks=chunks,
         rules=(

@@ -22,12 +22,12 @@ from fivefold.core.schedule import (
     Placement,
     Schedule,
     catalog,
-    linear,
-    loop,
-    vee,
+    linear_placement,
+    loop_placement,
+    v_placement,
 )
-from fivefold.core.schedule.catalog import Family
 from fivefold.core.schedule.clock import Costs, Goal, Objective, peak_activations, play
+from fivefold.core.schedule.family import AUTO, PLACEMENTS, Family
 from fivefold.core.schedule.fill import (
     Filled,
     Frame,
@@ -72,7 +72,7 @@ def _named(num_ranks: int, num_microbatches: int, max_chunks: int, limit: float)
         fitting = [each for each in found if _peak(*each, num_ranks, num_microbatches) <= limit]
         for family, chunks in fitting[:1] if len(names) > 1 else found:
             frame = partial(_frame_of, family, num_ranks, chunks)
-            placement = vee(num_ranks) if family.max_chunks == 2 else loop(num_ranks, chunks)
+            placement = PLACEMENTS[family.placement](num_ranks, chunks)
             origin = f"the order of {family.name}, refilled"
             yield Seed(origin, placement, int(limit * chunks), frame)
 
@@ -95,10 +95,10 @@ def _frame_of(family: Family, num_ranks: int, num_chunks: int, num_microbatches:
 
 
 def _placements(num_ranks: int, max_chunks: int) -> Iterator[Placement]:
-    yield linear(num_ranks)
-    yield from (loop(num_ranks, chunks) for chunks in range(2, max_chunks + 1))
+    yield linear_placement(num_ranks)
+    yield from (loop_placement(num_ranks, chunks) for chunks in range(2, max_chunks + 1))
     if max_chunks >= 2:
-        yield vee(num_ranks)
+        yield v_placement(num_ranks)
 
 
 def _eager(placement: Placement, goal: Goal, limit: float) -> Iterator[Seed]:
@@ -106,7 +106,7 @@ def _eager(placement: Placement, goal: Goal, limit: float) -> Iterator[Seed]:
     chunks, costs = placement.num_chunks, goal.costs_of(placement)
     enough = placement.num_ranks * chunks
     priorities: tuple[Priority, ...] = ("gradients",)
-    if placement == vee(placement.num_ranks):
+    if placement == v_placement(placement.num_ranks):
         priorities = ("gradients", "inner")
     for most_held in sorted({min(int(limit * chunks), each) for each in (enough, 2 * enough)}):
         for priority in priorities:
@@ -125,7 +125,7 @@ def _blocks(num_ranks: int, limit: float) -> Iterator[Seed]:
         for turns in ((1, 1, 1), (3, 2, 2)):
             frame = partial(repeat, BuildingBlock(hops, turns), num_ranks)
             origin = f"V blocks with hops {hops} and turns {turns}"
-            yield Seed(origin, vee(num_ranks), int(2 * limit), frame)
+            yield Seed(origin, v_placement(num_ranks), int(2 * limit), frame)
 
 
 # `auto`: searches for the schedule with the smallest makespan (or span) within a memory limit.
@@ -254,7 +254,7 @@ class _Search:
 
     def _keep(self, schedule: Schedule, objective: float, origin: str) -> None:
         self.best = objective
-        self.found = FoundSchedule(replace(schedule, name=catalog.AUTO), origin)
+        self.found = FoundSchedule(replace(schedule, name=AUTO), origin)
 
     def _hopeful(self, placement: Placement) -> bool:
         """Whether anything on this placement could still beat the best."""
@@ -321,7 +321,7 @@ class _Search:
             return None
         objective = getattr(filled, self.goal.objective)
         if objective < self.best - _TINY:
-            schedule = Schedule(catalog.AUTO, seed.placement, self.num_microbatches, filled.order())
+            schedule = Schedule(AUTO, seed.placement, self.num_microbatches, filled.order())
             self._keep(schedule, objective, seed.origin)
         return _Candidate(objective, self.budget, lowered, seed, patience)
 

@@ -1,15 +1,17 @@
-"""Schedules on the V placement: two chunks a rank, down and up again (Qi et al. 2024).
+"""Schedules on V and mirrored placements: every rank has a near and a far stage.
 
-Every rank then has long-lived and short-lived activations in the same measure, so that memory is
-even, and can be chosen. ZB-V spends p units of it and has almost no bubble. V-Half and V-Min are
-made of one building block, the path of a single microbatch through all ranks, repeated every six
-slots: the fewer slots the path lingers, the fewer microbatches are in flight.
+On a V (Qi et al. 2024) each rank has two chunks, one on the way down and one on the way up. Every
+rank then has long-lived and short-lived activations in equal measure, so memory is even, and can be
+chosen. ZB-V spends as much memory as 1F1B and has almost no bubble. V-Half and V-Min repeat one
+building block, the path of a single microbatch through all ranks, every six slots: the shorter the
+path, the fewer microbatches are in flight. DualPipe (DeepSeek 2024) sends microbatches from both
+ends through two copies of the model; DualPipeV folds one copy into a V.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from fivefold.core.schedule import (
     BACKWARD,
@@ -20,11 +22,22 @@ from fivefold.core.schedule import (
     Overlap,
     Schedule,
     Step,
-    bidirectional,
-    vee,
+    mirrored_placement,
+    v_placement,
 )
 from fivefold.core.schedule.clock import Costs
+from fivefold.core.schedule.family import (
+    ClosedForm,
+    Family,
+    PipelineTimes,
+    RankPosition,
+    Rule,
+    Times,
+)
 from fivefold.core.schedule.fill import Frame, Patience, fill, lower
+
+if TYPE_CHECKING:
+    from fivefold.core.schedule.family import Array
 
 _SPLIT = INPUT_GRAD + WEIGHT_GRAD
 PERIOD = 6  # slots a microbatch needs on each rank: F, I and W of two chunks
@@ -34,16 +47,20 @@ class BuildingBlock(NamedTuple):
     """How the path of one microbatch is spaced, in slots.
 
     `hops` from rank to rank on its four legs (forward down and up, gradient down and up), `turns`
-    between one leg and the next. A slot that is taken on a rank moves the rest of the path.
+    between one leg and the next. If a rank's slot is taken, the rest of the path moves by one.
     """
 
     hops: tuple[int, int, int, int]
     turns: tuple[int, int, int]
 
 
-V_MIN = BuildingBlock((1, 1, 1, 1), (1, 1, 1))
+MIN_BLOCK = BuildingBlock((1, 1, 1, 1), (1, 1, 1))
 # The tightest that fits is used: parity decides which paths collide with themselves.
-V_HALF = (BuildingBlock((1, 2, 1, 1), (3, 2, 2)), BuildingBlock((1, 2, 1, 1), (1, 1, 1)), V_MIN)
+HALF_BLOCKS = (
+    BuildingBlock((1, 2, 1, 1), (3, 2, 2)),
+    BuildingBlock((1, 2, 1, 1), (1, 1, 1)),
+    MIN_BLOCK,
+)
 
 
 def zb_v(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
@@ -54,13 +71,13 @@ def zb_v(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule
         return tuple(step for step in order if step.microbatch < num_microbatches)
 
     order = tuple(steps(rank) for rank in range(num_ranks))
-    return Schedule("zb-v", vee(num_ranks), num_microbatches, order)
+    return Schedule("zb-v", v_placement(num_ranks), num_microbatches, order)
 
 
 def _zb_v_rank(rank: int, num_ranks: int, num: int) -> Iterator[Action]:
-    """The order for 2p − 1 microbatches or more; of fewer, those that are not there drop out.
+    """The order for at least 2p − 1 microbatches; with fewer, the caller drops those beyond `num`.
 
-    Every loop stops where all that would follow in it belongs to microbatches beyond `num`.
+    Every loop stops as soon as all its further actions are of microbatches beyond `num`.
     """
     near, far, inner = rank, 2 * num_ranks - 1 - rank, num_ranks - rank
     middle = max(num, 2 * num_ranks - 1) - num_ranks
@@ -91,12 +108,12 @@ def _zb_v_rank(rank: int, num_ranks: int, num: int) -> Iterator[Action]:
 
 def v_half(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
     """Half the memory of 1F1B."""
-    return _from_blocks("v-half", V_HALF, num_ranks, num_microbatches, (num_ranks + 2) // 2)
+    return _from_blocks("v-half", HALF_BLOCKS, num_ranks, num_microbatches, (num_ranks + 2) // 2)
 
 
 def v_min(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
     """A third of the memory of 1F1B, the least that a V can run on without a longer period."""
-    return _from_blocks("v-min", (V_MIN,), num_ranks, num_microbatches, (num_ranks + 4) // 3)
+    return _from_blocks("v-min", (MIN_BLOCK,), num_ranks, num_microbatches, (num_ranks + 4) // 3)
 
 
 def _from_blocks(
@@ -106,7 +123,7 @@ def _from_blocks(
     num_microbatches: int,
     most_held: int,
 ) -> Schedule:
-    placement = vee(num_ranks)
+    placement = v_placement(num_ranks)
     costs, patience = Costs.uniform(placement), Patience.uniform(num_ranks)
     while True:  # a block that does not fit in this memory fits in more
         for block in blocks:
@@ -147,13 +164,11 @@ def path(block: BuildingBlock, num_ranks: int) -> list[dict[tuple[str, int], int
     return slots
 
 
-# DualPipe and DualPipeV (DeepSeek 2024): a forward and a backward share each slot.
+# DualPipe and DualPipeV: a forward and a backward share each slot.
 #
-# Each rank holds two stages, a near one (phase 0) whose microbatches enter on its side of the
-# pipeline, and a far one (phase 1) whose microbatches come back. Where a forward of one phase and
-# a backward of the other run as one step, the communication of each hides behind the other.
-# DualPipe feeds microbatches from both ends through two copies of the model; DualPipeV folds one
-# copy into a V.
+# The near stage of a rank (phase 0) is on the side where its microbatches enter, the far one
+# (phase 1) is where they come back. Where a forward of one phase and a backward of the other run
+# as one step, each hides the communication of the other.
 
 
 def dualpipe(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
@@ -167,7 +182,7 @@ def dualpipe(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Sche
         return tuple(_legs(near, far, min(rank, mirror), num_ranks // 2, half))
 
     order = tuple(steps(rank) for rank in range(num_ranks))
-    return Schedule("dualpipe", bidirectional(num_ranks), num_microbatches, order)
+    return Schedule("dualpipe", mirrored_placement(num_ranks), num_microbatches, order)
 
 
 def dualpipe_v(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
@@ -178,7 +193,7 @@ def dualpipe_v(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Sc
         return tuple(_legs(near, far, rank, num_ranks, num_microbatches))
 
     order = tuple(steps(rank) for rank in range(num_ranks))
-    return Schedule("dualpipe-v", vee(num_ranks), num_microbatches, order)
+    return Schedule("dualpipe-v", v_placement(num_ranks), num_microbatches, order)
 
 
 class _Phase:
@@ -198,10 +213,10 @@ class _Phase:
 
 
 def _legs(near: _Phase, far: _Phase, distance: int, depth: int, each: int) -> Iterator[Step]:
-    """The steps of the rank that is `distance` ranks inside, of `depth` ranks to the turn.
+    """The steps of the rank that is `distance` ranks from the start, of `depth` ranks to the turn.
 
-    Each phase has `each` microbatches. In the last backwards the weight gradients are kept back,
-    and fill the slots in which the rank would wait for the rest of the near gradients.
+    Each phase has `each` microbatches. The weight gradients of the last backwards are delayed, and
+    fill the slots in which the rank would wait for the remaining near gradients.
     """
     inner = depth - 1 - distance
     for _ in range(2 * inner):
@@ -217,16 +232,127 @@ def _legs(near: _Phase, far: _Phase, distance: int, depth: int, each: int) -> It
     for _ in range(inner):
         yield far.backward()
         yield Overlap(far.forward(), near.backward())
-    kept: list[Action] = []
+    delayed: list[Action] = []
     for turn in range(2 * (distance + 1)):
         phase = near if turn % 2 else far
         if turn <= distance:
             yield phase.backward()
         else:
-            kept.append(phase.backward(INPUT_GRAD))
-            yield kept[-1]
+            delayed.append(phase.backward(INPUT_GRAD))
+            yield delayed[-1]
     for _ in range(inner):
-        yield kept.pop(0)._replace(kind=WEIGHT_GRAD)
-        kept.append(near.backward(INPUT_GRAD))
-        yield kept[-1]
-    yield from (gradient._replace(kind=WEIGHT_GRAD) for gradient in kept)
+        yield delayed.pop(0)._replace(kind=WEIGHT_GRAD)
+        delayed.append(near.backward(INPUT_GRAD))
+        yield delayed[-1]
+    yield from (gradient._replace(kind=WEIGHT_GRAD) for gradient in delayed)
+
+
+# What the planner needs: seconds that ranks wait, for equal stages, as measured with the clock; and
+# microbatches in flight, in units of a rank's layers.
+
+
+def _zb_v_bubble(times: PipelineTimes) -> Array:
+    import numpy as np
+
+    p, m = times.p, times.m
+    filled = np.clip(m - p, 0, p - 1)
+    least = (p - 1) * times.inputs / 2
+    return np.maximum(least, (p - 1) * times.inputs - filled * times.weights)
+
+
+def _zb_v_in_flight(rank: RankPosition) -> Array:
+    import numpy as np
+
+    return np.minimum(rank.p, (rank.m + 1) / 2) if rank.first else rank.p
+
+
+def _v_half_bubble(times: PipelineTimes) -> Array:
+    """If backwards are long, every further microbatch waits for them."""
+    import numpy as np
+
+    p, m = times.p, times.m
+    forward, inputs, weights = times.forward, times.inputs, times.weights
+    trip = (p / 2 - 1) * forward + (1.5 * p - 1) * inputs - (p / 2 + 1.5) * weights
+    trip = np.where(p == 2, inputs - weights / 2, trip)
+    odd = p % 2 == 1
+    trip = trip + np.where(odd, 1.5 * forward, 0.0)
+    period = 2 * inputs + np.where(p > 4, weights / 2, 0.0) + np.where(odd, forward / 2, 0.0)
+    drift = np.where(p == 2, 0.0, np.maximum(period - times.whole, 0.0))
+    return trip + drift * np.maximum(m - p, 0.0)
+
+
+def _v_min_bubble(times: PipelineTimes) -> Array:
+    """Each of its three slots takes as long as the longest."""
+    import numpy as np
+
+    p, m = times.p, times.m
+    forward, inputs, weights = times.forward, times.inputs, times.weights
+    longest = np.maximum(np.maximum(forward, inputs), weights)
+    period = np.where(p == 2, (forward + weights) / 2 + 2 * inputs, 3 * longest)
+    trip = p * forward + (p - 3) * inputs + weights / 2
+    thirds = (p % 3 == 0) & (p > 3)
+    trip = trip + np.where(thirds, np.maximum(forward / 2, 2 * forward - inputs), 0.0)
+    trip = np.where(p == 2, 1.5 * forward, trip)
+    return trip + m * np.maximum(period - times.whole, 0.0)
+
+
+def _dualpipe_bubble(times: PipelineTimes) -> Array:
+    return (times.p / 2 - 1) * (times.forward + 2 * times.inputs - times.weights)
+
+
+def _dualpipe_v_bubble(times: PipelineTimes) -> Array:
+    return (times.p - 1) * (times.forward + 2 * times.inputs - times.weights) / 2
+
+
+def _balanced(times: Times, num_ranks: int, num_microbatches: int) -> bool:
+    forward, backward, weight = times
+    enough = num_microbatches >= 2 * num_ranks - 1
+    return max(forward, weight) <= backward <= 2 * weight and enough
+
+
+def _long_backward(times: Times, num_ranks: int, num_microbatches: int) -> bool:
+    forward, backward, weight = times
+    return max(forward, weight) <= backward
+
+
+_EVEN_RANKS = Rule("stages must be even: two directions meet", lambda p, m: p % 2 == 0, True)
+_EVEN_BATCH = Rule("microbatches must be even: half in each direction", lambda p, m: m % 2 == 0)
+_TWICE = Rule("microbatches must be at least twice the stages", lambda p, m: m >= 2 * p)
+
+ZB_V = Family(
+    "zb-v", zb_v,
+    "ranks wait until the first microbatch has come down the V, and later wherever weight "
+    "gradients are too few or too short to cover the way of a gradient",
+    paths="zb-v", bubble=_zb_v_bubble, in_flight=_zb_v_in_flight, placement="V",
+    closed_form=ClosedForm("(p−1)B/2", "F ≤ B, W ≤ B ≤ 2W and m ≥ 2p−1", _balanced),
+    min_chunks=2, max_chunks=2,
+)  # fmt: skip
+V_HALF = Family(
+    "v-half", v_half,
+    "with less memory fewer microbatches are in flight, too few to cover fill and drain",
+    paths="v-half", bubble=_v_half_bubble, in_flight=lambda rank: (rank.p + 2) // 2, placement="V",
+    min_chunks=2, max_chunks=2,
+)  # fmt: skip
+V_MIN = Family(
+    "v-min", v_min,
+    "with the least memory so few microbatches are in flight that ranks wait for each to come back",
+    paths="v-min", bubble=_v_min_bubble, in_flight=lambda rank: (rank.p + 4) // 3, placement="V",
+    min_chunks=2, max_chunks=2,
+)  # fmt: skip
+DUALPIPE = Family(
+    "dualpipe", dualpipe,
+    "two directions meet in the middle, so only half the ranks lie between a rank and its nearer "
+    "end",
+    paths="dualpipe", bubble=_dualpipe_bubble, in_flight=lambda rank: rank.p + 1,
+    placement="bidirectional",
+    closed_form=ClosedForm("(p/2−1)(F&B+B−2W)", "F ≤ B and W ≤ B", _long_backward),
+    rules=(_EVEN_RANKS, _EVEN_BATCH, _TWICE),
+)  # fmt: skip
+DUALPIPE_V = Family(
+    "dualpipe-v", dualpipe_v,
+    "the pipeline fills and drains by chunks, two of which a rank folds into one V",
+    paths="dualpipe-v", bubble=_dualpipe_v_bubble, in_flight=lambda rank: rank.p + 0.5,
+    placement="V",
+    closed_form=ClosedForm("(p−1)(F&B+B−2W)/2", "F ≤ B and W ≤ B", _long_backward),
+    min_chunks=2, max_chunks=2, rules=(_TWICE,),
+)  # fmt: skip
