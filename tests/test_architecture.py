@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -13,6 +16,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "fivefold"
 FILES = sorted(PACKAGE.rglob("*.py"))
+MOST_FILES = 190
 MOST_LINES = 400
 MOST_FUNCTION_LINES = 60
 MOST_FUNCTION_LINES_P95 = 50
@@ -60,6 +64,33 @@ ROOMS = (
     "context",
     "expert",
 )  # of the five dimensions; they meet only in compose
+
+# What a launcher tells its processes. One module reads it, so that all agree on the rank.
+LAUNCHER = "fivefold.launch.launcher"
+OF_LAUNCHER = re.compile(
+    r"(LOCAL_|GROUP_|NODE_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|(SLURM|TORCHELASTIC|PMI|OMPI)_\w+"
+)
+
+# Attributes that may be set from outside of their class, and why. Another module may set no other:
+# an object is complete when it is made, and changes through its methods.
+SEAMS = (
+    *("matmul", "normalise", "kernel", "lookup", "add_positions", "cross_entropy"),
+    *("run", "run_blocks", "mask", "balance", "dispatch"),
+)
+SETTABLE = {
+    "grad": "torch: the gradient of a tensor",
+    **dict.fromkeys(SEAMS, "a seam of the model: a room replaces the arithmetic of a layer"),
+    **dict.fromkeys(("__signature__", "__annotations__", "__doc__"), "typer reads a verb by them"),
+    **dict.fromkeys(("allow_tf32", "compile_threads"), "torch: settings of this process"),
+    "encode_special_tokens": "tokenizers: a setting of their object",
+}
+SEAM_ROOMS = ("model", "parallel", "rehearse", "verify")
+# A torch module takes its weights and buffers by name.
+SETATTR = (
+    "fivefold.parallel.compose",
+    "fivefold.parallel.flat_unit",
+    "fivefold.verify.asynchronous",
+)
 
 
 def module_name(path: Path) -> str:
@@ -174,6 +205,135 @@ def test_nothing_is_left_for_later() -> None:
     for path in [*FILES, *(ROOT / "tests").rglob("*.py")]:
         found = [mark for mark in marks if mark in path.read_text("utf-8")]
         assert not found, f"{path} has {found}"
+
+
+def trees() -> dict[str, ast.Module]:
+    return {module_name(path): tree(path) for path in FILES}
+
+
+def parsed(**sources: str) -> dict[str, ast.Module]:
+    """Modules that are not in the package: to see a rule fail."""
+    return {f"fivefold.{name}": ast.parse(source) for name, source in sources.items()}
+
+
+def test_the_house_has_few_files() -> None:
+    assert len(FILES) <= MOST_FILES, "merge modules of one idea before adding another"
+
+
+def duplicate_classes(modules: Mapping[str, ast.Module]) -> dict[str, list[str]]:
+    """Names of more than one class, and where they are."""
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for name, module in modules.items():
+        for node in ast.walk(module):
+            if isinstance(node, ast.ClassDef):
+                found[node.name].append(name)
+    return {name: where for name, where in found.items() if len(where) > 1}
+
+
+def test_class_names_are_unique() -> None:
+    assert not duplicate_classes(trees())
+
+
+def test_a_duplicate_class_name_is_seen() -> None:
+    modules = parsed(a="class Run: ...", b="def f():\n    class Run: ...", c="class Other: ...")
+    assert duplicate_classes(modules) == {"Run": ["fivefold.a", "fivefold.b"]}
+
+
+def launcher_readers(modules: Mapping[str, ast.Module]) -> dict[str, set[str]]:
+    """The launcher's variables that each module names, in strings of their own."""
+    found: dict[str, set[str]] = {}
+    for name, module in modules.items():
+        strings = {node.value for node in ast.walk(module) if isinstance(node, ast.Constant)}
+        names = {one for one in strings if isinstance(one, str) and OF_LAUNCHER.fullmatch(one)}
+        if names:
+            found[name] = names
+    return found
+
+
+def test_one_module_reads_the_launcher() -> None:
+    assert launcher_readers(trees()).keys() == {LAUNCHER}
+
+
+def test_a_second_reader_of_the_launcher_is_seen() -> None:
+    modules = parsed(
+        a='"""The RANK of WORLD_SIZE."""\nimport os\nrank = os.environ.get("LOCAL_RANK", "0")',
+        b='def f(names):\n    return int(names["SLURM_PROCID"]), names["MASTER_PORT"]',
+        c='raise ValueError("RANK is not a number: set RANK")',
+    )
+    assert launcher_readers(modules) == {
+        "fivefold.a": {"LOCAL_RANK"},
+        "fivefold.b": {"SLURM_PROCID", "MASTER_PORT"},
+    }
+
+
+def assigned(module: ast.Module) -> Iterator[ast.Attribute]:
+    """Every attribute that is assigned or deleted, of whatever object."""
+    for node in ast.walk(module):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
+            yield node
+
+
+def is_own(node: ast.Attribute) -> bool:
+    """Of the object or class itself; or of the context of an autograd function."""
+    return isinstance(node.value, ast.Name) and node.value.id in ("self", "cls", "ctx")
+
+
+def declared(module: ast.Module) -> set[str]:
+    """Attributes of the classes of a module, which other code of this module may set."""
+    names = {node.attr for node in assigned(module) if ast.unparse(node.value) == "self"}
+    for node in ast.walk(module):
+        if isinstance(node, ast.ClassDef):
+            fields = (each.target for each in node.body if isinstance(each, ast.AnnAssign))
+            names |= {field.id for field in fields if isinstance(field, ast.Name)}
+    return names
+
+
+def set_from_outside(modules: Mapping[str, ast.Module]) -> list[str]:
+    """Attributes that a module sets on objects of other modules."""
+    found: list[str] = []
+    for name, module in modules.items():
+        own = declared(module)
+        for node in assigned(module):
+            allowed = node.attr in own or node.attr in SETTABLE
+            if node.attr in SEAMS:
+                allowed = room(name) in SEAM_ROOMS
+            if not (is_own(node) or allowed):
+                found.append(f"{name}: {ast.unparse(node)}")
+        if name not in SETATTR:
+            found += [f"{name}: {ast.unparse(call)}" for call in setters(module)]
+    return found
+
+
+def setters(module: ast.Module) -> Iterable[ast.Call]:
+    """Calls of `setattr` and its kin, which assign without an equals sign."""
+    for node in ast.walk(module):
+        if isinstance(node, ast.Call):
+            function = ast.unparse(node.func)
+            if function in ("setattr", "delattr") or function.endswith("__setattr__"):
+                yield node
+
+
+def test_objects_are_complete_when_they_are_made() -> None:
+    wrong = set_from_outside(trees())
+    assert not wrong, "give the class a method, or pass it when it is made:\n" + "\n".join(wrong)
+
+
+def test_an_attribute_set_from_outside_is_seen() -> None:
+    modules = parsed(
+        a="class Mesh:\n    def __init__(self):\n        self.pause = None\n"
+        "def build():\n    mesh = Mesh()\n    mesh.pause = 1\n    return mesh",
+        b="def slow(job):\n    job.mesh.pause = 2\n    job.count += 1",
+        c="def shorten(x, name):\n    setattr(x, name, 1)\n    del x.parts\n    x.grad = None",
+        page="def fuse(layer):\n    layer.matmul = min",
+        parallel="def fuse(layer):\n    layer.matmul = min",
+    )
+    assert set_from_outside(modules) == [
+        "fivefold.b: job.mesh.pause",
+        "fivefold.b: job.count",
+        "fivefold.c: x.parts",
+        "fivefold.c: setattr(x, name, 1)",
+        "fivefold.page: layer.matmul",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import get_args
 
-from fivefold.core.layout import ContextKind
 from fivefold.core.plan import Plan, Wishes, resolve
+from fivefold.core.splits import ContextKind
 from fivefold.launch.processes import Pool
 from fivefold.verify.compare import Dtype
 from fivefold.verify.trial import (

@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from fivefold.core import models
 from fivefold.core.errors import FivefoldError
-from fivefold.core.layout import ContextKind, Layout
+from fivefold.core.layout import Layout
 from fivefold.core.plan import Plan, Wishes
 from fivefold.core.rules import problems
 from fivefold.core.schedule.catalog import FAMILIES, family
+from fivefold.core.splits import ContextKind
 from fivefold.verbs.verify import runnable
 
 if TYPE_CHECKING:  # pairs are counted without torch

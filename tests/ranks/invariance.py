@@ -23,8 +23,8 @@ from fivefold.core.recipe import Recipe
 from fivefold.launch.processes import Pool
 from fivefold.records.run_folder import METRICS, RunFolder, read_records
 from fivefold.train import Check, TrainedRank, TrainSettings, run_rank, source_of
-from fivefold.train.check import judge, num_alone
-from fivefold.train.settings import Dtype
+from fivefold.train.check import judge, num_references
+from fivefold.train.state import Dtype
 
 HEAD = """# Verified training
 
@@ -148,7 +148,7 @@ class Trainings:
         if (balance, dtype) not in self.known:
             plan, settings = Case("dp=1", balance=balance).plan(self.layers), self.settings(dtype)
             tasks = [(run_rank, (plan, settings, reverse)) for reverse in (False, True)]
-            self.known[balance, dtype] = self.pool.run_each(tasks[: num_alone(settings)])
+            self.known[balance, dtype] = self.pool.run_each(tasks[: num_references(settings)])
         return self.known[balance, dtype]
 
     def check(self, case: Case, dtype: Dtype) -> Check:

@@ -15,8 +15,9 @@ from functools import cached_property
 
 from fivefold.core.plan import Plan, Wishes, resolve
 from fivefold.core.schedule import INPUT_GRAD, Action, merged
-from fivefold.core.schedule.catalog import AUTO, FAMILIES, Family
+from fivefold.core.schedule.catalog import FAMILIES
 from fivefold.core.schedule.choose import choose
+from fivefold.core.schedule.family import AUTO, Family
 from fivefold.launch.processes import Pool
 from fivefold.verify.trial import VerifySettings, VerifyVerdict, run_trial
 from tests.ranks.table import Table

@@ -10,6 +10,7 @@ from typing import Any
 from fivefold.core.plan import Plan, Wishes, resolve
 from fivefold.launch.processes import Pool, Worker
 from fivefold.verify.compare import Dtype
+from fivefold.verify.reference import Truth
 from fivefold.verify.trial import (
     VerifiedRank,
     VerifySettings,
@@ -17,7 +18,6 @@ from fivefold.verify.trial import (
     judge,
     run_rank,
     run_reference,
-    run_trial,
 )
 
 Patch = AbstractContextManager[Any]
@@ -25,6 +25,10 @@ Patch = AbstractContextManager[Any]
 LOSS, GRADIENTS, NORM, CLIP, WEIGHTS = "loss_err", "grad_err", "norm_err", "clip_err", "weight_err"
 TRAFFIC = "traffic"
 QUANTITIES = (LOSS, GRADIENTS, NORM, CLIP, WEIGHTS, TRAFFIC)
+
+Healthy = tuple[VerifyVerdict, list[Truth]]
+# Many faults have the same healthy twin: a test worker computes it once.
+_HEALTHY: dict[tuple[str, VerifySettings], Healthy] = {}
 
 
 @dataclass(frozen=True)
@@ -59,9 +63,15 @@ class Fault:
 
 def check_seen(pool: Pool, fault: Fault) -> None:
     """A trial passes without the fault, and with it fails where the fault says."""
-    healthy = run_trial(pool, fault.plan, fault.settings)
+    settings = fault.settings
+    key = fault.plan.to_toml(), settings
+    if key not in _HEALTHY:
+        _HEALTHY[key] = _healthy_trial(pool, fault.plan, settings)
+    healthy, truths = _HEALTHY[key]
     assert healthy.passed, (healthy.errors, healthy.tolerance, healthy.diverges_at)
-    sick = _sick_trial(pool, fault)
+    # The reference and the prediction stay healthy: only the ranks have the bug.
+    ranks = [(_sick_rank, (fault.plant, fault.plan, settings))] * fault.plan.layout.world
+    sick = judge(fault.plan, settings, pool.run_each(ranks), truths)
     assert not sick.passed
     assert _differing(sick)[0] == fault.first, (sick.errors, sick.traffic_match)
 
@@ -73,12 +83,10 @@ def _differing(verdict: VerifyVerdict) -> list[str]:
     return [each for each in QUANTITIES if not right[each]]
 
 
-def _sick_trial(pool: Pool, fault: Fault) -> VerifyVerdict:
-    """The truth and the prediction stay healthy: only the ranks have the bug."""
-    plan, settings = fault.plan, fault.settings
-    ranks = [(_sick_rank, (fault.plant, plan, settings))] * plan.layout.world
+def _healthy_trial(pool: Pool, plan: Plan, settings: VerifySettings) -> Healthy:
+    ranks = [(run_rank, (plan, settings))] * plan.layout.world
     *runs, truths = pool.run_each([*ranks, (run_reference, (plan, settings))])
-    return judge(plan, settings, runs, truths)
+    return judge(plan, settings, runs, truths), truths
 
 
 def _sick_rank(

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from kept_pool import KeptPool
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -51,12 +52,6 @@ RULES = (
     "capacity-pad:0.75",
 )
 LOSSES = "aux+aux-seq+aux-global+z"
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(9) as forked:
-        yield forked
 
 
 def plan_of(layout: str, rules: str = "none", **wishes: Any) -> Plan:
@@ -184,8 +179,7 @@ def steps_of(worker: Worker, plan: Plan, num_steps: int) -> Seen:
                 assert seen.routes.setdefault((number, *key), chosen) == chosen
             job.balancing.routes.clear()
         seen.records.update({tuple(one): count for one, count in mesh.records.items()})
-        mesh.groups.clear()
-        mesh.channels.clear()
+        mesh.close_groups()
         return seen
 
 
@@ -215,8 +209,8 @@ SPREAD = "aux-seq+z+bias+capacity:1"
 
 
 @pytest.fixture(scope="module")
-def alone(pool: Pool) -> tuple[Seen, dict[Any, Any]]:
-    (seen,), routes = everywhere(pool, plan_of("dp=1", SPREAD, **EIGHT_ROWS))
+def alone(kept_pool: KeptPool) -> tuple[Seen, dict[Any, Any]]:
+    (seen,), routes = everywhere(kept_pool.whole(), plan_of("dp=1", SPREAD, **EIGHT_ROWS))
     return seen, routes
 
 
@@ -268,7 +262,7 @@ def avoiding(avoid: Sequence[int], scores: Tensor, bias: Tensor | None, moe: Moe
     return CHOOSE(scores.index_fill(1, torch.tensor(avoid), -1e9), bias, moe)
 
 
-CHOOSE = experts_of_tokens.choose
+CHOOSE = experts_of_tokens.choose_experts
 
 
 def forced_rank(
@@ -282,7 +276,7 @@ def forced_rank(
         return outcome
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(experts_of_tokens, "choose", partial(avoiding, avoid))
+        patch.setattr(experts_of_tokens, "choose_experts", partial(avoiding, avoid))
         patch.setattr(runs, "step", kept)
         return Forced(run_rank(worker, plan, settings), slots)
 
@@ -291,7 +285,7 @@ def forced_reference(
     worker: Worker, plan: Plan, settings: VerifySettings, avoid: Sequence[int]
 ) -> list[reference.Truth]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(experts_of_tokens, "choose", partial(avoiding, avoid))
+        patch.setattr(experts_of_tokens, "choose_experts", partial(avoiding, avoid))
         return run_reference(worker, plan, settings)
 
 

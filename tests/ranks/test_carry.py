@@ -1,25 +1,28 @@
 """Collectives through host memory, as ranks that share a GPU need them.
 
-Here all memory is host memory: the ranks of one pool believe that their groups cannot reach it, and
+Here all memory is host memory: the ranks of one run believe that their groups cannot reach it, and
 copy everything there and back. What they compute is the same to the bit, and so is what is seen of
 their collectives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
+from fivefold.core.groups import WORLD, Topology
 from fivefold.core.layout import Layout
 from fivefold.core.plan import Plan, Wishes, resolve
 from fivefold.launch.processes import Pool, Worker
 from fivefold.parallel import transport
-from fivefold.parallel.mesh import WORLD, CollectiveRecord, Mesh
+from fivefold.parallel.mesh import CollectiveRecord, Mesh
 from fivefold.verify.compare import attributed
 from fivefold.verify.dispatch_watch import DispatchWatch
 from fivefold.verify.trial import VerifiedRank, VerifySettings, run_rank
@@ -27,20 +30,16 @@ from fivefold.verify.trial import VerifiedRank, VerifySettings, run_rank
 RANKS = 2
 
 
-@pytest.fixture(scope="module")
-def plain() -> Iterator[Pool]:
-    with Pool(RANKS) as forked:
-        yield forked
+def by_host(worker: Worker, function: Callable[..., Any], *args: Any) -> Any:
+    """Run a task of a rank that believes its groups cannot reach its memory."""
+    with patch.object(transport, "goes_by_host", lambda tensor, group: True):
+        return function(worker, *args)
 
 
-@pytest.fixture(scope="module")
-def staged() -> Iterator[Pool]:
-    """A fork keeps what was exchanged before it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transport, "goes_by_host", lambda tensor, group: True)
-        pool = Pool(RANKS)
-    with pool as forked:
-        yield forked
+def both_ways(pool: Pool, function: Callable[..., Any], *args: Any) -> tuple[list[Any], list[Any]]:
+    """What ranks find that reach their memory, and what those find that copy."""
+    plain = pool.run_each([(function, args)] * RANKS)
+    return plain, pool.run_each([(by_host, (function, *args))] * RANKS)
 
 
 def numbers(rank: int, *shape: int) -> torch.Tensor:
@@ -86,8 +85,8 @@ def in_place(worker: Worker) -> dict[str, list[float]]:
     return found
 
 
-def test_who_waits_copies_back(staged: Pool) -> None:
-    for rank, found in enumerate(staged.run(in_place)):
+def test_who_waits_copies_back(pool: Pool) -> None:
+    for rank, found in enumerate(pool.run_each([(by_host, (in_place,))] * RANKS)):
         other = 1 - rank
         assert found == {
             "all_reduce, unwaited": numbers(rank, 4).tolist(),
@@ -128,7 +127,7 @@ def functional(worker: Worker) -> dict[str, list[float]]:
     return found
 
 
-def test_new_tensors_come_home(plain: Pool, staged: Pool) -> None:
+def test_new_tensors_come_home(pool: Pool) -> None:
     wanted = [
         {
             "gather": [0, 1, 100, 101, 2, 3, 102, 103],
@@ -147,13 +146,13 @@ def test_new_tensors_come_home(plain: Pool, staged: Pool) -> None:
             "one way": [0, 2],
         },
     ]
-    assert plain.run(functional) == staged.run(functional) == wanted
+    assert both_ways(pool, functional) == (wanted, wanted)
 
 
 def seen(worker: Worker) -> bool:
     """Whether the dispatcher sees every call once, with the bytes of the caller's tensor."""
     with worker.joined(RANKS):
-        mesh = Mesh.build(Layout(shard=RANKS), torch.device("cpu"))
+        mesh = Mesh(Topology(Layout(shard=RANKS)), torch.device("cpu"))
         group, watch = mesh.groups[WORLD], DispatchWatch(mesh)
         with watch:
             mesh.all_reduce(torch.ones(3), WORLD, dist.ReduceOp.SUM).wait()
@@ -169,12 +168,12 @@ def seen(worker: Worker) -> bool:
         return watch.records == wanted
 
 
-def test_each_is_seen_once_with_its_bytes(plain: Pool, staged: Pool) -> None:
-    assert plain.run(seen) == staged.run(seen) == [True] * RANKS
+def test_each_is_seen_once_with_its_bytes(pool: Pool) -> None:
+    assert both_ways(pool, seen) == ([True] * RANKS, [True] * RANKS)
 
 
-def test_a_tensor_that_its_group_reaches_stays(plain: Pool) -> None:
-    assert plain.run(reaches) == [True] * RANKS
+def test_a_tensor_that_its_group_reaches_stays(pool: Pool) -> None:
+    assert pool.run_each([(reaches, ())] * RANKS) == [True] * RANKS
 
 
 def reaches(worker: Worker) -> bool:
@@ -204,12 +203,9 @@ def small(wishes: Wishes) -> Plan:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_steps_are_the_same_to_the_bit(plain: Pool, staged: Pool, name: str) -> None:
+def test_steps_are_the_same_to_the_bit(pool: Pool, name: str) -> None:
     plan = small(CASES[name])
-    task = (run_rank, (plan, VerifySettings(steps=1)))
-    for one, other in zip(
-        *(pool.run_each([task] * RANKS) for pool in (plain, staged)), strict=True
-    ):
+    for one, other in zip(*both_ways(pool, run_rank, plan, VerifySettings(steps=1)), strict=True):
         require_same(one, other)
         for heard in other.heard:
             assert heard.noted and attributed(heard.seen, heard.noted) == heard.noted

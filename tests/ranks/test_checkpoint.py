@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +22,14 @@ from fivefold.optim.optimizer import Updater
 from fivefold.parallel.compose import Job, compose
 from fivefold.parallel.mesh import Mesh
 from fivefold.step import step
-from fivefold.train.checkpoint import Checkpoints, Facts, Reader, published, slots_of, spread
+from fivefold.train.callbacks.checkpoints import checkpoint_tensors, publish_weights
+from fivefold.train.checkpoint import Checkpoints, Facts, Reader, published
 
 DENSE = {"layers": "4", "width": "32", "heads": "8", "kv_heads": "2", "ffn": "48", "vocab": "61"}
 MODELS: dict[str, tuple[str, dict[str, str]]] = {
     "tied": ("tiny", DENSE | {"tied": "true"}),
     "experts": ("tiny-moe", {"layers": "4", "width": "32", "moe.ffn": "16", "moe.bias": "true"}),
 }
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(8) as forked:
-        yield forked
 
 
 def plan_of(model: str, layout: str, **wishes: Any) -> Plan:
@@ -71,23 +65,22 @@ def carry(
     with worker.joined(plan.layout.world):
         job, updater = built(plan, recipe, dtype, seed=0 if source is None else 99)
         group = dist.new_group(backend="gloo") if plan.layout.world > 1 else None
-        slots, facts = slots_of(job, updater), None
+        tensors, facts = checkpoint_tensors(job, updater), None
         if source is not None:
-            facts = Checkpoints(source, 1, group).load(slots, complain)
-            spread(job)
+            facts = Checkpoints(source, 1, group).load(tensors, complain)
+            publish_weights(job)
             assert facts is not None
-            updater.count = facts.updates
+            updater.resume_after(facts.updates)
         done, losses = facts.step if facts else 0, list[float]()
         for number in range(done, done + steps):
             drawn = samples(plan.batch, plan.shape.vocab, 7, number)
             batches = drawn.of(plan.layout.coord(worker.rank).dp)
             losses.append(float(step(job, updater, batches, 1.0).loss))
         now = Facts(done + steps, updates=updater.count, samples=8 * (done + steps), plan="p")
-        Checkpoints(target, 1, group).save(slots, now, wait=True)
+        Checkpoints(target, 1, group).save(tensors, now, wait=True)
         for chunk in job.chunks:
             chunk.data.wait()
-        job.mesh.groups.clear()
-        job.mesh.channels.clear()
+        job.mesh.close_groups()
         return facts, losses
 
 
@@ -230,12 +223,11 @@ def refused(worker: Worker, folder: Path, plan: Plan) -> str:
         job, updater = built(plan, Recipe(), "float32", 0)
         group = dist.new_group(backend="gloo")
         try:
-            Checkpoints(folder, 1, group).load(slots_of(job, updater), complain)
+            Checkpoints(folder, 1, group).load(checkpoint_tensors(job, updater), complain)
         except FivefoldError as error:
             return str(error)
         finally:
-            job.mesh.groups.clear()
-            job.mesh.channels.clear()
+            job.mesh.close_groups()
         return ""
 
 

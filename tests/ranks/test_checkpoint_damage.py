@@ -12,7 +12,7 @@ import shutil
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -24,8 +24,8 @@ from torch import Tensor
 from fivefold.core.errors import FivefoldError
 from fivefold.core.weights import whole_box
 from fivefold.launch.processes import Pool, Worker
-from fivefold.optim.disk_states import OnDisk
-from fivefold.optim.optimizer import InMemory, Kept
+from fivefold.optim.disk_states import StateOnDisk
+from fivefold.optim.optimizer import StateInMemory, StoredState
 from fivefold.train.checkpoint import (
     CannotSave,
     Checkpoints,
@@ -34,29 +34,23 @@ from fivefold.train.checkpoint import (
     Reader,
     latest,
     published,
-    write_whole,
+    storage,
+    write_checkpoint,
 )
-from fivefold.train.checkpoint import storage as writing_module
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(4) as forked:
-        yield forked
 
 
 def plain(first: float, second: float = 0.0) -> list[CheckpointTensor]:
     values = {"model/a": torch.full((64, 8), first), "model/b": torch.full((5,), second)}
     return [
         CheckpointTensor(
-            key, tuple(value.shape), value.dtype, (whole_box(value.shape),), InMemory(value)
+            key, tuple(value.shape), value.dtype, (whole_box(value.shape),), StateInMemory(value)
         )
         for key, value in values.items()
     ]
 
 
 def value_of(slots: Sequence[CheckpointTensor]) -> float:
-    (value,) = slots[0].kept.read().unique().tolist()
+    (value,) = slots[0].state.read().unique().tolist()
     return value
 
 
@@ -156,7 +150,7 @@ def test_nothing_there_is_nothing_loaded(tmp_path: Path) -> None:
     assert latest(tmp_path) is None
 
 
-class Dying(OnDisk):
+class Dying(StateOnDisk):
     """A state whose file is read while a checkpoint is written; the process ends there."""
 
     def __init__(self) -> None:
@@ -218,7 +212,7 @@ def save_beyond_the_limit(worker: Worker, folder: Path) -> list[str]:
         value = torch.full((4096,), float(worker.rank))
         (box,) = (whole_box(value.shape),)
         slot = CheckpointTensor(
-            f"model/{worker.rank}", (4096,), value.dtype, (box,), InMemory(value)
+            f"model/{worker.rank}", (4096,), value.dtype, (box,), StateInMemory(value)
         )
         limits, told = resource.getrlimit(resource.RLIMIT_FSIZE), list[str]()
         if worker.rank == 2:
@@ -264,22 +258,22 @@ def test_old_ones_go_and_the_newest_good_one_stays(tmp_path: Path) -> None:
 def test_a_save_is_behind_the_steps_and_of_its_moment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go_on, stamp = threading.Event(), writing_module.stamp
+    go_on, checksum_of = threading.Event(), storage.checksum_of
 
     def waits(path: Path) -> object:
         assert go_on.wait(20)
-        return stamp(path)
+        return checksum_of(path)
 
-    monkeypatch.setattr(writing_module, "stamp", waits)
+    monkeypatch.setattr(storage, "checksum_of", waits)
     slots = plain(1)
     checkpoints = Checkpoints(tmp_path, 1, None)
     for number in (1, 2):
         go_on.clear()
         for slot in slots:
-            slot.kept.write(torch.full(slot.shape, float(number)))
+            slot.state.write(torch.full(slot.shape, float(number)))
         checkpoints.save(slots, Facts(number))
         for slot in slots:
-            slot.kept.write(torch.full(slot.shape, 77.0))  # the step behind it
+            slot.state.write(torch.full(slot.shape, 77.0))  # the step behind it
         names = [each.name for each in published(tmp_path)]
         assert names == [f"step-{done:08d}" for done in range(1, number)]
         assert checkpoints.failure() is None
@@ -304,10 +298,10 @@ def test_weights_alone_leave_states_as_they_are(tmp_path: Path) -> None:
         (key, (16, 4), torch.float32, lambda place=place: make(place))
         for place, key in enumerate(keys)
     ]
-    where = write_whole(tmp_path / "checkpoints", entries, Facts(0, has_states=False))
+    where = write_checkpoint(tmp_path / "checkpoints", entries, Facts(0, has_states=False))
     assert where == latest(tmp_path)
-    kept: dict[str, Kept] = {key: InMemory(torch.full((16, 4), -1.0)) for key in keys}
-    kept["optim/exp_avg/a"] = InMemory(torch.zeros(16, 4))
+    kept: dict[str, StoredState] = {key: StateInMemory(torch.full((16, 4), -1.0)) for key in keys}
+    kept["optim/exp_avg/a"] = StateInMemory(torch.zeros(16, 4))
     slots = [
         CheckpointTensor(key, (16, 4), torch.float32, (whole_box((16, 4)),), one)
         for key, one in kept.items()

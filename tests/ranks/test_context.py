@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,7 +20,6 @@ from contexts import (
     HEADS,
     KINDS,
     MODELS,
-    MOST_RANKS,
     RECOMPUTES,
     ROWS,
     SCHEDULES,
@@ -35,7 +34,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fivefold.core.errors import FivefoldError
-from fivefold.core.layout import ContextKind
+from fivefold.core.splits import ContextKind
 from fivefold.data.batches import samples
 from fivefold.launch.processes import Pool
 from fivefold.model.batch import NOT_COUNTED, AttentionInfo
@@ -45,12 +44,6 @@ from fivefold.parallel.mesh import Mesh, Phase, RingExchange
 from fivefold.verify.compare import attributed
 
 PUBLISHED = 1e-10  # what float64 must reach, whatever tolerance is derived
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(MOST_RANKS + 1) as forked:
-        yield forked
 
 
 def chosen() -> list[Case]:
@@ -211,7 +204,7 @@ def test_every_rank_gets_its_tokens_with_their_places_and_labels() -> None:
         batch = samples(plan.batch, 64, 0, 0, packed=True).of(0)[0]
         parts = [context.shard(batch, plan.split, length, coord) for coord in range(4)]
         index = [
-            token for coord in range(4) for each in plan.split.rank(length, coord) for token in each
+            token for coord in range(4) for each in plan.split.rank_tokens(length, coord) for token in each
         ]
         order = torch.tensor(index).argsort()
         for name in ("tokens", "labels", "positions", "documents"):

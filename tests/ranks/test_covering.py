@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-from covering import MOST_RANKS, Case, cases, part, prove
+from covering import Case, cases, part, prove
 
 from fivefold.launch.processes import Pool
 
 PUBLISHED = 1e-10  # what float64 must reach, whatever tolerance is derived
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(MOST_RANKS + 1) as forked:
-        yield forked
 
 
 @pytest.mark.parametrize("case", part(), ids=str)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,12 +14,6 @@ from fivefold.verify.compare import Call, Traffic, attributed, evened
 from fivefold.verify.trial import VerifySettings, run_rank, run_trial
 
 PUBLISHED = 1e-10
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(9) as forked:
-        yield forked
 
 
 # ep takes the fastest ranks first: tp alone, dp alone, cp alone, tp·cp, tp·cp·dp, part of dp.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,6 +17,8 @@ from fivefold.launch.processes import Pool
 from fivefold.model.attention import Attention
 from fivefold.model.moe import MoeMlp
 from fivefold.parallel.compose import Job
+from fivefold.parallel.mesh import Issued
+from fivefold.parallel.stage import ActionObserver
 
 DEPARTS, ARRIVES = "departs", "arrives"
 EXPERTS = ("gate", "up", "down")
@@ -47,32 +49,39 @@ def events(job: Job, *_: object) -> Callable[[], list[list[Event]]]:
     """Of the last step, cut where a pair or a single action begins."""
     found: list[list[Event]] = []
     main, mesh = threading.get_ident(), job.mesh
-    depart, arrive = mesh.depart, mesh.arrive
+    issue = mesh.issue
 
     def say(what: str) -> None:
         found[-1].append(Event(int(threading.get_ident() != main), what))
 
-    def before(step: Step) -> None:
-        if step == job.pipeline.steps[0]:
-            found.clear()
-        found.append([])
+    class Actions(ActionObserver):
+        def begin(self, action: Step) -> None:
+            if action == job.pipeline.steps[0]:
+                found.clear()
+            found.append([])
 
-    def departs(axis: str) -> float:
+    class Journey(NamedTuple):
+        issued: Issued
+
+        def wait(self) -> Any:
+            rows = self.issued.wait()
+            say(ARRIVES)
+            return rows
+
+    def noted(axis: str, kind: str, *rest: Any, **how: Any) -> Any:
+        if kind != "all_to_all":
+            return issue(axis, kind, *rest, **how)
         say(DEPARTS)
-        return depart(axis)
-
-    def arrives(ready_at: float) -> None:
-        arrive(ready_at)
-        say(ARRIVES)
+        return Journey(issue(axis, kind, *rest, **how))
 
     def watch(leaf: nn.Module | None, name: str) -> None:
-        product: Any = leaf.product  # type: ignore[union-attr]
+        product: Any = leaf.matmul  # type: ignore[union-attr]
 
         def noted(*given: Tensor) -> Tensor:
             say(name)
             return Noted.apply(product(*given), lambda: say(f"{name} backward"))
 
-        leaf.product = noted  # type: ignore[assignment,union-attr]
+        leaf.matmul = noted  # type: ignore[assignment,union-attr]
 
     for module in (module for chunk in job.chunks for module in chunk.model.modules()):
         if isinstance(module, Attention):
@@ -82,15 +91,9 @@ def events(job: Job, *_: object) -> Callable[[], list[list[Event]]]:
                 watch(getattr(module.experts, name), f"expert {name}")
                 if module.shared is not None:
                     watch(getattr(module.shared, name), f"shared {name}")
-    mesh.depart, mesh.arrive = departs, arrives  # type: ignore[method-assign]
-    job.pipeline.before = before
+    mesh.issue = noted  # type: ignore[method-assign]
+    job.pipeline.observer = Actions()
     return lambda: found
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(4) as forked:
-        yield forked
 
 
 def plan_with_experts(layout: str, layers: int, shared: int, **wishes: Any) -> Plan:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from invariance import CASES, LEGS, ROWS, Case, Trainings, drawn
+from kept_pool import KeptPool
 
 from fivefold.launch.processes import Pool
 from fivefold.records.run_folder import METRICS
-from fivefold.train.settings import Dtype
+from fivefold.train.state import Dtype
 
 LAYERS = 4
 STEPS, CHANGING_STEPS = 6, 12
@@ -19,14 +19,8 @@ SOME = drawn([case for case in CASES if case.plan(LAYERS).layout.world <= FEW_RA
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(max(case.plan(LAYERS).layout.world for case in LEGS)) as forked:
-        yield forked
-
-
-@pytest.fixture(scope="module")
-def trainings(pool: Pool) -> Trainings:
-    return Trainings(pool, STEPS, LAYERS)
+def trainings(kept_pool: KeptPool) -> Trainings:
+    return Trainings(kept_pool.whole(), STEPS, LAYERS)
 
 
 @pytest.mark.parametrize(

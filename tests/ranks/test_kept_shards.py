@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from unittest.mock import patch
 
 import pytest
@@ -19,12 +18,6 @@ from fivefold.parallel.mesh import Mesh
 from fivefold.verbs.verify import runnable
 
 LAYERS = 3
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(2) as forked:
-        yield forked
 
 
 def gathered(worker: Worker, plan: Plan) -> tuple[int, int]:

@@ -3,55 +3,44 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import zip_longest
 from types import SimpleNamespace
 
 import pytest
-import torch
 from forked_steps import Setup, run, small_plan
-from torch import Tensor
 
-from fivefold.core.layout import Layout
 from fivefold.core.schedule import Overlap, Step
 from fivefold.launch.processes import Pool
-from fivefold.parallel import mesh as mesh_module
 from fivefold.parallel.compose import Job
-from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.pipeline import Lanes
+from fivefold.parallel.mesh import CollectiveRecord, Lanes
+from fivefold.parallel.stage import ActionObserver
 
 Log = list[tuple[str, int]]
-
-
-@pytest.fixture
-def mesh() -> Mesh:
-    return Mesh(Layout(), 0, torch.device("cpu"))
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(4) as forked:
-        yield forked
 
 
 def pairs(job: Job, *_: object) -> Callable[[], list[list[tuple[int, str]]]]:
     """The lane and the kind of every collective of each pair of the last step, in their order."""
     found: list[list[tuple[int, str]]] = []
-    main, note = threading.get_ident(), job.mesh.note
+    main = threading.get_ident()
 
-    def before(step: Step) -> None:
-        if step == job.pipeline.steps[0]:
-            found.clear()
-        if isinstance(step, Overlap):
-            found.append([])
+    class Actions(ActionObserver):
+        def begin(self, action: Step) -> None:
+            if action == job.pipeline.steps[0]:
+                found.clear()
+            if isinstance(action, Overlap):
+                found.append([])
 
-    def remember(axis: str, kind: str, tensor: Tensor) -> None:
-        if job.mesh.pause is not None:
-            found[-1].append((int(threading.get_ident() != main), f"{kind} on {axis}"))
-        note(axis, kind, tensor)
+    class Collectives:
+        def begin(self, record: CollectiveRecord, members: tuple[int, ...]) -> None:
+            if any(job.mesh.lanes._running):
+                lane = int(threading.get_ident() != main)
+                found[-1].append((lane, f"{record.kind} on {record.axis}"))
 
-    job.pipeline.before = before
-    job.mesh.note = remember  # type: ignore[method-assign]
+        def end(self, token: object) -> None: ...
+
+    job.pipeline.observer = Actions()
+    job.mesh.observers = (Collectives(),)
     return lambda: found
 
 
@@ -77,7 +66,7 @@ def test_pairs_without_a_collective_run_one_after_the_other(pool: Pool) -> None:
 
 
 def lane(
-    mesh: Mesh, log: Log, name: str, times: int, fails_at: int | None = None
+    lanes: Lanes, log: Log, name: str, times: int, fails_at: int | None = None
 ) -> Callable[[], str]:
     """Notes its turns, a collective behind each of them, and returns its name."""
 
@@ -86,7 +75,7 @@ def lane(
             log.append((name, number))
             if number == fails_at:
                 raise ValueError(name)
-            mesh.let_pass("tp")
+            lanes.pause()
         return name
 
     return work
@@ -102,51 +91,46 @@ def turns(name: str, times: int) -> Log:
 
 
 @pytest.mark.parametrize("times", [(3, 3), (1, 4), (4, 1), (0, 2), (2, 0), (50, 50)])
-def test_turns_alternate_until_one_lane_is_done(mesh: Mesh, times: tuple[int, int]) -> None:
-    lanes = Lanes(mesh)
+def test_turns_alternate_until_one_lane_is_done(times: tuple[int, int]) -> None:
+    lanes = Lanes()
     for _ in range(3):
         log: Log = []
-        both = (lane(mesh, log, name, count) for name, count in zip("ab", times, strict=True))
+        both = (lane(lanes, log, name, count) for name, count in zip("ab", times, strict=True))
         assert lanes.run(*both) == ("a", "b")
         assert log == alternating(turns("b", times[1]), turns("a", times[0]))
-        assert mesh.pause is None and not mesh.takes_turns
+        assert not any(lanes._running)
 
 
 @pytest.mark.parametrize("fails", [(2, None), (None, 2), (0, None), (None, 0), (1, 1)])
 def test_what_a_lane_raises_is_raised_when_the_other_is_done(
-    mesh: Mesh, fails: tuple[int | None, int | None]
+    fails: tuple[int | None, int | None],
 ) -> None:
-    lanes, log = Lanes(mesh), Log()
-    both = [lane(mesh, log, name, 5, at) for name, at in zip("ab", fails, strict=True)]
+    lanes, log = Lanes(), Log()
+    both = [lane(lanes, log, name, 5, at) for name, at in zip("ab", fails, strict=True)]
     with pytest.raises(ValueError, match=r"a|b"):
         lanes.run(*both)
     kept = [5 if at is None else at + 1 for at in fails]
     assert log == alternating(turns("b", kept[1]), turns("a", kept[0]))
-    assert mesh.pause is None
+    assert not any(lanes._running)
     log.clear()
-    assert lanes.run(lane(mesh, log, "a", 2), lane(mesh, log, "b", 2)) == ("a", "b")
+    assert lanes.run(lane(lanes, log, "a", 2), lane(lanes, log, "b", 2)) == ("a", "b")
     assert log == alternating(turns("b", 2), turns("a", 2))
 
 
-def test_one_lane_computes_while_the_other_waits(
-    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_lane_computes_while_the_other_waits() -> None:
     """On a clock that only work and waiting move: 4 units of both kinds in each lane."""
-    clock = SimpleNamespace(now=0.0)
-
-    def advance(by: float) -> None:
-        clock.now += by
+    clock, lanes, free_at = SimpleNamespace(now=0.0), Lanes(), SimpleNamespace(time=0.0)
 
     def work() -> None:
         for _ in range(4):
-            advance(1.0)
-            mesh.let_pass("tp")
+            clock.now += 1.0
+            # Collectives of one group run one after the other, each for one unit.
+            free_at.time = ready = max(clock.now, free_at.time) + 1.0
+            lanes.pause()
+            clock.now = max(clock.now, ready)
 
-    ticking = SimpleNamespace(perf_counter=lambda: clock.now, sleep=advance)
-    monkeypatch.setattr(mesh_module, "time", ticking)
-    mesh.delay = 1.0
     work()
     work()
     assert clock.now == 16.0
-    Lanes(mesh).run(work, work)
+    lanes.run(work, work)
     assert clock.now - 16.0 == 9.0  # the work of both, and the last collective

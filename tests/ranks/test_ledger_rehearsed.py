@@ -8,11 +8,11 @@ import pytest
 
 from fivefold.core import machine
 from fivefold.core.plan import Wishes, resolve
-from fivefold.planner import setting_of
-from fivefold.planner.estimate import held_by
+from fivefold.planner import estimate_setting
+from fivefold.planner.estimate import rank_memory
 from fivefold.rehearse.rank import rehearse_rank
 
-EAGER, _ = setting_of(machine.load("h200"), "bf16", 0.0, "eager", 1.0)
+EAGER, _ = estimate_setting(machine.load("h200"), "bf16", 0.0, "eager", 1.0)
 # A few layers of each model, as wide as they are: model, layers, layout, rank, and what else.
 JOBS: tuple[tuple[str, int, str, int, dict[str, Any]], ...] = (
     ("llama-3.2-1b", 4, "dp=1", 0, {"microbatches": 1}),
@@ -31,6 +31,6 @@ def test_a_rank_holds_what_is_planned(
     """Within 5%, which is what a plan may be off at the worst."""
     wishes = Wishes(model, layout=layout, seq=4096, set={"layers": str(layers)}, **said)
     plan = resolve(wishes)
-    memory = held_by(plan, EAGER, rank)
+    memory = rank_memory(plan, EAGER, rank)
     planned = sum(memory.values()) - memory["context"] - memory["margin"]
     assert planned == pytest.approx(rehearse_rank(plan, rank, None).peak, rel=0.05)

@@ -32,12 +32,6 @@ from fivefold.verify.trial import VerifySettings, run_rank
 PATIENCE = 20.0  # seconds for a message to be received
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(8) as forked:
-        yield forked
-
-
 def plan_of(name: str, ranks: int) -> Plan:
     case = Case(name, f"pp={ranks}", choose(name).default_chunks, recompute="none")
     return case.plan

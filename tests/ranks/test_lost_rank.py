@@ -30,12 +30,12 @@ def dying(
 ) -> VerifiedRank:
     """Run until this rank has said the word."""
 
-    def tell(kind: str, what: object) -> None:
-        worker.tell(kind, what)
+    def send(kind: str, what: object) -> None:
+        worker.send(kind, what)
         if worker.rank == rank and what == word:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    return run_rank(replace(worker, tell=tell), plan, settings)
+    return run_rank(replace(worker, send=send), plan, settings)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fivefold.cost.static_memory import gathered_bytes, static_bytes
 from fivefold.launch.processes import Pool
-from fivefold.optim.blockwise import Blockwise
+from fivefold.optim.blockwise import BlockwiseUpdater
 from fivefold.optim.optimizer import Updater
 from fivefold.parallel.compose import Job
 
@@ -27,12 +27,6 @@ CASES = [
     ("dp=2", 3, Setup(grad_dtype=torch.float64)),
     ("dp=2", 0, Setup(dtype=torch.bfloat16, grad_dtype=torch.float32)),
 ]
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(4) as ranks:
-        yield ranks
 
 
 @pytest.mark.parametrize(("layout", "zero", "setup"), CASES, ids=str)
@@ -108,7 +102,7 @@ def measured(job: Job, optimizer: Updater) -> Callable[[], dict[str, int]]:
 
 def held(job: Job, optimizer: Updater) -> dict[str, int]:
     """Bytes by place. Without a GPU both places are host memory, so a tensor's part says which."""
-    units, offload = list(job.units), isinstance(optimizer, Blockwise)
+    units, offload = list(job.units), isinstance(optimizer, BlockwiseUpdater)
     states = optimizer.tensors()
     mine = [*states, *(unit.part for unit in units if unit.sheds_weights)]
     buffers = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.core.errors import FivefoldError
+from fivefold.core.groups import Topology
 from fivefold.core.layout import Layout
 from fivefold.launch.processes import Pool, Worker
 from fivefold.parallel.data import shard
@@ -19,12 +19,6 @@ from fivefold.parallel.flat_unit import UnitOptions
 from fivefold.parallel.mesh import Mesh
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_loop.py"
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(2) as forked:
-        yield forked
 
 
 def example() -> ModuleType:
@@ -44,8 +38,8 @@ def run_example(worker: Worker, world: int, zero: int) -> list[float]:
 
 @pytest.mark.parametrize("zero", range(4))
 def test_the_example_computes_what_one_process_does(pool: Pool, zero: int) -> None:
-    alone, *_ = pool.run(run_example, 1, zero)
-    together = pool.run(run_example, 2, zero)
+    (alone,) = pool.run_each([(run_example, (1, zero))])
+    together = pool.run_each([(run_example, (2, zero))] * 2)
     assert alone[0] > alone[-1]
     for losses in together:
         assert losses == pytest.approx(alone, rel=1e-12)
@@ -67,7 +61,7 @@ class Skipping(nn.Module):
 def sums(worker: Worker, zero: int, used_by: tuple[bool, ...]) -> list[list[float]]:
     """The summed gradients of two steps, as this rank's optimizer gets them."""
     with worker.joined(2):
-        mesh = Mesh.build(Layout(shard=2, zero=zero), torch.device("cpu"), kv_heads=1)
+        mesh = Mesh(Topology(Layout(shard=2, zero=zero)), torch.device("cpu"))
         model = Skipping()
         blocks = {"first": [model.first], "second": [model.second]}
         data = shard(model, blocks, mesh, UnitOptions(zero), bucket=200)
@@ -85,7 +79,7 @@ def sums(worker: Worker, zero: int, used_by: tuple[bool, ...]) -> list[list[floa
 @pytest.mark.parametrize("zero", range(3))
 @pytest.mark.parametrize("used_by", [(True, False), (False, True), (False, False)])
 def test_weights_that_no_token_reaches(pool: Pool, zero: int, used_by: tuple[bool, bool]) -> None:
-    found = pool.run(sums, zero, used_by)
+    found = pool.run_each([(sums, (zero, used_by))] * 2)
     truth = []
     for number in range(2):
         model = Skipping()
@@ -102,6 +96,6 @@ def test_weights_that_no_token_reaches(pool: Pool, zero: int, used_by: tuple[boo
 
 def test_a_weight_outside_all_blocks_is_refused() -> None:
     model = Skipping()
-    mesh = Mesh.build(Layout(), torch.device("cpu"), kv_heads=1)
+    mesh = Mesh(Topology(Layout()), torch.device("cpu"))
     with pytest.raises(FivefoldError, match=r"second\.bias, second\.weight belong to no block"):
         shard(model, {"first": [model.first]}, mesh, UnitOptions(zero=3))

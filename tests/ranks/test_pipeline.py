@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -16,7 +15,6 @@ from pipelines import (
     ASYNCHRONOUS,
     MIXED,
     MODELS,
-    MOST_RANKS,
     PIPELINES,
     RECOMPUTES,
     SHARDINGS,
@@ -49,12 +47,6 @@ STREAMS = (
     Case("pipedream-2bw", "pp=4", 1),
     Case("pipedream", MIXED, 1, zero=1),
 )
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(MOST_RANKS + 1) as forked:
-        yield forked
 
 
 def chosen() -> list[Case]:

@@ -5,7 +5,6 @@ Here those of data and tensor; context, pipeline and experts have files of their
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -97,7 +96,7 @@ def skipped_bucket() -> Patch:
             return inner(self, last)
         assert self.gradients is not None
         size = self.unit.slice_size
-        place = self.mesh.place("fsdp")
+        place = self.mesh.coord("fsdp")
         self.sent, self.gradients, self.sent_last = self.gradients, None, last
         self.received = self.sent[place * size : (place + 1) * size].clone()
         return None
@@ -138,7 +137,7 @@ def stale_weight() -> Patch:
         before = self.whole.clone()
         inner(self)
         self.arrive()
-        size, place = self.unit.slice_size, self.mesh.place("fsdp")
+        size, place = self.unit.slice_size, self.mesh.coord("fsdp")
         before[place * size : (place + 1) * size] = self.whole[place * size : (place + 1) * size]
         self.whole.copy_(before)
 
@@ -207,12 +206,6 @@ FAULTS = (
     Fault(visible_padding, "tp=2", LOSS, set={"vocab": "251"}),
     Fault(forgotten_microbatch, "dp=2", GRADIENTS, {"zero": 2}),
 )
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(5) as forked:
-        yield forked
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=str)

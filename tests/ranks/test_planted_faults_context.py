@@ -12,15 +12,16 @@ import torch
 from planted import GRADIENTS, LOSS, TRAFFIC, Fault, Patch, check_seen
 from torch import Tensor
 
-from fivefold.core.splits import AttentionCall, Ranges, Split
+from fivefold.core.groups import RING
+from fivefold.core.splits import AttentionCall, ContextSplit, Ranges
 from fivefold.core.units import Unit
 from fivefold.launch.processes import Pool
 from fivefold.model import flash
 from fivefold.model.batch import NOT_COUNTED, AttentionInfo, TokenBatch
-from fivefold.model.flash import Sees
+from fivefold.model.flash import VisiblePairs
 from fivefold.parallel import context
 from fivefold.parallel.context import HEADS, ContextAttention
-from fivefold.parallel.mesh import RING, Mesh
+from fivefold.parallel.mesh import Mesh
 
 
 def former_parts_not_scaled() -> Patch:
@@ -38,7 +39,7 @@ def blind_parts_count() -> Patch:
     """A query that sees no key of a part has log-sum-exp 0 for it, as the kernel says."""
     inner = flash._attend_on_cpu
 
-    def counted(q: Tensor, k: Tensor, v: Tensor, sees: Sees) -> tuple[Tensor, Tensor]:
+    def counted(q: Tensor, k: Tensor, v: Tensor, sees: VisiblePairs) -> tuple[Tensor, Tensor]:
         out, lse = inner(q, k, v, sees)
         return out, lse.masked_fill(lse.isinf(), 0.0)
 
@@ -60,7 +61,7 @@ def recut(change: Callable[[TokenBatch, int, int], TokenBatch]) -> Patch:
     """Another cut of the rows, made of the right one, the tokens of a rank and its coord."""
     inner = context.shard
 
-    def changed(batch: TokenBatch, split: Split, seq: int, coord: int) -> TokenBatch:
+    def changed(batch: TokenBatch, split: ContextSplit, seq: int, coord: int) -> TokenBatch:
         return change(inner(batch, split, seq, coord), seq // (split.inner * split.outer), coord)
 
     return patch.object(context, "shard", changed)
@@ -113,7 +114,9 @@ def documents_of_the_wrong_place() -> Patch:
     """Visiting keys are masked by the documents of this place's own tokens."""
     inner = ContextAttention._sees
 
-    def own(self: ContextAttention, call: AttentionCall, keys: Ranges, info: AttentionInfo) -> Sees:
+    def own(
+        self: ContextAttention, call: AttentionCall, keys: Ranges, info: AttentionInfo
+    ) -> VisiblePairs:
         return inner(self, call, self.tokens, info)
 
     return patch.object(ContextAttention, "_sees", own)
@@ -190,12 +193,6 @@ FAULTS = (
     Fault(one_hop_too_many, "cp=2", TRAFFIC),
     Fault(keys_gathered_wide, "cp=2", TRAFFIC, {"context": "allgather"}, dtype="float32"),
 )
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(5) as forked:
-        yield forked
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=str)

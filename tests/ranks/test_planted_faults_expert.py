@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,10 +13,11 @@ import torch
 from planted import GRADIENTS, LOSS, NORM, TRAFFIC, Fault, Patch, check_seen
 from torch import Tensor
 
+from fivefold.core.groups import TWIN
 from fivefold.core.units import Unit
 from fivefold.launch.processes import Pool
 from fivefold.model import moe
-from fivefold.model.balance import RowIndex
+from fivefold.model.balance import LocalRows
 from fivefold.model.decoder import Decoder
 from fivefold.model.moe import MoeMlp, Routing, Slots
 from fivefold.parallel import balance, compose, expert
@@ -25,7 +26,7 @@ from fivefold.parallel.compose import Job
 from fivefold.parallel.data import DataParallel
 from fivefold.parallel.expert import INNER, SpreadExperts
 from fivefold.parallel.flat_unit import OwnedShard
-from fivefold.parallel.mesh import TWIN, Mesh
+from fivefold.parallel.mesh import Mesh
 
 
 def rerouted(change: Callable[[Routing], Routing]) -> Patch:
@@ -176,7 +177,7 @@ def other_rows(**changes: Any) -> Patch:
     """Balancing takes this rank's tokens for something else than its share of a row."""
     inner = balance._rows
 
-    def changed(*given: Any) -> RowIndex:
+    def changed(*given: Any) -> LocalRows:
         return replace(inner(*given), **changes)
 
     return patch.object(balance, "_rows", changed)
@@ -184,12 +185,12 @@ def other_rows(**changes: Any) -> Patch:
 
 def load_of_own_tokens() -> Patch:
     """The load in an auxiliary loss is that of a rank's tokens, not of the row."""
-    return other_rows(total=lambda counts: counts)
+    return other_rows(sum_over_ranks=lambda counts: counts)
 
 
 def room_for_own_tokens() -> Patch:
     """Each rank drops slots as if its tokens were all of the row."""
-    return other_rows(whole=lambda of_tokens: of_tokens, mine=lambda kept: kept)
+    return other_rows(gather_tokens=lambda of_tokens: of_tokens, local_tokens=lambda kept: kept)
 
 
 def auxiliary_mean_of_means() -> Patch:
@@ -223,12 +224,6 @@ FAULTS = (
     Expert(rows_travel_wide, "dp=2 ep=2", TRAFFIC, dtype="float32"),
     Expert(token_crosses_to_every_node, "dp=4 ep=4", TRAFFIC, {"ep_nodes": 4}),
 )
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(5) as forked:
-        yield forked
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=str)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -12,15 +12,15 @@ from planted import GRADIENTS, LOSS, TRAFFIC, Fault, Patch, check_seen
 from torch import Tensor
 
 from fivefold import step as step_module
+from fivefold.core.groups import PIPELINE, TWIN
 from fivefold.core.plan import Plan
-from fivefold.core.schedule.flush import Delays
+from fivefold.core.schedule.linear import Delays
 from fivefold.launch.processes import Pool
 from fivefold.model.batch import TokenBatch
 from fivefold.parallel import pipeline
-from fivefold.parallel.compose import Job
-from fivefold.parallel.mesh import PIPELINE, TWIN, Mesh
+from fivefold.parallel.compose import Job, StageChunk
+from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.pipeline import Pipeline
-from fivefold.parallel.stage import StageChunk
 
 
 def skipped_weight_gradient() -> Patch:
@@ -98,7 +98,7 @@ def labels_of_another_microbatch() -> Patch:
     inner = Pipeline.run
 
     def early(self: Pipeline, batches: Sequence[TokenBatch], tokens: Any) -> dict[int, Tensor]:
-        if self.mesh.place(PIPELINE) > 0:
+        if self.mesh.coord(PIPELINE) > 0:
             batches = [*batches[1:], batches[0]]
         return inner(self, batches, tokens)
 
@@ -158,12 +158,6 @@ FAULTS = (
     Fault(embedding_of_prediction_ahead_not_tied, "pp=2", GRADIENTS, set={"mtp": "1"}),
     Fault(reduced_after_every_microbatch, "dp=2 pp=2", TRAFFIC, {"zero": 1}),
 )
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(5) as forked:
-        yield forked
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=str)

@@ -16,14 +16,13 @@ from torch import Tensor
 
 from fivefold.cli import main
 from fivefold.core.plan import Plan, Wishes, resolve
-from fivefold.cost.matching import RankCalls
+from fivefold.cost.matching import IssuedCollective
 from fivefold.launch.processes import Pool
 from fivefold.optim.optimizer import Updater
 from fivefold.parallel.boundary import AxisBoundary
-from fivefold.parallel.compose import Job
+from fivefold.parallel.compose import Job, StageChunk
 from fivefold.parallel.flat_unit import FlatUnit
 from fivefold.parallel.mesh import CollectiveRecord, Mesh
-from fivefold.parallel.stage import StageChunk
 from fivefold.rehearse import judged, rehearse, rehearse_rank
 from fivefold.rehearse.rank import RoundRobin
 from fivefold.rehearse.trace import Traces
@@ -102,18 +101,21 @@ def test_real_ranks_call_the_same(layout: str, wishes: dict[str, Any]) -> None:
         assert by_line(calls) == by_line([*one.calls, *one.calls])
 
 
-def listening(job: Job, updater: Updater) -> Callable[[], list[RankCalls]]:
+def listening(job: Job, updater: Updater) -> Callable[[], list[IssuedCollective]]:
     """Keep all calls of a job from now on."""
-    calls: list[RankCalls] = []
+    calls: list[IssuedCollective] = []
 
-    def hear(record: CollectiveRecord, members: tuple[int, ...]) -> None:
-        calls.append(RankCalls(record.axis, record.kind, record.bytes, members))
+    class Listener:
+        def begin(self, record: CollectiveRecord, members: tuple[int, ...]) -> None:
+            calls.append(IssuedCollective(record.axis, record.kind, record.bytes, members))
 
-    job.mesh.heard = hear
+        def end(self, token: object) -> None: ...
+
+    job.mesh.observers = (Listener(),)
     return lambda: calls
 
 
-def by_line(calls: list[RankCalls]) -> dict[object, list[object]]:
+def by_line(calls: list[IssuedCollective]) -> dict[object, list[object]]:
     """What is called in one order: by axis and ranks."""
     lines: dict[object, list[object]] = {}
     for call in calls:

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,12 +27,6 @@ from fivefold.train import TrainedRank, TrainSettings, run_rank, train
 from fivefold.train.checkpoint import Reader, latest
 
 STEPS = 4
-
-
-@pytest.fixture
-def pool() -> Iterator[Pool]:
-    with Pool(2) as forked:
-        yield forked
 
 
 def plan_of(layout: str = "dp=2", **wishes: Any) -> Plan:

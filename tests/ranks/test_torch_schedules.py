@@ -59,7 +59,7 @@ def dump(schedule: Any, path: Path) -> list[Schedule]:
     read: list[Schedule] = []
     for form in FORMATS:
         schedule._dump_csv(str(path / f"{form}.csv"), format=form)
-        read.append(choose.load(path / f"{form}.csv"))
+        read.append(choose.load_schedule(path / f"{form}.csv"))
     return read
 
 
@@ -124,7 +124,7 @@ def test_a_schedule_that_torch_misprints_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "1f1b.csv"
     path.write_text("0F0,0F1,0B0,0B1,0REDUCE_GRAD\n1F1,1B0,1F2,1B1,1REDUCE_GRAD\n")
     with pytest.raises(IllegalSchedule, match="stage 1, microbatch 0: 0 forwards"):
-        choose.load(path)
+        choose.load_schedule(path)
 
 
 @pytest.mark.parametrize("name", ["interleaved", "bfs", "zb-interleaved", "zb-v", "dualpipe-v"])

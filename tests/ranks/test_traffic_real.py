@@ -11,7 +11,7 @@ import pytest
 import torch
 from forked_steps import Setup, run, small_plan
 
-from fivefold.cost.collectives import entries, predict
+from fivefold.cost.collectives import predict_traffic, traffic_entries
 from fivefold.launch.processes import Pool
 from fivefold.parallel.compose import Job
 
@@ -42,12 +42,6 @@ class Case(NamedTuple):
         changes = " ".join(f"{name}={value}" for name, value in said.pop("changes", {}).items())
         words = [f"{name}={value}" for name, value in said.items()]
         return " ".join(filter(None, [self.layout, f"zero={self.zero}", *words, changes]))
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(8) as ranks:
-        yield ranks
 
 
 def every_case() -> Iterator[Case]:
@@ -100,14 +94,14 @@ def test_predicted_is_observed(case: Case, pool: Pool) -> None:
         bucket=case.bucket,
     )
     for rank, observed in enumerate(run(pool, plan, setup, recorded)):
-        predicted = predict(
+        predicted = predict_traffic(
             plan,
             rank,
             itemsize=setup.itemsize,
             grad_itemsize=setup.grad_itemsize,
             bucket=setup.bucket,
         )
-        assert entries(observed.items()) == predicted, f"rank {rank}"
+        assert traffic_entries(observed.items()) == predicted, f"rank {rank}"
 
 
 def recorded(job: Job, *_: object) -> Callable[[], dict[Any, int]]:

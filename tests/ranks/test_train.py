@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from kept_pool import KeptPool
 from test_lost_rank import SOON, children
 from test_pool import wait_until_gone
 
@@ -27,10 +28,11 @@ from fivefold.core.plan import Plan, Wishes, resolve
 from fivefold.core.recipe import Recipe
 from fivefold.launch.processes import Pool
 from fivefold.records import StepRecord
-from fivefold.train import Check, TrainedRank, TrainSettings, beside_the_plan, source_of, train
-from fivefold.train.check import LEAST, alone, judge
+from fivefold.train import Check, TrainedRank, TrainSettings, compare_with_plan, source_of, train
+from fivefold.train.build import batches_of
+from fivefold.train.check import LEAST, judge, single_process
 from fivefold.train.checkpoint import latest
-from fivefold.train.loop import AxisTraffic, batches_of
+from fivefold.train.state import AxisTraffic
 
 
 @pytest.fixture(autouse=True)
@@ -40,12 +42,6 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 BATCH = 4  # sequences of a step, whatever the layout
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(6) as forked:
-        yield forked
 
 
 def plan_of(layout: str, model: str = "tiny-moe", **wishes: Any) -> Plan:
@@ -71,12 +67,12 @@ def checked(
 
 
 @pytest.fixture(scope="module")
-def losses(pool: Pool) -> dict[str, list[float]]:
+def losses(kept_pool: KeptPool) -> dict[str, list[float]]:
     """By balance, of one process."""
     settings, found = TrainSettings(Recipe(steps=3), "float64"), {}
     for balance in ("none", "aux+z"):
         plan = plan_of("dp=1", balance=balance, microbatches=BATCH)
-        found[balance] = trained(pool, plan, settings)[1][0].losses
+        found[balance] = trained(kept_pool.whole(), plan, settings)[1][0].losses
     return found
 
 
@@ -102,11 +98,11 @@ def test_the_loss_of_one_process(
     if plan.batch.seq == 24 and not plan.shape.tied:
         truth = losses[wishes.get("balance", "none")]
         assert [line.loss for line in lines] == pytest.approx(truth, abs=1e-9)
-    measured = beside_the_plan(plan, settings, runs)
+    measured = compare_with_plan(plan, settings, runs)
     assert measured is not None and measured.memory is not None
     assert measured.memory.num_as_planned == plan.layout.world, measured
-    assert measured.moved_as_planned and measured.step == 3, measured
-    assert measured.memory.held == measured.memory.planned
+    assert measured.traffic_as_planned and measured.step == 3, measured
+    assert measured.memory.measured == measured.memory.planned
 
 
 def test_a_dense_model_on_one_rank(pool: Pool) -> None:
@@ -115,10 +111,10 @@ def test_a_dense_model_on_one_rank(pool: Pool) -> None:
     lines, runs, check = checked(pool, plan, settings)
     assert check.difference == 0 and (check.flips, check.routed) == (0, 0)
     assert [line.fullest for line in lines] == [None] * 2
-    measured = beside_the_plan(plan, settings, runs)
+    measured = compare_with_plan(plan, settings, runs)
     assert measured is not None and measured.memory is not None
     assert measured.memory.num_as_planned == 1
-    assert measured.moved == measured.planned_moved == {}
+    assert measured.traffic == measured.planned_traffic == {}
 
 
 def test_float32_is_held_against_its_own_spread(pool: Pool) -> None:
@@ -135,7 +131,7 @@ def test_a_check_sees_what_is_wrong(pool: Pool) -> None:
     settings = TrainSettings(Recipe(steps=2), "float64", check=True)
     plan = plan_of("dp=2")
     _, runs, _ = checked(pool, plan, settings)
-    (truth,) = trained(pool, alone(plan), settings)[1]
+    (truth,) = trained(pool, single_process(plan), settings)[1]
     assert judge(plan, runs, [truth]).passed
     for wrong in (truth.losses[0] + 2e-9, math.nan):
         astray = replace(runs[1], losses=[wrong, runs[1].losses[1]])
@@ -150,14 +146,14 @@ def test_a_plan_that_is_not_kept_is_seen(pool: Pool) -> None:
     settings = TrainSettings(Recipe(steps=3), "float64")
     plan = plan_of("dp=2")
     _, runs = trained(pool, plan, settings)
-    assert runs[1].held is not None
-    runs[1].held = replace(runs[1].held, padding=8)
-    calls, size = runs[1].moved[1]["fsdp"]
-    runs[1].moved[1]["fsdp"] = AxisTraffic(calls, size + 1)
-    measured = beside_the_plan(plan, settings, runs)
+    assert runs[1].memory is not None
+    runs[1].memory = replace(runs[1].memory, padding=8)
+    calls, size = runs[1].traffic[1]["fsdp"]
+    runs[1].traffic[1]["fsdp"] = AxisTraffic(calls, size + 1)
+    measured = compare_with_plan(plan, settings, runs)
     assert measured is not None and measured.memory is not None
     assert (measured.memory.rank, measured.memory.num_as_planned, measured.step) == (1, 1, 2)
-    assert not measured.moved_as_planned and measured.moved != measured.planned_moved
+    assert not measured.traffic_as_planned and measured.traffic != measured.planned_traffic
 
 
 @pytest.mark.parametrize("layout", ["dp=2", "dp=4", "pp=2", "dp=2 tp=2"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -15,7 +14,7 @@ from fivefold.data.batches import samples
 from fivefold.launch.processes import Pool, Worker
 from fivefold.optim import make_updater
 from fivefold.parallel.compose import Job, compose
-from fivefold.parallel.matrix_gather import WholeMatrices
+from fivefold.parallel.matrix_gather import GatheredMatrices
 from fivefold.parallel.mesh import Mesh
 from fivefold.step import step
 from fivefold.verify.compare import ComparedPart, Wanted, errors_by_name
@@ -24,12 +23,6 @@ STEPS = 2  # the second one finds momentum
 MUON = Recipe(optimizer="muon", lr=1e-2)
 NARROW = Recipe(states="bf16", lr=1e-2)
 SIZES = {"layers": "2", "width": "32", "heads": "4", "kv_heads": "2", "ffn": "24", "vocab": "61"}
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(4) as ranks:
-        yield ranks
 
 
 def plan_of(layout: str, tied: bool = False, **wishes: Any) -> Plan:
@@ -43,15 +36,14 @@ def trained(worker: Worker, plan: Plan, recipe: Recipe) -> list[ComparedPart]:
     with worker.joined(plan.layout.world):
         mesh = Mesh.of(plan, torch.device("cpu"))
         job = compose(plan, mesh, seed=0, dtype=torch.float64)
-        matrices = WholeMatrices(job) if plan.layout.world > 1 else None
+        matrices = GatheredMatrices(job) if plan.layout.world > 1 else None
         updater = make_updater(recipe, job.owned, mesh.device, matrices=matrices)
         for number in range(STEPS):
             drawn = samples(plan.batch, plan.shape.vocab, seed=0, step=number)
             step(job, updater, drawn.of(plan.layout.coord(mesh.rank).dp), max_norm=1.0)
         for chunk in job.chunks:
             chunk.data.wait()
-        mesh.groups.clear()
-        mesh.channels.clear()
+        mesh.close_groups()
         return parts_of(job)
 
 
@@ -59,7 +51,7 @@ def parts_of(job: Job) -> list[ComparedPart]:
     return [
         ComparedPart(
             job.table[each.row.name].name,
-            job.pieces[each.row.name],
+            job.shards[each.row.name],
             each.start,
             each.tensor.detach().numpy().copy(),
         )

@@ -7,7 +7,6 @@ import os
 import pty
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -23,12 +22,6 @@ from fivefold.verify.compare import attributed
 from fivefold.verify.trial import VerifySettings, num_phases, run_rank, run_trial
 
 PUBLISHED = 1e-10  # what float64 must reach, whatever tolerance is derived
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(9) as forked:
-        yield forked
 
 
 def plan_of(layout: str, **wishes: Any) -> Plan:

@@ -1,0 +1,73 @@
+"""What a test run takes of the long lists, and what only `make nightly` runs.
+
+`make test` takes a few cases of each list. They are drawn by a salt that changes with the commit,
+so that all cases run over time; the head of the report prints it, and FIVEFOLD_SALT repeats a draw.
+FIVEFOLD_ALL_CASES=1, which `make nightly` sets, takes all cases, runs the tests that are marked
+`nightly`, and looks at the clock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import TypeVar
+
+Case = TypeVar("Case")
+SALT, ALL_CASES = "FIVEFOLD_SALT", "FIVEFOLD_ALL_CASES"
+ROOT = Path(__file__).parent.parent
+
+
+def all_cases() -> bool:
+    """Whether everything runs, as in `make nightly`."""
+    return bool(os.environ.get(ALL_CASES))
+
+
+@cache
+def salt() -> str:
+    """FIVEFOLD_SALT; else the commit; a fixed word where there is no git."""
+    command = ["git", "rev-parse", "--short=12", "HEAD"]
+    if said := os.environ.get(SALT):
+        return said
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "fivefold"
+    return done.stdout.strip()
+
+
+def shuffled(cases: Iterable[Case]) -> list[Case]:
+    """The cases in the order of this salt."""
+
+    def key(case: Case) -> bytes:
+        return hashlib.blake2b(f"{salt()}: {case}".encode(), digest_size=8).digest()
+
+    return sorted(cases, key=key)
+
+
+def some(cases: Iterable[Case], number: int) -> list[Case]:
+    """So many of the cases, in the order of their list."""
+    everything = list(cases)
+    assert 0 < number <= len(everything)
+    chosen = {str(case) for case in shuffled(everything)[:number]}
+    return [case for case in everything if str(case) in chosen]
+
+
+def some_or_all(cases: Iterable[Case], number: int) -> list[Case]:
+    """So many of the cases; all of them in `make nightly`."""
+    everything = list(cases)
+    return everything if all_cases() else some(everything, number)
+
+
+@contextmanager
+def within(seconds: float, clock: Callable[[], float] = time.monotonic) -> Iterator[None]:
+    """Fail where something takes longer, in `make nightly` only: other work slows `make test`."""
+    began = clock()
+    yield
+    took = clock() - began
+    assert took < seconds or not all_cases(), f"took {took:.1f} s, more than {seconds} s"
