@@ -17,7 +17,7 @@ LAYOUT = "dp=2 tp=2 pp=2 cp=2 ep=2"
 
 
 def train(layout: str = LAYOUT, steps: int = 3) -> list[float]:
-    """The loss of every step, the same on every rank of every layout."""
+    """The loss of every step. It is the same on every rank of every layout."""
     plan = resolve(Wishes("tiny-moe", layout=layout, schedule="zb-h1", seq=32, batch=8))
     job = compose(plan, Mesh.of(plan, torch.device("cpu")), seed=0, dtype=torch.float64)
     owned = [(len(each.row.shape) > 1, each.tensor) for each in job.owned]

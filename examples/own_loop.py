@@ -1,4 +1,4 @@
-"""Your own model and your own loop, sharded over data: any `nn.Module`, given its blocks.
+"""Your own model in your own loop, sharded over data ranks: any `nn.Module`, given its blocks.
 
 torchrun --nproc-per-node 2 examples/own_loop.py
 """
@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fivefold.core.groups import Topology
 from fivefold.core.layout import Layout
 from fivefold.parallel.data import shard
 from fivefold.parallel.flat_unit import UnitOptions
@@ -14,16 +15,16 @@ from fivefold.parallel.mesh import Mesh
 
 
 def make_model() -> nn.Sequential:
-    """Four layers of a user's own; nothing in it knows about ranks."""
+    """Four layers; the model knows nothing about ranks."""
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(3)]
     return nn.Sequential(*layers, nn.Linear(32, 1)).double()
 
 
 def train(steps: int = 20, zero: int = 3) -> list[float]:
-    """The loss of every step; the same on one process and on many."""
+    """The loss of every step. It is the same on one process and on many."""
     world = dist.get_world_size() if dist.is_initialized() else 1
-    mesh = Mesh.build(Layout(shard=world, zero=zero), torch.device("cpu"), kv_heads=1)
+    mesh = Mesh(Topology(Layout(shard=world, zero=zero)), torch.device("cpu"))
     model = make_model()
     blocks = {f"layer {place}": [layer] for place, layer in enumerate(model)}
     data = shard(model, blocks, mesh, UnitOptions(zero), bucket=10_000)
