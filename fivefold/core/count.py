@@ -19,7 +19,7 @@ from collections import Counter
 from dataclasses import dataclass, fields
 from functools import cache
 
-from fivefold.core.shape import Mla, Shape
+from fivefold.core.shape import LayerKind, Mla, Shape
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,8 @@ def parameters(shape: Shape) -> Parameters:
 @cache
 def layer_kinds(shape: Shape) -> dict[int, int]:
     """The first layer of each kind and how many are like it: a model has few kinds."""
-    first: dict[tuple[bool, bool], int] = {}
-    kinds = [(shape.is_moe_layer(i), shape.is_global_layer(i)) for i in range(shape.layers)]
+    first: dict[LayerKind, int] = {}
+    kinds = [shape.layer_kind(i) for i in range(shape.layers)]
     for i, kind in enumerate(kinds):
         first.setdefault(kind, i)
     return {first[kind]: times for kind, times in Counter(kinds).items()}

@@ -24,6 +24,7 @@ from fivefold.core.errors import (
     did_you_mean,
 )
 from fivefold.core.schedule import MOST_CHUNKS
+from fivefold.core.splits import CONTEXT_KINDS, ContextKind
 
 if TYPE_CHECKING:
     import numpy
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from fivefold.core.machine import Machine, Tier
 
 
-ContextKind = Literal["ring", "zigzag", "allgather", "ulysses", "hybrid"]
 Order = Literal["tp-cp-dp-pp", "tp-cp-pp-dp"]
 
 DEGREES = ("replicate", "shard", "tp", "pp", "cp", "ep", "etp")
@@ -111,7 +111,7 @@ class Layout:
             yield f"{self.world:,} ranks: at most {MOST_RANKS:,} are supported; lower a degree"
         if self.zero not in range(4):
             yield f"zero={self.zero!r}: the ZeRO stages are 0, 1, 2 and 3"
-        for name, kinds in (("context", get_args(ContextKind)), ("order", get_args(Order))):
+        for name, kinds in (("context", CONTEXT_KINDS), ("order", get_args(Order))):
             given = getattr(self, name)
             if given not in kinds:
                 yield f"{name}={given!r}: {did_you_mean(str(given), kinds)}"

@@ -25,7 +25,7 @@ from fivefold.core.schedule import Schedule
 from fivefold.core.schedule.choose import choose, looks_like_file
 from fivefold.core.schedule.family import AUTO, Family
 from fivefold.core.shape import Shape
-from fivefold.core.splits import Recompute, Split, padded, split_of
+from fivefold.core.splits import ContextSplit, Recompute, context_split, padded_length
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Gather = Literal["step", "microbatch"]
@@ -128,14 +128,14 @@ class Plan:
         return kept and layout.sp and layout.tp > 1 and self.recompute.kind == "none"
 
     @property
-    def split(self) -> Split:
+    def split(self) -> ContextSplit:
         """How a row of tokens is cut over the context ranks."""
-        return split_of(self.layout, self.shape)
+        return context_split(self.layout, self.shape)
 
     @property
     def padded_seq(self) -> int:
         """Tokens of a row as ranks hold it together: padded to what cp and sp cut evenly."""
-        return padded(self.batch.seq, legality.sequence_unit(self.layout, self.shape))
+        return padded_length(self.batch.seq, legality.sequence_unit(self.layout, self.shape))
 
     def gathers_each_time(self, layers: range) -> bool:
         """Whether ZeRO-3 gathers the weights of this stage for every microbatch.
@@ -153,7 +153,7 @@ class Plan:
     @cached_property
     def stages(self) -> tuple[range, ...]:
         """The layers of each pipeline stage."""
-        return splits.cut(
+        return splits.cut_stages(
             self.shape, self.schedule.num_stages, self.stage_layers, seq=self.batch.seq
         )
 
@@ -230,10 +230,12 @@ def resolve(wishes: Wishes, *, small: bool = False) -> Plan:
     seq = _default_seq(layout, shape, small) if wishes.seq is None else wishes.seq
     legality.check(layout, shape, **job_of(wishes, family, seq))
     batch = _batch(wishes, family, layout, seq)
-    given = None if wishes.stage_layers is None else splits.parse(wishes.stage_layers)
+    given = None if wishes.stage_layers is None else splits.parse_stage_layers(wishes.stage_layers)
     if family.name == AUTO and layout.pp > 1:
         layout = _searched(wishes, layout, batch)
-        splits.cut(shape, layout.pp * layout.chunks, given)  # whose number was not known before
+        splits.cut_stages(
+            shape, layout.pp * layout.chunks, given
+        )  # whose number was not known before
     gather = _gather(wishes, layout)
     cluster = None if wishes.machine is None else machine.load(wishes.machine)
     nodes = _ep_nodes(wishes.ep_nodes, layout, cluster)

@@ -6,18 +6,50 @@ The plan says what runs where; the recipe says how weights are updated, what is 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from fivefold.core.errors import FivefoldError
 
-OptimizerName = Literal["adamw", "muon", "sgd"]
+OptimizerName = Literal["adamw", "muon", "sgd"]  # the keys of OPTIMIZERS
 Curve = Literal["cosine", "wsd", "linear", "constant"]
 States = Literal["fp32", "bf16"]
 DISK = "nvme:"
 _WARM_UP = 10  # one in so many steps rises, where nothing else is said
 _LOWEST = 0.1  # of the learning rate: where a cosine ends
 _DECAY = 5  # one in so many steps falls at the end of warm-up, stable, decay
+
+
+@dataclass(frozen=True)
+class OptimizerKind:
+    """One optimizer: what planning must know about it, and where its code is.
+
+    `factory` is `module:function`, because core never loads torch. The function gets parameter
+    groups, learning rate and epsilon, and makes a torch optimizer. `states` are the names of its
+    state tensors, each as large as the weight, and torch's names for them. `counts_steps`: it
+    stores a float32 step count for each weight.
+
+    `full_matrices`: an update needs full matrices, so that shards are gathered before it. The
+    factory of such an optimizer makes an updater, as `optim/muon.py` does. Its states stay on the
+    device in float32, and their memory is not estimated.
+    """
+
+    factory: str
+    states: Mapping[str, str] = field(default_factory=dict[str, str])
+    counts_steps: bool = False
+    full_matrices: bool = False
+
+
+OPTIMIZERS: dict[OptimizerName, OptimizerKind] = {
+    "adamw": OptimizerKind(
+        "fivefold.optim.optimizer:adamw",
+        {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"},
+        counts_steps=True,
+    ),
+    "muon": OptimizerKind("fivefold.optim.muon:Muon", full_matrices=True),
+    "sgd": OptimizerKind("fivefold.optim.optimizer:sgd", {"momentum": "momentum_buffer"}),
+}
 
 
 @dataclass(frozen=True)
@@ -69,6 +101,11 @@ class Recipe:
             found.append(f"offload = {self.offload}: none, cpu, or {DISK}FOLDER")
         if found:
             raise FivefoldError("cannot train with " + "; ".join(found))
+
+    @property
+    def optimizer_kind(self) -> OptimizerKind:
+        """What is known about its optimizer."""
+        return OPTIMIZERS[self.optimizer]
 
     @property
     def disk(self) -> str | None:

@@ -17,7 +17,7 @@ from fivefold.core import splits
 from fivefold.core.batch import contradiction
 from fivefold.core.errors import FivefoldError, counted
 from fivefold.core.layout import MOST_RANKS, Layout
-from fivefold.core.splits import padded, split_of
+from fivefold.core.splits import CONTEXT_KINDS, context_split, padded_length
 
 if TYPE_CHECKING:
     from fivefold.core.shape import Shape
@@ -148,13 +148,13 @@ def _stage_layers_problems(layout: Layout, shape: Shape, job: LayoutRequest) -> 
     if text is None:
         return
     try:
-        given = splits.parse(text)
+        given = splits.parse_stage_layers(text)
     except FivefoldError as error:
         yield str(error)
         return
     pp, chunks = layout.pp, layout.chunks
     num_stages = pp * chunks if domain is None else domain.stages_on(pp, chunks)
-    yield from splits.problems(given, num_stages, shape.layers)
+    yield from splits.stage_layers_problems(given, num_stages, shape.layers)
 
 
 def _asynchronous_problems(layout: Layout, shape: Shape, name: str) -> Iterator[str]:
@@ -178,19 +178,19 @@ def context_rule(layout: Layout, shape: Shape, job: LayoutRequest) -> Iterator[s
             f"seq={seq} {_split_rule(layout)}, which takes at least {unit} tokens: use seq={unit} "
             f"or more{_fewer_ranks(layout, shape, seq)}"
         )
-    length = padded(seq, unit)
+    length = padded_length(seq, unit)
     if shape.positions == "learned" and unit <= seq <= shape.max_seq < length:
         yield (
             f"seq={seq} is padded to {length}, more than the {shape.max_seq} learned positions of "
             f"the model: use seq={shape.max_seq // unit * unit}"
         )
-    if layout.context == "ulysses" and shape.heads % layout.tp == 0:
+    if CONTEXT_KINDS[layout.context].heads == "all" and shape.heads % layout.tp == 0:
         heads = shape.heads // layout.tp
         if heads % layout.cp:
             most = _largest_divisor(heads, layout.cp)
             yield (
-                f"context=ulysses gives whole heads to every cp rank, and cp={layout.cp} does not "
-                f"divide the {heads} heads of a tp rank: use cp={most} or context=hybrid"
+                f"context={layout.context} gives whole heads to every cp rank, and cp={layout.cp} "
+                f"does not divide the {heads} heads of a tp rank: use cp={most} or context=hybrid"
             )
 
 
@@ -274,7 +274,7 @@ _RULES: tuple[Rule, ...] = (
 
 def sequence_unit(layout: Layout, shape: Shape) -> int:
     """What a row is padded to a multiple of: the cp split, then sp inside it."""
-    pieces = split_of(layout, shape).unit // layout.cp
+    pieces = context_split(layout, shape).unit // layout.cp
     return layout.cp * math.lcm(pieces, layout.tp if layout.sp else 1)
 
 
@@ -290,7 +290,7 @@ def _split_rule(layout: Layout) -> str:
 def _fewer_ranks(layout: Layout, shape: Shape, seq: int) -> str:
     """As many context ranks as a sequence is long enough for, and as the heads allow."""
     most = seq * layout.cp // sequence_unit(layout, shape)
-    if most and layout.context == "ulysses":
+    if most and CONTEXT_KINDS[layout.context].heads == "all":
         most = _largest_divisor(max(1, shape.heads // layout.tp), most)
     if not most and seq >= sequence_unit(replace(layout, cp=1), shape):
         most = 1  # which is not cut in two

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from fivefold.core.errors import BadFile
 
@@ -131,6 +131,13 @@ class Moe:
         return i >= self.first_dense and (i + 1) % self.every == 0
 
 
+class LayerKind(NamedTuple):
+    """What tells layers of one model apart: layers of one kind have the same sizes and FLOPs."""
+
+    moe: bool
+    full_attention: bool  # neither window nor positions, where others have them
+
+
 @dataclass(frozen=True)
 class Shape:
     """A decoder transformer. Raises one error with every problem when its numbers cannot be."""
@@ -206,6 +213,10 @@ class Shape:
     def is_global_layer(self, i: int) -> bool:
         """Whether layer i (from 0) is one of those that have neither window nor positions."""
         return self.global_every is not None and (i + 1) % self.global_every == 0
+
+    def layer_kind(self, i: int) -> LayerKind:
+        """The kind of layer i (from 0)."""
+        return LayerKind(self.is_moe_layer(i), self.is_global_layer(i))
 
     def _problems(self) -> Iterator[str]:
         names = ("layers", "width", "heads", "kv_heads", "head_dim", "ffn", "vocab", "max_seq")

@@ -1,9 +1,11 @@
-"""How a row of tokens is cut over the context ranks, and which attention each of them computes.
+"""What each rank has of a step: tokens of a context rank, layers of a stage, kept activations.
 
-A row of T tokens is dealt to `outer` places that form a ring, and the tokens of each place to
-`inner` ranks that exchange tokens for heads (Ulysses). Plain `ring` deals one contiguous piece to
-a place; the other kinds deal in zigzag: pieces r and 2n−1−r of 2n, so that all places have the
-same causal work.
+Context: a row of T tokens is cut over `outer` positions of a ring, and the tokens of each position
+over `inner` ranks that exchange tokens for heads (Ulysses). `CONTEXT_KINDS` is the one table of
+what each kind of context parallelism does.
+
+Stages: layers are cut so that the slowest stage has the least work. Recomputation: which
+activations the backward computes again.
 """
 
 from __future__ import annotations
@@ -14,27 +16,56 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, starmap
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 from fivefold.core import count
 from fivefold.core.errors import FivefoldError, counted
-from fivefold.core.layout import Layout
-from fivefold.core.shape import Shape
+from fivefold.core.shape import LayerKind, Shape
 
 if TYPE_CHECKING:
-    from fivefold.core.shape import Shape
+    from fivefold.core.layout import Layout
 
-
+ContextKind = Literal["ring", "zigzag", "allgather", "ulysses", "hybrid"]
 Ranges = tuple[range, ...]
-"""Tokens of a row, in the order in which a rank holds them."""
+"""Tokens of a row, in the order in which a rank has them."""
+
+
+@dataclass(frozen=True)
+class ContextMethod:
+    """What one kind of context parallelism does.
+
+    `heads`: how many of the cp ranks exchange tokens for heads: none, some (the largest divisor of
+    cp up to √cp that the heads allow), or all. The rest of cp is a ring. `zigzag`: each ring
+    position has parts r and 2n−1−r of 2n, so that all have the same causal work; else one part.
+    `gathers`: keys and values of the ring are all-gathered at once; else passed from rank to rank.
+    """
+
+    heads: Literal["none", "some", "all"] = "none"
+    zigzag: bool = True
+    gathers: bool = False
+
+    @property
+    def merges(self) -> bool:
+        """Whether a rank merges partial attention results, one for each visit of keys."""
+        return not self.gathers and self.heads != "all"
+
+
+# Planner and page try them in this order; the first is the default.
+CONTEXT_KINDS: dict[ContextKind, ContextMethod] = {
+    "zigzag": ContextMethod(),
+    "ring": ContextMethod(zigzag=False),
+    "allgather": ContextMethod(gathers=True),
+    "ulysses": ContextMethod(heads="all"),
+    "hybrid": ContextMethod(heads="some"),
+}
 
 
 class AttentionCall(NamedTuple):
     """One attention call: queries [q_start, q_stop) of a shard over keys [k_start, k_stop).
 
     `causal`: queries and keys are the same tokens. `masked`: some query does not see some key for
-    another reason, a window or an uneven cut, and the visible pairs must be worked out.
+    another reason, a window or an uneven cut, and the visible pairs must be computed.
     """
 
     q_start: int
@@ -52,74 +83,73 @@ class AttentionCall(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Split:
+class ContextSplit:
     """The cut of a row over cp = inner · outer ranks.
 
-    A rank's coord is its place on the ring times `inner`, plus its number inside the place.
+    A rank's coord is its position on the ring times `inner`, plus its number at that position.
     """
 
     inner: int
     outer: int
     zigzag: bool
-    gathers: bool  # keys and values of the ring are gathered at once instead of passed on
+    gathers: bool
 
     @property
     def unit(self) -> int:
         """What the length of a row must be a multiple of."""
         return self.inner * self.outer * (2 if self.zigzag and self.outer > 1 else 1)
 
-    def place(self, seq: int, place: int) -> Ranges:
-        """The tokens of one place on the ring."""
+    def ring_tokens(self, seq: int, position: int) -> Ranges:
+        """The tokens of one position on the ring."""
         if not self.zigzag or self.outer == 1:
             size = seq // self.outer
-            return (range(place * size, (place + 1) * size),)
+            return (range(position * size, (position + 1) * size),)
         size, last = seq // (2 * self.outer), 2 * self.outer - 1
-        return tuple(range(piece * size, (piece + 1) * size) for piece in (place, last - place))
+        return tuple(range(n * size, (n + 1) * size) for n in (position, last - position))
 
-    def rank(self, seq: int, coord: int) -> Ranges:
+    def rank_tokens(self, seq: int, coord: int) -> Ranges:
         """The tokens of one rank."""
-        place, inside = divmod(coord, self.inner)
+        position, number = divmod(coord, self.inner)
         size = seq // (self.inner * self.outer)
-        return tuple(_cut(self.place(seq, place), inside * size, (inside + 1) * size))
+        return tuple(_cut(self.ring_tokens(seq, position), number * size, (number + 1) * size))
 
 
-def split_of(layout: Layout, shape: Shape) -> Split:
-    """The cut of a layout for a model, whose heads bound the inner degree."""
-    cp, kind = layout.cp, layout.context
-    inner = ulysses_degree(shape, layout) if kind == "hybrid" else cp if kind == "ulysses" else 1
-    return Split(inner, cp // inner, zigzag=kind != "ring", gathers=kind == "allgather")
+def context_split(layout: Layout, shape: Shape) -> ContextSplit:
+    """The cut of a layout for a model, whose heads limit the inner degree."""
+    cp, method = layout.cp, CONTEXT_KINDS[layout.context]
+    inner = {"none": 1, "all": cp}.get(method.heads) or ulysses_degree(shape, layout)
+    return ContextSplit(inner, cp // inner, method.zigzag, method.gathers)
 
 
 def ulysses_degree(shape: Shape, layout: Layout) -> int:
-    """The inner degree of `hybrid`: the largest divisor of cp up to √cp that the heads allow.
-
-    The rest of cp is the ring around it, so that 1 (all ring) is always legal.
-    """
+    """How many ranks of `hybrid` exchange tokens for heads; 1 (all ring) is always legal."""
     heads = max(1, shape.heads // layout.tp)
     small = range(1, math.isqrt(layout.cp) + 1)
     return max(d for d in small if layout.cp % d == 0 and heads % d == 0)
 
 
-def padded(seq: int, unit: int) -> int:
-    """The length to which a row is padded; the padding never shows in the loss."""
+def padded_length(seq: int, unit: int) -> int:
+    """The length to which a row is padded; the loss ignores the padding."""
     return -(-seq // unit) * unit
 
 
-def calls(queries: Ranges, keys: Ranges, window: int | None = None) -> tuple[AttentionCall, ...]:
-    """What queries of some tokens compute with keys of some tokens, in as few calls as can be."""
+def attention_calls(
+    queries: Ranges, keys: Ranges, window: int | None = None
+) -> tuple[AttentionCall, ...]:
+    """The attention of these queries over these keys, in as few calls as possible."""
     if queries == keys:
         size = sum(map(len, queries))
         return (AttentionCall(0, size, 0, size, causal=window is None, masked=window is not None),)
     found: list[AttentionCall] = []
     start = 0
-    for piece in queries:
-        stop = start + len(piece)
-        now = list(_calls_of(piece, keys, window, start, stop))
+    for run in queries:
+        stop = start + len(run)
+        now = _calls_of(run, keys, window, start, stop)
         same = [(one.k_start, one.k_stop) for one in now] == [
             (one.k_start, one.k_stop) for one in found if one.q_stop == start
         ]
         clean = not any(one.causal or one.masked for one in (*now, *found))
-        if now and same and clean:  # neighbours that see the same keys share their calls
+        if now and same and clean:  # neighbours that see the same keys share calls
             found = [one._replace(q_stop=stop) if one.q_stop == start else one for one in found]
         else:
             found += now
@@ -127,59 +157,48 @@ def calls(queries: Ranges, keys: Ranges, window: int | None = None) -> tuple[Att
     return tuple(found)
 
 
-def pairs(split: Split, seq: int, window: int | None = None) -> list[int]:
-    """Pairs of a query and a key that each rank computes for each of its heads' sequences.
+def attention_pairs(split: ContextSplit, seq: int, window: int | None = None) -> list[int]:
+    """Pairs of a query and a key that each rank computes, per head of the model.
 
-    Inside a place the ranks share heads, each with 1/inner of them: pairs are per head of the model
-    over the `inner` ranks, so that the sum over ranks is that of one device.
+    The `inner` ranks of a ring position have 1/inner of the heads each and count that share, so
+    the sum over all ranks is that of one device.
     """
     found: list[int] = []
-    for place in range(split.outer):
-        queries = split.place(seq, place)
+    for position in range(split.outer):
+        queries = split.ring_tokens(seq, position)
         total = sum(
             call.pairs
             for other in range(split.outer)
-            for call in calls(queries, split.place(seq, other), window)
+            for call in attention_calls(queries, split.ring_tokens(seq, other), window)
         )
         found += [total // split.inner] * split.inner
     return found
 
 
 def _calls_of(
-    piece: range, keys: Ranges, window: int | None, q_start: int, q_stop: int
-) -> Iterator[AttentionCall]:
-    """The calls of one contiguous piece of queries."""
-    earliest = 0 if window is None else piece.start - window + 1
+    run: range, keys: Ranges, window: int | None, q_start: int, q_stop: int
+) -> list[AttentionCall]:
+    """The calls of one contiguous run of queries; neighbours without a mask are joined."""
+    earliest = 0 if window is None else run.start - window + 1
     found: list[AttentionCall] = []
     offset = 0
     for each in keys:
-        before = range(max(each.start, earliest), min(each.stop, piece.start))
-        inside = range(max(each.start, piece.start), min(each.stop, piece.stop))
+        before = range(max(each.start, earliest), min(each.stop, run.start))
+        inside = range(max(each.start, run.start), min(each.stop, run.stop))
         for part in (before, inside):
             if not part:
                 continue
             low = offset + part.start - each.start
-            causal = part == piece and window is None
-            hidden = window is not None and piece.stop - 1 - part.start >= window
+            causal = part == run and window is None
+            hidden = window is not None and run.stop - 1 - part.start >= window
             masked = not causal and (hidden or part is inside)
-            found.append(AttentionCall(q_start, q_stop, low, low + len(part), causal, masked))
+            last = found[-1] if found and not (causal or masked) else None
+            if last and last.k_stop == low and not (last.causal or last.masked):
+                found[-1] = last._replace(k_stop=low + len(part))
+            else:
+                found.append(AttentionCall(q_start, q_stop, low, low + len(part), causal, masked))
         offset += len(each)
-    yield from _joined(found)
-
-
-def _joined(found: Sequence[AttentionCall]) -> Iterator[AttentionCall]:
-    """Neighbouring calls over all of their keys as one."""
-    open_: AttentionCall | None = None
-    for call in found:
-        plain = open_ is not None and not (open_.causal or open_.masked)
-        if open_ and plain and open_.k_stop == call.k_start and not (call.causal or call.masked):
-            open_ = open_._replace(k_stop=call.k_stop)
-            continue
-        if open_ is not None:
-            yield open_
-        open_ = call
-    if open_ is not None:
-        yield open_
+    return found
 
 
 def _cut(ranges: Ranges, start: int, stop: int) -> Iterator[range]:
@@ -192,23 +211,37 @@ def _cut(ranges: Ranges, start: int, stop: int) -> Iterator[range]:
         offset += len(each)
 
 
-# Which layers each pipeline stage holds.
+# Which layers each pipeline stage has.
 #
-# The largest stage sets the pace of a pipeline, so that layers are dealt to make it as small as
-# can be: by the FLOPs of the forward, where the head weighs on the last stage and the lookup of
-# the input embedding costs nothing. Of all cuts with that largest stage, the one whose parameters
-# are spread best is taken: there embedding and head both count.
+# The largest stage sets the pace of a pipeline, so the cut makes it as small as possible: by the
+# FLOPs of the forward, where the head counts for the last stage and the embedding lookup is free.
+# Of all cuts with that largest stage, the one with the most even parameters is taken, where
+# embedding and head both count.
+
+
+class StageKind(NamedTuple):
+    """What a stage is made of: stages of one kind have the same weights and do the same work."""
+
+    layers: tuple[LayerKind, ...]
+    embedding: bool
+    head: bool
+
+
+def stage_kind(shape: Shape, layers: range) -> StageKind:
+    """The kind of a stage with these layers; the head includes multi-token prediction."""
+    kinds = tuple(map(shape.layer_kind, layers))
+    return StageKind(kinds, layers.start == 0, layers.stop == shape.layers)
 
 
 _TEXT = re.compile(r"[1-9][0-9]{0,5}(?:[,\s]+[1-9][0-9]{0,5})*")
 
 
-def cut(
+def cut_stages(
     shape: Shape, num_stages: int, given: Sequence[int] | None = None, *, seq: int | None = None
 ) -> tuple[range, ...]:
-    """The layers of each stage, in order; `given` are their numbers where a user has chosen.
+    """The layers of each stage, in order; `given` are the user's numbers of layers per stage.
 
-    `seq` is the length of a sequence, on which attention depends: by default the model's longest.
+    `seq` is the sequence length, which attention depends on: by default the model's longest.
     """
     if given is None:
         most = shape.layers
@@ -217,19 +250,20 @@ def cut(
                 f"{counted(num_stages, 'stage')} for {counted(most, 'layer')}: every stage needs a "
                 f"layer, so use 1 to {most}"
             )
-        return _dealt(shape, num_stages, seq or shape.max_seq)
-    if reasons := list(problems(given, num_stages, shape.layers)):
+        return _cut_by_cost(shape, num_stages, seq or shape.max_seq)
+    if reasons := list(stage_layers_problems(given, num_stages, shape.layers)):
         raise FivefoldError("; ".join(reasons))
-    return _spans([*accumulate(given)])
+    return tuple(starmap(range, pairwise([0, *accumulate(given)])))
 
 
 @lru_cache
-def _dealt(shape: Shape, num_stages: int, seq: int) -> tuple[range, ...]:
-    """By cost; whoever explores a job asks for the same again and again."""
-    return _spans(_best_ends(compute(shape, seq), sizes(shape, num_stages), num_stages))
+def _cut_by_cost(shape: Shape, num_stages: int, seq: int) -> tuple[range, ...]:
+    """The planner asks for the same cut many times."""
+    costs, sizes = flops_by_layer(shape, seq), parameters_by_layer(shape, num_stages)
+    return tuple(starmap(range, pairwise([0, *_best_ends(costs, sizes, num_stages)])))
 
 
-def parse(text: str) -> tuple[int, ...]:
+def parse_stage_layers(text: str) -> tuple[int, ...]:
     """Read `7,8,8,7`: the number of layers of each stage."""
     if not _TEXT.fullmatch(text.strip()):
         raise FivefoldError(
@@ -238,8 +272,10 @@ def parse(text: str) -> tuple[int, ...]:
     return tuple(int(word) for word in re.split(r"[,\s]+", text.strip()))
 
 
-def problems(given: Sequence[int], num_stages: int | None, num_layers: int) -> Iterator[str]:
-    """What is wrong with the layers that a user gave each stage; None stages are not yet known."""
+def stage_layers_problems(
+    given: Sequence[int], num_stages: int | None, num_layers: int
+) -> Iterator[str]:
+    """What is wrong with a user's layers per stage; `num_stages` is None if not yet known."""
     shown = ",".join(map(str, given))
     if num_stages is not None and len(given) != num_stages:
         yield (
@@ -255,7 +291,7 @@ def problems(given: Sequence[int], num_stages: int | None, num_layers: int) -> I
         )
 
 
-def compute(shape: Shape, seq: int) -> list[int]:
+def flops_by_layer(shape: Shape, seq: int) -> list[int]:
     """Forward FLOPs per token of each layer, with what runs before the first and after the last."""
     flops = [count.layer_flops(shape, i, seq).total for i in range(shape.layers)]
     whole = count.forward_flops(shape, seq)
@@ -264,10 +300,10 @@ def compute(shape: Shape, seq: int) -> list[int]:
     return [round(each) for each in flops]  # whole numbers, so that equal stages compare equal
 
 
-def sizes(shape: Shape, num_stages: int) -> list[int]:
+def parameters_by_layer(shape: Shape, num_stages: int) -> list[int]:
     """Parameters of each layer, with the embedding in the first and the head in the last.
 
-    Where a tied model is cut, the last stage has a copy of the embedding's weight.
+    If a tied model is cut, the last stage has a copy of the embedding.
     """
     found = [count.layer_parameters(shape, i).total for i in range(shape.layers)]
     found[0] += count.embedding_parameters(shape).total
@@ -276,10 +312,6 @@ def sizes(shape: Shape, num_stages: int) -> list[int]:
     if shape.ends_share and num_stages > 1:
         found[-1] += shape.vocab * shape.width
     return found
-
-
-def _spans(ends: Sequence[int]) -> tuple[range, ...]:
-    return tuple(range(start, stop) for start, stop in pairwise([0, *ends]))
 
 
 def _best_ends(costs: list[int], weights: list[int], num_stages: int) -> list[int]:
@@ -313,7 +345,7 @@ def _best_starts(
     """For each end of a stage its best start and the sum of squares up to there.
 
     `first` is the first start within the limit, `squares` the best sum up to each start. A later
-    end never has an earlier best start, so that the middle one halves the search for the others.
+    end never has an earlier best start, so the middle one halves the search for the others.
     """
     if not ends:
         return
@@ -329,7 +361,7 @@ def _best_starts(
 
 
 def _furthest(cost: list[int], num_stages: int, limit: int) -> list[int]:
-    """How far 0, 1, 2, … stages reach within the limit, and leave a layer to each that follows."""
+    """How far 0, 1, 2, … stages reach within the limit and leave a layer to each later stage."""
     far, num_layers = [0], len(cost) - 1
     for left in range(num_stages - 1, -1, -1):
         far.append(min(num_layers - left, bisect_right(cost, cost[far[-1]] + limit) - 1))
@@ -337,20 +369,17 @@ def _furthest(cost: list[int], num_stages: int, limit: int) -> list[int]:
 
 
 def _nearest(cost: list[int], num_stages: int, limit: int) -> list[int]:
-    """Where 0, 1, 2, … stages must end at least, for the rest to hold what is left."""
+    """Where 0, 1, 2, … stages must end at least, for the others to have the remaining layers."""
     near = [len(cost) - 1]
     for before in range(num_stages - 1, -1, -1):
         near.append(max(before, bisect_left(cost, cost[near[-1]] - limit)))
     return near[::-1]
 
 
-# Which activations are computed again in the backward.
-
-
 @dataclass(frozen=True)
 class Recompute:
-    """What a plan says: `selective` repeats cheap parts only, `full` keeps the input of every
-    `blocks`-th block."""
+    """Which activations the backward computes again: `selective` the cheap ones, `full` all but the
+    input of every `blocks`-th block."""
 
     kind: Literal["none", "selective", "full"] = "none"
     blocks: int = 1

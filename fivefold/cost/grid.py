@@ -1,8 +1,11 @@
-"""Many layouts of one job at once: every column is an array, and all broadcast together."""
+"""Many layouts of one job at once: one array per degree or choice, and all broadcast together.
+
+Also how unevenly routing loads the ranks: from the fullest expert to the rank that has it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -10,25 +13,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.core.errors import FivefoldError
-from fivefold.core.layout import ContextKind
 from fivefold.core.plan import Plan
 from fivefold.core.schedule.catalog import names as schedule_names
 from fivefold.core.schedule.choose import looks_like_file, named
 from fivefold.core.shape import Moe, Shape
+from fivefold.core.splits import CONTEXT_KINDS, ContextMethod
 
 Array = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 RECOMPUTE = ("none", "selective", "full")
-OFFLOADS = ("none", "cpu", "nvme")  # where optimizer states and master weights lie
-CONTEXTS: tuple[ContextKind, ...] = ("zigzag", "ring", "allgather", "ulysses", "hybrid")
+OFFLOADS = ("none", "cpu", "nvme")  # where optimizer states and master weights are
+CONTEXTS = tuple(CONTEXT_KINDS)
 SCHEDULES = tuple(schedule_names())
 FAMILIES = tuple(named(name) for name in SCHEDULES)
 
 
 @dataclass(frozen=True)
 class LayoutGrid:
-    """Layouts with their batches. `recompute`, `schedule`, `offload` and `context` are numbers
-    in their lists."""
+    """Layouts with their batches. `recompute`, `schedule`, `offload` and `context` are indices
+    into the lists above."""
 
     tp: Array
     cp: Array
@@ -39,7 +42,7 @@ class LayoutGrid:
     etp: Array
     zero: Array
     chunks: Array
-    rows: Array  # of a microbatch
+    microbatch_size: Array  # sequences
     microbatches: Array
     recompute: Array
     schedule: Array
@@ -59,17 +62,22 @@ class LayoutGrid:
     def world(self) -> Array:
         return self.dp * self.cp * self.tp * self.pp
 
+    def context_has(self, fact: Callable[[ContextMethod], bool]) -> Flags:
+        """Which layouts have a kind of context parallelism with this property."""
+        facts = np.array([fact(method) for method in CONTEXT_KINDS.values()])
+        return facts[self.context.astype(np.int64)]
+
     def columns(self) -> Iterator[NDArray[Any]]:
         return (getattr(self, each.name) for each in fields(self))
 
-    def at(self, place: tuple[int, ...], shape: tuple[int, ...]) -> LayoutGrid:
+    def at(self, index: tuple[int, ...], shape: tuple[int, ...]) -> LayoutGrid:
         """One layout of a broadcast grid."""
-        found = (np.broadcast_to(each, shape)[place] for each in self.columns())
+        found = (np.broadcast_to(each, shape)[index] for each in self.columns())
         return LayoutGrid(*(np.array([each]) for each in found))
 
 
 def grid_of_plan(plan: Plan) -> LayoutGrid:
-    """One layout."""
+    """The grid of one layout."""
     layout, batch = plan.layout, plan.batch
     return LayoutGrid(
         tp=_one(layout.tp),
@@ -81,7 +89,7 @@ def grid_of_plan(plan: Plan) -> LayoutGrid:
         etp=_one(layout.etp),
         zero=_one(layout.zero),
         chunks=_one(layout.chunks),
-        rows=_one(batch.microbatch_size),
+        microbatch_size=_one(batch.microbatch_size),
         microbatches=_one(batch.microbatches),
         recompute=_one(RECOMPUTE.index(plan.recompute.kind)),
         schedule=_one(schedule_index(plan.wishes.schedule if layout.pp > 1 else "1f1b")),
@@ -100,31 +108,30 @@ def schedule_index(text: str) -> int:
     return SCHEDULES.index("1f1b" if looks_like_file(text) else named(text).name)
 
 
-# How unevenly routing loads ranks: from the fullest expert to the rank that has it.
-
-
 def require_possible_imbalance(shape: Shape, imbalance: float) -> None:
-    """Refuse a load that no routing can have."""
+    """Refuse a load that no routing can cause."""
     if shape.moe is None:
         if imbalance != 1:
-            raise FivefoldError(f"--imbalance is for experts, and {shape.name} has none")
+            raise FivefoldError(
+                f"--imbalance needs experts, and {shape.name} has none: leave it out"
+            )
         return
     most = shape.moe.experts / shape.moe.top_k
     if not 1 <= imbalance <= most:
         raise FivefoldError(
-            f"--imbalance {imbalance:g}: the fullest expert has 1 to {most:g} times the mean, for "
-            f"no token chooses it twice ({shape.moe.top_k} of {shape.moe.experts} experts)"
+            f"--imbalance {imbalance:g}: the fullest expert can have 1 to {most:g} times the mean "
+            f"({shape.moe.top_k} of {shape.moe.experts} experts per token, none twice)"
         )
 
 
 def fullest_rank_load(moe: Moe, ep: Array, imbalance: float) -> Array | float:
-    """Slots of the rank with the fullest expert over the average rank's.
+    """Slots of the rank with the fullest expert over those of the average rank.
 
-    All other experts share what that one leaves. So a rank with all experts has its share however
-    tokens choose, and a rank with one expert has all that comes to it.
+    All other experts share the remaining slots evenly. So a rank with all experts has the average
+    load whatever the routing, and a rank with one expert has the full imbalance.
     """
     if imbalance == 1:
         return 1.0
-    held = moe.experts / ep
+    num_experts = moe.experts / ep
     other = (moe.experts - imbalance) / (moe.experts - 1)
-    return (imbalance + (held - 1) * other) / held
+    return (imbalance + (num_experts - 1) * other) / num_experts

@@ -199,9 +199,9 @@ class PipelineTimer:
         self.shape, self.seq = shape, seq
         kinds = layer_kinds(shape)
         self.kinds = tuple(kinds)
-        last = _kind(shape, shape.layers - 1)
+        last = shape.layer_kind(shape.layers - 1)
         self.counts = tuple(
-            count + (shape.mtp if _kind(shape, i) == last else 0) for i, count in kinds.items()
+            count + (shape.mtp if shape.layer_kind(i) == last else 0) for i, count in kinds.items()
         )
         self.paths: dict[tuple[str, int, int, int], Array] = {}
         self.dealt: dict[int, StageRows] = {}
@@ -210,7 +210,7 @@ class PipelineTimer:
     def spans(self, num_stages: int) -> tuple[range, ...]:
         """The layers of each stage."""
         if num_stages not in self.cuts:
-            self.cuts[num_stages] = splits.cut(self.shape, num_stages, seq=self.seq)
+            self.cuts[num_stages] = splits.cut_stages(self.shape, num_stages, seq=self.seq)
         return self.cuts[num_stages]
 
     def table(self, name: str, pp: int, chunks: int, microbatches: int) -> Array:
@@ -244,12 +244,12 @@ class PipelineTimer:
     def stages(self, spans: Sequence[range]) -> StageRows:
         """How many layers of each kind every stage has, and which one has the head."""
         shape, width = self.shape, len(self.kinds) + 1
-        first = {_kind(shape, i): place for place, i in enumerate(self.kinds)}
+        first = {shape.layer_kind(i): place for place, i in enumerate(self.kinds)}
         held = np.zeros((len(spans), width))
         for number, span in enumerate(spans):
             for i in span:
-                held[number, first[_kind(shape, i)]] += 1
-        held[-1, first[_kind(shape, shape.layers - 1)]] += shape.mtp
+                held[number, first[shape.layer_kind(i)]] += 1
+        held[-1, first[shape.layer_kind(shape.layers - 1)]] += shape.mtp
         held[-1, -1] = 1
         none = np.zeros_like(held)
         forward, inputs, weights = (
@@ -267,10 +267,6 @@ class PipelineTimer:
 def _cannot_run(name: str, pp: int, chunks: int, microbatches: int) -> bool:
     """Lattices have schedules beside numbers of microbatches that are not theirs."""
     return pp > 1 and name != AUTO and bool(family(name).problems(pp, microbatches, chunks))
-
-
-def _kind(shape: Shape, i: int) -> tuple[bool, bool]:
-    return shape.is_moe_layer(i), shape.is_global_layer(i)
 
 
 def _samples(shape: Shape, seq: int) -> Array:

@@ -19,6 +19,7 @@ from fivefold.core.count import training_flops
 from fivefold.core.plan import Plan, resolve
 from fivefold.core.schedule import FORWARD, INPUT_GRAD, WEIGHT_GRAD
 from fivefold.core.schedule.clock import Costs, Timeline, memory_levels, peak_activations, play
+from fivefold.core.shape import LayerKind
 from fivefold.cost.grid import OFFLOADS, grid_of_plan
 from fivefold.cost.layer_time import LayerTimer, LayerTimes, TimeParts
 from fivefold.cost.longest_paths import PATHS, ScheduleSize
@@ -112,14 +113,14 @@ def _stages(plan: Plan, work: LayerTimer, apart: Collection[str] = ()) -> list[_
     """Every stage of the plan, its layers without the parts named; the last has the head and what
     predicts further tokens."""
     shape = plan.shape
-    kinds: dict[tuple[bool, bool], LayerTimes] = {}
+    kinds: dict[LayerKind, LayerTimes] = {}
     found: list[_Stage] = []
     for layers in plan.stages:
         last = layers.stop == shape.layers
         numbers = [*layers, *([shape.layers - 1] * shape.mtp if last else [])]
         held: list[LayerTimes] = []
         for i in numbers:
-            kind = (shape.is_moe_layer(i), shape.is_global_layer(i))
+            kind = shape.layer_kind(i)
             if kind not in kinds:
                 kinds[kind] = launch_bound_layer(work, i, apart)
             held.append(kinds[kind])

@@ -15,17 +15,18 @@ from hypothesis import strategies as st
 
 from fivefold.cli import main
 from fivefold.core import models
-from fivefold.core.layout import ContextKind, Layout
+from fivefold.core.layout import Layout
 from fivefold.core.legality import nearest, problems
 from fivefold.core.plan import Wishes, resolve
 from fivefold.core.splits import (
     AttentionCall,
+    ContextKind,
+    ContextSplit,
     Ranges,
-    Split,
-    calls,
-    padded,
-    pairs,
-    split_of,
+    attention_calls,
+    attention_pairs,
+    context_split,
+    padded_length,
     ulysses_degree,
 )
 
@@ -36,15 +37,15 @@ DEGREES = (1, 2, 3, 4, 6, 8, 12)
 HEADS = 24  # that every degree divides
 
 splits = st.builds(
-    lambda kind, cp: split_of(Layout(cp=cp, context=kind), replace(TINY, heads=HEADS)),
+    lambda kind, cp: context_split(Layout(cp=cp, context=kind), replace(TINY, heads=HEADS)),
     st.sampled_from(KINDS),
     st.sampled_from(DEGREES),
 )
 windows = st.none() | st.integers(1, 60)
 
 
-def split(kind: ContextKind, cp: int) -> Split:
-    return split_of(Layout(cp=cp, context=kind), replace(TINY, heads=HEADS))
+def split(kind: ContextKind, cp: int) -> ContextSplit:
+    return context_split(Layout(cp=cp, context=kind), replace(TINY, heads=HEADS))
 
 
 def tokens(ranges: Ranges) -> list[int]:
@@ -60,15 +61,17 @@ def sees(query: int, key: int, window: int | None) -> bool:
 
 
 @given(splits, st.integers(1, 5))
-def test_every_token_is_on_one_rank_and_ranks_have_equally_many(cut: Split, times: int) -> None:
+def test_every_token_is_on_one_rank_and_ranks_have_equally_many(
+    cut: ContextSplit, times: int
+) -> None:
     seq, cp = times * cut.unit, cut.inner * cut.outer
-    ranks = [tokens(cut.rank(seq, coord)) for coord in range(cp)]
+    ranks = [tokens(cut.rank_tokens(seq, coord)) for coord in range(cp)]
     assert sorted(token for rank in ranks for token in rank) == list(range(seq))
     assert {len(rank) for rank in ranks} == {seq // cp}
     for place in range(cut.outer):
         inside = ranks[place * cut.inner : (place + 1) * cut.inner]
         held = [token for rank in inside for token in rank]
-        assert held == tokens(cut.place(seq, place)) == sorted(held)
+        assert held == tokens(cut.ring_tokens(seq, place)) == sorted(held)
 
 
 @pytest.mark.parametrize(
@@ -82,13 +85,13 @@ def test_every_token_is_on_one_rank_and_ranks_have_equally_many(cut: Split, time
     ],
 )
 def test_sixteen_tokens_on_four_ranks(kind: ContextKind, held: list[list[int]]) -> None:
-    assert [tokens(split(kind, 4).rank(16, coord)) for coord in range(4)] == held
+    assert [tokens(split(kind, 4).rank_tokens(16, coord)) for coord in range(4)] == held
 
 
 @given(st.integers(1, 10_000), st.integers(1, 300))
 def test_a_row_is_padded_by_less_than_a_unit(seq: int, unit: int) -> None:
-    assert padded(seq, unit) % unit == 0
-    assert 0 <= padded(seq, unit) - seq < unit
+    assert padded_length(seq, unit) % unit == 0
+    assert 0 <= padded_length(seq, unit) - seq < unit
 
 
 @pytest.mark.parametrize(
@@ -121,7 +124,9 @@ def test_hybrid_takes_the_largest_ulysses_degree_up_to_the_root(
     fits = [d for d in range(1, cp + 1) if cp % d == 0 and d * d <= cp and mine % d == 0]
     layout, shape = Layout(cp=cp, tp=tp, context="hybrid"), replace(TINY, heads=heads)
     assert ulysses_degree(shape, layout) == max(fits)
-    assert split_of(layout, shape) == Split(max(fits), cp // max(fits), zigzag=True, gathers=False)
+    assert context_split(layout, shape) == ContextSplit(
+        max(fits), cp // max(fits), zigzag=True, gathers=False
+    )
 
 
 @pytest.mark.parametrize(
@@ -150,14 +155,14 @@ def computed(
                 yield query, key
 
 
-def hops(cut: Split, seq: int) -> Iterator[tuple[Ranges, Ranges]]:
+def hops(cut: ContextSplit, seq: int) -> Iterator[tuple[Ranges, Ranges]]:
     """The queries and the keys that meet, over all places."""
     for place in range(cut.outer):
-        queries = cut.place(seq, place)
+        queries = cut.ring_tokens(seq, place)
         if cut.gathers:
             yield queries, (range(seq),)
         else:
-            yield from ((queries, cut.place(seq, other)) for other in range(cut.outer))
+            yield from ((queries, cut.ring_tokens(seq, other)) for other in range(cut.outer))
 
 
 def require_exact(found: Counter[tuple[int, int]], wanted: set[tuple[int, int]]) -> None:
@@ -168,12 +173,12 @@ def require_exact(found: Counter[tuple[int, int]], wanted: set[tuple[int, int]])
 @settings(deadline=None)
 @given(splits, st.integers(1, 3), windows)
 def test_every_visible_pair_is_in_one_call_of_one_place(
-    cut: Split, times: int, window: int | None
+    cut: ContextSplit, times: int, window: int | None
 ) -> None:
     seq = times * cut.unit
     found: Counter[tuple[int, int]] = Counter()
     for queries, keys in hops(cut, seq):
-        for call in calls(queries, keys, window):
+        for call in attention_calls(queries, keys, window):
             found.update(computed(call, queries, keys, window))
     everything = ((query, key) for query in range(seq) for key in range(seq))
     require_exact(found, {pair for pair in everything if sees(*pair, window)})
@@ -194,7 +199,7 @@ def test_calls_are_exact_for_any_queries_and_keys(
     queries: Ranges, keys: Ranges, window: int | None
 ) -> None:
     found: Counter[tuple[int, int]] = Counter()
-    for call in calls(queries, keys, window):
+    for call in attention_calls(queries, keys, window):
         mine = list(computed(call, queries, keys, window))
         seen = {key for _, key in mine}
         assert len(seen) == call.k_stop - call.k_start  # no key is brought that nobody sees
@@ -208,7 +213,7 @@ def test_a_hop_of_zigzag_is_one_call_of_the_same_size_everywhere(n: int, c: int)
     cut, seq = split("zigzag", n), 2 * n * c
     for place in range(n):
         for other in range(n):
-            (call,) = calls(cut.place(seq, place), cut.place(seq, other))
+            (call,) = attention_calls(cut.ring_tokens(seq, place), cut.ring_tokens(seq, other))
             assert not call.masked and call.causal == (place == other)
             assert call.pairs == (c * (2 * c + 1) if place == other else 2 * c * c)
 
@@ -217,7 +222,10 @@ def test_a_hop_of_zigzag_is_one_call_of_the_same_size_everywhere(n: int, c: int)
 def test_a_plain_ring_has_nothing_to_do_with_later_keys(n: int, c: int) -> None:
     cut, seq = split("ring", n), n * c
     for place in range(n):
-        counts = [len(calls(cut.place(seq, place), cut.place(seq, other))) for other in range(n)]
+        counts = [
+            len(attention_calls(cut.ring_tokens(seq, place), cut.ring_tokens(seq, other)))
+            for other in range(n)
+        ]
         assert counts == [1] * (place + 1) + [0] * (n - place - 1)
 
 
@@ -228,10 +236,10 @@ def test_a_plain_ring_has_nothing_to_do_with_later_keys(n: int, c: int) -> None:
 def test_all_but_the_plain_ring_are_balanced(kind: ContextKind, cp: int, times: int) -> None:
     cut = split(kind, cp)
     seq = times * cut.unit
-    found, whole = pairs(cut, seq), seq * (seq + 1) // 2
+    found, whole = attention_pairs(cut, seq), seq * (seq + 1) // 2
     assert len(found) == cp
     assert max(found) == min(found) == whole // cp
-    gathered = sum(call.pairs for hop in hops(cut, seq) for call in calls(*hop))
+    gathered = sum(call.pairs for hop in hops(cut, seq) for call in attention_calls(*hop))
     assert gathered == whole
 
 
@@ -239,7 +247,7 @@ def test_all_but_the_plain_ring_are_balanced(kind: ContextKind, cp: int, times: 
 def test_the_last_rank_of_a_plain_ring_does_most(n: int, c: int) -> None:
     """Place r sees r pieces of c keys whole, and its own half: max/min → 2n − 1, max/mean →
     2 − 1/n."""
-    found = pairs(split("ring", n), n * c)
+    found = attention_pairs(split("ring", n), n * c)
     assert found == [r * c * c + c * (c + 1) // 2 for r in range(n)]
     assert Fraction(max(found), min(found)) == 1 + Fraction(2 * (n - 1) * c, c + 1)
     mean = Fraction(sum(found), n)
@@ -248,7 +256,7 @@ def test_the_last_rank_of_a_plain_ring_does_most(n: int, c: int) -> None:
 
 @pytest.mark.parametrize("n", [2, 4, 8])
 def test_the_imbalance_of_a_long_plain_ring(n: int) -> None:
-    found = pairs(split("ring", n), 131_072)
+    found = attention_pairs(split("ring", n), 131_072)
     assert max(found) / min(found) == pytest.approx(2 * n - 1, rel=1e-3)
     assert max(found) * n / sum(found) == pytest.approx(2 - 1 / n, rel=1e-3)
 
@@ -334,8 +342,8 @@ def test_padding_beyond_the_learned_positions_is_told_a_length_that_fits(positio
     legal = [seq for seq in range(1, positions + 1) if not problems(layout, shape, seq=seq)]
     for seq in legal[-1:]:
         assert reasons == [
-            f"seq={positions} is padded to {padded(positions, 16)}, more than the {positions} "
-            f"learned positions of the model: use seq={seq}"
+            f"seq={positions} is padded to {padded_length(positions, 16)}, more than the "
+            f"{positions} learned positions of the model: use seq={seq}"
         ]
     assert bool(legal) == (positions >= 16)
     assert not any("seq=0" in reason for reason in reasons)

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fivefold.core.layout import ContextKind
 from fivefold.core.plan import Plan, Wishes, resolve
-from fivefold.cost.collectives import TrafficEntry, listed, predict
+from fivefold.core.splits import ContextKind
+from fivefold.cost.collectives import TrafficEntry, predict_traffic, traffic_json
 
 KINDS: tuple[ContextKind, ...] = get_args(ContextKind)
 LAYERS, SEQ = 32, 8192  # of llama-3.1-8b: 32 heads and 8 KV heads of 128 numbers
@@ -27,7 +27,7 @@ def plan_of(layout: str, context: str, model: str = "llama-3.1-8b", **wishes: ob
 
 def traffic(plan: Plan, rank: int = 0, *axes: str) -> list[TrafficEntry]:
     """The entries of some axes, those of attention if none is named, in bf16."""
-    found = predict(plan, rank, itemsize=2, grad_itemsize=2)
+    found = predict_traffic(plan, rank, itemsize=2, grad_itemsize=2)
     return [each for each in found if each.axis in (axes or ("ring", "ulysses"))]
 
 
@@ -81,7 +81,7 @@ def test_rings_on_four(context: str, forward: int, home: int) -> None:
 
 
 def test_in_float64_gradients_are_not_wider() -> None:
-    found = predict(plan_of("cp=2", "zigzag"), 0, itemsize=8, grad_itemsize=8)
+    found = predict_traffic(plan_of("cp=2", "zigzag"), 0, itemsize=8, grad_itemsize=8)
     sent = [each for each in found if (each.axis, each.kind) == ("ring", "send")]
     assert sent == [TrafficEntry("ring", "send", 4 * LAYERS, 4 * KV // 2, 2)]
 
@@ -206,7 +206,7 @@ def test_the_table_of_the_docs() -> None:
 
 
 def test_the_list_is_in_the_plan() -> None:
-    found = listed(plan_of("cp=2", "zigzag", "tiny"))
+    found = traffic_json(plan_of("cp=2", "zigzag", "tiny"))
     assert found is not None
     assert {each["axis"] for each in found} == {"dp-cp", "fsdp", "ring", "world"}
 

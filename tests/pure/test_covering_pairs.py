@@ -16,7 +16,7 @@ from fivefold.core.models import load
 from fivefold.core.plan import Wishes
 from fivefold.core.rules import problems
 from fivefold.core.schedule.catalog import family
-from fivefold.cost.collectives import predict
+from fivefold.cost.collectives import predict_traffic
 from fivefold.verbs.verify import runnable
 from tests.ranks.covering import (
     ASYNCHRONOUS,
@@ -123,9 +123,11 @@ def carried_out(name: str, value: Value, axis: str, degree: int) -> tuple[object
     text = " ".join(f"{key}={count}" for key, count in degrees.items())
     wish = {name: value == "on" if name == "sp" else value}
     plan = runnable(Wishes(MODEL, layout=text, microbatches=4, **wish))  # type: ignore[arg-type]
-    tokens = tuple(plan.split.rank(plan.padded_seq, coord) for coord in range(plan.layout.cp))
+    tokens = tuple(
+        plan.split.rank_tokens(plan.padded_seq, coord) for coord in range(plan.layout.cp)
+    )
     # Of a schedule the order says it all; the traffic of an asynchronous one is no step's.
-    moved = () if name == "schedule" else predict(plan, 0, itemsize=8, grad_itemsize=8)
+    moved = () if name == "schedule" else predict_traffic(plan, 0, itemsize=8, grad_itemsize=8)
     return repr(plan.schedule), tokens, moved
 
 
