@@ -23,13 +23,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fivefold.core.layout import ContextKind, Layout
+from fivefold.core.layout import Layout
 from fivefold.core.models import load
 from fivefold.core.plan import Plan, Wishes, resolve
-from fivefold.core.splits import Ranges, pairs, split_of
+from fivefold.core.splits import ContextKind, Ranges, attention_pairs, context_split
 from fivefold.launch.processes import Pool, Worker
 from fivefold.model.batch import AttentionInfo, TokenBatch
-from fivefold.model.flash import Sees, Total, attend
+from fivefold.model.flash import MergedAttention, VisiblePairs, attend
 from fivefold.parallel.compose import compose
 from fivefold.parallel.context import ContextAttention
 from fivefold.parallel.mesh import Mesh, Phase
@@ -45,7 +45,7 @@ def balance() -> None:
     print(f"{'kind':<11}{'cp':>3}  {'max/min':>8} {'max/mean':>9}")
     for kind in KINDS:
         for cp in (2, 4, 8):
-            found = pairs(split_of(Layout(cp=cp, context=kind), shape), 131_072)
+            found = attention_pairs(context_split(Layout(cp=cp, context=kind), shape), 131_072)
             high, low, mean = max(found), min(found), statistics.mean(found)
             beside = f"   2n−1 = {2 * cp - 1}, 2−1/n = {2 - 1 / cp:.3f}" if kind == "ring" else ""
             print(f"{kind:<11}{cp:>3}  {high / low:8.2f} {high / mean:9.3f}{beside}")
@@ -54,9 +54,9 @@ def balance() -> None:
 
 def merged(q: Tensor, k: Tensor, v: Tensor, parts: int) -> Tensor:
     """Attention over the keys in so many parts, still in float32."""
-    total = Total(q)
+    total = MergedAttention(q)
     for part_k, part_v in zip(k.chunk(parts, dim=2), v.chunk(parts, dim=2), strict=True):
-        total.merge(0, q.shape[2], *attend(q, part_k, part_v, Sees()))
+        total.merge(0, q.shape[2], *attend(q, part_k, part_v, VisiblePairs()))
     assert total.out is not None
     return total.out
 
@@ -75,7 +75,7 @@ def error(device: str) -> None:
     if device == "cpu":
         one = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)[0]
     else:
-        one = attend(q, k, v, Sees())[0]
+        one = attend(q, k, v, VisiblePairs())[0]
     print(f"bfloat16 on {device}: relative error against float64 of 1,024 queries and keys")
     print(f"one flash call                      {off(one):.3e}")
     for parts in (2, 4, 8):
@@ -189,7 +189,7 @@ class VirtualRank(ContextAttention):
 def cut_into_ranks(q: Tensor, k: Tensor, v: Tensor, slope: Tensor, cp: int) -> float:
     """Attention of all ranks, one rank after another."""
     seq = q.shape[2]
-    split = split_of(Layout(cp=cp), load("llama-3-8b"))
+    split = context_split(Layout(cp=cp), load("llama-3-8b"))
     row = TokenBatch(*(torch.arange(seq, device="cuda")[None] for _ in range(3)))
     info = AttentionInfo(row.positions, None, None, None, row=row)
     ranks = [

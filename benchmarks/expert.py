@@ -25,8 +25,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from delayed_mesh import DelayedMesh
 from torch import Tensor, nn
 
+from fivefold.core.groups import Topology
 from fivefold.core.plan import Plan, Wishes, resolve
 from fivefold.core.schedule import WEIGHT_GRAD, Overlap, actions_of
 from fivefold.launch.processes import Pool, Worker
@@ -36,7 +38,6 @@ from fivefold.model.moe import MoeMlp
 from fivefold.optim.optimizer import make_optimizer
 from fivefold.parallel.compose import Job, compose
 from fivefold.parallel.deferred import GradientQueue
-from fivefold.parallel.mesh import Mesh
 from fivefold.step import step
 
 LAYERS, MICROBATCHES, REPEATS = 4, 32, 2
@@ -79,8 +80,8 @@ def slow_down(job: Job) -> None:
 
 
 def _make_nap(leaf: nn.Module, seconds: float, queue: GradientQueue | None) -> None:
-    product: Callable[..., Tensor] = leaf.product  # type: ignore[assignment]
-    leaf.product = lambda *given: Nap.apply(product(*given), seconds, queue)  # type: ignore[assignment]
+    product: Callable[..., Tensor] = leaf.matmul  # type: ignore[assignment]
+    leaf.matmul = lambda *given: Nap.apply(product(*given), seconds, queue)  # type: ignore[assignment]
 
 
 class Measured(NamedTuple):
@@ -106,7 +107,7 @@ class Measured(NamedTuple):
 def measure(worker: Worker, plan: Plan) -> Measured:
     """The best steps of a few, with and without the delay in turns."""
     with worker.joined(plan.layout.world):
-        mesh = Mesh.of(plan, torch.device("cpu"))
+        mesh = DelayedMesh(Topology.of(plan), torch.device("cpu"))
         job = compose(plan, mesh, seed=0, dtype=torch.float32)
         owned = [(len(each.row.shape) > 1, each.tensor) for each in job.owned]
         optimizer = make_optimizer("sgd", owned, lr=1e-3, weight_decay=0.0)

@@ -14,22 +14,24 @@ import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
+from delayed_mesh import DelayedMesh
 from torch import Tensor, nn
 
+from fivefold.core.groups import Topology
 from fivefold.core.layout import Layout
-from fivefold.core.splits import Split
+from fivefold.core.splits import ContextSplit
 from fivefold.model.batch import AttentionInfo, TokenBatch
 from fivefold.parallel import context
 from fivefold.parallel.context import ContextAttention
 from fivefold.parallel.data import DataParallel, shard
 from fivefold.parallel.flat_unit import UnitOptions
-from fivefold.parallel.mesh import Mesh, Pending, Phase, RingExchange
+from fivefold.parallel.mesh import Phase
 
 BLOCKS, WIDTH, RING = 16, 64, 4
 FORWARD, BACKWARD = 0.020, 0.040
@@ -60,18 +62,23 @@ class Block(nn.Module):
         return Sleep.apply(self.linear(x))
 
 
-class NaiveMesh(Mesh):
+class NaiveMesh(DelayedMesh):
     """Waits for every collective where it is issued."""
 
-    def _started(self, axis: str, work: Pending) -> Pending:
-        pending = super()._started(axis, work)
-        pending.wait()
-        return pending
+    def issue(self, *arguments: Any, **named: Any) -> Any:
+        return Done(super().issue(*arguments, **named).wait())
 
-    def pass_on(self, tensor: Tensor, axis: str) -> RingExchange:
-        passing = super().pass_on(tensor, axis)
-        passing.wait()
-        return passing
+    def pass_on(self, tensor: Tensor, axis: str) -> Any:
+        return Done(super().pass_on(tensor, axis).wait())
+
+
+class Done(NamedTuple):
+    """A collective that was waited for at once."""
+
+    found: Any
+
+    def wait(self) -> Any:
+        return self.found
 
 
 def one_step(model: nn.Module, data: DataParallel) -> tuple[float, float]:
@@ -89,9 +96,9 @@ def one_step(model: nn.Module, data: DataParallel) -> tuple[float, float]:
     return middle - start, end - middle
 
 
-def measure(kind: type[Mesh], zero: int, delay: float) -> tuple[float, float]:
+def measure(kind: type[DelayedMesh], zero: int, delay: float) -> tuple[float, float]:
     """The best of three steps, after one that warms up."""
-    mesh = kind.build(Layout(shard=2, zero=zero), torch.device("cpu"), kv_heads=1)
+    mesh = kind(Topology(Layout(shard=2, zero=zero)), torch.device("cpu"))
     model = nn.Sequential(*(Block() for _ in range(BLOCKS)))
     blocks = {str(place): [block] for place, block in enumerate(model)}
     data = shard(model, blocks, mesh, UnitOptions(zero), bucket=4 * (WIDTH * WIDTH + WIDTH))
@@ -107,10 +114,10 @@ def rows() -> list[tuple[str, float, float, float, float]]:
     table = []
     for zero, delay in ((0, 0.02), (1, 0.02), (1, 0.045)):
         compute, traffic = BLOCKS * BACKWARD, BLOCKS * delay
-        overlapped, naive = (measure(kind, zero, delay)[1] for kind in (Mesh, NaiveMesh))
+        overlapped, naive = (measure(kind, zero, delay)[1] for kind in (DelayedMesh, NaiveMesh))
         table.append((f"gradient reduction, ZeRO-{zero}", compute, traffic, overlapped, naive))
     delay = 0.012
-    both = [measure(kind, 3, delay) for kind in (Mesh, NaiveMesh)]
+    both = [measure(kind, 3, delay) for kind in (DelayedMesh, NaiveMesh)]
     forward, backward = zip(*both, strict=True)
     table.append(("gather ahead, forward, ZeRO-3", BLOCKS * FORWARD, BLOCKS * delay, *forward))
     moved = (2 * BLOCKS - 1) * delay  # the last block is still there from the forward
@@ -123,16 +130,17 @@ def ring_rows() -> list[tuple[str, float, float, float, float]]:
     table = []
     for block, transfer in ((0.020, 0.012), (0.020, 0.020), (0.020, 0.030)):
         times = []
-        for kind in (Mesh, NaiveMesh):
-            split = Split(inner=1, outer=RING, zigzag=True, gathers=False)
-            mesh = kind.build(Layout(cp=RING, zero=0), torch.device("cpu"), split=split)
+        for kind in (DelayedMesh, NaiveMesh):
+            split = ContextSplit(inner=1, outer=RING, zigzag=True, gathers=False)
+            topology = Topology(Layout(cp=RING, zero=0), split=split)
+            mesh = kind(topology, torch.device("cpu"))
             times.append(ring(mesh, split, block, transfer))
         hops = [(whole - block) / (RING - 1) for whole in times]  # nothing follows the last block
         table.append((f"a hop on a ring of {RING}", block, transfer, *hops))
     return table
 
 
-def ring(mesh: Mesh, split: Split, block: float, transfer: float) -> float:
+def ring(mesh: DelayedMesh, split: ContextSplit, block: float, transfer: float) -> float:
     """Seconds of attention around the ring, the best of three."""
 
     def nap(q: Tensor, k: Tensor, v: Tensor, sees: object) -> tuple[Tensor, Tensor]:

@@ -25,19 +25,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
+from delayed_mesh import DelayedMesh
 from torch import Tensor
 
 from fivefold.core import models
+from fivefold.core.groups import Topology
 from fivefold.core.layout import Layout
 from fivefold.core.schedule import Schedule
-from fivefold.core.schedule.catalog import FAMILIES, Family
+from fivefold.core.schedule.catalog import FAMILIES
 from fivefold.core.schedule.clock import Costs, play
+from fivefold.core.schedule.family import Family
 from fivefold.model.batch import TokenBatch
 from fivefold.model.decoder import Decoder, from_config
 from fivefold.model.init import init_weights
 from fivefold.parallel.deferred import GradientQueue
-from fivefold.parallel.mesh import Mesh, Pending
-from fivefold.parallel.pipeline import Lanes, Pipeline
+from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.pipeline import Pipeline
 
 RANKS, MICROBATCHES, LATENCY = 8, 16, 0.005
 FORWARD, INPUT_GRAD, WEIGHT_GRAD = 0.040, 0.048, 0.040
@@ -82,12 +85,12 @@ class SleepingChunk:
 class SlowMesh(Mesh):
     """Every message is `latency` on its way, behind whatever its ranks do."""
 
-    def __init__(self, layout: Layout, rank: int, device: torch.device) -> None:
-        super().__init__(layout, rank, device)
-        self.latency = 0.0
+    def __init__(self, topology: Topology, device: torch.device, latency: float) -> None:
+        super().__init__(topology, device)
+        self.latency = latency
         self.carriers: dict[int, ThreadPoolExecutor] = {}
 
-    def send(self, tensor: Tensor, target: int) -> Pending:
+    def send(self, tensor: Tensor, target: int) -> Any:
         if not self.latency:
             return super().send(tensor, target)
         carrier = self.carriers.setdefault(target, ThreadPoolExecutor(1))
@@ -116,11 +119,9 @@ def cases() -> Iterator[tuple[Family, int, int]]:
 def makespan(schedule: Schedule, latency: float) -> float:
     """Seconds from the first start to the last end over all ranks, the better of two runs."""
     layout = Layout(pp=RANKS, zero=0, chunks=schedule.num_chunks)
-    mesh = SlowMesh.build(layout, torch.device("cpu"), schedule=schedule)
-    assert isinstance(mesh, SlowMesh)
-    mesh.latency = latency
+    mesh = SlowMesh(Topology(layout, schedule=schedule), torch.device("cpu"), latency)
     last = schedule.num_stages - 1
-    held = schedule.placement.held(mesh.place("pp"))
+    held = schedule.placement.held(mesh.coord("pp"))
     chunks = {stage: SleepingChunk(stage == last) for stage in held}
     pipeline = Pipeline(schedule, mesh, chunks, HIDDEN, torch.float32)
     count, best = schedule.num_microbatches, float("inf")
@@ -246,14 +247,13 @@ def time_torch(decoder: Decoder) -> float:
 def pair(rank: int) -> None:
     """Lanes of 10 pieces each: compute, then a collective of a set time."""
     pieces, compute = 10, 0.020
-    mesh = Mesh.build(Layout(tp=RANKS, zero=0), torch.device("cpu"))
+    mesh = DelayedMesh(Topology(Layout(tp=RANKS, zero=0)), torch.device("cpu"))
 
     def lane() -> None:
         for _ in range(pieces):
             time.sleep(compute)
             pending = mesh.all_reduce(torch.ones(8), "tp", dist.ReduceOp.SUM)
-            if mesh.pause is not None:
-                mesh.pause()
+            mesh.lanes.pause()
             pending.wait()
 
     if rank == 0:
@@ -262,7 +262,7 @@ def pair(rank: int) -> None:
     for delay in (0.005, 0.010, 0.018):
         mesh.delay = delay
         times = []
-        for run in (lambda: (lane(), lane()), lambda: Lanes(mesh).run(lane, lane)):
+        for run in (lambda: (lane(), lane()), lambda: mesh.lanes.run(lane, lane)):
             dist.barrier()
             start = time.perf_counter()
             run()

@@ -2,8 +2,8 @@
 
 Two ranks over gloo (tp=2) train a small model; every second step is recorded, in pairs whose order
 turns around. The cost is the median of the differences within pairs over the median step that was
-not recorded; processor time, which other programs disturb less, is told beside it. Exits with 1
-where the cost is above 1%. Nothing else should run meanwhile.
+not recorded; processor time, which other programs disturb less, is printed beside it. Exits with
+1 if the cost is above 1%. Nothing else should run at the same time.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ import torch
 
 from fivefold.core.plan import Plan, Wishes, resolve
 from fivefold.core.recipe import Recipe
-from fivefold.core.schedule import Step
 from fivefold.data.batches import samples
 from fivefold.launch.processes import Pool, Worker
 from fivefold.optim import make_updater
 from fivefold.parallel.compose import Job, compose
 from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.stage import Instruments
 from fivefold.records import StepRecord
-from fivefold.records.run_folder import Metrics
+from fivefold.records.run_folder import Metrics, RunFolder
 from fivefold.step import step
-from fivefold.train.span_recorder import Events, Token
+from fivefold.train.callbacks.records import SpanCallback
 
 MOST = 0.01
 WARM_UP, PAIRS = 4, 60
@@ -53,7 +53,7 @@ class Times(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """Two steps, one behind the other."""
+    """Two steps, one after the other."""
 
     without: Times
     recorded: Times
@@ -62,20 +62,19 @@ class Pair(NamedTuple):
 class Recording:
     """Turns the records of a rank on and off."""
 
-    def __init__(self, job: Job, folder: Path) -> None:
-        self.job, self.rank = job, job.mesh.rank
-        self.events = Events(folder, self.rank, 0, job.mesh.device)
-        self.metrics = Metrics(folder, 0) if self.rank == 0 else None
-        self.token: Token | None = None
+    def __init__(self, job: Job, spans: SpanCallback, folder: Path) -> None:
+        self.job, self.spans = job, spans
+        spans.start(0)
+        self.log = spans.log
+        self.metrics = Metrics(folder, 0) if job.mesh.rank == 0 else None
 
     def turn(self, on: bool) -> None:
-        self.job.mesh.spans = self.events if on else None
-        self.job.pipeline.before = self._before if on else lambda step: None
-        self.job.pipeline.after = self._after if on else lambda step: None
+        self.spans.log = self.log if on else None
 
     def write(self, number: int, loss: float, norm: float, seconds: float) -> None:
         """What is written when a step is over."""
-        self.events.step(number)
+        assert self.log is not None
+        self.log.step(number)
         if self.metrics is not None:
             batch = self.job.plan.batch
             self.metrics.append(
@@ -93,21 +92,18 @@ class Recording:
                 )
             )
 
-    def _before(self, action: Step) -> None:
-        self.token = self.events.begin(action)
-
-    def _after(self, action: Step) -> None:
-        self.events.end(self.token)
-
 
 def measure(worker: Worker, plan: Plan, folder: Path) -> list[Pair]:
     """The pairs of one rank."""
     with worker.joined(plan.layout.world):
-        mesh = Mesh.of(plan, torch.device("cpu"))
-        job = compose(plan, mesh, seed=0, dtype=torch.float32)
+        device = torch.device("cpu")
+        spans = SpanCallback(RunFolder(folder, 0, time.time()), worker.rank, device)
+        mesh = Mesh.of(plan, device, observers=(spans,))
+        watched = Instruments(spans.actions)
+        job = compose(plan, mesh, seed=0, dtype=torch.float32, instruments=watched)
         updater = make_updater(Recipe(), job.owned, mesh.device)
         batches = samples(plan.batch, plan.shape.vocab, 0, 0).of(0)
-        recording = Recording(job, folder)
+        recording = Recording(job, spans, folder)
 
         def timed(number: int, on: bool) -> Times:
             worker.phase(f"step {number}")
@@ -126,8 +122,9 @@ def measure(worker: Worker, plan: Plan, folder: Path) -> list[Pair]:
             first = number % 2 == 0
             one, other = timed(2 * number, first), timed(2 * number + 1, not first)
             pairs.append(Pair(other, one) if first else Pair(one, other))
-        recording.events.close()
-        mesh.groups.clear()
+        recording.turn(True)
+        spans.close()
+        mesh.close_groups()
         return pairs
 
 

@@ -21,9 +21,9 @@ from fivefold.core import machine
 from fivefold.core.plan import Plan, Wishes, resolve
 from fivefold.launch.processes import Pool
 from fivefold.launch.worker import Worker
-from fivefold.planner import setting_of
-from fivefold.planner.estimate import alone, held_by
-from fivefold.planner.search import SearchSetting
+from fivefold.planner import estimate_setting
+from fivefold.planner.estimate import rank_memory, rank_seconds_alone
+from fivefold.planner.search import EstimateSetting
 
 MACHINE = "h200"
 GIB = 2**30
@@ -112,15 +112,15 @@ def joined(paths: list[Path]) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def planned(plan: Plan, setting: SearchSetting, rank: int) -> float:
+def planned(plan: Plan, setting: EstimateSetting, rank: int) -> float:
     """Bytes that tensors of a rank have."""
-    parts = held_by(plan, setting, rank)
+    parts = rank_memory(plan, setting, rank)
     return sum(each for name, each in parts.items() if name not in ("context", "margin"))
 
 
 def table(paths: list[Path]) -> None:
     """Print what was measured beside what is planned."""
-    setting, _ = setting_of(machine.load(MACHINE), "bf16", 0.0, "eager", 1.0)
+    setting, _ = estimate_setting(machine.load(MACHINE), "bf16", 0.0, "eager", 1.0)
     print("| job | rank | planned GiB | rehearsed | measured | planned s | measured s |")
     print("|---|---|---|---|---|---|---|")
     errors: dict[str, list[float]] = {"planned": [], "rehearsed": [], "time": []}
@@ -130,7 +130,10 @@ def table(paths: list[Path]) -> None:
             continue
         plan = plan_of(line["model"], line["layout"], line["said"])
         seen, peak, step = line["rehearsed"][0], line["measured"][0], line["measured"][1]
-        guess, seconds = planned(plan, setting, line["rank"]), alone(plan, setting, line["rank"])
+        guess, seconds = (
+            planned(plan, setting, line["rank"]),
+            rank_seconds_alone(plan, setting, line["rank"]),
+        )
         more = " ".join(f"{key}={value}" for key, value in line["said"].items())
         for name, one, truth in (
             ("planned", guess, peak), ("rehearsed", seen, peak), ("time", seconds, step),

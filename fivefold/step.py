@@ -1,4 +1,4 @@
-"""One optimizer step under a plan: what rehearse, verify and train all run."""
+"""One optimizer step under a plan: `rehearse`, `verify` and `train` all run it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
+from fivefold.core.groups import TWIN, WORLD
 from fivefold.model.batch import NOT_COUNTED, TokenBatch
 from fivefold.parallel.balance import Load
 from fivefold.parallel.compose import Job
-from fivefold.parallel.mesh import TWIN, WORLD, Mesh
+from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.tensor import sum_partial
 
 
@@ -26,11 +27,11 @@ class Optimizer(Protocol):
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What a step tells: the mean loss of its tokens, the gradient norm, what clipping did, how
-    full the experts were, and how many ranks wish to stop.
+    """The result of a step: the mean loss of its tokens, the gradient norm, the clip coefficient,
+    the load of the experts, and how many ranks want to stop.
 
-    Still on the device: reading one waits for the step, and not every step is read. `skipped`: loss
-    or norm was no finite number, and nothing was updated.
+    All of it is still on the device: reading one waits for the step, and not every step is read.
+    `skipped`: loss or norm was not finite, and nothing was updated.
     """
 
     loss: Tensor
@@ -43,10 +44,10 @@ class StepOutcome:
 
 @dataclass(frozen=True)
 class Guard:
-    """How a training watches its steps: `scale` is that of the losses where backward begins, for
-    numbers of a narrow range; `stop` is this rank's wish to end behind this step.
+    """How training guards a step: `scale` multiplies the losses where backward begins, for types of
+    a narrow range; `stop` asks to end the run after this step.
 
-    A guarded step waits for its norm, and updates nothing where that or the loss is not finite.
+    A guarded step waits for its norm. It updates nothing where the norm or the loss is not finite.
     """
 
     scale: float = 1.0
@@ -62,18 +63,18 @@ def step(
 ) -> StepOutcome:
     """Microbatches of whole rows in, updated weights out.
 
-    The loss of every token is divided once, by the number of counted tokens of the whole step over
-    all ranks and microbatches: a mean of means would weigh tokens by where they happen to lie.
+    The loss of every token is divided once, by the number of counted tokens of the step over all
+    ranks and microbatches. A mean of means would weigh tokens by the rank that holds them.
     """
     asked = guard or Guard()
-    job.pipeline.scale = asked.scale
     job.balancing.scale_losses(asked.scale)
     batches = [job.local(batch) for batch in batches]
     tokens = counted_tokens(batches, job.mesh)
-    losses = job.pipeline.run(batches, [tokens] * len(batches))
+    losses = job.pipeline.run(batches, [tokens] * len(batches), asked.scale)
+    job.on_phase("reduce")
     for chunk in job.chunks:
         chunk.data.finish()
-    sum_partial([(job.pieces[each.row.name], each.grad) for each in job.owned], job.mesh)
+    sum_partial([(job.shards[each.row.name], each.grad) for each in job.owned], job.mesh)
     sum_copies(job)
     loss = sum(losses.values(), torch.zeros_like(tokens))
     loss, norm, stops, recorded = totals(job, loss, asked.stop)
@@ -132,8 +133,8 @@ def sum_copies(job: Job) -> None:
 
 
 def totals(job: Job, loss: Tensor, stop: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The loss, the gradient norm, the wishes to stop and what the experts recorded in the whole
-    job, from what this rank has of each."""
+    """Loss, gradient norm, requests to stop and expert statistics of the whole job, from what this
+    rank has of each."""
     mine = [loss.to(torch.float64) / job.mesh.size("tp"), squared_norm(job)]
     wish = mine[0].new_full((), float(stop))
     everything = torch.cat([torch.stack([*mine, wish]), job.balancing.take()])

@@ -1,21 +1,131 @@
-"""Lineup: a layout as a few numbers, from which anybody can list the group of any rank.
+"""Group roles: which ranks meet for which collectives. The mesh, the planner and the page read it.
 
-All ranks stand in a line with tp fastest, then cp, dp and pp, whichever `order` places them on
-the machine. There every axis is one `Extent`, and only the way from a rank to its place in the
-line depends on the order. A picture needs no more to light up groups.
+All ranks stand in one line, tp fastest, then cp, dp and pp. There a role is an `Extent`: the size
+of its groups and the distance between two members. Only the way from a rank to its place in the
+line depends on the layout's `order`. Two roles need more than an extent: `twin` joins the pipeline
+ranks that hold a copy of the same weight, and the messages of a pipeline go between pairs of ranks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from fivefold.core.layout import Extent, Layout
 from fivefold.core.machine import Machine, Tier
 from fivefold.core.plan import Plan
+from fivefold.core.schedule import Schedule, channels, twins
+from fivefold.core.splits import ContextSplit
+
+PIPELINE, TWIN, WORLD = "pp", "twin", "world"
+RING, ULYSSES, ROW = "ring", "ulysses", "row"
+NEAR, FAR = "ep-near", "ep-far"
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Everything that decides who meets whom: a layout, and what cuts its axes further.
+
+    `kv_heads` fewer than tp are replicated, `split` cuts a row over the context ranks, experts are
+    spread over `ep_nodes` nodes, and a `schedule` says which pipeline ranks send to which. `tied`:
+    the first and the last stage share a weight. `balanced`: the ranks of a row balance experts.
+    """
+
+    layout: Layout
+    kv_heads: int = 1
+    split: ContextSplit | None = None
+    ep_nodes: int = 1
+    schedule: Schedule | None = None
+    tied: bool = False
+    balanced: bool = False
+
+    @classmethod
+    def of(cls, plan: Plan) -> Topology:
+        """The topology of a plan."""
+        shape = plan.shape
+        return cls(
+            plan.layout,
+            shape.kv_heads,
+            plan.split,
+            plan.ep_nodes,
+            plan.schedule,
+            shape.ends_share,
+            bool(plan.balance),
+        )
+
+    @property
+    def inner_context(self) -> int:
+        """Context ranks that share their tokens by heads."""
+        return 1 if self.split is None else self.split.inner
+
+
+class Role(NamedTuple):
+    """What a group is for: the dimension that it serves, its extent, and whether a job has it."""
+
+    dimension: str
+    extent: Callable[[Topology], Extent]
+    used: Callable[[Topology], bool] = lambda topology: True
+
+
+def _axis(name: str) -> Callable[[Topology], Extent]:
+    return lambda topology: topology.layout.extent(name)
+
+
+def _kv_replicas(topology: Topology) -> Extent:
+    """The tp ranks that hold the same KV heads."""
+    return Extent(max(1, topology.layout.tp // topology.kv_heads), 1)
+
+
+def _ulysses(topology: Topology) -> Extent:
+    return Extent(topology.inner_context, topology.layout.tp)
+
+
+def _ring(topology: Topology) -> Extent:
+    inner, layout = topology.inner_context, topology.layout
+    return Extent(layout.cp // inner, layout.tp * inner)
+
+
+def _near(topology: Topology) -> Extent:
+    """The ep ranks of one node."""
+    return Extent(topology.layout.ep // topology.ep_nodes, topology.layout.etp)
+
+
+def _far(topology: Topology) -> Extent:
+    """The ep ranks with the same number in every node."""
+    layout = topology.layout
+    return Extent(topology.ep_nodes, layout.etp * (layout.ep // topology.ep_nodes))
+
+
+def _over_nodes(topology: Topology) -> bool:
+    return topology.ep_nodes > 1
+
+
+ROLES: dict[str, Role] = {
+    "tp": Role("tp", _axis("tp")),
+    "replica": Role("tp", _kv_replicas),
+    "cp": Role("cp", _axis("cp"), lambda topology: False),  # ring and ulysses together are cp
+    RING: Role("cp", _ring),
+    ULYSSES: Role("cp", _ulysses),
+    ROW: Role("cp", _axis(ROW), lambda topology: topology.balanced),
+    PIPELINE: Role("pp", _axis("pp")),
+    TWIN: Role("pp", _axis("pp"), lambda topology: topology.schedule is not None),
+    "dp-cp": Role("dp", _axis("dp-cp")),
+    "fsdp": Role("dp", _axis("fsdp")),
+    "replicate": Role("dp", _axis("replicate")),
+    "edp": Role("dp", _axis("edp")),
+    "ep": Role("ep", _axis("ep")),
+    NEAR: Role("ep", _near, _over_nodes),
+    FAR: Role("ep", _far, _over_nodes),
+    "etp": Role("ep", _axis("etp")),
+    WORLD: Role("", lambda topology: Extent(topology.layout.world, 1)),
+}
+# The dimension that each role serves; `world` serves all.
+DIMENSIONS = {name: role.dimension for name, role in ROLES.items() if role.dimension}
 
 
 class RankOrder(NamedTuple):
-    """The digits of a place in the line, the fastest first, each with its stride in ranks."""
+    """From a rank to its place in the line and back, as digits: the fastest first, with strides."""
 
     digits: tuple[Extent, ...]
 
@@ -28,7 +138,7 @@ class RankOrder(NamedTuple):
         return place
 
     def rank(self, place: int) -> int:
-        """Who stands at a place in the line."""
+        """The rank at a place in the line."""
         rank = 0
         for size, stride in self.digits:
             place, digit = divmod(place, size)
@@ -44,6 +154,11 @@ class RankOrder(NamedTuple):
         first = self.place(rank) - self.coord(extent, rank) * extent.stride
         return tuple(self.rank(first + i * extent.stride) for i in range(extent.size))
 
+    def groups(self, extent: Extent, world: int) -> tuple[tuple[int, ...], ...]:
+        """All groups of an axis of this extent; together they hold every rank once."""
+        firsts = (place for place in range(world) if place // extent.stride % extent.size == 0)
+        return tuple(sorted(self.group(extent, self.rank(place)) for place in firsts))
+
 
 def rank_order(layout: Layout) -> RankOrder:
     """The line in which the ranks of a layout stand."""
@@ -53,52 +168,48 @@ def rank_order(layout: Layout) -> RankOrder:
     return RankOrder((Extent(row, 1), Extent(layout.dp, row * layout.pp), Extent(layout.pp, row)))
 
 
-# The groups that collectives run over, by the names that records have: whom each serves, and
-# where its ranks stand.
-#
-# Beside the axes of a layout there are parts of them: the places of a ring and the ranks that
-# share a place (`ring`, `ulysses`), the ep ranks of a node and their like on other nodes (`ep-
-# near`, `ep-far`), the tp ranks with the same KV heads (`replica`), both ends of a pipeline
-# (`twin`), and all ranks (`world`).
+def roles_of(topology: Topology) -> list[str]:
+    """The roles that a job has groups for."""
+    return [name for name, role in ROLES.items() if role.used(topology)]
 
 
-# The dimension that a group serves; `world` serves all.
-DIMENSIONS = {
-    "tp": "tp",
-    "replica": "tp",
-    "cp": "cp",
-    "ring": "cp",
-    "ulysses": "cp",
-    "row": "cp",
-    "pp": "pp",
-    "twin": "pp",
-    "dp-cp": "dp",
-    "fsdp": "dp",
-    "replicate": "dp",
-    "edp": "dp",
-    "ep": "ep",
-    "ep-near": "ep",
-    "ep-far": "ep",
-    "etp": "ep",
-}
+def group_of(topology: Topology, role: str, rank: int) -> tuple[int, ...]:
+    """The ranks that `rank` meets in a role; itself alone where it meets nobody."""
+    if role != TWIN:
+        return rank_order(topology.layout).group(ROLES[role].extent(topology), rank)
+    return next((pair for pair in _twins(topology) if rank in pair), (rank,))
 
 
-def extent(plan: Plan, group: str) -> Extent:
-    """The groups of this name in the line of all ranks."""
-    layout, split = plan.layout, plan.split
-    near = layout.ep // plan.ep_nodes
-    parts = {
-        "replica": Extent(max(1, layout.tp // plan.shape.kv_heads), 1),
-        "ulysses": Extent(split.inner, layout.tp),
-        "ring": Extent(split.outer, layout.tp * split.inner),
-        "ep-near": Extent(near, layout.etp),
-        "ep-far": Extent(plan.ep_nodes, layout.etp * near),
-        "twin": layout.extent("pp"),  # the first and the last of a pipeline are always one of them
-        "world": Extent(layout.world, 1),
-    }
-    return parts[group] if group in parts else layout.extent(group)
+def all_groups(topology: Topology, role: str) -> tuple[tuple[int, ...], ...]:
+    """The groups of all ranks in a role, in one order that every rank computes alike."""
+    if role == TWIN:
+        return _twins(topology)
+    layout = topology.layout
+    return rank_order(layout).groups(ROLES[role].extent(topology), layout.world)
 
 
-def tier(plan: Plan, group: str, machine: Machine) -> Tier:
-    """The slowest link tier that any group of this name spans on `machine`."""
-    return plan.layout.tier_along(extent(plan, group), machine)
+def message_pairs(topology: Topology) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """(source, target) as pipeline coords and as ranks, for every pair that sends messages."""
+    if topology.schedule is None:
+        return []
+    columns = all_groups(topology, PIPELINE)
+    pairs = channels(topology.schedule)
+    return [((a, b), (column[a], column[b])) for a, b in pairs for column in columns]
+
+
+def _twins(topology: Topology) -> tuple[tuple[int, ...], ...]:
+    if topology.schedule is None:
+        return ()
+    pairs = twins(topology.schedule.placement, topology.tied)
+    columns = all_groups(topology, PIPELINE)
+    return tuple((column[a], column[b]) for column in columns for a, b in pairs)
+
+
+def extent(plan: Plan, role: str) -> Extent:
+    """The groups of a role in the line of all ranks."""
+    return ROLES[role].extent(Topology.of(plan))
+
+
+def tier(plan: Plan, role: str, machine: Machine) -> Tier:
+    """The slowest link tier that any group of this role spans on `machine`."""
+    return plan.layout.tier_along(extent(plan, role), machine)

@@ -8,6 +8,7 @@ layout alone. What a step records of its experts is summed over the world togeth
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import cycle
 from typing import NamedTuple
@@ -15,13 +16,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fivefold.core.groups import PIPELINE, ROW
 from fivefold.core.plan import Plan
 from fivefold.core.schedule import FORWARD
-from fivefold.model.balance import Balancer, RowIndex, balance, moe_layers, settle
-from fivefold.model.decoder import Decoder
+from fivefold.model.balance import Balancer, LocalRows, attach_balancers, moe_layers, update_balance
 from fivefold.model.moe import MoeMlp
 from fivefold.parallel.boundary import AxisBoundary
-from fivefold.parallel.mesh import PIPELINE, ROW, Mesh, Phase
+from fivefold.parallel.mesh import Mesh, Phase
+from fivefold.parallel.stage import Stage
 
 
 class Route(NamedTuple):
@@ -53,15 +55,15 @@ class Balancing:
         self.layers: list[_Layer] = []
         self.routes: list[Route] = []
 
-    def attach(self, model: Decoder, stage: int, phase: Phase) -> None:
+    def attach(self, stage: Stage) -> None:
         """Give the experts of a stage their rules; also without any, their load is counted."""
         if not self.places:
             return
-        rows = _rows(self.plan, self.mesh, phase)
-        balancers = balance(model, self.plan.balance, self.mesh.device, rows)
+        rows = _rows(self.plan, self.mesh, stage.phase)
+        balancers = attach_balancers(stage.model, self.plan.balance, self.mesh.device, rows)
         self.layers += [
-            _Layer(number, stage, mlp, balancers[number], phase)
-            for number, mlp in moe_layers(model)
+            _Layer(number, stage.number, mlp, balancers[number], stage.phase)
+            for number, mlp in moe_layers(stage.model)
         ]
 
     @property
@@ -75,7 +77,7 @@ class Balancing:
         """This rank's share of what the step recorded, flat, with zeros for layers elsewhere."""
         table = torch.zeros(self.size, dtype=torch.float64, device=self.mesh.device)
         # Without sequence parallelism all tp ranks have the same tokens: one of them counts.
-        counts = self.plan.layout.sp or self.mesh.place("tp") == 0
+        counts = self.plan.layout.sp or self.mesh.coord("tp") == 0
         for each in self.layers:
             table[self.places[each.number]] += torch.cat(each.balancer.take()) * counts
         return table.flatten()
@@ -83,7 +85,7 @@ class Balancing:
     def scale_losses(self, scale: float) -> None:
         """The losses of the next step begin their backward with this."""
         for each in self.layers:
-            each.balancer.rows.scale = scale
+            each.balancer.scale_losses(scale)
 
     def settle(self, recorded: Tensor) -> Load | None:
         """Update biases and loads from the sum over all ranks."""
@@ -96,16 +98,16 @@ class Balancing:
         )
         for each in self.layers:
             counts_E = counts_LE[self.places[each.number]]
-            settle(each.mlp, each.balancer, self.plan.balance, counts_E)
+            update_balance(each.mlp, each.balancer, self.plan.balance, counts_E)
         return Load(counts_LE, losses.sum(0))
 
     def watch(self) -> None:
         """From now on keep in `routes` where tokens go."""
-        here, schedule = self.mesh.place(PIPELINE), self.plan.schedule
+        here, schedule = self.mesh.coord(PIPELINE), self.plan.schedule
         for each in self.layers:
             actions = schedule.actions(here)
             forwards = [a for a in actions if a.kind == FORWARD and a.stage == each.stage]
-            each.balancer.watch = partial(self._keep, each, cycle(a.microbatch for a in forwards))
+            each.balancer.observe(partial(self._keep, each, cycle(a.microbatch for a in forwards)))
 
     def _keep(self, layer: _Layer, microbatches: Iterator[int], experts: Tensor) -> None:
         if not layer.phase.backward:  # a recomputation
@@ -127,41 +129,40 @@ class Load(NamedTuple):
 def positions_of(plan: Plan, rank: int) -> list[int]:
     """The tokens of a row that the experts of a rank see, by their place in the padded row."""
     coord, layout = plan.layout.coord(rank), plan.layout
-    held = [token for each in plan.split.rank(plan.padded_seq, coord.cp) for token in each]
+    held = [token for each in plan.split.rank_tokens(plan.padded_seq, coord.cp) for token in each]
     if not layout.sp:
         return held
     share = len(held) // layout.tp
     return held[coord.tp * share : (coord.tp + 1) * share]
 
 
-def _rows(plan: Plan, mesh: Mesh, phase: Phase) -> RowIndex:
+def _rows(plan: Plan, mesh: Mesh, phase: Phase) -> LocalRows:
     """What this rank has of the rows of a step, and how it learns the rest."""
     layout, seq, batch = plan.layout, plan.batch.seq, plan.batch
     group = layout.group(ROW, mesh.rank)
     held = [positions_of(plan, rank) for rank in group]
     mine = torch.tensor(held[group.index(mesh.rank)], device=mesh.device)
-    rows = RowIndex(
+    rows = LocalRows(
         tokens_in_step=batch.tokens,
-        in_unit=batch.microbatch_size,
+        rows_in_unit=batch.microbatch_size,
         seq=seq,
         real=mine < seq if plan.padded_seq > seq else None,
     )
     if not plan.balance or len(group) == 1:
         return rows
-    wires = AxisBoundary(mesh, ROW, phase, layout.sp, plan.recompute.kind == "full", dim=1)
+    boundary = AxisBoundary(mesh, ROW, phase, layout.sp, plan.recompute.kind == "full", dim=1)
     everywhere = torch.tensor([token for each in held for token in each], device=mesh.device)
     order = everywhere.argsort()[:seq]
 
     def total(counts: Tensor) -> Tensor:
-        with wires.forward():
-            return wires.total(counts)
+        with boundary.forward():
+            return boundary.total(counts)
 
     def whole(of_tokens: Tensor) -> Tensor:
-        with wires.forward():
-            return wires.gather(of_tokens).index_select(1, order)
+        with boundary.forward():
+            return boundary.gather(of_tokens).index_select(1, order)
 
     def back(kept: Tensor) -> Tensor:  # padding has no room
         return kept.index_select(1, mine.clamp(max=seq - 1)) & (mine < seq)[:, None]
 
-    rows.total, rows.whole, rows.mine = total, whole, back
-    return rows
+    return replace(rows, sum_over_ranks=total, gather_tokens=whole, local_tokens=back)

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fivefold.core.groups import PIPELINE
 from fivefold.core.plan import Plan
 from fivefold.core.schedule import INPUT_GRAD, Action, merged
 from fivefold.core.units import UnitRow
@@ -18,15 +19,47 @@ from fivefold.cost.collectives import units_of
 from fivefold.model import blocks
 from fivefold.model.batch import TokenBatch, look_ahead
 from fivefold.model.decoder import Decoder, from_config
-from fivefold.model.init import initial
+from fivefold.model.init import initial_weight
 from fivefold.parallel import context, expert, tensor
 from fivefold.parallel.balance import Balancing
 from fivefold.parallel.data import Blocks, DataParallel
 from fivefold.parallel.deferred import GradientQueue
 from fivefold.parallel.flat_unit import FlatUnit, OwnedShard, UnitOptions
-from fivefold.parallel.mesh import PIPELINE, Mesh, Phase
+from fivefold.parallel.mesh import Mesh, Phase
 from fivefold.parallel.pipeline import Pipeline
-from fivefold.parallel.stage import StageChunk
+from fivefold.parallel.stage import Instruments, Stage
+
+
+@dataclass(frozen=True)
+class StageChunk:
+    """One stage on one rank, as the pipeline drives it: its model, flat units and gradient queue.
+
+    Without a `queue` autograd delivers all gradients itself.
+    """
+
+    stage: int
+    model: Decoder
+    data: DataParallel
+    queue: GradientQueue | None
+
+    def forward(self, x: Tensor | None, batch: TokenBatch, microbatch: int) -> Tensor:
+        return self.model(batch.tokens if x is None else x, batch)
+
+    def backward(self, run: Callable[[], None], microbatch: int, split: bool, last: bool) -> None:
+        with self.data.backward(last):
+            if self.queue is None:
+                run()
+            elif split:
+                with self.queue.keeping(microbatch):
+                    run()
+            else:
+                with self.queue.taking(self.data):
+                    run()
+
+    def weight_gradients(self, microbatch: int, last: bool) -> None:
+        assert self.queue is not None, "a backward that was not split defers no weight gradient"
+        with self.data.collecting(last):
+            self.queue.settle(microbatch, self.data)
 
 
 @dataclass(frozen=True)
@@ -40,11 +73,12 @@ class Job:
     forwards: Pipeline  # the same stages without their backwards
     balancing: Balancing
     table: dict[str, Weight]
-    pieces: dict[str, WeightShard]
+    shards: dict[str, WeightShard]
+    on_phase: Callable[[str], None]
 
     @property
     def units(self) -> Iterator[FlatUnit]:
-        """The data units of all chunks."""
+        """The flat units of all chunks."""
         return (unit for chunk in self.chunks for unit in chunk.data.units)
 
     @property
@@ -53,11 +87,11 @@ class Job:
         return [each for chunk in self.chunks for each in chunk.data.owned]
 
     def copies(self, owned: OwnedShard) -> int:
-        """How many times the job holds this very part of a weight."""
+        """How many ranks of the job hold this very shard of a weight."""
         shard, everyone = ("edp", "edp") if owned.row.expert else ("fsdp", "dp-cp")
         sliced = self.plan.layout.zero >= 1 and self.mesh.size(shard) > 1
         copies = self.mesh.size(everyone) // (self.mesh.size(shard) if sliced else 1)
-        return self.pieces[owned.row.name].copies * copies * self._stages(owned.row.name)
+        return self.shards[owned.row.name].copies * copies * self._stages(owned.row.name)
 
     def _stages(self, name: str) -> int:
         """How many stages hold a weight: both directions have it, and both ends if it is tied."""
@@ -65,7 +99,7 @@ class Job:
         return directions * (2 if self.is_tied(name) else 1)
 
     def local(self, batch: TokenBatch) -> TokenBatch:
-        """What this rank holds of the rows of its data rank."""
+        """This rank's tokens of the rows of its data rank."""
         coord = self.plan.layout.coord(self.mesh.rank).cp
         batch = look_ahead(batch, self.plan.shape.mtp)
         return context.shard(batch, self.plan.split, self.plan.padded_seq, coord)
@@ -88,66 +122,76 @@ def compose(
     bucket: int | None = None,
     master: bool = False,
     disk: Path | None = None,
+    instruments: Instruments | None = None,
 ) -> Job:
-    """Build one rank: for each of its stages the plain model, then split backward, tensor,
-    recomputation and data; and the pipeline around them."""
-    shape, layout, schedule = plan.shape, plan.layout, plan.schedule
-    table, coord = by_name(shape), layout.coord(mesh.rank)
-    draw = partial(initial, shape=shape, seed=seed, dtype=dtype, device=mesh.device)
-    pieces = {name: held_by(weight, shape, layout, coord) for name, weight in table.items()}
+    """Build one rank: the rooms change the plain model of each of its stages one after the other,
+    data parallelism shards the weights, and the pipeline drives the result."""
+    watch, schedule = instruments or Instruments(), plan.schedule
+    table, coord = by_name(plan.shape), plan.layout.coord(mesh.rank)
+    shards = {
+        name: held_by(weight, plan.shape, plan.layout, coord) for name, weight in table.items()
+    }
+    draw = partial(initial_weight, shape=plan.shape, seed=seed, dtype=dtype, device=mesh.device)
+    fill = partial(_first_values, table, shards, draw)
     options = UnitOptions(
-        layout.zero,
+        plan.layout.zero,
         grad_dtype,
         offload,
         without_weights=frozenset({"embed"}),
-        backward_follows=layout.pp == 1,
+        backward_follows=plan.layout.pp == 1,
         past_autograd=_splits(plan),
         master=master,
         disk=disk,
     )
-
-    fill = partial(_filled, table, pieces, draw)
     balancing = Balancing(plan, mesh)
-    counts = not any(rule.pads for rule in plan.balance)
+    rooms = (_defer, balancing.attach, expert.spread, context.split_rows, tensor.split, _recompute)
 
-    def chunk(stage: int) -> StageChunk:
-        model = from_config(shape, dtype=dtype, device="meta", layers=plan.stages[stage])
+    def chunk(number: int) -> StageChunk:
+        layers = plan.stages[number]
+        model = from_config(plan.shape, dtype=dtype, device="meta", layers=layers)
         _make_buffers(model, mesh.device)
-        queue, phase = GradientQueue() if options.past_autograd else None, Phase()
-        if queue is not None:
-            queue.defer(model)
-        repeats = plan.recompute.kind == "full"
-        add = torch.add if queue is None else queue.add
-        kind, layers = plan.recompute.kind, plan.stages[stage]
-        balancing.attach(model, stage, phase)
-        expert.spread(model, mesh, phase, layout.sp, kind, plan.ep_nodes, counts)
-        context.split_rows(model, mesh, phase, plan.split, plan.padded_seq, kind)
-        tensor.split(model, mesh, phase, layout.sp, repeats, add, plan.keeps_shards)
-        blocks.apply(model, kind, plan.recompute.blocks, keeps_attention=layout.cp == 1)
-        units = units_of(plan, stage, dtype.itemsize, bucket)
-        keeps = replace(options, keeps_weights=not plan.gathers_each_time(layers))
-        data = DataParallel(model, blocks_of(model), units, mesh, keeps, fill, phase)
-        return StageChunk(stage, model, data, queue)
+        queue = GradientQueue() if options.past_autograd else None
+        stage = Stage(number, plan, model, mesh, Phase(), queue, watch.routing)
+        for apply in rooms:
+            apply(stage)
+        units = units_of(plan, number, dtype.itemsize, bucket)
+        kept = replace(options, keeps_weights=not plan.gathers_each_time(layers))
+        data = DataParallel(model, blocks_of(model), units, mesh, kept, fill, stage.phase)
+        return StageChunk(number, model, data, queue)
 
-    chunks = tuple(chunk(stage) for stage in schedule.placement.held(mesh.place(PIPELINE)))
-    pipeline, forwards = (
-        Pipeline(each, mesh, {one.stage: one for one in chunks}, hidden_size(plan), dtype)
-        for each in (schedule, schedule.forwards())
+    chunks = tuple(chunk(number) for number in schedule.placement.held(mesh.coord(PIPELINE)))
+    driven = {each.stage: watch.wrap(each) if watch.wrap else each for each in chunks}
+    plain = {each.stage: each for each in chunks}
+    make = partial(Pipeline, mesh=mesh, hidden=hidden_size(plan), dtype=dtype)
+    pipeline = make(schedule, chunks=driven, observer=watch.actions)
+    forwards = make(schedule.forwards(), chunks=plain, observer=watch.evaluation)
+    return Job(plan, mesh, chunks, pipeline, forwards, balancing, table, shards, watch.on_phase)
+
+
+def _defer(stage: Stage) -> None:
+    """Split the backward: weight gradients go through the queue."""
+    if stage.queue is not None:
+        stage.queue.defer(stage.model)
+
+
+def _recompute(stage: Stage) -> None:
+    recompute, keeps_attention = stage.plan.recompute, stage.plan.layout.cp == 1
+    blocks.apply_recompute(
+        stage.model, recompute.kind, recompute.blocks, keeps_attention=keeps_attention
     )
-    return Job(plan, mesh, chunks, pipeline, forwards, balancing, table, pieces)
 
 
-def _filled(
+def _first_values(
     table: Mapping[str, Weight],
-    pieces: Mapping[str, WeightShard],
+    shards: Mapping[str, WeightShard],
     draw: Callable[..., Tensor],
     row: UnitRow,
 ) -> Tensor:
-    """The first values of what a rank holds of a weight."""
-    weight, piece = table[row.name], pieces[row.name]
+    """The first values of this rank's shard of a weight."""
+    weight, shard = table[row.name], shards[row.name]
     if weight.expert_dim is None:
-        return tensor.cut(draw(weight), piece)
-    return tensor.cut_inside(draw(weight, experts=range(piece.start, piece.stop)), piece)
+        return tensor.cut(draw(weight), shard)
+    return tensor.cut_inside(draw(weight, experts=range(shard.start, shard.stop)), shard)
 
 
 def _make_buffers(model: Decoder, device: torch.device) -> None:

@@ -30,22 +30,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fivefold.core.errors import FivefoldError
-from fivefold.core.splits import AttentionCall, Ranges, Split, calls
+from fivefold.core.groups import RING, ULYSSES
+from fivefold.core.splits import AttentionCall, ContextSplit, Ranges, attention_calls
 from fivefold.model.batch import NOT_COUNTED, AttentionInfo, TokenBatch
-from fivefold.model.decoder import Decoder
-from fivefold.model.flash import Sees, Total, accumulate, attend, attend_backward
+from fivefold.model.flash import MergedAttention, VisiblePairs, accumulate, attend, attend_backward
 from fivefold.parallel import transport
-from fivefold.parallel.mesh import RING, ULYSSES, Mesh, Phase, RingExchange
+from fivefold.parallel.mesh import Issued, Mesh, Phase
+from fivefold.parallel.stage import Stage
 
 TOKENS, HEADS = 2, 1  # dims of (B, H, S, d)
 
 
-def shard(batch: TokenBatch, split: Split, seq: int, coord: int) -> TokenBatch:
+def shard(batch: TokenBatch, split: ContextSplit, seq: int, coord: int) -> TokenBatch:
     """One rank's part of rows that are first padded to `seq` tokens."""
     whole = _padded(batch, seq - batch.tokens.shape[1])
     if split.inner * split.outer == 1:
         return whole
-    index = token_index(split.rank(seq, coord), batch.tokens.device)
+    index = token_index(split.rank_tokens(seq, coord), batch.tokens.device)
     tokens, labels, positions = (
         each[:, index] for each in (whole.tokens, whole.labels, whole.positions)
     )
@@ -78,15 +79,16 @@ def _padded(batch: TokenBatch, missing: int) -> TokenBatch:
     )
 
 
-def split_rows(
-    decoder: Decoder, mesh: Mesh, phase: Phase, split: Split, seq: int, recompute: str
-) -> None:
+def split_rows(stage: Stage) -> None:
     """Give every attention of a decoder the other ranks' keys and values."""
+    plan, split = stage.plan, stage.plan.split
     if split.inner * split.outer == 1:
         return
-    decoder.mask = _no_mask
-    for block in decoder.all_blocks():
-        block.attention.kernel = ContextAttention(mesh, phase, split, seq, recompute)
+    stage.model.mask = _no_mask
+    for block in stage.model.all_blocks():
+        block.attention.kernel = ContextAttention(
+            stage.mesh, stage.phase, split, plan.padded_seq, plan.recompute.kind
+        )
 
 
 def _no_mask(batch: TokenBatch, window: int | None) -> None:
@@ -96,10 +98,12 @@ def _no_mask(batch: TokenBatch, window: int | None) -> None:
 class ContextAttention:
     """The attention of one layer over the tokens of all context ranks."""
 
-    def __init__(self, mesh: Mesh, phase: Phase, split: Split, seq: int, recompute: str) -> None:
+    def __init__(
+        self, mesh: Mesh, phase: Phase, split: ContextSplit, seq: int, recompute: str
+    ) -> None:
         self.mesh, self.phase, self.split, self.recompute = mesh, phase, split, recompute
-        self.places = [split.place(seq, place) for place in range(split.outer)]
-        self.place = mesh.place(RING)
+        self.places = [split.ring_tokens(seq, place) for place in range(split.outer)]
+        self.place = mesh.coord(RING)
         self.row = (range(seq),)
 
     @property
@@ -124,18 +128,18 @@ class ContextAttention:
     def kept(self, info: AttentionInfo) -> tuple[Tensor, Tensor] | None:
         """What selective recomputation need not compute and move again."""
         if self.phase.backward and self.recompute == "selective":
-            return info.kept.pop(id(self))
+            return info.saved.pop(id(self))
         return None
 
     def keep(self, info: AttentionInfo, out: Tensor, lse: Tensor) -> None:
         if self.recompute == "selective":
-            info.kept[id(self)] = out, lse
+            info.saved[id(self)] = out, lse
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, info: AttentionInfo) -> Total:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, info: AttentionInfo) -> MergedAttention:
         """All parts, merged."""
-        total = Total(q)
+        total = MergedAttention(q)
         for keys, visitors in self._visits(k, v):
-            for call in calls(self.tokens, keys, info.window):
+            for call in attention_calls(self.tokens, keys, info.window):
                 queries = q[:, :, call.q_start : call.q_stop]
                 theirs = visitors[:, :, :, call.k_start : call.k_stop]
                 out, lse = attend(queries, *theirs, self._sees(call, keys, info))
@@ -145,16 +149,16 @@ class ContextAttention:
         return total
 
     def attend_backward(
-        self, slope: Tensor, saved: tuple[Tensor, ...], info: AttentionInfo
+        self, grad_out: Tensor, saved: tuple[Tensor, ...], info: AttentionInfo
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of this rank's queries, keys and values."""
         q, k, v, out, lse = saved
         dq, homeward = _Sum(q.shape, q), _Homeward(self)
         for keys, visitors in self._visits(k, v):
             part = _Sum(visitors.shape, q, homeward.waited())
-            for call in calls(self.tokens, keys, info.window):
+            for call in attention_calls(self.tokens, keys, info.window):
                 rows, columns = slice(call.q_start, call.q_stop), slice(call.k_start, call.k_stop)
-                mine = [each[:, :, rows] for each in (slope, q, out, lse)]
+                mine = [each[:, :, rows] for each in (grad_out, q, out, lse)]
                 theirs = visitors[:, :, :, columns]
                 sees = self._sees(call, keys, info)
                 more = attend_backward(mine[0], mine[1], *theirs, mine[2], mine[3], sees)
@@ -206,11 +210,11 @@ class ContextAttention:
                 offset += len(each)
         return [(place, cut) for _, place, cut in sorted(found, key=lambda one: one[0])]
 
-    def _sees(self, call: AttentionCall, keys: Ranges, info: AttentionInfo) -> Sees:
+    def _sees(self, call: AttentionCall, keys: Ranges, info: AttentionInfo) -> VisiblePairs:
         row = info.row
         assert row is not None, "a batch that was not cut for the context ranks"
         if row.documents is None and not call.masked:
-            return Sees(call.causal)
+            return VisiblePairs(call.causal)
         device = row.positions.device
         q_index = token_index(self.tokens, device)[call.q_start : call.q_stop]
         k_index = token_index(keys, device)[call.k_start : call.k_stop]
@@ -220,7 +224,7 @@ class ContextAttention:
             visible &= distance < info.window
         if row.documents is not None:
             visible &= row.documents[:, q_index, None] == row.documents[:, None, k_index]
-        return Sees(mask=visible[:, None])
+        return VisiblePairs(mask=visible[:, None])
 
 
 class _Sum:
@@ -253,7 +257,7 @@ class _Homeward:
 
     def __init__(self, attention: ContextAttention) -> None:
         self.attention = attention
-        self.coming: RingExchange | None = None
+        self.coming: Issued | None = None
         self.here: Tensor | None = None
 
     def waited(self) -> Callable[[], Tensor | None]:
@@ -321,13 +325,16 @@ def _exchanged(x_BHSd: Tensor, mesh: Mesh, split_dim: int, silent: bool) -> Tens
     size = mesh.size(ULYSSES)
     joined_dim = TOKENS if split_dim == HEADS else HEADS
     parts = torch.stack(x_BHSd.chunk(size, dim=split_dim))
-    token = None if silent else mesh.note(ULYSSES, "all_to_all", parts)
-    under_way = transport.exchange(parts, [1] * size, [1] * size, mesh.groups[ULYSSES])
-    if mesh.takes_turns:
-        mesh.let_pass(ULYSSES)
-    arrived = transport.waited(under_way, parts.device)
-    mesh.close(token)
-    return torch.cat(arrived.unbind(0), dim=joined_dim)
+    even = [1] * size
+    issued = mesh.issue(
+        ULYSSES,
+        "all_to_all",
+        parts,
+        lambda group: transport.exchange(parts, even, even, group),
+        silent=silent,
+        yields=True,
+    )
+    return torch.cat(issued.wait().unbind(0), dim=joined_dim)
 
 
 @cache

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from fivefold.model.decoder import Decoder, Embedding, Head
 from fivefold.model.layers import Linear, Norm, layer_norm, rms_norm
-from fivefold.model.moe import ExpertStack, Router, grouped_product
+from fivefold.model.moe import ExpertStack, Router, grouped_matmul
 
 
 class Sink(Protocol):
@@ -76,15 +76,15 @@ class GradientQueue:
         """Exchange the arithmetic of every leaf for arithmetic that queues."""
         for module in decoder.modules():
             if isinstance(module, Linear | Head):
-                module.product = self.linear
+                module.matmul = self.linear
             elif isinstance(module, Router):
-                module.product = self.wide_linear
+                module.matmul = self.wide_linear
             elif isinstance(module, ExpertStack):
-                module.product = self.grouped
+                module.matmul = self.grouped
             elif isinstance(module, Norm):
                 module.normalise = partial(self.norm, _UNSCALED[module.normalise])
             elif isinstance(module, Embedding):
-                module.lookup, module.place = self.look_up, self.add_positions
+                module.lookup, module.add_positions = self.look_up, self.add_positions
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return _Linear.apply(x, weight, bias, self)
@@ -155,14 +155,14 @@ class _Grouped(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x_MI, ends_E)
         ctx.weight, ctx.queue = weight_EOI, queue
-        return grouped_product(x_MI, weight_EOI, ends_E)
+        return grouped_matmul(x_MI, weight_EOI, ends_E)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         (x_MI, ends_E), (slope_MO,) = ctx.saved_tensors, gradients
         slope_MO = slope_MO.contiguous()
         ctx.queue.put(partial(_grouped_work, ctx.weight, slope_MO, x_MI, ends_E))
-        back = grouped_product(slope_MO, ctx.weight.transpose(1, 2), ends_E)
+        back = grouped_matmul(slope_MO, ctx.weight.transpose(1, 2), ends_E)
         return back, None, None, None
 
 
@@ -171,7 +171,7 @@ def _grouped_work(
 ) -> None:
     with torch.enable_grad():
         stand_in = torch.zeros_like(weight_EOI, requires_grad=True)
-        product = grouped_product(x_MI, stand_in, ends_E)
+        product = grouped_matmul(x_MI, stand_in, ends_E)
     (gradient,) = torch.autograd.grad(product, stand_in, slope_MO)
     sink.add_gradient(weight_EOI, gradient)
 

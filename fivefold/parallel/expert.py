@@ -24,51 +24,41 @@ Legend: N tokens, K experts of a token, M = N·K slots, D model width, E experts
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fivefold.model.decoder import Decoder
+from fivefold.core.groups import FAR, NEAR
 from fivefold.model.moe import (
-    Beside,
     Experts,
-    Grouped,
+    GroupedMatmul,
     MoeMlp,
+    OverlappedTask,
     Routing,
     choices_of_slots,
     count_slots,
     dispatch_slots,
     rows_of_slots,
+    run_local_experts,
     sort_slots,
-    stay,
 )
 from fivefold.parallel import transport
 from fivefold.parallel.boundary import AxisBoundary
-from fivefold.parallel.mesh import FAR, NEAR, Mesh, Phase
+from fivefold.parallel.mesh import Issued, Mesh
+from fivefold.parallel.stage import Stage
 
 AXIS, INNER = "ep", "etp"
 
 
-def spread(
-    decoder: Decoder,
-    mesh: Mesh,
-    phase: Phase,
-    sp: bool,
-    recompute: str,
-    nodes: int,
-    counts: bool,
-) -> None:
-    """Give every layer with experts, whose weights are pieces, the way to all of them.
-
-    `counts`: how many rows come is told in front of them, unless every expert has its room.
-    """
-    if mesh.size(AXIS) * mesh.size(INNER) == 1:
+def spread(stage: Stage) -> None:
+    """Send the tokens of every layer with experts to the ranks that hold these experts."""
+    if stage.mesh.size(AXIS) * stage.mesh.size(INNER) == 1:
         return
-    dispatch = SpreadExperts(mesh, phase, sp, recompute, nodes, counts)
-    for mlp in (each for each in decoder.modules() if isinstance(each, MoeMlp)):
+    dispatch = SpreadExperts(stage)
+    for mlp in (each for each in stage.model.modules() if isinstance(each, MoeMlp)):
         mlp.dispatch = dispatch
-        mlp.experts.down.product = partial(dispatch.take_breath, mlp.experts.down.product)
+        mlp.experts.down.matmul = partial(dispatch.take_breath, mlp.experts.down.matmul)
 
 
 class Way(NamedTuple):
@@ -83,57 +73,43 @@ class Way(NamedTuple):
         return Way(self.axis, self.arrive, self.leave)
 
 
-class StandIn(Protocol):
-    """Decides where rows go in a rehearsal, whose tokens have no values and whose others are not
-    there."""
-
-    def rows(self, axis: str, num_rows: int) -> tuple[list[int], list[int]]:
-        """Of so many rows, how many go to each rank of an axis, and how many come from each."""
-        ...
-
-    def arriving(self, axis: str, num_rows: int, like: Tensor) -> Tensor:
-        """How many come from each rank for each expert of this one."""
-        ...
-
-    def crossing(self, num_tokens: int) -> int:
-        """Rows of so many tokens, each of which goes once to each node that it needs."""
-        ...
-
-    def inside(self, num_rows: int) -> int:
-        """Slots of so many rows that have come to a node, in that node."""
-        ...
-
-
 class SpreadExperts:
     """From the tokens of a rank to the experts of all ranks and back."""
 
-    def __init__(
-        self, mesh: Mesh, phase: Phase, sp: bool, recompute: str, nodes: int, counts: bool
-    ) -> None:
-        self.mesh, self.phase, self.nodes, self.counts = mesh, phase, nodes, counts
-        self.stand_in: StandIn | None = None
-        self.repeats = recompute != "selective"
-        self.wires = None
-        if mesh.size(INNER) > 1:
-            self.wires = AxisBoundary(mesh, INNER, phase, sp, recompute == "full", dim=0)
+    def __init__(self, stage: Stage) -> None:
+        plan, self.mesh, self.phase = stage.plan, stage.mesh, stage.phase
+        self.nodes, self.stand_in = plan.ep_nodes, stage.routing
+        # How many rows come is exchanged before the rows, unless every expert has a fixed room.
+        self.counts = not any(rule.pads for rule in plan.balance)
+        self.repeats = plan.recompute.kind != "selective"
+        self.boundary = None
+        if self.mesh.size(INNER) > 1:
+            repeats = plan.recompute.kind == "full"
+            self.boundary = AxisBoundary(
+                self.mesh, INNER, self.phase, plan.layout.sp, repeats, dim=0
+            )
 
-    def __call__(self, x_ND: Tensor, routing: Routing, experts: Experts, beside: Beside) -> Tensor:
-        if self.wires is None:
+    def __call__(
+        self, x_ND: Tensor, routing: Routing, experts: Experts, beside: OverlappedTask
+    ) -> Tensor:
+        if self.boundary is None:
             return self._dispatch(x_ND, routing, experts, beside)
-        wires = self.wires
-        weights_NK, chosen_NK, room = wires.enter(routing.weights), routing.experts, routing.room
-        if wires.sp:
-            with wires.forward():
-                chosen_NK = wires.gather(chosen_NK)
-            room = room and room * wires.size
+        boundary = self.boundary
+        weights_NK, chosen_NK, room = boundary.enter(routing.weights), routing.experts, routing.room
+        if boundary.sp:
+            with boundary.forward():
+                chosen_NK = boundary.gather(chosen_NK)
+            room = room and room * boundary.size
         everywhere = routing._replace(experts=chosen_NK, weights=weights_NK, room=room)
-        return wires.leave(self._dispatch(wires.enter(x_ND), everywhere, experts, beside))
+        return boundary.leave(self._dispatch(boundary.enter(x_ND), everywhere, experts, beside))
 
-    def _dispatch(self, x_ND: Tensor, routing: Routing, experts: Experts, beside: Beside) -> Tensor:
+    def _dispatch(
+        self, x_ND: Tensor, routing: Routing, experts: Experts, beside: OverlappedTask
+    ) -> Tensor:
         num_experts = routing.scores.shape[1]
         if self.mesh.size(AXIS) == 1:
             beside()
-            return dispatch_slots(x_ND, routing, num_experts, experts, stay)
+            return dispatch_slots(x_ND, routing, num_experts, experts, run_local_experts)
         if self.nodes > 1:
             return self._by_node(x_ND, routing, experts, beside)
         travel = partial(self._travel, AXIS, beside, routing.room)
@@ -142,7 +118,7 @@ class SpreadExperts:
     def _travel(
         self,
         axis: str,
-        beside: Beside,
+        beside: OverlappedTask,
         room: int | None,
         rows_MD: Tensor,
         counts_E: Tensor,
@@ -176,7 +152,9 @@ class SpreadExperts:
             return self.stand_in.rows(axis, num_rows)
         return sent.sum(1).tolist(), arriving.sum(1).tolist()
 
-    def _by_node(self, x_ND: Tensor, routing: Routing, experts: Experts, beside: Beside) -> Tensor:
+    def _by_node(
+        self, x_ND: Tensor, routing: Routing, experts: Experts, beside: OverlappedTask
+    ) -> Tensor:
         """Once to each node that has experts of a token, and there to each of them."""
         here, stand_in = routing.scores.shape[1] // self.nodes, self.stand_in  # experts of a node
         goes_NO = count_slots(routing.experts // here, self.nodes) > 0
@@ -196,7 +174,11 @@ class SpreadExperts:
             came_MK = came_MK.remainder(here)  # nobody has sent them: any number may be there
         there = routing._replace(experts=came_MK, weights=weights)
         inside = None if stand_in is None else stand_in.inside(len(rows))
-        near = stay if self.mesh.size(NEAR) == 1 else partial(self._travel, NEAR, beside, None)
+        near = (
+            run_local_experts
+            if self.mesh.size(NEAR) == 1
+            else partial(self._travel, NEAR, beside, None)
+        )
         y = dispatch_slots(rows, there._replace(drops=True, kept=inside), here, experts, near)
         return choices_of_slots(self.move(y, way.back), slots).sum(1)
 
@@ -206,7 +188,7 @@ class SpreadExperts:
         journey.begin(numbers, journey.way, self.is_silent)
         return journey.end()
 
-    def move(self, rows: Tensor, way: Way, beside: Beside | None = None) -> Tensor:
+    def move(self, rows: Tensor, way: Way, beside: OverlappedTask | None = None) -> Tensor:
         """Rows to other ranks; meanwhile what there is to compute beside."""
         journey = _Journey(self, way)
         departed = _Depart.apply(rows, journey)
@@ -215,7 +197,7 @@ class SpreadExperts:
         return _Arrive.apply(departed, journey)
 
     def take_breath(
-        self, product: Grouped, x_MI: Tensor, weight_EOI: Tensor, ends_E: Tensor
+        self, product: GroupedMatmul, x_MI: Tensor, weight_EOI: Tensor, ends_E: Tensor
     ) -> Tensor:
         """In the middle of the experts' backward it is the other lane's turn, where the counts had
         one in the forward: a forward and a backward that take turns then have as many, and each
@@ -229,31 +211,31 @@ class SpreadExperts:
 
 
 class _Journey:
-    """One all-to-all, and in backward the one of its gradients, that somebody waits for later."""
+    """One all-to-all, and in backward the one of its gradients, each waited for later."""
 
     def __init__(self, spread: SpreadExperts, way: Way) -> None:
-        self.spread, self.way, self.ready_at = spread, way, 0.0
-        self.token: Any = None
-        self.under_way: Tensor | None = None
+        self.spread, self.way = spread, way
+        self.issued: Issued | None = None
 
     def begin(self, rows: Tensor, way: Way, silent: bool) -> None:
         """Send; what comes is there when it has been waited for."""
-        mesh = self.spread.mesh
-        self.token = None if silent else mesh.note(way.axis, "all_to_all", rows)
-        self.ready_at = mesh.depart(way.axis)
-        group, size = mesh.groups[way.axis], mesh.size(way.axis)
+        rows, size = rows.contiguous(), self.spread.mesh.size(way.axis)
         even = [len(rows) // size] * size
         arrive, leave = way.arrive or even, way.leave or even
-        self.under_way = transport.exchange(rows.contiguous(), arrive, leave, group)
+        self.issued = self.spread.mesh.issue(
+            way.axis,
+            "all_to_all",
+            rows,
+            lambda group: transport.exchange(rows, arrive, leave, group),
+            silent=silent,
+            yields=True,
+        )
 
     def end(self) -> Tensor:
-        """The other lane's turn, if there is one; then the rows."""
-        self.spread.mesh.arrive(self.ready_at)
-        arrived, self.under_way = self.under_way, None
-        assert arrived is not None, "a journey that has not begun"
-        rows = transport.waited(arrived, self.spread.mesh.device)
-        self.spread.mesh.close(self.token)
-        return rows
+        """The rows that came, after the other lane's turn, if there is one."""
+        issued, self.issued = self.issued, None
+        assert issued is not None, "a journey that has not begun"
+        return issued.wait()
 
 
 class _Depart(torch.autograd.Function):
@@ -297,8 +279,7 @@ class _Breath(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         mesh: Mesh = ctx.mesh
-        if mesh.pause is not None:
-            mesh.pause()
+        mesh.lanes.pause()
         return gradients[0], None
 
 

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from fivefold.core.errors import FivefoldError
 from fivefold.core.units import Unit, UnitRow
-from fivefold.parallel.mesh import Mesh, Pending
+from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.transport import Pending
 
 
 def on_disk(folder: Path, size: int, dtype: torch.dtype) -> Tensor:
@@ -160,7 +161,7 @@ class FlatUnit:
     @property
     def place(self) -> int:
         """Which slice is this rank's."""
-        return self.mesh.place(self.unit.shard_axis) if self.sliced else 0
+        return self.mesh.coord(self.unit.shard_axis) if self.sliced else 0
 
     @property
     def sheds_weights(self) -> bool:
@@ -292,8 +293,7 @@ class FlatUnit:
     def arrive(self) -> None:
         """Wait until what was gathered or published is here."""
         if self.arriving is not None:
-            if self.mesh.pause is not None:
-                self.mesh.pause()
+            self.mesh.lanes.pause()
             self.arriving.wait()
             self.arriving = None
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fivefold.cost.collectives import takes
+from fivefold.cost.collectives import is_muon_weight
 from fivefold.parallel.compose import Job
 from fivefold.parallel.flat_unit import FlatUnit
 
@@ -33,7 +33,7 @@ class _Cut(NamedTuple):
     copies: int
 
 
-class WholeMatrices:
+class GatheredMatrices:
     """The matrices of a job, unit by unit."""
 
     def __init__(self, job: Job) -> None:
@@ -43,12 +43,12 @@ class WholeMatrices:
         for unit in job.units:
             places = range(first, first + len(unit.owned))
             first = places.stop
-            if any(takes(entry.row) for entry in unit.unit.entries):
-                mine = [place for place in places if takes(self.owned[place].row)]
+            if any(is_muon_weight(entry.row) for entry in unit.unit.entries):
+                mine = [place for place in places if is_muon_weight(self.owned[place].row)]
                 self.units.append((unit, mine))
 
-    def whole(self, parts: Mapping[int, Tensor]) -> Iterator[tuple[int, Tensor]]:
-        """See `Matrices`. A rank that owns no matrix of a unit sends its slice all the same."""
+    def gather(self, parts: Mapping[int, Tensor]) -> Iterator[tuple[int, Tensor]]:
+        """See `FullMatrices`. A rank that owns no matrix of a unit sends its slice all the same."""
         for unit, places in self.units:
             pieces = self._unsliced(unit, places, parts)
             cuts = {place: self._cut(place) for place in places}
@@ -57,8 +57,8 @@ class WholeMatrices:
             if cut:
                 yield from self._joined(pieces, cut, "etp" if unit.unit.expert else "tp")
 
-    def mine(self, place: int, matrix: Tensor) -> Tensor:
-        """See `Matrices`."""
+    def local_shard(self, place: int, matrix: Tensor) -> Tensor:
+        """See `FullMatrices`."""
         each, cut = self.owned[place], self._cut(place)
         if cut is not None:
             matrix = matrix.narrow(cut.dim, cut.start, cut.stop - cut.start)
@@ -68,7 +68,7 @@ class WholeMatrices:
     def _cut(self, place: int) -> _Cut | None:
         """How tp or etp has cut a weight; ep leaves experts whole."""
         row = self.owned[place].row
-        piece = self.job.pieces[row.name]
+        piece = self.job.shards[row.name]
         if not row.expert:
             if piece.dim is None:
                 return None

@@ -1,25 +1,31 @@
-"""Two computations of one rank that take turns: one runs while the other waits for a collective.
+"""The pipeline dimension: one interpreter that executes any schedule value.
 
-The turn changes only at set places: where a lane has issued a collective and not yet waited for it,
-and where it makes room for the other (`parallel/expert.py`). All ranks of a group so issue the
-collectives of both lanes in the same order, on the same groups, whatever their speed; two free
-threads would not.
+Splits   the layers into stages, contiguous slices, and lays one or more of them on each rank.
+Moves    for every microbatch the activations from stage to stage and their gradients back, one
+         message each; two stages of one rank hand over without any.
+Costs    2·A a microbatch and boundary (A activations between two layers), and the bubble.
+Wins     between nodes, where links are slow: nothing moves less.
+Refuses  fewer layers than stages, and what its schedule refuses.
+
+The messages of a pair of ranks are ordered in each direction as their source computes them. The
+target posts its receives in that order too, those of a step while the step before runs. A send
+waits for nobody, and a rank waits for a message only where the schedule needs it. Over gloo, a
+schedule that the clock can play to its end therefore ends.
 """
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from fivefold.core.groups import PIPELINE
 from fivefold.core.schedule import (
     BACKWARD,
     FORWARD,
@@ -37,77 +43,9 @@ from fivefold.core.schedule import (
     sent_by,
 )
 from fivefold.model.batch import TokenBatch
-from fivefold.parallel.mesh import PIPELINE, Mesh, Pending
-
-First = TypeVar("First")
-Second = TypeVar("Second")
-
-
-class Lanes:
-    """Runs pairs of functions, the second one in a thread of its own."""
-
-    def __init__(self, mesh: Mesh) -> None:
-        self.mesh = mesh
-        # What the second lane runs in: modes of torch's dispatcher do not reach other threads.
-        self.around: Callable[[], AbstractContextManager[object]] = nullcontext
-        self._second = ThreadPoolExecutor(1, thread_name_prefix="fivefold-lane")
-        self._turns = (threading.Semaphore(0), threading.Semaphore(0))
-        self._running = [False, False]
-        self._main = threading.get_ident()
-
-    def run(self, first: Callable[[], First], second: Callable[[], Second]) -> tuple[First, Second]:
-        """Both results. The second lane begins: a backward has a collective to issue at once, which
-        goes on behind the first computation of a forward."""
-        self._running = [True, True]
-        self.mesh.pause = self._pause
-        self._main = threading.get_ident()
-        try:
-            other = self._second.submit(self._run_second, second)
-            try:
-                self._pause()
-                found = first()
-            finally:
-                self._leave(0)
-                result = other.result()
-            return found, result
-        finally:
-            self.mesh.pause = None
-
-    def _run_second(self, second: Callable[[], Second]) -> Second:
-        self._turns[1].acquire()
-        try:
-            with self.around():
-                return second()
-        finally:
-            self._leave(1)
-
-    def _pause(self) -> None:
-        lane = 0 if threading.get_ident() == self._main else 1
-        if self._running[1 - lane]:
-            self._turns[1 - lane].release()
-            self._turns[lane].acquire()
-
-    def _leave(self, lane: int) -> None:
-        """The other lane goes on alone."""
-        self._running[lane] = False
-        if self._running[1 - lane]:
-            self._turns[1 - lane].release()
-
-
-# The pipeline dimension: one interpreter that executes any schedule value.
-#
-# Splits   the layers into stages, contiguous slices, and lays one or more of them on each rank.
-# Moves    for every microbatch the activations from stage to stage and their gradients back, one
-#          message each; two stages of one rank hand over without any.
-# Costs    2·A a microbatch and boundary (A activations between two layers), and the bubble. Wins
-# between nodes, where links are slow: nothing moves less. Refuses  fewer layers than stages, and
-# what its schedule refuses.
-#
-# The messages of a pair of ranks form one line for each direction, in the order in which their
-# source computes them; the target posts its receives in that order too, those of a step while the
-# step before runs. A send waits for nobody, and a rank waits for a message only where the
-# schedule says that it needs it: a schedule that the clock can play to its end cannot deadlock
-# here.
+from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.stage import ActionObserver
+from fivefold.parallel.transport import Pending
 
 
 class PipelineChunk(Protocol):
@@ -130,7 +68,7 @@ class PipelineChunk(Protocol):
 
 
 class Pipeline:
-    """The steps of one rank. `before` and `after` are called with each step around it."""
+    """The actions of one rank; the observer is told of each."""
 
     def __init__(
         self,
@@ -139,16 +77,14 @@ class Pipeline:
         chunks: Mapping[int, PipelineChunk],
         hidden: torch.Size,
         dtype: torch.dtype,
+        observer: ActionObserver | None = None,
     ) -> None:
         """`hidden` is the size of the activations between stages, as one rank holds them."""
         self.schedule, self.mesh, self.chunks = schedule, mesh, chunks
-        self.steps = merged(schedule, mesh.place(PIPELINE))
+        self.observer = observer or ActionObserver()
+        self.steps = merged(schedule, mesh.coord(PIPELINE))
         self.inbox = _Inbox(schedule, mesh, hidden, dtype)
         self.outbox = _Outbox(mesh)
-        self.lanes = Lanes(mesh)
-        self.before: Callable[[Step], None] = lambda step: None
-        self.after: Callable[[Step], None] = lambda step: None
-        self.scale = 1.0  # of the loss that backward begins with
         gives = (WEIGHT_GRAD, BACKWARD)
         self._last = {
             action.stage: action
@@ -157,19 +93,21 @@ class Pipeline:
             if action.kind in gives
         }
 
-    def run(self, batches: Sequence[TokenBatch], tokens: Sequence[Tensor]) -> dict[int, Tensor]:
+    def run(
+        self, batches: Sequence[TokenBatch], tokens: Sequence[Tensor], scale: float = 1.0
+    ) -> dict[int, Tensor]:
         """All microbatches forward and backward; the losses that this rank computed, by microbatch.
 
-        The summed loss of each microbatch is divided by its `tokens`.
+        The summed loss of each microbatch is divided by its `tokens`. Backward begins with `scale`.
         """
-        work = _PipelineRun(self, batches, tokens)
+        work = _PipelineRun(self, batches, tokens, scale)
         self.inbox.begin()
         self._post(self.steps[:1])
         for place, step in enumerate(self.steps):
-            self.before(step)
+            token = self.observer.begin(step)
             self._post(self.steps[place + 1 : place + 2])
             work.do(step)
-            self.after(step)
+            self.observer.end(token)
         self.outbox.flush()
         return work.losses
 
@@ -190,6 +128,7 @@ class _PipelineRun:
     pipeline: Pipeline
     batches: Sequence[TokenBatch]
     tokens: Sequence[Tensor]
+    scale: float
     inputs: dict[tuple[int, int], Tensor | None] = field(default_factory=dict)
     outputs: dict[tuple[int, int], GradientEdge] = field(default_factory=dict)
     handed: dict[tuple[int, str, int], Tensor] = field(default_factory=dict)
@@ -212,7 +151,7 @@ class _PipelineRun:
         forward: Callable[[], Tensor | None],
         backward: Callable[[], Tensor | None],
     ) -> None:
-        results = self.pipeline.lanes.run(forward, backward)
+        results = self.pipeline.mesh.lanes.run(forward, backward)
         for action, result in zip(pair, results, strict=True):
             self._finish(action, result)
 
@@ -251,7 +190,7 @@ class _PipelineRun:
         key = (action.stage, action.microbatch)
         x, output = self.inputs.pop(key), self.outputs.pop(key)
         if gradient is None:
-            gradient = torch.full_like(self.losses[action.microbatch], self.pipeline.scale)
+            gradient = torch.full_like(self.losses[action.microbatch], self.scale)
         self.pipeline.chunks[action.stage].backward(
             lambda: torch.autograd.backward((output,), (gradient,)),
             action.microbatch,
@@ -284,7 +223,7 @@ class _Inbox:
         self, schedule: Schedule, mesh: Mesh, hidden: torch.Size, dtype: torch.dtype
     ) -> None:
         self.mesh, self.hidden, self.dtype = mesh, hidden, dtype
-        here = mesh.place(PIPELINE)
+        here = mesh.coord(PIPELINE)
         self.lines: dict[int, tuple[Message, ...]] = {}
         for source in {source for source, target in mesh.channels if target == here}:
             line = (each for each in sent_by(schedule, source) if each.target == here)
@@ -311,7 +250,7 @@ class _Inbox:
 
 
 class _Outbox:
-    """Sends that are under way; what has been received is let go, line by line."""
+    """Sends that are under way. A thread for each target waits, and frees what was received."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
@@ -320,6 +259,9 @@ class _Outbox:
 
     def send(self, message: Message, tensor: Tensor) -> None:
         pending = self.mesh.send(tensor.contiguous(), message.target)
+        if self.mesh.alone:  # there is nobody to wait for
+            pending.wait()
+            return
         if message.target not in self.lines:
             self.lines[message.target] = ThreadPoolExecutor(1, "fivefold-send")
         self.under_way = [each for each in self.under_way if not each.done()]

@@ -1,42 +1,82 @@
-"""One stage on one rank: its slice of the model, the data units of it, and its queue."""
+"""One stage on one rank, as the rooms see it: each room gets this value and changes the model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from fivefold.model.batch import TokenBatch
+from fivefold.core.plan import Plan
+from fivefold.core.schedule import Step
 from fivefold.model.decoder import Decoder
-from fivefold.parallel.data import DataParallel
 from fivefold.parallel.deferred import GradientQueue
+from fivefold.parallel.mesh import Mesh, Phase
+
+
+class Routing(Protocol):
+    """Decides where rows go in a rehearsal, whose tokens have no values and whose other ranks do
+    not exist."""
+
+    def rows(self, axis: str, num_rows: int) -> tuple[list[int], list[int]]:
+        """Of so many rows, how many go to each rank of an axis, and how many come from each."""
+        ...
+
+    def arriving(self, axis: str, num_rows: int, like: Tensor) -> Tensor:
+        """How many come from each rank for each expert of this one."""
+        ...
+
+    def crossing(self, num_tokens: int) -> int:
+        """Rows of so many tokens, each of which goes once to each node that it needs."""
+        ...
+
+    def inside(self, num_rows: int) -> int:
+        """Slots of so many rows that have come to a node, in that node."""
+        ...
 
 
 @dataclass(frozen=True)
-class StageChunk:
-    """What the pipeline drives. Without a `queue` autograd delivers all gradients itself."""
+class Stage:
+    """A slice of the model, before its weights are sharded.
 
-    stage: int
+    Without a `queue` autograd delivers all gradients itself. A `routing` is for rehearsals only.
+    """
+
+    number: int
+    plan: Plan
     model: Decoder
-    data: DataParallel
+    mesh: Mesh
+    phase: Phase
     queue: GradientQueue | None
+    routing: Routing | None
 
-    def forward(self, x: Tensor | None, batch: TokenBatch, microbatch: int) -> Tensor:
-        return self.model(batch.tokens if x is None else x, batch)
 
-    def backward(self, run: Callable[[], None], microbatch: int, split: bool, last: bool) -> None:
-        with self.data.backward(last):
-            if self.queue is None:
-                run()
-            elif split:
-                with self.queue.keeping(microbatch):
-                    run()
-            else:
-                with self.queue.taking(self.data):
-                    run()
+class ActionObserver:
+    """Is told of every action of a pipeline. This one does nothing."""
 
-    def weight_gradients(self, microbatch: int, last: bool) -> None:
-        assert self.queue is not None, "a backward that was not split owes nothing"
-        with self.data.collecting(last):
-            self.queue.settle(microbatch, self.data)
+    def begin(self, action: Step) -> Any:
+        """An action begins. What is returned comes back to `end`."""
+
+    def end(self, token: Any) -> None:
+        """The action is over, on the host."""
+
+
+def ignore(phase: str) -> None:
+    """Say nothing."""
+
+
+@dataclass(frozen=True)
+class Instruments:
+    """What a caller puts around a job to watch or to rehearse it. A plain job needs none.
+
+    `actions` watches the pipeline of a step, `evaluation` that of an evaluation; `on_phase` is told
+    what a step does outside of its pipeline. A rehearsal brings its `routing`, and a `wrap` for
+    each chunk that the pipeline drives.
+    """
+
+    actions: ActionObserver = ActionObserver()  # noqa: RUF009, it has no state
+    evaluation: ActionObserver = ActionObserver()  # noqa: RUF009
+    on_phase: Callable[[str], None] = ignore
+    routing: Routing | None = None
+    wrap: Callable[[Any], Any] | None = None

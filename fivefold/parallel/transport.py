@@ -1,14 +1,11 @@
 """The raw collectives, wherever a tensor lies.
 
 Where the backend of a group reaches the memory of a tensor, each of these is torch's own call.
-Ranks that share one GPU cannot have that: NCCL wants a GPU for every rank, and gloo, which wants
-none, moves host memory only. Their tensors are copied to pinned host memory, carried from there,
-and copied back, on the current stream, by whoever waits.
+Over gloo, tensors of a GPU are copied to pinned host memory, sent from there, and copied back on
+the current stream by the rank that waits.
 
-Two kinds. Those that fill a given tensor return what is `Pending`. `gather`, `scatter`, `total` and
-`exchange` are torch's functional collectives, which selective recomputation knows by name and never
-issues twice; their result is under way, and on the host where it went that way: `landed`, or
-`waited` where torch does not wait by itself, brings it home.
+Two kinds. Some fill a given tensor. `gather`, `scatter`, `total` and `exchange` are torch's
+functional collectives: selective recomputation knows them by name and never issues them twice.
 """
 
 from __future__ import annotations
@@ -45,16 +42,37 @@ class InFlight:
         came: Tensor | None = None,
         home: Tensor | None = None,
     ) -> None:
-        """What `came` to host memory belongs into `home`."""
+        """What `came` is copied to `home`, where these are two tensors."""
         self.works, self.sent, self.came, self.home = works, sent, came, home
 
-    def wait(self) -> None:
-        """Until all is over, once; then nothing is held any more."""
+    def wait(self) -> Tensor | None:
+        """Wait for all calls, once; what came. Nothing is kept alive from then on."""
         while self.works:
             self.works.pop().wait()
-        if self.came is not None and self.home is not None:
+        if self.came is not None and self.home is not None and self.came is not self.home:
             self.home.copy_(self.came, non_blocking=True)
+        found = self.home
         self.sent = self.came = self.home = None
+        return found
+
+
+class Functional:
+    """The result of a functional collective, on its way to `device`."""
+
+    def __init__(self, under_way: Tensor, device: torch.device, *, waits_itself: bool) -> None:
+        """`waits_itself`: torch waits for it at its first use."""
+        self.under_way, self.device, self.waits_itself = under_way, device, waits_itself
+
+    def wait(self) -> Tensor:
+        """The result, waited for now."""
+        return self._on_device(_ops.wait_tensor(self.under_way))
+
+    def on_first_use(self) -> Tensor:
+        """The result; torch waits for it as late as it can."""
+        return self._on_device(self.under_way) if self.waits_itself else self.wait()
+
+    def _on_device(self, found: Tensor) -> Tensor:
+        return found if found.device.type == self.device.type else found.to(self.device)
 
 
 def goes_by_host(tensor: Tensor, group: dist.ProcessGroup) -> bool:
@@ -70,20 +88,20 @@ def all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessG
     return InFlight([dist.all_reduce(host, op, group, async_op=True)], came=host, home=tensor)
 
 
-def reduce_scatter(output: Tensor, whole: Tensor, group: dist.ProcessGroup) -> Pending:
-    """Sum `whole` over the ranks; each gets its slice."""
+def reduce_scatter(output: Tensor, full: Tensor, group: dist.ProcessGroup) -> Pending:
+    """Sum `full` over the ranks; each gets its shard."""
     if not goes_by_host(output, group):
-        return _reduce_scatter(output, whole, group=group, async_op=True)
-    sent, came = _copied(whole), _room(output)
+        return _reduce_scatter(output, full, group=group, async_op=True)
+    sent, came = _copied(full), _room(output)
     return InFlight([_reduce_scatter(came, sent, group=group, async_op=True)], sent, came, output)
 
 
-def all_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> Pending:
-    """Fill `whole` with the parts of all ranks."""
-    if not goes_by_host(whole, group):
-        return _all_gather(whole, part, group=group, async_op=True)
-    sent, came = _copied(part), _room(whole)
-    return InFlight([_all_gather(came, sent, group=group, async_op=True)], sent, came, whole)
+def all_gather(full: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Pending:
+    """Fill `full` with the shards of all ranks."""
+    if not goes_by_host(full, group):
+        return _all_gather(full, shard, group=group, async_op=True)
+    sent, came = _copied(shard), _room(full)
+    return InFlight([_all_gather(came, sent, group=group, async_op=True)], sent, came, full)
 
 
 def send(tensor: Tensor, target: int, group: dist.ProcessGroup) -> Pending:
@@ -103,52 +121,44 @@ def receive(buffer: Tensor, source: int, group: dist.ProcessGroup) -> Pending:
     return InFlight([work], came=came, home=buffer) if by_host else work
 
 
-def pass_on(
-    tensor: Tensor, buffer: Tensor, ahead: int, behind: int, group: dist.ProcessGroup
-) -> InFlight:
-    """Start to send to the rank ahead, and to receive from the one behind."""
-    by_host = goes_by_host(tensor, group)
+def pass_on(tensor: Tensor, after: int, before: int, group: dist.ProcessGroup) -> InFlight:
+    """Start to send to the rank after this one, and to receive as much from the one before."""
+    by_host, buffer = goes_by_host(tensor, group), torch.empty_like(tensor)
     sent, came = (_copied(tensor), _room(buffer)) if by_host else (tensor, buffer)
     works = dist.batch_isend_irecv(
         [
-            dist.P2POp(dist.isend, sent, ahead, group),
-            dist.P2POp(dist.irecv, came, behind, group),
+            dist.P2POp(dist.isend, sent, after, group),
+            dist.P2POp(dist.irecv, came, before, group),
         ]
     )
-    return InFlight(works, sent, came, buffer) if by_host else InFlight(works, sent)
+    return InFlight(works, sent, came, buffer)
 
 
-def gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """The parts of all ranks, joined along a dim."""
-    return _gather(_within_reach(x, group), dim, group)
+def gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Functional:
+    """The shards of all ranks, joined along a dim."""
+    found = _gather(_within_reach(x, group), dim, group)
+    return Functional(found, x.device, waits_itself=True)
 
 
-def scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """This rank's slice, along a dim, of the sum over all ranks."""
-    return _scatter(_within_reach(x, group), "sum", dim, group)
+def scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Functional:
+    """This rank's shard, along a dim, of the sum over all ranks."""
+    found = _scatter(_within_reach(x, group), "sum", dim, group)
+    return Functional(found, x.device, waits_itself=True)
 
 
-def total(x: Tensor, op: str, group: dist.ProcessGroup) -> Tensor:
+def total(x: Tensor, op: str, group: dist.ProcessGroup) -> Functional:
     """The sum, or another reduction, over all ranks."""
-    return functional.all_reduce(_within_reach(x, group), op, group)
+    found = functional.all_reduce(_within_reach(x, group), op, group)
+    return Functional(found, x.device, waits_itself=True)
 
 
 def exchange(
     rows: Tensor, arrive: Sequence[int], leave: Sequence[int], group: dist.ProcessGroup
-) -> Tensor:
-    """So many rows to each rank, and so many from it. Nobody but `waited` waits for them."""
+) -> Functional:
+    """All-to-all: so many rows to each rank, and so many from it."""
     sent = _within_reach(rows, group)
-    return _ops.all_to_all_single(sent, list(arrive), list(leave), group.group_name)
-
-
-def waited(under_way: Tensor, device: torch.device) -> Tensor:
-    """What an exchange brought, on the device."""
-    return landed(_ops.wait_tensor(under_way), device)
-
-
-def landed(under_way: Tensor, device: torch.device) -> Tensor:
-    """The result on the device. One that is there already is still waited for by its first use."""
-    return under_way if under_way.device.type == device.type else under_way.to(device)
+    found = _ops.all_to_all_single(sent, list(arrive), list(leave), group.group_name)
+    return Functional(found, rows.device, waits_itself=False)
 
 
 def _within_reach(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

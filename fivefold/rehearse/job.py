@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from fivefold.core.plan import Plan
-from fivefold.cost.collectives import UNEVEN, TrafficEntry, entries, predict
+from fivefold.cost.collectives import UNEVEN_AXES, TrafficEntry, predict_traffic, traffic_entries
 from fivefold.cost.matching import Mismatch, distinct_ranks, mismatches
 from fivefold.launch.processes import Pool
 from fivefold.launch.worker import Worker
@@ -71,7 +71,8 @@ def judged(
     """Hold what was called against the plan, and ranks against one another."""
     size = DTYPES[plan.precision].itemsize
     predicted = {
-        run.rank: predict(plan, run.rank, itemsize=size, grad_itemsize=max(4, size)) for run in runs
+        run.rank: predict_traffic(plan, run.rank, itemsize=size, grad_itemsize=max(4, size))
+        for run in runs
     }
     astray = [run.rank for run in runs if not _same(predicted[run.rank], run, imbalance)]
     found = mismatches({run.rank: run.calls for run in runs})
@@ -118,8 +119,10 @@ def _rehearse_some(
 
 def _same(predicted: Sequence[TrafficEntry], run: RehearsedRank, imbalance: float) -> bool:
     """Whether a rank called what was predicted; how much goes to experts is up to the routing."""
-    seen = entries(run.records.items())
+    seen = traffic_entries(run.records.items())
     if imbalance == 1.0:
         return seen == tuple(predicted)
-    even = [tuple(each for each in some if each.axis not in UNEVEN) for some in (seen, predicted)]
+    even = [
+        tuple(each for each in some if each.axis not in UNEVEN_AXES) for some in (seen, predicted)
+    ]
     return even[0] == even[1]

@@ -18,10 +18,11 @@ from fivefold.launch.processes import Pool
 from fivefold.launch.worker import Worker
 from fivefold.model.blocks import compile_blocks
 from fivefold.optim import make_updater
-from fivefold.parallel.compose import Job, compose
-from fivefold.parallel.expert import SpreadExperts
+from fivefold.optim.optimizer import Updater
+from fivefold.parallel.compose import compose
 from fivefold.parallel.mesh import Mesh
-from fivefold.planner.estimate import Estimate, Passes, PlayedStep, forecast
+from fivefold.parallel.stage import ActionObserver, Instruments
+from fivefold.planner.estimate import Estimate, MeasuredPasses, SimulatedStep, simulate_step
 from fivefold.rehearse.job import kind_of, representatives
 from fivefold.rehearse.rank import DTYPES, RoundRobin, joined
 from fivefold.step import step
@@ -55,7 +56,7 @@ def measure_rank(
         for _ in range(_STEPS):
             run.step()
         found = run.found()
-        run.close()
+        run.mesh.close_groups()
     return found
 
 
@@ -66,36 +67,43 @@ class _MeasuredSteps:
         self.plan, self.rank, self.device = plan, rank, device
         dtype = DTYPES[plan.precision]
         master = dtype.itemsize < 4
-        self.mesh = Mesh.of(plan, device)
-        grad_dtype = torch.float32 if master else None
+        self.mesh, self.marks = Mesh.of(plan, device), _Marks()
         self.job = compose(
-            plan, self.mesh, seed=0, dtype=dtype, grad_dtype=grad_dtype, master=master
+            plan,
+            self.mesh,
+            seed=0,
+            dtype=dtype,
+            grad_dtype=torch.float32 if master else None,
+            master=master,
+            instruments=Instruments(actions=self.marks, routing=RoundRobin(plan, rank, imbalance)),
         )
         self.updater = make_updater(
             plan.wishes.train, self.job.owned, device, master=master, rank=rank
         )
-        _route(self.job, RoundRobin(plan, rank, imbalance))
         if compiled:
             for chunk in self.job.chunks:
                 compile_blocks(chunk.model)
         drawn = samples(plan.batch, plan.shape.vocab, seed=0, step=0).to(device)
         self.batches = drawn.of(plan.layout.coord(rank).dp)
-        self.marks: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self.seconds: defaultdict[str, list[float]] = defaultdict(list)
-        self.job.pipeline.before, self.job.pipeline.after = self._before, self._after
         self.peak = 0
 
     def step(self) -> None:
         """One optimizer step; garbage in, garbage out, in the right sizes."""
-        self.marks.clear()
+        self.marks.all.clear()
         torch.cuda.reset_peak_memory_stats()
         began, ended = _marks()
         began.record()
-        step(self.job, _TimedAction(self), self.batches, self.plan.wishes.train.clip)
+        step(
+            self.job,
+            _TimedUpdater(self.updater, self.marks),
+            self.batches,
+            self.plan.wishes.train.clip,
+        )
         ended.record()
         torch.cuda.synchronize()
         self.peak = torch.cuda.max_memory_allocated()
-        for name, start, stop in [*self.marks, ("step", began, ended)]:
+        for name, start, stop in [*self.marks.all, ("step", began, ended)]:
             self.seconds[name].append(start.elapsed_time(stop) / 1e3)
 
     def found(self) -> MeasuredRank:
@@ -106,46 +114,40 @@ class _MeasuredSteps:
         actions = {name: each for name, each in later.items() if name not in ("step", "update")}
         return MeasuredRank(self.rank, self.peak, later["step"], later["update"], actions)
 
-    def close(self) -> None:
-        self.mesh.groups.clear()
-        self.mesh.channels.clear()
 
-    def _before(self, action: Step) -> None:
-        self.marks.append((_named(action), *_marks()))
-        self.marks[-1][1].record()
+class _Marks(ActionObserver):
+    """GPU events around every action, by name."""
 
-    def _after(self, action: Step) -> None:
-        self.marks[-1][2].record()
+    def __init__(self) -> None:
+        self.all: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+
+    def begin(self, action: Step | str) -> torch.cuda.Event:
+        began, ended = _marks()
+        self.all.append((_named(action), began, ended))
+        began.record()
+        return ended
+
+    def end(self, token: torch.cuda.Event) -> None:
+        token.record()
 
 
-class _TimedAction:
+class _TimedUpdater:
     """The updater, with marks around its step."""
 
-    def __init__(self, run: _MeasuredSteps) -> None:
-        self.run = run
+    def __init__(self, updater: Updater, marks: _Marks) -> None:
+        self.updater, self.marks = updater, marks
 
     def step(self) -> None:
-        began, ended = _marks()
-        began.record()
-        self.run.updater.step()
-        ended.record()
-        self.run.marks.append(("update", began, ended))
-
-
-def _route(job: Job, routing: RoundRobin) -> None:
-    """Nobody answers how many tokens come: the stand-in does."""
-    for chunk in job.chunks:
-        for module in chunk.model.modules():
-            dispatch = getattr(module, "dispatch", None)
-            if isinstance(dispatch, SpreadExperts):
-                dispatch.stand_in = routing
+        ended = self.marks.begin("update")
+        self.updater.step()
+        self.marks.end(ended)
 
 
 def _marks() -> tuple[torch.cuda.Event, torch.cuda.Event]:
     return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
 
-def _named(action: Step) -> str:
+def _named(action: Step | str) -> str:
     """An action without its microbatch, such as 3F; a pair by both."""
     return re.sub(r"([FBIW])[0-9]+", r"\1", str(action))
 
@@ -158,7 +160,7 @@ class Forecasted:
     """What was measured, rank by rank, and the step that follows where the machine is known."""
 
     measured: list[MeasuredRank]
-    step: PlayedStep | None
+    step: SimulatedStep | None
 
 
 def forecast_on_gpu(
@@ -172,7 +174,7 @@ def forecast_on_gpu(
             found += pool.run_each([(_measure, (plan, rank, imbalance))])
     step = None
     if planned is not None and (passes := passes_of(plan, found)) is not None:
-        step = forecast(plan, planned.setting, measured=passes)
+        step = simulate_step(plan, planned.setting, measured=passes)
     return Forecasted(found, step)
 
 
@@ -181,10 +183,10 @@ def _measure(worker: Worker, plan: Plan, rank: int, imbalance: float) -> Measure
     return measure_rank(plan, rank, imbalance, plan.wishes.train.compile)
 
 
-def passes_of(plan: Plan, found: Sequence[MeasuredRank]) -> dict[int, Passes] | None:
+def passes_of(plan: Plan, found: Sequence[MeasuredRank]) -> dict[int, MeasuredPasses] | None:
     """The passes of every stage, from the stages of the same kind that were measured; None where a
     kind was not."""
-    by_kind: dict[object, Passes] = {}
+    by_kind: dict[object, MeasuredPasses] = {}
     for one in found:
         for stage in plan.schedule.placement.held(plan.layout.coord(one.rank).pp):
             by_kind.setdefault(kind_of(plan, stage), _passes(one, stage))
@@ -194,11 +196,13 @@ def passes_of(plan: Plan, found: Sequence[MeasuredRank]) -> dict[int, Passes] | 
     return {stage: by_kind[kind] for stage, kind in enumerate(kinds)}
 
 
-def _passes(one: MeasuredRank, stage: int) -> Passes:
+def _passes(one: MeasuredRank, stage: int) -> MeasuredPasses:
     """A backward in one piece counts as one of inputs: the clock adds both."""
     times = {name: each for name, each in one.actions.items() if re.match(rf"{stage}[FBIW]$", name)}
     letter = {name[-1]: seconds for name, seconds in times.items()}
     whole = letter.get("B", letter.get("I", 0.0) + letter.get("W", 0.0))
     if "I" in letter:
-        return Passes(letter["F"], letter["I"], letter.get("W", max(0.0, whole - letter["I"])))
-    return Passes(letter["F"], whole)
+        return MeasuredPasses(
+            letter["F"], letter["I"], letter.get("W", max(0.0, whole - letter["I"]))
+        )
+    return MeasuredPasses(letter["F"], whole)

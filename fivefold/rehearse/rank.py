@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
-from concurrent.futures import Executor, Future
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -16,21 +16,22 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from fivefold.core.groups import FAR, NEAR, PIPELINE
 from fivefold.core.legality import padded_vocab
 from fivefold.core.plan import Plan
-from fivefold.core.schedule import Step, actions_of
-from fivefold.cost.collectives import most_nodes
-from fivefold.cost.grid import fullest_rank
-from fivefold.cost.matching import RankCalls
+from fivefold.core.schedule import Step, actions_of, merged
+from fivefold.cost.collectives import max_nodes_per_token, units_of
+from fivefold.cost.grid import fullest_rank_load
+from fivefold.cost.matching import IssuedCollective
 from fivefold.data.batches import samples
 from fivefold.optim import make_updater
 from fivefold.optim.optimizer import Updater
-from fivefold.parallel.compose import Job, compose, hidden_size
+from fivefold.parallel.compose import Job, StageChunk, compose, hidden_size
 from fivefold.parallel.context import token_index
-from fivefold.parallel.expert import SpreadExperts
-from fivefold.parallel.mesh import FAR, NEAR, PRETENDED, CollectiveRecord, Mesh
-from fivefold.rehearse import trace as metering
-from fivefold.rehearse.trace import Meter, ReplayingChunk, Traces, stand_in
+from fivefold.parallel.mesh import FAKE, CollectiveRecord, Mesh
+from fivefold.parallel.stage import ActionObserver, Instruments
+from fivefold.rehearse import trace as tracing
+from fivefold.rehearse.trace import CallLog, Meter, ReplayingChunk, Tracer, Traces, stand_in
 from fivefold.step import step
 
 
@@ -40,7 +41,7 @@ def joined(rank: int, world: int) -> Iterator[None]:
     if world == 1:
         yield
         return
-    dist.init_process_group(PRETENDED, rank=rank, world_size=world, store=FakeStore())
+    dist.init_process_group(FAKE, rank=rank, world_size=world, store=FakeStore())
     try:
         yield
     finally:
@@ -73,7 +74,7 @@ class RoundRobin:
         place, near = layout.coord(rank).ep, layout.ep // plan.ep_nodes
         self.plan, self.sizes = plan, {"ep": layout.ep, FAR: plan.ep_nodes, NEAR: near}
         self.places = {"ep": place, FAR: place // near, NEAR: place % near}
-        fullest = 1.0 if moe is None else float(fullest_rank(moe, layout.ep, imbalance))
+        fullest = 1.0 if moe is None else float(fullest_rank_load(moe, layout.ep, imbalance))
         held = 1 if moe is None else moe.experts // layout.ep
         self.fullest, self.first = fullest, imbalance / (held * fullest)
 
@@ -94,13 +95,13 @@ class RoundRobin:
     def crossing(self, num_tokens: int) -> int:
         """As many nodes as a token can need: what is planned for."""
         assert self.plan.shape.moe is not None
-        return num_tokens * most_nodes(self.plan, self.plan.shape.moe)
+        return num_tokens * max_nodes_per_token(self.plan, self.plan.shape.moe)
 
     def inside(self, num_rows: int) -> int:
         """A token's choices are all somewhere, each in one node."""
         moe = self.plan.shape.moe
         assert moe is not None
-        return num_rows * moe.top_k // most_nodes(self.plan, moe)
+        return num_rows * moe.top_k // max_nodes_per_token(self.plan, moe)
 
     def _shares(self, axis: str) -> list[float]:
         size = self.sizes[axis]
@@ -120,7 +121,6 @@ def _split(count: int, shares: Sequence[float]) -> list[int]:
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_BEFORE, _BEHIND = "before the first action", "behind the last action"
 
 
 @dataclass(frozen=True)
@@ -132,18 +132,18 @@ class MemoryLevel:
     peak: int  # the most inside of it
 
 
-@dataclass
+@dataclass(frozen=True)
 class RehearsedRank:
     """What one rank held and called in a step."""
 
     rank: int
-    peak: int = 0
-    build: int = 0  # the most before the step
-    memory: dict[str, int] = field(default_factory=dict[str, int])  # at the peak, by category
-    calls: list[RankCalls] = field(default_factory=list[RankCalls])
-    records: Counter[CollectiveRecord] = field(default_factory=Counter[CollectiveRecord])
-    levels: list[MemoryLevel] = field(default_factory=list[MemoryLevel])
-    replayed: bool = False
+    peak: int
+    build: int  # peak before the step
+    memory: dict[str, int]  # at the peak, by category
+    calls: list[IssuedCollective]
+    records: Counter[CollectiveRecord]
+    levels: list[MemoryLevel]
+    replayed: bool
 
 
 def rehearse_rank(
@@ -156,31 +156,56 @@ def rehearse_rank(
     device = torch.device("cpu")
     with joined(rank, plan.layout.world), without_values(device):
         run = _RehearsalRun(plan, rank, device, traces, imbalance)
-        run.go()
-        result = run.result
-        run.close()
-        return result
+        try:
+            return run.go()
+        finally:
+            run.mesh.close_groups()
+
+
+class _Actions(ActionObserver):
+    """Notes the memory around every action."""
+
+    def __init__(self, meter: Meter, log: CallLog) -> None:
+        self.meter, self.log = meter, log
+        self.levels: list[MemoryLevel] = []
+
+    def begin(self, action: Step) -> str:
+        self.log.where, self.meter.high = str(action), self.meter.total
+        return self.log.where
+
+    def end(self, token: str) -> None:
+        self.levels.append(MemoryLevel(token, self.meter.total, self.meter.high))
+        self.log.where = tracing.AFTER
 
 
 class _RehearsalRun:
+    """One rank: built, run for a step, and watched."""
+
     def __init__(
         self, plan: Plan, rank: int, device: torch.device, traces: Traces | None, imbalance: float
     ) -> None:
-        self.plan, self.rank, self.traces = plan, rank, traces
-        self.result = RehearsedRank(rank, replayed=traces is not None)
-        self.where = _BEFORE
-        self.dtype = DTYPES[plan.precision]
-        self.meter = Meter(self._category)
-        self.mesh = Mesh.of(plan, device)
-        self.mesh.resized = lambda tensor: self.meter.resized(tensor, metering.WEIGHTS)
+        self.plan, self.rank, self.dtype = plan, rank, DTYPES[plan.precision]
+        self.replayed = traces is not None
+        self.meter, self.log = Meter(_categories(plan, rank, self.dtype)), CallLog()
+        self.actions = _Actions(self.meter, self.log)
+        self.mesh = Mesh.of(
+            plan, device, [self.log], lambda tensor: self.meter.resized(tensor, tracing.WEIGHTS)
+        )
+        tracer = None if traces is None else Tracer(self.meter, self.log, traces)
+        instruments = Instruments(
+            actions=self.actions,
+            routing=RoundRobin(plan, rank, imbalance),
+            wrap=None if tracer is None else partial(self._replaying, tracer),
+        )
         with self.meter:
-            self.job = self._compose()
+            self.job = self._compose(instruments)
             self.updater = self._updater()
-        self._prepare(imbalance)
+        for chunk in self.job.chunks:
+            stand_in(chunk.model)
 
-    def _compose(self) -> Job:
+    def _compose(self, instruments: Instruments) -> Job:
         master = self.dtype.itemsize < 4
-        with self.meter.called(metering.WEIGHTS):
+        with self.meter.called(tracing.WEIGHTS):
             return compose(
                 self.plan,
                 self.mesh,
@@ -188,10 +213,11 @@ class _RehearsalRun:
                 dtype=self.dtype,
                 grad_dtype=torch.float32 if master else None,
                 master=master,
+                instruments=instruments,
             )
 
     def _updater(self) -> Updater:
-        with self.meter.called(metering.OPTIMIZER):
+        with self.meter.called(tracing.OPTIMIZER):
             updater = make_updater(
                 self.plan.wishes.train,
                 self.job.owned,
@@ -200,40 +226,15 @@ class _RehearsalRun:
                 rank=self.rank,
             )
         masters = updater.states().get("master", [])
-        self.meter.move((each.read() for each in masters if each is not None), metering.MASTER)
+        self.meter.move((each.read() for each in masters if each is not None), tracing.MASTER)
         return updater
 
-    def _prepare(self, imbalance: float) -> None:
-        """Put stand-ins where values would be needed, and listen."""
-        self.sums = {
-            (size, unit.grad_dtype)
-            for unit in self.job.units
-            for size in (unit.unit.size, unit.unit.slice_size)
-        }
-        tp = self.plan.layout.tp
-        self.vocabulary = padded_vocab(self.plan.shape.vocab, tp) // tp  # rows of this rank
-        routing = RoundRobin(self.plan, self.rank, imbalance)
-        for chunk in self.job.chunks:
-            stand_in(chunk.model)
-            for module in chunk.model.modules():
-                dispatch = getattr(module, "dispatch", None)
-                if isinstance(dispatch, SpreadExperts):
-                    dispatch.stand_in = routing
-        self.mesh.heard = self._heard
-        pipeline = self.job.pipeline
-        pipeline.before, pipeline.after = self._before, self._after
-        pipeline.outbox.lines = _AtOnce()
-        if self.traces is not None:
-            pipeline.chunks = {each.stage: self._replaying(each) for each in self.job.chunks}
-
-    def _replaying(self, chunk: Any) -> ReplayingChunk:
-        assert self.traces is not None
-        actions = (action for step in self.job.pipeline.steps for action in actions_of(step))
+    def _replaying(self, tracer: Tracer, chunk: StageChunk) -> ReplayingChunk:
+        steps = merged(self.plan.schedule, self.mesh.coord(PIPELINE))
+        actions = (action for step in steps for action in actions_of(step))
         mine = [each for each in actions if each.stage == chunk.stage]
-        return ReplayingChunk(
-            chunk, mine, self.meter, self.mesh, self.traces, self._signature(chunk.stage),
-            hidden_size(self.plan), self.dtype,
-        )  # fmt: skip
+        hidden = (hidden_size(self.plan), self.dtype)
+        return ReplayingChunk(chunk, mine, tracer, self.mesh, self._signature(chunk.stage), hidden)
 
     def _signature(self, stage: int) -> Hashable:
         """Stages with the same signature do the same on ranks at the same other coords."""
@@ -243,57 +244,42 @@ class _RehearsalRun:
         ends = (layers.start == 0, layers.stop == shape.layers)
         return kinds, ends, coord._replace(pp=0)
 
-    def go(self) -> None:
-        """The step."""
+    def go(self) -> RehearsedRank:
+        """Run the step."""
         coord = self.plan.layout.coord(self.rank).dp
-        self.result.build = self.meter.peak
-        self.meter.peak = 0
+        build, self.meter.peak = self.meter.peak, 0
         with self.meter:
-            with self.meter.called(metering.BUFFERS):
+            with self.meter.called(tracing.BUFFERS):
                 drawn = samples(self.plan.batch, self.plan.shape.vocab, seed=0, step=0)
                 batches = drawn.of(coord)
             step(self.job, self.updater, batches, self.plan.wishes.train.clip)
-        self.result.peak = self.meter.peak
-        self.result.memory = dict(self.meter.at_peak)
-        self.result.records = Counter(self.mesh.records)
-
-    def close(self) -> None:
-        self.mesh.groups.clear()
-        self.mesh.channels.clear()
-
-    def _category(self, func: Any, tensor: Tensor) -> str:
-        """What memory is for that an operator has made."""
-        if func.namespace in ("c10d", "_c10d_functional"):
-            return metering.BUFFERS
-        if tensor.dim() == 1 and (tensor.numel(), tensor.dtype) in self.sums:
-            return metering.GRADIENTS
-        if tensor.dim() and tensor.shape[-1] == self.vocabulary:
-            return metering.LOGITS
-        return metering.ACTIVATIONS
-
-    def _heard(self, record: CollectiveRecord, members: tuple[int, ...]) -> None:
-        self.result.calls.append(
-            RankCalls(record.axis, record.kind, record.bytes, members, self.where)
+        return RehearsedRank(
+            self.rank,
+            self.meter.peak,
+            build,
+            dict(self.meter.at_peak),
+            self.log.calls,
+            Counter(self.mesh.records),
+            self.actions.levels,
+            self.replayed,
         )
 
-    def _before(self, action: Step) -> None:
-        self.where, self.meter.high = str(action), self.meter.total
 
-    def _after(self, action: Step) -> None:
-        self.result.levels.append(MemoryLevel(str(action), self.meter.total, self.meter.high))
-        self.where = _BEHIND
+def _categories(plan: Plan, rank: int, dtype: torch.dtype) -> Callable[[Any, Tensor], str]:
+    """Says what memory is for that an operator has made."""
+    stages = plan.schedule.placement.held(plan.layout.coord(rank).pp)
+    units = [unit for stage in stages for unit in units_of(plan, stage, dtype.itemsize, None)]
+    gradients = {size for unit in units for size in (unit.size, unit.slice_size)}
+    grad_dtype = torch.float32 if dtype.itemsize < 4 else dtype
+    vocabulary = padded_vocab(plan.shape.vocab, plan.layout.tp) // plan.layout.tp  # of this rank
 
+    def category(func: Any, tensor: Tensor) -> str:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            return tracing.BUFFERS
+        if tensor.dim() == 1 and tensor.dtype == grad_dtype and tensor.numel() in gradients:
+            return tracing.GRADIENTS
+        if tensor.dim() and tensor.shape[-1] == vocabulary:
+            return tracing.LOGITS
+        return tracing.ACTIVATIONS
 
-class _AtOnce(dict[int, Executor]):
-    """Executors for every target that run what they are given before they return."""
-
-    def __contains__(self, target: object) -> bool:
-        return True
-
-    def __missing__(self, target: int) -> Any:
-        return self
-
-    def submit(self, function: Any) -> Future[object]:
-        done: Future[object] = Future()
-        done.set_result(function())
-        return done
+    return category

@@ -16,11 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fivefold.core.schedule import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action
+from fivefold.cost.matching import IssuedCollective
 from fivefold.model.batch import TokenBatch
 from fivefold.model.decoder import Decoder
 from fivefold.model.layers import Norm, rms_norm
+from fivefold.parallel.compose import StageChunk
 from fivefold.parallel.mesh import CollectiveRecord, Mesh
-from fivefold.parallel.stage import StageChunk
 
 
 def stand_in(decoder: Decoder) -> None:
@@ -68,6 +69,7 @@ WEIGHTS, GRADIENTS, MASTER, OPTIMIZER = "weights", "gradients", "master", "optim
 ACTIVATIONS, LOGITS, BUFFERS = "activations", "logits", "buffers"
 CATEGORIES = (WEIGHTS, GRADIENTS, MASTER, OPTIMIZER, ACTIVATIONS, LOGITS, BUFFERS)
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
+BEFORE, AFTER = "before the first action", "after the last action"
 _BLOCK = 512  # bytes: what the allocator of a GPU rounds to
 Delta = tuple[str, int]
 
@@ -197,21 +199,64 @@ Traces = dict[tuple[Hashable, str], Trace]
 """By stage and kind of action; ranks that do the same share them."""
 
 
+class CallLog:
+    """The collectives that a rank has issued, with the action that it was in."""
+
+    def __init__(self) -> None:
+        self.calls: list[IssuedCollective] = []
+        self.where = BEFORE
+        self._traced: list[CollectiveRecord] | None = None
+
+    def begin(self, record: CollectiveRecord, members: tuple[int, ...]) -> None:
+        """Note one collective."""
+        self.calls.append(
+            IssuedCollective(record.axis, record.kind, record.bytes, members, self.where)
+        )
+        if self._traced is not None:
+            self._traced.append(record)
+
+    def end(self, token: None) -> None:
+        """Nothing: collectives of a rank alone take no time."""
+
+    @contextmanager
+    def tracing(self) -> Iterator[list[CollectiveRecord]]:
+        """The collectives that are issued inside."""
+        self._traced = traced = []
+        try:
+            yield traced
+        finally:
+            self._traced = None
+
+
+@dataclass(frozen=True)
+class Tracer:
+    """What a rehearsal watches, and what it has traced before."""
+
+    meter: Meter
+    log: CallLog
+    traces: Traces
+
+
 class ReplayingChunk:
     """A stage that runs for real only where it must."""
 
     def __init__(
-        self, chunk: StageChunk, actions: list[Action], meter: Meter, mesh: Mesh, traces: Traces,
-        key: Hashable, size: torch.Size, dtype: torch.dtype,
-    ) -> None:  # fmt: skip
-        """`actions` are those of this stage, in order; `size` is that of activations behind it."""
-        self.chunk, self.meter, self.mesh, self.traces, self.key = chunk, meter, mesh, traces, key
-        self.size, self.dtype = size, dtype
+        self,
+        chunk: StageChunk,
+        actions: list[Action],
+        tracer: Tracer,
+        mesh: Mesh,
+        key: Hashable,
+        hidden: tuple[torch.Size, torch.dtype],
+    ) -> None:
+        """`actions` are those of this stage, in order; `hidden` is the activations after it."""
+        self.chunk, self.mesh, self.key, self.hidden = chunk, mesh, key, hidden
+        self.meter, self.log, self.traces = tracer.meter, tracer.log, tracer.traces
         self.inputs: dict[int, Tensor | None] = {}
         self.kept: dict[int, Tensor] = {}  # inputs that weight gradients need, with their own
         self.real, self.traced = _chosen(actions)
         kinds = {action.kind for action in actions}
-        if all((key, kind) in traces for kind in kinds):
+        if all((key, kind) in self.traces for kind in kinds):
             self.real -= self.traced
 
     def forward(self, x: Tensor | None, batch: TokenBatch, microbatch: int) -> Tensor:
@@ -222,11 +267,8 @@ class ReplayingChunk:
             )
         self._replay(FORWARD)
         last = self.chunk.model.head is not None
-        like = (
-            torch.zeros((), dtype=torch.float32)
-            if last
-            else torch.empty(self.size, dtype=self.dtype)
-        )
+        size, dtype = self.hidden
+        like = torch.zeros((), dtype=torch.float32) if last else torch.empty(size, dtype=dtype)
         seed = torch.empty(0, requires_grad=True) if x is None else x  # which takes no memory
         return _Stub.apply(seed, like)
 
@@ -268,17 +310,8 @@ class ReplayingChunk:
         memory of whoever takes it."""
         if microbatch not in self.traced:
             return call()
-        before, calls = self.mesh.heard, list[CollectiveRecord]()
-
-        def heard(record: CollectiveRecord, members: tuple[int, ...]) -> None:
-            calls.append(record)
-            if before is not None:
-                before(record, members)
-
-        self.mesh.heard = heard
-        with self.meter.tracing() as seen:
+        with self.meter.tracing() as seen, self.log.tracing() as calls:
             result = call()
-        self.mesh.heard = before
         passed = given(result)
         self.traces[self.key, kind] = Trace(_without(passed, seen), calls)
         return result

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fivefold.core.groups import WORLD
 from fivefold.core.schedule.catalog import family
-from fivefold.core.schedule.flush import Delays
+from fivefold.core.schedule.linear import Delays
 from fivefold.model.batch import NOT_COUNTED, TokenBatch
-from fivefold.parallel.compose import Job, hidden_size
-from fivefold.parallel.mesh import WORLD
+from fivefold.parallel.compose import Job, StageChunk, hidden_size
 from fivefold.parallel.pipeline import Pipeline
-from fivefold.parallel.stage import StageChunk
+from fivefold.parallel.stage import ActionObserver
 from fivefold.parallel.tensor import sum_partial
 from fivefold.step import Optimizer, StepOutcome, squared_norm
 
@@ -111,7 +111,9 @@ class StashingChunk:
 class Stream:
     """A run of so many microbatches, a multiple of those of one update."""
 
-    def __init__(self, job: Job, optimizer: Optimizer, num_microbatches: int) -> None:
+    def __init__(
+        self, job: Job, optimizer: Optimizer, num_microbatches: int, observer: ActionObserver
+    ) -> None:
         self.job, self.optimizer = job, optimizer
         window = job.plan.schedule
         schedule = family(window.name).make(window.num_ranks, num_microbatches, 1)
@@ -120,7 +122,8 @@ class Stream:
         self.stash = StashingChunk(self.chunk, self.delays.every, self.delays.version, self._update)
         dtype = next(self.chunk.model.parameters()).dtype
         chunks = {self.chunk.stage: self.stash}
-        self.pipeline = Pipeline(schedule, job.mesh, chunks, hidden_size(job.plan), dtype)
+        hidden = hidden_size(job.plan)
+        self.pipeline = Pipeline(schedule, job.mesh, chunks, hidden, dtype, observer)
         self.norms: list[Tensor] = []
 
     def run(self, batches: Sequence[TokenBatch]) -> list[StepOutcome]:
@@ -149,8 +152,9 @@ class Stream:
 
     def _update(self) -> None:
         job, data = self.job, self.chunk.data
+        job.on_phase("reduce")
         data.finish()
-        sum_partial([(job.pieces[each.row.name], each.grad) for each in job.owned], job.mesh)
+        sum_partial([(job.shards[each.row.name], each.grad) for each in job.owned], job.mesh)
         self.norms.append(squared_norm(job))
         self.optimizer.step()
         data.publish()

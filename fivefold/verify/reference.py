@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fivefold.core.balance import Balance
+from fivefold.core.recipe import OptimizerName
 from fivefold.core.shape import Shape
-from fivefold.model.balance import RowIndex, balance, moe_layers, settle
+from fivefold.model.balance import LocalRows, attach_balancers, moe_layers, update_balance
 from fivefold.model.batch import NOT_COUNTED, TokenBatch, look_ahead
 from fivefold.model.decoder import Decoder, from_config
 from fivefold.model.init import init_weights
-from fivefold.optim.optimizer import Name
 
 Arrays = dict[str, NDArray[np.floating]]
 
@@ -32,7 +32,7 @@ LEARNING_RATE = 1e-2
 WEIGHT_DECAY = 0.1
 MAX_NORM = 0.5
 # How much of a change of a gradient an optimizer passes on to the weight in one step, at most.
-GAIN: dict[Name, float] = {"adamw": LEARNING_RATE / ADAM_EPS, "sgd": LEARNING_RATE}
+GAIN: dict[OptimizerName, float] = {"adamw": LEARNING_RATE / ADAM_EPS, "sgd": LEARNING_RATE}
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Truth:
 def truths(
     shape: Shape,
     batches: Iterable[TokenBatch],
-    optimizer: Name,
+    optimizer: OptimizerName,
     seed: int,
     dtype: torch.dtype,
     say: Callable[[str], None],
@@ -65,13 +65,13 @@ def truths(
     """
     say("build")
     model, updater = _built(shape, optimizer, seed, dtype, device)
-    balancers = balance(model, rules, device, RowIndex(in_unit=rows_in_microbatch))
+    balancers = attach_balancers(model, rules, device, LocalRows(rows_in_unit=rows_in_microbatch))
     found: list[Truth] = []
     for number, batch in enumerate(batches, start=1):
         say(f"step {number}")
         truth = _step(model, updater, batch)
         for layer, mlp in moe_layers(model):
-            settle(mlp, balancers[layer], rules, balancers[layer].take()[0])
+            update_balance(mlp, balancers[layer], rules, balancers[layer].take()[0])
         biases = {name: as_array(each) for name, each in model.named_buffers()}
         found.append(replace(truth, biases=biases))
     return found
@@ -102,7 +102,7 @@ def delayed_truths(
     shape: Shape,
     microbatches: Sequence[TokenBatch],
     delayed: Delayed,
-    optimizer: Name,
+    optimizer: OptimizerName,
     seed: int,
     dtype: torch.dtype,
     say: Callable[[str], None],
@@ -133,7 +133,11 @@ def delayed_truths(
 
 
 def _built(
-    shape: Shape, optimizer: Name, seed: int, dtype: torch.dtype, device: torch.device | str
+    shape: Shape,
+    optimizer: OptimizerName,
+    seed: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
 ) -> tuple[Decoder, torch.optim.Optimizer]:
     model = from_config(shape, dtype=dtype, device=device)
     init_weights(model, shape, seed)
@@ -170,7 +174,7 @@ def _cross_entropy(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
     return F.cross_entropy(logits_NV, labels_N, ignore_index=NOT_COUNTED, reduction="sum")
 
 
-def _optimizer(name: Name, model: Decoder) -> torch.optim.Optimizer:
+def _optimizer(name: OptimizerName, model: Decoder) -> torch.optim.Optimizer:
     """Only matrices decay."""
     matrices = [one for one in model.parameters() if one.dim() > 1]
     vectors = [one for one in model.parameters() if one.dim() == 1]

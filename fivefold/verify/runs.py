@@ -11,17 +11,18 @@ from typing import Literal
 import torch
 
 from fivefold.core.plan import Plan
-from fivefold.core.schedule import merged
-from fivefold.core.schedule.flush import Delays
+from fivefold.core.recipe import OptimizerName
+from fivefold.core.schedule import Step, merged
+from fivefold.core.schedule.linear import Delays
 from fivefold.core.weights import buffers, held_by
 from fivefold.data.batches import Samples, samples
 from fivefold.launch.processes import Worker
 from fivefold.model.batch import TokenBatch
 from fivefold.model.blocks import compile_blocks
-from fivefold.optim.optimizer import Name, make_optimizer
+from fivefold.optim.optimizer import make_optimizer
 from fivefold.parallel.compose import Job, compose
 from fivefold.parallel.mesh import CollectiveRecord, Mesh
-from fivefold.parallel.pipeline import Pipeline
+from fivefold.parallel.stage import ActionObserver, Instruments
 from fivefold.step import StepOutcome, step
 from fivefold.verify import reference
 from fivefold.verify.asynchronous import Stream
@@ -43,7 +44,7 @@ class VerifySettings:
     dtype: Dtype = "float64"
     grad_dtype: Dtype | None = None  # None: float64 for float64, else float32
     steps: int = 2
-    optimizer: Name = "adamw"
+    optimizer: OptimizerName = "adamw"
     offload: bool = False
     bucket: int | None = None  # bytes
     seed: int = 0
@@ -130,6 +131,7 @@ def run_rank(worker: Worker, plan: Plan, settings: VerifySettings) -> VerifiedRa
         worker.phase("build")
         device = _prepared(settings)
         mesh = Mesh.of(plan, device)
+        phases = _Phases(worker)
         job = compose(
             plan,
             mesh,
@@ -138,10 +140,11 @@ def run_rank(worker: Worker, plan: Plan, settings: VerifySettings) -> VerifiedRa
             grad_dtype=getattr(torch, settings.summed_in),
             offload=settings.offload,
             bucket=settings.bucket,
+            instruments=Instruments(actions=phases, on_phase=phases.say),
         )
         if settings.compiled:
             _compile(job)
-        recorder = _Recorder(worker, job, _optimizer(job, settings), not settings.compiled)
+        recorder = _Recorder(worker, job, phases, _optimizer(job, settings), not settings.compiled)
         drawn = _drawn(plan, settings, device)
         mine = [each.of(plan.layout.coord(mesh.rank).dp) for each in drawn]
         if plan.schedule.asynchronous:
@@ -152,8 +155,7 @@ def run_rank(worker: Worker, plan: Plan, settings: VerifySettings) -> VerifiedRa
                 recorder.step(batches, f"step {number}")
         worker.phase("compare")
         held = list(_held(job))
-        mesh.groups.clear()  # they end with their last holder, and a weight's hook may be one
-        mesh.channels.clear()
+        mesh.close_groups()
         return VerifiedRank(recorder.steps, recorder.heard, held)
 
 
@@ -175,14 +177,33 @@ def _compile(job: Job) -> None:
         compile_blocks(chunk.model)
 
 
+class _Phases(ActionObserver):
+    """Says what a rank does, under the name of the step that it is in."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker, self.step = worker, ""
+
+    def say(self, phase: str) -> None:
+        self.worker.phase(f"{self.step} {phase}")
+
+    def begin(self, action: Step) -> None:
+        self.say(str(action))
+
+
 class _Recorder:
     """Runs steps, or a stream of them, and keeps what there is to compare."""
 
     def __init__(
-        self, worker: Worker, job: Job, optimizer: torch.optim.Optimizer, watches: bool
+        self,
+        worker: Worker,
+        job: Job,
+        phases: _Phases,
+        optimizer: torch.optim.Optimizer,
+        watches: bool,
     ) -> None:
         """To watch stops compilation; a rank that is alone has no group to issue a call on."""
         self.worker, self.job, self.optimizer, self.watches = worker, job, optimizer, watches
+        self.phases = phases
         self.steps: list[StepOfRank] = []
         self.heard: list[ObservedCalls] = []
         self.updates: list[
@@ -191,14 +212,14 @@ class _Recorder:
 
     def step(self, batches: list[TokenBatch], name: str) -> None:
         """One optimizer step."""
-        with self._watching(self.job.pipeline, name):
+        with self._watching(name):
             outcomes = [step(self.job, self.optimizer, batches, reference.MAX_NORM)]
         self._keep(outcomes)
 
     def stream(self, batches: list[TokenBatch]) -> None:
         """An asynchronous run."""
-        stream = Stream(self.job, self.optimizer, len(batches))
-        with self._watching(stream.pipeline, "stream"):
+        stream = Stream(self.job, self.optimizer, len(batches), self.phases)
+        with self._watching("stream"):
             outcomes = stream.run(batches)
         self._keep(outcomes)
 
@@ -211,37 +232,29 @@ class _Recorder:
         self.updates.clear()
 
     @contextmanager
-    def _watching(self, pipeline: Pipeline, name: str) -> Iterator[None]:
-        """Say each action when it begins, copy what the optimizer sees, count collectives."""
-        job, say = self.job, self.worker.phase
-        data = job.chunks[0].data
-        finish = data.finish
-
-        def reduce() -> None:
-            say(f"{name} reduce")
-            finish()
+    def _watching(self, name: str) -> Iterator[None]:
+        """Copy what the optimizer sees, and count collectives."""
+        job, self.phases.step = self.job, name
 
         def before(*_: object) -> None:
-            say(f"{name} optimizer")
+            self.phases.say("optimizer")
             self.updates.append((list(_owned(job, gradients=True)), []))
 
         def after(*_: object) -> None:
             self.updates[-1][1].extend(_owned(job, gradients=False))
 
-        data.finish = reduce
-        pipeline.before = lambda action: say(f"{name} {action}")
         hooks = [
             self.optimizer.register_step_pre_hook(before),
             self.optimizer.register_step_post_hook(after),
         ]
         job.mesh.records.clear()
         watch = DispatchWatch(job.mesh, self.worker.detail)
-        pipeline.lanes.around = lambda: watch
-        with watch if self.watches else nullcontext():
-            yield
-        data.finish = finish
-        for hook in hooks:
-            hook.remove()
+        try:
+            with job.mesh.lanes.inside(lambda: watch), watch if self.watches else nullcontext():
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
         self.heard.append(ObservedCalls(_calls(watch.records), _calls(job.mesh.records)))
 
 
@@ -251,13 +264,8 @@ def _calls(records: Mapping[CollectiveRecord, int]) -> Counter[Call]:
 
 def _optimizer(job: Job, settings: VerifySettings) -> torch.optim.Optimizer:
     owned = [(len(each.row.shape) > 1, each.tensor) for each in job.owned]
-    optimizer = make_optimizer(
-        settings.optimizer, owned, reference.LEARNING_RATE, reference.WEIGHT_DECAY
-    )
-    if settings.optimizer == "adamw":
-        for group in optimizer.param_groups:
-            group["eps"] = reference.ADAM_EPS
-    return optimizer
+    lr, weight_decay = reference.LEARNING_RATE, reference.WEIGHT_DECAY
+    return make_optimizer(settings.optimizer, owned, lr, weight_decay, reference.ADAM_EPS)
 
 
 def _drawn(plan: Plan, settings: VerifySettings, device: torch.device) -> list[Samples]:
@@ -285,7 +293,7 @@ def _owned(job: Job, gradients: bool) -> Iterator[ComparedPart]:
             name = each.row.name
             start = flat.place * flat.unit.slice_size + spans[name] - begins[name]
             values = as_array(each.grad if gradients else each.tensor)
-            yield ComparedPart(job.table[name].name, job.pieces[name], start, values)
+            yield ComparedPart(job.table[name].name, job.shards[name], start, values)
 
 
 def _biases(job: Job) -> Iterator[ComparedPart]:
@@ -305,5 +313,5 @@ def _held(job: Job) -> Iterator[ComparedPart]:
         flat.gather()
         flat.arrive()
         for name, parameter in flat.parameters.items():
-            yield ComparedPart(job.table[name].name, job.pieces[name], 0, as_array(parameter))
+            yield ComparedPart(job.table[name].name, job.shards[name], 0, as_array(parameter))
         flat.release()

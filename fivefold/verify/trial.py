@@ -11,7 +11,7 @@ import torch
 from fivefold.core import weights
 from fivefold.core.plan import Plan
 from fivefold.cost import collectives
-from fivefold.cost.collectives import UNEVEN, least_share
+from fivefold.cost.collectives import UNEVEN_AXES, least_traffic_share
 from fivefold.launch.processes import Pool
 from fivefold.verify import compare, reference
 from fivefold.verify.compare import Call, Traffic, Wanted
@@ -85,9 +85,9 @@ def _traffic(plan: Plan, settings: VerifySettings, runs: list[VerifiedRank]) -> 
     }
     for rank, run in enumerate(runs):
         if plan.schedule.asynchronous:
-            listed = collectives.predict_stream(plan, rank, settings.steps, **sizes)
+            listed = collectives.predict_async_traffic(plan, rank, settings.steps, **sizes)
         else:
-            listed = collectives.predict(plan, rank, **sizes)
+            listed = collectives.predict_traffic(plan, rank, **sizes)
         predicted: Counter[Call] = Counter(
             {(each.axis, each.kind, each.bytes, each.group): each.count for each in listed}
         )
@@ -96,7 +96,7 @@ def _traffic(plan: Plan, settings: VerifySettings, runs: list[VerifiedRank]) -> 
         )
     for group in plan.layout.groups("ep") if plan.layout.ep > 1 else ():
         for number in range(len(found[0])):
-            least = {axis: least_share(plan, axis) for axis in UNEVEN}
+            least = {axis: least_traffic_share(plan, axis) for axis in UNEVEN_AXES}
             shared = compare.evened([found[rank][number] for rank in group], least)
             for rank, traffic_of_rank in zip(group, shared, strict=True):
                 found[rank][number] = traffic_of_rank

@@ -17,7 +17,7 @@ from fivefold.step import step
 
 
 def losses(plan: Plan, compiled: bool) -> list[Tensor]:
-    mesh = Mesh.build(plan.layout, torch.device("cpu"), plan.shape.kv_heads, plan.schedule)
+    mesh = Mesh.of(plan, torch.device("cpu"))
     job = compose(plan, mesh, seed=0, dtype=torch.float32)
     if compiled:
         compile_blocks(job.chunks[0].model, backend="eager")

@@ -1,4 +1,4 @@
-"""One pool of ranks for all tests of a worker: forks are cheap, the first steps of a rank are not."""
+"""One pool of ranks for all tests of a worker: a fork is cheap, a rank's first steps are not."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from fivefold.launch.processes import Pool
 
 NUM_RANKS = 9  # the largest layout has eight; one more process computes the reference
+PATIENCE = 120.0  # seconds without a word: test workers share their cores
 ROOT = Path(__file__).parents[2]
 
 
@@ -23,7 +24,7 @@ class KeptPool:
         if self.pool is None or not self._is_whole(self.pool):
             self.close()
             with contextlib.chdir(ROOT):  # ranks outlive the folders of single tests
-                self.pool = Pool(NUM_RANKS)
+                self.pool = Pool(NUM_RANKS, PATIENCE)
         return self.pool
 
     def close(self) -> None:

@@ -75,12 +75,15 @@ def in_place(worker: Worker) -> dict[str, list[float]]:
         coming.wait()
         leaving.wait()
         found["message"] = buffer.flatten().tolist()
-        buffer, sent = torch.zeros(3, dtype=torch.float64), numbers(rank, 3)
-        moving = transport.pass_on(sent, buffer, other, other, group)
+        sent = numbers(rank, 3)
+        moving = transport.pass_on(sent, other, other, group)
+        assert moving.home is not None
+        moving.home.zero_()
         sent.zero_()
-        found["pass_on, unwaited"] = buffer.tolist()
-        moving.wait()
-        found["pass_on"] = buffer.tolist()
+        found["pass_on, unwaited"] = moving.home.tolist()
+        came = moving.wait()
+        assert came is not None
+        found["pass_on"] = came.tolist()
         assert moving.sent is moving.came is None, "memory is held behind the wait"
     return found
 
@@ -104,15 +107,13 @@ def functional(worker: Worker) -> dict[str, list[float]]:
     """Every call that returns a new tensor."""
     with worker.joined(RANKS):
         group, rank = dist.group.WORLD, worker.rank
-        here, kept = torch.device("cpu"), numbers(rank, 2, 2)
+        kept = numbers(rank, 2, 2)
         calls = {
             "gather": transport.gather(kept, 1, group),
             "scatter": transport.scatter(kept, 1, group),
             "max": transport.total(kept, "max", group),
         }
-        found = {
-            name: transport.landed(each, here).flatten().tolist() for name, each in calls.items()
-        }
+        found = {name: each.on_first_use().flatten().tolist() for name, each in calls.items()}
         splits = {
             "uneven": ([[1, 2], [3, 0]][rank], [[1, 3], [2, 0]][rank]),
             "empty": ([0, 0], [0, 0]),
@@ -120,7 +121,7 @@ def functional(worker: Worker) -> dict[str, list[float]]:
         }
         for name, (arrive, leave) in splits.items():
             rows = numbers(rank, sum(leave), 2)
-            arrived = transport.waited(transport.exchange(rows, arrive, leave, group), here)
+            arrived = transport.exchange(rows, arrive, leave, group).wait()
             assert arrived.shape == (sum(arrive), 2)
             found[name] = arrived[:, 0].tolist()
         assert kept.equal(numbers(rank, 2, 2)), "the input was changed"
@@ -159,8 +160,8 @@ def seen(worker: Worker) -> bool:
             mesh.all_gather(torch.ones(6), torch.ones(3), WORLD).wait()
             mesh.reduce_scatter(torch.ones(3), torch.ones(6), WORLD).wait()
             mesh.pass_on(torch.ones(5), WORLD).wait()
-            transport.landed(transport.gather(torch.ones(7), 0, group), mesh.device).sum()
-            transport.waited(transport.exchange(torch.ones(4), [2, 2], [2, 2], group), mesh.device)
+            transport.gather(torch.ones(7), 0, group).on_first_use().sum()
+            transport.exchange(torch.ones(4), [2, 2], [2, 2], group).wait()
         calls = [("all_reduce", 12), ("all_gather", 12), ("reduce_scatter", 24), ("send", 20)]
         calls += [("recv", 20), ("all_gather", 28), ("all_to_all", 16)]
         wanted = {CollectiveRecord(WORLD, kind, size, RANKS): 1 for kind, size in calls}

@@ -40,7 +40,8 @@ from fivefold.launch.processes import Pool
 from fivefold.model.batch import NOT_COUNTED, AttentionInfo
 from fivefold.parallel import context
 from fivefold.parallel.compose import Job
-from fivefold.parallel.mesh import Mesh, Phase, RingExchange
+from fivefold.parallel.mesh import Issued, Mesh, Phase
+from fivefold.parallel.transport import InFlight
 from fivefold.verify.compare import attributed
 
 PUBLISHED = 1e-10  # what float64 must reach, whatever tolerance is derived
@@ -145,9 +146,10 @@ def most_blocks(job: Job, *_: object) -> Callable[[], dict[torch.dtype, int]]:
         alive[dtype] = {key: each for key, each in here.items() if not each.expired()}
         most[dtype] = max(most[dtype], len(alive[dtype]))
 
-    def watched(tensor: Tensor, axis: str) -> RingExchange:
+    def watched(tensor: Tensor, axis: str) -> Issued:
         passing = pass_on(tensor, axis)
-        for each in (tensor, passing.buffer):
+        assert isinstance(passing.pending, InFlight) and passing.pending.home is not None
+        for each in (tensor, passing.pending.home):
             reference = StorageWeakRef(each.untyped_storage())
             alive.setdefault(each.dtype, {})[reference.cdata] = reference
         look_again(tensor.dtype)
@@ -204,7 +206,10 @@ def test_every_rank_gets_its_tokens_with_their_places_and_labels() -> None:
         batch = samples(plan.batch, 64, 0, 0, packed=True).of(0)[0]
         parts = [context.shard(batch, plan.split, length, coord) for coord in range(4)]
         index = [
-            token for coord in range(4) for each in plan.split.rank_tokens(length, coord) for token in each
+            token
+            for coord in range(4)
+            for each in plan.split.rank_tokens(length, coord)
+            for token in each
         ]
         order = torch.tensor(index).argsort()
         for name in ("tokens", "labels", "positions", "documents"):

@@ -7,7 +7,7 @@ weight gradient needs, and one that only the input gradient needs.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +27,7 @@ from fivefold.core.schedule.clock import memory_levels, peak_activations
 from fivefold.launch.processes import Pool, Worker
 from fivefold.parallel.deferred import GradientQueue, Sink
 from fivefold.parallel.pipeline import Pipeline, _Outbox
+from fivefold.parallel.stage import ActionObserver
 from fivefold.verify.trial import VerifySettings, run_rank
 
 PATIENCE = 20.0  # seconds for a message to be received
@@ -56,6 +57,13 @@ class Level:
         return len(self.seen)
 
 
+class Told(ActionObserver):
+    """Calls a function with every action that begins."""
+
+    def __init__(self, before: Callable[[Step], None]) -> None:
+        self.begin = before  # type: ignore[method-assign]
+
+
 @contextmanager
 def measured(pipeline: Pipeline) -> Iterator[tuple[Level, Level]]:
     """Follow what the weight gradient needs, and what the input gradient needs."""
@@ -68,14 +76,12 @@ def measured(pipeline: Pipeline) -> Iterator[tuple[Level, Level]]:
             mlp.down.register_forward_pre_hook(lambda _, given: weight.note(given[0])),
             mlp.gate.register_forward_hook(lambda _, given, output: gradient.note(output)),
         ]
-    say = pipeline.before
 
     def before(step: Step) -> None:
         weight.begin()
         gradient.begin()
-        say(step)
 
-    pipeline.before = before
+    pipeline.observer = Told(before)
     yield weight, gradient
     weight.begin()
     gradient.begin()
@@ -177,7 +183,7 @@ def buffers_of(worker: Worker, plan: Plan, settings: VerifySettings) -> list[lis
 
     def watched(self: Pipeline, *arguments: Any) -> Any:
         found.append([])
-        self.before = lambda step: found[-1].append(set(self.inbox.coming))
+        self.observer = Told(lambda step: found[-1].append(set(self.inbox.coming)))
         result = run(self, *arguments)
         found[-1].append(set(self.inbox.coming))
         return result
@@ -223,7 +229,7 @@ def sends_of(worker: Worker, plan: Plan, settings: VerifySettings) -> list[int]:
                 assert time.monotonic() < until, "what was received is still held"
                 time.sleep(0.001)
 
-        self.before = before
+        self.observer = Told(before)
         result = run(self, *arguments)
         assert not self.outbox.under_way
         return result

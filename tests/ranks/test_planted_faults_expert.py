@@ -18,7 +18,6 @@ from fivefold.core.units import Unit
 from fivefold.launch.processes import Pool
 from fivefold.model import moe
 from fivefold.model.balance import LocalRows
-from fivefold.model.decoder import Decoder
 from fivefold.model.moe import MoeMlp, Routing, Slots
 from fivefold.parallel import balance, compose, expert
 from fivefold.parallel.boundary import AxisBoundary
@@ -27,6 +26,7 @@ from fivefold.parallel.data import DataParallel
 from fivefold.parallel.expert import INNER, SpreadExperts
 from fivefold.parallel.flat_unit import OwnedShard
 from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.stage import Stage
 
 
 def rerouted(change: Callable[[Routing], Routing]) -> Patch:
@@ -83,11 +83,12 @@ def shared_expert_of_every_rank() -> Patch:
     """The shared expert counts once for each rank that has routed ones."""
     inner = expert.spread
 
-    def counted(decoder: Decoder, mesh: Mesh, *rest: Any) -> None:
-        inner(decoder, mesh, *rest)
-        for mlp in (each for each in decoder.modules() if isinstance(each, MoeMlp)):
+    def counted(stage: Stage) -> None:
+        inner(stage)
+        ranks = stage.mesh.size(expert.AXIS)
+        for mlp in (each for each in stage.model.modules() if isinstance(each, MoeMlp)):
             assert mlp.shared is not None
-            mlp.shared.register_forward_hook(lambda module, given, y: y * mesh.size(expert.AXIS))
+            mlp.shared.register_forward_hook(lambda module, given, y: y * ranks)
 
     return patch.object(expert, "spread", counted)
 

@@ -97,10 +97,10 @@ def labels_of_another_microbatch() -> Patch:
     """Every stage but the first is given its batches one microbatch too early."""
     inner = Pipeline.run
 
-    def early(self: Pipeline, batches: Sequence[TokenBatch], tokens: Any) -> dict[int, Tensor]:
+    def early(self: Pipeline, batches: Sequence[TokenBatch], *rest: Any) -> dict[int, Tensor]:
         if self.mesh.coord(PIPELINE) > 0:
             batches = [*batches[1:], batches[0]]
-        return inner(self, batches, tokens)
+        return inner(self, batches, *rest)
 
     return patch.object(Pipeline, "run", early)
 
@@ -109,8 +109,10 @@ def mean_of_microbatches() -> Patch:
     """The loss is divided by the microbatches too, although all their tokens are counted."""
     inner = Pipeline.run
 
-    def averaged(self: Pipeline, batches: Any, tokens: Sequence[Tensor]) -> dict[int, Tensor]:
-        return inner(self, batches, [each * len(batches) for each in tokens])
+    def averaged(
+        self: Pipeline, batches: Any, tokens: Sequence[Tensor], *rest: Any
+    ) -> dict[int, Tensor]:
+        return inner(self, batches, [each * len(batches) for each in tokens], *rest)
 
     return patch.object(Pipeline, "run", averaged)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from fivefold.launch.processes import Pool, RankLost, Worker
+from tests.selection import within
 
 import torch  # isort: skip
 import torch.distributed as dist  # isort: skip
@@ -76,12 +77,10 @@ def test_many_tasks_and_group_sizes_run_on_one_pool() -> None:
 def test_a_lost_rank_is_named_with_what_it_did(how: str, cause: str, rank: int) -> None:
     with Pool(2, patience=2.0) as pool:
         pids = pool.pids
-        began = time.monotonic()
-        with pytest.raises(RankLost, match=cause) as caught:
+        with within(10), pytest.raises(RankLost, match=cause) as caught:
             pool.run(fail, rank, how)
         assert caught.value.rank == rank
         assert caught.value.doing == "step 2 backward, all_reduce on tp"
-        assert time.monotonic() - began < 10
         assert all(gone(pid) for pid in pids)
 
 

@@ -17,6 +17,7 @@ from test_pool import gone, wait_until_gone
 from fivefold.launch.processes import Pool, RankLost
 from fivefold.launch.watchdog import Diary, Watchdog, position, read, watched
 from fivefold.launch.worker import Worker
+from tests.selection import within
 
 import torch  # isort: skip
 import torch.distributed as dist  # isort: skip
@@ -83,23 +84,22 @@ def training(worker: Worker, fault: str) -> None:
             "sleep",
             "step 3 0B1",
             r"has not joined call 7 on tp \(ranks 2 and 3\), all_reduce of 64 bytes, where rank 3 "
-            r"waits; ranks 0 and 1 wait behind that; it has not moved for \d s, in:\n.*: "
+            r"waits; ranks 0 and 1 wait in turn; it has not moved for \d s, in:\n.*: "
             r"time\.sleep\(600\)",
         ),
         (
             "stop",
             "step 3 0B1",
             r"has not joined call 7 on tp \(ranks 2 and 3\), all_reduce of 64 bytes, where rank 3 "
-            r"waits; ranks 0 and 1 wait behind that; it does not answer",
+            r"waits; ranks 0 and 1 wait in turn; it does not answer",
         ),
     ],
 )
 def test_the_missing_rank_is_named_with_its_call(fault: str, doing: str, cause: str) -> None:
     with Pool(4, patience=SOON) as pool:
-        pids, began = pool.pids, time.monotonic()
-        with pytest.raises(RankLost) as caught:
+        pids = pool.pids
+        with within(SOON), pytest.raises(RankLost) as caught:
             pool.run(training, fault)
-        assert time.monotonic() - began < SOON
     assert (caught.value.rank, caught.value.doing) == (2, doing), str(caught.value)
     assert re.search(cause, caught.value.cause, re.S), caught.value.cause
     wait_until_gone(pids)
@@ -130,6 +130,7 @@ def test_a_diary_outlives_its_rank_and_forgets_the_oldest(tmp_path: Path) -> Non
     assert len(found.trail) == 4096 and read(tmp_path, 4) is None
 
 
+@pytest.mark.nightly
 def test_a_note_costs_about_a_microsecond() -> None:
     """Bounded far above, for a machine that does other things too."""
     diary, record = Diary(None, 0), ("tp", "all_reduce", 64, 8)
@@ -178,11 +179,9 @@ def test_ranks_are_asked_to_stop_and_come_to_their_end(number: signal.Signals) -
 
 
 def test_a_second_request_ends_them_at_once() -> None:
-    began = time.monotonic()
-    with Pool(2, forwards_stop=True) as pool:
+    with within(10), Pool(2, forwards_stop=True) as pool:
         pids, tasks = pool.pids, [(until_asked, (True,))] * 2
         with pytest.raises(SystemExit) as stopped:
             pool.run_each(tasks, on_report=asking(signal.SIGTERM, "at work, asked"))
     assert stopped.value.code == 128 + signal.SIGTERM
-    assert time.monotonic() - began < 10
     assert all(gone(pid) for pid in pids)
