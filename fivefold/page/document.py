@@ -1,4 +1,9 @@
-"""The text twins: what a tab shows, for terminals."""
+"""What the page can ask, the answers, and the HTML document that asks.
+
+The same answers are shown in three ways: by a server (`live_page` and `server.py`), in one HTML
+file that opens offline (`offline_page` with `offline_answers`), and as text (`answers`, `lines`).
+Panels are registered in one table per tab: `LESSONS` here, `explore.PANELS`, `run_view.PANELS`.
+"""
 
 from __future__ import annotations
 
@@ -7,86 +12,162 @@ import gzip
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from itertools import combinations, product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 from fivefold import __version__
 from fivefold.core.errors import FivefoldError, IllegalLayout, UnknownName
-from fivefold.page import explore, explore_search, run_view
+from fivefold.page import Params, Progress, View, explore, run_view
 from fivefold.page.explore_search import JOB
 from fivefold.page.explore_state import State
-from fivefold.page.learn import Choice
-from fivefold.page.questions import (
-    LESSONS,
-    SLOW,
-    Answer,
-    Params,
-    Progress,
-    RunQuestion,
-    answer,
-    key,
-    refusal,
+from fivefold.page.learn import (
+    Choice,
+    collectives,
+    context,
+    data,
+    expert,
+    landscape,
+    layer,
+    pipeline,
+    tensor,
 )
+from fivefold.records.spans import RunFacts, StepSpans
 
-_SLOW_TEXTS: dict[str, Callable[[Answer], list[str]]] = {
-    "ranking": explore_search.ranking_text,
-    "curves": explore_search.curves_text,
+
+class Lesson(Protocol):
+    """A module of `learn`, drawn by `static/learn_<name>.js`.
+
+    Its answer has at least `choices`, `frames` and `sentences`.
+    """
+
+    @property
+    def TITLE(self) -> str: ...
+
+    @property
+    def CHOICES(self) -> Mapping[str, Choice]: ...
+
+    def view(self, params: Params, /) -> View: ...
+
+    def text(self, view: View, /) -> list[str]: ...
+
+
+# In the order of the page.
+LESSONS: dict[str, Lesson] = {
+    "landscape": landscape,
+    "layer": layer,
+    "collectives": collectives,
+    "data": data,
+    "tensor": tensor,
+    "pipeline": pipeline,
+    "context": context,
+    "expert": expert,
 }
+_EXPLORE = {"explore": explore.view, "pictures": explore.pictures}
+
+
+class RunSource(Protocol):
+    """A run whose records are read again for every question."""
+
+    def facts(self) -> RunFacts: ...
+
+    def spans(self, step: int) -> StepSpans | None: ...
+
+
+# Questions and answers.
+
+
+def answer(name: str, params: Params, run: RunSource | None = None) -> View:
+    """The answer to a question that takes milliseconds; `explore.searches` take seconds."""
+    if name in _EXPLORE:
+        return _EXPLORE[name](params)
+    if name == "run":
+        if run is None:
+            raise FivefoldError("no run: say which, as in fivefold observe runs/first")
+        return run_view.view(run.facts(), params, run.spans)
+    kind, _, lesson = name.partition("/")
+    if kind != "learn" or lesson not in LESSONS:
+        lessons = (f"learn/{each}" for each in LESSONS)
+        raise UnknownName("question", name, [*_EXPLORE, "run", *explore.searches(), *lessons])
+    return LESSONS[lesson].view(params)
+
+
+def refusal(error: FivefoldError) -> View:
+    """An error as an answer."""
+    reasons, nearest = (list[str](), list[str]())
+    if isinstance(error, IllegalLayout):
+        reasons, nearest = list(error.reasons), list(error.nearest)
+    return {"error": str(error), "reasons": reasons, "nearest": nearest}
+
+
+def answer_key(name: str, params: Params) -> str:
+    """The name of an answer in an offline page; `key` of ask.js computes the same."""
+    pairs = sorted([each, value] for each, value in params.items())
+    return name + json.dumps(pairs, separators=(",", ":"), ensure_ascii=False)
+
+
+# The panels of a tab for a terminal.
 
 
 def answers(
-    tab: str, params: Params, panel: str | None, run: RunQuestion | None, on_progress: Progress
-) -> dict[str, Answer]:
-    """What the panels of a tab are drawn from, by question."""
+    tab: str, params: Params, panel: str | None, run: RunSource | None, on_progress: Progress
+) -> dict[str, View]:
+    """The answers that a tab, or one of its panels, is drawn from, by question."""
     if tab == "run":
         return {"run": answer("run", params, run)}
-    if tab == "learn":
-        given = {name: value for name, value in params.items() if name not in ("panel", "frame")}
-        wanted = panel or params.get("panel")
-        names = list(LESSONS) if wanted is None else [_known(wanted, LESSONS)]
-        return {f"learn/{name}": answer(f"learn/{name}", given) for name in names}
-    known = [*explore.TEXTS, *SLOW]
-    names = known if panel is None else [_known(panel, known)]
-    found: dict[str, Answer] = {}
-    if set(names) & set(explore.TEXTS):
+    if tab == "explore":
+        return _explore_answers(params, panel, on_progress)
+    choices = {name: value for name, value in params.items() if name not in ("panel", "frame")}
+    return {
+        f"learn/{name}": answer(f"learn/{name}", choices)
+        for name in _chosen(panel or params.get("panel"), LESSONS)
+    }
+
+
+def _explore_answers(params: Params, panel: str | None, on_progress: Progress) -> dict[str, View]:
+    names, searches = _chosen(panel, explore.PANELS), explore.searches()
+    found: dict[str, View] = {}
+    if quick := [explore.PANELS[name] for name in names if name not in searches]:
         found["explore"] = answer("explore", params)
         if problem := found["explore"]["problem"]:
             near = [one["label"] for one in problem["nearest"]]
             raise IllegalLayout(State.parse(params).words(), problem["reasons"], near)
-        if {"timeline", "traffic"} & set(names):
+        if any(one.later for one in quick):
             found["explore"] |= answer("pictures", params)
-    for name in (each for each in SLOW if each in names):
-        found[name] = SLOW[name](params, on_progress)
-    return found
+    return found | {
+        name: search(params, on_progress) for name, search in searches.items() if name in names
+    }
 
 
-def lines(found: dict[str, Answer], panel: str | None) -> Iterator[str]:
-    """The panels one after another; `panel` picks one."""
+def lines(found: dict[str, View], panel: str | None) -> Iterator[str]:
+    """Answers as text, panel by panel; `panel` selects one."""
     for name, view in found.items():
         if name == "explore":
-            for each in explore.TEXTS if panel is None else [panel]:
-                yield from (*explore.TEXTS[each](view), "")
+            quick = [each for each in explore.PANELS if each not in explore.searches()]
+            for each in quick if panel is None else [panel]:
+                yield from (*explore.PANELS[each].text(view[each]), "")
         elif name == "run":
-            wanted = list(run_view.TEXTS) if panel is None else [_known(panel, run_view.TEXTS)]
-            for each in wanted:
-                yield from (*run_view.TEXTS[each](view), "")
-        elif name in _SLOW_TEXTS:
-            yield from (*_SLOW_TEXTS[name](view), "")
+            for each in _chosen(panel, run_view.PANELS):
+                yield from (*run_view.PANELS[each].text(view), "")
+        elif name in explore.PANELS:
+            yield from (*explore.PANELS[name].text(view), "")
         else:
-            module = LESSONS[name.removeprefix("learn/")]
-            yield from (module.TITLE, "", *module.text(view), "")
+            lesson = LESSONS[name.removeprefix("learn/")]
+            yield from (lesson.TITLE, "", *lesson.text(view), "")
 
 
-def _known(name: str, known: Iterable[str]) -> str:
-    if name not in known:
-        raise UnknownName("panel", name, known)
-    return name
+def _chosen(panel: str | None, known: Iterable[str]) -> list[str]:
+    """The panels to print: the given one, or all."""
+    if panel is None:
+        return list(known)
+    if panel not in known:
+        raise UnknownName("panel", panel, known)
+    return [panel]
 
 
-# The page as one text: live, beside a server, or whole, with all that it needs inside.
+# The HTML document: live, with a server, or offline, with everything that it needs inside.
 
 
 STATIC = Path(__file__).parent / "static"
@@ -96,16 +177,16 @@ _PREFIX = "fivefold/"
 
 
 class PageStart(NamedTuple):
-    """With what a page opens: its address, the job of Explore, and the folder of a run, or ""."""
+    """What the page opens with: its address, the job of Explore, and a run's folder or ""."""
 
     address: str
-    job: Mapping[str, str]
+    job: Params
     run: str
 
 
-def live(start: PageStart) -> tuple[str, str]:
-    """The page of a server, and the policy that keeps other scripts from running in it."""
-    modules = {_PREFIX + path.name: f"/static/{path.name}" for path in _modules()}
+def live_page(start: PageStart) -> tuple[str, str]:
+    """The page of a server, and the policy that stops other scripts from running in it."""
+    modules = {_PREFIX + path.name: f"/static/{path.name}" for path in _scripts()}
     names = json.dumps({"imports": modules})
     digest = base64.b64encode(hashlib.sha256(names.encode()).digest()).decode()
     policy = (
@@ -114,7 +195,7 @@ def live(start: PageStart) -> tuple[str, str]:
     )
     head = "\n".join(f'<link rel="stylesheet" href="/static/{path.name}">' for path in _sheets())
     scripts = [
-        _data("site", json.dumps(_facts(start, live=True))),
+        _data("site", json.dumps(_site(start, live=True))),
         f'<script type="importmap">{names}</script>',
         '<script src="/plotly.js"></script>',
         '<script type="module" src="/static/main.js"></script>',
@@ -122,44 +203,44 @@ def live(start: PageStart) -> tuple[str, str]:
     return _page(head, scripts), policy
 
 
-def whole(start: PageStart, answers: Mapping[str, Any], command: str) -> str:
+def offline_page(start: PageStart, answers: Mapping[str, View], command: str) -> str:
     """A page that opens without a server, with every answer that it can show."""
     policy = f"default-src 'none'; script-src 'unsafe-inline' data:; {_OTHERS}"
-    modules = {_PREFIX + path.name: _inline(path) for path in _modules()}
+    modules = {_PREFIX + path.name: _inline(path) for path in _scripts()}
     packed = gzip.compress(json.dumps(answers).encode(), mtime=0)
-    facts = _facts(start, live=False) | {"command": command}
+    site = _site(start, live=False) | {"command": command}
     head = (
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         f"<style>{''.join(path.read_text('utf-8') for path in _sheets())}</style>"
     )
     scripts = [
-        _data("site", json.dumps(facts)),
+        _data("site", json.dumps(site)),
         _data("answers", base64.b64encode(packed).decode()),
         f'<script type="importmap">{json.dumps({"imports": modules})}</script>',
-        f"<script>{_closed(plotly().read_text('utf-8'))}</script>",
+        f"<script>{_escaped(plotly().read_text('utf-8'))}</script>",
         f'<script type="module">import "{_PREFIX}main.js";</script>',
     ]
     return _page(head, scripts)
 
 
 def plotly() -> Path:
-    """The charting library, from where it is installed."""
+    """The installed charting library."""
     spec = find_spec("plotly")
-    places = (spec.submodule_search_locations if spec else None) or []
-    for place in places:
-        path = Path(place) / "package_data" / "plotly.min.js"
+    for folder in (spec.submodule_search_locations if spec else None) or []:
+        path = Path(folder) / "package_data" / "plotly.min.js"
         if path.is_file():
             return path
     raise FivefoldError(f"the page draws with Plotly, which is not installed: {INSTALL}")
 
 
-def _facts(start: PageStart, *, live: bool) -> dict[str, Any]:
+def _site(start: PageStart, *, live: bool) -> View:
+    """What the scripts know before they ask: `site` of ask.js."""
     lessons = {
         name: {
-            "title": module.TITLE,
-            "choices": {each: vars(choice) for each, choice in module.CHOICES.items()},
+            "title": lesson.TITLE,
+            "choices": {each: vars(choice) for each, choice in lesson.CHOICES.items()},
         }
-        for name, module in LESSONS.items()
+        for name, lesson in LESSONS.items()
     }
     return {
         "live": live,
@@ -168,6 +249,7 @@ def _facts(start: PageStart, *, live: bool) -> dict[str, Any]:
         "job": dict(start.job),
         "version": __version__,
         "lessons": lessons,
+        "panels": {"explore": explore.frames(), "run": run_view.frames()},
     }
 
 
@@ -177,11 +259,11 @@ def _page(head: str, scripts: list[str]) -> str:
 
 
 def _sheets() -> list[Path]:
-    """The page's own sheet comes first: those of its parts build on it."""
+    """The page's own style sheet comes first: the others build on it."""
     return sorted(STATIC.glob("*.css"), key=lambda path: (path.name != "page.css", path.name))
 
 
-def _modules() -> list[Path]:
+def _scripts() -> list[Path]:
     return sorted(STATIC.glob("*.js"))
 
 
@@ -190,99 +272,100 @@ def _inline(path: Path) -> str:
 
 
 def _data(name: str, text: str) -> str:
-    return f'<script type="application/json" id="{name}">{_closed(text)}</script>'
+    return f'<script type="application/json" id="{name}">{_escaped(text)}</script>'
 
 
-def _closed(text: str) -> str:
-    """Nothing inside of a script may look like its end; in strings `\\/` is `/`."""
+def _escaped(text: str) -> str:
+    """Nothing inside a script may look like its end; in strings `\\/` is `/`."""
     return text.replace("</", "<\\/").replace("<!--", "<\\u0021--")
 
 
-# What a self-contained page holds: answers to the questions that its controls ask next.
+# The answers inside an offline page: those to the questions that its controls ask next.
 #
-# Explore: the job itself, everything that one slider, one select or one of the planner's layouts
-# makes of it, and the two slow questions of the job. Learn: each panel with every combination of
-# its choices, or, where there are too many, with every two of them changed. A run: its newest
-# steps.
+# Explore: the job, every job that one slider, one select or one of the planner's layouts leads to,
+# and the searches for the job. Learn: each panel with every combination of its choices or, if
+# there are too many, with every pair of choices changed. Run: the newest steps.
 
 
-_MOST_COMBINATIONS = 450  # of a panel that is held whole
-_CHANGED = 2  # choices of a larger one that may differ from where it begins
+_MOST_COMBINATIONS = 450  # of the choices of one panel
+_MOST_CHANGED = 2  # choices that differ from the defaults, in a panel with more combinations
 _MOST_STEPS = 8
-_SLOW_SHARE = 0.2  # of the time
+_SEARCH_SHARE = 0.2  # of the time
 Question = tuple[str, dict[str, str]]
 
 
-def embedded(params: Params, run: RunQuestion | None, on_progress: Progress) -> dict[str, Answer]:
-    """Answers by `key`; `params` are those of Explore that the page opens with."""
+def offline_answers(
+    params: Params, run: RunSource | None, on_progress: Progress
+) -> dict[str, View]:
+    """Answers by `answer_key`; the page opens Explore with `params`."""
     state = State.parse(params).params()
     job = {name: state[name] for name in JOB if name in state}
-    found: dict[str, Answer] = {}
-    for number, (name, view) in enumerate(SLOW.items()):
-        start, share = _SLOW_SHARE * number / len(SLOW), _SLOW_SHARE / len(SLOW)
-        found[key(name, job)] = view(job, _part(on_progress, start, share))
-    begin = answer("explore", state)
-    layouts = found[key("ranking", job)]
+    found: dict[str, View] = {}
+    searches = explore.searches()
+    for number, (name, search) in enumerate(searches.items()):
+        start, share = _SEARCH_SHARE * number / len(searches), _SEARCH_SHARE / len(searches)
+        found[answer_key(name, job)] = search(job, _portion(on_progress, start, share))
+    ranking = found[answer_key("ranking", job)]
     questions = [
         ("explore", dict(params)),
-        *_near(state, begin, layouts["layouts"] + layouts["front"]),
-        *_lessons(),
-        *_of_run(run),
+        *_neighbours(state, answer("explore", state), ranking["layouts"] + ranking["front"]),
+        *_lesson_questions(),
+        *_run_questions(run),
     ]
     questions += [("pictures", each) for name, each in questions if name == "explore"]
-    asked = {key(name, each): (name, each) for name, each in questions}
-    for number, (place, (name, each)) in enumerate(asked.items()):
-        found[place] = _answered(name, each, run)
-        on_progress(_SLOW_SHARE + (1 - _SLOW_SHARE) * (number + 1) / len(asked))
+    asked = {answer_key(name, each): (name, each) for name, each in questions}
+    for number, (key, (name, each)) in enumerate(asked.items()):
+        found[key] = _answer_or_refusal(name, each, run)
+        on_progress(_SEARCH_SHARE + (1 - _SEARCH_SHARE) * (number + 1) / len(asked))
     return found
 
 
-def _part(on_progress: Progress, start: float, share: float) -> Progress:
+def _portion(on_progress: Progress, start: float, share: float) -> Progress:
     return lambda done: on_progress(start + share * done)
 
 
-def _answered(name: str, params: Params, run: RunQuestion | None) -> Answer:
-    """As a server would say it."""
+def _answer_or_refusal(name: str, params: Params, run: RunSource | None) -> View:
+    """What a server would reply."""
     try:
         return answer(name, params, run)
     except FivefoldError as error:
         return refusal(error)
 
 
-def _near(state: dict[str, str], view: Answer, layouts: list[Answer]) -> Iterator[Question]:
-    """The state, and all that is one change away: what the inputs can be set to, and layouts."""
+def _neighbours(state: dict[str, str], view: View, layouts: list[View]) -> Iterator[Question]:
+    """The state, and every state one change away: values of inputs, and the planner's layouts."""
     yield "explore", state
     inputs = [slider["values"] for slider in view["sliders"].values()]
     for options in (*inputs, *view["choices"].values()):
-        yield from (("explore", _set(state, one["set"])) for one in options if one["legal"])
-    yield from (("explore", _set(state, one["set"])) for one in layouts)
+        yield from (("explore", _changed(state, one["set"])) for one in options if one["legal"])
+    yield from (("explore", _changed(state, one["set"])) for one in layouts)
 
 
-def _set(state: dict[str, str], changes: Mapping[str, str]) -> dict[str, str]:
-    """A changed state as the page asks for it: an empty text takes a key away."""
+def _changed(state: dict[str, str], changes: Params) -> dict[str, str]:
+    """A changed state as the page asks for it: an empty text removes a key."""
     return {name: text for name, text in {**state, **changes}.items() if text}
 
 
-def _lessons() -> Iterator[Question]:
+def _lesson_questions() -> Iterator[Question]:
     for name, lesson in LESSONS.items():
         yield f"learn/{name}", {}
         for params in _combinations(lesson.CHOICES):
             yield f"learn/{name}", params
 
 
-def _combinations(found: Mapping[str, Choice]) -> Iterator[dict[str, str]]:
-    """Values for every choice."""
-    if math.prod(len(one.values) for one in found.values()) <= _MOST_COMBINATIONS:
-        for values in product(*(one.values for one in found.values())):
-            yield dict(zip(found, values, strict=True))
+def _combinations(choices: Mapping[str, Choice]) -> Iterator[dict[str, str]]:
+    """Values for all choices of a panel."""
+    if math.prod(len(one.values) for one in choices.values()) <= _MOST_COMBINATIONS:
+        for values in product(*(one.values for one in choices.values())):
+            yield dict(zip(choices, values, strict=True))
         return
-    usual = {name: one.default for name, one in found.items()}
-    for names in combinations(found, min(_CHANGED, len(found))):
-        for values in product(*(found[name].values for name in names)):
-            yield usual | dict(zip(names, values, strict=True))
+    defaults = {name: one.default for name, one in choices.items()}
+    for names in combinations(choices, min(_MOST_CHANGED, len(choices))):
+        for values in product(*(choices[name].values for name in names)):
+            yield defaults | dict(zip(names, values, strict=True))
 
 
-def _of_run(run: RunQuestion | None) -> Iterator[Question]:
+def _run_questions(run: RunSource | None) -> Iterator[Question]:
     if run is None:
         return
     yield "run", {}

@@ -1,67 +1,72 @@
-"""Five sliders, one for each axis, and the other inputs: what can be chosen, and why not the rest.
+"""The Explore tab: what its inputs can be set to, and everything about the job that they describe.
 
-Every value of every input is judged by the rules that resolve a plan. A value is
-`{"value", "legal", "why", "set"}`: `set` are the keys of the state that choosing it changes, for
-degrees hang together. tp, cp and pp take from dp and give to it; dp takes from pp, else from cp,
-else from tp. The browser needs to know none of this.
+    view(params) -> {"state": canonical params, "sliders": {axis: slider},
+                     "choices": {key: options}, "problem": None or {"reasons", "nearest"},
+                     "config": pasted or None, a part for each panel, "plan_toml": the plan file}
+
+An illegal job has a `problem` and no parts. `pictures(params)` has the parts that take longest, so
+that a slider does not wait for them. `PANELS` registers all panels.
+
+Every value of every input is checked by the rules that resolve a plan. A value is
+`{"value", "legal", "why", "set"}`; `set` has all keys of the state that change with it, because the
+degrees depend on one another: tp, cp and pp take GPUs from dp or return them to dp; dp takes GPUs
+from pp, else from cp, else from tp. The browser only applies `set`.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
-from fivefold.core import count, machine, models
+from fivefold.core import machine, models
 from fivefold.core.errors import FivefoldError, IllegalLayout
 from fivefold.core.layout import Layout
 from fivefold.core.plan import Plan
 from fivefold.core.rules import divisors
-from fivefold.core.shape import Shape
 from fivefold.cost.grid import RECOMPUTE
-from fivefold.page import View, explore_panels, explore_search, timeline
+from fivefold.page import Params, Progress, View, explore_panels, explore_search, timeline
 from fivefold.page.explore_state import CONTEXTS, SCHEDULES, State, degrees_of
 from fivefold.planner import PRECISIONS
-from fivefold.planner.estimate import Estimate
-from fivefold.report import duration, gib, wrapped
-from fivefold.report.plan_values import readings
+from fivefold.report import wrapped
 
 AXES = {"dp": "data", "tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert"}
-_PAYERS = ("pp", "cp", "tp")
-_MOST_CHUNKS = 16  # offered; more can be said in the address
-_MOST_ROWS = 64
+_GIVE_TO_DP = ("pp", "cp", "tp")  # the axes that dp takes GPUs from, in this order
+_MOST_CHUNKS = 16  # offered; the address can say more
+_MOST_SEQUENCES = 64  # in a microbatch, offered
 
 
 def sliders_view(state: State) -> View:
     """What the five sliders can be set to."""
-    shape = state.shape()
-    found: View = {}
-    for axis, label in AXES.items():
-        values = [_value(state, value, moves) for value, moves in _moves(state, shape, axis)]
-        here = getattr(state, axis)
-        found[axis] = {"label": label, "value": here, "values": values}
-    return found
+    return {
+        axis: {
+            "label": label,
+            "value": getattr(state, axis),
+            "values": [_value(state, value, states) for value, states in _moves(state, axis)],
+        }
+        for axis, label in AXES.items()
+    }
 
 
 def choices(state: State) -> View:
-    """What the other inputs can be set to; numbers that are free have none."""
+    """What the other inputs can be set to; numbers that can be typed freely are left out."""
     found = {
         "model": [_free(name, model=name, config="") for name in models.presets()],
         "machine": [_free(name, machine=name) for name in machine.presets()],
         "schedule": _options(state, "schedule", _schedules(state)),
     }
-    shape, share = state.shape(), max(1, state.batch // state.dp)
-    rows = [size for size in divisors(share) if size <= _MOST_ROWS]
+    shape, local_batch = state.shape(), max(1, state.batch // state.dp)
+    sizes = [size for size in divisors(local_batch) if size <= _MOST_SEQUENCES]
     values: dict[str, Iterable[Any]] = {
         "zero": range(4),
         "chunks": range(1, 1 + min(_MOST_CHUNKS, max(1, shape.layers // state.pp))),
         "context": CONTEXTS,
         "recompute": RECOMPUTE,
-        "precision": PRECISIONS,
-        "microbatch_size": rows,
+        "precision": tuple(PRECISIONS),
+        "microbatch_size": sizes,
         "replicate": divisors(state.dp),
         "etp": [1] if shape.moe is None else divisors(math.gcd(shape.moe.ffn, state.gpus)),
     }
@@ -71,7 +76,7 @@ def choices(state: State) -> View:
 
 
 def _free(value: str, **changes: str) -> View:
-    """A value that no rule is asked about."""
+    """A value that is always legal."""
     return {"value": value, "legal": True, "why": "", "set": changes}
 
 
@@ -82,74 +87,75 @@ def _schedules(state: State) -> Iterator[State]:
 
 
 def _options(state: State, key: str, others: Iterable[State]) -> list[View]:
-    """Options of a select; the one that is chosen keeps all that it has."""
-    here = getattr(state, key)
+    """The options of a select; the current value, which changes nothing, is always one of them."""
+    current = getattr(state, key)
     found: list[View] = []
     for other in others:
         value = getattr(other, key)
-        found.append(_value(state, value, [state if value == here else other]))
-    if here not in [one["value"] for one in found]:
-        found.append(_value(state, here, [state]))
+        found.append(_value(state, value, [state if value == current else other]))
+    if current not in [one["value"] for one in found]:
+        found.append(_value(state, current, [state]))
     return found
 
 
-def _moves(state: State, shape: Shape, axis: str) -> Iterator[tuple[int, list[State]]]:
-    """Every value of a slider with the states that it may lead to, the preferred first."""
+def _moves(state: State, axis: str) -> Iterator[tuple[int, list[State]]]:
+    """Every value of a slider with the states that it can lead to, the preferred one first."""
     if axis == "ep":
-        for value in divisors(shape.moe.experts) if shape.moe else [1]:
+        moe = state.shape().moe
+        for value in divisors(moe.experts) if moe else [1]:
             yield value, [replace(state, ep=value)]
         return
     for value in divisors(state.gpus):
         if value == getattr(state, axis):
             yield value, [state]
         elif axis == "dp":
-            yield value, list(_paid(state, value))
+            yield value, list(_with_dp(state, value))
         else:
             yield value, [settled(state, {axis: value})]
 
 
-def _paid(state: State, dp: int) -> Iterator[State]:
-    """Other axes that make room for so many data ranks."""
-    for payer in _PAYERS:
-        others = math.prod(getattr(state, axis) for axis in _PAYERS if axis != payer)
+def _with_dp(state: State, dp: int) -> Iterator[State]:
+    """States with so many data ranks: in each, one other axis makes room."""
+    for axis in _GIVE_TO_DP:
+        others = math.prod(getattr(state, other) for other in _GIVE_TO_DP if other != axis)
         degree, rest = divmod(state.gpus, dp * others)
         if degree and not rest:
-            yield settled(state, {payer: degree})
+            yield settled(state, {axis: degree})
 
 
 def settled(state: State, degrees: dict[str, int]) -> State:
-    """Other degrees, and what cannot stay as it was: chunks without a pipeline, uneven replicas."""
+    """A state with other degrees; chunks and replicas that no longer fit them are adjusted."""
     other = replace(state, **degrees)
     if (state.pp == 1) != (other.pp == 1):
         other = replace(other, chunks=other.family.chunks_on(other.pp, None))
     return replace(other, replicate=math.gcd(other.replicate, other.dp))
 
 
-def _value(state: State, value: int | str, moves: list[State]) -> View:
-    """One value: the first legal move, or why there is none."""
+def _value(state: State, value: int | str, states: list[State]) -> View:
+    """One value: how the first legal one of `states` differs, or why none is legal."""
     why = (
         f"dp={value} leaves {state.gpus // int(value)} GPUs to tp {state.tp} · cp {state.cp} · "
         f"pp {state.pp}, and none of the three alone can shrink to that: lower another first"
-        if not moves
+        if not states
         else ""
     )
-    for other in moves:
-        found = other.problems()
-        if not found:
+    for other in states:
+        problems = other.problems()
+        if not problems:
             return {"value": value, "legal": True, "why": "", "set": changed(state, other)}
-        why = why or found[0]
+        why = why or problems[0]
     return {"value": value, "legal": False, "why": why, "set": {}}
 
 
 def changed(state: State, other: State) -> dict[str, str]:
-    """The keys that differ, as texts of the other."""
+    """The keys in which `other` differs, with its values as texts."""
     names = [each.name for each in fields(state)]
-    moved = [name for name in names if getattr(other, name) != getattr(state, name)]
-    return {name: str(getattr(other, name)) for name in moved}
+    differ = [name for name in names if getattr(other, name) != getattr(state, name)]
+    return {name: str(getattr(other, name)) for name in differ}
 
 
 def sliders_text(found: View) -> list[str]:
-    """The sliders for a terminal: legal values, and why others are none."""
+    """The sliders for a terminal: the legal values, and why the others are illegal."""
     lines: list[str] = []
     for axis, one in found.items():
         marked = [
@@ -158,46 +164,32 @@ def sliders_text(found: View) -> list[str]:
             if each["legal"] or each["value"] == one["value"]
         ]
         lines += wrapped(" ".join(marked), f"{axis:<4}{one['label']:<10}")
-        for same, run in groupby(one["values"], key=_reason):
-            if same:
-                lines += wrapped(_refused(axis, list(run)), "    not       ")
+        for reason, values in groupby(one["values"], key=_reason):
+            if reason:
+                lines += wrapped(_illegal(axis, list(values)), "    not       ")
     return lines
 
 
 def _reason(one: View) -> str:
-    """Why not, without the numbers that differ from value to value."""
+    """Why a value is illegal, without the numbers that differ from value to value."""
     return "" if one["legal"] else re.sub(r"[0-9]+", "", one["why"])
 
 
-def _refused(axis: str, run: list[View]) -> str:
-    """Values that the same rule refuses, with the words for the first."""
-    first, last = run[0]["value"], run[-1]["value"]
-    return f"{axis}={first}{f' to {last}' if last != first else ''}: {run[0]['why']}"
+def _illegal(axis: str, values: list[View]) -> str:
+    """Values that the same rule forbids, with the reason for the first."""
+    first, last = values[0]["value"], values[-1]["value"]
+    return f"{axis}={first}{f' to {last}' if last != first else ''}: {values[0]['why']}"
 
 
-# Explore: one job, everything about it.
-#
-#     {"state": canonical params, "choices": {key: options}, "sliders": {axis: slider},
-#      "problem": None or {"reasons": […], "nearest": [{"label", "set"}]}, "config": pasted or None,
-#      "numbers", "memory", "time", "map": a part for each picture,
-#      "plan_toml": the plan as a file}
-#
-# Where the job is illegal there is a `problem`, and no part but the inputs. What is longest to
-# make is asked for apart, so that a slider does not wait for it: `pictures`, "timeline",
-# "traffic" and "curves".
+# The answers.
 
 
 CONFIG_FILE = "config.json"
-_VERDICTS = {
-    "fits": "further below the GPU's memory than estimates may be off",
-    "tight": "nearer to the GPU's memory, above or below, than estimates may be off",
-    "does not fit": "further above the GPU's memory than estimates may be off",
-}
 _SAVE = f"# The model is the pasted config: save it as {CONFIG_FILE} beside this file.\n"
 
 
-def view(params: Mapping[str, str]) -> View:
-    """Everything about the job of these params; a job that is none says why, and what is near."""
+def view(params: Params) -> View:
+    """Everything about the job of these params; an illegal job has reasons and legal neighbours."""
     state = State.parse(params)
     found: View = {
         "state": state.params(),
@@ -207,130 +199,163 @@ def view(params: Mapping[str, str]) -> View:
         "config": state.config or None,
     }
     try:
-        return found | _parts(state)
+        parts = _parts(state, later=False)
+        return found | parts | {"plan_toml": _plan_toml(state, state.plan())}
     except IllegalLayout as error:
-        near = _near(state, error)
+        near = _nearest(state, error)
         return found | {"problem": {"reasons": error.reasons, "nearest": near}}
     except FivefoldError as error:
         return found | {"problem": {"reasons": [str(error)], "nearest": []}}
 
 
-def _parts(state: State) -> View:
-    plan, found = state.plan(), state.outlook()
+def pictures(params: Params) -> View:
+    """The parts that take longest."""
+    return _parts(State.parse(params), later=True)
+
+
+def _parts(state: State, *, later: bool) -> View:
     return {
-        "numbers": _numbers(state, found),
-        "memory": explore_panels.memory_view(found),
-        "time": explore_panels.timing_view(found),
-        "map": explore_panels.map_view(plan),
-        "plan_toml": _toml(state, plan),
+        name: panel.view(state)
+        for name, panel in PANELS.items()
+        if panel.view is not None and panel.later == later
     }
 
 
-def pictures(params: Mapping[str, str]) -> View:
-    """The pipeline of the job, its traffic, and its memory over the length of sequences."""
-    state = State.parse(params)
-    found = state.outlook()
-    seconds = found.setting.stack.factor
-    return {
-        "timeline": timeline.view(found.timeline, seconds=seconds),
-        "traffic": explore_panels.traffic_view(found.plan),
-        "curves": explore_search.current(state),
-    }
+def _nearest(state: State, error: IllegalLayout) -> list[View]:
+    """Legal jobs near an illegal one, each with the keys to set.
 
-
-def _near(state: State, error: IllegalLayout) -> list[View]:
-    """Legal jobs near an illegal one, each with what a state must change to be it.
-
-    No layout mends a sequence that is longer than learned positions: it is cut first.
+    No layout helps a sequence that is longer than the learned positions: it is shortened first.
     """
     shape = state.shape()
     if shape.positions != "learned" or state.seq <= shape.max_seq:
-        return [_nearest(state, state, label) for label in error.nearest]
+        return [_with_layout(state, state, label) for label in error.nearest]
     short = replace(state, seq=shape.max_seq)
     try:
         short.plan()
     except IllegalLayout as rest:
-        return [_nearest(state, short, label) for label in rest.nearest]
+        return [_with_layout(state, short, label) for label in rest.nearest]
     return [{"label": f"seq={short.seq}", "set": changed(state, short)}]
 
 
-def _nearest(state: State, asked: State, label: str) -> View:
+def _with_layout(state: State, base: State, label: str) -> View:
+    """`base` with the layout of a label, as changes of `state`."""
     layout = Layout.parse(label.partition("(")[0])
-    other = settled(asked, {"gpus": layout.world, **degrees_of(layout)})
-    words = label if asked.seq == state.seq else f"seq={asked.seq} {label}"
+    other = settled(base, {"gpus": layout.world, **degrees_of(layout)})
+    words = label if base.seq == state.seq else f"seq={base.seq} {label}"
     return {"label": words, "set": changed(state, other)}
 
 
-def _numbers(state: State, found: Estimate) -> View:
-    plan, setting = found.plan, found.setting
-    layout, parameters = plan.layout, count.parameters(plan.shape)
-    speed = found.tokens_per_s_per_gpu
-    return {
-        "model": plan.shape.name,
-        "parameters": parameters.total,
-        "active": parameters.active,
-        "layout": str(layout),
-        "verdict": found.verdict,
-        "verdict_says": _VERDICTS[found.verdict],
-        "total": found.total,
-        "limit": setting.machine.memory,
-        "usable": setting.capacity,
-        "step": found.step,
-        "tokens_per_s": speed * layout.world,
-        "tokens_per_s_per_gpu": speed,
-        "mfu": found.mfu,
-        "bubble": found.bubble,
-        "tokens": state.tokens,
-        "days": found.days(state.tokens),
-        "gpu_hours": found.gpu_hours(state.tokens),
-        "batch": str(plan.batch),
-        "readings": readings(plan),
-        "notes": list(plan.notes),
-        "peak": f"of the {setting.precision} peak of {setting.machine.chip}; causal attention at "
-        "half, recompute not counted",
-    }
-
-
-def _toml(state: State, plan: Plan) -> str:
-    """The plan as a file; a pasted config lies beside it."""
+def _plan_toml(state: State, plan: Plan) -> str:
+    """The plan as a file; a pasted config is saved next to it."""
     if not state.config:
         return plan.to_toml()
-    beside = replace(plan, wishes=replace(plan.wishes, model=CONFIG_FILE))
-    return _SAVE + beside.to_toml()
+    with_file = replace(plan, wishes=replace(plan.wishes, model=CONFIG_FILE))
+    return _SAVE + with_file.to_toml()
 
 
-def _numbers_text(found: View) -> list[str]:
-    one = found["numbers"]
-    lines = [
-        ("model", f"{one['model']}: {one['parameters'] / 1e9:,.2f} B parameters, "
-                  f"{one['active'] / 1e9:,.2f} B active a token"),
-        *(("layout", reading) for reading in one["readings"]),
-        ("batch", one["batch"]),
-        ("verdict", f"{one['verdict']}: {gib(one['total'])} of {gib(one['limit'])}, "
-                    f"of which {gib(one['usable'])} may be used"),
-        ("step", f"{duration(one['step'])}: {one['tokens_per_s']:,.0f} tokens/s, "
-                 f"{one['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU"),
-        ("MFU", f"{one['mfu']:.1%} {one['peak']}"),
-        ("bubble", f"{one['bubble']:.1%} of the step"),
-        ("run", f"{one['tokens']:.4g} tokens: {one['days']:,.1f} days, "
-                f"{one['gpu_hours']:,.0f} GPU-hours"),
-        *(("note", note) for note in one["notes"]),
-    ]  # fmt: skip
-    return [row for head, words in lines for row in wrapped(words, f"{head:<10}")]
+# The panels.
 
 
-def _twin(part: str, text: Callable[[View], list[str]]) -> Callable[[View], list[str]]:
-    """A text of one part of the answer."""
-    return lambda found: text(found[part])
+def _timeline(state: State) -> View:
+    found = state.estimate()
+    return timeline.view(found.timeline, seconds=found.setting.stack.factor)
 
 
-# By the names of `--panel`; each takes the whole answer.
-TEXTS: dict[str, Callable[[View], list[str]]] = {
-    "numbers": _numbers_text,
-    "sliders": _twin("sliders", sliders_text),
-    "memory": _twin("memory", explore_panels.memory_text),
-    "time": _twin("time", explore_panels.timing_text),
-    "traffic": _twin("traffic", explore_panels.traffic_text),
-    "map": _twin("map", explore_panels.map_text),
-    "timeline": _twin("timeline", timeline.text),
+class ExplorePanel(NamedTuple):
+    """One panel, drawn by `create` of `static/<drawing>.js`, which is the panel's name if empty.
+
+    `view` makes its part of `view(params)`, or of `pictures(params)` if `later`. A `search` is a
+    question of its own, which takes seconds. `text` prints the answer of the search, if there is
+    one, else the part. A panel without a title is one of the inputs: it is only printed.
+    """
+
+    title: str
+    hint: str
+    text: Callable[[View], list[str]]
+    view: Callable[[State], View] | None = None
+    later: bool = False
+    search: Callable[[Params, Progress], View] | None = None
+    drawing: str = ""
+
+
+# By the names of `--panel`, in the order of the page.
+PANELS: dict[str, ExplorePanel] = {
+    "numbers": ExplorePanel(
+        "Does it fit, and how fast is it",
+        "",
+        explore_panels.numbers_text,
+        explore_panels.numbers_view,
+    ),
+    "sliders": ExplorePanel("", "", sliders_text),
+    "memory": ExplorePanel(
+        "Memory",
+        "Bytes by category against the GPU's limit: the fullest rank, and every place of the "
+        "pipeline.",
+        explore_panels.memory_text,
+        lambda state: explore_panels.memory_view(state.estimate()),
+    ),
+    "time": ExplorePanel(
+        "One step",
+        "What the busiest rank spends the step on; traffic that compute hides is not in it.",
+        explore_panels.timing_text,
+        lambda state: explore_panels.timing_view(state.estimate()),
+    ),
+    "map": ExplorePanel(
+        "GPU map",
+        "Every rank on its node. Point at one, or use the arrow keys, to see its groups.",
+        explore_panels.map_text,
+        lambda state: explore_panels.map_view(state.plan()),
+        drawing="gpu_map",
+    ),
+    "timeline": ExplorePanel(
+        "Pipeline",
+        "Every action of every pipeline rank; idle slots say what they wait for.",
+        timeline.text,
+        _timeline,
+        later=True,
+    ),
+    "traffic": ExplorePanel(
+        "Traffic",
+        "What rank 0 sends in a step, by axis, and the slowest link that the axis crosses.",
+        explore_panels.traffic_text,
+        lambda state: explore_panels.traffic_view(state.plan()),
+        later=True,
+    ),
+    "ranking": ExplorePanel(
+        "The planner's best",
+        "Ten layouts of the same job, and the front of memory and time. Choose one to load it.",
+        explore_search.ranking_text,
+        search=explore_search.ranking_view,
+    ),
+    "curves": ExplorePanel(
+        "Memory over sequence length",
+        "The present layout and other strategies, with and without recomputation. Where tp splits "
+        "sequences, selective keeps whole what collectives brought, and none keeps shards: it may "
+        "lie above none.",
+        explore_search.curves_text,
+        explore_search.current,
+        later=True,
+        search=explore_search.curves_view,
+    ),
 }
+
+
+def searches() -> dict[str, Callable[[Params, Progress], View]]:
+    """The questions that take seconds: asked apart, with a progress bar."""
+    found = ((name, panel.search) for name, panel in PANELS.items())
+    return {name: search for name, search in found if search is not None}
+
+
+def frames() -> list[View]:
+    """What explore.js needs to know of each panel that it draws."""
+    return [
+        {
+            "name": name,
+            "title": panel.title,
+            "hint": panel.hint,
+            "later": panel.later,
+            "drawing": panel.drawing or name,
+        }
+        for name, panel in PANELS.items()
+        if panel.title
+    ]

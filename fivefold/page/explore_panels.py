@@ -1,34 +1,38 @@
-"""The GPU map of the page: every rank on its node, and the groups that any rank belongs to.
+"""The panels of Explore that need one estimate: GPU map, numbers, memory, time and traffic.
 
-`view(plan)` is a few numbers, whatever the size of the job: `static/gpu_map.js` draws all ranks and
-lights up the groups of the one that is pointed at, and `text(view, rank)` prints them.
-
-    {"headline": one sentence, "world": ranks, "node": GPUs of a node,
-     "tiers": [{"name", "size": ranks of a domain or None for all, "link"}, …] from the innermost,
-     "domain": {"name", "size"} of the fastest links, where whole nodes share them, or None,
-     "digits": [[size, stride], …] of a rank's place in the line (see core/lineup.py),
-     "axes": [{"axis", "size", "stride" in the line, "tier": the slowest of its groups or None}, …],
-     "run": consecutive ranks of one pipeline rank, which then gives way to the next,
-     "stages": what each pipeline rank holds, in words}
+For each panel a `view` makes the value that the page draws, and a `text` prints the same value in a
+terminal. The timeline has a module of its own, and so have the panels that search.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
-from fivefold.core import groups
+from fivefold.core import count, groups
 from fivefold.core.errors import FivefoldError, counted, kind_text, span
 from fivefold.core.groups import RankOrder, rank_order
 from fivefold.core.layout import Extent, Layout
 from fivefold.core.machine import Machine
 from fivefold.core.plan import Plan
 from fivefold.cost.axis_collectives import wide_size
-from fivefold.cost.collectives import ITEMSIZE, TrafficEntry, predict
+from fivefold.cost.collectives import ITEMSIZE, TrafficEntry, predict_traffic
 from fivefold.page import View
-from fivefold.planner.estimate import Estimate, held_by_places
+from fivefold.page.explore_state import State
+from fivefold.planner.estimate import Estimate, memory_by_pipeline_rank
 from fivefold.report import WIDTH, bar, duration, gib, table, wrapped
+from fivefold.report.plan_values import readings
+
+# The GPU map: every rank on its node, and the groups of any rank; a few numbers for any job size.
+#
+#     {"headline": one sentence, "world": ranks, "node": GPUs of a node,
+#      "tiers": [{"name", "size": ranks of a domain or None for all, "link"}, ...], innermost first,
+#      "domain": {"name", "size"} of the fastest links if whole nodes share them, or None,
+#      "digits": [[size, stride], ...] of a rank's position (see `RankOrder` of core/groups.py),
+#      "axes": [{"axis", "size", "stride", "tier": the slowest of its groups or None}, ...],
+#      "run": consecutive ranks of one pipeline rank, after which the next one follows,
+#      "stages": the stages and layers of each pipeline rank, in words}
 
 MARKS = {"tp": "t", "cp": "c", "dp": "d", "pp": "p", "ep": "e"}
 _MOST_NODES = 64
@@ -36,40 +40,37 @@ _MOST_NAMED = 4
 
 
 def map_view(plan: Plan) -> View:
-    """The map of a plan that names a machine."""
+    """The map of a plan, which must name a machine."""
     machine, layout = plan.machine, plan.layout
     if machine is None:
         raise FivefoldError("a map needs nodes and links: name a machine, such as h100")
+    inner, num_nodes = machine.tiers[0], -(-layout.world // machine.gpus_per_node)
+    nodes = f"{num_nodes:,} node{'s' if num_nodes > 1 else ''} of {machine.gpus_per_node}"
+    spans_nodes = inner.size is not None and inner.size % machine.gpus_per_node == 0
     return {
-        "headline": _headline(layout, machine),
+        "headline": f"{layout.world:,} GPUs ({machine.chip}) on {nodes}: {layout}",
         "world": layout.world,
         "node": machine.gpus_per_node,
         "tiers": [
             {"name": tier.name, "size": tier.size, "link": tier.link.name} for tier in machine.tiers
         ],
-        "domain": _domain(machine),
+        "domain": {"name": inner.name, "size": inner.size} if spans_nodes else None,
         "digits": [[*digit] for digit in rank_order(layout).digits],
-        "axes": [_axis(layout, machine, axis) for axis in _axes(layout)],
+        "axes": [
+            {
+                "axis": axis,
+                **layout.extent(axis)._asdict(),
+                "tier": layout.tier(axis, machine).name if layout.extent(axis).size > 1 else None,
+            }
+            for axis in _axes(layout)
+        ],
         "run": layout.stage_size if layout.order == "tp-cp-dp-pp" else layout.tp * layout.cp,
-        "stages": [_held(plan, place) for place in range(layout.pp)],
+        "stages": [_stages(plan, pp_rank) for pp_rank in range(layout.pp)],
     }
 
 
-def _headline(layout: Layout, machine: Machine) -> str:
-    num_nodes = -(-layout.world // machine.gpus_per_node)
-    nodes = f"{num_nodes:,} node{'s' if num_nodes > 1 else ''} of {machine.gpus_per_node}"
-    return f"{layout.world:,} GPUs ({machine.chip}) on {nodes}: {layout}"
-
-
-def _domain(machine: Machine) -> View | None:
-    inner = machine.tiers[0]
-    if inner.size is None or inner.size % machine.gpus_per_node:
-        return None
-    return {"name": inner.name, "size": inner.size}
-
-
 def _axes(layout: Layout) -> Iterator[str]:
-    """The five, and where experts or shards make groups of their own, those as well."""
+    """The five axes, and etp, edp and fsdp if they have groups of their own."""
     yield from MARKS
     if layout.etp > 1:
         yield "etp"
@@ -79,63 +80,55 @@ def _axes(layout: Layout) -> Iterator[str]:
         yield "fsdp"
 
 
-def _axis(layout: Layout, machine: Machine, axis: str) -> View:
-    size, stride = layout.extent(axis)
-    tier = layout.tier(axis, machine).name if size > 1 else None
-    return {"axis": axis, "size": size, "stride": stride, "tier": tier}
-
-
-def _held(plan: Plan, place: int) -> str:
+def _stages(plan: Plan, pp_rank: int) -> str:
     """The stages of a pipeline rank and their layers: "stages 1 and 3: layers 4–7 and 12–15"."""
-    numbers = plan.schedule.placement.held(place)
-    spans = [plan.stages[number] for number in numbers]
-    layers = [*map(span, spans)]
-    word = "stage" if len(numbers) == 1 else "stages"
-    noun = "layer" if sum(map(len, spans)) == 1 else "layers"
-    return f"{word} {_and(map(str, numbers))}: {noun} {_and(layers)}"
+    stages = plan.schedule.placement.held(pp_rank)
+    spans = [plan.stages[stage] for stage in stages]
+    stage_noun, layer_noun = "stage" if len(stages) == 1 else "stages", _layer_noun(spans)
+    return f"{stage_noun} {_and(map(str, stages))}: {layer_noun} {_and(map(span, spans))}"
 
 
-def _and(words: Iterator[str] | list[str]) -> str:
+def _and(words: Iterable[str]) -> str:
     *first, last = words
     return f"{', '.join(first)} and {last}" if first else last
 
 
 def map_text(view: View, rank: int = 0) -> list[str]:
-    """The groups of one rank with their links, and where few nodes are, all ranks marked."""
-    if not 0 <= rank < map_view["world"]:
-        raise FivefoldError(f"rank {rank} is not on the map: use 0 to {map_view['world'] - 1}")
-    line = RankOrder(tuple(Extent(*digit) for digit in map_view["digits"]))
-    groups = {
-        axis["axis"]: line.group(Extent(axis["size"], axis["stride"]), rank)
-        for axis in map_view["axes"]
+    """The groups of one rank with their links, and on few nodes a map of all ranks."""
+    if not 0 <= rank < view["world"]:
+        raise FivefoldError(f"rank {rank} is not on the map: use 0 to {view['world'] - 1}")
+    order = RankOrder(tuple(Extent(*digit) for digit in view["digits"]))
+    groups_of_rank = {
+        axis["axis"]: order.group(Extent(axis["size"], axis["stride"]), rank)
+        for axis in view["axes"]
     }
-    place = groups["pp"].index(rank)
+    pp_rank = groups_of_rank["pp"].index(rank)
     return [
-        map_view["headline"],
-        f"rank {rank} on node {rank // map_view['node']}, {map_view['stages'][place]}",
-        *(_group(map_view, axis, groups[axis["axis"]], rank) for axis in map_view["axes"]),
-        *_drawn(map_view, groups, rank),
+        view["headline"],
+        f"rank {rank} on node {rank // view['node']}, {view['stages'][pp_rank]}",
+        *(_group_text(view, axis, groups_of_rank[axis["axis"]], rank) for axis in view["axes"]),
+        *_drawn_map(view, groups_of_rank, rank),
     ]
 
 
-def _group(view: View, axis: View, group: Sequence[int], rank: int) -> str:
+def _group_text(view: View, axis: View, group: Sequence[int], rank: int) -> str:
     words = f"{axis['axis']:<4} {counted(len(group), 'rank'):<12}"
     if len(group) == 1:
         return f"{words} alone"
-    own = _tier_of(map_view, group)
+    own = _tier_of(view, group)
     others = f" (others over {axis['tier']})" if axis["tier"] != own else ""
     return f"{words} coord {group.index(rank):<5} {own}{others}: {listed(group)}"
 
 
 def _tier_of(view: View, group: Sequence[int]) -> str:
-    """The innermost tier with one domain that holds the whole group."""
+    """The innermost tier with one domain that contains the whole group."""
     low, high = min(group), max(group)
-    sizes = ((tier["name"], tier["size"]) for tier in map_view["tiers"])
+    sizes = ((tier["name"], tier["size"]) for tier in view["tiers"])
     return next(name for name, size in sizes if size is None or low // size == high // size)
 
 
 def listed(group: Sequence[int]) -> str:
-    """Ranks in few words: all of few, a span of neighbours, else the first and the last.
+    """Ranks in few words: a span of neighbours, all of a few, else the first ones and the last.
 
     >>> listed([0, 1, 2, 3, 4, 5]), listed([3, 11]), listed([0, 8, 16, 24, 32])
     ('0–5', '3, 11', '0, 8, 16 … 32')
@@ -147,13 +140,13 @@ def listed(group: Sequence[int]) -> str:
     return f"{', '.join(map(str, group[:3]))} … {group[-1]}"
 
 
-def _drawn(view: View, groups: dict[str, tuple[int, ...]], rank: int) -> Iterator[str]:
-    """A letter for every GPU: that of the first axis on which it meets the rank."""
-    node, num_nodes = map_view["node"], -(-map_view["world"] // map_view["node"])
+def _drawn_map(view: View, groups: dict[str, tuple[int, ...]], rank: int) -> Iterator[str]:
+    """A letter for every GPU: that of the first axis on which it shares a group with the rank."""
+    node, num_nodes = view["node"], -(-view["world"] // view["node"])
     if num_nodes > _MOST_NODES:
         yield f"{num_nodes:,} nodes: no map above {_MOST_NODES} nodes"
         return
-    letters = ["·"] * map_view["world"]
+    letters = ["·"] * view["world"]
     for axis, letter in reversed(MARKS.items()):
         for other in groups[axis]:
             letters[other] = letter
@@ -170,57 +163,116 @@ def _drawn(view: View, groups: dict[str, tuple[int, ...]], rank: int) -> Iterato
         yield f"node {first}".ljust(gutter) + " ".join(boxes)
 
 
-# Memory by category: of the fullest rank against the GPU's limit, and of every pipeline place.
+# The numbers that decide.
+
+_VERDICTS = {
+    "fits": "further below the GPU's memory than estimates may be off",
+    "tight": "nearer to the GPU's memory, above or below, than estimates may be off",
+    "does not fit": "further above the GPU's memory than estimates may be off",
+}
+
+
+def numbers_view(state: State) -> View:
+    """The numbers that decide, from the estimate of one step."""
+    found = state.estimate()
+    plan, setting = found.plan, found.setting
+    layout, parameters = plan.layout, count.parameters(plan.shape)
+    speed = found.tokens_per_s_per_gpu
+    return {
+        "model": plan.shape.name,
+        "parameters": parameters.total,
+        "active": parameters.active,
+        "layout": str(layout),
+        "verdict": found.verdict,
+        "verdict_says": _VERDICTS[found.verdict],
+        "total": found.total,
+        "limit": setting.machine.memory,
+        "usable": setting.capacity,
+        "step": found.step,
+        "tokens_per_s": speed * layout.world,
+        "tokens_per_s_per_gpu": speed,
+        "mfu": found.mfu,
+        "bubble": found.bubble,
+        "tokens": state.tokens,
+        "days": found.days(state.tokens),
+        "gpu_hours": found.gpu_hours(state.tokens),
+        "batch": str(plan.batch),
+        "readings": readings(plan),
+        "notes": list(plan.notes),
+        "peak": f"of the {setting.precision} peak of {setting.machine.chip}; causal attention at "
+        "half, recompute not counted",
+    }
+
+
+def numbers_text(one: View) -> list[str]:
+    """The same for a terminal."""
+    lines = [
+        ("model", f"{one['model']}: {one['parameters'] / 1e9:,.2f} B parameters, "
+                  f"{one['active'] / 1e9:,.2f} B active a token"),
+        *(("layout", reading) for reading in one["readings"]),
+        ("batch", one["batch"]),
+        ("verdict", f"{one['verdict']}: {gib(one['total'])} of {gib(one['limit'])}, "
+                    f"of which {gib(one['usable'])} may be used"),
+        ("step", f"{duration(one['step'])}: {one['tokens_per_s']:,.0f} tokens/s, "
+                 f"{one['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU"),
+        ("MFU", f"{one['mfu']:.1%} {one['peak']}"),
+        ("bubble", f"{one['bubble']:.1%} of the step"),
+        ("run", f"{one['tokens']:.4g} tokens: {one['days']:,.1f} days, "
+                f"{one['gpu_hours']:,.0f} GPU-hours"),
+        *(("note", note) for note in one["notes"]),
+    ]  # fmt: skip
+    return [row for head, words in lines for row in wrapped(words, f"{head:<10}")]
+
+
+# Memory by category: of the fullest rank against the GPU's limit, and of every pipeline rank.
 #
 #     {"headline", "limit", "usable", "total", "verdict", "fullest": {category: bytes},
-#      "places": [{"name", "layers", "total"}], "parts": {category: bytes of each place}}
-#
-# Categories that nobody has are left out.
+#      "places": [{"name", "layers", "total"}, ...], "parts": {category: [bytes, ...]} by pipeline
+#      rank}, without categories of 0 bytes
 
-
-_MOST_LINES = 16  # of places, in a terminal
-_LABELS = {"context": "driver"}  # a word that means another thing beside the sliders
+_MOST_LINES = 16  # pipeline ranks, in a terminal
+_LABELS = {"context": "driver"}  # on this page, context means context parallelism
 
 
 def memory_view(found: Estimate) -> View:
-    """Bytes of one rank at each place of the pipeline, and of the fullest of all."""
+    """Bytes of a rank of each pipeline stage, and of the fullest of all ranks."""
     plan, limit = found.plan, found.setting.machine.memory
-    places = held_by_places(plan, found.setting)
+    places = memory_by_pipeline_rank(plan, found.setting)
     names = [name for name in places[0] if any(one[name] > 0 for one in places)]
+    labels = {name: _LABELS.get(name, name) for name in found.memory}
     return {
         "headline": f"{gib(found.total)} of {gib(limit)} on the fullest rank: {found.verdict}",
         "limit": limit,
         "usable": found.setting.capacity,
         "total": found.total,
         "verdict": found.verdict,
-        "fullest": {_label(name): round(size) for name, size in found.memory.items() if size > 0},
+        "fullest": {labels[name]: round(size) for name, size in found.memory.items() if size > 0},
         "places": [
             {
-                "name": f"pp {place}",
-                "layers": _layers(plan, place),
+                "name": f"pp {pp_rank}",
+                "layers": _layers(plan, pp_rank),
                 "total": round(sum(one.values())),
             }
-            for place, one in enumerate(places)
+            for pp_rank, one in enumerate(places)
         ],
-        "parts": {_label(name): [round(one[name]) for one in places] for name in names},
+        "parts": {labels[name]: [round(one[name]) for one in places] for name in names},
     }
 
 
-def _label(category: str) -> str:
-    return _LABELS.get(category, category)
-
-
-def _layers(plan: Plan, place: int) -> str:
-    """`layers 0–7, 64–71`: those of each chunk, neighbours joined."""
+def _layers(plan: Plan, pp_rank: int) -> str:
+    """The layers of each chunk, with neighbours joined: `layers 0–7, 64–71`."""
     spans: list[range] = []
-    for number in sorted(plan.schedule.placement.held(place)):
-        layers = plan.stages[number]
+    for stage in sorted(plan.schedule.placement.held(pp_rank)):
+        layers = plan.stages[stage]
         if spans and spans[-1].stop == layers.start:
             spans[-1] = range(spans[-1].start, layers.stop)
         else:
             spans.append(layers)
-    noun = "layer" if sum(map(len, spans)) == 1 else "layers"
-    return f"{noun} {', '.join(map(span, spans))}"
+    return f"{_layer_noun(spans)} {', '.join(map(span, spans))}"
+
+
+def _layer_noun(spans: Sequence[range]) -> str:
+    return "layer" if sum(map(len, spans)) == 1 else "layers"
 
 
 def memory_text(found: View) -> list[str]:
@@ -238,19 +290,15 @@ def memory_text(found: View) -> list[str]:
 
 
 def _places(places: Sequence[View], limit: float) -> list[str]:
-    """Both ends of a long pipeline, and how many lie between them."""
+    """Both ends of a long pipeline, and how many ranks are between them."""
     rows = [bar(one["name"], gib(one["total"]), one["total"] / limit) for one in places]
-    if len(rows) <= _MOST_LINES:
-        return rows
-    half = _MOST_LINES // 2
-    between = f"          … {len(rows) - 2 * half} more"
-    return [*rows[:half], between, *rows[-half:]]
+    half, more = _MOST_LINES // 2, len(rows) - _MOST_LINES
+    return rows if more <= 0 else [*rows[:half], f"          … {more} more", *rows[-half:]]
 
 
-# What a step is spent on, by the busiest rank.
+# How the busiest rank spends a step.
 #
-# {"headline", "step", "parts": {name: seconds}, "words": {name: what it is}}
-
+#     {"headline", "step", "parts": {name: seconds}, "words": {name: what it is}}
 
 _WORDS = {
     "compute": "matrix products, attention and what lies between them",
@@ -268,7 +316,7 @@ _WORDS = {
 
 
 def timing_view(found: Estimate) -> View:
-    """The step by what it is spent on; what is nothing is left out."""
+    """The step by what it is spent on, without parts of 0 seconds."""
     parts = found.breakdown()
     return {
         "headline": f"{duration(found.step)} a step, of which compute is "
@@ -281,31 +329,28 @@ def timing_view(found: Estimate) -> View:
 
 def timing_text(found: View) -> list[str]:
     """The same for a terminal."""
-    lines = [f"step      {found['headline']}"]
-    for name, seconds in found["parts"].items():
-        lines.append(bar(name, duration(seconds), seconds / found["step"]))
-    return lines
+    parts, step = found["parts"], found["step"]
+    bars = [bar(name, duration(seconds), seconds / step) for name, seconds in parts.items()]
+    return [f"step      {found['headline']}", *bars]
 
 
-# What rank 0 sends in a step: every collective that the runtime will issue, summed up.
+# What rank 0 sends in a step: every collective that the runtime will issue, by axis and kind.
 #
-#     {"headline", "refused": why there is none, or None,
+#     {"headline", "refused": why nothing is predicted, or None,
 #      "rows": [{"dimension", "axis", "kind", "calls", "bytes", "sent", "group", "tier"}]}
-#
-# `bytes` are those of the calls' input buffers, as records of a run have them; `sent` is what
-# goes over the rank's links where rings carry it. The tier is the slowest link that any group of
-# the axis crosses.
-
+# `bytes` are those of the input buffers, as in the records of a run; `sent` are those that leave
+# the rank with ring algorithms. The tier is the slowest link that any group of the axis crosses.
 
 _ORDER = ("tp", "cp", "ep", "dp", "pp", "all")
+_HEADS: tuple[str, ...] = ("axis", "kind", "ranks", "calls", "GiB given", "GiB sent", "over")
 
 
 def traffic_view(plan: Plan) -> View:
-    """The traffic of rank 0 by axis and kind; an asynchronous schedule is told why it has none."""
+    """The traffic of rank 0 by axis and kind; for an asynchronous schedule, why there is none."""
     assert plan.machine is not None, "a state always names a machine"
     itemsize = ITEMSIZE[plan.precision]
     try:
-        found = predict(plan, 0, itemsize=itemsize, grad_itemsize=wide_size(itemsize))
+        found = predict_traffic(plan, 0, itemsize=itemsize, grad_itemsize=wide_size(itemsize))
     except FivefoldError as error:
         return {"headline": "not predicted", "refused": str(error), "rows": []}
     summed: defaultdict[tuple[str, str, int], list[TrafficEntry]] = defaultdict(list)
@@ -323,7 +368,7 @@ def traffic_view(plan: Plan) -> View:
 
 
 def _row(plan: Plan, machine: Machine, entries: list[TrafficEntry]) -> View:
-    """Equal calls but for their sizes."""
+    """One row: collectives of the same axis, kind and group size."""
     axis = entries[0].axis
     return {
         "dimension": groups.DIMENSIONS.get(axis, "all"),
@@ -341,9 +386,7 @@ def traffic_text(found: View) -> list[str]:
     """The same for a terminal."""
     if found["refused"]:
         return wrapped(found["refused"], "traffic   ")
-    rows: list[tuple[str, ...]] = [
-        ("axis", "kind", "ranks", "calls", "GiB given", "GiB sent", "over")
-    ]
+    rows = [_HEADS]
     for one in found["rows"]:
         sizes = (f"{one[name] / 2**30:,.3f}" for name in ("bytes", "sent"))
         numbers = (f"{one['group']:,}", f"{one['calls']:,}", *sizes)

@@ -1,12 +1,13 @@
-"""The planner's best layouts of a job, and its front of memory against time.
+"""The panels of Explore that search: the planner's best layouts, and memory by sequence length.
 
-Every entry is a state of Explore, and its numbers are those that Explore shows for that state:
-nothing is offloaded, and stages are cut as the runtime cuts them by itself.
+A search takes seconds, and depends on the keys of `JOB` only. Every layout in a ranking is a state
+of Explore, with the numbers that Explore shows for this state: without offloading, and with the
+stages that the runtime makes by default.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,34 +17,33 @@ from fivefold.core import machine
 from fivefold.core.errors import FivefoldError
 from fivefold.core.plan import Plan, resolve
 from fivefold.core.rules import context_rule, divisors, positions_rule
-from fivefold.cost.grid import RECOMPUTE, of_plan
-from fivefold.cost.memory import ledger
-from fivefold.page import View
+from fivefold.cost.grid import RECOMPUTE, grid_of_plan
+from fivefold.cost.memory import peak_memory
+from fivefold.page import Params, Progress, View
 from fivefold.page.explore_state import HEADROOM, KERNELS, State, keys_of
-from fivefold.planner import PlanAnswer, PlanRequest, answer, inquiry, wishes_of
+from fivefold.planner import PlanRequest, PlanResult, best_plans, plan_request, wishes_of
 from fivefold.planner.comparisons import STRATEGIES
 from fivefold.planner.estimate import Estimate
-from fivefold.planner.search import LayoutCandidate, SearchSetting, search
-from fivefold.planner.space import SpaceQuestion
-from fivefold.planner.why import takeaways
+from fivefold.planner.search import EstimateSetting, LayoutCandidate, search_layouts
+from fivefold.planner.space import SearchSpace
+from fivefold.planner.why import compare_neighbours
 from fivefold.report import duration, gib, plan_text, table, wrapped
 
-Progress = Callable[[float], None]
-# Keys that a search depends on.
+# The keys that a search depends on; slow.js has the same.
 JOB = ("model", "config", "machine", "gpus", "seq", "batch", "precision", "also")
-# Of `also`, what belongs to one layout: the planner decides it anew for each.
+# The keys of `also` that the planner decides for each layout.
 _OF_LAYOUT = ("sp", "order", "gather", "ep_nodes", "stage_layers")
 LAYOUT = (
     "tp", "cp", "pp", "ep", "etp", "replicate", "zero", "schedule", "chunks", "context",
     "recompute", "microbatch_size",
 )  # fmt: skip
 _TOP = 10
-_SEARCH = 0.8  # of the time; the rest is for why
+_SEARCH_SHARE = 0.8  # of the time; the rest explains the best layout
 _HEADS = ("", "layout", "ZeRO", "recompute", "GiB", "step", "tokens/s/GPU", "MFU")
 
 
-def job_of(params: Mapping[str, str]) -> State:
-    """The job alone: a state whose layout is open. All of `params` must be sound."""
+def job_of(params: Params) -> State:
+    """The job without its layout, as a state on one axis; all of `params` must be valid."""
     state = State.parse(params)
     job = {name: getattr(state, name) for name in JOB}
     words = (word for word in state.also.split() if word.partition("=")[0] not in _OF_LAYOUT)
@@ -51,9 +51,9 @@ def job_of(params: Mapping[str, str]) -> State:
     return State(**job, tp=1, pp=1, schedule="1f1b", chunks=1)
 
 
-def inquiry_of(job: State) -> PlanRequest:
-    """What the planner is asked: every layout that a state can hold."""
-    return inquiry(
+def request_of(job: State) -> PlanRequest:
+    """The search over every layout that a state can describe."""
+    return plan_request(
         job.wishes(),
         machine.load(job.machine),
         {"offload": "none"},
@@ -63,10 +63,10 @@ def inquiry_of(job: State) -> PlanRequest:
     )
 
 
-def ranking_view(params: Mapping[str, str], on_progress: Progress) -> View:
-    """The best ten and the front; where nothing fits, why."""
+def ranking_view(params: Params, on_progress: Progress) -> View:
+    """The ten best layouts and the front of memory against time; if nothing fits, why."""
     job = job_of(params)
-    asked = inquiry_of(job)
+    asked = request_of(job)
     machine_ = asked.setting.machine
     found: View = {
         "model": asked.shape.name,
@@ -83,7 +83,7 @@ def ranking_view(params: Mapping[str, str], on_progress: Progress) -> View:
         "refused": "",
     }
     try:
-        best = answer(asked, _TOP, lambda share: on_progress(_SEARCH * share))
+        best = best_plans(asked, _TOP, lambda share: on_progress(_SEARCH_SHARE * share))
     except FivefoldError as error:
         return found | {"refused": str(error)}
     found |= _ranked(job, best)
@@ -91,35 +91,34 @@ def ranking_view(params: Mapping[str, str], on_progress: Progress) -> View:
     return found
 
 
-def _ranked(job: State, found: PlanAnswer) -> View:
+def _ranked(job: State, found: PlanResult) -> View:
     states = [_state_of(job, one.plan) for one in found.plans]
-    states.sort(key=lambda one: one.outlook().step)
-    first = states[0].outlook()
-    rival = states[1].outlook() if len(states) > 1 else None
-    # The fastest of all is on the front, also where it takes too long to be played twice.
+    states.sort(key=lambda one: one.estimate().step)
+    first = states[0].estimate()
+    rival = states[1].estimate() if len(states) > 1 else None
+    # The fastest is on the front even if it took too long to be simulated twice.
     front = dict.fromkeys([*(_state_of(job, one.plan) for one in found.front), states[0]])
     return {
         "candidates": found.candidates,
         "passed_over": found.passed_over,
         "layouts": [_entry(one, states[0]) for one in states],
         "front": [_entry(one, states[0]) for one in front],
-        "because": plan_text.because(first, takeaways(first), rival),
-        "notes": [*found.inquiry.notes, *_recut(found.plans[0], first)],
+        "because": plan_text.reasons_text(first, compare_neighbours(first), rival),
+        "notes": [*found.request.notes, *_stage_layers_note(found.plans[0], first)],
     }
 
 
 def _state_of(job: State, plan: Plan) -> State:
-    """The state that a click on this plan leads to."""
+    """The state that a click on this plan opens."""
     return replace(job, **keys_of(plan))
 
 
 def _entry(state: State, first: State) -> View:
-    """One layout: what it takes, what it loses to the first, and the keys that a click sets."""
-    one, texts = state.outlook(), state.params()
+    """One layout: its cost, what it loses to the first, and the keys that a click sets."""
+    one, texts = state.estimate(), state.params()
     layout, batch = one.plan.layout, one.plan.batch
-    words = [str(layout), *([layout.context] if layout.cp > 1 else [])]
     return {
-        "layout": " ".join(words),
+        "layout": f"{layout} {layout.context}" if layout.cp > 1 else str(layout),
         "zero": layout.zero,
         "schedule": f"{state.schedule}({layout.chunks})" if layout.pp > 1 else "–",
         "batch": f"{batch.microbatch_size} × {batch.microbatches}",
@@ -130,17 +129,19 @@ def _entry(state: State, first: State) -> View:
         "tokens_per_s_per_gpu": one.tokens_per_s_per_gpu,
         "mfu": one.mfu,
         "bubble": one.bubble,
-        "loses": "" if state == first else plan_text.loses(one, first.outlook()),
+        "loses": "" if state == first else plan_text.loses(one, first.estimate()),
         "set": {name: texts.get(name, "") for name in (*LAYOUT, "also")},
     }
 
 
-def _recut(best: Estimate, plain: Estimate) -> list[str]:
-    """What a plan file can say and a state cannot: stages that are cut by hand."""
+def _stage_layers_note(best: Estimate, plain: Estimate) -> list[str]:
+    """A note if other stage boundaries are faster: a plan file can set them, a state cannot."""
     if best.plan.stage_layers is None or best.step >= plain.step:
         return []
-    cut = ",".join(map(str, best.plan.stage_layers))
-    return [f'the first takes {duration(best.step)} with stage_layers = "{cut}" in its plan file']
+    layers = ",".join(map(str, best.plan.stage_layers))
+    return [
+        f'the first takes {duration(best.step)} with stage_layers = "{layers}" in its plan file'
+    ]
 
 
 def ranking_text(found: View) -> list[str]:
@@ -163,15 +164,15 @@ def ranking_text(found: View) -> list[str]:
     for i, one in enumerate(found["layouts"]):
         how = [] if one["schedule"] == "–" else [one["schedule"]]
         how += [f"microbatches {one['batch']}", *([one["loses"]] if one["loses"] else [])]
-        lines += _said(f"{i + 1}", [", ".join(how), *(found["because"] if i == 0 else [])])
+        lines += _in_margin(f"{i + 1}", [", ".join(how), *(found["because"] if i == 0 else [])])
     least = sorted(found["front"], key=lambda one: one["total"])
-    lines += _said("front", [_on_front(one) for one in least])
-    return [*lines, *_said("note", found["notes"])]
+    lines += _in_margin("front", [_on_front(one) for one in least])
+    return [*lines, *_in_margin("note", found["notes"])]
 
 
-def _row(place: int, one: View) -> tuple[str, ...]:
+def _row(number: int, one: View) -> tuple[str, ...]:
     return (
-        str(place),
+        str(number),
         one["layout"],
         str(one["zero"]),
         one["recompute"],
@@ -187,41 +188,41 @@ def _on_front(one: View) -> str:
     return f"{gib(one['total'])} and {duration(one['step'])}: {words}"
 
 
-def _said(head: str, sentences: Sequence[str]) -> list[str]:
-    """Sentences under a word in the margin, wrapped."""
+def _in_margin(head: str, sentences: Sequence[str]) -> list[str]:
+    """Wrapped sentences, with a word in the margin of the first."""
     margins = [f"{'' if i else head:>5}  " for i in range(len(sentences))]
     pairs = zip(sentences, margins, strict=True)
     return [line for one, margin in pairs for line in wrapped(one, margin)]
 
 
-# Memory over the length of sequences: of the layout that is looked at, and strategy by strategy.
+# Memory by sequence length: of the shown layout, and of one layout for each strategy.
 #
-# A curve belongs to one layout, whose sequences get longer, with as many of them as before. For
-# each strategy that layout is the planner's at the length of the job with microbatches of one
-# sequence, the fastest that fits or else the leanest. Where no layout of a strategy can share the
-# batch, a larger batch is taken and said: what a rank holds does not depend on it.
+# A curve belongs to one layout and one number of sequences; only their length grows. The layout of
+# a strategy is the planner's choice at the length of the job with microbatches of one sequence:
+# the fastest that fits, else the one with the least memory. If the batch is too small for every
+# layout of a strategy, a larger one is taken and named: the memory of a rank does not depend on it.
 
 
-LENGTHS = tuple(2048 << place for place in range(10))  # to one million tokens
-# The axis that a strategy is named after must be there, or its line would be that of data alone.
+LENGTHS = tuple(2048 << doublings for doublings in range(10))  # to one million tokens
+# Each strategy uses the axis of its name: without it, its curve would be that of data alone.
 _AXES = {"data+tensor": "tp", "data+pipeline": "pp", "data+context": "cp"}
-_FAR = 10
+_FAR = 10  # times the usable memory
 
 
 def current(state: State) -> View:
-    """The layout that is looked at, under each kind of recomputation. A few milliseconds."""
+    """The shown layout with each kind of recomputation; takes a few milliseconds."""
     plan, setting = state.plan(), state.setting()
     curve = _curve(plan, setting, lengths(state.seq))
-    own = {"recompute": plan.recompute.kind, "words": words(curve)}
-    return _frame(state, setting) | curve | own
+    own = {"recompute": plan.recompute.kind, "words": curve_words(curve)}
+    return _axes(state, setting) | curve | own
 
 
 def lengths(seq: int) -> list[int]:
-    """The lengths that are drawn; that of the job is always one of them."""
+    """The lengths of a curve; that of the job is always one of them."""
     return sorted({*LENGTHS, seq})
 
 
-def _frame(state: State, setting: SearchSetting) -> View:
+def _axes(state: State, setting: EstimateSetting) -> View:
     return {
         "seq": state.seq,
         "lengths": lengths(state.seq),
@@ -230,35 +231,39 @@ def _frame(state: State, setting: SearchSetting) -> View:
     }
 
 
-def _curve(plan: Plan, setting: SearchSetting, along: list[int]) -> View:
-    """Bytes of the fullest rank for each kind and length, None where a length is illegal, and the
-    longest that fits, None where none does."""
-    legal = [seq for seq in along if _is_legal(plan, seq)]
+def _curve(plan: Plan, setting: EstimateSetting, lengths: list[int]) -> View:
+    """Bytes of the fullest rank by kind of recomputation and length, None if the length is illegal,
+    and the longest length that fits, None if none does."""
+    legal = [seq for seq in lengths if _is_legal(plan, seq)]
     sizes = _sizes(plan, setting, legal)
-    held = {kind: [sizes[kind].get(seq) for seq in along] for kind in RECOMPUTE}
+    by_kind = {kind: [sizes[kind].get(seq) for seq in lengths] for kind in RECOMPUTE}
     longest = {
         kind: max((seq for seq in legal if sizes[kind][seq] <= setting.capacity), default=None)
         for kind in RECOMPUTE
     }
-    return {"layout": str(plan.layout), "zero": plan.layout.zero, "bytes": held, "longest": longest}
+    layout = plan.layout
+    return {"layout": str(layout), "zero": layout.zero, "bytes": by_kind, "longest": longest}
 
 
-def _sizes(plan: Plan, setting: SearchSetting, along: list[int]) -> dict[str, dict[int, float]]:
-    """Bytes by kind and length. Long sequences move layers, for attention costs more of them."""
-    by_cut: dict[tuple[range, ...], list[int]] = {}
-    for seq in along:
+def _sizes(plan: Plan, setting: EstimateSetting, lengths: list[int]) -> dict[str, dict[int, float]]:
+    """Bytes by kind and length.
+
+    Stage boundaries depend on the length: attention takes a larger share of long sequences.
+    """
+    by_stages: dict[tuple[range, ...], list[int]] = {}
+    for seq in lengths:
         longer = replace(plan, batch=replace(plan.batch, seq=seq))
-        by_cut.setdefault(tuple(longer.stages), []).append(seq)
-    grid = replace(of_plan(plan), recompute=np.arange(float(len(RECOMPUTE))))
+        by_stages.setdefault(tuple(longer.stages), []).append(seq)
+    grid = replace(grid_of_plan(plan), recompute=np.arange(float(len(RECOMPUTE))))
     found: dict[str, dict[int, float]] = {kind: {} for kind in RECOMPUTE}
-    for spans, lengths_ in by_cut.items():
-        # Books are arithmetic, so that one call serves all lengths, a row each.
-        rows: Any = np.array(lengths_, float)[:, None]
-        asked = (plan.shape, setting.machine, setting.stack, grid, rows, *setting.how)
-        total = ledger(*asked, spans=spans).total
-        sizes = np.broadcast_to(total, (len(lengths_), len(RECOMPUTE)))
+    for spans, group in by_stages.items():
+        # The memory is computed with arrays: one call for all lengths, one row per length.
+        rows: Any = np.array(group, float)[:, None]
+        inputs = (plan.shape, setting.machine, setting.stack, grid, rows, *setting.how)
+        total = peak_memory(*inputs, spans=spans).total
+        sizes = np.broadcast_to(total, (len(group), len(RECOMPUTE)))
         for kind, column in zip(RECOMPUTE, sizes.T, strict=True):
-            found[kind] |= dict(zip(lengths_, map(float, column), strict=True))
+            found[kind] |= dict(zip(group, map(float, column), strict=True))
     return found
 
 
@@ -268,32 +273,32 @@ def _is_legal(plan: Plan, seq: int) -> bool:
     return not any(reason for rule in rules for reason in rule(layout, shape, {"seq": seq}))
 
 
-def curves_view(params: Mapping[str, str], on_progress: Progress) -> View:
-    """A curve for each strategy; where `params` say a layout, its own as well."""
+def curves_view(params: Params, on_progress: Progress) -> View:
+    """A curve for each strategy, and that of the layout in `params`, if there is one."""
     job = job_of(params)
-    asked = inquiry_of(job)
+    asked = request_of(job)
     found: list[View] = []
     for number, name in enumerate(STRATEGIES):
         on_progress(number / len(STRATEGIES))
         one = {"strategy": name, **_strategy(asked, name)}
-        found.append(one | {"words": words(one)})
+        found.append(one | {"words": curve_words(one)})
     on_progress(1.0)
     state = State.parse(params)
-    is_looked_at = bool(set(params) & set(LAYOUT)) and not state.problems()
+    has_layout = bool(set(params) & set(LAYOUT)) and not state.problems()
     return {
-        **_frame(job, asked.setting),
+        **_axes(job, asked.setting),
         "gpus": job.gpus,
         "batch": job.batch,
         "strategies": found,
-        "current": current(state) if is_looked_at else None,
+        "current": current(state) if has_layout else None,
     }
 
 
 def _strategy(asked: PlanRequest, name: str) -> View:
-    """The curve of the layout that stands for a strategy, or why there is none."""
+    """The curve of the layout that represents a strategy, or why there is none."""
     question = asked.question
-    enough = -(-question.batch // question.gpus) * question.gpus
-    for batch in dict.fromkeys((question.batch, enough)):
+    one_per_gpu = -(-question.batch // question.gpus) * question.gpus
+    for batch in dict.fromkeys((question.batch, one_per_gpu)):
         one = _chosen(replace(question, batch=batch), asked.setting, name)
         if one is not None:
             plan = resolve(wishes_of(one.grid, asked.wishes))
@@ -306,8 +311,8 @@ def _strategy(asked: PlanRequest, name: str) -> View:
     return {"refused": f"no legal layout on {question.place} at {question.seq:,} tokens"}
 
 
-def _chosen(question: SpaceQuestion, setting: SearchSetting, name: str) -> LayoutCandidate | None:
-    """The fastest that fits, else the leanest; None where nothing is legal."""
+def _chosen(question: SearchSpace, setting: EstimateSetting, name: str) -> LayoutCandidate | None:
+    """The fastest layout that fits, else the one with the least memory; None if none is legal."""
     axis = _AXES.get(name)
     degrees = divisors(question.gpus)[1:] if axis else [1]
     fast: list[LayoutCandidate] = []
@@ -315,7 +320,7 @@ def _chosen(question: SpaceQuestion, setting: SearchSetting, name: str) -> Layou
     for degree in degrees:
         named = {axis: degree} if axis else {}
         fixed = {"offload": "none", "microbatch_size": 1, **STRATEGIES[name], **named}
-        found = search(replace(question, fixed=fixed), setting, 1)
+        found = search_layouts(replace(question, fixed=fixed), setting, 1)
         fast += found.best
         lean += [] if found.leanest is None else [found.leanest]
     if fast:
@@ -324,7 +329,7 @@ def _chosen(question: SpaceQuestion, setting: SearchSetting, name: str) -> Layou
 
 
 def curves_text(found: View) -> list[str]:
-    """The same for a terminal: GiB of the fullest rank, marked where they do not fit."""
+    """The same for a terminal: GiB of the fullest rank, with a mark if they do not fit."""
     own = found["current"]
     named = [("this layout", own)] if own else []
     named += [(one["strategy"], one) for one in found["strategies"]]
@@ -342,7 +347,7 @@ def curves_text(found: View) -> list[str]:
         "",
     ]
     for name, one in named:
-        lines += wrapped(words(one), f"{name:<15}")
+        lines += wrapped(curve_words(one), f"{name:<15}")
     return lines
 
 
@@ -354,12 +359,12 @@ def _cell(size: float | None, usable: float) -> str:
     return f"{size / 2**30:,.0f}{'×' if size > usable else ' '}"
 
 
-def words(one: View) -> str:
-    """A curve in words: its layout, and how long sequences may be."""
+def curve_words(one: View) -> str:
+    """A curve in words: its layout, and the longest sequences that fit."""
     if one.get("refused"):
         return one["refused"]
-    held = [f"{_short(seq)} with {kind}" for kind, seq in one["longest"].items() if seq]
-    fits = f"longest that fits: {', '.join(held)}" if held else "fits at no length drawn"
+    longest = [f"{_short(seq)} with {kind}" for kind, seq in one["longest"].items() if seq]
+    fits = f"longest that fits: {', '.join(longest)}" if longest else "fits at no length drawn"
     batch = one.get("larger_batch")
     needs = f" needs a batch of {batch:,} sequences," if batch else ""
     return f"{one['layout']} ZeRO-{one['zero']},{needs} {fits}"

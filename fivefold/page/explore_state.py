@@ -1,6 +1,6 @@
-"""What Explore is looking at: one job, as the texts of a URL and as a plan.
+"""The job that Explore shows: read from the address, from a plan or from a command line.
 
-The data degree is no key: it is what tp, cp and pp leave of the GPUs.
+dp is not a key of the state: it is the number of GPUs divided by tp, cp and pp.
 """
 
 from __future__ import annotations
@@ -15,18 +15,25 @@ from typing import Any, NamedTuple, cast, get_args
 from fivefold.core import machine, models
 from fivefold.core.count import parameters
 from fivefold.core.errors import BadFile, FivefoldError, IllegalLayout, UnknownName
-from fivefold.core.layout import MOST_RANKS, ContextKind, Layout, Order, parse_zero
+from fivefold.core.layout import MOST_RANKS, Layout, Order, parse_zero
 from fivefold.core.plan import Plan, Wishes, job_of, resolve
 from fivefold.core.rules import MOST_TOKENS, LayoutRequest, problems
-from fivefold.core.schedule.catalog import AUTO, FAMILIES, Family, family, names
+from fivefold.core.schedule.catalog import FAMILIES, family, names
+from fivefold.core.schedule.family import AUTO, Family
 from fivefold.core.settings import sort_out
 from fivefold.core.shape import Shape
-from fivefold.core.splits import Recompute
-from fivefold.planner import PRECISIONS, answer, inquiry, runtime_precision, setting_of, single
+from fivefold.core.splits import ContextKind, Recompute
+from fivefold.planner import (
+    PRECISIONS,
+    best_plans,
+    estimate_on_machine,
+    estimate_setting,
+    plan_request,
+)
 from fivefold.planner.estimate import Estimate
-from fivefold.planner.search import SearchSetting
+from fivefold.planner.search import EstimateSetting
 
-HEADROOM = 0.05  # as `fivefold plan` keeps free
+HEADROOM = 0.05  # of the memory, as in `fivefold plan`
 KERNELS = "compiled"
 SCHEDULES = tuple(each.name for each in FAMILIES)
 CONTEXTS = get_args(ContextKind)
@@ -40,11 +47,11 @@ _MOST_TOKENS_OF_A_RUN = 1e30
 
 @dataclass(frozen=True)
 class State:
-    """One job with nothing left open; by default the degrees of the Llama 3.1 405B run.
+    """One job with every key decided; the defaults are those of the Llama 3.1 405B run.
 
-    A pasted `config` stands in the place of the `model`. `replicate` is how many of the data ranks
-    hold the same shards. `also` are further keys of a plan and of its model, as `--set` has them:
-    no control is for them, but a plan that says them is looked at as it is.
+    A pasted `config` replaces the `model`. `replicate` is the number of replicas of dp=RxS. `also`
+    has further keys of a plan or a model, as `--set` takes them: the page has no controls for them,
+    but it shows a plan that uses them.
     """
 
     model: str = "llama-3.1-405b"
@@ -71,9 +78,9 @@ class State:
 
     @classmethod
     def parse(cls, params: Mapping[str, str]) -> State:
-        """Read texts; what is absent has its default, and every problem is told at once.
+        """Read texts; absent keys have their defaults, and one error lists every problem.
 
-        Chunks follow the schedule where they are not said.
+        Without `chunks`, the schedule decides them.
         """
         known = [each.name for each in fields(cls)]
         for name in params:
@@ -95,7 +102,7 @@ class State:
         return replace(state, chunks=state.family.chunks_on(state.pp, None))
 
     def params(self) -> dict[str, str]:
-        """The texts that `parse` reads back to this state, always the same for the same job."""
+        """The texts that `parse` reads back to this state; one job has one form."""
         texts = {each.name: _text(getattr(self, each.name)) for each in fields(self)}
         del texts["model" if self.config else "config"]
         return texts if self.also else {key: text for key, text in texts.items() if key != "also"}
@@ -107,15 +114,15 @@ class State:
 
     @property
     def dp(self) -> int:
-        """Data ranks: what the other axes leave; rounded down where it is no whole number."""
+        """The number of GPUs divided by tp, cp and pp, rounded down."""
         return max(1, self.gpus // (self.tp * self.cp * self.pp))
 
     def words(self) -> str:
-        """The degrees as they were said, legal or not."""
+        """The degrees as text, legal or not."""
         return f"dp={self.dp} tp={self.tp} pp={self.pp} cp={self.cp} ep={self.ep}"
 
     def layout(self) -> Layout:
-        """The degrees; those that are none are refused."""
+        """The layout; impossible degrees are refused."""
         replicas = self.replicate if self.dp % self.replicate == 0 else 1
         return Layout(
             replicate=replicas,
@@ -133,9 +140,9 @@ class State:
         )
 
     def wishes(self) -> Wishes:
-        """The job as a user would have said it."""
+        """The job as the options of a plan."""
         also = _also(self.also)
-        said = Wishes(
+        options = Wishes(
             model=self.config or self.model,
             layout=str(self.layout()),
             machine=self.machine,
@@ -148,17 +155,17 @@ class State:
             batch=self.batch,
             seq=self.seq,
             recompute=self.recompute,
-            precision=runtime_precision(self.precision),
+            precision=PRECISIONS[self.precision].runs_in,
             set=also.model,
         )
-        return replace(said, **also.plan)
+        return replace(options, **also.plan)
 
     def shape(self) -> Shape:
         """The model."""
         return _shape(self.config or self.model, self.also)
 
     def problems(self) -> list[str]:
-        """Every rule that the job breaks; empty where it is legal."""
+        """Every rule that the job breaks; empty if it is legal."""
         try:
             layout = self.layout()
         except IllegalLayout as error:
@@ -167,21 +174,23 @@ class State:
         return problems(layout, self.shape(), **_job(*job, self.also))
 
     def plan(self) -> Plan:
-        """The job resolved; an illegal one is refused with every reason."""
+        """The resolved plan; an illegal job is refused with every reason."""
         return _plan(self)
 
-    def setting(self) -> SearchSetting:
-        """On what it runs, as `fivefold plan` assumes it."""
-        chosen, _ = setting_of(machine.load(self.machine), self.precision, HEADROOM, KERNELS, 1.0)
+    def setting(self) -> EstimateSetting:
+        """Machine, precision and kernels, with the assumptions of `fivefold plan`."""
+        chosen, _ = estimate_setting(
+            machine.load(self.machine), self.precision, HEADROOM, KERNELS, 1.0
+        )
         return chosen
 
-    def outlook(self) -> Estimate:
-        """What it is expected to take."""
-        return _outlook(self)
+    def estimate(self) -> Estimate:
+        """Memory and time of a step, as the planner estimates them."""
+        return _estimate(self)
 
 
 class _Also(NamedTuple):
-    """Further keys by whom they are for."""
+    """The keys of `also`, sorted by what they belong to."""
 
     plan: dict[str, Any]
     model: dict[str, str]
@@ -190,16 +199,16 @@ class _Also(NamedTuple):
 
 @lru_cache(maxsize=8)
 def _also(text: str) -> _Also:
-    """`sp=false layers=4` taken apart; what has a control, or is for training, is refused."""
+    """Parse `sp=false layers=4`; keys that have a control or belong to training are refused."""
     words = (word.partition("=") for word in text.split())
     pairs = {key: value for key, _, value in words}
     order = pairs.pop("order", Layout.order)
     if order not in get_args(Order):
         raise UnknownName("order", order, get_args(Order))
-    said = sort_out(pairs)
-    if wrong := [key for key in (*said.plan, *said.train) if key not in ALSO]:
+    keys = sort_out(pairs)
+    if wrong := [key for key in (*keys.plan, *keys.train) if key not in ALSO]:
         raise FivefoldError(f"also={wrong[0]}=…: of a plan it takes {', '.join(ALSO)} and order")
-    return _Also(said.plan, said.model, order)
+    return _Also(keys.plan, keys.model, order)
 
 
 @lru_cache(maxsize=8)
@@ -211,7 +220,7 @@ def _shape(model: str, also: str) -> Shape:
 def _job(
     batch: int, microbatch_size: int, chunks: int, gpus: int, schedule: str, seq: int, also: str
 ) -> LayoutRequest:
-    """What the rules know beside the layout: a hundred values of inputs are judged by the same."""
+    """What the rules check besides the layout; the many values of a slider share one."""
     state = State(
         batch=batch,
         microbatch_size=microbatch_size,
@@ -230,19 +239,21 @@ def _plan(state: State) -> Plan:
 
 
 @lru_cache(maxsize=16)
-def _outlook(state: State) -> Estimate:
+def _estimate(state: State) -> Estimate:
     plan = state.plan()
     assert plan.machine is not None, "a state always names a machine"
-    return single(plan, plan.machine, precision=state.precision, headroom=HEADROOM, kernels=KERNELS)
+    return estimate_on_machine(
+        plan, plan.machine, precision=state.precision, headroom=HEADROOM, kernels=KERNELS
+    )
 
 
 def degrees_of(layout: Layout) -> dict[str, int]:
-    """The keys that say where ranks are; the GPUs are not one of them."""
+    """The degrees of a layout as keys of a state; dp is derived."""
     return {axis: getattr(layout, axis) for axis in ("tp", "cp", "pp", "ep", "etp", "replicate")}
 
 
 def keys_of(plan: Plan) -> dict[str, Any]:
-    """The keys that a layout and what goes with it are: all that the planner chooses."""
+    """All keys of a state that the planner chooses."""
     layout = plan.layout
     return {
         **degrees_of(layout),
@@ -256,12 +267,12 @@ def keys_of(plan: Plan) -> dict[str, Any]:
 
 
 def _value(name: str, text: str) -> Any:
-    """One text as a value of its key."""
+    """The value of a key from its text."""
     if name in _COUNTS:
         return _count(name, text)
-    words = {"machine": machine.presets(), "context": CONTEXTS, "precision": PRECISIONS}
-    if name in words and text not in words[name]:
-        raise UnknownName(name, text, words[name])
+    known = {"machine": machine.presets(), "context": CONTEXTS, "precision": PRECISIONS}
+    if name in known and text not in known[name]:
+        raise UnknownName(name, text, known[name])
     if name == "model":
         return models.preset_name(text)
     if name == "config":
@@ -280,7 +291,7 @@ def _value(name: str, text: str) -> Any:
 
 
 def _schedule(text: str) -> str:
-    """By name alone: a search takes seconds, and a file is nobody's business here."""
+    """A schedule family by name; a search would take seconds, and no file is read here."""
     if text.lower() not in names() or text.lower() == AUTO:
         raise UnknownName("schedule", text, SCHEDULES)
     return family(text).name
@@ -309,35 +320,34 @@ def _text(value: float | str) -> str:
     return str(int(value)) if whole else str(value)
 
 
-# Where Explore begins: the state of a job that a command line or a plan file says.
+# The state that Explore opens with: that of a command line or of a plan file.
 
-
-_HERE = "laptop"  # where a plan names no machine
-_USUAL = ("h100", 8)  # where nobody says on what
-_TOKENS_PER_PARAMETER = 20  # of a whole run, where nobody says: Hoffmann and others, 2022
+_NO_MACHINE = "laptop"  # if a plan names no machine
+_USUAL = ("h100", 8)  # machine and GPUs, if only a model is given
+_TOKENS_PER_PARAMETER = 20  # of the whole training run: Hoffmann and others, 2022
 _DERIVED = ("gather", "ep_nodes", "stage_layers")
 
 
 def state_of(wishes: Wishes, precision: str | None = None) -> State:
-    """The state of these wishes: the default job where nothing is said, the planner's best where no
-    layout is, else the plan as it is."""
-    usual, precision = State(), precision or wishes.precision
-    if wishes == Wishes(model=usual.model):
-        return replace(usual, precision=precision)
+    """The state of these options: the default job if none is given, the planner's best layout if
+    GPUs but no layout are given, else the plan itself."""
+    default, precision = State(), precision or wishes.precision
+    if wishes == Wishes(model=default.model):
+        return replace(default, precision=precision)
     if wishes == Wishes(model=wishes.model):
-        place, gpus = _USUAL
-        wishes = replace(wishes, machine=place, gpus=gpus)
-    wishes = replace(wishes, machine=wishes.machine or _HERE)
+        machine_name, gpus = _USUAL
+        wishes = replace(wishes, machine=machine_name, gpus=gpus)
+    wishes = replace(wishes, machine=wishes.machine or _NO_MACHINE)
     if wishes.layout == Wishes.layout and (wishes.gpus or 1) > 1:
-        cluster = machine.load(wishes.machine or _HERE)
+        cluster = machine.load(wishes.machine or _NO_MACHINE)
         how: dict[str, Any] = {"headroom": HEADROOM, "kernels": KERNELS}
-        asked = inquiry(wishes, cluster, {}, precision=precision, **how)
-        return of_plan(answer(asked, 1).plans[0].plan, precision)
+        asked = plan_request(wishes, cluster, {}, precision=precision, **how)
+        return of_plan(best_plans(asked, 1).plans[0].plan, precision)
     return of_plan(resolve(wishes), precision)
 
 
 def of_plan(plan: Plan, precision: str) -> State:
-    """A resolved plan as a state."""
+    """The state of a resolved plan."""
     wishes = plan.wishes
     if wishes.machine not in machine.presets():
         known = ", ".join(machine.presets())
@@ -351,7 +361,7 @@ def of_plan(plan: Plan, precision: str) -> State:
     return State(
         model=wishes.model if named else State.model,
         config="" if named else models.text_of(wishes.model),
-        machine=wishes.machine or _HERE,
+        machine=wishes.machine or _NO_MACHINE,
         gpus=plan.layout.world,
         seq=plan.batch.seq,
         batch=plan.batch.sequences,
@@ -363,16 +373,16 @@ def of_plan(plan: Plan, precision: str) -> State:
 
 
 def _also_text(plan: Plan) -> str:
-    """What a plan says that no control is for."""
-    wishes, usual = plan.wishes, Wishes(model="")
-    # A resolved plan says what it derived; that is derived again when degrees change.
+    """The keys of a plan for which the page has no control."""
+    wishes, default = plan.wishes, Wishes(model="")
+    # A resolved plan also names what it derived, which is derived again when degrees change.
     plain = resolve(replace(wishes, **dict.fromkeys(_DERIVED))).wishes
-    said = {
+    also = {
         key: getattr(wishes, key)
         for key in ALSO
-        if getattr(wishes, key) != getattr(plain if key in _DERIVED else usual, key)
+        if getattr(wishes, key) != getattr(plain if key in _DERIVED else default, key)
     }
-    said |= wishes.set
+    also |= wishes.set
     if plan.layout.order != Layout.order:
-        said["order"] = plan.layout.order
-    return " ".join(f"{key}={str(value).lower()}" for key, value in sorted(said.items()))
+        also["order"] = plan.layout.order
+    return " ".join(f"{key}={str(value).lower()}" for key, value in sorted(also.items()))

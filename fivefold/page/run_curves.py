@@ -1,26 +1,27 @@
-"""Curves of a run over its steps, thinned to what a screen can show.
+"""The curves of a run over its steps, thinned to what a screen can show, and as text.
 
-A curve is `{"x": steps, "y": numbers}`, null where a number is not finite. The newest points are
-all there; of older ones each bin keeps its least and its most, so that no spike is lost.
+A curve is `{"x": steps, "y": numbers}`, null where a number is not finite. All of the newest points
+are there; of the older ones the minimum and the maximum of each bin, so that no spike is lost.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
 
 from fivefold.page import View
 from fivefold.records import StepRecord
 from fivefold.records.spans import RunFacts
-from fivefold.report import duration, thousands
+from fivefold.report import duration, thousands, wrapped
 
 Point = tuple[int, float | None]
-_NEWEST, _BINS = 500, 500  # with two points a bin at most 1,500
-_COLUMNS = 200  # of a heat map
-_SMOOTHED = 50  # windows of the smoothed loss in a run
-_WINDOW = 100  # newest steps that are held against the plan
+_NEWEST, _BINS = 500, 500  # at most 1,500 points, with two per bin
+_HEAT_MAP_COLUMNS = 200
+_SMOOTHING_WINDOWS = 50  # in a run
+_WINDOW = 100  # newest steps that are compared with the plan
+_TEXT_COLUMNS, _TEXT_ROWS = 72, 8  # of a curve in a terminal
 
 _READ: dict[str, Callable[[StepRecord], float | None]] = {
     "loss": lambda one: one.loss,
@@ -32,7 +33,8 @@ _READ: dict[str, Callable[[StepRecord], float | None]] = {
     "memory_gib": lambda one: one.memory_gib,
 }
 _PLANNED = ("step_s", "tokens_per_s", "mfu", "memory_gib")
-WRITE: dict[str, Callable[[float], str]] = {
+_RATES = {"step_s": "step", "tokens_per_s": "tokens/s", "mfu": "MFU"}
+_FORMATS: dict[str, Callable[[float], str]] = {
     "step_s": duration,
     "tokens_per_s": lambda rate: f"{thousands(rate)} tok/s",
     "mfu": lambda share: f"{share:.1%}",
@@ -41,7 +43,7 @@ WRITE: dict[str, Callable[[float], str]] = {
 
 
 def curves(facts: RunFacts) -> dict[str, View]:
-    """Every number of the records; what no record has is left out."""
+    """Every number that at least one record has."""
     found: dict[str, View] = {}
     for name, read in _READ.items():
         points = _points(facts.kept, read)
@@ -49,9 +51,9 @@ def curves(facts: RunFacts) -> dict[str, View]:
             continue
         found[name] = {"measured": _curve(points), "lost": _lost(facts, read)}
         if name in _PLANNED:
-            found[name] |= _beside(name, facts.kept, read)
+            found[name] |= _compared(name, facts.kept, read)
     if "memory_gib" in found and not _on_gpus(facts):
-        found["memory_gib"] |= {"planned": None, "ratio": None, "says": _of_a_process(found)}
+        found["memory_gib"] |= {"planned": None, "ratio": None, "says": _host_memory(found)}
     if "loss" in found:
         found["loss"]["smoothed"] = _curve(_smoothed(_points(facts.kept, _READ["loss"])))
         found["loss"]["eval"] = _curve(
@@ -64,14 +66,14 @@ def _on_gpus(facts: RunFacts) -> bool:
     return bool(facts.starts[-1].facts.get("machine", {}).get("gpus"))
 
 
-def _of_a_process(found: Mapping[str, View]) -> str:
-    """Without a GPU, what is measured is more than what a plan counts."""
-    size = WRITE["memory_gib"](found["memory_gib"]["median"] or 0.0)
+def _host_memory(found: Mapping[str, View]) -> str:
+    """Without a GPU the measured memory is that of the process, and not comparable with a plan."""
+    size = _FORMATS["memory_gib"](found["memory_gib"]["median"] or 0.0)
     return f"{size} of the host for the whole process; a plan counts its tensors alone"
 
 
 def marks(facts: RunFacts) -> View:
-    """Where a start began that was not the first, and which steps updated nothing."""
+    """The steps at which restarts began, and the steps whose update was skipped."""
     firsts: dict[int, int] = {}
     for one in sorted((*facts.kept, *facts.lost), key=lambda one: one.step):
         firsts.setdefault(one.restart, one.step)
@@ -90,14 +92,17 @@ def marks(facts: RunFacts) -> View:
 
 
 def load(facts: RunFacts) -> View | None:
-    """The fullest expert over the mean, layers by steps; a column of several steps has the most."""
-    told = [(one.step, one.load) for one in facts.kept if one.load]
-    if not told:
+    """The load of the fullest expert over the mean, by layer and step.
+
+    If a column stands for several steps, it has their maximum.
+    """
+    loads = [(one.step, one.load) for one in facts.kept if one.load]
+    if not loads:
         return None
-    num_layers = len(told[-1][1])
-    told = [(step, each) for step, each in told if len(each) == num_layers]
-    size = -(-len(told) // _COLUMNS)
-    groups = [told[i : i + size] for i in range(0, len(told), size)]
+    num_layers = len(loads[-1][1])
+    loads = [(step, each) for step, each in loads if len(each) == num_layers]
+    size = -(-len(loads) // _HEAT_MAP_COLUMNS)
+    groups = [loads[i : i + size] for i in range(0, len(loads), size)]
     return {
         "layers": _layers(facts, num_layers),
         "steps": [group[0][0] for group in groups],
@@ -110,14 +115,14 @@ def load(facts: RunFacts) -> View | None:
 
 
 def _layers(facts: RunFacts, num_layers: int) -> list[int]:
-    """The numbers of the layers with experts, where the plan tells; else they are counted."""
+    """The numbers of the layers with experts, or consecutive numbers without a plan."""
     shape = None if facts.plan is None else facts.plan.shape
     known = [] if shape is None else [i for i in range(shape.layers) if shape.is_moe_layer(i)]
     return known if len(known) == num_layers else list(range(num_layers))
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
-    """At most 1,500 points: the newest, and of older ones the least and the most of each bin."""
+    """At most 1,500 points: the newest, and the minimum and maximum of each bin of older ones."""
     if len(points) <= _NEWEST + 2 * _BINS:
         return list(points)
     old, found = points[:-_NEWEST], list[Point]()
@@ -155,32 +160,28 @@ def _curve(points: Sequence[Point]) -> View:
 
 
 def _lost(facts: RunFacts, read: Callable[[StepRecord], float | None]) -> list[View]:
-    """What restarts had to repeat, a curve for each start."""
-    starts = sorted({one.restart for one in facts.lost})
-    runs = [sorted((one for one in facts.lost if one.restart == n), key=_step) for n in starts]
-    return [_curve(_points(run, read)) for run in runs]
-
-
-def _step(record: StepRecord) -> int:
-    return record.step
+    """The steps that restarts repeated, one curve for each start."""
+    lost = sorted(facts.lost, key=lambda one: (one.restart, one.step))
+    starts = itertools.groupby(lost, key=lambda one: one.restart)
+    return [_curve(_points(list(records), read)) for _, records in starts]
 
 
 def _smoothed(points: Sequence[Point]) -> list[Point]:
     """An exponential mean over about a fiftieth of the steps."""
     known = [(step, value) for step, value in points if value is not None]
-    keep = 1 - 2 / (max(2, len(known) / _SMOOTHED) + 1)
+    decay = 1 - 2 / (max(2, len(known) / _SMOOTHING_WINDOWS) + 1)
     found: list[Point] = []
     mean = known[0][1] if known else 0.0
     for step, value in known:
-        mean = keep * mean + (1 - keep) * value
+        mean = decay * mean + (1 - decay) * value
         found.append((step, mean))
     return found
 
 
-def _beside(
+def _compared(
     name: str, kept: Sequence[StepRecord], read: Callable[[StepRecord], float | None]
 ) -> View:
-    """The plan's number as a line of its own, and the newest steps held against it."""
+    """The planned number as a curve of its own, and the newest steps compared with it."""
     planned = [
         (one.step, None if one.planned is None else float(getattr(one.planned, name)))
         for one in kept
@@ -192,15 +193,15 @@ def _beside(
     if goal is None or middle is None:
         return {"planned": None, "median": middle, "goal": goal, "ratio": None, "says": None}
     ratio = middle / goal
-    write = WRITE[name]
+    write = _FORMATS[name]
     says = (
         f"{write(middle)} (median of the newest {len(known)}), planned {write(goal)}: "
         f"{ratio:.2f} times the plan"
     )
     changes = [
         point
-        for place, point in enumerate(planned)
-        if place in (0, len(planned) - 1) or point[1] != planned[place - 1][1]
+        for i, point in enumerate(planned)
+        if i in (0, len(planned) - 1) or point[1] != planned[i - 1][1]
     ]
     return {
         "planned": _curve(changes),
@@ -209,3 +210,91 @@ def _beside(
         "ratio": ratio,
         "says": says,
     }
+
+
+# The same for a terminal.
+
+
+def loss_text(view: View) -> list[str]:
+    """The loss as a curve of dots, the evaluations, and the newest norm and learning rate."""
+    curves = view["curves"]
+    if "loss" not in curves:
+        return ["loss", "no step is recorded yet"]
+    lines = ["loss", *_dots(curves["loss"]["smoothed"], "{:.3f}".format)]
+    evals = curves["loss"]["eval"]
+    shown = [f"{x}: {y:.4f}" for x, y in zip(evals["x"], evals["y"], strict=True)][-6:]
+    if shown:
+        lines += wrapped("eval " + ", ".join(shown))
+    last = {name: _newest(curves[name]["measured"]) for name in ("loss", "norm", "lr")}
+    known = [f"{name} {value:.4g}" for name, value in last.items() if value is not None]
+    return [*lines, f"newest: {', '.join(known)}"]
+
+
+def rates_text(view: View) -> list[str]:
+    """Tokens per second, step time and MFU, planned and measured."""
+    return ["rates", *_curve_lines(view, _RATES)]
+
+
+def memory_text(view: View) -> list[str]:
+    """The memory of the fullest rank, planned and measured."""
+    return ["memory", *_curve_lines(view, {"memory_gib": "the fullest rank"})]
+
+
+def load_text(view: View) -> list[str]:
+    """The heat map as digits: the load of the fullest expert over the mean."""
+    table = view["load"]
+    if table is None:
+        return ["experts", "the model has no experts, or their load is not recorded"]
+    size = -(-len(table["steps"]) // _TEXT_COLUMNS)
+    many = size * table["steps_a_column"]
+    columns = "a column a step" if many == 1 else f"a column has the most of {many} steps"
+    lines = ["experts", f"slots of the fullest expert over the mean, rounded down; {columns}"]
+    for layer, row in zip(table["layers"], table["rows"], strict=True):
+        most = [max(row[i : i + size]) for i in range(0, len(row), size)]
+        digits = "".join(str(min(9, int(each))) for each in most)
+        lines.append(f"layer {layer:>3} {digits} newest {row[-1]:.2f}")
+    return lines
+
+
+def _curve_lines(view: View, titles: dict[str, str]) -> Iterator[str]:
+    for name, title in titles.items():
+        curve = view["curves"].get(name)
+        if curve is None:
+            yield f"{title}: not measured, for the plan names no machine"
+            continue
+        # The title of this rate has its unit.
+        write = thousands if name == "tokens_per_s" else _FORMATS[name]
+        yield f"{title}: " + (curve["says"] or f"{write(curve['median'])} (median), no plan")
+        yield from _dots(curve["measured"], write)
+
+
+def _newest(curve: View) -> float | None:
+    return next((value for value in reversed(curve["y"]) if value is not None), None)
+
+
+def _dots(curve: View, write: Callable[[float], str]) -> list[str]:
+    """A curve of dots with labels at its edges; every column is the mean of equally many points."""
+    points = [(x, y) for x, y in zip(curve["x"], curve["y"], strict=True) if y is not None]
+    if not points:
+        return []
+    heights = _means([y for _, y in points])
+    low, high = min(heights), max(heights)
+    room = max(len(write(low)), len(write(high)))
+    lines: list[str] = []
+    for row in range(_TEXT_ROWS):
+        label = {0: write(high), _TEXT_ROWS - 1: write(low)}.get(row, "")
+        dots = "".join("•" if _level(y, low, high) == row else " " for y in heights)
+        lines.append(f"{label:>{room}} │{dots}".rstrip())
+    return [*lines, f"{'':>{room}} └ steps {points[0][0]} to {points[-1][0]}"]
+
+
+def _means(values: Sequence[float]) -> list[float]:
+    size = -(-len(values) // _TEXT_COLUMNS)
+    groups = [values[i : i + size] for i in range(0, len(values), size)]
+    return [sum(group) / len(group) for group in groups]
+
+
+def _level(value: float, low: float, high: float) -> int:
+    """The row of a value, from the top."""
+    share = (value - low) / (high - low) if high > low else 0.0
+    return _TEXT_ROWS - 1 - round(share * (_TEXT_ROWS - 1))

@@ -1,4 +1,4 @@
-"""What explains the difference between a plan and a step, in sentences."""
+"""One step of a run compared with its plan: both timelines, and what explains the difference."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fivefold.core.errors import FivefoldError, counted
 from fivefold.core.plan import Plan
 from fivefold.core.schedule import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Step
 from fivefold.core.schedule.clock import Timeline
-from fivefold.page import View, timeline
+from fivefold.page import Params, View, timeline
 from fivefold.records.deviation import (
     PAIR,
     Cause,
@@ -20,7 +20,7 @@ from fivefold.records.deviation import (
     own_seconds,
 )
 from fivefold.records.spans import RankSpans, Result, RunFacts, StepSpans, awaited, results, worked
-from fivefold.report import duration
+from fivefold.report import duration, wrapped
 from fivefold.report.pipeline_text import chunks_by_rank
 
 _KINDS = {
@@ -30,12 +30,12 @@ _KINDS = {
     WEIGHT_GRAD: "weight gradients",
     PAIR: "overlapped pairs",
 }
-_ALL = 1.005  # above, other parts went the other way
+_ALL = 1.005  # share of the difference above which other causes go the other way
 _AROUND = {"dp": "sums and gathers of data ranks", "update": "the update and all else"}
 
 
 def verdict(found: Comparison, column: Sequence[int]) -> str:
-    """How long the step took beside the plan, and what explains most of the difference."""
+    """How long the step took, planned and measured, and what explains most of the difference."""
     what, plan = ("step", "planned") if found.whole else ("pipeline", "with mean times")
     start = (
         f"the {what} took {duration(found.seconds)}, {plan} {duration(found.planned)} "
@@ -52,7 +52,7 @@ def verdict(found: Comparison, column: Sequence[int]) -> str:
 
 
 def sentence(cause: Cause, column: Sequence[int], by_plan: bool) -> str:
-    """One cause; `column` are the ranks of the pipeline in its order."""
+    """One cause in words; `column` has the ranks of the pipeline in order."""
     times = f"({duration(cause.measured)} against {duration(cause.planned)})"
     ratio = f"{cause.measured / cause.planned:.2f} times " if cause.planned > 0 else "more than "
     usual = f"{ratio}the {'plan' if by_plan else 'mean'} {times}"
@@ -95,13 +95,13 @@ def _known(place: int | None) -> int:
     return place
 
 
-# One step of a run over its plan: both timelines on one axis, and the largest difference named.
+# The answer.
 
 
-Columns = dict[tuple[int, ...], StepSpans]
-NONE = "none"  # as a step: leave it out
-_SEEN = 2_000  # slots that are shorter than one in so many of the makespan are not explained
-_LEAST = 0.005  # of the plan: causes below are not listed
+Columns = dict[tuple[int, ...], StepSpans]  # by the ranks of a pipeline
+NONE = "none"  # the value of `step` that leaves the step out
+_SEEN = 2_000  # idle slots shorter than the makespan over this number are not explained
+_LEAST = 0.005  # share of the plan below which a cause is not listed
 _BY_PLAN = "Planned times are those of the planner's forecast for {machine}."
 _BY_MEANS = (
     "The plan names no machine: in place of planned times stands the schedule with the measured "
@@ -109,12 +109,10 @@ _BY_MEANS = (
 )
 
 
-def view(
-    facts: RunFacts, params: Mapping[str, str], spans: Callable[[int], StepSpans | None]
-) -> View | None:
-    """The step that is asked for, or the newest; None where none shall be shown.
+def view(facts: RunFacts, params: Params, spans: Callable[[int], StepSpans | None]) -> View | None:
+    """The step of `params`, or the newest; None for `none`.
 
-    A step that cannot be compared says why, in `problem`.
+    If the step cannot be compared, `problem` says why.
     """
     if params.get("step") == NONE:
         return None
@@ -134,7 +132,7 @@ def view(
 
 
 def _mismatch(facts: RunFacts, found: StepSpans) -> str | None:
-    """Why spans cannot be held against the plan there is."""
+    """Why the events of a step cannot be compared with the plan of the folder."""
     if facts.plan is None:
         return facts.no_plan
     ran, now = facts.starts[found.restart].facts.get("layout"), str(facts.plan.layout)
@@ -146,7 +144,7 @@ def _mismatch(facts: RunFacts, found: StepSpans) -> str | None:
     return None
 
 
-def _compared(facts: RunFacts, plan: Plan, found: StepSpans, params: Mapping[str, str]) -> View:
+def _compared(facts: RunFacts, plan: Plan, found: StepSpans, params: Params) -> View:
     record = facts.record(found.number, found.restart)
     columns = _columns(plan, found.within(record))
     if not columns:
@@ -182,7 +180,7 @@ def _compared(facts: RunFacts, plan: Plan, found: StepSpans, params: Mapping[str
 
 
 def _columns(plan: Plan, found: StepSpans) -> Columns:
-    """The pipelines whose ranks have told of all that they did, with waiting taken apart."""
+    """The pipelines with complete events on all ranks; waiting is separated from work."""
     columns: Columns = {}
     for ranks in plan.layout.groups("pp"):
         if all(rank in found.ranks for rank in ranks):
@@ -192,8 +190,8 @@ def _columns(plan: Plan, found: StepSpans) -> Columns:
     return columns
 
 
-def _chosen(columns: Columns, params: Mapping[str, str]) -> tuple[int, ...]:
-    """The pipeline of the rank that is asked for, or the one that computes longest: others wait."""
+def _chosen(columns: Columns, params: Params) -> tuple[int, ...]:
+    """The pipeline of the rank in `params`, or the one that computes longest."""
     if "rank" in params:
         rank = _number(params, "rank", 0)
         for ranks in columns:
@@ -204,17 +202,17 @@ def _chosen(columns: Columns, params: Mapping[str, str]) -> tuple[int, ...]:
     return max(columns, key=lambda ranks: sum(own_seconds(columns[ranks].ranks[r]) for r in ranks))
 
 
-def _number(params: Mapping[str, str], name: str, usual: int) -> int:
-    text = params.get(name, str(usual))
+def _number(params: Params, name: str, default: int) -> int:
+    text = params.get(name, str(default))
     if not text.isascii() or not text.isdigit() or len(text) > 9:
-        raise FivefoldError(f"{name}={text[:20]!r}: give a whole number, such as {usual}")
+        raise FivefoldError(f"{name}={text[:20]!r}: give a whole number, such as {default}")
     return int(text)
 
 
 def _causes(found: Comparison, column: Sequence[int]) -> list[View]:
-    """What differs, the named one first; each with what it explains of the difference."""
+    """The causes, the one that the verdict names first, with their shares of the difference."""
     named = found.named
-    listed = [one for one in found.causes if named is None or not _holds(one, named)]
+    listed = [one for one in found.causes if named is None or not _contains(one, named)]
     large = [one for one in listed if abs(one.gain) >= _LEAST * found.planned]
     rows = [*([] if named is None else [named]), *map(narrowed, large)]
     return [
@@ -228,12 +226,12 @@ def _causes(found: Comparison, column: Sequence[int]) -> list[View]:
     ]
 
 
-def _holds(one: Cause, other: Cause) -> bool:
-    return one is other or any(_holds(part, other) for part in one.parts)
+def _contains(one: Cause, other: Cause) -> bool:
+    return one is other or any(_contains(part, other) for part in one.parts)
 
 
 def _ranks(found: Comparison, column: Sequence[int]) -> list[View]:
-    """How long each rank works and idles in the pipeline, planned and measured."""
+    """How long each rank is busy and idle in the pipeline, planned and measured."""
 
     def busy(one: Timeline, place: int) -> float:
         return sum(one.ends[place]) - sum(one.starts[place])
@@ -253,12 +251,12 @@ def _ranks(found: Comparison, column: Sequence[int]) -> list[View]:
 
 
 def _calls(ranks: Sequence[RankSpans]) -> list[View]:
-    """The collectives of these ranks by axis; spans that overlap count each for itself."""
+    """The collectives of these ranks by axis; the times of overlapping ones are added."""
     found: dict[str, list[float]] = {}
     for call in (call for one in ranks for call in one.calls):
         sums = found.setdefault(call.axis, [0, 0, 0.0])
-        for place, more in enumerate((1, call.bytes, call.end - call.begin)):
-            sums[place] += more
+        for i, more in enumerate((1, call.bytes, call.end - call.begin)):
+            sums[i] += more
     return [
         {"axis": axis, "calls": calls, "bytes": size, "seconds": seconds}
         for axis, (calls, size, seconds) in sorted(found.items())
@@ -266,7 +264,7 @@ def _calls(ranks: Sequence[RankSpans]) -> list[View]:
 
 
 def _picture(found: Comparison, column: Sequence[int]) -> View:
-    """Planned and measured of every rank, one under the other."""
+    """The timeline of every rank, planned and measured, one above the other."""
     schedule, played, ran = found.ran.schedule, found.played, found.ran
     longest = max(played.makespan, ran.makespan)
     chunks = chunks_by_rank(schedule.placement)
@@ -298,14 +296,68 @@ def _picture(found: Comparison, column: Sequence[int]) -> View:
 def _waits(
     ran: Timeline, place: int, names: Mapping[Result, str], least: float
 ) -> Iterator[tuple[Step, str]]:
-    """What each measured slot was waited for: the actions that send, by `names`, or nothing."""
+    """The steps after measured idle slots, each with the actions whose results it waited for."""
     free, schedule = 0.0, ran.schedule
-    for at, step in enumerate(schedule.order[place]):
-        if ran.starts[place][at] - free > least:
-            senders = [names[giver] for _, giver in awaited(schedule, step)]
+    for i, step in enumerate(schedule.order[place]):
+        if ran.starts[place][i] - free > least:
+            senders = [names[result] for _, result in awaited(schedule, step)]
             yield step, " and ".join(senders) or "nothing"
-        free = ran.ends[place][at]
+        free = ran.ends[place][i]
 
 
 def _capital(text: str) -> str:
     return text[:1].upper() + text[1:]
+
+
+# The same for a terminal.
+
+
+def text(view: View) -> list[str]:
+    """The step of a run's answer for a terminal."""
+    found = view["step"]
+    if found is None or found["step"] is None or found["problem"] is not None:
+        reason = "not asked for" if found is None else found["problem"]
+        return ["one step", *wrapped(reason)]
+    lines = [f"step {found['step']}, pipeline of rank {found['rank']}"]
+    lines += wrapped(found["says"])
+    lines += wrapped(found["basis"])
+    lines += _timeline_lines(found["picture"])
+    return [*lines, *_cause_lines(found), *_busy_lines(found), *_collective_lines(found)]
+
+
+def _timeline_lines(picture: View) -> list[str]:
+    """The timelines; `timeline.text` numbers the rows, which get the names of their ranks here."""
+    lines = timeline.text(picture)
+    for number, row in enumerate(picture["rows"]):
+        _, rank, what = row["name"].split()
+        start = f"rank {number} "
+        label = f"{rank} {what[0].upper()}".ljust(len(start) - 1) + " "
+        lines = [
+            label + line[len(start) :]
+            if line.startswith(start) and "waits at" not in line
+            else line
+            for line in lines
+        ]
+    return [*lines, "rows: rank, P as planned, M as measured"]
+
+
+def _cause_lines(found: View) -> Iterator[str]:
+    yield "were it as planned, the step would be shorter by"
+    for cause in found["causes"]:
+        yield from wrapped(cause["says"], f"{duration(cause['gain_s']):>10}  ")
+
+
+def _busy_lines(found: View) -> Iterator[str]:
+    yield f"{'':12}{'busy: plan':>12}{'measured':>12}{'idle: plan':>12}{'measured':>12}"
+    for one in found["ranks"]:
+        names = ("busy_planned", "busy", "idle_planned", "idle")
+        times = "".join(f"{duration(one[name]):>12}" for name in names)
+        yield f"{'rank ' + str(one['rank']):<12}{times}"
+
+
+def _collective_lines(found: View) -> Iterator[str]:
+    yield f"{'collectives':<12}{'calls':>12}{'bytes':>16}{'under way':>12}"
+    for one in found["calls"]:
+        yield (
+            f"{one['axis']:<12}{one['calls']:>12,}{one['bytes']:>16,}{duration(one['seconds']):>12}"
+        )

@@ -1,7 +1,7 @@
-"""The page's server: loopback only, no page of another site may ask it, long work is aside.
+"""The server of the page: it listens on loopback only, and refuses pages of other sites.
 
-A question that takes seconds is worked on by a process of its own, which ends with whoever asked:
-sliders stay quick meanwhile, and nobody waits for what is outdated.
+A search takes seconds. It runs in a process of its own, so that sliders stay quick, and the process
+ends when the browser drops the question.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from fivefold.core.errors import FivefoldError
-from fivefold.page import document
-from fivefold.page.questions import SLOW, Answer, RunQuestion, answer, refusal
+from fivefold.page import View, document, explore
+from fivefold.page.document import RunSource, answer, refusal
 
 HOST = "127.0.0.1"
 _LARGEST = 2_000_000  # bytes of a question; a pasted config may have one million
 _POLL_S = 0.1
 _NICE = 15
-_GRACE_S = 1  # for answers under way when the server is told to end
+_GRACE_S = 1  # for open answers when the server ends
 
 
-def application(start: document.PageStart, run: RunQuestion | None) -> Starlette:
+def application(start: document.PageStart, run: RunSource | None) -> Starlette:
     """The page and its answers."""
-    working = asyncio.Lock()  # one long question at a time leaves processors to the quick ones
+    searching = asyncio.Lock()  # one search at a time leaves processors to the quick questions
 
     async def page(request: Request) -> Response:
-        text, policy = document.live(start)
+        text, policy = document.live_page(start)
         return Response(text, media_type="text/html", headers=_headers(policy))
 
     async def library(request: Request) -> Response:
@@ -58,10 +58,9 @@ def application(start: document.PageStart, run: RunQuestion | None) -> Starlette
         name = request.path_params["name"]
         try:
             params = await _params(request)
-            if name in SLOW:
-                return StreamingResponse(
-                    _worked(name, params, working), media_type="application/x-ndjson"
-                )
+            if name in explore.searches():
+                lines = _search_lines(name, params, searching)
+                return StreamingResponse(lines, media_type="application/x-ndjson")
             found = await run_in_threadpool(answer, name, params, run)
         except FivefoldError as error:
             return JSONResponse(refusal(error), 422)
@@ -78,16 +77,16 @@ def application(start: document.PageStart, run: RunQuestion | None) -> Starlette
 
 
 def serve(
-    start: document.PageStart, run: RunQuestion | None, port: int, on_ready: Callable[[str], None]
+    start: document.PageStart, run: RunSource | None, port: int, on_ready: Callable[[str], None]
 ) -> None:
-    """Serve until a signal ends it; `on_ready` is told the address."""
+    """Serve until a signal ends it; `on_ready` gets the address."""
     document.plotly()
-    # With the protocol said, asyncio sends at once; without, answers wait for each other's receipt.
+    # asyncio sets TCP_NODELAY only if the protocol is named; else answers wait for an ACK.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((HOST, port))
-        listener.listen()  # whoever is told the address may come at once
+        listener.listen()  # before on_ready: a browser may connect at once
     except OSError as error:
         listener.close()
         raise FivefoldError(f"port {port}: {error.strerror}; give another --port, or 0") from error
@@ -96,16 +95,16 @@ def serve(
         app, log_level="warning", lifespan="off", timeout_graceful_shutdown=_GRACE_S
     )
     server = uvicorn.Server(config)
-    # Once it has shut down, uvicorn raises the signal again that ended it; this end is a good one.
-    signal.signal(signal.SIGTERM, _leave)
+    # After its shutdown uvicorn raises the signal again; the exit code must be 0.
+    signal.signal(signal.SIGTERM, _exit)
     gc.collect()
-    gc.freeze()  # what is loaded stays; looking through it again and again would hold up answers
+    gc.freeze()  # loaded modules stay; scanning them again and again would delay answers
     on_ready(f"http://{HOST}:{listener.getsockname()[1]}/")
     with contextlib.suppress(KeyboardInterrupt):
         server.run(sockets=[listener])
 
 
-def _leave(number: int, frame: FrameType | None) -> None:
+def _exit(number: int, frame: FrameType | None) -> None:
     sys.exit(0)
 
 
@@ -123,10 +122,10 @@ def _headers(policy: str) -> dict[str, str]:
 
 
 async def _params(request: Request) -> dict[str, str]:
-    """The parameters of a question; texts by name, and not too many bytes of them."""
+    """The parameters of a question: a JSON object of texts, of limited size."""
     body = bytearray()
-    async for part in request.stream():
-        body += part
+    async for block in request.stream():
+        body += block
         if len(body) > _LARGEST:
             raise FivefoldError(
                 f"a question of more than {_LARGEST:,} bytes: a config.json has a few thousand"
@@ -145,15 +144,17 @@ async def _params(request: Request) -> dict[str, str]:
     return texts
 
 
-async def _worked(name: str, params: dict[str, str], working: asyncio.Lock) -> AsyncIterator[str]:
-    """Lines of progress, then the answer; who leaves early ends the work."""
-    async with working, contextlib.aclosing(_lines(name, params)) as lines:
+async def _search_lines(
+    name: str, params: dict[str, str], searching: asyncio.Lock
+) -> AsyncIterator[str]:
+    """Lines of progress, then the answer; a closed connection ends the search."""
+    async with searching, contextlib.aclosing(_worker_lines(name, params)) as lines:
         async for line in lines:
             yield line
 
 
-async def _lines(name: str, params: dict[str, str]) -> AsyncGenerator[str]:
-    """What a worker says."""
+async def _worker_lines(name: str, params: dict[str, str]) -> AsyncGenerator[str]:
+    """Start a worker, and pass on its messages as lines of JSON."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     worker = context.Process(target=_work, args=(theirs, name, params), daemon=True)
@@ -163,9 +164,9 @@ async def _lines(name: str, params: dict[str, str]) -> AsyncGenerator[str]:
         while True:
             if not await asyncio.to_thread(ours.poll, _POLL_S):
                 continue
-            said: Answer = ours.recv()
-            yield json.dumps(said) + "\n"
-            if "progress" not in said:
+            message: View = ours.recv()
+            yield json.dumps(message) + "\n"
+            if "progress" not in message:
                 return
     except EOFError:
         yield json.dumps({"error": "the worker died; see the server's output"}) + "\n"
@@ -176,14 +177,11 @@ async def _lines(name: str, params: dict[str, str]) -> AsyncGenerator[str]:
 
 
 def _work(pipe: Connection, name: str, params: dict[str, str]) -> None:
-    """In the worker: answer one question, and leave the processors to whoever moves a slider.
-
-    A pipe that nobody reads ends it.
-    """
+    """In the worker: answer one search at low priority; a closed pipe ends it."""
     os.nice(_NICE)
     with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):
         try:
-            found = SLOW[name](params, lambda share: pipe.send({"progress": share}))
+            found = explore.searches()[name](params, lambda share: pipe.send({"progress": share}))
         except FivefoldError as error:
             found = refusal(error)
         pipe.send(found)

@@ -1,20 +1,20 @@
-"""The pipeline timeline of the page: when every rank does what, and why it idles.
+"""A pipeline timeline: when each rank runs which action, and what its idle slots wait for.
 
-`view(timeline, seconds=…)` is what the browser draws (`static/timeline.js`) and what `text` prints.
-`picture(rows, …)` makes the same value from any steps with their times, such as measured ones.
+`view` makes the value that `static/timeline.js` draws and `text` prints from a simulated schedule;
+`picture` makes it from any steps with their times, such as measured ones.
 
-    {"headline": one sentence, "unit": "s" or "" (times without a unit), "makespan": a float in it,
-     "bubble": share of the makespan or None, "ticks": whole numbers that the makespan is cut into,
+    {"headline": one sentence, "unit": "s" or "" (times without a unit), "makespan": in this unit,
+     "bubble": share of the makespan or None, "ticks": into which the makespan is divided,
      "marks": {letter: {"name", "colours": one for each chunk}}, "later": what lighter shades mean,
-     "merged": a sentence where steps were merged, or None,
+     "merged": a sentence if steps were merged, or None,
      "rows": [{"name", "kinds": a letter for each step, "stages": a number for each step (or one for
                all), "microbatches", "chunks": {stage: chunk}, "gaps": idle ticks before each step,
-               "lengths": its own ticks, "pairs": {place: [stage, microbatch] of the backward},
-               "waits": {place: the action that ends the gap before it},
-               "merged": {place: {"kind" (of the first), "count", "first", "last" (microbatches),
-                                  "shares": {letter: share of the time}}}}, …]}
+               "lengths": its own ticks, "pairs": {index: [stage, microbatch] of the backward},
+               "waits": {index: the action that ends the gap before this step},
+               "merged": {index: {"kind" (of the first), "count", "first", "last" (microbatches),
+                                  "shares": {letter: share of the time}}}}, ...]}
 
-Times are whole ticks, as differences: short in JSON, and they add up without rounding.
+Times are differences in whole ticks: they are short in JSON, and they add up without rounding.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from fivefold.report.pipeline_text import KINDS, OVERLAPPED, Cell, MarkKind, chu
 
 MANY = MarkKind("M", "many steps", "#999999")
 _TICKS = 100_000
-_MOST_CELLS = 6_000  # some 70 kB
-_MOST_MERGED = 2_400
-_COLUMNS = 2_000  # as many pixels as a wide screen has: what is narrower is not seen
-_LONGEST = 3
+_MOST_STEPS = 6_000  # about 70 kB; with more, short steps are merged
+_MOST_MERGED = 2_400  # columns of all rows together, if steps are merged
+_COLUMNS = 2_000  # pixels of a wide screen: narrower steps are not visible
+_LONGEST = 3  # waits in a terminal
 _BY_LETTER = {kind.letter: kind for kind in (*KINDS.values(), OVERLAPPED, MANY)}
 
 
 class TimelineRow(NamedTuple):
-    """One line of the picture: steps in their order, which chunk of the rank each stage is, and
-    for steps that waited the action that they waited for."""
+    """One row: steps in order with their times, the chunk of each stage, and for steps that waited
+    the action that they waited for."""
 
     name: str
     steps: Sequence[Step]
@@ -51,7 +51,7 @@ class TimelineRow(NamedTuple):
 
 
 def view(timeline: Timeline, *, seconds: float | None = None) -> View:
-    """The played schedule; `seconds` is what one unit of its times lasts, if they have a unit."""
+    """A simulated schedule; `seconds` is the length of its unit of time, if that is known."""
     schedule = timeline.schedule
     waits: list[dict[Step, str]] = [{} for _ in schedule.order]
     for wait in timeline.waits(timeline.makespan / _COLUMNS):
@@ -81,14 +81,14 @@ def picture(
     bubble: float | None = None,
     mirrored: bool = False,
 ) -> View:
-    """Any steps with their times, all within `makespan`; what `seconds` is, `view` says."""
+    """Any steps with their times, which end by `makespan`; `seconds` as in `view`."""
     ticks = _num_ticks(rows, makespan)
-    most = max(1, min(_COLUMNS, _MOST_MERGED // len(rows)))
-    merges = sum(len(row.steps) for row in rows) > _MOST_CELLS
-    column = makespan / most if merges else None
+    num_columns = max(1, min(_COLUMNS, _MOST_MERGED // len(rows)))
+    merges = sum(len(row.steps) for row in rows) > _MOST_STEPS
+    column = makespan / num_columns if merges else None
     drawn = [_row(row, ticks / makespan, column) for row in rows]
     num_chunks = 1 + max((chunk for row in rows for chunk in row.chunks.values()), default=0)
-    second = "the other direction" if mirrored else "later chunks"
+    later = "the other direction" if mirrored else "later chunks"
     return {
         "headline": headline,
         "unit": "" if seconds is None else "s",
@@ -96,14 +96,14 @@ def picture(
         "bubble": bubble,
         "ticks": ticks,
         "marks": _marks(drawn, num_chunks),
-        "later": second if num_chunks > 1 else None,
-        "merged": _merging(drawn, most) if merges else None,
+        "later": later if num_chunks > 1 else None,
+        "merged": _merged_words(drawn, num_columns) if merges else None,
         "rows": drawn,
     }
 
 
 def _num_ticks(rows: Sequence[TimelineRow], makespan: float) -> int:
-    """So many that times which are multiples of the shortest step stay exact."""
+    """A number of ticks with which multiples of the shortest step are exact."""
     pairs = (pair for row in rows for pair in zip(row.starts, row.ends, strict=True))
     shortest = min((end - start for start, end in pairs if end > start), default=makespan)
     num_units = round(makespan / shortest)
@@ -111,31 +111,31 @@ def _num_ticks(rows: Sequence[TimelineRow], makespan: float) -> int:
 
 
 def _marks(rows: list[View], num_chunks: int) -> dict[str, View]:
-    """How each kind that occurs is called, and its colour for each chunk."""
-    found = {letter for row in rows for letter in row["kinds"]}
-    found |= {letter for row in rows for one in row["merged"].values() for letter in one["shares"]}
+    """The kinds that occur, each with its name and its colour for each chunk."""
+    used = {letter for row in rows for letter in row["kinds"]}
+    used |= {letter for row in rows for one in row["merged"].values() for letter in one["shares"]}
     return {
         letter: {
             "name": kind.name,
             "colours": [shade(kind.colour, chunk) for chunk in range(num_chunks)],
         }
         for letter, kind in _BY_LETTER.items()
-        if letter in found and kind != MANY
+        if letter in used and kind != MANY
     }
 
 
-def _merging(rows: list[View], most: int) -> str:
-    steps = sum(len(row["kinds"]) for row in rows)
-    whole = steps + sum(one["count"] - 1 for row in rows for one in row["merged"].values())
+def _merged_words(rows: list[View], num_columns: int) -> str:
+    drawn = sum(len(row["kinds"]) for row in rows)
+    steps = drawn + sum(one["count"] - 1 for row in rows for one in row["merged"].values())
     return (
-        f"{whole:,} steps are too many to tell apart: neighbours narrower than 1/{most:,} of the "
-        f"makespan are drawn as one, {steps:,} in all, with a band for each kind as high as its "
-        "share of the time."
+        f"{steps:,} steps are too many to tell apart: neighbours narrower than 1/{num_columns:,} "
+        f"of the makespan are drawn as one, {drawn:,} in all, with a band for each kind as high as "
+        "its share of the time."
     )
 
 
 def _row(row: TimelineRow, scale: float, column: float | None) -> View:
-    """One row as short lists; with a `column`, steps that are narrower are merged."""
+    """One row as short lists; steps narrower than `column` are merged."""
     spans = [range(i, i + 1) for i in range(len(row.steps))]
     if column is not None:
         spans = _spans(row, column)
@@ -156,16 +156,12 @@ def _row(row: TimelineRow, scale: float, column: float | None) -> View:
         "gaps": [start - end for start, end in zip(starts, [0, *ends[:-1]], strict=True)],
         "lengths": [end - start for start, end in zip(starts, ends, strict=True)],
         "pairs": {
-            str(place): [step.backward.stage, step.backward.microbatch]
-            for place, step in enumerate(heads)
+            str(i): [step.backward.stage, step.backward.microbatch]
+            for i, step in enumerate(heads)
             if isinstance(step, Overlap)
         },
-        "waits": {
-            str(place): row.waits[step] for place, step in enumerate(heads) if step in row.waits
-        },
-        "merged": {
-            str(place): _share_of(row, span) for place, span in enumerate(spans) if len(span) > 1
-        },
+        "waits": {str(i): row.waits[step] for i, step in enumerate(heads) if step in row.waits},
+        "merged": {str(i): _merged(row, span) for i, span in enumerate(spans) if len(span) > 1},
     }
 
 
@@ -178,7 +174,7 @@ def _rounded(times: list[float], scale: float) -> list[int]:
 
 
 def _spans(row: TimelineRow, column: float) -> list[range]:
-    """Places of steps that are drawn as one: neighbours that fill a column, and columns alike."""
+    """Steps that are drawn as one: neighbours within a column, and columns with the same kinds."""
     found: list[tuple[range, frozenset[str]]] = []
     first = 0
     for stop in range(1, len(row.steps) + 1):
@@ -195,28 +191,28 @@ def _spans(row: TimelineRow, column: float) -> list[range]:
     return [span for span, _ in found]
 
 
-def _share_of(row: TimelineRow, span: range) -> View:
-    """What is inside merged steps: how many, of which microbatches, and how the time is spent."""
-    whole = row.ends[span.stop - 1] - row.starts[span.start]
+def _merged(row: TimelineRow, span: range) -> View:
+    """What merged steps contain: how many, which microbatches, and how the time is spent."""
+    total = row.ends[span.stop - 1] - row.starts[span.start]
     spent: dict[str, float] = {}
-    for place in span:
-        letter = _letter(row.steps[place])
-        spent[letter] = spent.get(letter, 0.0) + row.ends[place] - row.starts[place]
-    numbers = [action.microbatch for place in span for action in actions_of(row.steps[place])]
+    for i in span:
+        letter = _letter(row.steps[i])
+        spent[letter] = spent.get(letter, 0.0) + row.ends[i] - row.starts[i]
+    microbatches = [action.microbatch for i in span for action in actions_of(row.steps[i])]
     return {
         "kind": _letter(row.steps[span.start]),
         "count": len(span),
-        "first": min(numbers),
-        "last": max(numbers),
+        "first": min(microbatches),
+        "last": max(microbatches),
         "shares": {
-            letter: round(spent[letter] / whole, 4) for letter in _BY_LETTER if letter in spent
+            letter: round(spent[letter] / total, 4) for letter in _BY_LETTER if letter in spent
         },
     }
 
 
 def text(view: View) -> list[str]:
-    """The same picture for a terminal, and the longest idle slots with their reasons."""
-    # Rich takes long to load, and only who prints needs it.
+    """The same for a terminal, and the longest idle slots with their reasons."""
+    # Rich takes long to load, and only this function needs it.
     from fivefold.report.pipeline_text import render_cells
 
     rows = _cells(view)
@@ -231,39 +227,39 @@ def _cells(view: View) -> list[list[Cell]]:
     """The steps of a view, with their times in its unit."""
     unit = view["makespan"] / view["ticks"]
     return [
-        [_cell(row, place, start * unit, end * unit) for place, start, end in _times(row)]
+        [_cell(row, i, start * unit, end * unit) for i, start, end in _times(row)]
         for row in view["rows"]
     ]
 
 
 def _times(row: View) -> Iterator[tuple[int, int, int]]:
-    """The place of every step, and its first and last tick."""
+    """The index of every step, and its first and last tick."""
     now = 0
-    for place, (gap, length) in enumerate(zip(row["gaps"], row["lengths"], strict=True)):
-        yield place, now + gap, now + gap + length
+    for i, (gap, length) in enumerate(zip(row["gaps"], row["lengths"], strict=True)):
+        yield i, now + gap, now + gap + length
         now += gap + length
 
 
-def _cell(row: View, place: int, start: float, end: float) -> Cell:
-    """One step, or several that were merged, which go by the first of them."""
-    many, letter = row["merged"].get(str(place)), row["kinds"][place]
-    stage = row["stages"][place if len(row["stages"]) > 1 else 0]
-    chunk, number = row["chunks"][str(stage)], row["microbatches"][place]
+def _cell(row: View, i: int, start: float, end: float) -> Cell:
+    """One step; merged steps are named after the first of them."""
+    many, letter = row["merged"].get(str(i)), row["kinds"][i]
+    stage = row["stages"][i if len(row["stages"]) > 1 else 0]
+    chunk, number = row["chunks"][str(stage)], row["microbatches"][i]
     step, label = Action(stage, many["kind"] if many else letter, number), str(number)
-    if str(place) in row["pairs"]:
-        behind = row["pairs"][str(place)]
-        step = Overlap(step._replace(kind=FORWARD), Action(behind[0], BACKWARD, behind[1]))
-        label = f"{number}/{behind[1]}"
+    if str(i) in row["pairs"]:
+        backward = Action(row["pairs"][str(i)][0], BACKWARD, row["pairs"][str(i)][1])
+        step = Overlap(step._replace(kind=FORWARD), backward)
+        label = f"{number}/{backward.microbatch}"
     return Cell(step, _BY_LETTER[letter], chunk, "" if many else label, start, end)
 
 
 def _longest_waits(view: View) -> Iterator[str]:
     unit = view["makespan"] / view["ticks"]
     slots = [
-        (row["gaps"][place], row["name"], cell.step, row["waits"][str(place)], cell.start)
+        (row["gaps"][i], row["name"], cell.step, row["waits"][str(i)], cell.start)
         for row, cells in zip(view["rows"], _cells(view), strict=True)
-        for place, cell in enumerate(cells)
-        if str(place) in row["waits"]
+        for i, cell in enumerate(cells)
+        if str(i) in row["waits"]
     ]
     write = duration if view["unit"] else "{:.4g}".format
     slots.sort(key=lambda slot: -slot[0])

@@ -17,8 +17,8 @@ from fivefold.core import models
 from fivefold.core.errors import FivefoldError, UnknownName
 from fivefold.core.plan import Wishes, read
 from fivefold.page import document
+from fivefold.page.document import RunSource
 from fivefold.page.explore_state import State, state_of
-from fivefold.page.questions import RunQuestion
 from fivefold.planner import PRECISIONS
 from fivefold.records import run_folder, run_reader
 from fivefold.records.spans import RunFacts, StepSpans
@@ -105,7 +105,7 @@ def _run(
         _serve(start, run, port)
 
 
-def _job(wishes: Wishes, precision: str | None, run: RunQuestion | None) -> dict[str, str]:
+def _job(wishes: Wishes, precision: str | None, run: RunSource | None) -> dict[str, str]:
     """What Explore begins with; where a run's plan is none for the page, its usual job."""
     try:
         return state_of(wishes, precision).params()
@@ -116,7 +116,7 @@ def _job(wishes: Wishes, precision: str | None, run: RunQuestion | None) -> dict
 
 
 def _place(
-    at: str | None, job: dict[str, str], run: RunQuestion | None
+    at: str | None, job: dict[str, str], run: RunSource | None
 ) -> tuple[str, dict[str, str]]:
     """The tab and its parameters to begin with."""
     if at is None:
@@ -137,15 +137,15 @@ def _silent(share: float) -> None:
     """Nobody looks."""
 
 
-def _write(file: Path, start: document.PageStart, run: RunQuestion | None) -> None:
+def _write(file: Path, start: document.PageStart, run: RunSource | None) -> None:
     """A file with the page, and with every answer that its controls ask for next."""
     from fivefold.page import document
 
     document.plotly()
     with progress_bar("ask") as on_progress:
-        answers = document.embedded(start.job, run, on_progress or _silent)
+        answers = document.offline_answers(start.job, run, on_progress or _silent)
     words = shlex.join(["fivefold", "observe", *_without_file(sys.argv[2:])])
-    write_text(file, document.whole(start, answers, words))
+    write_text(file, document.offline_page(start, answers, words))
     typer.echo(f"{file}: {len(answers):,} answers, {file.stat().st_size / 2**20:.1f} MiB")
 
 
@@ -158,7 +158,7 @@ def _without_file(words: list[str]) -> list[str]:
     return kept
 
 
-def _serve(start: document.PageStart, run: RunQuestion | None, port: int) -> None:
+def _serve(start: document.PageStart, run: RunSource | None, port: int) -> None:
     try:
         from fivefold.page import server
     except ImportError as error:

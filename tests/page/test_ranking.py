@@ -52,7 +52,7 @@ def test_a_layout_is_chosen_by_keyboard_and_marked(page: Page, site: str) -> Non
     assert page.locator(f"{ROWS}[data-here]").count() == 1
     reached = State.parse(in_address(page))
     assert button.inner_text().startswith(f"dp={reached.dp}")
-    assert reached.outlook().step < STATE.outlook().step
+    assert reached.estimate().step < STATE.estimate().step
     # The job is the same: nothing was searched again.
     assert (asked(page, "/ask/ranking"), asked(page, "/ask/curves")) == (1, 1)
 
@@ -69,7 +69,7 @@ def test_a_point_can_be_clicked(page: Page, site: str) -> None:
     page.mouse.down()
     page.mouse.up()
     page.wait_for_function("hash => location.hash !== hash", arg=before, timeout=_WAIT_MS)
-    assert State.parse(in_address(page)).outlook().total < STATE.outlook().total
+    assert State.parse(in_address(page)).estimate().total < STATE.estimate().total
 
 
 def test_another_job_is_searched_anew_and_one_that_fits_nowhere_says_so(
@@ -115,13 +115,13 @@ def test_curves_of_the_layout_itself(page: Page, site: str) -> None:
         """async ([part, state]) => {
           const { create } = await import("fivefold/curves.js");
           const body = document.body.appendChild(document.createElement("div"));
-          create(body).update({ curves: part, state });
+          create(body).update(part, { state });
           return body.querySelector(".curve-chart").data.map(({ y }) => y);
         }""",
         [explore_search.current(STATE), STATE.params()],
     )
     assert len(found) == 4
-    assert found[-1][0] * 2**30 == STATE.outlook().total
+    assert found[-1][0] * 2**30 == STATE.estimate().total
 
 
 def test_nothing_is_wider_than_a_telephone(page: Page, site: str) -> None:

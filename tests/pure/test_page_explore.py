@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from fivefold.core import models, plan, rules
 from fivefold.core.errors import FivefoldError, IllegalLayout
 from fivefold.core.layout import Layout
-from fivefold.cost.collectives import TrafficEntry, listed
+from fivefold.cost.collectives import TrafficEntry, traffic_json
 from fivefold.cost.grid import RECOMPUTE
 from fivefold.page import document, explore
 from fivefold.page.explore_state import CONTEXTS, SCHEDULES, State
-from fivefold.planner.estimate import held_by, held_by_places
+from fivefold.planner.estimate import memory_by_pipeline_rank, rank_memory
 
 SMALL = {"model": "llama-7b", "gpus": "16", "tp": "2", "pp": "2", "batch": "64"}
 SMALL |= {"schedule": "1f1b", "zero": "1"}
@@ -208,7 +208,7 @@ def test_options_say_what_they_change_and_why_not() -> None:
 
 
 def test_the_text_of_the_sliders_has_every_reason() -> None:
-    lines = explore.TEXTS["sliders"](explore.view({}))
+    lines = explore.sliders_text(explore.view({})["sliders"])
     assert any(line.startswith("dp  data") and "[128]" in line for line in lines)
     assert any("tp=256 to 1024: tp=256 does not divide heads 128" in line for line in lines)
 
@@ -218,7 +218,7 @@ def test_the_text_of_the_sliders_has_every_reason() -> None:
 
 @pytest.mark.parametrize("params", [SMALL, MIXED], ids=["8b", "mixtral"])
 def test_numbers_are_the_planners(params: dict[str, str]) -> None:
-    view, found = explore.view(params), State.parse(params).outlook()
+    view, found = explore.view(params), State.parse(params).estimate()
     one = view["numbers"]
     assert one["step"] == found.step
     assert one["mfu"] == found.mfu
@@ -234,8 +234,8 @@ def test_numbers_are_the_planners(params: dict[str, str]) -> None:
 def test_memory_of_every_place_is_that_of_its_ranks() -> None:
     state = State.parse(MIXED)
     job, setting = state.plan(), state.setting()
-    for place, held in enumerate(held_by_places(job, setting)):
-        assert held == held_by(job, setting, job.layout.rank(pp=place))
+    for place, held in enumerate(memory_by_pipeline_rank(job, setting)):
+        assert held == rank_memory(job, setting, job.layout.rank(pp=place))
     view = explore.view(MIXED)["memory"]
     for place, one in enumerate(view["places"]):
         parts = [sizes[place] for sizes in view["parts"].values()]
@@ -251,7 +251,7 @@ def test_the_fullest_rank_is_the_fullest_place() -> None:
 
 def test_traffic_is_what_the_runtime_records() -> None:
     view = explore.pictures(MIXED)["traffic"]
-    wanted = listed(State.parse(MIXED).plan())
+    wanted = traffic_json(State.parse(MIXED).plan())
     assert wanted is not None
     assert sum(row["calls"] for row in view["rows"]) == sum(one["count"] for one in wanted)
     assert sum(row["bytes"] for row in view["rows"]) == sum(
@@ -283,7 +283,7 @@ def test_an_asynchronous_schedule_says_why_it_has_no_traffic() -> None:
     view = explore.view(params) | explore.pictures(params)
     assert view["traffic"]["rows"] == []
     assert "asynchronous" in view["traffic"]["refused"]
-    assert "asynchronous" in " ".join(explore.TEXTS["traffic"](view))
+    assert "asynchronous" in " ".join(explore.PANELS["traffic"].text(view["traffic"]))
     assert any("ASYNCHRONOUS" in note for note in view["numbers"]["notes"])
 
 

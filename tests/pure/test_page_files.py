@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.page import document
-from fivefold.page.questions import LESSONS, key
+from fivefold.page import View, document, explore, run_view
+from fivefold.page.document import answer_key
+from fivefold.page.explore_state import State
 
 SCRIPTS = sorted(document.STATIC.glob("*.js"))
 FORBIDDEN = ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function(")
@@ -35,15 +36,47 @@ def test_a_script_imports_what_is_there(path: Path) -> None:
             )
 
 
-def test_every_lesson_has_a_drawing() -> None:
-    drawn = {path.stem.removeprefix("learn_") for path in SCRIPTS}
-    assert set(LESSONS) <= drawn
+def exported(script: str) -> set[str]:
+    """The functions that a module of the page exports."""
+    text = (document.STATIC / f"{script}.js").read_text("utf-8")
+    return set(re.findall(r"export (?:async )?function (\w+)", text))
+
+
+def test_every_panel_has_a_drawing() -> None:
+    for name in document.LESSONS:
+        assert "create" in exported(f"learn_{name}")
+    for frame in explore.frames():
+        assert "create" in exported(frame["drawing"])
+    for frame in run_view.frames():
+        assert frame["name"] in exported(frame["drawing"])
+
+
+def test_one_line_registers_a_panel_of_explore(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table alone makes a panel part of the answer, of the text and of the page."""
+
+    def view(state: State) -> View:
+        return {"gpus": state.gpus}
+
+    def text(found: View) -> list[str]:
+        return [f"{found['gpus']} GPUs"]
+
+    panel = explore.ExplorePanel("Dummy", "A hint.", text, view)
+    monkeypatch.setitem(explore.PANELS, "dummy", panel)
+    found = document.answers("explore", {}, "dummy", None, lambda share: None)
+    assert found["explore"]["dummy"] == {"gpus": 16_384}
+    assert list(document.lines(found, "dummy")) == ["16384 GPUs", ""]
+    page, _ = document.live_page(document.PageStart("explore", {}, ""))
+    site = re.search(r'id="site">(.*?)</script>', page, re.S)
+    assert site is not None
+    assert json.loads(site[1])["panels"]["explore"][-1]["drawing"] == "dummy"
 
 
 def test_a_whole_page_carries_everything_and_cannot_be_broken_out_of() -> None:
     hostile = "</script><script>alert(1)</script><!--"
-    text = document.whole(
-        document.PageStart("learn", {}, ""), {key("explore", {"model": hostile}): {}}, hostile
+    text = document.offline_page(
+        document.PageStart("learn", {}, ""),
+        {answer_key("explore", {"model": hostile}): {}},
+        hostile,
     )
     assert "alert(1)</script>" not in text
     assert not re.findall(r'<(?:script|link|img)[^>]* (?:src|href)="(?!data:)', text)
@@ -54,4 +87,4 @@ def test_a_whole_page_carries_everything_and_cannot_be_broken_out_of() -> None:
 
 def test_keys_are_those_of_the_browser() -> None:
     """JSON.stringify writes neither spaces nor escapes of letters beyond ASCII."""
-    assert key("explore", {"tp": "8", "model": "é"}) == 'explore[["model","é"],["tp","8"]]'
+    assert answer_key("explore", {"tp": "8", "model": "é"}) == 'explore[["model","é"],["tp","8"]]'

@@ -16,7 +16,7 @@ from fivefold.core import machine
 from fivefold.core.errors import FivefoldError
 from fivefold.core.layout import Layout
 from fivefold.core.plan import Wishes, resolve
-from fivefold.page import document, explore_search, questions
+from fivefold.page import Progress, document, explore, explore_search
 from fivefold.page.explore_state import State
 from fivefold.page.learn import Choice
 
@@ -48,8 +48,8 @@ def wishes_of(job: dict[str, str], **said: Any) -> Wishes:
 @pytest.mark.parametrize("job", [JOB, EXPERTS], ids=["dense", "experts"])
 def test_the_best_are_those_of_the_planner(job: dict[str, str]) -> None:
     fixed = {"offload": "none"}
-    asked = planner.inquiry(wishes_of(job), machine.load("h100"), fixed, **HOW)
-    wanted = planner.answer(asked, 10).plans
+    asked = planner.plan_request(wishes_of(job), machine.load("h100"), fixed, **HOW)
+    wanted = planner.best_plans(asked, 10).plans
     found = ranked(**job)["layouts"]
     for one, plan in zip(found, wanted, strict=True):
         assert one["layout"].startswith(str(plan.plan.layout))
@@ -77,9 +77,9 @@ def test_a_click_leads_to_what_the_entry_says(job: dict[str, str]) -> None:
                 microbatch_size=int(set_["microbatch_size"]),
             )
         )
-        look = planner.single(plan, machine.load("h100"), **HOW)
+        look = planner.estimate_on_machine(plan, machine.load("h100"), **HOW)
         assert (one["step"], one["total"], one["mfu"]) == (look.step, look.total, look.mfu)
-        assert State.parse({**job, **set_}).outlook().step == one["step"]
+        assert State.parse({**job, **set_}).estimate().step == one["step"]
 
 
 def test_what_belongs_to_another_layout_is_left_behind() -> None:
@@ -89,7 +89,7 @@ def test_what_belongs_to_another_layout_is_left_behind() -> None:
     best = found["layouts"][0]
     reached = State.parse({**JOB, "also": also, **best["set"]})
     assert reached.plan().shape.layers == 16
-    assert reached.outlook().step == best["step"] < ranked(**JOB)["layouts"][0]["step"]
+    assert reached.estimate().step == best["step"] < ranked(**JOB)["layouts"][0]["step"]
 
 
 def test_the_front_falls_and_holds_the_fastest() -> None:
@@ -147,7 +147,7 @@ def test_curves_of_a_layout_are_its_ledger_at_every_length(state: State) -> None
     for kind in ("none", "selective", "full"):
         for seq in (state.seq, 4096, 131_072):
             plan = resolve(replace(state.wishes(), recompute=kind, seq=seq))
-            look = planner.single(plan, machine.load(state.machine), **HOW)
+            look = planner.estimate_on_machine(plan, machine.load(state.machine), **HOW)
             place = found["lengths"].index(seq)
             assert found["bytes"][kind][place] == pytest.approx(look.total, rel=1e-12)
     pairs = zip(found["bytes"]["selective"], found["bytes"]["full"], strict=True)
@@ -198,7 +198,7 @@ def test_the_text_of_the_curves_has_its_numbers() -> None:
     found = swept(**JOB, tp="2", pp="2", schedule="1f1b", zero="1")
     lines = explore_search.curves_text(found)
     assert max(map(len, lines)) <= 100
-    own = State.parse({**JOB, "tp": "2", "pp": "2", "schedule": "1f1b", "zero": "1"}).outlook()
+    own = State.parse({**JOB, "tp": "2", "pp": "2", "schedule": "1f1b", "zero": "1"}).estimate()
     row = next(line for line in lines if re.match(r"this layout +none", line))
     assert f"{own.total / 2**30:,.0f}" in row.split()
     assert {one["strategy"] for one in found["strategies"]} <= {
@@ -227,22 +227,24 @@ START = {**JOB, "tp": "2", "pp": "2", "schedule": "1f1b", "zero": "1"}
 @pytest.fixture
 def table(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """A self-contained page's answers; the quick ones are only the questions themselves."""
-    monkeypatch.setattr(document, "SLOW", {"ranking": _ranked, "curves": _swept})
-    monkeypatch.setattr(document, "_answered", lambda name, params, run: {"asked": (name, params)})
-    return document.embedded(START, None, silent)
+    monkeypatch.setattr(explore, "searches", lambda: {"ranking": _ranked, "curves": _swept})
+    monkeypatch.setattr(
+        document, "_answer_or_refusal", lambda name, params, run: {"asked": (name, params)}
+    )
+    return document.offline_answers(START, None, silent)
 
 
-def _ranked(params: dict[str, str], on_progress: explore_search.Progress) -> dict[str, Any]:
+def _ranked(params: dict[str, str], on_progress: Progress) -> dict[str, Any]:
     return ranked(**params)
 
 
-def _swept(params: dict[str, str], on_progress: explore_search.Progress) -> dict[str, Any]:
+def _swept(params: dict[str, str], on_progress: Progress) -> dict[str, Any]:
     return swept(**params)
 
 
 def test_a_file_holds_what_one_change_of_explore_asks(table: dict[str, Any]) -> None:
     state = State.parse(START).params()
-    view = questions.answer("explore", state)
+    view = document.answer("explore", state)
     options = [one for slider in view["sliders"].values() for one in slider["values"]]
     options += [one for select in view["choices"].values() for one in select]
     options += [{**one, "legal": True} for one in ranked(**JOB)["layouts"]]
@@ -250,24 +252,24 @@ def test_a_file_holds_what_one_change_of_explore_asks(table: dict[str, Any]) -> 
     assert len(legal) > 100
     for set_ in (*legal, {}):
         asked = {name: text for name, text in {**state, **set_}.items() if text != ""}
-        assert table[questions.key("explore", asked)]["asked"] == ("explore", asked)
+        assert table[document.answer_key("explore", asked)]["asked"] == ("explore", asked)
         # What is embedded is canonical: the answer's own state asks for the same again.
         assert State.parse(asked).params() == asked
-    assert questions.key("explore", START) in table
+    assert document.answer_key("explore", START) in table
 
 
 def test_a_file_holds_the_slow_answers_of_its_job(table: dict[str, Any]) -> None:
     job = JOB | {"precision": "bf16"}
-    assert table[questions.key("ranking", job)]["layouts"]
-    assert table[questions.key("curves", job)]["strategies"]
+    assert table[document.answer_key("ranking", job)]["layouts"]
+    assert table[document.answer_key("curves", job)]["strategies"]
 
 
 def test_a_file_holds_every_panel_of_learn_within_bounds(table: dict[str, Any]) -> None:
-    for name in questions.LESSONS:
+    for name in document.LESSONS:
         held = [key for key in table if key.startswith(f"learn/{name}[")]
-        assert questions.key(f"learn/{name}", {}) in held
-        usual = {each: one.default for each, one in questions.LESSONS[name].CHOICES.items()}
-        assert questions.key(f"learn/{name}", usual) in held
+        assert document.answer_key(f"learn/{name}", {}) in held
+        usual = {each: one.default for each, one in document.LESSONS[name].CHOICES.items()}
+        assert document.answer_key(f"learn/{name}", usual) in held
         assert len(held) <= 451
     assert len(table) < 4000
 

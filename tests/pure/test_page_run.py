@@ -13,7 +13,7 @@ import pytest
 
 from fivefold.core.errors import FivefoldError
 from fivefold.core.schedule import Action, Step, actions_of
-from fivefold.page import document, run_curves, run_view
+from fivefold.page import document, run_curves, run_step, run_view
 from fivefold.records import run_reader, summarize
 from fivefold.records.deviation import from_plan
 from fivefold.records.spans import ActionSpan, CollectiveSpan, RankSpans, covered
@@ -140,7 +140,7 @@ def test_every_kind_of_schedule_can_be_compared(tmp_path: Path, schedule: str) -
     step = FakeStep(plan_of(schedule=schedule), usual)
     found = looked_at(tmp_path / "run", step)
     assert found["seconds"]["pipeline"] == pytest.approx(step.length, abs=1e-6)
-    assert run_view.step({"step": found})
+    assert run_step.text({"step": found})
 
 
 def test_the_newest_start_that_ran_a_step_is_read_and_torn_lines_are_not(tmp_path: Path) -> None:
@@ -313,7 +313,7 @@ def test_the_text_says_the_same_numbers(tmp_path: Path) -> None:
     digits = next(line for line in lines if line.startswith("layer   2"))
     assert digits.split()[2].strip("9") == "" and "newest 12.00" in digits
     assert "0 P" in whole and "0 M" in whole
-    assert set(run_view.TEXTS) == {"head", "loss", "rates", "memory", "load", "goodput", "step"}
+    assert set(run_view.PANELS) == {"head", "loss", "rates", "memory", "load", "goodput", "step"}
 
 
 def test_collectives_inside_of_an_action_count_for_the_dimension_that_they_serve() -> None:

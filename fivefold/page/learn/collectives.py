@@ -17,7 +17,7 @@ from typing import Any
 
 from fivefold.core.errors import counted
 from fivefold.core.plan import Wishes, resolve
-from fivefold.cost.collectives import predict
+from fivefold.cost.collectives import predict_traffic
 from fivefold.page.learn import Choice, chosen, size_text
 from fivefold.report import wrapped
 
@@ -385,7 +385,7 @@ def _sentences(one: CollectiveLesson, n: int, size: int, sent: list[int], steps:
 def _listed() -> frozenset[tuple[str, str]]:
     """Kinds and axes of all collectives that core lists for the examples."""
     plans = [resolve(wishes) for wishes in _EXAMPLES]
-    lists = [predict(plan, 0, itemsize=2, grad_itemsize=4) for plan in plans]
+    lists = [predict_traffic(plan, 0, itemsize=2, grad_itemsize=4) for plan in plans]
     return frozenset((each.kind, each.axis) for found in lists for each in found)
 
 

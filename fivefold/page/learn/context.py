@@ -18,8 +18,8 @@ from fivefold.core.errors import counted, span
 from fivefold.core.layout import Layout
 from fivefold.core.models import load
 from fivefold.core.plan import Wishes, resolve
-from fivefold.core.splits import Ranges, Split, calls, split_of
-from fivefold.cost.collectives import ITEMSIZE, predict
+from fivefold.core.splits import ContextSplit, Ranges, attention_calls, context_split
+from fivefold.cost.collectives import ITEMSIZE, predict_traffic
 from fivefold.page.learn import Choice, chosen
 from fivefold.report import wrapped
 
@@ -58,7 +58,7 @@ def view(params: Mapping[str, str]) -> dict[str, Any]:
         "window": window,
         "heads": HEADS,
         "ranks": [
-            {"rank": rank, "pieces": [[r.start, r.stop] for r in split.rank(tokens, rank)]}
+            {"rank": rank, "pieces": [[r.start, r.stop] for r in split.rank_tokens(tokens, rank)]}
             for rank in range(num_ranks)
         ],
         "sheets": _sheets(split),
@@ -77,11 +77,11 @@ def _window(choices: Mapping[str, str]) -> int | None:
     return None if choices["window"] == NO_WINDOW else int(choices["window"])
 
 
-def _split(kind: str, num_ranks: int) -> Split:
-    return split_of(Layout.parse(f"cp={num_ranks}", context=kind), load(_SMALL_MODEL))
+def _split(kind: str, num_ranks: int) -> ContextSplit:
+    return context_split(Layout.parse(f"cp={num_ranks}", context=kind), load(_SMALL_MODEL))
 
 
-def _sheets(split: Split) -> list[dict[str, Any]]:
+def _sheets(split: ContextSplit) -> list[dict[str, Any]]:
     """What is drawn as one square, and the ranks that work on it."""
     if split.inner == 1:
         return [{"label": f"all {HEADS} heads", "ranks": list(range(split.outer))}]
@@ -96,7 +96,9 @@ def _sheets(split: Split) -> list[dict[str, Any]]:
     ]
 
 
-def _frames(kind: str, split: Split, tokens: int, window: int | None) -> list[dict[str, Any]]:
+def _frames(
+    kind: str, split: ContextSplit, tokens: int, window: int | None
+) -> list[dict[str, Any]]:
     frames = [_cut_frame(kind, split, tokens)]
     if split.inner > 1:
         frames += _ulysses_frames(split, tokens, window)
@@ -127,12 +129,12 @@ def _frame(
     }
 
 
-def _cut_frame(kind: str, split: Split, tokens: int) -> dict[str, Any]:
+def _cut_frame(kind: str, split: ContextSplit, tokens: int) -> dict[str, Any]:
     num_ranks = split.inner * split.outer
-    first = " and ".join(f"{r.start}–{r.stop - 1}" for r in split.rank(tokens, 0))
+    first = " and ".join(f"{r.start}–{r.stop - 1}" for r in split.rank_tokens(tokens, 0))
     dealt = (
         "an early and a late piece for every rank, so that rank 0"
-        if len(split.rank(tokens, 0)) > 1
+        if len(split.rank_tokens(tokens, 0)) > 1
         else "one piece for every rank, so that rank 0"
     )
     says = (
@@ -142,10 +144,10 @@ def _cut_frame(kind: str, split: Split, tokens: int) -> dict[str, Any]:
     return _frame("cut", says, [[rank] for rank in range(num_ranks)], [])
 
 
-def _ring_frame(split: Split, tokens: int, window: int | None, hop: int) -> dict[str, Any]:
+def _ring_frame(split: ContextSplit, tokens: int, window: int | None, hop: int) -> dict[str, Any]:
     num_ranks = split.outer
     owners = [(rank - hop) % num_ranks for rank in range(num_ranks)]
-    places = [split.place(tokens, rank) for rank in range(num_ranks)]
+    places = [split.ring_tokens(tokens, rank) for rank in range(num_ranks)]
     done = [_done(places[rank], places[owner], window) for rank, owner in enumerate(owners)]
     last = hop == num_ranks - 1
     moves = (
@@ -160,11 +162,11 @@ def _ring_frame(split: Split, tokens: int, window: int | None, hop: int) -> dict
     return _frame("compute", says, [[owner] for owner in owners], moves, done)
 
 
-def _gathered_frames(split: Split, tokens: int, window: int | None) -> list[dict[str, Any]]:
+def _gathered_frames(split: ContextSplit, tokens: int, window: int | None) -> list[dict[str, Any]]:
     ranks = list(range(split.outer))
     moves = [[source, target, source] for source in ranks for target in ranks if source != target]
     everything = [ranks for _ in ranks]
-    done = [_done(split.place(tokens, rank), (range(tokens),), window) for rank in ranks]
+    done = [_done(split.ring_tokens(tokens, rank), (range(tokens),), window) for rank in ranks]
     return [
         _frame(
             "exchange",
@@ -184,9 +186,9 @@ def _gathered_frames(split: Split, tokens: int, window: int | None) -> list[dict
     ]
 
 
-def _ulysses_frames(split: Split, tokens: int, window: int | None) -> list[dict[str, Any]]:
+def _ulysses_frames(split: ContextSplit, tokens: int, window: int | None) -> list[dict[str, Any]]:
     ranks = list(range(split.inner))
-    work, runs = _done(split.place(tokens, 0), split.place(tokens, 0), window)
+    work, runs = _done(split.ring_tokens(tokens, 0), split.ring_tokens(tokens, 0), window)
     heads = HEADS // split.inner
     mine = Work(work.seen / split.inner, work.computed / split.inner)
     moves = [[source, target, source] for source in ranks for target in ranks if source != target]
@@ -221,7 +223,7 @@ def _ulysses_frames(split: Split, tokens: int, window: int | None) -> list[dict[
 
 def _done(queries: Ranges, keys: Ranges, window: int | None) -> tuple[Work, list[list[int]]]:
     """What queries of some tokens compute with keys of some tokens: counted, and as runs."""
-    computed = sum(call.pairs for call in calls(queries, keys, window))
+    computed = sum(call.pairs for call in attention_calls(queries, keys, window))
     runs = [
         [query, piece.start, min(piece.stop, query + 1)]
         if window is None
@@ -301,7 +303,7 @@ def _bytes_of_layer(kind: str, num_ranks: int) -> int:
     plan, size = resolve(wishes), ITEMSIZE["bf16"]
     sent = sum(
         entry.sent
-        for entry in predict(plan, 0, itemsize=size, grad_itemsize=size)
+        for entry in predict_traffic(plan, 0, itemsize=size, grad_itemsize=size)
         if entry.axis in ("ring", "ulysses")
     )
     return round(sent / plan.shape.layers)

@@ -14,7 +14,7 @@ from typing import Any
 
 from fivefold.core.errors import counted
 from fivefold.core.plan import Plan, Wishes, resolve
-from fivefold.cost.collectives import chunks_of, predict
+from fivefold.cost.collectives import chunks_of, predict_traffic
 from fivefold.cost.static_memory import StaticMemory, static_bytes
 from fivefold.page.learn import Choice, chosen, size_text
 from fivefold.page.learn.data_steps import GRAD_ITEMSIZE, ITEMSIZE, DataWalk, name_of
@@ -113,7 +113,7 @@ def _stage(choices: Mapping[str, str]) -> dict[str, Any]:
     model, plan = choices["model"], plan_of(choices)
     walk = _walked(plan, model)
     numel = sum(unit.size - unit.padding for unit in walk.units)
-    found = predict(
+    found = predict_traffic(
         plan, 0, itemsize=ITEMSIZE, grad_itemsize=GRAD_ITEMSIZE, bucket=bucket_of(model)
     )
     held = accumulating(plan, model, 0)

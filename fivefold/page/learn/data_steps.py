@@ -17,7 +17,7 @@ from fivefold.core.errors import kind_text
 from fivefold.core.plan import Plan
 from fivefold.core.units import Unit
 from fivefold.cost import collectives
-from fivefold.cost.axis_collectives import Collective, step, wide_size
+from fivefold.cost.axis_collectives import Collective, step_collectives, wide_size
 from fivefold.page.learn import size_text
 
 ITEMSIZE = collectives.ITEMSIZE["bf16"]
@@ -54,7 +54,7 @@ class DataWalk:
 
     def run(self) -> None:
         """The frames of a whole step."""
-        count, totals = step(self.plan)
+        count, totals = step_collectives(self.plan)
         self.moves.append((None, count))
         self._show("start", f"Before the step. {self._start()} {_COUNT}")
         num_microbatches = self.plan.batch.microbatches

@@ -19,7 +19,7 @@ from fivefold.core import groups, models
 from fivefold.core.errors import counted, kind_text
 from fivefold.core.plan import Plan, Wishes, resolve
 from fivefold.cost.axis_collectives import message_bytes, wide_size
-from fivefold.cost.collectives import ITEMSIZE, TrafficEntry, predict
+from fivefold.cost.collectives import ITEMSIZE, TrafficEntry, predict_traffic
 from fivefold.cost.static_memory import static_bytes
 from fivefold.page.learn import Choice, chosen, size_text
 from fivefold.page.learn.layer_parts import shares
@@ -203,7 +203,7 @@ def _frame(name: str, degree: int, before: _Step, after: _Step) -> dict[str, Any
 def _cuts(plan: Plan) -> dict[str, Any]:
     """Into how many parts each dim is cut, and which part of it rank 0 has, as shares."""
     layout, stage = plan.layout, plan.stages[0]
-    tokens = plan.split.rank(plan.padded_seq, 0)
+    tokens = plan.split.rank_tokens(plan.padded_seq, 0)
     return {
         "batch": layout.dp,
         "sequence": layout.cp,
@@ -220,7 +220,7 @@ def _cuts(plan: Plan) -> dict[str, Any]:
 def _moves(name: str, plan: Plan) -> list[dict[str, Any]]:
     """What rank 0 hands over in a step, by group and kind, and the link that it crosses."""
     itemsize = ITEMSIZE[plan.precision]
-    listed = predict(plan, 0, itemsize=itemsize, grad_itemsize=wide_size(itemsize))
+    listed = predict_traffic(plan, 0, itemsize=itemsize, grad_itemsize=wide_size(itemsize))
     found: dict[tuple[str, str], list[TrafficEntry]] = {}
     for each in listed:
         if each.axis in _GROUPS[name] and each.kind != "recv":

@@ -23,7 +23,7 @@ from fivefold.page.learn.layer_parts import (
 def own_tokens(layer: Layer, name: str = "x") -> LocalTensor:
     """The tokens of one rank between two products: with sp 1/tp of those of its context rank."""
     plan, tp = layer.plan, layer.plan.layout.tp if layer.plan.layout.sp else 1
-    tokens = plan.split.rank(plan.padded_seq, 0)
+    tokens = plan.split.rank_tokens(plan.padded_seq, 0)
     local = plan.local_seq // tp
     sizes = (plan.batch.microbatch_size, local, plan.shape.width)
     symbols = ("b", over("s", cp=plan.layout.cp, tp=tp), "d")
@@ -33,7 +33,7 @@ def own_tokens(layer: Layer, name: str = "x") -> LocalTensor:
 def row_tokens(layer: Layer, name: str) -> LocalTensor:
     """All tokens of a context rank."""
     plan = layer.plan
-    rows = shares(plan.split.rank(plan.padded_seq, 0), plan.padded_seq)
+    rows = shares(plan.split.rank_tokens(plan.padded_seq, 0), plan.padded_seq)
     sizes = (plan.batch.microbatch_size, plan.local_seq, plan.shape.width)
     return LocalTensor(name, ("b", over("s", cp=plan.layout.cp), "d"), sizes, rows)
 
@@ -174,7 +174,7 @@ def _context(layer: Layer, queries: LocalTensor) -> Iterator[Station]:
             shape.heads // (tp * split.inner),
             shape.value_dim,
         ),
-        shares(split.place(seq, 0), seq),
+        shares(split.ring_tokens(seq, 0), seq),
         1 / (tp * split.inner),
     )
     if split.inner > 1:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from fivefold.core.shape import Moe
 from fivefold.cost.axis_collectives import COUNT
-from fivefold.cost.collectives import most_nodes
+from fivefold.cost.collectives import max_nodes_per_token
 from fivefold.page.learn.layer_attention import enter, leave, own_tokens, row_tokens
 from fivefold.page.learn.layer_parts import Layer, LayerCollective, LocalTensor, Station, over
 
@@ -66,7 +66,10 @@ def experts(layer: Layer, moe: Moe) -> Iterator[Station]:
 
 
 def _sizes(layer: Layer, moe: Moe, tokens: int) -> _Sizes:
-    row, crossing = layer.plan.shape.width * layer.itemsize, tokens * most_nodes(layer.plan, moe)
+    row, crossing = (
+        layer.plan.shape.width * layer.itemsize,
+        tokens * max_nodes_per_token(layer.plan, moe),
+    )
     return _Sizes(
         slots=tokens * moe.top_k * row,
         crossing=crossing * row,

@@ -16,8 +16,8 @@ from fivefold.core.plan import Plan
 from fivefold.core.splits import Ranges
 from fivefold.core.weights import held_by, local_shape, weights
 from fivefold.cost import axis_collectives
-from fivefold.cost.axis_collectives import ChunkShards, Collective
-from fivefold.cost.collectives import ITEMSIZE, expert, units_of
+from fivefold.cost.axis_collectives import Collective, RankChunk
+from fivefold.cost.collectives import ITEMSIZE, expert_collectives, units_of
 
 
 @dataclass(frozen=True)
@@ -100,14 +100,14 @@ class Layer:
             for unit in units_of(plan, stage, self.itemsize)
             if f"blocks.{number}" in unit.blocks
         )
-        alone = ChunkShards(range(number, number + 1), 1, units)
+        alone = RankChunk(range(number, number + 1), 1, units)
         # Weights are gathered as the whole stage does it, whichever of its layers this is.
         whole = alone._replace(layers=plan.stages[stage])
         self._left = (
-            axis_collectives.tensor(plan, alone, self.itemsize)
-            + axis_collectives.context(plan, alone, self.itemsize)
-            + expert(plan, alone, self.itemsize)
-            + axis_collectives.data(plan, whole, self.itemsize, self.wide)
+            axis_collectives.tensor_collectives(plan, alone, self.itemsize)
+            + axis_collectives.context_collectives(plan, alone, self.itemsize)
+            + expert_collectives(plan, alone, self.itemsize)
+            + axis_collectives.data_collectives(plan, whole, self.itemsize, self.wide)
         )
         self._sizes = {call.axis: call.group for call in self._left}
         self.message = Collective(

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from fivefold.core.errors import counted
 from fivefold.core.schedule import catalog
-from fivefold.core.schedule.catalog import Family
 from fivefold.core.schedule.clock import Costs, Timeline, peak_activations, play
+from fivefold.core.schedule.family import Family
 from fivefold.page import timeline as picture
 from fivefold.page.learn import Choice, chosen
 from fivefold.report import percent, wrapped

@@ -15,8 +15,8 @@ from typing import Any
 from fivefold.core.errors import kind_text
 from fivefold.core.plan import Plan, Wishes, resolve
 from fivefold.core.weights import held_by, local_shape, weights
-from fivefold.cost.axis_collectives import ChunkShards, Collective
-from fivefold.cost.axis_collectives import tensor as calls_of
+from fivefold.cost.axis_collectives import Collective, RankChunk
+from fivefold.cost.axis_collectives import tensor_collectives as calls_of
 from fivefold.page.learn import Choice, chosen, size_text
 from fivefold.page.learn.data_steps import ITEMSIZE
 from fivefold.page.learn.tensor_example import PARTS, Example
@@ -74,7 +74,7 @@ def plan_of(choices: Mapping[str, str]) -> Plan:
 
 def layer_calls(plan: Plan) -> dict[Collective, int]:
     """The collectives of one layer in the middle of the model, both parts, one microbatch."""
-    return dict(calls_of(plan, ChunkShards(range(1, 2), 1, ()), ITEMSIZE))
+    return dict(calls_of(plan, RankChunk(range(1, 2), 1, ()), ITEMSIZE))
 
 
 def _real(plan: Plan, part: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ export class Problem extends Error {
   }
 }
 
-/** What the page was made for: `{live, run, start, version, command}`. */
+/** What the page was made for, and its panels: `_site` of document.py. */
 export const site = JSON.parse(document.getElementById("site")?.textContent ?? "{}");
 
 const GONE = { error: "the server went away: start fivefold observe again" };
@@ -29,7 +29,7 @@ export async function ask(name, params, { onProgress, signal } = {}) {
   return said;
 }
 
-/** The name of an answer in a self-contained page; `questions.key` is its twin.
+/** The name of an answer in a self-contained page; `answer_key` of document.py is its twin.
  * @param {string} name @param {Record<string, string>} params */
 export function key(name, params) {
   const pairs = Object.entries(params).sort(([one], [other]) => (one < other ? -1 : 1));

@@ -24,7 +24,7 @@ const LOOKS = {
 
 /**
  * @param {HTMLElement} body
- * @returns {{update: (view: any) => void}}
+ * @returns {{update: (part: any, view: any) => void}}
  */
 export function create(body) {
   const own = picture("This layout");
@@ -36,9 +36,9 @@ export function create(body) {
   body.append(asker.root, el("div", { class: "curves" }, own.root, others.root));
   others.root.hidden = true;
   return {
-    update(view) {
-      own.root.hidden = !view.curves;
-      if (view.curves) layoutItself(own, view.curves);
+    update(part, view) {
+      own.root.hidden = !part;
+      if (part) layoutItself(own, part);
       asker.want(view.state);
     },
   };

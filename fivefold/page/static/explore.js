@@ -7,49 +7,32 @@ import { Answers } from "fivefold/answers.js";
 import { site } from "fivefold/ask.js";
 import { panel } from "fivefold/panel.js";
 import { create as controls } from "fivefold/controls.js";
-import { create as numbers } from "fivefold/numbers.js";
-import { create as memory } from "fivefold/memory.js";
-import { create as time } from "fivefold/time.js";
-import { create as traffic } from "fivefold/traffic.js";
-import { create as map } from "fivefold/gpu_map.js";
-import { create as timeline } from "fivefold/timeline.js";
-import { create as curves } from "fivefold/curves.js";
-import { create as ranking } from "fivefold/ranking.js";
 
 /** @typedef {Record<string, string>} Params */
-/** @typedef {{update: (part: any, view: any) => void}} Drawing */
+/** A panel of `explore.PANELS`, and of the same name its part of the answer, of "pictures" if `later`.
+ * @typedef {{name: string, title: string, hint: string, later: boolean, drawing: string}} Frame */
+/** @typedef {{create: (body: HTMLElement, how: any) => {update: (part: any, view: any) => void}}} Module */
 
-/** Title and hint of each panel, by the name of its part of the answer.
- * @type {[string, string, string, (body: HTMLElement, how?: any) => Drawing][]} */
-const PANELS = [
-  ["memory", "Memory", "Bytes by category against the GPU's limit: the fullest rank, and every place of the pipeline.", memory],
-  ["time", "One step", "What the busiest rank spends the step on; traffic that compute hides is not in it.", time],
-  ["map", "GPU map", "Every rank on its node. Point at one, or use the arrow keys, to see its groups.", map],
-  ["timeline", "Pipeline", "Every action of every pipeline rank; idle slots say what they wait for.", timeline],
-  ["traffic", "Traffic", "What rank 0 sends in a step, by axis, and the slowest link that the axis crosses.", traffic],
-];
-/** Panels whose part is asked for apart. */
-const LATER = ["timeline", "traffic", "curves"];
 const REST = 250; // milliseconds without a change, after which what is unseen is drawn
-/** Panels that ask on their own, and take their time. */
-/** @type {[string, string, string, (body: HTMLElement, how?: any) => any][]} */
-const SLOW = [
-  ["ranking", "The planner's best", "Ten layouts of the same job, and the front of memory and time. Choose one to load it.", ranking],
-  ["curves", "Memory over sequence length", "The present layout and other strategies, with and without recomputation. Where tp splits sequences, selective keeps whole what collectives brought, and none keeps shards: it may lie above none.", curves],
-];
+const FIRST = "numbers"; // the panel that is drawn with every answer, seen or not
 
 /**
  * @param {HTMLElement} root
  * @param {(params: Params) => void} remember
  */
-export function create(root, remember) {
-  const page = new Explore(root, remember);
+export async function create(root, remember) {
+  /** @type {Frame[]} */
+  const frames = site.panels.explore;
+  /** @type {Module[]} */
+  const modules = await Promise.all(frames.map(({ drawing }) => import(`fivefold/${drawing}.js`)));
+  const page = new Explore(root, remember, frames, modules);
   return { show: (/** @type {Params} */ params) => page.show(params) };
 }
 
 class Explore {
-  /** @param {HTMLElement} root @param {(params: Params) => void} remember */
-  constructor(root, remember) {
+  /** @param {HTMLElement} root @param {(params: Params) => void} remember
+   * @param {Frame[]} frames @param {Module[]} modules */
+  constructor(root, remember, frames, modules) {
     this.remember = remember;
     /** The job that the page was opened for. @type {Params} */
     this.start = site.job;
@@ -70,17 +53,15 @@ class Explore {
     const change = (/** @type {Params} */ set) => this.change(set);
     this.controls = controls(change);
     this.problem = el("div", { class: "refusal", role: "alert", hidden: true });
-    const head = panel("numbers", "Does it fit, and how fast is it");
-    this.numbers = numbers(head.body);
-    /** @type {{name: string, root: HTMLElement, say: (text: string) => void, drawing: any, seen: boolean, drawn: any}[]} */
+    /** @type {{name: string, later: boolean, root: HTMLElement, say: (text: string) => void, drawing: any, seen: boolean, drawn: any}[]} */
     this.panels = [];
-    const pictures = el("div", { class: "pictures" }, this.problem, head.root);
-    for (const [name, title, hint, make] of [...PANELS, ...SLOW]) {
+    const pictures = el("div", { class: "pictures" }, this.problem);
+    frames.forEach(({ name, title, hint, later }, i) => {
       const { root: frame, body, say } = panel(name, title, hint);
-      const drawing = make(body, { onChoose: change });
-      this.panels.push({ name, root: frame, say, drawing, seen: false, drawn: null });
+      const drawing = modules[i].create(body, { onChoose: change });
+      this.panels.push({ name, later, root: frame, say, drawing, seen: name === FIRST, drawn: null });
       pictures.append(frame);
-    }
+    });
     root.append(this.controls.root, pictures);
     this.frames = pictures;
     this.watch();
@@ -92,7 +73,7 @@ class Explore {
       for (const { target, isIntersecting } of entries) {
         const one = this.panels.find(({ root }) => root === target);
         if (!one) continue;
-        one.seen = isIntersecting;
+        one.seen = isIntersecting || one.name === FIRST;
         if (one.seen) void this.draw(one);
       }
     }, { rootMargin: "100px" });
@@ -145,7 +126,6 @@ class Explore {
     }
     this.explain(view.problem);
     this.frames.classList.toggle("stale", Boolean(view.problem));
-    if (!view.problem) this.numbers.update(view.numbers, view);
     await Promise.all(this.panels.filter((one) => one.seen).map((one) => this.draw(one)));
   }
 
@@ -171,15 +151,14 @@ class Explore {
     one.drawn = view;
     let parts = view;
     try {
-      if (LATER.includes(one.name)) parts = { ...view, ...(await this.pictures.to(view.state)) };
+      if (one.later) parts = { ...view, ...(await this.pictures.to(view.state)) };
       one.say("");
     } catch (error) {
       one.say(/** @type {Error} */ (error).message);
       return;
     }
     if (this.view !== view) return;
-    if (SLOW.some(([name]) => name === one.name)) one.drawing.update(parts);
-    else one.drawing.update(parts[one.name], parts);
+    one.drawing.update(parts[one.name], parts);
   }
 
   /** An illegal job: every reason, and legal layouts to choose from. @param {any} problem */

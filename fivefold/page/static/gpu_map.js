@@ -58,7 +58,7 @@ class GpuMap {
     if (this.view) this.render();
   }
 
-  /** @param {any} view what `report/page/gpu_map.py` makes */
+  /** @param {any} view what `map_view` of explore_panels.py makes */
   show(view) {
     this.view = view;
     if (this.pinned >= view.world) this.pinned = 0;

@@ -47,7 +47,7 @@ async function make(name) {
     last[name] = params;
     if (read().tab === name) replace(name, params);
   };
-  return { root, tab: module.create(root, remember) };
+  return { root, tab: await module.create(root, remember) };
 }
 
 /** @param {string} name */

@@ -19,7 +19,7 @@ const RED = "#d55e00";
 /**
  * @param {HTMLElement} body
  * @param {{onChoose: (set: Params) => void}} how
- * @returns {{update: (view: any) => void}}
+ * @returns {{update: (part: any, view: any) => void}}
  */
 export function create(body, { onChoose }) {
   return new Ranking(body, onChoose);
@@ -44,8 +44,8 @@ class Ranking {
     body.append(this.asker.root, this.says, el("div", { class: "wide" }, this.table), this.chart, this.why);
   }
 
-  /** @param {any} view */
-  update(view) {
+  /** @param {any} _ no part: the planner is asked @param {any} view */
+  update(_, view) {
     this.view = view;
     this.asker.want(view.state);
     this.mark();

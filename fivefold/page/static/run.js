@@ -4,50 +4,41 @@
 import { clear, el } from "fivefold/dom.js";
 import { ask, site } from "fivefold/ask.js";
 import { panel } from "fivefold/panel.js";
-import * as curves from "fivefold/run_curves.js";
-import * as spent from "fivefold/run_spent.js";
-import { create as createStep } from "fivefold/run_step.js";
+
+/** A panel of `run_view.PANELS`; the module `drawing` exports a function of the panel's name.
+ * @typedef {{name: string, title: string, hint: string, column: number, drawing: string}} Frame */
+/** @typedef {(body: HTMLElement, choose: (params: Record<string, string>) => void) => {update: (view: any) => void}} Make */
 
 const EVERY = 2000; // milliseconds between two questions while a run goes on
 const NO_STEP = { step: "none" };
-
-/** A column (0 is over both), a panel, and who fills it.
- * @type {[number, string, string, string, (body: HTMLElement) => {update: (view: any) => void}][]} */
-const PANELS = [
-  [0, "head", "Run", "", createHead],
-  [1, "loss", "Loss", "Every step, faint; smoothed over a fiftieth of the steps, bold; evaluations as diamonds.", curves.loss],
-  [2, "rates", "Speed", "Measured beside planned.", curves.rates],
-  [2, "memory", "Memory", "Of the fullest rank, measured beside planned.", curves.memory],
-  [1, "load", "Experts", "Slots of the fullest expert over the mean, layer by layer.", spent.load],
-  [2, "goodput", "Where the time went", "The share of the wall time that went to steps that count is the goodput.", spent.goodput],
-];
+/** By the column of a panel: over both columns, the columns, and under them. */
+const COLUMNS = ["run-wide", "run-column", "run-column", "run-wide"];
 
 /** @param {HTMLElement} root @param {(params: Record<string, string>) => void} remember */
-export function create(root, remember) {
-  const columns = [el("div", { class: "run-wide" }), el("div", { class: "run-column" }), el("div", { class: "run-column" })];
+export async function create(root, remember) {
+  /** @type {Frame[]} */
+  const frames = site.panels.run;
+  const modules = await Promise.all(frames.map(({ drawing }) => import(`fivefold/${drawing}.js`)));
+  const columns = COLUMNS.map((name) => el("div", { class: name }));
   root.append(...columns);
-  const panels = PANELS.map(([column, name, title, hint, make]) => {
+  const panels = frames.map(({ name, title, hint, column }, i) => {
     const frame = panel(name, title, hint);
     columns[column].append(frame.root);
-    return make(frame.body);
+    return { ...frame, name, make: /** @type {Make} */ (modules[i][name]) };
   });
-  const frame = panel("step", "One step over its plan", "What each rank of one pipeline did, under what it was to do.");
-  root.append(el("div", { class: "run-wide" }, frame.root));
-  const tab = new RunTab(panels, frame, remember);
-  const step = createStep(frame.body, (params) => tab.choose(params));
-  tab.step = step;
+  const tab = new RunTab(panels, remember);
   return { show: (/** @type {Record<string, string>} */ params) => void tab.show(params) };
 }
 
 class RunTab {
-  /** @param {{update: (view: any) => void}[]} panels
-   * @param {{root: HTMLElement, say: (text: string) => void}} frame
+  /** @param {{name: string, body: HTMLElement, root: HTMLElement, say: (text: string) => void, make: Make}[]} panels
    * @param {(params: Record<string, string>) => void} remember */
-  constructor(panels, frame, remember) {
-    this.panels = panels;
-    this.frame = frame;
+  constructor(panels, remember) {
+    const choose = (/** @type {Record<string, string>} */ params) => void this.choose(params);
+    this.drawings = panels.map(({ body, make }) => make(body, choose));
+    /** The panel that says why a step cannot be shown. */
+    this.frame = panels.find(({ name }) => name === "step") ?? panels[0];
     this.remember = remember;
-    this.step = /** @type {{update: (view: any) => void} | null} */ (null);
     this.timer = 0;
     this.live = false;
     this.drawn = false;
@@ -81,8 +72,7 @@ class RunTab {
   draw(view) {
     this.live = site.live && view.head.live;
     this.drawn = true;
-    for (const { update } of this.panels) update(view);
-    this.step?.update(view);
+    for (const { update } of this.drawings) update(view);
   }
 
   /** Ask again as long as the run goes on and somebody looks; the step on show stays. */
@@ -97,7 +87,7 @@ class RunTab {
 }
 
 /** @param {HTMLElement} body */
-function createHead(body) {
+export function head(body) {
   const state = el("p", { class: "run-state", role: "status" });
   const facts = el("dl", { class: "run-facts" });
   const marks = el("ul", { class: "run-marks" });

@@ -6,8 +6,8 @@ import { bytes, count, percent, seconds } from "fivefold/format.js";
 import { drawTimeline } from "fivefold/timeline.js";
 
 /** @param {HTMLElement} body @param {(params: Record<string, string>) => void} choose */
-export function create(body, choose) {
-  const step = /** @type {HTMLInputElement} */ (el("input", { type: "number", min: 1, "aria-label": "step", style: "width:7rem" }));
+export function step(body, choose) {
+  const number = /** @type {HTMLInputElement} */ (el("input", { type: "number", min: 1, "aria-label": "step", style: "width:7rem" }));
   const rank = /** @type {HTMLSelectElement} */ (el("select", { "aria-label": "pipeline of rank" }));
   const newest = el("button", { type: "button", onclick: () => choose({}) }, "newest step");
   const told = el("span", { class: "hint" });
@@ -15,17 +15,17 @@ export function create(body, choose) {
   const basis = el("p", { class: "hint" });
   const host = el("div");
   const tables = el("div", { class: "run-tables" });
-  const asked = () => choose({ step: step.value, ...(rank.value ? { rank: rank.value } : {}) });
-  step.addEventListener("change", () => (step.value ? choose({ step: step.value }) : undefined));
+  const asked = () => choose({ step: number.value, ...(rank.value ? { rank: rank.value } : {}) });
+  number.addEventListener("change", () => (number.value ? choose({ step: number.value }) : undefined));
   rank.addEventListener("change", asked);
-  const row = el("div", { class: "choices" }, el("label", {}, "step ", step), el("label", {}, "pipeline of rank ", rank), newest, told);
+  const row = el("div", { class: "choices" }, el("label", {}, "step ", number), el("label", {}, "pipeline of rank ", rank), newest, told);
   body.append(row, says, basis, host, tables);
   return {
     update(/** @type {any} */ { step: one, told: ranges }) {
       if (ranges.length) clear(told, eventsOf(ranges, one));
       if (!one) return; // a run that goes on: the step on show stays
       row.hidden = one.step === null;
-      fillIn(step, rank, one);
+      fillIn(number, rank, one);
       const whole = one.problem === null;
       clear(says, whole ? one.says : one.problem);
       clear(basis, whole ? one.basis : "");
@@ -43,10 +43,10 @@ function eventsOf(ranges, one) {
   return `events of steps ${words}${some}`;
 }
 
-/** @param {HTMLInputElement} step @param {HTMLSelectElement} rank @param {any} one */
-function fillIn(step, rank, one) {
+/** @param {HTMLInputElement} number @param {HTMLSelectElement} rank @param {any} one */
+function fillIn(number, rank, one) {
   if (one.step === null) return;
-  step.value = String(one.step);
+  number.value = String(one.step);
   const options = (one.choices ?? []).map((/** @type {number} */ each) => el("option", { value: each, selected: each === one.rank }, each));
   clear(rank, ...options);
 }

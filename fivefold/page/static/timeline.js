@@ -25,7 +25,7 @@ const pictures = new WeakMap();
 /**
  * Draw a timeline into `host`, or draw it anew there.
  * @param {HTMLElement} host
- * @param {any} view what `report/page/timeline.py` makes
+ * @param {any} view what timeline.py makes
  * @param {Options} [options] `scale`: the time that the whole width stands for, so that several
  *   share one axis; `label`: a title; `compact`: low rows, no legend, no buttons; `cursor`: a time
  * @returns {{cursor: (time: number | null) => void}}
