@@ -32,7 +32,7 @@ def train(steps: int = 20, zero: int = 3) -> list[float]:
     losses = []
     for step in range(steps):
         x = torch.randn(64, 32, generator=torch.Generator().manual_seed(step)).double()
-        mine = x.chunk(world)[mesh.place("fsdp")]
+        mine = x.chunk(world)[mesh.coord("fsdp")]
         loss = ((model(mine) - mine.sum(1, keepdim=True)) ** 2).sum() / len(x)
         with data.backward(last=True):
             loss.backward()

@@ -1,1 +1,1 @@
-"""Floor 2: one room per dimension, mechanism inside; the rooms meet only in `compose`."""
+"""One room per dimension, its mechanism inside; the rooms meet only in `compose`."""

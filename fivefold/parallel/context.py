@@ -11,8 +11,8 @@ Costs    ring and all-gather 2·KV·(n − 1)/n, whatever the number of query he
 Wins     when one sequence does not fit, or its attention takes too long.
 Refuses  rows shorter than the cut, and for Ulysses heads that do not divide.
 
-Tokens, positions, labels and documents are cut alike. A hop is under way while the part that came
-before is computed, so that a place never holds more than two blocks of keys and values. Merged
+Tokens, positions, labels and documents are cut alike. A hop overlaps the attention on the block
+that came before, so that a place never holds more than two blocks of keys and values. Merged
 outputs and all gradients are float32 or wider.
 
 Legend: B rows, H query heads, K key/value heads, S tokens, d width of a head.
@@ -42,7 +42,7 @@ TOKENS, HEADS = 2, 1  # dims of (B, H, S, d)
 
 
 def shard(batch: TokenBatch, split: ContextSplit, seq: int, coord: int) -> TokenBatch:
-    """One rank's part of rows that are first padded to `seq` tokens."""
+    """One rank's tokens of rows that are first padded to `seq` tokens."""
     whole = _padded(batch, seq - batch.tokens.shape[1])
     if split.inner * split.outer == 1:
         return whole
@@ -56,7 +56,7 @@ def shard(batch: TokenBatch, split: ContextSplit, seq: int, coord: int) -> Token
 
 
 def _padded(batch: TokenBatch, missing: int) -> TokenBatch:
-    """Tokens behind the row: no earlier one sees them, and they have no loss."""
+    """Padding after the row: no earlier token sees it, and it has no loss."""
     if not missing:
         return batch
     rows, seq = batch.tokens.shape
@@ -92,7 +92,7 @@ def split_rows(stage: Stage) -> None:
 
 
 def _no_mask(batch: TokenBatch, window: int | None) -> None:
-    """Masks are made part by part."""
+    """Masks are made for each attention call."""
 
 
 class ContextAttention:
@@ -136,7 +136,7 @@ class ContextAttention:
             info.saved[id(self)] = out, lse
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, info: AttentionInfo) -> MergedAttention:
-        """All parts, merged."""
+        """The merged result of all attention calls."""
         total = MergedAttention(q)
         for keys, visitors in self._visits(k, v):
             for call in attention_calls(self.tokens, keys, info.window):
@@ -188,7 +188,7 @@ class ContextAttention:
         whole = here.new_empty((self.split.outer * here.shape[0], *here.shape[1:]))
         self.mesh.all_gather(whole, here, RING).wait()
         parts = whole.chunk(self.split.outer)
-        return torch.cat([parts[place][:, :, :, cut] for place, cut in self._pieces()], dim=3)
+        return torch.cat([parts[place][:, :, :, cut] for place, cut in self._ranges()], dim=3)
 
     def scattered(self, whole: Tensor) -> Tensor:
         """The sum over places of the gradients of a row; this place's tokens of it."""
@@ -200,8 +200,8 @@ class ContextAttention:
         self.mesh.reduce_scatter(mine, torch.cat(by_place), RING).wait()
         return mine
 
-    def _pieces(self) -> list[tuple[int, slice]]:
-        """The place of every contiguous piece of the row, and where that place holds it."""
+    def _ranges(self) -> list[tuple[int, slice]]:
+        """The place of every contiguous range of the row, and where that place holds it."""
         found: list[tuple[int, int, slice]] = []
         for place, ranges in enumerate(self.places):
             offset = 0
@@ -244,7 +244,7 @@ class _Sum:
         accumulate(self.value()[where], part)
 
     def value(self) -> Tensor:
-        """The sum so far; the first to ask waits for what is on its way."""
+        """The sum so far; the first use waits for what is still on its way."""
         if self.total is None and self.arriving is not None:
             self.total = self.arriving()
         if self.total is None:
@@ -253,7 +253,7 @@ class _Sum:
 
 
 class _Homeward:
-    """Gradients of keys and values, on their way around the ring with what every place adds."""
+    """Gradients of keys and values on their way around the ring; every place adds its share."""
 
     def __init__(self, attention: ContextAttention) -> None:
         self.attention = attention
@@ -266,7 +266,7 @@ class _Homeward:
         return lambda: None if coming is None else coming.wait()
 
     def send(self, part: Tensor) -> None:
-        """Pass the sums on, or home where that is here."""
+        """Pass the sums to the next place, or keep them at home."""
         attention = self.attention
         if attention.split.outer == 1:
             self.here = part

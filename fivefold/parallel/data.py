@@ -1,21 +1,20 @@
 """The data dimension: every stage of ZeRO, by one mechanism.
 
-Splits   the weights of a unit (a block, or small ones joined) lie in one flat buffer, cut into a
-         slice for each rank of the shard group (shard · cp). Stage 0 keeps everything whole; stage
-         1 gives each rank the optimizer of its slice, stage 2 the gradients of it too, stage 3 the
-         weights as well.
+Splits   the weights of a flat unit (a block, or small ones joined) lie in one buffer, cut into a
+         shard for each rank of the shard group (shard · cp). Stage 0 replicates everything; stage
+         1 shards the optimizer states, stage 2 the gradients too, stage 3 the weights as well.
 Moves    0: one all-reduce of the gradients a step. 1: one reduce-scatter a step, and one
          all-gather of the updated weights. 2: the same, but a reduce-scatter for every microbatch.
          3: an all-gather before forward and one before backward, and a reduce-scatter, for every
          microbatch; or, with the weights kept over a step, one all-gather a step. With
-         replicas, the slices are all-reduced over them once a step.
+         replicas, the shards are all-reduced over them once a step.
 Costs    2Ψ a step for stages 0 and 1, (1 + m)Ψ for stage 2, 3mΨ for stage 3 (m microbatches).
 Wins     when the batch has sequences enough for every rank; the higher the stage, the less memory.
 Refuses  never by itself: any module can be sharded, given its blocks.
 
 Gradients are summed, never averaged: the loss is divided once, by the global number of tokens.
-A unit's reduction starts when its last gradient is there, and runs behind the rest of the backward;
-its gather is started one unit ahead of its use.
+The reduction of a unit starts when its last gradient is there, and overlaps the rest of the
+backward. Its gather is prefetched: it starts one unit before its use.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from fivefold.core.units import Unit, UnitRow, pack
 from fivefold.parallel.flat_unit import Fill, FlatUnit, OwnedShard, Places, UnitOptions, Use
 from fivefold.parallel.mesh import Mesh, Phase
 
-_MOST_IN_FLIGHT = 2  # reductions whose whole gradients are still held
+_MOST_IN_FLIGHT = 2  # reductions whose full gradients are still in memory
 
 Blocks = Mapping[str, Sequence[nn.Module]]
 """The modules of each block, in forward order."""
@@ -100,8 +99,8 @@ class DataParallel:
         }
         order = list(blocks)
         for place, (block, modules) in enumerate(blocks.items()):
-            behind = order[place + 1] if place + 1 < len(order) else None
-            passed = [unit for unit in self.units if unit.use.blocks[0] == behind]
+            after = order[place + 1] if place + 1 < len(order) else None
+            passed = [unit for unit in self.units if unit.use.blocks[0] == after]
             self._hook(block, modules, passed, backward=block not in options.without_weights)
 
     @property
@@ -135,7 +134,7 @@ class DataParallel:
         unit.add_product(name, outputs_NO, inputs_NI)
 
     def finish(self) -> None:
-        """After the last backward: every gradient summed, and where the optimizer looks for it."""
+        """After the last backward: every gradient is summed and handed to the optimizer."""
         for unit in self.units:
             unit.release()
             if unit.collects and not unit.sent_last:
@@ -147,17 +146,17 @@ class DataParallel:
             unit.hand_over()
 
     def let_go(self) -> None:
-        """After forwards that no backward follows: drop weights that are not kept whole."""
+        """After forwards without a backward: free gathered weights."""
         for unit in self.units:
             unit.release()
 
     def publish(self) -> None:
-        """After the optimizer: start bringing the updated weights to the ranks that hold them."""
+        """After the optimizer: start to gather the updated weights."""
         for unit in self.units:
             unit.publish()
 
     def wait(self) -> None:
-        """Until all that was published has arrived; the next forward does this unit by unit."""
+        """Wait until all updated weights are here; the next forward does this unit by unit."""
         for unit in self.units:
             unit.arrive()
 

@@ -1,10 +1,10 @@
-"""Weight gradients that wait: the split of a backward into input gradients and weight gradients.
+"""Deferred weight gradients: a backward split into input gradients and weight gradients.
 
-A leaf of the model (linear, norm, embedding, bias) whose arithmetic is exchanged for the one here
-returns its input gradient in backward and queues the rest: what it needs for the gradient of its
-weight. A split backward leaves that in the queue until its W; a whole backward takes it at once.
-No gradient of a weight comes out of autograd, so none can be missed by whoever sums gradients, and
-recomputation runs once, in front of the input gradient, as ever.
+A leaf of the model (linear, norm, embedding, bias) that uses the arithmetic of this file returns
+its input gradient in backward and queues what its weight gradient needs. A split backward leaves
+that in the queue until its W; a full backward computes it at once. No weight gradient comes out of
+autograd, so the reduction of gradients cannot miss one. Recomputation runs once, before the input
+gradient.
 
 Legend: N tokens, I inputs, O outputs of a linear.
 """
@@ -26,7 +26,7 @@ from fivefold.model.moe import ExpertStack, Router, grouped_matmul
 
 
 class Sink(Protocol):
-    """Who takes gradients of weights."""
+    """Takes the gradients of weights."""
 
     def add_product(self, weight: Tensor, outputs_NO: Tensor, inputs_NI: Tensor) -> None:
         """Add outputsᵀ · inputs to the gradient of a weight."""
@@ -40,7 +40,7 @@ Work = Callable[[Sink], None]
 
 
 class GradientQueue:
-    """The weight gradients of one chunk that are still owed, by microbatch."""
+    """The weight gradients of one chunk that are still to be computed, by microbatch."""
 
     def __init__(self) -> None:
         self._owed: dict[int, list[Work]] = {}
@@ -48,21 +48,21 @@ class GradientQueue:
 
     @contextmanager
     def taking(self, sink: Sink) -> Iterator[None]:
-        """A whole backward: each weight gradient is computed where its leaf is passed."""
+        """A full backward: each weight gradient is computed where backward passes its leaf."""
         self._take = lambda work: work(sink)
         yield
         self._take = None
 
     @contextmanager
     def keeping(self, microbatch: int) -> Iterator[None]:
-        """An input gradient: all weight gradients are kept for later."""
+        """An input gradient: all weight gradients are queued for later."""
         self._take = self._owed.setdefault(microbatch, []).append
         yield
         self._take = None
 
     @torch.no_grad()
     def settle(self, microbatch: int, sink: Sink) -> None:
-        """The weight gradient of a microbatch; what it needed is let go piece by piece."""
+        """The weight gradients of a microbatch; the memory they need is freed one by one."""
         owed = self._owed.pop(microbatch)
         owed.reverse()
         while owed:
@@ -73,7 +73,7 @@ class GradientQueue:
         self._take(work)
 
     def defer(self, decoder: Decoder) -> None:
-        """Exchange the arithmetic of every leaf for arithmetic that queues."""
+        """Give every leaf arithmetic that queues its weight gradient."""
         for module in decoder.modules():
             if isinstance(module, Linear | Head):
                 module.matmul = self.linear
@@ -132,22 +132,22 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        (x,), (slope,) = ctx.saved_tensors, gradients
-        ctx.queue.put(partial(_linear_work, ctx.weight, ctx.bias, slope, x))
-        return slope @ ctx.weight.to(slope.dtype), None, None, None
+        (x,), (grad,) = ctx.saved_tensors, gradients
+        ctx.queue.put(partial(_linear_work, ctx.weight, ctx.bias, grad, x))
+        return grad @ ctx.weight.to(grad.dtype), None, None, None
 
 
 def _linear_work(
-    weight: nn.Parameter, bias: nn.Parameter | None, slope: Tensor, x: Tensor, sink: Sink
+    weight: nn.Parameter, bias: nn.Parameter | None, grad: Tensor, x: Tensor, sink: Sink
 ) -> None:
-    slope_NO = slope.reshape(-1, slope.shape[-1])
-    sink.add_product(weight, slope_NO, x.reshape(-1, x.shape[-1]))
+    grad_NO = grad.reshape(-1, grad.shape[-1])
+    sink.add_product(weight, grad_NO, x.reshape(-1, x.shape[-1]))
     if bias is not None:
-        sink.add_gradient(bias, slope_NO.sum(0))
+        sink.add_gradient(bias, grad_NO.sum(0))
 
 
 class _Grouped(torch.autograd.Function):
-    """The same linear of every expert: rows are sorted by expert, up to its end."""
+    """The same linear layer of every expert: rows are sorted by expert, up to its end."""
 
     @staticmethod
     def forward(
@@ -159,25 +159,25 @@ class _Grouped(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        (x_MI, ends_E), (slope_MO,) = ctx.saved_tensors, gradients
-        slope_MO = slope_MO.contiguous()
-        ctx.queue.put(partial(_grouped_work, ctx.weight, slope_MO, x_MI, ends_E))
-        back = grouped_matmul(slope_MO, ctx.weight.transpose(1, 2), ends_E)
+        (x_MI, ends_E), (grad_MO,) = ctx.saved_tensors, gradients
+        grad_MO = grad_MO.contiguous()
+        ctx.queue.put(partial(_grouped_work, ctx.weight, grad_MO, x_MI, ends_E))
+        back = grouped_matmul(grad_MO, ctx.weight.transpose(1, 2), ends_E)
         return back, None, None, None
 
 
 def _grouped_work(
-    weight_EOI: nn.Parameter, slope_MO: Tensor, x_MI: Tensor, ends_E: Tensor, sink: Sink
+    weight_EOI: nn.Parameter, grad_MO: Tensor, x_MI: Tensor, ends_E: Tensor, sink: Sink
 ) -> None:
     with torch.enable_grad():
         stand_in = torch.zeros_like(weight_EOI, requires_grad=True)
         product = grouped_matmul(x_MI, stand_in, ends_E)
-    (gradient,) = torch.autograd.grad(product, stand_in, slope_MO)
+    (gradient,) = torch.autograd.grad(product, stand_in, grad_MO)
     sink.add_gradient(weight_EOI, gradient)
 
 
 class _Scale(torch.autograd.Function):
-    """The weight and bias of a norm. `x` is kept by the norm as well; normed is made again."""
+    """The weight and bias of a norm. The norm saves `x` too; its output is computed again."""
 
     @staticmethod
     def forward(
@@ -196,25 +196,25 @@ class _Scale(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        (x,), (slope,) = ctx.saved_tensors, gradients
-        ctx.queue.put(partial(_scale_work, ctx.weight, ctx.bias, slope, x, ctx.again))
-        return slope * ctx.weight, None, None, None, None, None
+        (x,), (grad,) = ctx.saved_tensors, gradients
+        ctx.queue.put(partial(_scale_work, ctx.weight, ctx.bias, grad, x, ctx.again))
+        return grad * ctx.weight, None, None, None, None, None
 
 
 def _scale_work(
     weight: nn.Parameter,
     bias: nn.Parameter | None,
-    slope: Tensor,
+    grad: Tensor,
     x: Tensor,
     again: Callable[[Tensor], Tensor],
     sink: Sink,
 ) -> None:
-    tokens = tuple(range(slope.dim() - 1))
+    tokens = tuple(range(grad.dim() - 1))
     with torch.no_grad():
-        wide = torch.promote_types(slope.dtype, torch.float32)
-        sink.add_gradient(weight, (slope.to(wide) * again(x).to(wide)).sum(tokens))
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        sink.add_gradient(weight, (grad.to(wide) * again(x).to(wide)).sum(tokens))
     if bias is not None:
-        sink.add_gradient(bias, slope.sum(tokens))
+        sink.add_gradient(bias, grad.sum(tokens))
 
 
 class _LookUp(torch.autograd.Function):
@@ -226,14 +226,14 @@ class _LookUp(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
-        (tokens,), (slope,) = ctx.saved_tensors, gradients
-        ctx.queue.put(partial(_look_up_work, ctx.weight, slope, tokens))
+        (tokens,), (grad,) = ctx.saved_tensors, gradients
+        ctx.queue.put(partial(_look_up_work, ctx.weight, grad, tokens))
         return None, None, None
 
 
-def _look_up_work(weight: nn.Parameter, slope: Tensor, tokens: Tensor, sink: Sink) -> None:
+def _look_up_work(weight: nn.Parameter, grad: Tensor, tokens: Tensor, sink: Sink) -> None:
     rows = weight.shape[0]
-    dense = torch.ops.aten.embedding_dense_backward(slope, tokens, rows, -1, False)
+    dense = torch.ops.aten.embedding_dense_backward(grad, tokens, rows, -1, False)
     sink.add_gradient(weight, dense)
 
 
@@ -245,10 +245,10 @@ class _Add(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        (slope,) = gradients
-        ctx.queue.put(partial(_add_work, ctx.bias, slope))
-        return slope, None, None
+        (grad,) = gradients
+        ctx.queue.put(partial(_add_work, ctx.bias, grad))
+        return grad, None, None
 
 
-def _add_work(bias: nn.Parameter, slope: Tensor, sink: Sink) -> None:
-    sink.add_gradient(bias, slope.sum(tuple(range(slope.dim() - 1))))
+def _add_work(bias: nn.Parameter, grad: Tensor, sink: Sink) -> None:
+    sink.add_gradient(bias, grad.sum(tuple(range(grad.dim() - 1))))

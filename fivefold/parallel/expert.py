@@ -5,9 +5,9 @@ Splits   the experts of a layer over ep ranks, and their width over etp ranks. B
          replicated over what is left (edp).
 Moves    for each layer with experts: the number of tokens for every expert, then the tokens, once
          for every expert of theirs, in one all-to-all, and the results in another; both again in
-         backward. With etp, tokens are gathered before and results summed behind. Over several
-         nodes a token crosses once to each node that has experts of its, to the rank of its own
-         number there, and goes on inside that node.
+         backward. With etp, tokens are gathered before and results are summed after. Over several
+         nodes a token crosses once to each node that has one of its experts, to the rank with the
+         same number there, and goes on inside that node.
 Costs    4·K·A a layer and microbatch (K experts a token, A activations), wherever the experts are;
          between nodes 4·min(K, nodes)·A at most. Shared experts are computed while tokens travel.
 Wins     when experts are many and do not fit: weights fall with ep, and the batch of each expert
@@ -171,7 +171,9 @@ class SpreadExperts:
         weights = self.move(rows_of_slots(routing.weights, slots), way)
         came_MK = self._exchange(chosen_MK, FAR, way)
         if stand_in is not None:
-            came_MK = came_MK.remainder(here)  # nobody has sent them: any number may be there
+            came_MK = came_MK.remainder(
+                here
+            )  # a rehearsal receives nothing: any number may be there
         there = routing._replace(experts=came_MK, weights=weights)
         inside = None if stand_in is None else stand_in.inside(len(rows))
         near = (
@@ -183,7 +185,7 @@ class SpreadExperts:
         return choices_of_slots(self.move(y, way.back), slots).sum(1)
 
     def _exchange(self, numbers: Tensor, axis: str, way: Way | None = None) -> Tensor:
-        """Whole numbers, which have no gradient; without a way, as many to every rank."""
+        """Integers, which have no gradient; without a way, as many to every rank."""
         journey = _Journey(self, way or Way(axis, [], []))
         journey.begin(numbers, journey.way, self.is_silent)
         return journey.end()
@@ -199,9 +201,9 @@ class SpreadExperts:
     def take_breath(
         self, product: GroupedMatmul, x_MI: Tensor, weight_EOI: Tensor, ends_E: Tensor
     ) -> Tensor:
-        """In the middle of the experts' backward it is the other lane's turn, where the counts had
-        one in the forward: a forward and a backward that take turns then have as many, and each
-        all-to-all goes on behind a part of the other's work."""
+        """Give the turn to the other lane in the middle of the experts' backward, because the
+        exchange of counts did so in the forward. Both then have as many turns, and each all-to-all
+        is hidden by work of the other lane."""
         return product(_Breath.apply(x_MI, self.mesh) if self.counts else x_MI, weight_EOI, ends_E)
 
     @property
@@ -239,8 +241,8 @@ class _Journey:
 
 
 class _Depart(torch.autograd.Function):
-    """Begin to send; backward waits for the gradients. What is under way is in the journey: as a
-    result, autograd would want a gradient of its size."""
+    """Begin to send; backward waits for the gradients. The journey holds what is under way: as a
+    result of this function, autograd would want a gradient of its size."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, journey: _Journey) -> Tensor:

@@ -1,4 +1,7 @@
-"""Weights in files: mapped into memory, so that the system keeps of them what there is room for."""
+"""One flat unit on one rank: the buffers of its weights and gradients, and what fills them.
+
+Weights that are offloaded to a disk lie in memory-mapped files.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +25,9 @@ from fivefold.parallel.transport import Pending
 
 
 def on_disk(folder: Path, size: int, dtype: torch.dtype) -> Tensor:
-    """A tensor whose memory is a file in this folder, which nobody else sees or has to remove.
+    """A tensor whose memory is an unlinked file in this folder.
 
-    Its blocks are reserved first: a disk that is full later would end the process without a word.
+    Its blocks are reserved first: a disk that fills up later would kill the process silently.
     """
     num_bytes = max(1, size * dtype.itemsize)
     try:
@@ -46,7 +49,7 @@ def on_disk(folder: Path, size: int, dtype: torch.dtype) -> Tensor:
 
 @cache
 def _reader() -> ThreadPoolExecutor:
-    """Reads while others compute: one block ahead of its use."""
+    """Reads a block from the disk before its use, while another one computes."""
     return ThreadPoolExecutor(1, thread_name_prefix="fivefold-read")
 
 
@@ -63,9 +66,6 @@ class _Reading:
 def reading(target: Tensor, source: Tensor) -> _Reading:
     """Begin to copy what lies in a file."""
     return _Reading(_reader().submit(target.copy_, source))
-
-
-# One data unit on one rank: its flat buffers, and who fills and empties them.
 
 
 Places = Mapping[str, Sequence[tuple[nn.Module, str]]]
@@ -99,7 +99,7 @@ class UnitOptions:
 
 @dataclass(frozen=True)
 class Use:
-    """Which blocks use a unit, in forward order, and when its whole weights must be here."""
+    """Which blocks use a unit, in forward order, and when its full weights must be in memory."""
 
     blocks: tuple[str, ...]
     kept: bool  # from the forward to the backward: the last block is used in both at once
@@ -108,7 +108,7 @@ class Use:
 
 @dataclass
 class OwnedShard:
-    """What the optimizer of this rank updates of one weight: all of it, or a flat part that begins
+    """What the optimizer of this rank updates of one weight: all of it, or a flat shard that begins
     at element `start`.
 
     The gradient is there after `Data.finish`, on the device, in the type of the weight or of its
@@ -127,9 +127,9 @@ class OwnedShard:
 
 
 class FlatUnit:
-    """The weights of a unit in one buffer, `whole`, of which this rank owns `part`.
+    """The weights of a unit in one buffer, `full`, of which this rank owns `shard`.
 
-    Under stage 3 `whole` has storage only between `gather` and `release`; with offload, `part` then
+    Under stage 3 `full` has storage only between `gather` and `release`; with offload, `shard` then
     lives in host memory, or in a file.
     """
 
@@ -139,17 +139,17 @@ class FlatUnit:
         self.unit, self.use, self.mesh, self.options = unit, use, mesh, options
         self.arriving: Pending | None = None
         self.summing: Pending | None = None
-        self.gradients: Tensor | None = None  # of the whole unit, this rank's share
+        self.gradients: Tensor | None = None  # of the full unit, from this rank's tokens
         self.sent: Tensor | None = None  # the same, while others read it
         self.sent_last = False
-        self.received: Tensor | None = None  # of the part, summed over the ranks, on its way
-        self.gradient: Tensor | None = None  # of the part, summed over ranks and microbatches
+        self.received: Tensor | None = None  # of the shard, summed over the ranks, on its way
+        self.gradient: Tensor | None = None  # of the shard, summed over ranks and microbatches
         self.parameters = self._adopt(places, fill)
-        self.missing = set(self.parameters)  # weights whose gradient this microbatch still owes
+        self.missing = set(self.parameters)  # weights without a gradient of this microbatch yet
         self.spans = {entry.row.name: (entry.start, entry.stop) for entry in unit.entries}
         self.tell: WeakMethod[Callable[[FlatUnit], None]] | None = None
-        self.grad_dtype = options.grad_dtype or self.whole.dtype
-        self.part = self._own_part()
+        self.grad_dtype = options.grad_dtype or self.full.dtype
+        self.shard = self._own_shard()
         self.owned = self._owned()
         self.present = True
         self.release()
@@ -165,7 +165,7 @@ class FlatUnit:
 
     @property
     def sheds_weights(self) -> bool:
-        """Whether the whole weights are here only while they are used."""
+        """Whether the full weights are in memory only while they are used."""
         return self.options.zero == 3 and (self.sliced or self.options.disk is not None)
 
     @property
@@ -183,26 +183,26 @@ class FlatUnit:
         """Put views of a flat buffer in the place of the modules' own weights."""
         module, attribute = places[self.unit.entries[0].row.name][0]
         dtype = getattr(module, attribute).dtype
-        self.whole = torch.zeros(self.unit.size, dtype=dtype, device=self.mesh.device)
+        self.full = torch.zeros(self.unit.size, dtype=dtype, device=self.mesh.device)
         parameters: dict[str, nn.Parameter] = {}
         for entry in self.unit.entries:
-            view = self.whole[entry.start : entry.stop].view(entry.row.shape)
+            view = self.full[entry.start : entry.stop].view(entry.row.shape)
             view.copy_(fill(entry.row))
             parameters[entry.row.name] = nn.Parameter(view.data)  # with a version of its own
             for module, attribute in places[entry.row.name]:
                 setattr(module, attribute, parameters[entry.row.name])
         return parameters
 
-    def _own_part(self) -> Tensor:
+    def _own_shard(self) -> Tensor:
         size = self.unit.slice_size
-        part = self.whole[self.place * size : (self.place + 1) * size]
+        shard = self.full[self.place * size : (self.place + 1) * size]
         if not self.sheds_weights:
-            return part
+            return shard
         if self.options.disk is not None:
-            return on_disk(self.options.disk, size, part.dtype).copy_(part)
+            return on_disk(self.options.disk, size, shard.dtype).copy_(shard)
         if not self.options.offload:
-            return part.clone()
-        return torch.empty(size, dtype=part.dtype, pin_memory=part.is_cuda).copy_(part)
+            return shard.clone()
+        return torch.empty(size, dtype=shard.dtype, pin_memory=shard.is_cuda).copy_(shard)
 
     def _owned(self) -> list[OwnedShard]:
         if not self.sliced and not self.sheds_weights:
@@ -212,7 +212,7 @@ class FlatUnit:
         for entry in self.unit.entries:
             starts[entry.row.name] = max(0, low - entry.start)
         return [
-            OwnedShard(row, self.part[start:stop].detach(), starts[row.name])
+            OwnedShard(row, self.shard[start:stop].detach(), starts[row.name])
             for row, start, stop in self.unit.owned(self.place)
         ]
 
@@ -239,7 +239,7 @@ class FlatUnit:
         """Add to the gradient of one weight."""
         room = self._room(name)
         if room is None:
-            self.parameters[name].grad = gradient.to(self.whole.dtype)
+            self.parameters[name].grad = gradient.to(self.full.dtype)
         else:
             room.add_(gradient)
         self._added(name)
@@ -265,12 +265,12 @@ class FlatUnit:
         self.missing.discard(name)
         if self.tell is not None and not self.missing:
             self.missing = set(self.parameters)
-            told = self.tell()
-            assert told is not None
-            told(self)
+            ready = self.tell()
+            assert ready is not None
+            ready(self)
 
     def share(self) -> Tensor:
-        """This rank's gradients of the whole unit; zero where no token reached a weight."""
+        """This rank's gradients of the full unit; zero where no token reached a weight."""
         if self.gradients is None:
             self.gradients = torch.zeros(
                 self.unit.size, dtype=self.grad_dtype, device=self.mesh.device
@@ -278,31 +278,31 @@ class FlatUnit:
         return self.gradients
 
     def gather(self) -> None:
-        """Start to bring the whole weights here, where they are not kept."""
+        """Start to gather the full weights, where they are not in memory."""
         if self.present:
             return
         self.present = True
-        self.whole.untyped_storage().resize_(self.whole.nbytes)
-        self.mesh.resized(self.whole)
+        self.full.untyped_storage().resize_(self.full.nbytes)
+        self.mesh.resized(self.full)
         if not self.sliced:
-            self.arriving = reading(self.whole, self.part)
+            self.arriving = reading(self.full, self.shard)
             return
-        part = self.part.to(self.mesh.device, non_blocking=True)
-        self.arriving = self.mesh.all_gather(self.whole, part, self.unit.shard_axis)
+        shard = self.shard.to(self.mesh.device, non_blocking=True)
+        self.arriving = self.mesh.all_gather(self.full, shard, self.unit.shard_axis)
 
     def arrive(self) -> None:
-        """Wait until what was gathered or published is here."""
+        """Wait for a gather."""
         if self.arriving is not None:
             self.mesh.lanes.pause()
             self.arriving.wait()
             self.arriving = None
 
     def release(self) -> None:
-        """Drop the whole weights, where only parts are kept."""
+        """Free the full weights, where only the shard is kept."""
         if self.present and self.sheds_weights:
             self.arrive()
-            self.whole.untyped_storage().resize_(0)
-            self.mesh.resized(self.whole)
+            self.full.untyped_storage().resize_(0)
+            self.mesh.resized(self.full)
             self.present = False
 
     def send(self, last: bool) -> None:
@@ -341,7 +341,7 @@ class FlatUnit:
             self.summing.wait()
             self.summing = None
         assert self.gradient is not None
-        wanted = self.grad_dtype if self.options.master else self.part.dtype
+        wanted = self.grad_dtype if self.options.master else self.shard.dtype
         gradient = self.gradient.to(wanted)
         spans = {row.name: (start, stop) for row, start, stop in self.unit.owned(self.place)}
         for each in self.owned:
@@ -351,10 +351,10 @@ class FlatUnit:
                 each.tensor.grad = each.gradient
 
     def publish(self) -> None:
-        """Let go of the gradients, and bring the updated weights to where they are held whole."""
+        """Free the gradients, and start to gather updated weights where they are kept in full."""
         self.gradient, self.sent_last = None, False
         self.missing = set(self.parameters)
         for each in self.owned:
             each.gradient = each.tensor.grad = None
         if self.sliced and not self.sheds_weights:
-            self.arriving = self.mesh.all_gather(self.whole, self.part, self.unit.shard_axis)
+            self.arriving = self.mesh.all_gather(self.full, self.shard, self.unit.shard_axis)

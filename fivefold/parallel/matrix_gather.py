@@ -1,14 +1,14 @@
-"""Whole matrices for Muon, from what a rank owns of them, and back.
+"""Full matrices for Muon, gathered from the shards of all ranks, and the way back.
 
-Moves    for every data unit that is sliced, one all-gather of this rank's slice over the unit's
-         shard axis; then, for the matrices that tp or etp has cut, one over that axis. All in the
-         type of the weights.
-Costs    the memory of one unit's matrices, whole, and the products of Newton-Schulz: 5 steps of
+Moves    for every sharded flat unit, one all-gather of this rank's shard over the unit's shard
+         axis; then, for the matrices that tp or etp has cut, one over that axis. All in the type
+         of the weights.
+Costs    the memory of one unit's full matrices, and the GEMMs of Newton-Schulz: 5 steps of
          2·m²·(2n + m) for an m by n matrix with m ≤ n. A rank computes only the matrices that it
-         owns some of: sliced ones are shared out over the shard axis, and those at the edge of two
-         slices are computed twice; replicas and tp ranks all compute the same.
+         owns a shard of. A matrix that two shards share is computed twice; replicas and tp ranks
+         all compute the same.
 
-Ranks that meet on tp or etp hold the same slices, so that all of them want the same matrices.
+Ranks that meet on tp or etp own the same shards, so that all of them need the same matrices.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class GatheredMatrices:
     def gather(self, parts: Mapping[int, Tensor]) -> Iterator[tuple[int, Tensor]]:
         """See `FullMatrices`. A rank that owns no matrix of a unit sends its slice all the same."""
         for unit, places in self.units:
-            pieces = self._unsliced(unit, places, parts)
+            shards = self._unsliced(unit, places, parts)
             cuts = {place: self._cut(place) for place in places}
-            yield from ((place, pieces[place]) for place in places if cuts[place] is None)
+            yield from ((place, shards[place]) for place in places if cuts[place] is None)
             cut = {place: one for place, one in cuts.items() if one is not None}
             if cut:
-                yield from self._joined(pieces, cut, "etp" if unit.unit.expert else "tp")
+                yield from self._joined(shards, cut, "etp" if unit.unit.expert else "tp")
 
     def local_shard(self, place: int, matrix: Tensor) -> Tensor:
         """See `FullMatrices`."""
@@ -68,13 +68,13 @@ class GatheredMatrices:
     def _cut(self, place: int) -> _Cut | None:
         """How tp or etp has cut a weight; ep leaves experts whole."""
         row = self.owned[place].row
-        piece = self.job.shards[row.name]
+        shard = self.job.shards[row.name]
         if not row.expert:
-            if piece.dim is None:
+            if shard.dim is None:
                 return None
-            return _Cut(piece.dim, piece.start, piece.stop, piece.copies)
-        assert piece.inner is not None, "experts have an inner cut"
-        return _Cut(*piece.inner, copies=1) if self.mesh.size("etp") > 1 else None
+            return _Cut(shard.dim, shard.start, shard.stop, shard.copies)
+        assert shard.inner is not None, "experts have an inner cut"
+        return _Cut(*shard.inner, copies=1) if self.mesh.size("etp") > 1 else None
 
     def _unsliced(
         self, unit: FlatUnit, places: list[int], parts: Mapping[int, Tensor]
@@ -84,7 +84,7 @@ class GatheredMatrices:
             return {place: parts[place] for place in places}
         entries = {entry.row.name: entry for entry in unit.unit.entries}
         size, low = unit.unit.slice_size, unit.place * unit.unit.slice_size
-        part = torch.zeros(size, dtype=unit.part.dtype, device=self.mesh.device)
+        part = torch.zeros(size, dtype=unit.shard.dtype, device=self.mesh.device)
         for place in places:
             each = self.owned[place]
             begin = entries[each.row.name].start + each.start - low
@@ -98,16 +98,16 @@ class GatheredMatrices:
         return found
 
     def _joined(
-        self, pieces: Mapping[int, Tensor], cuts: Mapping[int, _Cut], axis: str
+        self, shards: Mapping[int, Tensor], cuts: Mapping[int, _Cut], axis: str
     ) -> Iterator[tuple[int, Tensor]]:
-        """Whole matrices from the pieces of all ranks of an axis, by one all-gather."""
+        """Whole matrices from the shards of all ranks of an axis, by one all-gather."""
         size = self.mesh.size(axis)
-        part = torch.cat([pieces[place].reshape(-1) for place in cuts])
+        part = torch.cat([shards[place].reshape(-1) for place in cuts])
         gathered = part.new_empty(size * part.numel())
         self.mesh.all_gather(gathered, part, axis).wait()
         by_rank, start = gathered.view(size, -1), 0
         for place, cut in cuts.items():
-            stop = start + pieces[place].numel()
-            each = by_rank[:: cut.copies, start:stop].reshape(-1, *pieces[place].shape)
+            stop = start + shards[place].numel()
+            each = by_rank[:: cut.copies, start:stop].reshape(-1, *shards[place].shape)
             yield place, torch.cat(list(each), dim=cut.dim)
             start = stop

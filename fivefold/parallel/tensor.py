@@ -100,9 +100,9 @@ class _TensorBoundary(AxisBoundary):
     def before(self, module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """Before column-split GEMMs."""
         x, *rest = arguments
-        whole = self.enter(x)
-        self.shards[whole] = _Shard(self, x.detach())
-        return (whole, *rest)
+        full = self.enter(x)
+        self.shards[full] = _Shard(self, x.detach())
+        return (full, *rest)
 
     @cached_property
     def shards(self) -> WeakTensorKeyDictionary:
@@ -154,7 +154,7 @@ class _Shard:
     def __init__(self, boundary: AxisBoundary, x: Tensor) -> None:
         self.boundary, self.x = boundary, x
         self.users = 0
-        self.whole: Tensor | None = None
+        self.full: Tensor | None = None
 
     def pack(self, address: int, size: int, saved: Tensor) -> Tensor | torch.Size:
         """Save only the shape of what was gathered, whatever view of it is saved."""
@@ -167,10 +167,10 @@ class _Shard:
         """Gathered for the first GEMM that asks, and freed after the last."""
         if isinstance(kept, Tensor):
             return kept
-        whole = self.boundary.gather(self.x) if self.whole is None else self.whole
+        full = self.boundary.gather(self.x) if self.full is None else self.full
         self.users -= 1
-        self.whole = whole if self.users else None
-        return whole.view(kept)
+        self.full = full if self.users else None
+        return full.view(kept)
 
 
 class _VocabularyLoss:

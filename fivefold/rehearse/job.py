@@ -1,4 +1,4 @@
-"""A whole job rehearsed: its distinct ranks, held against the plan and against one another."""
+"""A whole job rehearsed: its distinct ranks, compared with the plan and with one another."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _SLACK = 1e-3  # of the peak: small tensors whose memory goes a moment later
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """All that was seen. `whole` are ranks that ran a second time without any replay, and whether
-    they called the same; `astray` are ranks whose collectives are not those of the plan."""
+    """The result. `whole`: ranks that ran a second time without any replay, and whether they issued
+    the same collectives; `astray`: ranks whose collectives are not those of the plan."""
 
     plan: Plan
     runs: list[RehearsedRank]

@@ -1,4 +1,7 @@
-"""One rank on one GPU: real shards, real kernels, and nobody to wait for."""
+"""One rank on one GPU: real shards, real kernels, and no other rank to wait for.
+
+The clock then plays the step of the whole job from the times that were measured.
+"""
 
 from __future__ import annotations
 
@@ -152,9 +155,6 @@ def _named(action: Step | str) -> str:
     return re.sub(r"([FBIW])[0-9]+", r"\1", str(action))
 
 
-# A step's time from what one GPU was measured to compute: the clock plays the rest.
-
-
 @dataclass(frozen=True)
 class Forecasted:
     """What was measured, rank by rank, and the step that follows where the machine is known."""
@@ -197,7 +197,7 @@ def passes_of(plan: Plan, found: Sequence[MeasuredRank]) -> dict[int, MeasuredPa
 
 
 def _passes(one: MeasuredRank, stage: int) -> MeasuredPasses:
-    """A backward in one piece counts as one of inputs: the clock adds both."""
+    """A full backward counts as an input gradient: the clock adds both."""
     times = {name: each for name, each in one.actions.items() if re.match(rf"{stage}[FBIW]$", name)}
     letter = {name[-1]: seconds for name, seconds in times.items()}
     whole = letter.get("B", letter.get("I", 0.0) + letter.get("W", 0.0))

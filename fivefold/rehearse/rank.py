@@ -1,4 +1,7 @@
-"""One rank of any job, alone: process groups without others, and tensors without values."""
+"""One rank of any job, alone: fake process groups, tensors without values, and a routing by rule.
+
+The real composition and the real step run; memory and collectives are recorded.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fivefold.core.groups import FAR, NEAR, PIPELINE
 from fivefold.core.legality import padded_vocab
 from fivefold.core.plan import Plan
+from fivefold.core.precision import PRECISIONS, RUNTIME_PRECISIONS
 from fivefold.core.schedule import Step, actions_of, merged
 from fivefold.cost.collectives import max_nodes_per_token, units_of
 from fivefold.cost.grid import fullest_rank_load
@@ -60,9 +64,6 @@ def without_values(device: torch.device) -> Iterator[None]:
             yield
     finally:
         token_index.cache_clear()  # and is of no use to those with values
-
-
-# Where tokens go that have no values: round-robin, or unevenly as asked.
 
 
 class RoundRobin:
@@ -117,15 +118,14 @@ def _split(count: int, shares: Sequence[float]) -> list[int]:
     return [stop - start for start, stop in pairwise(ends)]
 
 
-# One rank rehearsed: the real composition and the real step, and what they held and called.
-
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, PRECISIONS[name].dtype) for name in RUNTIME_PRECISIONS
+}
 
 
 @dataclass(frozen=True)
 class MemoryLevel:
-    """Memory behind one action of a rank."""
+    """Memory after one action of a rank."""
 
     action: str
     bytes: int
@@ -134,7 +134,7 @@ class MemoryLevel:
 
 @dataclass(frozen=True)
 class RehearsedRank:
-    """What one rank held and called in a step."""
+    """Memory and collectives of one rank in a step."""
 
     rank: int
     peak: int
@@ -149,7 +149,7 @@ class RehearsedRank:
 def rehearse_rank(
     plan: Plan, rank: int, traces: Traces | None, imbalance: float = 1.0
 ) -> RehearsedRank:
-    """A whole optimizer step of one rank on tensors without values.
+    """One optimizer step of one rank on tensors without values.
 
     With `traces`, actions that were traced before are replayed; None: everything runs for real.
     """

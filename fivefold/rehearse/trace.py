@@ -1,4 +1,4 @@
-"""What GPU kernels keep, for tensors without values: a CPU's kernels keep something else."""
+"""The memory and the collectives of actions: metered, traced once, and replayed."""
 
 from __future__ import annotations
 
@@ -59,12 +59,6 @@ class _FusedNorm(torch.autograd.Function):
         return torch.empty_like(x), None if weight is None else torch.empty_like(weight)
 
 
-# Memory as the tensors that really live take it, by what they are for.
-#
-# Sees every operator, and so every piece of memory when it is made; the piece itself says when it
-# is gone. Sizes are rounded up as a GPU's allocator does.
-
-
 WEIGHTS, GRADIENTS, MASTER, OPTIMIZER = "weights", "gradients", "master", "optimizer"
 ACTIVATIONS, LOGITS, BUFFERS = "activations", "logits", "buffers"
 CATEGORIES = (WEIGHTS, GRADIENTS, MASTER, OPTIMIZER, ACTIVATIONS, LOGITS, BUFFERS)
@@ -75,7 +69,9 @@ Delta = tuple[str, int]
 
 
 class Meter(TorchDispatchMode):
-    """Bytes that live, by category, and the most there were.
+    """Live bytes by category, and their peak.
+
+    It sees every operator, and so every new storage; a finalizer tells when one is freed. Sizes are rounded up as the allocator of a GPU does.
 
     `category` is what new memory is for; None: `sort` says it for each tensor.
     """
@@ -179,14 +175,6 @@ class Meter(TorchDispatchMode):
             self.peak, self.at_peak = self.total, dict(self.live)
 
 
-# Actions traced once and replayed: the microbatches of a stage all do the same.
-#
-# The real code runs for the first and the last microbatch of a stage, which begin and end a
-# step's gradients, and for one between them, or two where some backwards are split and some are
-# not. What those did, to the memory and on the mesh, is what all others do: in their place a stub
-# passes tensors of the right size on.
-
-
 @dataclass
 class Trace:
     """What one action does: to the memory in order, and which collectives it issues."""
@@ -238,7 +226,13 @@ class Tracer:
 
 
 class ReplayingChunk:
-    """A stage that runs for real only where it must."""
+    """A stage that runs for real only where it must: the microbatches of a stage all do the same.
+
+    The real code runs for the first and the last microbatch, which begin and end the gradients of a
+    step, and for one between them, or two where some backwards are split and some are not. All
+    others repeat what those did to the memory and on the mesh, and a stub passes on tensors of the
+    right size.
+    """
 
     def __init__(
         self,
@@ -306,8 +300,8 @@ class ReplayingChunk:
         call: Callable[[], Any],
         given: Callable[[Any], Tensor | None],
     ) -> Any:
-        """Run for real, and trace it where it is the one between; what is `given` away is the
-        memory of whoever takes it."""
+        """Run for real, and trace it where it is the one between; the tensor that is `given` away
+        is memory of its receiver."""
         if microbatch not in self.traced:
             return call()
         with self.meter.tracing() as seen, self.log.tracing() as calls:
@@ -345,7 +339,7 @@ def _without(given: Tensor | None, seen: list[tuple[int, Delta]]) -> list[Delta]
 
 def _chosen(actions: list[Action]) -> tuple[set[int], set[int]]:
     """The microbatches that run for real, and those of them that stand for the rest: one whose
-    backward is whole, one whose backward is split, where there are such.
+    backward is not split, one whose backward is split, where there are such.
 
     The second backward still ends what the first one began: sums that were under way.
     """

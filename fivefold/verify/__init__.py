@@ -1,1 +1,1 @@
-"""A plan run by many ranks, held against one process."""
+"""A plan run by many ranks and compared with one process."""

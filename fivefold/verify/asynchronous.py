@@ -1,8 +1,13 @@
-"""Weights of some updates ago: what an asynchronous pipeline computes with.
+"""An asynchronous pipeline: microbatches flow without a drain, and every rank updates by itself.
 
-A microbatch's backward must see the weights that its forward saw, while updates go on between the
-two. A version is a set of leaves with the values of one update; microbatches in flight keep theirs,
-and a version that none will use again is dropped. The optimizer's own weights come on top.
+Its gradients are computed on weights of some updates ago, which is not what one device computes.
+There is no global gradient norm to clip by before an update, because no two stages are at the same
+microbatch; the norms are known at the end.
+
+The backward of a microbatch must see the weights that its forward saw, while updates go on between
+the two. A version is a set of leaves with the values of one update. Microbatches in flight keep
+theirs, and a version that no microbatch will use again is dropped. The optimizer's own weights come
+on top.
 """
 
 from __future__ import annotations
@@ -99,13 +104,6 @@ class StashingChunk:
     def _install(self, weights: Version | dict[str, nn.Parameter]) -> None:
         for module, attribute, name in self.places:
             setattr(module, attribute, weights[name])
-
-
-# An asynchronous run: microbatches flow without a drain, and every rank updates by itself.
-#
-# Its gradients are computed on weights of some updates ago, which is not what one device
-# computes. There is no global gradient norm to clip by before an update, since no two stages are
-# at the same microbatch; the norms are told when all is done.
 
 
 class Stream:

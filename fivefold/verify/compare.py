@@ -16,12 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.core.batch import Batch
+from fivefold.core.precision import FORMATS
 from fivefold.core.shape import Shape
 from fivefold.core.weights import WeightShard
 
 Array = NDArray[np.floating]
 Dtype = Literal["float64", "float32", "bfloat16"]
-EPSILON: dict[str, float] = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7}
 # Below this share of the model's largest value a parameter's own size says nothing.
 _FLOOR = 1e-3
 _SAFETY = 8
@@ -36,7 +36,7 @@ Call = tuple[str, str, int, int]
 
 @dataclass(frozen=True)
 class ComparedPart:
-    """Elements of one weight (or its gradient) on one rank: `values` of its piece from `start`."""
+    """Elements of one weight (or its gradient) on one rank: `values` of its shard from `start`."""
 
     name: str
     piece: WeightShard
@@ -46,7 +46,7 @@ class ComparedPart:
 
 @dataclass(frozen=True)
 class Wanted:
-    """One comparison: the truth by name, and the parts of it that ranks have."""
+    """One comparison: the reference by name, and the shards of it that ranks have."""
 
     truth: Mapping[str, Array]
     parts: Sequence[ComparedPart]
@@ -76,7 +76,7 @@ def tolerances(
     """
     longest = max(shape.width, shape.ffn, shape.vocab, batch.tokens)
     terms = shape.layers * (1 if dtype == "bfloat16" else longest)
-    base = _SAFETY * EPSILON[dtype] * math.sqrt(terms)
+    base = _SAFETY * FORMATS[dtype].epsilon * math.sqrt(terms)
     kinds = ("loss_err", "grad_err", "norm_err", "clip_err")
     of_weights = base * (1 + steps * gain)
     return {**dict.fromkeys(kinds, of_weights if drifts else base), "weight_err": of_weights}
@@ -101,7 +101,7 @@ def errors_by_name(wanted: Wanted) -> dict[str, float]:
 
 
 def expected(whole: NDArray[np.generic], part: ComparedPart) -> NDArray[np.generic]:
-    """What the part should be: the rank's piece, padded with zeros, and of that a flat range."""
+    """What a shard should be: cut from the reference, padded with zeros, then a flat range."""
     held, size = part.piece, part.values.size
     cut = whole
     if held.inner is not None:

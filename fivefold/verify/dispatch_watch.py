@@ -1,8 +1,8 @@
-"""Watch: every collective of this rank, whoever issues it, as torch's dispatcher sees it.
+"""Every collective of this rank as torch's dispatcher sees it, whatever code issues it.
 
-It is the second witness beside `Mesh.records`, and the one that a forgotten or a stray collective
-cannot escape. It costs a Python call an operator and stops compilation: `verify` and CPU
-`rehearse` use it, nothing else does.
+It is a second count beside `Mesh.records`: a collective that was forgotten there, or added
+elsewhere, shows up here. It costs a Python call for each operator and disables compilation, so only
+`verify` uses it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The truth of `verify`: the plain model on one device, the whole batch at once, torch's own parts.
+"""The reference of `verify`: the plain model on one device, full batches, torch's own parts.
 
 It shares the model's blocks and the initial values with the ranks and nothing else: no line of
 `parallel/` or `step.py` runs here, the loss, the clipping and the optimizers are torch's.
@@ -59,9 +59,9 @@ def truths(
     rows_in_microbatch: int | None = None,
     device: torch.device | str = "cpu",
 ) -> list[Truth]:
-    """Run one step for each whole batch, from the seed's initial values.
+    """Run one step for each full batch, from the seed's initial values.
 
-    Rules that count by microbatch are told how many of the rows make one.
+    Rules that count by microbatch need to know how many rows make one.
     """
     say("build")
     model, updater = _built(shape, optimizer, seed, dtype, device)

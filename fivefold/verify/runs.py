@@ -1,4 +1,4 @@
-"""How a plan is tried."""
+"""The two sides of a verification: the steps of one rank, and the reference in one process."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ Device = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True)
 class VerifySettings:
-    """How a plan is tried. `empty_rank`: a data rank without any counted token in step 1.
+    """How a plan is verified. `empty_rank`: a data rank without any counted token in step 1.
 
     On `cuda` all processes share one GPU. `compiled` blocks run as they do in training, on a rank
-    that is alone; the truth is never compiled.
+    that is alone; the reference is never compiled.
     """
 
     dtype: Dtype = "float64"
@@ -59,23 +59,20 @@ class VerifySettings:
 
 
 def num_microbatches(plan: Plan, settings: VerifySettings) -> int:
-    """Microbatches of a trial; PipeDream's optimizer steps after every one."""
+    """Microbatches of a verification; PipeDream's optimizer steps after every one."""
     schedule = plan.schedule
     every = Delays.of(schedule).every if schedule.asynchronous else schedule.num_microbatches
     return settings.steps * every
 
 
 def num_phases(plan: Plan, settings: VerifySettings) -> int:
-    """How often `on_phase` is called in a trial that ends well."""
+    """How often `on_phase` is called in a verification that succeeds."""
     ranks, columns = plan.layout.pp, plan.layout.world // plan.layout.pp
     if plan.schedule.asynchronous:
         actions = 2 * ranks * num_microbatches(plan, settings)
     else:
         actions = settings.steps * sum(len(merged(plan.schedule, rank)) for rank in range(ranks))
     return columns * (2 * ranks * (1 + settings.steps) + actions) + 1 + settings.steps
-
-
-# The two sides of a trial: the steps of one rank, each watched, and the truth of one process.
 
 
 @dataclass(frozen=True)
@@ -160,7 +157,7 @@ def run_rank(worker: Worker, plan: Plan, settings: VerifySettings) -> VerifiedRa
 
 
 def _prepared(settings: VerifySettings) -> torch.device:
-    """The device of a trial; float32 is float32 there, and no product is rounded to TF32."""
+    """The device; float32 is float32 there, and no GEMM is rounded to TF32."""
     if settings.device == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.allow_tf32 = False

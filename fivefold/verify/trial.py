@@ -1,4 +1,4 @@
-"""What the ranks computed, held against the truth and the prediction."""
+"""One verification: a plan run by its ranks and by one process, and the two compared."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class VerifyVerdict:
 def judge(
     plan: Plan, settings: VerifySettings, runs: list[VerifiedRank], truths: list[Truth]
 ) -> VerifyVerdict:
-    """Hold every rank's steps against the truth and the prediction."""
+    """Compare every rank's steps with the reference, and its collectives with the prediction."""
     gain = reference.GAIN[settings.optimizer]
     tolerance = compare.tolerances(
         plan.shape,
@@ -103,9 +103,6 @@ def _traffic(plan: Plan, settings: VerifySettings, runs: list[VerifiedRank]) -> 
     return found
 
 
-# One trial: a plan run by its ranks and by one process, and the two compared.
-
-
 __all__ = [
     "VerifiedRank",
     "VerifySettings",
@@ -121,7 +118,7 @@ __all__ = [
 def run_trial(
     pool: Pool, plan: Plan, settings: VerifySettings, on_phase: Callable[[], None] | None = None
 ) -> VerifyVerdict:
-    """Run the plan on the pool's first ranks, and the truth on the one after them."""
+    """Run the plan on the pool's first ranks, and the reference on the one after them."""
     ranks = [(run_rank, (plan, settings))] * plan.layout.world
     *runs, truths = pool.run_each([*ranks, (run_reference, (plan, settings))], on_phase)
     return judge(plan, settings, runs, truths)

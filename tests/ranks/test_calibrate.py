@@ -11,8 +11,15 @@ import pytest
 from fivefold.cli import main
 from fivefold.core.machine import load, presets
 from fivefold.launch.processes import num_gpus
+from tests.commands import in_fork
 
-TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+TORCHRUN = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "2",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "29500",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -22,12 +29,11 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def run(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    with pytest.raises(SystemExit) as stop:
-        main(list(words))
-    output = capsys.readouterr()
-    assert stop.value.code == 0, output.err
-    return output.out
+def run(*words: str) -> str:
+    """In a fork: measuring starts threads, and no rank may be forked beside them later."""
+    done = in_fork(list(words), Path.cwd())
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def refuse(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -39,9 +45,9 @@ def refuse(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return output.err
 
 
-def test_plan_takes_the_file(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_takes_the_file() -> None:
     words = ("calibrate", "--device", "cpu", "--seconds", "1", "--ranks", "2", "--json")
-    table: dict[str, Any] = json.loads(run(capsys, *words))
+    table: dict[str, Any] = json.loads(run(*words))
     machine = load("./machine.toml")
     assert table["base"] == "laptop" and table["dtype"] == "fp32" and table["ranks"] == 2
     constants = table["constants"]
@@ -54,13 +60,13 @@ def test_plan_takes_the_file(capsys: pytest.CaptureFixture[str]) -> None:
     hops = {sample["starts"] for sample in table["samples"]["links"]}
     assert hops == {1.0}
     planned = ("plan", "tiny", "--layout", "dp=2", "--precision", "fp32", "--json")
-    slow = json.loads(run(capsys, *planned, "--machine", "./machine.toml"))
+    slow = json.loads(run(*planned, "--machine", "./machine.toml"))
     assert slow["layouts"][0]["step_s"] > 0
 
 
-def test_the_text_names_the_file(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_text_names_the_file() -> None:
     words = ("calibrate", "--device", "cpu", "--seconds", "0.5", "-o", "here.toml")
-    text = run(capsys, *words)
+    text = run(*words)
     assert "here.toml written in" in text and "launch floor" in text
     assert "attention_old was not measured" in text
     assert Path("here.toml").read_text("utf-8").startswith("# Measured by fivefold calibrate on ")
@@ -105,6 +111,6 @@ def test_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:
 def test_torchrun_is_for_gpus(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in zip(TORCHRUN, "002", strict=True):
+    for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
     assert "with --ranks" in refuse(capsys, "--device", "cpu")

@@ -78,7 +78,7 @@ def gathered(job: Job, *_: object) -> Callable[[], int]:
     units, most = list(job.units), [0]
 
     def note() -> None:
-        here = sum(unit.whole.untyped_storage().nbytes() for unit in units)
+        here = sum(unit.full.untyped_storage().nbytes() for unit in units)
         most[0] = max(most[0], here)
 
     for unit in units:
@@ -104,11 +104,11 @@ def held(job: Job, optimizer: Updater) -> dict[str, int]:
     """Bytes by place. Without a GPU both places are host memory, so a tensor's part says which."""
     units, offload = list(job.units), isinstance(optimizer, BlockwiseUpdater)
     states = optimizer.tensors()
-    mine = [*states, *(unit.part for unit in units if unit.sheds_weights)]
+    mine = [*states, *(unit.shard for unit in units if unit.sheds_weights)]
     buffers = [
         one
         for unit in units
-        for one in (unit.whole, unit.gradients, unit.sent, unit.received, unit.gradient)
+        for one in (unit.full, unit.gradients, unit.sent, unit.received, unit.gradient)
         if one is not None
     ]
     parameters = [one for unit in units for one in unit.parameters.values()]

@@ -134,12 +134,12 @@ def stale_weight() -> Patch:
         if self.use.blocks[0] != "blocks.1":
             inner(self)
             return
-        before = self.whole.clone()
+        before = self.full.clone()
         inner(self)
         self.arrive()
         size, place = self.unit.slice_size, self.mesh.coord("fsdp")
-        before[place * size : (place + 1) * size] = self.whole[place * size : (place + 1) * size]
-        self.whole.copy_(before)
+        before[place * size : (place + 1) * size] = self.full[place * size : (place + 1) * size]
+        self.full.copy_(before)
 
     return patch.object(FlatUnit, "publish", stale)
 

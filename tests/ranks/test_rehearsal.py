@@ -135,8 +135,8 @@ def skips_a_gather() -> Any:
         if self.mesh.rank != 1 or "blocks.1" not in self.use.blocks or self.present:
             return inner(self)
         self.present = True
-        self.whole.untyped_storage().resize_(self.whole.nbytes)
-        return self.mesh.resized(self.whole)
+        self.full.untyped_storage().resize_(self.full.nbytes)
+        return self.mesh.resized(self.full)
 
     return patch.object(FlatUnit, "gather", skipping)
 
@@ -203,8 +203,8 @@ def test_a_fault_of_one_rank_is_seen(
     assert found.astray == astray
     parted = found.mismatches[0]
     assert (parted.one, parted.other) == (0, 1)
-    assert str(parted.one_calls) != str(parted.other_calls)
-    for rank, call in ((0, parted.one_calls), (1, parted.other_calls)):
+    assert str(parted.one_issued) != str(parted.other_issued)
+    for rank, call in ((0, parted.one_issued), (1, parted.other_issued)):
         assert f"rank {rank} makes {call or 'no further call'}" in str(parted)
 
 

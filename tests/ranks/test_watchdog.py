@@ -15,7 +15,7 @@ import pytest
 from test_pool import gone, wait_until_gone
 
 from fivefold.launch.processes import Pool, RankLost
-from fivefold.launch.watchdog import Diary, Watchdog, position, read, watched
+from fivefold.launch.watchdog import FlightRecorder, Watchdog, position_from, read_log, watched
 from fivefold.launch.worker import Worker
 from tests.selection import within
 
@@ -110,32 +110,32 @@ def test_a_rank_that_takes_long_as_allowed_is_not_lost() -> None:
         pool.run(training, "slow")
 
 
-def test_a_diary_outlives_its_rank_and_forgets_the_oldest(tmp_path: Path) -> None:
-    diary = Diary(tmp_path, 3)
+def test_a_recorder_outlives_its_rank_and_forgets_the_oldest(tmp_path: Path) -> None:
+    recorder = FlightRecorder(tmp_path, 3)
     for number in range(5000):
-        diary.note(("tp", "all_reduce", 64, 2), (2, 3))
-        diary.note(("ep", "all_to_all", number, 4), WORLD)
-    diary.note(("pp", "send", 8, 2), (3, 1))
-    diary.note(("ring", "send", 8, 2), (2, 3))
-    table = read(tmp_path, 3)
-    assert table == diary.written() and table is not None
-    found = position(table)
-    assert {str(line): count for line, count in found.counts.items()} == {
+        recorder.note(("tp", "all_reduce", 64, 2), (2, 3))
+        recorder.note(("ep", "all_to_all", number, 4), WORLD)
+    recorder.note(("pp", "send", 8, 2), (3, 1))
+    recorder.note(("ring", "send", 8, 2), (2, 3))
+    table = read_log(tmp_path, 3)
+    assert table == recorder.table() and table is not None
+    found = position_from(table)
+    assert {str(group): count for group, count in found.counts.items()} == {
         "tp (ranks 2 and 3)": 5000,
         "ep (ranks 0, 1, 2 and 3)": 5000,
         "pp from rank 3 to rank 1": 1,
         "ring (ranks 2 and 3)": 1,
     }
     assert [call.kind for call in found.trail[-4:]] == ["all_reduce", "all_to_all", "send", "send"]
-    assert len(found.trail) == 4096 and read(tmp_path, 4) is None
+    assert len(found.trail) == 4096 and read_log(tmp_path, 4) is None
 
 
 @pytest.mark.nightly
 def test_a_note_costs_about_a_microsecond() -> None:
     """Bounded far above, for a machine that does other things too."""
-    diary, record = Diary(None, 0), ("tp", "all_reduce", 64, 8)
+    recorder, record = FlightRecorder(None, 0), ("tp", "all_reduce", 64, 8)
     members, number = tuple(range(8)), 20_000
-    best = min(_seconds(lambda: diary.note(record, members), number) for _ in range(5))
+    best = min(_seconds(lambda: recorder.note(record, members), number) for _ in range(5))
     assert best / number < 5e-6
 
 
