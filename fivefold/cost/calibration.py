@@ -1,8 +1,11 @@
-"""Measured times to constants: `seconds = work / rate + starts * start`.
+"""Measured times of one machine to the constants of a machine file over a preset.
 
-The same line serves matrix products (FLOPs), copies (bytes) and rings (bytes that pass, hops). It
-is laid by least squares on the relative error, so that a product of a microsecond counts as much
-as one of a second; neither constant may be negative.
+Each constant is a line `seconds = work / rate + starts * start`, for matmuls (FLOPs), copies
+(bytes) and rings (bytes and hops). It is fitted by least squares on the relative error, so that a
+matmul of a microsecond counts as much as one of a second; neither constant may be negative.
+
+A machine file holds shares of the preset's own peaks. If more was measured than the preset's peak,
+the peak is raised to what was measured: software cannot reach more than the hardware has.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from fivefold.core.machine import Machine
 
 
 class Sample(NamedTuple):
-    """One thing that was timed: its work, and how many starts it waits for."""
+    """One measured time: the work, and how many starts it includes."""
 
     name: str
     work: float
@@ -31,7 +34,7 @@ class Sample(NamedTuple):
 
 
 class Residuals(NamedTuple):
-    """How far a line is from its samples, as shares of what was measured."""
+    """How far a line is from its samples, as shares of the measured times."""
 
     median: float
     worst: float
@@ -39,15 +42,15 @@ class Residuals(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """The constants of a line, and what they leave unexplained."""
+    """The constants of a line, and its residuals."""
 
     rate: float
     start: float
     residuals: Residuals
 
 
-def fit(samples: Sequence[Sample], start: float | None = None) -> Fit:
-    """The line through these samples; a given `start` is kept, and only the rate is free."""
+def fit_line(samples: Sequence[Sample], start: float | None = None) -> Fit:
+    """Fit a line to these samples; with a given `start`, only the rate is fitted."""
     work, seconds, starts = _columns(samples)
     columns = np.stack([work / seconds, starts / seconds], axis=1)
     if start is None:
@@ -55,7 +58,7 @@ def fit(samples: Sequence[Sample], start: float | None = None) -> Fit:
         slope, start = _two_constants(columns)
     else:
         slope = _slope(columns, start)
-        if slope <= 0:  # this work starts faster than the work that the start was measured on
+        if slope <= 0:  # this work starts faster than the work that gave the start
             start = 0.0
             slope = _slope(columns, start)
     rate = float(1 / slope)
@@ -63,7 +66,7 @@ def fit(samples: Sequence[Sample], start: float | None = None) -> Fit:
 
 
 def residuals(samples: Sequence[Sample], rate: float, start: float) -> Residuals:
-    """What these constants leave unexplained of the samples."""
+    """How far these constants are from the samples."""
     work, seconds, starts = _columns(samples)
     errors = np.abs((work / rate + starts * start) / seconds - 1)
     return Residuals(float(np.median(errors)), float(errors.max()), len(samples))
@@ -79,13 +82,13 @@ def _columns(samples: Sequence[Sample]) -> tuple[NDArray[np.float64], ...]:
 def _require_two_sizes(samples: Sequence[Sample]) -> None:
     if len({one.work / one.starts for one in samples}) < 2:
         raise FivefoldError(
-            f"only {samples[0].name} was measured in the time given, and a rate and a start need "
+            f"only {samples[0].name} was measured in the given time, but a rate and a start need "
             "two sizes: give more --seconds"
         )
 
 
 def _two_constants(columns: NDArray[np.float64]) -> tuple[float, float]:
-    """Slope and start; where noise would make one negative, the start is 0."""
+    """Slope and start; if noise would make one negative, the start is 0."""
     work, starts = columns.T
     squares, mixed = float(work @ work), float(work @ starts)
     others, both = float(starts @ starts), (float(work.sum()), float(starts.sum()))
@@ -102,13 +105,9 @@ def _slope(columns: NDArray[np.float64], start: float) -> float:
     return float(work @ (1 - start * starts) / (work @ work))
 
 
-# What was measured on one machine, as a machine file over a preset.
-#
-# Shares are of the base's own numbers. Where more was measured than the base says there is, its
-# number is raised to what was measured: software reaches no more than the hardware has.
+# --- Machine files
 
-
-PRODUCTS, NARROW, FUSED, FLASH2, COPIES, RINGS = (
+MATMUL, MATMUL_FP8, ATTENTION, ATTENTION_OLD, MEMORY, LINKS = (
     "matmul",
     "matmul_fp8",
     "attention",
@@ -121,9 +120,9 @@ _SMALL_A100 = 60e9  # bytes: those of 40 GB lie below
 
 @dataclass(frozen=True)
 class MeasuredTimes:
-    """Times of one machine, by the constant that they are for.
+    """Times of one machine, by the constant that they determine.
 
-    `dtype` is that of the products and of attention; `launch` the seconds between small kernels.
+    `dtype` is that of matmuls and attention; `launch` the seconds between small kernels.
     """
 
     device: str
@@ -135,10 +134,10 @@ class MeasuredTimes:
 
 
 @dataclass(frozen=True)
-class FittedRow:
-    """One constant: planned by the base beside measured, and how far each is from the times.
+class FittedConstant:
+    """One constant: the preset's value beside the measured one, and how far each is from the times.
 
-    `rate` is in FLOP/s or bytes/s; a constant of seconds has none.
+    `rate` is in FLOP/s or bytes/s; a constant in seconds has none.
     """
 
     key: str
@@ -151,20 +150,20 @@ class FittedRow:
 
 @dataclass(frozen=True)
 class Calibration:
-    """A machine file in the making: its table, the rows to print, and what has to be said."""
+    """A new machine file: its table, the rows to print, and notes."""
 
     base: Machine
     table: dict[str, Any]
-    rows: list[FittedRow]
+    rows: list[FittedConstant]
     notes: list[str]
 
 
 def guess_base(device: str, memory: float) -> str:
-    """The preset whose chip a GPU's name says it is."""
+    """The preset whose chip is in the GPU's name."""
     known = [name for name in machines.presets() if re.search(rf"\b{name}\b", device.lower())]
     if not known:
         raise FivefoldError(
-            f"no machine is known for {device!r}: give the nearest with --base "
+            f"no preset is known for {device!r}: name the most similar one with --base "
             f"({', '.join(machines.presets())})"
         )
     found = max(known, key=len)
@@ -172,7 +171,7 @@ def guess_base(device: str, memory: float) -> str:
 
 
 def calibrate(base: Machine, measured: MeasuredTimes, source: str) -> Calibration:
-    """Fit every constant that has samples; what has none stays as in the base."""
+    """Fit every constant that has samples; the others stay as in the base."""
     fits = _fits(measured.samples)
     table: dict[str, Any] = {"base": base.name, "chip": measured.device}
     notes = list(measured.notes)
@@ -180,59 +179,59 @@ def calibrate(base: Machine, measured: MeasuredTimes, source: str) -> Calibratio
     if peaks:
         table["peaks"] = peaks
     bandwidth = base.memory_bandwidth
-    if COPIES in fits and fits[COPIES].rate > bandwidth:
-        bandwidth = table["memory_bandwidth"] = _rounded(fits[COPIES].rate)
-        notes.append(_raised("memory_bandwidth", base.memory_bandwidth, bandwidth))
+    if MEMORY in fits and fits[MEMORY].rate > bandwidth:
+        bandwidth = table["memory_bandwidth"] = _rounded(fits[MEMORY].rate)
+        notes.append(_raised_note("memory_bandwidth", base.memory_bandwidth, bandwidth))
     rates = {**base.peaks.known(), **peaks}
     whole = {
-        PRODUCTS: rates[measured.dtype],
-        NARROW: rates.get("fp8", 0.0),
-        FUSED: rates[measured.dtype],
-        FLASH2: rates[measured.dtype],
-        COPIES: bandwidth,
+        MATMUL: rates[measured.dtype],
+        MATMUL_FP8: rates.get("fp8", 0.0),
+        ATTENTION: rates[measured.dtype],
+        ATTENTION_OLD: rates[measured.dtype],
+        MEMORY: bandwidth,
     }
     shares = {key: _share(fits[key].rate, whole[key]) for key in whole if key in fits}
-    efficiency: dict[str, Any] = {**shares, "start": _rounded(fits[PRODUCTS].start)}
-    if RINGS in fits:
-        efficiency["links"] = _lay_links(base, fits[RINGS], source, table, notes)
+    efficiency: dict[str, Any] = {**shares, "start": _rounded(fits[MATMUL].start)}
+    if LINKS in fits:
+        efficiency["links"] = _add_links(base, fits[LINKS], source, table, notes)
     table |= {"efficiency": efficiency}
     table["sources"] = {key: source for key in table if key not in ("base", "chip")}
     return Calibration(base, table, _rows(base, measured, fits, efficiency), notes)
 
 
 def _fits(samples: dict[str, list[Sample]]) -> dict[str, Fit]:
-    """Products and rings have two constants; all others one, and share the start of products."""
-    found = {key: fit(samples[key]) for key in (PRODUCTS, RINGS) if key in samples}
-    for key in (NARROW, FUSED, FLASH2):
+    """Matmuls and rings have two constants; all others one, and share the start of matmuls."""
+    found = {key: fit_line(samples[key]) for key in (MATMUL, LINKS) if key in samples}
+    for key in (MATMUL_FP8, ATTENTION, ATTENTION_OLD):
         if key in samples:
-            found[key] = fit(samples[key], found[PRODUCTS].start)
-    if COPIES in samples:
-        found[COPIES] = fit(samples[COPIES], 0.0)
+            found[key] = fit_line(samples[key], found[MATMUL].start)
+    if MEMORY in samples:
+        found[MEMORY] = fit_line(samples[MEMORY], 0.0)
     return found
 
 
 def _raised_peaks(
     base: Machine, dtype: str, fits: dict[str, Fit], notes: list[str]
 ) -> dict[str, float]:
-    """Peaks of the base that were surpassed."""
+    """Peaks of the base that the measurements exceed."""
     raised: dict[str, float] = {}
-    for name, keys in ((dtype, (PRODUCTS, FUSED, FLASH2)), ("fp8", (NARROW,))):
+    for name, keys in ((dtype, (MATMUL, ATTENTION, ATTENTION_OLD)), ("fp8", (MATMUL_FP8,))):
         best = max((fits[key].rate for key in keys if key in fits), default=0.0)
         if best > base.peaks.known().get(name, best):
             raised[name] = _rounded(best)
-            notes.append(_raised(f"peaks.{name}", base.peak(name), raised[name]))
+            notes.append(_raised_note(f"peaks.{name}", base.peak(name), raised[name]))
     return raised
 
 
-def _lay_links(
+def _add_links(
     base: Machine, ring: Fit, source: str, table: dict[str, Any], notes: list[str]
 ) -> list[float]:
-    """The innermost tier's link with the latency measured; the shares of all tiers."""
+    """Add the innermost tier's link with the measured latency; return the shares of all tiers."""
     tier = base.tiers[0]
     bandwidth = tier.link.bandwidth
     if ring.rate > tier.bandwidth:
         bandwidth = _rounded(ring.rate / tier.links_per_gpu)
-        notes.append(_raised(f"tiers.{tier.name}.link", tier.link.bandwidth, bandwidth))
+        notes.append(_raised_note(f"tiers.{tier.name}.link", tier.link.bandwidth, bandwidth))
     link = replace(tier.link, bandwidth=bandwidth, latency=_rounded(ring.start), source=source)
     table["tiers"] = {tier.name: {"link": tables.table_of(link)}}
     outer = [_known_share(base, number) for number in range(1, len(base.tiers))]
@@ -246,29 +245,29 @@ def _known_share(base: Machine, number: int) -> float:
 
 def _rows(
     base: Machine, measured: MeasuredTimes, fits: dict[str, Fit], efficiency: dict[str, Any]
-) -> list[FittedRow]:
-    """The constants in the order of the file, each beside the base's."""
+) -> list[FittedConstant]:
+    """The constants in the order of the file, each beside that of the base."""
     reach, known = base.efficiency, base.peaks.known()
     flops, tier = known[measured.dtype], base.tiers[0]
     planned: dict[str, tuple[float, float, float]] = {  # share, of what, and start
-        PRODUCTS: (reach.matmul, flops, reach.start),
-        NARROW: (reach.matmul_fp8, known.get("fp8", 0.0), reach.start),
-        FUSED: (reach.attention, flops, reach.start),
-        FLASH2: (reach.attention_old, flops, reach.start),
-        COPIES: (reach.memory, base.memory_bandwidth, 0.0),
-        RINGS: (_known_share(base, 0), tier.bandwidth, tier.link.latency),
+        MATMUL: (reach.matmul, flops, reach.start),
+        MATMUL_FP8: (reach.matmul_fp8, known.get("fp8", 0.0), reach.start),
+        ATTENTION: (reach.attention, flops, reach.start),
+        ATTENTION_OLD: (reach.attention_old, flops, reach.start),
+        MEMORY: (reach.memory, base.memory_bandwidth, 0.0),
+        LINKS: (_known_share(base, 0), tier.bandwidth, tier.link.latency),
     }
-    rows: list[FittedRow] = []
+    rows: list[FittedConstant] = []
     for key, (share, whole, start) in planned.items():
         if key not in fits:
             continue
         samples, found = measured.samples[key], fits[key]
         errors = (found.residuals, residuals(samples, share * whole, start))
-        value = efficiency[key][0] if key == RINGS else efficiency[key]
-        rows.append(FittedRow(key, share, value, found.rate, *errors))
-        if key in (PRODUCTS, RINGS):
-            name = "start" if key == PRODUCTS else "latency"
-            rows.append(FittedRow(name, start, _rounded(found.start), None, *errors))
+        value = efficiency[key][0] if key == LINKS else efficiency[key]
+        rows.append(FittedConstant(key, share, value, found.rate, *errors))
+        if key in (MATMUL, LINKS):
+            name = "start" if key == MATMUL else "latency"
+            rows.append(FittedConstant(name, start, _rounded(found.start), None, *errors))
     return rows
 
 
@@ -277,11 +276,11 @@ def _share(rate: float, whole: float) -> float:
 
 
 def _rounded(number: float, digits: int = 3) -> float:
-    """As many digits as a measurement is good for."""
+    """Round to the precision of a measurement."""
     return float(f"{number:.{digits}g}")
 
 
-def _raised(name: str, known: float, found: float) -> str:
+def _raised_note(name: str, known: float, found: float) -> str:
     return (
         f"more was measured than the base's {known:.3g}: {name} is {found:.3g} here; another "
         "--base may be nearer"

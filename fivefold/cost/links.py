@@ -1,9 +1,16 @@
-"""What a group of ranks has of a torus: the links along each of its dimensions.
+"""Seconds of collectives and messages on the links of a machine.
 
-Ranks run along the first dimension, then the second, and so on; every rank has two links in each.
-A group of ranks that lie `stride` apart spans some of the dimensions. Along one that it goes all
-the way around, it is a ring and has both directions; along a part of one it is a line, at whose
-ends there is one way only. Groups that lie between its ranks share its links.
+A group of n ranks with a `stride` crosses every tier whose domain it does not fit in. Inside a
+domain it has the bandwidth of one GPU; out of the domain, that of all its ranks there, each with
+its own link. A ring pays the latency of each of its n - 1 hops, at the tier that a hop crosses.
+
+A switch that reduces adds what comes up and copies what goes down: an all-reduce sends each byte
+once up and once down, at the same time, where a ring sends it around twice. A reduce-scatter alone
+still sends all bytes, and an all-gather alone still receives all; only their hops are fewer.
+
+In a torus, ranks run along the first dimension, then the second, and so on; every rank has two
+links per dimension. A group spans some of the dimensions. If it goes all the way around one, it is
+a ring with both directions; otherwise it is a line. Groups between its ranks share its links.
 """
 
 from __future__ import annotations
@@ -18,39 +25,38 @@ from fivefold.cost.grid import Array
 
 
 class TorusSpan(NamedTuple):
-    """A group along one dimension."""
+    """A group along one dimension of a torus."""
 
-    ranks: Array  # 1: it does not spread there
-    gap: Array  # links between two of its ranks, and groups that share each of them
-    ways: Array  # 2 around a ring, 1 along a line
+    ranks: Array  # 1: the group does not extend along it
+    gap: Array  # links between two of its ranks, and groups that share each link
+    ways: Array  # directions: 2 in a ring, 1 in a line
 
 
 class Torus:
-    """A torus of given degrees; `bandwidth`: bytes/s one way over all links of a rank."""
+    """A torus of given degrees; `bandwidth`: bytes/s in one direction over all links of a rank."""
 
     def __init__(self, degrees: tuple[int, ...], bandwidth: float) -> None:
         self.degrees = degrees
         self.link = bandwidth / (2 * len(degrees))
 
     def gather_rate(self, ranks: Array, stride: Array) -> Array:
-        """Bytes/s at which each rank gets what others have, or gives it: along all dimensions of
-        the group at once, each with its share of the bytes."""
+        """Bytes/s of each rank in an all-gather or reduce-scatter, which use all dimensions of the
+        group at once, each for its share of the bytes."""
         rate = np.zeros(np.broadcast_shapes(ranks.shape, stride.shape))
         for span in self._spans(ranks, stride):
             rate = rate + np.where(span.ranks > 1, span.ways * self.link / span.gap, 0.0)
         return np.where(rate > 0, rate, self.link)
 
     def hops(self, ranks: Array, stride: Array) -> Array:
-        """Links that the farthest shard passes: half of a ring, all of a line."""
+        """Links on the way of the farthest shard: half of a ring, all of a line."""
         found = np.zeros(1)
         for span in self._spans(ranks, stride):
             found = found + np.where(span.ranks > 1, span.ranks * span.gap / span.ways, 0.0)
         return found
 
     def exchange_rate(self, ranks: Array, stride: Array) -> Array:
-        """Bytes/s at which each rank sends evenly to all, itself among them: half of what one half
-        sends crosses the middle of the longest dimension, by two links of a ring or one of a
-        line."""
+        """Bytes/s of each rank in an all-to-all, itself included: half of what one half sends
+        crosses the middle of the longest dimension, over two links of a ring or one of a line."""
         rate = np.full(np.broadcast_shapes(ranks.shape, stride.shape), np.inf)
         for span in self._spans(ranks, stride):
             cut = 4 * span.ways * self.link / (span.ranks * span.gap)
@@ -58,13 +64,13 @@ class Torus:
         return np.where(np.isfinite(rate), rate, self.link)
 
     def pair_rate(self, stride: Array) -> Array:
-        """Bytes/s to the rank that lies `stride` away, when all ranks send as far."""
+        """Bytes/s to the rank at distance `stride`, when all ranks send as far."""
         rate = np.full_like(stride, self.link)
         below = 1
         for degree in self.degrees:
             inside = (stride >= below) & (stride < below * degree)
             steps = stride / below
-            # The shorter way around; all messages on their way share each link.
+            # The shorter direction; all messages in transit share each link.
             links = np.maximum(np.minimum(steps, degree - steps), 1.0)
             rate = np.where(inside, self.link / links, rate)
             below *= degree
@@ -80,23 +86,11 @@ class Torus:
             below, inside = below * degree, reached
 
 
-# How long collectives take on a machine's links.
-#
-# A group of n ranks that lie `stride` apart crosses every tier whose domain it does not fit in.
-# Inside a domain it has the bandwidth of one GPU; out of it, that of all its ranks there, each
-# with a link of its own. A ring pays the latency of each of its n - 1 hops, of the tier that it
-# crosses.
-#
-# A switch that reduces adds what comes up and copies what goes down: a sum over all ranks takes
-# each byte once up and once down, at the same time, where a ring takes it around twice. A scatter
-# alone still sends all, and a gather alone still receives all; only their hops are fewer.
-
-
-_UP_AND_DOWN = 2  # hops by way of a switch
+_UP_AND_DOWN = 2  # hops through a switch
 
 
 class Links:
-    """The wires of a machine, with what software reaches of them."""
+    """The links of a machine, with the share of their bandwidth that software reaches."""
 
     def __init__(self, machine: Machine) -> None:
         self.tiers = machine.tiers
@@ -112,34 +106,34 @@ class Links:
         size: Array,
         ranks: Array,
         stride: Array,
-        pieces: Array | float = 1.0,
+        num_buckets: Array | float = 1.0,
         flat: bool = False,
     ) -> Array:
-        """All-gather or reduce-scatter: `size` bytes are what every rank has in the end, or had.
+        """All-gather or reduce-scatter; `size`: bytes of the gathered buffer.
 
-        They go in `pieces`, each of which waits for the whole ring. `flat`: the ranks of a domain
-        do not share their links to others.
+        The bytes go in `num_buckets` collectives, each of which pays the latency of the ring.
+        `flat`: the ranks of a domain do not share their links to other domains.
         """
         slowest, latency = self._slowest(ranks, stride, flat, summed=False)
-        return (1 - 1 / ranks) * size * slowest + pieces * latency
+        return (1 - 1 / ranks) * size * slowest + num_buckets * latency
 
     def all_reduce(
         self,
         size: Array,
         ranks: Array,
         stride: Array,
-        pieces: Array | float = 1.0,
+        num_buckets: Array | float = 1.0,
         flat: bool = False,
     ) -> Array:
-        """The sum of `size` bytes over all ranks, on each of them."""
+        """All-reduce of `size` bytes."""
         slowest, latency = self._slowest(ranks, stride, flat, summed=True)
-        return (1 - 1 / ranks) * size * slowest + pieces * latency
+        return (1 - 1 / ranks) * size * slowest + num_buckets * latency
 
     def _slowest(
         self, ranks: Array, stride: Array, flat: bool, summed: bool
     ) -> tuple[Array, Array | float]:
-        """Seconds a byte of the tier that holds a group up, and the latency of all its hops;
-        summed: there and back."""
+        """Seconds per byte of the slowest tier of a group, and the latency of all hops; `summed`:
+        for an all-reduce."""
         inside = np.ones_like(ranks)
         slowest = np.zeros_like(ranks)
         latency: Array | float = 0.0
@@ -154,7 +148,7 @@ class Links:
                 hops = times * np.where(crosses, torus.hops(reached, stride), 0.0)
             if tier.reduces:
                 hops = np.where(crosses, _UP_AND_DOWN, 0.0)
-                # All of it goes up once and comes down at the same time; a ring keeps its own part.
+                # All bytes go up once and come down at the same time; a ring keeps its own shard.
                 passes = ranks / np.maximum(ranks - 1, 1) if summed else 1.0
             slowest = np.where(crosses, np.maximum(slowest, passes / rate), slowest)
             latency = latency + tier.link.latency * hops
@@ -162,7 +156,7 @@ class Links:
         return slowest, latency
 
     def _rate(self, number: int, reached: Array, stride: Array) -> Array | float:
-        """Bytes/s of one rank in the part of a group that shares a domain."""
+        """Bytes/s of one rank among the ranks of a group that share a domain."""
         if (torus := self.tori[number]) is not None:
             return torus.gather_rate(reached, stride)
         return self.tiers[number].bandwidth * self.share(number)
@@ -170,10 +164,10 @@ class Links:
     def all_to_all(
         self, size: Array, ranks: Array, stride: Array, once: tuple[int, int] | None = None
     ) -> Array:
-        """`size` bytes leave each rank, evenly to all.
+        """All-to-all: each rank sends `size` bytes, evenly to all.
 
-        `once` = (k, most): of k copies of a token one crosses to each domain that wants some, and
-        to `most` domains at most; the others are made there.
+        `once` = (k, most): of k copies of a token only one crosses to each domain that needs some,
+        and to at most `most` domains; the others are copied there.
         """
         inside = np.ones_like(ranks)
         seconds: Array | float = 0.0
@@ -192,8 +186,8 @@ class Links:
             inside = reached
         return np.asarray(seconds)
 
-    def pair(self, size: Array, stride: Array) -> Array:
-        """One message to a rank that lies `stride` away."""
+    def send(self, size: Array, stride: Array) -> Array:
+        """One message to the rank at distance `stride`."""
         seconds = np.zeros_like(stride)
         for number, tier in enumerate(self.tiers):
             inner = self.tiers[number - 1].size if number else 0
@@ -204,7 +198,7 @@ class Links:
         return seconds
 
     def share(self, number: int) -> float:
-        """What software reaches of a tier's bandwidth; outer tiers are as the last one known."""
+        """Share of a tier's bandwidth that software reaches; the last known one for outer tiers."""
         return self.shares[min(number, len(self.shares) - 1)]
 
     def _reached(self, number: int, ranks: Array, stride: Array) -> Array:

@@ -1,4 +1,10 @@
-"""Ranks that differ: which of a job have to be looked at, so that all have been seen."""
+"""Which ranks of a job differ, and whether their collectives match.
+
+The ranks of a group must issue the same collectives in the same order, with the same kind and size,
+or the job hangs. Collectives of the same ranks on different axes share one order, because a small
+job has one group for several axes. Messages have an order of their own for each direction of a pair
+of ranks: what the source sends, in the order in which the target receives.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +13,19 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from fivefold.core.plan import Plan
-from fivefold.cost.collectives import UNEVEN
+from fivefold.cost.collectives import UNEVEN_AXES
 
-_FEW = 16  # ranks of a job that are all looked at
+_FEW = 16  # jobs up to this size are looked at rank by rank
 _AXES = ("tp", "cp", "dp")
 
 
 def distinct_ranks(plan: Plan) -> tuple[int, ...]:
-    """Of a small job all. Of a large one, every pipeline rank at the first coord of the other axes,
-    and on its first, a middle and its last stage one rank that differs on each other axis: the one
-    behind the first, where groups begin to differ, and the last, which has what is left over."""
+    """The ranks to look at, so that every kind of rank is among them.
+
+    All ranks of a small job. Of a large one, every pipeline rank at coordinate 0 of the other axes.
+    Also, on the first, a middle and the last stage, two ranks of each other axis: the second, where
+    groups begin to differ, and the last, which has the remainder.
+    """
     layout = plan.layout
     if layout.world <= _FEW:
         return tuple(range(layout.world))
@@ -34,23 +43,14 @@ def distinct_ranks(plan: Plan) -> tuple[int, ...]:
     return tuple(found)
 
 
-# Collectives of several ranks held against one another: whoever calls something else than its
-# group is a hang in waiting.
-#
-# The ranks of a group make the same calls on it in the same order, with the same kind and size;
-# what the same ranks call on another axis is in that order too, for a small job has one group for
-# several axes. Messages have a line of their own for each direction of a pair: what the source
-# sends, in the order in which its target receives.
-
-
-class RankCalls(NamedTuple):
-    """One call of a rank: on which axis, what, how many bytes, among which ranks, and where."""
+class IssuedCollective(NamedTuple):
+    """One collective that a rank issued: its axis, kind, bytes, ranks and action."""
 
     axis: str
     kind: str
     bytes: int
     members: tuple[int, ...]  # of a message: source and target
-    where: str = ""  # the action in which it was made
+    where: str = ""  # the action that issued it
 
     def __str__(self) -> str:
         at = f" in {self.where}" if self.where else ""
@@ -58,54 +58,54 @@ class RankCalls(NamedTuple):
 
     @property
     def is_message(self) -> bool:
-        """Whether one rank sends and another receives; around a ring all do both."""
+        """Whether one rank sends and another receives; in a ring all do both."""
         return self.axis == "pp" and self.kind in ("send", "recv")
 
     @property
     def common(self) -> tuple[str, str, int]:
         """What all ranks of a group must agree on."""
         kind = "message" if self.is_message else self.kind
-        routed = self.axis in UNEVEN and self.kind == "all_to_all"
+        routed = self.axis in UNEVEN_AXES and self.kind == "all_to_all"
         return self.axis, kind, 0 if routed else self.bytes
 
 
 class Mismatch(NamedTuple):
-    """Two ranks of a group whose calls part; None where a rank has no more calls."""
+    """Two ranks of a group whose collectives differ; None if a rank issues no more."""
 
-    number: int  # of the call among those that the ranks of its group make together, from 1
+    number: int  # of the collective among those of the group, from 1
     one: int
     other: int
-    one_calls: RankCalls | None
-    other_calls: RankCalls | None
+    one_issued: IssuedCollective | None
+    other_issued: IssuedCollective | None
 
     def __str__(self) -> str:
         calls = [
             f"rank {rank} makes {'no further call' if call is None else call}"
-            for rank, call in ((self.one, self.one_calls), (self.other, self.other_calls))
+            for rank, call in ((self.one, self.one_issued), (self.other, self.other_issued))
         ]
         return f"call {self.number} of ranks {self.one} and {self.other}: {calls[0]}, {calls[1]}"
 
 
-def mismatches(calls: Mapping[int, Sequence[RankCalls]]) -> list[Mismatch]:
-    """Where the first known rank of each group and another part, by what ranks have called."""
-    lines: dict[tuple[bool, tuple[int, ...]], dict[int, list[RankCalls]]] = {}
-    for rank, made in calls.items():
-        for call in made:
-            by_rank = lines.setdefault((call.is_message, call.members), {})
-            by_rank.setdefault(rank, []).append(call)
+def mismatches(issued: Mapping[int, Sequence[IssuedCollective]]) -> list[Mismatch]:
+    """The first difference between the first known rank of each group and every other one."""
+    orders: dict[tuple[bool, tuple[int, ...]], dict[int, list[IssuedCollective]]] = {}
+    for rank, collectives in issued.items():
+        for one in collectives:
+            by_rank = orders.setdefault((one.is_message, one.members), {})
+            by_rank.setdefault(rank, []).append(one)
     found: list[Mismatch] = []
-    for (_, members), by_rank in lines.items():
-        first, *others = sorted(rank for rank in members if rank in calls)
+    for (_, members), by_rank in orders.items():
+        first, *others = sorted(rank for rank in members if rank in issued)
         for other in others:
-            found += _parting(first, other, by_rank.get(first, []), by_rank.get(other, []))
+            orders_of_two = (by_rank.get(first, []), by_rank.get(other, []))
+            found += _first_difference(first, other, *orders_of_two)
     return found
 
 
-def _parting(
-    one: int, other: int, line: Sequence[RankCalls], other_line: Sequence[RankCalls]
+def _first_difference(
+    one: int, other: int, order: Sequence[IssuedCollective], other_order: Sequence[IssuedCollective]
 ) -> Iterator[Mismatch]:
-    """The first difference, if there is one."""
-    for number, (mine, theirs) in enumerate(zip_longest(line, other_line), 1):
+    for number, (mine, theirs) in enumerate(zip_longest(order, other_order), 1):
         if mine is None or theirs is None or mine.common != theirs.common:
             yield Mismatch(number, one, other, mine, theirs)
             return

@@ -1,8 +1,8 @@
-"""Bytes of one rank at its peak, by category, for every layout of a grid.
+"""Peak memory of the fullest rank, by category, for every layout of a grid.
 
-A pipeline holds as many microbatches as its schedule keeps in flight. The rank of the first stage
-has the embedding and most in flight, that of the head the logits, and one between them may have
-more layers: the fullest decides, at its fullest moment.
+The rank of the first stage has the embedding and the most microbatches in flight, the rank of the
+head has the logits, and a rank between them may have more layers. The fullest of them, at its peak,
+decides whether a layout fits.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from fivefold.core.machine import Machine
 from fivefold.core.shape import Shape
-from fivefold.cost.grid import Array, Grid
-from fivefold.cost.memory_entries import MemoryEntries, Parts
-from fivefold.cost.pipeline_ranks import EndStage, stages_of
-from fivefold.cost.stack import Cache, SoftwareStack
+from fivefold.cost.grid import Array, LayoutGrid
+from fivefold.cost.memory_entries import MemoryEntries, MemoryParts
+from fivefold.cost.pipeline_ranks import RankStage, rank_stages
+from fivefold.cost.stack import AllocatorCache, SoftwareStack
 
 Verdict = Literal["fits", "tight", "does not fit"]
 CATEGORIES = (
@@ -35,33 +35,33 @@ CATEGORIES = (
     "context",
     "margin",
 )
-# Which parts hang together: sums of each are made before the whole lattice is spanned.
-_STILL = ("weights", "gradients", "master", "optimizer", "prefetch")
-_MOVING = tuple(name for name in CATEGORIES if name not in _STILL)
+# Categories that depend on the same columns are summed first, before they are broadcast.
+_STATES = ("weights", "gradients", "master", "optimizer", "prefetch")
+_OTHERS = tuple(name for name in CATEGORIES if name not in _STATES)
 
 
 @dataclass(frozen=True)
-class Ledger:
-    """The ranks that may be a layout's fullest, from the first to the head's, on the device.
+class PeakMemory:
+    """Device memory of the ranks that may be a layout's fullest, from the first to the head's.
 
-    Each has the moments that may be its fullest. `reserve` says what the allocator of the first
-    rank holds at its peak.
+    Each rank has one entry per moment that may be its peak. `reserve` computes what the allocator
+    of the first rank reserves at its peak.
     """
 
-    ranks: tuple[tuple[Parts, ...], ...]
+    ranks: tuple[tuple[MemoryParts, ...], ...]
     host: Array  # bytes that offload keeps in host memory
     disk: Array  # and on local disks
-    band: float
+    band: float  # how far estimates are off, as a share
     reserve: Callable[[], Array]
 
     @cached_property
-    def first(self) -> Parts:
-        """The first rank at its fullest."""
+    def first(self) -> MemoryParts:
+        """The first rank at its peak."""
         return _fullest(self.ranks[0])
 
     @cached_property
-    def last(self) -> Parts:
-        """The last rank, or that of the head, at its fullest."""
+    def last(self) -> MemoryParts:
+        """The last rank, or that of the head, at its peak."""
         return _fullest(self.ranks[-1])
 
     @cached_property
@@ -70,139 +70,140 @@ class Ledger:
         return reduce(np.maximum, (_most(moments) for moments in self.ranks))
 
     @cached_property
-    def parts(self) -> Parts:
-        """Of the fullest rank; they sum to `total`."""
+    def parts(self) -> MemoryParts:
+        """Categories of the fullest rank; they sum to `total`."""
         return _fullest([_fullest(moments) for moments in self.ranks])
 
     @cached_property
     def reserved(self) -> Array:
-        """What torch reports on the first rank: its pool, without what lies outside of it."""
+        """What torch reports as reserved on the first rank: the allocator's pool."""
         return self.reserve()
 
 
-def total(parts: Parts) -> Array:
+def total_bytes(parts: MemoryParts) -> Array:
     """All categories together."""
-    return _sum(parts, _STILL) + _sum(parts, _MOVING)
+    return _sum(parts, _STATES) + _sum(parts, _OTHERS)
 
 
-def _sum(parts: Parts, names: Sequence[str]) -> Array:
+def _sum(parts: MemoryParts, names: Sequence[str]) -> Array:
     return sum((parts[name] for name in names), np.zeros(1))
 
 
-def _most(moments: Sequence[Parts]) -> Array:
-    """Bytes at the fullest of some moments."""
-    return reduce(np.maximum, map(total, moments))
+def _most(moments: Sequence[MemoryParts]) -> Array:
+    """Bytes at the peak of some moments."""
+    return reduce(np.maximum, map(total_bytes, moments))
 
 
-def _fullest(found: Sequence[Parts]) -> Parts:
-    """The fullest of some, layout by layout."""
-    most = _most(found)
-    chosen = found[0]
-    for parts in found[1:]:
-        fuller = total(parts) == most
+def _fullest(moments: Sequence[MemoryParts]) -> MemoryParts:
+    """The moment with the most bytes, layout by layout."""
+    most = _most(moments)
+    chosen = moments[0]
+    for parts in moments[1:]:
+        fuller = total_bytes(parts) == most
         chosen = {name: np.where(fuller, parts[name], chosen[name]) for name in CATEGORIES}
     return chosen
 
 
-def fits(books: Ledger, machine: Machine) -> NDArray[np.bool_]:
-    """Whether each layout is predicted to run."""
-    return books.total <= machine.memory
+def fits(memory: PeakMemory, machine: Machine) -> NDArray[np.bool_]:
+    """Whether each layout is estimated to fit."""
+    return memory.total <= machine.memory
 
 
-def verdict(total: Array, band: float, machine: Machine) -> NDArray[np.str_]:
-    """Each layout's `Verdict`; tight: no further from the limit than predictions may be off, which
-    is `band`."""
-    share = total / machine.memory
+def verdict(size: Array, band: float, machine: Machine) -> NDArray[np.str_]:
+    """The `Verdict` on each layout; tight: closer to the limit than estimates may be off, which is
+    `band`."""
+    share = size / machine.memory
     sure, lost = share <= 1 - band, share > 1 + band
     return np.where(sure, "fits", np.where(lost, "does not fit", "tight"))
 
 
-class Allocator:
-    """What an allocator holds on top of what is alive at one end."""
+class CachingAllocator:
+    """What the caching allocator of one rank reserves beside live tensors."""
 
-    def __init__(self, books: MemoryEntries, stage: EndStage, parts: Parts) -> None:
-        self.books, self.stage, self.parts = books, stage, dict(parts)
-        self.cache = books.keeps.caches
+    def __init__(self, entries: MemoryEntries, stage: RankStage, parts: MemoryParts) -> None:
+        self.entries, self.stage, self.parts = entries, stage, dict(parts)
+        self.cache = entries.memory.cache
 
     def slack(self) -> Array:
-        """What a run must have room for."""
+        """Cached bytes that a run must have room for."""
         if self.cache is None:
             return np.zeros(1)
         return self._end_gradients(self.cache) + self._pending(self.cache)
 
     def reserved(self) -> Array:
-        """The pool at its peak. Near the limit, cached blocks are given back."""
-        outside, cache = self.books.keeps.context_bytes, self.cache
+        """The pool at its peak. Near the limit, cached blocks are freed."""
+        outside, cache = self.entries.memory.context_bytes, self.cache
         if cache is None:
-            return total(self.parts) - outside
-        limit, m = self.books.machine.memory - outside, self.books.grid.microbatches
-        need = total(self.parts) - self.parts["margin"] - outside + self._end_gradients(cache)
+            return total_bytes(self.parts) - outside
+        limit, m = self.entries.machine.memory - outside, self.entries.grid.microbatches
+        need = total_bytes(self.parts) - self.parts["margin"] - outside + self._end_gradients(cache)
         loose = need + self._pending(cache) * m / (m + cache.microbatches)
         most = loose + self._gathered(cache)
         return np.maximum(need, np.where(most < limit, most, np.minimum(loose, limit)))
 
-    def _end_gradients(self, cache: Cache) -> Array:
-        shape, at_end = self.books.shape, np.maximum(self.stage.embedding, self.stage.head)
-        matrix = shape.vocab * shape.width / self.books.grid.tp
+    def _end_gradients(self, cache: AllocatorCache) -> Array:
+        shape, at_end = self.entries.shape, np.maximum(self.stage.embedding, self.stage.head)
+        matrix = shape.vocab * shape.width / self.entries.grid.tp
         return cache.end_gradients * 2 * matrix * at_end
 
-    def _pending(self, cache: Cache) -> Array:
+    def _pending(self, cache: AllocatorCache) -> Array:
         """Blocks that the GPU has not passed yet, at most."""
-        books, grid, stage = self.books, self.books.grid, self.stage
-        held = books.held_by(stage)
-        layer = (held.all - held.ends) / np.maximum(stage.layers.all, 1.0)
-        work = (2 * books.tokens * layer) ** 2
+        entries, grid, stage = self.entries, self.entries.grid, self.stage
+        parameters = entries.parameters(stage)
+        layer = (parameters.all - parameters.ends) / np.maximum(stage.layers.all, 1.0)
+        work = (2 * entries.tokens * layer) ** 2
         ahead = np.where(grid.pp == 2, work / (work + cache.work**2), 1.0)
         blocks = np.minimum(cache.pending, 2 * stage.layers.all * stage.flight)
         blocks = np.where(grid.pp == 1, cache.pending, blocks) * (1 + 2 / grid.tp) * ahead
-        found = blocks * books.kept.whole * books.tokens
+        found = blocks * entries.activations.whole * entries.tokens
         live = self.parts["activations"] + self.parts["logits"]
-        return np.where(books.kept.split > 1, np.minimum(found, cache.most * live), 0.0)
+        return np.where(entries.activations.split > 1, np.minimum(found, cache.most * live), 0.0)
 
-    def _gathered(self, cache: Cache) -> Array:
-        """ZeRO-1: flattened weights of the last step, less the states that came after them."""
-        grid, held = self.books.grid, self.books.held_by(self.stage)
-        found = cache.gathered * np.maximum(4 - 6 / grid.dp, 0.0) * held.all
+    def _gathered(self, cache: AllocatorCache) -> Array:
+        """ZeRO-1: flat weights of the last step, less the states that took their place."""
+        grid, parameters = self.entries.grid, self.entries.parameters(self.stage)
+        found = cache.gathered * np.maximum(4 - 6 / grid.dp, 0.0) * parameters.all
         return np.where((grid.zero == 1) & (grid.dp > 1), found, 0.0)
 
 
-def ledger(
+def peak_memory(
     shape: Shape,
     machine: Machine,
     stack: SoftwareStack,
-    grid: Grid,
+    grid: LayoutGrid,
     seq: int,
     precision: str,
     imbalance: float = 1.0,
     spans: Sequence[range] | None = None,
-) -> Ledger:
-    """The ledger of every layout; `imbalance`: slots of the fullest expert over the mean; `spans`:
-    the layers of each stage, where they are given and not as the stack cuts them."""
-    itemsize = 4 if precision == "fp32" else 2
-    books = MemoryEntries(shape, machine, stack, grid, seq, itemsize, imbalance)
-    stages = stages_of(shape, books.keeps.split, grid, seq, stack.hop_forwards, spans)
-    ranks = tuple(books.of(stage) for stage in stages)
+) -> PeakMemory:
+    """Estimate every layout of the grid.
+
+    `imbalance`: slots of the fullest expert over the mean. `spans`: the layers of each stage if
+    they are given; otherwise the stack's own split.
+    """
+    entries = MemoryEntries(shape, machine, stack, grid, seq, precision, imbalance)
+    stages = rank_stages(shape, entries.memory.split, grid, seq, stack.hop_forwards, spans)
+    ranks = tuple(entries.of(stage) for stage in stages)
     host, disk = np.zeros(1), np.zeros(1)
     if grid.offload.any():
-        host = reduce(np.maximum, (books.host(stage) for stage in stages))
-        disk = reduce(np.maximum, (books.disk(stage) for stage in stages))
-    first = Allocator(books, stages[0], ranks[0][0])
+        host = reduce(np.maximum, (entries.host(stage) for stage in stages))
+        disk = reduce(np.maximum, (entries.disk(stage) for stage in stages))
+    first = CachingAllocator(entries, stages[0], ranks[0][0])
     for stage, moments in zip(stages, ranks, strict=True):
         for parts in moments:
-            parts["margin"] = parts["margin"] + Allocator(books, stage, parts).slack()
-    return Ledger(ranks, host, disk, books.keeps.band, first.reserved)
+            parts["margin"] = parts["margin"] + CachingAllocator(entries, stage, parts).slack()
+    return PeakMemory(ranks, host, disk, entries.memory.band, first.reserved)
 
 
-def rank_parts(
+def rank_peak_memory(
     shape: Shape,
     machine: Machine,
     stack: SoftwareStack,
-    grid: Grid,
+    grid: LayoutGrid,
     seq: int,
     precision: str,
     imbalance: float,
-    stage: EndStage,
-) -> Parts:
-    """What a rank with this stage has at its fullest."""
-    itemsize = 4 if precision == "fp32" else 2
-    return _fullest(MemoryEntries(shape, machine, stack, grid, seq, itemsize, imbalance).of(stage))
+    stage: RankStage,
+) -> MemoryParts:
+    """Peak memory of a rank with this stage, by category."""
+    return _fullest(MemoryEntries(shape, machine, stack, grid, seq, precision, imbalance).of(stage))

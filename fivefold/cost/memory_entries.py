@@ -1,4 +1,9 @@
-"""What one rank holds, category by category: the entries of a ledger."""
+"""Peak memory of one pipeline rank by category, for every layout of a grid.
+
+Weights, gradients, master weights and optimizer states follow the ZeRO stage. Activations follow
+the microbatches in flight, logits the head, buffers the collectives. A stack that allocates
+gradients unit by unit has several moments that may be its peak; other stacks have one.
+"""
 
 from __future__ import annotations
 
@@ -6,122 +11,128 @@ import numpy as np
 
 from fivefold.core.count import layer_kinds, layer_parameters, mtp_parameters
 from fivefold.core.machine import Machine
+from fivefold.core.precision import itemsize_of
 from fivefold.core.shape import Shape
-from fivefold.cost.activations import Activations, GradientBytes, Gradients, Moment
-from fivefold.cost.grid import OFFLOADS, Array, Grid
-from fivefold.cost.pipeline_ranks import EndStage, keeps_all
-from fivefold.cost.stack import SoftwareStack, StackMemory, keeps_of
+from fivefold.cost.activations import Activations, GradientLevel, RankParameters, StageGradients
+from fivefold.cost.grid import OFFLOADS, Array, LayoutGrid
+from fivefold.cost.pipeline_ranks import RankStage, holds_all_microbatches
+from fivefold.cost.stack import SoftwareStack, StackMemory, memory_of_stack
 
-Parts = dict[str, Array]
-MOMENTS = 8  # bytes of an element: AdamW's two, in float32
+MemoryParts = dict[str, Array]
+MOMENTS = 8  # bytes per element: AdamW's two moments, in float32
 
 
 class MemoryEntries:
-    """What there is to count for one model on one machine under one stack."""
+    """Counts the bytes of one model on one machine under one stack."""
 
     def __init__(
         self,
         shape: Shape,
         machine: Machine,
         stack: SoftwareStack,
-        grid: Grid,
+        grid: LayoutGrid,
         seq: int,
-        itemsize: int,
+        precision: str,
         imbalance: float,
     ) -> None:
         self.shape, self.machine, self.stack, self.grid = shape, machine, stack, grid
-        self.keeps: StackMemory = keeps_of(stack.name)
-        self.itemsize = itemsize
-        self.tokens = grid.rows * seq / grid.cp
-        self.kept = Activations(shape, stack, self.keeps, grid, seq, itemsize, imbalance)
-        self.master_bytes = 0 if itemsize == 4 else self.keeps.master_bytes
+        self.memory: StackMemory = memory_of_stack(stack.name)
+        self.itemsize = itemsize = itemsize_of(precision)
+        self.tokens = grid.microbatch_size * seq / grid.cp
+        self.activations = Activations(shape, stack, self.memory, grid, seq, itemsize, imbalance)
+        self.master_bytes = 0 if itemsize == 4 else self.memory.master_bytes
 
-    def of(self, stage: EndStage) -> tuple[Parts, ...]:
-        """One rank of the pipeline by category, at each moment that may be its fullest, without
-        what the allocator caches."""
-        return self._in_turn(stage) if self.keeps.in_turn else (self._at_once(stage),)
+    def of(self, stage: RankStage) -> tuple[MemoryParts, ...]:
+        """One pipeline rank by category, at each moment that may be its peak, without what the
+        allocator caches."""
+        return self._by_moment(stage) if self.memory.unit_by_unit else (self._at_once(stage),)
 
-    def _in_turn(self, stage: EndStage) -> tuple[Parts, ...]:
-        """Where the backward of the layers begins, where it ends, and before both at the loss."""
-        held = self.held_by(stage)
-        kept, working = self._layers(stage)
-        kept = kept + self.kept.tables() * self.tokens * self.grid.chunks
+    def _by_moment(self, stage: RankStage) -> tuple[MemoryParts, ...]:
+        """When the backward of the layers begins, when it ends, and before both at the loss."""
+        parameters = self.parameters(stage)
+        saved, working = self._layers(stage)
+        saved = saved + self.activations.rotary_tables() * self.tokens * self.grid.chunks
         matrix = self.shape.vocab * self.shape.width / self.grid.tp
-        size, owned = self.keeps.gradient_bytes, self._sliced(held, 1)
-        sums = Gradients(held, stage, self.grid, matrix, owned, size)
-        begin, end = kept * stage.flight, kept * sums.behind()
+        size, owned = self.memory.gradient_bytes, self._sharded(parameters, 1)
+        gradients = StageGradients(parameters, stage, self.grid, matrix, owned, size)
+        begin, end = saved * stage.flight, saved * gradients.flight_after_backward()
         # A tied weight has two gradients: the head's waits for the embedding's, and for their sum.
         tied = np.where(self.shape.tied & (self.grid.pp == 1), matrix * self.itemsize, 0.0)
-        looked_up = stage.embedding * matrix * self.itemsize + 2 * tied
-        states, messages, waiting = self._states(held), self._messages(), self._waiting()
-        gathered, waiting = self._gathered(held, stage, np.zeros(1)), stage.head * waiting
-        both = (waiting, messages + self._buffers(), gathered)
-        last, first = begin + working + tied, end + np.maximum(working + tied, looked_up)
+        embedding = stage.embedding * matrix * self.itemsize + 2 * tied
+        states, messages = self._states(parameters), self._messages()
+        gathered = self._gathered(parameters, stage, np.zeros(1))
+        logits = stage.head * self._other_losses()
+        both = (logits, messages + self._buffers(), gathered)
+        last, first = begin + working + tied, end + np.maximum(working + tied, embedding)
         found = [
-            self._moment(states, sums.at_last_layer(), last, *both),
-            self._moment(states, sums.at_first_layer(), first, *both),
+            self._moment(states, gradients.at_last_layer(), last, *both),
+            self._moment(states, gradients.at_first_layer(), first, *both),
         ]
         if stage.head.any():
-            gathered = self._gathered(held, stage, stage.head * matrix)
-            rest = (waiting + stage.head * self._loss(), messages, gathered)
-            found.append(self._moment(states, sums.at_turn(), begin + self._at_head(stage), *rest))
+            gathered = self._gathered(parameters, stage, stage.head * matrix)
+            rest = (logits + stage.head * self._loss(), messages, gathered)
+            activations = begin + self._at_head(stage)
+            found.append(self._moment(states, gradients.at_loss(), activations, *rest))
         return tuple(found)
 
     def _moment(
         self,
-        states: Parts,
-        sums: Moment,
+        states: MemoryParts,
+        gradients: GradientLevel,
         activations: Array,
         logits: Array,
         buffers: Array,
         gathered: Array,
-    ) -> Parts:
+    ) -> MemoryParts:
         return {
             **states,
-            "gradients": sums.stay,
+            "gradients": gradients.accumulated,
             "activations": activations,
             "logits": logits,
             "buffers": buffers,
-            "prefetch": gathered + sums.fly,
-            **self._aside(activations),
+            "prefetch": gathered + gradients.unreduced,
+            **self._overhead(activations),
         }
 
-    def _aside(self, activations: Array) -> Parts:
-        """What is not a tensor's."""
-        context = np.full((1,), self.keeps.context_bytes + self.keeps.pool_bytes)
-        return {"context": context, "margin": self.keeps.fragments * activations}
+    def _overhead(self, activations: Array) -> MemoryParts:
+        """What belongs to no tensor."""
+        context = np.full((1,), self.memory.context_bytes + self.memory.pool_bytes)
+        return {"context": context, "margin": self.memory.fragments * activations}
 
-    def _gathered(self, held: GradientBytes, stage: EndStage, end: Array) -> Array:
-        """ZeRO-3: weights that are whole. Those of a layer, or an `end`, and the unit ahead; in a
-        pipeline, whose microbatches lie far apart, all of them over the whole step."""
+    def _gathered(self, parameters: RankParameters, stage: RankStage, end: Array) -> Array:
+        """ZeRO-3: gathered weights. Those of a layer, or of an `end`, and the prefetched unit; in a
+        pipeline, whose microbatches are far apart, all of them over the whole step."""
         grid = self.grid
-        unit = (held.dense - held.ends) / np.maximum(stage.layers.all, 1.0)
-        routed = held.experts / np.maximum(stage.layers.routed, 1.0)
+        unit = (parameters.dense - parameters.ends) / np.maximum(stage.layers.all, 1.0)
+        routed = parameters.experts / np.maximum(stage.layers.routed, 1.0)
         ahead = np.where(routed > 0, routed, unit)
         here = np.where(end > 0, end, unit + routed)
-        whole = np.where(grid.pp > 1, held.all, np.minimum(here + ahead, held.all)) * self.itemsize
+        whole = (
+            np.where(grid.pp > 1, parameters.all, np.minimum(here + ahead, parameters.all))
+            * self.itemsize
+        )
         return np.where((grid.zero == 3) & (grid.shard * grid.cp > 1), whole, 0.0)
 
-    def _at_once(self, stage: EndStage) -> Parts:
-        """All of it together."""
-        held = self.held_by(stage)
-        kept, working = self._layers(stage)
-        parts = self._states(held)
-        # Logits are gone when the layers' backward begins.
+    def _at_once(self, stage: RankStage) -> MemoryParts:
+        """All categories at one moment."""
+        parameters = self.parameters(stage)
+        saved, working = self._layers(stage)
+        parts = self._states(parameters)
+        # Logits are freed when the backward of the layers begins.
         working = np.maximum(working - stage.head * self._loss(), 0.0)
-        parts["activations"] = kept * stage.flight + working + self._at_head(stage)
-        parts["logits"] = stage.head * (self._loss() + self._waiting())
+        parts["activations"] = saved * stage.flight + working + self._at_head(stage)
+        parts["logits"] = stage.head * (self._loss() + self._other_losses())
         parts["buffers"] = self._messages() + self._buffers()
-        parts["prefetch"] = self._prefetch(held, stage)
-        parts |= self._aside(parts["activations"])
-        if self.keeps.backward_bytes:
+        parts["prefetch"] = self._prefetch(parameters, stage)
+        parts |= self._overhead(parts["activations"])
+        if self.memory.backward_bytes:
             live = parts["activations"] + parts["logits"]
-            behind = kept * (stage.flight - 1) + self.keeps.backward_bytes * held.all
-            parts["gradients"] = parts["gradients"] + np.maximum(behind - live, 0.0)
+            after = saved * (stage.flight - 1) + self.memory.backward_bytes * parameters.all
+            parts["gradients"] = parts["gradients"] + np.maximum(after - live, 0.0)
         return parts
 
-    def held_by(self, stage: EndStage) -> GradientBytes:
-        """Parameters of a stage; norms, routers and latents are whole on every tp rank."""
+    def parameters(self, stage: RankStage) -> RankParameters:
+        """Parameters of a stage; norms, routers and latents are replicated over tp."""
         shape, tp = self.shape, self.grid.tp
         dense, experts = np.zeros(1), np.zeros(1)
         for i, count in self._counts(stage).items():
@@ -138,16 +149,16 @@ class MemoryEntries:
         matrices = stage.embedding + stage.head
         if shape.tied:
             matrices = np.where(self.grid.pp == 1, 1.0, matrices)
-        elif shape.mtp:  # the embedding once more, where the head's stage has none
+        elif shape.mtp:  # the embedding again, if the stage of the head has none
             matrices = matrices + np.where(self.grid.pp == 1, 0.0, stage.head)
         ends = matrices * shape.vocab * shape.width / tp
         if shape.positions == "learned":
             ends = ends + stage.embedding * shape.max_seq * shape.width
         final = stage.head * shape.width * (2 if shape.norm_bias else 1)
-        return GradientBytes(dense + ends + final, experts, ends)
+        return RankParameters(dense + ends + final, experts, ends)
 
     def _dense(self, i: int) -> Array:
-        """Parameters of a layer on one rank, but for experts."""
+        """Parameters of a layer on one rank, without experts."""
         shape, layer, tp = self.shape, layer_parameters(self.shape, i), self.grid.tp
         whole = layer.norms + layer.router
         if shape.mla is not None:
@@ -157,8 +168,8 @@ class MemoryEntries:
         shared = keys * (np.maximum(shape.kv_heads, tp) - shape.kv_heads)
         return (layer.total - layer.experts - whole + shared) / tp + whole
 
-    def _counts(self, stage: EndStage) -> dict[int, Array]:
-        """Layers of each kind, by the number of one of them."""
+    def _counts(self, stage: RankStage) -> dict[int, Array]:
+        """How many layers of each kind, by the index of one of them."""
         shape, (layers, routed) = self.shape, stage.layers
         if shape.moe is None:
             return {0: layers}
@@ -166,18 +177,18 @@ class MemoryEntries:
         plain = {kinds[False]: layers - routed} if False in kinds else {}
         return {**plain, kinds[True]: routed}
 
-    def _states(self, held: GradientBytes) -> Parts:
-        """Weights, gradients, master weights and moments, sliced as the ZeRO stage says."""
-        grid, keeps = self.grid, self.keeps
+    def _states(self, parameters: RankParameters) -> MemoryParts:
+        """Weights, gradients, master weights and moments, sharded as the ZeRO stage says."""
+        grid, memory = self.grid, self.memory
         away = grid.offload > 0
         stays = np.where(away, 0.0, 1.0)
-        weights = self._sliced(held, 3) * (keeps.weight_bytes or self.itemsize)
+        weights = self._sharded(parameters, 3) * (memory.weight_bytes or self.itemsize)
         gone = away & (grid.zero == 3) & (grid.shard * grid.cp > 1)
-        gradients = self._sliced(held, 2) * keeps.gradient_bytes
-        if keeps.bucket_bytes:
+        gradients = self._sharded(parameters, 2) * memory.gradient_bytes
+        if memory.bucket_bytes:
             summed = (grid.zero == 0) & (grid.dp > 1)
-            gradients = gradients + np.where(summed, held.all * keeps.bucket_bytes, 0.0)
-        owned = self._sliced(held, 1)
+            gradients = gradients + np.where(summed, parameters.all * memory.bucket_bytes, 0.0)
+        owned = self._sharded(parameters, 1)
         return {
             "weights": np.where(gone, 0.0, weights),
             "gradients": gradients,
@@ -185,61 +196,64 @@ class MemoryEntries:
             "optimizer": owned * (MOMENTS * stays),
         }
 
-    def _sliced(self, held: GradientBytes, from_zero: int) -> Array:
-        """Parameters of a rank, of a slice of them from this ZeRO stage on."""
+    def _sharded(self, parameters: RankParameters, from_zero: int) -> Array:
+        """Parameters of a rank; only its shard from this ZeRO stage on."""
         grid = self.grid
-        sliced = grid.zero >= from_zero
-        dense = held.dense / np.where(sliced, grid.shard * grid.cp, 1.0)
+        sharded = grid.zero >= from_zero
+        dense = parameters.dense / np.where(sharded, grid.shard * grid.cp, 1.0)
         if self.shape.moe is None:
             return dense
-        return dense + held.experts / np.where(sliced, grid.edp, 1.0)
+        return dense + parameters.experts / np.where(sharded, grid.edp, 1.0)
 
-    def host(self, stage: EndStage) -> Array:
-        """What offload moves to the host: states, and the slices of weights under ZeRO-3. Of states
-        that lie on disks, two layers' are there: one that is updated, one on its way."""
-        grid, owned = self.grid, self._sliced(self.held_by(stage), 1)
-        sliced = (grid.zero == 3) & (grid.shard * grid.cp > 1)
+    def host(self, stage: RankStage) -> Array:
+        """What offload keeps in host memory: states, and the weight shards under ZeRO-3. Of states
+        on disks, two layers are in memory: one being updated, one being copied."""
+        grid, owned = self.grid, self._sharded(self.parameters(stage), 1)
+        sharded = (grid.zero == 3) & (grid.shard * grid.cp > 1)
         buffers = np.minimum(2 / np.maximum(stage.layers.all, 1.0), 1.0)
         states = np.where(grid.offload == OFFLOADS.index("nvme"), buffers, 1.0)
-        size = states * (MOMENTS + self.master_bytes) + np.where(sliced, self.itemsize, 0.0)
+        size = states * (MOMENTS + self.master_bytes) + np.where(sharded, self.itemsize, 0.0)
         return np.where(grid.offload > 0, owned * size, 0.0)
 
-    def disk(self, stage: EndStage) -> Array:
-        """States and master weights that lie on disks."""
-        owned = self._sliced(self.held_by(stage), 1)
+    def disk(self, stage: RankStage) -> Array:
+        """Optimizer states and master weights on disks."""
+        owned = self._sharded(self.parameters(stage), 1)
         there = self.grid.offload == OFFLOADS.index("nvme")
         return np.where(there, owned * (MOMENTS + self.master_bytes), 0.0)
 
-    def _layers(self, stage: EndStage) -> tuple[Array, Array]:
-        """What a microbatch keeps, and what one layer needs while it runs again and back."""
-        repeat, covered = self.grid.recompute, self.stack.recomputed
+    def _layers(self, stage: RankStage) -> tuple[Array, Array]:
+        """What a microbatch saves, and what one layer needs during recomputation and backward."""
+        recompute, covered = self.grid.recompute, self.stack.recomputed
         kept, working = np.zeros(1), np.zeros(1)
         counts = self._counts(stage)
         for i, count in counts.items():
             routed = self.shape.is_moe_layer(i)
             extra = self.shape.mtp * stage.head if i == max(counts) else 0.0
-            everything = self.kept.everything(routed)
-            few, again = everything, np.zeros(1)
-            if (repeat > 0).any():
-                few = np.where(repeat == 1, self.kept.selected(routed), everything)
-                full = covered * self.kept.inputs() + (1 - covered) * everything
-                few = np.where(repeat == 2, full, few)
-                again = np.where(repeat > 0, self._again(repeat, everything, few), 0.0)
+            all_saved = self.activations.saved(routed)
+            few, again = all_saved, np.zeros(1)
+            if (recompute > 0).any():
+                few = np.where(
+                    recompute == 1, self.activations.saved_selectively(routed), all_saved
+                )
+                full = covered * self.activations.inputs() + (1 - covered) * all_saved
+                few = np.where(recompute == 2, full, few)
+                again = np.where(recompute > 0, self._recomputed(all_saved, few), 0.0)
             kept = kept + (count + extra) * few
-            inside = np.where(count > 0, again * self.tokens + self._inside(i, routed), 0.0)
-            working = np.maximum(working, inside)
+            backward = again * self.tokens + self._backward_gradients(i, routed)
+            working = np.maximum(working, np.where(count > 0, backward, 0.0))
         return kept * self.tokens, working
 
-    def _again(self, repeat: Array, everything: Array, few: Array) -> Array:
-        """What a layer that runs again has beside what it kept."""
-        there = self.kept.inputs() if self.keeps.in_turn else 0.0
-        return np.where(repeat == 2, everything - there, np.maximum(everything - few, 0.0))
+    def _recomputed(self, all_saved: Array, few: Array) -> Array:
+        """What recomputation of a layer adds to what it saved."""
+        there = self.activations.inputs() if self.memory.unit_by_unit else 0.0
+        partly = np.maximum(all_saved - few, 0.0)
+        return np.where(self.grid.recompute == 2, all_saved - there, partly)
 
-    def _inside(self, i: int, routed: bool) -> Array:
-        """Gradients in the backward of a layer: of activations, or of its largest weight, which are
-        there one after the other."""
-        found = self.kept.inside(routed) * self.tokens
-        if not self.keeps.in_turn:
+    def _backward_gradients(self, i: int, routed: bool) -> Array:
+        """Gradients in the backward of a layer: of activations, or of its largest weight; they are
+        not alive at the same time."""
+        found = self.activations.backward_gradients(routed) * self.tokens
+        if not self.memory.unit_by_unit:
             return found
         shape, matrices = self.shape, 3 if self.shape.gated else 2
         weight = shape.width * shape.ffn / self.grid.tp
@@ -248,53 +262,56 @@ class MemoryEntries:
             weight = layer_parameters(shape, i).experts / spread
         return np.maximum(found, weight * self.itemsize)
 
-    def _at_head(self, stage: EndStage) -> Array:
-        """The head's input, and its copies for multi-token prediction."""
-        return stage.head * (1 + self.shape.mtp) * self.kept.at_head() * self.tokens
+    def _at_head(self, stage: RankStage) -> Array:
+        """The input of the head, and its copies for multi-token prediction."""
+        return stage.head * (1 + self.shape.mtp) * self.activations.at_head() * self.tokens
 
     def _loss(self) -> Array:
-        """Logits of the one loss that is computed, and their gradients."""
-        keeps, tp = self.keeps, self.grid.tp
-        size = np.where(tp > 1, keeps.split_logits_bytes or keeps.logits_bytes, keeps.logits_bytes)
+        """Logits of the loss that is being computed, and their gradients."""
+        memory, tp = self.memory, self.grid.tp
+        size = np.where(
+            tp > 1, memory.split_logits_bytes or memory.logits_bytes, memory.logits_bytes
+        )
         return size * self.tokens * self.shape.vocab / tp
 
-    def _waiting(self) -> Array:
-        """What other losses keep until their backward."""
+    def _other_losses(self) -> Array:
+        """What other losses save until their backward."""
         losses = 1.0 + self.shape.mtp
-        if (every := keeps_all(self.grid)).any():
+        if (every := holds_all_microbatches(self.grid)).any():
             losses = losses * np.where(every, self.grid.microbatches, 1.0)
         words = self.tokens * self.shape.vocab / self.grid.tp
-        return (losses - 1) * self.keeps.loss_bytes * words
+        return (losses - 1) * self.memory.loss_bytes * words
 
-    def _prefetch(self, held: GradientBytes, stage: EndStage) -> Array:
-        """ZeRO-3: what is whole at once; from ZeRO-2 on, gradients that are on their way."""
-        grid, keeps = self.grid, self.keeps
+    def _prefetch(self, parameters: RankParameters, stage: RankStage) -> Array:
+        """ZeRO-3: weights that are gathered at once; from ZeRO-2 on, unreduced gradients."""
+        grid, memory = self.grid, self.memory
         sharded = grid.shard * grid.cp > 1
-        layer = (held.all - held.ends) / np.maximum(stage.layers.all, 1.0)
-        most = np.minimum(stage.layers.all, keeps.whole_layers) * layer
+        layer = (parameters.all - parameters.ends) / np.maximum(stage.layers.all, 1.0)
+        most = np.minimum(stage.layers.all, memory.whole_layers) * layer
         passing = np.minimum(stage.layers.all, self._passing_layers(stage)) * layer
-        if keeps.root:
-            most, passing = most + held.ends, passing + held.ends
-        else:  # an end is whole in the place of a layer
-            most = np.maximum(most, held.ends + layer)
-        # A pipeline keeps whole weights over a step: its microbatches lie far apart.
-        whole = np.where(grid.pp > 1, held.all, most) * self.itemsize
-        size = keeps.gradient_bytes if self.stack.scatters_rounds else keeps.passing_bytes
+        if memory.ends_stay_gathered:
+            most, passing = most + parameters.ends, passing + parameters.ends
+        else:  # an end is gathered in place of a layer
+            most = np.maximum(most, parameters.ends + layer)
+        # A pipeline keeps gathered weights over a step: its microbatches are far apart.
+        whole = np.where(grid.pp > 1, parameters.all, most) * self.itemsize
+        size = memory.gradient_bytes if self.stack.scatters_rounds else memory.passing_bytes
         flying = np.where((grid.zero >= 2) & sharded, passing * size, 0.0)
         return np.where((grid.zero == 3) & sharded, whole, 0.0) + flying
 
-    def _passing_layers(self, stage: EndStage) -> Array | float:
-        """Layers with whole gradients: some; or a chunk's that sums, and one's on its way."""
+    def _passing_layers(self, stage: RankStage) -> Array | float:
+        """Layers with unreduced gradients: some; or one chunk that accumulates and one that is
+        being reduced."""
         if not self.stack.scatters_rounds:
-            return self.keeps.passing_layers
+            return self.memory.passing_layers
         return 2 * stage.layers.all / self.grid.chunks
 
     def _messages(self) -> Array:
-        """Those of the pipeline."""
-        return np.where(self.grid.pp > 1, 4 * self.kept.residual, 0.0) * self.tokens
+        """Send and receive buffers of the pipeline."""
+        return np.where(self.grid.pp > 1, 4 * self.activations.residual, 0.0) * self.tokens
 
     def _buffers(self) -> Array:
-        """Gathered tokens, the ring, and experts' slots."""
-        kept = self.kept
-        found = np.where(kept.split > 1, self.keeps.gather_buffers * kept.whole, 0.0)
-        return (found + kept.of_other_ranks() + kept.between_experts()) * self.tokens
+        """Buffers of tensor-parallel gathers, context parallelism and expert dispatch."""
+        found = self.activations
+        gathered = np.where(found.split > 1, self.memory.gather_buffers * found.whole, 0.0)
+        return (gathered + found.context_buffers() + found.dispatch_buffers()) * self.tokens

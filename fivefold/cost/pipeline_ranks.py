@@ -72,7 +72,7 @@ def rank_stages(
         first, inner, last = _balanced(shape, grid, seq, spans)
     elif split == "even":
         first, last = _even(shape, grid)
-    elif split == "spared":
+    elif split == "short-ends":
         first, between, last = _spared(shape, grid)
         inner = [(between, np.ones(1))]
     else:

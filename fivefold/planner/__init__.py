@@ -9,16 +9,24 @@ from fivefold.core import legality, models, rules
 from fivefold.core.errors import FivefoldError
 from fivefold.core.layout import MOST_RANKS, Layout
 from fivefold.core.machine import Machine
-from fivefold.core.plan import Plan, Precision, Wishes, resolve
+from fivefold.core.plan import Plan, Wishes, resolve
+from fivefold.core.precision import PRECISIONS, RUNTIME_PRECISIONS
 from fivefold.core.shape import Shape
-from fivefold.cost.grid import CONTEXTS, OFFLOADS, RECOMPUTE, SCHEDULES, Grid, require_possible
+from fivefold.cost.grid import (
+    CONTEXTS,
+    OFFLOADS,
+    RECOMPUTE,
+    SCHEDULES,
+    LayoutGrid,
+    require_possible_imbalance,
+)
 from fivefold.cost.stack import BY_KERNELS
-from fivefold.planner.estimate import Estimate, outlook, recut
-from fivefold.planner.search import LayoutCandidate, SearchResult, SearchSetting, search
-from fivefold.planner.space import SpaceQuestion
+from fivefold.planner.estimate import Estimate, estimate_plan, rebalance_stages
+from fivefold.planner.search import EstimateSetting, LayoutCandidate, SearchResult, search_layouts
+from fivefold.planner.space import SearchSpace
 
 
-def layout_of(grid: Grid) -> Layout:
+def layout_of(grid: LayoutGrid) -> Layout:
     """The degrees of a one-element grid."""
     return Layout(
         replicate=_whole(grid, "replicate"),
@@ -35,7 +43,7 @@ def layout_of(grid: Grid) -> Layout:
     )
 
 
-def wishes_of(grid: Grid, base: Wishes) -> Wishes:
+def wishes_of(grid: LayoutGrid, base: Wishes) -> Wishes:
     """`base` with all that a one-element grid decides; nothing of its layout is left open."""
     layout = layout_of(grid)
     return replace(
@@ -50,13 +58,13 @@ def wishes_of(grid: Grid, base: Wishes) -> Wishes:
         chunks=layout.chunks,
         stage_layers=None,
         microbatches=_whole(grid, "microbatches"),
-        microbatch_size=_whole(grid, "rows"),
+        microbatch_size=_whole(grid, "microbatch_size"),
         batch=None,
         recompute=RECOMPUTE[_whole(grid, "recompute")],
     )
 
 
-def _whole(grid: Grid, name: str) -> int:
+def _whole(grid: LayoutGrid, name: str) -> int:
     return round(float(getattr(grid, name).item()))
 
 
@@ -64,7 +72,6 @@ def _whole(grid: Grid, name: str) -> int:
 
 
 Progress = Callable[[float], None]
-PRECISIONS = ("bf16", "fp8", "fp32", "fp16")
 OBJECTIVES = ("tokens", "gpus", "gpu-hours")
 # What is kept for each layout that is shown: some differ only in what changes nothing.
 _SPARE = 12
@@ -72,7 +79,6 @@ _MOST_FRONT = 5
 _MOST_ACTIONS = 30_000  # of a schedule that is played for the front alone
 _LEAST_TOKENS = 4 << 20  # of a step, where nobody says
 _TOKENS_PER_GPU = 1 << 10
-_RUNS = ("bf16", "fp16", "fp32")  # precisions of the runtime
 
 
 @dataclass(frozen=True)
@@ -81,8 +87,8 @@ class PlanRequest:
 
     wishes: Wishes
     shape: Shape
-    question: SpaceQuestion
-    setting: SearchSetting
+    question: SearchSpace
+    setting: EstimateSetting
     notes: tuple[str, ...] = ()
 
     def on(self, gpus: int) -> PlanRequest:
@@ -91,10 +97,10 @@ class PlanRequest:
 
 
 @dataclass(frozen=True)
-class PlanAnswer:
+class PlanResult:
     """Plans by their played step, the fastest first, and how many layouts were weighed."""
 
-    inquiry: PlanRequest
+    request: PlanRequest
     plans: tuple[Estimate, ...]
     front: tuple[Estimate, ...]  # each more memory for less time
     candidates: int
@@ -102,22 +108,22 @@ class PlanAnswer:
     seconds: float
 
 
-def setting_of(
+def estimate_setting(
     machine: Machine, precision: str, headroom: float, kernels: str, imbalance: float
-) -> tuple[SearchSetting, list[str]]:
+) -> tuple[EstimateSetting, list[str]]:
     """How the job is estimated; a precision that the chip lacks is replaced, and that is said."""
     known = machine.peaks.known()
     stack = BY_KERNELS[kernels]
     if precision in known:
-        return SearchSetting(machine, stack, precision, headroom, imbalance), []
-    if precision == "fp8":
+        return EstimateSetting(machine, stack, precision, headroom, imbalance), []
+    if precision not in RUNTIME_PRECISIONS:
         machine.peak(precision)  # which says what there is
-    other = next((each for each in _RUNS if each in known), next(iter(known)))
+    other = next((each for each in RUNTIME_PRECISIONS if each in known), next(iter(known)))
     note = f"{machine.name} has no {precision} units: estimated in {other}"
-    return SearchSetting(machine, stack, other, headroom, imbalance), [note]
+    return EstimateSetting(machine, stack, other, headroom, imbalance), [note]
 
 
-def inquiry(
+def plan_request(
     wishes: Wishes,
     machine: Machine,
     fixed: Mapping[str, int | str],
@@ -129,7 +135,7 @@ def inquiry(
 ) -> PlanRequest:
     """What is asked, with defaults for the sequence and the batch."""
     shape = models.with_overrides(models.load(wishes.model), wishes.set)
-    require_possible(shape, imbalance)
+    require_possible_imbalance(shape, imbalance)
     gpus = wishes.gpus or 1
     seq = wishes.seq if wishes.seq is not None else min(8192, shape.max_seq)
     batch = default_batch(gpus, seq) if wishes.batch is None else wishes.batch
@@ -137,23 +143,18 @@ def inquiry(
     reasons += list(rules.bad_counts({"seq": seq, "gpus": gpus}).values())
     if reasons:
         raise FivefoldError("; ".join(dict.fromkeys(reasons)))
-    setting, notes = setting_of(machine, precision, headroom, kernels, imbalance)
+    setting, notes = estimate_setting(machine, precision, headroom, kernels, imbalance)
     if wishes.batch is None:
         notes.append(f"global batch {batch:,} sequences by default: say another with --batch")
-    runs_in = precision if precision in _RUNS else "bf16"
+    runs_in = PRECISIONS[precision].runs_in
     if runs_in != precision:
         notes.append(f"estimated in {precision}; the runtime and the written plan have {runs_in}")
-    wishes = replace(wishes, seq=seq, precision=runtime_precision(runs_in))
-    question = SpaceQuestion(shape, gpus, seq, batch, domains(machine), fixed)
+    wishes = replace(wishes, seq=seq, precision=runs_in)
+    question = SearchSpace(shape, gpus, seq, batch, domain_sizes(machine), fixed)
     return PlanRequest(wishes, shape, question, setting, tuple(notes))
 
 
-def runtime_precision(name: str) -> Precision:
-    """What a run computes in that is estimated in this; the runtime has no fp8."""
-    return "fp32" if name == "fp32" else "fp16" if name == "fp16" else "bf16"
-
-
-def domains(machine: Machine) -> tuple[int, ...]:
+def domain_sizes(machine: Machine) -> tuple[int, ...]:
     """Sizes of the machine's domains, inside which sharding may stay."""
     return tuple(tier.size for tier in machine.tiers if tier.size)
 
@@ -167,17 +168,17 @@ def default_batch(gpus: int, seq: int) -> int:
     return -(-max(1, tokens // seq) // max(1, odd)) * max(1, odd)
 
 
-def answer(asked: PlanRequest, top: int, on_progress: Progress | None = None) -> PlanAnswer:
+def best_plans(asked: PlanRequest, top: int, on_progress: Progress | None = None) -> PlanResult:
     """Search, play what is best, and rank by what was played; refuse where nothing fits."""
-    result = search(asked.question, asked.setting, max(1, top) * _SPARE, on_progress)
+    result = search_layouts(asked.question, asked.setting, max(1, top) * _SPARE, on_progress)
     if not result.best:
         raise FivefoldError(_refusal(asked, result))
     played = sorted(_played(asked, _distinct(result.best)[:top]), key=lambda one: one.step)
-    played[0] = recut(played[0])
+    played[0] = rebalance_stages(played[0])
     fitting = [one for one in result.front if one.bytes <= asked.setting.capacity]
     front = _front(asked, fitting)
     numbers = (result.candidates, result.passed_over, result.seconds)
-    return PlanAnswer(asked, tuple(played), tuple(_falling(front)), *numbers)
+    return PlanResult(asked, tuple(played), tuple(_falling(front)), *numbers)
 
 
 def _front(asked: PlanRequest, found: list[LayoutCandidate]) -> tuple[Estimate, ...]:
@@ -208,7 +209,7 @@ def _distinct(found: list[LayoutCandidate]) -> list[LayoutCandidate]:
     groups: dict[tuple[float, ...], LayoutCandidate] = {}
     for one in sorted(found, key=_plainness):
         grid = one.grid
-        columns = (grid.tp, grid.cp, grid.pp, grid.dp, grid.ep, grid.etp, grid.rows)
+        columns = (grid.tp, grid.cp, grid.pp, grid.dp, grid.ep, grid.etp, grid.microbatch_size)
         key = tuple(each.item() for each in (*columns, grid.recompute, grid.schedule))
         groups.setdefault(key, one)
     return list(groups.values())
@@ -222,7 +223,7 @@ def _plainness(one: LayoutCandidate) -> tuple[float, ...]:
 def _played(asked: PlanRequest, found: list[LayoutCandidate]) -> Iterator[Estimate]:
     for one in found:
         plan = resolve(wishes_of(one.grid, asked.wishes))
-        yield outlook(plan, asked.setting, OFFLOADS[int(one.grid.offload.item())])
+        yield estimate_plan(plan, asked.setting, OFFLOADS[int(one.grid.offload.item())])
 
 
 def _falling(found: tuple[Estimate, ...]) -> Iterator[Estimate]:
@@ -258,36 +259,38 @@ def gpus_needed(asked: PlanRequest) -> int | None:
     """The smallest number of GPUs, in powers of two from twice as many, on which something fits."""
     gpus = 2 * asked.question.gpus
     while gpus <= MOST_RANKS:
-        if search(asked.on(gpus).question, asked.setting, 1).best:
+        if search_layouts(asked.on(gpus).question, asked.setting, 1).best:
             return gpus
         gpus *= 2
     return None
 
 
-def fewest(asked: PlanRequest, top: int, on_progress: Progress | None = None) -> PlanAnswer:
+def fewest_gpus(asked: PlanRequest, top: int, on_progress: Progress | None = None) -> PlanResult:
     """The answer on the fewest GPUs, halving those that are there as long as something fits."""
-    found = answer(asked, top, on_progress)
+    found = best_plans(asked, top, on_progress)
     for gpus in _halves(asked.question.gpus):
         smaller = asked.on(gpus)
-        if not search(smaller.question, smaller.setting, 1).best:
+        if not search_layouts(smaller.question, smaller.setting, 1).best:
             break
-        found = answer(smaller, top, on_progress)
+        found = best_plans(smaller, top, on_progress)
     return found
 
 
-def cheapest(asked: PlanRequest, top: int, on_progress: Progress | None = None) -> PlanAnswer:
+def fewest_gpu_hours(
+    asked: PlanRequest, top: int, on_progress: Progress | None = None
+) -> PlanResult:
     """The answer with the fewest GPU-hours a token, on as many GPUs as there are or fewer.
 
     Offload is left out unless it is asked for: what it costs the host is not known.
     """
     fixed = {"offload": "none", **(asked.question.fixed or {})}
     asked = replace(asked, question=replace(asked.question, fixed=fixed))
-    best = answer(asked, top, on_progress)
+    best = best_plans(asked, top, on_progress)
     for gpus in _halves(asked.question.gpus):
         smaller = asked.on(gpus)
-        if not search(smaller.question, smaller.setting, 1).best:
+        if not search_layouts(smaller.question, smaller.setting, 1).best:
             break
-        found = answer(smaller, top, on_progress)
+        found = best_plans(smaller, top, on_progress)
         if found.plans[0].tokens_per_s_per_gpu > best.plans[0].tokens_per_s_per_gpu:
             best = found
     return best
@@ -299,7 +302,7 @@ def _halves(gpus: int) -> Iterator[int]:
         yield gpus
 
 
-def single(
+def estimate_on_machine(
     plan: Plan,
     machine: Machine,
     *,
@@ -309,6 +312,6 @@ def single(
     imbalance: float = 1.0,
 ) -> Estimate:
     """A plan whose layout is given."""
-    require_possible(plan.shape, imbalance)
-    setting, notes = setting_of(machine, precision, headroom, kernels, imbalance)
-    return outlook(replace(plan, notes=(*plan.notes, *notes)), setting)
+    require_possible_imbalance(plan.shape, imbalance)
+    setting, notes = estimate_setting(machine, precision, headroom, kernels, imbalance)
+    return estimate_plan(replace(plan, notes=(*plan.notes, *notes)), setting)

@@ -12,13 +12,14 @@ from typing import NamedTuple
 from fivefold.core.errors import FivefoldError, UnknownName
 from fivefold.core.layout import Layout
 from fivefold.core.plan import Plan, Wishes, resolve
+from fivefold.core.precision import PRECISIONS
 from fivefold.core.rules import divisors, problems
 from fivefold.cost.axis_collectives import wide_size
-from fivefold.cost.collectives import ITEMSIZE, predict
+from fivefold.cost.collectives import predict_traffic
 from fivefold.cost.grid import RECOMPUTE
 from fivefold.planner import PlanRequest, Progress, wishes_of
-from fivefold.planner.estimate import Estimate, outlook
-from fivefold.planner.search import search
+from fivefold.planner.estimate import Estimate, estimate_plan
+from fivefold.planner.search import search_layouts
 
 
 class StrategyTraffic(NamedTuple):
@@ -37,12 +38,12 @@ class Strategy:
     name: str
     layout: Layout
     least_batch: int  # sequences of a step, below which ranks have nothing to do
-    outlook: Estimate | None
+    estimate: Estimate | None
     moved: tuple[StrategyTraffic, ...]
     refused: str = ""
 
 
-def alone(asked: PlanRequest) -> Iterator[Strategy]:
+def single_axis_strategies(asked: PlanRequest) -> Iterator[Strategy]:
     """Every dimension alone for this model."""
     gpus = asked.question.gpus
     for zero in range(4):
@@ -72,7 +73,7 @@ def _strategy(asked: PlanRequest, name: str, layout: Layout) -> Strategy:
         plan = resolve(_wishes(asked, layout))
     except FivefoldError as error:
         return Strategy(name, layout, least, None, (), _first_reason(error))
-    return Strategy(name, layout, least, outlook(plan, asked.setting), _moved(plan))
+    return Strategy(name, layout, least, estimate_plan(plan, asked.setting), _moved(plan))
 
 
 def _wishes(asked: PlanRequest, layout: Layout) -> Wishes:
@@ -99,10 +100,10 @@ def _first_reason(error: FivefoldError) -> str:
 
 def _moved(plan: Plan) -> tuple[StrategyTraffic, ...]:
     """The collectives of rank 0, equal ones together."""
-    itemsize = ITEMSIZE[plan.precision]
+    itemsize = PRECISIONS[plan.precision].itemsize
     counts: Counter[tuple[str, str]] = Counter()
     sizes: Counter[tuple[str, str]] = Counter()
-    for one in predict(plan, 0, itemsize=itemsize, grad_itemsize=wide_size(itemsize)):
+    for one in predict_traffic(plan, 0, itemsize=itemsize, grad_itemsize=wide_size(itemsize)):
         counts[one.axis, one.kind] += one.count
         sizes[one.axis, one.kind] += one.count * one.bytes
     found = [
@@ -121,24 +122,24 @@ STRATEGIES: Mapping[str, Mapping[str, int]] = {
     "data+context": {"tp": 1, "pp": 1},
     "all": {},
 }
-AXES = ("seq", "gpus")
+SWEEP_AXES = ("seq", "gpus")
 _UNITS = {"k": 1 << 10, "m": 1 << 20}
 _MOST_POINTS = 16
 
 
 @dataclass(frozen=True)
-class Point:
+class SweepPoint:
     """The best layout of a strategy at one place; the leanest where none fits, None where none is
     legal."""
 
     value: int
     strategy: str
     recompute: str
-    outlook: Estimate | None
+    estimate: Estimate | None
 
     @property
     def fits(self) -> bool:
-        return self.outlook is not None and self.outlook.over <= 0
+        return self.estimate is not None and self.estimate.over <= 0
 
 
 def parse_sweep(text: str) -> tuple[str, list[int]]:
@@ -149,9 +150,9 @@ def parse_sweep(text: str) -> tuple[str, list[int]]:
     """
     axis, _, span = text.partition("=")
     low, dots, high = span.partition("..")
-    if axis not in AXES or not dots:
+    if axis not in SWEEP_AXES or not dots:
         raise FivefoldError(f"--sweep {text!r}: write seq=4k..1m or gpus=8..16384")
-    first, last = whole(low, "--sweep"), whole(high, "--sweep")
+    first, last = parse_count(low, "--sweep"), parse_count(high, "--sweep")
     values = [first]
     while values[-1] * 2 <= last and len(values) <= _MOST_POINTS:
         values.append(values[-1] * 2)
@@ -162,7 +163,7 @@ def parse_sweep(text: str) -> tuple[str, list[int]]:
     return axis, values
 
 
-def whole(text: str, option: str) -> int:
+def parse_count(text: str, option: str) -> int:
     """A whole number; 4k is 4,096 and 1m 1,048,576.
 
     >>> whole("128k", "--seq")
@@ -177,7 +178,7 @@ def whole(text: str, option: str) -> int:
 
 def sweep(
     asked: PlanRequest, axis: str, values: list[int], on_progress: Progress | None = None
-) -> Iterator[Point]:
+) -> Iterator[SweepPoint]:
     """Every point of every curve. Tokens of a step stay as they are, as far as they can."""
     fixed = asked.question.fixed or {}
     strategies = [name for name, on in STRATEGIES.items() if _agree(on, fixed)]
@@ -185,7 +186,7 @@ def sweep(
     for number, (name, kind, value) in enumerate(cells):
         if _agree({"recompute": kind}, fixed):
             one = _placed(asked, axis, value, {**fixed, **STRATEGIES[name], "recompute": kind})
-            yield Point(value, name, kind, _best(one))
+            yield SweepPoint(value, name, kind, _best(one))
         if on_progress is not None:
             on_progress((number + 1) / len(cells))
 
@@ -206,17 +207,17 @@ def _placed(
 
 
 def _best(asked: PlanRequest) -> Estimate | None:
-    result = search(asked.question, asked.setting, 1)
+    result = search_layouts(asked.question, asked.setting, 1)
     found = result.best[0] if result.best else result.leanest
     if found is None:
         return None
-    return outlook(resolve(wishes_of(found.grid, asked.wishes)), asked.setting)
+    return estimate_plan(resolve(wishes_of(found.grid, asked.wishes)), asked.setting)
 
 
 # What if: the same job with another machine, more GPUs, longer rows, a larger batch.
 
 
-KEYS = ("gpus", "seq", "batch", "machine")
+CHANGE_KEYS = ("gpus", "seq", "batch", "machine")
 
 
 def parse_changes(text: str) -> dict[str, str]:
@@ -224,8 +225,8 @@ def parse_changes(text: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for word in text.replace(",", " ").split():
         key, equals, value = word.partition("=")
-        if key not in KEYS:
-            raise UnknownName("--what-if", key, KEYS)
+        if key not in CHANGE_KEYS:
+            raise UnknownName("--what-if", key, CHANGE_KEYS)
         if not equals or not value:
             raise FivefoldError(f"--what-if {word!r}: write {key}=2x, or {key}= and a value")
         found[key] = value
@@ -234,7 +235,7 @@ def parse_changes(text: str) -> dict[str, str]:
     return found
 
 
-def changed(wishes: Wishes, changes: dict[str, str], **now: int) -> Wishes:
+def apply_changes(wishes: Wishes, changes: dict[str, str], **now: int) -> Wishes:
     """The wishes with the changes; `now` are the numbers that 2x doubles."""
     found = wishes
     for key, value in changes.items():
@@ -253,19 +254,19 @@ def scaled(number: int, text: str, key: str) -> int:
     """
     factor = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,6})?)x", text)
     if factor is None:
-        return whole(text, f"--what-if {key}")
+        return parse_count(text, f"--what-if {key}")
     value = number * float(factor[1])
     if value != int(value) or value < 1:
         raise FivefoldError(f"--what-if {key}={text}: {number:,} times that is no whole number")
     return int(value)
 
 
-def stretched(plan: Plan, changes: dict[str, str]) -> Wishes:
+def scale_plan(plan: Plan, changes: dict[str, str]) -> Wishes:
     """A plan with the changes: more GPUs are more data ranks, all else of the layout stays."""
     batch, layout = plan.batch, plan.layout
     now = {"gpus": layout.world, "seq": batch.seq, "batch": batch.sequences}
     wishes = replace(plan.wishes, batch=batch.sequences, microbatches=None, ep_nodes=None)
-    wishes = changed(wishes, changes, **now)
+    wishes = apply_changes(wishes, changes, **now)
     gpus = wishes.gpus or layout.world
     inner = layout.replicate * layout.tp * layout.cp * layout.pp
     if gpus % inner:

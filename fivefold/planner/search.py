@@ -15,19 +15,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.core.machine import Machine
-from fivefold.cost.grid import OFFLOADS, Array, Grid
+from fivefold.cost.grid import OFFLOADS, Array, LayoutGrid
 from fivefold.cost.layer_time import LayerTimer
-from fivefold.cost.memory import Ledger, ledger
+from fivefold.cost.memory import PeakMemory, peak_memory
 from fivefold.cost.stack import SoftwareStack
-from fivefold.cost.step_time import Timing, busy, timing
-from fivefold.planner.space import Lattice, SpaceQuestion, lattices
+from fivefold.cost.step_time import StepTime, least_layer_seconds, step_time
+from fivefold.planner.space import LayoutBlock, SearchSpace, layout_blocks
 
 _FRONT = 128  # classes of memory, of which the fastest layout is kept
 _LEAST_PLAYED = 12  # however few are asked for: bounds alone say little of the first
 
 
 @dataclass(frozen=True)
-class SearchSetting:
+class EstimateSetting:
     """On what a job runs, and how full the memory may be."""
 
     machine: Machine
@@ -50,13 +50,13 @@ class SearchSetting:
 class LayoutCandidate:
     """One layout with what it takes, by its place in a lattice."""
 
-    lattice: Lattice
+    lattice: LayoutBlock
     place: int
     seconds: float
     bytes: float
 
     @cached_property
-    def grid(self) -> Grid:
+    def grid(self) -> LayoutGrid:
         """The layout alone."""
         where = np.unravel_index(self.place, self.lattice.shape)
         return self.lattice.grid.at(tuple(int(each) for each in where), self.lattice.shape)
@@ -75,9 +75,9 @@ class SearchResult:
     seconds: float = 0.0
 
 
-def search(
-    question: SpaceQuestion,
-    setting: SearchSetting,
+def search_layouts(
+    question: SearchSpace,
+    setting: EstimateSetting,
     keep: int,
     on_progress: Callable[[float], None] | None = None,
 ) -> SearchResult:
@@ -98,15 +98,15 @@ def search(
 
 
 def _played(
-    question: SpaceQuestion, setting: SearchSetting, found: list[LayoutCandidate]
+    question: SearchSpace, setting: EstimateSetting, found: list[LayoutCandidate]
 ) -> list[LayoutCandidate]:
     """The foremost by their bounds, in the order of what the clock says of them."""
     if not found:
         return []
     columns = zip(*(one.grid.columns() for one in found), strict=True)
-    grid = Grid(*map(np.concatenate, columns))
+    grid = LayoutGrid(*map(np.concatenate, columns))
     asked = (question.shape, setting.machine, setting.stack, grid, question.seq, *setting.how)
-    steps = np.broadcast_to(timing(*asked, played=True).step, len(found))
+    steps = np.broadcast_to(step_time(*asked, played=True).step, len(found))
     timed = [replace(one, seconds=float(step)) for one, step in zip(found, steps, strict=True)]
     return sorted(timed, key=lambda one: one.seconds)
 
@@ -115,14 +115,14 @@ class _LayoutSearch:
     """One pass over a space."""
 
     def __init__(
-        self, question: SpaceQuestion, setting: SearchSetting, keep: int, result: SearchResult
+        self, question: SearchSpace, setting: EstimateSetting, keep: int, result: SearchResult
     ) -> None:
         self.question, self.setting, self.keep, self.result = question, setting, keep, result
         self.classes: dict[int, LayoutCandidate] = {}
 
     def run(self, on_progress: Callable[[float], None] | None) -> None:
         """The most promising degrees come first, so that the rest is passed over soon."""
-        found = list(lattices(self.question))
+        found = list(layout_blocks(self.question))
         least = [self._least(each) for each in found]
         order = sorted(range(len(found)), key=lambda place: float(least[place].min()))
         for number, place in enumerate(order):
@@ -131,15 +131,15 @@ class _LayoutSearch:
                 on_progress((number + 1) / len(found))
         self.result.front = list(_falling(self.classes))
 
-    def _least(self, lattice: Lattice) -> Array:
+    def _least(self, lattice: LayoutBlock) -> Array:
         """Seconds that a step of each degree takes at least."""
         setting, question = self.setting, self.question
         asked = (question.shape, setting.machine, setting.stack, lattice.grid, question.seq)
-        whole = busy(LayerTimer(*asked, *setting.how))
+        whole = least_layer_seconds(LayerTimer(*asked, *setting.how))
         least = whole.min(axis=tuple(range(1, whole.ndim)))
         return np.broadcast_to(least, len(lattice.degrees))
 
-    def _weigh(self, lattice: Lattice, least: Array) -> None:
+    def _weigh(self, lattice: LayoutBlock, least: Array) -> None:
         best = self.result.best
         worst = best[-1].seconds if len(best) >= self.keep else np.inf
         hopeful = least <= worst
@@ -159,18 +159,18 @@ class _LayoutSearch:
         self._keep_best(lattice, np.where(fits, seconds, np.inf), memory)
         self._keep_front(lattice, seconds, memory)
 
-    def _fits_host(self, books: Ledger) -> NDArray[np.bool_]:
+    def _fits_host(self, books: PeakMemory) -> NDArray[np.bool_]:
         """Whether the nodes have room for what their GPUs offload."""
         machine = self.setting.machine
         in_memory = books.host * machine.gpus_per_node <= machine.host.memory
         return in_memory & (books.disk * machine.gpus_per_node <= (machine.host.nvme_bytes or 0.0))
 
-    def _estimates(self, lattice: Lattice) -> tuple[Timing, Ledger]:
+    def _estimates(self, lattice: LayoutBlock) -> tuple[StepTime, PeakMemory]:
         setting, question = self.setting, self.question
         asked = (question.shape, setting.machine, setting.stack, lattice.grid, question.seq)
-        return timing(*asked, *setting.how), ledger(*asked, *setting.how)
+        return step_time(*asked, *setting.how), peak_memory(*asked, *setting.how)
 
-    def _keep_best(self, lattice: Lattice, seconds: Array, memory: Array) -> None:
+    def _keep_best(self, lattice: LayoutBlock, seconds: Array, memory: Array) -> None:
         best = self.result.best
         worst = best[-1].seconds if len(best) >= self.keep else np.inf
         places = np.argpartition(seconds, min(self.keep, len(seconds) - 1))[: self.keep]
@@ -182,7 +182,7 @@ class _LayoutSearch:
         best.sort(key=lambda one: one.seconds)
         del best[self.keep :]
 
-    def _keep_front(self, lattice: Lattice, seconds: Array, memory: Array) -> None:
+    def _keep_front(self, lattice: LayoutBlock, seconds: Array, memory: Array) -> None:
         """The fastest of each class of memory; the leanest of all."""
         numbers = (memory / self.setting.machine.memory * _FRONT).astype(np.int64).clip(0, _FRONT)
         fastest = np.full(_FRONT + 1, np.inf)
@@ -198,7 +198,7 @@ class _LayoutSearch:
             self.result.leanest = _candidate(lattice, lean, seconds, memory)
 
 
-def _candidate(lattice: Lattice, place: int, seconds: Array, memory: Array) -> LayoutCandidate:
+def _candidate(lattice: LayoutBlock, place: int, seconds: Array, memory: Array) -> LayoutCandidate:
     return LayoutCandidate(lattice, place, float(seconds[place]), float(memory[place]))
 
 

@@ -23,9 +23,10 @@ from fivefold.core.rules import (
     pipeline_rule,
     tensor_rule,
 )
-from fivefold.core.schedule.catalog import FAMILIES, Family
+from fivefold.core.schedule.catalog import FAMILIES
+from fivefold.core.schedule.family import Family
 from fivefold.core.shape import Shape
-from fivefold.cost.grid import CONTEXTS, OFFLOADS, RECOMPUTE, SCHEDULES, Array, Grid
+from fivefold.cost.grid import CONTEXTS, OFFLOADS, RECOMPUTE, SCHEDULES, Array, LayoutGrid
 
 MOST_ROWS = 32  # sequences of a microbatch: more only fills the memory
 MOST_CHUNKS = 8
@@ -33,7 +34,7 @@ _AT_ONCE = 64  # degrees that are evaluated together: what a processor's cache h
 
 
 @dataclass(frozen=True)
-class SpaceQuestion:
+class SearchSpace:
     """What is asked: a job on so many GPUs, and what of it is fixed already."""
 
     shape: Shape
@@ -65,7 +66,7 @@ class Degrees(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Lattice:
+class LayoutBlock:
     """Layouts of equal pp and dp: every degree with every choice of what hangs on it loosely.
 
     The grid's columns lie along six axes, each along one or two: degrees, rows of a microbatch,
@@ -75,7 +76,7 @@ class Lattice:
     """
 
     degrees: tuple[Degrees, ...]
-    grid: Grid
+    grid: LayoutGrid
     legal: NDArray[np.bool_]
 
     @property
@@ -87,14 +88,14 @@ class Lattice:
         """How many layouts there are."""
         return int(np.broadcast_to(self.legal, self.shape).sum())
 
-    def only(self, which: NDArray[np.bool_]) -> Lattice:
+    def only(self, which: NDArray[np.bool_]) -> LayoutBlock:
         """The same for some of the degrees."""
         columns = [each[which] if len(each) > 1 else each for each in self.grid.columns()]
         degrees = tuple(one for one, stays in zip(self.degrees, which, strict=True) if stays)
-        return Lattice(degrees, Grid(*columns), self.legal)
+        return LayoutBlock(degrees, LayoutGrid(*columns), self.legal)
 
 
-def lattices(question: SpaceQuestion) -> Iterator[Lattice]:
+def layout_blocks(question: SearchSpace) -> Iterator[LayoutBlock]:
     """All layouts."""
     groups: dict[tuple[int, int, bool], list[Degrees]] = {}
     for one in all_degrees(question):
@@ -107,7 +108,7 @@ def lattices(question: SpaceQuestion) -> Iterator[Lattice]:
                 yield lattice
 
 
-def _lattice(question: SpaceQuestion, degrees: tuple[Degrees, ...]) -> Lattice | None:
+def _lattice(question: SearchSpace, degrees: tuple[Degrees, ...]) -> LayoutBlock | None:
     one, said = degrees[0], question.fixed or {}
     in_rank = question.batch // one.dp
     rows = [n for n in divisors(in_rank) if n <= MOST_ROWS and said.get("microbatch_size", n) == n]
@@ -130,7 +131,7 @@ def _lattice(question: SpaceQuestion, degrees: tuple[Degrees, ...]) -> Lattice |
     numbers = [(*each[:2], CONTEXTS.index(each.context), *each[3:]) for each in degrees]
     tp, cp, context, pp, dp, ep, etp = (_along(0, column) for column in zip(*numbers, strict=True))
     replicate = _along(3, [each[1] for each in sharding])
-    grid = Grid(
+    grid = LayoutGrid(
         tp=tp,
         cp=cp,
         pp=pp,
@@ -140,7 +141,7 @@ def _lattice(question: SpaceQuestion, degrees: tuple[Degrees, ...]) -> Lattice |
         etp=etp,
         zero=_along(3, [each[0] for each in sharding]),
         chunks=_along(2, [chunks for _, chunks in schedules]),
-        rows=_along(1, rows),
+        microbatch_size=_along(1, rows),
         microbatches=_along(1, [in_rank // n for n in rows]),
         recompute=_along(4, repeats),
         schedule=_along(2, [SCHEDULES.index(family.name) for family, _ in schedules]),
@@ -148,7 +149,7 @@ def _lattice(question: SpaceQuestion, degrees: tuple[Degrees, ...]) -> Lattice |
         offload=_along(5, offloads),
         context=context,
     )
-    return Lattice(degrees, grid, legal.reshape(1, len(rows), len(schedules), 1, 1, 1))
+    return LayoutBlock(degrees, grid, legal.reshape(1, len(rows), len(schedules), 1, 1, 1))
 
 
 def _along(axis: int, values: Sequence[float]) -> Array:
@@ -156,7 +157,7 @@ def _along(axis: int, values: Sequence[float]) -> Array:
     return np.array(values, float).reshape([-1 if place == axis else 1 for place in range(6)])
 
 
-def all_degrees(question: SpaceQuestion) -> Iterator[Degrees]:
+def all_degrees(question: SearchSpace) -> Iterator[Degrees]:
     """Every way to deal the GPUs to the axes that no rule refuses."""
     shape, gpus = question.shape, question.gpus
     job = LayoutRequest(seq=question.seq)
@@ -177,14 +178,14 @@ def all_degrees(question: SpaceQuestion) -> Iterator[Degrees]:
                         yield Degrees(tp, cp, context, pp, dp, ep, etp)
 
 
-def _splits_rows(question: SpaceQuestion, layout: Layout, job: LayoutRequest) -> bool:
+def _splits_rows(question: SearchSpace, layout: Layout, job: LayoutRequest) -> bool:
     allowed = question.allows("cp", layout.cp) and question.allows("context", layout.context)
     if layout.cp == 1:
         return question.allows("cp", 1) and layout.context == CONTEXTS[0]
     return allowed and not any(context_rule(layout, question.shape, job))
 
 
-def _experts(question: SpaceQuestion, tp: int, cp: int, dp: int) -> Iterator[tuple[int, int]]:
+def _experts(question: SearchSpace, tp: int, cp: int, dp: int) -> Iterator[tuple[int, int]]:
     moe = question.shape.moe
     if moe is None:
         yield from [(1, 1)] if question.allows("ep", 1) and question.allows("etp", 1) else []
@@ -215,7 +216,7 @@ def _chunks(family: Family, most: int) -> range:
     return range(family.min_chunks, min(highest, most) + 1)
 
 
-def _sharding(question: SpaceQuestion, degrees: Degrees) -> Iterator[tuple[int, int]]:
+def _sharding(question: SearchSpace, degrees: Degrees) -> Iterator[tuple[int, int]]:
     """ZeRO stages with their replicas: all ranks shard, or those of one domain."""
     inner, dp = degrees.tp * degrees.cp, degrees.dp
     yield 0, 1

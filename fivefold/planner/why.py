@@ -19,11 +19,11 @@ from fivefold.core.layout import Layout
 from fivefold.core.legality import problems
 from fivefold.core.plan import Plan
 from fivefold.core.schedule.choose import choose
-from fivefold.cost.grid import OFFLOADS, RECOMPUTE, Grid, of_plan, schedule_number
-from fivefold.cost.memory import ledger
-from fivefold.cost.step_time import timing
+from fivefold.cost.grid import OFFLOADS, RECOMPUTE, LayoutGrid, grid_of_plan, schedule_index
+from fivefold.cost.memory import peak_memory
+from fivefold.cost.step_time import step_time
 from fivefold.planner.estimate import Bytes, Estimate, Seconds
-from fivefold.planner.search import SearchSetting
+from fivefold.planner.search import EstimateSetting
 
 PARTNERS = ("dp", "pp", "cp", "tp")
 _MOST_ROWS = 8
@@ -49,7 +49,7 @@ class Neighbour:
 
 
 @dataclass(frozen=True)
-class Takeaway:
+class AxisComparison:
     """One axis of a layout, and what its neighbours say about it."""
 
     axis: str
@@ -60,23 +60,23 @@ class Takeaway:
 
 class _Variant(NamedTuple):
     layout: Layout
-    rows: int
+    microbatch_size: int
     microbatches: int
     recompute: str
     schedule: str
 
 
-def takeaways(chosen: Estimate) -> list[Takeaway]:
+def compare_neighbours(chosen: Estimate) -> list[AxisComparison]:
     """Every axis of the layout with its neighbours."""
     plan, layout = chosen.plan, chosen.plan.layout
     own = _weighed(chosen, [_own(plan)])
-    found: list[Takeaway] = []
+    found: list[AxisComparison] = []
     for axis in ("tp", "cp", "pp", "ep") if plan.shape.moe else ("tp", "cp", "pp"):
         degree = getattr(layout, axis)
         near = tuple(_neighbour(chosen, own, axis, other) for other in _degrees(degree))
         near = tuple(one for one in near if not _is_hopeless(one, degree))
         tier = _tier(layout, axis, chosen.setting) if degree > 1 else ""
-        found.append(Takeaway(axis, degree, tier, near))
+        found.append(AxisComparison(axis, degree, tier, near))
     found += _loose(chosen, own)
     return found
 
@@ -92,25 +92,32 @@ def _is_hopeless(one: Neighbour, degree: int) -> bool:
     return degree == 1 and bool(one.refused)
 
 
-def _loose(chosen: Estimate, own: _Books) -> Iterator[Takeaway]:
+def _loose(chosen: Estimate, own: _Books) -> Iterator[AxisComparison]:
     """ZeRO stages, recomputation and microbatches, each changed alone."""
     plan, layout = chosen.plan, chosen.plan.layout
     mine = _own(plan)
     if layout.shard * layout.cp > 1:
         stages = [(zero, replace(layout, zero=zero)) for zero in range(4) if zero != layout.zero]
         near = [_alone(chosen, own, "zero", n, mine._replace(layout=one)) for n, one in stages]
-        yield Takeaway("zero", layout.zero, _tier(layout, "fsdp", chosen.setting), tuple(near))
+        yield AxisComparison(
+            "zero", layout.zero, _tier(layout, "fsdp", chosen.setting), tuple(near)
+        )
     kinds = [kind for kind in RECOMPUTE if kind != plan.recompute.kind]
     near = [_alone(chosen, own, "recompute", k, mine._replace(recompute=k)) for k in kinds]
-    yield Takeaway("recompute", plan.recompute.kind, "", tuple(near))
-    sizes = [mine.rows * 2, *([mine.rows // 2] if mine.rows % 2 == 0 else [])]
-    whole = mine.rows * mine.microbatches
+    yield AxisComparison("recompute", plan.recompute.kind, "", tuple(near))
+    sizes = [
+        mine.microbatch_size * 2,
+        *([mine.microbatch_size // 2] if mine.microbatch_size % 2 == 0 else []),
+    ]
+    whole = mine.microbatch_size * mine.microbatches
     near = [
-        _alone(chosen, own, "microbatch", n, mine._replace(rows=n, microbatches=whole // n))
+        _alone(
+            chosen, own, "microbatch", n, mine._replace(microbatch_size=n, microbatches=whole // n)
+        )
         for n in sizes
         if whole % n == 0
     ]
-    yield Takeaway("microbatch", mine.rows, "", tuple(near))
+    yield AxisComparison("microbatch", mine.microbatch_size, "", tuple(near))
 
 
 def _own(plan: Plan) -> _Variant:
@@ -189,7 +196,7 @@ def _reasons(plan: Plan, variant: _Variant) -> list[str]:
         plan.shape,
         seq=plan.batch.seq,
         batch=plan.batch.sequences,
-        microbatch_size=variant.rows,
+        microbatch_size=variant.microbatch_size,
         microbatches=variant.microbatches,
         gpus=plan.layout.world,
         chunks=variant.layout.chunks,
@@ -211,7 +218,7 @@ def _weighed(chosen: Estimate, variants: list[_Variant]) -> _Books:
     plan, setting = chosen.plan, chosen.setting
     grid = _grid(plan, variants, chosen.offload)
     asked = (plan.shape, setting.machine, setting.stack, grid, plan.batch.seq, *setting.how)
-    times, books = timing(*asked), ledger(*asked)
+    times, books = step_time(*asked), peak_memory(*asked)
     count = (len(variants),)
     return _Books(
         np.broadcast_to(times.step, count),
@@ -221,22 +228,22 @@ def _weighed(chosen: Estimate, variants: list[_Variant]) -> _Books:
     )
 
 
-def _grid(plan: Plan, variants: list[_Variant], offload: str) -> Grid:
+def _grid(plan: Plan, variants: list[_Variant], offload: str) -> LayoutGrid:
     """The variants as one grid."""
-    one = of_plan(plan)
+    one = grid_of_plan(plan)
     layouts = [variant.layout for variant in variants]
     named = {
         each.name: np.array([float(getattr(layout, each.name)) for layout in layouts])
-        for each in fields(Grid)
-        if each.name not in ("rows", "microbatches", "recompute", "schedule")
+        for each in fields(LayoutGrid)
+        if each.name not in ("microbatch_size", "microbatches", "recompute", "schedule")
         and each.name not in ("sp", "offload", "context")
     }
-    return Grid(
+    return LayoutGrid(
         **named,
-        rows=np.array([float(each.rows) for each in variants]),
+        microbatch_size=np.array([float(each.microbatch_size) for each in variants]),
         microbatches=np.array([float(each.microbatches) for each in variants]),
         recompute=np.array([float(RECOMPUTE.index(each.recompute)) for each in variants]),
-        schedule=np.array([float(schedule_number(each.schedule)) for each in variants]),
+        schedule=np.array([float(schedule_index(each.schedule)) for each in variants]),
         sp=np.array([layout.sp for layout in layouts]),
         offload=np.full(len(variants), float(OFFLOADS.index(offload))),
         context=np.repeat(one.context, len(variants)),
@@ -275,7 +282,7 @@ def _difference(
     }
 
 
-def _tier(layout: Layout, axis: str, setting: SearchSetting) -> str:
+def _tier(layout: Layout, axis: str, setting: EstimateSetting) -> str:
     """The slowest link between neighbours of an axis; the first and the last group tell."""
     ends = (layout.group(axis, 0), layout.group(axis, layout.world - 1))
     tiers = setting.machine.tiers

@@ -31,7 +31,7 @@ def duration(seconds: float) -> str:
     return f"{seconds * 1e3:.0f} ms" if abs(seconds) >= 0.1 else f"{seconds * 1e3:.1f} ms"
 
 
-def rough(seconds: float) -> str:
+def rough_duration(seconds: float) -> str:
     """A time to wait, in its two largest units.
 
     >>> rough(42.3), rough(780), rough(7500), rough(200_000)

@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable, Iterator
 
 from fivefold.core.errors import counted
-from fivefold.core.schedule.catalog import ClosedForm, Family
 from fivefold.core.schedule.clock import Timeline, peak_activations, steady_bubble
+from fivefold.core.schedule.family import ClosedForm, Family
 from fivefold.report import percent
 
 _SMALLEST_DECIMAL = 1e-6  # shorter steps would need more decimals than anybody reads

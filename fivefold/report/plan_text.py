@@ -9,7 +9,7 @@ from fivefold.report import bar, duration, gib, table
 
 if TYPE_CHECKING:
     from fivefold.planner.estimate import Estimate
-    from fivefold.planner.why import Neighbour, Takeaway
+    from fivefold.planner.why import AxisComparison, Neighbour
 
 
 _COMPUTE = ("products", "attention", "experts", "elementwise", "head")
@@ -29,10 +29,12 @@ _NAMES = {
 _SMALL = 5e-3  # of a step: a part that changes by less is not told
 
 
-def because(chosen: Estimate, takeaways: list[Takeaway], rival: Estimate | None) -> list[str]:
+def reasons_text(
+    chosen: Estimate, takeaways: list[AxisComparison], rival: Estimate | None
+) -> list[str]:
     """Why this layout: what the next best loses, and what each axis's neighbours say."""
     found = [] if rival is None else [f"the next best, {name_of(rival)}: {loses(rival, chosen)}"]
-    return [*found, *(takeaway(each, chosen) for each in takeaways if each.neighbours)]
+    return [*found, *(axis_text(each, chosen) for each in takeaways if each.neighbours)]
 
 
 def name_of(one: Estimate) -> str:
@@ -44,10 +46,10 @@ def name_of(one: Estimate) -> str:
     if plan.layout.pp > 1:
         words.append(f"{plan.wishes.schedule}({plan.layout.chunks})")
     words += [f"recompute {plan.recompute}"] if plan.recompute.kind != "none" else []
-    return ", ".join([*words, *offloaded(one)])
+    return ", ".join([*words, *offload_words(one)])
 
 
-def offloaded(one: Estimate) -> list[str]:
+def offload_words(one: Estimate) -> list[str]:
     """Where states lie that are not on the device."""
     return [] if one.offload == "none" else [f"offload {one.offload}"]
 
@@ -62,7 +64,7 @@ def loses(one: Estimate, best: Estimate) -> str:
     return f"{_slower(seconds)}{_where(parts, best.step)}"
 
 
-def takeaway(found: Takeaway, chosen: Estimate) -> str:
+def axis_text(found: AxisComparison, chosen: Estimate) -> str:
     """One axis: what it is, and what its neighbours would be."""
     near = "; ".join(_neighbour(one, found.tier, chosen) for one in found.neighbours)
     where = _place(found.tier, chosen) if found.axis != "zero" else ""
@@ -150,7 +152,7 @@ def _row(place: int, one: Estimate) -> tuple[str, ...]:
     schedule = f"{plan.wishes.schedule}({layout.chunks})" if layout.pp > 1 else "–"
     return (
         str(place),
-        " ".join([*words, *offloaded(one)]),
+        " ".join([*words, *offload_words(one)]),
         str(layout.zero),
         schedule,
         f"{plan.batch.microbatch_size} × {plan.batch.microbatches}",
@@ -194,7 +196,7 @@ def bill(one: Estimate, tokens: float | None, price: float | None) -> list[str]:
     return [words + (f", {hours * price:,.0f} at {price:g} a GPU-hour" if price else "")]
 
 
-def said(head: str, sentences: Sequence[str]) -> list[str]:
+def labelled(head: str, sentences: Sequence[str]) -> list[str]:
     """Sentences under a word in the margin."""
     return [f"{head if i == 0 else '':<10}{one}" for i, one in enumerate(sentences)]
 
@@ -207,4 +209,4 @@ def front(found: Sequence[Estimate]) -> list[str]:
         f"{gib(one.total)} and {duration(one.step)}: {name_of(one)}"
         for one in sorted(found, key=lambda one: one.total)
     ]
-    return said("front", lines)
+    return labelled("front", lines)

@@ -14,14 +14,14 @@ from fivefold.report import duration, gib, table
 from fivefold.report.plan_text import loses, name_of
 
 if TYPE_CHECKING:
-    from fivefold.planner.comparisons import Point, Strategy, StrategyTraffic
+    from fivefold.planner.comparisons import Strategy, StrategyTraffic, SweepPoint
     from fivefold.planner.estimate import Estimate
 
 
 _GIB = 2**30
 
 
-def entry(one: Estimate, because: list[str]) -> dict[str, Any]:
+def estimate_json(one: Estimate, because: list[str]) -> dict[str, Any]:
     """One layout with what it takes, and why."""
     plan, layout = one.plan, one.plan.layout
     return {
@@ -52,7 +52,7 @@ def entry(one: Estimate, because: list[str]) -> dict[str, Any]:
     }
 
 
-def costs(one: Estimate, tokens: float | None, price: float | None) -> dict[str, Any]:
+def run_costs(one: Estimate, tokens: float | None, price: float | None) -> dict[str, Any]:
     """A whole run; empty where nobody asked."""
     if tokens is None:
         return {}
@@ -97,7 +97,7 @@ def describe(plan: Plan) -> dict[str, Any]:
             "dp": batch.dp,
             "seq": batch.seq,
         },
-        "traffic": collectives.listed(plan),
+        "traffic": collectives.traffic_json(plan),
         "notes": list(plan.notes),
     }
 
@@ -170,7 +170,7 @@ def _group(ranks: list[int]) -> str:
 _MARKS = "▁▂▃▄▅▆▇█"
 
 
-def compared(found: Sequence[Strategy]) -> list[str]:
+def strategies_text(found: Sequence[Strategy]) -> list[str]:
     """Each dimension alone: batch, memory, time, traffic and what speaks against it."""
     heads = ("", "layout", "least batch", "weights", "grads", "states", "rest", "total GiB")
     rows = [(*heads, "compute", "step", "tokens/s/GPU")]
@@ -184,9 +184,9 @@ def compared(found: Sequence[Strategy]) -> list[str]:
 
 def _strategy_row(one: Strategy) -> tuple[str, ...]:
     batch = f"{one.least_batch:,}"
-    if one.outlook is None:
+    if one.estimate is None:
         return (one.name, str(one.layout), batch, *("–",) * 8)
-    memory, look = one.outlook.memory, one.outlook
+    memory, look = one.estimate.memory, one.estimate
     held = (memory["weights"], memory["gradients"], memory["master"] + memory["optimizer"])
     sizes = (*held, look.total - sum(held), look.total)
     return (
@@ -202,9 +202,9 @@ def _strategy_row(one: Strategy) -> tuple[str, ...]:
 
 def drawback(one: Strategy) -> str:
     """What speaks most against a strategy, from its own numbers."""
-    if one.outlook is None:
+    if one.estimate is None:
         return one.refused
-    look = one.outlook
+    look = one.estimate
     if look.over > 0:
         name, size = max(look.memory.items(), key=lambda pair: pair[1])
         return f"does not fit: {gib(look.over)} too much, most of it {name} ({gib(size)})"
@@ -219,7 +219,7 @@ def _moved(one: StrategyTraffic) -> str:
     return f"{one.axis} {one.kind}: {calls} with {gib(one.bytes)} a step on one rank"
 
 
-def compared_json(found: Sequence[Strategy]) -> list[dict[str, Any]]:
+def strategies_json(found: Sequence[Strategy]) -> list[dict[str, Any]]:
     """The same as JSON."""
     return [
         {
@@ -228,13 +228,13 @@ def compared_json(found: Sequence[Strategy]) -> list[dict[str, Any]]:
             "least_batch": one.least_batch,
             "collectives": [each._asdict() for each in one.moved],
             "drawback": drawback(one),
-            "estimate": None if one.outlook is None else entry(one.outlook, []),
+            "estimate": None if one.estimate is None else estimate_json(one.estimate, []),
         }
         for one in found
     ]
 
 
-def curves(axis: str, values: Sequence[int], found: Sequence[Point]) -> list[str]:
+def sweep_text(axis: str, values: Sequence[int], found: Sequence[SweepPoint]) -> list[str]:
     """A line for each strategy and recomputation: speed, and memory in GiB where it does not fit
     with a cross."""
     rows: list[tuple[str, ...]] = [("strategy", "recompute", *map(_short, values), "")]
@@ -255,14 +255,14 @@ def curves(axis: str, values: Sequence[int], found: Sequence[Point]) -> list[str
     ]
 
 
-def _speed(one: Point) -> float:
-    return one.outlook.tokens_per_s_per_gpu if one.outlook is not None and one.fits else 0.0
+def _speed(one: SweepPoint) -> float:
+    return one.estimate.tokens_per_s_per_gpu if one.estimate is not None and one.fits else 0.0
 
 
-def _memory(one: Point) -> str:
-    if one.outlook is None:
+def _memory(one: SweepPoint) -> str:
+    if one.estimate is None:
         return "–"
-    return f"{one.outlook.total / 2**30:,.1f}{'' if one.fits else ' ×'}"
+    return f"{one.estimate.total / 2**30:,.1f}{'' if one.fits else ' ×'}"
 
 
 def _mark(share: float) -> str:
@@ -276,7 +276,7 @@ def _short(number: int) -> str:
     return f"{number:,}"
 
 
-def curves_json(axis: str, found: Sequence[Point]) -> list[dict[str, Any]]:
+def sweep_json(axis: str, found: Sequence[SweepPoint]) -> list[dict[str, Any]]:
     """The same as JSON."""
     return [
         {
@@ -284,7 +284,7 @@ def curves_json(axis: str, found: Sequence[Point]) -> list[dict[str, Any]]:
             "strategy": one.strategy,
             "recompute": one.recompute,
             "fits": one.fits,
-            "estimate": None if one.outlook is None else entry(one.outlook, []),
+            "estimate": None if one.estimate is None else estimate_json(one.estimate, []),
         }
         for one in found
     ]

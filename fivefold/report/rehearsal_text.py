@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from fivefold.core.errors import counted
 from fivefold.core.plan import Plan
-from fivefold.cost.collectives import TrafficEntry, entries
+from fivefold.cost.collectives import TrafficEntry, traffic_entries
 
 if TYPE_CHECKING:
     from fivefold.cost.matching import Mismatch
-    from fivefold.planner.estimate import Estimate, PlannedEstimate, PlayedStep
+    from fivefold.planner.estimate import Estimate, PlannedAction, SimulatedStep
 
 
 _GIB = 2**30
@@ -21,7 +21,7 @@ _REHEARSED, _PLANNED = 0, 1  # tracks of the trace
 _MOST_RANKS, _MOST_MISMATCHES = 24, 10
 
 
-class MemoryLevelText(Protocol):
+class RehearsalLevel(Protocol):
     """Memory behind one action of a rank, and the most inside of it."""
 
     @property
@@ -63,19 +63,19 @@ class RehearsalReport(Protocol):
     def passed(self) -> bool: ...
 
 
-class Timed(Protocol):
+class RehearsalTimes(Protocol):
     """What a GPU was measured to take."""
 
     @property
     def measured(self) -> Sequence[Any]: ...
     @property
-    def step(self) -> PlayedStep | None: ...
+    def step(self) -> SimulatedStep | None: ...
 
 
 def describe(
     found: RehearsalReport,
     planned: Estimate | None,
-    timed: Timed | None,
+    timed: RehearsalTimes | None,
     imbalance: float,
     seconds: float,
 ) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def describe(
         "traffic": {
             "rank": worst.rank,
             "predicted": [asdict(each) for each in found.predicted[worst.rank]],
-            "observed": [asdict(each) for each in entries(worst.records.items())],
+            "observed": [asdict(each) for each in traffic_entries(worst.records.items())],
             "match": not found.astray,
             "astray": list(found.astray),
         },
@@ -122,7 +122,7 @@ def _gib(parts: Mapping[str, float], total: float) -> dict[str, float]:
     return {**{name: size / _GIB for name, size in parts.items()}, "total": total / _GIB}
 
 
-def _time(timed: Timed, planned: Estimate | None) -> dict[str, Any]:
+def _time(timed: RehearsalTimes, planned: Estimate | None) -> dict[str, Any]:
     return {
         "ranks": [{**asdict(one), "peak_gib": one.peak / _GIB} for one in timed.measured],
         "forecast_s": None if timed.step is None else timed.step.step,
@@ -240,7 +240,7 @@ def _times(time: Mapping[str, Any]) -> Iterator[str]:
 
 
 def levels_trace(
-    found: RehearsalReport, planned: Mapping[int, Sequence[PlannedEstimate]] | None = None
+    found: RehearsalReport, planned: Mapping[int, Sequence[PlannedAction]] | None = None
 ) -> dict[str, Any]:
     """The memory of every rank over its actions, as a trace for ui.perfetto.dev.
 

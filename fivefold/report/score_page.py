@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fivefold.score.rows import ACHIEVED, FIELDS, Field
+from fivefold.score.rows import ACHIEVED, FIELDS, RowField
 
 Table = dict[str, Any]
 _ERRORS = ("runs", "median", "mean", "p90")
@@ -266,7 +266,7 @@ def _schema() -> Iterator[str]:
     yield from _fields(ACHIEVED, "achieved.")
 
 
-def _fields(fields: Mapping[str, Field], prefix: str) -> Iterator[str]:
+def _fields(fields: Mapping[str, RowField], prefix: str) -> Iterator[str]:
     yield "| field | kind | needed | meaning |"
     yield "|---|---|---|---|"
     for name, each in fields.items():

@@ -9,7 +9,7 @@ from fivefold.core.errors import counted
 from fivefold.core.plan import Plan
 from fivefold.core.recipe import Recipe
 from fivefold.records import GIB, STEPS, PlannedStep, StepRecord, Summary
-from fivefold.report import rough, thousands
+from fivefold.report import rough_duration, thousands
 
 _CATEGORIES = {
     "weights": "weights",
@@ -59,7 +59,7 @@ def step_line(record: StepRecord, steps: int, eta: float | None = None) -> str:
         beside = "" if planned is None else f" (plan {planned.memory_gib:.1f})"
         words.append(f"mem {record.memory_gib:.1f} GiB{beside}")
     if eta is not None and record.step < steps:
-        words.append(f"eta {rough(eta)}")
+        words.append(f"eta {rough_duration(eta)}")
     if record.fullest is not None:
         words.append(f"fullest expert {record.fullest:.1f}x")
     if record.eval_loss is not None:

@@ -9,10 +9,10 @@ from typing import Any
 
 from fivefold.score.outcome import (
     LEAST_RANKED,
-    Scored,
     ScoredRun,
+    ScoreResult,
     confusion,
-    left_out,
+    leave_one_size_out,
     ranking,
     stats,
 )
@@ -30,7 +30,7 @@ _EXACT = ("step_time_s", "tokens_per_s_per_gpu")
 
 
 @dataclass(frozen=True)
-class Peers:
+class PeerFigures:
     """Frozen figures of one metric on one set; None where there is none."""
 
     calculon: str | None
@@ -39,27 +39,29 @@ class Peers:
     peer_runs: int | None = None
 
 
-PEERS: dict[tuple[str, str], Peers] = {
-    ("Korthikanti", "mean error"): Peers("3.65%", "25.6%", "≤ 3.5%", 8),
-    ("Korthikanti", "largest error"): Peers("8.87%", "70.7%", "≤ 8%", 8),
-    ("SC21 + MT-NLG + Korthikanti DP8", "mean error"): Peers("12.8%", "> 50%", "≤ 8%"),
-    ("SC21 ZeRO-3", "mean error"): Peers("cannot express", "46%", "≤ 15%"),
-    ("vTrain multi-node", "mean error"): Peers("15.9% (scaled 13.7%)", "16.3%", "≤ 7.5%"),
-    ("vTrain multi-node", "worst size left out"): Peers(None, None, "≤ 15%"),
-    ("vTrain single-node", "mean error"): Peers("39.1% (scaled 30.1%)", None, "≤ 7%"),
-    ("vTrain single-node", "best-of-3 regret"): Peers("3.7%", None, "≤ 1%"),
-    ("vTrain single-node", "Kendall tau"): Peers(".45", None, "≥ .86"),
-    ("HF sweep, predicted ≥ 200 TFLOP/s", "mean error"): Peers("30.8%", None, "≤ 16%"),
-    ("HF sweep, predicted ≥ 200 TFLOP/s", "median error"): Peers("23.8%", None, "≤ 9%"),
-    ("HF sweep", "mean memory error"): Peers("29.2%", "45.3%", "≤ 8%"),
-    ("HF sweep", "fits or not, right"): Peers("94.8%", "90.3%", "≥ 98%"),
-    ("HF sweep", "false fit"): Peers("8.9%", "16.7%", "≤ 2%"),
-    ("HF sweep", "best-of-3 regret"): Peers("15–19%", "62%", "≤ 5%"),
-    ("HF sweep", "Kendall tau"): Peers(".45", ".44", "≥ .72"),
-    ("published, fully specified", "median error"): Peers("cannot express most", None, "≤ 10%"),
-    ("published, fully specified", "p90 error"): Peers("cannot express most", None, "≤ 25%"),
-    ("Llama-3.1-405B, 8,192 H100", "error"): Peers("+32%, does not fit", None, "≤ 10%"),
-    ("Llama-3.1-405B, 16,384 H100", "error"): Peers("+32%, does not fit", None, "≤ 10%"),
+PEERS: dict[tuple[str, str], PeerFigures] = {
+    ("Korthikanti", "mean error"): PeerFigures("3.65%", "25.6%", "≤ 3.5%", 8),
+    ("Korthikanti", "largest error"): PeerFigures("8.87%", "70.7%", "≤ 8%", 8),
+    ("SC21 + MT-NLG + Korthikanti DP8", "mean error"): PeerFigures("12.8%", "> 50%", "≤ 8%"),
+    ("SC21 ZeRO-3", "mean error"): PeerFigures("cannot express", "46%", "≤ 15%"),
+    ("vTrain multi-node", "mean error"): PeerFigures("15.9% (scaled 13.7%)", "16.3%", "≤ 7.5%"),
+    ("vTrain multi-node", "worst size left out"): PeerFigures(None, None, "≤ 15%"),
+    ("vTrain single-node", "mean error"): PeerFigures("39.1% (scaled 30.1%)", None, "≤ 7%"),
+    ("vTrain single-node", "best-of-3 regret"): PeerFigures("3.7%", None, "≤ 1%"),
+    ("vTrain single-node", "Kendall tau"): PeerFigures(".45", None, "≥ .86"),
+    ("HF sweep, predicted ≥ 200 TFLOP/s", "mean error"): PeerFigures("30.8%", None, "≤ 16%"),
+    ("HF sweep, predicted ≥ 200 TFLOP/s", "median error"): PeerFigures("23.8%", None, "≤ 9%"),
+    ("HF sweep", "mean memory error"): PeerFigures("29.2%", "45.3%", "≤ 8%"),
+    ("HF sweep", "fits or not, right"): PeerFigures("94.8%", "90.3%", "≥ 98%"),
+    ("HF sweep", "false fit"): PeerFigures("8.9%", "16.7%", "≤ 2%"),
+    ("HF sweep", "best-of-3 regret"): PeerFigures("15–19%", "62%", "≤ 5%"),
+    ("HF sweep", "Kendall tau"): PeerFigures(".45", ".44", "≥ .72"),
+    ("published, fully specified", "median error"): PeerFigures(
+        "cannot express most", None, "≤ 10%"
+    ),
+    ("published, fully specified", "p90 error"): PeerFigures("cannot express most", None, "≤ 25%"),
+    ("Llama-3.1-405B, 8,192 H100", "error"): PeerFigures("+32%, does not fit", None, "≤ 10%"),
+    ("Llama-3.1-405B, 16,384 H100", "error"): PeerFigures("+32%, does not fit", None, "≤ 10%"),
 }
 
 
@@ -74,7 +76,7 @@ class Figure:
     detail: str = ""
 
 
-def compared(outcomes: Sequence[ScoredRun], rank: Rank) -> list[PeerTable]:
+def compare_with_peers(outcomes: Sequence[ScoredRun], rank: Rank) -> list[PeerTable]:
     """One entry for each metric of each set of which there are runs; of all and the held-out."""
     held = {
         (figure.name, figure.metric): figure
@@ -159,7 +161,7 @@ def _vtrain(outcomes: Sequence[ScoredRun], rank: Rank) -> Iterator[Figure]:
     for one in multi:
         size = f"{one.row['layers']} x {one.row['hidden']}"
         sizes.setdefault(size, []).append((one.seconds.low, one.measured_seconds or 0.0))
-    if worst := left_out(sizes):
+    if worst := leave_one_size_out(sizes):
         yield Figure("vTrain multi-node", "worst size left out", max(worst.values()), len(worst))
     single = _points(outcomes, "vtrain-single-")
     yield from _errors("vTrain single-node", single, {"mean error": "mean"})
@@ -209,7 +211,7 @@ BREAKDOWNS: dict[str, Callable[[ScoredRun], str]] = {
 }
 
 
-def summary(scored: Scored) -> Table:
+def summary(scored: ScoreResult) -> Table:
     """Everything that is on the screen, as JSON."""
     outcomes = scored.outcomes
     skipped = [{"id": each.id, "reason": each.reason} for each in scored.skipped]
@@ -221,7 +223,7 @@ def summary(scored: Scored) -> Table:
         "from_tflops": from_tflops(outcomes),
         "held_out": halves(outcomes),
         "groups": dict(_groups(outcomes)),
-        "sets": compared(outcomes, ranked),
+        "sets": compare_with_peers(outcomes, ranked),
         "specified": _specified(scored),
         "skipped": skipped,
         "unmeasured": unmeasured,
@@ -236,19 +238,19 @@ def figures(outcomes: Sequence[ScoredRun]) -> Table:
         if one.fits is not None and one.did_fit is not None
     ]
     return {
-        "time": stats([one.time_error for one in timed(outcomes)]),
-        "memory": stats([one.memory_error for one in weighed(outcomes)]),
+        "time": stats([one.time_error for one in runs_with_time(outcomes)]),
+        "memory": stats([one.memory_error for one in runs_with_memory(outcomes)]),
         "oom": confusion(verdicts),
         "rank": ranked(outcomes),
     }
 
 
-def timed(outcomes: Sequence[ScoredRun]) -> list[ScoredRun]:
+def runs_with_time(outcomes: Sequence[ScoredRun]) -> list[ScoredRun]:
     """Runs with one predicted and one measured time."""
     return [one for one in outcomes if not one.is_open and _is_clocked(one)]
 
 
-def weighed(outcomes: Sequence[ScoredRun]) -> list[ScoredRun]:
+def runs_with_memory(outcomes: Sequence[ScoredRun]) -> list[ScoredRun]:
     """Runs with one predicted and one measured peak."""
     return [one for one in outcomes if not one.is_open and one.measured_gib is not None]
 
@@ -260,7 +262,7 @@ def _is_clocked(one: ScoredRun) -> bool:
 def ranked(outcomes: Sequence[ScoredRun]) -> Table:
     """How well runs of the same job on as many GPUs are put in order."""
     groups: dict[tuple[Any, ...], list[ScoredRun]] = {}
-    for one in timed(outcomes):
+    for one in runs_with_time(outcomes):
         groups.setdefault(_job(one), []).append(one)
     large = [sorted(each, key=lambda one: one.name) for each in groups.values()]
     return ranking(
@@ -326,9 +328,11 @@ def _half(outcomes: Sequence[ScoredRun]) -> Table:
     found = figures(outcomes)
     families = sorted({one.family for one in fitted})
     return {
-        "time": stats([one.time_error for one in timed(fitted)]),
+        "time": stats([one.time_error for one in runs_with_time(fitted)]),
         "by_family": {
-            family: stats([one.time_error for one in timed(fitted) if one.family == family])
+            family: stats(
+                [one.time_error for one in runs_with_time(fitted) if one.family == family]
+            )
             for family in families
         },
         "memory": found["memory"],
@@ -346,7 +350,7 @@ def _groups(outcomes: Sequence[ScoredRun]) -> Iterator[tuple[str, Table]]:
             yield f"{dimension}: {name}", found
 
 
-def _specified(scored: Scored) -> Table:
+def _specified(scored: ScoreResult) -> Table:
     """Of the fully specified rows with a measurement, how many could not be expressed."""
     skipped = sum(each.specified for each in scored.skipped)
     total = skipped + sum(one.specified for one in scored.outcomes)

@@ -12,8 +12,8 @@ import numpy as np
 
 from fivefold.core.count import training_flops
 from fivefold.core.errors import FivefoldError
-from fivefold.cost.memory import fits, ledger
-from fivefold.cost.step_time import timing
+from fivefold.cost.memory import fits, peak_memory
+from fivefold.cost.step_time import step_time
 from fivefold.score.published import Case, cases
 from fivefold.score.rows import Row
 
@@ -21,7 +21,7 @@ LEAST_RANKED = 4  # runs of a group, below which an order says little
 _TOP = 3
 
 
-class MetricRange(NamedTuple):
+class PredictedRange(NamedTuple):
     """A prediction: one value, or the ends of what a run that leaves things open may be."""
 
     low: float
@@ -91,7 +91,7 @@ def ranking(groups: Sequence[Sequence[tuple[float, float]]]) -> dict[str, Any]:
     }
 
 
-def left_out(sizes: dict[str, list[tuple[float, float]]]) -> dict[str, float]:
+def leave_one_size_out(sizes: dict[str, list[tuple[float, float]]]) -> dict[str, float]:
     """By size: the mean error of its runs when one scale is fitted on all other sizes.
 
     The scale is the median of measured over predicted.
@@ -122,10 +122,10 @@ class ScoredRun:
     fitted: bool  # whether its stack has a factor that was fitted to step times
     routed: bool
     num_cases: int  # above 1: the source leaves open what time depends on
-    seconds: MetricRange
+    seconds: PredictedRange
     measured_seconds: float | None
     source: Source | None  # what the measured seconds were read from
-    gib: MetricRange
+    gib: PredictedRange
     measured_gib: float | None
     fits: bool | None  # None: some of the cases fit
     fitting: tuple[str, ...]  # what the cases that fit choose
@@ -161,7 +161,7 @@ class ScoredRun:
         return self.gib.error(self.measured_gib)
 
 
-class Passed(NamedTuple):
+class UnscoredRow(NamedTuple):
     """A row that was not scored, and why."""
 
     id: str
@@ -170,12 +170,12 @@ class Passed(NamedTuple):
 
 
 @dataclass
-class Scored:
+class ScoreResult:
     """All rows: those scored, those that cannot be expressed, and those with no measurement."""
 
     outcomes: list[ScoredRun] = field(default_factory=list[ScoredRun])
-    skipped: list[Passed] = field(default_factory=list[Passed])
-    unmeasured: list[Passed] = field(default_factory=list[Passed])
+    skipped: list[UnscoredRow] = field(default_factory=list[UnscoredRow])
+    unmeasured: list[UnscoredRow] = field(default_factory=list[UnscoredRow])
 
 
 def held_out(name: str) -> bool:
@@ -183,18 +183,18 @@ def held_out(name: str) -> bool:
     return int(hashlib.sha256(name.encode()).hexdigest(), 16) % 2 == 1
 
 
-def score(rows: Sequence[Row], on_row: Callable[[], None] = lambda: None) -> Scored:
+def score(rows: Sequence[Row], on_row: Callable[[], None] = lambda: None) -> ScoreResult:
     """Estimate every row; `on_row` is called after each."""
-    found = Scored()
+    found = ScoreResult()
     for row in rows:
         said = row.get("fully_specified")
-        passed = Passed(str(row["id"]), "", True if said is None else bool(said))
+        passed = UnscoredRow(str(row["id"]), "", True if said is None else bool(said))
         if not _is_measured(row):
             reason = "nothing to compare: no step time, tokens/s, TFLOP/s, peak or outcome"
             found.unmeasured.append(passed._replace(reason=reason))
         else:
             try:
-                found.outcomes.append(outcome(row))
+                found.outcomes.append(score_row(row))
             except FivefoldError as error:
                 found.skipped.append(passed._replace(reason=str(error)))
         on_row()
@@ -210,7 +210,7 @@ def _is_measured(row: Row) -> bool:
 _DID_FIT = {"Success": True, "OOM": False}
 
 
-def outcome(row: Row) -> ScoredRun:
+def score_row(row: Row) -> ScoredRun:
     """Estimate one row; raises where it cannot be expressed."""
     found = cases(row)
     one = found[0]
@@ -265,17 +265,17 @@ def _check_world(row: Row, case: Case) -> None:
 
 def _seconds(case: Case) -> float:
     asked = (case.shape, case.machine, case.stack, case.grid, case.seq, case.precision)
-    return float(timing(*asked).step.item())
+    return float(step_time(*asked).step.item())
 
 
 def _memory(case: Case) -> tuple[float, bool]:
     """GiB that the first rank's allocator reserves, and whether every rank has room."""
     asked = (case.shape, case.machine, case.stack, case.grid, case.seq, case.precision)
-    books = ledger(*asked)
+    books = peak_memory(*asked)
     return float(books.reserved.item()) / _GIB, bool(fits(books, case.machine).item())
 
 
-def _span(values: Sequence[float]) -> MetricRange:
+def _span(values: Sequence[float]) -> PredictedRange:
     if not all(math.isfinite(each) and each > 0 for each in values):
         raise FivefoldError("the estimate is not a number above 0: the row is outside its domain")
-    return MetricRange(min(values), max(values))
+    return PredictedRange(min(values), max(values))

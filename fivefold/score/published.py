@@ -25,7 +25,7 @@ from fivefold.core.machine import Machine
 from fivefold.core.schedule.catalog import names as schedule_names
 from fivefold.core.shape import Moe, Shape
 from fivefold.cost import stack as stacks
-from fivefold.cost.grid import RECOMPUTE, Grid
+from fivefold.cost.grid import RECOMPUTE, LayoutGrid
 from fivefold.cost.stack import SoftwareStack
 
 Row = Mapping[str, Any]
@@ -102,7 +102,7 @@ class Case:
     shape: Shape
     machine: Machine
     stack: SoftwareStack
-    grid: Grid
+    grid: LayoutGrid
     seq: int
     precision: str
     family: str
@@ -110,7 +110,7 @@ class Case:
     @property
     def choices(self) -> str:
         """What a row may leave open, as this case has it."""
-        columns = (self.grid.rows, self.grid.chunks, self.grid.recompute)
+        columns = (self.grid.microbatch_size, self.grid.chunks, self.grid.recompute)
         rows, chunks, recompute = (int(each.item()) for each in columns)
         said = f"rows={rows} chunks={chunks} recompute={RECOMPUTE[recompute]}"
         return f"{said} ahead={self.stack.hop_forwards}"
@@ -251,13 +251,13 @@ def _told(row: Row) -> SoftwareStack:
     """The stack of a family that nobody knows, by the row's own words."""
     text = f"{row.get('source')} {row.get('notes')}"
     found = (each for words, each in WORDS.items() if re.search(words, text, re.IGNORECASE))
-    stack = next(found, stacks.OURS)
+    stack = next(found, stacks.FIVEFOLD)
     # Megatron after 2022 has fused attention and hides its sums, as NVIDIA's later stacks do.
     modern = stack is stacks.MEGATRON_2021 and _precision(row) != "fp16"
     return stacks.NEMO if modern else stack
 
 
-def _grids(row: Row, shape: Shape) -> list[Grid]:
+def _grids(row: Row, shape: Shape) -> list[LayoutGrid]:
     dp, batch = _whole(row, "dp"), _whole(row, "global_batch")
     pp = _whole(row, "pp")
     said = row.get("schedule") or ""
@@ -280,7 +280,7 @@ def _grids(row: Row, shape: Shape) -> list[Grid]:
     return [_grid(row, *each) for each in product(rows, chunks, kinds)]
 
 
-def _grid(row: Row, rows: int, chunks: int, recompute: str) -> Grid:
+def _grid(row: Row, rows: int, chunks: int, recompute: str) -> LayoutGrid:
     dp, tp, pp = (_whole(row, key) for key in ("dp", "tp", "pp"))
     zero = int(row.get("zero") or 0)
     shard = _zero_group(row) or dp
@@ -294,14 +294,14 @@ def _grid(row: Row, rows: int, chunks: int, recompute: str) -> Grid:
         "etp": _number(row, "etp", 1),
         "zero": zero,
         "chunks": chunks,
-        "rows": rows,
+        "microbatch_size": rows,
         "microbatches": max(1, round(_whole(row, "global_batch") / (dp * rows))),
         "recompute": RECOMPUTE.index(recompute),
         "schedule": schedule_names().index(_schedule(row, chunks)),
     }
     columns = {name: np.array([float(each)]) for name, each in numbers.items()}
     sp = bool(row.get("sp")) and tp > 1
-    return Grid(**columns, sp=np.array([sp]), offload=np.zeros(1))
+    return LayoutGrid(**columns, sp=np.array([sp]), offload=np.zeros(1))
 
 
 def _zero_group(row: Row) -> int:

@@ -14,7 +14,7 @@ Row = Mapping[str, Any]
 _MOST_PROBLEMS = 12  # more of them tell nothing new
 
 
-class Field(NamedTuple):
+class RowField(NamedTuple):
     """One key of a row; what is needed must be there, but may be null: unknown."""
 
     kind: str
@@ -23,61 +23,65 @@ class Field(NamedTuple):
 
 
 FIELDS = {
-    "id": Field("text", True, "unique; its head names the source family, and so the software"),
-    "model": Field("text", True, "the model's name"),
-    "layers": Field("number", True, "transformer layers"),
-    "hidden": Field("number", True, "width of the model"),
-    "ffn_hidden": Field("number", False, "width inside the MLP, or inside one expert"),
-    "heads": Field("number", True, "attention heads"),
-    "kv_heads": Field("number", False, "heads of keys and values; as many as heads if left out"),
-    "vocab": Field("number", False, "words of the vocabulary"),
-    "experts": Field("number", False, "experts of a layer; null or left out: dense"),
-    "topk": Field("number", False, "experts that a token visits"),
-    "seq_len": Field("number", True, "tokens of a sequence"),
-    "gpu": Field("text", True, "which GPU, such as `a100-80g` or `h100-sxm`"),
-    "gpus": Field("number", True, "how many"),
-    "interconnect": Field("text", False, "the network in words, where it is not the usual one"),
-    "precision": Field("text", False, "`bf16`, `fp16`, `fp8`, `mxfp8`"),
-    "dp": Field("number", True, "data ranks"),
-    "zero": Field("number", False, "ZeRO stage, 0 to 3"),
-    "tp": Field("number", True, "tensor ranks"),
-    "sp": Field("flag", False, "sequence parallelism beside tp"),
-    "cp": Field("number", False, "context ranks"),
-    "pp": Field("number", True, "pipeline ranks"),
-    "vpp": Field("number", False, "chunks of layers a pipeline rank holds"),
-    "schedule": Field("text", False, "`1f1b`, `interleaved-1f1b`, `zb1p`, `zb2p`"),
-    "ep": Field("number", False, "expert ranks"),
-    "etp": Field("number", False, "tensor ranks inside experts"),
-    "micro_batch": Field("number", True, "sequences of a microbatch; null gives an interval"),
-    "global_batch": Field("number", True, "sequences of a step"),
-    "recompute": Field("text", True, "`none`, `selective`, `full`; null gives an interval"),
-    "achieved": Field("table", True, "what was measured, below"),
-    "extra": Field("table", False, "what only one source tells, such as `zero_group`"),
-    "notes": Field("text", False, "what else the source says of the run"),
-    "fully_specified": Field("flag", False, "whether the source leaves nothing open"),
+    "id": RowField("text", True, "unique; its head names the source family, and so the software"),
+    "model": RowField("text", True, "the model's name"),
+    "layers": RowField("number", True, "transformer layers"),
+    "hidden": RowField("number", True, "width of the model"),
+    "ffn_hidden": RowField("number", False, "width inside the MLP, or inside one expert"),
+    "heads": RowField("number", True, "attention heads"),
+    "kv_heads": RowField("number", False, "heads of keys and values; as many as heads if left out"),
+    "vocab": RowField("number", False, "words of the vocabulary"),
+    "experts": RowField("number", False, "experts of a layer; null or left out: dense"),
+    "topk": RowField("number", False, "experts that a token visits"),
+    "seq_len": RowField("number", True, "tokens of a sequence"),
+    "gpu": RowField("text", True, "which GPU, such as `a100-80g` or `h100-sxm`"),
+    "gpus": RowField("number", True, "how many"),
+    "interconnect": RowField("text", False, "the network in words, where it is not the usual one"),
+    "precision": RowField("text", False, "`bf16`, `fp16`, `fp8`, `mxfp8`"),
+    "dp": RowField("number", True, "data ranks"),
+    "zero": RowField("number", False, "ZeRO stage, 0 to 3"),
+    "tp": RowField("number", True, "tensor ranks"),
+    "sp": RowField("flag", False, "sequence parallelism beside tp"),
+    "cp": RowField("number", False, "context ranks"),
+    "pp": RowField("number", True, "pipeline ranks"),
+    "vpp": RowField("number", False, "chunks of layers a pipeline rank holds"),
+    "schedule": RowField("text", False, "`1f1b`, `interleaved-1f1b`, `zb1p`, `zb2p`"),
+    "ep": RowField("number", False, "expert ranks"),
+    "etp": RowField("number", False, "tensor ranks inside experts"),
+    "micro_batch": RowField("number", True, "sequences of a microbatch; null gives an interval"),
+    "global_batch": RowField("number", True, "sequences of a step"),
+    "recompute": RowField("text", True, "`none`, `selective`, `full`; null gives an interval"),
+    "achieved": RowField("table", True, "what was measured, below"),
+    "extra": RowField("table", False, "what only one source tells, such as `zero_group`"),
+    "notes": RowField("text", False, "what else the source says of the run"),
+    "fully_specified": RowField("flag", False, "whether the source leaves nothing open"),
 }
 ACHIEVED = {
-    "step_time_s": Field("number", False, "seconds of one optimizer step"),
-    "tokens_per_s_per_gpu": Field("number", False, "read where there is no step time"),
-    "tflops_per_gpu": Field(
+    "step_time_s": RowField("number", False, "seconds of one optimizer step"),
+    "tokens_per_s_per_gpu": RowField("number", False, "read where there is no step time"),
+    "tflops_per_gpu": RowField(
         "number",
         False,
         "read where there is neither, by the convention of `fivefold plan` (causal attention at "
         "half, no recomputation), and reported apart",
     ),
-    "peak_mem_gib": Field("number", False, "what the first rank's allocator reserved at its peak"),
-    "status": Field("text", False, "`Success`, `OOM`, or another word: failed for another reason"),
+    "peak_mem_gib": RowField(
+        "number", False, "what the first rank's allocator reserved at its peak"
+    ),
+    "status": RowField(
+        "text", False, "`Success`, `OOM`, or another word: failed for another reason"
+    ),
 }
 
 
-class Runs(NamedTuple):
+class MeasuredRuns(NamedTuple):
     """The rows of some files; a row whose id was seen before only fills what the first left out."""
 
     rows: list[Row]
     num_repeated: int
 
 
-def read(paths: Sequence[Path]) -> Runs:
+def read_runs(paths: Sequence[Path]) -> MeasuredRuns:
     """Every row of every file; all problems of a file are told at once, each with its line."""
     found: dict[str, Row] = {}
     lines = 0
@@ -85,7 +89,7 @@ def read(paths: Sequence[Path]) -> Runs:
         for row in _rows(path):
             lines += 1
             found[row["id"]] = {**row, **found.get(row["id"], {})}
-    return Runs(list(found.values()), lines - len(found))
+    return MeasuredRuns(list(found.values()), lines - len(found))
 
 
 def _rows(path: Path) -> list[Row]:
@@ -142,7 +146,7 @@ def _no_number(word: str) -> float:
     raise ValueError(f"{word} is no number of JSON, write null")
 
 
-def _problems(table: Mapping[str, Any], fields: dict[str, Field], prefix: str) -> Iterator[str]:
+def _problems(table: Mapping[str, Any], fields: dict[str, RowField], prefix: str) -> Iterator[str]:
     for name, field in fields.items():
         if name not in table and field.needed:
             yield f"{prefix}{name} is missing: {field.meaning}; null where it is unknown"

@@ -8,9 +8,9 @@ from fivefold.core import machine as machines
 from fivefold.core.shape import Shape
 from fivefold.cost import stack as stacks
 from fivefold.cost.activations import Activations
-from fivefold.cost.grid import SCHEDULES, Grid
-from fivefold.cost.memory import Ledger, ledger
-from fivefold.cost.stack import StackMemory, keeps_of
+from fivefold.cost.grid import SCHEDULES, LayoutGrid
+from fivefold.cost.memory import PeakMemory, peak_memory
+from fivefold.cost.stack import StackMemory, memory_of_stack
 
 H100 = machines.load("h100")
 # A sweep of nanotron, December 2024: a Llama of 1.34 B and one of 8.86 B, 4,096 tokens a row.
@@ -18,27 +18,40 @@ SMALL = Shape("1.34b", 16, 2048, 32, 32, 64, 8192, 131072, 4096, tied=True)
 LARGE = Shape("8.86b", 32, 4096, 32, 32, 128, 14336, 131072, 4096)
 
 
-def grid_of(*, sp: bool = True, offload: bool = False, schedule: str = "1f1b", **said: int) -> Grid:
-    names = ("tp", "cp", "pp", "replicate", "shard", "ep", "etp", "zero", "chunks", "rows")
+def grid_of(
+    *, sp: bool = True, offload: bool = False, schedule: str = "1f1b", **said: int
+) -> LayoutGrid:
+    names = (
+        "tp",
+        "cp",
+        "pp",
+        "replicate",
+        "shard",
+        "ep",
+        "etp",
+        "zero",
+        "chunks",
+        "microbatch_size",
+    )
     names += ("microbatches", "recompute")
     numbers = [said.pop(name, 0 if name in ("zero", "recompute") else 1) for name in names]
     assert not said, said
     columns = {name: np.array([float(each)]) for name, each in zip(names, numbers, strict=True)}
     columns["schedule"] = np.array([float(SCHEDULES.index(schedule))])
-    return Grid(**columns, sp=np.array([sp]), offload=np.array([offload]))
+    return LayoutGrid(**columns, sp=np.array([sp]), offload=np.array([offload]))
 
 
 def books_of(
-    shape: Shape, grid: Grid, stack: stacks.SoftwareStack = stacks.OURS, seq: int = 4096
-) -> Ledger:
-    return ledger(shape, H100, stack, grid, seq, "bf16")
+    shape: Shape, grid: LayoutGrid, stack: stacks.SoftwareStack = stacks.FIVEFOLD, seq: int = 4096
+) -> PeakMemory:
+    return peak_memory(shape, H100, stack, grid, seq, "bf16")
 
 
 def kept(
     shape: Shape,
     stack: stacks.SoftwareStack,
-    grid: Grid,
+    grid: LayoutGrid,
     seq: int,
     keeps: StackMemory | None = None,
 ) -> Activations:
-    return Activations(shape, stack, keeps or keeps_of(stack.name), grid, seq, 2, 1.0)
+    return Activations(shape, stack, keeps or memory_of_stack(stack.name), grid, seq, 2, 1.0)

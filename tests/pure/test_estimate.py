@@ -13,17 +13,18 @@ import pytest
 from fivefold.core import machine, models
 from fivefold.core.errors import FivefoldError
 from fivefold.core.plan import Plan, Wishes, resolve
-from fivefold.core.schedule.catalog import FAMILIES, Family
-from fivefold.cost.grid import Grid, of_plan
-from fivefold.cost.memory import ledger
-from fivefold.cost.stack import OURS
-from fivefold.cost.step_time import timing
+from fivefold.core.schedule.catalog import FAMILIES
+from fivefold.core.schedule.family import Family
+from fivefold.cost.grid import LayoutGrid, grid_of_plan
+from fivefold.cost.memory import peak_memory
+from fivefold.cost.stack import FIVEFOLD
+from fivefold.cost.step_time import step_time
 from fivefold.planner import layout_of, wishes_of
-from fivefold.planner.estimate import forecast, outlook
-from fivefold.planner.search import SearchSetting, search
-from fivefold.planner.space import Degrees, SpaceQuestion, all_degrees, lattices
+from fivefold.planner.estimate import estimate_plan, simulate_step
+from fivefold.planner.search import EstimateSetting, search_layouts
+from fivefold.planner.space import Degrees, SearchSpace, all_degrees, layout_blocks
 
-H100 = SearchSetting(machine.load("h100"), OURS, "bf16")
+H100 = EstimateSetting(machine.load("h100"), FIVEFOLD, "bf16")
 MODELS = (
     "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "gpt3-175b", "mixtral-8x7b", "deepseek-v3",
 )  # fmt: skip
@@ -62,8 +63,8 @@ def plans(family: Family, count: int) -> Iterator[Plan]:
 
 def ranked(plan: Plan, *, played: bool) -> float:
     """The step by which a search ranks: first by its bound, then played with all others."""
-    asked = (plan.shape, H100.machine, OURS, of_plan(plan), plan.batch.seq, H100.precision)
-    return timing(*asked, played=played).step.item()
+    asked = (plan.shape, H100.machine, FIVEFOLD, grid_of_plan(plan), plan.batch.seq, H100.precision)
+    return step_time(*asked, played=played).step.item()
 
 
 @pytest.mark.parametrize("family", SYNCHRONOUS, ids=lambda family: family.name)
@@ -73,7 +74,7 @@ def test_what_ranks_is_what_the_clock_says(family: Family) -> None:
     Bounds decide what is played at all. One above the clock could hide the best layout.
     """
     for number, plan in enumerate(plans(family, -(-CASES // len(SYNCHRONOUS)))):
-        step = forecast(plan, H100).step
+        step = simulate_step(plan, H100).step
         words = f"{number} {plan.shape.name} {plan.layout} m={plan.batch.microbatches}"
         assert ranked(plan, played=True) == pytest.approx(step, rel=EXACT), words
         assert ranked(plan, played=False) <= step * (1 + EXCESS), words
@@ -92,32 +93,39 @@ def test_long_schedules_are_told_from_shorter_ones(family: Family) -> None:
             seq=2048,
         )
         plan = resolve(wishes)
-        error = ranked(plan, played=True) / forecast(plan, H100).step - 1
+        error = ranked(plan, played=True) / simulate_step(plan, H100).step - 1
         assert abs(error) <= NEAR, f"{model} pp={pp} m={pp * rounds}: {error:+.2%}"
 
 
 def test_a_search_finds_what_playing_everything_finds() -> None:
     """The best layouts of a small space, all of it played: none is lost to its bound."""
     fixed = {"tp": 2, "cp": 1, "zero": 1, "recompute": "none", "offload": "none"}
-    question = SpaceQuestion(models.load("llama-3.1-8b"), 16, 2048, 64, (8,), fixed)
+    question = SearchSpace(models.load("llama-3.1-8b"), 16, 2048, 64, (8,), fixed)
     steps: list[float] = []
-    for lattice in lattices(question):
+    for lattice in layout_blocks(question):
         legal = np.broadcast_to(lattice.legal, lattice.shape)
         columns = (np.broadcast_to(each, lattice.shape)[legal] for each in lattice.grid.columns())
-        grid = Grid(*columns)
-        asked = (question.shape, H100.machine, OURS, grid, question.seq, *H100.how)
-        fits = ledger(*asked).total <= H100.capacity
-        steps += np.broadcast_to(timing(*asked, played=True).step, fits.shape)[fits].tolist()
+        grid = LayoutGrid(*columns)
+        asked = (question.shape, H100.machine, FIVEFOLD, grid, question.seq, *H100.how)
+        fits = peak_memory(*asked).total <= H100.capacity
+        steps += np.broadcast_to(step_time(*asked, played=True).step, fits.shape)[fits].tolist()
     assert len(steps) > 200
-    found = search(question, H100, 48).best[:12]
+    found = search_layouts(question, H100, 48).best[:12]
     assert [one.seconds for one in found] == pytest.approx(sorted(steps)[:12], rel=EXACT)
 
 
 def test_without_a_pipeline_both_are_the_same() -> None:
     for layout in ("dp=8", "dp=2 tp=4", "tp=8 cp=2"):
         plan = resolve(Wishes(model="llama-3.1-8b", layout=layout, microbatches=4, zero=1))
-        asked = (plan.shape, H100.machine, OURS, of_plan(plan), plan.batch.seq, H100.precision)
-        closed, played = timing(*asked), forecast(plan, H100)
+        asked = (
+            plan.shape,
+            H100.machine,
+            FIVEFOLD,
+            grid_of_plan(plan),
+            plan.batch.seq,
+            H100.precision,
+        )
+        closed, played = step_time(*asked), simulate_step(plan, H100)
         assert played.step == pytest.approx(closed.step.item(), rel=1e-12)
         assert played.bubble == 0
         for name, seconds in played.parts.items():
@@ -126,20 +134,20 @@ def test_without_a_pipeline_both_are_the_same() -> None:
 
 def test_parts_are_the_whole() -> None:
     plan = resolve(Wishes(model="mixtral-8x7b", layout="dp=4 tp=2 pp=4 ep=4", schedule="zb-v"))
-    found = outlook(plan, H100)
+    found = estimate_plan(plan, H100)
     assert sum(found.parts.values()) == pytest.approx(found.step)
     assert sum(found.breakdown().values()) == pytest.approx(found.step)
     assert found.bubble * found.step == pytest.approx(found.parts["bubble"])
-    busiest = forecast(plan, H100).timeline
+    busiest = simulate_step(plan, H100).timeline
     inside = found.step - sum(found.parts[name] for name in ("dp", "optimizer", "fixed"))
-    assert inside == pytest.approx(busiest.makespan * OURS.factor)
+    assert inside == pytest.approx(busiest.makespan * FIVEFOLD.factor)
 
 
 def test_a_step_of_1f1b_is_played_as_the_textbook_says() -> None:
     """Even stages without a head that weighs: (m + p - 1) times one microbatch in one stage."""
     wishes = Wishes(model="llama-3.1-8b", layout="pp=4", microbatches=8, set={"vocab": "64"})
     plan = resolve(wishes)
-    busy = forecast(plan, H100)
+    busy = simulate_step(plan, H100)
     assert [len(layers) for layers in plan.stages] == [8] * 4
     assert busy.bubble * busy.step == pytest.approx(
         3 / 8 * sum(v for k, v in busy.parts.items() if k not in _AROUND), rel=0.01
@@ -151,7 +159,7 @@ _AROUND = ("bubble", "pp", "dp", "optimizer", "fixed")
 
 def test_mfu_is_model_flops_over_the_peak() -> None:
     plan = resolve(Wishes(model="llama-3.1-8b", layout="dp=8", microbatches=4, zero=3))
-    found = outlook(plan, H100)
+    found = estimate_plan(plan, H100)
     speed = plan.batch.tokens / found.step / 8
     assert found.tokens_per_s_per_gpu == pytest.approx(speed)
     assert found.mfu == pytest.approx(5.147e10 * speed / H100.machine.peak("bf16"), rel=1e-3)
@@ -163,8 +171,8 @@ def test_mfu_is_model_flops_over_the_peak() -> None:
 def test_every_layout_of_the_space_is_legal(model: str, gpus: int, batch: int) -> None:
     """100 candidates of each model: resolve takes them, and they come back the same."""
     rng = random.Random(model)
-    question = SpaceQuestion(models.load(model), gpus, 2048, batch, (8,))
-    spaces = list(lattices(question))
+    question = SearchSpace(models.load(model), gpus, 2048, batch, (8,))
+    spaces = list(layout_blocks(question))
     for _ in range(100):
         lattice = rng.choice(spaces)
         legal = np.flatnonzero(np.broadcast_to(lattice.legal, lattice.shape))
@@ -174,7 +182,7 @@ def test_every_layout_of_the_space_is_legal(model: str, gpus: int, batch: int) -
         plan = resolve(wishes)
         assert plan.layout == layout_of(grid)
         assert plan.layout.world == gpus and plan.batch.sequences == batch
-        again = replace(of_plan(plan), offload=grid.offload)
+        again = replace(grid_of_plan(plan), offload=grid.offload)
         assert all(
             a.item() == b.item() for a, b in zip(again.columns(), grid.columns(), strict=True)
         )
@@ -185,7 +193,7 @@ def test_every_legal_plan_is_in_the_space(model: str, gpus: int, batch: int) -> 
     """Degrees that resolve takes are offered, as far as experts' tensor ranks are tp ranks."""
     rng = random.Random(model)
     shape = models.load(model)
-    offered = set(all_degrees(SpaceQuestion(shape, gpus, 2048, batch, (8,))))
+    offered = set(all_degrees(SearchSpace(shape, gpus, 2048, batch, (8,))))
     seen = 0
     for _ in range(2000):
         tp, cp, pp = (rng.choice((1, 2, 3, 4, 6, 8)) for _ in range(3))

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 
 from fivefold.core.errors import FivefoldError
 from fivefold.core.machine import Machine, load, presets
-from fivefold.cost.calibration import MeasuredTimes, Sample, calibrate, fit, guess_base, residuals
+from fivefold.cost.calibration import (
+    MeasuredTimes,
+    Sample,
+    calibrate,
+    fit_line,
+    guess_base,
+    residuals,
+)
 from fivefold.cost.links import Links
 from fivefold.verbs.calibrate import file_text, table_json, table_text
 
@@ -44,7 +51,7 @@ def times(
 def test_known_constants_come_back(rate: float, start: float, starts: int) -> None:
     # From all start to all work, whatever the constants: else one of them leaves no trace.
     work = [rate * start * starts * share for share in (0.01, 0.1, 1, 10, 100)]
-    found = fit(times(rate, start, work, starts=starts))
+    found = fit_line(times(rate, start, work, starts=starts))
     assert found.rate == pytest.approx(rate, rel=1e-6)
     assert found.start == pytest.approx(start, rel=1e-6)
     assert found.residuals.worst < 1e-6
@@ -53,7 +60,7 @@ def test_known_constants_come_back(rate: float, start: float, starts: int) -> No
 @pytest.mark.parametrize("seed", range(5))
 def test_noise_moves_them_by_no_more_than_itself(seed: int) -> None:
     samples = times(700e12, 12e-6, noise=0.05, seed=seed)
-    found = fit(samples)
+    found = fit_line(samples)
     assert found.rate == pytest.approx(700e12, rel=0.05)
     assert found.start == pytest.approx(12e-6, rel=0.05)
     assert 0 < found.residuals.median < found.residuals.worst < 0.1
@@ -62,7 +69,7 @@ def test_noise_moves_them_by_no_more_than_itself(seed: int) -> None:
 
 def test_no_other_line_has_less_squared_relative_error() -> None:
     samples = times(700e12, 12e-6, noise=0.2, seed=3)
-    found = fit(samples)
+    found = fit_line(samples)
 
     def loss(rate: float, start: float) -> float:
         return sum(((one.work / rate + start) / one.seconds - 1) ** 2 for one in samples)
@@ -75,22 +82,22 @@ def test_no_other_line_has_less_squared_relative_error() -> None:
 
 def test_constants_are_never_negative() -> None:
     faster_when_small = [Sample("a", 1.0, 0.5), Sample("b", 10.0, 10.0), Sample("c", 100.0, 110.0)]
-    found = fit(faster_when_small)
+    found = fit_line(faster_when_small)
     assert found.start == 0 and found.rate > 0
     flat = [Sample("a", 1.0, 2.0), Sample("b", 10.0, 1.0)]
-    assert fit(flat).start == 0 and fit(flat).rate > 0
+    assert fit_line(flat).start == 0 and fit_line(flat).rate > 0
 
 
 def test_a_given_start_is_kept_unless_it_explains_all() -> None:
-    found = fit(times(300e12, 12e-6), start=12e-6)
+    found = fit_line(times(300e12, 12e-6), start=12e-6)
     assert (found.rate, found.start) == (pytest.approx(300e12), 12e-6)
-    quick = fit([Sample("a", 1e9, 1e-6), Sample("b", 2e9, 2e-6)], start=1.0)
+    quick = fit_line([Sample("a", 1e9, 1e-6), Sample("b", 2e9, 2e-6)], start=1.0)
     assert (quick.rate, quick.start) == (pytest.approx(1e15), 0.0)
 
 
 def test_one_size_is_not_enough_for_two_constants() -> None:
     with pytest.raises(FivefoldError, match="give more --seconds"):
-        fit([Sample("a", 1.0, 2.0), Sample("a again", 1.0, 2.1)])
+        fit_line([Sample("a", 1.0, 2.0), Sample("a again", 1.0, 2.1)])
 
 
 def test_residuals_are_shares_of_what_was_measured() -> None:

@@ -13,20 +13,21 @@ from ledgers import H100, LARGE, books_of, grid_of, kept
 from fivefold.core import models
 from fivefold.core.count import mtp_parameters, parameters
 from fivefold.core.plan import Wishes, resolve
-from fivefold.core.schedule.catalog import FAMILIES, Family
+from fivefold.core.schedule.catalog import FAMILIES
 from fivefold.core.schedule.clock import peak_activations
+from fivefold.core.schedule.family import Family
 from fivefold.cost import stack as stacks
-from fivefold.cost.grid import CONTEXTS, RECOMPUTE, of_plan
-from fivefold.cost.memory import CATEGORIES, Ledger, fits, ledger, verdict
-from fivefold.cost.memory_entries import Parts
-from fivefold.cost.pipeline_ranks import Place, in_flight, stages_of
+from fivefold.cost.grid import CONTEXTS, RECOMPUTE, grid_of_plan
+from fivefold.cost.memory import CATEGORIES, PeakMemory, fits, peak_memory, verdict
+from fivefold.cost.memory_entries import MemoryParts
+from fivefold.cost.pipeline_ranks import PipelineEnd, in_flight, rank_stages
 from fivefold.cost.static_memory import static_bytes
-from fivefold.planner.space import SpaceQuestion, lattices
+from fivefold.planner.space import SearchSpace, layout_blocks
 
 GPT3 = models.load("gpt3-175b")
 
 
-def states(books: Ledger) -> float:
+def states(books: PeakMemory) -> float:
     return sum(float(books.parts[name].item()) for name in CATEGORIES[:4])
 
 
@@ -48,7 +49,9 @@ def test_microbatches_in_flight_are_the_clocks(family: Family) -> None:
                 played += 1
                 peaks = peak_activations(family.make(ranks, m, chunks))
                 grid = grid_of(pp=ranks, microbatches=m, chunks=chunks, schedule=family.name)
-                first, inner, last = (in_flight(grid, place).item() for place in get_args(Place))
+                first, inner, last = (
+                    in_flight(grid, place).item() for place in get_args(PipelineEnd)
+                )
                 where = (ranks, m, chunks)
                 assert inner >= max(peaks[1:-1], default=0) - 1e-9, where
                 if family.name in BOUNDED:
@@ -64,7 +67,7 @@ def test_without_a_pipeline_one_microbatch_is_in_flight() -> None:
         assert in_flight(grid_of(microbatches=8, schedule=name), "first") == 1
 
 
-def at_loss(books: Ledger) -> Parts:
+def at_loss(books: PeakMemory) -> MemoryParts:
     """The rank of the head, where the loss has its gradient."""
     return books.ranks[-1][-1]
 
@@ -80,9 +83,9 @@ def test_losses_of_all_microbatches_wait_where_no_backward_comes_between() -> No
 
 
 def test_a_folded_pipeline_has_both_ends_on_its_first_rank() -> None:
-    first, last = stages_of(LARGE, "even", grid_of(pp=4, chunks=2, schedule="zb-v"), 4096)
+    first, last = rank_stages(LARGE, "even", grid_of(pp=4, chunks=2, schedule="zb-v"), 4096)
     assert (first.embedding, first.head, last.embedding, last.head) == (1, 1, 0, 0)
-    for stage in stages_of(LARGE, "even", grid_of(pp=4, schedule="dualpipe"), 4096):
+    for stage in rank_stages(LARGE, "even", grid_of(pp=4, schedule="dualpipe"), 4096):
         assert (stage.copies, stage.layers.all, stage.embedding, stage.head) == (2, 8, 1, 1)
 
 
@@ -112,7 +115,9 @@ def test_states_are_what_the_runtime_counts(
     """In float32; the runtime counts behind the last sum, where no gradient is whole any more."""
     wishes = Wishes(model, layout=layout, zero=zero, schedule=schedule, microbatches=8)
     plan = resolve(replace(wishes, precision="fp32"))
-    found = ledger(plan.shape, H100, stacks.OURS, of_plan(plan), plan.batch.seq, "fp32")
+    found = peak_memory(
+        plan.shape, H100, stacks.FIVEFOLD, grid_of_plan(plan), plan.batch.seq, "fp32"
+    )
     per_stage = plan.layout.world // plan.layout.pp
     stages = [range(pp * per_stage, (pp + 1) * per_stage) for pp in range(plan.layout.pp)]
     counted = [
@@ -207,11 +212,11 @@ def test_layers_of_the_runtime_tensor_by_tensor() -> None:
     attention returns with a sum a head, and gate, up and their product of the MLP's width."""
     shape = models.load("llama-3.1-8b")
     h, f, keys, heads = 4096, 14336, 1024, 32
-    layer = kept(shape, stacks.OURS, grid_of(), 8192)
+    layer = kept(shape, stacks.FIVEFOLD, grid_of(), 8192)
     inside = 2 * h + 4 * keys + 2 * h + 4 * heads + 2 * 3 * f
     assert layer.everything(routed=False) == 2 * (2 * h + 4) + 2 * 2 * h + inside
     # A rank keeps its own tokens of what products take, and gathers them again.
-    split = kept(shape, stacks.OURS, grid_of(tp=8), 8192)
+    split = kept(shape, stacks.FIVEFOLD, grid_of(tp=8), 8192)
     assert split.everything(routed=False) == layer.everything(routed=False) / 8
     # Results of six products, attention, and the layer's input; nobody reads the seventh's.
     products = 2 * h + 4 * keys + 2 * h + 4 * f
@@ -227,7 +232,7 @@ def test_latents_are_whole_on_every_tensor_rank() -> None:
     shape = models.load("deepseek-v3")
     mla = shape.mla
     assert mla is not None and mla.q_rank is not None
-    one, two = (kept(shape, stacks.OURS, grid_of(tp=tp, sp=False), 4096) for tp in (1, 2))
+    one, two = (kept(shape, stacks.FIVEFOLD, grid_of(tp=tp, sp=False), 4096) for tp in (1, 2))
     heads = 2 * shape.head_dim + mla.nope_dim + 2 * mla.value_dim
     split = shape.heads * (2 * heads + 4) + 2 * 3 * shape.ffn
     saved = one.everything(routed=False) - two.everything(routed=False)
@@ -239,7 +244,8 @@ def test_imbalance_lengthens_slots_alone() -> None:
     moe, grid = shape.moe, grid_of(shard=8, ep=8)
     assert moe is not None
     even, crowded = (
-        ledger(shape, H100, stacks.OURS, grid, 4096, "bf16", factor) for factor in (1.0, 1.5)
+        peak_memory(shape, H100, stacks.FIVEFOLD, grid, 4096, "bf16", factor)
+        for factor in (1.0, 1.5)
     )
     more = at_loss(crowded)["activations"] - at_loss(even)["activations"]
     slots = 4096 * moe.top_k * 0.5
@@ -252,7 +258,7 @@ def test_multi_token_prediction_has_a_layer_and_a_loss_of_its_own() -> None:
     shape = models.load("deepseek-v3")
     grid = grid_of(shard=8, ep=8)
     with_it, without = (at_loss(books_of(replace(shape, mtp=mtp), grid)) for mtp in (1, 0))
-    layer = kept(shape, stacks.OURS, grid, 4096)
+    layer = kept(shape, stacks.FIVEFOLD, grid, 4096)
     more = layer.everything(routed=True) + layer.at_head()
     assert with_it["activations"] - without["activations"] == pytest.approx(4096 * more)
     assert with_it["logits"] - without["logits"] == 2 * 4096 * shape.vocab
@@ -268,7 +274,7 @@ def test_full_recomputation_keeps_inputs_and_one_layer() -> None:
         kind: books_of(shape, grid_of(pp=2, microbatches=4, recompute=number)).first["activations"]
         for number, kind in enumerate(RECOMPUTE)
     }
-    layer = kept(shape, stacks.OURS, grid_of(), 4096)
+    layer = kept(shape, stacks.FIVEFOLD, grid_of(), 4096)
     inside, once = layer.inside().item() * 4096, layer.everything(routed=False).item() * 4096
     inside += 2 * 4096 * layer.tables()
     assert found["none"] == 2 * 17 * once + inside
@@ -280,7 +286,7 @@ def test_full_recomputation_keeps_inputs_and_one_layer() -> None:
 def test_layers_run_again_where_logits_were() -> None:
     shape = models.load("llama-3.1-8b")
     again, _, loss = books_of(shape, grid_of(recompute=2, microbatches=2)).ranks[0]
-    layer = kept(shape, stacks.OURS, grid_of(), 4096)
+    layer = kept(shape, stacks.FIVEFOLD, grid_of(), 4096)
     inputs = 4096 * (32 * 2 * shape.width + layer.tables())
     assert loss["activations"] == inputs + layer.at_head().item() * 4096
     assert again["logits"] == 0 < loss["logits"]
@@ -331,8 +337,8 @@ def test_stage_one_sends_its_only_backward_unit_by_unit() -> None:
 
 def test_eager_kernels_keep_what_compiled_ones_compute_again() -> None:
     shape = models.load("llama-3.1-8b")
-    eager = replace(stacks.OURS, name=f"{stacks.OURS.name}-eager")
-    slow, fast = (at_loss(books_of(shape, grid_of(), stack)) for stack in (eager, stacks.OURS))
+    eager = replace(stacks.FIVEFOLD, name=f"{stacks.FIVEFOLD.name}-eager")
+    slow, fast = (at_loss(books_of(shape, grid_of(), stack)) for stack in (eager, stacks.FIVEFOLD))
     assert slow["logits"] == 3 * fast["logits"] == 12 * 4096 * shape.vocab
     more = slow["activations"] - fast["activations"]
     assert more == shape.layers * 4096 * 2 * shape.ffn
@@ -343,9 +349,9 @@ def test_eager_kernels_keep_what_compiled_ones_compute_again() -> None:
 
 def test_a_lattice_is_its_layouts_one_by_one() -> None:
     shape = models.load("mixtral-8x7b")
-    question = SpaceQuestion(shape, 64, 4096, 64, (8,))
-    lattice = max(lattices(question), key=lambda each: each.size)
-    for stack in (stacks.OURS, stacks.NANOTRON):
+    question = SearchSpace(shape, 64, 4096, 64, (8,))
+    lattice = max(layout_blocks(question), key=lambda each: each.size)
+    for stack in (stacks.FIVEFOLD, stacks.NANOTRON):
         whole = books_of(shape, lattice.grid, stack)
         spread = np.broadcast_to(whole.total, lattice.shape)
         numbers = np.arange(spread.size).reshape(spread.shape)

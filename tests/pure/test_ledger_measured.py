@@ -9,8 +9,8 @@ from ledgers import H100, LARGE, SMALL, books_of, grid_of, kept
 from fivefold.core import models
 from fivefold.cost import stack as stacks
 from fivefold.cost.memory import fits
-from fivefold.cost.pipeline_ranks import stages_of
-from fivefold.cost.stack import EAGER, StackMemory, keeps_of
+from fivefold.cost.pipeline_ranks import rank_stages
+from fivefold.cost.stack import EAGER_MEMORY, StackMemory, memory_of_stack
 
 GIB = 2**30
 
@@ -50,8 +50,8 @@ RUNS = (
 @pytest.mark.parametrize(
     ("keeps", "model", "measured"),
     [
-        *((keeps_of(stacks.OURS.name), *each) for each in COMPILED.items()),
-        *((EAGER, *each) for each in UNCOMPILED.items()),
+        *((memory_of_stack(stacks.FIVEFOLD.name), *each) for each in COMPILED.items()),
+        *((EAGER_MEMORY, *each) for each in UNCOMPILED.items()),
     ],
     ids=[*(f"{name}-compiled" for name in COMPILED), *(f"{name}-eager" for name in UNCOMPILED)],
 )
@@ -60,7 +60,7 @@ def test_a_layer_keeps_what_an_h200_kept(
 ) -> None:
     """Within 0.2%: what is left are choices of experts and the router's weight in float32."""
     shape = models.load(model)
-    layer, routed = kept(shape, stacks.OURS, grid_of(), 8192, keeps), shape.moe is not None
+    layer, routed = kept(shape, stacks.FIVEFOLD, grid_of(), 8192, keeps), shape.moe is not None
     found = (layer.everything(routed), layer.selected(routed), layer.inputs())
     assert [each.item() for each in found] == pytest.approx(measured, rel=2e-3)
 
@@ -69,28 +69,37 @@ def test_what_nanotron_reserved() -> None:
     """The median: runs of one shape may lie far apart, by what their inputs do not tell."""
     errors: list[float] = []
     for shape, dp, tp, pp, m, rows, zero, _, measured in RUNS:
-        grid = grid_of(shard=dp, tp=tp, pp=pp, microbatches=m, rows=rows, zero=zero, sp=tp > 1)
+        grid = grid_of(
+            shard=dp, tp=tp, pp=pp, microbatches=m, microbatch_size=rows, zero=zero, sp=tp > 1
+        )
         found = books_of(shape, grid, stacks.NANOTRON)
         errors.append(abs(found.reserved.item() / GIB / measured - 1))
         assert fits(found, H100), (dp, tp, pp)
-    assert float(np.median(errors)) <= keeps_of("nanotron").band
+    assert float(np.median(errors)) <= memory_of_stack("nanotron").band
 
 
 def test_what_stays_of_nanotron() -> None:
     """States, buckets, gather buffers, and the flattened weights of a ZeRO-1 step, to 0.1 GiB."""
     for shape, dp, tp, pp, m, rows, zero, measured, _ in RUNS:
-        grid = grid_of(shard=dp, tp=tp, pp=pp, microbatches=m, rows=rows, zero=zero, sp=tp > 1)
+        grid = grid_of(
+            shard=dp, tp=tp, pp=pp, microbatches=m, microbatch_size=rows, zero=zero, sp=tp > 1
+        )
         first = books_of(shape, grid, stacks.NANOTRON).first
         number = first["weights"].item() / 2
         summed = 4 + (2 if zero == 0 and dp > 1 else 0)
         flat = 4 + 2 / dp if zero == 1 and dp > 1 else 0
         gathered = 2 * 2 * rows * 4096 * shape.width if tp > 1 else 0
         owned = first["weights"] + first["master"] + first["optimizer"]
-        found = owned.item() + (summed + flat) * number + gathered + keeps_of("nanotron").pool_bytes
+        found = (
+            owned.item()
+            + (summed + flat) * number
+            + gathered
+            + memory_of_stack("nanotron").pool_bytes
+        )
         assert found / GIB == pytest.approx(measured, abs=0.1), (dp, tp, pp)
 
 
 def test_nanotron_splits_layers_by_cost() -> None:
     """A head of four layers on sixteen: twenty in all, so five for each of four stages."""
-    first, last = stages_of(SMALL, "walk", grid_of(pp=4, microbatches=8), 4096)
+    first, last = rank_stages(SMALL, "greedy", grid_of(pp=4, microbatches=8), 4096)
     assert (first.layers.all, last.layers.all, first.flight, last.flight) == (5, 1, 4, 1)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from fivefold.core.plan import Wishes, resolve
-from fivefold.cost.matching import Mismatch, RankCalls, distinct_ranks, mismatches
+from fivefold.cost.matching import IssuedCollective, Mismatch, distinct_ranks, mismatches
 
 PAIR = (0, 1)
-WEIGHTS = RankCalls("fsdp", "all_gather", 512, PAIR, "0F0")
-MORE_WEIGHTS = RankCalls("fsdp", "all_gather", 1024, PAIR, "0F0")
-GRADIENTS = RankCalls("fsdp", "reduce_scatter", 1024, PAIR, "0B0")
-TOKENS = RankCalls("dp-cp", "all_reduce", 8, PAIR)
+WEIGHTS = IssuedCollective("fsdp", "all_gather", 512, PAIR, "0F0")
+MORE_WEIGHTS = IssuedCollective("fsdp", "all_gather", 1024, PAIR, "0F0")
+GRADIENTS = IssuedCollective("fsdp", "reduce_scatter", 1024, PAIR, "0B0")
+TOKENS = IssuedCollective("dp-cp", "all_reduce", 8, PAIR)
 STEP = (TOKENS, WEIGHTS, MORE_WEIGHTS, GRADIENTS)
 
 
@@ -40,7 +40,7 @@ def test_the_last_call_skipped() -> None:
 def test_two_calls_swapped() -> None:
     swapped = (TOKENS, MORE_WEIGHTS, WEIGHTS, GRADIENTS)
     (found,) = mismatches({0: STEP, 1: swapped})
-    assert (found.one_calls, found.other_calls) == (WEIGHTS, MORE_WEIGHTS)
+    assert (found.one_issued, found.other_issued) == (WEIGHTS, MORE_WEIGHTS)
 
 
 def test_calls_swapped_over_axes_of_the_same_ranks() -> None:
@@ -79,8 +79,8 @@ def test_groups_do_not_wait_for_one_another() -> None:
     assert mismatches({0: [far, near], 1: [near], 2: [far]}) == []
 
 
-def message(kind: str, size: int, source: int, target: int) -> RankCalls:
-    return RankCalls("pp", kind, size, (source, target))
+def message(kind: str, size: int, source: int, target: int) -> IssuedCollective:
+    return IssuedCollective("pp", kind, size, (source, target))
 
 
 def test_messages_cross_each_other() -> None:
@@ -103,7 +103,7 @@ def test_a_message_that_nobody_receives() -> None:
 
 
 def test_around_a_ring_all_send_and_receive() -> None:
-    ring = [RankCalls("ring", kind, 64, (0, 1, 2)) for kind in ("send", "recv")] * 2
+    ring = [IssuedCollective("ring", kind, 64, (0, 1, 2)) for kind in ("send", "recv")] * 2
     assert mismatches(dict.fromkeys(range(3), ring)) == []
     found = mismatches({0: ring, 1: ring, 2: ring[:2]})
     assert found == [Mismatch(3, 0, 2, ring[2], None)]
@@ -111,7 +111,7 @@ def test_around_a_ring_all_send_and_receive() -> None:
 
 def test_experts_are_sent_as_much_as_they_are() -> None:
     """The routing decides how much each rank sends; that it sends is for all to do."""
-    rows = [RankCalls("ep", "all_to_all", size, PAIR) for size in (96, 32)]
+    rows = [IssuedCollective("ep", "all_to_all", size, PAIR) for size in (96, 32)]
     assert mismatches({0: rows[:1], 1: rows[1:]}) == []
     assert len(mismatches({0: rows, 1: rows[1:]})) == 1
     gathers = [each._replace(kind="all_gather") for each in rows]

@@ -12,7 +12,7 @@ from fivefold.core.errors import FivefoldError
 from fivefold.core.plan import Plan, Wishes, resolve
 from fivefold.core.schedule import catalog
 from fivefold.core.schedule.clock import peak_activations
-from fivefold.cost.collectives import TrafficEntry, chunks_of, predict
+from fivefold.cost.collectives import TrafficEntry, chunks_of, predict_traffic
 from fivefold.cost.static_memory import boundary_bytes, gathered_bytes, in_flight, static_bytes
 
 LAYER = 218_112_000  # parameters of a layer of llama-3.1-8b, its two norms included
@@ -32,7 +32,7 @@ def tiny(layout: str, **wishes: object) -> Plan:
 
 def traffic(plan: Plan, rank: int, *axes: str) -> list[TrafficEntry]:
     """The entries of some axes (all of them if none is named), in bf16."""
-    found = predict(plan, rank, itemsize=2, grad_itemsize=2)
+    found = predict_traffic(plan, rank, itemsize=2, grad_itemsize=2)
     return [each for each in found if not axes or each.axis in axes]
 
 
@@ -205,7 +205,7 @@ def test_ranks_agree_on_what_they_do_together(job: dict[str, object]) -> None:
     layout = plan.layout
     bucket = job["bucket"]
     found = [
-        predict(plan, rank, itemsize=2, grad_itemsize=4, bucket=bucket)  # pyright: ignore
+        predict_traffic(plan, rank, itemsize=2, grad_itemsize=4, bucket=bucket)  # pyright: ignore
         for rank in range(layout.world)
     ]
     for axis in ("tp", "fsdp", "replicate", "dp-cp"):

@@ -12,11 +12,11 @@ from ledgers import H100, grid_of
 from fivefold.cli import main
 from fivefold.core import models
 from fivefold.cost import stack as stacks
-from fivefold.cost.grid import fullest_rank
+from fivefold.cost.grid import fullest_rank_load
 from fivefold.cost.layer_time import LayerTimer
 from fivefold.cost.links import Links
-from fivefold.cost.step_time import floored
-from fivefold.planner import setting_of
+from fivefold.cost.step_time import launch_bound_layer
+from fivefold.planner import estimate_setting
 
 MIXTRAL, QWEN = models.load("mixtral-8x7b"), models.load("qwen3-30b-a3b")
 
@@ -31,8 +31,8 @@ def test_a_rank_is_as_full_as_its_experts_make_it() -> None:
         load = np.ones(128) * (128 - 5) / 127
         load[0] = 5.0  # the fullest; all others share what it leaves
         rank = load.reshape(ep, -1).mean(axis=1)[0]
-        assert fullest_rank(moe, np.array([float(ep)]), 5.0) == pytest.approx(rank)
-    assert fullest_rank(moe, np.array([16.0]), 1.0) == 1.0
+        assert fullest_rank_load(moe, np.array([float(ep)]), 5.0) == pytest.approx(rank)
+    assert fullest_rank_load(moe, np.array([16.0]), 1.0) == 1.0
 
 
 def test_all_wait_for_the_fullest_rank() -> None:
@@ -40,7 +40,7 @@ def test_all_wait_for_the_fullest_rank() -> None:
     rows; what is not routed takes as long as before."""
     grid = grid_of(shard=8, ep=8)
     even, crowded = (
-        LayerTimer(MIXTRAL, H100, stacks.OURS, grid, 8192, "bf16", load).layer(0).forward
+        LayerTimer(MIXTRAL, H100, stacks.FIVEFOLD, grid, 8192, "bf16", load).layer(0).forward
         for load in (1.0, 2.0)
     )
     moe, width = MIXTRAL.moe, MIXTRAL.width
@@ -58,7 +58,7 @@ def test_all_wait_for_the_fullest_rank() -> None:
 
 
 def test_without_expert_ranks_nobody_waits() -> None:
-    asked = (MIXTRAL, H100, stacks.OURS, grid_of(shard=8), 8192, "bf16")
+    asked = (MIXTRAL, H100, stacks.FIVEFOLD, grid_of(shard=8), 8192, "bf16")
     even, crowded = (LayerTimer(*asked, load).layer(0).forward for load in (1.0, 2.0))
     for name, seconds in even.items():
         assert crowded[name] == pytest.approx(seconds)
@@ -117,10 +117,10 @@ def test_a_load_that_cannot_be_is_refused(
 )
 def test_small_layers_take_what_their_host_takes(kernels: str, dense: float, routed: float) -> None:
     """With experts 2.05 ms forward and 2.24 ms backward, as measured eager."""
-    setting, _ = setting_of(H100, "bf16", 0.05, kernels, 1.0)
+    setting, _ = estimate_setting(H100, "bf16", 0.05, kernels, 1.0)
     work = LayerTimer(models.load("tiny-moe"), H100, setting.stack, grid_of(), 32, "bf16")
     for number, host in ((0, dense), (1, routed)):
-        layer = floored(work, number)
+        layer = launch_bound_layer(work, number)
         parts = (*layer.forward.items(), *layer.inputs.items(), *layer.weights.items())
         seconds = sum(float(np.asarray(each).item()) for _, each in parts)
         waits = sum(float(np.asarray(each).item()) for name, each in parts if name == "launch")

@@ -16,9 +16,9 @@ from fivefold.core.machine import Machine
 from fivefold.cost import stack as stacks
 from fivefold.cost.grid import Array
 from fivefold.cost.links import Links
-from fivefold.cost.step_time import timing
-from fivefold.planner.search import SearchSetting, search
-from fivefold.planner.space import SpaceQuestion
+from fivefold.cost.step_time import step_time
+from fivefold.planner.search import EstimateSetting, search_layouts
+from fivefold.planner.space import SearchSpace
 
 H100, TPU = machines.load("h100"), machines.load("tpu-v4")
 SIZE = np.array([1e9])
@@ -85,8 +85,8 @@ def test_sums_of_gradients_and_of_tensor_ranks_gain() -> None:
     shape = models.load("llama-3.1-8b")
 
     def traffic(machine: Machine, name: str, *, sp: bool = True, **degrees: int) -> float:
-        grid = grid_of(sp=sp, rows=1, **degrees)
-        return timing(shape, machine, stacks.OURS, grid, 8192, "bf16").parts[name].item()
+        grid = grid_of(sp=sp, microbatch_size=1, **degrees)
+        return step_time(shape, machine, stacks.FIVEFOLD, grid, 8192, "bf16").parts[name].item()
 
     inside, between = reducing(H100, "nvlink"), reducing(H100, "network")
     assert traffic(inside, "tp", tp=8, sp=False) < 0.6 * traffic(H100, "tp", tp=8, sp=False)
@@ -151,8 +151,8 @@ def test_an_exchange_is_bound_by_the_bisection() -> None:
 def test_a_message_takes_the_links_of_one_way() -> None:
     links = Links(ideal(TPU))
     for stride, rate in ((1, 50e9), (16, 50e9), (256, 50e9), (4, 12.5e9), (15, 50e9), (32, 25e9)):
-        assert links.pair(SIZE, of(stride)).item() == pytest.approx(1e9 / rate), stride
-    assert links.pair(SIZE, of(4096)).item() == pytest.approx(1e9 / 6.25e9)  # to another pod
+        assert links.send(SIZE, of(stride)).item() == pytest.approx(1e9 / rate), stride
+    assert links.send(SIZE, of(4096)).item() == pytest.approx(1e9 / 6.25e9)  # to another pod
 
 
 def test_a_torus_must_be_whole() -> None:
@@ -171,7 +171,7 @@ def test_a_torus_must_be_whole() -> None:
 def test_palm_has_no_pipeline_on_a_torus() -> None:
     """2,048 rows of 2,048 tokens on two pods, as PaLM 540B was trained."""
     shape = models.load("palm-540b")
-    question = SpaceQuestion(shape, 6144, 2048, 2048, (4096,), {"cp": 1, "recompute": "none"})
-    found = search(question, SearchSetting(TPU, stacks.OURS, "bf16"), 8).best
+    question = SearchSpace(shape, 6144, 2048, 2048, (4096,), {"cp": 1, "recompute": "none"})
+    found = search_layouts(question, EstimateSetting(TPU, stacks.FIVEFOLD, "bf16"), 8).best
     assert found and found[0].grid.pp.item() == 1 and found[0].grid.zero.item() == 3
     assert found[0].grid.tp.item() > 1

@@ -11,13 +11,13 @@ import pytest
 
 from fivefold.core.plan import Wishes, resolve
 from fivefold.cost.collectives import TrafficEntry
-from fivefold.cost.matching import RankCalls, mismatches
-from fivefold.planner.estimate import PlannedEstimate
+from fivefold.cost.matching import IssuedCollective, mismatches
+from fivefold.planner.estimate import PlannedAction
 from fivefold.report.rehearsal_text import describe, levels_trace, render
 
 GIB = 2**30
 PLAN = resolve(Wishes("tiny", layout="dp=2"))
-GATHER = RankCalls("fsdp", "all_gather", 512, (0, 1), "0F0")
+GATHER = IssuedCollective("fsdp", "all_gather", 512, (0, 1), "0F0")
 ENTRY = TrafficEntry("fsdp", "all_gather", 3, 512, 2)
 
 
@@ -177,7 +177,7 @@ def test_the_trace_has_a_counter_a_rank() -> None:
 
 
 def test_the_planned_track_lies_beside() -> None:
-    actions = [PlannedEstimate("0F0", 0.0, 0.5, GIB), PlannedEstimate("0B0", 0.5, 2.0, 2 * GIB)]
+    actions = [PlannedAction("0F0", 0.0, 0.5, GIB), PlannedAction("0B0", 0.5, 2.0, 2 * GIB)]
     events = levels_trace(found(), {0: actions, 1: actions})["traceEvents"]
     tracks = {each["args"]["name"]: each["pid"] for each in events if each["ph"] == "M"}
     assert set(tracks) == {"planned", "rehearsed"}

@@ -251,7 +251,7 @@ def test_one_rank_has_no_bubble_to_explain() -> None:
 
 
 def test_a_schedule_without_family_is_explained_by_its_idle_slots() -> None:
-    schedule = choose.parse("0F0 0B0\n1F0 1B0")
+    schedule = choose.parse_schedule("0F0 0B0\n1F0 1B0")
     lines = explain(play(schedule, Costs.uniform(schedule.placement)), None)
     # 0F 0–1, 1F 1–2, 1B 2–4, 0B 4–6: three of six are work.
     assert lines[0] == "Of the makespan 6.0, the busiest rank works 3.0 and 3.0 is bubble."

@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 
 from fivefold.core.plan import Plan, Wishes, resolve
-from fivefold.cost.collectives import TrafficEntry, least_share, predict, room_of
+from fivefold.cost.collectives import (
+    TrafficEntry,
+    expert_capacity,
+    least_traffic_share,
+    predict_traffic,
+)
 
 # tiny-moe: 7 layers with 8 experts, 2 for each token, of 64 numbers. A row of 32 tokens in bf16.
 LAYERS, EXPERTS, TOP_K, SEQ = 7, 8, 2, 32
@@ -19,7 +24,7 @@ def plan_of(layout: str, **wishes: object) -> Plan:
 
 
 def traffic(plan: Plan, *axes: str) -> list[TrafficEntry]:
-    found = predict(plan, 0, itemsize=2, grad_itemsize=2)
+    found = predict_traffic(plan, 0, itemsize=2, grad_itemsize=2)
     return [each for each in found if each.axis in axes]
 
 
@@ -59,15 +64,17 @@ def test_over_nodes_a_token_crosses_once() -> None:
 def test_rooms_are_even_and_nobody_counts() -> None:
     """⌈1.25·2·32/8⌉ = 10 slots of each expert, of which a rank with 16 tokens may have all."""
     plan = plan_of("tp=2 ep=2", balance="capacity-pad:1.25")
-    assert room_of(plan) == 10
+    assert expert_capacity(plan) == 10
     assert traffic(plan, "ep") == [
         TrafficEntry("ep", "all_to_all", 4 * LAYERS, 10 * EXPERTS * ROW, 2)
     ]
     # No more than its tokens, in each of two rows; gathered over etp from both.
-    assert room_of(plan_of("tp=2 ep=2", balance="capacity-pad:4", microbatch_size=2)) == 2 * 16
+    assert (
+        expert_capacity(plan_of("tp=2 ep=2", balance="capacity-pad:4", microbatch_size=2)) == 2 * 16
+    )
     gathered = plan_of("tp=2 dp=2 ep=2 etp=2", balance="capacity-pad:1.25")
-    assert room_of(gathered) == 2 * 10
-    assert room_of(plan_of("tp=2 ep=2", balance="capacity:1.25")) is None
+    assert expert_capacity(gathered) == 2 * 10
+    assert expert_capacity(plan_of("tp=2 ep=2", balance="capacity:1.25")) is None
 
 
 @pytest.mark.parametrize(("recompute", "forwards"), [("none", 1), ("selective", 1), ("full", 2)])
@@ -112,19 +119,19 @@ def test_the_records_of_experts_travel_with_the_loss(rules: str, losses: int) ->
 
 def test_the_least_that_may_be_sent() -> None:
     plain = plan_of("dp=4 ep=4")
-    assert least_share(plain, "ep") == 1
+    assert least_traffic_share(plain, "ep") == 1
     # All on the same two experts: ⌈0.5·2·32/8⌉ = 4 of 32 slots of each stay.
     dropped = plan_of("dp=4 ep=4", balance="capacity:0.5")
-    assert least_share(dropped, "ep") == pytest.approx(4 / 32)
-    assert least_share(plan_of("dp=4 ep=4", balance="capacity:9"), "ep") == 1
-    assert least_share(plan_of("dp=4 ep=4", balance="capacity-pad:0.5"), "ep") == 1
+    assert least_traffic_share(dropped, "ep") == pytest.approx(4 / 32)
+    assert least_traffic_share(plan_of("dp=4 ep=4", balance="capacity:9"), "ep") == 1
+    assert least_traffic_share(plan_of("dp=4 ep=4", balance="capacity-pad:0.5"), "ep") == 1
     # Both choices of all tokens on one node: one row of two.
     over_nodes = plan_of("dp=4 ep=4", ep_nodes=2)
-    assert least_share(over_nodes, "ep-near") == 1
-    assert least_share(over_nodes, "ep-far") == pytest.approx(1 / 2)
+    assert least_traffic_share(over_nodes, "ep-near") == 1
+    assert least_traffic_share(over_nodes, "ep-far") == pytest.approx(1 / 2)
     # DeepSeek-V3: at most 4 of 8 nodes, and at the least one.
     deepseek = plan_of("dp=64 ep=64", model="deepseek-v3", seq=64, ep_nodes=8)
-    assert least_share(deepseek, "ep-far") == pytest.approx(1 / 4)
+    assert least_traffic_share(deepseek, "ep-far") == pytest.approx(1 / 4)
     rows = {each.bytes for each in traffic(deepseek, "ep-far")}
     assert 64 * 4 * 7168 * 2 in rows
 
@@ -133,6 +140,6 @@ def test_padding_is_not_sent_where_slots_are_dropped() -> None:
     """17 of 18 tokens: all of them may find room, and the last never does."""
     plan = plan_of("tp=2 cp=3 ep=3", balance="capacity:9", seq=17, set={"moe.experts": "9"})
     assert plan.padded_seq == 18
-    assert least_share(plan, "ep") == pytest.approx(17 / 18)
+    assert least_traffic_share(plan, "ep") == pytest.approx(17 / 18)
     dropless = plan_of("tp=2 cp=3 ep=3", balance="aux", seq=17, set={"moe.experts": "9"})
-    assert least_share(dropless, "ep") == 1
+    assert least_traffic_share(dropless, "ep") == 1

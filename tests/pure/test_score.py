@@ -22,15 +22,15 @@ from fivefold.report.score_svg import Dot, score_svg
 from fivefold.score import figures, summary
 from fivefold.score import outcome as metrics
 from fivefold.score.outcome import (
-    MetricRange,
-    Scored,
+    PredictedRange,
     ScoredRun,
+    ScoreResult,
     held_out,
     measured_seconds,
-    outcome,
     score,
+    score_row,
 )
-from fivefold.score.rows import FIELDS, read
+from fivefold.score.rows import FIELDS, read_runs
 
 # Korthikanti et al. (arXiv 2205.05198), tables 3 and 5, and Narayanan et al. (arXiv 2104.04473),
 # table 1: eighteen runs as their papers print them.
@@ -55,10 +55,10 @@ def run_of(name: str, predicted: float, measured: float | None, **changes: Any) 
         fitted=False,
         routed=False,
         num_cases=1,
-        seconds=MetricRange(predicted, predicted),
+        seconds=PredictedRange(predicted, predicted),
         measured_seconds=measured,
         source=None if measured is None else "step_time_s",
-        gib=MetricRange(1.0, 1.0),
+        gib=PredictedRange(1.0, 1.0),
         measured_gib=None,
         fits=True,
         fitting=("rows=1",),
@@ -72,11 +72,11 @@ def run_of(name: str, predicted: float, measured: float | None, **changes: Any) 
 
 
 def test_errors_of_points_and_intervals() -> None:
-    assert MetricRange(9.0, 9.0).error(10.0) == pytest.approx(0.1)
-    assert MetricRange(12.0, 12.0).error(10.0) == pytest.approx(0.2)
-    assert MetricRange(8.0, 12.0).error(10.0) == 0.0
-    assert MetricRange(11.0, 15.0).error(10.0) == pytest.approx(0.1)
-    assert MetricRange(5.0, 8.0).error(10.0) == pytest.approx(0.2)
+    assert PredictedRange(9.0, 9.0).error(10.0) == pytest.approx(0.1)
+    assert PredictedRange(12.0, 12.0).error(10.0) == pytest.approx(0.2)
+    assert PredictedRange(8.0, 12.0).error(10.0) == 0.0
+    assert PredictedRange(11.0, 15.0).error(10.0) == pytest.approx(0.1)
+    assert PredictedRange(5.0, 8.0).error(10.0) == pytest.approx(0.2)
 
 
 def test_stats_are_those_of_the_textbook() -> None:
@@ -115,9 +115,9 @@ def test_regret_is_what_the_choice_costs() -> None:
 
 def test_a_size_is_left_out_of_its_own_scale() -> None:
     sizes = {"a": [(1.0, 2.0), (2.0, 4.0)], "b": [(1.0, 1.0)]}
-    found = metrics.left_out(sizes)
+    found = metrics.leave_one_size_out(sizes)
     assert found == {"a": pytest.approx(0.5), "b": pytest.approx(1.0)}
-    assert metrics.left_out({"a": [(1.0, 2.0)]}) == {}
+    assert metrics.leave_one_size_out({"a": [(1.0, 2.0)]}) == {}
 
 
 # Outcomes
@@ -138,15 +138,15 @@ def test_seconds_come_from_the_best_source() -> None:
 
 
 def test_an_open_microbatch_gives_an_interval() -> None:
-    exact = [outcome(row(micro_batch=size)).seconds for size in (1, 2, 4)]
-    found = outcome(row(micro_batch=None))
+    exact = [score_row(row(micro_batch=size)).seconds for size in (1, 2, 4)]
+    found = score_row(row(micro_batch=None))
     assert found.is_open
     assert found.seconds == (min(exact)[0], max(exact)[0])
 
 
 def test_degrees_must_make_the_gpus() -> None:
     with pytest.raises(FivefoldError, match="make 8 ranks"):
-        outcome(row(gpus=16))
+        score_row(row(gpus=16))
 
 
 def test_rows_that_cannot_be_scored_say_why() -> None:
@@ -170,12 +170,12 @@ def test_the_held_out_half_is_that_of_the_hash() -> None:
 def test_open_runs_and_converted_ones_are_counted_apart() -> None:
     outcomes = [
         run_of("x-1", 11.0, 10.0),
-        run_of("x-2", 8.0, 10.0, num_cases=2, seconds=MetricRange(8.0, 12.0)),
-        run_of("x-3", 8.0, 10.0, num_cases=2, seconds=MetricRange(6.0, 8.0)),
+        run_of("x-2", 8.0, 10.0, num_cases=2, seconds=PredictedRange(8.0, 12.0)),
+        run_of("x-3", 8.0, 10.0, num_cases=2, seconds=PredictedRange(6.0, 8.0)),
         run_of("x-4", 5.0, 10.0, source="tflops_per_gpu"),
         run_of("x-5", 5.0, None),
     ]
-    found = summary(Scored(outcomes))
+    found = summary(ScoreResult(outcomes))
     assert found["time"]["n"] == 1 and found["time"]["mean"] == pytest.approx(0.1)
     assert found["intervals"]["n"] == 2 and found["intervals"]["inside"] == 1
     assert found["intervals"]["mean"] == pytest.approx(0.1)
@@ -214,7 +214,7 @@ def test_halves_are_told_for_families_with_a_factor() -> None:
     outcomes = [run_of(name, 11.0, 10.0, fitted=True) for name in names if not held_out(name)]
     outcomes += [run_of(name, 12.0, 10.0, fitted=True) for name in names if held_out(name)]
     outcomes += [run_of("y-1", 15.0, 10.0)]
-    table = summary(Scored(outcomes))
+    table = summary(ScoreResult(outcomes))
     halves = table["held_out"]
     assert halves["fitted_half"]["time"]["mean"] == pytest.approx(0.1)
     assert halves["held_out_half"]["time"]["mean"] == pytest.approx(0.2)
@@ -224,7 +224,7 @@ def test_halves_are_told_for_families_with_a_factor() -> None:
 
 def test_a_factor_that_no_held_out_run_tests_is_named() -> None:
     names = [name for name in (f"x-{place}" for place in range(20)) if not held_out(name)]
-    table = summary(Scored([run_of(name, 11.0, 10.0, fitted=True) for name in names]))
+    table = summary(ScoreResult([run_of(name, 11.0, 10.0, fitted=True) for name in names]))
     assert table["held_out"]["families_without"] == ["x"]
     assert "No run of x is in the held-out half" in render(list(sections(table)))
 
@@ -359,7 +359,7 @@ def test_many_problems_are_told_in_short(tmp_path: Path) -> None:
     path = tmp_path / "runs.jsonl"
     path.write_text("{\n" * 40)
     with pytest.raises(FivefoldError, match="and 28 more"):
-        read([path])
+        read_runs([path])
 
 
 def test_scores_without_torch() -> None:

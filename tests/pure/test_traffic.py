@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fivefold.core.errors import FivefoldError
 from fivefold.core.plan import Plan, Wishes, resolve
-from fivefold.cost.collectives import TrafficEntry, entries, listed, predict
+from fivefold.cost.collectives import TrafficEntry, predict_traffic, traffic_entries, traffic_json
 from fivefold.cost.static_memory import StaticMemory, static_bytes
 
 LLAMA_8B = 8_030_261_248  # parameters, as its model card counts them
@@ -23,7 +23,7 @@ def plan_of(model: str, layout: str, **wishes: object) -> Plan:
 
 
 def bf16_traffic(plan: Plan, rank: int = 0) -> tuple[TrafficEntry, ...]:
-    return predict(plan, rank, itemsize=2, grad_itemsize=2)
+    return predict_traffic(plan, rank, itemsize=2, grad_itemsize=2)
 
 
 def moved(found: tuple[TrafficEntry, ...]) -> int:
@@ -115,15 +115,17 @@ def test_one_rank_is_silent() -> None:
 def test_what_is_recorded_is_listed_alike() -> None:
     predicted = bf16_traffic(plan_of("tiny", "dp=2 tp=2"))
     recorded = {(e.axis, e.kind, e.bytes, e.group): e.count for e in reversed(predicted)}
-    assert entries(recorded.items()) == predicted
+    assert traffic_entries(recorded.items()) == predicted
 
 
 def test_the_list_is_json_where_there_is_one() -> None:
     plan = plan_of("tiny", "dp=2 tp=2")
-    summed_in_float32 = predict(plan, 0, itemsize=2, grad_itemsize=4)
-    assert json.loads(json.dumps(listed(plan))) == [asdict(each) for each in summed_in_float32]
-    assert listed(plan_of("llama-4-maverick", "dp=2")) is None
-    assert listed(plan_of("tiny", "pp=2", schedule="pipedream")) is None
+    summed_in_float32 = predict_traffic(plan, 0, itemsize=2, grad_itemsize=4)
+    assert json.loads(json.dumps(traffic_json(plan))) == [
+        asdict(each) for each in summed_in_float32
+    ]
+    assert traffic_json(plan_of("llama-4-maverick", "dp=2")) is None
+    assert traffic_json(plan_of("tiny", "pp=2", schedule="pipedream")) is None
     with pytest.raises(FivefoldError, match="an asynchronous run"):
         bf16_traffic(plan_of("tiny", "pp=2", schedule="pipedream-2bw"))
 

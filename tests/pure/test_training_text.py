@@ -23,7 +23,7 @@ from fivefold.records import (
     mfu,
     summarize,
 )
-from fivefold.report import rough, thousands
+from fivefold.report import rough_duration, thousands
 from fivefold.report.training_text import (
     duration,
     head,
@@ -84,10 +84,10 @@ def test_a_skipped_step_says_why() -> None:
         (duration(0.4121), "412 ms"),
         (duration(9.9994), "9999 ms"),
         (duration(9.9996), "10.0 s"),
-        (rough(42.3), "42s"),
-        (rough(59.7), "1m"),
-        (rough(3_590), "1h 0m"),
-        (rough(86_390), "1d 0h"),
+        (rough_duration(42.3), "42s"),
+        (rough_duration(59.7), "1m"),
+        (rough_duration(3_590), "1h 0m"),
+        (rough_duration(86_390), "1d 0h"),
     ],
 )
 def test_numbers_round_into_the_next_unit(shown: str, text: str) -> None:
