@@ -94,7 +94,7 @@ def tensor_collectives(plan: Plan, chunk: RankChunk, itemsize: int) -> Counter[C
         # The output of experts is needed after the last reduction of their layer.
         unreached = sum(not shape.is_moe_layer(segment[-1]) for segment in segments)
         gathers, sums = gathers + blocks, sums + blocks - unreached
-    if plan.keeps_shards:
+    if plan.saves_input_shards:
         gathers += blocks
     issued: Counter[Collective] = Counter()
     if layout.sp:

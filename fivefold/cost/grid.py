@@ -92,7 +92,7 @@ def grid_of_plan(plan: Plan) -> LayoutGrid:
         microbatch_size=_one(batch.microbatch_size),
         microbatches=_one(batch.microbatches),
         recompute=_one(RECOMPUTE.index(plan.recompute.kind)),
-        schedule=_one(schedule_index(plan.wishes.schedule if layout.pp > 1 else "1f1b")),
+        schedule=_one(schedule_index(plan.options.schedule if layout.pp > 1 else "1f1b")),
         sp=np.array([layout.sp]),
         offload=_one(0),
         context=_one(CONTEXTS.index(layout.context)),

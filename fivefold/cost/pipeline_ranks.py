@@ -1,8 +1,9 @@
-"""What the ranks of a pipeline have: how long they wait in a step, their layers, and how many
-microbatches they keep in flight.
+"""The ranks of a pipeline: how long they wait in a step, which layers they have, and how many
+microbatches are in flight.
 
 The family of each schedule (`core.schedule`) has the closed forms; tests compare them with the
-clock.
+simulated schedule. Microbatches in flight are in units of a rank's layers, as
+`clock.peak_activations` counts them.
 """
 
 from __future__ import annotations
@@ -30,10 +31,6 @@ def bubble_seconds(times: PipelineTimes, grid: LayoutGrid) -> Array:
     return np.where(grid.pp > 1, found, 0.0)
 
 
-# The ranks at the two ends of a pipeline. Microbatches in flight are in units of a rank's layers,
-# as `clock.peak_activations` counts them.
-
-
 PipelineEnd = Literal["first", "inner", "last"]
 
 
@@ -45,13 +42,13 @@ class RankLayers(NamedTuple):
 
 
 class RankStage(NamedTuple):
-    """What a rank has."""
+    """The share of one pipeline rank."""
 
     layers: RankLayers  # of each copy
-    copies: Array  # of every layer's weights
+    copies: Array  # of the weights of every layer: 2 if the placement is mirrored
     flight: Array  # microbatches, in units of its layers
     embedding: Array  # 1 or 0
-    head: Array
+    head: Array  # 1 or 0
 
 
 def rank_stages(
@@ -62,9 +59,11 @@ def rank_stages(
     hop_forwards: int = 2,
     spans: Sequence[range] | None = None,
 ) -> tuple[RankStage, ...]:
-    """The first rank's, those between the ends that may have more layers than one before them, and
-    the last one's, or that of the rank with the head; `spans`: the layers of each stage where they
-    are given."""
+    """The ranks that may be the fullest: the first, inner ranks that may have more layers than the
+    ranks before them, and the last one, or that with the head.
+
+    `spans`: the layers of each stage if they are given.
+    """
     both = mirrored(grid) | (grid.pp == 1)
     flight = in_flight(grid, "last", hop_forwards)
     inner: list[tuple[RankLayers, Array]] = []
@@ -73,10 +72,10 @@ def rank_stages(
     elif split == "even":
         first, last = _even(shape, grid)
     elif split == "short-ends":
-        first, between, last = _spared(shape, grid)
+        first, between, last = _short_ends(shape, grid)
         inner = [(between, np.ones(1))]
     else:
-        first, last, place = _walked(shape, grid)
+        first, last, place = _greedy(shape, grid)
         flight = np.minimum(grid.microbatches, grid.pp - place)
     copies, one, none = np.where(mirrored(grid), 2.0, 1.0), np.ones(1), np.zeros(1)
     at_first = np.where(both | folded(grid), 1.0, 0.0)
@@ -94,14 +93,16 @@ def rank_stages(
 def _balanced(
     shape: Shape, grid: LayoutGrid, seq: int, spans: Sequence[range] | None = None
 ) -> tuple[RankLayers, list[tuple[RankLayers, Array]], RankLayers]:
-    """As this runtime deals them: by cost, with the head; or as they are given. Between the ends
-    those of the second rank, which has most in flight, and of the fullest, with their places."""
+    """fivefold's own split, by cost with the head; or the given one. The inner ranks are the
+    second, which has most in flight, and the one with most layers, each with its position."""
     pp = grid.pp if grid.pp.min() < grid.pp.max() else grid.pp[:1]  # all are alike in a search
     columns = np.broadcast_arrays(pp, grid.chunks, folded(grid), mirrored(grid))
     found = [
-        _dealt(pipeline_timer(shape, seq), int(ranks), int(chunks), bool(fold), bool(mirror))
+        _balanced_layers(
+            pipeline_timer(shape, seq), int(ranks), int(chunks), bool(fold), bool(mirror)
+        )
         if spans is None
-        else _held(shape, spans, int(ranks), bool(fold), bool(mirror))
+        else _layers_of_ranks(shape, spans, int(ranks), bool(fold), bool(mirror))
         for ranks, chunks, fold, mirror in zip(*(each.ravel() for each in columns), strict=True)
     ]
     numbers = np.array(found, float).reshape(*columns[0].shape, 4, 3)
@@ -113,35 +114,35 @@ def _balanced(
 
 
 @cache
-def _dealt(
-    dealt: PipelineTimer, ranks: int, chunks: int, fold: bool, mirror: bool
+def _balanced_layers(
+    timer: PipelineTimer, ranks: int, chunks: int, fold: bool, mirror: bool
 ) -> tuple[tuple[float, float, float], ...]:
-    spans = dealt.spans(min(ranks * chunks, dealt.shape.layers))
-    return _held(dealt.shape, spans, ranks, fold, mirror)
+    spans = timer.spans(min(ranks * chunks, timer.shape.layers))
+    return _layers_of_ranks(timer.shape, spans, ranks, fold, mirror)
 
 
-def _held(
+def _layers_of_ranks(
     shape: Shape, spans: Sequence[range], ranks: int, fold: bool, mirror: bool
 ) -> tuple[tuple[float, float, float], ...]:
-    """Layers of the first, the second, the fullest inner and the last rank, how many have experts,
-    and which rank that is."""
-    held: list[list[range]] = [[] for _ in range(ranks)]
+    """Layers, layers with experts and position of the first, the second, the largest inner and the
+    last rank."""
+    by_rank: list[list[range]] = [[] for _ in range(ranks)]
     for number, span in enumerate(spans):
         turn, place = divmod(number, ranks)
-        held[ranks - 1 - place if fold and turn % 2 else place].append(span)
+        by_rank[ranks - 1 - place if fold and turn % 2 else place].append(span)
         if mirror:
-            held[ranks - 1 - place].append(span)
+            by_rank[ranks - 1 - place].append(span)
     share = 2 if mirror and ranks > 1 else 1
     numbers = [
         (sum(map(len, mine)) / share, sum(map(shape.is_moe_layer, chain(*mine))) / share, place)
-        for place, mine in enumerate(held)
+        for place, mine in enumerate(by_rank)
     ]
     inner = numbers[1:-1] or numbers[:1]
     return numbers[0], inner[0], max(inner, key=lambda each: each[:2]), numbers[-1]
 
 
 def _even(shape: Shape, grid: LayoutGrid) -> tuple[RankLayers, RankLayers]:
-    """As many layers to each stage, and fewer to the last where they do not divide."""
+    """Equal numbers of layers, and fewer on the last rank if they do not divide."""
     layers, pp, chunks = float(shape.layers), grid.pp, grid.chunks
     most = np.minimum(chunks * np.ceil(layers / (pp * chunks)), layers)
     fewer = np.where(most * pp > layers, np.maximum(most - 1, 1.0), most)
@@ -149,8 +150,8 @@ def _even(shape: Shape, grid: LayoutGrid) -> tuple[RankLayers, RankLayers]:
     return _with_routed(shape, grid, most), _with_routed(shape, grid, last)
 
 
-def _spared(shape: Shape, grid: LayoutGrid) -> list[RankLayers]:
-    """One layer fewer on the first rank, for the embedding, and on the last, for the head."""
+def _short_ends(shape: Shape, grid: LayoutGrid) -> list[RankLayers]:
+    """One layer less on the first rank, for the embedding, and on the last, for the head."""
     layers, pp, chunks = float(shape.layers), grid.pp, grid.chunks
     share = chunks * np.ceil((layers + 2) / (pp * chunks))
     inner = np.minimum(share, layers)
@@ -160,9 +161,9 @@ def _spared(shape: Shape, grid: LayoutGrid) -> list[RankLayers]:
     return [_with_routed(shape, grid, each) for each in (first, inner, last)]
 
 
-def _walked(shape: Shape, grid: LayoutGrid) -> tuple[RankLayers, RankLayers, Array]:
-    """Blocks go to a stage until it has its share of the matrices; the head is the last block, and
-    the third result the number of its stage."""
+def _greedy(shape: Shape, grid: LayoutGrid) -> tuple[RankLayers, RankLayers, Array]:
+    """Greedy: layers go to a stage until it has its share of the parameters of matrices. The head
+    counts as the last layer; the third result is the position of its stage."""
     layers, layer = float(shape.layers), layer_parameters(shape, 0)
     head = shape.vocab * shape.width / (layer.total - layer.norms)
     fair = (layers + head) / grid.pp
@@ -172,7 +173,8 @@ def _walked(shape: Shape, grid: LayoutGrid) -> tuple[RankLayers, RankLayers, Arr
 
 
 def _with_routed(shape: Shape, grid: LayoutGrid, layers: Array) -> RankLayers:
-    """In a pipeline those of a rank behind the first, dense layers."""
+    """With the layers that have experts; in a pipeline, those of a rank after the first dense
+    layers."""
     if shape.moe is None:
         return RankLayers(layers, np.zeros(1))
     number = float(shape.num_moe_layers)

@@ -1,9 +1,14 @@
-"""The clock for many costs at once: how long one schedule takes under each of them.
+"""Seconds of the pipeline of many layouts at once, by its longest paths or by simulation.
 
-The order of a schedule does not hang on costs, so that one walk over its actions serves them all.
-Every rank has a place in its order, and all ranks whose next row has what it needs run it together.
-A row is a forward, a backward or a pair of both that runs as one. Nobody waits for weight
-gradients: they keep their rank busy behind the row before them.
+Costs are those of one layer of each kind and of the head (forward, input gradient, weight gradient)
+and of one message. Which paths can be the longest depends on the model and the schedule alone, and
+is computed once (`longest_paths`).
+
+The simulation gives the same as the clock, for many costs at once. The order of a schedule does not
+depend on costs, so one pass over its actions serves all of them. Every rank has a position in its
+order, and all ranks whose next row has its inputs run it together. A row is a forward, a backward,
+or an overlapped pair of both. No rank waits for weight gradients of another: they only keep their
+own rank busy after the row before them.
 """
 
 from __future__ import annotations
@@ -36,12 +41,12 @@ from fivefold.cost.longest_paths import PATHS, ScheduleSize, StageRows, longest
 
 Indices = NDArray[np.int64]
 _KINDS = {FORWARD: 0, INPUT_GRAD: 1, BACKWARD: 2, WEIGHT_GRAD: 3}
-# Microbatches, over the ranks, from which a pipeline repeats itself, and up to which it is walked.
+# Microbatches per rank from which a pipeline repeats itself, and up to which it is simulated.
 _STEADY, _LONGEST = 5, 8
 
 
 class _Actions(NamedTuple):
-    """All actions, rank after rank; `opens` where a row begins."""
+    """All actions, rank after rank; `opens`: whether an action begins a row."""
 
     stage: Indices
     kind: Indices
@@ -51,10 +56,10 @@ class _Actions(NamedTuple):
 
 
 class ScheduleTrace(NamedTuple):
-    """A schedule in rows, rank after rank; behind a rank's last row is one that never runs.
+    """A schedule in rows, rank after rank; after the last row of a rank is one that never runs.
 
-    `sources` are the rows on other ranks that send a row what it needs, by the number of the row;
-    the last row of all stands for nobody. A pair may have two.
+    `sources`: for each row, the row on another rank that sends its input; the last row of all
+    stands for none. A pair may have two sources.
     """
 
     starts: Indices
@@ -67,47 +72,47 @@ def schedule_makespans(
 ) -> Array:
     """Seconds of a step for each column of costs; `numbers`: ranks, microbatches and chunks.
 
-    A long schedule is told from two shorter ones, by what each further round of it takes.
+    A long schedule is extrapolated from two shorter ones, by the seconds of each further round.
     """
     ranks, count, chunks = numbers
     if not is_long(*numbers):
-        return simulate_trace(_walk(name, ranks, count, chunks), stages, costs)
+        return simulate_trace(_trace(name, ranks, count, chunks), stages, costs)
     few, many = (each * ranks + count % ranks for each in (_STEADY, _LONGEST))
     early, late = (
-        simulate_trace(_walk(name, ranks, each, chunks), stages, costs) for each in (few, many)
+        simulate_trace(_trace(name, ranks, each, chunks), stages, costs) for each in (few, many)
     )
     return late + (late - early) * (count - many) / (many - few)
 
 
 def is_long(num_ranks: int, num_microbatches: int, num_chunks: int) -> bool:
-    """Whether a schedule is told from shorter ones."""
+    """Whether a schedule is extrapolated from shorter ones."""
     return num_microbatches > _LONGEST * num_ranks
 
 
 @lru_cache(maxsize=64)
-def _walk(name: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> ScheduleTrace:
+def _trace(name: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> ScheduleTrace:
     return trace_schedule(named_schedule(name, num_ranks, num_microbatches, num_chunks))
 
 
 def trace_schedule(schedule: Schedule) -> ScheduleTrace:
-    """The rows of a schedule, and who waits for whom."""
+    """The rows of a schedule, and which row waits for which."""
     actions, starts = _actions(schedule)
     stage, kind, microbatch, row, opens = actions
-    nobody = int(row[-1]) + 2
+    none = int(row[-1]) + 2
     sends, backwards = kind != _KINDS[WEIGHT_GRAD], (kind > 0).astype(np.int64)
-    # By stage, with one beyond either end: which row has a microbatch's output, and its gradient.
-    made = np.full((2, schedule.num_stages + 2, schedule.num_microbatches), nobody)
+    # By stage, with one beyond either end: the row of a microbatch's output, and of its gradient.
+    made = np.full((2, schedule.num_stages + 2, schedule.num_microbatches), none)
     made[backwards[sends], stage[sends] + 1, microbatch[sends]] = row[sends]
     homes = np.array([-1, *schedule.placement.homes, -1])
     there = stage + 2 * backwards
     moves = sends & (homes[there] >= 0) & (homes[there] != homes[stage + 1])
     sources: list[Indices] = []
     for which in (moves & opens, moves & ~opens):
-        found = np.full(nobody + 1, nobody)
+        found = np.full(none + 1, none)
         found[row[which]] = made[backwards[which], there[which], microbatch[which]]
         sources.append(found)
-    behind = np.append(starts[1:], nobody) - 1
-    sources[0][behind] = behind
+    after = np.append(starts[1:], none) - 1
+    sources[0][after] = after
     pairs = bool((moves & ~opens).any())
     return ScheduleTrace(starts, tuple(sources[: 1 + pairs]), actions)
 
@@ -160,7 +165,7 @@ def simulate_trace(trace: ScheduleTrace, stages: StageRows, costs: Array) -> Arr
 
 
 def _seconds(actions: _Actions, stages: StageRows, costs: Array) -> tuple[Array, Array]:
-    """Of each row: until it is sent, and until its rank is free."""
+    """Seconds of each row until its result is sent, and until its rank is free."""
     forward, inputs, weights, _ = stages
     kinds = np.array([forward, inputs, inputs + weights, weights]) @ costs
     seconds = kinds[actions.kind, actions.stage]
@@ -174,17 +179,11 @@ def _seconds(actions: _Actions, stages: StageRows, costs: Array) -> tuple[Array,
     return found[0], found[1]
 
 
-# Seconds of the pipeline of many layouts at once: the longest paths of each, by the costs of
-# each.
-#
-# Costs are those of one layer of each kind and of the head: their forward, gradients of inputs
-# and of weights, and of one message. Which paths can be the longest hangs on the model and the
-# schedule alone, and is worked out once.
+# --- The stages of a model, and the longest paths through them
 
-
-# Ranges of the costs at which paths are compared: of input and weight gradients over the forward of
-# a kind of layer; of other kinds of layers and of the passes of the head, over what FLOPs say; of a
-# message over a forward of a layer.
+# Ranges of the costs at which paths are compared: input and weight gradients over the forward of a
+# layer; other kinds of layers, and the passes of the head, over the ratio of their FLOPs; a message
+# over the forward of a layer.
 _INPUTS, _WEIGHTS = (1.0, 2.5), (0.3, 7.0)
 _PIPELINE_KINDS = (0.5, 8.0)
 _HEAD = (0.5, 4.0)
@@ -193,7 +192,7 @@ _SAMPLES = 96
 
 
 class PipelineTimer:
-    """The stages of one model, and the longest paths through them."""
+    """Times the pipelines of one model: its stages, and the longest paths through them."""
 
     def __init__(self, shape: Shape, seq: int) -> None:
         self.shape, self.seq = shape, seq
@@ -204,73 +203,77 @@ class PipelineTimer:
             count + (shape.mtp if shape.layer_kind(i) == last else 0) for i, count in kinds.items()
         )
         self.paths: dict[tuple[str, int, int, int], Array] = {}
-        self.dealt: dict[int, StageRows] = {}
-        self.cuts: dict[int, tuple[range, ...]] = {}
+        self.default_stages: dict[int, StageRows] = {}
+        self.default_spans: dict[int, tuple[range, ...]] = {}
 
     def spans(self, num_stages: int) -> tuple[range, ...]:
         """The layers of each stage."""
-        if num_stages not in self.cuts:
-            self.cuts[num_stages] = splits.cut_stages(self.shape, num_stages, seq=self.seq)
-        return self.cuts[num_stages]
+        if num_stages not in self.default_spans:
+            self.default_spans[num_stages] = splits.cut_stages(self.shape, num_stages, seq=self.seq)
+        return self.default_spans[num_stages]
 
     def table(self, name: str, pp: int, chunks: int, microbatches: int) -> Array:
-        """A row for each path."""
+        """The longest paths of a schedule, one row each."""
         asked = (name, pp, chunks, microbatches)
         if asked not in self.paths and _cannot_run(*asked):
             self.paths[asked] = np.zeros((1, len(self.samples)))
         if asked not in self.paths:
             form = PATHS[named(name if pp > 1 else "1f1b").paths]
             numbers = ScheduleSize(pp, chunks, microbatches, self.samples)
-            self.paths[asked] = longest(form(self._even(pp * chunks), numbers), self.samples)
+            self.paths[asked] = longest(
+                form(self._default_stages(pp * chunks), numbers), self.samples
+            )
         return self.paths[asked]
 
-    def played(self, name: str, pp: int, chunks: int, microbatches: int, costs: Array) -> Array:
-        """Seconds of the schedule itself, for each column of costs."""
+    def simulated(self, name: str, pp: int, chunks: int, microbatches: int, costs: Array) -> Array:
+        """Seconds of the simulated schedule, for each column of costs."""
         least = (self.table(name, pp, chunks, microbatches) @ costs).max(axis=0)
         if pp == 1 or name == AUTO or family(name).asynchronous:
             return least
         numbers = (pp, microbatches, chunks)
         different, back = np.unique(costs, axis=1, return_inverse=True)
-        seconds = schedule_makespans(family(name).name, numbers, self._even(pp * chunks), different)
+        seconds = schedule_makespans(
+            family(name).name, numbers, self._default_stages(pp * chunks), different
+        )
         seconds = seconds[back.ravel()]
         return np.maximum(seconds, least) if is_long(*numbers) else seconds
 
-    def _even(self, num_stages: int) -> StageRows:
-        """The stages that the runtime cuts where nobody says."""
-        if num_stages not in self.dealt:
-            self.dealt[num_stages] = self.stages(self.spans(num_stages))
-        return self.dealt[num_stages]
+    def _default_stages(self, num_stages: int) -> StageRows:
+        """The stages of the runtime's default split."""
+        if num_stages not in self.default_stages:
+            self.default_stages[num_stages] = self.stages(self.spans(num_stages))
+        return self.default_stages[num_stages]
 
     def stages(self, spans: Sequence[range]) -> StageRows:
         """How many layers of each kind every stage has, and which one has the head."""
         shape, width = self.shape, len(self.kinds) + 1
         first = {shape.layer_kind(i): place for place, i in enumerate(self.kinds)}
-        held = np.zeros((len(spans), width))
+        counts = np.zeros((len(spans), width))
         for number, span in enumerate(spans):
             for i in span:
-                held[number, first[shape.layer_kind(i)]] += 1
-        held[-1, first[shape.layer_kind(shape.layers - 1)]] += shape.mtp
-        held[-1, -1] = 1
-        none = np.zeros_like(held)
+                counts[number, first[shape.layer_kind(i)]] += 1
+        counts[-1, first[shape.layer_kind(shape.layers - 1)]] += shape.mtp
+        counts[-1, -1] = 1
+        none = np.zeros_like(counts)
         forward, inputs, weights = (
-            np.hstack([held if place == mine else none for place in range(3)] + [none[:, :1]])
+            np.hstack([counts if place == mine else none for place in range(3)] + [none[:, :1]])
             for mine in range(3)
         )
         return StageRows(forward, inputs, weights, np.eye(3 * width + 1)[-1])
 
     @cached_property
     def samples(self) -> Array:
-        """Costs in columns, at which paths are compared."""
+        """Costs at which paths are compared, in columns."""
         return _samples(self.shape, self.seq)
 
 
 def _cannot_run(name: str, pp: int, chunks: int, microbatches: int) -> bool:
-    """Lattices have schedules beside numbers of microbatches that are not theirs."""
+    """Whether a schedule cannot run these numbers; a block of a search also has such pairs."""
     return pp > 1 and name != AUTO and bool(family(name).problems(pp, microbatches, chunks))
 
 
 def _samples(shape: Shape, seq: int) -> Array:
-    """Costs that layouts may have: around what FLOPs say, drawn alike every time."""
+    """Costs that layouts may have: random, around the ratios of FLOPs, with a fixed seed."""
     flops = [layer_flops(shape, i, seq).total for i in layer_kinds(shape)]
     sizes = np.array([*flops, forward_flops(shape, seq).head * (1 + shape.mtp)]) / flops[0]
     draw = np.random.default_rng(0).uniform
@@ -288,16 +291,16 @@ def _samples(shape: Shape, seq: int) -> Array:
 
 @cache
 def pipeline_timer(shape: Shape, seq: int) -> PipelineTimer:
-    """The one of a model and a length of sequences."""
+    """The timer of a model and a sequence length; made once."""
     return PipelineTimer(shape, seq)
 
 
 def pipeline_seconds(
-    found: PipelineTimer, grid: LayoutGrid, costs: list[Array], played: bool = False
+    found: PipelineTimer, grid: LayoutGrid, costs: list[Array], simulated: bool = False
 ) -> Array:
-    """Seconds of every layout's pipeline; `costs` are in the order of a path's row.
+    """Seconds of the pipeline of every layout; `costs` are in the order of a path's row.
 
-    By the longest paths, which are a bound, or `played`, which takes its time.
+    By the longest paths, which are a lower bound, or `simulated`, which takes longer.
     """
     pp = grid.pp if grid.pp.min() < grid.pp.max() else grid.pp[:1]  # all are alike in a search
     columns = np.broadcast_arrays(grid.schedule, pp, grid.chunks, grid.microbatches)
@@ -306,30 +309,30 @@ def pipeline_seconds(
         for name, ranks, chunks, count in zip(*(each.ravel() for each in columns), strict=True)
     ]
     size = np.broadcast_shapes(columns[0].shape, *(each.shape for each in costs))
-    if played:
-        return _played(found, asked, np.array([np.broadcast_to(each, size) for each in costs]))
+    if simulated:
+        return _simulated(found, asked, np.array([np.broadcast_to(each, size) for each in costs]))
     tables = [found.table(*each) for each in asked]
     most = max(map(len, tables))
     paths = np.array([table[np.minimum(np.arange(most), len(table) - 1)] for table in tables])
     if grid.pp.ndim == 1:
         return np.einsum("nkq,qn->nk", paths, [np.broadcast_to(c, size) for c in costs]).max(axis=1)
-    return _of_lattice(paths, columns[0].shape, costs)
+    return _block_seconds(paths, columns[0].shape, costs)
 
 
-def _played(found: PipelineTimer, asked: list[tuple[str, int, int, int]], costs: Array) -> Array:
-    """The same by the clock, each schedule once for all layouts that have it."""
+def _simulated(found: PipelineTimer, asked: list[tuple[str, int, int, int]], costs: Array) -> Array:
+    """The same by simulation, each schedule once for all layouts that have it."""
     seconds = np.zeros(costs.shape[1])
     places: dict[tuple[str, int, int, int], list[int]] = {}
     for place, one in enumerate(asked if len(asked) > 1 else asked * len(seconds)):
         places.setdefault(one, []).append(place)
     for one, mine in places.items():
-        seconds[mine] = found.played(*one, costs[:, mine])
+        seconds[mine] = found.simulated(*one, costs[:, mine])
     return seconds
 
 
-def _of_lattice(paths: Array, shape: tuple[int, ...], costs: list[Array]) -> Array:
-    """The same where paths lie along rows and schedules, costs along degrees, rows and
-    recomputation: a product of matrices for each number of rows."""
+def _block_seconds(paths: Array, shape: tuple[int, ...], costs: list[Array]) -> Array:
+    """The same for a block of a search: paths vary with microbatch size and schedule, costs with
+    degrees, microbatch size and recomputation; one matmul for each microbatch size."""
     rows, schedules = shape[1:3]
     costs = [each[:, :, :, :1] for each in costs]  # however dp is shared, it is the same dp
     degrees, again = (max(each.shape[axis] for each in costs) for axis in (0, 4))

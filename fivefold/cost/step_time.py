@@ -59,26 +59,28 @@ def step_time(
     precision: str,
     imbalance: float = 1.0,
     *,
-    played: bool = False,
+    simulated: bool = False,
 ) -> StepTime:
     """Time every layout of the grid; `imbalance`: slots of the fullest expert over the mean.
 
-    Pipelines are timed by bounds from below, or `played` by the clock, which takes its time.
+    Pipelines are timed by their longest paths, a lower bound, or `simulated`, which takes longer.
     """
     work = LayerTimer(shape, machine, stack, grid, seq, precision, imbalance)
     if memory_of_stack(stack.name).split == "balanced":
-        return _by_longest_paths(work, played)
+        return _by_longest_paths(work, simulated)
     parts = {name: each * stack.factor for name, each in _equal_stages(work).items()}
     parts["fixed"] = np.full_like(grid.microbatches, stack.fixed)
     return StepTime(total_seconds(parts), lambda: parts)
 
 
-def _by_longest_paths(work: LayerTimer, played: bool) -> StepTime:
+def _by_longest_paths(work: LayerTimer, simulated: bool) -> StepTime:
     """Stages as fivefold splits them, and the longest paths through them."""
     grid, stack, timer = work.grid, work.stack, pipeline_timer(work.shape, work.seq)
     units = [*(launch_bound_layer(work, i) for i in timer.kinds), work.head()]
     forward, inputs, weights = _passes(units)
-    seconds = pipeline_seconds(timer, grid, [*forward, *inputs, *weights, work.message()], played)
+    seconds = pipeline_seconds(
+        timer, grid, [*forward, *inputs, *weights, work.message()], simulated
+    )
     counts = timer.counts
     window, body = np.zeros(1), np.zeros(1)
     for place, count in enumerate(counts):

@@ -9,7 +9,7 @@ from fivefold.core import legality, models, rules
 from fivefold.core.errors import FivefoldError
 from fivefold.core.layout import MOST_RANKS, Layout
 from fivefold.core.machine import Machine
-from fivefold.core.plan import Plan, Wishes, resolve
+from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.core.precision import PRECISIONS, RUNTIME_PRECISIONS
 from fivefold.core.shape import Shape
 from fivefold.cost.grid import (
@@ -43,7 +43,7 @@ def layout_of(grid: LayoutGrid) -> Layout:
     )
 
 
-def wishes_of(grid: LayoutGrid, base: Wishes) -> Wishes:
+def options_of(grid: LayoutGrid, base: PlanOptions) -> PlanOptions:
     """`base` with all that a one-element grid decides; nothing of its layout is left open."""
     layout = layout_of(grid)
     return replace(
@@ -68,7 +68,7 @@ def _whole(grid: LayoutGrid, name: str) -> int:
     return round(float(getattr(grid, name).item()))
 
 
-# From wishes to the best plans: what is asked, searched, played and ranked.
+# From options to the best plans: what is asked, searched, played and ranked.
 
 
 Progress = Callable[[float], None]
@@ -85,7 +85,7 @@ _TOKENS_PER_GPU = 1 << 10
 class PlanRequest:
     """A job whose layout is open."""
 
-    wishes: Wishes
+    options: PlanOptions
     shape: Shape
     question: SearchSpace
     setting: EstimateSetting
@@ -124,7 +124,7 @@ def estimate_setting(
 
 
 def plan_request(
-    wishes: Wishes,
+    options: PlanOptions,
     machine: Machine,
     fixed: Mapping[str, int | str],
     *,
@@ -134,24 +134,24 @@ def plan_request(
     imbalance: float = 1.0,
 ) -> PlanRequest:
     """What is asked, with defaults for the sequence and the batch."""
-    shape = models.with_overrides(models.load(wishes.model), wishes.set)
+    shape = models.with_overrides(models.load(options.model), options.set)
     require_possible_imbalance(shape, imbalance)
-    gpus = wishes.gpus or 1
-    seq = wishes.seq if wishes.seq is not None else min(8192, shape.max_seq)
-    batch = default_batch(gpus, seq) if wishes.batch is None else wishes.batch
+    gpus = options.gpus or 1
+    seq = options.seq if options.seq is not None else min(8192, shape.max_seq)
+    batch = default_batch(gpus, seq) if options.batch is None else options.batch
     reasons = legality.problems(Layout(), shape, seq=seq, batch=batch, microbatch_size=1)
     reasons += list(rules.bad_counts({"seq": seq, "gpus": gpus}).values())
     if reasons:
         raise FivefoldError("; ".join(dict.fromkeys(reasons)))
     setting, notes = estimate_setting(machine, precision, headroom, kernels, imbalance)
-    if wishes.batch is None:
+    if options.batch is None:
         notes.append(f"global batch {batch:,} sequences by default: say another with --batch")
     runs_in = PRECISIONS[precision].runs_in
     if runs_in != precision:
         notes.append(f"estimated in {precision}; the runtime and the written plan have {runs_in}")
-    wishes = replace(wishes, seq=seq, precision=runs_in)
+    options = replace(options, seq=seq, precision=runs_in)
     question = SearchSpace(shape, gpus, seq, batch, domain_sizes(machine), fixed)
-    return PlanRequest(wishes, shape, question, setting, tuple(notes))
+    return PlanRequest(options, shape, question, setting, tuple(notes))
 
 
 def domain_sizes(machine: Machine) -> tuple[int, ...]:
@@ -222,7 +222,7 @@ def _plainness(one: LayoutCandidate) -> tuple[float, ...]:
 
 def _played(asked: PlanRequest, found: list[LayoutCandidate]) -> Iterator[Estimate]:
     for one in found:
-        plan = resolve(wishes_of(one.grid, asked.wishes))
+        plan = resolve(options_of(one.grid, asked.options))
         yield estimate_plan(plan, asked.setting, OFFLOADS[int(one.grid.offload.item())])
 
 

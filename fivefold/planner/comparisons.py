@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 from fivefold.core.errors import FivefoldError, UnknownName
 from fivefold.core.layout import Layout
-from fivefold.core.plan import Plan, Wishes, resolve
+from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.core.precision import PRECISIONS
 from fivefold.core.rules import divisors, problems
 from fivefold.cost.axis_collectives import wide_size
 from fivefold.cost.collectives import predict_traffic
 from fivefold.cost.grid import RECOMPUTE
-from fivefold.planner import PlanRequest, Progress, wishes_of
+from fivefold.planner import PlanRequest, Progress, options_of
 from fivefold.planner.estimate import Estimate, estimate_plan
 from fivefold.planner.search import search_layouts
 
@@ -70,15 +70,15 @@ def _largest(asked: PlanRequest, name: str, axis: str, base: Layout) -> Strategy
 def _strategy(asked: PlanRequest, name: str, layout: Layout) -> Strategy:
     least = layout.dp * layout.pp
     try:
-        plan = resolve(_wishes(asked, layout))
+        plan = resolve(_options(asked, layout))
     except FivefoldError as error:
         return Strategy(name, layout, least, None, (), _first_reason(error))
     return Strategy(name, layout, least, estimate_plan(plan, asked.setting), _moved(plan))
 
 
-def _wishes(asked: PlanRequest, layout: Layout) -> Wishes:
+def _options(asked: PlanRequest, layout: Layout) -> PlanOptions:
     return replace(
-        asked.wishes,
+        asked.options,
         layout=str(layout),
         zero=layout.zero,
         sp=layout.sp,
@@ -202,8 +202,8 @@ def _placed(
     if axis == "gpus":
         return replace(asked, question=replace(question, gpus=value))
     batch = max(1, question.batch * question.seq // value)
-    wishes = replace(asked.wishes, seq=value)
-    return replace(asked, wishes=wishes, question=replace(question, seq=value, batch=batch))
+    options = replace(asked.options, seq=value)
+    return replace(asked, options=options, question=replace(question, seq=value, batch=batch))
 
 
 def _best(asked: PlanRequest) -> Estimate | None:
@@ -211,7 +211,7 @@ def _best(asked: PlanRequest) -> Estimate | None:
     found = result.best[0] if result.best else result.leanest
     if found is None:
         return None
-    return estimate_plan(resolve(wishes_of(found.grid, asked.wishes)), asked.setting)
+    return estimate_plan(resolve(options_of(found.grid, asked.options)), asked.setting)
 
 
 # What if: the same job with another machine, more GPUs, longer rows, a larger batch.
@@ -235,9 +235,9 @@ def parse_changes(text: str) -> dict[str, str]:
     return found
 
 
-def apply_changes(wishes: Wishes, changes: dict[str, str], **now: int) -> Wishes:
-    """The wishes with the changes; `now` are the numbers that 2x doubles."""
-    found = wishes
+def apply_changes(options: PlanOptions, changes: dict[str, str], **now: int) -> PlanOptions:
+    """The options with the changes; `now` are the numbers that 2x doubles."""
+    found = options
     for key, value in changes.items():
         if key == "machine":
             found = replace(found, machine=value)
@@ -261,17 +261,17 @@ def scaled(number: int, text: str, key: str) -> int:
     return int(value)
 
 
-def scale_plan(plan: Plan, changes: dict[str, str]) -> Wishes:
+def scale_plan(plan: Plan, changes: dict[str, str]) -> PlanOptions:
     """A plan with the changes: more GPUs are more data ranks, all else of the layout stays."""
     batch, layout = plan.batch, plan.layout
     now = {"gpus": layout.world, "seq": batch.seq, "batch": batch.sequences}
-    wishes = replace(plan.wishes, batch=batch.sequences, microbatches=None, ep_nodes=None)
-    wishes = apply_changes(wishes, changes, **now)
-    gpus = wishes.gpus or layout.world
+    options = replace(plan.options, batch=batch.sequences, microbatches=None, ep_nodes=None)
+    options = apply_changes(options, changes, **now)
+    gpus = options.gpus or layout.world
     inner = layout.replicate * layout.tp * layout.cp * layout.pp
     if gpus % inner:
         raise FivefoldError(
             f"--what-if gpus={gpus}: not a multiple of the {inner} ranks that {layout} has beside "
             "its shards; leave --layout out to search anew"
         )
-    return replace(wishes, layout=str(replace(layout, shard=gpus // inner)), gpus=gpus)
+    return replace(options, layout=str(replace(layout, shard=gpus // inner)), gpus=gpus)

@@ -346,8 +346,8 @@ def rebalance_stages(chosen: Estimate) -> Estimate:
     best = _descended(chosen, given)
     if best == given:
         return chosen
-    wishes = replace(plan.wishes, stage_layers=",".join(map(str, best)))
-    played = estimate_plan(resolve(wishes), chosen.setting, chosen.offload)
+    options = replace(plan.options, stage_layers=",".join(map(str, best)))
+    played = estimate_plan(resolve(options), chosen.setting, chosen.offload)
     return played if played.step < (1 - _LEAST_GAIN) * chosen.step else chosen
 
 

@@ -106,7 +106,7 @@ def _played(
     columns = zip(*(one.grid.columns() for one in found), strict=True)
     grid = LayoutGrid(*map(np.concatenate, columns))
     asked = (question.shape, setting.machine, setting.stack, grid, question.seq, *setting.how)
-    steps = np.broadcast_to(step_time(*asked, played=True).step, len(found))
+    steps = np.broadcast_to(step_time(*asked, simulated=True).step, len(found))
     timed = [replace(one, seconds=float(step)) for one, step in zip(found, steps, strict=True)]
     return sorted(timed, key=lambda one: one.seconds)
 

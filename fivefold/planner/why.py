@@ -123,7 +123,7 @@ def _loose(chosen: Estimate, own: _Books) -> Iterator[AxisComparison]:
 def _own(plan: Plan) -> _Variant:
     batch = plan.batch
     numbers = (batch.microbatch_size, batch.microbatches)
-    return _Variant(plan.layout, *numbers, plan.recompute.kind, plan.wishes.schedule)
+    return _Variant(plan.layout, *numbers, plan.recompute.kind, plan.options.schedule)
 
 
 def _neighbour(chosen: Estimate, own: _Books, axis: str, degree: int) -> Neighbour:
@@ -182,7 +182,7 @@ def _variants(plan: Plan, layout: Layout) -> Iterator[_Variant]:
 
 def _schedules(plan: Plan, layout: Layout) -> list[tuple[str, int]]:
     """The plan's own schedule, with as few chunks as it can, and the plain one."""
-    own = plan.wishes.schedule
+    own = plan.options.schedule
     if layout.pp == 1:
         return [(own, 1)]
     kept = [(own, plan.layout.chunks)] if plan.layout.pp > 1 else []

@@ -12,14 +12,14 @@ import pytest
 
 from fivefold.core import machine, models
 from fivefold.core.errors import FivefoldError
-from fivefold.core.plan import Plan, Wishes, resolve
+from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.core.schedule.catalog import FAMILIES
 from fivefold.core.schedule.family import Family
 from fivefold.cost.grid import LayoutGrid, grid_of_plan
 from fivefold.cost.memory import peak_memory
 from fivefold.cost.stack import FIVEFOLD
 from fivefold.cost.step_time import step_time
-from fivefold.planner import layout_of, wishes_of
+from fivefold.planner import layout_of, options_of
 from fivefold.planner.estimate import estimate_plan, simulate_step
 from fivefold.planner.search import EstimateSetting, search_layouts
 from fivefold.planner.space import Degrees, SearchSpace, all_degrees, layout_blocks
@@ -43,7 +43,7 @@ def plans(family: Family, count: int) -> Iterator[Plan]:
         pp = rng.choice((2, 3, 4, 6, 8, 12, 16))
         chunks = family.min_chunks if family.max_chunks else rng.choice((2, 3, 4, 8))
         degrees = f"dp={rng.choice((1, 2, 8))} tp={rng.choice((1, 2, 8))} pp={pp}"
-        wishes = Wishes(
+        options = PlanOptions(
             model=rng.choice(MODELS),
             layout=f"{degrees} cp={rng.choice((1, 2))}",
             zero=rng.choice((0, 1)),
@@ -55,16 +55,16 @@ def plans(family: Family, count: int) -> Iterator[Plan]:
             recompute=rng.choice(("none", "selective", "full")),
         )
         try:
-            yield resolve(wishes)
+            yield resolve(options)
         except FivefoldError:
             continue
         count -= 1
 
 
-def ranked(plan: Plan, *, played: bool) -> float:
-    """The step by which a search ranks: first by its bound, then played with all others."""
+def ranked(plan: Plan, *, simulated: bool) -> float:
+    """The step by which a search ranks: first by its bound, then simulated with all others."""
     asked = (plan.shape, H100.machine, FIVEFOLD, grid_of_plan(plan), plan.batch.seq, H100.precision)
-    return step_time(*asked, played=played).step.item()
+    return step_time(*asked, simulated=simulated).step.item()
 
 
 @pytest.mark.parametrize("family", SYNCHRONOUS, ids=lambda family: family.name)
@@ -76,15 +76,15 @@ def test_what_ranks_is_what_the_clock_says(family: Family) -> None:
     for number, plan in enumerate(plans(family, -(-CASES // len(SYNCHRONOUS)))):
         step = simulate_step(plan, H100).step
         words = f"{number} {plan.shape.name} {plan.layout} m={plan.batch.microbatches}"
-        assert ranked(plan, played=True) == pytest.approx(step, rel=EXACT), words
-        assert ranked(plan, played=False) <= step * (1 + EXCESS), words
+        assert ranked(plan, simulated=True) == pytest.approx(step, rel=EXACT), words
+        assert ranked(plan, simulated=False) <= step * (1 + EXCESS), words
 
 
 @pytest.mark.parametrize("family", SYNCHRONOUS, ids=lambda family: family.name)
 def test_long_schedules_are_told_from_shorter_ones(family: Family) -> None:
     """Beyond 8 microbatches a rank a search does not walk to the end."""
     for model, pp, rounds in product(("llama-3.1-8b", "deepseek-v3"), (2, 4), (9, 24, 64)):
-        wishes = Wishes(
+        options = PlanOptions(
             model=model,
             layout=f"pp={pp}",
             schedule=family.name,
@@ -92,8 +92,8 @@ def test_long_schedules_are_told_from_shorter_ones(family: Family) -> None:
             microbatches=pp * rounds,
             seq=2048,
         )
-        plan = resolve(wishes)
-        error = ranked(plan, played=True) / simulate_step(plan, H100).step - 1
+        plan = resolve(options)
+        error = ranked(plan, simulated=True) / simulate_step(plan, H100).step - 1
         assert abs(error) <= NEAR, f"{model} pp={pp} m={pp * rounds}: {error:+.2%}"
 
 
@@ -108,7 +108,7 @@ def test_a_search_finds_what_playing_everything_finds() -> None:
         grid = LayoutGrid(*columns)
         asked = (question.shape, H100.machine, FIVEFOLD, grid, question.seq, *H100.how)
         fits = peak_memory(*asked).total <= H100.capacity
-        steps += np.broadcast_to(step_time(*asked, played=True).step, fits.shape)[fits].tolist()
+        steps += np.broadcast_to(step_time(*asked, simulated=True).step, fits.shape)[fits].tolist()
     assert len(steps) > 200
     found = search_layouts(question, H100, 48).best[:12]
     assert [one.seconds for one in found] == pytest.approx(sorted(steps)[:12], rel=EXACT)
@@ -116,7 +116,7 @@ def test_a_search_finds_what_playing_everything_finds() -> None:
 
 def test_without_a_pipeline_both_are_the_same() -> None:
     for layout in ("dp=8", "dp=2 tp=4", "tp=8 cp=2"):
-        plan = resolve(Wishes(model="llama-3.1-8b", layout=layout, microbatches=4, zero=1))
+        plan = resolve(PlanOptions(model="llama-3.1-8b", layout=layout, microbatches=4, zero=1))
         asked = (
             plan.shape,
             H100.machine,
@@ -133,7 +133,7 @@ def test_without_a_pipeline_both_are_the_same() -> None:
 
 
 def test_parts_are_the_whole() -> None:
-    plan = resolve(Wishes(model="mixtral-8x7b", layout="dp=4 tp=2 pp=4 ep=4", schedule="zb-v"))
+    plan = resolve(PlanOptions(model="mixtral-8x7b", layout="dp=4 tp=2 pp=4 ep=4", schedule="zb-v"))
     found = estimate_plan(plan, H100)
     assert sum(found.parts.values()) == pytest.approx(found.step)
     assert sum(found.breakdown().values()) == pytest.approx(found.step)
@@ -145,8 +145,8 @@ def test_parts_are_the_whole() -> None:
 
 def test_a_step_of_1f1b_is_played_as_the_textbook_says() -> None:
     """Even stages without a head that weighs: (m + p - 1) times one microbatch in one stage."""
-    wishes = Wishes(model="llama-3.1-8b", layout="pp=4", microbatches=8, set={"vocab": "64"})
-    plan = resolve(wishes)
+    options = PlanOptions(model="llama-3.1-8b", layout="pp=4", microbatches=8, set={"vocab": "64"})
+    plan = resolve(options)
     busy = simulate_step(plan, H100)
     assert [len(layers) for layers in plan.stages] == [8] * 4
     assert busy.bubble * busy.step == pytest.approx(
@@ -158,7 +158,7 @@ _AROUND = ("bubble", "pp", "dp", "optimizer", "fixed")
 
 
 def test_mfu_is_model_flops_over_the_peak() -> None:
-    plan = resolve(Wishes(model="llama-3.1-8b", layout="dp=8", microbatches=4, zero=3))
+    plan = resolve(PlanOptions(model="llama-3.1-8b", layout="dp=8", microbatches=4, zero=3))
     found = estimate_plan(plan, H100)
     speed = plan.batch.tokens / found.step / 8
     assert found.tokens_per_s_per_gpu == pytest.approx(speed)
@@ -178,8 +178,8 @@ def test_every_layout_of_the_space_is_legal(model: str, gpus: int, batch: int) -
         legal = np.flatnonzero(np.broadcast_to(lattice.legal, lattice.shape))
         where = np.unravel_index(rng.choice(legal), lattice.shape)
         grid = lattice.grid.at(tuple(int(each) for each in where), lattice.shape)
-        wishes = wishes_of(grid, Wishes(model=model, seq=2048))
-        plan = resolve(wishes)
+        options = options_of(grid, PlanOptions(model=model, seq=2048))
+        plan = resolve(options)
         assert plan.layout == layout_of(grid)
         assert plan.layout.world == gpus and plan.batch.sequences == batch
         again = replace(grid_of_plan(plan), offload=grid.offload)
@@ -203,7 +203,7 @@ def test_every_legal_plan_is_in_the_space(model: str, gpus: int, batch: int) -> 
             continue
         layout = f"dp={dp} tp={tp} cp={cp} pp={pp} ep={ep} etp={etp}"
         try:
-            resolve(Wishes(model=model, layout=layout, batch=batch, seq=2048, gpus=gpus))
+            resolve(PlanOptions(model=model, layout=layout, batch=batch, seq=2048, gpus=gpus))
         except FivefoldError:
             continue
         seen += 1
