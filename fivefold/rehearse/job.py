@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from fivefold.core.plan import Plan
+from fivefold.core.splits import stage_kind
 from fivefold.cost.collectives import UNEVEN_AXES, TrafficEntry, predict_traffic, traffic_entries
 from fivefold.cost.matching import Mismatch, distinct_ranks, mismatches
 from fivefold.launch.processes import Pool
@@ -83,17 +84,10 @@ def representatives(plan: Plan, ranks: Sequence[int]) -> list[int]:
     """One rank for each kind of stages: by the layers that they have and what else is on them."""
     found: dict[object, int] = {}
     for rank in ranks:
-        held = plan.schedule.placement.held(plan.layout.coord(rank).pp)
-        kinds = tuple(kind_of(plan, stage) for stage in held)
+        held = plan.schedule.placement.stages_of(plan.layout.coord(rank).pp)
+        kinds = tuple(stage_kind(plan.shape, plan.stages[stage]) for stage in held)
         found.setdefault(kinds, rank)
     return sorted(found.values())
-
-
-def kind_of(plan: Plan, stage: int) -> object:
-    """Stages of the same kind have the same weights and do the same."""
-    layers, shape = plan.stages[stage], plan.shape
-    ends = (layers.start == 0, layers.stop == shape.layers)
-    return tuple(shape.is_moe_layer(i) for i in layers), ends
 
 
 def _rehearse_some(

@@ -26,7 +26,7 @@ from fivefold.parallel.compose import compose
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.stage import ActionObserver, Instruments
 from fivefold.planner.estimate import Estimate, MeasuredPasses, SimulatedStep, simulate_step
-from fivefold.rehearse.job import kind_of, representatives
+from fivefold.rehearse.job import representatives
 from fivefold.rehearse.rank import DTYPES, RoundRobin, joined
 from fivefold.step import step
 
@@ -81,7 +81,7 @@ class _MeasuredSteps:
             instruments=Instruments(actions=self.marks, routing=RoundRobin(plan, rank, imbalance)),
         )
         self.updater = make_updater(
-            plan.wishes.train, self.job.owned, device, master=master, rank=rank
+            plan.options.train, self.job.owned, device, master=master, rank=rank
         )
         if compiled:
             for chunk in self.job.chunks:
@@ -101,7 +101,7 @@ class _MeasuredSteps:
             self.job,
             _TimedUpdater(self.updater, self.marks),
             self.batches,
-            self.plan.wishes.train.clip,
+            self.plan.options.train.clip,
         )
         ended.record()
         torch.cuda.synchronize()
@@ -180,17 +180,17 @@ def forecast_on_gpu(
 
 def _measure(worker: Worker, plan: Plan, rank: int, imbalance: float) -> MeasuredRank:
     worker.phase(f"rank {rank}")
-    return measure_rank(plan, rank, imbalance, plan.wishes.train.compile)
+    return measure_rank(plan, rank, imbalance, plan.options.train.compile)
 
 
 def passes_of(plan: Plan, found: Sequence[MeasuredRank]) -> dict[int, MeasuredPasses] | None:
     """The passes of every stage, from the stages of the same kind that were measured; None where a
     kind was not."""
     by_kind: dict[object, MeasuredPasses] = {}
+    kinds = [stage_kind(plan.shape, layers) for layers in plan.stages]
     for one in found:
-        for stage in plan.schedule.placement.held(plan.layout.coord(one.rank).pp):
-            by_kind.setdefault(kind_of(plan, stage), _passes(one, stage))
-    kinds = [kind_of(plan, stage) for stage in range(len(plan.stages))]
+        for stage in plan.schedule.placement.stages_of(plan.layout.coord(one.rank).pp):
+            by_kind.setdefault(kinds[stage], _passes(one, stage))
     if any(kind not in by_kind for kind in kinds):
         return None
     return {stage: by_kind[kind] for stage, kind in enumerate(kinds)}

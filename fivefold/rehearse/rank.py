@@ -24,6 +24,7 @@ from fivefold.core.legality import padded_vocab
 from fivefold.core.plan import Plan
 from fivefold.core.precision import PRECISIONS, RUNTIME_PRECISIONS
 from fivefold.core.schedule import Step, actions_of, merged
+from fivefold.core.splits import stage_kind
 from fivefold.cost.collectives import max_nodes_per_token, units_of
 from fivefold.cost.grid import fullest_rank_load
 from fivefold.cost.matching import IssuedCollective
@@ -219,7 +220,7 @@ class _RehearsalRun:
     def _updater(self) -> Updater:
         with self.meter.called(tracing.OPTIMIZER):
             updater = make_updater(
-                self.plan.wishes.train,
+                self.plan.options.train,
                 self.job.owned,
                 self.mesh.device,
                 master=self.dtype.itemsize < 4,
@@ -238,11 +239,8 @@ class _RehearsalRun:
 
     def _signature(self, stage: int) -> Hashable:
         """Stages with the same signature do the same on ranks at the same other coords."""
-        shape, layers = self.plan.shape, self.plan.stages[stage]
-        kinds = tuple((shape.is_moe_layer(i), shape.is_global_layer(i)) for i in layers)
         coord = self.plan.layout.coord(self.rank)
-        ends = (layers.start == 0, layers.stop == shape.layers)
-        return kinds, ends, coord._replace(pp=0)
+        return stage_kind(self.plan.shape, self.plan.stages[stage]), coord._replace(pp=0)
 
     def go(self) -> RehearsedRank:
         """Run the step."""
@@ -252,7 +250,7 @@ class _RehearsalRun:
             with self.meter.called(tracing.BUFFERS):
                 drawn = samples(self.plan.batch, self.plan.shape.vocab, seed=0, step=0)
                 batches = drawn.of(coord)
-            step(self.job, self.updater, batches, self.plan.wishes.train.clip)
+            step(self.job, self.updater, batches, self.plan.options.train.clip)
         return RehearsedRank(
             self.rank,
             self.meter.peak,
@@ -267,7 +265,7 @@ class _RehearsalRun:
 
 def _categories(plan: Plan, rank: int, dtype: torch.dtype) -> Callable[[Any, Tensor], str]:
     """Says what memory is for that an operator has made."""
-    stages = plan.schedule.placement.held(plan.layout.coord(rank).pp)
+    stages = plan.schedule.placement.stages_of(plan.layout.coord(rank).pp)
     units = [unit for stage in stages for unit in units_of(plan, stage, dtype.itemsize, None)]
     gradients = {size for unit in units for size in (unit.size, unit.slice_size)}
     grad_dtype = torch.float32 if dtype.itemsize < 4 else dtype

@@ -71,7 +71,8 @@ Delta = tuple[str, int]
 class Meter(TorchDispatchMode):
     """Live bytes by category, and their peak.
 
-    It sees every operator, and so every new storage; a finalizer tells when one is freed. Sizes are rounded up as the allocator of a GPU does.
+    It sees every operator, and so every new storage; a finalizer tells when one is freed. Sizes are
+    rounded up as the allocator of a GPU does.
 
     `category` is what new memory is for; None: `sort` says it for each tensor.
     """
