@@ -1,9 +1,10 @@
 # The two commands: `make train` and `make test`. Both set everything up in .venv first.
+# `make nightly` runs everything.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: setup train test test-page bench-page page-pictures lint types verify-all bench-schedule bench-overlap bench-pipeline bench-context bench-expert bench-gpu bench-logging bench-plan chaos learn score clean
+.PHONY: setup train test nightly test-page bench-page page-pictures lint types verify-all bench-schedule bench-overlap bench-pipeline bench-context bench-expert bench-gpu bench-logging bench-plan chaos learn score clean
 
 setup: $(READY)
 
@@ -18,9 +19,16 @@ train: setup
 	$(BIN)/fivefold train tiny-moe --layout "dp=2 tp=2 pp=2 cp=2 ep=2" --schedule zb-h1 --zero 1 --balance aux \
 		--microbatches 2 --microbatch-size 4 --seq 64 --packed --steps 16 --check
 
-# The longest file comes first, so that no worker waits for it in the end.
+# At most 10 minutes on two cores. Long lists are sampled by a salt that changes with the commit:
+# FIVEFOLD_SALT, which the report prints, repeats a sample. The longest file comes first, so that no
+# worker waits for it in the end.
 test: setup lint
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests/test_readme.py tests
+
+# Everything, in at most 90 minutes on two cores: all cases, clocks, two hosts, every table of
+# verify-all, the page where a browser is installed, ten kills. One table says what passed.
+nightly: setup lint
+	$(BIN)/python -m tests.nightly
 
 # The page in a real browser: Debian's chromium, or another that is installed.
 test-page: setup

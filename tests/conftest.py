@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.selection import ALL_CASES, SALT, all_cases, salt
+from tests.selection import ALL_CASES, SALT, all_cases, salt, shuffled
 
 PACKAGE = Path(__file__).parent.parent / "fivefold"
 
@@ -32,10 +33,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "pure" in item.path.parts:
             item.add_marker(pytest.mark.filterwarnings("error"))
-    late = [item for item in items if item.get_closest_marker("nightly") and not all_cases()]
-    if late:
-        config.hook.pytest_deselected(items=late)
-        items[:] = [item for item in items if item not in late]
+    left_out = set(not_now(items))
+    if left_out:
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
+
+
+def not_now(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """What this run leaves out: nightly tests, and all but a sample of the cases of a test.
+
+    `sample(number)` takes all cases in `make nightly`; with `table=True` a sample there too, since
+    a table of `make verify-all` has them all.
+    """
+    tests: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        sample = item.get_closest_marker("sample")
+        if item.get_closest_marker("nightly") and not all_cases():
+            yield item
+        elif sample is not None and (sample.kwargs.get("table") or not all_cases()):
+            tests[item.nodeid.partition("[")[0]].append(item)
+    for cases in tests.values():
+        sample = cases[0].get_closest_marker("sample")
+        assert sample is not None
+        by_name = {item.nodeid: item for item in cases}
+        yield from (by_name[name] for name in shuffled(by_name)[sample.args[0] :])
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

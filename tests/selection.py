@@ -50,20 +50,6 @@ def shuffled(cases: Iterable[Case]) -> list[Case]:
     return sorted(cases, key=key)
 
 
-def some(cases: Iterable[Case], number: int) -> list[Case]:
-    """So many of the cases, in the order of their list."""
-    everything = list(cases)
-    assert 0 < number <= len(everything)
-    chosen = {str(case) for case in shuffled(everything)[:number]}
-    return [case for case in everything if str(case) in chosen]
-
-
-def some_or_all(cases: Iterable[Case], number: int) -> list[Case]:
-    """So many of the cases; all of them in `make nightly`."""
-    everything = list(cases)
-    return everything if all_cases() else some(everything, number)
-
-
 @contextmanager
 def within(seconds: float, clock: Callable[[], float] = time.monotonic) -> Iterator[None]:
     """Fail where something takes longer, in `make nightly` only: other work slows `make test`."""

@@ -51,6 +51,7 @@ def test_every_preset_has_a_source_and_survives_its_own_table(name: str) -> None
     assert again == shape and again.name == name
 
 
+@pytest.mark.nightly
 def test_loading_is_fast() -> None:
     load("tiny")
     times: list[float] = []

@@ -21,6 +21,7 @@ from fivefold.core.schedule import (
 )
 from fivefold.core.schedule.choose import choose, parse_schedule, require_legal
 from fivefold.core.schedule.clock import Costs, Timeline, peak_activations, play
+from tests.selection import within
 
 Numbers = tuple[int, int, int]
 
@@ -119,18 +120,15 @@ def test_outside_its_domain_a_schedule_is_refused_with_the_nearest_inside(
 )
 def test_absurd_sizes_are_refused_at_once(name: str, numbers: Numbers) -> None:
     family = choose(name)
-    began = time.process_time()
-    with pytest.raises(IllegalSchedule, match=r"must be"):
+    with within(1, time.process_time), pytest.raises(IllegalSchedule, match=r"must be"):
         family.require(*numbers)
-    assert time.process_time() - began < 1
 
 
 def test_few_microbatches_on_many_ranks_are_quick() -> None:
-    began = time.process_time()
-    for name in ("zb-v", "1f1b", "gpipe"):
-        schedule = catalog.make(name, 4000, 2)
-        assert schedule.num_chunks == (2 if name == "zb-v" else 1)
-    assert time.process_time() - began < 2
+    with within(2, time.process_time):
+        for name in ("zb-v", "1f1b", "gpipe"):
+            schedule = catalog.make(name, 4000, 2)
+            assert schedule.num_chunks == (2 if name == "zb-v" else 1)
 
 
 def _distance(numbers: Numbers, other: tuple[int, ...]) -> Numbers:

@@ -2,13 +2,12 @@
 
     python -m tests.ranks.covering
 
-runs all of them and prints a table in markdown; the tests run a fixed part. Two values that never
+runs all of them and prints a table in markdown; the tests run a few. Two values that never
 meet have their reason in `why_never`, and the foot of the table lists them.
 """
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
 import sys
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 from fivefold.core import models
 from fivefold.core.errors import FivefoldError
 from fivefold.core.layout import Layout
-from fivefold.core.plan import Plan, Wishes
+from fivefold.core.plan import Plan, PlanOptions
 from fivefold.core.rules import problems
 from fivefold.core.schedule.catalog import FAMILIES, family
 from fivefold.core.splits import ContextKind
@@ -133,11 +132,6 @@ class Case:
         """The pairs of values it covers."""
         return set(itertools.combinations(self.words, 2))
 
-    def draw(self, what: str, options: int) -> int:
-        """A number below `options`, the same on every machine."""
-        digest = hashlib.blake2b(f"{self}: {what}".encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "big") % options
-
     @property
     def world(self) -> int:
         return self.dp * self.tp * self.pp * self.cp
@@ -159,10 +153,10 @@ class Case:
         return self.pp + 2 if self.schedule and family(self.schedule).asynchronous else 2
 
     @property
-    def wishes(self) -> Wishes:
+    def options(self) -> PlanOptions:
         named = family(self.schedule or "1f1b")
         chunks = named.chunks_on(self.pp, None)
-        return Wishes(
+        return PlanOptions(
             MODEL,
             layout=self.layout,
             sp=self.sp != "off",
@@ -178,7 +172,7 @@ class Case:
 
     @cached_property
     def plan(self) -> Plan:
-        return runnable(self.wishes)
+        return runnable(self.options)
 
     @property
     def is_legal(self) -> bool:
@@ -326,11 +320,6 @@ def _matters(case: Case, word: Word) -> bool:
     if value == "hybrid" and case.cp == 2:
         return 4 in (case.dp, case.tp, case.pp)  # two ranks are a mere ring
     return True
-
-
-def part() -> list[Case]:
-    """The part that every test run proves."""
-    return [case for case in cases() if case.draw("part", 14) == 0]
 
 
 def prove(pool: Pool, case: Case) -> VerifyVerdict:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from fivefold.core.plan import Plan, Wishes, resolve
+from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.core.recipe import Recipe
 from fivefold.launch.processes import Pool, Worker
 from fivefold.model.batch import NOT_COUNTED, TokenBatch
@@ -40,11 +40,11 @@ class Setup:
         return (self.grad_dtype or self.dtype).itemsize
 
 
-def small_plan(layout: str, changes: dict[str, str] | None = None, **wishes: Any) -> Plan:
+def small_plan(layout: str, changes: dict[str, str] | None = None, **options: Any) -> Plan:
     """A plan for a model of three layers, unless `changes` says otherwise."""
     sizes = {"layers": "3", "width": "32", "heads": "4", "kv_heads": "4", "ffn": "48"}
     sizes |= {"vocab": "64", "max_seq": "64", **(changes or {})}
-    return resolve(Wishes("tiny", layout=layout, seq=16, set=sizes, **wishes), small=True)
+    return resolve(PlanOptions("tiny", layout=layout, seq=16, set=sizes, **options), small=True)
 
 
 Watch = Callable[[Job, Updater], Callable[[], Any]]

@@ -9,7 +9,6 @@ each rule of balance and precision, is the truth of all of them.
 
 from __future__ import annotations
 
-import hashlib
 import sys
 import tempfile
 import time
@@ -18,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
 
-from fivefold.core.plan import Plan, Wishes, resolve
+from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.core.recipe import Recipe
 from fivefold.launch.processes import Pool
 from fivefold.records.run_folder import METRICS, RunFolder, read_records
@@ -79,7 +78,7 @@ class Case:
 
     def plan(self, layers: int) -> Plan:
         """The same model and the same text for every case of one balance."""
-        wishes = Wishes(
+        options = PlanOptions(
             "tiny-moe",
             layout=self.layout,
             zero=self.zero,
@@ -94,7 +93,7 @@ class Case:
             packed=True,
             set={"layers": str(layers)} | ({"moe.bias": "true"} if self.balance == "bias" else {}),
         )
-        return resolve(wishes)
+        return resolve(options)
 
 
 CASES = (
@@ -120,13 +119,6 @@ LEGS = (
     Case("dp=2 pp=2 ep=2", schedule="interleaved"),
     Case("dp=1"),
 )
-
-
-def drawn(cases: Sequence[Case] = CASES) -> list[Case]:
-    """The cases in an order that is the same on every machine."""
-    return sorted(
-        cases, key=lambda case: hashlib.blake2b(str(case).encode(), digest_size=8).digest()
-    )
 
 
 @dataclass

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-from fivefold.core.plan import Plan, Wishes, resolve
+from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.launch.processes import Pool, Worker
 from fivefold.verify.compare import Dtype
 from fivefold.verify.reference import Truth
@@ -41,7 +41,7 @@ class Fault:
     plant: Callable[[], Patch]
     layout: str
     first: str
-    wishes: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
     set: dict[str, str] = field(default_factory=dict)
     model: str = "tiny"
     dtype: Dtype = "float64"
@@ -53,8 +53,8 @@ class Fault:
     @property
     def plan(self) -> Plan:
         changes = {"layers": "4" if "pp" in self.layout else "2"} | self.set
-        wishes = Wishes(self.model, layout=self.layout, set=changes, **self.wishes)
-        return resolve(wishes, small=True)
+        options = PlanOptions(self.model, layout=self.layout, set=changes, **self.options)
+        return resolve(options, small=True)
 
     @property
     def settings(self) -> VerifySettings:

@@ -2,7 +2,7 @@
 
     python -m tests.ranks.sweep
 
-runs all of them and prints a table in markdown; the tests run a fixed eighteenth.
+runs all of them and prints a table in markdown; the tests run a few.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fivefold.core.plan import Wishes, resolve
+from fivefold.core.plan import PlanOptions, resolve
 from fivefold.launch.processes import Pool
 from fivefold.verify.trial import VerifySettings, VerifyVerdict, run_trial
 from tests.ranks.table import Table
@@ -72,14 +72,9 @@ def cases() -> Iterator[Case]:
                     )
 
 
-def part() -> list[Case]:
-    """The eighteenth that every test run proves."""
-    return [case for case in cases() if case.draw("part", 18) == 0]
-
-
 def prove(pool: Pool, case: Case) -> VerifyVerdict:
     """Run one case on a pool of at least one more process than it has ranks."""
-    wishes = Wishes(
+    options = PlanOptions(
         "tiny",
         layout=case.layout,
         zero=case.zero,
@@ -87,7 +82,7 @@ def prove(pool: Pool, case: Case) -> VerifyVerdict:
         recompute=case.recompute,
         set=case.model,
     )
-    return run_trial(pool, resolve(wishes, small=True), VerifySettings(bucket=case.bucket))
+    return run_trial(pool, resolve(options, small=True), VerifySettings(bucket=case.bucket))
 
 
 def cells(case: Case) -> list[str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -16,7 +14,7 @@ from kept_pool import KeptPool
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fivefold.core.plan import Plan, Wishes
+from fivefold.core.plan import Plan, PlanOptions
 from fivefold.core.shape import Moe
 from fivefold.data.batches import samples
 from fivefold.launch.processes import Pool, Worker
@@ -54,10 +52,10 @@ RULES = (
 LOSSES = "aux+aux-seq+aux-global+z"
 
 
-def plan_of(layout: str, rules: str = "none", **wishes: Any) -> Plan:
+def plan_of(layout: str, rules: str = "none", **options: Any) -> Plan:
     """Rows of 18 tokens, which no four ranks cut evenly, two in a microbatch."""
-    said = {"seq": 18, "microbatch_size": 2, "microbatches": 2, "set": SIZES, **wishes}
-    return runnable(Wishes("tiny-moe", layout=layout, balance=rules, **said))
+    said = {"seq": 18, "microbatch_size": 2, "microbatches": 2, "set": SIZES, **options}
+    return runnable(PlanOptions("tiny-moe", layout=layout, balance=rules, **said))
 
 
 def check(pool: Pool, plan: Plan, settings: VerifySettings | None = None) -> None:
@@ -67,6 +65,7 @@ def check(pool: Pool, plan: Plan, settings: VerifySettings | None = None) -> Non
     assert max(verdict.errors.values()) <= PUBLISHED
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("rule", RULES)
 def test_a_rule_whose_unit_is_cut_both_ways(pool: Pool, rule: str) -> None:
     plan = plan_of("tp=2 cp=2 ep=4", rule)
@@ -92,17 +91,12 @@ CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
 )
 
 
-def chosen() -> list[tuple[str, str, dict[str, Any]]]:
-    """A third, chosen by a hash so that it never drifts; all with FIVEFOLD_ALL_CASES set."""
-    everything = "FIVEFOLD_ALL_CASES" in os.environ
-    return [case for case in CASES if everything or zlib.crc32(str(case).encode()) % 3 == 0]
-
-
-@pytest.mark.parametrize(("layout", "rules", "wishes"), chosen(), ids=str)
-def test_rules_together(pool: Pool, layout: str, rules: str, wishes: dict[str, Any]) -> None:
-    if wishes.get("schedule") is not None:
-        wishes = {**wishes, "set": {**SIZES, "layers": "4"}}
-    check(pool, plan_of(layout, rules, **wishes))
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(("layout", "rules", "options"), CASES, ids=str)
+def test_rules_together(pool: Pool, layout: str, rules: str, options: dict[str, Any]) -> None:
+    if options.get("schedule") is not None:
+        options = {**options, "set": {**SIZES, "layers": "4"}}
+    check(pool, plan_of(layout, rules, **options))
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -125,16 +119,17 @@ def truths_of(plan: Plan, steps: int) -> list[reference.Truth]:
     )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
-    "wishes",
+    "options",
     [
         {"layout": "tp=2 cp=2 ep=4", "rules": "bias:0.01", "microbatches": 1},
         {"layout": "dp=2 pp=2 ep=2", "rules": "bias:0.01", "schedule": "1f1b"},
     ],
     ids=str,
 )
-def test_the_bias_is_that_of_one_device_to_the_bit(pool: Pool, wishes: dict[str, Any]) -> None:
-    plan, settings = plan_of(**wishes), VerifySettings(steps=20)
+def test_the_bias_is_that_of_one_device_to_the_bit(pool: Pool, options: dict[str, Any]) -> None:
+    plan, settings = plan_of(**options), VerifySettings(steps=20)
     tasks = [(run_rank, (plan, settings))] * plan.layout.world
     *ranks, truths = pool.run_each([*tasks, (run_reference, (plan, settings))])
     last = truths[-1].biases
@@ -214,8 +209,9 @@ def alone(kept_pool: KeptPool) -> tuple[Seen, dict[Any, Any]]:
     return seen, routes
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
-    "wishes",
+    "options",
     [
         {"layout": "dp=2"},
         {"layout": "dp=4 ep=4", "microbatch_size": 1, "ep_nodes": 2},
@@ -231,9 +227,9 @@ def alone(kept_pool: KeptPool) -> tuple[Seen, dict[Any, Any]]:
     ids=str,
 )
 def test_routing_and_load_do_not_depend_on_the_layout(
-    pool: Pool, alone: tuple[Seen, dict[Any, Any]], wishes: dict[str, Any]
+    pool: Pool, alone: tuple[Seen, dict[Any, Any]], options: dict[str, Any]
 ) -> None:
-    plan = plan_of(rules=SPREAD, **{**EIGHT_ROWS, **wishes})
+    plan = plan_of(rules=SPREAD, **{**EIGHT_ROWS, **options})
     one, routes = alone
     assert len(routes) == 2 * 3 * 8 * 18  # steps, layers, rows, tokens
     ranks, found = everywhere(pool, plan)
@@ -310,8 +306,9 @@ def forced(
     return ranks
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
-    ("layout", "avoid", "wishes"),
+    ("layout", "avoid", "options"),
     [
         ("dp=2 ep=2", [3], {}),
         ("dp=2 ep=2", [0, 1, 2, 3], {"zero": 3}),
@@ -325,9 +322,9 @@ def forced(
     ids=str,
 )
 def test_experts_that_nobody_wants(
-    pool: Pool, layout: str, avoid: list[int], wishes: dict[str, Any]
+    pool: Pool, layout: str, avoid: list[int], options: dict[str, Any]
 ) -> None:
-    forced(pool, plan_of(layout, **wishes), avoid)
+    forced(pool, plan_of(layout, **options), avoid)
 
 
 def test_experts_that_nobody_wants_in_float32(pool: Pool) -> None:
@@ -346,6 +343,7 @@ def test_a_rank_whose_tokens_are_all_dropped(pool: Pool) -> None:
             assert rows - {EXPERTS * 8} == sizes
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("rules", ["none", f"{LOSSES}+bias", "capacity-pad:1+aux", "capacity:8"])
 def test_ranks_that_have_padding_only(pool: Pool, rules: str) -> None:
     plan = plan_of("cp=4 ep=4", rules, seq=5, context="ring")
@@ -391,10 +389,11 @@ def test_a_token_crosses_once_to_each_node_that_it_needs(pool: Pool) -> None:
     assert bytes_on(ranks, "ep") == 0
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_the_mesh_notes_what_the_dispatcher_sees(pool: Pool, recompute: str) -> None:
-    for layout, wishes in (("tp=2 cp=2 ep=4", {}), ("dp=4 ep=4", {"ep_nodes": 2})):
-        plan = plan_of(layout, "aux+capacity:1", recompute=recompute, **wishes)
+    for layout, options in (("tp=2 cp=2 ep=4", {}), ("dp=4 ep=4", {"ep_nodes": 2})):
+        plan = plan_of(layout, "aux+capacity:1", recompute=recompute, **options)
         for rank in pool.run_each(
             [(run_rank, (plan, VerifySettings(steps=1)))] * plan.layout.world
         ):

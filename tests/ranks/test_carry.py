@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from fivefold.core.groups import WORLD, Topology
 from fivefold.core.layout import Layout
-from fivefold.core.plan import Plan, Wishes, resolve
+from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.launch.processes import Pool, Worker
 from fivefold.parallel import transport
 from fivefold.parallel.mesh import CollectiveRecord, Mesh
@@ -185,24 +185,25 @@ def reaches(worker: Worker) -> bool:
 # ---- whole steps
 
 CASES = {
-    "data, stage 0": Wishes("tiny", "dp=2", zero=0),
-    "data, stage 2": Wishes("tiny", "dp=2", zero=2),
-    "data, stage 3": Wishes("tiny", "dp=2", zero=3),
-    "tensor": Wishes("tiny", "tp=2", recompute="selective"),
-    "tensor without sp": Wishes("tiny", "tp=2", sp=False, recompute="full:1"),
-    "pipeline": Wishes("tiny", "pp=2", schedule="zb-v", microbatches=4),
-    "stream": Wishes("tiny", "pp=2", schedule="pipedream", microbatches=4),
-    "ring": Wishes("tiny", "cp=2", recompute="selective"),
-    "heads": Wishes("tiny", "cp=2", context="ulysses", recompute="selective"),
-    "experts": Wishes("tiny-moe", "dp=2 ep=2", recompute="selective"),
-    "expert width": Wishes("tiny-moe", "tp=2 etp=2"),
+    "data, stage 0": PlanOptions("tiny", "dp=2", zero=0),
+    "data, stage 2": PlanOptions("tiny", "dp=2", zero=2),
+    "data, stage 3": PlanOptions("tiny", "dp=2", zero=3),
+    "tensor": PlanOptions("tiny", "tp=2", recompute="selective"),
+    "tensor without sp": PlanOptions("tiny", "tp=2", sp=False, recompute="full:1"),
+    "pipeline": PlanOptions("tiny", "pp=2", schedule="zb-v", microbatches=4),
+    "stream": PlanOptions("tiny", "pp=2", schedule="pipedream", microbatches=4),
+    "ring": PlanOptions("tiny", "cp=2", recompute="selective"),
+    "heads": PlanOptions("tiny", "cp=2", context="ulysses", recompute="selective"),
+    "experts": PlanOptions("tiny-moe", "dp=2 ep=2", recompute="selective"),
+    "expert width": PlanOptions("tiny-moe", "tp=2 etp=2"),
 }
 
 
-def small(wishes: Wishes) -> Plan:
-    return resolve(replace(wishes, set={"layers": "4"}), small=True)
+def small(options: PlanOptions) -> Plan:
+    return resolve(replace(options, set={"layers": "4"}), small=True)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", CASES)
 def test_steps_are_the_same_to_the_bit(pool: Pool, name: str) -> None:
     plan = small(CASES[name])

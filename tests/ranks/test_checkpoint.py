@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from kept_pool import KeptPool
 from torch import Tensor
 
 from fivefold.core.errors import FivefoldError
-from fivefold.core.plan import Plan, Wishes, resolve
+from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.core.recipe import Recipe
 from fivefold.core.weights import buffers, weights
 from fivefold.data.batches import samples
@@ -32,11 +33,11 @@ MODELS: dict[str, tuple[str, dict[str, str]]] = {
 }
 
 
-def plan_of(model: str, layout: str, **wishes: Any) -> Plan:
+def plan_of(model: str, layout: str, **options: Any) -> Plan:
     name, changes = MODELS[model]
     rules = {"balance": "bias+aux-global"} if model == "experts" else {}
-    said = {"seq": 16, "batch": 8, "set": changes, **rules, **wishes}
-    return resolve(Wishes(name, layout=layout, **said))
+    said = {"seq": 16, "batch": 8, "set": changes, **rules, **options}
+    return resolve(PlanOptions(name, layout=layout, **said))
 
 
 def built(plan: Plan, recipe: Recipe, dtype: str, seed: int) -> tuple[Job, Updater]:
@@ -118,12 +119,12 @@ ORIGINS = {
 
 
 @pytest.fixture(scope="module")
-def trained(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def trained(kept_pool: KeptPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A checkpoint of each model after two steps."""
-    found: dict[str, Path] = {}
-    for model, (layout, wishes) in ORIGINS.items():
+    pool, found = kept_pool.whole(), dict[str, Path]()
+    for model, (layout, options) in ORIGINS.items():
         found[model] = tmp_path_factory.mktemp(model)
-        carried(pool, plan_of(model, layout, **wishes), None, found[model], steps=2)
+        carried(pool, plan_of(model, layout, **options), None, found[model], steps=2)
     return found
 
 
@@ -142,7 +143,7 @@ def test_it_has_every_tensor_whole(trained: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "layout", "wishes"),
+    ("model", "layout", "options"),
     [
         ("tied", "tp=2 pp=2", {}),
         ("tied", "tp=8", {}),  # KV heads on several ranks, a padded vocabulary
@@ -162,9 +163,9 @@ def test_any_layout_reads_it_bit_for_bit(
     tmp_path: Path,
     model: str,
     layout: str,
-    wishes: dict[str, Any],
+    options: dict[str, Any],
 ) -> None:
-    ranks = carried(pool, plan_of(model, layout, **wishes), trained[model], tmp_path)
+    ranks = carried(pool, plan_of(model, layout, **options), trained[model], tmp_path)
     assert [facts for facts, _ in ranks] == [Facts(2, updates=2, samples=16, plan="p")] * len(ranks)
     assert same(contents(tmp_path), contents(trained[model]))
 
@@ -235,12 +236,12 @@ def test_another_model_is_refused_on_all_ranks(pool: Pool, trained: dict[str, Pa
     deeper = {"set": DENSE | {"tied": "true", "layers": "6"}}
     shallow = {"set": DENSE | {"tied": "true", "layers": "2"}}
     wider = {"set": DENSE | {"tied": "true", "ffn": "64"}}
-    for wishes, words in (
+    for options, words in (
         (deeper, "it has no model/blocks.4.attention.k.weight"),
         (shallow, "this run has no model/blocks.2.attention.k.weight"),
         (wider, "(64, 32), which is (48, 32) there"),
     ):
-        plan = plan_of("tied", "pp=2", **wishes)
+        plan = plan_of("tied", "pp=2", **options)
         told = pool.run_each([(refused, (trained["tied"], plan))] * 2)
         assert told[0] == told[1]
         assert words in told[0] and "another model or optimizer" in told[0]

@@ -1,12 +1,10 @@
 """Context ranks against one process: every kind, alone and with the other dimensions.
 
-A part of the list in `contexts.py`, which has everything in it once; all with FIVEFOLD_ALL_CASES.
+Those of the list in `contexts.py` that differ most; `python -m tests.ranks.contexts` runs all.
 """
 
 from __future__ import annotations
 
-import os
-import zlib
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -26,8 +24,9 @@ from contexts import (
     STAGES,
     Case,
     cases,
+    most_error,
     part,
-    tried,
+    prove,
 )
 from forked_steps import Setup, run, small_plan
 from torch import Tensor
@@ -42,27 +41,16 @@ from fivefold.parallel import context
 from fivefold.parallel.compose import Job
 from fivefold.parallel.mesh import Issued, Mesh, Phase
 from fivefold.parallel.transport import InFlight
-from fivefold.verify.compare import attributed
 
-PUBLISHED = 1e-10  # what float64 must reach, whatever tolerance is derived
-
-
-def chosen() -> list[Case]:
-    """Half of a part that shows everything, chosen by a hash; all with FIVEFOLD_ALL_CASES set."""
-    if os.environ.get("FIVEFOLD_ALL_CASES"):
-        return list(cases())
-    return [case for case in part() if zlib.crc32(str(case).encode()) % 2 == 0]
+NUM_CASES = 8
 
 
-@pytest.mark.parametrize("case", chosen(), ids=str)
+@pytest.mark.parametrize("case", part()[:NUM_CASES], ids=str)
 def test_context_ranks_compute_what_one_process_does(pool: Pool, case: Case) -> None:
-    verdict, runs = tried(pool, case)
+    verdict = prove(pool, case)
     assert verdict.traffic_match, verdict.traffic
     assert verdict.passed, (verdict.errors, verdict.tolerance, verdict.diverges_at)
-    if case.dtype == "float64":
-        assert max(verdict.errors.values()) <= PUBLISHED
-    for heard in (heard for each in runs for heard in each.heard):
-        assert heard.noted and attributed(heard.seen, heard.noted) == heard.noted
+    assert max(verdict.errors.values()) <= most_error(case)
 
 
 def test_the_list_has_everything_once() -> None:
@@ -122,6 +110,7 @@ def heard(job: Job, *_: object) -> Callable[[], tuple[dict[Any, int], int]]:
     return look
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_selective_recomputation_repeats_no_transfer_and_no_attention(
     pool: Pool, kind: ContextKind
@@ -167,6 +156,7 @@ def most_blocks(job: Job, *_: object) -> Callable[[], dict[torch.dtype, int]]:
     return look
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("kind", "layout"), [("ring", "cp=4"), ("zigzag", "cp=4"), ("hybrid", "cp=8")]
 )

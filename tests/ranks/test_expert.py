@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fivefold.core.plan import Wishes
+from fivefold.core.plan import PlanOptions
 from fivefold.launch.processes import Pool
 from fivefold.verbs.verify import runnable
 from fivefold.verify.compare import Call, Traffic, attributed, evened
@@ -34,48 +34,53 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-@pytest.mark.parametrize(("layout", "wishes"), CASES, ids=str)
-def test_experts_anywhere(pool: Pool, layout: str, wishes: dict[str, Any]) -> None:
-    check(pool, Wishes("tiny-moe", layout=layout, set={"layers": "4"}, **wishes))
+@pytest.mark.sample(4)
+@pytest.mark.parametrize(("layout", "options"), CASES, ids=str)
+def test_experts_anywhere(pool: Pool, layout: str, options: dict[str, Any]) -> None:
+    check(pool, PlanOptions("tiny-moe", layout=layout, set={"layers": "4"}, **options))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", ["tp=2 pp=2 cp=2 ep=2", "tp=2 pp=2 cp=2 ep=2 etp=2"])
 def test_latents_groups_shared_experts_and_prediction_ahead(pool: Pool, layout: str) -> None:
-    check(pool, Wishes("deepseek-v3", layout=layout), steps=1)
+    check(pool, PlanOptions("deepseek-v3", layout=layout), steps=1)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("model", "layout"),
     [("mixtral-8x7b", "tp=2 ep=2"), ("qwen2-57b-a14b", "dp=2 ep=2"), ("olmoe-1b-7b", "dp=2 ep=2")],
 )
 def test_other_families(pool: Pool, model: str, layout: str) -> None:
-    check(pool, Wishes(model, layout=layout), steps=1)
+    check(pool, PlanOptions(model, layout=layout), steps=1)
 
 
 def test_float32_goes_through_grouped_products(pool: Pool) -> None:
-    plan = runnable(Wishes("tiny-moe", layout="dp=2 tp=2 ep=4", set={"layers": "4"}))
+    plan = runnable(PlanOptions("tiny-moe", layout="dp=2 tp=2 ep=4", set={"layers": "4"}))
     verdict = run_trial(pool, plan, VerifySettings(dtype="float32"))
     assert verdict.passed, (verdict.errors, verdict.tolerance)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("zero", [0, 3])
 def test_a_rank_without_any_counted_token(pool: Pool, zero: int) -> None:
-    plan = runnable(Wishes("tiny-moe", layout="dp=4 ep=2", zero=zero, set={"layers": "2"}))
+    plan = runnable(PlanOptions("tiny-moe", layout="dp=4 ep=2", zero=zero, set={"layers": "2"}))
     verdict = run_trial(pool, plan, VerifySettings(empty_rank=3))
     assert verdict.passed, (verdict.errors, verdict.diverges_at)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_the_mesh_notes_what_the_dispatcher_sees(pool: Pool, recompute: str) -> None:
-    wishes = Wishes("tiny-moe", layout="dp=2 tp=2 ep=2 etp=2", recompute=recompute)
-    plan = runnable(wishes)
+    options = PlanOptions("tiny-moe", layout="dp=2 tp=2 ep=2 etp=2", recompute=recompute)
+    plan = runnable(options)
     for rank in pool.run_each([(run_rank, (plan, VerifySettings(steps=1)))] * plan.layout.world):
         for heard in rank.heard:
             assert heard.noted and attributed(heard.seen, heard.noted) == heard.noted
 
 
-def check(pool: Pool, wishes: Wishes, steps: int = 2) -> None:
-    verdict = run_trial(pool, runnable(wishes), VerifySettings(steps=steps))
+def check(pool: Pool, options: PlanOptions, steps: int = 2) -> None:
+    verdict = run_trial(pool, runnable(options), VerifySettings(steps=steps))
     assert verdict.traffic_match, verdict.traffic
     assert verdict.passed, (verdict.errors, verdict.tolerance, verdict.diverges_at)
     assert max(verdict.errors.values()) <= PUBLISHED

@@ -96,10 +96,10 @@ def events(job: Job, *_: object) -> Callable[[], list[list[Event]]]:
     return lambda: found
 
 
-def plan_with_experts(layout: str, layers: int, shared: int, **wishes: Any) -> Plan:
+def plan_with_experts(layout: str, layers: int, shared: int, **options: Any) -> Plan:
     sizes = {"moe.experts": "4", "moe.top_k": "2", "moe.ffn": "16", "layers": str(layers)}
     sizes |= {"moe.shared": str(shared), "moe.shared_ffn": str(16 * shared)}
-    return small_plan(layout, sizes, **wishes)
+    return small_plan(layout, sizes, **options)
 
 
 @pytest.mark.parametrize("schedule", ["dualpipe", "dualpipe-v"])

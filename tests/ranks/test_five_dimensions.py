@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from kept_pool import KeptPool
 
 from fivefold.launch.processes import Pool, Worker
 
@@ -31,14 +32,23 @@ def losses(worker: Worker, world: int, layout: str) -> list[float]:
         return example().train(layout, steps=2)
 
 
-def test_every_layout_gives_the_loss_of_one_process() -> None:
+@pytest.fixture(scope="module")
+def alone(kept_pool: KeptPool) -> list[float]:
+    (found,) = kept_pool.whole().run_each([(losses, (1, "dp=1"))])
+    return found
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("layout", "world"),
+    [("tp=2 pp=2 cp=2 ep=2", 8), ("dp=2 pp=2 cp=2 ep=4", 8), ("dp=2 tp=2 ep=4", 4)],
+)
+def test_every_layout_gives_the_loss_of_one_process(
+    pool: Pool, alone: list[float], layout: str, world: int
+) -> None:
     """The layout of the example takes 16 ranks; each of these has four of the five dimensions."""
-    layouts = {"tp=2 pp=2 cp=2 ep=2": 8, "dp=2 pp=2 cp=2 ep=4": 8, "dp=2 tp=2 ep=4": 4}
-    with Pool(8, patience=120) as pool:
-        (alone,) = pool.run_each([(losses, (1, "dp=1"))])
-        for layout, world in layouts.items():
-            for found in pool.run_each([(losses, (world, layout))] * world):
-                assert found == pytest.approx(alone, rel=PUBLISHED), layout
+    for found in pool.run_each([(losses, (world, layout))] * world):
+        assert found == pytest.approx(alone, rel=PUBLISHED), layout
 
 
 def test_the_loop_is_short() -> None:

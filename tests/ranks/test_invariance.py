@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from invariance import CASES, LEGS, ROWS, Case, Trainings, drawn
+from invariance import CASES, DTYPES, LEGS, ROWS, Case, Trainings
 from kept_pool import KeptPool
 
 from fivefold.launch.processes import Pool
@@ -15,7 +15,7 @@ from fivefold.train.state import Dtype
 LAYERS = 4
 STEPS, CHANGING_STEPS = 6, 12
 FEW_RANKS = 4
-SOME = drawn([case for case in CASES if case.plan(LAYERS).layout.world <= FEW_RANKS])
+SMALL = [case for case in CASES if case.plan(LAYERS).layout.world <= FEW_RANKS]
 
 
 @pytest.fixture(scope="module")
@@ -23,11 +23,9 @@ def trainings(kept_pool: KeptPool) -> Trainings:
     return Trainings(kept_pool.whole(), STEPS, LAYERS)
 
 
-@pytest.mark.parametrize(
-    ("case", "dtype"),
-    [(SOME[0], "float64"), (SOME[1], "float64"), (SOME[2], "float32")],
-    ids=str,
-)
+@pytest.mark.sample(1, table=True)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", SMALL, ids=str)
 def test_a_layout_follows_the_curve_of_one_process(
     trainings: Trainings, case: Case, dtype: Dtype
 ) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fivefold.core.plan import Plan, Wishes
+from fivefold.core.plan import Plan, PlanOptions
 from fivefold.data.batches import samples
 from fivefold.launch.processes import Pool, Worker
 from fivefold.parallel.boundary import AxisBoundary
@@ -49,7 +49,7 @@ def gathered(worker: Worker, plan: Plan) -> tuple[int, int]:
 )
 def test_products_keep_what_is_asked(pool: Pool, keep: str, alive: int, again: int) -> None:
     """The head keeps what was gathered for it either way: its backward comes next."""
-    plan = runnable(Wishes("tiny", layout="tp=2", tp_keep=keep, set={"layers": str(LAYERS)}))
+    plan = runnable(PlanOptions("tiny", layout="tp=2", tp_keep=keep, set={"layers": str(LAYERS)}))
     found = pool.run_each([(gathered, (plan,))] * 2)
     mirrors = 2 * LAYERS + 1  # gradients of what leaves: attention and MLP, and the embedding
     assert found == [(alive, again + mirrors)] * 2

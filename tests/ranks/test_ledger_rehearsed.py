@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fivefold.core import machine
-from fivefold.core.plan import Wishes, resolve
+from fivefold.core.plan import PlanOptions, resolve
 from fivefold.planner import estimate_setting
 from fivefold.planner.estimate import rank_memory
 from fivefold.rehearse.rank import rehearse_rank
@@ -29,8 +29,8 @@ def test_a_rank_holds_what_is_planned(
     model: str, layers: int, layout: str, rank: int, said: dict[str, Any]
 ) -> None:
     """Within 5%, which is what a plan may be off at the worst."""
-    wishes = Wishes(model, layout=layout, seq=4096, set={"layers": str(layers)}, **said)
-    plan = resolve(wishes)
+    options = PlanOptions(model, layout=layout, seq=4096, set={"layers": str(layers)}, **said)
+    plan = resolve(options)
     memory = rank_memory(plan, EAGER, rank)
     planned = sum(memory.values()) - memory["context"] - memory["margin"]
     assert planned == pytest.approx(rehearse_rank(plan, rank, None).peak, rel=0.05)

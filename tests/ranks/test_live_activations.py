@@ -119,6 +119,7 @@ def stream_of(plan: Plan, settings: VerifySettings) -> Schedule:
 NAMES = (*SYNCHRONOUS, "pipedream", "pipedream-2bw")
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("name", "ranks"), [*((name, 4) for name in NAMES), ("zb-v", 8)], ids=lambda each: str(each)
 )
@@ -193,6 +194,7 @@ def buffers_of(worker: Worker, plan: Plan, settings: VerifySettings) -> list[lis
     return found
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("name", "most"), [("gpipe", 1), ("zb-v", 2), ("dualpipe", 2)])
 def test_buffers_are_made_one_step_ahead(pool: Pool, name: str, most: int) -> None:
     plan = plan_of(name, 4)

@@ -62,10 +62,10 @@ GATHERED = [
 
 
 @pytest.mark.parametrize("bucket", [3_000, 9_000, 20_000])
-@pytest.mark.parametrize(("layout", "wishes"), GATHERED, ids=str)
-def test_gathered_weights(layout: str, wishes: dict[str, str], bucket: int, pool: Pool) -> None:
-    changes = {"layers": "6", "tied": wishes.get("tied", "false")}
-    said = {name: value for name, value in wishes.items() if name != "tied"}
+@pytest.mark.parametrize(("layout", "options"), GATHERED, ids=str)
+def test_gathered_weights(layout: str, options: dict[str, str], bucket: int, pool: Pool) -> None:
+    changes = {"layers": "6", "tied": options.get("tied", "false")}
+    said = {name: value for name, value in options.items() if name != "tied"}
     plan = small_plan(layout, changes, zero=3, **said)
     setup = Setup(bucket=bucket)
     for rank, found in enumerate(run(pool, plan, setup, gathered)):

@@ -15,7 +15,7 @@ from forked_steps import Setup, run, small_plan
 from torch import Tensor
 
 from fivefold.cli import main
-from fivefold.core.plan import Plan, Wishes, resolve
+from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.cost.matching import IssuedCollective
 from fivefold.launch.processes import Pool
 from fivefold.optim.optimizer import Updater
@@ -39,16 +39,16 @@ LAYOUTS = [
 ]
 
 
-def plan_of(layout: str, changes: dict[str, str] | None = None, **wishes: Any) -> Plan:
+def plan_of(layout: str, changes: dict[str, str] | None = None, **options: Any) -> Plan:
     sizes = {"layers": "4" if "pp" in layout else "2", "vocab": "64", **(changes or {})}
     model = "tiny-moe" if "ep" in layout else "tiny"
-    said = {"microbatches": MANY, "precision": "bf16"} | wishes
-    return resolve(Wishes(model, layout=layout, seq=16, set=sizes, **said), small=True)
+    said = {"microbatches": MANY, "precision": "bf16"} | options
+    return resolve(PlanOptions(model, layout=layout, seq=16, set=sizes, **said), small=True)
 
 
-@pytest.mark.parametrize(("layout", "wishes"), LAYOUTS, ids=str)
-def test_replayed_is_whole_and_as_predicted(layout: str, wishes: dict[str, Any]) -> None:
-    plan, traces = plan_of(layout, **wishes), Traces()
+@pytest.mark.parametrize(("layout", "options"), LAYOUTS, ids=str)
+def test_replayed_is_whole_and_as_predicted(layout: str, options: dict[str, Any]) -> None:
+    plan, traces = plan_of(layout, **options), Traces()
     ranks = range(plan.layout.world)
     runs = [rehearse_rank(plan, rank, traces) for rank in ranks]
     for replayed in runs:
@@ -90,10 +90,10 @@ def test_most_microbatches_are_replayed() -> None:
 REAL = [("dp=2", {"zero": 3}), ("tp=2 pp=2", {"schedule": "zb-h1"}), ("cp=2", {})]
 
 
-@pytest.mark.parametrize(("layout", "wishes"), REAL, ids=str)
-def test_real_ranks_call_the_same(layout: str, wishes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("layout", "options"), REAL, ids=str)
+def test_real_ranks_call_the_same(layout: str, options: dict[str, Any]) -> None:
     """Both steps of forked ranks, line by line: messages leave beside what is computed."""
-    plan = small_plan(layout, {"layers": "4"}, microbatches=6, precision="fp32", **wishes)
+    plan = small_plan(layout, {"layers": "4"}, microbatches=6, precision="fp32", **options)
     rehearsed = [rehearse_rank(plan, rank, {}) for rank in range(plan.layout.world)]
     with Pool(plan.layout.world) as pool:
         heard = run(pool, plan, Setup(), listening)

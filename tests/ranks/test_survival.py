@@ -15,7 +15,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from fivefold.core.plan import Plan, Wishes, resolve
+from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.core.recipe import Recipe
 from fivefold.launch.processes import Pool, RankLost
 from fivefold.launch.worker import Worker
@@ -29,9 +29,9 @@ from fivefold.train.checkpoint import Reader, latest
 STEPS = 4
 
 
-def plan_of(layout: str = "dp=2", **wishes: Any) -> Plan:
-    said = {"seq": 16, "batch": 4, "set": {"layers": "2"}, **wishes}
-    return resolve(Wishes("tiny", layout=layout, **said))
+def plan_of(layout: str = "dp=2", **options: Any) -> Plan:
+    said = {"seq": 16, "batch": 4, "set": {"layers": "2"}, **options}
+    return resolve(PlanOptions("tiny", layout=layout, **said))
 
 
 def settings_of(folder: Path | None = None, resume: bool = False, **said: Any) -> TrainSettings:
@@ -159,9 +159,7 @@ print(run("away", offload=f"nvme:{folder}/disk"))
 """
 
 
-@pytest.mark.skipif(
-    "FIVEFOLD_ALL_CASES" not in os.environ, reason="two gigabytes of files: with make verify-all"
-)
+@pytest.mark.nightly  # two gigabytes of files
 def test_memory_may_be_smaller_than_weights_and_states(tmp_path: Path) -> None:
     """84 million weights and their states are 1,006 MB; the process may take 900."""
     code = [sys.executable, "-c", CAPPED, str(tmp_path), "900"]

@@ -23,7 +23,7 @@ from test_lost_rank import SOON, children
 from test_pool import wait_until_gone
 
 from fivefold.cli import main
-from fivefold.core.plan import Plan, Wishes, resolve
+from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.core.recipe import Recipe
 from fivefold.launch.processes import Pool
 from fivefold.records import StepRecord
@@ -44,10 +44,10 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 BATCH = 4  # sequences of a step, whatever the layout
 
 
-def plan_of(layout: str, model: str = "tiny-moe", **wishes: Any) -> Plan:
-    changes = {"layers": "3"} | wishes.pop("set", {})
-    said = {"seq": 24, "batch": BATCH, "packed": True, **wishes}
-    return resolve(Wishes(model, layout=layout, set=changes, **said))
+def plan_of(layout: str, model: str = "tiny-moe", **options: Any) -> Plan:
+    changes = {"layers": "3"} | options.pop("set", {})
+    said = {"seq": 24, "batch": BATCH, "packed": True, **options}
+    return resolve(PlanOptions(model, layout=layout, set=changes, **said))
 
 
 def trained(
@@ -77,7 +77,7 @@ def losses(kept_pool: KeptPool) -> dict[str, list[float]]:
 
 
 @pytest.mark.parametrize(
-    "wishes",
+    "options",
     [
         {"layout": "dp=2"},
         {"layout": "dp=2 tp=2 ep=4", "balance": "aux+z"},
@@ -86,17 +86,17 @@ def losses(kept_pool: KeptPool) -> dict[str, list[float]]:
         {"layout": "pp=2 cp=2", "recompute": "full", "set": {"tied": "true"}},
         {"layout": "dp=2 cp=2 ep=2", "seq": 23, "recompute": "selective"},
     ],
-    ids=lambda wishes: " ".join(map(str, wishes.values())),
+    ids=lambda options: " ".join(map(str, options.values())),
 )
 def test_the_loss_of_one_process(
-    pool: Pool, wishes: dict[str, Any], losses: dict[str, list[float]]
+    pool: Pool, options: dict[str, Any], losses: dict[str, list[float]]
 ) -> None:
-    plan, settings = plan_of(**wishes), TrainSettings(Recipe(steps=3), "float64", check=True)
+    plan, settings = plan_of(**options), TrainSettings(Recipe(steps=3), "float64", check=True)
     lines, runs, check = checked(pool, plan, settings)
     assert check.passed and check.difference < 1e-9 and check.spread is None
     assert check.flips == 0 and check.routed == 3 * plan.batch.tokens * 2  # 2 of 3 layers
     if plan.batch.seq == 24 and not plan.shape.tied:
-        truth = losses[wishes.get("balance", "none")]
+        truth = losses[options.get("balance", "none")]
         assert [line.loss for line in lines] == pytest.approx(truth, abs=1e-9)
     measured = compare_with_plan(plan, settings, runs)
     assert measured is not None and measured.memory is not None

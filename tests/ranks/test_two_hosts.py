@@ -100,9 +100,7 @@ def lines(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-@pytest.mark.skipif(
-    "FIVEFOLD_ALL_CASES" not in os.environ, reason="a minute of waiting: with make verify-all"
-)
+@pytest.mark.nightly  # a minute of waiting
 def test_one_host_is_lost_and_the_other_goes_on_alone(
     hosts: tuple[Host, Host], tmp_path: Path
 ) -> None:

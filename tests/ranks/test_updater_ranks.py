@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fivefold.core.plan import Plan, Wishes, resolve
+from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.core.recipe import Recipe
 from fivefold.data.batches import samples
 from fivefold.launch.processes import Pool, Worker
@@ -25,10 +25,10 @@ NARROW = Recipe(states="bf16", lr=1e-2)
 SIZES = {"layers": "2", "width": "32", "heads": "4", "kv_heads": "2", "ffn": "24", "vocab": "61"}
 
 
-def plan_of(layout: str, tied: bool = False, **wishes: Any) -> Plan:
+def plan_of(layout: str, tied: bool = False, **options: Any) -> Plan:
     sizes = {**SIZES, "tied": str(tied).lower()}
-    said = {"seq": 16, "batch": 4, "set": sizes, **wishes}
-    return resolve(Wishes("tiny-moe", layout=layout, **said), small=True)
+    said = {"seq": 16, "batch": 4, "set": sizes, **options}
+    return resolve(PlanOptions("tiny-moe", layout=layout, **said), small=True)
 
 
 def trained(worker: Worker, plan: Plan, recipe: Recipe) -> list[ComparedPart]:
@@ -66,9 +66,9 @@ def whole_weights(pool: Pool, recipe: Recipe, tied: bool) -> dict[str, Any]:
     return {part.name: part.values for part in parts}
 
 
-def largest_error(pool: Pool, recipe: Recipe, wishes: dict[str, Any]) -> float:
+def largest_error(pool: Pool, recipe: Recipe, options: dict[str, Any]) -> float:
     """Of any weight on any rank, against one process."""
-    plan = plan_of(**wishes)
+    plan = plan_of(**options)
     truth = whole_weights(pool, recipe, plan.shape.tied)
     found = pool.run_each([(trained, (plan, recipe))] * plan.layout.world)
     errors = errors_by_name(Wanted(truth, [part for parts in found for part in parts]))
@@ -77,7 +77,7 @@ def largest_error(pool: Pool, recipe: Recipe, wishes: dict[str, Any]) -> float:
 
 
 @pytest.mark.parametrize(
-    "wishes",
+    "options",
     [
         {"layout": "dp=2", "zero": 1},
         {"layout": "dp=4", "zero": 3},
@@ -88,21 +88,21 @@ def largest_error(pool: Pool, recipe: Recipe, wishes: dict[str, Any]) -> float:
         {"layout": "dp=2 tp=2 ep=2 etp=2", "zero": 1},
         {"layout": "dp=2 pp=2", "schedule": "zb-h1", "zero": 1},
     ],
-    ids=lambda wishes: " ".join(map(str, wishes.values())),
+    ids=lambda options: " ".join(map(str, options.values())),
 )
-def test_muon_has_the_weights_of_one_process(pool: Pool, wishes: dict[str, Any]) -> None:
-    assert largest_error(pool, MUON, wishes) < 1e-9
+def test_muon_has_the_weights_of_one_process(pool: Pool, options: dict[str, Any]) -> None:
+    assert largest_error(pool, MUON, options) < 1e-9
 
 
 @pytest.mark.parametrize(
-    "wishes",
+    "options",
     [
         {"layout": "dp=2", "zero": 0},
         {"layout": "dp=4", "zero": 3},
         {"layout": "dp=2 pp=2", "zero": 1, "tied": True},
     ],
-    ids=lambda wishes: " ".join(map(str, wishes.values())),
+    ids=lambda options: " ".join(map(str, options.values())),
 )
-def test_copies_of_a_weight_are_rounded_alike(pool: Pool, wishes: dict[str, Any]) -> None:
+def test_copies_of_a_weight_are_rounded_alike(pool: Pool, options: dict[str, Any]) -> None:
     """Random bits of a rank's own would let replicas, and the two ends of a tied model, part."""
-    assert largest_error(pool, NARROW, wishes) < 1e-9
+    assert largest_error(pool, NARROW, options) < 1e-9

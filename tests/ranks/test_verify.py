@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from fivefold.cli import main
-from fivefold.core.plan import Plan, Wishes, resolve
+from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.data.batches import samples
 from fivefold.launch.processes import Pool
 from fivefold.model.batch import NOT_COUNTED
@@ -24,9 +24,9 @@ from fivefold.verify.trial import VerifySettings, num_phases, run_rank, run_tria
 PUBLISHED = 1e-10  # what float64 must reach, whatever tolerance is derived
 
 
-def plan_of(layout: str, **wishes: Any) -> Plan:
-    changes = {"layers": "3"} | wishes.pop("set", {})
-    return resolve(Wishes("tiny", layout=layout, set=changes, **wishes), small=True)
+def plan_of(layout: str, **options: Any) -> Plan:
+    changes = {"layers": "3"} | options.pop("set", {})
+    return resolve(PlanOptions("tiny", layout=layout, set=changes, **options), small=True)
 
 
 def verify(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
@@ -87,7 +87,7 @@ def test_every_zero_stage(pool: Pool, layout: str, zero: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "wishes",
+    "options",
     [
         {"layout": "tp=4", "set": {"kv_heads": "2"}},
         {"layout": "dp=2 tp=2", "set": {"vocab": "251"}},
@@ -101,10 +101,10 @@ def test_every_zero_stage(pool: Pool, layout: str, zero: int) -> None:
         {"layout": "dp=3", "microbatches": 3, "microbatch_size": 2},
         {"layout": "dp=1"},
     ],
-    ids=lambda wishes: " ".join(map(str, wishes.values())),
+    ids=lambda options: " ".join(map(str, options.values())),
 )
-def test_every_model_and_mode(pool: Pool, wishes: dict[str, Any]) -> None:
-    check(pool, plan_of(**wishes))
+def test_every_model_and_mode(pool: Pool, options: dict[str, Any]) -> None:
+    check(pool, plan_of(**options))
 
 
 @pytest.mark.parametrize(
