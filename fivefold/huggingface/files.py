@@ -1,8 +1,8 @@
-"""Hugging Face model folders, read and written one tensor at a time.
+"""Read and write Hugging Face model folders without the full model in memory.
 
-Reading goes through the headers first: every problem of a folder is known before the first weight
-is touched. Pickles are never opened. Writing streams: all sizes follow from the shape, so that the
-header of a shard is written before its first tensor is read.
+`HfFolder` reads the headers of all files first, so that every problem of a folder is known before
+the first weight is read. It then reads one tensor at a time. Pickles are never opened.
+`write_model` holds one file of weights in memory at a time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import json
 import math
 import os
 import shutil
-import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from fivefold.core.errors import BadFile, FivefoldError
@@ -27,19 +27,18 @@ from fivefold.core.shape import Shape
 from fivefold.core.weights import Weight
 from fivefold.huggingface.names import (
     HfTensor,
-    copies,
-    given_names,
     hf_tensors,
-    problems_of,
-    read_ours,
-    read_theirs,
-    twins,
+    mismatches,
+    names_in_files,
+    optional_copies,
+    published_copies,
+    tensor_to_hf,
+    weight_from_hf,
 )
 
 CONFIG, INDEX, ONE_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
 FLOATS = ("F32", "BF16", "F16")
-WRITTEN = {torch.float32: "F32", torch.bfloat16: "BF16"}
-BLOCKS = "F8_E4M3"  # DeepSeek-V3: each block of the matrix has a scale in a tensor of its own
+BLOCKS = "F8_E4M3"  # DeepSeek-V3: a second tensor has one scale for each block of the matrix
 SCALE = "_scale_inv"
 BLOCK = (128, 128)
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -56,14 +55,14 @@ class FoundTensor:
 
 
 class HfFolder:
-    """The weights of a downloaded model; refused with every problem at once."""
+    """The weights of a downloaded model. A bad folder is refused with all its problems at once."""
 
     def __init__(self, folder: Path, shape: Shape) -> None:
         self._shape = shape
         self._opened: tuple[Path, Any] | None = None
         index = _index(folder)
         bad, found = _headers([folder / name for name in _file_names(folder, index)])
-        self._given = given_names(shape, found)
+        self._given = names_in_files(shape, found)
         self._found = {name: found[given] for name, given in self._given.items()}
         config = read_json(folder / CONFIG)
         self._block = _block_size(config)
@@ -71,27 +70,27 @@ class HfFolder:
         if bad and not index:
             unread = set(hf_tensors(shape))
         problems = [f"{file} {rule}" for file, rule in bad.items()]
-        problems += _quantised_otherwise(config)
-        problems += self._problems(given_names(shape, unread))
-        problems = problems or list(self._unequal_twins())
+        problems += _other_quantization(config)
+        problems += self._problems(names_in_files(shape, unread))
+        problems = problems or list(self._unequal_copies())
         if problems:
             raise BadFile(str(folder), _shortened(problems))
 
     @property
     def is_narrow(self) -> bool:
-        """Whether bfloat16 holds every weight as it is, or nearly so where it was in blocks."""
+        """Whether bfloat16 can hold every weight: exactly, or nearly so if it is quantized."""
         names = hf_tensors(self._shape)
         kinds = {self._found[name].kind for name, each in names.items() if not each.buffer}
         return kinds <= {"BF16", BLOCKS}
 
     def weight(self, weight: Weight, dtype: torch.dtype) -> Tensor:
-        """One weight of ours, in a type."""
-        _let_go()
-        return read_ours(self._shape, weight, self._read, dtype).contiguous()
+        """One of our weights, as `dtype`."""
+        _collect_cycles()
+        return weight_from_hf(self._shape, weight, self._read, dtype).contiguous()
 
-    def _unequal_twins(self) -> Iterator[str]:
-        """Tensors that the model has once and the files twice, with different values."""
-        for second, first in twins(self._shape):
+    def _unequal_copies(self) -> Iterator[str]:
+        """Weights that the model has once and the files have twice, with different values."""
+        for second, first in optional_copies(self._shape):
             if second in self._found and not torch.equal(self._read(second), self._read(first)):
                 yield (
                     f"{second} differs from {first}, and the model has one weight for both: if the "
@@ -101,13 +100,13 @@ class HfFolder:
     def _problems(self, unread: Mapping[str, str]) -> Iterator[str]:
         scales = {name + SCALE for name, each in self._found.items() if each.kind == BLOCKS}
         sizes = {name: each.sizes for name, each in self._found.items() if name not in scales}
-        yield from problems_of(self._shape, sizes, unread)
-        for name in (*hf_tensors(self._shape), *dict(twins(self._shape))):
+        yield from mismatches(self._shape, sizes, unread)
+        for name in (*hf_tensors(self._shape), *dict(optional_copies(self._shape))):
             if name in sizes:
                 yield from self._unreadable(name)
 
     def _unreadable(self, name: str) -> Iterator[str]:
-        """Why the values of a tensor cannot be used."""
+        """Why the values of a tensor cannot be read."""
         found, scale = self._found[name], self._found.get(name + SCALE)
         if found.kind in FLOATS:
             return
@@ -115,14 +114,14 @@ class HfFolder:
             known = ", ".join(FLOATS)
             yield f"{name} has type {found.kind}: save the model in one of {known}"
             return
-        rows = zip(found.sizes, self._block, strict=False)
-        asked = tuple(math.ceil(size / block) for size, block in rows)
+        pairs = zip(found.sizes, self._block, strict=False)
+        expected = tuple(math.ceil(size / block) for size, block in pairs)
         if scale is None:
             yield f"{name} has type {BLOCKS} and no {name}{SCALE}: give all files of the model"
-        elif scale.sizes != asked or len(found.sizes) != 2:
+        elif scale.sizes != expected or len(found.sizes) != 2:
             yield (
                 f"{name}{SCALE} has shape {scale.sizes}, and blocks of {self._block} ask for "
-                f"{asked}: give the config of these weights"
+                f"{expected}: give the config of these weights"
             )
 
     def _read(self, name: str) -> Tensor:
@@ -130,19 +129,19 @@ class HfFolder:
         values = self._stored(name)
         if found.kind != BLOCKS:
             return values
-        return dequantised(values, self._stored(name + SCALE), self._block)
+        return dequantized(values, self._stored(name + SCALE), self._block)
 
     def _stored(self, name: str) -> Tensor:
-        """A view of the file, which is mapped and not read whole; one file is open at a time."""
+        """A view of the memory-mapped file. Only one file is open at a time."""
         file = self._found[name].file
         if self._opened is None or self._opened[0] != file:
-            self._opened = None  # the one before is closed first
+            self._opened = None  # close the previous file first
             self._opened = (file, safe_open(file, framework="pt"))
         return self._opened[1].get_tensor(self._given[name])
 
 
-def dequantised(values: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
-    """Float32 from 8 bits: each block of the matrix times its scale."""
+def dequantized(values: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
+    """fp8 values as float32: each block of the matrix times its scale."""
     wide = values.float()
     for i, scale in enumerate(scales.float()):
         rows = slice(i * block[0], (i + 1) * block[0])
@@ -158,29 +157,31 @@ def write_model(
     dtype: torch.dtype,
     most_bytes: int,
 ) -> list[Path]:
-    """Write a model folder beside itself and rename it; returns its files of weights.
+    """Write a model folder and return its files of weights.
 
-    `read` hands out one weight of ours, whole. No shard is larger than `most_bytes`, unless one
-    tensor alone is.
+    `read` returns one of our weights in full. No file is larger than `most_bytes`, unless a single
+    tensor is. The folder is written under another name and then renamed, so it is never partial.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FivefoldError(f"{folder} is there already: give a folder that is new or empty")
     beside = folder.with_name(folder.name + ".part")
-    shutil.rmtree(beside, ignore_errors=True)  # of a writer that was killed
+    shutil.rmtree(beside, ignore_errors=True)  # left by a writer that was killed
     shards = _shards(_outgoing(shape, dtype), most_bytes)
     files = [beside / name for name in _shard_names(len(shards))]
     at = beside
     try:
         beside.mkdir(parents=True)
         for at, shard in zip(files, shards, strict=True):
-            _write_shard(at, shard, _last_kept(read))
+            _write_shard(at, shard, _cached_last(read))
         if len(files) > 1:
             _write_json(beside / INDEX, _index_of(files, shards))
         _write_json(beside / CONFIG, config)
         beside.rename(folder)
-    except OSError as error:
-        rule = f"{error.strerror}; free some room, or give another folder"
-        raise BadFile(str(error.filename or at), [rule]) from error
+    except (OSError, SafetensorError) as error:
+        reason, file = str(error), at
+        if isinstance(error, OSError):
+            reason, file = error.strerror, error.filename or at
+        raise BadFile(str(file), [f"{reason}; free some room, or give another folder"]) from error
     finally:
         shutil.rmtree(beside, ignore_errors=True)
     return [folder / file.name for file in files]
@@ -204,12 +205,12 @@ def _outgoing(shape: Shape, dtype: torch.dtype) -> Iterator[Outgoing]:
     tensors = hf_tensors(shape)
     for name, tensor in tensors.items():
         yield Outgoing(name, tensor, torch.float32 if tensor.buffer else dtype)
-    for copy, name in copies(shape):
+    for copy, name in published_copies(shape):
         yield Outgoing(copy, tensors[name], dtype)
 
 
 def _shards(tensors: Iterator[Outgoing], most_bytes: int) -> list[list[Outgoing]]:
-    """In their order, as many in each as there is room for."""
+    """Tensors in order, as many in each shard as fit."""
     shards: list[list[Outgoing]] = []
     room = 0
     for one in tensors:
@@ -236,48 +237,42 @@ def _index_of(files: list[Path], shards: list[list[Outgoing]]) -> dict[str, Any]
 
 
 def _write_shard(file: Path, shard: list[Outgoing], read: Callable[[str], Tensor]) -> None:
-    """Its header and then its tensors, each read when its turn comes."""
-    # Wider types first: a tensor must start at a multiple of the size of its numbers.
-    ordered = sorted(shard, key=lambda one: -one.dtype.itemsize)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for one in ordered:
-        begin, end = end, end + one.num_bytes
-        kind, sizes = WRITTEN[one.dtype], list(one.tensor.sizes)
-        header[one.name] = {"dtype": kind, "shape": sizes, "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with file.open("wb") as out:
-        out.write(struct.pack("<Q", len(text)) + text)
-        for one in ordered:
-            values = read_theirs(one.tensor, read).to(one.dtype)
-            assert tuple(values.shape) == one.tensor.sizes, f"{one.name}: {tuple(values.shape)}"
-            out.write(values.flatten().view(torch.uint8).numpy().data)
-        out.flush()
-        os.fsync(out.fileno())
+    """Write all tensors of one file, which are in memory together."""
+    tensors: dict[str, Tensor] = {}
+    for one in shard:
+        # A copy: a view would keep its full weight in memory.
+        values = tensor_to_hf(one.tensor, read).to(one.dtype, copy=True).contiguous()
+        assert tuple(values.shape) == one.tensor.sizes, f"{one.name}: {tuple(values.shape)}"
+        tensors[one.name] = values
+    file.touch()
+    mode = file.stat().st_mode
+    save_file(tensors, file, {"format": "pt"})
+    file.chmod(mode)  # safetensors makes a file that only its owner can read
+    with file.open("rb") as written:
+        os.fsync(written.fileno())
 
 
-def _last_kept(read: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
-    """The last weight stays, since the experts of a stack are written one after the other."""
-    kept: dict[str, Tensor] = {}
+def _cached_last(read: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
+    """`read` with a cache of the last weight: experts of one stack are written one by one."""
+    cache: dict[str, Tensor] = {}
 
-    def last(name: str) -> Tensor:
-        if name not in kept:
-            kept.clear()
-            _let_go()
-            kept[name] = read(name)
-        return kept[name]
+    def read_cached(name: str) -> Tensor:
+        if name not in cache:
+            cache.clear()
+            _collect_cycles()
+            cache[name] = read(name)
+        return cache[name]
 
-    return last
+    return read_cached
 
 
-def _let_go() -> None:
-    """Free the tensor before: torch.save and torch.load leave theirs in cycles of references."""
+def _collect_cycles() -> None:
+    """Free the previous tensor: torch.save and torch.load leave it in reference cycles."""
     gc.collect(1)
 
 
 def _headers(files: list[Path]) -> tuple[dict[str, str], dict[str, FoundTensor]]:
-    """What is wrong with files, by file, and the tensors of the others, by name."""
+    """The problem of each bad file, and the tensors of the good files by name."""
     bad: dict[str, str] = {}
     found: dict[str, FoundTensor] = {}
     for file in files:
@@ -322,7 +317,7 @@ def _file_names(folder: Path, index: Mapping[str, str]) -> list[str]:
 
 
 def _index(folder: Path) -> dict[str, str]:
-    """Tensor to file; empty where there is no index."""
+    """The file of each tensor; empty if there is no index."""
     path = folder / INDEX
     if not path.exists():
         return {}
@@ -339,7 +334,7 @@ def _is_plain(file: object) -> bool:
     return isinstance(file, str) and file.endswith(".safetensors") and Path(file).name == file
 
 
-def _quantised_otherwise(config: Mapping[str, Any]) -> Iterator[str]:
+def _other_quantization(config: Mapping[str, Any]) -> Iterator[str]:
     table = config.get("quantization_config")
     method = table.get("quant_method") if isinstance(table, dict) else None
     if table is not None and method != "fp8":
@@ -350,7 +345,7 @@ def _quantised_otherwise(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _block_size(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Rows and columns of a matrix in 8 bits that have one scale."""
+    """Rows and columns of a block that has one scale."""
     table = config.get("quantization_config")
     match table.get("weight_block_size") if isinstance(table, dict) else None:
         case [int(rows), int(columns)] if rows > 0 and columns > 0:

@@ -1,10 +1,10 @@
-"""Who keeps the others waiting: worked out from what every rank has called so far.
+"""Find the rank that keeps the others waiting, from the collectives that every rank has issued.
 
-A *line* is a group and what it is used for: an axis and its ranks, or a pair of pipeline ranks in
-one direction. Every call of a line needs all of its ranks, so a rank that has made fewer calls than
-another keeps that one waiting. Following who waits for whom leads to the rank that waits for
-nobody. Where it leads in a circle, two ranks have called different things: their calls are laid
-beside each other, and what came after the same calls before, on any rank, tells who left the path.
+Every collective needs all ranks of its group. So a rank that has issued fewer collectives on a
+group than another rank keeps that rank waiting. The chain of waiting ranks ends at a rank that
+waits for no other: that rank is to blame. If the chain is a circle, two ranks have issued different
+collectives. Their sequences are compared, and what followed the same collectives before, on any
+rank, shows which of the two diverged.
 """
 
 from __future__ import annotations
@@ -19,52 +19,52 @@ from typing import NamedTuple
 
 from fivefold.core.errors import counted
 
-_BEGIN = "^"
-_MOST_NAMED = 8  # ranks in a sentence
+_BEGIN = "^"  # marks a sequence from its first collective
+_MOST_NAMED = 8  # ranks that a sentence names
 
 
-class Line(NamedTuple):
-    """A group and its use; a pair that sends messages is (source, target)."""
+class CommGroup(NamedTuple):
+    """The ranks of an axis, or for pipeline messages a pair (source, target)."""
 
     axis: str
     members: tuple[int, ...]
-    messages: bool = False
+    is_pair: bool = False
 
     def __str__(self) -> str:
-        if self.messages:
+        if self.is_pair:
             return f"{self.axis} from rank {self.members[0]} to rank {self.members[1]}"
         return f"{self.axis} ({ranks(self.members)})"
 
 
-class IssuedCall(NamedTuple):
-    """One collective or message, as its caller saw it."""
+class LoggedCollective(NamedTuple):
+    """One collective, send or receive that a rank has issued."""
 
-    line: Line
+    group: CommGroup
     kind: str
-    size: int  # bytes; 0 where each rank brings as much as it has
+    size: int  # bytes; 0 if every rank has its own size
 
     @property
     def label(self) -> tuple[str, str, int]:
-        """What it has in common with the calls of the other ranks."""
-        return (self.line.axis, self.kind, self.size)
+        """What is equal on all ranks of the group."""
+        return (self.group.axis, self.kind, self.size)
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where a rank stands."""
+    """The progress of a rank."""
 
-    counts: Mapping[Line, int]  # calls so far
-    trail: Sequence[IssuedCall] = ()  # the last of them, in order
+    counts: Mapping[CommGroup, int]  # collectives so far
+    trail: Sequence[LoggedCollective] = ()  # the last ones, in order
     phase: str = "start"
-    idle: float = 0.0  # seconds since it last called or said something; inf at its end
-    allowed: float = 0.0  # seconds that it may still take for what it does
-    waits: bool = True  # its program stands in a call that waits for others, or may do so
+    idle: float = 0.0  # seconds since its last collective or phase; inf after its end
+    allowed: float = 0.0  # seconds that its phase may still take
+    waits: bool = True  # its main thread is in a call that waits, or may wait, for other ranks
     stack: Sequence[str] = field(default_factory=tuple[str, ...])  # outermost first
 
 
 @dataclass(frozen=True)
 class HangVerdict:
-    """The rank that keeps the others waiting, what it was doing, and what it has not joined."""
+    """The rank that keeps the others waiting, its phase, and the collective it has not joined."""
 
     rank: int
     doing: str
@@ -77,55 +77,54 @@ class HangVerdict:
 def verdict(
     positions: Mapping[int, Position], silent: Collection[int] = (), bound: float = 0.0
 ) -> HangVerdict | None:
-    """Who is to blame; None where nobody is yet.
+    """The rank to blame, or None if there is none yet.
 
-    `silent` ranks do not answer; what is known of them may be old, or nothing. A rank that answers
-    and that nobody keeps waiting has `bound` seconds, or what it was allowed, to move again.
+    `silent` ranks do not answer; their positions may be old or missing. A rank that answers and
+    waits for no other may be slow: it has `bound` seconds, or the limit of its phase, to go on.
     """
-    edges = _edges(positions, silent)
-    awaited = {rank for behind in edges.values() for rank in behind}
+    edges = _waiting_for(positions, silent)
+    awaited = {rank for others in edges.values() for rank in others}
     ends = sorted(awaited - set(edges))
     lost = [rank for rank in ends if rank in silent] or sorted(awaited & set(silent))
     if lost:
         return _missing(lost[0], edges, positions, silent=True)
     circle = [] if ends else _circle(edges)
-    # Calls that differ are no matter of time, and whoever waits in one of them looks only slow.
-    left = parted(positions, circle or ends)
-    if left is not None:
-        return left
+    # Ranks in different collectives only look slow, so this comes before any time limit.
+    found = diverged(positions, circle or ends)
+    if found is not None:
+        return found
     slow = ends or [rank for rank in circle if not positions[rank].waits]
     if slow:
-        guilty = [rank for rank in slow if _too_long(positions[rank], bound)]
-        return _missing(guilty[0], edges, positions) if guilty else None
-    stand = [_too_long(each, bound) and isfinite(each.idle) for each in positions.values()]
-    return _stuck(circle or sorted(positions), positions) if all(stand) else None
+        lost = [rank for rank in slow if _too_long(positions[rank], bound)]
+        return _missing(lost[0], edges, positions) if lost else None
+    stuck = [_too_long(each, bound) and isfinite(each.idle) for each in positions.values()]
+    return _stuck(circle or sorted(positions), positions) if all(stuck) else None
 
 
-def parted(positions: Mapping[int, Position], among: Sequence[int]) -> HangVerdict | None:
-    """Of ranks that share groups, the one whose calls left the path that the others kept to; first
-    it is sought among these."""
+def diverged(positions: Mapping[int, Position], among: Sequence[int]) -> HangVerdict | None:
+    """The rank that issued another collective than the ranks of its groups; `among` come first."""
     for a, b in _pairs(positions, among):
-        fork = _fork(a, positions[a], b, positions[b])
-        if fork is None:
+        found = _divergence(a, positions[a], b, positions[b])
+        if found is None:
             continue
-        usual = _usual(fork, positions)
-        if usual == fork.second.label:
-            return _left(a, fork.first, b, fork.second, fork.number_second, positions)
-        if usual == fork.first.label:
-            return _left(b, fork.second, a, fork.first, fork.number_first, positions)
+        usual = _usual(found, positions)
+        if usual == found.second.label:
+            return _skipped(a, found.first, b, found.second, found.number_second, positions)
+        if usual == found.first.label:
+            return _skipped(b, found.second, a, found.first, found.number_first, positions)
         return HangVerdict(
             a,
             positions[a].phase,
             f"and rank {b}, at {positions[b].phase}, have not called the same: "
-            f"rank {a} {_named(fork.first, fork.number_first)}, "
-            f"rank {b} {_named(fork.second, fork.number_second)}; one of them left out a call or "
+            f"rank {a} {_named(found.first, found.number_first)}, "
+            f"rank {b} {_named(found.second, found.number_second)}; one of them left out a call or "
             "made one too many",
         )
     return None
 
 
 def ranks(members: Iterable[int]) -> str:
-    """Ranks in a sentence.
+    """A list of ranks as text.
 
     >>> ranks([2]), ranks([0, 1, 5])
     ('rank 2', 'ranks 0, 1 and 5')
@@ -143,29 +142,30 @@ def _too_long(position: Position, bound: float) -> bool:
     return position.allowed <= 0 and position.idle >= bound
 
 
-def _edges(positions: Mapping[int, Position], silent: Collection[int]) -> dict[int, set[int]]:
-    """By rank, the ranks that have made fewer calls of one of its lines. Silent ones wait for
-    nobody; of those whose calls are unknown, who last called something with them waits for them."""
+def _waiting_for(positions: Mapping[int, Position], silent: Collection[int]) -> dict[int, set[int]]:
+    """For each rank, the ranks that have issued fewer collectives on one of its groups.
+
+    Silent ranks wait for no other. A rank of unknown position is awaited by the ranks whose last
+    collective includes it.
+    """
     edges: dict[int, set[int]] = {}
     for rank, position in positions.items():
         if rank in silent:
             continue
-        last = position.trail[-1].line if position.trail else None
-        behind = {
-            other
-            for line, count in position.counts.items()
-            for other in line.members
-            if (
-                positions[other].counts.get(line, 0) < count if other in positions else line == last
-            )
-        }
-        if behind:
-            edges[rank] = behind
+        last = position.trail[-1].group if position.trail else None
+        others: set[int] = set()
+        for group, count in position.counts.items():
+            for other in group.members:
+                known = positions.get(other)
+                if group == last if known is None else known.counts.get(group, 0) < count:
+                    others.add(other)
+        if others:
+            edges[rank] = others
     return edges
 
 
 def _circle(edges: Mapping[int, set[int]]) -> list[int]:
-    """Ranks that wait for one another, where every way leads into such a circle."""
+    """Ranks that wait for one another, if every chain ends in a circle."""
     if not edges:
         return []
     path = [min(edges)]
@@ -180,22 +180,22 @@ def _missing(
     positions: Mapping[int, Position],
     silent: bool = False,
 ) -> HangVerdict:
-    """A rank that others wait for, with the call that it has not joined.
+    """A rank that others wait for, with the collective that it has not joined.
 
-    Those who wait for nobody else tell what comes first; the rest may be further on.
+    Ranks that wait for this rank alone come first: the others may be further on.
     """
-    direct = sorted((len(behind), each) for each, behind in edges.items() if rank in behind)
-    lacks = {each: _first_lacked(positions[each], positions.get(rank), rank) for _, each in direct}
-    call, number = next((found for found in lacks.values() if found is not None), (None, 0))
-    waiting = [each for each, found in lacks.items() if found is None or found[0] == call]
+    direct = sorted((len(others), each) for each, others in edges.items() if rank in others)
+    missed = {each: _first_missed(positions[each], positions.get(rank), rank) for _, each in direct}
+    call, number = next((found for found in missed.values() if found is not None), (None, 0))
+    waiting = [each for each, found in missed.items() if found is None or found[0] == call]
     joined = "has not joined " + (_named(call, number) if call else "the others")
     words = [f"{joined}, where {_wait(waiting)}"]
     if further := set(edges) - set(waiting) - {rank}:
-        words.append(f"{_wait(further)} behind that")
+        words.append(f"{_wait(further)} in turn")
     position = positions.get(rank)
     if silent:
         words.append("it does not answer: it is stopped or dead, or its host is gone")
-    elif position is not None and isfinite(position.idle):  # else it has come to its end
+    elif position is not None and isfinite(position.idle):  # else it has ended
         words.append(f"it has not moved for {position.idle:.0f} s" + _at(position))
     return HangVerdict(rank, position.phase if position else "an unknown place", "; ".join(words))
 
@@ -208,59 +208,59 @@ def _at(position: Position) -> str:
     return ", in:\n" + "\n".join(position.stack) if position.stack else ""
 
 
-def _first_lacked(
+def _first_missed(
     waiting: Position, missing: Position | None, rank: int
-) -> tuple[IssuedCall, int] | None:
-    """The first call of one rank that another has not made, and its number on its line."""
-    if missing is None:  # then it is taken to be the last one
-        shared = [call for call in waiting.trail if rank in call.line.members]
-        return (shared[-1], waiting.counts[shared[-1].line]) if shared else None
+) -> tuple[LoggedCollective, int] | None:
+    """The first collective of one rank that another has not issued, and its number."""
+    if missing is None:  # then assume the last one
+        shared = [call for call in waiting.trail if rank in call.group.members]
+        return (shared[-1], waiting.counts[shared[-1].group]) if shared else None
     left = Counter(
         {
-            line: count - missing.counts.get(line, 0)
-            for line, count in waiting.counts.items()
-            if rank in line.members
+            group: count - missing.counts.get(group, 0)
+            for group, count in waiting.counts.items()
+            if rank in group.members
         }
     )
-    found: tuple[IssuedCall, int] | None = None
-    after: Counter[Line] = Counter()
+    found: tuple[LoggedCollective, int] | None = None
+    after: Counter[CommGroup] = Counter()
     for call in reversed(waiting.trail):
-        if after[call.line] < left[call.line]:
-            found = call, waiting.counts[call.line] - after[call.line]
-        after[call.line] += 1
+        if after[call.group] < left[call.group]:
+            found = call, waiting.counts[call.group] - after[call.group]
+        after[call.group] += 1
     return found
 
 
-class _Fork(NamedTuple):
-    """Where the calls of two ranks part, and the labels of those before: all, if complete."""
+class _Divergence(NamedTuple):
+    """The first different collectives of two ranks, and the labels before: all, if complete."""
 
     before: list[tuple[str, str, int]]
     complete: bool
     axes: set[str]
-    first: IssuedCall
+    first: LoggedCollective
     number_first: int
-    second: IssuedCall
+    second: LoggedCollective
     number_second: int
 
 
-def _fork(a: int, at_a: Position, b: int, at_b: Position) -> _Fork | None:
+def _divergence(a: int, at_a: Position, b: int, at_b: Position) -> _Divergence | None:
     shared = {
-        line
-        for line in (*at_a.counts, *at_b.counts)
-        if not line.messages and a in line.members and b in line.members
+        group
+        for group in (*at_a.counts, *at_b.counts)
+        if not group.is_pair and a in group.members and b in group.members
     }
-    ours = [call for call in at_a.trail if call.line in shared]
-    theirs = [call for call in at_b.trail if call.line in shared]
-    # Trails forget their beginnings: what is left is numbered from its end.
-    skip_a = sum(at_a.counts.get(line, 0) for line in shared) - len(ours)
-    skip_b = sum(at_b.counts.get(line, 0) for line in shared) - len(theirs)
+    ours = [call for call in at_a.trail if call.group in shared]
+    theirs = [call for call in at_b.trail if call.group in shared]
+    # Trails have lost their beginnings, so they are aligned by their ends.
+    skip_a = sum(at_a.counts.get(group, 0) for group in shared) - len(ours)
+    skip_b = sum(at_b.counts.get(group, 0) for group in shared) - len(theirs)
     ours, theirs = ours[max(0, skip_b - skip_a) :], theirs[max(0, skip_a - skip_b) :]
     for index, (first, second) in enumerate(zip(ours, theirs, strict=False)):
-        if first.line != second.line or first.label != second.label:
-            return _Fork(
+        if first.group != second.group or first.label != second.label:
+            return _Divergence(
                 [call.label for call in ours[:index]],
                 max(skip_a, skip_b) == 0,
-                {line.axis for line in shared},
+                {group.axis for group in shared},
                 first,
                 _number(at_a, ours, index),
                 second,
@@ -269,15 +269,15 @@ def _fork(a: int, at_a: Position, b: int, at_b: Position) -> _Fork | None:
     return None
 
 
-def _number(position: Position, calls: Sequence[IssuedCall], index: int) -> int:
-    line = calls[index].line
-    return position.counts[line] - sum(call.line == line for call in calls[index + 1 :])
+def _number(position: Position, calls: Sequence[LoggedCollective], index: int) -> int:
+    group = calls[index].group
+    return position.counts[group] - sum(call.group == group for call in calls[index + 1 :])
 
 
 def _pairs(positions: Mapping[int, Position], among: Sequence[int]) -> list[tuple[int, int]]:
     """Neighbours among these ranks, then neighbours in every group."""
     known = [rank for rank in among if rank in positions]
-    rows = [known, *sorted({line.members for each in positions.values() for line in each.counts})]
+    rows = [known, *sorted({group.members for each in positions.values() for group in each.counts})]
     pairs = {
         (min(pair), max(pair)): None
         for row in rows
@@ -287,10 +287,10 @@ def _pairs(positions: Mapping[int, Position], among: Sequence[int]) -> list[tupl
     return list(pairs)
 
 
-def _usual(fork: _Fork, positions: Mapping[int, Position]) -> tuple[str, str, int] | None:
-    """What has followed the same calls elsewhere or before, by the longest memory there is.
+def _usual(found: _Divergence, positions: Mapping[int, Position]) -> tuple[str, str, int] | None:
+    """What followed the same collectives before, or on other ranks, by the longest match.
 
-    The two ranks themselves are one voice for each side; the others have to agree.
+    The two ranks have one vote for each side; all other votes must agree.
     """
     letters: dict[tuple[str, str, int], str] = {}
 
@@ -298,57 +298,57 @@ def _usual(fork: _Fork, positions: Mapping[int, Position]) -> tuple[str, str, in
         text = "".join(letters.setdefault(each, chr(0x100 + len(letters))) for each in labels)
         return _BEGIN * complete + text
 
-    def told(position: Position) -> str:
+    def sequence(position: Position) -> str:
         counts = [
             count
-            for line, count in position.counts.items()
-            if line.axis in fork.axes and not line.messages
+            for group, count in position.counts.items()
+            if group.axis in found.axes and not group.is_pair
         ]
         labels = [
             call.label
             for call in position.trail
-            if call.line.axis in fork.axes and not call.line.messages
+            if call.group.axis in found.axes and not call.group.is_pair
         ]
         return spelled(labels, len(labels) == sum(counts))
 
-    texts = [told(each) for each in positions.values()]
-    voices = Counter(_followers(spelled(fork.before, fork.complete), texts))
-    voices.subtract([letters[fork.first.label], letters[fork.second.label]])
-    heard = [letter for letter, number in voices.items() if number > 0]
-    named = {letter: label for label, letter in letters.items()}
-    return named[heard[0]] if len(heard) == 1 else None
+    texts = [sequence(each) for each in positions.values()]
+    votes = Counter(_followers(spelled(found.before, found.complete), texts))
+    votes.subtract([letters[found.first.label], letters[found.second.label]])
+    remaining = [letter for letter, number in votes.items() if number > 0]
+    labels = {letter: label for label, letter in letters.items()}
+    return labels[remaining[0]] if len(remaining) == 1 else None
 
 
 def _followers(before: str, texts: Sequence[str]) -> list[str]:
-    """Letters that follow the longest end of `before` that is found more than twice."""
+    """The letters after the longest suffix of `before` that occurs more than twice."""
 
     def found(length: int) -> list[str]:
-        end = before[len(before) - length :]
-        return [text[at + length] for text in texts for at in _places(text, end)]
+        suffix = before[len(before) - length :]
+        return [text[at + length] for text in texts for at in _occurrences(text, suffix)]
 
-    # A longer end is found less often.
+    # A longer suffix occurs less often.
     lengths = range(len(before), 0, -1)
     first = bisect_left(lengths, True, key=lambda length: len(found(length)) > 2)
     return found(lengths[first]) if first < len(lengths) else []
 
 
-def _places(text: str, end: str) -> list[int]:
-    """Where `end` is found in a text with something behind it."""
-    places: list[int] = []
-    at = text.find(end)
-    while 0 <= at < len(text) - len(end):
-        places.append(at)
-        at = text.find(end, at + 1)
-    return places
+def _occurrences(text: str, part: str) -> list[int]:
+    """Where `part` occurs in a text, not counting its very end."""
+    found: list[int] = []
+    at = text.find(part)
+    while 0 <= at < len(text) - len(part):
+        found.append(at)
+        at = text.find(part, at + 1)
+    return found
 
 
 def _stuck(circle: Sequence[int], positions: Mapping[int, Position]) -> HangVerdict | None:
-    """Nobody is behind, or all in a circle are: say where they stand."""
+    """No rank has missed a collective: say where the ranks wait."""
     rank = circle[0]
     trail = positions[rank].trail
     if not trail:
         return None
-    last = _named(trail[-1], positions[rank].counts[trail[-1].line])
+    last = _named(trail[-1], positions[rank].counts[trail[-1].group])
     return HangVerdict(
         rank,
         positions[rank].phase,
@@ -357,11 +357,11 @@ def _stuck(circle: Sequence[int], positions: Mapping[int, Position]) -> HangVerd
     )
 
 
-def _left(
+def _skipped(
     rank: int,
-    made: IssuedCall,
+    issued: LoggedCollective,
     other: int,
-    lacked: IssuedCall,
+    missed: LoggedCollective,
     number: int,
     positions: Mapping[int, Position],
 ) -> HangVerdict:
@@ -369,11 +369,12 @@ def _left(
     return HangVerdict(
         rank,
         position.phase,
-        f"has not joined {_named(lacked, number)}, which rank {other} called at "
-        f"{positions[other].phase}; it went on to {made.kind} on {made.line.axis}" + _at(position),
+        f"has not joined {_named(missed, number)}, which rank {other} called at "
+        f"{positions[other].phase}; it went on to {issued.kind} on {issued.group.axis}"
+        + _at(position),
     )
 
 
-def _named(call: IssuedCall, number: int) -> str:
+def _named(call: LoggedCollective, number: int) -> str:
     size = f" of {counted(call.size, 'byte')}" if call.size else ""
-    return f"call {number} on {call.line}, {call.kind}{size}"
+    return f"call {number} on {call.group}, {call.kind}{size}"

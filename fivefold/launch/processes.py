@@ -1,9 +1,8 @@
 """Ranks on this machine: processes that are forked once and then run one task after another.
 
-A fork costs nothing where importing torch costs seconds, so the parent imports everything first.
-A rank says what it is doing through its pipe. When one dies, raises or falls silent, the parent
-knows which and what it was at, ends all the others, and raises `RankLost`. No rank outlives its
-parent, however that ends.
+A fork is cheap and importing torch takes seconds, so the parent imports everything first. A rank
+reports its phase through a pipe. If a rank dies, raises or sends nothing for too long, the parent
+ends all ranks and raises `RankLost` with the rank and its last phase. No rank outlives its parent.
 """
 
 from __future__ import annotations
@@ -37,29 +36,29 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fivefold.launch.hang import parted
-from fivefold.launch.watchdog import read_all
+from fivefold.launch.hang import diverged
+from fivefold.launch.watchdog import read_positions
 from fivefold.launch.worker import FolderBoard, StopRequest, Worker
 
-PATIENCE = 22.0  # seconds without a word from any rank
-_GRACE = 0.5  # seconds in which a death may explain an error that came first
+PATIENCE = 22.0  # seconds without a message from any rank
+_GRACE = 0.5  # seconds after an error in which the death of another rank may explain it
 _PR_SET_PDEATHSIG = 1
 
 Task = tuple[Callable[..., Any], tuple[Any, ...]]
-"""A function of a `Worker` and more, and these arguments."""
+"""A function whose first argument is a `Worker`, and its other arguments."""
 
 
 def num_gpus() -> int:
-    """How many GPUs this machine has, as the driver's library counts them.
+    """The number of GPUs of this machine, counted by the driver's library (NVML).
 
-    CUDA would count them too, but no fork of a process that has asked it can use a GPU.
+    CUDA could count them too, but a process that has initialized CUDA cannot fork GPU ranks.
     """
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # whatever of torch asks after us
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # also for later calls by torch
     return torch.cuda.device_count()
 
 
 class RankLost(RuntimeError):
-    """A rank that died, raised or hangs: which one, what it was doing, and how it ended."""
+    """A rank died, raised or hangs: which rank, what it was doing, and how it ended."""
 
     def __init__(self, rank: int, doing: str, cause: str) -> None:
         self.rank, self.doing, self.cause = rank, doing, cause
@@ -68,12 +67,12 @@ class RankLost(RuntimeError):
 
 @dataclass(frozen=True)
 class ForkedMeeting:
-    """Ranks that a pool has forked meet in a folder, and over the loopback device only."""
+    """Ranks that a pool forked meet in a folder and connect over the loopback device."""
 
     folder: Path
 
     def join(self, rank: int, world: int, device: torch.device) -> None:
-        """NCCL where every rank has a GPU of its own, gloo elsewhere."""
+        """NCCL if every rank has its own GPU, else gloo."""
         own = device.type == "cuda" and world <= num_gpus()
         dist.init_process_group(
             "nccl" if own else "gloo",
@@ -88,18 +87,18 @@ class ForkedMeeting:
         return FolderBoard(self.folder)
 
     def leave(self) -> None:
-        """The pool ends every rank."""
+        """Do nothing: the pool ends every rank."""
 
 
 @dataclass
-class _Line:
-    """The parent's end: a process, its pipe, and the last it said."""
+class _Child:
+    """What the parent knows of a rank: its process, its pipe and its last messages."""
 
     process: BaseProcess
     pipe: Connection
     phase: str = "start"
     detail: str = ""
-    num_words: int = 0
+    num_messages: int = 0
     busy: bool = False
 
     @property
@@ -108,22 +107,22 @@ class _Line:
 
 
 class Pool:
-    """So many forked processes. Use it with `with`; after a `RankLost` it is gone.
+    """Forked ranks. Use it as a context manager; after a `RankLost` it is closed.
 
-    A signal to end (SIGTERM, SIGINT) ends them all at once, or where the pool `forwards_stop`, only
-    asks them to come to an end, and a second one ends them.
+    SIGTERM and SIGINT end all ranks. With `forwards_stop` the first signal is passed on to the
+    ranks, which stop by themselves, and the second one ends them.
     """
 
     def __init__(self, size: int, patience: float = PATIENCE, forwards_stop: bool = False) -> None:
         torch.set_num_threads(1)  # before the fork: threads do not survive it
-        import_module("torch._dynamo")  # optimizers load it: once here, not once a rank
+        import_module("torch._dynamo")  # optimizers load it: here once, not in every rank
         self.patience = patience
         self._folder = tempfile.TemporaryDirectory(prefix="fivefold-")
         self._runs = 0
         self._meeting: ForkedMeeting | None = None
-        self._lines: list[_Line] = []
+        self._children: list[_Child] = []
         self._forwards_stop, self._stops = forwards_stop, 0
-        self._former = self._listen()
+        self._former_handlers = self._handle_signals()
         try:
             for rank in range(size):
                 self._fork(rank)
@@ -144,12 +143,12 @@ class Pool:
 
     @property
     def size(self) -> int:
-        return len(self._lines)
+        return len(self._children)
 
     @property
     def pids(self) -> list[int]:
         """The process of each rank."""
-        return [line.process.pid or 0 for line in self._lines]
+        return [child.process.pid or 0 for child in self._children]
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Call `function(worker, *args)` on every rank; results in the order of the ranks."""
@@ -161,22 +160,22 @@ class Pool:
         on_phase: Callable[[], None] | None = None,
         on_report: Callable[[Any], None] | None = None,
     ) -> list[Any]:
-        """Give each of the first ranks its task. Results must not hold tensors.
+        """Run one task on each of the first ranks. Results must not contain tensors.
 
-        `on_phase` is called whenever a rank begins something, `on_report` with what ranks report.
+        `on_phase` is called when a rank begins a phase, `on_report` with every reported value.
         """
         assert len(tasks) <= self.size, f"{len(tasks)} tasks for {self.size} ranks"
         self._runs += 1
         self._meeting = meeting = ForkedMeeting(Path(self._folder.name) / str(self._runs))
         meeting.folder.mkdir()
-        lines = self._lines[: len(tasks)]
-        for line, (function, args) in zip(lines, tasks, strict=True):
-            line.phase, line.detail, line.num_words, line.busy = "start", "", 0, True
-            with contextlib.suppress(BrokenPipeError):  # it has died, as the answer will show
-                line.pipe.send_bytes(pickle.dumps((function, args, meeting)))
+        children = self._children[: len(tasks)]
+        for child, (function, args) in zip(children, tasks, strict=True):
+            child.phase, child.detail, child.num_messages, child.busy = "start", "", 0, True
+            with contextlib.suppress(BrokenPipeError):  # it has died; the pipe will show it
+                child.pipe.send_bytes(pickle.dumps((function, args, meeting)))
         try:
             return self._answers(
-                lines, on_phase or (lambda: None), on_report or (lambda value: None)
+                children, on_phase or (lambda: None), on_report or (lambda value: None)
             )
         except BaseException:
             self.close()
@@ -185,112 +184,117 @@ class Pool:
             shutil.rmtree(meeting.folder, ignore_errors=True)
 
     def close(self) -> None:
-        """End every process now."""
-        for line in self._lines:
-            line.process.kill()
-        for line in self._lines:
-            line.process.join()
-            line.pipe.close()
-        self._lines.clear()
+        """End all processes now."""
+        for child in self._children:
+            child.process.kill()
+        for child in self._children:
+            child.process.join()
+            child.pipe.close()
+        self._children.clear()
         self._folder.cleanup()
-        for number, former in self._former.items():
-            signal.signal(number, former)
-        self._former.clear()
+        for number, handler in self._former_handlers.items():
+            signal.signal(number, handler)
+        self._former_handlers.clear()
 
-    def _listen(self) -> dict[signal.Signals, Any]:
-        """Hear signals to end, in the main thread, where they are heard; what heard them before.
+    def _handle_signals(self) -> dict[signal.Signals, Any]:
+        """Install signal handlers, which only the main thread can do; returns the former ones.
 
-        SIGTERM would not unwind the parent, so that it cleans up; SIGINT does so by itself.
+        Without a handler SIGTERM would end the parent without a clean-up. SIGINT raises by itself.
         """
         if threading.current_thread() is not threading.main_thread():
             return {}
-        heard = [signal.SIGTERM, *([signal.SIGINT] if self._forwards_stop else [])]
-        return {number: signal.signal(number, self._hear) for number in heard}
+        handled = [signal.SIGTERM, *([signal.SIGINT] if self._forwards_stop else [])]
+        return {number: signal.signal(number, self._on_signal) for number in handled}
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._stops += 1
         if self._stops > 1 or not self._forwards_stop:
             sys.exit(128 + number)
-        for line in self._lines:
-            line.process.terminate()
+        for child in self._children:
+            child.process.terminate()
 
     def _fork(self, rank: int) -> None:
         context = multiprocessing.get_context("fork")
         ours, theirs = context.Pipe()
-        inherited = [ours, *(line.pipe for line in self._lines)]
+        inherited = [ours, *(child.pipe for child in self._children)]
         process = context.Process(
             target=_serve,
             args=(rank, theirs, inherited, os.getpid(), self._forwards_stop),
             daemon=True,
         )
         with warnings.catch_warnings():
-            # Python warns of forks beside threads; the ranks use none of the parent's.
+            # Python warns about forks of threaded processes; ranks use no thread of the parent.
             warnings.simplefilter("ignore", DeprecationWarning)
             process.start()
         theirs.close()
-        self._lines.append(_Line(process, ours))
+        self._children.append(_Child(process, ours))
 
     def _answers(
-        self, lines: list[_Line], on_phase: Callable[[], None], on_report: Callable[[Any], None]
+        self, children: list[_Child], on_phase: Callable[[], None], on_report: Callable[[Any], None]
     ) -> list[Any]:
-        results: list[Any] = [None] * len(lines)
+        results: list[Any] = [None] * len(children)
         raised: list[RankLost] = []
         until = time.monotonic() + self.patience
-        while any(line.busy for line in lines):
-            heard = wait([line.pipe for line in lines if line.busy], until - time.monotonic())
-            if not heard:
-                raise raised[0] if raised else self._silent(lines)
-            for rank, line in enumerate(lines):
-                if line.pipe not in heard:
+        while any(child.busy for child in children):
+            ready = wait([child.pipe for child in children if child.busy], until - time.monotonic())
+            if not ready:
+                raise raised[0] if raised else self._silent(children)
+            for rank, child in enumerate(children):
+                if child.pipe not in ready:
                     continue
-                kind, what = self._word(rank, line)
+                kind, value = self._receive(rank, child)
                 if kind == "done":
-                    results[rank] = what
+                    results[rank] = value
                 elif kind == "raised":
-                    raised.append(RankLost(rank, line.doing, f"raised {what}"))
+                    raised.append(RankLost(rank, child.doing, f"raised {value}"))
                 elif kind == "lost":
-                    lost, _, cause = what
-                    raise RankLost(lost, lines[lost].doing, cause)
+                    lost, _, cause = value
+                    raise RankLost(lost, children[lost].doing, cause)
                 elif kind == "phase":
                     on_phase()
                 elif kind == "report":
-                    on_report(what)
+                    on_report(value)
             until = time.monotonic() + (_GRACE if raised else self.patience)
         if raised:
             raise raised[0]
         return results
 
-    def _word(self, rank: int, line: _Line) -> tuple[str, Any]:
-        """The next thing a rank says; the end of its pipe is its death."""
+    def _receive(self, rank: int, child: _Child) -> tuple[str, Any]:
+        """The next message of a rank. The end of its pipe means that it died."""
         try:
-            kind, what = pickle.loads(line.pipe.recv_bytes())
+            kind, value = pickle.loads(child.pipe.recv_bytes())
         except (EOFError, OSError):
-            raise self._death(rank, line) from None
-        line.num_words += kind != "report"  # not every rank has something to report
+            raise self._death(rank, child) from None
+        child.num_messages += kind != "report"  # not every rank reports
         if kind == "phase":
-            line.phase, line.detail = what, ""
+            child.phase, child.detail = value, ""
         elif kind == "detail":
-            line.detail = what
+            child.detail = value
         elif kind in ("done", "raised"):
-            line.busy = False
-        return kind, what
+            child.busy = False
+        return kind, value
 
-    def _death(self, rank: int, line: _Line) -> RankLost:
-        """Gloo aborts where messages do not fit: then ranks may have called different things, and
-        it need not be the one that died which left out something."""
-        line.process.join(timeout=5)
-        if line.process.exitcode == -signal.SIGABRT and self._meeting is not None:
-            positions = read_all(self._meeting.folder, [each.doing for each in self._lines])
-            left = parted(positions, sorted(positions))
-            if left is not None:
-                return RankLost(left.rank, left.doing, left.cause)
-        return RankLost(rank, line.doing, _how_it_ended(line.process))
+    def _death(self, rank: int, child: _Child) -> RankLost:
+        """The rank to blame for a death.
 
-    def _silent(self, lines: list[_Line]) -> RankLost:
-        """Of ranks that all wait, the one that got least far keeps the others waiting."""
-        busy = [(line.num_words, rank) for rank, line in enumerate(lines) if line.busy]
+        Gloo aborts if the messages of two ranks do not match. Then the rank that called another
+        collective is to blame, which need not be the one that died.
+        """
+        child.process.join(timeout=5)
+        if child.process.exitcode == -signal.SIGABRT and self._meeting is not None:
+            positions = read_positions(
+                self._meeting.folder, [each.doing for each in self._children]
+            )
+            found = diverged(positions, sorted(positions))
+            if found is not None:
+                return RankLost(found.rank, found.doing, found.cause)
+        return RankLost(rank, child.doing, _how_it_ended(child.process))
+
+    def _silent(self, children: list[_Child]) -> RankLost:
+        """If all ranks wait, the one with the fewest messages keeps the others waiting."""
+        busy = [(child.num_messages, rank) for rank, child in enumerate(children) if child.busy]
         _, rank = min(busy)
-        return RankLost(rank, lines[rank].doing, f"was silent for {self.patience:.0f} s")
+        return RankLost(rank, children[rank].doing, f"was silent for {self.patience:.0f} s")
 
 
 def _how_it_ended(process: BaseProcess) -> str:
@@ -302,28 +306,28 @@ def _how_it_ended(process: BaseProcess) -> str:
 
 
 def _serve(
-    rank: int, pipe: Connection, inherited: list[Connection], parent: int, hears_stop: bool
+    rank: int, pipe: Connection, inherited: list[Connection], parent: int, handles_stop: bool
 ) -> None:
-    """The life of a rank: tasks until the pipe closes."""
+    """Run tasks in a forked rank until the pipe closes."""
     if sys.__stderr__ is not None:
-        faulthandler.enable(sys.__stderr__)  # a rank that aborts says where
+        faulthandler.enable(sys.__stderr__)  # print the stack of a rank that aborts
     stop = StopRequest()
-    if hears_stop:
+    if handles_stop:
         stop.listen()
     else:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it too, and ends us
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends this rank
     for other in inherited:
         other.close()
     _die_with(parent)
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = _loopback()
 
-    one_at_a_time = threading.Lock()  # a rank's watchdog speaks for itself
+    lock = threading.Lock()  # the watchdog thread sends too
 
-    def tell(kind: str, what: object) -> None:
-        with one_at_a_time:
-            pipe.send_bytes(pickle.dumps((kind, what), protocol=5))
+    def send(kind: str, value: object) -> None:
+        with lock:
+            pipe.send_bytes(pickle.dumps((kind, value), protocol=5))
 
     while True:
         try:
@@ -331,21 +335,21 @@ def _serve(
         except EOFError:
             return
         try:
-            answer = ("done", function(Worker(rank, meeting, tell, stop), *args))
+            answer = ("done", function(Worker(rank, meeting, send, stop), *args))
         except Exception as error:
-            answer = ("raised", _told(error))
-        gc.collect()  # modules with hooks are cycles, and hold process groups with their threads
-        tell(*answer)
+            answer = ("raised", _described(error))
+        gc.collect()  # modules with hooks are in cycles and keep process groups and threads alive
+        send(*answer)
 
 
-def _told(error: Exception) -> str:
-    """What was raised, and the last places it came through."""
+def _described(error: Exception) -> str:
+    """The error and the innermost frames of its traceback."""
     first, *rest = traceback.format_exception(error, limit=-4)
     return f"{type(error).__name__}: {error}\n" + "".join([first, *rest]).rstrip()
 
 
 def _die_with(parent: int) -> None:
-    """Where the kernel offers it, be killed when the parent ends; elsewhere the pipe tells."""
+    """Get killed when the parent ends, on Linux; elsewhere the closed pipe ends the rank."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

@@ -1,7 +1,9 @@
-"""A training run as values: what is known of a step, where the time went, and the whole of it.
+"""What is recorded of a training run: its steps, where the time went, and a summary.
 
-`StepRecord` is a line of a run's `metrics.jsonl`. A run may be started several times; the records
-of steps that a restart had to repeat are lost, and count as time but not as training.
+`StepRecord` is one line of `metrics.jsonl`. A run may be started several times. Steps that a
+restart repeats are lost: they count as time, but not as training. Other modules of this package
+write the run folder (`run_folder`), read it back (`run_reader`), describe what the ranks did in a
+step (`spans`), and compare a measured step with the plan (`deviation`). Nothing here loads torch.
 """
 
 from __future__ import annotations
@@ -21,15 +23,15 @@ if TYPE_CHECKING:
 
 
 GIB = 1 << 30
-BUILD, LOAD, SAVE, EVAL = "build", "load", "save", "eval"  # what a run does besides its steps
+BUILD, LOAD, SAVE, EVAL = "build", "load", "save", "eval"  # besides the steps
 STEPS, LOST, SKIPPED, DOWN, OTHER = "steps", "lost", "skipped", "down", "other"
 _NAMES = (STEPS, BUILD, LOAD, SAVE, EVAL, SKIPPED, LOST, DOWN, OTHER)
-_WINDOW = 100  # steps that the time to come is judged by
+_WINDOW = 100  # the last steps, from which the remaining time is estimated
 
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """What the plan expects of every step."""
+    """The planner's estimate of a step."""
 
     step_s: float
     tokens_per_s: float
@@ -38,17 +40,17 @@ class PlannedStep:
 
     @classmethod
     def of(cls, outlook: Estimate) -> PlannedStep:
-        """The planner's forecast."""
+        """From the estimate of a plan."""
         rate = outlook.tokens_per_s_per_gpu * outlook.plan.layout.world
         return cls(outlook.step, rate, outlook.mfu, outlook.allocated / GIB)
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step. What is unknown is None; a loss or norm that is no finite number makes it skipped.
+    """One step. Unknown values are None. A step whose loss or norm is not finite is skipped.
 
-    `spent` are the seconds since the record before, outside of the step, by what they went to;
-    `wall` the seconds since the run's first start; `restart` counts its starts, from 0.
+    `spent` has the seconds between the previous record and this step, by what they were spent on.
+    `wall` has the seconds since the first start of the run. `restart` counts the starts from 0.
     """
 
     step: int  # from 1
@@ -63,12 +65,14 @@ class StepRecord:
     wall: float
     restart: int = 0
     mfu: float | None = None
-    memory_gib: float | None = None  # the most of any rank
+    memory_gib: float | None = None  # peak of any rank
     planned: PlannedStep | None = None
     skipped: str | None = None  # why
-    scale: float | None = None  # of the loss, under fp16
-    fullest: float | None = None  # the fullest expert over the mean, on average over layers
-    load: tuple[float, ...] | None = None  # the same, by layer with experts
+    scale: float | None = None  # loss scale, in fp16
+    fullest: float | None = (
+        None  # load of the fullest expert over the mean load, averaged over layers
+    )
+    load: tuple[float, ...] | None = None  # the same for each layer with experts
     eval_loss: float | None = None
     spent: dict[str, float] = field(default_factory=dict[str, float])
 
@@ -81,7 +85,7 @@ class StepRecord:
         return self.tokens_per_s / self.world
 
     def to_json(self) -> dict[str, Any]:
-        """A line of the file; numbers that are not finite, which JSON has not, become null."""
+        """One line of the file. Numbers that are not finite become null."""
         table = asdict(self)
         for key in ("loss", "norm", "eval_loss"):
             if table[key] is not None and not math.isfinite(table[key]):
@@ -94,18 +98,18 @@ class StepRecord:
 
     @classmethod
     def from_json(cls, table: Mapping[str, Any]) -> StepRecord:
-        """The record of a line; raises KeyError or TypeError where it is none."""
-        said = {each.name: table[each.name] for each in fields(cls)}
+        """The record of a line; raises KeyError or TypeError if the line is no record."""
+        values = {each.name: table[each.name] for each in fields(cls)}
         for key in ("loss", "norm"):
-            said[key] = math.nan if said[key] is None else float(said[key])
-        if said["planned"] is not None:
-            said["planned"] = PlannedStep(**said["planned"])
-        if said["load"] is not None:
-            said["load"] = tuple(said["load"])
-        return cls(**said)
+            values[key] = math.nan if values[key] is None else float(values[key])
+        if values["planned"] is not None:
+            values["planned"] = PlannedStep(**values["planned"])
+        if values["load"] is not None:
+            values["load"] = tuple(values["load"])
+        return cls(**values)
 
     def scalars(self) -> dict[str, float]:
-        """What a tracker draws over the steps."""
+        """The numbers that a tracker such as TensorBoard draws."""
         found = {
             "loss": self.loss,
             "norm": self.norm,
@@ -125,7 +129,7 @@ class StepRecord:
 
 
 def mfu(plan: Plan, tokens_per_s: float) -> float | None:
-    """Model FLOPs over those of the plan's GPUs; None where the machine is not known."""
+    """Model FLOPs over the peak FLOPs of the plan's GPUs; None if the plan has no machine."""
     if plan.machine is None:
         return None
     flops = training_flops(plan.shape, plan.batch.seq).total * tokens_per_s
@@ -133,16 +137,16 @@ def mfu(plan: Plan, tokens_per_s: float) -> float | None:
 
 
 class Pace:
-    """How long the rest takes, by the newest steps of this start and what was done around them.
+    """Estimates the remaining time from the last steps of this start and the time between them.
 
-    The first step, in which kernels are compiled and memory is found, is no measure of others.
+    The first step compiles kernels and allocates memory, so it does not count.
     """
 
     def __init__(self) -> None:
         self.seconds: deque[float] | None = None
 
     def eta(self, record: StepRecord, steps: int) -> float | None:
-        """Seconds from this record to the last of `steps`; None as long as nobody can know."""
+        """Seconds from this record to the last of `steps`; None after the first step."""
         if self.seconds is None:
             self.seconds = deque(maxlen=_WINDOW)
             return None
@@ -151,9 +155,9 @@ class Pace:
 
 
 class RunStart(NamedTuple):
-    """One start of a run, in seconds since the first.
+    """One start of a run, in seconds since the first start.
 
-    `ended` is None where it died; `spent` is what came behind the last step of one that did not.
+    `ended` is None if the start died. Otherwise `spent` has the seconds after its last step.
     """
 
     began: float
@@ -162,7 +166,7 @@ class RunStart(NamedTuple):
 
 
 class Rate(NamedTuple):
-    """Of tokens in a second: all of them over all the time, and the middle one of the steps."""
+    """Tokens per second: over all steps together, and the median of the steps."""
 
     mean: float
     median: float
@@ -170,18 +174,18 @@ class Rate(NamedTuple):
 
 @dataclass(frozen=True)
 class Summary:
-    """A whole run. `spent` sums to `wall_s`; rates, MFU and losses are of steps that count."""
+    """A run. `spent` sums to `wall_s`. Rates, MFU and losses are those of steps that count."""
 
     num_steps: int
     num_tokens: int
     wall_s: float
     spent: dict[str, float]
-    goodput: float  # the share of the wall time that went to steps that count
+    goodput: float  # share of the wall time in steps that count
     step_s: float | None  # median
     tokens_per_s: Rate | None
     tokens_per_s_per_gpu: Rate | None
     mfu: float | None  # median
-    memory_gib: float | None  # most
+    memory_gib: float | None  # peak
     planned: PlannedStep | None  # of the newest step
     world: int | None  # of the newest step
     last_loss: float | None
@@ -205,22 +209,22 @@ class Summary:
 
 def summarize(
     starts: Sequence[RunStart],
-    kept: Sequence[StepRecord],
+    records: Sequence[StepRecord],
     lost: Sequence[StepRecord],
     num_checkpoints: int,
 ) -> Summary:
-    """The run so far: what its file of records keeps, and what restarts had to repeat."""
-    counted = [record for record in kept if record.skipped is None]
-    spent = _spent(starts, kept, lost)
+    """The run so far, from its records and those of `lost` steps, which restarts repeated."""
+    counted = [record for record in records if record.skipped is None]
+    spent = _spent(starts, records, lost)
     wall = sum(spent.values())
     best = min(counted, key=lambda record: record.loss, default=None)
     known_mfu = [record.mfu for record in counted if record.mfu is not None]
-    memory = [each.memory_gib for each in (*kept, *lost) if each.memory_gib is not None]
-    evals = [record.eval_loss for record in kept if record.eval_loss is not None]
+    memory = [each.memory_gib for each in (*records, *lost) if each.memory_gib is not None]
+    evals = [record.eval_loss for record in records if record.eval_loss is not None]
     total = sum(record.tokens for record in counted)
-    newest = kept[-1] if kept else None
+    newest = records[-1] if records else None
     return Summary(
-        num_steps=len(kept),
+        num_steps=len(records),
         num_tokens=total,
         wall_s=wall,
         spent=spent,
@@ -237,7 +241,7 @@ def summarize(
         best_step=best.step if best else None,
         eval_loss=evals[-1] if evals else None,
         best_eval_loss=min(evals, default=None),
-        num_skipped=len(kept) - len(counted),
+        num_skipped=len(records) - len(counted),
         num_lost=len(lost),
         num_restarts=len(starts) - 1,
         num_checkpoints=num_checkpoints,
@@ -254,26 +258,26 @@ def _rate(records: Sequence[StepRecord], per_gpu: bool) -> Rate | None:
 
 
 def _spent(
-    starts: Sequence[RunStart], kept: Sequence[StepRecord], lost: Sequence[StepRecord]
+    starts: Sequence[RunStart], records: Sequence[StepRecord], lost: Sequence[StepRecord]
 ) -> dict[str, float]:
-    """Wall time by what it went to.
+    """Wall time by what it was spent on.
 
-    A start that died is over at its last record; from there to the next start the run was down.
-    Behind an orderly end nothing is counted until somebody starts it again.
+    A start that died ended at its last record; from there to the next start the run was down.
+    The time between a regular end and the next start does not count.
     """
     found: dict[str, float] = dict.fromkeys(_NAMES, 0.0)
-    for record in (*kept, *lost):
+    for record in (*records, *lost):
         for name, seconds in record.spent.items():
             found[name] = found.get(name, 0.0) + seconds
-    for record in kept:
+    for record in records:
         found[STEPS if record.skipped is None else SKIPPED] += record.seconds
     found[LOST] += sum(record.seconds for record in lost)
     up = 0.0
     for number, start in enumerate(starts):
         for name, seconds in start.spent.items():
             found[name] = found.get(name, 0.0) + seconds
-        heard = [each.wall for each in (*kept, *lost) if each.restart == number]
-        end = max(heard, default=start.began) if start.ended is None else start.ended
+        walls = [each.wall for each in (*records, *lost) if each.restart == number]
+        end = max(walls, default=start.began) if start.ended is None else start.ended
         up += end - start.began
         if start.ended is None and number + 1 < len(starts):
             found[DOWN] += starts[number + 1].began - end

@@ -1,9 +1,12 @@
-"""One step of a pipeline as it ran, beside the plan: what explains the difference.
+"""Compare a measured pipeline step with the plan, and find what explains the difference.
 
-The measured step is played again from its own parts: the seconds of every action, of every message
-that was waited for, and of every pause. With one part as planned and all else as measured it ends
-earlier, and by how much is what that part explains. A slow stage that others merely wait for is so
-found where it is, not where it is waited for.
+The measured step is replayed from its own times: those of every action, of every message that was
+waited for, and of every pause. Then one of them is set to the plan and the step is replayed again.
+The difference between the two is what that cause explains. So a slow stage is found where it is,
+and not where other stages wait for it.
+
+`compare` works with an `Expectation`, which comes from the planner's estimate (`from_plan`) or, for
+a plan without a machine, from the mean times of the run (`from_means`).
 """
 
 from __future__ import annotations
@@ -27,8 +30,8 @@ from fivefold.core.schedule import (
     merged,
 )
 from fivefold.core.schedule.clock import Costs, Timeline, play
-from fivefold.planner import setting_of
-from fivefold.planner.estimate import COMPUTE, forecast
+from fivefold.planner import estimate_setting
+from fivefold.planner.estimate import COMPUTE, simulate_step
 from fivefold.records import StepRecord
 from fivefold.records.spans import (
     DATA,
@@ -38,22 +41,22 @@ from fivefold.records.spans import (
     Expectation,
     RankSpans,
     StepSpans,
-    covered,
+    collective_seconds,
 )
 
 What = Literal["compute", "straggler", "collective", "message", "pause", "around"]
-PAIR = "X"  # the kind of a forward and a backward that run as one
+PAIR = "X"  # the kind of an overlapped forward and backward
 UPDATE = "update"
-_ALIKE = 0.02  # of the plan: less is no difference that needs a name
-_MOST_OF_IT = 0.75  # of what a cause explains: then a part of it is the better name
-_SLOWER = 1.1  # than the other ranks of its stage
+_NEGLIGIBLE = 0.02  # share of the plan: a smaller difference needs no cause
+_MOST = 0.75  # share of a cause: a part that explains this much is named instead
+_STRAGGLES = 1.1  # times the other ranks of its stage
 
 
 class Cause(NamedTuple):
-    """Something that differs; with it as planned the step would be shorter by `gain` seconds.
+    """One cause of the difference: as planned, the step would be `gain` seconds shorter.
 
-    `planned` and `measured` are seconds of one action or message where there are several, and
-    else of the step.
+    `planned` and `measured` are mean seconds of an action or message if there are several, else
+    seconds of the step.
     """
 
     what: What
@@ -63,7 +66,7 @@ class Cause(NamedTuple):
     stage: int | None = None
     kind: str | None = None
     axis: str | None = None
-    place: int | None = None  # of a pipeline rank
+    pp_rank: int | None = None
     source: int | None = None
     action: str | None = None
     cause: str | None = None
@@ -72,24 +75,24 @@ class Cause(NamedTuple):
 
 @dataclass(frozen=True)
 class Comparison:
-    """A pipeline as it ran beside what was expected; seconds from the begin of its first action."""
+    """A measured pipeline and the expected one, in seconds since its first action."""
 
     ran: Timeline
     played: Timeline
-    whole: bool  # whether the step is compared, or its pipeline alone
+    whole: bool  # whether the full step is compared, or only its pipeline
     seconds: float
     planned: float
     causes: tuple[Cause, ...]
 
     @property
     def difference(self) -> float:
-        """Seconds that it took longer."""
+        """Seconds by which it was slower."""
         return self.seconds - self.planned
 
     @cached_property
     def named(self) -> Cause | None:
-        """What explains most of the difference; None where there is next to none."""
-        if abs(self.difference) < _ALIKE * self.planned:
+        """The cause that explains most of the difference; None if the difference is negligible."""
+        if abs(self.difference) < _NEGLIGIBLE * self.planned:
             return None
         sign = 1 if self.difference > 0 else -1
         found = max(self.causes, key=lambda one: sign * one.gain)
@@ -97,10 +100,10 @@ class Comparison:
 
 
 def narrowed(cause: Cause) -> Cause:
-    """The smallest part of a cause that still explains most of what it does."""
+    """The smallest part of a cause that explains most of it."""
     sign = 1 if cause.gain > 0 else -1
     part = max(cause.parts, key=lambda one: sign * one.gain, default=None)
-    if part is None or sign * part.gain < _MOST_OF_IT * sign * cause.gain:
+    if part is None or sign * part.gain < _MOST * sign * cause.gain:
         return cause
     return narrowed(part)
 
@@ -112,32 +115,32 @@ def compare(
     record: StepRecord | None,
     peers: Mapping[int, Sequence[RankSpans]],
 ) -> Comparison:
-    """Hold the ranks of one pipeline, `worked` spans of them, against what was expected.
+    """Compare the ranks of one pipeline with what was expected; `spans` come from `split_waiting`.
 
-    `peers` are other ranks by the pipeline rank whose stages they have too.
+    `peers` are the ranks with the same stages, by pipeline rank.
     """
     ranks = [spans.ranks[rank] for rank in column]
-    net = ActionGraph(expected, ranks)
-    causes = [_compute(net, ranks, peers), *_collectives(net), _messages(net), _pauses(net)]
-    seconds, planned, whole = net.makespan, expected.played.makespan, expected.around is not None
+    graph = ActionGraph(expected, ranks)
+    causes = [_compute(graph, ranks, peers), *_collectives(graph), _messages(graph), _pauses(graph)]
+    seconds, planned, whole = graph.makespan, expected.played.makespan, expected.around is not None
     if expected.around is not None:
         planned += sum(expected.around.values())
-        told = spans.end - spans.begin if record is None else record.seconds
-        seconds = max(told, net.makespan)
-        causes += _around(expected.around, net, spans, seconds)
+        measured = spans.end - spans.begin if record is None else record.seconds
+        seconds = max(measured, graph.makespan)
+        causes += _around(expected.around, graph, spans, seconds)
     causes.sort(key=lambda one: -abs(one.gain))
-    return Comparison(_ran(net), expected.played, whole, seconds, planned, tuple(causes))
+    return Comparison(_ran(graph), expected.played, whole, seconds, planned, tuple(causes))
 
 
 def own_seconds(one: RankSpans) -> float:
-    """What a rank computed itself: its actions without waiting and without collectives."""
-    inside = covered(one)
+    """Seconds of computation of a rank: its actions without waits and collectives."""
+    inside = collective_seconds(one)
     total = sum(did.end - did.ready for did in one.actions)
     return total - sum(sum(each.values()) for each in inside)
 
 
 def kind_of(step: Step) -> str:
-    """F, B, I, W, or X for a pair."""
+    """F, B, I or W; X for an overlapped pair."""
     return PAIR if isinstance(step, Overlap) else step.kind
 
 
@@ -145,29 +148,29 @@ def stage_of(step: Step) -> int:
     return actions_of(step)[0].stage
 
 
-def _ran(net: ActionGraph) -> Timeline:
-    """The measured step in the clothes of a played one."""
-    played, times = net.expected.played, net.times(net.nodes)
+def _ran(graph: ActionGraph) -> Timeline:
+    """The measured step as a timeline."""
+    played, times = graph.expected.played, graph.times(graph.nodes)
     rows: list[list[tuple[float, float]]] = [[] for _ in played.schedule.order]
-    for node, time in zip(net.nodes, times, strict=True):
-        rows[node.place].append(time)
+    for node, time in zip(graph.nodes, times, strict=True):
+        rows[node.pp_rank].append(time)
     starts, ends = (tuple(tuple(one[i] for one in row) for row in rows) for i in (0, 1))
     return replace(played, starts=starts, ends=ends)
 
 
-def _gain(net: ActionGraph, change: Callable[[ActionNode], ActionNode]) -> float:
-    return net.makespan - net.play([change(node) for node in net.nodes])
+def _gain(graph: ActionGraph, change: Callable[[ActionNode], ActionNode]) -> float:
+    return graph.makespan - graph.play([change(node) for node in graph.nodes])
 
 
 def _computed(node: ActionNode) -> float:
-    """Without what collectives took longer."""
+    """Seconds of an action without the extra time of its collectives."""
     return node.seconds - sum(node.excess.values())
 
 
 def _compute(
-    net: ActionGraph, ranks: Sequence[RankSpans], peers: Mapping[int, Sequence[RankSpans]]
+    graph: ActionGraph, ranks: Sequence[RankSpans], peers: Mapping[int, Sequence[RankSpans]]
 ) -> Cause:
-    """Actions without their collectives: all, by kind, by stage, and ranks that are slow alone."""
+    """Computation: of all actions, by kind, by stage, and of stragglers."""
 
     def cause(stage: int | None = None, kind: str | None = None) -> Cause:
         def is_meant(node: ActionNode) -> bool:
@@ -177,13 +180,13 @@ def _compute(
             late = _computed(node) - node.planned
             return replace(node, seconds=node.seconds - late) if is_meant(node) else node
 
-        meant = [node for node in net.nodes if is_meant(node)]
+        meant = [node for node in graph.nodes if is_meant(node)]
         planned, measured = fmean(n.planned for n in meant), fmean(map(_computed, meant))
-        gain = _gain(net, as_planned)
+        gain = _gain(graph, as_planned)
         return Cause("compute", gain, planned, measured, stage=stage, kind=kind)
 
-    pairs = sorted({(stage_of(node.step), kind_of(node.step)) for node in net.nodes})
-    alone = list(_stragglers(net, ranks, peers))
+    pairs = sorted({(stage_of(node.step), kind_of(node.step)) for node in graph.nodes})
+    alone = list(_stragglers(graph, ranks, peers))
     single = {pair: cause(*pair) for pair in pairs}
     by_stage: list[Cause] = []
     for stage in sorted({stage for stage, _ in pairs}):
@@ -198,101 +201,102 @@ def _compute(
 
 
 def _stragglers(
-    net: ActionGraph, ranks: Sequence[RankSpans], peers: Mapping[int, Sequence[RankSpans]]
+    graph: ActionGraph, ranks: Sequence[RankSpans], peers: Mapping[int, Sequence[RankSpans]]
 ) -> Iterator[Cause]:
-    """Ranks that compute longer than others with the same stages; each part of its first stage."""
-    for place, one in enumerate(ranks):
-        others = [own_seconds(each) for each in peers.get(place, ()) if each.rank != one.rank]
+    """Ranks that compute longer than their peers; each counts for its first stage."""
+    for pp_rank, one in enumerate(ranks):
+        others = [own_seconds(each) for each in peers.get(pp_rank, ()) if each.rank != one.rank]
         mine = own_seconds(one)
-        if others and mine >= _SLOWER * median(others):
+        if others and mine >= _STRAGGLES * median(others):
             share = (mine - median(others)) / len(one.actions)
-            gain = _without(net, lambda node, here=place, s=share: s if node.place == here else 0.0)
+            gain = _without(graph, lambda node, r=pp_rank, s=share: s if node.pp_rank == r else 0.0)
             stage = stage_of(one.actions[0].step)
-            yield Cause("straggler", gain, median(others), mine, stage=stage, place=place)
+            yield Cause("straggler", gain, median(others), mine, stage=stage, pp_rank=pp_rank)
 
 
-def _without(net: ActionGraph, late: Callable[[ActionNode], float]) -> float:
-    """What the step would be shorter by, were every action shorter by its own part."""
-    return _gain(net, lambda node: replace(node, seconds=max(0.0, node.seconds - late(node))))
+def _without(graph: ActionGraph, late: Callable[[ActionNode], float]) -> float:
+    """The gain if every action were shorter by `late(action)` seconds."""
+    return _gain(graph, lambda node: replace(node, seconds=max(0.0, node.seconds - late(node))))
 
 
-def _collectives(net: ActionGraph) -> Iterator[Cause]:
-    """By axis: what collectives inside of actions take longer."""
-    for axis in sorted({axis for node in net.nodes for axis in node.excess}):
-        planned = sum(net.expected.inside(node.step).get(axis, 0.0) for node in net.nodes)
-        late = sum(node.excess.get(axis, 0.0) for node in net.nodes)
-        gain = _without(net, lambda node, axis=axis: node.excess.get(axis, 0.0))
+def _collectives(graph: ActionGraph) -> Iterator[Cause]:
+    """The extra time of collectives within actions, by axis."""
+    for axis in sorted({axis for node in graph.nodes for axis in node.excess}):
+        planned = sum(graph.expected.inside(node.step).get(axis, 0.0) for node in graph.nodes)
+        late = sum(node.excess.get(axis, 0.0) for node in graph.nodes)
+        gain = _without(graph, lambda node, axis=axis: node.excess.get(axis, 0.0))
         yield Cause("collective", gain, planned, planned + late, axis=axis)
 
 
-def _messages(net: ActionGraph) -> Cause:
-    """Messages that were waited for: all, by the pair of ranks, and each that is late by itself."""
-    usual = max(net.expected.played.costs.transfer)
-    waiting = [node for node in net.nodes if node.causes and node.message > usual]
+def _messages(graph: ActionGraph) -> Cause:
+    """Messages that were waited for: all, by pair of ranks, and the latest of each pair."""
+    usual = max(graph.expected.played.costs.transfer)
+    waiting = [node for node in graph.nodes if node.causes and node.message > usual]
 
     def cause(meant: Sequence[ActionNode]) -> Cause:
         ids = {id(node) for node in meant}
-        gain = _gain(net, lambda node: replace(node, message=usual) if id(node) in ids else node)
+        gain = _gain(graph, lambda node: replace(node, message=usual) if id(node) in ids else node)
         measured = fmean(node.message for node in meant) if meant else usual
         return Cause("message", gain, usual, measured)
 
     pairs: dict[tuple[int, int], list[ActionNode]] = {}
     for node in waiting:
-        pairs.setdefault((net.nodes[node.causes[-1]].place, node.place), []).append(node)
+        pairs.setdefault((graph.nodes[node.causes[-1]].pp_rank, node.pp_rank), []).append(node)
     parts: list[Cause] = []
-    for (source, place), meant in pairs.items():
+    for (source, pp_rank), meant in pairs.items():
         late = max(meant, key=lambda node: node.message)
-        action, giver = str(late.step), str(net.nodes[late.causes[-1]].step)
-        where = {"source": source, "place": place}
-        worst = cause([late])._replace(**where, action=action, cause=giver)
+        action, sender = str(late.step), str(graph.nodes[late.causes[-1]].step)
+        where = {"source": source, "pp_rank": pp_rank}
+        worst = cause([late])._replace(**where, action=action, cause=sender)
         parts.append(cause(meant)._replace(**where, parts=(worst,)))
     return cause(waiting)._replace(parts=tuple(parts))
 
 
-def _pauses(net: ActionGraph) -> Cause:
-    """Time in which a rank had all that it needs and did nothing, by rank."""
+def _pauses(graph: ActionGraph) -> Cause:
+    """Time in which a rank had all inputs but did nothing, by rank."""
 
-    def cause(places: Sequence[int]) -> Cause:
-        gain = _gain(net, lambda node: replace(node, pause=0.0) if node.place in places else node)
-        total = sum(node.pause for node in net.nodes if node.place in places)
-        return Cause("pause", gain, 0.0, total, place=places[0] if len(places) == 1 else None)
+    def cause(pp_ranks: Sequence[int]) -> Cause:
+        ids = {id(node) for node in graph.nodes if node.pp_rank in pp_ranks}
+        gain = _gain(graph, lambda node: replace(node, pause=0.0) if id(node) in ids else node)
+        total = sum(node.pause for node in graph.nodes if id(node) in ids)
+        return Cause("pause", gain, 0.0, total, pp_rank=pp_ranks[0] if len(pp_ranks) == 1 else None)
 
-    places = range(len(net.ranks))
-    return cause(places)._replace(parts=tuple(cause([place]) for place in places))
+    pp_ranks = range(len(graph.ranks))
+    return cause(pp_ranks)._replace(parts=tuple(cause([each]) for each in pp_ranks))
 
 
 def _around(
-    planned: Mapping[str, float], net: ActionGraph, spans: StepSpans, seconds: float
+    planned: Mapping[str, float], graph: ActionGraph, spans: StepSpans, seconds: float
 ) -> Iterator[Cause]:
-    """Outside of the pipeline: sums and gathers of data ranks, and the update with the rest.
+    """Time outside of the pipeline: collectives of data ranks, and the update with the rest.
 
-    As the rank whose pipeline ended last sees it: others wait for it there.
+    It is measured on the rank whose pipeline ended last, because the others wait for that rank.
     """
-    last = max(net.ranks, key=lambda one: one.actions[-1].end)
+    last = max(graph.ranks, key=lambda one: one.actions[-1].end)
     end = last.actions[-1].end
-    behind = last.actions[-1]._replace(begin=end, ready=end, end=max(end, spans.end))
-    calls = covered(replace(last, actions=(behind,)))[0]
-    total = max(0.0, seconds - net.makespan)
+    after = last.actions[-1]._replace(begin=end, ready=end, end=max(end, spans.end))
+    calls = collective_seconds(replace(last, actions=(after,)))[0]
+    total = max(0.0, seconds - graph.makespan)
     moved = min(total, sum(calls.values()))
     for axis, measured in ((DATA, moved), (UPDATE, total - moved)):
         expected = planned.get(axis, 0.0)
         yield Cause("around", measured - expected, expected, measured, axis=axis)
 
 
-# What a measured step is held against: the planner's forecast, or the run's own means.
+# What a measured step is compared with.
 
 
 def from_plan(plan: Plan) -> Expectation | None:
-    """The planner's forecast of a step, as the run was made; None where it knows no machine.
+    """The planner's estimate of a step; None if the plan has no machine.
 
-    Traffic inside of an action is the share that it has in the work of the busiest rank.
+    The collectives of an action have the share that they have in the work of the busiest rank.
     """
     if plan.machine is None:
         return None
-    recipe = plan.wishes.train
+    recipe = plan.options.train
     kernels = "compiled" if recipe.compile else "eager"
-    setting, _ = setting_of(plan.machine, plan.precision, 0.0, kernels, 1.0)
-    known = forecast(plan, setting, "nvme" if recipe.disk else recipe.offload)
+    setting, _ = estimate_setting(plan.machine, plan.precision, 0.0, kernels, 1.0)
+    known = simulate_step(plan, setting, "nvme" if recipe.disk else recipe.offload)
     costs, factor = known.timeline.costs, setting.stack.factor
     times = (costs.forward, costs.backward, costs.weight, costs.transfer)
     scaled = Costs(
@@ -312,11 +316,11 @@ def from_plan(plan: Plan) -> Expectation | None:
 
 
 def from_means(schedule: Schedule, ranks: Sequence[RankSpans]) -> Expectation:
-    """The schedule with the mean of each kind of action as it was measured, and free messages."""
+    """The schedule with the measured mean time of each kind of action, and free messages."""
     seconds: dict[str, list[float]] = {}
     calls: dict[str, list[dict[str, float]]] = {}
     for one in ranks:
-        for did, inside in zip(one.actions, covered(one), strict=True):
+        for did, inside in zip(one.actions, collective_seconds(one), strict=True):
             seconds.setdefault(kind_of(did.step), []).append(did.end - did.ready)
             calls.setdefault(kind_of(did.step), []).append(inside)
     mean = {kind: fmean(each) for kind, each in seconds.items()}
@@ -341,6 +345,6 @@ def from_means(schedule: Schedule, ranks: Sequence[RankSpans]) -> Expectation:
 
 
 def as_run(schedule: Schedule) -> Schedule:
-    """The schedule with neighbouring I and W joined, as the runtime joins them."""
+    """The schedule with adjacent I and W merged, as the runtime merges them."""
     order = tuple(merged(schedule, rank) for rank in range(schedule.num_ranks))
     return replace(schedule, order=order)

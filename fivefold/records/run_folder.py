@@ -1,4 +1,9 @@
-"""What run folders are called where nobody says."""
+"""Write the folder of a run: its plan, what ran it, one line for each step, and the summary.
+
+Files are replaced atomically, by rename; lines are appended. A killed process can leave a partial
+line at the end of a file, and the next start cuts it off. Nothing here loads torch, so a run can be
+read on any machine.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +27,21 @@ import fivefold
 from fivefold.core.errors import BadFile, FivefoldError
 from fivefold.records import RunStart, StepRecord, Summary, summarize
 
+PLAN, RUN, METRICS, LOST, SUMMARY = (
+    "plan.toml",
+    "run.json",
+    "metrics.jsonl",
+    "metrics.lost.jsonl",
+    "summary.json",
+)
+EVENTS, CHECKPOINTS = "events", "checkpoints"
+_OURS = (RUN, PLAN, METRICS, LOST, SUMMARY, EVENTS, CHECKPOINTS)
+_GPUS = Path("/proc/driver/nvidia/gpus")
+_GIT_SECONDS = 5.0
+
 
 def run_folder(parent: Path, name: str, newest: bool) -> Path:
-    """The next free folder of this name and a number, or the newest there is."""
+    """The folder `name-N` with the next free number, or the newest that exists."""
     name = re.sub(r"[^A-Za-z0-9._-]", "-", name)
     taken = {
         int(found[1])
@@ -39,29 +56,9 @@ def run_folder(parent: Path, name: str, newest: bool) -> Path:
     return parent / f"{name}-{max(taken, default=0) + (not newest)}"
 
 
-# The folder of a run: its plan, what ran it, a line for every step, and the summary.
-#
-# Nothing here loads torch, so that a run can be read on any machine. Files are replaced whole, by
-# rename; lines are appended. A process that is killed can leave half a line at the end of a file,
-# which whoever comes next cuts off.
-
-
-PLAN, RUN, METRICS, LOST, SUMMARY = (
-    "plan.toml",
-    "run.json",
-    "metrics.jsonl",
-    "metrics.lost.jsonl",
-    "summary.json",
-)
-EVENTS, CHECKPOINTS = "events", "checkpoints"
-_OURS = (RUN, PLAN, METRICS, LOST, SUMMARY, EVENTS, CHECKPOINTS)
-_GPUS = Path("/proc/driver/nvidia/gpus")
-_GIT_SECONDS = 5.0
-
-
 @dataclass(frozen=True)
 class RunFolder:
-    """One start of a run, as a folder knows it. Made once a start; ranks may have copies."""
+    """One start of a run and its folder. Ranks may have copies."""
 
     path: Path
     restart: int  # from 0
@@ -71,9 +68,9 @@ class RunFolder:
     def create(
         cls, path: Path, plan_toml: str, settings: Mapping[str, object], resume: bool
     ) -> RunFolder:
-        """A new run, or where it shall `resume` and there is one, its next start.
+        """Create a run; with `resume`, add a start to the run that exists.
 
-        `settings` are facts of this start for `run.json`, such as layout and world.
+        `settings` are written to `run.json` for this start, such as layout and world.
         """
         there = [name for name in _OURS if (path / name).exists()]
         if there and not resume:
@@ -81,21 +78,21 @@ class RunFolder:
             raise FivefoldError(
                 f"{path} has {what}: continue it with --resume, or give another folder with --out"
             )
-        with said_of(path):
+        with naming_file(path):
             path.mkdir(parents=True, exist_ok=True)
         facts: dict[str, Any] = {"id": uuid.uuid4().hex, "starts": []}
         if RUN in there:
             facts = _read_json(path / RUN)
         number = len(facts["starts"])
-        _keep_former_plan(path, plan_toml, number - 1)
-        write_whole(path / PLAN, plan_toml)
-        facts["starts"].append({"began": time.time(), **_circumstances(), **settings})
-        write_whole(path / RUN, json.dumps(facts, indent=2) + "\n")
+        _save_former_plan(path, plan_toml, number - 1)
+        write_atomically(path / PLAN, plan_toml)
+        facts["starts"].append({"began": time.time(), **_environment(), **settings})
+        write_atomically(path / RUN, json.dumps(facts, indent=2) + "\n")
         return cls(path, number, facts["starts"][0]["began"])
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
-        """The newest start of a run, as any of its ranks sees it."""
+        """The newest start of an existing run."""
         starts = _read_json(path / RUN)["starts"]
         return cls(path, len(starts) - 1, starts[0]["began"])
 
@@ -106,33 +103,33 @@ class RunFolder:
 
     @property
     def identity(self) -> str:
-        """The same for all starts of a run, and for no other run."""
+        """The id of the run, the same for all its starts."""
         return str(_read_json(self.path / RUN)["id"])
 
     def end(self, why: str, spent: Mapping[str, float]) -> None:
-        """This start has come to an orderly end; `spent` is what came behind its last step."""
+        """Record a regular end of this start; `spent` has the seconds after its last step."""
         facts = _read_json(self.path / RUN)
         ended = {"at": time.time(), "why": why, "spent": dict(spent)}
         facts["starts"][self.restart]["ended"] = ended
-        write_whole(self.path / RUN, json.dumps(facts, indent=2) + "\n")
+        write_atomically(self.path / RUN, json.dumps(facts, indent=2) + "\n")
 
     def summarize(self) -> Summary:
-        """All starts so far, written to `summary.json`."""
+        """Summarize all starts so far, and write `summary.json`."""
         summary = read_summary(self.path)
-        write_whole(self.path / SUMMARY, json.dumps(summary.to_json(), indent=2) + "\n")
+        write_atomically(self.path / SUMMARY, json.dumps(summary.to_json(), indent=2) + "\n")
         return summary
 
 
 def read_summary(path: Path) -> Summary:
-    """The run in a folder, from its records."""
+    """The summary of a run, from its records."""
     starts = _starts(_read_json(path / RUN)["starts"])
     checkpoints = [*(path / CHECKPOINTS).glob("step-*/manifest.json")]
-    kept, lost = read_records(path / METRICS), read_records(path / LOST)
-    return summarize(starts, kept, lost, len(checkpoints))
+    records, lost = read_records(path / METRICS), read_records(path / LOST)
+    return summarize(starts, records, lost, len(checkpoints))
 
 
 def _starts(tables: Sequence[Mapping[str, Any]]) -> list[RunStart]:
-    """The starts of a run, in seconds since the first."""
+    """The starts of a run, in seconds since the first start."""
     first = tables[0]["began"]
     found: list[RunStart] = []
     for table in tables:
@@ -145,43 +142,43 @@ def _starts(tables: Sequence[Mapping[str, Any]]) -> list[RunStart]:
 
 
 def read_records(path: Path) -> list[StepRecord]:
-    """The records of a file, without a torn last line; none where there is no file."""
+    """The records of a file, without a partial last line; none if there is no file."""
     found: dict[tuple[int, int], StepRecord] = {}
-    for number, line in enumerate(_whole_lines(path), 1):
+    for number, line in enumerate(_complete_lines(path), 1):
         try:
             record = StepRecord.from_json(json.loads(line))
         except (ValueError, KeyError, TypeError) as error:
             problem = f"line {number} is no record of a step ({error!r}): delete it"
             raise BadFile(str(path), [problem]) from error
-        # A move between the files that was interrupted was done again.
+        # An interrupted move between the files is repeated, so a record may occur twice.
         found[record.restart, record.step] = record
     return list(found.values())
 
 
 class Metrics:
-    """The lines of `metrics.jsonl`: every step that counts once, in order.
+    """Writes `metrics.jsonl`: one line for each step that counts, in order.
 
-    A step's line is on its way before the step's checkpoint is published: then no step that a
-    checkpoint holds is without one.
+    The line of a step is written before its checkpoint is published, so that every step up to a
+    checkpoint has its line.
     """
 
     def __init__(self, folder: Path, after: int) -> None:
-        """To go on behind step `after`; lines of later steps move to `metrics.lost.jsonl`."""
+        """Continue after step `after`; lines of later steps move to `metrics.lost.jsonl`."""
         self.path = folder / METRICS
         records = read_records(self.path)
-        kept = [record for record in records if record.step <= after]
+        valid = [record for record in records if record.step <= after]
         lost = [record for record in records if record.step > after]
         if lost:
             before = read_records(folder / LOST)
-            write_whole(folder / LOST, _lines([*before, *lost]))
-        write_whole(self.path, _lines(kept))
-        with said_of(self.path):
+            write_atomically(folder / LOST, _lines([*before, *lost]))
+        write_atomically(self.path, _lines(valid))
+        with naming_file(self.path):
             self.file = self.path.open("ab", buffering=0)
 
     def append(self, record: StepRecord) -> None:
-        """Write a line, at once."""
+        """Write a line, without a buffer."""
         line = _lines([record]).encode()
-        with said_of(self.path):
+        with naming_file(self.path):
             if self.file.write(line) < len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -189,15 +186,15 @@ class Metrics:
         self.file.close()
 
 
-class Spent:
-    """Seconds that a run takes for something else than its steps, by name."""
+class TimeSpent:
+    """Measures the seconds that a run spends outside of its steps, by name."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
     @contextlib.contextmanager
     def on(self, name: str) -> Iterator[None]:
-        """What is done inside goes to this name."""
+        """Add the time of the block to this name."""
         began = time.perf_counter()
         try:
             yield
@@ -208,15 +205,15 @@ class Spent:
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
     def take(self) -> dict[str, float]:
-        """All since the last time this was asked."""
+        """The seconds since the last call of this method."""
         taken, self.seconds = self.seconds, {}
         return taken
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file beside its place and rename it: it is there as a whole, or as it was before."""
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file under another name and rename it, so that it is never partial."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    with said_of(path):
+    with naming_file(path):
         try:
             with beside.open("w", encoding="utf-8") as file:
                 file.write(text)
@@ -228,25 +225,25 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def cut_torn_line(path: Path) -> None:
-    """Cut off what a killed process left behind the last whole line."""
+    """Cut off a partial last line, which a killed process leaves."""
     if not path.exists():
         return
-    with said_of(path), path.open("rb+") as file:
+    with naming_file(path), path.open("rb+") as file:
         end = file.seek(0, os.SEEK_END)
         while end > 0:
             begin = max(0, end - 65_536)
             file.seek(begin)
-            place = file.read(end - begin).rfind(b"\n")
-            if place >= 0:
-                file.truncate(begin + place + 1)
+            newline = file.read(end - begin).rfind(b"\n")
+            if newline >= 0:
+                file.truncate(begin + newline + 1)
                 return
             end = begin
         file.truncate(0)
 
 
 @contextlib.contextmanager
-def said_of(path: Path) -> Iterator[None]:
-    """An error of the system becomes one that names the file."""
+def naming_file(path: Path) -> Iterator[None]:
+    """Turn an `OSError` into an error that names the file and the way out."""
     try:
         yield
     except OSError as error:
@@ -256,7 +253,7 @@ def said_of(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _whole_lines(path: Path) -> list[str]:
+def _complete_lines(path: Path) -> list[str]:
     if not path.exists():
         return []
     return path.read_bytes().decode(errors="replace").split("\n")[:-1]
@@ -273,16 +270,16 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise BadFile(str(path), [f"{error}; give the folder of a run"]) from error
 
 
-def _keep_former_plan(path: Path, plan_toml: str, start: int) -> None:
-    """A restart may change the plan; that of the start before stays, under its number."""
+def _save_former_plan(path: Path, plan_toml: str, start: int) -> None:
+    """If a restart changes the plan, save the previous one under the number of its start."""
     if start >= 0 and (path / PLAN).exists():
         former = (path / PLAN).read_text("utf-8")
         if former != plan_toml:
-            write_whole(path / f"plan.{start}.toml", former)
+            write_atomically(path / f"plan.{start}.toml", former)
 
 
-def _circumstances() -> dict[str, object]:
-    """What runs, on what; no names of machines."""
+def _environment() -> dict[str, object]:
+    """Command, versions, commit and machine; no host names."""
     return {
         "command": sys.argv,
         "versions": {
@@ -300,8 +297,8 @@ def _circumstances() -> dict[str, object]:
 
 
 def commit_of(checkout: Path) -> str | None:
-    """The commit of a checkout, with `-dirty` where files were changed; None where it is none."""
-    if not (checkout / ".git").exists():  # git would go on to look in the folders above
+    """The commit of a checkout, with `-dirty` if files have changed; None if it is no checkout."""
+    if not (checkout / ".git").exists():  # git would search the parent folders
         return None
     asked = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     quiet = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
@@ -315,7 +312,7 @@ def commit_of(checkout: Path) -> str | None:
 
 
 def gpu_names(folder: Path = _GPUS) -> list[str]:
-    """The GPUs that the driver lists. CUDA is not asked: whoever asks it can no longer fork."""
+    """The GPUs that the driver lists. CUDA is not used: after its start a process cannot fork."""
     names: list[str] = []
     for file in sorted(folder.glob("*/information")):
         lines = file.read_text("utf-8", errors="replace").splitlines()

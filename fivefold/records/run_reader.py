@@ -1,7 +1,8 @@
-"""A run's folder as values: its records, its plan, and what its ranks did in one step.
+"""Read the folder of a run: its records, its plan, and what its ranks did in one step.
 
-Nothing here loads torch. Files of events grow to hundreds of megabytes: their anchors come in the
-order of starts and steps, so a step is found by halving the file, and only its own lines are read.
+Event files grow to hundreds of megabytes. The first line of every step is an anchor, and anchors
+are in the order of starts and steps. So a step is found by bisection, and only its own lines are
+read. Nothing here loads torch.
 """
 
 from __future__ import annotations
@@ -30,44 +31,46 @@ from fivefold.records.spans import (
 
 _ANCHOR = b'{"step": '
 _CHUNK = 1 << 16
-_MOST_RANKS = 256  # of which one step is read
+_MOST_RANKS = 256  # whose events of one step are read
 
 
 def read(folder: Path) -> RunFacts:
-    """All that a run's folder says, but for what its ranks did when."""
+    """The run in a folder, without the events of its ranks."""
     starts, (plan, no_plan) = _starts(folder / RUN), _plan(folder / PLAN)
-    kept, lost = read_records(folder / METRICS), read_records(folder / LOST)
+    records, lost = read_records(folder / METRICS), read_records(folder / LOST)
     checkpoints = [*(folder / CHECKPOINTS).glob("step-*/manifest.json")]
     files = [folder / name for name in (RUN, METRICS)]
     written = max(file.stat().st_mtime for file in files if file.exists())
     return RunFacts(
         name=folder.resolve().name,
         starts=starts,
-        kept=tuple(kept),
+        records=tuple(records),
         lost=tuple(lost),
-        summary=summarize([_since(one, starts[0]) for one in starts], kept, lost, len(checkpoints)),
+        summary=summarize(
+            [_since(one, starts[0]) for one in starts], records, lost, len(checkpoints)
+        ),
         plan=plan,
         no_plan=no_plan,
-        told=_told(folder),
-        silence=max(0.0, time.time() - written),
+        event_steps=_event_steps(folder),
+        idle_s=max(0.0, time.time() - written),
     )
 
 
 def read_step(folder: Path, step: int) -> StepSpans | None:
-    """What ranks did in a step, as the newest start that ran it tells; None where none does."""
-    starts = [number for number, (a, b) in _told(folder).items() if a <= step <= b]
+    """What ranks did in a step, in the newest start that has events of it; None if none has."""
+    starts = [number for number, (a, b) in _event_steps(folder).items() if a <= step <= b]
     if not starts:
         return None
-    restart, found = max(starts), dict[int, _Told]()
+    restart, found = max(starts), dict[int, _RankEvents]()
     start = _starts(folder / RUN)[restart]
     for rank in _chosen(start):
-        told = _EventFile(_path(folder, rank)).told((restart, step))
-        if told is not None:
-            found[rank] = told
+        events = _EventFile(_path(folder, rank)).events((restart, step))
+        if events is not None:
+            found[rank] = events
     if not found:
         return None
-    zero = min(told.began for told in found.values())
-    ranks = {rank: told.aligned(rank, zero) for rank, told in found.items()}
+    zero = min(events.began for events in found.values())
+    ranks = {rank: events.aligned(rank, zero) for rank, events in found.items()}
     return StepSpans(step, restart, int(start.facts.get("world", 1)), ranks)
 
 
@@ -76,7 +79,7 @@ def _path(folder: Path, rank: int) -> Path:
 
 
 def _chosen(start: StartFacts) -> list[int]:
-    """All ranks, or of many the ranks of evenly many whole pipelines."""
+    """All ranks; in a large job, the ranks of evenly spaced pipelines."""
     world = int(start.facts.get("world", 1))
     if world <= _MOST_RANKS:
         return list(range(world))
@@ -103,36 +106,36 @@ def _starts(path: Path) -> tuple[StartFacts, ...]:
 
 
 def _since(one: StartFacts, first: StartFacts) -> RunStart:
-    """A start in seconds since the first."""
+    """A start, in seconds since the first start."""
     ended = None if one.ended is None else one.ended - first.began
     return RunStart(one.began - first.began, ended, dict(one.spent))
 
 
 def _plan(path: Path) -> tuple[Plan | None, str | None]:
-    """The plan that the newest start ran, or why there is none."""
+    """The plan of the newest start, or why it cannot be read."""
     try:
         return resolve(read_plan(path)), None
     except (FivefoldError, OSError) as error:
         return None, f"the plan of this run cannot be read again: {error}"
 
 
-def _told(folder: Path) -> dict[int, tuple[int, int]]:
-    """The first and the last step that each start has events of, by its number."""
+def _event_steps(folder: Path) -> dict[int, tuple[int, int]]:
+    """For each start, the first and the last step with events."""
     path = min((folder / EVENTS).glob("rank-*.jsonl"), default=None)
     return {} if path is None else dict(_EventFile(path).starts())
 
 
 class _Anchor(NamedTuple):
-    """Where the line of a step begins in a file, and when it was written, in both clocks."""
+    """The first line of a step: its offset in the file, and when it was written."""
 
-    place: int
+    offset: int
     key: tuple[int, int]  # restart, step
-    shift: int  # from the rank's clock to the wall's, in nanoseconds
+    shift: int  # from the rank's clock to the wall clock, in nanoseconds
     wall: int
 
 
-class _Told(NamedTuple):
-    """One rank's step: nanoseconds of the wall clock."""
+class _RankEvents(NamedTuple):
+    """The events of one rank in a step, in nanoseconds of the wall clock."""
 
     wall: int
     actions: list[tuple[str, int, int]]
@@ -143,7 +146,7 @@ class _Told(NamedTuple):
         return min((one[1] for one in (*self.actions, *self.calls)), default=self.wall)
 
     def aligned(self, rank: int, zero: int) -> RankSpans:
-        """In seconds since `zero`, each kind in the order of its beginnings."""
+        """In seconds since `zero`, actions and collectives each sorted by their begin."""
 
         def since(moment: int) -> float:
             return (moment - zero) * 1e-9
@@ -160,105 +163,105 @@ class _Told(NamedTuple):
 
 
 class _EventFile:
-    """`events/rank-*.jsonl`, read where it is looked at."""
+    """A file `events/rank-*.jsonl`, of which only the lines of a step are read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.size = path.stat().st_size if path.exists() else 0
 
     def starts(self) -> Iterator[tuple[int, tuple[int, int]]]:
-        """Every start in the file, with its first and its last step."""
+        """Every start in the file, with its first and last step."""
         first = self._at_least((0, 0))
         while first is not None:
             restart = first.key[0]
             following = self._at_least((restart + 1, 0))
-            last = self._before(self.size if following is None else following.place)
+            last = self._before(self.size if following is None else following.offset)
             assert last is not None
             yield restart, (first.key[1], last.key[1])
             first = following
 
-    def told(self, key: tuple[int, int]) -> _Told | None:
-        """The spans of a step; lines that are torn or strange are passed over."""
+    def events(self, key: tuple[int, int]) -> _RankEvents | None:
+        """The events of a step; lines that are partial or unknown are skipped."""
         anchor = self._at_least(key)
         if anchor is None or anchor.key != key:
             return None
-        following = self._behind(anchor.place + 1)
-        end = self.size if following is None else following.place
+        following = self._from(anchor.offset + 1)
+        end = self.size if following is None else following.offset
         with self.path.open("rb") as file:
-            file.seek(anchor.place)
-            lines = file.read(end - anchor.place).split(b"\n")[1:]
-        told = _Told(anchor.wall, [], [])
+            file.seek(anchor.offset)
+            lines = file.read(end - anchor.offset).split(b"\n")[1:]
+        events = _RankEvents(anchor.wall, [], [])
         for line in lines:
-            _keep(told, line, anchor.shift)
-        return told
+            _add_event(events, line, anchor.shift)
+        return events
 
     def _at_least(self, key: tuple[int, int]) -> _Anchor | None:
-        """The first anchor of this step or a later one, found by halving."""
+        """The first anchor of this step or a later one, by bisection."""
         low, high = 0, self.size
         while low < high:
             middle = (low + high) // 2
-            found = self._behind(middle)
+            found = self._from(middle)
             if found is None or found.key >= key:
                 high = middle
             else:
-                low = found.place + 1
-        return self._behind(low)
+                low = found.offset + 1
+        return self._from(low)
 
-    def _behind(self, place: int) -> _Anchor | None:
-        """The first anchor that begins here or behind."""
-        if place >= self.size:
+    def _from(self, offset: int) -> _Anchor | None:
+        """The first anchor that begins at an offset or after it."""
+        if offset >= self.size:
             return None
         mark = b"\n" + _ANCHOR
         with self.path.open("rb") as file:
-            if place == 0 and (found := self._anchor(file.readline(), 0)):
+            if offset == 0 and (found := self._anchor(file.readline(), 0)):
                 return found
-            place = max(0, place - 1)  # the end of the line before
-            while place < self.size:
-                file.seek(place)
+            offset = max(0, offset - 1)  # the end of the line before
+            while offset < self.size:
+                file.seek(offset)
                 text = file.read(_CHUNK + len(mark))
                 at = text.find(mark)
                 if at < 0:
-                    place += _CHUNK
+                    offset += _CHUNK
                     continue
-                file.seek(place + at + 1)
-                if found := self._anchor(file.readline(), place + at + 1):
+                file.seek(offset + at + 1)
+                if found := self._anchor(file.readline(), offset + at + 1):
                     return found
-                place += at + 1
+                offset += at + 1
         return None
 
-    def _before(self, place: int) -> _Anchor | None:
-        """The last anchor that begins before a place."""
-        while place > 0:
-            begin = max(0, place - _CHUNK)
-            found = self._behind(begin)
-            if found is not None and found.place < place:
-                while (following := self._behind(found.place + 1)) and following.place < place:
+    def _before(self, offset: int) -> _Anchor | None:
+        """The last anchor that begins before an offset."""
+        while offset > 0:
+            begin = max(0, offset - _CHUNK)
+            found = self._from(begin)
+            if found is not None and found.offset < offset:
+                while (following := self._from(found.offset + 1)) and following.offset < offset:
                     found = following
                 return found
-            place = begin
+            offset = begin
         return None
 
-    def _anchor(self, line: bytes, place: int) -> _Anchor | None:
-        """The line as an anchor, where it is a whole one."""
+    def _anchor(self, line: bytes, offset: int) -> _Anchor | None:
+        """The line as an anchor, if it is a complete one."""
         if not line.startswith(_ANCHOR) or not line.endswith(b"\n"):
             return None
         try:
             table = json.loads(line)
             wall, shift = table["wall_ns"], table["wall_ns"] - table["clock_ns"]
-            return _Anchor(place, (table["restart"], table["step"]), shift, wall)
+            return _Anchor(offset, (table["restart"], table["step"]), shift, wall)
         except (ValueError, KeyError, TypeError):
             return None
 
 
-def _keep(told: _Told, line: bytes, shift: int) -> None:
-    """Add the span of a line; one that a killed process or a full disk cut is left out."""
+def _add_event(events: _RankEvents, line: bytes, shift: int) -> None:
+    """Add the event of a line; skip a line that a killed process or a full disk has cut."""
     try:
         table = json.loads(line)
         name, begin, end = str(table["name"]), table["begin"] + shift, table["end"] + shift
         if table["kind"] == "action":
             parse_steps([name], "events")
-            told.actions.append((name, begin, end))
+            events.actions.append((name, begin, end))
         elif "/" in name:
-            told.calls.append((name, begin, end, int(table["bytes"]), int(table["group"])))
+            events.calls.append((name, begin, end, int(table["bytes"]), int(table["group"])))
     except (ValueError, KeyError, TypeError):
         return

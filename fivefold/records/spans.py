@@ -1,16 +1,19 @@
-"""What ranks did when, as values: the spans of one step on a clock that all ranks share.
+"""What ranks did in one step, on a clock that all ranks share, and the step as a graph.
 
-A span of an action begins when its rank comes to it, and so holds the time in which it waits for
-what another rank sends. `worked` takes that apart: where a receive of the same rank ends inside of
-the span, work begins there; where it does not (a GPU's actions are told in the device's time, its
-receives in the host's), work cannot have begun before the other rank was done. `RunFacts` is what
-else a run's folder tells.
+Three sections: the spans of a step and the facts of its run; `split_waiting`, which separates the
+work of an action from the wait before it; and `ActionGraph`, the measured step as a graph of
+actions that can be replayed with other times.
+
+The span of an action begins when its rank reaches it, so it includes the wait for messages from
+other ranks. If a receive of the same rank ends within the span, the work begins there. If not, the
+work cannot begin before the other rank is done: on a GPU, actions are timed by the device and
+receives by the host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -32,11 +35,11 @@ from fivefold.records import EVAL, StepRecord, Summary
 Result = tuple[int, bool, int]  # stage, whether it is of a forward, microbatch
 _PIPELINE = "pp"
 _RECEIVE = "recv"
-_SLACK = 0.02  # of a step, by which ranks may begin it before the first one does
+_SLACK = 0.02  # share of a step by which ranks may begin before rank 0
 
 
 class ActionSpan(NamedTuple):
-    """An action and what it ran with, in seconds; `ready` is when it had all that it needs."""
+    """An action in seconds; `ready` is when its inputs were there."""
 
     step: Step
     begin: float
@@ -45,7 +48,7 @@ class ActionSpan(NamedTuple):
 
 
 class CollectiveSpan(NamedTuple):
-    """A collective, from its issue to when whoever needed it went on; bytes of its input."""
+    """A collective, from its issue to the end of the wait for it; `bytes` of its input."""
 
     axis: str
     kind: str
@@ -57,20 +60,20 @@ class CollectiveSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class RankSpans:
-    """What one rank did in a step; `told` is when it said that the step was over."""
+    """What one rank did in a step; `reported` is when it reported the end of the step."""
 
     rank: int
-    told: float
+    reported: float
     actions: tuple[ActionSpan, ...]
     calls: tuple[CollectiveSpan, ...]
 
 
 @dataclass(frozen=True)
 class StepSpans:
-    """One step of a start, by rank; its seconds begin with the first span of all.
+    """One step of a start, by rank, in seconds since the first span of all ranks.
 
-    `num_ranks` are those that ran; those that are not in `ranks` have told nothing of it, or were
-    left out, for a step is read of a limited number of ranks.
+    `num_ranks` ranks ran. A rank that is not in `ranks` has no events of the step, or was not read:
+    the number of ranks that are read is limited.
     """
 
     number: int
@@ -79,14 +82,14 @@ class StepSpans:
     ranks: Mapping[int, RankSpans]
 
     def within(self, record: StepRecord | None) -> StepSpans:
-        """Without the calls of evaluations and checkpoints, which are told with the step's own.
+        """Without the collectives of evaluations and checkpoints, which are logged with the step.
 
-        The record knows how long the step took, and how long the evaluation behind it.
+        The record has the time of the step and of the evaluation after it.
         """
         first = self.ranks.get(0)
         if record is None or first is None:
             return self
-        end = first.told - record.spent.get(EVAL, 0.0)
+        end = first.reported - record.spent.get(EVAL, 0.0)
         begin = end - (1 + _SLACK) * record.seconds
         ranks = {rank: _cut(one, begin, end) for rank, one in self.ranks.items()}
         return replace(self, ranks=ranks)
@@ -106,50 +109,53 @@ class StartFacts(NamedTuple):
     """One start of a run, as `run.json` has it; times since the epoch."""
 
     began: float
-    ended: float | None  # None where it runs, or died
+    ended: float | None  # None if it runs or died
     why: str | None
-    spent: Mapping[str, float]  # behind its last step
+    spent: Mapping[str, float]  # after its last step
     facts: Mapping[str, Any]  # model, layout, world, versions, commit, machine
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """A run as its folder tells it. `no_plan` says why there is no plan.
+    """A run, as read from its folder. `no_plan` says why there is no plan.
 
-    `told` are the steps with events, first and last by start; `silence` are the seconds since
-    anything was written.
+    `event_steps` has the first and last step with events of each start. `idle_s` has the seconds
+    since the last write.
     """
 
     name: str
     starts: tuple[StartFacts, ...]
-    kept: tuple[StepRecord, ...]
+    records: tuple[StepRecord, ...]
     lost: tuple[StepRecord, ...]
     summary: Summary
     plan: Plan | None
     no_plan: str | None
-    told: Mapping[int, tuple[int, int]]
-    silence: float
+    event_steps: Mapping[int, tuple[int, int]]
+    idle_s: float
 
     @property
     def steps(self) -> list[int]:
-        """Every step with events, whichever start told of it."""
-        return sorted({step for a, b in self.told.values() for step in range(a, b + 1)})
+        """Every step with events, of any start."""
+        return sorted({step for a, b in self.event_steps.values() for step in range(a, b + 1)})
 
     def record(self, step: int, restart: int) -> StepRecord | None:
-        """The record of a step as that start did it."""
-        same = (one for one in (*self.kept, *self.lost) if one.step == step)
+        """The record of a step in a start."""
+        same = (one for one in (*self.records, *self.lost) if one.step == step)
         return next((one for one in same if one.restart == restart), None)
 
 
-def worked(spans: StepSpans, schedule: Schedule, column: Sequence[int]) -> StepSpans | None:
-    """The spans of one pipeline's ranks, in the order of its stages, with waiting taken apart.
+# Separate work from waiting.
 
-    None where a rank has not told of every action that the schedule has.
+
+def split_waiting(spans: StepSpans, schedule: Schedule, column: Sequence[int]) -> StepSpans | None:
+    """The spans of the ranks of one pipeline, with `ready` set to the end of the wait.
+
+    None if a rank does not have all actions of the schedule.
     """
     found: list[RankSpans] = []
-    for place, rank in enumerate(column):
+    for pp_rank, rank in enumerate(column):
         one = spans.ranks.get(rank)
-        steps = merged(schedule, place)
+        steps = merged(schedule, pp_rank)
         if one is None or [did.step for did in one.actions] != list(steps):
             return None
         found.append(one)
@@ -159,7 +165,7 @@ def worked(spans: StepSpans, schedule: Schedule, column: Sequence[int]) -> StepS
 
 
 def results(step: Step) -> list[Result]:
-    """What a step delivers to others: an input gradient and a full backward deliver the same."""
+    """What a step sends to other ranks; input gradients and full backwards send the same."""
     return [
         (action.stage, action.kind == FORWARD, action.microbatch)
         for action in actions_of(step)
@@ -168,20 +174,20 @@ def results(step: Step) -> list[Result]:
 
 
 def awaited(schedule: Schedule, step: Step) -> list[tuple[Message, Result]]:
-    """What a step needs of other ranks, and the results that are sent for it."""
+    """The messages that a step needs from other ranks, and the results they carry."""
     found: list[tuple[Message, Result]] = []
     for action in actions_of(step):
         message = None if action.kind == WEIGHT_GRAD else needed(schedule, action)
         if message is not None:
             forward = action.kind == FORWARD
-            giver = action.stage + (-1 if forward else 1)
-            found.append((message, (giver, forward, action.microbatch)))
+            sender = action.stage + (-1 if forward else 1)
+            found.append((message, (sender, forward, action.microbatch)))
     return found
 
 
 def _cut(one: RankSpans, begin: float, end: float) -> RankSpans:
-    """The calls of a step; a rank may go on to the evaluation while the first is not yet done, so
-    that messages end with its own actions."""
+    """The collectives of a step. A rank may begin the evaluation before rank 0 is done, so pipeline
+    messages count up to the last action of the rank."""
     last = max((did.end for did in one.actions), default=end)
     calls = (
         call
@@ -192,15 +198,15 @@ def _cut(one: RankSpans, begin: float, end: float) -> RankSpans:
 
 
 def _split(one: RankSpans, schedule: Schedule, ends: Mapping[Result, float]) -> RankSpans:
-    """Receives are waited for in the order of the actions that need them."""
-    asked = [(did, cause) for did in one.actions for _, cause in awaited(schedule, did.step)]
+    """Set `ready`: receives end in the order of the actions that need them."""
+    needed_by = [(did, cause) for did in one.actions for _, cause in awaited(schedule, did.step)]
     received = sorted(
         call.end for call in one.calls if (call.axis, call.kind) == (_PIPELINE, _RECEIVE)
     )
-    known = received if len(received) == len(asked) else [float("-inf")] * len(asked)
+    known = received if len(received) == len(needed_by) else [float("-inf")] * len(needed_by)
     ready = {did.step: did.begin for did in one.actions}
-    for (did, cause), heard in zip(asked, known, strict=True):
-        moment = heard if did.begin <= heard <= did.end else ends.get(cause, did.begin)
+    for (did, cause), arrived in zip(needed_by, known, strict=True):
+        moment = arrived if did.begin <= arrived <= did.end else ends.get(cause, did.begin)
         if did.begin < moment <= did.end:
             ready[did.step] = max(ready[did.step], moment)
     actions = tuple(did._replace(ready=ready[did.step]) for did in one.actions)
@@ -210,27 +216,27 @@ def _split(one: RankSpans, schedule: Schedule, ends: Mapping[Result, float]) -> 
 def _edges(one: RankSpans) -> tuple[float, float]:
     spans = [*((did.begin, did.end) for did in one.actions), *((c.begin, c.end) for c in one.calls)]
     if not spans:
-        return one.told, one.told
+        return one.reported, one.reported
     return min(begin for begin, _ in spans), max(end for _, end in spans)
 
 
-# A measured step as a net of actions that can be played again with other times.
+# The measured step as a graph of actions.
 #
-# What an action takes longer than planned is given first to the collectives inside of it, as far
-# as they take longer than planned, and the rest to what it computes. A collective's span is the
-# host's: one that is hidden behind computation counts as far as its action is late.
+# The extra time of an action over the plan is first assigned to its collectives, as far as they are
+# slower than planned, and the rest to its computation. The span of a collective is the host's: one
+# that is hidden by computation counts only as far as its action is late.
 
 
-INSIDE = ("tp", "cp", "ep")  # dimensions whose collectives are parts of actions
-DATA = "dp"  # all others: sums and gathers of data ranks
+INSIDE = ("tp", "cp", "ep")  # dimensions whose collectives run within actions
+DATA = "dp"  # all other collectives
 
 
 @dataclass(frozen=True)
 class Expectation:
-    """What a step of one pipeline should be.
+    """The expected step of one pipeline.
 
-    `inside` gives the seconds of collectives in an action by axis; `around` those outside of the
-    pipeline, by `dp` and `update`, or None where only the pipeline can be compared.
+    `inside` returns the seconds of collectives in an action by axis. `around` has the seconds
+    outside of the pipeline, as `dp` and `update`; None if only the pipeline can be compared.
     """
 
     played: Timeline
@@ -238,34 +244,34 @@ class Expectation:
     around: Mapping[str, float] | None
 
 
-def covered(one: RankSpans) -> list[dict[str, float]]:
-    """For each action, the seconds in which a collective was under way, by the plan's axis."""
+def collective_seconds(one: RankSpans) -> list[dict[str, float]]:
+    """For each action, the seconds in which a collective was running, by axis of the plan."""
     found: list[dict[str, float]] = [{} for _ in one.actions]
-    lines: dict[str, list[tuple[float, float]]] = {}
+    by_axis: dict[str, list[tuple[float, float]]] = {}
     for call in one.calls:
         if call.axis != "pp":
             dimension = DIMENSIONS.get(call.axis)
             axis = dimension if dimension in INSIDE else DATA
-            lines.setdefault(axis, []).append((call.begin, call.end))
-    for axis, line in lines.items():
+            by_axis.setdefault(axis, []).append((call.begin, call.end))
+    for axis, intervals in by_axis.items():
         first = 0
-        for begin, end in _joined(line):
+        for begin, end in _union(intervals):
             while first < len(one.actions) and one.actions[first].end <= begin:
                 first += 1
-            for place in range(first, len(one.actions)):
-                did = one.actions[place]
+            for index in range(first, len(one.actions)):
+                did = one.actions[index]
                 if did.ready >= end:
                     break
                 inside = min(end, did.end) - max(begin, did.ready)
                 if inside > 0:
-                    found[place][axis] = found[place].get(axis, 0.0) + inside
+                    found[index][axis] = found[index].get(axis, 0.0) + inside
     return found
 
 
-def _joined(line: list[tuple[float, float]]) -> Iterator[tuple[float, float]]:
-    """The same time without any of it twice."""
+def _union(intervals: list[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+    """The union of intervals, in order."""
     begin, end = float("-inf"), float("-inf")
-    for one, other in sorted(line):
+    for one, other in sorted(intervals):
         if one > end:
             if end > begin:
                 yield begin, end
@@ -277,48 +283,46 @@ def _joined(line: list[tuple[float, float]]) -> Iterator[tuple[float, float]]:
 
 @dataclass(frozen=True)
 class ActionNode:
-    """One action of the pipeline: where it is, what it waits for, and its seconds."""
+    """One action of the pipeline: its rank, what it waits for, and its seconds."""
 
-    place: int
+    pp_rank: int
     step: Step
     causes: tuple[int, ...]  # the nodes whose messages it needs
     seconds: float
-    message: float  # from the last of them to its begin; planned where it was not waited for
+    message: float  # from the end of the last cause to its begin; planned if it did not wait
     pause: float
     planned: float
-    excess: Mapping[str, float]  # of collectives over the plan, by axis
+    excess: Mapping[str, float]  # extra seconds of collectives over the plan, by axis
 
 
-@dataclass
 class ActionGraph:
-    """The measured step as a net of actions that can be played with other times."""
+    """The measured step as a graph of actions that can be replayed with other times."""
 
-    expected: Expectation
-    ranks: list[RankSpans]
-    nodes: list[ActionNode] = field(default_factory=list[ActionNode])
-    order: list[int] = field(default_factory=list[int])  # causes before effects
+    def __init__(self, expected: Expectation, ranks: list[RankSpans]) -> None:
+        self.expected, self.ranks = expected, ranks
+        self.zero = min(one.actions[0].ready for one in ranks)
+        self.nodes = list(self._nodes())
+        self.order = self._sorted()  # causes before effects
+        self.makespan = self.play(self.nodes)
 
-    def __post_init__(self) -> None:
-        schedule = self.expected.played.schedule
-        self.zero = min(one.actions[0].ready for one in self.ranks)
-        number, ends = dict[tuple[int, bool, int], int](), list[float]()
+    def _nodes(self) -> Iterator[ActionNode]:
+        number, ends = dict[Result, int](), list[float]()
         for one in self.ranks:
             for did in one.actions:
                 number |= {each: len(ends) for each in results(did.step)}
                 ends.append(did.end - self.zero)
-        for place, one in enumerate(self.ranks):
-            free, inside = 0.0, covered(one)
-            for did, calls in zip(one.actions, inside, strict=True):
-                causes = tuple(number[each] for _, each in awaited(schedule, did.step))
+        for pp_rank, one in enumerate(self.ranks):
+            free = 0.0
+            for did, inside in zip(one.actions, collective_seconds(one), strict=True):
+                needs = awaited(self.expected.played.schedule, did.step)
+                causes = tuple(number[each] for _, each in needs)
                 last = max((ends[each] for each in causes), default=None)
-                self.nodes.append(self._node(place, did, causes, free, last, calls))
+                yield self._node(pp_rank, did, causes, free, last, inside)
                 free = did.end - self.zero
-        self.order = self._sorted()
-        self.makespan = self.play(self.nodes)
 
     def _node(
         self,
-        place: int,
+        pp_rank: int,
         did: ActionSpan,
         causes: tuple[int, ...],
         free: float,
@@ -339,7 +343,7 @@ class ActionGraph:
         for axis, length in calls.items():
             excess[axis] = min(left, max(0.0, length - usual_calls.get(axis, 0.0)))
             left -= excess[axis]
-        return ActionNode(place, did.step, causes, seconds, message, pause, planned, excess)
+        return ActionNode(pp_rank, did.step, causes, seconds, message, pause, planned, excess)
 
     def _sorted(self) -> list[int]:
         firsts = [at for at in range(len(self.nodes)) if self._before(at) is None]
@@ -354,15 +358,15 @@ class ActionGraph:
                     at += 1
                 if self._is_of(at, head):
                     rest.append(at)
-            assert rest != heads, "a schedule that ran has no circle"
+            assert rest != heads, "a schedule that ran has no cycle"
             heads = rest
         return order
 
     def _is_of(self, at: int, head: int) -> bool:
-        return at < len(self.nodes) and self.nodes[at].place == self.nodes[head].place
+        return at < len(self.nodes) and self.nodes[at].pp_rank == self.nodes[head].pp_rank
 
     def _before(self, at: int) -> int | None:
-        return at - 1 if at and self.nodes[at - 1].place == self.nodes[at].place else None
+        return at - 1 if at and self.nodes[at - 1].pp_rank == self.nodes[at].pp_rank else None
 
     def play(self, nodes: Sequence[ActionNode]) -> float:
         """When the last action ends."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,13 +18,13 @@ from fivefold.core import machine as machines
 from fivefold.core import tables
 from fivefold.core.errors import FivefoldError
 from fivefold.core.machine import Machine
-from fivefold.cost.calibration import COPIES, RINGS, Calibration, FittedRow, MeasuredTimes
+from fivefold.cost.calibration import LINKS, MEMORY, Calibration, FittedConstant, MeasuredTimes
+from fivefold.launch.launcher import LauncherEnvironment, read_torchrun
 from fivefold.report import write_text
 from fivefold.verbs import above
 
 if TYPE_CHECKING:
-    from fivefold.calibrate import LaunchedRing
-    from fivefold.cost.calibration import MeasuredTimes, Sample
+    from fivefold.cost.calibration import Sample
 
 
 def file_text(found: Calibration, measured: MeasuredTimes, source: str) -> str:
@@ -76,7 +77,7 @@ def table_json(found: Calibration, measured: MeasuredTimes) -> dict[str, Any]:
     }
 
 
-def _row(row: FittedRow) -> dict[str, Any]:
+def _row(row: FittedConstant) -> dict[str, Any]:
     return {
         "planned": row.planned,
         "measured": row.measured,
@@ -86,12 +87,12 @@ def _row(row: FittedRow) -> dict[str, Any]:
     }
 
 
-def _errors(row: FittedRow) -> str:
+def _errors(row: FittedConstant) -> str:
     found = row.residuals
     return f"median {found.median:.1%}, worst {found.worst:.1%} of {found.num_samples} sizes"
 
 
-def _value(row: FittedRow, value: float) -> str:
+def _value(row: FittedConstant, value: float) -> str:
     return f"{value:.3g}" if row.rate is not None else _seconds(value)
 
 
@@ -100,7 +101,7 @@ def _seconds(value: float) -> str:
 
 
 def _rate(key: str, rate: float) -> str:
-    if key in (COPIES, RINGS):
+    if key in (MEMORY, LINKS):
         return f"{rate / 1e9:,.4g} GB/s"
     return f"{rate / 1e12:,.3g} TFLOP/s"
 
@@ -142,10 +143,7 @@ def run(
     if device not in (None, "cpu", "cuda"):
         raise FivefoldError(f"unknown --device {device!r}: choose from cpu, cuda")
     target = _target(output)
-    # Here, so that a mistake on the command line is answered before torch is loaded.
-    from fivefold.calibrate import launched
-
-    mine = launched()
+    mine = read_torchrun(os.environ)
     chosen = _device(device, ranks, mine)
     if chosen == "cpu":
         mine = None  # its ranks are forked here
@@ -172,7 +170,7 @@ def _target(output: Path | None) -> Path:
     return target
 
 
-def _device(asked: str | None, ranks: int | None, mine: LaunchedRing | None) -> str:
+def _device(asked: str | None, ranks: int | None, mine: LauncherEnvironment | None) -> str:
     """The kind of device; refused where it or its ranks cannot be had."""
     from fivefold.launch.processes import num_gpus
 
@@ -180,9 +178,9 @@ def _device(asked: str | None, ranks: int | None, mine: LaunchedRing | None) -> 
     if asked == "cuda" and not gpus:
         raise FivefoldError("--device cuda: no GPU is seen here; use --device cpu")
     chosen = asked or ("cuda" if gpus else "cpu")
-    if chosen == "cpu" and mine is not None and mine.ranks > 1:
+    if chosen == "cpu" and mine is not None and mine.world > 1:
         raise FivefoldError("torchrun is for GPUs: measure the rings of CPUs with --ranks")
-    if chosen == "cuda" and ranks not in (None, mine.ranks if mine else 1):
+    if chosen == "cuda" and ranks not in (None, mine.world if mine else 1):
         raise FivefoldError(
             f"--ranks {ranks} on GPUs needs a process each: start it with torchrun "
             f"--nproc_per_node {ranks} -m fivefold calibrate"
@@ -195,19 +193,19 @@ def _measure_and_write(
     target: Path,
     device: str,
     ranks: int,
-    mine: LaunchedRing | None,
+    mine: LauncherEnvironment | None,
     began: float,
     seconds: float,
     as_json: bool,
 ) -> None:
     """Measure, write and print; under torchrun rank 0 alone does all but the rings."""
-    from fivefold.cost.calibration import RINGS, calibrate
+    from fivefold.cost.calibration import LINKS, calibrate
 
     pass
 
     base, notes = _base(preset, device, mine)
     dtype = _dtype(base, device)
-    ranks = mine.ranks if mine else ranks
+    ranks = mine.world if mine else ranks
     _require_one_domain(base, ranks)
     with _bar(mine is None or not mine.rank, seconds) as tick:
         rings = _rings(ranks, mine, seconds, tick)
@@ -215,7 +213,7 @@ def _measure_and_write(
             return
         measured = _measured(base, device, dtype, began + seconds, tick, notes)
     if rings:
-        measured = replace(measured, ranks=ranks, samples={**measured.samples, RINGS: rings})
+        measured = replace(measured, ranks=ranks, samples={**measured.samples, LINKS: rings})
     source = _source(measured)
     found = calibrate(base, measured, source)
     write_text(target, file_text(found, measured, source))
@@ -230,7 +228,7 @@ def _measure_and_write(
 
 
 def _base(
-    preset: Machine | None, device: str, mine: LaunchedRing | None
+    preset: Machine | None, device: str, mine: LauncherEnvironment | None
 ) -> tuple[Machine, list[str]]:
     """The preset to start from, and what is to be said where it was guessed."""
     if preset is not None:
@@ -264,7 +262,9 @@ def _require_one_domain(base: Machine, ranks: int) -> None:
         )
 
 
-def _rings(ranks: int, mine: LaunchedRing | None, seconds: float, tick: Tick) -> list[Sample]:
+def _rings(
+    ranks: int, mine: LauncherEnvironment | None, seconds: float, tick: Tick
+) -> list[Sample]:
     """Times of rings, where there are several ranks."""
     if ranks == 1:
         return []

@@ -350,8 +350,8 @@ BIG = replace(
 WITHIN = """
 import resource, sys, torch
 from fivefold import cli
-from fivefold.run import hf_files
-from fivefold.training import checkpoint
+from fivefold.huggingface import files
+from fivefold.train import checkpoint
 torch.set_num_threads(1)
 given, run, out, room, size = *sys.argv[1:4], *map(int, sys.argv[4:])
 used = next(line for line in open("/proc/self/status") if line.startswith("VmData:"))

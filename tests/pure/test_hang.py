@@ -8,22 +8,20 @@ from dataclasses import replace
 
 import pytest
 
-from fivefold.launch.hang import HangVerdict, IssuedCall, Line, Position, verdict
+from fivefold.launch.hang import CommGroup, HangVerdict, LoggedCollective, Position, verdict
 
-WORLD, TP, DP = (
-    Line("world", (0, 1, 2, 3)),
-    {0: Line("tp", (0, 1)), 1: Line("tp", (0, 1)), 2: Line("tp", (2, 3)), 3: Line("tp", (2, 3))},
-    {0: Line("dp", (0, 2)), 1: Line("dp", (1, 3)), 2: Line("dp", (0, 2)), 3: Line("dp", (1, 3))},
-)
+WORLD = CommGroup("world", (0, 1, 2, 3))
+TP = {rank: CommGroup("tp", members) for members in ((0, 1), (2, 3)) for rank in members}
+DP = {rank: CommGroup("dp", members) for members in ((0, 2), (1, 3)) for rank in members}
 KINDS = {"w": ("all_reduce", 24), "t": ("all_reduce", 16384), "d": ("reduce_scatter", 512)}
 BOUND = 20.0
 
 
 def at(rank: int, calls: str, idle: float = 12.0, forgets: int = 0) -> Position:
-    """A rank of dp=2 tp=2 behind calls such as `ttdw`, of which it has forgotten the first."""
-    lines = {"w": WORLD, "t": TP[rank], "d": DP[rank]}
-    trail = [IssuedCall(lines[letter], *KINDS[letter]) for letter in calls]
-    counts = Counter(call.line for call in trail)
+    """A rank of dp=2 tp=2 after calls such as `ttdw`, without the first ones."""
+    groups = {"w": WORLD, "t": TP[rank], "d": DP[rank]}
+    trail = [LoggedCollective(groups[letter], *KINDS[letter]) for letter in calls]
+    counts = Counter(call.group for call in trail)
     return Position(counts, trail[forgets:], phase=f"step 3 of rank {rank}", idle=idle)
 
 
@@ -42,7 +40,7 @@ def test_a_rank_that_sleeps_is_behind_and_waits_for_nobody() -> None:
     positions[2] = replace(positions[2], idle=25.0, stack=["model.py:7 forward: sleep()"])
     found = verdict(positions, bound=BOUND)
     judged(found, 2, r"has not joined call 1 on dp \(ranks 0 and 2\), reduce_scatter of 512 bytes")
-    judged(found, 2, r"where rank 0 waits; ranks 1 and 3 wait behind that; it has not moved")
+    judged(found, 2, r"where rank 0 waits; ranks 1 and 3 wait in turn; it has not moved")
     judged(found, 2, r"for 25 s, in:\nmodel.py:7")
     assert found is not None and found.doing == "step 3 of rank 2"
 
@@ -65,7 +63,7 @@ def test_the_chain_is_followed_to_its_end() -> None:
     judged(
         verdict(positions, bound=BOUND),
         2,
-        "call 1 on tp .*where rank 3 waits; ranks 0 and 1 wait behind that",
+        "call 1 on tp .*where rank 3 waits; ranks 0 and 1 wait in turn",
     )
 
 
@@ -102,12 +100,12 @@ def test_a_skipped_call_among_equal_ones_makes_a_circle(steps: int, forgets: int
 
 
 def test_two_ranks_alone_are_judged_by_their_past() -> None:
-    world, pair = Line("world", (0, 1)), Line("tp", (0, 1))
+    world, pair = CommGroup("world", (0, 1)), CommGroup("tp", (0, 1))
 
     def calls(text: str) -> Position:
-        lines = {"w": world, "t": pair}
-        trail = [IssuedCall(lines[letter], *KINDS[letter]) for letter in text]
-        return Position(Counter(call.line for call in trail), trail, phase="step 3", idle=12.0)
+        groups = {"w": world, "t": pair}
+        trail = [LoggedCollective(groups[letter], *KINDS[letter]) for letter in text]
+        return Position(Counter(call.group for call in trail), trail, phase="step 3", idle=12.0)
 
     skips_tp = {0: calls("ttwttwttwtw"), 1: calls("ttwttwttwtt")}
     judged(verdict(skips_tp, bound=BOUND), 0, r"call 8 on tp .*went on to all_reduce on world")
@@ -120,7 +118,7 @@ def test_two_ranks_alone_are_judged_by_their_past() -> None:
 
 def test_ranks_that_called_different_things_as_often() -> None:
     """All counts are equal: only what was called tells."""
-    other = IssuedCall(TP[2], "all_gather", 64)
+    other = LoggedCollective(TP[2], "all_gather", 64)
     positions = four("ttt", "ttt", "ttt", "ttt")
     trail = [*positions[3].trail[:-1], other]
     positions[3] = replace(positions[3], trail=trail)
@@ -130,12 +128,12 @@ def test_ranks_that_called_different_things_as_often() -> None:
 def test_a_different_call_is_found_before_somebody_is_called_slow() -> None:
     """Rank 2 left out a sum of tp, and waits in the next call, which is another; rank 0 waits for
     rank 2, which seems to wait for nobody."""
-    gathers = {rank: IssuedCall(TP[rank], "all_gather", 64) for rank in range(4)}
+    gathers = {rank: LoggedCollective(TP[rank], "all_gather", 64) for rank in range(4)}
     positions = four("ttdw", "ttdw", "tt", "ttt")
     for rank, calls in ((0, "tttd"), (1, "tttd")):
         trail = list(at(rank, calls).trail)
         trail.insert(3, gathers[rank])
-        positions[rank] = Position(Counter(call.line for call in trail), trail, idle=12.0)
+        positions[rank] = Position(Counter(call.group for call in trail), trail, idle=12.0)
     trail = [*positions[2].trail, gathers[2]]
     positions[2] = replace(positions[2], trail=trail, counts={TP[2]: 3})
     found = verdict(positions, bound=BOUND)
@@ -144,12 +142,12 @@ def test_a_different_call_is_found_before_somebody_is_called_slow() -> None:
 
 def test_in_a_circle_the_rank_whose_program_does_not_wait_is_lost() -> None:
     """Rank 0 has gathered ahead, so that others are behind it, and then falls asleep."""
-    ahead, back = Line("pp", (0, 1), messages=True), Line("pp", (1, 0), messages=True)
-    sent = IssuedCall(ahead, "send", 64)
-    wanted = IssuedCall(back, "recv", 64)
+    ahead, back = CommGroup("pp", (0, 1), is_pair=True), CommGroup("pp", (1, 0), is_pair=True)
+    sent = LoggedCollective(ahead, "send", 64)
+    wanted = LoggedCollective(back, "recv", 64)
     positions = {
         0: Position({ahead: 1, back: 1}, [sent, wanted], "step 1 0F1", 30.0, waits=False),
-        1: Position({ahead: 2}, [IssuedCall(ahead, "recv", 64)] * 2, "step 1 1F1", 12.0),
+        1: Position({ahead: 2}, [LoggedCollective(ahead, "recv", 64)] * 2, "step 1 1F1", 12.0),
     }
     found = verdict(positions, bound=BOUND)
     judged(found, 0, "has not joined call 2 on pp from rank 0 to rank 1, recv of 64 bytes, where")

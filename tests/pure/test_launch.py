@@ -11,7 +11,7 @@ import typer
 
 from fivefold.cli import build
 from fivefold.core.errors import FivefoldError
-from fivefold.launch.launcher import LauncherEnvironment, here, hosts
+from fivefold.launch.launcher import LauncherEnvironment, hosts, read_environment
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TORCHRUN = {
@@ -60,52 +60,52 @@ def test_a_list_that_cannot_be_read_is_refused(text: str) -> None:
 
 
 def test_nobody_launched_this() -> None:
-    assert here({"PATH": "/bin", "MASTER_ADDR": "left over"}) is None
+    assert read_environment({"PATH": "/bin", "MASTER_ADDR": "left over"}) is None
     # A shell inside of an allocation is no task of the job.
-    assert here(without(SRUN, "SLURM_STEP_ID")) is None
+    assert read_environment(without(SRUN, "SLURM_STEP_ID")) is None
 
 
 def test_torchrun() -> None:
-    assert here(TORCHRUN) == LauncherEnvironment(
+    assert read_environment(TORCHRUN) == LauncherEnvironment(
         "torchrun", 5, 8, 1, "node7", 29500, 2, hosted=True
     )
 
 
 def test_a_pytorchjob_sets_no_local_rank() -> None:
     names = [name for name in TORCHRUN if name.startswith("TORCHELASTIC")]
-    found = here(without(TORCHRUN, "LOCAL_RANK", *names))
+    found = read_environment(without(TORCHRUN, "LOCAL_RANK", *names))
     assert found == LauncherEnvironment("environment", 5, 8, 0, "node7", 29500)
 
 
 def test_srun_derives_where_to_meet() -> None:
-    assert here(SRUN) == LauncherEnvironment("srun", 3, 16, 3, "gpu007", 24567)
-    chosen = here({**SRUN, "MASTER_ADDR": "other", "MASTER_PORT": "1"})
+    assert read_environment(SRUN) == LauncherEnvironment("srun", 3, 16, 3, "gpu007", 24567)
+    chosen = read_environment({**SRUN, "MASTER_ADDR": "other", "MASTER_PORT": "1"})
     assert chosen is not None and (chosen.host, chosen.port) == ("other", 1)
-    again = here({**SRUN, "SLURM_RESTART_COUNT": "1"})
+    again = read_environment({**SRUN, "SLURM_RESTART_COUNT": "1"})
     assert again is not None and again.restarts == 1
 
 
 def test_torchrun_inside_of_a_slurm_job_comes_first() -> None:
-    found = here({**SRUN, **TORCHRUN})
+    found = read_environment({**SRUN, **TORCHRUN})
     assert found is not None and found.launcher == "torchrun"
 
 
 @pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
 def test_half_an_environment_is_named(missing: str) -> None:
     with pytest.raises(FivefoldError, match=rf"but not {missing}: .*torchrun"):
-        here(without(TORCHRUN, missing))
+        read_environment(without(TORCHRUN, missing))
 
 
 def test_half_of_slurm_is_named() -> None:
     with pytest.raises(FivefoldError, match=r"but not SLURM_NTASKS, SLURM_JOB_ID: .*srun"):
-        here(without(SRUN, "SLURM_NTASKS", "SLURM_JOB_ID"))
+        read_environment(without(SRUN, "SLURM_NTASKS", "SLURM_JOB_ID"))
 
 
 def test_numbers_are_checked() -> None:
     with pytest.raises(FivefoldError, match="RANK is 'two': it must be a whole number"):
-        here({**TORCHRUN, "RANK": "two"})
+        read_environment({**TORCHRUN, "RANK": "two"})
     with pytest.raises(FivefoldError, match=r"rank 8 of 8: .* the highest is 7"):
-        here({**TORCHRUN, "RANK": "8"})
+        read_environment({**TORCHRUN, "RANK": "8"})
 
 
 def are_known(words: list[str]) -> None:
