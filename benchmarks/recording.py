@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from fivefold.core.plan import Plan, Wishes, resolve
+from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.core.recipe import Recipe
 from fivefold.data.batches import samples
 from fivefold.launch.processes import Pool, Worker
@@ -34,7 +34,7 @@ from fivefold.train.callbacks.records import SpanCallback
 
 MOST = 0.01
 WARM_UP, PAIRS = 4, 60
-WISHES = Wishes(
+WISHES = PlanOptions(
     "tiny",
     layout="tp=2",
     precision="fp32",

@@ -1,4 +1,4 @@
-"""A plan trained by forked ranks on this machine: planned beside measured, many beside one."""
+"""Training: a plan on forked ranks of this machine, or one rank of it under a launcher."""
 
 from __future__ import annotations
 
@@ -8,20 +8,27 @@ from dataclasses import replace
 from fivefold.core.plan import Plan
 from fivefold.launch.processes import Pool
 from fivefold.records import StepRecord
-from fivefold.train.check import Check, MeasuredRun, alone, beside_the_plan, judge, num_alone
-from fivefold.train.loop import TrainedRank, run_rank, source_of
-from fivefold.train.out_of_memory import Shortage, expected
-from fivefold.train.settings import PRECISIONS, TrainSettings
+from fivefold.train.build import source_of
+from fivefold.train.callbacks.memory import Shortage, estimate_of
+from fivefold.train.check import (
+    Check,
+    MeasuredRun,
+    compare_with_plan,
+    judge,
+    num_references,
+    single_process,
+)
+from fivefold.train.loop import run_rank
+from fivefold.train.state import TrainedRank, TrainSettings
 
 __all__ = [
-    "PRECISIONS",
     "Check",
     "MeasuredRun",
     "Shortage",
     "TrainSettings",
     "TrainedRank",
-    "beside_the_plan",
-    "expected",
+    "compare_with_plan",
+    "estimate_of",
     "num_processes",
     "run_rank",
     "source_of",
@@ -30,8 +37,8 @@ __all__ = [
 
 
 def num_processes(plan: Plan, settings: TrainSettings) -> int:
-    """The ranks, and behind them those that train alone for a check."""
-    return plan.layout.world + (num_alone(settings) if settings.check else 0)
+    """The ranks, and the single processes that a check compares them with."""
+    return plan.layout.world + (num_references(settings) if settings.check else 0)
 
 
 def train(
@@ -40,18 +47,18 @@ def train(
     settings: TrainSettings,
     on_report: Callable[[StepRecord | Shortage | str], None],
 ) -> tuple[list[TrainedRank], Check | None]:
-    """Train on the pool's first ranks; `on_report` is told of every step when it is over, and of
-    what went wrong and does not end the run.
+    """Train on the first ranks of the pool. `on_report` gets the record of every step, and warnings
+    that do not end the run.
 
-    For a check, one process trains beside them while they wait for one another, and in float32 a
-    second one in another order of sums.
+    For a check a single process trains at the same time, and in float32 a second one that sums in
+    another order.
     """
     world = plan.layout.world
     tasks = [(run_rank, (plan, settings))] * world
     if settings.check:
-        apart = replace(settings, folder=None)
-        lonely = [(run_rank, (alone(plan), apart, reverse)) for reverse in (False, True)]
-        tasks += lonely[: num_alone(settings)]
+        one, unrecorded = single_process(plan), replace(settings, folder=None)
+        references = [(run_rank, (one, unrecorded, reverse)) for reverse in (False, True)]
+        tasks += references[: num_references(settings)]
     runs = pool.run_each(tasks, on_report=on_report)
     ranks, references = runs[:world], runs[world:]
     return ranks, judge(plan, ranks, references) if references else None

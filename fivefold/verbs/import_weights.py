@@ -13,6 +13,7 @@ import typer
 from fivefold.core import models, tables
 from fivefold.core.count import parameters
 from fivefold.core.errors import FivefoldError
+from fivefold.core.precision import PRECISIONS
 from fivefold.core.weights import buffers, weights
 from fivefold.report import write_text
 from fivefold.verbs import one_of
@@ -55,7 +56,7 @@ def _imported(folder: Path, target: Path, shape: Shape, dtype: str | None) -> di
     import torch
 
     from fivefold.huggingface.files import HfFolder
-    from fivefold.train.checkpoint import Facts, published, write_whole
+    from fivefold.train.checkpoint import Facts, published, write_checkpoint
 
     if published(target / "checkpoints"):
         raise FivefoldError(
@@ -67,10 +68,10 @@ def _imported(folder: Path, target: Path, shape: Shape, dtype: str | None) -> di
     _make(target)
     write_text(target / _CONFIG, (folder / _CONFIG).read_text("utf-8"))
     write_text(target / "plan.toml", plan)
-    wanted = {"fp32": torch.float32, "bf16": torch.bfloat16}[chosen]
+    wanted: torch.dtype = getattr(torch, PRECISIONS[chosen].dtype)
     entries = list(_entries(source, shape, wanted))
     facts = Facts(step=0, plan=plan, has_states=False)
-    path = write_whole(target / "checkpoints", entries, facts)
+    path = write_checkpoint(target / "checkpoints", entries, facts)
     return {
         "run": str(target),
         "checkpoint": str(path),

@@ -1,4 +1,4 @@
-"""`fivefold train`: run a plan, with what was planned beside what was measured.
+"""`fivefold train`: train a plan, and print what was measured beside what was planned.
 
 On one machine it forks the ranks itself; under torchrun, Slurm or Kubernetes it is one of them.
 """
@@ -18,9 +18,10 @@ import typer
 
 from fivefold.core import models
 from fivefold.core.errors import FivefoldError
-from fivefold.core.plan import Plan, Wishes, read, resolve
+from fivefold.core.plan import Plan, PlanOptions, read, resolve
+from fivefold.core.precision import FORMATS, PRECISIONS
 from fivefold.core.weights import weights
-from fivefold.launch.launcher import LauncherEnvironment, here, refit
+from fivefold.launch.launcher import LauncherEnvironment, read_environment, refit
 from fivefold.records import Pace, PlannedStep, StepRecord
 from fivefold.records.run_folder import PLAN, run_folder
 from fivefold.report.training_text import head, out_of_memory, step_line, summary_text, tail
@@ -31,32 +32,31 @@ if TYPE_CHECKING:
     from fivefold.train import Shortage, TrainedRank, TrainSettings
 
 
-_MOST_RANKS = 64  # processes that one machine is asked to run
-_DTYPES = ("float32", "float64", "bfloat16", "float16")
+_MOST_RANKS = 64  # processes on one machine
 _DEVICES = ("auto", "cpu", "cuda")
-_PATIENCE = 600.0  # seconds: who hangs is found out by the ranks themselves, long before
+_PATIENCE = 600.0  # seconds: the watchdogs of the ranks find a hang long before
 
 
 @partial(with_plan_options, default_target="tiny-moe")
 def run(
-    wishes: Wishes,
+    options: PlanOptions,
     out: Annotated[
         Path | None, typer.Option(help="Run folder (default: the next free runs/NAME-N).")
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on behind the newest good checkpoint.")
+        bool, typer.Option("--resume", help="Continue from the newest good checkpoint.")
     ] = False,
     until: Annotated[
-        int | None, typer.Option(help="End this start behind that step, with a checkpoint.")
+        int | None, typer.Option(help="End this start after that step, with a checkpoint.")
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps (default 20).")] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(help=f"{', '.join(_DTYPES)} (default: the plan's; float32 without a GPU)."),
+        typer.Option(help=f"{', '.join(FORMATS)} (default: the plan's; float32 without a GPU)."),
     ] = None,
     lr: Annotated[float | None, typer.Option(help="Highest learning rate (default 1e-3).")] = None,
     seed: Annotated[
-        int | None, typer.Option(help="Of weights and of the order of the text.")
+        int | None, typer.Option(help="Seed of the weights and of the order of the text.")
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     check: Annotated[
@@ -65,38 +65,38 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Train; without `data`, on the source of Python's standard library, byte by byte."""
-    said = {"steps": steps, "lr": lr, "seed": seed}
+    given = {"steps": steps, "lr": lr, "seed": seed}
     if until is not None:
         above("until", until, 0)
-    recipe = replace(wishes.train, **{key: one for key, one in said.items() if one is not None})
-    wishes = replace(wishes, train=recipe)
-    asked = None if dtype is None else one_of("dtype", dtype, _DTYPES)
+    recipe = replace(options.train, **{key: one for key, one in given.items() if one is not None})
+    options = replace(options, train=recipe)
+    dtype = None if dtype is None else one_of("dtype", dtype, FORMATS)
     one_of("device", device, _DEVICES)
     if check and resume:
-        raise FivefoldError("--check follows a training from its first step: leave --resume out")
-    launched = here(os.environ)
-    resume = resume or launched is not None  # a launcher starts again what it has lost
+        raise FivefoldError("--check compares a training from its first step: leave --resume out")
+    launched = read_environment(os.environ)
+    resume = resume or launched is not None  # a launcher restarts a job that has failed
     if launched is not None and out is None:
         raise FivefoldError("name the run folder, which all hosts share, with --out")
-    plan = runnable(_same_batch(wishes, out, resume), launched)
-    where = _Where(plan, asked, device, out, resume, until, check)
-    raise typer.Exit(_join(where, launched) if launched else _fork(where, as_json))
+    plan = runnable(_same_batch(options, out, resume), launched)
+    start = _Start(plan, dtype, device, out, resume, until, check)
+    raise typer.Exit(_join(start, launched) if launched else _fork(start, as_json))
 
 
-def _same_batch(wishes: Wishes, out: Path | None, resume: bool) -> Wishes:
-    """A run that goes on in another layout keeps its global batch, unless another is asked for."""
-    if not resume or wishes.batch is not None or wishes.microbatches is not None:
-        return wishes
-    folder = out or run_folder(Path("runs"), models.load(wishes.model).name, newest=True)
+def _same_batch(options: PlanOptions, out: Path | None, resume: bool) -> PlanOptions:
+    """A run that resumes in another layout has the same global batch, unless another is given."""
+    if not resume or options.batch is not None or options.microbatches is not None:
+        return options
+    folder = out or run_folder(Path("runs"), models.load(options.model).name, newest=True)
     if not (folder / PLAN).is_file():
-        return wishes
-    return replace(wishes, batch=resolve(read(folder / PLAN)).batch.sequences)
+        return options
+    return replace(options, batch=resolve(read(folder / PLAN)).batch.sequences)
 
 
-def runnable(wishes: Wishes, launched: LauncherEnvironment | None = None) -> Plan:
-    """The plan; refused where these ranks cannot run it."""
-    plan = resolve(wishes)
-    weights(plan.shape)  # refuses what cannot be built
+def runnable(options: PlanOptions, launched: LauncherEnvironment | None = None) -> Plan:
+    """The plan; raises if these ranks cannot run it."""
+    plan = resolve(options)
+    weights(plan.shape)  # raises for a model that cannot be built
     if launched is not None:
         plan = refit(plan, launched.world)
     elif plan.layout.world > _MOST_RANKS:
@@ -109,7 +109,7 @@ def runnable(wishes: Wishes, launched: LauncherEnvironment | None = None) -> Pla
             f"schedule {plan.schedule.name} is asynchronous, which train does not run: choose "
             "another, such as 1f1b or zb-h1"
         )
-    if wishes.train.compile and (reason := _not_compiled(plan)):
+    if options.train.compile and (reason := _why_not_compiled(plan)):
         raise FivefoldError(f"compile = true: {reason}")
     if plan.shape.dropout:
         note = "dropout is 0: many ranks and one cannot drop the same activations"
@@ -117,8 +117,8 @@ def runnable(wishes: Wishes, launched: LauncherEnvironment | None = None) -> Pla
     return plan
 
 
-def _not_compiled(plan: Plan) -> str | None:
-    """What a block does that cannot be part of one graph."""
+def _why_not_compiled(plan: Plan) -> str | None:
+    """What a block does that cannot be part of one compiled graph; None if there is nothing."""
     layout = plan.layout
     inside = {"tp": layout.tp, "cp": layout.cp, "ep": layout.ep}
     found = [
@@ -130,8 +130,8 @@ def _not_compiled(plan: Plan) -> str | None:
 
 
 @dataclass(frozen=True)
-class _Where:
-    """What the command line asks for besides the plan."""
+class _Start:
+    """What one start of a run was given on the command line."""
 
     plan: Plan
     dtype: str | None
@@ -142,58 +142,60 @@ class _Where:
     check: bool
 
 
-def _settings(where: _Where, folder: Path) -> TrainSettings:
-    """How the ranks train: on which device, and how precisely."""
+def _settings(start: _Start, folder: Path) -> TrainSettings:
+    """How the ranks train: their device, their dtype, and what the plan expects of a step."""
     from fivefold.launch.processes import num_gpus
-    from fivefold.train import PRECISIONS, TrainSettings, expected
+    from fivefold.train import TrainSettings, estimate_of
 
-    plan, device = where.plan, where.device
+    plan, device = start.plan, start.device
     if device == "auto":
         device = "cuda" if num_gpus() else "cpu"
     elif device == "cuda" and not num_gpus():
         raise FivefoldError("--device cuda: this machine has no GPU; use --device cpu")
-    dtype = where.dtype or PRECISIONS[plan.precision]
-    if where.dtype is None and device == "cpu" and dtype == "bfloat16":
-        dtype = "float32"  # CPUs are slow at bfloat16, and every plan is for it by default
-    outlook = expected(plan, plan.wishes.train)
+    dtype = start.dtype or PRECISIONS[plan.precision].dtype
+    if start.dtype is None and device == "cpu" and dtype == "bfloat16":
+        dtype = "float32"  # CPUs are slow at bfloat16, which is the default of every plan
+    estimate = estimate_of(plan, plan.options.train)
     return TrainSettings(
-        recipe=plan.wishes.train,
+        recipe=plan.options.train,
         dtype=cast("Any", dtype),
         device=cast("Any", device),
         folder=folder,
-        resume=where.resume,
-        until=where.until,
-        planned=None if outlook is None else PlannedStep.of(outlook),
-        check=where.check,
+        resume=start.resume,
+        until=start.until,
+        planned=None if estimate is None else PlannedStep.of(estimate),
+        check=start.check,
     )
 
 
-def _fork(where: _Where, as_json: bool) -> int:
+def _fork(start: _Start, as_json: bool) -> int:
     """Train on ranks of this machine; the exit code."""
     from fivefold.launch.processes import Pool, RankLost
     from fivefold.records.run_folder import RunFolder
     from fivefold.train import num_processes, source_of, train
 
-    began, plan = time.perf_counter(), where.plan
-    folder = where.out or run_folder(Path("runs"), plan.shape.name, where.resume)
-    settings = _settings(where, folder)
+    began, plan = time.perf_counter(), start.plan
+    folder = start.out or run_folder(Path("runs"), plan.shape.name, start.resume)
+    settings = _settings(start, folder)
     source = source_of(plan, settings, verify=True)
-    made = RunFolder.create(folder, plan.to_toml(folder, whole=True), _facts(plan), where.resume)
-    say: Callable[[str], None] = (lambda line: None) if as_json else typer.echo
-    say(head(plan, settings.recipe, settings.dtype, str(source), settings.planned))
-    say(f"run folder: {folder}")
-    teller = _Reporter(settings.recipe.steps, say)
+    run_files = RunFolder.create(
+        folder, plan.to_toml(folder, whole=True), _facts(plan), start.resume
+    )
+    print_line: Callable[[str], None] = (lambda line: None) if as_json else typer.echo
+    print_line(head(plan, settings.recipe, settings.dtype, str(source), settings.planned))
+    print_line(f"run folder: {folder}")
+    reporter = _Reporter(settings.recipe.steps, print_line)
     try:
         with Pool(num_processes(plan, settings), _PATIENCE, forwards_stop=True) as pool:
-            runs, verdict = train(pool, plan, settings, teller.tell)
+            runs, check = train(pool, plan, settings, reporter.report)
     except RankLost as lost:
-        return _lost(lost, plan, as_json)
+        return _report_lost_rank(lost, plan, as_json)
     finally:
-        summary = made.summarize()
+        summary = run_files.summarize()
     table = {
-        **_described(plan, settings, str(source), teller.records),
-        **_beside(plan, settings, runs),
-        "check": None if verdict is None else {**asdict(verdict), "passed": verdict.passed},
+        **_steps_json(plan, settings, str(source), reporter.records),
+        **_measured_json(plan, settings, runs),
+        "check": None if check is None else {**asdict(check), "passed": check.passed},
         "stopped": runs[0].stopped,
         "run": str(folder),
         "summary": summary.to_json(),
@@ -202,44 +204,44 @@ def _fork(where: _Where, as_json: bool) -> int:
     typer.echo(
         json.dumps(table) if as_json else "\n".join(["", summary_text(summary), *tail(table)])
     )
-    return 0 if verdict is None or verdict.passed else 1
+    return 0 if check is None or check.passed else 1
 
 
-def _join(where: _Where, launched: LauncherEnvironment) -> int:
+def _join(start: _Start, launched: LauncherEnvironment) -> int:
     """Be one rank of a job that a launcher has started; the exit code."""
-    from fivefold.launch.launcher import joined_worker, own_device
+    from fivefold.launch.worker import joined_worker, own_device
     from fivefold.records.run_folder import RunFolder
     from fivefold.train import run_rank, source_of
 
-    plan, first = where.plan, launched.rank == 0
-    assert where.out is not None
-    folder, settings = where.out, _settings(where, where.out)
-    say: Callable[[str], None] = typer.echo if first else (lambda line: None)
-    if first:  # the others see the folder when they have met this rank
+    plan, first = start.plan, launched.rank == 0
+    assert start.out is not None
+    folder, settings = start.out, _settings(start, start.out)
+    print_line: Callable[[str], None] = typer.echo if first else (lambda line: None)
+    if first:  # the others open the folder after they have joined this rank
         source = source_of(plan, settings, verify=True)
         toml = plan.to_toml(folder, whole=True)
-        made = RunFolder.create(folder, toml, _facts(plan), where.resume)
-        say(head(plan, settings.recipe, settings.dtype, str(source), settings.planned))
-        say(f"run folder: {folder}")
-    teller = _Reporter(settings.recipe.steps, say)
+        run_files = RunFolder.create(folder, toml, _facts(plan), start.resume)
+        print_line(head(plan, settings.recipe, settings.dtype, str(source), settings.planned))
+        print_line(f"run folder: {folder}")
+    reporter = _Reporter(settings.recipe.steps, print_line)
     device = own_device(launched) if settings.device == "cuda" else None
-    run_rank(joined_worker(launched, teller.tell), plan, settings, device=device)
+    run_rank(joined_worker(launched, reporter.report), plan, settings, device=device)
     if first:
-        say("\n" + summary_text(made.summarize()))
+        print_line("\n" + summary_text(run_files.summarize()))
     return 0
 
 
 class _Reporter:
-    """Says every step when it is over."""
+    """Prints every step when it is over, and collects the records."""
 
-    def __init__(self, steps: int, say: Callable[[str], None]) -> None:
-        self.steps, self.say, self.pace = steps, say, Pace()
+    def __init__(self, steps: int, print_line: Callable[[str], None]) -> None:
+        self.steps, self.print_line, self.pace = steps, print_line, Pace()
         self.records: list[StepRecord] = []
 
-    def tell(self, record: StepRecord | Shortage | str) -> None:
+    def report(self, record: StepRecord | Shortage | str) -> None:
         if isinstance(record, StepRecord):
             self.records.append(record)
-            self.say(step_line(record, self.steps, self.pace.eta(record, self.steps)))
+            self.print_line(step_line(record, self.steps, self.pace.eta(record, self.steps)))
         elif isinstance(record, str):
             typer.echo(f"fivefold: {record}", err=True)
         else:
@@ -249,7 +251,7 @@ class _Reporter:
 
 
 def _facts(plan: Plan) -> dict[str, object]:
-    """Of this start, for whoever reads the run folder."""
+    """Facts of this start for `run.json` and for --json."""
     return {
         "model": plan.shape.name,
         "layout": str(plan.layout),
@@ -259,7 +261,7 @@ def _facts(plan: Plan) -> dict[str, object]:
     }
 
 
-def _lost(lost: RankLost, plan: Plan, as_json: bool) -> int:
+def _report_lost_rank(lost: RankLost, plan: Plan, as_json: bool) -> int:
     who = "the one process" if lost.rank >= plan.layout.world else f"rank {lost.rank}"
     reason = f"lost {who} at {lost.doing}: it {lost.cause}"
     if as_json:
@@ -268,10 +270,10 @@ def _lost(lost: RankLost, plan: Plan, as_json: bool) -> int:
     return 1
 
 
-def _described(
+def _steps_json(
     plan: Plan, settings: TrainSettings, corpus: str, records: list[StepRecord]
 ) -> dict[str, Any]:
-    """The run as JSON, step by step."""
+    """The run and its steps as JSON."""
     return {
         **_facts(plan),
         "dtype": settings.dtype,
@@ -282,31 +284,31 @@ def _described(
     }
 
 
-def _beside(plan: Plan, settings: TrainSettings, runs: list[TrainedRank]) -> dict[str, Any]:
-    """Planned beside measured, as JSON; nothing where no step was left to run."""
-    from fivefold.train import beside_the_plan
+def _measured_json(plan: Plan, settings: TrainSettings, runs: list[TrainedRank]) -> dict[str, Any]:
+    """Measured memory and traffic beside the plan, as JSON; null if no step was left to run."""
+    from fivefold.train import compare_with_plan
 
-    measured = beside_the_plan(plan, settings, runs)
+    measured = compare_with_plan(plan, settings, runs)
     if measured is None:
         return {"memory": None, "traffic": None}
-    moved = {"planned": measured.planned_moved, "measured": measured.moved}
+    by_source = {"planned": measured.planned_traffic, "measured": measured.traffic}
     traffic = {
         "step": measured.step,
-        "match": measured.moved_as_planned,
+        "match": measured.traffic_as_planned,
         **{
             name: {axis: one._asdict() for axis, one in axes.items()}
-            for name, axes in moved.items()
+            for name, axes in by_source.items()
         },
     }
     memory = measured.memory
     if memory is None:
         return {"memory": None, "traffic": traffic}
-    held = {"planned": memory.planned, "measured": memory.held}
+    sizes = {"planned": memory.planned, "measured": memory.measured}
     return {
         "memory": {
             "rank": memory.rank,
             "ranks_as_planned": memory.num_as_planned,
-            **{name: {**asdict(each), "total": each.total} for name, each in held.items()},
+            **{name: {**asdict(each), "total": each.total} for name, each in sizes.items()},
         },
         "traffic": traffic,
     }

@@ -19,11 +19,11 @@ pytestmark = pytest.mark.skipif(
 EVENTS = """
 import sys, time, torch
 from pathlib import Path
-from fivefold.run.events import Events
+from fivefold.train.callbacks.records import SpanLog
 device = torch.device("cuda")
 x = torch.randn(4096, 4096, device=device)
 (x @ x).sum().item()
-events = Events(Path(sys.argv[1]), 0, 0, device)
+events = SpanLog(Path(sys.argv[1]), 0, 0, device)
 for number in range(3):
     began = time.perf_counter_ns()
     action = events.begin("0F0")
@@ -42,9 +42,9 @@ events.close()
 SNAPSHOTS = """
 import sys, torch
 from pathlib import Path
-from fivefold.run.snapshot import STEPS, Snapshots
+from fivefold.train.callbacks.memory import STEPS, Snapshots
 device = torch.device("cuda")
-snapshots = Snapshots(Path(sys.argv[1]), 0, device, asked=True)
+snapshots = Snapshots(Path(sys.argv[1]), 0, device, requested=True)
 assert snapshots.note is None
 kept = [torch.ones(1 << 20, device=device) for _ in range(STEPS)]
 for number in range(1, STEPS + 1):

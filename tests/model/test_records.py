@@ -18,18 +18,25 @@ import torch
 
 from fivefold.core.errors import BadFile, FivefoldError, UnknownName
 from fivefold.core.schedule import Action
+from fivefold.parallel.mesh import CollectiveRecord
 from fivefold.records import StepRecord, run_folder
 from fivefold.records.run_folder import (
     Metrics,
     RunFolder,
-    Spent,
+    TimeSpent,
     commit_of,
     gpu_names,
     read_records,
 )
-from fivefold.train import span_recorder
-from fivefold.train.span_recorder import Events, SilentRecorder, Snapshots, _SpanFile, recorder
-from fivefold.train.told import logs, trackers
+from fivefold.train.callbacks import memory
+from fivefold.train.callbacks.memory import Snapshots
+from fivefold.train.callbacks.records import (
+    SpanCallback,
+    SpanLog,
+    _SpanWriter,
+    log_targets,
+    open_trackers,
+)
 
 CPU = torch.device("cpu")
 FIRST = StepRecord(
@@ -155,7 +162,7 @@ def test_a_move_that_was_interrupted_is_done_again(
         path.write_text(text, "utf-8")
 
     with monkeypatch.context() as patched:
-        patched.setattr(run_folder, "write_whole", dies)
+        patched.setattr(run_folder, "write_atomically", dies)
         with pytest.raises(KeyboardInterrupt):
             Metrics(tmp_path, 1)
     written(tmp_path, after=1)
@@ -191,7 +198,7 @@ def test_the_summary_of_a_folder(tmp_path: Path) -> None:
 
 
 def test_time_spent_is_taken_once() -> None:
-    spent = Spent()
+    spent = TimeSpent()
     with spent.on("save"):
         time.sleep(0.01)
     spent.add("save", 1.0)
@@ -238,7 +245,7 @@ def lines_of(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
 
 
 def test_events_tell_what_was_when(tmp_path: Path) -> None:
-    events = Events(tmp_path, 3, 1, CPU)
+    events = SpanLog(tmp_path, 3, 1, CPU)
     before = time.perf_counter_ns()
     outer = events.begin(Action(2, "F", 0))
     inner = events.begin("tp/all_gather", 4096, 2)
@@ -263,7 +270,7 @@ def test_events_tell_what_was_when(tmp_path: Path) -> None:
 
 def test_events_of_a_restart_go_on_behind_whole_lines(tmp_path: Path) -> None:
     for restart in (0, 1):
-        events = Events(tmp_path, 0, restart, CPU)
+        events = SpanLog(tmp_path, 0, restart, CPU)
         events.end(events.begin('a "name"'))
         events.step(1)
         events.close()
@@ -289,28 +296,32 @@ def test_a_file_that_is_one_torn_line_is_empty(tmp_path: Path) -> None:
 
 
 def test_events_that_are_off_write_nothing(tmp_path: Path) -> None:
-    off = recorder(tmp_path, 0, 0, CPU, on=False)
-    assert isinstance(off, SilentRecorder)
-    off.end(off.begin("2F0"))
-    off.step(1)
+    off = SpanCallback(None, 0, CPU)
+    off.start(0)
+    off.actions.end(off.actions.begin(Action(2, "F", 0)))
+    off.end(off.begin(CollectiveRecord("tp", "all_gather", 8, 2), (0, 1)))
+    off.after_step(at(1))
     off.close()
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a full device")
 def test_events_that_cannot_be_written_say_so(tmp_path: Path) -> None:
-    events = Events(tmp_path, 0, 0, CPU)
+    events = SpanLog(tmp_path, 0, 0, CPU)
     events.close()
-    events.writer = _SpanFile(Path("/dev/full"))
+    events.writer = _SpanWriter(Path("/dev/full"))
     events.step(1)
     with pytest.raises(FivefoldError, match=r"cannot write /dev/full: No space .*events=false"):
         events.close()
 
 
 def test_the_words_of_log() -> None:
-    assert logs(" tensorboard + wandb") == {"tensorboard", "wandb"} and logs("") == frozenset()
+    assert (
+        log_targets(" tensorboard + wandb") == {"tensorboard", "wandb"}
+        and log_targets("") == frozenset()
+    )
     with pytest.raises(UnknownName, match="did you mean tensorboard"):
-        logs("tensorbord")
+        log_targets("tensorbord")
 
 
 def fake(name: str, monkeypatch: pytest.MonkeyPatch, **content: Any) -> None:
@@ -334,14 +345,14 @@ def test_curves_go_to_both_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     fake("torch.utils.tensorboard", monkeypatch, SummaryWriter=writer)
     fake("wandb", monkeypatch, init=init)
-    both = trackers("wandb+tensorboard+memory", tmp_path, "abc", {"lr": 1.0}, after=5)
+    both = open_trackers("wandb+tensorboard+memory", tmp_path, "abc", {"lr": 1.0}, after=5)
     for each in both:
         each.log(6, {"loss": 2.5, "lr": 0.1})
         each.close()
     assert drawn == [("loss", 2.5, 6), ("lr", 0.1, 6)]
     assert logged == [{"step": 6, "loss": 2.5, "lr": 0.1}]
     assert opened[0]["purge_step"] == 6 and opened[1]["id"] == "abc"
-    assert trackers("memory", tmp_path, "abc", {}, after=0) == []
+    assert open_trackers("memory", tmp_path, "abc", {}, after=0) == []
 
 
 @pytest.mark.parametrize(
@@ -352,14 +363,14 @@ def test_a_missing_package_is_named(
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(FivefoldError, match=f"pip install {word}"):
-        trackers(word, tmp_path, "abc", {}, after=0)
+        open_trackers(word, tmp_path, "abc", {}, after=0)
 
 
 def test_without_a_gpu_there_is_a_note_and_no_snapshot(tmp_path: Path) -> None:
-    asked = Snapshots(tmp_path, 0, CPU, asked=True)
+    asked = Snapshots(tmp_path, 0, CPU, requested=True)
     assert asked.note is not None and "GPU" in asked.note
     assert asked.step(1) is None and asked.out_of_memory() is None
-    assert Snapshots(tmp_path, 0, CPU, asked=False).note is None
+    assert Snapshots(tmp_path, 0, CPU, requested=False).note is None
     assert list(tmp_path.iterdir()) == []
 
 
@@ -367,20 +378,20 @@ def test_the_first_steps_are_recorded_on_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[object] = []
-    memory = SimpleNamespace(
+    fake_memory = SimpleNamespace(
         _record_memory_history=lambda **options: calls.append(options),
         _dump_snapshot=lambda path: Path(path).write_text("x", "utf-8"),
     )
-    monkeypatch.setattr(span_recorder.torch.cuda, "memory", memory)
-    asked = Snapshots(tmp_path, 2, torch.device("cuda"), asked=True)
+    monkeypatch.setattr(memory.torch.cuda, "memory", fake_memory)
+    asked = Snapshots(tmp_path, 2, torch.device("cuda"), requested=True)
     found = [asked.step(number) for number in range(11, 16)]
     path = tmp_path / "memory" / "rank-00002-step-00000013.pickle"
     assert found == [None, None, path, None, None] and path.exists()
     assert len(calls) == 2 and calls[1] == {"enabled": None}
-    quiet = Snapshots(tmp_path, 2, torch.device("cuda"), asked=False)
+    quiet = Snapshots(tmp_path, 2, torch.device("cuda"), requested=False)
     left = quiet.out_of_memory()
     assert left is not None and left.name == "rank-00002-out-of-memory.pickle" and left.exists()
     assert len(calls) == 2
-    monkeypatch.setattr(span_recorder.torch.cuda, "memory", SimpleNamespace())
-    bare = Snapshots(tmp_path, 2, torch.device("cuda"), asked=True)
+    monkeypatch.setattr(memory.torch.cuda, "memory", SimpleNamespace())
+    bare = Snapshots(tmp_path, 2, torch.device("cuda"), requested=True)
     assert bare.note is not None and "torch" in bare.note and bare.out_of_memory() is None

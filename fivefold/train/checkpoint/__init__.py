@@ -1,4 +1,9 @@
-"""Checkpoints: any layout writes them, any other reads them, and nothing is read unverified."""
+"""Checkpoints: any layout writes them, any other loads them, and nothing is read unverified.
+
+`Checkpoints` saves and loads those of a run on all ranks: a save goes on in the background while
+the next steps run, a load puts the tensors into whatever layout runs now. `Reader` and
+`write_checkpoint` do it in one process, one full tensor at a time: export and import use them.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +21,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from fivefold.core.errors import BadFile, FivefoldError, UnknownName, bullets
 from fivefold.core.weights import Box, whole_box
-from fivefold.optim.optimizer import InMemory
+from fivefold.optim.optimizer import StateInMemory
 from fivefold.train.checkpoint import folders
 from fivefold.train.checkpoint.folders import (
     Damaged,
@@ -26,9 +31,17 @@ from fivefold.train.checkpoint.folders import (
     published,
     verified_manifest,
 )
-from fivefold.train.checkpoint.ranks import CannotSave, CheckpointRanks, Failed, reason_of
-from fivefold.train.checkpoint.slots import MODEL, OPTIM, CheckpointTensor, slots_of, spread
-from fivefold.train.checkpoint.storage import Reads, Stored, Writing, in_box, item_of
+from fivefold.train.checkpoint.ranks import CannotSave, CheckpointRanks, RanksFailed, reason_of
+from fivefold.train.checkpoint.storage import (
+    MODEL,
+    OPTIM,
+    BoxReads,
+    CheckpointTensor,
+    CheckpointWriter,
+    StoredTensors,
+    in_box,
+    write_item,
+)
 
 __all__ = [
     "CannotSave",
@@ -38,51 +51,46 @@ __all__ = [
     "Reader",
     "latest",
     "published",
-    "slots_of",
-    "spread",
-    "write_whole",
+    "write_checkpoint",
 ]
 
-# The checkpoints of a run: saved behind the steps, loaded into whatever layout runs now.
-
-
-_SHOWN = 5  # missing tensors that an error names
+_SHOWN = 5  # differences that an error names
 
 
 class Checkpoints:
     """Saves and loads the checkpoints in one folder, on all ranks together."""
 
     def __init__(self, folder: Path, keep: int, group: dist.ProcessGroup | None) -> None:
-        """`group` has all ranks, carries tensors of the host and is used for nothing else; it must
-        be patient for as long as a rank may write. None: there is one rank.
+        """`group` has all ranks, moves tensors of the host and serves nothing else. Its timeout
+        must be as long as a rank may take to write. None: there is one rank.
         """
-        assert keep >= 1, "the newest is always kept"
-        self.folder, self.keep, self._crew = folder, keep, CheckpointRanks(group)
-        self._writing: Writing | None = None
+        assert keep >= 1, "the newest one always stays"
+        self.folder, self.keep, self._ranks = folder, keep, CheckpointRanks(group)
+        self._writer: CheckpointWriter | None = None
         self._copies: dict[MetadataIndex, Tensor] = {}
         self._thread: Thread | None = None
         self._failure: str | None = None
         self._newest: int | None = None  # the step that was saved or loaded last
 
-    def save(self, slots: Sequence[CheckpointTensor], facts: Facts, wait: bool = False) -> None:
-        """Copy all values, and write them in the background; `wait` until that is over.
+    def save(self, tensors: Sequence[CheckpointTensor], facts: Facts, wait: bool = False) -> None:
+        """Copy all values, and write them in the background; `wait` until they are written.
 
-        Waits for the save before it, and raises `CannotSave` if that one failed and nobody has
-        asked. What lives on a disk is not copied: such a save is always waited for. A step that
-        is already saved is not saved again.
+        Waits for the save before it first, and raises `CannotSave` if that one failed. States on a
+        disk are not copied: such a save always waits. A step that is saved already is not saved
+        again.
         """
         self.wait()
         if facts.step == self._newest:
             return
-        on_disk = any(slot.on_disk for slot in slots)
-        reads = self._snapshot(slots)
+        on_disk = any(each.on_disk for each in tensors)
+        reads = self._snapshot(tensors)
         self._thread = Thread(target=self._write, args=(facts, reads), daemon=True)
         self._thread.start()
         if wait or on_disk:
             self.wait()
 
     def wait(self) -> None:
-        """Until nothing is being written; raises `CannotSave` if the last save failed."""
+        """Wait until nothing is being written; raises `CannotSave` if the last save failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -90,9 +98,9 @@ class Checkpoints:
             raise CannotSave(failure)
 
     def failure(self) -> str | None:
-        """Why the last save failed, told once; None while it is being written, or if it is well.
+        """Why the last save failed, returned once; None while it is being written or if it is good.
 
-        Ranks may learn of it at different steps; all know it behind `wait`.
+        Ranks may learn of it at different steps; after `wait` all know it.
         """
         if self._thread is not None and self._thread.is_alive():
             return None
@@ -100,132 +108,132 @@ class Checkpoints:
         return failure
 
     def load(
-        self, slots: Sequence[CheckpointTensor], on_bad: Callable[[str], None]
+        self, tensors: Sequence[CheckpointTensor], on_damage: Callable[[str], None]
     ) -> Facts | None:
-        """Read the newest good checkpoint; None where there is none at all.
+        """Load the newest good checkpoint; None if there is none at all.
 
-        Every file is verified before any is interpreted. `on_bad` is told, on the first rank, of
-        each checkpoint that is passed over, and why.
+        Every file is verified before any is interpreted. The first rank calls `on_damage` with the
+        name of each checkpoint that is skipped, and why.
         """
         self.wait()
-        found = self._crew.first(self._found)
-        bad: list[str] = []
+        found = self._ranks.on_first(self._find)
+        damaged: list[str] = []
         for folder in reversed(found):
             try:
-                facts = self._load_from(folder, slots)
-            except Failed as failed:
-                bad.append(f"{folder.name} is damaged: {failed}")
-                if self._crew.rank == 0:
-                    on_bad(bad[-1])
+                facts = self._load_from(folder, tensors)
+            except RanksFailed as failed:
+                damaged.append(f"{folder.name} is damaged: {failed}")
+                if self._ranks.rank == 0:
+                    on_damage(damaged[-1])
             else:
                 self._newest = facts.step
                 return facts
-        if bad:
+        if damaged:
             raise FivefoldError(
-                bullets(f"no checkpoint in {self.folder} can be used:", bad)
-                + "\nrestore one of them from a copy, or move that folder away to begin anew"
+                bullets(f"no checkpoint in {self.folder} can be used:", damaged)
+                + "\nrestore one of them from a copy, or move that folder away to start again"
             )
         return None
 
-    def _found(self) -> list[Path]:
+    def _find(self) -> list[Path]:
         folders.sweep(self.folder)
         return folders.published(self.folder)
 
-    def _snapshot(self, slots: Sequence[CheckpointTensor]) -> Reads:
-        """Copies in host memory of what this rank writes; of what is on a disk, how to read it."""
-        held = {
-            (item := item_of(slot.key, slot.shape, slot.dtype, box)).index: (item, slot, box)
-            for slot in slots
-            for box in slot.boxes
+    def _snapshot(self, tensors: Sequence[CheckpointTensor]) -> BoxReads:
+        """Copies in host memory of what this rank writes; of states on a disk, how to read them."""
+        boxes = {
+            (item := write_item(each.key, each.shape, each.dtype, box)).index: (item, each, box)
+            for each in tensors
+            for box in each.boxes
         }
-        if self._writing is None:
-            items = [item for item, _, _ in held.values()]
-            file_each = any(slot.on_disk for slot in slots)
-            self._writing = Writing(self._crew, items, file_each=file_each)
+        if self._writer is None:
+            items = [item for item, _, _ in boxes.values()]
+            on_disk = any(each.on_disk for each in tensors)
+            self._writer = CheckpointWriter(self._ranks, items, file_per_box=on_disk)
         reads: dict[MetadataIndex, Callable[[], Tensor]] = {}
         values: dict[str, Tensor] = {}
-        for index in self._writing.indices:
-            _, slot, box = held[index]
-            if slot.on_disk:
-                reads[index] = partial(_read, slot, box)
+        for index in self._writer.indices:
+            _, tensor, box = boxes[index]
+            if tensor.on_disk:
+                reads[index] = partial(_read_box, tensor, box)
                 continue
-            if slot.key not in values:
-                values[slot.key] = slot.kept.read().detach()
-            self._copy(index, in_box(values[slot.key], box))
+            if tensor.key not in values:
+                values[tensor.key] = tensor.state.read().detach()
+            self._copy(index, in_box(values[tensor.key], box))
             reads[index] = partial(self._copies.__getitem__, index)
         if any(value.is_cuda for value in values.values()):
-            torch.cuda.synchronize()  # a thread will read what is still on its way
+            torch.cuda.synchronize()  # a thread reads the copies, which may still be under way
         return reads
 
     def _copy(self, index: MetadataIndex, value: Tensor) -> None:
-        """Into memory that is made once: a save comes back to the sizes of the one before."""
+        """Into memory that is allocated once: every save has the same sizes."""
         if index not in self._copies:
             self._copies[index] = torch.empty(
                 value.shape, dtype=value.dtype, pin_memory=value.is_cuda
             )
         self._copies[index].copy_(value, non_blocking=True)
 
-    def _write(self, facts: Facts, reads: Reads) -> None:
-        """The thread of a save; what it cannot do is told later."""
-        assert self._writing is not None
+    def _write(self, facts: Facts, reads: BoxReads) -> None:
+        """The thread of a save; `wait` raises its error later."""
+        assert self._writer is not None
         try:
-            self._writing.write(self.folder, facts, reads, self.keep)
+            self._writer.write(self.folder, facts, reads, self.keep)
             self._newest = facts.step
         except Exception as error:
-            self._failure = self._told(facts.step, reason_of(error))
-            if self._crew.rank == 0:  # what was written of it may be what fills the disk
+            self._failure = self._explain(facts.step, reason_of(error))
+            if self._ranks.rank == 0:  # the incomplete checkpoint may be what fills the disk
                 part = self.folder / (folders.name_of(facts.step) + folders.PART)
                 shutil.rmtree(part, ignore_errors=True)
 
-    def _told(self, step: int, reason: str) -> str:
-        there = folders.published(self.folder)
-        last = f"{there[-1].name} stays the newest" if there else "there is none before it"
+    def _explain(self, step: int, reason: str) -> str:
+        found = folders.published(self.folder)
+        last = f"{found[-1].name} stays the newest" if found else "there is none before it"
         return (
             f"the checkpoint of step {step} was not written: {reason}; {last}. "
             "Make room on that disk, or see to it: the next save tries again"
         )
 
-    def _load_from(self, folder: Path, slots: Sequence[CheckpointTensor]) -> Facts:
+    def _load_from(self, folder: Path, tensors: Sequence[CheckpointTensor]) -> Facts:
         """Verify one checkpoint, and only then open and read it."""
-        manifest = self._crew.first(lambda: verified_manifest(folder))
+        manifest = self._ranks.on_first(lambda: verified_manifest(folder))
         by_size = sorted(manifest.files, key=lambda name: -manifest.files[name].bytes)
-        mine = by_size[self._crew.rank :: self._crew.size]
-        problems = self._crew.everyone(lambda: problems_of(folder, manifest, mine))
+        mine = by_size[self._ranks.rank :: self._ranks.size]
+        problems = self._ranks.on_all(lambda: problems_of(folder, manifest, mine))
         if any(problems):
-            raise Failed([each for some in problems for each in some])
-        stored: list[Stored] = []
+            raise RanksFailed([each for some in problems for each in some])
+        opened: list[StoredTensors] = []
 
         def open_it() -> tuple[list[str], set[str]]:
-            stored.append(Stored(folder))
-            here = {slot.key for slot in slots}
-            return stored[0].missing(_wanted(stored[0], slots)), here
+            opened.append(StoredTensors(folder))
+            keys = {each.key for each in tensors}
+            return opened[0].missing(_needed(opened[0], tensors)), keys
 
-        differences = self._crew.together(
-            open_it, lambda parts: [_differences(stored[0], parts)] * self._crew.size
+        differences = self._ranks.exchange(
+            open_it, lambda found: [_differences(opened[0], found)] * self._ranks.size
         )
         if differences:
             raise FivefoldError(_other_model(folder, differences))
-        self._crew.everyone(lambda: stored[0].fill(_wanted(stored[0], slots)))
-        has_states = any(key.startswith(OPTIM) for key in stored[0].tensors)
+        self._ranks.on_all(lambda: opened[0].load(_needed(opened[0], tensors)))
+        has_states = any(key.startswith(OPTIM) for key in opened[0].tensors)
         return replace(manifest.facts, has_states=has_states)
 
 
-def _read(slot: CheckpointTensor, box: Box) -> Tensor:
-    return in_box(slot.kept.read().detach(), box)
+def _read_box(tensor: CheckpointTensor, box: Box) -> Tensor:
+    return in_box(tensor.state.read().detach(), box)
 
 
-def _wanted(stored: Stored, slots: Sequence[CheckpointTensor]) -> list[CheckpointTensor]:
-    """All slots, but for a kind of which there is none: imported weights have no states."""
+def _needed(stored: StoredTensors, tensors: Sequence[CheckpointTensor]) -> list[CheckpointTensor]:
+    """All tensors, except a kind that is not stored at all: imported weights have no states."""
     kinds = {key.partition("/")[0] for key in stored.tensors}
     needed = kinds | {MODEL.rstrip("/")}
-    return [slot for slot in slots if slot.key.partition("/")[0] in needed]
+    return [each for each in tensors if each.key.partition("/")[0] in needed]
 
 
-def _differences(stored: Stored, parts: list[tuple[list[str], set[str]]]) -> list[str]:
-    """What the ranks want and is not there, and the weights that are there and no rank wants."""
-    wanted = set[str]().union(*(keys for _, keys in parts))
-    unknown = {key for key in stored.tensors if key.startswith(MODEL)} - wanted
-    lacks = {f"it has no {each}" for missing, _ in parts for each in missing}
+def _differences(stored: StoredTensors, ranks: list[tuple[list[str], set[str]]]) -> list[str]:
+    """What the ranks need and is not stored, and the stored weights that no rank needs."""
+    needed = set[str]().union(*(keys for _, keys in ranks))
+    unknown = {key for key in stored.tensors if key.startswith(MODEL)} - needed
+    lacks = {f"it has no {each}" for missing, _ in ranks for each in missing}
     return [*sorted(lacks), *sorted(f"this run has no {key}" for key in unknown)]
 
 
@@ -238,18 +246,18 @@ def _other_model(folder: Path, differences: list[str]) -> str:
     )
 
 
-# Checkpoints in one process, one tensor at a time: what exports and imports read and write.
+# In one process, one full tensor at a time.
 
 
-Entry = tuple[str, tuple[int, ...], torch.dtype, Callable[[], Tensor]]
-"""The key of a tensor, its shape and type, and how to come by it."""
+FullTensor = tuple[str, tuple[int, ...], torch.dtype, Callable[[], Tensor]]
+"""The key of a tensor, its shape and dtype, and a function that returns it."""
 
 
 class Reader:
     """One checkpoint, verified when it is opened."""
 
     def __init__(self, folder: Path) -> None:
-        """`folder` is that of the checkpoint itself, as `published` and `latest` give it."""
+        """`folder` is the checkpoint itself, as `published` and `latest` return it."""
         try:
             manifest = verified_manifest(folder)
         except Damaged as damaged:
@@ -258,37 +266,35 @@ class Reader:
         if problems:
             raise BadFile(str(folder), problems)
         self.facts = manifest.facts
-        self._stored = Stored(folder)
+        self._stored = StoredTensors(folder)
         self.tensors = {
             key: (tuple(each.size), each.properties.dtype)
             for key, each in self._stored.tensors.items()
         }
 
     def read(self, key: str) -> Tensor:
-        """One whole tensor, in host memory."""
+        """One full tensor, in host memory."""
         if key not in self.tensors:
             raise UnknownName("tensor of a checkpoint", key, self.tensors)
         shape, dtype = self.tensors[key]
-        value = torch.empty(shape, dtype=dtype)
-        self._stored.fill(
-            [CheckpointTensor(key, shape, dtype, (whole_box(shape),), InMemory(value))]
-        )
-        return value
+        state = StateInMemory(torch.empty(shape, dtype=dtype))
+        self._stored.load([CheckpointTensor(key, shape, dtype, (whole_box(shape),), state)])
+        return state.tensor
 
 
-def write_whole(folder: Path, entries: Iterable[Entry], facts: Facts) -> Path:
-    """Write and publish a checkpoint of whole tensors in a folder of checkpoints.
+def write_checkpoint(folder: Path, tensors: Iterable[FullTensor], facts: Facts) -> Path:
+    """Write and publish a checkpoint of full tensors in a folder of checkpoints.
 
-    Each tensor is asked for when it is written, and let go before the next.
+    Each tensor is made when it is written, and freed before the next.
     """
-    entries = list(entries)
-    items = [item_of(key, shape, dtype, whole_box(shape)) for key, shape, dtype, _ in entries]
-    reads = {MetadataIndex(key, whole_box(shape).offsets): get for key, shape, _, get in entries}
+    tensors = list(tensors)
+    items = [write_item(key, shape, dtype, whole_box(shape)) for key, shape, dtype, _ in tensors]
+    reads = {MetadataIndex(key, whole_box(shape).offsets): get for key, shape, _, get in tensors}
     num_there = len(folders.published(folder))
     try:
-        Writing(CheckpointRanks(None), items, file_each=True).write(
+        CheckpointWriter(CheckpointRanks(None), items, file_per_box=True).write(
             folder, facts, reads, keep=num_there + 1
         )
-    except Failed as failed:
+    except RanksFailed as failed:
         raise CannotSave(f"{failed}: make room on that disk, or choose another folder") from failed
     return folder / folders.name_of(facts.step)

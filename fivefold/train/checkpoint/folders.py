@@ -1,8 +1,11 @@
-"""Folders of checkpoints: what is published, how that happens at once, and what is let go.
+"""A checkpoint on disk: its folder, which appears complete, and its manifest, which verifies it.
 
-A checkpoint is written in `step-NNNNNNNN.part` and renamed when all of it is on the disk. So a
-folder without `.part` was whole when it appeared, and one with it is nobody's once its writer has
-ended.
+A checkpoint is written into `step-NNNNNNNN.part` and renamed when all of it is on the disk. So a
+folder without `.part` is complete, and one with `.part` is garbage once its writer has ended.
+
+The manifest holds where the run stood and the checksum of every file. It is JSON with a checksum of
+itself, and is read first. No other file is interpreted before its checksum is verified: `.metadata`
+is a pickle, and reading a pickle runs code.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ def step_of(folder: Path) -> int:
 
 
 def published(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, oldest step first; whether they are good is not looked at."""
+    """The checkpoints in a folder, oldest step first. They are not verified."""
     if not folder.is_dir():
         return []
     found = [each for each in folder.iterdir() if _NAME.fullmatch(each.name)]
@@ -54,7 +57,7 @@ def latest(run_folder: Path) -> Path | None:
 
 
 def begin(folder: Path, step: int) -> Path:
-    """An empty place to write in; what killed writers left is removed."""
+    """A new folder to write into; what killed writers left is removed."""
     folder.mkdir(parents=True, exist_ok=True)
     sweep(folder)
     part = folder / (name_of(step) + PART)
@@ -65,42 +68,42 @@ def begin(folder: Path, step: int) -> Path:
 def sweep(folder: Path) -> None:
     """Remove what was never published."""
     for left in folder.glob(f"step-*{PART}"):
-        shutil.rmtree(left, ignore_errors=True)  # who may not remove it may still read the others
+        shutil.rmtree(left, ignore_errors=True)  # a reader without write permission still reads
 
 
 def publish(part: Path) -> Path:
-    """Give a checkpoint its name, once everything in it is on the disk."""
+    """Give a checkpoint its final name, after everything in it is on the disk."""
     final = part.with_name(part.name.removesuffix(PART))
     sync(part)
-    if final.exists():  # a damaged one, or the run would not have come by here again
-        withdraw(final)
+    if final.exists():  # a damaged one, or the run would not have repeated this step
+        remove(final)
     part.rename(final)
     sync(final.parent)
     return final
 
 
-def retire(folder: Path, newest: int, keep: int) -> None:
-    """Let go of all but `keep`, up to the one of step `newest`, which was just written.
+def remove_old(folder: Path, newest: int, keep: int) -> None:
+    """Remove all but the last `keep`, up to the one of step `newest`, which was just written.
 
-    A later one was passed over as damaged, or the run would not be where it is: it counts for
-    nothing here, and goes when its step is written again.
+    A later one was skipped as damaged when the run resumed. It does not count here, and is replaced
+    when its step is written again.
     """
     older = [each for each in published(folder) if step_of(each) <= newest]
     for each in older[:-keep]:
-        withdraw(each)
+        remove(each)
 
 
-def withdraw(final: Path) -> None:
-    """Remove a checkpoint: first its name, so that no half of it is ever found under that."""
-    gone = final.with_name(f"{final.name}.old{PART}")
-    if gone.exists():
-        shutil.rmtree(gone)
-    final.rename(gone)
-    shutil.rmtree(gone, ignore_errors=True)  # the next save sweeps
+def remove(final: Path) -> None:
+    """Remove a checkpoint: rename it first, so that its name never shows an incomplete one."""
+    removed = final.with_name(f"{final.name}.old{PART}")
+    if removed.exists():
+        shutil.rmtree(removed)
+    final.rename(removed)
+    shutil.rmtree(removed, ignore_errors=True)  # what is left, the next save removes
 
 
 def write_synced(path: Path, text: str) -> None:
-    """Write a small file that is on the disk afterwards."""
+    """Write a small file, and wait until it is on the disk."""
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -108,7 +111,7 @@ def write_synced(path: Path, text: str) -> None:
 
 
 def sync(folder: Path) -> None:
-    """Bring the names in a folder to the disk."""
+    """Wait until the names in a folder are on the disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -116,24 +119,17 @@ def sync(folder: Path) -> None:
         os.close(handle)
 
 
-# The manifest of a checkpoint: where a run stood, and the checksum of every file.
-#
-# It is JSON, and the only file that is read before its checksum is known: it carries its own. No
-# other file is opened for its contents before it is found to be the one that was written, since
-# `.metadata` is a pickle, and to read a pickle is to run it.
-
-
-FILE = "manifest.json"
+MANIFEST = "manifest.json"
 METADATA = ".metadata"
 _FORMAT = 1
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Where a run stood. What has a shape is not here but in the tensors.
+    """Where a run stood: everything that is not a tensor.
 
-    `samples` counts the rows of text that were consumed: the number of the next one. `plan` is the
-    text of the resolved plan. `has_states` is false where there are weights alone, as of an import.
+    `samples` counts the rows of data that were read, so it is the number of the next one. `plan` is
+    the text of the resolved plan. `has_states` is false if there are only weights, as in an import.
     """
 
     step: int
@@ -147,8 +143,8 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Stamp:
-    """What a file has to be: its size and its sha256."""
+class FileChecksum:
+    """The size and the sha256 of a file as it was written."""
 
     bytes: int
     sha256: str
@@ -159,45 +155,45 @@ class Manifest:
     """The facts of a checkpoint and its files."""
 
     facts: Facts
-    files: dict[str, Stamp]
+    files: dict[str, FileChecksum]
 
     def text(self) -> str:
-        """As it is written."""
+        """The text of `manifest.json`."""
         body = asdict(self) | {"format": _FORMAT}
-        return json.dumps(body | {"sha256": _seal(body)}, indent=1) + "\n"
+        return json.dumps(body | {"sha256": _checksum(body)}, indent=1) + "\n"
 
 
 class Damaged(RankFailure):
-    """A checkpoint that is not what was written: the file, and what is wrong with it."""
+    """A checkpoint that differs from what was written: the file, and what is wrong with it."""
 
 
-def stamp(path: Path) -> Stamp:
+def checksum_of(path: Path) -> FileChecksum:
     """The size and checksum of a file as it is now."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256")
-        return Stamp(file.tell(), digest.hexdigest())
+        return FileChecksum(file.tell(), digest.hexdigest())
 
 
 def verified_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint, if it is the one that was written; else `Damaged`."""
+    """The manifest of a checkpoint; raises `Damaged` if it is not the one that was written."""
     manifest = _read(folder)
-    if unknown := _strangers(folder, manifest):
-        raise Damaged("; ".join(unknown))
+    if problems := _untrusted_files(folder, manifest):
+        raise Damaged("; ".join(problems))
     return manifest
 
 
 def _read(folder: Path) -> Manifest:
-    path = folder / FILE
+    path = folder / MANIFEST
     try:
         body: dict[str, Any] = json.loads(path.read_text("utf-8"))
-        seal, version = body.pop("sha256"), body["format"]
-        if seal != _seal(body):
+        own_checksum, version = body.pop("sha256"), body["format"]
+        if own_checksum != _checksum(body):
             raise Damaged(f"{path}: was changed after it was written")
         if version != _FORMAT:
             raise Damaged(f"{path}: has format {version}, and this program reads {_FORMAT}")
         known = {each.name for each in fields(Facts)}
         facts = Facts(**{key: value for key, value in body["facts"].items() if key in known})
-        files = {name: Stamp(**each) for name, each in body["files"].items()}
+        files = {name: FileChecksum(**each) for name, each in body["files"].items()}
     except OSError as error:
         raise Damaged(reason_of(error)) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -206,31 +202,31 @@ def _read(folder: Path) -> Manifest:
 
 
 def problems_of(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
-    """What is wrong with these files; their contents are hashed and never interpreted."""
+    """What is wrong with these files. They are hashed, never interpreted."""
     found: list[str] = []
     for name in names:
-        path, wanted = folder / name, manifest.files[name]
+        path, written = folder / name, manifest.files[name]
         try:
             size = path.stat().st_size
-            if size != wanted.bytes:
-                found.append(f"{path}: has {size:,} bytes, not the {wanted.bytes:,} written")
-            elif stamp(path).sha256 != wanted.sha256:
+            if size != written.bytes:
+                found.append(f"{path}: has {size:,} bytes, not the {written.bytes:,} written")
+            elif checksum_of(path).sha256 != written.sha256:
                 found.append(f"{path}: its checksum differs from that of what was written")
         except OSError as error:
             found.append(reason_of(error))
     return found
 
 
-def _strangers(folder: Path, manifest: Manifest) -> list[str]:
-    """Metadata that nobody vouches for, which a reader might come upon; or none at all."""
+def _untrusted_files(folder: Path, manifest: Manifest) -> list[str]:
+    """Why the metadata that torch would read is not what the manifest lists."""
     if METADATA not in manifest.files:
-        return [f"{folder / FILE}: lists no {METADATA}"]
+        return [f"{folder / MANIFEST}: lists no {METADATA}"]
     if nested := [name for name in manifest.files if Path(name).name != name]:
-        return [f"{folder / FILE}: lists {nested[0]}, which lies elsewhere"]
+        return [f"{folder / MANIFEST}: lists {nested[0]}, which lies elsewhere"]
     others = sorted(folder.glob(f"*{METADATA}"))
     return [f"{path}: is in no manifest" for path in others if path.name != METADATA]
 
 
-def _seal(body: dict[str, Any]) -> str:
+def _checksum(body: dict[str, Any]) -> str:
     text = json.dumps(body, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()

@@ -1,4 +1,5 @@
-"""The ranks that save and load together. One rank alone runs the same lines, with no collective."""
+"""The ranks that save and load a checkpoint together: all of them succeed, or all raise the same
+error. One rank alone runs the same code without a collective."""
 
 from __future__ import annotations
 
@@ -19,11 +20,11 @@ class CannotSave(FivefoldError):
 
 
 class RankFailure(Exception):
-    """An error whose text is ready for a person: the file first, then what is wrong."""
+    """An error whose text is ready for the user: first the file, then what is wrong with it."""
 
 
-class Failed(RankFailure):
-    """What went wrong, rank by rank; all ranks raise it alike."""
+class RanksFailed(RankFailure):
+    """What went wrong, rank by rank; every rank raises the same."""
 
     def __init__(self, reasons: list[str]) -> None:
         self.reasons = reasons
@@ -39,78 +40,78 @@ class _Reason:
 
 
 class CheckpointRanks:
-    """All ranks of a group that is used for nothing else: a thread may be the one that meets."""
+    """All ranks of a group that serves nothing else, since a background thread may use it."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
 
-    def together(
-        self, part: Callable[[], Part], deal: Callable[[list[Part]], list[Result]]
+    def exchange(
+        self, work: Callable[[], Part], combine: Callable[[list[Part]], list[Result]]
     ) -> Result:
-        """Each rank does its part; from all of them the first deals out what each gets.
+        """Each rank runs `work`; the first rank combines all parts into one result per rank.
 
-        What one rank cannot do, none has done: `Failed` is raised on all.
+        If one rank fails, `RanksFailed` is raised on all.
         """
-        mine = self._tried(part)
+        mine = self._try(work)
         parts = self._gather(mine)
-        dealt: list[Result | Failed] | None = None
+        results: list[Result | RanksFailed] | None = None
         if parts is not None:
-            dealt = self._dealt(parts, deal)
-        got = self._scatter(dealt)
-        if isinstance(got, Failed):
-            raise got
-        return got
+            results = self._combine(parts, combine)
+        result = self._scatter(results)
+        if isinstance(result, RanksFailed):
+            raise result
+        return result
 
-    def everyone(self, part: Callable[[], Part]) -> list[Part]:
-        """Each rank does its part, and gets those of all."""
-        return self.together(part, lambda parts: [parts] * self.size)
+    def on_all(self, work: Callable[[], Part]) -> list[Part]:
+        """Each rank runs `work`, and gets what it returned on every rank."""
+        return self.exchange(work, lambda parts: [parts] * self.size)
 
-    def first(self, part: Callable[[], Result]) -> Result:
-        """The first rank does it for all."""
-        return self.together(lambda: None, lambda _: [part()] * self.size)
+    def on_first(self, work: Callable[[], Result]) -> Result:
+        """The first rank runs `work`; every rank gets what it returned."""
+        return self.exchange(lambda: None, lambda _: [work()] * self.size)
 
-    def _tried(self, part: Callable[[], Part]) -> Part | _Reason:
+    def _try(self, work: Callable[[], Part]) -> Part | _Reason:
         try:
-            return part()
+            return work()
         except Exception as error:
             return _Reason(f"rank {self.rank}: {reason_of(error)}")
 
-    def _dealt(
-        self, parts: list[Part | _Reason], deal: Callable[[list[Part]], list[Result]]
-    ) -> list[Result | Failed]:
+    def _combine(
+        self, parts: list[Part | _Reason], combine: Callable[[list[Part]], list[Result]]
+    ) -> list[Result | RanksFailed]:
         reasons = [each.text for each in parts if isinstance(each, _Reason)]
         if not reasons:
-            dealt = self._tried(lambda: deal(cast(list[Part], parts)))
-            if not isinstance(dealt, _Reason):
-                return list(dealt)
-            reasons = [dealt.text]
-        return [Failed(reasons)] * self.size
+            results = self._try(lambda: combine(cast(list[Part], parts)))
+            if not isinstance(results, _Reason):
+                return list(results)
+            reasons = [results.text]
+        return [RanksFailed(reasons)] * self.size
 
     def _gather(self, mine: Part) -> list[Part] | None:
-        """The parts of all, on the first rank."""
+        """The parts of all ranks, on the first."""
         if self.group is None:
             return [mine]
         parts = cast(list[Part], [None] * self.size) if self.rank == 0 else None
-        dist.gather_object(mine, parts, dst=self._leader(), group=self.group)
+        dist.gather_object(mine, parts, dst=self._first_rank(), group=self.group)
         return parts
 
-    def _scatter(self, dealt: list[Result] | None) -> Result:
+    def _scatter(self, results: list[Result] | None) -> Result:
         if self.group is None:
-            assert dealt is not None
-            return dealt[0]
+            assert results is not None
+            return results[0]
         mine = cast(list[Result], [None])
-        dist.scatter_object_list(mine, dealt, src=self._leader(), group=self.group)
+        dist.scatter_object_list(mine, results, src=self._first_rank(), group=self.group)
         return mine[0]
 
-    def _leader(self) -> int:
+    def _first_rank(self) -> int:
         assert self.group is not None
         return dist.get_global_rank(self.group, 0)
 
 
 def reason_of(error: BaseException) -> str:
-    """One line for a person: where the system refused something, what and where."""
+    """An error in one line: where the operating system refused something, the file and why."""
     if isinstance(error, RankFailure):
         return str(error)
     for each in _chain(error):
@@ -121,8 +122,8 @@ def reason_of(error: BaseException) -> str:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """An error and what led to it."""
-    next_one: BaseException | None = error
-    while next_one is not None:
-        yield next_one
-        next_one = next_one.__cause__ or next_one.__context__
+    """An error and its causes."""
+    following: BaseException | None = error
+    while following is not None:
+        yield following
+        following = following.__cause__ or following.__context__

@@ -1,8 +1,28 @@
-"""Checkpoints from the disk: every rank reads the boxes that it holds, whoever wrote them."""
+"""The tensors of a checkpoint on disk, through the planners, the reader and the writer of
+`torch.distributed.checkpoint`.
+
+Each rank stores and loads boxes: parts of a full tensor with an offset and a size for every
+dimension. So a rank can read the boxes of its shards from files that any other layout wrote.
+
+Writing. The ranks agree once which of them writes which box: a box that several have is written by
+one of them, and the bytes are spread evenly. Then every checkpoint takes two exchanges: one before
+anything is written, and one after every rank has its files on the disk and has hashed them. Only
+after the second one the first rank writes the manifest and gives the checkpoint its name.
+
+Keys, the names of tensors:
+
+    model/NAME            a weight in the best precision there is: its master if it has one
+    model/NAME            the bias of a router that is balanced without a loss
+    optim/STATE/NAME      a state of the optimizer, with the shape of its weight
+    balance/load/LAYER    the load of a layer's experts in the last step
+
+NAME is the name in the full model: a tied weight is stored once, whichever stages have it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,57 +53,94 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 
 from fivefold.core.weights import Box
+from fivefold.optim.disk_states import StateOnDisk
+from fivefold.optim.optimizer import StoredState
 from fivefold.train.checkpoint import folders
-from fivefold.train.checkpoint.folders import FILE, METADATA, Facts, Manifest, Stamp, stamp
+from fivefold.train.checkpoint.folders import METADATA, Facts, FileChecksum, Manifest, checksum_of
 from fivefold.train.checkpoint.ranks import CheckpointRanks, RankFailure, reason_of
-from fivefold.train.checkpoint.slots import CheckpointTensor
+
+MODEL, OPTIM, BALANCE = "model/", "optim/", "balance/"  # what a key begins with
+
+
+@dataclass(frozen=True)
+class CheckpointTensor:
+    """One tensor of a checkpoint, and the boxes of it that this rank has."""
+
+    key: str
+    shape: tuple[int, ...]  # of the full tensor
+    dtype: torch.dtype
+    boxes: tuple[Box, ...]  # `at` counts elements of the state
+    state: StoredState
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether reading it allocates memory that should be freed at once."""
+        state = self.state.master if isinstance(self.state, MasterWeight) else self.state
+        return isinstance(state, StateOnDisk)
+
+
+class MasterWeight:
+    """A master weight, and the narrower weight that is rounded from it."""
+
+    def __init__(self, master: StoredState, weight: Tensor) -> None:
+        self.master, self.weight = master, weight
+
+    def read(self) -> Tensor:
+        return self.master.read()
+
+    def write(self, value: Tensor) -> None:
+        self.master.write(value)
+        self.weight.copy_(value.view(self.weight.shape))
+
+
+def in_box(value: Tensor, box: Box) -> Tensor:
+    """The elements of a box, as a view of a rank's state."""
+    return value.view(-1)[box.at : box.at + box.numel].view(box.sizes)
+
+
+# Reading.
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    """Torch's own planner, but for where values go: into boxes of flat tensors."""
+    """Torch's planner, except that it reads into boxes of flat tensors."""
 
     def __init__(
-        self, slots: Sequence[CheckpointTensor], tensors: dict[str, TensorStorageMetadata]
+        self, wanted: Sequence[CheckpointTensor], stored: dict[str, TensorStorageMetadata]
     ) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.slots, self.tensors = slots, tensors
-        self.values = {slot.key: slot.kept.read().detach() for slot in slots}
-        self.rooms = {
-            (slot.key, torch.Size(box.offsets)): in_box(self.values[slot.key], box)
-            for slot in slots
-            for box in slot.boxes
+        self.wanted, self.stored = wanted, stored
+        self.values = {each.key: each.state.read().detach() for each in wanted}
+        self.targets = {
+            (each.key, torch.Size(box.offsets)): in_box(self.values[each.key], box)
+            for each in wanted
+            for box in each.boxes
         }
 
     def create_local_plan(self) -> LoadPlan:
         items: list[ReadItem] = []
-        for slot in self.slots:
+        for each in self.wanted:
             chunks = [
                 ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-                for box in slot.boxes
+                for box in each.boxes
             ]
-            found = create_read_items_for_chunk_list(slot.key, self.tensors[slot.key], chunks)
-            held = sum(box.numel for box in slot.boxes)
-            assert sum(item.lengths.numel() for item in found) == held, f"{slot.key} has holes"
+            found = create_read_items_for_chunk_list(each.key, self.stored[each.key], chunks)
+            numel = sum(box.numel for box in each.boxes)
+            assert sum(item.lengths.numel() for item in found) == numel, f"{each.key} has holes"
             items += found
         return LoadPlan(items)
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         where, offset = read_item.dest_index, read_item.dest_index.offset
         assert offset is not None
-        room = self.rooms[where.fqn, offset]
-        spans = zip(read_item.dest_offsets, read_item.lengths, strict=True)
-        for dim, (start, length) in enumerate(spans):
-            room = room.narrow(dim, start, length)
-        return room
+        target = self.targets[where.fqn, offset]
+        ranges = zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        for dim, (start, length) in enumerate(ranges):
+            target = target.narrow(dim, start, length)
+        return target
 
 
-def in_box(value: Tensor, box: Box) -> Tensor:
-    """The elements of a box, where a rank keeps them."""
-    return value.view(-1)[box.at : box.at + box.numel].view(box.sizes)
-
-
-class Stored:
-    """The tensors of one checkpoint. To open it is to unpickle its metadata: verify it before."""
+class StoredTensors:
+    """The tensors of one checkpoint. Opening it unpickles its metadata, so verify it before."""
 
     def __init__(self, folder: Path) -> None:
         self._reader = FileSystemReader(folder)
@@ -95,70 +152,65 @@ class Stored:
             if isinstance(each, TensorStorageMetadata)
         }
 
-    def missing(self, slots: Iterable[CheckpointTensor]) -> list[str]:
-        """What slots want and the checkpoint has not, or not in that shape."""
+    def missing(self, wanted: Iterable[CheckpointTensor]) -> list[str]:
+        """The wanted tensors that the checkpoint does not have, or not in that shape."""
         found: list[str] = []
-        for slot in slots:
-            there = self.tensors.get(slot.key)
-            if there is None:
-                found.append(slot.key)
-            elif tuple(there.size) != slot.shape:
-                found.append(f"{slot.key} {slot.shape}, which is {tuple(there.size)} there")
+        for each in wanted:
+            stored = self.tensors.get(each.key)
+            if stored is None:
+                found.append(each.key)
+            elif tuple(stored.size) != each.shape:
+                found.append(f"{each.key} {each.shape}, which is {tuple(stored.size)} there")
         return found
 
-    def fill(self, slots: Iterable[CheckpointTensor]) -> None:
-        """Read all slots; one that lives on a disk alone, so that no two are in memory."""
-        at_once: list[CheckpointTensor] = []
-        for slot in slots:
-            if slot.on_disk:
-                self._fill([slot])
+    def load(self, wanted: Iterable[CheckpointTensor]) -> None:
+        """Read all of them; those that live on a disk one by one, to have one in memory."""
+        together: list[CheckpointTensor] = []
+        for each in wanted:
+            if each.on_disk:
+                self._load([each])
             else:
-                at_once.append(slot)
-        self._fill(at_once)
+                together.append(each)
+        self._load(together)
 
-    def _fill(self, slots: list[CheckpointTensor]) -> None:
-        firsts = {slot.key: slot for slot in reversed(slots)}
+    def _load(self, wanted: list[CheckpointTensor]) -> None:
+        firsts = {each.key: each for each in reversed(wanted)}
         planner = _LoadPlanner(list(firsts.values()), self.tensors)
         planner.set_up_planner({}, self._metadata, True)
         plan = self._reader.prepare_local_plan(planner.create_local_plan())
         (plan,) = self._reader.prepare_global_plan([plan])
         self._reader.read_data(planner.finish_plan(plan), planner).wait()
-        for slot in slots:
-            # A rank may hold a tied weight twice; both are cut alike.
-            assert slot.boxes == firsts[slot.key].boxes, f"{slot.key} is cut in two ways"
-            slot.kept.write(planner.values[slot.key])
+        for each in wanted:
+            # A rank may have a tied weight twice; both have the same shard of it.
+            assert each.boxes == firsts[each.key].boxes, f"{each.key} is sharded in two ways"
+            each.state.write(planner.values[each.key])
 
 
-# Checkpoints onto the disk, through the planner and the writer of torch.distributed.checkpoint.
-#
-# Which rank writes which box is agreed on once: what several hold is written by one of them, and
-# the work is dealt evenly. Then every checkpoint takes two meetings: one before anything is
-# written, and one when every rank has its files on the disk and has hashed them. Only after the
-# second does the first rank write the manifest and give the checkpoint its name.
+# Writing.
 
 
-Reads = Mapping[MetadataIndex, Callable[[], Tensor]]
-"""How to come by the values of each box."""
+BoxReads = Mapping[MetadataIndex, Callable[[], Tensor]]
+"""For each box, a function that returns its values."""
 
 
 class _WrittenFiles(NamedTuple):
-    """What one rank has on the disk."""
+    """The files that one rank has written."""
 
     results: list[WriteResult]
-    files: dict[str, Stamp]
+    files: dict[str, FileChecksum]
 
 
-def item_of(key: str, shape: Sequence[int], dtype: torch.dtype, box: Box) -> WriteItem:
-    """One box of one tensor, in torch's words."""
+def write_item(key: str, shape: Sequence[int], dtype: torch.dtype, box: Box) -> WriteItem:
+    """One box of one tensor, as torch describes it."""
     chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
     data = TensorWriteData(chunk, TensorProperties(dtype), torch.Size(shape))
     return WriteItem(MetadataIndex(key, box.offsets), WriteItemType.SHARD, tensor_data=data)
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """Torch's own planner, but for where values come from."""
+    """Torch's planner, except that it takes the values from `reads`."""
 
-    def __init__(self, reads: Reads) -> None:
+    def __init__(self, reads: BoxReads) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.reads = reads
 
@@ -166,67 +218,67 @@ class _SavePlanner(DefaultSavePlanner):
         return self.reads[write_item.index]()
 
 
-class Writing:
-    """The share of one rank in every checkpoint of a run."""
+class CheckpointWriter:
+    """Writes this rank's boxes of every checkpoint of a run."""
 
     def __init__(
-        self, crew: CheckpointRanks, items: Sequence[WriteItem], *, file_each: bool
+        self, ranks: CheckpointRanks, items: Sequence[WriteItem], *, file_per_box: bool
     ) -> None:
-        """All ranks agree on who writes what.
+        """All ranks agree which of them writes which box.
 
-        The writer holds on to all values of a file until it is done: with `file_each`, a file for
-        each box, it holds no more than one.
+        Torch's writer keeps all values of a file in memory until the file is written: with a
+        `file_per_box` it keeps one box.
         """
-        self.crew = crew
+        self.ranks = ranks
         self._writer = FileSystemWriter(
             Path(),
-            single_file_per_rank=not file_each,
+            single_file_per_rank=not file_per_box,
             per_thread_copy_ahead=0,  # else it looks for a GPU, from a thread that has chosen none
         )
-        # A rank may hold a tied weight twice: it writes the one.
+        # A rank may have a tied weight twice, and writes it once.
         plan = SavePlan(list({item.index: item for item in items}.values()))
-        self.plan, self._metadata = crew.together(lambda: plan, self._deal)
+        self.plan, self._metadata = ranks.exchange(lambda: plan, self._assign_boxes)
 
     @property
     def indices(self) -> set[MetadataIndex]:
         """The boxes that this rank writes."""
         return {item.index for item in self.plan.items}
 
-    def write(self, folder: Path, facts: Facts, reads: Reads, keep: int) -> None:
-        """Write a checkpoint, publish it, and let older ones go."""
-        part = self.crew.first(lambda: folders.begin(folder, facts.step))
+    def write(self, folder: Path, facts: Facts, reads: BoxReads, keep: int) -> None:
+        """Write a checkpoint, publish it, and remove older ones."""
+        part = self.ranks.on_first(lambda: folders.begin(folder, facts.step))
         self._writer.reset(part)
 
-        def finish(parts: list[_WrittenFiles]) -> list[None]:
-            self._finish(part, facts, parts)
+        def finish(written: list[_WrittenFiles]) -> list[None]:
+            self._write_manifest(part, facts, written)
             folders.publish(part)
-            folders.retire(folder, facts.step, keep)
-            return [None] * self.crew.size
+            folders.remove_old(folder, facts.step, keep)
+            return [None] * self.ranks.size
 
-        self.crew.together(lambda: self._write_own(part, reads), finish)
+        self.ranks.exchange(lambda: self._write_boxes(part, reads), finish)
 
-    def _deal(self, plans: list[SavePlan]) -> list[tuple[SavePlan, Metadata | None]]:
-        """On the first rank: what several ranks hold goes to the one with the least to write."""
-        dealt, metadata = _SavePlanner({}).create_global_plan(plans)
-        prepared = self._writer.prepare_global_plan(dealt)
-        return [(plan, None if place else metadata) for place, plan in enumerate(prepared)]
+    def _assign_boxes(self, plans: list[SavePlan]) -> list[tuple[SavePlan, Metadata | None]]:
+        """On the first rank: a box that several ranks have goes to the one with least to write."""
+        assigned, metadata = _SavePlanner({}).create_global_plan(plans)
+        prepared = self._writer.prepare_global_plan(assigned)
+        return [(plan, None if rank else metadata) for rank, plan in enumerate(prepared)]
 
-    def _write_own(self, part: Path, reads: Reads) -> _WrittenFiles:
-        mine = f"__{self.crew.rank}_*"
+    def _write_boxes(self, part: Path, reads: BoxReads) -> _WrittenFiles:
+        mine = f"__{self.ranks.rank}_*"
         try:
             written = self._writer.write_data(self.plan, _SavePlanner(reads))
             written.wait()
-            files = {path.name: stamp(path) for path in part.glob(mine)}
+            files = {path.name: checksum_of(path) for path in part.glob(mine)}
         except Exception as error:
             reason = reason_of(error)
             at = max(part.glob(mine), key=lambda path: path.stat().st_mtime_ns, default=part)
             raise RankFailure(reason if str(part) in reason else f"{at}: {reason}") from error
         return _WrittenFiles(written.value(), files)
 
-    def _finish(self, part: Path, facts: Facts, parts: list[_WrittenFiles]) -> None:
-        assert self._metadata is not None, "the first rank finishes"
-        self._writer.finish(self._metadata, [each.results for each in parts])
-        files = {name: each for one in parts for name, each in one.files.items()}
-        files[METADATA] = stamp(part / METADATA)
+    def _write_manifest(self, part: Path, facts: Facts, written: list[_WrittenFiles]) -> None:
+        assert self._metadata is not None, "only the first rank has it"
+        self._writer.finish(self._metadata, [each.results for each in written])
+        files = {name: each for one in written for name, each in one.files.items()}
+        files[METADATA] = checksum_of(part / METADATA)
         manifest = Manifest(facts, dict(sorted(files.items())))
-        folders.write_synced(part / FILE, manifest.text())
+        folders.write_synced(part / folders.MANIFEST, manifest.text())

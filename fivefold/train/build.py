@@ -1,0 +1,119 @@
+"""One rank of a training run: its shards of the model, its optimizer and its data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fivefold.core.plan import Plan
+from fivefold.core.schedule import Step
+from fivefold.data.batches import samples_from_rows
+from fivefold.data.mixture import Source, open_source
+from fivefold.data.rows import TokenRows
+from fivefold.model.batch import TokenBatch
+from fivefold.model.blocks import compile_blocks
+from fivefold.optim import make_updater
+from fivefold.optim.optimizer import Updater
+from fivefold.parallel.compose import Job, compose
+from fivefold.parallel.matrix_gather import GatheredMatrices
+from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.stage import ActionObserver, Instruments
+from fivefold.train.callbacks.records import SpanCallback
+from fivefold.train.callbacks.watchdog import WatchdogCallback
+from fivefold.train.state import TrainSettings
+
+
+@dataclass(frozen=True)
+class BuiltRank:
+    """What one rank trains with."""
+
+    job: Job
+    updater: Updater
+    source: Source
+
+    def batches(self, rows: TokenRows) -> list[TokenBatch]:
+        """This rank's microbatches of the rows of a step, on its device."""
+        mesh = self.job.mesh
+        return [each.to(mesh.device) for each in batches_of(self.job.plan, rows, mesh.rank)]
+
+    def close(self) -> None:
+        """Wait for the collectives that are under way, and drop the groups."""
+        for chunk in self.job.chunks:
+            chunk.data.wait()
+        self.job.mesh.close_groups()
+
+
+def build_rank(
+    plan: Plan,
+    settings: TrainSettings,
+    device: torch.device,
+    phases: WatchdogCallback,
+    spans: SpanCallback,
+) -> BuiltRank:
+    """Build one rank; `phases` and `spans` observe its collectives and its actions."""
+    recipe, mesh = settings.recipe, Mesh.of(plan, device, observers=(phases, spans))
+    disk = None if recipe.disk is None else Path(recipe.disk)
+    if disk is not None:
+        disk.mkdir(parents=True, exist_ok=True)
+    job = compose(
+        plan,
+        mesh,
+        seed=recipe.seed,
+        dtype=settings.weights,
+        grad_dtype=torch.float32 if settings.master else None,
+        offload=recipe.offload == "cpu",
+        master=settings.master,
+        disk=disk,
+        instruments=Instruments(_Both(phases.actions, spans.actions), phases.evaluation),
+    )
+    if recipe.compile:
+        for chunk in job.chunks:
+            compile_blocks(chunk.model)
+    if settings.check:
+        job.balancing.watch()
+    updater = make_updater(
+        recipe,
+        job.owned,
+        mesh.device,
+        master=settings.master,
+        rank=mesh.rank,
+        matrices=GatheredMatrices(job) if recipe.optimizer_kind.full_matrices else None,
+    )
+    return BuiltRank(job, updater, source_of(plan, settings))
+
+
+class _Both(ActionObserver):
+    """Two observers of the same actions."""
+
+    def __init__(self, first: ActionObserver, second: ActionObserver) -> None:
+        self.first, self.second = first, second
+
+    def begin(self, action: Step) -> tuple[Any, Any]:
+        return self.first.begin(action), self.second.begin(action)
+
+    def end(self, token: tuple[Any, Any]) -> None:
+        self.first.end(token[0])
+        self.second.end(token[1])
+
+
+def source_of(plan: Plan, settings: TrainSettings, verify: bool = False) -> Source:
+    """The data that the plan's model reads."""
+    recipe = settings.recipe
+    return open_source(recipe.data, plan.shape.vocab, plan.batch.seq, recipe.seed, verify=verify)
+
+
+def batches_of(plan: Plan, rows: TokenRows, rank: int) -> list[TokenBatch]:
+    """A rank's microbatches of the rows of a step; rows that are missing have no loss."""
+    missing = plan.batch.sequences - len(rows.tokens)
+    tokens, begins = (torch.from_numpy(np.pad(each, ((0, missing), (0, 0)))) for each in rows)
+    masked = None
+    if missing:
+        masked = torch.zeros(len(tokens), plan.batch.seq, dtype=torch.bool)
+        masked[-missing:] = True
+        masked = masked.view(plan.batch.microbatches, plan.batch.dp, -1, plan.batch.seq)
+    samples = samples_from_rows(plan.batch, tokens, begins if plan.packed else None, masked)
+    return samples.of(plan.layout.coord(rank).dp)

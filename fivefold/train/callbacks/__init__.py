@@ -1,0 +1,37 @@
+"""What a training run does besides its steps: one file for each concern.
+
+The loop calls every callback at the same moments, in the order of its list; only `finish` is called
+in reverse, so that the last checkpoint is written before the record says that the run has ended.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fivefold.records import StepRecord
+
+
+class Callback:
+    """The moments of a training loop; each does nothing unless a callback overrides it."""
+
+    def start(self, after: int) -> None:
+        """The job is built and loaded; step `after + 1` follows."""
+
+    def before_step(self, number: int) -> None:
+        """The data is there, and the step begins."""
+
+    def measure(self, number: int) -> dict[str, Any]:
+        """The step is over: the fields of its record that this callback knows."""
+        return {}
+
+    def after_step(self, record: StepRecord) -> None:
+        """The record of the step is complete."""
+
+    def finish(self) -> None:
+        """The last step is over; called in reverse order."""
+
+    def out_of_memory(self) -> None:
+        """A step has run out of memory; the error is raised afterwards."""
+
+    def close(self) -> None:
+        """The loop has ended, with or without an error."""

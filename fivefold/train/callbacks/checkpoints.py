@@ -1,0 +1,182 @@
+"""When a run saves and loads checkpoints, and which tensors of a job belong into them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fivefold.core.errors import FivefoldError
+from fivefold.core.weights import boxes_of, buffers, whole_box
+from fivefold.launch.worker import Worker
+from fivefold.model.balance import Balancer
+from fivefold.optim.optimizer import MASTER, StateInMemory, StoredState, Updater
+from fivefold.parallel.compose import Job
+from fivefold.parallel.flat_unit import OwnedShard
+from fivefold.records import SAVE, StepRecord
+from fivefold.records.run_folder import CHECKPOINTS, RunFolder, TimeSpent
+from fivefold.train.build import BuiltRank
+from fivefold.train.callbacks import Callback
+from fivefold.train.callbacks.watchdog import WatchdogCallback
+from fivefold.train.checkpoint import CannotSave, Checkpoints, CheckpointTensor
+from fivefold.train.checkpoint.storage import BALANCE, MODEL, OPTIM, MasterWeight
+from fivefold.train.state import Progress, TrainSettings
+
+_TIMEOUT = timedelta(hours=2)  # that the slowest rank may write longer than the fastest
+
+
+class CheckpointCallback(Callback):
+    """The checkpoints of a run on one rank. Without a run folder there are none."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        settings: TrainSettings,
+        folder: RunFolder | None,
+        rank: BuiltRank,
+        progress: Progress,
+        spent: TimeSpent,
+        phases: WatchdogCallback,
+    ) -> None:
+        self.worker, self.settings, self.folder = worker, settings, folder
+        self.job, self.updater, self.progress = rank.job, rank.updater, progress
+        self.spent, self.phases = spent, phases
+        self.checkpoints: Checkpoints | None = None
+        if folder is not None:
+            # A save goes on while the next steps run, and needs a group of its own.
+            alone = self.job.mesh.layout.world == 1
+            group = None if alone else dist.new_group(backend="gloo", timeout=_TIMEOUT)
+            self.checkpoints = Checkpoints(folder.path / CHECKPOINTS, settings.recipe.keep, group)
+
+    def load(self) -> None:
+        """Continue from the newest good checkpoint, if the run resumes and there is one."""
+        if self.checkpoints is None or not self.settings.resume:
+            return
+        facts = self.checkpoints.load(checkpoint_tensors(self.job, self.updater), self._warn)
+        if facts is None:
+            return
+        if facts.seed != self.settings.recipe.seed and facts.has_states:
+            raise FivefoldError(
+                f"the run has seed {facts.seed}, not {self.settings.recipe.seed}: another seed "
+                "would read the text in another order; resume with the same"
+            )
+        self.progress.resume(facts)
+        self.updater.resume_after(facts.updates)
+        publish_weights(self.job)
+
+    def start(self, after: int) -> None:
+        if self.settings.resume and self.folder is not None and self.folder.restart and not after:
+            self._warn("there is no checkpoint yet: the training starts with its first step")
+
+    def after_step(self, record: StepRecord) -> None:
+        """Begin to save, if a checkpoint is due or no step follows."""
+        recipe = self.settings.recipe
+        if recipe.is_due(recipe.save_every, record.step) or self.progress.done:
+            self.phases.phase(f"checkpoint {record.step}", long=True)
+            with self.spent.on(SAVE):
+                self._save()
+
+    def finish(self) -> None:
+        """Wait for the last checkpoint; the run ends with an error if it was not written."""
+        self.phases.phase("the last checkpoint", long=True)
+        with self.spent.on(SAVE):
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until nothing is being written; raises `CannotSave` if the last save failed."""
+        if self.checkpoints is not None:
+            self.checkpoints.wait()
+
+    def _save(self) -> None:
+        """The steps go on, even if the save before this one has failed."""
+        if self.checkpoints is None:
+            return
+        seed, plan = self.settings.recipe.seed, self.job.plan.to_toml()
+        facts = self.progress.facts(self.updater.count, seed, plan)
+        tensors = checkpoint_tensors(self.job, self.updater)
+        for attempt in (self.checkpoints.wait, partial(self.checkpoints.save, tensors, facts)):
+            try:
+                attempt()
+            except CannotSave as failed:
+                self._warn(str(failed))
+
+    def _warn(self, text: str) -> None:
+        """Report something that does not end the run, once."""
+        if self.worker.rank == 0:
+            self.worker.report(text)
+
+
+def checkpoint_tensors(job: Job, updater: Updater) -> list[CheckpointTensor]:
+    """Every tensor that a run needs to continue, with this rank's boxes of it."""
+    return [*_owned(job, updater), *_buffers(job), *_loads(job)]
+
+
+def publish_weights(job: Job) -> None:
+    """After a load: gather the weights on the ranks that need them in full."""
+    for chunk in job.chunks:
+        chunk.data.publish()
+        chunk.data.wait()
+
+
+class _ExpertLoad:
+    """The load of the step before; without one, all experts have the same, as a router expects."""
+
+    def __init__(self, balancer: Balancer, device: torch.device) -> None:
+        self.balancer, self.device = balancer, device
+
+    def read(self) -> Tensor:
+        if self.balancer.load is not None:
+            return self.balancer.load
+        num_experts = self.balancer.num_experts
+        share = 1 / num_experts
+        return torch.full((num_experts,), share, dtype=torch.float64, device=self.device)
+
+    def write(self, value: Tensor) -> None:
+        self.balancer.load = value
+
+
+def _owned(job: Job, updater: Updater) -> Iterator[CheckpointTensor]:
+    """Weights and the states of the optimizer: a state has the boxes of its weight."""
+    owned, states = job.owned, updater.states()
+    masters = states.pop(MASTER, [None] * len(owned))
+    for each, master in zip(owned, masters, strict=True):
+        weight = StateInMemory(each.tensor.detach())
+        best = weight if master is None else MasterWeight(master, weight.tensor)
+        dtype = weight.tensor.dtype if master is None else torch.float32
+        yield _sharded(job, MODEL, each, dtype, best)
+    for name, stored in states.items():
+        pairs = [(each, one) for each, one in zip(owned, stored, strict=True) if one is not None]
+        # All states of one name have one dtype, and reading one may read a file.
+        dtypes = [one.read().dtype for _, one in pairs[:1]] * len(pairs)
+        for (each, one), dtype in zip(pairs, dtypes, strict=True):
+            yield _sharded(job, f"{OPTIM}{name}/", each, dtype, one)
+
+
+def _sharded(
+    job: Job, prefix: str, each: OwnedShard, dtype: torch.dtype, state: StoredState
+) -> CheckpointTensor:
+    weight, stop = job.table[each.row.name], each.start + each.tensor.numel()
+    shard = job.shards[each.row.name]
+    boxes = boxes_of(weight.shape, shard, each.row.shape, each.start, stop)
+    return CheckpointTensor(prefix + weight.name, weight.shape, dtype, boxes, state)
+
+
+def _buffers(job: Job) -> Iterator[CheckpointTensor]:
+    """Biases of routers, in full on every rank of their stage."""
+    shapes = {weight.name: weight.shape for weight in buffers(job.plan.shape)}
+    for chunk in job.chunks:
+        for name, bias in chunk.model.named_buffers():
+            shape, state = shapes[name], StateInMemory(bias)
+            yield CheckpointTensor(MODEL + name, shape, bias.dtype, (whole_box(shape),), state)
+
+
+def _loads(job: Job) -> Iterator[CheckpointTensor]:
+    for layer in job.balancing.layers:
+        shape = (layer.balancer.num_experts,)
+        load = _ExpertLoad(layer.balancer, job.mesh.device)
+        key = f"{BALANCE}load/{layer.number}"
+        yield CheckpointTensor(key, shape, torch.float64, (whole_box(shape),), load)

@@ -1,0 +1,40 @@
+"""The loss over rows that are never trained on, every `eval_every` steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fivefold.core.recipe import Recipe
+from fivefold.data.rows import TokenRows
+from fivefold.records import EVAL
+from fivefold.records.run_folder import TimeSpent
+from fivefold.step import evaluate
+from fivefold.train.build import BuiltRank
+from fivefold.train.callbacks import Callback
+
+_MOST_BATCHES = 8  # global batches of held-out rows
+
+
+class EvaluationCallback(Callback):
+    """Adds `eval_loss` to the record of a step that is due."""
+
+    def __init__(self, recipe: Recipe, rank: BuiltRank, spent: TimeSpent) -> None:
+        self.recipe, self.rank, self.spent = recipe, rank, spent
+
+    def measure(self, number: int) -> dict[str, Any]:
+        every = self.recipe.eval_every
+        if not every or not self.recipe.is_due(every, number):
+            return {}
+        with self.spent.on(EVAL):
+            return {"eval_loss": self._mean_loss()}
+
+    def _mean_loss(self) -> float | None:
+        """The mean over all tokens that have a loss."""
+        size = self.rank.job.plan.batch.sequences
+        rows = self.rank.source.held_out(_MOST_BATCHES * size)
+        total = count = 0.0
+        for first in range(0, len(rows.tokens), size):
+            some = TokenRows(*(each[first : first + size] for each in rows))
+            loss, num_tokens = evaluate(self.rank.job, self.rank.batches(some))
+            total, count = total + float(loss), count + float(num_tokens)
+        return total / count if count else None

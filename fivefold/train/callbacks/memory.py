@@ -1,0 +1,211 @@
+"""The memory of a rank: its peak, snapshots of it, and what to say when it runs out.
+
+Snapshots are for the viewer at pytorch.org/memory_viz. On request the first steps of a start are
+recorded, each allocation with the lines that asked for it. When memory runs out, what is allocated
+is written in any case. Torch names these functions with an underscore but documents them: where one
+is missing, nothing is written.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fivefold.core.errors import FivefoldError
+from fivefold.core.plan import Plan
+from fivefold.core.recipe import Recipe
+from fivefold.launch.worker import Worker
+from fivefold.optim.optimizer import Updater
+from fivefold.parallel.compose import Job
+from fivefold.planner import best_plans, estimate_setting, plan_request
+from fivefold.planner.estimate import Estimate, estimate_plan
+from fivefold.records import GIB, StepRecord
+from fivefold.records.run_folder import RunFolder
+from fivefold.train.build import BuiltRank
+from fivefold.train.callbacks import Callback
+from fivefold.train.callbacks.records import MEMORY, log_targets
+from fivefold.train.state import Progress, storage_bytes
+
+FOLDER = "memory"
+STEPS = 3  # recorded on request: the first allocates its memory, the others show the steady state
+_MOST_EVENTS = 1_000_000
+_NO_GPU = "no memory snapshot: it shows the memory of a GPU, and this run has none"
+_NO_FUNCTION = "no memory snapshot: this torch cannot write one"
+_HEADROOM = 0.05  # of the memory, for a layout that is sure to fit
+
+
+class MemoryCallback(Callback):
+    """Adds the peak memory to each record, and reports how a rank ran out of memory."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        recipe: Recipe,
+        folder: RunFolder | None,
+        rank: BuiltRank,
+        progress: Progress,
+    ) -> None:
+        self.worker, self.recipe, self.folder = worker, recipe, folder
+        self.rank, self.progress = rank, progress
+        self.snapshots: Snapshots | None = None
+
+    def start(self, after: int) -> None:
+        if self.folder is not None:
+            requested = MEMORY in log_targets(self.recipe.log)
+            device = self.rank.job.mesh.device
+            self.snapshots = Snapshots(self.folder.path, self.worker.rank, device, requested)
+
+    def measure(self, number: int) -> dict[str, Any]:
+        return {"memory_gib": peak_memory_gib(self.rank.job.mesh.device)}
+
+    def after_step(self, record: StepRecord) -> None:
+        if self.snapshots is not None:
+            self.snapshots.step(record.step)
+
+    def out_of_memory(self) -> None:
+        """Report what was estimated, what is allocated, and a layout that would fit."""
+        snapshot = None if self.snapshots is None else self.snapshots.out_of_memory()
+        job, plan = self.rank.job, self.rank.job.plan
+        estimate = estimate_of(plan, self.recipe)
+        self.worker.report(
+            Shortage(
+                self.worker.rank,
+                f"step {self.progress.step + 1}",
+                {} if estimate is None else dict(estimate.memory),
+                allocated(job, self.rank.updater),
+                nearest_fit(plan, self.recipe),
+                None if snapshot is None else str(snapshot),
+            )
+        )
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """The peak memory of this rank: allocated on its GPU, or resident on the host."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / GIB
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
+
+
+class Snapshots:
+    """The snapshots of one rank. `note` says why there are none, if they were requested."""
+
+    def __init__(self, folder: Path, rank: int, device: torch.device, requested: bool) -> None:
+        self.folder, self.rank = folder / FOLDER, rank
+        self.memory: Any = torch.cuda.memory if device.type == "cuda" else None
+        self.steps_left = 0
+        self.note = self._record() if requested else None
+
+    def step(self, number: int) -> Path | None:
+        """A step is over; the file that was written, if this was the last recorded step."""
+        if not self.steps_left:
+            return None
+        self.steps_left -= 1
+        if self.steps_left:
+            return None
+        path = self._dump(f"step-{number:08d}")
+        self.memory._record_memory_history(enabled=None)  # it costs time
+        return path
+
+    def out_of_memory(self) -> Path | None:
+        """Write the memory as it is now; None if there is no GPU."""
+        return self._dump("out-of-memory")
+
+    def _record(self) -> str | None:
+        """Begin to record; the reason if that is not possible."""
+        if self.memory is None:
+            return _NO_GPU
+        if not hasattr(self.memory, "_record_memory_history"):
+            return _NO_FUNCTION
+        self.memory._record_memory_history(max_entries=_MOST_EVENTS)
+        self.steps_left = STEPS
+        return None
+
+    def _dump(self, name: str) -> Path | None:
+        if not hasattr(self.memory, "_dump_snapshot"):
+            return None
+        path = self.folder / f"rank-{self.rank:05d}-{name}.pickle"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.memory._dump_snapshot(str(path))
+        except OSError:  # a full disk must not end a run, nor hide why one ends
+            return None
+        return path
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """A rank that ran out of memory; bytes by category."""
+
+    rank: int
+    where: str
+    expected: dict[str, float]
+    allocated: dict[str, float]
+    nearest: str | None  # a layout that fits
+    snapshot: str | None  # the file that shows the memory
+
+
+def kernels(recipe: Recipe) -> str:
+    """The planner's name for how the blocks run."""
+    return "compiled" if recipe.compile else "eager"
+
+
+def estimate_of(plan: Plan, recipe: Recipe) -> Estimate | None:
+    """The planner's estimate; None if it does not know the machine."""
+    if plan.machine is None:
+        return None
+    setting, _ = estimate_setting(plan.machine, plan.precision, 0.0, kernels(recipe), 1.0)
+    return estimate_plan(plan, setting, "nvme" if recipe.disk else recipe.offload)
+
+
+def allocated(job: Job, updater: Updater) -> dict[str, float]:
+    """Bytes of a rank by purpose, as far as they can be distinguished."""
+    units = list(job.units)
+    weights = [one for unit in units for one in (unit.full, unit.shard)]
+    reduced = [
+        one
+        for unit in units
+        for one in (unit.gradients, unit.sent, unit.received, unit.gradient)
+        if one is not None
+    ]
+    of_autograd = [each.grad for unit in units for each in unit.parameters.values()]
+    gradients = [*reduced, *(each for each in of_autograd if each is not None)]
+    found: dict[str, float] = {
+        "weights": storage_bytes(weights),
+        "gradients": storage_bytes(gradients),
+        "optimizer": storage_bytes(updater.tensors()),
+    }
+    device, total = job.mesh.device, sum(found.values())
+    if device.type == "cuda":
+        found["activations and the rest"] = torch.cuda.memory_allocated(device) - total
+    return found
+
+
+def nearest_fit(plan: Plan, recipe: Recipe) -> str | None:
+    """A layout of as many GPUs that fits, with its memory; None if there is none."""
+    if plan.machine is None:
+        return None
+    batch = replace(plan.options, batch=plan.batch.sequences, gpus=plan.layout.world)
+    asked = plan_request(
+        batch,
+        plan.machine,
+        {"offload": recipe.offload.split(":")[0]},
+        precision=plan.precision,
+        headroom=_HEADROOM,
+        kernels=kernels(recipe),
+    )
+    try:
+        best = best_plans(asked, 1).plans[0]
+    except (FivefoldError, IndexError):
+        return None
+    chosen = best.plan
+    return (
+        f'--layout "{chosen.layout}" --zero {chosen.layout.zero} --schedule {chosen.schedule.name} '
+        f"--microbatch-size {chosen.batch.microbatch_size} --recompute {chosen.recompute}: "
+        f"{best.total / GIB:.1f} GiB"
+    )

@@ -1,0 +1,384 @@
+"""What a run writes while it trains: a record of every step, curves, and the spans of its ranks.
+
+Rank 0 appends each record to `metrics.jsonl`, and draws it in TensorBoard or Weights & Biases where
+the `log` key asks for them.
+
+Every rank writes `events/rank-00000.jsonl`: a span for every action of the schedule and every
+collective. A span costs two readings of the clock and a tuple; a thread turns it into text after
+the step. The file has two kinds of lines. An anchor, `{"step", "restart", "rank", "wall_ns",
+"clock_ns"}`, gives the wall clock and the rank's own clock at one moment at the end of a step. The
+spans of that step follow it: `{"name", "kind", "begin", "end"}`, in nanoseconds of the rank's own
+clock, and for collectives also `bytes` and `group`. So `wall_ns + begin - clock_ns` is when a span
+began on the wall clock. An action is named as in its schedule (`2F0`), a collective by axis and
+kind (`tp/all_gather`).
+
+On a GPU the span of an action is when the device ran it. The span of a collective is always the
+host's: from its issue until a computation that waited for it went on.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from importlib import import_module
+from json.encoder import encode_basestring_ascii as quoted
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from fivefold.core.errors import FivefoldError, UnknownName
+from fivefold.core.plan import Plan
+from fivefold.core.schedule import Step
+from fivefold.launch.worker import Worker
+from fivefold.parallel.mesh import CollectiveRecord
+from fivefold.parallel.stage import ActionObserver
+from fivefold.records import StepRecord
+from fivefold.records.run_folder import (
+    EVENTS,
+    Metrics,
+    RunFolder,
+    TimeSpent,
+    cut_torn_line,
+    naming_file,
+)
+from fivefold.train.callbacks import Callback
+from fivefold.train.state import Progress, TrainSettings
+
+TENSORBOARD, WANDB, MEMORY = "tensorboard", "wandb", "memory"
+ACTION, COLLECTIVE = "action", "collective"
+_PROJECT = "fivefold"
+_ANCHOR_NS = 10_000_000_000  # after this time the GPU's clock is read in steps above 1 us
+
+
+class RecordCallback(Callback):
+    """Rank 0 writes the records, and reports them to the process that started it.
+
+    Without a run folder they are only reported.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        plan: Plan,
+        settings: TrainSettings,
+        folder: RunFolder | None,
+        progress: Progress,
+        spent: TimeSpent,
+    ) -> None:
+        self.worker, self.plan, self.settings, self.folder = worker, plan, settings, folder
+        self.progress, self.spent = progress, spent
+        self.metrics: Metrics | None = None
+        self.trackers: list[Tracker] = []
+        self._began = time.monotonic()
+
+    def start(self, after: int) -> None:
+        if self.folder is not None and self.worker.rank == 0:
+            plan, recipe = self.plan, self.settings.recipe
+            shown = {"layout": str(plan.layout), "model": plan.shape.name, **asdict(recipe)}
+            self.metrics = Metrics(self.folder.path, after)
+            self.trackers = open_trackers(
+                recipe.log, self.folder.path, self.folder.identity, shown, after
+            )
+
+    def measure(self, number: int) -> dict[str, Any]:
+        """The seconds since the run was first started, and how often it was started again."""
+        if self.folder is None:
+            return {"wall": time.monotonic() - self._began, "restart": 0}
+        return {"wall": self.folder.wall, "restart": self.folder.restart}
+
+    def after_step(self, record: StepRecord) -> None:
+        """The line of a step is written before its checkpoint."""
+        if self.worker.rank > 0:
+            return
+        if self.metrics is not None:
+            self.metrics.append(record)
+        for tracker in self.trackers:
+            tracker.log(record.step, record.scalars())
+        self.worker.report(record)
+
+    def finish(self) -> None:
+        if self.folder is not None and self.worker.rank == 0:
+            why = "stopped" if self.progress.stopped else "done"
+            self.folder.end(why, self.spent.take())
+
+    def close(self) -> None:
+        if self.metrics is not None:
+            self.metrics.close()
+        for tracker in self.trackers:
+            tracker.close()
+
+
+# Curves.
+
+
+class Tracker(Protocol):
+    """Draws numbers over steps."""
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def log_targets(text: str) -> frozenset[str]:
+    """The words of the `log` key, joined with `+`.
+
+    >>> sorted(log_targets("wandb+memory")), sorted(log_targets(""))
+    (['memory', 'wandb'], [])
+    """
+    words = frozenset(word.strip() for word in text.split("+") if word.strip())
+    known = (TENSORBOARD, WANDB, MEMORY)
+    for word in sorted(words):
+        if word not in known:
+            raise UnknownName("log", word, known)
+    return words
+
+
+def open_trackers(
+    text: str, folder: Path, identity: str, settings: Mapping[str, Any], after: int
+) -> list[Tracker]:
+    """The trackers that the `log` key asks for, which continue after step `after`.
+
+    `identity` distinguishes this run from others, `settings` are shown with it.
+    """
+    words, found = log_targets(text), list[Tracker]()
+    if TENSORBOARD in words:
+        found.append(TensorBoard(folder / TENSORBOARD, after))
+    if WANDB in words:
+        found.append(WeightsAndBiases(folder, identity, settings))
+    return found
+
+
+class TensorBoard:
+    """Files that TensorBoard reads; points after the step that a run resumes from are purged."""
+
+    def __init__(self, folder: Path, after: int) -> None:
+        module = _import("torch.utils.tensorboard", TENSORBOARD)
+        self.writer = module.SummaryWriter(log_dir=str(folder), purge_step=after + 1)
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        for name, value in scalars.items():
+            self.writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class WeightsAndBiases:
+    """A run of Weights & Biases; all starts of a run are one run there."""
+
+    def __init__(self, folder: Path, identity: str, settings: Mapping[str, Any]) -> None:
+        module = _import(WANDB, WANDB)
+        self.run = module.init(
+            project=_PROJECT,
+            name=folder.name,
+            id=identity,
+            resume="allow",
+            dir=str(folder),
+            config=dict(settings),
+        )
+        # Its own step count cannot go back, but a resumed run does.
+        self.run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        self.run.log({"step": step, **scalars})
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+def _import(module: str, package: str) -> Any:
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise FivefoldError(
+            f"log = {package} needs the package {package}, which is not installed: pip install "
+            f"{package}, or leave it out of log"
+        ) from error
+
+
+# Spans.
+
+
+class SpanCallback(Callback):
+    """Records the spans of a rank: it observes the collectives, and `actions` the actions.
+
+    Nothing is recorded before the first step, nor without a run folder.
+    """
+
+    def __init__(self, folder: RunFolder | None, rank: int, device: torch.device) -> None:
+        self.folder, self.rank, self.device = folder, rank, device
+        self.log: SpanLog | None = None
+        self.actions = ActionSpans(self)
+
+    def start(self, after: int) -> None:
+        if self.folder is not None:
+            self.log = SpanLog(self.folder.path, self.rank, self.folder.restart, self.device)
+
+    def after_step(self, record: StepRecord) -> None:
+        if self.log is not None:
+            self.log.step(record.step)
+
+    def close(self) -> None:
+        if self.log is not None:
+            self.log.close()
+
+    def begin(self, record: CollectiveRecord, members: tuple[int, ...]) -> Span | None:
+        return None if self.log is None else self.log.begin(record, record.bytes, record.group)
+
+    def end(self, token: Span | None) -> None:
+        if self.log is not None and token is not None:
+            self.log.end(token)
+
+
+class ActionSpans(ActionObserver):
+    """Observes the actions of a step."""
+
+    def __init__(self, spans: SpanCallback) -> None:
+        self.spans = spans
+
+    def begin(self, action: Step) -> Span | None:
+        return None if self.spans.log is None else self.spans.log.begin(action)
+
+    def end(self, token: Span | None) -> None:
+        self.spans.end(token)
+
+
+class Span(NamedTuple):
+    """A span that has begun; `mark` is an event of the GPU, if there is one."""
+
+    name: object  # becomes text only when it is written
+    begin_ns: int
+    bytes: int
+    group: int  # ranks of a collective; 0 for an action
+    mark: Any
+
+
+_EndedSpan = tuple[Span, int, Any]
+
+
+class SpanLog:
+    """The spans of one rank, appended to its file; a restart appends to the same one."""
+
+    def __init__(self, folder: Path, rank: int, restart: int, device: torch.device) -> None:
+        self.path = folder / EVENTS / f"rank-{rank:05d}.jsonl"
+        self.rank, self.restart = rank, restart
+        self.spans: list[_EndedSpan] = []
+        self.clock = _DeviceClock() if device.type == "cuda" else None
+        with naming_file(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        cut_torn_line(self.path)
+        self.writer = _SpanWriter(self.path)
+
+    def begin(self, name: object, bytes: int = 0, group: int = 0) -> Span:
+        """A collective of `group` ranks begins, or an action."""
+        mark = self.clock.mark() if self.clock is not None and not group else None
+        return Span(name, time.perf_counter_ns(), bytes, group, mark)
+
+    def end(self, span: Span) -> None:
+        """It is over; any thread may call this."""
+        mark = None if self.clock is None or span.mark is None else self.clock.mark()
+        self.spans.append((span, time.perf_counter_ns(), mark))
+
+    def step(self, number: int) -> None:
+        """The step of these spans is over."""
+        spans, self.spans = self.spans, []
+        wall, clock = time.time_ns(), time.perf_counter_ns()
+        anchor = (
+            f'{{"step": {number}, "restart": {self.restart}, "rank": {self.rank}, '
+            f'"wall_ns": {wall}, "clock_ns": {clock}}}\n'
+        )
+        timed = spans if self.clock is None else self.clock.timed(spans)
+        self.writer.write(lambda: anchor + "".join(map(_line, timed)))
+
+    def close(self) -> None:
+        """Write the rest."""
+        self.writer.close()
+
+
+def _line(ended: _EndedSpan) -> str:
+    span, end, _ = ended
+    kind = COLLECTIVE if span.group else ACTION
+    rest = f', "bytes": {span.bytes}, "group": {span.group}' if span.group else ""
+    return (
+        f'{{"name": {quoted(str(span.name))}, "kind": "{kind}", "begin": {span.begin_ns}, '
+        f'"end": {end}{rest}}}\n'
+    )
+
+
+class _DeviceClock:
+    """Times of the GPU on the host's clock: from time to time both are read together."""
+
+    def __init__(self) -> None:
+        self.free: list[torch.cuda.Event] = []
+        self._anchor()
+
+    def mark(self) -> torch.cuda.Event:
+        """The moment when the current stream reaches this point."""
+        event = self.free.pop() if self.free else torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def timed(self, spans: list[_EndedSpan]) -> list[_EndedSpan]:
+        """The spans with the times of the device, if it has marked them; waits for their ends."""
+        found: list[_EndedSpan] = []
+        for span, end, mark in spans:
+            if mark is None:
+                found.append((span, end, None))
+                continue
+            mark.synchronize()
+            found.append((span._replace(begin_ns=self._ns(span.mark)), self._ns(mark), None))
+            self.free += (span.mark, mark)
+        if time.perf_counter_ns() - self.anchor_ns > _ANCHOR_NS:
+            self._anchor()
+        return found
+
+    def _ns(self, mark: torch.cuda.Event) -> int:
+        return self.anchor_ns + round(self.anchor.elapsed_time(mark) * 1e6)
+
+    def _anchor(self) -> None:
+        self.anchor = torch.cuda.Event(enable_timing=True)
+        self.anchor.record()
+        self.anchor.synchronize()
+        self.anchor_ns = time.perf_counter_ns()
+
+
+class _SpanWriter:
+    """A thread that makes text and appends it; the next call raises what went wrong there."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.jobs: queue.SimpleQueue[Callable[[], str] | None] = queue.SimpleQueue()
+        self.error: OSError | None = None
+        self.thread = threading.Thread(target=self._run, name="fivefold-events", daemon=True)
+        self.thread.start()
+
+    def write(self, text: Callable[[], str]) -> None:
+        """Append this text soon."""
+        self._check()
+        self.jobs.put(text)
+
+    def close(self) -> None:
+        """Wait until all is written."""
+        self.jobs.put(None)
+        self.thread.join()
+        self._check()
+
+    def _run(self) -> None:
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                while (job := self.jobs.get()) is not None:
+                    file.write(job())
+                    file.flush()
+        except OSError as error:
+            self.error = error
+
+    def _check(self) -> None:
+        if self.error is not None:
+            raise FivefoldError(
+                f"cannot write {self.path}: {self.error.strerror or self.error}; make room, or go "
+                "on without events with --set events=false"
+            ) from self.error

@@ -1,0 +1,43 @@
+"""When a run ends before its last step: on request, or after too many steps that are not finite."""
+
+from __future__ import annotations
+
+from fivefold.core.errors import FivefoldError
+from fivefold.launch.worker import Worker
+from fivefold.records import StepRecord
+from fivefold.train.callbacks import Callback
+from fivefold.train.callbacks.checkpoints import CheckpointCallback
+from fivefold.train.state import Progress
+
+
+class StopCallback(Callback):
+    """Passes on a request to stop, and gives up where training makes no progress.
+
+    Ranks hear of a request at different times. So each step sums the requests of all ranks, and
+    all stop after the same step (`Progress.stopped`). `--until` and the recipe set the last step.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        progress: Progress,
+        skip_limit: int,
+        checkpoints: CheckpointCallback,
+    ) -> None:
+        self.worker, self.progress, self.skip_limit = worker, progress, skip_limit
+        self.checkpoints = checkpoints
+
+    @property
+    def requested(self) -> bool:
+        """Whether this rank was asked to stop."""
+        return self.worker.stopping
+
+    def after_step(self, record: StepRecord) -> None:
+        """Raise where more steps in a row were skipped than `skip_limit` allows."""
+        if self.progress.skipped_in_a_row > self.skip_limit:
+            self.checkpoints.wait()
+            raise FivefoldError(
+                f"{self.progress.skipped_in_a_row} steps in a row had a loss or norm that is not "
+                "finite, more than skip_limit allows: lower lr, look at the data of these steps, "
+                "or continue from an older checkpoint"
+            )

@@ -1,0 +1,230 @@
+"""What a training run knows: its settings, how far it is, and the result of each rank."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fivefold.core.plan import Plan
+from fivefold.core.precision import Dtype
+from fivefold.core.recipe import Recipe
+from fivefold.cost.static_memory import StaticMemory
+from fivefold.optim.optimizer import LossScale, Updater
+from fivefold.parallel.balance import Route, positions_of
+from fivefold.parallel.compose import Job
+from fivefold.records import PlannedStep
+from fivefold.train.checkpoint import Facts
+
+_COMPARED = 256  # steps whose traffic is compared with the plan
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """What all ranks of a start know. Without a `folder` nothing is recorded or saved.
+
+    `until` ends this start after that step, with a checkpoint, before the recipe does. `check`
+    collects what a comparison with one process needs.
+    """
+
+    recipe: Recipe = Recipe()  # noqa: RUF009, it is frozen
+    dtype: Dtype = "float32"
+    device: Literal["cpu", "cuda"] = "cpu"
+    folder: Path | None = None
+    resume: bool = False
+    until: int | None = None
+    planned: PlannedStep | None = None
+    check: bool = False
+
+    @property
+    def last_step(self) -> int:
+        """The last step of this start."""
+        return min(self.recipe.steps, self.until or self.recipe.steps)
+
+    @property
+    def weights(self) -> torch.dtype:
+        """The dtype of weights and activations."""
+        return getattr(torch, self.dtype)
+
+    @property
+    def master(self) -> bool:
+        """Whether there are master weights, and gradients are summed in float32."""
+        return self.weights.itemsize < 4
+
+
+@dataclass
+class Progress:
+    """How far a run is: `step` steps are done, and they have read the first `samples` rows.
+
+    Samples are counted apart from steps: a run whose global batch changes reads on where it was.
+    """
+
+    scale: LossScale
+    last_step: int
+    step: int = 0
+    samples: int = 0
+    skipped: int = 0
+    skipped_in_a_row: int = 0  # without those that an overflow of the loss scale explains
+    stopped: bool = False  # on request
+
+    @property
+    def done(self) -> bool:
+        """Whether no step follows in this start."""
+        return self.stopped or self.step >= self.last_step
+
+    def advance(self, num_samples: int, skipped: bool, stopped: bool) -> None:
+        """A step is over."""
+        self.step += 1
+        self.samples += num_samples
+        self.skipped += skipped
+        unexplained = skipped and not self.scale.explains_overflow
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if unexplained else 0
+        self.stopped = stopped
+        self.scale.update(skipped)
+
+    def facts(self, updates: int, seed: int, plan: str) -> Facts:
+        """For the manifest of a checkpoint."""
+        scaler = {
+            "scale": self.scale.value,
+            "good_steps": self.scale.good_steps,
+            "skipped_in_a_row": self.skipped_in_a_row,
+        }
+        return Facts(self.step, updates, self.samples, self.skipped, seed, scaler, plan)
+
+    def resume(self, facts: Facts) -> None:
+        """Continue from a checkpoint; its loss scale counts only if this run has one too."""
+        self.step, self.samples, self.skipped = facts.step, facts.samples, facts.skipped
+        self.skipped_in_a_row = int(facts.scaler.get("skipped_in_a_row", 0))
+        if self.scale.dynamic and facts.scaler.get("scale", 1.0) > 1.0:
+            self.scale.value = facts.scaler["scale"]
+            self.scale.good_steps = int(facts.scaler["good_steps"])
+
+
+class AxisTraffic(NamedTuple):
+    """Collectives of one axis: how many, and their bytes."""
+
+    calls: int
+    bytes: int
+
+
+def traffic_by_axis(collectives: Counter[tuple[str, str, int, int]]) -> dict[str, AxisTraffic]:
+    """Counts of (axis, kind, bytes, group size), summed for each axis."""
+    found: dict[str, AxisTraffic] = {}
+    for (axis, _, size, _), count in collectives.items():
+        before = found.get(axis, AxisTraffic(0, 0))
+        found[axis] = AxisTraffic(before.calls + count, before.bytes + size * count)
+    return found
+
+
+Routes = dict[tuple[int, int], NDArray[np.uint16]]
+"""The experts of one step by layer and microbatch, (rows, tokens, experts of a token), sorted."""
+
+
+@dataclass
+class TrainedRank:
+    """The result of one rank."""
+
+    first_step: int = 1
+    losses: list[float] = field(default_factory=list)
+    traffic: list[dict[str, AxisTraffic]] = field(default_factory=list)  # of the first 256 steps
+    memory: RankMemory | None = None  # right after the last update
+    routes: list[Routes] = field(default_factory=list)  # by step, if they are to be compared
+    stopped: bool = False  # on request, before the last step
+
+    def add(self, loss: float, job: Job, with_routes: bool) -> None:
+        """A step is over, and no other collective was issued since."""
+        self.losses.append(loss)
+        if len(self.traffic) < _COMPARED:
+            self.traffic.append(traffic_by_axis(job.mesh.records))
+        if with_routes:
+            self.routes.append(_sorted_experts(job.balancing.routes))
+            job.balancing.routes.clear()
+
+
+def _sorted_experts(routes: Sequence[Route]) -> Routes:
+    """The set of experts of every token: their order does not matter."""
+    return {
+        (each.layer, each.microbatch): np.sort(each.experts.cpu().numpy(), -1).astype(np.uint16)
+        for each in routes
+    }
+
+
+def count_flips(
+    plan: Plan, ranks: Sequence[Sequence[Routes]], reference: Sequence[Routes]
+) -> tuple[int, int]:
+    """Tokens times layers whose experts differ from those of one process, and of how many.
+
+    `ranks` are routes by rank and step, `reference` the steps of one process, whose microbatches
+    are those of all data ranks in turn.
+    """
+    flips = total = 0
+    for rank, steps in enumerate(ranks):
+        coord = plan.layout.coord(rank)
+        if not plan.layout.sp and coord.tp > 0:  # all tp ranks route the same tokens
+            continue
+        positions = np.array(positions_of(plan, rank))
+        real = positions < plan.batch.seq  # the rest is padding
+        for found, wanted in zip(steps, reference, strict=True):
+            for (layer, microbatch), experts in found.items():
+                truth = wanted[layer, microbatch * plan.batch.dp + coord.dp]
+                differs = (experts[:, real] != truth[:, positions[real]]).any(-1)
+                flips, total = flips + int(differs.sum()), total + differs.size
+    return flips, total
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of one rank at its optimizer's update; `optimizer` includes the step counts and the
+    master weights."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    padding: int
+
+    @classmethod
+    def planned(cls, estimate: StaticMemory) -> RankMemory:
+        """The estimate of static memory, in these categories."""
+        states = estimate.master + estimate.optimizer + estimate.scalars
+        return cls(estimate.weights, estimate.gradients, states, estimate.padding)
+
+    @classmethod
+    def measure(cls, job: Job, updater: Updater) -> RankMemory:
+        """What is allocated now; padding is storage of no weight, gradient or state."""
+        units, states = list(job.units), updater.tensors()
+        gradients = [each.grad for each in job.owned]
+        weights: list[Tensor] = []
+        for unit in units:
+            if unit.sheds_weights:
+                weights += [each.tensor for each in unit.owned]
+            else:
+                weights += unit.parameters.values()
+        buffers = [
+            one
+            for unit in units
+            for one in (
+                *(unit.full, unit.shard, unit.gradients),
+                *(unit.sent, unit.received, unit.gradient),
+            )
+            if one is not None
+        ]
+        sizes = [sum(one.nbytes for one in tensors) for tensors in (weights, gradients, states)]
+        allocated = storage_bytes([*weights, *gradients, *states, *buffers])
+        return cls(*sizes, padding=allocated - sum(sizes))
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.padding
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages of these tensors, each storage counted once."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
