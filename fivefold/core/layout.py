@@ -3,9 +3,9 @@
     world = dp · cp · tp · pp        dp = replicate × shard        edp = dp·cp·tp / (ep·etp)
 
 Experts are folded over the ranks that the dense layers of a stage already use, so `ep` and `etp`
-do not multiply the world. Inside a stage the ranks are numbered with tp fastest, then cp, then
-dp, whichever `order` places them on the machine; every axis but pp is then one (size, stride)
-pair of that numbering, and all groups follow from it.
+do not multiply the world. Inside a stage the ranks are numbered with tp fastest, then cp, then dp,
+whatever the `order` on the machine. In that numbering every axis except pp is one (size, stride)
+pair, and all groups follow from it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Order = Literal["tp-cp-dp-pp", "tp-cp-pp-dp"]
 
 DEGREES = ("replicate", "shard", "tp", "pp", "cp", "ep", "etp")
 AXES = ("dp", "tp", "pp", "cp", "ep", "etp", "edp", "replicate", "shard", "fsdp", "dp-cp", "row")
-# Far above any machine; keeps a slip of the keyboard from being factored and drawn rank by rank.
+# Far above any machine; without a limit a typo would be factored and drawn rank by rank.
 MOST_RANKS = 1 << 20
 ZERO_NAMES = {"NO_SHARD": 0, "SHARD_GRAD_OP": 2, "FULL_SHARD": 3}
 _TEXT_KEYS = ("dp", "tp", "pp", "cp", "ep", "etp", "order")
@@ -45,14 +45,14 @@ _Whole = TypeVar("_Whole", int, "NDArray[numpy.int64]")
 
 
 class Extent(NamedTuple):
-    """How many ranks a group has, and how far apart they stand in the line of all ranks."""
+    """How many ranks a group has, and their stride in the numbering with tp fastest."""
 
     size: int
     stride: int
 
 
 class Coord(NamedTuple):
-    """The place of one rank on every axis."""
+    """The coordinates of one rank, on every axis."""
 
     dp: int
     replicate: int
@@ -77,10 +77,10 @@ class Textbook(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees of the five axes, and how each is carried out.
+    """Degrees of the five axes, and how each is implemented.
 
-    `sp` (sequence parallelism) matters only where tp > 1, `context` only where cp > 1; `chunks`
-    is the number of stages on one pipeline rank.
+    `sp` (sequence parallelism) matters only if tp > 1, `context` only if cp > 1; `chunks` is the
+    number of stages on one pipeline rank.
     """
 
     replicate: int = 1
@@ -128,7 +128,7 @@ class Layout:
     ) -> Layout:
         """Read `dp=2x2 tp=2 pp=2`: omitted degrees are 1, `dp=RxS` is replicate × shard.
 
-        Without a `zero` the stage is 3, or 1 under a pipeline, where stages 2 and 3 would move
+        The default ZeRO stage is 3, or 1 under a pipeline, where stages 2 and 3 would move
         gradients once per microbatch.
         """
         problems: list[str] = []
@@ -157,7 +157,7 @@ class Layout:
 
     @property
     def stage_size(self) -> int:
-        """Ranks that share one pipeline stage: the plane over which experts are folded."""
+        """Ranks that share one pipeline stage, over which experts are folded."""
         return self.dp * self.cp * self.tp
 
     @property
@@ -173,8 +173,8 @@ class Layout:
 
     @property
     def same_tokens(self) -> int:
-        """How many replicas of an expert are given the same tokens: without sequence parallelism
-        by the tp ranks that etp does not take."""
+        """How many replicas of an expert receive the same tokens: without sequence parallelism one
+        for each tp rank that etp does not use."""
         return 1 if self.sp else self.tp // self.etp
 
     @property
@@ -187,12 +187,12 @@ class Layout:
         return (
             f"ep {self.ep} · etp {self.etp} = {self.ep * self.etp} must divide "
             f"dp {self.dp} · cp {self.cp} · tp {self.tp} = {self.stage_size}, the ranks of a stage "
-            "that experts are laid over: lower ep or etp, or raise dp"
+            "that experts are folded over: lower ep or etp, or raise dp"
         )
 
     def grid(self) -> NDArray[numpy.int64]:
-        """Every rank at its place: one array dim per axis of `order`, the outermost first."""
-        import numpy  # not needed to plan; its import would cost more than a whole plan
+        """All ranks: one array dim per axis of `order`, the outermost first."""
+        import numpy  # not needed to plan; its import would take longer than a whole plan
 
         sizes = [getattr(self, axis) for axis in reversed(self.order.split("-"))]
         return numpy.arange(self.world, dtype=numpy.int64).reshape(sizes)
@@ -207,9 +207,9 @@ class Layout:
         return self._rank_at(tp + self.tp * (cp + self.cp * dp), pp)
 
     def coord(self, rank: int) -> Coord:
-        """The place of `rank` on every axis."""
+        """The coordinates of `rank` on every axis."""
         self._require_folding()
-        number, stage = self._place(rank)
+        number, stage = self._number_and_stage(rank)
         dp, inner = divmod(number, self.tp * self.cp)
         replicate, shard = divmod(dp, self.shard)
         cp, tp = divmod(inner, self.tp)
@@ -218,13 +218,13 @@ class Layout:
         return Coord(dp, replicate, shard, cp, tp, stage, ep, etp, edp)
 
     def group(self, axis: str, rank: int) -> tuple[int, ...]:
-        """The ranks that `rank` meets along `axis`, in order of their coord on it.
+        """The group of `rank` along `axis`, in order of their coord on it.
 
-        Beside the five axes: `fsdp` is shard·cp, over which ZeRO shards the dense weights; `dp-cp`
+        Besides the five axes: `fsdp` is shard·cp, over which ZeRO shards the dense weights; `dp-cp`
         is dp·cp, over which loss and gradients are summed; `edp` does the same for experts; `row`
         shares the tokens of a row: cp, and tp under sequence parallelism.
         """
-        number, stage = self._place(rank)
+        number, stage = self._number_and_stage(rank)
         if axis == "pp":
             return tuple(self._rank_at(number, other) for other in range(self.pp))
         size, stride = self.extent(axis)
@@ -232,7 +232,7 @@ class Layout:
         return tuple(self._rank_at(first + i * stride, stage) for i in range(size))
 
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
-        """All groups of `axis`, by their first rank; together they hold every rank once."""
+        """All groups of `axis`, by their first rank; every rank is in one of them."""
         numbers = range(self.stage_size)
         stages = [[self._rank_at(number, stage) for number in numbers] for stage in range(self.pp)]
         if axis == "pp":
@@ -243,7 +243,7 @@ class Layout:
         return tuple(sorted(tuple(stage[span]) for stage in stages for span in spans))
 
     def extent(self, axis: str) -> Extent:
-        """The groups of `axis` in a line of all ranks with tp fastest, then cp, dp and pp."""
+        """Size and stride of the groups of `axis`, with tp numbered fastest, then cp, dp and pp."""
         row = self.tp * self.cp
         extents = {
             "pp": (self.pp, self.stage_size),
@@ -269,21 +269,21 @@ class Layout:
         return self.tier_along(self.extent(axis), machine)
 
     def tier_along(self, extent: Extent, machine: Machine) -> Tier:
-        """The same for any groups that a line of ranks falls into."""
+        """The same for the groups of any size and stride."""
         first, last = self._ends(extent)
         for tier in machine.tiers:
             if tier.size is None or (first // tier.size == last // tier.size).all():
                 return tier
-        return machine.tier_of((0, self.world - 1))  # which says what to do where none is so wide
+        return machine.tier_of((0, self.world - 1))  # raises with a way out if no tier is so wide
 
     def textbook(self) -> Textbook | None:
-        """The same ranks as a plain product of five degrees; None where ep does not divide dp."""
+        """The same ranks as a plain product of five degrees; None if ep does not divide dp."""
         if self.dp % self.ep:
             return None
         return Textbook(self.dp // self.ep, self.tp, self.pp, self.cp, self.ep)
 
     def readings(self) -> tuple[str, str]:
-        """Both readings of the expert product, one sentence each."""
+        """The folded and the textbook reading of the degrees, one sentence each."""
         split = f"ep {self.ep}" if self.etp == 1 else f"ep {self.ep} × etp {self.etp}"
         folded = (
             f"folded: dp {self.dp} · cp {self.cp} · tp {self.tp} · pp {self.pp} "
@@ -313,14 +313,14 @@ class Layout:
         return first, last
 
     def _rank_at(self, number: _Whole, stage: _Whole) -> _Whole:
-        """The rank with this number inside this stage; of whole arrays too."""
+        """The rank with this number inside this stage; also for arrays."""
         row = self.tp * self.cp
         if self.order == "tp-cp-dp-pp":
             return number + self.stage_size * stage
         return number % row + row * (stage + self.pp * (number // row))
 
-    def _place(self, rank: int) -> tuple[int, int]:
-        """The number inside its stage, and the stage, of a rank."""
+    def _number_and_stage(self, rank: int) -> tuple[int, int]:
+        """The number of a rank inside its stage, and the stage."""
         if not 0 <= rank < self.world:
             raise FivefoldError(f"rank {rank} is outside {self}: use 0 to {self.world - 1}")
         if self.order == "tp-cp-dp-pp":
@@ -332,7 +332,7 @@ class Layout:
 
 
 def parse_zero(stage: int | str) -> int:
-    """A ZeRO stage from its number or from the name FSDP gives it (`FULL_SHARD` is 3)."""
+    """A ZeRO stage from its number or FSDP's name for it (`FULL_SHARD` is 3)."""
     name = str(stage).strip().upper()
     if name in [*"0123"]:
         return int(name)
@@ -353,7 +353,7 @@ def _is_count(value: object) -> bool:
 
 
 def _fields_of(text: str, problems: list[str]) -> dict[str, Any]:
-    """The fields that a layout's text sets; what is wrong with it goes to `problems`."""
+    """The fields that a layout text sets; errors are appended to `problems`."""
     fields: dict[str, Any] = {}
     seen: set[str] = set()
     for word in text.replace(",", " ").split():

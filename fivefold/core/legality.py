@@ -1,4 +1,8 @@
-"""The legal layouts nearest to one that is not."""
+"""Refuse an illegal layout, with every broken rule and the nearest legal layouts.
+
+`rules.problems` lists the broken rules, `nearest` finds legal layouts close by, `check` raises both
+together.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +37,7 @@ if TYPE_CHECKING:
     from fivefold.core.shape import Shape
 
 
-# In another world than the one asked for; keeps models of thousands of layers from being slow.
+# Pipeline degree offered with another number of ranks; more would be slow for very deep models.
 _DEEPEST_OFFERED = 512
 
 
@@ -42,8 +46,8 @@ def nearest(
 ) -> list[Layout]:
     """Legal layouts of the same world (`gpus` if given), nearest first; only degrees differ.
 
-    The distance is the sum over the degrees of |log2 of the ratio|. Where the world has too few
-    legal layouts, the next smaller and the next larger world that have one take turns.
+    The distance is the sum over the degrees of |log2 of the ratio|. If this world has too few
+    legal layouts, those of the next smaller and the next larger world follow in turn.
     """
     if bad_counts(job) or _breaks(positions_rule, layout, shape, job):
         return []
@@ -69,9 +73,9 @@ def _distance(layout: Layout, other: Layout) -> float:
 
 
 def _nearness(layout: Layout, other: Layout) -> tuple[float, ...]:
-    """Distance; of equals, the one that moves ep, etp, tp, pp and cp least, in that order.
+    """Distance, then the change of ep, etp, tp, pp and cp, in that order.
 
-    So dp gives way first, and tp, which the machine's fast links bound, late.
+    So dp changes first, and tp, which the fast links limit, late.
     """
     steps = _steps(layout, other)
     moved = [steps[axis] for axis in ("ep", "etp", "tp", "pp", "cp")]
@@ -136,11 +140,11 @@ def _dense(
 
 
 def _replicas(layout: Layout, dp: int) -> int:
-    """How `dp` is best split: no rule depends on it, so only the nearest split is considered."""
+    """The nearest split of `dp` into replicas and shards; no rule depends on it."""
 
     def moved(replicas: int) -> tuple[float, float]:
-        kept = abs(math.log2(replicas / layout.replicate))
-        return round(kept + abs(math.log2(dp / replicas / layout.shard)), 9), kept
+        replicate = abs(math.log2(replicas / layout.replicate))
+        return round(replicate + abs(math.log2(dp / replicas / layout.shard)), 9), replicate
 
     return min(divisors(dp), key=moved)
 
@@ -170,7 +174,7 @@ def _worlds(world: int, layout: Layout, shape: Shape, job: LayoutRequest) -> lis
 
 
 def _bases(layout: Layout, shape: Shape, job: LayoutRequest) -> dict[Sequence[int], set[int]]:
-    """Every tp · cp · pp that the model and the sequence allow, by the dp that may go with it."""
+    """Every tp · cp · pp that the model and the sequence allow, by the possible dp."""
     seed = Layout(sp=layout.sp, context=layout.context, chunks=layout.chunks)
     tps = [tp for tp in divisors(shape.heads) if tp <= MOST_RANKS]
     cps = divisors(job["seq"])
@@ -195,7 +199,7 @@ def _data_degrees(job: LayoutRequest) -> Sequence[int]:
 
 
 def _dps_under(layout: Layout, data: Sequence[int], job: LayoutRequest) -> Sequence[int]:
-    """Those of them that give this pipeline microbatches which its schedule can run."""
+    """Those that give this pipeline a number of microbatches which its schedule can run."""
     pp, chunks, domain = layout.pp, layout.chunks, job.get("schedule")
 
     def runs(dp: int) -> bool:
@@ -203,15 +207,9 @@ def _dps_under(layout: Layout, data: Sequence[int], job: LayoutRequest) -> Seque
         return domain is None or count is None or not domain.problems(pp, count, chunks)
 
     if job.get("batch") is None or job.get("microbatches") is not None:
-        return data if data and runs(data[0]) else ()  # all get the same
+        return data if data and runs(data[0]) else ()  # the same for all
     fitting = data[: bisect_right(data, MOST_RANKS // pp)]
     return fitting if domain is None else tuple(filter(runs, fitting))
-
-
-# Which layouts are legal, and what is offered instead of one that is not.
-#
-# `problems` lists every broken rule with its way out, `nearest` finds legal layouts close by,
-# `check` raises both together.
 
 
 def check(layout: Layout, shape: Shape, **job: Unpack[LayoutRequest]) -> None:
@@ -242,5 +240,5 @@ def smallest_seq(layout: Layout, shape: Shape, at_least: int) -> int:
 
 
 def padded_vocab(vocab: int, tp: int) -> int:
-    """The vocabulary that tp splits evenly; the padding never shows in the loss."""
+    """The vocabulary size that tp splits evenly; the loss ignores the padding."""
     return -(-vocab // tp) * tp

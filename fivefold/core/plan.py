@@ -1,7 +1,7 @@
 """Plan: model × machine × layout × schedule × batch × precision, and its strict TOML.
 
-`Wishes` is what a user may say, spelled alike on every command line and in every plan file; what
-is not said is derived. `resolve` turns wishes into a `Plan`, in which nothing is left open.
+`PlanOptions` are what a user may set, with the same names on every command line and in every plan
+file. `resolve` derives what is not set and returns a `Plan`, in which nothing is left open.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from fivefold.core.batch import Batch
 from fivefold.core.errors import BadFile, FivefoldError, UnknownName
 from fivefold.core.layout import Layout, parse_zero
 from fivefold.core.machine import Machine
+from fivefold.core.precision import Precision
 from fivefold.core.recipe import Recipe
 from fivefold.core.schedule import Schedule
 from fivefold.core.schedule.choose import choose, looks_like_file
@@ -27,7 +28,6 @@ from fivefold.core.schedule.family import AUTO, Family
 from fivefold.core.shape import Shape
 from fivefold.core.splits import ContextSplit, Recompute, context_split, padded_length
 
-Precision = Literal["fp32", "bf16", "fp16"]
 Gather = Literal["step", "microbatch"]
 Keep = Literal["shard", "gathered"]
 _FILES = (".json", ".toml", ".csv", ".txt")
@@ -46,8 +46,8 @@ _SHORTEST_VERIFIED = 32
 
 
 @dataclass(frozen=True)
-class Wishes:
-    """What is asked for. These are the keys of a plan file; None is derived by `resolve`."""
+class PlanOptions:
+    """The keys of a plan file; `resolve` derives those that are None."""
 
     model: str
     layout: str = "dp=1"
@@ -76,10 +76,10 @@ class Wishes:
 
 @dataclass(frozen=True)
 class Plan:
-    """A job with nothing left open. `notes` say what was changed or derived on the way.
+    """A job with nothing left open. `notes` say what was changed or derived.
 
-    `stage_layers` is None where layers are dealt by cost; `gather` says how often ZeRO-3 gathers
-    the weights of a unit; `ep_nodes` is over how many nodes the experts of a layer are spread.
+    `stage_layers` is None if layers are cut by cost; `gather` says how often ZeRO-3 gathers the
+    weights of a flat unit; `ep_nodes` over how many nodes the experts of a layer are spread.
     """
 
     shape: Shape
@@ -89,7 +89,7 @@ class Plan:
     packed: bool
     recompute: Recompute
     precision: Precision
-    wishes: Wishes
+    options: PlanOptions
     stage_layers: tuple[int, ...] | None = None
     gather: Gather = "microbatch"
     balance: tuple[Balance, ...] = ()
@@ -97,11 +97,12 @@ class Plan:
     notes: tuple[str, ...] = ()
 
     def to_toml(self, folder: Path = Path(), *, whole: bool = False) -> str:
-        """The plan as a file in `folder` that every verb reads back to the same plan.
+        """The plan as a file in `folder`, which every verb reads back as the same plan.
 
-        How it is trained is written as far as it was said, or `whole`.
+        Of the training keys only those that differ from the defaults are written, or the `whole`
+        table.
         """
-        table = tables.table_of(_with_paths(self.wishes, _seen_from(folder)))
+        table = tables.table_of(_with_paths(self.options, _seen_from(folder)))
         if not whole:
             usual = tables.table_of(Recipe())
             pairs = table["train"].items()
@@ -111,21 +112,22 @@ class Plan:
     @cached_property
     def family(self) -> Family:
         """What is known of the schedule; without a pipeline it is 1F1B, whatever the name."""
-        return choose(self.wishes.schedule if self.layout.pp > 1 else "1f1b")
+        return choose(self.options.schedule if self.layout.pp > 1 else "1f1b")
 
     @cached_property
     def schedule(self) -> Schedule:
         """The pipeline schedule; without a pipeline it is 1F1B on one rank, whatever the name."""
-        return _schedule(self.wishes.schedule, self.layout, self.batch.microbatches)
+        return _schedule(self.options.schedule, self.layout, self.batch.microbatches)
 
     @property
-    def keeps_shards(self) -> bool:
-        """Whether inputs of split products are kept as a rank's own tokens, and gathered again.
+    def saves_input_shards(self) -> bool:
+        """Whether inputs of tensor-parallel matmuls are saved as sequence shards and gathered again
+        in the backward.
 
-        Recomputation has its own way: it keeps less, or what collectives brought.
+        Recomputation saves less anyway, or what the collectives returned.
         """
-        layout, kept = self.layout, self.wishes.tp_keep == "shard"
-        return kept and layout.sp and layout.tp > 1 and self.recompute.kind == "none"
+        layout, shard = self.layout, self.options.tp_keep == "shard"
+        return shard and layout.sp and layout.tp > 1 and self.recompute.kind == "none"
 
     @property
     def split(self) -> ContextSplit:
@@ -134,16 +136,16 @@ class Plan:
 
     @property
     def padded_seq(self) -> int:
-        """Tokens of a row as ranks hold it together: padded to what cp and sp cut evenly."""
+        """Tokens of a row, padded to a length that cp and sp split evenly."""
         return padded_length(self.batch.seq, legality.sequence_unit(self.layout, self.shape))
 
     def gathers_each_time(self, layers: range) -> bool:
         """Whether ZeRO-3 gathers the weights of this stage for every microbatch.
 
-        Those of multi-token prediction are used several times in a row, and stay.
+        Multi-token prediction uses its weights several times in a row, so they stay gathered.
         """
-        ahead = self.shape.mtp > 0 and layers.stop == self.shape.layers
-        return self.gather == "microbatch" and not ahead
+        predicts = self.shape.mtp > 0 and layers.stop == self.shape.layers
+        return self.gather == "microbatch" and not predicts
 
     @property
     def local_seq(self) -> int:
@@ -158,25 +160,25 @@ class Plan:
         )
 
 
-def _schedule(word: str, layout: Layout, num_microbatches: int) -> Schedule:
+def _schedule(text: str, layout: Layout, num_microbatches: int) -> Schedule:
     numbers = (layout.pp, num_microbatches, layout.chunks)
     if layout.pp == 1:
         return named_schedule("1f1b", *numbers)
     return (
-        choose(word).make(*numbers)
-        if looks_like_file(word)
-        else named_schedule(word.lower(), *numbers)
+        choose(text).make(*numbers)
+        if looks_like_file(text)
+        else named_schedule(text.lower(), *numbers)
     )
 
 
 @lru_cache
 def named_schedule(name: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
-    """A schedule that is not from a file, made once a process: a search takes its time."""
+    """A schedule that is not from a file, made once per process: a search takes long."""
     return choose(name).make(num_ranks, num_microbatches, num_chunks)
 
 
-def read(path: Path) -> Wishes:
-    """The wishes in a plan file; unknown keys are errors with the nearest known one."""
+def read(path: Path) -> PlanOptions:
+    """Read a plan file; unknown keys are errors that suggest the nearest known one."""
     table = tables.read_toml(path)
     if isinstance(changes := table.get("set"), Mapping):
         pairs = cast("Mapping[str, Any]", changes).items()
@@ -186,18 +188,18 @@ def read(path: Path) -> Wishes:
         }
     if isinstance(table.get("zero"), str):
         table["zero"] = parse_zero(table["zero"])
-    wishes = tables.build(Wishes, table, str(path))
-    return _with_paths(wishes, lambda file: str(path.parent / file))
+    options = tables.build(PlanOptions, table, str(path))
+    return _with_paths(options, lambda file: str(path.parent / file))
 
 
-def _with_paths(wishes: Wishes, move: Callable[[str], str]) -> Wishes:
-    """The wishes with every path moved; names of presets and schedules stay.
+def _with_paths(options: PlanOptions, move: Callable[[str], str]) -> PlanOptions:
+    """The options with every path moved; names of presets and schedules stay.
 
     In a plan file a relative path starts at the file's folder, so that both can move together.
     """
-    said = {key: getattr(wishes, key) for key in ("model", "machine", "schedule")}
-    paths = {key: move(text) for key, text in said.items() if text and _is_path(text)}
-    return replace(wishes, **paths)
+    texts = {key: getattr(options, key) for key in ("model", "machine", "schedule")}
+    paths = {key: move(text) for key, text in texts.items() if text and _is_path(text)}
+    return replace(options, **paths)
 
 
 def _is_path(text: str) -> bool:
@@ -211,67 +213,69 @@ def _seen_from(folder: Path) -> Callable[[str], str]:
     return move
 
 
-def resolve(wishes: Wishes, *, small: bool = False) -> Plan:
-    """Derive what is open and check the whole; every broken rule is named with a way out.
+def resolve(options: PlanOptions, *, small: bool = False) -> Plan:
+    """Derive what is not set and check the whole; errors name every broken rule and a way out.
 
-    `small` is for runs whose size does not matter (`verify`): the shortest legal sequence, and as
-    many more layers as the pipeline needs.
+    `small` is for runs whose size does not matter (`verify`): the shortest legal sequence, and more
+    layers if the pipeline needs them.
     """
-    family = choose(wishes.schedule)
-    if wishes.tp_keep not in get_args(Keep):
-        raise UnknownName("tp_keep", wishes.tp_keep, get_args(Keep))
-    layout = _layout(wishes, family)
-    shape = models.with_overrides(models.load(wishes.model), wishes.set)
+    family = choose(options.schedule)
+    if options.tp_keep not in get_args(Keep):
+        raise UnknownName("tp_keep", options.tp_keep, get_args(Keep))
+    layout = _layout(options, family)
+    shape = models.with_overrides(models.load(options.model), options.set)
     notes = [_ASYNCHRONOUS] if family.asynchronous and layout.pp > 1 else []
     if small and shape.layers < layout.pp * layout.chunks:
-        wishes = replace(wishes, set={**wishes.set, "layers": str(layout.pp * layout.chunks)})
-        shape = models.with_overrides(shape, wishes.set)
+        options = replace(options, set={**options.set, "layers": str(layout.pp * layout.chunks)})
+        shape = models.with_overrides(shape, options.set)
         notes.append(f"raised to {shape.layers} layers, one for each stage of the pipeline")
-    seq = _default_seq(layout, shape, small) if wishes.seq is None else wishes.seq
-    legality.check(layout, shape, **job_of(wishes, family, seq))
-    batch = _batch(wishes, family, layout, seq)
-    given = None if wishes.stage_layers is None else splits.parse_stage_layers(wishes.stage_layers)
+    seq = _default_seq(layout, shape, small) if options.seq is None else options.seq
+    legality.check(layout, shape, **job_of(options, family, seq))
+    batch = _batch(options, family, layout, seq)
+    given = (
+        None if options.stage_layers is None else splits.parse_stage_layers(options.stage_layers)
+    )
     if family.name == AUTO and layout.pp > 1:
-        layout = _searched(wishes, layout, batch)
+        layout = _searched(options, layout, batch)
         splits.cut_stages(
             shape, layout.pp * layout.chunks, given
-        )  # whose number was not known before
-    gather = _gather(wishes, layout)
-    cluster = None if wishes.machine is None else machine.load(wishes.machine)
-    nodes = _ep_nodes(wishes.ep_nodes, layout, cluster)
+        )  # their number was not known before
+    gather = _gather(options, layout)
+    cluster = None if options.machine is None else machine.load(options.machine)
+    nodes = _ep_nodes(options.ep_nodes, layout, cluster)
     return Plan(
         shape=shape,
         machine=cluster,
         layout=layout,
         batch=batch,
-        packed=wishes.packed,
-        recompute=Recompute.parse(wishes.recompute),
-        precision=wishes.precision,
-        wishes=_settled(wishes, layout, batch, gather, nodes),
+        packed=options.packed,
+        recompute=Recompute.parse(options.recompute),
+        precision=options.precision,
+        options=_filled_in(options, layout, batch, gather, nodes),
         stage_layers=given,
         gather=gather,
-        balance=_rules(wishes.balance, shape, family.asynchronous and layout.pp > 1, nodes),
+        balance=_rules(options.balance, shape, family.asynchronous and layout.pp > 1, nodes),
         ep_nodes=nodes,
         notes=tuple(notes),
     )
 
 
-def _layout(wishes: Wishes, family: Family) -> Layout:
-    layout = Layout.parse(wishes.layout, zero=wishes.zero, sp=wishes.sp, context=wishes.context)
-    return replace(layout, chunks=family.chunks_on(layout.pp, wishes.chunks))
+def _layout(options: PlanOptions, family: Family) -> Layout:
+    layout = Layout.parse(options.layout, zero=options.zero, sp=options.sp, context=options.context)
+    return replace(layout, chunks=family.chunks_on(layout.pp, options.chunks))
 
 
-def job_of(wishes: Wishes, family: Family, seq: int) -> legality.LayoutRequest:
-    """What the rules hold against a layout."""
+def job_of(options: PlanOptions, family: Family, seq: int) -> legality.LayoutRequest:
+    """What the layout must fit, for the rules of legality."""
     return legality.LayoutRequest(
         seq=seq,
-        batch=wishes.batch,
-        microbatch_size=wishes.microbatch_size,
-        microbatches=wishes.microbatches,
-        chunks=wishes.chunks,
-        gpus=wishes.gpus,
+        batch=options.batch,
+        microbatch_size=options.microbatch_size,
+        microbatches=options.microbatches,
+        chunks=options.chunks,
+        gpus=options.gpus,
         schedule=family,
-        stage_layers=wishes.stage_layers,
+        stage_layers=options.stage_layers,
     )
 
 
@@ -281,43 +285,43 @@ def _default_seq(layout: Layout, shape: Shape, small: bool) -> int:
     return min(_LONGEST_DEFAULT, shape.max_seq)
 
 
-def _batch(wishes: Wishes, family: Family, layout: Layout, seq: int) -> Batch:
-    """Complete the batch identity with a number of microbatches that the schedule can run."""
-    count = wishes.microbatches
-    if count is None and wishes.batch is None:
+def _batch(options: PlanOptions, family: Family, layout: Layout, seq: int) -> Batch:
+    """Complete the batch identity, with a number of microbatches that the schedule can run."""
+    count = options.microbatches
+    if count is None and options.batch is None:
         count = family.smallest_count(2 * layout.pp, layout.pp, layout.chunks)
     return Batch.resolve(
         layout.dp,
         seq,
-        batch=wishes.batch,
-        microbatch_size=wishes.microbatch_size,
+        batch=options.batch,
+        microbatch_size=options.microbatch_size,
         microbatches=count,
     )
 
 
-def _searched(wishes: Wishes, layout: Layout, batch: Batch) -> Layout:
-    """The layout with the chunks that a search takes, of which its own are the most.
+def _searched(options: PlanOptions, layout: Layout, batch: Batch) -> Layout:
+    """The layout with as many chunks as a search chooses, at most its own.
 
-    Fewer may idle less. The search is then repeated with these as the most, as it will be wherever
-    the settled plan is read.
+    Fewer may idle less. The search is then repeated with that number as the limit, as it will be
+    wherever the resolved plan is read.
     """
-    found = _schedule(wishes.schedule, layout, batch.microbatches).num_chunks
+    found = _schedule(options.schedule, layout, batch.microbatches).num_chunks
     if found == layout.chunks:
         return layout
-    return _searched(wishes, replace(layout, chunks=found), batch)
+    return _searched(options, replace(layout, chunks=found), batch)
 
 
-def _gather(wishes: Wishes, layout: Layout) -> Gather:
-    """How often ZeRO-3 gathers; a pipeline keeps weights, for its microbatches lie far apart."""
-    if wishes.gather is None:
+def _gather(options: PlanOptions, layout: Layout) -> Gather:
+    """How often ZeRO-3 gathers: by default once per step in a pipeline."""
+    if options.gather is None:
         return "step" if layout.pp > 1 else "microbatch"
-    if wishes.gather not in get_args(Gather):
-        raise UnknownName("gather", wishes.gather, get_args(Gather))
-    return cast(Gather, wishes.gather)
+    if options.gather not in get_args(Gather):
+        raise UnknownName("gather", options.gather, get_args(Gather))
+    return cast(Gather, options.gather)
 
 
 def _rules(text: str, shape: Shape, asynchronous: bool, nodes: int) -> tuple[Balance, ...]:
-    """How experts are balanced."""
+    """How the load of experts is balanced."""
     rules = balance.parse(text)
     balance.check(rules, shape)
     if rules and asynchronous:
@@ -333,15 +337,15 @@ def _rules(text: str, shape: Shape, asynchronous: bool, nodes: int) -> tuple[Bal
     return rules
 
 
-def _ep_nodes(wish: int | None, layout: Layout, cluster: Machine | None) -> int:
-    """Over how many nodes an ep group is spread: as wished, or as the machine is built."""
-    if wish is not None:
-        if wish < 1 or layout.ep % wish:
+def _ep_nodes(given: int | None, layout: Layout, cluster: Machine | None) -> int:
+    """Over how many nodes an ep group is spread: as given, or as the machine is built."""
+    if given is not None:
+        if given < 1 or layout.ep % given:
             raise FivefoldError(
-                f"ep_nodes {wish} does not divide ep {layout.ep}: the ranks of an ep group lie "
+                f"ep_nodes {given} does not divide ep {layout.ep}: the ranks of an ep group lie "
                 "evenly on its nodes; choose a divisor"
             )
-        return wish
+        return given
     size = None if cluster is None else cluster.tiers[0].size
     if size is None:
         return 1
@@ -350,10 +354,12 @@ def _ep_nodes(wish: int | None, layout: Layout, cluster: Machine | None) -> int:
     return layout.ep // math.gcd(layout.ep, inside)
 
 
-def _settled(wishes: Wishes, layout: Layout, batch: Batch, gather: Gather, ep_nodes: int) -> Wishes:
-    """The wishes with all that is free said; the global batch follows from them."""
+def _filled_in(
+    options: PlanOptions, layout: Layout, batch: Batch, gather: Gather, ep_nodes: int
+) -> PlanOptions:
+    """The options with everything derived filled in; the global batch follows from them."""
     return replace(
-        wishes,
+        options,
         layout=str(layout),
         zero=layout.zero,
         gather=gather,
@@ -366,24 +372,24 @@ def _settled(wishes: Wishes, layout: Layout, batch: Batch, gather: Gather, ep_no
     )
 
 
-def wishes_from(target: str, changes: Mapping[str, Any]) -> Wishes:
-    """Wishes from a plan file or a model name, with what the command line says on top."""
-    said = {key: value for key, value in changes.items() if value is not None}
+def options_from(target: str, changes: Mapping[str, Any]) -> PlanOptions:
+    """Options from a plan file or a model name, with those of the command line on top."""
+    given = {key: value for key, value in changes.items() if value is not None}
     if not target.endswith(".toml"):
-        said["train"] = Recipe(**said.get("train", {}))
-        return Wishes(model=target, **said)
+        given["train"] = Recipe(**given.get("train", {}))
+        return PlanOptions(model=target, **given)
     if not Path(target).is_file():
         raise BadFile(target, ["no such plan file; write one with: fivefold plan MODEL -o FILE"])
-    wishes = read(Path(target))
-    said["set"] = {**wishes.set, **said.get("set", {})}
-    said["train"] = replace(wishes.train, **said.get("train", {}))
-    return replace(wishes, **_outdated(wishes, said), **said)
+    options = read(Path(target))
+    given["set"] = {**options.set, **given.get("set", {})}
+    given["train"] = replace(options.train, **given.get("train", {}))
+    return replace(options, **_outdated(options, given), **given)
 
 
-def _outdated(wishes: Wishes, said: Mapping[str, Any]) -> dict[str, None]:
-    """What a file derived from its layout or schedule is derived anew under another one."""
+def _outdated(options: PlanOptions, given: Mapping[str, Any]) -> dict[str, None]:
+    """What the file derived from its layout or schedule is derived again if these change."""
     changed = {
-        key for key in _DERIVED if said.get(key, getattr(wishes, key)) != getattr(wishes, key)
+        key for key in _DERIVED if given.get(key, getattr(options, key)) != getattr(options, key)
     }
     derived = {name for key in changed for name in _DERIVED[key]}
-    return dict.fromkeys(derived - said.keys())
+    return dict.fromkeys(derived - given.keys())

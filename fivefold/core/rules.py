@@ -1,7 +1,7 @@
-"""What a layout needs from the model, the sequence, the batch, the schedule and the GPUs.
+"""The rules of legality: what the model, sequence, batch, schedule and GPUs demand of a layout.
 
-Each rule reads only the degrees it is named after, so that a search for neighbours can drop a whole
-branch of layouts as soon as one degree is impossible.
+Each rule depends only on the degrees it is named after, so that a search for neighbours can drop a
+whole branch of layouts as soon as one degree is impossible.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MOST_TOKENS = 1_000_000_000
 
 
 class Domain(Protocol):
-    """Where a pipeline schedule can run, as `schedule.catalog.Family` says it."""
+    """Where a pipeline schedule can run: the part of `schedule.family.Family` that rules need."""
 
     @property
     def name(self) -> str: ...
@@ -48,9 +48,9 @@ class Domain(Protocol):
 
 
 class LayoutRequest(TypedDict):
-    """What is asked of the layout: `batch` counts sequences; what is absent or None is free.
+    """What the layout must fit: `batch` counts sequences; a key that is absent or None is free.
 
-    With a `schedule`, a neighbour has the chunks that it would get there, or those asked for.
+    With a `schedule`, a neighbouring layout gets the schedule's default chunks, or `chunks`.
     """
 
     seq: int
@@ -65,7 +65,7 @@ class LayoutRequest(TypedDict):
 
 def problems(layout: Layout, shape: Shape, **job: Unpack[LayoutRequest]) -> list[str]:
     """Every rule that the layout breaks for this model and job; empty where it is legal."""
-    # A number that cannot be gets one reason; the rules after it do without it.
+    # An impossible number is reported once; the rules are then checked without it.
     broken = bad_counts(job)
     sound = job.copy()
     sound.update(cast(LayoutRequest, {**dict.fromkeys(broken), "seq": job["seq"]}))
@@ -76,7 +76,7 @@ def problems(layout: Layout, shape: Shape, **job: Unpack[LayoutRequest]) -> list
 
 
 def bad_counts(job: LayoutRequest) -> dict[str, str]:
-    """What no layout can mend: numbers that are none, by name."""
+    """Impossible numbers, which no layout can fix, by name."""
     asked = {"seq": job["seq"], "batch": job.get("batch"), "gpus": job.get("gpus")}
     asked["microbatch_size"] = job.get("microbatch_size")
     asked["microbatches"] = job.get("microbatches")
@@ -158,7 +158,7 @@ def _stage_layers_problems(layout: Layout, shape: Shape, job: LayoutRequest) -> 
 
 
 def _asynchronous_problems(layout: Layout, shape: Shape, name: str) -> Iterator[str]:
-    """What cannot be done where each stage has its own age of weights."""
+    """What is impossible if stages compute on weights of different versions."""
     if shape.ends_share:
         yield (
             f"{name} updates the first and the last stage at different delays, which share a tied "
@@ -166,7 +166,7 @@ def _asynchronous_problems(layout: Layout, shape: Shape, name: str) -> Iterator[
         )
     if layout.zero >= 2:
         yield (
-            f"zero={layout.zero} under {name}, which keeps older versions of whole weights: use "
+            f"zero={layout.zero} under {name}, which stores older versions of full weights: use "
             "zero=0 or 1, or a synchronous schedule"
         )
 
@@ -217,14 +217,14 @@ def schedule_rule(layout: Layout, shape: Shape, job: LayoutRequest) -> Iterator[
 
 @lru_cache
 def _refusal(domain: Domain, pp: int, count: int, chunks: int) -> str | None:
-    """Neighbours that differ in cp and dp ask for the same one again and again."""
+    """Neighbours that differ only in cp and dp ask for the same refusal many times."""
     return domain.refusal(pp, count, chunks) if domain.problems(pp, count, chunks) else None
 
 
 def num_microbatches(pp: int, chunks: int, dp: int, job: LayoutRequest) -> int | None:
-    """How many microbatches the schedule gets; None where no schedule needs to know.
+    """How many microbatches the schedule gets; None if there is no pipeline.
 
-    Those asked for, or what the batch leaves to a data rank, or as many as the schedule needs.
+    The given number, or what the batch leaves to a data rank, or as many as the schedule needs.
     """
     domain, batch, count = job.get("schedule"), job.get("batch"), job.get("microbatches")
     if domain is None or pp == 1 or batch_problem(dp, job):
@@ -273,9 +273,9 @@ _RULES: tuple[Rule, ...] = (
 
 
 def sequence_unit(layout: Layout, shape: Shape) -> int:
-    """What a row is padded to a multiple of: the cp split, then sp inside it."""
-    pieces = context_split(layout, shape).unit // layout.cp
-    return layout.cp * math.lcm(pieces, layout.tp if layout.sp else 1)
+    """A row is padded to a multiple of this: the cp split, and sp inside it."""
+    parts = context_split(layout, shape).unit // layout.cp
+    return layout.cp * math.lcm(parts, layout.tp if layout.sp else 1)
 
 
 def _split_rule(layout: Layout) -> str:
@@ -288,12 +288,12 @@ def _split_rule(layout: Layout) -> str:
 
 
 def _fewer_ranks(layout: Layout, shape: Shape, seq: int) -> str:
-    """As many context ranks as a sequence is long enough for, and as the heads allow."""
+    """The most context ranks for which the sequence is long enough, and that the heads allow."""
     most = seq * layout.cp // sequence_unit(layout, shape)
     if most and CONTEXT_KINDS[layout.context].heads == "all":
         most = _largest_divisor(max(1, shape.heads // layout.tp), most)
     if not most and seq >= sequence_unit(replace(layout, cp=1), shape):
-        most = 1  # which is not cut in two
+        most = 1  # one rank needs no zigzag
     return f", or cp={most}" if most else ""
 
 

@@ -1,7 +1,7 @@
-"""Settings as `key=value`: each goes to whoever knows its key, the plan, the training or the model.
+"""Settings as `key=value`: sorted into those of the plan, of training and of the model.
 
-The keys of a plan file and of its `[train]` table, and those of a model, are spelled alike on the
-command line; a key that nobody knows is an error with the nearest ones.
+The keys of a plan file, of its `[train]` table and of a model have the same names on the command
+line; an unknown key is an error that suggests the nearest ones.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 from fivefold.core import models, tables
 from fivefold.core.errors import BadFile, UnknownName
 from fivefold.core.layout import parse_zero
-from fivefold.core.plan import Wishes
+from fivefold.core.plan import PlanOptions
 from fivefold.core.recipe import Recipe
 
-_TABLES = ("model", "set", "train")  # said otherwise
+_TABLES = ("model", "set", "train")  # not keys of their own
 
 
 class ParsedSettings(NamedTuple):
-    """Settings by who knows their keys; those of the model stay texts."""
+    """Settings by where their keys belong; those of the model stay texts."""
 
     plan: dict[str, Any]
     train: dict[str, Any]
@@ -29,8 +29,8 @@ class ParsedSettings(NamedTuple):
 
 
 def plan_keys() -> list[str]:
-    """The keys of a plan file outside of its tables."""
-    return [each.name for each in dataclasses.fields(Wishes) if each.name not in _TABLES]
+    """The keys of a plan file outside its tables."""
+    return [each.name for each in dataclasses.fields(PlanOptions) if each.name not in _TABLES]
 
 
 def train_keys() -> list[str]:
@@ -38,18 +38,18 @@ def train_keys() -> list[str]:
     return [each.name for each in dataclasses.fields(Recipe)]
 
 
-def sort_out(pairs: Mapping[str, str]) -> ParsedSettings:
-    """Every setting in the type of its key; all problems at once."""
-    said, problems = ParsedSettings({}, {}, {}), list[str]()
-    plan, train = typing.get_type_hints(Wishes), typing.get_type_hints(Recipe)
+def parse_settings(pairs: Mapping[str, str]) -> ParsedSettings:
+    """Every setting converted to the type of its key; all problems at once."""
+    found, problems = ParsedSettings({}, {}, {}), list[str]()
+    plan, train = typing.get_type_hints(PlanOptions), typing.get_type_hints(Recipe)
     of_model = models.keys()
     for key, text in pairs.items():
         if key in train:
-            into, hint = said.train, train[key]
+            into, hint = found.train, train[key]
         elif key in plan_keys():
-            into, hint = said.plan, plan[key]
+            into, hint = found.plan, plan[key]
         elif key in of_model:
-            said.model[key] = text
+            found.model[key] = text
             continue
         else:
             known = [*train, *plan_keys(), *of_model]
@@ -60,4 +60,4 @@ def sort_out(pairs: Mapping[str, str]) -> ParsedSettings:
             problems.append(f"{key} = {text!r}: {error}")
     if problems:
         raise BadFile("--set", problems)
-    return said
+    return found

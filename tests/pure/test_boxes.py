@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from fivefold.core.errors import FivefoldError
-from fivefold.core.plan import Plan, Wishes, resolve
+from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.core.units import Part, Unit
 from fivefold.core.weights import Box, WeightShard, boxes_of, by_name, held_by, weights, whole_box
-from fivefold.cost.collectives import owned_by, units_of
+from fivefold.cost.collectives import owned_shards, units_of
 
 MODELS: dict[str, tuple[str, dict[str, str]]] = {
     "dense": ("tiny", {"layers": "4"}),
@@ -37,8 +37,10 @@ def planned(model: str, degrees: dict[str, int], zero: int, schedule: str | None
     spread = {**degrees} if name == "tiny-moe" else {**degrees, "ep": 1, "etp": 1}
     layout = " ".join(f"{axis}={degree}" for axis, degree in spread.items())
     try:
-        wishes = Wishes(name, layout=layout, zero=zero, schedule=schedule or "1f1b", set=changes)
-        return resolve(wishes, small=True)
+        options = PlanOptions(
+            name, layout=layout, zero=zero, schedule=schedule or "1f1b", set=changes
+        )
+        return resolve(options, small=True)
     except FivefoldError:
         return None  # no layout of this model
 
@@ -48,9 +50,9 @@ def owned(
 ) -> Iterator[tuple[str, WeightShard, Part, int]]:
     """What a rank owns of each weight, where it begins in it, and its name in the whole model."""
     layout, table = plan.layout, by_name(plan.shape)
-    for stage in plan.schedule.placement.held(layout.coord(rank).pp):
+    for stage in plan.schedule.placement.stages_of(layout.coord(rank).pp):
         for unit in units_of(plan, stage, 4, bucket):
-            for part in owned_by(layout, rank, [unit]):
+            for part in owned_shards(layout, rank, [unit]):
                 weight = table[part[0].name]
                 held = held_by(weight, plan.shape, layout, layout.coord(rank))
                 yield weight.name, held, part, begins(plan, rank, unit, part)

@@ -13,7 +13,7 @@ from fivefold.core.balance import NONE, WORDS
 from fivefold.core.errors import FivefoldError
 from fivefold.core.layout import Layout
 from fivefold.core.models import load
-from fivefold.core.plan import Wishes
+from fivefold.core.plan import PlanOptions
 from fivefold.core.rules import problems
 from fivefold.core.schedule.catalog import family
 from fivefold.cost.collectives import predict_traffic
@@ -36,7 +36,7 @@ from tests.ranks.covering import (
 
 NEVER = {pair: never for pair in all_pairs() if (never := why_never(pair))}
 REFUSALS = {
-    "zero": "older versions of whole weights",
+    "zero": "older versions of full weights",
     "tied": "share a tied embedding",
     "balance": "an asynchronous schedule has no step",
 }
@@ -122,7 +122,7 @@ def carried_out(name: str, value: Value, axis: str, degree: int) -> tuple[object
     degrees = dict.fromkeys(("dp", "tp", "pp", "cp"), 2) | {axis: degree}
     text = " ".join(f"{key}={count}" for key, count in degrees.items())
     wish = {name: value == "on" if name == "sp" else value}
-    plan = runnable(Wishes(MODEL, layout=text, microbatches=4, **wish))  # type: ignore[arg-type]
+    plan = runnable(PlanOptions(MODEL, layout=text, microbatches=4, **wish))  # type: ignore[arg-type]
     tokens = tuple(
         plan.split.rank_tokens(plan.padded_seq, coord) for coord in range(plan.layout.cp)
     )
@@ -141,7 +141,7 @@ def test_the_core_refuses_what_an_asynchronous_schedule_does_not_take(name: str)
         assert legal
         for case in legal:
             with pytest.raises(FivefoldError, match=REFUSALS[name]):
-                runnable(replace(case, **{name: said[name]}).wishes)
+                runnable(replace(case, **{name: said[name]}).options)
 
 
 def test_the_foot_of_the_table_lists_what_is_left_out() -> None:

@@ -7,26 +7,27 @@ import pytest
 
 from fivefold.core import groups, machine
 from fivefold.core.groups import rank_order
-from fivefold.core.plan import Plan, Wishes, resolve
+from fivefold.core.plan import Plan, PlanOptions, resolve
+from fivefold.core.precision import PRECISIONS
 from fivefold.cost.axis_collectives import wide_size
-from fivefold.cost.collectives import ITEMSIZE, predict
+from fivefold.cost.collectives import predict_traffic
 
 PLANS = [
-    resolve(wishes)
-    for wishes in (
-        Wishes("tiny-moe", "dp=2x2 tp=2 pp=2 cp=2 ep=2"),
-        Wishes("tiny-moe", "dp=2 tp=4 cp=8 ep=8", context="hybrid", ep_nodes=2),
-        Wishes("tiny-moe", "dp=2 tp=2 cp=4 pp=2 order=tp-cp-pp-dp", context="ulysses"),
-        Wishes("tiny-moe", "tp=2 cp=2 ep=2 etp=2", balance="aux"),
-        Wishes("llama-3.1-8b", "tp=16 pp=4", schedule="dualpipe"),
+    resolve(options)
+    for options in (
+        PlanOptions("tiny-moe", "dp=2x2 tp=2 pp=2 cp=2 ep=2"),
+        PlanOptions("tiny-moe", "dp=2 tp=4 cp=8 ep=8", context="hybrid", ep_nodes=2),
+        PlanOptions("tiny-moe", "dp=2 tp=2 cp=4 pp=2 order=tp-cp-pp-dp", context="ulysses"),
+        PlanOptions("tiny-moe", "tp=2 cp=2 ep=2 etp=2", balance="aux"),
+        PlanOptions("llama-3.1-8b", "tp=16 pp=4", schedule="dualpipe"),
     )
 ]
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: str(plan.layout))
 def test_a_group_is_as_large_as_its_calls_say(plan: Plan) -> None:
-    itemsize = ITEMSIZE[plan.precision]
-    listed = predict(plan, 0, itemsize=itemsize, grad_itemsize=wide_size(itemsize))
+    itemsize = PRECISIONS[plan.precision].itemsize
+    listed = predict_traffic(plan, 0, itemsize=itemsize, grad_itemsize=wide_size(itemsize))
     assert listed
     for entry in listed:
         pair = groups.DIMENSIONS.get(entry.axis) == "pp"  # a message, and twins, are of two ranks
@@ -50,7 +51,7 @@ def test_parts_of_an_axis_are_those_that_the_runtime_joins() -> None:
 
 def test_a_part_of_an_axis_may_have_faster_links_than_the_whole() -> None:
     plan = resolve(
-        Wishes("mixtral-8x7b", "tp=4 cp=4 dp=8 ep=8 etp=2", context="hybrid", ep_nodes=2)
+        PlanOptions("mixtral-8x7b", "tp=4 cp=4 dp=8 ep=8 etp=2", context="hybrid", ep_nodes=2)
     )
     h100 = machine.load("h100")
     inside, outside = h100.tiers[0].name, h100.tiers[-1].name
@@ -62,6 +63,10 @@ def test_a_part_of_an_axis_may_have_faster_links_than_the_whole() -> None:
 
 
 def test_every_group_of_core_serves_a_dimension() -> None:
-    seen = {entry.axis for plan in PLANS for entry in predict(plan, 0, itemsize=2, grad_itemsize=4)}
+    seen = {
+        entry.axis
+        for plan in PLANS
+        for entry in predict_traffic(plan, 0, itemsize=2, grad_itemsize=4)
+    }
     assert seen - {"world"} <= groups.DIMENSIONS.keys()
     assert {"replica", "ring", "ulysses", "ep-near", "ep-far", "twin", "row"} <= seen

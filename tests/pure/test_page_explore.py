@@ -204,7 +204,7 @@ def test_options_say_what_they_change_and_why_not() -> None:
     schedules = {each["value"]: each for each in found["schedule"]}
     assert schedules["interleaved"]["set"] == {"schedule": "interleaved", "chunks": "2"}
     zero3 = explore.choices(State.parse(SMALL | {"schedule": "pipedream"}))["zero"][3]
-    assert "keeps older versions of whole weights" in zero3["why"]
+    assert "stores older versions of full weights" in zero3["why"]
 
 
 def test_the_text_of_the_sliders_has_every_reason() -> None:

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from fivefold.core.errors import BadFile, FivefoldError, IllegalLayout
-from fivefold.core.plan import Plan, Recompute, Wishes, read, resolve, wishes_from
+from fivefold.core.plan import Plan, PlanOptions, Recompute, options_from, read, resolve
 from fivefold.core.schedule import catalog
 
 
-def plan(model: str = "tiny", *, small: bool = False, **wishes: object) -> Plan:
-    return resolve(Wishes(model=model, **wishes), small=small)  # type: ignore[arg-type]
+def plan(model: str = "tiny", *, small: bool = False, **options: object) -> Plan:
+    return resolve(PlanOptions(model=model, **options), small=small)  # type: ignore[arg-type]
 
 
 def test_defaults() -> None:
@@ -66,7 +66,7 @@ def test_batch_that_the_schedule_cannot_run_names_the_nearest() -> None:
 
 
 @pytest.mark.parametrize(
-    "wishes",
+    "options",
     [
         {"layout": "tp=3 pp=2", "schedule": "dualpipe"},
         {"layout": "pp=3", "schedule": "dualpipe"},
@@ -79,12 +79,12 @@ def test_batch_that_the_schedule_cannot_run_names_the_nearest() -> None:
         {"layout": "dp=11", "batch": 8, "microbatches": 8, "schedule": "zb-interleaved"},
     ],
 )
-def test_the_nearest_layouts_are_legal_with_the_same_options(wishes: dict[str, object]) -> None:
+def test_the_nearest_layouts_are_legal_with_the_same_options(options: dict[str, object]) -> None:
     with pytest.raises(IllegalLayout) as caught:
-        plan(**wishes)
+        plan(**options)
     assert len(caught.value.nearest) == 3
     for near in caught.value.nearest:
-        plan(**{**wishes, "layout": near.split("  (")[0]})
+        plan(**{**options, "layout": near.split("  (")[0]})
 
 
 @pytest.mark.parametrize("key", ["seq", "microbatches", "microbatch_size", "batch", "gpus"])
@@ -110,7 +110,7 @@ def test_illegal_layouts_list_all_reasons_and_three_ways_out() -> None:
 
 
 @pytest.mark.parametrize(
-    "wishes",
+    "options",
     [
         {"layout": "dp=2x2 tp=2 pp=2 cp=2", "schedule": "interleaved", "recompute": "full:2"},
         {"layout": "tp=4", "sp": False, "seq": 64, "batch": 6, "microbatch_size": 3},
@@ -122,8 +122,8 @@ def test_illegal_layouts_list_all_reasons_and_three_ways_out() -> None:
         {"model": "deepseek-v3", "layout": "dp=64 ep=64", "machine": "h100"},
     ],
 )
-def test_plan_files_read_back_to_the_same_plan(wishes: dict[str, object], tmp_path: Path) -> None:
-    first = plan(**wishes)
+def test_plan_files_read_back_to_the_same_plan(options: dict[str, object], tmp_path: Path) -> None:
+    first = plan(**options)
     path = tmp_path / "plan.toml"
     path.write_text(first.to_toml(), encoding="utf-8")
     second = resolve(read(path))
@@ -134,22 +134,22 @@ def test_plan_files_read_back_to_the_same_plan(wishes: dict[str, object], tmp_pa
 def test_the_command_line_overrides_a_plan_file(tmp_path: Path) -> None:
     path = tmp_path / "plan.toml"
     path.write_text('model = "tiny"\nlayout = "dp=2"\nzero = "SHARD_GRAD_OP"\n[set]\nlayers = 4\n')
-    wishes = wishes_from(str(path), {"layout": "dp=4", "zero": None, "set": {"vocab": "251"}})
-    resolved = resolve(wishes)
+    options = options_from(str(path), {"layout": "dp=4", "zero": None, "set": {"vocab": "251"}})
+    resolved = resolve(options)
     assert (resolved.layout.dp, resolved.layout.zero) == (4, 3)  # derived anew for the new layout
-    assert resolve(wishes_from(str(path), {"layout": "dp=2"})).layout.zero == 2
-    assert resolve(wishes_from(str(path), {"layout": "dp=4", "zero": 1})).layout.zero == 1
+    assert resolve(options_from(str(path), {"layout": "dp=2"})).layout.zero == 2
+    assert resolve(options_from(str(path), {"layout": "dp=4", "zero": 1})).layout.zero == 1
     assert (resolved.shape.layers, resolved.shape.vocab) == (4, 251)
 
 
 def test_a_new_schedule_or_layout_does_not_inherit_what_was_derived(tmp_path: Path) -> None:
     path = tmp_path / "plan.toml"
     path.write_text(plan(layout="pp=2", schedule="interleaved", zero=2).to_toml())
-    other = resolve(wishes_from(str(path), {"schedule": "zb-h1"}))
+    other = resolve(options_from(str(path), {"schedule": "zb-h1"}))
     assert (other.layout.chunks, other.batch.microbatches, other.layout.zero) == (1, 4, 2)
-    deeper = resolve(wishes_from(str(path), {"layout": "pp=4"}))
+    deeper = resolve(options_from(str(path), {"layout": "pp=4"}))
     assert (deeper.layout.chunks, deeper.batch.microbatches, deeper.layout.zero) == (2, 8, 1)
-    kept = resolve(wishes_from(str(path), {"layout": "pp=4", "microbatches": 12}))
+    kept = resolve(options_from(str(path), {"layout": "pp=4", "microbatches": 12}))
     assert kept.batch.microbatches == 12
 
 
@@ -167,7 +167,7 @@ def test_paths_in_a_plan_file_start_at_its_folder(
     again = resolve(read(tmp_path / "inner" / "plan.toml"))
     assert again.schedule.order == order
     assert again.machine == first.machine
-    assert again.wishes.model == "tiny"
+    assert again.options.model == "tiny"
 
 
 def test_stages_follow_cost_or_what_is_said() -> None:
@@ -206,11 +206,11 @@ def test_stage_layers_outlive_no_change_of_what_they_fit(tmp_path: Path) -> None
         {"set": {"layers": "10"}},
     ]
     for said in changes:
-        assert resolve(wishes_from(str(path), said)).stage_layers is None, said
+        assert resolve(options_from(str(path), said)).stage_layers is None, said
     for said in ({}, {"microbatches": 8}, {"layout": "pp=2"}, {"chunks": 1}):
-        assert resolve(wishes_from(str(path), said)).stage_layers == (3, 5), said
+        assert resolve(options_from(str(path), said)).stage_layers == (3, 5), said
     both = {"layout": "pp=4", "stage_layers": "1,2,2,3"}
-    assert resolve(wishes_from(str(path), both)).stage_layers == (1, 2, 2, 3)
+    assert resolve(options_from(str(path), both)).stage_layers == (1, 2, 2, 3)
 
 
 def test_a_pipeline_keeps_gathered_weights_over_a_step(tmp_path: Path) -> None:
@@ -220,25 +220,25 @@ def test_a_pipeline_keeps_gathered_weights_over_a_step(tmp_path: Path) -> None:
     path = tmp_path / "plan.toml"
     path.write_text(plan(layout="dp=2 pp=2", gather="microbatch").to_toml())
     assert resolve(read(path)).gather == "microbatch"
-    assert resolve(wishes_from(str(path), {"layout": "dp=2 pp=4"})).gather == "step"
+    assert resolve(options_from(str(path), {"layout": "dp=2 pp=4"})).gather == "step"
     with pytest.raises(FivefoldError, match="did you mean step"):
         plan(layout="dp=2", gather="steps")
 
 
 def test_a_search_settles_the_number_of_chunks() -> None:
-    wishes = {"layout": "pp=2", "schedule": "auto", "microbatches": 5}
-    found = plan(**wishes, chunks=3)
+    options = {"layout": "pp=2", "schedule": "auto", "microbatches": 5}
+    found = plan(**options, chunks=3)
     assert (found.layout.chunks, found.schedule.num_chunks, len(found.stages)) == (2, 2, 4)
-    assert resolve(found.wishes) == found
-    assert plan(**wishes, chunks=3, stage_layers="2,2,2,2").stage_layers == (2, 2, 2, 2)
+    assert resolve(found.options) == found
+    assert plan(**options, chunks=3, stage_layers="2,2,2,2").stage_layers == (2, 2, 2, 2)
     with pytest.raises(FivefoldError, match="the pipeline has 4: give 4 numbers"):
-        plan(**wishes, chunks=3, stage_layers="3,1,1,1,1,1")
+        plan(**options, chunks=3, stage_layers="3,1,1,1,1,1")
 
 
 def test_a_schedule_is_made_once() -> None:
-    wishes = {"layout": "pp=4", "schedule": "auto"}
-    assert plan(**wishes).schedule is plan(**wishes).schedule
-    assert plan(layout="pp=4", schedule="AUTO").schedule is plan(**wishes).schedule
+    options = {"layout": "pp=4", "schedule": "auto"}
+    assert plan(**options).schedule is plan(**options).schedule
+    assert plan(layout="pp=4", schedule="AUTO").schedule is plan(**options).schedule
 
 
 def test_a_file_of_a_schedule_is_read_where_it_is(
@@ -296,7 +296,7 @@ def test_experts_lie_on_as_many_nodes_as_the_machine_has_for_them(tmp_path: Path
     path = tmp_path / "plan.toml"
     path.write_text(plan("deepseek-v3", layout="dp=64 ep=64", machine="h100").to_toml())
     # Another layout has other nodes.
-    changed = resolve(wishes_from(str(path), {"layout": "dp=64 ep=16"}))
+    changed = resolve(options_from(str(path), {"layout": "dp=64 ep=16"}))
     assert changed.ep_nodes == 2
 
 
@@ -313,7 +313,7 @@ def test_unknown_and_wrong_keys_are_told_together(tmp_path: Path) -> None:
 
 def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(BadFile, match="no such plan file"):
-        wishes_from(str(tmp_path / "none.toml"), {})
+        options_from(str(tmp_path / "none.toml"), {})
     broken = tmp_path / "broken.toml"
     broken.write_text("model = \n")
     with pytest.raises(BadFile, match="not valid TOML"):

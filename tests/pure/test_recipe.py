@@ -8,7 +8,7 @@ import pytest
 
 from fivefold.core import models, settings
 from fivefold.core.errors import BadFile, FivefoldError, UnknownName
-from fivefold.core.plan import Plan, Wishes, read, resolve, wishes_from
+from fivefold.core.plan import Plan, PlanOptions, options_from, read, resolve
 from fivefold.core.recipe import Recipe
 from fivefold.launch.launcher import refit
 
@@ -28,7 +28,7 @@ def test_every_key_is_documented() -> None:
 
 
 def test_a_setting_goes_to_who_knows_it() -> None:
-    said = settings.sort_out(
+    said = settings.parse_settings(
         {"lr": "3e-4", "zero": "FULL_SHARD", "layers": "4", "moe.experts": "8"}
     )
     assert said == ({"zero": 3}, {"lr": 3e-4}, {"layers": "4", "moe.experts": "8"})
@@ -46,7 +46,7 @@ def test_a_setting_goes_to_who_knows_it() -> None:
 )
 def test_a_mistake_is_named_with_the_nearest(pairs: dict[str, str], words: str) -> None:
     with pytest.raises((BadFile, UnknownName), match=words):
-        settings.sort_out(pairs)
+        settings.parse_settings(pairs)
 
 
 @pytest.mark.parametrize(
@@ -70,12 +70,12 @@ def test_learning_rates() -> None:
 
 
 def test_a_plan_file_carries_it(tmp_path: Path) -> None:
-    wishes = wishes_from("tiny", {"train": {"steps": 7, "lr": 2e-4}})
-    plan, path = resolve(wishes), tmp_path / "plan.toml"
+    options = options_from("tiny", {"train": {"steps": 7, "lr": 2e-4}})
+    plan, path = resolve(options), tmp_path / "plan.toml"
     path.write_text(plan.to_toml(tmp_path), "utf-8")
     assert "[train]" in path.read_text("utf-8") and "weight_decay" not in path.read_text("utf-8")
     assert read(path).train == Recipe(steps=7, lr=2e-4)
-    assert wishes_from(str(path), {"train": {"lr": 1e-2}}).train == Recipe(steps=7, lr=1e-2)
+    assert options_from(str(path), {"train": {"lr": 1e-2}}).train == Recipe(steps=7, lr=1e-2)
     path.write_text(plan.to_toml(tmp_path, whole=True), "utf-8")
     assert read(path).train == Recipe(steps=7, lr=2e-4)
     path.write_text('model = "tiny"\n[train]\nstep = 3\n', "utf-8")
@@ -83,8 +83,8 @@ def test_a_plan_file_carries_it(tmp_path: Path) -> None:
         read(path)
 
 
-def small(layout: str, **wishes: object) -> Plan:
-    return resolve(Wishes("tiny", layout=layout, seq=32, batch=8, **wishes))  # type: ignore[arg-type]
+def small(layout: str, **options: object) -> Plan:
+    return resolve(PlanOptions("tiny", layout=layout, seq=32, batch=8, **options))  # type: ignore[arg-type]
 
 
 def test_fewer_ranks_keep_the_batch() -> None:

@@ -155,9 +155,9 @@ def test_twins() -> None:
 
 
 def test_held_stages() -> None:
-    assert [v_placement(3).held(rank) for rank in range(3)] == [(0, 5), (1, 4), (2, 3)]
-    assert [loop_placement(2, 3).held(rank) for rank in range(2)] == [(0, 2, 4), (1, 3, 5)]
-    assert [mirrored_placement(4).held(rank) for rank in range(4)] == [
+    assert [v_placement(3).stages_of(rank) for rank in range(3)] == [(0, 5), (1, 4), (2, 3)]
+    assert [loop_placement(2, 3).stages_of(rank) for rank in range(2)] == [(0, 2, 4), (1, 3, 5)]
+    assert [mirrored_placement(4).stages_of(rank) for rank in range(4)] == [
         (0, 3),
         (1, 2),
         (1, 2),

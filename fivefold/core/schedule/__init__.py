@@ -1,4 +1,13 @@
-"""Pipeline schedules as values: one object is checked, timed, drawn and executed."""
+"""Pipeline schedules as values: one object is checked, timed, drawn and executed.
+
+Actions have a text form: `2F0` is the forward of stage 2 for microbatch 0, `2I0` its input
+gradient, `2W0` its weight gradient, `2B0` both at once. `(2F4;2B0)OVERLAP_F_B` is a forward and a
+backward that run as one. This is torch's own spelling, so files travel both ways.
+
+A placement says which rank has which stage: a stage is a contiguous range of layers, and a rank
+with several stages calls each of them a chunk. A schedule is a placement and the order of actions
+on every rank. The messages between ranks follow from it.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +22,9 @@ from typing import NamedTuple, TypeAlias
 
 from fivefold.core.errors import IllegalSchedule
 
-# What one pipeline rank does, as values with a text form.
-#
-# `2F0` is the forward of stage 2 for microbatch 0, `2I0` its input gradient, `2W0` its weight
-# gradient, `2B0` both at once. `(2F4;2B0)OVERLAP_F_B` is a forward and a backward that run as
-# one: torch's own spelling, so that files travel both ways.
-
-
 FORWARD, INPUT_GRAD, WEIGHT_GRAD, BACKWARD = "F", "I", "W", "B"
 
-# Nine digits: more is a slip, and Python refuses to read very long numbers.
+# Nine digits: more is a typo, and Python refuses to read very long numbers.
 _ACTION = re.compile(r"([0-9]{1,9})([FIWB])([0-9]{1,9})")
 _OVERLAP = re.compile(r"\(\s*([^;()]+?)\s*;\s*([^;()]+?)\s*\)OVERLAP_F_B")
 # torch's lowered files also list transfers and weight gathers; our runtime derives them itself.
@@ -59,7 +61,7 @@ def actions_of(step: Step) -> tuple[Action, ...]:
 
 
 def parse_steps(texts: Iterator[str] | list[str], where: str) -> tuple[Step, ...]:
-    """Read one rank's steps; empty cells (idle slots) and derived transfers are passed over."""
+    """Read one rank's steps; empty cells (idle slots) and derived transfers are skipped."""
     steps: list[Step] = []
     for text in texts:
         cell = text.strip()
@@ -90,12 +92,7 @@ def _parse_action(text: str, where: str) -> Action:
     return Action(int(stage), kind, int(microbatch))
 
 
-# Which rank holds which stage.
-#
-# A stage is a contiguous slice of layers; a rank with several stages calls each of them a chunk.
-
-
-# On one rank: far above any run, and below what would make a slip of the keyboard hang.
+# On one rank: far above any run, and low enough that a typo does not hang.
 MOST_CHUNKS = 64
 
 
@@ -103,9 +100,8 @@ MOST_CHUNKS = 64
 class Placement:
     """`homes[stage]` is the rank of that stage.
 
-    Under a `mirrored` (bidirectional) placement every rank also holds the stage of its mirror
-    rank, and the second half of the microbatches flows through those copies, in at the last rank
-    and out at the first.
+    Under a `mirrored` (bidirectional) placement every rank also has the stage of its mirror rank.
+    The second half of the microbatches flows through those copies, from the last rank to the first.
     """
 
     homes: tuple[int, ...]
@@ -121,7 +117,7 @@ class Placement:
 
     @cached_property
     def num_chunks(self) -> int:
-        """Stages a rank, not counting the second copy of a mirrored placement."""
+        """Stages per rank, not counting the second copy of a mirrored placement."""
         return max(Counter(self.homes).values())
 
     @property
@@ -136,8 +132,8 @@ class Placement:
         }
         return next((name for name, known in named.items() if known == self), "custom")
 
-    def held(self, rank: int) -> tuple[int, ...]:
-        """The stages on one rank; under a mirrored placement also those of its mirror."""
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages of one rank; under a mirrored placement also those of its mirror."""
         homes = {rank, self.num_ranks - 1 - rank} if self.mirrored else {rank}
         return tuple(stage for stage, home in enumerate(self.homes) if home in homes)
 
@@ -150,27 +146,24 @@ class Placement:
 
 
 def linear_placement(num_ranks: int) -> Placement:
-    """One stage a rank, in order."""
+    """One stage per rank, in order."""
     return Placement(tuple(range(num_ranks)))
 
 
 def loop_placement(num_ranks: int, num_chunks: int) -> Placement:
-    """Stages dealt round and round: rank r holds r, p + r, 2p + r, …"""
+    """Several rounds of stages: rank r has r, p + r, 2p + r, …"""
     return Placement(tuple(range(num_ranks)) * num_chunks)
 
 
 def v_placement(num_ranks: int) -> Placement:
-    """Two stages a rank, down and up again: rank 0 holds the first and the last."""
+    """Two stages per rank, down and up again: rank 0 has the first and the last."""
     down = tuple(range(num_ranks))
     return Placement(down + down[::-1])
 
 
 def mirrored_placement(num_ranks: int) -> Placement:
-    """One stage a rank, and a second copy of the model in the opposite order."""
+    """One stage per rank, and a second copy of the model in the opposite order."""
     return Placement(tuple(range(num_ranks)), mirrored=True)
-
-
-# The schedule as a value: drawn, timed, checked and executed from the same object.
 
 
 @dataclass(frozen=True)
@@ -178,7 +171,7 @@ class Schedule:
     """What every rank does, in order, for one optimizer step.
 
     `asynchronous` schedules do not drain between steps: gradients are computed on older weights,
-    and rank r keeps `weight_versions[r]` versions for that.
+    of which rank r stores `weight_versions[r]` versions.
     """
 
     name: str
@@ -202,7 +195,7 @@ class Schedule:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether some weight gradient is computed apart from its input gradient."""
+        """Whether some weight gradient is computed separately from its input gradient."""
         ranks = range(self.num_ranks)
         return any(action.kind == INPUT_GRAD for rank in ranks for action in self.actions(rank))
 
@@ -211,11 +204,11 @@ class Schedule:
         return self.placement.rank(stage, microbatch, self.num_microbatches)
 
     def actions(self, rank: int) -> Iterator[Action]:
-        """What one rank computes, in order; a pair that runs as one is forward, then backward."""
+        """What one rank computes, in order; an overlapped pair is forward, then backward."""
         return (action for step in self.order[rank] for action in actions_of(step))
 
     def forwards(self) -> Schedule:
-        """The forwards alone, in their order: what an evaluation runs."""
+        """Only the forwards, in their order: what an evaluation runs."""
         ranks = range(self.num_ranks)
         order = (
             tuple(action for action in self.actions(rank) if action.kind == FORWARD)
@@ -224,25 +217,23 @@ class Schedule:
         return replace(self, order=tuple(order))
 
     def texts(self) -> list[list[str]]:
-        """The action texts, a list for each rank."""
+        """The action texts, one list per rank."""
         return [[str(step) for step in steps] for steps in self.order]
 
     def to_csv(self) -> str:
-        """One row a rank: the form that torch's pipelining reads and writes."""
+        """One row per rank: the form that torch's pipelining reads and writes."""
         out = io.StringIO()
         csv.writer(out, lineterminator="\n").writerows(self.texts())
         return out.getvalue()
 
 
-# What pipeline ranks send one another, derived from the schedule.
-#
-# A forward sends its activations to the rank of the next stage, a backward its input gradient to
-# the rank of the stage before; two stages of one rank hand over without a message. Planner and
-# runtime both read this file, so that what is predicted is what is sent.
+# Messages. A forward sends its activations to the rank of the next stage, a backward its input
+# gradient to the rank of the previous stage; two stages on one rank need no message. Planner and
+# runtime both use these functions, so the predicted messages are the ones that are sent.
 
 
 class Message(NamedTuple):
-    """What stage `stage` is given for a microbatch: `F` its input, `B` the gradient of its output.
+    """What stage `stage` receives for a microbatch: `F` its input, `B` the gradient of its output.
 
     `source` and `target` are pipeline ranks.
     """
@@ -270,25 +261,25 @@ def needed(schedule: Schedule, action: Action) -> Message | None:
     return _message(schedule, action.stage + (-1 if forward else 1), action.stage, action)
 
 
-def _message(schedule: Schedule, giver: int, taker: int, action: Action) -> Message | None:
-    if not (0 <= giver < schedule.num_stages and 0 <= taker < schedule.num_stages):
+def _message(schedule: Schedule, sender: int, receiver: int, action: Action) -> Message | None:
+    if not (0 <= sender < schedule.num_stages and 0 <= receiver < schedule.num_stages):
         return None
-    source, target = (schedule.rank_of(stage, action.microbatch) for stage in (giver, taker))
+    source, target = (schedule.rank_of(stage, action.microbatch) for stage in (sender, receiver))
     if source == target:
         return None
     kind = FORWARD if action.kind == FORWARD else BACKWARD
-    return Message(taker, kind, action.microbatch, source, target)
+    return Message(receiver, kind, action.microbatch, source, target)
 
 
 def sent_by(schedule: Schedule, rank: int) -> Iterator[Message]:
-    """All that a rank sends, in its order."""
+    """Everything that a rank sends, in order."""
     for action in (action for step in schedule.order[rank] for action in actions_of(step)):
         if message := sent(schedule, action):
             yield message
 
 
 def channels(schedule: Schedule) -> tuple[tuple[int, int], ...]:
-    """Every (source, target) pair of ranks between which something is sent, sorted."""
+    """Every (source, target) pair of ranks with a message between them, sorted."""
     ranks = range(schedule.num_ranks)
     return tuple(
         sorted({(each.source, each.target) for r in ranks for each in sent_by(schedule, r)})
@@ -296,10 +287,10 @@ def channels(schedule: Schedule) -> tuple[tuple[int, int], ...]:
 
 
 def merged(schedule: Schedule, rank: int) -> tuple[Step, ...]:
-    """The steps of a rank, with neighbouring I and W of a microbatch joined to one B.
+    """The steps of a rank, with adjacent I and W of a microbatch merged into one B.
 
-    Only where the gradient goes to no other rank: a message would leave when the whole B is done,
-    later than the schedule says.
+    Only if the gradient goes to no other rank: its message would leave after the whole B, later
+    than the schedule says.
     """
     found: list[Step] = []
     for step in schedule.order[rank]:
@@ -313,9 +304,9 @@ def merged(schedule: Schedule, rank: int) -> tuple[Step, ...]:
 
 
 def twins(placement: Placement, tied: bool) -> tuple[tuple[int, int], ...]:
-    """Pairs of ranks that hold copies of the same weights and so sum their gradients.
+    """Pairs of ranks that have copies of the same weights, and so sum their gradients.
 
-    Under a mirrored placement every rank has the stages of its mirror; a tied model has its
+    Under a mirrored placement every rank has the stages of its mirror. A tied model has its
     embedding on the ranks of the first and of the last stage.
     """
     last = placement.num_ranks - 1

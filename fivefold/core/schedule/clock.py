@@ -1,4 +1,9 @@
-"""What the actions of each stage cost, in seconds or any other unit."""
+"""The clock: plays a schedule with the costs of its stages, and reports time and memory.
+
+A step starts when its rank is free and its inputs have arrived: a forward needs the forward of the
+previous stage; a backward needs its own forward and the backward of the next stage; a weight
+gradient needs its input gradient. An edge between two ranks costs a transfer, as pure latency.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +29,9 @@ from fivefold.core.schedule import (
 
 @dataclass(frozen=True)
 class Costs:
-    """By stage: forward, input gradient, weight gradient, and the transfer to the next stage.
+    """Costs by stage, in any unit: forward, input and weight gradient, transfer to the next stage.
 
-    `overlap` is how long a forward and a backward last when they run as one step, over the sum
-    of the two.
+    `overlap` is the time of a forward and a backward that run as one step, over the sum of the two.
     """
 
     forward: tuple[float, ...]
@@ -44,14 +48,14 @@ class Costs:
         transfer: float = 0.0,
         overlap: float = 1.0,
     ) -> Costs:
-        """All stages alike; `times` are those of 1/p of the model, so a chunk takes its share."""
+        """Equal stages; `times` are for 1/p of the model, so a chunk takes its share."""
         stages = placement.num_stages
         share = placement.num_ranks / stages
         forward, backward, weight = ((time * share,) * stages for time in times)
         return cls(forward, backward, weight, (transfer,) * stages, overlap)
 
     def of(self, step: Step) -> float:
-        """How long a step keeps its rank busy."""
+        """How long a rank is busy with a step."""
         if isinstance(step, Overlap):
             return self.overlap * (self.of(step.forward) + self.of(step.backward))
         if step.kind == FORWARD:
@@ -63,34 +67,24 @@ class Costs:
         return self.backward[step.stage] + self.weight[step.stage]
 
 
-# What a search for a schedule is asked for.
-
-
 Objective = Literal["makespan", "span"]
 
 
 @dataclass(frozen=True)
 class Goal:
-    """Costs by placement, the most activations a rank may hold (full-stage units), what to cut."""
+    """What a search minimises: the costs of each placement, the most activations per rank (in
+    microbatches of a full stage), and which time."""
 
     costs_of: Callable[[Placement], Costs]
     memory_limit: float | None = None
     objective: Objective = "makespan"
 
 
-# The clock: plays a schedule with the costs of its stages and keeps the time and the memory.
-#
-# A step starts when its rank is free and what it needs has arrived: a forward needs the forward
-# of the stage before; a backward needs its own forward and the backward of the stage after; a
-# weight gradient needs its input gradient. An edge between two ranks costs a transfer, as pure
-# latency.
-
-
 _MOST_FILLED = 100_000  # actions
 
 
 class Wait(NamedTuple):
-    """An idle slot: `rank` waits from `start` to `end`, at `step`, for what `cause` delivers."""
+    """An idle slot: `rank` waits from `start` to `end`, at `step`, for the result of `cause`."""
 
     rank: int
     start: float
@@ -110,7 +104,7 @@ class Timeline:
 
     @cached_property
     def makespan(self) -> float:
-        """From zero to the last end: what a step costs where a global norm separates steps."""
+        """From zero to the last end: the time of a step if a global norm separates steps."""
         return max(ends[-1] for ends in self.ends)
 
     @cached_property
@@ -141,7 +135,7 @@ class Timeline:
         return self.makespan / self.ideal - 1
 
     def waits(self, longer_than: float = 0.0) -> Iterator[Wait]:
-        """The idle slots before a rank's last step, each with the action that ends it."""
+        """The idle slots before each rank's last step, with the action that ends them."""
         ends = _ends_by_action(self)
         least = max(longer_than, 1e-9 * self.makespan)
         for rank, steps in enumerate(self.schedule.order):
@@ -162,7 +156,7 @@ class Timeline:
 
 
 def needs(action: Action) -> tuple[Action, ...]:
-    """What must have happened before this action, stages beyond the ends included."""
+    """What must run before this action, including stages beyond the ends."""
     stage, kind, microbatch = action
     if kind == FORWARD:
         return (Action(stage - 1, FORWARD, microbatch),)
@@ -189,7 +183,7 @@ def _ends_by_action(timeline: Timeline) -> dict[Action, float]:
 
 
 def steady_bubble(timeline: Timeline, make: Callable[[int, int, int], Schedule]) -> float:
-    """Idle share of what each further window of microbatches costs, where nothing drains.
+    """Idle share of each further window of microbatches, if the pipeline does not drain.
 
     `make` makes the same schedule for any (stages, microbatches, chunks).
     """
@@ -205,7 +199,7 @@ def steady_bubble(timeline: Timeline, make: Callable[[int, int, int], Schedule])
 
 
 def play(schedule: Schedule, costs: Costs) -> Timeline:
-    """Run the schedule; one that cannot end raises, naming who waits for what."""
+    """Run the schedule; a deadlock raises an error that names who waits for what."""
     player = _Player(schedule, costs)
     woken = list(range(schedule.num_ranks))
     while woken:
@@ -217,10 +211,10 @@ def play(schedule: Schedule, costs: Costs) -> Timeline:
 
 
 class _Player:
-    """Advances each rank as far as it can go; a rank that waits is woken by what it waits for.
+    """Advances each rank as far as possible; the result that a rank waits for wakes it.
 
-    Results live in numbered slots, forwards first and gradients behind them. A search plays
-    millions of actions, hence the flat tables and the one long loop.
+    Results have numbered slots, forwards first, then gradients. A search plays millions of actions,
+    hence the flat tables and the one long loop.
     """
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
@@ -244,7 +238,7 @@ class _Player:
         ]
 
     def advance(self, rank: int) -> list[int]:
-        """Play one rank until it must wait; returns the ranks that its results wake."""
+        """Play one rank until it must wait; return the ranks that its results wake."""
         starts, ends, woken = self.starts[rank], self.ends[rank], list[int]()
         now = ends[-1] if ends else 0.0
         done, waiting, costs, lags = self.done, self.waiting, self.costs, self.lags
@@ -310,7 +304,7 @@ class _Player:
 def memory_levels(
     steps: tuple[Step, ...], unit: float = 1.0, after_input_grad: float = 1.0
 ) -> list[float]:
-    """Activations held while each step runs, counting from the start of F to the end of W or B.
+    """Activations in memory while each step runs, from the start of F to the end of W or B.
 
     A forward adds `unit`; an input gradient leaves `after_input_grad` of it for the weight
     gradient, which releases the rest.
@@ -333,7 +327,7 @@ def memory_levels(
 
 
 def peak_activations(schedule: Schedule, after_input_grad: float = 1.0) -> list[float]:
-    """The most activations each rank holds, in microbatches of a full stage (1/p of the model)."""
+    """Peak activations of each rank, in microbatches of a full stage (1/p of the model)."""
     unit = schedule.num_ranks / schedule.num_stages
     return [
         round(max(memory_levels(steps, unit, after_input_grad), default=0.0), 9)

@@ -1,8 +1,9 @@
-"""Fits weight gradients into a given order of forwards and input gradients.
+"""Makes frames, the order of forwards and input gradients, and fits weight gradients into them.
 
-Forwards and input gradients carry the pipeline; weight gradients can wait. Each rank follows its
-given order, and runs a weight gradient when the next step is not there yet for long enough, or
-when the memory limit leaves no room for the next forward.
+Other ranks wait for forwards and input gradients; weight gradients can be delayed. `eager` makes a
+frame by list scheduling: every free rank takes the best step that is ready. `fill` completes a
+frame: each rank follows it, and runs a weight gradient if the input of its next step is late enough
+or if the memory limit leaves no room for the next forward.
 """
 
 from __future__ import annotations
@@ -23,8 +24,7 @@ Frame = tuple[tuple[Action, ...], ...]
 class Patience(NamedTuple):
     """How long a rank must expect to idle before it runs a weight gradient instead.
 
-    As a share of the weight gradient's own time, by rank: while it still has forwards to run, and
-    while it drains.
+    As a share of the weight gradient's time, by rank: while forwards remain, and while draining.
     """
 
     running: tuple[float, ...]
@@ -36,7 +36,7 @@ class Patience(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """One action of a frame, lowered: slot `result` gets its end, slot `source` holds its input."""
+    """One action of a frame: slot `result` gets its end time, `source` has that of its input."""
 
     result: int
     source: int
@@ -50,7 +50,7 @@ class _Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Lowered:
-    """A frame with its costs looked up once, to be filled many times."""
+    """A frame with its costs looked up once, so that it can be filled many times."""
 
     work: tuple[tuple[_Work, ...], ...]
     num_slots: int
@@ -66,7 +66,7 @@ class Filled:
     """A completed frame and how long it takes.
 
     `turns` says for each step of a rank whether it is the next of the frame (1) or the oldest
-    weight gradient that is due (0): a search makes thousands of these and reads few orders.
+    pending weight gradient (0): a search makes thousands of these and needs few orders.
     """
 
     lowered: Lowered
@@ -116,8 +116,8 @@ def lower(frame: Frame, placement: Placement, num_microbatches: int, costs: Cost
     return Lowered(tuple(map(rank_work, frame)), 2 * half)
 
 
-def fill(lowered: Lowered, most_held: int, patience: Patience) -> Filled | None:
-    """Complete the frame; None where it cannot keep to `most_held` chunks of activations."""
+def fill(lowered: Lowered, chunk_limit: int, patience: Patience) -> Filled | None:
+    """Complete the frame; None if it needs more than `chunk_limit` chunks of activations."""
     ranks = range(len(lowered.work))
     ends = [-1.0] * lowered.num_slots
     waiting: dict[int, int] = {}
@@ -134,7 +134,7 @@ def fill(lowered: Lowered, most_held: int, patience: Patience) -> Filled | None:
         result, source, lag, cost, weight, forward, draining, _ = lowered.work[rank][place[rank]]
         arrival = 0.0 if source < 0 else ends[source]
         missing = arrival < 0
-        blocked = forward and held[rank] >= most_held
+        blocked = forward and held[rank] >= chunk_limit
         if pending[rank]:
             due = pending[rank][0]
             share = (patience.draining if draining else patience.running)[rank]
@@ -173,10 +173,8 @@ def fill(lowered: Lowered, most_held: int, patience: Patience) -> Filled | None:
     return Filled(lowered, turns, max(free), span)
 
 
-# List scheduling: every free rank takes the best step that is ready.
-#
-# Greedy orders waste memory where it is scarce, but where there is enough of it they leave almost
-# nothing idle; the search starts from a few of them.
+# List scheduling. Greedy orders waste memory, but where there is enough of it they leave almost
+# nothing idle. The search starts from a few of them.
 
 
 Priority = Literal["gradients", "inner", "forwards"]
@@ -184,10 +182,10 @@ Priority = Literal["gradients", "inner", "forwards"]
 
 
 def eager(
-    placement: Placement, num_microbatches: int, costs: Costs, most_held: int, priority: Priority
+    placement: Placement, num_microbatches: int, costs: Costs, chunk_limit: int, priority: Priority
 ) -> Frame | None:
-    """The order in which ranks run forwards and input gradients; None if memory runs out."""
-    return _Ranks(placement, num_microbatches, costs, most_held, priority).run()
+    """A frame by list scheduling; None if memory runs out."""
+    return _Ranks(placement, num_microbatches, costs, chunk_limit, priority).run()
 
 
 class _Ranks:
@@ -196,10 +194,10 @@ class _Ranks:
         placement: Placement,
         num_microbatches: int,
         costs: Costs,
-        most_held: int,
+        chunk_limit: int,
         priority: Priority,
     ) -> None:
-        self.num, self.costs, self.most_held = num_microbatches, costs, most_held
+        self.num, self.costs, self.chunk_limit = num_microbatches, costs, chunk_limit
         self.homes, self.last = placement.homes, placement.num_stages - 1
         ranks = range(placement.num_ranks)
         self.stages: list[list[int]] = [[] for _ in ranks]
@@ -243,7 +241,7 @@ class _Ranks:
         for chunk, stage in enumerate(self.stages[rank]):
             to_come = len(self.stages[rank]) - chunk
             # A forward leaves room for its microbatch's later chunks, or the pipeline locks up.
-            if self.held[rank] + to_come <= self.most_held:
+            if self.held[rank] + to_come <= self.chunk_limit:
                 at = self._forward_arrival(stage, rank)
                 if at is not None:
                     yield (self._preference(chunk), -stage), stage, FORWARD, at

@@ -1,7 +1,18 @@
-"""The frames that a search starts from.
+"""`auto`: searches for the schedule with the smallest makespan (or span) within a memory limit.
 
-Those of the named zero-bubble schedules, list scheduling on every placement with all or part of
-the memory, and building blocks of the V where memory is too scarce for list scheduling.
+A schedule is a frame (the order of forwards and input gradients on each rank) with weight gradients
+filled in. The search
+
+1. plays every named schedule that fits, so that its result is never worse;
+2. tries frames of many kinds with several degrees of patience: those of the named zero-bubble
+   schedules, list scheduling on every placement with all or part of the memory, and building blocks
+   of the V if memory is too scarce for list scheduling. It uses fewer microbatches than the job if
+   there are many, because the bubble is at both ends;
+3. plays the best of these with all microbatches;
+4. refines the patience of the best, rank by rank, until its budget of played actions is spent.
+
+It stops as soon as it reaches a lower bound. The budget counts actions, not seconds, so that the
+result does not depend on the machine.
 """
 
 from __future__ import annotations
@@ -44,11 +55,12 @@ _BY_MEMORY = (("zb-h2", "zb-h1"), ("zb-interleaved",), ("zb-v", "v-half", "v-min
 
 
 class Seed(NamedTuple):
-    """A way to make a frame for any number of microbatches, and the chunks it may hold."""
+    """Makes a frame for any number of microbatches, with at most `chunk_limit` chunks of
+    activations."""
 
     origin: str
     placement: Placement
-    most_held: int
+    chunk_limit: int
     frame: Callable[[int], Frame | None]
 
 
@@ -63,7 +75,7 @@ def seeds(num_ranks: int, num_microbatches: int, max_chunks: int, goal: Goal) ->
 
 
 def _named(num_ranks: int, num_microbatches: int, max_chunks: int, limit: float) -> Iterator[Seed]:
-    """Of each kind of placement the order that uses the most of the memory there is."""
+    """For each kind of placement the named order that uses most of the available memory."""
     legal = list(catalog.synchronous(num_ranks, num_microbatches, max_chunks))
     for names in _BY_MEMORY:
         found = [
@@ -102,19 +114,19 @@ def _placements(num_ranks: int, max_chunks: int) -> Iterator[Placement]:
 
 
 def _eager(placement: Placement, goal: Goal, limit: float) -> Iterator[Seed]:
-    """List scheduling with all of the memory, or only as much as keeps the pipeline full."""
+    """List scheduling with all of the memory, or with just enough to fill the pipeline."""
     chunks, costs = placement.num_chunks, goal.costs_of(placement)
     enough = placement.num_ranks * chunks
     priorities: tuple[Priority, ...] = ("gradients",)
     if placement == v_placement(placement.num_ranks):
         priorities = ("gradients", "inner")
-    for most_held in sorted({min(int(limit * chunks), each) for each in (enough, 2 * enough)}):
+    for chunk_limit in sorted({min(int(limit * chunks), each) for each in (enough, 2 * enough)}):
         for priority in priorities:
 
             def frame(
-                num: int, most_held: int = most_held, priority: Priority = priority
+                num: int, chunk_limit: int = chunk_limit, priority: Priority = priority
             ) -> Frame | None:
-                return eager(placement, num, costs, most_held, priority)
+                return eager(placement, num, costs, chunk_limit, priority)
 
             origin = f"list scheduling on the {placement.kind} placement, {priority} first"
             yield Seed(origin, placement, int(limit * chunks), frame)
@@ -128,23 +140,8 @@ def _blocks(num_ranks: int, limit: float) -> Iterator[Seed]:
             yield Seed(origin, v_placement(num_ranks), int(2 * limit), frame)
 
 
-# `auto`: searches for the schedule with the smallest makespan (or span) within a memory limit.
-#
-# A schedule is a frame (the order of forwards and input gradients on each rank) with weight
-# gradients filled in. The search
-#
-# 1. plays every named schedule that fits, so that it can never be worse; 2. tries frames of many
-# kinds (those of the named schedules, list scheduling on each placement, building blocks of the
-# V) with a few degrees of patience, on fewer microbatches where there are many, because the
-# bubble lies in the ends; 3. plays the best of these with all microbatches; 4. refines the
-# patience of the best, rank by rank, as long as its budget of played actions lasts.
-#
-# It stops as soon as a lower bound is reached. The budget counts actions, not seconds, so that
-# the answer does not depend on the machine.
-
-
 _BUDGET = 700_000
-_MAKING = 6  # what it takes to make a frame, in played actions for each of its microbatches
+_MAKING = 6  # cost of making a frame, in played actions per stage and microbatch
 _MOST_SWEPT = 4
 _SHARES = (0.01, 0.5, 1.0)
 _FINE_SHARES = (0.01, 0.15, 0.35, 0.5, 0.65, 0.85, 1.0, 2.0)
@@ -152,14 +149,14 @@ _TINY = 1e-9
 
 
 class FoundSchedule(NamedTuple):
-    """The best schedule, and where it comes from in words."""
+    """The best schedule, and a description of where it comes from."""
 
     schedule: Schedule
     origin: str
 
 
 class _Trial(NamedTuple):
-    """A seed with a patience, and the objective to expect of it."""
+    """A seed with a patience, and the objective it should reach."""
 
     estimate: float
     place: int  # breaks ties, so that seeds are never compared
@@ -194,7 +191,7 @@ class _Search:
         # Two rounds of microbatches show the whole fill and drain; more only repeat the middle.
         self.trial_size = min(num_microbatches, 2 * num_ranks)
         self.budget = _BUDGET
-        # What two refinements at full size cost at least; trials must leave that much.
+        # Two refinements at full size cost at least this; trials must leave that much.
         most_stages = num_ranks * min(max_chunks, 2)
         self.reserve = min(_BUDGET // 2, 2 * _MAKING * most_stages * num_microbatches)
         self.best = math.inf
@@ -208,21 +205,21 @@ class _Search:
         return self.found or self._certain()
 
     def _certain(self) -> FoundSchedule:
-        """Where the budget was spent before anything fitted: list scheduling, which always does.
+        """If the budget is spent before anything fits: list scheduling, which always does.
 
-        With one stage a rank, a microbatch that has gone forward can always come back.
+        With one stage per rank, a microbatch that has gone forward can always come back.
         """
         trials = (
             _Trial(math.inf, 0, seed, Patience.uniform(self.num_ranks))
             for seed in seeds(self.num_ranks, self.num_microbatches, 1, self.goal)
-            if seed.most_held >= 1
+            if seed.chunk_limit >= 1
         )
         while self.found is None:
             self._at_full_size(next(trials))
         return self.found
 
     def _play_named(self) -> None:
-        """Step 1: the best named schedule that fits. Longer runs never idle less: skip the rest."""
+        """Step 1: the best named schedule that fits."""
         trials = sorted(
             (
                 self._estimate_named(family.make(self.num_ranks, self.trial_size, chunks)),
@@ -235,7 +232,7 @@ class _Search:
         )
         limit = self.goal.memory_limit
         for estimate, name, chunks in trials:
-            if estimate >= self.best - _TINY:
+            if estimate >= self.best - _TINY:  # the estimate is a lower bound
                 break
             schedule = catalog.make(name, self.num_ranks, self.num_microbatches, chunks)
             if limit is None or max(peak_activations(schedule)) <= limit + _TINY:
@@ -264,7 +261,7 @@ class _Search:
 
     def _fill(self, lowered: Lowered, seed: Seed, patience: Patience) -> Filled | None:
         self.budget -= lowered.num_actions
-        return fill(lowered, seed.most_held, patience)
+        return fill(lowered, seed.chunk_limit, patience)
 
     def _lower(self, seed: Seed, num_microbatches: int) -> Lowered | None:
         self.budget -= _MAKING * seed.placement.num_stages * num_microbatches
@@ -307,7 +304,7 @@ class _Search:
     def _at_full_size(self, trial: _Trial) -> _Candidate | None:
         """Step 3: the trial with all microbatches."""
         self.reserve = 0
-        # As long as there is no schedule at all, the budget does not count.
+        # Until there is any schedule, the budget does not count.
         if self.found is not None and not self._hopeful(trial.seed.placement):
             return None
         lowered = self._lower(trial.seed, self.num_microbatches)
@@ -326,7 +323,7 @@ class _Search:
         return _Candidate(objective, self.budget, lowered, seed, patience)
 
     def _refine(self, best: _Candidate) -> None:
-        """Step 4: each rank's patience for itself, as long as that helps."""
+        """Step 4: the patience of each rank separately, as long as that helps."""
         improved = True
         while improved:
             improved = False
@@ -350,7 +347,7 @@ def _neighbours(patience: Patience) -> Iterator[Patience]:
 
 
 def work_by_rank(placement: Placement, costs: Costs, share: float = 1.0) -> list[float]:
-    """How long each rank works for one microbatch, `share` of the plain sum of its actions."""
+    """How long each rank works on one microbatch: `share` of the sum of its actions."""
     work = [0.0] * placement.num_ranks
     for stage, home in enumerate(placement.homes):
         whole = share * (costs.forward[stage] + costs.backward[stage] + costs.weight[stage])
@@ -364,7 +361,7 @@ def work_by_rank(placement: Placement, costs: Costs, share: float = 1.0) -> list
 def lower_bound(
     placement: Placement, costs: Costs, num_microbatches: int, objective: Objective
 ) -> float:
-    """No schedule is shorter: a rank's work, begun when the first microbatch can reach it."""
+    """No schedule is shorter: a rank's work, started when the first microbatch can reach it."""
     work = work_by_rank(placement, costs)
     if objective == "span":
         return num_microbatches * max(work)

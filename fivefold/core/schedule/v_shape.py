@@ -121,17 +121,19 @@ def _from_blocks(
     blocks: tuple[BuildingBlock, ...],
     num_ranks: int,
     num_microbatches: int,
-    most_held: int,
+    chunk_limit: int,
 ) -> Schedule:
     placement = v_placement(num_ranks)
     costs, patience = Costs.uniform(placement), Patience.uniform(num_ranks)
     while True:  # a block that does not fit in this memory fits in more
         for block in blocks:
             frame = repeat(block, num_ranks, num_microbatches)
-            filled = fill(lower(frame, placement, num_microbatches, costs), 2 * most_held, patience)
+            filled = fill(
+                lower(frame, placement, num_microbatches, costs), 2 * chunk_limit, patience
+            )
             if filled is not None:
                 return Schedule(name, placement, num_microbatches, filled.order())
-        most_held += 1
+        chunk_limit += 1
 
 
 def repeat(block: BuildingBlock, num_ranks: int, num_microbatches: int) -> Frame:

@@ -1,0 +1,73 @@
+"""Number formats: the one table of dtypes, and of the precisions that plans and estimates name.
+
+A precision (`bf16`) is what a plan says and the key of a machine's FLOP/s; a dtype (`bfloat16`) is
+torch's name for the format of weights and activations. Gradients are summed, and optimizer states
+and master weights kept, in float32 or wider.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Dtype = Literal["float32", "float64", "bfloat16", "float16"]
+Precision = Literal["fp32", "bf16", "fp16"]
+
+
+@dataclass(frozen=True)
+class NumberFormat:
+    """A dtype: bytes of a number, and bits of its fraction."""
+
+    itemsize: int
+    fraction_bits: int
+    verified: bool = True  # float16 needs loss scaling, which `verify` does not run
+
+    @property
+    def epsilon(self) -> float:
+        """The distance from 1 to the next number."""
+        return 2.0**-self.fraction_bits
+
+
+FORMATS: dict[Dtype, NumberFormat] = {
+    "float32": NumberFormat(4, 23),
+    "float64": NumberFormat(8, 52),
+    "bfloat16": NumberFormat(2, 7),
+    "float16": NumberFormat(2, 10, verified=False),
+}
+
+
+@dataclass(frozen=True)
+class ComputePrecision:
+    """A precision: the dtype of weights and activations, and in which precision a run computes.
+
+    These differ only for formats that estimates have and the runtime lacks: fp8 matmuls, with
+    everything else in bf16.
+    """
+
+    dtype: Dtype
+    runs_in: Precision
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a weight or an activation."""
+        return FORMATS[self.dtype].itemsize
+
+
+PRECISIONS: dict[str, ComputePrecision] = {
+    "bf16": ComputePrecision("bfloat16", "bf16"),
+    "fp8": ComputePrecision("bfloat16", "bf16"),
+    "fp32": ComputePrecision("float32", "fp32"),
+    "fp16": ComputePrecision("float16", "fp16"),
+}
+# What a run can compute in, the smallest first.
+RUNTIME_PRECISIONS: tuple[Precision, ...] = tuple(
+    sorted(
+        dict.fromkeys(each.runs_in for each in PRECISIONS.values()),
+        key=lambda name: PRECISIONS[name].itemsize,
+    )
+)
+
+
+def itemsize_of(precision: str) -> int:
+    """Bytes of a weight or an activation; 2 for a format that only a machine file names."""
+    return PRECISIONS[precision].itemsize if precision in PRECISIONS else 2
