@@ -1,7 +1,12 @@
-"""Which updater a recipe asks for."""
+"""Optimizers over the shards that a rank owns. `make_updater` makes the one that a recipe asks for.
+
+The registry is `OPTIMIZERS` in `core/recipe.py`: names, facts that planning needs, and for each
+optimizer the function of this package that makes it.
+"""
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,12 +14,12 @@ import torch
 
 from fivefold.core.errors import FivefoldError
 from fivefold.core.recipe import Recipe
-from fivefold.optim.blockwise import Blockwise, MemoryStore, Store, state_dtypes
+from fivefold.optim.blockwise import BlockwiseUpdater, MemoryStore, Store, state_dtypes
 from fivefold.optim.disk_states import BLOCK_BYTES, DiskStore
-from fivefold.optim.muon import Matrices, Muon, Uncut
-from fivefold.optim.optimizer import OwnedWeight, Resident, Updater
+from fivefold.optim.muon import FullMatrices, LocalMatrices
+from fivefold.optim.optimizer import DeviceUpdater, OwnedWeight, Updater
 
-_IN_MEMORY = 256_000_000  # bytes of states that are on the device at once
+_BLOCK_IN_MEMORY = 256_000_000  # bytes of states that are on the device at once
 
 
 def make_updater(
@@ -24,37 +29,45 @@ def make_updater(
     *,
     master: bool = False,
     rank: int = 0,
-    matrices: Matrices | None = None,
+    matrices: FullMatrices | None = None,
     block_bytes: int | None = None,
 ) -> Updater:
-    """The updater of a recipe over what a rank owns; `device` is where gradients come.
+    """The updater of a recipe for the shards that a rank owns; gradients are on `device`.
 
-    `master` keeps float32 copies of narrower weights. `matrices` says how Muon makes parts of a
-    matrix whole; without it all are. `block_bytes` bounds the states that are updated at once where
-    they do not live on the device.
+    `master` makes float32 copies of narrower weights. `matrices` gathers full matrices for an
+    optimizer that needs them; without it, the rank owns full ones. `block_bytes` limits the states
+    that are updated at once where they are not on the device as they are computed with.
     """
-    if recipe.optimizer == "muon":
+    if recipe.optimizer_kind.full_matrices:
         if recipe.offload != "none" or recipe.states != "fp32":
             raise FivefoldError(
-                "muon keeps its momentum on the device in float32: train with offload = none and "
-                "states = fp32, or with optimizer = adamw"
+                f"{recipe.optimizer} keeps its states on the device in float32: train with "
+                "offload = none and states = fp32, or with optimizer = adamw"
             )
-        return Muon(recipe, owned, matrices or Uncut(), master)
-    name = recipe.optimizer
+        make = pkgutil.resolve_name(recipe.optimizer_kind.factory)
+        return make(recipe, owned, matrices or LocalMatrices(), master)
     if recipe.offload == "none" and recipe.states == "fp32":
-        return Resident(name, owned, recipe.lr, recipe.weight_decay, master)
+        return DeviceUpdater(recipe.optimizer, owned, recipe.lr, recipe.weight_decay, master)
     values = torch.float32 if master or not owned else owned[0].tensor.dtype
-    assert recipe.states == "fp32" or values.itemsize >= 4, "narrow states need wide values"
-    dtypes = state_dtypes(recipe, name, values, master)
+    assert recipe.states == "fp32" or values.itemsize >= 4, "bfloat16 states need wider weights"
+    store = _make_store(
+        recipe, owned, device, rank, state_dtypes(recipe, values, master), block_bytes
+    )
+    return BlockwiseUpdater(recipe, owned, store, device, master)
+
+
+def _make_store(
+    recipe: Recipe,
+    owned: Sequence[OwnedWeight],
+    device: torch.device,
+    rank: int,
+    dtypes: dict[str, torch.dtype],
+    block_bytes: int | None,
+) -> Store:
     sizes = [each.tensor.numel() for each in owned]
-    away, pinned = recipe.offload != "none", device.type == "cuda"
-    store: Store
+    offloaded, pinned = recipe.offload != "none", device.type == "cuda"
     if recipe.disk is not None:
-        store = DiskStore(
-            Path(recipe.disk), rank, sizes, dtypes, pinned, block_bytes or BLOCK_BYTES
-        )
-    else:
-        home = torch.device("cpu") if away else device
-        size = block_bytes or _IN_MEMORY
-        store = MemoryStore(sizes, dtypes, home, pinned and away, size)
-    return Blockwise(recipe, name, owned, store, device, master)
+        block_bytes = block_bytes or BLOCK_BYTES
+        return DiskStore(Path(recipe.disk), rank, sizes, dtypes, pinned, block_bytes)
+    home = torch.device("cpu") if offloaded else device
+    return MemoryStore(sizes, dtypes, home, pinned and offloaded, block_bytes or _BLOCK_IN_MEMORY)

@@ -1,13 +1,13 @@
-"""Muon: the momentum of a matrix, made orthogonal, is its update.
+"""Muon: the update of a matrix is its momentum, made orthogonal.
 
-Momentum 0.95 with Nesterov's look ahead, then five Newton-Schulz steps towards the orthogonal
-matrix nearest to it. An update of an m by n matrix is scaled by 0.2 · sqrt(max(m, n)), which gives
-it the root mean square of a usual AdamW update, so that one learning rate and one weight decay
-serve both (Moonlight, arXiv:2502.16982). The matrices of hidden layers are updated this way, each
-expert by itself; embeddings, head, norms and biases are left to AdamW.
+Nesterov momentum 0.95, then five Newton-Schulz steps towards the nearest orthogonal matrix. The
+update of an m by n matrix is scaled by 0.2 · sqrt(max(m, n)). That gives it the root mean square of
+a usual AdamW update, so that one learning rate and one weight decay serve both (Moonlight,
+arXiv:2502.16982). The matrices of hidden layers are updated this way, each expert by itself;
+embeddings, head, norms and biases are updated by AdamW.
 
-Only whole matrices can be made orthogonal. Whoever has cut them says how a part becomes whole and
-which part of a whole is ours: `Matrices`.
+Only full matrices can be made orthogonal. `FullMatrices` gathers them from shards, and takes the
+shard of a rank from a full matrix (`parallel/matrix_gather.py`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from fivefold.core.recipe import Recipe
-from fivefold.cost.collectives import takes
-from fivefold.optim.optimizer import MASTER, InMemory, Kept, OwnedWeight, Resident
+from fivefold.cost.collectives import is_muon_weight
+from fivefold.optim.optimizer import MASTER, DeviceUpdater, OwnedWeight, StateInMemory, StoredState
 
 MOMENTUM = 0.95
 NUM_STEPS = 5
@@ -31,31 +31,30 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 SCALE = 0.2
 
 
-class Matrices(Protocol):
-    """Makes parts of matrices whole, and whole ones parts."""
+class FullMatrices(Protocol):
+    """Gathers full matrices from shards, and takes shards from full matrices."""
 
-    def whole(self, parts: Mapping[int, Tensor]) -> Iterator[tuple[int, Tensor]]:
-        """Whole matrices, a few at a time, from this rank's parts by their place in the list of
-        what it owns."""
+    def gather(self, shards: Mapping[int, Tensor]) -> Iterator[tuple[int, Tensor]]:
+        """Full matrices, a few at a time, by their index among the weights that this rank owns."""
         ...
 
-    def mine(self, place: int, matrix: Tensor) -> Tensor:
-        """Of a whole matrix the part that this rank owns, shaped like it."""
+    def local_shard(self, index: int, matrix: Tensor) -> Tensor:
+        """This rank's shard of a full matrix, in its shape."""
         ...
 
 
-class Uncut:
-    """The matrices of one process that owns them whole."""
+class LocalMatrices:
+    """The matrices of one process, which owns full ones."""
 
-    def whole(self, parts: Mapping[int, Tensor]) -> Iterator[tuple[int, Tensor]]:
-        yield from parts.items()
+    def gather(self, shards: Mapping[int, Tensor]) -> Iterator[tuple[int, Tensor]]:
+        yield from shards.items()
 
-    def mine(self, place: int, matrix: Tensor) -> Tensor:
+    def local_shard(self, index: int, matrix: Tensor) -> Tensor:
         return matrix
 
 
-def orthogonal(matrices: Tensor) -> Tensor:
-    """Singular values brought near 1; of stacked matrices each by itself."""
+def orthogonalize(matrices: Tensor) -> Tensor:
+    """Move singular values towards 1 by Newton-Schulz; of stacked matrices each by itself."""
     a, b, c = COEFFICIENTS
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if tall else matrices  # the smaller Gram matrix
@@ -69,60 +68,63 @@ def orthogonal(matrices: Tensor) -> Tensor:
 
 
 class Muon:
-    """Muon for the matrices of hidden layers, AdamW for the rest, all on the device."""
+    """Muon for the matrices of hidden layers, AdamW for the other weights, all on the device."""
 
     def __init__(
-        self, recipe: Recipe, owned: Sequence[OwnedWeight], matrices: Matrices, master: bool
+        self, recipe: Recipe, owned: Sequence[OwnedWeight], matrices: FullMatrices, master: bool
     ) -> None:
         self.owned, self.matrices = owned, matrices
         self.lr, self.weight_decay = recipe.lr, recipe.weight_decay
-        self.places = [place for place, each in enumerate(owned) if takes(each.row)]
-        self.others = [place for place, each in enumerate(owned) if not takes(each.row)]
-        rest = [owned[place] for place in self.others]
-        self.rest = Resident("adamw", rest, recipe.lr, recipe.weight_decay, master)
-        taken = {place: owned[place].tensor.detach() for place in self.places}
-        self.masters = {place: one.float() for place, one in taken.items()} if master else {}
-        self.values = self.masters or taken
-        self.momenta = {place: torch.zeros_like(one) for place, one in self.values.items()}
+        hidden = [index for index, each in enumerate(owned) if is_muon_weight(each.row)]
+        self.others = [index for index, each in enumerate(owned) if not is_muon_weight(each.row)]
+        others = [owned[index] for index in self.others]
+        self.adamw = DeviceUpdater("adamw", others, recipe.lr, recipe.weight_decay, master)
+        weights = {index: owned[index].tensor.detach() for index in hidden}
+        self.masters = {index: one.float() for index, one in weights.items()} if master else {}
+        self.values = self.masters or weights
+        self.momenta = {index: torch.zeros_like(one) for index, one in self.values.items()}
         self.count = 0
 
     @torch.no_grad()
     def step(self) -> None:
-        self.rest.count = self.count
-        self.rest.step()
+        self.adamw.step()
         self.count += 1
         updates: dict[int, Tensor] = {}
-        for place, momentum in self.momenta.items():
-            each = self.owned[place]
+        for index, momentum in self.momenta.items():
+            each = self.owned[index]
             momentum.mul_(MOMENTUM).add_(each.grad)
-            # In the type of the weight: that is what is gathered, and multiplied.
-            updates[place] = each.grad.add(momentum, alpha=MOMENTUM).to(each.tensor.dtype)
-        for place, matrix in self.matrices.whole(updates):
-            self._update(place, matrix)
+            # Updates are gathered and multiplied in the dtype of the weight.
+            updates[index] = each.grad.add(momentum, alpha=MOMENTUM).to(each.tensor.dtype)
+        for index, matrix in self.matrices.gather(updates):
+            self._update(index, matrix)
 
-    def _update(self, place: int, matrix: Tensor) -> None:
+    def _update(self, index: int, matrix: Tensor) -> None:
         rows, columns = matrix.shape[-2:]
         scale = self.lr * SCALE * math.sqrt(max(rows, columns))
-        value = self.values[place].mul_(1 - self.lr * self.weight_decay)
-        part = self.matrices.mine(place, orthogonal(matrix))
-        value.add_(part.to(value.dtype), alpha=-scale)
+        value = self.values[index].mul_(1 - self.lr * self.weight_decay)
+        shard = self.matrices.local_shard(index, orthogonalize(matrix))
+        value.add_(shard.to(value.dtype), alpha=-scale)
         if self.masters:
-            self.owned[place].tensor.detach().copy_(value)
+            self.owned[index].tensor.detach().copy_(value)
 
     def set_lr(self, lr: float) -> None:
         self.lr = lr
-        self.rest.set_lr(lr)
+        self.adamw.set_lr(lr)
 
-    def states(self) -> dict[str, list[Kept | None]]:
-        found: dict[str, list[Kept | None]] = {}
-        for key, kept in self.rest.states().items():
-            by_place = dict(zip(self.others, kept, strict=True))
-            found[key] = [by_place.get(place) for place in range(len(self.owned))]
-        for key, held in (("momentum", self.momenta), (MASTER, self.masters)):
-            room = found.setdefault(key, [None] * len(self.owned))
-            for place, tensor in held.items():
-                room[place] = InMemory(tensor)
+    def resume_after(self, count: int) -> None:
+        self.count = count
+        self.adamw.resume_after(count)
+
+    def states(self) -> dict[str, list[StoredState | None]]:
+        found: dict[str, list[StoredState | None]] = {}
+        for key, states in self.adamw.states().items():
+            by_index = dict(zip(self.others, states, strict=True))
+            found[key] = [by_index.get(index) for index in range(len(self.owned))]
+        for key, tensors in (("momentum", self.momenta), (MASTER, self.masters)):
+            of_key = found.setdefault(key, [None] * len(self.owned))
+            for index, tensor in tensors.items():
+                of_key[index] = StateInMemory(tensor)
         return found if self.masters else {key: found[key] for key in found if key != MASTER}
 
     def tensors(self) -> list[Tensor]:
-        return [*self.rest.tensors(), *self.momenta.values(), *self.masters.values()]
+        return [*self.adamw.tensors(), *self.momenta.values(), *self.masters.values()]

@@ -1,37 +1,39 @@
-"""Optimizers over what a rank owns: what an updater is, and the one that stays on the device.
+"""The optimizer step of a rank: torch's optimizers over its shards, and the loss scale of float16.
 
-An updater turns gradients into new weights, and says where its states are, one for every owned
-tensor. All of them share torch's own arithmetic, so that a weight is the same to the bit wherever
-its states live.
+An updater turns gradients into new weights, and exposes its states, one for every owned tensor, so
+that a checkpoint can read and write them. All updaters use torch's own arithmetic: a weight is the
+same to the bit whether its states are on the device (`DeviceUpdater`), in host memory, or on disk
+(`optim/blockwise.py`).
 """
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
+from fivefold.core.recipe import OPTIMIZERS, OptimizerName
+
 if TYPE_CHECKING:
     from fivefold.core.units import UnitRow
 
-
-Name = Literal["adamw", "sgd"]
 # That of Llama 2 (arXiv:2307.09288). With the usual 1e-8, AdamW answers the rounding error of a
-# small gradient with a step of the learning rate, and float32 runs soon part at the routers.
+# small gradient with a step of the learning rate, and float32 runs soon diverge at the routers.
 ADAM_EPS = 1e-5
-MASTER = "master"
-# The states of an optimizer by their names here, and by torch's.
-STATES: dict[str, dict[str, str]] = {
-    "adamw": {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"},
-    "sgd": {"momentum": "momentum_buffer"},
-}
+MASTER = "master"  # the name of float32 copies of weights among the states
+_FIRST_SCALE = 2.0**16
+_LEAST_SCALE = 1.0
+_STEPS_TO_GROW = 500
+
+ParameterGroups = list[dict[str, Any]]
 
 
 class OwnedWeight(Protocol):
-    """A weight or a flat part of one that begins at element `start`, and its gradient."""
+    """A weight, or a flat shard of one that begins at element `start`, and its gradient."""
 
     tensor: Tensor
 
@@ -43,45 +45,49 @@ class OwnedWeight(Protocol):
     def grad(self) -> Tensor: ...
 
 
-class Kept(Protocol):
-    """One state tensor, wherever it lives."""
+class StoredState(Protocol):
+    """One state tensor, in memory or in a file."""
 
     def read(self) -> Tensor:
-        """In memory the tensor itself; from elsewhere a copy, flat."""
+        """The tensor itself if it is in memory, else a flat copy."""
         ...
 
     def write(self, value: Tensor) -> None:
-        """Put other values in its place."""
+        """Replace its values."""
         ...
 
 
 class Updater(Protocol):
-    """Updates what a rank owns from the gradients there."""
+    """Updates the weights that a rank owns from their gradients."""
 
-    count: int  # updates done; set it to go on behind so many
+    count: int  # number of updates so far
 
     def step(self) -> None:
-        """One update of everything."""
+        """Update all weights once."""
         ...
 
     def set_lr(self, lr: float) -> None:
-        """The learning rate of the updates to come."""
+        """Set the learning rate of the next updates."""
         ...
 
-    def states(self) -> dict[str, list[Kept | None]]:
-        """By name, one for every owned tensor in their order; None where a weight has no such.
+    def resume_after(self, count: int) -> None:
+        """Continue as after so many updates."""
+        ...
 
-        `master` are float32 copies of narrower weights. All exist from the beginning.
+    def states(self) -> dict[str, list[StoredState | None]]:
+        """By name, one for every owned tensor in their order; None if a weight has no such state.
+
+        `master` are float32 copies of narrower weights. All states exist from the beginning.
         """
         ...
 
     def tensors(self) -> list[Tensor]:
-        """All that it holds in memory between updates."""
+        """All tensors that stay in memory between updates."""
         ...
 
 
-class InMemory:
-    """A state that is a tensor."""
+class StateInMemory:
+    """A state tensor in memory."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -93,15 +99,26 @@ class InMemory:
         self.tensor.copy_(value.view(self.tensor.shape))
 
 
+def adamw(groups: ParameterGroups, lr: float, eps: float) -> torch.optim.Optimizer:
+    """AdamW. The fused kernel computes in float32 for bfloat16 weights, on CPU and on CUDA."""
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=eps, fused=True)
+
+
+def sgd(groups: ParameterGroups, lr: float, eps: float) -> torch.optim.Optimizer:
+    """SGD with momentum, which has no epsilon."""
+    return torch.optim.SGD(groups, lr=lr, momentum=0.9)
+
+
 def make_optimizer(
-    name: Name,
+    name: OptimizerName,
     owned: Sequence[tuple[bool, Tensor]],
     lr: float,
     weight_decay: float,
     eps: float = 1e-8,
 ) -> torch.optim.Optimizer:
-    """An optimizer over (decays, tensor) pairs."""
-    groups = [
+    """A torch optimizer over (decays, tensor) pairs."""
+    assert not OPTIMIZERS[name].full_matrices, f"{name} is no torch optimizer over shards"
+    groups: ParameterGroups = [
         {
             "params": [tensor for decays, tensor in owned if decays == wanted],
             "weight_decay": weight_decay if wanted else 0.0,
@@ -109,10 +126,7 @@ def make_optimizer(
         for wanted in (True, False)
     ]
     groups = [group for group in groups if group["params"]] or groups[:1]
-    if name == "sgd":
-        return torch.optim.SGD(groups, lr=lr, momentum=0.9)
-    # Fused keeps its arithmetic in float32 for bfloat16 weights, on CPU as on CUDA.
-    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=eps, fused=True)
+    return pkgutil.resolve_name(OPTIMIZERS[name].factory)(groups, lr, eps)
 
 
 def decays(each: OwnedWeight) -> bool:
@@ -122,43 +136,49 @@ def decays(each: OwnedWeight) -> bool:
 
 def with_states(
     optimizer: torch.optim.Optimizer,
-    name: Name,
+    name: OptimizerName,
     values: Sequence[Tensor],
     states: Mapping[str, Sequence[Tensor]],
     counts: Tensor,
 ) -> torch.optim.Optimizer:
-    """Give an optimizer the states of these values; `counts` are the updates done, of each."""
-    for place, value in enumerate(values):
-        state = {theirs: states[ours][place] for ours, theirs in STATES[name].items()}
-        if name == "adamw":
-            state["step"] = counts[place]
+    """Give a torch optimizer the states of these values, and the number of updates of each."""
+    kind = OPTIMIZERS[name]
+    for index, value in enumerate(values):
+        state = {in_torch: states[key][index] for key, in_torch in kind.states.items()}
+        if kind.counts_steps:
+            state["step"] = counts[index]
         optimizer.state[value] = state
     return optimizer
 
 
-class Resident:
-    """States, and masters where weights are narrow, stay on the device beside the weights."""
+class DeviceUpdater:
+    """States, and float32 masters of narrow weights, stay on the device."""
 
     def __init__(
-        self, name: Name, owned: Sequence[OwnedWeight], lr: float, weight_decay: float, master: bool
+        self,
+        name: OptimizerName,
+        owned: Sequence[OwnedWeight],
+        lr: float,
+        weight_decay: float,
+        master: bool,
     ) -> None:
         self.owned = owned
         self.masters = [each.tensor.detach().float() for each in owned] if master else []
         self.values = self.masters or [each.tensor for each in owned]
-        self.kept = {
+        self.moments = {
             key: [torch.zeros_like(value, requires_grad=False) for value in self.values]
-            for key in STATES[name]
+            for key in OPTIMIZERS[name].states
         }
         pairs = [(decays(each), one) for each, one in zip(owned, self.values, strict=True)]
         optimizer = make_optimizer(name, pairs, lr, weight_decay, ADAM_EPS)
         device = self.values[0].device if self.values else None
         self.count, self.counts = 0, torch.zeros(len(self.values), device=device)
-        self.optimizer = with_states(optimizer, name, self.values, self.kept, self.counts)
+        self.optimizer = with_states(optimizer, name, self.values, self.moments, self.counts)
 
     def step(self) -> None:
         for each, value in zip(self.owned, self.values, strict=True):
             value.grad = each.grad
-        self.counts.fill_(self.count)  # it may have been set
+        self.counts.fill_(self.count)
         self.optimizer.step()
         self.count += 1
         for each, master in zip(self.owned, self.masters, strict=bool(self.masters)):
@@ -169,30 +189,25 @@ class Resident:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
 
-    def states(self) -> dict[str, list[Kept | None]]:
-        held = {**self.kept, MASTER: self.masters} if self.masters else self.kept
-        return {key: [InMemory(one) for one in tensors] for key, tensors in held.items()}
+    def resume_after(self, count: int) -> None:
+        self.count = count
+
+    def states(self) -> dict[str, list[StoredState | None]]:
+        found = {**self.moments, MASTER: self.masters} if self.masters else self.moments
+        return {key: [StateInMemory(one) for one in tensors] for key, tensors in found.items()}
 
     def tensors(self) -> list[Tensor]:
         states = [one for state in self.optimizer.state.values() for one in state.values()]
         return [*states, *self.masters]
 
 
-# The scale of losses in float16, whose small numbers would vanish.
-#
-# The gradients of a scaled loss are as much larger, and are divided again before anybody looks at
-# them. Where one overflows, the step is skipped and the scale halved; after a long while without
-# an overflow it is doubled.
-
-
-_FIRST = 2.0**16
-_LEAST = 1.0
-_STEPS_TO_GROW = 500
-
-
 @dataclass
 class LossScale:
-    """Follows the steps of a training; `dynamic` only in float16."""
+    """Loss scaling of float16, whose smallest gradients would underflow; 1 for other dtypes.
+
+    The loss is multiplied by `value`, and gradients are divided by it before they are used. A step
+    with an overflow is skipped and halves the scale; 500 steps without one double it.
+    """
 
     dynamic: bool
     value: float = 1.0
@@ -200,20 +215,20 @@ class LossScale:
 
     @classmethod
     def of(cls, dtype: str) -> LossScale:
-        """The scale that a training in this type begins with."""
-        return cls(True, _FIRST) if dtype == "float16" else cls(False)
+        """The scale at the start of a training in this dtype."""
+        return cls(True, _FIRST_SCALE) if dtype == "float16" else cls(False)
 
     @property
     def explains_overflow(self) -> bool:
-        """Whether a number that is not finite may be the scale's fault."""
-        return self.dynamic and self.value > _LEAST
+        """Whether the scale may be the cause of a number that is not finite."""
+        return self.dynamic and self.value > _LEAST_SCALE
 
     def update(self, skipped: bool) -> None:
-        """Behind a step."""
+        """Adjust the scale after a step."""
         if not self.dynamic:
             return
         if skipped:
-            self.value, self.good_steps = max(_LEAST, self.value / 2), 0
+            self.value, self.good_steps = max(_LEAST_SCALE, self.value / 2), 0
             return
         self.good_steps += 1
         if self.good_steps == _STEPS_TO_GROW:

@@ -11,7 +11,8 @@ from test_updaters import SHAPES, Weight, of, some_weights
 from fivefold.core.errors import FivefoldError
 from fivefold.core.recipe import Recipe
 from fivefold.core.units import UnitRow
-from fivefold.optim.muon import orthogonal, takes
+from fivefold.cost.collectives import is_muon_weight
+from fivefold.optim.muon import orthogonalize
 
 
 @pytest.mark.parametrize("sizes", [(24, 24), (10, 50), (50, 10), (3, 12, 40), (1, 30)], ids=str)
@@ -19,14 +20,14 @@ def test_newton_schulz_makes_matrices_orthogonal(sizes: tuple[int, ...]) -> None
     generator = torch.Generator().manual_seed(0)
     matrices = torch.randn(sizes, generator=generator, dtype=torch.float64)
     left, _, right = torch.linalg.svd(matrices, full_matrices=False)
-    found = orthogonal(matrices)
+    found = orthogonalize(matrices)
     turned = left.mT @ found @ right.mT
     values = torch.diagonal(turned, dim1=-2, dim2=-1)
     assert float((turned - torch.diag_embed(values)).abs().max()) < 1e-9
     assert float(values.min()) > 0.3 and float(values.max()) < 1.3
     if len(sizes) == 3:
-        assert torch.allclose(found[1], orthogonal(matrices[1]), atol=1e-12)
-    assert torch.equal(orthogonal(torch.zeros(4, 6)), torch.zeros(4, 6))
+        assert torch.allclose(found[1], orthogonalize(matrices[1]), atol=1e-12)
+    assert torch.equal(orthogonalize(torch.zeros(4, 6)), torch.zeros(4, 6))
 
 
 def test_muon_takes_the_matrices_between_the_ends() -> None:
@@ -40,7 +41,7 @@ def test_muon_takes_the_matrices_between_the_ends() -> None:
         ("head.weight", "head", (9, 8)): False,
         ("mtp.embed.weight", "head", (9, 8)): False,
     }
-    assert {key: takes(UnitRow(*key)) for key in taken} == taken
+    assert {key: is_muon_weight(UnitRow(*key)) for key in taken} == taken
 
 
 def test_muon_is_torchs_own_up_to_bfloat16() -> None:
@@ -66,7 +67,7 @@ def test_muon_is_torchs_own_up_to_bfloat16() -> None:
 
 def test_muon_and_offload_are_refused_together(tmp_path: Path) -> None:
     for changes in ({"offload": "cpu"}, {"offload": f"nvme:{tmp_path}"}, {"states": "bf16"}):
-        with pytest.raises(FivefoldError, match="muon keeps its momentum on the device"):
+        with pytest.raises(FivefoldError, match="muon keeps its states on the device"):
             of(Recipe(optimizer="muon", **changes), some_weights())  # type: ignore[arg-type]
 
 

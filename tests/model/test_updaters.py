@@ -6,6 +6,7 @@ import resource
 import sys
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,13 @@ from fivefold.core.recipe import Recipe
 from fivefold.core.units import UnitRow
 from fivefold.launch.processes import Pool, Worker
 from fivefold.optim import blockwise, make_updater
-from fivefold.optim.blockwise import LINE, Blockwise, bits_for, blocks_of, rounded
+from fivefold.optim.blockwise import (
+    LINE,
+    BlockwiseUpdater,
+    blocks_of,
+    round_stochastically,
+    rounding_bits,
+)
 from fivefold.optim.disk_states import DiskStore
 from fivefold.optim.optimizer import ADAM_EPS, Updater, make_optimizer
 
@@ -172,7 +179,7 @@ def test_states_taken_to_a_new_updater_go_on_as_before(
             assert (source is None) == (target is None)
             if source is not None and target is not None:
                 target.write(source.read().clone())
-    fresh.count = updater.count
+    fresh.resume_after(updater.count)
     steps = range(3, 6)
     assert_equal(updated(weights, updater, steps, master), updated(later, fresh, steps, master))
     assert updater.count == fresh.count == 6
@@ -211,7 +218,7 @@ def test_blocks_hold_everything_once_and_keep_to_their_size() -> None:
         spans = [span for block in cut for span in block]
         assert all(span.start % LINE == 0 for span in spans)
         for number, size in enumerate(sizes):
-            mine = [span for span in spans if span.place == number]
+            mine = [span for span in spans if span.index == number]
             ends = [0, *(span.stop for span in mine)]
             assert [span.start for span in mine] == ends[:-1] and ends[-1] == size
 
@@ -221,7 +228,7 @@ def test_stochastic_rounding_is_right_on_average(value: float) -> None:
     size = 200_000
     values = torch.full((size,), value)
     row = UnitRow("w", "blocks.0", (size,))
-    found = rounded(values, bits_for(0, 1, row, 0, size, CPU)).double()
+    found = round_stochastically(values, rounding_bits(0, 1, row, 0, size, CPU)).double()
     exact = values.double()
     low, high = found.min(), found.max()
     assert low <= exact[0] <= high
@@ -235,9 +242,9 @@ def test_stochastic_rounding_is_right_on_average(value: float) -> None:
 
 def test_the_second_half_of_the_bits_rounds_as_well() -> None:
     row, size = UnitRow("w", "blocks.0", (1 << 17,)), 1 << 17
-    bits = bits_for(5, 2, row, 0, size, CPU)
+    bits = rounding_bits(5, 2, row, 0, size, CPU)
     values = torch.full((size,), 1 + 2**-8)
-    ups = [rounded(values, half) > 1 for half in (bits, bits >> 16)]
+    ups = [round_stochastically(values, half) > 1 for half in (bits, bits >> 16)]
     for up in ups:
         assert float(up.double().mean()) == pytest.approx(0.5, abs=6 * 0.5 / size**0.5)
     together = float((ups[0] & ups[1]).double().mean())
@@ -246,17 +253,21 @@ def test_the_second_half_of_the_bits_rounds_as_well() -> None:
 
 def test_bits_depend_on_what_they_should() -> None:
     row, alone = UnitRow("w", "blocks.0", (64,)), UnitRow("head.weight", "head", (64,), alone=True)
-    whole = bits_for(0, 1, row, 0, 64, CPU)
-    assert torch.equal(whole, bits_for(0, 1, row, 0, 64, CPU))
-    assert torch.equal(whole[20:50], bits_for(0, 1, row, 20, 30, CPU))  # a part, on another rank
+    whole = rounding_bits(0, 1, row, 0, 64, CPU)
+    assert torch.equal(whole, rounding_bits(0, 1, row, 0, 64, CPU))
+    assert torch.equal(
+        whole[20:50], rounding_bits(0, 1, row, 20, 30, CPU)
+    )  # a part, on another rank
     for other in (
-        bits_for(1, 1, row, 0, 64, CPU),
-        bits_for(0, 2, row, 0, 64, CPU),
-        bits_for(0, 1, UnitRow("v", "blocks.0", (64,)), 0, 64, CPU),
+        rounding_bits(1, 1, row, 0, 64, CPU),
+        rounding_bits(0, 2, row, 0, 64, CPU),
+        rounding_bits(0, 1, UnitRow("v", "blocks.0", (64,)), 0, 64, CPU),
     ):
         assert int((whole == other).sum()) < 4
     first = UnitRow("embed.weight", "embed", (64,), alone=True)
-    assert torch.equal(bits_for(0, 1, alone, 0, 64, CPU), bits_for(0, 1, first, 0, 64, CPU))
+    assert torch.equal(
+        rounding_bits(0, 1, alone, 0, 64, CPU), rounding_bits(0, 1, first, 0, 64, CPU)
+    )
 
 
 def test_what_is_not_finite_stays_that() -> None:
@@ -264,7 +275,7 @@ def test_what_is_not_finite_stays_that() -> None:
     values = torch.cat(
         [values, torch.tensor([-1, 0x7FFFFFFF], dtype=torch.int32).view(torch.float)]
     )
-    found = rounded(values, torch.full((5,), -1, dtype=torch.int32))
+    found = round_stochastically(values, torch.full((5,), -1, dtype=torch.int32))
     assert found[0] == torch.inf and found[1] == -torch.inf and bool(found[2:].isnan().all())
 
 
@@ -276,7 +287,7 @@ def test_a_second_moment_creeps_up_where_plain_rounding_stands_still() -> None:
     kept = updater.states()["exp_avg_sq"][0]
     assert kept is not None
     kept.write(torch.ones(4096))
-    updater.count = 1000  # the bias correction is over
+    updater.resume_after(1000)  # the bias correction is over
     plain = torch.ones(4096, dtype=torch.bfloat16)
     for _ in range(200):
         updater.step()
@@ -290,7 +301,7 @@ def test_a_disk_holds_three_blocks_in_memory_and_leaves_no_file(tmp_path: Path) 
     recipe = Recipe(offload=f"nvme:{tmp_path / 'deep' / 'down'}")
     updater = of(recipe, weights, block_bytes=40_000)
     updated(weights, updater, 2)
-    assert isinstance(updater, Blockwise) and isinstance(updater.store, DiskStore)
+    assert isinstance(updater, BlockwiseUpdater) and isinstance(updater.store, DiskStore)
     assert len(updater.store.regions) > 4
     assert sum(buffer.nbytes for buffer in updater.store.buffers) <= 3 * 41_000
     assert updater.store.num_bytes > 8 * sum(each.tensor.numel() for each in weights)
@@ -305,7 +316,7 @@ def test_a_full_disk_is_met_at_the_start(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(FivefoldError, match="no file can be made in"):
+    with pytest.raises(FivefoldError, match="cannot make a file in"):
         of(Recipe(offload=f"nvme:{tmp_path}/file"), some_weights())
 
 
@@ -328,6 +339,11 @@ def with_memory_capped(worker: Worker, folder: Path) -> tuple[int, str, int]:
     (used,) = (int(line.split()[1]) for line in lines if line.startswith("VmData"))
     limit = 1024 * used + weight.tensor.nbytes  # states are two of these
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    reserved = list[Tensor]()  # by the allocator, beyond what was asked for
+    with suppress(RuntimeError):
+        while len(reserved) < 1000:
+            reserved.append(torch.empty_like(weight.tensor))
+    reserved.pop()
     refusal = "none"
     try:
         checksum(weight, "none")
@@ -340,5 +356,5 @@ def with_memory_capped(worker: Worker, folder: Path) -> tuple[int, str, int]:
 def test_states_larger_than_memory_are_updated_from_disk(tmp_path: Path) -> None:
     with Pool(1) as pool:
         plain, refusal, from_disk = pool.run(with_memory_capped, tmp_path)[0]
-    assert "can't allocate memory" in refusal
+    assert "not enough memory" in refusal or "allocate memory" in refusal
     assert from_disk == plain
