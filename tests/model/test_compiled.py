@@ -7,7 +7,7 @@ import torch
 import torch._dynamo.utils as dynamo
 from torch import Tensor
 
-from fivefold.core.plan import Plan, Wishes, resolve
+from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.data.batches import samples
 from fivefold.model.blocks import compile_blocks
 from fivefold.optim.optimizer import make_optimizer
@@ -30,7 +30,7 @@ def losses(plan: Plan, compiled: bool) -> list[Tensor]:
 # torch's own tracer looks at the gradient of every input, and warns about itself.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_one_graph_for_all_blocks_and_one_for_the_loss() -> None:
-    plan = resolve(Wishes("tiny", set={"layers": "3"}), small=True)
+    plan = resolve(PlanOptions("tiny", set={"layers": "3"}), small=True)
     torch._dynamo.reset()
     dynamo.counters.clear()
     found = losses(plan, compiled=True)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fivefold.core.splits import AttentionCall, Ranges, Split, calls
+from fivefold.core.splits import AttentionCall, ContextSplit, Ranges, attention_calls
 from fivefold.model.flash import (
     MergedAttention,
     VisiblePairs,
@@ -218,17 +218,17 @@ def test_masks_that_leave_some_queries_blind_in_some_parts() -> None:
 
 
 SPLITS = {
-    "ring": Split(1, 3, zigzag=False, gathers=False),
-    "zigzag": Split(1, 3, zigzag=True, gathers=False),
-    "allgather": Split(1, 3, zigzag=True, gathers=True),
+    "ring": ContextSplit(1, 3, zigzag=False, gathers=False),
+    "zigzag": ContextSplit(1, 3, zigzag=True, gathers=False),
+    "allgather": ContextSplit(1, 3, zigzag=True, gathers=True),
 }
 
 
-def places(split: Split) -> Iterator[tuple[Ranges, list[Ranges]]]:
+def places(split: ContextSplit) -> Iterator[tuple[Ranges, list[Ranges]]]:
     """The queries of each place, and the keys that come to it, its own first."""
     for place in range(split.outer):
-        others = [split.place(SEQ, (place - hop) % split.outer) for hop in range(split.outer)]
-        yield split.place(SEQ, place), [(range(SEQ),)] if split.gathers else others
+        others = [split.ring_tokens(SEQ, (place - hop) % split.outer) for hop in range(split.outer)]
+        yield split.ring_tokens(SEQ, place), [(range(SEQ),)] if split.gathers else others
 
 
 def index(ranges: Ranges) -> Tensor:
@@ -258,7 +258,7 @@ def test_the_calls_of_all_places_together_are_attention(name: str, window: int |
         )
         parts, offset = [], 0
         for keys in visits:
-            for call in calls(queries, keys, window):
+            for call in attention_calls(queries, keys, window):
                 columns = slice(offset + call.k_start, offset + call.k_stop)
                 sees = seen_by(call, queries, keys, visible)
                 parts.append((slice(call.q_start, call.q_stop), columns, sees))
