@@ -305,7 +305,7 @@ def chunks_of(
     forwards = Counter(a.stage for a in plan.schedule.actions(place) if a.kind == FORWARD)
     return tuple(
         RankChunk(plan.stages[stage], forwards[stage], units_of(plan, stage, itemsize, bucket))
-        for stage in plan.schedule.placement.held(place)
+        for stage in plan.schedule.placement.stages_of(place)
     )
 
 

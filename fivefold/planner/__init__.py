@@ -1,4 +1,8 @@
-"""From a layout of a grid back to what a user would have said, so that it can be resolved."""
+"""The best plans for a job whose layout is open: request, search, simulate, rank.
+
+A search ranks millions of layouts by bounds. The best of them become plan options again, are
+resolved, and are simulated one by one; that decides the order in which they are shown.
+"""
 
 from __future__ import annotations
 
@@ -25,26 +29,28 @@ from fivefold.planner.estimate import Estimate, estimate_plan, rebalance_stages
 from fivefold.planner.search import EstimateSetting, LayoutCandidate, SearchResult, search_layouts
 from fivefold.planner.space import SearchSpace
 
+# --- From one element of a grid back to plan options
+
 
 def layout_of(grid: LayoutGrid) -> Layout:
-    """The degrees of a one-element grid."""
+    """The layout of a one-element grid."""
     return Layout(
-        replicate=_whole(grid, "replicate"),
-        shard=_whole(grid, "shard"),
-        tp=_whole(grid, "tp"),
-        pp=_whole(grid, "pp"),
-        cp=_whole(grid, "cp"),
-        ep=_whole(grid, "ep"),
-        etp=_whole(grid, "etp"),
-        zero=_whole(grid, "zero"),
+        replicate=_integer(grid, "replicate"),
+        shard=_integer(grid, "shard"),
+        tp=_integer(grid, "tp"),
+        pp=_integer(grid, "pp"),
+        cp=_integer(grid, "cp"),
+        ep=_integer(grid, "ep"),
+        etp=_integer(grid, "etp"),
+        zero=_integer(grid, "zero"),
         sp=bool(grid.sp.item()),
-        context=CONTEXTS[_whole(grid, "context")],
-        chunks=_whole(grid, "chunks"),
+        context=CONTEXTS[_integer(grid, "context")],
+        chunks=_integer(grid, "chunks"),
     )
 
 
 def options_of(grid: LayoutGrid, base: PlanOptions) -> PlanOptions:
-    """`base` with all that a one-element grid decides; nothing of its layout is left open."""
+    """`base` with everything that a one-element grid decides; no choice of layout stays open."""
     layout = layout_of(grid)
     return replace(
         base,
@@ -54,30 +60,29 @@ def options_of(grid: LayoutGrid, base: PlanOptions) -> PlanOptions:
         gather=None,
         sp=layout.sp,
         context=layout.context,
-        schedule=SCHEDULES[_whole(grid, "schedule")],
+        schedule=SCHEDULES[_integer(grid, "schedule")],
         chunks=layout.chunks,
         stage_layers=None,
-        microbatches=_whole(grid, "microbatches"),
-        microbatch_size=_whole(grid, "microbatch_size"),
+        microbatches=_integer(grid, "microbatches"),
+        microbatch_size=_integer(grid, "microbatch_size"),
         batch=None,
-        recompute=RECOMPUTE[_whole(grid, "recompute")],
+        recompute=RECOMPUTE[_integer(grid, "recompute")],
     )
 
 
-def _whole(grid: LayoutGrid, name: str) -> int:
+def _integer(grid: LayoutGrid, name: str) -> int:
     return round(float(getattr(grid, name).item()))
 
 
-# From options to the best plans: what is asked, searched, played and ranked.
-
+# --- Requests and results
 
 Progress = Callable[[float], None]
 OBJECTIVES = ("tokens", "gpus", "gpu-hours")
-# What is kept for each layout that is shown: some differ only in what changes nothing.
-_SPARE = 12
+# Candidates kept for each plan that is shown: some differ only in what changes nothing.
+_CANDIDATES_PER_PLAN = 12
 _MOST_FRONT = 5
-_MOST_ACTIONS = 30_000  # of a schedule that is played for the front alone
-_LEAST_TOKENS = 4 << 20  # of a step, where nobody says
+_MOST_ACTIONS = 30_000  # of a schedule that is simulated only for the front
+_LEAST_TOKENS = 4 << 20  # per step, by default
 _TOKENS_PER_GPU = 1 << 10
 
 
@@ -87,18 +92,18 @@ class PlanRequest:
 
     options: PlanOptions
     shape: Shape
-    question: SearchSpace
+    space: SearchSpace
     setting: EstimateSetting
     notes: tuple[str, ...] = ()
 
     def on(self, gpus: int) -> PlanRequest:
-        """The same on another number of GPUs."""
-        return replace(self, question=replace(self.question, gpus=gpus))
+        """The same request on another number of GPUs."""
+        return replace(self, space=replace(self.space, gpus=gpus))
 
 
 @dataclass(frozen=True)
 class PlanResult:
-    """Plans by their played step, the fastest first, and how many layouts were weighed."""
+    """Plans by their simulated step, the fastest first, and how many layouts were estimated."""
 
     request: PlanRequest
     plans: tuple[Estimate, ...]
@@ -111,13 +116,13 @@ class PlanResult:
 def estimate_setting(
     machine: Machine, precision: str, headroom: float, kernels: str, imbalance: float
 ) -> tuple[EstimateSetting, list[str]]:
-    """How the job is estimated; a precision that the chip lacks is replaced, and that is said."""
+    """How the job is estimated; a precision that the chip lacks is replaced, with a note."""
     known = machine.peaks.known()
     stack = BY_KERNELS[kernels]
     if precision in known:
         return EstimateSetting(machine, stack, precision, headroom, imbalance), []
     if precision not in RUNTIME_PRECISIONS:
-        machine.peak(precision)  # which says what there is
+        machine.peak(precision)  # raises an error that lists the precisions of the chip
     other = next((each for each in RUNTIME_PRECISIONS if each in known), next(iter(known)))
     note = f"{machine.name} has no {precision} units: estimated in {other}"
     return EstimateSetting(machine, stack, other, headroom, imbalance), [note]
@@ -133,7 +138,7 @@ def plan_request(
     kernels: str = "compiled",
     imbalance: float = 1.0,
 ) -> PlanRequest:
-    """What is asked, with defaults for the sequence and the batch."""
+    """A request from plan options, with defaults for the sequence length and the batch."""
     shape = models.with_overrides(models.load(options.model), options.set)
     require_possible_imbalance(shape, imbalance)
     gpus = options.gpus or 1
@@ -150,17 +155,18 @@ def plan_request(
     if runs_in != precision:
         notes.append(f"estimated in {precision}; the runtime and the written plan have {runs_in}")
     options = replace(options, seq=seq, precision=runs_in)
-    question = SearchSpace(shape, gpus, seq, batch, domain_sizes(machine), fixed)
-    return PlanRequest(options, shape, question, setting, tuple(notes))
+    space = SearchSpace(shape, gpus, seq, batch, domain_sizes(machine), fixed)
+    return PlanRequest(options, shape, space, setting, tuple(notes))
 
 
 def domain_sizes(machine: Machine) -> tuple[int, ...]:
-    """Sizes of the machine's domains, inside which sharding may stay."""
+    """Sizes of the machine's domains; sharding may stay inside one."""
     return tuple(tier.size for tier in machine.tiers if tier.size)
 
 
 def default_batch(gpus: int, seq: int) -> int:
-    """Sequences of 4 Mi tokens, of 1 Ki a GPU on a large machine; data ranks can share them."""
+    """Sequences per step: 4 Mi tokens, or 1 Ki per GPU if that is more, divisible by the odd part
+    of the number of GPUs."""
     tokens = max(_LEAST_TOKENS, _TOKENS_PER_GPU * gpus)
     odd = gpus
     while odd % 2 == 0 and odd:
@@ -168,23 +174,26 @@ def default_batch(gpus: int, seq: int) -> int:
     return -(-max(1, tokens // seq) // max(1, odd)) * max(1, odd)
 
 
-def best_plans(asked: PlanRequest, top: int, on_progress: Progress | None = None) -> PlanResult:
-    """Search, play what is best, and rank by what was played; refuse where nothing fits."""
-    result = search_layouts(asked.question, asked.setting, max(1, top) * _SPARE, on_progress)
+def best_plans(request: PlanRequest, top: int, on_progress: Progress | None = None) -> PlanResult:
+    """Search, simulate the best candidates and rank them by that; raise if nothing fits."""
+    result = search_layouts(
+        request.space, request.setting, max(1, top) * _CANDIDATES_PER_PLAN, on_progress
+    )
     if not result.best:
-        raise FivefoldError(_refusal(asked, result))
-    played = sorted(_played(asked, _distinct(result.best)[:top]), key=lambda one: one.step)
-    played[0] = rebalance_stages(played[0])
-    fitting = [one for one in result.front if one.bytes <= asked.setting.capacity]
-    front = _front(asked, fitting)
+        raise FivefoldError(_refusal(request, result))
+    simulated = sorted(_simulated(request, _distinct(result.best)[:top]), key=lambda one: one.step)
+    simulated[0] = rebalance_stages(simulated[0])
+    fitting = [one for one in result.front if one.bytes <= request.setting.capacity]
+    front = _front(request, fitting)
     numbers = (result.candidates, result.passed_over, result.seconds)
-    return PlanResult(asked, tuple(played), tuple(_falling(front)), *numbers)
+    return PlanResult(request, tuple(simulated), tuple(_restored_front(front)), *numbers)
 
 
-def _front(asked: PlanRequest, found: list[LayoutCandidate]) -> tuple[Estimate, ...]:
-    """Some of the front, played; not those whose bound had promised more than a leaner one has."""
-    few = _few(found)
-    pairs = zip(few, _played(asked, few), strict=True)
+def _front(request: PlanRequest, found: list[LayoutCandidate]) -> tuple[Estimate, ...]:
+    """Some of the front, simulated; without those that turn out slower than the bound of a
+    candidate with less memory."""
+    few = _some(found)
+    pairs = zip(few, _simulated(request, few), strict=True)
     return tuple(
         each
         for one, each in pairs
@@ -192,22 +201,22 @@ def _front(asked: PlanRequest, found: list[LayoutCandidate]) -> tuple[Estimate, 
     )
 
 
-def _few(front: list[LayoutCandidate]) -> list[LayoutCandidate]:
-    """Some of a long front, from end to end, but for those that would take long to play."""
+def _some(front: list[LayoutCandidate]) -> list[LayoutCandidate]:
+    """Some of a long front, from end to end, without those that take long to simulate."""
     front = [one for one in front if _num_actions(one) <= _MOST_ACTIONS] or front[-1:]
     places = {round(i * (len(front) - 1) / (_MOST_FRONT - 1)) for i in range(_MOST_FRONT)}
     return [front[place] for place in sorted(places)]
 
 
 def _num_actions(one: LayoutCandidate) -> float:
-    """Of all ranks in a step, at most."""
+    """Actions of all ranks in a step, at most."""
     return 3 * float((one.grid.pp * one.grid.chunks * one.grid.microbatches).item())
 
 
 def _distinct(found: list[LayoutCandidate]) -> list[LayoutCandidate]:
-    """Of those that differ only in chunks or in what changes nothing, the best, in order."""
+    """The best of those that differ only in chunks or in what changes nothing, in order."""
     groups: dict[tuple[float, ...], LayoutCandidate] = {}
-    for one in sorted(found, key=_plainness):
+    for one in sorted(found, key=_sort_key):
         grid = one.grid
         columns = (grid.tp, grid.cp, grid.pp, grid.dp, grid.ep, grid.etp, grid.microbatch_size)
         key = tuple(each.item() for each in (*columns, grid.recompute, grid.schedule))
@@ -215,19 +224,19 @@ def _distinct(found: list[LayoutCandidate]) -> list[LayoutCandidate]:
     return list(groups.values())
 
 
-def _plainness(one: LayoutCandidate) -> tuple[float, ...]:
-    """Seconds to four digits, the kind of context by its place in the list, bytes."""
+def _sort_key(one: LayoutCandidate) -> tuple[float, ...]:
+    """Seconds to four digits, then the index of the context kind, then bytes."""
     return float(f"{one.seconds:.4g}"), one.grid.context.item(), one.bytes
 
 
-def _played(asked: PlanRequest, found: list[LayoutCandidate]) -> Iterator[Estimate]:
+def _simulated(request: PlanRequest, found: list[LayoutCandidate]) -> Iterator[Estimate]:
     for one in found:
-        plan = resolve(options_of(one.grid, asked.options))
-        yield estimate_plan(plan, asked.setting, OFFLOADS[int(one.grid.offload.item())])
+        plan = resolve(options_of(one.grid, request.options))
+        yield estimate_plan(plan, request.setting, OFFLOADS[int(one.grid.offload.item())])
 
 
-def _falling(found: tuple[Estimate, ...]) -> Iterator[Estimate]:
-    """The front again, for played steps may lie otherwise than ranked ones."""
+def _restored_front(found: tuple[Estimate, ...]) -> Iterator[Estimate]:
+    """Restore the front: the order of simulated steps may differ from that of bounds."""
     fastest = float("inf")
     for one in sorted(found, key=lambda each: each.total):
         if one.step < fastest:
@@ -235,60 +244,60 @@ def _falling(found: tuple[Estimate, ...]) -> Iterator[Estimate]:
             yield one
 
 
-def _refusal(asked: PlanRequest, result: SearchResult) -> str:
-    """Why nothing fits, and how many GPUs it would take."""
-    question, setting = asked.question, asked.setting
-    head = f"{asked.shape.name} on {question.place} of {setting.machine.name}"
-    fixed = " ".join(f"{key}={value}" for key, value in (question.fixed or {}).items())
+def _refusal(request: PlanRequest, result: SearchResult) -> str:
+    """Why nothing fits, and how many GPUs would be enough."""
+    space, setting = request.space, request.setting
+    head = f"{request.shape.name} on {space.gpus_text} of {setting.machine.name}"
+    fixed = " ".join(f"{key}={value}" for key, value in (space.fixed or {}).items())
     if result.leanest is None:
         given = f" with {fixed}" if fixed else ""
         return (
-            f"{head}: no legal layout{given} for a global batch of {question.batch:,} sequences of "
-            f"{question.seq:,} tokens; change --batch, --gpus or --fix"
+            f"{head}: no legal layout{given} for a global batch of {space.batch:,} sequences of "
+            f"{space.seq:,} tokens; change --batch, --gpus or --fix"
         )
     lean = result.leanest
     need = f"{lean.bytes / 2**30:,.1f} GiB of {setting.capacity / 2**30:,.1f}"
     way = "lower the batch, the sequence or --headroom, or fix less"
-    if enough := gpus_needed(asked):
+    if enough := gpus_needed(request):
         way = f"it takes {enough:,} GPUs"
     leanest = f"the leanest layout, {layout_of(lean.grid)}, needs {need} a GPU"
     return f"{head} does not fit: {leanest}; {way}"
 
 
-def gpus_needed(asked: PlanRequest) -> int | None:
-    """The smallest number of GPUs, in powers of two from twice as many, on which something fits."""
-    gpus = 2 * asked.question.gpus
+def gpus_needed(request: PlanRequest) -> int | None:
+    """The smallest number of GPUs on which something fits, doubling from twice as many."""
+    gpus = 2 * request.space.gpus
     while gpus <= MOST_RANKS:
-        if search_layouts(asked.on(gpus).question, asked.setting, 1).best:
+        if search_layouts(request.on(gpus).space, request.setting, 1).best:
             return gpus
         gpus *= 2
     return None
 
 
-def fewest_gpus(asked: PlanRequest, top: int, on_progress: Progress | None = None) -> PlanResult:
-    """The answer on the fewest GPUs, halving those that are there as long as something fits."""
-    found = best_plans(asked, top, on_progress)
-    for gpus in _halves(asked.question.gpus):
-        smaller = asked.on(gpus)
-        if not search_layouts(smaller.question, smaller.setting, 1).best:
+def fewest_gpus(request: PlanRequest, top: int, on_progress: Progress | None = None) -> PlanResult:
+    """The best plans on the fewest GPUs, halving their number as long as something fits."""
+    found = best_plans(request, top, on_progress)
+    for gpus in _halves(request.space.gpus):
+        smaller = request.on(gpus)
+        if not search_layouts(smaller.space, smaller.setting, 1).best:
             break
         found = best_plans(smaller, top, on_progress)
     return found
 
 
 def fewest_gpu_hours(
-    asked: PlanRequest, top: int, on_progress: Progress | None = None
+    request: PlanRequest, top: int, on_progress: Progress | None = None
 ) -> PlanResult:
-    """The answer with the fewest GPU-hours a token, on as many GPUs as there are or fewer.
+    """The best plans with the fewest GPU-hours per token, on the given number of GPUs or fewer.
 
-    Offload is left out unless it is asked for: what it costs the host is not known.
+    Offload is left out unless it is fixed: its cost on the host is not known.
     """
-    fixed = {"offload": "none", **(asked.question.fixed or {})}
-    asked = replace(asked, question=replace(asked.question, fixed=fixed))
-    best = best_plans(asked, top, on_progress)
-    for gpus in _halves(asked.question.gpus):
-        smaller = asked.on(gpus)
-        if not search_layouts(smaller.question, smaller.setting, 1).best:
+    fixed = {"offload": "none", **(request.space.fixed or {})}
+    request = replace(request, space=replace(request.space, fixed=fixed))
+    best = best_plans(request, top, on_progress)
+    for gpus in _halves(request.space.gpus):
+        smaller = request.on(gpus)
+        if not search_layouts(smaller.space, smaller.setting, 1).best:
             break
         found = best_plans(smaller, top, on_progress)
         if found.plans[0].tokens_per_s_per_gpu > best.plans[0].tokens_per_s_per_gpu:
@@ -311,7 +320,7 @@ def estimate_on_machine(
     kernels: str = "compiled",
     imbalance: float = 1.0,
 ) -> Estimate:
-    """A plan whose layout is given."""
+    """Estimate a plan whose layout is given."""
     require_possible_imbalance(plan.shape, imbalance)
     setting, notes = estimate_setting(machine, precision, headroom, kernels, imbalance)
     return estimate_plan(replace(plan, notes=(*plan.notes, *notes)), setting)

@@ -1,4 +1,10 @@
-"""Each dimension alone on the same GPUs: what it does to the batch, to memory, and to a step."""
+"""Comparisons of one job with itself: one axis at a time, sweeps, and what-if changes.
+
+- `single_axis_strategies`: each axis alone on the same GPUs, with its batch, memory and time.
+- `sweep`: the best layout of each strategy along sequence lengths or GPUs.
+- `parse_changes` and what follows: the same job on another machine, with more GPUs, longer
+  sequences or a larger batch.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +29,7 @@ from fivefold.planner.search import search_layouts
 
 
 class StrategyTraffic(NamedTuple):
-    """What one rank moves along an axis in a step."""
+    """What one rank sends along an axis in a step."""
 
     axis: str
     kind: str
@@ -33,52 +39,52 @@ class StrategyTraffic(NamedTuple):
 
 @dataclass(frozen=True)
 class Strategy:
-    """One dimension alone, as far as it goes; data ranks have the rest of the GPUs."""
+    """One axis alone, at its largest degree; data parallelism has the other GPUs."""
 
     name: str
     layout: Layout
-    least_batch: int  # sequences of a step, below which ranks have nothing to do
+    least_batch: int  # sequences per step; with fewer, some ranks have nothing to do
     estimate: Estimate | None
     moved: tuple[StrategyTraffic, ...]
     refused: str = ""
 
 
-def single_axis_strategies(asked: PlanRequest) -> Iterator[Strategy]:
-    """Every dimension alone for this model."""
-    gpus = asked.question.gpus
+def single_axis_strategies(request: PlanRequest) -> Iterator[Strategy]:
+    """Every axis alone for this model."""
+    gpus = request.space.gpus
     for zero in range(4):
-        yield _strategy(asked, f"ZeRO-{zero}" if zero else "DP", Layout(shard=gpus, zero=zero))
+        yield _strategy(request, f"ZeRO-{zero}" if zero else "DP", Layout(shard=gpus, zero=zero))
     for name, sp in (("TP", False), ("TP+SP", True)):
-        yield _largest(asked, name, "tp", Layout(sp=sp, zero=0))
-    yield _largest(asked, "PP", "pp", Layout(zero=0))
-    yield _largest(asked, "CP", "cp", Layout(zero=0))
-    if asked.shape.moe is not None:
-        yield _largest(asked, "EP", "ep", Layout(zero=0))
+        yield _largest(request, name, "tp", Layout(sp=sp, zero=0))
+    yield _largest(request, "PP", "pp", Layout(zero=0))
+    yield _largest(request, "CP", "cp", Layout(zero=0))
+    if request.shape.moe is not None:
+        yield _largest(request, "EP", "ep", Layout(zero=0))
 
 
-def _largest(asked: PlanRequest, name: str, axis: str, base: Layout) -> Strategy:
-    """The axis at the largest degree that the model and the GPUs allow."""
-    gpus, seq = asked.question.gpus, asked.question.seq
+def _largest(request: PlanRequest, name: str, axis: str, base: Layout) -> Strategy:
+    """The axis with the largest degree that the model and the GPUs allow."""
+    gpus, seq = request.space.gpus, request.space.seq
     for degree in reversed(divisors(gpus)):
         rest = gpus if axis == "ep" else gpus // degree
         layout = replace(base, **{axis: degree}, shard=rest)
-        if not problems(layout, asked.shape, seq=seq):
-            return _strategy(asked, name, layout)
+        if not problems(layout, request.shape, seq=seq):
+            return _strategy(request, name, layout)
     raise AssertionError("a degree of 1 is always legal")
 
 
-def _strategy(asked: PlanRequest, name: str, layout: Layout) -> Strategy:
+def _strategy(request: PlanRequest, name: str, layout: Layout) -> Strategy:
     least = layout.dp * layout.pp
     try:
-        plan = resolve(_options(asked, layout))
+        plan = resolve(_options(request, layout))
     except FivefoldError as error:
         return Strategy(name, layout, least, None, (), _first_reason(error))
-    return Strategy(name, layout, least, estimate_plan(plan, asked.setting), _moved(plan))
+    return Strategy(name, layout, least, estimate_plan(plan, request.setting), _traffic(plan))
 
 
-def _options(asked: PlanRequest, layout: Layout) -> PlanOptions:
+def _options(request: PlanRequest, layout: Layout) -> PlanOptions:
     return replace(
-        asked.options,
+        request.options,
         layout=str(layout),
         zero=layout.zero,
         sp=layout.sp,
@@ -88,7 +94,7 @@ def _options(asked: PlanRequest, layout: Layout) -> PlanOptions:
         chunks=None,
         microbatches=None,
         microbatch_size=1,
-        batch=asked.question.batch,
+        batch=request.space.batch,
         gpus=layout.world,
     )
 
@@ -98,8 +104,8 @@ def _first_reason(error: FivefoldError) -> str:
     return reasons[0] if reasons else str(error)
 
 
-def _moved(plan: Plan) -> tuple[StrategyTraffic, ...]:
-    """The collectives of rank 0, equal ones together."""
+def _traffic(plan: Plan) -> tuple[StrategyTraffic, ...]:
+    """The collectives of rank 0 by axis and kind, if they move at least 1 MiB."""
     itemsize = PRECISIONS[plan.precision].itemsize
     counts: Counter[tuple[str, str]] = Counter()
     sizes: Counter[tuple[str, str]] = Counter()
@@ -112,8 +118,7 @@ def _moved(plan: Plan) -> tuple[StrategyTraffic, ...]:
     return tuple(sorted(found, key=lambda one: -one.bytes))
 
 
-# Curves: memory and speed of the best layout of each strategy, along sequences or GPUs.
-
+# --- Sweeps
 
 STRATEGIES: Mapping[str, Mapping[str, int]] = {
     "data": {"tp": 1, "pp": 1, "cp": 1},
@@ -129,8 +134,8 @@ _MOST_POINTS = 16
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """The best layout of a strategy at one place; the leanest where none fits, None where none is
-    legal."""
+    """The best layout of a strategy at one value; the one with least memory if none fits, None if
+    none is legal."""
 
     value: int
     strategy: str
@@ -145,7 +150,7 @@ class SweepPoint:
 def parse_sweep(text: str) -> tuple[str, list[int]]:
     """Read `seq=4k..1m` or `gpus=8..16384`: the axis, and values that double.
 
-    >>> parse("seq=4k..16k")
+    >>> parse_sweep("seq=4k..16k")
     ('seq', [4096, 8192, 16384])
     """
     axis, _, span = text.partition("=")
@@ -158,7 +163,8 @@ def parse_sweep(text: str) -> tuple[str, list[int]]:
         values.append(values[-1] * 2)
     if last < first or len(values) > _MOST_POINTS:
         raise FivefoldError(
-            f"--sweep {text!r}: give two numbers that rise, at most {_MOST_POINTS - 1} doublings"
+            f"--sweep {text!r}: give a lower and a higher number, at most {_MOST_POINTS - 1} "
+            "doublings apart"
         )
     return axis, values
 
@@ -166,56 +172,57 @@ def parse_sweep(text: str) -> tuple[str, list[int]]:
 def parse_count(text: str, option: str) -> int:
     """A whole number; 4k is 4,096 and 1m 1,048,576.
 
-    >>> whole("128k", "--seq")
+    >>> parse_count("128k", "--seq")
     131072
     """
     unit = _UNITS.get(text[-1:].lower(), 1)
     digits = text[:-1] if unit > 1 else text
     if not digits.isdecimal() or not 0 < int(digits) * unit <= 10**9:
-        raise FivefoldError(f"{option}: {text!r} is no whole number such as 8192, 8k or 1m")
+        raise FivefoldError(f"{option}: {text!r} is not a whole number such as 8192, 8k or 1m")
     return int(digits) * unit
 
 
 def sweep(
-    asked: PlanRequest, axis: str, values: list[int], on_progress: Progress | None = None
+    request: PlanRequest, axis: str, values: list[int], on_progress: Progress | None = None
 ) -> Iterator[SweepPoint]:
-    """Every point of every curve. Tokens of a step stay as they are, as far as they can."""
-    fixed = asked.question.fixed or {}
-    strategies = [name for name, on in STRATEGIES.items() if _agree(on, fixed)]
+    """Every point of every curve. The number of tokens per step stays the same where possible."""
+    fixed = request.space.fixed or {}
+    strategies = [name for name, on in STRATEGIES.items() if _is_compatible(on, fixed)]
     cells = [*product(strategies, RECOMPUTE, values)]
     for number, (name, kind, value) in enumerate(cells):
-        if _agree({"recompute": kind}, fixed):
-            one = _placed(asked, axis, value, {**fixed, **STRATEGIES[name], "recompute": kind})
+        if _is_compatible({"recompute": kind}, fixed):
+            one = _request_at(
+                request, axis, value, {**fixed, **STRATEGIES[name], "recompute": kind}
+            )
             yield SweepPoint(value, name, kind, _best(one))
         if on_progress is not None:
             on_progress((number + 1) / len(cells))
 
 
-def _agree(one: Mapping[str, int | str], other: Mapping[str, int | str]) -> bool:
+def _is_compatible(one: Mapping[str, int | str], other: Mapping[str, int | str]) -> bool:
     return all(other.get(key, value) == value for key, value in one.items())
 
 
-def _placed(
-    asked: PlanRequest, axis: str, value: int, fixed: Mapping[str, int | str]
+def _request_at(
+    request: PlanRequest, axis: str, value: int, fixed: Mapping[str, int | str]
 ) -> PlanRequest:
-    question = replace(asked.question, fixed={"offload": "none", **fixed})
+    space = replace(request.space, fixed={"offload": "none", **fixed})
     if axis == "gpus":
-        return replace(asked, question=replace(question, gpus=value))
-    batch = max(1, question.batch * question.seq // value)
-    options = replace(asked.options, seq=value)
-    return replace(asked, options=options, question=replace(question, seq=value, batch=batch))
+        return replace(request, space=replace(space, gpus=value))
+    batch = max(1, space.batch * space.seq // value)
+    options = replace(request.options, seq=value)
+    return replace(request, options=options, space=replace(space, seq=value, batch=batch))
 
 
-def _best(asked: PlanRequest) -> Estimate | None:
-    result = search_layouts(asked.question, asked.setting, 1)
+def _best(request: PlanRequest) -> Estimate | None:
+    result = search_layouts(request.space, request.setting, 1)
     found = result.best[0] if result.best else result.leanest
     if found is None:
         return None
-    return estimate_plan(resolve(options_of(found.grid, asked.options)), asked.setting)
+    return estimate_plan(resolve(options_of(found.grid, request.options)), request.setting)
 
 
-# What if: the same job with another machine, more GPUs, longer rows, a larger batch.
-
+# --- What-if changes
 
 CHANGE_KEYS = ("gpus", "seq", "batch", "machine")
 
@@ -231,7 +238,7 @@ def parse_changes(text: str) -> dict[str, str]:
             raise FivefoldError(f"--what-if {word!r}: write {key}=2x, or {key}= and a value")
         found[key] = value
     if not found:
-        raise FivefoldError("--what-if: write what changes, such as gpus=2x or seq=32k")
+        raise FivefoldError("--what-if: write a change, such as gpus=2x or seq=32k")
     return found
 
 
@@ -247,7 +254,7 @@ def apply_changes(options: PlanOptions, changes: dict[str, str], **now: int) -> 
 
 
 def scaled(number: int, text: str, key: str) -> int:
-    """`2x` and `0.5x` of a number, or another number.
+    """A multiple of a number (`2x`, `0.5x`), or another number.
 
     >>> scaled(8, "2x", "gpus"), scaled(8, "0.5x", "gpus"), scaled(8, "4k", "seq")
     (16, 4, 4096)
@@ -257,12 +264,12 @@ def scaled(number: int, text: str, key: str) -> int:
         return parse_count(text, f"--what-if {key}")
     value = number * float(factor[1])
     if value != int(value) or value < 1:
-        raise FivefoldError(f"--what-if {key}={text}: {number:,} times that is no whole number")
+        raise FivefoldError(f"--what-if {key}={text}: {number:,} times that is not a whole number")
     return int(value)
 
 
 def scale_plan(plan: Plan, changes: dict[str, str]) -> PlanOptions:
-    """A plan with the changes: more GPUs are more data ranks, all else of the layout stays."""
+    """A plan with the changes: more GPUs are more data ranks, the other degrees stay."""
     batch, layout = plan.batch, plan.layout
     now = {"gpus": layout.world, "seq": batch.seq, "batch": batch.sequences}
     options = replace(plan.options, batch=batch.sequences, microbatches=None, ep_nodes=None)
@@ -271,7 +278,7 @@ def scale_plan(plan: Plan, changes: dict[str, str]) -> PlanOptions:
     inner = layout.replicate * layout.tp * layout.cp * layout.pp
     if gpus % inner:
         raise FivefoldError(
-            f"--what-if gpus={gpus}: not a multiple of the {inner} ranks that {layout} has beside "
-            "its shards; leave --layout out to search anew"
+            f"--what-if gpus={gpus}: not a multiple of {inner}, the number of ranks of {layout} "
+            "without its shards; leave out --layout to search for another layout"
         )
     return replace(options, layout=str(replace(layout, shard=gpus // inner)), gpus=gpus)

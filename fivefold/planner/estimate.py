@@ -1,8 +1,12 @@
-"""One step of a resolved plan, played: its own stages, its own schedule, its own messages.
+"""The estimate of one resolved plan: a simulated step, peak memory, and what follows from both.
 
-Closed forms rank millions of layouts; what is printed or written is played. The clock runs the
-schedule with the seconds of each real stage, head and all; what surrounds the pipeline (data
-ranks, optimizer, what is fixed) is as the closed forms have it.
+Bounds rank millions of layouts; what is printed or written is simulated. The clock runs the plan's
+own schedule with the seconds of each of its stages, head included. What surrounds the pipeline
+(data axis, optimizer, fixed seconds) comes from `cost.step_time`.
+
+`rebalance_stages` moves layers between the stages of a plan, one by one, as long as the longest
+path gets shorter; the simulation decides whether that was a gain. No stage gets more layers than
+the largest one has, and the first gets none, so memory is no worse.
 """
 
 from __future__ import annotations
@@ -27,17 +31,17 @@ from fivefold.cost.memory import peak_memory, rank_peak_memory, verdict
 from fivefold.cost.pipeline_ranks import RankLayers, RankStage
 from fivefold.cost.pipeline_time import pipeline_timer
 from fivefold.cost.step_time import launch_bound_layer, path_costs, step_time
-from fivefold.planner.search import EstimateSetting
+from fivefold.planner.search import CostArguments, EstimateSetting
 
 Seconds = dict[str, float]
-# Parts of the closed forms that no schedule changes.
+# Parts of a step that no schedule changes.
 _TRAFFIC = ("tp", "cp", "ep", "pp")
 _AROUND = ("dp", "optimizer", "offload", "fixed")
 
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """A step as it was played: `parts` sum to `step`; `bubble` is the share that ranks wait."""
+    """A simulated step: `parts` sum to `step`; `bubble` is the share in which ranks wait."""
 
     step: float
     parts: Seconds
@@ -49,16 +53,22 @@ class _Stage(NamedTuple):
     """Seconds of one microbatch in a stage, by part."""
 
     forward: Seconds
-    backward: Seconds  # gradients of inputs, with what is computed again
-    weight: Seconds
+    backward: Seconds  # input gradient, with recomputation
+    weight: Seconds  # weight gradient
 
 
 class MeasuredPasses(NamedTuple):
-    """Seconds that a stage was measured to compute for one microbatch."""
+    """Measured compute seconds of a stage for one microbatch."""
 
     forward: float
     backward: float
     weight: float = 0.0
+
+
+def _job(plan: Plan, setting: EstimateSetting, offload: str = "none") -> CostArguments:
+    """The arguments of cost functions for one plan."""
+    grid = replace(grid_of_plan(plan), offload=np.array([float(OFFLOADS.index(offload))]))
+    return setting.arguments(plan.shape, grid, plan.batch.seq)
 
 
 def simulate_step(
@@ -67,15 +77,13 @@ def simulate_step(
     offload: str = "none",
     measured: Mapping[int, MeasuredPasses] | None = None,
 ) -> SimulatedStep:
-    """Play a step of the plan; stages that were `measured` compute as long as they did, and only
-    their traffic is modelled."""
-    stack, number = setting.stack, float(OFFLOADS.index(offload))
-    grid = replace(grid_of_plan(plan), offload=np.array([number]))
-    asked = (plan.shape, setting.machine, stack, grid, plan.batch.seq, *setting.how)
-    work, around = LayerTimer(*asked), step_time(*asked)
+    """Simulate a step of the plan; stages that were `measured` take their measured compute time,
+    and only their traffic is modelled."""
+    job = _job(plan, setting, offload)
+    work, around = LayerTimer(*job), step_time(*job)
     stages = _stages(plan, work)
     for number, passes in (measured or {}).items():
-        stages[number] = _anchored(stages[number], passes)
+        stages[number] = _with_measured(stages[number], passes)
     costs = Costs(
         *(tuple(sum(part.values()) for part in column) for column in zip(*stages, strict=True)),
         transfer=(float(work.message().item()),) * len(stages),
@@ -83,11 +91,11 @@ def simulate_step(
     timeline = play(plan.schedule, costs)
     parts = _busiest(timeline, stages)
     if plan.layout.pp > 1 and not plan.schedule.asynchronous:
-        # Messages show at least while the pipeline fills and drains; the rest is waiting.
+        # Messages are visible at least in the fill and drain; the rest is waiting.
         waits = timeline.makespan - sum(parts.values())
         parts["pp"] = min(waits, 2 * (plan.layout.pp - 1) * costs.transfer[0])
         parts["bubble"] = waits - parts["pp"]
-    parts = {name: seconds * stack.factor for name, seconds in parts.items()}
+    parts = {name: seconds * setting.stack.factor for name, seconds in parts.items()}
     known = around.parts
     parts |= {name: float(known[name].item()) for name in _AROUND if name in known}
     step = sum(parts.values())
@@ -95,10 +103,9 @@ def simulate_step(
 
 
 def rank_seconds_alone(plan: Plan, setting: EstimateSetting, rank: int) -> float:
-    """Seconds that a rank takes for a step when nobody has to be waited for: what it computes, and
-    its update."""
-    asked = (plan.shape, setting.machine, setting.stack, grid_of_plan(plan), plan.batch.seq)
-    work, around = LayerTimer(*asked, *setting.how), step_time(*asked, *setting.how)
+    """Seconds of a step of one rank that never waits for others: its compute and its update."""
+    job = _job(plan, setting)
+    work, around = LayerTimer(*job), step_time(*job)
     stages, total = _stages(plan, work, apart=_TRAFFIC), 0.0
     for action in plan.schedule.actions(plan.layout.coord(rank).pp):
         stage = stages[action.stage]
@@ -110,8 +117,8 @@ def rank_seconds_alone(plan: Plan, setting: EstimateSetting, rank: int) -> float
 
 
 def _stages(plan: Plan, work: LayerTimer, apart: Collection[str] = ()) -> list[_Stage]:
-    """Every stage of the plan, its layers without the parts named; the last has the head and what
-    predicts further tokens."""
+    """Every stage of the plan, its layers without the parts in `apart`; the last one has the head
+    and the MTP layers."""
     shape = plan.shape
     kinds: dict[LayerKind, LayerTimes] = {}
     found: list[_Stage] = []
@@ -128,8 +135,8 @@ def _stages(plan: Plan, work: LayerTimer, apart: Collection[str] = ()) -> list[_
     return found
 
 
-def _anchored(stage: _Stage, passes: MeasuredPasses) -> _Stage:
-    """The traffic of a stage, and what was measured in the place of all that it computes."""
+def _with_measured(stage: _Stage, passes: MeasuredPasses) -> _Stage:
+    """The modelled traffic of a stage, and the measured seconds in place of its compute."""
     return _Stage(
         *(
             {name: each for name, each in parts.items() if name in _TRAFFIC} | {"measured": seconds}
@@ -155,7 +162,7 @@ def _sum(parts: Iterable[TimeParts]) -> Seconds:
 
 
 def _busiest(timeline: Timeline, stages: list[_Stage]) -> Seconds:
-    """What the busiest pipeline rank does in a step, by part."""
+    """Seconds of the busiest pipeline rank in a step, by part."""
     schedule = timeline.schedule
     busy = [sum(e) - sum(s) for s, e in zip(timeline.starts, timeline.ends, strict=True)]
     actions = schedule.actions(busy.index(max(busy)))
@@ -171,11 +178,10 @@ def _busiest(timeline: Timeline, stages: list[_Stage]) -> Seconds:
     return dict(found)
 
 
-# What a plan is expected to take: a played step, bytes by category, and what follows from both.
-
+# --- Time and memory of a plan
 
 Bytes = dict[str, float]
-_COMES = ("activations", "context", "margin")  # with microbatches, or not a tensor's
+_NOT_STATIC = ("activations", "context", "margin")  # per microbatch, or of no tensor
 COMPUTE = ("products", "attention", "experts", "elementwise", "head")
 TRAFFIC = ("tp", "cp", "ep", "pp", "dp")
 
@@ -194,7 +200,7 @@ class Estimate:
     host: float  # bytes that offload keeps in host memory
     disk: float  # and on local disks
     verdict: str
-    timeline: Timeline = field(repr=False)  # of the pipeline, as it was played
+    timeline: Timeline = field(repr=False)  # of the simulated pipeline
 
     @property
     def total(self) -> float:
@@ -203,13 +209,12 @@ class Estimate:
 
     @property
     def allocated(self) -> float:
-        """Bytes of it that tensors have: what torch counts, without the driver's and the
-        allocator's own."""
+        """Bytes of its tensors: what torch counts as allocated, without driver and allocator."""
         return self.total - self.memory["context"] - self.memory["margin"]
 
     @property
     def over(self) -> float:
-        """Bytes above what may be used; below zero where it fits."""
+        """Bytes above the capacity; negative if the plan fits."""
         return self.total - self.setting.capacity
 
     @property
@@ -218,12 +223,12 @@ class Estimate:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs over those of the hardware in the time; recomputation never counts."""
+        """Model FLOPs over the hardware's peak; recomputation never counts."""
         flops = training_flops(self.plan.shape, self.plan.batch.seq).total
         return flops * self.tokens_per_s_per_gpu / self.setting.machine.peak(self.setting.precision)
 
     def breakdown(self) -> Seconds:
-        """The step by what it is spent on; what is nothing is left out."""
+        """The step by what it is spent on, without parts of no time."""
         parts = dict(self.parts)
         found = {"compute": sum(parts.pop(name, 0.0) for name in COMPUTE)}
         for name in ("launch", "bubble", *TRAFFIC, "optimizer", "offload", "fixed"):
@@ -241,67 +246,57 @@ class Estimate:
 
 
 def estimate_plan(plan: Plan, setting: EstimateSetting, offload: str = "none") -> Estimate:
-    """Play the plan and weigh it."""
-    grid = replace(grid_of_plan(plan), offload=np.array([float(OFFLOADS.index(offload))]))
-    asked = (plan.shape, setting.machine, setting.stack, grid, plan.batch.seq, *setting.how)
-    books, played = peak_memory(*asked, spans=plan.stages), simulate_step(plan, setting, offload)
-    host = float(np.asarray(books.host).item())
-    memory = {name: float(np.asarray(each).item()) for name, each in books.parts.items()}
-    if plan.schedule.asynchronous:  # which no search weighs: its ranks differ by what they stash
-        memory = max(memory_by_pipeline_rank(plan, setting), key=lambda held: sum(held.values()))
+    """Simulate a step of the plan and estimate its peak memory."""
+    peak = peak_memory(*_job(plan, setting, offload), spans=plan.stages)
+    simulated = simulate_step(plan, setting, offload)
+    memory = {name: float(np.asarray(each).item()) for name, each in peak.parts.items()}
+    if plan.schedule.asynchronous:  # its ranks differ by the weight versions that they stash
+        memory = max(memory_by_pipeline_rank(plan, setting), key=lambda one: sum(one.values()))
     total = np.array([sum(memory.values())])
     return Estimate(
         plan=plan,
         setting=setting,
         offload=offload,
-        step=played.step,
-        parts=played.parts,
-        bubble=played.bubble,
+        step=simulated.step,
+        parts=simulated.parts,
+        bubble=simulated.bubble,
         memory=memory,
-        host=host,
-        disk=float(np.asarray(books.disk).item()),
-        verdict=str(verdict(total, books.band, setting.machine).item()),
-        timeline=played.timeline,
+        host=float(np.asarray(peak.host).item()),
+        disk=float(np.asarray(peak.disk).item()),
+        verdict=str(verdict(total, peak.band, setting.machine).item()),
+        timeline=simulated.timeline,
     )
 
 
 def rank_memory(plan: Plan, setting: EstimateSetting, rank: int) -> Bytes:
-    """Bytes by category that one rank has at its fullest; its microbatches are the schedule's."""
+    """Peak bytes of one rank by category, with the microbatches that its schedule has in flight."""
     return memory_by_pipeline_rank(plan, setting)[plan.layout.coord(rank).pp]
 
 
 def memory_by_pipeline_rank(plan: Plan, setting: EstimateSetting) -> list[Bytes]:
-    """The same of a rank at each place of the pipeline, all at once."""
+    """The same for every rank of one pipeline."""
     shape, placement = plan.shape, plan.schedule.placement
-    held = [[plan.stages[number] for number in placement.held(i)] for i in range(plan.layout.pp)]
+    ranks = [[plan.stages[n] for n in placement.stages_of(i)] for i in range(plan.layout.pp)]
     copies = 2 if placement.mirrored else 1
-    layers = [sum(map(len, stages)) for stages in held]
-    routed = [sum(shape.is_moe_layer(i) for stage in stages for i in stage) for stages in held]
+    layers = [sum(map(len, stages)) for stages in ranks]
+    routed = [sum(shape.is_moe_layer(i) for stage in stages for i in stage) for stages in ranks]
     stage = RankStage(
         RankLayers(np.array(layers) / copies, np.array(routed) / copies),
         copies=np.array([float(copies)]),
         flight=np.array(peak_activations(plan.schedule)),
-        embedding=np.array([float(any(s.start == 0 for s in stages)) for stages in held]),
-        head=np.array([float(any(s.stop == shape.layers for s in stages)) for stages in held]),
+        embedding=np.array([float(any(s.start == 0 for s in stages)) for stages in ranks]),
+        head=np.array([float(any(s.stop == shape.layers for s in stages)) for stages in ranks]),
     )
-    asked = (
-        shape,
-        setting.machine,
-        setting.stack,
-        grid_of_plan(plan),
-        plan.batch.seq,
-        *setting.how,
-    )
-    parts = rank_peak_memory(*asked, stage)
+    parts = rank_peak_memory(*_job(plan, setting), stage)
     if plan.schedule.asynchronous:
-        # An asynchronous rank keeps the weights that microbatches under way have begun with.
+        # An asynchronous rank stashes the weights with which microbatches in flight have begun.
         parts = {**parts, "weights": parts["weights"] * np.array(plan.schedule.weight_versions)}
     columns = {name: np.broadcast_to(each, plan.layout.pp) for name, each in parts.items()}
-    return [{name: float(each[i]) for name, each in columns.items()} for i in range(len(held))]
+    return [{name: float(each[i]) for name, each in columns.items()} for i in range(len(ranks))]
 
 
 class PlannedAction(NamedTuple):
-    """One action of a rank as planned: seconds from the start of the step, and bytes meanwhile."""
+    """One planned action of a rank: seconds from the start of the step, and bytes meanwhile."""
 
     action: str
     start: float
@@ -310,11 +305,11 @@ class PlannedAction(NamedTuple):
 
 
 def rank_timeline(plan: Plan, setting: EstimateSetting, rank: int) -> list[PlannedAction]:
-    """The step of one rank: activations come and go with its microbatches, all else stays."""
+    """The step of one rank: activations follow its microbatches, all else is constant."""
     place = plan.layout.coord(rank).pp
     parts, played = rank_memory(plan, setting, rank), simulate_step(plan, setting).timeline
     levels = memory_levels(plan.schedule.order[place])
-    stays = sum(each for name, each in parts.items() if name not in _COMES)
+    stays = sum(each for name, each in parts.items() if name not in _NOT_STATIC)
     most = max(levels)
     rows = zip(
         plan.schedule.order[place], played.starts[place], played.ends[place], levels, strict=True
@@ -325,38 +320,33 @@ def rank_timeline(plan: Plan, setting: EstimateSetting, rank: int) -> list[Plann
     ]
 
 
-# Stages cut anew for one plan: by its seconds, not by FLOPs, and by the whole of its schedule.
-#
-# Layers move one by one to where the longest path gets shorter, and the clock decides whether
-# that was a gain. No stage gets more layers than the fullest has, and the first none, so that
-# memory is no worse. Recomputation is the same in every stage: the runtime has no other.
+# --- Rebalanced stages
 
-
-Cut = tuple[int, ...]
+StageSizes = tuple[int, ...]  # layers of each stage
 _MOST_MOVES = 8
-_LEAST_GAIN = 1e-3  # of a step: less is not worth a plan with stages of its own
+_LEAST_GAIN = 1e-3  # share of a step: less is not worth a plan with explicit stages
 
 
 def rebalance_stages(chosen: Estimate) -> Estimate:
-    """The plan with other stages, where they make it faster."""
+    """The plan with other stages, if they make it faster."""
     plan = chosen.plan
     if plan.layout.pp == 1 or not plan.family.is_named or plan.stage_layers is not None:
         return chosen
     given = tuple(map(len, plan.stages))
-    best = _descended(chosen, given)
+    best = _best_sizes(chosen, given)
     if best == given:
         return chosen
     options = replace(plan.options, stage_layers=",".join(map(str, best)))
-    played = estimate_plan(resolve(options), chosen.setting, chosen.offload)
-    return played if played.step < (1 - _LEAST_GAIN) * chosen.step else chosen
+    other = estimate_plan(resolve(options), chosen.setting, chosen.offload)
+    return other if other.step < (1 - _LEAST_GAIN) * chosen.step else chosen
 
 
-def _descended(chosen: Estimate, given: Cut) -> Cut:
-    """Move after move, as long as one helps."""
-    seconds = _Seconds(chosen)
+def _best_sizes(chosen: Estimate, given: StageSizes) -> StageSizes:
+    """Make the best move, as long as one helps."""
+    seconds = _LongestPath(chosen)
     best, least = given, seconds.of(given)
     for _ in range(_MOST_MOVES):
-        found = {cut: seconds.of(cut) for cut in _moves(best, given)}
+        found = {sizes: seconds.of(sizes) for sizes in _moves(best, given)}
         if not found or min(found.values()) >= least:
             break
         best = min(found, key=found.__getitem__)
@@ -364,34 +354,31 @@ def _descended(chosen: Estimate, given: Cut) -> Cut:
     return best
 
 
-def _moves(cut: Cut, given: Cut) -> Iterator[Cut]:
-    """A layer from an end or a full stage to an end or to one that has room."""
-    last, most = len(cut) - 1, max(given)
-    full = [place for place, size in enumerate(cut) if size == most]
-    room = [place for place in range(1, len(cut)) if cut[place] < most]
+def _moves(sizes: StageSizes, given: StageSizes) -> Iterator[StageSizes]:
+    """Move a layer from an end or a full stage to the last stage or one that has room."""
+    last, most = len(sizes) - 1, max(given)
+    full = [place for place, size in enumerate(sizes) if size == most]
+    room = [place for place in range(1, len(sizes)) if sizes[place] < most]
     givers = {0, last, *full[:1], *full[-1:]}
     takers = {last, *room[:2], *room[-2:]} & set(room)
-    if cut[0] < given[0]:
+    if sizes[0] < given[0]:
         takers.add(0)
     for giver, taker in product(givers, takers):
-        if giver != taker and cut[giver] > 1:
+        if giver != taker and sizes[giver] > 1:
             step = {giver: -1, taker: 1}
-            yield tuple(size + step.get(place, 0) for place, size in enumerate(cut))
+            yield tuple(size + step.get(place, 0) for place, size in enumerate(sizes))
 
 
-class _Seconds:
-    """The longest path of one plan under any cut."""
+class _LongestPath:
+    """Seconds of the longest path of one plan with any stage sizes."""
 
     def __init__(self, chosen: Estimate) -> None:
-        plan, setting = chosen.plan, chosen.setting
-        seq, batch = plan.batch.seq, plan.batch
-        asked = (plan.shape, setting.machine, setting.stack, grid_of_plan(plan), seq)
-        costs = path_costs(LayerTimer(*asked, *setting.how))
+        plan, layout, batch = chosen.plan, chosen.plan.layout, chosen.plan.batch
+        costs = path_costs(LayerTimer(*_job(plan, chosen.setting)))
         self.costs = np.array([float(np.asarray(each).item()) for each in costs])[:, None]
-        self.dealer, self.form = pipeline_timer(plan.shape, seq), PATHS[plan.family.paths]
-        layout = plan.layout
-        self.numbers = ScheduleSize(layout.pp, layout.chunks, batch.microbatches, self.costs)
+        self.timer, self.paths = pipeline_timer(plan.shape, batch.seq), PATHS[plan.family.paths]
+        self.size = ScheduleSize(layout.pp, layout.chunks, batch.microbatches, self.costs)
 
-    def of(self, cut: Cut) -> float:
-        spans = [range(start, stop) for start, stop in pairwise((0, *accumulate(cut)))]
-        return float((self.form(self.dealer.stages(spans), self.numbers) @ self.costs).max())
+    def of(self, sizes: StageSizes) -> float:
+        spans = [range(start, stop) for start, stop in pairwise((0, *accumulate(sizes)))]
+        return float((self.paths(self.timer.stages(spans), self.size) @ self.costs).max())

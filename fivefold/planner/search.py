@@ -1,7 +1,8 @@
-"""The best layouts of the whole space.
+"""The best layouts of the whole search space.
 
-Lattices of layouts are timed and weighed at once by arrays. Degrees whose layers alone take longer
-than the best layouts found so far cannot win, whatever hangs on them, and are passed over.
+The time and memory of whole blocks of layouts are estimated at once, by arrays. Degrees whose
+layers alone take longer than the best layouts found so far cannot win, whatever else is chosen, and
+are passed over.
 """
 
 from __future__ import annotations
@@ -15,20 +16,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.core.machine import Machine
+from fivefold.core.shape import Shape
 from fivefold.cost.grid import OFFLOADS, Array, LayoutGrid
 from fivefold.cost.layer_time import LayerTimer
 from fivefold.cost.memory import PeakMemory, peak_memory
 from fivefold.cost.stack import SoftwareStack
-from fivefold.cost.step_time import StepTime, least_layer_seconds, step_time
+from fivefold.cost.step_time import least_layer_seconds, step_time
 from fivefold.planner.space import LayoutBlock, SearchSpace, layout_blocks
 
-_FRONT = 128  # classes of memory, of which the fastest layout is kept
-_LEAST_PLAYED = 12  # however few are asked for: bounds alone say little of the first
+CostArguments = tuple[Shape, Machine, SoftwareStack, LayoutGrid, int, str, float]
+_FRONT = 128  # memory classes; the fastest layout of each is kept
+_LEAST_SIMULATED = 12  # even if fewer are requested: bounds alone do not tell the best
 
 
 @dataclass(frozen=True)
 class EstimateSetting:
-    """On what a job runs, and how full the memory may be."""
+    """What estimates assume: the machine, the software, the precision and the free memory."""
 
     machine: Machine
     stack: SoftwareStack
@@ -36,174 +39,172 @@ class EstimateSetting:
     headroom: float = 0.05  # share of the memory that stays free
     imbalance: float = 1.0  # slots of the fullest expert over the mean
 
-    @property
-    def how(self) -> tuple[str, float]:
-        """What estimates take beside the job itself."""
-        return self.precision, self.imbalance
+    def arguments(self, shape: Shape, grid: LayoutGrid, seq: int) -> CostArguments:
+        """The arguments of cost functions, in their order."""
+        return shape, self.machine, self.stack, grid, seq, self.precision, self.imbalance
 
     @property
     def capacity(self) -> float:
+        """Bytes of a GPU that may be used."""
         return self.machine.memory * (1 - self.headroom)
 
 
 @dataclass(frozen=True)
 class LayoutCandidate:
-    """One layout with what it takes, by its place in a lattice."""
+    """One layout with its estimated time and memory, by its index in a block."""
 
-    lattice: LayoutBlock
-    place: int
+    block: LayoutBlock
+    index: int
     seconds: float
     bytes: float
 
     @cached_property
     def grid(self) -> LayoutGrid:
         """The layout alone."""
-        where = np.unravel_index(self.place, self.lattice.shape)
-        return self.lattice.grid.at(tuple(int(each) for each in where), self.lattice.shape)
+        index = np.unravel_index(self.index, self.block.shape)
+        return self.block.grid.at(tuple(int(each) for each in index), self.block.shape)
 
 
 @dataclass
 class SearchResult:
-    """The fastest layouts that fit, the front of memory and time, and how many were weighed."""
+    """The fastest layouts that fit, the front of memory and time, and how many were estimated."""
 
     best: list[LayoutCandidate] = field(default_factory=list[LayoutCandidate])
     front: list[LayoutCandidate] = field(default_factory=list[LayoutCandidate])
-    leanest: LayoutCandidate | None = None  # of all, also where none fits
+    leanest: LayoutCandidate | None = None  # least memory of all, also if none fits
     candidates: int = 0
     passed_over: int = 0
-    host_is_short: bool = False  # something would fit with more host memory
+    host_is_short: bool = False  # a layout would fit with more host memory
     seconds: float = 0.0
 
 
 def search_layouts(
-    question: SearchSpace,
+    space: SearchSpace,
     setting: EstimateSetting,
     keep: int,
     on_progress: Callable[[float], None] | None = None,
 ) -> SearchResult:
-    """Weigh every layout; offload only where nothing fits without, to disks if the host is full."""
+    """Estimate every layout; with offload only if nothing fits without it, and to disks only if the
+    host memory is full."""
     began = time.perf_counter()
-    result, pool = SearchResult(), max(keep, _LEAST_PLAYED)
-    said = question.fixed or {}
+    result, pool = SearchResult(), max(keep, _LEAST_SIMULATED)
+    said = space.fixed or {}
     if said.get("offload") == "nvme":
-        setting.machine.disk_bandwidth()  # which says what to do where there is none
+        setting.machine.disk_bandwidth()  # raises an error if there are no disks
     for offload in OFFLOADS if setting.machine.host.nvme_bytes else OFFLOADS[:-1]:
         fixed = {"offload": offload, **said}
-        _LayoutSearch(replace(question, fixed=fixed), setting, pool, result).run(on_progress)
+        _LayoutSearch(replace(space, fixed=fixed), setting, pool, result).run(on_progress)
         if result.best or "offload" in said or (offload == "cpu" and not result.host_is_short):
             break
-    result.best = _played(question, setting, result.best)[:keep]
+    result.best = _simulated(space, setting, result.best)[:keep]
     result.seconds = time.perf_counter() - began
     return result
 
 
-def _played(
-    question: SearchSpace, setting: EstimateSetting, found: list[LayoutCandidate]
+def _simulated(
+    space: SearchSpace, setting: EstimateSetting, found: list[LayoutCandidate]
 ) -> list[LayoutCandidate]:
-    """The foremost by their bounds, in the order of what the clock says of them."""
+    """The best candidates by bounds, in the order of their simulated steps."""
     if not found:
         return []
     columns = zip(*(one.grid.columns() for one in found), strict=True)
     grid = LayoutGrid(*map(np.concatenate, columns))
-    asked = (question.shape, setting.machine, setting.stack, grid, question.seq, *setting.how)
-    steps = np.broadcast_to(step_time(*asked, simulated=True).step, len(found))
+    job = setting.arguments(space.shape, grid, space.seq)
+    steps = np.broadcast_to(step_time(*job, simulated=True).step, len(found))
     timed = [replace(one, seconds=float(step)) for one, step in zip(found, steps, strict=True)]
     return sorted(timed, key=lambda one: one.seconds)
 
 
 class _LayoutSearch:
-    """One pass over a space."""
+    """One pass over a search space."""
 
     def __init__(
-        self, question: SearchSpace, setting: EstimateSetting, keep: int, result: SearchResult
+        self, space: SearchSpace, setting: EstimateSetting, keep: int, result: SearchResult
     ) -> None:
-        self.question, self.setting, self.keep, self.result = question, setting, keep, result
+        self.space, self.setting, self.keep, self.result = space, setting, keep, result
         self.classes: dict[int, LayoutCandidate] = {}
 
     def run(self, on_progress: Callable[[float], None] | None) -> None:
-        """The most promising degrees come first, so that the rest is passed over soon."""
-        found = list(layout_blocks(self.question))
+        """Estimate the most promising degrees first, so that most others are passed over."""
+        found = list(layout_blocks(self.space))
         least = [self._least(each) for each in found]
-        order = sorted(range(len(found)), key=lambda place: float(least[place].min()))
-        for number, place in enumerate(order):
-            self._weigh(found[place], least[place])
+        order = sorted(range(len(found)), key=lambda index: float(least[index].min()))
+        for number, index in enumerate(order):
+            self._estimate(found[index], least[index])
             if on_progress is not None:
                 on_progress((number + 1) / len(found))
-        self.result.front = list(_falling(self.classes))
+        self.result.front = list(_front(self.classes))
 
-    def _least(self, lattice: LayoutBlock) -> Array:
-        """Seconds that a step of each degree takes at least."""
-        setting, question = self.setting, self.question
-        asked = (question.shape, setting.machine, setting.stack, lattice.grid, question.seq)
-        whole = least_layer_seconds(LayerTimer(*asked, *setting.how))
-        least = whole.min(axis=tuple(range(1, whole.ndim)))
-        return np.broadcast_to(least, len(lattice.degrees))
+    def _least(self, block: LayoutBlock) -> Array:
+        """A lower bound of the step for each of the degrees."""
+        seconds = least_layer_seconds(LayerTimer(*self._job(block)))
+        least = seconds.min(axis=tuple(range(1, seconds.ndim)))
+        return np.broadcast_to(least, len(block.degrees))
 
-    def _weigh(self, lattice: LayoutBlock, least: Array) -> None:
+    def _job(self, block: LayoutBlock) -> CostArguments:
+        return self.setting.arguments(self.space.shape, block.grid, self.space.seq)
+
+    def _estimate(self, block: LayoutBlock, least: Array) -> None:
+        """Estimate the degrees of a block that can still win, and keep the best layouts."""
         best = self.result.best
         worst = best[-1].seconds if len(best) >= self.keep else np.inf
         hopeful = least <= worst
         if not hopeful.all():
-            self.result.passed_over += lattice.size * int((~hopeful).sum()) // len(hopeful)
+            self.result.passed_over += block.size * int((~hopeful).sum()) // len(hopeful)
             if not hopeful.any():
                 return
-            lattice = lattice.only(hopeful)
-        shape = lattice.shape
-        times, books = self._estimates(lattice)
-        seconds = np.where(lattice.legal, np.broadcast_to(times.step, shape), np.inf).ravel()
-        memory = np.broadcast_to(books.total, shape).ravel()
-        self.result.candidates += lattice.size
-        fits, has_room = books.total <= self.setting.capacity, self._fits_host(books)
+            block = block.only(hopeful)
+        shape = block.shape
+        times, peak = step_time(*self._job(block)), peak_memory(*self._job(block))
+        seconds = np.where(block.legal, np.broadcast_to(times.step, shape), np.inf).ravel()
+        memory = np.broadcast_to(peak.total, shape).ravel()
+        self.result.candidates += block.size
+        fits, has_room = peak.total <= self.setting.capacity, self._fits_host(peak)
         self.result.host_is_short |= bool((fits & ~has_room).any())
         fits = np.broadcast_to(fits & has_room, shape).ravel()
-        self._keep_best(lattice, np.where(fits, seconds, np.inf), memory)
-        self._keep_front(lattice, seconds, memory)
+        self._keep_best(block, np.where(fits, seconds, np.inf), memory)
+        self._keep_front(block, seconds, memory)
 
-    def _fits_host(self, books: PeakMemory) -> NDArray[np.bool_]:
+    def _fits_host(self, peak: PeakMemory) -> NDArray[np.bool_]:
         """Whether the nodes have room for what their GPUs offload."""
         machine = self.setting.machine
-        in_memory = books.host * machine.gpus_per_node <= machine.host.memory
-        return in_memory & (books.disk * machine.gpus_per_node <= (machine.host.nvme_bytes or 0.0))
+        in_memory = peak.host * machine.gpus_per_node <= machine.host.memory
+        return in_memory & (peak.disk * machine.gpus_per_node <= (machine.host.nvme_bytes or 0.0))
 
-    def _estimates(self, lattice: LayoutBlock) -> tuple[StepTime, PeakMemory]:
-        setting, question = self.setting, self.question
-        asked = (question.shape, setting.machine, setting.stack, lattice.grid, question.seq)
-        return step_time(*asked, *setting.how), peak_memory(*asked, *setting.how)
-
-    def _keep_best(self, lattice: LayoutBlock, seconds: Array, memory: Array) -> None:
+    def _keep_best(self, block: LayoutBlock, seconds: Array, memory: Array) -> None:
         best = self.result.best
         worst = best[-1].seconds if len(best) >= self.keep else np.inf
-        places = np.argpartition(seconds, min(self.keep, len(seconds) - 1))[: self.keep]
+        indices = np.argpartition(seconds, min(self.keep, len(seconds) - 1))[: self.keep]
         best += [
-            _candidate(lattice, int(place), seconds, memory)
-            for place in places
-            if seconds[place] < worst
+            _candidate(block, int(index), seconds, memory)
+            for index in indices
+            if seconds[index] < worst
         ]
         best.sort(key=lambda one: one.seconds)
         del best[self.keep :]
 
-    def _keep_front(self, lattice: LayoutBlock, seconds: Array, memory: Array) -> None:
-        """The fastest of each class of memory; the leanest of all."""
+    def _keep_front(self, block: LayoutBlock, seconds: Array, memory: Array) -> None:
+        """Keep the fastest layout of each memory class, and the one with least memory of all."""
         numbers = (memory / self.setting.machine.memory * _FRONT).astype(np.int64).clip(0, _FRONT)
         fastest = np.full(_FRONT + 1, np.inf)
         np.minimum.at(fastest, numbers, seconds)
         for number in np.flatnonzero(np.isfinite(fastest)):
             known = self.classes.get(int(number))
             if known is None or fastest[number] < known.seconds:
-                place = int(np.flatnonzero((numbers == number) & (seconds == fastest[number]))[0])
-                self.classes[int(number)] = _candidate(lattice, place, seconds, memory)
+                index = int(np.flatnonzero((numbers == number) & (seconds == fastest[number]))[0])
+                self.classes[int(number)] = _candidate(block, index, seconds, memory)
         legal = np.where(np.isfinite(seconds), memory, np.inf)
         lean = int(legal.argmin())
         if self.result.leanest is None or legal[lean] < self.result.leanest.bytes:
-            self.result.leanest = _candidate(lattice, lean, seconds, memory)
+            self.result.leanest = _candidate(block, lean, seconds, memory)
 
 
-def _candidate(lattice: LayoutBlock, place: int, seconds: Array, memory: Array) -> LayoutCandidate:
-    return LayoutCandidate(lattice, place, float(seconds[place]), float(memory[place]))
+def _candidate(block: LayoutBlock, index: int, seconds: Array, memory: Array) -> LayoutCandidate:
+    return LayoutCandidate(block, index, float(seconds[index]), float(memory[index]))
 
 
-def _falling(classes: dict[int, LayoutCandidate]) -> Iterator[LayoutCandidate]:
-    """Each more memory only for less time."""
+def _front(classes: dict[int, LayoutCandidate]) -> Iterator[LayoutCandidate]:
+    """Layouts by rising memory, each faster than all before it."""
     fastest = np.inf
     for number in sorted(classes):
         if classes[number].seconds < fastest:

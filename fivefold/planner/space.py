@@ -1,7 +1,8 @@
-"""Every layout that the runtime can run for a model on so many GPUs, as one grid.
+"""Every layout that the runtime can run for a model on so many GPUs, in blocks of arrays.
 
-Degrees are tried with the very rules that refuse a layout anywhere else. What hangs on them only
-loosely (microbatch, schedule, ZeRO stage, recomputation, offload) is a product over each.
+Degrees are checked with the same rules that refuse a layout anywhere else. They are combined with
+all choices that do not fix the degrees: microbatch size, schedule, ZeRO stage, recomputation,
+offload.
 """
 
 from __future__ import annotations
@@ -28,25 +29,25 @@ from fivefold.core.schedule.family import Family
 from fivefold.core.shape import Shape
 from fivefold.cost.grid import CONTEXTS, OFFLOADS, RECOMPUTE, SCHEDULES, Array, LayoutGrid
 
-MOST_ROWS = 32  # sequences of a microbatch: more only fills the memory
+MOST_MICROBATCH_SIZE = 32  # sequences: more only fills the memory
 MOST_CHUNKS = 8
-_AT_ONCE = 64  # degrees that are evaluated together: what a processor's cache holds
+_AT_ONCE = 64  # degrees that are estimated together: what fits in a processor's cache
 
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """What is asked: a job on so many GPUs, and what of it is fixed already."""
+    """A job on so many GPUs, and the choices that are fixed already."""
 
     shape: Shape
     gpus: int
     seq: int
-    batch: int  # sequences of a step
-    domains: tuple[int, ...] = ()  # sizes inside which sharding may stay
+    batch: int  # sequences per step
+    domains: tuple[int, ...] = ()  # sizes of domains inside which sharding may stay
     fixed: Mapping[str, int | str] | None = None
 
     @property
-    def place(self) -> str:
-        """The GPUs in words."""
+    def gpus_text(self) -> str:
+        """The number of GPUs in words."""
         return f"{self.gpus:,} GPU{'' if self.gpus == 1 else 's'}"
 
     def allows(self, name: str, value: int | str) -> bool:
@@ -54,7 +55,7 @@ class SearchSpace:
 
 
 class Degrees(NamedTuple):
-    """What decides how a layer is split."""
+    """The degrees that decide how a layer is sharded."""
 
     tp: int
     cp: int
@@ -67,12 +68,12 @@ class Degrees(NamedTuple):
 
 @dataclass(frozen=True)
 class LayoutBlock:
-    """Layouts of equal pp and dp: every degree with every choice of what hangs on it loosely.
+    """Layouts with equal pp and dp: some degrees with every other choice.
 
-    The grid's columns lie along six axes, each along one or two: degrees, rows of a microbatch,
-    schedules, sharding, recomputation, offload. Arithmetic then broadcasts, and what depends on few
-    of them is computed once for all others. `legal` says which schedules can run which
-    microbatches.
+    The columns of the grid have six axes: degrees, microbatch size, schedule, sharding,
+    recomputation, offload. Each column extends along one or two of them. Arithmetic then
+    broadcasts, and what depends on few axes is computed once for all others. `legal`: which
+    schedules can run which microbatches.
     """
 
     degrees: tuple[Degrees, ...]
@@ -85,46 +86,50 @@ class LayoutBlock:
 
     @property
     def size(self) -> int:
-        """How many layouts there are."""
+        """Number of legal layouts."""
         return int(np.broadcast_to(self.legal, self.shape).sum())
 
     def only(self, which: NDArray[np.bool_]) -> LayoutBlock:
-        """The same for some of the degrees."""
+        """The same block for some of the degrees."""
         columns = [each[which] if len(each) > 1 else each for each in self.grid.columns()]
         degrees = tuple(one for one, stays in zip(self.degrees, which, strict=True) if stays)
         return LayoutBlock(degrees, LayoutGrid(*columns), self.legal)
 
 
-def layout_blocks(question: SearchSpace) -> Iterator[LayoutBlock]:
-    """All layouts."""
+def layout_blocks(space: SearchSpace) -> Iterator[LayoutBlock]:
+    """All layouts of the search space."""
     groups: dict[tuple[int, int, bool], list[Degrees]] = {}
-    for one in all_degrees(question):
-        # Nothing is sharded where there is one rank to share with.
+    for one in all_degrees(space):
+        # With one rank in the shard group nothing is sharded.
         groups.setdefault((one.pp, one.dp, one.dp * one.cp == 1), []).append(one)
     for found in groups.values():
         for start in range(0, len(found), _AT_ONCE):
-            lattice = _lattice(question, tuple(found[start : start + _AT_ONCE]))
-            if lattice is not None:
-                yield lattice
+            block = _block(space, tuple(found[start : start + _AT_ONCE]))
+            if block is not None:
+                yield block
 
 
-def _lattice(question: SearchSpace, degrees: tuple[Degrees, ...]) -> LayoutBlock | None:
-    one, said = degrees[0], question.fixed or {}
-    in_rank = question.batch // one.dp
-    rows = [n for n in divisors(in_rank) if n <= MOST_ROWS and said.get("microbatch_size", n) == n]
-    schedules = list(_schedules(one.pp, question.shape.layers, said))
+def _block(space: SearchSpace, degrees: tuple[Degrees, ...]) -> LayoutBlock | None:
+    one, fixed = degrees[0], space.fixed or {}
+    per_rank = space.batch // one.dp
+    rows = [
+        n
+        for n in divisors(per_rank)
+        if n <= MOST_MICROBATCH_SIZE and fixed.get("microbatch_size", n) == n
+    ]
+    schedules = list(_schedules(one.pp, space.shape.layers, fixed))
     sharding = [
         each
-        for each in _sharding(question, one)
-        if said.get("zero", each[0]) == each[0] and said.get("replicate", each[1]) == each[1]
+        for each in _sharding(space, one)
+        if fixed.get("zero", each[0]) == each[0] and fixed.get("replicate", each[1]) == each[1]
     ]
-    repeats = [i for i, name in enumerate(RECOMPUTE) if said.get("recompute", name) == name]
-    offloads = [i for i, name in enumerate(OFFLOADS) if said.get("offload", name) == name]
+    repeats = [i for i, name in enumerate(RECOMPUTE) if fixed.get("recompute", name) == name]
+    offloads = [i for i, name in enumerate(OFFLOADS) if fixed.get("offload", name) == name]
     if not (rows and schedules and sharding and repeats):
         return None
     legal = np.array(
         [
-            [not family.problems(one.pp, in_rank // n, chunks) for family, chunks in schedules]
+            [not family.problems(one.pp, per_rank // n, chunks) for family, chunks in schedules]
             for n in rows
         ]
     )
@@ -142,7 +147,7 @@ def _lattice(question: SearchSpace, degrees: tuple[Degrees, ...]) -> LayoutBlock
         zero=_along(3, [each[0] for each in sharding]),
         chunks=_along(2, [chunks for _, chunks in schedules]),
         microbatch_size=_along(1, rows),
-        microbatches=_along(1, [in_rank // n for n in rows]),
+        microbatches=_along(1, [per_rank // n for n in rows]),
         recompute=_along(4, repeats),
         schedule=_along(2, [SCHEDULES.index(family.name) for family, _ in schedules]),
         sp=np.ones((1,) * 6, bool),
@@ -153,76 +158,78 @@ def _lattice(question: SearchSpace, degrees: tuple[Degrees, ...]) -> LayoutBlock
 
 
 def _along(axis: int, values: Sequence[float]) -> Array:
-    """A column that lies along one of the six axes."""
+    """A column along one of the six axes."""
     return np.array(values, float).reshape([-1 if place == axis else 1 for place in range(6)])
 
 
-def all_degrees(question: SearchSpace) -> Iterator[Degrees]:
-    """Every way to deal the GPUs to the axes that no rule refuses."""
-    shape, gpus = question.shape, question.gpus
-    job = LayoutRequest(seq=question.seq)
+def all_degrees(space: SearchSpace) -> Iterator[Degrees]:
+    """Every legal way to divide the GPUs among the axes."""
+    shape, gpus = space.shape, space.gpus
+    job = LayoutRequest(seq=space.seq)
     for tp in divisors(gpus):
-        if not question.allows("tp", tp) or any(tensor_rule(Layout(tp=tp), shape, job)):
+        if not space.allows("tp", tp) or any(tensor_rule(Layout(tp=tp), shape, job)):
             continue
         for cp, context in product(divisors(gpus // tp), CONTEXTS):
             layout = Layout(tp=tp, cp=cp, context=context)
-            if not _splits_rows(question, layout, job):
+            if not _allows_context(space, layout, job):
                 continue
             for pp in divisors(gpus // tp // cp):
                 dp = gpus // (tp * cp * pp)
                 staged = replace(layout, pp=pp)
-                if question.batch % dp or any(pipeline_rule(staged, shape, job)):
+                if space.batch % dp or any(pipeline_rule(staged, shape, job)):
                     continue
-                if question.allows("pp", pp) and question.allows("dp", dp):
-                    for ep, etp in _experts(question, tp, cp, dp):
+                if space.allows("pp", pp) and space.allows("dp", dp):
+                    for ep, etp in _experts(space, tp, cp, dp):
                         yield Degrees(tp, cp, context, pp, dp, ep, etp)
 
 
-def _splits_rows(question: SearchSpace, layout: Layout, job: LayoutRequest) -> bool:
-    allowed = question.allows("cp", layout.cp) and question.allows("context", layout.context)
+def _allows_context(space: SearchSpace, layout: Layout, job: LayoutRequest) -> bool:
+    allowed = space.allows("cp", layout.cp) and space.allows("context", layout.context)
     if layout.cp == 1:
-        return question.allows("cp", 1) and layout.context == CONTEXTS[0]
-    return allowed and not any(context_rule(layout, question.shape, job))
+        return space.allows("cp", 1) and layout.context == CONTEXTS[0]
+    return allowed and not any(context_rule(layout, space.shape, job))
 
 
-def _experts(question: SearchSpace, tp: int, cp: int, dp: int) -> Iterator[tuple[int, int]]:
-    moe = question.shape.moe
+def _experts(space: SearchSpace, tp: int, cp: int, dp: int) -> Iterator[tuple[int, int]]:
+    moe = space.shape.moe
     if moe is None:
-        yield from [(1, 1)] if question.allows("ep", 1) and question.allows("etp", 1) else []
+        yield from [(1, 1)] if space.allows("ep", 1) and space.allows("etp", 1) else []
         return
-    job = LayoutRequest(seq=question.seq)
+    job = LayoutRequest(seq=space.seq)
     for ep, etp in product(divisors(moe.experts), divisors(tp)):
-        if question.allows("ep", ep) and question.allows("etp", etp):
+        if space.allows("ep", ep) and space.allows("etp", etp):
             layout = Layout(tp=tp, cp=cp, shard=dp, ep=ep, etp=etp)
-            if not any(experts_rule(layout, question.shape, job)):
+            if not any(experts_rule(layout, space.shape, job)):
                 yield ep, etp
 
 
-def _schedules(pp: int, layers: int, said: Mapping[str, int | str]) -> Iterator[tuple[Family, int]]:
+def _schedules(
+    pp: int, layers: int, fixed: Mapping[str, int | str]
+) -> Iterator[tuple[Family, int]]:
     """Schedules with their chunks."""
     for family in FAMILIES:
-        if family.asynchronous or said.get("schedule", family.name) != family.name:
+        if family.asynchronous or fixed.get("schedule", family.name) != family.name:
             continue
-        if pp == 1 and family.name != said.get("schedule", "1f1b"):
+        if pp == 1 and family.name != fixed.get("schedule", "1f1b"):
             continue
         for chunks in _chunks(family, layers // pp) if pp > 1 else (1,):
-            if said.get("chunks", chunks) == chunks:
+            if fixed.get("chunks", chunks) == chunks:
                 yield family, chunks
 
 
 def _chunks(family: Family, most: int) -> range:
-    """How many stages a rank may have: not more than there are layers for."""
+    """Possible numbers of chunks per rank, at most one per layer."""
     highest = MOST_CHUNKS if family.max_chunks is None else family.max_chunks
     return range(family.min_chunks, min(highest, most) + 1)
 
 
-def _sharding(question: SearchSpace, degrees: Degrees) -> Iterator[tuple[int, int]]:
+def _sharding(space: SearchSpace, degrees: Degrees) -> Iterator[tuple[int, int]]:
     """ZeRO stages with their replicas: all ranks shard, or those of one domain."""
     inner, dp = degrees.tp * degrees.cp, degrees.dp
     yield 0, 1
     if dp * degrees.cp == 1:
         return
-    shards = {size // inner for size in question.domains if size % inner == 0}
+    shards = {size // inner for size in space.domains if size % inner == 0}
     for zero in (1, 2, 3):
         yield zero, 1
         for shard in sorted(shards):

@@ -98,19 +98,19 @@ def test_long_schedules_are_told_from_shorter_ones(family: Family) -> None:
 
 
 def test_a_search_finds_what_playing_everything_finds() -> None:
-    """The best layouts of a small space, all of it played: none is lost to its bound."""
+    """The best layouts of a small space, all of it simulated: none is lost to its bound."""
     fixed = {"tp": 2, "cp": 1, "zero": 1, "recompute": "none", "offload": "none"}
-    question = SearchSpace(models.load("llama-3.1-8b"), 16, 2048, 64, (8,), fixed)
+    space = SearchSpace(models.load("llama-3.1-8b"), 16, 2048, 64, (8,), fixed)
     steps: list[float] = []
-    for lattice in layout_blocks(question):
-        legal = np.broadcast_to(lattice.legal, lattice.shape)
-        columns = (np.broadcast_to(each, lattice.shape)[legal] for each in lattice.grid.columns())
+    for block in layout_blocks(space):
+        legal = np.broadcast_to(block.legal, block.shape)
+        columns = (np.broadcast_to(each, block.shape)[legal] for each in block.grid.columns())
         grid = LayoutGrid(*columns)
-        asked = (question.shape, H100.machine, FIVEFOLD, grid, question.seq, *H100.how)
-        fits = peak_memory(*asked).total <= H100.capacity
-        steps += np.broadcast_to(step_time(*asked, simulated=True).step, fits.shape)[fits].tolist()
+        job = H100.arguments(space.shape, grid, space.seq)
+        fits = peak_memory(*job).total <= H100.capacity
+        steps += np.broadcast_to(step_time(*job, simulated=True).step, fits.shape)[fits].tolist()
     assert len(steps) > 200
-    found = search_layouts(question, H100, 48).best[:12]
+    found = search_layouts(space, H100, 48).best[:12]
     assert [one.seconds for one in found] == pytest.approx(sorted(steps)[:12], rel=EXACT)
 
 
@@ -171,13 +171,13 @@ def test_mfu_is_model_flops_over_the_peak() -> None:
 def test_every_layout_of_the_space_is_legal(model: str, gpus: int, batch: int) -> None:
     """100 candidates of each model: resolve takes them, and they come back the same."""
     rng = random.Random(model)
-    question = SearchSpace(models.load(model), gpus, 2048, batch, (8,))
-    spaces = list(layout_blocks(question))
+    space = SearchSpace(models.load(model), gpus, 2048, batch, (8,))
+    spaces = list(layout_blocks(space))
     for _ in range(100):
-        lattice = rng.choice(spaces)
-        legal = np.flatnonzero(np.broadcast_to(lattice.legal, lattice.shape))
-        where = np.unravel_index(rng.choice(legal), lattice.shape)
-        grid = lattice.grid.at(tuple(int(each) for each in where), lattice.shape)
+        block = rng.choice(spaces)
+        legal = np.flatnonzero(np.broadcast_to(block.legal, block.shape))
+        where = np.unravel_index(rng.choice(legal), block.shape)
+        grid = block.grid.at(tuple(int(each) for each in where), block.shape)
         options = options_of(grid, PlanOptions(model=model, seq=2048))
         plan = resolve(options)
         assert plan.layout == layout_of(grid)

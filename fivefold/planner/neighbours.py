@@ -1,8 +1,8 @@
-"""Why a layout and not its neighbours: each degree is changed, and what that does is computed.
+"""Why a layout and not its neighbours: change one degree and compare the estimates.
 
-The GPUs and the global batch stay. Another axis takes or gives the factor, and what hangs on the
-degrees loosely (ZeRO stage, recomputation, rows of a microbatch) is chosen anew: a neighbour is the
-best layout near the given one that has the changed degree.
+The GPUs and the global batch stay the same. Another axis takes or gives the factor, and the choices
+that do not fix the degrees (ZeRO stage, recomputation, microbatch size, schedule) are made again:
+a neighbour is the best layout near the given one with the changed degree.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from fivefold.cost.step_time import step_time
 from fivefold.planner.estimate import Bytes, Estimate, Seconds
 from fivefold.planner.search import EstimateSetting
 
-PARTNERS = ("dp", "pp", "cp", "tp")
-_MOST_ROWS = 8
+PARTNERS = ("dp", "pp", "cp", "tp")  # axes that may take or give the factor, in this order
+_MOST_MICROBATCH_SIZE = 8
 
 
 @dataclass(frozen=True)
 class Neighbour:
-    """The best layout near a given one with one thing changed, and by how much it differs.
+    """The best layout near a given one with one thing changed, and how much it differs.
 
-    `refused` is the rule that leaves no legal layout there.
+    `refused`: the rule that forbids all such layouts.
     """
 
     axis: str
@@ -41,20 +41,20 @@ class Neighbour:
     layout: Layout | None = None
     recompute: str = ""
     refused: str = ""
-    seconds: float = 0.0  # of a step, above the given layout's
+    seconds: float = 0.0  # of a step, more than the given layout
     parts: Seconds | None = None  # the same by part
-    over: float = 0.0  # bytes above what may be used
-    memory: Bytes | None = None  # bytes above the given layout's, by category
+    over: float = 0.0  # bytes above the capacity
+    memory: Bytes | None = None  # bytes more than the given layout, by category
     tier: str = ""  # the slowest link that the changed axis crosses
 
 
 @dataclass(frozen=True)
 class AxisComparison:
-    """One axis of a layout, and what its neighbours say about it."""
+    """One axis (or other choice) of a layout, compared with its neighbours."""
 
     axis: str
     value: int | str
-    tier: str  # the slowest link that it crosses, where it has more than one rank
+    tier: str  # the slowest link that it crosses, if it has more than one rank
     neighbours: tuple[Neighbour, ...]
 
 
@@ -67,43 +67,45 @@ class _Variant(NamedTuple):
 
 
 def compare_neighbours(chosen: Estimate) -> list[AxisComparison]:
-    """Every axis of the layout with its neighbours."""
+    """Compare every axis of the layout with its neighbours."""
     plan, layout = chosen.plan, chosen.plan.layout
-    own = _weighed(chosen, [_own(plan)])
+    own = _estimated(chosen, [_variant_of(plan)])
     found: list[AxisComparison] = []
     for axis in ("tp", "cp", "pp", "ep") if plan.shape.moe else ("tp", "cp", "pp"):
         degree = getattr(layout, axis)
         near = tuple(_neighbour(chosen, own, axis, other) for other in _degrees(degree))
-        near = tuple(one for one in near if not _is_hopeless(one, degree))
+        near = tuple(one for one in near if not _tells_nothing(one, degree))
         tier = _tier(layout, axis, chosen.setting) if degree > 1 else ""
         found.append(AxisComparison(axis, degree, tier, near))
-    found += _loose(chosen, own)
+    found += _other_choices(chosen, own)
     return found
 
 
 def _degrees(degree: int) -> list[int]:
-    """Half, twice, and none at all."""
+    """1, half and twice the degree."""
     others = [1] if degree > 2 else []
     return [*others, *([degree // 2] if degree % 2 == 0 else []), 2 * degree]
 
 
-def _is_hopeless(one: Neighbour, degree: int) -> bool:
-    """Whether a neighbour says nothing: an axis that is not used and cannot be."""
+def _tells_nothing(one: Neighbour, degree: int) -> bool:
+    """Whether a neighbour tells nothing: the axis is not used and cannot be."""
     return degree == 1 and bool(one.refused)
 
 
-def _loose(chosen: Estimate, own: _Books) -> Iterator[AxisComparison]:
+def _other_choices(chosen: Estimate, own: _VariantCosts) -> Iterator[AxisComparison]:
     """ZeRO stages, recomputation and microbatches, each changed alone."""
     plan, layout = chosen.plan, chosen.plan.layout
-    mine = _own(plan)
+    mine = _variant_of(plan)
     if layout.shard * layout.cp > 1:
         stages = [(zero, replace(layout, zero=zero)) for zero in range(4) if zero != layout.zero]
-        near = [_alone(chosen, own, "zero", n, mine._replace(layout=one)) for n, one in stages]
+        near = [
+            _single_change(chosen, own, "zero", n, mine._replace(layout=one)) for n, one in stages
+        ]
         yield AxisComparison(
             "zero", layout.zero, _tier(layout, "fsdp", chosen.setting), tuple(near)
         )
     kinds = [kind for kind in RECOMPUTE if kind != plan.recompute.kind]
-    near = [_alone(chosen, own, "recompute", k, mine._replace(recompute=k)) for k in kinds]
+    near = [_single_change(chosen, own, "recompute", k, mine._replace(recompute=k)) for k in kinds]
     yield AxisComparison("recompute", plan.recompute.kind, "", tuple(near))
     sizes = [
         mine.microbatch_size * 2,
@@ -111,7 +113,7 @@ def _loose(chosen: Estimate, own: _Books) -> Iterator[AxisComparison]:
     ]
     whole = mine.microbatch_size * mine.microbatches
     near = [
-        _alone(
+        _single_change(
             chosen, own, "microbatch", n, mine._replace(microbatch_size=n, microbatches=whole // n)
         )
         for n in sizes
@@ -120,37 +122,37 @@ def _loose(chosen: Estimate, own: _Books) -> Iterator[AxisComparison]:
     yield AxisComparison("microbatch", mine.microbatch_size, "", tuple(near))
 
 
-def _own(plan: Plan) -> _Variant:
+def _variant_of(plan: Plan) -> _Variant:
     batch = plan.batch
     numbers = (batch.microbatch_size, batch.microbatches)
     return _Variant(plan.layout, *numbers, plan.recompute.kind, plan.options.schedule)
 
 
-def _neighbour(chosen: Estimate, own: _Books, axis: str, degree: int) -> Neighbour:
-    """The best layout with this degree; of those that do not fit, the leanest."""
+def _neighbour(chosen: Estimate, own: _VariantCosts, axis: str, degree: int) -> Neighbour:
+    """The best layout with this degree; if none fits, the one with least memory."""
     legal: list[_Variant] = []
     refused = ""
     for layout in _exchanged(chosen.plan.layout, axis, degree):
         for variant in _variants(chosen.plan, layout):
-            reasons = _reasons(chosen.plan, variant)
+            reasons = _problems(chosen.plan, variant)
             refused = refused or (reasons[0] if reasons else "")
-            # No rule is about recomputation.
+            # No rule depends on recomputation.
             legal += [] if reasons else [variant._replace(recompute=kind) for kind in RECOMPUTE]
     if not legal:
         return Neighbour(axis, degree, refused=refused or "no axis can take or give the factor")
     return _best(chosen, own, axis, degree, legal)
 
 
-def _alone(
-    chosen: Estimate, own: _Books, axis: str, value: int | str, variant: _Variant
+def _single_change(
+    chosen: Estimate, own: _VariantCosts, axis: str, value: int | str, variant: _Variant
 ) -> Neighbour:
-    if reasons := _reasons(chosen.plan, variant):
+    if reasons := _problems(chosen.plan, variant):
         return Neighbour(axis, value, refused=reasons[0])
     return _best(chosen, own, axis, value, [variant])
 
 
 def _exchanged(layout: Layout, axis: str, degree: int) -> Iterator[Layout]:
-    """Layouts of as many ranks, in which one other axis makes up for the change."""
+    """Layouts with as many ranks, in which one other axis compensates the change."""
     if axis == "ep":
         yield replace(layout, ep=degree)
         return
@@ -169,10 +171,10 @@ def _exchanged(layout: Layout, axis: str, degree: int) -> Iterator[Layout]:
 
 
 def _variants(plan: Plan, layout: Layout) -> Iterator[_Variant]:
-    """One layout with every choice of what hangs on it loosely, but for recomputation."""
+    """One layout with every choice of schedule, ZeRO stage and microbatch size."""
     in_rank = plan.batch.sequences // layout.dp
     stages = range(4) if layout.shard * layout.cp > 1 else (0,)
-    sizes = [n for n in range(1, _MOST_ROWS + 1) if in_rank and in_rank % n == 0]
+    sizes = [n for n in range(1, _MOST_MICROBATCH_SIZE + 1) if in_rank and in_rank % n == 0]
     choices = product(_schedules(plan, layout), stages, sizes or [1])
     for (schedule, chunks), zero, rows in choices:
         count = max(1, in_rank // rows)
@@ -181,7 +183,7 @@ def _variants(plan: Plan, layout: Layout) -> Iterator[_Variant]:
 
 
 def _schedules(plan: Plan, layout: Layout) -> list[tuple[str, int]]:
-    """The plan's own schedule, with as few chunks as it can, and the plain one."""
+    """The plan's own schedule, also with its fewest chunks, and 1F1B."""
     own = plan.options.schedule
     if layout.pp == 1:
         return [(own, 1)]
@@ -190,7 +192,7 @@ def _schedules(plan: Plan, layout: Layout) -> list[tuple[str, int]]:
     return list(dict.fromkeys([*kept, (own, fewest), ("1f1b", 1)]))
 
 
-def _reasons(plan: Plan, variant: _Variant) -> list[str]:
+def _problems(plan: Plan, variant: _Variant) -> list[str]:
     return problems(
         variant.layout,
         plan.shape,
@@ -204,8 +206,8 @@ def _reasons(plan: Plan, variant: _Variant) -> list[str]:
     )
 
 
-class _Books(NamedTuple):
-    """Seconds and bytes of several variants: parts by name, each with one value a variant."""
+class _VariantCosts(NamedTuple):
+    """Seconds and bytes of several variants, by part and category; one value per variant."""
 
     step: np.ndarray
     parts: dict[str, np.ndarray]
@@ -213,18 +215,18 @@ class _Books(NamedTuple):
     memory: dict[str, np.ndarray]
 
 
-def _weighed(chosen: Estimate, variants: list[_Variant]) -> _Books:
-    """All variants at once, by the closed forms."""
-    plan, setting = chosen.plan, chosen.setting
+def _estimated(chosen: Estimate, variants: list[_Variant]) -> _VariantCosts:
+    """Estimate all variants at once."""
+    plan = chosen.plan
     grid = _grid(plan, variants, chosen.offload)
-    asked = (plan.shape, setting.machine, setting.stack, grid, plan.batch.seq, *setting.how)
-    times, books = step_time(*asked), peak_memory(*asked)
+    job = chosen.setting.arguments(plan.shape, grid, plan.batch.seq)
+    times, peak = step_time(*job), peak_memory(*job)
     count = (len(variants),)
-    return _Books(
+    return _VariantCosts(
         np.broadcast_to(times.step, count),
         {name: np.broadcast_to(each, count) for name, each in times.parts.items()},
-        np.broadcast_to(books.total, count),
-        {name: np.broadcast_to(each, count) for name, each in books.parts.items()},
+        np.broadcast_to(peak.total, count),
+        {name: np.broadcast_to(each, count) for name, each in peak.parts.items()},
     )
 
 
@@ -251,9 +253,9 @@ def _grid(plan: Plan, variants: list[_Variant], offload: str) -> LayoutGrid:
 
 
 def _best(
-    chosen: Estimate, own: _Books, axis: str, value: int | str, legal: list[_Variant]
+    chosen: Estimate, own: _VariantCosts, axis: str, value: int | str, legal: list[_Variant]
 ) -> Neighbour:
-    found = _weighed(chosen, legal)
+    found = _estimated(chosen, legal)
     over = found.total - chosen.setting.capacity
     fitting = np.where(over <= 0, found.step, np.inf)
     place = int(fitting.argmin() if np.isfinite(fitting).any() else over.argmin())
@@ -274,7 +276,7 @@ def _best(
 def _difference(
     found: dict[str, np.ndarray], own: dict[str, np.ndarray], place: int
 ) -> dict[str, float]:
-    """What each name has more than the given layout's."""
+    """By how much each part exceeds that of the given layout."""
     nothing = np.zeros(place + 1)
     return {
         name: float(found.get(name, nothing)[place] - own.get(name, nothing)[0])
@@ -283,11 +285,11 @@ def _difference(
 
 
 def _tier(layout: Layout, axis: str, setting: EstimateSetting) -> str:
-    """The slowest link between neighbours of an axis; the first and the last group tell."""
+    """The slowest link inside a group of an axis; the first and the last group are enough."""
     ends = (layout.group(axis, 0), layout.group(axis, layout.world - 1))
     tiers = setting.machine.tiers
     try:
         found = [setting.machine.tier_of((group[0], group[-1])) for group in ends]
-    except FivefoldError:  # more ranks than the machine's outermost domain holds
+    except FivefoldError:  # more ranks than in the machine's outermost domain
         return tiers[-1].name
     return max(found, key=tiers.index).name
