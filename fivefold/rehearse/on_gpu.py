@@ -15,6 +15,7 @@ import torch
 
 from fivefold.core.plan import Plan
 from fivefold.core.schedule import Step
+from fivefold.core.splits import stage_kind
 from fivefold.cost.matching import distinct_ranks
 from fivefold.data.batches import samples
 from fivefold.launch.processes import Pool
