@@ -17,8 +17,8 @@ from typing import NamedTuple
 from fivefold.core.plan import Plan
 from fivefold.core.schedule import needed, sent, twins
 from fivefold.core.shape import Shape
-from fivefold.core.units import Part, Unit
-from fivefold.core.weights import by_name, held_by
+from fivefold.core.units import OwnedRange, Unit
+from fivefold.core.weights import by_name, shard_of
 
 _SUMMED = 4  # bytes: losses and partial gradients are reduced in float32 or wider
 COUNT = 8  # bytes: a token count is float64, the index of an expert int64
@@ -173,7 +173,7 @@ def message_bytes(plan: Plan, itemsize: int) -> int:
 
 
 def twin_collectives(
-    plan: Plan, rank: int, parts: list[Part], itemsize: int
+    plan: Plan, rank: int, parts: list[OwnedRange], itemsize: int
 ) -> Counter[Collective]:
     """Gradients of weights that two pipeline ranks share, once a step, after the data axis.
 
@@ -191,7 +191,9 @@ def twin_collectives(
     return +issued
 
 
-def partial_sum_collectives(plan: Plan, parts: list[Part], itemsize: int) -> Counter[Collective]:
+def partial_sum_collectives(
+    plan: Plan, parts: list[OwnedRange], itemsize: int
+) -> Counter[Collective]:
     """Gradients that are partial sums on each tp rank, once a step, after the data axis.
 
     One wide all-reduce over tp of what this rank owns of the weights that are replicated over tp
@@ -202,7 +204,7 @@ def partial_sum_collectives(plan: Plan, parts: list[Part], itemsize: int) -> Cou
     table = by_name(shape)
     owned: Counter[str] = Counter()
     for row, start, stop in parts:
-        held = held_by(table[row.name], shape, layout, layout.coord(0))
+        held = shard_of(table[row.name], shape, layout, layout.coord(0))
         if held.partial:
             owned["tp" if held.dim is None else "replica"] += stop - start
     sizes = {"tp": layout.tp, "replica": max(1, layout.tp // shape.kv_heads)}
@@ -226,17 +228,17 @@ def data_collectives(
     layout, microbatches = plan.layout, chunk.num_microbatches
     issued: Counter[Collective] = Counter()
     for unit in chunk.units:
-        whole, part = unit.size * grad_itemsize, unit.slice_size * grad_itemsize
-        if unit.num_slices == 1:
+        whole, part = unit.size * grad_itemsize, unit.shard_size * grad_itemsize
+        if unit.num_shards == 1:
             everyone = layout.edp if unit.expert else layout.dp * layout.cp
             issued[Collective(unit.sum_axis, "all_reduce", whole, everyone)] += everyone > 1
             continue
         reductions = 1 if layout.zero == 1 else microbatches
         every_time = layout.zero == 3 and plan.gathers_each_time(chunk.layers)
         gathers = _gathers_per_microbatch(unit, plan) * microbatches if every_time else 1
-        axis, shards = unit.shard_axis, unit.num_slices
+        axis, shards = unit.shard_axis, unit.num_shards
         issued[Collective(axis, "reduce_scatter", whole, shards)] += reductions
-        issued[Collective(axis, "all_gather", unit.slice_size * itemsize, shards)] += gathers
+        issued[Collective(axis, "all_gather", unit.shard_size * itemsize, shards)] += gathers
         replicas = 1 if unit.expert else layout.replicate
         issued[Collective("replicate", "all_reduce", part, replicas)] += replicas > 1
     return +issued

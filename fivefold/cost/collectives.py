@@ -23,8 +23,8 @@ from fivefold.core.precision import PRECISIONS
 from fivefold.core.schedule import FORWARD
 from fivefold.core.schedule.linear import Delays
 from fivefold.core.shape import Moe
-from fivefold.core.units import Part, Unit, UnitRow, pack, rows_of
-from fivefold.core.weights import by_name, held_by
+from fivefold.core.units import LocalWeight, OwnedRange, Unit, local_weights, pack
+from fivefold.core.weights import by_name, shard_of
 from fivefold.cost.axis_collectives import (
     COUNT,
     Collective,
@@ -178,7 +178,7 @@ def _tokens(plan: Plan) -> int:
 # --- Muon, which updates full matrices, of which a rank owns shards
 
 
-def is_muon_weight(row: UnitRow) -> bool:
+def is_muon_weight(row: LocalWeight) -> bool:
     """Whether Muon updates a weight: a matrix, or stacked ones, but not embedding or head."""
     return len(row.shape) > 1 and row.block not in ("embed", "head")
 
@@ -196,15 +196,17 @@ def muon_collectives(
         if not any(is_muon_weight(entry.row) for entry in unit.entries):
             continue
         place = 0
-        if unit.num_slices > 1:
-            place, size = places[unit.shard_axis], unit.slice_size * itemsize
-            issued[Collective(unit.shard_axis, "all_gather", size, unit.num_slices)] += 1
+        if unit.num_shards > 1:
+            place, size = places[unit.shard_axis], unit.shard_size * itemsize
+            issued[Collective(unit.shard_axis, "all_gather", size, unit.num_shards)] += 1
         axis, degree = ("etp", layout.etp) if unit.expert else ("tp", layout.tp)
         cut = sum(
             row.numel
             for row, _, _ in unit.owned(place)
             if is_muon_weight(row)
-            and (unit.expert or held_by(table[row.name], plan.shape, layout, coord).dim is not None)
+            and (
+                unit.expert or shard_of(table[row.name], plan.shape, layout, coord).dim is not None
+            )
         )
         if cut and degree > 1:
             issued[Collective(axis, "all_gather", cut * itemsize, degree)] += 1
@@ -334,17 +336,17 @@ def units_of(plan: Plan, stage: int, itemsize: int, bucket: int | None = None) -
     """The flat units of a pipeline stage, sharded as the plan's ZeRO stage says."""
     layout = plan.layout
     dense, experts = (layout.shard * layout.cp, layout.edp) if layout.zero else (1, 1)
-    rows = rows_of(plan.shape, layout, plan.stages[stage])
+    rows = local_weights(plan.shape, layout, plan.stages[stage])
     return pack(rows, dense, itemsize, bucket, experts)
 
 
-def owned_shards(layout: Layout, rank: int, units: Iterable[Unit]) -> list[Part]:
+def owned_shards(layout: Layout, rank: int, units: Iterable[Unit]) -> list[OwnedRange]:
     """The parts of weights whose optimizer is on `rank`."""
     places = {axis: layout.group(axis, rank).index(rank) for axis in ("fsdp", "edp")}
     return [
         part
         for unit in units
-        for part in unit.owned(places[unit.shard_axis] if unit.num_slices > 1 else 0)
+        for part in unit.owned(places[unit.shard_axis] if unit.num_shards > 1 else 0)
     ]
 
 

@@ -96,7 +96,7 @@ def _of_unit(
 ) -> StaticMemory:
     parts = owned_shards(layout, rank, [unit])
     owned = sum(stop - start for _, start, stop in parts)
-    spare = unit.slice_size - owned
+    spare = unit.shard_size - owned
     states = len(optimizer.states) * owned * (_MASTER if master else itemsize)
     copies = _MASTER * owned if master else 0
     scalars = _SCALAR * len(parts) if optimizer.counts_steps else 0
@@ -227,4 +227,4 @@ def _most_live(actions: Iterable[Action]) -> int:
 
 def _frees_weights(layout: Layout, unit: Unit) -> bool:
     """Whether the weights of a unit are gathered only while they are used."""
-    return layout.zero == 3 and unit.num_slices > 1
+    return layout.zero == 3 and unit.num_shards > 1

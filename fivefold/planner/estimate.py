@@ -25,7 +25,7 @@ from fivefold.core.schedule import FORWARD, INPUT_GRAD, WEIGHT_GRAD
 from fivefold.core.schedule.clock import Costs, Timeline, memory_levels, peak_activations, play
 from fivefold.core.shape import LayerKind
 from fivefold.cost.grid import OFFLOADS, grid_of_plan
-from fivefold.cost.layer_time import LayerTimer, LayerTimes, TimeParts
+from fivefold.cost.layer_time import COMPUTE, LayerTimer, LayerTimes, TimeParts
 from fivefold.cost.longest_paths import PATHS, ScheduleSize
 from fivefold.cost.memory import peak_memory, rank_peak_memory, verdict
 from fivefold.cost.pipeline_ranks import RankLayers, RankStage
@@ -182,7 +182,6 @@ def _busiest(timeline: Timeline, stages: list[_Stage]) -> Seconds:
 
 Bytes = dict[str, float]
 _NOT_STATIC = ("activations", "context", "margin")  # per microbatch, or of no tensor
-COMPUTE = ("products", "attention", "experts", "elementwise", "head")
 TRAFFIC = ("tp", "cp", "ep", "pp", "dp")
 
 

@@ -1,4 +1,5 @@
-"""Values to pictures, sentences and pages; knows `core` and nothing above it."""
+"""Values to text, tables, pictures and pages. This file has what all reports share: numbers with
+units, lines for a terminal, self-contained SVGs, and text files."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from pathlib import Path
 
 from fivefold.core.errors import FivefoldError
 
-# Numbers as people read them: bytes, seconds, counts and shares.
+# --- Numbers with units
 
 
 def gib(size: float) -> str:
@@ -21,7 +22,7 @@ def gib(size: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds with a unit that leaves three digits or so.
+    """Seconds with a unit, to about three digits.
 
     >>> duration(0.0123), duration(4.5678), duration(0.25)
     ('12.3 ms', '4.57 s', '250 ms')
@@ -32,7 +33,7 @@ def duration(seconds: float) -> str:
 
 
 def rough_duration(seconds: float) -> str:
-    """A time to wait, in its two largest units.
+    """A waiting time in its two largest units.
 
     >>> rough(42.3), rough(780), rough(7500), rough(200_000)
     ('42s', '13m', '2h 5m', '2d 8h')
@@ -50,12 +51,12 @@ def rough_duration(seconds: float) -> str:
 
 
 def thousands(number: float) -> str:
-    """Three or four digits.
+    """A number to three or four digits, with k or M.
 
     >>> thousands(79.62), thousands(79_620), thousands(1_250_000)
     ('80', '79.6k', '1.2M')
     """
-    for least, size, unit in ((999_950, 1e6, "M"), (999.5, 1e3, "k")):  # what is rounded up too
+    for least, size, unit in ((999_950, 1e6, "M"), (999.5, 1e3, "k")):  # also what rounds up
         if number >= least:
             return f"{number / size:.1f}{unit}"
     return f"{number:.0f}"
@@ -66,16 +67,15 @@ def percent(share: float) -> str:
     return f"{round(100 * share, 1) + 0.0:.1f}%"
 
 
-# Lines for a terminal: sentences that are wrapped, tables, and bars.
-
+# --- Lines for a terminal
 
 WIDTH = 100
 _BAR = 40  # characters of a full bar
 
 
 def wrapped(words: str, first: str = "", later: str | None = None) -> list[str]:
-    """Words in lines that are not too long, behind `first`; the rest of them stand under it, or
-    behind `later`.
+    """Wrap text into lines. The first one begins with `first`, the others with `later` or with as
+    many blanks.
 
     >>> [line.split() for line in wrapped("one two", "note".ljust(95))], wrapped("two", "- ")
     ([['note', 'one'], ['two']], ['- two'])
@@ -86,7 +86,7 @@ def wrapped(words: str, first: str = "", later: str | None = None) -> list[str]:
 
 
 def table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:
-    """Columns as wide as they need; numbers to the right."""
+    """Lines of a table; the columns in `left` are aligned to the left, the others to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return [
         "  ".join(
@@ -98,21 +98,33 @@ def table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str
 
 
 def bar(name: str, amount: str, share: float, mark: str = "█") -> str:
-    """A share with its name and amount."""
+    """A bar for a share, with its name and amount."""
     drawn = mark * round(min(share, 1) * _BAR) + ("▶" if share > 1 else "")
     return f"          {name:<12}{amount:>11}  {share:>6.1%}  {drawn}".rstrip()
 
 
-# Text to files, with an error that a user can act on.
+# --- SVG and text files
+
+
+def svg_style(scope: str, light: dict[str, str], dark: dict[str, str]) -> str:
+    """CSS rules that apply only inside one kind of picture, for a light and a dark page."""
+
+    def scoped(rules: dict[str, str]) -> str:
+        return "".join(f"{scope} {selector}{{{style}}}" for selector, style in rules.items())
+
+    font = f"{scope}{{font:11px system-ui,sans-serif}}"
+    # Only for browsers: CairoSVG ignores media rules, and draws nothing with `height:auto`.
+    scaling = f"@media all{{{scope}{{max-width:100%;height:auto}}}}"
+    return font + scoped(light) + scaling + f"@media (prefers-color-scheme:dark){{{scoped(dark)}}}"
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file as UTF-8; where that fails, say which file, why, and what to do."""
+    """Write a file as UTF-8; an error says which file, why, and what to do."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         reason = error.strerror or error
         raise FivefoldError(
-            f"cannot write {path}: {reason}; give a path in a folder that exists, may be written "
-            "and has room"
+            f"cannot write {path}: {reason}; give a path in an existing folder that is writable "
+            "and has free space"
         ) from error

@@ -1,6 +1,6 @@
 """A pipeline timeline as one self-contained SVG: no script, no font, nothing to load.
 
-Every step and every idle slot carries a tooltip; colours follow the reader's light or dark page.
+Every step and every idle slot has a tooltip; colours follow the reader's light or dark page.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from fivefold.core.errors import counted
 from fivefold.core.schedule.clock import Timeline, peak_activations
+from fivefold.report import svg_style
 from fivefold.report.pipeline_text import Cell, cells, kinds_in, later_chunks, shade, ticks
 from fivefold.report.pipeline_words import headline, time_writer
 
@@ -44,7 +45,7 @@ _DARK = {
 
 
 def timeline_svg(timeline: Timeline, title: str | None = None) -> str:
-    """The picture as text; `title` replaces the line of numbers above it."""
+    """The SVG as text; `title` replaces the line of numbers above the picture."""
     rows = cells(timeline)
     words = headline(timeline)
     shown, spoken = (words, words) if title is None else (title, f"{title}: {words}")
@@ -67,27 +68,19 @@ def timeline_svg(timeline: Timeline, title: str | None = None) -> str:
 
 
 def _safe(text: str) -> str:
-    """Escaped for XML, with a mark for each character that XML has no way to write."""
+    """Escaped for XML, with a replacement for each character that XML cannot have."""
     return html.escape(_NOT_XML.sub("\ufffd", text))
 
 
 def _style(rows: list[list[Cell]]) -> str:
-    """Rules that hold inside such a picture only, and are the same in all of them on a page."""
+    """The fixed rules, and a fill for each kind and chunk."""
     found = {(cell.kind, cell.chunk) for row in rows for cell in row}
     found |= {(kind, 0) for kind in kinds_in(rows)}
     fills = {
         f".{kind.letter}{chunk}": f"fill:{shade(kind.colour, chunk)}"
         for kind, chunk in sorted(found)
     }
-    font = f"{_SCOPE}{{font:11px system-ui,sans-serif}}"
-    # Only for browsers: CairoSVG passes media rules over, and draws nothing at `height:auto`.
-    scaling = f"@media all{{{_SCOPE}{{max-width:100%;height:auto}}}}"
-    dark = f"@media (prefers-color-scheme:dark){{{_rules(_DARK)}}}"
-    return font + _rules(_LIGHT | fills) + scaling + dark
-
-
-def _rules(rules: dict[str, str]) -> str:
-    return "".join(f"{_SCOPE} {selector}{{{style}}}" for selector, style in rules.items())
+    return svg_style(_SCOPE, _LIGHT | fills, _DARK)
 
 
 def _axis(makespan: float, num_rows: int) -> Iterator[str]:
@@ -101,7 +94,7 @@ def _axis(makespan: float, num_rows: int) -> Iterator[str]:
 def _rows(timeline: Timeline, rows: list[list[Cell]]) -> Iterator[str]:
     scale, write = _PLOT / timeline.makespan, time_writer(timeline)
     idle = _idle_slots(timeline)
-    # Lines between cells must not swallow the narrowest cell.
+    # Lines between cells must not hide the narrowest cell.
     narrowest = min(cell.end - cell.start for row in rows for cell in row) * scale
     stroke = _number(min(0.6, narrowest / 8))
     for rank, row in enumerate(rows):
@@ -122,7 +115,7 @@ def _rows(timeline: Timeline, rows: list[list[Cell]]) -> Iterator[str]:
 
 
 def _idle_slots(timeline: Timeline) -> list[list[tuple[float, float, str]]]:
-    """By rank: when it idles, and what it waits for."""
+    """For each rank: when it idles, and what it waits for."""
     slots: list[list[tuple[float, float, str]]] = [[] for _ in timeline.schedule.order]
     for rank, start, end, step, cause in timeline.waits():
         slots[rank].append((start, end, f"rank {rank} waits at {step} for {cause}"))
@@ -138,7 +131,7 @@ def _rect(name: str, left: float, right: float, words: str) -> str:
 
 
 def _peaks(timeline: Timeline) -> Iterator[str]:
-    """A bar for each rank: the most activations it holds."""
+    """A bar for each rank: its peak activations."""
     peaks = peak_activations(timeline.schedule)
     x = _LEFT + _PLOT + 12
     yield f'<text x="{x}" y="{_TOP - 8}">peak activations</text>'

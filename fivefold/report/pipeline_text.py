@@ -1,6 +1,7 @@
-"""What every picture of a pipeline shares: cells, letters, colours, round ticks.
+"""A pipeline timeline for the terminal and as a Perfetto trace.
 
-The terminal, the SVG and the trace take them from here, so that one thing looks alike everywhere.
+Cells, letters, colours and ticks are also used by the SVG, so that a step looks the same
+everywhere.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from fivefold.core.schedule.clock import Timeline, memory_levels, needs
 
 
 class MarkKind(NamedTuple):
-    """How one kind of step is lettered, called and coloured."""
+    """Letter, name and colour of one kind of step."""
 
     letter: str
     name: str
@@ -46,7 +47,7 @@ OVERLAPPED = MarkKind("X", "overlapped pair", "#cc79a7")
 
 
 class Cell(NamedTuple):
-    """One step as it is drawn; `chunk` is that of the forward where two actions overlap."""
+    """One step as it is drawn; `chunk` is that of the forward if two actions overlap."""
 
     step: Step
     kind: MarkKind
@@ -80,13 +81,13 @@ def _cell(step: Step, chunks: dict[int, int], start: float, end: float) -> Cell:
 
 
 def chunks_by_rank(placement: Placement) -> list[dict[int, int]]:
-    """For each rank, which of its chunks a stage is; the mirror's stage counts as the second."""
-    held: list[list[int]] = [[] for _ in range(placement.num_ranks)]
+    """For each rank, the chunk number of each of its stages; a mirrored stage is the second."""
+    by_rank: list[list[int]] = [[] for _ in range(placement.num_ranks)]
     for stage, home in enumerate(placement.homes):
-        held[home].append(stage)
+        by_rank[home].append(stage)
     if placement.mirrored:
-        held = [own + other for own, other in zip(held, held[::-1], strict=True)]
-    return [{stage: chunk for chunk, stage in enumerate(stages)} for stages in held]
+        by_rank = [own + other for own, other in zip(by_rank, by_rank[::-1], strict=True)]
+    return [{stage: chunk for chunk, stage in enumerate(stages)} for stages in by_rank]
 
 
 def kinds_in(rows: list[list[Cell]]) -> list[MarkKind]:
@@ -96,28 +97,28 @@ def kinds_in(rows: list[list[Cell]]) -> list[MarkKind]:
 
 
 def later_chunks(rows: list[list[Cell]], placement: Placement) -> str | None:
-    """What the second and further shades stand for, if there are any."""
+    """What the lighter shades mean, if there are any."""
     if not any(cell.chunk for row in rows for cell in row):
         return None
     return "the other direction" if placement.mirrored else "later chunks"
 
 
 def shade(colour: str, chunk: int) -> str:
-    """The colour of a chunk: the first as it is, each later one lighter."""
+    """The colour of a chunk: each later one is lighter."""
     white = chunk / (chunk + 2)
     channels = (int(colour[place : place + 2], 16) for place in (1, 3, 5))
     return "#" + "".join(f"{round(each + (255 - each) * white):02x}" for each in channels)
 
 
 def ticks(length: float, most: int) -> list[float]:
-    """Round numbers from zero to `length`, at most `most` intervals of 1, 2 or 5 times a power."""
+    """Round numbers from 0 to `length`: at most `most` intervals of 1, 2 or 5 times a power of
+    ten."""
     power = 10.0 ** math.floor(math.log10(length / most))
     interval = next(power * each for each in (1, 2, 5, 10) if power * each * most >= length)
     return [number * interval for number in range(int(length / interval + 1e-9) + 1)]
 
 
-# A pipeline timeline for the terminal: one row a rank, time from left to right.
-
+# --- Terminal: one row per rank, time from left to right
 
 _LEAST_COLUMNS = 10
 _MOST_RANKS = 32
@@ -129,10 +130,11 @@ _PLAIN = Style()
 
 
 def render_timeline(timeline: Timeline, width: int, colour: bool) -> Text:
-    """Draw the timeline within `width` columns, with an axis and a legend.
+    """Draw the timeline in `width` columns, with an axis and a legend.
 
-    With colour a cell is painted by its kind and shows its microbatch; without, it starts with the
-    kind's letter. Where cells are narrower than a column, a column shows what fills most of it.
+    With colour, a cell has the colour of its kind and shows its microbatch; without, it starts with
+    the letter of its kind. If cells are narrower than a column, a column shows what fills most of
+    it.
     """
     rows = cells(timeline)
     later = later_chunks(rows, timeline.schedule.placement)
@@ -142,7 +144,7 @@ def render_timeline(timeline: Timeline, width: int, colour: bool) -> Text:
 def render_cells(
     rows: list[list[Cell]], makespan: float, later: str | None, width: int, colour: bool
 ) -> Text:
-    """Draw the cells of every rank; `later` says what cells of further chunks stand for."""
+    """Draw the cells of every rank; `later` says what cells of later chunks mean."""
     gutter = len(f"rank {len(rows) - 1} ")
     num_columns = _num_columns(rows, makespan, max(_LEAST_COLUMNS, width - gutter))
     scale = num_columns / makespan
@@ -161,7 +163,8 @@ def render_cells(
 
 
 def _num_columns(rows: list[list[Cell]], makespan: float, most: int) -> int:
-    """Whole columns for the shortest step, where every time is a multiple of it and two fit."""
+    """Columns for the whole timeline: a multiple of the shortest step, if every time is a multiple
+    of it and it gets at least two columns."""
     durations = {cell.end - cell.start for row in rows for cell in row}
     shortest = min(duration for duration in durations if duration > 0)
     units = [cell.end / shortest for row in rows for cell in row]
@@ -179,7 +182,7 @@ def _shown(num_ranks: int) -> list[int | None]:
 
 
 def _columns(row: list[Cell], scale: float, num_columns: int) -> list[Cell | None]:
-    """The cell to show in each column, or None where idling fills most of it."""
+    """The cell to show in each column, or None if idle time fills most of it."""
     parts: list[list[tuple[float, Cell]]] = [[] for _ in range(num_columns)]
     for cell in row:
         left, right = cell.start * scale, cell.end * scale
@@ -189,7 +192,7 @@ def _columns(row: list[Cell], scale: float, num_columns: int) -> list[Cell | Non
 
 
 def _largest(parts: list[tuple[float, Cell]]) -> Cell | None:
-    """Of the kind that fills most of a column, the cell that fills most."""
+    """The largest cell of the kind that fills most of a column."""
     filled: dict[MarkKind, float] = {}
     for share, cell in parts:
         filled[cell.kind] = filled.get(cell.kind, 0.0) + share
@@ -207,7 +210,7 @@ def _row(columns: list[Cell | None], scale: float, colour: bool) -> Text:
         if cell is None:
             text.append(_IDLE * len(run), _DIM if colour else _PLAIN)
             continue
-        # A column that several cells share stands for all of them: no number then.
+        # A column that several cells share shows no number.
         shared = (cell.end - cell.start) * scale < 1 - _TINY
         style = _paint(cell.kind, cell.chunk) if colour else _PLAIN
         text.append(_inside(cell, len(run), shared, colour), style)
@@ -215,7 +218,7 @@ def _row(columns: list[Cell | None], scale: float, colour: bool) -> Text:
 
 
 def _inside(cell: Cell, length: int, shared: bool, colour: bool) -> str:
-    # A letter, or with colour a blank, keeps the numbers of neighbours apart.
+    # A letter, or with colour a blank, separates the numbers of neighbours.
     number = cell.label if len(cell.label) < length and not shared else ""
     if colour:
         return number.ljust(length)
@@ -262,11 +265,8 @@ def _wrapped(items: list[Text], width: int) -> list[Text]:
     return lines
 
 
-# A timeline as Chrome trace events, which ui.perfetto.dev opens.
-#
-# One thread a rank with a slice for each step, one counter a rank with the activations it holds,
-# and an arrow for each transfer between ranks.
-
+# --- Chrome trace events, which ui.perfetto.dev opens: one thread per rank with a slice for each
+# step, one counter per rank with its activations, and an arrow for each transfer between ranks
 
 Event = dict[str, object]
 
@@ -295,19 +295,19 @@ def _slices(timeline: Timeline, rows: list[list[Cell]], unit_us: float) -> Itera
     for rank, row in enumerate(rows):
         for cell in row:
             start, end = _stamp(cell.start, unit_us), _stamp(cell.end, unit_us)
-            parts = [_part(action, chunks[rank]) for action in actions_of(cell.step)]
+            parts = [_action_args(action, chunks[rank]) for action in actions_of(cell.step)]
             args = parts[0] if len(parts) == 1 else {"forward": parts[0], "backward": parts[1]}
             duration = round(end - start, 3)
             times = {"ts": start, "dur": duration, "cat": cell.kind.name}
             yield _event("X", rank, str(cell.step), **times, args=args)
 
 
-def _part(action: Action, chunks: dict[int, int]) -> dict[str, object]:
+def _action_args(action: Action, chunks: dict[int, int]) -> dict[str, object]:
     return {**action._asdict(), "chunk": chunks[action.stage]}
 
 
 def _counters(timeline: Timeline, rows: list[list[Cell]], unit_us: float) -> Iterator[Event]:
-    """The level while each step runs, and what is left wherever a rank idles after one."""
+    """Activations during each step, and what is left if the rank idles after it."""
     schedule = timeline.schedule
     unit = schedule.num_ranks / schedule.num_stages
     for rank, row in enumerate(rows):
@@ -333,7 +333,7 @@ def _level(rank: int, stamp: float, held: float) -> Event:
 
 
 def _transfers(timeline: Timeline, rows: list[list[Cell]], unit_us: float) -> Iterator[Event]:
-    """Arrows leave and enter in the middle of a slice, which rounding cannot move out of it."""
+    """Arrows start and end in the middle of a slice, so that rounding keeps them inside it."""
     sources = {
         _result(action): (rank, _stamp((cell.start + cell.end) / 2, unit_us))
         for rank, row in enumerate(rows)
@@ -355,12 +355,12 @@ def _transfers(timeline: Timeline, rows: list[list[Cell]], unit_us: float) -> It
 
 
 def _result(action: Action) -> tuple[int, bool, int]:
-    """What an action delivers: an input gradient and a full backward deliver the same."""
+    """What an action sends: an input gradient and a full backward send the same."""
     return action.stage, action.kind == FORWARD, action.microbatch
 
 
 def _stamp(time: float, unit_us: float) -> float:
-    """Microseconds, to the nanosecond."""
+    """Microseconds, rounded to the nanosecond."""
     return round(time * unit_us, 3)
 
 

@@ -11,14 +11,12 @@ from fivefold.core.schedule.clock import Timeline, peak_activations, steady_bubb
 from fivefold.core.schedule.family import ClosedForm, Family
 from fivefold.report import percent
 
-_SMALLEST_DECIMAL = 1e-6  # shorter steps would need more decimals than anybody reads
+_SMALLEST_DECIMAL = 1e-6  # shorter steps would need too many decimals
 
 
 def time_writer(timeline: Timeline) -> Callable[[float], str]:
-    """Writes times with as many decimals as the shortest step needs, and at least one.
-
-    Where that would be a long row of zeros, it writes powers of ten.
-    """
+    """A function that writes times with as many decimals as the shortest step needs, at least one;
+    very short times as powers of ten."""
     durations = (timeline.costs.of(step) for steps in timeline.schedule.order for step in steps)
     shortest = min((duration for duration in durations if duration > 0), default=1.0)
     if shortest < _SMALLEST_DECIMAL:
@@ -33,9 +31,9 @@ def time_writer(timeline: Timeline) -> Callable[[float], str]:
 
 
 def headline(timeline: Timeline, makespan: str | None = None) -> str:
-    """The timeline in one line: a title, or what a screen reader says.
+    """The timeline in one line, for a title or a screen reader.
 
-    `makespan` is how it is written where times have a unit.
+    `makespan`: its text, if times have a unit.
     """
     schedule = timeline.schedule
     written = time_writer(timeline)(timeline.makespan) if makespan is None else makespan
@@ -66,7 +64,7 @@ def summary_lines(timeline: Timeline) -> list[str]:
 
 
 def explain(timeline: Timeline, family: Family | None) -> list[str]:
-    """Sentences: why the bubble is there, what its two rates mean, what memory it takes."""
+    """Sentences about the cause of the bubble, the meaning of its rates, and its memory."""
     return [
         *_asynchrony(timeline, family),
         *_bubble(timeline, family),
@@ -112,7 +110,7 @@ def _bubble(timeline: Timeline, family: Family | None) -> Iterator[str]:
 
 
 def _in_closed_form(timeline: Timeline, form: ClosedForm) -> Iterator[str]:
-    """The published form with its numbers, only where it is exact."""
+    """The published closed form with its numbers, only if it is exact."""
     schedule, costs = timeline.schedule, timeline.costs
     by_stage = (costs.forward, costs.backward, costs.weight)
     if any(len(set(each)) > 1 for each in by_stage) or any(costs.transfer):

@@ -1,18 +1,19 @@
-"""Why a layout, in sentences: every number in them was computed for a neighbour or a rival."""
+"""Estimates of plans as text: the reasons for a layout, the ranked table, bars, and the cost of a
+run. Every number in a reason was computed for a neighbour or for the next best plan."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from fivefold.cost.layer_time import COMPUTE
 from fivefold.report import bar, duration, gib, table
 
 if TYPE_CHECKING:
     from fivefold.planner.estimate import Estimate
-    from fivefold.planner.why import AxisComparison, Neighbour
+    from fivefold.planner.neighbours import AxisComparison, Neighbour
 
 
-_COMPUTE = ("products", "attention", "experts", "elementwise", "head")
 _NAMES = {
     "tp": "tp traffic",
     "cp": "cp traffic",
@@ -26,13 +27,13 @@ _NAMES = {
     "fixed": "fixed",
     "compute": "compute",
 }
-_SMALL = 5e-3  # of a step: a part that changes by less is not told
+_SMALL = 5e-3  # share of a step: smaller changes of a part are left out
 
 
 def reasons_text(
     chosen: Estimate, takeaways: list[AxisComparison], rival: Estimate | None
 ) -> list[str]:
-    """Why this layout: what the next best loses, and what each axis's neighbours say."""
+    """Why this layout: how much slower the next best is, and each axis beside its neighbours."""
     found = [] if rival is None else [f"the next best, {name_of(rival)}: {loses(rival, chosen)}"]
     return [*found, *(axis_text(each, chosen) for each in takeaways if each.neighbours)]
 
@@ -44,18 +45,18 @@ def name_of(one: Estimate) -> str:
     if plan.layout.cp > 1:
         words.append(plan.layout.context)
     if plan.layout.pp > 1:
-        words.append(f"{plan.wishes.schedule}({plan.layout.chunks})")
+        words.append(f"{plan.options.schedule}({plan.layout.chunks})")
     words += [f"recompute {plan.recompute}"] if plan.recompute.kind != "none" else []
     return ", ".join([*words, *offload_words(one)])
 
 
 def offload_words(one: Estimate) -> list[str]:
-    """Where states lie that are not on the device."""
+    """Where optimizer states are, if not on the device."""
     return [] if one.offload == "none" else [f"offload {one.offload}"]
 
 
 def loses(one: Estimate, best: Estimate) -> str:
-    """What a plan takes longer than another, and where."""
+    """How much slower one plan is than another, and in which parts."""
     seconds = one.step - best.step
     parts = {
         name: one.parts.get(name, 0.0) - best.parts.get(name, 0.0)
@@ -65,14 +66,14 @@ def loses(one: Estimate, best: Estimate) -> str:
 
 
 def axis_text(found: AxisComparison, chosen: Estimate) -> str:
-    """One axis: what it is, and what its neighbours would be."""
+    """One axis: its degree, and its neighbours."""
     near = "; ".join(_neighbour(one, found.tier, chosen) for one in found.neighbours)
-    where = _place(found.tier, chosen) if found.axis != "zero" else ""
+    where = _span_of_axis(found.tier, chosen) if found.axis != "zero" else ""
     return f"{_named(found.axis, found.value)}{where}: {near}"
 
 
-def _place(tier: str, chosen: Estimate) -> str:
-    """Where an axis lies: inside the innermost domain, or across it."""
+def _span_of_axis(tier: str, chosen: Estimate) -> str:
+    """Whether an axis stays within the innermost domain or crosses it."""
     inner = chosen.setting.machine.tiers[0]
     if not tier:
         return ""
@@ -94,11 +95,11 @@ def _neighbour(one: Neighbour, tier: str, chosen: Estimate) -> str:
     if one.layout is None:
         return f"{name} cannot be ({one.refused})"
     moves = one.tier != tier and one.value != 1
-    over = _place(one.tier, chosen) if moves else ""
+    over = _span_of_axis(one.tier, chosen) if moves else ""
     how = f" ({one.layout}, ZeRO-{one.layout.zero}, recompute {one.recompute})"
     how = how if one.axis in ("tp", "cp", "pp", "ep") else ""
     if one.over > 0:
-        return f"{name}{over} takes {gib(one.over)} too much{_swells(one)}{how}"
+        return f"{name}{over} takes {gib(one.over)} too much{_growth(one)}{how}"
     return f"{name}{over} is {_slower(one.seconds)}{_where(one.parts or {}, chosen.step)}{how}"
 
 
@@ -108,48 +109,47 @@ def _slower(seconds: float) -> str:
     return f"{duration(abs(seconds))} {'slower' if seconds > 0 else 'faster'}"
 
 
-def _swells(one: Neighbour) -> str:
-    """The category that grows most."""
+def _growth(one: Neighbour) -> str:
+    """The memory category that grows most."""
     grown = max((one.memory or {}).items(), key=lambda pair: pair[1], default=("", 0.0))
     return f", {grown[0]} +{gib(grown[1])}" if grown[1] > 2**28 else ""
 
 
 def _where(parts: Mapping[str, float], step: float) -> str:
-    """The parts that change most, in the order of their change; what is lost comes first."""
-    joined = {name: seconds for name, seconds in parts.items() if name not in _COMPUTE}
-    joined["compute"] = sum(parts.get(name, 0.0) for name in _COMPUTE)
-    told = sorted(
+    """The three parts of a step that change most, the largest change first."""
+    joined = {name: seconds for name, seconds in parts.items() if name not in COMPUTE}
+    joined["compute"] = sum(parts.get(name, 0.0) for name in COMPUTE)
+    largest = sorted(
         ((seconds, name) for name, seconds in joined.items() if abs(seconds) > _SMALL * step),
         key=lambda pair: -abs(pair[0]),
     )[:3]
-    if not told:
+    if not largest:
         return ""
     words = [
         f"{_NAMES[name]} {'+' if seconds > 0 else '−'}{duration(abs(seconds))}"
-        for seconds, name in told
+        for seconds, name in largest
     ]
     return f": {', '.join(words)}"
 
 
-# Estimates of plans for people: the ranked table, bars of memory and time, and the bill.
-
+# --- Tables and bars
 
 _HEADS = (
     "", "layout", "ZeRO", "schedule", "batch", "recompute", "GiB", "step", "tokens/s/GPU", "MFU",
     "bubble",
 )  # fmt: skip
-_LEFT = (1, 3, 5)  # columns of words
+_LEFT = (1, 3, 5)  # columns of text
 
 
 def ranked(found: Sequence[Estimate]) -> list[str]:
-    """One line a layout, the fastest first."""
+    """One line per layout, the fastest first."""
     return table([_HEADS, *(_row(i + 1, one) for i, one in enumerate(found))], left=_LEFT)
 
 
 def _row(place: int, one: Estimate) -> tuple[str, ...]:
     plan, layout = one.plan, one.plan.layout
     words = [str(layout), *([layout.context] if layout.cp > 1 else [])]
-    schedule = f"{plan.wishes.schedule}({layout.chunks})" if layout.pp > 1 else "–"
+    schedule = f"{plan.options.schedule}({layout.chunks})" if layout.pp > 1 else "–"
     return (
         str(place),
         " ".join([*words, *offload_words(one)]),
@@ -166,7 +166,7 @@ def _row(place: int, one: Estimate) -> tuple[str, ...]:
 
 
 def detail(one: Estimate) -> list[str]:
-    """Memory by category against the limit, and the step by what it is spent on."""
+    """Memory by category as shares of the limit, and the step by what it is spent on."""
     limit = one.setting.machine.memory
     lines = [
         f"memory    {gib(one.total)} of {gib(limit)} on the fullest rank: {one.verdict}"
@@ -188,7 +188,7 @@ def detail(one: Estimate) -> list[str]:
 
 
 def bill(one: Estimate, tokens: float | None, price: float | None) -> list[str]:
-    """Days, GPU-hours and money of a whole run."""
+    """Days, GPU-hours and price of a training run."""
     if tokens is None:
         return []
     hours = one.gpu_hours(tokens)
@@ -197,12 +197,12 @@ def bill(one: Estimate, tokens: float | None, price: float | None) -> list[str]:
 
 
 def labelled(head: str, sentences: Sequence[str]) -> list[str]:
-    """Sentences under a word in the margin."""
+    """Lines with a label before the first one."""
     return [f"{head if i == 0 else '':<10}{one}" for i, one in enumerate(sentences)]
 
 
 def front(found: Sequence[Estimate]) -> list[str]:
-    """Less memory for more time: what else could be had."""
+    """Other plans: less memory for more time."""
     if len(found) < 2:
         return []
     lines = [

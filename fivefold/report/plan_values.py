@@ -1,4 +1,4 @@
-"""Estimates of plans as JSON."""
+"""Plans, estimates and comparisons as JSON, and as text where the text is made from the JSON."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _GIB = 2**30
 
 
 def estimate_json(one: Estimate, because: list[str]) -> dict[str, Any]:
-    """One layout with what it takes, and why."""
+    """One plan with its estimated memory and time, and the reasons for it."""
     plan, layout = one.plan, one.plan.layout
     return {
         "layout": str(layout),
         "zero": layout.zero,
         "sp": layout.sp,
         "context": layout.context,
-        "schedule": plan.wishes.schedule,
+        "schedule": plan.options.schedule,
         "chunks": layout.chunks,
         "stages": [len(layers) for layers in plan.stages],
         "microbatch_size": plan.batch.microbatch_size,
@@ -53,7 +53,7 @@ def estimate_json(one: Estimate, because: list[str]) -> dict[str, Any]:
 
 
 def run_costs(one: Estimate, tokens: float | None, price: float | None) -> dict[str, Any]:
-    """A whole run; empty where nobody asked."""
+    """Days, GPU-hours and price of a training run; empty if its tokens are not given."""
     if tokens is None:
         return {}
     hours = one.gpu_hours(tokens)
@@ -61,8 +61,7 @@ def run_costs(one: Estimate, tokens: float | None, price: float | None) -> dict[
     return {"run": found | ({"price": hours * price} if price else {})}
 
 
-# A resolved plan as JSON and for people: ranks, groups, links, batch, parameters.
-
+# --- A resolved plan: ranks, groups, links, batch, parameters
 
 _DENSE_AXES = ("tp", "cp", "dp", "pp")
 _EXPERT_AXES = ("ep", "etp", "edp")
@@ -86,7 +85,7 @@ def describe(plan: Plan) -> dict[str, Any]:
         "zero": layout.zero,
         "gather": plan.gather,
         "axes": {axis: _axis(plan, axis) for axis in _axes(plan)},
-        "schedule": plan.wishes.schedule,
+        "schedule": plan.options.schedule,
         "chunks": layout.chunks,
         "stages": [len(layers) for layers in plan.stages],
         "batch": {
@@ -107,7 +106,7 @@ def _axes(plan: Plan) -> tuple[str, ...]:
 
 
 def readings(plan: Plan) -> list[str]:
-    """Both readings of the product where there are experts; otherwise there is only one."""
+    """The degrees as a product: for dense layers, and for experts if there are any."""
     layout = plan.layout
     if plan.shape.moe is None:
         degrees = f"dp {layout.dp} · cp {layout.cp} · tp {layout.tp} · pp {layout.pp}"
@@ -124,7 +123,7 @@ def _axis(plan: Plan, axis: str) -> dict[str, Any]:
 
 
 def render(plan: Plan, table: dict[str, Any]) -> list[str]:
-    """The same for people."""
+    """The same as text."""
     parameters = table["parameters"]
     parts = ", ".join(f"{part} {_billions(n)}" for part, n in parameters["parts"].items() if n)
     lines = [
@@ -134,7 +133,7 @@ def render(plan: Plan, table: dict[str, Any]) -> list[str]:
         f"          {table['training_flops_per_token']:.3e} training FLOPs a token at "
         f"{plan.batch.seq:,} tokens (causal attention at half, recompute not counted)",
         *(f"layout    {reading}" for reading in table["readings"]),
-        f"          ZeRO-{plan.layout.zero}, schedule {plan.wishes.schedule}, "
+        f"          ZeRO-{plan.layout.zero}, schedule {plan.options.schedule}, "
         f"recompute {plan.recompute}, {plan.precision}",
         f"batch     {plan.batch}",
     ]
@@ -153,7 +152,7 @@ def _billions(number: int) -> str:
 
 
 def _runs(numbers: list[int]) -> str:
-    """`7, 14 x 8, 7`: equal neighbours are told by their number."""
+    """`7, 14 x 8, 7`: equal neighbours are counted."""
     runs = [(len([*group]), number) for number, group in groupby(numbers)]
     return ", ".join(str(number) if n == 1 else f"{n} x {number}" for n, number in runs)
 
@@ -164,21 +163,20 @@ def _group(ranks: list[int]) -> str:
     return f"{len(ranks)} ranks, the first group {shown}"
 
 
-# Strategies side by side, curves, and before against after, as text and as JSON.
-
+# --- Comparisons: strategies side by side, sweeps, before and after
 
 _MARKS = "▁▂▃▄▅▆▇█"
 
 
 def strategies_text(found: Sequence[Strategy]) -> list[str]:
-    """Each dimension alone: batch, memory, time, traffic and what speaks against it."""
+    """Each axis alone: batch, memory, time, traffic and its main drawback."""
     heads = ("", "layout", "least batch", "weights", "grads", "states", "rest", "total GiB")
     rows = [(*heads, "compute", "step", "tokens/s/GPU")]
     rows += [_strategy_row(one) for one in found]
     lines = table(rows, left=(0, 1))
     for one in found:
         lines += ["", f"{one.name}: {drawback(one)}"]
-        lines += [f"  {_moved(each)}" for each in one.moved[:4]]
+        lines += [f"  {_traffic_text(each)}" for each in one.moved[:4]]
     return lines
 
 
@@ -201,7 +199,7 @@ def _strategy_row(one: Strategy) -> tuple[str, ...]:
 
 
 def drawback(one: Strategy) -> str:
-    """What speaks most against a strategy, from its own numbers."""
+    """The main drawback of a strategy, from its own numbers."""
     if one.estimate is None:
         return one.refused
     look = one.estimate
@@ -214,7 +212,7 @@ def drawback(one: Strategy) -> str:
     return f"{what} takes {duration(seconds)} of a step, {seconds / look.step:.0%}"
 
 
-def _moved(one: StrategyTraffic) -> str:
+def _traffic_text(one: StrategyTraffic) -> str:
     calls = f"{one.calls:,} {'call' if one.calls == 1 else 'calls'}"
     return f"{one.axis} {one.kind}: {calls} with {gib(one.bytes)} a step on one rank"
 
@@ -235,8 +233,8 @@ def strategies_json(found: Sequence[Strategy]) -> list[dict[str, Any]]:
 
 
 def sweep_text(axis: str, values: Sequence[int], found: Sequence[SweepPoint]) -> list[str]:
-    """A line for each strategy and recomputation: speed, and memory in GiB where it does not fit
-    with a cross."""
+    """One line per strategy and recomputation: speed and memory, with a cross if it does not
+    fit."""
     rows: list[tuple[str, ...]] = [("strategy", "recompute", *map(_short, values), "")]
     memory = [rows[0]]
     most = max((_speed(one) for one in found), default=0.0)
@@ -291,7 +289,7 @@ def sweep_json(axis: str, found: Sequence[SweepPoint]) -> list[dict[str, Any]]:
 
 
 def before_after(before: Estimate, after: Estimate, words: str) -> list[str]:
-    """One plan against another of a changed job."""
+    """One plan beside that of a changed job."""
     rows = [("", "plan", "GPUs", "GiB", "step", "tokens/s", "tokens/s/GPU", "MFU")]
     for name, one in (("now", before), (words, after)):
         world = one.plan.layout.world

@@ -1,4 +1,4 @@
-"""A rehearsal beside its plan: as JSON, as text, and as a trace of memory."""
+"""A rehearsal and its plan: as JSON, as text, and as a trace of memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MOST_RANKS, _MOST_MISMATCHES = 24, 10
 
 
 class RehearsalLevel(Protocol):
-    """Memory behind one action of a rank, and the most inside of it."""
+    """Memory after one action of a rank, and its peak during the action."""
 
     @property
     def action(self) -> str: ...
@@ -64,7 +64,7 @@ class RehearsalReport(Protocol):
 
 
 class RehearsalTimes(Protocol):
-    """What a GPU was measured to take."""
+    """Times that were measured on a GPU."""
 
     @property
     def measured(self) -> Sequence[Any]: ...
@@ -132,7 +132,7 @@ def _time(timed: RehearsalTimes, planned: Estimate | None) -> dict[str, Any]:
 
 
 def render(plan: Plan, table: Mapping[str, Any]) -> Iterator[str]:
-    """The rehearsal for people."""
+    """The rehearsal as text."""
     ranks, world = table["ranks"], table["world"]
     yield (
         f"{table['model']} on {table['layout']}: {counted(len(ranks), 'rank')} of "
@@ -155,7 +155,7 @@ def render(plan: Plan, table: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _memory(table: Mapping[str, Any]) -> Iterator[str]:
-    """By category, of the fullest rank, beside the plan; then every rank."""
+    """Memory of the fullest rank by category, beside the plan; then of every rank."""
     held, planned = table["memory_gib"], table["planned_gib"]
     head = f"GiB of rank {table['worst_rank']}, the fullest"
     yield f"{head:<34}{'rehearsed':>12}" + ("" if planned is None else f"{'planned':>12}")
@@ -172,7 +172,7 @@ def _memory(table: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _mark(size: float, planned: float, held: Mapping[str, float]) -> str:
-    """A difference that matters for the whole."""
+    """The difference, if it is large compared with the total."""
     apart = abs(size - planned) / max(held["total"], 1e-9)
     return f"   {size - planned:+.2f}" if apart > _BAND else ""
 
@@ -244,14 +244,14 @@ def levels_trace(
 ) -> dict[str, Any]:
     """The memory of every rank over its actions, as a trace for ui.perfetto.dev.
 
-    Rehearsed actions take their time from the `planned` ones; without those, one unit each.
+    Rehearsed actions have the times of the `planned` ones; without those, one unit each.
     """
     events = [_track(_REHEARSED, "rehearsed")]
     for run in found.runs:
         times = None if planned is None else planned[run.rank]
         for place, level in enumerate(run.levels):
             start, end = (place, place + 1)
-            if times is not None:  # neighbours that run as one have the time of both
+            if times is not None:  # a merged action has the time of both
                 share = len(times) / len(run.levels)
                 first, last = int(place * share), int((place + 1) * share) - 1
                 start, end = times[first].start * 1e3, times[max(first, last)].end * 1e3

@@ -1,4 +1,5 @@
-"""How good the planner's estimates are, as tables: for the terminal and for the page."""
+"""How accurate the planner's estimates are: tables for the terminal, and the page with a picture
+and the format of a file of runs."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ class Section(NamedTuple):
 
 
 def sections(table: Table) -> Iterator[Section]:
-    """Everything but the lists of rows that were not scored."""
+    """All tables, without the lists of rows that were not scored."""
     yield _overall(table)
     if table["sets"]:
         yield _peers(table["sets"])
@@ -32,17 +33,17 @@ def sections(table: Table) -> Iterator[Section]:
 
 
 def share(value: float | None, digits: int = 1) -> str:
-    """`12.3%`, or a dash where there is nothing."""
+    """`12.3%`, or a dash for None."""
     return "–" if value is None else f"{100 * value:.{digits}f}%"
 
 
 def tau_text(value: float | None) -> str:
-    """`.81`, or a dash where there is nothing."""
+    """`.81`, or a dash for None."""
     return "–" if value is None else f"{value:.2f}".replace("0.", ".")
 
 
 def render(parts: Sequence[Section]) -> str:
-    """Tables for the terminal: words to the left, numbers to the right."""
+    """Tables for the terminal: text to the left, numbers to the right."""
     return "\n\n".join("\n".join(_lines(part)) for part in parts)
 
 
@@ -178,8 +179,7 @@ def _other(groups: dict[str, Table]) -> Section:
     return Section("memory and order by group", head, rows)
 
 
-# The planner-accuracy page: the tables, the picture, and how a file of runs is written.
-
+# --- The page
 
 _MOST_SKIPPED = 40
 _INTRODUCTION = """\

@@ -1,6 +1,6 @@
-"""Predicted beside measured step times as one self-contained SVG: no script, nothing to load.
+"""Predicted and measured step times as one self-contained SVG: no script, nothing to load.
 
-Left, every run on two logarithmic axes; right, predicted over measured, a line for each source.
+Left: every run on two logarithmic axes. Right: predicted over measured, one line per source.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from fivefold.report import svg_style
+
 _SIDE, _TOP, _LEFT, _GAP, _FOOT = 420, 40, 60, 190, 44
 _STRIP = 420
 _WIDTH = _LEFT + _SIDE + _GAP + _STRIP + 70
 _LEAST_ROW = 18
-_REACH = 2.0  # the right side shows ratios from 1/2 to 2; what is further out stands at its edge
+_REACH = 2.0  # the right side shows ratios from 1/2 to 2; others are drawn at its edge
 _SCOPE = ".fivefold-score"
 _LIGHT = {
     "path": "fill:none",
@@ -34,7 +36,7 @@ _DARK = {
 
 
 class Dot(NamedTuple):
-    """A run: where it comes from, its measured seconds, and the ends of what was predicted."""
+    """A run: its source, its measured seconds, and the range of its predicted seconds."""
 
     family: str
     measured: float
@@ -43,12 +45,12 @@ class Dot(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """Predicted over measured; from the nearer end, 1 inside."""
+        """Predicted over measured: of the nearer end of the range, or 1 inside it."""
         return min(max(self.measured, self.low), self.high) / self.measured
 
 
 def score_svg(dots: Sequence[Dot]) -> str:
-    """The picture as text."""
+    """The SVG as text."""
     families = sorted({dot.family for dot in dots})
     height = _TOP + max(_SIDE, _LEAST_ROW * len(families)) + _FOOT
     words = f"{len(dots):,} runs of {len(families)} sources: predicted and measured step time"
@@ -56,7 +58,7 @@ def score_svg(dots: Sequence[Dot]) -> str:
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" class="{_SCOPE[1:]}" width="{_WIDTH}" '
             f'height="{height}" viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{words}">',
-            f"<style>{_style()}</style>",
+            f"<style>{svg_style(_SCOPE, _LIGHT, _DARK)}</style>",
             f'<rect class="paper" width="{_WIDTH}" height="{height}"/>',
             f'<text class="headline" x="{_LEFT}" y="20">{words}</text>',
             *(_scatter(dots, families) if dots else ()),
@@ -66,23 +68,13 @@ def score_svg(dots: Sequence[Dot]) -> str:
     )
 
 
-def _style() -> str:
-    def scoped(rules: dict[str, str]) -> str:
-        return "".join(f"{_SCOPE} {selector}{{{style}}}" for selector, style in rules.items())
-
-    font = f"{_SCOPE}{{font:11px system-ui,sans-serif}}"
-    scaling = f"@media all{{{_SCOPE}{{max-width:100%;height:auto}}}}"
-    dark = f"@media (prefers-color-scheme:dark){{{scoped(_DARK)}}}"
-    return font + scoped(_LIGHT) + scaling + dark
-
-
 def colour(number: int, total: int) -> str:
     """One of `total` hues that are as far apart as they can be."""
     return f"hsl({round(360 * number / max(total, 1))},70%,45%)"
 
 
 def _scatter(dots: Sequence[Dot], families: Sequence[str]) -> Iterator[str]:
-    """Measured to the right, predicted upwards; on the thick line both are equal."""
+    """Measured along x, predicted along y; on the thick line both are equal."""
     values = [value for dot in dots for value in (dot.measured, dot.low, dot.high)]
     first, last = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
     last = max(last, first + 1)
@@ -109,7 +101,7 @@ def _scatter(dots: Sequence[Dot], families: Sequence[str]) -> Iterator[str]:
 
 
 def _strips(dots: Sequence[Dot], families: Sequence[str]) -> Iterator[str]:
-    """A line for each source; dots on it lie where predicted over measured does."""
+    """One line per source, with a dot for each run at predicted over measured."""
     left = _LEFT + _SIDE + _GAP
     row = max(_LEAST_ROW, _SIDE / len(families))
     bottom = _TOP + row * len(families)
@@ -127,7 +119,7 @@ def _strips(dots: Sequence[Dot], families: Sequence[str]) -> Iterator[str]:
         mine = [dot for dot in dots if dot.family == family]
         y = _TOP + row * (number + 0.5)
         yield _label(left - 10, y + 4, "end", f"{family} ({len(mine)})")
-        # Dots of equal ratio would hide one another: they are spread over the row in turn.
+        # Dots with equal ratios would hide each other: spread them over the height of the row.
         heights = [y + row * 0.6 * (place % 7 - 3) / 7 for place in range(len(mine))]
         spots = [(across(dot.ratio), height) for dot, height in zip(mine, heights, strict=True)]
         steps = "".join(_mark(x, height, x, height) for x, height in spots)
@@ -135,7 +127,7 @@ def _strips(dots: Sequence[Dot], families: Sequence[str]) -> Iterator[str]:
 
 
 def _mark(x: float, y: float, to_x: float, to_y: float) -> str:
-    """A dot, or a line where there is an interval."""
+    """A dot, or a line for a range."""
     end = "h0" if (x, y) == (to_x, to_y) else f"L{_number(to_x)} {_number(to_y)}"
     return f"M{_number(x)} {_number(y)}{end}"
 

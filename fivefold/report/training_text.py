@@ -1,4 +1,4 @@
-"""A training run for people: its head, its steps, its end, and what is said without memory."""
+"""A training run as text: before it, each step, its summary, and the out-of-memory message."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FIRST, _COLUMN = 34, 14
 
 
 def head(plan: Plan, recipe: Recipe, dtype: str, corpus: str, planned: PlannedStep | None) -> str:
-    """What is about to run."""
+    """The lines before the first step: what is about to run."""
     layout = plan.layout
     masks = "document masks" if plan.packed else "no document masks"
     lines = [
@@ -41,7 +41,7 @@ def head(plan: Plan, recipe: Recipe, dtype: str, corpus: str, planned: PlannedSt
 
 
 def step_line(record: StepRecord, steps: int, eta: float | None = None) -> str:
-    """What users paste into bug reports; what is not known is left out."""
+    """One step, as users paste it into bug reports; unknown values are left out."""
     planned = record.planned
     words = [
         f"step {record.step}/{steps}",
@@ -79,7 +79,7 @@ def duration(seconds: float) -> str:
 
 
 def summary_text(summary: Summary) -> str:
-    """The whole run: losses, where the time went, planned beside measured."""
+    """The whole run: losses, where the time went, planned and measured speed."""
     return "\n".join([*_outcome_lines(summary), "", *_time_lines(summary), *_rate_lines(summary)])
 
 
@@ -115,7 +115,7 @@ def _time_lines(summary: Summary) -> Iterator[str]:
 
 
 def _rate_lines(summary: Summary) -> Iterator[str]:
-    """Planned beside measured; what was neither is left out."""
+    """Planned and measured speed; empty if no step was measured."""
     planned, world = summary.planned, summary.world
     total, each = summary.tokens_per_s, summary.tokens_per_s_per_gpu
     if total is None or each is None or world is None or summary.step_s is None:
@@ -154,9 +154,9 @@ def out_of_memory(
     nearest: str | None,
     snapshot: str | None = None,
 ) -> str:
-    """Why a rank ended, with bytes by category: what the plan expected, and what there was.
+    """Why a rank ended: planned and allocated bytes by category.
 
-    `nearest` is a layout that fits, with what it takes; `snapshot` the file that shows the memory.
+    `nearest`: a layout that fits, with its memory; `snapshot`: the file that shows the memory.
     """
     lines = [f"out of memory at {where}", _row("GiB", "planned", "allocated")]
     both = (expected, allocated)
@@ -177,7 +177,7 @@ def _gib(size: float | None) -> str:
 
 
 def tail(table: Mapping[str, Any]) -> Iterator[str]:
-    """What is said after the last step: memory, traffic, and the check where there was one."""
+    """The lines after the last step: memory, traffic, and the check if there was one."""
     if table["traffic"] is None:
         yield "no step was left to run"
         return
@@ -198,7 +198,7 @@ def tail(table: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _memory_lines(memory: Mapping[str, Any], world: int) -> Iterator[str]:
-    """Bytes of the rank that holds most."""
+    """Planned and measured bytes of the fullest rank."""
     yield _row(f"bytes of rank {memory['rank']}, which holds most", "planned", "measured")
     for name, word in _CATEGORIES.items():
         planned, measured = memory["planned"][name], memory["measured"][name]
@@ -211,7 +211,7 @@ def _memory_lines(memory: Mapping[str, Any], world: int) -> Iterator[str]:
 
 
 def _traffic_lines(traffic: Mapping[str, Any]) -> Iterator[str]:
-    """What all ranks sent on each axis in one step."""
+    """Planned and measured traffic of all ranks on each axis in one step."""
     axes = sorted({*traffic["planned"], *traffic["measured"]})
     if not axes:
         yield "collectives: none planned, none measured"
@@ -227,7 +227,7 @@ def _traffic_lines(traffic: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _check_lines(table: Mapping[str, Any]) -> Iterator[str]:
-    """The losses beside those of one process."""
+    """The losses compared with those of one process."""
     check = table["check"]
     last = table["steps"][-1]["loss"]
     yield f"loss of step {len(table['steps'])}: {last:.9f}; one process: {check['loss']:.9f}"

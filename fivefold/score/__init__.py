@@ -1,4 +1,9 @@
-"""Estimates held against runs that somebody measured."""
+"""How accurate estimates are: all scored runs in figures, overall, by group and by half.
+
+The figures are also shown set by set beside those of other planners. The numbers of Calculon and
+llm-analysis are frozen. They were measured on the full public sets; `peer_runs` says on how many
+runs, where that is known.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +22,14 @@ from fivefold.score.outcome import (
     stats,
 )
 
-# Sets of runs on which other planners were measured, and what they reached there.
-#
-# The figures of Calculon and llm-analysis are frozen. They were measured on the full public sets;
-# `peer_runs` says on how many runs, where that is known.
-
-
-PeerTable = dict[str, Any]
-Rank = Callable[[Sequence[ScoredRun]], PeerTable]
-LEAST_TFLOPS = 200.0  # below it the sweep's runs are bound by the host, and single noisy readings
+Table = dict[str, Any]
+LEAST_TFLOPS = 200.0  # below it the sweep's runs are bound by the host and noisy
 _EXACT = ("step_time_s", "tokens_per_s_per_gpu")
 
 
 @dataclass(frozen=True)
 class PeerFigures:
-    """Frozen figures of one metric on one set; None where there is none."""
+    """Frozen figures of other planners for one metric on one set; None if there is none."""
 
     calculon: str | None
     llm_analysis: str | None
@@ -67,7 +65,7 @@ PEERS: dict[tuple[str, str], PeerFigures] = {
 
 @dataclass(frozen=True)
 class Figure:
-    """Ours: a value and the number of runs (or groups of runs) behind it."""
+    """Our figure: a value, and the number of runs (or groups of runs) that it is based on."""
 
     name: str
     metric: str
@@ -76,11 +74,11 @@ class Figure:
     detail: str = ""
 
 
-def compare_with_peers(outcomes: Sequence[ScoredRun], rank: Rank) -> list[PeerTable]:
-    """One entry for each metric of each set of which there are runs; of all and the held-out."""
+def compare_with_peers(outcomes: Sequence[ScoredRun]) -> list[Table]:
+    """One entry per metric and set with runs: for all runs, and for the held-out half."""
     held = {
         (figure.name, figure.metric): figure
-        for figure in _figures([one for one in outcomes if one.is_held_out], rank)
+        for figure in _figures([one for one in outcomes if one.is_held_out])
     }
     return [
         {
@@ -96,20 +94,20 @@ def compare_with_peers(outcomes: Sequence[ScoredRun], rank: Rank) -> list[PeerTa
             "peer_n": peers.peer_runs,
             "aim": peers.aim,
         }
-        for figure in _figures(outcomes, rank)
+        for figure in _figures(outcomes)
         for peers in [PEERS[figure.name, figure.metric]]
         for half in [held.get((figure.name, figure.metric))]
     ]
 
 
-def _figures(outcomes: Sequence[ScoredRun], rank: Rank) -> Iterator[Figure]:
-    yield from _papers(outcomes)
-    yield from _vtrain(outcomes, rank)
-    yield from _sweep(outcomes, rank)
+def _figures(outcomes: Sequence[ScoredRun]) -> Iterator[Figure]:
+    yield from _paper_figures(outcomes)
+    yield from _vtrain_figures(outcomes)
+    yield from _sweep_figures(outcomes)
 
 
 def _points(outcomes: Sequence[ScoredRun], pattern: str) -> list[ScoredRun]:
-    """Runs by their ids, with one predicted and one measured time."""
+    """Runs whose id matches, with one predicted and one measured time."""
     return [
         one
         for one in outcomes
@@ -117,7 +115,9 @@ def _points(outcomes: Sequence[ScoredRun], pattern: str) -> list[ScoredRun]:
     ]
 
 
-def _errors(name: str, runs: Sequence[ScoredRun], metrics: dict[str, str]) -> Iterator[Figure]:
+def _error_figures(
+    name: str, runs: Sequence[ScoredRun], metrics: dict[str, str]
+) -> Iterator[Figure]:
     errors = [one.time_error for one in runs]
     if errors:
         found = {**stats(errors), "max": max(errors)}
@@ -125,19 +125,19 @@ def _errors(name: str, runs: Sequence[ScoredRun], metrics: dict[str, str]) -> It
             yield Figure(name, metric, found[key], len(errors))
 
 
-def _papers(outcomes: Sequence[ScoredRun]) -> Iterator[Figure]:
+def _paper_figures(outcomes: Sequence[ScoredRun]) -> Iterator[Figure]:
     korthikanti = _points(outcomes, r"korth-\d+[bt]-(full|selective)$")
     both = {"mean error": "mean", "largest error": "max"}
-    yield from _errors("Korthikanti", korthikanti, both)
-    # Table 2 of SC21 leaves the split of its Megatron rows open: they are no part of the set.
+    yield from _error_figures("Korthikanti", korthikanti, both)
+    # Table 2 of SC21 leaves the split of its Megatron rows open: they are not in the set.
     megatron = _points(outcomes, r"sc21-t1-|mtnlg-|korth-530b-selective-dp8$")
-    yield from _errors("SC21 + MT-NLG + Korthikanti DP8", megatron, {"mean error": "mean"})
+    yield from _error_figures("SC21 + MT-NLG + Korthikanti DP8", megatron, {"mean error": "mean"})
     sharded = _points(outcomes, r"sc21-.*zero3")
-    yield from _errors("SC21 ZeRO-3", sharded, {"mean error": "mean"})
+    yield from _error_figures("SC21 ZeRO-3", sharded, {"mean error": "mean"})
     full = [one for one in outcomes if one.row.get("fully_specified") is True]
     published = _points(full, r"(?!vtrain-)")
     spread = {"median error": "median", "p90 error": "p90"}
-    yield from _errors("published, fully specified", published, spread)
+    yield from _error_figures("published, fully specified", published, spread)
     for gpus in (8192, 16384):
         for one in outcomes:
             if re.match(rf"llama3-405b-{gpus}g-s8192", one.name) and one.measured_seconds:
@@ -146,7 +146,7 @@ def _papers(outcomes: Sequence[ScoredRun]) -> Iterator[Figure]:
 
 
 def _interval(one: ScoredRun) -> str:
-    """What is predicted for a run that leaves things open, and with which choices it fits."""
+    """The predicted range of a run that leaves choices open, and with which choices it fits."""
     fits = "fits" if one.fits else "does not fit"
     if one.fits is None:
         fits = f"fits in {len(one.fitting)} of {one.num_cases} cases: {one.fitting[0]}"
@@ -154,9 +154,9 @@ def _interval(one: ScoredRun) -> str:
     return f"{low:.2f} to {high:.2f} s for {one.measured_seconds:.2f} s, {fits}"
 
 
-def _vtrain(outcomes: Sequence[ScoredRun], rank: Rank) -> Iterator[Figure]:
+def _vtrain_figures(outcomes: Sequence[ScoredRun]) -> Iterator[Figure]:
     multi = _points(outcomes, "vtrain-multi-")
-    yield from _errors("vTrain multi-node", multi, {"mean error": "mean"})
+    yield from _error_figures("vTrain multi-node", multi, {"mean error": "mean"})
     sizes: dict[str, list[tuple[float, float]]] = {}
     for one in multi:
         size = f"{one.row['layers']} x {one.row['hidden']}"
@@ -164,16 +164,16 @@ def _vtrain(outcomes: Sequence[ScoredRun], rank: Rank) -> Iterator[Figure]:
     if worst := leave_one_size_out(sizes):
         yield Figure("vTrain multi-node", "worst size left out", max(worst.values()), len(worst))
     single = _points(outcomes, "vtrain-single-")
-    yield from _errors("vTrain single-node", single, {"mean error": "mean"})
-    yield from _ranks("vTrain single-node", rank(single))
+    yield from _error_figures("vTrain single-node", single, {"mean error": "mean"})
+    yield from _ranking_figures("vTrain single-node", ranked(single))
 
 
-def _sweep(outcomes: Sequence[ScoredRun], rank: Rank) -> Iterator[Figure]:
+def _sweep_figures(outcomes: Sequence[ScoredRun]) -> Iterator[Figure]:
     runs = [one for one in outcomes if one.family == "hfbench"]
     points = _points(runs, "")
     fast = [one for one in points if one.tflops >= LEAST_TFLOPS]
     spread = {"mean error": "mean", "median error": "median"}
-    yield from _errors("HF sweep, predicted ≥ 200 TFLOP/s", fast, spread)
+    yield from _error_figures("HF sweep, predicted ≥ 200 TFLOP/s", fast, spread)
     peaks = [one.memory_error for one in runs if one.measured_gib is not None]
     if peaks:
         yield Figure("HF sweep", "mean memory error", stats(peaks)["mean"], len(peaks))
@@ -185,21 +185,18 @@ def _sweep(outcomes: Sequence[ScoredRun], rank: Rank) -> Iterator[Figure]:
         yield Figure("HF sweep", "fits or not, right", found["accuracy"], found["n"])
     if found["false_fit"] is not None:
         yield Figure("HF sweep", "false fit", found["false_fit"], found["failed"])
-    yield from _ranks("HF sweep", rank(points))
+    yield from _ranking_figures("HF sweep", ranked(points))
 
 
-def _ranks(name: str, found: PeerTable) -> Iterator[Figure]:
+def _ranking_figures(name: str, found: Table) -> Iterator[Figure]:
     if found["groups"]:
         yield Figure(name, "best-of-3 regret", found["best3_regret"], found["groups"])
         yield Figure(name, "Kendall tau", found["tau"], found["groups"])
 
 
-# All outcomes in figures: overall, by group, by half, and set by set beside other planners.
+# --- Overall, by group and by half
 
-
-Table = dict[str, Any]
-
-# How rows are grouped: always by inputs or predictions, never by what was measured.
+# How rows are grouped: always by inputs or predictions, never by measurements.
 BREAKDOWNS: dict[str, Callable[[ScoredRun], str]] = {
     "source": lambda one: one.family,
     "gpu": lambda one: str(one.row["gpu"]),
@@ -212,7 +209,7 @@ BREAKDOWNS: dict[str, Callable[[ScoredRun], str]] = {
 
 
 def summary(scored: ScoreResult) -> Table:
-    """Everything that is on the screen, as JSON."""
+    """All figures as JSON; the text and the page are made from it."""
     outcomes = scored.outcomes
     skipped = [{"id": each.id, "reason": each.reason} for each in scored.skipped]
     unmeasured = [{"id": each.id, "reason": each.reason} for each in scored.unmeasured]
@@ -223,7 +220,7 @@ def summary(scored: ScoreResult) -> Table:
         "from_tflops": from_tflops(outcomes),
         "held_out": halves(outcomes),
         "groups": dict(_groups(outcomes)),
-        "sets": compare_with_peers(outcomes, ranked),
+        "sets": compare_with_peers(outcomes),
         "specified": _specified(scored),
         "skipped": skipped,
         "unmeasured": unmeasured,
@@ -231,7 +228,7 @@ def summary(scored: ScoreResult) -> Table:
 
 
 def figures(outcomes: Sequence[ScoredRun]) -> Table:
-    """Errors on step time and memory, fits or not, and ranking; of runs that leave nothing open."""
+    """Errors of step time and memory, fits or not, and ranking, of runs that leave nothing open."""
     verdicts = [
         (one.fits, one.did_fit)
         for one in outcomes
@@ -247,7 +244,7 @@ def figures(outcomes: Sequence[ScoredRun]) -> Table:
 
 def runs_with_time(outcomes: Sequence[ScoredRun]) -> list[ScoredRun]:
     """Runs with one predicted and one measured time."""
-    return [one for one in outcomes if not one.is_open and _is_clocked(one)]
+    return [one for one in outcomes if not one.is_open and _has_time(one)]
 
 
 def runs_with_memory(outcomes: Sequence[ScoredRun]) -> list[ScoredRun]:
@@ -255,12 +252,12 @@ def runs_with_memory(outcomes: Sequence[ScoredRun]) -> list[ScoredRun]:
     return [one for one in outcomes if not one.is_open and one.measured_gib is not None]
 
 
-def _is_clocked(one: ScoredRun) -> bool:
+def _has_time(one: ScoredRun) -> bool:
     return one.measured_seconds is not None and one.source != "tflops_per_gpu"
 
 
 def ranked(outcomes: Sequence[ScoredRun]) -> Table:
-    """How well runs of the same job on as many GPUs are put in order."""
+    """How well runs of the same job on the same number of GPUs are ranked."""
     groups: dict[tuple[Any, ...], list[ScoredRun]] = {}
     for one in runs_with_time(outcomes):
         groups.setdefault(_job(one), []).append(one)
@@ -275,7 +272,7 @@ def ranked(outcomes: Sequence[ScoredRun]) -> Table:
 
 
 def _job(one: ScoredRun) -> tuple[Any, ...]:
-    """What runs share that a planner would choose among."""
+    """What runs have in common if a planner would choose among them."""
     same = (
         "model",
         "layers",
@@ -292,26 +289,27 @@ def _job(one: ScoredRun) -> tuple[Any, ...]:
 
 
 def intervals(outcomes: Sequence[ScoredRun]) -> Table:
-    """Runs that leave open what time depends on: how many lie inside, and how far out the rest."""
-    return _spans([one for one in outcomes if one.is_open and _is_clocked(one)])
+    """Runs that leave choices open that time depends on: how many are inside the predicted range,
+    and how far outside the others are."""
+    return _ranges([one for one in outcomes if one.is_open and _has_time(one)])
 
 
 def from_tflops(outcomes: Sequence[ScoredRun]) -> Table:
-    """Runs whose time was worked out from published TFLOP/s: the weakest evidence."""
-    return _spans([one for one in outcomes if one.source == "tflops_per_gpu"])
+    """Runs whose time was computed from published TFLOP/s: the weakest evidence."""
+    return _ranges([one for one in outcomes if one.source == "tflops_per_gpu"])
 
 
-def _spans(outcomes: Sequence[ScoredRun]) -> Table:
+def _ranges(outcomes: Sequence[ScoredRun]) -> Table:
     errors = [one.time_error for one in outcomes]
     widths = [one.seconds.high / one.seconds.low - 1 for one in outcomes]
     return {**stats(errors), "inside": errors.count(0.0), "width": stats(widths)["median"]}
 
 
 def halves(outcomes: Sequence[ScoredRun]) -> Table:
-    """Step time of families with a fitted factor, memory and verdicts, on either half by hash.
+    """Step time of families with a fitted factor, memory and verdicts, on each half by hash.
 
-    `families_without`: those with a factor of which no run is in the held-out half, so that nothing
-    here tells how well their factor holds elsewhere.
+    `families_without`: families with a factor but without a run in the held-out half, so that
+    nothing here tests the factor.
     """
     parts = {
         "all": list(outcomes),
@@ -351,7 +349,7 @@ def _groups(outcomes: Sequence[ScoredRun]) -> Iterator[tuple[str, Table]]:
 
 
 def _specified(scored: ScoreResult) -> Table:
-    """Of the fully specified rows with a measurement, how many could not be expressed."""
+    """Of the fully specified rows with a measurement, how many could not be estimated."""
     skipped = sum(each.specified for each in scored.skipped)
     total = skipped + sum(one.specified for one in scored.outcomes)
     return {"n": total, "skipped": skipped, "share": skipped / total if total else None}

@@ -1,4 +1,8 @@
-"""How far predictions are off, and how well they rank. Errors are shares of what was measured."""
+"""Estimate measured runs from their inputs alone, and score the estimates.
+
+First the metrics: errors are shares of the measured value, and rankings are compared within groups.
+Then one run at a time: the cases of a row are estimated and put beside what was measured.
+"""
 
 from __future__ import annotations
 
@@ -17,23 +21,23 @@ from fivefold.cost.step_time import step_time
 from fivefold.score.published import Case, cases
 from fivefold.score.rows import Row
 
-LEAST_RANKED = 4  # runs of a group, below which an order says little
+LEAST_RANKED = 4  # runs of a group; the order of fewer says little
 _TOP = 3
 
 
 class PredictedRange(NamedTuple):
-    """A prediction: one value, or the ends of what a run that leaves things open may be."""
+    """A predicted value, or the range of values of a run that leaves choices open."""
 
     low: float
     high: float
 
     def error(self, measured: float) -> float:
-        """0 inside; outside, the distance to the nearer end."""
+        """0 inside the range; outside, the distance to the nearer end."""
         return max(self.low - measured, measured - self.high, 0.0) / measured
 
 
 def stats(errors: Sequence[float]) -> dict[str, Any]:
-    """`n`, `median`, `mean` and `p90`; None where there is nothing."""
+    """`n`, `median`, `mean` and `p90`; None if there are no errors."""
     if not errors:
         return {"n": 0, "median": None, "mean": None, "p90": None}
     found = np.asarray(errors)
@@ -46,7 +50,8 @@ def stats(errors: Sequence[float]) -> dict[str, Any]:
 
 
 def confusion(verdicts: Sequence[tuple[bool, bool]]) -> dict[str, Any]:
-    """Pairs of predicted to fit and did fit: `accuracy`, and `false_fit` of those that did not."""
+    """From pairs (predicted to fit, did fit): `accuracy`, and the share of failed runs that were
+    predicted to fit (`false_fit`)."""
     failed = [predicted for predicted, happened in verdicts if not happened]
     right = [predicted == happened for predicted, happened in verdicts]
     return {
@@ -58,9 +63,9 @@ def confusion(verdicts: Sequence[tuple[bool, bool]]) -> dict[str, Any]:
 
 
 def kendall_tau(predicted: Sequence[float], measured: Sequence[float]) -> float:
-    """Tau-b: pairs in the same order less those in the opposite one, ties taken out of the count.
+    """Tau-b: pairs in the same order minus pairs in the opposite order, without ties.
 
-    0 where either side is all ties: nothing was ranked.
+    0 if one side is all ties: nothing was ranked.
     """
     x, y = (np.sign(np.subtract.outer(each, each)) for each in (predicted, measured))
     pairs = np.sqrt(float((x != 0).sum()) * float((y != 0).sum()))
@@ -68,9 +73,9 @@ def kendall_tau(predicted: Sequence[float], measured: Sequence[float]) -> float:
 
 
 def regret(predicted: Sequence[float], measured: Sequence[float], tries: int) -> float:
-    """What the best of the first `tries` predicted runs takes longer than the best of all.
+    """By which share the best of the first `tries` predicted runs is slower than the best of all.
 
-    Of equal predictions the one that stands first is taken.
+    Of equal predictions the first one is taken.
     """
     order = np.argsort(np.asarray(predicted), kind="stable")[:tries]
     times = np.asarray(measured)
@@ -78,7 +83,7 @@ def regret(predicted: Sequence[float], measured: Sequence[float], tries: int) ->
 
 
 def ranking(groups: Sequence[Sequence[tuple[float, float]]]) -> dict[str, Any]:
-    """Means over groups of predicted and measured times."""
+    """Mean tau and regret over groups of predicted and measured times."""
     if not groups:
         return {"groups": 0, "n": 0, "tau": None, "top1_regret": None, "best3_regret": None}
     sides = [tuple(zip(*group, strict=True)) for group in groups]
@@ -92,7 +97,7 @@ def ranking(groups: Sequence[Sequence[tuple[float, float]]]) -> dict[str, Any]:
 
 
 def leave_one_size_out(sizes: dict[str, list[tuple[float, float]]]) -> dict[str, float]:
-    """By size: the mean error of its runs when one scale is fitted on all other sizes.
+    """By size: the mean error of its runs with a scale that is fitted on all other sizes.
 
     The scale is the median of measured over predicted.
     """
@@ -106,8 +111,7 @@ def leave_one_size_out(sizes: dict[str, list[tuple[float, float]]]) -> dict[str,
     return found
 
 
-# One measured run beside what the estimator says of it, from the run's inputs alone.
-
+# --- One run at a time
 
 _GIB = 2**30
 Source = Literal["step_time_s", "tokens_per_s_per_gpu", "tflops_per_gpu"]
@@ -115,22 +119,22 @@ Source = Literal["step_time_s", "tokens_per_s_per_gpu", "tflops_per_gpu"]
 
 @dataclass(frozen=True)
 class ScoredRun:
-    """A run: measured, None where it was not, and predicted."""
+    """A run: predicted values, and measured ones or None."""
 
     row: Row
     family: str
     fitted: bool  # whether its stack has a factor that was fitted to step times
-    routed: bool
-    num_cases: int  # above 1: the source leaves open what time depends on
+    routed: bool  # whether the model has experts
+    num_cases: int  # above 1: the source leaves choices open that time depends on
     seconds: PredictedRange
     measured_seconds: float | None
-    source: Source | None  # what the measured seconds were read from
+    source: Source | None  # what the measured seconds were computed from
     gib: PredictedRange
     measured_gib: float | None
-    fits: bool | None  # None: some of the cases fit
-    fitting: tuple[str, ...]  # what the cases that fit choose
+    fits: bool | None  # None: only some of the cases fit
+    fitting: tuple[str, ...]  # the choices of the cases that fit
     did_fit: bool | None
-    tflops: float  # that the run reaches by the predicted time; of the slowest case
+    tflops: float  # per GPU, by the predicted time of the slowest case
 
     @property
     def name(self) -> str:
@@ -142,7 +146,7 @@ class ScoredRun:
 
     @property
     def specified(self) -> bool:
-        """Whether nothing is left open: as the row says, or else as it can be seen."""
+        """Whether nothing is left open: as the row says, or else if it has one case."""
         said = self.row.get("fully_specified")
         return not self.is_open if said is None else bool(said)
 
@@ -171,7 +175,7 @@ class UnscoredRow(NamedTuple):
 
 @dataclass
 class ScoreResult:
-    """All rows: those scored, those that cannot be expressed, and those with no measurement."""
+    """All rows: scored ones, those that cannot be estimated, and those without a measurement."""
 
     outcomes: list[ScoredRun] = field(default_factory=list[ScoredRun])
     skipped: list[UnscoredRow] = field(default_factory=list[UnscoredRow])
@@ -179,7 +183,7 @@ class ScoreResult:
 
 
 def held_out(name: str) -> bool:
-    """Which half of the runs no factor may be fitted on: by hash, so that nobody chooses it."""
+    """Whether a run is in the half on which no factor may be fitted; its hash decides."""
     return int(hashlib.sha256(name.encode()).hexdigest(), 16) % 2 == 1
 
 
@@ -211,15 +215,15 @@ _DID_FIT = {"Success": True, "OOM": False}
 
 
 def score_row(row: Row) -> ScoredRun:
-    """Estimate one row; raises where it cannot be expressed."""
+    """Estimate one row; raises if that is not possible."""
     found = cases(row)
     one = found[0]
     _check_world(row, one)
     times = [_seconds(each) for each in found]
-    books = [_memory(each) for each in found]
-    seconds, gib = _span(times), _span([reserved for reserved, _ in books])
-    verdicts = {verdict for _, verdict in books}
-    fitting = [each.choices for each, (_, has_room) in zip(found, books, strict=True) if has_room]
+    memory = [_memory(each) for each in found]
+    seconds, gib = _range(times), _range([reserved for reserved, _ in memory])
+    verdicts = {fits for _, fits in memory}
+    fitting = [case.choices for case, (_, fits) in zip(found, memory, strict=True) if fits]
     flops = training_flops(one.shape, one.seq).total * one.seq * row["global_batch"]
     measured, source = measured_seconds(row, flops)
     return ScoredRun(
@@ -241,7 +245,7 @@ def score_row(row: Row) -> ScoredRun:
 
 
 def measured_seconds(row: Row, flops: float) -> tuple[float | None, Source | None]:
-    """Seconds of a step, and what they were read from; `flops`: the model's, of one step."""
+    """Seconds of a step, and what they were computed from; `flops`: model FLOPs of a step."""
     achieved = row["achieved"]
     if achieved.get("status") == "OOM":
         return None, None
@@ -264,18 +268,16 @@ def _check_world(row: Row, case: Case) -> None:
 
 
 def _seconds(case: Case) -> float:
-    asked = (case.shape, case.machine, case.stack, case.grid, case.seq, case.precision)
-    return float(step_time(*asked).step.item())
+    return float(step_time(*case.arguments).step.item())
 
 
 def _memory(case: Case) -> tuple[float, bool]:
-    """GiB that the first rank's allocator reserves, and whether every rank has room."""
-    asked = (case.shape, case.machine, case.stack, case.grid, case.seq, case.precision)
-    books = peak_memory(*asked)
-    return float(books.reserved.item()) / _GIB, bool(fits(books, case.machine).item())
+    """GiB that the first rank's allocator reserves, and whether every rank fits."""
+    peak = peak_memory(*case.arguments)
+    return float(peak.reserved.item()) / _GIB, bool(fits(peak, case.machine).item())
 
 
-def _span(values: Sequence[float]) -> PredictedRange:
+def _range(values: Sequence[float]) -> PredictedRange:
     if not all(math.isfinite(each) and each > 0 for each in values):
         raise FivefoldError("the estimate is not a number above 0: the row is outside its domain")
     return PredictedRange(min(values), max(values))

@@ -1,19 +1,17 @@
-"""Published runs, in the schema of the data files, as cases that the estimator can time.
+"""Published runs, in the schema of the data files, as cases that can be estimated.
 
-A row says what ran: the model's sizes, the GPUs, the layout, the batch, the recomputation. What it
-leaves open and time depends on (rows of a microbatch, chunks, recomputation, how far a schedule of
-its own runs ahead) becomes several cases: their times are an interval. Which software ran is told
-by the family, the head of the id.
+A row says what ran: the sizes of the model, the GPUs, the layout, the batch, the recomputation. If
+it leaves open what time depends on (microbatch size, chunks, recomputation, how far a custom
+schedule runs ahead), it becomes several cases, and their times are a range. The software is known
+from the family, the first part of the id.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
-from typing import Any
 
 import numpy as np
 
@@ -27,36 +25,35 @@ from fivefold.core.shape import Moe, Shape
 from fivefold.cost import stack as stacks
 from fivefold.cost.grid import RECOMPUTE, LayoutGrid
 from fivefold.cost.stack import SoftwareStack
+from fivefold.score.rows import Row
 
-Row = Mapping[str, Any]
-
-# How the data files spell the GPUs, where it is not the preset's name.
+# How the data files spell GPUs, if not by the preset's name.
 GPUS = {"a100-80g": "a100", "h100-sxm": "h100", "tpu_v4": "tpu-v4"}
-# Networks that are not the preset's: words of a row's `interconnect`, and bytes/s of one GPU.
+# Networks that differ from the preset: words in a row's `interconnect`, and bytes/s per GPU.
 NETWORKS = {
     "4x100 Gb RoCE per node": 6.25e9,
     "AWS EFA 400 Gb/s": 6.25e9,
     "vTrain config uses 12.5 GB/s": 12.5e9,
 }
-# Whole machines that differ, by words of `interconnect`.
+# Machines that differ from the preset, by words in `interconnect`.
 VARIANTS = {"500 W power cap": "h100-500w", "AWS p5": "h100-p5", "EFA across nodes": "h100-p5"}
-# Parts of a pod, which are tori of their own, by their chips: a job has one or several of them.
+# Slices of a pod, which are separate tori, by their number of chips; a job has one or several.
 SLICES = {"tpu-v4": {3072: "tpu-v4-3072"}}
-# Models whose layers the sizes of a row do not tell in full.
+# Models that the sizes in a row do not describe in full.
 PRESETS = {
     r"qwen3.?30b": "qwen3-30b-a3b",
     r"qwen3.?235b": "qwen3-235b-a22b",
     r"deepseek.?v3": "deepseek-v3",
     r"palm": "palm-540b",
 }
-# Families of GPT layers: two matrices in the MLP and a tied head. All others are as Llama's.
+# Families with GPT layers: two matrices in the MLP and a tied head. All others have Llama layers.
 GPT = ("sc21", "korth", "mtnlg", "vtrain", "llmf", "zb", "opt")
-GPT_VOCAB = 51_200  # GPT-2's words, padded as Megatron does, where a row does not say
-OPEN_ROWS = (1, 2, 4)  # of a microbatch, where a row does not say
+GPT_VOCAB = 51_200  # GPT-2's vocabulary, padded as Megatron does, if a row does not say
+OPEN_MICROBATCH_SIZES = (1, 2, 4)  # if a row does not say
 OPEN_CHUNKS = (1, 2, 3, 4, 6, 8)
-# The first job of the Hugging Face sweep that had the repaired pipeline messages.
+# The first job of the Hugging Face sweep with repaired pipeline messages.
 HF_REPAIRED = 14_050_000
-# Share of dispatch and combine that hides where two microbatches are in a layer at once.
+# Share of dispatch and combine that is hidden if two microbatches overlap in a layer.
 OVERLAPPED = 0.9
 STACKS = {
     "sc21": stacks.MEGATRON_2021,
@@ -80,7 +77,7 @@ STACKS = {
     "zb": stacks.ZERO_BUBBLE,
     "internevo": stacks.INTERN,
 }
-# Of families that are not among these: what a row's source and notes say, in this order.
+# For other families: words in a row's source and notes, in this order.
 WORDS = {
     r"nanotron": stacks.NANOTRON,
     r"torchtitan|fsdp2": stacks.TITAN,
@@ -91,13 +88,13 @@ WORDS = {
     r"zero bubble": stacks.ZERO_BUBBLE,
     r"megatron": stacks.MEGATRON_2021,
 }
-# Models of GPT layers, by name, in families that have others too.
+# Names of models with GPT layers, in families that also have others.
 GPT_NAMES = r"gpt|\bopt\b|bloom|\bmpt\b|megatron|turing|nlg"
 
 
 @dataclass(frozen=True)
 class Case:
-    """One run as the estimator takes it; the grid holds one layout."""
+    """One run that can be estimated; its grid has one layout."""
 
     shape: Shape
     machine: Machine
@@ -108,8 +105,13 @@ class Case:
     family: str
 
     @property
+    def arguments(self) -> tuple[Shape, Machine, SoftwareStack, LayoutGrid, int, str]:
+        """The arguments of cost functions, in their order."""
+        return self.shape, self.machine, self.stack, self.grid, self.seq, self.precision
+
+    @property
     def choices(self) -> str:
-        """What a row may leave open, as this case has it."""
+        """The choices of this case that a row may leave open."""
         columns = (self.grid.microbatch_size, self.grid.chunks, self.grid.recompute)
         rows, chunks, recompute = (int(each.item()) for each in columns)
         said = f"rows={rows} chunks={chunks} recompute={RECOMPUTE[recompute]}"
@@ -117,20 +119,20 @@ class Case:
 
 
 def cases(row: Row) -> list[Case]:
-    """The run of a row; several where the row leaves open what time depends on."""
+    """The run of a row; several cases if the row leaves choices open that time depends on."""
     family = family_of(row)
     shape, machine = _shape(row, family), _machine(row, family)
     stack, precision = _stack(row, family), _precision(row)
-    # How far a rank of this stack's own schedule runs ahead is left open.
+    # How far ahead the custom schedule of this stack runs is not published.
     variants = (stack, stacks.META_LEAN) if stack is stacks.META else (stack,)
     return [
-        Case(shape, machine, each, grid, _whole(row, "seq_len"), precision, family)
+        Case(shape, machine, each, grid, _integer(row, "seq_len"), precision, family)
         for grid, each in product(_grids(row, shape), variants)
     ]
 
 
 def family_of(row: Row) -> str:
-    """Where a row comes from: the head of its id; DeepSpeed's rows of SC21 are their own."""
+    """The source of a row: the first part of its id; DeepSpeed's rows of SC21 are separate."""
     name = str(row.get("id", ""))
     if name.startswith("vtrain-"):
         return "-".join(name.split("-")[:2])
@@ -139,15 +141,15 @@ def family_of(row: Row) -> str:
     return re.split(r"[-_]", name)[0]
 
 
-def _whole(row: Row, key: str) -> int:
+def _integer(row: Row, key: str) -> int:
     value = row.get(key)
     if not isinstance(value, int | float) or value < 1 or value != int(value):
         raise FivefoldError(f"{key} = {value!r}: this row does not say what the time depends on")
     return int(value)
 
 
-def _number(row: Row, key: str, default: int) -> int:
-    return default if row.get(key) is None else _whole(row, key)
+def _optional_integer(row: Row, key: str, default: int) -> int:
+    return default if row.get(key) is None else _integer(row, key)
 
 
 def _shape(row: Row, family: str) -> Shape:
@@ -156,33 +158,35 @@ def _shape(row: Row, family: str) -> Shape:
         if re.search(pattern, model, re.IGNORECASE):
             preset = models.load(name)
             mtp = preset.mtp if re.search(r"w/ MTP", model) else 0
-            return replace(preset, mtp=mtp, max_seq=_whole(row, "seq_len"))
-    width, heads = _whole(row, "hidden"), _whole(row, "heads")
+            return replace(preset, mtp=mtp, max_seq=_integer(row, "seq_len"))
+    width, heads = _integer(row, "hidden"), _integer(row, "heads")
     gated = not (family.startswith(GPT) or re.search(GPT_NAMES, model, re.IGNORECASE))
-    ffn = _number(row, "ffn_hidden", -(-width * 8 // (3 * 256)) * 256 if gated else 4 * width)
+    ffn = _optional_integer(
+        row, "ffn_hidden", -(-width * 8 // (3 * 256)) * 256 if gated else 4 * width
+    )
     routed = row.get("experts") is not None
     shape = Shape(
         name=str(row.get("id")),
-        layers=_whole(row, "layers"),
+        layers=_integer(row, "layers"),
         width=width,
         heads=heads,
-        kv_heads=_number(row, "kv_heads", heads),
+        kv_heads=_optional_integer(row, "kv_heads", heads),
         head_dim=64 if "OSS" in model else max(2, width // heads // 2 * 2),
         ffn=ffn,
-        vocab=_number(row, "vocab", GPT_VOCAB) if not gated else _whole(row, "vocab"),
-        max_seq=_whole(row, "seq_len"),
+        vocab=_optional_integer(row, "vocab", GPT_VOCAB) if not gated else _integer(row, "vocab"),
+        max_seq=_integer(row, "seq_len"),
         activation="swiglu" if gated else "gelu",
         positions="rotary" if gated else "learned",
         tied=not gated,
         window=128 if "OSS" in model else None,
         global_every=2 if "OSS" in model else None,
-        moe=Moe(_whole(row, "experts"), _whole(row, "topk"), ffn) if routed else None,
+        moe=Moe(_integer(row, "experts"), _integer(row, "topk"), ffn) if routed else None,
     )
     return replace(shape, tied=True) if _is_tied(row, shape) else shape
 
 
 def _is_tied(row: Row, shape: Shape) -> bool:
-    """Whether the parameters that a row counts are those of a model whose head is tied."""
+    """Whether a row's number of parameters is that of a model with a tied head."""
     said = row.get("params_b")
     if not isinstance(said, int | float) or shape.tied:
         return shape.tied
@@ -200,7 +204,7 @@ def _machine(row: Row, family: str) -> Machine:
         if words in wires and name == "h100":
             name = variant
     for chips, part in SLICES.get(name, {}).items():
-        if _whole(row, "gpus") % chips == 0:
+        if _integer(row, "gpus") % chips == 0:
             name = part
     machine = _loaded(name)
     for words, bandwidth in NETWORKS.items():
@@ -227,8 +231,8 @@ def _precision(row: Row) -> str:
 
 
 def _stack(row: Row, family: str) -> SoftwareStack:
-    """The stack behind a family, with what a row's notes say of it."""
-    stack, notes = STACKS.get(family) or _told(row), str(row.get("notes") or "")
+    """The stack of a family, changed as the row's notes say."""
+    stack, notes = STACKS.get(family) or _stack_by_words(row), str(row.get("notes") or "")
     if stack is stacks.NANOTRON:
         job = re.search(r"-(\d+)$", str(row.get("id")))
         return stacks.NANOTRON_OLD if job and int(job[1]) < HF_REPAIRED else stack
@@ -242,36 +246,36 @@ def _stack(row: Row, family: str) -> SoftwareStack:
         return replace(stack, experts_hidden=OVERLAPPED)
     some = re.search(r"full recompute of (\d+) layers per \(virtual\) stage", notes)
     if some:
-        chunks = _whole(row, "pp") * _number(row, "vpp", 1)
-        return replace(stack, recomputed=min(1.0, int(some[1]) * chunks / _whole(row, "layers")))
+        chunks = _integer(row, "pp") * _optional_integer(row, "vpp", 1)
+        return replace(stack, recomputed=min(1.0, int(some[1]) * chunks / _integer(row, "layers")))
     return stack
 
 
-def _told(row: Row) -> SoftwareStack:
-    """The stack of a family that nobody knows, by the row's own words."""
+def _stack_by_words(row: Row) -> SoftwareStack:
+    """The stack of an unknown family, by words in the row."""
     text = f"{row.get('source')} {row.get('notes')}"
     found = (each for words, each in WORDS.items() if re.search(words, text, re.IGNORECASE))
     stack = next(found, stacks.FIVEFOLD)
-    # Megatron after 2022 has fused attention and hides its sums, as NVIDIA's later stacks do.
+    # Megatron after 2022 has fused attention and overlaps reductions, as NVIDIA's later stacks do.
     modern = stack is stacks.MEGATRON_2021 and _precision(row) != "fp16"
     return stacks.NEMO if modern else stack
 
 
 def _grids(row: Row, shape: Shape) -> list[LayoutGrid]:
-    dp, batch = _whole(row, "dp"), _whole(row, "global_batch")
-    pp = _whole(row, "pp")
+    dp, batch = _integer(row, "dp"), _integer(row, "global_batch")
+    pp = _integer(row, "pp")
     said = row.get("schedule") or ""
     chunks: tuple[int, ...] = (1,)
     if row.get("vpp"):
-        chunks = (_whole(row, "vpp"),)
+        chunks = (_integer(row, "vpp"),)
     elif pp > 1 and "interleaved" in said:
         chunks = tuple(each for each in OPEN_CHUNKS if 1 < each <= -(-shape.layers // pp))
     if row.get("micro_batch") is None:
-        # Nobody leaves a pipeline with fewer microbatches than stages if rows can be fewer.
+        # Assume at least as many microbatches as stages, if a smaller microbatch allows it.
         fewest = min(pp, batch // dp)
-        rows = tuple(each for each in OPEN_ROWS if batch // (dp * each) >= fewest)
+        rows = tuple(each for each in OPEN_MICROBATCH_SIZES if batch // (dp * each) >= fewest)
     else:
-        rows = (_whole(row, "micro_batch"),)
+        rows = (_integer(row, "micro_batch"),)
     kinds = RECOMPUTE if row.get("recompute") is None else (str(row["recompute"]),)
     if kinds[0] not in RECOMPUTE:
         raise FivefoldError(f"recompute = {kinds[0]!r}: say none, selective or full")
@@ -281,21 +285,21 @@ def _grids(row: Row, shape: Shape) -> list[LayoutGrid]:
 
 
 def _grid(row: Row, rows: int, chunks: int, recompute: str) -> LayoutGrid:
-    dp, tp, pp = (_whole(row, key) for key in ("dp", "tp", "pp"))
+    dp, tp, pp = (_integer(row, key) for key in ("dp", "tp", "pp"))
     zero = int(row.get("zero") or 0)
     shard = _zero_group(row) or dp
     numbers = {
         "tp": tp,
-        "cp": _number(row, "cp", 1),
+        "cp": _optional_integer(row, "cp", 1),
         "pp": pp,
         "replicate": dp // shard,
         "shard": shard,
-        "ep": _number(row, "ep", 1),
-        "etp": _number(row, "etp", 1),
+        "ep": _optional_integer(row, "ep", 1),
+        "etp": _optional_integer(row, "etp", 1),
         "zero": zero,
         "chunks": chunks,
         "microbatch_size": rows,
-        "microbatches": max(1, round(_whole(row, "global_batch") / (dp * rows))),
+        "microbatches": max(1, round(_integer(row, "global_batch") / (dp * rows))),
         "recompute": RECOMPUTE.index(recompute),
         "schedule": schedule_names().index(_schedule(row, chunks)),
     }
@@ -305,7 +309,7 @@ def _grid(row: Row, rows: int, chunks: int, recompute: str) -> LayoutGrid:
 
 
 def _zero_group(row: Row) -> int:
-    """Data ranks among which states are split, where that is said and not all of them."""
+    """Number of data ranks that shard the states, if the row says so; else 0."""
     extra: Row = row.get("extra") or {}
     said = extra.get("zero_group")
     return said if isinstance(said, int) and said > 0 else 0

@@ -1,4 +1,4 @@
-"""Measured runs from JSONL files: one JSON object a line, in the fields below."""
+"""Measured runs from JSONL files: one JSON object per line, with the fields below."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any, NamedTuple, cast
 from fivefold.core.errors import BadFile, FivefoldError
 
 Row = Mapping[str, Any]
-_MOST_PROBLEMS = 12  # more of them tell nothing new
+_MOST_PROBLEMS = 12  # that are listed
 
 
 class RowField(NamedTuple):
-    """One key of a row; what is needed must be there, but may be null: unknown."""
+    """One key of a row; a needed key must be there, but may be null (unknown)."""
 
     kind: str
     needed: bool
@@ -75,14 +75,14 @@ ACHIEVED = {
 
 
 class MeasuredRuns(NamedTuple):
-    """The rows of some files; a row whose id was seen before only fills what the first left out."""
+    """The rows of some files; a row with a known id only adds fields that the first one lacks."""
 
     rows: list[Row]
     num_repeated: int
 
 
 def read_runs(paths: Sequence[Path]) -> MeasuredRuns:
-    """Every row of every file; all problems of a file are told at once, each with its line."""
+    """Every row of every file; an error lists all problems of a file, each with its line."""
     found: dict[str, Row] = {}
     lines = 0
     for path in paths:
@@ -98,7 +98,7 @@ def _rows(path: Path) -> list[Row]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise FivefoldError(
-            f"cannot read {path}: {reason}; give a file with one JSON object a line"
+            f"cannot read {path}: {reason}; give a file with one JSON object per line"
         ) from error
     rows: list[Row] = []
     problems: list[str] = []
@@ -109,12 +109,12 @@ def _rows(path: Path) -> list[Row]:
         row, wrong = _row(line)
         name = row.get("id")
         if not wrong and name in seen:
-            wrong = [f"id {name!r} is already in line {seen[name]}: every run needs its own"]
+            wrong = [f"id {name!r} is already in line {seen[name]}: give every run its own id"]
         problems += [f"line {number}: {each}" for each in wrong]
         rows.append(row)
         seen[str(name)] = number
     if not rows:
-        problems.append("it holds no run: give one JSON object a line")
+        problems.append("it has no runs: write one JSON object per line")
     if problems:
         more = len(problems) - _MOST_PROBLEMS
         rest = [f"and {more} more"] if more > 0 else []
@@ -123,7 +123,7 @@ def _rows(path: Path) -> list[Row]:
 
 
 def _row(line: str) -> tuple[dict[str, Any], list[str]]:
-    """One line's row, and what is wrong with it."""
+    """The row of one line, and its problems."""
     try:
         row = json.loads(line, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
@@ -133,35 +133,35 @@ def _row(line: str) -> tuple[dict[str, Any], list[str]]:
     table = cast(dict[str, Any], row)
     wrong = list(_problems(table, FIELDS, ""))
     if not table.get("id") and "id" in table:
-        wrong.append("id is empty: every run needs its own")
+        wrong.append("id is empty: give every run its own id")
     achieved = table.get("achieved")
     if isinstance(achieved, dict):
         wrong += _problems(cast(dict[str, Any], achieved), ACHIEVED, "achieved.")
     elif "achieved" in table and achieved is None:
-        wrong.append("achieved is null: write {} where nothing was measured")
+        wrong.append("achieved is null: write {} if nothing was measured")
     return table, wrong
 
 
 def _no_number(word: str) -> float:
-    raise ValueError(f"{word} is no number of JSON, write null")
+    raise ValueError(f"{word} is not a JSON number, write null")
 
 
 def _problems(table: Mapping[str, Any], fields: dict[str, RowField], prefix: str) -> Iterator[str]:
     for name, field in fields.items():
         if name not in table and field.needed:
-            yield f"{prefix}{name} is missing: {field.meaning}; null where it is unknown"
+            yield f"{prefix}{name} is missing: {field.meaning}; write null if it is unknown"
         value = table.get(name)
         if value is not None and not _is(value, field.kind):
-            yield f"{prefix}{name} = {value!r} is no {_KINDS[field.kind]}: {field.meaning}"
+            yield f"{prefix}{name} = {value!r} is not {_KINDS[field.kind]}: {field.meaning}"
         elif fields is ACHIEVED and field.kind == "number" and value is not None and value <= 0:
-            yield f"{prefix}{name} = {value!r} must be above 0; null where it is unknown"
+            yield f"{prefix}{name} = {value!r} must be above 0; write null if it is unknown"
 
 
 _KINDS = {
     "text": "text",
-    "number": "finite number",
+    "number": "a finite number",
     "flag": "true or false",
-    "table": "JSON object",
+    "table": "a JSON object",
 }
 
 

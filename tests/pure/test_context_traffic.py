@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fivefold.core.plan import Plan, Wishes, resolve
+from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.core.splits import ContextKind
 from fivefold.cost.collectives import TrafficEntry, predict_traffic, traffic_json
 
@@ -20,9 +20,9 @@ Q = SEQ * 32 * 128 * 2  # bytes of the queries of a row in bf16; outputs are as 
 KV = 2 * SEQ * 8 * 128 * 2  # bytes of its keys and values together
 
 
-def plan_of(layout: str, context: str, model: str = "llama-3.1-8b", **wishes: object) -> Plan:
-    said = {"seq": SEQ, "microbatches": 1, **wishes}
-    return resolve(Wishes(model, layout=layout, context=context, **said))  # pyright: ignore
+def plan_of(layout: str, context: str, model: str = "llama-3.1-8b", **options: object) -> Plan:
+    said = {"seq": SEQ, "microbatches": 1, **options}
+    return resolve(PlanOptions(model, layout=layout, context=context, **said))  # pyright: ignore
 
 
 def traffic(plan: Plan, rank: int = 0, *axes: str) -> list[TrafficEntry]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fivefold.core.plan import Wishes, resolve
+from fivefold.core.plan import PlanOptions, resolve
 from fivefold.cost.matching import IssuedCollective, Mismatch, distinct_ranks, mismatches
 
 PAIR = (0, 1)
@@ -120,7 +120,7 @@ def test_experts_are_sent_as_much_as_they_are() -> None:
 
 @pytest.mark.parametrize("layout", ["dp=1", "dp=2 tp=2 pp=2", "tp=4 pp=4"])
 def test_all_ranks_of_a_small_job_are_looked_at(layout: str) -> None:
-    plan = resolve(Wishes("tiny", layout=layout))
+    plan = resolve(PlanOptions("tiny", layout=layout))
     assert distinct_ranks(plan) == tuple(range(plan.layout.world))
 
 
@@ -133,7 +133,7 @@ def test_all_ranks_of_a_small_job_are_looked_at(layout: str) -> None:
     ],
 )
 def test_ranks_of_a_large_job(layout: str, on_each_axis: dict[str, set[int]]) -> None:
-    plan = resolve(Wishes("llama-3.1-405b", layout=layout, microbatches=16))
+    plan = resolve(PlanOptions("llama-3.1-405b", layout=layout, microbatches=16))
     coords = [plan.layout.coord(rank) for rank in distinct_ranks(plan)]
     firsts = [each.pp for each in coords if not (each.tp or each.cp or each.dp)]
     assert firsts == list(range(16))

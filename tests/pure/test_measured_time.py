@@ -9,10 +9,10 @@ from statistics import mean
 from typing import Any
 
 import pytest
-from ledgers import grid_of
+from one_layout import grid_of
 
 from fivefold.core import machine, models
-from fivefold.core.plan import Plan, Wishes, resolve
+from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.cost import stack as stacks
 from fivefold.cost.layer_time import LayerTimer, total_seconds
 from fivefold.cost.step_time import launch_bound_layer
@@ -26,7 +26,9 @@ MEASURED = Path(__file__).parents[2] / "benchmarks" / "data" / "h200-measured.js
 def plan_of(model: str, layout: str, said: dict[str, Any]) -> Plan:
     """As benchmarks/rehearsal.py resolves a job."""
     count = {} if "pp=" in layout or "microbatches" in said else {"microbatches": 1}
-    return resolve(Wishes(model, layout=layout, machine="h200", ep_nodes=1, **{**said, **count}))
+    return resolve(
+        PlanOptions(model, layout=layout, machine="h200", ep_nodes=1, **{**said, **count})
+    )
 
 
 def is_fitted(line: dict[str, Any]) -> bool:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.core.errors import FivefoldError
-from fivefold.core.plan import Plan, Wishes, resolve
+from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.core.schedule import catalog
 from fivefold.core.schedule.clock import peak_activations
 from fivefold.cost.collectives import TrafficEntry, chunks_of, predict_traffic
@@ -21,13 +21,13 @@ SYNCHRONOUS = [family.name for family in catalog.FAMILIES if not family.asynchro
 A = 1024 * 4096 * 2  # bytes of its activations: one sequence of 1,024 tokens in bf16
 
 
-def plan_of(layout: str, model: str = "llama-3.1-8b", **wishes: object) -> Plan:
-    said = {"seq": 1024, **wishes}
-    return resolve(Wishes(model, layout=layout, **said))  # pyright: ignore
+def plan_of(layout: str, model: str = "llama-3.1-8b", **options: object) -> Plan:
+    said = {"seq": 1024, **options}
+    return resolve(PlanOptions(model, layout=layout, **said))  # pyright: ignore
 
 
-def tiny(layout: str, **wishes: object) -> Plan:
-    return resolve(Wishes("tiny", layout=layout, **wishes), small=True)  # pyright: ignore
+def tiny(layout: str, **options: object) -> Plan:
+    return resolve(PlanOptions("tiny", layout=layout, **options), small=True)  # pyright: ignore
 
 
 def traffic(plan: Plan, rank: int, *axes: str) -> list[TrafficEntry]:
@@ -280,5 +280,5 @@ def test_microbatches_in_flight_are_the_peak_of_the_clock(name: str) -> None:
         assert live * unit == peak
         held = boundary_bytes(plan, 2 * place, 2)
         assert held % (A // 2) == 0 and held // (A // 2) <= live
-        if 0 not in plan.schedule.placement.held(place):
+        if 0 not in plan.schedule.placement.stages_of(place):
             assert held == live * A // 2

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ledgers import H100, grid_of
+from one_layout import H100, grid_of
 
 from fivefold.cli import main
 from fivefold.core import models

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ledgers import grid_of
+from one_layout import grid_of
 
 from fivefold.core import machine as machines
 from fivefold.core import models, tables

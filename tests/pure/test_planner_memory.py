@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ledgers import H100, books_of, grid_of
+from one_layout import H100, grid_of, memory_of
 
 from fivefold.core import models
 from fivefold.core.count import layer_parameters, parameters
-from fivefold.core.plan import Wishes, resolve
+from fivefold.core.plan import PlanOptions, resolve
 from fivefold.core.schedule import Schedule, loop_placement
 from fivefold.core.schedule.clock import Costs, peak_activations, play
 from fivefold.core.schedule.linear import alternate
@@ -22,7 +22,7 @@ from fivefold.cost.step_time import step_time
 from fivefold.planner.estimate import estimate_plan
 from fivefold.planner.search import EstimateSetting, search_layouts
 from fivefold.planner.space import SearchSpace
-from fivefold.score import compare_with_peers, ranked
+from fivefold.score import compare_with_peers
 from fivefold.score.outcome import score_row
 
 LLAMA_405B = models.load("llama-3.1-405b")
@@ -69,7 +69,7 @@ def test_messages_show_where_one_forward_runs_ahead(ranks: int, chunks: int) -> 
 
 def test_stages_that_a_plan_gives_are_those_of_its_ledger() -> None:
     """A layer more on an inner rank: its weights, its states, and what it keeps."""
-    base = Wishes(model="llama-3.1-8b", layout="pp=4", seq=4096, microbatches=8)
+    base = PlanOptions(model="llama-3.1-8b", layout="pp=4", seq=4096, microbatches=8)
     setting = EstimateSetting(H100, stacks.FIVEFOLD, "bf16")
     even, uneven = (
         estimate_plan(resolve(replace(base, stage_layers=given)), setting)
@@ -132,7 +132,7 @@ def test_llama_405b_fits_where_meta_ran_it() -> None:
     assert small.time_error == large.time_error == 0.0
     assert small.fitting == ("rows=1 chunks=8 recompute=none ahead=1",)
     assert large.fitting == tuple(f"rows=1 chunks=8 recompute=none ahead={n}" for n in (2, 1))
-    told = [each["detail"] for each in compare_with_peers([small, large], ranked)]
+    told = [each["detail"] for each in compare_with_peers([small, large])]
     assert "fits in 1 of 20 cases: rows=1 chunks=8 recompute=none ahead=1" in told[0]
 
 
@@ -148,7 +148,7 @@ def states_on(offload: str, **degrees: int) -> LayoutGrid:
 def test_states_lie_on_disks_and_two_layers_of_them_in_host_memory() -> None:
     number = parameters(LLAMA_70B).total / 8
     here, cpu, nvme = (
-        books_of(LLAMA_70B, states_on(name, shard=8, zero=3), seq=8192) for name in OFFLOADS
+        memory_of(LLAMA_70B, states_on(name, shard=8, zero=3), seq=8192) for name in OFFLOADS
     )
     assert nvme.disk.item() == pytest.approx(12 * number)
     assert nvme.host.item() == pytest.approx((2 + 12 * 2 / 80) * number)

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from fivefold.core.plan import Wishes, resolve
+from fivefold.core.plan import PlanOptions, resolve
 from fivefold.cost.collectives import TrafficEntry
 from fivefold.cost.matching import IssuedCollective, mismatches
 from fivefold.planner.estimate import PlannedAction
 from fivefold.report.rehearsal_text import describe, levels_trace, render
 
 GIB = 2**30
-PLAN = resolve(Wishes("tiny", layout="dp=2"))
+PLAN = resolve(PlanOptions("tiny", layout="dp=2"))
 GATHER = IssuedCollective("fsdp", "all_gather", 512, (0, 1), "0F0")
 ENTRY = TrafficEntry("fsdp", "all_gather", 3, 512, 2)
 
@@ -140,7 +140,7 @@ def test_a_difference_that_matters_is_called_out() -> None:
     ("imbalance", "said"), [(1.0, "round-robin"), (1.5, "fullest expert 1.5 x the mean")]
 )
 def test_the_stand_in_of_the_routing_is_said(imbalance: float, said: str) -> None:
-    plan = resolve(Wishes("tiny-moe", layout="dp=2 ep=2"))
+    plan = resolve(PlanOptions("tiny-moe", layout="dp=2 ep=2"))
     table = described(found(plan=plan), imbalance=imbalance)
     assert table["routing"] == said
     assert f"tokens have no values here; they are routed: {said}" in list(render(plan, table))

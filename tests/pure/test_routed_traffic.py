@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fivefold.core.plan import Plan, Wishes, resolve
+from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.cost.collectives import (
     TrafficEntry,
     expert_capacity,
@@ -18,9 +18,9 @@ ROW = 64 * 2  # bytes of a token
 COUNT = 8  # bytes of a whole number
 
 
-def plan_of(layout: str, **wishes: object) -> Plan:
-    said = {"model": "tiny-moe", "seq": SEQ, "microbatches": 1, **wishes}
-    return resolve(Wishes(layout=layout, **said))  # pyright: ignore
+def plan_of(layout: str, **options: object) -> Plan:
+    said = {"model": "tiny-moe", "seq": SEQ, "microbatches": 1, **options}
+    return resolve(PlanOptions(layout=layout, **said))  # pyright: ignore
 
 
 def traffic(plan: Plan, *axes: str) -> list[TrafficEntry]:
@@ -81,15 +81,15 @@ def test_rooms_are_even_and_nobody_counts() -> None:
 def test_ranks_that_share_a_row_sum_its_load_and_gather_its_choices(
     recompute: str, forwards: int
 ) -> None:
-    wishes = {"balance": "aux+aux-seq+capacity:1", "recompute": recompute, "microbatch_size": 3}
+    options = {"balance": "aux+aux-seq+capacity:1", "recompute": recompute, "microbatch_size": 3}
     times, tokens = forwards * LAYERS, 3 * SEQ // 4
-    assert traffic(plan_of("tp=2 cp=2", **wishes), "row") == [
+    assert traffic(plan_of("tp=2 cp=2", **options), "row") == [
         TrafficEntry("row", "all_gather", times, tokens * TOP_K * 4, 4),  # scores, in float32
         TrafficEntry("row", "all_gather", times, tokens * TOP_K * COUNT, 4),
         TrafficEntry("row", "all_reduce", times, 3 * EXPERTS * COUNT, 4),
     ]
     # Without sequence parallelism tp ranks have the same tokens.
-    without = traffic(plan_of("tp=2 cp=2", sp=False, **wishes), "row")
+    without = traffic(plan_of("tp=2 cp=2", sp=False, **options), "row")
     assert {each.group for each in without} == {2}
     assert {each.bytes for each in without} == {
         2 * tokens * TOP_K * 4, 2 * tokens * TOP_K * COUNT, 3 * EXPERTS * COUNT,
@@ -103,9 +103,9 @@ def test_rules_that_need_no_row_are_silent_there(rules: str) -> None:
 
 
 @pytest.mark.parametrize("rules", ["aux", "capacity:1"])
-@pytest.mark.parametrize("wishes", [{"layout": "dp=2"}, {"layout": "tp=2", "sp": False}], ids=str)
-def test_whole_rows_need_no_others(rules: str, wishes: dict[str, object]) -> None:
-    assert traffic(plan_of(balance=rules, **wishes), "row") == []  # pyright: ignore
+@pytest.mark.parametrize("options", [{"layout": "dp=2"}, {"layout": "tp=2", "sp": False}], ids=str)
+def test_whole_rows_need_no_others(rules: str, options: dict[str, object]) -> None:
+    assert traffic(plan_of(balance=rules, **options), "row") == []  # pyright: ignore
 
 
 @pytest.mark.parametrize(("rules", "losses"), [("none", 0), ("aux+z+capacity:1", 2)])

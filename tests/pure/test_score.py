@@ -328,8 +328,8 @@ def without(key: str) -> Mapping[str, Any]:
         (json.dumps(without("gpus")), "line 2: gpus is missing"),
         (json.dumps(without("achieved")), "line 2: achieved is missing"),
         (json.dumps(row(achieved=None)), "line 2: achieved is null"),
-        (json.dumps(row(layers="many")), "line 2: layers = 'many' is no finite number"),
-        (json.dumps(row(sp="yes")), "line 2: sp = 'yes' is no true or false"),
+        (json.dumps(row(layers="many")), "line 2: layers = 'many' is not a finite number"),
+        (json.dumps(row(sp="yes")), "line 2: sp = 'yes' is not true or false"),
         (json.dumps(row(achieved={"step_time_s": 0})), "achieved.step_time_s = 0 must be above 0"),
         (json.dumps(row(id="")), "line 2: id is empty"),
         (json.dumps(row("korth-175b-full")), "is already in line 1"),
@@ -347,7 +347,7 @@ def test_bad_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "cannot read" in refuse(capsys, str(tmp_path / "none.jsonl"))
     assert "cannot read" in refuse(capsys, str(tmp_path))
     (tmp_path / "empty.jsonl").write_text("\n")
-    assert "holds no run" in refuse(capsys, str(tmp_path / "empty.jsonl"))
+    assert "has no runs" in refuse(capsys, str(tmp_path / "empty.jsonl"))
     (tmp_path / "bytes.jsonl").write_bytes(b"\xff\xfe")
     assert "not UTF-8" in refuse(capsys, str(tmp_path / "bytes.jsonl"))
     missing = tmp_path / "no" / "page.md"

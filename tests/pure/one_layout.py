@@ -1,4 +1,4 @@
-"""Ledgers for tests: a grid of one layout, its books, and what a layer of it keeps."""
+"""Estimates of one layout for tests: its grid, its peak memory, and what a layer of it saves."""
 
 from __future__ import annotations
 
@@ -21,19 +21,8 @@ LARGE = Shape("8.86b", 32, 4096, 32, 32, 128, 14336, 131072, 4096)
 def grid_of(
     *, sp: bool = True, offload: bool = False, schedule: str = "1f1b", **said: int
 ) -> LayoutGrid:
-    names = (
-        "tp",
-        "cp",
-        "pp",
-        "replicate",
-        "shard",
-        "ep",
-        "etp",
-        "zero",
-        "chunks",
-        "microbatch_size",
-    )
-    names += ("microbatches", "recompute")
+    names = ["tp", "cp", "pp", "replicate", "shard", "ep", "etp", "zero", "chunks"]
+    names += ["microbatch_size", "microbatches", "recompute"]
     numbers = [said.pop(name, 0 if name in ("zero", "recompute") else 1) for name in names]
     assert not said, said
     columns = {name: np.array([float(each)]) for name, each in zip(names, numbers, strict=True)}
@@ -41,17 +30,17 @@ def grid_of(
     return LayoutGrid(**columns, sp=np.array([sp]), offload=np.array([offload]))
 
 
-def books_of(
+def memory_of(
     shape: Shape, grid: LayoutGrid, stack: stacks.SoftwareStack = stacks.FIVEFOLD, seq: int = 4096
 ) -> PeakMemory:
     return peak_memory(shape, H100, stack, grid, seq, "bf16")
 
 
-def kept(
+def activations_of(
     shape: Shape,
     stack: stacks.SoftwareStack,
     grid: LayoutGrid,
     seq: int,
-    keeps: StackMemory | None = None,
+    memory: StackMemory | None = None,
 ) -> Activations:
-    return Activations(shape, stack, keeps or memory_of_stack(stack.name), grid, seq, 2, 1.0)
+    return Activations(shape, stack, memory or memory_of_stack(stack.name), grid, seq, 2, 1.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from ledgers import H100, LARGE, SMALL, books_of, grid_of, kept
+from one_layout import H100, LARGE, SMALL, activations_of, grid_of, memory_of
 
 from fivefold.core import models
 from fivefold.cost import stack as stacks
@@ -48,7 +48,7 @@ RUNS = (
 
 
 @pytest.mark.parametrize(
-    ("keeps", "model", "measured"),
+    ("memory", "model", "measured"),
     [
         *((memory_of_stack(stacks.FIVEFOLD.name), *each) for each in COMPILED.items()),
         *((EAGER_MEMORY, *each) for each in UNCOMPILED.items()),
@@ -56,12 +56,15 @@ RUNS = (
     ids=[*(f"{name}-compiled" for name in COMPILED), *(f"{name}-eager" for name in UNCOMPILED)],
 )
 def test_a_layer_keeps_what_an_h200_kept(
-    keeps: StackMemory, model: str, measured: tuple[int, int, int]
+    memory: StackMemory, model: str, measured: tuple[int, int, int]
 ) -> None:
     """Within 0.2%: what is left are choices of experts and the router's weight in float32."""
     shape = models.load(model)
-    layer, routed = kept(shape, stacks.FIVEFOLD, grid_of(), 8192, keeps), shape.moe is not None
-    found = (layer.everything(routed), layer.selected(routed), layer.inputs())
+    layer, routed = (
+        activations_of(shape, stacks.FIVEFOLD, grid_of(), 8192, memory),
+        shape.moe is not None,
+    )
+    found = (layer.saved(routed), layer.saved_selectively(routed), layer.inputs())
     assert [each.item() for each in found] == pytest.approx(measured, rel=2e-3)
 
 
@@ -72,7 +75,7 @@ def test_what_nanotron_reserved() -> None:
         grid = grid_of(
             shard=dp, tp=tp, pp=pp, microbatches=m, microbatch_size=rows, zero=zero, sp=tp > 1
         )
-        found = books_of(shape, grid, stacks.NANOTRON)
+        found = memory_of(shape, grid, stacks.NANOTRON)
         errors.append(abs(found.reserved.item() / GIB / measured - 1))
         assert fits(found, H100), (dp, tp, pp)
     assert float(np.median(errors)) <= memory_of_stack("nanotron").band
@@ -84,7 +87,7 @@ def test_what_stays_of_nanotron() -> None:
         grid = grid_of(
             shard=dp, tp=tp, pp=pp, microbatches=m, microbatch_size=rows, zero=zero, sp=tp > 1
         )
-        first = books_of(shape, grid, stacks.NANOTRON).first
+        first = memory_of(shape, grid, stacks.NANOTRON).first
         number = first["weights"].item() / 2
         summed = 4 + (2 if zero == 0 and dp > 1 else 0)
         flat = 4 + 2 / dp if zero == 1 and dp > 1 else 0

@@ -8,11 +8,11 @@ from typing import get_args
 
 import numpy as np
 import pytest
-from ledgers import H100, LARGE, books_of, grid_of, kept
+from one_layout import H100, LARGE, activations_of, grid_of, memory_of
 
 from fivefold.core import models
 from fivefold.core.count import mtp_parameters, parameters
-from fivefold.core.plan import Wishes, resolve
+from fivefold.core.plan import PlanOptions, resolve
 from fivefold.core.schedule.catalog import FAMILIES
 from fivefold.core.schedule.clock import peak_activations
 from fivefold.core.schedule.family import Family
@@ -27,8 +27,8 @@ from fivefold.planner.space import SearchSpace, layout_blocks
 GPT3 = models.load("gpt3-175b")
 
 
-def states(books: PeakMemory) -> float:
-    return sum(float(books.parts[name].item()) for name in CATEGORIES[:4])
+def states(peak: PeakMemory) -> float:
+    return sum(float(peak.parts[name].item()) for name in CATEGORIES[:4])
 
 
 # --- In flight
@@ -67,19 +67,19 @@ def test_without_a_pipeline_one_microbatch_is_in_flight() -> None:
         assert in_flight(grid_of(microbatches=8, schedule=name), "first") == 1
 
 
-def at_loss(books: PeakMemory) -> MemoryParts:
+def at_loss(peak: PeakMemory) -> MemoryParts:
     """The rank of the head, where the loss has its gradient."""
-    return books.ranks[-1][-1]
+    return peak.ranks[-1][-1]
 
 
 def test_losses_of_all_microbatches_wait_where_no_backward_comes_between() -> None:
     plain, waiting = (
-        at_loss(books_of(LARGE, grid_of(pp=4, microbatches=8, schedule=name)))["logits"].item()
+        at_loss(memory_of(LARGE, grid_of(pp=4, microbatches=8, schedule=name)))["logits"].item()
         for name in ("1f1b", "gpipe")
     )
     words = 4096 * LARGE.vocab
     assert waiting - plain == 7 * 2 * words  # logits as they were computed, in 16 bits
-    assert books_of(LARGE, grid_of(pp=4, microbatches=8)).first["logits"] == 0
+    assert memory_of(LARGE, grid_of(pp=4, microbatches=8)).first["logits"] == 0
 
 
 def test_a_folded_pipeline_has_both_ends_on_its_first_rank() -> None:
@@ -113,8 +113,8 @@ def test_states_are_what_the_runtime_counts(
     model: str, layout: str, schedule: str, zero: int
 ) -> None:
     """In float32; the runtime counts behind the last sum, where no gradient is whole any more."""
-    wishes = Wishes(model, layout=layout, zero=zero, schedule=schedule, microbatches=8)
-    plan = resolve(replace(wishes, precision="fp32"))
+    options = PlanOptions(model, layout=layout, zero=zero, schedule=schedule, microbatches=8)
+    plan = resolve(replace(options, precision="fp32"))
     found = peak_memory(
         plan.shape, H100, stacks.FIVEFOLD, grid_of_plan(plan), plan.batch.seq, "fp32"
     )
@@ -138,18 +138,18 @@ def test_sixteen_bytes_a_parameter() -> None:
     for model in ("llama-2-7b", "llama-2-70b"):
         shape = models.load(model)
         number = parameters(shape).total
-        whole = states(books_of(shape, grid_of(), stacks.MEGATRON_2021)) / number
+        whole = states(memory_of(shape, grid_of(), stacks.MEGATRON_2021)) / number
         assert whole == pytest.approx(16, rel=1e-6)
-        sliced = states(books_of(shape, grid_of(shard=64, zero=3), stacks.MEGATRON_2021)) / number
+        sliced = states(memory_of(shape, grid_of(shard=64, zero=3), stacks.MEGATRON_2021)) / number
         assert sliced * 70e9 == pytest.approx(17.5e9, rel=1e-6)
     assert (16 * 70e9, ceil(16 * 70e9 / 80e9), 16 * 7e9) == (1120e9, 14, 112e9)
 
 
 def test_zero_saves_four_eight_and_n_times() -> None:
     shape, ranks = models.load("llama-2-7b"), 1024
-    whole = states(books_of(shape, grid_of(shard=ranks), stacks.MEGATRON_2021))
+    whole = states(memory_of(shape, grid_of(shard=ranks), stacks.MEGATRON_2021))
     saved = [
-        whole / states(books_of(shape, grid_of(shard=ranks, zero=zero), stacks.MEGATRON_2021))
+        whole / states(memory_of(shape, grid_of(shard=ranks, zero=zero), stacks.MEGATRON_2021))
         for zero in (1, 2, 3)
     ]
     assert saved == pytest.approx([16 / (4 + 12 / ranks), 16 / (2 + 14 / ranks), ranks])
@@ -159,15 +159,15 @@ def test_zero_saves_four_eight_and_n_times() -> None:
 def test_hybrid_sharding_slices_over_its_shard_group_only() -> None:
     shape = models.load("llama-3.1-8b")
     hybrid, plain = (
-        books_of(shape, grid_of(replicate=replicas, shard=8, zero=3)) for replicas in (8, 1)
+        memory_of(shape, grid_of(replicate=replicas, shard=8, zero=3)) for replicas in (8, 1)
     )
     assert states(hybrid) == states(plain)
-    assert states(hybrid) == 8 * states(books_of(shape, grid_of(shard=64, zero=3)))
+    assert states(hybrid) == 8 * states(memory_of(shape, grid_of(shard=64, zero=3)))
 
 
 def test_offload_moves_states_and_slices_to_the_host() -> None:
     shape = models.load("llama-3.1-8b")
-    here, there = (books_of(shape, grid_of(shard=8, zero=3, offload=off)) for off in (False, True))
+    here, there = (memory_of(shape, grid_of(shard=8, zero=3, offload=off)) for off in (False, True))
     number = parameters(shape).total
     assert there.host.item() == pytest.approx((2 + 4 + 8) * number / 8)
     assert states(here) - states(there) == pytest.approx(there.host.item())
@@ -178,11 +178,11 @@ def test_offload_moves_states_and_slices_to_the_host() -> None:
 def test_zero3_has_two_layers_whole_and_a_pipeline_all_of_its_own() -> None:
     shape = models.load("llama-2-70b")
     layer = (parameters(shape).total - 2 * shape.vocab * shape.width) / shape.layers
-    _, behind, _ = books_of(shape, grid_of(shard=8, zero=3)).ranks[0]
+    _, behind, _ = memory_of(shape, grid_of(shard=8, zero=3)).ranks[0]
     assert behind["prefetch"].item() == pytest.approx(2 * layer * 2 + 3 * layer * 4, rel=1e-3)
-    staged = books_of(shape, grid_of(shard=8, zero=3, pp=4, microbatches=8)).first
+    staged = memory_of(shape, grid_of(shard=8, zero=3, pp=4, microbatches=8)).first
     assert staged["prefetch"].item() > shape.layers / 4 * layer * 2
-    assert books_of(shape, grid_of(shard=8, zero=0)).parts["prefetch"] == 0
+    assert memory_of(shape, grid_of(shard=8, zero=0)).parts["prefetch"] == 0
 
 
 # --- Activations
@@ -193,17 +193,17 @@ def test_zero3_has_two_layers_whole_and_a_pipeline_all_of_its_own() -> None:
 def test_layers_are_those_of_korthikanti(tp: int, sp: bool) -> None:
     """arXiv:2205.05198, table 2: sbh(34 + 5as/h), split by tensor and sequence parallelism."""
     s, h, a = 2048, GPT3.width, GPT3.heads
-    layer = kept(GPT3, stacks.MEGATRON_2021, grid_of(tp=tp, sp=sp), s)
+    layer = activations_of(GPT3, stacks.MEGATRON_2021, grid_of(tp=tp, sp=sp), s)
     scores = 5 * a * s / (h * tp)
     body = 34 / tp if sp else 10 + 24 / tp
-    assert layer.everything(routed=False).item() / h == pytest.approx(body + scores, rel=1e-12)
-    assert layer.selected(routed=False).item() / h == pytest.approx(body, rel=1e-12)
+    assert layer.saved(routed=False).item() / h == pytest.approx(body + scores, rel=1e-12)
+    assert layer.saved_selectively(routed=False).item() / h == pytest.approx(body, rel=1e-12)
     assert layer.inputs().item() / h == pytest.approx(2 / tp if sp else 2, rel=1e-12)
 
 
 def test_selective_recomputation_takes_seventy_percent_of_gpt3() -> None:
-    layer = kept(GPT3, stacks.MEGATRON_2021, grid_of(tp=8), 2048)
-    left = layer.selected(routed=False) / layer.everything(routed=False)
+    layer = activations_of(GPT3, stacks.MEGATRON_2021, grid_of(tp=8), 2048)
+    left = layer.saved_selectively(routed=False) / layer.saved(routed=False)
     assert 1 - left.item() == pytest.approx(0.70, abs=0.005)
 
 
@@ -212,30 +212,32 @@ def test_layers_of_the_runtime_tensor_by_tensor() -> None:
     attention returns with a sum a head, and gate, up and their product of the MLP's width."""
     shape = models.load("llama-3.1-8b")
     h, f, keys, heads = 4096, 14336, 1024, 32
-    layer = kept(shape, stacks.FIVEFOLD, grid_of(), 8192)
+    layer = activations_of(shape, stacks.FIVEFOLD, grid_of(), 8192)
     inside = 2 * h + 4 * keys + 2 * h + 4 * heads + 2 * 3 * f
-    assert layer.everything(routed=False) == 2 * (2 * h + 4) + 2 * 2 * h + inside
+    assert layer.saved(routed=False) == 2 * (2 * h + 4) + 2 * 2 * h + inside
     # A rank keeps its own tokens of what products take, and gathers them again.
-    split = kept(shape, stacks.FIVEFOLD, grid_of(tp=8), 8192)
-    assert split.everything(routed=False) == layer.everything(routed=False) / 8
+    split = activations_of(shape, stacks.FIVEFOLD, grid_of(tp=8), 8192)
+    assert split.saved(routed=False) == layer.saved(routed=False) / 8
     # Results of six products, attention, and the layer's input; nobody reads the seventh's.
     products = 2 * h + 4 * keys + 2 * h + 4 * f
-    assert layer.selected(routed=False) == 2 * h + products + 2 * h + 4 * heads
+    assert layer.saved_selectively(routed=False) == 2 * h + products + 2 * h + 4 * heads
     # With tp also what collectives brought: tokens of all ranks in front, a rank's own behind.
     brought = 2 * (2 * h + 2 * h / 8)
     split_products = (2 * h + 4 * keys + 4 * f) / 8 + 2 * h
     attended = (2 * h + 4 * heads) / 8
-    assert split.selected(routed=False) == 2 * h / 8 + split_products + attended + brought
+    assert split.saved_selectively(routed=False) == 2 * h / 8 + split_products + attended + brought
 
 
 def test_latents_are_whole_on_every_tensor_rank() -> None:
     shape = models.load("deepseek-v3")
     mla = shape.mla
     assert mla is not None and mla.q_rank is not None
-    one, two = (kept(shape, stacks.FIVEFOLD, grid_of(tp=tp, sp=False), 4096) for tp in (1, 2))
+    one, two = (
+        activations_of(shape, stacks.FIVEFOLD, grid_of(tp=tp, sp=False), 4096) for tp in (1, 2)
+    )
     heads = 2 * shape.head_dim + mla.nope_dim + 2 * mla.value_dim
     split = shape.heads * (2 * heads + 4) + 2 * 3 * shape.ffn
-    saved = one.everything(routed=False) - two.everything(routed=False)
+    saved = one.saved(routed=False) - two.saved(routed=False)
     assert saved.item() == pytest.approx(split / 2)
 
 
@@ -257,9 +259,9 @@ def test_imbalance_lengthens_slots_alone() -> None:
 def test_multi_token_prediction_has_a_layer_and_a_loss_of_its_own() -> None:
     shape = models.load("deepseek-v3")
     grid = grid_of(shard=8, ep=8)
-    with_it, without = (at_loss(books_of(replace(shape, mtp=mtp), grid)) for mtp in (1, 0))
-    layer = kept(shape, stacks.FIVEFOLD, grid, 4096)
-    more = layer.everything(routed=True) + layer.at_head()
+    with_it, without = (at_loss(memory_of(replace(shape, mtp=mtp), grid)) for mtp in (1, 0))
+    layer = activations_of(shape, stacks.FIVEFOLD, grid, 4096)
+    more = layer.saved(routed=True) + layer.at_head()
     assert with_it["activations"] - without["activations"] == pytest.approx(4096 * more)
     assert with_it["logits"] - without["logits"] == 2 * 4096 * shape.vocab
     extra = mtp_parameters(shape)
@@ -271,12 +273,12 @@ def test_full_recomputation_keeps_inputs_and_one_layer() -> None:
     """On the first of two stages, which has 17 of 32 layers; the head weighs as much as two."""
     shape = models.load("llama-3.1-8b")
     found = {
-        kind: books_of(shape, grid_of(pp=2, microbatches=4, recompute=number)).first["activations"]
+        kind: memory_of(shape, grid_of(pp=2, microbatches=4, recompute=number)).first["activations"]
         for number, kind in enumerate(RECOMPUTE)
     }
-    layer = kept(shape, stacks.FIVEFOLD, grid_of(), 4096)
-    inside, once = layer.inside().item() * 4096, layer.everything(routed=False).item() * 4096
-    inside += 2 * 4096 * layer.tables()
+    layer = activations_of(shape, stacks.FIVEFOLD, grid_of(), 4096)
+    inside, once = layer.backward_gradients().item() * 4096, layer.saved(routed=False).item() * 4096
+    inside += 2 * 4096 * layer.rotary_tables()
     assert found["none"] == 2 * 17 * once + inside
     inputs = 4096 * 2 * shape.width
     assert found["full"] == 2 * 17 * inputs + (once - inputs) + inside
@@ -285,19 +287,19 @@ def test_full_recomputation_keeps_inputs_and_one_layer() -> None:
 
 def test_layers_run_again_where_logits_were() -> None:
     shape = models.load("llama-3.1-8b")
-    again, _, loss = books_of(shape, grid_of(recompute=2, microbatches=2)).ranks[0]
-    layer = kept(shape, stacks.FIVEFOLD, grid_of(), 4096)
-    inputs = 4096 * (32 * 2 * shape.width + layer.tables())
+    again, _, loss = memory_of(shape, grid_of(recompute=2, microbatches=2)).ranks[0]
+    layer = activations_of(shape, stacks.FIVEFOLD, grid_of(), 4096)
+    inputs = 4096 * (32 * 2 * shape.width + layer.rotary_tables())
     assert loss["activations"] == inputs + layer.at_head().item() * 4096
     assert again["logits"] == 0 < loss["logits"]
-    once = layer.everything(routed=False) - layer.inputs() + layer.inside()
+    once = layer.saved(routed=False) - layer.inputs() + layer.backward_gradients()
     assert again["activations"] == inputs + once * 4096
 
 
 def test_gathered_keys_are_those_of_all_context_ranks() -> None:
     shape, grid = models.load("llama-3.1-8b"), grid_of(cp=8)
     ring, gathered = (
-        books_of(shape, replace(grid, context=np.array([float(CONTEXTS.index(kind))]))).ranks[0][0]
+        memory_of(shape, replace(grid, context=np.array([float(CONTEXTS.index(kind))]))).ranks[0][0]
         for kind in ("zigzag", "allgather")
     )
     block = 4096 / 8 * 2 * shape.kv_heads * shape.head_dim
@@ -314,7 +316,7 @@ def test_the_first_backward_makes_the_gradients_while_activations_go() -> None:
     shape = models.load("llama-3.2-1b")
     number = parameters(shape).total
     (begin, end, loss), (_, _, second) = (
-        books_of(shape, grid_of(microbatches=m)).ranks[0] for m in (1, 2)
+        memory_of(shape, grid_of(microbatches=m)).ranks[0] for m in (1, 2)
     )
     assert loss["gradients"] == 0 < begin["gradients"] < end["gradients"] == 4 * number
     assert second["gradients"] == 4 * number
@@ -324,7 +326,7 @@ def test_the_first_backward_makes_the_gradients_while_activations_go() -> None:
 def test_stage_one_sends_its_only_backward_unit_by_unit() -> None:
     shape = models.load("llama-3.1-8b")
     alone, several = (
-        books_of(shape, grid_of(shard=8, zero=1, microbatches=m)).ranks[0][1] for m in (1, 2)
+        memory_of(shape, grid_of(shard=8, zero=1, microbatches=m)).ranks[0][1] for m in (1, 2)
     )
     number = parameters(shape).total
     layer = (number - 2 * shape.vocab * shape.width) / shape.layers
@@ -338,7 +340,7 @@ def test_stage_one_sends_its_only_backward_unit_by_unit() -> None:
 def test_eager_kernels_keep_what_compiled_ones_compute_again() -> None:
     shape = models.load("llama-3.1-8b")
     eager = replace(stacks.FIVEFOLD, name=f"{stacks.FIVEFOLD.name}-eager")
-    slow, fast = (at_loss(books_of(shape, grid_of(), stack)) for stack in (eager, stacks.FIVEFOLD))
+    slow, fast = (at_loss(memory_of(shape, grid_of(), stack)) for stack in (eager, stacks.FIVEFOLD))
     assert slow["logits"] == 3 * fast["logits"] == 12 * 4096 * shape.vocab
     more = slow["activations"] - fast["activations"]
     assert more == shape.layers * 4096 * 2 * shape.ffn
@@ -350,27 +352,27 @@ def test_eager_kernels_keep_what_compiled_ones_compute_again() -> None:
 def test_a_lattice_is_its_layouts_one_by_one() -> None:
     shape = models.load("mixtral-8x7b")
     question = SearchSpace(shape, 64, 4096, 64, (8,))
-    lattice = max(layout_blocks(question), key=lambda each: each.size)
+    block = max(layout_blocks(question), key=lambda each: each.size)
     for stack in (stacks.FIVEFOLD, stacks.NANOTRON):
-        whole = books_of(shape, lattice.grid, stack)
-        spread = np.broadcast_to(whole.total, lattice.shape)
+        whole = memory_of(shape, block.grid, stack)
+        spread = np.broadcast_to(whole.total, block.shape)
         numbers = np.arange(spread.size).reshape(spread.shape)
         for place in np.random.default_rng(0).integers(0, spread.size, 20):
             where = tuple(int(each) for each in np.argwhere(numbers == place)[0])
-            one = books_of(shape, lattice.grid.at(where, lattice.shape), stack)
+            one = memory_of(shape, block.grid.at(where, block.shape), stack)
             assert spread[where] == pytest.approx(one.total.item())
             assert sum(one.parts.values()) == pytest.approx(one.total)
             assert tuple(one.parts) == CATEGORIES
 
 
 def test_the_verdict_is_tight_within_the_band() -> None:
-    books = books_of(models.load("llama-3.1-8b"), grid_of(shard=8, zero=3))
-    band, need = books.band, books.total.item()
+    peak = memory_of(models.load("llama-3.1-8b"), grid_of(shard=8, zero=3))
+    band, need = peak.band, peak.total.item()
     said = {
-        share: verdict(books.total, band, replace(H100, memory=need / share)).item()
+        share: verdict(peak.total, band, replace(H100, memory=need / share)).item()
         for share in (0.5, 1 - 1.01 * band, 1 - 0.99 * band, 1 + 0.99 * band, 1 + 1.01 * band)
     }
     assert list(said.values()) == ["fits", "fits", "tight", "tight", "does not fit"]
-    assert fits(books, replace(H100, memory=need)) and not fits(
-        books, replace(H100, memory=need * 0.999)
+    assert fits(peak, replace(H100, memory=need)) and not fits(
+        peak, replace(H100, memory=need * 0.999)
     )
