@@ -1,22 +1,22 @@
-"""How the load of experts is kept even: one or more rules, as words.
+"""How the load of experts is balanced: one or more rules, by name.
 
-    --balance aux-seq+z        several are joined with +
-    --balance aux:0.02         a number replaces the rule's own coefficient
+    --balance aux-seq+z        several rules are joined with +
+    --balance aux:0.02         a number replaces the rule's default coefficient
 
-Every rule names the unit over which it counts, and no unit depends on the layout:
-*sequence* is one row, over all ranks that share it; *microbatch* the rows of one data rank and
-microbatch; *global* all tokens of an optimizer step; *token* each token by itself.
+Every rule has a unit over which it counts, and no unit depends on the layout: *sequence* is one
+row, over all ranks that share it; *microbatch* the rows of one data rank and microbatch; *global*
+all tokens of an optimizer step; *token* each token by itself.
 
-| word | unit | coefficient |
+| name | unit | coefficient |
 |---|---|---|
 | aux | microbatch | 0.01: auxiliary loss a·E·Σ f·P (Switch, arXiv:2101.03961) |
 | aux-seq | sequence | 0.0001: the same (DeepSeek-V3, arXiv:2412.19437) |
-| aux-global | global | 0.01: the same, with the load f of the step before (arXiv:2501.11873) |
+| aux-global | global | 0.01: the same, with the load f of the previous step (arXiv:2501.11873) |
 | z | token | 0.001: c·mean(logsumexp²) (ST-MoE, arXiv:2202.08906) |
 | bias | global | 0.001: a bias on the choice, without a loss (arXiv:2408.15664) |
-| capacity:C | sequence | ⌈C·K·S/E⌉ slots an expert and row; the least probable are dropped |
+| capacity:C | sequence | ⌈C·K·S/E⌉ slots per expert and row; the least probable are dropped |
 | capacity-position:C | sequence | the same; the last tokens of the row are dropped |
-| capacity-pad:C | sequence | as capacity, and empty rows up to what may come: even all-to-alls |
+| capacity-pad:C | sequence | as capacity, padded with empty slots: even all-to-alls |
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ Keep = Literal["probability", "position"]
 
 @dataclass(frozen=True)
 class Balance:
-    """One rule. `coefficient` weighs a loss, or is the step of the bias, or the capacity factor."""
+    """One rule. `coefficient` is the weight of a loss, the step of the bias or the capacity."""
 
     kind: Kind
     unit: Unit
     coefficient: float
-    keep: Keep = "probability"  # capacity: which slots stay, the most probable or the first
-    pads: bool = False  # capacity: experts are given empty rows where slots are missing
+    keep: Keep = "probability"  # capacity: which slots are kept, the most probable or the first
+    pads: bool = False  # capacity: experts get empty slots up to their capacity
 
     def __str__(self) -> str:
         word, usual = next(
@@ -53,25 +53,25 @@ class Balance:
 
     @property
     def is_loss(self) -> bool:
-        """Whether the rule adds to the gradient of the router."""
+        """Whether the rule contributes to the router's gradient."""
         return self.kind in ("aux", "z")
 
     @property
     def counts_rows(self) -> bool:
-        """Whether the rule needs the load of whole rows."""
+        """Whether the rule needs the load of every full row."""
         return self.kind == "aux" and self.unit != "global"
 
     @property
     def drops(self) -> bool:
-        """Whether slots go nowhere, and how many is known only when they are routed."""
+        """Whether slots are dropped, a number that is known only after routing."""
         return self.kind == "capacity" and not self.pads
 
     def room(self, seq: int, top_k: int, num_experts: int) -> int:
-        """Slots of one expert in a row of `seq` tokens."""
+        """Capacity of one expert, in slots, for a row of `seq` tokens."""
         return math.ceil(self.coefficient * top_k * seq / num_experts)
 
 
-_UNSET = math.nan  # the capacity factor has no usual value: it changes what is computed
+_UNSET = math.nan  # the capacity factor has no default: it changes what is computed
 WORDS: dict[str, Balance] = {
     "aux": Balance("aux", "microbatch", 0.01),
     "aux-seq": Balance("aux", "sequence", 0.0001),
@@ -86,7 +86,7 @@ NONE = "none"
 
 
 def parse(text: str) -> tuple[Balance, ...]:
-    """The rules of a text, none for `none`.
+    """The rules that a text names; no rules for `none`.
 
     >>> [str(rule) for rule in parse("aux-seq+capacity:1.25")]
     ['aux-seq', 'capacity:1.25']
@@ -126,7 +126,7 @@ def _number(number: str, text: str) -> float:
 
 
 def check(rules: tuple[Balance, ...], shape: Shape) -> None:
-    """Refuse rules that the model has nothing for."""
+    """Refuse rules that do not apply to the model."""
     if rules and shape.moe is None:
         raise FivefoldError(
             f"--balance {'+'.join(map(str, rules))}: model {shape.name!r} has no experts; leave "

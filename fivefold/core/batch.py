@@ -16,8 +16,8 @@ IDENTITY = "global batch = microbatch · accumulation · dp"
 class Batch:
     """What one optimizer step consumes.
 
-    `microbatch_size` is the sequences that one data rank feeds forward at once, `microbatches` how
-    many of them it accumulates before the step.
+    `microbatch_size` is the number of sequences that one data rank runs at once, `microbatches` how
+    many of these it accumulates before the optimizer step.
     """
 
     dp: int
@@ -43,10 +43,10 @@ class Batch:
         microbatch_size: int | None = None,
         microbatches: int | None = None,
     ) -> Batch:
-        """Complete the identity from what is given; refuse a remainder or a contradiction.
+        """Complete the identity from the given values; refuse a remainder or a contradiction.
 
-        A microbatch of one sequence and one microbatch a step are assumed only where the other
-        values leave them open.
+        The defaults, one sequence per microbatch and one microbatch per step, apply only if the
+        other values leave them open.
         """
         given = {"batch": batch, "microbatch_size": microbatch_size, "microbatches": microbatches}
         _require_counts(dp=dp, seq=seq, **{k: v for k, v in given.items() if v is not None})
@@ -83,7 +83,7 @@ class Batch:
 def contradiction(
     batch: int | None, *, dp: int, microbatch_size: int | None, microbatches: int | None
 ) -> str | None:
-    """Why these values cannot be parts of one identity; None where they can."""
+    """Why these values contradict the identity; None if they do not."""
     if batch is None:
         return None
     if microbatches is None:
@@ -100,7 +100,7 @@ def contradiction(
 
 
 def remainder(batch: int, **factors: int) -> str | None:
-    """Why `batch` is no multiple of these factors of the identity, and the nearest that are.
+    """Why `batch` is no multiple of these factors, and the nearest multiples.
 
     >>> remainder(30, microbatch=1, dp=4)
     'global batch 30 is not a multiple of microbatch 1 · dp 4 = 4: use 28 or 32'

@@ -1,15 +1,15 @@
-"""What a `Shape` weighs and computes: parameters, and FLOPs per token, part by part.
+"""Parameters and FLOPs per token of a `Shape`, by category.
 
-Parameters: `total` counts what the published figures count, every trained weight once: a tied head
-is counted in the embedding, learned positions belong to the embedding, the bias of loss-free
-balancing is a buffer and no parameter, and multi-token-prediction layers stand beside the total.
-`active` counts the same with `top_k` of the experts only; it includes the whole input embedding.
+Parameters: `total` counts what published figures count, every trained weight once. A tied head is
+counted in the embedding, learned positions belong to the embedding, the bias of loss-free balancing
+is a buffer and no parameter, and multi-token-prediction layers are not part of the total. `active`
+counts the same with only `top_k` of the experts; it includes the full input embedding.
 
-FLOPs follow the convention behind every MFU we print: 2 per active parameter and token forward
-(norms and biases included, the input embedding excluded, the head included even when tied), twice
-that backward; attention scores at half of the square, s/2 visible keys for the average token of
-a sequence of s; recomputation never counts. Multi-token prediction is trained, so it counts,
-with the run through the shared head that each of its layers makes.
+FLOPs follow the convention of every MFU we print: 2 per active parameter and token in the forward
+(with norms and biases, without the input embedding, with the head even if tied), twice that in the
+backward; attention scores at half of the square, s/2 visible keys for the average token of a
+sequence of s; recomputation never counts. Multi-token prediction is trained, so it counts, with one
+pass through the shared head for each of its layers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fivefold.core.shape import LayerKind, Mla, Shape
 
 @dataclass(frozen=True)
 class Parameters:
-    """Number of weights by part, of a model or of a piece of it."""
+    """Number of parameters by category, of a model or of some of its layers."""
 
     embedding: int = 0  # with learned positions
     attention: int = 0  # projections and their biases
@@ -35,20 +35,20 @@ class Parameters:
     norms: int = 0  # with those inside attention
     head: int = 0  # 0 when tied
     mtp: int = 0  # in neither `total` nor `active`
-    active_experts: int = 0  # the part of `experts` that one token meets
+    active_experts: int = 0  # those of `experts` that one token uses
 
     @property
     def total(self) -> int:
-        """Every weight once, without the MTP layers."""
+        """Every parameter once, without the MTP layers."""
         return sum(self.parts().values()) - self.mtp
 
     @property
     def active(self) -> int:
-        """Weights that one token meets, the whole input embedding included."""
+        """Parameters that one token uses, including the full input embedding."""
         return self.total - self.experts + self.active_experts
 
     def parts(self) -> dict[str, int]:
-        """Part by part; the values sum to `total + mtp`."""
+        """By category; the values sum to `total + mtp`."""
         names = (one.name for one in fields(self))
         return {name: getattr(self, name) for name in names if name != "active_experts"}
 
@@ -62,7 +62,7 @@ class Parameters:
 
 @dataclass(frozen=True)
 class Flops:
-    """FLOPs per token by part."""
+    """FLOPs per token by category."""
 
     attention: float = 0.0  # projections
     scores: float = 0.0  # queries × keys and weights × values, causal
@@ -76,11 +76,11 @@ class Flops:
 
     @property
     def total(self) -> float:
-        """All parts together."""
+        """All categories together."""
         return math.fsum(self.parts().values())
 
     def parts(self) -> dict[str, float]:
-        """Part by part; the values sum to `total`."""
+        """By category; the values sum to `total`."""
         return {one.name: getattr(self, one.name) for one in fields(self)}
 
     def __add__(self, other: Flops) -> Flops:
@@ -92,7 +92,7 @@ class Flops:
 
 
 def parameters(shape: Shape) -> Parameters:
-    """The whole model: embedding, every layer, head, and MTP layers beside them."""
+    """The full model: embedding, all layers, head and MTP layers."""
     whole = embedding_parameters(shape) + head_parameters(shape)
     for i, times in layer_kinds(shape).items():
         whole += layer_parameters(shape, i) * times
@@ -101,7 +101,7 @@ def parameters(shape: Shape) -> Parameters:
 
 @cache
 def layer_kinds(shape: Shape) -> dict[int, int]:
-    """The first layer of each kind and how many are like it: a model has few kinds."""
+    """The first layer of each kind, and how many layers are of that kind."""
     first: dict[LayerKind, int] = {}
     kinds = [shape.layer_kind(i) for i in range(shape.layers)]
     for i, kind in enumerate(kinds):
@@ -110,7 +110,7 @@ def layer_kinds(shape: Shape) -> dict[int, int]:
 
 
 def embedding_parameters(shape: Shape) -> Parameters:
-    """What stands before the first layer."""
+    """What comes before the first layer."""
     rows = shape.vocab + (shape.max_seq if shape.positions == "learned" else 0)
     return Parameters(
         embedding=rows * shape.width, norms=_norm(shape) if shape.embedding_norm else 0
@@ -118,7 +118,7 @@ def embedding_parameters(shape: Shape) -> Parameters:
 
 
 def head_parameters(shape: Shape) -> Parameters:
-    """What stands after the last layer: the final norm, and the head unless it is tied."""
+    """What comes after the last layer: the final norm, and the head unless it is tied."""
     return Parameters(norms=_norm(shape), head=0 if shape.tied else shape.vocab * shape.width)
 
 
@@ -144,10 +144,8 @@ def layer_parameters(shape: Shape, i: int) -> Parameters:
 
 
 def mtp_parameters(shape: Shape) -> Parameters:
-    """One MTP layer: a layer like the last, its three norms, and the join of state and token.
-
-    Its embedding and head are the model's own and counted there.
-    """
+    """One MTP layer: a layer like the last, three norms, and the projection that joins the hidden
+    state and the token. It shares the model's embedding and head, which are counted there."""
     join = 2 * shape.width * shape.width
     last = layer_parameters(shape, shape.layers - 1)
     return last + Parameters(attention=join, norms=3 * _norm(shape))
@@ -185,7 +183,7 @@ def training_flops(shape: Shape, seq: int) -> Flops:
 
 
 def visible_keys(shape: Shape, i: int, seq: int) -> float:
-    """Keys that the average token of a sequence sees in layer i, at half of the square."""
+    """Keys that the average token of a sequence attends to in layer i, at half of the square."""
     if shape.window is None or shape.is_global_layer(i) or shape.window >= seq:
         return seq / 2
     if shape.window_kind == "sliding":
@@ -216,7 +214,7 @@ def _attention(shape: Shape) -> int:
 
 
 def _latent_attention(shape: Shape, mla: Mla) -> int:
-    """MLA. As in Hugging Face, `qkv_bias` reaches the projections into latents only."""
+    """MLA. As in Hugging Face, only the projections into latents have a `qkv_bias`."""
     queries, latents = shape.heads * shape.head_dim, mla.kv_rank + mla.rope_dim
     to_query = shape.width * queries
     if mla.q_rank is not None:

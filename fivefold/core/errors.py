@@ -1,7 +1,8 @@
-"""The error tree. Every message names the violated rule and ends with what to do.
+"""The errors, and small functions for their texts.
 
-Users' mistakes raise a `FivefoldError`; the command line prints it without a traceback and exits
-with code 2. `assert` is for programmers.
+Every message names the violated rule and ends with what to do. Users' mistakes raise a
+`FivefoldError`; the command line prints it without a traceback and exits with code 2. `assert` is
+for programming errors.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Iterable
 
 
 class FivefoldError(ValueError):
-    """Something the user gave cannot be used; the message says which rule and the way out."""
+    """A user's input cannot be used; the message names the rule and the way out."""
 
 
 class UnknownName(FivefoldError):
@@ -31,7 +32,7 @@ class BadFile(FivefoldError):
 
 
 class IllegalLayout(FivefoldError):
-    """A layout that breaks rules of the model, the machine or the batch: every reason at once."""
+    """A layout that breaks rules of the model, the machine or the batch, with every reason."""
 
     def __init__(self, layout: str, reasons: Iterable[str], nearest: Iterable[str]) -> None:
         self.layout, self.reasons, self.nearest = layout, list(reasons), list(nearest)
@@ -42,11 +43,11 @@ class IllegalLayout(FivefoldError):
 
 
 class IllegalSchedule(FivefoldError):
-    """A schedule outside its domain, or one that cannot run to its end."""
+    """A schedule with illegal numbers, or one that deadlocks."""
 
 
 def did_you_mean(name: str, known: Iterable[str], most: int = 3) -> str:
-    """Suggest the nearest known names; where none is near, list them all.
+    """Suggest the nearest known names; if none is near, list them all.
 
     >>> did_you_mean("lama-3", ["llama-3", "gpt-2"])
     'did you mean llama-3?'
@@ -59,7 +60,7 @@ def did_you_mean(name: str, known: Iterable[str], most: int = 3) -> str:
 
 
 def bullets(head: str, lines: Iterable[str]) -> str:
-    """One line a reason, under a heading.
+    """A heading with one line per reason.
 
     >>> bullets("no:", ["too few"])
     'no:\\n  - too few'
@@ -67,11 +68,8 @@ def bullets(head: str, lines: Iterable[str]) -> str:
     return "\n".join([head, *(f"  - {line}" for line in lines)])
 
 
-# Numbers with their nouns, and names as sentences have them.
-
-
 def counted(number: float, noun: str) -> str:
-    """A number and what it counts, in the right grammatical number.
+    """A number and its noun, singular or plural.
 
     >>> counted(1, "rank"), counted(16, "rank"), counted(2.5, "microbatch")
     ('1 rank', '16 ranks', '2.5 microbatches')
@@ -82,7 +80,7 @@ def counted(number: float, noun: str) -> str:
 
 
 def span(numbers: range) -> str:
-    """Neighbours by the first and the last of them.
+    """A range by its first and last number.
 
     >>> span(range(4, 8)), span(range(4, 5))
     ('4–7', '4')
@@ -91,7 +89,7 @@ def span(numbers: range) -> str:
 
 
 def kind_text(kind: str) -> str:
-    """The kind of a collective.
+    """The kind of a collective as texts spell it.
 
     >>> kind_text("all_gather")
     'all-gather'

@@ -1,8 +1,7 @@
 """Hugging Face `config.json` to `Shape`, one function per family.
 
-Sizes must be in the file; for other keys that are absent, the family's own default in the
-`transformers` package holds. A feature that a Shape cannot express is refused by name, never
-dropped.
+Sizes must be in the file; other absent keys have the family's default in the `transformers`
+package. A feature that a Shape cannot express is refused by name, never ignored.
 """
 
 from __future__ import annotations
@@ -120,7 +119,7 @@ def _qwen2(config: Config) -> Fields:
 
 
 def _qwen3(config: Config) -> Fields:
-    # The dense family alone has heads of 128 where the file is silent.
+    # Only the dense family has heads of 128 by default.
     return _qwen3_attention(config) | {"head_dim": config.whole("head_dim", 128)}
 
 
@@ -201,7 +200,7 @@ def _deepseek_v3(config: Config) -> Fields:
         "group_score": "top2",
         "bias": True,
     }
-    # Newer package versions assume one such layer; here a file that names none has none.
+    # Newer versions of transformers assume one such layer; here the default is none.
     mtp = config.first_of(("num_nextn_predict_layers", "num_mtp_layers"))
     return _deepseek(config, routing) | {"mtp": config.whole(mtp, 0, least=0)}
 
@@ -270,7 +269,7 @@ def _llama4_global_every(config: Config, layers: int) -> int:
 
 
 def _qwen_window(config: Config, layers: int) -> int | None:
-    """Qwen files carry a window that holds only with `use_sliding_window`, on the upper layers."""
+    """Qwen's window applies only with `use_sliding_window`, and on the upper layers."""
     if not config.flag("use_sliding_window", False):
         return None
     first = config.whole("max_window_layers", 28, least=0)

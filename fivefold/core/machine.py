@@ -1,9 +1,9 @@
 """The cluster as numbers: FLOP/s, memory, link tiers, host; each number with its source.
 
-Units are bytes, seconds, FLOP/s and dollars; bandwidths are one way and raw, as the datasheet has
-them (what software reaches of them is the planner's business). "GPU" is whatever one rank drives:
-a GPU, a TPU chip, or one CPU process on a laptop. A machine is a preset name or a TOML file; a file
-may start from a preset with `base = "h100"` and override some of its numbers.
+Units are bytes, seconds, FLOP/s and dollars. Bandwidths are one way and raw, as in the datasheet;
+`Efficiency` says what software reaches of them. "GPU" is whatever one rank drives: a GPU, a TPU
+chip, or one CPU process on a laptop. A machine is a preset name or a TOML file; a file may start
+from a preset with `base = "h100"` and override some of its numbers.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ PRESETS = Path(__file__).parent.parent / "presets"
 
 @dataclass(frozen=True)
 class Link:
-    """One kind of wire, as one GPU sees it."""
+    """One kind of link, as one GPU sees it."""
 
     name: str
     bandwidth: float  # bytes/s one way, over all of a GPU's lanes
-    latency: float  # seconds a hop
+    latency: float  # seconds per hop
     source: str
     topology: Topology = "switch"
     rings: int = 1  # rings through each GPU; a group along one of them has bandwidth / rings
@@ -39,24 +39,24 @@ class Link:
 
 @dataclass(frozen=True)
 class Tier:
-    """The link that joins a domain of `size` consecutive ranks; no size: all ranks."""
+    """The link that connects a domain of `size` consecutive ranks; without a size, all ranks."""
 
     name: str
     link: Link
     size: int | None = None
     links_per_gpu: float = 1.0  # 0.5 where two GPUs share a network card
-    reduces: bool = False  # its switches add what passes (SHARP): a sum goes up and down once
-    torus: tuple[int, ...] = ()  # ranks along each dimension, where no switch joins them
+    reduces: bool = False  # its switches reduce (SHARP): a sum goes up and down once
+    torus: tuple[int, ...] = ()  # ranks along each dimension, without a switch
 
     @property
     def bandwidth(self) -> float:
-        """Bytes/s one way that each GPU has when all of its domain talk at once."""
+        """Bytes/s one way of each GPU when its whole domain communicates at once."""
         return self.link.bandwidth * self.links_per_gpu
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Dense FLOP/s of one GPU by dtype; None where the hardware has no such units."""
+    """Dense FLOP/s of one GPU by precision; None if the hardware does not have it."""
 
     bf16: float | None = None
     fp16: float | None = None
@@ -73,7 +73,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Host:
-    """What a node offers for offload: `memory` and NVMe are per node, `link` is per GPU."""
+    """What a node has for offload: `memory` and NVMe are per node, `link` is per GPU."""
 
     memory: float
     link: Link
@@ -85,9 +85,9 @@ class Host:
 class Efficiency:
     """What software reaches of the hardware's numbers; `calibrate` measures it.
 
-    A matrix product takes its FLOPs over `matmul` of the peak, and `start` seconds on top: ramp-up,
-    and the last wave that is not full. `unfused`: attention in separate products. `links`: shares
-    of the tiers' bandwidths, from the innermost.
+    A matmul takes its FLOPs over `matmul` of the peak, plus `start` seconds for ramp-up and a last
+    wave that is not full. `unfused`: attention as separate matmuls. `links`: shares of the tiers'
+    bandwidths, from the innermost.
     """
 
     matmul: float = 0.80
@@ -102,17 +102,17 @@ class Efficiency:
 
 @dataclass(frozen=True)
 class Machine:
-    """A cluster of one kind of GPU; `tiers` run from the innermost link outwards."""
+    """A cluster of one kind of GPU; `tiers` start with the innermost link."""
 
     name: str
     chip: str
     gpus_per_node: int
     peaks: Rates
-    memory: float  # what a program sees: below the datasheet's "GB", which are GiB
+    memory: float  # what a program sees, which is less than the datasheet says
     memory_bandwidth: float
     tiers: tuple[Tier, ...]
     host: Host
-    matmul_measured: Rates = Rates()  # best matrix product anyone measured
+    matmul_measured: Rates = Rates()  # the best published measurement of a matmul
     efficiency: Efficiency = Efficiency()
     price_per_gpu_hour: float | None = None
     sources: dict[str, str] = field(default_factory=dict[str, str], hash=False)  # by field name
@@ -141,7 +141,7 @@ class Machine:
         return self.host.nvme_bandwidth
 
     def tier_of(self, ranks: Sequence[int]) -> Tier:
-        """The innermost tier with one domain that holds all `ranks`."""
+        """The innermost tier with one domain that contains all `ranks`."""
         low, high = min(ranks), max(ranks)
         for tier in self.tiers:
             if tier.size is None or low // tier.size == high // tier.size:
@@ -170,17 +170,17 @@ def _preset(name: str) -> Machine:
 
 
 def presets() -> list[str]:
-    """The names of the machines that come with fivefold."""
+    """The names of all machine presets."""
     return sorted(path.stem for path in (PRESETS / "machines").glob("*.toml"))
 
 
 def links() -> dict[str, Link]:
-    """The links that come with fivefold, by name."""
+    """All link presets, by name."""
     return {name: tables.build(Link, one, f"link {name}") for name, one in _link_tables().items()}
 
 
 def to_table(machine: Machine) -> dict[str, Any]:
-    """The machine as a table for `strict.to_toml`; `load` reads it back as an equal value."""
+    """The machine as a table for `tables.to_toml`; `load` reads it back as an equal value."""
     table = tables.table_of(machine)
     tiers = {tier.name: tables.table_of(tier) for tier in machine.tiers}
     for tier in tiers.values():
@@ -200,7 +200,7 @@ def _link_tables() -> dict[str, dict[str, Any]]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The file's table, over its base's where it names one."""
+    """The file's table, on top of its base's if it names one."""
     table = tables.read_toml(path)
     base = table.pop("base", None)
     if base is not None:
@@ -208,7 +208,7 @@ def _read(path: Path) -> dict[str, Any]:
             raise BadFile(str(path), [f"base = {base!r}: {did_you_mean(str(base), presets())}"])
         parent = _read(_preset_file(base))
         del parent["name"]
-        # The base's source must not vouch for a number that it no longer has.
+        # The base's source does not apply to a number that the file overrides.
         parent["sources"] |= {key: f"set in {path.name}" for key in _sourced() if key in table}
         table = _overlay(parent, table)
     return {"name": path.stem, **table}
@@ -235,7 +235,7 @@ def _build(table: dict[str, Any], where: str) -> Machine:
     try:
         machine = tables.build(Machine, table, where)
     except BadFile as error:
-        at_tier = re.compile(r"tiers\[(\d+)\]")  # strict counts rows; the file names them
+        at_tier = re.compile(r"tiers\[(\d+)\]")  # numbers there, names in the file
         problems += [
             at_tier.sub(lambda m: f"tiers.{names[int(m[1])]}", one) for one in error.problems
         ]
@@ -256,7 +256,7 @@ def _tier_rows(tiers: dict[str, Any], problems: list[str]) -> list[dict[str, Any
 
 
 def _with_link(row: dict[str, Any], path: str, problems: list[str]) -> dict[str, Any]:
-    """A link given by name becomes its table; an unknown name is noted and reading goes on."""
+    """Replace the name of a link by its table; an unknown name is added to the problems."""
     name = row.get("link")
     if not isinstance(name, str):
         return row
@@ -271,7 +271,7 @@ def _is_table(value: object) -> TypeGuard[dict[str, Any]]:
 
 
 def _sourced() -> list[str]:
-    """The fields of a machine that hold numbers, each of which has a source."""
+    """The fields of a machine that are numbers, each of which has a source."""
     return [one.name for one in fields(Machine) if one.name not in ("name", "chip", "sources")]
 
 
@@ -284,7 +284,7 @@ def _bad_numbers(machine: Machine) -> Iterator[str]:
 
 
 def _numbers(value: object, path: str) -> Iterator[tuple[str, float]]:
-    """Every number inside `value` with its dotted name, as a file would spell it."""
+    """Every number inside `value`, with its dotted name as in a file."""
     if isinstance(value, (Machine, Host, Tier, Link, Rates)):
         for one in fields(value):
             yield from _numbers(getattr(value, one.name), f"{path}.{one.name}")
@@ -296,7 +296,7 @@ def _numbers(value: object, path: str) -> Iterator[tuple[str, float]]:
 
 
 def _bad_shares(reach: Efficiency) -> Iterator[str]:
-    """Software reaches some of what the hardware has, and never more."""
+    """Software reaches at most what the hardware has."""
     for one in fields(reach):
         value = getattr(reach, one.name)
         shares = cast("tuple[float, ...]", value) if one.name == "links" else (value,)
@@ -308,11 +308,11 @@ def _bad_shares(reach: Efficiency) -> Iterator[str]:
 
 
 def _bad_tiers(machine: Machine) -> Iterator[str]:
-    """Domains must nest, or "the innermost tier that holds these ranks" has no meaning."""
+    """Domains must nest, or "the innermost tier that contains these ranks" has no meaning."""
     if not machine.tiers:
         yield "tiers is empty: give one tier at least"
     for tier in machine.tiers:
-        if not re.fullmatch(r"[A-Za-z0-9_-]+", tier.name):  # else no TOML file could hold it
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", tier.name):  # else it is no TOML key
             yield f"tier name {tier.name!r}: use letters, digits, - and _"
         yield from _bad_torus(tier)
     for inner, outer in pairwise(machine.tiers):
@@ -326,7 +326,7 @@ def _bad_tiers(machine: Machine) -> Iterator[str]:
 
 
 def _bad_torus(tier: Tier) -> Iterator[str]:
-    """A torus has a dimension for each pair of links, and as many ranks as its domain."""
+    """A torus has a dimension for each ring, and as many ranks as its domain."""
     if not tier.torus:
         return
     where = f"tiers.{tier.name}.torus = {list(tier.torus)}"

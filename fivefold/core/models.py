@@ -1,7 +1,8 @@
-"""Names and files to `Shape`: presets, Hugging Face configs, and `--set key=value` on top.
+"""From names and files to `Shape`: presets, Hugging Face configs, `--set key=value`, small copies.
 
-Presets are TOML, one file per family; a file's `[defaults]` hold for each of its models. A preset
+Presets are TOML, one file per family; a file's `[defaults]` apply to each of its models. A preset
 may leave out `kv_heads` (as many as heads) and `head_dim` (an even share of the width).
+`scale_down` shrinks a large model for a laptop; its legal layouts stay legal.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ def presets() -> tuple[str, ...]:
 
 def load(name_or_path: str) -> Shape:
     """A preset by name, the Hugging Face `config.json` at a path (or in a directory), or the text
-    of such a file, which begins with a brace.
+    of such a file, which starts with a brace.
 
-    Case and the places of `-`, `_` and spaces do not matter: `GPT-2` is `gpt2`. A preset is
-    preferred to a file of the same name; write `./name` for the file.
+    Case, `-`, `_` and spaces do not matter: `GPT-2` is `gpt2`. A preset is preferred to a file of
+    the same name; write `./name` for the file.
     """
     if not name_or_path.strip():
         raise FivefoldError(
@@ -67,7 +68,7 @@ def load(name_or_path: str) -> Shape:
 
 
 def preset_name(text: str) -> str:
-    """The preset that a text spells, and nothing else: no file is read."""
+    """The name of the preset that a text means; no file is read."""
     files = _files_by_name()
     name = _spelled(text, files)
     if name is None:
@@ -76,21 +77,21 @@ def preset_name(text: str) -> str:
 
 
 def is_text(text: str) -> bool:
-    """Whether this is a config itself, and neither a name nor a path."""
+    """Whether this is the text of a config, and neither a name nor a path."""
     return text.lstrip().startswith("{")
 
 
 def of_text(text: str) -> Shape:
-    """The model of a Hugging Face config that was pasted."""
+    """The model of a pasted Hugging Face config."""
     return dataclasses.replace(_read(text.encode(), PASTED), name=PASTED)
 
 
 def with_overrides(shape: Shape, overrides: Mapping[str, str]) -> Shape:
-    """Apply `--set key=value` texts; nested keys are dotted (`moe.experts`), `none` unsets.
+    """Apply `--set key=value` texts; nested keys have a dot (`moe.experts`), `none` unsets.
 
-    What was derived stays derived unless it is set itself: `head_dim` where it was width / heads
-    or follows from MLA, `kv_heads` where it equalled heads, and `moe.shared_ffn`, which follows
-    `moe.shared`, and `moe.ffn` too where a shared expert was as wide as another.
+    Derived keys are derived again unless they are set: `head_dim` if it was width / heads or
+    follows from MLA, `kv_heads` if it equalled heads, and `moe.shared_ffn`, which follows
+    `moe.shared`, and also `moe.ffn` if a shared expert was as wide as another.
     """
     table = tables.table_of(shape)
     problems: list[str] = []
@@ -119,7 +120,7 @@ def _files_by_name() -> dict[str, Path]:
 
 
 def _spelled(text: str, names: Iterable[str]) -> str | None:
-    """The name that a text is another spelling of."""
+    """The name of which a text is another spelling."""
     plain = _plain(text)
     return next((name for name in names if _plain(name) == plain), None)
 
@@ -183,8 +184,8 @@ def _read(data: bytes, where: str) -> Shape:
 
 
 def keys() -> dict[str, object]:
-    """What can be set of a model: the keys of Shape, and of its `rope.`, `mla.` and `moe.`, each
-    with its type."""
+    """The keys of a model that can be set, with their types: those of Shape, and those under
+    `rope.`, `mla.` and `moe.`."""
     hints: dict[str, object] = dict(typing.get_type_hints(Shape))
     for name, cls in NESTED.items():
         hints |= {f"{name}.{inner}": hint for inner, hint in typing.get_type_hints(cls).items()}
@@ -224,28 +225,26 @@ def _derive(shape: Shape, table: dict[str, Any], given: set[str]) -> None:
         table["moe"]["shared_ffn"] = table["moe"]["shared"] * one
 
 
-# A large model at a size for a laptop, with the same divisibility: legal layouts stay legal.
-
-
 LARGEST = 4_000_000  # parameters up to which a model is verified as it is
 _LAYERS = 4
 _WIDTH = 64
 _LEAST_FFN = 96
 _LEAST_VOCAB = 192
 _EXPERT_FFN = 32
-_WINDOW = 20  # below the shortest sequence verified, so that it hides something
+_WINDOW = 20  # shorter than the shortest verified sequence, so that it has an effect
 _MAX_SEQ = 2048
 
 
 def is_large(shape: Shape) -> bool:
-    """Whether eight processes on a laptop would rather not run it."""
+    """Whether a model is too large to verify on a laptop."""
     return counting.parameters(shape).total > LARGEST
 
 
 def scale_down(shape: Shape, layout: Layout) -> Shape:
-    """Fewer layers and narrower, with all heads.
+    """The model with fewer layers and a smaller width, and with all heads.
 
-    A tp that divides the heads divides MLP width and vocabulary here exactly when it does there.
+    A tp that divides the heads divides the MLP width and vocabulary of the small model exactly if
+    it divides those of the large one.
     """
     heads = shape.heads
     common = math.gcd(shape.ffn, heads)
@@ -274,7 +273,7 @@ def _latents(mla: Mla, head_dim: int) -> Mla:
 
 
 def _experts(moe: Moe, layout: Layout) -> Moe:
-    """Fewer and narrower, as many a token, in as many groups; ep and etp divide them as before."""
+    """Fewer and narrower experts, with the same top_k and groups; ep and etp still divide them."""
     step = math.lcm(moe.groups, layout.ep)
     fewest = max(2 * moe.top_k, moe.groups * -(-moe.top_k // moe.groups_kept))
     shared_ffn = math.lcm(layout.tp, _EXPERT_FFN) if moe.shared else 0
@@ -288,7 +287,7 @@ def _experts(moe: Moe, layout: Layout) -> Moe:
 
 
 def scaling_note(full: Shape, small: Shape) -> str:
-    """What was changed, in words."""
+    """A sentence that says what was changed."""
     return (
         f"{full.name} is verified scaled down: {small.layers} of {full.layers} layers, width "
         f"{small.width} for {full.width}, heads of {small.head_dim} for {full.head_dim}, MLP width "

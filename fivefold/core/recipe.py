@@ -1,6 +1,7 @@
 """Recipe: how a plan is trained, as the `[train]` table of a plan file says it.
 
-The plan says what runs where; the recipe says how weights are updated, what is read, what is kept.
+The plan says what runs where; the recipe says how weights are updated, which data is read, and what
+is saved and logged.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ OptimizerName = Literal["adamw", "muon", "sgd"]  # the keys of OPTIMIZERS
 Curve = Literal["cosine", "wsd", "linear", "constant"]
 States = Literal["fp32", "bf16"]
 DISK = "nvme:"
-_WARM_UP = 10  # one in so many steps rises, where nothing else is said
+_WARM_UP = 10  # default warmup: one tenth of the steps
 _LOWEST = 0.1  # of the learning rate: where a cosine ends
-_DECAY = 5  # one in so many steps falls at the end of warm-up, stable, decay
+_DECAY = 5  # wsd decays over the last fifth of the steps
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,8 @@ OPTIMIZERS: dict[OptimizerName, OptimizerKind] = {
 class Recipe:
     """The keys of `[train]`.
 
-    `warmup` and `save_every` are counted in steps; None: a tenth of the steps, and one checkpoint
-    at the end. `data` is stdlib, synthetic, or folders of token shards with weights. `offload` is
+    `warmup` and `save_every` count steps; None means a tenth of the steps, and one checkpoint at
+    the end. `data` is stdlib, synthetic, or folders of token shards with weights. `offload` is
     none, cpu or nvme:FOLDER. `log` joins tensorboard, wandb and memory with `+`.
     """
 
@@ -81,7 +82,7 @@ class Recipe:
     compile: bool = False
 
     def __post_init__(self) -> None:
-        """Every value that makes no sense, in one error."""
+        """Refuse every impossible value in one error."""
         low = {"steps": 1, "keep": 1, "seed": 0, "eval_every": 0, "skip_limit": 0}
         found = [
             f"{key} = {getattr(self, key)}: at least {least}"
@@ -109,24 +110,24 @@ class Recipe:
 
     @property
     def disk(self) -> str | None:
-        """The folder that optimizer states are kept in, where they are."""
+        """The folder of offloaded optimizer states; None without a disk."""
         return self.offload.removeprefix(DISK) if self.offload.startswith(DISK) else None
 
     @property
-    def rise(self) -> int:
+    def warmup_steps(self) -> int:
         """Steps in which the learning rate rises."""
         return max(1, self.steps // _WARM_UP) if self.warmup is None else self.warmup
 
     def lr_at(self, number: int) -> float:
-        """The learning rate of a step, from 1: a straight rise, then along the curve.
+        """The learning rate of a step, from 1: a linear warmup, then the curve.
 
         cosine: half a wave down to a tenth. linear: down to zero, which it would reach one step
-        behind the last. wsd: level, and down to zero over the last fifth of the steps.
+        after the last. wsd: constant, then down to zero over the last fifth of the steps.
         """
-        if number <= self.rise:
-            return self.lr * number / self.rise
-        behind = self.steps - self.rise
-        done = (number - 1 - self.rise) / max(1, behind)
+        warmup = self.warmup_steps
+        if number <= warmup:
+            return self.lr * number / warmup
+        done = (number - 1 - warmup) / max(1, self.steps - warmup)
         if self.lr_curve == "cosine":
             share = _LOWEST + (1 - _LOWEST) * (1 + math.cos(math.pi * done)) / 2
         elif self.lr_curve == "linear":
@@ -139,5 +140,5 @@ class Recipe:
         return self.lr * share
 
     def is_due(self, every: int | None, number: int) -> bool:
-        """Whether something that happens every so many steps happens behind this one."""
+        """Whether something that happens every `every` steps happens after this one."""
         return number == self.steps or (bool(every) and number % every == 0)

@@ -1,8 +1,8 @@
-"""Shape: a model as numbers. What it is made of, not what it weighs (`count.py` weighs it).
+"""Shape: a model as numbers; `count.py` counts its parameters and FLOPs.
 
-A `Shape` says everything the plain model needs to build itself and the planner needs to price it.
-Presets and Hugging Face configs become one in `models.py`; two shapes are equal when their numbers
-are, whatever they are called.
+A `Shape` has everything that the plain model needs to be built and the planner needs to estimate
+it. `models.py` makes one from a preset or a Hugging Face config. Two shapes are equal if their
+numbers are, whatever their names.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ MOST = 1_000_000_000  # of any other whole number
 
 @dataclass(frozen=True)
 class Rope:
-    """How rotary positions are stretched beyond the length a model was first trained on."""
+    """How rotary positions are scaled beyond the length that a model was first trained on."""
 
     kind: RopeKind
     factor: float
     original_seq: int
-    low_freq: float = 1.0  # llama3: wavelengths above original_seq / low_freq are stretched whole
+    low_freq: float = 1.0  # llama3: wavelengths above original_seq / low_freq are fully scaled
     high_freq: float = 4.0  # llama3: wavelengths below original_seq / high_freq are kept
     beta_fast: float = 32.0  # yarn: rotations that mark the two ends of its ramp
     beta_slow: float = 1.0
@@ -45,7 +45,7 @@ class Rope:
     attention_factor: float | None = None  # yarn: None computes it from `factor`
 
     def problems(self) -> Iterator[str]:
-        """Every reason why this stretching cannot be."""
+        """Every reason why this scaling is impossible."""
         positive = {"factor": self.factor, "original_seq": self.original_seq}
         positive |= {"low_freq": self.low_freq, "high_freq": self.high_freq}
         positive |= {"beta_fast": self.beta_fast, "beta_slow": self.beta_slow}
@@ -66,7 +66,7 @@ class Mla:
     q_rank: int | None = None  # None: queries are projected directly
 
     def problems(self) -> Iterator[str]:
-        """Every reason why this attention cannot be."""
+        """Every reason why this attention is impossible."""
         sizes = {"kv_rank": self.kv_rank, "nope_dim": self.nope_dim, "rope_dim": self.rope_dim}
         sizes |= {"value_dim": self.value_dim}
         if self.q_rank is not None:
@@ -96,7 +96,7 @@ class Moe:
     weigh_inputs: bool = False  # the weight multiplies an expert's input, not its output (Llama 4)
 
     def problems(self, layers: int) -> Iterator[str]:
-        """Every reason why these experts cannot be in a model of so many layers."""
+        """Every reason why a model of this many layers cannot have these experts."""
         sizes = {"experts": self.experts, "top_k": self.top_k, "ffn": self.ffn, "every": self.every}
         sizes |= {"groups": self.groups, "groups_kept": self.groups_kept}
         counts = {"shared": self.shared, "shared_ffn": self.shared_ffn}
@@ -140,7 +140,7 @@ class LayerKind(NamedTuple):
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder transformer. Raises one error with every problem when its numbers cannot be."""
+    """A decoder transformer. Impossible numbers raise one error with every problem."""
 
     name: str = field(compare=False)
     layers: int
@@ -171,7 +171,7 @@ class Shape:
     mlp_bias: bool = False
     qk_norm: QkNorm = "none"  # head: one weight for all heads; full: over all heads; l2: no weight
     dropout: float = 0.0
-    parallel_block: bool = False  # attention and MLP side by side behind one norm (PaLM)
+    parallel_block: bool = False  # attention and MLP side by side after one norm (PaLM)
     mla: Mla | None = None
     moe: Moe | None = None
     mtp: int = 0  # multi-token-prediction layers after the last one
@@ -183,7 +183,7 @@ class Shape:
 
     @property
     def gated(self) -> bool:
-        """Whether an MLP has a gate beside its up projection: three matrices instead of two."""
+        """Whether an MLP has a gate besides its up projection: three matrices instead of two."""
         return self.activation in ("swiglu", "geglu")
 
     @property
@@ -203,7 +203,7 @@ class Shape:
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
-        """Numbers of the layers with experts; MTP layers go on where the others end."""
+        """Indices of the layers with experts; MTP layers follow the others."""
         return tuple(i for i in range(self.layers + self.mtp) if self.is_moe_layer(i))
 
     def is_moe_layer(self, i: int) -> bool:

@@ -1,7 +1,8 @@
-"""Tables in, dataclasses out, and back: unknown keys and wrong types are errors, all at once.
+"""Strict reading of tables: TOML to dataclasses and back, and keys of a Hugging Face config.
 
-The one reader for every file a user may write (plans, machines) and for our own presets, so that
-a typo is treated alike everywhere.
+Unknown keys and wrong types are errors, and all problems are reported at once. This is the one
+reader for every file that a user may write (plans, machines) and for our own presets, so a typo is
+treated in the same way everywhere.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def _long_numbers(value: Any, path: str) -> Iterator[str]:
-    """Where numbers are that TOML does not allow, and that could be neither printed nor divided."""
+    """The keys of numbers that are longer than TOML allows."""
     if isinstance(value, Mapping):
         for key, item in typing.cast(Table, value).items():
             yield from _long_numbers(item, f"{path}.{key}" if path else key)
@@ -146,7 +147,7 @@ def from_text(hint: Any, text: str) -> Any:
 
 
 def table_of(value: Any) -> dict[str, Any]:
-    """The dataclass as a table that `build` reads back; unset optional fields are left out."""
+    """The dataclass as a table that `build` reads back, without optional fields that are None."""
     table: dict[str, Any] = {}
     for field in dataclasses.fields(value):
         item = getattr(value, field.name)
@@ -177,9 +178,8 @@ def _literal(item: Any) -> str:
     return repr(item)
 
 
-# A Hugging Face `config.json` read key by key: problems are collected, never raised one by one.
-#
-# Below the reader, the parts that several families spell alike.
+# A Hugging Face `config.json`, read key by key, and what several model families spell in the same
+# way. Problems are collected, so that one error reports them all.
 
 
 Fields = dict[str, Any]
@@ -197,10 +197,10 @@ ROPES = {"default": "default", "llama3": "llama3", "yarn": "yarn", "linear": "li
 
 
 class Config:
-    """One table of the file. A key that cannot be used is noted and a stand-in handed back.
+    """One table of the file. A bad key is recorded as a problem, and a placeholder is returned.
 
-    Null is read as absent, that is how these files spell "by default", except where null itself
-    has a meaning (`optional_whole`).
+    Null counts as absent, because these files use it for "default", except where null itself has a
+    meaning (`optional_whole`).
     """
 
     def __init__(self, table: Mapping[str, Any], problems: list[str], prefix: str = "") -> None:
@@ -208,18 +208,18 @@ class Config:
         self._refused: set[str] = set()
 
     def has(self, key: str) -> bool:
-        """Whether the key is there and not null."""
+        """Whether the key is present and not null."""
         return self._table.get(key) is not None
 
     def problem(self, key: str, rule: str) -> None:
-        """Note that the value of `key` breaks a rule."""
+        """Record that the value of `key` breaks a rule."""
         self._refused.add(key)
         shown = repr(self._table.get(key))
         shown = shown if len(shown) <= 60 else shown[:60] + "…"
         self._problems.append(f"{self._prefix}{key} = {shown}: {rule}")
 
     def usable(self, *keys: str) -> bool:
-        """Whether none of these was refused: what follows from a stand-in is no second problem."""
+        """Whether none of these is bad: a consequence of a placeholder is not a second problem."""
         return not self._refused.intersection(keys)
 
     def whole(self, key: str, default: int | None = None, least: int = 1) -> int:
@@ -232,7 +232,7 @@ class Config:
         return max(least, 1)
 
     def optional_whole(self, key: str, default: int | None = None) -> int | None:
-        """A positive whole number; None where it is null, the default where it is absent."""
+        """A positive whole number; None if it is null, the default if it is absent."""
         if key not in self._table:
             return default
         return self.whole(key) if self.has(key) else None
@@ -258,7 +258,7 @@ class Config:
         return default
 
     def choice(self, key: str, default: str, meanings: Mapping[str, str]) -> str:
-        """What one of a few words means here."""
+        """The meaning of one of a few values."""
         value = self._get(key, default)
         if isinstance(value, str) and value in meanings:
             return meanings[value]
@@ -271,7 +271,7 @@ class Config:
             self.problem(key, "not supported; only " + " or ".join(map(str, allowed)) + " is")
 
     def table(self, key: str) -> Config | None:
-        """A table within, or None where the key is absent."""
+        """A nested table, or None if the key is absent."""
         if not self.has(key):
             return None
         value = self._table[key]
@@ -281,7 +281,7 @@ class Config:
         return Config(cast("Mapping[str, Any]", value), self._problems, f"{self._prefix}{key}.")
 
     def items(self, key: str) -> list[object] | None:
-        """A list, or None where the key is absent."""
+        """A list, or None if the key is absent."""
         if not self.has(key):
             return None
         value = self._table[key]
@@ -291,7 +291,7 @@ class Config:
         return None
 
     def layer_set(self, key: str) -> frozenset[int] | None:
-        """A list of layer numbers, or None where the key is absent."""
+        """A list of layer numbers, or None if the key is absent."""
         items = self.items(key)
         if items is None:
             return None
@@ -301,7 +301,7 @@ class Config:
         return layers
 
     def first_of(self, keys: Iterable[str]) -> str:
-        """The first of several spellings that is there; the first spelling if none is."""
+        """The first of several spellings that is present; the first spelling if none is."""
         names = list(keys)
         return next((key for key in names if self.has(key)), names[0])
 
@@ -354,7 +354,7 @@ def rotary(config: Config, max_seq: int, theta: float) -> Fields:
 
 
 def expert_placement(config: Config, key: str, wanted: list[int], layers: int) -> Fields:
-    """The layers that have experts, as a Shape says it: each n-th from some layer on."""
+    """Which layers have experts, in the form of a Shape: each n-th from some layer on."""
     if not config.usable(*_PLACING):
         return {}
     if not wanted:
@@ -370,5 +370,5 @@ def expert_placement(config: Config, key: str, wanted: list[int], layers: int) -
 
 def indices(layers: int) -> range:
     """The layers, from 0."""
-    # An absurd number of layers is refused later, by Shape; do not count up to it here.
+    # Shape refuses an absurd number of layers later; do not loop over it here.
     return range(min(layers, MOST_LAYERS))

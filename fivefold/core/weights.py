@@ -1,7 +1,8 @@
 """The one table of every weight: its global name, its shape, and how tensor parallelism cuts it.
 
-The plain model, the tensor dimension, the ledger of bytes and the checkpoint all read this table,
-so that a weight has one name and one cut everywhere. `piece` says what one tp rank holds.
+The plain model, tensor parallelism, the memory estimate and checkpoints all use this table, so that
+a weight has one name and one cut everywhere. `shard_of` gives the shard of a rank, `boxes_of` the
+boxes of the full weight that a run of its elements covers, which is how checkpoints store it.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from fivefold.core.shape import Mla, Moe, Shape
 
 # column: rows of the weight (its outputs) are split; vocab: the same, padded to a multiple of tp;
 # row: columns (its inputs) are split; kv: rows by KV head, replicated where these are fewer than
-# tp; whole: every tp rank holds all of it; expert: stacked experts, which tp does not split.
+# tp; whole: every tp rank has all of it; expert: stacked experts, which tp does not split.
 Cut = Literal["column", "vocab", "row", "kv", "whole", "expert"]
 
 
 @dataclass(frozen=True)
 class Weight:
-    """One weight of the whole model, before anything is split."""
+    """One full weight of the model."""
 
     name: str
     shape: tuple[int, ...]
     block: str  # "embed", "blocks.{i}", "head" or "mtp.{j}"; the final norm belongs to "head"
     cut: Cut
-    spread: bool = False  # whole, but each tp rank uses it on its own heads only
+    spread: bool = False  # replicated, but each tp rank uses it on its own heads only
     expert_dim: int | None = None  # of stacked experts: the dim of their width; dim 0 counts them
 
     @property
@@ -42,10 +43,10 @@ class Weight:
 
 @dataclass(frozen=True)
 class WeightShard:
-    """What one tp rank holds of a weight: [start, stop) along `dim`, whose padded size is `size`.
+    """A rank's shard of a weight: [start, stop) along `dim`, whose padded size is `size`.
 
-    `copies` ranks hold the same piece. `partial`: they see different tokens or heads, so that the
-    gradient of the piece is the sum over them.
+    `copies` tp ranks have the same shard. `partial`: they see different tokens or heads, so the
+    gradient of the shard is the sum over them.
     """
 
     dim: int | None  # None: all of it
@@ -57,15 +58,15 @@ class WeightShard:
     inner: tuple[int, int, int] | None = None  # a second cut, of experts: dim, start, stop
 
 
-@lru_cache(maxsize=16)  # every stage of a job asks for all of them
+@lru_cache(maxsize=16)  # every stage of a job needs all of them
 def weights(shape: Shape) -> tuple[Weight, ...]:
-    """Every weight in forward order; a tied head is the embedding and not listed twice."""
+    """Every weight in forward order; a tied head is the embedding and is not listed again."""
     _refuse_unsupported(shape)
     return tuple(_all(shape))
 
 
 def buffers(shape: Shape) -> tuple[Weight, ...]:
-    """What a model keeps and no optimizer updates: the biases of loss-free balancing, float32."""
+    """What no optimizer updates: the biases of loss-free balancing, in float32."""
     moe = shape.moe
     if moe is None or not moe.bias:
         return ()
@@ -79,10 +80,10 @@ def buffers(shape: Shape) -> tuple[Weight, ...]:
 
 
 def by_name(shape: Shape) -> dict[str, Weight]:
-    """Every name a parameter can have; two of them may lead to the embedding.
+    """The weight of every parameter name; two names may mean the embedding.
 
-    A stage without the embedding has a copy of it: as `head.weight` where the head is tied to it,
-    as `mtp.embed.weight` where only multi-token prediction looks tokens up.
+    A last stage without the embedding has a copy of it: `head.weight` if the head is tied,
+    `mtp.embed.weight` if only multi-token prediction looks up tokens.
     """
     named = {one.name: one for one in weights(shape)}
     if shape.tied:
@@ -90,8 +91,8 @@ def by_name(shape: Shape) -> dict[str, Weight]:
     return named if not shape.mtp else {**named, "mtp.embed.weight": named["embed.weight"]}
 
 
-def piece(weight: Weight, shape: Shape, tp: int, sp: bool, coord: int) -> WeightShard:
-    """What the tp rank at `coord` holds, with (`sp`) or without sequence parallelism."""
+def tp_shard(weight: Weight, shape: Shape, tp: int, sp: bool, coord: int) -> WeightShard:
+    """The shard of the tp rank at `coord`, with (`sp`) or without sequence parallelism."""
     size = weight.shape[0]
     if tp == 1 or weight.cut in ("whole", "expert"):
         partial = tp > 1 and (weight.spread or sp)
@@ -110,23 +111,23 @@ def piece(weight: Weight, shape: Shape, tp: int, sp: bool, coord: int) -> Weight
     return WeightShard(dim, start, start + length, size, copies, partial=copies > 1)
 
 
-def held_by(weight: Weight, shape: Shape, layout: Layout, at: Coord) -> WeightShard:
-    """What the rank at these coords holds: of experts its share over ep and etp, else over tp."""
+def shard_of(weight: Weight, shape: Shape, layout: Layout, at: Coord) -> WeightShard:
+    """The shard of the rank at these coords: over ep and etp for experts, else over tp."""
     if weight.expert_dim is None:
-        return piece(weight, shape, layout.tp, layout.sp, at.tp)
+        return tp_shard(weight, shape, layout.tp, layout.sp, at.tp)
     count, width = weight.shape[0] // layout.ep, weight.shape[weight.expert_dim] // layout.etp
     start, low = at.ep * count, at.etp * width
     inner = (weight.expert_dim, low, low + width)
     return WeightShard(0, start, start + count, weight.shape[0], 1, partial=False, inner=inner)
 
 
-def local_shape(weight: Weight, held: WeightShard) -> tuple[int, ...]:
-    """The shape of a piece, padding included."""
+def local_shape(weight: Weight, shard: WeightShard) -> tuple[int, ...]:
+    """The shape of a shard, with padding."""
     sizes = list(weight.shape)
-    if held.dim is not None:
-        sizes[held.dim] = held.stop - held.start
-    if held.inner is not None:
-        dim, start, stop = held.inner
+    if shard.dim is not None:
+        sizes[shard.dim] = shard.stop - shard.start
+    if shard.inner is not None:
+        dim, start, stop = shard.inner
         sizes[dim] = stop - start
     return tuple(sizes)
 
@@ -150,7 +151,7 @@ def _all(shape: Shape) -> Iterator[Weight]:
 
 
 def _prefix(block: str) -> str:
-    """Where the layer of a block lies: an MTP block has more than its layer."""
+    """The name prefix of a block's layer: an MTP block contains more than its layer."""
     return f"{block}.block" if block.startswith("mtp.") else block
 
 
@@ -232,7 +233,7 @@ def _linear(
 ) -> Iterator[Weight]:
     yield Weight(f"{name}.weight", sizes, block, cut, spread)
     if bias:
-        # A row-cut product is summed over tp first, and its bias added once: every rank has all.
+        # A row-cut matmul is summed over tp before its bias is added: every rank has the full bias.
         yield Weight(f"{name}.bias", sizes[:1], block, "whole" if cut == "row" else cut, spread)
 
 
@@ -243,7 +244,7 @@ def _norm(shape: Shape, block: str, name: str) -> Iterator[Weight]:
 
 
 def _refuse_unsupported(shape: Shape) -> None:
-    """The one place that says what the model cannot be built with; `plan` still prices it."""
+    """The one place that says which models cannot be built; `plan` still estimates them."""
     missing = {
         "alibi positions": shape.positions == "alibi",
         "attention and MLP side by side (parallel_block)": shape.parallel_block,
@@ -255,7 +256,7 @@ def _refuse_unsupported(shape: Shape) -> None:
         "multi-token prediction with learned positions": shape.mtp > 0
         and shape.positions == "learned",
     }
-    found = [name for name, there in missing.items() if there]
+    found = [name for name, used in missing.items() if used]
     if found:
         raise FivefoldError(
             f"model {shape.name!r} has {', '.join(found)}: it can be planned but not built; build "
@@ -264,17 +265,14 @@ def _refuse_unsupported(shape: Shape) -> None:
         )
 
 
-# Which boxes of a whole weight a rank holds.
-#
-# A rank holds a piece of a weight, and of the piece often only a run of its elements in row-major
-# order: where ZeRO cuts a flat buffer, it cuts through rows. Such a run is a few boxes of the
-# whole weight, and boxes are what layouts have in common: what one wrote as its boxes, another
-# reads as its own.
+# Boxes. ZeRO cuts a flat buffer through rows, so a rank often owns only a run of a shard's elements
+# in row-major order. Such a run is a few boxes of the full weight. Boxes do not depend on the
+# layout: one layout writes its boxes, another reads the boxes that it needs.
 
 
 @dataclass(frozen=True)
 class Box:
-    """A box of a whole tensor, whose elements are `numel` in a row from `at` on of what is held."""
+    """A box of a full tensor; its elements are the `numel` from `at` on of what a rank owns."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -296,19 +294,19 @@ def whole_box(shape: Sequence[int]) -> Box:
 
 
 def boxes_of(
-    shape: Sequence[int], held: WeightShard, local: Sequence[int], start: int, stop: int
+    shape: Sequence[int], shard: WeightShard, local: Sequence[int], start: int, stop: int
 ) -> tuple[Box, ...]:
-    """The elements [start, stop) of a piece as boxes of a weight of this shape.
+    """The elements [start, stop) of a shard as boxes of a weight of this shape.
 
-    `local` is the shape of the piece. There are at most 2·ndim − 1 boxes; `at` counts from `start`.
-    Padding lies outside of the weight, and in no box.
+    `local` is the shape of the shard. There are at most 2·ndim − 1 boxes; `at` counts from `start`.
+    Padding is outside the weight, and in no box.
     """
-    assert 0 <= start <= stop <= math.prod(local), "a run lies inside of its piece"
+    assert 0 <= start <= stop <= math.prod(local), "a run lies inside its shard"
     origin = [0] * len(shape)
-    if held.dim is not None:
-        origin[held.dim] = held.start
-    if held.inner is not None:
-        origin[held.inner[0]] = held.inner[1]
+    if shard.dim is not None:
+        origin[shard.dim] = shard.start
+    if shard.inner is not None:
+        origin[shard.inner[0]] = shard.inner[1]
     found: list[Box] = []
     for box in _runs(tuple(local), start, stop):
         offsets = tuple(low + offset for low, offset in zip(origin, box.offsets, strict=True))
@@ -322,15 +320,15 @@ def boxes_of(
 
 
 def _runs(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """Elements [start, stop) in row-major order: the rest of a row, whole rows, a part of a row."""
+    """Elements [start, stop) in row-major order: end of a row, full rows, start of a row."""
     if start == stop:
         return
     if not shape:
         yield Box((), (), start)
         return
     row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row  # the whole rows
-    if first > last:  # all inside of one row
+    first, last = -(-start // row), stop // row  # the full rows
+    if first > last:  # all inside one row
         yield from _inside(shape, last, start, stop)
         return
     yield from _inside(shape, first - 1, start, first * row)
@@ -341,7 +339,7 @@ def _runs(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
 
 
 def _inside(shape: tuple[int, ...], number: int, start: int, stop: int) -> Iterator[Box]:
-    """The same of elements that all lie in row `number`."""
+    """The same for elements that all lie in row `number`."""
     base = number * math.prod(shape[1:])
     for box in _runs(shape[1:], start - base, stop - base):
         yield Box((number, *box.offsets), (1, *box.sizes), base + box.at)

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from fivefold.core.errors import FivefoldError
 from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.core.units import Part, Unit
-from fivefold.core.weights import Box, WeightShard, boxes_of, by_name, held_by, weights, whole_box
+from fivefold.core.units import OwnedRange, Unit
+from fivefold.core.weights import Box, WeightShard, boxes_of, by_name, shard_of, weights, whole_box
 from fivefold.cost.collectives import owned_shards, units_of
 
 MODELS: dict[str, tuple[str, dict[str, str]]] = {
@@ -47,21 +47,21 @@ def planned(model: str, degrees: dict[str, int], zero: int, schedule: str | None
 
 def owned(
     plan: Plan, rank: int, bucket: int | None
-) -> Iterator[tuple[str, WeightShard, Part, int]]:
+) -> Iterator[tuple[str, WeightShard, OwnedRange, int]]:
     """What a rank owns of each weight, where it begins in it, and its name in the whole model."""
     layout, table = plan.layout, by_name(plan.shape)
     for stage in plan.schedule.placement.stages_of(layout.coord(rank).pp):
         for unit in units_of(plan, stage, 4, bucket):
             for part in owned_shards(layout, rank, [unit]):
                 weight = table[part[0].name]
-                held = held_by(weight, plan.shape, layout, layout.coord(rank))
+                held = shard_of(weight, plan.shape, layout, layout.coord(rank))
                 yield weight.name, held, part, begins(plan, rank, unit, part)
 
 
-def begins(plan: Plan, rank: int, unit: Unit, part: Part) -> int:
-    place = plan.layout.group(unit.shard_axis, rank).index(rank) if unit.num_slices > 1 else 0
+def begins(plan: Plan, rank: int, unit: Unit, part: OwnedRange) -> int:
+    place = plan.layout.group(unit.shard_axis, rank).index(rank) if unit.num_shards > 1 else 0
     (entry,) = (each for each in unit.entries if each.row is part[0])
-    return part[1] + place * unit.slice_size - entry.start
+    return part[1] + place * unit.shard_size - entry.start
 
 
 def copies(plan: Plan, name: str, held: WeightShard, expert: bool) -> int:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fivefold.core import models
 from fivefold.core.layout import Layout
 from fivefold.core.shape import Shape
-from fivefold.core.units import Unit, UnitRow, pack, rows_of
+from fivefold.core.units import LocalWeight, Unit, local_weights, pack
 from fivefold.core.weights import weights
 
 TINY = models.load("tiny")
@@ -21,7 +21,7 @@ AHEAD = models.with_overrides(TINY, {"mtp": "2", "vocab": "251"})
 TIED_AHEAD = models.with_overrides(AHEAD, {"tied": "true"})
 
 
-def names(rows: list[UnitRow]) -> list[str]:
+def names(rows: list[LocalWeight]) -> list[str]:
     return [row.name for row in rows]
 
 
@@ -31,7 +31,7 @@ def names(rows: list[UnitRow]) -> list[str]:
     ids=["untied", "tied", "learned", "ahead", "tied-ahead"],
 )
 def test_one_stage_has_every_weight_and_shares_none(shape: Shape) -> None:
-    rows = rows_of(shape, Layout(tp=2), range(shape.layers))
+    rows = local_weights(shape, Layout(tp=2), range(shape.layers))
     assert names(rows) == [weight.name for weight in weights(shape)]
     assert not any(row.alone for row in rows)
 
@@ -45,7 +45,7 @@ def test_stages_have_every_weight_once_but_the_embedding_of_both_ends(
     shape: Shape, ends: set[int]
 ) -> None:
     spans = [range(a, b) for a, b in pairwise((0, *sorted(ends), shape.layers))]
-    rows = [rows_of(shape, Layout(tp=2), span) for span in spans]
+    rows = [local_weights(shape, Layout(tp=2), span) for span in spans]
     copy = ["head.weight"] if shape.tied else ["mtp.embed.weight"] if shape.mtp else []
     whole = [weight.name for weight in weights(shape)]
     assert [name for stage in rows for name in names(stage)] == whole + copy
@@ -61,15 +61,15 @@ def unit_of(units: tuple[Unit, ...], name: str) -> Unit:
 
 
 @pytest.mark.parametrize("bucket", [None, 1, 20_000, 10**9])
-@pytest.mark.parametrize("num_slices", [1, 3])
-def test_a_tied_weight_is_sliced_alike_on_both_stages(bucket: int | None, num_slices: int) -> None:
+@pytest.mark.parametrize("num_shards", [1, 3])
+def test_a_tied_weight_is_sliced_alike_on_both_stages(bucket: int | None, num_shards: int) -> None:
     first, last = (
-        pack(rows_of(LEARNED, Layout(tp=2), layers), num_slices, 2, bucket)
+        pack(local_weights(LEARNED, Layout(tp=2), layers), num_shards, 2, bucket)
         for layers in (range(3), range(3, 8))
     )
     lookup, head = unit_of(first, "embed.weight"), unit_of(last, "head.weight")
     assert (lookup.blocks, head.blocks) == (("embed",), ("head",))
-    for place in range(num_slices):
+    for place in range(num_shards):
         mine, its = lookup.owned(place), head.owned(place)
         assert [part[1:] for part in mine] == [part[1:] for part in its] != []
     # What stands beside it in its block travels with the neighbours.
@@ -78,5 +78,5 @@ def test_a_tied_weight_is_sliced_alike_on_both_stages(bucket: int | None, num_sl
 
 
 def test_stages_between_have_neither_end() -> None:
-    blocks = {row.block for row in rows_of(TIED, Layout(), range(2, 4))}
+    blocks = {row.block for row in local_weights(TIED, Layout(), range(2, 4))}
     assert blocks == {"blocks.2", "blocks.3"}

@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from fivefold.core import count, models
 from fivefold.core.errors import FivefoldError
 from fivefold.core.shape import Mla, Moe, Shape
-from fivefold.core.weights import Weight, WeightShard, buffers, by_name, local_shape, piece, weights
+from fivefold.core.weights import (
+    Weight,
+    WeightShard,
+    buffers,
+    by_name,
+    local_shape,
+    tp_shard,
+    weights,
+)
 
 TINY = models.load("tiny")  # width 64, 8 heads and 4 KV heads of 8, ffn 176, vocabulary 256
 GPT2 = models.load("gpt2")
@@ -171,22 +179,22 @@ def test_a_tied_head_leads_to_the_embedding() -> None:
 
 def test_kv_heads_fewer_than_tp_are_replicated() -> None:
     keys = by_name(TINY)["blocks.0.attention.k.weight"]  # 4 heads of 8 rows
-    held = [piece(keys, TINY, 8, False, coord) for coord in range(8)]
+    held = [tp_shard(keys, TINY, 8, False, coord) for coord in range(8)]
     assert [one.start for one in held] == [0, 0, 8, 8, 16, 16, 24, 24]
     assert held[5] == WeightShard(0, 16, 24, 32, copies=2, partial=True)
-    assert piece(keys, TINY, 2, True, 1) == WeightShard(0, 16, 32, 32, copies=1, partial=False)
+    assert tp_shard(keys, TINY, 2, True, 1) == WeightShard(0, 16, 32, 32, copies=1, partial=False)
 
 
 def test_an_odd_vocabulary_is_padded() -> None:
     embed = by_name(GPT2)["embed.weight"]  # 50257 = 8 · 6282 + 1
-    last = piece(embed, GPT2, 8, False, 7)
+    last = tp_shard(embed, GPT2, 8, False, 7)
     assert last == WeightShard(0, 43981, 50264, 50264, copies=1, partial=False)
     assert local_shape(embed, last) == (6283, 768)
 
 
 def test_row_cut_splits_inputs() -> None:
     down = by_name(TINY)["blocks.0.mlp.down.weight"]
-    held = piece(down, TINY, 4, True, 3)
+    held = tp_shard(down, TINY, 4, True, 3)
     assert held == WeightShard(1, 132, 176, 176, copies=1, partial=False)
     assert local_shape(down, held) == (64, 44)
 
@@ -210,10 +218,10 @@ def test_when_a_whole_weight_has_a_partial_gradient(
 ) -> None:
     shape = next(shape for shape in (QWEN3, V3) if name in by_name(shape))
     weight = by_name(shape)[name]
-    assert piece(weight, shape, 4, False, 1).partial is without_sp
-    assert piece(weight, shape, 4, True, 1).partial is with_sp
-    assert piece(weight, shape, 4, True, 1).copies == 4
-    assert local_shape(weight, piece(weight, shape, 4, True, 1)) == weight.shape
+    assert tp_shard(weight, shape, 4, False, 1).partial is without_sp
+    assert tp_shard(weight, shape, 4, True, 1).partial is with_sp
+    assert tp_shard(weight, shape, 4, True, 1).copies == 4
+    assert local_shape(weight, tp_shard(weight, shape, 4, True, 1)) == weight.shape
 
 
 @st.composite
@@ -248,7 +256,7 @@ def shapes_and_tp(draw: st.DrawFn) -> tuple[Shape, int]:
 def test_pieces_tile_every_weight(drawn: tuple[Shape, int], sp: bool) -> None:
     shape, tp = drawn
     for weight in weights(shape):
-        held = [piece(weight, shape, tp, sp, coord) for coord in range(tp)]
+        held = [tp_shard(weight, shape, tp, sp, coord) for coord in range(tp)]
         (copies,) = {one.copies for one in held}
         (size,) = {one.size for one in held}
         times = Counter(i for one in held for i in range(one.start, one.stop))
@@ -266,8 +274,8 @@ def test_queries_meet_their_own_keys(drawn: tuple[Shape, int]) -> None:
     shape, tp = drawn
     table, d = by_name(shape), shape.head_dim
     for coord in range(tp):
-        q = piece(table["blocks.0.attention.q.weight"], shape, tp, False, coord)
-        k = piece(table["blocks.0.attention.k.weight"], shape, tp, False, coord)
+        q = tp_shard(table["blocks.0.attention.q.weight"], shape, tp, False, coord)
+        k = tp_shard(table["blocks.0.attention.k.weight"], shape, tp, False, coord)
         needed = {h * shape.kv_heads // shape.heads for h in range(q.start // d, q.stop // d)}
         assert needed == set(range(k.start // d, k.stop // d))
 
@@ -277,4 +285,4 @@ def test_one_rank_holds_everything(drawn: tuple[Shape, int]) -> None:
     shape, _ = drawn
     for weight in weights(shape):
         size = weight.shape[0]
-        assert piece(weight, shape, 1, True, 0) == WeightShard(None, 0, size, size, 1, False)
+        assert tp_shard(weight, shape, 1, True, 0) == WeightShard(None, 0, size, size, 1, False)

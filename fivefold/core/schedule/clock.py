@@ -310,19 +310,19 @@ def memory_levels(
     gradient, which releases the rest.
     """
     left, released = unit * after_input_grad, unit * (1 - after_input_grad)
-    held, levels = 0.0, list[float]()
+    live, levels = 0.0, list[float]()
     for step in steps:
-        after = held
+        after = live
         for _, kind, _ in actions_of(step):
             if kind == FORWARD:
-                held += unit
+                live += unit
                 after += unit
             elif kind == BACKWARD:
                 after -= unit
             else:
                 after -= released if kind == INPUT_GRAD else left
-        levels.append(held)
-        held = after
+        levels.append(live)
+        live = after
     return levels
 
 

@@ -121,7 +121,7 @@ def fill(lowered: Lowered, chunk_limit: int, patience: Patience) -> Filled | Non
     ranks = range(len(lowered.work))
     ends = [-1.0] * lowered.num_slots
     waiting: dict[int, int] = {}
-    place, held = [0 for _ in ranks], [0 for _ in ranks]
+    place, live = [0 for _ in ranks], [0 for _ in ranks]
     first, free = [-1.0 for _ in ranks], [0.0 for _ in ranks]
     pending: list[deque[float]] = [deque() for _ in ranks]
     turns = tuple(bytearray() for _ in ranks)
@@ -134,14 +134,14 @@ def fill(lowered: Lowered, chunk_limit: int, patience: Patience) -> Filled | Non
         result, source, lag, cost, weight, forward, draining, _ = lowered.work[rank][place[rank]]
         arrival = 0.0 if source < 0 else ends[source]
         missing = arrival < 0
-        blocked = forward and held[rank] >= chunk_limit
+        blocked = forward and live[rank] >= chunk_limit
         if pending[rank]:
             due = pending[rank][0]
             share = (patience.draining if draining else patience.running)[rank]
             if blocked or missing or arrival + lag - now >= share * due - 1e-9:
                 pending[rank].popleft()
                 turns[rank].append(0)
-                held[rank] -= 1
+                live[rank] -= 1
                 free[rank] = now + due
                 heapq.heappush(agenda, (free[rank], rank))
                 continue
@@ -158,7 +158,7 @@ def fill(lowered: Lowered, chunk_limit: int, patience: Patience) -> Filled | Non
                 first[rank] = now
             ends[result] = free[rank] = now + cost
             if forward:
-                held[rank] += 1
+                live[rank] += 1
             else:
                 pending[rank].append(weight)
             heapq.heappush(agenda, (free[rank], rank))
@@ -207,7 +207,7 @@ class _Ranks:
         self.forwards: list[list[float]] = [[] for _ in self.homes]
         self.gradients: list[list[float]] = [[] for _ in self.homes]
         self.owed: list[list[int]] = [[] for _ in ranks]
-        self.held = [0 for _ in ranks]
+        self.live = [0 for _ in ranks]
         self.order: list[list[Action]] = [[] for _ in ranks]
         self.agenda = [(0.0, rank) for rank in ranks]
         self.asleep: set[int] = set()
@@ -228,7 +228,7 @@ class _Ranks:
             self._finish(rank, stage, kind, end)
         elif self.owed[rank]:
             end = now + self.costs.weight[self.owed[rank].pop(0)]
-            self.held[rank] -= 1
+            self.live[rank] -= 1
         elif candidates:
             end = min(at for *_, at in candidates)
         else:
@@ -241,7 +241,7 @@ class _Ranks:
         for chunk, stage in enumerate(self.stages[rank]):
             to_come = len(self.stages[rank]) - chunk
             # A forward leaves room for its microbatch's later chunks, or the pipeline locks up.
-            if self.held[rank] + to_come <= self.chunk_limit:
+            if self.live[rank] + to_come <= self.chunk_limit:
                 at = self._forward_arrival(stage, rank)
                 if at is not None:
                     yield (self._preference(chunk), -stage), stage, FORWARD, at
@@ -280,7 +280,7 @@ class _Ranks:
         self.order[rank].append(Action(stage, kind, len(ends)))
         ends.append(end)
         if kind == FORWARD:
-            self.held[rank] += 1
+            self.live[rank] += 1
             onward = stage + 1
         else:
             self.owed[rank].append(stage)
