@@ -320,6 +320,7 @@ def _serve(
     for other in inherited:
         other.close()
     _die_with(parent)
+    gc.freeze()  # what the parent has made stays: only a rank's own objects are looked through
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = _loopback()
 
