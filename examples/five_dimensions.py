@@ -6,7 +6,7 @@ torchrun --nproc-per-node 16 examples/five_dimensions.py
 import torch
 import torch.distributed as dist
 
-from fivefold.core.plan import Wishes, resolve
+from fivefold.core.plan import PlanOptions, resolve
 from fivefold.data.batches import samples
 from fivefold.optim.optimizer import make_optimizer
 from fivefold.parallel.compose import compose
@@ -18,7 +18,7 @@ LAYOUT = "dp=2 tp=2 pp=2 cp=2 ep=2"
 
 def train(layout: str = LAYOUT, steps: int = 3) -> list[float]:
     """The loss of every step. It is the same on every rank of every layout."""
-    plan = resolve(Wishes("tiny-moe", layout=layout, schedule="zb-h1", seq=32, batch=8))
+    plan = resolve(PlanOptions("tiny-moe", layout=layout, schedule="zb-h1", seq=32, batch=8))
     job = compose(plan, Mesh.of(plan, torch.device("cpu")), seed=0, dtype=torch.float64)
     owned = [(len(each.row.shape) > 1, each.tensor) for each in job.owned]
     optimizer = make_optimizer("adamw", owned, lr=1e-3, weight_decay=0.1)
