@@ -1,4 +1,4 @@
-"""The verbs. A verb's module is imported only when it is chosen, so that starting stays instant."""
+"""The command line. Only the module of the chosen verb is imported, so that the start is fast."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from fivefold import __version__
 from fivefold.core.errors import FivefoldError
 
 BAD_INPUT = 2
-_PAIRED = ("--layout", "--set", "--fix", "--what-if")  # options whose value is pairs
+_PAIRED = ("--layout", "--set", "--fix", "--what-if")  # options that take key=value pairs
 
 
 class Verb(NamedTuple):
-    """A command: the module whose `run` it calls, and its line in the help."""
+    """A command: the module with its `run` function, and its line in the help."""
 
     module: str
     help: str
 
 
 VERBS = {
-    "calibrate": Verb("fivefold.verbs.calibrate", "Measure this machine, and write its file."),
-    "export": Verb("fivefold.verbs.export_weights", "Write a run's weights for Hugging Face."),
-    "import": Verb("fivefold.verbs.import_weights", "Start a run from a Hugging Face model."),
-    "observe": Verb("fivefold.verbs.observe", "A page: explore, learn, and look at runs."),
-    "plan": Verb("fivefold.verbs.plan", "Resolve a job, or search its layout, and say why."),
-    "rehearse": Verb("fivefold.verbs.rehearse", "Run the real program at any rank of any job."),
+    "calibrate": Verb("fivefold.verbs.calibrate", "Measure this machine and write a machine file."),
+    "export": Verb("fivefold.verbs.export_weights", "Export the weights of a run to Hugging Face."),
+    "import": Verb("fivefold.verbs.import_weights", "Import a Hugging Face model as a run."),
+    "observe": Verb("fivefold.verbs.observe", "Open the page: explore plans, learn, inspect runs."),
+    "plan": Verb("fivefold.verbs.plan", "Resolve a job or search its layout, with reasons."),
+    "rehearse": Verb("fivefold.verbs.rehearse", "Run one step of any rank of any job here."),
     "schedule": Verb("fivefold.verbs.schedule", "Draw and time a pipeline schedule."),
-    "score": Verb("fivefold.verbs.score", "Hold the planner's estimates against measured runs."),
-    "tokens": Verb("fivefold.verbs.tokens", "Turn text into a folder of tokens, or check one."),
-    "train": Verb("fivefold.verbs.train", "Train on this machine, planned beside measured."),
-    "verify": Verb("fivefold.verbs.verify", "Prove that a layout computes what one device does."),
+    "score": Verb("fivefold.verbs.score", "Compare the planner's estimates with measured runs."),
+    "tokens": Verb("fivefold.verbs.tokens", "Tokenize text into a folder, or check such a folder."),
+    "train": Verb("fivefold.verbs.train", "Train, and compare every step with the plan."),
+    "verify": Verb("fivefold.verbs.verify", "Prove that a layout computes the same as one device."),
 }
 
 
@@ -45,20 +45,20 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command line; a user's mistake prints one message and exits with code 2."""
     words = gather_pairs(sys.argv[1:] if arguments is None else arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that knows no · gets a ?
+        sys.stdout.reconfigure(errors="replace")  # a terminal without · prints ?
     try:
         code = run(words)
         if sys.stdout is not None:
             sys.stdout.flush()
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+    except BrokenPipeError:  # the reader, such as `head`, has ended
         code = 0
         discard_output()
     except OSError as error:
         code = BAD_INPUT
         discard_output()
         typer.echo(
-            f"fivefold: cannot write to standard output: {error.strerror}; send it to a place with "
-            "room",
+            f"fivefold: cannot write to standard output: {error.strerror}; redirect it to a disk "
+            "with free space",
             err=True,
         )
     sys.exit(code)
@@ -73,7 +73,7 @@ def run(words: list[str]) -> int | str | None:
         typer.echo(f"fivefold: {error}", err=True)
         return BAD_INPUT
     except SystemExit as stop:
-        # The libraries that print turn a closed pipe into an exit with an error.
+        # The libraries that print turn a closed pipe into an error exit.
         if isinstance(stop.__context__, BrokenPipeError):
             raise stop.__context__ from None
         return stop.code
@@ -81,17 +81,17 @@ def run(words: list[str]) -> int | str | None:
 
 
 def discard_output() -> None:
-    """What is still buffered goes nowhere, or Python would complain when it exits."""
+    """Drop buffered output; otherwise Python reports an error when it exits."""
     with contextlib.suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def build(chosen: str | None) -> typer.Typer:
-    """The application, with only the chosen verb behind its name."""
+    """The application. Only the chosen verb is loaded; the others have their help line."""
     app = typer.Typer(
         name="fivefold",
-        help="Train transformers across five dimensions of parallelism, and know the truth about "
-        "it before, during and after the run.",
+        help="Train transformers with five dimensions of parallelism: plan, rehearse, verify, "
+        "train and inspect.",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
@@ -118,15 +118,15 @@ def _top(
         ),
     ] = False,
 ) -> None:
-    """What comes before the verb."""
+    """Options before the verb."""
 
 
 def _nothing() -> None:
-    """Stands for a verb that was not chosen."""
+    """Placeholder for a verb that was not chosen."""
 
 
 def gather_pairs(words: list[str]) -> list[str]:
-    """`--layout dp=2 tp=2` may be written without quotes: pairs that follow belong to it."""
+    """Join pairs after an option, so that `--layout dp=2 tp=2` needs no quotes."""
     gathered: list[str] = []
     collecting = False
     for word in words:

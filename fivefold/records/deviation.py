@@ -30,8 +30,9 @@ from fivefold.core.schedule import (
     merged,
 )
 from fivefold.core.schedule.clock import Costs, Timeline, play
+from fivefold.cost.layer_time import COMPUTE
 from fivefold.planner import estimate_setting
-from fivefold.planner.estimate import COMPUTE, simulate_step
+from fivefold.planner.estimate import simulate_step
 from fivefold.records import StepRecord
 from fivefold.records.spans import (
     DATA,

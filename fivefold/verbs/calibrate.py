@@ -1,4 +1,4 @@
-"""A calibration as the file that is written, and as the table and the JSON that are printed."""
+"""`fivefold calibrate`: measure this machine, and write a machine file with the result."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -18,23 +17,242 @@ from fivefold.core import machine as machines
 from fivefold.core import tables
 from fivefold.core.errors import FivefoldError
 from fivefold.core.machine import Machine
-from fivefold.cost.calibration import LINKS, MEMORY, Calibration, FittedConstant, MeasuredTimes
+from fivefold.cost.calibration import (
+    LINKS,
+    MEMORY,
+    Calibration,
+    FittedConstant,
+    MeasuredTimes,
+    Sample,
+    calibrate,
+    guess_base,
+)
 from fivefold.launch.launcher import LauncherEnvironment, read_torchrun
 from fivefold.report import write_text
-from fivefold.verbs import above
+from fivefold.verbs import above, progress_bar
 
-if TYPE_CHECKING:
-    from fivefold.cost.calibration import Sample
+Tick = Callable[[], None]
+
+_OUTPUT = Path("machine.toml")
+_MOST_RANKS = 64  # processes on one machine
+_MOST_SECONDS = 120.0
+
+
+def run(
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Machine file to write (default machine.toml)."),
+    ] = None,
+    base: Annotated[
+        str | None,
+        typer.Option(
+            help="Preset for all other constants (default: by the GPU's name, or laptop)."
+        ),
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(help="CPU ranks between which rings are measured.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda (default: cuda if there is a GPU).")
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="Seconds to measure, at most 120.")] = 120.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure this machine in two minutes: matmuls, attention, copies, launches and rings."""
+    began = time.perf_counter()
+    preset = None if base is None else _preset(base)
+    above("seconds", seconds, 0.0)
+    if seconds > _MOST_SECONDS:
+        raise FivefoldError(f"--seconds {seconds:g}: give {_MOST_SECONDS:g} at most")
+    if ranks is not None and not 1 <= ranks <= _MOST_RANKS:
+        raise FivefoldError(f"--ranks {ranks}: give a number from 1 to {_MOST_RANKS}")
+    if device not in (None, "cpu", "cuda"):
+        raise FivefoldError(f"unknown --device {device!r}: choose from cpu, cuda")
+    target = _target(output)
+    mine = read_torchrun(os.environ)
+    chosen = _device(device, ranks, mine)
+    if chosen == "cpu":
+        mine = None  # its ranks are forked here
+    _measure_and_write(preset, target, chosen, ranks or 1, mine, began, seconds, as_json)
+
+
+def _preset(name: str) -> Machine:
+    """The machine of a preset; only a preset can be a base."""
+    if name.lower() not in machines.presets():
+        known = ", ".join(machines.presets())
+        raise FivefoldError(f"unknown --base {name!r}: choose from {known}")
+    return machines.load(name.lower())
+
+
+def _target(output: Path | None) -> Path:
+    """The file to write, checked before two minutes of measurement."""
+    if output is None and _OUTPUT.exists():
+        raise FivefoldError(f"{_OUTPUT} exists: say -o {_OUTPUT} to write over it, or another name")
+    target = output or _OUTPUT
+    if target.suffix != ".toml":
+        raise FivefoldError(f"-o {target}: give a name that ends in .toml, as --machine wants it")
+    if not target.parent.is_dir():
+        raise FivefoldError(f"cannot write {target}: give a path in a folder that exists")
+    return target
+
+
+def _device(asked: str | None, ranks: int | None, mine: LauncherEnvironment | None) -> str:
+    """The kind of device; refuses a device or a number of ranks that is not available."""
+    from fivefold.launch.processes import num_gpus
+
+    gpus = num_gpus()
+    if asked == "cuda" and not gpus:
+        raise FivefoldError("--device cuda: no GPU is seen here; use --device cpu")
+    chosen = asked or ("cuda" if gpus else "cpu")
+    if chosen == "cpu" and mine is not None and mine.world > 1:
+        raise FivefoldError("torchrun is for GPUs: measure the rings of CPUs with --ranks")
+    if chosen == "cuda" and ranks not in (None, mine.world if mine else 1):
+        raise FivefoldError(
+            f"--ranks {ranks} on GPUs needs a process each: start it with torchrun "
+            f"--nproc_per_node {ranks} -m fivefold calibrate"
+        )
+    return chosen
+
+
+def _measure_and_write(
+    preset: Machine | None,
+    target: Path,
+    device: str,
+    ranks: int,
+    mine: LauncherEnvironment | None,
+    began: float,
+    seconds: float,
+    as_json: bool,
+) -> None:
+    """Measure, write and print. Under torchrun, only the rings run on all ranks."""
+    base, notes = _base(preset, device, mine)
+    dtype = _dtype(base, device)
+    ranks = mine.world if mine else ranks
+    _require_one_domain(base, ranks)
+    start, is_first = time.perf_counter(), mine is None or mine.rank == 0
+    with progress_bar("calibrate", seconds, shown=is_first) as bar:
+
+        def tick() -> None:
+            bar.update(time.perf_counter() - start)
+
+        rings = _rings(ranks, mine, seconds, tick)
+        if not is_first:
+            return
+        measured = _measured(base, device, dtype, began + seconds, tick, notes)
+    if rings:
+        measured = replace(measured, ranks=ranks, samples={**measured.samples, LINKS: rings})
+    source = _source(measured)
+    found = calibrate(base, measured, source)
+    write_text(target, file_text(found, measured, source))
+    machines.load(target)  # checks that the file can be read
+    spent = time.perf_counter() - began
+    if as_json:
+        table = {"written": str(target), "seconds": spent, **table_json(found, measured)}
+        typer.echo(json.dumps(table))
+        return
+    lines = [f"{source}; base {base.name}", "", *table_text(found, measured)]
+    typer.echo("\n".join([*lines, "", f"{target} written in {spent:.0f} s"]))
+
+
+def _base(
+    preset: Machine | None, device: str, mine: LauncherEnvironment | None
+) -> tuple[Machine, list[str]]:
+    """The base preset, and a note if it was guessed."""
+    if preset is not None:
+        return preset, []
+    if device == "cpu":
+        return machines.load("laptop"), []
+    import torch
+
+    properties = torch.cuda.get_device_properties(mine.local_rank if mine else 0)
+    name = guess_base(properties.name, properties.total_memory)
+    note = f"base {name} was guessed from {properties.name!r}; if it is another, say --base"
+    return machines.load(name), [note]
+
+
+def _dtype(base: Machine, device: str) -> str:
+    """The dtype of the matmuls; refuses a base without a peak for it."""
+    dtype = "fp32" if device == "cpu" else "bf16" if base.peaks.bf16 else "fp16"
+    base.peak(dtype)
+    return dtype
+
+
+def _require_one_domain(base: Machine, ranks: int) -> None:
+    """Refuse rings over several tiers: their times could not be assigned to one tier."""
+    tier = base.tiers[0]
+    if tier.size is not None and ranks > tier.size:
+        raise FivefoldError(
+            f"{ranks} ranks are more than one {tier.name} domain of {base.name} holds: start "
+            f"{tier.size} at most"
+        )
+
+
+def _rings(
+    ranks: int, mine: LauncherEnvironment | None, seconds: float, tick: Tick
+) -> list[Sample]:
+    """Times of rings; none for a single rank."""
+    if ranks == 1:
+        return []
+    from fivefold.calibrate import RINGS_SHARE, forked_rings, launched_rings
+    from fivefold.launch.processes import RankLost
+
+    share = RINGS_SHARE * seconds
+    if mine is not None:
+        return launched_rings(mine, share)
+    try:
+        return forked_rings(ranks, share, tick)
+    except RankLost as error:
+        raise FivefoldError(f"the ranks cannot be measured: {error}; give fewer --ranks") from error
+
+
+def _measured(
+    base: Machine,
+    kind: str,
+    dtype: str,
+    until: float,
+    tick: Tick,
+    notes: list[str],
+) -> MeasuredTimes:
+    """Measure one device."""
+    import torch
+
+    from fivefold.calibrate import Bench, device_name
+
+    if kind == "cpu":
+        torch.set_num_threads(1)  # a rank is one process on one core
+    device = torch.device(kind)
+    bench = Bench(device, dtype, until, tick, notes)
+    try:
+        samples = bench.measure(fp8="fp8" in base.peaks.known())
+    except torch.OutOfMemoryError as error:
+        raise FivefoldError(
+            "the GPU has too little free memory; several GiB are needed: end what else runs on it"
+        ) from error
+    return MeasuredTimes(device_name(device), dtype, samples, bench.launch(), notes=bench.notes)
+
+
+def _source(measured: MeasuredTimes) -> str:
+    """The source of the numbers, for the file."""
+    import torch
+
+    ranks = f", {measured.ranks} ranks" if measured.ranks > 1 else ""
+    return (
+        f"Measured by fivefold calibrate on {datetime.date.today().isoformat()}: "
+        f"{measured.device} in {measured.dtype}, torch {torch.__version__}{ranks}"
+    )
+
+
+# What is written and printed.
 
 
 def file_text(found: Calibration, measured: MeasuredTimes, source: str) -> str:
-    """The machine file: comments with what the fits leave unexplained, then the table."""
+    """The machine file: comments with the errors of the fits, then the table."""
     lines = [
         f"{source}.",
-        "What is not here is as in the base.",
-        "Errors of the fits, as shares of the times measured:",
+        "Constants that are not here are those of the base.",
+        "Errors of the fits, relative to the measured times:",
         *(f"  {row.key}: {_errors(row)}" for row in found.rows if row.rate is not None),
-        f"Launch floor, which no constant holds: {_seconds(measured.launch)} a small kernel.",
+        f"Launch floor, not a constant: {_seconds(measured.launch)} per small kernel.",
         *(f"Note: {note}." for note in found.notes),
     ]
     comments = "\n".join(f"# {line}" for line in lines)
@@ -42,7 +260,7 @@ def file_text(found: Calibration, measured: MeasuredTimes, source: str) -> str:
 
 
 def table_text(found: Calibration, measured: MeasuredTimes) -> Iterator[str]:
-    """Planned by the base beside measured, with the error of each on the times measured."""
+    """The constants of the base and the measured ones, with their errors on the measured times."""
     head = f"{'constant':<15}{'planned':>10}{'measured':>10}{'rate':>16}"
     yield f"{head}{'error':>9}{'worst':>8}{'of planned':>12}{'sizes':>7}"
     for row in found.rows:
@@ -56,12 +274,12 @@ def table_text(found: Calibration, measured: MeasuredTimes) -> Iterator[str]:
             f"{row.residuals.num_samples:>7}"
         )
     floor = _seconds(measured.launch)
-    yield f"{'launch floor':<15}{'':>10}{floor:>10}  a small kernel, which no constant holds"
+    yield f"{'launch floor':<15}{'':>10}{floor:>10}  per small kernel; not a constant"
     yield from (f"note: {note}" for note in found.notes)
 
 
 def table_json(found: Calibration, measured: MeasuredTimes) -> dict[str, Any]:
-    """The same, with every sample."""
+    """The table as JSON, with every sample."""
     return {
         "base": found.base.name,
         "device": measured.device,
@@ -104,233 +322,3 @@ def _rate(key: str, rate: float) -> str:
     if key in (MEMORY, LINKS):
         return f"{rate / 1e9:,.4g} GB/s"
     return f"{rate / 1e12:,.3g} TFLOP/s"
-
-
-# `fivefold calibrate`: measure this machine, and write what software reaches of it to a file.
-
-
-Tick = Callable[[], None]
-
-_OUTPUT = Path("machine.toml")
-_MOST_RANKS = 64  # processes that one machine is asked to run
-_MOST_SECONDS = 120.0
-
-
-def run(
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="Machine file to write (default machine.toml)."),
-    ] = None,
-    base: Annotated[
-        str | None,
-        typer.Option(help="Preset that holds all else (default: by the GPU's name, or laptop)."),
-    ] = None,
-    ranks: Annotated[
-        int | None, typer.Option(help="Forked ranks whose rings are measured, on CPUs.")
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda (default: a GPU if any).")] = None,
-    seconds: Annotated[float, typer.Option(help="Time to measure in, 120 at most.")] = 120.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """Measure this machine in two minutes: products, attention, copies, launches and rings."""
-    began = time.perf_counter()
-    preset = None if base is None else _preset(base)
-    above("seconds", seconds, 0.0)
-    if seconds > _MOST_SECONDS:
-        raise FivefoldError(f"--seconds {seconds:g}: give {_MOST_SECONDS:g} at most")
-    if ranks is not None and not 1 <= ranks <= _MOST_RANKS:
-        raise FivefoldError(f"--ranks {ranks}: give a number from 1 to {_MOST_RANKS}")
-    if device not in (None, "cpu", "cuda"):
-        raise FivefoldError(f"unknown --device {device!r}: choose from cpu, cuda")
-    target = _target(output)
-    mine = read_torchrun(os.environ)
-    chosen = _device(device, ranks, mine)
-    if chosen == "cpu":
-        mine = None  # its ranks are forked here
-    _measure_and_write(preset, target, chosen, ranks or 1, mine, began, seconds, as_json)
-
-
-def _preset(name: str) -> Machine:
-    """A file can only start from a preset."""
-    if name.lower() not in machines.presets():
-        known = ", ".join(machines.presets())
-        raise FivefoldError(f"unknown --base {name!r}: choose from {known}")
-    return machines.load(name.lower())
-
-
-def _target(output: Path | None) -> Path:
-    """Where the file goes; known to be possible before two minutes are spent."""
-    if output is None and _OUTPUT.exists():
-        raise FivefoldError(f"{_OUTPUT} exists: say -o {_OUTPUT} to write over it, or another name")
-    target = output or _OUTPUT
-    if target.suffix != ".toml":
-        raise FivefoldError(f"-o {target}: give a name that ends in .toml, as --machine wants it")
-    if not target.parent.is_dir():
-        raise FivefoldError(f"cannot write {target}: give a path in a folder that exists")
-    return target
-
-
-def _device(asked: str | None, ranks: int | None, mine: LauncherEnvironment | None) -> str:
-    """The kind of device; refused where it or its ranks cannot be had."""
-    from fivefold.launch.processes import num_gpus
-
-    gpus = num_gpus()
-    if asked == "cuda" and not gpus:
-        raise FivefoldError("--device cuda: no GPU is seen here; use --device cpu")
-    chosen = asked or ("cuda" if gpus else "cpu")
-    if chosen == "cpu" and mine is not None and mine.world > 1:
-        raise FivefoldError("torchrun is for GPUs: measure the rings of CPUs with --ranks")
-    if chosen == "cuda" and ranks not in (None, mine.world if mine else 1):
-        raise FivefoldError(
-            f"--ranks {ranks} on GPUs needs a process each: start it with torchrun "
-            f"--nproc_per_node {ranks} -m fivefold calibrate"
-        )
-    return chosen
-
-
-def _measure_and_write(
-    preset: Machine | None,
-    target: Path,
-    device: str,
-    ranks: int,
-    mine: LauncherEnvironment | None,
-    began: float,
-    seconds: float,
-    as_json: bool,
-) -> None:
-    """Measure, write and print; under torchrun rank 0 alone does all but the rings."""
-    from fivefold.cost.calibration import LINKS, calibrate
-
-    pass
-
-    base, notes = _base(preset, device, mine)
-    dtype = _dtype(base, device)
-    ranks = mine.world if mine else ranks
-    _require_one_domain(base, ranks)
-    with _bar(mine is None or not mine.rank, seconds) as tick:
-        rings = _rings(ranks, mine, seconds, tick)
-        if mine is not None and mine.rank:
-            return
-        measured = _measured(base, device, dtype, began + seconds, tick, notes)
-    if rings:
-        measured = replace(measured, ranks=ranks, samples={**measured.samples, LINKS: rings})
-    source = _source(measured)
-    found = calibrate(base, measured, source)
-    write_text(target, file_text(found, measured, source))
-    machines.load(target)  # what was written can be read
-    spent = time.perf_counter() - began
-    if as_json:
-        told = {"written": str(target), "seconds": spent, **table_json(found, measured)}
-        typer.echo(json.dumps(told))
-        return
-    lines = [f"{source}; base {base.name}", "", *table_text(found, measured)]
-    typer.echo("\n".join([*lines, "", f"{target} written in {spent:.0f} s"]))
-
-
-def _base(
-    preset: Machine | None, device: str, mine: LauncherEnvironment | None
-) -> tuple[Machine, list[str]]:
-    """The preset to start from, and what is to be said where it was guessed."""
-    if preset is not None:
-        return preset, []
-    if device == "cpu":
-        return machines.load("laptop"), []
-    import torch
-
-    from fivefold.cost.calibration import guess_base
-
-    properties = torch.cuda.get_device_properties(mine.local_rank if mine else 0)
-    name = guess_base(properties.name, properties.total_memory)
-    note = f"base {name} was guessed from {properties.name!r}; if it is another, say --base"
-    return machines.load(name), [note]
-
-
-def _dtype(base: Machine, device: str) -> str:
-    """What products are measured in; refuses a base that has no peak for it."""
-    dtype = "fp32" if device == "cpu" else "bf16" if base.peaks.bf16 else "fp16"
-    base.peak(dtype)
-    return dtype
-
-
-def _require_one_domain(base: Machine, ranks: int) -> None:
-    """Rings over several tiers would not tell which of them they waited for."""
-    tier = base.tiers[0]
-    if tier.size is not None and ranks > tier.size:
-        raise FivefoldError(
-            f"{ranks} ranks are more than one {tier.name} domain of {base.name} holds: start "
-            f"{tier.size} at most"
-        )
-
-
-def _rings(
-    ranks: int, mine: LauncherEnvironment | None, seconds: float, tick: Tick
-) -> list[Sample]:
-    """Times of rings, where there are several ranks."""
-    if ranks == 1:
-        return []
-    from fivefold.calibrate import RINGS_SHARE, forked_rings, launched_rings
-    from fivefold.launch.processes import RankLost
-
-    time_for_it = RINGS_SHARE * seconds
-    if mine is not None:
-        return launched_rings(mine, time_for_it)
-    try:
-        return forked_rings(ranks, time_for_it, tick)
-    except RankLost as error:
-        raise FivefoldError(f"the ranks cannot be measured: {error}; give fewer --ranks") from error
-
-
-def _measured(
-    base: Machine,
-    kind: str,
-    dtype: str,
-    until: float,
-    tick: Tick,
-    notes: list[str],
-) -> MeasuredTimes:
-    """Times of one device."""
-    import torch
-
-    from fivefold.calibrate import Bench, device_name
-    from fivefold.cost.calibration import MeasuredTimes
-
-    if kind == "cpu":
-        torch.set_num_threads(1)  # a rank is one process on one core
-    device = torch.device(kind)
-    bench = Bench(device, dtype, until, tick, notes)
-    try:
-        samples = bench.measure(fp8="fp8" in base.peaks.known())
-    except torch.OutOfMemoryError as error:
-        raise FivefoldError(
-            "the GPU has too little free memory, of which several GiB are needed: end what else "
-            "runs on it"
-        ) from error
-    return MeasuredTimes(device_name(device), dtype, samples, bench.launch(), notes=bench.notes)
-
-
-def _source(measured: MeasuredTimes) -> str:
-    """Where the numbers come from, as the file says it."""
-    import torch
-
-    ranks = f", {measured.ranks} ranks" if measured.ranks > 1 else ""
-    return (
-        f"Measured by fivefold calibrate on {datetime.date.today().isoformat()}: "
-        f"{measured.device} in {measured.dtype}, torch {torch.__version__}{ranks}"
-    )
-
-
-@contextmanager
-def _bar(wanted: bool, seconds: float) -> Iterator[Tick]:
-    """One progress bar, where somebody looks."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    if not wanted or not console.is_terminal:
-        yield lambda: None
-        return
-    columns = (TextColumn("calibrate"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("calibrate", total=seconds)
-        began = time.perf_counter()
-        yield lambda: progress.update(task, completed=time.perf_counter() - began)

@@ -1,4 +1,4 @@
-"""`fivefold export`: the weights of a run as a Hugging Face model."""
+"""`fivefold export`: write the weights of a run as a Hugging Face model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import typer
 from fivefold.core import models, plan
 from fivefold.core.count import parameters
 from fivefold.core.errors import BadFile, FivefoldError, counted
-from fivefold.core.plan import Wishes
+from fivefold.core.plan import PlanOptions
+from fivefold.core.precision import PRECISIONS
 from fivefold.core.weights import buffers, weights
 from fivefold.huggingface.config_export import HfModel, as_hf
 from fivefold.verbs import above, one_of
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from fivefold.train.checkpoint import Reader
 
 
-_TORCH_NAMES = {"bf16": "bfloat16", "fp32": "float32"}
+_WRITTEN = ("bf16", "fp32")
 
 
 class ExportOptions(NamedTuple):
@@ -33,32 +34,32 @@ class ExportOptions(NamedTuple):
 
 def run(
     run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write, new or empty.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="New or empty folder to write.")],
     step: Annotated[
-        int | None, typer.Option(help="Checkpoint to take (default: the newest good one).")
+        int | None, typer.Option(help="Step of the checkpoint (default: the newest valid one).")
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="bf16 or fp32 (default: as the run's plan computes).")
+        str | None, typer.Option(help="bf16 or fp32 (default: the precision of the plan).")
     ] = None,
-    shard_gb: Annotated[float, typer.Option(help="Most gigabytes of one file.")] = 5.0,
+    shard_gb: Annotated[float, typer.Option(help="Largest size of a file, in GB.")] = 5.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Write the weights of a run as a folder that transformers loads."""
     if dtype is not None:
-        one_of("dtype", dtype, tuple(_TORCH_NAMES))
+        one_of("dtype", dtype, _WRITTEN)
     above("shard-gb", shard_gb, 0.0)
-    wishes = plan.read(run_folder / "plan.toml")
-    shape = models.with_overrides(models.load(wishes.model), wishes.set)
-    chosen = dtype or ("bf16" if wishes.precision == "bf16" else "fp32")
-    model = as_hf(shape, _TORCH_NAMES[chosen], _source(wishes))
+    options = plan.read(run_folder / "plan.toml")
+    shape = models.with_overrides(models.load(options.model), options.set)
+    chosen = dtype or ("bf16" if options.precision == "bf16" else "fp32")
+    model = as_hf(shape, PRECISIONS[chosen].dtype, _source(options))
     table = _exported(model, run_folder, step, folder, ExportOptions(chosen, shard_gb))
     typer.echo(json.dumps(table) if as_json else _text(table))
 
 
-def _source(wishes: Wishes) -> dict[str, Any]:
-    """The config that the run's model came from; empty where it was a preset."""
-    path = Path(wishes.model)
-    if "/" in wishes.model and path.is_dir():
+def _source(options: PlanOptions) -> dict[str, Any]:
+    """The config of the model that was imported; empty for a preset."""
+    path = Path(options.model)
+    if "/" in options.model and path.is_dir():
         path = path / "config.json"
     return json.loads(path.read_bytes()) if path.suffix == ".json" else {}
 
@@ -66,8 +67,8 @@ def _source(wishes: Wishes) -> dict[str, Any]:
 def _exported(
     model: HfModel, run_folder: Path, step: int | None, folder: Path, options: ExportOptions
 ) -> dict[str, Any]:
-    """Write the model; what was done, as JSON."""
-    # Here, so that a mistake on the command line is answered before torch is loaded.
+    """Write the model; returns a table of what was written."""
+    # Imported here, so that a bad command line is refused before torch is loaded.
     import torch
 
     from fivefold.huggingface.files import write_model
@@ -79,7 +80,7 @@ def _exported(
         model.shape,
         model.config,
         lambda name: reader.read(f"model/{name}"),
-        getattr(torch, _TORCH_NAMES[options.dtype]),
+        getattr(torch, PRECISIONS[options.dtype].dtype),
         int(options.shard_gb * 1e9),
     )
     return {
@@ -94,7 +95,7 @@ def _exported(
 
 
 def _reader(run_folder: Path, step: int | None) -> Reader:
-    """The checkpoint of a step, or the newest whose checksums hold; of others it is said why."""
+    """The checkpoint of a step, or the newest valid one; prints why others are not valid."""
     from fivefold.train.checkpoint import Reader, published
 
     found = published(run_folder / "checkpoints")
@@ -115,7 +116,7 @@ def _reader(run_folder: Path, step: int | None) -> Reader:
 
 
 def _check(reader: Reader, shape: Shape) -> None:
-    """Refuse a checkpoint of another model, with every difference."""
+    """Refuse a checkpoint of another model, with all differences."""
     problems: list[str] = []
     for each in (*weights(shape), *buffers(shape)):
         sizes, _ = reader.tensors.get(f"model/{each.name}", (None, None))

@@ -1,4 +1,4 @@
-"""`fivefold import`: a downloaded Hugging Face model as step 0 of a run."""
+"""`fivefold import`: turn a downloaded Hugging Face model into step 0 of a run."""
 
 from __future__ import annotations
 
@@ -30,18 +30,20 @@ _CONFIG = "config.json"
 
 def run(
     folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="A model: config.json and *.safetensors.")
+        Path, typer.Argument(metavar="DIR", help="Model folder: config.json and *.safetensors.")
     ],
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", help="Run folder to make (default: runs/ and DIR's name)."),
+        typer.Option(
+            "--out", "-o", help="Run folder to create (default: runs/ and the name of DIR)."
+        ),
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="fp32 or bf16 (default: bf16 if DIR has no more bits).")
+        str | None, typer.Option(help="fp32 or bf16 (default: bf16 if DIR has 16 bits or fewer).")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Make a run that starts from a downloaded Hugging Face model."""
+    """Create a run that starts from a downloaded Hugging Face model."""
     if dtype is not None:
         one_of("dtype", dtype, ("fp32", "bf16"))
     shape = models.load(str(folder / _CONFIG))
@@ -51,8 +53,8 @@ def run(
 
 
 def _imported(folder: Path, target: Path, shape: Shape, dtype: str | None) -> dict[str, Any]:
-    """Write the run; what was done, as JSON."""
-    # Here, so that a mistake on the command line is answered before torch is loaded.
+    """Write the run; returns a table of what was written."""
+    # Imported here, so that a bad command line is refused before torch is loaded.
     import torch
 
     from fivefold.huggingface.files import HfFolder
@@ -93,7 +95,7 @@ def _make(target: Path) -> None:
 
 
 def _entries(source: HfFolder, shape: Shape, dtype: torch.dtype) -> Iterator[Any]:
-    """What the checkpoint holds; each tensor is read when it is written."""
+    """The tensors of the checkpoint; each is read when it is written."""
     import torch
 
     for each in weights(shape):
@@ -107,6 +109,6 @@ def _text(table: dict[str, Any]) -> str:
     run = table["run"]
     return (
         f"{table['model']} ({table['family']}, {table['parameters']:,} parameters) is step 0 of "
-        f"{run}, in {table['dtype']}; to go on from there:\n"
+        f"{run}, in {table['dtype']}; to train from there:\n"
         f"  fivefold train {run}/plan.toml --out {run} --resume"
     )

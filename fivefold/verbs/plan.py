@@ -1,4 +1,4 @@
-"""`fivefold plan`: resolve a job, or search its layout; say what it is, what it takes, and why."""
+"""`fivefold plan`: resolve a job or search its layout; print memory, time and reasons."""
 
 from __future__ import annotations
 
@@ -12,61 +12,69 @@ import typer
 
 from fivefold.core import machine as machines
 from fivefold.core.errors import BadFile, FivefoldError, UnknownName
-from fivefold.core.layout import ContextKind
 from fivefold.core.machine import Machine
-from fivefold.core.plan import Plan, Wishes, resolve
+from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.core.schedule.catalog import family
+from fivefold.core.splits import ContextKind
 from fivefold.report import plan_text, plan_values, write_text
 from fivefold.verbs import above, one_of, progress_bar, with_plan_options
 
-if TYPE_CHECKING:  # what estimates needs numpy, whose import costs more than a plan without them
-    from fivefold.planner import PlanAnswer, PlanRequest
+if TYPE_CHECKING:  # estimates need numpy, whose import takes longer than a plan without estimates
+    from fivefold.planner import PlanRequest, PlanResult
     from fivefold.planner.estimate import Estimate
 
 _NUMBERS = ("tp", "cp", "pp", "dp", "replicate", "ep", "etp", "zero", "chunks", "microbatch_size")
 _FIXED = (*_NUMBERS, "schedule", "recompute", "context", "offload")
 _KINDS = ("none", "selective", "full")
 _OFFLOADS = ("none", "cpu", "nvme")
-_SAID = ("zero", "schedule", "chunks", "microbatch_size", "recompute", "context")
-_CLOSED = ("microbatches", "stage_layers", "gather", "sp")  # what a search cannot hold to
+_ALSO_FIXED = ("zero", "schedule", "chunks", "microbatch_size", "recompute", "context")
+_NOT_SEARCHED = (
+    "microbatches",
+    "stage_layers",
+    "gather",
+    "sp",
+)  # options that a search does not take
 
 
 @with_plan_options
 def run(
-    wishes: Wishes,
+    plan_options: PlanOptions,
     command: typer.Context,
     fix: Annotated[
-        str | None, typer.Option(help='What a search keeps: "tp=8 zero=1 schedule=zb-v".')
+        str | None, typer.Option(help='Values that a search must use: "tp=8 zero=1 schedule=zb-v".')
     ] = None,
     top: Annotated[int, typer.Option(help="Layouts in the ranked table.")] = 10,
     tokens: Annotated[
-        float | None, typer.Option(help="Tokens of the whole run: days and GPU-hours.")
+        float | None, typer.Option(help="Tokens of the full run, for days and GPU-hours.")
     ] = None,
-    price: Annotated[float | None, typer.Option(help="Money for a GPU-hour.")] = None,
+    price: Annotated[float | None, typer.Option(help="Price of a GPU-hour.")] = None,
     objective: Annotated[
-        str, typer.Option(help="Best in: tokens (a second), gpus (fewest), gpu-hours (fewest).")
+        str, typer.Option(help="Best by: tokens (per second), gpus (fewest), gpu-hours (fewest).")
     ] = "tokens",
-    headroom: Annotated[float, typer.Option(help="Share of the memory that stays free.")] = 0.05,
+    headroom: Annotated[float, typer.Option(help="Share of the memory to leave free.")] = 0.05,
     precision: Annotated[
         str | None, typer.Option(help="Estimate in bf16, fp8, fp16 or fp32.")
     ] = None,
     kernels: Annotated[
-        str, typer.Option(help="compiled, eager, graphs: what blocks keep, and how they launch.")
+        str,
+        typer.Option(help="compiled, eager or graphs: what blocks save, how kernels launch."),
     ] = "compiled",
     imbalance: Annotated[
-        float | None, typer.Option(help="Load of the fullest expert over the mean; 1 is even.")
+        float | None, typer.Option(help="Load of the fullest expert over the mean; 1 is balanced.")
     ] = None,
     what_if: Annotated[
-        str | None, typer.Option(help='The same job changed: "gpus=2x", "machine=gb200".')
+        str | None, typer.Option(help='Compare with a changed job: "gpus=2x", "machine=gb200".')
     ] = None,
-    compare: Annotated[bool, typer.Option("--compare", help="Each dimension alone.")] = False,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Compare each dimension alone.")
+    ] = False,
     sweep: Annotated[str | None, typer.Option(help="Curves: seq=4k..1m or gpus=8..16384.")] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the plan as TOML.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Resolve a job or search its layout: memory, time, and why."""
+    """Resolve a job or search its layout: memory, time and reasons."""
     options: dict[str, Any] = {
         "fix": fix,
         "top": above("top", top, 0),
@@ -82,14 +90,14 @@ def run(
     }
     said = {name for name, value in command.params.items() if value not in (None, False, [])}
     is_open = "layout" not in said and not command.params["target"].endswith(".toml")
-    _require_known(wishes.machine)
-    if wishes.machine is None:
+    _require_known(plan_options.machine)
+    if plan_options.machine is None:
         _require_no_estimates(said)
-        table, lines = _resolved(resolve(wishes), output)
-    elif wishes.gpus is not None and is_open:
-        table, lines = _searched(wishes, options, said)
+        table, lines = _resolved(resolve(plan_options), output)
+    elif plan_options.gpus is not None and is_open:
+        table, lines = _searched(plan_options, options, said)
     else:
-        table, lines = _given(wishes, options)
+        table, lines = _given(plan_options, options)
     typer.echo(json.dumps(table) if as_json else "\n".join(lines))
 
 
@@ -97,7 +105,7 @@ Printed = tuple[dict[str, Any], list[str]]
 
 
 def _how(headroom: float, kernels: str, imbalance: float | None) -> dict[str, Any]:
-    """What estimates assume."""
+    """The assumptions of the estimates."""
     if not 0 <= headroom < 1:
         raise FivefoldError(f"--headroom {headroom}: give a share of the memory from 0 to below 1")
     return {
@@ -108,17 +116,17 @@ def _how(headroom: float, kernels: str, imbalance: float | None) -> dict[str, An
 
 
 def _require_no_estimates(said: set[str]) -> None:
-    """Options that need a machine say so."""
+    """Refuse options that need a machine."""
     needs = ("fix", "tokens", "price", "what_if", "compare", "sweep", "precision", "imbalance")
     if given := [name for name in needs if name in said]:
         option = given[0].replace("_", "-")
         raise FivefoldError(
-            f"--{option} is for estimates: say on what with --machine ({_known_machines()})"
+            f"--{option} is for estimates: name the machine with --machine ({_known_machines()})"
         )
 
 
 def _require_known(machine: str | None) -> None:
-    """A machine that is not known is answered with all that are."""
+    """Refuse an unknown machine with a list of all known ones."""
     if machine is None:
         return
     try:
@@ -140,31 +148,33 @@ def _resolved(plan: Plan, output: Path | None) -> Printed:
     return table, plan_values.render(plan, table)
 
 
-def _given(wishes: Wishes, options: dict[str, Any]) -> Printed:
-    """A plan whose layout is given, with its estimates."""
-    from fivefold.planner import single
-    from fivefold.planner.comparisons import parse_changes, stretched
-    from fivefold.planner.why import takeaways
+def _given(plan_options: PlanOptions, options: dict[str, Any]) -> Printed:
+    """A plan with a given layout, and its estimates."""
+    from fivefold.planner import estimate_on_machine
+    from fivefold.planner.comparisons import parse_changes, scale_plan
+    from fivefold.planner.neighbours import compare_neighbours
 
     if options["fix"] is not None or options["objective"] != "tokens":
         raise FivefoldError("--fix and --objective are for a search: leave --layout out")
     if options["compare"] or options["sweep"]:
-        if wishes.gpus is None:
-            wishes = replace(wishes, gpus=resolve(wishes).layout.world)
-        return _tables(_inquiry(wishes, options, {}), options)
+        if plan_options.gpus is None:
+            plan_options = replace(plan_options, gpus=resolve(plan_options).layout.world)
+        return _tables(_inquiry(plan_options, options, {}), options)
     began = time.perf_counter()
-    plan = resolve(wishes)
+    plan = resolve(plan_options)
     chosen: dict[str, Any] = dict(options["how"])
-    chosen["precision"] = options["precision"] or wishes.precision
+    chosen["precision"] = options["precision"] or plan_options.precision
     table, lines = _resolved(plan, options["output"])
-    found = single(plan, _machine(plan), **chosen)
+    found = estimate_on_machine(plan, _machine(plan), **chosen)
     if options["what_if"] is not None:
-        other = resolve(stretched(plan, parse_changes(options["what_if"])))
-        return _what_if(found, single(other, _machine(other), **chosen), options["what_if"])
-    why = plan_text.because(found, takeaways(found), None)
+        other = resolve(scale_plan(plan, parse_changes(options["what_if"])))
+        return _what_if(
+            found, estimate_on_machine(other, _machine(other), **chosen), options["what_if"]
+        )
+    why = plan_text.reasons_text(found, compare_neighbours(found), None)
     table |= {"candidates": 1, "seconds": time.perf_counter() - began}
-    table |= {"layouts": [plan_values.entry(found, why)]}
-    table |= plan_values.costs(found, options["tokens"], options["price"])
+    table |= {"layouts": [plan_values.estimate_json(found, why)]}
+    table |= plan_values.run_costs(found, options["tokens"], options["price"])
     table |= {"notes": list(found.plan.notes)}
     more = (note for note in found.plan.notes if note not in plan.notes)
     return table, [*lines, *_detail(found, why, options), *(f"note      {one}" for one in more)]
@@ -179,21 +189,21 @@ def _detail(found: Estimate, why: list[str], options: dict[str, Any]) -> list[st
     return [
         *plan_text.detail(found),
         *plan_text.bill(found, options["tokens"], options["price"]),
-        *plan_text.said("why", why),
+        *plan_text.labelled("why", why),
     ]
 
 
-def _searched(wishes: Wishes, options: dict[str, Any], said: set[str]) -> Printed:
-    """The best layouts of the whole space."""
-    if closed := [name for name in _CLOSED if name in said]:
+def _searched(plan_options: PlanOptions, options: dict[str, Any], said: set[str]) -> Printed:
+    """The best layouts of the search space."""
+    if closed := [name for name in _NOT_SEARCHED if name in said]:
         raise FivefoldError(
-            f"--{closed[0].replace('_', '-')} is for a given layout: leave it out, or say --layout"
+            f"--{closed[0].replace('_', '-')} is for a given layout: leave it out, or give --layout"
         )
-    fixed = {name: getattr(wishes, name) for name in _SAID if name in said}
+    fixed = {name: getattr(plan_options, name) for name in _ALSO_FIXED if name in said}
     fixed |= _pairs(options["fix"] or "")
     if "schedule" in fixed:
         fixed["schedule"] = family(fixed["schedule"]).name
-    asked = _inquiry(wishes, options, fixed)
+    asked = _inquiry(plan_options, options, fixed)
     if options["compare"] or options["sweep"]:
         return _tables(asked, options)
     found = _answer(asked, options)
@@ -205,52 +215,57 @@ def _searched(wishes: Wishes, options: dict[str, Any], said: set[str]) -> Printe
     return _ranked(found, options)
 
 
-def _inquiry(wishes: Wishes, options: dict[str, Any], fixed: dict[str, int | str]) -> PlanRequest:
-    from fivefold.planner import PRECISIONS, inquiry
+def _inquiry(
+    plan_options: PlanOptions, options: dict[str, Any], fixed: dict[str, int | str]
+) -> PlanRequest:
+    from fivefold.core.precision import PRECISIONS
+    from fivefold.planner import plan_request
 
-    precision = one_of("precision", options["precision"] or wishes.precision, PRECISIONS)
-    machine = machines.load(wishes.machine or "")
-    return inquiry(wishes, machine, fixed, precision=precision, **options["how"])
+    precision = one_of("precision", options["precision"] or plan_options.precision, PRECISIONS)
+    machine = machines.load(plan_options.machine or "")
+    return plan_request(plan_options, machine, fixed, precision=precision, **options["how"])
 
 
 def _changed(
     asked: PlanRequest, options: dict[str, Any], fixed: dict[str, int | str]
 ) -> PlanRequest:
-    from fivefold.planner.comparisons import changed, parse_changes
+    from fivefold.planner.comparisons import apply_changes, parse_changes
 
-    question = asked.question
+    question = asked.space
     now = {"gpus": question.gpus, "seq": question.seq, "batch": question.batch}
-    wishes = replace(asked.wishes, batch=question.batch)
-    return _inquiry(changed(wishes, parse_changes(options["what_if"]), **now), options, fixed)
+    plan_options = replace(asked.options, batch=question.batch)
+    return _inquiry(
+        apply_changes(plan_options, parse_changes(options["what_if"]), **now), options, fixed
+    )
 
 
-def _answer(asked: PlanRequest, options: dict[str, Any]) -> PlanAnswer:
-    from fivefold.planner import OBJECTIVES, answer, cheapest, fewest
+def _answer(asked: PlanRequest, options: dict[str, Any]) -> PlanResult:
+    from fivefold.planner import OBJECTIVES, best_plans, fewest_gpu_hours, fewest_gpus
 
     objective = one_of("objective", options["objective"], OBJECTIVES)
-    find = {"tokens": answer, "gpus": fewest, "gpu-hours": cheapest}[objective]
-    with progress_bar("search") as on_progress:
-        return find(asked, options["top"], on_progress)
+    find = {"tokens": best_plans, "gpus": fewest_gpus, "gpu-hours": fewest_gpu_hours}[objective]
+    with progress_bar("search") as bar:
+        return find(asked, options["top"], bar.update)
 
 
-def _ranked(found: PlanAnswer, options: dict[str, Any]) -> Printed:
-    """The table of the best, and all about the first."""
-    from fivefold.planner.why import takeaways
+def _ranked(found: PlanResult, options: dict[str, Any]) -> Printed:
+    """A table of the best layouts, and details of the first."""
+    from fivefold.planner.neighbours import compare_neighbours
 
     first, *others = found.plans
-    why = plan_text.because(first, takeaways(first), others[0] if others else None)
+    why = plan_text.reasons_text(first, compare_neighbours(first), others[0] if others else None)
     reasons = [why, *([f"{plan_text.loses(one, first)}"] for one in others)]
-    question, notes = found.inquiry.question, list(found.inquiry.notes)
+    question, notes = found.request.space, list(found.request.notes)
     if first.offload != "none":
         where = {"cpu": "in host memory", "nvme": "on local disks"}[first.offload]
         notes.append(
-            f"states lie {where}, which no plan file says; the way there is counted, the host's "
-            "own time is assumed"
+            f"optimizer states are {where}, which a plan file cannot say; the transfer is counted, "
+            "the time of the host is assumed"
         )
     table = {
-        "model": found.inquiry.shape.name,
-        "machine": found.inquiry.setting.machine.name,
-        "precision": found.inquiry.setting.precision,
+        "model": found.request.shape.name,
+        "machine": found.request.setting.machine.name,
+        "precision": found.request.setting.precision,
         "gpus": question.gpus,
         "seq": question.seq,
         "batch": question.batch,
@@ -258,17 +273,18 @@ def _ranked(found: PlanAnswer, options: dict[str, Any]) -> Printed:
         "passed_over": found.passed_over,
         "seconds": found.seconds,
         "layouts": [
-            plan_values.entry(one, reason) for one, reason in zip(found.plans, reasons, strict=True)
+            plan_values.estimate_json(one, reason)
+            for one, reason in zip(found.plans, reasons, strict=True)
         ],
-        "front": [plan_values.entry(one, []) for one in found.front],
+        "front": [plan_values.estimate_json(one, []) for one in found.front],
         "notes": notes,
-        **plan_values.costs(first, options["tokens"], options["price"]),
+        **plan_values.run_costs(first, options["tokens"], options["price"]),
     }
     lines = [
-        f"{table['model']} on {question.place} of {table['machine']}: {question.batch:,} "
+        f"{table['model']} on {question.gpus_text} of {table['machine']}: {question.batch:,} "
         f"sequences of {question.seq:,} tokens a step, {table['precision']}",
-        f"{found.candidates:,} layouts weighed and {found.passed_over:,} passed over in "
-        f"{found.seconds:.1f} s; those below were played",
+        f"{found.candidates:,} layouts estimated and {found.passed_over:,} skipped in "
+        f"{found.seconds:.1f} s; those below were simulated",
         "",
         *plan_text.ranked(found.plans),
         "",
@@ -283,24 +299,26 @@ def _ranked(found: PlanAnswer, options: dict[str, Any]) -> Printed:
 def _what_if(before: Estimate, after: Estimate, words: str) -> Printed:
     table = {
         "what_if": words,
-        "layouts": [plan_values.entry(before, []), plan_values.entry(after, [])],
+        "layouts": [plan_values.estimate_json(before, []), plan_values.estimate_json(after, [])],
     }
     return table, plan_values.before_after(before, after, words)
 
 
 def _tables(asked: PlanRequest, options: dict[str, Any]) -> Printed:
-    """Each dimension alone, or curves."""
-    from fivefold.planner.comparisons import alone, parse_sweep, sweep
+    """The tables of `--compare` and `--sweep`."""
+    from fivefold.planner.comparisons import parse_sweep, single_axis_strategies, sweep
 
     if options["compare"]:
-        found = list(alone(asked))
-        return {"strategies": plan_values.compared_json(found)}, plan_values.compared(found)
+        found = list(single_axis_strategies(asked))
+        return {"strategies": plan_values.strategies_json(found)}, plan_values.strategies_text(
+            found
+        )
     axis, values = parse_sweep(options["sweep"])
-    with progress_bar("sweep") as on_progress:
-        points = list(sweep(asked, axis, values, on_progress))
+    with progress_bar("sweep") as bar:
+        points = list(sweep(asked, axis, values, bar.update))
     return (
-        {"axis": axis, "points": plan_values.curves_json(axis, points)},
-        plan_values.curves(axis, values, points),
+        {"axis": axis, "points": plan_values.sweep_json(axis, points)},
+        plan_values.sweep_text(axis, values, points),
     )
 
 
@@ -311,7 +329,7 @@ def _positive(option: str, given: float) -> float:
 
 
 def _pairs(text: str) -> dict[str, int | str]:
-    """`tp=8 schedule=zb-v` as a table; typos are named."""
+    """`tp=8 schedule=zb-v` as a table; refuses unknown keys and values."""
     found: dict[str, int | str] = {}
     for word in text.replace(",", " ").split():
         key, _, value = word.partition("=")

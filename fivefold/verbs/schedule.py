@@ -1,4 +1,4 @@
-"""`fivefold schedule`: draw a pipeline schedule, time it, and say why it idles."""
+"""`fivefold schedule`: draw and time a pipeline schedule, and explain its idle time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import typer
 
 from fivefold.core.errors import FivefoldError, IllegalSchedule, UnknownName
 from fivefold.core.schedule import Placement, catalog
-from fivefold.core.schedule.catalog import Family
 from fivefold.core.schedule.choose import choose
 from fivefold.core.schedule.clock import (
     Costs,
@@ -25,10 +24,11 @@ from fivefold.core.schedule.clock import (
     play,
     steady_bubble,
 )
+from fivefold.core.schedule.family import Family
 from fivefold.core.schedule.search import search
 
 CostsOf = Callable[[Placement], Costs]
-# In one picture or trace: more than any screen shows, and a file that browsers still open.
+# Actions in one picture or trace: browsers still open a file of this size.
 MOST_DRAWN = 200_000
 
 
@@ -36,23 +36,26 @@ def run(
     name: Annotated[
         str, typer.Argument(help=f"One of {', '.join(catalog.names())}; or a CSV or text file.")
     ],
-    stages: Annotated[int | None, typer.Option(help="Pipeline ranks, p.")] = None,
-    microbatches: Annotated[int | None, typer.Option(help="Microbatches a step, m.")] = None,
+    stages: Annotated[int | None, typer.Option(help="Pipeline ranks (p).")] = None,
+    microbatches: Annotated[int | None, typer.Option(help="Microbatches per step (m).")] = None,
     chunks: Annotated[
         int | None,
-        typer.Option(help="Chunks a rank, v (default: the least; auto: at most 2)."),
+        typer.Option(help="Chunks per rank, v (default: the fewest; auto: at most 2)."),
     ] = None,
     times: Annotated[
-        str, typer.Option(help="F,B,W of a full stage: forward, input gradient, weight gradient.")
+        str,
+        typer.Option(help="F,B,W: forward, input gradient and weight gradient of a stage."),
     ] = "1,1,1",
     comm: Annotated[float, typer.Option(help="Time of a transfer between ranks.")] = 0.0,
     overlap: Annotated[
-        float, typer.Option(help="An overlapped forward and backward last X·(F+B+W).")
+        float, typer.Option(help="An overlapped forward and backward take X·(F+B+W).")
     ] = 1.0,
     memory_limit: Annotated[
-        float | None, typer.Option(help="Most microbatches of a full stage that a rank may hold.")
+        float | None, typer.Option(help="Most microbatches that a rank may have in flight.")
     ] = None,
-    objective: Annotated[str, typer.Option(help="What auto cuts: makespan or span.")] = "makespan",
+    objective: Annotated[
+        str, typer.Option(help="What auto minimizes: makespan or span.")
+    ] = "makespan",
     svg: Annotated[Path | None, typer.Option(help="Write a picture.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a Perfetto trace.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -62,7 +65,7 @@ def run(
     numbers = _numbers(family, stages, microbatches, chunks)
     costs_of = _costs_of(times, comm, overlap)
     goal = Goal(costs_of, _limit(memory_limit), _objective(objective))
-    with _patience(family):
+    with _spinner(family):
         timeline, origin = _timeline(family, numbers, goal)
     _write_files(timeline, svg, trace)
     if as_json:
@@ -74,7 +77,7 @@ def run(
 def _numbers(
     family: Family, stages: int | None, microbatches: int | None, chunks: int | None
 ) -> tuple[int, int, int]:
-    """(p, m, v), from the file where there is one, else as given; checked against the domain."""
+    """(p, m, v) from the file or the options, checked for the schedule."""
     own = family.only or (None, None, family.default_chunks)
     given = {"--stages": stages, "--microbatches": microbatches, "--chunks": chunks}
     known = {
@@ -122,8 +125,8 @@ def _objective(text: str) -> Objective:
     return cast(Objective, text)
 
 
-def _patience(family: Family) -> AbstractContextManager[object]:
-    """A spinner on standard error while `auto` searches, for people only."""
+def _spinner(family: Family) -> AbstractContextManager[object]:
+    """A spinner while `auto` searches, if standard error is a terminal."""
     if family.name != catalog.AUTO or not sys.stderr.isatty():
         return nullcontext()
     from rich.console import Console
@@ -134,22 +137,22 @@ def _patience(family: Family) -> AbstractContextManager[object]:
 def _timeline(
     family: Family, numbers: tuple[int, int, int], goal: Goal
 ) -> tuple[Timeline, str | None]:
-    """The played schedule, and for `auto` where it comes from."""
+    """The simulated schedule, and for `auto` its origin."""
     if family.name == catalog.AUTO:
         schedule, origin = search(*numbers, goal)
     else:
         schedule, origin = family.make(*numbers), None
-        held = max(peak_activations(schedule))
-        if goal.memory_limit is not None and held > goal.memory_limit:
+        peak = max(peak_activations(schedule))
+        if goal.memory_limit is not None and peak > goal.memory_limit:
             raise IllegalSchedule(
-                f"{family.name} holds {held:g} microbatches, above the limit of "
+                f"{family.name} has {peak:g} microbatches in flight, above the limit of "
                 f"{goal.memory_limit:g}: raise --memory-limit, or let auto search within it"
             )
     return play(schedule, goal.costs_of(schedule.placement)), origin
 
 
 def describe(timeline: Timeline, family: Family, origin: str | None) -> dict[str, Any]:
-    """Everything on the screen, as JSON."""
+    """What is printed, as JSON."""
     from fivefold.report.pipeline_words import explain
 
     schedule = timeline.schedule

@@ -1,11 +1,10 @@
-"""`fivefold score`: hold the planner's estimates against measured runs."""
+"""`fivefold score`: compare the planner's estimates with measured runs."""
 
 from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +15,8 @@ from fivefold.report.score_page import render, score_page, sections
 from fivefold.report.score_svg import Dot, score_svg
 from fivefold.score import summary
 from fivefold.score.outcome import ScoredRun, score
-from fivefold.score.rows import read
+from fivefold.score.rows import read_runs
+from fivefold.verbs import progress_bar
 
 _MOST_SKIPPED = 10
 
@@ -25,39 +25,26 @@ def run(
     runs: Annotated[
         list[Path],
         typer.Argument(
-            metavar="RUNS.jsonl...", help="Measured runs; docs/planner-accuracy.md has the fields."
+            metavar="RUNS.jsonl...",
+            help="Measured runs; docs/planner-accuracy.md describes the fields.",
         ),
     ],
     page: Annotated[
         Path | None,
-        typer.Option("--page", "-o", help="Write the accuracy page, and its picture beside it."),
+        typer.Option("--page", "-o", help="Write the accuracy page and its picture."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Hold the planner's estimates against measured runs."""
-    found = read(runs)
-    with _bar(len(found.rows)) as advance:
-        scored = score(found.rows, advance)
+    """Compare the planner's estimates with measured runs."""
+    from rich.progress import MofNCompleteColumn, TimeElapsedColumn
+
+    found = read_runs(runs)
+    with progress_bar("score", len(found.rows), MofNCompleteColumn(), TimeElapsedColumn()) as bar:
+        scored = score(found.rows, lambda: bar.advance(1))
     table = {**summary(scored), "repeated": found.num_repeated}
     if page is not None:
         _write_page(page, table, [path.name for path in runs], scored.outcomes)
     typer.echo(json.dumps(table) if as_json else _text(table))
-
-
-@contextmanager
-def _bar(total: int) -> Iterator[Callable[[], None]]:
-    """One progress bar, where somebody looks."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda: None
-        return
-    columns = (TextColumn("score"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("score", total=total)
-        yield lambda: progress.advance(task)
 
 
 def _write_page(

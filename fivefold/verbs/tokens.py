@@ -1,17 +1,17 @@
-"""`fivefold tokens`: text files to a folder of tokens, and such a folder checked."""
+"""`fivefold tokens`: tokenize text files into a folder, or check such a folder."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from fivefold.core.errors import FivefoldError
+from fivefold.verbs import ProgressBar, progress_bar
 
 _SIZES = {"": 1, "k": 10**3, "M": 10**6, "B": 10**9}
 
@@ -21,7 +21,7 @@ def run(
         list[Path],
         typer.Argument(
             metavar="INPUT...",
-            help="Text files, JSONL files, either gzipped, or folders; with --check, tokens.",
+            help="Text, JSONL or gzip files, or folders of them; with --check, token folders.",
         ),
     ],
     output: Annotated[
@@ -32,18 +32,18 @@ def run(
     end: Annotated[
         str | None,
         typer.Option(
-            help="Token behind each document, or none (default: 256, or the tokenizer's).",
+            help="Token after each document, or none (default: 256, or the tokenizer's).",
             show_default=False,
         ),
     ] = None,
-    shard_tokens: Annotated[str, typer.Option(help="Tokens of a shard: 500k, 100M, 1B.")] = "100M",
-    force: Annotated[bool, typer.Option("--force", help="Replace the folder of tokens.")] = False,
+    shard_tokens: Annotated[str, typer.Option(help="Tokens per shard: 500k, 100M, 1B.")] = "100M",
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing folder.")] = False,
     check: Annotated[
-        bool, typer.Option("--check", help="Verify the checksums of folders of tokens.")
+        bool, typer.Option("--check", help="Verify the checksums of token folders.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Turn text into a folder of tokens, or check such a folder."""
+    """Tokenize text into a folder, or check such a folder."""
     if check == (output is not None):
         raise FivefoldError("give either -o DIR, to write tokens there, or --check, to check some")
     if output is None:
@@ -82,14 +82,14 @@ def _write(
     field: str,
     force: bool,
 ) -> dict[str, Any]:
-    # Here, so that the help does not wait for numpy.
+    # Imported here, so that --help does not load numpy.
     from fivefold.data.documents import Tokenized, list_files, make_encoder, read_documents
     from fivefold.data.shard_writer import write_folder
 
     encoder = make_encoder(*words)
     files = list_files(inputs)
-    with _bar(sum(file.stat().st_size for file in files)) as tick:
-        documents = Tokenized(read_documents(files, field, tick), encoder)
+    with _bar(sum(file.stat().st_size for file in files)) as bar:
+        documents = Tokenized(read_documents(files, field, bar.advance), encoder)
         write_folder(output, encoder.meaning, documents, shard_tokens, replace=force)
     return {**_describe(output), "empty": documents.num_empty}
 
@@ -98,8 +98,8 @@ def _check(folder: Path) -> dict[str, Any]:
     from fivefold.data.shards import read_index, refuse_damaged
 
     index = read_index(folder)
-    with _bar(index.num_bytes) as tick:
-        refuse_damaged(folder, index, checksums=True, tick=tick)
+    with _bar(index.num_bytes) as bar:
+        refuse_damaged(folder, index, checksums=True, tick=bar.advance)
     return {**_describe(folder), "checked": True}
 
 
@@ -135,17 +135,8 @@ def _many(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-@contextmanager
-def _bar(total: int) -> Iterator[Callable[[int], None]]:
-    """One progress bar over bytes, where somebody looks."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+def _bar(num_bytes: int) -> AbstractContextManager[ProgressBar]:
+    """A progress bar over bytes."""
+    from rich.progress import DownloadColumn, TimeRemainingColumn
 
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda num_bytes: None
-        return
-    columns = (TextColumn("tokens"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("tokens", total=total)
-        yield lambda num_bytes: progress.advance(task, num_bytes)
+    return progress_bar("tokens", num_bytes, DownloadColumn(), TimeRemainingColumn())

@@ -1,35 +1,32 @@
-"""`fivefold verify`: does this layout compute what one device does, and move what was predicted."""
+"""`fivefold verify`: compare a layout with one device, and its collectives with the prediction."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from fivefold.core import legality
 from fivefold.core.errors import FivefoldError
 from fivefold.core.layout import Layout
 from fivefold.core.models import is_large, scale_down, scaling_note
-from fivefold.core.plan import Plan, Wishes, resolve
+from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.core.weights import weights
-from fivefold.cost.collectives import TrafficEntry, entries
-from fivefold.verbs import above, one_of, with_plan_options
+from fivefold.cost.collectives import TrafficEntry, traffic_entries
+from fivefold.verbs import above, one_of, progress_bar, with_plan_options
 from fivefold.verify.compare import FORMULA, Dtype
 
 if TYPE_CHECKING:
     from fivefold.verify.trial import VerifySettings, VerifyVerdict
 
 
-_MOST_RANKS = 64  # processes that one machine is asked to run
-_PATIENCE_WITH_KERNELS = 300.0  # seconds: a GPU starts, and kernels are compiled, without a word
+_MOST_RANKS = 64  # processes on one machine
+_PATIENCE_WITH_KERNELS = 300.0  # seconds: starting a GPU and compiling kernels send no message
 _WORDS = {
     "loss_err": "loss",
     "grad_err": "gradients",
@@ -41,32 +38,36 @@ _WORDS = {
 
 @partial(with_plan_options, default_target="tiny")
 def run(
-    wishes: Wishes,
+    options: PlanOptions,
     dtype: Annotated[str, typer.Option(help="float64, float32 or bfloat16.")] = "float64",
     steps: Annotated[int, typer.Option(help="Optimizer steps to compare.")] = 2,
     optimizer: Annotated[str, typer.Option(help="adamw or sgd.")] = "adamw",
     offload: Annotated[
-        str, typer.Option(help="Keep weights and optimizer in host memory: none or cpu.")
+        str, typer.Option(help="Offload weights and optimizer states: none or cpu.")
     ] = "none",
     grad_dtype: Annotated[
         str | None,
-        typer.Option(help="Type in which data ranks sum gradients (default: float32 or wider)."),
+        typer.Option(
+            help="Type of gradient reductions over data ranks (default: float32 or wider)."
+        ),
     ] = None,
     bucket_mb: Annotated[
-        float | None, typer.Option(help="MB of a data unit (default: blocks, joined up to 25).")
+        float | None,
+        typer.Option(help="Size of a flat unit in MB (default: blocks, merged up to 25)."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of weights and tokens.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of weights and tokens.")] = 0,
     device: Annotated[str, typer.Option(help="cpu, or cuda: all processes share one GPU.")] = "cpu",
     compiled: Annotated[
-        bool, typer.Option("--compile", help="Compile blocks, as training does; one rank.")
+        bool,
+        typer.Option("--compile", help="Compile blocks, as training does; one rank only."),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Prove that a layout computes what one device does: run both here and compare."""
-    plan = runnable(wishes)
+    """Prove that a layout computes the same as one device: run both here and compare."""
+    plan = runnable(options)
     if plan.shape.moe is not None and dtype == "bfloat16":
         raise FivefoldError(
-            "bfloat16 rounds scores so far that tokens choose other experts on other layouts: "
+            "bfloat16 rounds the router scores so much that layouts choose different experts: "
             "verify a model with experts in float64 or float32"
         )
     if bucket_mb is not None:
@@ -86,9 +87,9 @@ def run(
     raise typer.Exit(_verify(plan, chosen, as_json))
 
 
-def runnable(wishes: Wishes) -> Plan:
-    """The plan at a size for this machine; refused where it cannot be run."""
-    plan = resolve(wishes, small=True)
+def runnable(options: PlanOptions) -> Plan:
+    """The plan, scaled down for this machine; refused if it cannot run."""
+    plan = resolve(options, small=True)
     weights(plan.shape)  # refuses what cannot be built
     _require_covered(plan.layout)
     notes = [
@@ -105,34 +106,31 @@ def runnable(wishes: Wishes) -> Plan:
         notes.append(scaling_note(plan.shape, small))
         legality.check(plan.layout, small, seq=plan.batch.seq)
         if plan.stage_layers is not None:
-            notes.append("stages are cut anew: stage_layers is for all layers of the model")
+            notes.append("stages are chosen again: stage_layers is for all layers of the model")
         plan = replace(plan, shape=small, stage_layers=None)
     return replace(plan, notes=(*plan.notes, *notes))
 
 
 def _placed(plan: Plan, chosen: dict[str, Any]) -> Plan:
-    """The plan with what is to be said about its device and compilation; refused where they
-    cannot be had."""
+    """The plan with notes on device and compilation; refused if they are not available."""
     notes: list[str] = []
-    if chosen["device"] not in ("cpu", "cuda"):  # the nearest name to gpu is cpu
+    if chosen["device"] not in ("cpu", "cuda"):  # a suggestion for gpu would be cpu
         raise FivefoldError(f"unknown --device {chosen['device']!r}: choose from cpu, cuda")
     if chosen["compiled"]:
         if plan.layout.world > 1:
             raise FivefoldError(
-                f"--compile is for one rank, and this layout has {plan.layout.world}: their "
-                "collectives are counted one by one, which stops compilation; leave it out"
+                f"--compile is for one rank, and this layout has {plan.layout.world}: counting "
+                "the collectives stops compilation; leave it out"
             )
         notes.append("the rank is compiled, block by block; the one process is not")
     if chosen["device"] == "cuda":
         if chosen["offload"]:
-            raise FivefoldError(
-                "--offload cpu has no part in a trial on a GPU: leave it or --device out"
-            )
+            raise FivefoldError("--offload cpu is not available on a GPU: leave it or --device out")
         notes.append(
             "all processes share one GPU, where NCCL refuses more than one rank: collectives go "
             "through pinned host memory over gloo"
         )
-        notes.append("TF32 is off: float32 products are not rounded to 10 bits")
+        notes.append("TF32 is off: float32 matmuls are not rounded to 10 bits")
     return replace(plan, notes=(*plan.notes, *notes))
 
 
@@ -145,8 +143,8 @@ def _require_covered(layout: Layout) -> None:
 
 
 def _verify(plan: Plan, chosen: dict[str, Any], as_json: bool) -> int:
-    """Run and print; the exit code."""
-    # Here, so that a mistake on the command line is answered before torch is loaded.
+    """Run and print; returns the exit code."""
+    # Imported here, so that a bad command line is refused before torch is loaded.
     from fivefold.launch.processes import PATIENCE, Pool, RankLost, num_gpus
     from fivefold.verify.trial import VerifySettings, num_phases, run_trial
 
@@ -161,9 +159,9 @@ def _verify(plan: Plan, chosen: dict[str, Any], as_json: bool) -> int:
     try:
         with (
             Pool(plan.layout.world + 1, patience) as pool,
-            _bar(num_phases(plan, settings)) as advance,
+            progress_bar("verify", num_phases(plan, settings)) as bar,
         ):
-            verdict = run_trial(pool, plan, settings, advance)
+            verdict = run_trial(pool, plan, settings, lambda: bar.advance(1))
     except RankLost as lost:
         who = "the reference" if lost.rank == plan.layout.world else f"rank {lost.rank}"
         reason = f"lost {who} at {lost.doing}: it {lost.cause}"
@@ -176,21 +174,8 @@ def _verify(plan: Plan, chosen: dict[str, Any], as_json: bool) -> int:
     return 0 if verdict.passed else 1
 
 
-@contextmanager
-def _bar(total: int) -> Iterator[Callable[[], None]]:
-    """One progress bar, where somebody looks."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda: None
-        return
-    columns = (TextColumn("verify"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("verify", total=total)
-        yield lambda: progress.advance(task)
-
-
 def describe(plan: Plan, verdict: VerifyVerdict, seconds: float) -> dict[str, Any]:
-    """The verdict as JSON. The traffic is that of rank 0, or of the first rank that differs."""
+    """The verdict as JSON, with the traffic of rank 0 or of the first rank that differs."""
     steps = [(rank, each) for rank, steps in enumerate(verdict.traffic) for each in steps]
     rank, shown = next((pair for pair in steps if not pair[1].match), steps[0])
     return {
@@ -204,8 +189,8 @@ def describe(plan: Plan, verdict: VerifyVerdict, seconds: float) -> dict[str, An
         "diverges_at": verdict.diverges_at,
         "traffic": {
             "rank": rank,
-            "predicted": [asdict(each) for each in entries(shown.predicted.items())],
-            "observed": [asdict(each) for each in entries(shown.observed.items())],
+            "predicted": [asdict(each) for each in traffic_entries(shown.predicted.items())],
+            "observed": [asdict(each) for each in traffic_entries(shown.observed.items())],
             "match": verdict.traffic_match,
         },
         "seconds": round(seconds, 3),
@@ -214,7 +199,7 @@ def describe(plan: Plan, verdict: VerifyVerdict, seconds: float) -> dict[str, An
 
 
 def render(plan: Plan, settings: VerifySettings, table: dict[str, Any]) -> str:
-    """The same for people."""
+    """The verdict as text."""
     lines = [
         f"{table['model']} on {table['layout']}, ZeRO-{table['zero']}, {settings.dtype}: "
         f"{table['world']} ranks against one process, {settings.steps} steps of "
@@ -240,7 +225,7 @@ def render(plan: Plan, settings: VerifySettings, table: dict[str, Any]) -> str:
 
 
 def _traffic_lines(traffic: dict[str, Any]) -> Iterator[str]:
-    """One line for each kind of call; what was predicted stands beside it where it differs."""
+    """One line for each kind of collective, predicted and observed."""
     calls: dict[tuple[Any, ...], dict[str, int]] = {}
     for source in ("predicted", "observed"):
         for row in traffic[source]:

@@ -130,7 +130,7 @@ def test_a_schedule_file_runs_as_it_is(capsys: pytest.CaptureFixture[str], tmp_p
         (["schedule", "gpipe", *SMALL, "--chunks", "0"], "chunks must be at least 1"),
         (["schedule", "auto", "--stages", "300", "--microbatches", "8"], "at most 256"),
         (["schedule", "1f1b", *SMALL, "--svg", "/dev/full"], "cannot write /dev/full: No space"),
-        (["plan", "tiny", "-o", "/dev/full"], "give a path in a folder"),
+        (["plan", "tiny", "-o", "/dev/full"], "give a path in an existing folder"),
         (["plan", ""], "no model: give a preset name"),
         (["plan", "meta-llama/Llama-3.1-8B"], "for the preset say llama-3.1-8b"),
         (["plan", "tiny", "--seq", "0"], "seq=0: give a whole number from 1"),

@@ -16,7 +16,7 @@ from fivefold.core.schedule import Action, Step, actions_of
 from fivefold.page import document, run_curves, run_step, run_view
 from fivefold.records import run_reader, summarize
 from fivefold.records.deviation import from_plan
-from fivefold.records.spans import ActionSpan, CollectiveSpan, RankSpans, covered
+from fivefold.records.spans import ActionSpan, CollectiveSpan, RankSpans, collective_seconds
 from tests.pure.fake_runs import PLANNED, RECORD, FakeStep, plan_of, records, usual, write_run
 
 MEANS, PLAN = plan_of(), plan_of("h100")
@@ -159,7 +159,7 @@ def test_the_newest_start_that_ran_a_step_is_read_and_torn_lines_are_not(tmp_pat
     with (folder / "events/rank-00000.jsonl").open("a") as file:
         file.write('{"step": 4, "restart": 1, "ra')
     facts = run_reader.read(folder)
-    assert facts.told == {0: (1, 2), 1: (2, 3)}
+    assert facts.event_steps == {0: (1, 2), 1: (2, 3)}
     assert facts.steps == [1, 2, 3]
     again = run_reader.read_step(folder, 2)
     assert again is not None and again.restart == 1
@@ -294,7 +294,7 @@ def test_a_start_without_an_end_runs_or_is_silent(
     tmp_path: Path, silence: float, words: str
 ) -> None:
     folder = write_run(tmp_path / "run", MEANS, records(3), ended=[None])
-    facts = replace(run_reader.read(folder), silence=silence)
+    facts = replace(run_reader.read(folder), idle_s=silence)
     head = run_view.view(facts, {}, lambda step: None)["head"]
     assert head["live"] and head["state"].startswith(words)
     assert head["silent"] == (silence > 120)
@@ -320,6 +320,6 @@ def test_collectives_inside_of_an_action_count_for_the_dimension_that_they_serve
     groups = ("tp", "ring", "ulysses", "ep-near", "ep-far", "etp", "fsdp", "pp")
     calls = [CollectiveSpan(axis, "send", i, i + 1, 8, 2) for i, axis in enumerate(groups)]
     did = ActionSpan(Action(0, "F", 0), 0.0, 0.0, float(len(groups)))
-    assert covered(RankSpans(0, 9.0, (did,), tuple(calls))) == [
+    assert collective_seconds(RankSpans(0, 9.0, (did,), tuple(calls))) == [
         {"tp": 1.0, "cp": 2.0, "ep": 3.0, "dp": 1.0}  # messages of the pipeline are waited for
     ]
