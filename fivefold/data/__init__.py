@@ -1,1 +1,2 @@
-"""Text to rows of tokens, in an order that no layout changes."""
+"""Training data: text to token shards, and token shards to samples in an order that is the same on
+every layout."""

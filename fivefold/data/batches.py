@@ -1,8 +1,8 @@
-"""Token batches as the ranks of a layout take them, and random ones for `verify`.
+"""The samples of one step as microbatches of data ranks, and random samples for `verify`.
 
-Random ones are a pure function of seed and step, the same for every layout's ranks. Their rows are
-ragged (a random tail of each has no loss) and some tokens inside have none either, so that ranks
-and microbatches count different numbers of tokens.
+Random samples are a pure function of seed and step, the same on every layout. Their rows are ragged
+(a random tail of each has no loss) and some other tokens have no loss either, so that ranks and
+microbatches count different numbers of tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from fivefold.core.batch import Batch
 from fivefold.model.batch import NOT_COUNTED, TokenBatch
 
-_MASKED = 0.1  # share of tokens inside a row that have no loss
+_MASKED = 0.1  # fraction of tokens without loss, before the tail of a row
 _MOST_CUTS = 4
 
 
@@ -33,15 +33,15 @@ class Samples:
         return [self._batch((number, dp_coord)) for number in range(len(self.tokens))]
 
     def microbatches(self) -> list[TokenBatch]:
-        """Each microbatch with the rows of all data ranks."""
+        """The microbatches, each with the rows of all data ranks."""
         return [self._batch((number, slice(None))) for number in range(len(self.tokens))]
 
     def whole(self) -> TokenBatch:
-        """All rows of the step at once."""
+        """All rows of the step in one batch."""
         return self._batch((slice(None), slice(None)))
 
     def to(self, device: torch.device) -> Samples:
-        """The same on a device; they are always drawn on the CPU."""
+        """A copy on a device; samples are always drawn on the CPU."""
         documents = None if self.documents is None else self.documents.to(device)
         tokens, labels, positions = (
             each.to(device) for each in (self.tokens, self.labels, self.positions)
@@ -67,9 +67,9 @@ def samples(
     packed: bool = False,
     empty_rank: int | None = None,
 ) -> Samples:
-    """Draw a step; `packed` puts up to five documents of random lengths in a row.
+    """Random samples of one step; `packed` puts up to five documents of random lengths into a row.
 
-    `empty_rank` is a data rank that gets no token with a loss in it.
+    The tokens of the data rank `empty_rank` have no loss.
     """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
     rows, seq = (batch.microbatches, batch.dp, batch.microbatch_size), batch.seq
@@ -80,15 +80,16 @@ def samples(
     if empty_rank is not None:
         masked[:, empty_rank] = True
     begins = _begins(rows, seq, generator) if packed else None
-    return laid_out(batch, drawn, begins, masked)
+    return samples_from_rows(batch, drawn, begins, masked)
 
 
-def laid_out(
+def samples_from_rows(
     batch: Batch, drawn: Tensor, begins: Tensor | None = None, masked: Tensor | None = None
 ) -> Samples:
-    """Rows of seq + 1 tokens, in the order of their numbers, as one step.
+    """Rows of seq + 1 tokens, in the order of their numbers, as the samples of one step.
 
-    `begins` says where in a row documents do; None: each row is one. `masked` have no loss.
+    `begins` marks the first tokens of documents; None: each row is one document. `masked` tokens
+    have no loss.
     """
     rows, seq = (batch.microbatches, batch.dp, batch.microbatch_size), batch.seq
     places = torch.arange(seq).expand(*rows, seq)
@@ -105,7 +106,7 @@ def laid_out(
 
 
 def _begins(rows: tuple[int, ...], seq: int, generator: torch.Generator) -> Tensor:
-    """Whether a document begins at a token: at up to four inside a row, and behind it."""
+    """Whether a document begins at a token: at up to four tokens of a row, and after its last."""
     cuts = torch.randint(1, max(2, seq), (*rows, _MOST_CUTS), generator=generator)
     counts = torch.randint(_MOST_CUTS + 1, (*rows, 1), generator=generator)
     cuts = cuts.where(torch.arange(_MOST_CUTS) < counts, seq)

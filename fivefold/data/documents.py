@@ -1,4 +1,8 @@
-"""Documents out of text files, folders and JSONL, and tokens out of documents."""
+"""Text to tokens: documents from text files, folders and JSONL, and their tokens.
+
+Text becomes bytes (one token each) or tokens of a `tokenizer.json`. A token that ends each document
+may follow its text.
+"""
 
 from __future__ import annotations
 
@@ -17,27 +21,27 @@ from numpy.typing import NDArray
 
 from fivefold.core.errors import BadFile, FivefoldError
 from fivefold.data.rows import BYTES, NUM_BYTES, byte_tokens
-from fivefold.data.shards import DTYPES, Meaning
+from fivefold.data.shards import DTYPES, TokenFormat
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
-NO_END = "none"
-_LINES = (".jsonl", ".ndjson")
+NO_END = "none"  # no token after a document
+_JSONL = (".jsonl", ".ndjson")
 _MOST_BYTES, _MOST_DOCUMENTS = 4 << 20, 1024  # what the threads of a tokenizer share at a time
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>")
 
 
 class Document(NamedTuple):
-    """A text as bytes, and where it stands."""
+    """The bytes of a text, and the file and line it is from."""
 
     text: bytes
     where: str
 
 
 def list_files(inputs: Sequence[Path]) -> list[Path]:
-    """The files of inputs; those of a folder in the order of their names, without hidden ones."""
+    """The input files; those of a folder in the order of their names, without hidden ones."""
     files: list[Path] = []
     for path in inputs:
         files += sorted(_inside(path), key=lambda file: file.parts) if path.is_dir() else [path]
@@ -46,7 +50,7 @@ def list_files(inputs: Sequence[Path]) -> list[Path]:
     if not files:
         raise FivefoldError(
             f"no files in {', '.join(map(str, inputs))}: give text files, JSONL files, or folders "
-            "with some"
+            "with such files"
         )
     return files
 
@@ -60,23 +64,25 @@ def _inside(folder: Path) -> Iterator[Path]:
 def read_documents(
     files: Sequence[Path], field: str, tick: Callable[[int], None]
 ) -> Iterator[Document]:
-    """A text file is one document; of JSONL, each line's `field` is one. Either may be gzipped.
+    """A text file is one document; in JSONL, the `field` of each line is. Both may be gzipped.
 
-    `tick` is told of the bytes on disk that have been read since it was last told.
+    `tick` is called with the number of bytes on disk that were read since its last call.
     """
     for path in files:
         plain = path.with_suffix("") if path.suffix == ".gz" else path
-        told = 0
+        ticked = 0
         try:
             with path.open("rb") as raw:
                 stream = cast(IO[bytes], gzip.GzipFile(fileobj=raw)) if plain != path else raw
-                for document in _parse(stream, path, plain.suffix in _LINES, field):
+                for document in _parse(stream, path, plain.suffix in _JSONL, field):
                     yield document
-                    place = raw.tell() if raw.seekable() else 0  # a pipe has no place
-                    tick(place - told)
-                    told = place
+                    position = raw.tell() if raw.seekable() else 0  # a pipe has none
+                    tick(position - ticked)
+                    ticked = position
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise BadFile(str(path), [f"not a whole gzip file: {error}; copy it again"]) from error
+            raise BadFile(
+                str(path), [f"not a complete gzip file: {error}; copy it again"]
+            ) from error
         except OSError as error:
             raise BadFile(str(path), [f"{error.strerror or error}; check the path"]) from error
 
@@ -97,18 +103,18 @@ def _field(line: bytes, where: str, field: str) -> bytes:
     except UnicodeDecodeError as error:
         raise _bad_text(where, error) from error
     except (ValueError, RecursionError) as error:
-        raise BadFile(where, [f"not valid JSON: {error}; mend that line"]) from error
+        raise BadFile(where, [f"not valid JSON: {error}; correct that line"]) from error
     if not isinstance(row, dict):
-        raise BadFile(where, [f"expected an object with the field {field!r}; mend that line"])
+        raise BadFile(where, [f"expected an object with the field {field!r}; correct that line"])
     text = row.get(field)
     if not isinstance(text, str):
-        found = f"field {field!r} is no text" if field in row else f"no field {field!r}"
+        found = f"field {field!r} is not a string" if field in row else f"no field {field!r}"
         known = ", ".join(row) or "none"
-        raise BadFile(where, [f"{found}; name the one with the text by --field, of: {known}"])
+        raise BadFile(where, [f"{found}; name the field with the text by --field, one of: {known}"])
     try:
         return text.encode()
     except UnicodeEncodeError as error:
-        raise BadFile(where, [f"half of a surrogate pair: {error}; mend that line"]) from error
+        raise BadFile(where, [f"half of a surrogate pair: {error}; correct that line"]) from error
 
 
 def _bad_text(where: str, error: UnicodeDecodeError) -> BadFile:
@@ -117,25 +123,25 @@ def _bad_text(where: str, error: UnicodeDecodeError) -> BadFile:
 
 
 class Encoder(Protocol):
-    """Documents to tokens."""
+    """Turns documents into tokens."""
 
     @property
-    def meaning(self) -> Meaning: ...
+    def meaning(self) -> TokenFormat: ...
 
     def encode(self, documents: Sequence[Document]) -> list[NDArray[Any]]:
-        """The tokens of each, with the token that ends it; none where the text is empty."""
+        """The tokens of each document, with the token that ends it; none for an empty text."""
         ...
 
 
 @dataclass(frozen=True)
 class ByteEncoder:
-    """One token a byte."""
+    """One token for each byte."""
 
     end: int | None
 
     @property
-    def meaning(self) -> Meaning:
-        return Meaning("uint16", BYTES, end=self.end)
+    def meaning(self) -> TokenFormat:
+        return TokenFormat("uint16", BYTES, end=self.end)
 
     def encode(self, documents: Sequence[Document]) -> list[NDArray[Any]]:
         """Takes any bytes."""
@@ -144,13 +150,13 @@ class ByteEncoder:
 
 @dataclass(frozen=True)
 class TextEncoder:
-    """Tokens by a tokenizer of the `tokenizers` library."""
+    """Tokens of a tokenizer of the `tokenizers` library."""
 
     tokenizer: Tokenizer
-    meaning: Meaning
+    meaning: TokenFormat
 
     def encode(self, documents: Sequence[Document]) -> list[NDArray[Any]]:
-        """Refuses what is not UTF-8."""
+        """Takes UTF-8 only."""
         texts = [_decoded(each) for each in documents]
         try:
             found = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
@@ -170,7 +176,7 @@ def _decoded(document: Document) -> str:
 
 
 def make_encoder(tokenizer: str, end: str | None) -> Encoder:
-    """`tokenizer` is bytes, or the path of a tokenizer.json; `end` is a token's text, or none."""
+    """`tokenizer` is bytes or the path of a tokenizer.json; `end` is a token's text, or none."""
     if tokenizer != BYTES:
         return _text_encoder(Path(tokenizer), end)
     if end not in (None, NO_END):
@@ -199,27 +205,31 @@ def _text_encoder(path: Path, end: str | None) -> TextEncoder:
         raise BadFile(str(path), [rule]) from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    tokenizer.encode_special_tokens = True  # what spells a special token in a text is not one
+    tokenizer.encode_special_tokens = (
+        True  # the text of a special token in a document is plain text
+    )
     largest = max(tokenizer.get_vocab().values(), default=0)
     dtype = "uint16" if largest < 1 << 16 else "uint32"
-    digest = hashlib.sha256(data).hexdigest()
-    return TextEncoder(tokenizer, Meaning(dtype, path.name, digest, _end(tokenizer, path, end)))
+    checksum = hashlib.sha256(data).hexdigest()
+    return TextEncoder(
+        tokenizer, TokenFormat(dtype, path.name, checksum, _end_token(tokenizer, path, end))
+    )
 
 
-def _end(tokenizer: Tokenizer, path: Path, end: str | None) -> int | None:
+def _end_token(tokenizer: Tokenizer, path: Path, end: str | None) -> int | None:
     if end == NO_END:
         return None
     found = (tokenizer.token_to_id(name) for name in (_ENDS if end is None else (end,)))
     token = next((each for each in found if each is not None), None)
     if token is None:
         rule = f"it has no token {end!r}" if end else f"it has none of {', '.join(_ENDS)}"
-        way = f"name the one that ends a document by --end, or give --end {NO_END}"
+        way = f"name the token that ends a document by --end, or give --end {NO_END}"
         raise BadFile(str(path), [f"{rule}; {way}"])
     return token
 
 
 class Tokenized:
-    """The tokens of documents, one array each; afterwards, how many documents were empty."""
+    """Iterates over the tokens of documents, one array each, and counts empty documents."""
 
     def __init__(self, documents: Iterable[Document], encoder: Encoder) -> None:
         self.documents, self.encoder = documents, encoder
@@ -236,7 +246,7 @@ class Tokenized:
         if not num_full:
             raise FivefoldError(
                 f"no text in the input, only {self.num_empty:,} empty documents: give files with "
-                "some"
+                "text"
             )
 
 

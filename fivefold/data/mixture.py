@@ -1,8 +1,8 @@
-"""Corpora mixed by weight, as the samples of a training and the rows that evaluate it.
+"""A weighted mixture of corpora: the samples of a training, and rows held out for evaluation.
 
-Which corpus a sample comes from, and which row of it, is a pure function of the seed and the
-sample's number, computed for one sample alone. Shares are exact: after n samples a corpus has been
-drawn its share of n times, give or take less than the number of corpora.
+The corpus and row of a sample are a pure function of the seed and the sample's number, computed for
+this sample alone. Shares are exact: the samples of a corpus among the first n differ from its share
+of n by less than the number of corpora.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from fractions import Fraction
 from pathlib import Path
 
 from fivefold.core.errors import BadFile, FivefoldError
-from fivefold.data.rows import Corpus, Order, Synthetic, TokenRows, read_rows, standard_library
+from fivefold.data.rows import Corpus, RowOrder, Synthetic, TokenRows, read_rows, standard_library
 from fivefold.data.shards import open_corpus
 
 STANDARD_LIBRARY, SYNTHETIC = "stdlib", "synthetic"
 _WEIGHT = re.compile(r"(.+):([0-9]{1,12}(?:\.[0-9]{0,12})?|\.[0-9]{1,12})")
-_ROWS_FOR_ONE_HELD = 128
+_ROWS_PER_HELD_OUT = 128  # one row in so many is held out
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Splits samples by whole weights, with nothing but the sample's number."""
+    """Divides samples among parts by integer weights, from the sample's number alone."""
 
     weights: tuple[int, ...]
 
     def draw(self, sample: int) -> tuple[int, int]:
-        """Which part a sample belongs to, and how many samples before it do.
+        """The part of a sample, and how many earlier samples that part has.
 
-        The first part takes round(n · share) of the first n samples. The others number the samples
-        that it leaves anew, and split those among them in the same way.
+        The first part takes round(n · share) of the first n samples. The remaining samples are
+        numbered anew, and the other parts divide them in the same way.
         """
         number, rest = sample, sum(self.weights)
         for part, weight in enumerate(self.weights[:-1]):
-            before, behind = (
+            before, after = (
                 (2 * each * weight + rest) // (2 * rest) for each in (number, number + 1)
             )
-            if behind > before:
+            if after > before:
                 return part, before
             number, rest = number - before, rest - weight
         return len(self.weights) - 1, number
@@ -48,28 +48,28 @@ class Shares:
 
 @dataclass(frozen=True)
 class CorpusShare:
-    """A corpus, and its rows that are trained on: those behind them are held out."""
+    """A corpus, the order of its rows in training, and how many of its last rows are held out."""
 
     corpus: Corpus | Synthetic
-    order: Order
-    num_held: int
+    order: RowOrder
+    num_held_out: int
 
     @classmethod
     def of(cls, corpus: Corpus | Synthetic, seq: int, seed: int) -> CorpusShare:
-        """Refuses a corpus that does not fill one row; one that fills just one keeps it all."""
+        """Refuses a corpus that fills no row. Of a single row, none is held out."""
         num_rows = corpus.num_rows(seq)
         if num_rows < 1:
             raise FivefoldError(
                 f"{corpus} is too short: a row takes {seq + 1:,} tokens; give a smaller --seq or "
                 "more text"
             )
-        num_held = max(1, num_rows // _ROWS_FOR_ONE_HELD) if num_rows > 1 else 0
-        return cls(corpus, Order(seed, num_rows - num_held), num_held)
+        num_held_out = max(1, num_rows // _ROWS_PER_HELD_OUT) if num_rows > 1 else 0
+        return cls(corpus, RowOrder(seed, num_rows - num_held_out), num_held_out)
 
 
 @dataclass(frozen=True)
 class Source:
-    """The samples of a training, and the rows that it never draws."""
+    """The samples of a training, and the rows that are held out."""
 
     parts: tuple[CorpusShare, ...]
     shares: Shares
@@ -88,7 +88,7 @@ class Source:
         return "; ".join(f"{weight / total:.3g} of {part.corpus}" for weight, part in pairs)
 
     def place(self, sample: int) -> tuple[str, int]:
-        """The name of the corpus that a sample comes from, and its row there."""
+        """The name of a sample's corpus, and its row there."""
         corpus, row = self._place(sample)
         return corpus.name, row
 
@@ -101,13 +101,13 @@ class Source:
         return self.samples(number * global_batch, global_batch)
 
     def held_out(self, most: int) -> TokenRows:
-        """Rows that training never draws, at most so many; none where no corpus has any.
+        """At most so many rows that training never reads; none where no corpus has any.
 
-        The next one is of the corpus that is furthest behind its share, among those with rows left.
+        Each row is from the corpus that is furthest below its share and has rows left.
         """
         taken, places = [0] * len(self.parts), list[tuple[Corpus | Synthetic, int]]()
         while len(places) < most:
-            left = [i for i, part in enumerate(self.parts) if taken[i] < part.num_held]
+            left = [i for i, part in enumerate(self.parts) if taken[i] < part.num_held_out]
             if not left:
                 break
             i = min(left, key=lambda i: Fraction(taken[i] + 1, self.shares.weights[i]))
@@ -123,13 +123,13 @@ class Source:
 
 
 def open_source(spec: str, vocab: int, seq: int, seed: int, *, verify: bool = False) -> Source:
-    """The source that a `data` key names: stdlib, synthetic, a folder, or several with weights.
+    """The source of a `data` key: stdlib, synthetic, a folder, or several of them with weights.
 
-    `verify` reads every file of tokens once, and refuses one that has changed.
+    `verify` checks the checksum of every token file.
     """
     weights = parse_mixture(spec)
     corpora = [_open(name, vocab, seed, verify) for name in weights]
-    _refuse_strangers(corpora)
+    _require_one_tokenizer(corpora)
     common = math.lcm(*(weight.denominator for weight in weights.values()))
     return Source(
         tuple(CorpusShare.of(corpus, seq, seed) for corpus in corpora),
@@ -139,7 +139,7 @@ def open_source(spec: str, vocab: int, seq: int, seed: int, *, verify: bool = Fa
 
 
 def parse_mixture(spec: str) -> dict[str, Fraction]:
-    """Names of corpora and their weights, as written.
+    """Names of corpora and their weights.
 
     >>> parse_mixture("web:3 a:b:.5")
     {'web': Fraction(3, 1), 'a:b': Fraction(1, 2)}
@@ -157,7 +157,7 @@ def parse_mixture(spec: str) -> dict[str, Fraction]:
         found = _WEIGHT.fullmatch(word)
         name, weight = (found[1], Fraction(found[2])) if found else (word, Fraction(1))
         if name in weights:
-            problems.append(f"{name} comes twice; give it once, with one weight")
+            problems.append(f"{name} appears twice; give it once, with one weight")
         if len(words) > 1 and found is None:
             problems.append(f"{name} has no weight; write {name}:0.5, for example")
         if weight == 0:
@@ -176,13 +176,13 @@ def _open(name: str, vocab: int, seed: int, verify: bool) -> Corpus | Synthetic:
     return open_corpus(Path(name), vocab, verify=verify)
 
 
-def _refuse_strangers(corpora: list[Corpus | Synthetic]) -> None:
-    """Two tokenizers in one training: the same token would mean two things."""
-    written = [corpus for corpus in corpora if isinstance(corpus, Corpus)]
-    for other in written[1:]:
-        if other.digest != written[0].digest:
+def _require_one_tokenizer(corpora: list[Corpus | Synthetic]) -> None:
+    """With two tokenizers in one training, one token would mean two things."""
+    tokenized = [corpus for corpus in corpora if isinstance(corpus, Corpus)]
+    for other in tokenized[1:]:
+        if other.digest != tokenized[0].digest:
             raise FivefoldError(
-                f"{written[0].name} has tokens by {written[0].tokenizer} and {other.name} by "
-                f"another tokenizer ({other.tokenizer}), so that one token means two things: make "
-                "both with one tokenizer"
+                f"{tokenized[0].name} has tokens of {tokenized[0].tokenizer} and {other.name} of "
+                f"another tokenizer ({other.tokenizer}), so that one token means two things: "
+                "tokenize both with one tokenizer"
             )

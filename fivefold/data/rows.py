@@ -1,10 +1,10 @@
-"""Text as rows of tokens, in an order that no layout changes. No rank is known here.
+"""A corpus as rows of tokens, in an order that is the same on every layout. No rank is known here.
 
-A corpus is documents of tokens, one behind the other. It is cut into rows of seq + 1 tokens: the
-last token of a row is the first of the next, so that in one epoch every token is read once and
-predicted once, but for a rest that fills no row. Which row is a sample is a pure function of the
-seed and the sample's number, and the number is step · global batch + row of the step: the same
-text in the same order on every layout, from any step on.
+A corpus is a sequence of tokenized documents, cut into rows of seq + 1 tokens. The last token of a
+row is the first of the next row, so that in one epoch every token is read once and predicted once,
+except for a rest that fills no row. The row of a sample is a pure function of the seed and the
+sample's number, which is step · global batch + row of the step: the same text in the same order on
+every layout, from any step on.
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ from numpy.typing import NDArray
 
 from fivefold.core.errors import FivefoldError
 
-NUM_BYTES = 256  # the tokens that bytes are; the next one ends a document where there is room
+NUM_BYTES = 256  # tokens 0 to 255; token 256 ends a document if the vocabulary has it
 MOST_BYTES = 16 << 20
-BYTES = "bytes"  # the tokenizer that is none
-_FOREIGN = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-_ROUNDS = 4  # of a Feistel network: enough for an order that looks like none
+BYTES = "bytes"  # in place of a tokenizer
+_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+_ROUNDS = 4  # of a Feistel network: enough for an order that looks random
 _DRAWN_ROWS = 1 << 40  # more than any training reads
 
 
 class TokenRows(NamedTuple):
-    """Rows of seq + 1 tokens; each token should be predicted by those in front of it."""
+    """Rows of seq + 1 tokens: each token is to be predicted from those before it."""
 
     tokens: NDArray[np.int64]  # (rows, seq + 1)
     begins: NDArray[np.bool_]  # (rows, seq + 1): whether a document begins here
 
 
 class Shard(NamedTuple):
-    """Whole documents, one behind the other; both arrays may be memory-mapped files."""
+    """Consecutive documents; both arrays may be memory-mapped files."""
 
     tokens: NDArray[Any]  # uint16 or uint32
-    begins: NDArray[np.int64]  # places of the documents' first tokens, in rising order
+    begins: NDArray[np.int64]  # indices of the documents' first tokens, in rising order
 
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Shards, read as if they were one."""
+    """Several shards, read as one sequence of tokens."""
 
     name: str
     shards: tuple[Shard, ...]
-    end: int | None  # the token behind each document; None where there is none
+    end: int | None  # the token after each document, if any
     tokenizer: str = BYTES
-    digest: str = BYTES  # equal where tokens mean the same
+    digest: str = BYTES  # equal for corpora whose tokens mean the same
 
     def __str__(self) -> str:
         each = "one a byte" if self.tokenizer == BYTES else f"by {self.tokenizer}"
@@ -67,32 +67,32 @@ class Corpus:
 
     @cached_property
     def starts(self) -> list[int]:
-        """The place of each shard's first token in the corpus, and behind them its length."""
+        """The index of each shard's first token in the corpus; the last entry is its length."""
         return list(accumulate((len(shard.tokens) for shard in self.shards), initial=0))
 
     def num_rows(self, seq: int) -> int:
-        """Rows of one epoch."""
+        """The number of rows of one epoch."""
         return (self.starts[-1] - 1) // seq
 
     def read(self, row: int, tokens: NDArray[np.int64], begins: NDArray[np.bool_]) -> None:
-        """Fill one row; `begins` comes with nothing set.
+        """Fill one row; `begins` is all False before.
 
-        Slices rather than one gather of all places, whose list would be larger than the tokens.
+        It copies slices: the index list of one gather would be larger than the tokens.
         """
-        place = row * (len(tokens) - 1)
-        number, done = bisect_right(self.starts, place) - 1, 0
+        start = row * (len(tokens) - 1)
+        number, done = bisect_right(self.starts, start) - 1, 0
         while done < len(tokens):
-            shard, first = self.shards[number], place + done - self.starts[number]
-            piece = shard.tokens[first : first + len(tokens) - done]
-            tokens[done : done + len(piece)] = piece
-            low, high = np.searchsorted(shard.begins, (first, first + len(piece)))
+            shard, first = self.shards[number], start + done - self.starts[number]
+            found = shard.tokens[first : first + len(tokens) - done]
+            tokens[done : done + len(found)] = found
+            low, high = np.searchsorted(shard.begins, (first, first + len(found)))
             begins[shard.begins[low:high] - first + done] = True
-            number, done = number + 1, done + len(piece)
+            number, done = number + 1, done + len(found)
 
 
 @dataclass(frozen=True)
 class Synthetic:
-    """Random tokens that no file holds, for benchmarks: a function of seed, row and place."""
+    """Random tokens for benchmarks: a function of seed, row and position."""
 
     seed: int
     vocab: int
@@ -102,11 +102,11 @@ class Synthetic:
         return f"random tokens below {self.vocab:,}, each row one document"
 
     def num_rows(self, seq: int) -> int:
-        """As many as anyone will read."""
+        """More rows than any training reads."""
         return _DRAWN_ROWS
 
     def read(self, row: int, tokens: NDArray[np.int64], begins: NDArray[np.bool_]) -> None:
-        """Fill one row. Raw bits, since only they are the same in every version of numpy."""
+        """Fill one row, from raw random bits: only these are the same in every version of numpy."""
         bits = np.random.Philox(key=np.array([self.seed % 2**64, row], np.uint64))
         drawn = bits.random_raw(len(tokens) // 2 + 1).astype("<u8", copy=False).view("<u4")
         wide = tokens.view(np.uint64)
@@ -115,7 +115,7 @@ class Synthetic:
 
 
 def read_rows(places: Sequence[tuple[Corpus | Synthetic, int]], seq: int) -> TokenRows:
-    """Rows by their corpora and their numbers in them."""
+    """The rows with these numbers, each of its corpus."""
     rows = TokenRows(
         np.empty((len(places), seq + 1), np.int64), np.zeros((len(places), seq + 1), np.bool_)
     )
@@ -125,10 +125,10 @@ def read_rows(places: Sequence[tuple[Corpus | Synthetic, int]], seq: int) -> Tok
 
 
 @dataclass(frozen=True)
-class Order:
-    """Which row of its epoch a sample is: every row once an epoch, each epoch in another order.
+class RowOrder:
+    """The order of rows: every row once per epoch, in another order in each epoch.
 
-    Computed for one sample alone, without a list of the others.
+    The row of one sample is computed without a list of the others.
     """
 
     seed: int
@@ -136,16 +136,16 @@ class Order:
 
     def row(self, sample: int) -> int:
         """The row of a sample, by the sample's number from the start of the training."""
-        epoch, place = divmod(sample, self.num_rows)
+        epoch, index = divmod(sample, self.num_rows)
         half = max(1, ((self.num_rows - 1).bit_length() + 1) // 2)
         while True:
-            place = self._shuffled(place, half, epoch)
-            if place < self.num_rows:  # else it walks on, and comes back inside in the end
-                return place
+            index = self._permuted(index, half, epoch)
+            if index < self.num_rows:  # else repeat: a permutation comes back into the range
+                return index
 
-    def _shuffled(self, place: int, half: int, epoch: int) -> int:
+    def _permuted(self, index: int, half: int, epoch: int) -> int:
         """A permutation of the numbers of 2 · half bits."""
-        left, right = place >> half, place & ((1 << half) - 1)
+        left, right = index >> half, index & ((1 << half) - 1)
         for number in range(_ROUNDS):
             text = f"{self.seed} {epoch} {number} {right}".encode()
             drawn = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
@@ -167,16 +167,16 @@ def from_bytes(name: str, documents: list[bytes], vocab: int) -> Corpus:
 
 
 def byte_tokens(text: bytes, end: int | None) -> NDArray[np.uint16]:
-    """The bytes of a document, and behind them the token that ends it."""
-    behind = [] if end is None else [np.array([end], np.uint16)]
-    return np.concatenate([np.frombuffer(text, np.uint8).astype(np.uint16), *behind])
+    """The bytes of a document, then the token that ends it, if any."""
+    last = [] if end is None else [np.array([end], np.uint16)]
+    return np.concatenate([np.frombuffer(text, np.uint8).astype(np.uint16), *last])
 
 
 @cache
 def standard_library(vocab: int) -> Corpus:
-    """The source of this Python's own standard library, which every machine has.
+    """The source of Python's standard library, which every machine has.
 
-    Kept, so that ranks that are forked afterwards have it too.
+    Cached, so that ranks that are forked later have it too.
     """
     folder = Path(sysconfig.get_path("stdlib"))
     documents = read_sources(folder)
@@ -188,8 +188,8 @@ def standard_library(vocab: int) -> Corpus:
 
 
 def read_sources(folder: Path, most_bytes: int = MOST_BYTES) -> list[bytes]:
-    """The Python files of a folder in the order of their names, without packages that were
-    installed into it and without tests, as far as they fit into `most_bytes`."""
+    """The Python files of a folder in the order of their names, up to `most_bytes` in all, without
+    tests and installed packages."""
     documents: list[bytes] = []
     for name in sorted(_names(folder)):
         documents.append((folder / name).read_bytes())
@@ -201,6 +201,6 @@ def read_sources(folder: Path, most_bytes: int = MOST_BYTES) -> list[bytes]:
 
 def _names(folder: Path) -> Iterator[str]:
     for root, folders, files in os.walk(folder):
-        folders[:] = [each for each in folders if each not in _FOREIGN]
+        folders[:] = [each for each in folders if each not in _SKIPPED]
         inside = Path(root).relative_to(folder)
         yield from ((inside / each).as_posix() for each in files if each.endswith(".py"))

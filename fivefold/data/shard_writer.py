@@ -1,4 +1,7 @@
-"""Writes a folder of tokens beside its final place, and puts it there when it is whole."""
+"""Write a folder of token shards (`data/shards.py`), under a temporary name next to it.
+
+One rename gives the folder its name once it is complete.
+"""
 
 from __future__ import annotations
 
@@ -19,67 +22,67 @@ from numpy.typing import NDArray
 
 from fivefold.core.errors import FivefoldError
 from fivefold.data.shards import (
+    BEGINS,
     DTYPES,
     INDEX,
-    PLACES,
     VERSION,
     Index,
-    Meaning,
     StoredFile,
     StoredShard,
+    TokenFormat,
     read_index,
 )
 
-_OURS = re.compile(r"index\.json|[0-9]{5,}\.(tokens|begins)")
+_TOKEN_FILES = re.compile(r"index\.json|[0-9]{5,}\.(tokens|begins)")
 
 
 class _Different(Exception):
-    """What is being written is not what is there."""
+    """What is written differs from the folder that exists."""
 
 
 def write_folder(
     folder: Path,
-    meaning: Meaning,
+    meaning: TokenFormat,
     documents: Iterable[NDArray[Any]],
     shard_tokens: int,
     *,
     replace: bool = False,
 ) -> Index:
-    """Write documents, each with its end, to a folder that does not exist yet.
+    """Write documents, each with its end token, to a new folder.
 
-    One that exists stays where it is identical, and is refused where it is not, as soon as that is
-    known; `replace` takes its place.
+    A folder that exists with the same tokens is left as it is. One with other tokens is refused as
+    soon as a difference is found, or replaced with `replace`.
     """
-    wanted = _there(folder, meaning, replace)
-    beside = _beside(folder, "partial")
-    with _named(beside):
-        beside.mkdir(parents=True)
-    writer = _ShardFile(beside, meaning, shard_tokens, wanted)
+    wanted = _existing_index(folder, meaning, replace)
+    temporary = _temporary_path(folder, "partial")
+    with _write_errors(temporary):
+        temporary.mkdir(parents=True)
+    writer = _ShardWriter(temporary, meaning, shard_tokens, wanted)
     try:
         for document in documents:
             writer.add(document)
         index = writer.close()
         if wanted is None:
-            _publish(beside, folder, replace)
+            _publish(temporary, folder, replace)
     except _Different as error:
         raise _refused(folder) from error
     finally:
         writer.abandon()
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
     return index
 
 
-def _there(folder: Path, meaning: Meaning, replace: bool) -> Index | None:
-    """The index of the folder that is there, if it may be what would be written."""
+def _existing_index(folder: Path, meaning: TokenFormat, replace: bool) -> Index | None:
+    """The index of the folder that exists, if it may have the same tokens."""
     try:
         names = sorted(path.name for path in folder.iterdir())
     except FileNotFoundError:
         return None
     except OSError as error:
         raise FivefoldError(f"{folder}: {error.strerror}; give another folder") from error
-    if foreign := [name for name in names if not _OURS.fullmatch(name)]:
+    if other := [name for name in names if not _TOKEN_FILES.fullmatch(name)]:
         raise FivefoldError(
-            f"{folder} holds {foreign[0]}, which is no file of tokens: give a new folder"
+            f"{folder} has the file {other[0]}, which is not a token file: give a new folder"
         )
     if replace or not names:
         return None
@@ -94,36 +97,36 @@ def _there(folder: Path, meaning: Meaning, replace: bool) -> Index | None:
 
 def _refused(folder: Path) -> FivefoldError:
     return FivefoldError(
-        f"{folder} exists and holds other tokens: give another folder, or --force to replace it"
+        f"{folder} exists with other tokens: give another folder, or --force to replace it"
     )
 
 
-def _beside(folder: Path, word: str) -> Path:
-    """A hidden name on the same disk that nobody else has."""
-    place = folder.resolve()
-    return place.with_name(f".{place.name}.{secrets.token_hex(4)}.{word}")
+def _temporary_path(folder: Path, word: str) -> Path:
+    """An unused hidden name on the same disk."""
+    target = folder.resolve()
+    return target.with_name(f".{target.name}.{secrets.token_hex(4)}.{word}")
 
 
-def _publish(beside: Path, folder: Path, replace: bool) -> None:
-    """One rename, or two where the folder that is there has to leave first."""
-    place, old = folder.resolve(), _beside(folder, "old")
-    with _named(folder):
-        _settle(beside)
-        leaves = replace and place.exists()
-        if leaves:
-            place.rename(old)
+def _publish(temporary: Path, folder: Path, replace: bool) -> None:
+    """One rename, or two where a folder is replaced."""
+    target, old = folder.resolve(), _temporary_path(folder, "old")
+    with _write_errors(folder):
+        _sync_folder(temporary)
+        replaces = replace and target.exists()
+        if replaces:
+            target.rename(old)
         try:
-            beside.rename(place)
+            temporary.rename(target)
         except OSError:
-            if leaves:
-                old.rename(place)
+            if replaces:
+                old.rename(target)
             raise
-        _settle(place.parent)
+        _sync_folder(target.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _settle(folder: Path) -> None:
-    """The names in a folder reach the disk."""
+def _sync_folder(folder: Path) -> None:
+    """Flush the names in a folder to the disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -131,69 +134,69 @@ def _settle(folder: Path) -> None:
         os.close(handle)
 
 
-class _WrittenShard:
-    """A file that is being written, and its checksum."""
+class _ChecksummedFile:
+    """A file that is being written, with its size and checksum so far."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.size, self.digest = path, 0, hashlib.sha256()
-        with _named(path):
+        with _write_errors(path):
             self.stream = path.open("xb")
 
     def write(self, array: NDArray[Any]) -> None:
         data = array.tobytes()
         self.digest.update(data)
         self.size += len(data)
-        with _named(self.path):
+        with _write_errors(self.path):
             self.stream.write(data)
 
     def close(self) -> StoredFile:
-        with _named(self.path):
+        with _write_errors(self.path):
             self.stream.flush()
             os.fsync(self.stream.fileno())
             self.stream.close()
         return StoredFile(self.path.name, self.size, self.digest.hexdigest())
 
     def abandon(self) -> None:
-        """Let go of a file that will be deleted; a full disk may complain once more."""
+        """Close a file that will be deleted; a full disk may raise an error once more."""
         with contextlib.suppress(OSError):
             self.stream.close()
 
 
 @contextlib.contextmanager
-def _named(path: Path) -> Iterator[None]:
+def _write_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         raise FivefoldError(
-            f"cannot write {path}: {error.strerror or error}; nothing is left behind, so make room "
-            "or give a folder elsewhere, and run it again"
+            f"cannot write {path}: {error.strerror or error}; no files remain; free some "
+            "space or give a folder elsewhere, and run it again"
         ) from error
 
 
-class _ShardFile:
-    """Documents to shards in a folder, in the order in which they come.
+class _ShardWriter:
+    """Writes documents to the shards of a folder, in their order.
 
-    A shard is full once it has `shard_tokens`; no document lies in two. With `wanted`, each full
-    shard must be the one of this index, so that a difference is known before the end.
+    A shard is full once it has `shard_tokens`; no document is split. With `wanted`, each full shard
+    must be equal to that of this index, so that a difference is found early.
     """
 
     def __init__(
-        self, folder: Path, meaning: Meaning, shard_tokens: int, wanted: Index | None = None
+        self, folder: Path, meaning: TokenFormat, shard_tokens: int, wanted: Index | None = None
     ) -> None:
         self.folder, self.meaning, self.shard_tokens = folder, meaning, shard_tokens
         self.wanted, self.shards, self.vocab = wanted, list[StoredShard](), 0
-        self.tokens: _WrittenShard | None = None
-        self.begins: _WrittenShard | None = None
+        self.tokens: _ChecksummedFile | None = None
+        self.begins: _ChecksummedFile | None = None
         self.num_tokens = self.num_documents = 0
 
     def add(self, document: NDArray[Any]) -> None:
-        """One document with its end."""
+        """Write one document with its end token."""
         if self.tokens is None or self.begins is None:
             stem = f"{len(self.shards):05}"
-            self.tokens = _WrittenShard(self.folder / f"{stem}.tokens")
-            self.begins = _WrittenShard(self.folder / f"{stem}.begins")
+            self.tokens = _ChecksummedFile(self.folder / f"{stem}.tokens")
+            self.begins = _ChecksummedFile(self.folder / f"{stem}.begins")
         self.tokens.write(document.astype(DTYPES[self.meaning.dtype], copy=False))
-        self.begins.write(np.array([self.num_tokens], PLACES))
+        self.begins.write(np.array([self.num_tokens], BEGINS))
         self.num_tokens += len(document)
         self.num_documents += 1
         self.vocab = max(self.vocab, int(document.max()) + 1)
@@ -208,14 +211,14 @@ class _ShardFile:
             raise _Different
         text = json.dumps(asdict(index), indent=1) + "\n"
         path = self.folder / INDEX
-        with _named(path), path.open("x", encoding="utf-8") as stream:
+        with _write_errors(path), path.open("x", encoding="utf-8") as stream:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
         return index
 
     def abandon(self) -> None:
-        """Let go of files that will be deleted."""
+        """Close files that will be deleted."""
         for file in (self.tokens, self.begins):
             if file is not None:
                 file.abandon()

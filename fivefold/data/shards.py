@@ -1,11 +1,10 @@
-"""A folder of tokens: shards in memory-mapped files, an index, and a checksum of each file.
+"""Read a folder of token shards: memory-mapped files, and an index with their checksums.
 
-    index.json      what the tokens are, and of each shard its counts, files, bytes and checksums
-    00000.tokens    the tokens of whole documents, one behind the other, uint16 or uint32
-    00000.begins    the places of the documents' first tokens in this shard, int64
+    index.json      the format of the tokens; for each shard its counts, files, bytes and checksums
+    00000.tokens    the tokens of consecutive documents, uint16 or uint32
+    00000.begins    the index of each document's first token in this shard, int64
 
-Numbers are little-endian. The folder is written beside its final place and appears there by one
-rename, with its index, when it is whole.
+Numbers are little-endian. `data/shard_writer.py` writes such folders.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ from fivefold.data.rows import Corpus, Shard
 VERSION = 1
 INDEX = "index.json"
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-PLACES = np.dtype("<i8")
+BEGINS = np.dtype("<i8")
 
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file as it was written."""
+    """Name, size and checksum of a file."""
 
     name: str
     bytes: int
@@ -43,7 +42,7 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class StoredShard:
-    """What the index says of a shard."""
+    """One shard in the index."""
 
     num_tokens: int
     num_documents: int
@@ -56,13 +55,13 @@ class StoredShard:
 
 
 @dataclass(frozen=True)
-class Meaning:
-    """What the tokens of a folder are."""
+class TokenFormat:
+    """The format of the tokens of a folder."""
 
     dtype: Literal["uint16", "uint32"]
     tokenizer: str  # "bytes", or the name of the tokenizer's file
     sha256: str | None = None  # of the tokenizer's file
-    end: int | None = None  # the token behind each document
+    end: int | None = None  # the token after each document
 
 
 @dataclass(frozen=True)
@@ -70,8 +69,8 @@ class Index:
     """The index of a folder of tokens."""
 
     version: int
-    meaning: Meaning
-    vocab: int  # the largest token, and one
+    meaning: TokenFormat
+    vocab: int  # the largest token plus one
     shards: tuple[StoredShard, ...]
 
     @property
@@ -88,13 +87,13 @@ class Index:
 
 
 def read_index(folder: Path) -> Index:
-    """The index of a folder; refuses what does not fit together."""
+    """The index of a folder; refuses one that contradicts itself."""
     path = folder / INDEX
     try:
         table = json.loads(path.read_bytes())
     except FileNotFoundError as error:
         raise FivefoldError(
-            f"{folder} is no folder of tokens, for it has no {INDEX}: write one with `fivefold "
+            f"{folder} is not a folder of tokens: it has no {INDEX}. Write one with `fivefold "
             f"tokens TEXT -o {folder}`"
         ) from error
     except OSError as error:
@@ -103,7 +102,7 @@ def read_index(folder: Path) -> Index:
         raise BadFile(str(path), [f"not valid JSON: {error}; write the folder again"]) from error
     version = table.get("version") if isinstance(table, dict) else None
     if version != VERSION:
-        rule = f"its version is {version}, and this fivefold reads {VERSION}; write it again"
+        rule = f"its version is {version}, but this fivefold reads {VERSION}; write it again"
         raise BadFile(str(path), [rule])
     index = tables.build(Index, table, str(path))
     if problems := [*_contradictions(index)]:
@@ -120,29 +119,29 @@ def _contradictions(index: Index) -> Iterator[str]:
         if tuple(file.name for file in shard.files) != wanted:
             yield f"shard {number} should have the files {' and '.join(wanted)}"
         if not 0 < shard.num_documents <= shard.num_tokens:
-            yield f"shard {number} should have documents, and a token in each"
-        counted = (shard.num_tokens * size, shard.num_documents * PLACES.itemsize)
+            yield f"shard {number} should have documents, each with a token"
+        counted = (shard.num_tokens * size, shard.num_documents * BEGINS.itemsize)
         if tuple(file.bytes for file in shard.files) != counted:
-            yield f"shard {number} has other bytes than its tokens and documents take"
+            yield f"the file sizes of shard {number} do not match its tokens and documents"
 
 
 def open_corpus(folder: Path, vocab: int, *, verify: bool = False) -> Corpus:
     """A folder of tokens as a corpus for a model with this vocabulary.
 
-    The size of each file is always held against the index, its checksum where asked to `verify`.
+    File sizes are always compared with the index, and checksums too with `verify`.
     """
     index = read_index(folder)
     refuse_damaged(folder, index, checksums=verify)
     if index.vocab > vocab:
         raise FivefoldError(
-            f"{folder} has tokens up to {index.vocab - 1:,}, and the model knows {vocab:,}: use a "
+            f"{folder} has tokens up to {index.vocab - 1:,}, but the model knows {vocab:,}: use a "
             f"vocabulary of at least {index.vocab:,}, as in --set vocab={index.vocab}"
         )
     meaning = index.meaning
     shards = (
         Shard(
             _mapped(folder / shard.tokens.name, DTYPES[meaning.dtype]),
-            _mapped(folder / shard.begins.name, PLACES),
+            _mapped(folder / shard.begins.name, BEGINS),
         )
         for shard in index.shards
     )
@@ -151,7 +150,7 @@ def open_corpus(folder: Path, vocab: int, *, verify: bool = False) -> Corpus:
 
 
 def _mapped(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """The file as a plain array, whose slices cost less than those of a memmap."""
+    """The memory-mapped file as a plain array, which is faster to slice than a memmap."""
     return np.asarray(np.memmap(path, dtype, mode="r"))
 
 
@@ -162,12 +161,12 @@ def refuse_damaged(
     checksums: bool,
     tick: Callable[[int], None] = lambda num_bytes: None,
 ) -> None:
-    """Name every file that is not what was written; `tick` is told of the bytes behind us."""
+    """Raise an error that names every damaged file; `tick` is called with the bytes read."""
     files = [file for shard in index.shards for file in shard.files]
-    problems = [problem for file in files if (problem := _wrong_size(folder, file))]
+    problems = [problem for file in files if (problem := _size_problem(folder, file))]
     if checksums and not problems:
         with ThreadPoolExecutor() as pool:
-            found = pool.map(partial(_wrong_sum, folder), files)
+            found = pool.map(partial(_checksum_problem, folder), files)
             for file, problem in zip(files, found, strict=True):
                 tick(file.bytes)
                 problems += [problem] if problem else []
@@ -175,7 +174,7 @@ def refuse_damaged(
         raise BadFile(str(folder), problems)
 
 
-def _wrong_size(folder: Path, file: StoredFile) -> str | None:
+def _size_problem(folder: Path, file: StoredFile) -> str | None:
     try:
         found = (folder / file.name).stat().st_size
     except OSError as error:
@@ -189,7 +188,7 @@ def _wrong_size(folder: Path, file: StoredFile) -> str | None:
     )
 
 
-def _wrong_sum(folder: Path, file: StoredFile) -> str | None:
+def _checksum_problem(folder: Path, file: StoredFile) -> str | None:
     try:
         with (folder / file.name).open("rb") as stream:
             found = hashlib.file_digest(stream, "sha256").hexdigest()

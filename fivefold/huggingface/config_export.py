@@ -1,7 +1,7 @@
-"""`Shape` to a Hugging Face `config.json`: the way back from `hf.py`, one function per family.
+"""`Shape` to a Hugging Face `config.json`: the inverse of `core/hf_config.py`, family by family.
 
-What a family's config cannot say is found by reading it again: a config is handed out only if it
-reads back to the same shape, so that no feature is dropped on the way out either.
+A config is returned only if reading it gives the same shape, so that no feature of the model is
+lost in the export.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ ACTIVATIONS = {
     "gelu": "gelu",
     "relu": "relu",
 }
-# No part of a shape. The package has numbers of its own for these, which may lie outside the
-# vocabulary, so that unknown ones are written as null.
+# A shape does not have these. The transformers package has defaults, which may be outside the
+# vocabulary, so that unknown ids are written as null.
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 class Writer(NamedTuple):
-    """How a family is written: the class that loads it, and its keys."""
+    """How a family is written: the class that loads it, and the keys of its config."""
 
     architecture: str
     keys: Callable[[Shape], Fields]
 
 
 class HfModel(NamedTuple):
-    """A model as its family says it: the shape under that family's names, and the config."""
+    """A model in a Hugging Face family: the shape with that family, and the config."""
 
     shape: Shape
     config: Fields
@@ -45,28 +45,28 @@ class HfModel(NamedTuple):
 def as_hf(shape: Shape, dtype: str, source: Mapping[str, Any] | None = None) -> HfModel:
     """The model in its own family, or in the first one that can express it.
 
-    `dtype` is torch's name for that of the weights; the numbers of special tokens are those of the
-    config in `source`.
+    `dtype` is torch's name for the dtype of the weights. The ids of special tokens are taken from
+    the config `source`.
     """
     for family in dict.fromkeys((shape.family, *WRITERS)):
         config = _written(shape, family)
         if config is not None and not _lost(shape, config):
-            kept = {key: (source or {}).get(key) for key in TOKEN_IDS}
-            config |= {"torch_dtype": dtype, **kept}
+            token_ids = {key: (source or {}).get(key) for key in TOKEN_IDS}
+            config |= {"torch_dtype": dtype, **token_ids}
             return HfModel(replace(shape, family=family), config)
     raise FivefoldError(
-        f"model {shape.name!r} cannot be said in a Hugging Face config: {_why_not(shape)}; train a "
-        f"model of one of {', '.join(WRITERS)} to export it"
+        f"model {shape.name!r} cannot be expressed in a Hugging Face config: {_why_not(shape)}; "
+        f"train a model of one of {', '.join(WRITERS)} to export it"
     )
 
 
 def _written(shape: Shape, family: str) -> Fields | None:
-    """The config in that family; None where it has no keys for such experts or latents at all."""
-    if family not in WRITERS or (family in ROUTED) != (shape.moe is not None):
+    """The config in that family; None if only one of family and model has experts or latents."""
+    if family not in WRITERS or (family in WITH_EXPERTS) != (shape.moe is not None):
         return None
     if family.startswith("deepseek") != (shape.mla is not None):
         return None
-    if family in SHARING and not _moe(shape).shared:
+    if family in WITH_SHARED_EXPERT and not _moe(shape).shared:
         return None
     writer = WRITERS[family]
     return {
@@ -79,7 +79,7 @@ def _written(shape: Shape, family: str) -> Fields | None:
 
 
 def _lost(shape: Shape, config: Fields) -> list[str]:
-    """The fields of the shape that do not survive the config, by name."""
+    """The names of the shape's fields that the config does not express."""
     try:
         back = shape_from_config(config, shape.name)
     except BadFile as error:
@@ -91,7 +91,7 @@ def _lost(shape: Shape, config: Fields) -> list[str]:
 def _why_not(shape: Shape) -> str:
     config = _written(shape, shape.family)
     if config is not None:
-        return f"that of {shape.family} has no words for its {', '.join(_lost(shape, config))}"
+        return f"that of {shape.family} has no keys for its {', '.join(_lost(shape, config))}"
     return f"no family has its attention, experts and norms together (its own is {shape.family!r})"
 
 
@@ -120,12 +120,12 @@ def _decoder(shape: Shape) -> Fields:
         "rms_norm_eps": shape.norm_eps,
         "hidden_act": ACTIVATIONS[shape.activation],
         "rope_theta": shape.rope_theta,
-        "rope_scaling": None if shape.rope is None else _stretched(shape.rope, shape.max_seq),
+        "rope_scaling": None if shape.rope is None else _rope_scaling(shape.rope, shape.max_seq),
     }
 
 
-def _stretched(rope: Rope, max_seq: int) -> Fields:
-    """Only the keys that a kind knows: the package warns of others."""
+def _rope_scaling(rope: Rope, max_seq: int) -> Fields:
+    """Only the keys of this kind: the transformers package warns about others."""
     table: Fields = {"rope_type": rope.kind, "factor": rope.factor}
     if rope.kind != "linear" or rope.original_seq != max_seq:
         table["original_max_position_embeddings"] = rope.original_seq
@@ -153,7 +153,7 @@ def _mistral(shape: Shape) -> Fields:
 
 
 def _windowed(shape: Shape) -> Fields:
-    """A window holds for the layers from `max_window_layers` on, if it is switched on."""
+    """A window applies to the layers from `max_window_layers` on, if it is enabled."""
     used = shape.window is not None
     switched: Fields = {"use_sliding_window": used, "sliding_window": shape.window}
     return switched | {"max_window_layers": 0 if used else shape.layers}
@@ -204,7 +204,7 @@ def _olmoe(shape: Shape) -> Fields:
 
 
 def _deepseek_v2(shape: Shape) -> Fields:
-    """The package always rotates pairs and never renormalises here, so neither key is written."""
+    """Neither `rope_interleave` nor `norm_topk_prob`, which the transformers package fixes here."""
     moe = _moe(shape)
     limited = moe.groups > 1
     return _deepseek(shape) | {
@@ -271,6 +271,6 @@ WRITERS: dict[str, Writer] = {
     "deepseek_v2": Writer("DeepseekV2ForCausalLM", _deepseek_v2),
     "deepseek_v3": Writer("DeepseekV3ForCausalLM", _deepseek_v3),
 }
-ROUTED = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3")
-# Those that are never built without a shared expert.
-SHARING = ("qwen2_moe", "deepseek_v2", "deepseek_v3")
+WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3")
+# Families that always have a shared expert.
+WITH_SHARED_EXPERT = ("qwen2_moe", "deepseek_v2", "deepseek_v3")

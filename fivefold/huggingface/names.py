@@ -1,8 +1,9 @@
-"""Hugging Face weights in and out: one table of names read in both directions.
+"""The names of weights in Hugging Face files: one table for import and export.
 
-The names are those on disk. A weight of ours lies in one tensor of theirs: under another name,
-perhaps transposed (GPT-2 stores inputs × outputs), perhaps as some of its rows (GPT-2 joins
-queries, keys and values). Stacked experts lie in one tensor for each expert.
+Each of our weights is in one tensor of theirs: under another name, maybe transposed (GPT-2 stores
+inputs × outputs), maybe as some of its rows (GPT-2 fuses queries, keys and values). Stacked experts
+are in one tensor for each expert. A new family that names its blocks as Llama does is one entry in
+`LLAMA_LIKE`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from fivefold.core.errors import BadFile, FivefoldError
 from fivefold.core.shape import Shape
 from fivefold.core.weights import Weight, buffers, weights
 
-LLAMA_ENDS = {
+LLAMA_OUTER = {
     "embed.weight": "model.embed_tokens.weight",
     "norm": "model.norm",
     "head.weight": "lm_head.weight",
@@ -35,7 +36,7 @@ LLAMA_BLOCK = {
     "mlp.up": "mlp.up_proj",
     "mlp.down": "mlp.down_proj",
 }
-GPT2_ENDS = {
+GPT2_OUTER = {
     "embed.weight": "transformer.wte.weight",
     "embed.positions": "transformer.wpe.weight",
     "norm": "transformer.ln_f",
@@ -51,7 +52,7 @@ GPT2_BLOCK = {
     "mlp.up": "mlp.c_fc",
     "mlp.down": "mlp.c_proj",
 }
-EXPERT = "{}"  # stands for the number of an expert in a name
+EXPERT = "{}"  # the number of an expert in a name
 MOE = {
     "mlp.router": "mlp.gate",
     "mlp.experts.gate": f"mlp.experts.{EXPERT}.gate_proj",
@@ -82,16 +83,16 @@ DEEPSEEK = MOE | {
     "mlp.shared.down": "mlp.shared_experts.down_proj",
     "mlp.router.bias": "mlp.gate.e_score_correction_bias",
 }
-# Of a layer behind the last one; its block has the names of any other.
-AHEAD = {
+# A layer of multi-token prediction: the modules around its block.
+MTP_MODULES = {
     "token_norm": "enorm",
     "hidden_norm": "hnorm",
     "join": "eh_proj",
     "norm": "shared_head.norm",
 }
-# What such a layer has once more, as published, and the weight of ours that it copies.
-AHEAD_COPIES = {"embed_tokens.weight": "embed.weight", "shared_head.head.weight": "head.weight"}
-# What a family adds to the names of a Llama block, or spells otherwise.
+# The weights that published files store a second time in such a layer.
+MTP_COPIES = {"embed_tokens.weight": "embed.weight", "shared_head.head.weight": "head.weight"}
+# By family, the names that differ from those of a Llama block.
 LLAMA_LIKE: dict[str, dict[str, str]] = {
     "llama": {},
     "mistral": {},
@@ -104,15 +105,15 @@ LLAMA_LIKE: dict[str, dict[str, str]] = {
     "deepseek_v2": DEEPSEEK,
     "deepseek_v3": DEEPSEEK,
 }
-# Causal masks and rotary tables that older files store beside the weights.
+# Causal masks and rotary tables that older files store with the weights.
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
 @dataclass(frozen=True)
-class HfPlace:
-    """Where one weight of ours lies: in `name`, transposed or not, from row `start` on.
+class HfLocation:
+    """Where one of our weights is: in the tensor `name`, transposed or not, from row `start` on.
 
-    In the names of stacked experts, `EXPERT` stands for the number of each.
+    A name with `EXPERT` in it stands for one tensor for each expert.
     """
 
     name: str
@@ -120,21 +121,21 @@ class HfPlace:
     start: int = 0  # of the rows after transposing
 
     def names(self, weight: Weight) -> list[str]:
-        """The tensor of the whole weight, or one for each expert."""
+        """The tensor of the full weight, or one for each expert."""
         if EXPERT not in self.name:
             return [self.name]
         return [self.name.replace(EXPERT, str(expert)) for expert in range(weight.shape[0])]
 
 
-def to_hf(shape: Shape, name: str) -> HfPlace:
-    """The place of the weight or buffer with this global name."""
+def to_hf(shape: Shape, name: str) -> HfLocation:
+    """The location of the weight or buffer with this global name."""
     if shape.family == "gpt2":
-        return _gpt2_place(shape, name)
+        return _gpt2_location(shape, name)
     if shape.family in LLAMA_LIKE:
         names = LLAMA_BLOCK | LLAMA_LIKE[shape.family]
         if name.startswith("mtp."):
-            return HfPlace(_renamed_ahead(shape, name, names))
-        return HfPlace(_renamed(name, LLAMA_ENDS, names, "model.layers"))
+            return HfLocation(_renamed_mtp(shape, name, names))
+        return HfLocation(_renamed(name, LLAMA_OUTER, names, "model.layers"))
     known = ", ".join(("gpt2", *LLAMA_LIKE))
     raise FivefoldError(
         f"model {shape.name!r} is of family {shape.family!r}, whose Hugging Face names are not "
@@ -144,68 +145,69 @@ def to_hf(shape: Shape, name: str) -> HfPlace:
 
 @dataclass(frozen=True)
 class HfTensor:
-    """One tensor of theirs and what it is made of: the rows of our `parts`, one below the other."""
+    """One tensor in a file: the rows of our weights `parts`, one after the other."""
 
     sizes: tuple[int, ...]
     parts: tuple[str, ...]  # our names
     transposed: bool
     expert: int | None  # which of our stacked experts it is
-    buffer: bool  # kept in float32, whatever the type of the weights
+    buffer: bool  # stored in float32, whatever the dtype of the weights
 
 
 def hf_tensors(shape: Shape) -> dict[str, HfTensor]:
-    """Every tensor that a model has on disk, by name, each once, in the order of the forward."""
+    """Every tensor of a model on disk by name, each once, in the order of the forward."""
     tensors: dict[str, HfTensor] = {}
-    kept = {each.name for each in buffers(shape)}
+    buffer_names = {each.name for each in buffers(shape)}
     for weight in (*weights(shape), *buffers(shape)):
-        place = to_hf(shape, weight.name)
-        stacked = EXPERT in place.name
+        location = to_hf(shape, weight.name)
+        stacked = EXPERT in location.name
         sizes = weight.shape[1:] if stacked else weight.shape
-        for i, name in enumerate(place.names(weight)):
+        for i, name in enumerate(location.names(weight)):
             rows, parts = sizes[0], (weight.name,)
-            if name in tensors:  # fused: ours lie one below the other
+            if name in tensors:  # fused: its rows follow those of another weight
                 parts = (*tensors[name].parts, weight.name)
-                rows = place.start + sizes[0]
-            whole = (rows, *sizes[1:])
+                rows = location.start + sizes[0]
+            full = (rows, *sizes[1:])
             tensors[name] = HfTensor(
-                sizes=tuple(reversed(whole)) if place.transposed else whole,
+                sizes=tuple(reversed(full)) if location.transposed else full,
                 parts=parts,
-                transposed=place.transposed,
+                transposed=location.transposed,
                 expert=i if stacked else None,
-                buffer=weight.name in kept,
+                buffer=weight.name in buffer_names,
             )
     return tensors
 
 
-def problems_of(
+def mismatches(
     shape: Shape, sizes: Mapping[str, tuple[int, ...]], unread: Collection[str] = ()
 ) -> Iterator[str]:
-    """What is missing, of the wrong shape, or has no place; nothing about `unread` tensors."""
+    """Tensors that are missing, of the wrong shape or unknown; `unread` ones are not checked."""
     expected = hf_tensors(shape)
     for name, tensor in expected.items():
         if name not in sizes and name not in unread:
             yield f"{name} is missing: give all files of the model"
         elif name in sizes and sizes[name] != tensor.sizes:
             yield (
-                f"{name} has shape {sizes[name]}, and the config asks for {tensor.sizes}: "
+                f"{name} has shape {sizes[name]}, but the config asks for {tensor.sizes}: "
                 "give the config of these weights"
             )
-    known = expected.keys() | dict(twins(shape)).keys()
+    known = expected.keys() | dict(optional_copies(shape)).keys()
     for name in sizes:
         if name not in known and not name.endswith(BUFFERS):
-            yield f"{name} has no place in the model: check the config"
+            yield f"{name} is not in the model: check the config"
 
 
-def read_ours(
+def weight_from_hf(
     shape: Shape, weight: Weight, read: Callable[[str], Tensor], dtype: torch.dtype | None = None
 ) -> Tensor:
-    """One weight of ours; a view of theirs where possible, in their type unless one is given."""
-    place = to_hf(shape, weight.name)
-    names = place.names(weight)
-    if EXPERT not in place.name:
-        whole = read(names[0])
-        rows = whole.T if place.transposed else whole
-        part = rows[place.start : place.start + weight.shape[0]]
+    """One of our weights: a view of the tensor that is read where possible, in its dtype or in
+    `dtype`."""
+    location = to_hf(shape, weight.name)
+    names = location.names(weight)
+    if EXPERT not in location.name:
+        tensor = read(names[0])
+        rows = tensor.T if location.transposed else tensor
+        part = rows[location.start : location.start + weight.shape[0]]
         return part if dtype is None else part.to(dtype)
     # One expert at a time: a list of all would need the memory twice.
     stacked = read(names[0]).new_empty(weight.shape, dtype=dtype)
@@ -214,54 +216,54 @@ def read_ours(
     return stacked
 
 
-def read_theirs(tensor: HfTensor, read: Callable[[str], Tensor]) -> Tensor:
-    """One tensor of theirs from ours, contiguous."""
+def tensor_to_hf(tensor: HfTensor, read: Callable[[str], Tensor]) -> Tensor:
+    """One tensor of a file from our weights, contiguous."""
     parts = [read(name) for name in tensor.parts]
-    whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-    whole = whole if tensor.expert is None else whole[tensor.expert]
-    return (whole.T if tensor.transposed else whole).contiguous()
+    full = parts[0] if len(parts) == 1 else torch.cat(parts)
+    full = full if tensor.expert is None else full[tensor.expert]
+    return (full.T if tensor.transposed else full).contiguous()
 
 
 def state_from_hf(shape: Shape, hf_state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Our names to tensors, views of theirs where possible; every problem in one error."""
-    given = given_names(shape, hf_state)
+    """Weights by our names, as views where possible; every problem in one error."""
+    given = names_in_files(shape, hf_state)
     sizes = {name: tuple(hf_state[old].shape) for name, old in given.items()}
-    problems = list(problems_of(shape, sizes))
+    problems = list(mismatches(shape, sizes))
     if problems:
         raise BadFile(f"Hugging Face weights for {shape.name!r}", problems)
     return {
-        weight.name: read_ours(shape, weight, lambda name: hf_state[given[name]])
+        weight.name: weight_from_hf(shape, weight, lambda name: hf_state[given[name]])
         for weight in (*weights(shape), *buffers(shape))
     }
 
 
 def state_to_hf(shape: Shape, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Their names to contiguous tensors; a tied head is written once, as the embedding."""
+    """Contiguous tensors by their names; a tied head is written once, as the embedding."""
     out = {
-        name: read_theirs(tensor, state.__getitem__) for name, tensor in hf_tensors(shape).items()
+        name: tensor_to_hf(tensor, state.__getitem__) for name, tensor in hf_tensors(shape).items()
     }
-    return out | {copy: out[name].clone() for copy, name in copies(shape)}
+    return out | {copy: out[name].clone() for copy, name in published_copies(shape)}
 
 
-def copies(shape: Shape) -> Iterator[tuple[str, str]]:
-    """Tensors that published files hold twice: the second name, and the first."""
+def published_copies(shape: Shape) -> Iterator[tuple[str, str]]:
+    """Tensors that published files store twice: the second name, and the first."""
     for j in range(shape.mtp):
-        for copy, name in AHEAD_COPIES.items():
+        for copy, name in MTP_COPIES.items():
             ours = "embed.weight" if shape.tied else name
             yield f"model.layers.{shape.layers + j}.{copy}", to_hf(shape, ours).name
 
 
-def twins(shape: Shape) -> Iterator[tuple[str, str]]:
-    """Tensors that a file may hold beside an equal one, or leave out: the second, and the first."""
-    yield from copies(shape)
+def optional_copies(shape: Shape) -> Iterator[tuple[str, str]]:
+    """Tensors that a file may store a second time: the second name, and the first."""
+    yield from published_copies(shape)
     if shape.tied:
         yield "lm_head.weight", to_hf(shape, "embed.weight").name
 
 
-def given_names(shape: Shape, found: Iterable[str]) -> dict[str, str]:
-    """The names of this table to those of a file.
+def names_in_files(shape: Shape, found: Iterable[str]) -> dict[str, str]:
+    """From the names of this table to those in a file.
 
-    GPT-2's published files lack the `transformer.` that the package's own have.
+    GPT-2's published files lack the prefix `transformer.` of files from the transformers package.
     """
     names = list(found)
     if shape.family != "gpt2" or any(name.startswith("transformer.") for name in names):
@@ -270,30 +272,30 @@ def given_names(shape: Shape, found: Iterable[str]) -> dict[str, str]:
     return {name if name == head else f"transformer.{name}": name for name in names}
 
 
-def _gpt2_place(shape: Shape, name: str) -> HfPlace:
-    hf_name = _renamed(name, GPT2_ENDS, GPT2_BLOCK, "transformer.h")
+def _gpt2_location(shape: Shape, name: str) -> HfLocation:
+    hf_name = _renamed(name, GPT2_OUTER, GPT2_BLOCK, "transformer.h")
     linear = name.startswith("blocks.") and "norm" not in name
     thirds = {"q": 0, "k": 1, "v": 2}
     third = thirds.get(name.split(".")[-2], 0) if linear else 0
     transposed = linear and name.endswith(".weight")
-    return HfPlace(hf_name, transposed, start=third * shape.heads * shape.head_dim)
+    return HfLocation(hf_name, transposed, start=third * shape.heads * shape.head_dim)
 
 
-def _renamed(name: str, ends: Mapping[str, str], block: Mapping[str, str], blocks: str) -> str:
-    """By whole name, or by the module's name with `.weight` or `.bias` kept."""
+def _renamed(name: str, outer: Mapping[str, str], block: Mapping[str, str], blocks: str) -> str:
+    """By full name, or by the module's name followed by `.weight` or `.bias`."""
     module, _, last = name.rpartition(".")
-    if name in ends:
-        return ends[name]
-    if module in ends:
-        return f"{ends[module]}.{last}"
+    if name in outer:
+        return outer[name]
+    if module in outer:
+        return f"{outer[module]}.{last}"
     _, i, inner = name.split(".", 2)
     return f"{blocks}.{i}.{_within_block(inner, block)}"
 
 
-def _renamed_ahead(shape: Shape, name: str, block: Mapping[str, str]) -> str:
-    """Layers of multi-token prediction are numbered behind the last one."""
+def _renamed_mtp(shape: Shape, name: str, block: Mapping[str, str]) -> str:
+    """Layers of multi-token prediction are numbered after the last layer."""
     _, j, inner = name.split(".", 2)
-    names = AHEAD if not inner.startswith("block.") else block
+    names = MTP_MODULES if not inner.startswith("block.") else block
     return (
         f"model.layers.{shape.layers + int(j)}.{_within_block(inner.removeprefix('block.'), names)}"
     )

@@ -235,8 +235,8 @@ def test_every_problem_of_a_folder_is_named_at_once(
     assert f"{gone} is not there, and model.safetensors.index.json names it" in said
     assert f"{cut} is no whole safetensors file" in said
     assert f"{norm} is missing" in said
-    assert f"{up} has shape (41, 24), and the config asks for (40, 24)" in said
-    assert "model.stranger has no place" in said
+    assert f"{up} has shape (41, 24), but the config asks for (40, 24)" in said
+    assert "model.stranger is not in the model" in said
     assert len(said.splitlines()) == 6, "what a lost file held is no further problem"
     assert not (tmp_path / "run").exists()
 

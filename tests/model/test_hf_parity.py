@@ -346,7 +346,7 @@ def test_every_problem_of_a_file_is_named_at_once() -> None:
     wrong, missing, extra = caught.value.problems
     assert missing.startswith("model.norm.weight is missing")
     assert "up_proj.weight has shape (57, 32)" in wrong and "(56, 32)" in wrong
-    assert extra.startswith("model.layers.9.mlp.up_proj.weight has no place")
+    assert extra.startswith("model.layers.9.mlp.up_proj.weight is not in the model")
 
 
 def test_a_family_without_known_names_is_refused() -> None:

@@ -67,7 +67,7 @@ def test_a_changed_model_goes_to_the_family_that_has_the_change(
 @pytest.mark.parametrize(
     ("name", "changes", "named"),
     [
-        ("tiny", {"rope_interleaved": "true"}, "that of llama has no words for its rope_inter"),
+        ("tiny", {"rope_interleaved": "true"}, "that of llama has no keys for its rope_inter"),
         ("tiny-moe", {}, "no family has its attention, experts"),
         # The package builds neither, whatever the config says.
         ("deepseek-v2", {"moe.renormalise": "true"}, "no words for its moe"),

@@ -106,9 +106,9 @@ def test_an_index_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     table = json.loads(path.read_text())
     shard = table["shards"][0]
     for change, message in (
-        ({"version": 2}, "its version is 2, and this fivefold reads 1"),
+        ({"version": 2}, "its version is 2, but this fivefold reads 1"),
         ({"shards": []}, "it has no shards"),
-        ({"shards": [{**shard, "num_tokens": 1}]}, "shard 0 has other bytes"),
+        ({"shards": [{**shard, "num_tokens": 1}]}, "the file sizes of shard 0 do not match"),
         ({"shards": [{**shard, "num_documents": 0}]}, "shard 0 should have documents"),
         ({"shards": [{**shard, "tokens": {**shard["tokens"], "name": "../x"}}]}, "files 00000"),
         ({"vocabulary": 3}, "unknown key 'vocabulary': did you mean vocab"),
@@ -120,13 +120,13 @@ def test_an_index_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadFile, match="not valid JSON"):
         open_corpus(tmp_path / "d", 257)
     path.unlink()
-    with pytest.raises(FivefoldError, match=r"is no folder of tokens, for it has no index\.json"):
+    with pytest.raises(FivefoldError, match=r"is not a folder of tokens: it has no index\.json"):
         open_corpus(tmp_path / "d", 257)
 
 
 def test_what_the_model_cannot_read_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "d")
-    message = "has tokens up to 256, and the model knows 256: use a vocabulary of at least 257"
+    message = "has tokens up to 256, but the model knows 256: use a vocabulary of at least 257"
     with pytest.raises(FivefoldError, match=message):
         open_source(str(tmp_path / "d"), 256, 4, 0)
     with pytest.raises(FivefoldError, match="is too short: a row takes 113 tokens; give a smaller"):
@@ -140,13 +140,13 @@ def test_a_folder_that_exists_is_kept_or_refused(tmp_path: Path) -> None:
     write(folder)
     assert {path: path.stat().st_ino for path in folder.iterdir()} == before
     for texts in ([*TEXTS, b"more"], TEXTS[:3], [b"other", *TEXTS]):
-        with pytest.raises(FivefoldError, match="exists and holds other tokens"):
+        with pytest.raises(FivefoldError, match="exists with other tokens"):
             write(folder, texts)
     assert read_index(folder).num_documents == 4 and only_whole(tmp_path) == ["d"]
     write(folder, [b"other"], replace=True)
     assert read_index(folder).num_documents == 1 and only_whole(tmp_path) == ["d"]
     (folder / "notes.txt").write_text("mine")
-    with pytest.raises(FivefoldError, match=r"holds notes\.txt, which is no file of tokens"):
+    with pytest.raises(FivefoldError, match=r"has the file notes\.txt, which is not a token file"):
         write(folder, replace=True)
     (tmp_path / "empty").mkdir()
     write(tmp_path / "empty")
@@ -170,14 +170,14 @@ class FullDisk:
 
 
 def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    created, written = shard_writer._WrittenShard.__init__, list[int]()
+    created, written = shard_writer._ChecksummedFile.__init__, list[int]()
 
     def full(file: Any, path: Path) -> None:
         created(file, path)
         file.stream = FullDisk(file.stream, written)
 
-    monkeypatch.setattr(shard_writer._WrittenShard, "__init__", full)
-    message = r"cannot write .*00001\.tokens: No space left on device; nothing is left behind"
+    monkeypatch.setattr(shard_writer._ChecksummedFile, "__init__", full)
+    message = r"cannot write .*00001\.tokens: No space left on device; no files remain"
     with pytest.raises(FivefoldError, match=message):
         write(tmp_path / "d")
     assert only_whole(tmp_path) == []
@@ -254,17 +254,17 @@ def test_files_folders_lines_and_gzip_are_read(tmp_path: Path) -> None:
     ("name", "data", "message"),
     [
         ("a.jsonl", b'{"text": "x"}\n{"text"\n', "a.jsonl, line 2:\n  - not valid JSON"),
-        ("a.jsonl", b'{"body": "x"}', "line 1:\n  - no field 'text'; .* --field, of: body"),
-        ("a.jsonl", b'{"text": 3}', "line 1:\n  - field 'text' is no text"),
+        ("a.jsonl", b'{"body": "x"}', "line 1:\n  - no field 'text'; .* --field, one of: body"),
+        ("a.jsonl", b'{"text": 3}', "line 1:\n  - field 'text' is not a string"),
         ("a.jsonl", b"[1]", "line 1:\n  - expected an object with the field 'text'"),
         ("a.jsonl", b'{"text": "\xff"}', "line 1:\n  - not UTF-8: invalid start byte at byte 10"),
         ("a.jsonl", b'{"text": "\\ud800"}', "line 1:\n  - half of a surrogate pair"),
         ("a.jsonl", b"[" * 100_000, "line 1:\n  - not valid JSON"),
-        ("a.txt.gz", b"plain", "a.txt.gz:\n  - not a whole gzip file"),
+        ("a.txt.gz", b"plain", "a.txt.gz:\n  - not a complete gzip file"),
         (
             "a.txt.gz",
             gzip.compress(b"text" * 99, mtime=0)[:-9],
-            "a.txt.gz:\n  - not a whole gzip file",
+            "a.txt.gz:\n  - not a complete gzip file",
         ),
         ("a.txt", b"", "no text in the input, only 1 empty document"),
     ],
@@ -328,7 +328,7 @@ def test_a_large_vocabulary_takes_wider_tokens(tmp_path: Path) -> None:
     write_folder(tmp_path / "d", encoder.meaning, documents, 100)
     corpus = open_corpus(tmp_path / "d", 1 << 17)
     assert corpus.shards[0].tokens.tolist() == [1, 2, 65541]
-    with pytest.raises(FivefoldError, match="has tokens up to 65,541, and the model knows 65,536"):
+    with pytest.raises(FivefoldError, match="has tokens up to 65,541, but the model knows 65,536"):
         open_corpus(tmp_path / "d", 1 << 16)
 
 
@@ -383,7 +383,7 @@ def test_the_verb_writes_and_checks(tmp_path: Path, capsys: pytest.CaptureFixtur
         (("tokens", folder, "-o", folder, "--check"), "give either -o DIR"),
         (("tokens", tmp_path, "-o", "x", "--shard-tokens", "1.5"), "give a whole number, such as"),
         (("tokens", tmp_path / "nope", "-o", "x"), "there is no such file or folder"),
-        (("tokens", tmp_path / "nope", "--check"), "is no folder of tokens"),
+        (("tokens", tmp_path / "nope", "--check"), "is not a folder of tokens"),
     ):
         assert run(*words) == 2
         assert message in capsys.readouterr().err

@@ -16,7 +16,7 @@ from fivefold.core.errors import BadFile, FivefoldError
 from fivefold.data.mixture import CorpusShare, Shares, Source, open_source, parse_mixture
 from fivefold.data.rows import (
     Corpus,
-    Order,
+    RowOrder,
     Shard,
     Synthetic,
     TokenRows,
@@ -51,23 +51,23 @@ def same(one: TokenRows, other: TokenRows) -> bool:
 @settings(deadline=None, max_examples=40)
 @given(st.integers(1, 500), st.integers(0, 2**40), st.integers(0, 5))
 def test_every_row_comes_once_an_epoch(num_rows: int, seed: int, epoch: int) -> None:
-    order = Order(seed, num_rows)
+    order = RowOrder(seed, num_rows)
     rows = [order.row(epoch * num_rows + place) for place in range(num_rows)]
     assert sorted(rows) == list(range(num_rows))
 
 
 def test_the_order_is_a_function_of_seed_and_sample() -> None:
-    order = Order(3, 1000)
+    order = RowOrder(3, 1000)
     first, second = ([order.row(epoch * 1000 + n) for n in range(1000)] for epoch in (0, 1))
-    assert [Order(3, 1000).row(n) for n in reversed(range(1000))] == first[::-1]
-    others = (second, [Order(4, 1000).row(n) for n in range(1000)], list(range(1000)))
+    assert [RowOrder(3, 1000).row(n) for n in reversed(range(1000))] == first[::-1]
+    others = (second, [RowOrder(4, 1000).row(n) for n in range(1000)], list(range(1000)))
     for other in others:  # a random order leaves one of 1000 in its place
         assert sum(a == b for a, b in zip(first, other, strict=True)) < 10
 
 
 def test_the_order_stays_what_it_is() -> None:
     """A training that is resumed with a later version must go on in the same order."""
-    found = [Order(0, 1000).row(n) for n in range(8)]
+    found = [RowOrder(0, 1000).row(n) for n in range(8)]
     assert found == [501, 122, 42, 319, 897, 855, 632, 893]
 
 
@@ -121,7 +121,7 @@ def test_samples_do_not_depend_on_the_size_of_a_step() -> None:
 def test_one_corpus_is_read_in_its_order_and_its_last_rows_are_held_out() -> None:
     source = Source.of(counting("numbers", 4 * 300 + 1), seq=4, seed=3)
     drawn = source.samples(0, 298).tokens[:, 0] // 4
-    assert drawn.tolist() == [Order(3, 298).row(sample) for sample in range(298)]
+    assert drawn.tolist() == [RowOrder(3, 298).row(sample) for sample in range(298)]
     assert sorted(drawn.tolist()) == list(range(298))
     assert [source.place(sample)[1] for sample in range(298)] == drawn.tolist()
     assert source.held_out(1).tokens.tolist() == [[1192, 1193, 1194, 1195, 1196]]
@@ -209,7 +209,7 @@ def test_a_data_key_is_parsed() -> None:
     for spec, message in {
         " ": "names no corpus",
         "a b:1": "a has no weight; write a:0.5",
-        "a:1 a:2": "a comes twice",
+        "a:1 a:2": "a appears twice",
         "a:0 b:1": "a:0 has no weight above 0",
         "'a": "close the quotes",
     }.items():
