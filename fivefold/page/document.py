@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from itertools import combinations, product
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from fivefold import __version__
 from fivefold.core.errors import FivefoldError, IllegalLayout, UnknownName
@@ -249,8 +249,17 @@ def _site(start: PageStart, *, live: bool) -> View:
         "job": dict(start.job),
         "version": __version__,
         "lessons": lessons,
-        "panels": {"explore": explore.frames(), "run": run_view.frames()},
+        "panels": {
+            "explore": _frames(explore.PANELS, "title", "hint", "later", "drawing"),
+            "run": _frames(run_view.PANELS, "title", "hint", "column", "drawing"),
+        },
     }
+
+
+def _frames(panels: Mapping[str, Any], *fields: str) -> list[View]:
+    """The panels that the page draws, with the fields that its scripts need."""
+    named = ((name, panel) for name, panel in panels.items() if panel.title)
+    return [{"name": n, **{field: getattr(panel, field) for field in fields}} for n, panel in named]
 
 
 def _page(head: str, scripts: list[str]) -> str:

@@ -26,11 +26,11 @@ from fivefold.core import machine, models
 from fivefold.core.errors import FivefoldError, IllegalLayout
 from fivefold.core.layout import Layout
 from fivefold.core.plan import Plan
+from fivefold.core.precision import PRECISIONS
 from fivefold.core.rules import divisors
 from fivefold.cost.grid import RECOMPUTE
 from fivefold.page import Params, Progress, View, explore_panels, explore_search, timeline
 from fivefold.page.explore_state import CONTEXTS, SCHEDULES, State, degrees_of
-from fivefold.planner import PRECISIONS
 from fivefold.report import wrapped
 
 AXES = {"dp": "data", "tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert"}
@@ -249,7 +249,7 @@ def _plan_toml(state: State, plan: Plan) -> str:
     """The plan as a file; a pasted config is saved next to it."""
     if not state.config:
         return plan.to_toml()
-    with_file = replace(plan, wishes=replace(plan.wishes, model=CONFIG_FILE))
+    with_file = replace(plan, options=replace(plan.options, model=CONFIG_FILE))
     return _SAVE + with_file.to_toml()
 
 
@@ -344,18 +344,3 @@ def searches() -> dict[str, Callable[[Params, Progress], View]]:
     """The questions that take seconds: asked apart, with a progress bar."""
     found = ((name, panel.search) for name, panel in PANELS.items())
     return {name: search for name, search in found if search is not None}
-
-
-def frames() -> list[View]:
-    """What explore.js needs to know of each panel that it draws."""
-    return [
-        {
-            "name": name,
-            "title": panel.title,
-            "hint": panel.hint,
-            "later": panel.later,
-            "drawing": panel.drawing or name,
-        }
-        for name, panel in PANELS.items()
-        if panel.title
-    ]

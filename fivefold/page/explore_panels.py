@@ -16,8 +16,9 @@ from fivefold.core.groups import RankOrder, rank_order
 from fivefold.core.layout import Extent, Layout
 from fivefold.core.machine import Machine
 from fivefold.core.plan import Plan
+from fivefold.core.precision import PRECISIONS
 from fivefold.cost.axis_collectives import wide_size
-from fivefold.cost.collectives import ITEMSIZE, TrafficEntry, predict_traffic
+from fivefold.cost.collectives import TrafficEntry, predict_traffic
 from fivefold.page import View
 from fivefold.page.explore_state import State
 from fivefold.planner.estimate import Estimate, memory_by_pipeline_rank
@@ -82,7 +83,7 @@ def _axes(layout: Layout) -> Iterator[str]:
 
 def _stages(plan: Plan, pp_rank: int) -> str:
     """The stages of a pipeline rank and their layers: "stages 1 and 3: layers 4–7 and 12–15"."""
-    stages = plan.schedule.placement.held(pp_rank)
+    stages = plan.schedule.placement.stages_of(pp_rank)
     spans = [plan.stages[stage] for stage in stages]
     stage_noun, layer_noun = "stage" if len(stages) == 1 else "stages", _layer_noun(spans)
     return f"{stage_noun} {_and(map(str, stages))}: {layer_noun} {_and(map(span, spans))}"
@@ -262,7 +263,7 @@ def memory_view(found: Estimate) -> View:
 def _layers(plan: Plan, pp_rank: int) -> str:
     """The layers of each chunk, with neighbours joined: `layers 0–7, 64–71`."""
     spans: list[range] = []
-    for stage in sorted(plan.schedule.placement.held(pp_rank)):
+    for stage in sorted(plan.schedule.placement.stages_of(pp_rank)):
         layers = plan.stages[stage]
         if spans and spans[-1].stop == layers.start:
             spans[-1] = range(spans[-1].start, layers.stop)
@@ -348,7 +349,7 @@ _HEADS: tuple[str, ...] = ("axis", "kind", "ranks", "calls", "GiB given", "GiB s
 def traffic_view(plan: Plan) -> View:
     """The traffic of rank 0 by axis and kind; for an asynchronous schedule, why there is none."""
     assert plan.machine is not None, "a state always names a machine"
-    itemsize = ITEMSIZE[plan.precision]
+    itemsize = PRECISIONS[plan.precision].itemsize
     try:
         found = predict_traffic(plan, 0, itemsize=itemsize, grad_itemsize=wide_size(itemsize))
     except FivefoldError as error:

@@ -21,12 +21,12 @@ from fivefold.cost.grid import RECOMPUTE, grid_of_plan
 from fivefold.cost.memory import peak_memory
 from fivefold.page import Params, Progress, View
 from fivefold.page.explore_state import HEADROOM, KERNELS, State, keys_of
-from fivefold.planner import PlanRequest, PlanResult, best_plans, plan_request, wishes_of
+from fivefold.planner import PlanRequest, PlanResult, best_plans, options_of, plan_request
 from fivefold.planner.comparisons import STRATEGIES
 from fivefold.planner.estimate import Estimate
+from fivefold.planner.neighbours import compare_neighbours
 from fivefold.planner.search import EstimateSetting, LayoutCandidate, search_layouts
 from fivefold.planner.space import SearchSpace
-from fivefold.planner.why import compare_neighbours
 from fivefold.report import duration, gib, plan_text, table, wrapped
 
 # The keys that a search depends on; slow.js has the same.
@@ -54,7 +54,7 @@ def job_of(params: Params) -> State:
 def request_of(job: State) -> PlanRequest:
     """The search over every layout that a state can describe."""
     return plan_request(
-        job.wishes(),
+        job.options(),
         machine.load(job.machine),
         {"offload": "none"},
         precision=job.precision,
@@ -259,8 +259,7 @@ def _sizes(plan: Plan, setting: EstimateSetting, lengths: list[int]) -> dict[str
     for spans, group in by_stages.items():
         # The memory is computed with arrays: one call for all lengths, one row per length.
         rows: Any = np.array(group, float)[:, None]
-        inputs = (plan.shape, setting.machine, setting.stack, grid, rows, *setting.how)
-        total = peak_memory(*inputs, spans=spans).total
+        total = peak_memory(*setting.arguments(plan.shape, grid, rows), spans=spans).total
         sizes = np.broadcast_to(total, (len(group), len(RECOMPUTE)))
         for kind, column in zip(RECOMPUTE, sizes.T, strict=True):
             found[kind] |= dict(zip(group, map(float, column), strict=True))
@@ -296,19 +295,19 @@ def curves_view(params: Params, on_progress: Progress) -> View:
 
 def _strategy(asked: PlanRequest, name: str) -> View:
     """The curve of the layout that represents a strategy, or why there is none."""
-    question = asked.question
+    question = asked.space
     one_per_gpu = -(-question.batch // question.gpus) * question.gpus
     for batch in dict.fromkeys((question.batch, one_per_gpu)):
         one = _chosen(replace(question, batch=batch), asked.setting, name)
         if one is not None:
-            plan = resolve(wishes_of(one.grid, asked.wishes))
+            plan = resolve(options_of(one.grid, asked.options))
             return {
                 "refused": "",
                 "larger_batch": batch if batch != question.batch else None,
                 "recompute": plan.recompute.kind,
                 **_curve(plan, asked.setting, lengths(question.seq)),
             }
-    return {"refused": f"no legal layout on {question.place} at {question.seq:,} tokens"}
+    return {"refused": f"no legal layout on {question.gpus_text} at {question.seq:,} tokens"}
 
 
 def _chosen(question: SearchSpace, setting: EstimateSetting, name: str) -> LayoutCandidate | None:

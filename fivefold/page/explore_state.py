@@ -16,20 +16,15 @@ from fivefold.core import machine, models
 from fivefold.core.count import parameters
 from fivefold.core.errors import BadFile, FivefoldError, IllegalLayout, UnknownName
 from fivefold.core.layout import MOST_RANKS, Layout, Order, parse_zero
-from fivefold.core.plan import Plan, Wishes, job_of, resolve
+from fivefold.core.plan import Plan, PlanOptions, job_of, resolve
+from fivefold.core.precision import PRECISIONS
 from fivefold.core.rules import MOST_TOKENS, LayoutRequest, problems
 from fivefold.core.schedule.catalog import FAMILIES, family, names
 from fivefold.core.schedule.family import AUTO, Family
-from fivefold.core.settings import sort_out
+from fivefold.core.settings import parse_settings
 from fivefold.core.shape import Shape
 from fivefold.core.splits import ContextKind, Recompute
-from fivefold.planner import (
-    PRECISIONS,
-    best_plans,
-    estimate_on_machine,
-    estimate_setting,
-    plan_request,
-)
+from fivefold.planner import best_plans, estimate_on_machine, estimate_setting, plan_request
 from fivefold.planner.estimate import Estimate
 from fivefold.planner.search import EstimateSetting
 
@@ -139,10 +134,10 @@ class State:
             order=cast(Order, _also(self.also).order),
         )
 
-    def wishes(self) -> Wishes:
+    def options(self) -> PlanOptions:
         """The job as the options of a plan."""
         also = _also(self.also)
-        options = Wishes(
+        options = PlanOptions(
             model=self.config or self.model,
             layout=str(self.layout()),
             machine=self.machine,
@@ -205,7 +200,7 @@ def _also(text: str) -> _Also:
     order = pairs.pop("order", Layout.order)
     if order not in get_args(Order):
         raise UnknownName("order", order, get_args(Order))
-    keys = sort_out(pairs)
+    keys = parse_settings(pairs)
     if wrong := [key for key in (*keys.plan, *keys.train) if key not in ALSO]:
         raise FivefoldError(f"also={wrong[0]}=…: of a plan it takes {', '.join(ALSO)} and order")
     return _Also(keys.plan, keys.model, order)
@@ -230,12 +225,12 @@ def _job(
         seq=seq,
         also=also,
     )
-    return job_of(state.wishes(), state.family, seq)
+    return job_of(state.options(), state.family, seq)
 
 
 @lru_cache(maxsize=64)
 def _plan(state: State) -> Plan:
-    return resolve(state.wishes())
+    return resolve(state.options())
 
 
 @lru_cache(maxsize=16)
@@ -258,7 +253,7 @@ def keys_of(plan: Plan) -> dict[str, Any]:
     return {
         **degrees_of(layout),
         "zero": layout.zero,
-        "schedule": plan.wishes.schedule,
+        "schedule": plan.options.schedule,
         "chunks": layout.chunks,
         "context": layout.context,
         "recompute": str(plan.recompute),
@@ -328,40 +323,40 @@ _TOKENS_PER_PARAMETER = 20  # of the whole training run: Hoffmann and others, 20
 _DERIVED = ("gather", "ep_nodes", "stage_layers")
 
 
-def state_of(wishes: Wishes, precision: str | None = None) -> State:
+def state_of(options: PlanOptions, precision: str | None = None) -> State:
     """The state of these options: the default job if none is given, the planner's best layout if
     GPUs but no layout are given, else the plan itself."""
-    default, precision = State(), precision or wishes.precision
-    if wishes == Wishes(model=default.model):
+    default, precision = State(), precision or options.precision
+    if options == PlanOptions(model=default.model):
         return replace(default, precision=precision)
-    if wishes == Wishes(model=wishes.model):
+    if options == PlanOptions(model=options.model):
         machine_name, gpus = _USUAL
-        wishes = replace(wishes, machine=machine_name, gpus=gpus)
-    wishes = replace(wishes, machine=wishes.machine or _NO_MACHINE)
-    if wishes.layout == Wishes.layout and (wishes.gpus or 1) > 1:
-        cluster = machine.load(wishes.machine or _NO_MACHINE)
+        options = replace(options, machine=machine_name, gpus=gpus)
+    options = replace(options, machine=options.machine or _NO_MACHINE)
+    if options.layout == PlanOptions.layout and (options.gpus or 1) > 1:
+        cluster = machine.load(options.machine or _NO_MACHINE)
         how: dict[str, Any] = {"headroom": HEADROOM, "kernels": KERNELS}
-        asked = plan_request(wishes, cluster, {}, precision=precision, **how)
+        asked = plan_request(options, cluster, {}, precision=precision, **how)
         return of_plan(best_plans(asked, 1).plans[0].plan, precision)
-    return of_plan(resolve(wishes), precision)
+    return of_plan(resolve(options), precision)
 
 
 def of_plan(plan: Plan, precision: str) -> State:
     """The state of a resolved plan."""
-    wishes = plan.wishes
-    if wishes.machine not in machine.presets():
+    options = plan.options
+    if options.machine not in machine.presets():
         known = ", ".join(machine.presets())
-        raise FivefoldError(f"--machine {wishes.machine}: the page knows presets only: {known}")
-    if wishes.schedule not in SCHEDULES:
+        raise FivefoldError(f"--machine {options.machine}: the page knows presets only: {known}")
+    if options.schedule not in SCHEDULES:
         raise FivefoldError(
-            f"--schedule {wishes.schedule}: the page draws {', '.join(SCHEDULES)}; for others "
+            f"--schedule {options.schedule}: the page draws {', '.join(SCHEDULES)}; for others "
             "see fivefold schedule --svg"
         )
-    named = wishes.model in models.presets()
+    named = options.model in models.presets()
     return State(
-        model=wishes.model if named else State.model,
-        config="" if named else models.text_of(wishes.model),
-        machine=wishes.machine or _NO_MACHINE,
+        model=options.model if named else State.model,
+        config="" if named else models.text_of(options.model),
+        machine=options.machine or _NO_MACHINE,
         gpus=plan.layout.world,
         seq=plan.batch.seq,
         batch=plan.batch.sequences,
@@ -374,15 +369,15 @@ def of_plan(plan: Plan, precision: str) -> State:
 
 def _also_text(plan: Plan) -> str:
     """The keys of a plan for which the page has no control."""
-    wishes, default = plan.wishes, Wishes(model="")
+    options, default = plan.options, PlanOptions(model="")
     # A resolved plan also names what it derived, which is derived again when degrees change.
-    plain = resolve(replace(wishes, **dict.fromkeys(_DERIVED))).wishes
+    plain = resolve(replace(options, **dict.fromkeys(_DERIVED))).options
     also = {
-        key: getattr(wishes, key)
+        key: getattr(options, key)
         for key in ALSO
-        if getattr(wishes, key) != getattr(plain if key in _DERIVED else default, key)
+        if getattr(options, key) != getattr(plain if key in _DERIVED else default, key)
     }
-    also |= wishes.set
+    also |= options.set
     if plan.layout.order != Layout.order:
         also["order"] = plan.layout.order
     return " ".join(f"{key}={str(value).lower()}" for key, value in sorted(also.items()))

@@ -46,18 +46,18 @@ def curves(facts: RunFacts) -> dict[str, View]:
     """Every number that at least one record has."""
     found: dict[str, View] = {}
     for name, read in _READ.items():
-        points = _points(facts.kept, read)
+        points = _points(facts.records, read)
         if not any(value is not None for _, value in points):
             continue
         found[name] = {"measured": _curve(points), "lost": _lost(facts, read)}
         if name in _PLANNED:
-            found[name] |= _compared(name, facts.kept, read)
+            found[name] |= _compared(name, facts.records, read)
     if "memory_gib" in found and not _on_gpus(facts):
         found["memory_gib"] |= {"planned": None, "ratio": None, "says": _host_memory(found)}
     if "loss" in found:
-        found["loss"]["smoothed"] = _curve(_smoothed(_points(facts.kept, _READ["loss"])))
+        found["loss"]["smoothed"] = _curve(_smoothed(_points(facts.records, _READ["loss"])))
         found["loss"]["eval"] = _curve(
-            [(one.step, one.eval_loss) for one in facts.kept if one.eval_loss is not None]
+            [(one.step, one.eval_loss) for one in facts.records if one.eval_loss is not None]
         )
     return found
 
@@ -75,7 +75,7 @@ def _host_memory(found: Mapping[str, View]) -> str:
 def marks(facts: RunFacts) -> View:
     """The steps at which restarts began, and the steps whose update was skipped."""
     firsts: dict[int, int] = {}
-    for one in sorted((*facts.kept, *facts.lost), key=lambda one: one.step):
+    for one in sorted((*facts.records, *facts.lost), key=lambda one: one.step):
         firsts.setdefault(one.restart, one.step)
     return {
         "restarts": [
@@ -85,7 +85,7 @@ def marks(facts: RunFacts) -> View:
         ],
         "skipped": [
             {"step": one.step, "says": f"step {one.step} was skipped: {one.skipped}"}
-            for one in facts.kept
+            for one in facts.records
             if one.skipped is not None
         ],
     }
@@ -96,7 +96,7 @@ def load(facts: RunFacts) -> View | None:
 
     If a column stands for several steps, it has their maximum.
     """
-    loads = [(one.step, one.load) for one in facts.kept if one.load]
+    loads = [(one.step, one.load) for one in facts.records if one.load]
     if not loads:
         return None
     num_layers = len(loads[-1][1])

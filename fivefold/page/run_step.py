@@ -19,7 +19,15 @@ from fivefold.records.deviation import (
     narrowed,
     own_seconds,
 )
-from fivefold.records.spans import RankSpans, Result, RunFacts, StepSpans, awaited, results, worked
+from fivefold.records.spans import (
+    RankSpans,
+    Result,
+    RunFacts,
+    StepSpans,
+    awaited,
+    results,
+    split_waiting,
+)
 from fivefold.report import duration, wrapped
 from fivefold.report.pipeline_text import chunks_by_rank
 
@@ -60,14 +68,14 @@ def sentence(cause: Cause, column: Sequence[int], by_plan: bool) -> str:
         uneven = (cause.measured - cause.planned) * cause.gain < 0
         return f"{_actions(cause)} {'are uneven: on average' if uneven else 'take'} {usual}"
     if cause.what == "straggler":
-        rank = column[_known(cause.place)]
+        rank = column[_known(cause.pp_rank)]
         return f"rank {rank} computes {ratio}as long as other ranks of its stage {times}"
     if cause.what == "collective":
         return f"collectives of {cause.axis} inside of the actions take {usual}"
     if cause.what == "around":
         return f"{_AROUND[cause.axis or '']}, outside of the pipeline, take {usual}"
     if cause.what == "pause":
-        who = "ranks pause" if cause.place is None else f"rank {column[cause.place]} pauses"
+        who = "ranks pause" if cause.pp_rank is None else f"rank {column[cause.pp_rank]} pauses"
         return f"{who} for {duration(cause.measured)} in all before actions that lack nothing"
     return _message(cause, column, times)
 
@@ -78,9 +86,9 @@ def _actions(cause: Cause) -> str:
 
 
 def _message(cause: Cause, column: Sequence[int], times: str) -> str:
-    if cause.place is None:
+    if cause.pp_rank is None:
         return f"messages between pipeline ranks arrive late {times}"
-    here, source = column[cause.place], column[_known(cause.source)]
+    here, source = column[cause.pp_rank], column[_known(cause.source)]
     if cause.action is None:
         return f"messages from rank {source} to rank {here} arrive late {times}"
     late = duration(cause.measured - cause.planned)
@@ -116,14 +124,14 @@ def view(facts: RunFacts, params: Params, spans: Callable[[int], StepSpans | Non
     """
     if params.get("step") == NONE:
         return None
-    if not facts.told:
+    if not facts.event_steps:
         problem = "no rank wrote events: train with --set events=true to see what each did when"
         return {"step": None, "problem": problem}
     step = _number(params, "step", facts.steps[-1])
     base = {"step": step}
     found = spans(step)
     if found is None:
-        ranges = ", ".join(f"{a} to {b}" for _, (a, b) in sorted(facts.told.items()))
+        ranges = ", ".join(f"{a} to {b}" for _, (a, b) in sorted(facts.event_steps.items()))
         return {**base, "problem": f"step {step} has no events: there are those of steps {ranges}"}
     plan, problem = facts.plan, _mismatch(facts, found)
     if plan is None or problem is not None:
@@ -156,7 +164,7 @@ def _compared(facts: RunFacts, plan: Plan, found: StepSpans, params: Params) -> 
     }
     mine = columns[column]
     expected = from_plan(plan) or from_means(plan.schedule, [mine.ranks[r] for r in column])
-    beside = compare(expected, mine, column, record, peers)
+    comparison = compare(expected, mine, column, record, peers)
     machine = None if plan.machine is None else plan.machine.name
     return {
         "problem": None,
@@ -165,17 +173,17 @@ def _compared(facts: RunFacts, plan: Plan, found: StepSpans, params: Params) -> 
         "choices": [ranks[0] for ranks in columns],
         "read": [len(found.ranks), found.num_ranks],
         "seconds": {
-            "measured": beside.seconds,
-            "planned": beside.planned,
-            "pipeline": beside.ran.makespan,
-            "pipeline_planned": beside.played.makespan,
+            "measured": comparison.seconds,
+            "planned": comparison.planned,
+            "pipeline": comparison.ran.makespan,
+            "pipeline_planned": comparison.played.makespan,
         },
-        "says": _capital(verdict(beside, column)) + ".",
+        "says": _capital(verdict(comparison, column)) + ".",
         "basis": _BY_MEANS if machine is None else _BY_PLAN.format(machine=machine),
-        "causes": _causes(beside, column),
-        "ranks": _ranks(beside, column),
+        "causes": _causes(comparison, column),
+        "ranks": _ranks(comparison, column),
         "calls": _calls([mine.ranks[rank] for rank in column]),
-        "picture": _picture(beside, column),
+        "picture": _picture(comparison, column),
     }
 
 
@@ -184,7 +192,7 @@ def _columns(plan: Plan, found: StepSpans) -> Columns:
     columns: Columns = {}
     for ranks in plan.layout.groups("pp"):
         if all(rank in found.ranks for rank in ranks):
-            spans = worked(found, plan.schedule, ranks)
+            spans = split_waiting(found, plan.schedule, ranks)
             if spans is not None:
                 columns[ranks] = spans
     return columns
@@ -198,7 +206,7 @@ def _chosen(columns: Columns, params: Params) -> tuple[int, ...]:
             if rank in ranks:
                 return ranks
         known = ", ".join(str(ranks[0]) for ranks in list(columns)[:8])
-        raise FivefoldError(f"rank {rank} has told nothing of this step: choose one of {known}")
+        raise FivefoldError(f"rank {rank} has no events of this step: choose one of {known}")
     return max(columns, key=lambda ranks: sum(own_seconds(columns[ranks].ranks[r]) for r in ranks))
 
 
@@ -240,7 +248,7 @@ def _ranks(found: Comparison, column: Sequence[int]) -> list[View]:
     return [
         {
             "rank": rank,
-            "stages": list(placement.held(place)),
+            "stages": list(placement.stages_of(place)),
             "busy_planned": busy(found.played, place),
             "busy": busy(found.ran, place),
             "idle_planned": found.played.makespan - busy(found.played, place),

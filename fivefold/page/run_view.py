@@ -32,7 +32,7 @@ def view(facts: RunFacts, params: Params, spans: Callable[[int], StepSpans | Non
         "load": run_curves.load(facts),
         "goodput": _goodput(facts.summary),
         "summary": facts.summary.to_json(),
-        "told": [list(each) for _, each in sorted(facts.told.items())],
+        "told": [list(each) for _, each in sorted(facts.event_steps.items())],
         "step": run_step.view(facts, params, spans),
     }
 
@@ -43,8 +43,8 @@ def _head(facts: RunFacts) -> View:
     machine: dict[str, Any] = start.get("machine") or {}
     gpus: list[str] = machine.get("gpus") or []
     devices = f"{len(gpus)} × {gpus[0]}" if gpus else counted(machine.get("num_cpus") or 1, "CPU")
-    last = facts.kept[-1].step if facts.kept else 0
-    steps = None if plan is None else plan.wishes.train.steps
+    last = facts.records[-1].step if facts.records else 0
+    steps = None if plan is None else plan.options.train.steps
     return {
         "name": facts.name,
         "model": start.get("model", "unknown"),
@@ -78,24 +78,24 @@ def _state(facts: RunFacts, last: int, steps: int | None) -> str:
         )
     if _is_silent(facts):
         return (
-            f"silent for {rough_duration(facts.silence)} behind {where}: it died, or it hangs; "
+            f"silent for {rough_duration(facts.idle_s)} behind {where}: it died, or it hangs; "
             "--resume goes on behind its newest checkpoint"
         )
     eta = _eta(facts, steps)
     left = "" if eta is None else f", about {rough_duration(eta)} to go"
-    return f"running: {where}{left}, last heard {rough_duration(facts.silence)} ago"
+    return f"running: {where}{left}, last heard {rough_duration(facts.idle_s)} ago"
 
 
 def _is_silent(facts: RunFacts) -> bool:
     """Whether the newest record is much older than a step takes."""
-    recent = [one.seconds + sum(one.spent.values()) for one in facts.kept[-_WINDOW:]]
-    return facts.silence > max([_LEAST_SILENCE_S, *(_SILENT_STEPS * each for each in recent)])
+    recent = [one.seconds + sum(one.spent.values()) for one in facts.records[-_WINDOW:]]
+    return facts.idle_s > max([_LEAST_SILENCE_S, *(_SILENT_STEPS * each for each in recent)])
 
 
 def _eta(facts: RunFacts, steps: int | None) -> float | None:
     """Seconds to the last step, as in the step line: by the newest steps of this start."""
     pace, number, found = Pace(), len(facts.starts) - 1, None
-    for one in (one for one in facts.kept if one.restart == number):
+    for one in (one for one in facts.records if one.restart == number):
         found = None if steps is None else pace.eta(one, steps)
     return None if found is None or found < 0 else found
 
@@ -203,17 +203,3 @@ PANELS: dict[str, RunPanel] = {
         run_step.text,
     ),
 }
-
-
-def frames() -> list[View]:
-    """What run.js needs to know of each panel."""
-    return [
-        {
-            "name": name,
-            "title": panel.title,
-            "hint": panel.hint,
-            "column": panel.column,
-            "drawing": panel.drawing,
-        }
-        for name, panel in PANELS.items()
-    ]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from fivefold.core.layout import Layout
-from fivefold.core.plan import Plan, Wishes, resolve
+from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.core.schedule.clock import Timeline
 from fivefold.page import explore_panels, timeline
 from fivefold.page.document import STATIC
@@ -53,7 +53,7 @@ PLACES = """async ([view, width, runs]) => {
 
 
 def plan(layout: str, machine: str = "h100", model: str = "llama-3.1-8b") -> Plan:
-    return resolve(Wishes(model=model, layout=layout, machine=machine, seq=4096))
+    return resolve(PlanOptions(model=model, layout=layout, machine=machine, seq=4096))
 
 
 LARGE = plan("tp=8 pp=16 dp=128", model="llama-3.1-405b")

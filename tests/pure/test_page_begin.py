@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.core.plan import Wishes, resolve
+from fivefold.core.plan import PlanOptions, resolve
 from fivefold.core.schedule.catalog import FAMILIES
 from fivefold.page.explore_state import State, state_of
 
 ROOT = Path(__file__).parents[2]
-ODD = Wishes(
+ODD = PlanOptions(
     "tiny-moe",
     "dp=4 tp=2 pp=2 ep=2 order=tp-cp-pp-dp",
     machine="h100",
@@ -28,28 +28,30 @@ ODD = Wishes(
 
 
 def test_nothing_said_is_the_usual_job() -> None:
-    assert state_of(Wishes("llama-3.1-405b")) == State()
+    assert state_of(PlanOptions("llama-3.1-405b")) == State()
 
 
 def test_a_model_alone_gets_the_best_layout_of_one_node() -> None:
-    state = state_of(Wishes("llama-3.1-8b"))
+    state = state_of(PlanOptions("llama-3.1-8b"))
     assert (state.machine, state.gpus) == ("h100", 8)
-    assert state.outlook().verdict == "fits"
+    assert state.estimate().verdict == "fits"
     assert state.tokens == pytest.approx(20 * 8.03e9, rel=0.01)
 
 
 @pytest.mark.parametrize(
-    "wishes",
+    "options",
     [
         ODD,
-        Wishes("tiny", "dp=2 tp=2", sp=False, precision="fp32", batch=8),
-        Wishes("llama-3.1-8b", "dp=2x4 tp=2 cp=2", machine="h100", context="ulysses", batch=64),
-        Wishes("tiny", "pp=2", stage_layers="3,5"),
+        PlanOptions("tiny", "dp=2 tp=2", sp=False, precision="fp32", batch=8),
+        PlanOptions(
+            "llama-3.1-8b", "dp=2x4 tp=2 cp=2", machine="h100", context="ulysses", batch=64
+        ),
+        PlanOptions("tiny", "pp=2", stage_layers="3,5"),
     ],
     ids=["odd", "plain", "hybrid", "stages"],
 )
-def test_a_plan_is_looked_at_as_it_is(wishes: Wishes) -> None:
-    plan, state = resolve(wishes), state_of(wishes)
+def test_a_plan_is_looked_at_as_it_is(options: PlanOptions) -> None:
+    plan, state = resolve(options), state_of(options)
     again = State.parse(state.params())
     assert again == state
     for part in ("shape", "layout", "batch", "recompute", "precision", "packed", "balance"):
@@ -58,14 +60,14 @@ def test_a_plan_is_looked_at_as_it_is(wishes: Wishes) -> None:
 
 
 def test_what_was_derived_is_derived_again() -> None:
-    state = state_of(Wishes("tiny-moe", "dp=4 ep=2", machine="h100", zero=3))
+    state = state_of(PlanOptions("tiny-moe", "dp=4 ep=2", machine="h100", zero=3))
     assert state.also == ""
 
 
 def test_fp8_is_estimated_and_bf16_runs() -> None:
-    wishes = Wishes("llama-3.1-8b", "dp=8", machine="h100", batch=64)
-    fast, plain = state_of(wishes, "fp8"), state_of(wishes)
-    assert fast.outlook().step < plain.outlook().step
+    options = PlanOptions("llama-3.1-8b", "dp=8", machine="h100", batch=64)
+    fast, plain = state_of(options, "fp8"), state_of(options)
+    assert fast.estimate().step < plain.estimate().step
     assert fast.plan().precision == "bf16"
 
 
@@ -87,7 +89,7 @@ def test_every_schedule_of_the_page_has_a_plan() -> None:
         (["--text", "--html", "page.html"], "choose one"),
         (["--at", "explore?tp=3", "--text"], "tp=3 does not divide"),
         (["--at", "nothing", "--text"], "tab in --at"),
-        (["--at", "run", "--text"], "of which run"),
+        (["--at", "run", "--text"], "name the run"),
         (["--text", "--panel", "nothing"], "unknown panel"),
         (["--text", "--machine", "nothing"], "unknown machine"),
         (["--text", "--precision", "fp9"], "fp8"),

@@ -45,10 +45,10 @@ def exported(script: str) -> set[str]:
 def test_every_panel_has_a_drawing() -> None:
     for name in document.LESSONS:
         assert "create" in exported(f"learn_{name}")
-    for frame in explore.frames():
-        assert "create" in exported(frame["drawing"])
-    for frame in run_view.frames():
-        assert frame["name"] in exported(frame["drawing"])
+    for name, panel in explore.PANELS.items():
+        assert not panel.title or "create" in exported(panel.drawing or name)
+    for name, panel in run_view.PANELS.items():
+        assert name in exported(panel.drawing)
 
 
 def test_one_line_registers_a_panel_of_explore(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +68,7 @@ def test_one_line_registers_a_panel_of_explore(monkeypatch: pytest.MonkeyPatch) 
     page, _ = document.live_page(document.PageStart("explore", {}, ""))
     site = re.search(r'id="site">(.*?)</script>', page, re.S)
     assert site is not None
-    assert json.loads(site[1])["panels"]["explore"][-1]["drawing"] == "dummy"
+    assert json.loads(site[1])["panels"]["explore"][-1]["name"] == "dummy"
 
 
 def test_a_whole_page_carries_everything_and_cannot_be_broken_out_of() -> None:

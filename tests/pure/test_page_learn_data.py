@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 import fivefold
 from fivefold.core.errors import FivefoldError
 from fivefold.core.machine import load
-from fivefold.cost.collectives import entries, predict
+from fivefold.cost.collectives import predict_traffic, traffic_entries
 from fivefold.cost.static_memory import gathered_bytes
 from fivefold.page.learn import data, size_text, tensor
 from fivefold.page.learn.data_steps import GRAD_ITEMSIZE, ITEMSIZE, MOST_IN_FLIGHT
@@ -39,10 +39,10 @@ def test_frames_move_and_hold_what_the_core_says(case: dict[str, str]) -> None:
     moves = [move for frame in view["frames"] for move in frame["moves"]]
     calls = Counter((move["axis"], move["kind"], move["bytes"], move["group"]) for move in moves)
     sizes = {"itemsize": ITEMSIZE, "grad_itemsize": GRAD_ITEMSIZE}
-    assert entries(calls.items()) == predict(plan, 0, **sizes, bucket=bucket)
+    assert traffic_entries(calls.items()) == predict_traffic(plan, 0, **sizes, bucket=bucket)
     assert view["frames"][-1]["sent"] == view["stages"][int(case["zero"])]["sent"]
     (norm,) = [frame for frame in view["frames"] if frame["phase"] == "norm"]
-    ledger = [data.standing(plan, case["model"], rank) for rank in range(plan.layout.dp)]
+    ledger = [data.static_memory(plan, case["model"], rank) for rank in range(plan.layout.dp)]
     assert norm["live"] == [one.device for one in ledger]
     slices = min(frame["held"]["weights"] for frame in view["frames"])
     gathered = max(frame["held"]["weights"] - slices for frame in view["frames"])

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from fivefold.core.errors import FivefoldError, IllegalLayout
-from fivefold.core.plan import Wishes, resolve
+from fivefold.core.plan import PlanOptions, resolve
 from fivefold.cost.axis_collectives import Collective, message_bytes
-from fivefold.cost.collectives import predict
+from fivefold.cost.collectives import predict_traffic
 from fivefold.cost.static_memory import static_bytes
 from fivefold.page import explore
 from fivefold.page.learn import Choice, collectives, landscape, layer, size_text
@@ -75,13 +75,13 @@ def test_one_message_a_rank_and_step() -> None:
 
 
 def test_uses_are_all_that_core_lists_and_no_more() -> None:
-    wishes = [
-        Wishes("tiny-moe", "dp=2x2 tp=2 pp=2 cp=2 ep=2", zero=2, context="hybrid"),
-        Wishes("tiny-moe", "dp=2 tp=4 ep=2 etp=2", balance="aux"),
-        Wishes("mixtral-8x7b", "dp=8 pp=2 ep=4", ep_nodes=2, zero=0),
+    options = [
+        PlanOptions("tiny-moe", "dp=2x2 tp=2 pp=2 cp=2 ep=2", zero=2, context="hybrid"),
+        PlanOptions("tiny-moe", "dp=2 tp=4 ep=2 etp=2", balance="aux"),
+        PlanOptions("mixtral-8x7b", "dp=8 pp=2 ep=4", ep_nodes=2, zero=0),
     ]
-    for wish in wishes:
-        listed = predict(resolve(wish), 0, itemsize=2, grad_itemsize=4)
+    for wish in options:
+        listed = predict_traffic(resolve(wish), 0, itemsize=2, grad_itemsize=4)
         assert {(e.kind, e.axis) for e in listed if e.kind != "recv"} <= set(collectives.WHAT)
     shown = [
         (kind, use["axis"])
@@ -105,7 +105,7 @@ def test_one_layer_moves_its_share_of_a_whole_step(context: str, sp: str) -> Non
     inside = ("ring", "ulysses", "ep", "ep-near", "ep-far", "etp")
     step = {
         Collective(each.axis, each.kind, each.bytes, each.group): each.count
-        for each in predict(plan, 0, itemsize=2, grad_itemsize=4)
+        for each in predict_traffic(plan, 0, itemsize=2, grad_itemsize=4)
     }
     one = {call: count for call, count in wires(view).items() if call.axis in inside}
     assert one
@@ -191,8 +191,8 @@ def test_tiers_are_those_of_the_machine() -> None:
 def test_the_landscape_ends_at_the_whole_plan() -> None:
     given = {"model": "mixtral-8x7b", "dp": "4", "cp": "2", "tp": "2", "pp": "2", "ep": "4"}
     view = landscape.view({**given, "zero": "3"})
-    wishes = Wishes("mixtral-8x7b", "dp=4 cp=2 tp=2 pp=2 ep=4", zero=3, seq=4096, batch=32)
-    plan, end = resolve(wishes), view["frames"][-1]
+    options = PlanOptions("mixtral-8x7b", "dp=4 cp=2 tp=2 pp=2 ep=4", zero=3, seq=4096, batch=32)
+    plan, end = resolve(options), view["frames"][-1]
     static = static_bytes(plan, 0, itemsize=2, grad_itemsize=4, optimizer="adamw", master=True)
     holds = {
         "batch": 32 // 4,
@@ -210,7 +210,7 @@ def test_the_landscape_ends_at_the_whole_plan() -> None:
     for row in view["rows"]:
         first = view["frames"][0]["holds"][row["name"]]
         assert prod(view["factors"][row["name"]]) * first == pytest.approx(holds[row["name"]])
-    listed = predict(plan, 0, itemsize=2, grad_itemsize=4)
+    listed = predict_traffic(plan, 0, itemsize=2, grad_itemsize=4)
     for move in end["moves"]:
         same = [e for e in listed if (e.axis, e.kind) == (move["axis"], move["kind"])]
         assert move["bytes"] == sum(each.count * each.bytes for each in same)

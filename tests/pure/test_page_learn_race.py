@@ -12,10 +12,10 @@ from fivefold.core import balance, splits
 from fivefold.core.errors import UnknownName
 from fivefold.core.layout import Layout
 from fivefold.core.models import load
-from fivefold.core.plan import Wishes, resolve
+from fivefold.core.plan import PlanOptions, resolve
 from fivefold.core.schedule import catalog
 from fivefold.core.schedule.clock import Costs, play
-from fivefold.cost.collectives import predict
+from fivefold.cost.collectives import predict_traffic
 from fivefold.page.learn import context as ring
 from fivefold.page.learn import expert, pipeline
 
@@ -144,13 +144,13 @@ def test_every_pair_is_computed_once(kind: str, cp: str, window: str) -> None:
 @pytest.mark.parametrize("cp", [2, 4, 8])
 def test_the_work_of_a_rank_is_that_of_core(kind: str, cp: int) -> None:
     view = ring.view({"kind": kind, "cp": str(cp), "tokens": "64"})
-    split = splits.split_of(Layout.parse(f"cp={cp}", context=kind), load("tiny"))
-    wanted = splits.pairs(split, 64)
+    split = splits.context_split(Layout.parse(f"cp={cp}", context=kind), load("tiny"))
+    wanted = splits.attention_pairs(split, 64)
     done = [sum(frame["computed"][rank] for frame in view["frames"]) for rank in range(cp)]
     assert done == wanted
     assert done == [sum(frame["seen"][rank] for frame in view["frames"]) for rank in range(cp)]
     assert next(each for each in view["compared"] if each["kind"] == kind)["pairs"] == wanted
-    pieces = [[[r.start, r.stop] for r in split.rank(64, rank)] for rank in range(cp)]
+    pieces = [[[r.start, r.stop] for r in split.rank_tokens(64, rank)] for rank in range(cp)]
     assert [each["pieces"] for each in view["ranks"]] == pieces
 
 
@@ -272,10 +272,10 @@ def test_capacity_keeps_what_its_rule_says() -> None:
 def test_bytes_of_an_even_load_are_those_of_core(ep: int, model: str) -> None:
     """Both have 8 experts and 2 for each token: every rank hands over what the plan lists."""
     view = expert.view({"ep": str(ep), "skew": "even", "model": model})
-    wishes = Wishes(model, layout=f"dp={ep} ep={ep}", seq=expert.TOKENS, microbatches=1)
+    options = PlanOptions(model, layout=f"dp={ep} ep={ep}", seq=expert.TOKENS, microbatches=1)
     rows = [
         entry.bytes
-        for entry in predict(resolve(wishes), 0, itemsize=2, grad_itemsize=2)
+        for entry in predict_traffic(resolve(options), 0, itemsize=2, grad_itemsize=2)
         if entry.axis == "ep" and entry.bytes != 8 * expert.EXPERTS
     ]
     assert rows == [view["numbers"]["sent_bytes"][0]]

@@ -14,7 +14,7 @@ from fivefold.core import machine
 from fivefold.core.errors import FivefoldError
 from fivefold.core.groups import RankOrder, rank_order
 from fivefold.core.layout import AXES, Extent, Layout, Order
-from fivefold.core.plan import Plan, Wishes, resolve
+from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.core.schedule import Action, actions_of
 from fivefold.core.schedule.clock import Timeline
 from fivefold.page import explore_panels, timeline
@@ -36,8 +36,8 @@ def layouts(draw: st.DrawFn) -> Layout:
     return Layout(**dense, ep=ep, etp=etp, order=draw(st.sampled_from(get_args(Order))))
 
 
-def plan(layout: str, on: str | None = "h100", model: str = "llama-3.1-8b", **wishes: Any) -> Plan:
-    return resolve(Wishes(model=model, layout=layout, machine=on, seq=4096, **wishes))
+def plan(layout: str, on: str | None = "h100", model: str = "llama-3.1-8b", **options: Any) -> Plan:
+    return resolve(PlanOptions(model=model, layout=layout, machine=on, seq=4096, **options))
 
 
 def laid(layout: str) -> Plan:

@@ -15,7 +15,7 @@ from fivefold import planner
 from fivefold.core import machine
 from fivefold.core.errors import FivefoldError
 from fivefold.core.layout import Layout
-from fivefold.core.plan import Wishes, resolve
+from fivefold.core.plan import PlanOptions, resolve
 from fivefold.page import Progress, document, explore, explore_search
 from fivefold.page.explore_state import State
 from fivefold.page.learn import Choice
@@ -39,16 +39,16 @@ def swept(**job: str) -> dict[str, Any]:
     return explore_search.curves_view(job, silent)
 
 
-def wishes_of(job: dict[str, str], **said: Any) -> Wishes:
+def options_of(job: dict[str, str], **said: Any) -> PlanOptions:
     """The job as the command line would have it, not as the page."""
     numbers = {name: int(job[name]) for name in ("gpus", "seq", "batch")}
-    return Wishes(job["model"], machine=job["machine"], **numbers, **said)
+    return PlanOptions(job["model"], machine=job["machine"], **numbers, **said)
 
 
 @pytest.mark.parametrize("job", [JOB, EXPERTS], ids=["dense", "experts"])
 def test_the_best_are_those_of_the_planner(job: dict[str, str]) -> None:
     fixed = {"offload": "none"}
-    asked = planner.plan_request(wishes_of(job), machine.load("h100"), fixed, **HOW)
+    asked = planner.plan_request(options_of(job), machine.load("h100"), fixed, **HOW)
     wanted = planner.best_plans(asked, 10).plans
     found = ranked(**job)["layouts"]
     for one, plan in zip(found, wanted, strict=True):
@@ -66,7 +66,7 @@ def test_a_click_leads_to_what_the_entry_says(job: dict[str, str]) -> None:
         dp = int(job["gpus"]) // (degrees["tp"] * degrees["cp"] * degrees["pp"])
         shard = dp // degrees["replicate"]
         plan = resolve(
-            wishes_of(
+            options_of(
                 job,
                 layout=str(Layout(shard=shard, **degrees)),
                 zero=int(set_["zero"]),
@@ -146,7 +146,7 @@ def test_curves_of_a_layout_are_its_ledger_at_every_length(state: State) -> None
     assert state.seq in found["lengths"] and found["lengths"] == sorted(found["lengths"])
     for kind in ("none", "selective", "full"):
         for seq in (state.seq, 4096, 131_072):
-            plan = resolve(replace(state.wishes(), recompute=kind, seq=seq))
+            plan = resolve(replace(state.options(), recompute=kind, seq=seq))
             look = planner.estimate_on_machine(plan, machine.load(state.machine), **HOW)
             place = found["lengths"].index(seq)
             assert found["bytes"][kind][place] == pytest.approx(look.total, rel=1e-12)

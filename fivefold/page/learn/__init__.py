@@ -1,4 +1,7 @@
-"""Panels that explain one thing each, on a small example that the reader can change."""
+"""The lessons of the page: each panel explains one thing with a small example to change.
+
+Here is what the panels share: the choices of the reader, and how sizes are written.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fivefold.core.errors import UnknownName
-
-# What the reader of a panel can change.
+from fivefold.page import Params
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One parameter: its words, its values in their order, and the one to begin with."""
+    """One input of a panel: its label, its values in order, and the default."""
 
     label: str
     values: tuple[str, ...]
@@ -22,17 +24,14 @@ class Choice:
         assert self.default in self.values, f"{self.default} is none of {self.values}"
 
 
-def chosen(choices: Mapping[str, Choice], params: Mapping[str, str]) -> dict[str, str]:
-    """A value for every choice: the one given, or the default; unknown ones are refused."""
+def chosen(choices: Mapping[str, Choice], params: Params) -> dict[str, str]:
+    """The value of every choice: the given one or the default; unknown values are refused."""
     for name, value in params.items():
         if name not in choices:
             raise UnknownName("choice", name, choices)
         if value not in choices[name].values:
             raise UnknownName(f"{name} of the panel", value, choices[name].values)
     return {name: params.get(name, choice.default) for name, choice in choices.items()}
-
-
-# How panels write bytes.
 
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")

@@ -1,11 +1,11 @@
-"""Learn: the six ways in which ranks give one another data, block by block.
+"""Learn: the six collectives, block by block.
 
     view(params) -> {"choices", "letters", "num_slots", "frames", "sent", "formula", "piece_bytes",
                      "uses", "sentences"}
 
-A frame has what every rank holds behind it, `state[rank][slot]`, and the moves that led there. A
-block is {"parts", "index", "label"}: the ranks whose numbers it has or sums up, and which piece of
-theirs it is; None is an empty slot.
+A frame has the moves of a step and the blocks of every rank after it, `state[rank][slot]`. A block
+is {"parts", "index", "label"}: the ranks whose data it contains or sums, and the index of the
+shard; None is an empty slot.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 from fivefold.core.errors import counted
-from fivefold.core.plan import Wishes, resolve
+from fivefold.core.plan import PlanOptions, resolve
 from fivefold.cost.collectives import predict_traffic
+from fivefold.page import Params, View
 from fivefold.page.learn import Choice, chosen, size_text
 from fivefold.report import wrapped
 
@@ -28,37 +28,37 @@ LETTERS = "abcdefgh"
 
 @dataclass(frozen=True)
 class DataBlock:
-    """Piece `index` of the ranks `parts`: of one of them, or their sum."""
+    """Shard `index` of the message of one rank, or the sum of this shard over several ranks."""
 
     parts: frozenset[int]
     index: int
 
 
-State = list[list[DataBlock | None]]
+Blocks = list[list[DataBlock | None]]  # by rank and slot
 
 
 @dataclass(frozen=True)
 class Move:
-    """One message: what lies in `slot` of rank `source` goes into slot `into` of rank `target`."""
+    """One message: the block in `slot` of rank `source` goes to slot `into` of rank `target`."""
 
     source: int
     target: int
     slot: int
     into: int
-    keeps: bool  # the sender has it still
-    adds: bool  # the receiver adds it to what it has
+    keeps: bool  # the sender still has the block
+    adds: bool  # the receiver adds it to its own
 
 
 @dataclass(frozen=True)
 class CollectiveLesson:
-    """A primitive: how it begins, its steps, and its cost in words."""
+    """One collective: its start, its steps, and its cost in words."""
 
     title: str
-    kinds: tuple[str, ...]  # as `core/traffic.py` names them
+    kinds: tuple[str, ...]  # as `cost/collectives.py` names them
     means: str
     formula: str
-    pieces: Callable[[int], int]  # into which a message of n ranks is cut
-    start: Callable[[int], State]
+    num_shards: Callable[[int], int]  # of a message, by the number of ranks
+    start: Callable[[int], Blocks]
     steps: Callable[[int], Iterator[tuple[str, list[Move]]]]
 
 
@@ -66,27 +66,27 @@ def _own(rank: int, index: int) -> DataBlock:
     return DataBlock(frozenset({rank}), index)
 
 
-def _all_pieces(n: int) -> State:
-    """Every rank has n pieces of its own."""
+def _all_shards(n: int) -> Blocks:
+    """Every rank has a message of n shards."""
     return [[_own(rank, index) for index in range(n)] for rank in range(n)]
 
 
-def _one_piece(n: int) -> State:
-    """Every rank has one piece of the whole."""
+def _one_shard(n: int) -> Blocks:
+    """Every rank has one shard."""
     return [[_own(rank, 0) if slot == rank else None for slot in range(n)] for rank in range(n)]
 
 
-def _root_alone(n: int) -> State:
-    """Rank 0 has the message; the others have room for it."""
+def _root_only(n: int) -> Blocks:
+    """Rank 0 has the message; the others have empty slots."""
     return [[_own(0, slot) if rank == 0 else None for slot in range(n)] for rank in range(n)]
 
 
-def _message(n: int) -> State:
-    """Every rank has a message, and room for one."""
+def _message(n: int) -> Blocks:
+    """Every rank has one message and one empty slot."""
     return [[_own(rank, 0), None] for rank in range(n)]
 
 
-def _scatter(n: int) -> Iterator[tuple[str, list[Move]]]:
+def _reduce_scatter(n: int) -> Iterator[tuple[str, list[Move]]]:
     for step in range(n - 1):
         slots = [(rank - step - 1) % n for rank in range(n)]
         moves = [_to_next(rank, n, slots[rank], keeps=False, adds=True) for rank in range(n)]
@@ -97,7 +97,7 @@ def _scatter(n: int) -> Iterator[tuple[str, list[Move]]]:
         )
 
 
-def _gather(n: int) -> Iterator[tuple[str, list[Move]]]:
+def _all_gather(n: int) -> Iterator[tuple[str, list[Move]]]:
     for step in range(n - 1):
         slots = [(rank - step) % n for rank in range(n)]
         moves = [_to_next(rank, n, slots[rank], keeps=True, adds=False) for rank in range(n)]
@@ -108,15 +108,15 @@ def _gather(n: int) -> Iterator[tuple[str, list[Move]]]:
         )
 
 
-def _reduce(n: int) -> Iterator[tuple[str, list[Move]]]:
-    for says, moves in _scatter(n):
+def _all_reduce(n: int) -> Iterator[tuple[str, list[Move]]]:
+    for says, moves in _reduce_scatter(n):
         yield f"Reduce-scatter. {says}", moves
-    for says, moves in _gather(n):
+    for says, moves in _all_gather(n):
         yield f"All-gather. {says}", moves
 
 
-def _exchange(n: int) -> Iterator[tuple[str, list[Move]]]:
-    """Ranks meet in pairs, whose numbers differ in the bits of the step."""
+def _all_to_all(n: int) -> Iterator[tuple[str, list[Move]]]:
+    """Ranks swap in pairs; their numbers differ in the bits of the step."""
     for step in range(1, n):
         moves = [
             Move(rank, rank ^ step, rank ^ step, rank, keeps=False, adds=False) for rank in range(n)
@@ -126,7 +126,7 @@ def _exchange(n: int) -> Iterator[tuple[str, list[Move]]]:
 
 
 def _broadcast(n: int) -> Iterator[tuple[str, list[Move]]]:
-    """Pieces follow one another down the line, so that no rank waits for all of them."""
+    """Shards follow one another along the ranks, so that no rank waits for the whole message."""
     for step in range(2 * n - 2):
         moves = [
             _to_next(rank, n, step - rank, keeps=True, adds=False)
@@ -151,11 +151,11 @@ def _to_next(rank: int, n: int, slot: int, *, keeps: bool, adds: bool) -> Move:
     return Move(rank, (rank + 1) % n, slot, slot, keeps, adds)
 
 
-def _as_many(n: int) -> int:
+def _one_per_rank(n: int) -> int:
     return n
 
 
-def _whole(n: int) -> int:
+def _not_sharded(n: int) -> int:
     return 1
 
 
@@ -166,44 +166,44 @@ COLLECTIVES: Mapping[str, CollectiveLesson] = {
         ("all_reduce",),
         "Every rank has S bytes of numbers; in the end each has the sum over all ranks.",
         "2 · (n − 1)/n · S",
-        _as_many,
-        _all_pieces,
-        _reduce,
+        _one_per_rank,
+        _all_shards,
+        _all_reduce,
     ),
     "all-gather": CollectiveLesson(
         "All-gather",
         ("all_gather",),
         "Every rank has S/n bytes; in the end each has all S.",
         _RING,
-        _as_many,
-        _one_piece,
-        _gather,
+        _one_per_rank,
+        _one_shard,
+        _all_gather,
     ),
     "reduce-scatter": CollectiveLesson(
         "Reduce-scatter",
         ("reduce_scatter",),
         "Every rank has S bytes of numbers; in the end each has 1/n of their sum.",
         _RING,
-        _as_many,
-        _all_pieces,
-        _scatter,
+        _one_per_rank,
+        _all_shards,
+        _reduce_scatter,
     ),
     "all-to-all": CollectiveLesson(
         "All-to-all",
         ("all_to_all",),
         "Every rank has S bytes, 1/n for each rank; in the end each has what was meant for it.",
         _RING,
-        _as_many,
-        _all_pieces,
-        _exchange,
+        _one_per_rank,
+        _all_shards,
+        _all_to_all,
     ),
     "broadcast": CollectiveLesson(
         "Broadcast",
         (),
         "Rank 0 has S bytes; in the end every rank has them.",
         "S",
-        _as_many,
-        _root_alone,
+        _one_per_rank,
+        _root_only,
         _broadcast,
     ),
     "send and receive": CollectiveLesson(
@@ -211,7 +211,7 @@ COLLECTIVES: Mapping[str, CollectiveLesson] = {
         ("send", "recv"),
         "A rank has S bytes for one other rank.",
         "S",
-        _whole,
+        _not_sharded,
         _message,
         _send,
     ),
@@ -221,7 +221,7 @@ CHOICES: Mapping[str, Choice] = {
     "ranks": Choice("Ranks n", ("2", "4", "8"), "4"),
     "size": Choice("Message S", tuple(SIZES), "64 MiB"),
 }
-# What travels, by kind and axis; a test holds the keys against what core lists.
+# The payload by kind and axis; a test compares the keys with the collectives that plans have.
 WHAT = {
     ("all_reduce", "tp"): "split products without sequence parallelism; the loss; norms",
     ("all_reduce", "etp"): "results of experts cut in width, without sequence parallelism",
@@ -250,27 +250,28 @@ WHAT = {
     ("send", "ring"): "keys and values, hop by hop, and their gradients",
 }
 _EVERY = "dp=2x2 tp=2 pp=2 cp=2 ep=2"
-# Together they use every collective that a step can have.
+# Together these plans have every collective that a step can have.
 _EXAMPLES = (
-    Wishes("tiny-moe", _EVERY, zero=0),
-    Wishes("tiny-moe", _EVERY, zero=3),
-    Wishes("tiny-moe", _EVERY, context="ulysses"),
-    Wishes("tiny-moe", _EVERY, context="allgather"),
-    Wishes("tiny-moe", "tp=2 cp=2 ep=2 etp=2", balance="aux"),
-    Wishes("tiny-moe", "dp=4 tp=2 ep=2 etp=2", sp=False),
-    Wishes("tiny-moe", "dp=4 ep=4", ep_nodes=2),
-    Wishes("tiny-moe", "tp=8 pp=2", schedule="dualpipe"),
+    PlanOptions("tiny-moe", _EVERY, zero=0),
+    PlanOptions("tiny-moe", _EVERY, zero=3),
+    PlanOptions("tiny-moe", _EVERY, context="ulysses"),
+    PlanOptions("tiny-moe", _EVERY, context="allgather"),
+    PlanOptions("tiny-moe", "tp=2 cp=2 ep=2 etp=2", balance="aux"),
+    PlanOptions("tiny-moe", "dp=4 tp=2 ep=2 etp=2", sp=False),
+    PlanOptions("tiny-moe", "dp=4 ep=4", ep_nodes=2),
+    PlanOptions("tiny-moe", "tp=8 pp=2", schedule="dualpipe"),
 )
 
 
-def view(params: Mapping[str, str]) -> dict[str, Any]:
-    """One primitive on n ranks: its frames, what each rank sends, and who uses it."""
+def view(params: Params) -> View:
+    """One collective on n ranks: its frames, the bytes that each rank sends, and its uses."""
     choices = chosen(CHOICES, params)
     one, n = COLLECTIVES[choices["collective"]], int(choices["ranks"])
     size = SIZES[choices["size"]]
-    piece = size // one.pieces(n)
+    shard_bytes = size // one.num_shards(n)
     states, moves = _played(one, n)
-    sent = [piece * sum(m.source == rank for step in moves for m in step) for rank in range(n)]
+    sources = [move.source for step in moves for move in step]
+    sent = [shard_bytes * sources.count(rank) for rank in range(n)]
     says = [f"{one.means} At the beginning:", *(words for words, _ in one.steps(n))]
     frames = [
         {
@@ -288,7 +289,7 @@ def view(params: Mapping[str, str]) -> dict[str, Any]:
         "adds": any(move.adds for step in moves for move in step),
         "frames": frames,
         "size": size,
-        "piece_bytes": piece,
+        "piece_bytes": shard_bytes,
         "sent": sent,
         "formula": one.formula,
         "uses": [{"axis": axis, "what": WHAT[kind, axis]} for kind, axis in _used(one)],
@@ -296,8 +297,8 @@ def view(params: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def text(view: dict[str, Any]) -> list[str]:
-    """The same in a terminal: a column for each rank, a line for each slot."""
+def text(view: View) -> list[str]:
+    """The same for a terminal: one column per rank, one line per slot."""
     lines = [f"{view['title']}, {counted(len(view['letters']), 'rank')}", ""]
     for frame in view["frames"]:
         lines += wrapped(frame["says"])
@@ -311,9 +312,9 @@ def text(view: dict[str, Any]) -> list[str]:
 
 
 def label(block: DataBlock, letters: str) -> str:
-    """A block in letters: `b2` is piece 2 of rank b, `a+c 2` a sum, Σ that of all.
+    """A block in letters: `b2` is shard 2 of rank b, `a+c 2` a sum, Σ the sum over all ranks.
 
-    >>> label(Block(frozenset({0, 2}), 1), "abcd"), label(Block(frozenset({1}), 2), "abcd")
+    >>> label(DataBlock(frozenset({0, 2}), 1), "abcd"), label(DataBlock(frozenset({1}), 2), "abcd")
     ('a+c 1', 'b2')
     """
     parts = sorted(block.parts)
@@ -325,8 +326,8 @@ def label(block: DataBlock, letters: str) -> str:
     return f"{summed if len(parts) < 4 else f'{len(parts)} of {len(letters)}'} {block.index}"
 
 
-def _played(one: CollectiveLesson, n: int) -> tuple[list[State], list[list[Move]]]:
-    """What all ranks hold at the beginning and behind each step, and the moves of each."""
+def _played(one: CollectiveLesson, n: int) -> tuple[list[Blocks], list[list[Move]]]:
+    """The blocks of all ranks at the start and after each step, and the moves of each step."""
     states, moves = [one.start(n)], [step for _, step in one.steps(n)]
     for step in moves:
         before, after = states[-1], [list(rank) for rank in states[-1]]
@@ -336,14 +337,14 @@ def _played(one: CollectiveLesson, n: int) -> tuple[list[State], list[list[Move]
             block, here = before[move.source][move.slot], before[move.target][move.into]
             assert block is not None, f"rank {move.source} has nothing in slot {move.slot}"
             if move.adds:
-                assert here is not None and here.index == block.index, "only like pieces are added"
+                assert here is not None and here.index == block.index, "only equal shards are added"
                 block = DataBlock(block.parts | here.parts, block.index)
             after[move.target][move.into] = block
         states.append(after)
     return states, moves
 
 
-def _plain(state: State, letters: str) -> list[list[dict[str, Any] | None]]:
+def _plain(state: Blocks, letters: str) -> list[list[View | None]]:
     return [
         [
             b and {"parts": sorted(b.parts), "index": b.index, "label": label(b, letters)}
@@ -353,7 +354,7 @@ def _plain(state: State, letters: str) -> list[list[dict[str, Any] | None]]:
     ]
 
 
-def _drawn(move: Move) -> dict[str, Any]:
+def _drawn(move: Move) -> View:
     return {
         "source": move.source,
         "target": move.target,
@@ -383,12 +384,12 @@ def _sentences(one: CollectiveLesson, n: int, size: int, sent: list[int], steps:
 
 @cache
 def _listed() -> frozenset[tuple[str, str]]:
-    """Kinds and axes of all collectives that core lists for the examples."""
-    plans = [resolve(wishes) for wishes in _EXAMPLES]
+    """Kinds and axes of all collectives of the examples."""
+    plans = [resolve(options) for options in _EXAMPLES]
     lists = [predict_traffic(plan, 0, itemsize=2, grad_itemsize=4) for plan in plans]
     return frozenset((each.kind, each.axis) for found in lists for each in found)
 
 
 def _used(one: CollectiveLesson) -> list[tuple[str, str]]:
-    """Kind and axis, in the order of `WHAT`; a message counts once, where it is sent."""
+    """Kinds and axes in the order of `WHAT`; a message counts once, as a send."""
     return [key for key in WHAT if key in _listed() and key[0] in one.kinds]

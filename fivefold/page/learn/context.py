@@ -1,25 +1,27 @@
-"""Learn: one row of tokens over the context ranks, step by step, and who works on which pairs.
+"""Learn: one sequence over the context ranks, step by step, with the pairs of each rank.
 
     view(params) -> {"choices", "tokens", "ranks", "sheets", "frames", "compared", "traffic",
                      "sentences"}
 
-`sheets` are the squares of queries and keys that are drawn: one where a rank has all heads, and
-one for each rank where ranks share them. A frame has for each rank the pairs that it computes,
-as runs [query, first key, key behind the last] of a sheet.
+`sheets` are the drawn squares of queries and keys: one if a rank has all heads, and one for each
+rank if the ranks share the heads. A frame has for each rank the pairs that it computes, as runs
+[query, first key, last key + 1] of a sheet.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fivefold.core.errors import counted, span
 from fivefold.core.layout import Layout
 from fivefold.core.models import load
-from fivefold.core.plan import Wishes, resolve
+from fivefold.core.plan import PlanOptions, resolve
+from fivefold.core.precision import PRECISIONS
 from fivefold.core.splits import ContextSplit, Ranges, attention_calls, context_split
-from fivefold.cost.collectives import ITEMSIZE, predict_traffic
+from fivefold.cost.collectives import predict_traffic
+from fivefold.page import Params, View
 from fivefold.page.learn import Choice, chosen
 from fivefold.report import wrapped
 
@@ -33,19 +35,19 @@ CHOICES: Mapping[str, Choice] = {
     "window": Choice("Sliding window", (NO_WINDOW, "8", "16"), NO_WINDOW),
 }
 _SMALL_MODEL = "tiny"
-HEADS = load(_SMALL_MODEL).heads  # every cp of the panel divides them
+HEADS = load(_SMALL_MODEL).heads  # divisible by every cp of the panel
 _REAL_MODEL, _REAL_SEQ = "llama-3.1-8b", 131_072
 
 
 class Work(NamedTuple):
-    """Pairs of a query and a key, for each head of the model: seen, and computed masks included."""
+    """Pairs of a query and a key per head: those that the mask allows, and those computed."""
 
     seen: float
     computed: float
 
 
-def view(params: Mapping[str, str]) -> dict[str, Any]:
-    """The row, its cut, and what every rank computes, receives and passes on in each step."""
+def view(params: Params) -> View:
+    """The sequence, its shards, and what every rank computes, receives and sends in each step."""
     choices = chosen(CHOICES, params)
     tokens, window = int(choices["tokens"]), _window(choices)
     split = _split(choices["kind"], int(choices["cp"]))
@@ -81,8 +83,8 @@ def _split(kind: str, num_ranks: int) -> ContextSplit:
     return context_split(Layout.parse(f"cp={num_ranks}", context=kind), load(_SMALL_MODEL))
 
 
-def _sheets(split: ContextSplit) -> list[dict[str, Any]]:
-    """What is drawn as one square, and the ranks that work on it."""
+def _sheets(split: ContextSplit) -> list[View]:
+    """The drawn squares, and the ranks that work on each."""
     if split.inner == 1:
         return [{"label": f"all {HEADS} heads", "ranks": list(range(split.outer))}]
     share = HEADS // split.inner
@@ -96,9 +98,7 @@ def _sheets(split: ContextSplit) -> list[dict[str, Any]]:
     ]
 
 
-def _frames(
-    kind: str, split: ContextSplit, tokens: int, window: int | None
-) -> list[dict[str, Any]]:
+def _frames(kind: str, split: ContextSplit, tokens: int, window: int | None) -> list[View]:
     frames = [_cut_frame(kind, split, tokens)]
     if split.inner > 1:
         frames += _ulysses_frames(split, tokens, window)
@@ -115,8 +115,8 @@ def _frame(
     holds: list[list[int]],
     moves: list[list[int]],
     done: list[tuple[Work, list[list[int]]]] | None = None,
-) -> dict[str, Any]:
-    """`holds`: whose keys and values each rank has; `moves`: from, to, and whose they are."""
+) -> View:
+    """`holds`: the owners of the keys and values on each rank; `moves`: source, target, owner."""
     work = done or [(Work(0, 0), list[list[int]]())] * len(holds)
     return {
         "phase": phase,
@@ -129,7 +129,7 @@ def _frame(
     }
 
 
-def _cut_frame(kind: str, split: ContextSplit, tokens: int) -> dict[str, Any]:
+def _cut_frame(kind: str, split: ContextSplit, tokens: int) -> View:
     num_ranks = split.inner * split.outer
     first = " and ".join(f"{r.start}–{r.stop - 1}" for r in split.rank_tokens(tokens, 0))
     dealt = (
@@ -144,7 +144,7 @@ def _cut_frame(kind: str, split: ContextSplit, tokens: int) -> dict[str, Any]:
     return _frame("cut", says, [[rank] for rank in range(num_ranks)], [])
 
 
-def _ring_frame(split: ContextSplit, tokens: int, window: int | None, hop: int) -> dict[str, Any]:
+def _ring_frame(split: ContextSplit, tokens: int, window: int | None, hop: int) -> View:
     num_ranks = split.outer
     owners = [(rank - hop) % num_ranks for rank in range(num_ranks)]
     places = [split.ring_tokens(tokens, rank) for rank in range(num_ranks)]
@@ -162,7 +162,7 @@ def _ring_frame(split: ContextSplit, tokens: int, window: int | None, hop: int) 
     return _frame("compute", says, [[owner] for owner in owners], moves, done)
 
 
-def _gathered_frames(split: ContextSplit, tokens: int, window: int | None) -> list[dict[str, Any]]:
+def _gathered_frames(split: ContextSplit, tokens: int, window: int | None) -> list[View]:
     ranks = list(range(split.outer))
     moves = [[source, target, source] for source in ranks for target in ranks if source != target]
     everything = [ranks for _ in ranks]
@@ -186,7 +186,7 @@ def _gathered_frames(split: ContextSplit, tokens: int, window: int | None) -> li
     ]
 
 
-def _ulysses_frames(split: ContextSplit, tokens: int, window: int | None) -> list[dict[str, Any]]:
+def _ulysses_frames(split: ContextSplit, tokens: int, window: int | None) -> list[View]:
     ranks = list(range(split.inner))
     work, runs = _done(split.ring_tokens(tokens, 0), split.ring_tokens(tokens, 0), window)
     heads = HEADS // split.inner
@@ -222,22 +222,22 @@ def _ulysses_frames(split: ContextSplit, tokens: int, window: int | None) -> lis
 
 
 def _done(queries: Ranges, keys: Ranges, window: int | None) -> tuple[Work, list[list[int]]]:
-    """What queries of some tokens compute with keys of some tokens: counted, and as runs."""
+    """The pairs of some queries with some keys: their number, and as runs."""
     computed = sum(call.pairs for call in attention_calls(queries, keys, window))
     runs = [
-        [query, piece.start, min(piece.stop, query + 1)]
+        [query, shard.start, min(shard.stop, query + 1)]
         if window is None
-        else [query, max(piece.start, query - window + 1), min(piece.stop, query + 1)]
+        else [query, max(shard.start, query - window + 1), min(shard.stop, query + 1)]
         for each in queries
         for query in each
-        for piece in keys
+        for shard in keys
     ]
     runs = [run for run in runs if run[1] < run[2]]
     return Work(sum(stop - start for _, start, stop in runs), computed), runs
 
 
 def _work_words(works: list[Work]) -> str:
-    """Who computes how much in this step, and who waits."""
+    """How much the ranks compute in this step, and which wait."""
     amounts = [work.computed for work in works]
     most, least = max(amounts), min(amounts)
     if not most:
@@ -252,8 +252,8 @@ def _work_words(works: list[Work]) -> str:
     return f"The busiest computes {most:g} pairs, the least busy {least:g}, and waits."
 
 
-def _compared(kind: str, num_ranks: int, tokens: int, window: int | None) -> dict[str, Any]:
-    """One kind in numbers: pairs of each rank, and of the steps, each as long as its busiest."""
+def _compared(kind: str, num_ranks: int, tokens: int, window: int | None) -> View:
+    """One kind in numbers: the pairs of each rank, and of the busiest rank of each step."""
     split = _split(kind, num_ranks)
     frames = _frames(kind, split, tokens, window)
     by_rank = [sum(each["computed"][rank] for each in frames) for rank in range(num_ranks)]
@@ -270,9 +270,7 @@ def _compared(kind: str, num_ranks: int, tokens: int, window: int | None) -> dic
     }
 
 
-def _sentences(
-    kind: str, compared: list[dict[str, Any]], tokens: int, window: int | None
-) -> list[str]:
+def _sentences(kind: str, compared: list[View], tokens: int, window: int | None) -> list[str]:
     by_kind = {each["kind"]: each for each in compared}
     mine, plain, zigzag = by_kind[kind], by_kind["ring"], by_kind["zigzag"]
     found = [
@@ -296,11 +294,11 @@ def _sentences(
 
 @cache
 def _bytes_of_layer(kind: str, num_ranks: int) -> int:
-    """What a rank sends in one layer of a real model, forward and backward, one row in bf16."""
-    wishes = Wishes(
+    """Bytes that a rank sends in one layer of a real model: forward and backward, one sequence."""
+    options = PlanOptions(
         _REAL_MODEL, layout=f"cp={num_ranks}", context=kind, seq=_REAL_SEQ, microbatches=1
     )
-    plan, size = resolve(wishes), ITEMSIZE["bf16"]
+    plan, size = resolve(options), PRECISIONS["bf16"].itemsize
     sent = sum(
         entry.sent
         for entry in predict_traffic(plan, 0, itemsize=size, grad_itemsize=size)
@@ -309,8 +307,8 @@ def _bytes_of_layer(kind: str, num_ranks: int) -> int:
     return round(sent / plan.shape.layers)
 
 
-def text(view: Mapping[str, Any]) -> list[str]:
-    """The same in a terminal: the cut, every step with its work, and the kinds compared."""
+def text(view: View) -> list[str]:
+    """The same for a terminal: the shards, every step with its work, and the kinds compared."""
     lines = [*_row_lines(view), ""]
     for number, frame in enumerate(view["frames"]):
         lines += wrapped(f"{number}. {frame['says']}", later="   ")
@@ -330,8 +328,8 @@ def text(view: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _row_lines(view: Mapping[str, Any]) -> list[str]:
-    """The row as digits: every token by the rank that holds it."""
+def _row_lines(view: View) -> list[str]:
+    """The sequence as digits: the rank of every token."""
     owners = [""] * view["tokens"]
     for each in view["ranks"]:
         for start, stop in each["pieces"]:
@@ -339,8 +337,8 @@ def _row_lines(view: Mapping[str, Any]) -> list[str]:
     return ["the row, each token by its rank:", "  " + "".join(owners)]
 
 
-def _table(frame: Mapping[str, Any]) -> list[str]:
-    """Who works with whose keys, and how much."""
+def _table(frame: View) -> list[str]:
+    """For each rank, the owner of its keys and the number of pairs."""
     holds = [str(each[0]) if len(each) == 1 else "all" for each in frame["holds"]]
     rows = {
         "rank": map(str, range(len(holds))),

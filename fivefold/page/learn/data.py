@@ -1,23 +1,23 @@
-"""Learn: one step under ZeRO, unit by unit: what every data rank holds, and what moves meanwhile.
+"""Learn: one step with ZeRO, unit by unit: the memory of every data rank, and its collectives.
 
     view(params) -> {"choices", "ranks", "layers", "units", "bytes", "optimizer", "stages",
                      "frames", "sentences"}
 
-Each frame has the collectives that start in it; `live` and `peak` are bytes of each rank. What the
-words of `weights` and `gradients` mean stands in `data_walk.py`.
+Each frame has the collectives that start in it; `live` and `peak` are bytes of each rank.
+`data_steps.py` makes the frames, and defines the states of weights and gradients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from fivefold.core.errors import counted
-from fivefold.core.plan import Plan, Wishes, resolve
+from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.cost.collectives import chunks_of, predict_traffic
 from fivefold.cost.static_memory import StaticMemory, static_bytes
+from fivefold.page import Params, View
 from fivefold.page.learn import Choice, chosen, size_text
-from fivefold.page.learn.data_steps import GRAD_ITEMSIZE, ITEMSIZE, DataWalk, name_of
+from fivefold.page.learn.data_steps import GRAD_ITEMSIZE, ITEMSIZE, DataStep, name_of
 from fivefold.report import wrapped
 
 TITLE = "Data: ZeRO fetches, computes, discards"
@@ -31,29 +31,29 @@ CHOICES: Mapping[str, Choice] = {
     "microbatches": Choice("Microbatches", ("1", "2", "3", "4"), "1"),
 }
 NUM_LAYERS = 4
-STATES = 12  # bytes a parameter: a float32 copy and the two moments of AdamW
-_BUCKETS = {"tiny": 100_000}  # blocks below 25 MB would be joined to one unit
+STATES = 12  # bytes per parameter: a float32 copy and the two moments of AdamW
+_BUCKETS = {"tiny": 100_000}  # by default, blocks below 25 MB would be joined to one unit
 _MARKS = {"whole": "#", "arriving": ">", "slice": ".", "filling": "f", "summing": "s"}
 
 
-def view(params: Mapping[str, str]) -> dict[str, Any]:
-    """One step of the chosen plan as frames, and the four stages beside one another."""
+def view(params: Params) -> View:
+    """One step of the chosen plan as frames, and the four ZeRO stages compared."""
     choices = chosen(CHOICES, params)
     plan = plan_of(choices)
-    walk = _walked(plan, choices["model"])
+    step = _data_step(plan, choices["model"])
     stages = [_stage({**choices, "zero": str(zero)}) for zero in range(4)]
     return {
         "choices": choices,
         "ranks": plan.layout.dp,
-        "layers": [NUM_LAYERS, resolve(Wishes(choices["model"])).shape.layers],
+        "layers": [NUM_LAYERS, resolve(PlanOptions(choices["model"])).shape.layers],
         "units": [
-            {"name": name_of(unit), "elements": unit.size, "slice": unit.slice_size}
-            for unit in walk.units
+            {"name": name_of(unit), "elements": unit.size, "slice": unit.shard_size}
+            for unit in step.units
         ],
         "bytes": {"weights": ITEMSIZE, "gradients": GRAD_ITEMSIZE, "optimizer": STATES},
-        "optimizer": {"state": "slice" if plan.layout.zero else "whole", "bytes": walk.states},
+        "optimizer": {"state": "slice" if plan.layout.zero else "whole", "bytes": step.states},
         "stages": stages,
-        "frames": walk.frames,
+        "frames": step.frames,
         "sentences": _sentences(choices, stages),
     }
 
@@ -61,7 +61,7 @@ def view(params: Mapping[str, str]) -> dict[str, Any]:
 def plan_of(choices: Mapping[str, str]) -> Plan:
     """The plan of these choices: data ranks only, and few layers of the model."""
     return resolve(
-        Wishes(
+        PlanOptions(
             choices["model"],
             layout=f"dp={choices['dp']}",
             zero=int(choices["zero"]),
@@ -73,12 +73,14 @@ def plan_of(choices: Mapping[str, str]) -> Plan:
 
 
 def bucket_of(model: str) -> int | None:
-    """The size in bytes towards which blocks are joined, so that each is a unit."""
+    """The bucket size in bytes, small enough that each block is a unit of its own."""
     return _BUCKETS.get(model)
 
 
-def standing(plan: Plan, model: str, rank: int, grad_itemsize: int = GRAD_ITEMSIZE) -> StaticMemory:
-    """What a rank holds in front of the optimizer."""
+def static_memory(
+    plan: Plan, model: str, rank: int, grad_itemsize: int = GRAD_ITEMSIZE
+) -> StaticMemory:
+    """The memory of a rank before the optimizer runs."""
     return static_bytes(
         plan,
         rank,
@@ -91,54 +93,56 @@ def standing(plan: Plan, model: str, rank: int, grad_itemsize: int = GRAD_ITEMSI
 
 
 def accumulating(plan: Plan, model: str, rank: int) -> int:
-    """Bytes of a rank between two microbatches: gradients that wait for more are whole below
-    stage 2, though the optimizer of stage 1 gets slices."""
-    held = standing(plan, model, rank).device
+    """Bytes of a rank between two microbatches: below stage 2, gradients accumulate unsharded,
+    even though the optimizer of stage 1 gets shards."""
+    size = static_memory(plan, model, rank).device
     if plan.layout.zero >= 2:
-        return held
+        return size
     (chunk,) = chunks_of(plan, rank, ITEMSIZE, bucket_of(model))
-    return held + GRAD_ITEMSIZE * sum(unit.size - unit.slice_size for unit in chunk.units)
+    return size + GRAD_ITEMSIZE * sum(unit.size - unit.shard_size for unit in chunk.units)
 
 
-def _walked(plan: Plan, model: str) -> DataWalk:
+def _data_step(plan: Plan, model: str) -> DataStep:
     (chunk,) = chunks_of(plan, 0, ITEMSIZE, bucket_of(model))
-    held = [standing(plan, model, rank) for rank in range(plan.layout.dp)]
-    walk = DataWalk(plan, chunk.units, [one.master + one.optimizer + one.scalars for one in held])
-    walk.run()
-    return walk
+    ranks = [static_memory(plan, model, rank) for rank in range(plan.layout.dp)]
+    states = [one.master + one.optimizer + one.scalars for one in ranks]
+    step = DataStep(plan, chunk.units, states)
+    step.run()
+    return step
 
 
-def _stage(choices: Mapping[str, str]) -> dict[str, Any]:
-    """What one stage holds and moves, for the comparison."""
+def _stage(choices: Mapping[str, str]) -> View:
+    """The memory and the traffic of one ZeRO stage, for the comparison."""
     model, plan = choices["model"], plan_of(choices)
-    walk = _walked(plan, model)
-    numel = sum(unit.size - unit.padding for unit in walk.units)
+    step = _data_step(plan, model)
+    numel = sum(unit.size - unit.padding for unit in step.units)
     found = predict_traffic(
         plan, 0, itemsize=ITEMSIZE, grad_itemsize=GRAD_ITEMSIZE, bucket=bucket_of(model)
     )
-    held = accumulating(plan, model, 0)
+    size = accumulating(plan, model, 0)
     return {
         "zero": plan.layout.zero,
-        "per_parameter": held / numel,
-        "accumulating": held,
-        "standing": standing(plan, model, 0).device,
-        "peak": walk.frames[-1]["peak"][0],
+        "per_parameter": size / numel,
+        "accumulating": size,
+        "standing": static_memory(plan, model, 0).device,
+        "peak": step.frames[-1]["peak"][0],
         "sent": round(sum(entry.sent for entry in found)),
     }
 
 
-def _sentences(choices: Mapping[str, str], stages: list[dict[str, Any]]) -> list[str]:
-    held = ", ".join(f"ZeRO-{one['zero']} {one['per_parameter']:.2f}" for one in stages)
+def _sentences(choices: Mapping[str, str], stages: list[View]) -> list[str]:
+    sizes = ", ".join(f"ZeRO-{one['zero']} {one['per_parameter']:.2f}" for one in stages)
     peaks = ", ".join(size_text(one["peak"]) for one in stages)
     moved = ", ".join(size_text(one["sent"]) for one in stages)
     model, plain = choices["model"], plan_of({**choices, "zero": "0"})
-    num_parameters = standing(plain, model, 0).weights // ITEMSIZE
-    narrow = standing(plain, model, 0, ITEMSIZE).device / num_parameters
+    num_parameters = static_memory(plain, model, 0).weights // ITEMSIZE
+    narrow = static_memory(plain, model, 0, ITEMSIZE).device / num_parameters
     microbatches = counted(int(choices["microbatches"]), "microbatch")
     return [
-        f"Bytes a parameter while gradients add up, over {choices['dp']} ranks: {held}. Whole they "
-        f"are {ITEMSIZE} for a weight, {GRAD_ITEMSIZE} for its gradient and {STATES} for a float32 "
-        f"copy and two moments; with gradients summed in bf16 ZeRO-0 would hold {narrow:.2f}.",
+        f"Bytes a parameter while gradients add up, over {choices['dp']} ranks: {sizes}. Whole "
+        f"they are {ITEMSIZE} for a weight, {GRAD_ITEMSIZE} for its gradient and {STATES} for a "
+        "float32 copy and two moments; with gradients summed in bf16 ZeRO-0 would hold "
+        f"{narrow:.2f}.",
         _slices_words(choices, stages[1]),
         f"At its fullest a rank holds {peaks} under ZeRO-0 to 3: whole gradients on their way, "
         "and under ZeRO-3 the whole weights of two units, come on top of what stands in front of "
@@ -150,8 +154,8 @@ def _sentences(choices: Mapping[str, str], stages: list[dict[str, Any]]) -> list
     ]
 
 
-def _slices_words(choices: Mapping[str, str], one: dict[str, Any]) -> str:
-    """When stage 1 has whole gradients, and when slices of them."""
+def _slices_words(choices: Mapping[str, str], one: View) -> str:
+    """When stage 1 has full gradients, and when shards."""
     words = (
         "ZeRO-1 keeps gradients whole until the last backward, and gives slices of them to the "
         f"optimizer: {size_text(one['accumulating'])} while they add up, "
@@ -165,8 +169,8 @@ def _slices_words(choices: Mapping[str, str], one: dict[str, Any]) -> str:
     )
 
 
-def text(view: Mapping[str, Any]) -> list[str]:
-    """The same for a terminal: a line for each frame, then the stages."""
+def text(view: View) -> list[str]:
+    """The same for a terminal: one line per frame, then the ZeRO stages."""
     names = [unit["name"] for unit in view["units"]]
     shown, layers = view["layers"]
     lines = [
@@ -185,13 +189,13 @@ def text(view: Mapping[str, Any]) -> list[str]:
         f"{'sends':>12}",
     ]
     for one in view["stages"]:
-        held = f"{size_text(one['accumulating']):>12}{size_text(one['standing']):>16}"
+        memory = f"{size_text(one['accumulating']):>12}{size_text(one['standing']):>16}"
         rest = f"{size_text(one['peak']):>12}{size_text(one['sent']):>12}"
-        lines.append(f"ZeRO-{one['zero']:<3}{one['per_parameter']:>16.2f}{held}{rest}")
+        lines.append(f"ZeRO-{one['zero']:<3}{one['per_parameter']:>16.2f}{memory}{rest}")
     return [*lines, "", *(row for one in view["sentences"] for row in wrapped(one))]
 
 
-def _line(place: int, frame: Mapping[str, Any], names: list[str]) -> str:
+def _line(place: int, frame: View, names: list[str]) -> str:
     weights = "".join(_MARKS[word] for word in frame["weights"])
     gradients = "".join(_MARKS[words[-1]] if words else " " for words in frame["gradients"])
     kinds = dict.fromkeys(each["word"] for each in frame["moves"])

@@ -1,36 +1,37 @@
-"""One step of training under ZeRO as frames: what every data rank holds while each action runs.
+"""One training step with ZeRO as frames: the memory of a data rank during each action.
 
-All data ranks do the same at the same time, so that a frame says once which units are whole; they
-differ in which slice is theirs. Weights are `whole`, `arriving` or a `slice`; gradients are any of
-`filling` (whole, of this rank alone), `summing` (whole, while others read them) and what is summed,
-a `slice` or `whole`. The walk follows `parallel/data.py`: a gather runs one unit ahead, and at most
-two sums are under way. Its collectives add up to `core/traffic.py`, its bytes to `core/memory.py`.
+All data ranks do the same at the same time, and differ only in their shard, so a frame describes
+all of them. Weights are `whole` (gathered), `arriving` or a `slice` (the shard of the rank).
+Gradients are any of `filling` (full, of this rank alone), `summing` (full, during the reduction)
+and the reduced result, a `slice` or `whole`. The order is that of `parallel/data.py`: gathers run
+one unit ahead, and at most two reductions are in flight. The collectives add up to those of
+`cost/collectives.py`, the bytes to those of `cost/static_memory.py`.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
 
 from fivefold.core.errors import kind_text
 from fivefold.core.plan import Plan
+from fivefold.core.precision import PRECISIONS
 from fivefold.core.units import Unit
-from fivefold.cost import collectives
 from fivefold.cost.axis_collectives import Collective, step_collectives, wide_size
+from fivefold.page import View
 from fivefold.page.learn import size_text
 
-ITEMSIZE = collectives.ITEMSIZE["bf16"]
+ITEMSIZE = PRECISIONS["bf16"].itemsize
 GRAD_ITEMSIZE = wide_size(ITEMSIZE)
-MOST_IN_FLIGHT = 2  # sums under way whose whole gradients are still held, as in the runtime
+MOST_IN_FLIGHT = 2  # reductions whose full gradients are still in memory, as in the runtime
 _COUNT = (
     "The ranks add up their tokens, by which the loss is divided once: an all-reduce of 8 bytes."
 )
 
 
 @dataclass
-class _Held:
-    """A unit as every data rank holds it."""
+class _UnitState:
+    """The weights and gradients of a unit on every data rank."""
 
     weights: str
     filling: bool = False
@@ -38,22 +39,22 @@ class _Held:
     summed: bool = False
 
 
-class DataWalk:
-    """One step of training; each action shows a frame of what is held while it runs."""
+class DataStep:
+    """One training step; each action adds a frame with the memory while it runs."""
 
     def __init__(self, plan: Plan, units: tuple[Unit, ...], states: list[int]) -> None:
         self.plan, self.units, self.states = plan, units, states
         self.zero, self.num_ranks = plan.layout.zero, plan.layout.dp
-        self.sheds = self.zero == 3
-        self.held = [_Held("slice" if self.sheds else "whole") for _ in units]
+        self.frees_weights = self.zero == 3
+        self.unit_states = [_UnitState("slice" if self.frees_weights else "whole") for _ in units]
         self.in_flight: deque[int] = deque()
-        self.frames: list[dict[str, Any]] = []
+        self.frames: list[View] = []
         self.moves: list[tuple[int | None, Collective]] = []
         self.drops: list[int] = []
         self.peak, self.sent = 0, 0
 
     def run(self) -> None:
-        """The frames of a whole step."""
+        """Make the frames of the whole step."""
         count, totals = step_collectives(self.plan)
         self.moves.append((None, count))
         self._show("start", f"Before the step. {self._start()} {_COUNT}")
@@ -65,73 +66,74 @@ class DataWalk:
         self._update()
 
     def _forward(self, number: int) -> None:
-        """A unit is there while it is used, the next one on its way; the head stays for its
-        backward."""
-        for place in range(len(self.units)):
-            absent = self.held[place].weights == "slice"
-            self._gather(place)
-            self._gather(place + 1)
+        """A unit is gathered while it is used, and the next one is prefetched; the head stays for
+        its backward."""
+        for index in range(len(self.units)):
+            absent = self.unit_states[index].weights == "slice"
+            self._gather(index)
+            self._gather(index + 1)
             head = f"Microbatch {number}, forward"
             if absent:
                 self._show(
                     "wait",
-                    f"{head}: {self._name(place)} is gathered, {self._from_each(place)}. Nothing "
-                    f"is there to compute, so nothing hides this; {self._name(place + 1)} follows.",
+                    f"{head}: {self._name(index)} is gathered, {self._from_each(index)}. Nothing "
+                    f"is there to compute, so nothing hides this; {self._name(index + 1)} follows.",
                 )
-            self.held[place].weights = "whole"
-            words = f"{head} of {self._name(place)}{self._meanwhile()}"
-            self._show("forward", words, computes=place)
-            if place + 1 < len(self.units):
-                self._drop(place)
+            self.unit_states[index].weights = "whole"
+            words = f"{head} of {self._name(index)}{self._meanwhile()}"
+            self._show("forward", words, computes=index)
+            if index + 1 < len(self.units):
+                self._drop(index)
 
     def _backward(self, number: int, last: bool) -> None:
-        """Gradients of a unit fill a whole buffer, which is then summed behind the next unit."""
-        for place in range(len(self.units) - 1, -1, -1):
-            held = self.held[place]
-            if place:  # the embedding's backward reads no weight
-                held.weights = "whole"
-                self._drop(place + 1)
-            if place > 1:
-                self._gather(place - 1)
-            more = "adds to" if held.filling else "fills"
-            held.filling = True
-            whole = self.units[place].size * GRAD_ITEMSIZE
+        """The gradients of a unit fill a full buffer, whose reduction overlaps with the next
+        unit."""
+        for index in range(len(self.units) - 1, -1, -1):
+            state = self.unit_states[index]
+            if index:  # the embedding's backward reads no weight
+                state.weights = "whole"
+                self._drop(index + 1)
+            if index > 1:
+                self._gather(index - 1)
+            more = "adds to" if state.filling else "fills"
+            state.filling = True
+            whole = self.units[index].size * GRAD_ITEMSIZE
             words = (
-                f"Microbatch {number}, backward of {self._name(place)}: its gradient {more} a "
+                f"Microbatch {number}, backward of {self._name(index)}: its gradient {more} a "
                 f"whole buffer of {size_text(whole)}{self._meanwhile()}"
             )
-            self._show("backward", words, computes=place)
+            self._show("backward", words, computes=index)
             if last or self.zero >= 2:
-                self._reduce(place)
-        for place in range(len(self.units)):
-            self._drop(place)
+                self._reduce(index)
+        for index in range(len(self.units)):
+            self._drop(index)
 
-    def _reduce(self, place: int) -> None:
+    def _reduce(self, index: int) -> None:
         while len(self.in_flight) >= MOST_IN_FLIGHT:
-            self._receive()
-        unit, held = self.units[place], self.held[place]
-        held.filling, held.summing = False, True
-        self.in_flight.append(place)
+            self._finish_reduce()
+        unit, state = self.units[index], self.unit_states[index]
+        state.filling, state.summing = False, True
+        self.in_flight.append(index)
         kind, axis = ("reduce_scatter", unit.shard_axis) if self.zero else ("all_reduce", "dp-cp")
         self.moves.append(
-            (place, Collective(axis, kind, unit.size * GRAD_ITEMSIZE, self.num_ranks))
+            (index, Collective(axis, kind, unit.size * GRAD_ITEMSIZE, self.num_ranks))
         )
         gets = "each rank gets the sum of its slice" if self.zero else "each rank gets all sums"
         self._show(
             "reduce",
-            f"The gradients of {self._name(place)} are complete: their {kind_text(kind)} starts, "
+            f"The gradients of {self._name(index)} are complete: their {kind_text(kind)} starts, "
             f"and {gets}. It runs behind what is computed next; the buffer stays until it is done.",
         )
 
-    def _receive(self) -> None:
-        held = self.held[self.in_flight.popleft()]
-        held.summing, held.summed = False, True
+    def _finish_reduce(self) -> None:
+        state = self.unit_states[self.in_flight.popleft()]
+        state.summing, state.summed = False, True
 
     def _norm(self, totals: Collective) -> None:
-        for place in range(len(self.units)):
-            self._let_go(place)
+        for index in range(len(self.units)):
+            self._free(index)
         while self.in_flight:
-            self._receive()
+            self._finish_reduce()
         self.moves.append((None, totals))
         kept = (
             "all weights and all gradients",
@@ -151,16 +153,16 @@ class DataWalk:
             "optimizer",
             f"The optimizer of each rank updates {what} the weights{again}.",
         )
-        for place in range(len(self.units)):
-            self.held[place].summed = False
+        for index in range(len(self.units)):
+            self.unit_states[index].summed = False
             if self.zero in (1, 2):
-                self._start_gather(place)
+                self._start_gather(index)
                 self._show(
                     "publish",
-                    f"The new weights of {self._name(place)} go to everybody: all-gather, "
-                    f"{self._from_each(place)}. Its gradients are let go.",
+                    f"The new weights of {self._name(index)} go to everybody: all-gather, "
+                    f"{self._from_each(index)}. Its gradients are let go.",
                 )
-                self.held[place].weights = "whole"
+                self.unit_states[index].weights = "whole"
         last = {
             0: "All ranks have the same new weights: nothing more moves.",
             3: "Nothing more moves: the next forward gathers the new weights.",
@@ -169,33 +171,33 @@ class DataWalk:
             "end", f"The step is done. {last.get(self.zero, 'All weights are whole again.')}"
         )
 
-    def _gather(self, place: int) -> None:
-        """Start to bring a unit here, unless it is; beyond the ends there is none."""
-        if 0 <= place < len(self.units) and self.held[place].weights == "slice":
-            self._start_gather(place)
+    def _gather(self, index: int) -> None:
+        """Start to gather a unit, unless it is here; indices beyond the ends are ignored."""
+        if 0 <= index < len(self.units) and self.unit_states[index].weights == "slice":
+            self._start_gather(index)
 
-    def _start_gather(self, place: int) -> None:
-        unit = self.units[place]
-        self.held[place].weights = "arriving"
-        call = Collective(unit.shard_axis, "all_gather", unit.slice_size * ITEMSIZE, self.num_ranks)
-        self.moves.append((place, call))
+    def _start_gather(self, index: int) -> None:
+        unit = self.units[index]
+        self.unit_states[index].weights = "arriving"
+        call = Collective(unit.shard_axis, "all_gather", unit.shard_size * ITEMSIZE, self.num_ranks)
+        self.moves.append((index, call))
 
-    def _drop(self, place: int) -> None:
-        """After a use; weights that are gathered once a step stay."""
+    def _drop(self, index: int) -> None:
+        """Free a unit after its use; weights that are gathered once a step stay."""
         if self.plan.gather == "microbatch":
-            self._let_go(place)
+            self._free(index)
 
-    def _let_go(self, place: int) -> None:
-        there = self.sheds and place < len(self.units)
-        if there and self.held[place].weights == "whole":
-            self.held[place].weights = "slice"
-            self.drops.append(place)
+    def _free(self, index: int) -> None:
+        there = self.frees_weights and index < len(self.units)
+        if there and self.unit_states[index].weights == "whole":
+            self.unit_states[index].weights = "slice"
+            self.drops.append(index)
 
     def _show(self, phase: str, says: str, computes: int | None = None) -> None:
         weights, gradients = self._weights(), self._gradients()
         live = weights + gradients
         self.peak = max(self.peak, live)
-        moves: list[dict[str, Any]] = [{"unit": place, **_move(call)} for place, call in self.moves]
+        moves: list[View] = [{"unit": index, **_move(call)} for index, call in self.moves]
         self.sent += sum(each["sent"] for each in moves)
         self.frames.append(
             {
@@ -204,8 +206,8 @@ class DataWalk:
                 "computes": computes,
                 "drops": self.drops,
                 "moves": moves,
-                "weights": [held.weights for held in self.held],
-                "gradients": [self._words(held) for held in self.held],
+                "weights": [state.weights for state in self.unit_states],
+                "gradients": [self._words(state) for state in self.unit_states],
                 "held": {"weights": weights, "gradients": gradients},
                 "live": [live + states for states in self.states],
                 "peak": [self.peak + states for states in self.states],
@@ -215,38 +217,42 @@ class DataWalk:
         self.moves, self.drops = [], []
 
     def _weights(self) -> int:
-        """Bytes; under stage 3 a slice is held beside the whole that was gathered from it."""
+        """Bytes; in stage 3 the shard stays in memory next to the gathered unit."""
         total = 0
-        for unit, held in zip(self.units, self.held, strict=True):
-            total += unit.slice_size if self.sheds else 0
-            total += unit.size if not self.sheds or held.weights != "slice" else 0
+        for unit, state in zip(self.units, self.unit_states, strict=True):
+            total += unit.shard_size if self.frees_weights else 0
+            total += unit.size if not self.frees_weights or state.weights != "slice" else 0
         return total * ITEMSIZE
 
     def _gradients(self) -> int:
         total = 0
-        for unit, held in zip(self.units, self.held, strict=True):
-            total += unit.size * (held.filling + held.summing)
-            # A sliced sum has a buffer of its own while it comes; an all-reduce works in place.
-            coming = held.summing and unit.num_slices > 1
-            total += unit.slice_size * (held.summed + coming)
+        for unit, state in zip(self.units, self.unit_states, strict=True):
+            total += unit.size * (state.filling + state.summing)
+            # A reduce-scatter has a buffer for its result; an all-reduce works in place.
+            coming = state.summing and unit.num_shards > 1
+            total += unit.shard_size * (state.summed + coming)
         return total * GRAD_ITEMSIZE
 
-    def _words(self, held: _Held) -> list[str]:
+    def _words(self, state: _UnitState) -> list[str]:
         summed = "slice" if self.zero else "whole"
-        flags = {summed: held.summed, "filling": held.filling, "summing": held.summing}
+        flags = {
+            summed: state.summed,
+            "filling": state.filling,
+            "summing": state.summing,
+        }
         return [word for word, there in flags.items() if there]
 
-    def _name(self, place: int) -> str:
-        name = name_of(self.units[place])
+    def _name(self, index: int) -> str:
+        name = name_of(self.units[index])
         return {"embed": "the embedding", "head": "the head"}.get(name, name)
 
-    def _from_each(self, place: int) -> str:
-        slice_bytes = self.units[place].slice_size * ITEMSIZE
+    def _from_each(self, index: int) -> str:
+        slice_bytes = self.units[index].shard_size * ITEMSIZE
         return f"{size_text(slice_bytes)} from each of {self.num_ranks} ranks"
 
     def _meanwhile(self) -> str:
-        """What arrives, and what has left, while a unit computes."""
-        coming = [place for place, _ in self.moves if place is not None]
+        """What is gathered, and what was freed, while a unit computes."""
+        coming = [index for index, _ in self.moves if index is not None]
         words = [f"{self._name(p)} is gathered meanwhile, {self._from_each(p)}" for p in coming]
         if self.drops:
             gone = " and ".join(map(self._name, self.drops))
@@ -263,10 +269,10 @@ class DataWalk:
         return f"Every rank holds {kept[self.zero]}."
 
 
-def _move(call: Collective) -> dict[str, Any]:
+def _move(call: Collective) -> View:
     return {**call._asdict(), "word": kind_text(call.kind), "sent": round(call.sent)}
 
 
 def name_of(unit: Unit) -> str:
-    """A unit as sentences name it; here each is one block."""
+    """The name of a unit in sentences; here each unit is one block."""
     return unit.blocks[0].replace("blocks.", "block ")

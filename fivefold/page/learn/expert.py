@@ -1,10 +1,10 @@
-"""Learn: tokens sent to their experts and back, and what an uneven load costs.
+"""Learn: tokens sent to their experts and back, and the cost of an uneven load.
 
     view(params) -> {"choices", "ranks", "tokens", "experts", "scores", "slots", "room", "moves",
                      "flows", "load", "numbers", "frames", "sentences"}
 
-Every rank has one row of tokens, and experts lie in order on the ranks. A *slot* is one token on
-one of its experts. The scores are drawn from a seed, so that the same choices are the same picture.
+Every rank has one row of tokens, and the ranks have the experts in order. A *slot* is one token on
+one of its experts. The scores are drawn from a seed: the same choices give the same picture.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fivefold.core import balance
 from fivefold.core.errors import counted
 from fivefold.core.models import load
-from fivefold.cost.collectives import ITEMSIZE
+from fivefold.core.precision import PRECISIONS
+from fivefold.page import Params, View
 from fivefold.page.learn import Choice, chosen, size_text
 from fivefold.report import wrapped
 
@@ -35,14 +36,14 @@ CHOICES: Mapping[str, Choice] = {
     "model": Choice("Width of", ("mixtral-8x7b", "deepseek-v3", "tiny-moe"), "mixtral-8x7b"),
 }
 EXPERTS, TOKENS = 8, 16  # experts in all, and tokens on each rank
-_BAR = 64  # columns of the longest
-_POPULARITY = {"even": 0.0, "mild": 0.6, "heavy": 1.6}  # exponents: the i-th is liked 1/i^x as much
-_LIKED = (2, 5, 0, 7, 3, 6, 1, 4)  # the best liked first, not neighbours of one another
-_FAR_ABOVE = 12.0  # no draw is larger
+_BAR = 64  # columns of the longest bar
+_SKEW = {"even": 0.0, "mild": 0.6, "heavy": 1.6}  # x: the i-th expert has the popularity 1/i^x
+_BY_POPULARITY = (2, 5, 0, 7, 3, 6, 1, 4)  # experts; popular ones are not neighbours
+_FAR_ABOVE = 12.0  # larger than every random logit
 
 
 class RoutedSlot(NamedTuple):
-    """One token (of a rank, by its place in the row) on one of its experts."""
+    """One token (of a rank, by its position in the row) on one of its experts."""
 
     rank: int
     token: int
@@ -53,18 +54,18 @@ class RoutedSlot(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """Rows that rank r sends to rank s. Over nodes `far` comes first, and `near` inside of them."""
+    """Rows that rank r sends to rank s: `far` between nodes first, then `near` inside a node."""
 
     far: list[list[int]] | None
     near: list[list[int]]
 
     def all(self) -> list[list[list[int]]]:
-        """Every all-to-all of the dispatch; the combine has the same, the other way round."""
+        """Every all-to-all of the dispatch; the combine has the same ones, reversed."""
         return [self.near] if self.far is None else [self.far, self.near]
 
 
-def view(params: Mapping[str, str]) -> dict[str, Any]:
-    """The routing of a few rows, the two all-to-alls, and what the fullest expert costs."""
+def view(params: Params) -> View:
+    """The routing of a few rows, the two all-to-alls, and the load of the experts."""
     choices = chosen(CHOICES, params)
     num_ranks, top_k = int(choices["ep"]), int(choices["top_k"])
     rules = balance.parse(choices["capacity"])
@@ -76,7 +77,7 @@ def view(params: Mapping[str, str]) -> dict[str, Any]:
         for slot in _within(_routed(rank, row, top_k), room, rules)
     ]
     moves = _moves(slots, num_ranks, int(choices["nodes"]))
-    row_bytes = load(choices["model"]).width * ITEMSIZE["bf16"]
+    row_bytes = load(choices["model"]).width * PRECISIONS["bf16"].itemsize
     numbers = _numbers(slots, moves, num_ranks, int(choices["nodes"]), row_bytes)
     found = {
         "choices": choices,
@@ -101,13 +102,13 @@ def view(params: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _scores(rank: int, top_k: int, skew: str) -> list[list[float]]:
-    """What the router gives to every expert, for each token of one rank's row."""
+    """The router's score of every expert, for each token of one rank."""
     draw = random.Random(f"{skew} {rank}")
-    liked = {expert: -_POPULARITY[skew] * math.log(1 + at) for at, expert in enumerate(_LIKED)}
+    bias = {e: -_SKEW[skew] * math.log(1 + i) for i, e in enumerate(_BY_POPULARITY)}
     found: list[list[float]] = []
     for token in range(TOKENS):
-        logits = [liked[expert] - math.log(-math.log(draw.random())) for expert in range(EXPERTS)]
-        if skew == "even":  # each in its turn: as even as a load can be
+        logits = [bias[expert] - math.log(-math.log(draw.random())) for expert in range(EXPERTS)]
+        if skew == "even":  # in turn: the most even load
             for choice in range(top_k):
                 logits[(token + choice * EXPERTS // 2) % EXPERTS] += _FAR_ABOVE
         found.append(_softmax(logits))
@@ -115,7 +116,7 @@ def _scores(rank: int, top_k: int, skew: str) -> list[list[float]]:
 
 
 def _routed(rank: int, scores: list[list[float]], top_k: int) -> list[RoutedSlot]:
-    """The slots of one rank's row: the best experts of every token, the lower where equal."""
+    """The slots of one rank: the best experts of every token, the lower number if equal."""
     found: list[RoutedSlot] = []
     for token, each in enumerate(scores):
         best = sorted(range(EXPERTS), key=lambda expert: -each[expert])[:top_k]
@@ -134,8 +135,8 @@ def _softmax(logits: list[float]) -> list[float]:
 def _within(
     slots: list[RoutedSlot], room: int | None, rules: tuple[balance.Balance, ...]
 ) -> list[RoutedSlot]:
-    """The slots of a row, those without room marked: every expert takes the first `room`, by
-    probability or by position; equal ones go to the earlier token."""
+    """The slots of a row, marked if they are dropped: every expert takes the first `room`, by
+    probability or by position; the earlier token wins if equal."""
     if room is None:
         return slots
     order = list(range(len(slots)))
@@ -154,10 +155,10 @@ def _home(expert: int, num_ranks: int) -> int:
 
 
 def _moves(slots: list[RoutedSlot], num_ranks: int, nodes: int) -> Moves:
-    """Who sends how many rows to whom.
+    """How many rows each rank sends to each rank.
 
-    Over several nodes a token crosses once to each node that has experts of its, to the rank of
-    its sender's own number there, which passes it on to every expert.
+    Between nodes a token travels once to each node with experts of its own, to the rank with the
+    same local number as the sender, which passes it on to the experts.
     """
     size = num_ranks // nodes
     near = [[0] * num_ranks for _ in range(num_ranks)]
@@ -185,10 +186,8 @@ def _load(slots: list[RoutedSlot]) -> list[int]:
     return [sum(slot.kept for slot in slots if slot.expert == expert) for expert in range(EXPERTS)]
 
 
-def _numbers(
-    slots: list[RoutedSlot], moves: Moves, num_ranks: int, nodes: int, row: int
-) -> dict[str, Any]:
-    """The load, the losses and the bytes of one dispatch."""
+def _numbers(slots: list[RoutedSlot], moves: Moves, num_ranks: int, nodes: int, row: int) -> View:
+    """The load, the dropped slots and the bytes of one dispatch."""
     load_, size = _load(slots), num_ranks // nodes
     by_rank = [
         sum(load_[expert] for expert in range(EXPERTS) if _home(expert, num_ranks) == rank)
@@ -223,14 +222,14 @@ def _numbers(
 
 
 def _lost(slots: list[RoutedSlot]) -> int:
-    """Tokens that no expert has room for."""
+    """Tokens of which every slot is dropped."""
     kept: dict[tuple[int, int], bool] = {}
     for slot in slots:
         kept[slot.rank, slot.token] = kept.get((slot.rank, slot.token), False) or slot.kept
     return sum(not each for each in kept.values())
 
 
-def _frames(found: Mapping[str, Any], slots: list[RoutedSlot]) -> list[dict[str, Any]]:
+def _frames(found: View, slots: list[RoutedSlot]) -> list[View]:
     """From the scores to the weighted sum."""
     numbers, ranks, top_k = found["numbers"], found["ranks"], int(found["choices"]["top_k"])
     frames = [
@@ -248,7 +247,7 @@ def _frames(found: Mapping[str, Any], slots: list[RoutedSlot]) -> list[dict[str,
     return [*frames, _sum_frame(slots)]
 
 
-def _count_words(found: Mapping[str, Any]) -> str:
+def _count_words(found: View) -> str:
     numbers = found["numbers"]
     words = (
         f"Every rank counts its slots for each expert: {numbers['slots']} in all, "
@@ -263,7 +262,7 @@ def _count_words(found: Mapping[str, Any]) -> str:
     )
 
 
-def _dispatch_frames(found: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _dispatch_frames(found: View) -> list[View]:
     numbers, far = found["numbers"], found["moves"]["far"]
     if far is None:
         rows = numbers["rows"]
@@ -287,7 +286,7 @@ def _dispatch_frames(found: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _compute_words(numbers: Mapping[str, Any]) -> str:
+def _compute_words(numbers: View) -> str:
     if numbers["fullest_rank"] == min(numbers["by_rank"]):
         return (
             f"The experts compute {numbers['fullest_rank']} rows on every rank: all are ready "
@@ -300,7 +299,7 @@ def _compute_words(numbers: Mapping[str, Any]) -> str:
     )
 
 
-def _combine_frames(found: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _combine_frames(found: View) -> list[View]:
     if found["moves"]["far"] is None:
         says = "Combine, an all-to-all the other way: every result goes home to its token's rank."
         return [{"phase": "near-back", "says": says}]
@@ -318,8 +317,8 @@ def _combine_frames(found: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _sum_frame(slots: list[RoutedSlot]) -> dict[str, Any]:
-    """One token at home again: one that lost a slot, where there is any."""
+def _sum_frame(slots: list[RoutedSlot]) -> View:
+    """The result of one token: one with a dropped slot, if there is any."""
     shown = next((slot for slot in slots if not slot.kept), slots[0])
     mine = [slot for slot in slots if (slot.rank, slot.token) == (shown.rank, shown.token)]
     parts = [f"{slot.weight:.2f} · expert {slot.expert}" for slot in mine if slot.kept]
@@ -334,7 +333,7 @@ def _sum_frame(slots: list[RoutedSlot]) -> dict[str, Any]:
     }
 
 
-def _sentences(found: Mapping[str, Any]) -> list[str]:
+def _sentences(found: View) -> list[str]:
     numbers, sizes = found["numbers"], found["numbers"]["bytes"]
     moved = (
         f"One dispatch moves {size_text(sizes['crossing'])} between ranks and leaves "
@@ -342,28 +341,28 @@ def _sentences(found: Mapping[str, Any]) -> list[str]:
         f"{found['choices']['model']}; "
         "the combine moves as much, and backward both again."
     )
-    said = [
+    sentences = [
         f"Imbalance: the fullest expert has {numbers['fullest']} slots, "
         f"{numbers['imbalance']:.2f} times the mean of {numbers['mean']:g}; the fullest rank "
         f"{numbers['rank_imbalance']:.2f} times. A layer takes as long as its fullest rank.",
         moved,
     ]
     if found["moves"]["far"] is not None:
-        said.append(
+        sentences.append(
             f"Over the network go {size_text(sizes['network'])}; one row for every slot would be "
             f"{size_text(numbers['direct_bytes'])}."
         )
     if found["room"] is not None:
-        said.append(
+        sentences.append(
             f"The capacity gives every expert ⌈C·K·S/E⌉ = {found['room']} slots of a row: "
             f"{numbers['dropped']} of {numbers['slots']} slots are dropped, the price of a load "
             "that cannot be worse."
         )
-    return said
+    return sentences
 
 
-def text(view: Mapping[str, Any]) -> list[str]:
-    """The same in a terminal: every step, the load as bars, and who sends how many to whom."""
+def text(view: View) -> list[str]:
+    """The same for a terminal: every step, the load as bars, and the rows between ranks."""
     numbers, lines = view["numbers"], list[str]()
     for number, frame in enumerate(view["frames"]):
         lines += wrapped(f"{number}. {frame['says']}", later="   ")

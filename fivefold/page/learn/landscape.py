@@ -1,11 +1,10 @@
-"""Learn: which dimension cuts what, one after the other, until all five have cut.
+"""Learn: what each dimension shards, one after the other.
 
     view(params) -> {"choices", "rows", "axes", "factors", "frames", "sentences"}
 
-Every frame adds one dimension to those before it. Its numbers are those of rank 0 under the plan
-that has these dimensions, by core: local sizes, static bytes, and the collectives of a step.
-Gradients are counted while they add up over microbatches, as the ledger of Explore does: whole
-under ZeRO-0 and 1, slices from stage 2 on.
+Every frame adds one dimension. Its numbers are those of rank 0 with the plan so far: local sizes,
+static bytes, and the collectives of a step. Gradients are counted while they accumulate over
+microbatches, as in the memory panel of Explore: full with ZeRO-0 and 1, shards from stage 2 on.
 """
 
 from __future__ import annotations
@@ -13,14 +12,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fivefold.core import groups, models
 from fivefold.core.errors import counted, kind_text
-from fivefold.core.plan import Plan, Wishes, resolve
+from fivefold.core.plan import Plan, PlanOptions, resolve
+from fivefold.core.precision import PRECISIONS
 from fivefold.cost.axis_collectives import message_bytes, wide_size
-from fivefold.cost.collectives import ITEMSIZE, TrafficEntry, predict_traffic
+from fivefold.cost.collectives import TrafficEntry, predict_traffic
 from fivefold.cost.static_memory import static_bytes
+from fivefold.page import Params, View
 from fivefold.page.learn import Choice, chosen, size_text
 from fivefold.page.learn.layer_parts import shares
 from fivefold.report import wrapped
@@ -47,7 +48,7 @@ _NAMES = {
     "ep": "Expert",
     "zero": "ZeRO",
 }
-# The groups in which a dimension moves anything, as core names them.
+# The groups in which each dimension communicates.
 _GROUPS = {
     "dp": ("dp-cp", "edp"),
     "cp": ("ring", "ulysses"),
@@ -81,14 +82,14 @@ _SEQ, _BATCH = 4096, 32
 
 
 class _Step(NamedTuple):
-    """A plan with some of the dimensions, what its rank 0 holds, and what the last one moves."""
+    """A plan with the first dimensions, what its rank 0 has, and what the last dimension moves."""
 
     plan: Plan
     holds: dict[str, int]
-    moves: list[dict[str, Any]]
+    moves: list[View]
 
 
-def view(params: Mapping[str, str]) -> dict[str, Any]:
+def view(params: Params) -> View:
     """One device, then a frame for every dimension."""
     choices = chosen(CHOICES, params)
     degrees = [(name, int(choices[name])) for name in DIMENSIONS]
@@ -118,10 +119,10 @@ def view(params: Mapping[str, str]) -> dict[str, Any]:
 
 @lru_cache(maxsize=128)
 def _step(model: str, machine: str, degrees: tuple[tuple[str, int], ...]) -> _Step:
-    """The plan with these dimensions; a change of a later one leaves it as it is."""
+    """The plan with these dimensions; it does not depend on later ones."""
     words = " ".join(f"{axis}={degree}" for axis, degree in degrees if axis != "zero")
     plan = resolve(
-        Wishes(
+        PlanOptions(
             model,
             words or "dp=1",
             machine=machine,
@@ -138,7 +139,7 @@ def _step(model: str, machine: str, degrees: tuple[tuple[str, int], ...]) -> _St
 def _holds(plan: Plan) -> dict[str, int]:
     shape, layout, moe = plan.shape, plan.layout, plan.shape.moe
     assert moe is not None, "the panel's models have experts"
-    itemsize = ITEMSIZE[plan.precision]
+    itemsize = PRECISIONS[plan.precision].itemsize
     grad_itemsize = wide_size(itemsize)
     static = static_bytes(
         plan,
@@ -148,7 +149,7 @@ def _holds(plan: Plan) -> dict[str, int]:
         optimizer="adamw",
         master=True,
     )
-    # Below stage 3 weights are whole, and so are the gradients that add up below stage 2.
+    # Below stage 3 the weights are full, and below stage 2 the accumulating gradients too.
     whole = static.weights // itemsize * grad_itemsize
     message = message_bytes(plan, itemsize)
     row = shape.width * itemsize * plan.batch.microbatch_size
@@ -166,7 +167,7 @@ def _holds(plan: Plan) -> dict[str, int]:
     }
 
 
-def _first(step: _Step) -> dict[str, Any]:
+def _first(step: _Step) -> View:
     plan = step.plan
     return {
         "says": f"One device has all of {plan.shape.name}: {plan.shape.layers} layers, "
@@ -182,7 +183,7 @@ def _first(step: _Step) -> dict[str, Any]:
     }
 
 
-def _frame(name: str, degree: int, before: _Step, after: _Step) -> dict[str, Any]:
+def _frame(name: str, degree: int, before: _Step, after: _Step) -> View:
     cut = [
         f"{_ROWS[row]} {_amount(row, before.holds[row])} → {_amount(row, after.holds[row])}"
         for row in _ROWS
@@ -200,8 +201,8 @@ def _frame(name: str, degree: int, before: _Step, after: _Step) -> dict[str, Any
     }
 
 
-def _cuts(plan: Plan) -> dict[str, Any]:
-    """Into how many parts each dim is cut, and which part of it rank 0 has, as shares."""
+def _cuts(plan: Plan) -> View:
+    """The number of shards of each dim, and the shard of rank 0 as a share of the whole."""
     layout, stage = plan.layout, plan.stages[0]
     tokens = plan.split.rank_tokens(plan.padded_seq, 0)
     return {
@@ -217,9 +218,9 @@ def _cuts(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _moves(name: str, plan: Plan) -> list[dict[str, Any]]:
-    """What rank 0 hands over in a step, by group and kind, and the link that it crosses."""
-    itemsize = ITEMSIZE[plan.precision]
+def _moves(name: str, plan: Plan) -> list[View]:
+    """The collectives of rank 0 in a step by group and kind, with the link that they cross."""
+    itemsize = PRECISIONS[plan.precision].itemsize
     listed = predict_traffic(plan, 0, itemsize=itemsize, grad_itemsize=wide_size(itemsize))
     found: dict[tuple[str, str], list[TrafficEntry]] = {}
     for each in listed:
@@ -243,7 +244,7 @@ def _tier(axis: str, plan: Plan) -> str:
     return groups.tier(plan, axis, plan.machine).name
 
 
-def _move_text(move: dict[str, Any]) -> str:
+def _move_text(move: View) -> str:
     where = f"over {move['axis']} ({counted(move['group'], 'rank')}, {move['tier']})"
     what = f"{move['count']:,} × {kind_text(move['kind'])} {where}"
     return f"{what}: {size_text(move['bytes'])} a step in all"
@@ -275,8 +276,8 @@ def _sentences(steps: list[_Step]) -> list[str]:
     return found
 
 
-def text(view: dict[str, Any]) -> list[str]:
-    """The same in a terminal: each frame's sentence, and what every dimension leaves of a row."""
+def text(view: View) -> list[str]:
+    """The same for a terminal: the sentence of each frame, and the factors of each dimension."""
     lines = [f"{view['choices']['model']}, {view['layout']}", ""]
     for frame in view["frames"]:
         lines += wrapped(frame["says"], "", "  ")

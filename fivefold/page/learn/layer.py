@@ -1,20 +1,20 @@
-"""Learn: one layer with experts that carries all five dimensions, forward and backward.
+"""Learn: one MoE layer with all five dimensions, forward and backward.
 
     view(params) -> {"choices", "layout", "legend", "stations", "frames", "sentences"}
 
-A station has the tensor that a rank holds behind it, its weights, and the collectives of forward
-and backward; a frame points at one station in one direction. Bytes, groups and counts are those of
-core's list for this layer, to the last call; tiers are those of the machine.
+A station has its weights, the local tensor after it, and its collectives in forward and backward; a
+frame points at one station in one direction. Bytes, groups and counts are exactly the collectives
+that the plan has for this layer; tiers are those of the machine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from fivefold.core import models
 from fivefold.core.errors import counted, kind_text
-from fivefold.core.plan import Plan, Wishes, resolve
+from fivefold.core.plan import Plan, PlanOptions, resolve
+from fivefold.page import Params, View
 from fivefold.page.learn import Choice, chosen, size_text
 from fivefold.page.learn.layer_attention import attention, own_tokens
 from fivefold.page.learn.layer_experts import experts
@@ -39,15 +39,15 @@ _KINDS = {"send": "send and receive"}
 
 
 def plan_of(choices: Mapping[str, str]) -> Plan:
-    """The example: two stages, ZeRO-3, one row a microbatch, and as few data ranks as there may
-    be, but two."""
+    """The example: two stages, ZeRO-3, one sequence per microbatch, and the fewest data ranks that
+    are legal, at least two."""
     tp, cp, ep = (int(choices[axis]) for axis in ("tp", "cp", "ep"))
     sp = choices["sp"] == "on"
-    # Without sequence parallelism tp ranks have the same tokens, and share every expert's width.
+    # Without sequence parallelism tp ranks have the same tokens, and shard every expert's width.
     etp = tp if ep > 1 and not sp else 1
     dp = next(dp for dp in (2, 4, 8) if dp * cp * tp % (ep * etp) == 0)
     return resolve(
-        Wishes(
+        PlanOptions(
             choices["model"],
             f"dp={dp} tp={tp} pp={_PP} cp={cp} ep={ep} etp={etp}",
             machine=choices["machine"],
@@ -61,12 +61,12 @@ def plan_of(choices: Mapping[str, str]) -> Plan:
 
 
 def layer_of(plan: Plan) -> int:
-    """The first layer with experts that does not stand beside the embedding."""
+    """The first MoE layer after the layer that follows the embedding."""
     return next(i for i in range(1, plan.shape.layers) if plan.shape.is_moe_layer(i))
 
 
-def view(params: Mapping[str, str]) -> dict[str, Any]:
-    """The layer's stations in order, and a walk along them, there and back."""
+def view(params: Params) -> View:
+    """The stations of the layer in order, and frames along them, forward and backward."""
     choices = chosen(CHOICES, params)
     plan = plan_of(choices)
     layer = Layer(plan, layer_of(plan))
@@ -85,7 +85,7 @@ def view(params: Mapping[str, str]) -> dict[str, Any]:
 
 
 def stations(layer: Layer) -> tuple[Station, ...]:
-    """All of them; what core lists for the layer is then taken to the last call."""
+    """All stations; together they have every collective of the layer."""
     moe = layer.plan.shape.moe
     assert moe is not None, "the panel shows a layer with experts"
     found = (
@@ -106,7 +106,7 @@ def _fetch(layer: Layer) -> Station:
     backward = layer.take_any("fsdp", "reduce_scatter", f"dense {what}")
     backward += layer.take_any("edp", "reduce_scatter", f"{what}'s experts")
     layout = layer.plan.layout
-    held = f"Each of the {layout.dp * layout.cp} fsdp ranks (dp · cp) keeps a slice of the dense"
+    shards = f"Each of the {layout.dp * layout.cp} fsdp ranks (dp · cp) keeps a slice of the dense"
     experts = (
         f"and each of the {layout.edp} edp ranks one of the experts"
         if layout.edp > 1
@@ -115,7 +115,7 @@ def _fetch(layer: Layer) -> Station:
     return Station(
         "fetch",
         "ZeRO-3: fetch weights",
-        f"{held} weights, {experts}; they are gathered, one unit ahead of their use.",
+        f"{shards} weights, {experts}; they are gathered, one unit ahead of their use.",
         "The gradients of the whole unit are summed and scattered: every rank keeps the slice "
         "whose optimizer it has. It happens behind the backward of the next layer.",
         axis="dp",
@@ -156,7 +156,7 @@ def _boundary(layer: Layer) -> Station:
     )
 
 
-def _legend(plan: Plan) -> list[dict[str, Any]]:
+def _legend(plan: Plan) -> list[View]:
     shape, moe = plan.shape, plan.shape.moe
     assert moe is not None
     own = plan.batch.microbatch_size * plan.local_seq // (plan.layout.tp if plan.layout.sp else 1)
@@ -175,37 +175,37 @@ def _legend(plan: Plan) -> list[dict[str, Any]]:
     return [{"symbol": key, "what": what, "size": size} for key, (what, size) in rows.items()]
 
 
-def _drawn(station: Station, itemsize: int) -> dict[str, Any]:
+def _drawn(station: Station, itemsize: int) -> View:
     return {
         "name": station.name,
         "title": station.title,
         "axis": station.axis,
-        "held": None if station.held is None else _held(station.held, itemsize),
-        "forward": [_wire(wire) for wire in station.forward],
-        "backward": [_wire(wire) for wire in station.backward],
+        "held": None if station.tensor is None else _tensor(station.tensor, itemsize),
+        "forward": [_collective(one) for one in station.forward],
+        "backward": [_collective(one) for one in station.backward],
         "pair": station.pair,
         "weights": list(station.weights),
         "beside": station.beside,
     }
 
 
-def _held(held: LocalTensor, itemsize: int) -> dict[str, Any]:
+def _tensor(tensor: LocalTensor, itemsize: int) -> View:
     return {
-        "name": held.name,
-        "symbols": list(held.symbols),
-        "sizes": list(held.sizes),
-        "bytes": held.numel * (held.itemsize or itemsize),
-        "rows": [list(share) for share in held.rows],
-        "columns": held.columns,
-        "partial": held.partial,
+        "name": tensor.name,
+        "symbols": list(tensor.symbols),
+        "sizes": list(tensor.sizes),
+        "bytes": tensor.numel * (tensor.itemsize or itemsize),
+        "rows": [list(share) for share in tensor.rows],
+        "columns": tensor.columns,
+        "partial": tensor.partial,
     }
 
 
-def _wire(wire: LayerCollective) -> dict[str, Any]:
-    return {**wire.call._asdict(), "count": wire.count, "what": wire.what, "tier": wire.tier}
+def _collective(one: LayerCollective) -> View:
+    return {**one.collective._asdict(), "count": one.count, "what": one.what, "tier": one.tier}
 
 
-def _frames(plan: Plan, found: tuple[Station, ...]) -> Iterator[dict[str, Any]]:
+def _frames(plan: Plan, found: tuple[Station, ...]) -> Iterator[View]:
     layout = plan.layout
     yield {
         "says": f"Rank 0 of {layout.world}: {layout}. One microbatch passes one layer; step along "
@@ -224,14 +224,14 @@ def _sentences(layer: Layer, found: tuple[Station, ...]) -> list[str]:
     lines = [*layout.readings()]
     sums: dict[str, int] = {}
     for station in found:
-        for wire in (*station.forward, *station.backward):
-            if wire.call.kind != "recv":
-                size = wire.call.bytes * wire.count
-                sums[wire.call.axis] = sums.get(wire.call.axis, 0) + size
-    told = ", ".join(f"{axis} {size_text(size)}" for axis, size in sums.items())
+        for one in (*station.forward, *station.backward):
+            axis, kind, size, _ = one.collective
+            if kind != "recv":
+                sums[axis] = sums.get(axis, 0) + size * one.count
+    by_axis = ", ".join(f"{axis} {size_text(size)}" for axis, size in sums.items())
     lines.append(
         "Buffers that this rank hands to collectives for the layer and one microbatch, forward "
-        f"and backward: {told}."
+        f"and backward: {by_axis}."
     )
     if layout.sp and layout.tp > 1:
         lines.append(
@@ -257,32 +257,32 @@ def _sentences(layer: Layer, found: tuple[Station, ...]) -> list[str]:
     return lines
 
 
-def text(view: dict[str, Any]) -> list[str]:
-    """The same in a terminal: the stations, and under each what it moves."""
+def text(view: View) -> list[str]:
+    """The same for a terminal: the stations, each with its collectives."""
     lines = wrapped(view["frames"][0]["says"])
     legend = ", ".join(f"{row['symbol']} {row['what']} {row['size']:,}" for row in view["legend"])
     lines += [*wrapped(legend, "", "  "), ""]
     for station in view["stations"]:
-        held = station["held"]
-        shape = "" if held is None else f"{held['name']} {_shape_text(held)}"
+        tensor = station["held"]
+        shape = "" if tensor is None else f"{tensor['name']} {_shape_text(tensor)}"
         lines += wrapped(f"{station['title']:<24} {station['axis']:<4} {shape}", "", " " * 30)
         for way, arrow in (("forward", "→"), ("backward", "←")):
-            wires = [wire for wire in station[way] if wire["kind"] != "recv"]
-            for wire in wires:
-                lines += wrapped(f"{arrow} {_wire_text(wire)}", "    ", "      ")
+            for one in (each for each in station[way] if each["kind"] != "recv"):
+                lines += wrapped(f"{arrow} {_collective_text(one)}", "    ", "      ")
     lines.append("")
     for sentence in view["sentences"]:
         lines += wrapped(sentence, "- ", "  ")
     return lines
 
 
-def _shape_text(held: dict[str, Any]) -> str:
-    symbols, sizes = ", ".join(held["symbols"]), ", ".join(f"{size:,}" for size in held["sizes"])
-    return f"[{symbols}] = [{sizes}], {size_text(held['bytes'])}"
+def _shape_text(tensor: View) -> str:
+    symbols = ", ".join(tensor["symbols"])
+    sizes = ", ".join(f"{size:,}" for size in tensor["sizes"])
+    return f"[{symbols}] = [{sizes}], {size_text(tensor['bytes'])}"
 
 
-def _wire_text(wire: dict[str, Any]) -> str:
-    kind = _KINDS.get(wire["kind"], kind_text(wire["kind"]))
-    times = "" if wire["count"] == 1 else f"{wire['count']} × "
-    where = f"over {wire['axis']} ({counted(wire['group'], 'rank')}, {wire['tier']})"
-    return f"{times}{kind} of {size_text(wire['bytes'])} {where}: {wire['what']}"
+def _collective_text(one: View) -> str:
+    kind = _KINDS.get(one["kind"], kind_text(one["kind"]))
+    times = "" if one["count"] == 1 else f"{one['count']} × "
+    where = f"over {one['axis']} ({counted(one['group'], 'rank')}, {one['tier']})"
+    return f"{times}{kind} of {size_text(one['bytes'])} {where}: {one['what']}"

@@ -1,7 +1,7 @@
-"""The stations of a layer from its first norm to the sum behind attention: tensor and context.
+"""The stations of a layer from the first norm to the sum after attention: tensor and context.
 
-Legend: b rows of a microbatch, s tokens of a row, d width, h heads, e width of a query or key
-head, v that of a value.
+Legend: b sequences of a microbatch, s tokens of a sequence, d width, h heads, e width of a query or
+key head, v width of a value head.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fivefold.page.learn.layer_parts import (
 
 
 def own_tokens(layer: Layer, name: str = "x") -> LocalTensor:
-    """The tokens of one rank between two products: with sp 1/tp of those of its context rank."""
+    """The tokens of one rank between two matmuls: with sp, 1/tp of those of its context rank."""
     plan, tp = layer.plan, layer.plan.layout.tp if layer.plan.layout.sp else 1
     tokens = plan.split.rank_tokens(plan.padded_seq, 0)
     local = plan.local_seq // tp
@@ -49,7 +49,7 @@ def _heads(layer: Layer) -> LocalTensor:
 
 
 def attention(layer: Layer) -> Iterator[Station]:
-    """From the norm to the sum of the residual and what attention says."""
+    """From the norm to the sum of the residual and the output of attention."""
     tp = layer.plan.layout.tp
     yield Station(
         "norm 1",
@@ -57,7 +57,7 @@ def attention(layer: Layer) -> Iterator[Station]:
         "Each rank normalises the tokens that it has; the residual stays as it is.",
         "The norm's gradient is that of this rank's tokens; tp ranks sum theirs once a step.",
         own_tokens(layer, "x"),
-        weights=layer.held("attention_norm.weight"),
+        weights=layer.weights("attention_norm.weight"),
     )
     yield enter(layer, "enter 1", "attention")
     column = "q.weight", "k.weight", "v.weight", "q_up.weight", "kv_up.weight"
@@ -71,7 +71,7 @@ def attention(layer: Layer) -> Iterator[Station]:
         "Gradients of the inputs are partial sums over the heads of this rank.",
         queries,
         axis="tp",
-        weights=layer.held(*column),
+        weights=layer.weights(*column),
     )
     yield from _context(layer, queries)
     yield Station(
@@ -83,13 +83,13 @@ def attention(layer: Layer) -> Iterator[Station]:
         "Each rank needs the whole gradient of every token, and makes that of its own heads.",
         replace(row_tokens(layer, "partial sums"), partial=tp > 1),
         axis="tp",
-        weights=layer.held("attention.out.weight"),
+        weights=layer.weights("attention.out.weight"),
     )
     yield leave(layer, "leave 1", "x + attention")
 
 
 def enter(layer: Layer, name: str, before: str) -> Station:
-    """In front of column-cut products: g, or f without sequence parallelism."""
+    """Before column-parallel matmuls: g, or f without sequence parallelism."""
     layout, whole = layer.plan.layout, row_tokens(layer, "x of the tp group")
     size = whole.numel * layer.itemsize
     if layout.tp == 1:
@@ -106,7 +106,7 @@ def enter(layer: Layer, name: str, before: str) -> Station:
             pair=("identity", "all-reduce"),
         )
     backward = layer.take("tp", "reduce_scatter", size, "gradients of the tokens")
-    if layer.plan.keeps_shards:
+    if layer.plan.saves_input_shards:
         again = "tokens, again, for the weights' gradients"
         backward += layer.take("tp", "all_gather", size // layout.tp, again)
     return Station(
@@ -126,7 +126,7 @@ def enter(layer: Layer, name: str, before: str) -> Station:
 
 
 def leave(layer: Layer, name: str, after: str) -> Station:
-    """Behind row-cut products: ḡ, or f̄ without sequence parallelism."""
+    """After row-parallel matmuls: ḡ, or f̄ without sequence parallelism."""
     layout, whole = layer.plan.layout, row_tokens(layer, "")
     size = whole.numel * layer.itemsize
     if layout.tp == 1:
@@ -157,7 +157,7 @@ def leave(layer: Layer, name: str, after: str) -> Station:
 
 
 def _context(layer: Layer, queries: LocalTensor) -> Iterator[Station]:
-    """Attention, and how its queries meet the keys of other context ranks."""
+    """Attention, and how queries get the keys of other context ranks."""
     plan, split, shape = layer.plan, layer.plan.split, layer.plan.shape
     tp, seq = plan.layout.tp, plan.padded_seq
     here = queries.numel * layer.itemsize
@@ -178,7 +178,7 @@ def _context(layer: Layer, queries: LocalTensor) -> Iterator[Station]:
         1 / (tp * split.inner),
     )
     if split.inner > 1:
-        yield _trade_in(layer, place, here, keys * layer.itemsize)
+        yield _tokens_to_heads(layer, place, here, keys * layer.itemsize)
     yield _ring(layer, place, keys)
     if split.inner > 1:
         results = replace(queries, name="attention", symbols=(*queries.symbols[:3], "v"))
@@ -196,8 +196,8 @@ def _context(layer: Layer, queries: LocalTensor) -> Iterator[Station]:
         )
 
 
-def _trade_in(layer: Layer, place: LocalTensor, queries: int, keys: int) -> Station:
-    """Ulysses in front of attention; sizes in bytes."""
+def _tokens_to_heads(layer: Layer, place: LocalTensor, queries: int, keys: int) -> Station:
+    """The all-to-all of Ulysses before attention; sizes in bytes."""
     ranks = layer.plan.split.inner
 
     def take(what: str) -> tuple[LayerCollective, ...]:
@@ -226,7 +226,7 @@ def _trade_in(layer: Layer, place: LocalTensor, queries: int, keys: int) -> Stat
 
 
 def _ring(layer: Layer, place: LocalTensor, keys: int) -> Station:
-    """Attention itself; `keys` counts the numbers of the keys of a place, or of its values."""
+    """Attention itself; `keys` is the number of elements of the local keys, or of the values."""
     split, hops = layer.plan.split, layer.plan.split.outer - 1
     here, wide = 2 * keys * layer.itemsize, 2 * keys * layer.wide
     station = Station("attention", "attention", "", "", place, "cp" if hops else "")

@@ -1,7 +1,7 @@
-"""The stations of a layer from its second norm to its end: router, experts, shared experts.
+"""The stations of a layer from the second norm to its end: router, experts, shared experts.
 
-Legend: N tokens of a microbatch on one rank, d width, E experts, K of them for a token, f width of
-one. A slot is one token on one of its experts.
+Legend: N tokens of a microbatch on one rank, d width, E experts, K experts per token, f width of an
+expert. A slot is one token on one of its experts.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from fivefold.page.learn.layer_parts import Layer, LayerCollective, LocalTensor,
 
 
 class _Sizes(NamedTuple):
-    """Bytes of the all-to-alls of one rank and microbatch, on average."""
+    """Average bytes of the all-to-alls of one rank and microbatch."""
 
     slots: int  # rows of all slots
     crossing: int  # rows that cross to other nodes, at most
-    weights: int  # of the choices of those rows
-    choices: int
+    weights: int  # routing weights of those rows
+    choices: int  # expert choices of those rows
 
 
 def experts(layer: Layer, moe: Moe) -> Iterator[Station]:
-    """From the norm to the sum of the residual and what the experts say."""
+    """From the norm to the sum of the residual and the outputs of the experts."""
     own, layout = own_tokens(layer, "x"), layer.plan.layout
     tokens = own.sizes[0] * own.sizes[1]
     yield Station(
@@ -35,7 +35,7 @@ def experts(layer: Layer, moe: Moe) -> Iterator[Station]:
         "The second norm, on this rank's own tokens again.",
         "The residual's gradient and the norm's are added.",
         own,
-        weights=layer.held("mlp_norm.weight"),
+        weights=layer.weights("mlp_norm.weight"),
     )
     yield Station(
         "router",
@@ -44,7 +44,7 @@ def experts(layer: Layer, moe: Moe) -> Iterator[Station]:
         f"experts and keeps its best {moe.top_k}.",
         "The router's gradient comes by the weights of the choices; the choices have none.",
         LocalTensor("choices", ("N", "K"), (tokens, moe.top_k), itemsize=COUNT),
-        weights=layer.held("router.weight"),
+        weights=layer.weights("router.weight"),
     )
     if layout.etp > 1:
         yield _enter_width(layer, moe, tokens)
@@ -52,7 +52,7 @@ def experts(layer: Layer, moe: Moe) -> Iterator[Station]:
     yield _dispatch(layer, moe, sizes, tokens)
     if moe.shared:
         yield from _shared(layer)
-    yield _products(layer, moe, tokens)
+    yield _expert_mlps(layer, moe, tokens)
     yield _combine(layer, sizes, tokens, moe)
     if layout.etp > 1:
         yield _leave_width(layer, tokens)
@@ -79,12 +79,12 @@ def _sizes(layer: Layer, moe: Moe, tokens: int) -> _Sizes:
 
 
 def _slots(layer: Layer, moe: Moe, tokens: int, name: str) -> LocalTensor:
-    """Rows in front of a rank's experts: what comes is, on average, what went."""
+    """The rows at a rank's experts: on average, as many arrive as were sent."""
     return LocalTensor(name, ("N·K", "d"), (tokens * moe.top_k, layer.plan.shape.width))
 
 
 def _enter_width(layer: Layer, moe: Moe, tokens: int) -> Station:
-    """Without sequence parallelism etp ranks have the same tokens: an f of their own."""
+    """Without sequence parallelism etp ranks have the same tokens: f for the etp group."""
     row = layer.plan.shape.width * layer.itemsize
     backward = layer.take("etp", "all_reduce", tokens * row, "gradients of the tokens")
     weights = tokens * moe.top_k * layer.wide
@@ -192,7 +192,7 @@ def _combine(layer: Layer, sizes: _Sizes, tokens: int, moe: Moe) -> Station:
     )
 
 
-def _products(layer: Layer, moe: Moe, tokens: int) -> Station:
+def _expert_mlps(layer: Layer, moe: Moe, tokens: int) -> Station:
     layout = layer.plan.layout
     here, width = moe.experts // layout.ep, moe.ffn // layout.etp
     cut = "whole" if layout.etp == 1 else f"1/{layout.etp} of the width of each"
@@ -210,12 +210,12 @@ def _products(layer: Layer, moe: Moe, tokens: int) -> Station:
             columns=1 / layout.etp,
         ),
         "ep",
-        weights=layer.held("experts.up.weight", "experts.down.weight"),
+        weights=layer.weights("experts.up.weight", "experts.down.weight"),
     )
 
 
 def _shared(layer: Layer) -> Iterator[Station]:
-    """Shared experts are a plain MLP, cut by tp; they run while the slots are under way."""
+    """Shared experts are an MLP sharded over tp; they overlap with the all-to-all."""
     plan = layer.plan
     assert plan.shape.moe is not None
     yield enter(layer, "enter 2", "the shared expert")
@@ -236,6 +236,6 @@ def _shared(layer: Layer) -> Iterator[Station]:
             1 / plan.layout.tp,
         ),
         "tp",
-        weights=layer.held("shared.up.weight", "shared.down.weight"),
+        weights=layer.weights("shared.up.weight", "shared.down.weight"),
     )
     yield leave(layer, "leave 2", "shared result")

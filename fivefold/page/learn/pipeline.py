@@ -1,21 +1,22 @@
-"""Learn: pipeline schedules raced against each other, the same work on one axis of time.
+"""Learn: a race of pipeline schedules, with the same work on one time axis.
 
     view(params) -> {"choices", "racers", "refused", "end", "frames", "sentences"}
 
-A racer is a schedule that has been played: its numbers, its place at the finish, and its picture
-(`report/page/timeline.py`). A frame is a moment: what every rank of every racer does then.
+A racer is a simulated schedule: its numbers, its place at the finish, and its timeline (see
+`page/timeline.py`). A frame is a moment: what every rank of every racer does then.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fivefold.core.errors import counted
 from fivefold.core.schedule import catalog
 from fivefold.core.schedule.clock import Costs, Timeline, peak_activations, play
 from fivefold.core.schedule.family import Family
+from fivefold.page import Params, View
 from fivefold.page import timeline as picture
 from fivefold.page.learn import Choice, chosen
 from fivefold.report import percent, wrapped
@@ -39,19 +40,19 @@ CHOICES: Mapping[str, Choice] = {
     "transfer": Choice("Time of a transfer", ("0", "0.05", "0.1", "0.25", "0.5"), "0"),
 }
 _MOST_FRAMES = 48
-_BAR = 36  # columns of the longest racer
-_SOON = 1e-9  # of a makespan: sums of times differ by rounding
+_BAR = 36  # columns of the slowest racer
+_TOLERANCE = 1e-9  # of a makespan: sums of times differ by rounding
 
 
 class Racer(NamedTuple):
-    """One schedule, played."""
+    """One simulated schedule."""
 
     family: Family
     timeline: Timeline
 
     @property
     def copies(self) -> int:
-        """How many stages' weights a rank holds, in full stages: two for two directions."""
+        """Copies of the weights: two if the schedule runs in both directions."""
         return 2 if self.timeline.schedule.placement.mirrored else 1
 
     @property
@@ -60,11 +61,11 @@ class Racer(NamedTuple):
         return max(peak_activations(self.timeline.schedule))
 
 
-def view(params: Mapping[str, str]) -> dict[str, Any]:
-    """The race: everybody's picture and numbers, and what happens at every moment."""
+def view(params: Params) -> View:
+    """The race: the timeline and numbers of every racer, and what happens at every moment."""
     choices = chosen(CHOICES, params)
     ranks, microbatches = int(choices["stages"]), int(choices["microbatches"])
-    racers, refused = _field(choices, ranks, microbatches)
+    racers, refused = _racers(choices, ranks, microbatches)
     end = max(racer.timeline.makespan for racer in racers)
     places = _places(racers)
     return {
@@ -77,10 +78,10 @@ def view(params: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def _field(
+def _racers(
     choices: Mapping[str, str], ranks: int, microbatches: int
 ) -> tuple[list[Racer], list[dict[str, str]]]:
-    """Those who can run these numbers, played, and why the others cannot."""
+    """The schedules that are legal here, simulated, and why the others are not."""
     forward, backward, weight = (float(each) for each in choices["times"].split(":"))
     racers, refused = list[Racer](), list[dict[str, str]]()
     for name in SETS[choices["schedules"]]:
@@ -97,16 +98,16 @@ def _field(
 
 
 def _places(racers: list[Racer]) -> list[int]:
-    """The place of each at the finish, from 1; equal times share one."""
+    """The place of each racer at the finish, from 1; equal times share a place."""
     times = [racer.timeline.makespan for racer in racers]
-    return [1 + sum(_before(other, time) for other in times) for time in times]
+    return [1 + sum(_is_before(other, time) for other in times) for time in times]
 
 
-def _before(one: float, other: float) -> bool:
-    return one < other * (1 - _SOON)
+def _is_before(one: float, other: float) -> bool:
+    return one < other * (1 - _TOLERANCE)
 
 
-def _numbers(racer: Racer, place: int) -> dict[str, Any]:
+def _numbers(racer: Racer, place: int) -> View:
     family, timeline = racer
     schedule = timeline.schedule
     return {
@@ -125,34 +126,33 @@ def _numbers(racer: Racer, place: int) -> dict[str, Any]:
     }
 
 
-def _frames(racers: list[Racer], end: float) -> Iterator[dict[str, Any]]:
-    """The race from start to finish, in steps of whole units of time."""
+def _frames(racers: list[Racer], end: float) -> Iterator[View]:
+    """The race from start to finish, in whole units of time."""
     length = max(1, math.ceil(end / _MOST_FRAMES))
     rows = [cells(racer.timeline) for racer in racers]
-    for number in range(math.ceil(end / length - _SOON) + 1):
+    for number in range(math.ceil(end / length - _TOLERANCE) + 1):
         time = min(end, float(number * length))
-        home = [not _before(time, racer.timeline.makespan) for racer in racers]
-        now = [
-            [_doing(row, time, done) for row in each] for each, done in zip(rows, home, strict=True)
-        ]
+        home = [not _is_before(time, racer.timeline.makespan) for racer in racers]
+        pairs = zip(rows, home, strict=True)
+        now = [[_action_at(row, time, done) for row in each] for each, done in pairs]
         names = [racer.family.name for racer, done in zip(racers, home, strict=True) if done]
         yield {
-            "says": _moment(time, number, racers, names, now),
+            "says": _moment_words(time, number, racers, names, now),
             "time": time,
             "now": now,
             "finished": names,
         }
 
 
-def _doing(row: list[Cell], time: float, done: bool) -> str:
-    """What a rank does at a moment: a letter and a microbatch, or nothing."""
+def _action_at(row: list[Cell], time: float, done: bool) -> str:
+    """The action of a rank at a moment: a letter and a microbatch, or a dot if it is idle."""
     if done:
         return "✓"
-    at = next((cell for cell in row if cell.start <= time + _SOON < cell.end), None)
+    at = next((cell for cell in row if cell.start <= time + _TOLERANCE < cell.end), None)
     return "·" if at is None else f"{at.kind.letter}{at.label}"
 
 
-def _moment(
+def _moment_words(
     time: float, number: int, racers: list[Racer], finished: list[str], now: list[list[str]]
 ) -> str:
     if not number:
@@ -169,12 +169,12 @@ def _moment(
     busy = ", ".join(f"{name} {count} of {total}" for name, count, total in running)
     home = f" Finished: {', '.join(finished)}." if finished else ""
     if not running:
-        return f"Time {time:g}: all have finished. {_podium(racers)}"
+        return f"Time {time:g}: all have finished. {_finish_words(racers)}"
     return f"Time {time:g}. Ranks at work: {busy}.{home}"
 
 
-def _podium(racers: list[Racer]) -> str:
-    """The order of the finish, in words."""
+def _finish_words(racers: list[Racer]) -> str:
+    """The order of the finish in words."""
     places = _places(racers)
     order = sorted(range(len(racers)), key=lambda one: (places[one], one))
     return (
@@ -192,7 +192,7 @@ def _sentences(
     first = min(racers, key=lambda each: each.timeline.makespan)
     last = max(racers, key=lambda each: each.timeline.makespan)
     found = [
-        f"Order of the finish: {_podium(racers)}",
+        f"Order of the finish: {_finish_words(racers)}",
         f"Every rank has work for {first.timeline.ideal:g} in all of them: a schedule with chunks "
         "cuts the stage of a rank into shorter ones, so that the work stays the same.",
         f"{first.family.name} idles {percent(first.timeline.bubble_makespan)} of its time, "
@@ -215,7 +215,7 @@ def _sentences(
 
 
 def _paper_words(racer: Racer) -> str:
-    """Why the bubble here is more than what is published."""
+    """Why the bubble is larger here than in the paper."""
     name, timeline = racer.family.name, racer.timeline
     return (
         f"{name} idles {percent(timeline.bubble_span)} of its span, from a rank's own first start "
@@ -226,20 +226,20 @@ def _paper_words(racer: Racer) -> str:
 
 
 def _memory_words(racers: list[Racer], first: Racer) -> str:
-    """What the first to finish holds, beside the one that holds least."""
+    """The activations of the fastest racer and of the one with the fewest."""
     least = min(racers, key=lambda each: each.peak)
+    peak = counted(first.peak, "microbatch")
     if first.peak == least.peak:
-        held = counted(first.peak, "microbatch")
-        return f"{first.family.name} holds activations of {held} at most: nobody holds fewer."
+        return f"{first.family.name} holds activations of {peak} at most: nobody holds fewer."
     return (
-        f"{first.family.name} holds activations of {counted(first.peak, 'microbatch')} at most, "
+        f"{first.family.name} holds activations of {peak} at most, "
         f"{least.family.name} of {least.peak:g}: fewest of all, and it takes "
         f"{least.timeline.makespan / first.timeline.makespan - 1:.1%} longer."
     )
 
 
-def text(view: Mapping[str, Any]) -> list[str]:
-    """The same in a terminal: the finish on one axis of time, and every racer drawn."""
+def text(view: View) -> list[str]:
+    """The same for a terminal: the finish on one time axis, and the timeline of every racer."""
     lines = ["place  schedule         time  bubble  activations  weights"]
     for each in sorted(view["racers"], key=lambda one: one["place"]):
         work = round(_BAR * each["ideal"] / view["end"])

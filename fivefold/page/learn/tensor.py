@@ -1,10 +1,9 @@
-"""Learn: column then row over the tensor ranks, on whole numbers, beside the sizes of a real model.
+"""Learn: column-parallel, then row-parallel, on integers, with the sizes of a real model.
 
     view(params) -> {"choices", "ranks", "overview", "real", "frames", "sentences"}
 
-A frame has for every rank what it has in hand: matrices, with signs between them that make up
-equations; `one_device` is what one device has in the end, and `moves` the collectives that run,
-with their bytes in one layer of the chosen model.
+A frame has equations of matrices and signs for every rank; `one_device` is the result on one
+device, and `moves` are the collectives, with their bytes in one layer of the chosen model.
 """
 
 from __future__ import annotations
@@ -13,10 +12,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from fivefold.core.errors import kind_text
-from fivefold.core.plan import Plan, Wishes, resolve
-from fivefold.core.weights import held_by, local_shape, weights
+from fivefold.core.plan import Plan, PlanOptions, resolve
+from fivefold.core.weights import local_shape, shard_of, weights
 from fivefold.cost.axis_collectives import Collective, RankChunk
 from fivefold.cost.axis_collectives import tensor_collectives as calls_of
+from fivefold.page import Params, View
 from fivefold.page.learn import Choice, chosen, size_text
 from fivefold.page.learn.data_steps import ITEMSIZE
 from fivefold.page.learn.tensor_example import PARTS, Example
@@ -38,7 +38,7 @@ CHOICES: Mapping[str, Choice] = {
 _BETWEEN = {"mlp": "the activation", "attention": "the product of scores and values"}
 
 
-def view(params: Mapping[str, str]) -> dict[str, Any]:
+def view(params: Params) -> View:
     """The example frame by frame, each collective with its size in the chosen model."""
     choices = chosen(CHOICES, params)
     plan = plan_of(choices)
@@ -59,9 +59,9 @@ def view(params: Mapping[str, str]) -> dict[str, Any]:
 
 
 def plan_of(choices: Mapping[str, str]) -> Plan:
-    """The real model over tensor ranks alone, a sequence at a time."""
+    """The real model over tensor ranks only, one sequence at a time."""
     return resolve(
-        Wishes(
+        PlanOptions(
             choices["model"],
             layout=f"tp={choices['tp']}",
             sp=choices["sp"] == "on",
@@ -73,26 +73,28 @@ def plan_of(choices: Mapping[str, str]) -> Plan:
 
 
 def layer_calls(plan: Plan) -> dict[Collective, int]:
-    """The collectives of one layer in the middle of the model, both parts, one microbatch."""
+    """The tensor collectives of one layer inside the model, attention and MLP, one microbatch."""
     return dict(calls_of(plan, RankChunk(range(1, 2), 1, ()), ITEMSIZE))
 
 
-def _real(plan: Plan, part: str) -> dict[str, Any]:
-    """Sizes of the chosen model: a layer's collectives, their link, and the pieces of weights."""
+def _real(plan: Plan, part: str) -> View:
+    """Sizes of the chosen model: a layer's collectives, their link, and the weight shards."""
     assert plan.machine is not None
     tier = plan.layout.tier("tp", plan.machine)
     shape = plan.shape
-    calls: dict[str, Any] = {}
+    calls: View = {}
     for call in layer_calls(plan):
         sent = round(call.sent)
         more = {"word": kind_text(call.kind), "sent": sent, "seconds": sent / tier.bandwidth}
         calls[call.kind] = call._asdict() | more
-    pieces = [
+    shards = [
         {
             "name": one.name.removeprefix("blocks.1."),
             "cut": one.cut,
             "whole": list(one.shape),
-            "local": list(local_shape(one, held_by(one, shape, plan.layout, plan.layout.coord(0)))),
+            "local": list(
+                local_shape(one, shard_of(one, shape, plan.layout, plan.layout.coord(0)))
+            ),
         }
         for one in weights(shape)
         if one.block == "blocks.1" and f".{part}." in one.name and len(one.shape) > 1
@@ -106,13 +108,11 @@ def _real(plan: Plan, part: str) -> dict[str, Any]:
         "link": tier.link.name,
         "bandwidth": tier.bandwidth,
         "calls": calls,
-        "pieces": pieces,
+        "pieces": shards,
     }
 
 
-def _sentences(
-    example: Example, plan: Plan, real: Mapping[str, Any], frames: list[dict[str, Any]]
-) -> list[str]:
+def _sentences(example: Example, plan: Plan, real: View, frames: list[View]) -> list[str]:
     tp, moves = plan.layout.tp, [move for frame in frames for move in frame["moves"]]
     if tp == 1:
         return [
@@ -121,20 +121,20 @@ def _sentences(
             _other_order(example, real),
         ]
     together = sum(move["sent"] for move in moves)
-    held = real["activations"] // (tp if plan.layout.sp else 1)
+    activations = real["activations"] // (tp if plan.layout.sp else 1)
     return [
         "The sum over the ranks of Y, and of the gradient of X, is what one device computes, "
         "number by number; the gradients of weights are where their weights are, and do not move.",
         f"In one layer of {plan.shape.name} ({real['tokens']:,} tokens, bf16) the {example.part} "
         f"sends {size_text(together)} from each rank in {len(moves)} collectives, forward and "
-        f"backward. In norms and residuals a rank holds {size_text(held)} of activations"
+        f"backward. In norms and residuals a rank holds {size_text(activations)} of activations"
         f"{f', 1/{tp} of the tokens' if plan.layout.sp else ', all tokens'}.",
         _link_sentence(plan, real, together),
         _other_order(example, real),
     ]
 
 
-def _link_sentence(plan: Plan, real: Mapping[str, Any], sent: int) -> str:
+def _link_sentence(plan: Plan, real: View, sent: int) -> str:
     assert plan.machine is not None
     tiers = plan.machine.tiers
     names = [tier.name for tier in tiers]
@@ -154,7 +154,7 @@ def _link_sentence(plan: Plan, real: Mapping[str, Any], sent: int) -> str:
     )
 
 
-def _other_order(example: Example, real: Mapping[str, Any]) -> str:
+def _other_order(example: Example, real: View) -> str:
     found = example.other_order()
     numbers = sum(map(len, found["right"]))
     outputs = sum(one["whole"][0] for one in real["pieces"] if one["cut"] != "row")
@@ -166,8 +166,8 @@ def _other_order(example: Example, real: Mapping[str, Any]) -> str:
     )
 
 
-def text(view: Mapping[str, Any]) -> list[str]:
-    """The same for a terminal: each frame with the last matrix of every rank."""
+def text(view: View) -> list[str]:
+    """The same for a terminal: each frame with the results of every rank."""
     choices, lines = view["choices"], list[str]()
     for place, frame in enumerate(view["frames"]):
         lines += wrapped(f"{place + 1}. {frame['says']}", later="   ")
@@ -191,23 +191,23 @@ def text(view: Mapping[str, Any]) -> list[str]:
     return [*lines, "", *(row for one in view["sentences"] for row in wrapped(one))]
 
 
-def _results(equations: list[list[Any]]) -> list[Mapping[str, Any]]:
-    """What stands behind the last sign of each equation."""
-    found: list[Mapping[str, Any]] = []
+def _results(equations: list[list[Any]]) -> list[View]:
+    """The matrices after the last sign of each equation."""
+    found: list[View] = []
     for equation in equations:
-        signs = [place for place, one in enumerate(equation) if isinstance(one, str)]
+        signs = [i for i, one in enumerate(equation) if isinstance(one, str)]
         found += equation[signs[-1] + 1 if signs else 0 :]
     return found
 
 
-def _move_line(move: Mapping[str, Any]) -> str:
+def _move_line(move: View) -> str:
     return (
         f"{move['word']} over {move['axis']}={move['group']}: {size_text(move['bytes'])} of "
         f"each rank, which sends {size_text(move['sent'])}"
     )
 
 
-def _block(title: str, matrix: Mapping[str, Any]) -> list[str]:
+def _block(title: str, matrix: View) -> list[str]:
     cells = [[str(value) for value in row] for row in matrix["values"]]
     width = max(len(cell) for row in cells for cell in row)
     rows = [" ".join(f"{cell:>{width}}" for cell in row) for row in cells]
@@ -216,7 +216,7 @@ def _block(title: str, matrix: Mapping[str, Any]) -> list[str]:
 
 
 def _side_by_side(blocks: list[list[str]]) -> list[str]:
-    """Blocks of lines beside one another, as many as a line has room for."""
+    """Blocks of text side by side, as many as fit into a line."""
     lines, row = list[str](), list[list[str]]()
     for block in [*blocks, None]:
         wide = block is not None and sum(len(each[0]) + 3 for each in (*row, block)) > WIDTH

@@ -1,10 +1,10 @@
-"""Column then row on whole numbers: every block of every rank, forward and backward.
+"""Column-parallel, then row-parallel, on integers: every shard of every rank, forward and backward.
 
-X has 4 tokens of width 4 (8 tokens where 8 ranks share them), the inner width is 8. The MLP is
-A = max(0, X·W1), Y = A·W2. Attention has 8 heads of width 1 and no softmax, which would leave the
-whole numbers and, like all else here, stays inside a head: a token sums q·k·v over the tokens up to
-itself. A matrix of a rank is `whole` (the same on all), a `slice` (its own part), or `partial` (one
-summand of the whole).
+X has 4 tokens of width 4 (8 tokens if 8 ranks share them), the inner width is 8. The MLP is
+A = max(0, X·W1), Y = A·W2. Attention has 8 heads of width 1: a token sums q·k·v over the tokens up
+to itself. It has no softmax, which would not give integers and, like everything here, needs one
+head only. A matrix of a rank is `whole` (the same on all ranks), a `slice` (its shard), or
+`partial` (one summand of the sum over the ranks).
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from random import Random
-from typing import Any
+
+from fivefold.page import View
 
 Matrix = list[list[int]]
 WIDTH, INNER = 4, 8
@@ -21,7 +22,7 @@ PARTS = ("mlp", "attention")
 
 def times(a: Matrix, b: Matrix) -> Matrix:
     """The product of two matrices."""
-    columns = turned(b)
+    columns = transposed(b)
     return [[sum(x * y for x, y in zip(row, col, strict=True)) for col in columns] for row in a]
 
 
@@ -30,7 +31,7 @@ def plus(a: Matrix, b: Matrix) -> Matrix:
     return [[x + y for x, y in zip(*rows, strict=True)] for rows in zip(a, b, strict=True)]
 
 
-def turned(a: Matrix) -> Matrix:
+def transposed(a: Matrix) -> Matrix:
     """The transpose."""
     return [list(column) for column in zip(*a, strict=True)]
 
@@ -47,7 +48,7 @@ def rows_of(a: Matrix, part: range) -> Matrix:
 
 @dataclass(frozen=True)
 class Example:
-    """The numbers of one choice: a part of a layer over `tp` ranks, with or without `sp`."""
+    """The matrices of one choice: a part of a layer over `tp` ranks, with or without `sp`."""
 
     part: str
     tp: int
@@ -55,32 +56,32 @@ class Example:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of X: at least one for each rank."""
+        """Tokens of X: at least one per rank."""
         return max(4, self.tp)
 
     @property
     def splits_tokens(self) -> bool:
-        """Whether ranks hold their own tokens between the products."""
+        """Whether each rank has only its own tokens between the matmuls."""
         return self.sp and self.tp > 1
 
     @property
     def into(self) -> tuple[str, ...]:
-        """The weights that are cut by columns."""
+        """The column-parallel weights."""
         return ("W1",) if self.part == "mlp" else ("Wq", "Wk", "Wv")
 
     @property
     def back(self) -> str:
-        """The weight that is cut by rows."""
+        """The row-parallel weight."""
         return "W2" if self.part == "mlp" else "Wo"
 
     @property
     def inner(self) -> tuple[str, ...]:
-        """What the column products make."""
+        """The results of the column-parallel matmuls."""
         return ("H",) if self.part == "mlp" else ("Q", "K", "V")
 
     @property
     def mixed(self) -> str:
-        """What is made of them, and goes into the row product."""
+        """What is computed from them: the input of the row-parallel matmul."""
         return "A" if self.part == "mlp" else "O"
 
     @cached_property
@@ -97,12 +98,12 @@ class Example:
         return range(rank * size, (rank + 1) * size)
 
     def tokens(self, rank: int) -> range:
-        """The tokens of a rank between the products."""
+        """The tokens of a rank between the matmuls."""
         size = self.num_tokens // self.tp
         return range(rank * size, (rank + 1) * size)
 
     def mix(self, made: list[Matrix]) -> Matrix:
-        """What happens between the products, on any columns."""
+        """The step between the matmuls, on any columns."""
         if self.part == "mlp":
             return [[max(0, x) for x in row] for row in made[0]]
         q, k, v = made
@@ -135,17 +136,17 @@ class Example:
         mine[self.back] = rows_of(given[self.back], block)
         made = [times(given["X"], mine[name]) for name in self.into]
         mixed = self.mix(made)
-        of_mixed = times(given["dY"], turned(mine[self.back]))
+        of_mixed = times(given["dY"], transposed(mine[self.back]))
         of_made = self.unmix(made, of_mixed)
         into = zip(of_made, (mine[name] for name in self.into), strict=True)
         found = {**mine, **dict(zip(self.inner, made, strict=True)), self.mixed: mixed}
         found["Y"] = times(mixed, mine[self.back])
         found[f"d{self.mixed}"] = of_mixed
         found |= {f"d{name}": one for name, one in zip(self.inner, of_made, strict=True)}
-        found["dX"] = reduce(plus, (times(g, turned(w)) for g, w in into))
-        found[f"d{self.back}"] = times(turned(mixed), given["dY"])
+        found["dX"] = reduce(plus, (times(g, transposed(w)) for g, w in into))
+        found[f"d{self.back}"] = times(transposed(mixed), given["dY"])
         for name, gradient in zip(self.into, of_made, strict=True):
-            found[f"d{name}"] = times(turned(given["X"]), gradient)
+            found[f"d{name}"] = times(transposed(given["X"]), gradient)
         return found
 
     @cached_property
@@ -162,9 +163,9 @@ class Example:
         """The sum of what all ranks have under a name."""
         return reduce(plus, (one[name] for one in self.ranks))
 
-    def other_order(self) -> dict[str, Any]:
-        """W1 cut by rows first: what each rank has before the step between the products, and what
-        would come of taking that step too early."""
+    def other_order(self) -> View:
+        """W1 sharded by rows instead: the partial sums of each rank before the step between the
+        matmuls, and the wrong result of taking that step before the sum."""
         num_ranks = max(2, min(self.tp, WIDTH))
         size = WIDTH // num_ranks
         blocks = [range(rank * size, (rank + 1) * size) for rank in range(num_ranks)]
@@ -183,7 +184,7 @@ class Example:
 
 
 def _drawn(rows: int, columns: int, seed: int) -> Matrix:
-    """Small numbers, the same every time."""
+    """Small random integers from a fixed seed."""
     draw = Random(seed)
     return [draw.choices((-1, 0, 1, 2), (3, 2, 3, 1), k=columns) for _ in range(rows)]
 

@@ -1,33 +1,33 @@
-"""The frames of the tensor panel: what is in every rank's hands, step by step.
+"""The frames of the tensor panel: the equations of every rank, step by step.
 
-A rank has a list of equations; an equation is a list of matrices and signs. Of a matrix a frame
-has its numbers, its kind, and which `part` of the whole one it is.
+An equation is a list of matrices and signs. A matrix has its numbers, its kind, and a `part`: which
+rows or columns of the full matrix it has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from fivefold.core.errors import counted, span
-from fivefold.page.learn.tensor_example import INNER, Example, Matrix, rows_of, turned
+from fivefold.page import View
+from fivefold.page.learn.tensor_example import INNER, Example, Matrix, rows_of, transposed
 
-Equation = list[dict[str, Any] | str]
+Equation = list[View | str]
 _MIRRORED = (
     "Backward begins with the gradient of a rank's own tokens, and mirrors the reduce-scatter"
 )
 
 
-def frames_of(example: Example) -> list[dict[str, Any]]:
-    """All frames of an example; `moves` are kinds of collectives."""
+def frames_of(example: Example) -> list[View]:
+    """All frames of an example; `moves` has the kinds of their collectives."""
     return [*_forward(example), *_backward(example), _other_order(example)]
 
 
 def overview(ex: Example) -> Equation:
-    """The whole computation as one device does it; `cut` says along what each matrix is split."""
+    """The computation on one device; `cut` says along which dim each matrix is sharded."""
     tokens = "rows" if ex.splits_tokens else ""
 
-    def whole(name: str, cut: str) -> dict[str, Any]:
+    def whole(name: str, cut: str) -> View:
         values = ex.given[name] if name in ex.given else ex.one_device[name]
         return {**_matrix(name, "whole", values), "cut": cut if ex.tp > 1 else ""}
 
@@ -49,8 +49,8 @@ def overview(ex: Example) -> Equation:
     ]
 
 
-def _forward(ex: Example) -> list[dict[str, Any]]:
-    hands, into = _Hands(ex), " and ".join(ex.into)
+def _forward(ex: Example) -> list[View]:
+    mats, into = _Matrices(ex), " and ".join(ex.into)
     block = counted(INNER // ex.tp, "column" if ex.part == "mlp" else "head")
     tokens = counted(ex.num_tokens // ex.tp, "token")
     has_x = f"its {tokens} of X" if ex.splits_tokens else "all of X"
@@ -59,19 +59,19 @@ def _forward(ex: Example) -> list[dict[str, Any]]:
             "split",
             f"A rank has {has_x}, {block} of {into}, and the rows of {ex.back} that belong to "
             "them. The numbers are small and whole; every one is computed.",
-            hands.each(lambda r: [[hands.x(r), *hands.into(r), hands.back(r)]]),
+            mats.each(lambda r: [[mats.x(r), *mats.into(r), mats.back(r)]]),
         )
     ]
     if ex.splits_tokens:
-        frames.append(_gathered(ex, hands, "X", "Every product needs all tokens"))
+        frames.append(_gathered(ex, mats, "X", "Every product needs all tokens"))
     frames += [
         _frame(
             "column",
             f"Column product: all of X with the rank's columns of {into} gives columns of "
             f"{' and '.join(ex.inner)} that are complete. Nothing is exchanged.",
-            hands.each(
+            mats.each(
                 lambda r: [
-                    [hands.whole("X"), "×", hands.one(r, weight), "=", hands.one(r, made)]
+                    [mats.whole("X"), "×", mats.one(r, weight), "=", mats.one(r, made)]
                     for weight, made in zip(ex.into, ex.inner, strict=True)
                 ]
             ),
@@ -79,18 +79,18 @@ def _forward(ex: Example) -> list[dict[str, Any]]:
         _frame(
             "between",
             _between(ex),
-            hands.each(lambda r: [[*hands.mine(r, ex.inner), "→", hands.one(r, ex.mixed)]]),
+            mats.each(lambda r: [[*mats.mine(r, ex.inner), "→", mats.one(r, ex.mixed)]]),
         ),
         _frame(
             "row",
             f"Row product: the rank's columns of {ex.mixed} meet its rows of {ex.back}. "
             + _summands(ex, "Y"),
-            hands.each(
-                lambda r: [[hands.one(r, ex.mixed), "×", hands.back(r), "=", hands.sum(r, "Y")]]
+            mats.each(
+                lambda r: [[mats.one(r, ex.mixed), "×", mats.back(r), "=", mats.sum(r, "Y")]]
             ),
         ),
     ]
-    return [*frames, *_reduced(ex, hands, "Y")]
+    return [*frames, *_reduced(ex, mats, "Y")]
 
 
 def _between(ex: Example) -> str:
@@ -108,98 +108,96 @@ def _summands(ex: Example, name: str) -> str:
     return f"The result has the shape of {name}, but is only one of {ex.tp} summands."
 
 
-def _backward(ex: Example) -> list[dict[str, Any]]:
-    hands, into = _Hands(ex), " and ".join(ex.into)
+def _backward(ex: Example) -> list[View]:
+    mats, into = _Matrices(ex), " and ".join(ex.into)
     inner, stay = [f"d{name}" for name in ex.inner], [f"d{name}" for name in ex.into]
     mixed, back = f"d{ex.mixed}", f"d{ex.back}"
-    frames = [_begin_backward(ex, hands)]
+    frames = [_begin_backward(ex, mats)]
     frames += [
         _frame(
             "row back",
             f"Backward of the row product: {mixed} are the rank's own columns. The gradient of "
             f"its rows of {ex.back} is complete, and stays.",
-            hands.each(
+            mats.each(
                 lambda r: [
-                    [hands.whole("dY"), "×", hands.back(r, turn=True), "=", hands.one(r, mixed)],
-                    [hands.turned(r, ex.mixed), "×", hands.whole("dY"), "=", hands.rows(r, back)],
+                    [mats.whole("dY"), "×", mats.back(r, transpose=True), "=", mats.one(r, mixed)],
+                    [mats.transposed(r, ex.mixed), "×", mats.whole("dY"), "=", mats.rows(r, back)],
                 ]
             ),
         ),
         _frame(
             "between back",
             f"Back through the step between: {' and '.join(inner)}, on each rank alone.",
-            hands.each(lambda r: [[hands.one(r, mixed), "→", *hands.mine(r, inner)]]),
+            mats.each(lambda r: [[mats.one(r, mixed), "→", *mats.mine(r, inner)]]),
         ),
     ]
     if ex.splits_tokens:
         kept = "X was kept as the rank's own tokens, to save memory; the gradient of"
-        frames.append(_gathered(ex, hands, "X", f"{kept} {into} needs all", again=True))
+        frames.append(_gathered(ex, mats, "X", f"{kept} {into} needs all", again=True))
     frames.append(
         _frame(
             "column back",
             f"Backward of the column product. {_summands(ex, 'dX')} The gradient of the rank's "
             f"columns of {into} is complete, and stays.",
-            hands.each(
+            mats.each(
                 lambda r: [
-                    [*hands.products(r, inner), "=", hands.sum(r, "dX")],
+                    [*mats.products(r, inner), "=", mats.sum(r, "dX")],
                     *(
-                        [hands.whole("X", True), "×", hands.one(r, made), "=", hands.one(r, weight)]
+                        [mats.whole("X", True), "×", mats.one(r, made), "=", mats.one(r, weight)]
                         for made, weight in zip(inner, stay, strict=True)
                     ),
                 ]
             ),
         )
     )
-    return [*frames, *_reduced(ex, hands, "dX")]
+    return [*frames, *_reduced(ex, mats, "dX")]
 
 
-def _begin_backward(ex: Example, hands: _Hands) -> dict[str, Any]:
+def _begin_backward(ex: Example, mats: _Matrices) -> View:
     if ex.splits_tokens:
-        return _gathered(ex, hands, "dY", _MIRRORED)
+        return _gathered(ex, mats, "dY", _MIRRORED)
     mirror = " The mirror of the all-reduce is to do nothing: no byte moves." if ex.tp > 1 else ""
     return _frame(
         "gradient",
         f"Backward begins with the gradient of Y, whole on every rank.{mirror}",
-        hands.each(lambda _: [[hands.whole("dY")]]),
+        mats.each(lambda _: [[mats.whole("dY")]]),
     )
 
 
-def _gathered(
-    ex: Example, hands: _Hands, name: str, why: str, again: bool = False
-) -> dict[str, Any]:
+def _gathered(ex: Example, mats: _Matrices, name: str, why: str, again: bool = False) -> View:
     return _frame(
         "gather again" if again else "gather",
         f"{why}: an all-gather brings every rank the {counted(ex.num_tokens, 'token')} of {name}"
         f"{' once more' if again else ''}.",
-        hands.each(lambda r: [[hands.tokens(r, name), "→", hands.whole(name)]]),
+        mats.each(lambda r: [[mats.tokens(r, name), "→", mats.whole(name)]]),
         moves=["all_gather"],
     )
 
 
-def _reduced(ex: Example, hands: _Hands, name: str) -> list[dict[str, Any]]:
-    """The sum over the ranks, where there is more than one."""
+def _reduced(ex: Example, mats: _Matrices, name: str) -> list[View]:
+    """The sum over the ranks, if there is more than one."""
     if ex.tp == 1:
         return []
     kind = "reduce_scatter" if ex.splits_tokens else "all_reduce"
     gets = "the sum of its own tokens" if ex.splits_tokens else "the whole sum"
     what = "Reduce-scatter" if ex.splits_tokens else "All-reduce"
 
-    def hand(rank: int) -> list[Equation]:
-        result = hands.summed_tokens(rank, name) if ex.splits_tokens else hands.summed(name)
-        return [[hands.sum(rank, name), "→", result]]
+    def equations(rank: int) -> list[Equation]:
+        result = mats.summed_tokens(rank, name) if ex.splits_tokens else mats.summed(name)
+        return [[mats.sum(rank, name), "→", result]]
 
     frame = _frame(
         "reduce" if name == "Y" else "reduce back",
         f"{what}: the {ex.tp} summands of {name} are added, and every rank gets {gets}. It is "
         "what one device has.",
-        hands.each(hand),
+        mats.each(equations),
         moves=[kind],
     )
     one = _matrix(name, "whole", ex.one_device[name])
     return [{**frame, "one_device": one}]
 
 
-def _other_order(ex: Example) -> dict[str, Any]:
+def _other_order(ex: Example) -> View:
     found = ex.other_order()
     names = " and ".join(ex.inner)
     parts = [f"part of {name}" for name in ex.inner]
@@ -225,73 +223,72 @@ def _other_order(ex: Example) -> dict[str, Any]:
     return {**frame, "one_device": _matrix(ex.mixed, "whole", found["right"]), "sum": wrong}
 
 
-class _Hands:
-    """The matrices that a rank has in hand, with their kind and place."""
+class _Matrices:
+    """The matrices of the ranks, as frames show them."""
 
     def __init__(self, ex: Example) -> None:
         self.ex = ex
 
-    def each(self, hand: Callable[[int], list[Equation]]) -> list[list[Equation]]:
+    def each(self, equations: Callable[[int], list[Equation]]) -> list[list[Equation]]:
         """The equations of all ranks."""
-        return [hand(rank) for rank in range(self.ex.tp)]
+        return [equations(rank) for rank in range(self.ex.tp)]
 
-    def whole(self, name: str, turn: bool = False) -> dict[str, Any]:
-        return _matrix(name, "whole", self.ex.given[name], turn=turn)
+    def whole(self, name: str, transpose: bool = False) -> View:
+        return _matrix(name, "whole", self.ex.given[name], transpose=transpose)
 
-    def x(self, rank: int) -> dict[str, Any]:
+    def x(self, rank: int) -> View:
         return self.tokens(rank, "X") if self.ex.splits_tokens else self.whole("X")
 
-    def tokens(self, rank: int, name: str) -> dict[str, Any]:
+    def tokens(self, rank: int, name: str) -> View:
         part = self.ex.tokens(rank)
         return _matrix(name, "slice", rows_of(self.ex.given[name], part), _range("token", part))
 
-    def into(self, rank: int) -> list[dict[str, Any]]:
+    def into(self, rank: int) -> list[View]:
         return [self.one(rank, name) for name in self.ex.into]
 
     def products(self, rank: int, names: Sequence[str]) -> Equation:
-        """The products with the weights that are cut by columns, turned, added up."""
+        """The sum of the products with the transposed column-parallel weights."""
         found: Equation = []
         for name, weight in zip(names, self.ex.into, strict=True):
             found += ["+"] if found else []
-            found += [self.one(rank, name), "×", self.one(rank, weight, turn=True)]
+            found += [self.one(rank, name), "×", self.one(rank, weight, transpose=True)]
         return found
 
-    def back(self, rank: int, turn: bool = False) -> dict[str, Any]:
-        return self.rows(rank, self.ex.back, turn)
+    def back(self, rank: int, transpose: bool = False) -> View:
+        return self.rows(rank, self.ex.back, transpose)
 
-    def mine(self, rank: int, names: Sequence[str]) -> list[dict[str, Any]]:
+    def mine(self, rank: int, names: Sequence[str]) -> list[View]:
         return [self.one(rank, name) for name in names]
 
-    def one(self, rank: int, name: str, turn: bool = False) -> dict[str, Any]:
-        """A matrix whose columns are the rank's own."""
-        part = _range("row" if turn else "column", self.ex.block(rank))
-        return _matrix(name, "slice", self.ex.ranks[rank][name], part, turn)
+    def one(self, rank: int, name: str, transpose: bool = False) -> View:
+        """A matrix of which the rank has some columns."""
+        part = _range("row" if transpose else "column", self.ex.block(rank))
+        return _matrix(name, "slice", self.ex.ranks[rank][name], part, transpose)
 
-    def turned(self, rank: int, name: str) -> dict[str, Any]:
-        return self.one(rank, name, turn=True)
+    def transposed(self, rank: int, name: str) -> View:
+        return self.one(rank, name, transpose=True)
 
-    def rows(self, rank: int, name: str, turn: bool = False) -> dict[str, Any]:
-        """A matrix whose rows are the rank's own."""
-        part = _range("column" if turn else "row", self.ex.block(rank))
-        return _matrix(name, "slice", self.ex.ranks[rank][name], part, turn)
+    def rows(self, rank: int, name: str, transpose: bool = False) -> View:
+        """A matrix of which the rank has some rows."""
+        part = _range("column" if transpose else "row", self.ex.block(rank))
+        return _matrix(name, "slice", self.ex.ranks[rank][name], part, transpose)
 
-    def sum(self, rank: int, name: str) -> dict[str, Any]:
+    def sum(self, rank: int, name: str) -> View:
         kind, name_of_it = ("partial", f"part of {name}") if self.ex.tp > 1 else ("whole", name)
         return _matrix(name_of_it, kind, self.ex.ranks[rank][name])
 
-    def summed(self, name: str) -> dict[str, Any]:
+    def summed(self, name: str) -> View:
         return _matrix(name, "whole", self.ex.summed(name))
 
-    def summed_tokens(self, rank: int, name: str) -> dict[str, Any]:
+    def summed_tokens(self, rank: int, name: str) -> View:
         part = self.ex.tokens(rank)
         return _matrix(name, "slice", rows_of(self.ex.summed(name), part), _range("token", part))
 
 
-def _matrix(
-    name: str, kind: str, values: Matrix, part: str = "", turn: bool = False
-) -> dict[str, Any]:
-    shown = turned(values) if turn else values
-    return {"name": f"{name}ᵀ" if turn else name, "kind": kind, "part": part, "values": shown}
+def _matrix(name: str, kind: str, values: Matrix, part: str = "", transpose: bool = False) -> View:
+    if transpose:
+        name, values = f"{name}ᵀ", transposed(values)
+    return {"name": name, "kind": kind, "part": part, "values": values}
 
 
 def _range(noun: str, part: range) -> str:
@@ -299,7 +296,5 @@ def _range(noun: str, part: range) -> str:
     return f"{noun if len(part) == 1 else noun + 's'} {span(part)}"
 
 
-def _frame(
-    phase: str, says: str, ranks: list[list[Equation]], moves: Sequence[str] = ()
-) -> dict[str, Any]:
+def _frame(phase: str, says: str, ranks: list[list[Equation]], moves: Sequence[str] = ()) -> View:
     return {"phase": phase, "says": says, "ranks": ranks, "moves": list(moves)}

@@ -24,7 +24,7 @@ export async function create(root, remember) {
   /** @type {Frame[]} */
   const frames = site.panels.explore;
   /** @type {Module[]} */
-  const modules = await Promise.all(frames.map(({ drawing }) => import(`fivefold/${drawing}.js`)));
+  const modules = await Promise.all(frames.map(({ name, drawing }) => import(`fivefold/${drawing || name}.js`)));
   const page = new Explore(root, remember, frames, modules);
   return { show: (/** @type {Params} */ params) => page.show(params) };
 }
