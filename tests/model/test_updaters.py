@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 import resource
 import sys
 import zlib
@@ -9,15 +10,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor
 
 from fivefold.core.errors import FivefoldError
-from fivefold.core.recipe import Recipe
-from fivefold.core.units import UnitRow
+from fivefold.core.recipe import OPTIMIZERS, OptimizerName, Recipe
+from fivefold.core.units import LocalWeight
 from fivefold.launch.processes import Pool, Worker
 from fivefold.optim import blockwise, make_updater
 from fivefold.optim.blockwise import (
@@ -31,13 +32,14 @@ from fivefold.optim.disk_states import DiskStore
 from fivefold.optim.optimizer import ADAM_EPS, Updater, make_optimizer
 
 CPU = torch.device("cpu")
+TORCH_OPTIMIZERS = [name for name, kind in OPTIMIZERS.items() if not kind.full_matrices]
 SHAPES = ((96, 100), (16,), (4, 4), (3, 40, 30), (5,), (61, 70))
 SMALL, LARGE = 1, 10**9  # bytes of a block: one line, or everything
 
 
 @dataclass
 class Weight:
-    row: UnitRow
+    row: LocalWeight
     tensor: Tensor
     grad: Tensor
     start: int = 0
@@ -45,7 +47,7 @@ class Weight:
 
 def some_weights(dtype: torch.dtype = torch.float32, block: str = "blocks.0") -> list[Weight]:
     generator = torch.Generator().manual_seed(0)
-    rows = [UnitRow(f"w{i}", block, shape) for i, shape in enumerate(SHAPES)]
+    rows = [LocalWeight(f"w{i}", block, shape) for i, shape in enumerate(SHAPES)]
     drawn = [torch.randn(row.shape, generator=generator).to(dtype) for row in rows]
     return [Weight(row, one, torch.zeros(row.shape)) for row, one in zip(rows, drawn, strict=True)]
 
@@ -76,7 +78,12 @@ def assert_equal(left: Sequence[Tensor], right: Sequence[Tensor]) -> None:
     assert all(torch.equal(one, other) for one, other in zip(left, right, strict=True))
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_every_optimizer_has_a_name_and_a_factory() -> None:
+    assert list(OPTIMIZERS) == list(get_args(OptimizerName))
+    assert all(callable(pkgutil.resolve_name(kind.factory)) for kind in OPTIMIZERS.values())
+
+
+@pytest.mark.parametrize("name", TORCH_OPTIMIZERS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_the_plain_updater_is_torchs_own(name: Any, dtype: torch.dtype) -> None:
     plain, ours = some_weights(dtype), some_weights(dtype)
@@ -107,7 +114,7 @@ def place(offload: str, folder: Path) -> str:
 
 @pytest.mark.parametrize("offload", PLACES)
 @pytest.mark.parametrize("block_bytes", [SMALL, 100_000, LARGE])
-@pytest.mark.parametrize("name", ["adamw", "sgd"])
+@pytest.mark.parametrize("name", TORCH_OPTIMIZERS)
 @pytest.mark.parametrize("master", [False, True])
 def test_offloaded_states_give_the_same_bits(
     offload: str, block_bytes: int, name: Any, master: bool, tmp_path: Path
@@ -197,7 +204,7 @@ def test_only_matrices_decay(optimizer: Any) -> None:
 
 def test_a_master_keeps_what_bfloat16_would_lose() -> None:
     """Steps of 1e-5 are below half of what bfloat16 tells apart near 1."""
-    row = UnitRow("w", "blocks.0", (8,))
+    row = LocalWeight("w", "blocks.0", (8,))
     moved = []
     for master in (True, False):
         dtype = torch.float32 if master else torch.bfloat16
@@ -227,7 +234,7 @@ def test_blocks_hold_everything_once_and_keep_to_their_size() -> None:
 def test_stochastic_rounding_is_right_on_average(value: float) -> None:
     size = 200_000
     values = torch.full((size,), value)
-    row = UnitRow("w", "blocks.0", (size,))
+    row = LocalWeight("w", "blocks.0", (size,))
     found = round_stochastically(values, rounding_bits(0, 1, row, 0, size, CPU)).double()
     exact = values.double()
     low, high = found.min(), found.max()
@@ -241,7 +248,7 @@ def test_stochastic_rounding_is_right_on_average(value: float) -> None:
 
 
 def test_the_second_half_of_the_bits_rounds_as_well() -> None:
-    row, size = UnitRow("w", "blocks.0", (1 << 17,)), 1 << 17
+    row, size = LocalWeight("w", "blocks.0", (1 << 17,)), 1 << 17
     bits = rounding_bits(5, 2, row, 0, size, CPU)
     values = torch.full((size,), 1 + 2**-8)
     ups = [round_stochastically(values, half) > 1 for half in (bits, bits >> 16)]
@@ -252,7 +259,10 @@ def test_the_second_half_of_the_bits_rounds_as_well() -> None:
 
 
 def test_bits_depend_on_what_they_should() -> None:
-    row, alone = UnitRow("w", "blocks.0", (64,)), UnitRow("head.weight", "head", (64,), alone=True)
+    row, alone = (
+        LocalWeight("w", "blocks.0", (64,)),
+        LocalWeight("head.weight", "head", (64,), alone=True),
+    )
     whole = rounding_bits(0, 1, row, 0, 64, CPU)
     assert torch.equal(whole, rounding_bits(0, 1, row, 0, 64, CPU))
     assert torch.equal(
@@ -261,10 +271,10 @@ def test_bits_depend_on_what_they_should() -> None:
     for other in (
         rounding_bits(1, 1, row, 0, 64, CPU),
         rounding_bits(0, 2, row, 0, 64, CPU),
-        rounding_bits(0, 1, UnitRow("v", "blocks.0", (64,)), 0, 64, CPU),
+        rounding_bits(0, 1, LocalWeight("v", "blocks.0", (64,)), 0, 64, CPU),
     ):
         assert int((whole == other).sum()) < 4
-    first = UnitRow("embed.weight", "embed", (64,), alone=True)
+    first = LocalWeight("embed.weight", "embed", (64,), alone=True)
     assert torch.equal(
         rounding_bits(0, 1, alone, 0, 64, CPU), rounding_bits(0, 1, first, 0, 64, CPU)
     )
@@ -281,7 +291,7 @@ def test_what_is_not_finite_stays_that() -> None:
 
 def test_a_second_moment_creeps_up_where_plain_rounding_stands_still() -> None:
     """One update of exp_avg_sq moves it by 5% of a difference too small for bfloat16."""
-    row = UnitRow("w", "blocks.0", (4096,))
+    row = LocalWeight("w", "blocks.0", (4096,))
     weight = Weight(row, torch.zeros(4096), torch.full((4096,), 1.03))
     updater = of(Recipe(states="bf16", lr=1e-9), [weight])
     kept = updater.states()["exp_avg_sq"][0]
@@ -332,7 +342,7 @@ def checksum(weight: Weight, offload: str) -> int:
 
 def with_memory_capped(worker: Worker, folder: Path) -> tuple[int, str, int]:
     """The checksum without a cap, what the cap does to states in memory, and that from disk."""
-    row = UnitRow("w", "blocks.0", (4096, 4096))
+    row = LocalWeight("w", "blocks.0", (4096, 4096))
     weight = Weight(row, torch.zeros(row.shape), torch.zeros(row.shape))
     plain = checksum(weight, "none")
     lines = Path("/proc/self/status").read_text().splitlines()
