@@ -204,9 +204,9 @@ def partial_sum_collectives(
     table = by_name(shape)
     owned: Counter[str] = Counter()
     for row, start, stop in parts:
-        held = shard_of(table[row.name], shape, layout, layout.coord(0))
-        if held.partial:
-            owned["tp" if held.dim is None else "replica"] += stop - start
+        shard = shard_of(table[row.name], shape, layout, layout.coord(0))
+        if shard.partial:
+            owned["tp" if shard.dim is None else "replica"] += stop - start
     sizes = {"tp": layout.tp, "replica": max(1, layout.tp // shape.kv_heads)}
     return Counter(
         Collective(axis, "all_reduce", numel * wide_size(itemsize), sizes[axis])

@@ -115,7 +115,7 @@ MATMUL, MATMUL_FP8, ATTENTION, ATTENTION_OLD, MEMORY, LINKS = (
     "memory",
     "links",
 )
-_SMALL_A100 = 60e9  # bytes: those of 40 GB lie below
+_SMALL_A100 = 60e9  # bytes: A100s with 40 GB have less
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from fivefold.cost.links import Links
 from fivefold.cost.stack import SoftwareStack
 
 TimeParts = dict[str, Array]
-COMPUTE = ("products", "attention", "experts", "elementwise", "head")  # parts that are compute
 
 # Seconds of attention's backward over its forward: 2.5 times the FLOPs, at 0.81 of the speed with
 # cuDNN and 0.87 with FlashAttention-2, as measured on one H200.

@@ -45,7 +45,7 @@ _KINDS = {FORWARD: 0, INPUT_GRAD: 1, BACKWARD: 2, WEIGHT_GRAD: 3}
 _STEADY, _LONGEST = 5, 8
 
 
-class _Actions(NamedTuple):
+class _TraceActions(NamedTuple):
     """All actions, rank after rank; `opens`: whether an action begins a row."""
 
     stage: Indices
@@ -64,7 +64,7 @@ class ScheduleTrace(NamedTuple):
 
     starts: Indices
     sources: tuple[Indices, ...]
-    actions: _Actions
+    actions: _TraceActions
 
 
 def schedule_makespans(
@@ -117,7 +117,7 @@ def trace_schedule(schedule: Schedule) -> ScheduleTrace:
     return ScheduleTrace(starts, tuple(sources[: 1 + pairs]), actions)
 
 
-def _actions(schedule: Schedule) -> tuple[_Actions, Indices]:
+def _actions(schedule: Schedule) -> tuple[_TraceActions, Indices]:
     """All actions, and the first row of each rank."""
     steps = [step for order in schedule.order for step in order]
     found = [action for step in steps for action in actions_of(step)]
@@ -133,7 +133,7 @@ def _actions(schedule: Schedule) -> tuple[_Actions, Indices]:
     rank = np.zeros(count, np.int64)
     rank[begins[1:]] = 1
     row = np.cumsum(opens) - 1 + np.cumsum(rank)
-    return _Actions(stage, kind, microbatch, row, opens), row[begins]
+    return _TraceActions(stage, kind, microbatch, row, opens), row[begins]
 
 
 def simulate_trace(trace: ScheduleTrace, stages: StageRows, costs: Array) -> Array:
@@ -164,7 +164,7 @@ def simulate_trace(trace: ScheduleTrace, stages: StageRows, costs: Array) -> Arr
     return now.max(axis=0)
 
 
-def _seconds(actions: _Actions, stages: StageRows, costs: Array) -> tuple[Array, Array]:
+def _seconds(actions: _TraceActions, stages: StageRows, costs: Array) -> tuple[Array, Array]:
     """Seconds of each row until its result is sent, and until its rank is free."""
     forward, inputs, weights, _ = stages
     kinds = np.array([forward, inputs, inputs + weights, weights]) @ costs

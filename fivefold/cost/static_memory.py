@@ -173,8 +173,8 @@ class _GatherWalk:
         block = self.order[place]
         if block == "embed":  # its backward reads no weight
             return
-        behind = self.order[place + 1 : place + 2]
-        self.gathered -= {u for u in range(len(self.units)) if self._users(u)[:1] == behind}
+        following = self.order[place + 1 : place + 2]
+        self.gathered -= {u for u in range(len(self.units)) if self._users(u)[:1] == following}
         self._gather([u for u in self._needed(block) if self._is_read(u)], ahead=-1)
         blocks = [name for name in self.order if name.startswith("blocks.")]
         if self.plan.recompute.kind == "full" and block in blocks:

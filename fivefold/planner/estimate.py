@@ -24,8 +24,9 @@ from fivefold.core.plan import Plan, resolve
 from fivefold.core.schedule import FORWARD, INPUT_GRAD, WEIGHT_GRAD
 from fivefold.core.schedule.clock import Costs, Timeline, memory_levels, peak_activations, play
 from fivefold.core.shape import LayerKind
+from fivefold.cost import COMPUTE
 from fivefold.cost.grid import OFFLOADS, grid_of_plan
-from fivefold.cost.layer_time import COMPUTE, LayerTimer, LayerTimes, TimeParts
+from fivefold.cost.layer_time import LayerTimer, LayerTimes, TimeParts
 from fivefold.cost.longest_paths import PATHS, ScheduleSize
 from fivefold.cost.memory import peak_memory, rank_peak_memory, verdict
 from fivefold.cost.pipeline_ranks import RankLayers, RankStage
@@ -125,13 +126,13 @@ def _stages(plan: Plan, work: LayerTimer, apart: Collection[str] = ()) -> list[_
     for layers in plan.stages:
         last = layers.stop == shape.layers
         numbers = [*layers, *([shape.layers - 1] * shape.mtp if last else [])]
-        held: list[LayerTimes] = []
+        layer_times: list[LayerTimes] = []
         for i in numbers:
             kind = shape.layer_kind(i)
             if kind not in kinds:
                 kinds[kind] = launch_bound_layer(work, i, apart)
-            held.append(kinds[kind])
-        found.append(_joined([*held, *([work.head()] if last else [])]))
+            layer_times.append(kinds[kind])
+        found.append(_joined([*layer_times, *([work.head()] if last else [])]))
     return found
 
 
@@ -145,11 +146,11 @@ def _with_measured(stage: _Stage, passes: MeasuredPasses) -> _Stage:
     )
 
 
-def _joined(held: list[LayerTimes]) -> _Stage:
+def _joined(layer_times: list[LayerTimes]) -> _Stage:
     return _Stage(
-        _sum(each.forward for each in held),
-        _sum(part for each in held for part in (each.inputs, each.again)),
-        _sum(each.weights for each in held),
+        _sum(each.forward for each in layer_times),
+        _sum(part for each in layer_times for part in (each.inputs, each.again)),
+        _sum(each.weights for each in layer_times),
     )
 
 

@@ -30,7 +30,7 @@ from fivefold.core.schedule import (
     merged,
 )
 from fivefold.core.schedule.clock import Costs, Timeline, play
-from fivefold.cost.layer_time import COMPUTE
+from fivefold.cost import COMPUTE
 from fivefold.planner import estimate_setting
 from fivefold.planner.estimate import simulate_step
 from fivefold.records import StepRecord

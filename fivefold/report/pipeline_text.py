@@ -327,8 +327,8 @@ def _num_forwards(cell: Cell) -> int:
     return sum(action.kind == FORWARD for action in actions_of(cell.step))
 
 
-def _level(rank: int, stamp: float, held: float) -> Event:
-    args = {"microbatches": round(held, 9)}
+def _level(rank: int, stamp: float, level: float) -> Event:
+    args = {"microbatches": round(level, 9)}
     return _event("C", rank, f"activations of rank {rank}", ts=stamp, args=args)
 
 

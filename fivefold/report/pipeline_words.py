@@ -50,7 +50,7 @@ def summary_lines(timeline: Timeline) -> list[str]:
     """The numbers of a timeline, as a small table."""
     write, peaks = time_writer(timeline), peak_activations(timeline.schedule)
     least, most = min(peaks), max(peaks)
-    held = f"{most:g} on every rank" if least == most else f"{least:g}–{most:g} by rank"
+    peak_text = f"{most:g} on every rank" if least == most else f"{least:g}–{most:g} by rank"
     rows = {
         "makespan": write(timeline.makespan),
         "span": write(timeline.span),
@@ -58,7 +58,7 @@ def summary_lines(timeline: Timeline) -> list[str]:
         "bubble": f"{percent(timeline.bubble_makespan)} of the makespan, "
         f"{percent(timeline.bubble_span)} of the span, "
         f"{percent(timeline.bubble_ratio)} of the ideal",
-        "peak activations": f"{held}, in microbatches of a full stage",
+        "peak activations": f"{peak_text}, in microbatches of a full stage",
     }
     return [f"{name:<17} {value}" for name, value in rows.items()]
 

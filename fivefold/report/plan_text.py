@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from fivefold.cost.layer_time import COMPUTE
+from fivefold.cost import COMPUTE
 from fivefold.report import bar, duration, gib, table
 
 if TYPE_CHECKING:

@@ -185,8 +185,8 @@ def _strategy_row(one: Strategy) -> tuple[str, ...]:
     if one.estimate is None:
         return (one.name, str(one.layout), batch, *("–",) * 8)
     memory, look = one.estimate.memory, one.estimate
-    held = (memory["weights"], memory["gradients"], memory["master"] + memory["optimizer"])
-    sizes = (*held, look.total - sum(held), look.total)
+    static = (memory["weights"], memory["gradients"], memory["master"] + memory["optimizer"])
+    sizes = (*static, look.total - sum(static), look.total)
     return (
         one.name,
         str(one.layout),

@@ -156,13 +156,14 @@ def render(plan: Plan, table: Mapping[str, Any]) -> Iterator[str]:
 
 def _memory(table: Mapping[str, Any]) -> Iterator[str]:
     """Memory of the fullest rank by category, beside the plan; then of every rank."""
-    held, planned = table["memory_gib"], table["planned_gib"]
+    rehearsed, planned = table["memory_gib"], table["planned_gib"]
     head = f"GiB of rank {table['worst_rank']}, the fullest"
     yield f"{head:<34}{'rehearsed':>12}" + ("" if planned is None else f"{'planned':>12}")
-    for name, size in held.items():
+    for name, size in rehearsed.items():
         line = f"{name:<34}{size:>12.2f}"
         if planned is not None:
-            line += f"{planned.get(name, 0.0):>12.2f}{_mark(size, planned.get(name, 0.0), held)}"
+            other = planned.get(name, 0.0)
+            line += f"{other:>12.2f}{_mark(size, other, rehearsed['total'])}"
         yield line
     if planned is None:
         yield "give --machine to see it beside the plan"
@@ -171,9 +172,9 @@ def _memory(table: Mapping[str, Any]) -> Iterator[str]:
         yield from _ranks(table["ranks"])
 
 
-def _mark(size: float, planned: float, held: Mapping[str, float]) -> str:
+def _mark(size: float, planned: float, total: float) -> str:
     """The difference, if it is large compared with the total."""
-    apart = abs(size - planned) / max(held["total"], 1e-9)
+    apart = abs(size - planned) / max(total, 1e-9)
     return f"   {size - planned:+.2f}" if apart > _BAND else ""
 
 
@@ -255,15 +256,15 @@ def levels_trace(
                 share = len(times) / len(run.levels)
                 first, last = int(place * share), int((place + 1) * share) - 1
                 start, end = times[first].start * 1e3, times[max(first, last)].end * 1e3
-            held = {"held": level.bytes / _GIB, "peak": level.peak / _GIB}
-            events += _slice(_REHEARSED, run.rank, level.action, start, end, held)
+            levels = {"held": level.bytes / _GIB, "peak": level.peak / _GIB}
+            events += _slice(_REHEARSED, run.rank, level.action, start, end, levels)
     if planned is not None:
         events.append(_track(_PLANNED, "planned"))
         for rank, actions in planned.items():
             for one in actions:
-                held = {"held": one.bytes / _GIB}
+                levels = {"held": one.bytes / _GIB}
                 times = (one.start * 1e3, one.end * 1e3)
-                events += _slice(_PLANNED, rank, one.action, *times, held)
+                events += _slice(_PLANNED, rank, one.action, *times, levels)
     return {"displayTimeUnit": "ms", "traceEvents": events}
 
 
@@ -272,9 +273,9 @@ def _track(number: int, name: str) -> dict[str, Any]:
 
 
 def _slice(
-    track: int, rank: int, name: str, start: float, end: float, held: Mapping[str, float]
+    track: int, rank: int, name: str, start: float, end: float, levels: Mapping[str, float]
 ) -> Iterator[dict[str, Any]]:
     """An action and the memory meanwhile; times are in milliseconds."""
     where = {"pid": track, "tid": rank, "ts": round(start * 1e3, 3)}
     yield {"ph": "X", "name": name, "dur": round((end - start) * 1e3, 3), **where}
-    yield {"ph": "C", "name": f"GiB of rank {rank}", **where, "args": dict(held)}
+    yield {"ph": "C", "name": f"GiB of rank {rank}", **where, "args": dict(levels)}

@@ -76,7 +76,7 @@ class Figure:
 
 def compare_with_peers(outcomes: Sequence[ScoredRun]) -> list[Table]:
     """One entry per metric and set with runs: for all runs, and for the held-out half."""
-    held = {
+    held_out_half = {
         (figure.name, figure.metric): figure
         for figure in _figures([one for one in outcomes if one.is_held_out])
     }
@@ -96,7 +96,7 @@ def compare_with_peers(outcomes: Sequence[ScoredRun]) -> list[Table]:
         }
         for figure in _figures(outcomes)
         for peers in [PEERS[figure.name, figure.metric]]
-        for half in [held.get((figure.name, figure.metric))]
+        for half in [held_out_half.get((figure.name, figure.metric))]
     ]
 
 

@@ -17,6 +17,7 @@ from timelines import timeline as played
 
 from fivefold.core.schedule import actions_of, catalog, choose
 from fivefold.core.schedule.clock import Costs, Timeline, peak_activations, play, steady_bubble
+from fivefold.core.schedule.family import Family
 from fivefold.report.pipeline_text import perfetto_trace
 from fivefold.report.pipeline_words import explain, headline, summary_lines
 
@@ -180,7 +181,7 @@ eighths = st.integers(1, 24).map(lambda number: number / 8)
 )
 @settings(max_examples=300, deadline=None)
 def test_every_closed_form_is_the_bubble_on_its_domain(
-    family: catalog.Family, numbers: tuple[int, int, int], times: tuple[float, float, float]
+    family: Family, numbers: tuple[int, int, int], times: tuple[float, float, float]
 ) -> None:
     ranks, microbatches, more = numbers
     chunks = family.min_chunks + (more if family.max_chunks is None else 0)
@@ -282,7 +283,7 @@ def test_one_is_singular() -> None:
 
 
 def test_report_loads_neither_torch_nor_numpy() -> None:
-    names = ("perfetto", "pipeline_svg", "pipeline_text", "pipeline_words")
+    names = ("pipeline_svg", "pipeline_text", "pipeline_words")
     code = "import sys\n" + "".join(f"import fivefold.report.{name}\n" for name in names)
     code += "sys.exit(bool({'torch', 'numpy'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
