@@ -177,7 +177,7 @@ def _read(data: bytes, where: str) -> Shape:
     try:
         config = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise BadFile(where, [f"not valid JSON: {error}; mend it"]) from error
+        raise BadFile(where, [f"not valid JSON: {error}; fix it"]) from error
     if not isinstance(config, dict):
         raise BadFile(where, ["must hold one JSON object, a Hugging Face config"])
     return shape_from_config(typing.cast("dict[str, Any]", config), where)

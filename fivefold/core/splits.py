@@ -1,4 +1,4 @@
-"""What each rank has of a step: tokens of a context rank, layers of a stage, kept activations.
+"""What each rank has of a step: context tokens, layers of a stage, saved activations.
 
 Context: a row of T tokens is cut over `outer` positions of a ring, and the tokens of each position
 over `inner` ranks that exchange tokens for heads (Ulysses). `CONTEXT_KINDS` is the one table of

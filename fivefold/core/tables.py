@@ -34,7 +34,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     except RecursionError as error:
         raise BadFile(str(path), ["nested too deep; take some brackets out"]) from error
     except ValueError as error:  # bad TOML, bad UTF-8, or a number too long to read
-        raise BadFile(str(path), [f"not valid TOML: {error}; mend that line"]) from error
+        raise BadFile(str(path), [f"not valid TOML: {error}; fix that line"]) from error
     if long := [*_long_numbers(table, "")]:
         rule = "whole numbers have at most 64 bits in TOML; give a smaller one"
         raise BadFile(str(path), [f"{key}: {rule}" for key in long])
@@ -362,8 +362,8 @@ def expert_placement(config: Config, key: str, wanted: list[int], layers: int) -
         return {}
     every = wanted[1] - wanted[0] if len(wanted) > 1 else 1
     first_dense = 0 if wanted[0] == every - 1 else wanted[0]
-    said = [i for i in indices(layers) if i >= first_dense and (i + 1) % every == 0]
-    if said != wanted:
+    placed = [i for i in indices(layers) if i >= first_dense and (i + 1) % every == 0]
+    if placed != wanted:
         config.problem(key, "not supported; experts must be in each n-th layer (n−1, 2n−1, …)")
     return {"first_dense": first_dense, "every": every}
 

@@ -136,12 +136,12 @@ def pack(
     joined up to 25 MB.
     """
     units: list[Unit] = []
-    for expert, slices in ((False, num_shards), (True, expert_shards)):
+    for expert, shards in ((False, num_shards), (True, expert_shards)):
         same = (row for row in rows if row.expert == expert)
         by_block = (list(group) for _, group in groupby(same, lambda row: (row.block, row.alone)))
         parts = [part for group in by_block for part in _split(group, bucket, itemsize)]
         joined = _join(parts, SMALL if bucket is None else bucket, itemsize)
-        units += [_unit(part, slices, itemsize) for part in joined]
+        units += [_unit(part, shards, itemsize) for part in joined]
     return tuple(sorted(units, key=lambda unit: rows.index(unit.entries[0].row)))
 
 

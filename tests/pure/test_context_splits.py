@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
-from typing import get_args
+from typing import cast, get_args
 
 import pytest
 from hypothesis import given, settings
@@ -15,12 +15,15 @@ from hypothesis import strategies as st
 
 from fivefold.cli import main
 from fivefold.core import models
+from fivefold.core.errors import IllegalLayout
 from fivefold.core.layout import Layout
 from fivefold.core.legality import nearest, problems
-from fivefold.core.plan import Wishes, resolve
+from fivefold.core.plan import PlanOptions, resolve
 from fivefold.core.splits import (
+    CONTEXT_KINDS,
     AttentionCall,
     ContextKind,
+    ContextMethod,
     ContextSplit,
     Ranges,
     attention_calls,
@@ -110,7 +113,7 @@ def test_a_row_is_padded_by_less_than_a_unit(seq: int, unit: int) -> None:
 def test_a_plan_pads_a_row_of_37(
     layout: str, context: str, sp: bool, whole: int, local: int
 ) -> None:
-    plan = resolve(Wishes("tiny", layout=layout, context=context, sp=sp, seq=37))
+    plan = resolve(PlanOptions("tiny", layout=layout, context=context, sp=sp, seq=37))
     assert (plan.batch.seq, plan.padded_seq, plan.local_seq) == (37, whole, local)
 
 
@@ -355,3 +358,13 @@ def test_what_is_offered_is_legal(kind: ContextKind, cp: int, seq: int) -> None:
     near = nearest(Layout(cp=cp, context=kind), TINY, seq=seq)
     assert len(near) == 3
     assert all(problems(one, TINY, seq=seq) == [] for one in near)
+
+
+def test_a_new_kind_is_an_entry_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    method = ContextMethod(heads="some", zigzag=False, gathers=True)
+    monkeypatch.setitem(CONTEXT_KINDS, "dummy", method)
+    layout = Layout(cp=4, context=cast(ContextKind, "dummy"))
+    assert context_split(layout, TINY) == ContextSplit(2, 2, zigzag=False, gathers=True)
+    assert problems(layout, TINY, seq=64) == []
+    with pytest.raises(IllegalLayout, match="did you mean dummy"):
+        Layout(cp=4, context=cast(ContextKind, "dumy"))

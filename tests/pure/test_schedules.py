@@ -7,12 +7,17 @@ assume W ≤ F for the split schedules, and enough microbatches to fill the pipe
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from timelines import Times, bubble, timeline
 
 from fivefold.core.errors import IllegalSchedule, UnknownName
 from fivefold.core.schedule import catalog
+from fivefold.core.schedule.choose import AUTO_FAMILY
 from fivefold.core.schedule.clock import Costs, peak_activations, play
+from fivefold.core.schedule.family import Family
+from fivefold.cost.grid import SCHEDULES, schedule_index
+from fivefold.cost.longest_paths import PATHS, ScheduleSize, StageRows
 
 EQUAL: Times = (1.0, 1.0, 1.0)
 SLOW_W: Times = (1.0, 1.5, 1.25)
@@ -310,3 +315,34 @@ def test_a_slow_last_stage_sets_the_pace() -> None:
 def test_an_unknown_name_suggests_the_nearest() -> None:
     with pytest.raises(UnknownName, match="did you mean zb-h1"):
         catalog.make("zbh1", 4, 8)
+
+
+# ---- what the planner takes from a family
+
+
+def test_an_estimate_refuses_a_schedule_that_it_does_not_know() -> None:
+    assert SCHEDULES[schedule_index("ZB-H1")] == "zb-h1"
+    assert SCHEDULES[schedule_index("afab")] == "gpipe"
+    assert SCHEDULES[schedule_index("mine.csv")] == "1f1b"  # played before it is shown
+    with pytest.raises(UnknownName, match="zb-h1"):
+        schedule_index("zb-h9")
+
+
+def test_every_schedule_names_paths_that_exist() -> None:
+    assert {family.paths for family in (*catalog.FAMILIES, AUTO_FAMILY)} <= {*PATHS}
+
+
+@ANY_TIMES
+@pytest.mark.parametrize("family", [each for each in catalog.FAMILIES if not each.asynchronous])
+def test_the_paths_of_a_placement_bound_every_schedule_there(
+    family: Family, times: Times
+) -> None:
+    p, m, v = 4, 8, family.min_chunks
+    if family.placement == "bidirectional":
+        return  # its two copies share the work of a stage
+    rows = np.eye(4)[:, None].repeat(p * v, axis=1)
+    costs = np.array([*(each / v for each in times), 0.1])[:, None]
+    paths = PATHS[family.placement](StageRows(*rows[:3], rows[3, 0]), ScheduleSize(p, v, m, costs))
+    schedule = family.make(p, m, v)
+    clock = play(schedule, Costs.uniform(schedule.placement, times, transfer=0.1))
+    assert (paths @ costs).max() <= clock.makespan + 1e-9

@@ -116,7 +116,7 @@ class Family:
     `because` explains its bubble. `paths` names the chains of actions that can set its makespan, a
     key of `cost.longest_paths.PATHS`: "loop" or "V" (a rank that never waits once it has begun)
     bound every schedule on that placement. `bubble` estimates the seconds that the slowest rank
-    waits in a step, `in_flight` the microbatches whose activations a rank keeps at most.
+    waits in a step, `in_flight` the microbatches in flight on a rank at its peak.
     """
 
     name: str
@@ -137,7 +137,7 @@ class Family:
 
     @property
     def is_named(self) -> bool:
-        """Whether a name stands for it: neither a search nor a file made its order."""
+        """Whether its order comes from a name, and neither from a search nor from a file."""
         return self.name != AUTO and self.only is None
 
     @property

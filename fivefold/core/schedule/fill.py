@@ -250,7 +250,7 @@ class _Ranks:
                 yield (1, -stage), stage, INPUT_GRAD, at
 
     def _preference(self, chunk: int) -> int:
-        """Where forwards of this chunk stand against input gradients, which are 1."""
+        """The priority of forwards of this chunk; that of input gradients is 1."""
         return {"gradients": 2, "inner": 0 if chunk else 2, "forwards": 0}[self.priority]
 
     def _forward_arrival(self, stage: int, rank: int) -> float | None:
