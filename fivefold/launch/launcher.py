@@ -25,13 +25,11 @@ _SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_JOB_NODELIST",
 class LauncherEnvironment:
     """This process among the `world` processes that a launcher started, and where they meet."""
 
-    launcher: str
     rank: int
     world: int
     local_rank: int
     host: str
     port: int
-    restarts: int = 0  # how often the launcher has restarted all ranks
     hosted: bool = False  # the launcher hosts the store, not rank 0
 
 
@@ -84,13 +82,11 @@ def _from_torchrun(environment: Mapping[str, str]) -> LauncherEnvironment:
     _require(environment, _TORCHRUN, "torchrun or a PyTorchJob", "start it with torchrun")
     number = partial(_number, environment)
     return LauncherEnvironment(
-        "torchrun" if "TORCHELASTIC_RUN_ID" in environment else "environment",
         number("RANK"),
         number("WORLD_SIZE"),
         number("LOCAL_RANK", "0"),
         environment["MASTER_ADDR"],
         number("MASTER_PORT"),
-        number("TORCHELASTIC_RESTART_COUNT", "0"),
         environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
 
@@ -101,13 +97,11 @@ def _from_slurm(environment: Mapping[str, str]) -> LauncherEnvironment:
     first = environment.get("MASTER_ADDR") or next(hosts(environment["SLURM_JOB_NODELIST"]))
     derived = _FIRST_PORT + number("SLURM_JOB_ID") % _NUM_PORTS
     return LauncherEnvironment(
-        "srun",
         number("SLURM_PROCID"),
         number("SLURM_NTASKS"),
         number("SLURM_LOCALID"),
         first,
         number("MASTER_PORT", str(derived)),
-        number("SLURM_RESTART_COUNT", "0"),
     )
 
 

@@ -202,6 +202,10 @@ class Watchdog:
         self._num_phases += 1
         self.worker.phase(text)
 
+    def step_took(self, seconds: float) -> None:
+        """Set the patience to at least two steps of this length."""
+        self.patience = max(PATIENCE, 2 * seconds)
+
     def close(self) -> None:
         """Stop watching, and leave the last position for ranks that still wait."""
         self._stop.set()

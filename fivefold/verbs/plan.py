@@ -88,14 +88,14 @@ def run(
         "sweep": sweep,
         "output": output,
     }
-    said = {name for name, value in command.params.items() if value not in (None, False, [])}
-    is_open = "layout" not in said and not command.params["target"].endswith(".toml")
+    set_options = {name for name, value in command.params.items() if value not in (None, False, [])}
+    is_open = "layout" not in set_options and not command.params["target"].endswith(".toml")
     _require_known(plan_options.machine)
     if plan_options.machine is None:
-        _require_no_estimates(said)
+        _require_no_estimates(set_options)
         table, lines = _resolved(resolve(plan_options), output)
     elif plan_options.gpus is not None and is_open:
-        table, lines = _searched(plan_options, options, said)
+        table, lines = _searched(plan_options, options, set_options)
     else:
         table, lines = _given(plan_options, options)
     typer.echo(json.dumps(table) if as_json else "\n".join(lines))
@@ -115,10 +115,10 @@ def _how(headroom: float, kernels: str, imbalance: float | None) -> dict[str, An
     }
 
 
-def _require_no_estimates(said: set[str]) -> None:
+def _require_no_estimates(set_options: set[str]) -> None:
     """Refuse options that need a machine."""
     needs = ("fix", "tokens", "price", "what_if", "compare", "sweep", "precision", "imbalance")
-    if given := [name for name in needs if name in said]:
+    if given := [name for name in needs if name in set_options]:
         option = given[0].replace("_", "-")
         raise FivefoldError(
             f"--{option} is for estimates: name the machine with --machine ({_known_machines()})"
@@ -193,13 +193,13 @@ def _detail(found: Estimate, why: list[str], options: dict[str, Any]) -> list[st
     ]
 
 
-def _searched(plan_options: PlanOptions, options: dict[str, Any], said: set[str]) -> Printed:
+def _searched(plan_options: PlanOptions, options: dict[str, Any], set_options: set[str]) -> Printed:
     """The best layouts of the search space."""
-    if closed := [name for name in _NOT_SEARCHED if name in said]:
+    if closed := [name for name in _NOT_SEARCHED if name in set_options]:
         raise FivefoldError(
             f"--{closed[0].replace('_', '-')} is for a given layout: leave it out, or give --layout"
         )
-    fixed = {name: getattr(plan_options, name) for name in _ALSO_FIXED if name in said}
+    fixed = {name: getattr(plan_options, name) for name in _ALSO_FIXED if name in set_options}
     fixed |= _pairs(options["fix"] or "")
     if "schedule" in fixed:
         fixed["schedule"] = family(fixed["schedule"]).name
