@@ -70,7 +70,7 @@ def test_a_changed_model_goes_to_the_family_that_has_the_change(
         ("tiny", {"rope_interleaved": "true"}, "that of llama has no keys for its rope_inter"),
         ("tiny-moe", {}, "no family has its attention, experts"),
         # The package builds neither, whatever the config says.
-        ("deepseek-v2", {"moe.renormalise": "true"}, "no words for its moe"),
+        ("deepseek-v2", {"moe.renormalise": "true"}, "no keys for its moe"),
         ("deepseek-v3", {"moe.shared": "0"}, "no family has"),
     ],
 )
