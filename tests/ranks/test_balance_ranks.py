@@ -129,7 +129,7 @@ def truths_of(plan: Plan, steps: int) -> list[reference.Truth]:
     ids=str,
 )
 def test_the_bias_is_that_of_one_device_to_the_bit(pool: Pool, options: dict[str, Any]) -> None:
-    plan, settings = plan_of(**options), VerifySettings(steps=20)
+    plan, settings = plan_of(**options), VerifySettings(steps=10)
     tasks = [(run_rank, (plan, settings))] * plan.layout.world
     *ranks, truths = pool.run_each([*tasks, (run_reference, (plan, settings))])
     last = truths[-1].biases

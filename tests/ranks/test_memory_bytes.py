@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from forked_steps import Setup, run, small_plan
+from live_bytes import gathered_bytes
 from torch import Tensor
 
-from fivefold.cost.static_memory import gathered_bytes, static_bytes
+from fivefold.cost.static_memory import static_bytes
 from fivefold.launch.processes import Pool
 from fivefold.optim.blockwise import BlockwiseUpdater
 from fivefold.optim.optimizer import Updater
@@ -29,6 +30,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize(("layout", "zero", "setup"), CASES, ids=str)
 def test_measured_is_predicted(layout: str, zero: int, setup: Setup, pool: Pool) -> None:
     plan = small_plan(layout, ODD, zero=zero, microbatches=2)
@@ -61,6 +63,7 @@ GATHERED = [
 ]
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("bucket", [3_000, 9_000, 20_000])
 @pytest.mark.parametrize(("layout", "options"), GATHERED, ids=str)
 def test_gathered_weights(layout: str, options: dict[str, str], bucket: int, pool: Pool) -> None:

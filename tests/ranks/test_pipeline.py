@@ -84,6 +84,7 @@ def test_the_part_has_every_feature() -> None:
     assert {case.sp for case in split} == {True, False}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("zero", "changes"),
     [

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from kept_pool import KeptPool
 
 from fivefold.launch.processes import Pool, RankLost, Worker
 from tests.selection import within
@@ -82,6 +83,23 @@ def test_a_lost_rank_is_named_with_what_it_did(how: str, cause: str, rank: int) 
         assert caught.value.rank == rank
         assert caught.value.doing == "step 2 backward, all_reduce on tp"
         assert all(gone(pid) for pid in pids)
+
+
+def test_a_pool_that_is_kept_is_replaced_when_a_rank_is_lost() -> None:
+    kept = KeptPool()
+    try:
+        first = kept.whole()
+        assert kept.whole() is first
+        os.kill(first.pids[-1], signal.SIGKILL)
+        wait_until_gone(first.pids[-1:])
+        second = kept.whole()
+        assert second is not first
+        assert second.run_each([(total, (2, 1.0))] * 2) == [3.0] * 2
+        with pytest.raises(RankLost, match="no room for 3 GiB"):
+            second.run_each([(fail, (0, "raise"))] * 2)
+        assert kept.whole().run_each([(total, (1, 7.0))]) == [7.0]
+    finally:
+        kept.close()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
