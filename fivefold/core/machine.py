@@ -260,10 +260,10 @@ def _with_link(row: dict[str, Any], path: str, problems: list[str]) -> dict[str,
     name = row.get("link")
     if not isinstance(name, str):
         return row
-    tables = _link_tables()
-    if name not in tables:
-        problems.append(f"{path}.link = {name!r}: {did_you_mean(name, tables)}")
-    return {**row, "link": tables.get(name, next(iter(tables.values())))}
+    known = _link_tables()
+    if name not in known:
+        problems.append(f"{path}.link = {name!r}: {did_you_mean(name, known)}")
+    return {**row, "link": known.get(name, next(iter(known.values())))}
 
 
 def _is_table(value: object) -> TypeGuard[dict[str, Any]]:

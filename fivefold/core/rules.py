@@ -279,12 +279,12 @@ def sequence_unit(layout: Layout, shape: Shape) -> int:
 
 
 def _split_rule(layout: Layout) -> str:
-    splits: list[str] = []
+    axes: list[str] = []
     if layout.cp > 1:
-        splits.append(f"cp={layout.cp} ({layout.context})")
+        axes.append(f"cp={layout.cp} ({layout.context})")
     if layout.sp and layout.tp > 1:
-        splits.append(f"tp={layout.tp} (sequence parallelism)")
-    return f"is split by {' and then by '.join(splits)}"
+        axes.append(f"tp={layout.tp} (sequence parallelism)")
+    return f"is split by {' and then by '.join(axes)}"
 
 
 def _fewer_ranks(layout: Layout, shape: Shape, seq: int) -> str:

@@ -78,13 +78,13 @@ def unshifted_labels() -> Patch:
 
 def swapped_shard() -> Patch:
     """Two ranks hold each other's piece of one weight."""
-    inner = compose.held_by
+    inner = compose.shard_of
 
     def swapped(weight: Any, shape: Any, layout: Any, at: Any) -> Any:
         wrong = weight.name == "blocks.1.mlp.up.weight"
         return inner(weight, shape, layout, at._replace(tp=layout.tp - 1 - at.tp) if wrong else at)
 
-    return patch.object(compose, "held_by", swapped)
+    return patch.object(compose, "shard_of", swapped)
 
 
 def skipped_bucket() -> Patch:
@@ -95,7 +95,7 @@ def skipped_bucket() -> Patch:
         if self.use.blocks[0] != "blocks.1":
             return inner(self, last)
         assert self.gradients is not None
-        size = self.unit.slice_size
+        size = self.unit.shard_size
         place = self.mesh.coord("fsdp")
         self.sent, self.gradients, self.sent_last = self.gradients, None, last
         self.received = self.sent[place * size : (place + 1) * size].clone()
@@ -137,7 +137,7 @@ def stale_weight() -> Patch:
         before = self.full.clone()
         inner(self)
         self.arrive()
-        size, place = self.unit.slice_size, self.mesh.coord("fsdp")
+        size, place = self.unit.shard_size, self.mesh.coord("fsdp")
         before[place * size : (place + 1) * size] = self.full[place * size : (place + 1) * size]
         self.full.copy_(before)
 

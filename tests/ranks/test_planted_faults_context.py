@@ -96,7 +96,7 @@ def padding_has_a_loss() -> Patch:
 
 def wrong_half_of_the_keys() -> Patch:
     """Of a visitor's two pieces, the one in the future is seen, and that of the past is not."""
-    inner = context.calls
+    inner = context.attention_calls
 
     def other_half(
         queries: Ranges, keys: Ranges, window: int | None = None
@@ -107,7 +107,7 @@ def wrong_half_of_the_keys() -> Patch:
             for each in inner(queries, keys, window)
         )
 
-    return patch.object(context, "calls", other_half)
+    return patch.object(context, "attention_calls", other_half)
 
 
 def documents_of_the_wrong_place() -> Patch:

@@ -134,13 +134,13 @@ def experts_copied_as_often_as_the_rest() -> Patch:
 
 def router_not_summed_over_tp() -> Patch:
     """Routers see other tokens on every tp rank, and keep their gradients."""
-    inner = compose.held_by
+    inner = compose.shard_of
 
     def whole(weight: Any, *rest: Any) -> Any:
         held = inner(weight, *rest)
         return replace(held, partial=False) if "router" in weight.name else held
 
-    return patch.object(compose, "held_by", whole)
+    return patch.object(compose, "shard_of", whole)
 
 
 def experts_of_two_directions_not_summed() -> Patch:
