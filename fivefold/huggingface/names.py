@@ -2,8 +2,8 @@
 
 Each of our weights is in one tensor of theirs: under another name, maybe transposed (GPT-2 stores
 inputs × outputs), maybe as some of its rows (GPT-2 fuses queries, keys and values). Stacked experts
-are in one tensor for each expert. A new family that names its blocks as Llama does is one entry in
-`LLAMA_LIKE`.
+are in one tensor for each expert. Where a family's names differ from those of a Llama block, its
+entry in `WRITERS` says so.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fivefold.core.errors import BadFile, FivefoldError
+from fivefold.core.errors import FivefoldError
 from fivefold.core.shape import Shape
 from fivefold.core.weights import Weight, buffers, weights
+from fivefold.huggingface.config_export import EXPERT, WRITERS
 
 LLAMA_OUTER = {
     "embed.weight": "model.embed_tokens.weight",
@@ -52,37 +53,6 @@ GPT2_BLOCK = {
     "mlp.up": "mlp.c_fc",
     "mlp.down": "mlp.c_proj",
 }
-EXPERT = "{}"  # the number of an expert in a name
-MOE = {
-    "mlp.router": "mlp.gate",
-    "mlp.experts.gate": f"mlp.experts.{EXPERT}.gate_proj",
-    "mlp.experts.up": f"mlp.experts.{EXPERT}.up_proj",
-    "mlp.experts.down": f"mlp.experts.{EXPERT}.down_proj",
-}
-MIXTRAL = {
-    "mlp.router": "block_sparse_moe.gate",
-    "mlp.experts.gate": f"block_sparse_moe.experts.{EXPERT}.w1",
-    "mlp.experts.up": f"block_sparse_moe.experts.{EXPERT}.w3",
-    "mlp.experts.down": f"block_sparse_moe.experts.{EXPERT}.w2",
-}
-QWEN2_MOE = MOE | {
-    "mlp.shared.gate": "mlp.shared_expert.gate_proj",
-    "mlp.shared.up": "mlp.shared_expert.up_proj",
-    "mlp.shared.down": "mlp.shared_expert.down_proj",
-    "mlp.shared_gate": "mlp.shared_expert_gate",
-}
-DEEPSEEK = MOE | {
-    "attention.q_down": "self_attn.q_a_proj",
-    "attention.q_latent_norm": "self_attn.q_a_layernorm",
-    "attention.q_up": "self_attn.q_b_proj",
-    "attention.kv_down": "self_attn.kv_a_proj_with_mqa",
-    "attention.kv_latent_norm": "self_attn.kv_a_layernorm",
-    "attention.kv_up": "self_attn.kv_b_proj",
-    "mlp.shared.gate": "mlp.shared_experts.gate_proj",
-    "mlp.shared.up": "mlp.shared_experts.up_proj",
-    "mlp.shared.down": "mlp.shared_experts.down_proj",
-    "mlp.router.bias": "mlp.gate.e_score_correction_bias",
-}
 # A layer of multi-token prediction: the modules around its block.
 MTP_MODULES = {
     "token_norm": "enorm",
@@ -92,19 +62,6 @@ MTP_MODULES = {
 }
 # The weights that published files store a second time in such a layer.
 MTP_COPIES = {"embed_tokens.weight": "embed.weight", "shared_head.head.weight": "head.weight"}
-# By family, the names that differ from those of a Llama block.
-LLAMA_LIKE: dict[str, dict[str, str]] = {
-    "llama": {},
-    "mistral": {},
-    "qwen2": {},
-    "qwen3": {},
-    "mixtral": MIXTRAL,
-    "qwen2_moe": QWEN2_MOE,
-    "qwen3_moe": MOE,
-    "olmoe": MOE,
-    "deepseek_v2": DEEPSEEK,
-    "deepseek_v3": DEEPSEEK,
-}
 # Causal masks and rotary tables that older files store with the weights.
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
@@ -131,15 +88,14 @@ def to_hf(shape: Shape, name: str) -> HfLocation:
     """The location of the weight or buffer with this global name."""
     if shape.family == "gpt2":
         return _gpt2_location(shape, name)
-    if shape.family in LLAMA_LIKE:
-        names = LLAMA_BLOCK | LLAMA_LIKE[shape.family]
+    if shape.family in WRITERS:
+        names = LLAMA_BLOCK | WRITERS[shape.family].block_names
         if name.startswith("mtp."):
             return HfLocation(_renamed_mtp(shape, name, names))
         return HfLocation(_renamed(name, LLAMA_OUTER, names, "model.layers"))
-    known = ", ".join(("gpt2", *LLAMA_LIKE))
     raise FivefoldError(
         f"model {shape.name!r} is of family {shape.family!r}, whose Hugging Face names are not "
-        f"known: use a model of one of {known}"
+        f"known: use a model of one of {', '.join(WRITERS)}"
     )
 
 
@@ -222,27 +178,6 @@ def tensor_to_hf(tensor: HfTensor, read: Callable[[str], Tensor]) -> Tensor:
     full = parts[0] if len(parts) == 1 else torch.cat(parts)
     full = full if tensor.expert is None else full[tensor.expert]
     return (full.T if tensor.transposed else full).contiguous()
-
-
-def state_from_hf(shape: Shape, hf_state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights by our names, as views where possible; every problem in one error."""
-    given = names_in_files(shape, hf_state)
-    sizes = {name: tuple(hf_state[old].shape) for name, old in given.items()}
-    problems = list(mismatches(shape, sizes))
-    if problems:
-        raise BadFile(f"Hugging Face weights for {shape.name!r}", problems)
-    return {
-        weight.name: weight_from_hf(shape, weight, lambda name: hf_state[given[name]])
-        for weight in (*weights(shape), *buffers(shape))
-    }
-
-
-def state_to_hf(shape: Shape, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous tensors by their names; a tied head is written once, as the embedding."""
-    out = {
-        name: tensor_to_hf(tensor, state.__getitem__) for name, tensor in hf_tensors(shape).items()
-    }
-    return out | {copy: out[name].clone() for copy, name in published_copies(shape)}
 
 
 def published_copies(shape: Shape) -> Iterator[tuple[str, str]]:

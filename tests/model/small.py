@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
+from fivefold.core.errors import BadFile
 from fivefold.core.shape import Mla, Moe, Rope, Shape
+from fivefold.core.weights import buffers, weights
+from fivefold.huggingface.names import (
+    hf_tensors,
+    mismatches,
+    names_in_files,
+    published_copies,
+    tensor_to_hf,
+    weight_from_hf,
+)
 from fivefold.model.batch import TokenBatch, look_ahead
 from fivefold.model.decoder import Decoder, from_config
 from fivefold.model.init import init_weights
@@ -118,3 +130,24 @@ def gradients(decoder: Decoder, batch: TokenBatch) -> dict[str, torch.Tensor]:
     decoder(batch.tokens, batch).backward()
     named = {name: each.grad for name, each in decoder.named_parameters()}
     return {name: grad.clone() for name, grad in named.items() if grad is not None}
+
+
+def state_from_hf(shape: Shape, hf_state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights by our names, as views where possible; every problem in one error."""
+    given = names_in_files(shape, hf_state)
+    sizes = {name: tuple(hf_state[old].shape) for name, old in given.items()}
+    problems = list(mismatches(shape, sizes))
+    if problems:
+        raise BadFile(f"Hugging Face weights for {shape.name!r}", problems)
+    return {
+        weight.name: weight_from_hf(shape, weight, lambda name: hf_state[given[name]])
+        for weight in (*weights(shape), *buffers(shape))
+    }
+
+
+def state_to_hf(shape: Shape, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous tensors by their names; a tied head is written once, as the embedding."""
+    out = {
+        name: tensor_to_hf(tensor, state.__getitem__) for name, tensor in hf_tensors(shape).items()
+    }
+    return out | {copy: out[name].clone() for copy, name in published_copies(shape)}

@@ -16,7 +16,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from small import DEEPSEEK, LLAMA, batch_of, filled
+from small import DEEPSEEK, LLAMA, batch_of, filled, state_from_hf
 from test_hf_parity import CONFIGS, Float64Everywhere
 
 from fivefold import cli
@@ -26,7 +26,6 @@ from fivefold.core.shape import Moe, Shape
 from fivefold.core.weights import buffers, weights
 from fivefold.huggingface.config_export import as_hf
 from fivefold.huggingface.files import HfFolder, write_model
-from fivefold.huggingface.names import state_from_hf
 from fivefold.model.decoder import Decoder, from_config
 from fivefold.train.checkpoint import Reader, published
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from small import DEEPSEEK, batch_of, filled
+from small import DEEPSEEK, batch_of, filled, state_from_hf, state_to_hf
 from torch.overrides import TorchFunctionMode
 
 from fivefold.core.errors import BadFile, FivefoldError
@@ -21,7 +21,8 @@ from fivefold.core.hf_config import shape_from_config
 from fivefold.core.models import load
 from fivefold.core.shape import Shape
 from fivefold.core.weights import by_name, weights
-from fivefold.huggingface.names import state_from_hf, state_to_hf, to_hf
+from fivefold.huggingface.config_export import WRITERS
+from fivefold.huggingface.names import to_hf
 from fivefold.model.decoder import Decoder, from_config
 from fivefold.model.moe import Router
 
@@ -197,6 +198,10 @@ def saved_gradients(model: Any) -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module", params=list(CONFIGS))
 def models(request: pytest.FixtureRequest) -> Pair:
     return pair(request.param)
+
+
+def test_every_family_is_here() -> None:
+    assert {config().model_type for config in CONFIGS.values()} == set(WRITERS)
 
 
 def test_same_loss_logits_and_gradients(models: Pair) -> None:

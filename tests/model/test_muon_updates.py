@@ -10,7 +10,7 @@ from test_updaters import SHAPES, Weight, of, some_weights
 
 from fivefold.core.errors import FivefoldError
 from fivefold.core.recipe import Recipe
-from fivefold.core.units import UnitRow
+from fivefold.core.units import LocalWeight
 from fivefold.cost.collectives import is_muon_weight
 from fivefold.optim.muon import orthogonalize
 
@@ -41,12 +41,12 @@ def test_muon_takes_the_matrices_between_the_ends() -> None:
         ("head.weight", "head", (9, 8)): False,
         ("mtp.embed.weight", "head", (9, 8)): False,
     }
-    assert {key: is_muon_weight(UnitRow(*key)) for key in taken} == taken
+    assert {key: is_muon_weight(LocalWeight(*key)) for key in taken} == taken
 
 
 def test_muon_is_torchs_own_up_to_bfloat16() -> None:
     """torch multiplies in bfloat16 whatever the weights are; ours are float32."""
-    row = UnitRow("w", "blocks.0", (40, 60))
+    row = LocalWeight("w", "blocks.0", (40, 60))
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(row.shape, generator=generator)
     ours = Weight(row, start.clone(), torch.zeros(row.shape))
@@ -73,7 +73,7 @@ def test_muon_and_offload_are_refused_together(tmp_path: Path) -> None:
 
 def test_the_ends_of_a_muon_run_have_adamws_states() -> None:
     weights = some_weights()
-    weights[0].row = UnitRow("embed.weight", "embed", SHAPES[0])
+    weights[0].row = LocalWeight("embed.weight", "embed", SHAPES[0])
     states = of(Recipe(optimizer="muon"), weights).states()
     there = {key: [one is not None for one in kept] for key, kept in states.items()}
     matrices = [len(shape) > 1 for shape in SHAPES]

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy
 import pytest
+from live_bytes import gathered_bytes
 from numpy.typing import NDArray
 
 import fivefold
 from fivefold.core.errors import FivefoldError
 from fivefold.core.machine import load
 from fivefold.cost.collectives import predict_traffic, traffic_entries
-from fivefold.cost.static_memory import gathered_bytes
 from fivefold.page.learn import data, size_text, tensor
 from fivefold.page.learn.data_steps import GRAD_ITEMSIZE, ITEMSIZE, MOST_IN_FLIGHT
 from fivefold.page.learn.tensor_example import INNER, PARTS, Example
