@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fivefold.core.recipe import Recipe
-from fivefold.core.units import UnitRow
+from fivefold.core.units import LocalWeight
 from fivefold.optim.optimizer import (
     ADAM_EPS,
     MASTER,
@@ -231,7 +231,7 @@ class BlockwiseUpdater:
 
 
 def rounding_bits(
-    seed: int, count: int, row: UnitRow, start: int, size: int, device: torch.device
+    seed: int, count: int, row: LocalWeight, start: int, size: int, device: torch.device
 ) -> Tensor:
     """32 random bits for each of the elements [start, start + size) of a weight in one update."""
     # The copies of an embedding on two stages have two names, and must stay equal.

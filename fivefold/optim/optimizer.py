@@ -19,7 +19,7 @@ from torch import Tensor
 from fivefold.core.recipe import OPTIMIZERS, OptimizerName
 
 if TYPE_CHECKING:
-    from fivefold.core.units import UnitRow
+    from fivefold.core.units import LocalWeight
 
 # That of Llama 2 (arXiv:2307.09288). With the usual 1e-8, AdamW answers the rounding error of a
 # small gradient with a step of the learning rate, and float32 runs soon diverge at the routers.
@@ -38,7 +38,7 @@ class OwnedWeight(Protocol):
     tensor: Tensor
 
     @property
-    def row(self) -> UnitRow: ...
+    def row(self) -> LocalWeight: ...
     @property
     def start(self) -> int: ...
     @property
