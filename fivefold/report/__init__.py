@@ -35,8 +35,8 @@ def duration(seconds: float) -> str:
 def rough_duration(seconds: float) -> str:
     """A waiting time in its two largest units.
 
-    >>> rough(42.3), rough(780), rough(7500), rough(200_000)
-    ('42s', '13m', '2h 5m', '2d 8h')
+    >>> [rough_duration(each) for each in (42.3, 780, 7500, 200_000)]
+    ['42s', '13m', '2h 5m', '2d 8h']
     """
     whole = round(seconds)
     if whole < 60:

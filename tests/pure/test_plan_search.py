@@ -92,7 +92,7 @@ def test_every_sentence_has_its_number(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_people_get_a_table_bars_and_reasons(capsys: pytest.CaptureFixture[str]) -> None:
     text = run(capsys, *SMALL, "--top", "3", "--tokens", "1e12", "--price", "2")
-    for words in ("layouts weighed", "tokens/s/GPU", "activations", "GPU-hours", "why  ", "front"):
+    for words in ("layouts estimated", "tokens/s/GPU", "activations", "GPU-hours", "why  ", "front"):
         assert words in text
     hours = run_json(capsys, *SMALL, "--top", "1", "--tokens", "1e12", "--price", "2")["run"]
     assert hours["price"] == pytest.approx(2 * hours["gpu_hours"])
@@ -163,12 +163,12 @@ def test_objectives(capsys: pytest.CaptureFixture[str]) -> None:
         ([*SMALL, "--top", "0"], "--top 0"),
         ([*SMALL, "--tokens", "-1"], "--tokens -1.0"),
         ([*SMALL, "--sweep", "tp=1..8"], "seq=4k..1m"),
-        ([*SMALL, "--sweep", "seq=8k..4k"], "that rise"),
+        ([*SMALL, "--sweep", "seq=8k..4k"], "a lower and a higher number"),
         ([*SMALL, "--what-if", "gpu=2x"], "did you mean gpus"),
-        ([*SMALL, "--what-if", "gpus=1.01x"], "no whole number"),
+        ([*SMALL, "--what-if", "gpus=1.01x"], "not a whole number"),
         ([*SMALL, "--stage-layers", "1,2"], "is for a given layout"),
         ([*SMALL, "--precision", "fp9"], "did you mean"),
-        (["plan", "tiny", "--tokens", "1e9"], "say on what with --machine"),
+        (["plan", "tiny", "--tokens", "1e9"], "name the machine with --machine"),
         (
             ["plan", "gpt2", "--machine", "h100", "--gpus", "8", "--seq", "4096"],
             "learned positions",

@@ -64,7 +64,7 @@ def test_without_expert_ranks_nobody_waits() -> None:
         assert crowded[name] == pytest.approx(seconds)
 
 
-CAN_HAVE = "has 1 to 4 times the mean"
+CAN_HAVE = "can have 1 to 4 times the mean"
 
 
 def command(*words: str) -> int:

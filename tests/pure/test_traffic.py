@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.core.errors import FivefoldError
-from fivefold.core.plan import Plan, Wishes, resolve
+from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.cost.collectives import TrafficEntry, predict_traffic, traffic_entries, traffic_json
 from fivefold.cost.static_memory import StaticMemory, static_bytes
 
@@ -18,8 +18,8 @@ LLAMA_8B = 8_030_261_248  # parameters, as its model card counts them
 VOCABULARY = 128_256 * 4096  # its embedding; its head is as large
 
 
-def plan_of(model: str, layout: str, **wishes: object) -> Plan:
-    return resolve(Wishes(model, layout=layout, **wishes))  # pyright: ignore
+def plan_of(model: str, layout: str, **options: object) -> Plan:
+    return resolve(PlanOptions(model, layout=layout, **options))  # pyright: ignore
 
 
 def bf16_traffic(plan: Plan, rank: int = 0) -> tuple[TrafficEntry, ...]:
@@ -126,7 +126,7 @@ def test_the_list_is_json_where_there_is_one() -> None:
     ]
     assert traffic_json(plan_of("llama-4-maverick", "dp=2")) is None
     assert traffic_json(plan_of("tiny", "pp=2", schedule="pipedream")) is None
-    with pytest.raises(FivefoldError, match="an asynchronous run"):
+    with pytest.raises(FivefoldError, match="is asynchronous"):
         bf16_traffic(plan_of("tiny", "pp=2", schedule="pipedream-2bw"))
 
 
@@ -176,7 +176,7 @@ def test_every_weight_is_owned_once_in_each_replica(
 ) -> None:
     layout = f"dp={replicate}x{shard}"
     plan = plan_of("tiny", layout, zero=zero, set={"tied": str(tied).lower(), "vocab": "251"})
-    alone = static(plan_of("tiny", "dp=1", set=plan.wishes.set))
+    alone = static(plan_of("tiny", "dp=1", set=plan.options.set))
     ranks = [
         static_bytes(plan, rank, itemsize=2, grad_itemsize=2, optimizer="adamw", bucket=bucket)
         for rank in range(plan.layout.world)

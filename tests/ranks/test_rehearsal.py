@@ -305,7 +305,7 @@ REFUSED = [
     ((*WORDS, "--rank", "2"), "ranks 0 to 1"),
     ((*WORDS, "--rank", "-1"), "ranks 0 to 1"),
     ((*WORDS, "--schedule", "pipedream"), "asynchronous"),
-    ((*WORDS, "--imbalance", "2"), "is for experts"),
+    ((*WORDS, "--imbalance", "2"), "needs experts"),
     ((*WORDS, "--device", "tpu"), "unknown --device"),
     ((*MOE, "--imbalance", "4.5"), "1 to 4 times the mean"),
     ((*MOE, "--balance", "capacity:1.5"), "capacity-pad"),
