@@ -25,7 +25,7 @@ from fivefold.train.callbacks.memory import MemoryCallback
 from fivefold.train.callbacks.records import RecordCallback, SpanCallback
 from fivefold.train.callbacks.stop import StopCallback
 from fivefold.train.callbacks.watchdog import WatchdogCallback
-from fivefold.train.state import Progress, RankMemory, TrainedRank, TrainSettings
+from fivefold.train.state import Progress, TrainedRank, TrainSettings
 
 
 def run_rank(
@@ -111,7 +111,8 @@ class _Loop:
                 rows = self.rank.source.samples(first, num_samples)
                 outcome, seconds = self._step(number, self.rank.batches(rows))
                 progress.advance(num_samples, outcome.skipped, bool(outcome.stops))
-                self.result.add(float(outcome.loss), self.rank.job, self.settings.check)
+                loss, stopped = float(outcome.loss), progress.stopped
+                self.result.add(loss, stopped, self.rank.job, self.settings.check)
                 record = self._record(number, first, outcome, seconds)
                 for each in self.callbacks:
                     each.after_step(record)
@@ -124,7 +125,6 @@ class _Loop:
         finally:
             for each in self.callbacks:
                 each.close()
-        self.result.stopped = progress.stopped
         return self.result
 
     def _step(self, number: int, batches: list[TokenBatch]) -> tuple[StepOutcome, float]:
@@ -178,7 +178,7 @@ class _MeasuredUpdate:
 
     def step(self) -> None:
         self.rank.updater.step()
-        self.result.memory = RankMemory.measure(self.rank.job, self.rank.updater)
+        self.result.measure_memory(self.rank.job, self.rank.updater)
 
 
 def _why_skipped(outcome: StepOutcome) -> str:

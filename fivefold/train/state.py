@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -103,8 +103,8 @@ class Progress:
         self.step, self.samples, self.skipped = facts.step, facts.samples, facts.skipped
         self.skipped_in_a_row = int(facts.scaler.get("skipped_in_a_row", 0))
         if self.scale.dynamic and facts.scaler.get("scale", 1.0) > 1.0:
-            self.scale.value = facts.scaler["scale"]
-            self.scale.good_steps = int(facts.scaler["good_steps"])
+            good_steps = int(facts.scaler["good_steps"])
+            self.scale = replace(self.scale, value=facts.scaler["scale"], good_steps=good_steps)
 
 
 class AxisTraffic(NamedTuple):
@@ -138,14 +138,19 @@ class TrainedRank:
     routes: list[Routes] = field(default_factory=list)  # by step, if they are to be compared
     stopped: bool = False  # on request, before the last step
 
-    def add(self, loss: float, job: Job, with_routes: bool) -> None:
+    def add(self, loss: float, stopped: bool, job: Job, with_routes: bool) -> None:
         """A step is over, and no other collective was issued since."""
         self.losses.append(loss)
+        self.stopped = stopped
         if len(self.traffic) < _COMPARED:
             self.traffic.append(traffic_by_axis(job.mesh.records))
         if with_routes:
             self.routes.append(_sorted_experts(job.balancing.routes))
             job.balancing.routes.clear()
+
+    def measure_memory(self, job: Job, updater: Updater) -> None:
+        """The last update is over."""
+        self.memory = RankMemory.measure(job, updater)
 
 
 def _sorted_experts(routes: Sequence[Route]) -> Routes:

@@ -136,7 +136,7 @@ class _ExpertLoad:
         return torch.full((num_experts,), share, dtype=torch.float64, device=self.device)
 
     def write(self, value: Tensor) -> None:
-        self.balancer.load = value
+        self.balancer.set_load(value)
 
 
 def _owned(job: Job, updater: Updater) -> Iterator[CheckpointTensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fivefold.core.schedule import Step
-from fivefold.launch.watchdog import PATIENCE, Watchdog
+from fivefold.launch.watchdog import Watchdog
 from fivefold.launch.worker import Worker
 from fivefold.parallel.mesh import CollectiveRecord
 from fivefold.records import StepRecord
@@ -42,7 +42,7 @@ class WatchdogCallback(Callback):
     def after_step(self, record: StepRecord) -> None:
         """A step that hangs is known only when it takes much longer than this one."""
         if self.watchdog is not None:
-            self.watchdog.patience = max(PATIENCE, 2 * record.seconds)
+            self.watchdog.step_took(record.seconds)
 
     def begin(self, record: CollectiveRecord, members: tuple[int, ...]) -> None:
         """A collective is about to be issued."""
