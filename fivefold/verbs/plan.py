@@ -14,6 +14,7 @@ from fivefold.core import machine as machines
 from fivefold.core.errors import BadFile, FivefoldError, UnknownName
 from fivefold.core.machine import Machine
 from fivefold.core.plan import Plan, PlanOptions, resolve
+from fivefold.core.precision import PRECISIONS
 from fivefold.core.schedule.catalog import family
 from fivefold.core.splits import ContextKind
 from fivefold.report import plan_text, plan_values, write_text
@@ -53,11 +54,10 @@ def run(
     ] = "tokens",
     headroom: Annotated[float, typer.Option(help="Share of the memory to leave free.")] = 0.05,
     precision: Annotated[
-        str | None, typer.Option(help="Estimate in bf16, fp8, fp16 or fp32.")
+        str | None, typer.Option(help=f"Estimate in {', '.join(PRECISIONS)}.")
     ] = None,
     kernels: Annotated[
-        str,
-        typer.Option(help="compiled, eager or graphs: what blocks save, how kernels launch."),
+        str, typer.Option(help="compiled, eager or graphs: what blocks save, how they launch.")
     ] = "compiled",
     imbalance: Annotated[
         float | None, typer.Option(help="Load of the fullest expert over the mean; 1 is balanced.")
@@ -65,9 +65,7 @@ def run(
     what_if: Annotated[
         str | None, typer.Option(help='Compare with a changed job: "gpus=2x", "machine=gb200".')
     ] = None,
-    compare: Annotated[
-        bool, typer.Option("--compare", help="Compare each dimension alone.")
-    ] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="Each dimension alone.")] = False,
     sweep: Annotated[str | None, typer.Option(help="Curves: seq=4k..1m or gpus=8..16384.")] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the plan as TOML.")
@@ -218,7 +216,6 @@ def _searched(plan_options: PlanOptions, options: dict[str, Any], set_options: s
 def _inquiry(
     plan_options: PlanOptions, options: dict[str, Any], fixed: dict[str, int | str]
 ) -> PlanRequest:
-    from fivefold.core.precision import PRECISIONS
     from fivefold.planner import plan_request
 
     precision = one_of("precision", options["precision"] or plan_options.precision, PRECISIONS)
