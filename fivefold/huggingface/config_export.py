@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from fivefold.core.errors import BadFile, FivefoldError
@@ -28,11 +29,47 @@ ACTIVATIONS = {
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
+# Names of modules in a block that differ from those of Llama.
+EXPERT = "{}"  # the number of an expert in a name
+MOE = {
+    "mlp.router": "mlp.gate",
+    "mlp.experts.gate": f"mlp.experts.{EXPERT}.gate_proj",
+    "mlp.experts.up": f"mlp.experts.{EXPERT}.up_proj",
+    "mlp.experts.down": f"mlp.experts.{EXPERT}.down_proj",
+}
+MIXTRAL = {
+    "mlp.router": "block_sparse_moe.gate",
+    "mlp.experts.gate": f"block_sparse_moe.experts.{EXPERT}.w1",
+    "mlp.experts.up": f"block_sparse_moe.experts.{EXPERT}.w3",
+    "mlp.experts.down": f"block_sparse_moe.experts.{EXPERT}.w2",
+}
+QWEN2_MOE = MOE | {
+    "mlp.shared.gate": "mlp.shared_expert.gate_proj",
+    "mlp.shared.up": "mlp.shared_expert.up_proj",
+    "mlp.shared.down": "mlp.shared_expert.down_proj",
+    "mlp.shared_gate": "mlp.shared_expert_gate",
+}
+DEEPSEEK = MOE | {
+    "attention.q_down": "self_attn.q_a_proj",
+    "attention.q_latent_norm": "self_attn.q_a_layernorm",
+    "attention.q_up": "self_attn.q_b_proj",
+    "attention.kv_down": "self_attn.kv_a_proj_with_mqa",
+    "attention.kv_latent_norm": "self_attn.kv_a_layernorm",
+    "attention.kv_up": "self_attn.kv_b_proj",
+    "mlp.shared.gate": "mlp.shared_experts.gate_proj",
+    "mlp.shared.up": "mlp.shared_experts.up_proj",
+    "mlp.shared.down": "mlp.shared_experts.down_proj",
+    "mlp.router.bias": "mlp.gate.e_score_correction_bias",
+}
+
+
 class Writer(NamedTuple):
-    """How a family is written: the class that loads it, and the keys of its config."""
+    """How a family is written: the class that loads it, the keys of its config, and the modules of
+    a block that Llama does not have or names otherwise."""
 
     architecture: str
     keys: Callable[[Shape], Fields]
+    block_names: Mapping[str, str] = MappingProxyType({})
 
 
 class HfModel(NamedTuple):
@@ -62,13 +99,13 @@ def as_hf(shape: Shape, dtype: str, source: Mapping[str, Any] | None = None) -> 
 
 def _written(shape: Shape, family: str) -> Fields | None:
     """The config in that family; None if only one of family and model has experts or latents."""
-    if family not in WRITERS or (family in WITH_EXPERTS) != (shape.moe is not None):
+    writer = WRITERS.get(family)
+    if writer is None or ("mlp.router" in writer.block_names) != (shape.moe is not None):
         return None
-    if family.startswith("deepseek") != (shape.mla is not None):
+    if ("attention.kv_down" in writer.block_names) != (shape.mla is not None):
         return None
-    if family in WITH_SHARED_EXPERT and not _moe(shape).shared:
+    if "mlp.shared.up" in writer.block_names and not _moe(shape).shared:
         return None
-    writer = WRITERS[family]
     return {
         "architectures": [writer.architecture],
         "model_type": family,
@@ -264,13 +301,10 @@ WRITERS: dict[str, Writer] = {
     "mistral": Writer("MistralForCausalLM", _mistral),
     "qwen2": Writer("Qwen2ForCausalLM", _qwen2),
     "qwen3": Writer("Qwen3ForCausalLM", _qwen3),
-    "mixtral": Writer("MixtralForCausalLM", _mixtral),
-    "qwen2_moe": Writer("Qwen2MoeForCausalLM", _qwen2_moe),
-    "qwen3_moe": Writer("Qwen3MoeForCausalLM", _qwen3_moe),
-    "olmoe": Writer("OlmoeForCausalLM", _olmoe),
-    "deepseek_v2": Writer("DeepseekV2ForCausalLM", _deepseek_v2),
-    "deepseek_v3": Writer("DeepseekV3ForCausalLM", _deepseek_v3),
+    "mixtral": Writer("MixtralForCausalLM", _mixtral, MIXTRAL),
+    "qwen2_moe": Writer("Qwen2MoeForCausalLM", _qwen2_moe, QWEN2_MOE),
+    "qwen3_moe": Writer("Qwen3MoeForCausalLM", _qwen3_moe, MOE),
+    "olmoe": Writer("OlmoeForCausalLM", _olmoe, MOE),
+    "deepseek_v2": Writer("DeepseekV2ForCausalLM", _deepseek_v2, DEEPSEEK),
+    "deepseek_v3": Writer("DeepseekV3ForCausalLM", _deepseek_v3, DEEPSEEK),
 }
-WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3")
-# Families that always have a shared expert.
-WITH_SHARED_EXPERT = ("qwen2_moe", "deepseek_v2", "deepseek_v3")

@@ -21,10 +21,6 @@ def test_config_of_a_preset_reads_back(name: str) -> None:
     assert model.shape.family == shape.family == model.config["model_type"]
 
 
-def test_every_family_is_among_the_presets() -> None:
-    assert {models.load(name).family for name in PRESETS} == set(WRITERS)
-
-
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name != "llama-4-maverick"])
 def test_no_key_of_a_published_config_changes(name: str) -> None:
     written = as_hf(shape_from_config(CONFIGS[name], name), "bfloat16").config
