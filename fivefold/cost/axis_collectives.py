@@ -33,6 +33,34 @@ _SENT: dict[str, Callable[[int], float]] = {
     "send": lambda ranks: 1.0,
     "recv": lambda ranks: 0.0,
 }
+# What is in the buffers, by kind and axis; a message is listed once, as a send.
+PAYLOADS: dict[tuple[str, str], str] = {
+    ("all_reduce", "tp"): "sums of split matmuls, without sequence parallelism; the loss; norms",
+    ("all_reduce", "etp"): "results of experts sharded in width, without sequence parallelism",
+    ("all_reduce", "dp-cp"): "gradients with ZeRO-0; the number of tokens of a step",
+    ("all_reduce", "edp"): "gradients of experts with ZeRO-0",
+    ("all_reduce", "replicate"): "shards of gradients, over the replicas of dp=RxS",
+    ("all_reduce", "replica"): "gradients of KV heads that several tp ranks have",
+    ("all_reduce", "row"): "how many tokens of a row each expert was given, for balancing losses",
+    ("all_reduce", "twin"): "gradients of weights that are on two stages",
+    ("all_reduce", "world"): "loss and squared gradient norm, once a step",
+    ("all_gather", "tp"): "tokens before split matmuls, with sequence parallelism",
+    ("all_gather", "etp"): "tokens before experts that are sharded in width",
+    ("all_gather", "fsdp"): "weights, with ZeRO",
+    ("all_gather", "edp"): "weights of experts, with ZeRO",
+    ("all_gather", "ring"): "keys and values of the whole row, with context allgather",
+    ("reduce_scatter", "tp"): "sums of split matmuls, each rank its tokens",
+    ("reduce_scatter", "etp"): "sums of experts that are sharded in width, each rank its tokens",
+    ("reduce_scatter", "fsdp"): "gradients, with ZeRO",
+    ("reduce_scatter", "edp"): "gradients of experts, with ZeRO",
+    ("reduce_scatter", "ring"): "gradients of keys and values, with context allgather",
+    ("all_to_all", "ep"): "tokens to their experts, and results back",
+    ("all_to_all", "ep-near"): "the same inside a node",
+    ("all_to_all", "ep-far"): "the same between nodes, a token once to each",
+    ("all_to_all", "ulysses"): "tokens for heads around attention, and back",
+    ("send", "pp"): "activations to the next stage, gradients to the one before",
+    ("send", "ring"): "keys and values, hop by hop, and their gradients",
+}
 
 
 class Collective(NamedTuple):
@@ -42,6 +70,11 @@ class Collective(NamedTuple):
     kind: str
     bytes: int
     group: int
+
+    @property
+    def payload(self) -> str:
+        """What is in the buffer."""
+        return PAYLOADS["send" if self.kind == "recv" else self.kind, self.axis]
 
     @property
     def sent(self) -> float:

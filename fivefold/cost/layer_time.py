@@ -84,7 +84,7 @@ class LayerTimer:
         self.speed = machine.peak(self.wide) * self.reach.matmul
         self.narrow_speed = self.speed
         if precision != self.wide:
-            self.narrow_speed = machine.peak("fp8") * self.reach.matmul_fp8
+            self.narrow_speed = machine.peak(precision) * self.reach.matmul_fp8
 
     def matmul(self, flops: Array, narrow: bool) -> Array:
         """Seconds of one matmul."""
@@ -172,8 +172,8 @@ class LayerTimer:
         return 2 * self.tokens * flops / self.narrow_speed + len(gemms) * self.reach.start
 
     def _casts(self, gemms: list[Gemm]) -> Array:
-        """Casts of the inputs of 8-bit matmuls."""
-        if self.precision != "fp8":
+        """Casts of the inputs of matmuls in fewer bits than activations have."""
+        if self.precision == self.wide:
             return np.zeros(1)
         return self.moved(CAST_BYTES * self.tokens * sum(each.inputs for each in gemms))
 

@@ -10,7 +10,7 @@ functional collectives: selective recomputation knows them by name and never iss
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -80,28 +80,41 @@ def goes_by_host(tensor: Tensor, group: dist.ProcessGroup) -> bool:
     return tensor.is_cuda and dist.get_backend(group) == dist.Backend.GLOO
 
 
+def in_place(tensor: Tensor, start: Callable[[Tensor], Any], group: dist.ProcessGroup) -> Pending:
+    """Start a collective that reads and writes one tensor, or a copy that the group reaches."""
+    if not goes_by_host(tensor, group):
+        return start(tensor)
+    host = _copied(tensor)
+    return InFlight([start(host)], came=host, home=tensor)
+
+
+def between(
+    output: Tensor, x: Tensor, start: Callable[[Tensor, Tensor], Any], group: dist.ProcessGroup
+) -> Pending:
+    """Start a collective that fills `output` from `x`, or from and into copies."""
+    if not goes_by_host(output, group):
+        return start(output, x)
+    sent, came = _copied(x), _room(output)
+    return InFlight([start(came, sent)], sent, came, output)
+
+
 def all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> Pending:
     """Reduce in place."""
-    if not goes_by_host(tensor, group):
-        return dist.all_reduce(tensor, op, group, async_op=True)
-    host = _copied(tensor)
-    return InFlight([dist.all_reduce(host, op, group, async_op=True)], came=host, home=tensor)
+    return in_place(tensor, lambda here: dist.all_reduce(here, op, group, async_op=True), group)
 
 
 def reduce_scatter(output: Tensor, full: Tensor, group: dist.ProcessGroup) -> Pending:
     """Sum `full` over the ranks; each gets its shard."""
-    if not goes_by_host(output, group):
-        return _reduce_scatter(output, full, group=group, async_op=True)
-    sent, came = _copied(full), _room(output)
-    return InFlight([_reduce_scatter(came, sent, group=group, async_op=True)], sent, came, output)
+    return between(
+        output, full, lambda out, x: _reduce_scatter(out, x, group=group, async_op=True), group
+    )
 
 
 def all_gather(full: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Pending:
     """Fill `full` with the shards of all ranks."""
-    if not goes_by_host(full, group):
-        return _all_gather(full, shard, group=group, async_op=True)
-    sent, came = _copied(shard), _room(full)
-    return InFlight([_all_gather(came, sent, group=group, async_op=True)], sent, came, full)
+    return between(
+        full, shard, lambda out, x: _all_gather(out, x, group=group, async_op=True), group
+    )
 
 
 def send(tensor: Tensor, target: int, group: dist.ProcessGroup) -> Pending:

@@ -75,7 +75,7 @@ def _run(
         str | None, typer.Option(help="Print one panel only, such as memory, context or loss.")
     ] = None,
     precision: Annotated[
-        str | None, typer.Option(help="Estimate in bf16, fp8, fp16 or fp32.")
+        str | None, typer.Option(help=f"Estimate in {', '.join(PRECISIONS)}.")
     ] = None,
     port: Annotated[int, typer.Option(help="Port of the page; 0 picks a free one.")] = 5555,
     as_json: Annotated[

@@ -16,6 +16,7 @@ from fivefold.core.errors import FivefoldError
 from fivefold.core.layout import Layout
 from fivefold.core.models import is_large, scale_down, scaling_note
 from fivefold.core.plan import Plan, PlanOptions, resolve
+from fivefold.core.recipe import OPTIMIZERS
 from fivefold.core.weights import weights
 from fivefold.cost.collectives import TrafficEntry, traffic_entries
 from fivefold.verbs import above, one_of, progress_bar, with_plan_options
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from fivefold.verify.trial import VerifySettings, VerifyVerdict
 
 
+_OPTIMIZERS = [name for name, kind in OPTIMIZERS.items() if not kind.full_matrices]
 _MOST_RANKS = 64  # processes on one machine
 _PATIENCE_WITH_KERNELS = 300.0  # seconds: starting a GPU and compiling kernels send no message
 _WORDS = {
@@ -41,7 +43,7 @@ def run(
     options: PlanOptions,
     dtype: Annotated[str, typer.Option(help="float64, float32 or bfloat16.")] = "float64",
     steps: Annotated[int, typer.Option(help="Optimizer steps to compare.")] = 2,
-    optimizer: Annotated[str, typer.Option(help="adamw or sgd.")] = "adamw",
+    optimizer: Annotated[str, typer.Option(help=f"{' or '.join(_OPTIMIZERS)}.")] = "adamw",
     offload: Annotated[
         str, typer.Option(help="Offload weights and optimizer states: none or cpu.")
     ] = "none",
@@ -76,7 +78,7 @@ def run(
         "dtype": one_of("dtype", dtype, get_args(Dtype)),
         "grad_dtype": grad_dtype and one_of("grad-dtype", grad_dtype, get_args(Dtype)),
         "steps": above("steps", steps, 0),
-        "optimizer": one_of("optimizer", optimizer, ("adamw", "sgd")),
+        "optimizer": one_of("optimizer", optimizer, _OPTIMIZERS),
         "offload": one_of("offload", offload, ("none", "cpu")) == "cpu",
         "bucket": None if bucket_mb is None else max(1, int(bucket_mb * 1e6)),
         "seed": above("seed", seed, -1),

@@ -6,6 +6,7 @@ It shares the model's blocks and the initial values with the ranks and nothing e
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fivefold.core.balance import Balance
-from fivefold.core.recipe import OptimizerName
+from fivefold.core.recipe import OPTIMIZERS, OptimizerName
 from fivefold.core.shape import Shape
 from fivefold.model.balance import LocalRows, attach_balancers, moe_layers, update_balance
 from fivefold.model.batch import NOT_COUNTED, TokenBatch, look_ahead
@@ -31,8 +32,6 @@ ADAM_EPS = 1e-2
 LEARNING_RATE = 1e-2
 WEIGHT_DECAY = 0.1
 MAX_NORM = 0.5
-# How much of a change of a gradient an optimizer passes on to the weight in one step, at most.
-GAIN: dict[OptimizerName, float] = {"adamw": LEARNING_RATE / ADAM_EPS, "sgd": LEARNING_RATE}
 
 
 @dataclass(frozen=True)
@@ -46,6 +45,14 @@ class Truth:
     gradients: Arrays
     weights: Arrays
     biases: Arrays = field(default_factory=dict)  # of loss-free balancing, after the step
+
+
+def gain(optimizer: OptimizerName) -> float:
+    """How much of a change of a gradient an optimizer passes on to the weight in one step, at most.
+
+    SGD multiplies it by the learning rate; others divide by the size of gradients, plus epsilon.
+    """
+    return LEARNING_RATE if optimizer == "sgd" else LEARNING_RATE / ADAM_EPS
 
 
 def truths(
@@ -175,7 +182,8 @@ def _cross_entropy(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
 
 
 def _optimizer(name: OptimizerName, model: Decoder) -> torch.optim.Optimizer:
-    """Only matrices decay."""
+    """AdamW and SGD are written out; another one is made as the ranks make it. Only matrices
+    decay."""
     matrices = [one for one in model.parameters() if one.dim() > 1]
     vectors = [one for one in model.parameters() if one.dim() == 1]
     groups = [
@@ -184,7 +192,9 @@ def _optimizer(name: OptimizerName, model: Decoder) -> torch.optim.Optimizer:
     ]
     if name == "sgd":
         return torch.optim.SGD(groups, lr=LEARNING_RATE, momentum=0.9)
-    return torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.95), eps=ADAM_EPS)
+    if name == "adamw":
+        return torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.95), eps=ADAM_EPS)
+    return pkgutil.resolve_name(OPTIMIZERS[name].factory)(groups, LEARNING_RATE, ADAM_EPS)
 
 
 def as_array(tensor: Tensor | None) -> NDArray[np.floating]:

@@ -42,7 +42,7 @@ def judge(
     plan: Plan, settings: VerifySettings, runs: list[VerifiedRank], truths: list[Truth]
 ) -> VerifyVerdict:
     """Compare every rank's steps with the reference, and its collectives with the prediction."""
-    gain = reference.GAIN[settings.optimizer]
+    gain = reference.gain(settings.optimizer)
     tolerance = compare.tolerances(
         plan.shape,
         plan.batch,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from fivefold.page.document import LESSONS
 from tests.page.ink import ink
 
 if TYPE_CHECKING:
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
 RUN = Path(__file__).parents[2] / "examples" / "runs" / "llama-3.2-1b-h200"
 INSIDE = ("file:", "data:", "blob:")
-LESSONS = ("landscape", "layer", "collectives", "data", "tensor", "pipeline", "context", "expert")
 _MOST_BYTES = 20 * 2**20
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from fivefold.page.document import LESSONS
 from tests.page.conftest import serve
 from tests.page.ink import ink
 
@@ -20,10 +21,6 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page, Route
 
 RUN = Path(__file__).parents[2] / "examples" / "runs" / "llama-3.2-1b-h200"
-LESSONS = (
-    *("landscape", "layer", "collectives", "data"),
-    *("tensor", "pipeline", "context", "expert"),
-)
 PICTURES = {"explore": 8, "run": 9}  # at the least; a lesson has one
 _LONG_MS = 60_000  # the planner searches
 SMALL = "explore?model=llama-7b&gpus=16&tp=2&pp=2&batch=64&schedule=1f1b&zero=1"

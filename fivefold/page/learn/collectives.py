@@ -16,9 +16,10 @@ from functools import cache
 
 from fivefold.core.errors import counted
 from fivefold.core.plan import PlanOptions, resolve
+from fivefold.cost.axis_collectives import PAYLOADS
 from fivefold.cost.collectives import predict_traffic
 from fivefold.page import Params, View
-from fivefold.page.learn import Choice, chosen, size_text
+from fivefold.page.learn import Choice, chosen, sentence_lines, size_text
 from fivefold.report import wrapped
 
 TITLE = "The six collectives"
@@ -34,9 +35,6 @@ class DataBlock:
     index: int
 
 
-Blocks = list[list[DataBlock | None]]  # by rank and slot
-
-
 @dataclass(frozen=True)
 class Move:
     """One message: the block in `slot` of rank `source` goes to slot `into` of rank `target`."""
@@ -45,21 +43,24 @@ class Move:
     target: int
     slot: int
     into: int
-    keeps: bool  # the sender still has the block
-    adds: bool  # the receiver adds it to its own
+    keeps: bool = False  # the sender still has the block
+    adds: bool = False  # the receiver adds it to its own
+
+
+Blocks = list[list[DataBlock | None]]  # by rank and slot
+Steps = Iterator[tuple[str, list[Move]]]  # what happens in each, and its messages
 
 
 @dataclass(frozen=True)
 class CollectiveLesson:
-    """One collective: its start, its steps, and its cost in words."""
+    """One collective: its cost in words, its start and its steps, by the number of ranks."""
 
-    title: str
     kinds: tuple[str, ...]  # as `cost/collectives.py` names them
     means: str
     formula: str
-    num_shards: Callable[[int], int]  # of a message, by the number of ranks
     start: Callable[[int], Blocks]
-    steps: Callable[[int], Iterator[tuple[str, list[Move]]]]
+    steps: Callable[[int], Steps]
+    sharded: bool = True  # a message has a shard for each rank
 
 
 def _own(rank: int, index: int) -> DataBlock:
@@ -86,10 +87,9 @@ def _message(n: int) -> Blocks:
     return [[_own(rank, 0), None] for rank in range(n)]
 
 
-def _reduce_scatter(n: int) -> Iterator[tuple[str, list[Move]]]:
+def _reduce_scatter(n: int) -> Steps:
     for step in range(n - 1):
-        slots = [(rank - step - 1) % n for rank in range(n)]
-        moves = [_to_next(rank, n, slots[rank], keeps=False, adds=True) for rank in range(n)]
+        moves = [_to_next(rank, n, (rank - step - 1) % n, adds=True) for rank in range(n)]
         yield (
             f"Step {step + 1} of {n - 1}: every rank passes one piece to its neighbour, "
             f"who adds its own numbers to it: sums of {step + 2}.",
@@ -97,10 +97,9 @@ def _reduce_scatter(n: int) -> Iterator[tuple[str, list[Move]]]:
         )
 
 
-def _all_gather(n: int) -> Iterator[tuple[str, list[Move]]]:
+def _all_gather(n: int) -> Steps:
     for step in range(n - 1):
-        slots = [(rank - step) % n for rank in range(n)]
-        moves = [_to_next(rank, n, slots[rank], keeps=True, adds=False) for rank in range(n)]
+        moves = [_to_next(rank, n, (rank - step) % n, keeps=True) for rank in range(n)]
         yield (
             f"Step {step + 1} of {n - 1}: every rank passes on the piece that came last; "
             f"each has {step + 2} of {n}.",
@@ -108,28 +107,24 @@ def _all_gather(n: int) -> Iterator[tuple[str, list[Move]]]:
         )
 
 
-def _all_reduce(n: int) -> Iterator[tuple[str, list[Move]]]:
-    for says, moves in _reduce_scatter(n):
-        yield f"Reduce-scatter. {says}", moves
-    for says, moves in _all_gather(n):
-        yield f"All-gather. {says}", moves
+def _all_reduce(n: int) -> Steps:
+    for name, steps in (("Reduce-scatter", _reduce_scatter(n)), ("All-gather", _all_gather(n))):
+        yield from ((f"{name}. {says}", moves) for says, moves in steps)
 
 
-def _all_to_all(n: int) -> Iterator[tuple[str, list[Move]]]:
+def _all_to_all(n: int) -> Steps:
     """Ranks swap in pairs; their numbers differ in the bits of the step."""
     for step in range(1, n):
-        moves = [
-            Move(rank, rank ^ step, rank ^ step, rank, keeps=False, adds=False) for rank in range(n)
-        ]
+        moves = [Move(rank, rank ^ step, rank ^ step, rank) for rank in range(n)]
         pairs = ", ".join(f"{rank}↔{rank ^ step}" for rank in range(n) if rank < rank ^ step)
         yield f"Step {step} of {n - 1}: pairs of ranks swap their pieces: {pairs}.", moves
 
 
-def _broadcast(n: int) -> Iterator[tuple[str, list[Move]]]:
+def _broadcast(n: int) -> Steps:
     """Shards follow one another along the ranks, so that no rank waits for the whole message."""
     for step in range(2 * n - 2):
         moves = [
-            _to_next(rank, n, step - rank, keeps=True, adds=False)
+            _to_next(rank, n, step - rank, keeps=True)
             for rank in range(n - 1)
             if 0 <= step - rank < n
         ]
@@ -138,8 +133,8 @@ def _broadcast(n: int) -> Iterator[tuple[str, list[Move]]]:
         yield f"Step {step + 1} of {2 * n - 2}: {busy} {verb} on the way down the line.", moves
 
 
-def _send(n: int) -> Iterator[tuple[str, list[Move]]]:
-    moves = [Move(rank, (rank + 1) % n, 0, 1, keeps=True, adds=False) for rank in range(n)]
+def _send(n: int) -> Steps:
+    moves = [Move(rank, (rank + 1) % n, 0, 1, keeps=True) for rank in range(n)]
     yield (
         "One step: every rank sends to its neighbour and receives from the other one; "
         "each message is between two ranks and needs nobody else.",
@@ -147,107 +142,60 @@ def _send(n: int) -> Iterator[tuple[str, list[Move]]]:
     )
 
 
-def _to_next(rank: int, n: int, slot: int, *, keeps: bool, adds: bool) -> Move:
-    return Move(rank, (rank + 1) % n, slot, slot, keeps, adds)
-
-
-def _one_per_rank(n: int) -> int:
-    return n
-
-
-def _not_sharded(n: int) -> int:
-    return 1
+def _to_next(rank: int, n: int, slot: int, **flags: bool) -> Move:
+    return Move(rank, (rank + 1) % n, slot, slot, **flags)
 
 
 _RING = "(n − 1)/n · S"
 COLLECTIVES: Mapping[str, CollectiveLesson] = {
     "all-reduce": CollectiveLesson(
-        "All-reduce",
         ("all_reduce",),
         "Every rank has S bytes of numbers; in the end each has the sum over all ranks.",
         "2 · (n − 1)/n · S",
-        _one_per_rank,
         _all_shards,
         _all_reduce,
     ),
     "all-gather": CollectiveLesson(
-        "All-gather",
         ("all_gather",),
         "Every rank has S/n bytes; in the end each has all S.",
         _RING,
-        _one_per_rank,
         _one_shard,
         _all_gather,
     ),
     "reduce-scatter": CollectiveLesson(
-        "Reduce-scatter",
         ("reduce_scatter",),
         "Every rank has S bytes of numbers; in the end each has 1/n of their sum.",
         _RING,
-        _one_per_rank,
         _all_shards,
         _reduce_scatter,
     ),
     "all-to-all": CollectiveLesson(
-        "All-to-all",
         ("all_to_all",),
         "Every rank has S bytes, 1/n for each rank; in the end each has what was meant for it.",
         _RING,
-        _one_per_rank,
         _all_shards,
         _all_to_all,
     ),
     "broadcast": CollectiveLesson(
-        "Broadcast",
-        (),
+        ("broadcast",),
         "Rank 0 has S bytes; in the end every rank has them.",
         "S",
-        _one_per_rank,
         _root_only,
         _broadcast,
     ),
     "send and receive": CollectiveLesson(
-        "Send and receive",
         ("send", "recv"),
         "A rank has S bytes for one other rank.",
         "S",
-        _not_sharded,
         _message,
         _send,
+        sharded=False,
     ),
 }
 CHOICES: Mapping[str, Choice] = {
     "collective": Choice("Collective", tuple(COLLECTIVES), "all-reduce"),
     "ranks": Choice("Ranks n", ("2", "4", "8"), "4"),
     "size": Choice("Message S", tuple(SIZES), "64 MiB"),
-}
-# The payload by kind and axis; a test compares the keys with the collectives that plans have.
-WHAT = {
-    ("all_reduce", "tp"): "split products without sequence parallelism; the loss; norms",
-    ("all_reduce", "etp"): "results of experts cut in width, without sequence parallelism",
-    ("all_reduce", "dp-cp"): "gradients under ZeRO-0; the number of tokens of a step",
-    ("all_reduce", "edp"): "gradients of experts under ZeRO-0",
-    ("all_reduce", "replicate"): "slices of gradients over the replicas of dp=RxS",
-    ("all_reduce", "replica"): "gradients of KV heads that several tp ranks hold",
-    ("all_reduce", "row"): "how many tokens of a row each expert was given, for balancing losses",
-    ("all_reduce", "twin"): "gradients of weights that lie on two stages",
-    ("all_reduce", "world"): "loss and squared gradient norm, once a step",
-    ("all_gather", "tp"): "tokens in front of split products, under sequence parallelism",
-    ("all_gather", "etp"): "tokens in front of experts cut in width",
-    ("all_gather", "fsdp"): "weights, under ZeRO",
-    ("all_gather", "edp"): "weights of experts, under ZeRO",
-    ("all_gather", "ring"): "keys and values of the whole row, with context allgather",
-    ("reduce_scatter", "tp"): "sums of split products, each rank its tokens",
-    ("reduce_scatter", "etp"): "sums of experts cut in width, each rank its tokens",
-    ("reduce_scatter", "fsdp"): "gradients, under ZeRO",
-    ("reduce_scatter", "edp"): "gradients of experts, under ZeRO",
-    ("reduce_scatter", "ring"): "gradients of keys and values, with context allgather",
-    ("all_to_all", "ep"): "tokens to their experts, and results back",
-    ("all_to_all", "ep-near"): "the same inside of a node",
-    ("all_to_all", "ep-far"): "the same between nodes, a token once to each",
-    ("all_to_all", "ulysses"): "tokens for heads around attention, and back",
-    ("send", "pp"): "activations to the next stage, gradients to the one before",
-    ("send", "ring"): "keys and values, hop by hop, and their gradients",
 }
 _EVERY = "dp=2x2 tp=2 pp=2 cp=2 ep=2"
 # Together these plans have every collective that a step can have.
@@ -267,8 +215,8 @@ def view(params: Params) -> View:
     """One collective on n ranks: its frames, the bytes that each rank sends, and its uses."""
     choices = chosen(CHOICES, params)
     one, n = COLLECTIVES[choices["collective"]], int(choices["ranks"])
-    size = SIZES[choices["size"]]
-    shard_bytes = size // one.num_shards(n)
+    title, size = choices["collective"].capitalize(), SIZES[choices["size"]]
+    shard_bytes = size // (n if one.sharded else 1)
     states, moves = _played(one, n)
     sources = [move.source for step in moves for move in step]
     sent = [shard_bytes * sources.count(rank) for rank in range(n)]
@@ -277,13 +225,16 @@ def view(params: Params) -> View:
         {
             "says": word,
             "state": _plain(state, LETTERS[:n]),
-            "moves": [_drawn(move) for move in step],
+            "moves": [
+                {name: value for name, value in vars(move).items() if name != "keeps"}
+                for move in step
+            ],
         }
         for word, state, step in zip(says, states, [[], *moves], strict=True)
     ]
     return {
         "choices": choices,
-        "title": one.title,
+        "title": title,
         "letters": LETTERS[:n],
         "num_slots": len(states[0][0]),
         "adds": any(move.adds for step in moves for move in step),
@@ -292,8 +243,12 @@ def view(params: Params) -> View:
         "piece_bytes": shard_bytes,
         "sent": sent,
         "formula": one.formula,
-        "uses": [{"axis": axis, "what": WHAT[kind, axis]} for kind, axis in _used(one)],
-        "sentences": _sentences(one, n, size, sent, len(moves)),
+        "uses": [{"axis": axis, "what": PAYLOADS[kind, axis]} for kind, axis in _used(one)],
+        "sentences": [
+            f"{title} of S = {size_text(size)} on n = {n} ranks: each sends {one.formula} "
+            f"= {size_text(max(sent))}, in {counted(len(moves), 'step')}.",
+            *_remarks(one, n, sent),
+        ],
     }
 
 
@@ -306,9 +261,8 @@ def text(view: View) -> list[str]:
             row = [rank[slot]["label"] if rank[slot] else "·" for rank in frame["state"]]
             lines.append("  " + " ".join(f"{each:>10}" for each in row).rstrip())
         lines.append("")
-    lines += [line for each in view["sentences"] for line in wrapped(each, "- ", "  ")]
-    lines += [f"  {use['axis']:<10} {use['what']}" for use in view["uses"]]
-    return lines
+    uses = [f"  {use['axis']:<10} {use['what']}" for use in view["uses"]]
+    return [*lines, *sentence_lines(view, "- "), *uses]
 
 
 def label(block: DataBlock, letters: str) -> str:
@@ -354,32 +308,16 @@ def _plain(state: Blocks, letters: str) -> list[list[View | None]]:
     ]
 
 
-def _drawn(move: Move) -> View:
-    return {
-        "source": move.source,
-        "target": move.target,
-        "slot": move.slot,
-        "into": move.into,
-        "adds": move.adds,
-    }
-
-
-def _sentences(one: CollectiveLesson, n: int, size: int, sent: list[int], steps: int) -> list[str]:
-    most = max(sent)
-    found = [
-        f"{one.title} of S = {size_text(size)} on n = {n} ranks: each sends {one.formula} "
-        f"= {size_text(most)}, in {counted(steps, 'step')}."
-    ]
+def _remarks(one: CollectiveLesson, n: int, sent: list[int]) -> Iterator[str]:
     if n > 2 and one.formula.endswith(_RING):
-        found.append("More ranks add steps, not bytes: what a rank sends stays below a bound.")
-    if min(sent) < most:
-        found.append("The last rank of the line sends nothing.")
-    if not one.kinds:
-        found.append(
+        yield "More ranks add steps, not bytes: what a rank sends stays below a bound."
+    if min(sent) < max(sent):
+        yield "The last rank of the line sends nothing."
+    if not _used(one):
+        yield (
             "No training step of fivefold has one: every rank makes the same weights from the same "
             "seed, or reads its own part of a file."
         )
-    return found
 
 
 @cache
@@ -391,5 +329,5 @@ def _listed() -> frozenset[tuple[str, str]]:
 
 
 def _used(one: CollectiveLesson) -> list[tuple[str, str]]:
-    """Kinds and axes in the order of `WHAT`; a message counts once, as a send."""
-    return [key for key in WHAT if key in _listed() and key[0] in one.kinds]
+    """Kinds and axes in the order of `PAYLOADS`; a message counts once, as a send."""
+    return [key for key in PAYLOADS if key in _listed() and key[0] in one.kinds]

@@ -12,21 +12,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from fivefold.core.errors import counted, span
 from fivefold.core.layout import Layout
 from fivefold.core.models import load
 from fivefold.core.plan import PlanOptions, resolve
 from fivefold.core.precision import PRECISIONS
-from fivefold.core.splits import ContextSplit, Ranges, attention_calls, context_split
+from fivefold.core.splits import (
+    CONTEXT_KINDS,
+    ContextKind,
+    ContextSplit,
+    Ranges,
+    attention_calls,
+    context_split,
+)
 from fivefold.cost.collectives import predict_traffic
 from fivefold.page import Params, View
 from fivefold.page.learn import Choice, chosen
 from fivefold.report import wrapped
 
 TITLE = "Context: one row over many ranks"
-KINDS = ("ring", "zigzag", "allgather", "ulysses")
+# Not those that combine a ring with an exchange of heads, which have no picture.
+KINDS = tuple(kind for kind in get_args(ContextKind) if CONTEXT_KINDS[kind].heads != "some")
 NO_WINDOW = "none"
 CHOICES: Mapping[str, Choice] = {
     "kind": Choice("Kind", KINDS, "zigzag"),

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from fivefold.core import models
 from fivefold.core.errors import counted, kind_text
 from fivefold.core.plan import Plan, PlanOptions, resolve
+from fivefold.core.splits import CONTEXT_KINDS
 from fivefold.page import Params, View
 from fivefold.page.learn import Choice, chosen, size_text
 from fivefold.page.learn.layer_attention import attention, own_tokens
@@ -29,7 +30,7 @@ CHOICES: Mapping[str, Choice] = {
     "tp": Choice("tp", DEGREES, "2"),
     "cp": Choice("cp", DEGREES, "2"),
     "ep": Choice("ep", DEGREES, "4"),
-    "context": Choice("Context", ("zigzag", "ring", "allgather", "ulysses", "hybrid"), "zigzag"),
+    "context": Choice("Context", tuple(CONTEXT_KINDS), "zigzag"),
     "sp": Choice("Sequence parallelism", ("on", "off"), "on"),
     "machine": Choice("Machine", ("h100", "gb200", "a100", "laptop"), "h100"),
 }
@@ -95,8 +96,11 @@ def stations(layer: Layer) -> tuple[Station, ...]:
         _discard(layer),
         _boundary(layer),
     )
-    layer.require_all_taken()
-    return found
+    rest = layer.take_rest()
+    if not rest:
+        return found
+    says = "Collectives of this layer that belong to no other station."
+    return *found, Station("others", "other collectives", says, says, forward=rest)
 
 
 def _fetch(layer: Layer) -> Station:

@@ -135,9 +135,13 @@ class Layer:
         """The message to the next pipeline rank."""
         return (LayerCollective(self.message, 1, what, self.tier("pp")),)
 
-    def require_all_taken(self) -> None:
-        """Check that every collective of the list is at some station."""
-        assert not +self._left, f"no station has {+self._left}"
+    def take_rest(self) -> tuple[LayerCollective, ...]:
+        """Take what no station has taken."""
+        rest = sorted((+self._left).items())
+        self._left.clear()
+        return tuple(
+            LayerCollective(call, count, call.payload, self.tier(call.axis)) for call, count in rest
+        )
 
     def tier(self, axis: str) -> str:
         """The slowest link tier that a group of the axis spans."""
