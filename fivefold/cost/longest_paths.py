@@ -234,8 +234,8 @@ class _Fold(NamedTuple):
 
 def _folded(stages: StageRows) -> _Fold:
     half = len(stages.forward) // 2
-    near = StageRows(*(rows[:half] for rows in stages[:3]), stages.lag)
-    return _Fold(near, StageRows(*(rows[: -half - 1 : -1] for rows in stages[:3]), stages.lag))
+    near = StageRows(*(rows[:half] for rows in stages[:3]), lag=stages.lag)
+    return _Fold(near, StageRows(*(rows[: -half - 1 : -1] for rows in stages[:3]), lag=stages.lag))
 
 
 def _first_gradient(fold: _Fold, m: int, samples: Array) -> Array:
