@@ -102,6 +102,7 @@ def test_a_pool_that_is_kept_is_replaced_when_a_rank_is_lost() -> None:
         kept.close()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_no_rank_outlives_its_parent(number: signal.Signals, tmp_path: Path) -> None:
     script = tmp_path / "sleepers.py"

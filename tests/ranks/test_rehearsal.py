@@ -46,6 +46,7 @@ def plan_of(layout: str, changes: dict[str, str] | None = None, **options: Any) 
     return resolve(PlanOptions(model, layout=layout, seq=16, set=sizes, **said), small=True)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("layout", "options"), LAYOUTS, ids=str)
 def test_replayed_is_whole_and_as_predicted(layout: str, options: dict[str, Any]) -> None:
     plan, traces = plan_of(layout, **options), Traces()
@@ -90,13 +91,13 @@ def test_most_microbatches_are_replayed() -> None:
 REAL = [("dp=2", {"zero": 3}), ("tp=2 pp=2", {"schedule": "zb-h1"}), ("cp=2", {})]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("layout", "options"), REAL, ids=str)
-def test_real_ranks_call_the_same(layout: str, options: dict[str, Any]) -> None:
+def test_real_ranks_call_the_same(pool: Pool, layout: str, options: dict[str, Any]) -> None:
     """Both steps of forked ranks, line by line: messages leave beside what is computed."""
     plan = small_plan(layout, {"layers": "4"}, microbatches=6, precision="fp32", **options)
     rehearsed = [rehearse_rank(plan, rank, {}) for rank in range(plan.layout.world)]
-    with Pool(plan.layout.world) as pool:
-        heard = run(pool, plan, Setup(), listening)
+    heard = run(pool, plan, Setup(), listening)
     for one, calls in zip(rehearsed, heard, strict=True):
         assert by_line(calls) == by_line([*one.calls, *one.calls])
 
