@@ -13,8 +13,8 @@ from torch import Tensor
 from fivefold.core.groups import PIPELINE
 from fivefold.core.plan import Plan
 from fivefold.core.schedule import INPUT_GRAD, Action, merged
-from fivefold.core.units import UnitRow
-from fivefold.core.weights import Weight, WeightShard, by_name, held_by
+from fivefold.core.units import LocalWeight
+from fivefold.core.weights import Weight, WeightShard, by_name, shard_of
 from fivefold.cost.collectives import units_of
 from fivefold.model import blocks
 from fivefold.model.batch import TokenBatch, look_ahead
@@ -129,7 +129,7 @@ def compose(
     watch, schedule = instruments or Instruments(), plan.schedule
     table, coord = by_name(plan.shape), plan.layout.coord(mesh.rank)
     shards = {
-        name: held_by(weight, plan.shape, plan.layout, coord) for name, weight in table.items()
+        name: shard_of(weight, plan.shape, plan.layout, coord) for name, weight in table.items()
     }
     draw = partial(initial_weight, shape=plan.shape, seed=seed, dtype=dtype, device=mesh.device)
     fill = partial(_first_values, table, shards, draw)
@@ -159,7 +159,7 @@ def compose(
         data = DataParallel(model, blocks_of(model), units, mesh, kept, fill, stage.phase)
         return StageChunk(number, model, data, queue)
 
-    chunks = tuple(chunk(number) for number in schedule.placement.held(mesh.coord(PIPELINE)))
+    chunks = tuple(chunk(number) for number in schedule.placement.stages_of(mesh.coord(PIPELINE)))
     driven = {each.stage: watch.wrap(each) if watch.wrap else each for each in chunks}
     plain = {each.stage: each for each in chunks}
     make = partial(Pipeline, mesh=mesh, hidden=hidden_size(plan), dtype=dtype)
@@ -185,7 +185,7 @@ def _first_values(
     table: Mapping[str, Weight],
     shards: Mapping[str, WeightShard],
     draw: Callable[..., Tensor],
-    row: UnitRow,
+    row: LocalWeight,
 ) -> Tensor:
     """The first values of this rank's shard of a weight."""
     weight, shard = table[row.name], shards[row.name]

@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from fivefold.core.errors import FivefoldError
-from fivefold.core.units import Unit, UnitRow, pack
+from fivefold.core.units import LocalWeight, Unit, pack
 from fivefold.parallel.flat_unit import Fill, FlatUnit, OwnedShard, Places, UnitOptions, Use
 from fivefold.parallel.mesh import Mesh, Phase
 
@@ -48,18 +48,18 @@ def shard(
     Every parameter must belong to a block; `blocks` are in the order of the forward pass.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    rows: dict[str, UnitRow] = {}
+    rows: dict[str, LocalWeight] = {}
     for block, modules in blocks.items():
         for parameter in (one for module in modules for one in module.parameters()):
             name = names[id(parameter)]
-            rows.setdefault(name, UnitRow(name, block, tuple(parameter.shape)))
+            rows.setdefault(name, LocalWeight(name, block, tuple(parameter.shape)))
     left = sorted(set(names.values()) - set(rows))
     if left:
         raise FivefoldError(f"{', '.join(left)} belong to no block: name the modules that use them")
     values = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     itemsize = next(iter(values.values())).itemsize
-    num_slices = mesh.size("fsdp") if options.zero else 1
-    units = pack(list(rows.values()), num_slices, itemsize, bucket)
+    num_shards = mesh.size("fsdp") if options.zero else 1
+    units = pack(list(rows.values()), num_shards, itemsize, bucket)
     return DataParallel(model, blocks, units, mesh, options, lambda row: values[row.name])
 
 
@@ -111,10 +111,8 @@ class DataParallel:
     @contextmanager
     def backward(self, last: bool) -> Iterator[None]:
         """Around the backward of one microbatch; `last` says whether the step ends with it."""
-        self.phase.backward = True
-        with self.collecting(last):
+        with self.phase.in_backward(), self.collecting(last):
             yield
-        self.phase.backward = False
         self._release(self.units)
 
     @contextmanager

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fivefold.core.errors import FivefoldError
-from fivefold.core.units import Unit, UnitRow
+from fivefold.core.units import LocalWeight, Unit
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.transport import Pending
 
@@ -70,7 +70,7 @@ def reading(target: Tensor, source: Tensor) -> _Reading:
 
 Places = Mapping[str, Sequence[tuple[nn.Module, str]]]
 """Where each weight sits: the modules that hold it, and under which attribute."""
-Fill = Callable[[UnitRow], Tensor]
+Fill = Callable[[LocalWeight], Tensor]
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class OwnedShard:
     master; a weight that is kept in host memory has it elsewhere than torch's own `grad` could be.
     """
 
-    row: UnitRow
+    row: LocalWeight
     tensor: Tensor
     start: int = 0
     gradient: Tensor | None = None
@@ -156,7 +156,7 @@ class FlatUnit:
 
     @property
     def sliced(self) -> bool:
-        return self.unit.num_slices > 1
+        return self.unit.num_shards > 1
 
     @property
     def place(self) -> int:
@@ -194,7 +194,7 @@ class FlatUnit:
         return parameters
 
     def _own_shard(self) -> Tensor:
-        size = self.unit.slice_size
+        size = self.unit.shard_size
         shard = self.full[self.place * size : (self.place + 1) * size]
         if not self.sheds_weights:
             return shard
@@ -208,7 +208,7 @@ class FlatUnit:
         if not self.sliced and not self.sheds_weights:
             rows = [entry.row for entry in self.unit.entries]
             return [OwnedShard(row, self.parameters[row.name]) for row in rows]
-        low, starts = self.place * self.unit.slice_size, dict[str, int]()
+        low, starts = self.place * self.unit.shard_size, dict[str, int]()
         for entry in self.unit.entries:
             starts[entry.row.name] = max(0, low - entry.start)
         return [
@@ -312,7 +312,7 @@ class FlatUnit:
         if self.unit.expert and (copies := self.mesh.layout.same_tokens) > 1:
             self.sent.div_(copies)
         if self.sliced:
-            self.received = self.sent.new_empty(self.unit.slice_size)
+            self.received = self.sent.new_empty(self.unit.shard_size)
             self.summing = self.mesh.reduce_scatter(self.received, self.sent, self.unit.shard_axis)
             return
         self.received = self.sent

@@ -83,7 +83,7 @@ class GatheredMatrices:
         if not unit.sliced:
             return {place: parts[place] for place in places}
         entries = {entry.row.name: entry for entry in unit.unit.entries}
-        size, low = unit.unit.slice_size, unit.place * unit.unit.slice_size
+        size, low = unit.unit.shard_size, unit.place * unit.unit.shard_size
         part = torch.zeros(size, dtype=unit.shard.dtype, device=self.mesh.device)
         for place in places:
             each = self.owned[place]

@@ -69,6 +69,15 @@ class Phase:
     def __init__(self) -> None:
         self.backward = False
 
+    @contextmanager
+    def in_backward(self) -> Iterator[None]:
+        """Around the backward of one microbatch."""
+        self.backward = True
+        try:
+            yield
+        finally:
+            self.backward = False
+
 
 class Lanes:
     """Two computations of one rank that take turns: one runs while the other waits.

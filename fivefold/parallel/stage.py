@@ -15,7 +15,7 @@ from fivefold.parallel.deferred import GradientQueue
 from fivefold.parallel.mesh import Mesh, Phase
 
 
-class Routing(Protocol):
+class RehearsalRouting(Protocol):
     """Decides where rows go in a rehearsal, whose tokens have no values and whose other ranks do
     not exist."""
 
@@ -49,7 +49,7 @@ class Stage:
     mesh: Mesh
     phase: Phase
     queue: GradientQueue | None
-    routing: Routing | None
+    routing: RehearsalRouting | None
 
 
 class ActionObserver:
@@ -78,5 +78,5 @@ class Instruments:
     actions: ActionObserver = ActionObserver()  # noqa: RUF009, it has no state
     evaluation: ActionObserver = ActionObserver()  # noqa: RUF009
     on_phase: Callable[[str], None] = ignore
-    routing: Routing | None = None
+    routing: RehearsalRouting | None = None
     wrap: Callable[[Any], Any] | None = None

@@ -83,7 +83,7 @@ def split(stage: Stage) -> None:
                 continue
             module.register_forward_pre_hook(boundary.before)
             for column in (each for each in module.modules() if isinstance(each, Linear)):
-                if plan.keeps_shards and column is not row:
+                if plan.saves_input_shards and column is not row:
                     column.matmul = partial(boundary.column_product, column.matmul)
             row.matmul = partial(boundary.row_product, row.matmul, add)
     for embed in (each for each in decoder.modules() if isinstance(each, Embedding)):

@@ -171,12 +171,13 @@ class _Actions(ActionObserver):
         self.levels: list[MemoryLevel] = []
 
     def begin(self, action: Step) -> str:
-        self.log.where, self.meter.high = str(action), self.meter.total
-        return self.log.where
+        self.meter.start_level()
+        self.log.enter(str(action))
+        return str(action)
 
     def end(self, token: str) -> None:
         self.levels.append(MemoryLevel(token, self.meter.total, self.meter.high))
-        self.log.where = tracing.AFTER
+        self.log.enter(tracing.AFTER)
 
 
 class _RehearsalRun:
@@ -245,7 +246,7 @@ class _RehearsalRun:
     def go(self) -> RehearsedRank:
         """Run the step."""
         coord = self.plan.layout.coord(self.rank).dp
-        build, self.meter.peak = self.meter.peak, 0
+        build = self.meter.reset_peak()
         with self.meter:
             with self.meter.called(tracing.BUFFERS):
                 drawn = samples(self.plan.batch, self.plan.shape.vocab, seed=0, step=0)
@@ -267,7 +268,7 @@ def _categories(plan: Plan, rank: int, dtype: torch.dtype) -> Callable[[Any, Ten
     """Says what memory is for that an operator has made."""
     stages = plan.schedule.placement.stages_of(plan.layout.coord(rank).pp)
     units = [unit for stage in stages for unit in units_of(plan, stage, dtype.itemsize, None)]
-    gradients = {size for unit in units for size in (unit.size, unit.slice_size)}
+    gradients = {size for unit in units for size in (unit.size, unit.shard_size)}
     grad_dtype = torch.float32 if dtype.itemsize < 4 else dtype
     vocabulary = padded_vocab(plan.shape.vocab, plan.layout.tp) // plan.layout.tp  # of this rank
 

@@ -84,7 +84,7 @@ class Meter(TorchDispatchMode):
         self.live = dict.fromkeys(CATEGORIES, 0)
         self.total = 0
         self.peak, self.at_peak = 0, dict(self.live)
-        self.high = 0  # the most since somebody set it to `total`
+        self.high = 0  # peak since `start_level`
         self.known: dict[int, Delta] = {}
         self.trace: list[tuple[int, Delta]] | None = None  # by address, while something is traced
 
@@ -102,6 +102,15 @@ class Meter(TorchDispatchMode):
             if isinstance(each, Tensor):
                 self.see(func, each)
         return result
+
+    def start_level(self) -> None:
+        """Measure `high` from now on."""
+        self.high = self.total
+
+    def reset_peak(self) -> int:
+        """The peak so far; from now on another one is measured."""
+        before, self.peak = self.peak, 0
+        return before
 
     def see(self, func: Any, tensor: Tensor) -> None:
         """Count the memory of a tensor, if it is new."""
@@ -195,6 +204,10 @@ class CallLog:
         self.calls: list[IssuedCollective] = []
         self.where = BEFORE
         self._traced: list[CollectiveRecord] | None = None
+
+    def enter(self, action: str) -> None:
+        """The collectives that follow belong to this action."""
+        self.where = action
 
     def begin(self, record: CollectiveRecord, members: tuple[int, ...]) -> None:
         """Note one collective."""
