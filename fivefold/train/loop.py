@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -66,7 +67,8 @@ def run_rank(
             stop,
             checkpoints,
         )
-        result = _Loop(rank, settings, progress, spent, stop, callbacks, reverse).run()
+        result = TrainedRank(first_step=progress.step + 1)
+        _Loop(rank, settings, progress, spent, stop, callbacks, result, reverse).run()
         rank.close()
         return result
 
@@ -82,27 +84,22 @@ def _watched(worker: Worker, world: int) -> AbstractContextManager[Watchdog | No
     return watched(worker, world) if world > 1 else nullcontext()
 
 
+@dataclass(frozen=True)
 class _Loop:
     """Runs the steps of a rank that is built and loaded."""
 
-    def __init__(
-        self,
-        rank: BuiltRank,
-        settings: TrainSettings,
-        progress: Progress,
-        spent: TimeSpent,
-        stop: StopCallback,
-        callbacks: Sequence[Callback],
-        reverse: bool,
-    ) -> None:
-        self.rank, self.settings, self.progress, self.spent = rank, settings, progress, spent
-        self.stop, self.callbacks, self.reverse = stop, callbacks, reverse
-        self.plan, self.recipe = rank.job.plan, settings.recipe
-        self.result = TrainedRank(first_step=progress.step + 1)
+    rank: BuiltRank
+    settings: TrainSettings
+    progress: Progress
+    spent: TimeSpent
+    stop: StopCallback
+    callbacks: Sequence[Callback]
+    result: TrainedRank
+    reverse: bool
 
-    def run(self) -> TrainedRank:
+    def run(self) -> None:
         """From the first step of this start to its last, or until the run is stopped."""
-        progress, num_samples = self.progress, self.plan.batch.sequences
+        progress, num_samples = self.progress, self.rank.job.plan.batch.sequences
         try:
             for each in self.callbacks:
                 each.start(progress.step)
@@ -125,21 +122,20 @@ class _Loop:
         finally:
             for each in self.callbacks:
                 each.close()
-        return self.result
 
     def _step(self, number: int, batches: list[TokenBatch]) -> tuple[StepOutcome, float]:
         """One optimizer step, and the seconds that it took."""
-        job, updater = self.rank.job, self.rank.updater
+        job, updater, recipe = self.rank.job, self.rank.updater, self.settings.recipe
         for each in self.callbacks:
             each.before_step(number)
-        updater.set_lr(self.recipe.lr_at(number))
+        updater.set_lr(recipe.lr_at(number))
         job.mesh.records.clear()
         guard = Guard(self.progress.scale.value, self.stop.requested)
         last = number == self.progress.last_step
         optimizer = _MeasuredUpdate(self.rank, self.result) if last else updater
         ordered = batches[::-1] if self.reverse else batches
         began = time.perf_counter()
-        outcome = step(job, optimizer, ordered, self.recipe.clip, guard)
+        outcome = step(job, optimizer, ordered, recipe.clip, guard)
         return outcome, time.perf_counter() - began
 
     def _record(self, number: int, first: int, outcome: StepOutcome, seconds: float) -> StepRecord:
@@ -147,19 +143,19 @@ class _Loop:
         measured: dict[str, Any] = {}
         for each in self.callbacks:
             measured |= each.measure(number)
-        batch, scale, load = self.plan.batch, self.progress.scale, outcome.load
+        plan, scale, load = self.rank.job.plan, self.progress.scale, outcome.load
         fullest = None if load is None else load.imbalance.tolist()
         return StepRecord(
             step=number,
             loss=float(outcome.loss),
             norm=float(outcome.norm),
-            lr=self.recipe.lr_at(number),
+            lr=self.settings.recipe.lr_at(number),
             seconds=seconds,
-            tokens=batch.tokens,
-            world=self.plan.layout.world,
+            tokens=plan.batch.tokens,
+            world=plan.layout.world,
             first_sample=first,
-            num_samples=batch.sequences,
-            mfu=mfu(self.plan, batch.tokens / seconds),
+            num_samples=plan.batch.sequences,
+            mfu=mfu(plan, plan.batch.tokens / seconds),
             planned=self.settings.planned,
             skipped=_why_skipped(outcome) if outcome.skipped else None,
             scale=scale.value if scale.dynamic else None,
@@ -170,11 +166,12 @@ class _Loop:
         )
 
 
+@dataclass(frozen=True)
 class _MeasuredUpdate:
     """The last update of a start, after which the memory of the rank is measured."""
 
-    def __init__(self, rank: BuiltRank, result: TrainedRank) -> None:
-        self.rank, self.result = rank, result
+    rank: BuiltRank
+    result: TrainedRank
 
     def step(self) -> None:
         self.rank.updater.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from fivefold.core.recipe import Recipe
@@ -15,11 +16,13 @@ from fivefold.train.callbacks import Callback
 _MOST_BATCHES = 8  # global batches of held-out rows
 
 
+@dataclass
 class EvaluationCallback(Callback):
     """Adds `eval_loss` to the record of a step that is due."""
 
-    def __init__(self, recipe: Recipe, rank: BuiltRank, spent: TimeSpent) -> None:
-        self.recipe, self.rank, self.spent = recipe, rank, spent
+    recipe: Recipe
+    rank: BuiltRank
+    spent: TimeSpent
 
     def measure(self, number: int) -> dict[str, Any]:
         every = self.recipe.eval_every

@@ -39,20 +39,16 @@ _NO_FUNCTION = "no memory snapshot: this torch cannot write one"
 _HEADROOM = 0.05  # of the memory, for a layout that is sure to fit
 
 
+@dataclass
 class MemoryCallback(Callback):
     """Adds the peak memory to each record, and reports how a rank ran out of memory."""
 
-    def __init__(
-        self,
-        worker: Worker,
-        recipe: Recipe,
-        folder: RunFolder | None,
-        rank: BuiltRank,
-        progress: Progress,
-    ) -> None:
-        self.worker, self.recipe, self.folder = worker, recipe, folder
-        self.rank, self.progress = rank, progress
-        self.snapshots: Snapshots | None = None
+    worker: Worker
+    recipe: Recipe
+    folder: RunFolder | None
+    rank: BuiltRank
+    progress: Progress
+    snapshots: Snapshots | None = None
 
     def start(self, after: int) -> None:
         if self.folder is not None:

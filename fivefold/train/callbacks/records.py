@@ -22,7 +22,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from json.encoder import encode_basestring_ascii as quoted
 from pathlib import Path
@@ -54,26 +54,22 @@ _PROJECT = "fivefold"
 _ANCHOR_NS = 10_000_000_000  # after this time the GPU's clock is read in steps above 1 us
 
 
+@dataclass
 class RecordCallback(Callback):
     """Rank 0 writes the records, and reports them to the process that started it.
 
     Without a run folder they are only reported.
     """
 
-    def __init__(
-        self,
-        worker: Worker,
-        plan: Plan,
-        settings: TrainSettings,
-        folder: RunFolder | None,
-        progress: Progress,
-        spent: TimeSpent,
-    ) -> None:
-        self.worker, self.plan, self.settings, self.folder = worker, plan, settings, folder
-        self.progress, self.spent = progress, spent
-        self.metrics: Metrics | None = None
-        self.trackers: list[Tracker] = []
-        self._began = time.monotonic()
+    worker: Worker
+    plan: Plan
+    settings: TrainSettings
+    folder: RunFolder | None
+    progress: Progress
+    spent: TimeSpent
+    began: float = field(default_factory=time.monotonic)
+    metrics: Metrics | None = None
+    trackers: list[Tracker] = field(default_factory=list)
 
     def start(self, after: int) -> None:
         if self.folder is not None and self.worker.rank == 0:
@@ -87,7 +83,7 @@ class RecordCallback(Callback):
     def measure(self, number: int) -> dict[str, Any]:
         """The seconds since the run was first started, and how often it was started again."""
         if self.folder is None:
-            return {"wall": time.monotonic() - self._began, "restart": 0}
+            return {"wall": time.monotonic() - self.began, "restart": 0}
         return {"wall": self.folder.wall, "restart": self.folder.restart}
 
     def after_step(self, record: StepRecord) -> None:

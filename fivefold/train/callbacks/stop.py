@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from fivefold.core.errors import FivefoldError
 from fivefold.launch.worker import Worker
 from fivefold.records import StepRecord
@@ -10,6 +12,7 @@ from fivefold.train.callbacks.checkpoints import CheckpointCallback
 from fivefold.train.state import Progress
 
 
+@dataclass
 class StopCallback(Callback):
     """Passes on a request to stop, and gives up where training makes no progress.
 
@@ -17,15 +20,10 @@ class StopCallback(Callback):
     all stop after the same step (`Progress.stopped`). `--until` and the recipe set the last step.
     """
 
-    def __init__(
-        self,
-        worker: Worker,
-        progress: Progress,
-        skip_limit: int,
-        checkpoints: CheckpointCallback,
-    ) -> None:
-        self.worker, self.progress, self.skip_limit = worker, progress, skip_limit
-        self.checkpoints = checkpoints
+    worker: Worker
+    progress: Progress
+    skip_limit: int
+    checkpoints: CheckpointCallback
 
     @property
     def requested(self) -> bool:
