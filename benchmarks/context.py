@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fivefold.core.layout import Layout
 from fivefold.core.models import load
-from fivefold.core.plan import Plan, Wishes, resolve
+from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.core.splits import ContextKind, Ranges, attention_pairs, context_split
 from fivefold.launch.processes import Pool, Worker
 from fivefold.model.batch import AttentionInfo, TokenBatch
@@ -122,10 +122,10 @@ def memory() -> None:
     with Pool(8) as pool:
         for kind, cp in (("zigzag", 1), ("zigzag", 2), ("zigzag", 4), ("zigzag", 8), ("ring", 8),
                          ("allgather", 8), ("ulysses", 8), ("hybrid", 8)):  # fmt: skip
-            wishes = Wishes(
+            options = PlanOptions(
                 "tiny", layout=f"cp={cp}", context=kind, zero=0, seq=LONG, set=sizes, microbatches=1
             )
-            plan = resolve(wishes)
+            plan = resolve(options)
             found = pool.run_each([(kept_bytes, (plan,))] * cp)
             attention, whole = (max(each) for each in zip(*found, strict=True))
             alone = alone or whole

@@ -29,7 +29,7 @@ from delayed_mesh import DelayedMesh
 from torch import Tensor, nn
 
 from fivefold.core.groups import Topology
-from fivefold.core.plan import Plan, Wishes, resolve
+from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.core.schedule import WEIGHT_GRAD, Overlap, actions_of
 from fivefold.launch.processes import Pool, Worker
 from fivefold.model.attention import Attention
@@ -138,12 +138,12 @@ def make_batches(plan: Plan, rank: int) -> list[TokenBatch]:
     return [TokenBatch(row[:, :-1].contiguous(), row[:, 1:].clone(), positions) for row in rows]
 
 
-def plan_of(layout: str, shared: int, **wishes: Any) -> Plan:
+def plan_of(layout: str, shared: int, **options: Any) -> Plan:
     """A small model with experts in every layer."""
     sizes = {"layers": str(LAYERS), "width": "32", "moe.ffn": "32", "moe.first_dense": "0"}
     sizes |= {"moe.shared": str(shared), "moe.shared_ffn": str(32 * shared)}
     return resolve(
-        Wishes("tiny-moe", layout=layout, seq=16, zero=0, set=sizes, **wishes), small=True
+        PlanOptions("tiny-moe", layout=layout, seq=16, zero=0, set=sizes, **options), small=True
     )
 
 

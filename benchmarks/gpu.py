@@ -30,15 +30,17 @@ WARM_UP, MEASURED = 10, 20
 
 
 def build(model: str, batch: int, offload: bool = False):  # noqa: ANN201
-    from fivefold.core.plan import Wishes, resolve
+    from fivefold.core.plan import PlanOptions, resolve
     from fivefold.core.recipe import Recipe
     from fivefold.model.blocks import compile_blocks
     from fivefold.optim import make_updater
     from fivefold.parallel.compose import compose
     from fivefold.parallel.mesh import Mesh
 
-    wishes = Wishes(model, seq=SEQ, microbatches=1, microbatch_size=batch, set={"tied": "false"})
-    plan = resolve(wishes)
+    options = PlanOptions(
+        model, seq=SEQ, microbatches=1, microbatch_size=batch, set={"tied": "false"}
+    )
+    plan = resolve(options)
     mesh = Mesh.of(plan, torch.device("cuda"))
     job = compose(plan, mesh, seed=0, dtype=torch.bfloat16, offload=offload)
     (chunk,) = job.chunks

@@ -121,7 +121,7 @@ def makespan(schedule: Schedule, latency: float) -> float:
     layout = Layout(pp=RANKS, zero=0, chunks=schedule.num_chunks)
     mesh = SlowMesh(Topology(layout, schedule=schedule), torch.device("cpu"), latency)
     last = schedule.num_stages - 1
-    held = schedule.placement.held(mesh.coord("pp"))
+    held = schedule.placement.stages_of(mesh.coord("pp"))
     chunks = {stage: SleepingChunk(stage == last) for stage in held}
     pipeline = Pipeline(schedule, mesh, chunks, HIDDEN, torch.float32)
     count, best = schedule.num_microbatches, float("inf")

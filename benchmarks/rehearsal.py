@@ -18,7 +18,7 @@ from statistics import mean
 from typing import Any
 
 from fivefold.core import machine
-from fivefold.core.plan import Plan, Wishes, resolve
+from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.launch.processes import Pool
 from fivefold.launch.worker import Worker
 from fivefold.planner import estimate_setting
@@ -64,7 +64,9 @@ JOBS: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
 def plan_of(model: str, layout: str, said: dict[str, Any]) -> Plan:
     """The plan of a job; without a pipeline one microbatch where nothing is said."""
     count = {} if "pp=" in layout or "microbatches" in said else {"microbatches": 1}
-    return resolve(Wishes(model, layout=layout, machine=MACHINE, ep_nodes=1, **{**said, **count}))
+    return resolve(
+        PlanOptions(model, layout=layout, machine=MACHINE, ep_nodes=1, **{**said, **count})
+    )
 
 
 def rehearsed(worker: Worker, plan: Plan, rank: int) -> tuple[int, dict[str, int]]:
