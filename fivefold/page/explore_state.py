@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any, NamedTuple, cast, get_args
@@ -38,6 +38,7 @@ _COUNTS = {
     **dict.fromkeys(("microbatch_size", "seq", "batch"), MOST_TOKENS),
 }
 _MOST_TOKENS_OF_A_RUN = 1e30
+_OF_REQUEST = ("batch", "microbatch_size", "chunks", "gpus", "schedule", "seq")
 
 
 @dataclass(frozen=True)
@@ -119,39 +120,28 @@ class State:
     def layout(self) -> Layout:
         """The layout; impossible degrees are refused."""
         replicas = self.replicate if self.dp % self.replicate == 0 else 1
+        same = ("tp", "pp", "cp", "ep", "etp", "zero", "context", "chunks")
         return Layout(
             replicate=replicas,
             shard=self.dp // replicas,
-            tp=self.tp,
-            pp=self.pp,
-            cp=self.cp,
-            ep=self.ep,
-            etp=self.etp,
-            zero=self.zero,
-            context=cast(ContextKind, self.context),
-            chunks=self.chunks,
             sp=_also(self.also).plan.get("sp", True),
             order=cast(Order, _also(self.also).order),
+            **self._values(same),
         )
+
+    def _values(self, names: Iterable[str]) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in names}
 
     def options(self) -> PlanOptions:
         """The job as the options of a plan."""
         also = _also(self.also)
+        same = ("machine", "zero", "context", "recompute", *_OF_REQUEST)
         options = PlanOptions(
             model=self.config or self.model,
             layout=str(self.layout()),
-            machine=self.machine,
-            gpus=self.gpus,
-            zero=self.zero,
-            context=self.context,
-            schedule=self.schedule,
-            chunks=self.chunks,
-            microbatch_size=self.microbatch_size,
-            batch=self.batch,
-            seq=self.seq,
-            recompute=self.recompute,
             precision=PRECISIONS[self.precision].runs_in,
             set=also.model,
+            **self._values(same),
         )
         return replace(options, **also.plan)
 
@@ -165,8 +155,8 @@ class State:
             layout = self.layout()
         except IllegalLayout as error:
             return error.reasons
-        job = (self.batch, self.microbatch_size, self.chunks, self.gpus, self.schedule, self.seq)
-        return problems(layout, self.shape(), **_job(*job, self.also))
+        alike = State(**self._values((*_OF_REQUEST, "also")))
+        return problems(layout, self.shape(), **_request(alike))
 
     def plan(self) -> Plan:
         """The resolved plan; an illegal job is refused with every reason."""
@@ -212,20 +202,9 @@ def _shape(model: str, also: str) -> Shape:
 
 
 @lru_cache(maxsize=256)
-def _job(
-    batch: int, microbatch_size: int, chunks: int, gpus: int, schedule: str, seq: int, also: str
-) -> LayoutRequest:
+def _request(state: State) -> LayoutRequest:
     """What the rules check besides the layout; the many values of a slider share one."""
-    state = State(
-        batch=batch,
-        microbatch_size=microbatch_size,
-        chunks=chunks,
-        gpus=gpus,
-        schedule=schedule,
-        seq=seq,
-        also=also,
-    )
-    return job_of(state.options(), state.family, seq)
+    return job_of(state.options(), state.family, state.seq)
 
 
 @lru_cache(maxsize=64)

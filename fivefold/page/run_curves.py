@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import median
 
 from fivefold.page import View
@@ -23,15 +23,7 @@ _SMOOTHING_WINDOWS = 50  # in a run
 _WINDOW = 100  # newest steps that are compared with the plan
 _TEXT_COLUMNS, _TEXT_ROWS = 72, 8  # of a curve in a terminal
 
-_READ: dict[str, Callable[[StepRecord], float | None]] = {
-    "loss": lambda one: one.loss,
-    "norm": lambda one: one.norm,
-    "lr": lambda one: one.lr,
-    "step_s": lambda one: one.seconds,
-    "tokens_per_s": lambda one: one.tokens_per_s,
-    "mfu": lambda one: one.mfu,
-    "memory_gib": lambda one: one.memory_gib,
-}
+_CURVES = ("loss", "norm", "lr", "step_s", "tokens_per_s", "mfu", "memory_gib")
 _PLANNED = ("step_s", "tokens_per_s", "mfu", "memory_gib")
 _RATES = {"step_s": "step", "tokens_per_s": "tokens/s", "mfu": "MFU"}
 _FORMATS: dict[str, Callable[[float], str]] = {
@@ -45,31 +37,24 @@ _FORMATS: dict[str, Callable[[float], str]] = {
 def curves(facts: RunFacts) -> dict[str, View]:
     """Every number that at least one record has."""
     found: dict[str, View] = {}
-    for name, read in _READ.items():
-        points = _points(facts.records, read)
+    for name in _CURVES:
+        points = _points(facts.records, name)
         if not any(value is not None for _, value in points):
             continue
-        found[name] = {"measured": _curve(points), "lost": _lost(facts, read)}
+        found[name] = {"measured": _curve(points), "lost": _lost(facts, name)}
         if name in _PLANNED:
-            found[name] |= _compared(name, facts.records, read)
-    if "memory_gib" in found and not _on_gpus(facts):
-        found["memory_gib"] |= {"planned": None, "ratio": None, "says": _host_memory(found)}
+            found[name] |= _compared(facts.records, name)
+    if "memory_gib" in found and not facts.starts[-1].facts.get("machine", {}).get("gpus"):
+        # Without a GPU the measured memory is that of the process: no plan can be compared with it.
+        size = _FORMATS["memory_gib"](found["memory_gib"]["median"] or 0.0)
+        says = f"{size} of the host for the whole process; a plan counts its tensors alone"
+        found["memory_gib"] |= {"planned": None, "ratio": None, "says": says}
     if "loss" in found:
-        found["loss"]["smoothed"] = _curve(_smoothed(_points(facts.records, _READ["loss"])))
+        found["loss"]["smoothed"] = _curve(_smoothed(_points(facts.records, "loss")))
         found["loss"]["eval"] = _curve(
             [(one.step, one.eval_loss) for one in facts.records if one.eval_loss is not None]
         )
     return found
-
-
-def _on_gpus(facts: RunFacts) -> bool:
-    return bool(facts.starts[-1].facts.get("machine", {}).get("gpus"))
-
-
-def _host_memory(found: Mapping[str, View]) -> str:
-    """Without a GPU the measured memory is that of the process, and not comparable with a plan."""
-    size = _FORMATS["memory_gib"](found["memory_gib"]["median"] or 0.0)
-    return f"{size} of the host for the whole process; a plan counts its tensors alone"
 
 
 def marks(facts: RunFacts) -> View:
@@ -132,8 +117,7 @@ def thinned(points: Sequence[Point]) -> list[Point]:
         if not known:
             found.append(old[begin])
             continue
-        ends = (min(known, key=_height), max(known, key=_height))
-        found += sorted(set(ends))
+        found += sorted({min(known, key=_height), max(known, key=_height)})
     return [*found, *points[-_NEWEST:]]
 
 
@@ -141,13 +125,13 @@ def _height(point: Point) -> float:
     return point[1] or 0.0
 
 
-def _points(
-    records: Sequence[StepRecord], read: Callable[[StepRecord], float | None]
-) -> list[Point]:
-    return [(one.step, _finite(read(one))) for one in records]
+def _points(records: Iterable[StepRecord], name: str) -> list[Point]:
+    return [(one.step, _value(one, name)) for one in records]
 
 
-def _finite(number: float | None) -> float | None:
+def _value(record: StepRecord, name: str) -> float | None:
+    """One number of a record, None if it is not finite."""
+    number: float | None = record.seconds if name == "step_s" else getattr(record, name)
     return number if number is not None and math.isfinite(number) else None
 
 
@@ -159,11 +143,11 @@ def _curve(points: Sequence[Point]) -> View:
     }
 
 
-def _lost(facts: RunFacts, read: Callable[[StepRecord], float | None]) -> list[View]:
+def _lost(facts: RunFacts, name: str) -> list[View]:
     """The steps that restarts repeated, one curve for each start."""
     lost = sorted(facts.lost, key=lambda one: (one.restart, one.step))
     starts = itertools.groupby(lost, key=lambda one: one.restart)
-    return [_curve(_points(list(records), read)) for _, records in starts]
+    return [_curve(_points(records, name)) for _, records in starts]
 
 
 def _smoothed(points: Sequence[Point]) -> list[Point]:
@@ -178,37 +162,30 @@ def _smoothed(points: Sequence[Point]) -> list[Point]:
     return found
 
 
-def _compared(
-    name: str, kept: Sequence[StepRecord], read: Callable[[StepRecord], float | None]
-) -> View:
+def _compared(records: Sequence[StepRecord], name: str) -> View:
     """The planned number as a curve of its own, and the newest steps compared with it."""
     planned = [
         (one.step, None if one.planned is None else float(getattr(one.planned, name)))
-        for one in kept
+        for one in records
     ]
-    newest = [one for one in kept[-_WINDOW:] if one.skipped is None]
-    known = [value for one in newest if (value := _finite(read(one))) is not None]
+    newest = [one for one in records[-_WINDOW:] if one.skipped is None]
+    known = [value for one in newest if (value := _value(one, name)) is not None]
     middle = median(known) if known else None
     goal = planned[-1][1]
+    found: View = {"planned": None, "median": middle, "goal": goal, "ratio": None, "says": None}
     if goal is None or middle is None:
-        return {"planned": None, "median": middle, "goal": goal, "ratio": None, "says": None}
-    ratio = middle / goal
+        return found
     write = _FORMATS[name]
-    says = (
-        f"{write(middle)} (median of the newest {len(known)}), planned {write(goal)}: "
-        f"{ratio:.2f} times the plan"
-    )
     changes = [
         point
         for i, point in enumerate(planned)
         if i in (0, len(planned) - 1) or point[1] != planned[i - 1][1]
     ]
-    return {
+    return found | {
         "planned": _curve(changes),
-        "median": middle,
-        "goal": goal,
-        "ratio": ratio,
-        "says": says,
+        "ratio": middle / goal,
+        "says": f"{write(middle)} (median of the newest {len(known)}), planned {write(goal)}: "
+        f"{middle / goal:.2f} times the plan",
     }
 
 
@@ -277,7 +254,9 @@ def _dots(curve: View, write: Callable[[float], str]) -> list[str]:
     points = [(x, y) for x, y in zip(curve["x"], curve["y"], strict=True) if y is not None]
     if not points:
         return []
-    heights = _means([y for _, y in points])
+    size = -(-len(points) // _TEXT_COLUMNS)
+    groups = [points[i : i + size] for i in range(0, len(points), size)]
+    heights = [sum(y for _, y in group) / len(group) for group in groups]
     low, high = min(heights), max(heights)
     room = max(len(write(low)), len(write(high)))
     lines: list[str] = []
@@ -286,12 +265,6 @@ def _dots(curve: View, write: Callable[[float], str]) -> list[str]:
         dots = "".join("•" if _level(y, low, high) == row else " " for y in heights)
         lines.append(f"{label:>{room}} │{dots}".rstrip())
     return [*lines, f"{'':>{room}} └ steps {points[0][0]} to {points[-1][0]}"]
-
-
-def _means(values: Sequence[float]) -> list[float]:
-    size = -(-len(values) // _TEXT_COLUMNS)
-    groups = [values[i : i + size] for i in range(0, len(values), size)]
-    return [sum(group) / len(group) for group in groups]
 
 
 def _level(value: float, low: float, high: float) -> int:

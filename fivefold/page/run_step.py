@@ -66,7 +66,9 @@ def sentence(cause: Cause, column: Sequence[int], by_plan: bool) -> str:
     usual = f"{ratio}the {'plan' if by_plan else 'mean'} {times}"
     if cause.what == "compute":
         uneven = (cause.measured - cause.planned) * cause.gain < 0
-        return f"{_actions(cause)} {'are uneven: on average' if uneven else 'take'} {usual}"
+        kind = "actions" if cause.kind is None else _KINDS[cause.kind]
+        which = f"all {kind}" if cause.stage is None else f"stage {cause.stage}'s {kind}"
+        return f"{which} {'are uneven: on average' if uneven else 'take'} {usual}"
     if cause.what == "straggler":
         rank = column[_known(cause.pp_rank)]
         return f"rank {rank} computes {ratio}as long as other ranks of its stage {times}"
@@ -78,11 +80,6 @@ def sentence(cause: Cause, column: Sequence[int], by_plan: bool) -> str:
         who = "ranks pause" if cause.pp_rank is None else f"rank {column[cause.pp_rank]} pauses"
         return f"{who} for {duration(cause.measured)} in all before actions that lack nothing"
     return _message(cause, column, times)
-
-
-def _actions(cause: Cause) -> str:
-    kind = "actions" if cause.kind is None else _KINDS[cause.kind]
-    return f"all {kind}" if cause.stage is None else f"stage {cause.stage}'s {kind}"
 
 
 def _message(cause: Cause, column: Sequence[int], times: str) -> str:
@@ -110,7 +107,6 @@ Columns = dict[tuple[int, ...], StepSpans]  # by the ranks of a pipeline
 NONE = "none"  # the value of `step` that leaves the step out
 _SEEN = 2_000  # idle slots shorter than the makespan over this number are not explained
 _LEAST = 0.005  # share of the plan below which a cause is not listed
-_BY_PLAN = "Planned times are those of the planner's forecast for {machine}."
 _BY_MEANS = (
     "The plan names no machine: in place of planned times stands the schedule with the measured "
     "mean of each kind of action and free messages, and only the pipeline is compared."
@@ -128,15 +124,17 @@ def view(facts: RunFacts, params: Params, spans: Callable[[int], StepSpans | Non
         problem = "no rank wrote events: train with --set events=true to see what each did when"
         return {"step": None, "problem": problem}
     step = _number(params, "step", facts.steps[-1])
-    base = {"step": step}
     found = spans(step)
     if found is None:
         ranges = ", ".join(f"{a} to {b}" for _, (a, b) in sorted(facts.event_steps.items()))
-        return {**base, "problem": f"step {step} has no events: there are those of steps {ranges}"}
+        return {
+            "step": step,
+            "problem": f"step {step} has no events: there are those of steps {ranges}",
+        }
     plan, problem = facts.plan, _mismatch(facts, found)
     if plan is None or problem is not None:
-        return {**base, "problem": problem}
-    return {**base, **_compared(facts, plan, found, params)}
+        return {"step": step, "problem": problem}
+    return {"step": step, **_compared(facts, plan, found, params)}
 
 
 def _mismatch(facts: RunFacts, found: StepSpans) -> str | None:
@@ -165,7 +163,7 @@ def _compared(facts: RunFacts, plan: Plan, found: StepSpans, params: Params) -> 
     mine = columns[column]
     expected = from_plan(plan) or from_means(plan.schedule, [mine.ranks[r] for r in column])
     comparison = compare(expected, mine, column, record, peers)
-    machine = None if plan.machine is None else plan.machine.name
+    says = verdict(comparison, column)
     return {
         "problem": None,
         "restart": found.restart,
@@ -178,8 +176,10 @@ def _compared(facts: RunFacts, plan: Plan, found: StepSpans, params: Params) -> 
             "pipeline": comparison.ran.makespan,
             "pipeline_planned": comparison.played.makespan,
         },
-        "says": _capital(verdict(comparison, column)) + ".",
-        "basis": _BY_MEANS if machine is None else _BY_PLAN.format(machine=machine),
+        "says": says[:1].upper() + says[1:] + ".",
+        "basis": _BY_MEANS
+        if plan.machine is None
+        else f"Planned times are those of the planner's forecast for {plan.machine.name}.",
         "causes": _causes(comparison, column),
         "ranks": _ranks(comparison, column),
         "calls": _calls([mine.ranks[rank] for rank in column]),
@@ -189,22 +189,17 @@ def _compared(facts: RunFacts, plan: Plan, found: StepSpans, params: Params) -> 
 
 def _columns(plan: Plan, found: StepSpans) -> Columns:
     """The pipelines with complete events on all ranks; waiting is separated from work."""
-    columns: Columns = {}
-    for ranks in plan.layout.groups("pp"):
-        if all(rank in found.ranks for rank in ranks):
-            spans = split_waiting(found, plan.schedule, ranks)
-            if spans is not None:
-                columns[ranks] = spans
-    return columns
+    complete = [ranks for ranks in plan.layout.groups("pp") if found.ranks.keys() >= {*ranks}]
+    columns = {ranks: split_waiting(found, plan.schedule, ranks) for ranks in complete}
+    return {ranks: spans for ranks, spans in columns.items() if spans is not None}
 
 
 def _chosen(columns: Columns, params: Params) -> tuple[int, ...]:
     """The pipeline of the rank in `params`, or the one that computes longest."""
     if "rank" in params:
         rank = _number(params, "rank", 0)
-        for ranks in columns:
-            if rank in ranks:
-                return ranks
+        if with_rank := [ranks for ranks in columns if rank in ranks]:
+            return with_rank[0]
         known = ", ".join(str(ranks[0]) for ranks in list(columns)[:8])
         raise FivefoldError(f"rank {rank} has no events of this step: choose one of {known}")
     return max(columns, key=lambda ranks: sum(own_seconds(columns[ranks].ranks[r]) for r in ranks))
@@ -276,9 +271,7 @@ def _picture(found: Comparison, column: Sequence[int]) -> View:
     schedule, played, ran = found.ran.schedule, found.played, found.ran
     longest = max(played.makespan, ran.makespan)
     chunks = chunks_by_rank(schedule.placement)
-    planned_waits: list[dict[Step, str]] = [{} for _ in column]
-    for wait in played.waits(longest / _SEEN):
-        planned_waits[wait.rank][wait.step] = str(wait.cause)
+    planned_waits = timeline.waits_by_rank(played, longest / _SEEN)
     names = {
         each: str(step) for steps in schedule.order for step in steps for each in results(step)
     }
@@ -286,12 +279,9 @@ def _picture(found: Comparison, column: Sequence[int]) -> View:
     for place, rank in enumerate(column):
         steps = schedule.order[place]
         waits = dict(_waits(ran, place, names, longest / _SEEN))
-        for name, times, why in (
-            ("planned", played, planned_waits[place]),
-            ("measured", ran, waits),
-        ):
-            label = f"rank {rank} {name}"
-            starts, ends = times.starts[place], times.ends[place]
+        pairs = {"planned": (played, planned_waits[place]), "measured": (ran, waits)}
+        for name, (times, why) in pairs.items():
+            label, starts, ends = f"rank {rank} {name}", times.starts[place], times.ends[place]
             rows.append(timeline.TimelineRow(label, steps, starts, ends, chunks[place], why))
     headline = (
         f"{schedule.name} on {counted(len(column), 'rank')}: planned {duration(played.makespan)}, "
@@ -313,10 +303,6 @@ def _waits(
         free = ran.ends[place][i]
 
 
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
-
-
 # The same for a terminal.
 
 
@@ -326,11 +312,13 @@ def text(view: View) -> list[str]:
     if found is None or found["step"] is None or found["problem"] is not None:
         reason = "not asked for" if found is None else found["problem"]
         return ["one step", *wrapped(reason)]
-    lines = [f"step {found['step']}, pipeline of rank {found['rank']}"]
-    lines += wrapped(found["says"])
-    lines += wrapped(found["basis"])
-    lines += _timeline_lines(found["picture"])
-    return [*lines, *_cause_lines(found), *_busy_lines(found), *_collective_lines(found)]
+    return [
+        f"step {found['step']}, pipeline of rank {found['rank']}",
+        *wrapped(found["says"]),
+        *wrapped(found["basis"]),
+        *_timeline_lines(found["picture"]),
+        *_table_lines(found),
+    ]
 
 
 def _timeline_lines(picture: View) -> list[str]:
@@ -349,23 +337,17 @@ def _timeline_lines(picture: View) -> list[str]:
     return [*lines, "rows: rank, P as planned, M as measured"]
 
 
-def _cause_lines(found: View) -> Iterator[str]:
+def _table_lines(found: View) -> Iterator[str]:
+    """The causes, how long each rank is busy and idle, and the collectives."""
     yield "were it as planned, the step would be shorter by"
     for cause in found["causes"]:
         yield from wrapped(cause["says"], f"{duration(cause['gain_s']):>10}  ")
-
-
-def _busy_lines(found: View) -> Iterator[str]:
     yield f"{'':12}{'busy: plan':>12}{'measured':>12}{'idle: plan':>12}{'measured':>12}"
     for one in found["ranks"]:
         names = ("busy_planned", "busy", "idle_planned", "idle")
         times = "".join(f"{duration(one[name]):>12}" for name in names)
         yield f"{'rank ' + str(one['rank']):<12}{times}"
-
-
-def _collective_lines(found: View) -> Iterator[str]:
     yield f"{'collectives':<12}{'calls':>12}{'bytes':>16}{'under way':>12}"
     for one in found["calls"]:
-        yield (
-            f"{one['axis']:<12}{one['calls']:>12,}{one['bytes']:>16,}{duration(one['seconds']):>12}"
-        )
+        numbers = f"{one['calls']:>12,}{one['bytes']:>16,}{duration(one['seconds']):>12}"
+        yield f"{one['axis']:<12}{numbers}"

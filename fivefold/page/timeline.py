@@ -53,9 +53,7 @@ class TimelineRow(NamedTuple):
 def view(timeline: Timeline, *, seconds: float | None = None) -> View:
     """A simulated schedule; `seconds` is the length of its unit of time, if that is known."""
     schedule = timeline.schedule
-    waits: list[dict[Step, str]] = [{} for _ in schedule.order]
-    for wait in timeline.waits(timeline.makespan / _COLUMNS):
-        waits[wait.rank][wait.step] = str(wait.cause)
+    waits = waits_by_rank(timeline, timeline.makespan / _COLUMNS)
     chunks = chunks_by_rank(schedule.placement)
     rows = [
         TimelineRow(f"rank {rank}", steps, starts, timeline.ends[rank], chunks[rank], waits[rank])
@@ -70,6 +68,14 @@ def view(timeline: Timeline, *, seconds: float | None = None) -> View:
         bubble=timeline.bubble_makespan,
         mirrored=schedule.placement.mirrored,
     )
+
+
+def waits_by_rank(timeline: Timeline, least: float) -> list[dict[Step, str]]:
+    """For each rank the steps after idle slots longer than `least`, and what they wait for."""
+    found: list[dict[Step, str]] = [{} for _ in timeline.schedule.order]
+    for wait in timeline.waits(least):
+        found[wait.rank][wait.step] = str(wait.cause)
+    return found
 
 
 def picture(
@@ -136,11 +142,10 @@ def _merged_words(rows: list[View], num_columns: int) -> str:
 
 def _row(row: TimelineRow, scale: float, column: float | None) -> View:
     """One row as short lists; steps narrower than `column` are merged."""
-    spans = [range(i, i + 1) for i in range(len(row.steps))]
-    if column is not None:
-        spans = _spans(row, column)
-    starts = _rounded([row.starts[span.start] for span in spans], scale)
-    ends = _rounded([row.ends[span.stop - 1] for span in spans], scale)
+    alone = [range(i, i + 1) for i in range(len(row.steps))]
+    spans = alone if column is None else _spans(row, column)
+    starts = [round(row.starts[span.start] * scale) for span in spans]
+    ends = [round(row.ends[span.stop - 1] * scale) for span in spans]
     heads = [row.steps[span.start] for span in spans]
     firsts = [step if isinstance(step, Action) else step.forward for step in heads]
     stages = [action.stage for action in firsts]
@@ -167,10 +172,6 @@ def _row(row: TimelineRow, scale: float, column: float | None) -> View:
 
 def _letter(step: Step) -> str:
     return KINDS[step.kind].letter if isinstance(step, Action) else OVERLAPPED.letter
-
-
-def _rounded(times: list[float], scale: float) -> list[int]:
-    return [round(time * scale) for time in times]
 
 
 def _spans(row: TimelineRow, column: float) -> list[range]:

@@ -1,6 +1,6 @@
 """The lessons of the page: each panel explains one thing with a small example to change.
 
-Here is what the panels share: the choices of the reader, and how sizes are written.
+Here is what the panels share: the choices of the reader, and how sizes and sentences are written.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fivefold.core.errors import UnknownName
-from fivefold.page import Params
+from fivefold.page import Params, View
+from fivefold.report import wrapped
 
 
 @dataclass(frozen=True)
@@ -47,3 +48,8 @@ def size_text(size: float) -> str:
     while size >= 1024 and unit < len(_UNITS) - 1:
         size, unit = size / 1024, unit + 1
     return f"{size:,.1f} {_UNITS[unit]}" if unit else f"{size:,.0f} B"
+
+
+def sentence_lines(view: View, bullet: str = "") -> list[str]:
+    """The sentences of a panel for a terminal."""
+    return [line for sentence in view["sentences"] for line in wrapped(sentence, bullet)]

@@ -9,80 +9,58 @@ head only. A matrix of a rank is `whole` (the same on all ranks), a `slice` (its
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from functools import cached_property, reduce
+from itertools import accumulate
+from operator import add, mul, ne
 from random import Random
 
 from fivefold.page import View
 
 Matrix = list[list[int]]
 WIDTH, INNER = 4, 8
-PARTS = ("mlp", "attention")
+# By part of a layer: the column-parallel weights, their results, what is computed from these, and
+# the row-parallel weight.
+_NAMES = {
+    "mlp": (("W1",), ("H",), "A", "W2"),
+    "attention": (("Wq", "Wk", "Wv"), ("Q", "K", "V"), "O", "Wo"),
+}
+PARTS = tuple(_NAMES)
 
 
-def times(a: Matrix, b: Matrix) -> Matrix:
-    """The product of two matrices."""
+def matmul(a: Matrix, b: Matrix) -> Matrix:
     columns = transposed(b)
-    return [[sum(x * y for x, y in zip(row, col, strict=True)) for col in columns] for row in a]
+    return [[sum(map(mul, row, column)) for column in columns] for row in a]
 
 
-def plus(a: Matrix, b: Matrix) -> Matrix:
-    """The sum of two matrices."""
-    return [[x + y for x, y in zip(*rows, strict=True)] for rows in zip(a, b, strict=True)]
+def elementwise(op: Callable[[int, int], int], a: Matrix, b: Matrix) -> Matrix:
+    return [list(map(op, *rows)) for rows in zip(a, b, strict=True)]
+
+
+def total(matrices: Iterable[Matrix]) -> Matrix:
+    return reduce(lambda a, b: elementwise(add, a, b), matrices)
 
 
 def transposed(a: Matrix) -> Matrix:
-    """The transpose."""
     return [list(column) for column in zip(*a, strict=True)]
 
 
 def columns_of(a: Matrix, part: range) -> Matrix:
-    """Some columns."""
     return [row[part.start : part.stop] for row in a]
 
 
 def rows_of(a: Matrix, part: range) -> Matrix:
-    """Some rows."""
     return a[part.start : part.stop]
 
 
-@dataclass(frozen=True)
 class Example:
     """The matrices of one choice: a part of a layer over `tp` ranks, with or without `sp`."""
 
-    part: str
-    tp: int
-    sp: bool
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of X: at least one per rank."""
-        return max(4, self.tp)
-
-    @property
-    def splits_tokens(self) -> bool:
-        """Whether each rank has only its own tokens between the matmuls."""
-        return self.sp and self.tp > 1
-
-    @property
-    def into(self) -> tuple[str, ...]:
-        """The column-parallel weights."""
-        return ("W1",) if self.part == "mlp" else ("Wq", "Wk", "Wv")
-
-    @property
-    def back(self) -> str:
-        """The row-parallel weight."""
-        return "W2" if self.part == "mlp" else "Wo"
-
-    @property
-    def inner(self) -> tuple[str, ...]:
-        """The results of the column-parallel matmuls."""
-        return ("H",) if self.part == "mlp" else ("Q", "K", "V")
-
-    @property
-    def mixed(self) -> str:
-        """What is computed from them: the input of the row-parallel matmul."""
-        return "A" if self.part == "mlp" else "O"
+    def __init__(self, part: str, tp: int, sp: bool) -> None:
+        self.part, self.tp = part, tp
+        self.num_tokens = max(4, tp)  # of X: at least one per rank
+        self.splits_tokens = sp and tp > 1  # each rank has its own tokens between the matmuls
+        self.into, self.inner, self.mixed, self.back = _NAMES[part]
 
     @cached_property
     def given(self) -> dict[str, Matrix]:
@@ -94,59 +72,46 @@ class Example:
 
     def block(self, rank: int) -> range:
         """The inner columns of a rank."""
-        size = INNER // self.tp
-        return range(rank * size, (rank + 1) * size)
+        return _block(rank, INNER // self.tp)
 
     def tokens(self, rank: int) -> range:
         """The tokens of a rank between the matmuls."""
-        size = self.num_tokens // self.tp
-        return range(rank * size, (rank + 1) * size)
+        return _block(rank, self.num_tokens // self.tp)
 
     def mix(self, made: list[Matrix]) -> Matrix:
         """The step between the matmuls, on any columns."""
         if self.part == "mlp":
             return [[max(0, x) for x in row] for row in made[0]]
         q, k, v = made
-        return [
-            [q[i][h] * sum(k[j][h] * v[j][h] for j in range(i + 1)) for h in range(len(q[0]))]
-            for i in range(len(q))
-        ]
+        return elementwise(mul, q, _running(elementwise(mul, k, v)))
 
     def unmix(self, made: list[Matrix], gradient: Matrix) -> list[Matrix]:
         """The backward of `mix`."""
         if self.part == "mlp":
-            pairs = zip(made[0], gradient, strict=True)
-            return [[[g * (x > 0) for x, g in zip(*rows, strict=True)] for rows in pairs]]
+            return [elementwise(lambda x, g: g * (x > 0), made[0], gradient)]
         q, k, v = made
-        num_tokens, heads = len(q), range(len(q[0]))
-        ahead = [
-            [sum(gradient[i][h] * q[i][h] for i in range(j, num_tokens)) for h in heads]
-            for j in range(num_tokens)
-        ]
-        of_q = [
-            [gradient[i][h] * sum(k[j][h] * v[j][h] for j in range(i + 1)) for h in heads]
-            for i in range(num_tokens)
-        ]
-        return [of_q, _each(ahead, v), _each(ahead, k)]
+        of_q = elementwise(mul, gradient, _running(elementwise(mul, k, v)))
+        ahead = _running(elementwise(mul, gradient, q)[::-1])[::-1]
+        return [of_q, elementwise(mul, ahead, v), elementwise(mul, ahead, k)]
 
     def computed(self, block: range) -> dict[str, Matrix]:
         """All that a rank computes, from whole X and dY and its own block of the weights."""
         given = self.given
         mine = {name: columns_of(given[name], block) for name in self.into}
         mine[self.back] = rows_of(given[self.back], block)
-        made = [times(given["X"], mine[name]) for name in self.into]
+        made = [matmul(given["X"], mine[name]) for name in self.into]
         mixed = self.mix(made)
-        of_mixed = times(given["dY"], transposed(mine[self.back]))
+        of_mixed = matmul(given["dY"], transposed(mine[self.back]))
         of_made = self.unmix(made, of_mixed)
-        into = zip(of_made, (mine[name] for name in self.into), strict=True)
         found = {**mine, **dict(zip(self.inner, made, strict=True)), self.mixed: mixed}
-        found["Y"] = times(mixed, mine[self.back])
+        found["Y"] = matmul(mixed, mine[self.back])
         found[f"d{self.mixed}"] = of_mixed
         found |= {f"d{name}": one for name, one in zip(self.inner, of_made, strict=True)}
-        found["dX"] = reduce(plus, (times(g, transposed(w)) for g, w in into))
-        found[f"d{self.back}"] = times(transposed(mixed), given["dY"])
-        for name, gradient in zip(self.into, of_made, strict=True):
-            found[f"d{name}"] = times(transposed(given["X"]), gradient)
+        found[f"d{self.back}"] = matmul(transposed(mixed), given["dY"])
+        into = list(zip(self.into, of_made, strict=True))
+        found["dX"] = total(matmul(gradient, transposed(mine[name])) for name, gradient in into)
+        for name, gradient in into:
+            found[f"d{name}"] = matmul(transposed(given["X"]), gradient)
         return found
 
     @cached_property
@@ -161,26 +126,28 @@ class Example:
 
     def summed(self, name: str) -> Matrix:
         """The sum of what all ranks have under a name."""
-        return reduce(plus, (one[name] for one in self.ranks))
+        return total(one[name] for one in self.ranks)
 
     def other_order(self) -> View:
         """W1 sharded by rows instead: the partial sums of each rank before the step between the
         matmuls, and the wrong result of taking that step before the sum."""
         num_ranks = max(2, min(self.tp, WIDTH))
-        size = WIDTH // num_ranks
-        blocks = [range(rank * size, (rank + 1) * size) for rank in range(num_ranks)]
+        blocks = [_block(rank, WIDTH // num_ranks) for rank in range(num_ranks)]
         made = [
             [
-                times(columns_of(self.given["X"], block), rows_of(self.given[name], block))
+                matmul(columns_of(self.given["X"], block), rows_of(self.given[name], block))
                 for name in self.into
             ]
             for block in blocks
         ]
-        summed = [reduce(plus, (one[place] for one in made)) for place in range(len(self.into))]
-        right, wrong = self.mix(summed), reduce(plus, map(self.mix, made))
-        pairs = zip(right, wrong, strict=True)
-        wrongs = sum(x != y for rows in pairs for x, y in zip(*rows, strict=True))
+        right = self.mix([total(summands) for summands in zip(*made, strict=True)])
+        wrong = total(map(self.mix, made))
+        wrongs = sum(map(sum, elementwise(ne, right, wrong)))
         return {"made": made, "right": right, "wrong": wrong, "wrongs": wrongs}
+
+
+def _block(rank: int, size: int) -> range:
+    return range(rank * size, (rank + 1) * size)
 
 
 def _drawn(rows: int, columns: int, seed: int) -> Matrix:
@@ -189,5 +156,6 @@ def _drawn(rows: int, columns: int, seed: int) -> Matrix:
     return [draw.choices((-1, 0, 1, 2), (3, 2, 3, 1), k=columns) for _ in range(rows)]
 
 
-def _each(a: Matrix, b: Matrix) -> Matrix:
-    return [[x * y for x, y in zip(*rows, strict=True)] for rows in zip(a, b, strict=True)]
+def _running(rows: Matrix) -> Matrix:
+    """Each row added to those before it."""
+    return list(accumulate(rows, lambda a, b: list(map(add, a, b))))

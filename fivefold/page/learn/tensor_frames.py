@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from fivefold.core.errors import counted, span
+from fivefold.core.errors import counted, kind_text, span
 from fivefold.page import View
 from fivefold.page.learn.tensor_example import INNER, Example, Matrix, rows_of, transposed
 
@@ -31,22 +31,9 @@ def overview(ex: Example) -> Equation:
         values = ex.given[name] if name in ex.given else ex.one_device[name]
         return {**_matrix(name, "whole", values), "cut": cut if ex.tp > 1 else ""}
 
-    into = [whole(name, "columns") for name in ex.into]
-    inner = [whole(name, "columns") for name in ex.inner]
-    mixed, back = whole(ex.mixed, "columns"), whole(ex.back, "rows")
-    return [
-        whole("X", tokens),
-        "×",
-        *into,
-        "=",
-        *inner,
-        "→",
-        mixed,
-        "×",
-        back,
-        "=",
-        whole("Y", tokens),
-    ]
+    first: Equation = [whole("X", tokens), "×", *(whole(name, "columns") for name in ex.into)]
+    between = [*(whole(name, "columns") for name in ex.inner), "→", whole(ex.mixed, "columns")]
+    return [*first, "=", *between, "×", whole(ex.back, "rows"), "=", whole("Y", tokens)]
 
 
 def _forward(ex: Example) -> list[View]:
@@ -59,7 +46,7 @@ def _forward(ex: Example) -> list[View]:
             "split",
             f"A rank has {has_x}, {block} of {into}, and the rows of {ex.back} that belong to "
             "them. The numbers are small and whole; every one is computed.",
-            mats.each(lambda r: [[mats.x(r), *mats.into(r), mats.back(r)]]),
+            mats.each(lambda r: [[mats.x(r), *mats.mine(r, ex.into), mats.rows(r, ex.back)]]),
         )
     ]
     if ex.splits_tokens:
@@ -86,7 +73,9 @@ def _forward(ex: Example) -> list[View]:
             f"Row product: the rank's columns of {ex.mixed} meet its rows of {ex.back}. "
             + _summands(ex, "Y"),
             mats.each(
-                lambda r: [[mats.one(r, ex.mixed), "×", mats.back(r), "=", mats.sum(r, "Y")]]
+                lambda r: [
+                    [mats.one(r, ex.mixed), "×", mats.rows(r, ex.back), "=", mats.sum(r, "Y")]
+                ]
             ),
         ),
     ]
@@ -120,8 +109,8 @@ def _backward(ex: Example) -> list[View]:
             f"its rows of {ex.back} is complete, and stays.",
             mats.each(
                 lambda r: [
-                    [mats.whole("dY"), "×", mats.back(r, transpose=True), "=", mats.one(r, mixed)],
-                    [mats.transposed(r, ex.mixed), "×", mats.whole("dY"), "=", mats.rows(r, back)],
+                    [mats.whole("dY"), "×", mats.rows(r, ex.back, True), "=", mats.one(r, mixed)],
+                    [mats.one(r, ex.mixed, True), "×", mats.whole("dY"), "=", mats.rows(r, back)],
                 ]
             ),
         ),
@@ -178,39 +167,38 @@ def _reduced(ex: Example, mats: _Matrices, name: str) -> list[View]:
     """The sum over the ranks, if there is more than one."""
     if ex.tp == 1:
         return []
-    kind = "reduce_scatter" if ex.splits_tokens else "all_reduce"
-    gets = "the sum of its own tokens" if ex.splits_tokens else "the whole sum"
-    what = "Reduce-scatter" if ex.splits_tokens else "All-reduce"
+    kind, gets = (
+        ("reduce_scatter", "the sum of its own tokens")
+        if ex.splits_tokens
+        else ("all_reduce", "the whole sum")
+    )
 
     def equations(rank: int) -> list[Equation]:
-        result = mats.summed_tokens(rank, name) if ex.splits_tokens else mats.summed(name)
+        summed = ex.summed(name)
+        result = (
+            mats.tokens(rank, name, summed) if ex.splits_tokens else _matrix(name, "whole", summed)
+        )
         return [[mats.sum(rank, name), "→", result]]
 
     frame = _frame(
         "reduce" if name == "Y" else "reduce back",
-        f"{what}: the {ex.tp} summands of {name} are added, and every rank gets {gets}. It is "
-        "what one device has.",
+        f"{kind_text(kind).capitalize()}: the {ex.tp} summands of {name} are added, and every rank "
+        f"gets {gets}. It is what one device has.",
         mats.each(equations),
         moves=[kind],
     )
-    one = _matrix(name, "whole", ex.one_device[name])
-    return [{**frame, "one_device": one}]
+    return [{**frame, "one_device": _matrix(name, "whole", ex.one_device[name])}]
 
 
 def _other_order(ex: Example) -> View:
     found = ex.other_order()
     names = " and ".join(ex.inner)
-    parts = [f"part of {name}" for name in ex.inner]
-    ranks = [
-        [
-            [
-                *(_matrix(name, "partial", one) for name, one in zip(parts, matrices, strict=True)),
-                "→",
-                _matrix(f"{ex.mixed} too early", "partial", ex.mix(matrices)),
-            ]
-        ]
-        for matrices in found["made"]
-    ]
+    ranks: list[list[Equation]] = []
+    for made in found["made"]:
+        pairs = zip(ex.inner, made, strict=True)
+        parts = [_matrix(f"part of {name}", "partial", values) for name, values in pairs]
+        early = _matrix(f"{ex.mixed} too early", "partial", ex.mix(made))
+        ranks.append([[*parts, "→", early]])
     frame = _frame(
         "other order",
         f"Why not row first? Over {len(ranks)} ranks {' and '.join(ex.into)} cut by rows gives "
@@ -239,12 +227,11 @@ class _Matrices:
     def x(self, rank: int) -> View:
         return self.tokens(rank, "X") if self.ex.splits_tokens else self.whole("X")
 
-    def tokens(self, rank: int, name: str) -> View:
+    def tokens(self, rank: int, name: str, values: Matrix | None = None) -> View:
+        """The rank's own tokens of `values`, or of a given matrix."""
         part = self.ex.tokens(rank)
-        return _matrix(name, "slice", rows_of(self.ex.given[name], part), _range("token", part))
-
-    def into(self, rank: int) -> list[View]:
-        return [self.one(rank, name) for name in self.ex.into]
+        values = rows_of(values or self.ex.given[name], part)
+        return _matrix(name, "slice", values, _range("token", part))
 
     def products(self, rank: int, names: Sequence[str]) -> Equation:
         """The sum of the products with the transposed column-parallel weights."""
@@ -254,9 +241,6 @@ class _Matrices:
             found += [self.one(rank, name), "×", self.one(rank, weight, transpose=True)]
         return found
 
-    def back(self, rank: int, transpose: bool = False) -> View:
-        return self.rows(rank, self.ex.back, transpose)
-
     def mine(self, rank: int, names: Sequence[str]) -> list[View]:
         return [self.one(rank, name) for name in names]
 
@@ -264,9 +248,6 @@ class _Matrices:
         """A matrix of which the rank has some columns."""
         part = _range("row" if transpose else "column", self.ex.block(rank))
         return _matrix(name, "slice", self.ex.ranks[rank][name], part, transpose)
-
-    def transposed(self, rank: int, name: str) -> View:
-        return self.one(rank, name, transpose=True)
 
     def rows(self, rank: int, name: str, transpose: bool = False) -> View:
         """A matrix of which the rank has some rows."""
@@ -276,13 +257,6 @@ class _Matrices:
     def sum(self, rank: int, name: str) -> View:
         kind, name_of_it = ("partial", f"part of {name}") if self.ex.tp > 1 else ("whole", name)
         return _matrix(name_of_it, kind, self.ex.ranks[rank][name])
-
-    def summed(self, name: str) -> View:
-        return _matrix(name, "whole", self.ex.summed(name))
-
-    def summed_tokens(self, rank: int, name: str) -> View:
-        part = self.ex.tokens(rank)
-        return _matrix(name, "slice", rows_of(self.ex.summed(name), part), _range("token", part))
 
 
 def _matrix(name: str, kind: str, values: Matrix, part: str = "", transpose: bool = False) -> View:
