@@ -96,10 +96,9 @@ def answer(name: str, params: Params, run: RunSource | None = None) -> View:
 
 def refusal(error: FivefoldError) -> View:
     """An error as an answer."""
-    reasons, nearest = (list[str](), list[str]())
-    if isinstance(error, IllegalLayout):
-        reasons, nearest = list(error.reasons), list(error.nearest)
-    return {"error": str(error), "reasons": reasons, "nearest": nearest}
+    illegal = isinstance(error, IllegalLayout)
+    reasons, nearest = (error.reasons, error.nearest) if illegal else ((), ())
+    return {"error": str(error), "reasons": [*reasons], "nearest": [*nearest]}
 
 
 def answer_key(name: str, params: Params) -> str:
@@ -324,7 +323,10 @@ def offline_answers(
     questions += [("pictures", each) for name, each in questions if name == "explore"]
     asked = {answer_key(name, each): (name, each) for name, each in questions}
     for number, (key, (name, each)) in enumerate(asked.items()):
-        found[key] = _answer_or_refusal(name, each, run)
+        try:
+            found[key] = answer(name, each, run)
+        except FivefoldError as error:
+            found[key] = refusal(error)
         on_progress(_SEARCH_SHARE + (1 - _SEARCH_SHARE) * (number + 1) / len(asked))
     return found
 
@@ -333,26 +335,14 @@ def _portion(on_progress: Progress, start: float, share: float) -> Progress:
     return lambda done: on_progress(start + share * done)
 
 
-def _answer_or_refusal(name: str, params: Params, run: RunSource | None) -> View:
-    """What a server would reply."""
-    try:
-        return answer(name, params, run)
-    except FivefoldError as error:
-        return refusal(error)
-
-
 def _neighbours(state: dict[str, str], view: View, layouts: list[View]) -> Iterator[Question]:
     """The state, and every state one change away: values of inputs, and the planner's layouts."""
     yield "explore", state
     inputs = [slider["values"] for slider in view["sliders"].values()]
-    for options in (*inputs, *view["choices"].values()):
-        yield from (("explore", _changed(state, one["set"])) for one in options if one["legal"])
-    yield from (("explore", _changed(state, one["set"])) for one in layouts)
-
-
-def _changed(state: dict[str, str], changes: Params) -> dict[str, str]:
-    """A changed state as the page asks for it: an empty text removes a key."""
-    return {name: text for name, text in {**state, **changes}.items() if text}
+    options = (one for values in (*inputs, *view["choices"].values()) for one in values)
+    for one in (*(one for one in options if one["legal"]), *layouts):
+        # As the page asks for it: an empty text removes a key.
+        yield "explore", {name: text for name, text in {**state, **one["set"]}.items() if text}
 
 
 def _lesson_questions() -> Iterator[Question]:

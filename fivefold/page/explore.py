@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -89,13 +89,8 @@ def _schedules(state: State) -> Iterator[State]:
 def _options(state: State, key: str, others: Iterable[State]) -> list[View]:
     """The options of a select; the current value, which changes nothing, is always one of them."""
     current = getattr(state, key)
-    found: list[View] = []
-    for other in others:
-        value = getattr(other, key)
-        found.append(_value(state, value, [state if value == current else other]))
-    if current not in [one["value"] for one in found]:
-        found.append(_value(state, current, [state]))
-    return found
+    states = {getattr(other, key): other for other in others} | {current: state}
+    return [_value(state, value, [other]) for value, other in states.items()]
 
 
 def _moves(state: State, axis: str) -> Iterator[tuple[int, list[State]]]:
@@ -149,9 +144,7 @@ def _value(state: State, value: int | str, states: list[State]) -> View:
 
 def changed(state: State, other: State) -> dict[str, str]:
     """The keys in which `other` differs, with its values as texts."""
-    names = [each.name for each in fields(state)]
-    differ = [name for name in names if getattr(other, name) != getattr(state, name)]
-    return {name: str(getattr(other, name)) for name in differ}
+    return {name: str(value) for name, value in vars(other).items() if value != vars(state)[name]}
 
 
 def sliders_text(found: View) -> list[str]:

@@ -92,12 +92,14 @@ def ranking_view(params: Params, on_progress: Progress) -> View:
 
 
 def _ranked(job: State, found: PlanResult) -> View:
-    states = [_state_of(job, one.plan) for one in found.plans]
-    states.sort(key=lambda one: one.estimate().step)
+    def state_of(plan: Plan) -> State:  # that a click on this plan opens
+        return replace(job, **keys_of(plan))
+
+    states = sorted((state_of(one.plan) for one in found.plans), key=lambda s: s.estimate().step)
     first = states[0].estimate()
     rival = states[1].estimate() if len(states) > 1 else None
     # The fastest is on the front even if it took too long to be simulated twice.
-    front = dict.fromkeys([*(_state_of(job, one.plan) for one in found.front), states[0]])
+    front = dict.fromkeys([*(state_of(one.plan) for one in found.front), states[0]])
     return {
         "candidates": found.candidates,
         "passed_over": found.passed_over,
@@ -106,11 +108,6 @@ def _ranked(job: State, found: PlanResult) -> View:
         "because": plan_text.reasons_text(first, compare_neighbours(first), rival),
         "notes": [*found.request.notes, *_stage_layers_note(found.plans[0], first)],
     }
-
-
-def _state_of(job: State, plan: Plan) -> State:
-    """The state that a click on this plan opens."""
-    return replace(job, **keys_of(plan))
 
 
 def _entry(state: State, first: State) -> View:
@@ -154,7 +151,7 @@ def ranking_text(found: View) -> list[str]:
     lines = wrapped(head)
     if found["refused"]:
         return [*lines, *wrapped(found["refused"])]
-    rows = [_row(i + 1, one) for i, one in enumerate(found["layouts"])]
+    rows = [_row(number, one) for number, one in enumerate(found["layouts"], 1)]
     lines += [
         f"{found['candidates']:,} layouts weighed and {found['passed_over']:,} passed over",
         "",

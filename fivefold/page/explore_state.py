@@ -99,9 +99,8 @@ class State:
 
     def params(self) -> dict[str, str]:
         """The texts that `parse` reads back to this state; one job has one form."""
-        texts = {each.name: _text(getattr(self, each.name)) for each in fields(self)}
-        del texts["model" if self.config else "config"]
-        return texts if self.also else {key: text for key, text in texts.items() if key != "also"}
+        left_out = ["model" if self.config else "config", *([] if self.also else ["also"])]
+        return {key: _text(value) for key, value in vars(self).items() if key not in left_out}
 
     @property
     def family(self) -> Family:

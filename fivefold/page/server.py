@@ -39,6 +39,11 @@ _LARGEST = 2_000_000  # bytes of a question; a pasted config may have one millio
 _POLL_S = 0.1
 _NICE = 15
 _GRACE_S = 1  # for open answers when the server ends
+_HEADERS = {
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-store",
+}
 
 
 def application(start: document.PageStart, run: RunSource | None) -> Starlette:
@@ -47,13 +52,15 @@ def application(start: document.PageStart, run: RunSource | None) -> Starlette:
 
     async def page(request: Request) -> Response:
         text, policy = document.live_page(start)
-        return Response(text, media_type="text/html", headers=_headers(policy))
+        headers = {"content-security-policy": policy, **_HEADERS}
+        return Response(text, media_type="text/html", headers=headers)
 
     async def library(request: Request) -> Response:
         return FileResponse(document.plotly(), media_type="text/javascript")
 
     async def ask(request: Request) -> Response:
-        if request.headers.get("origin", _origin(request)) != _origin(request):
+        own = f"http://{request.headers.get('host', '')}"
+        if request.headers.get("origin", own) != own:
             return JSONResponse({"error": "another site may not ask"}, 403)
         name = request.path_params["name"]
         try:
@@ -106,19 +113,6 @@ def serve(
 
 def _exit(number: int, frame: FrameType | None) -> None:
     sys.exit(0)
-
-
-def _origin(request: Request) -> str:
-    return f"http://{request.headers.get('host', '')}"
-
-
-def _headers(policy: str) -> dict[str, str]:
-    return {
-        "content-security-policy": policy,
-        "x-content-type-options": "nosniff",
-        "referrer-policy": "no-referrer",
-        "cache-control": "no-store",
-    }
 
 
 async def _params(request: Request) -> dict[str, str]:

@@ -29,7 +29,7 @@ from fivefold.core.splits import (
 )
 from fivefold.cost.collectives import predict_traffic
 from fivefold.page import Params, View
-from fivefold.page.learn import Choice, chosen
+from fivefold.page.learn import Choice, chosen, sentence_lines
 from fivefold.report import wrapped
 
 TITLE = "Context: one row over many ranks"
@@ -57,7 +57,8 @@ class Work(NamedTuple):
 def view(params: Params) -> View:
     """The sequence, its shards, and what every rank computes, receives and sends in each step."""
     choices = chosen(CHOICES, params)
-    tokens, window = int(choices["tokens"]), _window(choices)
+    tokens = int(choices["tokens"])
+    window = None if choices["window"] == NO_WINDOW else int(choices["window"])
     split = _split(choices["kind"], int(choices["cp"]))
     num_ranks = split.inner * split.outer
     frames = _frames(choices["kind"], split, tokens, window)
@@ -83,10 +84,6 @@ def view(params: Params) -> View:
     }
 
 
-def _window(choices: Mapping[str, str]) -> int | None:
-    return None if choices["window"] == NO_WINDOW else int(choices["window"])
-
-
 def _split(kind: str, num_ranks: int) -> ContextSplit:
     return context_split(Layout.parse(f"cp={num_ranks}", context=kind), load(_SMALL_MODEL))
 
@@ -96,14 +93,9 @@ def _sheets(split: ContextSplit) -> list[View]:
     if split.inner == 1:
         return [{"label": f"all {HEADS} heads", "ranks": list(range(split.outer))}]
     share = HEADS // split.inner
-    firsts = range(0, HEADS, share)
-    return [
-        {
-            "label": f"{'head' if share == 1 else 'heads'} {span(range(first, first + share))}",
-            "ranks": [rank],
-        }
-        for rank, first in enumerate(firsts)
-    ]
+    noun = "head" if share == 1 else "heads"
+    heads = [range(first, first + share) for first in range(0, HEADS, share)]
+    return [{"label": f"{noun} {span(mine)}", "ranks": [r]} for r, mine in enumerate(heads)]
 
 
 def _frames(kind: str, split: ContextSplit, tokens: int, window: int | None) -> list[View]:
@@ -139,15 +131,13 @@ def _frame(
 
 def _cut_frame(kind: str, split: ContextSplit, tokens: int) -> View:
     num_ranks = split.inner * split.outer
-    first = " and ".join(f"{r.start}–{r.stop - 1}" for r in split.rank_tokens(tokens, 0))
-    dealt = (
-        "an early and a late piece for every rank, so that rank 0"
-        if len(split.rank_tokens(tokens, 0)) > 1
-        else "one piece for every rank, so that rank 0"
-    )
+    ranges = split.rank_tokens(tokens, 0)
+    first = " and ".join(f"{each.start}–{each.stop - 1}" for each in ranges)
+    dealt = "an early and a late piece" if len(ranges) > 1 else "one piece"
     says = (
-        f"The row of {tokens} tokens is cut over {num_ranks} ranks ({kind}): {dealt} has tokens "
-        f"{first}. A token sees itself and what stands before it: the triangle."
+        f"The row of {tokens} tokens is cut over {num_ranks} ranks ({kind}): {dealt} for every "
+        f"rank, so that rank 0 has tokens {first}. A token sees itself and what stands before it: "
+        "the triangle."
     )
     return _frame("cut", says, [[rank] for rank in range(num_ranks)], [])
 
@@ -158,16 +148,14 @@ def _ring_frame(split: ContextSplit, tokens: int, window: int | None, hop: int) 
     places = [split.ring_tokens(tokens, rank) for rank in range(num_ranks)]
     done = [_done(places[rank], places[owner], window) for rank, owner in enumerate(owners)]
     last = hop == num_ranks - 1
-    moves = (
-        [] if last else [[rank, (rank + 1) % num_ranks, owner] for rank, owner in enumerate(owners)]
-    )
+    moves = [[rank, (rank + 1) % num_ranks, owner] for rank, owner in enumerate(owners)]
     whose = "its own keys and values" if hop == 0 else "the keys and values that came last"
     on = "Nothing has to travel any more" if last else "They go on to the next rank meanwhile"
     says = (
         f"Step {hop + 1} of {num_ranks}: every rank computes its queries with {whose}. {on}. "
         + _work_words([work for work, _ in done])
     )
-    return _frame("compute", says, [[owner] for owner in owners], moves, done)
+    return _frame("compute", says, [[owner] for owner in owners], [] if last else moves, done)
 
 
 def _gathered_frames(split: ContextSplit, tokens: int, window: int | None) -> list[View]:
@@ -233,9 +221,7 @@ def _done(queries: Ranges, keys: Ranges, window: int | None) -> tuple[Work, list
     """The pairs of some queries with some keys: their number, and as runs."""
     computed = sum(call.pairs for call in attention_calls(queries, keys, window))
     runs = [
-        [query, shard.start, min(shard.stop, query + 1)]
-        if window is None
-        else [query, max(shard.start, query - window + 1), min(shard.stop, query + 1)]
+        [query, max(shard.start, query + 1 - (window or query + 1)), min(shard.stop, query + 1)]
         for each in queries
         for query in each
         for shard in keys
@@ -265,14 +251,13 @@ def _compared(kind: str, num_ranks: int, tokens: int, window: int | None) -> Vie
     split = _split(kind, num_ranks)
     frames = _frames(kind, split, tokens, window)
     by_rank = [sum(each["computed"][rank] for each in frames) for rank in range(num_ranks)]
-    seen = sum(sum(each["seen"]) for each in frames)
     lasts = sum(max(each["computed"]) for each in frames)
     return {
         "kind": kind,
         "pairs": by_rank,
         "most": max(by_rank),
         "least": min(by_rank),
-        "seen": seen,
+        "seen": sum(sum(each["seen"]) for each in frames),
         "lasts": lasts,
         "busy": sum(by_rank) / (num_ranks * lasts),
     }
@@ -331,9 +316,7 @@ def text(view: View) -> list[str]:
         )
     real = view["traffic"]
     lines.append(f"* sent by a rank of {real['model']}, a row of {real['tokens']:,} tokens, bf16")
-    for sentence in view["sentences"]:
-        lines += wrapped(sentence)
-    return lines
+    return [*lines, *sentence_lines(view)]
 
 
 def _row_lines(view: View) -> list[str]:

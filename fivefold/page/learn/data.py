@@ -16,7 +16,7 @@ from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.cost.collectives import chunks_of, predict_traffic
 from fivefold.cost.static_memory import StaticMemory, static_bytes
 from fivefold.page import Params, View
-from fivefold.page.learn import Choice, chosen, size_text
+from fivefold.page.learn import Choice, chosen, sentence_lines, size_text
 from fivefold.page.learn.data_steps import GRAD_ITEMSIZE, ITEMSIZE, DataStep, name_of
 from fivefold.report import wrapped
 
@@ -192,7 +192,7 @@ def text(view: View) -> list[str]:
         memory = f"{size_text(one['accumulating']):>12}{size_text(one['standing']):>16}"
         rest = f"{size_text(one['peak']):>12}{size_text(one['sent']):>12}"
         lines.append(f"ZeRO-{one['zero']:<3}{one['per_parameter']:>16.2f}{memory}{rest}")
-    return [*lines, "", *(row for one in view["sentences"] for row in wrapped(one))]
+    return [*lines, "", *sentence_lines(view)]
 
 
 def _line(place: int, frame: View, names: list[str]) -> str:

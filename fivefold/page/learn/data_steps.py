@@ -149,10 +149,7 @@ class DataStep:
     def _update(self) -> None:
         what = f"its 1/{self.num_ranks} of" if self.zero else "all"
         again = "" if self.zero else f", the same on all {self.num_ranks} ranks"
-        self._show(
-            "optimizer",
-            f"The optimizer of each rank updates {what} the weights{again}.",
-        )
+        self._show("optimizer", f"The optimizer of each rank updates {what} the weights{again}.")
         for index in range(len(self.units)):
             self.unit_states[index].summed = False
             if self.zero in (1, 2):
@@ -166,10 +163,8 @@ class DataStep:
         last = {
             0: "All ranks have the same new weights: nothing more moves.",
             3: "Nothing more moves: the next forward gathers the new weights.",
-        }
-        self._show(
-            "end", f"The step is done. {last.get(self.zero, 'All weights are whole again.')}"
-        )
+        }.get(self.zero, "All weights are whole again.")
+        self._show("end", f"The step is done. {last}")
 
     def _gather(self, index: int) -> None:
         """Start to gather a unit, unless it is here; indices beyond the ends are ignored."""
@@ -218,11 +213,9 @@ class DataStep:
 
     def _weights(self) -> int:
         """Bytes; in stage 3 the shard stays in memory next to the gathered unit."""
-        total = 0
-        for unit, state in zip(self.units, self.unit_states, strict=True):
-            total += unit.shard_size if self.frees_weights else 0
-            total += unit.size if not self.frees_weights or state.weights != "slice" else 0
-        return total * ITEMSIZE
+        total = sum(unit.shard_size for unit in self.units) if self.frees_weights else 0
+        pairs = zip(self.units, self.unit_states, strict=True)
+        return ITEMSIZE * (total + sum(u.size for u, state in pairs if state.weights != "slice"))
 
     def _gradients(self) -> int:
         total = 0
@@ -235,11 +228,7 @@ class DataStep:
 
     def _words(self, state: _UnitState) -> list[str]:
         summed = "slice" if self.zero else "whole"
-        flags = {
-            summed: state.summed,
-            "filling": state.filling,
-            "summing": state.summing,
-        }
+        flags = {summed: state.summed, "filling": state.filling, "summing": state.summing}
         return [word for word, there in flags.items() if there]
 
     def _name(self, index: int) -> str:

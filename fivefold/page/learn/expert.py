@@ -19,7 +19,7 @@ from fivefold.core.errors import counted
 from fivefold.core.models import load
 from fivefold.core.precision import PRECISIONS
 from fivefold.page import Params, View
-from fivefold.page.learn import Choice, chosen, size_text
+from fivefold.page.learn import Choice, chosen, sentence_lines, size_text
 from fivefold.report import wrapped
 
 TITLE = "Experts: tokens travel to them"
@@ -118,12 +118,10 @@ def _scores(rank: int, top_k: int, skew: str) -> list[list[float]]:
 def _routed(rank: int, scores: list[list[float]], top_k: int) -> list[RoutedSlot]:
     """The slots of one rank: the best experts of every token, the lower number if equal."""
     found: list[RoutedSlot] = []
-    for token, each in enumerate(scores):
-        best = sorted(range(EXPERTS), key=lambda expert: -each[expert])[:top_k]
-        total = sum(each[expert] for expert in best)
-        found += [
-            RoutedSlot(rank, token, expert, each[expert], each[expert] / total) for expert in best
-        ]
+    for token, row in enumerate(scores):
+        best = sorted(range(EXPERTS), key=lambda expert: -row[expert])[:top_k]
+        total = sum(row[e] for e in best)
+        found += [RoutedSlot(rank, token, e, row[e], row[e] / total) for e in best]
     return found
 
 
@@ -139,15 +137,10 @@ def _within(
     probability or by position; the earlier token wins if equal."""
     if room is None:
         return slots
-    order = list(range(len(slots)))
-    if rules[0].keep == "probability":
-        order.sort(key=lambda one: -slots[one].score)
-    taken, kept = [0] * EXPERTS, [True] * len(slots)
-    for one in order:
-        expert = slots[one].expert
-        kept[one] = taken[expert] < room
-        taken[expert] += 1
-    return [slot._replace(kept=keep) for slot, keep in zip(slots, kept, strict=True)]
+    by_probability = rules[0].keep == "probability"
+    order = sorted(slots, key=lambda slot: -slot.score) if by_probability else slots
+    kept = {slot for e in range(EXPERTS) for slot in [s for s in order if s.expert == e][:room]}
+    return [slot._replace(kept=slot in kept) for slot in slots]
 
 
 def _home(expert: int, num_ranks: int) -> int:
@@ -176,10 +169,8 @@ def _moves(slots: list[RoutedSlot], num_ranks: int, nodes: int) -> Moves:
 
 def _flows(slots: list[RoutedSlot], num_ranks: int) -> list[list[int]]:
     """Slots of each rank for each expert, after the capacity."""
-    found = [[0] * EXPERTS for _ in range(num_ranks)]
-    for slot in slots:
-        found[slot.rank][slot.expert] += slot.kept
-    return found
+    by_rank = [[slot for slot in slots if slot.rank == rank] for rank in range(num_ranks)]
+    return [_load(mine) for mine in by_rank]
 
 
 def _load(slots: list[RoutedSlot]) -> list[int]:
@@ -189,10 +180,8 @@ def _load(slots: list[RoutedSlot]) -> list[int]:
 def _numbers(slots: list[RoutedSlot], moves: Moves, num_ranks: int, nodes: int, row: int) -> View:
     """The load, the dropped slots and the bytes of one dispatch."""
     load_, size = _load(slots), num_ranks // nodes
-    by_rank = [
-        sum(load_[expert] for expert in range(EXPERTS) if _home(expert, num_ranks) == rank)
-        for rank in range(num_ranks)
-    ]
+    on_rank = EXPERTS // num_ranks
+    by_rank = [sum(load_[first : first + on_rank]) for first in range(0, EXPERTS, on_rank)]
     direct = sum(
         slot.kept and _home(slot.expert, num_ranks) // size != slot.rank // size for slot in slots
     )
@@ -223,16 +212,14 @@ def _numbers(slots: list[RoutedSlot], moves: Moves, num_ranks: int, nodes: int, 
 
 def _lost(slots: list[RoutedSlot]) -> int:
     """Tokens of which every slot is dropped."""
-    kept: dict[tuple[int, int], bool] = {}
-    for slot in slots:
-        kept[slot.rank, slot.token] = kept.get((slot.rank, slot.token), False) or slot.kept
-    return sum(not each for each in kept.values())
+    kept = {(slot.rank, slot.token) for slot in slots if slot.kept}
+    return len({(slot.rank, slot.token) for slot in slots} - kept)
 
 
 def _frames(found: View, slots: list[RoutedSlot]) -> list[View]:
     """From the scores to the weighted sum."""
     numbers, ranks, top_k = found["numbers"], found["ranks"], int(found["choices"]["top_k"])
-    frames = [
+    return [
         {
             "phase": "scores",
             "says": f"Each of {ranks} ranks has {TOKENS} tokens, and {found['on_rank']} of "
@@ -243,8 +230,8 @@ def _frames(found: View, slots: list[RoutedSlot]) -> list[View]:
         *_dispatch_frames(found),
         {"phase": "compute", "says": _compute_words(numbers)},
         *_combine_frames(found),
+        _sum_frame(slots),
     ]
-    return [*frames, _sum_frame(slots)]
 
 
 def _count_words(found: View) -> str:
@@ -335,17 +322,13 @@ def _sum_frame(slots: list[RoutedSlot]) -> View:
 
 def _sentences(found: View) -> list[str]:
     numbers, sizes = found["numbers"], found["numbers"]["bytes"]
-    moved = (
-        f"One dispatch moves {size_text(sizes['crossing'])} between ranks and leaves "
-        f"{size_text(sizes['local'])} where they are, in bf16 at the width of "
-        f"{found['choices']['model']}; "
-        "the combine moves as much, and backward both again."
-    )
     sentences = [
         f"Imbalance: the fullest expert has {numbers['fullest']} slots, "
         f"{numbers['imbalance']:.2f} times the mean of {numbers['mean']:g}; the fullest rank "
         f"{numbers['rank_imbalance']:.2f} times. A layer takes as long as its fullest rank.",
-        moved,
+        f"One dispatch moves {size_text(sizes['crossing'])} between ranks and leaves "
+        f"{size_text(sizes['local'])} where they are, in bf16 at the width of "
+        f"{found['choices']['model']}; the combine moves as much, and backward both again.",
     ]
     if found["moves"]["far"] is not None:
         sentences.append(
@@ -373,10 +356,9 @@ def text(view: View) -> list[str]:
         bar = "█" * solid + "×" * (round(asked * scale) - solid)
         rank = expert // view["on_rank"]
         lines.append(f"{expert:>6} {rank:>5} {kept:>6} {asked - kept:>8}  {bar}".rstrip())
-    for name, matrix in view["moves"].items():
-        if matrix is None:
+    for name, where in (("far", "over the network"), ("near", "to the experts")):
+        if (matrix := view["moves"][name]) is None:
             continue
-        where = {"far": "over the network", "near": "to the experts"}[name]
         lines += ["", f"rows {where}, from rank (down) to rank (across)"]
         lines.append("      " + "".join(f"{rank:>6}" for rank in range(view["ranks"])))
         lines += [
@@ -384,6 +366,4 @@ def text(view: View) -> list[str]:
             for rank, sent in enumerate(matrix)
         ]
     lines += ["", f"{numbers['kept']} of {numbers['slots']} slots kept"]
-    for sentence in view["sentences"]:
-        lines += wrapped(sentence)
-    return lines
+    return [*lines, *sentence_lines(view)]

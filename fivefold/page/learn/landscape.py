@@ -14,7 +14,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
-from fivefold.core import groups, models
+from fivefold.core import models
 from fivefold.core.errors import counted, kind_text
 from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.core.precision import PRECISIONS
@@ -22,8 +22,8 @@ from fivefold.cost.axis_collectives import message_bytes, wide_size
 from fivefold.cost.collectives import TrafficEntry, predict_traffic
 from fivefold.cost.static_memory import static_bytes
 from fivefold.page import Params, View
-from fivefold.page.learn import Choice, chosen, size_text
-from fivefold.page.learn.layer_parts import shares
+from fivefold.page.learn import Choice, chosen, sentence_lines, size_text
+from fivefold.page.learn.layer_parts import shares, tier_name
 from fivefold.report import wrapped
 
 TITLE = "The landscape: what cuts what"
@@ -97,9 +97,7 @@ def view(params: Params) -> View:
         _step(choices["model"], choices["machine"], tuple(degrees[:count]))
         for count in range(len(degrees) + 1)
     ]
-    frames = [_first(steps[0])]
-    for (before, after), (name, degree) in zip(pairwise(steps), degrees, strict=True):
-        frames.append(_frame(name, degree, before, after))
+    frames = [_first(steps[0]), *map(_next, degrees, steps, steps[1:])]
     return {
         "choices": choices,
         "layout": str(steps[-1].plan.layout),
@@ -141,14 +139,8 @@ def _holds(plan: Plan) -> dict[str, int]:
     assert moe is not None, "the panel's models have experts"
     itemsize = PRECISIONS[plan.precision].itemsize
     grad_itemsize = wide_size(itemsize)
-    static = static_bytes(
-        plan,
-        0,
-        itemsize=itemsize,
-        grad_itemsize=grad_itemsize,
-        optimizer="adamw",
-        master=True,
-    )
+    sizes = {"itemsize": itemsize, "grad_itemsize": grad_itemsize}
+    static = static_bytes(plan, 0, **sizes, optimizer="adamw", master=True)
     # Below stage 3 the weights are full, and below stage 2 the accumulating gradients too.
     whole = static.weights // itemsize * grad_itemsize
     message = message_bytes(plan, itemsize)
@@ -168,36 +160,36 @@ def _holds(plan: Plan) -> dict[str, int]:
 
 
 def _first(step: _Step) -> View:
-    plan = step.plan
-    return {
-        "says": f"One device has all of {plan.shape.name}: {plan.shape.layers} layers, "
-        f"{step.holds['experts']} experts in each that has some, "
-        f"{size_text(step.holds['weights'])} of weights. "
-        "Now one dimension after the other cuts it.",
-        "axis": None,
-        "degree": 1,
-        "holds": step.holds,
-        "cuts": _cuts(plan),
-        "when": "",
-        "moves": step.moves,
-    }
+    shape, holds = step.plan.shape, step.holds
+    says = (
+        f"One device has all of {shape.name}: {shape.layers} layers, {holds['experts']} experts in "
+        f"each that has some, {size_text(holds['weights'])} of weights. Now one dimension after "
+        "the other cuts it."
+    )
+    return _frame(says, None, 1, step)
 
 
-def _frame(name: str, degree: int, before: _Step, after: _Step) -> View:
+def _next(dimension: tuple[str, int], before: _Step, after: _Step) -> View:
+    name, degree = dimension
     cut = [
         f"{_ROWS[row]} {_amount(row, before.holds[row])} → {_amount(row, after.holds[row])}"
         for row in _ROWS
         if after.holds[row] != before.holds[row]
     ]
     what = "; ".join(cut) if cut else "nothing is cut any further"
+    says = f"{_NAMES[name]}, {'stage' if name == 'zero' else name} {degree}: {what}."
+    return _frame(says, name, degree, after)
+
+
+def _frame(says: str, axis: str | None, degree: int, step: _Step) -> View:
     return {
-        "says": f"{_NAMES[name]}, {'stage' if name == 'zero' else name} {degree}: {what}.",
-        "axis": name,
+        "says": says,
+        "axis": axis,
         "degree": degree,
-        "holds": after.holds,
-        "cuts": _cuts(after.plan),
-        "when": _WHEN[name],
-        "moves": after.moves,
+        "holds": step.holds,
+        "cuts": _cuts(step.plan),
+        "when": _WHEN[axis] if axis else "",
+        "moves": step.moves,
     }
 
 
@@ -233,15 +225,10 @@ def _moves(name: str, plan: Plan) -> list[View]:
             "count": sum(each.count for each in entries),
             "bytes": sum(each.count * each.bytes for each in entries),
             "group": entries[0].group,
-            "tier": _tier(axis, plan),
+            "tier": tier_name(plan, axis),
         }
         for (axis, kind), entries in found.items()
     ]
-
-
-def _tier(axis: str, plan: Plan) -> str:
-    assert plan.machine is not None, "the panel names a machine"
-    return groups.tier(plan, axis, plan.machine).name
 
 
 def _move_text(move: View) -> str:
@@ -284,25 +271,16 @@ def text(view: View) -> list[str]:
         if frame["moves"]:
             lines += wrapped(f"moves {frame['when']}:", "    ")
         lines += [f"      {_move_text(move)}" for move in frame["moves"]]
-    last = view["frames"][-1]["holds"]
-    first = view["frames"][0]["holds"]
+    first, last = (view["frames"][place]["holds"] for place in (0, -1))
     lines += ["", _line("", "one device", view["axes"], "rank 0")]
     for row in view["rows"]:
         name = row["name"]
-        shown = [_share(factor) for factor in view["factors"][name]]
-        lines.append(
-            _line(row["what"], _amount(name, first[name]), shown, _amount(name, last[name]))
-        )
-    lines.append("")
-    for sentence in view["sentences"]:
-        lines += wrapped(sentence, "- ", "  ")
-    return lines
+        factors = ["·" if factor == 1 else f"×{factor:.3g}" for factor in view["factors"][name]]
+        before, after = (_amount(name, holds[name]) for holds in (first, last))
+        lines.append(_line(row["what"], before, factors, after))
+    return [*lines, "", *sentence_lines(view, "- ")]
 
 
 def _line(name: str, first: str, between: list[str], last: str) -> str:
     cells = "".join(f"{each:>7}" for each in between)
     return f"{name:<34}{first:>12}{cells}{last:>11}".rstrip()
-
-
-def _share(factor: float) -> str:
-    return "·" if factor == 1 else f"×{factor:.3g}"

@@ -9,6 +9,7 @@ that the plan has for this layer; tiers are those of the machine.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from fivefold.core import models
@@ -16,7 +17,7 @@ from fivefold.core.errors import counted, kind_text
 from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.core.splits import CONTEXT_KINDS
 from fivefold.page import Params, View
-from fivefold.page.learn import Choice, chosen, size_text
+from fivefold.page.learn import Choice, chosen, sentence_lines, size_text
 from fivefold.page.learn.layer_attention import attention, own_tokens
 from fivefold.page.learn.layer_experts import experts
 from fivefold.page.learn.layer_parts import Layer, LayerCollective, LocalTensor, Station
@@ -104,11 +105,6 @@ def stations(layer: Layer) -> tuple[Station, ...]:
 
 
 def _fetch(layer: Layer) -> Station:
-    weights, what = "weights of the layer", "gradients of the layer"
-    forward = layer.take_any("fsdp", "all_gather", f"dense {weights}")
-    forward += layer.take_any("edp", "all_gather", f"{weights}'s experts")
-    backward = layer.take_any("fsdp", "reduce_scatter", f"dense {what}")
-    backward += layer.take_any("edp", "reduce_scatter", f"{what}'s experts")
     layout = layer.plan.layout
     shards = f"Each of the {layout.dp * layout.cp} fsdp ranks (dp · cp) keeps a slice of the dense"
     experts = (
@@ -123,23 +119,24 @@ def _fetch(layer: Layer) -> Station:
         "The gradients of the whole unit are summed and scattered: every rank keeps the slice "
         "whose optimizer it has. It happens behind the backward of the next layer.",
         axis="dp",
-        forward=forward,
-        backward=backward,
+        forward=layer.take_any("fsdp", "all_gather", "dense weights of the layer")
+        + layer.take_any("edp", "all_gather", "weights of the layer's experts"),
+        backward=layer.take_any("fsdp", "reduce_scatter", "dense gradients of the layer")
+        + layer.take_any("edp", "reduce_scatter", "gradients of the layer's experts"),
         pair=("all-gather weights", "reduce-scatter gradients"),
         beside=True,
     )
 
 
 def _discard(layer: Layer) -> Station:
-    again = layer.take_any("fsdp", "all_gather", "dense weights, again")
-    again += layer.take_any("edp", "all_gather", "experts, again")
     return Station(
         "discard",
         "ZeRO-3: discard weights",
         "The whole weights are let go; this rank's slice stays.",
         "Backward needs the weights again: they are gathered once more.",
         axis="dp",
-        backward=again,
+        backward=layer.take_any("fsdp", "all_gather", "dense weights, again")
+        + layer.take_any("edp", "all_gather", "experts, again"),
         pair=("free", "all-gather weights"),
         beside=True,
     )
@@ -225,18 +222,17 @@ def _frames(plan: Plan, found: tuple[Station, ...]) -> Iterator[View]:
 
 def _sentences(layer: Layer, found: tuple[Station, ...]) -> list[str]:
     layout = layer.plan.layout
-    lines = [*layout.readings()]
-    sums: dict[str, int] = {}
-    for station in found:
-        for one in (*station.forward, *station.backward):
-            axis, kind, size, _ = one.collective
-            if kind != "recv":
-                sums[axis] = sums.get(axis, 0) + size * one.count
+    sums: Counter[str] = Counter()
+    for one in (one for station in found for one in (*station.forward, *station.backward)):
+        axis, kind, size, _ = one.collective
+        if kind != "recv":
+            sums[axis] += size * one.count
     by_axis = ", ".join(f"{axis} {size_text(size)}" for axis, size in sums.items())
-    lines.append(
+    lines = [
+        *layout.readings(),
         "Buffers that this rank hands to collectives for the layer and one microbatch, forward "
-        f"and backward: {by_axis}."
-    )
+        f"and backward: {by_axis}.",
+    ]
     if layout.sp and layout.tp > 1:
         lines.append(
             "g and ḡ are conjugate: the all-gather of one direction is the reduce-scatter of the "
@@ -273,10 +269,7 @@ def text(view: View) -> list[str]:
         for way, arrow in (("forward", "→"), ("backward", "←")):
             for one in (each for each in station[way] if each["kind"] != "recv"):
                 lines += wrapped(f"{arrow} {_collective_text(one)}", "    ", "      ")
-    lines.append("")
-    for sentence in view["sentences"]:
-        lines += wrapped(sentence, "- ", "  ")
-    return lines
+    return [*lines, "", *sentence_lines(view, "- ")]
 
 
 def _shape_text(tensor: View) -> str:

@@ -246,21 +246,20 @@ def _ring(layer: Layer, place: LocalTensor, keys: int) -> Station:
             + layer.take("ring", "reduce_scatter", wide * split.outer, "their gradients, wide"),
             pair=("all-gather", "all-gather, reduce-scatter"),
         )
-    way = "keys and values"
-    forward = layer.take("ring", "send", here, way, hops)
-    forward += layer.take("ring", "recv", here, way, hops)
-    backward = layer.take("ring", "send", here, f"{way}, again", hops)
-    backward += layer.take("ring", "recv", here, f"{way}, again", hops)
-    backward += layer.take("ring", "send", wide, "their gradients, wide", split.outer)
-    backward += layer.take("ring", "recv", wide, "their gradients, wide", split.outer)
+
+    def pass_on(size: int, what: str, count: int) -> tuple[LayerCollective, ...]:
+        sent = layer.take("ring", "send", size, what, count)
+        return sent + layer.take("ring", "recv", size, what, count)
+
     return replace(
         station,
         says=f"Queries stay; keys and values go around the {split.outer} places of the ring, each "
         "hop behind the attention of the block that came before.",
         says_back="Keys and values go around once more, and their gradients with them, one hop "
         "behind, until they are home.",
-        forward=forward,
-        backward=backward,
+        forward=pass_on(here, "keys and values", hops),
+        backward=pass_on(here, "keys and values, again", hops)
+        + pass_on(wide, "their gradients, wide", split.outer),
         pair=("ring", "ring of keys and gradients"),
     )
 

@@ -66,10 +66,8 @@ def experts(layer: Layer, moe: Moe) -> Iterator[Station]:
 
 
 def _sizes(layer: Layer, moe: Moe, tokens: int) -> _Sizes:
-    row, crossing = (
-        layer.plan.shape.width * layer.itemsize,
-        tokens * max_nodes_per_token(layer.plan, moe),
-    )
+    row = layer.plan.shape.width * layer.itemsize
+    crossing = tokens * max_nodes_per_token(layer.plan, moe)
     return _Sizes(
         slots=tokens * moe.top_k * row,
         crossing=crossing * row,

@@ -124,7 +124,7 @@ class Layer:
         call = Collective(axis, kind, size, self._sizes[axis])
         assert self._left[call] >= count, f"the plan has no {call}"
         self._left[call] -= count
-        return (LayerCollective(call, count, what, self.tier(axis)),)
+        return (LayerCollective(call, count, what, tier_name(self.plan, axis)),)
 
     def take_any(self, axis: str, kind: str, what: str) -> tuple[LayerCollective, ...]:
         """Take one collective of every size that the list has for an axis and a kind."""
@@ -133,20 +133,16 @@ class Layer:
 
     def sent(self, what: str) -> tuple[LayerCollective, ...]:
         """The message to the next pipeline rank."""
-        return (LayerCollective(self.message, 1, what, self.tier("pp")),)
+        return (LayerCollective(self.message, 1, what, tier_name(self.plan, "pp")),)
 
     def take_rest(self) -> tuple[LayerCollective, ...]:
         """Take what no station has taken."""
         rest = sorted((+self._left).items())
         self._left.clear()
         return tuple(
-            LayerCollective(call, count, call.payload, self.tier(call.axis)) for call, count in rest
+            LayerCollective(call, count, call.payload, tier_name(self.plan, call.axis))
+            for call, count in rest
         )
-
-    def tier(self, axis: str) -> str:
-        """The slowest link tier that a group of the axis spans."""
-        assert self.plan.machine is not None, "the panel names a machine"
-        return groups.tier(self.plan, axis, self.plan.machine).name
 
     def weights(self, *endings: str) -> tuple[View, ...]:
         """Weights of this layer by the end of their names: the full shape, and that of rank 0."""
@@ -163,6 +159,12 @@ class Layer:
             for name, w in named.items()
             if name.endswith(endings)
         )
+
+
+def tier_name(plan: Plan, axis: str) -> str:
+    """The slowest link tier that a group of the axis spans."""
+    assert plan.machine is not None, "the panel names a machine"
+    return groups.tier(plan, axis, plan.machine).name
 
 
 def shares(tokens: Ranges, seq: int, count: int | None = None) -> tuple[tuple[float, float], ...]:

@@ -18,8 +18,8 @@ from fivefold.core.schedule.clock import Costs, Timeline, peak_activations, play
 from fivefold.core.schedule.family import Family
 from fivefold.page import Params, View
 from fivefold.page import timeline as picture
-from fivefold.page.learn import Choice, chosen
-from fivefold.report import percent, wrapped
+from fivefold.page.learn import Choice, chosen, sentence_lines
+from fivefold.report import percent
 from fivefold.report.pipeline_text import Cell, cells
 
 TITLE = "Pipeline: the schedules raced"
@@ -64,8 +64,7 @@ class Racer(NamedTuple):
 def view(params: Params) -> View:
     """The race: the timeline and numbers of every racer, and what happens at every moment."""
     choices = chosen(CHOICES, params)
-    ranks, microbatches = int(choices["stages"]), int(choices["microbatches"])
-    racers, refused = _racers(choices, ranks, microbatches)
+    racers, refused = _racers(choices)
     end = max(racer.timeline.makespan for racer in racers)
     places = _places(racers)
     return {
@@ -78,20 +77,17 @@ def view(params: Params) -> View:
     }
 
 
-def _racers(
-    choices: Mapping[str, str], ranks: int, microbatches: int
-) -> tuple[list[Racer], list[dict[str, str]]]:
+def _racers(choices: Mapping[str, str]) -> tuple[list[Racer], list[dict[str, str]]]:
     """The schedules that are legal here, simulated, and why the others are not."""
     forward, backward, weight = (float(each) for each in choices["times"].split(":"))
     racers, refused = list[Racer](), list[dict[str, str]]()
     for name in SETS[choices["schedules"]]:
         family = catalog.family(name)
-        chunks = family.default_chunks
-        if rules := family.problems(ranks, microbatches, chunks):
+        size = (int(choices["stages"]), int(choices["microbatches"]), family.default_chunks)
+        if rules := family.problems(*size):
             refused.append({"name": name, "why": "; ".join(rules)})
             continue
-        schedule = family.make(ranks, microbatches, chunks)
-        times = (forward, backward, weight)
+        schedule, times = family.make(*size), (forward, backward, weight)
         costs = Costs.uniform(schedule.placement, times, float(choices["transfer"]))
         racers.append(Racer(family, play(schedule, costs)))
     return racers, refused
@@ -156,10 +152,10 @@ def _moment_words(
     time: float, number: int, racers: list[Racer], finished: list[str], now: list[list[str]]
 ) -> str:
     if not number:
-        first = counted(len(racers), "schedule")
         return (
-            f"The start: {first} with the same work for every rank. Only rank 0, or both ends of a "
-            "two-way pipeline, has something to do; the others wait for what it sends."
+            f"The start: {counted(len(racers), 'schedule')} with the same work for every rank. "
+            "Only rank 0, or both ends of a two-way pipeline, has something to do; the others wait "
+            "for what it sends."
         )
     running = [
         (racer.family.name, sum(each != "·" for each in ranks), len(ranks))
@@ -176,14 +172,9 @@ def _moment_words(
 def _finish_words(racers: list[Racer]) -> str:
     """The order of the finish in words."""
     places = _places(racers)
-    order = sorted(range(len(racers)), key=lambda one: (places[one], one))
-    return (
-        ", ".join(
-            f"{places[one]}. {racers[one].family.name} ({racers[one].timeline.makespan:g})"
-            for one in order
-        )
-        + "."
-    )
+    order = sorted(zip(places, racers, strict=True), key=lambda pair: pair[0])
+    words = (f"{place}. {one.family.name} ({one.timeline.makespan:g})" for place, one in order)
+    return f"{', '.join(words)}."
 
 
 def _sentences(
@@ -252,7 +243,4 @@ def text(view: View) -> list[str]:
         )
     for each in view["racers"]:
         lines += ["", *picture.text(each["timeline"])]
-    lines.append("")
-    for sentence in view["sentences"]:
-        lines += wrapped(sentence)
-    return lines
+    return [*lines, "", *sentence_lines(view)]

@@ -17,7 +17,7 @@ from fivefold.core.weights import local_shape, shard_of, weights
 from fivefold.cost.axis_collectives import Collective, RankChunk
 from fivefold.cost.axis_collectives import tensor_collectives as calls_of
 from fivefold.page import Params, View
-from fivefold.page.learn import Choice, chosen, size_text
+from fivefold.page.learn import Choice, chosen, sentence_lines, size_text
 from fivefold.page.learn.data_steps import ITEMSIZE
 from fivefold.page.learn.tensor_example import PARTS, Example
 from fivefold.page.learn.tensor_frames import frames_of, overview
@@ -137,14 +137,13 @@ def _sentences(example: Example, plan: Plan, real: View, frames: list[View]) -> 
 def _link_sentence(plan: Plan, real: View, sent: int) -> str:
     assert plan.machine is not None
     tiers = plan.machine.tiers
-    names = [tier.name for tier in tiers]
-    here = tiers[names.index(real["tier"])]
+    place = [tier.name for tier in tiers].index(real["tier"])
+    here, beyond = tiers[place], tiers[place + 1 :]
     words = (
         f"The {plan.layout.tp} ranks lie within {here.name} ({here.link.name}) of "
         f"{plan.machine.name}: at its full {here.bandwidth / 1e9:,.0f} GB/s that takes "
         f"{duration(sent / here.bandwidth)} a layer, and compute waits for it"
     )
-    beyond = tiers[names.index(here.name) + 1 :]
     if not beyond:
         return f"{words}."
     return (
@@ -181,14 +180,12 @@ def text(view: View) -> list[str]:
             one = frame["one_device"]
             blocks.append(_block(f"{one['name']} on one device", one))
         lines += [*_side_by_side(blocks), ""]
-    real = view["real"]
-    lines.append(
-        f"{choices['model']} over tp={view['ranks']} on {choices['machine']}: a rank holds"
-    )
-    for one in real["pieces"]:
+    over = f"over tp={view['ranks']} on {choices['machine']}"
+    lines.append(f"{choices['model']} {over}: a rank holds")
+    for one in view["real"]["pieces"]:
         whole, local = ("×".join(map(str, one[key])) for key in ("whole", "local"))
         lines.append(f"   {one['name']:24} {local:>14} of {whole:>14}, by {one['cut']}")
-    return [*lines, "", *(row for one in view["sentences"] for row in wrapped(one))]
+    return [*lines, "", *sentence_lines(view)]
 
 
 def _results(equations: list[list[Any]]) -> list[View]:
