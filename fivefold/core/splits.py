@@ -157,24 +157,6 @@ def attention_calls(
     return tuple(found)
 
 
-def attention_pairs(split: ContextSplit, seq: int, window: int | None = None) -> list[int]:
-    """Pairs of a query and a key that each rank computes, per head of the model.
-
-    The `inner` ranks of a ring position have 1/inner of the heads each and count that share, so
-    the sum over all ranks is that of one device.
-    """
-    found: list[int] = []
-    for position in range(split.outer):
-        queries = split.ring_tokens(seq, position)
-        total = sum(
-            call.pairs
-            for other in range(split.outer)
-            for call in attention_calls(queries, split.ring_tokens(seq, other), window)
-        )
-        found += [total // split.inner] * split.inner
-    return found
-
-
 def _calls_of(
     run: range, keys: Ranges, window: int | None, q_start: int, q_stop: int
 ) -> list[AttentionCall]:

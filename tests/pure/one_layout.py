@@ -1,4 +1,4 @@
-"""Estimates of one layout for tests: its grid, its peak memory, and what a layer of it saves."""
+"""One layout for tests: its grid, peak memory, saved activations, pairs of its context ranks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import numpy as np
 
 from fivefold.core import machine as machines
 from fivefold.core.shape import Shape
+from fivefold.core.splits import ContextSplit, attention_calls
 from fivefold.cost import stack as stacks
 from fivefold.cost.activations import Activations
 from fivefold.cost.grid import SCHEDULES, LayoutGrid
@@ -44,3 +45,21 @@ def activations_of(
     memory: StackMemory | None = None,
 ) -> Activations:
     return Activations(shape, stack, memory or memory_of_stack(stack.name), grid, seq, 2, 1.0)
+
+
+def attention_pairs(split: ContextSplit, seq: int, window: int | None = None) -> list[int]:
+    """Pairs of a query and a key that each rank computes, per head of the model.
+
+    The `inner` ranks of a ring position have 1/inner of the heads each and count that share, so
+    the sum over all ranks is that of one device.
+    """
+    found: list[int] = []
+    for position in range(split.outer):
+        queries = split.ring_tokens(seq, position)
+        total = sum(
+            call.pairs
+            for other in range(split.outer)
+            for call in attention_calls(queries, split.ring_tokens(seq, other), window)
+        )
+        found += [total // split.inner] * split.inner
+    return found

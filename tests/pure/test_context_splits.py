@@ -12,6 +12,7 @@ from typing import cast, get_args
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from one_layout import attention_pairs
 
 from fivefold.cli import main
 from fivefold.core import models
@@ -27,7 +28,6 @@ from fivefold.core.splits import (
     ContextSplit,
     Ranges,
     attention_calls,
-    attention_pairs,
     context_split,
     padded_length,
     ulysses_degree,

@@ -7,6 +7,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from one_layout import attention_pairs
 
 from fivefold.core import balance, splits
 from fivefold.core.errors import UnknownName
@@ -145,7 +146,7 @@ def test_every_pair_is_computed_once(kind: str, cp: str, window: str) -> None:
 def test_the_work_of_a_rank_is_that_of_core(kind: str, cp: int) -> None:
     view = ring.view({"kind": kind, "cp": str(cp), "tokens": "64"})
     split = splits.context_split(Layout.parse(f"cp={cp}", context=kind), load("tiny"))
-    wanted = splits.attention_pairs(split, 64)
+    wanted = attention_pairs(split, 64)
     done = [sum(frame["computed"][rank] for frame in view["frames"]) for rank in range(cp)]
     assert done == wanted
     assert done == [sum(frame["seen"][rank] for frame in view["frames"]) for rank in range(cp)]
