@@ -168,15 +168,10 @@ COLLECTIVE = (
         "        x, *rest = arguments\n",
         """        x, *rest = arguments
         flag = x.new_zeros(8)
+        start = partial(torch.distributed.broadcast, group_src=0, async_op=True)
         self.mesh.issue(
             AXIS, "broadcast", flag,
-            lambda group: transport.in_place(
-                flag,
-                lambda here: torch.distributed.broadcast(
-                    here, group=group, group_src=0, async_op=True
-                ),
-                group,
-            ),
+            lambda group: transport.in_place(flag, partial(start, group=group), group),
         ).wait()
 """,
     ),

@@ -11,6 +11,7 @@ functional collectives: selective recomputation knows them by name and never iss
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -100,21 +101,17 @@ def between(
 
 def all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> Pending:
     """Reduce in place."""
-    return in_place(tensor, lambda here: dist.all_reduce(here, op, group, async_op=True), group)
+    return in_place(tensor, partial(dist.all_reduce, op=op, group=group, async_op=True), group)
 
 
 def reduce_scatter(output: Tensor, full: Tensor, group: dist.ProcessGroup) -> Pending:
     """Sum `full` over the ranks; each gets its shard."""
-    return between(
-        output, full, lambda out, x: _reduce_scatter(out, x, group=group, async_op=True), group
-    )
+    return between(output, full, partial(_reduce_scatter, group=group, async_op=True), group)
 
 
 def all_gather(full: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Pending:
     """Fill `full` with the shards of all ranks."""
-    return between(
-        full, shard, lambda out, x: _all_gather(out, x, group=group, async_op=True), group
-    )
+    return between(full, shard, partial(_all_gather, group=group, async_op=True), group)
 
 
 def send(tensor: Tensor, target: int, group: dist.ProcessGroup) -> Pending:

@@ -6,6 +6,7 @@ It shares the model's blocks and the initial values with the ranks and nothing e
 
 from __future__ import annotations
 
+import math
 import pkgutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -153,13 +154,15 @@ def _built(
     return model, _optimizer(optimizer, model)
 
 
-def _updated(model: Decoder, updater: torch.optim.Optimizer, loss: float) -> Truth:
-    """An update without clipping."""
+def _updated(
+    model: Decoder, updater: torch.optim.Optimizer, loss: float, max_norm: float = math.inf
+) -> Truth:
+    """An update, with gradients clipped to a norm."""
     gradients = {name: as_array(one.grad) for name, one in model.named_parameters()}
-    norm = nn.utils.get_total_norm([one.grad for one in model.parameters() if one.grad is not None])
+    norm = float(nn.utils.clip_grad_norm_(model.parameters(), max_norm))
     updater.step()
     weights = {name: as_array(one) for name, one in model.named_parameters()}
-    return Truth(loss, float(norm), 1.0, gradients, weights)
+    return Truth(loss, norm, min(1.0, max_norm / (norm + 1e-6)), gradients, weights)
 
 
 def _step(model: Decoder, updater: torch.optim.Optimizer, batch: TokenBatch) -> Truth:
@@ -167,12 +170,7 @@ def _step(model: Decoder, updater: torch.optim.Optimizer, batch: TokenBatch) -> 
     batch = look_ahead(batch, model.shape.mtp)
     loss = model(batch.tokens, batch) / (batch.labels != NOT_COUNTED).sum().clamp(min=1)
     loss.backward()
-    gradients = {name: as_array(one.grad) for name, one in model.named_parameters()}
-    norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-    updater.step()
-    weights = {name: as_array(one) for name, one in model.named_parameters()}
-    clip = min(1.0, MAX_NORM / (float(norm) + 1e-6))
-    return Truth(float(loss.detach()), float(norm), clip, gradients, weights)
+    return _updated(model, updater, float(loss.detach()), MAX_NORM)
 
 
 def _cross_entropy(logits_NV: Tensor, labels_N: Tensor) -> Tensor:

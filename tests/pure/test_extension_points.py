@@ -77,7 +77,7 @@ def traffic(plan: Plan) -> set[tuple[str, str]]:
 
 
 def check_optimizer() -> None:
-    assert Recipe(optimizer="dummy").optimizer_kind.states == {"sum": "sum"}  # type: ignore[arg-type]
+    assert Recipe(optimizer="dummy").optimizer_kind.states == {"sum": "sum"}
     assert "dummy" in printed("verify", "--help")
 
 
@@ -131,7 +131,7 @@ def check_context_kind() -> None:
 def check_training_key() -> None:
     file = Path("key.toml")
     file.write_text('model = "tiny"\n[train]\ndummy = 0.5\n')
-    assert read(file).train.dummy == 0.5  # type: ignore[attr-defined]
+    assert read(file).train.dummy == 0.5
     assert "dummy = 0.5" in resolve(read(file)).to_toml()
     assert settings.parse_settings({"dummy": "0.25"}).train == {"dummy": 0.25}
     printed("plan", "tiny", "--set", "dummy=2", "-o", "out.toml")
