@@ -13,7 +13,7 @@ from fivefold.records.run_folder import METRICS
 from fivefold.train.state import Dtype
 
 LAYERS = 4
-STEPS, CHANGING_STEPS = 6, 8
+STEPS, CHANGING_STEPS = 8, 8
 FEW_RANKS = 4
 SMALL = [case for case in CASES if case.plan(LAYERS).layout.world <= FEW_RANKS]
 

@@ -100,7 +100,7 @@ def parts_of_the_width_not_summed() -> Patch:
     def own(self: AxisBoundary, share: Tensor) -> Tensor:
         if self.axis != INNER:
             return inner(self, share)
-        return share.chunk(self.size, dim=self.dim)[self.place]
+        return share.chunk(self.size, dim=self.dim)[self.coord]
 
     return patch.object(AxisBoundary, "leave", own)
 

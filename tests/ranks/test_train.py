@@ -76,6 +76,7 @@ def losses(kept_pool: KeptPool) -> dict[str, list[float]]:
     return found
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "options",
     [
@@ -283,6 +284,7 @@ def test_a_lost_rank_is_named_and_no_process_is_left(tmp_path: Path) -> None:
     wait_until_gone(ranks)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_who_is_asked_to_stop_keeps_what_there_is(tmp_path: Path, how: signal.Signals) -> None:
     with training(tmp_path) as process:

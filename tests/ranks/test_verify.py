@@ -80,12 +80,14 @@ def test_bad_input_exits_with_2(
     assert code == 2 and not out and reason in err
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("layout", ["dp=2 tp=2", "dp=2x2"])
 def test_every_zero_stage(pool: Pool, layout: str, zero: int) -> None:
     check(pool, plan_of(layout, zero=zero))
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     "options",
     [
@@ -107,6 +109,7 @@ def test_every_model_and_mode(pool: Pool, options: dict[str, Any]) -> None:
     check(pool, plan_of(**options))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -126,6 +129,7 @@ def test_every_setting(pool: Pool, changes: dict[str, Any]) -> None:
     check(pool, plan_of("dp=2 tp=2"), replace(VerifySettings(), **changes))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_a_rank_without_any_counted_token(pool: Pool, zero: int) -> None:
     check(pool, plan_of("dp=4", zero=zero), VerifySettings(empty_rank=3))
@@ -142,6 +146,7 @@ def check(pool: Pool, plan: Plan, settings: VerifySettings | None = None) -> Non
         assert max(verdict.errors.values()) <= PUBLISHED
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("recompute", ["none", "selective", "full:2"])
 @pytest.mark.parametrize("layout", ["dp=2x2 tp=2", "tp=2"])
 def test_the_mesh_notes_what_the_dispatcher_sees(pool: Pool, layout: str, recompute: str) -> None:
