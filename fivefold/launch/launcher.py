@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
-from fivefold.core.errors import BadFile, FivefoldError
+from fivefold.core.errors import BadFile, FivefoldError, counted
 from fivefold.core.plan import Plan, resolve
 
 _FIRST_PORT, _NUM_PORTS = 20_000, 10_000  # below the ports that Linux assigns by itself
@@ -164,5 +164,6 @@ def refit(plan: Plan, world: int) -> Plan:
         )
     changed = replace(layout, replicate=1, shard=dp)
     options = replace(plan.options, layout=str(changed), microbatches=microbatches, gpus=None)
-    note = f"dp={dp} instead of {layout.dp}, because {world} ranks were started; the batch stays"
+    started = counted(world, "rank")
+    note = f"dp={dp} instead of {layout.dp}, because {started} started; the batch stays"
     return replace(resolve(options), notes=(*plan.notes, note))
