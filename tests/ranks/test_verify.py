@@ -69,7 +69,7 @@ def test_a_large_model_is_scaled_down_and_says_so(capsys: pytest.CaptureFixture[
         ("--layout cp=8 --seq 10", "takes at least 16 tokens: use seq=16 or more, or cp=5"),
         ("--layout dp=128", "at most 64 ranks"),
         ("--layout tp=3", "tp=3 does not divide heads 8"),
-        ("tiny-moe --layout dp=2 --dtype bfloat16", "tokens choose other experts"),
+        ("tiny-moe --layout dp=2 --dtype bfloat16", "layouts choose different experts"),
         ("llama-4-maverick --layout dp=2", "layers without a window"),
     ],
 )
