@@ -60,12 +60,13 @@ class Topology:
         return 1 if self.split is None else self.split.inner
 
 
-class Role(NamedTuple):
+@dataclass(frozen=True)
+class Role:
     """What a group is for: the dimension that it serves, its extent, and whether a job has it."""
 
     dimension: str
     extent: Callable[[Topology], Extent]
-    used: Callable[[Topology], bool] = lambda topology: True
+    used: Callable[[Topology], bool]
 
 
 def _axis(name: str) -> Callable[[Topology], Extent]:
@@ -97,28 +98,48 @@ def _far(topology: Topology) -> Extent:
     return Extent(topology.ep_nodes, layout.etp * (layout.ep // topology.ep_nodes))
 
 
+def _everyone(topology: Topology) -> Extent:
+    return Extent(topology.layout.world, 1)
+
+
+def _always(topology: Topology) -> bool:
+    return True
+
+
+def _never(topology: Topology) -> bool:
+    return False
+
+
+def _balanced(topology: Topology) -> bool:
+    return topology.balanced
+
+
+def _pipelined(topology: Topology) -> bool:
+    return topology.schedule is not None
+
+
 def _over_nodes(topology: Topology) -> bool:
     return topology.ep_nodes > 1
 
 
-ROLES: dict[str, Role] = {
-    "tp": Role("tp", _axis("tp")),
-    "replica": Role("tp", _kv_replicas),
-    "cp": Role("cp", _axis("cp"), lambda topology: False),  # ring and ulysses together are cp
-    RING: Role("cp", _ring),
-    ULYSSES: Role("cp", _ulysses),
-    ROW: Role("cp", _axis(ROW), lambda topology: topology.balanced),
-    PIPELINE: Role("pp", _axis("pp")),
-    TWIN: Role("pp", _axis("pp"), lambda topology: topology.schedule is not None),
-    "dp-cp": Role("dp", _axis("dp-cp")),
-    "fsdp": Role("dp", _axis("fsdp")),
-    "replicate": Role("dp", _axis("replicate")),
-    "edp": Role("dp", _axis("edp")),
-    "ep": Role("ep", _axis("ep")),
+ROLES = {
+    "tp": Role("tp", _axis("tp"), _always),
+    "replica": Role("tp", _kv_replicas, _always),
+    "cp": Role("cp", _axis("cp"), _never),  # ring and ulysses together are cp
+    RING: Role("cp", _ring, _always),
+    ULYSSES: Role("cp", _ulysses, _always),
+    ROW: Role("cp", _axis(ROW), _balanced),
+    PIPELINE: Role("pp", _axis("pp"), _always),
+    TWIN: Role("pp", _axis("pp"), _pipelined),
+    "dp-cp": Role("dp", _axis("dp-cp"), _always),
+    "fsdp": Role("dp", _axis("fsdp"), _always),
+    "replicate": Role("dp", _axis("replicate"), _always),
+    "edp": Role("dp", _axis("edp"), _always),
+    "ep": Role("ep", _axis("ep"), _always),
     NEAR: Role("ep", _near, _over_nodes),
     FAR: Role("ep", _far, _over_nodes),
-    "etp": Role("ep", _axis("etp")),
-    WORLD: Role("", lambda topology: Extent(topology.layout.world, 1)),
+    "etp": Role("ep", _axis("etp"), _always),
+    WORLD: Role("", _everyone, _always),
 }
 # The dimension that each role serves; `world` serves all.
 DIMENSIONS = {name: role.dimension for name, role in ROLES.items() if role.dimension}

@@ -31,6 +31,7 @@ from fivefold.core.rules import divisors
 from fivefold.cost.grid import RECOMPUTE
 from fivefold.page import Params, Progress, View, explore_panels, explore_search, timeline
 from fivefold.page.explore_state import CONTEXTS, SCHEDULES, State, degrees_of
+from fivefold.planner.estimate import Estimate
 from fivefold.report import wrapped
 
 AXES = {"dp": "data", "tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert"}
@@ -271,6 +272,14 @@ class ExplorePanel(NamedTuple):
     drawing: str = ""
 
 
+def _of_estimate(view: Callable[[Estimate], View]) -> Callable[[State], View]:
+    return lambda state: view(state.estimate())
+
+
+def _of_plan(view: Callable[[Plan], View]) -> Callable[[State], View]:
+    return lambda state: view(state.plan())
+
+
 # By the names of `--panel`, in the order of the page.
 PANELS: dict[str, ExplorePanel] = {
     "numbers": ExplorePanel(
@@ -285,19 +294,19 @@ PANELS: dict[str, ExplorePanel] = {
         "Bytes by category against the GPU's limit: the fullest rank, and every place of the "
         "pipeline.",
         explore_panels.memory_text,
-        lambda state: explore_panels.memory_view(state.estimate()),
+        _of_estimate(explore_panels.memory_view),
     ),
     "time": ExplorePanel(
         "One step",
         "What the busiest rank spends the step on; traffic that compute hides is not in it.",
         explore_panels.timing_text,
-        lambda state: explore_panels.timing_view(state.estimate()),
+        _of_estimate(explore_panels.timing_view),
     ),
     "map": ExplorePanel(
         "GPU map",
         "Every rank on its node. Point at one, or use the arrow keys, to see its groups.",
         explore_panels.map_text,
-        lambda state: explore_panels.map_view(state.plan()),
+        _of_plan(explore_panels.map_view),
         drawing="gpu_map",
     ),
     "timeline": ExplorePanel(
@@ -311,7 +320,7 @@ PANELS: dict[str, ExplorePanel] = {
         "Traffic",
         "What rank 0 sends in a step, by axis, and the slowest link that the axis crosses.",
         explore_panels.traffic_text,
-        lambda state: explore_panels.traffic_view(state.plan()),
+        _of_plan(explore_panels.traffic_view),
         later=True,
     ),
     "ranking": ExplorePanel(

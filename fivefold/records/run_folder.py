@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -193,7 +193,7 @@ class TimeSpent:
         self.seconds: dict[str, float] = {}
 
     @contextlib.contextmanager
-    def on(self, name: str) -> Iterator[None]:
+    def on(self, name: str) -> Generator[None]:
         """Add the time of the block to this name."""
         began = time.perf_counter()
         try:
@@ -242,7 +242,7 @@ def cut_torn_line(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def naming_file(path: Path) -> Iterator[None]:
+def naming_file(path: Path) -> Generator[None]:
     """Turn an `OSError` into an error that names the file and the way out."""
     try:
         yield

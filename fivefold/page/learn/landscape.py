@@ -10,7 +10,7 @@ microbatches, as in the memory panel of Explore: full with ZeRO-0 and 1, shards 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -139,8 +139,8 @@ def _holds(plan: Plan) -> dict[str, int]:
     assert moe is not None, "the panel's models have experts"
     itemsize = PRECISIONS[plan.precision].itemsize
     grad_itemsize = wide_size(itemsize)
-    sizes = {"itemsize": itemsize, "grad_itemsize": grad_itemsize}
-    static = static_bytes(plan, 0, **sizes, optimizer="adamw", master=True)
+    sizes = partial(static_bytes, itemsize=itemsize, grad_itemsize=grad_itemsize)
+    static = sizes(plan, 0, optimizer="adamw", master=True)
     # Below stage 3 the weights are full, and below stage 2 the accumulating gradients too.
     whole = static.weights // itemsize * grad_itemsize
     message = message_bytes(plan, itemsize)
