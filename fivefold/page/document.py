@@ -323,16 +323,20 @@ def offline_answers(
     questions += [("pictures", each) for name, each in questions if name == "explore"]
     asked = {answer_key(name, each): (name, each) for name, each in questions}
     for number, (key, (name, each)) in enumerate(asked.items()):
-        try:
-            found[key] = answer(name, each, run)
-        except FivefoldError as error:
-            found[key] = refusal(error)
+        found[key] = _answer_or_refusal(name, each, run)
         on_progress(_SEARCH_SHARE + (1 - _SEARCH_SHARE) * (number + 1) / len(asked))
     return found
 
 
 def _portion(on_progress: Progress, start: float, share: float) -> Progress:
     return lambda done: on_progress(start + share * done)
+
+
+def _answer_or_refusal(name: str, params: Params, run: RunSource | None) -> View:
+    try:
+        return answer(name, params, run)
+    except FivefoldError as error:
+        return refusal(error)
 
 
 def _neighbours(state: dict[str, str], view: View, layouts: list[View]) -> Iterator[Question]:
