@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fivefold.core.layout import Layout
 from fivefold.core.models import load
 from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.core.splits import ContextKind, Ranges, attention_pairs, context_split
+from fivefold.core.splits import ContextKind, ContextSplit, Ranges, attention_calls, context_split
 from fivefold.launch.processes import Pool, Worker
 from fivefold.model.batch import AttentionInfo, TokenBatch
 from fivefold.model.flash import MergedAttention, VisiblePairs, attend
@@ -36,6 +36,17 @@ from fivefold.parallel.mesh import Mesh, Phase
 
 KINDS: tuple[ContextKind, ...] = ("ring", "zigzag", "allgather", "ulysses", "hybrid")
 LONG = 32_768
+
+
+def attention_pairs(split: ContextSplit, seq: int) -> list[int]:
+    """Pairs of a query and a key that each place of the ring computes, per head of a rank."""
+    places = [split.ring_tokens(seq, place) for place in range(split.outer)]
+    return [
+        sum(call.pairs for keys in places for call in attention_calls(queries, keys, None))
+        // split.inner
+        for queries in places
+        for _ in range(split.inner)
+    ]
 
 
 def balance() -> None:

@@ -14,7 +14,7 @@ from fivefold.core.plan import Plan
 from fivefold.core.recipe import OptimizerName
 from fivefold.core.schedule import Step, merged
 from fivefold.core.schedule.linear import Delays
-from fivefold.core.weights import buffers, held_by
+from fivefold.core.weights import buffers, shard_of
 from fivefold.data.batches import Samples, samples
 from fivefold.launch.processes import Worker
 from fivefold.model.batch import TokenBatch
@@ -288,7 +288,7 @@ def _owned(job: Job, gradients: bool) -> Iterator[ComparedPart]:
         spans = {row.name: start for row, start, _ in flat.unit.owned(flat.place)}
         for each in flat.owned:
             name = each.row.name
-            start = flat.place * flat.unit.slice_size + spans[name] - begins[name]
+            start = flat.place * flat.unit.shard_size + spans[name] - begins[name]
             values = as_array(each.grad if gradients else each.tensor)
             yield ComparedPart(job.table[name].name, job.shards[name], start, values)
 
@@ -299,7 +299,7 @@ def _biases(job: Job) -> Iterator[ComparedPart]:
     coord = job.plan.layout.coord(job.mesh.rank)
     for chunk in job.chunks:
         for name, bias in chunk.model.named_buffers():
-            held = held_by(whole[name], job.plan.shape, job.plan.layout, coord)
+            held = shard_of(whole[name], job.plan.shape, job.plan.layout, coord)
             yield ComparedPart(name, held, 0, as_array(bias))
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fivefold.core.plan import Plan, Wishes, resolve
+from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.core.schedule import FORWARD, Step, actions_of, merged
 from fivefold.records import PlannedStep, StepRecord
 from fivefold.records.spans import awaited, results
@@ -30,8 +30,8 @@ RECORD = StepRecord(
 
 def plan_of(machine: str | None = None, **said: Any) -> Plan:
     """A small model on four stages and two data ranks."""
-    wishes = Wishes(model="tiny", layout="dp=2 pp=4", seq=64, microbatches=8, machine=machine)
-    return resolve(replace(wishes, set={"layers": "8"}, **said))
+    options = PlanOptions(model="tiny", layout="dp=2 pp=4", seq=64, microbatches=8, machine=machine)
+    return resolve(replace(options, set={"layers": "8"}, **said))
 
 
 @dataclass

@@ -8,7 +8,7 @@ import pytest
 
 from fivefold.core.machine import PRESETS
 from fivefold.core.plan import read, resolve
-from fivefold.planner import single
+from fivefold.planner import estimate_on_machine
 
 RUNS = sorted((PRESETS / "runs").glob("*.toml"))
 
@@ -26,5 +26,5 @@ def test_each_plans_whole(path: Path) -> None:
     assert "# source: " in text and "# confidence: " in text and "# assumed: " in text
     plan = resolve(read(path))
     assert plan.machine is not None and plan.layout.world >= 384
-    found = single(plan, plan.machine, precision="bf16", headroom=0.05)
+    found = estimate_on_machine(plan, plan.machine, precision="bf16", headroom=0.05)
     assert 0.1 < found.mfu < 0.7

@@ -6,15 +6,15 @@ import pytest
 
 from fivefold.core.count import parameters, training_flops
 from fivefold.core.models import load
-from fivefold.core.plan import Wishes, resolve
-from fivefold.cost.collectives import predict
+from fivefold.core.plan import PlanOptions, resolve
+from fivefold.cost.collectives import predict_traffic
 
 
 def moved(zero: int) -> float:
     """Elements that a data rank's group moves in a step of one microbatch, over the parameters."""
-    plan = resolve(Wishes("llama-3.1-8b", layout="dp=8", zero=zero, microbatches=1))
+    plan = resolve(PlanOptions("llama-3.1-8b", layout="dp=8", zero=zero, microbatches=1))
     total = 0
-    for entry in predict(plan, 0, itemsize=2, grad_itemsize=2):
+    for entry in predict_traffic(plan, 0, itemsize=2, grad_itemsize=2):
         if entry.axis == "fsdp":
             whole = entry.bytes * (entry.group if entry.kind == "all_gather" else 1)
             total += entry.count * whole // 2

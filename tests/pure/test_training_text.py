@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fivefold.core.count import training_flops
-from fivefold.core.plan import Wishes, resolve
+from fivefold.core.plan import PlanOptions, resolve
 from fivefold.core.recipe import Recipe
 from fivefold.records import (
     GIB,
@@ -115,13 +115,13 @@ def test_trackers_see_what_is_known() -> None:
 
 
 def test_mfu_counts_model_flops_over_the_peak_of_all() -> None:
-    wishes = Wishes("tiny", layout="dp=4", machine="h100", seq=64, microbatch_size=1)
-    plan = resolve(wishes)
+    options = PlanOptions("tiny", layout="dp=4", machine="h100", seq=64, microbatch_size=1)
+    plan = resolve(options)
     flops = training_flops(plan.shape, 64).total
     assert plan.machine is not None
     rate = 4 * plan.machine.peak("bf16") / flops
     assert mfu(plan, rate / 2) == pytest.approx(0.5)
-    assert mfu(resolve(replace(wishes, machine=None)), rate) is None
+    assert mfu(resolve(replace(options, machine=None)), rate) is None
 
 
 def test_the_time_to_come_is_that_of_the_steps_behind() -> None:
@@ -225,7 +225,7 @@ def test_without_a_plan_the_summary_has_dashes() -> None:
 
 
 def test_the_head_tells_what_is_planned() -> None:
-    plan = resolve(Wishes("tiny", layout="dp=2 tp=2", seq=64, microbatch_size=1))
+    plan = resolve(PlanOptions("tiny", layout="dp=2 tp=2", seq=64, microbatch_size=1))
     lines = head(plan, Recipe(steps=7), "float32", "a corpus", PLANNED).splitlines()
     assert lines[0].endswith("1f1b, float32: 4 ranks, 7 steps of adamw")
     assert lines[2] == "a corpus; no document masks"

@@ -37,7 +37,9 @@ class WatchdogCallback(Callback):
         self._started, self._first = True, after + 1
 
     def before_step(self, number: int) -> None:
+        """A step begins with a collective: the patience of a checkpoint must not hold for it."""
         self._number = number
+        self.phase(f"step {number}", long=number == self._first)
 
     def after_step(self, record: StepRecord) -> None:
         """A step that hangs is known only when it takes much longer than this one."""
