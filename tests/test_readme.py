@@ -18,6 +18,7 @@ TEXTS = {
     path.name: path.read_text("utf-8") for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"))
 }
 PICTURE = "docs/pictures/"
+LONG = ("verify", "rehearse", "train")
 
 
 def fivefold(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
@@ -28,18 +29,17 @@ def fivefold(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]
     return (in_new_process if all_cases() else in_fork)(words, folder)
 
 
-def commands(verifies: bool) -> list[str]:
-    """Commands of README and docs: those in docs that verify, which take long, or the others."""
+def commands(long: bool) -> list[str]:
+    """Commands of README and docs: those in docs that run a model and take long, or the others."""
     found: dict[str, bool] = {}
     for name, text in sorted(TEXTS.items(), key=lambda pair: pair[0] != "README.md"):
         for block in re.findall(r"```sh\n(.*?)```", text, re.S):
             for line in (line for line in block.splitlines() if line.startswith("fivefold ")):
-                is_long = name != "README.md" and line.startswith("fivefold verify")
-                found.setdefault(line, is_long)
-    return [line for line, is_long in found.items() if is_long == verifies]
+                found.setdefault(line, name != "README.md" and line.split()[1] in LONG)
+    return [line for line, is_long in found.items() if is_long == long]
 
 
-@pytest.mark.parametrize("command", commands(verifies=False))
+@pytest.mark.parametrize("command", commands(long=False))
 def test_commands_work(command: str, tmp_path: Path) -> None:
     done = fivefold(shlex.split(command)[1:], tmp_path)
     assert done.returncode == 0, done.stderr
@@ -50,8 +50,8 @@ def test_commands_work(command: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("command", commands(verifies=True))
-def test_commands_that_verify_work(command: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", commands(long=True))
+def test_commands_that_run_a_model_work(command: str, tmp_path: Path) -> None:
     test_commands_work(command, tmp_path)
 
 

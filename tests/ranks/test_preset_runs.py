@@ -12,6 +12,7 @@ from fivefold.core.machine import PRESETS
 SHORT = ("--seq", "32", "--microbatches", "4", "--microbatch-size", "1", "--steps", "1", "--json")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
