@@ -92,7 +92,8 @@ def test_every_sentence_has_its_number(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_people_get_a_table_bars_and_reasons(capsys: pytest.CaptureFixture[str]) -> None:
     text = run(capsys, *SMALL, "--top", "3", "--tokens", "1e12", "--price", "2")
-    for words in ("layouts estimated", "tokens/s/GPU", "activations", "GPU-hours", "why  ", "front"):
+    wanted = ("layouts estimated", "tokens/s/GPU", "activations", "GPU-hours", "why  ", "front")
+    for words in wanted:
         assert words in text
     hours = run_json(capsys, *SMALL, "--top", "1", "--tokens", "1e12", "--price", "2")["run"]
     assert hours["price"] == pytest.approx(2 * hours["gpu_hours"])
