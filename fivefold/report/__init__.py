@@ -38,9 +38,8 @@ def rough_duration(seconds: float) -> str:
     >>> [rough_duration(each) for each in (42.3, 780, 7500, 200_000)]
     ['42s', '13m', '2h 5m', '2d 8h']
     """
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
+    if round(seconds) < 60:
+        return f"{round(seconds)}s"
     minutes = round(seconds / 60)
     if minutes < 60:
         return f"{minutes}m"
@@ -123,8 +122,7 @@ def write_text(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        reason = error.strerror or error
         raise FivefoldError(
-            f"cannot write {path}: {reason}; give a path in an existing folder that is writable "
-            "and has free space"
+            f"cannot write {path}: {error.strerror or error}; give a path in an existing folder "
+            "that is writable and has free space"
         ) from error

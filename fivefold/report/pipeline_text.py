@@ -59,16 +59,14 @@ class Cell(NamedTuple):
 
 def cells(timeline: Timeline) -> list[list[Cell]]:
     """Every step of every rank, ready to be drawn."""
-    schedule = timeline.schedule
-    chunks = chunks_by_rank(schedule.placement)
+    schedule, chunks = timeline.schedule, chunks_by_rank(timeline.schedule.placement)
+    rows = zip(chunks, schedule.order, timeline.starts, timeline.ends, strict=True)
     return [
         [
-            _cell(step, chunks[rank], start, end)
-            for step, start, end in zip(
-                steps, timeline.starts[rank], timeline.ends[rank], strict=True
-            )
+            _cell(step, chunks, start, end)
+            for step, start, end in zip(steps, starts, ends, strict=True)
         ]
-        for rank, steps in enumerate(schedule.order)
+        for chunks, steps, starts, ends in rows
     ]
 
 
@@ -297,8 +295,7 @@ def _slices(timeline: Timeline, rows: list[list[Cell]], unit_us: float) -> Itera
             start, end = _stamp(cell.start, unit_us), _stamp(cell.end, unit_us)
             parts = [_action_args(action, chunks[rank]) for action in actions_of(cell.step)]
             args = parts[0] if len(parts) == 1 else {"forward": parts[0], "backward": parts[1]}
-            duration = round(end - start, 3)
-            times = {"ts": start, "dur": duration, "cat": cell.kind.name}
+            times = {"ts": start, "dur": round(end - start, 3), "cat": cell.kind.name}
             yield _event("X", rank, str(cell.step), **times, args=args)
 
 
@@ -319,12 +316,8 @@ def _counters(timeline: Timeline, rows: list[list[Cell]], unit_us: float) -> Ite
             if place + 1 == len(row):
                 yield _level(rank, end, 0.0)
             elif starts[place + 1] > end:
-                added = unit * _num_forwards(row[place + 1])
+                added = unit * sum(one.kind == FORWARD for one in actions_of(row[place + 1].step))
                 yield _level(rank, end, levels[place + 1] - added)
-
-
-def _num_forwards(cell: Cell) -> int:
-    return sum(action.kind == FORWARD for action in actions_of(cell.step))
 
 
 def _level(rank: int, stamp: float, level: float) -> Event:

@@ -68,7 +68,6 @@ def explain(timeline: Timeline, family: Family | None) -> list[str]:
     return [
         *_asynchrony(timeline, family),
         *_bubble(timeline, family),
-        *_conventions(timeline),
         *_span(timeline),
         *_memory(timeline),
     ]
@@ -90,15 +89,11 @@ def _asynchrony(timeline: Timeline, family: Family | None) -> Iterator[str]:
             )
 
 
-def _bubbles(timeline: Timeline) -> bool:
-    return timeline.makespan - timeline.ideal > 1e-9 * timeline.makespan
-
-
 def _bubble(timeline: Timeline, family: Family | None) -> Iterator[str]:
-    if not _bubbles(timeline):
+    write, idle = time_writer(timeline), timeline.makespan - timeline.ideal
+    if idle <= 1e-9 * timeline.makespan:
         yield "There is no bubble: the busiest rank never idles."
         return
-    write, idle = time_writer(timeline), timeline.makespan - timeline.ideal
     reason = f". Why: {family.because}" if family else ""
     yield (
         f"Of the makespan {write(timeline.makespan)}, the busiest rank works "
@@ -107,6 +102,12 @@ def _bubble(timeline: Timeline, family: Family | None) -> Iterator[str]:
     if family and family.closed_form:
         yield from _in_closed_form(timeline, family.closed_form)
     yield from _idle_slots(timeline, write)
+    yield (
+        "Two conventions for one bubble: "
+        f"{percent(timeline.bubble_ratio)} is idle over the ideal time "
+        f"{write(timeline.ideal)} (bubble_ratio), {percent(timeline.bubble_makespan)} is idle "
+        f"over the whole makespan {write(timeline.makespan)} (bubble_makespan)."
+    )
 
 
 def _in_closed_form(timeline: Timeline, form: ClosedForm) -> Iterator[str]:
@@ -140,8 +141,9 @@ def _idle_slots(timeline: Timeline, write: Callable[[float], str]) -> Iterator[s
     before = sum(starts[0] for _, starts, _ in rows)
     after = sum(timeline.makespan - ends[-1] for _, _, ends in rows)
     idle = len(rows) * timeline.makespan - busy
+    who = "The one rank idles" if len(rows) == 1 else f"All {len(rows)} ranks together idle"
     yield (
-        f"{_together(len(rows))} {write(idle)}: {write(before)} before the first step, "
+        f"{who} {write(idle)}: {write(before)} before the first step, "
         f"{write(abs(idle - before - after))} between steps, {write(after)} after the last."
     )
     longest = max(timeline.waits(), key=lambda wait: round(wait.end - wait.start, 9), default=None)
@@ -150,21 +152,6 @@ def _idle_slots(timeline: Timeline, write: Callable[[float], str]) -> Iterator[s
             f"The longest wait: rank {longest.rank} idles {write(longest.end - longest.start)} "
             f"from {write(longest.start)} to {write(longest.end)}, at {longest.step}, waiting for "
             f"{longest.cause}."
-        )
-
-
-def _together(num_ranks: int) -> str:
-    return "The one rank idles" if num_ranks == 1 else f"All {num_ranks} ranks together idle"
-
-
-def _conventions(timeline: Timeline) -> Iterator[str]:
-    if _bubbles(timeline):
-        write = time_writer(timeline)
-        yield (
-            "Two conventions for one bubble: "
-            f"{percent(timeline.bubble_ratio)} is idle over the ideal time "
-            f"{write(timeline.ideal)} (bubble_ratio), {percent(timeline.bubble_makespan)} is idle "
-            f"over the whole makespan {write(timeline.makespan)} (bubble_makespan)."
         )
 
 

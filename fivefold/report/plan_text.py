@@ -57,12 +57,11 @@ def offload_words(one: Estimate) -> list[str]:
 
 def loses(one: Estimate, best: Estimate) -> str:
     """How much slower one plan is than another, and in which parts."""
-    seconds = one.step - best.step
     parts = {
         name: one.parts.get(name, 0.0) - best.parts.get(name, 0.0)
         for name in {**best.parts, **one.parts}
     }
-    return f"{_slower(seconds)}{_where(parts, best.step)}"
+    return f"{_slower(one.step - best.step)}{_where(parts, best.step)}"
 
 
 def axis_text(found: AxisComparison, chosen: Estimate) -> str:
@@ -123,13 +122,11 @@ def _where(parts: Mapping[str, float], step: float) -> str:
         ((seconds, name) for name, seconds in joined.items() if abs(seconds) > _SMALL * step),
         key=lambda pair: -abs(pair[0]),
     )[:3]
-    if not largest:
-        return ""
     words = [
         f"{_NAMES[name]} {'+' if seconds > 0 else '−'}{duration(abs(seconds))}"
         for seconds, name in largest
     ]
-    return f": {', '.join(words)}"
+    return f": {', '.join(words)}" if words else ""
 
 
 # --- Tables and bars
@@ -182,9 +179,8 @@ def detail(one: Estimate) -> list[str]:
         f"MFU {one.mfu:.1%} of the {one.setting.precision} peak "
         "(causal attention at half, recompute not counted)"
     )
-    for name, seconds in one.breakdown().items():
-        lines.append(bar(name, duration(seconds), seconds / one.step))
-    return lines
+    parts = one.breakdown()
+    return [*lines, *(bar(name, duration(time), time / one.step) for name, time in parts.items())]
 
 
 def bill(one: Estimate, tokens: float | None, price: float | None) -> list[str]:

@@ -36,10 +36,7 @@ def estimate_json(one: Estimate, because: list[str]) -> dict[str, Any]:
         "microbatches": plan.batch.microbatches,
         "recompute": str(plan.recompute),
         "offload": one.offload,
-        "memory_gib": {
-            **{name: size / _GIB for name, size in one.memory.items()},
-            "total": one.total / _GIB,
-        },
+        "memory_gib": {key: n / _GIB for key, n in [*one.memory.items(), ("total", one.total)]},
         "host_gib": one.host / _GIB,
         "disk_gib": one.disk / _GIB,
         "fits": one.verdict,
@@ -70,21 +67,18 @@ _EXPERT_AXES = ("ep", "etp", "edp")
 def describe(plan: Plan) -> dict[str, Any]:
     """The resolved plan as JSON."""
     layout, batch = plan.layout, plan.batch
-    parameters = count.parameters(plan.shape)
+    counts = count.parameters(plan.shape)
+    axes = _DENSE_AXES if plan.shape.moe is None else (*_DENSE_AXES, *_EXPERT_AXES)
     return {
         "model": plan.shape.name,
-        "parameters": {
-            "total": parameters.total,
-            "active": parameters.active,
-            "parts": parameters.parts(),
-        },
+        "parameters": {"total": counts.total, "active": counts.active, "parts": counts.parts()},
         "training_flops_per_token": count.training_flops(plan.shape, batch.seq).total,
         "layout": str(layout),
         "world": layout.world,
         "readings": readings(plan),
         "zero": layout.zero,
         "gather": plan.gather,
-        "axes": {axis: _axis(plan, axis) for axis in _axes(plan)},
+        "axes": {axis: _axis(plan, axis) for axis in axes},
         "schedule": plan.options.schedule,
         "chunks": layout.chunks,
         "stages": [len(layers) for layers in plan.stages],
@@ -99,10 +93,6 @@ def describe(plan: Plan) -> dict[str, Any]:
         "traffic": collectives.traffic_json(plan),
         "notes": list(plan.notes),
     }
-
-
-def _axes(plan: Plan) -> tuple[str, ...]:
-    return _DENSE_AXES if plan.shape.moe is None else (*_DENSE_AXES, *_EXPERT_AXES)
 
 
 def readings(plan: Plan) -> list[str]:

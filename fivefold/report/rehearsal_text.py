@@ -21,17 +21,6 @@ _REHEARSED, _PLANNED = 0, 1  # tracks of the trace
 _MOST_RANKS, _MOST_MISMATCHES = 24, 10
 
 
-class RehearsalLevel(Protocol):
-    """Memory after one action of a rank, and its peak during the action."""
-
-    @property
-    def action(self) -> str: ...
-    @property
-    def bytes(self) -> int: ...
-    @property
-    def peak(self) -> int: ...
-
-
 class RehearsalRun(Protocol):
     """One rank rehearsed."""
 
@@ -81,13 +70,12 @@ def describe(
 ) -> dict[str, Any]:
     """The rehearsal as JSON."""
     worst = found.worst
+    routing = "round-robin" if imbalance == 1.0 else f"fullest expert {imbalance:g} x the mean"
     return {
         "model": found.plan.shape.name,
         "layout": str(found.plan.layout),
         "world": found.plan.layout.world,
-        "routing": "round-robin"
-        if imbalance == 1.0
-        else f"fullest expert {imbalance:g} x the mean",
+        "routing": routing,
         "ranks": [_rank(found, run) for run in found.runs],
         "worst_rank": worst.rank,
         "memory_gib": _gib(worst.memory, worst.peak),
@@ -134,23 +122,15 @@ def _time(timed: RehearsalTimes, planned: Estimate | None) -> dict[str, Any]:
 def render(plan: Plan, table: Mapping[str, Any]) -> Iterator[str]:
     """The rehearsal as text."""
     ranks, world = table["ranks"], table["world"]
-    yield (
-        f"{table['model']} on {table['layout']}: {counted(len(ranks), 'rank')} of "
-        f"{world:,} rehearsed"
-    )
+    start = f"{table['model']} on {table['layout']}"
+    yield f"{start}: {counted(len(ranks), 'rank')} of {world:,} rehearsed"
     yield f"{plan.batch}"
     yield from (f"note: {note}" for note in plan.notes)
     if plan.shape.moe is not None:
         yield f"tokens have no values here; they are routed: {table['routing']}"
-    yield ""
-    yield from _memory(table)
-    yield ""
-    yield from _traffic(table)
-    yield ""
-    yield from _verdicts(table)
+    yield from ("", *_memory(table), "", *_traffic(table), "", *_verdicts(table))
     if table["time"] is not None:
-        yield ""
-        yield from _times(table["time"])
+        yield from ("", *_times(table["time"]))
     yield f"in {table['seconds']:.0f} s"
 
 
@@ -168,8 +148,7 @@ def _memory(table: Mapping[str, Any]) -> Iterator[str]:
     if planned is None:
         yield "give --machine to see it beside the plan"
     if len(table["ranks"]) > 1:
-        yield ""
-        yield from _ranks(table["ranks"])
+        yield from ("", *_ranks(table["ranks"]))
 
 
 def _mark(size: float, planned: float, total: float) -> str:
@@ -262,8 +241,7 @@ def levels_trace(
         events.append(_track(_PLANNED, "planned"))
         for rank, actions in planned.items():
             for one in actions:
-                levels = {"held": one.bytes / _GIB}
-                times = (one.start * 1e3, one.end * 1e3)
+                times, levels = (one.start * 1e3, one.end * 1e3), {"held": one.bytes / _GIB}
                 events += _slice(_PLANNED, rank, one.action, *times, levels)
     return {"displayTimeUnit": "ms", "traceEvents": events}
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from fivefold.report import table as aligned
 from fivefold.score.rows import ACHIEVED, FIELDS, RowField
 
 Table = dict[str, Any]
@@ -44,18 +45,9 @@ def tau_text(value: float | None) -> str:
 
 def render(parts: Sequence[Section]) -> str:
     """Tables for the terminal: text to the left, numbers to the right."""
-    return "\n\n".join("\n".join(_lines(part)) for part in parts)
-
-
-def _lines(part: Section) -> Iterator[str]:
-    grid = [(part.title, *part.head[1:]), *part.rows]
-    widths = [max(len(row[column]) for row in grid) for column in range(len(part.head))]
-    for row in grid:
-        cells = [row[0].ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        yield "  ".join(cells).rstrip()
-    if part.note:
-        yield part.note
+    grids = [aligned([(part.title, *part.head[1:]), *part.rows]) for part in parts]
+    notes = [[part.note] if part.note else [] for part in parts]
+    return "\n\n".join("\n".join(g + n) for g, n in zip(grids, notes, strict=True))
 
 
 def _errors(found: Table) -> tuple[str, ...]:
@@ -98,22 +90,12 @@ def _peers(sets: Sequence[Table]) -> Section:
         )
         for one in sets
     ]
-    head = (
-        "set",
-        "our n",
-        "ours",
-        "held n",
-        "held out",
-        "Calculon",
-        "llm-analysis",
-        "their n",
-        "aim",
-    )
+    head = ("set", "our n", "ours", "held n", "held out", "Calculon", "llm-analysis")
     note = (
         "n counts runs; groups of runs for regret and tau; sizes where one is left out. Held: on "
         "the held-out half alone. The other planners were measured on the full public sets."
     )
-    return Section("beside other planners", head, rows, note)
+    return Section("beside other planners", (*head, "their n", "aim"), rows, note)
 
 
 def _value(one: Table, key: str) -> str:
@@ -122,9 +104,10 @@ def _value(one: Table, key: str) -> str:
 
 def _halves(table: Table) -> Section:
     halves, groups = table["held_out"], table["groups"]
-    rows: list[tuple[str, ...]] = []
-    for key, words in _HALVES.items():
-        rows.append((f"time, families with a factor, {words}", *_errors(halves[key]["time"])))
+    rows = [
+        (f"time, families with a factor, {words}", *_errors(halves[key]["time"]))
+        for key, words in _HALVES.items()
+    ]
     for family, found in halves["all"]["by_family"].items():
         held = halves["held_out_half"]["by_family"].get(family)
         rows.append((f"  {family}, all", *_errors(found)))
@@ -152,8 +135,7 @@ def _times(groups: dict[str, Table]) -> Section:
         for name, found in groups.items()
         if found["time"]["n"] or found["intervals"]["n"]
     ]
-    head = ("group", *_ERRORS, "inside intervals")
-    return Section("step time by group", head, rows)
+    return Section("step time by group", ("group", *_ERRORS, "inside intervals"), rows)
 
 
 def _inside(found: Table) -> str:
@@ -229,8 +211,7 @@ def _table(part: Section) -> Iterator[str]:
     for row in part.rows:
         yield _row([cell.strip() for cell in row])
     if part.note:
-        yield ""
-        yield part.note
+        yield from ("", part.note)
 
 
 def _row(cells: Sequence[str]) -> str:
@@ -239,8 +220,7 @@ def _row(cells: Sequence[str]) -> str:
 
 def _not_scored(table: dict[str, Any]) -> Iterator[str]:
     skipped = table["skipped"]
-    yield "## Not scored"
-    yield ""
+    yield from ("## Not scored", "")
     yield f"{len(skipped):,} runs with a measurement cannot be expressed" + (
         ":" if skipped else "."
     )
@@ -251,19 +231,14 @@ def _not_scored(table: dict[str, Any]) -> Iterator[str]:
         yield f"- and {len(skipped) - _MOST_SKIPPED:,} more: `--json` lists all"
     reasons = Counter(one["reason"] for one in table["unmeasured"])
     for reason, times in reasons.items():
-        yield ""
-        yield f"{times:,} runs have {reason}."
+        yield from ("", f"{times:,} runs have {reason}.")
 
 
 def _schema() -> Iterator[str]:
-    yield "## A file of runs"
-    yield ""
+    yield from ("## A file of runs", "")
     yield "JSONL: one JSON object a line. Needed fields must be there, but may be null: unknown."
     yield "Other fields are passed over. A run that is in several files counts once."
-    yield ""
-    yield from _fields(FIELDS, "")
-    yield ""
-    yield from _fields(ACHIEVED, "achieved.")
+    yield from ("", *_fields(FIELDS, ""), "", *_fields(ACHIEVED, "achieved."))
 
 
 def _fields(fields: Mapping[str, RowField], prefix: str) -> Iterator[str]:

@@ -11,13 +11,7 @@ from fivefold.core.recipe import Recipe
 from fivefold.records import GIB, STEPS, PlannedStep, StepRecord, Summary
 from fivefold.report import rough_duration, thousands
 
-_CATEGORIES = {
-    "weights": "weights",
-    "gradients": "gradients",
-    "optimizer": "optimizer states",
-    "padding": "padding",
-    "total": "total",
-}
+_CATEGORIES = ("weights", "gradients", "optimizer", "padding", "total")
 _FIRST, _COLUMN = 34, 14
 
 
@@ -93,10 +87,10 @@ def _outcome_lines(summary: Summary) -> Iterator[str]:
     if summary.eval_loss is not None:
         words.append(f"eval {summary.eval_loss:.4f} (best {summary.best_eval_loss:.4f})")
     yield " | ".join(words)
-    restarts, kept = summary.num_restarts, summary.num_checkpoints
     yield (
         f"{summary.num_skipped} skipped, {summary.num_lost} lost to "
-        f"{counted(restarts, 'restart')}, {counted(kept, 'checkpoint')} kept"
+        f"{counted(summary.num_restarts, 'restart')}, "
+        f"{counted(summary.num_checkpoints, 'checkpoint')} kept"
     )
 
 
@@ -122,29 +116,20 @@ def _rate_lines(summary: Summary) -> Iterator[str]:
         return
     yield ""
     yield _row("median of the steps", "planned", "measured")
-    rate = None if planned is None else planned.tokens_per_s
-    share = None if rate is None else rate / world
-    yield _row("step", _or_dash(planned and duration(planned.step_s)), duration(summary.step_s))
-    yield _row("tok/s", _rate(rate), thousands(total.median))
-    yield _row("tok/s/GPU", _rate(share), thousands(each.median))
+    share = planned and thousands(planned.tokens_per_s / world)
+    yield _row("step", planned and duration(planned.step_s), duration(summary.step_s))
+    yield _row("tok/s", planned and thousands(planned.tokens_per_s), thousands(total.median))
+    yield _row("tok/s/GPU", share, thousands(each.median))
     if summary.mfu is not None:
-        yield _row("MFU", _or_dash(planned and f"{planned.mfu:.1%}"), f"{summary.mfu:.1%}")
+        yield _row("MFU", planned and f"{planned.mfu:.1%}", f"{summary.mfu:.1%}")
     if summary.memory_gib is not None:
-        expected = _or_dash(planned and f"{planned.memory_gib:.1f} GiB")
+        expected = planned and f"{planned.memory_gib:.1f} GiB"
         yield _row("memory, at most", expected, f"{summary.memory_gib:.1f} GiB")
     yield f"over all steps: {thousands(total.mean)} tok/s, {thousands(each.mean)} tok/s/GPU"
 
 
-def _rate(number: float | None) -> str:
-    return "–" if number is None else thousands(number)
-
-
-def _or_dash(text: str | None) -> str:
-    return text or "–"
-
-
-def _row(first: str, *others: str) -> str:
-    return f"{first:<{_FIRST}}" + "".join(f" {each:>{_COLUMN - 1}}" for each in others)
+def _row(first: str, *others: str | None) -> str:
+    return f"{first:<{_FIRST}}" + "".join(f" {each or '–':>{_COLUMN - 1}}" for each in others)
 
 
 def out_of_memory(
@@ -161,19 +146,14 @@ def out_of_memory(
     lines = [f"out of memory at {where}", _row("GiB", "planned", "allocated")]
     both = (expected, allocated)
     for name in dict.fromkeys([*expected, *allocated]):
-        lines.append(_row(name, *(_gib(each.get(name)) for each in both)))
-    lines.append(_row("total", *(_gib(sum(each.values())) for each in both)))
-    if nearest is None:
-        lines.append("no layout of as many GPUs fits: take more of them, or a smaller model")
-    else:
-        lines.append(f"nearest layout that fits: {nearest}")
+        sizes = (each.get(name) for each in both)
+        lines.append(_row(name, *(None if size is None else f"{size / GIB:.1f}" for size in sizes)))
+    lines.append(_row("total", *(f"{sum(each.values()) / GIB:.1f}" for each in both)))
+    none = "no layout of as many GPUs fits: take more of them, or a smaller model"
+    lines.append(none if nearest is None else f"nearest layout that fits: {nearest}")
     if snapshot is not None:
         lines.append(f"the memory as it was: {snapshot} (open it at pytorch.org/memory_viz)")
     return "\n".join(lines)
-
-
-def _gib(size: float | None) -> str:
-    return "–" if size is None else f"{size / GIB:.1f}"
 
 
 def tail(table: Mapping[str, Any]) -> Iterator[str]:
@@ -184,15 +164,12 @@ def tail(table: Mapping[str, Any]) -> Iterator[str]:
     if table["stopped"]:
         yield "asked to stop: a checkpoint is written, and --resume goes on behind it"
     if table["memory"] is not None:
-        yield ""
-        yield from _memory_lines(table["memory"], table["world"])
-    yield ""
-    yield from _traffic_lines(table["traffic"])
+        yield from ("", *_memory_lines(table["memory"], table["world"]))
+    yield from ("", *_traffic_lines(table["traffic"]))
     if table["check"] is None:
         yield f"\ndone in {table['seconds']:.1f} s"
         return
-    yield ""
-    yield from _check_lines(table)
+    yield from ("", *_check_lines(table))
     verdict = "PASS" if table["check"]["passed"] else "FAIL"
     yield f"{verdict} in {table['seconds']:.1f} s"
 
@@ -200,7 +177,8 @@ def tail(table: Mapping[str, Any]) -> Iterator[str]:
 def _memory_lines(memory: Mapping[str, Any], world: int) -> Iterator[str]:
     """Planned and measured bytes of the fullest rank."""
     yield _row(f"bytes of rank {memory['rank']}, which holds most", "planned", "measured")
-    for name, word in _CATEGORIES.items():
+    for name in _CATEGORIES:
+        word = "optimizer states" if name == "optimizer" else name
         planned, measured = memory["planned"][name], memory["measured"][name]
         mark = "" if planned == measured else "   differs"
         yield _row(word, f"{planned:,}", f"{measured:,}") + mark
