@@ -42,17 +42,12 @@ class Samples:
 
     def to(self, device: torch.device) -> Samples:
         """A copy on a device; samples are always drawn on the CPU."""
-        documents = None if self.documents is None else self.documents.to(device)
-        tokens, labels, positions = (
-            each.to(device) for each in (self.tokens, self.labels, self.positions)
-        )
-        return Samples(tokens, labels, positions, documents)
+        return Samples(*(None if each is None else each.to(device) for each in vars(self).values()))
 
     def _batch(self, where: tuple[int | slice, int | slice]) -> TokenBatch:
         tensors = (self.tokens, self.labels, self.positions, self.documents)
-        rows = [None if each is None else each[where] for each in tensors]
         tokens, labels, positions, documents = (
-            None if each is None else each.reshape(-1, each.shape[-1]) for each in rows
+            None if each is None else each[where].reshape(-1, each.shape[-1]) for each in tensors
         )
         assert tokens is not None and labels is not None and positions is not None
         return TokenBatch(tokens, labels, positions, documents)

@@ -80,9 +80,8 @@ def read_documents(
                     tick(position - ticked)
                     ticked = position
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise BadFile(
-                str(path), [f"not a complete gzip file: {error}; copy it again"]
-            ) from error
+            rule = f"not a complete gzip file: {error}; copy it again"
+            raise BadFile(str(path), [rule]) from error
         except OSError as error:
             raise BadFile(str(path), [f"{error.strerror or error}; check the path"]) from error
 
@@ -130,7 +129,6 @@ class Encoder(Protocol):
 
     def encode(self, documents: Sequence[Document]) -> list[NDArray[Any]]:
         """The tokens of each document, with the token that ends it; none for an empty text."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -205,15 +203,12 @@ def _text_encoder(path: Path, end: str | None) -> TextEncoder:
         raise BadFile(str(path), [rule]) from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    tokenizer.encode_special_tokens = (
-        True  # the text of a special token in a document is plain text
-    )
+    tokenizer.encode_special_tokens = True  # in a document, their text is plain text
     largest = max(tokenizer.get_vocab().values(), default=0)
     dtype = "uint16" if largest < 1 << 16 else "uint32"
     checksum = hashlib.sha256(data).hexdigest()
-    return TextEncoder(
-        tokenizer, TokenFormat(dtype, path.name, checksum, _end_token(tokenizer, path, end))
-    )
+    token = _end_token(tokenizer, path, end)
+    return TextEncoder(tokenizer, TokenFormat(dtype, path.name, checksum, token))
 
 
 def _end_token(tokenizer: Tokenizer, path: Path, end: str | None) -> int | None:

@@ -59,9 +59,8 @@ class Corpus:
 
     def __str__(self) -> str:
         each = "one a byte" if self.tokenizer == BYTES else f"by {self.tokenizer}"
-        end = (
-            "no end-of-document token" if self.end is None else f"end-of-document token {self.end}"
-        )
+        token = "end-of-document token"
+        end = f"no {token}" if self.end is None else f"{token} {self.end}"
         documents = sum(len(shard.begins) for shard in self.shards)
         return f"{self.name}: {self.starts[-1]:,} tokens in {documents:,} documents, {each}, {end}"
 
@@ -116,9 +115,8 @@ class Synthetic:
 
 def read_rows(places: Sequence[tuple[Corpus | Synthetic, int]], seq: int) -> TokenRows:
     """The rows with these numbers, each of its corpus."""
-    rows = TokenRows(
-        np.empty((len(places), seq + 1), np.int64), np.zeros((len(places), seq + 1), np.bool_)
-    )
+    sizes = (len(places), seq + 1)
+    rows = TokenRows(np.empty(sizes, np.int64), np.zeros(sizes, np.bool_))
     for number, (corpus, row) in enumerate(places):
         corpus.read(row, rows.tokens[number], rows.begins[number])
     return rows

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from fivefold.core.errors import BadFile, FivefoldError
 from fivefold.core.hf_config import shape_from_config
-from fivefold.core.shape import Mla, Moe, Rope, Shape
+from fivefold.core.shape import Moe, Rope, Shape
 from fivefold.core.tables import Fields
 
 ACTIVATIONS = {
@@ -177,10 +177,6 @@ def _rope_scaling(rope: Rope, max_seq: int) -> Fields:
     return table
 
 
-def _llama(shape: Shape) -> Fields:
-    return _biased(shape) | {"mlp_bias": shape.mlp_bias}
-
-
 def _biased(shape: Shape) -> Fields:
     return _decoder(shape) | {"attention_bias": shape.qkv_bias}
 
@@ -215,10 +211,6 @@ def _qwen2_moe(shape: Shape) -> Fields:
     return _qwen2(shape) | _qwen_experts(shape) | shared | {"qkv_bias": shape.qkv_bias}
 
 
-def _qwen3_moe(shape: Shape) -> Fields:
-    return _qwen3(shape) | _qwen_experts(shape)
-
-
 def _qwen_experts(shape: Shape) -> Fields:
     moe = _moe(shape)
     return {
@@ -242,32 +234,21 @@ def _olmoe(shape: Shape) -> Fields:
 
 def _deepseek_v2(shape: Shape) -> Fields:
     """Neither `rope_interleave` nor `norm_topk_prob`, which the transformers package fixes here."""
-    moe = _moe(shape)
-    limited = moe.groups > 1
-    return _deepseek(shape) | {
-        "topk_method": "group_limited_greedy" if limited else "greedy",
-        "scoring_func": "softmax",
-        "n_group": moe.groups,
-        "topk_group": moe.groups_kept,
-    }
+    method = "group_limited_greedy" if _moe(shape).groups > 1 else "greedy"
+    return _deepseek(shape, method, "softmax")
 
 
 def _deepseek_v3(shape: Shape) -> Fields:
-    moe = _moe(shape)
-    return _deepseek(shape) | {
-        "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid",
-        "n_group": moe.groups,
-        "topk_group": moe.groups_kept,
-        "norm_topk_prob": moe.renormalise,
+    return _deepseek(shape, "noaux_tc", "sigmoid") | {
+        "norm_topk_prob": _moe(shape).renormalise,
         "rope_interleave": shape.rope_interleaved,
         "num_nextn_predict_layers": shape.mtp,
     }
 
 
-def _deepseek(shape: Shape) -> Fields:
-    moe, mla = _moe(shape), _mla(shape)
-    fields = _biased(shape)
+def _deepseek(shape: Shape, topk_method: str, scoring: str) -> Fields:
+    moe, mla, fields = _moe(shape), shape.mla, _biased(shape)
+    assert mla is not None, "a family with latents is tried for shapes with latents only"
     del fields["head_dim"]  # there it is the width of the rotary part
     return fields | {
         "q_lora_rank": mla.q_rank,
@@ -282,6 +263,10 @@ def _deepseek(shape: Shape) -> Fields:
         "first_k_dense_replace": moe.first_dense,
         "moe_layer_freq": 1,
         "routed_scaling_factor": moe.scaling,
+        "topk_method": topk_method,
+        "scoring_func": scoring,
+        "n_group": moe.groups,
+        "topk_group": moe.groups_kept,
     }
 
 
@@ -290,20 +275,15 @@ def _moe(shape: Shape) -> Moe:
     return shape.moe
 
 
-def _mla(shape: Shape) -> Mla:
-    assert shape.mla is not None, "a family with latents is tried for shapes with latents only"
-    return shape.mla
-
-
 WRITERS: dict[str, Writer] = {
     "gpt2": Writer("GPT2LMHeadModel", _gpt2),
-    "llama": Writer("LlamaForCausalLM", _llama),
+    "llama": Writer("LlamaForCausalLM", lambda s: _biased(s) | {"mlp_bias": s.mlp_bias}),
     "mistral": Writer("MistralForCausalLM", _mistral),
     "qwen2": Writer("Qwen2ForCausalLM", _qwen2),
     "qwen3": Writer("Qwen3ForCausalLM", _qwen3),
     "mixtral": Writer("MixtralForCausalLM", _mixtral, MIXTRAL),
     "qwen2_moe": Writer("Qwen2MoeForCausalLM", _qwen2_moe, QWEN2_MOE),
-    "qwen3_moe": Writer("Qwen3MoeForCausalLM", _qwen3_moe, MOE),
+    "qwen3_moe": Writer("Qwen3MoeForCausalLM", lambda s: _qwen3(s) | _qwen_experts(s), MOE),
     "olmoe": Writer("OlmoeForCausalLM", _olmoe, MOE),
     "deepseek_v2": Writer("DeepseekV2ForCausalLM", _deepseek_v2, DEEPSEEK),
     "deepseek_v3": Writer("DeepseekV3ForCausalLM", _deepseek_v3, DEEPSEEK),

@@ -125,9 +125,8 @@ class HfFolder:
             )
 
     def _read(self, name: str) -> Tensor:
-        found = self._found[name]
         values = self._stored(name)
-        if found.kind != BLOCKS:
+        if self._found[name].kind != BLOCKS:
             return values
         return dequantized(values, self._stored(name + SCALE), self._block)
 
@@ -289,8 +288,7 @@ def _headers(files: list[Path]) -> tuple[dict[str, str], dict[str, FoundTensor]]
         except (SafetensorError, OSError) as error:
             bad[file.name] = f"is no whole safetensors file ({error}): download it again"
         else:
-            twice = found.keys() & described.keys()
-            if twice:
+            if twice := found.keys() & described.keys():
                 other = found[min(twice)].file.name
                 bad[file.name] = f"has {min(twice)}, as {other} has: keep the files of one model"
             found |= described
@@ -300,19 +298,13 @@ def _headers(files: list[Path]) -> tuple[dict[str, str], dict[str, FoundTensor]]
 def _file_names(folder: Path, index: Mapping[str, str]) -> list[str]:
     if index:
         return sorted(set(index.values()))
-    names = sorted(path.name for path in folder.glob("*.safetensors"))
-    if names:
+    if names := sorted(path.name for path in folder.glob("*.safetensors")):
         return names
-    pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
-    if pickles:
-        raise BadFile(
-            str(folder),
-            [
-                f"{pickles[0]} is a pickle, which can run any program when it is read: load it "
-                "where you trust it and save it as safetensors, with "
-                "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW) of transformers"
-            ],
-        )
+    if pickles := sorted(path.name for pattern in PICKLES for path in folder.glob(pattern)):
+        rule = f"{pickles[0]} is a pickle, which can run any program when it is read"
+        way = "load it where you trust it and save it as safetensors"
+        call = "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW) of transformers"
+        raise BadFile(str(folder), [f"{rule}: {way}, with {call}"])
     raise BadFile(str(folder), ["has no *.safetensors: give the folder of a downloaded model"])
 
 
@@ -324,8 +316,7 @@ def _index(folder: Path) -> dict[str, str]:
     weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise BadFile(str(path), ["has no table weight_map: download it again"])
-    wrong = [file for file in weight_map.values() if not _is_plain(file)]
-    if wrong:
+    if wrong := [file for file in weight_map.values() if not _is_plain(file)]:
         raise BadFile(str(path), [f"{wrong[0]!r} is no file of this folder: download it again"])
     return weight_map
 
@@ -372,6 +363,5 @@ def _write_json(path: Path, table: Mapping[str, Any]) -> None:
 
 def _shortened(problems: list[str]) -> list[str]:
     more = len(problems) - _MOST_PROBLEMS
-    if more <= 0:
-        return problems
-    return [*problems[:_MOST_PROBLEMS], f"and {more:,} more: mend these first"]
+    rest = [f"and {more:,} more: mend these first"] if more > 0 else []
+    return [*problems[:_MOST_PROBLEMS], *rest]

@@ -210,8 +210,7 @@ def names_in_files(shape: Shape, found: Iterable[str]) -> dict[str, str]:
 def _gpt2_location(shape: Shape, name: str) -> HfLocation:
     hf_name = _renamed(name, GPT2_OUTER, GPT2_BLOCK, "transformer.h")
     linear = name.startswith("blocks.") and "norm" not in name
-    thirds = {"q": 0, "k": 1, "v": 2}
-    third = thirds.get(name.split(".")[-2], 0) if linear else 0
+    third = {"q": 0, "k": 1, "v": 2}.get(name.split(".")[-2], 0) if linear else 0
     transposed = linear and name.endswith(".weight")
     return HfLocation(hf_name, transposed, start=third * shape.heads * shape.head_dim)
 
@@ -230,10 +229,9 @@ def _renamed(name: str, outer: Mapping[str, str], block: Mapping[str, str], bloc
 def _renamed_mtp(shape: Shape, name: str, block: Mapping[str, str]) -> str:
     """Layers of multi-token prediction are numbered after the last layer."""
     _, j, inner = name.split(".", 2)
-    names = MTP_MODULES if not inner.startswith("block.") else block
-    return (
-        f"model.layers.{shape.layers + int(j)}.{_within_block(inner.removeprefix('block.'), names)}"
-    )
+    names = block if inner.startswith("block.") else MTP_MODULES
+    within = _within_block(inner.removeprefix("block."), names)
+    return f"model.layers.{shape.layers + int(j)}.{within}"
 
 
 def _within_block(inner: str, names: Mapping[str, str]) -> str:

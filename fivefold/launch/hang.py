@@ -90,8 +90,7 @@ def verdict(
         return _missing(lost[0], edges, positions, silent=True)
     circle = [] if ends else _circle(edges)
     # Ranks in different collectives only look slow, so this comes before any time limit.
-    found = diverged(positions, circle or ends)
-    if found is not None:
+    if (found := diverged(positions, circle or ends)) is not None:
         return found
     slow = ends or [rank for rank in circle if not positions[rank].waits]
     if slow:
@@ -215,17 +214,12 @@ def _first_missed(
     if missing is None:  # then assume the last one
         shared = [call for call in waiting.trail if rank in call.group.members]
         return (shared[-1], waiting.counts[shared[-1].group]) if shared else None
-    left = Counter(
-        {
-            group: count - missing.counts.get(group, 0)
-            for group, count in waiting.counts.items()
-            if rank in group.members
-        }
-    )
+    left = Counter(waiting.counts)
+    left.subtract(missing.counts)
     found: tuple[LoggedCollective, int] | None = None
     after: Counter[CommGroup] = Counter()
     for call in reversed(waiting.trail):
-        if after[call.group] < left[call.group]:
+        if rank in call.group.members and after[call.group] < left[call.group]:
             found = call, waiting.counts[call.group] - after[call.group]
         after[call.group] += 1
     return found
@@ -278,13 +272,8 @@ def _pairs(positions: Mapping[int, Position], among: Sequence[int]) -> list[tupl
     """Neighbours among these ranks, then neighbours in every group."""
     known = [rank for rank in among if rank in positions]
     rows = [known, *sorted({group.members for each in positions.values() for group in each.counts})]
-    pairs = {
-        (min(pair), max(pair)): None
-        for row in rows
-        for pair in pairwise(row)
-        if pair[0] in positions and pair[1] in positions
-    }
-    return list(pairs)
+    pairs = [pair for row in rows for pair in pairwise(row) if positions.keys() >= set(pair)]
+    return list(dict.fromkeys((min(pair), max(pair)) for pair in pairs))
 
 
 def _usual(found: _Divergence, positions: Mapping[int, Position]) -> tuple[str, str, int] | None:
@@ -299,17 +288,9 @@ def _usual(found: _Divergence, positions: Mapping[int, Position]) -> tuple[str, 
         return _BEGIN * complete + text
 
     def sequence(position: Position) -> str:
-        counts = [
-            count
-            for group, count in position.counts.items()
-            if group.axis in found.axes and not group.is_pair
-        ]
-        labels = [
-            call.label
-            for call in position.trail
-            if call.group.axis in found.axes and not call.group.is_pair
-        ]
-        return spelled(labels, len(labels) == sum(counts))
+        groups = {each for each in position.counts if each.axis in found.axes and not each.is_pair}
+        labels = [call.label for call in position.trail if call.group in groups]
+        return spelled(labels, len(labels) == sum(position.counts[each] for each in groups))
 
     texts = [sequence(each) for each in positions.values()]
     votes = Counter(_followers(spelled(found.before, found.complete), texts))

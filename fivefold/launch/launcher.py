@@ -108,16 +108,11 @@ def _from_slurm(environment: Mapping[str, str]) -> LauncherEnvironment:
 def _require(
     environment: Mapping[str, str], names: tuple[str, ...], launcher: str, way_out: str
 ) -> None:
-    missing = [name for name in names if name not in environment]
-    if missing:
+    if missing := [name for name in names if name not in environment]:
         found = next(name for name in names if name in environment)
-        raise BadFile(
-            "the environment",
-            [
-                f"{found} is set, as {launcher} would, but not {', '.join(missing)}: {way_out}, or "
-                f"unset {found} to start the ranks on this machine"
-            ],
-        )
+        rule = f"{found} is set, as {launcher} would, but not {', '.join(missing)}"
+        way = f"{way_out}, or unset {found} to start the ranks on this machine"
+        raise BadFile("the environment", [f"{rule}: {way}"])
 
 
 def _number(environment: Mapping[str, str], name: str, default: str | None = None) -> int:
@@ -129,14 +124,10 @@ def _number(environment: Mapping[str, str], name: str, default: str | None = Non
 
 def _checked(launched: LauncherEnvironment) -> LauncherEnvironment:
     if launched.rank >= launched.world:
-        raise BadFile(
-            "the environment",
-            [
-                f"rank {launched.rank} of {launched.world}: ranks count from 0, so the highest is "
-                f"{launched.world - 1}; RANK and WORLD_SIZE, or those of Slurm, must come from one "
-                "launcher"
-            ],
-        )
+        rank, world = launched.rank, launched.world
+        rule = f"rank {rank} of {world}: ranks count from 0, so the highest is {world - 1}"
+        way = "RANK and WORLD_SIZE, or those of Slurm, must come from one launcher"
+        raise BadFile("the environment", [f"{rule}; {way}"])
     return launched
 
 

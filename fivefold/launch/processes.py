@@ -30,7 +30,7 @@ from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -133,12 +133,7 @@ class Pool:
     def __enter__(self) -> Pool:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     @property
@@ -282,9 +277,8 @@ class Pool:
         """
         child.process.join(timeout=5)
         if child.process.exitcode == -signal.SIGABRT and self._meeting is not None:
-            positions = read_positions(
-                self._meeting.folder, [each.doing for each in self._children]
-            )
+            phases = [each.doing for each in self._children]
+            positions = read_positions(self._meeting.folder, phases)
             found = diverged(positions, sorted(positions))
             if found is not None:
                 return RankLost(found.rank, found.doing, found.cause)
@@ -292,8 +286,7 @@ class Pool:
 
     def _silent(self, children: list[_Child]) -> RankLost:
         """If all ranks wait, the one with the fewest messages keeps the others waiting."""
-        busy = [(child.num_messages, rank) for rank, child in enumerate(children) if child.busy]
-        _, rank = min(busy)
+        _, rank = min((each.num_messages, i) for i, each in enumerate(children) if each.busy)
         return RankLost(rank, children[rank].doing, f"was silent for {self.patience:.0f} s")
 
 
@@ -322,7 +315,9 @@ def _serve(
     _die_with(parent)
     gc.freeze()  # what the parent has made stays: only a rank's own objects are looked through
     torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = _loopback()
+    names = [name for _, name in socket.if_nameindex()]
+    loopback = next((name for name in ("lo", "lo0") if name in names), names[0])
+    os.environ["GLOO_SOCKET_IFNAME"] = loopback
 
     lock = threading.Lock()  # the watchdog thread sends too
 
@@ -338,15 +333,10 @@ def _serve(
         try:
             answer = ("done", function(Worker(rank, meeting, send, stop), *args))
         except Exception as error:
-            answer = ("raised", _described(error))
+            frames = "".join(traceback.format_exception(error, limit=-4)).rstrip()  # the innermost
+            answer = ("raised", f"{type(error).__name__}: {error}\n{frames}")
         gc.collect()  # modules with hooks are in cycles and keep process groups and threads alive
         send(*answer)
-
-
-def _described(error: Exception) -> str:
-    """The error and the innermost frames of its traceback."""
-    first, *rest = traceback.format_exception(error, limit=-4)
-    return f"{type(error).__name__}: {error}\n" + "".join([first, *rest]).rstrip()
 
 
 def _die_with(parent: int) -> None:
@@ -355,8 +345,3 @@ def _die_with(parent: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
-
-
-def _loopback() -> str:
-    names = [name for _, name in socket.if_nameindex()]
-    return next((name for name in ("lo", "lo0") if name in names), names[0])

@@ -243,12 +243,8 @@ class Watchdog:
         name = f"round-{self._round + 1}"
         asked = self.board.get(name) is not None
         stuck = now - max(self._moved_at, self._allowed_until) >= self.patience
-        judges = (
-            not asked
-            and stuck
-            and now >= self._quiet_until
-            and self.board.claim(name, str(self.worker.rank))
-        )
+        due = not asked and stuck and now >= self._quiet_until
+        judges = due and self.board.claim(name, str(self.worker.rank))
         if asked or judges:
             self._round += 1
             self._quiet_until = now + 0.6 * self.patience
@@ -302,11 +298,8 @@ class Watchdog:
 @contextmanager
 def watched(worker: Worker, world: int, patience: float = PATIENCE) -> Iterator[Watchdog]:
     """A watchdog while ranks work together."""
-    watchdog = Watchdog(worker, world, patience)
-    try:
+    with contextlib.closing(Watchdog(worker, world, patience)) as watchdog:
         yield watchdog
-    finally:
-        watchdog.close()
 
 
 def _stack(thread: int) -> tuple[list[str], bool]:

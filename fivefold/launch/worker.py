@@ -41,15 +41,12 @@ class Board(Protocol):
 
     def put(self, name: str, text: str) -> None:
         """Write a text, or replace it."""
-        ...
 
     def get(self, name: str) -> str | None:
         """The text, or None if there is none yet."""
-        ...
 
     def claim(self, name: str, text: str) -> bool:
         """Write a text if there is none yet; whether this rank was the first."""
-        ...
 
 
 class FolderBoard:
@@ -103,19 +100,15 @@ class Meeting(Protocol):
     @property
     def folder(self) -> Path | None:
         """A folder that ranks on one machine share; None for ranks on several."""
-        ...
 
     def join(self, rank: int, world: int, device: torch.device) -> None:
         """Create the process group of all ranks."""
-        ...
 
     def board(self) -> Board:
         """The board of these ranks."""
-        ...
 
     def leave(self) -> None:
         """Leave a lost run, after the verdict is on the board."""
-        ...
 
 
 class StopRequest:

@@ -50,24 +50,12 @@ def make_updater(
         return DeviceUpdater(recipe.optimizer, owned, recipe.lr, recipe.weight_decay, master)
     values = torch.float32 if master or not owned else owned[0].tensor.dtype
     assert recipe.states == "fp32" or values.itemsize >= 4, "bfloat16 states need wider weights"
-    store = _make_store(
-        recipe, owned, device, rank, state_dtypes(recipe, values, master), block_bytes
-    )
-    return BlockwiseUpdater(recipe, owned, store, device, master)
-
-
-def _make_store(
-    recipe: Recipe,
-    owned: Sequence[OwnedWeight],
-    device: torch.device,
-    rank: int,
-    dtypes: dict[str, torch.dtype],
-    block_bytes: int | None,
-) -> Store:
-    sizes = [each.tensor.numel() for each in owned]
+    dtypes, sizes = state_dtypes(recipe, values, master), [each.tensor.numel() for each in owned]
     offloaded, pinned = recipe.offload != "none", device.type == "cuda"
     if recipe.disk is not None:
-        block_bytes = block_bytes or BLOCK_BYTES
-        return DiskStore(Path(recipe.disk), rank, sizes, dtypes, pinned, block_bytes)
-    home = torch.device("cpu") if offloaded else device
-    return MemoryStore(sizes, dtypes, home, pinned and offloaded, block_bytes or _BLOCK_IN_MEMORY)
+        most = block_bytes or BLOCK_BYTES
+        store: Store = DiskStore(Path(recipe.disk), rank, sizes, dtypes, pinned, most)
+    else:
+        home, most = torch.device("cpu") if offloaded else device, block_bytes or _BLOCK_IN_MEMORY
+        store = MemoryStore(sizes, dtypes, home, pinned and offloaded, most)
+    return BlockwiseUpdater(recipe, owned, store, device, master)

@@ -64,15 +64,12 @@ class Store(Protocol):
 
     def walk(self) -> Iterator[tuple[Block, BlockStates]]:
         """All blocks with their states; what is written into the tensors is stored."""
-        ...
 
     def states(self, key: str) -> list[StoredState | None]:
         """The states of one name, one for every owned tensor."""
-        ...
 
     def tensors(self) -> list[Tensor]:
         """All tensors in memory."""
-        ...
 
 
 def blocks_of(sizes: Sequence[int], most: int) -> list[Block]:
@@ -117,13 +114,11 @@ class MemoryStore:
 
     def walk(self) -> Iterator[tuple[Block, BlockStates]]:
         for block in self.blocks:
-            yield (
-                block,
-                {
-                    key: [tensors[part.index][part.start : part.stop] for part in block]
-                    for key, tensors in self.by_name.items()
-                },
-            )
+            states = {
+                key: [tensors[part.index][part.start : part.stop] for part in block]
+                for key, tensors in self.by_name.items()
+            }
+            yield block, states
 
     def states(self, key: str) -> list[StoredState | None]:
         return [StateInMemory(tensor) for tensor in self.by_name[key]]

@@ -36,11 +36,9 @@ class FullMatrices(Protocol):
 
     def gather(self, shards: Mapping[int, Tensor]) -> Iterator[tuple[int, Tensor]]:
         """Full matrices, a few at a time, by their index among the weights that this rank owns."""
-        ...
 
     def local_shard(self, index: int, matrix: Tensor) -> Tensor:
         """This rank's shard of a full matrix, in its shape."""
-        ...
 
 
 class LocalMatrices:

@@ -50,11 +50,9 @@ class StoredState(Protocol):
 
     def read(self) -> Tensor:
         """The tensor itself if it is in memory, else a flat copy."""
-        ...
 
     def write(self, value: Tensor) -> None:
         """Replace its values."""
-        ...
 
 
 class Updater(Protocol):
@@ -64,26 +62,21 @@ class Updater(Protocol):
 
     def step(self) -> None:
         """Update all weights once."""
-        ...
 
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of the next updates."""
-        ...
 
     def resume_after(self, count: int) -> None:
         """Continue as after so many updates."""
-        ...
 
     def states(self) -> dict[str, list[StoredState | None]]:
         """By name, one for every owned tensor in their order; None if a weight has no such state.
 
         `master` are float32 copies of narrower weights. All states exist from the beginning.
         """
-        ...
 
     def tensors(self) -> list[Tensor]:
         """All tensors that stay in memory between updates."""
-        ...
 
 
 class StateInMemory:

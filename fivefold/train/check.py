@@ -74,8 +74,7 @@ def judge(plan: Plan, runs: Sequence[TrainedRank], references: Sequence[TrainedR
 
 def _largest(found: Sequence[float], wanted: Sequence[float]) -> float:
     """The largest difference; infinite if a loss is not a number."""
-    pairs = zip(found, wanted, strict=True)
-    differences = [abs(one - other) for one, other in pairs]
+    differences = [abs(one - other) for one, other in zip(found, wanted, strict=True)]
     return max(each if each == each else float("inf") for each in differences)
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 import torch
 
 from fivefold.core.plan import Plan
-from fivefold.launch.watchdog import Watchdog, watched
+from fivefold.launch.watchdog import watched
 from fivefold.launch.worker import Worker
 from fivefold.model.batch import TokenBatch
 from fivefold.optim.optimizer import LossScale
@@ -26,7 +27,7 @@ from fivefold.train.callbacks.memory import MemoryCallback
 from fivefold.train.callbacks.records import RecordCallback, SpanCallback
 from fivefold.train.callbacks.stop import StopCallback
 from fivefold.train.callbacks.watchdog import WatchdogCallback
-from fivefold.train.state import Progress, TrainedRank, TrainSettings
+from fivefold.train.state import Progress, RankMemory, TrainedRank, TrainSettings
 
 
 def run_rank(
@@ -43,7 +44,8 @@ def run_rank(
     """
     recipe, world = settings.recipe, plan.layout.world
     device = device or _device(worker, settings)
-    with worker.joined(world, device), _watched(worker, world) as watchdog:
+    observed = watched(worker, world) if world > 1 else nullcontext()
+    with worker.joined(world, device), observed as watchdog:
         folder = None if settings.folder is None else RunFolder.open(settings.folder)
         progress, spent = Progress(LossScale.of(settings.dtype), settings.last_step), TimeSpent()
         phases = WatchdogCallback(worker, watchdog)
@@ -78,10 +80,6 @@ def _device(worker: Worker, settings: TrainSettings) -> torch.device:
     if settings.device == "cpu":
         return torch.device("cpu")
     return torch.device("cuda", worker.rank % torch.cuda.device_count())
-
-
-def _watched(worker: Worker, world: int) -> AbstractContextManager[Watchdog | None]:
-    return watched(worker, world) if world > 1 else nullcontext()
 
 
 @dataclass(frozen=True)
@@ -145,9 +143,11 @@ class _Loop:
             measured |= each.measure(number)
         plan, scale, load = self.rank.job.plan, self.progress.scale, outcome.load
         fullest = None if load is None else load.imbalance.tolist()
+        loss = float(outcome.loss)
+        infinite = "norm" if isfinite(loss) else "loss"
         return StepRecord(
             step=number,
-            loss=float(outcome.loss),
+            loss=loss,
             norm=float(outcome.norm),
             lr=self.settings.recipe.lr_at(number),
             seconds=seconds,
@@ -157,7 +157,7 @@ class _Loop:
             num_samples=plan.batch.sequences,
             mfu=mfu(plan, plan.batch.tokens / seconds),
             planned=self.settings.planned,
-            skipped=_why_skipped(outcome) if outcome.skipped else None,
+            skipped=f"{infinite} is not finite" if outcome.skipped else None,
             scale=scale.value if scale.dynamic else None,
             fullest=None if fullest is None else sum(fullest) / len(fullest),
             load=None if fullest is None else tuple(round(each, 3) for each in fullest),
@@ -175,8 +175,4 @@ class _MeasuredUpdate:
 
     def step(self) -> None:
         self.rank.updater.step()
-        self.result.measure_memory(self.rank.job, self.rank.updater)
-
-
-def _why_skipped(outcome: StepOutcome) -> str:
-    return f"{'norm' if torch.isfinite(outcome.loss) else 'loss'} is not finite"
+        self.result.memory = RankMemory.measure(self.rank.job, self.rank.updater)

@@ -18,7 +18,7 @@ from fivefold.core.precision import Dtype
 from fivefold.core.recipe import Recipe
 from fivefold.cost.static_memory import StaticMemory
 from fivefold.optim.optimizer import LossScale, Updater
-from fivefold.parallel.balance import Route, positions_of
+from fivefold.parallel.balance import positions_of
 from fivefold.parallel.compose import Job
 from fivefold.records import PlannedStep
 from fivefold.train.checkpoint import Facts
@@ -145,20 +145,12 @@ class TrainedRank:
         if len(self.traffic) < _COMPARED:
             self.traffic.append(traffic_by_axis(job.mesh.records))
         if with_routes:
-            self.routes.append(_sorted_experts(job.balancing.routes))
+            experts: Routes = {}  # sorted: the order of a token's experts does not matter
+            for each in job.balancing.routes:
+                found = np.sort(each.experts.cpu().numpy(), -1).astype(np.uint16)
+                experts[each.layer, each.microbatch] = found
+            self.routes.append(experts)
             job.balancing.routes.clear()
-
-    def measure_memory(self, job: Job, updater: Updater) -> None:
-        """The last update is over."""
-        self.memory = RankMemory.measure(job, updater)
-
-
-def _sorted_experts(routes: Sequence[Route]) -> Routes:
-    """The set of experts of every token: their order does not matter."""
-    return {
-        (each.layer, each.microbatch): np.sort(each.experts.cpu().numpy(), -1).astype(np.uint16)
-        for each in routes
-    }
 
 
 def count_flips(

@@ -131,9 +131,8 @@ class _ExpertLoad:
     def read(self) -> Tensor:
         if self.balancer.load is not None:
             return self.balancer.load
-        num_experts = self.balancer.num_experts
-        share = 1 / num_experts
-        return torch.full((num_experts,), share, dtype=torch.float64, device=self.device)
+        number = self.balancer.num_experts
+        return torch.full((number,), 1 / number, dtype=torch.float64, device=self.device)
 
     def write(self, value: Tensor) -> None:
         self.balancer.set_load(value)

@@ -55,8 +55,7 @@ class WatchdogCallback(Callback):
         """The watchdog counts what was issued; the end of a collective is not needed."""
 
     def _step_action(self, action: Step) -> None:
-        kernels_are_made = self._number == self._first
-        self.phase(f"step {self._number} {action}", long=kernels_are_made)
+        self.phase(f"step {self._number} {action}", long=self._number == self._first)
 
 
 class ActionPhases:

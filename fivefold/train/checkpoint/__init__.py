@@ -82,11 +82,10 @@ class Checkpoints:
         self.wait()
         if facts.step == self._newest:
             return
-        on_disk = any(each.on_disk for each in tensors)
         reads = self._snapshot(tensors)
         self._thread = Thread(target=self._write, args=(facts, reads), daemon=True)
         self._thread.start()
-        if wait or on_disk:
+        if wait or any(each.on_disk for each in tensors):
             self.wait()
 
     def wait(self) -> None:
@@ -224,8 +223,7 @@ def _read_box(tensor: CheckpointTensor, box: Box) -> Tensor:
 
 def _needed(stored: StoredTensors, tensors: Sequence[CheckpointTensor]) -> list[CheckpointTensor]:
     """All tensors, except a kind that is not stored at all: imported weights have no states."""
-    kinds = {key.partition("/")[0] for key in stored.tensors}
-    needed = kinds | {MODEL.rstrip("/")}
+    needed = {key.partition("/")[0] for key in (MODEL, *stored.tensors)}
     return [each for each in tensors if each.key.partition("/")[0] in needed]
 
 
@@ -262,8 +260,7 @@ class Reader:
             manifest = verified_manifest(folder)
         except Damaged as damaged:
             raise BadFile(str(folder), [str(damaged)]) from damaged
-        problems = problems_of(folder, manifest, manifest.files)
-        if problems:
+        if problems := problems_of(folder, manifest, manifest.files):
             raise BadFile(str(folder), problems)
         self.facts = manifest.facts
         self._stored = StoredTensors(folder)
@@ -290,11 +287,10 @@ def write_checkpoint(folder: Path, tensors: Iterable[FullTensor], facts: Facts) 
     tensors = list(tensors)
     items = [write_item(key, shape, dtype, whole_box(shape)) for key, shape, dtype, _ in tensors]
     reads = {MetadataIndex(key, whole_box(shape).offsets): get for key, shape, _, get in tensors}
-    num_there = len(folders.published(folder))
+    keep = len(folders.published(folder)) + 1
     try:
-        CheckpointWriter(CheckpointRanks(None), items, file_per_box=True).write(
-            folder, facts, reads, keep=num_there + 1
-        )
+        writer = CheckpointWriter(CheckpointRanks(None), items, file_per_box=True)
+        writer.write(folder, facts, reads, keep)
     except RanksFailed as failed:
         raise CannotSave(f"{failed}: make room on that disk, or choose another folder") from failed
     return folder / folders.name_of(facts.step)

@@ -46,6 +46,7 @@ class CheckpointRanks:
         self.group = group
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
+        self._first = 0 if group is None else dist.get_global_rank(group, 0)
 
     def exchange(
         self, work: Callable[[], Part], combine: Callable[[list[Part]], list[Result]]
@@ -54,12 +55,8 @@ class CheckpointRanks:
 
         If one rank fails, `RanksFailed` is raised on all.
         """
-        mine = self._try(work)
-        parts = self._gather(mine)
-        results: list[Result | RanksFailed] | None = None
-        if parts is not None:
-            results = self._combine(parts, combine)
-        result = self._scatter(results)
+        parts = self._gather(self._try(work))
+        result = self._scatter(None if parts is None else self._combine(parts, combine))
         if isinstance(result, RanksFailed):
             raise result
         return result
@@ -94,7 +91,7 @@ class CheckpointRanks:
         if self.group is None:
             return [mine]
         parts = cast(list[Part], [None] * self.size) if self.rank == 0 else None
-        dist.gather_object(mine, parts, dst=self._first_rank(), group=self.group)
+        dist.gather_object(mine, parts, dst=self._first, group=self.group)
         return parts
 
     def _scatter(self, results: list[Result] | None) -> Result:
@@ -102,12 +99,8 @@ class CheckpointRanks:
             assert results is not None
             return results[0]
         mine = cast(list[Result], [None])
-        dist.scatter_object_list(mine, results, src=self._first_rank(), group=self.group)
+        dist.scatter_object_list(mine, results, src=self._first, group=self.group)
         return mine[0]
-
-    def _first_rank(self) -> int:
-        assert self.group is not None
-        return dist.get_global_rank(self.group, 0)
 
 
 def reason_of(error: BaseException) -> str:

@@ -165,13 +165,10 @@ class StoredTensors:
 
     def load(self, wanted: Iterable[CheckpointTensor]) -> None:
         """Read all of them; those that live on a disk one by one, to have one in memory."""
-        together: list[CheckpointTensor] = []
-        for each in wanted:
-            if each.on_disk:
-                self._load([each])
-            else:
-                together.append(each)
-        self._load(together)
+        tensors = list(wanted)
+        for each in (one for one in tensors if one.on_disk):
+            self._load([each])
+        self._load([each for each in tensors if not each.on_disk])
 
     def _load(self, wanted: list[CheckpointTensor]) -> None:
         firsts = {each.key: each for each in reversed(wanted)}
