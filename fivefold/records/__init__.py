@@ -26,6 +26,7 @@ GIB = 1 << 30
 BUILD, LOAD, SAVE, EVAL = "build", "load", "save", "eval"  # besides the steps
 STEPS, LOST, SKIPPED, DOWN, OTHER = "steps", "lost", "skipped", "down", "other"
 _NAMES = (STEPS, BUILD, LOAD, SAVE, EVAL, SKIPPED, LOST, DOWN, OTHER)
+_RATES = ("tokens_per_s", "tokens_per_s_per_gpu")
 _WINDOW = 100  # the last steps, from which the remaining time is estimated
 
 
@@ -69,9 +70,7 @@ class StepRecord:
     planned: PlannedStep | None = None
     skipped: str | None = None  # why
     scale: float | None = None  # loss scale, in fp16
-    fullest: float | None = (
-        None  # load of the fullest expert over the mean load, averaged over layers
-    )
+    fullest: float | None = None  # load of the fullest expert over the mean, averaged over layers
     load: tuple[float, ...] | None = None  # the same for each layer with experts
     eval_loss: float | None = None
     spent: dict[str, float] = field(default_factory=dict[str, float])
@@ -90,11 +89,7 @@ class StepRecord:
         for key in ("loss", "norm", "eval_loss"):
             if table[key] is not None and not math.isfinite(table[key]):
                 table[key] = None
-        rates = {
-            "tokens_per_s": self.tokens_per_s,
-            "tokens_per_s_per_gpu": self.tokens_per_s_per_gpu,
-        }
-        return {**table, **rates}
+        return {**table, **{name: getattr(self, name) for name in _RATES}}
 
     @classmethod
     def from_json(cls, table: Mapping[str, Any]) -> StepRecord:
@@ -201,7 +196,7 @@ class Summary:
     def to_json(self) -> dict[str, Any]:
         """For `summary.json`."""
         table = asdict(self)
-        for key in ("tokens_per_s", "tokens_per_s_per_gpu"):
+        for key in _RATES:
             rate: Rate | None = getattr(self, key)
             table[key] = None if rate is None else rate._asdict()
         return table
@@ -266,16 +261,14 @@ def _spent(
     The time between a regular end and the next start does not count.
     """
     found: dict[str, float] = dict.fromkeys(_NAMES, 0.0)
-    for record in (*records, *lost):
-        for name, seconds in record.spent.items():
+    for one in (*records, *lost, *starts):
+        for name, seconds in one.spent.items():
             found[name] = found.get(name, 0.0) + seconds
     for record in records:
         found[STEPS if record.skipped is None else SKIPPED] += record.seconds
     found[LOST] += sum(record.seconds for record in lost)
     up = 0.0
     for number, start in enumerate(starts):
-        for name, seconds in start.spent.items():
-            found[name] = found.get(name, 0.0) + seconds
         walls = [each.wall for each in (*records, *lost) if each.restart == number]
         end = max(walls, default=start.began) if start.ended is None else start.ended
         up += end - start.began

@@ -27,13 +27,8 @@ import fivefold
 from fivefold.core.errors import BadFile, FivefoldError
 from fivefold.records import RunStart, StepRecord, Summary, summarize
 
-PLAN, RUN, METRICS, LOST, SUMMARY = (
-    "plan.toml",
-    "run.json",
-    "metrics.jsonl",
-    "metrics.lost.jsonl",
-    "summary.json",
-)
+PLAN, RUN, SUMMARY = "plan.toml", "run.json", "summary.json"
+METRICS, LOST = "metrics.jsonl", "metrics.lost.jsonl"
 EVENTS, CHECKPOINTS = "events", "checkpoints"
 _OURS = (RUN, PLAN, METRICS, LOST, SUMMARY, EVENTS, CHECKPOINTS)
 _GPUS = Path("/proc/driver/nvidia/gpus")
@@ -84,7 +79,10 @@ class RunFolder:
         if RUN in there:
             facts = _read_json(path / RUN)
         number = len(facts["starts"])
-        _save_former_plan(path, plan_toml, number - 1)
+        if number and (path / PLAN).exists():
+            former = (path / PLAN).read_text("utf-8")
+            if former != plan_toml:  # it is saved under the number of its start
+                write_atomically(path / f"plan.{number - 1}.toml", former)
         write_atomically(path / PLAN, plan_toml)
         facts["starts"].append({"began": time.time(), **_environment(), **settings})
         write_atomically(path / RUN, json.dumps(facts, indent=2) + "\n")
@@ -144,7 +142,8 @@ def _starts(tables: Sequence[Mapping[str, Any]]) -> list[RunStart]:
 def read_records(path: Path) -> list[StepRecord]:
     """The records of a file, without a partial last line; none if there is no file."""
     found: dict[tuple[int, int], StepRecord] = {}
-    for number, line in enumerate(_complete_lines(path), 1):
+    lines = path.read_bytes().decode(errors="replace").split("\n") if path.exists() else [""]
+    for number, line in enumerate(lines[:-1], 1):
         try:
             record = StepRecord.from_json(json.loads(line))
         except (ValueError, KeyError, TypeError) as error:
@@ -253,12 +252,6 @@ def naming_file(path: Path) -> Generator[None]:
         ) from error
 
 
-def _complete_lines(path: Path) -> list[str]:
-    if not path.exists():
-        return []
-    return path.read_bytes().decode(errors="replace").split("\n")[:-1]
-
-
 def _lines(records: list[StepRecord]) -> str:
     return "".join(json.dumps(record.to_json(), allow_nan=False) + "\n" for record in records)
 
@@ -268,14 +261,6 @@ def _read_json(path: Path) -> dict[str, Any]:
         return json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise BadFile(str(path), [f"{error}; give the folder of a run"]) from error
-
-
-def _save_former_plan(path: Path, plan_toml: str, start: int) -> None:
-    """If a restart changes the plan, save the previous one under the number of its start."""
-    if start >= 0 and (path / PLAN).exists():
-        former = (path / PLAN).read_text("utf-8")
-        if former != plan_toml:
-            write_atomically(path / f"plan.{start}.toml", former)
 
 
 def _environment() -> dict[str, object]:

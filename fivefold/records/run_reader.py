@@ -64,7 +64,8 @@ def read_step(folder: Path, step: int) -> StepSpans | None:
     restart, found = max(starts), dict[int, _RankEvents]()
     start = _starts(folder / RUN)[restart]
     for rank in _chosen(start):
-        events = _EventFile(_path(folder, rank)).events((restart, step))
+        path = folder / EVENTS / f"rank-{rank:05d}.jsonl"
+        events = _EventFile(path).events((restart, step))
         if events is not None:
             found[rank] = events
     if not found:
@@ -72,10 +73,6 @@ def read_step(folder: Path, step: int) -> StepSpans | None:
     zero = min(events.began for events in found.values())
     ranks = {rank: events.aligned(rank, zero) for rank, events in found.items()}
     return StepSpans(step, restart, int(start.facts.get("world", 1)), ranks)
-
-
-def _path(folder: Path, rank: int) -> Path:
-    return folder / EVENTS / f"rank-{rank:05d}.jsonl"
 
 
 def _chosen(start: StartFacts) -> list[int]:

@@ -61,8 +61,7 @@ SHARED: dict[str, Any] = {
         int, "Nodes of an ep group; each gets a token once (default: the machine's)."
     ),
     "tp_keep": _option(
-        str,
-        "Input that column GEMMs save: shard (gathered again in backward) or gathered.",
+        str, "Input that column GEMMs save: shard (gathered again in backward) or gathered."
     ),
     "sp": _option(bool, "Turn sequence parallelism off.", "--no-sp"),
     "packed": _option(bool, "Pack documents, with document masks.", "--packed"),

@@ -126,7 +126,8 @@ def _measure_and_write(
 ) -> None:
     """Measure, write and print. Under torchrun, only the rings run on all ranks."""
     base, notes = _base(preset, device, mine)
-    dtype = _dtype(base, device)
+    dtype = "fp32" if device == "cpu" else "bf16" if base.peaks.bf16 else "fp16"
+    base.peak(dtype)  # refuses a base without one
     ranks = mine.world if mine else ranks
     _require_one_domain(base, ranks)
     start, is_first = time.perf_counter(), mine is None or mine.rank == 0
@@ -170,13 +171,6 @@ def _base(
     return machines.load(name), [note]
 
 
-def _dtype(base: Machine, device: str) -> str:
-    """The dtype of the matmuls; refuses a base without a peak for it."""
-    dtype = "fp32" if device == "cpu" else "bf16" if base.peaks.bf16 else "fp16"
-    base.peak(dtype)
-    return dtype
-
-
 def _require_one_domain(base: Machine, ranks: int) -> None:
     """Refuse rings over several tiers: their times could not be assigned to one tier."""
     tier = base.tiers[0]
@@ -206,12 +200,7 @@ def _rings(
 
 
 def _measured(
-    base: Machine,
-    kind: str,
-    dtype: str,
-    until: float,
-    tick: Tick,
-    notes: list[str],
+    base: Machine, kind: str, dtype: str, until: float, tick: Tick, notes: list[str]
 ) -> MeasuredTimes:
     """Measure one device."""
     import torch

@@ -67,7 +67,12 @@ def _imported(folder: Path, target: Path, shape: Shape, dtype: str | None) -> di
     source = HfFolder(folder, shape)
     chosen = dtype or ("bf16" if source.is_narrow else "fp32")
     plan = tables.to_toml({"model": _CONFIG, "layout": "dp=1", "precision": chosen})
-    _make(target)
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FivefoldError(
+            f"cannot make {target}: {error.strerror}; give another folder, with -o RUN"
+        ) from error
     write_text(target / _CONFIG, (folder / _CONFIG).read_text("utf-8"))
     write_text(target / "plan.toml", plan)
     wanted: torch.dtype = getattr(torch, PRECISIONS[chosen].dtype)
@@ -83,15 +88,6 @@ def _imported(folder: Path, target: Path, shape: Shape, dtype: str | None) -> di
         "tensors": len(entries),
         "dtype": chosen,
     }
-
-
-def _make(target: Path) -> None:
-    try:
-        target.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise FivefoldError(
-            f"cannot make {target}: {error.strerror}; give another folder, with -o RUN"
-        ) from error
 
 
 def _entries(source: HfFolder, shape: Shape, dtype: torch.dtype) -> Iterator[Any]:

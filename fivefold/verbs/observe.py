@@ -95,7 +95,8 @@ def _run(
     job = _job(options, precision and one_of("precision", precision, PRECISIONS), run)
     tab, params = _place(at, job, run)
     opens = params if tab == "explore" else job
-    start = document.PageStart(_address(tab, params), opens, target if run else "")
+    address = f"{tab}?{urlencode(params)}" if params else tab
+    start = document.PageStart(address, opens, target if run else "")
     if prints:
         with progress_bar("answers") as bar:
             found = document.answers(tab, params, panel, run, bar.update)
@@ -130,14 +131,8 @@ def _place(
     return tab, dict(parse_qsl(query))
 
 
-def _address(tab: str, params: dict[str, str]) -> str:
-    return f"{tab}?{urlencode(params)}" if params else tab
-
-
 def _write(file: Path, start: document.PageStart, run: RunSource | None) -> None:
     """Write the page to a file, with all answers that its controls need."""
-    from fivefold.page import document
-
     document.plotly()
     with progress_bar("answers") as bar:
         answers = document.offline_answers(start.job, run, bar.update)
@@ -148,11 +143,11 @@ def _write(file: Path, start: document.PageStart, run: RunSource | None) -> None
 
 def _without_file(words: list[str]) -> list[str]:
     """The command line without --html, which serves the same page."""
-    found: list[str] = []
-    for before, word in zip(["", *words], words, strict=False):
-        if before != "--html" and word != "--html" and not word.startswith("--html="):
-            found.append(word)
-    return found
+    return [
+        word
+        for before, word in zip(["", *words], words, strict=False)
+        if "--html" not in (before, word) and not word.startswith("--html=")
+    ]
 
 
 def _serve(start: document.PageStart, run: RunSource | None, port: int) -> None:

@@ -29,12 +29,7 @@ _FIXED = (*_NUMBERS, "schedule", "recompute", "context", "offload")
 _KINDS = ("none", "selective", "full")
 _OFFLOADS = ("none", "cpu", "nvme")
 _ALSO_FIXED = ("zero", "schedule", "chunks", "microbatch_size", "recompute", "context")
-_NOT_SEARCHED = (
-    "microbatches",
-    "stage_layers",
-    "gather",
-    "sp",
-)  # options that a search does not take
+_NOT_SEARCHED = ("microbatches", "stage_layers", "gather", "sp")  # only for a given layout
 
 
 @with_plan_options
@@ -166,9 +161,8 @@ def _given(plan_options: PlanOptions, options: dict[str, Any]) -> Printed:
     found = estimate_on_machine(plan, _machine(plan), **chosen)
     if options["what_if"] is not None:
         other = resolve(scale_plan(plan, parse_changes(options["what_if"])))
-        return _what_if(
-            found, estimate_on_machine(other, _machine(other), **chosen), options["what_if"]
-        )
+        changed = estimate_on_machine(other, _machine(other), **chosen)
+        return _what_if(found, changed, options["what_if"])
     why = plan_text.reasons_text(found, compare_neighbours(found), None)
     table |= {"candidates": 1, "seconds": time.perf_counter() - began}
     table |= {"layouts": [plan_values.estimate_json(found, why)]}
@@ -231,9 +225,8 @@ def _changed(
     question = asked.space
     now = {"gpus": question.gpus, "seq": question.seq, "batch": question.batch}
     plan_options = replace(asked.options, batch=question.batch)
-    return _inquiry(
-        apply_changes(plan_options, parse_changes(options["what_if"]), **now), options, fixed
-    )
+    changed = apply_changes(plan_options, parse_changes(options["what_if"]), **now)
+    return _inquiry(changed, options, fixed)
 
 
 def _answer(asked: PlanRequest, options: dict[str, Any]) -> PlanResult:
@@ -307,16 +300,13 @@ def _tables(asked: PlanRequest, options: dict[str, Any]) -> Printed:
 
     if options["compare"]:
         found = list(single_axis_strategies(asked))
-        return {"strategies": plan_values.strategies_json(found)}, plan_values.strategies_text(
-            found
-        )
+        table = {"strategies": plan_values.strategies_json(found)}
+        return table, plan_values.strategies_text(found)
     axis, values = parse_sweep(options["sweep"])
     with progress_bar("sweep") as bar:
         points = list(sweep(asked, axis, values, bar.update))
-    return (
-        {"axis": axis, "points": plan_values.sweep_json(axis, points)},
-        plan_values.sweep_text(axis, values, points),
-    )
+    table = {"axis": axis, "points": plan_values.sweep_json(axis, points)}
+    return table, plan_values.sweep_text(axis, values, points)
 
 
 def _positive(option: str, given: float) -> float:

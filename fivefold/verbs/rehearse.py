@@ -19,7 +19,7 @@ from fivefold.verbs import one_of, progress_bar, with_plan_options
 
 if TYPE_CHECKING:
     from fivefold.planner.estimate import Estimate, PlannedAction
-    from fivefold.rehearse import Forecasted, Rehearsed
+    from fivefold.rehearse import Rehearsed
 
 
 _DEVICES = ("cpu", "cuda")
@@ -33,8 +33,7 @@ def run(
         str, typer.Option(help="cpu: memory only; cuda: real kernels and times.")
     ] = "cpu",
     imbalance: Annotated[
-        float,
-        typer.Option(help="Load of the fullest expert over the mean (default 1: balanced)."),
+        float, typer.Option(help="Load of the fullest expert over the mean (default 1: balanced).")
     ] = 1.0,
     perfetto: Annotated[
         Path | None, typer.Option(help="Write a Perfetto trace of the memory of each rank.")
@@ -53,10 +52,14 @@ def run(
     if device == "cuda" and not num_gpus():
         raise FivefoldError("--device cuda: this machine has no GPU; rehearse with --device cpu")
     began = time.perf_counter()
-    planned = _planned(plan, imbalance)
+    from fivefold.rehearse import forecast_on_gpu, how_many, rehearse
+
+    planned, forecast = _planned(plan, imbalance), None
     try:
-        found = _rehearsed(plan, rank, imbalance)
-        forecast = _measured(plan, rank, imbalance, planned) if device == "cuda" else None
+        with progress_bar("rehearsing ranks", how_many(plan, rank)) as bar:
+            found = rehearse(plan, rank, imbalance, lambda _: bar.advance(1))
+        if device == "cuda":
+            forecast = forecast_on_gpu(plan, rank, imbalance, planned)
     except RankLost as lost:
         reason = f"lost {lost.doing}: it {lost.cause}"
         if as_json:
@@ -123,18 +126,3 @@ def _timelines(planned: Estimate | None, found: Rehearsed) -> dict[int, list[Pla
     from fivefold.planner.estimate import rank_timeline
 
     return {run.rank: rank_timeline(planned.plan, planned.setting, run.rank) for run in found.runs}
-
-
-def _rehearsed(plan: Plan, ranks: list[int] | None, imbalance: float) -> Rehearsed:
-    from fivefold.rehearse import how_many, rehearse
-
-    with progress_bar("rehearsing ranks", how_many(plan, ranks)) as bar:
-        return rehearse(plan, ranks, imbalance, lambda rank: bar.advance(1))
-
-
-def _measured(
-    plan: Plan, ranks: list[int] | None, imbalance: float, planned: Estimate | None
-) -> Forecasted:
-    from fivefold.rehearse import forecast_on_gpu
-
-    return forecast_on_gpu(plan, ranks, imbalance, planned)

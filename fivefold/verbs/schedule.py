@@ -39,12 +39,10 @@ def run(
     stages: Annotated[int | None, typer.Option(help="Pipeline ranks (p).")] = None,
     microbatches: Annotated[int | None, typer.Option(help="Microbatches per step (m).")] = None,
     chunks: Annotated[
-        int | None,
-        typer.Option(help="Chunks per rank, v (default: the fewest; auto: at most 2)."),
+        int | None, typer.Option(help="Chunks per rank, v (default: the fewest; auto: at most 2).")
     ] = None,
     times: Annotated[
-        str,
-        typer.Option(help="F,B,W: forward, input gradient and weight gradient of a stage."),
+        str, typer.Option(help="F,B,W: forward, input gradient and weight gradient of a stage.")
     ] = "1,1,1",
     comm: Annotated[float, typer.Option(help="Time of a transfer between ranks.")] = 0.0,
     overlap: Annotated[

@@ -30,8 +30,7 @@ def run(
         ),
     ],
     page: Annotated[
-        Path | None,
-        typer.Option("--page", "-o", help="Write the accuracy page and its picture."),
+        Path | None, typer.Option("--page", "-o", help="Write the accuracy page and its picture.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

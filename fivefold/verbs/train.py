@@ -178,9 +178,8 @@ def _fork(start: _Start, as_json: bool) -> int:
     folder = start.out or run_folder(Path("runs"), plan.shape.name, start.resume)
     settings = _settings(start, folder)
     source = source_of(plan, settings, verify=True)
-    run_files = RunFolder.create(
-        folder, plan.to_toml(folder, whole=True), _facts(plan), start.resume
-    )
+    toml = plan.to_toml(folder, whole=True)
+    run_files = RunFolder.create(folder, toml, _facts(plan), start.resume)
     print_line: Callable[[str], None] = (lambda line: None) if as_json else typer.echo
     print_line(head(plan, settings.recipe, settings.dtype, str(source), settings.planned))
     print_line(f"run folder: {folder}")

@@ -13,7 +13,6 @@ import typer
 
 from fivefold.core import legality
 from fivefold.core.errors import FivefoldError
-from fivefold.core.layout import Layout
 from fivefold.core.models import is_large, scale_down, scaling_note
 from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.core.recipe import OPTIMIZERS
@@ -60,8 +59,7 @@ def run(
     seed: Annotated[int, typer.Option(help="Seed of weights and tokens.")] = 0,
     device: Annotated[str, typer.Option(help="cpu, or cuda: all processes share one GPU.")] = "cpu",
     compiled: Annotated[
-        bool,
-        typer.Option("--compile", help="Compile blocks, as training does; one rank only."),
+        bool, typer.Option("--compile", help="Compile blocks, as training does; one rank only.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -93,7 +91,11 @@ def runnable(options: PlanOptions) -> Plan:
     """The plan, scaled down for this machine; refused if it cannot run."""
     plan = resolve(options, small=True)
     weights(plan.shape)  # refuses what cannot be built
-    _require_covered(plan.layout)
+    if plan.layout.world > _MOST_RANKS:
+        raise FivefoldError(
+            f"verify forks a process for every rank, and {plan.layout.world} are too many for one "
+            f"machine: lower the degrees to at most {_MOST_RANKS} ranks"
+        )
     notes = [
         "dropout is 0: many ranks and one cannot drop the same activations",
         "AdamW's eps is 1e-2 on both sides: with 1e-8 it turns rounding errors into whole steps",
@@ -134,14 +136,6 @@ def _placed(plan: Plan, chosen: dict[str, Any]) -> Plan:
         )
         notes.append("TF32 is off: float32 matmuls are not rounded to 10 bits")
     return replace(plan, notes=(*plan.notes, *notes))
-
-
-def _require_covered(layout: Layout) -> None:
-    if layout.world > _MOST_RANKS:
-        raise FivefoldError(
-            f"verify forks a process for every rank, and {layout.world} are too many for one "
-            f"machine: lower the degrees to at most {_MOST_RANKS} ranks"
-        )
 
 
 def _verify(plan: Plan, chosen: dict[str, Any], as_json: bool) -> int:
