@@ -27,7 +27,7 @@ from fivefold.train.callbacks.memory import MemoryCallback
 from fivefold.train.callbacks.records import RecordCallback, SpanCallback
 from fivefold.train.callbacks.stop import StopCallback
 from fivefold.train.callbacks.watchdog import WatchdogCallback
-from fivefold.train.state import Progress, RankMemory, TrainedRank, TrainSettings
+from fivefold.train.state import Progress, TrainedRank, TrainSettings
 
 
 def run_rank(
@@ -175,4 +175,4 @@ class _MeasuredUpdate:
 
     def step(self) -> None:
         self.rank.updater.step()
-        self.result.memory = RankMemory.measure(self.rank.job, self.rank.updater)
+        self.result.measure_memory(self.rank.job, self.rank.updater)

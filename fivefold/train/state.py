@@ -152,6 +152,10 @@ class TrainedRank:
             self.routes.append(experts)
             job.balancing.routes.clear()
 
+    def measure_memory(self, job: Job, updater: Updater) -> None:
+        """Right after the last update."""
+        self.memory = RankMemory.measure(job, updater)
+
 
 def count_flips(
     plan: Plan, ranks: Sequence[Sequence[Routes]], reference: Sequence[Routes]
