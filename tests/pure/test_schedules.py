@@ -334,9 +334,7 @@ def test_every_schedule_names_paths_that_exist() -> None:
 
 @ANY_TIMES
 @pytest.mark.parametrize("family", [each for each in catalog.FAMILIES if not each.asynchronous])
-def test_the_paths_of_a_placement_bound_every_schedule_there(
-    family: Family, times: Times
-) -> None:
+def test_the_paths_of_a_placement_bound_every_schedule_there(family: Family, times: Times) -> None:
     p, m, v = 4, 8, family.min_chunks
     if family.placement == "bidirectional":
         return  # its two copies share the work of a stage
