@@ -88,7 +88,7 @@ MODEL_FAMILY = (
     after("core/hf_config.py", "FAMILIES: dict[str, Callable[[Config], Fields]] = {\n",
           '    "dummy": lambda config: _llama(config) | {"qk_norm": "head"},\n'),
     after("huggingface/config_export.py", "WRITERS: dict[str, Writer] = {\n",
-          '    "dummy": Writer("DummyModel", _llama, {"attention.q": "self_attn.dummy"}),\n'),
+          '    "dummy": Writer("DummyModel", _biased, {"attention.q": "self_attn.dummy"}),\n'),
 )  # fmt: skip
 MACHINE = (Edit("presets/machines/dummy.toml", "", 'base = "h100"\nmemory = 200e9\n'),)
 CONTEXT_KIND = (
