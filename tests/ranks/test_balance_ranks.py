@@ -40,14 +40,8 @@ PUBLISHED = 1e-10
 TOP_K, EXPERTS, WIDTH = 2, 8, 64  # of tiny-moe
 SIZES = {"layers": "3", "moe.bias": "true"}  # two layers with experts
 RULES = (
-    "aux",
-    "aux-seq",
-    "aux-global",
-    "z",
-    "bias",
-    "capacity:0.75",
-    "capacity-position:0.75",
-    "capacity-pad:0.75",
+    *("aux", "aux-seq", "aux-global", "z", "bias"),
+    *("capacity:0.75", "capacity-position:0.75", "capacity-pad:0.75"),
 )
 LOSSES = "aux+aux-seq+aux-global+z"
 
