@@ -25,7 +25,7 @@ train: setup
 test: setup lint
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --ignore=tests/page tests/test_readme.py tests
 
-# Everything, in at most 90 minutes on two cores: all cases, clocks, two hosts, every table of
+# Everything, within a budget of 90 minutes on two cores: all cases, clocks, two hosts, every table of
 # verify-all, the page where a browser is installed, ten kills. One table says what passed.
 nightly: setup lint
 	$(BIN)/python -m tests.nightly

@@ -5,7 +5,7 @@
 runs all tests with all cases and clocks, every table of `make verify-all`, the page in a browser
 where there is one, and ten kills of one run. The tables go to a folder of their own; each must have
 as many cases as the one in docs. Parts that look at the clock or kill run alone, the others two at
-a time. It takes at most 90 minutes on two cores, and ends with exit code 1 if anything failed.
+a time. Its budget is 90 minutes on two cores. It ends with exit code 1 if anything failed.
 """
 
 from __future__ import annotations
