@@ -5,6 +5,10 @@ while they are built, in a step, and while a checkpoint is being written. Each t
 to end within 30 s, with exit code 1 and the name of the rank; then it is started again with
 `--resume`. In the end all weights and optimizer states are equal bit for bit, and every sample was
 consumed exactly once, in order.
+
+    python benchmarks/chaos.py [--kills 10] [-- --device cuda --set deterministic=true]
+
+What follows `--` goes to `fivefold train`.
 """
 
 from __future__ import annotations
@@ -39,10 +43,10 @@ class Broken(Exception):
     """A promise that was not kept."""
 
 
-def begun(out: Path, steps: int, resume: bool) -> subprocess.Popen[str]:
+def begun(out: Path, asked: argparse.Namespace, resume: bool) -> subprocess.Popen[str]:
     """A training in a process of its own."""
-    words = [*PLAN, *MODEL, "--steps", str(steps), "--out", str(out), *["--resume"] * resume]
-    command = [sys.executable, "-m", "fivefold", "train", *words]
+    words = [*PLAN, *MODEL, "--steps", str(asked.steps), "--out", str(out), *asked.words]
+    command = [sys.executable, "-m", "fivefold", "train", *words, *["--resume"] * resume]
     log = (out.parent / f"{out.name}.err").open("w+", encoding="utf-8")
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log, text=True)
 
@@ -113,9 +117,9 @@ def kill_one(out: Path, process: subprocess.Popen[str], aim: str, chance: random
     return f"killed rank {rank} at {named[1]}; over after {time.monotonic() - began:.1f} s"
 
 
-def finished(out: Path, steps: int, resume: bool) -> None:
+def finished(out: Path, asked: argparse.Namespace, resume: bool) -> None:
     """Train to the end."""
-    process = begun(out, steps, resume)
+    process = begun(out, asked, resume)
     if process.wait(timeout=300) != 0:
         raise Broken(f"exit code {process.returncode}: {said(out)}")
 
@@ -142,22 +146,23 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=300.0, help="No kill after so long.")
+    parser.add_argument("words", nargs="*", help="For `fivefold train`.")
     asked = parser.parse_args()
     chance, began, num_kills = random.Random(asked.seed), time.monotonic(), 0
     with tempfile.TemporaryDirectory(prefix="fivefold-chaos-") as folder:
         calm, shaken = Path(folder) / "calm", Path(folder) / "shaken"
-        finished(calm, asked.steps, False)
+        finished(calm, asked, False)
         print(f"{asked.steps} steps without interruption: {time.monotonic() - began:.0f} s")
         for number in range(asked.kills):
             # What is left of the time is for the way to the end.
             if time.monotonic() - began > asked.seconds * 0.8:
                 break
             resume = (shaken / "run.json").exists()
-            process = begun(shaken, asked.steps, resume)
+            process = begun(shaken, asked, resume)
             seen = kill_one(shaken, process, AIMS[number % len(AIMS)], chance)
             num_kills += seen.startswith("killed")
             print(f"{number + 1}: {seen}", flush=True)
-        finished(shaken, asked.steps, True)
+        finished(shaken, asked, True)
         equal = compare(calm, shaken, asked.steps)
     print(
         f"{num_kills} kills in {time.monotonic() - began:.0f} s: {equal} tensors equal bit for "

@@ -31,9 +31,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fivefold.core.precision import PRECISIONS
 from fivefold.cost.calibration import ATTENTION, ATTENTION_OLD, MATMUL, MATMUL_FP8, MEMORY, Sample
 from fivefold.cost.layer_time import ATTENTION_BACKWARD
+from fivefold.launch.backend import RankDevice
 from fivefold.launch.launcher import LauncherEnvironment
 from fivefold.launch.processes import Pool, Worker
-from fivefold.launch.worker import LaunchedMeeting, own_device
+from fivefold.launch.worker import LaunchedMeeting
 
 SHARES = {
     MATMUL: 0.45,
@@ -153,12 +154,14 @@ class Bench:
                 call()
             return (time.perf_counter() - start) / repeats
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        stream = torch.cuda.current_stream(self.device)
         # The host gets ahead while the device sleeps, so that kernels run without gaps.
-        torch.cuda._sleep(repeats * _HOST_CYCLES)
-        begin.record()
+        with torch.cuda.device(self.device):
+            torch.cuda._sleep(repeats * _HOST_CYCLES)
+        begin.record(stream)
         for _ in range(repeats):
             call()
-        end.record()
+        end.record(stream)
         end.synchronize()
         return begin.elapsed_time(end) / 1e3 / repeats
 
@@ -332,12 +335,11 @@ def _forked(worker: Worker, ranks: int, seconds: float) -> list[Sample]:
         return _rings(torch.device("cpu"), _ON_CPU, seconds, worker.phase)
 
 
-def launched_rings(launched: LauncherEnvironment, seconds: float) -> list[Sample]:
-    """Ring collectives between the GPUs of the processes that torchrun started, over NCCL."""
-    device = own_device(launched)
-    torch.cuda.set_device(device)
-    LaunchedMeeting(launched).join(launched.rank, launched.world, device)
-    found = _rings(device, _ON_GPU, seconds, lambda text: None)
+def launched_rings(launched: LauncherEnvironment, rank: RankDevice, seconds: float) -> list[Sample]:
+    """Ring collectives between the GPUs of the processes that torchrun started."""
+    rank.start()
+    LaunchedMeeting(launched).join(launched.rank, launched.world, rank)
+    found = _rings(rank.device, _ON_GPU, seconds, lambda text: None)
     dist.destroy_process_group()
     return found
 

@@ -71,6 +71,13 @@ OF_LAUNCHER = re.compile(
     r"(LOCAL_|GROUP_|NODE_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|(SLURM|TORCHELASTIC|PMI|OMPI)_\w+"
 )
 
+# What means the current GPU of the calling thread, unless a device or a stream is given. A thread
+# begins with GPU 0, whichever one its rank has.
+OF_ONE_GPU = re.compile(
+    r"torch\.cuda\.(synchronize|Stream|(current|default)_stream|(max_)?memory_\w+|reset_\w+"
+    r"|mem_get_info|get_device_(name|properties|capability))|.+\.record"
+)
+
 # Attributes that may be set from outside of their class, and why. Another module may set no other:
 # an object is complete when it is made, and changes through its methods.
 SEAMS = (
@@ -333,6 +340,39 @@ def test_an_attribute_set_from_outside_is_seen() -> None:
         "fivefold.c: x.parts",
         "fivefold.c: setattr(x, name, 1)",
         "fivefold.page: layer.matmul",
+    ]
+
+
+def without_device(modules: Mapping[str, ast.Module]) -> list[str]:
+    """Calls for a GPU that do not name it: they mean the current one of whatever thread calls."""
+    found: list[str] = []
+    for name, module in modules.items():
+        for node in ast.walk(module):
+            if not isinstance(node, ast.Call):
+                continue
+            named = {each.arg for each in node.keywords} & {"device", "stream"}
+            if OF_ONE_GPU.fullmatch(ast.unparse(node.func)) and not (node.args or named):
+                found.append(f"{name}: {ast.unparse(node)}")
+    return found
+
+
+def test_calls_for_a_gpu_name_it() -> None:
+    wrong = without_device(trees())
+    assert not wrong, "name the device, or the stream of an event:\n" + "\n".join(wrong)
+
+
+def test_a_call_for_no_gpu_in_particular_is_seen() -> None:
+    modules = parsed(
+        a="def f(device):\n    torch.cuda.synchronize()\n    torch.cuda.synchronize(device)",
+        b="s = torch.cuda.Stream(priority=-1)\nt = torch.cuda.Stream(device='cuda:1')",
+        c="def f(event, log):\n    event.record()\n    event.record(stream)\n    log.records()",
+        d="import torch\npeak = torch.cuda.max_memory_allocated() + torch.cuda.device_count()",
+    )
+    assert without_device(modules) == [
+        "fivefold.a: torch.cuda.synchronize()",
+        "fivefold.b: torch.cuda.Stream(priority=-1)",
+        "fivefold.c: event.record()",
+        "fivefold.d: torch.cuda.max_memory_allocated()",
     ]
 
 

@@ -1,5 +1,9 @@
 """Group roles: which ranks meet for which collectives. The mesh, the planner and the page read it.
 
+A job has one table of communicators: each role that it uses has its own, also where two roles join
+the same ranks, because a communicator is a queue and collectives of two roles must not wait for one
+another. All groups of a communicator are made by one call of every rank.
+
 All ranks stand in one line, tp fastest, then cp, dp and pp. There a role is an `Extent`: the size
 of its groups and the distance between two members. Only the way from a rank to its place in the
 line depends on the layout's `order`. Two roles need more than an extent: `twin` joins the pipeline
@@ -29,7 +33,8 @@ class Topology:
 
     `kv_heads` fewer than tp are replicated, `split` cuts a row over the context ranks, experts are
     spread over `ep_nodes` nodes, and a `schedule` says which pipeline ranks send to which. `tied`:
-    the first and the last stage share a weight. `balanced`: the ranks of a row balance experts.
+    the first and the last stage share a weight. `experts`: the model has some; `balanced`: the
+    ranks of a row balance them.
     """
 
     layout: Layout
@@ -38,6 +43,7 @@ class Topology:
     ep_nodes: int = 1
     schedule: Schedule | None = None
     tied: bool = False
+    experts: bool = False
     balanced: bool = False
 
     @classmethod
@@ -51,6 +57,7 @@ class Topology:
             plan.ep_nodes,
             plan.schedule,
             shape.ends_share,
+            shape.moe is not None,
             bool(plan.balance),
         )
 
@@ -62,11 +69,13 @@ class Topology:
 
 @dataclass(frozen=True)
 class Role:
-    """What a group is for: the dimension that it serves, its extent, and whether a job has it."""
+    """What a group is for: the dimension that it serves, its extent, and whether a job has
+    collectives for it. `urgent`: the computation waits for them."""
 
     dimension: str
     extent: Callable[[Topology], Extent]
     used: Callable[[Topology], bool]
+    urgent: bool = False
 
 
 def _axis(name: str) -> Callable[[Topology], Extent]:
@@ -118,27 +127,39 @@ def _pipelined(topology: Topology) -> bool:
     return topology.schedule is not None
 
 
+def _sharded(topology: Topology) -> bool:
+    return topology.layout.zero >= 1
+
+
+def _experts(topology: Topology) -> bool:
+    return topology.experts
+
+
+def _in_one_hop(topology: Topology) -> bool:
+    return topology.experts and topology.ep_nodes == 1
+
+
 def _over_nodes(topology: Topology) -> bool:
-    return topology.ep_nodes > 1
+    return topology.experts and topology.ep_nodes > 1
 
 
 ROLES = {
-    "tp": Role("tp", _axis("tp"), _always),
+    "tp": Role("tp", _axis("tp"), _always, urgent=True),
     "replica": Role("tp", _kv_replicas, _always),
     "cp": Role("cp", _axis("cp"), _never),  # ring and ulysses together are cp
-    RING: Role("cp", _ring, _always),
-    ULYSSES: Role("cp", _ulysses, _always),
-    ROW: Role("cp", _axis(ROW), _balanced),
-    PIPELINE: Role("pp", _axis("pp"), _always),
+    RING: Role("cp", _ring, _always, urgent=True),
+    ULYSSES: Role("cp", _ulysses, _always, urgent=True),
+    ROW: Role("cp", _axis(ROW), _balanced, urgent=True),
+    PIPELINE: Role("pp", _axis("pp"), _never),  # its messages go between pairs
     TWIN: Role("pp", _axis("pp"), _pipelined),
     "dp-cp": Role("dp", _axis("dp-cp"), _always),
-    "fsdp": Role("dp", _axis("fsdp"), _always),
-    "replicate": Role("dp", _axis("replicate"), _always),
-    "edp": Role("dp", _axis("edp"), _always),
-    "ep": Role("ep", _axis("ep"), _always),
-    NEAR: Role("ep", _near, _over_nodes),
-    FAR: Role("ep", _far, _over_nodes),
-    "etp": Role("ep", _axis("etp"), _always),
+    "fsdp": Role("dp", _axis("fsdp"), _sharded),
+    "replicate": Role("dp", _axis("replicate"), _sharded),
+    "edp": Role("dp", _axis("edp"), _experts),
+    "ep": Role("ep", _axis("ep"), _in_one_hop, urgent=True),
+    NEAR: Role("ep", _near, _over_nodes, urgent=True),
+    FAR: Role("ep", _far, _over_nodes, urgent=True),
+    "etp": Role("ep", _axis("etp"), _experts, urgent=True),
     WORLD: Role("", _everyone, _always),
 }
 # The dimension that each role serves; `world` serves all.
@@ -189,9 +210,75 @@ def rank_order(layout: Layout) -> RankOrder:
     return RankOrder((Extent(row, 1), Extent(layout.dp, row * layout.pp), Extent(layout.pp, row)))
 
 
-def roles_of(topology: Topology) -> list[str]:
-    """The roles that a job has groups for."""
-    return [name for name, role in ROLES.items() if role.used(topology)]
+@dataclass(frozen=True)
+class Communicator:
+    """What one call of all ranks makes: a group for each rank, or none for those left out.
+
+    Of pipeline messages, the `channels` of one colour, (source, target) as pipeline coords: no rank
+    is in two of them. Every direction of a pair has a communicator of its own.
+    """
+
+    role: str
+    channels: tuple[tuple[int, int], ...] = ()
+
+    def __str__(self) -> str:
+        return " ".join([self.role, *(f"{source}->{target}" for source, target in self.channels)])
+
+    def group(self, topology: Topology, rank: int) -> tuple[int, ...]:
+        """The ranks that `rank` meets; itself alone where it meets nobody."""
+        if not self.channels:
+            return group_of(topology, self.role, rank)
+        column = group_of(topology, PIPELINE, rank)
+        here = column.index(rank)
+        return next((self._ranks(column, pair) for pair in self.channels if here in pair), (rank,))
+
+    def channel(self, topology: Topology, rank: int) -> tuple[int, int] | None:
+        """The (source, target) of its messages that this rank is one of."""
+        here = group_of(topology, PIPELINE, rank).index(rank)
+        return next((pair for pair in self.channels if here in pair), None)
+
+    def groups(self, topology: Topology) -> tuple[tuple[int, ...], ...]:
+        """The groups of all ranks, in one order that every rank computes alike."""
+        if not self.channels:
+            return all_groups(topology, self.role)
+        columns = all_groups(topology, PIPELINE)
+        return tuple(self._ranks(column, pair) for column in columns for pair in self.channels)
+
+    @staticmethod
+    def _ranks(column: tuple[int, ...], pair: tuple[int, int]) -> tuple[int, ...]:
+        return (column[pair[0]], column[pair[1]])
+
+
+def communicators(topology: Topology) -> list[Communicator]:
+    """All communicators of a job, in the order in which every rank makes them."""
+    roles = [name for name, role in ROLES.items() if role.used(topology)]
+    found = [Communicator(role) for role in roles if _joins(topology, role)]
+    return [*found, *(Communicator(PIPELINE, pairs) for pairs in _coloured(topology))]
+
+
+def communicators_of(topology: Topology, rank: int) -> list[Communicator]:
+    """Those that one rank is in."""
+    return [each for each in communicators(topology) if len(each.group(topology, rank)) > 1]
+
+
+def _joins(topology: Topology, role: str) -> bool:
+    """Whether a role joins any ranks."""
+    if role == TWIN:
+        return bool(_twins(topology))
+    return ROLES[role].extent(topology).size > 1
+
+
+def _coloured(topology: Topology) -> list[tuple[tuple[int, int], ...]]:
+    """The channels of a pipeline, in as few sets as can be found in which no rank is twice."""
+    colours: list[list[tuple[int, int]]] = []
+    pairs = () if topology.schedule is None else channels(topology.schedule)
+    for pair in pairs:
+        free = (each for each in colours if not any(set(pair) & set(one) for one in each))
+        colour = next(free, None)
+        if colour is None:
+            colours.append(colour := [])
+        colour.append(pair)
+    return [tuple(each) for each in colours]
 
 
 def group_of(topology: Topology, role: str, rank: int) -> tuple[int, ...]:
@@ -207,15 +294,6 @@ def all_groups(topology: Topology, role: str) -> tuple[tuple[int, ...], ...]:
         return _twins(topology)
     layout = topology.layout
     return rank_order(layout).groups(ROLES[role].extent(topology), layout.world)
-
-
-def message_pairs(topology: Topology) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """(source, target) as pipeline coords and as ranks, for every pair that sends messages."""
-    if topology.schedule is None:
-        return []
-    columns = all_groups(topology, PIPELINE)
-    pairs = channels(topology.schedule)
-    return [((a, b), (column[a], column[b])) for a, b in pairs for column in columns]
 
 
 def _twins(topology: Topology) -> tuple[tuple[int, ...], ...]:

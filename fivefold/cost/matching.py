@@ -12,11 +12,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
+from fivefold.core.groups import PIPELINE
 from fivefold.core.plan import Plan
 from fivefold.cost.collectives import UNEVEN_AXES
 
 _FEW = 16  # jobs up to this size are looked at rank by rank
 _AXES = ("tp", "cp", "dp")
+CONNECT = "connect"  # the kind of call in which two ranks meet before their first message
+BEFORE, AFTER = "before the first action", "after the last action"
+_OWNER_AXES = ("tp", "replica", "etp")  # whose members have equal shards
 
 
 def distinct_ranks(plan: Plan) -> tuple[int, ...]:
@@ -49,17 +53,37 @@ class IssuedCollective(NamedTuple):
     axis: str
     kind: str
     bytes: int
-    members: tuple[int, ...]  # of a message: source and target
-    where: str = ""  # the action that issued it
+    members: tuple[int, ...]  # of a message or a connection: source and target
+    where: str = ""  # the action that issued it, or BEFORE or AFTER
 
     def __str__(self) -> str:
-        at = f" in {self.where}" if self.where else ""
-        return f"{self.kind} of {self.bytes:,} bytes on {self.axis}{at}"
+        at = f" {self.where}" if " " in self.where else f" in {self.where}" if self.where else ""
+        if self.is_connection:
+            return f"connection of ranks {self.members[0]} to {self.members[1]}{at}"
+        peer = ""
+        if self.is_message:
+            sends = self.kind == "send"
+            peer = f" to rank {self.members[1]}" if sends else f" from rank {self.members[0]}"
+        return f"{self.kind} of {self.bytes:,} bytes on {self.axis}{peer}{at}"
 
     @property
     def is_message(self) -> bool:
         """Whether one rank sends and another receives; in a ring all do both."""
-        return self.axis == "pp" and self.kind in ("send", "recv")
+        return self.axis == PIPELINE and self.kind in ("send", "recv")
+
+    @property
+    def is_connection(self) -> bool:
+        """Whether two ranks meet so that one can send to the other; nothing is sent yet."""
+        return self.axis == PIPELINE and self.kind == CONNECT
+
+    @property
+    def is_of_shard(self) -> bool:
+        """Whether its size, or even its existence, depends on what this rank's shard contains.
+
+        Such are the sums of partial gradients and the gathers of Muon's matrices: after the last
+        action, over axes along which the same part of every weight is owned.
+        """
+        return self.where == AFTER and self.axis in _OWNER_AXES
 
     @property
     def common(self) -> tuple[str, str, int]:

@@ -5,13 +5,16 @@ group than another rank keeps that rank waiting. The chain of waiting ranks ends
 waits for no other: that rank is to blame. If the chain is a circle, two ranks have issued different
 collectives. Their sequences are compared, and what followed the same collectives before, on any
 rank, shows which of the two diverged.
+
+On GPUs the hosts issue ahead, so they may all have issued the same while the GPUs wait for one
+another. Where the hosts do not tell, the GPUs are asked (`device_calls.py`).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import isfinite
@@ -75,12 +78,16 @@ class HangVerdict:
 
 
 def verdict(
-    positions: Mapping[int, Position], silent: Collection[int] = (), bound: float = 0.0
+    positions: Mapping[int, Position],
+    silent: Collection[int] = (),
+    bound: float = 0.0,
+    on_device: Callable[[], HangVerdict | None] = lambda: None,
 ) -> HangVerdict | None:
     """The rank to blame, or None if there is none yet.
 
     `silent` ranks do not answer; their positions may be old or missing. A rank that answers and
     waits for no other may be slow: it has `bound` seconds, or the limit of its phase, to go on.
+    `on_device` asks the GPUs, where ranks have waited long enough and the hosts do not tell.
     """
     edges = _waiting_for(positions, silent)
     awaited = {rank for others in edges.values() for rank in others}
@@ -88,16 +95,23 @@ def verdict(
     lost = [rank for rank in ends if rank in silent] or sorted(awaited & set(silent))
     if lost:
         return _missing(lost[0], edges, positions, silent=True)
-    circle = [] if ends else _circle(edges)
+    circle = [] if ends else first_circle(edges)
     # Ranks in different collectives only look slow, so this comes before any time limit.
     if (found := diverged(positions, circle or ends)) is not None:
         return found
     slow = ends or [rank for rank in circle if not positions[rank].waits]
     if slow:
         lost = [rank for rank in slow if _too_long(positions[rank], bound)]
-        return _missing(lost[0], edges, positions) if lost else None
+        if not lost:
+            return None
+        # A host that has issued less may be held by its GPU, which waits for another rank.
+        found = on_device() or _missing(lost[0], edges, positions)
+        blamed = positions.get(found.rank)
+        return found if blamed is None or _too_long(blamed, bound) else None
     stuck = [_too_long(each, bound) and isfinite(each.idle) for each in positions.values()]
-    return _stuck(circle or sorted(positions), positions) if all(stuck) else None
+    if not all(stuck):
+        return None
+    return on_device() or _stuck(circle or sorted(positions), positions)
 
 
 def diverged(positions: Mapping[int, Position], among: Sequence[int]) -> HangVerdict | None:
@@ -115,9 +129,9 @@ def diverged(positions: Mapping[int, Position], among: Sequence[int]) -> HangVer
             a,
             positions[a].phase,
             f"and rank {b}, at {positions[b].phase}, have not called the same: "
-            f"rank {a} {_named(found.first, found.number_first)}, "
-            f"rank {b} {_named(found.second, found.number_second)}; one of them left out a call or "
-            "made one too many",
+            f"rank {a} {named_call(found.first, found.number_first)}, "
+            f"rank {b} {named_call(found.second, found.number_second)}; one of them left out a "
+            "call or made one too many",
         )
     return None
 
@@ -163,7 +177,7 @@ def _waiting_for(positions: Mapping[int, Position], silent: Collection[int]) -> 
     return edges
 
 
-def _circle(edges: Mapping[int, set[int]]) -> list[int]:
+def first_circle(edges: Mapping[int, Collection[int]]) -> list[int]:
     """Ranks that wait for one another, if every chain ends in a circle."""
     if not edges:
         return []
@@ -187,23 +201,25 @@ def _missing(
     missed = {each: _first_missed(positions[each], positions.get(rank), rank) for _, each in direct}
     call, number = next((found for found in missed.values() if found is not None), (None, 0))
     waiting = [each for each, found in missed.items() if found is None or found[0] == call]
-    joined = "has not joined " + (_named(call, number) if call else "the others")
-    words = [f"{joined}, where {_wait(waiting)}"]
+    joined = "has not joined " + (named_call(call, number) if call else "the others")
+    words = [f"{joined}, where {who_waits(waiting)}"]
     if further := set(edges) - set(waiting) - {rank}:
-        words.append(f"{_wait(further)} in turn")
+        words.append(f"{who_waits(further)} in turn")
     position = positions.get(rank)
     if silent:
         words.append("it does not answer: it is stopped or dead, or its host is gone")
     elif position is not None and isfinite(position.idle):  # else it has ended
-        words.append(f"it has not moved for {position.idle:.0f} s" + _at(position))
+        words.append(f"it has not moved for {position.idle:.0f} s" + stands_at(position))
     return HangVerdict(rank, position.phase if position else "an unknown place", "; ".join(words))
 
 
-def _wait(found: Collection[int]) -> str:
+def who_waits(found: Collection[int]) -> str:
+    """Who waits, as text."""
     return f"{ranks(found)} {'waits' if len(found) == 1 else 'wait'}"
 
 
-def _at(position: Position) -> str:
+def stands_at(position: Position) -> str:
+    """The stack of a rank, for the end of a sentence."""
     return ", in:\n" + "\n".join(position.stack) if position.stack else ""
 
 
@@ -329,12 +345,12 @@ def _stuck(circle: Sequence[int], positions: Mapping[int, Position]) -> HangVerd
     trail = positions[rank].trail
     if not trail:
         return None
-    last = _named(trail[-1], positions[rank].counts[trail[-1].group])
+    last = named_call(trail[-1], positions[rank].counts[trail[-1].group])
     return HangVerdict(
         rank,
         positions[rank].phase,
         f"and {ranks(set(positions) - {rank})} wait for one another, and none has left out a call: "
-        f"look at the network between them; its last was {last}" + _at(positions[rank]),
+        f"look at the network between them; its last was {last}" + stands_at(positions[rank]),
     )
 
 
@@ -350,12 +366,13 @@ def _skipped(
     return HangVerdict(
         rank,
         position.phase,
-        f"has not joined {_named(missed, number)}, which rank {other} called at "
+        f"has not joined {named_call(missed, number)}, which rank {other} called at "
         f"{positions[other].phase}; it went on to {issued.kind} on {issued.group.axis}"
-        + _at(position),
+        + stands_at(position),
     )
 
 
-def _named(call: LoggedCollective, number: int) -> str:
+def named_call(call: LoggedCollective, number: int) -> str:
+    """A collective as text, with its number in its group."""
     size = f" of {counted(call.size, 'byte')}" if call.size else ""
     return f"call {number} on {call.group}, {call.kind}{size}"

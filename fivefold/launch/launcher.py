@@ -2,7 +2,8 @@
 
 torchrun and the Kubernetes PyTorchJob set `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`.
 `srun` sets `SLURM_PROCID` and others. The ranks of srun meet at the first host of the job, on a
-port that follows from the job's number. `refit` adapts a plan to the number of ranks started.
+port that follows from the job's number. Either may show each task one GPU of its own, as
+`srun --gpus-per-task=1` does. `refit` adapts a plan to the number of ranks started.
 Nothing here loads torch.
 """
 
@@ -23,7 +24,11 @@ _SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_JOB_NODELIST",
 
 @dataclass(frozen=True)
 class LauncherEnvironment:
-    """This process among the `world` processes that a launcher started, and where they meet."""
+    """This process among the `world` processes that a launcher started, and where they meet.
+
+    `local_world` counts those on this host, where the launcher says it. With its `own_gpu` a
+    process sees only GPUs that no other one uses, whatever its local rank is.
+    """
 
     rank: int
     world: int
@@ -31,6 +36,8 @@ class LauncherEnvironment:
     host: str
     port: int
     hosted: bool = False  # the launcher hosts the store, not rank 0
+    local_world: int | None = None
+    own_gpu: bool = False
 
 
 def read_environment(environment: Mapping[str, str]) -> LauncherEnvironment | None:
@@ -88,6 +95,8 @@ def _from_torchrun(environment: Mapping[str, str]) -> LauncherEnvironment:
         environment["MASTER_ADDR"],
         number("MASTER_PORT"),
         environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        number("LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environment else None,
+        _sees_one_gpu(environment),
     )
 
 
@@ -102,7 +111,30 @@ def _from_slurm(environment: Mapping[str, str]) -> LauncherEnvironment:
         number("SLURM_LOCALID"),
         first,
         number("MASTER_PORT", str(derived)),
+        local_world=_tasks_here(environment),
+        own_gpu="SLURM_GPUS_PER_TASK" in environment or _sees_one_gpu(environment),
     )
+
+
+def _tasks_here(environment: Mapping[str, str]) -> int | None:
+    """The tasks of the step on this host, such as the 2 or 1 of `2(x3),1`; None if not said."""
+    counts: list[int] = []
+    for part in environment.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if found is None:
+            return None
+        counts += [int(found[1])] * int(found[2] or 1)
+    host = environment.get("SLURM_NODEID", "")
+    return counts[int(host)] if host.isdecimal() and int(host) < len(counts) else None
+
+
+def _sees_one_gpu(environment: Mapping[str, str]) -> bool:
+    """Whether the list of visible GPUs has one entry.
+
+    It may be a GPU for each task, or one for all of them: NCCL refuses the latter by itself.
+    """
+    visible = environment.get("CUDA_VISIBLE_DEVICES", environment.get("SLURM_STEP_GPUS", ""))
+    return bool(re.fullmatch(r"\s*[^\s,]+\s*", visible))
 
 
 def _require(

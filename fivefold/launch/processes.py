@@ -34,8 +34,9 @@ from types import FrameType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from fivefold.launch.backend import RankDevice
+from fivefold.launch.backend import num_gpus as num_gpus  # whoever forks GPU ranks counts them
 from fivefold.launch.hang import diverged
 from fivefold.launch.watchdog import read_positions
 from fivefold.launch.worker import FolderBoard, StopRequest, Worker
@@ -46,15 +47,6 @@ _PR_SET_PDEATHSIG = 1
 
 Task = tuple[Callable[..., Any], tuple[Any, ...]]
 """A function whose first argument is a `Worker`, and its other arguments."""
-
-
-def num_gpus() -> int:
-    """The number of GPUs of this machine, counted by the driver's library (NVML).
-
-    CUDA could count them too, but a process that has initialized CUDA cannot fork GPU ranks.
-    """
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # also for later calls by torch
-    return torch.cuda.device_count()
 
 
 class RankLost(RuntimeError):
@@ -71,17 +63,9 @@ class ForkedMeeting:
 
     folder: Path
 
-    def join(self, rank: int, world: int, device: torch.device) -> None:
-        """NCCL if every rank has its own GPU, else gloo."""
-        own = device.type == "cuda" and world <= num_gpus()
-        dist.init_process_group(
-            "nccl" if own else "gloo",
-            init_method=(self.folder / "store").as_uri(),
-            rank=rank,
-            world_size=world,
-            timeout=timedelta(minutes=5),
-            device_id=device if own else None,
-        )
+    def join(self, rank: int, world: int, device: RankDevice) -> None:
+        store = (self.folder / "store").as_uri()
+        device.join(rank, world, timedelta(minutes=5), init_method=store)
 
     def board(self) -> FolderBoard:
         return FolderBoard(self.folder)

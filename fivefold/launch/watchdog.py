@@ -15,11 +15,17 @@ after 24 to 29 seconds.
 
 The thread needs nothing from the main thread, so it answers while the main thread waits in a
 collective or for a kernel. Only a call that holds Python's lock makes a rank look dead.
+
+Over NCCL the hosts issue ahead of their GPUs. Where ranks have waited long enough and the hosts do
+not tell who is to blame, a second round asks for torch's record of NCCL's calls
+(`device_calls.py`). Reading it can block a process whose CUDA driver is blocked. So all other ranks
+read theirs first, and a process that does not return from it ends itself.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import mmap
 import os
@@ -27,15 +33,25 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from fivefold.launch.device_calls import (
+    DeviceProgress,
+    from_table,
+    on_device,
+    progress_from,
+    role_of,
+    to_table,
+)
 from fivefold.launch.hang import CommGroup, HangVerdict, LoggedCollective, Position, verdict
 from fivefold.launch.worker import Board, Worker
 
@@ -48,6 +64,9 @@ _STATE = ("phase", "idle", "allowed", "waits", "stack")
 _MESSAGES = ("pp", ("send", "recv"))
 _MEETING = 600.0  # seconds in which the ranks must meet
 _LAST = 1 << 62  # the round of ranks that have ended
+_OF_HOSTS, _OF_DEVICES = "hosts of", "devices of"  # what a round asks for, and whose it is
+_RECORDS = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")  # the newer name first
+_NUM_RECORDS = 10_000  # more than the calls that a host issues ahead
 _FRAMES = 5  # innermost frames of a stack that are shown
 # If one of these is in the innermost frames, the rank waits, or may wait, for other ranks.
 _WAITING = (
@@ -241,18 +260,19 @@ class Watchdog:
             self.worker.meeting.leave()
             return
         name = f"round-{self._round + 1}"
-        asked = self.board.get(name) is not None
+        asked = self.board.get(name)
         stuck = now - max(self._moved_at, self._allowed_until) >= self.patience
-        due = not asked and stuck and now >= self._quiet_until
-        judges = due and self.board.claim(name, str(self.worker.rank))
-        if asked or judges:
+        due = asked is None and stuck and now >= self._quiet_until
+        judges = due and self.board.claim(name, f"{_OF_HOSTS} {self.worker.rank}")
+        if asked is not None or judges:
             self._round += 1
             self._quiet_until = now + 0.6 * self.patience
-            self._answer(self._round)
+            of_device = asked is not None and asked.startswith(_OF_DEVICES)
+            self._answer(self._round, self._device() if of_device else None)
         if judges:
             self._judge()
 
-    def _answer(self, number: int) -> None:
+    def _answer(self, number: int, device: DeviceProgress | None = None) -> None:
         """Write the position of this rank to the board."""
         now = time.monotonic()
         stack, waits = _stack(self._main)
@@ -263,18 +283,21 @@ class Watchdog:
             "allowed": self._allowed_until - now,
             "waits": waits,
             "stack": stack,
+            "device": to_table(device),
             **self.recorder.table(),
         }
         self.board.put(f"rank-{self.worker.rank}", json.dumps(table))
 
     def _judge(self) -> None:
         """Read the positions, and end the run if a rank is to blame."""
-        positions = self._answers()
+        answers = self._answers(set(range(self.world)))
+        positions = {rank: position_from(table) for rank, table in answers.items()}
         silent = set(range(self.world)) - set(positions)
         if self.folder is not None:  # logs on this machine can be read without their ranks
             tables = {rank: read_log(self.folder, rank) for rank in silent}
             positions |= {rank: position_from(table) for rank, table in tables.items() if table}
-        found = verdict(positions, silent, 2 * self.patience)
+        by_device = partial(self._on_device, positions, set(answers) - {self.worker.rank})
+        found = verdict(positions, silent, 2 * self.patience, by_device)
         if found is not None and found.rank in silent:
             last = self.board.get(f"phase-{found.rank}")
             found = replace(found, doing=f"{last}, or soon after" if last else found.doing)
@@ -283,23 +306,81 @@ class Watchdog:
         if found is not None and stuck and self.board.claim("verdict", str(found)):
             self.worker.lose(found)
 
-    def _answers(self) -> dict[int, Position]:
-        """The positions of the ranks that answer in time."""
-        until, found = time.monotonic() + self.patience / 2, dict[int, Position]()
-        while len(found) < self.world and time.monotonic() < until:
-            for rank in set(range(self.world)) - set(found):
+    def _on_device(self, positions: dict[int, Position], others: set[int]) -> HangVerdict | None:
+        """Ask for torch's records of NCCL's calls, and decide by them which rank is to blame."""
+        name, text = f"round-{self._round + 1}", f"{_OF_DEVICES} {self.worker.rank}"
+        if _reader() is None or not self.board.claim(name, text):
+            return None
+        self._round += 1
+        tables = {rank: table["device"] for rank, table in self._answers(others).items()}
+        devices = {rank: from_table(tables.get(rank)) for rank in range(self.world)}
+        return on_device(positions, devices | {self.worker.rank: self._device()})
+
+    def _device(self) -> DeviceProgress | None:
+        """The progress of the GPU of this rank, or None if it cannot be read."""
+        trace = _device_trace(2 * self.patience)
+        return None if trace is None else progress_from(trace, _groups())
+
+    def _answers(self, wanted: set[int]) -> dict[int, dict[str, Any]]:
+        """The tables of the ranks that answer in time."""
+        until, found = time.monotonic() + self.patience / 2, dict[int, dict[str, Any]]()
+        while len(found) < len(wanted) and time.monotonic() < until:
+            for rank in wanted - set(found):
                 table = json.loads(self.board.get(f"rank-{rank}") or "{}")
                 if table.get("round", 0) >= self._round:
-                    found[rank] = position_from(table)
+                    found[rank] = table
             time.sleep(self._tick / 10)
         return found
 
 
 @contextmanager
-def watched(worker: Worker, world: int, patience: float = PATIENCE) -> Iterator[Watchdog]:
-    """A watchdog while ranks work together."""
+def _watching(worker: Worker, world: int, patience: float) -> Iterator[Watchdog]:
     with contextlib.closing(Watchdog(worker, world, patience)) as watchdog:
         yield watchdog
+
+
+def watched(
+    worker: Worker, world: int, patience: float = PATIENCE
+) -> AbstractContextManager[Watchdog]:
+    """A watchdog while ranks work together. If this is called before they join, torch's record of
+    NCCL's calls is long enough, unless the user has set its length."""
+    if not any(name in os.environ for name in _RECORDS):
+        os.environ[_RECORDS[0]] = str(_NUM_RECORDS)
+    return _watching(worker, world, patience)
+
+
+def _reader() -> Callable[..., bytes] | None:
+    """torch's function that dumps its record of NCCL's calls, where ranks use NCCL."""
+    if not dist.is_initialized() or dist.get_backend() != dist.Backend.NCCL:
+        return None
+    return getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
+
+
+def _device_trace(limit: float) -> bytes | None:
+    """torch's record of this rank. It asks CUDA for the state of events and holds Python's lock
+    meanwhile: after `limit` seconds the stacks are printed and this process ends."""
+    reader = _reader()
+    if reader is None:
+        return None
+    if sys.__stderr__ is not None:
+        faulthandler.dump_traceback_later(limit, exit=True, file=sys.__stderr__)
+    try:
+        return reader(includeCollectives=True, includeStackTraces=False, onlyActive=False)
+    except RuntimeError:
+        return None
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _groups() -> dict[str, CommGroup]:
+    """The groups of this rank by torch's names."""
+    return {
+        group.group_name: CommGroup(
+            role_of(group.group_name, group.group_desc),
+            tuple(dist.get_process_group_ranks(group)),
+        )
+        for group in list(dist.distributed_c10d._world.pg_names)
+    }
 
 
 def _stack(thread: int) -> tuple[list[str], bool]:

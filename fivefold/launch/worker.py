@@ -23,14 +23,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, Protocol
 
-import torch
 import torch.distributed as dist
 
 from fivefold.core.errors import FivefoldError
+from fivefold.launch.backend import RankDevice
 from fivefold.launch.hang import HangVerdict
 from fivefold.launch.launcher import LauncherEnvironment
 
-CPU = torch.device("cpu")
+ON_CPU = RankDevice()
 _MEETING_TIMEOUT = timedelta(minutes=10)
 _POLL_SECONDS = 0.2  # between two looks for the name of this start
 _LINGER_SECONDS = 2.0  # in which other ranks read the verdict before rank 0 ends with the store
@@ -101,7 +101,7 @@ class Meeting(Protocol):
     def folder(self) -> Path | None:
         """A folder that ranks on one machine share; None for ranks on several."""
 
-    def join(self, rank: int, world: int, device: torch.device) -> None:
+    def join(self, rank: int, world: int, device: RankDevice) -> None:
         """Create the process group of all ranks."""
 
     def board(self) -> Board:
@@ -157,12 +157,13 @@ class Worker:
         self.send("lost", (verdict.rank, verdict.doing, verdict.cause))
 
     @contextlib.contextmanager
-    def joined(self, world: int, device: torch.device = CPU) -> Iterator[None]:
-        """A process group of the first `world` ranks.
+    def joined(self, world: int, device: RankDevice = ON_CPU) -> Iterator[None]:
+        """A process group of the first `world` ranks; the device is the current one of this thread.
 
         After an error the group stays up. The other ranks then wait where they are, instead of
         reporting a broken connection before the cause is known.
         """
+        device.start()
         if world == 1:
             yield
             return
@@ -189,19 +190,11 @@ class LaunchedMeeting:
         store = self._connect(hosts=self.launched.rank == 0 and not self.launched.hosted)
         return store, agree_on_prefix(store, self.launched.rank, self.launched.world)
 
-    def join(self, rank: int, world: int, device: torch.device) -> None:
-        """NCCL on GPUs, gloo elsewhere."""
+    def join(self, rank: int, world: int, device: RankDevice) -> None:
         assert world == self.launched.world, "all launched ranks join, or none"
-        on_gpu = device.type == "cuda"
         store, prefix = self._store
-        dist.init_process_group(
-            "nccl" if on_gpu else "gloo",
-            store=dist.PrefixStore(f"{prefix}/group", store),
-            rank=rank,
-            world_size=world,
-            timeout=_MEETING_TIMEOUT,
-            device_id=device if on_gpu else None,
-        )
+        group = dist.PrefixStore(f"{prefix}/group", store)
+        device.join(rank, world, _MEETING_TIMEOUT, store=group)
 
     def board(self) -> StoreBoard:
         """A board with its own connection, because a connection that waits for a key is blocked."""
@@ -271,15 +264,3 @@ def joined_worker(launched: LauncherEnvironment, on_report: Callable[[Any], None
             meeting.leave()
 
     return Worker(launched.rank, meeting, send, stop)
-
-
-def own_device(launched: LauncherEnvironment) -> torch.device:
-    """The GPU of this rank on its host, or the CPU if there is no GPU."""
-    if not torch.cuda.is_available():
-        return CPU
-    if launched.local_rank >= torch.cuda.device_count():
-        raise FivefoldError(
-            f"local rank {launched.local_rank} has no GPU of its own, as this host has "
-            f"{torch.cuda.device_count()}: start as many ranks per host as it has GPUs"
-        )
-    return torch.device("cuda", launched.local_rank)

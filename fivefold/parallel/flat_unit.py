@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from fivefold.core.errors import FivefoldError
 from fivefold.core.units import LocalWeight, Unit
-from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.transport import Pending
+from fivefold.parallel.mesh import Issued, Mesh
 
 
 def on_disk(folder: Path, size: int, dtype: torch.dtype) -> Tensor:
@@ -64,8 +63,18 @@ class _Reading:
 
 
 def reading(target: Tensor, source: Tensor) -> _Reading:
-    """Begin to copy what lies in a file."""
-    return _Reading(_reader().submit(target.copy_, source))
+    """Begin to copy what lies in a file, in order with the caller's stream."""
+    stream = torch.cuda.current_stream(target.device) if target.is_cuda else None
+    return _Reading(_reader().submit(_copied, target, source, stream))
+
+
+def _copied(target: Tensor, source: Tensor, stream: torch.cuda.Stream | None) -> Tensor:
+    """In the reader's thread, which begins on device 0 and its default stream."""
+    if stream is None:
+        return target.copy_(source)
+    torch.cuda.set_device(stream.device)
+    with torch.cuda.stream(stream):
+        return target.copy_(source)
 
 
 Places = Mapping[str, Sequence[tuple[nn.Module, str]]]
@@ -137,8 +146,8 @@ class FlatUnit:
         self, unit: Unit, use: Use, places: Places, mesh: Mesh, options: UnitOptions, fill: Fill
     ) -> None:
         self.unit, self.use, self.mesh, self.options = unit, use, mesh, options
-        self.arriving: Pending | None = None
-        self.summing: Pending | None = None
+        self.arriving: Issued | _Reading | None = None
+        self.summing: Issued | None = None
         self.gradients: Tensor | None = None  # of the full unit, from this rank's tokens
         self.sent: Tensor | None = None  # the same, while others read it
         self.sent_last = False

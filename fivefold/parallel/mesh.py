@@ -4,8 +4,10 @@ Every collective is noted (role, kind, bytes of the input buffer, group size), s
 for through `Issued`. Observers are told when it begins and when somebody has waited for it. Where
 two computations of a rank take turns (`Lanes`), some waits give the turn to the other one first.
 
-Pipeline ranks that send to one another have a group for each direction: on NCCL the messages of one
-group are serialised, and a forward and a backward that meet would wait for each other.
+Each role has its own groups (`core/groups.py`). On NCCL a group is a queue of calls, so those of
+two roles do not wait for one another, and neither do the two directions of a pair of pipeline
+ranks. All pairs are connected when the mesh is made, in one order on all ranks: NCCL connects a
+pair on its first message, and blocks both hosts until both have called.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -23,17 +26,21 @@ from torch import Tensor
 
 from fivefold.core.groups import (
     PIPELINE,
+    ROLES,
+    WORLD,
+    Communicator,
     Topology,
-    all_groups,
+    communicators,
     group_of,
-    message_pairs,
-    roles_of,
 )
 from fivefold.core.plan import Plan
 from fivefold.parallel import transport
-from fivefold.parallel.transport import Functional, Pending
+from fivefold.parallel.transport import Pending
 
 FAKE = "fake"  # torch's backend for one rank of a job whose other ranks do not exist
+CONNECT = "connect"  # the kind of the first message of a pair, which carries nothing
+MESSAGE_CTAS = 4  # NCCL's blocks on the GPU for a pipeline message: few, because they wait there
+_CPU = torch.device("cpu")
 First = TypeVar("First")
 Second = TypeVar("Second")
 
@@ -79,6 +86,12 @@ class Phase:
             self.backward = False
 
 
+def use_device(device: torch.device) -> None:
+    """Make it the device of this thread: every thread begins with the first GPU."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 class Lanes:
     """Two computations of one rank that take turns: one runs while the other waits.
 
@@ -88,8 +101,8 @@ class Lanes:
     threads would not.
     """
 
-    def __init__(self) -> None:
-        self._second = ThreadPoolExecutor(1, thread_name_prefix="fivefold-lane")
+    def __init__(self, device: torch.device = _CPU) -> None:
+        self._second = ThreadPoolExecutor(1, "fivefold-lane", partial(use_device, device))
         self._turns = (threading.Semaphore(0), threading.Semaphore(0))
         self._running = [False, False]
         self._main = threading.get_ident()
@@ -153,11 +166,16 @@ class Issued:
         """What the collective brought."""
         if self.yields:
             self.mesh.lanes.pause()
-        if isinstance(self.pending, Functional) and not self.tokens:
-            return self.pending.on_first_use()
         found = self.pending.wait()
         self.mesh.close(self.tokens)
         return found
+
+    def is_over(self) -> bool:
+        """Whether it is over, also on the device; if so it has been waited for."""
+        over = self.pending.done
+        if over:
+            self.wait()
+        return over
 
 
 class Mesh:
@@ -177,18 +195,18 @@ class Mesh:
         self.topology, self.layout, self.device = topology, topology.layout, device
         self.observers, self.on_resize = tuple(observers), on_resize
         self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self.alone = dist.is_initialized() and dist.get_backend() == FAKE
+        self.backend = dist.get_backend() if dist.is_initialized() else ""
+        self.alone = self.backend == FAKE
         self.records: Counter[CollectiveRecord] = Counter()
-        self.lanes = Lanes()
+        self.lanes = Lanes(device)
+        # The ranks of this rank's groups.
+        self.members = {role: group_of(topology, role, self.rank) for role in ROLES}
         self.groups: dict[str, dist.ProcessGroup] = {}
-        self.members: dict[str, tuple[int, ...]] = {}  # the ranks of this rank's groups
-        for role in roles_of(topology):
-            self._join(role)
         # By (source, target) coord on the pipeline axis.
         self.channels: dict[tuple[int, int], dist.ProcessGroup] = {}
-        for pair, ranks in message_pairs(topology):
-            if (group := self._make_group(ranks)) is not None:
-                self.channels[pair] = group
+        for communicator in communicators(topology):
+            self._join(communicator)
+        self._connect()
 
     @classmethod
     def of(
@@ -201,22 +219,51 @@ class Mesh:
         """The mesh of a plan."""
         return cls(Topology.of(plan), device, observers, on_resize)
 
-    def _join(self, role: str) -> None:
-        self.members[role] = group_of(self.topology, role, self.rank)
-        # A rank without others makes no groups for them.
-        groups = (self.members[role],) if self.alone else all_groups(self.topology, role)
-        for ranks in (ranks for ranks in groups if len(ranks) > 1):
-            if len(ranks) == self.layout.world:
-                self.groups[role] = dist.group.WORLD
-            elif (made := self._make_group(ranks)) is not None:
-                self.groups[role] = made
+    def _join(self, communicator: Communicator) -> None:
+        """Make this rank's group of a communicator, together with all other ranks."""
+        channel = communicator.channel(self.topology, self.rank)
+        made = self._make(communicator, channel)
+        if made is None:
+            return
+        if channel is None:
+            self.groups[communicator.role] = made
+        else:
+            self.channels[channel] = made
 
-    def _make_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """A group of these ranks, which all ranks make together; None for those outside of it."""
-        if self.alone and self.rank not in ranks:
+    def _make(
+        self, communicator: Communicator, channel: tuple[int, int] | None
+    ) -> dist.ProcessGroup | None:
+        if communicator.role == WORLD:
+            return dist.group.WORLD
+        name = communicator.role if channel is None else f"{PIPELINE} {channel[0]}->{channel[1]}"
+        if self.backend == dist.Backend.NCCL:  # one call of all ranks makes the groups of all
+            groups = (each for each in communicator.groups(self.topology) if len(each) > 1)
+            options = nccl_options(communicator)
+            return dist.split_group(
+                split_ranks=[list(each) for each in groups], pg_options=options, group_desc=name
+            )
+        mine = communicator.group(self.topology, self.rank)
+        if len(mine) == 1:
             return None
-        group = dist.new_group(list(ranks))
-        return group if self.rank in ranks else None
+        return dist.new_group(list(mine), use_local_synchronization=True, group_desc=name)
+
+    def _connect(self) -> None:
+        """Send a first message over every channel, in the order in which all ranks made them."""
+        column = self.members[PIPELINE]
+        for source, target in self.channels:
+            pair = (column[source], column[target])
+            begun = self._tell(CollectiveRecord(PIPELINE, CONNECT, 0, 2), pair)
+            group = self.channels[source, target]
+            if self.alone:
+                pass
+            elif self.rank == pair[0]:
+                transport.send(torch.zeros(1, device=self.device), pair[1], group).wait()
+            else:
+                one = (torch.Size((1,)), torch.float32, self.device)
+                transport.receive(*one, pair[0], group).wait()
+            self.close(begun)
+        if self.channels and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def size(self, role: str) -> int:
         """Ranks of this rank's group in a role."""
@@ -290,14 +337,16 @@ class Mesh:
         channel = self.channels[self.coord(PIPELINE), target]
         return Issued(self, transport.send(tensor, column[target], channel), tokens, False)
 
-    def receive(self, buffer: Tensor, source: int) -> Issued:
+    def receive(self, size: torch.Size, dtype: torch.dtype, source: int) -> Issued:
         """Start to receive the next message of another stage of this rank's pipeline."""
         column = self.members[PIPELINE]
+        num_bytes = size.numel() * dtype.itemsize
         tokens = self._begin(
-            CollectiveRecord(PIPELINE, "recv", buffer.nbytes, 2), (column[source], self.rank)
+            CollectiveRecord(PIPELINE, "recv", num_bytes, 2), (column[source], self.rank)
         )
         channel = self.channels[source, self.coord(PIPELINE)]
-        return Issued(self, transport.receive(buffer, column[source], channel), tokens, False)
+        pending = transport.receive(size, dtype, self.device, column[source], channel)
+        return Issued(self, pending, tokens, False)
 
     def pass_on(self, tensor: Tensor, axis: str) -> Issued:
         """Start to send to the next rank of the axis and to receive from the one before; the wait
@@ -324,5 +373,18 @@ class Mesh:
 
     def _begin(self, record: CollectiveRecord, members: tuple[int, ...]) -> Tokens:
         self.records[record] += 1
+        return self._tell(record, members)
+
+    def _tell(self, record: CollectiveRecord, members: tuple[int, ...]) -> Tokens:
         begun = [(each, each.begin(record, members)) for each in self.observers]
         return tuple((each, token) for each, token in begun if token is not None)
+
+
+def nccl_options(communicator: Communicator) -> Any:
+    """How NCCL runs a communicator: first on the GPU where the computation waits for it, and in few
+    blocks where it may wait there for long."""
+    urgent = ROLES[communicator.role].urgent
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=urgent)
+    if communicator.channels:
+        options.config.max_ctas = MESSAGE_CTAS
+    return options

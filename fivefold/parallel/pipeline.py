@@ -7,21 +7,21 @@ Costs    2·A a microbatch and boundary (A activations between two layers), and 
 Wins     between nodes, where links are slow: nothing moves less.
 Refuses  fewer layers than stages, and what its schedule refuses.
 
-The messages of a pair of ranks are ordered in each direction as their source computes them. The
-target posts its receives in that order too, those of a step while the step before runs. A send
-waits for nobody, and a rank waits for a message only where the schedule needs it. Over gloo, a
-schedule that the clock can play to its end therefore ends.
+The messages of a pair of ranks are ordered in each direction as their source computes them. When a
+rank posts its receives is a property of the schedule (`core/schedule/postings.py`): early enough
+that they overlap a computation, and late enough that no order of events locks the pipeline.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
@@ -40,12 +40,11 @@ from fivefold.core.schedule import (
     merged,
     needed,
     sent,
-    sent_by,
 )
+from fivefold.core.schedule.postings import postings
 from fivefold.model.batch import TokenBatch
-from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.mesh import Issued, Mesh, use_device
 from fivefold.parallel.stage import ActionObserver
-from fivefold.parallel.transport import Pending
 
 
 class PipelineChunk(Protocol):
@@ -83,7 +82,8 @@ class Pipeline:
         self.schedule, self.mesh, self.chunks = schedule, mesh, chunks
         self.observer = observer or ActionObserver()
         self.steps = merged(schedule, mesh.coord(PIPELINE))
-        self.inbox = _Inbox(schedule, mesh, hidden, dtype)
+        self.postings = postings(schedule)[mesh.coord(PIPELINE)]
+        self.inbox = _Inbox(mesh, hidden, dtype)
         self.outbox = _Outbox(mesh)
         gives = (WEIGHT_GRAD, BACKWARD)
         self._last = {
@@ -101,11 +101,10 @@ class Pipeline:
         The summed loss of each microbatch is divided by its `tokens`. Backward begins with `scale`.
         """
         work = _PipelineRun(self, batches, tokens, scale)
-        self.inbox.begin()
-        self._post(self.steps[:1])
-        for place, step in enumerate(self.steps):
+        for step, messages in zip(self.steps, self.postings, strict=True):
             token = self.observer.begin(step)
-            self._post(self.steps[place + 1 : place + 2])
+            for message in messages:
+                self.inbox.post(message)
             work.do(step)
             self.observer.end(token)
         self.outbox.flush()
@@ -114,11 +113,6 @@ class Pipeline:
     def is_last(self, action: Action) -> bool:
         """Whether no gradient of its stage comes after this action's."""
         return self._last[action.stage] == action
-
-    def _post(self, steps: Sequence[Step]) -> None:
-        for action in (action for step in steps for action in actions_of(step)):
-            if message := needed(self.schedule, action):
-                self.inbox.post(message)
 
 
 @dataclass
@@ -217,58 +211,52 @@ class _PipelineRun:
 
 
 class _Inbox:
-    """What other ranks send to this one, each in its source's order."""
+    """What other ranks send to this one."""
 
-    def __init__(
-        self, schedule: Schedule, mesh: Mesh, hidden: torch.Size, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, mesh: Mesh, hidden: torch.Size, dtype: torch.dtype) -> None:
         self.mesh, self.hidden, self.dtype = mesh, hidden, dtype
-        here = mesh.coord(PIPELINE)
-        self.lines: dict[int, tuple[Message, ...]] = {}
-        for source in {source for source, target in mesh.channels if target == here}:
-            line = (each for each in sent_by(schedule, source) if each.target == here)
-            self.lines[source] = tuple(line)
-        self.open: dict[int, deque[Message]] = {}
-        self.coming: dict[Message, tuple[Tensor, Pending]] = {}
-
-    def begin(self) -> None:
-        """A new step: nothing of it is posted yet."""
-        self.open = {source: deque(line) for source, line in self.lines.items()}
+        self.coming: dict[Message, Issued] = {}
 
     def post(self, message: Message) -> None:
-        """Make ready for a message, and for all that come before it on its line."""
-        while message not in self.coming:
-            following = self.open[message.source].popleft()
-            buffer = torch.empty(self.hidden, dtype=self.dtype, device=self.mesh.device)
-            self.coming[following] = buffer, self.mesh.receive(buffer, message.source)
+        """Begin to receive a message."""
+        self.coming[message] = self.mesh.receive(self.hidden, self.dtype, message.source)
 
     def take(self, message: Message) -> Tensor:
         """The content of a message that was posted."""
-        buffer, pending = self.coming.pop(message)
-        pending.wait()
-        return buffer
+        return self.coming.pop(message).wait()
 
 
 class _Outbox:
-    """Sends that are under way. A thread for each target waits, and frees what was received."""
+    """Sends that are under way, and what they read. Over gloo somebody has to wait for each: a
+    thread for each target does, and frees what was received."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self.lines: dict[int, ThreadPoolExecutor] = {}
-        self.under_way: list[Future[object]] = []
+        self.waited_for: list[Future[object]] = []
+        self.on_device: list[Issued] = []
 
     def send(self, message: Message, tensor: Tensor) -> None:
-        pending = self.mesh.send(tensor.contiguous(), message.target)
+        issued = self.mesh.send(tensor.contiguous(), message.target)
         if self.mesh.alone:  # there is nobody to wait for
-            pending.wait()
-            return
-        if message.target not in self.lines:
-            self.lines[message.target] = ThreadPoolExecutor(1, "fivefold-send")
-        self.under_way = [each for each in self.under_way if not each.done()]
-        self.under_way.append(self.lines[message.target].submit(pending.wait))
+            issued.wait()
+        elif self.mesh.backend == dist.Backend.NCCL:
+            self.on_device = [each for each in self.on_device if not each.is_over()]
+            self.on_device.append(issued)
+        else:
+            self._wait_beside(issued, message.target)
+
+    def _wait_beside(self, issued: Issued, target: int) -> None:
+        if target not in self.lines:
+            use = partial(use_device, self.mesh.device)
+            self.lines[target] = ThreadPoolExecutor(1, "fivefold-send", use)
+        self.waited_for = [each for each in self.waited_for if not each.done()]
+        self.waited_for.append(self.lines[target].submit(issued.wait))
 
     def flush(self) -> None:
-        """Until everything has been received."""
-        for each in self.under_way:
+        """Until everything has been received; on a GPU, the stream waits for it."""
+        for each in self.waited_for:
             each.result()
-        self.under_way = []
+        for each in self.on_device:
+            each.wait()
+        self.waited_for, self.on_device = [], []

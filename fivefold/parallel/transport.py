@@ -6,31 +6,43 @@ the current stream by the rank that waits.
 
 Two kinds. Some fill a given tensor. `gather`, `scatter`, `total` and `exchange` are torch's
 functional collectives: selective recomputation knows them by name and never issues them twice.
+
+Memory: whoever has started a call holds what it reads and writes until the call was waited for.
+On a GPU a wait holds back the current stream, not the host. Messages are received on a stream of
+their own: they wait for nothing that this rank computes, and their memory is of that stream.
+
+Never torch's `all_gather_into_tensor` (nor its coalesced form) on gloo. Each group has two threads
+there, and both assign the name of the call that they have finished to one string without a lock
+(torch 2.9 to 2.13). `ALLGATHER_COALESCED` is the one name that lies on the heap, so that two calls
+in flight free it twice or write to it afterwards: one crash in about 40,000 calls.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
 _ops = torch.ops._c10d_functional
 # torch 2.13 renamed these, and warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-_gather = getattr(functional, "all_gather_single", functional.all_gather_tensor)
-_scatter = getattr(functional, "reduce_scatter_single", functional.reduce_scatter_tensor)
 
 
 class Pending(Protocol):
     """A collective that is under way."""
 
     def wait(self) -> object: ...
+
+    @property
+    def done(self) -> bool:
+        """Whether it is over, also on the device."""
+        ...
 
 
 class InFlight:
@@ -50,91 +62,120 @@ class InFlight:
         """Wait for all calls, once; what came. Nothing is kept alive from then on."""
         while self.works:
             self.works.pop().wait()
-        if self.came is not None and self.home is not None and self.came is not self.home:
-            self.home.copy_(self.came, non_blocking=True)
         found = self.home
+        if self.came is not None and found is not None and self.came is not found:
+            found.copy_(self.came, non_blocking=True)
+        elif found is not None and found.is_cuda:  # it was made for another stream
+            found.record_stream(torch.cuda.current_stream(found.device))
         self.sent = self.came = self.home = None
         return found
+
+    @property
+    def done(self) -> bool:
+        """Whether all calls are over, also on the device."""
+        return all(work.is_completed() for work in self.works)
 
 
 class Functional:
     """The result of a functional collective, on its way to `device`."""
 
-    def __init__(self, under_way: Tensor, device: torch.device, *, waits_itself: bool) -> None:
-        """`waits_itself`: torch waits for it at its first use."""
-        self.under_way, self.device, self.waits_itself = under_way, device, waits_itself
+    def __init__(
+        self,
+        under_way: Tensor,
+        sent: Tensor,
+        device: torch.device,
+        arrange: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        """`arrange` is what is left to do on this rank with what came."""
+        self.under_way, self.sent, self.device, self.arrange = under_way, sent, device, arrange
 
     def wait(self) -> Tensor:
-        """The result, waited for now."""
-        return self._on_device(_ops.wait_tensor(self.under_way))
+        """The result."""
+        found = _ops.wait_tensor(self.under_way)
+        if found.device.type != self.device.type:
+            found = found.to(self.device)
+        return found if self.arrange is None else self.arrange(found)
 
-    def on_first_use(self) -> Tensor:
-        """The result; torch waits for it as late as it can."""
-        return self._on_device(self.under_way) if self.waits_itself else self.wait()
-
-    def _on_device(self, found: Tensor) -> Tensor:
-        return found if found.device.type == self.device.type else found.to(self.device)
-
-
-def goes_by_host(tensor: Tensor, group: dist.ProcessGroup) -> bool:
-    """Whether a group cannot reach the memory that a tensor lies in."""
-    return tensor.is_cuda and dist.get_backend(group) == dist.Backend.GLOO
+    @property
+    def done(self) -> bool:
+        """Unknown before it was waited for."""
+        return False
 
 
-def in_place(tensor: Tensor, start: Callable[[Tensor], Any], group: dist.ProcessGroup) -> Pending:
+def goes_by_host(device: torch.device, group: dist.ProcessGroup) -> bool:
+    """Whether a group cannot reach the memory of a device."""
+    return device.type == "cuda" and dist.get_backend(group) == dist.Backend.GLOO
+
+
+def in_place(tensor: Tensor, start: Callable[[Tensor], Any], group: dist.ProcessGroup) -> InFlight:
     """Start a collective that reads and writes one tensor, or a copy that the group reaches."""
-    if not goes_by_host(tensor, group):
-        return start(tensor)
-    host = _copied(tensor)
-    return InFlight([start(host)], came=host, home=tensor)
+    reached = _within_reach(tensor, group)
+    return InFlight([start(reached)], came=reached, home=tensor)
 
 
 def between(
     output: Tensor, x: Tensor, start: Callable[[Tensor, Tensor], Any], group: dist.ProcessGroup
-) -> Pending:
+) -> InFlight:
     """Start a collective that fills `output` from `x`, or from and into copies."""
-    if not goes_by_host(output, group):
-        return start(output, x)
-    sent, came = _copied(x), _room(output)
+    sent = _within_reach(x, group)
+    came = _room(output) if goes_by_host(output.device, group) else output
     return InFlight([start(came, sent)], sent, came, output)
 
 
-def all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> Pending:
+def all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> InFlight:
     """Reduce in place."""
     return in_place(tensor, partial(dist.all_reduce, op=op, group=group, async_op=True), group)
 
 
-def reduce_scatter(output: Tensor, full: Tensor, group: dist.ProcessGroup) -> Pending:
+def reduce_scatter(output: Tensor, full: Tensor, group: dist.ProcessGroup) -> InFlight:
     """Sum `full` over the ranks; each gets its shard."""
     return between(output, full, partial(_reduce_scatter, group=group, async_op=True), group)
 
 
-def all_gather(full: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Pending:
+def all_gather(full: Tensor, shard: Tensor, group: dist.ProcessGroup) -> InFlight:
     """Fill `full` with the shards of all ranks."""
     return between(full, shard, partial(_all_gather, group=group, async_op=True), group)
 
 
-def send(tensor: Tensor, target: int, group: dist.ProcessGroup) -> Pending:
-    """Start to send; gloo needs somebody who waits, and who holds what it reads until then."""
+def send(tensor: Tensor, target: int, group: dist.ProcessGroup) -> InFlight:
+    """Start to send."""
     sent = _within_reach(tensor, group)
     work = dist.isend(sent, target, group=group)
     assert work is not None, "this rank is one of the two"
-    return InFlight([]) if sent.is_cuda else InFlight([work], sent)  # NCCL holds what it sends
+    return InFlight([work], sent)
 
 
-def receive(buffer: Tensor, source: int, group: dist.ProcessGroup) -> Pending:
-    """Start to receive."""
-    by_host = goes_by_host(buffer, group)
-    came = _room(buffer) if by_host else buffer
-    work = dist.irecv(came, source, group=group)
+def receive(
+    size: torch.Size,
+    dtype: torch.dtype,
+    device: torch.device,
+    source: int,
+    group: dist.ProcessGroup,
+) -> InFlight:
+    """Start to receive a tensor; the wait gives it."""
+    by_host = goes_by_host(device, group)
+    with nullcontext() if by_host else beside(device):
+        buffer = torch.empty(size, dtype=dtype, device=device)
+        came = _room(buffer) if by_host else buffer
+        work = dist.irecv(came, source, group=group)
     assert work is not None, "this rank is one of the two"
-    return InFlight([work], came=came, home=buffer) if by_host else work
+    return InFlight([work], came=came, home=buffer)
+
+
+def beside(device: torch.device) -> AbstractContextManager[object]:
+    """On a GPU, a stream that waits for nothing that this rank computes."""
+    return torch.cuda.stream(_stream(device)) if device.type == "cuda" else nullcontext()
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def pass_on(tensor: Tensor, after: int, before: int, group: dist.ProcessGroup) -> InFlight:
     """Start to send to the rank after this one, and to receive as much from the one before."""
-    by_host, buffer = goes_by_host(tensor, group), torch.empty_like(tensor)
-    sent, came = (_copied(tensor), _room(buffer)) if by_host else (tensor, buffer)
+    buffer, sent = torch.empty_like(tensor), _within_reach(tensor, group)
+    came = _room(buffer) if goes_by_host(tensor.device, group) else buffer
     works = dist.batch_isend_irecv(
         [
             dist.P2POp(dist.isend, sent, after, group),
@@ -146,20 +187,25 @@ def pass_on(tensor: Tensor, after: int, before: int, group: dist.ProcessGroup) -
 
 def gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Functional:
     """The shards of all ranks, joined along a dim."""
-    found = _gather(_within_reach(x, group), dim, group)
-    return Functional(found, x.device, waits_itself=True)
+    sent, size = _within_reach(x, group), group.size()
+    whole = sent.new_empty((size * sent.shape[0], *sent.shape[1:]))
+    found = _ops.all_gather_into_tensor_out(sent, size, group.group_name, out=whole)
+    return Functional(found, sent, x.device, partial(_joined, size, dim) if dim else None)
 
 
 def scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Functional:
     """This rank's shard, along a dim, of the sum over all ranks."""
-    found = _scatter(_within_reach(x, group), "sum", dim, group)
-    return Functional(found, x.device, waits_itself=True)
+    sent, size = _within_reach(x, group), group.size()
+    if dim:
+        sent = torch.cat(sent.chunk(size, dim))
+    found = _ops.reduce_scatter_tensor(sent, "sum", size, group.group_name)
+    return Functional(found, sent, x.device)
 
 
 def total(x: Tensor, op: str, group: dist.ProcessGroup) -> Functional:
     """The sum, or another reduction, over all ranks."""
-    found = functional.all_reduce(_within_reach(x, group), op, group)
-    return Functional(found, x.device, waits_itself=True)
+    sent = _within_reach(x, group)
+    return Functional(_ops.all_reduce(sent, op, group.group_name), sent, x.device)
 
 
 def exchange(
@@ -168,11 +214,16 @@ def exchange(
     """All-to-all: so many rows to each rank, and so many from it."""
     sent = _within_reach(rows, group)
     found = _ops.all_to_all_single(sent, list(arrive), list(leave), group.group_name)
-    return Functional(found, rows.device, waits_itself=False)
+    return Functional(found, sent, rows.device)
+
+
+def _joined(size: int, dim: int, whole: Tensor) -> Tensor:
+    """What lies one after the other, side by side along a dim."""
+    return torch.cat(whole.chunk(size), dim)
 
 
 def _within_reach(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return _copied(tensor) if goes_by_host(tensor, group) else tensor
+    return _copied(tensor) if goes_by_host(tensor.device, group) else tensor
 
 
 def _copied(tensor: Tensor) -> Tensor:

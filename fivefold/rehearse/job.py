@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from fivefold.core.groups import Topology
 from fivefold.core.plan import Plan
 from fivefold.core.splits import stage_kind
 from fivefold.cost.collectives import UNEVEN_AXES, TrafficEntry, predict_traffic, traffic_entries
 from fivefold.cost.matching import Mismatch, distinct_ranks, mismatches
+from fivefold.cost.order import OrderVerdict, prove_order
 from fivefold.launch.processes import Pool
 from fivefold.launch.worker import Worker
 from fivefold.rehearse.rank import DTYPES, RehearsedRank, rehearse_rank
@@ -21,7 +24,8 @@ _SLACK = 1e-3  # of the peak: small tensors whose memory goes a moment later
 @dataclass(frozen=True)
 class Rehearsed:
     """The result. `whole`: ranks that ran a second time without any replay, and whether they issued
-    the same collectives; `astray`: ranks whose collectives are not those of the plan."""
+    the same collectives; `astray`: ranks whose collectives are not those of the plan; `order`:
+    whether the step ends, which took `order_seconds` to prove."""
 
     plan: Plan
     runs: list[RehearsedRank]
@@ -29,6 +33,8 @@ class Rehearsed:
     whole: dict[int, bool] = field(default_factory=dict[int, bool])
     mismatches: list[Mismatch] = field(default_factory=list[Mismatch])
     astray: list[int] = field(default_factory=list[int])
+    order: OrderVerdict = field(default_factory=OrderVerdict)
+    order_seconds: float = 0.0
 
     @property
     def worst(self) -> RehearsedRank:
@@ -37,7 +43,8 @@ class Rehearsed:
 
     @property
     def passed(self) -> bool:
-        return not self.mismatches and not self.astray and all(self.whole.values())
+        agree = not self.mismatches and not self.astray and all(self.whole.values())
+        return agree and self.order.ok
 
 
 def rehearse(
@@ -69,15 +76,19 @@ def rehearse(
 def judged(
     plan: Plan, runs: list[RehearsedRank], whole: dict[int, bool], imbalance: float = 1.0
 ) -> Rehearsed:
-    """Hold what was called against the plan, and ranks against one another."""
+    """Compare calls with the plan and ranks with one another, and prove that the step ends."""
     size = DTYPES[plan.precision].itemsize
     predicted = {
         run.rank: predict_traffic(plan, run.rank, itemsize=size, grad_itemsize=max(4, size))
         for run in runs
     }
     astray = [run.rank for run in runs if not _same(predicted[run.rank], run, imbalance)]
-    found = mismatches({run.rank: run.calls for run in runs})
-    return Rehearsed(plan, runs, predicted, whole, found, astray)
+    calls = {run.rank: run.calls for run in runs}
+    found = mismatches(calls)
+    began = time.perf_counter()
+    order = prove_order(Topology.of(plan), calls)
+    took = time.perf_counter() - began
+    return Rehearsed(plan, runs, predicted, whole, found, astray, order, took)
 
 
 def representatives(plan: Plan, ranks: Sequence[int]) -> list[int]:

@@ -55,7 +55,7 @@ def measure_rank(
     """A few steps of one rank on the GPU of this process."""
     device = torch.device("cuda", torch.cuda.current_device())
     with joined(rank, plan.layout.world):
-        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.reset_peak_memory_stats(device)
         run = _MeasuredSteps(plan, rank, device, imbalance, compiled)
         for _ in range(_STEPS):
             run.step()
@@ -71,7 +71,7 @@ class _MeasuredSteps:
         self.plan, self.rank, self.device = plan, rank, device
         dtype = DTYPES[plan.precision]
         master = dtype.itemsize < 4
-        self.mesh, self.marks = Mesh.of(plan, device), _Marks()
+        self.mesh, self.marks = Mesh.of(plan, device), _Marks(device)
         self.job = compose(
             plan,
             self.mesh,
@@ -95,19 +95,18 @@ class _MeasuredSteps:
     def step(self) -> None:
         """One optimizer step; garbage in, garbage out, in the right sizes."""
         self.marks.all.clear()
-        torch.cuda.reset_peak_memory_stats()
-        began, ended = _marks()
-        began.record()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        ended = self.marks.begin("step")
         step(
             self.job,
             _TimedUpdater(self.updater, self.marks),
             self.batches,
             self.plan.options.train.clip,
         )
-        ended.record()
-        torch.cuda.synchronize()
-        self.peak = torch.cuda.max_memory_allocated()
-        for name, start, stop in [*self.marks.all, ("step", began, ended)]:
+        self.marks.end(ended)
+        torch.cuda.synchronize(self.device)
+        self.peak = torch.cuda.max_memory_allocated(self.device)
+        for name, start, stop in self.marks.all:
             self.seconds[name].append(start.elapsed_time(stop) / 1e3)
 
     def found(self) -> MeasuredRank:
@@ -122,17 +121,18 @@ class _MeasuredSteps:
 class _Marks(ActionObserver):
     """GPU events around every action, by name."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.all: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
     def begin(self, action: Step | str) -> torch.cuda.Event:
-        began, ended = _marks()
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self.all.append((_named(action), began, ended))
-        began.record()
+        began.record(torch.cuda.current_stream(self.device))
         return ended
 
     def end(self, token: torch.cuda.Event) -> None:
-        token.record()
+        token.record(torch.cuda.current_stream(self.device))
 
 
 class _TimedUpdater:
@@ -145,10 +145,6 @@ class _TimedUpdater:
         ended = self.marks.begin("update")
         self.updater.step()
         self.marks.end(ended)
-
-
-def _marks() -> tuple[torch.cuda.Event, torch.cuda.Event]:
-    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
 
 def _named(action: Step | str) -> str:

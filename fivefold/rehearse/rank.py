@@ -27,7 +27,7 @@ from fivefold.core.schedule import Step, actions_of, merged
 from fivefold.core.splits import stage_kind
 from fivefold.cost.collectives import max_nodes_per_token, units_of
 from fivefold.cost.grid import fullest_rank_load
-from fivefold.cost.matching import IssuedCollective
+from fivefold.cost.matching import AFTER, IssuedCollective
 from fivefold.data.batches import samples
 from fivefold.optim import make_updater
 from fivefold.optim.optimizer import Updater
@@ -177,7 +177,7 @@ class _Actions(ActionObserver):
 
     def end(self, token: str) -> None:
         self.levels.append(MemoryLevel(token, self.meter.total, self.meter.high))
-        self.log.enter(tracing.AFTER)
+        self.log.enter(AFTER)
 
 
 class _RehearsalRun:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fivefold.core.schedule import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action
-from fivefold.cost.matching import IssuedCollective
+from fivefold.cost.matching import BEFORE, IssuedCollective
 from fivefold.model.batch import TokenBatch
 from fivefold.model.decoder import Decoder
 from fivefold.model.layers import Norm, rms_norm
@@ -63,7 +63,6 @@ WEIGHTS, GRADIENTS, MASTER, OPTIMIZER = "weights", "gradients", "master", "optim
 ACTIVATIONS, LOGITS, BUFFERS = "activations", "logits", "buffers"
 CATEGORIES = (WEIGHTS, GRADIENTS, MASTER, OPTIMIZER, ACTIVATIONS, LOGITS, BUFFERS)
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
-BEFORE, AFTER = "before the first action", "after the last action"
 _BLOCK = 512  # bytes: what the allocator of a GPU rounds to
 Delta = tuple[str, int]
 

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from fivefold.core import count
 from fivefold.core.errors import counted
+from fivefold.core.groups import PIPELINE, Topology, communicators, communicators_of, group_of
 from fivefold.core.plan import Plan
 from fivefold.cost import collectives
+from fivefold.cost.static_memory import communicator_bytes
 from fivefold.report import duration, gib, table
 from fivefold.report.plan_text import loses, name_of
 
@@ -90,8 +92,23 @@ def describe(plan: Plan) -> dict[str, Any]:
             "dp": batch.dp,
             "seq": batch.seq,
         },
+        "communicators": _communicators(plan),
         "traffic": collectives.traffic_json(plan),
         "notes": list(plan.notes),
+    }
+
+
+def _communicators(plan: Plan) -> dict[str, Any]:
+    """Those of the rank that is in most; all of them are made by `calls` calls of every rank."""
+    topology = Topology.of(plan)
+    # Ranks differ by their neighbours in the pipeline, not by their places on other axes.
+    column = group_of(topology, PIPELINE, 0)
+    most = max((communicators_of(topology, rank) for rank in column), key=len)
+    return {
+        "per_rank": len(most),
+        "names": list(dict.fromkeys(each.role for each in most)),
+        "calls": len(communicators(topology)),
+        "bytes": communicator_bytes(most),
     }
 
 
@@ -133,6 +150,12 @@ def render(plan: Plan, table: dict[str, Any]) -> list[str]:
         if one["degree"] > 1:
             where = f", within {one['tier']}" if "tier" in one else ""
             lines.append(f"{axis:<9} {_group(one['first_group'])}{where}")
+    made = table["communicators"]
+    if made["per_rank"]:
+        lines.append(
+            f"groups    {counted(made['per_rank'], 'communicator')} a rank "
+            f"({', '.join(made['names'])}), for which NCCL holds about {gib(made['bytes'])}"
+        )
     return [*lines, *(f"note      {note}" for note in plan.notes)]
 
 

@@ -12,13 +12,14 @@ from fivefold.cost.collectives import TrafficEntry, traffic_entries
 
 if TYPE_CHECKING:
     from fivefold.cost.matching import Mismatch
+    from fivefold.cost.order import OrderVerdict
     from fivefold.planner.estimate import Estimate, PlannedAction, SimulatedStep
 
 
 _GIB = 2**30
 _BAND = 0.05  # further apart than this is called out
 _REHEARSED, _PLANNED = 0, 1  # tracks of the trace
-_MOST_RANKS, _MOST_MISMATCHES = 24, 10
+_MOST_RANKS, _MOST_FINDINGS = 24, 10
 
 
 class RehearsalRun(Protocol):
@@ -46,6 +47,10 @@ class RehearsalReport(Protocol):
     def mismatches(self) -> Sequence[Mismatch]: ...
     @property
     def astray(self) -> Sequence[int]: ...
+    @property
+    def order(self) -> OrderVerdict: ...
+    @property
+    def order_seconds(self) -> float: ...
     @property
     def worst(self) -> Any: ...
     @property
@@ -89,6 +94,7 @@ def describe(
         },
         "matched": not found.mismatches,
         "mismatches": [str(each) for each in found.mismatches],
+        "order": _order(found.order, found.order_seconds),
         "without_replay": {str(rank): same for rank, same in found.whole.items()},
         "time": None if timed is None else _time(timed, planned),
         "passed": found.passed,
@@ -103,6 +109,21 @@ def _rank(found: RehearsalReport, run: RehearsalRun) -> dict[str, Any]:
         "coord": {axis: getattr(coord, axis) for axis in ("dp", "tp", "pp", "cp", "ep")},
         "memory_gib": _gib(run.memory, run.peak),
         "collectives": sum(run.records.values()),
+    }
+
+
+def _order(order: OrderVerdict, seconds: float) -> dict[str, Any]:
+    return {
+        "ok": order.ok,
+        "ranks": order.ranks,
+        "calls": order.calls,
+        "cycle": [
+            {"rank": each.rank, "call": str(each.call), "waits_for": list(each.waits_for)}
+            for each in order.cycle
+        ],
+        "unconnected": [{"rank": each.rank, "call": str(each.call)} for each in order.unconnected],
+        "differs": [str(each) for each in order.differing],
+        "seconds": round(seconds, 3),
     }
 
 
@@ -190,9 +211,7 @@ def _verdicts(table: Mapping[str, Any]) -> Iterator[str]:
         if table["matched"]
         else f"{counted(len(parted), 'pair')} of ranks would hang:"
     )
-    yield from (f"  {each}" for each in parted[:_MOST_MISMATCHES])
-    if len(parted) > _MOST_MISMATCHES:
-        yield f"  and {len(parted) - _MOST_MISMATCHES} more, in --json"
+    yield from _listed(parted)
     other = [rank for rank, same in whole.items() if not same]
     if other:
         yield f"without replay, ranks {', '.join(other)} call something else"
@@ -202,6 +221,43 @@ def _verdicts(table: Mapping[str, Any]) -> Iterator[str]:
             f"without replay, {counted(len(whole), 'rank')} {agree} the same, one for each kind of "
             "stages"
         )
+    yield from _order_verdict(table["order"], table["world"], table["seconds"])
+
+
+def _listed(findings: Sequence[str]) -> Iterator[str]:
+    yield from (f"  {each}" for each in findings[:_MOST_FINDINGS])
+    if len(findings) > _MOST_FINDINGS:
+        yield f"  and {len(findings) - _MOST_FINDINGS} more, in --json"
+
+
+def _order_verdict(order: Mapping[str, Any], world: int, seconds: float) -> Iterator[str]:
+    """Whether the step ends if every call blocks, or who waits in which call for whom."""
+    times = f"{order['seconds']:.1f} s; the rest took {seconds - order['seconds']:.1f} s"
+    if order["cycle"]:
+        yield f"the step hangs if every call blocks its rank (found in {times}):"
+        yield from _listed([_waiting(each, order["cycle"]) for each in order["cycle"]])
+    if early := order["unconnected"]:
+        yield "pairs that are not connected before the step; NCCL blocks both ranks in a message:"
+        yield from _listed([f"rank {each['rank']}: {each['call']}" for each in early])
+    if order["differs"]:
+        yield "ranks at the same pipeline coord that issue different calls:"
+        yield from _listed(order["differs"])
+    if not order["ranks"]:
+        yield "the order was not played: no whole pipeline is among these ranks; leave out --rank"
+    elif order["ok"]:
+        yield (
+            "the step ends even if every call blocks its rank until all members have issued it: "
+            f"{order['calls']:,} calls of {order['ranks']} of {counted(world, 'rank')}, "
+            f"proven in {times}"
+        )
+
+
+def _waiting(one: Mapping[str, Any], cycle: Sequence[Mapping[str, Any]]) -> str:
+    """A single rank waits for ranks that have no call left; two or more wait for one another."""
+    others = one["waits_for"]
+    names = f"rank{'' if len(others) == 1 else 's'} {', '.join(map(str, others))}"
+    left = "" if len(cycle) > 1 else f", which {'has' if len(others) == 1 else 'have'} no call left"
+    return f"rank {one['rank']} waits in {one['call']} for {names}{left}"
 
 
 def _times(time: Mapping[str, Any]) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,9 @@ def build_rank(
     spans: SpanCallback,
 ) -> BuiltRank:
     """Build one rank; `phases` and `spans` observe its collectives and its actions."""
-    recipe, mesh = settings.recipe, Mesh.of(plan, device, observers=(phases, spans))
+    recipe = settings.recipe
+    _choose_kernels(recipe.deterministic)
+    mesh = Mesh.of(plan, device, observers=(phases, spans))
     disk = None if recipe.disk is None else Path(recipe.disk)
     if disk is not None:
         disk.mkdir(parents=True, exist_ok=True)
@@ -84,6 +87,13 @@ def build_rank(
         matrices=GatheredMatrices(job) if recipe.optimizer_kind.full_matrices else None,
     )
     return BuiltRank(job, updater, source_of(plan, settings))
+
+
+def _choose_kernels(deterministic: bool) -> None:
+    """Kernels that add in one order, or the fastest; cuBLAS is told before it starts."""
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(deterministic)
 
 
 class _Both(ActionObserver):

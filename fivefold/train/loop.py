@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fivefold.core.plan import Plan
+from fivefold.launch.backend import RankDevice, forked_device
 from fivefold.launch.watchdog import watched
 from fivefold.launch.worker import Worker
 from fivefold.model.batch import TokenBatch
@@ -35,25 +36,25 @@ def run_rank(
     plan: Plan,
     settings: TrainSettings,
     reverse: bool = False,
-    device: torch.device | None = None,
+    device: RankDevice | None = None,
 ) -> TrainedRank:
-    """All steps of one rank, on `device` or on the next one of this machine.
+    """All steps of one rank, on `device` or on the next GPU of this machine.
 
     `reverse` takes the microbatches of each step from the last to the first: the same sums in
     another order.
     """
     recipe, world = settings.recipe, plan.layout.world
-    device = device or _device(worker, settings)
+    mine = device or forked_device(settings.device, settings.backend, worker.rank, world)
     observed = watched(worker, world) if world > 1 else nullcontext()
-    with worker.joined(world, device), observed as watchdog:
+    with worker.joined(world, mine), observed as watchdog:
         folder = None if settings.folder is None else RunFolder.open(settings.folder)
         progress, spent = Progress(LossScale.of(settings.dtype), settings.last_step), TimeSpent()
         phases = WatchdogCallback(worker, watchdog)
-        spans = SpanCallback(folder if recipe.events else None, worker.rank, device)
+        spans = SpanCallback(folder if recipe.events else None, worker.rank, mine.device)
 
         phases.phase("build", long=True)
         with spent.on(BUILD):
-            rank = build_rank(plan, settings, device, phases, spans)
+            rank = build_rank(plan, settings, mine.device, phases, spans)
         checkpoints = CheckpointCallback(worker, settings, folder, rank, progress, spent, phases)
         phases.phase("load", long=True)
         with spent.on(LOAD):
@@ -73,13 +74,6 @@ def run_rank(
         _Loop(rank, settings, progress, spent, stop, callbacks, result, reverse).run()
         rank.close()
         return result
-
-
-def _device(worker: Worker, settings: TrainSettings) -> torch.device:
-    """The ranks of one machine take its GPUs in turn."""
-    if settings.device == "cpu":
-        return torch.device("cpu")
-    return torch.device("cuda", worker.rank % torch.cuda.device_count())
 
 
 @dataclass(frozen=True)

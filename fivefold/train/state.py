@@ -17,6 +17,7 @@ from fivefold.core.plan import Plan
 from fivefold.core.precision import Dtype
 from fivefold.core.recipe import Recipe
 from fivefold.cost.static_memory import StaticMemory
+from fivefold.launch.backend import Backend
 from fivefold.optim.optimizer import LossScale, Updater
 from fivefold.parallel.balance import positions_of
 from fivefold.parallel.compose import Job
@@ -37,6 +38,7 @@ class TrainSettings:
     recipe: Recipe = Recipe()  # noqa: RUF009, it is frozen
     dtype: Dtype = "float32"
     device: Literal["cpu", "cuda"] = "cpu"
+    backend: Backend = "gloo"
     folder: Path | None = None
     resume: bool = False
     until: int | None = None

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, cast
 
 import typer
 
@@ -22,6 +22,8 @@ from fivefold.core.splits import CONTEXT_KINDS
 
 if TYPE_CHECKING:
     from rich.progress import ProgressColumn
+
+    from fivefold.launch.backend import Backend
 
 Number = TypeVar("Number", int, float)
 
@@ -71,6 +73,17 @@ SHARED: dict[str, Any] = {
 }
 
 
+BACKENDS = ("nccl", "gloo")
+BackendOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Backend of collectives between GPUs: nccl or gloo (default: nccl if every rank has "
+        "its own GPU or NCCL_MULTI_RANK_GPU_ENABLE=1 lets ranks share one, else gloo).",
+        show_default=False,
+    ),
+]
+
+
 def with_plan_options(
     verb: Callable[..., None],
     default_target: str | None = None,
@@ -109,6 +122,11 @@ def one_of(option: str, given: str, known: Collection[str]) -> str:
     if given not in known:
         raise UnknownName(f"--{option}", given, known)
     return given
+
+
+def asked_backend(given: str | None) -> Backend | None:
+    """The value of --backend; None if it was left out."""
+    return None if given is None else cast("Backend", one_of("backend", given, BACKENDS))
 
 
 def above(option: str, given: Number, low: Number) -> Number:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -29,7 +29,10 @@ from fivefold.cost.calibration import (
 )
 from fivefold.launch.launcher import LauncherEnvironment, read_torchrun
 from fivefold.report import write_text
-from fivefold.verbs import above, progress_bar
+from fivefold.verbs import BackendOption, above, asked_backend, progress_bar
+
+if TYPE_CHECKING:
+    from fivefold.launch.backend import Backend, RankDevice
 
 Tick = Callable[[], None]
 
@@ -55,6 +58,7 @@ def run(
     device: Annotated[
         str | None, typer.Option(help="cpu or cuda (default: cuda if there is a GPU).")
     ] = None,
+    backend: BackendOption = None,
     seconds: Annotated[float, typer.Option(help="Seconds to measure, at most 120.")] = 120.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -68,12 +72,13 @@ def run(
         raise FivefoldError(f"--ranks {ranks}: give a number from 1 to {_MOST_RANKS}")
     if device not in (None, "cpu", "cuda"):
         raise FivefoldError(f"unknown --device {device!r}: choose from cpu, cuda")
+    asked = asked_backend(backend)
     target = _target(output)
     mine = read_torchrun(os.environ)
-    chosen = _device(device, ranks, mine)
-    if chosen == "cpu":
+    rank = _device(device, asked, ranks, mine)
+    if rank.device.type == "cpu":
         mine = None  # its ranks are forked here
-    _measure_and_write(preset, target, chosen, ranks or 1, mine, began, seconds, as_json)
+    _measure_and_write(preset, target, rank, ranks or 1, mine, began, seconds, as_json)
 
 
 def _preset(name: str) -> Machine:
@@ -96,9 +101,20 @@ def _target(output: Path | None) -> Path:
     return target
 
 
-def _device(asked: str | None, ranks: int | None, mine: LauncherEnvironment | None) -> str:
-    """The kind of device; refuses a device or a number of ranks that is not available."""
-    from fivefold.launch.processes import num_gpus
+def _device(
+    asked: str | None,
+    backend: Backend | None,
+    ranks: int | None,
+    mine: LauncherEnvironment | None,
+) -> RankDevice:
+    """The device of this rank and the backend; refuses what is not available."""
+    from fivefold.launch.backend import (
+        NcclLibrary,
+        choose_backend,
+        forked_device,
+        launched_device,
+        num_gpus,
+    )
 
     gpus = num_gpus()
     if asked == "cuda" and not gpus:
@@ -111,13 +127,16 @@ def _device(asked: str | None, ranks: int | None, mine: LauncherEnvironment | No
             f"--ranks {ranks} on GPUs needs a process each: start it with torchrun "
             f"--nproc_per_node {ranks} -m fivefold calibrate"
         )
-    return chosen
+    if mine is not None and chosen == "cuda":
+        return launched_device(chosen, backend, mine, gpus, NcclLibrary.here())
+    agreed = choose_backend(backend, chosen, 1, gpus, NcclLibrary.here())
+    return forked_device(chosen, agreed, 0, 1)
 
 
 def _measure_and_write(
     preset: Machine | None,
     target: Path,
-    device: str,
+    rank: RankDevice,
     ranks: int,
     mine: LauncherEnvironment | None,
     began: float,
@@ -125,8 +144,8 @@ def _measure_and_write(
     as_json: bool,
 ) -> None:
     """Measure, write and print. Under torchrun, only the rings run on all ranks."""
-    base, notes = _base(preset, device, mine)
-    dtype = "fp32" if device == "cpu" else "bf16" if base.peaks.bf16 else "fp16"
+    base, notes = _base(preset, rank)
+    dtype = "fp32" if rank.device.type == "cpu" else "bf16" if base.peaks.bf16 else "fp16"
     base.peak(dtype)  # refuses a base without one
     ranks = mine.world if mine else ranks
     _require_one_domain(base, ranks)
@@ -136,10 +155,10 @@ def _measure_and_write(
         def tick() -> None:
             bar.update(time.perf_counter() - start)
 
-        rings = _rings(ranks, mine, seconds, tick)
+        rings = _rings(ranks, rank, mine, seconds, tick)
         if not is_first:
             return
-        measured = _measured(base, device, dtype, began + seconds, tick, notes)
+        measured = _measured(base, rank, dtype, began + seconds, tick, notes)
     if rings:
         measured = replace(measured, ranks=ranks, samples={**measured.samples, LINKS: rings})
     source = _source(measured)
@@ -155,20 +174,21 @@ def _measure_and_write(
     typer.echo("\n".join([*lines, "", f"{target} written in {spent:.0f} s"]))
 
 
-def _base(
-    preset: Machine | None, device: str, mine: LauncherEnvironment | None
-) -> tuple[Machine, list[str]]:
-    """The base preset, and a note if it was guessed."""
+def _base(preset: Machine | None, rank: RankDevice) -> tuple[Machine, list[str]]:
+    """The base preset, and notes if it was guessed or if the links are not those of a machine."""
+    notes: list[str] = []
+    if rank.sharers > 1:
+        notes.append(f"{rank.describe()}: the times of rings are not those of links")
     if preset is not None:
-        return preset, []
-    if device == "cpu":
-        return machines.load("laptop"), []
+        return preset, notes
+    if rank.device.type == "cpu":
+        return machines.load("laptop"), notes
     import torch
 
-    properties = torch.cuda.get_device_properties(mine.local_rank if mine else 0)
+    properties = torch.cuda.get_device_properties(rank.device)
     name = guess_base(properties.name, properties.total_memory)
     note = f"base {name} was guessed from {properties.name!r}; if it is another, say --base"
-    return machines.load(name), [note]
+    return machines.load(name), [*notes, note]
 
 
 def _require_one_domain(base: Machine, ranks: int) -> None:
@@ -182,7 +202,7 @@ def _require_one_domain(base: Machine, ranks: int) -> None:
 
 
 def _rings(
-    ranks: int, mine: LauncherEnvironment | None, seconds: float, tick: Tick
+    ranks: int, rank: RankDevice, mine: LauncherEnvironment | None, seconds: float, tick: Tick
 ) -> list[Sample]:
     """Times of rings; none for a single rank."""
     if ranks == 1:
@@ -192,7 +212,7 @@ def _rings(
 
     share = RINGS_SHARE * seconds
     if mine is not None:
-        return launched_rings(mine, share)
+        return launched_rings(mine, rank, share)
     try:
         return forked_rings(ranks, share, tick)
     except RankLost as error:
@@ -200,16 +220,17 @@ def _rings(
 
 
 def _measured(
-    base: Machine, kind: str, dtype: str, until: float, tick: Tick, notes: list[str]
+    base: Machine, rank: RankDevice, dtype: str, until: float, tick: Tick, notes: list[str]
 ) -> MeasuredTimes:
     """Measure one device."""
     import torch
 
     from fivefold.calibrate import Bench, device_name
 
-    if kind == "cpu":
+    if rank.device.type == "cpu":
         torch.set_num_threads(1)  # a rank is one process on one core
-    device = torch.device(kind)
+    rank.start()
+    device = rank.device
     bench = Bench(device, dtype, until, tick, notes)
     try:
         samples = bench.measure(fp8="fp8" in base.peaks.known())

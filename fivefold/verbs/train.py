@@ -25,9 +25,10 @@ from fivefold.launch.launcher import LauncherEnvironment, read_environment, refi
 from fivefold.records import Pace, PlannedStep, StepRecord
 from fivefold.records.run_folder import PLAN, run_folder
 from fivefold.report.training_text import head, out_of_memory, step_line, summary_text, tail
-from fivefold.verbs import above, one_of, with_plan_options
+from fivefold.verbs import BackendOption, above, asked_backend, one_of, with_plan_options
 
 if TYPE_CHECKING:
+    from fivefold.launch.backend import Backend, RankDevice
     from fivefold.launch.processes import RankLost
     from fivefold.train import Shortage, TrainedRank, TrainSettings
 
@@ -59,6 +60,7 @@ def run(
         int | None, typer.Option(help="Seed of the weights and of the order of the text.")
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    backend: BackendOption = None,
     check: Annotated[
         bool, typer.Option("--check", help="Compare the losses with those of one process.")
     ] = False,
@@ -72,6 +74,7 @@ def run(
     options = replace(options, train=recipe)
     dtype = None if dtype is None else one_of("dtype", dtype, FORMATS)
     one_of("device", device, _DEVICES)
+    asked = asked_backend(backend)
     if check and resume:
         raise FivefoldError("--check compares a training from its first step: leave --resume out")
     launched = read_environment(os.environ)
@@ -79,7 +82,7 @@ def run(
     if launched is not None and out is None:
         raise FivefoldError("name the run folder, which all hosts share, with --out")
     plan = runnable(_same_batch(options, out, resume), launched)
-    start = _Start(plan, dtype, device, out, resume, until, check)
+    start = _Start(plan, dtype, device, asked, out, resume, until, check)
     raise typer.Exit(_join(start, launched) if launched else _fork(start, as_json))
 
 
@@ -136,22 +139,41 @@ class _Start:
     plan: Plan
     dtype: str | None
     device: str
+    backend: Backend | None
     out: Path | None
     resume: bool
     until: int | None
     check: bool
 
 
-def _settings(start: _Start, folder: Path) -> TrainSettings:
+def _device(start: _Start, launched: LauncherEnvironment | None) -> RankDevice:
+    """The device of the first rank, or of this one, and the backend of all; refused if these ranks
+    cannot have it."""
+    from fivefold.launch.backend import (
+        NcclLibrary,
+        choose_backend,
+        forked_device,
+        launched_device,
+        num_gpus,
+    )
+
+    device, gpus, nccl = start.device, num_gpus(), NcclLibrary.here()
+    if device == "auto":
+        device = "cuda" if gpus else "cpu"
+    elif device == "cuda" and not gpus:
+        raise FivefoldError("--device cuda: this machine has no GPU; use --device cpu")
+    if launched is not None:
+        return launched_device(device, start.backend, launched, gpus, nccl)
+    world = start.plan.layout.world
+    backend = choose_backend(start.backend, device, world, gpus, nccl)
+    return forked_device(device, backend, 0, world)
+
+
+def _settings(start: _Start, folder: Path, rank: RankDevice) -> TrainSettings:
     """How the ranks train: their device, their dtype, and what the plan expects of a step."""
-    from fivefold.launch.processes import num_gpus
     from fivefold.train import TrainSettings, estimate_of
 
-    plan, device = start.plan, start.device
-    if device == "auto":
-        device = "cuda" if num_gpus() else "cpu"
-    elif device == "cuda" and not num_gpus():
-        raise FivefoldError("--device cuda: this machine has no GPU; use --device cpu")
+    plan, device = start.plan, rank.device.type
     dtype = start.dtype or PRECISIONS[plan.precision].dtype
     if start.dtype is None and device == "cpu" and dtype == "bfloat16":
         dtype = "float32"  # CPUs are slow at bfloat16, which is the default of every plan
@@ -160,6 +182,7 @@ def _settings(start: _Start, folder: Path) -> TrainSettings:
         recipe=plan.options.train,
         dtype=cast("Any", dtype),
         device=cast("Any", device),
+        backend=rank.backend,
         folder=folder,
         resume=start.resume,
         until=start.until,
@@ -174,9 +197,10 @@ def _fork(start: _Start, as_json: bool) -> int:
     from fivefold.records.run_folder import RunFolder
     from fivefold.train import num_processes, source_of, train
 
-    began, plan = time.perf_counter(), start.plan
+    began, rank = time.perf_counter(), _device(start, None)
+    plan = _noted(start.plan, rank)
     folder = start.out or run_folder(Path("runs"), plan.shape.name, start.resume)
-    settings = _settings(start, folder)
+    settings = _settings(start, folder, rank)
     source = source_of(plan, settings, verify=True)
     toml = plan.to_toml(folder, whole=True)
     run_files = RunFolder.create(folder, toml, _facts(plan), start.resume)
@@ -208,13 +232,14 @@ def _fork(start: _Start, as_json: bool) -> int:
 
 def _join(start: _Start, launched: LauncherEnvironment) -> int:
     """Be one rank of a job that a launcher has started; the exit code."""
-    from fivefold.launch.worker import joined_worker, own_device
+    from fivefold.launch.worker import joined_worker
     from fivefold.records.run_folder import RunFolder
     from fivefold.train import run_rank, source_of
 
-    plan, first = start.plan, launched.rank == 0
+    rank, first = _device(start, launched), launched.rank == 0
+    plan = _noted(start.plan, rank)
     assert start.out is not None
-    folder, settings = start.out, _settings(start, start.out)
+    folder, settings = start.out, _settings(start, start.out, rank)
     print_line: Callable[[str], None] = typer.echo if first else (lambda line: None)
     if first:  # the others open the folder after they have joined this rank
         source = source_of(plan, settings, verify=True)
@@ -223,11 +248,17 @@ def _join(start: _Start, launched: LauncherEnvironment) -> int:
         print_line(head(plan, settings.recipe, settings.dtype, str(source), settings.planned))
         print_line(f"run folder: {folder}")
     reporter = _Reporter(settings.recipe.steps, print_line)
-    device = own_device(launched) if settings.device == "cuda" else None
-    run_rank(joined_worker(launched, reporter.report), plan, settings, device=device)
+    run_rank(joined_worker(launched, reporter.report), plan, settings, device=rank)
     if first:
         print_line("\n" + summary_text(run_files.summarize()))
     return 0
+
+
+def _noted(plan: Plan, rank: RankDevice) -> Plan:
+    """The plan with a note on how collectives travel between GPUs."""
+    if rank.device.type == "cpu" or plan.layout.world == 1:
+        return plan
+    return replace(plan, notes=(*plan.notes, rank.describe()))
 
 
 class _Reporter:

@@ -18,7 +18,14 @@ from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.core.recipe import OPTIMIZERS
 from fivefold.core.weights import weights
 from fivefold.cost.collectives import TrafficEntry, traffic_entries
-from fivefold.verbs import above, one_of, progress_bar, with_plan_options
+from fivefold.verbs import (
+    BackendOption,
+    above,
+    asked_backend,
+    one_of,
+    progress_bar,
+    with_plan_options,
+)
 from fivefold.verify.compare import FORMULA, Dtype
 
 if TYPE_CHECKING:
@@ -57,7 +64,10 @@ def run(
         typer.Option(help="Size of a flat unit in MB (default: blocks, merged up to 25)."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of weights and tokens.")] = 0,
-    device: Annotated[str, typer.Option(help="cpu, or cuda: all processes share one GPU.")] = "cpu",
+    device: Annotated[
+        str, typer.Option(help="cpu, or cuda: processes take the GPUs in turn.")
+    ] = "cpu",
+    backend: BackendOption = None,
     compiled: Annotated[
         bool, typer.Option("--compile", help="Compile blocks, as training does; one rank only.")
     ] = False,
@@ -81,6 +91,7 @@ def run(
         "bucket": None if bucket_mb is None else max(1, int(bucket_mb * 1e6)),
         "seed": above("seed", seed, -1),
         "device": device,
+        "backend": asked_backend(backend),
         "compiled": compiled,
     }
     plan = _placed(plan, chosen)
@@ -116,7 +127,10 @@ def runnable(options: PlanOptions) -> Plan:
 
 
 def _placed(plan: Plan, chosen: dict[str, Any]) -> Plan:
-    """The plan with notes on device and compilation; refused if they are not available."""
+    """The plan with notes on device and compilation; refused if they are not available.
+
+    Also chooses the backend, if none was given.
+    """
     notes: list[str] = []
     if chosen["device"] not in ("cpu", "cuda"):  # a suggestion for gpu would be cpu
         raise FivefoldError(f"unknown --device {chosen['device']!r}: choose from cpu, cuda")
@@ -127,28 +141,39 @@ def _placed(plan: Plan, chosen: dict[str, Any]) -> Plan:
                 "the collectives stops compilation; leave it out"
             )
         notes.append("the rank is compiled, block by block; the one process is not")
-    if chosen["device"] == "cuda":
-        if chosen["offload"]:
-            raise FivefoldError("--offload cpu is not available on a GPU: leave it or --device out")
-        notes.append(
-            "all processes share one GPU, where NCCL refuses more than one rank: collectives go "
-            "through pinned host memory over gloo"
-        )
-        notes.append("TF32 is off: float32 matmuls are not rounded to 10 bits")
+    if chosen["device"] == "cuda" and chosen["offload"]:
+        raise FivefoldError("--offload cpu is not available on a GPU: leave it or --device out")
+    if chosen["device"] == "cuda" or chosen["backend"] is not None:
+        notes += _choose_backend(plan, chosen)
+    chosen["backend"] = chosen["backend"] or "gloo"
     return replace(plan, notes=(*plan.notes, *notes))
+
+
+def _choose_backend(plan: Plan, chosen: dict[str, Any]) -> list[str]:
+    """Choose the backend for the devices of this machine; notes on what was chosen."""
+    from fivefold.launch.backend import NcclLibrary, choose_backend, forked_device, num_gpus
+
+    device, world, gpus = chosen["device"], plan.layout.world, num_gpus()
+    if device == "cuda" and not gpus:
+        raise FivefoldError(
+            "this machine has no CUDA device; leave --device out to verify on CPU processes"
+        )
+    chosen["backend"] = choose_backend(chosen["backend"], device, world, gpus, NcclLibrary.here())
+    if device == "cpu":
+        return []
+    notes = ["all processes share one GPU"] if gpus == 1 else []
+    if world > 1:
+        notes.append(forked_device(device, chosen["backend"], 0, world).describe())
+    return [*notes, "TF32 is off: float32 matmuls are not rounded to 10 bits"]
 
 
 def _verify(plan: Plan, chosen: dict[str, Any], as_json: bool) -> int:
     """Run and print; returns the exit code."""
     # Imported here, so that a bad command line is refused before torch is loaded.
-    from fivefold.launch.processes import PATIENCE, Pool, RankLost, num_gpus
+    from fivefold.launch.processes import PATIENCE, Pool, RankLost
     from fivefold.verify.trial import VerifySettings, num_phases, run_trial
 
     settings = VerifySettings(**chosen)
-    if settings.device == "cuda" and not num_gpus():
-        raise FivefoldError(
-            "this machine has no CUDA device; leave --device out to verify on CPU processes"
-        )
     slow = settings.device == "cuda" or settings.compiled
     patience = _PATIENCE_WITH_KERNELS if slow else PATIENCE
     began = time.perf_counter()

@@ -138,18 +138,6 @@ def first_module(off: Iterable[str], order: Iterable[str]) -> str | None:
     return None if found is None else found.rpartition(".")[0]
 
 
-def attributed(observed: Mapping[Call, int], predicted: Mapping[Call, int]) -> Counter[Call]:
-    """Give what was seen on the world the axes that were predicted there, as far as it goes."""
-    found: Counter[Call] = Counter()
-    left = Counter(observed)
-    for call, count in sorted(predicted.items()):
-        for seen in (call, ("world", *call[1:])):
-            taken = min(left[seen], count - found[call])
-            found[call] += taken
-            left[seen] -= taken
-    return +(found + left)
-
-
 def evened(group: Sequence[Traffic], least: Mapping[str, float]) -> list[Traffic]:
     """The traffic of the ranks of one ep group, with what routing spread unevenly made even.
 
@@ -163,11 +151,8 @@ def evened(group: Sequence[Traffic], least: Mapping[str, float]) -> list[Traffic
 
 
 def _evened_on(axis: str, least: float, group: Sequence[Traffic]) -> Sequence[Traffic]:
-    sizes = {call[3] for each in group for call in each.predicted if call[0] == axis}
-    places = {(axis, size) for size in sizes} | {("world", size) for size in sizes}
-
     def uneven(calls: Counter[Call]) -> Counter[Call]:
-        routed = (one for one in calls if one[1] == "all_to_all" and (one[0], one[3]) in places)
+        routed = (one for one in calls if one[1] == "all_to_all" and one[0] == axis)
         return Counter({one: calls[one] for one in routed})
 
     missing = [uneven(each.predicted - each.observed) for each in group]

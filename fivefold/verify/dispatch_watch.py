@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fivefold.core.groups import PIPELINE, WORLD
+from fivefold.core.groups import PIPELINE
 from fivefold.parallel.mesh import CollectiveRecord, Mesh
 
 # The kind of each operator, and which of its arguments is the input buffer.
@@ -63,22 +63,14 @@ _KINDS = {
 
 
 class DispatchWatch(TorchDispatchMode):
-    """While it is on, `records` counts the collectives as `Mesh.records` would.
-
-    Axes that are one group, such as tp where it is the whole world, cannot be told apart from
-    here: they are all noted as the world.
-    """
+    """While it is on, `records` counts the collectives as `Mesh.records` would."""
 
     def __init__(self, mesh: Mesh, say: Callable[[str], None] | None = None) -> None:
         super().__init__()
         self.records: Counter[CollectiveRecord] = Counter()
         self.say = say
-        named: dict[str, list[str]] = {}
-        for axis, group in mesh.groups.items():
-            named.setdefault(group.group_name, []).append(axis)
-        for group in mesh.channels.values():
-            named[group.group_name] = [PIPELINE]
-        self.axes = {name: axes[0] if len(axes) == 1 else WORLD for name, axes in named.items()}
+        self.axes = {group.group_name: axis for axis, group in mesh.groups.items()}
+        self.axes |= {group.group_name: PIPELINE for group in mesh.channels.values()}
 
     def __torch_dispatch__(
         self,

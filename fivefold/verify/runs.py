@@ -16,7 +16,8 @@ from fivefold.core.schedule import Step, merged
 from fivefold.core.schedule.linear import Delays
 from fivefold.core.weights import buffers, shard_of
 from fivefold.data.batches import Samples, samples
-from fivefold.launch.processes import Worker
+from fivefold.launch.backend import Backend, RankDevice, forked_device
+from fivefold.launch.worker import Worker
 from fivefold.model.batch import TokenBatch
 from fivefold.model.blocks import compile_blocks
 from fivefold.optim.optimizer import make_optimizer
@@ -37,8 +38,8 @@ Device = Literal["cpu", "cuda"]
 class VerifySettings:
     """How a plan is verified. `empty_rank`: a data rank without any counted token in step 1.
 
-    On `cuda` all processes share one GPU. `compiled` blocks run as they do in training, on a rank
-    that is alone; the reference is never compiled.
+    On `cuda` the processes take the GPUs of this machine in turn. `compiled` blocks run as they do
+    in training, on a rank that is alone; the reference is never compiled.
     """
 
     dtype: Dtype = "float64"
@@ -50,6 +51,7 @@ class VerifySettings:
     seed: int = 0
     empty_rank: int | None = None
     device: Device = "cpu"
+    backend: Backend = "gloo"
     compiled: bool = False
 
     @property
@@ -106,7 +108,9 @@ class VerifiedRank:
 
 def run_reference(worker: Worker, plan: Plan, settings: VerifySettings) -> list[Truth]:
     """The same steps on one device, or the same delays emulated."""
-    device = _prepared(settings)
+    rank = _prepared(worker, plan, settings)
+    rank.start()
+    device = rank.device
     drawn = _drawn(plan, settings, device)
     dtype = getattr(torch, settings.dtype)
     same = (settings.optimizer, settings.seed, dtype, worker.phase)
@@ -124,9 +128,10 @@ def run_reference(worker: Worker, plan: Plan, settings: VerifySettings) -> list[
 
 def run_rank(worker: Worker, plan: Plan, settings: VerifySettings) -> VerifiedRank:
     """The steps of one rank, each watched."""
-    with worker.joined(plan.layout.world):
+    rank = _prepared(worker, plan, settings)
+    device = rank.device
+    with worker.joined(plan.layout.world, rank):
         worker.phase("build")
-        device = _prepared(settings)
         mesh = Mesh.of(plan, device)
         phases = _Phases(worker)
         job = compose(
@@ -156,12 +161,12 @@ def run_rank(worker: Worker, plan: Plan, settings: VerifySettings) -> VerifiedRa
         return VerifiedRank(recorder.steps, recorder.heard, held)
 
 
-def _prepared(settings: VerifySettings) -> torch.device:
+def _prepared(worker: Worker, plan: Plan, settings: VerifySettings) -> RankDevice:
     """The device; float32 is float32 there, and no GEMM is rounded to TF32."""
     if settings.device == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.allow_tf32 = False
-    return torch.device(settings.device)
+    return forked_device(settings.device, settings.backend, worker.rank, plan.layout.world)
 
 
 def _compile(job: Job) -> None:

@@ -1,4 +1,4 @@
-"""`verify --device cuda`: processes that share one GPU, against one process on it.
+"""`verify --device cuda`: ranks that share one GPU or have one each, against one process on it.
 
 Without a GPU only the refusals run here.
 """
@@ -13,9 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.launch.processes import num_gpus
+from fivefold.launch.backend import NcclLibrary, num_gpus
 
 needs_gpu = pytest.mark.skipif(not num_gpus(), reason="no CUDA device: run this where there is one")
+needs_nccl = pytest.mark.skipif(
+    num_gpus() < 2 and not NcclLibrary.here().may_share,
+    reason="NCCL needs two GPUs, or one that NCCL_MULTI_RANK_GPU_ENABLE=1 lets ranks share",
+)
 
 FLOAT32 = {
     "data and tensor": ("tiny", "--layout", "dp=2 tp=2"),
@@ -37,24 +41,42 @@ def verify(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def require_pass(done: subprocess.CompletedProcess[str]) -> None:
+def require_pass(done: subprocess.CompletedProcess[str], backend: str | None = None) -> None:
     assert done.returncode in (0, 1), done.stderr
     found = json.loads(done.stdout)
     assert found["passed"], found
     assert found["traffic"]["match"]
-    assert any("share one GPU" in note for note in found["notes"])
+    assert any("share one GPU" in note for note in found["notes"]) == (num_gpus() == 1)
     assert any("TF32" in note for note in found["notes"])
+    if backend is not None and found["world"] > 1:
+        assert any(backend in note for note in found["notes"])
 
 
 @needs_gpu
 @pytest.mark.parametrize("name", FLOAT32)
 def test_ranks_on_one_gpu_compute_what_one_process_does(name: str) -> None:
-    require_pass(verify(*FLOAT32[name], "--dtype", "float32", "--device", "cuda"))
+    words = (*FLOAT32[name], "--dtype", "float32", "--device", "cuda", "--backend", "gloo")
+    require_pass(verify(*words), "over gloo")
 
 
 @needs_gpu
 def test_float64_on_a_gpu() -> None:
     require_pass(verify("tiny", "--layout", "tp=2 cp=2", "--device", "cuda"))
+
+
+@needs_nccl
+@pytest.mark.parametrize("layout", ["dp=2", "tp=2", "cp=2"])
+def test_float64_over_nccl(layout: str) -> None:
+    words = ("tiny", "--layout", layout, "--device", "cuda", "--backend", "nccl")
+    require_pass(verify(*words), "over NCCL")
+
+
+@pytest.mark.skipif(num_gpus() != 1, reason="for a machine with one GPU")
+def test_ranks_do_not_share_a_gpu_over_nccl_unless_told() -> None:
+    words = ("tiny", "--layout", "tp=2", "--device", "cuda", "--backend", "nccl")
+    done = verify(*words, NCCL_MULTI_RANK_GPU_ENABLE="0")
+    assert done.returncode == 2 and not done.stdout
+    assert "2 ranks on 1 GPU: NCCL refuses ranks that share a GPU" in done.stderr
 
 
 @needs_gpu

@@ -84,6 +84,56 @@ def test_torchrun_inside_of_a_slurm_job_comes_first() -> None:
     assert read_environment({**SRUN, **TORCHRUN}) == read_environment(TORCHRUN)
 
 
+def test_torchrun_counts_the_ranks_of_a_host() -> None:
+    found = read_environment({**TORCHRUN, "LOCAL_WORLD_SIZE": "4"})
+    assert found is not None and found.local_world == 4
+    with pytest.raises(FivefoldError, match="LOCAL_WORLD_SIZE is 'all': it must be a whole number"):
+        read_environment({**TORCHRUN, "LOCAL_WORLD_SIZE": "all"})
+
+
+@pytest.mark.parametrize(
+    ("tasks", "host", "expected"),
+    [
+        ("8", "0", 8),
+        ("8(x2)", "1", 8),
+        ("2(x3),1", "2", 2),
+        ("2(x3),1", "3", 1),
+        ("2(x3),1", "4", None),
+        ("8(x2)", "", None),
+        ("many", "0", None),
+    ],
+)
+def test_srun_counts_the_tasks_of_a_host(tasks: str, host: str, expected: int | None) -> None:
+    said = {"SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_NODEID": host}
+    found = read_environment({**SRUN, **said})
+    assert found is not None and found.local_world == expected
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({"SLURM_GPUS_PER_TASK": "1", "CUDA_VISIBLE_DEVICES": "0"}, True),
+        ({"SLURM_GPUS_PER_TASK": "h100:2", "CUDA_VISIBLE_DEVICES": "0,1"}, True),
+        ({"CUDA_VISIBLE_DEVICES": "3"}, True),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6"}, True),
+        ({"SLURM_STEP_GPUS": "3"}, True),
+        ({"SLURM_STEP_GPUS": "3", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}, False),
+        ({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, False),
+        ({"CUDA_VISIBLE_DEVICES": ""}, False),
+        ({}, False),
+    ],
+)
+def test_a_gpu_for_each_task(said: dict[str, str], expected: bool) -> None:
+    found = read_environment({**SRUN, **said})
+    assert found is not None and found.own_gpu is expected
+
+
+def test_a_gpu_of_torchrun_itself_is_not_one_of_its_ranks() -> None:
+    """A Slurm task with eight GPUs may be torchrun, which starts eight ranks."""
+    found = read_environment({**SRUN, **TORCHRUN, "SLURM_GPUS_PER_TASK": "8"})
+    assert found is not None and not found.own_gpu
+
+
 @pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
 def test_half_an_environment_is_named(missing: str) -> None:
     with pytest.raises(FivefoldError, match=rf"but not {missing}: .*torchrun"):

@@ -11,7 +11,8 @@ import pytest
 
 from fivefold.core.plan import PlanOptions, resolve
 from fivefold.cost.collectives import TrafficEntry
-from fivefold.cost.matching import IssuedCollective, mismatches
+from fivefold.cost.matching import IssuedCollective, Mismatch, mismatches
+from fivefold.cost.order import OrderVerdict, Unconnected, Waiting
 from fivefold.planner.estimate import PlannedAction
 from fivefold.report.rehearsal_text import describe, levels_trace, render
 
@@ -52,6 +53,8 @@ def found(**changes: Any) -> Any:
         "whole": {0: True},
         "mismatches": [],
         "astray": [],
+        "order": OrderVerdict(2, 6),
+        "order_seconds": 0.25,
         "worst": runs[0],
         "passed": True,
     }
@@ -98,6 +101,74 @@ def test_json_of_ranks_that_went_astray() -> None:
     assert text[text.index("1 pair of ranks would hang:") + 1] == (
         "  call 2 of ranks 0 and 1: rank 0 makes all_gather of 512 bytes on fsdp in 0F0, "
         "rank 1 makes no further call"
+    )
+
+
+SEND = IssuedCollective("pp", "send", 2048, (0, 1), "0F1")
+BACK = IssuedCollective("pp", "send", 2048, (1, 0), "1B0")
+
+
+def test_a_step_that_ends_says_how_long_the_proof_took() -> None:
+    table = described(found())
+    assert table["order"] == {
+        "ok": True,
+        "ranks": 2,
+        "calls": 6,
+        "cycle": [],
+        "unconnected": [],
+        "differs": [],
+        "seconds": 0.25,
+    }
+    assert shown(table)[-2] == (
+        "the step ends even if every call blocks its rank until all members have issued it: "
+        "6 calls of 2 of 2 ranks, proven in 0.2 s; the rest took 1.8 s"
+    )
+
+
+def test_a_cycle_is_named_in_sentences() -> None:
+    cycle = (Waiting(0, SEND, (1,)), Waiting(1, BACK, (0,)))
+    table = described(found(order=OrderVerdict(2, 6, cycle), passed=False))
+    assert table["order"]["ok"] is False
+    assert table["order"]["cycle"] == [
+        {"rank": 0, "call": "send of 2,048 bytes on pp to rank 1 in 0F1", "waits_for": [1]},
+        {"rank": 1, "call": "send of 2,048 bytes on pp to rank 0 in 1B0", "waits_for": [0]},
+    ]
+    text = shown(table)
+    start = "the step hangs if every call blocks its rank (found in 0.2 s; the rest took 1.8 s):"
+    assert text[text.index(start) + 1 :][:2] == [
+        "  rank 0 waits in send of 2,048 bytes on pp to rank 1 in 0F1 for rank 1",
+        "  rank 1 waits in send of 2,048 bytes on pp to rank 0 in 1B0 for rank 0",
+    ]
+    assert not any("the step ends" in line for line in text)
+
+
+def test_a_rank_that_waits_for_one_without_calls() -> None:
+    order = OrderVerdict(2, 6, (Waiting(0, GATHER, (1,)),))
+    text = shown(described(found(order=order, passed=False)))
+    waits = "  rank 0 waits in all_gather of 512 bytes on fsdp in 0F0 for rank 1"
+    assert f"{waits}, which has no call left" in text
+
+
+def test_other_findings_of_the_order() -> None:
+    differing = (Mismatch(3, 0, 1, GATHER, None),)
+    order = OrderVerdict(2, 6, (), (Unconnected(0, SEND),), differing)
+    table = described(found(order=order, passed=False))
+    assert table["order"]["ok"] is False
+    assert table["order"]["unconnected"] == [
+        {"rank": 0, "call": "send of 2,048 bytes on pp to rank 1 in 0F1"}
+    ]
+    assert table["order"]["differs"] == [str(differing[0])]
+    text = shown(table)
+    start = "pairs that are not connected before the step; NCCL blocks both ranks in a message:"
+    assert text[text.index(start) + 1] == "  rank 0: send of 2,048 bytes on pp to rank 1 in 0F1"
+    start = "ranks at the same pipeline coord that issue different calls:"
+    assert text[text.index(start) + 1] == f"  {differing[0]}"
+
+
+def test_a_part_of_a_pipeline_proves_no_order() -> None:
+    text = shown(described(found(order=OrderVerdict())))
+    assert text[-2] == (
+        "the order was not played: no whole pipeline is among these ranks; leave out --rank"
     )
 
 

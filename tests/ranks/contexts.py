@@ -18,7 +18,7 @@ from typing import get_args
 from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.core.splits import ContextKind
 from fivefold.launch.processes import Pool
-from fivefold.verify.compare import Dtype, attributed
+from fivefold.verify.compare import Dtype
 from fivefold.verify.trial import (
     VerifySettings,
     VerifyVerdict,
@@ -168,7 +168,7 @@ def prove(pool: Pool, case: Case) -> VerifyVerdict:
     ranks = [(run_rank, (plan, settings))] * plan.layout.world
     *runs, truths = pool.run_each([*ranks, (run_reference, (plan, settings))])
     for heard in (heard for each in runs for heard in each.heard):
-        assert heard.noted and attributed(heard.seen, heard.noted) == heard.noted
+        assert heard.noted and heard.seen == heard.noted
     return judge(plan, settings, runs, truths)
 
 

@@ -26,7 +26,7 @@ from fivefold.parallel.mesh import Mesh
 from fivefold.step import step
 from fivefold.verbs.verify import runnable
 from fivefold.verify import reference, runs
-from fivefold.verify.compare import Call, attributed, expected
+from fivefold.verify.compare import Call, expected
 from fivefold.verify.trial import (
     VerifiedRank,
     VerifySettings,
@@ -392,4 +392,4 @@ def test_the_mesh_notes_what_the_dispatcher_sees(pool: Pool, recompute: str) -> 
             [(run_rank, (plan, VerifySettings(steps=1)))] * plan.layout.world
         ):
             for heard in rank.heard:
-                assert heard.noted and attributed(heard.seen, heard.noted) == heard.noted
+                assert heard.noted and heard.seen == heard.noted

@@ -23,7 +23,6 @@ from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.launch.processes import Pool, Worker
 from fivefold.parallel import transport
 from fivefold.parallel.mesh import CollectiveRecord, Mesh
-from fivefold.verify.compare import attributed
 from fivefold.verify.dispatch_watch import DispatchWatch
 from fivefold.verify.trial import VerifiedRank, VerifySettings, run_rank
 
@@ -32,7 +31,7 @@ RANKS = 2
 
 def by_host(worker: Worker, function: Callable[..., Any], *args: Any) -> Any:
     """Run a task of a rank that believes its groups cannot reach its memory."""
-    with patch.object(transport, "goes_by_host", lambda tensor, group: True):
+    with patch.object(transport, "goes_by_host", lambda device, group: True):
         return function(worker, *args)
 
 
@@ -69,12 +68,13 @@ def in_place(worker: Worker) -> dict[str, list[float]]:
         whole = torch.zeros(4, dtype=torch.float64)
         transport.all_gather(whole, numbers(rank, 2), group).wait()
         found["all_gather"] = whole.tolist()
-        buffer = torch.zeros(2, 2, dtype=torch.float64)
-        coming = transport.receive(buffer, other, group)
+        size, cpu = torch.Size((2, 2)), torch.device("cpu")
+        coming = transport.receive(size, torch.float64, cpu, other, group)
         leaving = transport.send(numbers(rank, 2, 2), other, group)
-        coming.wait()
+        message = coming.wait()
         leaving.wait()
-        found["message"] = buffer.flatten().tolist()
+        assert message is not None
+        found["message"] = message.flatten().tolist()
         sent = numbers(rank, 3)
         moving = transport.pass_on(sent, other, other, group)
         assert moving.home is not None
@@ -113,7 +113,7 @@ def functional(worker: Worker) -> dict[str, list[float]]:
             "scatter": transport.scatter(kept, 1, group),
             "max": transport.total(kept, "max", group),
         }
-        found = {name: each.on_first_use().flatten().tolist() for name, each in calls.items()}
+        found = {name: each.wait().flatten().tolist() for name, each in calls.items()}
         splits = {
             "uneven": ([[1, 2], [3, 0]][rank], [[1, 3], [2, 0]][rank]),
             "empty": ([0, 0], [0, 0]),
@@ -160,7 +160,7 @@ def seen(worker: Worker) -> bool:
             mesh.all_gather(torch.ones(6), torch.ones(3), WORLD).wait()
             mesh.reduce_scatter(torch.ones(3), torch.ones(6), WORLD).wait()
             mesh.pass_on(torch.ones(5), WORLD).wait()
-            transport.gather(torch.ones(7), 0, group).on_first_use().sum()
+            transport.gather(torch.ones(7), 0, group).wait().sum()
             transport.exchange(torch.ones(4), [2, 2], [2, 2], group).wait()
         calls = [("all_reduce", 12), ("all_gather", 12), ("reduce_scatter", 24), ("send", 20)]
         calls += [("recv", 20), ("all_gather", 28), ("all_to_all", 16)]
@@ -179,7 +179,7 @@ def test_a_tensor_that_its_group_reaches_stays(pool: Pool) -> None:
 
 def reaches(worker: Worker) -> bool:
     with worker.joined(RANKS):
-        return not transport.goes_by_host(torch.ones(1), dist.group.WORLD)
+        return not transport.goes_by_host(torch.device("cpu"), dist.group.WORLD)
 
 
 # ---- whole steps
@@ -210,7 +210,7 @@ def test_steps_are_the_same_to_the_bit(pool: Pool, name: str) -> None:
     for one, other in zip(*both_ways(pool, run_rank, plan, VerifySettings(steps=1)), strict=True):
         require_same(one, other)
         for heard in other.heard:
-            assert heard.noted and attributed(heard.seen, heard.noted) == heard.noted
+            assert heard.noted and heard.seen == heard.noted
 
 
 def require_same(one: VerifiedRank, other: VerifiedRank) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -18,7 +17,6 @@ from fivefold.core.weights import WeightShard, weights
 from fivefold.verify.compare import (
     ComparedPart,
     Wanted,
-    attributed,
     errors_by_name,
     expected,
     first_module,
@@ -78,16 +76,6 @@ def test_the_first_difference_is_named_in_forward_order() -> None:
     order = ["embed.weight", "blocks.0.mlp.up.weight", "norm.weight"]
     assert first_module({"norm.weight", "blocks.0.mlp.up.weight"}, order) == "blocks.0.mlp.up"
     assert first_module(set(), order) is None
-
-
-def test_calls_on_the_world_get_the_axes_that_were_predicted() -> None:
-    predicted = Counter({("tp", "all_reduce", 8, 2): 3, ("world", "all_reduce", 8, 2): 1})
-    seen = Counter({("world", "all_reduce", 8, 2): 4})
-    assert attributed(seen, predicted) == predicted
-    stray = seen + Counter({("world", "all_reduce", 16, 2): 1})
-    assert attributed(stray, predicted) - predicted == {("world", "all_reduce", 16, 2): 1}
-    fewer = Counter({("world", "all_reduce", 8, 2): 3})
-    assert attributed(fewer, predicted) == {("tp", "all_reduce", 8, 2): 3}
 
 
 def test_tolerances_follow_the_type_and_the_depth() -> None:

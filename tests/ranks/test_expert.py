@@ -10,7 +10,7 @@ import pytest
 from fivefold.core.plan import PlanOptions
 from fivefold.launch.processes import Pool
 from fivefold.verbs.verify import runnable
-from fivefold.verify.compare import Call, Traffic, attributed, evened
+from fivefold.verify.compare import Call, Traffic, evened
 from fivefold.verify.trial import VerifySettings, run_rank, run_trial
 
 PUBLISHED = 1e-10
@@ -76,7 +76,7 @@ def test_the_mesh_notes_what_the_dispatcher_sees(pool: Pool, recompute: str) -> 
     plan = runnable(options)
     for rank in pool.run_each([(run_rank, (plan, VerifySettings(steps=1)))] * plan.layout.world):
         for heard in rank.heard:
-            assert heard.noted and attributed(heard.seen, heard.noted) == heard.noted
+            assert heard.noted and heard.seen == heard.noted
 
 
 def check(pool: Pool, options: PlanOptions, steps: int = 2) -> None:

@@ -18,7 +18,6 @@ from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.data.batches import samples
 from fivefold.launch.processes import Pool
 from fivefold.model.batch import NOT_COUNTED
-from fivefold.verify.compare import attributed
 from fivefold.verify.trial import VerifySettings, num_phases, run_rank, run_trial
 
 PUBLISHED = 1e-10  # what float64 must reach, whatever tolerance is derived
@@ -154,7 +153,7 @@ def test_the_mesh_notes_what_the_dispatcher_sees(pool: Pool, layout: str, recomp
     ranks = pool.run_each([(run_rank, (plan, VerifySettings()))] * plan.layout.world)
     for rank in ranks:
         for heard in rank.heard:
-            assert heard.noted and attributed(heard.seen, heard.noted) == heard.noted
+            assert heard.noted and heard.seen == heard.noted
 
 
 def test_samples_are_a_function_of_seed_and_step() -> None:

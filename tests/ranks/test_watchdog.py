@@ -4,12 +4,15 @@ a rank that is asked to stop hears it."""
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import signal
 import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 from test_pool import gone, wait_until_gone
@@ -108,6 +111,40 @@ def test_the_missing_rank_is_named_with_its_call(fault: str, doing: str, cause: 
 def test_a_rank_that_takes_long_as_allowed_is_not_lost() -> None:
     with Pool(4, patience=SOON) as pool:
         pool.run(training, "slow")
+
+
+def record_of(rank: int, group: str) -> Callable[..., bytes]:
+    """torch's record of a rank after equal calls; rank 2 has not issued the last one of tp."""
+    states = ["completed"] * 5 + ["scheduled"] * (rank != 2)
+    entries: list[dict[str, Any]] = [
+        {
+            **{"record_id": number, "pg_id": 1, "process_group": (group, "tp"), "state": state},
+            **{"profiling_name": "nccl:all_reduce", "collective_seq_id": number + 1},
+            **{"retired": state == "completed"},
+        }
+        for number, state in enumerate(states)
+    ]
+    return lambda **_: pickle.dumps({"entries": entries})
+
+
+def waiting_on_gpus(worker: Worker) -> None:
+    with worker.joined(4), watched(worker, 4, PATIENCE) as watchdog:
+        steps = Steps(worker, watchdog)
+        steps.step(1)
+        watchdog.phase("step 2 0F0")
+        read = record_of(worker.rank, steps.group.group_name)
+        with mock.patch("fivefold.launch.watchdog._reader", lambda: read):
+            time.sleep(600)
+
+
+def test_gpus_are_asked_where_all_hosts_have_issued_the_same() -> None:
+    with Pool(4, patience=SOON) as pool, within(SOON), pytest.raises(RankLost) as caught:
+        pool.run(waiting_on_gpus)
+    assert (caught.value.rank, caught.value.doing) == (2, "step 2 0F0"), str(caught.value)
+    cause = (
+        r"has not joined call 6 on group \w+ \(ranks 2 and 3\), all_reduce, where rank 3 waits on"
+    )
+    assert re.match(cause, caught.value.cause), caught.value.cause
 
 
 def test_a_recorder_outlives_its_rank_and_forgets_the_oldest(tmp_path: Path) -> None:

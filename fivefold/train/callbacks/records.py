@@ -263,7 +263,7 @@ class SpanLog:
         self.path = folder / EVENTS / f"rank-{rank:05d}.jsonl"
         self.rank, self.restart = rank, restart
         self.spans: list[_EndedSpan] = []
-        self.clock = _DeviceClock() if device.type == "cuda" else None
+        self.clock = _DeviceClock(device) if device.type == "cuda" else None
         with naming_file(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
         cut_torn_line(self.path)
@@ -308,14 +308,15 @@ def _line(ended: _EndedSpan) -> str:
 class _DeviceClock:
     """Times of the GPU on the host's clock: from time to time both are read together."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.free: list[torch.cuda.Event] = []
         self._anchor()
 
     def mark(self) -> torch.cuda.Event:
-        """The moment when the current stream reaches this point."""
+        """The moment when the current stream of this thread reaches this point."""
         event = self.free.pop() if self.free else torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self.device))
         return event
 
     def timed(self, spans: list[_EndedSpan]) -> list[_EndedSpan]:
@@ -337,7 +338,7 @@ class _DeviceClock:
 
     def _anchor(self) -> None:
         self.anchor = torch.cuda.Event(enable_timing=True)
-        self.anchor.record()
+        self.anchor.record(torch.cuda.current_stream(self.device))
         self.anchor.synchronize()
         self.anchor_ns = time.perf_counter_ns()
 

@@ -60,12 +60,20 @@ _SHOWN = 5  # differences that an error names
 class Checkpoints:
     """Saves and loads the checkpoints in one folder, on all ranks together."""
 
-    def __init__(self, folder: Path, keep: int, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        keep: int,
+        group: dist.ProcessGroup | None,
+        device: torch.device | None = None,
+    ) -> None:
         """`group` has all ranks, moves tensors of the host and serves nothing else. Its timeout
-        must be as long as a rank may take to write. None: there is one rank.
+        must be as long as a rank may take to write. None: there is one rank. `device` is the one of
+        this rank.
         """
         assert keep >= 1, "the newest one always stays"
         self.folder, self.keep, self._ranks = folder, keep, CheckpointRanks(group)
+        self.device = device or torch.device("cpu")
         self._writer: CheckpointWriter | None = None
         self._copies: dict[MetadataIndex, Tensor] = {}
         self._thread: Thread | None = None
@@ -160,8 +168,8 @@ class Checkpoints:
                 values[tensor.key] = tensor.state.read().detach()
             self._copy(index, in_box(values[tensor.key], box))
             reads[index] = partial(self._copies.__getitem__, index)
-        if any(value.is_cuda for value in values.values()):
-            torch.cuda.synchronize()  # a thread reads the copies, which may still be under way
+        for device in {value.device for value in values.values() if value.is_cuda}:
+            torch.cuda.synchronize(device)  # a thread reads the copies that may be under way
         return reads
 
     def _copy(self, index: MetadataIndex, value: Tensor) -> None:
@@ -175,6 +183,8 @@ class Checkpoints:
     def _write(self, facts: Facts, reads: BoxReads) -> None:
         """The thread of a save; `wait` raises its error later."""
         assert self._writer is not None
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # a thread begins on device 0
         try:
             self._writer.write(self.folder, facts, reads, self.keep)
             self._newest = facts.step

@@ -1,0 +1,201 @@
+"""The device of a rank, and the backend of its collectives.
+
+NCCL, where every rank has its own GPU. Before 2.30 NCCL refuses ranks that share a GPU; since then
+it accepts them if the environment has NCCL_MULTI_RANK_GPU_ENABLE=1. Otherwise gloo, which moves the
+tensors of a GPU through pinned host memory.
+
+`choose_backend` decides for ranks that are forked here, before any is started, and `forked_device`
+gives each its GPU. `launched_device` does both for a rank that a launcher started. Only
+`RankDevice.start` initializes CUDA: a process that has done so cannot fork GPU ranks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch.cuda import nccl as nccl_of_torch
+
+from fivefold.core.errors import FivefoldError, counted
+from fivefold.launch.launcher import LauncherEnvironment
+
+Backend = Literal["nccl", "gloo"]
+CPU = torch.device("cpu")
+SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"
+_SHARES_SINCE = (2, 30, 0)
+_MANY = 5  # ranks on one GPU, each of which should take few of its thread blocks
+_WAYS_OUT = "choose --backend gloo, or start at most one rank per GPU"
+
+
+def num_gpus() -> int:
+    """The number of GPUs of this machine, counted by the driver's library (NVML).
+
+    CUDA could count them too, but a process that has initialized CUDA cannot fork GPU ranks.
+    """
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # also for later calls by torch
+    return torch.cuda.device_count()
+
+
+@dataclass(frozen=True)
+class NcclLibrary:
+    """The NCCL of this process: its version, None if torch has none, and whether the environment
+    permits ranks to share a GPU."""
+
+    version: tuple[int, int, int] | None
+    may_share: bool = False
+
+    @classmethod
+    def here(cls) -> NcclLibrary:
+        """What this process has loaded."""
+        version = _loaded_version() if dist.is_nccl_available() else None
+        return cls(version, os.environ.get(SHARING) == "1")
+
+    def __str__(self) -> str:
+        return "NCCL " + ".".join(map(str, self.version or ()))
+
+    def require(self, ranks: int, gpus: int) -> None:
+        """Raise if so many ranks on so many GPUs cannot use it."""
+        if self.version is None:
+            raise FivefoldError(
+                "--backend nccl: this torch has no NCCL; install a torch for CUDA, or choose "
+                "--backend gloo"
+            )
+        if ranks <= gpus:
+            return
+        crowd = f"{counted(ranks, 'rank')} on {counted(gpus, 'GPU')}"
+        if not self.may_share:
+            raise FivefoldError(
+                f"{crowd}: NCCL refuses ranks that share a GPU; set {SHARING}=1 with NCCL 2.30 or "
+                f"newer, {_WAYS_OUT}"
+            )
+        if self.version < _SHARES_SINCE:
+            raise FivefoldError(
+                f"{crowd}: {self} cannot share a GPU, even with {SHARING}=1; load NCCL 2.30 or "
+                f"newer (LD_PRELOAD=/path/to/libnccl.so.2), {_WAYS_OUT}"
+            )
+
+
+def _loaded_version() -> tuple[int, int, int]:
+    """The version of the library that torch calls.
+
+    torch only knows the one it was built with, and LD_PRELOAD may have replaced it.
+    """
+    number = ctypes.c_int()
+    try:
+        library = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_LAZY | os.RTLD_NOLOAD)
+        library.ncclGetVersion(ctypes.byref(number))
+    except (OSError, AttributeError):  # it is part of torch's own library
+        major, minor, patch, *_ = nccl_of_torch.version()
+        return major, minor, patch
+    return number.value // 10_000, number.value // 100 % 100, number.value % 100
+
+
+@dataclass(frozen=True)
+class RankDevice:
+    """The device of a rank, the backend of its collectives, and how many ranks share the device."""
+
+    device: torch.device = CPU
+    backend: Backend = "gloo"
+    sharers: int = 1
+
+    def start(self) -> None:
+        """Make the device the current one of this thread, before anything runs on it."""
+        if self.device.type != "cuda":
+            return
+        if self.backend == "nccl" and self.sharers > 1:
+            # The settings under which 2, 4 and 8 ranks were seen to share one GPU.
+            os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+            if self.sharers >= _MANY:
+                os.environ.setdefault("NCCL_MAX_CTAS", "1")
+        torch.cuda.set_device(self.device)
+
+    def join(
+        self,
+        rank: int,
+        world: int,
+        timeout: timedelta,
+        store: dist.Store | None = None,
+        init_method: str | None = None,
+    ) -> None:
+        """Create the process group of all ranks; over NCCL it is bound to the device."""
+        try:
+            dist.init_process_group(
+                self.backend,
+                init_method=init_method,
+                store=store,
+                rank=rank,
+                world_size=world,
+                timeout=timeout,
+                device_id=self.device if self.backend == "nccl" else None,
+            )
+        except dist.DistBackendError as error:
+            if "Duplicate GPU" not in str(error):
+                raise
+            raise FivefoldError(
+                f"rank {rank} shares its GPU with another rank, which NCCL refuses: set "
+                f"{SHARING}=1 with NCCL 2.30 or newer, {_WAYS_OUT}"
+            ) from error
+
+    def describe(self) -> str:
+        """How collectives travel, for the notes of a run on GPUs."""
+        nccl = NcclLibrary.here()
+        shared = f"; {self.sharers} ranks share a GPU" if self.sharers > 1 else ""
+        if self.backend == "nccl":
+            return f"collectives go over {nccl}{shared}"
+        if self.sharers > 1 and not nccl.may_share:
+            shared += f", which NCCL refuses without {SHARING}=1"
+        return f"collectives go through pinned host memory over gloo{shared}"
+
+
+def choose_backend(
+    asked: Backend | None, device: str, ranks: int, gpus: int, nccl: NcclLibrary
+) -> Backend:
+    """The backend of ranks on one machine; raises if it is not available to them."""
+    if device == "cpu":
+        if asked == "nccl":
+            raise FivefoldError(
+                "--backend nccl is for GPUs, and these ranks are on CPUs: use --device cuda, or "
+                "leave --backend out"
+            )
+        return "gloo"
+    chosen = asked or ("nccl" if ranks <= gpus or nccl.may_share else "gloo")
+    if chosen == "nccl" and (asked or ranks > 1):
+        nccl.require(ranks, gpus)
+    return chosen
+
+
+def forked_device(device: str, backend: Backend, rank: int, world: int) -> RankDevice:
+    """The ranks of one machine take its GPUs in turn, and so do processes after the last rank."""
+    if device == "cpu":
+        return RankDevice()
+    gpus = num_gpus()
+    return RankDevice(torch.device("cuda", rank % gpus), backend, -(-world // gpus))
+
+
+def launched_device(
+    device: str,
+    asked: Backend | None,
+    launched: LauncherEnvironment,
+    gpus: int,
+    nccl: NcclLibrary,
+) -> RankDevice:
+    """The device of a rank that a launcher started on a host with so many visible GPUs.
+
+    The default is NCCL, whatever this host has: ranks of all hosts need the same backend.
+    """
+    ranks = max(launched.local_world or 1, launched.local_rank + 1)
+    if launched.own_gpu and not nccl.may_share:
+        ranks = min(ranks, gpus)  # tasks beside this one have other GPUs
+    if launched.world > 1 and device == "cuda":
+        asked = asked or "nccl"
+    backend = choose_backend(asked, device, ranks, gpus, nccl)
+    if device == "cpu":
+        return RankDevice()
+    return RankDevice(
+        torch.device("cuda", launched.local_rank % gpus), backend, max(1, -(-ranks // gpus))
+    )

@@ -1,0 +1,144 @@
+"""Training over NCCL, on ranks that share one GPU.
+
+    python -m tests.gpu.train_nccl
+
+A run of 30 steps in float64 loses a rank, and another layout resumes it: its weights are those of
+ranks on CPUs over gloo. A rank leaves out a collective, and the GPU of one is busy with something
+else: the watchdog names it. `benchmarks/chaos.py` has kills and equal bits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from fivefold.core.plan import PlanOptions, resolve
+from fivefold.core.recipe import Recipe
+from fivefold.launch.processes import Pool, RankLost
+from fivefold.launch.worker import Worker
+from fivefold.parallel.mesh import Mesh
+from fivefold.train import TrainSettings, run_rank
+from fivefold.train.checkpoint import Reader, latest
+
+STEPS, CLOSE = 30, 1e-12
+MODEL = ("tiny-moe", "--microbatches", "2", "--seq", "32", "--dtype", "float64")
+SIZES = ("--set", "layers=2 save_every=5 lr=1e-3")
+GPU = ("--device", "cuda", "--backend", "nccl")
+CYCLES = 150_000_000_000  # of a GPU that sleeps: more than a minute
+
+
+def train(out: Path, *words: str) -> subprocess.Popen[str]:
+    steps = ("--batch", "4", "--steps", str(STEPS), "--out", str(out))
+    command = [sys.executable, "-m", "fivefold", "train", *MODEL, *SIZES, *steps, *words]
+    errors = out.with_suffix(".err").open("a", encoding="utf-8")
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors, text=True)
+
+
+def ended(process: subprocess.Popen[str], out: Path, code: int) -> str:
+    found = process.wait(timeout=200)
+    said = out.with_suffix(".err").read_text("utf-8")
+    assert found == code, f"exit code {found} instead of {code}: {said[-2000:]}"
+    return said
+
+
+def kill_after(out: Path, process: subprocess.Popen[str], step: int) -> None:
+    """SIGKILL one rank when so many steps are done."""
+    metrics, until = out / "metrics.jsonl", time.monotonic() + 200
+    while process.poll() is None and time.monotonic() < until:
+        if metrics.exists() and len(metrics.read_text("utf-8").splitlines()) >= step:
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+            os.kill(int(children.split()[-1]), signal.SIGKILL)
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"no {step} steps: {out.with_suffix('.err').read_text()[-2000:]}")
+
+
+def killed_and_resumed(folder: Path) -> str:
+    """Weights of NCCL ranks that were killed and changed their layout, beside those of gloo."""
+    calm, shaken = folder / "gloo", folder / "nccl"
+    ended(train(calm, "--layout", "dp=2 tp=2 ep=2", "--device", "cpu"), calm, 0)
+    process = train(shaken, "--layout", "dp=2 tp=2 ep=2", *GPU)
+    kill_after(shaken, process, 12)
+    said = ended(process, shaken, 1)
+    assert "was killed by SIGKILL" in said, said
+    ended(train(shaken, "--layout", "tp=2 pp=2 ep=2", *GPU, "--resume"), shaken, 0)
+    readers = [Reader(latest(out) or out) for out in (calm, shaken)]
+    weights = [key for key in readers[0].tensors if key in readers[1].tensors]
+    assert weights and set(readers[0].tensors) == set(readers[1].tensors)
+    worst = 0.0
+    for key in weights:
+        one, other = (reader.read(key).double() for reader in readers)
+        if one.numel():
+            worst = max(worst, float((one - other).abs().max() / one.abs().max().clamp(min=1e-30)))
+    assert worst <= CLOSE, f"{worst:.1e}"
+    losses = [json.loads(line)["loss"] for line in (shaken / "metrics.jsonl").open()]
+    assert len(losses) == STEPS
+    return (
+        f"{len(weights)} tensors after {STEPS} steps: largest difference {worst:.1e} of the largest"
+    )
+
+
+def faulty(worker: Worker, fault: str, plan: Any, settings: TrainSettings) -> Any:
+    """Train, with a fault in the fifth reduce-scatter of rank 1."""
+    calls, inner = [0], Mesh.reduce_scatter
+
+    def reduce_scatter(self: Mesh, output: torch.Tensor, full: torch.Tensor, axis: str) -> Any:
+        calls[0] += 1
+        if worker.rank == 1 and calls[0] == 5:
+            if fault == "skip":
+                return SimpleNamespace(wait=lambda: None)
+            torch.cuda._sleep(CYCLES)
+        return inner(self, output, full, axis)
+
+    with patch.object(Mesh, "reduce_scatter", reduce_scatter):
+        return run_rank(worker, plan, settings)
+
+
+def named(fault: str, folder: Path) -> str:
+    """What the watchdog says of a rank that is missing."""
+    plan = resolve(PlanOptions("tiny", layout="dp=2", zero=2, set={"layers": "2"}), small=True)
+    recipe = Recipe(steps=20, data="synthetic")
+    settings = TrainSettings(recipe, "float32", "cuda", "nccl")
+    began = time.monotonic()
+    try:
+        with Pool(2, patience=150.0) as pool:
+            pool.run_each([(faulty, (fault, plan, settings))] * 2)
+    except RankLost as lost:
+        seconds = time.monotonic() - began
+        assert lost.rank == 1 and "reduce_scatter" in lost.cause, str(lost)
+        return f"{seconds:.0f} s: lost {' '.join(str(lost).split())[:300]}"
+    raise AssertionError("nobody was named")
+
+
+def main() -> int:
+    checks: dict[str, Callable[[Path], str]] = {
+        "killed, resumed in another layout, beside gloo": killed_and_resumed,
+        "a rank leaves out a collective": partial(named, "skip"),
+        "a rank's GPU is busy": partial(named, "busy"),
+    }
+    failed = 0
+    for name, check in checks.items():
+        with tempfile.TemporaryDirectory(prefix="fivefold-") as folder:
+            try:
+                found = f"pass: {check(Path(folder))}"
+            except (AssertionError, RankLost, subprocess.TimeoutExpired) as error:
+                failed, found = failed + 1, f"FAIL: {' '.join(str(error).split())[:1500]}"
+        print(f"{name}: {found}", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
