@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "fivefold"
 FILES = sorted(PACKAGE.rglob("*.py"))
-MOST_FILES = 190
+MOST_FILES = 200
 MOST_LINES = 400
 MOST_FUNCTION_LINES = 60
 MOST_FUNCTION_LINES_P95 = 50
@@ -89,6 +89,7 @@ SETTABLE = {
     **dict.fromkeys(SEAMS, "a seam of the model: a room replaces the arithmetic of a layer"),
     **dict.fromkeys(("__signature__", "__annotations__", "__doc__"), "typer reads a verb by them"),
     **dict.fromkeys(("allow_tf32", "compile_threads"), "torch: settings of this process"),
+    "max_ctas": "torch: how NCCL runs a communicator",
     "encode_special_tokens": "tokenizers: a setting of their object",
 }
 SEAM_ROOMS = ("model", "parallel", "rehearse", "verify")

@@ -12,13 +12,10 @@ pair on its first message, and blocks both hosts until both have called.
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -35,14 +32,12 @@ from fivefold.core.groups import (
 )
 from fivefold.core.plan import Plan
 from fivefold.parallel import transport
+from fivefold.parallel.lanes import Lanes
 from fivefold.parallel.transport import Pending
 
 FAKE = "fake"  # torch's backend for one rank of a job whose other ranks do not exist
 CONNECT = "connect"  # the kind of the first message of a pair, which carries nothing
 MESSAGE_CTAS = 4  # NCCL's blocks on the GPU for a pipeline message: few, because they wait there
-_CPU = torch.device("cpu")
-First = TypeVar("First")
-Second = TypeVar("Second")
 
 
 class CollectiveRecord(NamedTuple):
@@ -84,73 +79,6 @@ class Phase:
             yield
         finally:
             self.backward = False
-
-
-def use_device(device: torch.device) -> None:
-    """Make it the device of this thread: every thread begins with the first GPU."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-
-
-class Lanes:
-    """Two computations of one rank that take turns: one runs while the other waits.
-
-    The turn changes only at fixed points: where a lane has issued a collective and not yet waited
-    for it, and where it makes room for the other one (`parallel/expert.py`). All ranks of a group
-    therefore issue the collectives of both lanes in the same order, whatever their speed. Two free
-    threads would not.
-    """
-
-    def __init__(self, device: torch.device = _CPU) -> None:
-        self._second = ThreadPoolExecutor(1, "fivefold-lane", partial(use_device, device))
-        self._turns = (threading.Semaphore(0), threading.Semaphore(0))
-        self._running = [False, False]
-        self._main = threading.get_ident()
-        self._around: Callable[[], AbstractContextManager[object]] = nullcontext
-
-    @contextmanager
-    def inside(self, around: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
-        """Run second lanes in this context: dispatch modes of torch do not reach other threads."""
-        before, self._around = self._around, around
-        try:
-            yield
-        finally:
-            self._around = before
-
-    def run(self, first: Callable[[], First], second: Callable[[], Second]) -> tuple[First, Second]:
-        """Both results. The second lane begins: a backward has a collective to issue at once, which
-        the first computation of the forward hides."""
-        self._running = [True, True]
-        self._main = threading.get_ident()
-        other = self._second.submit(self._run_second, second)
-        try:
-            self.pause()
-            found = first()
-        finally:
-            self._leave(0)
-            result = other.result()
-        return found, result
-
-    def pause(self) -> None:
-        """Give the turn to the other lane, where one runs."""
-        lane = 0 if threading.get_ident() == self._main else 1
-        if self._running[1 - lane]:
-            self._turns[1 - lane].release()
-            self._turns[lane].acquire()
-
-    def _run_second(self, second: Callable[[], Second]) -> Second:
-        self._turns[1].acquire()
-        try:
-            with self._around():
-                return second()
-        finally:
-            self._leave(1)
-
-    def _leave(self, lane: int) -> None:
-        """The other lane goes on alone."""
-        self._running[lane] = False
-        if self._running[1 - lane]:
-            self._turns[1 - lane].release()
 
 
 class Issued:
@@ -243,9 +171,11 @@ class Mesh:
                 split_ranks=[list(each) for each in groups], pg_options=options, group_desc=name
             )
         mine = communicator.group(self.topology, self.rank)
-        if len(mine) == 1:
+        if self.alone and len(mine) == 1:
             return None
-        return dist.new_group(list(mine), use_local_synchronization=True, group_desc=name)
+        # torch names a group by how many this rank has: who meets nobody makes one as well.
+        made = dist.new_group(list(mine), use_local_synchronization=True, group_desc=name)
+        return made if len(mine) > 1 else None
 
     def _connect(self) -> None:
         """Send a first message over every channel, in the order in which all ranks made them."""
@@ -279,7 +209,15 @@ class Mesh:
             self.on_resize(tensor)
 
     def close_groups(self) -> None:
-        """Drop the groups. They end with their last holder, and a weight's hook may be one."""
+        """Drop the groups. They end with their last holder, and a weight's hook may be one.
+
+        On NCCL the end of a group waits for its members, and torch ends groups in an order that
+        differs from rank to rank: there they end here, in the order in which all ranks made them.
+        """
+        if self.backend == dist.Backend.NCCL:
+            for group in (*self.groups.values(), *self.channels.values()):
+                if group is not dist.group.WORLD:
+                    dist.destroy_process_group(group)
         self.groups.clear()
         self.channels.clear()
 

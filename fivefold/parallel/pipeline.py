@@ -43,7 +43,8 @@ from fivefold.core.schedule import (
 )
 from fivefold.core.schedule.postings import postings
 from fivefold.model.batch import TokenBatch
-from fivefold.parallel.mesh import Issued, Mesh, use_device
+from fivefold.parallel.lanes import use_device
+from fivefold.parallel.mesh import Issued, Mesh
 from fivefold.parallel.stage import ActionObserver
 
 

@@ -3,8 +3,8 @@
     python -m tests.gpu.train_nccl
 
 A run of 30 steps in float64 loses a rank, and another layout resumes it: its weights are those of
-ranks on CPUs over gloo. A rank leaves out a collective, and the GPU of one is busy with something
-else: the watchdog names it. `benchmarks/chaos.py` has kills and equal bits.
+ranks over gloo. A rank leaves out a collective: the watchdog names it. Kills of which
+nothing is left, to the bit, are in `benchmarks/chaos.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +36,6 @@ STEPS, CLOSE = 30, 1e-12
 MODEL = ("tiny-moe", "--microbatches", "2", "--seq", "32", "--dtype", "float64")
 SIZES = ("--set", "layers=2 save_every=5 lr=1e-3")
 GPU = ("--device", "cuda", "--backend", "nccl")
-CYCLES = 150_000_000_000  # of a GPU that sleeps: more than a minute
 
 
 def train(out: Path, *words: str) -> subprocess.Popen[str]:
@@ -69,15 +67,17 @@ def kill_after(out: Path, process: subprocess.Popen[str], step: int) -> None:
 def killed_and_resumed(folder: Path) -> str:
     """Weights of NCCL ranks that were killed and changed their layout, beside those of gloo."""
     calm, shaken = folder / "gloo", folder / "nccl"
-    ended(train(calm, "--layout", "dp=2 tp=2 ep=2", "--device", "cpu"), calm, 0)
+    gloo = ("--device", "cuda", "--backend", "gloo")  # CPUs would draw other first weights
+    ended(train(calm, "--layout", "dp=2 tp=2 ep=2", *gloo), calm, 0)
     process = train(shaken, "--layout", "dp=2 tp=2 ep=2", *GPU)
     kill_after(shaken, process, 12)
     said = ended(process, shaken, 1)
     assert "was killed by SIGKILL" in said, said
     ended(train(shaken, "--layout", "tp=2 pp=2 ep=2", *GPU, "--resume"), shaken, 0)
     readers = [Reader(latest(out) or out) for out in (calm, shaken)]
-    weights = [key for key in readers[0].tensors if key in readers[1].tensors]
-    assert weights and set(readers[0].tensors) == set(readers[1].tensors)
+    assert set(readers[0].tensors) == set(readers[1].tensors)
+    # Not the states: where a gradient is rounding alone, so is its mean.
+    weights = [key for key in readers[0].tensors if key.startswith("model/")]
     worst = 0.0
     for key in weights:
         one, other = (reader.read(key).double() for reader in readers)
@@ -87,35 +87,32 @@ def killed_and_resumed(folder: Path) -> str:
     losses = [json.loads(line)["loss"] for line in (shaken / "metrics.jsonl").open()]
     assert len(losses) == STEPS
     return (
-        f"{len(weights)} tensors after {STEPS} steps: largest difference {worst:.1e} of the largest"
+        f"{len(weights)} weights after {STEPS} steps: largest difference {worst:.1e} of the largest"
     )
 
 
-def faulty(worker: Worker, fault: str, plan: Any, settings: TrainSettings) -> Any:
-    """Train, with a fault in the fifth reduce-scatter of rank 1."""
+def skipping(worker: Worker, plan: Any, settings: TrainSettings) -> Any:
+    """Train; rank 1 leaves out its fifth reduce-scatter."""
     calls, inner = [0], Mesh.reduce_scatter
 
     def reduce_scatter(self: Mesh, output: torch.Tensor, full: torch.Tensor, axis: str) -> Any:
         calls[0] += 1
         if worker.rank == 1 and calls[0] == 5:
-            if fault == "skip":
-                return SimpleNamespace(wait=lambda: None)
-            torch.cuda._sleep(CYCLES)
+            return SimpleNamespace(wait=lambda: None)
         return inner(self, output, full, axis)
 
     with patch.object(Mesh, "reduce_scatter", reduce_scatter):
         return run_rank(worker, plan, settings)
 
 
-def named(fault: str, folder: Path) -> str:
-    """What the watchdog says of a rank that is missing."""
+def named(folder: Path) -> str:
+    """What the watchdog says of the rank that is missing."""
     plan = resolve(PlanOptions("tiny", layout="dp=2", zero=2, set={"layers": "2"}), small=True)
-    recipe = Recipe(steps=20, data="synthetic")
-    settings = TrainSettings(recipe, "float32", "cuda", "nccl")
+    settings = TrainSettings(Recipe(steps=20, data="synthetic"), "float32", "cuda", "nccl")
     began = time.monotonic()
     try:
         with Pool(2, patience=150.0) as pool:
-            pool.run_each([(faulty, (fault, plan, settings))] * 2)
+            pool.run_each([(skipping, (plan, settings))] * 2)
     except RankLost as lost:
         seconds = time.monotonic() - began
         assert lost.rank == 1 and "reduce_scatter" in lost.cause, str(lost)
@@ -126,8 +123,7 @@ def named(fault: str, folder: Path) -> str:
 def main() -> int:
     checks: dict[str, Callable[[Path], str]] = {
         "killed, resumed in another layout, beside gloo": killed_and_resumed,
-        "a rank leaves out a collective": partial(named, "skip"),
-        "a rank's GPU is busy": partial(named, "busy"),
+        "a rank leaves out a collective": named,
     }
     failed = 0
     for name, check in checks.items():

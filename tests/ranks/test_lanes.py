@@ -13,7 +13,8 @@ from forked_steps import Setup, run, small_plan
 from fivefold.core.schedule import Overlap, Step
 from fivefold.launch.processes import Pool
 from fivefold.parallel.compose import Job
-from fivefold.parallel.mesh import CollectiveRecord, Lanes
+from fivefold.parallel.lanes import Lanes
+from fivefold.parallel.mesh import CollectiveRecord
 from fivefold.parallel.stage import ActionObserver
 
 Log = list[tuple[str, int]]

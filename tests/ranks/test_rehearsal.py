@@ -16,6 +16,8 @@ from torch import Tensor
 
 from fivefold.cli import main
 from fivefold.core.plan import Plan, PlanOptions, resolve
+from fivefold.core.schedule import Message, Schedule
+from fivefold.core.schedule.postings import postings
 from fivefold.cost.matching import IssuedCollective
 from fivefold.launch.processes import Pool
 from fivefold.optim.optimizer import Updater
@@ -23,7 +25,7 @@ from fivefold.parallel.boundary import AxisBoundary
 from fivefold.parallel.compose import Job, StageChunk
 from fivefold.parallel.flat_unit import FlatUnit
 from fivefold.parallel.mesh import CollectiveRecord, Mesh
-from fivefold.rehearse import judged, rehearse, rehearse_rank
+from fivefold.rehearse import Rehearsed, judged, rehearse, rehearse_rank
 from fivefold.rehearse.rank import RoundRobin
 from fivefold.rehearse.trace import Traces
 
@@ -99,7 +101,8 @@ def test_real_ranks_call_the_same(pool: Pool, layout: str, options: dict[str, An
     rehearsed = [rehearse_rank(plan, rank, {}) for rank in range(plan.layout.world)]
     heard = run(pool, plan, Setup(), listening)
     for one, calls in zip(rehearsed, heard, strict=True):
-        assert by_line(calls) == by_line([*one.calls, *one.calls])
+        step = [each for each in one.calls if not each.is_connection]  # those were made before
+        assert by_line(calls) == by_line([*step, *step])
 
 
 def listening(job: Job, updater: Updater) -> Callable[[], list[IssuedCollective]]:
@@ -209,6 +212,58 @@ def test_a_fault_of_one_rank_is_seen(
         assert f"rank {rank} makes {call or 'no further call'}" in str(parted)
 
 
+def forgets_to_connect() -> Any:
+    return patch.object(Mesh, "_connect", lambda self: None)
+
+
+def posts_a_step_too_early() -> Any:
+    """Every receive is posted one step before its time, as if posting never blocked."""
+
+    def early(schedule: Schedule) -> tuple[tuple[tuple[Message, ...], ...], ...]:
+        return tuple(
+            ((*own[0], *(own[1] if len(own) > 1 else ())), *own[2:], ())[: len(own)]
+            for own in postings(schedule)
+        )
+
+    return patch("fivefold.parallel.pipeline.postings", early)
+
+
+LOCKING = [("pp=2", "1f1b", 4), ("pp=2", "dualpipe", 4), ("pp=4", "zb-v", 8)]
+
+
+@pytest.mark.parametrize(("layout", "schedule", "microbatches"), LOCKING)
+def test_a_step_that_may_lock_is_found(layout: str, schedule: str, microbatches: int) -> None:
+    """Groups agree and traffic is as predicted: only the order tells."""
+    plan = plan_of(layout, {"layers": "8"}, schedule=schedule, microbatches=microbatches)
+    with forgets_to_connect():
+        found = rehearsed_alone(plan)
+    assert not found.passed
+    assert not found.order.cycle
+    assert found.order.unconnected
+    with posts_a_step_too_early():
+        found = rehearsed_alone(plan)
+    assert not found.passed
+    assert not found.order.unconnected
+    cycle = found.order.cycle
+    assert len(cycle) > 1
+    for one, other in zip(cycle, [*cycle[1:], cycle[0]], strict=True):
+        assert other.rank in one.waits_for
+    found = rehearsed_alone(plan)
+    assert found.passed
+    assert found.order.ranks == plan.layout.world
+
+
+def rehearsed_alone(plan: Plan) -> Rehearsed:
+    """All ranks in this process. Only the order may be wrong."""
+    traces = Traces()
+    found = judged(
+        plan, [rehearse_rank(plan, rank, traces) for rank in range(plan.layout.world)], {}
+    )
+    assert not found.mismatches
+    assert not found.astray
+    return found
+
+
 def test_tokens_are_dealt_evenly_or_as_asked() -> None:
     plan = plan_of("dp=4 ep=4", microbatches=1)
     assert RoundRobin(plan, 0, 1.0).rows("ep", 32) == ([8] * 4, [8] * 4)
@@ -265,6 +320,9 @@ def test_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     )
     assert table["traffic"]["predicted"] == table["traffic"]["observed"]
     assert table["traffic"]["match"] is table["matched"] is table["passed"] is True
+    assert table["order"]["ok"] is True
+    assert table["order"]["ranks"] == 2
+    assert table["order"]["cycle"] == table["order"]["unconnected"] == []
     assert table["time"] is None
     assert table["planned_gib"]["total"] > 0
     events = json.loads(trace.read_text("utf-8"))["traceEvents"]
