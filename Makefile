@@ -4,7 +4,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: setup train test nightly test-page bench-page page-pictures lint types verify-all bench-schedule bench-overlap bench-pipeline bench-context bench-expert bench-gpu bench-logging bench-plan chaos learn score clean
+.PHONY: setup train test nightly test-page bench-page page-pictures lint types verify-all bench-schedule bench-overlap bench-pipeline bench-context bench-expert bench-gpu bench-logging bench-plan chaos stress verify-nccl learn score clean
 
 setup: $(READY)
 
@@ -66,6 +66,15 @@ verify-all: setup
 # Ten SIGKILLs at random ranks and times over one run, each resumed; at most 5 minutes.
 chaos: setup
 	$(BIN)/python benchmarks/chaos.py
+
+# 50,000 steps in five layouts under the checks of the heap; FIVEFOLD_STEPS for another number.
+stress: setup
+	$(BIN)/python benchmarks/stress.py --steps $(or $(FIVEFOLD_STEPS),50000)
+
+# On a GPU, with an NCCL that lets ranks share it: docs/verified-nccl.md says how.
+verify-nccl: setup
+	$(BIN)/python -m tests.gpu.nccl
+	$(BIN)/python -m tests.gpu.train_nccl
 
 bench-overlap: setup
 	$(BIN)/python benchmarks/overlap.py

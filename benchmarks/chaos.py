@@ -6,7 +6,7 @@ to end within 30 s, with exit code 1 and the name of the rank; then it is starte
 `--resume`. In the end all weights and optimizer states are equal bit for bit, and every sample was
 consumed exactly once, in order.
 
-    python benchmarks/chaos.py [--kills 10] [-- --device cuda --set deterministic=true]
+    python benchmarks/chaos.py [--kills 10] [-- --device cuda --deterministic]
 
 What follows `--` goes to `fivefold train`.
 """

@@ -59,8 +59,7 @@ class Recipe:
 
     `warmup` and `save_every` count steps; None means a tenth of the steps, and one checkpoint at
     the end. `data` is stdlib, synthetic, or folders of token shards with weights. `offload` is
-    none, cpu or nvme:FOLDER. `log` joins tensorboard, wandb and memory with `+`. `deterministic`
-    kernels add in one order: two runs of a layout are equal to the bit.
+    none, cpu or nvme:FOLDER. `log` joins tensorboard, wandb and memory with `+`.
     """
 
     steps: int = 20
@@ -81,7 +80,6 @@ class Recipe:
     log: str = ""
     events: bool = False
     compile: bool = False
-    deterministic: bool = False
 
     def __post_init__(self) -> None:
         """Refuse every impossible value in one error."""

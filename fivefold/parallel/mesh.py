@@ -31,12 +31,12 @@ from fivefold.core.groups import (
     group_of,
 )
 from fivefold.core.plan import Plan
+from fivefold.cost.matching import CONNECT
 from fivefold.parallel import transport
 from fivefold.parallel.lanes import Lanes
 from fivefold.parallel.transport import Pending
 
 FAKE = "fake"  # torch's backend for one rank of a job whose other ranks do not exist
-CONNECT = "connect"  # the kind of the first message of a pair, which carries nothing
 MESSAGE_CTAS = 4  # NCCL's blocks on the GPU for a pipeline message: few, because they wait there
 
 

@@ -247,7 +247,7 @@ def _order_verdict(order: Mapping[str, Any], world: int, seconds: float) -> Iter
     elif order["ok"]:
         yield (
             "the step ends even if every call blocks its rank until all members have issued it: "
-            f"{order['calls']:,} calls of {order['ranks']} of {counted(world, 'rank')}, "
+            f"{order['calls']:,} calls of {order['ranks']:,} of {world:,} ranks, "
             f"proven in {times}"
         )
 

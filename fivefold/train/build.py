@@ -57,7 +57,7 @@ def build_rank(
 ) -> BuiltRank:
     """Build one rank; `phases` and `spans` observe its collectives and its actions."""
     recipe = settings.recipe
-    _choose_kernels(recipe.deterministic)
+    _choose_kernels(settings.deterministic)
     mesh = Mesh.of(plan, device, observers=(phases, spans))
     disk = None if recipe.disk is None else Path(recipe.disk)
     if disk is not None:

@@ -44,6 +44,7 @@ class TrainSettings:
     until: int | None = None
     planned: PlannedStep | None = None
     check: bool = False
+    deterministic: bool = False
 
     @property
     def last_step(self) -> int:

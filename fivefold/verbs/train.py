@@ -64,6 +64,13 @@ def run(
     check: Annotated[
         bool, typer.Option("--check", help="Compare the losses with those of one process.")
     ] = False,
+    deterministic: Annotated[
+        bool,
+        typer.Option(
+            "--deterministic",
+            help="Kernels that add in one order: two runs of a layout are equal to the bit.",
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Train; without `data`, on the source of Python's standard library, byte by byte."""
@@ -82,7 +89,7 @@ def run(
     if launched is not None and out is None:
         raise FivefoldError("name the run folder, which all hosts share, with --out")
     plan = runnable(_same_batch(options, out, resume), launched)
-    start = _Start(plan, dtype, device, asked, out, resume, until, check)
+    start = _Start(plan, dtype, device, asked, out, resume, until, check, deterministic)
     raise typer.Exit(_join(start, launched) if launched else _fork(start, as_json))
 
 
@@ -144,6 +151,7 @@ class _Start:
     resume: bool
     until: int | None
     check: bool
+    deterministic: bool
 
 
 def _device(start: _Start, launched: LauncherEnvironment | None) -> RankDevice:
@@ -188,6 +196,7 @@ def _settings(start: _Start, folder: Path, rank: RankDevice) -> TrainSettings:
         until=start.until,
         planned=None if estimate is None else PlannedStep.of(estimate),
         check=start.check,
+        deterministic=start.deterministic,
     )
 
 

@@ -3,10 +3,12 @@ the runtime joins."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from fivefold.core import groups, machine
-from fivefold.core.groups import rank_order
+from fivefold.core.groups import Topology, communicators, communicators_of, rank_order
 from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.core.precision import PRECISIONS
 from fivefold.cost.axis_collectives import wide_size
@@ -70,3 +72,52 @@ def test_every_group_of_core_serves_a_dimension() -> None:
     }
     assert seen - {"world"} <= groups.DIMENSIONS.keys()
     assert {"replica", "ring", "ulysses", "ep-near", "ep-far", "twin", "row"} <= seen
+
+
+LAYOUTS = [
+    ("tiny", "dp=2 tp=2 pp=2", {}),
+    ("tiny", "dp=2x2 tp=2", {"zero": 2}),
+    ("tiny", "dp=4", {"zero": 0}),
+    ("tiny", "tp=8", {}),
+    ("tiny", "cp=4 tp=2", {"context": "hybrid"}),
+    ("tiny", "pp=4", {"schedule": "dualpipe", "microbatches": 8}),
+    ("tiny", "pp=4 dp=2", {"set": {"tied": "true"}}),
+    ("tiny-moe", "dp=2 tp=2 pp=2 ep=2", {"schedule": "interleaved"}),
+    ("tiny-moe", "dp=4 ep=4", {"ep_nodes": 2}),
+    ("tiny-moe", "dp=2 tp=2 ep=2 etp=2", {"balance": "aux"}),
+    ("tiny-moe", "dp=2 tp=2 pp=2 ep=4 order=tp-cp-pp-dp", {}),
+]
+
+
+@pytest.mark.parametrize(("model", "layout", "words"), LAYOUTS)
+def test_a_rank_has_communicators_for_what_it_sends(
+    model: str, layout: str, words: dict[str, Any]
+) -> None:
+    """One for each role of its traffic, also where two have the same ranks, and no other."""
+    plan = resolve(PlanOptions(model, layout=layout, **words), small=True)
+    topology = Topology.of(plan)
+    for rank in range(plan.layout.world):
+        traffic = predict_traffic(plan, rank, itemsize=4, grad_itemsize=4)
+        mine = communicators_of(topology, rank)
+        assert {each.role for each in mine} == {entry.axis for entry in traffic}
+        others = [each for each in mine if not each.channels]
+        assert len({each.role for each in others}) == len(others)
+        pairs = [each.channel(topology, rank) for each in mine if each.channels]
+        assert len(set(pairs)) == len(pairs)
+        for each in mine:
+            assert each.group(topology, rank) in each.groups(topology)
+
+
+@pytest.mark.parametrize(("model", "layout", "words"), LAYOUTS)
+def test_no_rank_is_twice_in_a_communicator(model: str, layout: str, words: dict[str, Any]) -> None:
+    topology = Topology.of(resolve(PlanOptions(model, layout=layout, **words), small=True))
+    for each in communicators(topology):
+        ranks = [rank for group in each.groups(topology) for rank in group]
+        assert len(set(ranks)) == len(ranks)
+
+
+def test_a_large_job_is_made_by_few_calls() -> None:
+    options = PlanOptions("llama-3.1-405b", layout="tp=8 cp=2 pp=16 dp=64", schedule="interleaved")
+    topology = Topology.of(resolve(options))
+    assert topology.layout.world == 16_384
+    assert len(communicators(topology)) <= 15

@@ -13,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.core.errors import FivefoldError
+from fivefold.core.groups import Topology, communicators
+from fivefold.core.plan import PlanOptions, resolve
 from fivefold.core.weights import whole_box
 from fivefold.launch import backend
 from fivefold.launch.backend import (
@@ -33,6 +36,7 @@ from fivefold.launch.backend import (
 from fivefold.launch.launcher import LauncherEnvironment
 from fivefold.optim.optimizer import StateInMemory
 from fivefold.parallel import flat_unit
+from fivefold.parallel.mesh import MESSAGE_CTAS, nccl_options
 from fivefold.train.checkpoint import Checkpoints, CheckpointTensor, Facts
 
 NONE = NcclLibrary(None)
@@ -302,3 +306,24 @@ def test_a_read_of_a_disk_is_in_order_with_its_caller(monkeypatch: pytest.Monkey
     found = flat_unit.reading(target, torch.ones(4)).wait()
     assert found.as_subclass(torch.Tensor).tolist() == [1.0] * 4
     assert seen == [THIRD, (THIRD, True), stream]
+
+
+class NcclOptions:
+    """What torch's options of a group take."""
+
+    def __init__(self, is_high_priority_stream: bool) -> None:
+        self.is_high_priority_stream = is_high_priority_stream
+        self.config = SimpleNamespace(max_ctas=None)
+
+
+def test_urgent_communicators_come_first_and_messages_take_few_blocks() -> None:
+    """On one GPU that ranks share, neither can be seen to be faster."""
+    options = PlanOptions("tiny-moe", layout="dp=2 tp=2 pp=2 ep=2")
+    made = communicators(Topology.of(resolve(options, small=True)))
+    nccl = SimpleNamespace(Options=NcclOptions)
+    with patch.object(dist, "ProcessGroupNCCL", nccl, create=True):
+        found = {str(each): nccl_options(each) for each in made}
+    first = {name for name, each in found.items() if each.is_high_priority_stream}
+    few = {name for name, each in found.items() if each.config.max_ctas == MESSAGE_CTAS}
+    assert first == {"tp", "ep"}
+    assert few == {"pp 0->1", "pp 1->0"}

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fivefold.core.groups import WORLD, Topology
 from fivefold.core.layout import Layout
@@ -180,6 +181,30 @@ def test_a_tensor_that_its_group_reaches_stays(pool: Pool) -> None:
 def reaches(worker: Worker) -> bool:
     with worker.joined(RANKS):
         return not transport.goes_by_host(torch.device("cpu"), dist.group.WORLD)
+
+
+class Names(TorchDispatchMode):
+    """The operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found.add(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+def gathers_by(worker: Worker) -> set[str]:
+    with worker.joined(RANKS), Names() as names:
+        transport.gather(torch.ones(2, 2), 1, dist.group.WORLD).wait()
+    return names.found
+
+
+def test_gloo_never_gathers_by_the_call_that_corrupts_its_memory(pool: Pool) -> None:
+    for found in pool.run_each([(gathers_by, ())] * RANKS):
+        assert "_c10d_functional::all_gather_into_tensor_out" in found
+        assert not any(name.endswith(("into_tensor", "coalesced")) for name in found)
 
 
 # ---- whole steps

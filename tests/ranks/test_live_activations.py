@@ -7,7 +7,7 @@ weight gradient needs, and one that only the input gradient needs.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,10 +20,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.hooks import RemovableHandle
 
 from fivefold.core.plan import Plan
-from fivefold.core.schedule import Message, Schedule, Step, actions_of, merged, needed, sent_by
+from fivefold.core.schedule import Message, Schedule, Step, actions_of, merged, needed
 from fivefold.core.schedule.catalog import family
 from fivefold.core.schedule.choose import choose
 from fivefold.core.schedule.clock import memory_levels, peak_activations
+from fivefold.core.schedule.postings import postings
 from fivefold.launch.processes import Pool, Worker
 from fivefold.parallel.deferred import GradientQueue, Sink
 from fivefold.parallel.pipeline import Pipeline, _Outbox
@@ -161,22 +162,6 @@ def test_what_is_held_too_long_is_seen(pool: Pool) -> None:
     assert gradient == [*memory_levels(steps, after_input_grad=0.0), 0]
 
 
-def posted_for(schedule: Schedule, rank: int, steps: Iterable[Step]) -> set[Message]:
-    """What these steps need from others, and all that comes before it on the same line."""
-    wanted = [
-        message
-        for step in steps
-        for action in actions_of(step)
-        if (message := needed(schedule, action))
-    ]
-    found: set[Message] = set()
-    for source in {message.source for message in wanted}:
-        line = [message for message in sent_by(schedule, source) if message.target == rank]
-        furthest = max(line.index(message) for message in wanted if message.source == source)
-        found |= set(line[: furthest + 1])
-    return found
-
-
 def buffers_of(worker: Worker, plan: Plan, settings: VerifySettings) -> list[list[set[Message]]]:
     """The messages that have a buffer when each step begins, for each run of the pipeline."""
     found: list[list[set[Message]]] = []
@@ -196,7 +181,7 @@ def buffers_of(worker: Worker, plan: Plan, settings: VerifySettings) -> list[lis
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("name", "most"), [("gpipe", 1), ("zb-v", 2), ("dualpipe", 2)])
-def test_buffers_are_made_one_step_ahead(pool: Pool, name: str, most: int) -> None:
+def test_buffers_are_made_when_their_message_is_due(pool: Pool, name: str, most: int) -> None:
     plan = plan_of(name, 4)
     schedule, largest = plan.schedule, 0
     found = pool.run_each([(buffers_of, (plan, VerifySettings()))] * 4)
@@ -206,7 +191,8 @@ def test_buffers_are_made_one_step_ahead(pool: Pool, name: str, most: int) -> No
             for place, held in enumerate(buffers):
                 done = [action for step in steps[:place] for action in actions_of(step)]
                 taken = {needed(schedule, action) for action in done}
-                assert held == posted_for(schedule, rank, steps[: place + 1]) - taken
+                posted = {each for some in postings(schedule)[rank][:place] for each in some}
+                assert held == posted - taken
             largest = max(largest, *map(len, buffers))
     assert largest == most
 
@@ -220,11 +206,11 @@ def sends_of(worker: Worker, plan: Plan, settings: VerifySettings) -> list[int]:
     def remember(self: _Outbox, message: Message, tensor: Tensor) -> None:
         send(self, message, tensor)
         sent.append(StorageWeakRef(tensor.untyped_storage()))
-        found.append(len(self.under_way))
+        found.append(len(self.waited_for))
 
     def patient(self: Pipeline, *arguments: Any) -> Any:
         def before(step: Step) -> None:
-            for each in self.outbox.under_way:
+            for each in self.outbox.waited_for:
                 each.result(PATIENCE)
             until = time.monotonic() + PATIENCE
             while not all(each.expired() for each in sent):
@@ -233,7 +219,7 @@ def sends_of(worker: Worker, plan: Plan, settings: VerifySettings) -> list[int]:
 
         self.observer = Told(before)
         result = run(self, *arguments)
-        assert not self.outbox.under_way
+        assert not self.outbox.waited_for
         return result
 
     with patch.object(Pipeline, "run", patient), patch.object(_Outbox, "send", remember):

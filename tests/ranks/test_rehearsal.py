@@ -228,9 +228,21 @@ def posts_a_step_too_early() -> Any:
     return patch("fivefold.parallel.pipeline.postings", early)
 
 
-LOCKING = [("pp=2", "1f1b", 4), ("pp=2", "dualpipe", 4), ("pp=4", "zb-v", 8)]
+LOCKING = [
+    ("pp=2", "1f1b", 4),
+    ("pp=2", "dualpipe", 4),
+    ("pp=4", "zb-v", 8),
+    ("pp=4", "dualpipe", 8),
+    ("pp=4", "v-min", 8),
+    ("pp=4", "v-half", 8),
+    ("pp=4", "gpipe", 8),
+    ("pp=4", "bfs", 8),
+    ("dp=2 pp=2", "interleaved", 4),
+    ("dp=2 tp=2 pp=2 ep=2", "1f1b", 4),
+]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("layout", "schedule", "microbatches"), LOCKING)
 def test_a_step_that_may_lock_is_found(layout: str, schedule: str, microbatches: int) -> None:
     """Groups agree and traffic is as predicted: only the order tells."""
