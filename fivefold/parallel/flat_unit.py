@@ -47,8 +47,9 @@ def on_disk(folder: Path, size: int, dtype: torch.dtype) -> Tensor:
 
 
 @cache
-def _reader() -> ThreadPoolExecutor:
-    """Reads a block from the disk before its use, while another one computes."""
+def _reader(process: int) -> ThreadPoolExecutor:
+    """Reads a block from the disk before its use, while another one computes; a forked process
+    needs its own, because threads do not survive the fork."""
     return ThreadPoolExecutor(1, thread_name_prefix="fivefold-read")
 
 
@@ -65,7 +66,7 @@ class _Reading:
 def reading(target: Tensor, source: Tensor) -> _Reading:
     """Begin to copy what lies in a file, in order with the caller's stream."""
     stream = torch.cuda.current_stream(target.device) if target.is_cuda else None
-    return _Reading(_reader().submit(_copied, target, source, stream))
+    return _Reading(_reader(os.getpid()).submit(_copied, target, source, stream))
 
 
 def _copied(target: Tensor, source: Tensor, stream: torch.cuda.Stream | None) -> Tensor:

@@ -82,6 +82,7 @@ def blocking(
         return run_rank(worker, plan, settings)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("layout", "schedule"), CASES)
 def test_a_step_ends(layout: str, schedule: str, pool: Pool) -> None:
     plan, settings = plan_of(layout, schedule), VerifySettings(steps=1)

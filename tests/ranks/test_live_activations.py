@@ -180,7 +180,7 @@ def buffers_of(worker: Worker, plan: Plan, settings: VerifySettings) -> list[lis
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize(("name", "most"), [("gpipe", 1), ("zb-v", 2), ("dualpipe", 2)])
+@pytest.mark.parametrize(("name", "most"), [("gpipe", 1), ("zb-v", 3), ("dualpipe", 2)])
 def test_buffers_are_made_when_their_message_is_due(pool: Pool, name: str, most: int) -> None:
     plan = plan_of(name, 4)
     schedule, largest = plan.schedule, 0
