@@ -12,9 +12,13 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from fivefold.core.groups import TWIN, WORLD
+from fivefold.core.recipe import Recipe
 from fivefold.model.batch import NOT_COUNTED, TokenBatch
+from fivefold.optim import make_updater
+from fivefold.optim.optimizer import Updater
 from fivefold.parallel.balance import Load
 from fivefold.parallel.compose import Job
+from fivefold.parallel.matrix_gather import GatheredMatrices
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.tensor import sum_partial
 
@@ -52,6 +56,13 @@ class Guard:
 
     scale: float = 1.0
     stop: bool = False
+
+
+def updater_of(job: Job, recipe: Recipe, *, master: bool = False) -> Updater:
+    """What updates the weights that this rank owns; `master` keeps float32 copies of them."""
+    matrices = GatheredMatrices(job) if recipe.optimizer_kind.full_matrices else None
+    device, rank = job.mesh.device, job.mesh.rank
+    return make_updater(recipe, job.owned, device, master=master, rank=rank, matrices=matrices)
 
 
 def step(

@@ -32,7 +32,7 @@ ARROWS = {
     "page": {"core", "cost", "planner", "score", "records", "report", "__init__"},
     "model": {"core"},
     "parallel": {"core", "cost", "model"},
-    "step": {"core", "model", "parallel"},
+    "step": {"core", "model", "parallel", "optim"},
     "optim": {"core", "cost"},
     "data": {"core", "model"},
     "launch": {"core"},
@@ -57,13 +57,8 @@ WITHOUT_TORCH = (
     *("cli", "__main__", "__init__"),
 )
 VERBS_WITHOUT_TORCH = ("__init__", "plan", "schedule", "score", "tokens", "observe")
-ROOMS = (
-    "data",
-    "tensor",
-    "pipeline",
-    "context",
-    "expert",
-)  # of the five dimensions; they meet only in compose
+# Of the five dimensions; they meet only in compose.
+ROOMS = ("data", "tensor", "pipeline", "context", "expert")
 
 # What a launcher tells its processes. One module reads it, so that all agree on the rank.
 LAUNCHER = "fivefold.launch.launcher"

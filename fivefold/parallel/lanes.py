@@ -16,6 +16,10 @@ First = TypeVar("First")
 Second = TypeVar("Second")
 
 
+def _nothing() -> None:
+    """Nobody listens."""
+
+
 def use_device(device: torch.device) -> None:
     """Make it the device of this thread: every thread begins with the first GPU."""
     if device.type == "cuda":
@@ -37,15 +41,24 @@ class Lanes:
         self._running = [False, False]
         self._main = threading.get_ident()
         self._around: Callable[[], AbstractContextManager[object]] = nullcontext
+        self._on_pause: Callable[[], None] = _nothing
 
     @contextmanager
-    def inside(self, around: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
-        """Run second lanes in this context: dispatch modes of torch do not reach other threads."""
-        before, self._around = self._around, around
+    def inside(
+        self,
+        around: Callable[[], AbstractContextManager[object]],
+        on_pause: Callable[[], None] | None = None,
+    ) -> Iterator[None]:
+        """Run second lanes in this context: dispatch modes of torch do not reach other threads.
+
+        `on_pause` is called wherever a lane would give its turn away.
+        """
+        before = self._around, self._on_pause
+        self._around, self._on_pause = around, on_pause or _nothing
         try:
             yield
         finally:
-            self._around = before
+            self._around, self._on_pause = before
 
     def run(self, first: Callable[[], First], second: Callable[[], Second]) -> tuple[First, Second]:
         """Both results. The second lane begins: a backward has a collective to issue at once, which
@@ -63,6 +76,7 @@ class Lanes:
 
     def pause(self) -> None:
         """Give the turn to the other lane, where one runs."""
+        self._on_pause()
         lane = 0 if threading.get_ident() == self._main else 1
         if self._running[1 - lane]:
             self._turns[1 - lane].release()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from fivefold.core.groups import Topology
 from fivefold.core.plan import Plan
@@ -78,10 +79,14 @@ def judged(
 ) -> Rehearsed:
     """Compare calls with the plan and ranks with one another, and prove that the step ends."""
     size = DTYPES[plan.precision].itemsize
-    predicted = {
-        run.rank: predict_traffic(plan, run.rank, itemsize=size, grad_itemsize=max(4, size))
-        for run in runs
-    }
+    predict = partial(
+        predict_traffic,
+        plan,
+        itemsize=size,
+        grad_itemsize=max(4, size),
+        matrices=plan.options.train.optimizer_kind.full_matrices,
+    )
+    predicted = {run.rank: predict(run.rank) for run in runs}
     astray = [run.rank for run in runs if not _same(predicted[run.rank], run, imbalance)]
     calls = {run.rank: run.calls for run in runs}
     found = mismatches(calls)

@@ -21,7 +21,6 @@ from fivefold.data.batches import samples
 from fivefold.launch.processes import Pool
 from fivefold.launch.worker import Worker
 from fivefold.model.blocks import compile_blocks
-from fivefold.optim import make_updater
 from fivefold.optim.optimizer import Updater
 from fivefold.parallel.compose import compose
 from fivefold.parallel.mesh import Mesh
@@ -29,7 +28,7 @@ from fivefold.parallel.stage import ActionObserver, Instruments
 from fivefold.planner.estimate import Estimate, MeasuredPasses, SimulatedStep, simulate_step
 from fivefold.rehearse.job import representatives
 from fivefold.rehearse.rank import DTYPES, RoundRobin, joined
-from fivefold.step import step
+from fivefold.step import step, updater_of
 
 _STEPS = 3  # the first finds its memory and makes its kernels; of the others medians are taken
 
@@ -81,9 +80,7 @@ class _MeasuredSteps:
             master=master,
             instruments=Instruments(actions=self.marks, routing=RoundRobin(plan, rank, imbalance)),
         )
-        self.updater = make_updater(
-            plan.options.train, self.job.owned, device, master=master, rank=rank
-        )
+        self.updater = updater_of(self.job, plan.options.train, master=master)
         if compiled:
             for chunk in self.job.chunks:
                 compile_blocks(chunk.model)

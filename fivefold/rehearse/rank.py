@@ -29,15 +29,22 @@ from fivefold.cost.collectives import max_nodes_per_token, units_of
 from fivefold.cost.grid import fullest_rank_load
 from fivefold.cost.matching import AFTER, IssuedCollective
 from fivefold.data.batches import samples
-from fivefold.optim import make_updater
 from fivefold.optim.optimizer import Updater
 from fivefold.parallel.compose import Job, StageChunk, compose, hidden_size
 from fivefold.parallel.context import token_index
 from fivefold.parallel.mesh import FAKE, CollectiveRecord, Mesh
 from fivefold.parallel.stage import ActionObserver, Instruments
 from fivefold.rehearse import trace as tracing
-from fivefold.rehearse.trace import CallLog, Meter, ReplayingChunk, Tracer, Traces, stand_in
-from fivefold.step import step
+from fivefold.rehearse.trace import (
+    CallLog,
+    Meter,
+    Recording,
+    ReplayingChunk,
+    Tracer,
+    Traces,
+    stand_in,
+)
+from fivefold.step import step, updater_of
 
 
 @contextmanager
@@ -54,15 +61,12 @@ def joined(rank: int, world: int) -> Iterator[None]:
 
 
 @contextmanager
-def without_values(device: torch.device) -> Iterator[None]:
-    """On the CPU, tensors have sizes and no memory; on a GPU they are what they are."""
-    if device.type == "cuda":
-        yield
-        return
+def without_values() -> Iterator[FakeTensorMode]:
+    """Tensors have sizes and no memory."""
     token_index.cache_clear()  # what is kept there is counted once in every run
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            yield
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            yield mode
     finally:
         token_index.cache_clear()  # and is of no use to those with values
 
@@ -154,13 +158,21 @@ def rehearse_rank(
 
     With `traces`, actions that were traced before are replayed; None: everything runs for real.
     """
-    device = torch.device("cpu")
-    with joined(rank, plan.layout.world), without_values(device):
-        run = _RehearsalRun(plan, rank, device, traces, imbalance)
+    with joined(rank, plan.layout.world), without_values() as mode:
+        run = _RehearsalRun(plan, rank, traces, imbalance)
         try:
-            return run.go()
+            pause = partial(run.meter.recording.note, tracing.PAUSE)
+            with run.mesh.lanes.inside(partial(_both, mode, run.meter), pause):
+                return run.go()
         finally:
             run.mesh.close_groups()
+
+
+@contextmanager
+def _both(mode: FakeTensorMode, meter: Meter) -> Iterator[None]:
+    """Sizes alone, and metered, for a lane in another thread as well."""
+    with mode, meter:
+        yield
 
 
 class _Actions(ActionObserver):
@@ -183,17 +195,18 @@ class _Actions(ActionObserver):
 class _RehearsalRun:
     """One rank: built, run for a step, and watched."""
 
-    def __init__(
-        self, plan: Plan, rank: int, device: torch.device, traces: Traces | None, imbalance: float
-    ) -> None:
+    def __init__(self, plan: Plan, rank: int, traces: Traces | None, imbalance: float) -> None:
         self.plan, self.rank, self.dtype = plan, rank, DTYPES[plan.precision]
         self.replayed = traces is not None
-        self.meter, self.log = Meter(_categories(plan, rank, self.dtype)), CallLog()
+        recording = Recording()
+        self.meter = Meter(_categories(plan, rank, self.dtype), recording)
+        self.log = CallLog(recording)
         self.actions = _Actions(self.meter, self.log)
+        device = torch.device("cpu")
         self.mesh = Mesh.of(
             plan, device, [self.log], lambda tensor: self.meter.resized(tensor, tracing.WEIGHTS)
         )
-        tracer = None if traces is None else Tracer(self.meter, self.log, traces)
+        tracer = None if traces is None else Tracer(self.meter, recording, traces)
         instruments = Instruments(
             actions=self.actions,
             routing=RoundRobin(plan, rank, imbalance),
@@ -220,13 +233,7 @@ class _RehearsalRun:
 
     def _updater(self) -> Updater:
         with self.meter.called(tracing.OPTIMIZER):
-            updater = make_updater(
-                self.plan.options.train,
-                self.job.owned,
-                self.mesh.device,
-                master=self.dtype.itemsize < 4,
-                rank=self.rank,
-            )
+            updater = updater_of(self.job, self.plan.options.train, master=self.dtype.itemsize < 4)
         masters = updater.states().get("master", [])
         self.meter.move((each.read() for each in masters if each is not None), tracing.MASTER)
         return updater

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -65,6 +66,29 @@ CATEGORIES = (WEIGHTS, GRADIENTS, MASTER, OPTIMIZER, ACTIVATIONS, LOGITS, BUFFER
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _BLOCK = 512  # bytes: what the allocator of a GPU rounds to
 Delta = tuple[str, int]
+PAUSE = None  # where a lane gives its turn to the other one
+Event = Delta | CollectiveRecord | None
+
+
+class Recording(threading.local):
+    """What an action does, in order, while it is traced: bytes with their address, collectives and
+    pauses. Each lane has its own: the actions of two lanes take turns."""
+
+    events: list[tuple[int | None, Event]] | None = None
+
+    def note(self, event: Event, address: int | None = None) -> None:
+        """Keep an event, if something is traced."""
+        if self.events is not None:
+            self.events.append((address, event))
+
+    @contextmanager
+    def tracing(self) -> Iterator[list[tuple[int | None, Event]]]:
+        """Keep what happens inside."""
+        self.events = events = []
+        try:
+            yield events
+        finally:
+            self.events = None
 
 
 class Meter(TorchDispatchMode):
@@ -76,16 +100,15 @@ class Meter(TorchDispatchMode):
     `category` is what new memory is for; None: `sort` says it for each tensor.
     """
 
-    def __init__(self, sort: Callable[[Any, Tensor], str]) -> None:
+    def __init__(self, sort: Callable[[Any, Tensor], str], recording: Recording) -> None:
         super().__init__()
-        self.sort = sort
+        self.sort, self.recording = sort, recording
         self.category: str | None = None
         self.live = dict.fromkeys(CATEGORIES, 0)
         self.total = 0
         self.peak, self.at_peak = 0, dict(self.live)
         self.high = 0  # peak since `start_level`
         self.known: dict[int, Delta] = {}
-        self.trace: list[tuple[int, Delta]] | None = None  # by address, while something is traced
 
     def __torch_dispatch__(
         self,
@@ -143,19 +166,14 @@ class Meter(TorchDispatchMode):
                 self.live[known[0]] -= known[1]
                 self.live[category] += known[1]
 
-    def replay(self, deltas: Iterable[Delta]) -> None:
-        """What a traced computation did to the memory, once more."""
-        for delta in deltas:
-            self._count(delta)
-
-    @contextmanager
-    def tracing(self) -> Iterator[list[tuple[int, Delta]]]:
-        """Keep what happens inside."""
-        self.trace = trace = []
-        try:
-            yield trace
-        finally:
-            self.trace = None
+    def count(self, delta: Delta) -> None:
+        """So many bytes more, or fewer."""
+        category, size = delta
+        self.live[category] += size
+        self.total += size
+        self.high = max(self.high, self.total)
+        if self.total > self.peak:
+            self.peak, self.at_peak = self.total, dict(self.live)
 
     @contextmanager
     def called(self, category: str) -> Iterator[None]:
@@ -171,38 +189,20 @@ class Meter(TorchDispatchMode):
         self._add(address, (category, -size))
 
     def _add(self, address: int, delta: Delta) -> None:
-        if self.trace is not None:
-            self.trace.append((address, delta))
-        self._count(delta)
-
-    def _count(self, delta: Delta) -> None:
-        category, size = delta
-        self.live[category] += size
-        self.total += size
-        self.high = max(self.high, self.total)
-        if self.total > self.peak:
-            self.peak, self.at_peak = self.total, dict(self.live)
+        self.recording.note(delta, address)
+        self.count(delta)
 
 
-@dataclass
-class Trace:
-    """What one action does: to the memory in order, and which collectives it issues."""
-
-    deltas: list[Delta] = field(default_factory=list)
-    calls: list[CollectiveRecord] = field(default_factory=list)
-
-
-Traces = dict[tuple[Hashable, str], Trace]
-"""By stage and kind of action; ranks that do the same share them."""
+Traces = dict[tuple[Hashable, str], list[Event]]
+"""What actions do, by stage and kind; ranks that do the same share them."""
 
 
 class CallLog:
     """The collectives that a rank has issued, with the action that it was in."""
 
-    def __init__(self) -> None:
+    def __init__(self, recording: Recording) -> None:
         self.calls: list[IssuedCollective] = []
-        self.where = BEFORE
-        self._traced: list[CollectiveRecord] | None = None
+        self.where, self.recording = BEFORE, recording
 
     def enter(self, action: str) -> None:
         """The collectives that follow belong to this action."""
@@ -213,20 +213,10 @@ class CallLog:
         self.calls.append(
             IssuedCollective(record.axis, record.kind, record.bytes, members, self.where)
         )
-        if self._traced is not None:
-            self._traced.append(record)
+        self.recording.note(record)
 
     def end(self, token: None) -> None:
         """Nothing: collectives of a rank alone take no time."""
-
-    @contextmanager
-    def tracing(self) -> Iterator[list[CollectiveRecord]]:
-        """The collectives that are issued inside."""
-        self._traced = traced = []
-        try:
-            yield traced
-        finally:
-            self._traced = None
 
 
 @dataclass(frozen=True)
@@ -234,7 +224,7 @@ class Tracer:
     """What a rehearsal watches, and what it has traced before."""
 
     meter: Meter
-    log: CallLog
+    recording: Recording
     traces: Traces
 
 
@@ -258,7 +248,7 @@ class ReplayingChunk:
     ) -> None:
         """`actions` are those of this stage, in order; `hidden` is the activations after it."""
         self.chunk, self.mesh, self.key, self.hidden = chunk, mesh, key, hidden
-        self.meter, self.log, self.traces = tracer.meter, tracer.log, tracer.traces
+        self.meter, self.recording, self.traces = tracer.meter, tracer.recording, tracer.traces
         self.inputs: dict[int, Tensor | None] = {}
         self.kept: dict[int, Tensor] = {}  # inputs that weight gradients need, with their own
         self.real, self.traced = _chosen(actions)
@@ -317,17 +307,19 @@ class ReplayingChunk:
         is memory of its receiver."""
         if microbatch not in self.traced:
             return call()
-        with self.meter.tracing() as seen, self.log.tracing() as calls:
+        with self.recording.tracing() as seen:
             result = call()
-        passed = given(result)
-        self.traces[self.key, kind] = Trace(_without(passed, seen), calls)
+        self.traces[self.key, kind] = _without(given(result), seen)
         return result
 
     def _replay(self, kind: str) -> None:
-        trace = self.traces[self.key, kind]
-        self.meter.replay(trace.deltas)
-        for record in trace.calls:
-            self.mesh.repeat(record)
+        for event in self.traces[self.key, kind]:
+            if event is PAUSE:
+                self.mesh.lanes.pause()
+            elif isinstance(event, CollectiveRecord):
+                self.mesh.repeat(event)
+            else:
+                self.meter.count(event)
 
 
 class _Stub(torch.autograd.Function):
@@ -343,11 +335,17 @@ class _Stub(torch.autograd.Function):
         return gradients[0].new_empty(ctx.size, dtype=ctx.dtype), None
 
 
-def _without(given: Tensor | None, seen: list[tuple[int, Delta]]) -> list[Delta]:
+def _without(given: Tensor | None, seen: list[tuple[int | None, Event]]) -> list[Event]:
     """What was seen but the making of one tensor. Its address may have been another's before."""
-    address = None if given is None else given.untyped_storage()._cdata
-    made = [at for at, (where, (_, size)) in enumerate(seen) if where == address and size > 0]
-    return [delta for at, (_, delta) in enumerate(seen) if at not in made[-1:]]
+    if given is None:
+        return [event for _, event in seen]
+    address = given.untyped_storage()._cdata
+    made = [at for at, (where, event) in enumerate(seen) if where == address and _makes(event)]
+    return [event for at, (_, event) in enumerate(seen) if at not in made[-1:]]
+
+
+def _makes(event: Event) -> bool:
+    return event is not PAUSE and not isinstance(event, CollectiveRecord) and event[1] > 0
 
 
 def _chosen(actions: list[Action]) -> tuple[set[int], set[int]]:

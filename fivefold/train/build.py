@@ -17,12 +17,11 @@ from fivefold.data.mixture import Source, open_source
 from fivefold.data.rows import TokenRows
 from fivefold.model.batch import TokenBatch
 from fivefold.model.blocks import compile_blocks
-from fivefold.optim import make_updater
 from fivefold.optim.optimizer import Updater
 from fivefold.parallel.compose import Job, compose
-from fivefold.parallel.matrix_gather import GatheredMatrices
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.stage import ActionObserver, Instruments
+from fivefold.step import updater_of
 from fivefold.train.callbacks.records import SpanCallback
 from fivefold.train.callbacks.watchdog import WatchdogCallback
 from fivefold.train.state import TrainSettings
@@ -78,14 +77,7 @@ def build_rank(
             compile_blocks(chunk.model)
     if settings.check:
         job.balancing.watch()
-    updater = make_updater(
-        recipe,
-        job.owned,
-        mesh.device,
-        master=settings.master,
-        rank=mesh.rank,
-        matrices=GatheredMatrices(job) if recipe.optimizer_kind.full_matrices else None,
-    )
+    updater = updater_of(job, recipe, master=settings.master)
     return BuiltRank(job, updater, source_of(plan, settings))
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fivefold.cli import main
 from fivefold.core.plan import Plan, PlanOptions, resolve
+from fivefold.core.recipe import Recipe
 from fivefold.core.schedule import Message, Schedule
 from fivefold.core.schedule.postings import postings
 from fivefold.cost.matching import IssuedCollective
@@ -38,6 +39,8 @@ LAYOUTS = [
     ("dp=2 ep=2", {"ep_nodes": 2}),
     ("pp=2", {"schedule": "interleaved", "chunks": 2}),
     ("pp=2", {"schedule": "dualpipe", "microbatches": 12}),  # in two directions
+    ("dp=2 pp=2 ep=2", {"schedule": "dualpipe", "microbatches": 12}),  # and in two lanes
+    ("dp=2", {"zero": 3, "train": Recipe(optimizer="muon")}),
 ]
 
 

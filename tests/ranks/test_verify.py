@@ -86,7 +86,7 @@ def test_every_zero_stage(pool: Pool, layout: str, zero: int) -> None:
     check(pool, plan_of(layout, zero=zero))
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "options",
     [
