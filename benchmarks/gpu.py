@@ -32,7 +32,7 @@ WARM_UP, MEASURED = 10, 20
 def build(model: str, batch: int, offload: bool = False):  # noqa: ANN201
     from fivefold.core.plan import PlanOptions, resolve
     from fivefold.core.recipe import Recipe
-    from fivefold.model.blocks import compile_blocks
+    from fivefold.model.regions import compiled
     from fivefold.optim import make_updater
     from fivefold.parallel.compose import compose
     from fivefold.parallel.mesh import Mesh
@@ -42,9 +42,7 @@ def build(model: str, batch: int, offload: bool = False):  # noqa: ANN201
     )
     plan = resolve(options)
     mesh = Mesh.of(plan, torch.device("cuda"))
-    job = compose(plan, mesh, seed=0, dtype=torch.bfloat16, offload=offload)
-    (chunk,) = job.chunks
-    compile_blocks(chunk.model)
+    job = compose(plan, mesh, seed=0, dtype=torch.bfloat16, offload=offload, fuse=compiled)
     recipe = Recipe(lr=3e-4, offload="cpu" if offload else "none")
     return plan, job, make_updater(recipe, job.owned, mesh.device)
 

@@ -87,7 +87,7 @@ def measured(worker: Worker, plan: Plan, rank: int) -> tuple[int, float, float, 
 
 def write(path: Path, name: str, only: str) -> None:
     """A line for each job, by one of the two functions above; `only` those of some models."""
-    import fivefold.rehearsal  # noqa: F401, before the ranks are forked
+    import fivefold.rehearse  # noqa: F401, before the ranks are forked
 
     function = {"rehearsed": rehearsed, "measured": measured}[name]
     with path.open("w", encoding="utf-8") as file:

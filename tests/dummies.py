@@ -100,7 +100,7 @@ CONTEXT_KIND = (
     ),
 )
 TRAINING_KEY = (
-    after("core/recipe.py", "    compile: bool = False\n", "    dummy: float = 1.0\n"),
+    after("core/recipe.py", '    compile: Compile = "auto"\n', "    dummy: float = 1.0\n"),
     Edit("train/loop.py", "(recipe.lr_at(number))", "(recipe.dummy * recipe.lr_at(number))"),
     Edit(
         "train/loop.py",

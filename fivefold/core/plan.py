@@ -22,11 +22,12 @@ from fivefold.core.layout import Layout, parse_zero
 from fivefold.core.machine import Machine
 from fivefold.core.precision import Precision
 from fivefold.core.recipe import Recipe
+from fivefold.core.recompute import StageRecompute
 from fivefold.core.schedule import Schedule
 from fivefold.core.schedule.choose import choose, looks_like_file
 from fivefold.core.schedule.family import AUTO, Family
 from fivefold.core.shape import Shape
-from fivefold.core.splits import ContextSplit, Recompute, context_split, padded_length
+from fivefold.core.splits import ContextSplit, context_split, padded_length
 
 Gather = Literal["step", "microbatch"]
 Keep = Literal["shard", "gathered"]
@@ -87,7 +88,7 @@ class Plan:
     layout: Layout
     batch: Batch
     packed: bool
-    recompute: Recompute
+    recompute: StageRecompute
     precision: Precision
     options: PlanOptions
     stage_layers: tuple[int, ...] | None = None
@@ -99,14 +100,16 @@ class Plan:
     def to_toml(self, folder: Path = Path(), *, whole: bool = False) -> str:
         """The plan as a file in `folder`, which every verb reads back as the same plan.
 
-        Of the training keys only those that differ from the defaults are written, or the `whole`
-        table.
+        Of the training keys only those that differ from the defaults are written, and `compile`, by
+        which the plan is estimated; or the `whole` table.
         """
         table = tables.table_of(_with_paths(self.options, _seen_from(folder)))
         if not whole:
             usual = tables.table_of(Recipe())
             pairs = table["train"].items()
-            table["train"] = {key: value for key, value in pairs if value != usual.get(key)}
+            table["train"] = {
+                key: value for key, value in pairs if key == "compile" or value != usual.get(key)
+            }
         return tables.to_toml(table)
 
     @cached_property
@@ -122,12 +125,10 @@ class Plan:
     @property
     def saves_input_shards(self) -> bool:
         """Whether inputs of tensor-parallel matmuls are saved as sequence shards and gathered again
-        in the backward.
-
-        Recomputation saves less anyway, or what the collectives returned.
+        in the backward, in modules whose forward does not run again.
         """
         layout, shard = self.layout, self.options.tp_keep == "shard"
-        return shard and layout.sp and layout.tp > 1 and self.recompute.kind == "none"
+        return shard and layout.sp and layout.tp > 1
 
     @property
     def split(self) -> ContextSplit:
@@ -249,7 +250,7 @@ def resolve(options: PlanOptions, *, small: bool = False) -> Plan:
         layout=layout,
         batch=batch,
         packed=options.packed,
-        recompute=Recompute.parse(options.recompute),
+        recompute=_recompute(options.recompute, layout.pp * layout.chunks),
         precision=options.precision,
         options=_filled_in(options, layout, batch, gather, nodes),
         stage_layers=given,
@@ -258,6 +259,16 @@ def resolve(options: PlanOptions, *, small: bool = False) -> Plan:
         ep_nodes=nodes,
         notes=tuple(notes),
     )
+
+
+def _recompute(text: str, stages: int) -> StageRecompute:
+    found = StageRecompute.parse(text)
+    if found.last_stage >= stages:
+        raise FivefoldError(
+            f"recompute {text!r}: there is no stage {found.last_stage}, the stages of this layout "
+            f"are 0 to {stages - 1}"
+        )
+    return found
 
 
 def _layout(options: PlanOptions, family: Family) -> Layout:

@@ -15,6 +15,7 @@ from fivefold.core.errors import FivefoldError
 
 OptimizerName = Literal["adamw", "muon", "sgd"]  # the keys of OPTIMIZERS
 Curve = Literal["cosine", "wsd", "linear", "constant"]
+Compile = Literal["auto", True, False]
 States = Literal["fp32", "bf16"]
 DISK = "nvme:"
 _WARM_UP = 10  # default warmup: one tenth of the steps
@@ -59,7 +60,8 @@ class Recipe:
 
     `warmup` and `save_every` count steps; None means a tenth of the steps, and one checkpoint at
     the end. `data` is stdlib, synthetic, or folders of token shards with weights. `offload` is
-    none, cpu or nvme:FOLDER. `log` joins tensorboard, wandb and memory with `+`.
+    none, cpu or nvme:FOLDER. `log` joins tensorboard, wandb and memory with `+`. `compile` is true,
+    false, or auto: on GPUs.
     """
 
     steps: int = 20
@@ -79,7 +81,7 @@ class Recipe:
     skip_limit: int = 10
     log: str = ""
     events: bool = False
-    compile: bool = False
+    compile: Compile = "auto"
 
     def __post_init__(self) -> None:
         """Refuse every impossible value in one error."""
@@ -107,6 +109,15 @@ class Recipe:
     def optimizer_kind(self) -> OptimizerKind:
         """What is known about its optimizer."""
         return OPTIMIZERS[self.optimizer]
+
+    def compiles(self, device: str) -> bool:
+        """Whether kernels are compiled on this type of device."""
+        return device == "cuda" if self.compile == "auto" else self.compile
+
+    @property
+    def kernels(self) -> str:
+        """The planner's name for how the kernels of a GPU are made."""
+        return "compiled" if self.compiles("cuda") else "eager"
 
     @property
     def disk(self) -> str | None:

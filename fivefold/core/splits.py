@@ -1,11 +1,10 @@
-"""What each rank has of a step: context tokens, layers of a stage, saved activations.
+"""What each rank has of a step: context tokens, layers of a stage.
 
 Context: a row of T tokens is cut over `outer` positions of a ring, and the tokens of each position
 over `inner` ranks that exchange tokens for heads (Ulysses). `CONTEXT_KINDS` is the one table of
 what each kind of context parallelism does.
 
-Stages: layers are cut so that the slowest stage has the least work. Recomputation: which
-activations the backward computes again.
+Stages: layers are cut so that the slowest stage has the least work.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise, starmap
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from fivefold.core import count
 from fivefold.core.errors import FivefoldError, counted
@@ -356,25 +355,3 @@ def _nearest(cost: list[int], num_stages: int, limit: int) -> list[int]:
     for before in range(num_stages - 1, -1, -1):
         near.append(max(before, bisect_left(cost, cost[near[-1]] - limit)))
     return near[::-1]
-
-
-@dataclass(frozen=True)
-class Recompute:
-    """Which activations the backward computes again: `selective` the cheap ones, `full` all but the
-    input of every `blocks`-th block."""
-
-    kind: Literal["none", "selective", "full"] = "none"
-    blocks: int = 1
-
-    @classmethod
-    def parse(cls, text: str) -> Recompute:
-        found = re.fullmatch(r"(none|selective|full)(?::([1-9][0-9]{0,4}))?", text)
-        if not found or (found[2] and found[1] != "full"):
-            raise FivefoldError(
-                f"recompute {text!r}: choose none, selective, full, or full:K for segments of K "
-                "blocks"
-            )
-        return cls(cast(Any, found[1]), int(found[2] or 1))
-
-    def __str__(self) -> str:
-        return self.kind if self.blocks == 1 else f"{self.kind}:{self.blocks}"

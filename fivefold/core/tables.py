@@ -141,8 +141,11 @@ def from_text(hint: Any, text: str) -> Any:
         if not re.fullmatch(r"-?[0-9][0-9_]{0,30}", text):
             raise ValueError("expected a whole number")
         return int(text)
-    if typing.get_origin(hint) is typing.Literal and text not in typing.get_args(hint):
-        raise ValueError(did_you_mean(text, [str(one) for one in typing.get_args(hint)]))
+    if typing.get_origin(hint) is typing.Literal:
+        known = {_literal(one).strip('"'): one for one in typing.get_args(hint)}
+        if text not in known:
+            raise ValueError(did_you_mean(text, list(known)))
+        return known[text]
     return float(text) if hint is float else text
 
 

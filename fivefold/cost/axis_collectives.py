@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from fivefold.core.plan import Plan
+from fivefold.core.recompute import Module, Recompute
 from fivefold.core.schedule import needed, sent, twins
 from fivefold.core.shape import Shape
 from fivefold.core.units import OwnedRange, Unit
@@ -94,11 +95,13 @@ def repeated(issued: Counter[Collective], times: int) -> Counter[Collective]:
 
 
 class RankChunk(NamedTuple):
-    """A stage on one rank: its layers, its flat units, and how many microbatches it runs."""
+    """A stage on one rank: its layers, its flat units, how many microbatches it runs, and what its
+    backward computes again."""
 
     layers: range
     num_microbatches: int
     units: tuple[Unit, ...]
+    recompute: Recompute = Recompute()
 
 
 def tensor_collectives(plan: Plan, chunk: RankChunk, itemsize: int) -> Counter[Collective]:
@@ -107,11 +110,11 @@ def tensor_collectives(plan: Plan, chunk: RankChunk, itemsize: int) -> Counter[C
     With sequence parallelism: all-gathers of A/tp before attention and MLP (2L) and before the
     head, reduce-scatters of A after attention and MLP (2L) and after the embedding; backward has
     the mirror of each. Without it: all-reduces of A after attention, MLP and embedding in forward,
-    and for attention, MLP and head in backward. Full recomputation repeats the forward of the
-    blocks up to the last activation that backward needs, so not the last reduction of each segment.
-    Selective recomputation saves the results of collectives. Without recomputation the inputs of
-    matmuls are saved as shards, and their all-gathers are repeated in backward. The loss, on the
-    stage of the head, is never recomputed: an all-reduce of N maxima and one of 2N sums, both wide.
+    and for attention, MLP and head in backward. Recomputation repeats the forward of the blocks, or
+    of some modules, up to the last activation that backward needs, so not the last reduction of a
+    segment or module. Elsewhere the inputs of matmuls are saved as shards, and their all-gathers
+    are repeated in backward. The loss, on the stage of the head, is never recomputed: an all-reduce
+    of N maxima and one of 2N sums, both wide.
     """
     layout, shape, batch = plan.layout, plan.shape, plan.batch
     if layout.tp == 1:
@@ -120,15 +123,17 @@ def tensor_collectives(plan: Plan, chunk: RankChunk, itemsize: int) -> Counter[C
     activations = tokens * shape.width * itemsize
     losses = 1 + shape.mtp if chunk.layers.stop == shape.layers else 0
     lookups = (chunk.layers.start == 0) + max(0, losses - 1)
-    segments = segments_of(plan, chunk)
-    blocks = sum(_tp_blocks(shape, layer) for segment in segments for layer in segment)
-    gathers = sums = 2 * blocks + lookups + losses
-    if plan.recompute.kind == "full":
-        # The output of experts is needed after the last reduction of their layer.
-        unreached = sum(not shape.is_moe_layer(segment[-1]) for segment in segments)
-        gathers, sums = gathers + blocks, sums + blocks - unreached
-    if plan.saves_input_shards:
-        gathers += blocks
+    blocks = [
+        each
+        for segment in segments_of(plan, chunk)
+        for layer in segment
+        for each in _tp_blocks(shape, layer, layer == segment[-1])
+    ]
+    repeated_blocks = [each for each in blocks if chunk.recompute.repeats(each.module)]
+    gathers = sums = 2 * len(blocks) + lookups + losses
+    gathers += len(blocks) if plan.saves_input_shards else len(repeated_blocks)
+    alone = not chunk.recompute.full
+    sums += sum(not (each.last or (alone and each.module != "experts")) for each in repeated_blocks)
     issued: Counter[Collective] = Counter()
     if layout.sp:
         issued[Collective("tp", "all_gather", activations // layout.tp, layout.tp)] += gathers
@@ -142,16 +147,26 @@ def tensor_collectives(plan: Plan, chunk: RankChunk, itemsize: int) -> Counter[C
 
 def segments_of(plan: Plan, chunk: RankChunk) -> list[list[int]]:
     """The layers of a chunk, grouped by what is recomputed together; MTP layers are separate."""
-    size, layers = plan.recompute.blocks, list(chunk.layers)
+    size, layers = max(1, chunk.recompute.blocks), list(chunk.layers)
     ahead = plan.shape.mtp if chunk.layers.stop == plan.shape.layers else 0
     main = [layers[start : start + size] for start in range(0, len(layers), size)]
     return main + [[plan.shape.layers]] * ahead
 
 
-def _tp_blocks(shape: Shape, layer: int) -> int:
-    """Tensor-parallel blocks of a layer: attention, and the MLP or the shared experts."""
-    routed = shape.moe is not None and shape.is_moe_layer(layer)
-    return 2 if not routed or (shape.moe is not None and shape.moe.shared) else 1
+class _TensorBlock(NamedTuple):
+    """Column-split and row-split matmuls between two collectives."""
+
+    module: Module
+    last: bool  # of a segment, so that no backward needs its sum
+
+
+def _tp_blocks(shape: Shape, layer: int, ends_segment: bool) -> Iterator[_TensorBlock]:
+    """Attention, and the MLP or the shared experts; the results of experts come after these."""
+    yield _TensorBlock("attention", False)
+    if shape.moe is None or not shape.is_moe_layer(layer):
+        yield _TensorBlock("mlp", ends_segment)
+    elif shape.moe.shared:
+        yield _TensorBlock("experts", False)
 
 
 def context_collectives(plan: Plan, chunk: RankChunk, itemsize: int) -> Counter[Collective]:
@@ -161,14 +176,14 @@ def context_collectives(plan: Plan, chunk: RankChunk, itemsize: int) -> Counter[
     mirror of each in backward. KV heads are repeated up to a multiple of the ranks. Over `ring`:
     keys and values in one message, n − 1 hops in forward and again in backward, and their wide
     gradients, n hops; or one all-gather in forward, one in backward, and one reduce-scatter of the
-    gradients. Full recomputation repeats the forward; selective recomputation saves its results.
+    gradients. Recomputation of attention repeats the forward.
     """
     shape, split = plan.shape, plan.split
     layers = sum(map(len, segments_of(plan, chunk)))
     heads, kv_heads = shape.heads // plan.layout.tp, max(1, shape.kv_heads // plan.layout.tp)
     kv_heads = math.lcm(kv_heads, split.inner)
     tokens = plan.batch.microbatch_size * plan.local_seq
-    forwards = 2 if plan.recompute.kind == "full" else 1
+    forwards = 2 if chunk.recompute.repeats("attention") else 1
     issued: Counter[Collective] = Counter()
     for num_heads in (heads, kv_heads) if split.inner > 1 else ():
         size = tokens * num_heads * shape.head_dim * itemsize

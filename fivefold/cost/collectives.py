@@ -52,14 +52,15 @@ def expert_collectives(plan: Plan, chunk: RankChunk, itemsize: int) -> Counter[C
     Over etp, with sequence parallelism: all-gathers of tokens, weights and choices before the
     experts and a reduce-scatter after them, and in backward the mirror of all but the choices;
     without it, an all-reduce after them and, in backward, of tokens and weights. Over ep see
-    `_all_to_alls`. Full recomputation repeats the forward, but not the last reduction of a segment.
+    `_all_to_alls`. Recomputation repeats the forward, but not the last reduction of a segment, or
+    of the experts alone.
     """
     shape, layout, moe = plan.shape, plan.layout, plan.shape.moe
     if moe is None:
         return Counter()
     segments = segments_of(plan, chunk)
     layers = sum(shape.is_moe_layer(layer) for segment in segments for layer in segment)
-    again = plan.recompute.kind == "full"
+    again = chunk.recompute.repeats("experts")
     unreached = sum(shape.is_moe_layer(each[-1]) for each in segments)
     here = _tokens(plan)
     tokens = here * (layout.etp if layout.sp else 1)
@@ -147,8 +148,8 @@ def balance_collectives(plan: Plan, chunk: RankChunk, itemsize: int) -> Counter[
     """The `row` axis (ranks that share sequences), for each layer with experts and microbatch.
 
     For losses over sequences or microbatches, one all-reduce of the slots of every sequence and
-    expert. For a capacity, two all-gathers: of the choices and of their wide scores. Full
-    recomputation repeats both.
+    expert. For a capacity, two all-gathers: of the choices and of their wide scores. Recomputation
+    repeats both.
     """
     shape, layout, moe = plan.shape, plan.layout, plan.shape.moe
     ranks = layout.cp * (layout.tp if layout.sp else 1)
@@ -156,7 +157,7 @@ def balance_collectives(plan: Plan, chunk: RankChunk, itemsize: int) -> Counter[
         return Counter()
     layers = [layer for segment in segments_of(plan, chunk) for layer in segment]
     count = sum(map(shape.is_moe_layer, layers)) * chunk.num_microbatches
-    count *= 2 if plan.recompute.kind == "full" else 1
+    count *= 2 if chunk.recompute.repeats("experts") else 1
     issued: Counter[Collective] = Counter()
     loads = plan.batch.microbatch_size * moe.experts * COUNT
     issued[Collective("row", "all_reduce", loads, ranks)] += any(
@@ -306,7 +307,12 @@ def chunks_of(
     place = plan.layout.coord(rank).pp
     forwards = Counter(a.stage for a in plan.schedule.actions(place) if a.kind == FORWARD)
     return tuple(
-        RankChunk(plan.stages[stage], forwards[stage], units_of(plan, stage, itemsize, bucket))
+        RankChunk(
+            plan.stages[stage],
+            forwards[stage],
+            units_of(plan, stage, itemsize, bucket),
+            plan.recompute.of(stage),
+        )
         for stage in plan.schedule.placement.stages_of(place)
     )
 

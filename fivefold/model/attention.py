@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fivefold.core.shape import Mla, Shape
 from fivefold.model.batch import AttentionInfo, Context, TokenBatch
 from fivefold.model.flash import is_fake
-from fivefold.model.layers import Linear, Norm, WeightFactory, rotate, yarn_mscale
+from fivefold.model.layers import ROTATE, Linear, Norm, WeightFactory, yarn_mscale
 
 Kernel = Callable[[Tensor, Tensor, Tensor, AttentionInfo], Tensor]
 
@@ -48,6 +48,7 @@ class Attention(nn.Module):
         self.q_norm = Norm(widths[0], False, shape, factory) if normed else None
         self.k_norm = Norm(widths[1], False, shape, factory) if normed else None
         self.out = Linear(shape.width, queries, shape.out_bias, factory)
+        self.rotate = ROTATE.by(factory.fuse)
         self.kernel: Kernel = causal_attention  # seam: context parallelism
 
     def forward(self, x_BSD: Tensor, context: Context) -> Tensor:
@@ -66,7 +67,7 @@ class Attention(nn.Module):
             heads_BSHd = norm(heads_BSHd)
         if context.rotary is None:
             return heads_BSHd
-        return rotate(heads_BSHd, context.rotary, self.interleaved)
+        return self.rotate(heads_BSHd, *context.rotary, self.interleaved)
 
 
 def causal_attention(q_BHSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, info: AttentionInfo) -> Tensor:
@@ -139,6 +140,7 @@ class LatentAttention(nn.Module):
         self.kv_latent_norm = _latent_norm(mla.kv_rank, shape, factory)
         self.kv_up = Linear(shape.heads * mla.nope_dim + values, mla.kv_rank, False, factory)
         self.out = Linear(shape.width, values, shape.out_bias, factory)
+        self.rotate = ROTATE.by(factory.fuse)
         self.kernel: Kernel = causal_attention  # seam: context parallelism
 
     def forward(self, x_BSD: Tensor, context: Context) -> Tensor:
@@ -170,7 +172,9 @@ class LatentAttention(nn.Module):
         return torch.cat([unrotated, rotated], dim=-1), v_BSHv
 
     def _rotate(self, heads: Tensor, context: Context) -> Tensor:
-        return heads if context.rotary is None else rotate(heads, context.rotary, self.interleaved)
+        if context.rotary is None:
+            return heads
+        return self.rotate(heads, *context.rotary, self.interleaved)
 
 
 def _latent_norm(width: int, shape: Shape, factory: WeightFactory) -> Norm:

@@ -5,7 +5,7 @@ Legend: B rows, S tokens of a row, R half of a head's width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -66,8 +66,6 @@ class AttentionInfo:
     mask: Tensor | None  # (B, 1, S, S), True where a query sees a key; None: all earlier keys
     dropout: float = 0.0
     row: TokenBatch | None = None  # the full rows, where the tokens are a shard of them
-    # By kernel: output and log-sum-exp that a kernel saves for the recomputation in backward.
-    saved: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

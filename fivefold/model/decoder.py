@@ -4,10 +4,10 @@ A decoder may be one pipeline stage, with some of the blocks. Parameter names ar
 `core/weights.py`: a stage with blocks 4 to 7 has `blocks.4.attention.q.weight`. A new decoder has
 no values; `model/init.py` fills it.
 
-Seams are attributes that `fivefold/parallel` and `model/blocks.py` replace by callables of the same
+Seams are attributes that `fivefold/parallel` and `model/recompute.py` replace by others of the same
 signature, so that this package knows nothing of parallelism: `Linear.matmul`, `Norm.normalise`,
 `Attention.kernel`, `Embedding.lookup`, `Embedding.add_positions`, `Head.matmul`,
-`Head.cross_entropy`, `Block.run`, `Decoder.mask`, `Decoder.run_blocks`, and in `model/moe.py`
+`Head.cross_entropy`, `Block.repeats`, `Decoder.mask`, `Decoder.run_blocks`, and in `model/moe.py`
 `Router.matmul`, `ExpertStack.matmul`, `MoeMlp.balance` and `MoeMlp.dispatch`.
 
 Legend: B rows, S tokens, N = B·S, D model width, V vocabulary, P learned positions.
@@ -16,11 +16,14 @@ Legend: B rows, S tokens, N = B·S, D model width, V vocabulary, P learned posit
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from fivefold.core.recompute import Module
 from fivefold.core.shape import Shape
 from fivefold.core.weights import weights
 from fivefold.model.attention import Attention, LatentAttention, visible_keys_mask
@@ -35,12 +38,13 @@ from fivefold.model.layers import (
     rotary_tables,
 )
 from fivefold.model.moe import MoeMlp
+from fivefold.model.regions import Fuse, Region, eager
+from fivefold.model.remake import saving
 
 Lookup = Callable[[Tensor, Tensor], Tensor]
 AddPositions = Callable[[Tensor, Tensor, Tensor], Tensor]
 CrossEntropy = Callable[[Tensor, Tensor], Tensor]
 MakeMask = Callable[[TokenBatch, int | None], Tensor | None]
-RunBlock = Callable[["Block", Tensor, Context], Tensor]
 RunBlocks = Callable[[Iterable[nn.Module], Tensor, Context], Tensor]
 
 # DeepSeek-V3 (arXiv:2412.19437, section 4.2) weighs the mean loss of all depths of multi-token
@@ -64,6 +68,9 @@ def summed_cross_entropy(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
     return F.cross_entropy(logits_NV.to(wide), labels_N, reduction="sum", ignore_index=NOT_COUNTED)
 
 
+LOSS = Region(summed_cross_entropy)
+
+
 class Embedding(nn.Module):
     """Tokens to vectors, plus learned positions where the model has them."""
 
@@ -84,11 +91,11 @@ class Embedding(nn.Module):
 class Head(nn.Module):
     """Vectors and labels to the summed loss. A tied head has the weight of the embedding."""
 
-    def __init__(self, weight_VD: nn.Parameter) -> None:
+    def __init__(self, weight_VD: nn.Parameter, fuse: Fuse = eager) -> None:
         super().__init__()
         self.weight = weight_VD
         self.matmul: Matmul = linear  # seam: split backward
-        self.cross_entropy: CrossEntropy = summed_cross_entropy  # seam: sharded vocabulary
+        self.cross_entropy: CrossEntropy = LOSS.by(fuse)  # seam: sharded vocabulary
 
     def forward(self, x_BSD: Tensor, labels_BS: Tensor) -> Tensor:
         logits_NV = self.matmul(x_BSD.flatten(0, 1), self.weight, None)
@@ -132,17 +139,28 @@ class Block(nn.Module):
         self.mlp = (
             MoeMlp(shape, moe, factory) if moe else Mlp(shape, shape.ffn, shape.mlp_bias, factory)
         )
-        self.run: RunBlock = run_block  # seam: compiled, selective recomputation
+        self.mlp_kind: Module = "experts" if moe else "mlp"
+        self.repeats: frozenset[Module] = frozenset()  # seam: recomputation
 
     def forward(self, x_BSD: Tensor, context: Context) -> Tensor:
-        return self.run(self, x_BSD, context)
+        rate, attend = context.dropout, partial(self.attention, context=context)
+        attended_BSD = self._run("attention", attend, self.attention_norm(x_BSD), rate)
+        x_BSD = x_BSD + _dropout(attended_BSD, rate)
+        y_BSD = self._run(self.mlp_kind, self.mlp, self.mlp_norm(x_BSD), rate)
+        return x_BSD + _dropout(y_BSD, rate)
 
+    def _run(
+        self, name: Module, run: Callable[[Tensor], Tensor], x_BSD: Tensor, dropout: float
+    ) -> Tensor:
+        """A module, whose forward may run again in backward."""
+        if name not in self.repeats:
+            return run(x_BSD)
 
-def run_block(block: Block, x_BSD: Tensor, context: Context) -> Tensor:
-    """The forward of one block."""
-    attended_BSD = block.attention(block.attention_norm(x_BSD), context)
-    x_BSD = x_BSD + _dropout(attended_BSD, context.dropout)
-    return x_BSD + _dropout(block.mlp(block.mlp_norm(x_BSD)), context.dropout)
+        def plain(x: Tensor) -> Tensor:  # inside, GEMMs save their input as any other
+            return run(x.view_as(x))
+
+        with saving(x_BSD):
+            return checkpoint(plain, x_BSD, use_reentrant=False, preserve_rng_state=dropout > 0)
 
 
 def run_blocks(blocks: Iterable[nn.Module], x_BSD: Tensor, context: Context) -> Tensor:
@@ -167,7 +185,7 @@ class Decoder(nn.Module):
         self.embed = Embedding(*self._embedding_weights(factory)) if first else None
         self.blocks = nn.ModuleDict({str(i): Block(shape, i, factory) for i in layers})
         self.norm = Norm(shape.width, shape.norm_bias, shape, factory) if last else None
-        self.head = Head(self._head_weight(factory)) if last else None
+        self.head = Head(self._head_weight(factory), factory.fuse) if last else None
         self.mtp = nn.ModuleDict(self._mtp_layers(factory) if last else {})
         self.mask: MakeMask = visible_keys_mask  # seam: context parallelism makes its own masks
         self.run_blocks: RunBlocks = run_blocks  # seam: full recomputation
@@ -250,15 +268,16 @@ def from_config(
     device: torch.device | str = "cpu",
     layers: range | None = None,
     dropout: float = 0.0,
+    fuse: Fuse = eager,
 ) -> Decoder:
-    """A decoder without values, or the stage with these blocks.
+    """A decoder without values, or the stage with these blocks; `fuse` makes its kernels.
 
     The stage of the first block has the embedding, that of the last one the head.
     """
     weights(shape)  # refuses a shape that cannot be built
     layers = range(shape.layers) if layers is None else layers
     assert layers.step == 1 and 0 <= layers.start <= layers.stop <= shape.layers, layers
-    return Decoder(shape, WeightFactory(dtype, torch.device(device)), layers, dropout)
+    return Decoder(shape, WeightFactory(dtype, torch.device(device), fuse), layers, dropout)
 
 
 def _dropout(x: Tensor, rate: float) -> Tensor:

@@ -1,7 +1,8 @@
 """The basic layers: linear, norm, MLP, rotary positions.
 
 `Linear.matmul` and `Norm.normalise` are seams: attributes with the arithmetic of a layer, which
-`fivefold/parallel` replaces by functions of the same signature. Weights and their names stay.
+`fivefold/parallel` replaces by functions of the same signature. Weights and their names stay. What
+is neither a GEMM nor attention is a region (`model/regions.py`).
 
 Legend: B rows, S tokens, H heads, R half of a head's width, D model width.
 """
@@ -11,12 +12,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.core.shape import Activation, Rope, Shape
+from fivefold.model.regions import Fuse, Region, eager
+from fivefold.model.remake import remade, saving
 
 Matmul = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 Normalise = Callable[[Tensor, Tensor, Tensor | None, float], Tensor]
@@ -24,10 +28,11 @@ Normalise = Callable[[Tensor, Tensor, Tensor | None, float], Tensor]
 
 @dataclass(frozen=True)
 class WeightFactory:
-    """Makes weights of one dtype on one device."""
+    """Makes weights of one dtype on one device, and kernels."""
 
     dtype: torch.dtype
     device: torch.device
+    fuse: Fuse = eager
 
     def empty(self, *sizes: int) -> nn.Parameter:
         """An uninitialised weight."""
@@ -50,6 +55,9 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
     return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 
+NORMS = {"rms": Region(rms_norm), "layer": Region(layer_norm)}
+
+
 class Linear(nn.Module):
     """A matmul with a weight of (outputs, inputs), and a bias."""
 
@@ -60,7 +68,8 @@ class Linear(nn.Module):
         self.matmul: Matmul = linear  # seam: tensor parallelism, split backward
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.matmul(x, self.weight, self.bias)
+        with saving(x):
+            return self.matmul(x, self.weight, self.bias)
 
 
 class Norm(nn.Module):
@@ -76,11 +85,15 @@ class Norm(nn.Module):
         self.weight = factory.empty(width)
         self.bias = factory.empty(width) if bias else None
         self.eps = shape.norm_eps if eps is None else eps
-        # Seam: the split backward replaces it, and a rehearsal takes the fused kernel.
-        self.normalise: Normalise = rms_norm if shape.norm == "rms" else layer_norm
+        self.kind, self.remakes = shape.norm, False  # seam: recomputation
+        self.normalise: Normalise = NORMS[shape.norm].by(factory.fuse)  # seam: split backward
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.normalise(x, self.weight, self.bias, self.eps)
+        normed = self.normalise(x, self.weight, self.bias, self.eps)
+        if not self.remakes:
+            return normed
+        same = (x.detach(), self.weight, self.bias, self.eps)
+        return remade(normed, partial(self.normalise, *same))
 
 
 class Mlp(nn.Module):
@@ -92,12 +105,11 @@ class Mlp(nn.Module):
         self.gate = Linear(ffn, width, bias, factory) if shape.gated else None
         self.up = Linear(ffn, width, bias, factory)
         self.down = Linear(width, ffn, bias, factory)
-        self.activate = ACTIVATIONS[shape.activation]
+        self.activate = Activate(shape, factory.fuse)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        if self.gate is None:
-            return self.down(self.activate(self.up(x_BSD)))
-        return self.down(self.activate(self.gate(x_BSD)) * self.up(x_BSD))
+        gate = None if self.gate is None else self.gate(x_BSD)
+        return self.down(self.activate(gate, self.up(x_BSD)))
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
@@ -111,6 +123,35 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": _gelu_tanh,
     "relu": F.relu,
 }
+
+
+@cache
+def _activation(name: Activation, gated: bool, varies: bool) -> Region:
+    activate = ACTIVATIONS[name]
+
+    def activated(up: Tensor) -> Tensor:
+        return activate(up)
+
+    def times_up(gate: Tensor, up: Tensor) -> Tensor:
+        return activate(gate) * up
+
+    return Region(times_up if gated else activated, varies=varies)
+
+
+class Activate:
+    """The activation of an MLP, times the up projection if there is a gate. `varies`: of experts,
+    whose tokens are as many as the router sends."""
+
+    def __init__(self, shape: Shape, fuse: Fuse, varies: bool = False) -> None:
+        self.remakes = False  # seam: recomputation
+        self.run = _activation(shape.activation, shape.gated, varies).by(fuse)
+
+    def __call__(self, gate: Tensor | None, up: Tensor) -> Tensor:
+        inputs = (up,) if gate is None else (gate, up)
+        activated = self.run(*inputs)
+        if not self.remakes:
+            return activated
+        return remade(activated, partial(self.run, *(each.detach() for each in inputs)))
 
 
 def rotary_tables(shape: Shape, positions_BS: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -182,16 +223,18 @@ def yarn_mscale(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-def rotate(x_BSHd: Tensor, rotary: tuple[Tensor, Tensor], interleaved: bool = False) -> Tensor:
+def rotate(x_BSHd: Tensor, cos_BS1R: Tensor, sin_BS1R: Tensor, interleaved: bool = False) -> Tensor:
     """Rotate each pair of a head by its token's angle, in the precision of the tables.
 
     Pairs are (i, i + R), or (2i, 2i + 1) where they are interleaved. Interleaved pairs come out as
     (i, i + R): the dot product of a query and a key does not depend on that order.
     """
-    cos_BS1R, sin_BS1R = rotary
     if interleaved:
         first, second = x_BSHd.unflatten(-1, (-1, 2)).unbind(-1)
     else:
         first, second = x_BSHd.chunk(2, dim=-1)
     rotated = (first * cos_BS1R - second * sin_BS1R, second * cos_BS1R + first * sin_BS1R)
     return torch.cat(rotated, dim=-1).to(x_BSHd.dtype)
+
+
+ROTATE = Region(rotate, linear=True)

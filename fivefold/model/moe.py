@@ -23,7 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.core.shape import Moe, Shape
-from fivefold.model.layers import ACTIVATIONS, Linear, Matmul, Mlp, WeightFactory
+from fivefold.model.layers import Activate, Linear, Matmul, Mlp, WeightFactory
+from fivefold.model.regions import Region
+from fivefold.model.remake import saving
 
 ALIGNMENT = 16  # bytes: grouped_mm needs rows of a multiple of this
 _NEVER_ZERO = 1e-20  # added to a sum of weights, as DeepSeek-V3 does
@@ -64,8 +66,37 @@ Dispatch = Callable[[Tensor, Routing, "Experts", "OverlappedTask"], Tensor]
 
 def float32_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x · weightᵀ in float32 or wider, since a rounded score can choose another expert."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return F.linear(x.to(wide), weight.to(wide), bias)
+    assert bias is None, "routers have none"
+    return _WideLinear.apply(x, weight)
+
+
+class _WideLinear(torch.autograd.Function):
+    """Saves its inputs as they are, and not the wide ones."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return F.linear(x.to(wide), weight.to(wide))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        (x, weight), (grad,) = ctx.saved_tensors, gradients
+        back = grad @ weight.to(grad.dtype)
+        return back.to(x.dtype), (grad.mT @ x.to(grad.dtype)).to(weight.dtype)
+
+
+def expert_weights(
+    scores_NE: Tensor, experts_NK: Tensor, renormalise: bool, scaling: float
+) -> Tensor:
+    """The weights of a token's experts, from their scores."""
+    weights_NK = scores_NE.gather(1, experts_NK)
+    if renormalise:
+        weights_NK = weights_NK / (weights_NK.sum(1, keepdim=True) + _NEVER_ZERO)
+    return weights_NK * scaling
+
+
+WEIGH = Region(expert_weights)
 
 
 class Router(nn.Module):
@@ -77,17 +108,16 @@ class Router(nn.Module):
         self.weight = factory.empty(moe.experts, shape.width)
         bias = torch.zeros(moe.experts, dtype=torch.float32, device=factory.device)
         self.register_buffer("bias", bias if moe.bias else None)
+        self.choose, self.weigh = factory.fuse(choose_experts), WEIGH.by(factory.fuse)
         self.matmul: Matmul = float32_linear  # seam: split backward
 
     def forward(self, x_ND: Tensor) -> Routing:
         moe = self.moe
         logits_NE = self.matmul(x_ND, self.weight, None)
         scores_NE = logits_NE.softmax(-1) if moe.score == "softmax" else logits_NE.sigmoid()
-        experts_NK = choose_experts(scores_NE.detach(), self.bias, moe)
-        weights_NK = scores_NE.gather(1, experts_NK)
-        if moe.renormalise:
-            weights_NK = weights_NK / (weights_NK.sum(1, keepdim=True) + _NEVER_ZERO)
-        return Routing(experts_NK, weights_NK * moe.scaling, scores_NE, logits_NE)
+        experts_NK = self.choose(scores_NE.detach(), self.bias, moe)
+        weights_NK = self.weigh(scores_NE, experts_NK, moe.renormalise, moe.scaling)
+        return Routing(experts_NK, weights_NK, scores_NE, logits_NE)
 
 
 def choose_experts(scores_NE: Tensor, bias_E: Tensor | None, moe: Moe) -> Tensor:
@@ -151,7 +181,16 @@ class ExpertStack(nn.Module):
         self.matmul: GroupedMatmul = grouped_matmul  # seam: split backward, overlapped dispatch
 
     def forward(self, x_MI: Tensor, ends_E: Tensor) -> Tensor:
-        return self.matmul(x_MI, self.weight, ends_E)
+        with saving(x_MI):
+            return self.matmul(x_MI, self.weight, ends_E)
+
+
+def weighed_sum(y_NKD: Tensor, weights_NK: Tensor) -> Tensor:
+    """The results of a token's experts, each times its weight, in the order of its choices."""
+    return (y_NKD * weights_NK[:, :, None]).sum(1).to(y_NKD.dtype)
+
+
+COMBINE = Region(weighed_sum, varies=True)  # over nodes, tokens are as many as come
 
 
 class Experts(nn.Module):
@@ -164,16 +203,16 @@ class Experts(nn.Module):
         self.gate = ExpertStack(count, ffn, width, factory) if shape.gated else None
         self.up = ExpertStack(count, ffn, width, factory)
         self.down = ExpertStack(count, width, ffn, factory)
-        self.activate = ACTIVATIONS[shape.activation]
+        self.activate = Activate(shape, factory.fuse, varies=True)
         self.weigh_inputs = moe.weigh_inputs
+        self.combine = COMBINE.by(factory.fuse)
 
     def forward(self, x_MD: Tensor, counts_E: Tensor) -> Tensor:
         """The outputs of rows that are sorted by expert, with so many rows for each expert."""
         ends_E = counts_E.cumsum(0).to(torch.int32)
-        hidden_MF = self.up(x_MD, ends_E)
-        if self.gate is None:
-            return self.down(self.activate(hidden_MF), ends_E)
-        return self.down(self.activate(self.gate(x_MD, ends_E)) * hidden_MF, ends_E)
+        up_MF = self.up(x_MD, ends_E)
+        gate_MF = None if self.gate is None else self.gate(x_MD, ends_E)
+        return self.down(self.activate(gate_MF, up_MF), ends_E)
 
 
 def sort_slots(
@@ -306,7 +345,7 @@ def dispatch_slots(
     y_NKD = choices_of_slots(run(rows_MD, slots.counts, experts), slots)
     if experts.weigh_inputs:
         return y_NKD.sum(1)
-    return (y_NKD * routing.weights[:, :, None]).sum(1).to(y_NKD.dtype)
+    return experts.combine(y_NKD, routing.weights)
 
 
 def run_local_experts(rows_MD: Tensor, counts_E: Tensor, experts: Experts) -> Tensor:
@@ -341,7 +380,8 @@ class MoeMlp(nn.Module):
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         x_ND, shared = x_BSD.flatten(0, 1), OverlappedTask(partial(self._shared_experts, x_BSD))
-        routing = self.balance(self.router(x_ND), x_BSD.shape[0])
+        with saving(x_BSD):
+            routing = self.balance(self.router(x_ND), x_BSD.shape[0])
         y_BSD = self.dispatch(x_ND, routing, self.experts, shared).view_as(x_BSD)
         return y_BSD if self.shared is None else y_BSD + shared()
 

@@ -18,12 +18,13 @@ from fivefold.core.errors import BadFile, FivefoldError, IllegalLayout, UnknownN
 from fivefold.core.layout import MOST_RANKS, Layout, Order, parse_zero
 from fivefold.core.plan import Plan, PlanOptions, job_of, resolve
 from fivefold.core.precision import PRECISIONS
+from fivefold.core.recompute import StageRecompute
 from fivefold.core.rules import MOST_TOKENS, LayoutRequest, problems
 from fivefold.core.schedule.catalog import FAMILIES, family, names
 from fivefold.core.schedule.family import AUTO, Family
 from fivefold.core.settings import parse_settings
 from fivefold.core.shape import Shape
-from fivefold.core.splits import ContextKind, Recompute
+from fivefold.core.splits import ContextKind
 from fivefold.planner import best_plans, estimate_on_machine, estimate_setting, plan_request
 from fivefold.planner.estimate import Estimate
 from fivefold.planner.search import EstimateSetting
@@ -259,7 +260,7 @@ def _value(name: str, text: str) -> Any:
     if name == "schedule":
         return _schedule(text)
     if name == "recompute":
-        return str(Recompute.parse(text))
+        return str(StageRecompute.parse(text))
     return _tokens(text) if name == "tokens" else text
 
 

@@ -59,7 +59,7 @@ class Balancing:
         """Give the experts of a stage their rules; also without any, their load is counted."""
         if not self.places:
             return
-        rows = _rows(self.plan, self.mesh, stage.phase)
+        rows = _rows(self.plan, self.mesh)
         balancers = attach_balancers(stage.model, self.plan.balance, self.mesh.device, rows)
         self.layers += [
             _Layer(number, stage.number, mlp, balancers[number], stage.phase)
@@ -136,7 +136,7 @@ def positions_of(plan: Plan, rank: int) -> list[int]:
     return held[coord.tp * share : (coord.tp + 1) * share]
 
 
-def _rows(plan: Plan, mesh: Mesh, phase: Phase) -> LocalRows:
+def _rows(plan: Plan, mesh: Mesh) -> LocalRows:
     """What this rank has of the rows of a step, and how it learns the rest."""
     layout, seq, batch = plan.layout, plan.batch.seq, plan.batch
     group = layout.group(ROW, mesh.rank)
@@ -150,17 +150,15 @@ def _rows(plan: Plan, mesh: Mesh, phase: Phase) -> LocalRows:
     )
     if not plan.balance or len(group) == 1:
         return rows
-    boundary = AxisBoundary(mesh, ROW, phase, layout.sp, plan.recompute.kind == "full", dim=1)
+    boundary = AxisBoundary(mesh, ROW, layout.sp, dim=1)
     everywhere = torch.tensor([token for each in held for token in each], device=mesh.device)
     order = everywhere.argsort()[:seq]
 
     def total(counts: Tensor) -> Tensor:
-        with boundary.forward():
-            return boundary.total(counts)
+        return boundary.total(counts)
 
     def whole(of_tokens: Tensor) -> Tensor:
-        with boundary.forward():
-            return boundary.gather(of_tokens).index_select(1, order)
+        return boundary.gather(of_tokens).index_select(1, order)
 
     def back(kept: Tensor) -> Tensor:  # padding has no room
         return kept.index_select(1, mine.clamp(max=seq - 1)) & (mine < seq)[:, None]

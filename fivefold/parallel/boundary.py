@@ -7,8 +7,7 @@ mirror in backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,18 +15,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.parallel import transport
-from fivefold.parallel.mesh import Mesh, Phase
+from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.transport import Pending
 
 
 class AxisBoundary:
     """The collectives of one axis; tokens lie along `dim`."""
 
-    def __init__(
-        self, mesh: Mesh, axis: str, phase: Phase, sp: bool, recompute_repeats: bool, dim: int
-    ) -> None:
-        self.mesh, self.axis, self.phase, self.sp, self.dim = mesh, axis, phase, sp, dim
-        self.recompute_repeats, self.silent = recompute_repeats, False
+    def __init__(self, mesh: Mesh, axis: str, sp: bool, dim: int) -> None:
+        self.mesh, self.axis, self.sp, self.dim = mesh, axis, sp, dim
         self.size, self.coord = mesh.size(axis), mesh.coord(axis)
 
     def enter(self, x: Tensor) -> Tensor:
@@ -53,17 +49,8 @@ class AxisBoundary:
         x = x.contiguous()
         return self._issue("all_reduce", x, lambda group: transport.total(x, op, group))
 
-    @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Around forward arithmetic: selective recomputation repeats it, but no collective."""
-        self.silent = self.phase.backward and not self.recompute_repeats
-        try:
-            yield
-        finally:
-            self.silent = False
-
     def _issue(self, kind: str, x: Tensor, start: Callable[[dist.ProcessGroup], Pending]) -> Tensor:
-        return self.mesh.issue(self.axis, kind, x, start, silent=self.silent, yields=True).wait()
+        return self.mesh.issue(self.axis, kind, x, start, yields=True).wait()
 
 
 class _Enter(torch.autograd.Function):
@@ -72,8 +59,7 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, boundary: AxisBoundary) -> Tensor:
         ctx.boundary = boundary
-        with boundary.forward():
-            return boundary.gather(x) if boundary.sp else x.view_as(x)
+        return boundary.gather(x) if boundary.sp else x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -87,8 +73,7 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, boundary: AxisBoundary) -> Tensor:
         ctx.boundary = boundary
-        with boundary.forward():
-            return boundary.scatter(x) if boundary.sp else boundary.total(x)
+        return boundary.scatter(x) if boundary.sp else boundary.total(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:

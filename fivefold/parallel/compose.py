@@ -16,10 +16,11 @@ from fivefold.core.schedule import INPUT_GRAD, Action, merged
 from fivefold.core.units import LocalWeight
 from fivefold.core.weights import Weight, WeightShard, by_name, shard_of
 from fivefold.cost.collectives import units_of
-from fivefold.model import blocks
 from fivefold.model.batch import TokenBatch, look_ahead
 from fivefold.model.decoder import Decoder, from_config
 from fivefold.model.init import initial_weight
+from fivefold.model.recompute import apply_recompute
+from fivefold.model.regions import Fuse, eager
 from fivefold.parallel import context, expert, tensor
 from fivefold.parallel.balance import Balancing
 from fivefold.parallel.data import Blocks, DataParallel
@@ -122,10 +123,12 @@ def compose(
     bucket: int | None = None,
     master: bool = False,
     disk: Path | None = None,
+    fuse: Fuse = eager,
     instruments: Instruments | None = None,
 ) -> Job:
     """Build one rank: the rooms change the plain model of each of its stages one after the other,
-    data parallelism shards the weights, and the pipeline drives the result."""
+    data parallelism shards the weights, and the pipeline drives the result. `fuse` makes the
+    kernels of all that is neither a GEMM nor attention."""
     watch, schedule = instruments or Instruments(), plan.schedule
     table, coord = by_name(plan.shape), plan.layout.coord(mesh.rank)
     shards = {
@@ -148,10 +151,10 @@ def compose(
 
     def chunk(number: int) -> StageChunk:
         layers = plan.stages[number]
-        model = from_config(plan.shape, dtype=dtype, device="meta", layers=layers)
+        model = from_config(plan.shape, dtype=dtype, device="meta", layers=layers, fuse=fuse)
         _make_buffers(model, mesh.device)
         queue = GradientQueue() if options.past_autograd else None
-        stage = Stage(number, plan, model, mesh, Phase(), queue, watch.routing)
+        stage = Stage(number, plan, model, mesh, Phase(), queue, watch.routing, fuse)
         for apply in rooms:
             apply(stage)
         units = units_of(plan, number, dtype.itemsize, bucket)
@@ -171,14 +174,11 @@ def compose(
 def _defer(stage: Stage) -> None:
     """Split the backward: weight gradients go through the queue."""
     if stage.queue is not None:
-        stage.queue.defer(stage.model)
+        stage.queue.defer(stage.model, stage.fuse)
 
 
 def _recompute(stage: Stage) -> None:
-    recompute, keeps_attention = stage.plan.recompute, stage.plan.layout.cp == 1
-    blocks.apply_recompute(
-        stage.model, recompute.kind, recompute.blocks, keeps_attention=keeps_attention
-    )
+    apply_recompute(stage.model, stage.plan.recompute.of(stage.number))
 
 
 def _first_values(

@@ -35,7 +35,7 @@ from fivefold.core.splits import AttentionCall, ContextSplit, Ranges, attention_
 from fivefold.model.batch import NOT_COUNTED, AttentionInfo, TokenBatch
 from fivefold.model.flash import MergedAttention, VisiblePairs, accumulate, attend, attend_backward
 from fivefold.parallel import transport
-from fivefold.parallel.mesh import Issued, Mesh, Phase
+from fivefold.parallel.mesh import Issued, Mesh
 from fivefold.parallel.stage import Stage
 
 TOKENS, HEADS = 2, 1  # dims of (B, H, S, d)
@@ -86,9 +86,7 @@ def split_rows(stage: Stage) -> None:
         return
     stage.model.mask = _no_mask
     for block in stage.model.all_blocks():
-        block.attention.kernel = ContextAttention(
-            stage.mesh, stage.phase, split, plan.padded_seq, plan.recompute.kind
-        )
+        block.attention.kernel = ContextAttention(stage.mesh, split, plan.padded_seq)
 
 
 def _no_mask(batch: TokenBatch, window: int | None) -> None:
@@ -98,10 +96,8 @@ def _no_mask(batch: TokenBatch, window: int | None) -> None:
 class ContextAttention:
     """The attention of one layer over the tokens of all context ranks."""
 
-    def __init__(
-        self, mesh: Mesh, phase: Phase, split: ContextSplit, seq: int, recompute: str
-    ) -> None:
-        self.mesh, self.phase, self.split, self.recompute = mesh, phase, split, recompute
+    def __init__(self, mesh: Mesh, split: ContextSplit, seq: int) -> None:
+        self.mesh, self.split = mesh, split
         self.places = [split.ring_tokens(seq, place) for place in range(split.outer)]
         self.place = mesh.coord(RING)
         self.row = (range(seq),)
@@ -124,16 +120,6 @@ class ContextAttention:
             k, v = (each.repeat_interleave(copies, dim=HEADS) for each in (k, v))
         q, k, v = (_Exchange.apply(each, self, HEADS) for each in (q, k, v))
         return _Exchange.apply(_Attention.apply(q, k, v, self, info), self, TOKENS)
-
-    def kept(self, info: AttentionInfo) -> tuple[Tensor, Tensor] | None:
-        """What selective recomputation need not compute and move again."""
-        if self.phase.backward and self.recompute == "selective":
-            return info.saved.pop(id(self))
-        return None
-
-    def keep(self, info: AttentionInfo, out: Tensor, lse: Tensor) -> None:
-        if self.recompute == "selective":
-            info.saved[id(self)] = out, lse
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, info: AttentionInfo) -> MergedAttention:
         """The merged result of all attention calls."""
@@ -289,15 +275,12 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, attention: ContextAttention, info: AttentionInfo
     ) -> Tensor:
-        done = attention.kept(info)
-        if done is None:
-            total = attention.attend(q, k, v, info)
-            assert total.out is not None and total.lse is not None
-            done = total.out.to(q.dtype), total.lse
-            attention.keep(info, *done)
-        ctx.save_for_backward(q, k, v, *done)
+        total = attention.attend(q, k, v, info)
+        assert total.out is not None and total.lse is not None
+        out = total.out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, total.lse)
         ctx.attention, ctx.info = attention, info
-        return done[0]
+        return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
@@ -312,16 +295,15 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_BHSd: Tensor, attention: ContextAttention, split_dim: int) -> Tensor:
         ctx.attention, ctx.split_dim = attention, split_dim
-        silent = attention.phase.backward and attention.recompute == "selective"
-        return _exchanged(x_BHSd, attention.mesh, split_dim, silent)
+        return _exchanged(x_BHSd, attention.mesh, split_dim)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         other = TOKENS if ctx.split_dim == HEADS else HEADS
-        return _exchanged(gradients[0], ctx.attention.mesh, other, silent=False), None, None
+        return _exchanged(gradients[0], ctx.attention.mesh, other), None, None
 
 
-def _exchanged(x_BHSd: Tensor, mesh: Mesh, split_dim: int, silent: bool) -> Tensor:
+def _exchanged(x_BHSd: Tensor, mesh: Mesh, split_dim: int) -> Tensor:
     size = mesh.size(ULYSSES)
     joined_dim = TOKENS if split_dim == HEADS else HEADS
     parts = torch.stack(x_BHSd.chunk(size, dim=split_dim))
@@ -331,7 +313,6 @@ def _exchanged(x_BHSd: Tensor, mesh: Mesh, split_dim: int, silent: bool) -> Tens
         "all_to_all",
         parts,
         lambda group: transport.exchange(parts, even, even, group),
-        silent=silent,
         yields=True,
     )
     return torch.cat(issued.wait().unbind(0), dim=joined_dim)

@@ -21,8 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.model.decoder import Decoder, Embedding, Head
-from fivefold.model.layers import Linear, Norm, layer_norm, rms_norm
+from fivefold.model.layers import Linear, Norm
 from fivefold.model.moe import ExpertStack, Router, grouped_matmul
+from fivefold.model.regions import Fuse, Region, eager
 
 
 class Sink(Protocol):
@@ -72,8 +73,8 @@ class GradientQueue:
         assert self._take is not None, "backward outside of the pipeline"
         self._take(work)
 
-    def defer(self, decoder: Decoder) -> None:
-        """Give every leaf arithmetic that queues its weight gradient."""
+    def defer(self, decoder: Decoder, fuse: Fuse = eager) -> None:
+        """Give every leaf arithmetic that queues its weight gradient; `fuse` makes its kernels."""
         for module in decoder.modules():
             if isinstance(module, Linear | Head):
                 module.matmul = self.linear
@@ -82,16 +83,16 @@ class GradientQueue:
             elif isinstance(module, ExpertStack):
                 module.matmul = self.grouped
             elif isinstance(module, Norm):
-                module.normalise = partial(self.norm, _UNSCALED[module.normalise])
+                module.normalise = partial(self.norm, _UNSCALED[module.kind].by(fuse))
             elif isinstance(module, Embedding):
                 module.lookup, module.add_positions = self.look_up, self.add_positions
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return _Linear.apply(x, weight, bias, self)
+        return _Linear.apply(x, weight, bias, self, x.dtype)
 
     def wide_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """In float32 or wider, as a router wants it."""
-        return _Linear.apply(x.to(torch.promote_types(x.dtype, torch.float32)), weight, bias, self)
+        return _Linear.apply(x, weight, bias, self, torch.promote_types(x.dtype, torch.float32))
 
     def grouped(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         return _Grouped.apply(x, weight, ends, self)
@@ -99,8 +100,7 @@ class GradientQueue:
     def norm(
         self, unscaled: _Unscaled, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float
     ) -> Tensor:
-        again = partial(unscaled, normalized_shape=weight.shape, eps=eps)
-        return _Scale.apply(again(x), weight, bias, x, again, self)
+        return _Scale.apply(unscaled(x, eps), weight, bias, x, eps, unscaled, self)
 
     def look_up(self, tokens: Tensor, weight: Tensor) -> Tensor:
         return _LookUp.apply(tokens, weight, self)
@@ -114,7 +114,17 @@ class GradientQueue:
 
 
 _Unscaled = Callable[..., Tensor]
-_UNSCALED: dict[Any, _Unscaled] = {rms_norm: F.rms_norm, layer_norm: F.layer_norm}
+
+
+def unscaled_rms_norm(x: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], eps=eps)
+
+
+def unscaled_layer_norm(x: Tensor, eps: float) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], eps=eps)
+
+
+_UNSCALED = {"rms": Region(unscaled_rms_norm), "layer": Region(unscaled_layer_norm)}
 
 
 # The weights are inputs of the functions below so that their outputs require gradients, even where
@@ -124,24 +134,29 @@ _UNSCALED: dict[Any, _Unscaled] = {rms_norm: F.rms_norm, layer_norm: F.layer_nor
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, queue: GradientQueue
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        queue: GradientQueue,
+        dtype: torch.dtype,
     ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias, ctx.queue = weight, bias, queue
-        return F.linear(x, weight.to(x.dtype), bias)
+        return F.linear(x.to(dtype), weight.to(dtype), bias)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
         (x,), (grad,) = ctx.saved_tensors, gradients
         ctx.queue.put(partial(_linear_work, ctx.weight, ctx.bias, grad, x))
-        return grad @ ctx.weight.to(grad.dtype), None, None, None
+        return (grad @ ctx.weight.to(grad.dtype)).to(x.dtype), None, None, None, None
 
 
 def _linear_work(
     weight: nn.Parameter, bias: nn.Parameter | None, grad: Tensor, x: Tensor, sink: Sink
 ) -> None:
     grad_NO = grad.reshape(-1, grad.shape[-1])
-    sink.add_product(weight, grad_NO, x.reshape(-1, x.shape[-1]))
+    sink.add_product(weight, grad_NO, x.to(grad.dtype).reshape(-1, x.shape[-1]))
     if bias is not None:
         sink.add_gradient(bias, grad_NO.sum(0))
 
@@ -186,33 +201,34 @@ class _Scale(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         x: Tensor,
-        again: Callable[[Tensor], Tensor],
+        eps: float,
+        unscaled: _Unscaled,
         queue: GradientQueue,
     ) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.bias, ctx.again, ctx.queue = weight, bias, again, queue
+        ctx.weight, ctx.bias, ctx.eps, ctx.unscaled, ctx.queue = weight, bias, eps, unscaled, queue
         scaled = normed * weight
         return scaled if bias is None else scaled.add_(bias)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (x,), (grad,) = ctx.saved_tensors, gradients
-        ctx.queue.put(partial(_scale_work, ctx.weight, ctx.bias, grad, x, ctx.again))
-        return grad * ctx.weight, None, None, None, None, None
+        again = partial(ctx.unscaled, x, ctx.eps)
+        ctx.queue.put(partial(_scale_work, ctx.weight, ctx.bias, grad, again))
+        return grad * ctx.weight, None, None, None, None, None, None
 
 
 def _scale_work(
     weight: nn.Parameter,
     bias: nn.Parameter | None,
     grad: Tensor,
-    x: Tensor,
-    again: Callable[[Tensor], Tensor],
+    again: Callable[[], Tensor],
     sink: Sink,
 ) -> None:
     tokens = tuple(range(grad.dim() - 1))
     with torch.no_grad():
         wide = torch.promote_types(grad.dtype, torch.float32)
-        sink.add_gradient(weight, (grad.to(wide) * again(x).to(wide)).sum(tokens))
+        sink.add_gradient(weight, (grad.to(wide) * again().to(wide)).sum(tokens))
     if bias is not None:
         sink.add_gradient(bias, grad.sum(tokens))
 

@@ -77,17 +77,13 @@ class SpreadExperts:
     """From the tokens of a rank to the experts of all ranks and back."""
 
     def __init__(self, stage: Stage) -> None:
-        plan, self.mesh, self.phase = stage.plan, stage.mesh, stage.phase
+        plan, self.mesh = stage.plan, stage.mesh
         self.nodes, self.stand_in = plan.ep_nodes, stage.routing
         # How many rows come is exchanged before the rows, unless every expert has a fixed room.
         self.counts = not any(rule.pads for rule in plan.balance)
-        self.repeats = plan.recompute.kind != "selective"
         self.boundary = None
         if self.mesh.size(INNER) > 1:
-            repeats = plan.recompute.kind == "full"
-            self.boundary = AxisBoundary(
-                self.mesh, INNER, self.phase, plan.layout.sp, repeats, dim=0
-            )
+            self.boundary = AxisBoundary(self.mesh, INNER, plan.layout.sp, dim=0)
 
     def __call__(
         self, x_ND: Tensor, routing: Routing, experts: Experts, beside: OverlappedTask
@@ -97,8 +93,7 @@ class SpreadExperts:
         boundary = self.boundary
         weights_NK, chosen_NK, room = boundary.enter(routing.weights), routing.experts, routing.room
         if boundary.sp:
-            with boundary.forward():
-                chosen_NK = boundary.gather(chosen_NK)
+            chosen_NK = boundary.gather(chosen_NK)
             room = room and room * boundary.size
         everywhere = routing._replace(experts=chosen_NK, weights=weights_NK, room=room)
         return boundary.leave(self._dispatch(boundary.enter(x_ND), everywhere, experts, beside))
@@ -187,7 +182,7 @@ class SpreadExperts:
     def _exchange(self, numbers: Tensor, axis: str, way: Way | None = None) -> Tensor:
         """Integers, which have no gradient; without a way, as many to every rank."""
         journey = _Journey(self, way or Way(axis, [], []))
-        journey.begin(numbers, journey.way, self.is_silent)
+        journey.begin(numbers, journey.way)
         return journey.end()
 
     def move(self, rows: Tensor, way: Way, beside: OverlappedTask | None = None) -> Tensor:
@@ -206,11 +201,6 @@ class SpreadExperts:
         is hidden by work of the other lane."""
         return product(_Breath.apply(x_MI, self.mesh) if self.counts else x_MI, weight_EOI, ends_E)
 
-    @property
-    def is_silent(self) -> bool:
-        """Selective recomputation repeats a call, and is given the result of the first one."""
-        return self.phase.backward and not self.repeats
-
 
 class _Journey:
     """One all-to-all, and in backward the one of its gradients, each waited for later."""
@@ -219,7 +209,7 @@ class _Journey:
         self.spread, self.way = spread, way
         self.issued: Issued | None = None
 
-    def begin(self, rows: Tensor, way: Way, silent: bool) -> None:
+    def begin(self, rows: Tensor, way: Way) -> None:
         """Send; what comes is there when it has been waited for."""
         rows, size = rows.contiguous(), self.spread.mesh.size(way.axis)
         even = [len(rows) // size] * size
@@ -229,7 +219,6 @@ class _Journey:
             "all_to_all",
             rows,
             lambda group: transport.exchange(rows, arrive, leave, group),
-            silent=silent,
             yields=True,
         )
 
@@ -247,7 +236,7 @@ class _Depart(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, journey: _Journey) -> Tensor:
         ctx.journey = journey
-        journey.begin(rows, journey.way, journey.spread.is_silent)
+        journey.begin(rows, journey.way)
         return rows.new_zeros(())
 
     @staticmethod
@@ -266,7 +255,7 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         journey: _Journey = ctx.journey
-        journey.begin(gradients[0], journey.way.back, silent=False)
+        journey.begin(gradients[0], journey.way.back)
         return gradients[0].new_zeros(()), None
 
 

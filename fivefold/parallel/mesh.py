@@ -228,12 +228,10 @@ class Mesh:
         tensor: Tensor,
         start: Callable[[dist.ProcessGroup], Pending],
         *,
-        silent: bool = False,
         yields: bool = False,
     ) -> Issued:
-        """Note a collective of this input and start it. A `silent` one is a recomputation whose
-        result is kept: it is never repeated on the wire."""
-        tokens = () if silent else self.note(axis, kind, tensor)
+        """Note a collective of this input and start it."""
+        tokens = self.note(axis, kind, tensor)
         return Issued(self, start(self.groups[axis]), tokens, yields)
 
     def all_reduce(self, tensor: Tensor, axis: str, op: dist.ReduceOp.RedOpType) -> Issued:

@@ -11,6 +11,7 @@ from torch import Tensor
 from fivefold.core.plan import Plan
 from fivefold.core.schedule import Step
 from fivefold.model.decoder import Decoder
+from fivefold.model.regions import Fuse
 from fivefold.parallel.deferred import GradientQueue
 from fivefold.parallel.mesh import Mesh, Phase
 
@@ -50,6 +51,7 @@ class Stage:
     phase: Phase
     queue: GradientQueue | None
     routing: RehearsalRouting | None
+    fuse: Fuse
 
 
 class ActionObserver:

@@ -22,20 +22,19 @@ Legend: B rows, S tokens of a row, T = S/tp, N = B·S, D model width, V rows of 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from fivefold.core.weights import WeightShard
 from fivefold.model.batch import NOT_COUNTED
 from fivefold.model.decoder import AddPositions, Embedding, Lookup
-from fivefold.model.flash import is_fake
-from fivefold.model.layers import Linear, Matmul
+from fivefold.model.layers import Matmul
 from fivefold.model.moe import MoeMlp
+from fivefold.model.regions import Fuse
+from fivefold.model.remake import later, remade
 from fivefold.parallel.boundary import AxisBoundary
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.stage import Stage
@@ -72,53 +71,44 @@ def split(stage: Stage) -> None:
     plan, decoder = stage.plan, stage.model
     if stage.mesh.size(AXIS) == 1:
         return
-    repeats = plan.recompute.kind == "full"
-    boundary = _TensorBoundary(stage.mesh, AXIS, stage.phase, plan.layout.sp, repeats, SEQUENCE)
+    boundary = _TensorBoundary(stage.mesh, AXIS, plan.layout.sp, SEQUENCE)
     add = torch.add if stage.queue is None else stage.queue.add
     for block in decoder.all_blocks():
         # Experts are another dimension: they work on the tokens that a rank has.
-        mlp = block.mlp.shared if isinstance(block.mlp, MoeMlp) else block.mlp
-        for module, row in ((block.attention, block.attention.out), (mlp, mlp and mlp.down)):
+        routed = isinstance(block.mlp, MoeMlp)
+        mlp, name = (block.mlp.shared, "experts") if routed else (block.mlp, "mlp")
+        for module, row, part in (
+            (block.attention, block.attention.out, "attention"),
+            (mlp, mlp and mlp.down, name),
+        ):
             if module is None or row is None:
                 continue
-            module.register_forward_pre_hook(boundary.before)
-            for column in (each for each in module.modules() if isinstance(each, Linear)):
-                if plan.saves_input_shards and column is not row:
-                    column.matmul = partial(boundary.column_product, column.matmul)
+            runs_again = plan.recompute.of(stage.number).repeats(part)
+            keeps = plan.saves_input_shards and not runs_again
+            module.register_forward_pre_hook(boundary.before_kept if keeps else boundary.before)
             row.matmul = partial(boundary.row_product, row.matmul, add)
     for embed in (each for each in decoder.modules() if isinstance(each, Embedding)):
         embed.lookup = partial(boundary.lookup, embed.lookup)
         embed.add_positions = partial(boundary.add_positions, embed.add_positions)
     if decoder.head is not None:
         decoder.head.register_forward_pre_hook(boundary.before)
-        decoder.head.cross_entropy = _VocabularyLoss(boundary, decoder.shape.vocab)
+        loss = _VocabularyLoss(boundary, decoder.shape.vocab, stage.fuse)
+        decoder.head.cross_entropy = loss
 
 
 class _TensorBoundary(AxisBoundary):
     """The arithmetic of a decoder between its collectives."""
 
     def before(self, module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Before column-split GEMMs."""
+        """Before column-split GEMMs, which save their gathered input."""
         x, *rest = arguments
-        full = self.enter(x)
-        self.shards[full] = _Shard(self, x.detach())
-        return (full, *rest)
+        return (self.enter(x), *rest)
 
-    @cached_property
-    def shards(self) -> WeakTensorKeyDictionary:
-        """What was gathered into a tensor, while that lives."""
-        return WeakTensorKeyDictionary()
-
-    def column_product(
-        self, product: Matmul, x: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> Tensor:
-        """A GEMM that saves its input as it was before it was gathered."""
-        shard: _Shard | None = self.shards.get(x)
-        if shard is None:  # of another GEMM, inside the split
-            return product(x, weight, bias)
-        # Not the tensor itself: autograd holds these functions as long as what they packed.
-        with saved_tensors_hooks(partial(shard.pack, _address(x), x.numel()), shard.unpack):
-            return product(x, weight, bias)
+    def before_kept(self, module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Before column-split GEMMs, which keep their input as it was before it was gathered."""
+        x, *rest = arguments
+        mine = later(x)
+        return (remade(self.enter(x), lambda: self.gather(mine())), *rest)
 
     def row_product(
         self, product: Matmul, add: Add, x: Tensor, weight: Tensor, bias: Tensor | None
@@ -143,50 +133,18 @@ class _TensorBoundary(AxisBoundary):
         return add(x, positions_BS, weight_PD)
 
 
-def _address(tensor: Tensor) -> int:
-    """Where its memory is; of a tensor without values, what stands for it."""
-    return tensor.untyped_storage()._cdata if is_fake(tensor) else tensor.data_ptr()
-
-
-class _Shard:
-    """This rank's tokens saved in the place of all of them, for the GEMMs of one module."""
-
-    def __init__(self, boundary: AxisBoundary, x: Tensor) -> None:
-        self.boundary, self.x = boundary, x
-        self.users = 0
-        self.full: Tensor | None = None
-
-    def pack(self, address: int, size: int, saved: Tensor) -> Tensor | torch.Size:
-        """Save only the shape of what was gathered, whatever view of it is saved."""
-        if _address(saved) != address or saved.numel() != size:
-            return saved
-        self.users += 1
-        return saved.shape
-
-    def unpack(self, kept: Tensor | torch.Size) -> Tensor:
-        """Gathered for the first GEMM that asks, and freed after the last."""
-        if isinstance(kept, Tensor):
-            return kept
-        full = self.boundary.gather(self.x) if self.full is None else self.full
-        self.users -= 1
-        self.full = full if self.users else None
-        return full.view(kept)
-
-
 class _VocabularyLoss:
-    """Cross-entropy over a split vocabulary: no rank ever holds all logits of a token."""
+    """Cross-entropy over a split vocabulary: no rank ever holds all logits of a token. A backward
+    needs the logits, and three numbers a token of which the ranks have the sums."""
 
-    def __init__(self, boundary: _TensorBoundary, vocab: int) -> None:
+    def __init__(self, boundary: _TensorBoundary, vocab: int, fuse: Fuse) -> None:
         self.boundary, self.vocab = boundary, vocab
+        self.maxima, self.sums = fuse(_maxima), fuse(_sums)
+        self.gradient = fuse(_loss_gradient)
 
     def __call__(self, logits_NV: Tensor, labels_N: Tensor) -> Tensor:
-        wide_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
-        rows = logits_NV.shape[1]
-        first = self.boundary.coord * rows
-        if first + rows > self.vocab:  # rows that pad the vocabulary
-            padding = torch.arange(first, first + rows, device=wide_NV.device)
-            wide_NV = wide_NV.masked_fill(padding >= self.vocab, float("-inf"))
-        return _SplitCrossEntropy.apply(wide_NV, labels_N - first, labels_N, self.boundary)
+        first = self.boundary.coord * logits_NV.shape[1]
+        return _SplitCrossEntropy.apply(logits_NV, labels_N, (first, self.vocab), self)
 
 
 class _SplitCrossEntropy(torch.autograd.Function):
@@ -194,28 +152,61 @@ class _SplitCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits_NV: Tensor, local_N: Tensor, labels_N: Tensor, boundary: _TensorBoundary
+        ctx: Any, logits_NV: Tensor, labels_N: Tensor, rows: tuple[int, int], loss: _VocabularyLoss
     ) -> Tensor:
-        counted_N = labels_N != NOT_COUNTED
-        here_N = counted_N & (local_N >= 0) & (local_N < logits_NV.shape[1])
-        safe_N = local_N.masked_fill(~here_N, 0)
-        highest_N = boundary.total(logits_NV.amax(dim=1), "max")
-        shifted_NV = logits_NV - highest_N[:, None]
-        target_N = shifted_NV.gather(1, safe_N[:, None])[:, 0].masked_fill(~here_N, 0)
-        shares_NV = shifted_NV.exp_()
-        sums_2N = boundary.total(torch.stack([shares_NV.sum(dim=1), target_N]))
-        losses_N = (sums_2N[0].log() - sums_2N[1]).masked_fill(~counted_N, 0)
-        shares_NV /= sums_2N[0][:, None]
-        ctx.save_for_backward(shares_NV, safe_N, here_N, counted_N)
-        return losses_N.sum()
+        highest_N = loss.boundary.total(loss.maxima(logits_NV, *rows), "max")
+        sums_2N = loss.boundary.total(loss.sums(logits_NV, labels_N, highest_N, *rows))
+        ctx.save_for_backward(logits_NV, labels_N, highest_N, sums_2N[0])
+        ctx.rows, ctx.gradient = rows, loss.gradient
+        losses_N = sums_2N[0].log() - sums_2N[1]
+        return losses_N.masked_fill(labels_N == NOT_COUNTED, 0).sum()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        shares_NV, safe_N, here_N, counted_N = ctx.saved_tensors
-        hits_N1 = here_N.to(shares_NV.dtype)[:, None]
-        grad_NV = shares_NV.scatter_add(1, safe_N[:, None], -hits_N1)
-        grad_NV *= counted_N[:, None] * gradients[0]
-        return grad_NV, None, None, None
+        return ctx.gradient(*ctx.saved_tensors, gradients[0], *ctx.rows), None, None, None
+
+
+def _wide_logits(logits_NV: Tensor, first: int, vocab: int) -> Tensor:
+    """In float32 or wider; −inf in rows that pad the vocabulary."""
+    wide_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+    rows = logits_NV.shape[1]
+    if first + rows <= vocab:
+        return wide_NV
+    return wide_NV.masked_fill(_numbers(wide_NV, first) >= vocab, float("-inf"))
+
+
+def _numbers(logits_NV: Tensor, first: int) -> Tensor:
+    """The rows of the vocabulary that this rank has."""
+    return torch.arange(first, first + logits_NV.shape[1], device=logits_NV.device)
+
+
+def _maxima(logits_NV: Tensor, first: int, vocab: int) -> Tensor:
+    return _wide_logits(logits_NV, first, vocab).amax(dim=1)
+
+
+def _sums(logits_NV: Tensor, labels_N: Tensor, highest_N: Tensor, first: int, vocab: int) -> Tensor:
+    """Of every token: the exponentials, and the logit of the label where this rank has it."""
+    shifted_NV = _wide_logits(logits_NV, first, vocab) - highest_N[:, None]
+    local_N = labels_N - first
+    here_N = (local_N >= 0) & (local_N < logits_NV.shape[1])
+    target_N = shifted_NV.gather(1, local_N.masked_fill(~here_N, 0)[:, None])[:, 0]
+    return torch.stack([shifted_NV.exp().sum(dim=1), target_N.masked_fill(~here_N, 0)])
+
+
+def _loss_gradient(
+    logits_NV: Tensor,
+    labels_N: Tensor,
+    highest_N: Tensor,
+    sums_N: Tensor,
+    gradient: Tensor,
+    first: int,
+    vocab: int,
+) -> Tensor:
+    shifted_NV = _wide_logits(logits_NV, first, vocab) - highest_N[:, None]
+    shares_NV = shifted_NV.exp() / sums_N[:, None]
+    hits_NV = _numbers(logits_NV, first) == labels_N[:, None]
+    counted_N1 = (labels_N != NOT_COUNTED)[:, None]
+    return ((shares_NV - hits_NV.to(shares_NV.dtype)) * (counted_N1 * gradient)).to(logits_NV.dtype)
 
 
 def sum_partial(gradients: Sequence[tuple[WeightShard, Tensor]], mesh: Mesh) -> None:

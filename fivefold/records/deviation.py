@@ -295,8 +295,7 @@ def from_plan(plan: Plan) -> Expectation | None:
     if plan.machine is None:
         return None
     recipe = plan.options.train
-    kernels = "compiled" if recipe.compile else "eager"
-    setting, _ = estimate_setting(plan.machine, plan.precision, 0.0, kernels, 1.0)
+    setting, _ = estimate_setting(plan.machine, plan.precision, 0.0, recipe.kernels, 1.0)
     known = simulate_step(plan, setting, "nvme" if recipe.disk else recipe.offload)
     costs, factor = known.timeline.costs, setting.stack.factor
     times = (costs.forward, costs.backward, costs.weight, costs.transfer)

@@ -20,7 +20,7 @@ from fivefold.cost.matching import distinct_ranks
 from fivefold.data.batches import samples
 from fivefold.launch.processes import Pool
 from fivefold.launch.worker import Worker
-from fivefold.model.blocks import compile_blocks
+from fivefold.model.regions import compiled, eager
 from fivefold.optim.optimizer import Updater
 from fivefold.parallel.compose import compose
 from fivefold.parallel.mesh import Mesh
@@ -48,14 +48,12 @@ class MeasuredRank:
     actions: dict[str, float] = field(default_factory=dict[str, float])
 
 
-def measure_rank(
-    plan: Plan, rank: int, imbalance: float = 1.0, compiled: bool = False
-) -> MeasuredRank:
+def measure_rank(plan: Plan, rank: int, imbalance: float = 1.0) -> MeasuredRank:
     """A few steps of one rank on the GPU of this process."""
     device = torch.device("cuda", torch.cuda.current_device())
     with joined(rank, plan.layout.world):
         torch.cuda.reset_peak_memory_stats(device)
-        run = _MeasuredSteps(plan, rank, device, imbalance, compiled)
+        run = _MeasuredSteps(plan, rank, device, imbalance)
         for _ in range(_STEPS):
             run.step()
         found = run.found()
@@ -64,9 +62,7 @@ def measure_rank(
 
 
 class _MeasuredSteps:
-    def __init__(
-        self, plan: Plan, rank: int, device: torch.device, imbalance: float, compiled: bool
-    ) -> None:
+    def __init__(self, plan: Plan, rank: int, device: torch.device, imbalance: float) -> None:
         self.plan, self.rank, self.device = plan, rank, device
         dtype = DTYPES[plan.precision]
         master = dtype.itemsize < 4
@@ -78,12 +74,10 @@ class _MeasuredSteps:
             dtype=dtype,
             grad_dtype=torch.float32 if master else None,
             master=master,
+            fuse=compiled if plan.options.train.compiles("cuda") else eager,
             instruments=Instruments(actions=self.marks, routing=RoundRobin(plan, rank, imbalance)),
         )
         self.updater = updater_of(self.job, plan.options.train, master=master)
-        if compiled:
-            for chunk in self.job.chunks:
-                compile_blocks(chunk.model)
         drawn = samples(plan.batch, plan.shape.vocab, seed=0, step=0).to(device)
         self.batches = drawn.of(plan.layout.coord(rank).dp)
         self.seconds: defaultdict[str, list[float]] = defaultdict(list)
@@ -174,7 +168,7 @@ def forecast_on_gpu(
 
 def _measure(worker: Worker, plan: Plan, rank: int, imbalance: float) -> MeasuredRank:
     worker.phase(f"rank {rank}")
-    return measure_rank(plan, rank, imbalance, plan.options.train.compile)
+    return measure_rank(plan, rank, imbalance)
 
 
 def passes_of(plan: Plan, found: Sequence[MeasuredRank]) -> dict[int, MeasuredPasses] | None:

@@ -37,12 +37,12 @@ from fivefold.parallel.stage import ActionObserver, Instruments
 from fivefold.rehearse import trace as tracing
 from fivefold.rehearse.trace import (
     CallLog,
+    Fused,
     Meter,
     Recording,
     ReplayingChunk,
     Tracer,
     Traces,
-    stand_in,
 )
 from fivefold.step import step, updater_of
 
@@ -215,8 +215,6 @@ class _RehearsalRun:
         with self.meter:
             self.job = self._compose(instruments)
             self.updater = self._updater()
-        for chunk in self.job.chunks:
-            stand_in(chunk.model)
 
     def _compose(self, instruments: Instruments) -> Job:
         master = self.dtype.itemsize < 4
@@ -228,6 +226,7 @@ class _RehearsalRun:
                 dtype=self.dtype,
                 grad_dtype=torch.float32 if master else None,
                 master=master,
+                fuse=Fused(self.meter, everything=self.plan.options.train.compiles("cuda")),
                 instruments=instruments,
             )
 

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -19,51 +18,18 @@ from torch.utils._pytree import tree_leaves
 from fivefold.core.schedule import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action
 from fivefold.cost.matching import BEFORE, IssuedCollective
 from fivefold.model.batch import TokenBatch
-from fivefold.model.decoder import Decoder
-from fivefold.model.layers import Norm, rms_norm
+from fivefold.model.layers import layer_norm, rms_norm
+from fivefold.model.regions import Compute
 from fivefold.parallel.compose import StageChunk
+from fivefold.parallel.deferred import unscaled_layer_norm, unscaled_rms_norm
 from fivefold.parallel.mesh import CollectiveRecord, Mesh
-
-
-def stand_in(decoder: Decoder) -> None:
-    """Give the decoder the kernels of a GPU. Attention knows by itself what its tensors are."""
-    for module in decoder.modules():
-        if not isinstance(module, Norm):
-            continue
-        normalise = module.normalise
-        if normalise is rms_norm:
-            module.normalise = _fused_rms_norm
-        elif isinstance(normalise, partial) and normalise.args[0] is F.rms_norm:
-            module.normalise = partial(normalise.func, _fused_unscaled)  # its weight comes later
-
-
-def _fused_rms_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    normed = _FusedNorm.apply(x, weight)
-    return normed if bias is None else normed + bias
-
-
-def _fused_unscaled(x: Tensor, normalized_shape: torch.Size, eps: float) -> Tensor:
-    return _FusedNorm.apply(x, None)
-
-
-class _FusedNorm(torch.autograd.Function):
-    """One kernel each way; a number for every row is kept beside the input."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None]:
-        x, weight, _ = ctx.saved_tensors
-        return torch.empty_like(x), None if weight is None else torch.empty_like(weight)
-
 
 WEIGHTS, GRADIENTS, MASTER, OPTIMIZER = "weights", "gradients", "master", "optimizer"
 ACTIVATIONS, LOGITS, BUFFERS = "activations", "logits", "buffers"
 CATEGORIES = (WEIGHTS, GRADIENTS, MASTER, OPTIMIZER, ACTIVATIONS, LOGITS, BUFFERS)
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
+aten = torch.ops.aten
+ONE_KERNEL = (rms_norm, layer_norm, unscaled_rms_norm, unscaled_layer_norm)
 _BLOCK = 512  # bytes: what the allocator of a GPU rounds to
 Delta = tuple[str, int]
 PAUSE = None  # where a lane gives its turn to the other one
@@ -91,6 +57,19 @@ class Recording(threading.local):
             self.events = None
 
 
+class Fused:
+    """Kernels of a GPU for tensors without values: what is made and freed inside of one takes no
+    memory. Without a compiler that is true for norms alone, and `everything` is not."""
+
+    def __init__(self, meter: Meter, everything: bool) -> None:
+        self.meter, self.everything = meter, everything
+
+    def __call__(self, compute: Compute, varies: bool = False) -> Compute:
+        if self.everything or getattr(compute, "__wrapped__", compute) in ONE_KERNEL:
+            return partial(self.meter.as_one_kernel, compute)
+        return compute
+
+
 class Meter(TorchDispatchMode):
     """Live bytes by category, and their peak.
 
@@ -108,6 +87,7 @@ class Meter(TorchDispatchMode):
         self.total = 0
         self.peak, self.at_peak = 0, dict(self.live)
         self.high = 0  # peak since `start_level`
+        self.inside_kernel = 0
         self.known: dict[int, Delta] = {}
 
     def __torch_dispatch__(
@@ -120,10 +100,22 @@ class Meter(TorchDispatchMode):
         if func is _WAIT:  # what is waited for is there; without values torch makes it anew
             return args[0]
         result = func(*args, **(kwargs or {}))
-        for each in tree_leaves(result):
+        for each in () if self.inside_kernel else tree_leaves(result):
             if isinstance(each, Tensor):
                 self.see(func, each)
         return result
+
+    def as_one_kernel(self, compute: Compute, *inputs: Any) -> Any:
+        """Count the results of a computation, and nothing that it makes besides."""
+        self.inside_kernel += 1
+        try:
+            found = compute(*inputs)
+        finally:
+            self.inside_kernel -= 1
+        for each in tree_leaves(found):
+            if isinstance(each, Tensor):
+                self.see(aten.clone.default, each)
+        return found
 
     def start_level(self) -> None:
         """Measure `high` from now on."""

@@ -37,6 +37,7 @@ def estimate_json(one: Estimate, because: list[str]) -> dict[str, Any]:
         "microbatch_size": plan.batch.microbatch_size,
         "microbatches": plan.batch.microbatches,
         "recompute": str(plan.recompute),
+        "compile": plan.options.train.compiles("cuda"),
         "offload": one.offload,
         "memory_gib": {key: n / _GIB for key, n in [*one.memory.items(), ("total", one.total)]},
         "host_gib": one.host / _GIB,

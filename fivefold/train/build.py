@@ -16,7 +16,7 @@ from fivefold.data.batches import samples_from_rows
 from fivefold.data.mixture import Source, open_source
 from fivefold.data.rows import TokenRows
 from fivefold.model.batch import TokenBatch
-from fivefold.model.blocks import compile_blocks
+from fivefold.model.regions import compiled, eager
 from fivefold.optim.optimizer import Updater
 from fivefold.parallel.compose import Job, compose
 from fivefold.parallel.mesh import Mesh
@@ -70,11 +70,9 @@ def build_rank(
         offload=recipe.offload == "cpu",
         master=settings.master,
         disk=disk,
+        fuse=compiled if recipe.compiles(device.type) else eager,
         instruments=Instruments(_Both(phases.actions, spans.actions), phases.evaluation),
     )
-    if recipe.compile:
-        for chunk in job.chunks:
-            compile_blocks(chunk.model)
     if settings.check:
         job.balancing.watch()
     updater = updater_of(job, recipe, master=settings.master)

@@ -55,7 +55,9 @@ SHARED: dict[str, Any] = {
     "seq": _option(int, "Tokens in a sequence (default: 8192 or the model's maximum)."),
     "batch": _option(int, "Global batch in sequences (default: dp × microbatches × size)."),
     "context": _option(str, f"Context kind: {', '.join(CONTEXT_KINDS)}."),
-    "recompute": _option(str, "Recompute: none, selective, full, or full:K."),
+    "recompute": _option(
+        str, "Recompute: none, selective, full[:K], modules as in norm+mlp; some stages: full@0-1."
+    ),
     "balance": _option(
         str, "Load balancing of experts: aux, aux-seq, aux-global, z, bias, capacity:C, none; a+b."
     ),

@@ -84,6 +84,8 @@ def run(
     set_options = {name for name, value in command.params.items() if value not in (None, False, [])}
     is_open = "layout" not in set_options and not command.params["target"].endswith(".toml")
     _require_known(plan_options.machine)
+    recipe = replace(plan_options.train, compile=options["how"]["kernels"] != "eager")
+    plan_options = replace(plan_options, train=recipe)
     if plan_options.machine is None:
         _require_no_estimates(set_options)
         table, lines = _resolved(resolve(plan_options), output)

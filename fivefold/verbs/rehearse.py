@@ -105,7 +105,7 @@ def _planned(plan: Plan, imbalance: float) -> Estimate | None:
     from fivefold.planner import estimate_setting
     from fivefold.planner.estimate import estimate_plan
 
-    kernels = "compiled" if plan.options.train.compile else "eager"
+    kernels = plan.options.train.kernels
     setting, _ = estimate_setting(plan.machine, plan.precision, 0.0, kernels, imbalance)
     return estimate_plan(plan, setting)
 

@@ -119,24 +119,10 @@ def runnable(options: PlanOptions, launched: LauncherEnvironment | None = None) 
             f"schedule {plan.schedule.name} is asynchronous, which train does not run: choose "
             "another, such as 1f1b or zb-h1"
         )
-    if options.train.compile and (reason := _why_not_compiled(plan)):
-        raise FivefoldError(f"compile = true: {reason}")
     if plan.shape.dropout:
         note = "dropout is 0: many ranks and one cannot drop the same activations"
         plan = replace(plan, notes=(*plan.notes, note))
     return plan
-
-
-def _why_not_compiled(plan: Plan) -> str | None:
-    """What a block does that cannot be part of one compiled graph; None if there is nothing."""
-    layout = plan.layout
-    inside = {"tp": layout.tp, "cp": layout.cp, "ep": layout.ep}
-    found = [
-        f"{axis}={degree} moves tokens inside" for axis, degree in inside.items() if degree > 1
-    ]
-    if plan.schedule.splits_backward and layout.pp > 1:
-        found.append(f"schedule {plan.schedule.name} splits backward inside")
-    return f"{' and '.join(found)} of a block; choose a layout of dp and pp" if found else None
 
 
 @dataclass(frozen=True)

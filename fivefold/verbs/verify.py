@@ -69,7 +69,7 @@ def run(
     ] = "cpu",
     backend: BackendOption = None,
     compiled: Annotated[
-        bool, typer.Option("--compile", help="Compile blocks, as training does; one rank only.")
+        bool, typer.Option("--compile", help="Compile the kernels of the ranks, as training does.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -135,12 +135,7 @@ def _placed(plan: Plan, chosen: dict[str, Any]) -> Plan:
     if chosen["device"] not in ("cpu", "cuda"):  # a suggestion for gpu would be cpu
         raise FivefoldError(f"unknown --device {chosen['device']!r}: choose from cpu, cuda")
     if chosen["compiled"]:
-        if plan.layout.world > 1:
-            raise FivefoldError(
-                f"--compile is for one rank, and this layout has {plan.layout.world}: counting "
-                "the collectives stops compilation; leave it out"
-            )
-        notes.append("the rank is compiled, block by block; the one process is not")
+        notes.append("the kernels of the ranks are compiled; those of the one process are not")
     if chosen["device"] == "cuda" and chosen["offload"]:
         raise FivefoldError("--offload cpu is not available on a GPU: leave it or --device out")
     if chosen["device"] == "cuda" or chosen["backend"] is not None:

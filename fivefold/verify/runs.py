@@ -19,7 +19,7 @@ from fivefold.data.batches import Samples, samples
 from fivefold.launch.backend import Backend, RankDevice, forked_device
 from fivefold.launch.worker import Worker
 from fivefold.model.batch import TokenBatch
-from fivefold.model.blocks import compile_blocks
+from fivefold.model.regions import compiled, eager
 from fivefold.optim.optimizer import make_optimizer
 from fivefold.parallel.compose import Job, compose
 from fivefold.parallel.mesh import CollectiveRecord, Mesh
@@ -39,7 +39,7 @@ class VerifySettings:
     """How a plan is verified. `empty_rank`: a data rank without any counted token in step 1.
 
     On `cuda` the processes take the GPUs of this machine in turn. `compiled` blocks run as they do
-    in training, on a rank that is alone; the reference is never compiled.
+    in training; the reference is never compiled.
     """
 
     dtype: Dtype = "float64"
@@ -91,7 +91,11 @@ class StepOfRank:
 
 @dataclass(frozen=True)
 class ObservedCalls:
-    """The collectives of a step, or of an asynchronous run, by the dispatcher and by the mesh."""
+    """The collectives of a step, or of an asynchronous run, by the dispatcher and by the mesh.
+
+    A mode of the dispatcher would stop compilation: compiled ranks are heard by the mesh alone,
+    through which every collective goes.
+    """
 
     seen: Counter[Call]
     noted: Counter[Call]
@@ -142,10 +146,9 @@ def run_rank(worker: Worker, plan: Plan, settings: VerifySettings) -> VerifiedRa
             grad_dtype=getattr(torch, settings.summed_in),
             offload=settings.offload,
             bucket=settings.bucket,
+            fuse=compiled if settings.compiled else eager,
             instruments=Instruments(actions=phases, on_phase=phases.say),
         )
-        if settings.compiled:
-            _compile(job)
         recorder = _Recorder(worker, job, phases, _optimizer(job, settings), not settings.compiled)
         drawn = _drawn(plan, settings, device)
         mine = [each.of(plan.layout.coord(mesh.rank).dp) for each in drawn]
@@ -167,16 +170,6 @@ def _prepared(worker: Worker, plan: Plan, settings: VerifySettings) -> RankDevic
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.allow_tf32 = False
     return forked_device(settings.device, settings.backend, worker.rank, plan.layout.world)
-
-
-def _compile(job: Job) -> None:
-    """Compile as training does, in this process: a forked rank has no others to do it."""
-    from torch._inductor import config  # slow to import, and rarely wanted
-
-    assert job.mesh.layout.world == 1, "only a rank that is alone can be compiled"
-    config.compile_threads = 1
-    for chunk in job.chunks:
-        compile_blocks(chunk.model)
 
 
 class _Phases(ActionObserver):
@@ -251,13 +244,15 @@ class _Recorder:
         ]
         job.mesh.records.clear()
         watch = DispatchWatch(job.mesh, self.worker.detail)
+        watched = watch if self.watches else nullcontext()
         try:
-            with job.mesh.lanes.inside(lambda: watch), watch if self.watches else nullcontext():
+            with job.mesh.lanes.inside(lambda: watched), watched:
                 yield
         finally:
             for hook in hooks:
                 hook.remove()
-        self.heard.append(ObservedCalls(_calls(watch.records), _calls(job.mesh.records)))
+        noted = _calls(job.mesh.records)
+        self.heard.append(ObservedCalls(_calls(watch.records) if self.watches else noted, noted))
 
 
 def _calls(records: Mapping[CollectiveRecord, int]) -> Counter[Call]:

@@ -56,6 +56,7 @@ class Case:
     seed: int = 0
     steps: int = 2
     run: Callable[..., VerifiedRank] = run_rank
+    compiled: bool = False
     fails: bool = False  # a planted mistake
 
     def __str__(self) -> str:
@@ -192,6 +193,28 @@ def late() -> Iterator[Case]:
     yield replace(case("tp=2"), run=run_careless, seed=7, fails=True)
 
 
+def compiled() -> Iterator[Case]:
+    """Kernels as the compiler makes them, in every dimension."""
+    for layout, words in (
+        ("tp=2", {}),
+        ("tp=2", {"recompute": "selective", "packed": True}),
+        ("tp=4", {"recompute": "norm+attention"}),
+        ("dp=2", {"zero": 3, "recompute": "full"}),
+        ("pp=2", {}),
+        ("pp=2", {"schedule": "zb-h1", "recompute": "selective"}),
+        ("pp=4", {"schedule": "zb-v", "set": {"layers": "8"}}),
+        ("pp=2", {"schedule": "dualpipe", "microbatches": 4}),
+        ("cp=2", {"recompute": "mlp"}),
+        ("cp=4", {"context": "ulysses"}),
+        ("dp=2 ep=2", {"model": "tiny-moe", "balance": "aux"}),
+        ("tp=2 cp=2 ep=2", {"model": "tiny-moe", "recompute": "experts"}),
+        ("dp=2 pp=2 tp=2 ep=4", {"model": "tiny-moe", "schedule": "dualpipe", "microbatches": 4}),
+        ("dp=2 tp=2 pp=2 ep=2", {"model": "tiny-moe", "schedule": "zb-v"}),
+        ("dp=2 tp=2 cp=2 ep=4", {"model": "tiny-moe", "recompute": "selective"}),
+    ):
+        yield replace(case(layout, **words), compiled=True)
+
+
 PARTS = {
     "schedules": schedules,
     "data": data,
@@ -201,6 +224,7 @@ PARTS = {
     "bf16": narrow,
     "hung": hung,
     "late": late,
+    "compiled": compiled,
 }
 
 
@@ -214,7 +238,8 @@ class Prover:
     def prove(self, part: str, case: Case) -> None:
         start, plan = time.perf_counter(), case.plan()
         try:
-            with Pool(plan.layout.world + 1, PATIENCE) as pool:
+            patience = PATIENCE * (4 if case.compiled else 1)
+            with Pool(plan.layout.world + 1, patience) as pool:
                 cells, good = self._cells(case, self._verdict(pool, plan, case))
         except RankLost as lost:
             cells, good = ["", "", "", "", "", f"FAIL: {' '.join(str(lost).split())[:300]}"], False
@@ -226,7 +251,12 @@ class Prover:
 
     def _verdict(self, pool: Pool, plan: Plan, case: Case) -> VerifyVerdict:
         settings = VerifySettings(
-            dtype=case.dtype, seed=case.seed, steps=case.steps, device="cuda", backend="nccl"
+            dtype=case.dtype,
+            seed=case.seed,
+            steps=case.steps,
+            device="cuda",
+            backend="nccl",
+            compiled=case.compiled,
         )
         seeds = () if case.run is run_rank else (case.seed,)
         ranks = [(case.run, (plan, settings, *seeds))] * plan.layout.world

@@ -11,6 +11,7 @@ from small import DEEPSEEK, MOE, batch_of, filled, gradients
 from torch import Tensor
 
 from fivefold.core.balance import Keep, parse
+from fivefold.core.recompute import Recompute
 from fivefold.core.shape import Shape
 from fivefold.model.balance import (
     Balancer,
@@ -21,8 +22,8 @@ from fivefold.model.balance import (
     update_balance,
 )
 from fivefold.model.batch import TokenBatch
-from fivefold.model.blocks import apply_recompute
 from fivefold.model.moe import OverlappedTask, Routing
+from fivefold.model.recompute import apply_recompute
 
 F64 = torch.float64
 # Two rows of two tokens, three experts, one choice each: row 0 goes to expert 0 twice.
@@ -241,11 +242,11 @@ def test_a_dropped_token_leaves_no_trace_in_the_experts() -> None:
     assert y[lost].count_nonzero() == 0 and y[~lost].ne(0).all()
 
 
-@pytest.mark.parametrize("kind", ["none", "selective", "full"])
+@pytest.mark.parametrize("kind", ["none", "selective", "experts", "full"])
 @pytest.mark.parametrize("shape", [MOE, DEEPSEEK], ids=["moe", "deepseek"])
 def test_recomputation_records_once_and_gives_the_same_gradients(shape: Shape, kind: str) -> None:
     plain, again, batch = filled(shape), filled(shape), batch_of(shape)
-    apply_recompute(again, kind)
+    apply_recompute(again, Recompute.parse(kind))
     rules = parse("aux-seq:0.1+z:0.1+capacity:1.2")
     found = []
     for decoder in (plain, again):

@@ -15,16 +15,17 @@ from small import GPT, LLAMA, batch_of, filled, gradients
 from torch import Tensor
 
 from fivefold.core.batch import Batch
+from fivefold.core.recompute import Recompute
 from fivefold.core.shape import Shape
 from fivefold.model.batch import TokenBatch
-from fivefold.model.blocks import Recompute, apply_recompute
 from fivefold.model.decoder import Decoder, from_config
+from fivefold.model.recompute import apply_recompute
 from fivefold.parallel.deferred import GradientQueue
 from fivefold.verify.compare import Dtype, tolerances
 
 NORMED = replace(LLAMA, qk_norm="head", norm_bias=True, qkv_bias=True, tied=True)
 SHAPES = [LLAMA, GPT, NORMED]
-KINDS: list[tuple[Recompute, int]] = [("none", 1), ("selective", 1), ("full", 1), ("full", 2)]
+RULES = ["none", "selective", "norm+mlp+experts", "full", "full:2"]
 EXACT = 1e-14
 
 
@@ -54,14 +55,13 @@ class Split:
     def __init__(
         self,
         shape: Shape,
-        kind: Recompute = "none",
-        blocks: int = 1,
+        rule: str = "none",
         dtype: torch.dtype = torch.float64,
         summed_in: torch.dtype = torch.float64,
     ) -> None:
         self.decoder, self.queue = filled(shape, dtype), GradientQueue()
         self.queue.defer(self.decoder)
-        apply_recompute(self.decoder, kind, blocks)
+        apply_recompute(self.decoder, Recompute.parse(rule))
         self.sink = Sums(self.decoder, summed_in)
         self.losses: dict[int, Tensor] = {}
 
@@ -111,12 +111,10 @@ def summed(
     return {name: torch.stack([each[name] for each in found]).sum(0) for name in found[0]}
 
 
-@pytest.mark.parametrize(("kind", "blocks"), KINDS)
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("shape", SHAPES, ids=["rms", "layer", "normed"])
-def test_input_then_weight_gradients_are_those_of_autograd(
-    shape: Shape, kind: Recompute, blocks: int
-) -> None:
-    batch, split = batch_of(shape), Split(shape, kind, blocks)
+def test_input_then_weight_gradients_are_those_of_autograd(shape: Shape, rule: str) -> None:
+    batch, split = batch_of(shape), Split(shape, rule)
     split.forward(0, batch)
     split.input_gradients(0)
     split.weight_gradients(0)
@@ -124,22 +122,20 @@ def test_input_then_weight_gradients_are_those_of_autograd(
     assert error(split.sink.sums, summed(shape, [batch])) <= EXACT
 
 
-@pytest.mark.parametrize(("kind", "blocks"), KINDS)
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("shape", SHAPES, ids=["rms", "layer", "normed"])
-def test_a_whole_backward_takes_them_at_once(shape: Shape, kind: Recompute, blocks: int) -> None:
-    batch, split = batch_of(shape), Split(shape, kind, blocks)
+def test_a_whole_backward_takes_them_at_once(shape: Shape, rule: str) -> None:
+    batch, split = batch_of(shape), Split(shape, rule)
     split.forward(0, batch)
     split.backward(0)
     split.require_done()
     assert error(split.sink.sums, summed(shape, [batch])) <= EXACT
 
 
-@pytest.mark.parametrize(("kind", "blocks"), KINDS)
-def test_weight_gradients_may_come_much_later_and_in_any_order(
-    kind: Recompute, blocks: int
-) -> None:
+@pytest.mark.parametrize("rule", RULES)
+def test_weight_gradients_may_come_much_later_and_in_any_order(rule: str) -> None:
     batches = [batch_of(NORMED, seed=seed) for seed in range(4)]
-    split = Split(NORMED, kind, blocks)
+    split = Split(NORMED, rule)
     for number in (0, 1, 2):
         split.forward(number, batches[number])
     split.input_gradients(1)
@@ -190,12 +186,10 @@ def counting(decoder: Decoder) -> Iterator[list[int]]:
     yield times
 
 
-@pytest.mark.parametrize(("kind", "blocks"), KINDS)
-def test_blocks_are_recomputed_once_and_never_for_a_weight_gradient(
-    kind: Recompute, blocks: int
-) -> None:
-    again = int(kind != "none")
-    split = Split(LLAMA, kind, blocks)
+@pytest.mark.parametrize("rule", RULES)
+def test_blocks_are_recomputed_once_and_never_for_a_weight_gradient(rule: str) -> None:
+    again = int(rule.startswith("full"))
+    split = Split(LLAMA, rule)
     with counting(split.decoder) as times:
         for number in (0, 1):
             split.forward(number, batch_of(LLAMA, seed=number))
@@ -212,15 +206,15 @@ def test_blocks_are_recomputed_once_and_never_for_a_weight_gradient(
     ("dtype", "summed_in"),
     [("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")],
 )
-@pytest.mark.parametrize("kind", ["none", "full"])
+@pytest.mark.parametrize("rule", ["none", "full"])
 @pytest.mark.parametrize("shape", SHAPES, ids=["rms", "layer", "normed"])
 def test_narrow_weights_and_wide_sums(
-    shape: Shape, kind: Recompute, dtype: Dtype, summed_in: Dtype
+    shape: Shape, rule: str, dtype: Dtype, summed_in: Dtype
 ) -> None:
     """Against float64 on the same, rounded weights, within what `verify` allows."""
     batches = [batch_of(shape, seed=seed) for seed in range(3)]
     narrow, wide = getattr(torch, dtype), getattr(torch, summed_in)
-    split = Split(shape, kind, 1, narrow, wide)
+    split = Split(shape, rule, narrow, wide)
     for number, batch in enumerate(batches):
         split.forward(number, batch)
         split.input_gradients(number)

@@ -134,7 +134,7 @@ def test_interleaved_pairs_by_hand() -> None:
     rotary = rotary_tables(shape, torch.tensor([[3]]), F64)
     x = torch.tensor([1.0, 0.0, 2.0, 0.0], dtype=F64).view(1, 1, 1, 4)
     by_hand = [math.cos(3), 2 * math.cos(0.3), math.sin(3), 2 * math.sin(0.3)]
-    found = rotate(x, rotary, interleaved=True).flatten()
+    found = rotate(x, *rotary, interleaved=True).flatten()
     torch.testing.assert_close(found, torch.tensor(by_hand, dtype=F64), rtol=1e-14, atol=0)
 
 
@@ -144,7 +144,7 @@ def test_interleaved_scores_depend_on_the_distance_only() -> None:
 
     def score(a: int, b: int) -> float:
         mine, theirs = (rotary_tables(shape, torch.tensor([[at]]), F64) for at in (a, b))
-        return float((rotate(q, mine, True) * rotate(k, theirs, True)).sum())
+        return float((rotate(q, *mine, True) * rotate(k, *theirs, True)).sum())
 
     assert score(5, 2) == pytest.approx(score(13, 10), rel=1e-12)
     assert score(5, 2) != pytest.approx(score(5, 3), rel=1e-3)

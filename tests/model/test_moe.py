@@ -12,10 +12,8 @@ import torch.nn.functional as F
 from small import DEEPSEEK, LLAMA, MOE, batch_of, filled, gradients
 from torch import Tensor
 
-from fivefold.core.balance import parse
 from fivefold.core.shape import Moe, Shape
 from fivefold.core.weights import weights
-from fivefold.model.balance import attach_balancers
 from fivefold.model.decoder import Decoder
 from fivefold.model.layers import WeightFactory
 from fivefold.model.moe import (
@@ -36,8 +34,6 @@ from fivefold.model.moe import (
 F64 = torch.float64
 CPU = WeightFactory(F64, torch.device("cpu"))
 PLAIN = Moe(experts=4, top_k=2, ffn=8)
-# Dynamo looks at .grad of every tensor it meets, and torch warns of that.
-DYNAMO_LOOKS = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 
 
 def routed(moe: Moe, logits: list[list[float]], bias: list[float] | None = None) -> Routing:
@@ -331,28 +327,6 @@ def test_the_seams_between_router_and_experts() -> None:
     moe.balance, moe.dispatch = halved, doubled
     torch.testing.assert_close(moe(x), expected, rtol=1e-13, atol=1e-14)
     assert seen == [3]
-
-
-@DYNAMO_LOOKS
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("shape", [MOE, DEEPSEEK], ids=["moe", "deepseek"])
-def test_a_block_with_experts_compiles_as_one_graph(shape: Shape, backend: str) -> None:
-    """In bfloat16: fake tensors know grouped products of no other type."""
-    torch._dynamo.reset()
-    decoder, batch = filled(shape, torch.bfloat16), batch_of(shape)
-    balancers = attach_balancers(decoder, parse("aux+aux-seq+z+capacity:1"), "cpu")
-    expected = gradients(decoder, batch)
-    recorded = {name: each.take() for name, each in balancers.items()}
-    graphs = torch._dynamo.utils.counters["stats"]
-    graphs.clear()
-    for block in decoder.all_blocks():
-        block.run = torch.compile(block.run, fullgraph=True, backend=backend)
-    for name, grad in gradients(decoder, batch).items():
-        torch.testing.assert_close(grad, expected[name])
-    for name, each in balancers.items():
-        torch.testing.assert_close(each.take(), recorded[name])
-    gradients(decoder, batch_of(shape, seed=2))
-    assert graphs["unique_graphs"] == 2, "one for dense blocks, one for those with experts"
 
 
 @pytest.mark.parametrize("name", ["router.weight", "experts.down.weight", "shared.up.weight"])

@@ -9,11 +9,12 @@ import torch
 from small import DEEPSEEK, LLAMA, batch_of, filled, gradients
 from torch import Tensor
 
+from fivefold.core.recompute import Recompute
 from fivefold.core.shape import Shape
 from fivefold.core.weights import weights
 from fivefold.model.batch import TokenBatch, look_ahead
-from fivefold.model.blocks import apply_recompute
 from fivefold.model.decoder import Decoder
+from fivefold.model.recompute import apply_recompute
 
 N = -100
 TWO = replace(LLAMA, name="two-ahead", mtp=2)
@@ -96,7 +97,7 @@ def test_every_weight_has_a_gradient_also_when_recomputed(kind: str) -> None:
     assert found.keys() == {one.name for one in weights(DEEPSEEK)}
     assert all(grad.count_nonzero() for name, grad in found.items() if name.startswith("mtp."))
     decoder = filled(DEEPSEEK)
-    apply_recompute(decoder, kind)
+    apply_recompute(decoder, Recompute.parse(kind))
     again = gradients(decoder, inputs)
     assert all(torch.equal(again[name], grad) for name, grad in found.items())
 

@@ -101,7 +101,7 @@ class Layer:
             for unit in units_of(plan, stage, self.itemsize)
             if f"blocks.{number}" in unit.blocks
         )
-        alone = RankChunk(range(number, number + 1), 1, units)
+        alone = RankChunk(range(number, number + 1), 1, units, plan.recompute.of(stage))
         # Weights are gathered as in the whole stage, whichever of its layers this is.
         whole = alone._replace(layers=plan.stages[stage])
         self._left = (

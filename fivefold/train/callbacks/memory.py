@@ -146,16 +146,11 @@ class Shortage:
     snapshot: str | None  # the file that shows the memory
 
 
-def kernels(recipe: Recipe) -> str:
-    """The planner's name for how the blocks run."""
-    return "compiled" if recipe.compile else "eager"
-
-
 def estimate_of(plan: Plan, recipe: Recipe) -> Estimate | None:
     """The planner's estimate; None if it does not know the machine."""
     if plan.machine is None:
         return None
-    setting, _ = estimate_setting(plan.machine, plan.precision, 0.0, kernels(recipe), 1.0)
+    setting, _ = estimate_setting(plan.machine, plan.precision, 0.0, recipe.kernels, 1.0)
     return estimate_plan(plan, setting, "nvme" if recipe.disk else recipe.offload)
 
 
@@ -193,7 +188,7 @@ def nearest_fit(plan: Plan, recipe: Recipe) -> str | None:
         {"offload": recipe.offload.split(":")[0]},
         precision=plan.precision,
         headroom=_HEADROOM,
-        kernels=kernels(recipe),
+        kernels=recipe.kernels,
     )
     try:
         best = best_plans(asked, 1).plans[0]

@@ -1,0 +1,125 @@
+"""Recomputation: which activations the backward computes again, by module and by stage.
+
+none                      saves all
+norm, act                 outputs of norms, of activations: made again from inputs that are
+                          saved anyway, for the GEMMs that read them
+attention, mlp, experts   all inside of these modules: their forward runs again
+norm+attention            several
+selective                 norm+act: what costs no GEMM and no collective
+full, full:K              all but the input of every block, or of every K-th
+selective,full@0-1        stages 0 and 1 by their own rule
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from fivefold.core.errors import FivefoldError
+
+Module = Literal["norm", "act", "attention", "mlp", "experts"]
+MODULES: tuple[Module, ...] = ("norm", "act", "attention", "mlp", "experts")
+REMADE: tuple[Module, ...] = ("norm", "act")  # outputs alone; of the others the forward runs again
+SELECTIVE = "selective"
+_RULE = re.compile(
+    r"(?P<rule>[a-z+]+(?::[1-9][0-9]{0,4})?)(?:@(?P<first>\d{1,4})(?:-(?P<last>\d{1,4}))?)?"
+)
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """The rule of one stage: these modules, or everything in segments of so many `blocks`."""
+
+    modules: tuple[Module, ...] = ()
+    blocks: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> Recompute:
+        if full := re.fullmatch(r"full(?::([1-9][0-9]{0,4}))?", text):
+            return cls(blocks=int(full[1] or 1))
+        named = {"none": "", SELECTIVE: "+".join(REMADE)}.get(text, text)
+        words = named.split("+") if named else []
+        if set(words) - set(MODULES) or len(set(words)) < len(words):
+            raise FivefoldError(
+                f"recompute {text!r}: choose none, selective, full, full:K for segments of K "
+                f"blocks, or modules joined by + ({', '.join(MODULES)})"
+            )
+        return cls(tuple(each for each in MODULES if each in words))
+
+    def __str__(self) -> str:
+        if self.blocks:
+            return "full" if self.blocks == 1 else f"full:{self.blocks}"
+        if self.modules in ((), REMADE):
+            return SELECTIVE if self.modules else "none"
+        return "+".join(self.modules)
+
+    @property
+    def full(self) -> bool:
+        return self.blocks > 0
+
+    def remakes(self, module: Module) -> bool:
+        """Whether the output of norms or activations is made again, and nothing else."""
+        return module in self.modules
+
+    def repeats(self, module: Module) -> bool:
+        """Whether the forward of a module runs again, alone or with everything."""
+        return self.full or module in self.modules
+
+    @property
+    def priced_as(self) -> str:
+        """The kind by which it is estimated: one that saves no less than this rule."""
+        if self.full:
+            return "full"
+        return SELECTIVE if set(REMADE) <= set(self.modules) else "none"
+
+
+@dataclass(frozen=True)
+class StageRecompute:
+    """The rules of all stages: a rule for all, and others for some."""
+
+    usual: Recompute = Recompute()
+    special: tuple[tuple[int, int, Recompute], ...] = ()  # first stage, last stage
+
+    @classmethod
+    def parse(cls, text: str) -> StageRecompute:
+        usual: list[Recompute] = []
+        special: list[tuple[int, int, Recompute]] = []
+        for word in text.replace(" ", "").split(","):
+            found = _RULE.fullmatch(word)
+            rule = Recompute.parse(word if found is None else found["rule"])
+            if found is None or found["first"] is None:
+                usual.append(rule)
+                continue
+            first = int(found["first"])
+            special.append((first, int(found["last"] or first), rule))
+        if len(usual) > 1 or any(first > last for first, last, _ in special):
+            raise FivefoldError(
+                f"recompute {text!r}: give one rule for all stages, and others for some as "
+                "RULE@FIRST-LAST, such as selective,full@0-1"
+            )
+        return cls(usual[0] if usual else Recompute(), tuple(special))
+
+    def __str__(self) -> str:
+        others = [
+            f"{rule}@{first}" + (f"-{last}" if last > first else "")
+            for first, last, rule in self.special
+        ]
+        return ",".join([str(self.usual), *others])
+
+    def of(self, stage: int) -> Recompute:
+        """The rule of a stage."""
+        return next(
+            (rule for first, last, rule in self.special if first <= stage <= last), self.usual
+        )
+
+    @property
+    def last_stage(self) -> int:
+        """The last stage that has a rule of its own; −1 if none has."""
+        return max((last for _, last, _ in self.special), default=-1)
+
+    @property
+    def kind(self) -> str:
+        """The kind by which all stages are estimated: one that saves no less than any rule."""
+        kinds = {self.usual.priced_as, *(rule.priced_as for *_, rule in self.special)}
+        return next(each for each in ("none", SELECTIVE, "full") if each in kinds)

@@ -1,0 +1,60 @@
+"""Activations that are computed again in backward, as `core/recompute.py` names them.
+
+Outputs of norms and activations are made again from inputs that are saved anyway. Of attention, an
+MLP or experts the forward runs again from its input, and `full` runs segments of blocks again from
+theirs; collectives inside are then issued again. Gradients are the same to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fivefold.core.recompute import Recompute
+from fivefold.model.batch import Context
+from fivefold.model.decoder import Decoder, run_blocks
+from fivefold.model.layers import Mlp, Norm
+from fivefold.model.moe import Experts
+
+
+def apply_recompute(decoder: Decoder, rule: Recompute) -> None:
+    """Make the decoder compute activations again."""
+    if rule.full:
+        decoder.run_blocks = partial(_run_segments, rule.blocks)
+        return
+    for block in decoder.all_blocks():
+        block.repeats = frozenset(rule.modules)
+        inside = {"attention": block.attention, block.mlp_kind: block.mlp}
+        for name, module in inside.items():
+            if name not in block.repeats:
+                _remake(module, rule)
+        for norm in (block.attention_norm, block.mlp_norm):
+            norm.remakes = rule.remakes("norm")
+
+
+def _remake(outer: nn.Module, rule: Recompute) -> None:
+    """Norms and activations of a module whose forward does not run again as a whole."""
+    for module in outer.modules():
+        if isinstance(module, Norm):
+            module.remakes = rule.remakes("norm")
+        elif isinstance(module, Mlp | Experts):
+            module.activate.remakes = rule.remakes("act")
+
+
+def _run_segments(
+    size: int, blocks: Iterable[nn.Module], x_BSD: Tensor, context: Context
+) -> Tensor:
+    all_blocks = list(blocks)
+    for start in range(0, len(all_blocks), size):
+        x_BSD = checkpoint(
+            run_blocks,
+            all_blocks[start : start + size],
+            x_BSD,
+            context,
+            use_reentrant=False,
+            preserve_rng_state=context.dropout > 0,
+        )
+    return x_BSD
