@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from fivefold.core.errors import BadFile, FivefoldError, IllegalLayout
-from fivefold.core.plan import Plan, PlanOptions, Recompute, options_from, read, resolve
+from fivefold.core.plan import Plan, PlanOptions, options_from, read, resolve
+from fivefold.core.recompute import StageRecompute
 from fivefold.core.schedule import catalog
 
 
@@ -332,12 +333,33 @@ def test_schedule_from_a_file_brings_its_numbers(tmp_path: Path) -> None:
         plan(layout="pp=2", schedule=str(path), microbatches=4)
 
 
-@pytest.mark.parametrize("text", ["none", "selective", "full", "full:4"])
+RULES = ["none", "selective", "full", "full:4", "norm+mlp", "selective,full@0-1", "none,act@3"]
+
+
+@pytest.mark.parametrize("text", RULES)
 def test_recompute_text(text: str) -> None:
-    assert str(Recompute.parse(text)) == text
+    assert str(StageRecompute.parse(text)) == text
 
 
-@pytest.mark.parametrize("text", ["", "ful", "full:0", "selective:2", "full:x"])
+@pytest.mark.parametrize("text", ["", "ful", "full:0", "selective:2", "full:x", "norm+norm", "a+b"])
 def test_recompute_refuses(text: str) -> None:
     with pytest.raises(FivefoldError, match="full:K"):
-        Recompute.parse(text)
+        StageRecompute.parse(text)
+
+
+@pytest.mark.parametrize("text", ["full,none", "full@2-1"])
+def test_recompute_refuses_two_rules_for_a_stage(text: str) -> None:
+    with pytest.raises(FivefoldError, match="RULE@FIRST-LAST"):
+        StageRecompute.parse(text)
+
+
+def test_recompute_of_a_stage_that_is_not_there() -> None:
+    assert str(plan(layout="pp=2", recompute="none,full@0").recompute.of(0)) == "full"
+    with pytest.raises(FivefoldError, match="there is no stage 2, the stages of this layout are 0"):
+        plan(layout="pp=2", recompute="full@2")
+
+
+def test_several_rules_are_estimated_as_the_one_that_saves_most_memory_for_backward() -> None:
+    found = {text: StageRecompute.parse(text).kind for text in (*RULES, "norm+act+mlp", "act")}
+    assert found["selective,full@0-1"] == found["norm+act+mlp"] == "selective"
+    assert found["none,act@3"] == found["norm+mlp"] == found["act"] == "none"
