@@ -62,7 +62,10 @@ def updater_of(job: Job, recipe: Recipe, *, master: bool = False) -> Updater:
     """What updates the weights that this rank owns; `master` keeps float32 copies of them."""
     matrices = GatheredMatrices(job) if recipe.optimizer_kind.full_matrices else None
     device, rank = job.mesh.device, job.mesh.rank
-    return make_updater(recipe, job.owned, device, master=master, rank=rank, matrices=matrices)
+    full = {name: (job.table[name].shape, shard) for name, shard in job.shards.items()}
+    return make_updater(
+        recipe, job.owned, device, master=master, rank=rank, matrices=matrices, full=full
+    )
 
 
 def step(

@@ -7,14 +7,14 @@ optimizer the function of this package that makes it.
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from fivefold.core.errors import FivefoldError
 from fivefold.core.recipe import Recipe
-from fivefold.optim.blockwise import BlockwiseUpdater, MemoryStore, Store, state_dtypes
+from fivefold.optim.blockwise import BlockwiseUpdater, FullWeight, MemoryStore, Store, state_dtypes
 from fivefold.optim.disk_states import BLOCK_BYTES, DiskStore
 from fivefold.optim.muon import FullMatrices, LocalMatrices
 from fivefold.optim.optimizer import DeviceUpdater, OwnedWeight, Updater
@@ -30,12 +30,14 @@ def make_updater(
     master: bool = False,
     rank: int = 0,
     matrices: FullMatrices | None = None,
+    full: Mapping[str, FullWeight] | None = None,
     block_bytes: int | None = None,
 ) -> Updater:
     """The updater of a recipe for the shards that a rank owns; gradients are on `device`.
 
     `master` makes float32 copies of narrower weights. `matrices` gathers full matrices for an
-    optimizer that needs them; without it, the rank owns full ones. `block_bytes` limits the states
+    optimizer that needs them, and `full` has the full weight of every shard by name; without these,
+    the rank owns full weights. `block_bytes` limits the states
     that are updated at once where they are not on the device as they are computed with.
     """
     if recipe.optimizer_kind.full_matrices:
@@ -58,4 +60,4 @@ def make_updater(
     else:
         home, most = torch.device("cpu") if offloaded else device, block_bytes or _BLOCK_IN_MEMORY
         store = MemoryStore(sizes, dtypes, home, pinned and offloaded, most)
-    return BlockwiseUpdater(recipe, owned, store, device, master)
+    return BlockwiseUpdater(recipe, owned, store, device, master, full)

@@ -6,8 +6,8 @@ time is copied to the device, updated there by torch's own optimizer, and copied
 States in bfloat16 are rounded stochastically: a number between two neighbours of bfloat16 goes to
 one of them, to the nearer one more often, so that it is right on average and small changes add up
 over many updates. The random bits are a pure function of the seed, the number of updates, the
-weight's name and the index of the element. A run that resumes therefore draws the same bits, and
-ranks with copies or shards of the same weight round them alike.
+weight's name and the index of the element in the full weight. A run that resumes therefore draws
+the same bits, and ranks with copies or shards of the same weight round them alike.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fivefold.core.recipe import Recipe
 from fivefold.core.units import LocalWeight
+from fivefold.core.weights import WeightShard, boxes_of
 from fivefold.optim.optimizer import (
     ADAM_EPS,
     MASTER,
@@ -55,6 +56,8 @@ class ElementRange:
 
 
 Block = tuple[ElementRange, ...]
+FullWeight = tuple[tuple[int, ...], WeightShard]
+"""The shape of a full weight, and the shard of it that a rank has before ZeRO cuts that."""
 BlockStates = Mapping[str, Sequence[Tensor]]
 """By the name of a state, one flat tensor for every range of a block."""
 
@@ -144,7 +147,10 @@ class BlockwiseUpdater:
         store: Store,
         device: torch.device,
         master: bool,
+        full: Mapping[str, FullWeight] | None = None,
     ) -> None:
+        """`full` has every owned weight by name; without it, the rank owns full ones."""
+        self.full: Mapping[str, FullWeight] = full or {}
         self.recipe, self.name, self.kind = recipe, recipe.optimizer, recipe.optimizer_kind
         self.owned, self.store, self.device, self.master = owned, store, device, master
         self.lr, self.count = recipe.lr, 0
@@ -219,22 +225,44 @@ class BlockwiseUpdater:
         for first in range(0, part.size, AT_ONCE):
             now = slice(first, min(first + AT_ONCE, part.size))
             start, size = each.start + part.start + first, now.stop - first
-            bits = rounding_bits(recipe.seed, self.count, each.row, start, size, self.device)
+            full = self.full.get(each.row.name)
+            bits = rounding_bits(recipe.seed, self.count, each.row, start, size, self.device, full)
             for home, new in states.values():
                 home[now].copy_(round_stochastically(new[now], bits))
                 bits >>= 16  # the second state takes the other half of the bits
 
 
 def rounding_bits(
-    seed: int, count: int, row: LocalWeight, start: int, size: int, device: torch.device
+    seed: int,
+    count: int,
+    row: LocalWeight,
+    start: int,
+    size: int,
+    device: torch.device,
+    full: FullWeight | None = None,
 ) -> Tensor:
     """32 random bits for each of the elements [start, start + size) of a weight in one update."""
     # The copies of an embedding on two stages have two names, and must stay equal.
     name = "embed.weight" if row.alone else row.name
     digest = hashlib.blake2b(f"{seed} {count} {name}".encode(), digest_size=4).digest()
     key = int.from_bytes(digest, "little", signed=True)
-    indices = torch.arange(start, start + size, device=device).to(torch.int32)
-    return _mix(indices.bitwise_xor_(key))
+    return _mix(_indices(row, start, size, device, full).bitwise_xor_(key))
+
+
+def _indices(
+    row: LocalWeight, start: int, size: int, device: torch.device, full: FullWeight | None
+) -> Tensor:
+    """The indices of these elements in the full weight, so that no layout changes their bits."""
+    if full is None:
+        return torch.arange(start, start + size, device=device).to(torch.int32)
+    shape, shard = full
+    found = torch.zeros(size, dtype=torch.int32, device=device)  # of padding it stays 0
+    for box in boxes_of(shape, shard, row.shape, start, start + size):
+        grid = torch.zeros((), dtype=torch.int64, device=device)
+        for offset, length, most in zip(box.offsets, box.sizes, shape, strict=True):
+            grid = grid[..., None] * most + torch.arange(offset, offset + length, device=device)
+        found[box.at : box.at + box.numel] = grid.flatten()
+    return found
 
 
 def _mix(x: Tensor) -> Tensor:

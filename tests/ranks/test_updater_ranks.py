@@ -12,11 +12,9 @@ from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.core.recipe import Recipe
 from fivefold.data.batches import samples
 from fivefold.launch.processes import Pool, Worker
-from fivefold.optim import make_updater
 from fivefold.parallel.compose import Job, compose
-from fivefold.parallel.matrix_gather import GatheredMatrices
 from fivefold.parallel.mesh import Mesh
-from fivefold.step import step
+from fivefold.step import step, updater_of
 from fivefold.verify.compare import ComparedPart, Wanted, errors_by_name
 
 STEPS = 2  # the second one finds momentum
@@ -36,8 +34,7 @@ def trained(worker: Worker, plan: Plan, recipe: Recipe) -> list[ComparedPart]:
     with worker.joined(plan.layout.world):
         mesh = Mesh.of(plan, torch.device("cpu"))
         job = compose(plan, mesh, seed=0, dtype=torch.float64)
-        matrices = GatheredMatrices(job) if plan.layout.world > 1 else None
-        updater = make_updater(recipe, job.owned, mesh.device, matrices=matrices)
+        updater = updater_of(job, recipe)
         for number in range(STEPS):
             drawn = samples(plan.batch, plan.shape.vocab, seed=0, step=number)
             step(job, updater, drawn.of(plan.layout.coord(mesh.rank).dp), max_norm=1.0)
@@ -100,9 +97,12 @@ def test_muon_has_the_weights_of_one_process(pool: Pool, options: dict[str, Any]
         {"layout": "dp=2", "zero": 0},
         {"layout": "dp=4", "zero": 3},
         {"layout": "dp=2 pp=2", "zero": 1, "tied": True},
+        {"layout": "tp=4"},
+        {"layout": "dp=2 tp=2 ep=2 etp=2", "zero": 1},
     ],
     ids=lambda options: " ".join(map(str, options.values())),
 )
-def test_copies_of_a_weight_are_rounded_alike(pool: Pool, options: dict[str, Any]) -> None:
-    """Random bits of a rank's own would let replicas, and the two ends of a tied model, part."""
+def test_a_weight_is_rounded_alike_on_every_layout(pool: Pool, options: dict[str, Any]) -> None:
+    """Random bits of a rank's own would let replicas, and the two ends of a tied model, part; bits
+    by the place in a shard would make the result depend on tp and ep."""
     assert largest_error(pool, NARROW, options) < 1e-9
