@@ -58,14 +58,13 @@ def ends_of_documents_counted() -> Patch:
     return patch("fivefold.train.build.samples_from_rows", counted)
 
 
-def positions_go_on_over_documents() -> Patch:
+def documents_see_one_another() -> Patch:
     inner = batches_module.samples_from_rows
 
-    def onward(batch: Any, drawn: Any, begins: Any = None, masked: Any = None) -> Any:
-        plain = inner(batch, drawn, None, masked)
-        return replace(inner(batch, drawn, begins, masked), positions=plain.positions)
+    def unmasked(batch: Any, drawn: Any, begins: Any = None, masked: Any = None) -> Any:
+        return replace(inner(batch, drawn, begins, masked), documents=None)
 
-    return patch("fivefold.train.build.samples_from_rows", onward)
+    return patch("fivefold.train.build.samples_from_rows", unmasked)
 
 
 # Evaluation.
@@ -86,7 +85,7 @@ def evaluation_of_one_data_rank() -> Patch:
 
     def first_rank(job: Any, some: Any) -> Any:
         silent = [replace(one, labels=torch.full_like(one.labels, NOT_COUNTED)) for one in some]
-        return inner(job, silent if job.mesh.coord("dp") else some)
+        return inner(job, silent if job.plan.layout.coord(job.mesh.rank).dp else some)
 
     return patch(EVALUATE, first_rank)
 
@@ -150,10 +149,11 @@ def load_of_experts_lost() -> Patch:
 
 def schedule_ends_with_the_start() -> Patch:
     """The learning rates of a start are those of a run that ends with it."""
-    inner = loop.run_rank
+    owner: Any = vars(loop)["_Loop"]
+    inner = owner._step
 
-    def short(worker: Any, plan: Any, settings: Any, *given: Any) -> Any:
-        recipe = replace(settings.recipe, steps=settings.last_step)
-        return inner(worker, plan, replace(settings, recipe=recipe), *given)
+    def short(self: Any, *given: Any) -> Any:
+        recipe = replace(self.settings.recipe, steps=self.settings.last_step)
+        return inner(replace(self, settings=replace(self.settings, recipe=recipe)), *given)
 
-    return patch("fivefold.train.run_rank", short)
+    return patch.object(owner, "_step", short)

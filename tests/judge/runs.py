@@ -153,11 +153,8 @@ def _errors(run: Path, judged: Trained) -> Iterator[tuple[str, float]]:
         return
     facts: Table = json.loads((newest / "manifest.json").read_text())["facts"]
     for key, value in judged.facts.items():
-        if facts["step"] == judged.facts["step"]:
-            yield f"facts {key}", 0.0 if facts[key] == value else math.inf
-    tensors = read_checkpoint(newest)
-    if facts["step"] == judged.facts["step"]:
-        yield from _tensor_errors(tensors, judged)
+        yield f"facts {key}", 0.0 if facts[key] == value else math.inf
+    yield from _tensor_errors(read_checkpoint(newest), judged)
 
 
 TENSORS: tuple[str, ...] = ("model", "optim", "balance")

@@ -16,7 +16,7 @@ from tests.judge.runs import Case, differing, errors
 OWN = ("tests.judge.decoder", "tests.judge.tokens")
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_training_is_as_the_judge_computes_it(case: Case, corpora: Path, tmp_path: Path) -> None:
     found = errors(case, corpora, tmp_path / "judged")
