@@ -91,7 +91,7 @@ def healthy_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("healthy")
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
 def test_a_mistake_is_noticed(
     fault: Fault, corpora: Path, healthy_runs: Path, tmp_path: Path
