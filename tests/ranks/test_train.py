@@ -226,6 +226,18 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert "standard library" in table["corpus"] and table["seconds"] > 0
 
 
+def test_memory_snapshots_without_a_gpu_are_refused_aloud(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "tiny --layout dp=2 --seq 8 --batch 2 --steps 1 --set log=memory --out run"
+    code, _, err = command(words, capsys)
+    assert code == 0 and err.splitlines() == [
+        "fivefold: log = memory writes nothing: a snapshot shows the memory of a GPU, and this run "
+        "has none"
+    ]
+    assert not (tmp_path / "run" / "memory").exists()
+
+
 @pytest.mark.parametrize(
     ("words", "reason"),
     [

@@ -34,8 +34,8 @@ from fivefold.train.state import Progress, storage_bytes
 FOLDER = "memory"
 STEPS = 3  # recorded on request: the first allocates its memory, the others show the steady state
 _MOST_EVENTS = 1_000_000
-_NO_GPU = "no memory snapshot: it shows the memory of a GPU, and this run has none"
-_NO_FUNCTION = "no memory snapshot: this torch cannot write one"
+_NO_GPU = "log = memory writes nothing: a snapshot shows the memory of a GPU, and this run has none"
+_NO_FUNCTION = "log = memory writes nothing: this torch cannot write a snapshot"
 _HEADROOM = 0.05  # of the memory, for a layout that is sure to fit
 
 
@@ -55,6 +55,8 @@ class MemoryCallback(Callback):
             requested = MEMORY in log_targets(self.recipe.log)
             device = self.rank.job.mesh.device
             self.snapshots = Snapshots(self.folder.path, self.worker.rank, device, requested)
+            if self.snapshots.note is not None and self.worker.rank == 0:
+                self.worker.report(self.snapshots.note)
 
     def measure(self, number: int) -> dict[str, Any]:
         return {"memory_gib": peak_memory_gib(self.rank.job.mesh.device)}
