@@ -72,6 +72,18 @@ class Batch:
         """Tokens of one step, over all data ranks."""
         return self.sequences * self.seq
 
+    def rows_of(self, dp_coord: int) -> list[int]:
+        """The rows of a step that one data rank has, by their place in the step, in rising order.
+
+        A step's rows are those of its microbatches in turn, each with those of all data ranks.
+
+        >>> Batch(dp=2, seq=8, microbatch_size=2, microbatches=2).rows_of(1)
+        [2, 3, 6, 7]
+        """
+        size = self.microbatch_size
+        firsts = [(number * self.dp + dp_coord) * size for number in range(self.microbatches)]
+        return [first + row for first in firsts for row in range(size)]
+
     def __str__(self) -> str:
         return (
             f"global batch {self.sequences:,} sequences = {self.microbatch_size} · "

@@ -7,6 +7,7 @@ microbatches count different numbers of tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -42,7 +43,11 @@ class Samples:
 
     def to(self, device: torch.device) -> Samples:
         """A copy on a device; samples are always drawn on the CPU."""
-        return Samples(*(None if each is None else each.to(device) for each in vars(self).values()))
+        return self.each(lambda one: one.to(device))
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Samples:
+        """The same samples, with every tensor changed."""
+        return Samples(*(None if each is None else change(each) for each in vars(self).values()))
 
     def _batch(self, where: tuple[int | slice, int | slice]) -> TokenBatch:
         tensors = (self.tokens, self.labels, self.positions, self.documents)

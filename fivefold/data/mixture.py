@@ -10,12 +10,21 @@ from __future__ import annotations
 import math
 import re
 import shlex
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
 from fivefold.core.errors import BadFile, FivefoldError
-from fivefold.data.rows import Corpus, RowOrder, Synthetic, TokenRows, read_rows, standard_library
+from fivefold.data.rows import (
+    Corpus,
+    RowOrder,
+    RowPlace,
+    Synthetic,
+    TokenRows,
+    read_rows,
+    standard_library,
+)
 from fivefold.data.shards import open_corpus
 
 STANDARD_LIBRARY, SYNTHETIC = "stdlib", "synthetic"
@@ -92,20 +101,16 @@ class Source:
         corpus, row = self._place(sample)
         return corpus.name, row
 
-    def samples(self, first: int, count: int) -> TokenRows:
+    def samples(self, numbers: Iterable[int]) -> TokenRows:
         """Samples by their numbers from the start of the training."""
-        return read_rows([self._place(each) for each in range(first, first + count)], self.seq)
+        return read_rows([self._place(each) for each in numbers], self.seq)
 
-    def step(self, number: int, global_batch: int) -> TokenRows:
-        """The samples of a step, from 0, in the order of their numbers."""
-        return self.samples(number * global_batch, global_batch)
-
-    def held_out(self, most: int) -> TokenRows:
+    def held_out(self, most: int) -> list[RowPlace]:
         """At most so many rows that training never reads; none where no corpus has any.
 
         Each row is from the corpus that is furthest below its share and has rows left.
         """
-        taken, places = [0] * len(self.parts), list[tuple[Corpus | Synthetic, int]]()
+        taken, places = [0] * len(self.parts), list[RowPlace]()
         while len(places) < most:
             left = [i for i, part in enumerate(self.parts) if taken[i] < part.num_held_out]
             if not left:
@@ -114,9 +119,9 @@ class Source:
             part = self.parts[i]
             places.append((part.corpus, part.order.num_rows + taken[i]))
             taken[i] += 1
-        return read_rows(places, self.seq)
+        return places
 
-    def _place(self, sample: int) -> tuple[Corpus | Synthetic, int]:
+    def _place(self, sample: int) -> RowPlace:
         number, index = self.shares.draw(sample)
         part = self.parts[number]
         return part.corpus, part.order.row(index)

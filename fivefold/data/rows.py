@@ -113,7 +113,11 @@ class Synthetic:
         np.right_shift(wide, np.uint64(32), out=wide)
 
 
-def read_rows(places: Sequence[tuple[Corpus | Synthetic, int]], seq: int) -> TokenRows:
+RowPlace = tuple[Corpus | Synthetic, int]
+"""A corpus, and the number of a row there."""
+
+
+def read_rows(places: Sequence[RowPlace], seq: int) -> TokenRows:
     """The rows with these numbers, each of its corpus."""
     sizes = (len(places), seq + 1)
     rows = TokenRows(np.empty(sizes, np.int64), np.zeros(sizes, np.bool_))

@@ -25,11 +25,6 @@ class TokenBatch:
     # For each depth of multi-token prediction: the tokens that far ahead, and their labels.
     ahead: tuple[tuple[Tensor, Tensor], ...] = ()
 
-    def to(self, device: torch.device) -> TokenBatch:
-        """Full rows on a device."""
-        tensors = (self.tokens, self.labels, self.positions, self.documents)
-        return TokenBatch(*(None if each is None else each.to(device) for each in tensors))
-
 
 def look_ahead(batch: TokenBatch, depth: int) -> TokenBatch:
     """Full rows with the inputs of multi-token prediction: at depth j, from 1, the token j

@@ -7,15 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from fivefold.core.plan import Plan
 from fivefold.core.schedule import Step
-from fivefold.data.batches import samples_from_rows
 from fivefold.data.mixture import Source, open_source
-from fivefold.data.rows import TokenRows
-from fivefold.model.batch import TokenBatch
+from fivefold.data.rank_reader import RankReader
 from fivefold.model.regions import compiled, eager
 from fivefold.optim.optimizer import Updater
 from fivefold.parallel.compose import Job, compose
@@ -33,12 +30,7 @@ class BuiltRank:
 
     job: Job
     updater: Updater
-    source: Source
-
-    def batches(self, rows: TokenRows) -> list[TokenBatch]:
-        """This rank's microbatches of the rows of a step, on its device."""
-        mesh = self.job.mesh
-        return [each.to(mesh.device) for each in batches_of(self.job.plan, rows, mesh.rank)]
+    reader: RankReader
 
     def close(self) -> None:
         """Wait for the collectives that are under way, and drop the groups."""
@@ -76,7 +68,7 @@ def build_rank(
     if settings.check:
         job.balancing.watch()
     updater = updater_of(job, recipe, master=settings.master)
-    return BuiltRank(job, updater, source_of(plan, settings))
+    return BuiltRank(job, updater, reader_of(plan, settings, mesh.rank, device))
 
 
 def _choose_kernels(deterministic: bool) -> None:
@@ -100,20 +92,13 @@ class _Both(ActionObserver):
         self.second.end(token[1])
 
 
+def reader_of(plan: Plan, settings: TrainSettings, rank: int, device: torch.device) -> RankReader:
+    """What reads the rows of a rank."""
+    source, dp_coord = source_of(plan, settings), plan.layout.coord(rank).dp
+    return RankReader(source, plan.batch, plan.packed, dp_coord, device)
+
+
 def source_of(plan: Plan, settings: TrainSettings, verify: bool = False) -> Source:
     """The data that the plan's model reads."""
     recipe = settings.recipe
     return open_source(recipe.data, plan.shape.vocab, plan.batch.seq, recipe.seed, verify=verify)
-
-
-def batches_of(plan: Plan, rows: TokenRows, rank: int) -> list[TokenBatch]:
-    """A rank's microbatches of the rows of a step; rows that are missing have no loss."""
-    missing = plan.batch.sequences - len(rows.tokens)
-    tokens, begins = (torch.from_numpy(np.pad(each, ((0, missing), (0, 0)))) for each in rows)
-    masked = None
-    if missing:
-        masked = torch.zeros(len(tokens), plan.batch.seq, dtype=torch.bool)
-        masked[-missing:] = True
-        masked = masked.view(plan.batch.microbatches, plan.batch.dp, -1, plan.batch.seq)
-    samples = samples_from_rows(plan.batch, tokens, begins if plan.packed else None, masked)
-    return samples.of(plan.layout.coord(rank).dp)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from math import isfinite
@@ -91,20 +91,14 @@ class _Loop:
 
     def run(self) -> None:
         """From the first step of this start to its last, or until the run is stopped."""
-        progress, num_samples = self.progress, self.rank.job.plan.batch.sequences
+        progress = self.progress
+        steps_left = progress.last_step - progress.step
         try:
             for each in self.callbacks:
                 each.start(progress.step)
-            while not progress.done:
-                number, first = progress.step + 1, progress.samples
-                rows = self.rank.source.samples(first, num_samples)
-                outcome, seconds = self._step(number, self.rank.batches(rows))
-                progress.advance(num_samples, outcome.skipped, bool(outcome.stops))
-                loss, stopped = float(outcome.loss), progress.stopped
-                self.result.add(loss, stopped, self.rank.job, self.settings.check)
-                record = self._record(number, first, outcome, seconds)
-                for each in self.callbacks:
-                    each.after_step(record)
+            with self.rank.reader.ahead(progress.samples, steps_left) as take_batches:
+                while not progress.done:
+                    self._advance(take_batches)
             for each in reversed(self.callbacks):
                 each.finish()
         except torch.OutOfMemoryError:
@@ -114,6 +108,20 @@ class _Loop:
         finally:
             for each in self.callbacks:
                 each.close()
+
+    def _advance(self, take_batches: Callable[[], list[TokenBatch]]) -> None:
+        """One step, and everything that follows it."""
+        progress, num_samples = self.progress, self.rank.job.plan.batch.sequences
+        number, first = progress.step + 1, progress.samples
+        for each in self.callbacks:
+            each.before_data(number)
+        outcome, seconds = self._step(number, take_batches())
+        progress.advance(num_samples, outcome.skipped, bool(outcome.stops))
+        loss, stopped = float(outcome.loss), progress.stopped
+        self.result.add(loss, stopped, self.rank.job, self.settings.check)
+        record = self._record(number, first, outcome, seconds)
+        for each in self.callbacks:
+            each.after_step(record)
 
     def _step(self, number: int, batches: list[TokenBatch]) -> tuple[StepOutcome, float]:
         """One optimizer step, and the seconds that it took."""

@@ -48,6 +48,16 @@ def same(one: TokenRows, other: TokenRows) -> bool:
     return all(a.tolist() == b.tolist() for a, b in zip(one, other, strict=True))
 
 
+def step_of(source: Source, number: int, size: int) -> TokenRows:
+    """The samples of a step of that size."""
+    return source.samples(range(number * size, (number + 1) * size))
+
+
+def held_out(source: Source, most: int) -> np.ndarray:
+    """The tokens of rows that are held out."""
+    return read_rows(source.held_out(most), source.seq).tokens
+
+
 @settings(deadline=None, max_examples=40)
 @given(st.integers(1, 500), st.integers(0, 2**40), st.integers(0, 5))
 def test_every_row_comes_once_an_epoch(num_rows: int, seed: int, epoch: int) -> None:
@@ -112,27 +122,28 @@ def test_samples_do_not_depend_on_the_size_of_a_step() -> None:
     source, again = (
         mixed((2, joined(256)), (1, counting("numbers", 50)), seed=7) for _ in range(2)
     )
-    small = np.concatenate([source.step(number, 2).tokens for number in range(12)])
-    large = np.concatenate([source.step(number, 6).tokens for number in range(4)])
-    assert small.tolist() == large.tolist() == source.samples(0, 24).tokens.tolist()
-    assert same(again.step(3, 6), source.step(3, 6))  # alone, and in a run
+    small = np.concatenate([step_of(source, number, 2).tokens for number in range(12)])
+    large = np.concatenate([step_of(source, number, 6).tokens for number in range(4)])
+    assert small.tolist() == large.tolist() == source.samples(range(24)).tokens.tolist()
+    assert same(step_of(again, 3, 6), step_of(source, 3, 6))  # alone, and in a run
 
 
 def test_one_corpus_is_read_in_its_order_and_its_last_rows_are_held_out() -> None:
     source = Source.of(counting("numbers", 4 * 300 + 1), seq=4, seed=3)
-    drawn = source.samples(0, 298).tokens[:, 0] // 4
+    drawn = source.samples(range(298)).tokens[:, 0] // 4
     assert drawn.tolist() == [RowOrder(3, 298).row(sample) for sample in range(298)]
     assert sorted(drawn.tolist()) == list(range(298))
     assert [source.place(sample)[1] for sample in range(298)] == drawn.tolist()
-    assert source.held_out(1).tokens.tolist() == [[1192, 1193, 1194, 1195, 1196]]
-    assert (source.held_out(9).tokens[:, 0] // 4).tolist() == [298, 299]
+    assert held_out(source, 1).tolist() == [[1192, 1193, 1194, 1195, 1196]]
+    assert (held_out(source, 9)[:, 0] // 4).tolist() == [298, 299]
 
 
 def test_the_smallest_corpora_hold_out_one_row_or_none() -> None:
-    assert Source.of(counting("two rows", 9), seq=4, seed=0).held_out(5).tokens.shape == (1, 5)
+    source = Source.of(counting("two rows", 9), seq=4, seed=0)
+    assert held_out(source, 5).shape == (1, 5)
     source = Source.of(counting("one row", 5), seq=4, seed=0)
-    assert source.held_out(5).tokens.shape == (0, 5)
-    assert source.samples(0, 3).tokens.tolist() == [[0, 1, 2, 3, 4]] * 3
+    assert held_out(source, 5).shape == (0, 5)
+    assert source.samples(range(3)).tokens.tolist() == [[0, 1, 2, 3, 4]] * 3
 
 
 @settings(deadline=None, max_examples=60)
@@ -167,7 +178,7 @@ def test_a_mixture_reads_every_row_of_each_corpus_once_an_epoch() -> None:
         for epoch in range(len(rows) // num_rows):
             part = rows[epoch * num_rows : (epoch + 1) * num_rows]
             assert sorted(part) == list(range(num_rows))
-    firsts = source.samples(0, 400).tokens[:, 0]
+    firsts = source.samples(range(400)).tokens[:, 0]
     found = [
         ("few", token // 4) if token < 1000 else ("many", (token - 1000) // 4) for token in firsts
     ]
@@ -177,9 +188,9 @@ def test_a_mixture_reads_every_row_of_each_corpus_once_an_epoch() -> None:
 def test_rows_are_held_out_in_proportion_as_long_as_there_are_some() -> None:
     few, many = counting("few", 4 * 300 + 1), counting("many", 4 * 2000 + 1, first=10_000)
     source = mixed((1, few), (2, many))
-    firsts = source.held_out(6).tokens[:, 0]
+    firsts = held_out(source, 6)[:, 0]
     assert sum(token < 10_000 for token in firsts) == 2
-    firsts = source.held_out(100).tokens[:, 0]
+    firsts = held_out(source, 100)[:, 0]
     assert sum(token < 10_000 for token in firsts) == 2 and len(firsts) == 2 + 2000 // 128
     drawn = {source.place(sample) for sample in range(3000)}
     assert not drawn & {("few", 298), ("few", 299)} and ("few", 297) in drawn
@@ -188,13 +199,13 @@ def test_rows_are_held_out_in_proportion_as_long_as_there_are_some() -> None:
 
 def test_synthetic_tokens_are_a_function_of_seed_and_sample() -> None:
     source = open_source("synthetic", vocab=1000, seq=63, seed=1)
-    rows = source.samples(0, 64)
-    assert same(source.samples(40, 3), TokenRows(rows.tokens[40:43], rows.begins[40:43]))
+    rows = source.samples(range(64))
+    assert same(source.samples(range(40, 43)), TokenRows(rows.tokens[40:43], rows.begins[40:43]))
     assert 0 <= rows.tokens.min() < 5 and 995 < rows.tokens.max() < 1000
     assert abs(rows.tokens.mean() - 499.5) < 20 and len(np.unique(rows.tokens)) > 900
-    other = open_source("synthetic", vocab=1000, seq=63, seed=2).samples(0, 64)
+    other = open_source("synthetic", vocab=1000, seq=63, seed=2).samples(range(64))
     assert (rows.tokens == other.tokens).mean() < 0.01
-    assert source.held_out(3).tokens.shape == (3, 64)
+    assert held_out(source, 3).shape == (3, 64)
     fixed = np.empty(4, np.int64)
     Synthetic(0, 50_000).read(3, fixed, np.zeros(4, np.bool_))
     assert fixed.tolist() == [6019, 23757, 22002, 24396]  # which no version may change

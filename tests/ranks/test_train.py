@@ -26,9 +26,11 @@ from fivefold.cli import main
 from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.core.recipe import Recipe
 from fivefold.launch.processes import Pool
+from fivefold.model.batch import TokenBatch
 from fivefold.records import StepRecord
-from fivefold.train import Check, TrainedRank, TrainSettings, compare_with_plan, source_of, train
-from fivefold.train.build import batches_of
+from fivefold.records.run_folder import read_records
+from fivefold.train import Check, TrainedRank, TrainSettings, compare_with_plan, train
+from fivefold.train.build import reader_of
 from fivefold.train.check import LEAST, judge, single_process
 from fivefold.train.checkpoint import latest
 from fivefold.train.state import AxisTraffic
@@ -157,14 +159,18 @@ def test_a_plan_that_is_not_kept_is_seen(pool: Pool) -> None:
     assert not measured.traffic_as_planned and measured.traffic != measured.planned_traffic
 
 
+def batches_of(plan: Plan, rank: int, first: int) -> list[TokenBatch]:
+    """A rank's microbatches of the step that begins with a sample."""
+    return reader_of(plan, TrainSettings(), rank, torch.device("cpu")).step(first).of(0)
+
+
 @pytest.mark.parametrize("layout", ["dp=2", "dp=4", "pp=2", "dp=2 tp=2"])
 def test_the_text_of_a_step_is_the_same_on_every_layout(layout: str) -> None:
     one, plan = plan_of("dp=1", seq=700), plan_of(layout, seq=700)
-    rows = source_of(one, TrainSettings()).samples(5, BATCH)
-    wanted = batches_of(one, rows, rank=0)
+    wanted = batches_of(one, rank=0, first=5)
     ranks = range(plan.layout.world)
     coords = {plan.layout.coord(rank).dp: rank for rank in ranks}
-    by_rank = [batches_of(plan, rows, coords[dp]) for dp in range(plan.layout.dp)]
+    by_rank = [batches_of(plan, coords[dp], first=5) for dp in range(plan.layout.dp)]
     found = [batch for microbatch in zip(*by_rank, strict=True) for batch in microbatch]
     for name in ("tokens", "labels", "positions", "documents"):
         rows, truth = (torch.cat([getattr(one, name) for one in some]) for some in (found, wanted))
@@ -173,7 +179,7 @@ def test_the_text_of_a_step_is_the_same_on_every_layout(layout: str) -> None:
 
 def test_documents_do_not_see_one_another() -> None:
     plan = plan_of("dp=1", seq=2000, batch=400)
-    batches = batches_of(plan, source_of(plan, TrainSettings()).samples(0, 400), rank=0)
+    batches = batches_of(plan, rank=0, first=0)
     rows = [one for one in batches if one.documents is not None and one.positions[0, -1] < 1999]
     assert len(rows) > 10  # of 400 rows in 12 MB and 700 documents
     for batch in rows:
@@ -292,7 +298,7 @@ def test_a_lost_rank_is_named_and_no_process_is_left(tmp_path: Path) -> None:
             _, err = process.communicate(timeout=4 * SOON)
     assert process.returncode == 1
     (line,) = err.splitlines()
-    where = r"fivefold: lost rank 1 at step \d+( 0[FB]\d.*)?"
+    where = r"fivefold: lost rank 1 at (data of )?step \d+( 0[FB]\d.*)?"
     assert re.match(rf"{where}: it was killed by SIGKILL", line)
     wait_until_gone(ranks)
 
@@ -308,5 +314,10 @@ def test_who_is_asked_to_stop_keeps_what_there_is(tmp_path: Path, how: signal.Si
     assert process.returncode == 0
     wait_until_gone(ranks)
     done = int(re.findall(r"^step (\d+)/", out, re.M)[-1])
-    assert latest(tmp_path / "run") == tmp_path / f"run/checkpoints/step-{done:08d}"
-    assert "asked to stop" in out
+    checkpoint = tmp_path / f"run/checkpoints/step-{done:08d}"
+    assert latest(tmp_path / "run") == checkpoint and "asked to stop" in out
+    # The position is that of the last step, whatever was read ahead of it.
+    last = read_records(tmp_path / "run" / "metrics.jsonl")[-1]
+    manifest = json.loads((checkpoint / "manifest.json").read_text("utf-8"))
+    assert manifest["facts"]["samples"] == last.first_sample + last.num_samples
+    assert last.step == done and last.first_sample == (done - 1) * last.num_samples

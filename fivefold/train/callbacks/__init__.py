@@ -17,6 +17,9 @@ class Callback:
     def start(self, after: int) -> None:
         """The job is built and loaded; step `after + 1` follows."""
 
+    def before_data(self, number: int) -> None:
+        """The rank takes the data of a step, and waits if it is not there yet."""
+
     def before_step(self, number: int) -> None:
         """The data is there, and the step begins."""
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from fivefold.core.recipe import Recipe
-from fivefold.data.rows import TokenRows
 from fivefold.records import EVAL
 from fivefold.records.run_folder import TimeSpent
 from fivefold.step import evaluate
@@ -33,11 +32,8 @@ class EvaluationCallback(Callback):
 
     def _mean_loss(self) -> float | None:
         """The mean over all tokens that have a loss."""
-        size = self.rank.job.plan.batch.sequences
-        rows = self.rank.source.held_out(_MOST_BATCHES * size)
         total = count = 0.0
-        for first in range(0, len(rows.tokens), size):
-            some = TokenRows(*(each[first : first + size] for each in rows))
-            loss, num_tokens = evaluate(self.rank.job, self.rank.batches(some))
+        for batches in self.rank.reader.held_out(_MOST_BATCHES):
+            loss, num_tokens = evaluate(self.rank.job, batches)
             total, count = total + float(loss), count + float(num_tokens)
         return total / count if count else None

@@ -36,6 +36,9 @@ class WatchdogCallback(Callback):
     def start(self, after: int) -> None:
         self._started, self._first = True, after + 1
 
+    def before_data(self, number: int) -> None:
+        self.phase(f"data of step {number}", long=number == self._first)
+
     def before_step(self, number: int) -> None:
         """A step begins with a collective: the patience of a checkpoint must not hold for it."""
         self._number = number

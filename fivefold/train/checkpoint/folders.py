@@ -128,8 +128,9 @@ _FORMAT = 1
 class Facts:
     """Where a run stood: everything that is not a tensor.
 
-    `samples` counts the rows of data that were read, so it is the number of the next one. `plan` is
-    the text of the resolved plan. `has_states` is false if there are only weights, as in an import.
+    `samples` counts the rows of data that steps have taken, not what was read ahead, so it is the
+    number of the next one. `plan` is the text of the resolved plan. `has_states` is false if there
+    are only weights, as in an import.
     """
 
     step: int

@@ -1,0 +1,194 @@
+"""What one rank reads: the rows of its data rank, ahead of its steps, on its device.
+
+Ranks that differ only in their tensor, pipeline or context coords read the same rows: every stage
+counts the tokens of a step and needs their positions and documents, and context parallelism cuts
+rows later. No rank reads the rows of another data rank.
+
+A thread reads the next steps while a step runs. On a GPU it copies them from pinned memory on a
+stream of its own. How far a run is counts in steps that were taken, not in rows that were read.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fivefold.core.batch import Batch
+from fivefold.data.batches import Samples, samples_from_rows
+from fivefold.data.mixture import Source
+from fivefold.data.rows import TokenRows, read_rows
+from fivefold.model.batch import TokenBatch
+
+AHEAD = 3  # steps that are read before they are needed
+_LAST_READ_S = 5.0  # that the end of a run waits for a read which is under way
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RankReader:
+    """Reads the rows of one data rank."""
+
+    source: Source
+    batch: Batch
+    packed: bool
+    dp_coord: int
+    device: torch.device
+
+    def step(self, first: int) -> Samples:
+        """This rank's rows of the step whose first sample has this number."""
+        rows = self.source.samples(first + row for row in self.batch.rows_of(self.dp_coord))
+        return self._samples(rows)
+
+    @contextmanager
+    def ahead(self, first: int, num_steps: int) -> Generator[Callable[[], list[TokenBatch]]]:
+        """Reads the steps from sample `first` on in a thread; each call gives the microbatches of
+        the next."""
+        copier, size = SideCopier.of(self.device), self.batch.sequences
+        steps = Prefetch(lambda i: copier.send(self.step(first + i * size)), num_steps)
+        try:
+            yield lambda: copier.receive(steps.take()).of(0)
+        finally:
+            steps.close()
+
+    def held_out(self, most_steps: int) -> Iterator[list[TokenBatch]]:
+        """Microbatches of rows that training never reads, for at most so many steps.
+
+        The rows of the last may not fill it; those that are missing have no loss.
+        """
+        size = self.batch.sequences
+        places = self.source.held_out(most_steps * size)
+        for first in range(0, len(places), size):
+            some = places[first : first + size]
+            mine = [some[row] for row in self.batch.rows_of(self.dp_coord) if row < len(some)]
+            yield self._samples(read_rows(mine, self.batch.seq)).to(self.device).of(0)
+
+    def _samples(self, rows: TokenRows) -> Samples:
+        """The rows of a step; those that are missing at its end have no loss."""
+        mine = replace(self.batch, dp=1)
+        missing = mine.sequences - len(rows.tokens)
+        tokens, begins = (torch.from_numpy(np.pad(each, ((0, missing), (0, 0)))) for each in rows)
+        masked = None
+        if missing:
+            masked = torch.zeros(len(tokens), mine.seq, dtype=torch.bool)
+            masked[-missing:] = True
+            masked = masked.view(mine.microbatches, 1, -1, mine.seq)
+        return samples_from_rows(mine, tokens, begins if self.packed else None, masked)
+
+
+class SentSamples(NamedTuple):
+    """Samples on their way to a GPU, and the event after their copy; on a CPU they are there."""
+
+    samples: Samples
+    copied: torch.cuda.Event | None
+
+
+@dataclass(frozen=True)
+class SideCopier:
+    """Copies samples to a device: one thread sends them, the thread that computes receives them.
+
+    Without a stream, on a CPU, there is nothing to copy.
+    """
+
+    device: torch.device
+    stream: torch.cuda.Stream | None
+
+    @classmethod
+    def of(cls, device: torch.device) -> SideCopier:
+        """A copier with a stream of its own on a GPU."""
+        return cls(device, torch.cuda.Stream(device) if device.type == "cuda" else None)
+
+    def send(self, samples: Samples) -> SentSamples:
+        """Begin to copy. Torch reuses the pinned memory only after the copy."""
+        if self.stream is None:
+            return SentSamples(samples, None)
+        torch.cuda.set_device(self.device)  # a thread begins on device 0
+        with torch.cuda.stream(self.stream):
+            there = samples.each(lambda one: _copied(one, self.device))
+            copied = torch.cuda.Event()
+            copied.record(self.stream)
+        return SentSamples(there, copied)
+
+    def receive(self, sent: SentSamples) -> Samples:
+        """The current stream waits for the copy; the host does not."""
+        samples, copied = sent
+        if copied is None:
+            return samples
+        stream = torch.cuda.current_stream(self.device)
+        stream.wait_event(copied)
+
+        def used(one: Tensor) -> Tensor:
+            # Its memory belongs to the other stream, which could overwrite it after a release.
+            one.record_stream(stream)
+            return one
+
+        return samples.each(used)
+
+
+def _copied(one: Tensor, device: torch.device) -> Tensor:
+    # Positions may repeat one row without a copy, and such a tensor cannot be pinned.
+    return one.contiguous().pin_memory().to(device, non_blocking=True)
+
+
+class Prefetch(Generic[T]):
+    """Calls `make(0)` to `make(count - 1)` in a thread, at most `ahead` results before they are
+    taken.
+
+    What goes wrong in the thread is raised by `take`, after the results before it. The thread never
+    keeps a process from ending.
+    """
+
+    def __init__(self, make: Callable[[int], T], count: int, ahead: int = AHEAD) -> None:
+        self._make, self._count, self._ahead = make, count, ahead
+        self._results: deque[T] = deque()
+        self._changed = threading.Condition()
+        self._closed = self._ended = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="fivefold-data", daemon=True)
+        self._thread.start()
+
+    def take(self) -> T:
+        """The next result; waits until it is there."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._results or self._ended)
+            if self._results:
+                self._changed.notify_all()
+                return self._results.popleft()
+            assert self._error is not None, "more was taken than asked for"
+            raise self._error
+
+    def close(self) -> None:
+        """End the thread, and drop what it has read."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join(_LAST_READ_S)
+
+    def _run(self) -> None:
+        try:
+            for number in range(self._count):
+                with self._changed:
+                    self._changed.wait_for(self._has_room)
+                    if self._closed:
+                        return
+                result = self._make(number)
+                with self._changed:
+                    self._results.append(result)
+                    self._changed.notify_all()
+        except BaseException as error:  # whatever it is, the thread that takes must not wait
+            self._error = error
+        finally:
+            with self._changed:
+                self._ended = True
+                self._changed.notify_all()
+
+    def _has_room(self) -> bool:
+        return self._closed or len(self._results) < self._ahead
