@@ -97,7 +97,7 @@ def measure(worker: Worker, plan: Plan, folder: Path) -> list[Pair]:
     """The pairs of one rank."""
     with worker.joined(plan.layout.world):
         device = torch.device("cpu")
-        spans = SpanCallback(RunFolder(folder, 0, time.time()), worker.rank, device)
+        spans = SpanCallback(RunFolder(folder, 0, time.time(), time.time()), worker.rank, device)
         mesh = Mesh.of(plan, device, observers=(spans,))
         watched = Instruments(spans.actions)
         job = compose(plan, mesh, seed=0, dtype=torch.float32, instruments=watched)

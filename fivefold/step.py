@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -35,7 +35,8 @@ class StepOutcome:
     the load of the experts, and how many ranks want to stop.
 
     All of it is still on the device: reading one waits for the step, and not every step is read.
-    `skipped`: loss or norm was not finite, and nothing was updated.
+    The outcome of a guarded step is on the host, and its update may still run. `skipped`: loss or
+    norm was not finite, and nothing was updated.
     """
 
     loss: Tensor
@@ -51,11 +52,13 @@ class Guard:
     """How training guards a step: `scale` multiplies the losses where backward begins, for types of
     a narrow range; `stop` asks to end the run after this step.
 
-    A guarded step waits for its norm. It updates nothing where the norm or the loss is not finite.
+    A guarded step waits once, for its loss and norm, and calls `on_read` then. It updates nothing
+    where the norm or the loss is not finite.
     """
 
     scale: float = 1.0
     stop: bool = False
+    on_read: Callable[[], None] = lambda: None
 
 
 def updater_of(job: Job, recipe: Recipe, *, master: bool = False) -> Updater:
@@ -91,8 +94,10 @@ def step(
     sum_partial([(job.shards[each.row.name], each.grad) for each in job.owned], job.mesh)
     sum_copies(job)
     loss = sum(losses.values(), torch.zeros_like(tokens))
-    loss, norm, stops, recorded = totals(job, loss, asked.stop)
-    norm = norm / asked.scale
+    summed = totals(job, loss, asked.stop)
+    seen = summed if guard is None else summed.cpu()  # all that is read of a step, in one copy
+    asked.on_read()
+    loss, norm, stops = seen[0], seen[1].sqrt() / asked.scale, seen[2]
     clip = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     skipped = guard is not None and not bool(torch.isfinite(loss + norm))
     if not skipped:
@@ -101,7 +106,9 @@ def step(
         optimizer.step()
     for chunk in job.chunks:
         chunk.data.publish()
-    load = None if skipped else job.balancing.settle(recorded)
+    if not skipped:
+        job.balancing.settle(summed[3:])
+    load = None if skipped else job.balancing.load_of(seen[3:])
     return StepOutcome(loss, norm, clip, load, stops, skipped)
 
 
@@ -146,15 +153,15 @@ def sum_copies(job: Job) -> None:
         job.mesh.sum_together([each.grad for each in shared], TWIN)
 
 
-def totals(job: Job, loss: Tensor, stop: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Loss, gradient norm, requests to stop and expert statistics of the whole job, from what this
-    rank has of each."""
+def totals(job: Job, loss: Tensor, stop: bool) -> Tensor:
+    """Loss, squared gradient norm, requests to stop and expert statistics of the whole job, from
+    what this rank has of each."""
     mine = [loss.to(torch.float64) / job.mesh.size("tp"), squared_norm(job)]
     wish = mine[0].new_full((), float(stop))
     everything = torch.cat([torch.stack([*mine, wish]), job.balancing.take()])
     if job.mesh.size(WORLD) > 1:
         job.mesh.all_reduce(everything, WORLD, dist.ReduceOp.SUM).wait()
-    return everything[0], everything[1].sqrt(), everything[2], everything[3:]
+    return everything
 
 
 def squared_norm(job: Job) -> Tensor:

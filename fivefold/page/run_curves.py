@@ -131,7 +131,7 @@ def _points(records: Iterable[StepRecord], name: str) -> list[Point]:
 
 def _value(record: StepRecord, name: str) -> float | None:
     """One number of a record, None if it is not finite."""
-    number: float | None = record.seconds if name == "step_s" else getattr(record, name)
+    number: float | None = record.elapsed if name == "step_s" else getattr(record, name)
     return number if number is not None and math.isfinite(number) else None
 
 

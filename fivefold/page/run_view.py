@@ -88,7 +88,7 @@ def _state(facts: RunFacts, last: int, steps: int | None) -> str:
 
 def _is_silent(facts: RunFacts) -> bool:
     """Whether the newest record is much older than a step takes."""
-    recent = [one.seconds + sum(one.spent.values()) for one in facts.records[-_WINDOW:]]
+    recent = [one.interval for one in facts.records[-_WINDOW:]]
     return facts.idle_s > max([_LEAST_SILENCE_S, *(_SILENT_STEPS * each for each in recent)])
 
 

@@ -87,8 +87,17 @@ class Balancing:
         for each in self.layers:
             each.balancer.scale_losses(scale)
 
-    def settle(self, recorded: Tensor) -> Load | None:
+    def settle(self, recorded: Tensor) -> None:
         """Update biases and loads from the sum over all ranks."""
+        load = self.load_of(recorded)
+        if load is None:
+            return
+        for each in self.layers:
+            counts_E = load.slots[self.places[each.number]]
+            update_balance(each.mlp, each.balancer, self.plan.balance, counts_E)
+
+    def load_of(self, recorded: Tensor) -> Load | None:
+        """The sum over all ranks, by what it counts; None without experts."""
         if not self.places:
             return None
         moe = self.plan.shape.moe
@@ -96,9 +105,6 @@ class Balancing:
         counts_LE, losses = recorded.view(self.size).split_with_sizes(
             [moe.experts, self.size[1] - moe.experts], dim=1
         )
-        for each in self.layers:
-            counts_E = counts_LE[self.places[each.number]]
-            update_balance(each.mlp, each.balancer, self.plan.balance, counts_E)
         return Load(counts_LE, losses.sum(0))
 
     def watch(self) -> None:

@@ -27,6 +27,7 @@ BUILD, LOAD, SAVE, EVAL = "build", "load", "save", "eval"  # besides the steps
 STEPS, LOST, SKIPPED, DOWN, OTHER = "steps", "lost", "skipped", "down", "other"
 _NAMES = (STEPS, BUILD, LOAD, SAVE, EVAL, SKIPPED, LOST, DOWN, OTHER)
 _RATES = ("tokens_per_s", "tokens_per_s_per_gpu")
+_ADDED = ("data_s", "wall_s")  # records of older versions do not have them
 _WINDOW = 100  # the last steps, from which the remaining time is estimated
 
 
@@ -50,8 +51,15 @@ class PlannedStep:
 class StepRecord:
     """One step. Unknown values are None. A step whose loss or norm is not finite is skipped.
 
-    `spent` has the seconds between the previous record and this step, by what they were spent on.
-    `wall` has the seconds since the first start of the run. `restart` counts the starts from 0.
+    `data_s` has the seconds that the rank waited for its rows. `seconds` go from its question for
+    them, or from the end of the previous update if that was later, to the end of this update on the
+    device, and `wall_s` from the end of the previous update, or from the start, to the end of this
+    one: their sum is the wall time. Records of older versions have neither `data_s` nor `wall_s`,
+    and their `seconds` begin after the data and end before clipping and update.
+
+    `spent` has the seconds between the previous record and this one outside of the step, by what
+    they were spent on. `wall` has the seconds since the first start of the run. `restart` counts
+    the starts from 0.
     """
 
     step: int  # from 1
@@ -74,10 +82,22 @@ class StepRecord:
     load: tuple[float, ...] | None = None  # the same for each layer with experts
     eval_loss: float | None = None
     spent: dict[str, float] = field(default_factory=dict[str, float])
+    data_s: float | None = None
+    wall_s: float | None = None
+
+    @property
+    def elapsed(self) -> float:
+        """The seconds of the step that are shown and give its rates: `wall_s` where it is known."""
+        return self.seconds if self.wall_s is None else self.wall_s
+
+    @property
+    def interval(self) -> float:
+        """The seconds from record to record."""
+        return self.seconds + sum(self.spent.values()) if self.wall_s is None else self.wall_s
 
     @property
     def tokens_per_s(self) -> float:
-        return self.tokens / self.seconds
+        return self.tokens / self.elapsed
 
     @property
     def tokens_per_s_per_gpu(self) -> float:
@@ -94,7 +114,8 @@ class StepRecord:
     @classmethod
     def from_json(cls, table: Mapping[str, Any]) -> StepRecord:
         """The record of a line; raises KeyError or TypeError if the line is no record."""
-        values = {each.name: table[each.name] for each in fields(cls)}
+        values = {each.name: table[each.name] for each in fields(cls) if each.name not in _ADDED}
+        values |= {name: table.get(name) for name in _ADDED}
         for key in ("loss", "norm"):
             values[key] = math.nan if values[key] is None else float(values[key])
         if values["planned"] is not None:
@@ -109,7 +130,8 @@ class StepRecord:
             "loss": self.loss,
             "norm": self.norm,
             "lr": self.lr,
-            "step_s": self.seconds,
+            "step_s": self.elapsed,
+            "data_s": self.data_s,
             "tokens_per_s": self.tokens_per_s,
             "tokens_per_s_per_gpu": self.tokens_per_s_per_gpu,
             "mfu": self.mfu,
@@ -145,7 +167,7 @@ class Pace:
         if self.seconds is None:
             self.seconds = deque(maxlen=_WINDOW)
             return None
-        self.seconds.append(record.seconds + sum(record.spent.values()))
+        self.seconds.append(record.interval)
         return sum(self.seconds) / len(self.seconds) * (steps - record.step)
 
 
@@ -224,7 +246,7 @@ def summarize(
         wall_s=wall,
         spent=spent,
         goodput=spent[STEPS] / wall if wall else 0.0,
-        step_s=median(record.seconds for record in counted) if counted else None,
+        step_s=median(record.elapsed for record in counted) if counted else None,
         tokens_per_s=_rate(counted, per_gpu=False),
         tokens_per_s_per_gpu=_rate(counted, per_gpu=True),
         mfu=median(known_mfu) if known_mfu else None,
@@ -247,7 +269,7 @@ def _rate(records: Sequence[StepRecord], per_gpu: bool) -> Rate | None:
     if not records:
         return None
     shares = [record.world if per_gpu else 1 for record in records]
-    seconds = [each.seconds * share for each, share in zip(records, shares, strict=True)]
+    seconds = [each.elapsed * share for each, share in zip(records, shares, strict=True)]
     rates = [each.tokens / time for each, time in zip(records, seconds, strict=True)]
     return Rate(sum(record.tokens for record in records) / sum(seconds), median(rates))
 

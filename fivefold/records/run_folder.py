@@ -58,6 +58,7 @@ class RunFolder:
     path: Path
     restart: int  # from 0
     began: float  # when the run was first started, since the epoch
+    started: float  # when this start began
 
     @classmethod
     def create(
@@ -86,18 +87,13 @@ class RunFolder:
         write_atomically(path / PLAN, plan_toml)
         facts["starts"].append({"began": time.time(), **_environment(), **settings})
         write_atomically(path / RUN, json.dumps(facts, indent=2) + "\n")
-        return cls(path, number, facts["starts"][0]["began"])
+        return cls(path, number, facts["starts"][0]["began"], facts["starts"][-1]["began"])
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
         """The newest start of an existing run."""
         starts = _read_json(path / RUN)["starts"]
-        return cls(path, len(starts) - 1, starts[0]["began"])
-
-    @property
-    def wall(self) -> float:
-        """Seconds since the run was first started."""
-        return time.time() - self.began
+        return cls(path, len(starts) - 1, starts[0]["began"], starts[-1]["began"])
 
     @property
     def identity(self) -> str:

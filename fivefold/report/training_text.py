@@ -42,7 +42,7 @@ def step_line(record: StepRecord, steps: int, eta: float | None = None) -> str:
         f"loss {record.loss:.4f}",
         f"norm {record.norm:.2f}",
         f"lr {record.lr:.1e}",
-        duration(record.seconds),
+        duration(record.elapsed),
         f"{thousands(record.tokens_per_s)} tok/s"
         + ("" if planned is None else f" (plan {thousands(planned.tokens_per_s)})"),
     ]

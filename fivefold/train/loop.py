@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isfinite
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from fivefold.core.errors import FivefoldError
 from fivefold.core.plan import Plan
 from fivefold.launch.backend import RankDevice, forked_device
 from fivefold.launch.watchdog import watched
@@ -28,6 +29,7 @@ from fivefold.train.callbacks.memory import MemoryCallback
 from fivefold.train.callbacks.records import RecordCallback, SpanCallback
 from fivefold.train.callbacks.stop import StopCallback
 from fivefold.train.callbacks.watchdog import WatchdogCallback
+from fivefold.train.clock import StepClock, StepMark
 from fivefold.train.state import Progress, TrainedRank, TrainSettings
 
 
@@ -48,6 +50,7 @@ def run_rank(
     observed = watched(worker, world) if world > 1 else nullcontext()
     with worker.joined(world, mine), observed as watchdog:
         folder = None if settings.folder is None else RunFolder.open(settings.folder)
+        clock = StepClock.of(mine.device, folder)
         progress, spent = Progress(LossScale.of(settings.dtype), settings.last_step), TimeSpent()
         phases = WatchdogCallback(worker, watchdog)
         spans = SpanCallback(folder if recipe.events else None, worker.rank, mine.device)
@@ -71,7 +74,10 @@ def run_rank(
             checkpoints,
         )
         result = TrainedRank(first_step=progress.step + 1)
-        _Loop(rank, settings, progress, spent, stop, callbacks, result, reverse).run()
+        restart = 0 if folder is None else folder.restart
+        _Loop(
+            rank, settings, progress, spent, clock, stop, callbacks, result, reverse, restart
+        ).run()
         rank.close()
         return result
 
@@ -84,10 +90,13 @@ class _Loop:
     settings: TrainSettings
     progress: Progress
     spent: TimeSpent
+    clock: StepClock
     stop: StopCallback
     callbacks: Sequence[Callback]
     result: TrainedRank
     reverse: bool
+    restart: int
+    pending: deque[_PendingRecord] = field(default_factory=deque["_PendingRecord"])
 
     def run(self) -> None:
         """From the first step of this start to its last, or until the run is stopped."""
@@ -101,6 +110,9 @@ class _Loop:
                     self._advance(take_batches)
             for each in reversed(self.callbacks):
                 each.finish()
+        except FivefoldError:
+            self._complete_records(wait=True)  # the steps before the error have run
+            raise
         except torch.OutOfMemoryError:
             for each in self.callbacks:
                 each.out_of_memory()
@@ -115,31 +127,34 @@ class _Loop:
         number, first = progress.step + 1, progress.samples
         for each in self.callbacks:
             each.before_data(number)
-        outcome, seconds = self._step(number, take_batches())
+        self.clock.ask()
+        batches = take_batches()
+        self.clock.begin()
+        outcome = self._step(number, batches)
+        mark = self.clock.mark()
         progress.advance(num_samples, outcome.skipped, bool(outcome.stops))
         loss, stopped = float(outcome.loss), progress.stopped
         self.result.add(loss, stopped, self.rank.job, self.settings.check)
-        record = self._record(number, first, outcome, seconds)
+        self.pending.append(_PendingRecord(mark, self._fields(number, first, outcome)))
+        self._complete_records(any(each.needs_record(number) for each in self.callbacks))
         for each in self.callbacks:
-            each.after_step(record)
+            each.after_step(number)
 
-    def _step(self, number: int, batches: list[TokenBatch]) -> tuple[StepOutcome, float]:
-        """One optimizer step, and the seconds that it took."""
+    def _step(self, number: int, batches: list[TokenBatch]) -> StepOutcome:
+        """One optimizer step."""
         job, updater, recipe = self.rank.job, self.rank.updater, self.settings.recipe
         for each in self.callbacks:
             each.before_step(number)
         updater.set_lr(recipe.lr_at(number))
         job.mesh.records.clear()
-        guard = Guard(self.progress.scale.value, self.stop.requested)
+        guard = Guard(self.progress.scale.value, self.stop.requested, self.clock.synchronised)
         last = number == self.progress.last_step
         optimizer = _MeasuredUpdate(self.rank, self.result) if last else updater
         ordered = batches[::-1] if self.reverse else batches
-        began = time.perf_counter()
-        outcome = step(job, optimizer, ordered, recipe.clip, guard)
-        return outcome, time.perf_counter() - began
+        return step(job, optimizer, ordered, recipe.clip, guard)
 
-    def _record(self, number: int, first: int, outcome: StepOutcome, seconds: float) -> StepRecord:
-        """The record of a step, with the fields that the callbacks know."""
+    def _fields(self, number: int, first: int, outcome: StepOutcome) -> dict[str, Any]:
+        """The record of a step without its times, with the fields that the callbacks know."""
         measured: dict[str, Any] = {}
         for each in self.callbacks:
             measured |= each.measure(number)
@@ -147,17 +162,16 @@ class _Loop:
         fullest = None if load is None else load.imbalance.tolist()
         loss = float(outcome.loss)
         infinite = "norm" if isfinite(loss) else "loss"
-        return StepRecord(
+        return dict(
             step=number,
             loss=loss,
             norm=float(outcome.norm),
             lr=self.settings.recipe.lr_at(number),
-            seconds=seconds,
             tokens=plan.batch.tokens,
             world=plan.layout.world,
             first_sample=first,
             num_samples=plan.batch.sequences,
-            mfu=mfu(plan, plan.batch.tokens / seconds),
+            restart=self.restart,
             planned=self.settings.planned,
             skipped=f"{infinite} is not finite" if outcome.skipped else None,
             scale=scale.value if scale.dynamic else None,
@@ -166,6 +180,30 @@ class _Loop:
             spent=self.spent.take(),
             **measured,
         )
+
+    def _complete_records(self, wait: bool) -> None:
+        """Complete the records of steps whose updates have run, or of all steps after a wait."""
+        plan = self.rank.job.plan
+        while self.pending and (wait or self.pending[0].mark.end.passed):
+            mark, fields = self.pending.popleft()
+            times = self.clock.times(mark)
+            record = StepRecord(
+                **fields,
+                seconds=times.step,
+                data_s=times.data,
+                wall_s=times.wall,
+                wall=times.since_start,
+                mfu=mfu(plan, plan.batch.tokens / times.wall),
+            )
+            for each in self.callbacks:
+                each.on_record(record)
+
+
+class _PendingRecord(NamedTuple):
+    """A step whose update may still run: the mark of its clock, and the rest of its record."""
+
+    mark: StepMark
+    fields: dict[str, Any]
 
 
 @dataclass(frozen=True)

@@ -205,7 +205,7 @@ def test_the_command_says_every_step_and_both_tables(capsys: pytest.CaptureFixtu
     code, out, _ = command(words, capsys)
     assert code == 0 and "PASS in" in out and "differs" not in out
     step = (
-        r"^step (\d+)/10 \| loss (\d\.\d{4}) \| norm \d+\.\d\d \| lr \d\.\de-0\d \| \d+ ms \| "
+        r"^step (\d+)/10 \| loss (\d\.\d{4}) \| norm \d+\.\d\d \| lr \d\.\de-0\d \| (?:\d+ ms|\d+\.\d s) \| "
         r"[\d.]+k? tok/s \| mem \d\.\d GiB( \| eta \d+s)? \| fullest expert \d\.\dx$"
     )
     found = re.findall(step, out, re.M)

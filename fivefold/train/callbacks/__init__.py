@@ -24,11 +24,19 @@ class Callback:
         """The data is there, and the step begins."""
 
     def measure(self, number: int) -> dict[str, Any]:
-        """The step is over: the fields of its record that this callback knows."""
+        """The step is issued: the fields of its record that this callback knows."""
         return {}
 
-    def after_step(self, record: StepRecord) -> None:
-        """The record of the step is complete."""
+    def needs_record(self, number: int) -> bool:
+        """Whether `after_step` must find the record of the step written."""
+        return False
+
+    def on_record(self, record: StepRecord) -> None:
+        """The update of a step has run, and its record is complete. On a GPU this may be while the
+        next step runs, unless a callback needs the record."""
+
+    def after_step(self, number: int) -> None:
+        """The step is over, except that its update may still run on a GPU."""
 
     def finish(self) -> None:
         """The last step is over; called in reverse order."""

@@ -17,7 +17,7 @@ from fivefold.model.balance import Balancer
 from fivefold.optim.optimizer import MASTER, StateInMemory, StoredState, Updater
 from fivefold.parallel.compose import Job
 from fivefold.parallel.flat_unit import OwnedShard
-from fivefold.records import SAVE, StepRecord
+from fivefold.records import SAVE
 from fivefold.records.run_folder import CHECKPOINTS, RunFolder, TimeSpent
 from fivefold.train.build import BuiltRank
 from fivefold.train.callbacks import Callback
@@ -74,11 +74,15 @@ class CheckpointCallback(Callback):
         if self.settings.resume and self.folder is not None and self.folder.restart and not after:
             self._warn("there is no checkpoint yet: the training starts with its first step")
 
-    def after_step(self, record: StepRecord) -> None:
-        """Begin to save, if a checkpoint is due or no step follows."""
+    def needs_record(self, number: int) -> bool:
+        """Every step up to a checkpoint has its line in the metrics."""
         recipe = self.settings.recipe
-        if recipe.is_due(recipe.save_every, record.step) or self.progress.done:
-            self.phases.phase(f"checkpoint {record.step}", long=True)
+        return recipe.is_due(recipe.save_every, number) or self.progress.done
+
+    def after_step(self, number: int) -> None:
+        """Begin to save, if a checkpoint is due or no step follows."""
+        if self.needs_record(number):
+            self.phases.phase(f"checkpoint {number}", long=True)
             with self.spent.on(SAVE):
                 self._save()
 

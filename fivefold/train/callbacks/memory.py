@@ -24,7 +24,7 @@ from fivefold.optim.optimizer import Updater
 from fivefold.parallel.compose import Job
 from fivefold.planner import best_plans, estimate_setting, plan_request
 from fivefold.planner.estimate import Estimate, estimate_plan
-from fivefold.records import GIB, StepRecord
+from fivefold.records import GIB
 from fivefold.records.run_folder import RunFolder
 from fivefold.train.build import BuiltRank
 from fivefold.train.callbacks import Callback
@@ -61,9 +61,9 @@ class MemoryCallback(Callback):
     def measure(self, number: int) -> dict[str, Any]:
         return {"memory_gib": peak_memory_gib(self.rank.job.mesh.device)}
 
-    def after_step(self, record: StepRecord) -> None:
+    def after_step(self, number: int) -> None:
         if self.snapshots is not None:
-            self.snapshots.step(record.step)
+            self.snapshots.step(number)
 
     def out_of_memory(self) -> None:
         """Report what was estimated, what is allocated, and a layout that would fit."""

@@ -67,7 +67,6 @@ class RecordCallback(Callback):
     folder: RunFolder | None
     progress: Progress
     spent: TimeSpent
-    began: float = field(default_factory=time.monotonic)
     metrics: Metrics | None = None
     trackers: list[Tracker] = field(default_factory=list)
 
@@ -80,14 +79,7 @@ class RecordCallback(Callback):
                 recipe.log, self.folder.path, self.folder.identity, shown, after
             )
 
-    def measure(self, number: int) -> dict[str, Any]:
-        """The seconds since the run was first started, and how often it was started again."""
-        if self.folder is None:
-            return {"wall": time.monotonic() - self.began, "restart": 0}
-        return {"wall": self.folder.wall, "restart": self.folder.restart}
-
-    def after_step(self, record: StepRecord) -> None:
-        """The line of a step is written before its checkpoint."""
+    def on_record(self, record: StepRecord) -> None:
         if self.worker.rank > 0:
             return
         if self.metrics is not None:
@@ -214,9 +206,9 @@ class SpanCallback(Callback):
         if self.folder is not None:
             self.log = SpanLog(self.folder.path, self.rank, self.folder.restart, self.device)
 
-    def after_step(self, record: StepRecord) -> None:
+    def after_step(self, number: int) -> None:
         if self.log is not None:
-            self.log.step(record.step)
+            self.log.step(number)
 
     def close(self) -> None:
         if self.log is not None:

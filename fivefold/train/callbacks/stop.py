@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from fivefold.core.errors import FivefoldError
 from fivefold.launch.worker import Worker
-from fivefold.records import StepRecord
 from fivefold.train.callbacks import Callback
 from fivefold.train.callbacks.checkpoints import CheckpointCallback
 from fivefold.train.state import Progress
@@ -30,9 +29,13 @@ class StopCallback(Callback):
         """Whether this rank was asked to stop."""
         return self.worker.stopping
 
-    def after_step(self, record: StepRecord) -> None:
+    def needs_record(self, number: int) -> bool:
+        """The record of the last step of a run that gives up is written too."""
+        return self.progress.skipped_in_a_row > self.skip_limit
+
+    def after_step(self, number: int) -> None:
         """Raise where more steps in a row were skipped than `skip_limit` allows."""
-        if self.progress.skipped_in_a_row > self.skip_limit:
+        if self.needs_record(number):
             self.checkpoints.wait()
             raise FivefoldError(
                 f"{self.progress.skipped_in_a_row} steps in a row had a loss or norm that is not "

@@ -44,7 +44,7 @@ class WatchdogCallback(Callback):
         self._number = number
         self.phase(f"step {number}", long=number == self._first)
 
-    def after_step(self, record: StepRecord) -> None:
+    def on_record(self, record: StepRecord) -> None:
         """A step that hangs is known only when it takes much longer than this one."""
         if self.watchdog is not None:
             self.watchdog.step_took(record.seconds)

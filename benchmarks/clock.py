@@ -1,0 +1,124 @@
+"""Whether the records of a run tell its wall time, and whether its steps wait for data.
+
+    python benchmarks/clock.py                          llama-3.2-1b on a GPU, tiny on a CPU
+    python benchmarks/clock.py --model llama-3.2-1b --steps 50 --compile
+
+It runs the training loop of one rank on the bytes of Python's standard library, in bf16 on a GPU.
+It prints the wall time of the steps over their number, the mean of the times in their lines, and
+the share of the wall time in which the rank waited for data. The wall time is taken outside of the
+loop's clock, after a synchronisation at both ends; ten steps before it do not count. On a GPU it
+exits with 1 if the first two differ by more than 1%, or if the share is above 1%. Nothing else
+should run at the same time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from statistics import mean
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from fivefold.core.plan import PlanOptions, resolve
+from fivefold.core.recipe import Recipe
+from fivefold.launch.worker import Meeting, Worker
+from fivefold.records import StepRecord
+from fivefold.report.training_text import step_line
+from fivefold.train import TrainSettings, run_rank
+
+MOST = 0.01
+WARM_UP = 10  # steps that compile, allocate and load kernels
+
+
+class Job(NamedTuple):
+    """What is trained on a kind of device."""
+
+    model: str
+    seq: int
+    rows: int
+    dtype: str
+
+
+JOBS = {
+    "cuda": Job("llama-3.2-1b", seq=8192, rows=2, dtype="bfloat16"),
+    "cpu": Job("tiny", seq=64, rows=4, dtype="float32"),
+}
+
+
+class Stopwatch:
+    """Hears what the loop says, prints its lines, and takes the time from the first step that
+    counts to the end of the last."""
+
+    def __init__(self, device: str, steps: int) -> None:
+        self.device, self.steps = device, steps
+        self.records: list[StepRecord] = []
+        self.moments: dict[str, float] = {}
+
+    def send(self, kind: str, value: Any) -> None:
+        if isinstance(value, StepRecord):
+            print(step_line(value, WARM_UP + self.steps), flush=True)
+            if value.step > WARM_UP:
+                self.records.append(value)
+        elif value in (self._first, self._last):
+            if self.device == "cuda":
+                torch.cuda.synchronize(torch.device("cuda", 0))
+            self.moments[value] = time.perf_counter()
+
+    @property
+    def wall(self) -> float:
+        """Seconds of all steps that count."""
+        return self.moments[self._last] - self.moments[self._first]
+
+    @property
+    def _first(self) -> str:
+        return f"data of step {WARM_UP + 1}"
+
+    @property
+    def _last(self) -> str:
+        """What the loop does after the last update, without a folder to write to."""
+        return f"checkpoint {WARM_UP + self.steps}"
+
+
+def measure(device: str, model: str | None, steps: int, compiled: bool) -> Stopwatch:
+    """Train, and listen."""
+    job = JOBS[device]
+    recipe = Recipe(steps=WARM_UP + steps, compile=compiled, lr=3e-4)
+    plan = resolve(
+        PlanOptions(
+            model or job.model,
+            seq=job.seq,
+            microbatches=1,
+            microbatch_size=job.rows,
+            train=recipe,
+        )
+    )
+    watch = Stopwatch(device, steps)
+    worker = Worker(0, cast(Meeting, None), watch.send)  # one rank meets nobody
+    run_rank(worker, plan, TrainSettings(recipe, cast(Any, job.dtype), cast(Any, device)))
+    return watch
+
+
+def main() -> int:
+    """Print both times and the share; 1 where a GPU's are off."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--model", help="a preset; by default one for the device")
+    parser.add_argument("--device", choices=sorted(JOBS))
+    parser.add_argument("--compile", action="store_true")
+    given = parser.parse_args()
+    device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    watch = measure(device, given.model, given.steps, given.compile)
+    wall, printed = watch.wall / given.steps, mean(each.elapsed for each in watch.records)
+    data = mean(each.data_s or 0.0 for each in watch.records) / printed
+    print(f"wall time a step {1e3 * wall:.2f} ms, mean of the printed steps {1e3 * printed:.2f} ms")
+    print(f"they differ by {printed / wall - 1:+.2%}; waiting for data {data:.2%} of a step")
+    wrong = abs(printed / wall - 1) > MOST or data > MOST
+    if device == "cpu":
+        print("on a CPU nothing is judged")
+    return int(wrong and device == "cuda")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
