@@ -181,8 +181,9 @@ def _deepseek_v2(config: Config) -> Fields:
     choice = {"greedy": "greedy", "group_limited_greedy": "groups"}
     limited = config.choice("topk_method", "greedy", choice) == "groups"
     config.must_be("scoring_func", "softmax")
+    # The transformers package ignores it, and DeepSeek's own code then does not scale.
+    config.must_be("norm_topk_prob", False)
     routing: Fields = {"scaling": config.number("routed_scaling_factor", 1.0)}
-    routing |= {"renormalise": config.flag("norm_topk_prob", False)}
     if limited:
         routing |= {"groups": config.whole("n_group"), "groups_kept": config.whole("topk_group")}
     return _deepseek(config, routing)

@@ -192,6 +192,11 @@ class Shape:
         return self.head_dim if self.mla is None else self.mla.value_dim
 
     @property
+    def attended_dim(self) -> int:
+        """Width of a head where queries, keys and values must have one width."""
+        return max(self.head_dim, self.value_dim)
+
+    @property
     def ends_share(self) -> bool:
         """Whether both ends of the model use the embedding: a tied head, or MTP layers."""
         return self.tied or self.mtp > 0

@@ -363,7 +363,9 @@ def expert_placement(config: Config, key: str, wanted: list[int], layers: int) -
     if not wanted:
         config.problem(key, "no layer is left with experts")
         return {}
-    every = wanted[1] - wanted[0] if len(wanted) > 1 else 1
+    # A single layer is the last one after dense ones, or the only multiple.
+    only = 1 if wanted[0] == layers - 1 else wanted[0] + 1
+    every = wanted[1] - wanted[0] if len(wanted) > 1 else only
     first_dense = 0 if wanted[0] == every - 1 else wanted[0]
     placed = [i for i in indices(layers) if i >= first_dense and (i + 1) % every == 0]
     if placed != wanted:

@@ -186,10 +186,10 @@ def context_collectives(plan: Plan, chunk: RankChunk, itemsize: int) -> Counter[
     forwards = 2 if chunk.recompute.repeats("attention") else 1
     issued: Counter[Collective] = Counter()
     for num_heads in (heads, kv_heads) if split.inner > 1 else ():
-        size = tokens * num_heads * shape.head_dim * itemsize
+        size = tokens * num_heads * shape.attended_dim * itemsize
         issued[Collective("ulysses", "all_to_all", size, split.inner)] += 2 * (forwards + 1)
     # After Ulysses, a rank has `inner` times its tokens with 1/inner of the heads: as many numbers.
-    keys = 2 * tokens * kv_heads * shape.head_dim
+    keys = 2 * tokens * kv_heads * shape.attended_dim
     here, wide, hops = keys * itemsize, keys * wide_size(itemsize), split.outer - 1
     if hops and split.gathers:
         issued[Collective("ring", "all_gather", here, split.outer)] += forwards + 1

@@ -98,13 +98,16 @@ def as_hf(shape: Shape, dtype: str, source: Mapping[str, Any] | None = None) -> 
 
 
 def _written(shape: Shape, family: str) -> Fields | None:
-    """The config in that family; None if only one of family and model has experts or latents."""
+    """The config in that family; None if only one of family and model has experts or latents.
+
+    A shared expert may have no width, but its gate would be a weight that the model does not have.
+    """
     writer = WRITERS.get(family)
     if writer is None or ("mlp.router" in writer.block_names) != (shape.moe is not None):
         return None
     if ("attention.kv_down" in writer.block_names) != (shape.mla is not None):
         return None
-    if "mlp.shared.up" in writer.block_names and not _moe(shape).shared:
+    if "mlp.shared_gate" in writer.block_names and not _moe(shape).shared:
         return None
     return {
         "architectures": [writer.architecture],

@@ -27,6 +27,7 @@ from fivefold.core.shape import Shape
 from fivefold.core.weights import Weight
 from fivefold.huggingface.names import (
     HfTensor,
+    empty_tensors,
     hf_tensors,
     mismatches,
     names_in_files,
@@ -202,7 +203,7 @@ class Outgoing:
 
 def _outgoing(shape: Shape, dtype: torch.dtype) -> Iterator[Outgoing]:
     tensors = hf_tensors(shape)
-    for name, tensor in tensors.items():
+    for name, tensor in (tensors | empty_tensors(shape)).items():
         yield Outgoing(name, tensor, torch.float32 if tensor.buffer else dtype)
     for copy, name in published_copies(shape):
         yield Outgoing(copy, tensors[name], dtype)

@@ -9,7 +9,7 @@ entry in `WRITERS` says so.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -101,7 +101,10 @@ def to_hf(shape: Shape, name: str) -> HfLocation:
 
 @dataclass(frozen=True)
 class HfTensor:
-    """One tensor in a file: the rows of our weights `parts`, one after the other."""
+    """One tensor in a file: the rows of our weights `parts`, one after the other.
+
+    Without parts it has no values.
+    """
 
     sizes: tuple[int, ...]
     parts: tuple[str, ...]  # our names
@@ -111,7 +114,10 @@ class HfTensor:
 
 
 def hf_tensors(shape: Shape) -> dict[str, HfTensor]:
-    """Every tensor of a model on disk by name, each once, in the order of the forward."""
+    """Every tensor of a model on disk by name, each once, in the order of the forward.
+
+    Not those of `empty_tensors`.
+    """
     tensors: dict[str, HfTensor] = {}
     buffer_names = {each.name for each in buffers(shape)}
     for weight in (*weights(shape), *buffers(shape)):
@@ -134,6 +140,21 @@ def hf_tensors(shape: Shape) -> dict[str, HfTensor]:
     return tensors
 
 
+def empty_tensors(shape: Shape) -> dict[str, HfTensor]:
+    """Tensors of shared experts of width 0, which the transformers package makes and asks for in a
+    family with shared experts where the model has none."""
+    names = WRITERS[shape.family].block_names if shape.family in WRITERS else {}
+    if shape.moe is None or shape.moe.shared or "mlp.shared.up" not in names:
+        return {}
+    with_shared = replace(shape, moe=replace(shape.moe, shared=1, shared_ffn=1))
+    empty: dict[str, HfTensor] = {}
+    for weight in weights(with_shared):
+        if ".mlp.shared." in weight.name:
+            sizes = (shape.width, 0) if ".down." in weight.name else (0, shape.width)
+            empty[to_hf(shape, weight.name).name] = HfTensor(sizes, (), False, None, False)
+    return empty
+
+
 def mismatches(
     shape: Shape, sizes: Mapping[str, tuple[int, ...]], unread: Collection[str] = ()
 ) -> Iterator[str]:
@@ -147,7 +168,7 @@ def mismatches(
                 f"{name} has shape {sizes[name]}, but the config asks for {tensor.sizes}: "
                 "give the config of these weights"
             )
-    known = expected.keys() | dict(optional_copies(shape)).keys()
+    known = expected.keys() | dict(optional_copies(shape)).keys() | empty_tensors(shape).keys()
     for name in sizes:
         if name not in known and not name.endswith(BUFFERS):
             yield f"{name} is not in the model: check the config"
@@ -174,7 +195,7 @@ def weight_from_hf(
 
 def tensor_to_hf(tensor: HfTensor, read: Callable[[str], Tensor]) -> Tensor:
     """One tensor of a file from our weights, contiguous."""
-    parts = [read(name) for name in tensor.parts]
+    parts = [read(name) for name in tensor.parts] or [torch.empty(tensor.sizes)]
     full = parts[0] if len(parts) == 1 else torch.cat(parts)
     full = full if tensor.expert is None else full[tensor.expert]
     return (full.T if tensor.transposed else full).contiguous()

@@ -110,9 +110,8 @@ class ContextAttention:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, info: AttentionInfo) -> Tensor:
         if info.dropout:
             raise FivefoldError("attention over cp ranks cannot drop pairs: set dropout to 0")
-        spare = k.shape[-1] - v.shape[-1]
-        if spare:  # latent attention: keys and values travel together, and kernels want one width
-            return self(q, k, F.pad(v, (0, spare)), info)[..., :-spare]
+        if k.shape[-1] != v.shape[-1]:
+            return self._in_one_width(q, k, v, info)
         if self.split.inner == 1:
             return _Attention.apply(q, k, v, self, info)
         copies = math.lcm(k.shape[HEADS], self.split.inner) // k.shape[HEADS]
@@ -120,6 +119,18 @@ class ContextAttention:
             k, v = (each.repeat_interleave(copies, dim=HEADS) for each in (k, v))
         q, k, v = (_Exchange.apply(each, self, HEADS) for each in (q, k, v))
         return _Exchange.apply(_Attention.apply(q, k, v, self, info), self, TOKENS)
+
+    def _in_one_width(self, q: Tensor, k: Tensor, v: Tensor, info: AttentionInfo) -> Tensor:
+        """Latent attention: keys and values travel together, and kernels want one width.
+
+        Kernels divide scores by the root of that width, which zeros must not change.
+        """
+        key_width, value_width = k.shape[-1], v.shape[-1]
+        width = max(key_width, value_width)
+        if width > key_width:
+            q = q * math.sqrt(width / key_width)
+        q, k, v = (F.pad(each, (0, width - each.shape[-1])) for each in (q, k, v))
+        return self(q, k, v, info)[..., :value_width]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, info: AttentionInfo) -> MergedAttention:
         """The merged result of all attention calls."""

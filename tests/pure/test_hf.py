@@ -93,6 +93,7 @@ def test_mistral_window_null_and_absent() -> None:
         ({"decoder_sparse_step": 2}, [1, 3, 5, 7]),
         ({"decoder_sparse_step": 2, "mlp_only_layers": [0, 1]}, [3, 5, 7]),
         ({"decoder_sparse_step": 8}, [7]),
+        ({"decoder_sparse_step": 5}, [4]),
     ],
 )
 def test_which_qwen_layers_have_experts(changes: Table, moe_layers: list[int]) -> None:
@@ -107,6 +108,7 @@ def test_which_qwen_layers_have_experts(changes: Table, moe_layers: list[int]) -
         ("qwen3-235b-a22b", {"mlp_only_layers": [3]}, "mlp_only_layers"),
         ("qwen3-235b-a22b", {"mlp_only_layers": ["3"]}, "mlp_only_layers"),
         ("qwen3-235b-a22b", {"decoder_sparse_step": 95}, "no layer is left"),
+        ("deepseek-v2", {"norm_topk_prob": True}, "norm_topk_prob"),
         ("deepseek-v3", {"moe_layer_freq": 2}, "moe_layer_freq"),
         ("deepseek-v3", {"topk_method": "greedy"}, "topk_method"),
         ("deepseek-v2", {"n_group": None}, "n_group is missing"),

@@ -65,12 +65,21 @@ def test_a_changed_model_goes_to_the_family_that_has_the_change(
     [
         ("tiny", {"rope_interleaved": "true"}, "that of llama has no keys for its rope_inter"),
         ("tiny-moe", {}, "no family has its attention, experts"),
-        # The package builds neither, whatever the config says.
-        ("deepseek-v2", {"moe.renormalise": "true"}, "no keys for its moe"),
-        ("deepseek-v3", {"moe.shared": "0"}, "no family has"),
+        # The package does not build it, whatever the config says.
+        ("deepseek-v2", {"moe.renormalise": "true"}, "that of deepseek_v2 has no keys for its"),
+        # A shared expert of width 0 would still have a gate.
+        ("qwen2-57b-a14b", {"moe.shared": "0", "moe.shared_ffn": "0"}, "no family has"),
     ],
 )
 def test_what_no_config_says_is_refused(name: str, changes: dict[str, str], named: str) -> None:
     shape = models.with_overrides(models.load(name), changes)
     with pytest.raises(FivefoldError, match=named):
         as_hf(shape, "float32")
+
+
+@pytest.mark.parametrize("name", ["deepseek-v2", "deepseek-v3"])
+def test_a_model_without_shared_experts_keeps_its_family(name: str) -> None:
+    shape = models.with_overrides(models.load(name), {"moe.shared": "0", "moe.shared_ffn": "0"})
+    model = as_hf(shape, "float32")
+    assert model.config["n_shared_experts"] == 0
+    assert shape_from_config(model.config, name) == shape

@@ -41,6 +41,7 @@ from fivefold.parallel import context
 from fivefold.parallel.compose import Job
 from fivefold.parallel.mesh import Issued, Mesh, Phase
 from fivefold.parallel.transport import InFlight
+from fivefold.verify.trial import VerifySettings, run_trial
 
 NUM_CASES = 8
 
@@ -83,6 +84,16 @@ def test_the_part_has_everything() -> None:
     assert {case.schedule for case in mine if case.layout == STAGES} == set(SCHEDULES)
     assert {case.sp for case in mine} == {True, False}
     assert {case.dtype for case in mine} == {"float64", "float32"}
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_may_be_wider_than_keys(pool: Pool, kind: ContextKind) -> None:
+    """Latent attention: keys are 6 wide and values 14; both travel as 14."""
+    latents = {"mla.kv_rank": "12", "mla.nope_dim": "2", "mla.rope_dim": "4", "mla.value_dim": "14"}
+    plan = small_plan("cp=4", latents | {"head_dim": "6"}, context=kind, packed=True)
+    verdict = run_trial(pool, plan, VerifySettings())
+    assert verdict.passed, (verdict.errors, verdict.tolerance, verdict.diverges_at)
 
 
 # ---- what is kept, and what is never moved twice
