@@ -15,6 +15,7 @@ Legend: B rows, S tokens, N = B·S, D model width, V vocabulary, P learned posit
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 
@@ -220,6 +221,20 @@ class Decoder(nn.Module):
             x_BSD = self.mtp[str(j)](x_BSD, token_BSD, context, self.run_blocks)
             losses.append(self.head(x_BSD, labels_BS))
         return torch.stack(losses).mean() * MTP_LOSS_WEIGHT
+
+    def num_uses(self) -> dict[str, int]:
+        """How often a forward uses each weight of embedding and head; it uses all others once.
+
+        Every depth of multi-token prediction uses both again.
+        """
+        depths = self.shape.mtp if self.head is not None else 0
+        uses: Counter[int] = Counter()
+        for module in (self.embed, self.head):
+            uses.update({id(each): 1 + depths for each in module.parameters()} if module else {})
+        for module in (each for name, each in self.mtp.items() if name == "embed"):
+            uses.update({id(each): depths for each in module.parameters()})
+        named = {name: uses[id(each)] for name, each in self.named_parameters()}
+        return {name: count for name, count in named.items() if count}
 
     def all_blocks(self) -> list[Block]:
         """Every block in forward order, with those of multi-token prediction."""

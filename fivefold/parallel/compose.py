@@ -158,7 +158,8 @@ def compose(
         for apply in rooms:
             apply(stage)
         units = units_of(plan, number, dtype.itemsize, bucket)
-        kept = replace(options, keeps_weights=not plan.gathers_each_time(layers))
+        keeps_weights = not plan.gathers_each_time(layers)
+        kept = replace(options, keeps_weights=keeps_weights, num_uses=model.num_uses())
         data = DataParallel(model, blocks_of(model), units, mesh, kept, fill, stage.phase)
         return StageChunk(number, model, data, queue)
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from weakref import WeakMethod, ref
@@ -91,7 +92,9 @@ class UnitOptions:
     gathered for it. In stage 3, `keeps_weights` leaves whole weights here from their first use in a
     step to its end; else they leave after each use, but those of the last block wait for its
     backward where `backward_follows` the forward of the same microbatch at once. `past_autograd`
-    says that every gradient is given by name, and none by autograd. With a `master` the optimizer
+    says that every gradient is given by name, and none by autograd, which would sum those of a
+    weight that a microbatch uses several times: so often as `num_uses` says, else once. With a
+    `master` the optimizer
     has wider copies of the weights, and is given gradients in the type they are summed in. With a
     folder on `disk`, stage 3 keeps weights in files there, also on one rank.
     """
@@ -103,6 +106,7 @@ class UnitOptions:
     keeps_weights: bool = False
     backward_follows: bool = True
     past_autograd: bool = False
+    num_uses: Mapping[str, int] = field(default_factory=dict[str, int])
     master: bool = False
     disk: Path | None = None
 
@@ -155,7 +159,7 @@ class FlatUnit:
         self.received: Tensor | None = None  # of the shard, summed over the ranks, on its way
         self.gradient: Tensor | None = None  # of the shard, summed over ranks and microbatches
         self.parameters = self._adopt(places, fill)
-        self.missing = set(self.parameters)  # weights without a gradient of this microbatch yet
+        self.missing = self._expected()  # gradients of this microbatch that have not come yet
         self.spans = {entry.row.name: (entry.start, entry.stop) for entry in unit.entries}
         self.tell: WeakMethod[Callable[[FlatUnit], None]] | None = None
         self.grad_dtype = options.grad_dtype or self.full.dtype
@@ -272,12 +276,17 @@ class FlatUnit:
         return self.share()[start:stop].view(parameter.shape)
 
     def _added(self, name: str) -> None:
-        self.missing.discard(name)
-        if self.tell is not None and not self.missing:
-            self.missing = set(self.parameters)
+        self.missing.subtract([name])
+        if self.tell is not None and not +self.missing:
+            self.missing = self._expected()
             ready = self.tell()
             assert ready is not None
             ready(self)
+
+    def _expected(self) -> Counter[str]:
+        """How many gradients of each weight a microbatch gives."""
+        uses = self.options.num_uses if self.options.past_autograd else {}
+        return Counter({name: uses.get(name, 1) for name in self.parameters})
 
     def share(self) -> Tensor:
         """This rank's gradients of the full unit; zero where no token reached a weight."""
@@ -363,7 +372,7 @@ class FlatUnit:
     def publish(self) -> None:
         """Free the gradients, and start to gather updated weights where they are kept in full."""
         self.gradient, self.sent_last = None, False
-        self.missing = set(self.parameters)
+        self.missing = self._expected()
         for each in self.owned:
             each.gradient = each.tensor.grad = None
         if self.sliced and not self.sheds_weights:

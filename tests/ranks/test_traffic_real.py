@@ -9,9 +9,11 @@ import pytest
 import torch
 from forked_steps import Setup, run, small_plan
 
+from fivefold.core.plan import PlanOptions, resolve
 from fivefold.cost.collectives import predict_traffic, traffic_entries
 from fivefold.launch.processes import Pool
 from fivefold.parallel.compose import Job
+from fivefold.verify.trial import VerifySettings, run_trial
 
 KV_SHARED = {"kv_heads": "2"}
 TIED = {"tied": "true"}
@@ -93,6 +95,43 @@ def test_predicted_is_observed(case: Case, pool: Pool) -> None:
             bucket=setup.bucket,
         )
         assert traffic_entries(observed.items()) == predicted, f"rank {rank}"
+
+
+# A weight that a microbatch uses several times (each depth of multi-token prediction uses embedding
+# and head) gives several gradients to a split backward, and is still reduced once.
+USED_AGAIN = {
+    "hybrid sharding": PlanOptions(
+        "tiny",
+        layout="dp=2x2 pp=2",
+        set={"layers": "2", "mtp": "3", "tied": "true"},
+        schedule="zb-h1",
+        zero=1,
+        seq=8,
+        microbatches=2,
+    ),
+    "two chunks": PlanOptions(
+        "tiny-moe",
+        layout="dp=2 pp=2 cp=2 ep=2 order=tp-cp-pp-dp",
+        set={"layers": "4", "mtp": "2", "moe.score": "sigmoid"},
+        balance="capacity:1.25",
+        packed=True,
+        context="ring",
+        recompute="full",
+        schedule="zb-interleaved",
+        zero=1,
+        seq=31,
+        microbatches=2,
+    ),
+}
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("name", USED_AGAIN)
+def test_a_weight_that_is_used_again_is_reduced_once(name: str, pool: Pool) -> None:
+    plan = resolve(USED_AGAIN[name], small=True)
+    verdict = run_trial(pool, plan, VerifySettings(steps=1))
+    assert verdict.traffic_match, verdict.traffic
+    assert verdict.passed, (verdict.errors, verdict.tolerance)
 
 
 def recorded(job: Job, *_: object) -> Callable[[], dict[Any, int]]:
