@@ -146,12 +146,27 @@ def _best(scores: Tensor, count: int) -> Tensor:
 
 def grouped_matmul(x_MI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
     """One matmul for each expert: its rows, which stop at its end, times its weight."""
-    rows = (x_MI.shape[1], weight_EOI.shape[1])
-    aligned = all(size * x_MI.element_size() % ALIGNMENT == 0 for size in rows)
-    if not aligned or x_MI.dtype == torch.float64:  # grouped_mm supports neither
+    if not _has_kernel(x_MI, weight_EOI.shape[1]):
         return _one_by_one(x_MI, weight_EOI, ends_E)
     y_MO = F.grouped_mm(x_MI, weight_EOI.transpose(1, 2), offs=ends_E)
     return _ContiguousGradient.apply(y_MO)
+
+
+def grouped_weight_gradient(grad_MO: Tensor, x_MI: Tensor, ends_E: Tensor) -> Tensor:
+    """The gradient of the weight of `grouped_matmul`, (E, O, I), from that of its result: the same
+    kernel that autograd calls, without the forward that autograd needs first."""
+    if _has_kernel(x_MI, grad_MO.shape[1]):
+        return F.grouped_mm(grad_MO.T, x_MI, offs=ends_E)
+    ends = ends_E.tolist()
+    rows = zip([0, *ends], ends, strict=False)
+    return torch.stack([grad_MO[start:end].T @ x_MI[start:end] for start, end in rows])
+
+
+def _has_kernel(x_MI: Tensor, outputs: int) -> bool:
+    """Whether grouped_mm supports this type and these widths."""
+    widths = (x_MI.shape[1], outputs)
+    aligned = all(width * x_MI.element_size() % ALIGNMENT == 0 for width in widths)
+    return aligned and x_MI.dtype != torch.float64
 
 
 def _one_by_one(x_MI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from fivefold.model.decoder import Decoder, Embedding, Head
 from fivefold.model.layers import Linear, Norm
-from fivefold.model.moe import ExpertStack, Router, grouped_matmul
+from fivefold.model.moe import ExpertStack, Router, grouped_matmul, grouped_weight_gradient
 from fivefold.model.regions import Fuse, Region, eager
 
 
@@ -184,11 +184,7 @@ class _Grouped(torch.autograd.Function):
 def _grouped_work(
     weight_EOI: nn.Parameter, grad_MO: Tensor, x_MI: Tensor, ends_E: Tensor, sink: Sink
 ) -> None:
-    with torch.enable_grad():
-        stand_in = torch.zeros_like(weight_EOI, requires_grad=True)
-        product = grouped_matmul(x_MI, stand_in, ends_E)
-    (gradient,) = torch.autograd.grad(product, stand_in, grad_MO)
-    sink.add_gradient(weight_EOI, gradient)
+    sink.add_gradient(weight_EOI, grouped_weight_gradient(grad_MO, x_MI, ends_E))
 
 
 class _Scale(torch.autograd.Function):

@@ -8,17 +8,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from small import GPT, LLAMA, batch_of, filled, gradients
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fivefold.core.batch import Batch
 from fivefold.core.recompute import Recompute
 from fivefold.core.shape import Shape
 from fivefold.model.batch import TokenBatch
 from fivefold.model.decoder import Decoder, from_config
+from fivefold.model.moe import grouped_matmul
 from fivefold.model.recompute import apply_recompute
 from fivefold.parallel.deferred import GradientQueue
 from fivefold.verify.compare import Dtype, tolerances
@@ -225,6 +228,51 @@ def test_narrow_weights_and_wide_sums(
     assert all(each.dtype == wide for each in split.sink.sums.values())
     most = tolerances(shape, Batch(1, 16, 2, 3), dtype, steps=1, gain=1.0)["grad_err"]
     assert error(split.sink.sums, truth) <= most
+
+
+class Matmuls(TorchDispatchMode):
+    """Counts matmuls, those of grouped_mm as one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket.__name__ in ("mm", "addmm", "bmm", "_grouped_mm")
+        return func(*args, **(kwargs or {}))
+
+
+# float64 and unaligned widths go expert by expert, others through one kernel.
+@pytest.mark.parametrize(
+    ("dtype", "inputs", "num_matmuls"), [("float64", 16, 4), ("float32", 16, 1), ("float32", 7, 4)]
+)
+def test_the_weight_gradient_of_experts_needs_no_forward(
+    dtype: str, inputs: int, num_matmuls: int
+) -> None:
+    kind, outputs, ends = getattr(torch, dtype), 24, torch.tensor([5, 5, 12, 20], dtype=torch.int32)
+    generator = torch.Generator().manual_seed(0)
+    x, grad = (
+        torch.randn(20, width, generator=generator, dtype=kind) for width in (inputs, outputs)
+    )
+    weight = nn.Parameter(torch.randn(4, outputs, inputs, generator=generator, dtype=kind))
+    (expected,) = torch.autograd.grad(grouped_matmul(x, weight, ends), weight, grad)
+    given: list[Tensor] = []
+
+    class Sink:
+        def add_product(self, *_: Tensor) -> None:
+            raise AssertionError
+
+        def add_gradient(self, weight: Tensor, gradient: Tensor) -> None:
+            given.append(gradient)
+
+    queue = GradientQueue()
+    result = queue.grouped(x.requires_grad_(), weight, ends)
+    with queue.keeping(0):
+        result.backward(grad)
+    with Matmuls() as matmuls:
+        queue.settle(0, Sink())
+    assert matmuls.count == num_matmuls
+    assert torch.equal(given[0], expected)
 
 
 def test_a_backward_that_nobody_asked_for_is_seen() -> None:
