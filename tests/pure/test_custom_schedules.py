@@ -51,10 +51,29 @@ def test_transfers_and_gathers_of_lowered_files_are_passed_over() -> None:
 
 
 def test_an_overlapped_pair_is_one_step() -> None:
-    read = choose.parse_schedule("0F0,(0F1;0B0)OVERLAP_F_B,0B1")
-    assert read.order[0][1] == Overlap(Action(0, "F", 1), Action(0, "B", 0))
-    assert choose.parse_schedule("0F0 (0F1 ; 0B0)OVERLAP_F_B 0B1").order == read.order
-    assert play(read, Costs((1.0,), (2.0,), (4.0,), (0.0,), overlap=0.5)).makespan == 1 + 3.5 + 6
+    read = choose.parse_schedule("0F0,1F0,(0F1;1B0)OVERLAP_F_B,0B0,1F1,1B1,0B1")
+    assert read.order[0][2] == Overlap(Action(0, "F", 1), Action(1, "B", 0))
+    spaced = "0F0 1F0 (0F1 ; 1B0)OVERLAP_F_B 0B0 1F1 1B1 0B1"
+    assert choose.parse_schedule(spaced).order == read.order
+    costs = Costs((1.0,) * 2, (2.0,) * 2, (4.0,) * 2, (0.0,) * 2, overlap=0.5)
+    assert play(read, costs).makespan == 1 + 1 + 3.5 + 6 + 1 + 6 + 6
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "0F0 (0F1;0B0)OVERLAP_F_B 0B1",
+        "0F0 0F1 0B0 0B1\n1F0 (1F1;1B0)OVERLAP_F_B 1B1",
+        "(0F0;0B0)OVERLAP_F_B",
+        "0F0 1F1 (0F1;0B0)OVERLAP_F_B 1B1 0B1\n1F0 1B0",
+    ],
+)
+def test_a_stage_is_not_overlapped_with_itself(text: str) -> None:
+    """Its two lanes would share what says whether a backward runs."""
+    message = refusal(text)
+    stage, pair = ("1", "1F1 and 1B0") if "1F1;" in text else ("0", "0F")
+    assert f"overlaps stage {stage} with itself in ({stage}F" in message
+    assert f"or write {pair}" in message and "one after the other" in message
 
 
 @pytest.mark.parametrize(
@@ -102,8 +121,8 @@ def test_the_name_and_the_count_of_microbatches(tmp_path: Path) -> None:
             ["rank 0 waits at 0B0 for 1B0", "rank 1 waits at 1F1 for 0F1"],
         ),
         (
-            "0F0 0F1 0B0 0B1\n1F0 (1F1;1B1)OVERLAP_F_B 1B0",
-            ["rank 0 waits at 0B0 for 1B0", "rank 1 waits at (1F1;1B1)OVERLAP_F_B for 1F1"],
+            "0F0 0B0\n1F0 (2F0;1B0)OVERLAP_F_B 2B0",
+            ["rank 0 waits at 0B0 for 1B0", "rank 1 waits at (2F0;1B0)OVERLAP_F_B for 2B0"],
         ),
     ],
 )
@@ -145,7 +164,7 @@ def test_the_deadlock_of_the_documentation() -> None:
         ("0F0 0B0\n1F0 1X0", "rank 1: '1X0' is no action", "2F0"),
         ("0F0 0B", "rank 0: '0B' is no action", "2F0"),
         ("0F0 -1B0", "rank 0: '-1B0' is no action", "2F0"),
-        ("(0F0;0I0)OVERLAP_F_B", "a forward and a full backward", "(2F4;2B0)OVERLAP_F_B"),
+        ("(0F0;0I0)OVERLAP_F_B", "a forward and a full backward", "(2F4;5B0)OVERLAP_F_B"),
         ("0F0 0B0\n1SEND_F0", "a rank without actions", "give each a line"),
         ("", "a rank without actions", "give each a line"),
         (" ,,\n\n", "a rank without actions", "give each a line"),

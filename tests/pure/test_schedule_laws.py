@@ -16,8 +16,11 @@ from fivefold.core.schedule import (
     FORWARD,
     WEIGHT_GRAD,
     Action,
+    Schedule,
     actions_of,
     catalog,
+    linear_placement,
+    parse_steps,
 )
 from fivefold.core.schedule.choose import choose, parse_schedule, require_legal
 from fivefold.core.schedule.clock import Costs, Timeline, peak_activations, play
@@ -290,10 +293,13 @@ def test_a_full_backward_is_both_halves_of_a_split_one() -> None:
 
 
 def test_a_pair_waits_for_what_arrives_last_not_for_what_ends_last() -> None:
-    """0F1 ends at 12 on a link without delay; 2B0 ends at 11.5 and is 1.5 on the way."""
-    schedule = parse_schedule(
-        "0F0 0F1 0B0 0B1\n1F0 (1F1;1B0)OVERLAP_F_B 1B1\n2F0 2B0 2F1 2B1", "slow first stage"
-    )
+    """0F1 ends at 12 on a link without delay; 2B0 ends at 11.5 and is 1.5 on the way.
+
+    The clock times a pair of one stage too, which is legal nowhere.
+    """
+    lines = ("0F0 0F1 0B0 0B1", "1F0 (1F1;1B0)OVERLAP_F_B 1B1", "2F0 2B0 2F1 2B1")
+    order = tuple(parse_steps(line.split(), "") for line in lines)
+    schedule = Schedule("slow first stage", linear_placement(3), 2, order)
     ones = (1.0, 1.0, 1.0)
     timeline = play(schedule, Costs((6.0, 1.0, 1.0), ones, ones, (0.0, 1.5, 0.0)))
     (wait,) = (wait for wait in timeline.waits() if wait.step == schedule.order[1][1])

@@ -138,7 +138,7 @@ def joined(text: str) -> str:
         ("0I0,0I1,0W1,0W0", "0I0,0B1,0W0"),
         ("0W0,0I0", "0W0,0I0"),
         ("0B0,0W0", "0B0,0W0"),
-        ("(0F1;0B0)OVERLAP_F_B,0I1,0W1", "(0F1;0B0)OVERLAP_F_B,0B1"),
+        ("(0F1;1B0)OVERLAP_F_B,0I1,0W1", "(0F1;1B0)OVERLAP_F_B,0B1"),
     ],
 )
 def test_halves_of_a_backward_are_joined_where_no_other_rank_waits(text: str, left: str) -> None:

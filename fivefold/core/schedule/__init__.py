@@ -1,7 +1,7 @@
 """Pipeline schedules as values: one object is checked, timed, drawn and executed.
 
 Actions have a text form: `2F0` is the forward of stage 2 for microbatch 0, `2I0` its input
-gradient, `2W0` its weight gradient, `2B0` both at once. `(2F4;2B0)OVERLAP_F_B` is a forward and a
+gradient, `2W0` its weight gradient, `2B0` both at once. `(2F4;5B0)OVERLAP_F_B` is a forward and a
 backward that run as one. This is torch's own spelling, so files travel both ways.
 
 A placement says which rank has which stage: a stage is a contiguous range of layers, and a rank
@@ -76,7 +76,7 @@ def _parse_step(text: str, where: str) -> Step:
         forward, backward = (_parse_action(part, where) for part in match.groups())
         if forward.kind != FORWARD or backward.kind != BACKWARD:
             raise IllegalSchedule(
-                f"{where}: {text!r} must join a forward and a full backward: (2F4;2B0)OVERLAP_F_B"
+                f"{where}: {text!r} must join a forward and a full backward: (2F4;5B0)OVERLAP_F_B"
             )
         return Overlap(forward, backward)
     return _parse_action(text, where)

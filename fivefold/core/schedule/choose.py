@@ -19,6 +19,7 @@ from fivefold.core.schedule import (
     INPUT_GRAD,
     WEIGHT_GRAD,
     Action,
+    Overlap,
     Placement,
     Schedule,
     Step,
@@ -40,7 +41,7 @@ from fivefold.core.schedule.search import search
 
 def require_legal(schedule: Schedule) -> None:
     """Raise `IllegalSchedule` unless every microbatch is computed once, on its rank, to the end."""
-    problems = misplaced(schedule) + uncomputed(schedule)
+    problems = misplaced(schedule) + uncomputed(schedule) + overlapped_with_themselves(schedule)
     if problems:
         raise IllegalSchedule(bullets(f"schedule {schedule.name!r} is illegal:", problems[:12]))
     play(schedule, Costs.uniform(schedule.placement))
@@ -84,6 +85,18 @@ def uncomputed(schedule: Schedule) -> list[str]:
                 ways = f"give it one {whole}, or one {parts[0]} and one {parts[1]}"
                 problems.append(f"{where}: {found}; {ways}")
     return problems
+
+
+def overlapped_with_themselves(schedule: Schedule) -> list[str]:
+    """Pairs of one stage. A stage has one state for both lanes, such as whether its backward runs,
+    so that its forward would take itself for recomputation."""
+    return [
+        f"rank {rank} overlaps stage {step.forward.stage} with itself in {step}; pair two stages, "
+        f"or write {step.forward} and {step.backward} one after the other"
+        for rank, steps in enumerate(schedule.order)
+        for step in steps
+        if isinstance(step, Overlap) and step.forward.stage == step.backward.stage
+    ]
 
 
 def looks_like_file(name: str) -> bool:
