@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from fivefold.core.plan import Plan
 from fivefold.core.schedule import Action, Overlap
 from fivefold.core.schedule.clock import memory_levels
+from fivefold.core.units import prefetched
 from fivefold.cost.axis_collectives import RankChunk, message_bytes
 from fivefold.cost.collectives import chunks_of
 from fivefold.cost.static_memory import frees_weights
@@ -19,17 +20,13 @@ def gathered_bytes(plan: Plan, rank: int, itemsize: int, bucket: int | None = No
     """The most bytes of weights that ZeRO-3 has gathered at once, padding included.
 
     All stages of the rank if weights are gathered once per step. If they are gathered per
-    microbatch, a unit is there while it is used and one unit ahead (prefetch). If a forward and a
+    microbatch, a unit is there while it is used, and is prefetched before. If a forward and a
     backward overlap, both stages count with their peak, which they need not reach together.
     """
-    chunks = [
-        chunk._replace(units=tuple(u for u in chunk.units if frees_weights(plan.layout, u)))
-        for chunk in chunks_of(plan, rank, itemsize, bucket)
-    ]
-    if not any(chunk.units for chunk in chunks):
-        return 0
+    chunks = chunks_of(plan, rank, itemsize, bucket)
     if plan.gather == "step":
-        return itemsize * sum(unit.size for chunk in chunks for unit in chunk.units)
+        units = [unit for chunk in chunks for unit in chunk.units]
+        return itemsize * sum(unit.size for unit in units if frees_weights(plan.layout, unit))
     peaks = [itemsize * _GatherWalk(plan, chunk).peak() for chunk in chunks]
     paired = any(isinstance(step, Overlap) for steps in plan.schedule.order for step in steps)
     return sum(peaks) if paired else max(peaks)
@@ -43,6 +40,7 @@ class _GatherWalk:
         embed = ("embed",) if chunk.layers.start == 0 else ()
         head = ("head",) if chunk.layers.stop == plan.shape.layers else ()
         self.order = (*embed, *(f"blocks.{i}" for i in chunk.layers), *head)
+        self.sizes = [unit.size if frees_weights(plan.layout, unit) else 0 for unit in chunk.units]
         self.gathered: set[int] = set()
         self.most = 0
 
@@ -77,11 +75,10 @@ class _GatherWalk:
 
     def _gather(self, places: list[int], ahead: int) -> None:
         self.gathered |= set(places)
-        if places and ahead:
-            following = places[-1] + 1 if ahead > 0 else places[0] - 1
-            if 0 <= following < len(self.units) and (ahead > 0 or self._is_read(following)):
+        for following in prefetched(self.units, places, ahead) if places and ahead else ():
+            if ahead > 0 or self._is_read(following):
                 self.gathered.add(following)
-        self.most = max(self.most, sum(self.units[place].size for place in self.gathered))
+        self.most = max(self.most, sum(self.sizes[place] for place in self.gathered))
 
     def _needed(self, block: str) -> list[int]:
         return [place for place in range(len(self.units)) if block in self._users(place)]

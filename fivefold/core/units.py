@@ -8,6 +8,7 @@ the only padding is what aligns the weights and makes the shards equal.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TypeAlias
@@ -143,6 +144,22 @@ def pack(
         joined = _join(parts, SMALL if bucket is None else bucket, itemsize)
         units += [_unit(part, shards, itemsize) for part in joined]
     return tuple(sorted(units, key=lambda unit: rows.index(unit.entries[0].row)))
+
+
+def prefetched(units: Sequence[Unit], used: Iterable[int], step: int) -> list[int]:
+    """Units that are gathered while a block uses the units `used`: the next one of a forward (step
+    1) or of a backward (−1). With it comes the unit of the other kind, dense or expert, that the
+    same block is the first to need.
+    """
+    blocks = list(dict.fromkeys(block for unit in units for block in unit.blocks))
+    begins = 0 if step > 0 else -1  # a backward comes to the last block of a unit first
+    of = [blocks.index(unit.blocks[begins]) for unit in units]
+    order = sorted(range(len(units)), key=of.__getitem__)
+    places = [order.index(place) for place in used]
+    coming = order[max(places) + 1 :] if step > 0 else order[: min(places)][::-1]
+    first = [each for each in coming if of[each] == of[coming[0]]]
+    others = [each for each in first if units[each].expert != units[first[0]].expert]
+    return first[:1] + others[:1]
 
 
 def _bytes(rows: list[LocalWeight], itemsize: int) -> int:

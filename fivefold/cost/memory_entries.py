@@ -100,18 +100,18 @@ class MemoryEntries:
         return {"context": context, "margin": self.memory.fragments * activations}
 
     def _gathered(self, parameters: RankParameters, stage: RankStage, end: Array) -> Array:
-        """ZeRO-3: gathered weights. Those of a layer, or of an `end`, and the prefetched unit; in a
-        pipeline, whose microbatches are far apart, all of them over the whole step."""
+        """ZeRO-3: gathered weights. Those of a layer, or of an `end`, and of the prefetched layer;
+        in a pipeline, whose microbatches are far apart, all of them over the whole step."""
         grid = self.grid
-        unit = (parameters.dense - parameters.ends) / np.maximum(stage.layers.all, 1.0)
-        routed = parameters.experts / np.maximum(stage.layers.routed, 1.0)
-        ahead = np.where(routed > 0, routed, unit)
-        here = np.where(end > 0, end, unit + routed)
-        whole = (
-            np.where(grid.pp > 1, parameters.all, np.minimum(here + ahead, parameters.all))
-            * self.itemsize
-        )
-        return np.where((grid.zero == 3) & (grid.shard * grid.cp > 1), whole, 0.0)
+        dense = np.where(grid.shard * grid.cp > 1, parameters.dense, 0.0)
+        experts = np.where(grid.edp > 1, parameters.experts, 0.0)
+        ends = np.where(grid.shard * grid.cp > 1, parameters.ends, 0.0)
+        layer = (dense - ends) / np.maximum(stage.layers.all, 1.0)
+        layer = layer + experts / np.maximum(stage.layers.routed, 1.0)
+        here = np.where(end > 0, np.minimum(end, ends), layer)
+        everything = dense + experts
+        whole = np.where(grid.pp > 1, everything, np.minimum(here + layer, everything))
+        return np.where(grid.zero == 3, whole * self.itemsize, 0.0)
 
     def _at_once(self, stage: RankStage) -> MemoryParts:
         """All categories at one moment."""

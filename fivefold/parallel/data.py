@@ -14,7 +14,8 @@ Refuses  never by itself: any module can be sharded, given its blocks.
 
 Gradients are summed, never averaged: the loss is divided once, by the global number of tokens.
 The reduction of a unit starts when its last gradient is there, and overlaps the rest of the
-backward. Its gather is prefetched: it starts one unit before its use.
+backward. Its gather is prefetched: it starts one unit before its use. The experts of a block, which
+are a unit of their own, are prefetched with the rest of it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from fivefold.core.errors import FivefoldError
-from fivefold.core.units import LocalWeight, Unit, pack
+from fivefold.core.units import LocalWeight, Unit, pack, prefetched
 from fivefold.parallel.flat_unit import Fill, FlatUnit, OwnedShard, Places, UnitOptions, Use
 from fivefold.parallel.mesh import Mesh, Phase
 
@@ -163,20 +164,27 @@ class DataParallel:
     ) -> None:
         """`passed` are the units that a backward which comes to this block has done with."""
         needed = [unit for unit in self.units if block in unit.use.blocks]
+        after, before = self._neighbours(needed, +1), self._neighbours(needed, -1)
 
         def left(module: nn.Module, arguments: object, output: Tensor) -> None:
             self._leave(block, needed)
             if backward and output.requires_grad:
-                output.register_hook(lambda _: self._return(needed, passed))
+                output.register_hook(lambda _: self._return(needed, before, passed))
 
-        modules[0].register_forward_pre_hook(lambda *_: self._enter(needed))
+        modules[0].register_forward_pre_hook(lambda *_: self._enter(needed, after))
         modules[-1].register_forward_hook(left)
 
-    def _enter(self, units: list[FlatUnit]) -> None:
+    def _neighbours(self, units: list[FlatUnit], step: int) -> list[FlatUnit]:
+        """The units to prefetch while these are used."""
+        used = [place for place, unit in enumerate(self.units) if unit in units]
+        places = prefetched([unit.unit for unit in self.units], used, step)
+        return [self.units[place] for place in places]
+
+    def _enter(self, units: list[FlatUnit], after: list[FlatUnit]) -> None:
         for unit in units:
             unit.gather()
-        if not self.phase.backward:
-            self._ahead(units[-1], +1)
+        for unit in () if self.phase.backward else after:
+            unit.gather()
         for unit in units:
             unit.arrive()
 
@@ -187,12 +195,13 @@ class DataParallel:
                 unit for unit in units if unit.use.blocks[-1] == block and not unit.use.kept
             )
 
-    def _return(self, units: list[FlatUnit], passed: list[FlatUnit]) -> None:
+    def _return(
+        self, units: list[FlatUnit], before: list[FlatUnit], passed: list[FlatUnit]
+    ) -> None:
         self._release(passed)
-        for unit in units:
+        for unit in (*units, *before):
             if unit.use.read_in_backward:
                 unit.gather()
-        self._ahead(units[0], -1)
         for unit in units:
             unit.arrive()
 
@@ -200,11 +209,6 @@ class DataParallel:
         if not self.options.keeps_weights:
             for unit in units:
                 unit.release()
-
-    def _ahead(self, unit: FlatUnit, step: int) -> None:
-        place = self.units.index(unit) + step
-        if 0 <= place < len(self.units) and (step > 0 or self.units[place].use.read_in_backward):
-            self.units[place].gather()
 
     def _ready(self, unit: FlatUnit) -> None:
         """All gradients of a unit are there for this microbatch."""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fivefold.core import models
 from fivefold.core.layout import Layout
 from fivefold.core.shape import Shape
-from fivefold.core.units import LocalWeight, Unit, local_weights, pack
+from fivefold.core.units import LocalWeight, Unit, UnitWeight, local_weights, pack, prefetched
 from fivefold.core.weights import weights
 
 TINY = models.load("tiny")
@@ -80,3 +80,29 @@ def test_a_tied_weight_is_sliced_alike_on_both_stages(bucket: int | None, num_sh
 def test_stages_between_have_neither_end() -> None:
     blocks = {row.block for row in local_weights(TIED, Layout(), range(2, 4))}
     assert blocks == {"blocks.2", "blocks.3"}
+
+
+def unit(*blocks: str, expert: bool = False) -> Unit:
+    rows = [LocalWeight(f"{block}.weight", block, (1,), expert=expert) for block in blocks]
+    return Unit(blocks, tuple(UnitWeight(row, i) for i, row in enumerate(rows)), 2, len(rows))
+
+
+def test_experts_are_prefetched_with_the_rest_of_their_block() -> None:
+    """Block 0 is dense, 1 and 2 have experts."""
+    units = [unit("0"), unit("1"), unit("1", expert=True), unit("2"), unit("2", expert=True)]
+    assert prefetched(units, [0], +1) == [1, 2]
+    assert prefetched(units, [1, 2], +1) == [3, 4]
+    assert prefetched(units, [3, 4], +1) == []
+    assert prefetched(units, [3, 4], -1) == [2, 1]
+    assert prefetched(units, [1, 2], -1) == [0]
+    assert prefetched(units, [0], -1) == []
+
+
+def test_a_unit_of_several_blocks_is_prefetched_before_the_first_of_them() -> None:
+    """And in a backward before the last of them; of a block in several units, one comes ahead."""
+    dense, experts = unit("0", "1"), [unit(block, expert=True) for block in "01"]
+    units = [dense, *experts, unit("2"), unit("2"), unit("2", expert=True)]
+    assert prefetched(units, [0, 1], +1) == [2]
+    assert prefetched(units, [0, 2], +1) == [3, 5]
+    assert prefetched(units, [3, 4, 5], -1) == [2, 0]
+    assert prefetched(units, [0, 2], -1) == [1]

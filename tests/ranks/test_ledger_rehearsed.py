@@ -21,6 +21,8 @@ JOBS: tuple[tuple[str, int, str, int, dict[str, Any]], ...] = (
     ("llama-3.1-8b", 4, "tp=8", 0, {"microbatches": 2}),
     ("llama-3.1-8b", 6, "cp=4 pp=3", 4, {"microbatches": 5, "zero": 1}),
     ("mixtral-8x7b", 2, "dp=8 ep=8", 0, {"microbatches": 1, "zero": 2}),
+    ("mixtral-8x7b", 4, "dp=16 ep=8", 0, {"microbatches": 2, "zero": 3, "recompute": "full"}),
+    ("mixtral-8x7b", 4, "dp=8 ep=8", 0, {"microbatches": 2, "zero": 3, "recompute": "full"}),
 )
 
 

@@ -16,6 +16,7 @@ from fivefold.launch.processes import Pool
 from fivefold.optim.blockwise import BlockwiseUpdater
 from fivefold.optim.optimizer import Updater
 from fivefold.parallel.compose import Job
+from fivefold.parallel.flat_unit import FlatUnit
 
 ODD = {"kv_heads": "2", "vocab": "61", "ffn": "36"}  # nothing that fills a slice by itself
 FLOATS = Setup(dtype=torch.float32, bucket=10_000)
@@ -61,6 +62,15 @@ GATHERED = [
     ("dp=2 pp=2", {"gather": "microbatch", "schedule": "zb-v", "tied": "true"}),
     ("dp=2 pp=2", {"gather": "step", "schedule": "zb-v"}),
 ]
+# Experts in all layers, after two dense ones, or in every second layer.
+EXPERTS = [
+    ("dp=2", {}),
+    ("dp=2", {"moe.first_dense": "2", "recompute": "full:2"}),
+    ("dp=4 ep=2", {"moe.every": "2"}),
+    ("dp=2 ep=2", {"moe.every": "2"}),  # they are not sharded
+    ("tp=2", {"moe.first_dense": "1"}),  # they are, and nothing else is
+    ("dp=2 pp=2", {"gather": "microbatch", "schedule": "zb-h1"}),
+]
 
 
 @pytest.mark.sample(5)
@@ -76,9 +86,50 @@ def test_gathered_weights(layout: str, options: dict[str, str], bucket: int, poo
         assert found == predicted > 0, f"rank {rank}"
 
 
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("bucket", [9_000, 50_000, 200_000])
+@pytest.mark.parametrize(("layout", "options"), EXPERTS, ids=str)
+def test_gathered_experts(layout: str, options: dict[str, str], bucket: int, pool: Pool) -> None:
+    changes = {name: value for name, value in options.items() if "." in name}
+    said = {name: value for name, value in options.items() if "." not in name}
+    sizes = {"layers": "6", "moe.experts": "4", "moe.top_k": "2", "moe.ffn": "24"} | changes
+    plan = small_plan(layout, sizes, zero=3, **said)
+    setup = Setup(bucket=bucket)
+    for rank, found in enumerate(run(pool, plan, setup, gathered)):
+        assert found == gathered_bytes(plan, rank, setup.itemsize, bucket) > 0, f"rank {rank}"
+
+
+def test_no_unit_but_the_first_is_gathered_where_it_is_used(pool: Pool) -> None:
+    """Dense or expert, forward and backward: a block finds its weights under way."""
+    sizes = {"layers": "4", "moe.experts": "4", "moe.top_k": "2", "moe.ffn": "24"}
+    plan = small_plan("dp=2", sizes | {"moe.first_dense": "1"}, zero=3, gather="microbatch")
+    for late in run(pool, plan, Setup(bucket=40_000), gathered_late):
+        assert set(late) == {"embed.weight"}
+
+
+def gathered_late(job: Job, *_: object) -> Callable[[], list[str]]:
+    """The first weight of every unit whose gather begins in the block that waits for it."""
+    data, late = job.chunks[0].data, list[str]()
+    enter, back = data._enter, data._return
+
+    def note(units: list[FlatUnit]) -> None:
+        late.extend(unit.unit.entries[0].row.name for unit in units if not unit.present)
+
+    def entered(units: list[FlatUnit], after: list[FlatUnit]) -> None:
+        note(units)
+        enter(units, after)
+
+    def returned(units: list[FlatUnit], *others: list[FlatUnit]) -> None:
+        note([unit for unit in units if unit.use.read_in_backward])
+        back(units, *others)
+
+    data._enter, data._return = entered, returned  # type: ignore[method-assign]
+    return lambda: late
+
+
 def gathered(job: Job, *_: object) -> Callable[[], int]:
     """The most bytes of whole weights that were here at once."""
-    units, most = list(job.units), [0]
+    units, most = [unit for unit in job.units if unit.sheds_weights], [0]
 
     def note() -> None:
         here = sum(unit.full.untyped_storage().nbytes() for unit in units)
