@@ -47,7 +47,7 @@ class _GatherWalk:
     def peak(self) -> int:
         """Most elements gathered at once."""
         for block in self.order:
-            self._gather(self._needed(block), ahead=+1)
+            self._gather(block, self._needed(block), ahead=+1)
             kept = self.plan.layout.pp == 1
             for place in self._needed(block):
                 users = self._users(place)
@@ -64,18 +64,18 @@ class _GatherWalk:
             return
         following = self.order[place + 1 : place + 2]
         self.gathered -= {u for u in range(len(self.units)) if self._users(u)[:1] == following}
-        self._gather([u for u in self._needed(block) if self._is_read(u)], ahead=-1)
+        self._gather(block, [u for u in self._needed(block) if self._is_read(u)], ahead=-1)
         blocks = [name for name in self.order if name.startswith("blocks.")]
         if self.plan.recompute.kind == "full" and block in blocks:
             size = self.plan.recompute.blocks
             start = blocks.index(block) // size * size
             if block == blocks[start : start + size][-1]:
                 for name in blocks[start : start + size]:
-                    self._gather(self._needed(name), ahead=0)
+                    self._gather(name, self._needed(name), ahead=0)
 
-    def _gather(self, places: list[int], ahead: int) -> None:
+    def _gather(self, block: str, places: list[int], ahead: int) -> None:
         self.gathered |= set(places)
-        for following in prefetched(self.units, places, ahead) if places and ahead else ():
+        for following in prefetched(self.units, self.order, block, ahead) if ahead else ():
             if ahead > 0 or self._is_read(following):
                 self.gathered.add(following)
         self.most = max(self.most, sum(self.sizes[place] for place in self.gathered))

@@ -8,7 +8,7 @@ the only padding is what aligns the weights and makes the shards equal.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TypeAlias
@@ -65,6 +65,12 @@ class Unit:
     entries: tuple[UnitWeight, ...]
     num_shards: int
     size: int  # elements of the full buffer, with padding
+
+    @property
+    def name(self) -> str:
+        """Its weight, or the first and the last of them."""
+        first, last = self.entries[0].row.name, self.entries[-1].row.name
+        return first if first == last else f"{first} … {last}"
 
     @property
     def expert(self) -> bool:
@@ -146,20 +152,20 @@ def pack(
     return tuple(sorted(units, key=lambda unit: rows.index(unit.entries[0].row)))
 
 
-def prefetched(units: Sequence[Unit], used: Iterable[int], step: int) -> list[int]:
-    """Units that are gathered while a block uses the units `used`: the next one of a forward (step
-    1) or of a backward (−1). With it comes the unit of the other kind, dense or expert, that the
-    same block is the first to need.
+def prefetched(units: Sequence[Unit], order: Sequence[str], block: str, step: int) -> list[int]:
+    """Units that are gathered while a block runs, in a forward (step 1) or a backward (−1) over the
+    blocks in `order`: the next unit whose use begins after this block, and with it the one of the
+    other kind, dense or expert, that begins with the same block.
     """
-    blocks = list(dict.fromkeys(block for unit in units for block in unit.blocks))
     begins = 0 if step > 0 else -1  # a backward comes to the last block of a unit first
-    of = [blocks.index(unit.blocks[begins]) for unit in units]
-    order = sorted(range(len(units)), key=of.__getitem__)
-    places = [order.index(place) for place in used]
-    coming = order[max(places) + 1 :] if step > 0 else order[: min(places)][::-1]
-    first = [each for each in coming if of[each] == of[coming[0]]]
-    others = [each for each in first if units[each].expert != units[first[0]].expert]
-    return first[:1] + others[:1]
+    here = order.index(block)
+    ahead = [step * (order.index(unit.blocks[begins]) - here) for unit in units]
+    nearest = min((each for each in ahead if each > 0), default=0)
+    if not nearest:
+        return []
+    coming = [place for place, each in enumerate(ahead) if each == nearest][::step]
+    others = [each for each in coming if units[each].expert != units[coming[0]].expert]
+    return coming[:1] + others[:1]
 
 
 def _bytes(rows: list[LocalWeight], itemsize: int) -> int:

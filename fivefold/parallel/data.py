@@ -102,7 +102,13 @@ class DataParallel:
         for place, (block, modules) in enumerate(blocks.items()):
             after = order[place + 1] if place + 1 < len(order) else None
             passed = [unit for unit in self.units if unit.use.blocks[0] == after]
-            self._hook(block, modules, passed, backward=block not in options.without_weights)
+            following, before = (
+                [self.units[number] for number in prefetched(units, order, block, step)]
+                for step in (+1, -1)
+            )
+            self._hook(block, modules, following)
+            if block not in options.without_weights:
+                self._hook_backward(block, modules, before, passed)
 
     @property
     def owned(self) -> list[OwnedShard]:
@@ -159,31 +165,32 @@ class DataParallel:
         for unit in self.units:
             unit.arrive()
 
-    def _hook(
-        self, block: str, modules: Sequence[nn.Module], passed: list[FlatUnit], backward: bool
-    ) -> None:
-        """`passed` are the units that a backward which comes to this block has done with."""
+    def _hook(self, block: str, modules: Sequence[nn.Module], following: list[FlatUnit]) -> None:
+        """`following` are the units that are prefetched meanwhile."""
         needed = [unit for unit in self.units if block in unit.use.blocks]
-        after, before = self._neighbours(needed, +1), self._neighbours(needed, -1)
+        modules[0].register_forward_pre_hook(lambda *_: self._enter(needed, following))
+        modules[-1].register_forward_hook(lambda *_: self._leave(block, needed))
+
+    def _hook_backward(
+        self,
+        block: str,
+        modules: Sequence[nn.Module],
+        before: list[FlatUnit],
+        passed: list[FlatUnit],
+    ) -> None:
+        """`before` are prefetched meanwhile; with `passed` a backward that comes here has done."""
+        needed = [unit for unit in self.units if block in unit.use.blocks]
 
         def left(module: nn.Module, arguments: object, output: Tensor) -> None:
-            self._leave(block, needed)
-            if backward and output.requires_grad:
+            if output.requires_grad:
                 output.register_hook(lambda _: self._return(needed, before, passed))
 
-        modules[0].register_forward_pre_hook(lambda *_: self._enter(needed, after))
         modules[-1].register_forward_hook(left)
 
-    def _neighbours(self, units: list[FlatUnit], step: int) -> list[FlatUnit]:
-        """The units to prefetch while these are used."""
-        used = [place for place, unit in enumerate(self.units) if unit in units]
-        places = prefetched([unit.unit for unit in self.units], used, step)
-        return [self.units[place] for place in places]
-
-    def _enter(self, units: list[FlatUnit], after: list[FlatUnit]) -> None:
+    def _enter(self, units: list[FlatUnit], following: list[FlatUnit]) -> None:
         for unit in units:
             unit.gather()
-        for unit in () if self.phase.backward else after:
+        for unit in () if self.phase.backward else following:
             unit.gather()
         for unit in units:
             unit.arrive()

@@ -87,22 +87,26 @@ def unit(*blocks: str, expert: bool = False) -> Unit:
     return Unit(blocks, tuple(UnitWeight(row, i) for i, row in enumerate(rows)), 2, len(rows))
 
 
+BLOCKS = ("0", "1", "2")
+
+
 def test_experts_are_prefetched_with_the_rest_of_their_block() -> None:
     """Block 0 is dense, 1 and 2 have experts."""
     units = [unit("0"), unit("1"), unit("1", expert=True), unit("2"), unit("2", expert=True)]
-    assert prefetched(units, [0], +1) == [1, 2]
-    assert prefetched(units, [1, 2], +1) == [3, 4]
-    assert prefetched(units, [3, 4], +1) == []
-    assert prefetched(units, [3, 4], -1) == [2, 1]
-    assert prefetched(units, [1, 2], -1) == [0]
-    assert prefetched(units, [0], -1) == []
+    assert [prefetched(units, BLOCKS, block, +1) for block in BLOCKS] == [[1, 2], [3, 4], []]
+    assert [prefetched(units, BLOCKS, block, -1) for block in BLOCKS] == [[], [0], [2, 1]]
 
 
 def test_a_unit_of_several_blocks_is_prefetched_before_the_first_of_them() -> None:
     """And in a backward before the last of them; of a block in several units, one comes ahead."""
     dense, experts = unit("0", "1"), [unit(block, expert=True) for block in "01"]
     units = [dense, *experts, unit("2"), unit("2"), unit("2", expert=True)]
-    assert prefetched(units, [0, 1], +1) == [2]
-    assert prefetched(units, [0, 2], +1) == [3, 5]
-    assert prefetched(units, [3, 4, 5], -1) == [2, 0]
-    assert prefetched(units, [0, 2], -1) == [1]
+    assert [prefetched(units, BLOCKS, block, +1) for block in BLOCKS] == [[2], [3, 5], []]
+    assert [prefetched(units, BLOCKS, block, -1) for block in BLOCKS] == [[], [1], [2, 0]]
+
+
+def test_nothing_is_prefetched_that_has_been_used() -> None:
+    """A dense unit of all blocks is needed before and after the experts of one."""
+    units = [unit(*BLOCKS), unit("1", expert=True)]
+    assert [prefetched(units, BLOCKS, block, +1) for block in BLOCKS] == [[1], [], []]
+    assert [prefetched(units, BLOCKS, block, -1) for block in BLOCKS] == [[], [], [1]]
