@@ -145,6 +145,7 @@ def compose(
         past_autograd=_splits(plan),
         master=master,
         disk=disk,
+        on_collective=watch.on_unit,
     )
     balancing = Balancing(plan, mesh)
     rooms = (_defer, balancing.attach, expert.spread, context.split_rows, tensor.split, _recompute)

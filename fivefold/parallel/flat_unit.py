@@ -82,6 +82,12 @@ def _copied(target: Tensor, source: Tensor, stream: torch.cuda.Stream | None) ->
 Places = Mapping[str, Sequence[tuple[nn.Module, str]]]
 """Where each weight sits: the modules that hold it, and under which attribute."""
 Fill = Callable[[LocalWeight], Tensor]
+UnitListener = Callable[[str, str, str], None]
+"""Is told of every collective of a unit: the axis, the kind, and the name of the unit."""
+
+
+def unheard(axis: str, kind: str, unit: str) -> None:
+    """Nobody listens."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +102,8 @@ class UnitOptions:
     weight that a microbatch uses several times: so often as `num_uses` says, else once. With a
     `master` the optimizer
     has wider copies of the weights, and is given gradients in the type they are summed in. With a
-    folder on `disk`, stage 3 keeps weights in files there, also on one rank.
+    folder on `disk`, stage 3 keeps weights in files there, also on one rank. `on_collective` hears
+    of every collective.
     """
 
     zero: int
@@ -109,6 +116,7 @@ class UnitOptions:
     num_uses: Mapping[str, int] = field(default_factory=dict[str, int])
     master: bool = False
     disk: Path | None = None
+    on_collective: UnitListener = unheard
 
 
 @dataclass(frozen=True)
@@ -306,8 +314,14 @@ class FlatUnit:
         if not self.sliced:
             self.arriving = reading(self.full, self.shard)
             return
-        shard = self.shard.to(self.mesh.device, non_blocking=True)
+        self._gather_from(self.shard.to(self.mesh.device, non_blocking=True))
+
+    def _gather_from(self, shard: Tensor) -> None:
+        self._tell(self.unit.shard_axis, "all_gather")
         self.arriving = self.mesh.all_gather(self.full, shard, self.unit.shard_axis)
+
+    def _tell(self, axis: str, kind: str) -> None:
+        self.options.on_collective(axis, kind, self.unit.name)
 
     def arrive(self) -> None:
         """Wait for a gather."""
@@ -332,10 +346,12 @@ class FlatUnit:
             self.sent.div_(copies)
         if self.sliced:
             self.received = self.sent.new_empty(self.unit.shard_size)
+            self._tell(self.unit.shard_axis, "reduce_scatter")
             self.summing = self.mesh.reduce_scatter(self.received, self.sent, self.unit.shard_axis)
             return
         self.received = self.sent
         if self.mesh.size(self.unit.sum_axis) > 1:
+            self._tell(self.unit.sum_axis, "all_reduce")
             self.summing = self.mesh.all_reduce(self.sent, self.unit.sum_axis, dist.ReduceOp.SUM)
 
     def receive(self) -> None:
@@ -348,6 +364,7 @@ class FlatUnit:
         self.gradient = received if self.gradient is None else self.gradient.add_(received)
         replicated = not self.unit.expert and self.mesh.size("replicate") > 1
         if self.sent_last and self.sliced and replicated:
+            self._tell("replicate", "all_reduce")
             self.summing = self.mesh.all_reduce(self.gradient, "replicate", dist.ReduceOp.SUM)
 
     def hand_over(self) -> None:
@@ -376,4 +393,4 @@ class FlatUnit:
         for each in self.owned:
             each.gradient = each.tensor.grad = None
         if self.sliced and not self.sheds_weights:
-            self.arriving = self.mesh.all_gather(self.full, self.shard, self.unit.shard_axis)
+            self._gather_from(self.shard)

@@ -203,6 +203,7 @@ def describe(plan: Plan, verdict: VerifyVerdict, seconds: float) -> dict[str, An
         "tolerance": verdict.tolerance,
         "passed": verdict.passed,
         "diverges_at": verdict.diverges_at,
+        "disorder": verdict.disorder,
         "traffic": {
             "rank": rank,
             "predicted": [asdict(each) for each in traffic_entries(shown.predicted.items())],
@@ -236,6 +237,8 @@ def render(plan: Plan, settings: VerifySettings, table: dict[str, Any]) -> str:
     ]
     if table["diverges_at"] is not None:
         lines.append(f"first difference, in forward order: {table['diverges_at']}")
+    if table["disorder"] is not None:
+        lines.append(f"flat units in different orders: {table['disorder']}")
     verdict = "PASS" if table["passed"] else "FAIL"
     return "\n".join([*lines, f"{verdict} in {table['seconds']:.1f} s"])
 

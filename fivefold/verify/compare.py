@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -32,6 +33,8 @@ FORMULA = (
 
 Call = tuple[str, str, int, int]
 """Axis, kind, bytes of the input buffer, ranks of the group."""
+UnitOrder = dict[str, list[str]]
+"""By axis: the collectives of flat units in the order in which a rank issues them."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,21 @@ def _uncovered(wanted: Wanted) -> Iterator[str]:
     for part in places.values():
         seen[part.name][expected(numbers[part.name], part)] = True  # padding is number 0
     yield from (name for name, marks in seen.items() if not marks[1:].all())
+
+
+def first_disagreement(issued: Mapping[int, Sequence[str]]) -> str | None:
+    """Where the ranks of a group issue their collectives in different orders.
+
+    Collectives of a group are paired by their order alone. Over NCCL two of the same size would be
+    paired without an error, and each rank would get the other's unit.
+    """
+    first, *others = issued
+    for rank in others:
+        pairs = zip_longest(issued[first], issued[rank], fillvalue="nothing")
+        for number, (mine, theirs) in enumerate(pairs, start=1):
+            if mine != theirs:
+                return f"as number {number} rank {first} issues {mine}, and rank {rank} {theirs}"
+    return None
 
 
 def first_module(off: Iterable[str], order: Iterable[str]) -> str | None:

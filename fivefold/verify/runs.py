@@ -27,7 +27,7 @@ from fivefold.parallel.stage import ActionObserver, Instruments
 from fivefold.step import StepOutcome, step
 from fivefold.verify import reference
 from fivefold.verify.asynchronous import Stream
-from fivefold.verify.compare import Call, ComparedPart, Dtype
+from fivefold.verify.compare import Call, ComparedPart, Dtype, UnitOrder
 from fivefold.verify.dispatch_watch import DispatchWatch
 from fivefold.verify.reference import Delayed, Truth, as_array
 
@@ -103,10 +103,14 @@ class ObservedCalls:
 
 @dataclass(frozen=True)
 class VerifiedRank:
-    """All steps of one rank, and the weights its model holds in the end."""
+    """All steps of one rank, and the weights its model holds in the end.
+
+    `orders` are the collectives of flat units in each step, or in an asynchronous run.
+    """
 
     steps: list[StepOfRank]
     heard: list[ObservedCalls]
+    orders: list[UnitOrder]
     held: list[ComparedPart]
 
 
@@ -147,7 +151,7 @@ def run_rank(worker: Worker, plan: Plan, settings: VerifySettings) -> VerifiedRa
             offload=settings.offload,
             bucket=settings.bucket,
             fuse=compiled if settings.compiled else eager,
-            instruments=Instruments(actions=phases, on_phase=phases.say),
+            instruments=Instruments(actions=phases, on_phase=phases.say, on_unit=phases.note),
         )
         recorder = _Recorder(worker, job, phases, _optimizer(job, settings), not settings.compiled)
         drawn = _drawn(plan, settings, device)
@@ -161,7 +165,7 @@ def run_rank(worker: Worker, plan: Plan, settings: VerifySettings) -> VerifiedRa
         worker.phase("compare")
         held = list(_held(job))
         mesh.close_groups()
-        return VerifiedRank(recorder.steps, recorder.heard, held)
+        return VerifiedRank(recorder.steps, recorder.heard, recorder.orders, held)
 
 
 def _prepared(worker: Worker, plan: Plan, settings: VerifySettings) -> RankDevice:
@@ -173,10 +177,18 @@ def _prepared(worker: Worker, plan: Plan, settings: VerifySettings) -> RankDevic
 
 
 class _Phases(ActionObserver):
-    """Says what a rank does, under the name of the step that it is in."""
+    """Says what a rank does, under the name of the step that it is in, and notes the order in which
+    the step gathers and reduces flat units."""
 
     def __init__(self, worker: Worker) -> None:
         self.worker, self.step = worker, ""
+        self.order: UnitOrder = {}
+
+    def begin_step(self, name: str) -> None:
+        self.step, self.order = name, {}
+
+    def note(self, axis: str, kind: str, unit: str) -> None:
+        self.order.setdefault(axis, []).append(f"the {kind} of {unit}")
 
     def say(self, phase: str) -> None:
         self.worker.phase(f"{self.step} {phase}")
@@ -201,6 +213,7 @@ class _Recorder:
         self.phases = phases
         self.steps: list[StepOfRank] = []
         self.heard: list[ObservedCalls] = []
+        self.orders: list[UnitOrder] = []
         self.updates: list[
             tuple[list[ComparedPart], list[ComparedPart]]
         ] = []  # gradients and weights
@@ -229,7 +242,8 @@ class _Recorder:
     @contextmanager
     def _watching(self, name: str) -> Iterator[None]:
         """Copy what the optimizer sees, and count collectives."""
-        job, self.phases.step = self.job, name
+        job = self.job
+        self.phases.begin_step(name)
 
         def before(*_: object) -> None:
             self.phases.say("optimizer")
@@ -253,6 +267,7 @@ class _Recorder:
                 hook.remove()
         noted = _calls(job.mesh.records)
         self.heard.append(ObservedCalls(_calls(watch.records) if self.watches else noted, noted))
+        self.orders.append(self.phases.order)
 
 
 def _calls(records: Mapping[CollectiveRecord, int]) -> Counter[Call]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from fivefold.core import weights
+from fivefold.core.groups import Topology, all_groups
 from fivefold.core.plan import Plan
 from fivefold.cost import collectives
 from fivefold.cost.collectives import UNEVEN_AXES, least_traffic_share
@@ -21,12 +22,16 @@ from fivefold.verify.runs import VerifiedRank, VerifySettings, num_phases, run_r
 
 @dataclass(frozen=True)
 class VerifyVerdict:
-    """Errors beside tolerances by name, traffic of every rank and step, the first difference."""
+    """Errors beside tolerances by name, traffic of every rank and step, the first difference.
+
+    `disorder` says which ranks issue the collectives of flat units in different orders.
+    """
 
     errors: dict[str, float]
     tolerance: dict[str, float]
     traffic: list[list[Traffic]] = field(repr=False)  # by rank, then by step
     diverges_at: str | None
+    disorder: str | None
 
     @property
     def traffic_match(self) -> bool:
@@ -35,7 +40,7 @@ class VerifyVerdict:
     @property
     def passed(self) -> bool:
         exact = all(self.errors[name] <= most for name, most in self.tolerance.items())
-        return exact and self.traffic_match
+        return exact and self.traffic_match and self.disorder is None
 
 
 def judge(
@@ -71,9 +76,21 @@ def judge(
             off |= {name for name, error in by_name.items() if not error <= tolerance[kind]}
             errors[kind] = max(errors[kind], *by_name.values())
     order = [one.name for one in (*weights.weights(plan.shape), *weights.buffers(plan.shape))]
-    return VerifyVerdict(
-        errors, tolerance, _traffic(plan, settings, runs), compare.first_module(off, order)
-    )
+    diverges_at = compare.first_module(off, order)
+    traffic, disorder = _traffic(plan, settings, runs), _disorder(plan, runs)
+    return VerifyVerdict(errors, tolerance, traffic, diverges_at, disorder)
+
+
+def _disorder(plan: Plan, runs: list[VerifiedRank]) -> str | None:
+    """The first group whose ranks gather or reduce flat units in different orders."""
+    topology = Topology.of(plan)
+    for number in range(len(runs[0].orders)):
+        axes = sorted({axis for run in runs for axis in run.orders[number]})
+        for axis, group in [(each, one) for each in axes for one in all_groups(topology, each)]:
+            issued = {rank: runs[rank].orders[number].get(axis, []) for rank in group}
+            if found := compare.first_disagreement(issued):
+                return f"step {number + 1}, axis {axis}: {found}"
+    return None
 
 
 def _traffic(plan: Plan, settings: VerifySettings, runs: list[VerifiedRank]) -> list[list[Traffic]]:

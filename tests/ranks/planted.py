@@ -61,8 +61,8 @@ class Fault:
         return VerifySettings(dtype=self.dtype, bucket=60_000, steps=self.steps)
 
 
-def check_seen(pool: Pool, fault: Fault) -> None:
-    """A trial passes without the fault, and with it fails where the fault says."""
+def check_seen(pool: Pool, fault: Fault) -> VerifyVerdict:
+    """A trial passes without the fault, and with it fails where the fault says: that verdict."""
     settings = fault.settings
     key = fault.plan.to_toml(), settings
     if key not in _HEALTHY:
@@ -74,6 +74,7 @@ def check_seen(pool: Pool, fault: Fault) -> None:
     sick = judge(fault.plan, settings, pool.run_each(ranks), truths)
     assert not sick.passed
     assert _differing(sick)[0] == fault.first, (sick.errors, sick.traffic_match)
+    return sick
 
 
 def _differing(verdict: VerifyVerdict) -> list[str]:

@@ -19,6 +19,7 @@ from fivefold.verify.compare import (
     Wanted,
     errors_by_name,
     expected,
+    first_disagreement,
     first_module,
     relative,
     tolerances,
@@ -115,3 +116,14 @@ def test_scaled_down_models_are_small_and_split_alike(name: str) -> None:
 
 def test_tiny_is_verified_as_it_is() -> None:
     assert not is_large(models.load("tiny"))
+
+
+def test_the_first_collective_in_another_order_is_named_with_both_ranks() -> None:
+    same = {3: ["a", "b", "c"], 5: ["a", "b", "c"]}
+    assert first_disagreement(same) is None
+    assert first_disagreement(same | {7: ["a", "c", "b"]}) == (
+        "as number 2 rank 3 issues b, and rank 7 c"
+    )
+    assert first_disagreement(same | {7: ["a", "b"]}) == (
+        "as number 3 rank 3 issues c, and rank 7 nothing"
+    )

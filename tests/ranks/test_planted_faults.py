@@ -6,6 +6,7 @@ Here those of data and tensor; context, pipeline and experts have files of their
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 from unittest.mock import patch
 
@@ -211,3 +212,31 @@ FAULTS = (
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
 def test_verify_sees_the_fault(pool: Pool, fault: Fault) -> None:
     check_seen(pool, fault)
+
+
+def swapped_order() -> Patch:
+    """One rank gathers two units of the same size in the other order, which no group can tell."""
+
+    def publish(self: DataParallel) -> None:
+        units = list(self.units)
+        if self.mesh.rank == 1:
+            (a, b), *_ = (
+                (a, b)
+                for a, b in combinations(range(len(units)), 2)
+                if units[a].unit.size == units[b].unit.size
+            )
+            units[a], units[b] = units[b], units[a]
+        for unit in units:
+            unit.publish()
+
+    return patch.object(DataParallel, "publish", publish)
+
+
+def test_ranks_that_issue_units_in_another_order_are_named(pool: Pool) -> None:
+    fault = Fault(swapped_order, "dp=3", WEIGHTS, {"zero": 1})
+    sick = check_seen(pool, fault)
+    assert sick.diverges_at is not None
+    assert sick.disorder is not None and sick.disorder.startswith("step 1, axis fsdp: as number ")
+    assert sick.disorder.endswith(
+        "rank 0 issues the all_gather of embed.weight, and rank 1 the all_gather of head.weight"
+    )
