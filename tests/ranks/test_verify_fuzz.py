@@ -1,0 +1,30 @@
+"""Random layouts, schedules, models and settings: whatever the core accepts passes `verify`.
+
+The cases change with the commit; a failure prints the command that repeats it.
+"""
+
+from __future__ import annotations
+
+import pytest
+from verify_draws import draw
+
+from fivefold.launch.processes import Pool, RankLost
+from fivefold.verify.trial import run_trial
+from tests.selection import salt
+
+NUM_DRAWS = 30
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("i", range(NUM_DRAWS))
+def test_a_random_verification_passes(i: int, pool: Pool) -> None:
+    drawn = draw(f"{salt()}: {i}")
+    try:
+        verdict = run_trial(pool, drawn.plan, drawn.settings)
+    except RankLost as lost:
+        lost.add_note(str(drawn))
+        raise
+    assert verdict.passed, (
+        f"{drawn}\n{verdict.errors}, {verdict.tolerance}, traffic {verdict.traffic_match}, "
+        f"{verdict.diverges_at}, {verdict.disorder}"
+    )
