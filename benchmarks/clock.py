@@ -1,7 +1,7 @@
 """Whether the records of a run tell its wall time, and whether its steps wait for data.
 
     python benchmarks/clock.py                          llama-3.2-1b on a GPU, tiny on a CPU
-    python benchmarks/clock.py --model llama-3.2-1b --steps 50 --compile
+    python benchmarks/clock.py --model llama-3.2-1b --steps 50
 
 It runs the training loop of one rank on the bytes of Python's standard library, in bf16 on a GPU.
 It prints the wall time of the steps over their number, the mean of the times in their lines, and
@@ -81,10 +81,10 @@ class Stopwatch:
         return f"checkpoint {WARM_UP + self.steps}"
 
 
-def measure(device: str, model: str | None, steps: int, compiled: bool) -> Stopwatch:
+def measure(device: str, model: str | None, steps: int) -> Stopwatch:
     """Train, and listen."""
     job = JOBS[device]
-    recipe = Recipe(steps=WARM_UP + steps, compile=compiled, lr=3e-4)
+    recipe = Recipe(steps=WARM_UP + steps, lr=3e-4)
     plan = resolve(
         PlanOptions(
             model or job.model,
@@ -106,10 +106,9 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--model", help="a preset; by default one for the device")
     parser.add_argument("--device", choices=sorted(JOBS))
-    parser.add_argument("--compile", action="store_true")
     given = parser.parse_args()
     device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    watch = measure(device, given.model, given.steps, given.compile)
+    watch = measure(device, given.model, given.steps)
     wall, printed = watch.wall / given.steps, mean(each.elapsed for each in watch.records)
     data = mean(each.data_s or 0.0 for each in watch.records) / printed
     print(f"wall time a step {1e3 * wall:.2f} ms, mean of the printed steps {1e3 * printed:.2f} ms")

@@ -250,7 +250,7 @@ def resolve(options: PlanOptions, *, small: bool = False) -> Plan:
         layout=layout,
         batch=batch,
         packed=options.packed,
-        recompute=_recompute(options.recompute, layout.pp * layout.chunks),
+        recompute=StageRecompute.parse(options.recompute).within(layout.pp * layout.chunks),
         precision=options.precision,
         options=_filled_in(options, layout, batch, gather, nodes),
         stage_layers=given,
@@ -259,16 +259,6 @@ def resolve(options: PlanOptions, *, small: bool = False) -> Plan:
         ep_nodes=nodes,
         notes=tuple(notes),
     )
-
-
-def _recompute(text: str, stages: int) -> StageRecompute:
-    found = StageRecompute.parse(text)
-    if found.last_stage >= stages:
-        raise FivefoldError(
-            f"recompute {text!r}: there is no stage {found.last_stage}, the stages of this layout "
-            f"are 0 to {stages - 1}"
-        )
-    return found
 
 
 def _layout(options: PlanOptions, family: Family) -> Layout:

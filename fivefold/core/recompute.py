@@ -113,10 +113,15 @@ class StageRecompute:
             (rule for first, last, rule in self.special if first <= stage <= last), self.usual
         )
 
-    @property
-    def last_stage(self) -> int:
-        """The last stage that has a rule of its own; −1 if none has."""
-        return max((last for _, last, _ in self.special), default=-1)
+    def within(self, stages: int) -> StageRecompute:
+        """These rules; refused if one is for a stage that does not exist."""
+        last = max((last for _, last, _ in self.special), default=0)
+        if last >= stages:
+            raise FivefoldError(
+                f"recompute {self}: there is no stage {last}, the stages of this layout are 0 to "
+                f"{stages - 1}"
+            )
+        return self
 
     @property
     def kind(self) -> str:

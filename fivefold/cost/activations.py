@@ -64,8 +64,8 @@ class Activations:
         """By one layer with selective recomputation."""
         if self.memory.selective == "core":
             return self.saved(routed) - self._core()
-        if self.memory.selective == "matmuls":
-            return self._every_matmul(routed)
+        if self.memory.selective == "remade":
+            return self.saved(routed) - self._remade(routed)
         return self._every_second_matmul(routed)
 
     def inputs(self) -> Array:
@@ -156,45 +156,30 @@ class Activations:
         return load * moe.top_k * self.grid.etp / self.split
 
     def _routed(self) -> Array:
-        """The router's float32 input and scores; slots as they arrive, inside the experts, and as
-        they come back; and the shared experts."""
-        shape, moe = self.shape, self.shape.moe
+        """The router's input and float32 scores; slots as they arrive, inside the experts, and as
+        they come back; and the shared experts, whose input is the router's if that is not wide."""
+        shape, moe, wide = self.shape, self.shape.moe, self.memory.wide_router
         assert moe is not None
-        kept = WIDE * (shape.width + 2 * moe.experts) / self.split
+        kept = (
+            (WIDE if wide else self.itemsize) * shape.width + WIDE * 2 * moe.experts
+        ) / self.split
         inside = 2 * shape.width * self.itemsize + self._mlp(moe.ffn / self.grid.etp)
         kept = kept + self._slots() * inside
         if moe.shared:
-            kept = kept + self.input + self._mlp(moe.shared_ffn / self.grid.tp)
+            kept = kept + (self.input if wide else 0.0) + self._mlp(moe.shared_ffn / self.grid.tp)
         return kept
 
-    def _every_matmul(self, routed: bool) -> Array:
-        """The layer's input and the results of matmuls, attention and collectives.
-
-        The result of an MLP's last matmul is saved only if the stack keeps what no backward reads.
-        The gradient of expert weights (and of a gated shared expert) does read the results.
-        """
-        shape, size = self.shape, self.itemsize
-        kept = self.residual + self._projections() + self._attended() + self.whole
-        between = np.where(self.grid.tp > 1, self.whole + self.residual, 0.0)
-        kept = kept + between + sum(self._gate_and_up(routed))
-        out = self.whole if self.memory.keeps_unread else 0.0
-        if not routed:
-            return kept + out + between
-        assert shape.moe is not None
-        kept = kept + WIDE * shape.moe.experts / self.split  # router scores
-        copies = np.where(self.grid.ep > 1, 3.0, 1.0)  # dispatched, combined, and the result
-        kept = kept + self._slots() * copies * shape.width * size
-        out = self.whole if shape.moe.shared_gated else out
-        return kept + (out + between if shape.moe.shared else 0.0)
-
-    def _projections(self) -> Array:
-        """Results of the projections into heads."""
-        shape, mla = self.shape, self.shape.mla
-        if mla is None:
-            return (self.heads + 2 * self.kv_heads) * shape.head_dim * self.itemsize
-        ranks = (mla.q_rank or 0) + mla.kv_rank + mla.rope_dim
-        heads = shape.head_dim + mla.nope_dim + mla.value_dim
-        return (ranks + self.heads * heads) * self.itemsize
+    def _remade(self, routed: bool) -> Array:
+        """Outputs of norms and of activations, which GEMMs do not save."""
+        shape, moe, size = self.shape, self.shape.moe, self.itemsize
+        kept = self.input
+        if shape.mla is not None:
+            kept = kept + ((shape.mla.q_rank or 0) + shape.mla.kv_rank) * size
+        if not routed or moe is None:
+            kept = kept + (self.input if not shape.parallel_block else 0.0)
+            return kept + shape.ffn / self.grid.tp * size
+        kept = kept + self.residual + self._slots() * moe.ffn / self.grid.etp * size
+        return kept + moe.shared_ffn / self.grid.tp * size
 
     def _gate_and_up(self, routed: bool) -> Iterator[Array]:
         """Results of the matmuls into the MLPs' widths: gate and up."""

@@ -20,9 +20,9 @@ GIB = 2**30
 
 # --- Memory
 
-# What selective recomputation keeps. core: all but the scores of attention. matmuls: results of
-# matmuls, attention and collectives. alternate: results of every second matmul, and of attention.
-Selective = Literal["core", "matmuls", "alternate"]
+# What selective recomputation keeps. core: all but the scores of attention. remade: all but the
+# outputs of norms and activations. alternate: results of every second matmul, and of attention.
+Selective = Literal["core", "remade", "alternate"]
 
 # How layers are assigned to stages. even: equal counts. balanced: the slowest stage, with the head,
 # is as fast as possible. greedy: stage by stage until each has its share, with the head.
@@ -72,7 +72,7 @@ class StackMemory:
     mask_bytes: float = 0.0  # of an element of dropout, after attention and MLP
     score_bytes: float = 5.0  # of a score of unfused attention: softmax, its mask, dropped scores
     selective: Selective = "core"
-    keeps_unread: bool = True  # matmuls: also the last result, which no backward reads
+    wide_router: bool = True  # routers save their input in float32
     logits_bytes: float = 12.0  # per token and vocabulary entry, at the peak
     split_logits_bytes: float | None = None  # the same for a split vocabulary; None: no difference
     loss_bytes: float = 4.0  # of them, what is saved for the backward
@@ -98,25 +98,23 @@ class StackMemory:
 # float32: two gradients of 4 bytes, and one of 2.
 EAGER_MEMORY = StackMemory(
     split="balanced",
-    selective="matmuls",
+    selective="remade",
+    wide_router=False,
     gathered_head_input=True,
+    gated_copies=3.0,
+    statistics=0.0,
     split_logits_bytes=10.0,
     backward_copies=2.0,
     weighed_bytes=10.0,
     gather_buffers=3.0,
     unit_by_unit=True,
 )
-# Compiled blocks and loss, measured on one H200 (torch 2.11, 2026-11-15). A compiled backward
-# recomputes SiLU from the gate: one copy of the MLP's width less than the four of eager blocks.
-# Selective recomputation keeps only what backward reads: not the result of the MLP's last matmul,
-# which is only added to the residual. The loss needs 4 bytes per token and vocabulary entry instead
-# of 12; a split vocabulary was not measured and is assumed to save 4 bytes too.
+# Compiled regions save what eager ones do: their inputs. Only what a kernel holds while it runs
+# differs: the loss needs 4 bytes per token and vocabulary entry, logits and their gradient.
 FIVEFOLD_MEMORY = replace(
     EAGER_MEMORY,
-    keeps_unread=False,
-    gated_copies=3.0,
     logits_bytes=4.0,
-    split_logits_bytes=6.0,
+    split_logits_bytes=4.0,
     loss_bytes=2.0,
 )
 # Half precision with dropout, as in the papers of the time: 34 bytes per token and width.

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from fivefold.core.balance import Balance, Keep
 from fivefold.model.decoder import Decoder
-from fivefold.model.moe import MoeMlp, Routing, count_slots
+from fivefold.model.moe import MoeMlp, Routing
+from fivefold.model.slots import count_slots
 
 Map = Callable[[Tensor], Tensor]
 

@@ -36,13 +36,10 @@ from fivefold.model.moe import (
     MoeMlp,
     OverlappedTask,
     Routing,
-    choices_of_slots,
-    count_slots,
     dispatch_slots,
-    rows_of_slots,
     run_local_experts,
-    sort_slots,
 )
+from fivefold.model.slots import choices_of_slots, count_slots, rows_of_slots, sort_slots
 from fivefold.parallel import transport
 from fivefold.parallel.boundary import AxisBoundary
 from fivefold.parallel.mesh import Issued, Mesh

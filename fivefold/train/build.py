@@ -49,6 +49,7 @@ def build_rank(
     """Build one rank; `phases` and `spans` observe its collectives and its actions."""
     recipe = settings.recipe
     _choose_kernels(settings.deterministic)
+    _cache_kernels(settings.folder)
     mesh = Mesh.of(plan, device, observers=(phases, spans))
     disk = None if recipe.disk is None else Path(recipe.disk)
     if disk is not None:
@@ -69,6 +70,14 @@ def build_rank(
         job.balancing.watch()
     updater = updater_of(job, recipe, master=settings.master)
     return BuiltRank(job, updater, reader_of(plan, settings, mesh.rank, device))
+
+
+def _cache_kernels(folder: Path | None) -> None:
+    """Keep compiled kernels with the run: all ranks share them, and a resumed run finds them."""
+    if folder is not None:
+        for compiler in ("TORCHINDUCTOR", "TRITON"):
+            place = folder.absolute() / "kernels" / compiler.lower()
+            os.environ.setdefault(f"{compiler}_CACHE_DIR", str(place))
 
 
 def _choose_kernels(deterministic: bool) -> None:

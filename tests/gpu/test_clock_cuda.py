@@ -21,7 +21,7 @@ from fivefold.core.recipe import Recipe
 from fivefold.launch.worker import Worker
 from fivefold.records import StepRecord
 from fivefold.train import TrainSettings, run_rank
-recipe = Recipe(steps=30, data="synthetic")
+recipe = Recipe(steps=30, data="synthetic", compile=False)  # compiling waits for the GPU
 sizes = {"width": "1024", "ffn": "4096", "layers": "8"}
 plan = resolve(PlanOptions("tiny", seq=512, batch=8, microbatches=1, set=sizes, train=recipe))
 records, moments, waits, order = [], {}, {}, []

@@ -18,7 +18,8 @@ from fivefold.core.units import Unit
 from fivefold.launch.processes import Pool
 from fivefold.model import moe
 from fivefold.model.balance import LocalRows
-from fivefold.model.moe import MoeMlp, Routing, Slots
+from fivefold.model.moe import MoeMlp, Routing
+from fivefold.model.slots import Slots
 from fivefold.parallel import balance, compose, expert
 from fivefold.parallel.boundary import AxisBoundary
 from fivefold.parallel.compose import Job
