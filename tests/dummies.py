@@ -192,9 +192,9 @@ COLLECTIVE = (
     ),
     after(
         "cost/axis_collectives.py",
-        "    gathers = sums = 2 * blocks + lookups + losses\n",
+        "    gathers = sums = 2 * len(blocks) + lookups + losses\n",
         "    flags = Counter({Collective('tp', 'broadcast', 8 * itemsize, layout.tp): "
-        "blocks + losses})\n",
+        "len(blocks) + losses})\n",
     ),
     Edit(
         "cost/axis_collectives.py",

@@ -66,8 +66,8 @@ class _GatherWalk:
         self.gathered -= {u for u in range(len(self.units)) if self._users(u)[:1] == following}
         self._gather(block, [u for u in self._needed(block) if self._is_read(u)], ahead=-1)
         blocks = [name for name in self.order if name.startswith("blocks.")]
-        if self.plan.recompute.kind == "full" and block in blocks:
-            size = self.plan.recompute.blocks
+        if self.plan.recompute.usual.full and block in blocks:
+            size = self.plan.recompute.usual.blocks
             start = blocks.index(block) // size * size
             if block == blocks[start : start + size][-1]:
                 for name in blocks[start : start + size]:

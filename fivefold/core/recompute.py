@@ -38,8 +38,7 @@ class Recompute:
     def parse(cls, text: str) -> Recompute:
         if full := re.fullmatch(r"full(?::([1-9][0-9]{0,4}))?", text):
             return cls(blocks=int(full[1] or 1))
-        named = {"none": "", SELECTIVE: "+".join(REMADE)}.get(text, text)
-        words = named.split("+") if named else []
+        words = {"none": [], SELECTIVE: list[str](REMADE)}.get(text, text.split("+"))
         if set(words) - set(MODULES) or len(set(words)) < len(words):
             raise FivefoldError(
                 f"recompute {text!r}: choose none, selective, full, full:K for segments of K "

@@ -124,7 +124,7 @@ class LayerTimer:
         inputs: TimeParts = {"products": seconds, "attention": core_backward, "tp": sums}
         num_gathers: Array | int = 1
         if self.stack.gathers_again:
-            num_gathers = np.where(self.grid.sp & (self.grid.recompute == 0), 2, 1)
+            num_gathers = np.where(self.grid.sp & (self.grid.recompute < 2), 2, 1)
             inputs["tp"] = sums * (1 + num_gathers) / 2
         passes = self.stack.elementwise_backward * elementwise + cast
         copies = split_blocks * self._token_copies(num_gathers)

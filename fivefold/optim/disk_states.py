@@ -48,7 +48,7 @@ class FileShard:
 
 
 @dataclass(frozen=True)
-class Region:
+class DiskRegion:
     """The states of one block: bytes [start, stop) of the file."""
 
     block: Block
@@ -194,8 +194,8 @@ class _StateFile:
             done += moved
 
 
-def _regions(blocks: Sequence[Block], dtypes: Mapping[str, torch.dtype]) -> list[Region]:
-    regions: list[Region] = []
+def _regions(blocks: Sequence[Block], dtypes: Mapping[str, torch.dtype]) -> list[DiskRegion]:
+    regions: list[DiskRegion] = []
     end = 0
     for block in blocks:
         start, shards = end, list[FileShard]()
@@ -203,5 +203,5 @@ def _regions(blocks: Sequence[Block], dtypes: Mapping[str, torch.dtype]) -> list
             for part in block:
                 shards.append(FileShard(key, part.index, part.start, part.size, dtype, end))
                 end += -(-shards[-1].num_bytes // _ALIGNMENT) * _ALIGNMENT
-        regions.append(Region(block, start, end, tuple(shards)))
+        regions.append(DiskRegion(block, start, end, tuple(shards)))
     return regions

@@ -84,8 +84,7 @@ def run(
     set_options = {name for name, value in command.params.items() if value not in (None, False, [])}
     is_open = "layout" not in set_options and not command.params["target"].endswith(".toml")
     _require_known(plan_options.machine)
-    recipe = replace(plan_options.train, compile=options["how"]["kernels"] != "eager")
-    plan_options = replace(plan_options, train=recipe)
+    plan_options = _compiled(plan_options, kernels)
     if plan_options.machine is None:
         _require_no_estimates(set_options)
         table, lines = _resolved(resolve(plan_options), output)
@@ -94,6 +93,11 @@ def run(
     else:
         table, lines = _given(plan_options, options)
     typer.echo(json.dumps(table) if as_json else "\n".join(lines))
+
+
+def _compiled(options: PlanOptions, kernels: str) -> PlanOptions:
+    """The plan says whether it was estimated with compiled kernels."""
+    return replace(options, train=replace(options.train, compile=kernels != "eager"))
 
 
 Printed = tuple[dict[str, Any], list[str]]

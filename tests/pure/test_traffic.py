@@ -74,7 +74,8 @@ def test_a_tensor_parallel_layer_by_hand() -> None:
     ("recompute", "gathers", "sums"),
     [
         ("none", 6 * 32 + 2, 4 * 32 + 2),
-        ("selective", 4 * 32 + 2, 4 * 32 + 2),
+        ("selective", 6 * 32 + 2, 4 * 32 + 2),
+        ("attention", 6 * 32 + 2, 4 * 32 + 2),
         ("full", 6 * 32 + 2, 6 * 32 + 2 - 32),
         ("full:8", 6 * 32 + 2, 6 * 32 + 2 - 4),
         ("full:5", 6 * 32 + 2, 6 * 32 + 2 - 7),

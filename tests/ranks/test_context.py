@@ -39,7 +39,7 @@ from fivefold.launch.processes import Pool
 from fivefold.model.batch import NOT_COUNTED, AttentionInfo
 from fivefold.parallel import context
 from fivefold.parallel.compose import Job
-from fivefold.parallel.mesh import Issued, Mesh, Phase
+from fivefold.parallel.mesh import Issued, Mesh
 from fivefold.parallel.transport import InFlight
 from fivefold.verify.trial import VerifySettings, run_trial
 
@@ -227,7 +227,7 @@ def test_every_rank_gets_its_tokens_with_their_places_and_labels() -> None:
 def test_dropout_in_attention_is_refused_by_name() -> None:
     plan = small_plan("cp=1")
     mesh = Mesh.of(plan, torch.device("cpu"))
-    kernel = context.ContextAttention(mesh, Phase(), plan.split, 16, "none")
+    kernel = context.ContextAttention(mesh, plan.split, 16)
     q = torch.zeros(1, 1, 16, 4)
     info = AttentionInfo(torch.arange(16)[None], None, None, None, dropout=0.1)
     with pytest.raises(FivefoldError, match="set dropout to 0"):

@@ -12,7 +12,7 @@ from fivefold.planner import estimate_setting
 from fivefold.planner.estimate import rank_memory
 from fivefold.rehearse.rank import rehearse_rank
 
-EAGER, _ = estimate_setting(machine.load("h200"), "bf16", 0.0, "eager", 1.0)
+COMPILED, _ = estimate_setting(machine.load("h200"), "bf16", 0.0, "compiled", 1.0)
 # A few layers of each model, as wide as they are: model, layers, layout, rank, and what else.
 JOBS: tuple[tuple[str, int, str, int, dict[str, Any]], ...] = (
     ("llama-3.2-1b", 4, "dp=1", 0, {"microbatches": 1}),
@@ -34,6 +34,6 @@ def test_a_rank_holds_what_is_planned(
     """Within 5%, which is what a plan may be off at the worst."""
     options = PlanOptions(model, layout=layout, seq=4096, set={"layers": str(layers)}, **said)
     plan = resolve(options)
-    memory = rank_memory(plan, EAGER, rank)
+    memory = rank_memory(plan, COMPILED, rank)
     planned = sum(memory.values()) - memory["context"] - memory["margin"]
     assert planned == pytest.approx(rehearse_rank(plan, rank, None).peak, rel=0.05)

@@ -172,8 +172,8 @@ def visible_padding() -> Patch:
     """The rows that pad the vocabulary take part in the loss."""
     inner = tensor._VocabularyLoss
 
-    def padded(wires: Any, vocab: int) -> Any:
-        return inner(wires, vocab + 5)
+    def padded(wires: Any, vocab: int, fuse: Any) -> Any:
+        return inner(wires, vocab + 5, fuse)
 
     return patch.object(tensor, "_VocabularyLoss", padded)
 

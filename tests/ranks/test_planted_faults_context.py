@@ -141,11 +141,11 @@ def heads_dealt_in_turn() -> Patch:
     """Queries and keys go to Ulysses ranks head by head, and outputs come back in blocks."""
     inner = context._exchanged
 
-    def in_turn(x_BHSd: Tensor, mesh: Mesh, split_dim: int, silent: bool) -> Tensor:
+    def in_turn(x_BHSd: Tensor, mesh: Mesh, split_dim: int) -> Tensor:
         if split_dim == HEADS:
             size = mesh.size(context.ULYSSES)
             x_BHSd = torch.cat([x_BHSd[:, first::size] for first in range(size)], dim=HEADS)
-        return inner(x_BHSd, mesh, split_dim, silent)
+        return inner(x_BHSd, mesh, split_dim)
 
     return patch.object(context, "_exchanged", in_turn)
 
