@@ -274,6 +274,12 @@ class StageGradients:
         last = np.where(self.embedding > 0, self.embedding + self.unit, self.two_units)
         return GradientLevel(self._so_far(), np.where(self.begun & self.each_microbatch, last, 0.0))
 
+    def at_head(self) -> GradientLevel:
+        """When the backward of the head ends: its gradient, beside what is still being reduced."""
+        before, mine = self.at_loss(), self.head * self.end
+        accumulated = np.where(self.begun, before.accumulated, self.unsharded)
+        return GradientLevel(accumulated, before.unreduced + np.where(self.reduced, mine, 0.0))
+
     def at_last_layer(self) -> GradientLevel:
         """When the backward of the layers begins."""
         before = np.where(self.head > 0, self.embedding, self.two_units)

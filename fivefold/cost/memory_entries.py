@@ -48,7 +48,8 @@ class MemoryEntries:
         return self._by_moment(stage) if self.memory.unit_by_unit else (self._at_once(stage),)
 
     def _by_moment(self, stage: RankStage) -> tuple[MemoryParts, ...]:
-        """When the backward of the layers begins, when it ends, and before both at the loss."""
+        """When the backward of the layers begins, when it ends, and before both at the loss and
+        when the backward of the head ends."""
         parameters = self.parameters(stage)
         saved, working = self._layers(stage)
         saved = saved + self.activations.rotary_tables() * self.tokens * self.grid.chunks
@@ -72,6 +73,9 @@ class MemoryEntries:
             gathered = self._gathered(parameters, stage, stage.head * matrix)
             rest = (logits + stage.head * self._loss(), messages, gathered)
             activations = begin + self._at_head(stage)
+            weight = stage.head * matrix * self.itemsize  # the gradient of the head, before its sum
+            after = (activations + weight, logits, messages, gathered)
+            found.append(self._moment(states, gradients.at_head(), *after))
             found.append(self._moment(states, gradients.at_loss(), activations, *rest))
         return tuple(found)
 

@@ -98,7 +98,6 @@ def test_a_machine_without_a_gpu_says_so() -> None:
     ("words", "answer"),
     [
         (("--device", "gpu"), "unknown --device 'gpu': choose from cpu, cuda"),
-        (("--compile", "--layout", "dp=2"), "--compile is for one rank, and this layout has 2"),
         (("--device", "cuda", "--offload", "cpu"), "leave it or --device out"),
     ],
 )

@@ -26,7 +26,7 @@ JOBS: tuple[tuple[str, int, str, int, dict[str, Any]], ...] = (
 )
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("model", "layers", "layout", "rank", "said"), JOBS)
 def test_a_rank_holds_what_is_planned(
     model: str, layers: int, layout: str, rank: int, said: dict[str, Any]

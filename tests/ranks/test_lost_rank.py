@@ -39,7 +39,7 @@ def dying(
     return run_rank(replace(worker, send=send), plan, settings)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("case", "rank", "word", "doing"),
     [

@@ -31,7 +31,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("layout", "zero", "setup"), CASES, ids=str)
 def test_measured_is_predicted(layout: str, zero: int, setup: Setup, pool: Pool) -> None:
     plan = small_plan(layout, ODD, zero=zero, microbatches=2)
@@ -73,7 +73,7 @@ EXPERTS = [
 ]
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("bucket", [3_000, 9_000, 20_000])
 @pytest.mark.parametrize(("layout", "options"), GATHERED, ids=str)
 def test_gathered_weights(layout: str, options: dict[str, str], bucket: int, pool: Pool) -> None:

@@ -78,7 +78,7 @@ def losses(kept_pool: KeptPool) -> dict[str, list[float]]:
     return found
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "options",
     [
