@@ -114,10 +114,17 @@ def step(
 
 @torch.no_grad()
 def evaluate(job: Job, batches: Sequence[TokenBatch]) -> tuple[Tensor, Tensor]:
-    """Microbatches of whole rows in; the summed loss of their counted tokens, and how many."""
+    """Microbatches of whole rows in; the summed loss of their counted tokens, and how many.
+
+    Multi-token prediction helps training only: its losses are no part of it.
+    """
     batches = [job.local(batch) for batch in batches]
     tokens = counted_tokens(batches, job.mesh)
+    for chunk in job.chunks:
+        chunk.model.eval()
     losses = job.forwards.run(batches, [torch.ones_like(tokens)] * len(batches))
+    for chunk in job.chunks:
+        chunk.model.train()
     total = sum(losses.values(), torch.zeros_like(tokens)) / job.mesh.size("tp")
     for chunk in job.chunks:
         chunk.data.let_go()

@@ -78,6 +78,7 @@ OF_ONE_GPU = re.compile(
 SEAMS = (
     *("matmul", "normalise", "kernel", "lookup", "add_positions", "cross_entropy"),
     *("run_blocks", "mask", "balance", "dispatch", "repeats", "remakes"),
+    *("residual_tokens", "first_head"),
 )
 SETTABLE = {
     "grad": "torch: the gradient of a tensor",

@@ -54,9 +54,9 @@ def _gpt2(config: Config) -> Fields:
     config.must_be("scale_attn_by_inverse_layer_idx", False)
     config.must_be("add_cross_attention", False)
     dropout = config.number("resid_pdrop", 0.1)
-    for key in ("embd_pdrop", "attn_pdrop"):
-        if config.number(key, 0.1) != dropout and config.usable(key, "resid_pdrop"):
-            config.problem(key, f"must equal resid_pdrop = {dropout}: a Shape has one dropout")
+    embedding = "embd_pdrop"
+    if config.number(embedding, 0.1) != dropout and config.usable(embedding, "resid_pdrop"):
+        config.problem(embedding, f"must equal resid_pdrop = {dropout}: a Shape has one for both")
     return {
         "layers": config.whole("n_layer"),
         "width": width,
@@ -72,6 +72,7 @@ def _gpt2(config: Config) -> Fields:
         "activation": config.choice("activation_function", "gelu_new", PLAIN),
         "positions": "learned",
         "dropout": dropout,
+        "attention_dropout": config.number("attn_pdrop", 0.1),
         **dict.fromkeys(("norm_bias", "qkv_bias", "out_bias", "mlp_bias"), True),
     }
 
@@ -84,7 +85,6 @@ def _decoder(
     Only a `multi_head` family may leave out its number of KV heads.
     """
     width, heads = config.whole("hidden_size"), config.whole("num_attention_heads")
-    config.must_be("attention_dropout", 0)
     config.must_be("partial_rotary_factor", 1)
     max_seq = config.whole("max_position_embeddings")
     return {
@@ -99,6 +99,7 @@ def _decoder(
         "tied": config.flag("tie_word_embeddings", False),
         "norm_eps": config.number("rms_norm_eps", eps),
         "activation": config.choice("hidden_act", "silu", GATED),
+        "attention_dropout": config.number("attention_dropout", 0.0),
         **rotary(config, max_seq, theta),
     }
 

@@ -170,7 +170,8 @@ class Shape:
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: QkNorm = "none"  # head: one weight for all heads; full: over all heads; l2: no weight
-    dropout: float = 0.0
+    dropout: float = 0.0  # in training, of the embedding and of what is added to the residual
+    attention_dropout: float = 0.0  # in training, of the weights of attention
     parallel_block: bool = False  # attention and MLP side by side after one norm (PaLM)
     mla: Mla | None = None
     moe: Moe | None = None
@@ -223,6 +224,22 @@ class Shape:
         """The kind of layer i (from 0)."""
         return LayerKind(self.is_moe_layer(i), self.is_global_layer(i))
 
+    @property
+    def drops(self) -> bool:
+        """Whether training drops activations."""
+        return bool(self.dropout or self.attention_dropout)
+
+    @property
+    def notes(self) -> list[str]:
+        """What whoever trains it should know."""
+        if not self.attention_dropout:
+            return []
+        return [
+            f"attention_dropout = {self.attention_dropout}: training computes attention with all "
+            "scores in memory, because fused kernels draw masks of their own; estimates are for "
+            "fused kernels, which attention_dropout=0 uses"
+        ]
+
     def _problems(self) -> Iterator[str]:
         names = ("layers", "width", "heads", "kv_heads", "head_dim", "ffn", "vocab", "max_seq")
         sizes: dict[str, float] = {name: getattr(self, name) for name in names}
@@ -231,8 +248,9 @@ class Shape:
         sizes |= {name: size for name, size in optional.items() if size is not None}
         wrong = [*_out_of_range("", sizes, {"mtp": self.mtp})]
         yield from wrong
-        if not 0 <= self.dropout < 1:
-            yield f"dropout = {self.dropout}: must be at least 0 and below 1"
+        for key in ("dropout", "attention_dropout"):
+            if not 0 <= getattr(self, key) < 1:
+                yield f"{key} = {getattr(self, key)}: must be at least 0 and below 1"
         if not wrong:
             yield from self._contradictions()
 

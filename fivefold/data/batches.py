@@ -8,13 +8,14 @@ microbatches count different numbers of tokens.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from fivefold.core.batch import Batch
 from fivefold.model.batch import NOT_COUNTED, TokenBatch
+from fivefold.model.dropout import token_keys
 
 _MASKED = 0.1  # fraction of tokens without loss, before the tail of a row
 _MOST_CUTS = 4
@@ -28,6 +29,7 @@ class Samples:
     labels: Tensor
     positions: Tensor
     documents: Tensor | None
+    keys: Tensor | None = None  # of `token_keys`, where activations are dropped
 
     def of(self, dp_coord: int) -> list[TokenBatch]:
         """The microbatches of one data rank."""
@@ -49,13 +51,18 @@ class Samples:
         """The same samples, with every tensor changed."""
         return Samples(*(None if each is None else change(each) for each in vars(self).values()))
 
+    def drawing(self, seed: int, numbers: Tensor) -> Samples:
+        """The same samples with keys for dropout; `numbers` are those of the samples, in order."""
+        rows, seq = self.tokens.shape[:-1], self.tokens.shape[-1]
+        return replace(self, keys=token_keys(seed, numbers.reshape(rows), seq))
+
     def _batch(self, where: tuple[int | slice, int | slice]) -> TokenBatch:
-        tensors = (self.tokens, self.labels, self.positions, self.documents)
-        tokens, labels, positions, documents = (
+        tensors = (self.tokens, self.labels, self.positions, self.documents, self.keys)
+        tokens, labels, positions, documents, keys = (
             None if each is None else each[where].reshape(-1, each.shape[-1]) for each in tensors
         )
         assert tokens is not None and labels is not None and positions is not None
-        return TokenBatch(tokens, labels, positions, documents)
+        return TokenBatch(tokens, labels, positions, documents, keys=keys)
 
 
 def samples(
@@ -66,10 +73,11 @@ def samples(
     *,
     packed: bool = False,
     empty_rank: int | None = None,
+    drops: bool = False,
 ) -> Samples:
     """Random samples of one step; `packed` puts up to five documents of random lengths into a row.
 
-    The tokens of the data rank `empty_rank` have no loss.
+    The tokens of the data rank `empty_rank` have no loss. `drops`: they have keys for dropout.
     """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
     rows, seq = (batch.microbatches, batch.dp, batch.microbatch_size), batch.seq
@@ -80,7 +88,10 @@ def samples(
     if empty_rank is not None:
         masked[:, empty_rank] = True
     begins = _begins(rows, seq, generator) if packed else None
-    return samples_from_rows(batch, drawn, begins, masked)
+    found = samples_from_rows(batch, drawn, begins, masked)
+    if not drops:
+        return found
+    return found.drawing(seed, step * batch.sequences + torch.arange(batch.sequences))
 
 
 def samples_from_rows(

@@ -42,11 +42,15 @@ class RankReader:
     packed: bool
     dp_coord: int
     device: torch.device
+    dropout_seed: int | None = None  # of training steps; None: nothing is dropped
 
     def step(self, first: int) -> Samples:
         """This rank's rows of the step whose first sample has this number."""
-        rows = self.source.samples(first + row for row in self.batch.rows_of(self.dp_coord))
-        return self._samples(rows)
+        numbers = [first + row for row in self.batch.rows_of(self.dp_coord)]
+        found = self._samples(self.source.samples(numbers))
+        if self.dropout_seed is None:
+            return found
+        return found.drawing(self.dropout_seed, torch.tensor(numbers))
 
     @contextmanager
     def ahead(self, first: int, num_steps: int) -> Generator[Callable[[], list[TokenBatch]]]:

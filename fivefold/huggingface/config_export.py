@@ -119,13 +119,16 @@ def _written(shape: Shape, family: str) -> Fields | None:
 
 
 def _lost(shape: Shape, config: Fields) -> list[str]:
-    """The names of the shape's fields that the config does not express."""
+    """The names of the shape's fields that the config does not express.
+
+    Only GPT-2 has a key for dropout. It is a matter of training, and weights do not depend on it.
+    """
     try:
         back = shape_from_config(config, shape.name)
     except BadFile as error:
         return error.problems
-    names = [each.name for each in dataclasses.fields(Shape) if each.compare]
-    return [name for name in names if getattr(back, name) != getattr(shape, name)]
+    names = {each.name for each in dataclasses.fields(Shape) if each.compare} - {"dropout"}
+    return sorted(name for name in names if getattr(back, name) != getattr(shape, name))
 
 
 def _why_not(shape: Shape) -> str:
@@ -136,8 +139,9 @@ def _why_not(shape: Shape) -> str:
 
 
 def _gpt2(shape: Shape) -> Fields:
-    dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), shape.dropout)
+    dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop"), shape.dropout)
     return dropouts | {
+        "attn_pdrop": shape.attention_dropout,
         "n_layer": shape.layers,
         "n_embd": shape.width,
         "n_head": shape.heads,
@@ -159,6 +163,7 @@ def _decoder(shape: Shape) -> Fields:
         "max_position_embeddings": shape.max_seq,
         "rms_norm_eps": shape.norm_eps,
         "hidden_act": ACTIVATIONS[shape.activation],
+        "attention_dropout": shape.attention_dropout,
         "rope_theta": shape.rope_theta,
         "rope_scaling": None if shape.rope is None else _rope_scaling(shape.rope, shape.max_seq),
     }

@@ -10,6 +10,7 @@ of a value head.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fivefold.core.shape import Mla, Shape
 from fivefold.model.batch import AttentionInfo, Context, TokenBatch
-from fivefold.model.flash import is_fake
+from fivefold.model.flash import VisiblePairs, attend, attend_backward, is_fake
 from fivefold.model.layers import ROTATE, Linear, Norm, WeightFactory, yarn_mscale
 
 Kernel = Callable[[Tensor, Tensor, Tensor, AttentionInfo], Tensor]
@@ -35,8 +36,9 @@ CUDA_KERNELS = [
 class Attention(nn.Module):
     """Query, key and value projections, the attention kernel, and the output projection."""
 
-    def __init__(self, shape: Shape, factory: WeightFactory) -> None:
+    def __init__(self, shape: Shape, factory: WeightFactory, site: int = 0) -> None:
         super().__init__()
+        self.site, self.first_head = site, 0  # of dropout; seam: tensor parallelism
         queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         self.head_dim, self.interleaved = shape.head_dim, shape.rope_interleaved
         self.norms_heads = shape.qk_norm == "head"  # each head by itself, else all of them together
@@ -56,7 +58,8 @@ class Attention(nn.Module):
         k_BSKd = self._heads(self.k(x_BSD), self.k_norm, context)
         v_BSKd = self.v(x_BSD).unflatten(-1, (-1, self.head_dim))
         q_BHSd, k_BKSd, v_BKSd = (each.transpose(1, 2) for each in (q_BSHd, k_BSKd, v_BSKd))
-        out_BHSd = self.kernel(q_BHSd, k_BKSd, v_BKSd, context.attention)
+        info = context.attention.at(self.site, self.first_head)
+        out_BHSd = self.kernel(q_BHSd, k_BKSd, v_BKSd, info)
         return self.out(out_BHSd.transpose(1, 2).flatten(2))
 
     def _heads(self, projected: Tensor, norm: Norm | None, context: Context) -> Tensor:
@@ -71,10 +74,15 @@ class Attention(nn.Module):
 
 
 def causal_attention(q_BHSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, info: AttentionInfo) -> Tensor:
-    """The default kernel: torch's SDPA, with a mask only where the batch or the model needs one."""
+    """The default kernel: torch's SDPA, with a mask only where the batch or the model needs one.
+
+    Fused kernels draw a dropout of their own; pairs are dropped by the formula.
+    """
+    if info.dropout is not None:
+        return _DroppedAttention.apply(q_BHSd, k_BKSd, v_BKSd, info)
     if is_fake(q_BHSd) and info.mask is None:
         return torch.ops.aten._scaled_dot_product_cudnn_attention(
-            q_BHSd, k_BKSd, v_BKSd, None, True, info.dropout, True
+            q_BHSd, k_BKSd, v_BKSd, None, True, 0.0, True
         )[0]
     groups = q_BHSd.shape[1] // k_BKSd.shape[1]
     grouped = groups > 1
@@ -94,10 +102,35 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, info: AttentionInfo, grouped: bool)
         k,
         v,
         attn_mask=info.mask,
-        dropout_p=info.dropout,
         is_causal=info.mask is None,
         enable_gqa=grouped,
     )
+
+
+class _DroppedAttention(torch.autograd.Function):
+    """Attention that drops pairs. It draws them again in backward, and saves what flash saves."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, info: AttentionInfo) -> Tensor:
+        out, lse = attend(q, k, v, _dropped_pairs(q, info))
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.info = info
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        pairs = _dropped_pairs(q, ctx.info)
+        found = attend_backward(gradients[0], q, k, v, out, lse, pairs)
+        return (*(each.to(q.dtype) for each in found), None)
+
+
+def _dropped_pairs(q_BHSd: Tensor, info: AttentionInfo) -> VisiblePairs:
+    assert info.dropout is not None
+    places = torch.arange(q_BHSd.shape[2], device=q_BHSd.device)
+    kept = info.dropout.keeps(q_BHSd.shape[1], places, places)
+    return VisiblePairs(info.mask is None, info.mask, kept, info.dropout.scale)
 
 
 def visible_keys_mask(batch: TokenBatch, window: int | None) -> Tensor | None:
@@ -126,8 +159,9 @@ class LatentAttention(nn.Module):
     one rotated key. Value heads may be narrower than key heads.
     """
 
-    def __init__(self, shape: Shape, mla: Mla, factory: WeightFactory) -> None:
+    def __init__(self, shape: Shape, mla: Mla, factory: WeightFactory, site: int = 0) -> None:
         super().__init__()
+        self.site, self.first_head = site, 0  # of dropout; seam: tensor parallelism
         queries, bias, rank = shape.heads * shape.head_dim, shape.qkv_bias, mla.q_rank
         values = shape.heads * mla.value_dim
         self.mla, self.head_dim, self.interleaved = mla, shape.head_dim, shape.rope_interleaved
@@ -147,7 +181,8 @@ class LatentAttention(nn.Module):
         q_BSHd = self._queries(x_BSD, context)
         k_BSHd, v_BSHv = self._keys_and_values(x_BSD, context)
         q_BHSd, k_BHSd, v_BHSv = (each.transpose(1, 2) for each in (q_BSHd, k_BSHd, v_BSHv))
-        out_BHSv = self.kernel(q_BHSd, k_BHSd, v_BHSv, context.attention)
+        info = context.attention.at(self.site, self.first_head)
+        out_BHSv = self.kernel(q_BHSd, k_BHSd, v_BHSv, info)
         return self.out(out_BHSv.transpose(1, 2).flatten(2))
 
     def _queries(self, x_BSD: Tensor, context: Context) -> Tensor:

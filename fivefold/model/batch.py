@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from fivefold.model.dropout import PairDropout, SiteKeys
+
 NOT_COUNTED = -100  # the label of a token without loss
 
 
@@ -24,6 +26,7 @@ class TokenBatch:
     row: TokenBatch | None = None  # the full rows, where this is a shard of them
     # For each depth of multi-token prediction: the tokens that far ahead, and their labels.
     ahead: tuple[tuple[Tensor, Tensor], ...] = ()
+    keys: Tensor | None = None  # (B, S) int64, of `token_keys`; None: nothing is dropped
 
 
 def look_ahead(batch: TokenBatch, depth: int) -> TokenBatch:
@@ -59,8 +62,14 @@ class AttentionInfo:
     documents: Tensor | None  # (B, S)
     window: int | None  # keys that a query sees, its own included
     mask: Tensor | None  # (B, 1, S, S), True where a query sees a key; None: all earlier keys
-    dropout: float = 0.0
+    dropout: PairDropout | None = None
     row: TokenBatch | None = None  # the full rows, where the tokens are a shard of them
+
+    def at(self, site: int, first_head: int) -> AttentionInfo:
+        """The same for one layer, and for the query heads from `first_head` on."""
+        if self.dropout is None:
+            return self
+        return replace(self, dropout=replace(self.dropout, site=site, first_head=first_head))
 
 
 @dataclass(frozen=True)
@@ -69,8 +78,4 @@ class Context:
 
     attention: AttentionInfo
     rotary: tuple[Tensor, Tensor] | None  # cos and sin, (B, S, 1, R) each
-
-    @property
-    def dropout(self) -> float:
-        """The dropout rate of a block; 0 outside of training."""
-        return self.attention.dropout
+    sites: SiteKeys | None = None  # for dropout between modules

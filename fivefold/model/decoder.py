@@ -7,7 +7,8 @@ no values; `model/init.py` fills it.
 Seams are attributes that `fivefold/parallel` and `model/recompute.py` replace by others of the same
 signature, so that this package knows nothing of parallelism: `Linear.matmul`, `Norm.normalise`,
 `Attention.kernel`, `Embedding.lookup`, `Embedding.add_positions`, `Head.matmul`,
-`Head.cross_entropy`, `Block.repeats`, `Decoder.mask`, `Decoder.run_blocks`, and in `model/moe.py`
+`Head.cross_entropy`, `Block.repeats`, `Attention.first_head`, `Decoder.mask`,
+`Decoder.residual_tokens`, `Decoder.run_blocks`, and in `model/moe.py`
 `Router.matmul`, `ExpertStack.matmul`, `MoeMlp.balance` and `MoeMlp.dispatch`.
 
 Legend: B rows, S tokens, N = B·S, D model width, V vocabulary, P learned positions.
@@ -29,6 +30,16 @@ from fivefold.core.shape import Shape
 from fivefold.core.weights import weights
 from fivefold.model.attention import Attention, LatentAttention, visible_keys_mask
 from fivefold.model.batch import NOT_COUNTED, AttentionInfo, Context, TokenBatch
+from fivefold.model.dropout import (
+    EMBEDDING,
+    PARTS,
+    PairDropout,
+    Part,
+    SiteKeys,
+    dropping,
+    site_keys,
+    site_of,
+)
 from fivefold.model.layers import (
     Linear,
     Matmul,
@@ -46,6 +57,7 @@ Lookup = Callable[[Tensor, Tensor], Tensor]
 AddPositions = Callable[[Tensor, Tensor, Tensor], Tensor]
 CrossEntropy = Callable[[Tensor, Tensor], Tensor]
 MakeMask = Callable[[TokenBatch, int | None], Tensor | None]
+OfTokens = Callable[[Tensor], Tensor]
 RunBlocks = Callable[[Iterable[nn.Module], Tensor, Context], Tensor]
 
 # DeepSeek-V3 (arXiv:2412.19437, section 4.2) weighs the mean loss of all depths of multi-token
@@ -129,13 +141,21 @@ class MtpLayer(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention, then MLP, each after its norm and added to the residual."""
+    """One layer: attention, then MLP, each after its norm, dropped and added to the residual.
+
+    Block i is one of multi-token prediction where i is not below the number of layers.
+    """
 
     def __init__(self, shape: Shape, i: int, factory: WeightFactory) -> None:
         super().__init__()
-        mla, moe = shape.mla, shape.moe if shape.is_moe_layer(i) else None
+        mla, layer = shape.mla, min(i, shape.layers)
+        moe = shape.moe if shape.is_moe_layer(layer) else None
+        self.number, self.dropout, self.drop = i, shape.dropout, dropping(factory.fuse)
         self.attention_norm = Norm(shape.width, shape.norm_bias, shape, factory)
-        self.attention = LatentAttention(shape, mla, factory) if mla else Attention(shape, factory)
+        pairs = site_of(i, "pairs")
+        self.attention = (
+            LatentAttention(shape, mla, factory, pairs) if mla else Attention(shape, factory, pairs)
+        )
         self.mlp_norm = Norm(shape.width, shape.norm_bias, shape, factory)
         self.mlp = (
             MoeMlp(shape, moe, factory) if moe else Mlp(shape, shape.ffn, shape.mlp_bias, factory)
@@ -144,15 +164,18 @@ class Block(nn.Module):
         self.repeats: frozenset[Module] = frozenset()  # seam: recomputation
 
     def forward(self, x_BSD: Tensor, context: Context) -> Tensor:
-        rate, attend = context.dropout, partial(self.attention, context=context)
-        attended_BSD = self._run("attention", attend, self.attention_norm(x_BSD), rate)
-        x_BSD = x_BSD + _dropout(attended_BSD, rate)
-        y_BSD = self._run(self.mlp_kind, self.mlp, self.mlp_norm(x_BSD), rate)
-        return x_BSD + _dropout(y_BSD, rate)
+        attend = partial(self.attention, context=context)
+        attended_BSD = self._run("attention", attend, self.attention_norm(x_BSD))
+        x_BSD = x_BSD + self._drop("attention", attended_BSD, context)
+        y_BSD = self._run(self.mlp_kind, self.mlp, self.mlp_norm(x_BSD))
+        return x_BSD + self._drop("mlp", y_BSD, context)
 
-    def _run(
-        self, name: Module, run: Callable[[Tensor], Tensor], x_BSD: Tensor, dropout: float
-    ) -> Tensor:
+    def _drop(self, part: Part, x_BSD: Tensor, context: Context) -> Tensor:
+        if context.sites is None:
+            return x_BSD
+        return self.drop(x_BSD, context.sites.of(site_of(self.number, part)), self.dropout)
+
+    def _run(self, name: Module, run: Callable[[Tensor], Tensor], x_BSD: Tensor) -> Tensor:
         """A module, whose forward may run again in backward."""
         if name not in self.repeats:
             return run(x_BSD)
@@ -161,7 +184,12 @@ class Block(nn.Module):
             return run(x.view_as(x))
 
         with saving(x_BSD):
-            return checkpoint(plain, x_BSD, use_reentrant=False, preserve_rng_state=dropout > 0)
+            return checkpoint(plain, x_BSD, use_reentrant=False, preserve_rng_state=False)
+
+
+def all_tokens(of_tokens_BS: Tensor) -> Tensor:
+    """The tokens of the residual stream: all."""
+    return of_tokens_BS
 
 
 def run_blocks(blocks: Iterable[nn.Module], x_BSD: Tensor, context: Context) -> Tensor:
@@ -174,21 +202,21 @@ def run_blocks(blocks: Iterable[nn.Module], x_BSD: Tensor, context: Context) -> 
 class Decoder(nn.Module):
     """The model, or one pipeline stage of it with the blocks `layers`.
 
-    `dropout` is the rate for embedding, attention and residual in training.
+    It drops activations in training, if the batch has keys for that.
     """
 
-    def __init__(
-        self, shape: Shape, factory: WeightFactory, layers: range, dropout: float = 0.0
-    ) -> None:
+    def __init__(self, shape: Shape, factory: WeightFactory, layers: range) -> None:
         super().__init__()
         first, last = layers.start == 0, layers.stop == shape.layers
-        self.shape, self.layers, self.dropout = shape, layers, dropout
+        self.shape, self.layers = shape, layers
+        self.drop, self.site_keys = dropping(factory.fuse), factory.fuse(site_keys)
         self.embed = Embedding(*self._embedding_weights(factory)) if first else None
         self.blocks = nn.ModuleDict({str(i): Block(shape, i, factory) for i in layers})
         self.norm = Norm(shape.width, shape.norm_bias, shape, factory) if last else None
         self.head = Head(self._head_weight(factory), factory.fuse) if last else None
         self.mtp = nn.ModuleDict(self._mtp_layers(factory) if last else {})
         self.mask: MakeMask = visible_keys_mask  # seam: context parallelism makes its own masks
+        self.residual_tokens: OfTokens = all_tokens  # seam: sequence parallelism
         self.run_blocks: RunBlocks = run_blocks  # seam: full recomputation
 
     def forward(self, inputs: Tensor, batch: TokenBatch) -> Tensor:
@@ -199,8 +227,8 @@ class Decoder(nn.Module):
         """
         x_BSD = inputs if self.embed is None else self.embed(inputs, batch)
         context = self.context(batch, x_BSD.dtype)
-        if self.embed is not None:
-            x_BSD = _dropout(x_BSD, context.dropout)
+        if self.embed is not None and context.sites is not None:
+            x_BSD = self.drop(x_BSD, context.sites.of(EMBEDDING), self.shape.dropout)
         x_BSD = self.run_blocks(self.blocks.values(), x_BSD, context)
         if self.norm is None or self.head is None:
             return x_BSD
@@ -242,14 +270,29 @@ class Decoder(nn.Module):
 
     def context(self, batch: TokenBatch, dtype: torch.dtype) -> Context:
         """The context of all blocks, for hidden states of `dtype`."""
-        dropout = self.dropout if self.training else 0.0
-        window = self.shape.window
+        window, rotary = self.shape.window, None
         mask = self.mask(batch, window)
-        info = AttentionInfo(batch.positions, batch.documents, window, mask, dropout, batch.row)
-        if self.shape.positions != "rotary":
-            return Context(info, rotary=None)
-        wide = torch.promote_types(dtype, torch.float32)
-        return Context(info, rotary_tables(self.shape, batch.positions, wide))
+        pairs, sites = self._dropout(batch)
+        info = AttentionInfo(batch.positions, batch.documents, window, mask, pairs, batch.row)
+        if self.shape.positions == "rotary":
+            wide = torch.promote_types(dtype, torch.float32)
+            rotary = rotary_tables(self.shape, batch.positions, wide)
+        return Context(info, rotary, sites)
+
+    def _dropout(self, batch: TokenBatch) -> tuple[PairDropout | None, SiteKeys | None]:
+        """What draws the pairs of attention and the features that are dropped."""
+        keys, pairs, sites = batch.keys, None, None
+        if keys is None or not self.training:
+            return None, None
+        if self.shape.attention_dropout:
+            row = keys if batch.row is None or batch.row.keys is None else batch.row.keys
+            pairs = PairDropout(self.shape.attention_dropout, row)
+        used = [] if self.embed is None else [EMBEDDING]
+        used += [site_of(block.number, part) for block in self.all_blocks() for part in PARTS]
+        if self.shape.dropout and used:
+            mine_BS = self.residual_tokens(keys)
+            sites = SiteKeys(used[0], self.site_keys(mine_BS, used[0], used[-1] + 1))
+        return pairs, sites
 
     def _embedding_weights(
         self, factory: WeightFactory
@@ -263,7 +306,7 @@ class Decoder(nn.Module):
         """The layers of multi-token prediction, and an embedding where this stage has no other."""
         shape, layers = self.shape, dict[str, nn.Module]()
         for j in range(shape.mtp):
-            layers[str(j)] = MtpLayer(shape, Block(shape, shape.layers, factory), factory)
+            layers[str(j)] = MtpLayer(shape, Block(shape, shape.layers + j, factory), factory)
         if shape.mtp and self.embed is None:
             assert self.head is not None
             weight = self.head.weight if shape.tied else factory.empty(shape.vocab, shape.width)
@@ -282,7 +325,6 @@ def from_config(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     layers: range | None = None,
-    dropout: float = 0.0,
     fuse: Fuse = eager,
 ) -> Decoder:
     """A decoder without values, or the stage with these blocks; `fuse` makes its kernels.
@@ -292,8 +334,4 @@ def from_config(
     weights(shape)  # refuses a shape that cannot be built
     layers = range(shape.layers) if layers is None else layers
     assert layers.step == 1 and 0 <= layers.start <= layers.stop <= shape.layers, layers
-    return Decoder(shape, WeightFactory(dtype, torch.device(device), fuse), layers, dropout)
-
-
-def _dropout(x: Tensor, rate: float) -> Tensor:
-    return F.dropout(x, rate) if rate else x
+    return Decoder(shape, WeightFactory(dtype, torch.device(device), fuse), layers)

@@ -6,8 +6,8 @@
 
 Kernels: on CPU torch's flash kernel. On CUDA cuDNN where it is faster (Hopper and newer), flash
 elsewhere, and the memory-efficient kernel for float32 and for masks. float64, which no CUDA kernel
-supports, is computed by the formula. There may be fewer key/value heads than query heads: they are
-repeated only for kernels without grouped-query attention.
+supports, and dropout are computed by the formula. There may be fewer key/value heads than query
+heads: they are repeated only for kernels without grouped-query attention.
 
 Legend: B rows, H query heads, K key/value heads, Q queries, S keys, d width of a head.
 """
@@ -29,10 +29,15 @@ _HOPPER = (9, 0)
 
 
 class VisiblePairs(NamedTuple):
-    """The query-key pairs that count: all, the lower triangle, or those of a mask (B, 1, Q, S)."""
+    """The query-key pairs that count: all, the lower triangle, or those of a mask (B, 1, Q, S).
+
+    With dropout, only the pairs `kept` (B, H, Q, S) have a weight, multiplied by `scale`.
+    """
 
     causal: bool = False
     mask: Tensor | None = None
+    kept: Tensor | None = None
+    scale: float = 1.0
 
 
 def is_fake(tensor: Tensor) -> bool:
@@ -49,6 +54,9 @@ def attend(
     q_BHQd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, pairs: VisiblePairs
 ) -> tuple[Tensor, Tensor]:
     """The output over these keys, and its log-sum-exp: −inf for a query that pairs no key."""
+    if pairs.kept is not None:
+        wide = [_at_least_float32(each) for each in (q_BHQd, k_BKSd, v_BKSd)]
+        return attend_by_formula(*wide, pairs)
     if not uses_gpu_kernels(q_BHQd):
         return _attend_on_cpu(q_BHQd, k_BKSd, v_BKSd, pairs)
     if q_BHQd.dtype == torch.float64:
@@ -70,6 +78,9 @@ def attend_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pairs: VisiblePairs
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of one shard of the keys. `out` and `lse` are the merged ones."""
+    if pairs.kept is not None:
+        wide = [_at_least_float32(each) for each in (grad_out, q, k, v, out)]
+        return backward_by_formula(*wide, lse, pairs)
     if not uses_gpu_kernels(q):
         return _backward_on_cpu(grad_out, q, k, v, out, lse, pairs)
     if q.dtype == torch.float64:
@@ -182,7 +193,7 @@ def attend_by_formula(
     """Output and log-sum-exp by the formula, with all scores in memory."""
     scores = _scores(q, k, pairs)
     lse = scores.logsumexp(dim=-1)
-    return _softmax(scores, lse) @ _repeat_heads(v, q), lse
+    return _dropped(_softmax(scores, lse), pairs) @ _repeat_heads(v, q), lse
 
 
 def backward_by_formula(
@@ -191,9 +202,10 @@ def backward_by_formula(
     """The gradients by the formula."""
     num_heads, keys, values = k.shape[1], _repeat_heads(k, q), _repeat_heads(v, q)
     probabilities = _softmax(_scores(q, k, pairs), lse)
-    change = grad_out @ values.mT - (grad_out * out).sum(dim=-1, keepdim=True)
+    of_kept = _dropped(grad_out @ values.mT, pairs)
+    change = of_kept - (grad_out * out).sum(dim=-1, keepdim=True)
     dscores = probabilities * change / math.sqrt(q.shape[-1])
-    dk, dv = dscores.mT @ q, probabilities.mT @ grad_out
+    dk, dv = dscores.mT @ q, _dropped(probabilities, pairs).mT @ grad_out
     return dscores @ keys, _sum_heads(dk, num_heads), _sum_heads(dv, num_heads)
 
 
@@ -204,6 +216,10 @@ def _scores(q: Tensor, k: Tensor, pairs: VisiblePairs) -> Tensor:
     if pairs.causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
     return scores if mask is None else scores.masked_fill(~mask, -math.inf)
+
+
+def _dropped(of_pairs: Tensor, pairs: VisiblePairs) -> Tensor:
+    return of_pairs if pairs.kept is None else of_pairs * pairs.kept * pairs.scale
 
 
 def _softmax(scores: Tensor, lse: Tensor) -> Tensor:

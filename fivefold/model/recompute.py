@@ -55,6 +55,6 @@ def _run_segments(
             x_BSD,
             context,
             use_reentrant=False,
-            preserve_rng_state=context.dropout > 0,
+            preserve_rng_state=False,
         )
     return x_BSD

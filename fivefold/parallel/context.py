@@ -29,7 +29,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fivefold.core.errors import FivefoldError
 from fivefold.core.groups import RING, ULYSSES
 from fivefold.core.splits import AttentionCall, ContextSplit, Ranges, attention_calls
 from fivefold.model.batch import NOT_COUNTED, AttentionInfo, TokenBatch
@@ -52,7 +51,8 @@ def shard(batch: TokenBatch, split: ContextSplit, seq: int, coord: int) -> Token
     )
     documents = None if whole.documents is None else whole.documents[:, index]
     ahead = tuple((token[:, index], label[:, index]) for token, label in whole.ahead)
-    return TokenBatch(tokens, labels, positions, documents, whole, ahead)
+    keys = None if whole.keys is None else whole.keys[:, index]
+    return TokenBatch(tokens, labels, positions, documents, whole, ahead, keys)
 
 
 def _padded(batch: TokenBatch, missing: int) -> TokenBatch:
@@ -76,6 +76,7 @@ def _padded(batch: TokenBatch, missing: int) -> TokenBatch:
         torch.cat([batch.positions, more], dim=1),
         documents,
         ahead=tuple(padded(*each) for each in batch.ahead),
+        keys=None if batch.keys is None else torch.cat([batch.keys, more], dim=1),
     )
 
 
@@ -108,8 +109,6 @@ class ContextAttention:
         return self.places[self.place]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, info: AttentionInfo) -> Tensor:
-        if info.dropout:
-            raise FivefoldError("attention over cp ranks cannot drop pairs: set dropout to 0")
         if k.shape[-1] != v.shape[-1]:
             return self._in_one_width(q, k, v, info)
         if self.split.inner == 1:
@@ -139,7 +138,7 @@ class ContextAttention:
             for call in attention_calls(self.tokens, keys, info.window):
                 queries = q[:, :, call.q_start : call.q_stop]
                 theirs = visitors[:, :, :, call.k_start : call.k_stop]
-                out, lse = attend(queries, *theirs, self._sees(call, keys, info))
+                out, lse = attend(queries, *theirs, self._sees(call, keys, info, q.shape[HEADS]))
                 total.merge(call.q_start, call.q_stop, out, lse)
                 del theirs
             del visitors  # before the next one comes
@@ -157,7 +156,7 @@ class ContextAttention:
                 rows, columns = slice(call.q_start, call.q_stop), slice(call.k_start, call.k_stop)
                 mine = [each[:, :, rows] for each in (grad_out, q, out, lse)]
                 theirs = visitors[:, :, :, columns]
-                sees = self._sees(call, keys, info)
+                sees = self._sees(call, keys, info, q.shape[HEADS])
                 more = attend_backward(mine[0], mine[1], *theirs, mine[2], mine[3], sees)
                 dq.add((..., rows, slice(None)), more[0])
                 for number in (0, 1):
@@ -207,21 +206,31 @@ class ContextAttention:
                 offset += len(each)
         return [(place, cut) for _, place, cut in sorted(found, key=lambda one: one[0])]
 
-    def _sees(self, call: AttentionCall, keys: Ranges, info: AttentionInfo) -> VisiblePairs:
+    def _sees(
+        self, call: AttentionCall, keys: Ranges, info: AttentionInfo, num_heads: int
+    ) -> VisiblePairs:
         row = info.row
         assert row is not None, "a batch that was not cut for the context ranks"
-        if row.documents is None and not call.masked:
+        masked = row.documents is not None or call.masked
+        if not masked and info.dropout is None:
             return VisiblePairs(call.causal)
         device = row.positions.device
         q_index = token_index(self.tokens, device)[call.q_start : call.q_stop]
         k_index = token_index(keys, device)[call.k_start : call.k_stop]
+        kept, scale = None, 1.0
+        if info.dropout is not None:
+            skipped = num_heads * self.mesh.coord(ULYSSES)  # heads of the ranks before, in a place
+            kept = info.dropout.keeps(num_heads, q_index, k_index, skipped)
+            scale = info.dropout.scale
+        if not masked:
+            return VisiblePairs(call.causal, None, kept, scale)
         distance = row.positions[:, q_index, None] - row.positions[:, None, k_index]
         visible = distance >= 0
         if info.window is not None:
             visible &= distance < info.window
         if row.documents is not None:
             visible &= row.documents[:, q_index, None] == row.documents[:, None, k_index]
-        return VisiblePairs(mask=visible[:, None])
+        return VisiblePairs(False, visible[:, None], kept, scale)
 
 
 class _Sum:

@@ -73,7 +73,9 @@ def split(stage: Stage) -> None:
         return
     boundary = _TensorBoundary(stage.mesh, AXIS, plan.layout.sp, SEQUENCE)
     add = torch.add if stage.queue is None else stage.queue.add
+    decoder.residual_tokens = boundary.mine
     for block in decoder.all_blocks():
+        block.attention.first_head = boundary.coord * decoder.shape.heads // boundary.size
         # Experts are another dimension: they work on the tokens that a rank has.
         routed = isinstance(block.mlp, MoeMlp)
         mlp, name = (block.mlp.shared, "experts") if routed else (block.mlp, "mlp")
@@ -128,9 +130,13 @@ class _TensorBoundary(AxisBoundary):
         self, add: AddPositions, x: Tensor, positions_BS: Tensor, weight_PD: Tensor
     ) -> Tensor:
         """Learned positions, of this rank's tokens only under sp."""
-        if self.sp:
-            positions_BS = positions_BS.chunk(self.size, dim=SEQUENCE)[self.coord]
-        return add(x, positions_BS, weight_PD)
+        return add(x, self.mine(positions_BS), weight_PD)
+
+    def mine(self, of_tokens_BS: Tensor) -> Tensor:
+        """Of all tokens, those that this rank has between GEMMs."""
+        if not self.sp:
+            return of_tokens_BS
+        return of_tokens_BS.chunk(self.size, dim=SEQUENCE)[self.coord]
 
 
 class _VocabularyLoss:

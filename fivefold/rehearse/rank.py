@@ -255,7 +255,13 @@ class _RehearsalRun:
         build = self.meter.reset_peak()
         with self.meter:
             with self.meter.called(tracing.BUFFERS):
-                drawn = samples(self.plan.batch, self.plan.shape.vocab, seed=0, step=0)
+                drawn = samples(
+                    self.plan.batch,
+                    self.plan.shape.vocab,
+                    seed=0,
+                    step=0,
+                    drops=self.plan.shape.drops,
+                )
                 batches = drawn.of(coord)
             step(self.job, self.updater, batches, self.plan.options.train.clip)
         return RehearsedRank(

@@ -104,7 +104,8 @@ class _Both(ActionObserver):
 def reader_of(plan: Plan, settings: TrainSettings, rank: int, device: torch.device) -> RankReader:
     """What reads the rows of a rank."""
     source, dp_coord = source_of(plan, settings), plan.layout.coord(rank).dp
-    return RankReader(source, plan.batch, plan.packed, dp_coord, device)
+    seed = settings.recipe.seed if plan.shape.drops else None
+    return RankReader(source, plan.batch, plan.packed, dp_coord, device, seed)
 
 
 def source_of(plan: Plan, settings: TrainSettings, verify: bool = False) -> Source:

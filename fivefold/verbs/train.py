@@ -119,9 +119,6 @@ def runnable(options: PlanOptions, launched: LauncherEnvironment | None = None) 
             f"schedule {plan.schedule.name} is asynchronous, which train does not run: choose "
             "another, such as 1f1b or zb-h1"
         )
-    if plan.shape.dropout:
-        note = "dropout is 0: many ranks and one cannot drop the same activations"
-        plan = replace(plan, notes=(*plan.notes, note))
     return plan
 
 

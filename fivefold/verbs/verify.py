@@ -108,7 +108,6 @@ def runnable(options: PlanOptions) -> Plan:
             f"machine: lower the degrees to at most {_MOST_RANKS} ranks"
         )
     notes = [
-        "dropout is 0: many ranks and one cannot drop the same activations",
         "AdamW's eps is 1e-2 on both sides: with 1e-8 it turns rounding errors into whole steps",
     ]
     if plan.schedule.asynchronous:

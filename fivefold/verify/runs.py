@@ -293,6 +293,7 @@ def _samples(plan: Plan, settings: VerifySettings, number: int) -> Samples:
         number,
         packed=plan.packed,
         empty_rank=settings.empty_rank if number == 0 else None,
+        drops=plan.shape.drops,
     )
 
 

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.judge.masks import ATTENTION, MLP, PAIRS, Masks
+
 Weights = dict[str, Tensor]
 
 
@@ -33,6 +35,8 @@ class Model:
     expert_ffn: int = 0
     shared_ffn: int = 0
     biased: bool = False  # a bias on the choice of experts
+    dropout: float = 0.0
+    attention_dropout: float = 0.0
 
     def has_experts(self, layer: int) -> bool:
         """All layers but the first."""
@@ -164,10 +168,16 @@ class Balance:
 
 
 def summed_loss(
-    model: Model, w: Weights, balance: Balance, tokens: Tensor, begins: Tensor | None
+    model: Model,
+    w: Weights,
+    balance: Balance,
+    tokens: Tensor,
+    begins: Tensor | None,
+    masks: Masks | None = None,
 ) -> Tensor:
     """The summed loss of rows of `seq + 1` tokens. With `begins`, a token sees its own document
-    only, and the last one of a document has nothing to predict."""
+    only, and the last one of a document has nothing to predict. Without `masks` nothing is
+    dropped."""
     inputs, labels = tokens[:, :-1], tokens[:, 1:]
     rows, seq = inputs.shape
     places = torch.arange(seq)
@@ -177,20 +187,31 @@ def summed_loss(
         document = begins[:, :-1].cumsum(1)
         visible = visible & (document[:, :, None] == document[:, None, :])
         positions = places - (places * begins[:, :-1]).cummax(1).values
-    x = w["embed.weight"][inputs]
+    x = _dropped(model, w["embed.weight"][inputs], masks, 0)
     for i in range(model.layers):
         block = f"blocks.{i}."
         normed = _norm(x, w[block + "attention_norm.weight"])
-        x = x + _attention(model, w, block + "attention.", normed, positions, visible)
+        pairs = None
+        if masks is not None and model.attention_dropout:
+            pairs = masks.pairs(3 * i + PAIRS, model.heads, model.attention_dropout)
+        y = _attention(model, w, block + "attention.", normed, positions, visible, pairs)
+        x = x + _dropped(model, y, masks, 3 * i + ATTENTION)
         normed = _norm(x, w[block + "mlp_norm.weight"])
-        x = x + (
+        y = (
             _experts(model, w, balance, i, normed)
             if model.has_experts(i)
             else _gated(normed, w, block + "mlp.")
         )
+        x = x + _dropped(model, y, masks, 3 * i + MLP)
     logits = _norm(x, w["norm.weight"]) @ w["embed.weight" if model.tied else "head.weight"].T
     wide = torch.promote_types(logits.dtype, torch.float32)
     return F.cross_entropy(logits.to(wide).flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+def _dropped(model: Model, x: Tensor, masks: Masks | None, site: int) -> Tensor:
+    if masks is None or not model.dropout:
+        return x
+    return x * masks.features(site, model.width, model.dropout).to(x.dtype)
 
 
 def _norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -218,7 +239,13 @@ def _experts(model: Model, w: Weights, balance: Balance, layer: int, x: Tensor) 
 
 
 def _attention(
-    model: Model, w: Weights, prefix: str, x: Tensor, positions: Tensor, visible: Tensor
+    model: Model,
+    w: Weights,
+    prefix: str,
+    x: Tensor,
+    positions: Tensor,
+    visible: Tensor,
+    pairs: Tensor | None,
 ) -> Tensor:
     size = model.width // model.heads
     q, k, v = ((x @ w[f"{prefix}{name}.weight"].T).view(*x.shape[:2], -1, size) for name in "qkv")
@@ -228,6 +255,7 @@ def _attention(
     scores = torch.einsum("bqhd,bkhd->bhqk", q.to(wide), k.to(wide)) / math.sqrt(size)
     mask = visible if visible.dim() == 2 else visible[:, None]
     shares = scores.masked_fill(~mask, -math.inf).softmax(-1)
+    shares = shares if pairs is None else shares * pairs.to(wide)
     out = torch.einsum("bhqk,bkhd->bqhd", shares, v.to(wide)).to(x.dtype)
     return out.flatten(2) @ w[prefix + "out.weight"].T
 

@@ -55,7 +55,7 @@ def ends_of_documents_counted() -> Patch:
             inner(batch, drawn, begins, masked), labels=inner(batch, drawn, None, masked).labels
         )
 
-    return patch("fivefold.train.build.samples_from_rows", counted)
+    return patch("fivefold.data.rank_reader.samples_from_rows", counted)
 
 
 def documents_see_one_another() -> Patch:
@@ -64,7 +64,7 @@ def documents_see_one_another() -> Patch:
     def unmasked(batch: Any, drawn: Any, begins: Any = None, masked: Any = None) -> Any:
         return replace(inner(batch, drawn, begins, masked), documents=None)
 
-    return patch("fivefold.train.build.samples_from_rows", unmasked)
+    return patch("fivefold.data.rank_reader.samples_from_rows", unmasked)
 
 
 # Evaluation.

@@ -19,11 +19,11 @@ def with_step(change: Callable[..., Any]) -> Patch:
     return patch(LOOP_STEP, partial(change, step_module.step))
 
 
-def instead(owner: Any, name: str, change: Callable[[Any, Any, Any], Any]) -> Patch:
-    """`change` gets the real method, the object and what the method is called with."""
+def instead(owner: Any, name: str, change: Callable[..., Any]) -> Patch:
+    """`change` gets the real method or function, and what it is called with."""
     inner = getattr(owner, name)
 
-    def method(self: Any, given: Any) -> Any:
-        return change(inner, self, given)
+    def method(*given: Any) -> Any:
+        return change(inner, *given)
 
     return patch.object(owner, name, method)

@@ -89,6 +89,7 @@ def _judged(plan: str, dtype: str) -> Trained:
     table: Table = json.loads(plan)
     said = table["set"]
     names = ("layers", "width", "heads", "kv_heads", "ffn", "vocab", "tied")
+    names += ("dropout", "attention_dropout")
     sizes = {name: said[name] for name in names if name in said}
     if "moe.experts" in said:
         sizes |= {"experts": said["moe.experts"], "expert_ffn": said["moe.ffn"]}

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.judge import mistakes_of_dropout as of_dropout
 from tests.judge import mistakes_of_runs as of_runs
 from tests.judge import mistakes_of_steps as of_steps
 from tests.judge.cases import BY_NAME
@@ -71,6 +72,13 @@ FAULTS = (
     Fault(of_steps.bias_towards_full_experts, "biased"),
     Fault(of_steps.auxiliary_loss_of_slots, "experts"),
     Fault(of_runs.scaler_count_lost, "resumed after an overflow", "facts scaler"),
+    Fault(of_dropout.nothing_dropped, "dropped"),
+    Fault(of_dropout.pairs_kept, "dropped"),
+    Fault(of_dropout.dropped_in_evaluation, "dropped and resumed", "eval_loss"),
+    Fault(of_dropout.one_mask_for_all_steps, "dropped and resumed"),
+    Fault(of_dropout.one_mask_for_all_sites, "dropped and resumed"),
+    Fault(of_dropout.seed_of_dropout_ignored, "dropped experts"),
+    Fault(of_dropout.mean_of_what_is_kept_not_restored, "dropped experts"),
     Fault(of_runs.update_count_lost, "resumed"),
     Fault(of_runs.samples_from_the_start, "resumed"),
     Fault(of_runs.states_lost, "resumed"),

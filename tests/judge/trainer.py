@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tests.judge.decoder import Balance, Model, Weights, first_weights, summed_loss
+from tests.judge.masks import Masks
 from tests.judge.tokens import Row, Samples
 
 USUAL: dict[str, Any] = {
@@ -170,7 +171,8 @@ class Trainer:
     def step(self, number: int) -> dict[str, Any]:
         """One step, and what it shows. One with a loss or norm that is not finite changes nothing
         but the scale of the loss."""
-        loss, gradients = self._gradients(list(islice(self.rows, self.batch)))
+        first = (number - 1) * self.batch
+        loss, gradients = self._gradients(list(islice(self.rows, self.batch)), first)
         norm = math.sqrt(sum(float(one.double().square().sum()) for one in gradients.values()))
         lr, good = learning_rate(self.recipe, number), math.isfinite(loss + norm)
         if good:
@@ -185,9 +187,10 @@ class Trainer:
         due = every and (last or number % every == 0)
         return shown | {"eval_loss": self._evaluate() if due else None}
 
-    def _gradients(self, rows: Sequence[Row]) -> tuple[float, Weights]:
+    def _gradients(self, rows: Sequence[Row], first: int) -> tuple[float, Weights]:
         """The loss of a step and its gradients, summed over microbatches of neighbouring rows. All
-        is divided once, by the tokens of the step that have something to predict."""
+        is divided once, by the tokens of the step that have something to predict. `first` is the
+        number of the first sample."""
         weights = {
             name: one.detach().to(self.dtype).requires_grad_() for name, one in self.masters.items()
         }
@@ -195,9 +198,11 @@ class Trainer:
         groups = [self._tensors(rows[i : i + self.size]) for i in range(0, len(rows), self.size)]
         counted = max(1, sum(num_labels(*group) for group in groups))
         loss = 0.0
-        for group in groups:
+        for number, group in enumerate(groups):
             self.balance.losses.clear()
-            part = summed_loss(self.model, weights, self.balance, *group) / counted
+            begin, (count, length) = first + number * self.size, group[0].shape
+            masks = Masks(self.recipe["seed"], range(begin, begin + count), length - 1)
+            part = summed_loss(self.model, weights, self.balance, *group, masks) / counted
             total = sum(self.balance.losses, part) * self.scale
             found = torch.autograd.grad(total, list(weights.values()))
             for gradient, one in zip(gradients.values(), found, strict=True):

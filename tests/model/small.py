@@ -95,11 +95,9 @@ DEEPSEEK = Shape(
 )
 
 
-def filled(
-    shape: Shape, dtype: torch.dtype = torch.float64, seed: int = 0, dropout: float = 0.0
-) -> Decoder:
+def filled(shape: Shape, dtype: torch.dtype = torch.float64, seed: int = 0) -> Decoder:
     """A decoder with initial values; norms and biases are shaken so that none is 1 or 0."""
-    decoder = from_config(shape, dtype=dtype, dropout=dropout)
+    decoder = from_config(shape, dtype=dtype)
     init_weights(decoder, shape, seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

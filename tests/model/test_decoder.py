@@ -1,4 +1,4 @@
-"""The plain decoder: names, loss, slices, masks, local widths, dropout, compiling."""
+"""The plain decoder: names, loss, slices, masks, local widths, compiling."""
 
 from __future__ import annotations
 
@@ -219,17 +219,6 @@ def test_the_kernel_can_be_exchanged() -> None:
     for block in decoder.blocks.values():
         block.attention.kernel = by_hand
     torch.testing.assert_close(decoder(batch.tokens, batch), expected, rtol=1e-13, atol=0)
-
-
-def test_dropout_is_off_by_default_and_off_in_evaluation() -> None:
-    decoder, batch = filled(GPT), batch_of(GPT)
-    still = decoder(batch.tokens, batch)
-    assert torch.equal(still, decoder(batch.tokens, batch))
-    decoder = filled(GPT, dropout=0.5)
-    torch.manual_seed(0)
-    assert not torch.equal(decoder(batch.tokens, batch), decoder(batch.tokens, batch))
-    decoder.eval()
-    assert torch.equal(still, decoder(batch.tokens, batch))
 
 
 def test_every_name_has_a_weight() -> None:

@@ -9,12 +9,17 @@ import torch
 from small import DEEPSEEK, LLAMA, batch_of, filled, gradients
 from torch import Tensor
 
+from fivefold.core.plan import PlanOptions, resolve
 from fivefold.core.recompute import Recompute
 from fivefold.core.shape import Shape
 from fivefold.core.weights import weights
-from fivefold.model.batch import TokenBatch, look_ahead
+from fivefold.data.batches import samples
+from fivefold.model.batch import NOT_COUNTED, TokenBatch, look_ahead
 from fivefold.model.decoder import Decoder
 from fivefold.model.recompute import apply_recompute
+from fivefold.parallel.compose import compose
+from fivefold.parallel.mesh import Mesh
+from fivefold.step import evaluate
 
 N = -100
 TWO = replace(LLAMA, name="two-ahead", mtp=2)
@@ -121,3 +126,19 @@ def test_training_needs_the_tokens_ahead() -> None:
         decoder(inputs.tokens, inputs)
     decoder.eval()
     decoder(inputs.tokens, inputs)
+
+
+def test_evaluation_counts_the_next_token_only() -> None:
+    changes = {"layers": "2", "mtp": "1", "dropout": "0.3"}
+    plan = resolve(PlanOptions("tiny-moe", set=changes, microbatches=1), small=True)
+    job = compose(plan, Mesh.of(plan, torch.device("cpu")), seed=0, dtype=torch.float64)
+    drawn = samples(plan.batch, plan.shape.vocab, 0, 0, drops=True).whole()
+    total, tokens = evaluate(job, [drawn])
+    model = job.chunks[0].model
+    assert model.training and tokens == (drawn.labels != NOT_COUNTED).sum()
+    with torch.no_grad():
+        more = model(drawn.tokens, look_ahead(replace(drawn, keys=None), 1))
+        model.eval()
+        plain = model(drawn.tokens, drawn)
+    torch.testing.assert_close(total, plain, rtol=1e-14, atol=0)
+    assert more > 1.2 * plain

@@ -32,14 +32,13 @@ from forked_steps import Setup, run, small_plan
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fivefold.core.errors import FivefoldError
 from fivefold.core.splits import ContextKind
 from fivefold.data.batches import samples
 from fivefold.launch.processes import Pool
-from fivefold.model.batch import NOT_COUNTED, AttentionInfo
+from fivefold.model.batch import NOT_COUNTED
 from fivefold.parallel import context
 from fivefold.parallel.compose import Job
-from fivefold.parallel.mesh import Issued, Mesh
+from fivefold.parallel.mesh import Issued
 from fivefold.parallel.transport import InFlight
 from fivefold.verify.trial import VerifySettings, run_trial
 
@@ -222,13 +221,3 @@ def test_every_rank_gets_its_tokens_with_their_places_and_labels() -> None:
         assert row is not None and row.documents is not None
         assert row.labels[:, seq:].eq(NOT_COUNTED).all()
         assert row.documents[:, seq:].eq(-1).all()
-
-
-def test_dropout_in_attention_is_refused_by_name() -> None:
-    plan = small_plan("cp=1")
-    mesh = Mesh.of(plan, torch.device("cpu"))
-    kernel = context.ContextAttention(mesh, plan.split, 16)
-    q = torch.zeros(1, 1, 16, 4)
-    info = AttentionInfo(torch.arange(16)[None], None, None, None, dropout=0.1)
-    with pytest.raises(FivefoldError, match="set dropout to 0"):
-        kernel(q, q, q, info)

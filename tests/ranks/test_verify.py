@@ -47,7 +47,7 @@ def test_the_command_prints_what_it_compared(capsys: pytest.CaptureFixture[str])
     calls = {(each["kind"], each["bytes"], each["count"]) for each in table["traffic"]["observed"]}
     assert ("all_reduce", 8, 1) in calls and ("all_reduce", 24, 1) in calls
     assert table["diverges_at"] is None and table["seconds"] > 0
-    assert any("dropout" in note for note in table["notes"])
+    assert any("eps" in note for note in table["notes"])
 
 
 def test_a_large_model_is_scaled_down_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:

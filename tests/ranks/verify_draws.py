@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 from fivefold.core.errors import FivefoldError
 from fivefold.core.plan import Plan, PlanOptions
+from fivefold.core.recompute import MODULES
 from fivefold.core.schedule.catalog import FAMILIES, family
 from fivefold.core.splits import ContextKind
 from fivefold.verbs.verify import runnable
@@ -16,6 +17,7 @@ from fivefold.verify.trial import VerifySettings
 
 MOST_RANKS = 8
 BALANCES = ("none", "aux", "aux-seq+z", "aux-global", "bias", "capacity:1.25", "capacity-pad:1")
+RECOMPUTES = (*MODULES, "none", "none", "selective", "full", "full:2", "attention+mlp+experts")
 LATENTS = {
     "head_dim": "6",
     "kv_heads": "8",
@@ -33,6 +35,8 @@ CHANGES: tuple[dict[str, str], ...] = (
     {"qkv_bias": "true", "out_bias": "true"},
     {"kv_heads": "1"},
     {"positions": "learned", "norm": "layer", "norm_bias": "true", "max_seq": "64"},
+    {"dropout": "0.2"},
+    {"dropout": "0.1", "attention_dropout": "0.3"},
     LATENTS | {"mla.value_dim": "3"},
     LATENTS | {"mla.value_dim": "10", "mla.q_rank": "9"},
 )
@@ -108,7 +112,7 @@ def _options(dice: random.Random) -> PlanOptions:
         "microbatch_size": dice.choice((1, 2)),
         "seq": dice.choice((8, 16, 17, 31)),
         "packed": dice.random() < 0.5,
-        "recompute": dice.choice(("none", "selective", "full", "full:2")),
+        "recompute": dice.choice(RECOMPUTES),
         "balance": dice.choice(BALANCES) if routed else "none",
         "tp_keep": dice.choice(("shard", "gathered")),
     }
