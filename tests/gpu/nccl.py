@@ -215,6 +215,16 @@ def compiled() -> Iterator[Case]:
         yield replace(case(layout, **words), compiled=True)
 
 
+def dropout() -> Iterator[Case]:
+    """Masks of features and of pairs, drawn on the GPU; the last two by compiled kernels."""
+    both = {"dropout": "0.2", "attention_dropout": "0.1"}
+    yield case("tp=2 cp=2", set=both)
+    yield case("dp=2 pp=2", schedule="zb-h1", recompute="full", set=both)
+    yield experts("dp=2 tp=2 cp=2 ep=4", set=both)
+    yield replace(case("tp=2", recompute="selective", set={"dropout": "0.2"}), compiled=True)
+    yield replace(experts("dp=2 ep=2", set={"dropout": "0.2"}), compiled=True)
+
+
 PARTS = {
     "schedules": schedules,
     "data": data,
@@ -225,6 +235,7 @@ PARTS = {
     "hung": hung,
     "late": late,
     "compiled": compiled,
+    "dropout": dropout,
 }
 
 
