@@ -110,7 +110,7 @@ def main() -> int:
     device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
     watch = measure(device, given.model, given.steps)
     wall, printed = watch.wall / given.steps, mean(each.elapsed for each in watch.records)
-    data = mean(each.data_s or 0.0 for each in watch.records) / printed
+    data = mean(each.data or 0.0 for each in watch.records) / printed
     print(f"wall time a step {1e3 * wall:.2f} ms, mean of the printed steps {1e3 * printed:.2f} ms")
     print(f"they differ by {printed / wall - 1:+.2%}; waiting for data {data:.2%} of a step")
     wrong = abs(printed / wall - 1) > MOST or data > MOST

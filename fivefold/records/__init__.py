@@ -27,7 +27,7 @@ BUILD, LOAD, SAVE, EVAL = "build", "load", "save", "eval"  # besides the steps
 STEPS, LOST, SKIPPED, DOWN, OTHER = "steps", "lost", "skipped", "down", "other"
 _NAMES = (STEPS, BUILD, LOAD, SAVE, EVAL, SKIPPED, LOST, DOWN, OTHER)
 _RATES = ("tokens_per_s", "tokens_per_s_per_gpu")
-_ADDED = ("data_s", "wall_s")  # records of older versions do not have them
+_ADDED = ("data", "wall_s")  # records of older versions do not have them
 _WINDOW = 100  # the last steps, from which the remaining time is estimated
 
 
@@ -51,10 +51,10 @@ class PlannedStep:
 class StepRecord:
     """One step. Unknown values are None. A step whose loss or norm is not finite is skipped.
 
-    `data_s` has the seconds that the rank waited for its rows. `seconds` go from its question for
+    `data` has the seconds that the rank waited for its rows. `seconds` go from its question for
     them, or from the end of the previous update if that was later, to the end of this update on the
     device, and `wall_s` from the end of the previous update, or from the start, to the end of this
-    one: their sum is the wall time. Records of older versions have neither `data_s` nor `wall_s`,
+    one: their sum is the wall time. Records of older versions have neither `data` nor `wall_s`,
     and their `seconds` begin after the data and end before clipping and update.
 
     `spent` has the seconds between the previous record and this one outside of the step, by what
@@ -82,7 +82,7 @@ class StepRecord:
     load: tuple[float, ...] | None = None  # the same for each layer with experts
     eval_loss: float | None = None
     spent: dict[str, float] = field(default_factory=dict[str, float])
-    data_s: float | None = None
+    data: float | None = None
     wall_s: float | None = None
 
     @property
@@ -131,7 +131,7 @@ class StepRecord:
             "norm": self.norm,
             "lr": self.lr,
             "step_s": self.elapsed,
-            "data_s": self.data_s,
+            "data": self.data,
             "tokens_per_s": self.tokens_per_s,
             "tokens_per_s_per_gpu": self.tokens_per_s_per_gpu,
             "mfu": self.mfu,

@@ -190,7 +190,7 @@ class _Loop:
             record = StepRecord(
                 **fields,
                 seconds=times.step,
-                data_s=times.data,
+                data=times.data,
                 wall_s=times.wall,
                 wall=times.since_start,
                 mfu=mfu(plan, plan.batch.tokens / times.wall),

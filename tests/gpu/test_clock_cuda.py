@@ -31,7 +31,7 @@ warnings.simplefilter("always")
 def send(kind, value):
     order.append(value.step if isinstance(value, StepRecord) else value)
     if isinstance(value, StepRecord):
-        records.append((value.step, value.data_s, value.seconds, value.wall_s))
+        records.append((value.step, value.data, value.seconds, value.wall_s))
     elif value in ("data of step 11", "checkpoint 30"):
         torch.cuda.synchronize()
         moments[value] = time.perf_counter()

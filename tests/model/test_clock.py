@@ -115,8 +115,8 @@ def test_the_walls_of_a_run_are_its_wall_time(tmp_path: Path) -> None:
     assert sum(walls) == pytest.approx(records[-1].wall)
     assert least < sum(walls) < most  # from the start to the end of the last update
     for each in records:
-        assert each.data_s is not None and each.wall_s is not None
-        assert 0 <= each.data_s <= each.seconds <= each.wall_s
+        assert each.data is not None and each.wall_s is not None
+        assert 0 <= each.data <= each.seconds <= each.wall_s
         assert each.tokens_per_s == each.tokens / each.wall_s
     summary = read_summary(tmp_path / "run")
     assert summary.spent["save"] > 0 and summary.spent["eval"] > 0
@@ -143,10 +143,10 @@ def test_records_of_older_versions_are_read(tmp_path: Path) -> None:
     path = tmp_path / "run" / "metrics.jsonl"
     tables = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
     for table in tables:
-        del table["data_s"], table["wall_s"]
+        del table["data"], table["wall_s"]
     path.write_text("".join(json.dumps(table) + "\n" for table in tables), "utf-8")
     for record in read_records(path):
-        assert record.data_s is None and record.wall_s is None
+        assert record.data is None and record.wall_s is None
         assert record.elapsed == record.seconds and record.scalars()["step_s"] == record.seconds
     summary = read_summary(tmp_path / "run")
     assert summary.step_s is not None and summary.tokens_per_s is not None
