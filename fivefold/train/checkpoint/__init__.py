@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from threading import Thread
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from fivefold.core.errors import BadFile, FivefoldError, UnknownName, bullets
-from fivefold.core.weights import Box, whole_box
+from fivefold.core.weights import whole_box
 from fivefold.optim.optimizer import StateInMemory
 from fivefold.train.checkpoint import folders
 from fivefold.train.checkpoint.folders import (
@@ -32,6 +32,7 @@ from fivefold.train.checkpoint.folders import (
     verified_manifest,
 )
 from fivefold.train.checkpoint.ranks import CannotSave, CheckpointRanks, RanksFailed, reason_of
+from fivefold.train.checkpoint.snapshot import BoxSource, HostCopies
 from fivefold.train.checkpoint.storage import (
     MODEL,
     OPTIM,
@@ -39,7 +40,6 @@ from fivefold.train.checkpoint.storage import (
     CheckpointTensor,
     CheckpointWriter,
     StoredTensors,
-    in_box,
     write_item,
 )
 
@@ -75,7 +75,7 @@ class Checkpoints:
         self.folder, self.keep, self._ranks = folder, keep, CheckpointRanks(group)
         self.device = device or torch.device("cpu")
         self._writer: CheckpointWriter | None = None
-        self._copies: dict[MetadataIndex, Tensor] = {}
+        self._memory = HostCopies()
         self._thread: Thread | None = None
         self._failure: str | None = None
         self._newest: int | None = None  # the step that was saved or loaded last
@@ -90,9 +90,11 @@ class Checkpoints:
         self.wait()
         if facts.step == self._newest:
             return
-        reads = self._snapshot(tensors)
-        self._thread = Thread(target=self._write, args=(facts, reads), daemon=True)
+        snapshot = self._memory.snapshot(self._sources(tensors))
+        self._thread = Thread(target=self._write, args=(facts, snapshot.reads), daemon=True)
         self._thread.start()
+        with suppress(Exception):  # the thread fails with it, on all ranks
+            snapshot.take()
         if wait or any(each.on_disk for each in tensors):
             self.wait()
 
@@ -146,8 +148,8 @@ class Checkpoints:
         folders.sweep(self.folder)
         return folders.published(self.folder)
 
-    def _snapshot(self, tensors: Sequence[CheckpointTensor]) -> BoxReads:
-        """Copies in host memory of what this rank writes; of states on a disk, how to read them."""
+    def _sources(self, tensors: Sequence[CheckpointTensor]) -> list[BoxSource]:
+        """The boxes that this rank writes, in the order of writing."""
         boxes = {
             (item := write_item(each.key, each.shape, each.dtype, box)).index: (item, each, box)
             for each in tensors
@@ -157,28 +159,7 @@ class Checkpoints:
             items = [item for item, _, _ in boxes.values()]
             on_disk = any(each.on_disk for each in tensors)
             self._writer = CheckpointWriter(self._ranks, items, file_per_box=on_disk)
-        reads: dict[MetadataIndex, Callable[[], Tensor]] = {}
-        values: dict[str, Tensor] = {}
-        for index in self._writer.indices:
-            _, tensor, box = boxes[index]
-            if tensor.on_disk:
-                reads[index] = partial(_read_box, tensor, box)
-                continue
-            if tensor.key not in values:
-                values[tensor.key] = tensor.state.read().detach()
-            self._copy(index, in_box(values[tensor.key], box))
-            reads[index] = partial(self._copies.__getitem__, index)
-        for device in {value.device for value in values.values() if value.is_cuda}:
-            torch.cuda.synchronize(device)  # a thread reads the copies that may be under way
-        return reads
-
-    def _copy(self, index: MetadataIndex, value: Tensor) -> None:
-        """Into memory that is allocated once: every save has the same sizes."""
-        if index not in self._copies:
-            self._copies[index] = torch.empty(
-                value.shape, dtype=value.dtype, pin_memory=value.is_cuda
-            )
-        self._copies[index].copy_(value, non_blocking=True)
+        return [BoxSource(index, *boxes[index][1:]) for index in self._writer.indices]
 
     def _write(self, facts: Facts, reads: BoxReads) -> None:
         """The thread of a save; `wait` raises its error later."""
@@ -225,10 +206,6 @@ class Checkpoints:
         self._ranks.on_all(lambda: opened[0].load(_needed(opened[0], tensors)))
         has_states = any(key.startswith(OPTIM) for key in opened[0].tensors)
         return replace(manifest.facts, has_states=has_states)
-
-
-def _read_box(tensor: CheckpointTensor, box: Box) -> Tensor:
-    return in_box(tensor.state.read().detach(), box)
 
 
 def _needed(stored: StoredTensors, tensors: Sequence[CheckpointTensor]) -> list[CheckpointTensor]:

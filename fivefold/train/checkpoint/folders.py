@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.train.checkpoint.ranks import RankFailure, reason_of
+from fivefold.train.checkpoint.threads import in_threads
 
 PART = ".part"
 _NAME = re.compile(r"step-(\d{8,})")
@@ -122,6 +123,7 @@ def sync(folder: Path) -> None:
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
 _FORMAT = 1
+_BLOCK_BYTES = 16 << 20  # that are written and hashed at a time
 
 
 @dataclass(frozen=True)
@@ -175,6 +177,53 @@ def checksum_of(path: Path) -> FileChecksum:
         return FileChecksum(file.tell(), digest.hexdigest())
 
 
+class HashedFile:
+    """A file that is hashed while it is written.
+
+    Other threads of the process run while a block is written or hashed. The disk begins with each
+    block at once: the system itself would wait until a tenth of the memory has to be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb", buffering=1 << 20)  # joins the small writes of torch
+        self._digest = hashlib.sha256()
+        self._size = 0
+
+    def __enter__(self) -> HashedFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Write all of it."""
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), _BLOCK_BYTES):
+            block = view[start : start + _BLOCK_BYTES]
+            self._file.write(block)
+            self._digest.update(block)
+            if len(block) == _BLOCK_BYTES:
+                os.posix_fadvise(self.fileno(), self._size, len(block), os.POSIX_FADV_DONTNEED)
+            self._size += len(block)
+        return len(view)
+
+    def tell(self) -> int:
+        return self._size
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def checksum(self) -> FileChecksum:
+        """The size and checksum of what was written."""
+        return FileChecksum(self._size, self._digest.hexdigest())
+
+
 def verified_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint; raises `Damaged` if it is not the one that was written."""
     manifest = _read(folder)
@@ -204,18 +253,20 @@ def _read(folder: Path) -> Manifest:
 
 def problems_of(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
     """What is wrong with these files. They are hashed, never interpreted."""
-    found: list[str] = []
-    for name in names:
-        path, written = folder / name, manifest.files[name]
-        try:
-            size = path.stat().st_size
-            if size != written.bytes:
-                found.append(f"{path}: has {size:,} bytes, not the {written.bytes:,} written")
-            elif checksum_of(path).sha256 != written.sha256:
-                found.append(f"{path}: its checksum differs from that of what was written")
-        except OSError as error:
-            found.append(reason_of(error))
-    return found
+    found = in_threads(lambda name: _problem_of(folder / name, manifest.files[name]), names)
+    return [each for each in found if each is not None]
+
+
+def _problem_of(path: Path, written: FileChecksum) -> str | None:
+    try:
+        size = path.stat().st_size
+        if size != written.bytes:
+            return f"{path}: has {size:,} bytes, not the {written.bytes:,} written"
+        if checksum_of(path).sha256 != written.sha256:
+            return f"{path}: its checksum differs from that of what was written"
+    except OSError as error:
+        return reason_of(error)
+    return None
 
 
 def _untrusted_files(folder: Path, manifest: Manifest) -> list[str]:

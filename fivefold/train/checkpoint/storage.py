@@ -5,9 +5,10 @@ Each rank stores and loads boxes: parts of a full tensor with an offset and a si
 dimension. So a rank can read the boxes of its shards from files that any other layout wrote.
 
 Writing. The ranks agree once which of them writes which box: a box that several have is written by
-one of them, and the bytes are spread evenly. Then every checkpoint takes two exchanges: one before
-anything is written, and one after every rank has its files on the disk and has hashed them. Only
-after the second one the first rank writes the manifest and gives the checkpoint its name.
+one of them, and the bytes are spread evenly, over the ranks and over the files of each. A thread
+for each file writes and hashes it block by block. Every checkpoint takes two exchanges: one before
+anything is written, and one after every rank has its files on the disk. Only after the second one
+the first rank writes the manifest and gives the checkpoint its name.
 
 Keys, the names of tensors:
 
@@ -21,10 +22,14 @@ NAME is the name in the full model: a tied weight is stored once, whichever stag
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import io
+import os
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -34,6 +39,7 @@ from torch.distributed.checkpoint import (
     FileSystemReader,
     FileSystemWriter,
 )
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -56,9 +62,18 @@ from fivefold.core.weights import Box
 from fivefold.optim.disk_states import StateOnDisk
 from fivefold.optim.optimizer import StoredState
 from fivefold.train.checkpoint import folders
-from fivefold.train.checkpoint.folders import METADATA, Facts, FileChecksum, Manifest, checksum_of
+from fivefold.train.checkpoint.folders import (
+    METADATA,
+    Facts,
+    FileChecksum,
+    HashedFile,
+    Manifest,
+    checksum_of,
+)
 from fivefold.train.checkpoint.ranks import CheckpointRanks, RankFailure, reason_of
+from fivefold.train.checkpoint.threads import NUM_STREAMS, in_threads
 
+LEAST_FILE_BYTES = 64 << 20  # less is not worth another file
 MODEL, OPTIM, BALANCE = "model/", "optim/", "balance/"  # what a key begins with
 
 
@@ -176,7 +191,14 @@ class StoredTensors:
         planner.set_up_planner({}, self._metadata, True)
         plan = self._reader.prepare_local_plan(planner.create_local_plan())
         (plan,) = self._reader.prepare_global_plan([plan])
-        self._reader.read_data(planner.finish_plan(plan), planner).wait()
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in planner.finish_plan(plan).items:
+            stored = self._metadata.storage_data[item.storage_index]
+            by_file.setdefault(stored.relative_path, []).append(item)
+        in_threads(
+            lambda items: self._reader.read_data(LoadPlan(items), planner).wait(),
+            by_file.values(),
+        )
         for each in wanted:
             # A rank may have a tied weight twice; both have the same shard of it.
             assert each.boxes == firsts[each.key].boxes, f"{each.key} is sharded in two ways"
@@ -215,6 +237,47 @@ class _SavePlanner(DefaultSavePlanner):
         return self.reads[write_item.index]()
 
 
+class _HashedFiles(FileSystem):
+    """Files that are hashed while torch writes them; an error names its file."""
+
+    def __init__(self) -> None:
+        self.checksums: dict[str, FileChecksum] = {}
+
+    @contextmanager
+    def create_stream(
+        self, path: str | os.PathLike[str], mode: str
+    ) -> Generator[io.IOBase, None, None]:
+        path = Path(path)
+        try:
+            with HashedFile(path) as file:
+                yield cast(io.IOBase, file)
+        except Exception as error:
+            reason = reason_of(error)
+            raise RankFailure(reason if str(path) in reason else f"{path}: {reason}") from error
+        self.checksums[path.name] = file.checksum()
+
+
+class _HashingWriter(FileSystemWriter):
+    """Torch's writer of one file for each plan."""
+
+    def __init__(self) -> None:
+        # With a copy ahead it looks for a GPU, from a thread that has chosen none.
+        super().__init__(Path(), per_thread_copy_ahead=0)
+        # Torch's own checksum takes longer than the disk, and nothing reads it.
+        torch.serialization.set_crc32_options(False)
+        self.fs = _HashedFiles()
+
+    def begin(self, part: Path) -> None:
+        """Write into another folder from now on."""
+        self.reset(part)
+        self.fs = _HashedFiles()
+
+    @property
+    def checksums(self) -> dict[str, FileChecksum]:
+        """Of the files that were written since `begin`."""
+        return self.fs.checksums
+
+
 class CheckpointWriter:
     """Writes this rank's boxes of every checkpoint of a run."""
 
@@ -224,27 +287,24 @@ class CheckpointWriter:
         """All ranks agree which of them writes which box.
 
         Torch's writer keeps all values of a file in memory until the file is written: with a
-        `file_per_box` it keeps one box.
+        `file_per_box`, which are written one by one, it keeps one box.
         """
-        self.ranks = ranks
-        self._writer = FileSystemWriter(
-            Path(),
-            single_file_per_rank=not file_per_box,
-            per_thread_copy_ahead=0,  # else it looks for a GPU, from a thread that has chosen none
-        )
+        self.ranks, self._file_per_box = ranks, file_per_box
+        self._writer = _HashingWriter()
         # A rank may have a tied weight twice, and writes it once.
         plan = SavePlan(list({item.index: item for item in items}.values()))
-        self.plan, self._metadata = ranks.exchange(lambda: plan, self._assign_boxes)
+        self._files, self._metadata = ranks.exchange(lambda: plan, self._assign_boxes)
 
     @property
-    def indices(self) -> set[MetadataIndex]:
-        """The boxes that this rank writes."""
-        return {item.index for item in self.plan.items}
+    def indices(self) -> list[MetadataIndex]:
+        """The boxes that this rank writes, in the order in which its threads come to them."""
+        rounds = zip_longest(*(file.items for file in self._files))
+        return [item.index for each in rounds for item in each if item is not None]
 
     def write(self, folder: Path, facts: Facts, reads: BoxReads, keep: int) -> None:
         """Write a checkpoint, publish it, and remove older ones."""
         part = self.ranks.on_first(lambda: folders.begin(folder, facts.step))
-        self._writer.reset(part)
+        self._writer.begin(part)
 
         def finish(written: list[_WrittenFiles]) -> list[None]:
             self._write_manifest(part, facts, written)
@@ -252,30 +312,52 @@ class CheckpointWriter:
             folders.remove_old(folder, facts.step, keep)
             return [None] * self.ranks.size
 
-        self.ranks.exchange(lambda: self._write_boxes(part, reads), finish)
+        self.ranks.exchange(lambda: self._write_boxes(reads), finish)
 
-    def _assign_boxes(self, plans: list[SavePlan]) -> list[tuple[SavePlan, Metadata | None]]:
-        """On the first rank: a box that several ranks have goes to the one with least to write."""
+    def _assign_boxes(self, plans: list[SavePlan]) -> list[tuple[list[SavePlan], Metadata | None]]:
+        """On the first rank: a box that several ranks have goes to the one with least to write.
+
+        Torch numbers plans and names their files by it, so each file is a plan.
+        """
         assigned, metadata = _SavePlanner({}).create_global_plan(plans)
-        prepared = self._writer.prepare_global_plan(assigned)
-        return [(plan, None if rank else metadata) for rank, plan in enumerate(prepared)]
+        files = [self._files_of(plan) for plan in assigned]
+        numbered = iter(self._writer.prepare_global_plan([one for some in files for one in some]))
+        return [
+            ([next(numbered) for _ in some], None if rank else metadata)
+            for rank, some in enumerate(files)
+        ]
 
-    def _write_boxes(self, part: Path, reads: BoxReads) -> _WrittenFiles:
-        mine = f"__{self.ranks.rank}_*"
-        try:
-            written = self._writer.write_data(self.plan, _SavePlanner(reads))
-            written.wait()
-            files = {path.name: checksum_of(path) for path in part.glob(mine)}
-        except Exception as error:
-            reason = reason_of(error)
-            at = max(part.glob(mine), key=lambda path: path.stat().st_mtime_ns, default=part)
-            raise RankFailure(reason if str(part) in reason else f"{at}: {reason}") from error
-        return _WrittenFiles(written.value(), files)
+    def _files_of(self, plan: SavePlan) -> list[SavePlan]:
+        """The files of one rank, of about the same size."""
+        if self._file_per_box:
+            return [replace(plan, items=[item]) for item in plan.items]
+        wanted = -(-sum(map(_num_bytes, plan.items)) // LEAST_FILE_BYTES)
+        files: list[list[WriteItem]] = [[] for _ in range(min(NUM_STREAMS, wanted))]
+        sizes = [0] * len(files)
+        for item in sorted(plan.items, key=_num_bytes, reverse=True):
+            smallest = sizes.index(min(sizes))
+            files[smallest].append(item)
+            sizes[smallest] += _num_bytes(item)
+        return [replace(plan, items=items) for items in files]
+
+    def _write_boxes(self, reads: BoxReads) -> _WrittenFiles:
+        planner = _SavePlanner(reads)
+
+        def write(file: SavePlan) -> list[WriteResult]:
+            return self._writer.write_data(file, planner).wait()
+
+        files = in_threads(write, self._files, 1 if self._file_per_box else NUM_STREAMS)
+        return _WrittenFiles([each for file in files for each in file], self._writer.checksums)
 
     def _write_manifest(self, part: Path, facts: Facts, written: list[_WrittenFiles]) -> None:
         assert self._metadata is not None, "only the first rank has it"
-        self._writer.finish(self._metadata, [each.results for each in written])
         files = {name: each for one in written for name, each in one.files.items()}
+        self._writer.finish(self._metadata, [each.results for each in written])
         files[METADATA] = checksum_of(part / METADATA)
         manifest = Manifest(facts, dict(sorted(files.items())))
         folders.write_synced(part / folders.MANIFEST, manifest.text())
+
+
+def _num_bytes(item: WriteItem) -> int:
+    assert item.tensor_data is not None
+    return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize

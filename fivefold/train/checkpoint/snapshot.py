@@ -1,0 +1,127 @@
+"""Copies of a rank's boxes in host memory: of the moment of the save, whatever the next steps do.
+
+The boxes are copied in slabs, in the order in which they are written. A slab is written as soon as
+it is copied, so the first save, which allocates all slabs, fills the disk meanwhile. Later saves
+copy into the same memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from fivefold.core.weights import Box
+from fivefold.train.checkpoint.ranks import RankFailure
+from fivefold.train.checkpoint.storage import BoxReads, CheckpointTensor, in_box
+
+SLAB_BYTES = 1 << 30  # torch rounds pinned memory up to a power of two
+_ALIGNMENT = 64  # bytes, of every copy in a slab
+
+
+@dataclass(frozen=True)
+class BoxSource:
+    """A box that this rank writes, and the tensor that has its values."""
+
+    index: MetadataIndex
+    tensor: CheckpointTensor
+    box: Box
+
+    @property
+    def num_bytes(self) -> int:
+        """What its copy takes of a slab."""
+        return -(-self.box.numel * self.tensor.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+
+    def read(self) -> Tensor:
+        return in_box(self.tensor.state.read().detach(), self.box)
+
+
+class HostCopies:
+    """The memory of the copies, which all saves of a run use."""
+
+    def __init__(self) -> None:
+        self._copies: dict[MetadataIndex, Tensor] = {}
+
+    def snapshot(self, sources: Sequence[BoxSource]) -> Snapshot:
+        """A snapshot that is still to be taken. The sources come in the order of writing."""
+        return Snapshot(sources, self._copies)
+
+
+class Snapshot:
+    """The values of one save: `take` copies them, while other threads call `reads`.
+
+    A read waits until its box is copied. States on a disk are not copied: a read reads them.
+    """
+
+    def __init__(self, sources: Sequence[BoxSource], copies: dict[MetadataIndex, Tensor]) -> None:
+        self._copies = copies
+        self._slabs = [
+            (slab, Future[None]())
+            for slab in slabs_of([each for each in sources if not each.tensor.on_disk])
+        ]
+        reads: dict[MetadataIndex, Callable[[], Tensor]] = {
+            each.index: each.read for each in sources if each.tensor.on_disk
+        }
+        for slab, copied in self._slabs:
+            reads |= {each.index: partial(self._read, each.index, copied) for each in slab}
+        self.reads: BoxReads = reads
+
+    def take(self) -> None:
+        """Copy all boxes. If that fails, so does every read that waits."""
+        try:
+            for slab, copied in self._slabs:
+                self._copy(slab)
+                copied.set_result(None)
+        except BaseException as error:
+            reason = error if isinstance(error, Exception) else RankFailure("it was interrupted")
+            for copied in (one for _, one in self._slabs if not one.done()):
+                copied.set_exception(reason)
+            raise
+
+    def _copy(self, slab: Sequence[BoxSource]) -> None:
+        values = {each.index: each.read() for each in slab}
+        devices = {value.device for value in values.values() if value.is_cuda}
+        if slab[0].index not in self._copies:
+            self._copies.update(_allocated(slab, pinned=bool(devices)))
+        for index, value in values.items():
+            self._copies[index].copy_(value, non_blocking=True)
+        for device in devices:
+            torch.cuda.synchronize(device)  # threads read the copies that may be under way
+
+    def _read(self, index: MetadataIndex, copied: Future[None]) -> Tensor:
+        copied.result()
+        return self._copies[index]
+
+
+def slabs_of(sources: Sequence[BoxSource]) -> list[list[BoxSource]]:
+    """Boxes whose copies fit into a slab together; a larger box has a slab of its own."""
+    slabs: list[list[BoxSource]] = []
+    room = 0
+    for each in sources:
+        if not slabs or each.num_bytes > room:
+            slabs.append([])
+            room = SLAB_BYTES
+        slabs[-1].append(each)
+        room -= each.num_bytes
+    return slabs
+
+
+def _allocated(slab: Sequence[BoxSource], pinned: bool) -> Mapping[MetadataIndex, Tensor]:
+    """Memory for the copies of a slab; each has its own storage, since torch writes storages."""
+    memory = torch.empty(
+        sum(each.num_bytes for each in slab), dtype=torch.uint8, pin_memory=pinned
+    ).numpy()
+    copies: dict[MetadataIndex, Tensor] = {}
+    offset = 0
+    for each in slab:
+        copy = torch.frombuffer(
+            memory, dtype=each.tensor.dtype, count=each.box.numel, offset=offset
+        )
+        copies[each.index] = copy.view(each.box.sizes)
+        offset += each.num_bytes
+    return copies

@@ -1,0 +1,224 @@
+"""Checkpoints at the disk's speed: several files at a time, hashed while they are written, each
+written as soon as its values are copied."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from fivefold.core.weights import whole_box
+from fivefold.optim.optimizer import StateInMemory
+from fivefold.train.checkpoint import (
+    CannotSave,
+    Checkpoints,
+    CheckpointTensor,
+    Facts,
+    folders,
+    snapshot,
+    storage,
+)
+from fivefold.train.checkpoint.threads import NUM_STREAMS, in_threads
+
+NUM_TENSORS, SIZES = 2 * NUM_STREAMS, (32, 8)
+
+
+def tensor_of(state: StateInMemory, number: int) -> CheckpointTensor:
+    shape = tuple(state.tensor.shape)
+    return CheckpointTensor(f"model/{number}", shape, torch.float32, (whole_box(shape),), state)
+
+
+def tensors(first: float = 0.0) -> list[CheckpointTensor]:
+    return [
+        tensor_of(StateInMemory(torch.full(SIZES, first + number)), number)
+        for number in range(NUM_TENSORS)
+    ]
+
+
+def values(found: list[CheckpointTensor]) -> list[float]:
+    return [each.state.read().unique().item() for each in found]
+
+
+def complain(text: str) -> None:
+    raise AssertionError(text)
+
+
+@pytest.fixture
+def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tensors are worth a file."""
+    monkeypatch.setattr(storage, "LEAST_FILE_BYTES", 2 * 4 * SIZES[0] * SIZES[1])
+
+
+def together(work: Callable[..., Any], seen: list[int]) -> Callable[..., Any]:
+    """The same, but it goes on only when as many threads as there are streams have begun it."""
+    barrier = threading.Barrier(NUM_STREAMS, timeout=20)
+
+    def waits(*args: Any, **named: Any) -> Any:
+        if len(seen) < NUM_STREAMS:
+            seen.append(threading.get_ident())
+            barrier.wait()
+        return work(*args, **named)
+
+    return waits
+
+
+def test_the_streams_of_a_rank_are_written_hashed_and_read_at_the_same_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_files: None
+) -> None:
+    written, hashed, read = list[int](), list[int](), list[int]()
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "save", together(torch.save, written))
+        Checkpoints(tmp_path, 1, None).save(tensors(), Facts(1), wait=True)
+    (final,) = folders.published(tmp_path)
+    files = sorted(final.glob("*.distcp"))
+    assert [path.name for path in files] == [f"__{n}_0.distcp" for n in range(NUM_STREAMS)]
+    assert len({path.stat().st_size for path in files}) == 1  # two tensors each
+    found = tensors(100)
+    reader = storage.FileSystemReader
+    with monkeypatch.context() as patched:
+        patched.setattr(folders, "checksum_of", together(folders.checksum_of, hashed))
+        patched.setattr(reader, "read_data", together(reader.read_data, read))
+        assert Checkpoints(tmp_path, 1, None).load(found, complain) is not None
+    assert values(found) == list(range(NUM_TENSORS))
+    assert all(len(set(each)) == NUM_STREAMS for each in (written, hashed, read))
+    state = {each.key: torch.zeros(SIZES) for each in found}
+    dcp.load(state, checkpoint_id=final, no_dist=True)
+    assert [value.unique().item() for value in state.values()] == values(found)
+
+
+def test_small_states_take_one_file(tmp_path: Path) -> None:
+    Checkpoints(tmp_path, 1, None).save(tensors(), Facts(1), wait=True)
+    (final,) = folders.published(tmp_path)
+    assert [path.name for path in final.glob("*.distcp")] == ["__0_0.distcp"]
+
+
+def test_a_file_is_hashed_as_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folders, "_BLOCK_BYTES", 1000)
+    data = bytes(range(256)) * 20
+    with folders.HashedFile(tmp_path / "file") as file:
+        for start, stop in ((0, 7), (7, 7), (7, 4007), (4007, len(data))):
+            assert file.write(memoryview(data)[start:stop]) == stop - start
+            assert file.tell() == stop
+    assert (tmp_path / "file").read_bytes() == data
+    assert file.checksum() == folders.checksum_of(tmp_path / "file")
+
+
+def test_one_file_that_fails_fails_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_files: None
+) -> None:
+    """Not only in the thread that writes it."""
+    write = folders.HashedFile.write
+
+    def full(file: folders.HashedFile, data: memoryview) -> int:
+        if Path(file._file.name).name == "__5_0.distcp":
+            raise OSError(28, "No space left on device")
+        return write(file, data)
+
+    checkpoints = Checkpoints(tmp_path, 1, None)
+    with monkeypatch.context() as patched:
+        patched.setattr(folders.HashedFile, "write", full)
+        with pytest.raises(CannotSave, match=r"__5_0\.distcp: No space left"):
+            checkpoints.save(tensors(), Facts(1), wait=True)
+    assert list(tmp_path.iterdir()) == []
+    checkpoints.save(tensors(), Facts(1), wait=True)
+    assert len(folders.published(tmp_path)) == 1
+
+
+class Hooked(StateInMemory):
+    """A state that does something before it is copied."""
+
+    def __init__(self, tensor: Tensor, before: Callable[[], None]) -> None:
+        super().__init__(tensor)
+        self.before = before
+
+    def read(self) -> Tensor:
+        self.before()
+        return super().read()
+
+
+def test_a_slab_is_written_while_the_next_one_is_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot, "SLAB_BYTES", 1)
+    file = tmp_path / "step-00000001.part" / "__0_0.distcp"
+
+    def first_is_written() -> None:
+        until = time.monotonic() + 20
+        while not (file.exists() and file.stat().st_size):
+            assert time.monotonic() < until, "nothing is written before all is copied"
+            time.sleep(0.001)
+
+    first, last = tensors()[:2]
+    assert isinstance(last.state, StateInMemory)
+    hooked = tensor_of(Hooked(last.state.tensor, first_is_written), 1)
+    checkpoints = Checkpoints(tmp_path, 1, None)
+    checkpoints.save([first, hooked], Facts(1), wait=True)
+    found = tensors(100)[:2]
+    checkpoints.load(found, complain)
+    assert values(found) == [0, 1]
+
+
+def test_values_that_cannot_be_copied_fail_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The threads that wait for them must not wait forever."""
+    monkeypatch.setattr(snapshot, "SLAB_BYTES", 1)
+
+    def no_memory() -> None:
+        raise MemoryError("no memory for a copy")
+
+    first, last = tensors()[:2]
+    assert isinstance(last.state, StateInMemory)
+    hooked = tensor_of(Hooked(last.state.tensor, no_memory), 1)
+    checkpoints = Checkpoints(tmp_path, 1, None)
+    with pytest.raises(CannotSave, match="no memory for a copy"):
+        checkpoints.save([first, hooked], Facts(1), wait=True)
+    assert list(tmp_path.iterdir()) == []
+    checkpoints.save([first, last], Facts(1), wait=True)
+    assert len(folders.published(tmp_path)) == 1
+
+
+def test_slabs_have_the_bytes_of_their_boxes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot, "SLAB_BYTES", 1000)
+    lengths = [100, 16, 8, 300, 120, 120, 10]  # of four bytes each; a copy begins at 64 bytes
+    states = [StateInMemory(torch.arange(float(length))) for length in lengths]
+    sources = [
+        snapshot.BoxSource(storage.MetadataIndex(each.key, (0,)), each, each.boxes[0])
+        for each in map(tensor_of, states, range(len(lengths)))
+    ]
+    slabs = [[each.box.numel for each in slab] for slab in snapshot.slabs_of(sources)]
+    assert slabs == [[100, 16, 8], [300], [120], [120, 10]]
+    memory = snapshot.HostCopies()
+    addresses: list[list[int]] = []
+    for step in range(2):
+        for state in states:
+            state.tensor.add_(step)
+        taken = memory.snapshot(sources)
+        taken.take()
+        copies = [taken.reads[each.index]() for each in sources]
+        assert all(map(torch.equal, copies, [state.tensor for state in states]))
+        assert all(copy.untyped_storage().size() == copy.nbytes for copy in copies)
+        addresses.append([copy.data_ptr() for copy in copies])
+    assert addresses[0] == addresses[1]
+    assert addresses[0][1] - addresses[0][0] == 448
+
+
+def test_threads_return_results_in_order_and_raise_the_first_error() -> None:
+    assert in_threads(lambda item: -item, range(100), 4) == [-item for item in range(100)]
+    assert in_threads(lambda item: item, list[int](), 4) == []
+    done: list[int] = []
+
+    def fails(item: int) -> None:
+        done.append(item)
+        raise ValueError(item)
+
+    with pytest.raises(ValueError, match="0"):
+        in_threads(fails, range(100), 1)
+    assert done == [0]
