@@ -24,6 +24,7 @@ from fivefold.train.checkpoint import (
     folders,
     snapshot,
     storage,
+    threads,
 )
 from fivefold.train.checkpoint.threads import NUM_STREAMS, in_threads
 
@@ -53,7 +54,7 @@ def complain(text: str) -> None:
 @pytest.fixture
 def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two tensors are worth a file."""
-    monkeypatch.setattr(storage, "LEAST_FILE_BYTES", 2 * 4 * SIZES[0] * SIZES[1])
+    monkeypatch.setattr(threads, "STREAM_BYTES", 2 * 4 * SIZES[0] * SIZES[1])
 
 
 def together(work: Callable[..., Any], seen: list[int]) -> Callable[..., Any]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.train.checkpoint.ranks import RankFailure, reason_of
-from fivefold.train.checkpoint.threads import in_threads
+from fivefold.train.checkpoint.threads import in_threads, num_streams
 
 PART = ".part"
 _NAME = re.compile(r"step-(\d{8,})")
@@ -123,7 +123,7 @@ def sync(folder: Path) -> None:
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
 _FORMAT = 1
-_BLOCK_BYTES = 16 << 20  # that are written and hashed at a time
+_BLOCK_BYTES = 16 << 20  # that are written and hashed at a time, without Python's lock
 
 
 @dataclass(frozen=True)
@@ -178,10 +178,10 @@ def checksum_of(path: Path) -> FileChecksum:
 
 
 class HashedFile:
-    """A file that is hashed while it is written.
+    """A file that is hashed while it is written, block by block.
 
-    Other threads of the process run while a block is written or hashed. The disk begins with each
-    block at once: the system itself would wait until a tenth of the memory has to be written.
+    So it need not be read again. Other threads of the process run meanwhile; with small blocks they
+    would often wait for one another.
     """
 
     def __init__(self, path: Path) -> None:
@@ -202,9 +202,7 @@ class HashedFile:
             block = view[start : start + _BLOCK_BYTES]
             self._file.write(block)
             self._digest.update(block)
-            if len(block) == _BLOCK_BYTES:
-                os.posix_fadvise(self.fileno(), self._size, len(block), os.POSIX_FADV_DONTNEED)
-            self._size += len(block)
+        self._size += len(view)
         return len(view)
 
     def tell(self) -> int:
@@ -253,7 +251,12 @@ def _read(folder: Path) -> Manifest:
 
 def problems_of(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
     """What is wrong with these files. They are hashed, never interpreted."""
-    found = in_threads(lambda name: _problem_of(folder / name, manifest.files[name]), names)
+    written = {name: manifest.files[name] for name in names}
+    found = in_threads(
+        lambda name: _problem_of(folder / name, written[name]),
+        written,
+        num_streams(sum(each.bytes for each in written.values())),
+    )
     return [each for each in found if each is not None]
 
 

@@ -71,9 +71,8 @@ from fivefold.train.checkpoint.folders import (
     checksum_of,
 )
 from fivefold.train.checkpoint.ranks import CheckpointRanks, RankFailure, reason_of
-from fivefold.train.checkpoint.threads import NUM_STREAMS, in_threads
+from fivefold.train.checkpoint.threads import in_threads, num_streams
 
-LEAST_FILE_BYTES = 64 << 20  # less is not worth another file
 MODEL, OPTIM, BALANCE = "model/", "optim/", "balance/"  # what a key begins with
 
 
@@ -198,6 +197,7 @@ class StoredTensors:
         in_threads(
             lambda items: self._reader.read_data(LoadPlan(items), planner).wait(),
             by_file.values(),
+            num_streams(sum(target.nbytes for target in planner.targets.values())),
         )
         for each in wanted:
             # A rank may have a tied weight twice; both have the same shard of it.
@@ -331,14 +331,13 @@ class CheckpointWriter:
         """The files of one rank, of about the same size."""
         if self._file_per_box:
             return [replace(plan, items=[item]) for item in plan.items]
-        wanted = -(-sum(map(_num_bytes, plan.items)) // LEAST_FILE_BYTES)
-        files: list[list[WriteItem]] = [[] for _ in range(min(NUM_STREAMS, wanted))]
-        sizes = [0] * len(files)
+        sizes = [0] * num_streams(sum(map(_num_bytes, plan.items)))
+        files: list[list[WriteItem]] = [[] for _ in sizes]
         for item in sorted(plan.items, key=_num_bytes, reverse=True):
             smallest = sizes.index(min(sizes))
             files[smallest].append(item)
             sizes[smallest] += _num_bytes(item)
-        return [replace(plan, items=items) for items in files]
+        return [replace(plan, items=items) for items in files if items]
 
     def _write_boxes(self, reads: BoxReads) -> _WrittenFiles:
         planner = _SavePlanner(reads)
@@ -346,7 +345,7 @@ class CheckpointWriter:
         def write(file: SavePlan) -> list[WriteResult]:
             return self._writer.write_data(file, planner).wait()
 
-        files = in_threads(write, self._files, 1 if self._file_per_box else NUM_STREAMS)
+        files = in_threads(write, self._files, 1 if self._file_per_box else len(self._files))
         return _WrittenFiles([each for file in files for each in file], self._writer.checksums)
 
     def _write_manifest(self, part: Path, facts: Facts, written: list[_WrittenFiles]) -> None:

@@ -11,10 +11,20 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 NUM_STREAMS = 8  # files of one rank that are written, hashed or read at a time
+STREAM_BYTES = 64 << 20  # less is not worth another file and thread
+
+
+def num_streams(num_bytes: int) -> int:
+    """In how many files a rank writes so many bytes, and how many threads read them.
+
+    >>> [num_streams(num_bytes) for num_bytes in (0, 100, 100 << 20, 10 << 30)]
+    [1, 1, 2, 8]
+    """
+    return min(NUM_STREAMS, max(1, -(-num_bytes // STREAM_BYTES)))
 
 
 def in_threads(
-    work: Callable[[Item], Result], items: Iterable[Item], num_threads: int = NUM_STREAMS
+    work: Callable[[Item], Result], items: Iterable[Item], num_threads: int
 ) -> list[Result]:
     """What `work` returns for every item, in their order.
 
