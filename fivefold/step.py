@@ -67,7 +67,14 @@ def updater_of(job: Job, recipe: Recipe, *, master: bool = False) -> Updater:
     device, rank = job.mesh.device, job.mesh.rank
     full = {name: (job.table[name].shape, shard) for name, shard in job.shards.items()}
     return make_updater(
-        recipe, job.owned, device, master=master, rank=rank, matrices=matrices, full=full
+        recipe,
+        job.owned,
+        device,
+        master=master,
+        rank=rank,
+        matrices=matrices,
+        full=full,
+        late=any(each.clipped_late for each in job.owned),
     )
 
 
@@ -102,7 +109,7 @@ def step(
     skipped = guard is not None and not bool(torch.isfinite(loss + norm))
     if not skipped:
         for each in job.owned:
-            each.grad.mul_(clip / asked.scale)
+            each.clip(clip / asked.scale)
         optimizer.step()
     for chunk in job.chunks:
         chunk.data.publish()
@@ -180,9 +187,14 @@ def squared_norm(job: Job) -> Tensor:
     for each in job.owned:
         squares.setdefault(job.copies(each), []).append(each.grad)
     return sum(
-        (
-            get_total_norm(grads).to(torch.float64) ** 2 / copies
-            for copies, grads in squares.items()
-        ),
+        (_norm(grads).to(torch.float64) ** 2 / copies for copies, grads in squares.items()),
         torch.zeros((), dtype=torch.float64, device=job.mesh.device),
     )
+
+
+def _norm(gradients: Sequence[Tensor]) -> Tensor:
+    """The norm of them all; torch would round that of narrow ones to their own type."""
+    if gradients[0].itemsize >= torch.float32.itemsize:
+        return get_total_norm(gradients)
+    norms = [torch.linalg.vector_norm(each, dtype=torch.float32) for each in gradients]
+    return torch.linalg.vector_norm(torch.stack(norms))

@@ -16,14 +16,14 @@ from fivefold.cost.collectives import chunks_of
 from fivefold.cost.static_memory import frees_weights
 
 
-def gathered_bytes(plan: Plan, rank: int, itemsize: int, bucket: int | None = None) -> int:
+def gathered_bytes(plan: Plan, rank: int, itemsize: int) -> int:
     """The most bytes of weights that ZeRO-3 has gathered at once, padding included.
 
     All stages of the rank if weights are gathered once per step. If they are gathered per
     microbatch, a unit is there while it is used, and is prefetched before. If a forward and a
     backward overlap, both stages count with their peak, which they need not reach together.
     """
-    chunks = chunks_of(plan, rank, itemsize, bucket)
+    chunks = chunks_of(plan, rank, itemsize)
     if plan.gather == "step":
         units = [unit for chunk in chunks for unit in chunk.units]
         return itemsize * sum(unit.size for unit in units if frees_weights(plan.layout, unit))
@@ -75,13 +75,16 @@ class _GatherWalk:
 
     def _gather(self, block: str, places: list[int], ahead: int) -> None:
         self.gathered |= set(places)
-        for following in prefetched(self.units, self.order, block, ahead) if ahead else ():
+        for following in self._coming(block, ahead) if ahead else ():
             if ahead > 0 or self._is_read(following):
                 self.gathered.add(following)
         self.most = max(self.most, sum(self.sizes[place] for place in self.gathered))
 
     def _needed(self, block: str) -> list[int]:
         return [place for place in range(len(self.units)) if block in self._users(place)]
+
+    def _coming(self, block: str, ahead: int) -> list[int]:
+        return prefetched(self.units, self.order, block, ahead, self.plan.units.prefetch)
 
     def _users(self, place: int) -> tuple[str, ...]:
         unit = self.units[place]

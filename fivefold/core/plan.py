@@ -28,6 +28,7 @@ from fivefold.core.schedule.choose import choose, looks_like_file
 from fivefold.core.schedule.family import AUTO, Family
 from fivefold.core.shape import Shape
 from fivefold.core.splits import ContextSplit, context_split, padded_length
+from fivefold.core.units import UnitPolicy
 
 Gather = Literal["step", "microbatch"]
 Keep = Literal["shard", "gathered"]
@@ -56,6 +57,9 @@ class PlanOptions:
     gpus: int | None = None
     zero: int | None = None
     gather: str | None = None
+    grad_dtype: str = "fp32"
+    unit_size: float | None = None
+    prefetch: int = 1
     sp: bool = True
     context: str = "zigzag"
     schedule: str = "1f1b"
@@ -80,7 +84,7 @@ class Plan:
     """A job with nothing left open. `notes` say what was changed or derived.
 
     `stage_layers` is None if layers are cut by cost; `gather` says how often ZeRO-3 gathers the
-    weights of a flat unit; `ep_nodes` over how many nodes the experts of a layer are spread.
+    weights of a flat unit, `units` how they are made; `ep_nodes`: nodes with experts of a layer.
     """
 
     shape: Shape
@@ -93,6 +97,7 @@ class Plan:
     options: PlanOptions
     stage_layers: tuple[int, ...] | None = None
     gather: Gather = "microbatch"
+    units: UnitPolicy = field(default_factory=UnitPolicy)
     balance: tuple[Balance, ...] = ()
     ep_nodes: int = 1
     notes: tuple[str, ...] = ()
@@ -165,11 +170,9 @@ def _schedule(text: str, layout: Layout, num_microbatches: int) -> Schedule:
     numbers = (layout.pp, num_microbatches, layout.chunks)
     if layout.pp == 1:
         return named_schedule("1f1b", *numbers)
-    return (
-        choose(text).make(*numbers)
-        if looks_like_file(text)
-        else named_schedule(text.lower(), *numbers)
-    )
+    if looks_like_file(text):
+        return choose(text).make(*numbers)
+    return named_schedule(text.lower(), *numbers)
 
 
 @lru_cache
@@ -234,14 +237,12 @@ def resolve(options: PlanOptions, *, small: bool = False) -> Plan:
     seq = _default_seq(layout, shape, small) if options.seq is None else options.seq
     legality.check(layout, shape, **job_of(options, family, seq))
     batch = _batch(options, family, layout, seq)
-    given = (
-        None if options.stage_layers is None else splits.parse_stage_layers(options.stage_layers)
-    )
+    text = options.stage_layers
+    given = None if text is None else splits.parse_stage_layers(text)
     if family.name == AUTO and layout.pp > 1:
         layout = _searched(options, layout, batch)
-        splits.cut_stages(
-            shape, layout.pp * layout.chunks, given
-        )  # their number was not known before
+        # The number of stages was not known before.
+        splits.cut_stages(shape, layout.pp * layout.chunks, given)
     gather = _gather(options, layout)
     cluster = None if options.machine is None else machine.load(options.machine)
     nodes = _ep_nodes(options.ep_nodes, layout, cluster)
@@ -256,6 +257,7 @@ def resolve(options: PlanOptions, *, small: bool = False) -> Plan:
         options=_filled_in(options, layout, batch, gather, nodes),
         stage_layers=given,
         gather=gather,
+        units=UnitPolicy.of(options.grad_dtype, options.unit_size, options.prefetch),
         balance=_rules(options.balance, shape, family.asynchronous and layout.pp > 1, nodes),
         ep_nodes=nodes,
         notes=tuple(notes),

@@ -1,8 +1,8 @@
 """Number formats: the one table of dtypes, and of the precisions that plans and estimates name.
 
 A precision (`bf16`) is what a plan says and the key of a machine's FLOP/s; a dtype (`bfloat16`) is
-torch's name for the format of weights and activations. Gradients are summed, and optimizer states
-and master weights kept, in float32 or wider.
+torch's name for the format of weights and activations. Optimizer states and master weights are
+kept in float32 or wider; gradients are summed so too, unless a plan says `grad_dtype = bf16`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Literal
 
 Dtype = Literal["float32", "float64", "bfloat16", "float16"]
 Precision = Literal["fp32", "bf16", "fp16"]
+GradDtype = Literal["fp32", "bf16"]
 
 
 @dataclass(frozen=True)
@@ -71,3 +72,11 @@ RUNTIME_PRECISIONS: tuple[Precision, ...] = tuple(
 def itemsize_of(precision: str) -> int:
     """Bytes of a weight or an activation; 2 for a format that only a machine file names."""
     return PRECISIONS[precision].itemsize if precision in PRECISIONS else 2
+
+
+def gradient_format(grad_dtype: GradDtype, itemsize: int) -> Dtype:
+    """The dtype in which gradients of weights of so many bytes are accumulated and reduced; fp32
+    means float32, or wider where the weights are wider."""
+    if grad_dtype == "bf16":
+        return "bfloat16"
+    return "float64" if itemsize > FORMATS["float32"].itemsize else "float32"

@@ -10,16 +10,58 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from typing import TypeAlias
+from itertools import groupby, zip_longest
+from typing import TypeAlias, cast, get_args
 
+from fivefold.core.errors import FivefoldError
 from fivefold.core.layout import Layout
+from fivefold.core.precision import FORMATS, Dtype, GradDtype, gradient_format
 from fivefold.core.shape import Shape
 from fivefold.core.splits import stage_kind
 from fivefold.core.weights import by_name, local_shape, shard_of
 
 ALIGNMENT = 16  # bytes, for vectorised kernels
 SMALL = 25_000_000  # bytes up to which neighbouring blocks are joined
+
+
+@dataclass(frozen=True)
+class UnitPolicy:
+    """How flat units are made, gathered and reduced, as the keys of a plan say.
+
+    `size` is the target in bytes of weights; None: a block is a unit, and small ones are joined.
+    `prefetch`: how many units ZeRO-3 gathers ahead of the block that runs.
+    """
+
+    grad_dtype: GradDtype = "fp32"
+    size: int | None = None
+    prefetch: int = 1
+
+    @classmethod
+    def of(cls, grad_dtype: str, unit_size: float | None, prefetch: int) -> UnitPolicy:
+        """From the keys of a plan, `unit_size` in MB; refuses what cannot be."""
+        if grad_dtype not in get_args(GradDtype):
+            raise FivefoldError(
+                f"grad_dtype {grad_dtype}: gradients are summed in fp32 (wider where the weights "
+                "are) or in bf16, which has the same range; fp16 would overflow: choose fp32 or "
+                "bf16"
+            )
+        if unit_size is not None and not 0 < unit_size < 1e9:
+            raise FivefoldError(
+                f"unit_size {unit_size:g}: the MB of weights in a flat unit are above 0 and below "
+                "1e9; leave it out for one unit per block"
+            )
+        if prefetch < 0:
+            raise FivefoldError(f"prefetch {prefetch}: the number of flat units is 0 or more")
+        size = None if unit_size is None else max(1, round(unit_size * 1e6))
+        return cls(cast(GradDtype, grad_dtype), size, prefetch)
+
+    def grad_format(self, itemsize: int) -> Dtype:
+        """The dtype of the gradients of weights of so many bytes."""
+        return gradient_format(self.grad_dtype, itemsize)
+
+    def grad_itemsize(self, itemsize: int) -> int:
+        """Bytes of a gradient of a weight of so many bytes."""
+        return FORMATS[self.grad_format(itemsize)].itemsize
 
 
 @dataclass(frozen=True)
@@ -152,20 +194,24 @@ def pack(
     return tuple(sorted(units, key=lambda unit: rows.index(unit.entries[0].row)))
 
 
-def prefetched(units: Sequence[Unit], order: Sequence[str], block: str, step: int) -> list[int]:
+def prefetched(
+    units: Sequence[Unit], order: Sequence[str], block: str, step: int, depth: int = 1
+) -> list[int]:
     """Units that are gathered while a block runs, in a forward (step 1) or a backward (−1) over the
-    blocks in `order`: the next unit whose use begins after this block, and with it the one of the
-    other kind, dense or expert, that begins with the same block.
+    blocks in `order`: the next `depth` units whose use begins after this block, each with one of
+    the other kind, dense or expert, that begins with the same block.
     """
     begins = 0 if step > 0 else -1  # a backward comes to the last block of a unit first
     here = order.index(block)
     ahead = [step * (order.index(unit.blocks[begins]) - here) for unit in units]
-    nearest = min((each for each in ahead if each > 0), default=0)
-    if not nearest:
-        return []
-    coming = [place for place, each in enumerate(ahead) if each == nearest][::step]
-    others = [each for each in coming if units[each].expert != units[coming[0]].expert]
-    return coming[:1] + others[:1]
+    pairs: list[list[int]] = []
+    for distance in sorted({each for each in ahead if each > 0}):
+        coming = [place for place, each in enumerate(ahead) if each == distance][::step]
+        first = units[coming[0]].expert
+        same = [each for each in coming if units[each].expert == first]
+        others = [each for each in coming if units[each].expert != first]
+        pairs += [[each for each in pair if each is not None] for pair in zip_longest(same, others)]
+    return [each for pair in pairs[:depth] for each in pair]
 
 
 def _bytes(rows: list[LocalWeight], itemsize: int) -> int:

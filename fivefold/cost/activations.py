@@ -214,6 +214,13 @@ class RankParameters(NamedTuple):
         return self.dense + self.experts
 
 
+class UnitParameters(NamedTuple):
+    """How many parameters a flat unit has: one of dense weights, and one of experts."""
+
+    dense: Array
+    experts: Array
+
+
 class GradientLevel(NamedTuple):
     """Bytes of gradients at one moment."""
 
@@ -225,7 +232,7 @@ class StageGradients:
     """Bytes of the gradients of one stage.
 
     `matrix` counts the parameters of an embedding or a head, `owned` those of the rank's shards;
-    `size` is the bytes of a gradient element.
+    `size` is the bytes of a gradient element, `unit_parameters` are reduced together.
     """
 
     def __init__(
@@ -236,6 +243,7 @@ class StageGradients:
         matrix: Array,
         owned: Array,
         size: int,
+        unit_parameters: UnitParameters,
     ) -> None:
         self.grid, self.full, self.owned = grid, parameters.all * size, owned * size
         # If all microbatches are in flight before the first backward, no forward meets gradients.
@@ -245,8 +253,7 @@ class StageGradients:
         dense = self.reduced & (grid.shard * grid.cp > 1)
         experts = self.reduced & (grid.edp > 1)
         self.head, self.flight = stage.head, stage.flight
-        unit = (parameters.dense - parameters.ends) / np.maximum(stage.layers.all, 1.0) * size
-        routed = parameters.experts / np.maximum(stage.layers.routed, 1.0) * size
+        unit, routed = (each * size for each in unit_parameters)
         # Gradients of the head and one layer that are not sharded.
         self.unsharded = np.where(dense, 0.0, stage.head * matrix * size + unit)
         self.unsharded = self.unsharded + np.where(experts, 0.0, routed)
@@ -257,8 +264,9 @@ class StageGradients:
         self.unit = np.where(dense, unit, 0.0)
         expert_unit = np.where(experts, routed, 0.0)
         larger = np.maximum(self.unit, expert_unit)
-        self.two_units = np.where(routed > 0, self.unit + expert_unit, 2 * self.unit)
-        self.three_units = self.two_units + larger
+        two_units = np.where(routed > 0, self.unit + expert_unit, 2 * self.unit)
+        self.two_units = np.minimum(two_units, self.full)  # units may hold many layers each
+        self.three_units = np.minimum(self.two_units + larger, self.full)
         self.layer = self.unit + expert_unit
         self.late_shards = self._late_shards(unit, routed)
 

@@ -262,10 +262,9 @@ def partial_sum_collectives(
     )
 
 
-def data_collectives(
-    plan: Plan, chunk: RankChunk, itemsize: int, grad_itemsize: int
-) -> Counter[Collective]:
-    """The data axes, for each flat unit of a chunk, padding included.
+def data_collectives(plan: Plan, chunk: RankChunk, itemsize: int) -> Counter[Collective]:
+    """The data axes, for each flat unit of a chunk, padding included; gradients in the dtype in
+    which the plan sums them.
 
     Not sharded (ZeRO-0, or a shard group of one rank): an all-reduce of the gradients over dp-cp,
     once a step. Sharded: a reduce-scatter of the gradients over fsdp, once a step (ZeRO-1) or per
@@ -274,6 +273,7 @@ def data_collectives(
     gathered over the step) or per microbatch (3, see `_gathers_per_microbatch`).
     """
     layout, microbatches = plan.layout, chunk.num_microbatches
+    grad_itemsize = plan.units.grad_itemsize(itemsize)
     issued: Counter[Collective] = Counter()
     for unit in chunk.units:
         whole, part = unit.size * grad_itemsize, unit.shard_size * grad_itemsize

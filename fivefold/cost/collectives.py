@@ -241,18 +241,15 @@ def predict_traffic(
     rank: int,
     *,
     itemsize: int,
-    grad_itemsize: int,
-    bucket: int | None = None,
     matrices: bool = False,
 ) -> tuple[TrafficEntry, ...]:
     """Every collective of one optimizer step on `rank`.
 
-    `itemsize` is that of weights and activations, `grad_itemsize` that of the buffers in which data
-    ranks reduce gradients. Offload moves no byte between ranks. With `matrices` the optimizer
-    gathers full matrices first, as Muon does.
+    `itemsize` is that of weights and activations. Offload moves no byte between ranks. With
+    `matrices` the optimizer gathers full matrices first, as Muon does.
     """
     _require_covered(plan)
-    chunks = chunks_of(plan, rank, itemsize, bucket)
+    chunks = chunks_of(plan, rank, itemsize)
     units = [unit for chunk in chunks for unit in chunk.units]
     parts = owned_shards(plan.layout, rank, units)
     issued = pipeline_collectives(plan, rank, itemsize)
@@ -260,7 +257,7 @@ def predict_traffic(
     for chunk in chunks:
         for axis in _INSIDE:
             issued += axis(plan, chunk, itemsize)
-        issued += data_collectives(plan, chunk, itemsize, grad_itemsize)
+        issued += data_collectives(plan, chunk, itemsize)
     issued += partial_sum_collectives(plan, parts, itemsize) + step_collectives(plan)
     if matrices:
         issued += muon_collectives(plan, rank, units, itemsize)
@@ -268,13 +265,7 @@ def predict_traffic(
 
 
 def predict_async_traffic(
-    plan: Plan,
-    rank: int,
-    steps: int,
-    *,
-    itemsize: int,
-    grad_itemsize: int,
-    bucket: int | None = None,
+    plan: Plan, rank: int, steps: int, *, itemsize: int
 ) -> tuple[TrafficEntry, ...]:
     """Every collective of an asynchronous run of so many optimizer steps on `rank`.
 
@@ -282,12 +273,12 @@ def predict_async_traffic(
     Token counts (first), losses and norms (last) are reduced once for the whole run.
     """
     schedule, layout = plan.schedule, plan.layout
-    (chunk,) = chunks_of(plan, rank, itemsize, bucket)
+    (chunk,) = chunks_of(plan, rank, itemsize)
     parts = owned_shards(layout, rank, chunk.units)
     microbatches = pipeline_collectives(plan, rank, itemsize)
     for axis in (tensor_collectives, context_collectives, expert_collectives):
         microbatches += axis(plan, chunk, itemsize)
-    updates = data_collectives(plan, chunk, itemsize, grad_itemsize)
+    updates = data_collectives(plan, chunk, itemsize)
     updates += partial_sum_collectives(plan, parts, itemsize)
     count = steps * Delays.of(schedule).every
     issued: Counter[Collective] = Counter()
@@ -300,9 +291,7 @@ def predict_async_traffic(
     return traffic_entries(issued.items())
 
 
-def chunks_of(
-    plan: Plan, rank: int, itemsize: int, bucket: int | None = None
-) -> tuple[RankChunk, ...]:
+def chunks_of(plan: Plan, rank: int, itemsize: int) -> tuple[RankChunk, ...]:
     """The stages of a rank, each with its flat units and the number of its microbatches."""
     place = plan.layout.coord(rank).pp
     forwards = Counter(a.stage for a in plan.schedule.actions(place) if a.kind == FORWARD)
@@ -310,7 +299,7 @@ def chunks_of(
         RankChunk(
             plan.stages[stage],
             forwards[stage],
-            units_of(plan, stage, itemsize, bucket),
+            units_of(plan, stage, itemsize),
             plan.recompute.of(stage),
         )
         for stage in plan.schedule.placement.stages_of(place)
@@ -328,22 +317,20 @@ def traffic_entries(
 
 
 def traffic_json(plan: Plan) -> list[dict[str, Any]] | None:
-    """The traffic of rank 0 as JSON, with gradients reduced in float32; None if the traffic of this
-    plan is not predicted."""
-    itemsize = PRECISIONS[plan.precision].itemsize
+    """The traffic of rank 0 as JSON; None if the traffic of this plan is not predicted."""
     try:
-        found = predict_traffic(plan, 0, itemsize=itemsize, grad_itemsize=wide_size(itemsize))
+        found = predict_traffic(plan, 0, itemsize=PRECISIONS[plan.precision].itemsize)
     except FivefoldError:
         return None
     return [asdict(entry) for entry in found]
 
 
-def units_of(plan: Plan, stage: int, itemsize: int, bucket: int | None = None) -> tuple[Unit, ...]:
-    """The flat units of a pipeline stage, sharded as the plan's ZeRO stage says."""
+def units_of(plan: Plan, stage: int, itemsize: int) -> tuple[Unit, ...]:
+    """The flat units of a pipeline stage, as large and sharded as the plan says."""
     layout = plan.layout
     dense, experts = (layout.shard * layout.cp, layout.edp) if layout.zero else (1, 1)
     rows = local_weights(plan.shape, layout, plan.stages[stage])
-    return pack(rows, dense, itemsize, bucket, experts)
+    return pack(rows, dense, itemsize, plan.units.size, experts)
 
 
 def owned_shards(layout: Layout, rank: int, units: Iterable[Unit]) -> list[OwnedRange]:

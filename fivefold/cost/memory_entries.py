@@ -13,7 +13,13 @@ from fivefold.core.count import layer_kinds, layer_parameters, mtp_parameters
 from fivefold.core.machine import Machine
 from fivefold.core.precision import itemsize_of
 from fivefold.core.shape import Shape
-from fivefold.cost.activations import Activations, GradientLevel, RankParameters, StageGradients
+from fivefold.cost.activations import (
+    Activations,
+    GradientLevel,
+    RankParameters,
+    StageGradients,
+    UnitParameters,
+)
 from fivefold.cost.grid import OFFLOADS, Array, LayoutGrid
 from fivefold.cost.pipeline_ranks import RankStage, holds_all_microbatches
 from fivefold.cost.stack import SoftwareStack, StackMemory, memory_of_stack
@@ -41,6 +47,7 @@ class MemoryEntries:
         self.tokens = grid.microbatch_size * seq / grid.cp
         self.activations = Activations(shape, stack, self.memory, grid, seq, itemsize, imbalance)
         self.master_bytes = 0 if itemsize == 4 else self.memory.master_bytes
+        self.gradient_bytes = stack.summed_bytes or self.memory.gradient_bytes
 
     def of(self, stage: RankStage) -> tuple[MemoryParts, ...]:
         """One pipeline rank by category, at each moment that may be its peak, without what the
@@ -54,8 +61,9 @@ class MemoryEntries:
         saved, working = self._layers(stage)
         saved = saved + self.activations.rotary_tables() * self.tokens * self.grid.chunks
         matrix = self.shape.vocab * self.shape.width / self.grid.tp
-        size, owned = self.memory.gradient_bytes, self._sharded(parameters, 1)
-        gradients = StageGradients(parameters, stage, self.grid, matrix, owned, size)
+        size, owned = self.gradient_bytes, self._sharded(parameters, 1)
+        unit = self._unit(parameters, stage)
+        gradients = StageGradients(parameters, stage, self.grid, matrix, owned, size, unit)
         begin, end = saved * stage.flight, saved * gradients.flight_after_backward()
         # A tied weight has two gradients: the head's waits for the embedding's, and for their sum.
         tied = np.where(self.shape.tied & (self.grid.pp == 1), matrix * self.itemsize, 0.0)
@@ -104,18 +112,44 @@ class MemoryEntries:
         return {"context": context, "margin": self.memory.fragments * activations}
 
     def _gathered(self, parameters: RankParameters, stage: RankStage, end: Array) -> Array:
-        """ZeRO-3: gathered weights. Those of a layer, or of an `end`, and of the prefetched layer;
+        """ZeRO-3: gathered weights. Those of a layer, or of an `end`, and of the prefetched units;
         in a pipeline, whose microbatches are far apart, all of them over the whole step."""
-        grid = self.grid
-        dense = np.where(grid.shard * grid.cp > 1, parameters.dense, 0.0)
-        experts = np.where(grid.edp > 1, parameters.experts, 0.0)
-        ends = np.where(grid.shard * grid.cp > 1, parameters.ends, 0.0)
-        layer = (dense - ends) / np.maximum(stage.layers.all, 1.0)
-        layer = layer + experts / np.maximum(stage.layers.routed, 1.0)
-        here = np.where(end > 0, np.minimum(end, ends), layer)
-        everything = dense + experts
-        whole = np.where(grid.pp > 1, everything, np.minimum(here + layer, everything))
+        grid, unit = self.grid, self._unit(parameters, stage)
+        dense, experts = grid.shard * grid.cp > 1, grid.edp > 1
+        layer = self._layer(parameters, stage)
+        # A block uses all units of its layer, or one that several layers share.
+        here = np.where(dense, np.maximum(layer.dense, unit.dense), 0.0)
+        here = here + np.where(experts, np.maximum(layer.experts, unit.experts), 0.0)
+        ahead = np.where(dense, unit.dense, 0.0) + np.where(experts, unit.experts, 0.0)
+        here = np.where(end > 0, np.minimum(end, np.where(dense, parameters.ends, 0.0)), here)
+        everything = np.where(dense, parameters.dense, 0.0)
+        everything = everything + np.where(experts, parameters.experts, 0.0)
+        some = np.minimum(here + self.stack.prefetch * ahead, everything)
+        whole = np.where(grid.pp > 1, everything, some)
         return np.where(grid.zero == 3, whole * self.itemsize, 0.0)
+
+    def _layer(self, parameters: RankParameters, stage: RankStage) -> UnitParameters:
+        """Parameters of a layer."""
+        dense = (parameters.dense - parameters.ends) / np.maximum(stage.layers.all, 1.0)
+        return UnitParameters(dense, parameters.experts / np.maximum(stage.layers.routed, 1.0))
+
+    def _unit(self, parameters: RankParameters, stage: RankStage) -> UnitParameters:
+        """Parameters of a flat unit: a layer, or as many layers as fit in the size that is given,
+        or less than a layer, but no less than its largest weight."""
+        layer = self._layer(parameters, stage)
+        if self.stack.unit_bytes is None:
+            return layer
+        shape, most = self.shape, self.stack.unit_bytes / self.itemsize
+        largest = shape.width * shape.ffn / self.grid.tp, layer.experts / (3 if shape.gated else 2)
+        found = [
+            np.where(
+                most < each,
+                np.minimum(each, np.maximum(most, weight)),
+                each * np.floor(most / np.maximum(each, 1.0)),
+            )
+            for each, weight in zip(layer, largest, strict=True)
+        ]
+        return UnitParameters(*found)
 
     def _at_once(self, stage: RankStage) -> MemoryParts:
         """All categories at one moment."""
@@ -188,7 +222,7 @@ class MemoryEntries:
         stays = np.where(away, 0.0, 1.0)
         weights = self._sharded(parameters, 3) * (memory.weight_bytes or self.itemsize)
         gone = away & (grid.zero == 3) & (grid.shard * grid.cp > 1)
-        gradients = self._sharded(parameters, 2) * memory.gradient_bytes
+        gradients = self._sharded(parameters, 2) * self.gradient_bytes
         if memory.bucket_bytes:
             summed = (grid.zero == 0) & (grid.dp > 1)
             gradients = gradients + np.where(summed, parameters.all * memory.bucket_bytes, 0.0)
@@ -299,7 +333,7 @@ class MemoryEntries:
             most = np.maximum(most, parameters.ends + layer)
         # A pipeline keeps gathered weights over a step: its microbatches are far apart.
         whole = np.where(grid.pp > 1, parameters.all, most) * self.itemsize
-        size = memory.gradient_bytes if self.stack.scatters_rounds else memory.passing_bytes
+        size = self.gradient_bytes if self.stack.scatters_rounds else memory.passing_bytes
         flying = np.where((grid.zero >= 2) & sharded, passing * size, 0.0)
         return np.where((grid.zero == 3) & sharded, whole, 0.0) + flying
 

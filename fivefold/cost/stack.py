@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
+from fivefold.core.units import UnitPolicy
+
 GIB = 2**30
 
 # --- Memory
@@ -221,6 +223,9 @@ class SoftwareStack:
     experts_hidden: float = 0.0  # share of dispatch and combine that overlaps with compute
     crosses_once: bool = True  # a token crosses to a node once, for all of its experts there
     gradient_bytes: int = 4  # of a reduced gradient element
+    summed_bytes: int | None = None  # of an accumulated one; None: as its memory says
+    unit_bytes: int | None = None  # of weights that are gathered and reduced together; None: layers
+    prefetch: int = 1  # units that ZeRO-3 gathers ahead
     optimizer_bytes: float = 28.0  # moved per element that the optimizer owns
     clip_bytes: float = 0.0  # moved beside: norm, scaling, and the weight from its master
     fixed: float = 0.0  # unexplained seconds of a step: data, logging, the host
@@ -268,6 +273,17 @@ FIVEFOLD_EAGER = replace(
     stops_early=True,
     launch=EAGER_LAUNCH,
 )
+# Bytes per weight if gradients are summed in bf16: a microbatch reads and writes 2 of each. The
+# norm reads 2, the update widens (6) and scales (8) them, and narrows the master (6).
+_NARROW = {"gradient_bytes": 2, "summed_bytes": 2, "accumulated_bytes": 8.0, "clip_bytes": 22.0}
+
+
+def with_units(stack: SoftwareStack, units: UnitPolicy) -> SoftwareStack:
+    """fivefold with the keys of a plan that change its flat units."""
+    narrow = _NARROW if units.grad_dtype == "bf16" else {}
+    return replace(stack, unit_bytes=units.size, prefetch=units.prefetch, **narrow)
+
+
 BY_KERNELS = {
     "eager": FIVEFOLD_EAGER,
     "compiled": FIVEFOLD,

@@ -58,19 +58,15 @@ def static_bytes(
     rank: int,
     *,
     itemsize: int,
-    grad_itemsize: int,
     optimizer: OptimizerName,
     offload: bool = False,
-    bucket: int | None = None,
     master: bool = False,
 ) -> StaticMemory:
     """Bytes of the weights, gradients and optimizer states of all stages of `rank`.
 
     Weights are full, but sharded under ZeRO-3 if the shard group has more than one rank. Gradients
-    are as the optimizer gets them, in the type of the weights; if data ranks reduce them in another
-    type, the reduced ones are counted too. States have the type of the weights. With `master`
-    weights, states are float32 too, and gradients exist once, in the type of the reduction. Offload
-    moves states, masters and sharded weights to host memory.
+    are in the type in which the plan sums them. States have the type of the weights; with `master`
+    weights, they are float32 too. Offload moves states, masters and sharded weights to host memory.
     """
     if plan.schedule.asynchronous:
         raise FivefoldError(
@@ -79,9 +75,10 @@ def static_bytes(
         )
     kind = OPTIMIZERS[optimizer]
     assert not kind.full_matrices, "the states of such an optimizer are not estimated"
+    grad_itemsize = plan.units.grad_itemsize(itemsize)
     found = [
         _of_unit(plan.layout, rank, unit, itemsize, grad_itemsize, kind, offload, master)
-        for chunk in chunks_of(plan, rank, itemsize, bucket)
+        for chunk in chunks_of(plan, rank, itemsize)
         for unit in chunk.units
     ]
     return StaticMemory(
@@ -112,18 +109,16 @@ def _of_unit(
         host, states, scalars, copies = states + scalars + copies, 0, 0, 0
         if frees:
             host, weights, weights_spare = host + (owned + spare) * itemsize, 0, 0
-    sums = itemsize if grad_itemsize == itemsize else itemsize + grad_itemsize
-    if master:
-        sums = grad_itemsize
-    elif (layout.edp if unit.expert else layout.dp * layout.cp) == 1:
+    alone = (layout.edp if unit.expert else layout.dp * layout.cp) == 1
+    if alone and grad_itemsize == itemsize:
         # A single rank leaves each gradient where backward made it: no flat buffer, no padding.
-        sums, spare = itemsize, 0
+        spare = 0
     return StaticMemory(
         weights=weights * itemsize,
-        gradients=owned * sums,
+        gradients=owned * grad_itemsize,
         optimizer=states,
         scalars=scalars,
-        padding=weights_spare * itemsize + spare * sums,
+        padding=weights_spare * itemsize + spare * grad_itemsize,
         host=host,
         master=copies,
     )

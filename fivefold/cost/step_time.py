@@ -305,12 +305,22 @@ def _data_collectives(work: LayerTimer, window: Array, compute: Array) -> Array:
     third = (grid.zero == 3) & sharded
     if not third.any():
         return once
-    grads, gathers, _ = _data_rings(work, layers * stack.gathers)
+    units = _num_units(work, layers)
+    grads, gathers, _ = _data_rings(work, units * stack.gathers)
     # A pipeline of fivefold gathers once per step: its microbatches are far apart.
     kept = (grid.pp > 1) & (memory_of_stack(stack.name).split == "balanced")
-    every = np.where(kept, gathers + m * grads, m * (2 * gathers + grads))
-    every = _not_hidden(every, m * compute * stack.gathers_hidden, every / layers / m)
-    return np.where(third, every, once)
+    fetched, scattered = np.where(kept, gathers, 2 * m * gathers), m * grads
+    hidden = fetched + scattered if stack.prefetch else scattered
+    shown = _not_hidden(hidden, m * compute * stack.gathers_hidden, hidden / units / m)
+    return np.where(third, shown if stack.prefetch else shown + fetched, once)
+
+
+def _num_units(work: LayerTimer, layers: Array) -> Array:
+    """How many flat units a rank gathers and reduces: its layers, unless a size is given."""
+    if work.stack.unit_bytes is None:
+        return layers
+    dense, experts = rank_parameters(work.shape, work.grid)
+    return np.maximum((dense + experts) * work.itemsize / work.stack.unit_bytes, 1.0)
 
 
 def _data_rings(work: LayerTimer, num_buckets: Array | float) -> tuple[Array, Array, Array]:

@@ -31,14 +31,16 @@ def make_updater(
     rank: int = 0,
     matrices: FullMatrices | None = None,
     full: Mapping[str, FullWeight] | None = None,
+    late: bool = False,
     block_bytes: int | None = None,
 ) -> Updater:
     """The updater of a recipe for the shards that a rank owns; gradients are on `device`.
 
     `master` makes float32 copies of narrower weights. `matrices` gathers full matrices for an
     optimizer that needs them, and `full` has the full weight of every shard by name; without these,
-    the rank owns full weights. `block_bytes` limits the states
-    that are updated at once where they are not on the device as they are computed with.
+    the rank owns full weights. `late`: gradients are converted and clipped when they are used, so
+    block by block. `block_bytes` limits the states that are updated at once where states or
+    gradients are not on the device as they are computed with.
     """
     if recipe.optimizer_kind.full_matrices:
         if recipe.offload != "none" or recipe.states != "fp32":
@@ -48,7 +50,7 @@ def make_updater(
             )
         make = pkgutil.resolve_name(recipe.optimizer_kind.factory)
         return make(recipe, owned, matrices or LocalMatrices(), master)
-    if recipe.offload == "none" and recipe.states == "fp32":
+    if recipe.offload == "none" and recipe.states == "fp32" and not late:
         return DeviceUpdater(recipe.optimizer, owned, recipe.lr, recipe.weight_decay, master)
     values = torch.float32 if master or not owned else owned[0].tensor.dtype
     assert recipe.states == "fp32" or values.itemsize >= 4, "bfloat16 states need wider weights"

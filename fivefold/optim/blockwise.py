@@ -1,4 +1,5 @@
-"""Updates block by block, for states that are offloaded or stored in bfloat16.
+"""Updates block by block, for states that are offloaded or stored in bfloat16, and for gradients
+that are.
 
 States are in a store: in memory on another device or of another dtype, or in a file. One block at a
 time is copied to the device, updated there by torch's own optimizer, and copied back.
@@ -30,6 +31,7 @@ from fivefold.optim.optimizer import (
     StateInMemory,
     StoredState,
     decays,
+    gradient_for,
     make_optimizer,
     with_states,
 )
@@ -200,7 +202,7 @@ class BlockwiseUpdater:
         plain = make_optimizer(self.name, pairs, self.lr, self.recipe.weight_decay, ADAM_EPS)
         optimizer = with_states(plain, self.name, values, states, self._counts(block))
         for each, part, value in zip(owned, block, values, strict=True):
-            value.grad = each.grad.reshape(-1)[part.start : part.stop]
+            value.grad = gradient_for(value, each, part.start)
         optimizer.step()
         for i, part in enumerate(block):
             for home in {id(one): one for one in (sources[i], weights[i])}.values():

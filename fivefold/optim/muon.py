@@ -21,7 +21,14 @@ from torch import Tensor
 
 from fivefold.core.recipe import Recipe
 from fivefold.cost.collectives import is_muon_weight
-from fivefold.optim.optimizer import MASTER, DeviceUpdater, OwnedWeight, StateInMemory, StoredState
+from fivefold.optim.optimizer import (
+    MASTER,
+    DeviceUpdater,
+    OwnedWeight,
+    StateInMemory,
+    StoredState,
+    gradient_for,
+)
 
 MOMENTUM = 0.95
 NUM_STEPS = 5
@@ -90,9 +97,10 @@ class Muon:
         updates: dict[int, Tensor] = {}
         for index, momentum in self.momenta.items():
             each = self.owned[index]
-            momentum.mul_(MOMENTUM).add_(each.grad)
+            gradient = gradient_for(momentum, each)
+            momentum.mul_(MOMENTUM).add_(gradient)
             # Updates are gathered and multiplied in the dtype of the weight.
-            updates[index] = each.grad.add(momentum, alpha=MOMENTUM).to(each.tensor.dtype)
+            updates[index] = gradient.add(momentum, alpha=MOMENTUM).to(each.tensor.dtype)
         for index, matrix in self.matrices.gather(updates):
             self._update(index, matrix)
 

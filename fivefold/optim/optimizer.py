@@ -43,6 +43,16 @@ class OwnedWeight(Protocol):
     def start(self) -> int: ...
     @property
     def grad(self) -> Tensor: ...
+    @property
+    def factor(self) -> Tensor | None:
+        """Multiplies the gradient, if it has not been clipped yet."""
+
+
+def gradient_for(value: Tensor, each: OwnedWeight, start: int = 0) -> Tensor:
+    """The clipped gradient of a value, whose elements begin at `start` of what is owned."""
+    part = each.grad.reshape(-1)[start : start + value.numel()]
+    found = part.to(value.device, value.dtype, non_blocking=True).view(value.shape)
+    return found if each.factor is None else found * each.factor
 
 
 class StoredState(Protocol):
@@ -170,7 +180,7 @@ class DeviceUpdater:
 
     def step(self) -> None:
         for each, value in zip(self.owned, self.values, strict=True):
-            value.grad = each.grad
+            value.grad = gradient_for(value, each)
         self.counts.fill_(self.count)
         self.optimizer.step()
         self.count += 1

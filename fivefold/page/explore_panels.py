@@ -17,7 +17,6 @@ from fivefold.core.layout import Extent, Layout
 from fivefold.core.machine import Machine
 from fivefold.core.plan import Plan
 from fivefold.core.precision import PRECISIONS
-from fivefold.cost.axis_collectives import wide_size
 from fivefold.cost.collectives import TrafficEntry, predict_traffic
 from fivefold.page import View
 from fivefold.page.explore_state import State
@@ -349,9 +348,8 @@ _HEADS: tuple[str, ...] = ("axis", "kind", "ranks", "calls", "GiB given", "GiB s
 def traffic_view(plan: Plan) -> View:
     """The traffic of rank 0 by axis and kind; for an asynchronous schedule, why there is none."""
     assert plan.machine is not None, "a state always names a machine"
-    itemsize = PRECISIONS[plan.precision].itemsize
     try:
-        found = predict_traffic(plan, 0, itemsize=itemsize, grad_itemsize=wide_size(itemsize))
+        found = predict_traffic(plan, 0, itemsize=PRECISIONS[plan.precision].itemsize)
     except FivefoldError as error:
         return {"headline": "not predicted", "refused": str(error), "rows": []}
     summed: defaultdict[tuple[str, str, int], list[TrafficEntry]] = defaultdict(list)

@@ -256,7 +256,8 @@ def _sizes(plan: Plan, setting: EstimateSetting, lengths: list[int]) -> dict[str
     for spans, group in by_stages.items():
         # The memory is computed with arrays: one call for all lengths, one row per length.
         rows: Any = np.array(group, float)[:, None]
-        total = peak_memory(*setting.arguments(plan.shape, grid, rows), spans=spans).total
+        job = setting.with_keys(plan.options).arguments(plan.shape, grid, rows)
+        total = peak_memory(*job, spans=spans).total
         sizes = np.broadcast_to(total, (len(group), len(RECOMPUTE)))
         for kind, column in zip(RECOMPUTE, sizes.T, strict=True):
             found[kind] |= dict(zip(group, map(float, column), strict=True))

@@ -33,7 +33,10 @@ HEADROOM = 0.05  # of the memory, as in `fivefold plan`
 KERNELS = "compiled"
 SCHEDULES = tuple(each.name for each in FAMILIES)
 CONTEXTS = get_args(ContextKind)
-ALSO = ("sp", "packed", "balance", "tp_keep", "gather", "ep_nodes", "stage_layers")
+ALSO = (
+    *("sp", "packed", "balance", "tp_keep", "gather", "ep_nodes", "stage_layers"),
+    *("grad_dtype", "unit_size", "prefetch"),
+)
 _COUNTS = {
     **dict.fromkeys(("gpus", "tp", "cp", "pp", "ep", "etp", "replicate", "chunks"), MOST_RANKS),
     **dict.fromkeys(("microbatch_size", "seq", "batch"), MOST_TOKENS),

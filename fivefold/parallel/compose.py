@@ -118,17 +118,15 @@ def compose(
     *,
     seed: int,
     dtype: torch.dtype,
-    grad_dtype: torch.dtype | None = None,
     offload: bool = False,
-    bucket: int | None = None,
-    master: bool = False,
+    as_summed: bool = True,
     disk: Path | None = None,
     fuse: Fuse = eager,
     instruments: Instruments | None = None,
 ) -> Job:
     """Build one rank: the rooms change the plain model of each of its stages one after the other,
     data parallelism shards the weights, and the pipeline drives the result. `fuse` makes the
-    kernels of all that is neither a GEMM nor attention."""
+    kernels of all that is neither a GEMM nor attention; `as_summed` as in `UnitOptions`."""
     watch, schedule = instruments or Instruments(), plan.schedule
     table, coord = by_name(plan.shape), plan.layout.coord(mesh.rank)
     shards = {
@@ -138,13 +136,14 @@ def compose(
     fill = partial(_first_values, table, shards, draw)
     options = UnitOptions(
         plan.layout.zero,
-        grad_dtype,
+        getattr(torch, plan.units.grad_format(dtype.itemsize)),
         offload,
         without_weights=frozenset({"embed"}),
         backward_follows=plan.layout.pp == 1,
         past_autograd=_splits(plan),
-        master=master,
+        as_summed=as_summed,
         disk=disk,
+        prefetch=plan.units.prefetch,
         on_collective=watch.on_unit,
     )
     balancing = Balancing(plan, mesh)
@@ -158,7 +157,7 @@ def compose(
         stage = Stage(number, plan, model, mesh, Phase(), queue, watch.routing, fuse)
         for apply in rooms:
             apply(stage)
-        units = units_of(plan, number, dtype.itemsize, bucket)
+        units = units_of(plan, number, dtype.itemsize)
         keeps_weights = not plan.gathers_each_time(layers)
         kept = replace(options, keeps_weights=keeps_weights, num_uses=model.num_uses())
         data = DataParallel(model, blocks_of(model), units, mesh, kept, fill, stage.phase)

@@ -14,8 +14,8 @@ Refuses  never by itself: any module can be sharded, given its blocks.
 
 Gradients are summed, never averaged: the loss is divided once, by the global number of tokens.
 The reduction of a unit starts when its last gradient is there, and overlaps the rest of the
-backward. Its gather is prefetched: it starts one unit before its use. The experts of a block, which
-are a unit of their own, are prefetched with the rest of it.
+backward. Its gather is prefetched: it starts one unit before its use, or as many as the plan says.
+The experts of a block, which are a unit of their own, are prefetched with the rest of it.
 """
 
 from __future__ import annotations
@@ -103,7 +103,10 @@ class DataParallel:
             after = order[place + 1] if place + 1 < len(order) else None
             passed = [unit for unit in self.units if unit.use.blocks[0] == after]
             following, before = (
-                [self.units[number] for number in prefetched(units, order, block, step)]
+                [
+                    self.units[number]
+                    for number in prefetched(units, order, block, step, options.prefetch)
+                ]
                 for step in (+1, -1)
             )
             self._hook(block, modules, following)

@@ -1,17 +1,11 @@
-"""One flat unit on one rank: the buffers of its weights and gradients, and what fills them.
-
-Weights that are offloaded to a disk lie in memory-mapped files.
-"""
+"""One flat unit on one rank: the buffers of its weights and gradients, and what fills them."""
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from weakref import WeakMethod, ref
 
@@ -19,65 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fivefold.core.errors import FivefoldError
 from fivefold.core.units import LocalWeight, Unit
 from fivefold.parallel.mesh import Issued, Mesh
-
-
-def on_disk(folder: Path, size: int, dtype: torch.dtype) -> Tensor:
-    """A tensor whose memory is an unlinked file in this folder.
-
-    Its blocks are reserved first: a disk that fills up later would kill the process silently.
-    """
-    num_bytes = max(1, size * dtype.itemsize)
-    try:
-        number, name = tempfile.mkstemp(prefix="weights-", dir=folder)
-    except OSError as error:
-        raise FivefoldError(f"offload to {folder}: {error.strerror}; give another folder") from None
-    try:
-        os.posix_fallocate(number, 0, num_bytes)
-        return torch.from_file(name, shared=True, size=size, dtype=dtype)
-    except OSError as error:
-        raise FivefoldError(
-            f"offload to {folder}: {error.strerror}, and {num_bytes:,} more bytes are needed; give "
-            "a folder with more room"
-        ) from error
-    finally:
-        os.close(number)
-        Path(name).unlink()
-
-
-@cache
-def _reader(process: int) -> ThreadPoolExecutor:
-    """Reads a block from the disk before its use, while another one computes; a forked process
-    needs its own, because threads do not survive the fork."""
-    return ThreadPoolExecutor(1, thread_name_prefix="fivefold-read")
-
-
-class _Reading:
-    """A copy that is under way in another thread."""
-
-    def __init__(self, copied: Future[Tensor]) -> None:
-        self.copied = copied
-
-    def wait(self) -> Tensor:
-        return self.copied.result()
-
-
-def reading(target: Tensor, source: Tensor) -> _Reading:
-    """Begin to copy what lies in a file, in order with the caller's stream."""
-    stream = torch.cuda.current_stream(target.device) if target.is_cuda else None
-    return _Reading(_reader(os.getpid()).submit(_copied, target, source, stream))
-
-
-def _copied(target: Tensor, source: Tensor, stream: torch.cuda.Stream | None) -> Tensor:
-    """In the reader's thread, which begins on device 0 and its default stream."""
-    if stream is None:
-        return target.copy_(source)
-    torch.cuda.set_device(stream.device)
-    with torch.cuda.stream(stream):
-        return target.copy_(source)
-
+from fivefold.parallel.offload import FileReading, on_disk, reading
 
 Places = Mapping[str, Sequence[tuple[nn.Module, str]]]
 """Where each weight sits: the modules that hold it, and under which attribute."""
@@ -99,11 +37,11 @@ class UnitOptions:
     step to its end; else they leave after each use, but those of the last block wait for its
     backward where `backward_follows` the forward of the same microbatch at once. `past_autograd`
     says that every gradient is given by name, and none by autograd, which would sum those of a
-    weight that a microbatch uses several times: so often as `num_uses` says, else once. With a
-    `master` the optimizer
-    has wider copies of the weights, and is given gradients in the type they are summed in. With a
-    folder on `disk`, stage 3 keeps weights in files there, also on one rank. `on_collective` hears
-    of every collective.
+    weight that a microbatch uses several times: so often as `num_uses` says, else once. The
+    optimizer is given gradients `as_summed`, in the type they are summed in, or in that of the
+    weights. With a folder on `disk`, stage 3 keeps weights in files there, also on one rank.
+    `prefetch` counts the units that stage 3 gathers ahead. `on_collective` hears of every
+    collective.
     """
 
     zero: int
@@ -114,8 +52,9 @@ class UnitOptions:
     backward_follows: bool = True
     past_autograd: bool = False
     num_uses: Mapping[str, int] = field(default_factory=dict[str, int])
-    master: bool = False
+    as_summed: bool = False
     disk: Path | None = None
+    prefetch: int = 1
     on_collective: UnitListener = unheard
 
 
@@ -133,19 +72,30 @@ class OwnedShard:
     """What the optimizer of this rank updates of one weight: all of it, or a flat shard that begins
     at element `start`.
 
-    The gradient is there after `Data.finish`, on the device, in the type of the weight or of its
-    master; a weight that is kept in host memory has it elsewhere than torch's own `grad` could be.
+    The gradient is there after `Data.finish`, on the device, in the type of the weight or in that
+    of its sum; a weight that is kept in host memory has it elsewhere than torch's own `grad` could
+    be. One that is `clipped_late`, because its type is narrow, is multiplied by `factor` when it is
+    used, and not in place.
     """
 
     row: LocalWeight
     tensor: Tensor
     start: int = 0
     gradient: Tensor | None = None
+    clipped_late: bool = False
+    factor: Tensor | None = None
 
     @property
     def grad(self) -> Tensor:
         assert self.gradient is not None, f"{self.row.name} has no gradient"
         return self.gradient
+
+    def clip(self, factor: Tensor) -> None:
+        """Multiply the gradient."""
+        if self.clipped_late:
+            self.factor = factor
+        else:
+            self.grad.mul_(factor)
 
 
 class FlatUnit:
@@ -159,7 +109,7 @@ class FlatUnit:
         self, unit: Unit, use: Use, places: Places, mesh: Mesh, options: UnitOptions, fill: Fill
     ) -> None:
         self.unit, self.use, self.mesh, self.options = unit, use, mesh, options
-        self.arriving: Issued | _Reading | None = None
+        self.arriving: Issued | FileReading | None = None
         self.summing: Issued | None = None
         self.gradients: Tensor | None = None  # of the full unit, from this rank's tokens
         self.sent: Tensor | None = None  # the same, while others read it
@@ -197,8 +147,8 @@ class FlatUnit:
     @property
     def collects(self) -> bool:
         """Whether gradients go through the flat buffer: there is somebody to sum with, or they
-        are summed over microbatches in a wider type than autograd's."""
-        kept_apart = self.options.master or self.options.disk is not None
+        are summed over microbatches in another type than autograd's."""
+        kept_apart = self.options.disk is not None or self.grad_dtype != self.full.dtype
         return self.mesh.size(self.unit.sum_axis) > 1 or kept_apart
 
     def _adopt(self, places: Places, fill: Fill) -> dict[str, nn.Parameter]:
@@ -227,14 +177,15 @@ class FlatUnit:
         return torch.empty(size, dtype=shard.dtype, pin_memory=shard.is_cuda).copy_(shard)
 
     def _owned(self) -> list[OwnedShard]:
+        late = self.options.as_summed and self.grad_dtype.itemsize < torch.float32.itemsize
         if not self.sliced and not self.sheds_weights:
             rows = [entry.row for entry in self.unit.entries]
-            return [OwnedShard(row, self.parameters[row.name]) for row in rows]
+            return [OwnedShard(row, self.parameters[row.name], clipped_late=late) for row in rows]
         low, starts = self.place * self.unit.shard_size, dict[str, int]()
         for entry in self.unit.entries:
             starts[entry.row.name] = max(0, low - entry.start)
         return [
-            OwnedShard(row, self.shard[start:stop].detach(), starts[row.name])
+            OwnedShard(row, self.shard[start:stop].detach(), starts[row.name], clipped_late=late)
             for row, start, stop in self.unit.owned(self.place)
         ]
 
@@ -377,7 +328,7 @@ class FlatUnit:
             self.summing.wait()
             self.summing = None
         assert self.gradient is not None
-        wanted = self.grad_dtype if self.options.master else self.shard.dtype
+        wanted = self.grad_dtype if self.options.as_summed else self.shard.dtype
         gradient = self.gradient.to(wanted)
         spans = {row.name: (start, stop) for row, start, stop in self.unit.owned(self.place)}
         for each in self.owned:
@@ -391,6 +342,6 @@ class FlatUnit:
         self.gradient, self.sent_last = None, False
         self.missing = self._expected()
         for each in self.owned:
-            each.gradient = each.tensor.grad = None
+            each.gradient = each.tensor.grad = each.factor = None
         if self.sliced and not self.sheds_weights:
             self._gather_from(self.shard)

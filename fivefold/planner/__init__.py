@@ -156,7 +156,7 @@ def plan_request(
         notes.append(f"estimated in {precision}; the runtime and the written plan have {runs_in}")
     options = replace(options, seq=seq, precision=runs_in)
     space = SearchSpace(shape, gpus, seq, batch, domain_sizes(machine), fixed)
-    return PlanRequest(options, shape, space, setting, tuple(notes))
+    return PlanRequest(options, shape, space, setting.with_keys(options), tuple(notes))
 
 
 def domain_sizes(machine: Machine) -> tuple[int, ...]:

@@ -20,7 +20,6 @@ from fivefold.core.layout import Layout
 from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.core.precision import PRECISIONS
 from fivefold.core.rules import divisors, problems
-from fivefold.cost.axis_collectives import wide_size
 from fivefold.cost.collectives import predict_traffic
 from fivefold.cost.grid import RECOMPUTE
 from fivefold.planner import PlanRequest, Progress, options_of
@@ -109,7 +108,7 @@ def _traffic(plan: Plan) -> tuple[StrategyTraffic, ...]:
     itemsize = PRECISIONS[plan.precision].itemsize
     counts: Counter[tuple[str, str]] = Counter()
     sizes: Counter[tuple[str, str]] = Counter()
-    for one in predict_traffic(plan, 0, itemsize=itemsize, grad_itemsize=wide_size(itemsize)):
+    for one in predict_traffic(plan, 0, itemsize=itemsize):
         counts[one.axis, one.kind] += one.count
         sizes[one.axis, one.kind] += one.count * one.bytes
     found = [

@@ -69,7 +69,7 @@ class MeasuredPasses(NamedTuple):
 def _job(plan: Plan, setting: EstimateSetting, offload: str = "none") -> CostArguments:
     """The arguments of cost functions for one plan."""
     grid = replace(grid_of_plan(plan), offload=np.array([float(OFFLOADS.index(offload))]))
-    return setting.arguments(plan.shape, grid, plan.batch.seq)
+    return setting.with_keys(plan.options).arguments(plan.shape, grid, plan.batch.seq)
 
 
 def simulate_step(

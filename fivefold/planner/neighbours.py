@@ -219,7 +219,8 @@ def _estimated(chosen: Estimate, variants: list[_Variant]) -> _VariantCosts:
     """Estimate all variants at once."""
     plan = chosen.plan
     grid = _grid(plan, variants, chosen.offload)
-    job = chosen.setting.arguments(plan.shape, grid, plan.batch.seq)
+    setting = chosen.setting.with_keys(plan.options)
+    job = setting.arguments(plan.shape, grid, plan.batch.seq)
     times, peak = step_time(*job), peak_memory(*job)
     count = (len(variants),)
     return _VariantCosts(

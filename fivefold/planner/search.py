@@ -16,11 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.core.machine import Machine
+from fivefold.core.plan import PlanOptions
 from fivefold.core.shape import Shape
+from fivefold.core.units import UnitPolicy
 from fivefold.cost.grid import OFFLOADS, Array, LayoutGrid
 from fivefold.cost.layer_time import LayerTimer
 from fivefold.cost.memory import PeakMemory, peak_memory
-from fivefold.cost.stack import SoftwareStack
+from fivefold.cost.stack import SoftwareStack, with_units
 from fivefold.cost.step_time import least_layer_seconds, step_time
 from fivefold.planner.space import LayoutBlock, SearchSpace, layout_blocks
 
@@ -42,6 +44,11 @@ class EstimateSetting:
     def arguments(self, shape: Shape, grid: LayoutGrid, seq: int) -> CostArguments:
         """The arguments of cost functions, in their order."""
         return shape, self.machine, self.stack, grid, seq, self.precision, self.imbalance
+
+    def with_keys(self, options: PlanOptions) -> EstimateSetting:
+        """The same with the keys of a plan that change the software."""
+        units = UnitPolicy.of(options.grad_dtype, options.unit_size, options.prefetch)
+        return replace(self, stack=with_units(self.stack, units))
 
     @property
     def capacity(self) -> float:

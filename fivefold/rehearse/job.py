@@ -83,7 +83,6 @@ def judged(
         predict_traffic,
         plan,
         itemsize=size,
-        grad_itemsize=max(4, size),
         matrices=plan.options.train.optimizer_kind.full_matrices,
     )
     predicted = {run.rank: predict(run.rank) for run in runs}

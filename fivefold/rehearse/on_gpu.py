@@ -72,8 +72,6 @@ class _MeasuredSteps:
             self.mesh,
             seed=0,
             dtype=dtype,
-            grad_dtype=torch.float32 if master else None,
-            master=master,
             fuse=compiled if plan.options.train.compiles("cuda") else eager,
             instruments=Instruments(actions=self.marks, routing=RoundRobin(plan, rank, imbalance)),
         )

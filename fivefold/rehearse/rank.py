@@ -217,15 +217,12 @@ class _RehearsalRun:
             self.updater = self._updater()
 
     def _compose(self, instruments: Instruments) -> Job:
-        master = self.dtype.itemsize < 4
         with self.meter.called(tracing.WEIGHTS):
             return compose(
                 self.plan,
                 self.mesh,
                 seed=0,
                 dtype=self.dtype,
-                grad_dtype=torch.float32 if master else None,
-                master=master,
                 fuse=Fused(self.meter, everything=self.plan.options.train.compiles("cuda")),
                 instruments=instruments,
             )
@@ -279,9 +276,9 @@ class _RehearsalRun:
 def _categories(plan: Plan, rank: int, dtype: torch.dtype) -> Callable[[Any, Tensor], str]:
     """Says what memory is for that an operator has made."""
     stages = plan.schedule.placement.stages_of(plan.layout.coord(rank).pp)
-    units = [unit for stage in stages for unit in units_of(plan, stage, dtype.itemsize, None)]
+    units = [unit for stage in stages for unit in units_of(plan, stage, dtype.itemsize)]
     gradients = {size for unit in units for size in (unit.size, unit.shard_size)}
-    grad_dtype = torch.float32 if dtype.itemsize < 4 else dtype
+    grad_dtype = getattr(torch, plan.units.grad_format(dtype.itemsize))
     vocabulary = padded_vocab(plan.shape.vocab, plan.layout.tp) // plan.layout.tp  # of this rank
 
     def category(func: Any, tensor: Tensor) -> str:

@@ -137,7 +137,6 @@ def _memory(plan: Plan, settings: TrainSettings, runs: list[TrainedRank]) -> Mem
             plan,
             rank,
             itemsize=settings.weights.itemsize,
-            grad_itemsize=_grad_size(settings),
             optimizer=recipe.optimizer,
             master=settings.master,
         )
@@ -147,10 +146,6 @@ def _memory(plan: Plan, settings: TrainSettings, runs: list[TrainedRank]) -> Mem
     worst = max(range(len(measured)), key=lambda rank: measured[rank].total)
     equal = sum(one == other for one, other in zip(measured, planned, strict=True))
     return MemoryMatch(worst, planned[worst], measured[worst], equal)
-
-
-def _grad_size(settings: TrainSettings) -> int:
-    return 4 if settings.master else settings.weights.itemsize
 
 
 def _matches(
@@ -172,7 +167,6 @@ def _planned_traffic(plan: Plan, settings: TrainSettings, rank: int) -> dict[str
         plan,
         rank,
         itemsize=settings.weights.itemsize,
-        grad_itemsize=_grad_size(settings),
         matrices=settings.recipe.optimizer_kind.full_matrices,
     )
     return traffic_by_axis(Counter({(e.axis, e.kind, e.bytes, e.group): e.count for e in listed}))

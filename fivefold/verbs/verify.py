@@ -26,7 +26,7 @@ from fivefold.verbs import (
     progress_bar,
     with_plan_options,
 )
-from fivefold.verify.compare import FORMULA, Dtype
+from fivefold.verify.compare import FORMULA, NARROW_FORMULA, Dtype
 
 if TYPE_CHECKING:
     from fivefold.verify.trial import VerifySettings, VerifyVerdict
@@ -53,16 +53,6 @@ def run(
     offload: Annotated[
         str, typer.Option(help="Offload weights and optimizer states: none or cpu.")
     ] = "none",
-    grad_dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="Type of gradient reductions over data ranks (default: float32 or wider)."
-        ),
-    ] = None,
-    bucket_mb: Annotated[
-        float | None,
-        typer.Option(help="Size of a flat unit in MB (default: blocks, merged up to 25)."),
-    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of weights and tokens.")] = 0,
     device: Annotated[
         str, typer.Option(help="cpu, or cuda: processes take the GPUs in turn.")
@@ -80,15 +70,11 @@ def run(
             "bfloat16 rounds the router scores so much that layouts choose different experts: "
             "verify a model with experts in float64 or float32"
         )
-    if bucket_mb is not None:
-        bucket_mb = above("bucket-mb", bucket_mb, 0.0)
     chosen = {
         "dtype": one_of("dtype", dtype, get_args(Dtype)),
-        "grad_dtype": grad_dtype and one_of("grad-dtype", grad_dtype, get_args(Dtype)),
         "steps": above("steps", steps, 0),
         "optimizer": one_of("optimizer", optimizer, _OPTIMIZERS),
         "offload": one_of("offload", offload, ("none", "cpu")) == "cpu",
-        "bucket": None if bucket_mb is None else max(1, int(bucket_mb * 1e6)),
         "seed": above("seed", seed, -1),
         "device": device,
         "backend": asked_backend(backend),
@@ -229,6 +215,7 @@ def render(plan: Plan, settings: VerifySettings, table: dict[str, Any]) -> str:
             for name, word in _WORDS.items()
         ),
         f"tolerance: {FORMULA}",
+        *([NARROW_FORMULA] if plan.units.grad_dtype == "bf16" else []),
         "",
         *_traffic_lines(table["traffic"]),
         "",

@@ -26,9 +26,15 @@ Dtype = Literal["float64", "float32", "bfloat16"]
 # Below this share of the model's largest value a parameter's own size says nothing.
 _FLOOR = 1e-3
 _SAFETY = 8
+_DEVIATIONS = 5
+_OF_GRADIENTS = ("grad_err", "norm_err", "clip_err")
 FORMULA = (
     f"{_SAFETY} · eps · √(layers · longest sum); "
     "weights, and all of asynchronous runs: · (1 + steps · gain)"
+)
+NARROW_FORMULA = (
+    f"bf16 gradients add {_DEVIATIONS} · eps of bf16 · √(microbatches · data ranks / 6): "
+    "to gradients · (1 + steps · gain), to loss and weights · steps · gain"
 )
 
 Call = tuple[str, str, int, int]
@@ -67,7 +73,13 @@ class Traffic(NamedTuple):
 
 
 def tolerances(
-    shape: Shape, batch: Batch, dtype: Dtype, steps: int, gain: float, drifts: bool = False
+    shape: Shape,
+    batch: Batch,
+    dtype: Dtype,
+    steps: int,
+    gain: float,
+    drifts: bool = False,
+    narrow_terms: int = 0,
 ) -> dict[str, float]:
     """The largest error of each kind that rounding explains.
 
@@ -76,13 +88,22 @@ def tolerances(
     much of a change of a gradient an optimizer can pass on to the weight in one step. A run that
     `drifts` computes losses and gradients on weights of many steps that nothing has clipped: they
     may be as wrong as these.
+
+    `narrow_terms` is how many terms of a gradient are summed in bfloat16. Each is rounded when it
+    is made and when it is added; one rounding has a standard deviation of eps / √12. The weights of
+    later steps have seen them, and so have their losses.
     """
     longest = max(shape.width, shape.ffn, shape.vocab, batch.tokens)
     terms = shape.layers * (1 if dtype == "bfloat16" else longest)
     base = _SAFETY * FORMATS[dtype].epsilon * math.sqrt(terms)
-    kinds = ("loss_err", "grad_err", "norm_err", "clip_err")
     of_weights = base * (1 + steps * gain)
-    return {**dict.fromkeys(kinds, of_weights if drifts else base), "weight_err": of_weights}
+    found = dict.fromkeys(("loss_err", *_OF_GRADIENTS), of_weights if drifts else base)
+    rounded = _DEVIATIONS * FORMATS["bfloat16"].epsilon * math.sqrt(2 * narrow_terms / 12)
+    passed_on = rounded * steps * gain
+    return {
+        name: most + passed_on + (rounded if name in _OF_GRADIENTS else 0.0)
+        for name, most in {**found, "weight_err": of_weights}.items()
+    }
 
 
 def relative(found: float, truth: float) -> float:

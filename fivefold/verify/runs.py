@@ -43,21 +43,14 @@ class VerifySettings:
     """
 
     dtype: Dtype = "float64"
-    grad_dtype: Dtype | None = None  # None: float64 for float64, else float32
     steps: int = 2
     optimizer: OptimizerName = "adamw"
     offload: bool = False
-    bucket: int | None = None  # bytes
     seed: int = 0
     empty_rank: int | None = None
     device: Device = "cpu"
     backend: Backend = "gloo"
     compiled: bool = False
-
-    @property
-    def summed_in(self) -> Dtype:
-        """The type in which data ranks sum gradients."""
-        return self.grad_dtype or ("float64" if self.dtype == "float64" else "float32")
 
 
 def num_microbatches(plan: Plan, settings: VerifySettings) -> int:
@@ -147,9 +140,8 @@ def run_rank(worker: Worker, plan: Plan, settings: VerifySettings) -> VerifiedRa
             mesh,
             seed=settings.seed,
             dtype=getattr(torch, settings.dtype),
-            grad_dtype=getattr(torch, settings.summed_in),
             offload=settings.offload,
-            bucket=settings.bucket,
+            as_summed=False,
             fuse=compiled if settings.compiled else eager,
             instruments=Instruments(actions=phases, on_phase=phases.say, on_unit=phases.note),
         )

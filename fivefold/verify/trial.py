@@ -6,11 +6,10 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import torch
-
 from fivefold.core import weights
 from fivefold.core.groups import Topology, all_groups
 from fivefold.core.plan import Plan
+from fivefold.core.precision import FORMATS
 from fivefold.cost import collectives
 from fivefold.cost.collectives import UNEVEN_AXES, least_traffic_share
 from fivefold.launch.processes import Pool
@@ -55,6 +54,7 @@ def judge(
         settings.steps,
         gain,
         drifts=plan.schedule.asynchronous,
+        narrow_terms=_narrow_terms(plan),
     )
     errors = dict.fromkeys(tolerance, 0.0)
     off: set[str] = set()
@@ -81,6 +81,13 @@ def judge(
     return VerifyVerdict(errors, tolerance, traffic, diverges_at, disorder)
 
 
+def _narrow_terms(plan: Plan) -> int:
+    """How many terms of a gradient are summed in bfloat16: one for each microbatch and
+    data rank."""
+    terms = plan.batch.microbatches * plan.layout.dp * plan.layout.cp
+    return terms if plan.units.grad_dtype == "bf16" else 0
+
+
 def _disorder(plan: Plan, runs: list[VerifiedRank]) -> str | None:
     """The first group whose ranks gather or reduce flat units in different orders."""
     topology = Topology.of(plan)
@@ -95,16 +102,14 @@ def _disorder(plan: Plan, runs: list[VerifiedRank]) -> str | None:
 
 def _traffic(plan: Plan, settings: VerifySettings, runs: list[VerifiedRank]) -> list[list[Traffic]]:
     found: list[list[Traffic]] = []
-    sizes = {
-        "itemsize": getattr(torch, settings.dtype).itemsize,
-        "grad_itemsize": getattr(torch, settings.summed_in).itemsize,
-        "bucket": settings.bucket,
-    }
+    itemsize = FORMATS[settings.dtype].itemsize
     for rank, run in enumerate(runs):
         if plan.schedule.asynchronous:
-            listed = collectives.predict_async_traffic(plan, rank, settings.steps, **sizes)
+            listed = collectives.predict_async_traffic(
+                plan, rank, settings.steps, itemsize=itemsize
+            )
         else:
-            listed = collectives.predict_traffic(plan, rank, **sizes)
+            listed = collectives.predict_traffic(plan, rank, itemsize=itemsize)
         predicted: Counter[Call] = Counter(
             {(each.axis, each.kind, each.bytes, each.group): each.count for each in listed}
         )

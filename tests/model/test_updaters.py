@@ -43,6 +43,7 @@ class Weight:
     tensor: Tensor
     grad: Tensor
     start: int = 0
+    factor: Tensor | None = None
 
 
 def some_weights(dtype: torch.dtype = torch.float32, block: str = "blocks.0") -> list[Weight]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 
 from fivefold.core.errors import FivefoldError
 from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.core.units import OwnedRange, Unit
+from fivefold.core.units import OwnedRange, Unit, UnitPolicy
 from fivefold.core.weights import Box, WeightShard, boxes_of, by_name, shard_of, weights, whole_box
 from fivefold.cost.collectives import owned_shards, units_of
 
@@ -45,13 +46,11 @@ def planned(model: str, degrees: dict[str, int], zero: int, schedule: str | None
         return None  # no layout of this model
 
 
-def owned(
-    plan: Plan, rank: int, bucket: int | None
-) -> Iterator[tuple[str, WeightShard, OwnedRange, int]]:
+def owned(plan: Plan, rank: int) -> Iterator[tuple[str, WeightShard, OwnedRange, int]]:
     """What a rank owns of each weight, where it begins in it, and its name in the whole model."""
     layout, table = plan.layout, by_name(plan.shape)
     for stage in plan.schedule.placement.stages_of(layout.coord(rank).pp):
-        for unit in units_of(plan, stage, 4, bucket):
+        for unit in units_of(plan, stage, 4):
             for part in owned_shards(layout, rank, [unit]):
                 weight = table[part[0].name]
                 held = shard_of(weight, plan.shape, layout, layout.coord(rank))
@@ -99,14 +98,15 @@ def in_box(whole: NDArray[Any], box: Box) -> NDArray[Any]:
     degrees=LAYOUTS,
     zero=st.sampled_from([0, 1, 3]),
     schedule=st.sampled_from([None, "dualpipe", "zb-v"]),
-    bucket=st.sampled_from([None, 1, 50_000]),
+    unit_bytes=st.sampled_from([None, 1, 50_000]),
 )
 def test_the_ranks_together_hold_every_element_as_often_as_there_are_copies(
-    model: str, degrees: dict[str, int], zero: int, schedule: str | None, bucket: int | None
+    model: str, degrees: dict[str, int], zero: int, schedule: str | None, unit_bytes: int | None
 ) -> None:
     plan = planned(model, degrees, zero, schedule)
     assume(plan is not None and plan.layout.world <= 32)
     assert plan is not None
+    plan = replace(plan, units=UnitPolicy(size=unit_bytes))
     table = {weight.name: weight for weight in weights(plan.shape)}
     whole = {
         name: np.arange(weight.numel, dtype=np.int32).reshape(weight.shape)
@@ -116,7 +116,7 @@ def test_the_ranks_together_hold_every_element_as_often_as_there_are_copies(
     offsets: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = {}
     wanted: dict[str, int] = {}
     for rank in range(plan.layout.world):
-        for name, held, (row, low, high), start in owned(plan, rank, bucket):
+        for name, held, (row, low, high), start in owned(plan, rank):
             flat = cut(whole[name], row.shape, held).ravel()[start : start + high - low]
             boxes = boxes_of(table[name].shape, held, row.shape, start, start + high - low)
             assert len(boxes) <= 2 * len(row.shape) - 1

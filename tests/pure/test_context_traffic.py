@@ -27,7 +27,7 @@ def plan_of(layout: str, context: str, model: str = "llama-3.1-8b", **options: o
 
 def traffic(plan: Plan, rank: int = 0, *axes: str) -> list[TrafficEntry]:
     """The entries of some axes, those of attention if none is named, in bf16."""
-    found = predict_traffic(plan, rank, itemsize=2, grad_itemsize=2)
+    found = predict_traffic(plan, rank, itemsize=2)
     return [each for each in found if each.axis in (axes or ("ring", "ulysses"))]
 
 
@@ -81,7 +81,7 @@ def test_rings_on_four(context: str, forward: int, home: int) -> None:
 
 
 def test_in_float64_gradients_are_not_wider() -> None:
-    found = predict_traffic(plan_of("cp=2", "zigzag"), 0, itemsize=8, grad_itemsize=8)
+    found = predict_traffic(plan_of("cp=2", "zigzag"), 0, itemsize=8)
     sent = [each for each in found if (each.axis, each.kind) == ("ring", "send")]
     assert sent == [TrafficEntry("ring", "send", 4 * LAYERS, 4 * KV // 2, 2)]
 

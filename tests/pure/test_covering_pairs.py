@@ -127,7 +127,7 @@ def carried_out(name: str, value: Value, axis: str, degree: int) -> tuple[object
         plan.split.rank_tokens(plan.padded_seq, coord) for coord in range(plan.layout.cp)
     )
     # Of a schedule the order says it all; the traffic of an asynchronous one is no step's.
-    moved = () if name == "schedule" else predict_traffic(plan, 0, itemsize=8, grad_itemsize=8)
+    moved = () if name == "schedule" else predict_traffic(plan, 0, itemsize=8)
     return repr(plan.schedule), tokens, moved
 
 

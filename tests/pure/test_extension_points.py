@@ -72,7 +72,7 @@ def planned(*words: str) -> dict[str, Any]:
 
 
 def traffic(plan: Plan) -> set[tuple[str, str]]:
-    found = predict_traffic(plan, 0, itemsize=2, grad_itemsize=4)
+    found = predict_traffic(plan, 0, itemsize=2)
     return {(entry.axis, entry.kind) for entry in found}
 
 

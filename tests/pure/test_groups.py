@@ -11,7 +11,6 @@ from fivefold.core import groups, machine
 from fivefold.core.groups import Topology, communicators, communicators_of, rank_order
 from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.core.precision import PRECISIONS
-from fivefold.cost.axis_collectives import wide_size
 from fivefold.cost.collectives import predict_traffic
 
 PLANS = [
@@ -29,7 +28,7 @@ PLANS = [
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: str(plan.layout))
 def test_a_group_is_as_large_as_its_calls_say(plan: Plan) -> None:
     itemsize = PRECISIONS[plan.precision].itemsize
-    listed = predict_traffic(plan, 0, itemsize=itemsize, grad_itemsize=wide_size(itemsize))
+    listed = predict_traffic(plan, 0, itemsize=itemsize)
     assert listed
     for entry in listed:
         pair = groups.DIMENSIONS.get(entry.axis) == "pp"  # a message, and twins, are of two ranks
@@ -65,11 +64,7 @@ def test_a_part_of_an_axis_may_have_faster_links_than_the_whole() -> None:
 
 
 def test_every_group_of_core_serves_a_dimension() -> None:
-    seen = {
-        entry.axis
-        for plan in PLANS
-        for entry in predict_traffic(plan, 0, itemsize=2, grad_itemsize=4)
-    }
+    seen = {entry.axis for plan in PLANS for entry in predict_traffic(plan, 0, itemsize=2)}
     assert seen - {"world"} <= groups.DIMENSIONS.keys()
     assert {"replica", "ring", "ulysses", "ep-near", "ep-far", "twin", "row"} <= seen
 
@@ -97,7 +92,7 @@ def test_a_rank_has_communicators_for_what_it_sends(
     plan = resolve(PlanOptions(model, layout=layout, **words), small=True)
     topology = Topology.of(plan)
     for rank in range(plan.layout.world):
-        traffic = predict_traffic(plan, rank, itemsize=4, grad_itemsize=4)
+        traffic = predict_traffic(plan, rank, itemsize=4)
         mine = communicators_of(topology, rank)
         assert {each.role for each in mine} == {entry.axis for entry in traffic}
         others = [each for each in mine if not each.channels]

@@ -35,18 +35,16 @@ def name_of(case: dict[str, str]) -> str:
 def test_frames_move_and_hold_what_the_core_says(case: dict[str, str]) -> None:
     """Not a byte more or less than the lists that runs are held against."""
     plan, view = data.plan_of(case), data.view(case)
-    bucket = data.bucket_of(case["model"])
     moves = [move for frame in view["frames"] for move in frame["moves"]]
     calls = Counter((move["axis"], move["kind"], move["bytes"], move["group"]) for move in moves)
-    sizes = {"itemsize": ITEMSIZE, "grad_itemsize": GRAD_ITEMSIZE}
-    assert traffic_entries(calls.items()) == predict_traffic(plan, 0, **sizes, bucket=bucket)
+    assert traffic_entries(calls.items()) == predict_traffic(plan, 0, itemsize=ITEMSIZE)
     assert view["frames"][-1]["sent"] == view["stages"][int(case["zero"])]["sent"]
     (norm,) = [frame for frame in view["frames"] if frame["phase"] == "norm"]
-    ledger = [data.static_memory(plan, case["model"], rank) for rank in range(plan.layout.dp)]
+    ledger = [data.static_memory(plan, rank) for rank in range(plan.layout.dp)]
     assert norm["live"] == [one.device for one in ledger]
     slices = min(frame["held"]["weights"] for frame in view["frames"])
     gathered = max(frame["held"]["weights"] - slices for frame in view["frames"])
-    assert gathered == gathered_bytes(plan, 0, ITEMSIZE, data.bucket_of(case["model"]))
+    assert gathered == gathered_bytes(plan, 0, ITEMSIZE)
     assert view["frames"][-1]["peak"] == [
         max(frame["live"][rank] for frame in view["frames"]) for rank in range(plan.layout.dp)
     ]

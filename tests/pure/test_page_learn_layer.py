@@ -81,7 +81,7 @@ def test_uses_are_all_that_core_lists_and_no_more() -> None:
         PlanOptions("mixtral-8x7b", "dp=8 pp=2 ep=4", ep_nodes=2, zero=0),
     ]
     for wish in options:
-        listed = predict_traffic(resolve(wish), 0, itemsize=2, grad_itemsize=4)
+        listed = predict_traffic(resolve(wish), 0, itemsize=2)
         assert {(e.kind, e.axis) for e in listed if e.kind != "recv"} <= set(PAYLOADS)
     shown = [
         (kind, use["axis"])
@@ -106,7 +106,7 @@ def test_one_layer_moves_its_share_of_a_whole_step(context: str, sp: str) -> Non
     inside = ("ring", "ulysses", "ep", "ep-near", "ep-far", "etp")
     step = {
         Collective(each.axis, each.kind, each.bytes, each.group): each.count
-        for each in predict_traffic(plan, 0, itemsize=2, grad_itemsize=4)
+        for each in predict_traffic(plan, 0, itemsize=2)
     }
     one = {call: count for call, count in wires(view).items() if call.axis in inside}
     assert one
@@ -194,7 +194,7 @@ def test_the_landscape_ends_at_the_whole_plan() -> None:
     view = landscape.view({**given, "zero": "3"})
     options = PlanOptions("mixtral-8x7b", "dp=4 cp=2 tp=2 pp=2 ep=4", zero=3, seq=4096, batch=32)
     plan, end = resolve(options), view["frames"][-1]
-    static = static_bytes(plan, 0, itemsize=2, grad_itemsize=4, optimizer="adamw", master=True)
+    static = static_bytes(plan, 0, itemsize=2, optimizer="adamw", master=True)
     holds = {
         "batch": 32 // 4,
         "sequence": 4096 // 2,
@@ -211,7 +211,7 @@ def test_the_landscape_ends_at_the_whole_plan() -> None:
     for row in view["rows"]:
         first = view["frames"][0]["holds"][row["name"]]
         assert prod(view["factors"][row["name"]]) * first == pytest.approx(holds[row["name"]])
-    listed = predict_traffic(plan, 0, itemsize=2, grad_itemsize=4)
+    listed = predict_traffic(plan, 0, itemsize=2)
     for move in end["moves"]:
         same = [e for e in listed if (e.axis, e.kind) == (move["axis"], move["kind"])]
         assert move["bytes"] == sum(each.count * each.bytes for each in same)

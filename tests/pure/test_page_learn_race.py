@@ -276,7 +276,7 @@ def test_bytes_of_an_even_load_are_those_of_core(ep: int, model: str) -> None:
     options = PlanOptions(model, layout=f"dp={ep} ep={ep}", seq=expert.TOKENS, microbatches=1)
     rows = [
         entry.bytes
-        for entry in predict_traffic(resolve(options), 0, itemsize=2, grad_itemsize=2)
+        for entry in predict_traffic(resolve(options), 0, itemsize=2)
         if entry.axis == "ep" and entry.bytes != 8 * expert.EXPERTS
     ]
     assert rows == [view["numbers"]["sent_bytes"][0]]

@@ -121,7 +121,7 @@ def test_states_are_what_the_runtime_counts(
     per_stage = plan.layout.world // plan.layout.pp
     stages = [range(pp * per_stage, (pp + 1) * per_stage) for pp in range(plan.layout.pp)]
     counted = [
-        [static_bytes(plan, rank, itemsize=4, grad_itemsize=4, optimizer="adamw") for rank in ranks]
+        [static_bytes(plan, rank, itemsize=4, optimizer="adamw") for rank in ranks]
         for ranks in (stages[0], stages[-1])
     ]
     for parts, ranks in zip((found.first, found.last), counted, strict=True):

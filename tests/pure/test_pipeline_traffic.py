@@ -23,7 +23,7 @@ A = 1024 * 4096 * 2  # bytes of its activations: one sequence of 1,024 tokens in
 
 
 def plan_of(layout: str, model: str = "llama-3.1-8b", **options: object) -> Plan:
-    said = {"seq": 1024, **options}
+    said = {"seq": 1024, "grad_dtype": "bf16", **options}
     return resolve(PlanOptions(model, layout=layout, **said))  # pyright: ignore
 
 
@@ -33,7 +33,7 @@ def tiny(layout: str, **options: object) -> Plan:
 
 def traffic(plan: Plan, rank: int, *axes: str) -> list[TrafficEntry]:
     """The entries of some axes (all of them if none is named), in bf16."""
-    found = predict_traffic(plan, rank, itemsize=2, grad_itemsize=2)
+    found = predict_traffic(plan, rank, itemsize=2)
     return [each for each in found if not axes or each.axis in axes]
 
 
@@ -188,7 +188,7 @@ jobs = st.fixed_dictionaries(
         "zero": st.integers(0, 3),
         "gather": st.sampled_from(["step", "microbatch"]),
         "tied": st.sampled_from(["true", "false"]),
-        "bucket": st.none() | st.sampled_from([1, 30_000]),
+        "unit_size": st.none() | st.sampled_from([1e-6, 0.03]),
     }
 )
 
@@ -201,14 +201,11 @@ def test_ranks_agree_on_what_they_do_together(job: dict[str, object]) -> None:
         schedule=job["schedule"],
         zero=job["zero"],
         gather=job["gather"],
+        unit_size=job["unit_size"],
         set={"tied": job["tied"], "vocab": "251"},
     )
     layout = plan.layout
-    bucket = job["bucket"]
-    found = [
-        predict_traffic(plan, rank, itemsize=2, grad_itemsize=4, bucket=bucket)  # pyright: ignore
-        for rank in range(layout.world)
-    ]
+    found = [predict_traffic(plan, rank, itemsize=2) for rank in range(layout.world)]
     for axis in ("tp", "fsdp", "replicate", "dp-cp"):
         for group in layout.groups(axis):
             mine = [[each for each in found[rank] if each.axis == axis] for rank in group]
@@ -225,7 +222,7 @@ def test_ranks_agree_on_what_they_do_together(job: dict[str, object]) -> None:
 def test_bytes_of_a_pipeline_are_those_of_one_device_and_its_copies() -> None:
     def weights(plan: Plan) -> list[int]:
         ranks = range(plan.layout.world)
-        how = {"itemsize": 2, "grad_itemsize": 2, "optimizer": "adamw"}
+        how = {"itemsize": 2, "optimizer": "adamw"}
         return [static_bytes(plan, rank, **how).weights for rank in ranks]  # pyright: ignore
 
     layers = "9,9,8,6"

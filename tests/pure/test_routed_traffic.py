@@ -24,7 +24,7 @@ def plan_of(layout: str, **options: object) -> Plan:
 
 
 def traffic(plan: Plan, *axes: str) -> list[TrafficEntry]:
-    found = predict_traffic(plan, 0, itemsize=2, grad_itemsize=2)
+    found = predict_traffic(plan, 0, itemsize=2)
     return [each for each in found if each.axis in axes]
 
 

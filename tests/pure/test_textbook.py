@@ -12,9 +12,10 @@ from fivefold.cost.collectives import predict_traffic
 
 def moved(zero: int) -> float:
     """Elements that a data rank's group moves in a step of one microbatch, over the parameters."""
-    plan = resolve(PlanOptions("llama-3.1-8b", layout="dp=8", zero=zero, microbatches=1))
+    keys = {"zero": zero, "microbatches": 1, "grad_dtype": "bf16"}
+    plan = resolve(PlanOptions("llama-3.1-8b", layout="dp=8", **keys))  # pyright: ignore
     total = 0
-    for entry in predict_traffic(plan, 0, itemsize=2, grad_itemsize=2):
+    for entry in predict_traffic(plan, 0, itemsize=2):
         if entry.axis == "fsdp":
             whole = entry.bytes * (entry.group if entry.kind == "all_gather" else 1)
             total += entry.count * whole // 2

@@ -19,11 +19,13 @@ VOCABULARY = 128_256 * 4096  # its embedding; its head is as large
 
 
 def plan_of(model: str, layout: str, **options: object) -> Plan:
-    return resolve(PlanOptions(model, layout=layout, **options))  # pyright: ignore
+    """Gradients are summed in bf16, as in the paper of ZeRO, unless something else is said."""
+    said = {"grad_dtype": "bf16", **options}
+    return resolve(PlanOptions(model, layout=layout, **said))  # pyright: ignore
 
 
 def bf16_traffic(plan: Plan, rank: int = 0) -> tuple[TrafficEntry, ...]:
-    return predict_traffic(plan, rank, itemsize=2, grad_itemsize=2)
+    return predict_traffic(plan, rank, itemsize=2)
 
 
 def moved(found: tuple[TrafficEntry, ...]) -> int:
@@ -121,20 +123,16 @@ def test_what_is_recorded_is_listed_alike() -> None:
 
 def test_the_list_is_json_where_there_is_one() -> None:
     plan = plan_of("tiny", "dp=2 tp=2")
-    summed_in_float32 = predict_traffic(plan, 0, itemsize=2, grad_itemsize=4)
-    assert json.loads(json.dumps(traffic_json(plan))) == [
-        asdict(each) for each in summed_in_float32
-    ]
+    listed = [asdict(each) for each in bf16_traffic(plan)]
+    assert json.loads(json.dumps(traffic_json(plan))) == listed
     assert traffic_json(plan_of("llama-4-maverick", "dp=2")) is None
     assert traffic_json(plan_of("tiny", "pp=2", schedule="pipedream")) is None
     with pytest.raises(FivefoldError, match="is asynchronous"):
         bf16_traffic(plan_of("tiny", "pp=2", schedule="pipedream-2bw"))
 
 
-def static(plan: Plan, rank: int = 0, *, grads: int = 2, offload: bool = False) -> StaticMemory:
-    return static_bytes(
-        plan, rank, itemsize=2, grad_itemsize=grads, optimizer="adamw", offload=offload
-    )
+def static(plan: Plan, rank: int = 0, *, offload: bool = False) -> StaticMemory:
+    return static_bytes(plan, rank, itemsize=2, optimizer="adamw", offload=offload)
 
 
 @pytest.mark.parametrize(
@@ -158,8 +156,11 @@ def test_offload_takes_states_and_sliced_weights_from_the_device() -> None:
     alone = static(plan_of("llama-3.1-8b", "dp=1"), offload=True)
     assert (alone.device, alone.host) == ((2 + 2) * LLAMA_8B, 4 * LLAMA_8B + scalars)
     plan = plan_of("llama-3.1-8b", "dp=8", zero=3)
-    ranks = [static(plan, rank, grads=4, offload=True) for rank in range(8)]
-    assert sum(each.device for each in ranks) == (4 + 2) * LLAMA_8B
+    ranks = [static(plan, rank, offload=True) for rank in range(8)]
+    assert sum(each.device for each in ranks) == 2 * LLAMA_8B
+    wide = plan_of("llama-3.1-8b", "dp=8", zero=3, grad_dtype="fp32")
+    ranks = [static(wide, rank, offload=True) for rank in range(8)]
+    assert sum(each.device for each in ranks) == 4 * LLAMA_8B
     scalars = sum(static(plan, rank).scalars for rank in range(8))
     assert sum(each.host for each in ranks) == (2 + 4) * LLAMA_8B + scalars
 
@@ -170,17 +171,17 @@ def test_offload_takes_states_and_sliced_weights_from_the_device() -> None:
     shard=st.integers(1, 5),
     zero=st.integers(0, 3),
     tied=st.booleans(),
-    bucket=st.one_of(st.none(), st.integers(1, 300_000)),
+    size=st.one_of(st.none(), st.floats(1e-6, 0.3)),
 )
 def test_every_weight_is_owned_once_in_each_replica(
-    replicate: int, shard: int, zero: int, tied: bool, bucket: int | None
+    replicate: int, shard: int, zero: int, tied: bool, size: float | None
 ) -> None:
     layout = f"dp={replicate}x{shard}"
-    plan = plan_of("tiny", layout, zero=zero, set={"tied": str(tied).lower(), "vocab": "251"})
+    changes = {"tied": str(tied).lower(), "vocab": "251"}
+    plan = plan_of("tiny", layout, zero=zero, unit_size=size, set=changes)
     alone = static(plan_of("tiny", "dp=1", set=plan.options.set))
     ranks = [
-        static_bytes(plan, rank, itemsize=2, grad_itemsize=2, optimizer="adamw", bucket=bucket)
-        for rank in range(plan.layout.world)
+        static_bytes(plan, rank, itemsize=2, optimizer="adamw") for rank in range(plan.layout.world)
     ]
     owners = replicate if zero else replicate * shard
     assert sum(each.optimizer for each in ranks) == owners * alone.optimizer

@@ -12,11 +12,10 @@ from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.core.recipe import Recipe
 from fivefold.launch.processes import Pool, Worker
 from fivefold.model.batch import NOT_COUNTED, TokenBatch
-from fivefold.optim import make_updater
 from fivefold.optim.optimizer import Updater
 from fivefold.parallel.compose import Job, compose
 from fivefold.parallel.mesh import Mesh
-from fivefold.step import step
+from fivefold.step import step, updater_of
 
 STEPS = 2  # the second one finds optimizer states, and whatever the first one left behind
 
@@ -26,18 +25,12 @@ class Setup:
     """What a job is made of besides its plan."""
 
     dtype: torch.dtype = torch.float32
-    grad_dtype: torch.dtype | None = None
     optimizer: Literal["adamw", "sgd"] = "adamw"
     offload: bool = False
-    bucket: int | None = None
 
     @property
     def itemsize(self) -> int:
         return self.dtype.itemsize
-
-    @property
-    def grad_itemsize(self) -> int:
-        return (self.grad_dtype or self.dtype).itemsize
 
 
 def small_plan(layout: str, changes: dict[str, str] | None = None, **options: Any) -> Plan:
@@ -64,13 +57,11 @@ def _steps(worker: Worker, plan: Plan, setup: Setup, watch: Watch) -> Any:
             mesh,
             seed=0,
             dtype=setup.dtype,
-            grad_dtype=setup.grad_dtype,
             offload=setup.offload,
-            bucket=setup.bucket,
         )
         offload = "cpu" if setup.offload else "none"
         recipe = Recipe(optimizer=setup.optimizer, lr=1e-2, offload=offload)
-        optimizer = make_updater(recipe, job.owned, mesh.device)
+        optimizer = updater_of(job, recipe)
         look = watch(job, optimizer)
         for number in range(STEPS):
             mesh.records.clear()

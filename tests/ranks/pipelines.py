@@ -111,7 +111,7 @@ class Case:
 
     @property
     def settings(self) -> VerifySettings:
-        return VerifySettings(bucket=self.bucket, steps=12 if self.is_asynchronous else 2)
+        return VerifySettings(steps=12 if self.is_asynchronous else 2)
 
     @cached_property
     def plan(self) -> Plan:
@@ -123,6 +123,7 @@ class Case:
             chunks=self.chunks,
             zero=self.zero,
             gather=self.gather,
+            unit_size=None if self.bucket is None else self.bucket / 1e6,
             sp=self.sp,
             recompute=self.recomputed,
             set=MODELS[self.model] | {"layers": str(ranks * self.chunks + 1)},

@@ -53,12 +53,13 @@ class Fault:
     @property
     def plan(self) -> Plan:
         changes = {"layers": "4" if "pp" in self.layout else "2"} | self.set
-        options = PlanOptions(self.model, layout=self.layout, set=changes, **self.options)
+        said = {"unit_size": 0.06} | self.options
+        options = PlanOptions(self.model, layout=self.layout, set=changes, **said)
         return resolve(options, small=True)
 
     @property
     def settings(self) -> VerifySettings:
-        return VerifySettings(dtype=self.dtype, bucket=60_000, steps=self.steps)
+        return VerifySettings(dtype=self.dtype, steps=self.steps)
 
 
 def check_seen(pool: Pool, fault: Fault) -> VerifyVerdict:

@@ -80,9 +80,10 @@ def prove(pool: Pool, case: Case) -> VerifyVerdict:
         zero=case.zero,
         sp=case.sp,
         recompute=case.recompute,
+        unit_size=None if case.bucket is None else case.bucket / 1e6,
         set=case.model,
     )
-    return run_trial(pool, resolve(options, small=True), VerifySettings(bucket=case.bucket))
+    return run_trial(pool, resolve(options, small=True), VerifySettings())
 
 
 def cells(case: Case) -> list[str]:

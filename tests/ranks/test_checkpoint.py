@@ -42,14 +42,7 @@ def plan_of(model: str, layout: str, **options: Any) -> Plan:
 
 def built(plan: Plan, recipe: Recipe, dtype: str, seed: int) -> tuple[Job, Updater]:
     mesh, narrow = Mesh.of(plan, torch.device("cpu")), dtype != "float32"
-    job = compose(
-        plan,
-        mesh,
-        seed=seed,
-        dtype=getattr(torch, dtype),
-        grad_dtype=torch.float32 if narrow else None,
-        master=narrow,
-    )
+    job = compose(plan, mesh, seed=seed, dtype=getattr(torch, dtype))
     return job, make_updater(recipe, job.owned, mesh.device, master=narrow, rank=mesh.rank)
 
 

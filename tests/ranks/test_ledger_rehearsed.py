@@ -19,6 +19,17 @@ JOBS: tuple[tuple[str, int, str, int, dict[str, Any]], ...] = (
     ("llama-3.1-8b", 4, "dp=8", 0, {"microbatches": 2, "zero": 3, "recompute": "full"}),
     ("llama-3.1-8b", 4, "dp=8", 0, {"microbatches": 1, "zero": 1, "recompute": "selective"}),
     ("llama-3.1-8b", 4, "tp=8", 0, {"microbatches": 2}),
+    *(
+        ("llama-3.1-8b", 6, "dp=8", 0, {"microbatches": 2, "zero": 3, "recompute": "full"} | keys)
+        for keys in (
+            {"grad_dtype": "bf16"},
+            {"unit_size": 900.0},
+            {"unit_size": 150.0, "prefetch": 2},
+            {"prefetch": 0},
+            {"prefetch": 4},
+        )
+    ),
+    ("mixtral-8x7b", 4, "dp=16 ep=8", 0, {"zero": 3, "recompute": "full", "prefetch": 2}),
     ("llama-3.1-8b", 6, "cp=4 pp=3", 4, {"microbatches": 5, "zero": 1}),
     ("mixtral-8x7b", 2, "dp=8 ep=8", 0, {"microbatches": 1, "zero": 2}),
     ("mixtral-8x7b", 4, "dp=16 ep=8", 0, {"microbatches": 2, "zero": 3, "recompute": "full"}),

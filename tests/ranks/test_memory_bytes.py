@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
-import torch
 from forked_steps import Setup, run, small_plan
 from live_bytes import gathered_bytes
 from torch import Tensor
@@ -19,31 +18,31 @@ from fivefold.parallel.compose import Job
 from fivefold.parallel.flat_unit import FlatUnit
 
 ODD = {"kv_heads": "2", "vocab": "61", "ffn": "36"}  # nothing that fills a slice by itself
-FLOATS = Setup(dtype=torch.float32, bucket=10_000)
+FLOATS = {"unit_size": 0.01}
+NARROW = {"unit_size": 0.01, "grad_dtype": "bf16"}
 CASES = [
-    *((layout, zero, FLOATS) for layout in ("dp=2", "dp=3", "dp=2x2") for zero in range(4)),
-    *(("dp=2 tp=2", zero, Setup(optimizer="sgd", bucket=3_000)) for zero in range(4)),
-    *(("dp=2 tp=2", zero, Setup(offload=True)) for zero in (1, 3)),
-    *(("dp=1", zero, Setup(offload=True)) for zero in (2, 3)),
-    ("tp=2", 3, FLOATS),
-    ("dp=2", 3, Setup(grad_dtype=torch.float64)),
-    ("dp=2", 0, Setup(dtype=torch.bfloat16, grad_dtype=torch.float32)),
+    *((name, zero, FLOATS, Setup()) for name in ("dp=2", "dp=3", "dp=2x2") for zero in range(4)),
+    *(("dp=2 tp=2", zero, {"unit_size": 0.003}, Setup(optimizer="sgd")) for zero in range(4)),
+    *(("dp=2 tp=2", zero, {}, Setup(offload=True)) for zero in (1, 3)),
+    *(("dp=1", zero, {}, Setup(offload=True)) for zero in (2, 3)),
+    ("tp=2", 3, FLOATS, Setup()),
+    *((layout, zero, NARROW, Setup()) for layout in ("dp=1", "dp=2x2") for zero in range(4)),
 ]
 
 
 @pytest.mark.sample(4)
-@pytest.mark.parametrize(("layout", "zero", "setup"), CASES, ids=str)
-def test_measured_is_predicted(layout: str, zero: int, setup: Setup, pool: Pool) -> None:
-    plan = small_plan(layout, ODD, zero=zero, microbatches=2)
+@pytest.mark.parametrize(("layout", "zero", "keys", "setup"), CASES, ids=str)
+def test_measured_is_predicted(
+    layout: str, zero: int, keys: dict[str, Any], setup: Setup, pool: Pool
+) -> None:
+    plan = small_plan(layout, ODD, zero=zero, microbatches=2, **keys)
     for rank, found in enumerate(run(pool, plan, setup, measured)):
         predicted = static_bytes(
             plan,
             rank,
             itemsize=setup.itemsize,
-            grad_itemsize=setup.grad_itemsize,
             optimizer=setup.optimizer,
             offload=setup.offload,
-            bucket=setup.bucket,
         )
         assert found == {
             "device": predicted.device,
@@ -74,37 +73,43 @@ EXPERTS = [
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize("bucket", [3_000, 9_000, 20_000])
+@pytest.mark.parametrize("prefetch", [0, 1, 2, 5])
+@pytest.mark.parametrize("size", [0.003, 0.009, 0.02])
 @pytest.mark.parametrize(("layout", "options"), GATHERED, ids=str)
-def test_gathered_weights(layout: str, options: dict[str, str], bucket: int, pool: Pool) -> None:
+def test_gathered_weights(
+    layout: str, options: dict[str, str], size: float, prefetch: int, pool: Pool
+) -> None:
     changes = {"layers": "6", "tied": options.get("tied", "false")}
     said = {name: value for name, value in options.items() if name != "tied"}
-    plan = small_plan(layout, changes, zero=3, **said)
-    setup = Setup(bucket=bucket)
-    for rank, found in enumerate(run(pool, plan, setup, gathered)):
-        predicted = gathered_bytes(plan, rank, setup.itemsize, bucket)
-        assert found == predicted > 0, f"rank {rank}"
+    plan = small_plan(layout, changes, zero=3, unit_size=size, prefetch=prefetch, **said)
+    for rank, found in enumerate(run(pool, plan, Setup(), gathered)):
+        assert found == gathered_bytes(plan, rank, 4) > 0, f"rank {rank}"
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize("bucket", [9_000, 50_000, 200_000])
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+@pytest.mark.parametrize("size", [0.009, 0.05, 0.2])
 @pytest.mark.parametrize(("layout", "options"), EXPERTS, ids=str)
-def test_gathered_experts(layout: str, options: dict[str, str], bucket: int, pool: Pool) -> None:
+def test_gathered_experts(
+    layout: str, options: dict[str, str], size: float, prefetch: int, pool: Pool
+) -> None:
     changes = {name: value for name, value in options.items() if "." in name}
     said = {name: value for name, value in options.items() if "." not in name}
     sizes = {"layers": "6", "moe.experts": "4", "moe.top_k": "2", "moe.ffn": "24"} | changes
-    plan = small_plan(layout, sizes, zero=3, **said)
-    setup = Setup(bucket=bucket)
-    for rank, found in enumerate(run(pool, plan, setup, gathered)):
-        assert found == gathered_bytes(plan, rank, setup.itemsize, bucket) > 0, f"rank {rank}"
+    plan = small_plan(layout, sizes, zero=3, unit_size=size, prefetch=prefetch, **said)
+    for rank, found in enumerate(run(pool, plan, Setup(), gathered)):
+        assert found == gathered_bytes(plan, rank, 4) > 0, f"rank {rank}"
 
 
 def test_no_unit_but_the_first_is_gathered_where_it_is_used(pool: Pool) -> None:
     """Dense or expert, forward and backward: a block finds its weights under way."""
     sizes = {"layers": "4", "moe.experts": "4", "moe.top_k": "2", "moe.ffn": "24"}
-    plan = small_plan("dp=2", sizes | {"moe.first_dense": "1"}, zero=3, gather="microbatch")
-    for late in run(pool, plan, Setup(bucket=40_000), gathered_late):
+    keys = {"zero": 3, "gather": "microbatch", "unit_size": 0.04}
+    changes = sizes | {"moe.first_dense": "1"}
+    for late in run(pool, small_plan("dp=2", changes, **keys), Setup(), gathered_late):
         assert set(late) == {"embed.weight"}
+    for late in run(pool, small_plan("dp=2", changes, prefetch=0, **keys), Setup(), gathered_late):
+        assert len(set(late)) > 4, "nothing is gathered ahead"
 
 
 def gathered_late(job: Job, *_: object) -> Callable[[], list[str]]:
@@ -156,8 +161,8 @@ def measured(job: Job, optimizer: Updater) -> Callable[[], dict[str, int]]:
 
 def held(job: Job, optimizer: Updater) -> dict[str, int]:
     """Bytes by place. Without a GPU both places are host memory, so a tensor's part says which."""
-    units, offload = list(job.units), isinstance(optimizer, BlockwiseUpdater)
-    states = optimizer.tensors()
+    units, states = list(job.units), optimizer.tensors()
+    offload = isinstance(optimizer, BlockwiseUpdater) and optimizer.recipe.offload != "none"
     mine = [*states, *(unit.shard for unit in units if unit.sheds_weights)]
     buffers = [
         one

@@ -92,7 +92,6 @@ def test_the_part_has_every_feature() -> None:
         (3, {"offload": True}),
         (0, {"dtype": "float32"}),
         (2, {"dtype": "bfloat16"}),
-        (2, {"dtype": "bfloat16", "grad_dtype": "bfloat16"}),
     ],
     ids=str,
 )

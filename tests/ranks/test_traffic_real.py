@@ -31,7 +31,7 @@ class Case(NamedTuple):
     microbatch_size: int = 1
     bucket: int | None = 10_000
     double: bool = False
-    wide_gradients: bool = False
+    grad_dtype: str = "fp32"
     offload: bool = False
 
     def __str__(self) -> str:
@@ -51,7 +51,7 @@ def every_case() -> Iterator[Case]:
             yield Case(layout, zero, microbatches=3)
         yield Case("dp=2", zero, bucket=None, changes=TIED)
         yield Case("dp=2", zero, bucket=3_000, double=True, changes=TIED | LEARNED)
-        yield Case("dp=2", zero, wide_gradients=True)
+        yield Case("dp=2", zero, grad_dtype="bf16")
         yield Case("dp=2 tp=2", zero, offload=True)
         yield Case("dp=2x2 tp=2", zero, sp=False, changes=BIASED)
         yield Case("dp=2 tp=4", zero, changes=KV_SHARED | TIED, double=True)
@@ -79,21 +79,15 @@ def test_predicted_is_observed(case: Case, pool: Pool) -> None:
         recompute=case.recompute,
         microbatches=case.microbatches,
         microbatch_size=case.microbatch_size,
+        grad_dtype=case.grad_dtype,
+        unit_size=None if case.bucket is None else case.bucket / 1e6,
     )
     setup = Setup(
         dtype=torch.float64 if case.double else torch.float32,
-        grad_dtype=torch.float64 if case.wide_gradients else None,
         offload=case.offload,
-        bucket=case.bucket,
     )
     for rank, observed in enumerate(run(pool, plan, setup, recorded)):
-        predicted = predict_traffic(
-            plan,
-            rank,
-            itemsize=setup.itemsize,
-            grad_itemsize=setup.grad_itemsize,
-            bucket=setup.bucket,
-        )
+        predicted = predict_traffic(plan, rank, itemsize=setup.itemsize)
         assert traffic_entries(observed.items()) == predicted, f"rank {rank}"
 
 

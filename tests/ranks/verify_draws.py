@@ -73,7 +73,6 @@ class Draw:
         settings = self.settings
         words += ["--steps", str(settings.steps), "--seed", str(settings.seed)]
         words += ["--offload", "cpu"] if settings.offload else []
-        words += [] if settings.bucket is None else ["--bucket-mb", str(settings.bucket / 1e6)]
         return shlex.join(words)
 
 
@@ -114,6 +113,8 @@ def _options(dice: random.Random) -> PlanOptions:
         "packed": dice.random() < 0.5,
         "recompute": dice.choice(RECOMPUTES),
         "balance": dice.choice(BALANCES) if routed else "none",
+        "unit_size": dice.choice((None, 0.03, 0.1)),
+        "prefetch": dice.choice((0, 1, 1, 3)),
         "tp_keep": dice.choice(("shard", "gathered")),
     }
     changes = {"layers": str(stages * chunks + dice.randrange(2))} | dice.choice(CHANGES)
@@ -129,6 +130,5 @@ def _settings(dice: random.Random, plan: Plan) -> VerifySettings:
     return VerifySettings(
         steps=plan.layout.pp + 1 if plan.schedule.asynchronous else dice.choice((1, 2)),
         offload=dice.random() < 0.2,
-        bucket=dice.choice((None, 30_000, 100_000)),
         seed=dice.randrange(1000),
     )

@@ -324,7 +324,7 @@ def _remarks(one: CollectiveLesson, n: int, sent: list[int]) -> Iterator[str]:
 def _listed() -> frozenset[tuple[str, str]]:
     """Kinds and axes of all collectives of the examples."""
     plans = [resolve(options) for options in _EXAMPLES]
-    lists = [predict_traffic(plan, 0, itemsize=2, grad_itemsize=4) for plan in plans]
+    lists = [predict_traffic(plan, 0, itemsize=2) for plan in plans]
     return frozenset((each.kind, each.axis) for found in lists for each in found)
 
 

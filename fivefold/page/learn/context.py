@@ -294,7 +294,7 @@ def _bytes_of_layer(kind: str, num_ranks: int) -> int:
     plan, size = resolve(options), PRECISIONS["bf16"].itemsize
     sent = sum(
         entry.sent
-        for entry in predict_traffic(plan, 0, itemsize=size, grad_itemsize=size)
+        for entry in predict_traffic(plan, 0, itemsize=size)
         if entry.axis in ("ring", "ulysses")
     )
     return round(sent / plan.shape.layers)

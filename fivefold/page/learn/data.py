@@ -10,6 +10,7 @@ Each frame has the collectives that start in it; `live` and `peak` are bytes of 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from fivefold.core.errors import counted
 from fivefold.core.plan import Plan, PlanOptions, resolve
@@ -32,7 +33,7 @@ CHOICES: Mapping[str, Choice] = {
 }
 NUM_LAYERS = 4
 STATES = 12  # bytes per parameter: a float32 copy and the two moments of AdamW
-_BUCKETS = {"tiny": 100_000}  # by default, blocks below 25 MB would be joined to one unit
+_UNIT_SIZES = {"tiny": 0.1}  # MB: by default, blocks below 25 MB would be joined to one unit
 _MARKS = {"whole": "#", "arriving": ">", "slice": ".", "filling": "f", "summing": "s"}
 
 
@@ -40,7 +41,7 @@ def view(params: Params) -> View:
     """One step of the chosen plan as frames, and the four ZeRO stages compared."""
     choices = chosen(CHOICES, params)
     plan = plan_of(choices)
-    step = _data_step(plan, choices["model"])
+    step = _data_step(plan)
     stages = [_stage({**choices, "zero": str(zero)}) for zero in range(4)]
     return {
         "choices": choices,
@@ -67,44 +68,30 @@ def plan_of(choices: Mapping[str, str]) -> Plan:
             zero=int(choices["zero"]),
             gather=choices["gather"],
             microbatches=int(choices["microbatches"]),
+            unit_size=_UNIT_SIZES.get(choices["model"]),
             set={"layers": str(NUM_LAYERS)},
         )
     )
 
 
-def bucket_of(model: str) -> int | None:
-    """The bucket size in bytes, small enough that each block is a unit of its own."""
-    return _BUCKETS.get(model)
-
-
-def static_memory(
-    plan: Plan, model: str, rank: int, grad_itemsize: int = GRAD_ITEMSIZE
-) -> StaticMemory:
+def static_memory(plan: Plan, rank: int) -> StaticMemory:
     """The memory of a rank before the optimizer runs."""
-    return static_bytes(
-        plan,
-        rank,
-        itemsize=ITEMSIZE,
-        grad_itemsize=grad_itemsize,
-        optimizer="adamw",
-        master=True,
-        bucket=bucket_of(model),
-    )
+    return static_bytes(plan, rank, itemsize=ITEMSIZE, optimizer="adamw", master=True)
 
 
-def accumulating(plan: Plan, model: str, rank: int) -> int:
+def accumulating(plan: Plan, rank: int) -> int:
     """Bytes of a rank between two microbatches: below stage 2, gradients accumulate unsharded,
     even though the optimizer of stage 1 gets shards."""
-    size = static_memory(plan, model, rank).device
+    size = static_memory(plan, rank).device
     if plan.layout.zero >= 2:
         return size
-    (chunk,) = chunks_of(plan, rank, ITEMSIZE, bucket_of(model))
+    (chunk,) = chunks_of(plan, rank, ITEMSIZE)
     return size + GRAD_ITEMSIZE * sum(unit.size - unit.shard_size for unit in chunk.units)
 
 
-def _data_step(plan: Plan, model: str) -> DataStep:
-    (chunk,) = chunks_of(plan, 0, ITEMSIZE, bucket_of(model))
-    ranks = [static_memory(plan, model, rank) for rank in range(plan.layout.dp)]
+def _data_step(plan: Plan) -> DataStep:
+    (chunk,) = chunks_of(plan, 0, ITEMSIZE)
+    ranks = [static_memory(plan, rank) for rank in range(plan.layout.dp)]
     states = [one.master + one.optimizer + one.scalars for one in ranks]
     step = DataStep(plan, chunk.units, states)
     step.run()
@@ -113,18 +100,16 @@ def _data_step(plan: Plan, model: str) -> DataStep:
 
 def _stage(choices: Mapping[str, str]) -> View:
     """The memory and the traffic of one ZeRO stage, for the comparison."""
-    model, plan = choices["model"], plan_of(choices)
-    step = _data_step(plan, model)
+    plan = plan_of(choices)
+    step = _data_step(plan)
     numel = sum(unit.size - unit.padding for unit in step.units)
-    found = predict_traffic(
-        plan, 0, itemsize=ITEMSIZE, grad_itemsize=GRAD_ITEMSIZE, bucket=bucket_of(model)
-    )
-    size = accumulating(plan, model, 0)
+    found = predict_traffic(plan, 0, itemsize=ITEMSIZE)
+    size = accumulating(plan, 0)
     return {
         "zero": plan.layout.zero,
         "per_parameter": size / numel,
         "accumulating": size,
-        "standing": static_memory(plan, model, 0).device,
+        "standing": static_memory(plan, 0).device,
         "peak": step.frames[-1]["peak"][0],
         "sent": round(sum(entry.sent for entry in found)),
     }
@@ -134,9 +119,10 @@ def _sentences(choices: Mapping[str, str], stages: list[View]) -> list[str]:
     sizes = ", ".join(f"ZeRO-{one['zero']} {one['per_parameter']:.2f}" for one in stages)
     peaks = ", ".join(size_text(one["peak"]) for one in stages)
     moved = ", ".join(size_text(one["sent"]) for one in stages)
-    model, plain = choices["model"], plan_of({**choices, "zero": "0"})
-    num_parameters = static_memory(plain, model, 0).weights // ITEMSIZE
-    narrow = static_memory(plain, model, 0, ITEMSIZE).device / num_parameters
+    plain = plan_of({**choices, "zero": "0"})
+    num_parameters = static_memory(plain, 0).weights // ITEMSIZE
+    in_bf16 = replace(plain, units=replace(plain.units, grad_dtype="bf16"))
+    narrow = static_memory(in_bf16, 0).device / num_parameters
     microbatches = counted(int(choices["microbatches"]), "microbatch")
     return [
         f"Bytes a parameter while gradients add up, over {choices['dp']} ranks: {sizes}. Whole "

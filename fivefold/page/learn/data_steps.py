@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from fivefold.core.errors import kind_text
 from fivefold.core.plan import Plan
 from fivefold.core.precision import PRECISIONS
-from fivefold.core.units import Unit
-from fivefold.cost.axis_collectives import Collective, step_collectives, wide_size
+from fivefold.core.units import Unit, UnitPolicy
+from fivefold.cost.axis_collectives import Collective, step_collectives
 from fivefold.page import View
 from fivefold.page.learn import size_text
 
 ITEMSIZE = PRECISIONS["bf16"].itemsize
-GRAD_ITEMSIZE = wide_size(ITEMSIZE)
+GRAD_ITEMSIZE = UnitPolicy().grad_itemsize(ITEMSIZE)
 MOST_IN_FLIGHT = 2  # reductions whose full gradients are still in memory, as in the runtime
 _COUNT = (
     "The ranks add up their tokens, by which the loss is divided once: an all-reduce of 8 bytes."

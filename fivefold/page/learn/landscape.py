@@ -18,7 +18,7 @@ from fivefold.core import models
 from fivefold.core.errors import counted, kind_text
 from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.core.precision import PRECISIONS
-from fivefold.cost.axis_collectives import message_bytes, wide_size
+from fivefold.cost.axis_collectives import message_bytes
 from fivefold.cost.collectives import TrafficEntry, predict_traffic
 from fivefold.cost.static_memory import static_bytes
 from fivefold.page import Params, View
@@ -138,8 +138,8 @@ def _holds(plan: Plan) -> dict[str, int]:
     shape, layout, moe = plan.shape, plan.layout, plan.shape.moe
     assert moe is not None, "the panel's models have experts"
     itemsize = PRECISIONS[plan.precision].itemsize
-    grad_itemsize = wide_size(itemsize)
-    sizes = partial(static_bytes, itemsize=itemsize, grad_itemsize=grad_itemsize)
+    grad_itemsize = plan.units.grad_itemsize(itemsize)
+    sizes = partial(static_bytes, itemsize=itemsize)
     static = sizes(plan, 0, optimizer="adamw", master=True)
     # Below stage 3 the weights are full, and below stage 2 the accumulating gradients too.
     whole = static.weights // itemsize * grad_itemsize
@@ -212,8 +212,7 @@ def _cuts(plan: Plan) -> View:
 
 def _moves(name: str, plan: Plan) -> list[View]:
     """The collectives of rank 0 in a step by group and kind, with the link that they cross."""
-    itemsize = PRECISIONS[plan.precision].itemsize
-    listed = predict_traffic(plan, 0, itemsize=itemsize, grad_itemsize=wide_size(itemsize))
+    listed = predict_traffic(plan, 0, itemsize=PRECISIONS[plan.precision].itemsize)
     found: dict[tuple[str, str], list[TrafficEntry]] = {}
     for each in listed:
         if each.axis in _GROUPS[name] and each.kind != "recv":

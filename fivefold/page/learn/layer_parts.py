@@ -108,7 +108,7 @@ class Layer:
             axis_collectives.tensor_collectives(plan, alone, self.itemsize)
             + axis_collectives.context_collectives(plan, alone, self.itemsize)
             + expert_collectives(plan, alone, self.itemsize)
-            + axis_collectives.data_collectives(plan, whole, self.itemsize, self.wide)
+            + axis_collectives.data_collectives(plan, whole, self.itemsize)
         )
         self._sizes = {call.axis: call.group for call in self._left}
         self.message = Collective(
