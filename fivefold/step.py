@@ -187,14 +187,23 @@ def squared_norm(job: Job) -> Tensor:
     for each in job.owned:
         squares.setdefault(job.copies(each), []).append(each.grad)
     return sum(
-        (_norm(grads).to(torch.float64) ** 2 / copies for copies, grads in squares.items()),
+        (
+            _norm(grads, job.mesh.device).to(torch.float64) ** 2 / copies
+            for copies, grads in squares.items()
+        ),
         torch.zeros((), dtype=torch.float64, device=job.mesh.device),
     )
 
 
-def _norm(gradients: Sequence[Tensor]) -> Tensor:
-    """The norm of them all; torch would round that of narrow ones to their own type."""
-    if gradients[0].itemsize >= torch.float32.itemsize:
+def _norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The norm of them all. torch would round that of narrow ones to their own type; those that
+    have left the device come back one by one."""
+    narrow = gradients[0].itemsize < torch.float32.itemsize
+    if gradients[0].device == device and not narrow:
         return get_total_norm(gradients)
-    norms = [torch.linalg.vector_norm(each, dtype=torch.float32) for each in gradients]
+    norms: list[Tensor] = []
+    for each in gradients:
+        here = each.to(device, non_blocking=True)
+        alone = torch.linalg.vector_norm(here, dtype=torch.float32) if narrow else None
+        norms.append(get_total_norm([here]) if alone is None else alone)
     return torch.linalg.vector_norm(torch.stack(norms))

@@ -28,7 +28,7 @@ from fivefold.core.schedule.choose import choose, looks_like_file
 from fivefold.core.schedule.family import AUTO, Family
 from fivefold.core.shape import Shape
 from fivefold.core.splits import ContextSplit, context_split, padded_length
-from fivefold.core.units import UnitPolicy
+from fivefold.core.units import UnitPolicy, require_sharded_gradients
 
 Gather = Literal["step", "microbatch"]
 Keep = Literal["shard", "gathered"]
@@ -244,6 +244,8 @@ def resolve(options: PlanOptions, *, small: bool = False) -> Plan:
         # The number of stages was not known before.
         splits.cut_stages(shape, layout.pp * layout.chunks, given)
     gather = _gather(options, layout)
+    if options.train.offload_grads != "none":
+        require_sharded_gradients(layout)
     cluster = None if options.machine is None else machine.load(options.machine)
     nodes = _ep_nodes(options.ep_nodes, layout, cluster)
     return Plan(

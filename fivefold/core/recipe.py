@@ -59,9 +59,9 @@ class Recipe:
     """The keys of `[train]`.
 
     `warmup` and `save_every` count steps; None means a tenth of the steps, and one checkpoint at
-    the end. `data` is stdlib, synthetic, or folders of token shards with weights. `offload` is
-    none, cpu or nvme:FOLDER. `log` joins tensorboard, wandb and memory with `+`. `compile` is true,
-    false, or auto: on GPUs.
+    the end. `data` is stdlib, synthetic, or folders of token shards with weights. `offload`, of
+    states, and `offload_grads` are none, cpu or nvme:FOLDER. `log` joins tensorboard, wandb and
+    memory with `+`. `compile` is true, false, or auto: on GPUs.
     """
 
     steps: int = 20
@@ -75,6 +75,7 @@ class Recipe:
     data: str = "stdlib"
     states: States = "fp32"
     offload: str = "none"
+    offload_grads: str = "none"
     save_every: int | None = None
     keep: int = 2
     eval_every: int = 0
@@ -100,8 +101,14 @@ class Recipe:
                 found.append(f"{key} = {getattr(self, key)}: above 0")
         if not 0 <= self.weight_decay < math.inf:
             found.append(f"weight_decay = {self.weight_decay}: 0 or more")
-        if self.offload not in ("none", "cpu") and not self.disk:
-            found.append(f"offload = {self.offload}: none, cpu, or {DISK}FOLDER")
+        for key in ("offload", "offload_grads"):
+            if (where := getattr(self, key)) not in ("none", "cpu") and not _folder(where):
+                found.append(f"{key} = {where}: none, cpu, or {DISK}FOLDER")
+        if self.offload_grads != "none" and self.optimizer_kind.full_matrices:
+            found.append(
+                f"offload_grads = {self.offload_grads}: {self.optimizer} updates full matrices "
+                "from gradients on the device; use adamw or sgd, or leave it out"
+            )
         if found:
             raise FivefoldError("cannot train with " + "; ".join(found))
 
@@ -122,7 +129,12 @@ class Recipe:
     @property
     def disk(self) -> str | None:
         """The folder of offloaded optimizer states; None without a disk."""
-        return self.offload.removeprefix(DISK) if self.offload.startswith(DISK) else None
+        return _folder(self.offload)
+
+    @property
+    def grads_disk(self) -> str | None:
+        """The folder of offloaded gradients; None without a disk."""
+        return _folder(self.offload_grads)
 
     @property
     def warmup_steps(self) -> int:
@@ -153,3 +165,8 @@ class Recipe:
     def is_due(self, every: int | None, number: int) -> bool:
         """Whether something that happens every `every` steps happens after this one."""
         return number == self.steps or (bool(every) and number % every == 0)
+
+
+def _folder(where: str) -> str | None:
+    """The folder of what is offloaded to a disk."""
+    return where.removeprefix(DISK) if where.startswith(DISK) else None

@@ -232,7 +232,8 @@ class StageGradients:
     """Bytes of the gradients of one stage.
 
     `matrix` counts the parameters of an embedding or a head, `owned` those of the rank's shards;
-    `size` is the bytes of a gradient element, `unit_parameters` are reduced together.
+    `size` is the bytes of a gradient element, `unit_parameters` are reduced together. With
+    `leave`, reduced gradients leave the device.
     """
 
     def __init__(
@@ -244,14 +245,17 @@ class StageGradients:
         owned: Array,
         size: int,
         unit_parameters: UnitParameters,
+        leave: bool,
     ) -> None:
         self.grid, self.full, self.owned = grid, parameters.all * size, owned * size
         # If all microbatches are in flight before the first backward, no forward meets gradients.
         self.begun = grid.microbatches > stage.flight
-        self.each_microbatch = grid.zero >= 2
+        self.each_microbatch = (grid.zero >= 2) | leave
+        if leave:
+            self.owned = 0.0 * self.owned
         self.reduced = self.each_microbatch | ((grid.zero == 1) & (grid.microbatches == 1))
-        dense = self.reduced & (grid.shard * grid.cp > 1)
-        experts = self.reduced & (grid.edp > 1)
+        dense = self.reduced & ((grid.shard * grid.cp > 1) | leave)
+        experts = self.reduced & ((grid.edp > 1) | leave)
         self.head, self.flight = stage.head, stage.flight
         unit, routed = (each * size for each in unit_parameters)
         # Gradients of the head and one layer that are not sharded.

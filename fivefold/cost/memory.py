@@ -185,7 +185,7 @@ def peak_memory(
     stages = rank_stages(shape, entries.memory.split, grid, seq, stack.hop_forwards, spans)
     ranks = tuple(entries.of(stage) for stage in stages)
     host, disk = np.zeros(1), np.zeros(1)
-    if grid.offload.any():
+    if grid.offload.any() or stack.grads_home:
         host = reduce(np.maximum, (entries.host(stage) for stage in stages))
         disk = reduce(np.maximum, (entries.disk(stage) for stage in stages))
     first = CachingAllocator(entries, stages[0], ranks[0][0])

@@ -63,7 +63,8 @@ class MemoryEntries:
         matrix = self.shape.vocab * self.shape.width / self.grid.tp
         size, owned = self.gradient_bytes, self._sharded(parameters, 1)
         unit = self._unit(parameters, stage)
-        gradients = StageGradients(parameters, stage, self.grid, matrix, owned, size, unit)
+        leave = bool(self.stack.grads_home)
+        gradients = StageGradients(parameters, stage, self.grid, matrix, owned, size, unit, leave)
         begin, end = saved * stage.flight, saved * gradients.flight_after_backward()
         # A tied weight has two gradients: the head's waits for the embedding's, and for their sum.
         tied = np.where(self.shape.tied & (self.grid.pp == 1), matrix * self.itemsize, 0.0)
@@ -244,20 +245,22 @@ class MemoryEntries:
         return dense + parameters.experts / np.where(sharded, grid.edp, 1.0)
 
     def host(self, stage: RankStage) -> Array:
-        """What offload keeps in host memory: states, and the weight shards under ZeRO-3. Of states
-        on disks, two layers are in memory: one being updated, one being copied."""
+        """What offload keeps in host memory: gradients, states, and the weight shards under ZeRO-3.
+        Of states on disks, two layers are in memory: one being updated, one being copied."""
         grid, owned = self.grid, self._sharded(self.parameters(stage), 1)
         sharded = (grid.zero == 3) & (grid.shard * grid.cp > 1)
         buffers = np.minimum(2 / np.maximum(stage.layers.all, 1.0), 1.0)
         states = np.where(grid.offload == OFFLOADS.index("nvme"), buffers, 1.0)
         size = states * (MOMENTS + self.master_bytes) + np.where(sharded, self.itemsize, 0.0)
-        return np.where(grid.offload > 0, owned * size, 0.0)
+        gradients = self.gradient_bytes if self.stack.grads_home == "cpu" else 0
+        return owned * (np.where(grid.offload > 0, size, 0.0) + gradients)
 
     def disk(self, stage: RankStage) -> Array:
-        """Optimizer states and master weights on disks."""
+        """Gradients, optimizer states and master weights on disks."""
         owned = self._sharded(self.parameters(stage), 1)
         there = self.grid.offload == OFFLOADS.index("nvme")
-        return np.where(there, owned * (MOMENTS + self.master_bytes), 0.0)
+        gradients = self.gradient_bytes if self.stack.grads_home == "nvme" else 0
+        return owned * (np.where(there, MOMENTS + self.master_bytes, 0.0) + gradients)
 
     def _layers(self, stage: RankStage) -> tuple[Array, Array]:
         """What a microbatch saves, and what one layer needs during recomputation and backward."""

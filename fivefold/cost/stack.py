@@ -226,6 +226,7 @@ class SoftwareStack:
     summed_bytes: int | None = None  # of an accumulated one; None: as its memory says
     unit_bytes: int | None = None  # of weights that are gathered and reduced together; None: layers
     prefetch: int = 1  # units that ZeRO-3 gathers ahead
+    grads_home: str = ""  # cpu or nvme: where gradients go after every microbatch
     optimizer_bytes: float = 28.0  # moved per element that the optimizer owns
     clip_bytes: float = 0.0  # moved beside: norm, scaling, and the weight from its master
     fixed: float = 0.0  # unexplained seconds of a step: data, logging, the host

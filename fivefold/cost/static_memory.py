@@ -60,13 +60,15 @@ def static_bytes(
     itemsize: int,
     optimizer: OptimizerName,
     offload: bool = False,
+    offload_grads: bool = False,
     master: bool = False,
 ) -> StaticMemory:
     """Bytes of the weights, gradients and optimizer states of all stages of `rank`.
 
     Weights are full, but sharded under ZeRO-3 if the shard group has more than one rank. Gradients
     are in the type in which the plan sums them. States have the type of the weights; with `master`
-    weights, they are float32 too. Offload moves states, masters and sharded weights to host memory.
+    weights, they are float32 too. Offload moves states, masters and sharded weights to host memory,
+    `offload_grads` the gradients.
     """
     if plan.schedule.asynchronous:
         raise FivefoldError(
@@ -76,8 +78,9 @@ def static_bytes(
     kind = OPTIMIZERS[optimizer]
     assert not kind.full_matrices, "the states of such an optimizer are not estimated"
     grad_itemsize = plan.units.grad_itemsize(itemsize)
+    how = (grad_itemsize, kind, offload, offload_grads, master)
     found = [
-        _of_unit(plan.layout, rank, unit, itemsize, grad_itemsize, kind, offload, master)
+        _of_unit(plan.layout, rank, unit, itemsize, *how)
         for chunk in chunks_of(plan, rank, itemsize)
         for unit in chunk.units
     ]
@@ -94,6 +97,7 @@ def _of_unit(
     grad_itemsize: int,
     optimizer: OptimizerKind,
     offload: bool,
+    offload_grads: bool,
     master: bool,
 ) -> StaticMemory:
     parts = owned_shards(layout, rank, [unit])
@@ -109,13 +113,16 @@ def _of_unit(
         host, states, scalars, copies = states + scalars + copies, 0, 0, 0
         if frees:
             host, weights, weights_spare = host + (owned + spare) * itemsize, 0, 0
+    gradients = owned
+    if offload_grads:
+        host, gradients, spare = host + unit.shard_size * grad_itemsize, 0, 0
     alone = (layout.edp if unit.expert else layout.dp * layout.cp) == 1
     if alone and grad_itemsize == itemsize:
         # A single rank leaves each gradient where backward made it: no flat buffer, no padding.
         spare = 0
     return StaticMemory(
         weights=weights * itemsize,
-        gradients=owned * grad_itemsize,
+        gradients=gradients * grad_itemsize,
         optimizer=states,
         scalars=scalars,
         padding=weights_spare * itemsize + spare * grad_itemsize,

@@ -365,8 +365,11 @@ def _optimizer_step(work: LayerTimer) -> TimeParts:
     owned = dense / np.where(sharded, grid.shard * grid.cp, 1.0)
     owned = owned + experts / np.where(sharded, grid.edp, 1.0)
     seconds = work.moved(owned * (work.stack.optimizer_bytes + work.stack.clip_bytes))
+    # Gradients leave after every microbatch and come back for the next, the norm and the update.
+    moved = owned * work.stack.gradient_bytes * (2 * grid.microbatches + 1)
+    gone = moved / host.link.bandwidth if work.stack.grads_home else np.zeros(1)
     if not grid.offload.any():
-        return {"optimizer": seconds}
+        return {"optimizer": seconds, **({"offload": gone} if work.stack.grads_home else {})}
     wire = owned * (work.stack.gradient_bytes + work.itemsize) / host.link.bandwidth
     away = wire + owned * work.stack.optimizer_bytes / HOST_BANDWIDTH
     on_disk = grid.offload == OFFLOADS.index("nvme")
@@ -379,5 +382,5 @@ def _optimizer_step(work: LayerTimer) -> TimeParts:
         away = np.where(on_disk, np.maximum(away, disk) + disk / layers, away)
     return {
         "optimizer": np.where(grid.offload > 0, 0.0, seconds),
-        "offload": np.where(grid.offload > 0, away, 0.0),
+        "offload": np.where(grid.offload > 0, away, 0.0) + gone,
     }

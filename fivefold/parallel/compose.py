@@ -27,6 +27,7 @@ from fivefold.parallel.data import Blocks, DataParallel
 from fivefold.parallel.deferred import GradientQueue
 from fivefold.parallel.flat_unit import FlatUnit, OwnedShard, UnitOptions
 from fivefold.parallel.mesh import Mesh, Phase
+from fivefold.parallel.offload import GradientHome
 from fivefold.parallel.pipeline import Pipeline
 from fivefold.parallel.stage import Instruments, Stage
 
@@ -121,6 +122,7 @@ def compose(
     offload: bool = False,
     as_summed: bool = True,
     disk: Path | None = None,
+    grad_home: GradientHome | None = None,
     fuse: Fuse = eager,
     instruments: Instruments | None = None,
 ) -> Job:
@@ -144,6 +146,7 @@ def compose(
         as_summed=as_summed,
         disk=disk,
         prefetch=plan.units.prefetch,
+        grad_home=grad_home,
         on_collective=watch.on_unit,
     )
     balancing = Balancing(plan, mesh)

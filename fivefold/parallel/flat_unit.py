@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fivefold.core.units import LocalWeight, Unit
 from fivefold.parallel.mesh import Issued, Mesh
-from fivefold.parallel.offload import FileReading, on_disk, reading
+from fivefold.parallel.offload import FileReading, GradientHome, on_disk, reading
 
 Places = Mapping[str, Sequence[tuple[nn.Module, str]]]
 """Where each weight sits: the modules that hold it, and under which attribute."""
@@ -40,8 +40,8 @@ class UnitOptions:
     weight that a microbatch uses several times: so often as `num_uses` says, else once. The
     optimizer is given gradients `as_summed`, in the type they are summed in, or in that of the
     weights. With a folder on `disk`, stage 3 keeps weights in files there, also on one rank.
-    `prefetch` counts the units that stage 3 gathers ahead. `on_collective` hears of every
-    collective.
+    `prefetch` counts the units that stage 3 gathers ahead. With a `grad_home`, reduced gradients
+    leave the device for it after every microbatch. `on_collective` hears of every collective.
     """
 
     zero: int
@@ -55,6 +55,7 @@ class UnitOptions:
     as_summed: bool = False
     disk: Path | None = None
     prefetch: int = 1
+    grad_home: GradientHome | None = None
     on_collective: UnitListener = unheard
 
 
@@ -74,8 +75,8 @@ class OwnedShard:
 
     The gradient is there after `Data.finish`, on the device, in the type of the weight or in that
     of its sum; a weight that is kept in host memory has it elsewhere than torch's own `grad` could
-    be. One that is `clipped_late`, because its type is narrow, is multiplied by `factor` when it is
-    used, and not in place.
+    be. One that is `clipped_late`, because its type is narrow or it has left the device, is
+    multiplied by `factor` when it is used, and not in place.
     """
 
     row: LocalWeight
@@ -122,6 +123,10 @@ class FlatUnit:
         self.tell: WeakMethod[Callable[[FlatUnit], None]] | None = None
         self.grad_dtype = options.grad_dtype or self.full.dtype
         self.shard = self._own_shard()
+        self.home: Tensor | None = None  # of the gradient, where it leaves the device
+        if options.grad_home is not None:
+            pinned = self.full.is_cuda
+            self.home = options.grad_home.room(unit.shard_size, self.grad_dtype, pinned)
         self.owned = self._owned()
         self.present = True
         self.release()
@@ -142,13 +147,16 @@ class FlatUnit:
 
     @property
     def reduces_every_microbatch(self) -> bool:
-        return self.options.zero >= 2 and self.sliced
+        if self.sliced:
+            return self.options.zero >= 2
+        return self.home is not None  # nobody else has a part in it
 
     @property
     def collects(self) -> bool:
         """Whether gradients go through the flat buffer: there is somebody to sum with, or they
-        are summed over microbatches in another type than autograd's."""
+        are summed over microbatches in another type than autograd's, or elsewhere."""
         kept_apart = self.options.disk is not None or self.grad_dtype != self.full.dtype
+        kept_apart = kept_apart or self.home is not None
         return self.mesh.size(self.unit.sum_axis) > 1 or kept_apart
 
     def _adopt(self, places: Places, fill: Fill) -> dict[str, nn.Parameter]:
@@ -177,7 +185,8 @@ class FlatUnit:
         return torch.empty(size, dtype=shard.dtype, pin_memory=shard.is_cuda).copy_(shard)
 
     def _owned(self) -> list[OwnedShard]:
-        late = self.options.as_summed and self.grad_dtype.itemsize < torch.float32.itemsize
+        narrow = self.options.as_summed and self.grad_dtype.itemsize < torch.float32.itemsize
+        late = narrow or self.home is not None
         if not self.sliced and not self.sheds_weights:
             rows = [entry.row for entry in self.unit.entries]
             return [OwnedShard(row, self.parameters[row.name], clipped_late=late) for row in rows]
@@ -312,11 +321,23 @@ class FlatUnit:
             self.summing = None
         assert self.received is not None
         received, self.received, self.sent = self.received, None, None
-        self.gradient = received if self.gradient is None else self.gradient.add_(received)
+        if self.gradient is not None:
+            received.add_(self.gradient.to(received.device, non_blocking=True))
+        self.gradient = received
         replicated = not self.unit.expert and self.mesh.size("replicate") > 1
         if self.sent_last and self.sliced and replicated:
             self._tell("replicate", "all_reduce")
             self.summing = self.mesh.all_reduce(self.gradient, "replicate", dist.ReduceOp.SUM)
+        if self.home is not None:
+            self._leave(self.home)
+
+    def _leave(self, home: Tensor) -> None:
+        """Move the gradient from the device."""
+        if self.summing is not None:
+            self.summing.wait()
+            self.summing = None
+        assert self.gradient is not None
+        self.gradient = home.copy_(self.gradient, non_blocking=True)
 
     def hand_over(self) -> None:
         """Give the optimizer its gradients, in the type of the weights it updates."""
@@ -328,6 +349,8 @@ class FlatUnit:
             self.summing.wait()
             self.summing = None
         assert self.gradient is not None
+        if self.full.is_cuda and self.home is not None:
+            torch.cuda.current_stream(self.full.device).synchronize()  # the host may read it now
         wanted = self.grad_dtype if self.options.as_summed else self.shard.dtype
         gradient = self.gradient.to(wanted)
         spans = {row.name: (start, stop) for row, start, stop in self.unit.owned(self.place)}

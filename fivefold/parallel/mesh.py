@@ -258,7 +258,7 @@ class Mesh:
     def sum_together(self, tensors: Sequence[Tensor], axis: str) -> None:
         """Sum tensors over the axis in place, by one all-reduce in float32 or wider."""
         wide = torch.promote_types(tensors[0].dtype, torch.float32)
-        flat = torch.cat([each.flatten().to(wide) for each in tensors])
+        flat = torch.cat([each.flatten().to(self.device, wide) for each in tensors])
         self.all_reduce(flat, axis, dist.ReduceOp.SUM).wait()
         shards = flat.split([each.numel() for each in tensors])
         for each, shard in zip(tensors, shards, strict=True):

@@ -1,10 +1,12 @@
-"""Tensors that are not on the device: in memory-mapped files, read in a thread before their use."""
+"""Tensors that are not on the device: in pinned host memory, or in memory-mapped files, which a
+thread reads before their use."""
 
 from __future__ import annotations
 
 import os
 import tempfile
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -14,6 +16,19 @@ from torch import Tensor
 from fivefold.core.errors import FivefoldError
 
 
+@dataclass(frozen=True)
+class GradientHome:
+    """Where gradient shards are after their reduction: in host memory, or in files in a folder."""
+
+    folder: Path | None = None
+
+    def room(self, size: int, dtype: torch.dtype, pinned: bool) -> Tensor:
+        """Room for a shard."""
+        if self.folder is None:
+            return torch.empty(size, dtype=dtype, pin_memory=pinned)
+        return on_disk(self.folder, size, dtype)
+
+
 def on_disk(folder: Path, size: int, dtype: torch.dtype) -> Tensor:
     """A tensor whose memory is an unlinked file in this folder.
 
@@ -21,7 +36,7 @@ def on_disk(folder: Path, size: int, dtype: torch.dtype) -> Tensor:
     """
     num_bytes = max(1, size * dtype.itemsize)
     try:
-        number, name = tempfile.mkstemp(prefix="weights-", dir=folder)
+        number, name = tempfile.mkstemp(prefix="shard-", dir=folder)
     except OSError as error:
         raise FivefoldError(f"offload to {folder}: {error.strerror}; give another folder") from None
     try:

@@ -48,7 +48,10 @@ class EstimateSetting:
     def with_keys(self, options: PlanOptions) -> EstimateSetting:
         """The same with the keys of a plan that change the software."""
         units = UnitPolicy.of(options.grad_dtype, options.unit_size, options.prefetch)
-        return replace(self, stack=with_units(self.stack, units))
+        train, home = options.train, ""
+        if train.offload_grads != "none":
+            home = "nvme" if train.grads_disk else "cpu"
+        return replace(self, stack=replace(with_units(self.stack, units), grads_home=home))
 
     @property
     def capacity(self) -> float:

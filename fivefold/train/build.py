@@ -17,6 +17,7 @@ from fivefold.model.regions import compiled, eager
 from fivefold.optim.optimizer import Updater
 from fivefold.parallel.compose import Job, compose
 from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.offload import GradientHome
 from fivefold.parallel.stage import ActionObserver, Instruments
 from fivefold.step import updater_of
 from fivefold.train.callbacks.records import SpanCallback
@@ -52,8 +53,10 @@ def build_rank(
     _cache_kernels(settings.folder)
     mesh = Mesh.of(plan, device, observers=(phases, spans))
     disk = None if recipe.disk is None else Path(recipe.disk)
-    if disk is not None:
-        disk.mkdir(parents=True, exist_ok=True)
+    away = None if recipe.grads_disk is None else Path(recipe.grads_disk)
+    for folder in (disk, away):
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
     job = compose(
         plan,
         mesh,
@@ -61,6 +64,7 @@ def build_rank(
         dtype=settings.weights,
         offload=recipe.offload == "cpu",
         disk=disk,
+        grad_home=None if recipe.offload_grads == "none" else GradientHome(away),
         fuse=compiled if recipe.compiles(device.type) else eager,
         instruments=Instruments(_Both(phases.actions, spans.actions), phases.evaluation),
     )

@@ -128,7 +128,7 @@ def compare_with_plan(
 def _memory(plan: Plan, settings: TrainSettings, runs: list[TrainedRank]) -> MemoryMatch | None:
     recipe = settings.recipe
     measured = [run.memory for run in runs if run.memory is not None]
-    on_device = recipe.states == "fp32" and recipe.offload == "none"
+    on_device = recipe.states == "fp32" and recipe.offload == recipe.offload_grads == "none"
     known = on_device and not recipe.optimizer_kind.full_matrices
     if not known or len(measured) < len(runs):
         return None

@@ -85,6 +85,11 @@ def _rehearsable(options: PlanOptions, imbalance: float) -> Plan:
             f"schedule {plan.schedule.name} is asynchronous and has no step to rehearse: choose "
             "another, such as 1f1b or zb-h1"
         )
+    if plan.options.train.offload_grads != "none":
+        raise FivefoldError(
+            "a rehearsal counts all memory of a rank as that of its device, and offload_grads "
+            "takes gradients from there: rehearse without it, or see the estimate of plan"
+        )
     if any(rule.drops and not rule.pads for rule in plan.balance):
         raise FivefoldError(
             "how many tokens a capacity drops is known only after routing: rehearse with "

@@ -27,7 +27,15 @@ USUAL: dict[str, Any] = {
     **{"weight_decay": 0.1, "clip": 1.0, "seed": 0, "data": "stdlib", "states": "fp32"},
     **{"eval_every": 0, "skip_limit": 10},
 }
-UNCHANGING = ("offload", "save_every", "keep", "log", "events", "compile")  # change no number
+UNCHANGING = (
+    "offload",
+    "offload_grads",
+    "save_every",
+    "keep",
+    "log",
+    "events",
+    "compile",
+)  # change no number
 
 
 @dataclass(frozen=True)

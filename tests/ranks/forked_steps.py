@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -15,6 +16,7 @@ from fivefold.model.batch import NOT_COUNTED, TokenBatch
 from fivefold.optim.optimizer import Updater
 from fivefold.parallel.compose import Job, compose
 from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.offload import GradientHome
 from fivefold.step import step, updater_of
 
 STEPS = 2  # the second one finds optimizer states, and whatever the first one left behind
@@ -27,6 +29,13 @@ class Setup:
     dtype: torch.dtype = torch.float32
     optimizer: Literal["adamw", "sgd"] = "adamw"
     offload: bool = False
+    offload_grads: str = "none"
+
+    @property
+    def grad_home(self) -> GradientHome | None:
+        if self.offload_grads == "none":
+            return None
+        return GradientHome(None if self.offload_grads == "cpu" else Path(self.offload_grads))
 
     @property
     def itemsize(self) -> int:
@@ -58,10 +67,11 @@ def _steps(worker: Worker, plan: Plan, setup: Setup, watch: Watch) -> Any:
             seed=0,
             dtype=setup.dtype,
             offload=setup.offload,
+            grad_home=setup.grad_home,
         )
         offload = "cpu" if setup.offload else "none"
         recipe = Recipe(optimizer=setup.optimizer, lr=1e-2, offload=offload)
-        optimizer = updater_of(job, recipe)
+        optimizer = updater_of(job, recipe, master=setup.dtype.itemsize < 4)
         look = watch(job, optimizer)
         for number in range(STEPS):
             mesh.records.clear()

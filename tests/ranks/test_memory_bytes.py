@@ -27,6 +27,9 @@ CASES = [
     *(("dp=1", zero, {}, Setup(offload=True)) for zero in (2, 3)),
     ("tp=2", 3, FLOATS, Setup()),
     *((layout, zero, NARROW, Setup()) for layout in ("dp=1", "dp=2x2") for zero in range(4)),
+    *(("dp=2x2", zero, FLOATS, Setup(offload=True, offload_grads="cpu")) for zero in (2, 3)),
+    ("dp=1", 0, FLOATS, Setup(offload=True, offload_grads="cpu")),
+    ("dp=3 tp=2", 2, NARROW, Setup(offload=True, offload_grads="cpu")),
 ]
 
 
@@ -43,6 +46,7 @@ def test_measured_is_predicted(
             itemsize=setup.itemsize,
             optimizer=setup.optimizer,
             offload=setup.offload,
+            offload_grads=setup.offload_grads != "none",
         )
         assert found == {
             "device": predicted.device,
@@ -168,11 +172,14 @@ def held(job: Job, optimizer: Updater) -> dict[str, int]:
         one
         for unit in units
         for one in (unit.full, unit.gradients, unit.sent, unit.received, unit.gradient)
-        if one is not None
+        if one is not None and one is not unit.home
     ]
     parameters = [one for unit in units for one in unit.parameters.values()]
     gradients = [one.grad for one in parameters if one.grad is not None]
-    on_device = [*buffers, *gradients, *(each.grad for each in job.owned)]
+    homes = [unit.home for unit in units if unit.home is not None]
+    reduced = [] if homes else [each.grad for each in job.owned]
+    on_device = [*buffers, *gradients, *reduced]
+    mine += homes
     return {
         "device": storage(on_device if offload else [*on_device, *mine]),
         "optimizer": 0 if offload else storage(states),

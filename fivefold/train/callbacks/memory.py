@@ -164,7 +164,7 @@ def allocated(job: Job, updater: Updater) -> dict[str, float]:
         one
         for unit in units
         for one in (unit.gradients, unit.sent, unit.received, unit.gradient)
-        if one is not None
+        if one is not None and one is not unit.home
     ]
     of_autograd = [each.grad for unit in units for each in unit.parameters.values()]
     gradients = [*reduced, *(each for each in of_autograd if each is not None)]
