@@ -37,12 +37,11 @@ def build(model: str, batch: int, offload: bool = False):  # noqa: ANN201
     from fivefold.parallel.compose import compose
     from fivefold.parallel.mesh import Mesh
 
-    options = PlanOptions(
-        model, seq=SEQ, microbatches=1, microbatch_size=batch, set={"tied": "false"}
-    )
-    plan = resolve(options)
+    sizes = {"seq": SEQ, "microbatches": 1, "microbatch_size": batch}
+    plan = resolve(PlanOptions(model, grad_dtype="bf16", set={"tied": "false"}, **sizes))
     mesh = Mesh.of(plan, torch.device("cuda"))
-    job = compose(plan, mesh, seed=0, dtype=torch.bfloat16, offload=offload, fuse=compiled)
+    how = {"dtype": torch.bfloat16, "offload": offload, "as_summed": False, "fuse": compiled}
+    job = compose(plan, mesh, seed=0, **how)
     recipe = Recipe(lr=3e-4, offload="cpu" if offload else "none")
     return plan, job, make_updater(recipe, job.owned, mesh.device)
 

@@ -357,7 +357,8 @@ class FlatUnit:
         for each in self.owned:
             start, stop = spans[each.row.name]
             each.gradient = gradient[start:stop].view(each.tensor.shape)
-            if each.tensor.device == gradient.device and each.tensor.dtype == wanted:
+            fits = each.tensor.device == gradient.device and each.tensor.dtype == wanted
+            if fits and self.home is None:
                 each.tensor.grad = each.gradient
 
     def publish(self) -> None:

@@ -38,7 +38,7 @@ __all__ = [
 
 def num_processes(plan: Plan, settings: TrainSettings) -> int:
     """The ranks, and the single processes that a check compares them with."""
-    return plan.layout.world + (num_references(settings) if settings.check else 0)
+    return plan.layout.world + (num_references(plan, settings) if settings.check else 0)
 
 
 def train(
@@ -58,7 +58,7 @@ def train(
     if settings.check:
         one, unrecorded = single_process(plan), replace(settings, folder=None)
         references = [(run_rank, (one, unrecorded, reverse)) for reverse in (False, True)]
-        tasks += references[: num_references(settings)]
+        tasks += references[: num_references(plan, settings)]
     runs = pool.run_each(tasks, on_report=on_report)
     ranks, references = runs[:world], runs[world:]
     return ranks, judge(plan, ranks, references) if references else None

@@ -61,10 +61,18 @@ CASES = (
         model={"dropout": 0.2},
         starts=("--until 3", "--resume --layout pp=2"),
     ),
+    Case("offloaded gradients", "dp=2x2", {"zero": 2}, train={"offload_grads": "cpu"}),
+    Case("gradients on disk", "dp=2", {"zero": 3}, train={"offload_grads": "nvme:gradients"}),
+    Case("flat units", "dp=2", {"zero": 3, "unit_size": 0.05, "prefetch": 2}),
     Case("float32", dtype="float32"),
     Case("bfloat16", dtype="bfloat16"),
     Case("float16", "dp=2", dtype="float16"),
     Case("overflow", "dp=1", {"balance": "aux:1000"}, MOE, {"steps": 8}, dtype="float16"),
+    Case(
+        *("overflow, offloaded", "dp=1", {"balance": "aux:1000"}, MOE),
+        {"steps": 8, "offload_grads": "cpu"},
+        dtype="float16",
+    ),
     Case("not finite", train={"lr": 1e200, "skip_limit": 2}, ends=1),
     Case(
         "resumed",

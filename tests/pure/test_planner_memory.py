@@ -12,6 +12,7 @@ from one_layout import H100, grid_of, memory_of
 from fivefold.core import models
 from fivefold.core.count import layer_parameters, parameters
 from fivefold.core.plan import PlanOptions, resolve
+from fivefold.core.recipe import Recipe
 from fivefold.core.schedule import Schedule, loop_placement
 from fivefold.core.schedule.clock import Costs, peak_activations, play
 from fivefold.core.schedule.linear import alternate
@@ -19,7 +20,8 @@ from fivefold.cost import stack as stacks
 from fivefold.cost.grid import OFFLOADS, LayoutGrid
 from fivefold.cost.pipeline_ranks import in_flight, rank_stages
 from fivefold.cost.step_time import step_time
-from fivefold.planner.estimate import estimate_plan
+from fivefold.planner import estimate_on_machine
+from fivefold.planner.estimate import Estimate, estimate_plan
 from fivefold.planner.search import EstimateSetting, search_layouts
 from fivefold.planner.space import SearchSpace
 from fivefold.score import compare_with_peers
@@ -188,3 +190,26 @@ def test_disks_are_asked_where_the_host_is_full(
     assert [OFFLOADS[int(one.grid.offload.item())] for one in found] == (
         [offload] if offload else []
     )
+
+
+def test_keys_of_flat_units_change_the_estimate() -> None:
+    """Gradients in bf16 take half of the bytes and of the wire; offloaded ones are on the host."""
+
+    def estimate(**keys: object) -> Estimate:
+        options = PlanOptions("llama-3.1-8b", layout="dp=8", machine="h100", microbatches=2)
+        plan = resolve(replace(options, zero=3, **keys))  # pyright: ignore
+        assert plan.machine is not None
+        return estimate_on_machine(plan, plan.machine, precision="bf16", headroom=0.0)
+
+    usual, narrow = estimate(), estimate(grad_dtype="bf16")
+    assert narrow.memory["gradients"] == pytest.approx(usual.memory["gradients"] / 2)
+    assert narrow.parts["dp"] < usual.parts["dp"] and narrow.host == 0
+    for where in ("cpu", "nvme:states"):
+        away = estimate(train=Recipe(offload_grads=where))
+        assert away.memory["gradients"] == 0 < away.memory["prefetch"]
+        assert away.host + away.disk == pytest.approx(usual.memory["gradients"])
+        assert (away.disk > 0) == (where != "cpu") and away.parts["offload"] > 0
+    ahead = [estimate(prefetch=depth).memory["prefetch"] for depth in (0, 1, 2)]
+    assert ahead[0] < ahead[1] < ahead[2]
+    assert estimate(prefetch=0).parts["dp"] > usual.parts["dp"]
+    assert estimate(unit_size=2000.0).total > usual.total > estimate(unit_size=150.0).total

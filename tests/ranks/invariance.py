@@ -140,7 +140,7 @@ class Trainings:
         if (balance, dtype) not in self.known:
             plan, settings = Case("dp=1", balance=balance).plan(self.layers), self.settings(dtype)
             tasks = [(run_rank, (plan, settings, reverse)) for reverse in (False, True)]
-            self.known[balance, dtype] = self.pool.run_each(tasks[: num_references(settings)])
+            self.known[balance, dtype] = self.pool.run_each(tasks[: num_references(plan, settings)])
         return self.known[balance, dtype]
 
     def check(self, case: Case, dtype: Dtype) -> Check:
