@@ -96,8 +96,6 @@ class Trained:
             Mesh.of(plan, device),
             seed=0,
             dtype=torch.bfloat16 if narrow else torch.float32,
-            grad_dtype=torch.float32 if narrow else None,
-            master=narrow,
         )
         self.updater = updater_of(self.job, Recipe(lr=3e-4), master=narrow)
         self.batches = samples(plan.batch, plan.shape.vocab, 0, 0).to(device).of(0)

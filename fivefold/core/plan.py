@@ -233,7 +233,6 @@ def resolve(options: PlanOptions, *, small: bool = False) -> Plan:
         options = replace(options, set={**options.set, "layers": str(layout.pp * layout.chunks)})
         shape = models.with_overrides(shape, options.set)
         notes.append(f"raised to {shape.layers} layers, one for each stage of the pipeline")
-    notes += shape.notes
     seq = _default_seq(layout, shape, small) if options.seq is None else options.seq
     legality.check(layout, shape, **job_of(options, family, seq))
     batch = _batch(options, family, layout, seq)
@@ -262,7 +261,7 @@ def resolve(options: PlanOptions, *, small: bool = False) -> Plan:
         units=UnitPolicy.of(options.grad_dtype, options.unit_size, options.prefetch),
         balance=_rules(options.balance, shape, family.asynchronous and layout.pp > 1, nodes),
         ep_nodes=nodes,
-        notes=tuple(notes),
+        notes=(*notes, *shape.notes),
     )
 
 
