@@ -122,7 +122,9 @@ class MemoryEntries:
         here = np.where(dense, np.maximum(layer.dense, unit.dense), 0.0)
         here = here + np.where(experts, np.maximum(layer.experts, unit.experts), 0.0)
         ahead = np.where(dense, unit.dense, 0.0) + np.where(experts, unit.experts, 0.0)
-        here = np.where(end > 0, np.minimum(end, np.where(dense, parameters.ends, 0.0)), here)
+        if self.stack.unit_bytes is not None:  # the last unit has the final norm too
+            end = np.where(end > 0, end + unit.dense, 0.0)
+        here = np.where(end > 0, np.where(dense, np.minimum(end, parameters.dense), 0.0), here)
         everything = np.where(dense, parameters.dense, 0.0)
         everything = everything + np.where(experts, parameters.experts, 0.0)
         some = np.minimum(here + self.stack.prefetch * ahead, everything)
