@@ -38,7 +38,11 @@ class UnitPolicy:
 
     @classmethod
     def of(cls, grad_dtype: str, unit_size: float | None, prefetch: int) -> UnitPolicy:
-        """From the keys of a plan, `unit_size` in MB; refuses what cannot be."""
+        """From the keys of a plan, `unit_size` in MB; refuses what cannot be.
+
+        Torch's names of the dtypes are understood too.
+        """
+        grad_dtype = {"float32": "fp32", "bfloat16": "bf16"}.get(grad_dtype, grad_dtype)
         if grad_dtype not in get_args(GradDtype):
             raise FivefoldError(
                 f"grad_dtype {grad_dtype}: gradients are summed in fp32 (wider where the weights "

@@ -66,6 +66,7 @@ def test_a_large_model_is_scaled_down_and_says_so(capsys: pytest.CaptureFixture[
         ("--layout dp=2 --steps 0", "--steps 0: give a number above 0"),
         ("--layout dp=2 --unit-size nan", "unit_size nan: the MB of weights"),
         ("--layout dp=2 --grad-dtype fp16", "fp16 would overflow: choose fp32 or bf16"),
+        ("--layout dp=2 --grad-dtype float16", "fp16 would overflow: choose fp32 or bf16"),
         ("--layout dp=2 --set grad_dtype=float64", "summed in fp32 (wider where the weights are)"),
         ("--layout dp=2 --prefetch -1", "prefetch -1: the number of flat units is 0 or more"),
         ("--layout cp=16 --context ulysses", "use cp=8 or context=hybrid"),
