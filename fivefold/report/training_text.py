@@ -206,9 +206,11 @@ def _traffic_lines(traffic: Mapping[str, Any]) -> Iterator[str]:
 
 def _check_lines(table: Mapping[str, Any]) -> Iterator[str]:
     """The losses compared with those of one process."""
-    check = table["check"]
-    last = table["steps"][-1]["loss"]
-    yield f"loss of step {len(table['steps'])}: {last:.9f}; one process: {check['loss']:.9f}"
+    check, steps = table["check"], table["check"]["steps"]
+    if table["stopped"]:
+        yield f"compared: {counted(steps, 'step')} that both had run when they were asked to stop"
+    last = table["steps"][steps - 1]["loss"]
+    yield f"loss of step {steps}: {last:.9f}; one process: {check['loss']:.9f}"
     spread, beside = check["spread"], ""
     if spread is not None:
         beside = (
@@ -216,7 +218,7 @@ def _check_lines(table: Mapping[str, Any]) -> Iterator[str]:
             "order, at least 2e-06)"
         )
     yield (
-        f"largest difference of all steps: {check['difference']:.1e} nats, allowed "
+        f"largest difference of {counted(steps, 'step')}: {check['difference']:.1e} nats, allowed "
         f"{check['allowed']:.1e}{beside}"
     )
     if check["routed"]:

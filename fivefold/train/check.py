@@ -27,13 +27,14 @@ _SPREADS = 3
 
 @dataclass(frozen=True)
 class Check:
-    """Losses beside those of one process, in nats: the largest difference of all steps.
+    """Losses beside those of one process, in nats: the largest difference of the first `steps`.
 
     `spread` is the difference of two runs of one process that sum in another order; None in
     float64, which needs none. `flips` of `routed` tokens times layers had other experts.
     """
 
-    loss: float  # the last one of one process
+    steps: int  # that the ranks and the one process have both run
+    loss: float  # of one process in the last of them
     difference: float
     spread: float | None
     allowed: float
@@ -59,11 +60,22 @@ def single_process(plan: Plan) -> Plan:
 
 
 def judge(plan: Plan, runs: Sequence[TrainedRank], references: Sequence[TrainedRank]) -> Check:
-    """Compare the ranks with one process; a second run of it, if there is one, gives the spread."""
+    """Compare the ranks with one process; a second run of it, if there is one, gives the spread.
+
+    A request to stop reaches each of them in another step, so the steps that all have run count.
+    """
+    everyone = (*runs, *references)
+    stopped = any(run.stopped for run in everyone)
+    steps = min(len(run.losses) for run in everyone) if stopped else None
+    runs, references = (
+        [replace(run, losses=run.losses[:steps], routes=run.routes[:steps]) for run in some]
+        for some in (runs, references)
+    )
     truth, *others = references
     spread = max((_largest(other.losses, truth.losses) for other in others), default=None)
     flips, routed = count_flips(plan, [run.routes for run in runs], truth.routes)
     return Check(
+        steps=len(truth.losses),
         loss=truth.losses[-1],
         difference=max(_largest(run.losses, truth.losses) for run in runs),
         spread=spread,

@@ -274,9 +274,10 @@ def test_bad_input_exits_with_2(
 
 
 @contextmanager
-def training(folder: Path) -> Iterator[subprocess.Popen[str]]:
+def training(folder: Path, *more: str) -> Iterator[subprocess.Popen[str]]:
     """A long run in a process of its own, which has said two steps."""
     words = ["train", "--layout", "dp=2 ep=2", "--steps", "5000", "--seq", "16", "--out", "run"]
+    words += more
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     # A shell starts its background jobs with interrupts ignored, and children inherit that.
     heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
@@ -307,7 +308,7 @@ def test_a_lost_rank_is_named_and_no_process_is_left(tmp_path: Path) -> None:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_who_is_asked_to_stop_keeps_what_there_is(tmp_path: Path, how: signal.Signals) -> None:
-    with training(tmp_path) as process:
+    with training(tmp_path, "--check") as process:
         ranks = children(process.pid)
         process.send_signal(how)
         with within(SOON):
@@ -315,6 +316,8 @@ def test_who_is_asked_to_stop_keeps_what_there_is(tmp_path: Path, how: signal.Si
     assert process.returncode == 0
     wait_until_gone(ranks)
     done = int(re.findall(r"^step (\d+)/", out, re.M)[-1])
+    compared = re.search(r"^compared: (\d+) steps? that both had run", out, re.M)
+    assert compared and 1 <= int(compared[1]) <= done and "\nPASS in " in out
     checkpoint = tmp_path / f"run/checkpoints/step-{done:08d}"
     assert latest(tmp_path / "run") == checkpoint and "asked to stop" in out
     # The position is that of the last step, whatever was read ahead of it.
@@ -322,3 +325,16 @@ def test_who_is_asked_to_stop_keeps_what_there_is(tmp_path: Path, how: signal.Si
     manifest = json.loads((checkpoint / "manifest.json").read_text("utf-8"))
     assert manifest["facts"]["samples"] == last.first_sample + last.num_samples
     assert last.step == done and last.first_sample == (done - 1) * last.num_samples
+
+
+def test_a_check_compares_the_steps_that_all_have_run() -> None:
+    """A request to stop reaches the ranks and the one process in different steps."""
+    plan = plan_of("dp=2")
+    short, long = TrainedRank(losses=[3.0, 2.0]), TrainedRank(losses=[3.0, 2.0, 1.0])
+    for runs, truth in (([short, short], long), ([long, long], short)):
+        with pytest.raises(ValueError, match="shorter|longer"):  # nobody asked: one is incomplete
+            judge(plan, runs, [truth])
+        check = judge(plan, [replace(run, stopped=True) for run in runs], [truth])
+        assert check.passed and check.steps == 2 and check.loss == 2.0
+    wrong = replace(short, losses=[3.0, 2.5], stopped=True)
+    assert not judge(plan, [wrong, wrong], [long]).passed
