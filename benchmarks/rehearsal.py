@@ -1,8 +1,11 @@
 """Planned, rehearsed and measured: one rank of many jobs on one GPU.
 
-    python benchmarks/rehearsal.py measured FILE     on a machine with a GPU: a line for each job
-    python benchmarks/rehearsal.py rehearsed FILE    the same ranks without one
-    python benchmarks/rehearsal.py table FILE FILE   both beside what is planned now, as Markdown
+    python benchmarks/rehearsal.py measured FILE [MODEL ...]     on a GPU: a line for each job
+    python benchmarks/rehearsal.py rehearsed FILE [MODEL ...]    the same ranks without one
+    python benchmarks/rehearsal.py table FILE ...                both beside what is planned now
+
+Lines are appended; with models, only of jobs whose model has one of these words. The table is
+Markdown, of the jobs that were measured.
 
 Every job runs in processes of its own, so that its memory is gone before the next. `rehearsed` is
 the peak of the same rank on tensors without values, `measured` torch's max_memory_allocated.
@@ -85,13 +88,14 @@ def measured(worker: Worker, plan: Plan, rank: int) -> tuple[int, float, float, 
     return found.peak, found.step, found.update, found.actions
 
 
-def write(path: Path, name: str, only: str) -> None:
+def write(path: Path, name: str, only: list[str]) -> None:
     """A line for each job, by one of the two functions above; `only` those of some models."""
     import fivefold.rehearse  # noqa: F401, before the ranks are forked
 
     function = {"rehearsed": rehearsed, "measured": measured}[name]
-    with path.open("w", encoding="utf-8") as file:
-        for model, layout, rank, said in (job for job in JOBS if only in job[0]):
+    chosen = [job for job in JOBS if not only or any(word in job[0] for word in only)]
+    with path.open("a", encoding="utf-8") as file:
+        for model, layout, rank, said in chosen:
             plan, began = plan_of(model, layout, said), time.perf_counter()
             line: dict[str, Any] = {"model": model, "layout": layout, "rank": rank, "said": said}
             try:
@@ -122,12 +126,12 @@ def planned(plan: Plan, setting: EstimateSetting, rank: int) -> float:
 
 def table(paths: list[Path]) -> None:
     """Print what was measured beside what is planned."""
-    setting, _ = estimate_setting(machine.load(MACHINE), "bf16", 0.0, "eager", 1.0)
+    setting, _ = estimate_setting(machine.load(MACHINE), "bf16", 0.0, "compiled", 1.0)
     print("| job | rank | planned GiB | rehearsed | measured | planned s | measured s |")
     print("|---|---|---|---|---|---|---|")
     errors: dict[str, list[float]] = {"planned": [], "rehearsed": [], "time": []}
-    for line in joined(paths):
-        if line.get("measured") is None or line.get("rehearsed") is None:
+    for line in (line for line in joined(paths) if "measured" in line):
+        if line["measured"] is None or line.get("rehearsed") is None:
             print(f"| {line['model']} `{line['layout']}` | {line['rank']} | failed |")
             continue
         plan = plan_of(line["model"], line["layout"], line["said"])
@@ -153,4 +157,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "table":
         table([Path(each) for each in sys.argv[2:]])
     else:
-        write(Path(sys.argv[2]), sys.argv[1], only="".join(sys.argv[3:]))
+        write(Path(sys.argv[2]), sys.argv[1], only=sys.argv[3:])
