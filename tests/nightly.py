@@ -58,7 +58,10 @@ def table(name: str, module: str) -> Part:
 
 TOGETHER = (
     table("training", "invariance"),  # the longest first, so that nothing waits for it in the end
+    table("compiled", "compiled"),
     table("combinations", "covering"),
+    table("choices", "first_choices"),
+    table("recompute", "recomputed"),
     table("contexts", "contexts"),
     table("pipelines", "pipelines"),
     table("layouts", "sweep"),

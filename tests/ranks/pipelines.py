@@ -45,7 +45,7 @@ SHARDINGS: tuple[tuple[int, str | None], ...] = (
     (3, "step"),
     (3, "microbatch"),
 )
-RECOMPUTES = ("none", "selective", "full", "full:2")
+RECOMPUTES = ("none", "selective", "full", "norm+attention", "act+mlp")  # one for each sharding
 BUCKETS = (None, 60_000)  # the second one gives most stages several units
 BIASED = {"qkv_bias": "true", "out_bias": "true", "mlp_bias": "true", "qk_norm": "head"}
 LEARNED = {"positions": "learned", "norm": "layer", "norm_bias": "true", "max_seq": "64"}

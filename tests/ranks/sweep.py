@@ -26,7 +26,7 @@ of AdamW; model variant, recomputation and unit size drawn by hash. Made by `mak
 COLUMNS = ("layout", "model", "recompute", "unit")
 WORLDS = (2, 4, 8)
 MODELS = ({}, {"tied": "true"}, {"vocab": "251"}, {"kv_heads": "2"}, {"qkv_bias": "true"})
-RECOMPUTES = ("none", "selective", "full", "full:2")
+RECOMPUTES = ("none", "norm", "act", "selective", "attention", "mlp", "full", "full:2")
 BUCKETS = (None, 60_000, 300_000)
 
 

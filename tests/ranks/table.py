@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import date
 from typing import Generic, TypeVar
 
-from fivefold.launch.processes import Pool
+from fivefold.launch.processes import PATIENCE, Pool
 from fivefold.verify.trial import VerifyVerdict
 
 Case = TypeVar("Case")
@@ -35,6 +35,7 @@ class Table(Generic[Case]):
     cells: Callable[[Case], Iterable[object]]
     foot: str = ""
     most_error: Callable[[Case], float] = lambda case: PUBLISHED
+    patience: float = PATIENCE
 
     def run(self, cases: Iterable[Case]) -> int:
         """Prove every case on one pool and print the table; the exit code."""
@@ -44,7 +45,7 @@ class Table(Generic[Case]):
         print(_line(columns))
         print("|" + "---|" * len(columns))
         passed: list[bool] = []
-        with Pool(self.most_ranks + 1) as pool:
+        with Pool(self.most_ranks + 1, self.patience) as pool:
             for case in cases:
                 start = time.perf_counter()
                 verdict = self.prove(pool, case)

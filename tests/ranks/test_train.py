@@ -332,7 +332,7 @@ def test_a_check_compares_the_steps_that_all_have_run() -> None:
     plan = plan_of("dp=2")
     short, long = TrainedRank(losses=[3.0, 2.0]), TrainedRank(losses=[3.0, 2.0, 1.0])
     for runs, truth in (([short, short], long), ([long, long], short)):
-        with pytest.raises(ValueError, match="shorter|longer"):  # nobody asked: one is incomplete
+        with pytest.raises(ValueError, match=r"shorter|longer"):  # nobody asked: one is incomplete
             judge(plan, runs, [truth])
         check = judge(plan, [replace(run, stopped=True) for run in runs], [truth])
         assert check.passed and check.steps == 2 and check.loss == 2.0

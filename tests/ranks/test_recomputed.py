@@ -1,0 +1,29 @@
+"""One of the jobs whose recomputation is rehearsed; `python -m tests.ranks.recomputed` runs all."""
+
+from __future__ import annotations
+
+import pytest
+from recomputed import JOBS, Job, disorder
+
+from fivefold.core import models
+
+
+@pytest.mark.sample(1, table=True)
+@pytest.mark.parametrize("job", [job for job in JOBS if "pp=" not in job.layout], ids=str)
+def test_more_recomputation_takes_no_more_memory(job: Job) -> None:
+    runs = job.rehearse()
+    assert not list(disorder(job, runs))
+    assert runs["full"].peak < runs["selective"].peak < runs["none"].peak
+    # A rule that is not kept is seen.
+    assert list(disorder(job, {**runs, "selective": runs["none"], "none": runs["selective"]}))
+
+
+def test_twelve_jobs_of_many_families() -> None:
+    assert len({str(job) for job in JOBS}) == len(JOBS) == 12
+    families = {models.load(job.model).family for job in JOBS}
+    assert len(families) >= 5
+    plans = [job.plan("none") for job in JOBS]
+    for axis in ("dp", "tp", "pp", "cp", "ep"):
+        assert any(getattr(plan.layout, axis) > 1 for plan in plans)
+    assert {plan.layout.zero for plan in plans} == {0, 1, 2, 3}
+    assert {name for job in JOBS for name in job.missing()} == {"mlp", "experts"}
