@@ -89,6 +89,7 @@ SETTABLE = {
     ),
     "__wrapped__": "Python: the function that another one is made of",
     "max_ctas": "torch: how NCCL runs a communicator",
+    "atexit": "weakref: whether a finalizer runs when the process exits",
     "encode_special_tokens": "tokenizers: a setting of their object",
 }
 SEAM_ROOMS = ("model", "parallel", "rehearse", "verify")
