@@ -21,7 +21,7 @@ def test_the_first_choice_is_rehearsed_as_written(tmp_path: Path, job: Job) -> N
     assert not outcome.problems
     # A rehearsal that is not as planned is seen.
     more = {name: 2 * size for name, size in outcome.rehearsed["memory_gib"].items()}
-    assert list(wrong(replace(outcome, rehearsed={**outcome.rehearsed, "memory_gib": more})))
+    assert list(wrong(job, replace(outcome, rehearsed={**outcome.rehearsed, "memory_gib": more})))
 
 
 @pytest.mark.parametrize("job", TRAINED, ids=str)
