@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from fivefold.core.recipe import Recipe
-from tests.judge import decoder, tokens, trainer
+from tests.judge import decoder, masks, tokens, trainer
 from tests.judge.cases import BY_NAME, CASES, LONG
 from tests.judge.runs import Case, differing, errors
 
-OWN = ("tests.judge.decoder", "tests.judge.tokens")
+OWN = ("tests.judge.decoder", "tests.judge.masks", "tests.judge.tokens")
 
 
 @pytest.mark.sample(1)
