@@ -18,7 +18,6 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from fivefold.core.errors import FivefoldError
 from fivefold.core.groups import Topology, communicators
@@ -37,7 +36,7 @@ from fivefold.launch.launcher import LauncherEnvironment
 from fivefold.optim.optimizer import StateInMemory
 from fivefold.parallel import flat_unit
 from fivefold.parallel.mesh import MESSAGE_CTAS, nccl_options
-from fivefold.train.checkpoint import Checkpoints, CheckpointTensor, Facts
+from fivefold.train.checkpoint import Checkpoints, CheckpointTensor, Facts, snapshot
 
 NONE = NcclLibrary(None)
 OLD = NcclLibrary((2, 28, 9))
@@ -281,16 +280,18 @@ def test_a_snapshot_waits_for_the_gpu_of_its_rank(
     monkeypatch.setattr(
         torch.cuda, "set_device", lambda at: chosen.append((at, threading.get_ident() != here))
     )
+    pinned: list[bool] = []
+
+    def memory(num_bytes: int, pin: bool) -> Any:
+        pinned.append(pin)
+        return torch.empty(num_bytes, dtype=torch.uint8).numpy()
+
+    monkeypatch.setattr(snapshot, "_memory", memory)
     checkpoints = Checkpoints(tmp_path, 1, None, THIRD)
-
-    def copy(index: Any, value: Tensor) -> None:
-        checkpoints._copies[index] = value.as_subclass(torch.Tensor).clone()
-
-    monkeypatch.setattr(checkpoints, "_copy", copy)
     state = StateInMemory(torch.arange(6.0).as_subclass(OnThird))
     tensor = CheckpointTensor("model/w", (6,), torch.float32, (whole_box((6,)),), state)
     checkpoints.save([tensor], Facts(1), wait=True)
-    assert waited == [THIRD]
+    assert waited == [THIRD] and pinned == [True]
     assert chosen == [(THIRD, True)], "the writer's thread takes the GPU of its rank"
 
 

@@ -115,9 +115,9 @@ def documents_of_the_wrong_place() -> Patch:
     inner = ContextAttention._sees
 
     def own(
-        self: ContextAttention, call: AttentionCall, keys: Ranges, info: AttentionInfo
+        self: ContextAttention, call: AttentionCall, keys: Ranges, info: AttentionInfo, heads: int
     ) -> VisiblePairs:
-        return inner(self, call, self.tokens, info)
+        return inner(self, call, self.tokens, info, heads)
 
     return patch.object(ContextAttention, "_sees", own)
 
