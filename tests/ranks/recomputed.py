@@ -22,10 +22,10 @@ HEAD = """# Rehearsed recomputation
 
 Peak memory of one rank in GiB, rehearsed on tensors without values, compiled, bf16 with float32
 masters, AdamW. `all modules` is `norm+act+attention+mlp+experts`. A job passes if
-full ≤ selective ≤ norm, act ≤ none and all modules ≤ each module ≤ none, if full keeps no more than
-all modules after its first forward, and if a module that the rank does not have changes nothing. The
-peak of full can be above that of all modules: in backward it has the activations of a whole block,
-they only those of one module. Made by `make verify-all` on {date}.
+full ≤ selective ≤ norm, act ≤ none and all modules ≤ each module ≤ none, if full keeps no more
+than all modules after its first forward, and if a module that the rank does not have changes
+nothing. The peak of full can be above that of all modules: in backward it has the activations of a
+whole block, they only those of one module. Made by `make verify-all` on {date}.
 """
 ALL = "+".join(MODULES)
 KINDS = ("none", *MODULES, "selective", ALL, "full")
