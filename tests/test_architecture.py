@@ -77,16 +77,14 @@ OF_ONE_GPU = re.compile(
 # an object is complete when it is made, and changes through its methods.
 SEAMS = (
     *("matmul", "normalise", "kernel", "lookup", "add_positions", "cross_entropy"),
-    *("run_blocks", "mask", "balance", "dispatch", "repeats", "remakes"),
-    *("residual_tokens", "first_head"),
+    *("run_blocks", "mask", "balance", "dispatch", "repeats", "remakes", "first_head"),
+    "residual_tokens",
 )
 SETTABLE = {
     "grad": "torch: the gradient of a tensor",
     **dict.fromkeys(SEAMS, "a seam of the model: a room replaces the arithmetic of a layer"),
     **dict.fromkeys(("__signature__", "__annotations__", "__doc__"), "typer reads a verb by them"),
-    **dict.fromkeys(
-        ("allow_tf32", "compile_threads", "recompile_limit"), "torch: settings of this process"
-    ),
+    **dict.fromkeys(("allow_tf32", "compile_threads", "recompile_limit"), "torch: a setting"),
     "__wrapped__": "Python: the function that another one is made of",
     "max_ctas": "torch: how NCCL runs a communicator",
     "atexit": "weakref: whether a finalizer runs when the process exits",
