@@ -8,9 +8,9 @@ weights or masters, and two states of AdamW. After a few steps, so that no state
 
   plain   the same bytes in plain files, written and synced by as many threads as a save has; once
           before and once after the saves, and in one thread at the end (a quarter of the bytes)
-  first   the first save of a run, from the request until the checkpoint has its name; it allocates
-          the host memory of the copies
-  next    another save, into the same memory
+  memory  what a run does before its first step: it makes the host memory of the copies
+  first   the first save, from the request until the checkpoint has its name
+  next    another save
   steps   a save while steps go on; their time with and without it, and how long `save` held them
   load    the checkpoint of the last save, verified and read into the state
 
@@ -28,7 +28,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -62,6 +62,7 @@ class Seconds:
     num_threads: int
     plain: list[float] = field(default_factory=list[float])
     one_thread: float = 0.0  # for all bytes
+    reserve: float = 0.0
     saves: dict[str, float] = field(default_factory=dict[str, float])
     held: dict[str, float] = field(default_factory=dict[str, float])  # until `save` returned
     step: float = 0.0
@@ -232,9 +233,13 @@ def measure(gib: float, device: str, folder: Path) -> Seconds:
         empty(folder)
 
     checkpoints = Checkpoints(folder, 1, None, trained.device)
-    parts: list[Callable[[], None]] = [plain, lambda: save("first", 1), lambda: save("next", 2)]
-    for part in parts:
-        part()
+    began = time.perf_counter()
+    checkpoints.reserve(trained.tensors())
+    found.reserve = time.perf_counter() - began
+    found.show("memory", found.reserve)
+    plain()
+    save("first", 1)
+    save("next", 2)
     saved_during_steps(checkpoints, trained, found)
     found.show("save during steps", found.saves["steps"], f"held {found.held['steps']:.2f} s")
     found.show("load", found.load, "exact" if found.load_is_exact else "WRONG VALUES")

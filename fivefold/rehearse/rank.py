@@ -161,7 +161,7 @@ def rehearse_rank(
     with joined(rank, plan.layout.world), without_values() as mode:
         run = _RehearsalRun(plan, rank, traces, imbalance)
         try:
-            pause = partial(run.meter.recording.note, tracing.PAUSE)
+            pause = partial(run.meter.recording.note, tracing.Moment.PAUSE)
             with run.mesh.lanes.inside(partial(_both, mode, run.meter), pause):
                 return run.go()
         finally:

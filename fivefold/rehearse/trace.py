@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum, auto
 from functools import partial
 from typing import Any
 
@@ -32,8 +33,16 @@ aten = torch.ops.aten
 ONE_KERNEL = (rms_norm, layer_norm, unscaled_rms_norm, unscaled_layer_norm)
 _BLOCK = 512  # bytes: what the allocator of a GPU rounds to
 Delta = tuple[str, int]
-PAUSE = None  # where a lane gives its turn to the other one
-Event = Delta | CollectiveRecord | None
+
+
+class Moment(Enum):
+    """A place in what an action does."""
+
+    PAUSE = auto()  # its lane gives its turn to the other one
+    GIVEN = auto()  # the tensor that it gives away is made
+
+
+Event = Delta | CollectiveRecord | Moment
 
 
 class Recording(threading.local):
@@ -254,12 +263,9 @@ class ReplayingChunk:
             return self._run(
                 FORWARD, microbatch, lambda: self.chunk.forward(x, batch, microbatch), lambda y: y
             )
-        self._replay(FORWARD)
-        last = self.chunk.model.head is not None
-        size, dtype = self.hidden
-        like = torch.zeros((), dtype=torch.float32) if last else torch.empty(size, dtype=dtype)
-        seed = torch.empty(0, requires_grad=True) if x is None else x  # which takes no memory
-        return _Stub.apply(seed, like)
+        outputs: list[Tensor] = []
+        self._replay(FORWARD, lambda: outputs.append(self._output(x)))
+        return outputs[0]
 
     def backward(self, run: Callable[[], None], microbatch: int, split: bool, last: bool) -> None:
         kind, x = INPUT_GRAD if split else BACKWARD, self.inputs.pop(microbatch)
@@ -273,8 +279,7 @@ class ReplayingChunk:
                 lambda _: None if x is None else x.grad,
             )
             return
-        self._replay(kind)
-        run()
+        self._replay(kind, run)
 
     def weight_gradients(self, microbatch: int, last: bool) -> None:
         if microbatch in self.real:
@@ -285,7 +290,7 @@ class ReplayingChunk:
                 lambda _: None,
             )
         else:
-            self._replay(WEIGHT_GRAD)
+            self._replay(WEIGHT_GRAD, lambda: None)
         self.kept.pop(microbatch, None)
 
     def _run(
@@ -301,17 +306,28 @@ class ReplayingChunk:
             return call()
         with self.recording.tracing() as seen:
             result = call()
-        self.traces[self.key, kind] = _without(given(result), seen)
+        self.traces[self.key, kind] = _with_given(given(result), seen)
         return result
 
-    def _replay(self, kind: str) -> None:
+    def _replay(self, kind: str, give: Callable[[], None]) -> None:
+        """Repeat what the traced action did; `give` makes the tensor that it gave away."""
         for event in self.traces[self.key, kind]:
-            if event is PAUSE:
+            if event is Moment.GIVEN:
+                give()
+            elif event is Moment.PAUSE:
                 self.mesh.lanes.pause()
             elif isinstance(event, CollectiveRecord):
                 self.mesh.repeat(event)
             else:
                 self.meter.count(event)
+
+    def _output(self, x: Tensor | None) -> Tensor:
+        """A tensor as large as the output of this stage, whose backward has the size of `x`."""
+        last = self.chunk.model.head is not None
+        size, dtype = self.hidden
+        like = torch.zeros((), dtype=torch.float32) if last else torch.empty(size, dtype=dtype)
+        seed = torch.empty(0, requires_grad=True) if x is None else x  # which takes no memory
+        return _Stub.apply(seed, like)
 
 
 class _Stub(torch.autograd.Function):
@@ -327,17 +343,20 @@ class _Stub(torch.autograd.Function):
         return gradients[0].new_empty(ctx.size, dtype=ctx.dtype), None
 
 
-def _without(given: Tensor | None, seen: list[tuple[int | None, Event]]) -> list[Event]:
-    """What was seen but the making of one tensor. Its address may have been another's before."""
-    if given is None:
-        return [event for _, event in seen]
-    address = given.untyped_storage()._cdata
-    made = [at for at, (where, event) in enumerate(seen) if where == address and _makes(event)]
-    return [event for at, (_, event) in enumerate(seen) if at not in made[-1:]]
-
-
-def _makes(event: Event) -> bool:
-    return event is not PAUSE and not isinstance(event, CollectiveRecord) and event[1] > 0
+def _with_given(given: Tensor | None, seen: list[tuple[int | None, Event]]) -> list[Event]:
+    """What was seen, with a moment instead of the bytes of one tensor: those that were added last
+    at its address, which may have been another's before. Without it, the moment is the end.
+    """
+    events = [event for _, event in seen]
+    address = None if given is None else given.untyped_storage()._cdata
+    made = [
+        at
+        for at, (where, event) in enumerate(seen)
+        if where == address and isinstance(event, tuple) and event[-1] > 0
+    ]
+    if address is None or not made:
+        return [*events, Moment.GIVEN]
+    return [*events[: made[-1]], Moment.GIVEN, *events[made[-1] + 1 :]]
 
 
 def _chosen(actions: list[Action]) -> tuple[set[int], set[int]]:

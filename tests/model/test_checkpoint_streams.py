@@ -14,8 +14,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from fivefold.cli import main
 from fivefold.core.weights import whole_box
 from fivefold.optim.optimizer import StateInMemory
+from fivefold.train import loop
 from fivefold.train.checkpoint import (
     CannotSave,
     Checkpoints,
@@ -184,6 +186,43 @@ def test_values_that_cannot_be_copied_fail_the_save(
     assert list(tmp_path.iterdir()) == []
     checkpoints.save([first, last], Facts(1), wait=True)
     assert len(folders.published(tmp_path)) == 1
+
+
+def test_reserved_memory_is_all_that_a_save_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = Checkpoints(tmp_path, 1, None)
+    checkpoints.reserve(tensors())
+
+    def no_more(num_bytes: int, pinned: bool) -> None:
+        raise AssertionError("a save makes memory")
+
+    monkeypatch.setattr(snapshot, "_memory", no_more)
+    checkpoints.save(tensors(1), Facts(1), wait=True)
+    found = tensors(100)
+    checkpoints.load(found, complain)
+    assert values(found) == [1 + number for number in range(NUM_TENSORS)]
+
+
+def test_a_run_makes_the_memory_of_its_checkpoints_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = tmp_path / "seen"  # the rank is another process
+
+    def noted(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*given: Any, **named: Any) -> Any:
+            with seen.open("a") as file:
+                file.write(f"{name} ")
+            return real(*given, **named)
+
+        return run
+
+    monkeypatch.setattr(snapshot, "_memory", noted("memory", snapshot._memory))
+    monkeypatch.setattr(loop, "step", noted("step", loop.step))
+    words = "train tiny --steps 2 --batch 2 --seq 16 --set save_every=1 --layout dp=1"
+    with pytest.raises(SystemExit, match="0"):
+        main([*words.split(), "--out", str(tmp_path / "run")])
+    assert seen.read_text() == "memory step step "
 
 
 def test_slabs_have_the_bytes_of_their_boxes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,6 +73,10 @@ class CheckpointCallback(Callback):
     def start(self, after: int) -> None:
         if self.settings.resume and self.folder is not None and self.folder.restart and not after:
             self._warn("there is no checkpoint yet: the training starts with its first step")
+        if self.checkpoints is not None and not self.progress.done:
+            self.phases.phase("memory of checkpoints", long=True)
+            with self.spent.on(SAVE):
+                self.checkpoints.reserve(checkpoint_tensors(self.job, self.updater))
 
     def needs_record(self, number: int) -> bool:
         """Every step up to a checkpoint has its line in the metrics."""

@@ -80,6 +80,14 @@ class Checkpoints:
         self._failure: str | None = None
         self._newest: int | None = None  # the step that was saved or loaded last
 
+    def reserve(self, tensors: Sequence[CheckpointTensor]) -> None:
+        """Make the host memory of the copies now, so that the first save is as fast as the next.
+
+        Not while steps run: to pin memory may wait for a kernel of NCCL that waits for another
+        rank.
+        """
+        self._memory.reserve(self._sources(tensors), pinned=self.device.type == "cuda")
+
     def save(self, tensors: Sequence[CheckpointTensor], facts: Facts, wait: bool = False) -> None:
         """Copy all values, and write them in the background; `wait` until they are written.
 

@@ -1,8 +1,8 @@
 """Copies of a rank's boxes in host memory: of the moment of the save, whatever the next steps do.
 
-The boxes are copied in slabs, in the order in which they are written. A slab is written as soon as
-it is copied, so the first save, which allocates all slabs, fills the disk meanwhile. Later saves
-copy into the same memory.
+The boxes are copied in slabs, in the order in which they are written, and a slab is written as soon
+as it is copied. All saves of a run use the same memory. It can be made before the first of them:
+the pages of 20 GiB take seconds, and a host with too little memory says so at once.
 """
 
 from __future__ import annotations
@@ -51,6 +51,11 @@ class HostCopies:
     def __init__(self) -> None:
         self._copies: dict[MetadataIndex, Tensor] = {}
 
+    def reserve(self, sources: Sequence[BoxSource], pinned: bool) -> None:
+        """Make the memory for copies of these; `pinned` for those from a GPU."""
+        for slab in slabs_of(sources):
+            self._copies.update(_allocated(slab, pinned))
+
     def snapshot(self, sources: Sequence[BoxSource]) -> Snapshot:
         """A snapshot that is still to be taken. The sources come in the order of writing."""
         return Snapshot(sources, self._copies)
@@ -64,10 +69,7 @@ class Snapshot:
 
     def __init__(self, sources: Sequence[BoxSource], copies: dict[MetadataIndex, Tensor]) -> None:
         self._copies = copies
-        self._slabs = [
-            (slab, Future[None]())
-            for slab in slabs_of([each for each in sources if not each.tensor.on_disk])
-        ]
+        self._slabs = [(slab, Future[None]()) for slab in slabs_of(sources)]
         reads: dict[MetadataIndex, Callable[[], Tensor]] = {
             each.index: each.read for each in sources if each.tensor.on_disk
         }
@@ -103,10 +105,13 @@ class Snapshot:
 
 
 def slabs_of(sources: Sequence[BoxSource]) -> list[list[BoxSource]]:
-    """Boxes whose copies fit into a slab together; a larger box has a slab of its own."""
+    """Boxes whose copies fit into a slab together; a larger box has a slab of its own.
+
+    States on a disk have no copy.
+    """
     slabs: list[list[BoxSource]] = []
     room = 0
-    for each in sources:
+    for each in (each for each in sources if not each.tensor.on_disk):
         if not slabs or each.num_bytes > room:
             slabs.append([])
             room = SLAB_BYTES
