@@ -27,7 +27,7 @@ from fivefold.core.schedule import Step, actions_of, merged
 from fivefold.core.splits import stage_kind
 from fivefold.cost.collectives import max_nodes_per_token, units_of
 from fivefold.cost.grid import fullest_rank_load
-from fivefold.cost.matching import AFTER, IssuedCollective
+from fivefold.cost.matching import AFTER, BEFORE, IssuedCollective
 from fivefold.data.batches import samples
 from fivefold.optim.optimizer import Updater
 from fivefold.parallel.compose import Job, StageChunk, compose, hidden_size
@@ -36,7 +36,6 @@ from fivefold.parallel.mesh import FAKE, CollectiveRecord, Mesh
 from fivefold.parallel.stage import ActionObserver, Instruments
 from fivefold.rehearse import trace as tracing
 from fivefold.rehearse.trace import (
-    CallLog,
     Fused,
     Meter,
     Recording,
@@ -175,10 +174,32 @@ def _both(mode: FakeTensorMode, meter: Meter) -> Iterator[None]:
         yield
 
 
+class _CallLog:
+    """The collectives that a rank has issued, with the action that it was in."""
+
+    def __init__(self, recording: Recording) -> None:
+        self.calls: list[IssuedCollective] = []
+        self.where, self.recording = BEFORE, recording
+
+    def enter(self, action: str) -> None:
+        """The collectives that follow belong to this action."""
+        self.where = action
+
+    def begin(self, record: CollectiveRecord, members: tuple[int, ...]) -> None:
+        """Note one collective."""
+        self.calls.append(
+            IssuedCollective(record.axis, record.kind, record.bytes, members, self.where)
+        )
+        self.recording.note(record)
+
+    def end(self, token: None) -> None:
+        """Nothing: collectives of a rank alone take no time."""
+
+
 class _Actions(ActionObserver):
     """Notes the memory around every action."""
 
-    def __init__(self, meter: Meter, log: CallLog) -> None:
+    def __init__(self, meter: Meter, log: _CallLog) -> None:
         self.meter, self.log = meter, log
         self.levels: list[MemoryLevel] = []
 
@@ -200,7 +221,7 @@ class _RehearsalRun:
         self.replayed = traces is not None
         recording = Recording()
         self.meter = Meter(_categories(plan, rank, self.dtype), recording)
-        self.log = CallLog(recording)
+        self.log = _CallLog(recording)
         self.actions = _Actions(self.meter, self.log)
         device = torch.device("cpu")
         self.mesh = Mesh.of(

@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fivefold.core.schedule import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action
-from fivefold.cost.matching import BEFORE, IssuedCollective
 from fivefold.model.batch import TokenBatch
 from fivefold.model.layers import layer_norm, rms_norm
 from fivefold.model.regions import Compute
@@ -40,6 +39,7 @@ class Moment(Enum):
 
     PAUSE = auto()  # its lane gives its turn to the other one
     GIVEN = auto()  # the tensor that it gives away is made
+    TAKEN = auto()  # the gradient that it was given is freed
 
 
 Event = Delta | CollectiveRecord | Moment
@@ -198,28 +198,6 @@ Traces = dict[tuple[Hashable, str], list[Event]]
 """What actions do, by stage and kind; ranks that do the same share them."""
 
 
-class CallLog:
-    """The collectives that a rank has issued, with the action that it was in."""
-
-    def __init__(self, recording: Recording) -> None:
-        self.calls: list[IssuedCollective] = []
-        self.where, self.recording = BEFORE, recording
-
-    def enter(self, action: str) -> None:
-        """The collectives that follow belong to this action."""
-        self.where = action
-
-    def begin(self, record: CollectiveRecord, members: tuple[int, ...]) -> None:
-        """Note one collective."""
-        self.calls.append(
-            IssuedCollective(record.axis, record.kind, record.bytes, members, self.where)
-        )
-        self.recording.note(record)
-
-    def end(self, token: None) -> None:
-        """Nothing: collectives of a rank alone take no time."""
-
-
 @dataclass(frozen=True)
 class Tracer:
     """What a rehearsal watches, and what it has traced before."""
@@ -252,6 +230,8 @@ class ReplayingChunk:
         self.meter, self.recording, self.traces = tracer.meter, tracer.recording, tracer.traces
         self.inputs: dict[int, Tensor | None] = {}
         self.kept: dict[int, Tensor] = {}  # inputs that weight gradients need, with their own
+        self.gradients: dict[int, Tensor] = {}  # of outputs, where weight gradients need them
+        self.taken: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # such, where it was traced
         self.real, self.traced = _chosen(actions)
         kinds = {action.kind for action in actions}
         if all((key, kind) in self.traces for kind in kinds):
@@ -260,11 +240,15 @@ class ReplayingChunk:
     def forward(self, x: Tensor | None, batch: TokenBatch, microbatch: int) -> Tensor:
         self.inputs[microbatch] = x
         if microbatch in self.real:
-            return self._run(
+            y: Tensor = self._run(
                 FORWARD, microbatch, lambda: self.chunk.forward(x, batch, microbatch), lambda y: y
             )
+            if microbatch in self.traced:
+                y.register_hook(partial(self._see_gradient, microbatch))
+            return y
         outputs: list[Tensor] = []
-        self._replay(FORWARD, lambda: outputs.append(self._output(x)))
+        give = partial(self._output, x, microbatch)
+        self._replay(FORWARD, {Moment.GIVEN: lambda: outputs.append(give())})
         return outputs[0]
 
     def backward(self, run: Callable[[], None], microbatch: int, split: bool, last: bool) -> None:
@@ -279,7 +263,9 @@ class ReplayingChunk:
                 lambda _: None if x is None else x.grad,
             )
             return
-        self._replay(kind, run)
+        self._replay(kind, {Moment.GIVEN: run})
+        if not split or Moment.TAKEN not in self.traces[self.key, WEIGHT_GRAD]:
+            self.gradients.pop(microbatch)
 
     def weight_gradients(self, microbatch: int, last: bool) -> None:
         if microbatch in self.real:
@@ -290,7 +276,8 @@ class ReplayingChunk:
                 lambda _: None,
             )
         else:
-            self._replay(WEIGHT_GRAD, lambda: None)
+            drop = partial(self.gradients.pop, microbatch)
+            self._replay(WEIGHT_GRAD, {Moment.TAKEN: drop, Moment.GIVEN: lambda: None})
         self.kept.pop(microbatch, None)
 
     def _run(
@@ -304,66 +291,78 @@ class ReplayingChunk:
         is memory of its receiver."""
         if microbatch not in self.traced:
             return call()
+        kept = self.taken[microbatch]() if kind == WEIGHT_GRAD else None
+        taken = None if kept is None else kept._cdata
+        del kept
         with self.recording.tracing() as seen:
             result = call()
-        self.traces[self.key, kind] = _with_given(given(result), seen)
+        made = given(result)
+        address = None if made is None else made.untyped_storage()._cdata
+        self.traces[self.key, kind] = _with_moments(seen, address, taken)
         return result
 
-    def _replay(self, kind: str, give: Callable[[], None]) -> None:
-        """Repeat what the traced action did; `give` makes the tensor that it gave away."""
+    def _replay(self, kind: str, moments: Mapping[Moment, Callable[[], Any]]) -> None:
+        """Repeat what the traced action did, and call what belongs to its moments."""
         for event in self.traces[self.key, kind]:
-            if event is Moment.GIVEN:
-                give()
-            elif event is Moment.PAUSE:
+            if event is Moment.PAUSE:
                 self.mesh.lanes.pause()
+            elif isinstance(event, Moment):
+                moments[event]()
             elif isinstance(event, CollectiveRecord):
                 self.mesh.repeat(event)
             else:
                 self.meter.count(event)
 
-    def _output(self, x: Tensor | None) -> Tensor:
+    def _see_gradient(self, microbatch: int, gradient: Tensor) -> None:
+        self.taken[microbatch] = weakref.ref(gradient.untyped_storage())
+
+    def _output(self, x: Tensor | None, microbatch: int) -> Tensor:
         """A tensor as large as the output of this stage, whose backward has the size of `x`."""
         last = self.chunk.model.head is not None
         size, dtype = self.hidden
         like = torch.zeros((), dtype=torch.float32) if last else torch.empty(size, dtype=dtype)
         seed = torch.empty(0, requires_grad=True) if x is None else x  # which takes no memory
-        return _Stub.apply(seed, like)
+        return _Stub.apply(seed, like, partial(self.gradients.__setitem__, microbatch))
 
 
 class _Stub(torch.autograd.Function):
-    """A stage in name only: sizes forward, and sizes backward."""
+    """A stage in name only: sizes forward, and sizes backward. `keep` takes the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, like: Tensor) -> Tensor:
-        ctx.size, ctx.dtype = x.shape, x.dtype
+    def forward(ctx: Any, x: Tensor, like: Tensor, keep: Callable[[Tensor], None]) -> Tensor:
+        ctx.size, ctx.dtype, ctx.keep = x.shape, x.dtype, keep
         return like.view_as(like)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0].new_empty(ctx.size, dtype=ctx.dtype), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        ctx.keep(gradients[0])
+        return gradients[0].new_empty(ctx.size, dtype=ctx.dtype), None, None
 
 
-def _with_given(given: Tensor | None, seen: list[tuple[int | None, Event]]) -> list[Event]:
-    """What was seen, with a moment instead of the bytes of one tensor: those that were added last
-    at its address, which may have been another's before. Without it, the moment is the end.
+def _with_moments(
+    seen: list[tuple[int | None, Event]], given: int | None, taken: int | None
+) -> list[Event]:
+    """What was seen, with moments instead of the bytes of two tensors, which stubs have of their
+    own: the one that is `given` away, by its address, which may have been another's before, and
+    the gradient that was `taken`. What is given otherwise is given in the end.
     """
     events = [event for _, event in seen]
-    address = None if given is None else given.untyped_storage()._cdata
-    made = [
-        at
-        for at, (where, event) in enumerate(seen)
-        if where == address and isinstance(event, tuple) and event[-1] > 0
-    ]
-    if address is None or not made:
+    sizes = [event[-1] if isinstance(event, tuple) else 0 for event in events]
+    places = [(where, sizes[at] > 0) for at, (where, _) in enumerate(seen)]
+    if taken is not None and (taken, False) in places:
+        events[places.index((taken, False))] = Moment.TAKEN
+    if given is None or (given, True) not in places:
         return [*events, Moment.GIVEN]
-    return [*events[: made[-1]], Moment.GIVEN, *events[made[-1] + 1 :]]
+    events[len(places) - 1 - places[::-1].index((given, True))] = Moment.GIVEN
+    return events
 
 
 def _chosen(actions: list[Action]) -> tuple[set[int], set[int]]:
     """The microbatches that run for real, and those of them that stand for the rest: one whose
     backward is not split, one whose backward is split, where there are such.
 
-    The second backward still ends what the first one began: sums that were under way.
+    The second backward still ends what the first one began: sums that were under way. What a split
+    backward leaves to its weight gradients is known when these were traced.
     """
     forwards = [action.microbatch for action in actions if action.kind == FORWARD]
     backwards = [action.microbatch for action in actions if action.kind in (BACKWARD, INPUT_GRAD)]
@@ -373,4 +372,12 @@ def _chosen(actions: list[Action]) -> tuple[set[int], set[int]]:
     split = [each for each in between if each in settles]
     whole = [each for each in between if each not in settles]
     traced = {*split[:1], *whole[:1]}
-    return ends | traced, traced
+    until = [
+        at
+        for at, each in enumerate(actions)
+        if each.kind == WEIGHT_GRAD and each.microbatch in traced
+    ]
+    early = {
+        each.microbatch for each in actions[: max(until, default=0)] if each.kind == INPUT_GRAD
+    }
+    return ends | traced | early, traced
