@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -47,11 +48,16 @@ def pairs_kept() -> Patch:
     return instead(dropout.PairDropout, "keeps", all_kept)
 
 
-def dropped_in_evaluation() -> Patch:
+@contextmanager
+def dropped_in_evaluation() -> Iterator[None]:
+    """Two things prevent it: held-out rows have no keys, and the model is told."""
+
     def keyed(real: Any, self: Any, most_steps: int) -> Iterator[Any]:
         for microbatches in real(self, most_steps):
             rows = torch.arange(len(microbatches[0].tokens))
             keys = dropout.token_keys(0, rows, self.batch.seq)
             yield [replace(each, keys=keys) for each in microbatches]
 
-    return instead(rank_reader.RankReader, "held_out", keyed)
+    untold = instead(decoder.Decoder, "eval", lambda real, self: self)
+    with instead(rank_reader.RankReader, "held_out", keyed), untold:
+        yield

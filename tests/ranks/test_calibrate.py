@@ -11,7 +11,7 @@ import pytest
 from fivefold.cli import main
 from fivefold.core.machine import load, presets
 from fivefold.launch.processes import num_gpus
-from tests.commands import in_fork
+from tests.commands import in_new_process
 
 TORCHRUN = {
     "RANK": "0",
@@ -30,8 +30,9 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(*words: str) -> str:
-    """In a fork: measuring starts threads, and no rank may be forked beside them later."""
-    done = in_fork(list(words), Path.cwd())
+    """In a process of its own: measuring uses all threads. A fork of a worker that has used some
+    would wait for them forever, and no rank may be forked beside them later."""
+    done = in_new_process(list(words), Path.cwd())
     assert done.returncode == 0, done.stderr
     return done.stdout
 
