@@ -1,28 +1,36 @@
-"""The collectives of one optimizer step on one rank, axis by axis, without those of the experts.
+"""The collectives of one optimizer step on one rank, axis by axis.
 
-`collectives` adds the experts and puts the axes together.
+What happens inside of layers is counted in `layer_collectives`, for one layer and microbatch. Here
+it is summed over a rank's chunks; the rest is once per microbatch, or per step. `collectives` puts
+the axes together.
 
 Legend of the docstrings: A = bytes of the activations between two layers = microbatch size · tokens
-per context rank · width · itemsize; N = tokens of a microbatch; L layers; m microbatches; wide =
-float32 or wider.
+per context rank · width · itemsize; wide = float32 or wider.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from fivefold.core.plan import Plan
-from fivefold.core.recompute import Module, Recompute
+from fivefold.core.recompute import Recompute
 from fivefold.core.schedule import needed, sent, twins
-from fivefold.core.shape import Shape
 from fivefold.core.units import OwnedRange, Unit
 from fivefold.core.weights import by_name, shard_of
+from fivefold.cost.layer_collectives import (
+    COUNT,
+    CountedCollective,
+    LayerJob,
+    balance_layer,
+    context_layer,
+    expert_layer,
+    tensor_ends,
+    tensor_layer,
+    wide_size,
+)
 
-_SUMMED = 4  # bytes: losses and partial gradients are reduced in float32 or wider
-COUNT = 8  # bytes: a token count is float64, the index of an expert int64
 _TOTALS = 24  # bytes: the loss, the squared norm and stop requests, float64
 _ASYNC_TOTALS = 16  # asynchronous runs take no stop requests
 # How often a rank sends its input buffer, by the size of the group.
@@ -89,11 +97,6 @@ class Collective(NamedTuple):
         return self.bytes * _SENT[self.kind](self.group)
 
 
-def repeated(issued: Counter[Collective], times: int) -> Counter[Collective]:
-    """The same collectives so many times; those with no count are left out."""
-    return +Counter({each: count * times for each, count in issued.items()})
-
-
 class RankChunk(NamedTuple):
     """A stage on one rank: its layers, its flat units, how many microbatches it runs, and what its
     backward computes again."""
@@ -105,44 +108,70 @@ class RankChunk(NamedTuple):
 
 
 def tensor_collectives(plan: Plan, chunk: RankChunk, itemsize: int) -> Counter[Collective]:
-    """The tp axis in forward and backward, for each microbatch of a chunk.
-
-    With sequence parallelism: all-gathers of A/tp before attention and MLP (2L) and before the
-    head, reduce-scatters of A after attention and MLP (2L) and after the embedding; backward has
-    the mirror of each. Without it: all-reduces of A after attention, MLP and embedding in forward,
-    and for attention, MLP and head in backward. Recomputation repeats the forward of the blocks, or
-    of some modules, up to the last activation that backward needs, so not the last reduction of a
-    segment or module. Elsewhere the inputs of matmuls are saved as shards, and their all-gathers
-    are repeated in backward. The loss, on the stage of the head, is never recomputed: an all-reduce
-    of N maxima and one of 2N sums, both wide.
-    """
-    layout, shape, batch = plan.layout, plan.shape, plan.batch
-    if layout.tp == 1:
-        return Counter()
-    tokens = batch.microbatch_size * plan.local_seq
-    activations = tokens * shape.width * itemsize
+    """The tp axis of a chunk: all its layers, the embedding on the first stage, and on the last the
+    head, with a loss for each token that is predicted ahead."""
+    job, shape = LayerJob.of(plan, chunk.recompute, itemsize), plan.shape
     losses = 1 + shape.mtp if chunk.layers.stop == shape.layers else 0
     lookups = (chunk.layers.start == 0) + max(0, losses - 1)
-    blocks = [
-        each
-        for segment in segments_of(plan, chunk)
-        for layer in segment
-        for each in _tp_blocks(shape, layer, layer == segment[-1])
-    ]
-    repeated_blocks = [each for each in blocks if chunk.recompute.repeats(each.module)]
-    gathers = sums = 2 * len(blocks) + lookups + losses
-    gathers += len(blocks) if plan.saves_input_shards else len(repeated_blocks)
-    alone = not chunk.recompute.full
-    sums += sum(not (each.last or (alone and each.module != "experts")) for each in repeated_blocks)
+    issued = counted(tensor_ends(job, lookups, losses), chunk.num_microbatches)
+    for kind, times in layer_counts(plan, chunk).items():
+        issued += counted(tensor_layer(job, *kind), times)
+    return issued
+
+
+def context_collectives(plan: Plan, chunk: RankChunk, itemsize: int) -> Counter[Collective]:
+    """The cp axis of a chunk."""
+    job = LayerJob.of(plan, chunk.recompute, itemsize)
+    return counted(context_layer(job), layer_counts(plan, chunk).total())
+
+
+def expert_collectives(plan: Plan, chunk: RankChunk, itemsize: int) -> Counter[Collective]:
+    """The ep and etp axes of a chunk."""
+    moe, issued = plan.shape.moe, Counter[Collective]()
+    job = LayerJob.of(plan, chunk.recompute, itemsize)
+    for kind, times in layer_counts(plan, chunk).items():
+        if moe is not None and kind.moe:
+            issued += counted(expert_layer(job, moe, kind.ends_segment), times)
+    return issued
+
+
+def balance_collectives(plan: Plan, chunk: RankChunk, itemsize: int) -> Counter[Collective]:
+    """The row axis of a chunk, over which balancing counts."""
+    moe = plan.shape.moe
+    if moe is None:
+        return Counter()
+    job = LayerJob.of(plan, chunk.recompute, itemsize)
+    times = sum(count for kind, count in layer_counts(plan, chunk).items() if kind.moe)
+    return counted(balance_layer(job, moe, plan.layout.cp), times)
+
+
+class _LayerPlace(NamedTuple):
+    """Layers that issue the same."""
+
+    moe: bool
+    ends_segment: int  # 1: the last of those that are computed again together
+
+
+def layer_counts(plan: Plan, chunk: RankChunk) -> Counter[_LayerPlace]:
+    """How often a chunk runs layers of each kind in a step."""
+    return Counter(
+        {
+            place: count * chunk.num_microbatches
+            for place, count in Counter(
+                _LayerPlace(plan.shape.is_moe_layer(layer), int(layer == segment[-1]))
+                for segment in segments_of(plan, chunk)
+                for layer in segment
+            ).items()
+        }
+    )
+
+
+def counted(found: Iterable[CountedCollective], times: int) -> Counter[Collective]:
+    """So many times the collectives of a layer; those with no count are left out."""
     issued: Counter[Collective] = Counter()
-    if layout.sp:
-        issued[Collective("tp", "all_gather", activations // layout.tp, layout.tp)] += gathers
-        issued[Collective("tp", "reduce_scatter", activations, layout.tp)] += sums
-    else:
-        issued[Collective("tp", "all_reduce", activations, layout.tp)] += sums
-    for numbers in (tokens, 2 * tokens):
-        issued[Collective("tp", "all_reduce", numbers * wide_size(itemsize), layout.tp)] += losses
-    return repeated(issued, chunk.num_microbatches)
+    for each in found:
+        issued[Collective(each.axis, each.kind, each.bytes, each.group)] += each.count * times
+    return +issued
 
 
 def segments_of(plan: Plan, chunk: RankChunk) -> list[list[int]]:
@@ -151,53 +180,6 @@ def segments_of(plan: Plan, chunk: RankChunk) -> list[list[int]]:
     ahead = plan.shape.mtp if chunk.layers.stop == plan.shape.layers else 0
     main = [layers[start : start + size] for start in range(0, len(layers), size)]
     return main + [[plan.shape.layers]] * ahead
-
-
-class _TensorBlock(NamedTuple):
-    """Column-split and row-split matmuls between two collectives."""
-
-    module: Module
-    last: bool  # of a segment, so that no backward needs its sum
-
-
-def _tp_blocks(shape: Shape, layer: int, ends_segment: bool) -> Iterator[_TensorBlock]:
-    """Attention, and the MLP or the shared experts; the results of experts come after these."""
-    yield _TensorBlock("attention", False)
-    if shape.moe is None or not shape.is_moe_layer(layer):
-        yield _TensorBlock("mlp", ends_segment)
-    elif shape.moe.shared:
-        yield _TensorBlock("experts", False)
-
-
-def context_collectives(plan: Plan, chunk: RankChunk, itemsize: int) -> Counter[Collective]:
-    """The cp axis, for each layer and microbatch of a chunk, inside attention.
-
-    Over `ulysses`: all-to-alls of queries and outputs, of keys and of values in forward, and the
-    mirror of each in backward. KV heads are repeated up to a multiple of the ranks. Over `ring`:
-    keys and values in one message, n − 1 hops in forward and again in backward, and their wide
-    gradients, n hops; or one all-gather in forward, one in backward, and one reduce-scatter of the
-    gradients. Recomputation of attention repeats the forward.
-    """
-    shape, split = plan.shape, plan.split
-    layers = sum(map(len, segments_of(plan, chunk)))
-    heads, kv_heads = shape.heads // plan.layout.tp, max(1, shape.kv_heads // plan.layout.tp)
-    kv_heads = math.lcm(kv_heads, split.inner)
-    tokens = plan.batch.microbatch_size * plan.local_seq
-    forwards = 2 if chunk.recompute.repeats("attention") else 1
-    issued: Counter[Collective] = Counter()
-    for num_heads in (heads, kv_heads) if split.inner > 1 else ():
-        size = tokens * num_heads * shape.attended_dim * itemsize
-        issued[Collective("ulysses", "all_to_all", size, split.inner)] += 2 * (forwards + 1)
-    # After Ulysses, a rank has `inner` times its tokens with 1/inner of the heads: as many numbers.
-    keys = 2 * tokens * kv_heads * shape.attended_dim
-    here, wide, hops = keys * itemsize, keys * wide_size(itemsize), split.outer - 1
-    if hops and split.gathers:
-        issued[Collective("ring", "all_gather", here, split.outer)] += forwards + 1
-        issued[Collective("ring", "reduce_scatter", wide * split.outer, split.outer)] += 1
-    for kind in ("send", "recv") if hops and not split.gathers else ():
-        issued[Collective("ring", kind, here, split.outer)] += (forwards + 1) * hops
-        issued[Collective("ring", kind, wide, split.outer)] += split.outer
-    return repeated(issued, layers * chunk.num_microbatches)
 
 
 def pipeline_collectives(plan: Plan, rank: int, itemsize: int) -> Counter[Collective]:
@@ -325,8 +307,3 @@ def _gathers_per_microbatch(unit: Unit, plan: Plan) -> int:
     tied = plan.shape.tied and any(entry.row.name == "embed.weight" for entry in unit.entries)
     kept = plan.layout.pp == 1 and (tied or "head" in unit.blocks)
     return 1 if kept or unit.blocks == ("embed",) else 2
-
-
-def wide_size(itemsize: int) -> int:
-    """Bytes of the float32-or-wider type that partial sums are reduced in."""
-    return max(itemsize, _SUMMED)

@@ -1,8 +1,8 @@
 """Every collective of one optimizer step on one rank, known before anything runs.
 
 The mesh records what a step really issues. Both lists must be equal, so nothing here is an
-estimate. `axis_collectives` has a function for each other axis; this file adds experts, their
-balancing and Muon, and puts all of them together in `predict_traffic`.
+estimate. `axis_collectives` has a function for each axis; this file adds Muon, and puts all of them
+together in `predict_traffic`.
 
 How many bytes one rank sends to experts depends on the routing. Summed over an ep group they do
 not, or, if slots are dropped or tokens cross nodes, they lie between two bounds: the lists here
@@ -22,101 +22,24 @@ from fivefold.core.plan import Plan
 from fivefold.core.precision import PRECISIONS
 from fivefold.core.schedule import FORWARD
 from fivefold.core.schedule.linear import Delays
-from fivefold.core.shape import Moe
 from fivefold.core.units import LocalWeight, OwnedRange, Unit, local_weights, pack
 from fivefold.core.weights import by_name, shard_of
 from fivefold.cost.axis_collectives import (
-    COUNT,
     Collective,
     RankChunk,
+    balance_collectives,
     context_collectives,
     data_collectives,
+    expert_collectives,
     partial_sum_collectives,
     pipeline_collectives,
-    repeated,
-    segments_of,
     step_collectives,
     tensor_collectives,
     twin_collectives,
-    wide_size,
 )
+from fivefold.cost.layer_collectives import max_nodes_per_token
 
 UNEVEN_AXES = ("ep", "ep-near", "ep-far")  # whose bytes are known only for the whole ep group
-
-# --- Experts
-
-
-def expert_collectives(plan: Plan, chunk: RankChunk, itemsize: int) -> Counter[Collective]:
-    """The ep and etp axes, for each layer with experts and each microbatch of a chunk.
-
-    Over etp, with sequence parallelism: all-gathers of tokens, weights and choices before the
-    experts and a reduce-scatter after them, and in backward the mirror of all but the choices;
-    without it, an all-reduce after them and, in backward, of tokens and weights. Over ep see
-    `_all_to_alls`. Recomputation repeats the forward, but not the last reduction of a segment, or
-    of the experts alone.
-    """
-    shape, layout, moe = plan.shape, plan.layout, plan.shape.moe
-    if moe is None:
-        return Counter()
-    segments = segments_of(plan, chunk)
-    layers = sum(shape.is_moe_layer(layer) for segment in segments for layer in segment)
-    again = chunk.recompute.repeats("experts")
-    unreached = sum(shape.is_moe_layer(each[-1]) for each in segments)
-    here = _tokens(plan)
-    tokens = here * (layout.etp if layout.sp else 1)
-    row, weight = shape.width * itemsize, moe.top_k * wide_size(itemsize)
-    forwards = layers * (2 if again else 1)
-    sums = forwards - (unreached if again else 0) + layers
-    issued: Counter[Collective] = Counter()
-    if layout.etp > 1 and layout.sp:
-        issued[Collective("etp", "all_gather", here * row, layout.etp)] += forwards + layers
-        issued[Collective("etp", "all_gather", here * weight, layout.etp)] += forwards
-        issued[Collective("etp", "all_gather", here * moe.top_k * COUNT, layout.etp)] += forwards
-    kind = "reduce_scatter" if layout.sp else "all_reduce"
-    if layout.etp > 1:
-        issued[Collective("etp", kind, tokens * row, layout.etp)] += sums
-        issued[Collective("etp", kind, tokens * weight, layout.etp)] += layers
-    if layout.ep > 1:
-        issued += _all_to_alls(plan, moe, tokens, itemsize, forwards, layers)
-    return repeated(issued, chunk.num_microbatches)
-
-
-def _all_to_alls(
-    plan: Plan, moe: Moe, tokens: int, itemsize: int, forwards: int, backwards: int
-) -> Counter[Collective]:
-    """Over ep: in forward the token counts of every expert, unless each has a padded capacity; then
-    dispatch and combine of all slots, in forward and backward.
-
-    Over several nodes, first over ep-far: how many rows go to each node, then for each row the
-    token, its choices and their weights; inside a node, over ep-near, the same as over ep.
-    """
-    nodes, row = plan.ep_nodes, plan.shape.width * itemsize
-    near = plan.layout.ep // nodes
-    axis = "ep" if nodes == 1 else "ep-near"
-    issued: Counter[Collective] = Counter()
-    room = expert_capacity(plan)
-    slots = tokens * moe.top_k if room is None else room * moe.experts
-    if room is None:
-        issued[Collective(axis, "all_to_all", moe.experts // nodes * COUNT, near)] += forwards
-    issued[Collective(axis, "all_to_all", slots * row, near)] += 2 * (forwards + backwards)
-    if nodes == 1:
-        return issued
-    if near == 1:
-        issued.clear()
-    rows = tokens * max_nodes_per_token(plan, moe)
-    issued[Collective("ep-far", "all_to_all", nodes * COUNT, nodes)] += forwards
-    issued[Collective("ep-far", "all_to_all", rows * moe.top_k * COUNT, nodes)] += forwards
-    weights = rows * moe.top_k * wide_size(itemsize)
-    issued[Collective("ep-far", "all_to_all", weights, nodes)] += forwards + backwards
-    issued[Collective("ep-far", "all_to_all", rows * row, nodes)] += 2 * (forwards + backwards)
-    return issued
-
-
-def max_nodes_per_token(plan: Plan, moe: Moe) -> int:
-    """How many nodes a token is sent to at most."""
-    most = min(moe.top_k, plan.ep_nodes)
-    limited = moe.groups_kept < moe.groups and moe.groups % plan.ep_nodes == 0
-    return min(most, moe.groups_kept) if limited else most
 
 
 def least_traffic_share(plan: Plan, axis: str) -> float:
@@ -130,50 +53,7 @@ def least_traffic_share(plan: Plan, axis: str) -> float:
     if axis != "ep-far":
         return kept
     inside = min(moe.top_k, moe.experts // plan.ep_nodes)  # most choices of a token in one node
-    return kept * moe.top_k / (inside * max_nodes_per_token(plan, moe))
-
-
-def expert_capacity(plan: Plan) -> int | None:
-    """Rows per expert from one rank, if capacity is padded; otherwise None."""
-    moe, rules = plan.shape.moe, [rule for rule in plan.balance if rule.pads]
-    if moe is None or not rules:
-        return None
-    seq = _tokens(plan) // plan.batch.microbatch_size
-    slots = min(seq, rules[0].room(plan.batch.seq, moe.top_k, moe.experts))
-    gathered = plan.layout.etp if plan.layout.sp else 1
-    return plan.batch.microbatch_size * slots * gathered
-
-
-def balance_collectives(plan: Plan, chunk: RankChunk, itemsize: int) -> Counter[Collective]:
-    """The `row` axis (ranks that share sequences), for each layer with experts and microbatch.
-
-    For losses over sequences or microbatches, one all-reduce of the slots of every sequence and
-    expert. For a capacity, two all-gathers: of the choices and of their wide scores. Recomputation
-    repeats both.
-    """
-    shape, layout, moe = plan.shape, plan.layout, plan.shape.moe
-    ranks = layout.cp * (layout.tp if layout.sp else 1)
-    if moe is None or ranks == 1:
-        return Counter()
-    layers = [layer for segment in segments_of(plan, chunk) for layer in segment]
-    count = sum(map(shape.is_moe_layer, layers)) * chunk.num_microbatches
-    count *= 2 if chunk.recompute.repeats("experts") else 1
-    issued: Counter[Collective] = Counter()
-    loads = plan.batch.microbatch_size * moe.experts * COUNT
-    issued[Collective("row", "all_reduce", loads, ranks)] += any(
-        rule.counts_rows for rule in plan.balance
-    )
-    if any(rule.kind == "capacity" for rule in plan.balance):
-        choices = _tokens(plan) * moe.top_k
-        issued[Collective("row", "all_gather", choices * COUNT, ranks)] += 1
-        issued[Collective("row", "all_gather", choices * wide_size(itemsize), ranks)] += 1
-    return repeated(issued, count)
-
-
-def _tokens(plan: Plan) -> int:
-    """Tokens of a microbatch on one rank."""
-    ranks = plan.layout.tp if plan.layout.sp else 1
-    return plan.batch.microbatch_size * plan.local_seq // ranks
+    return kept * moe.top_k / (inside * max_nodes_per_token(moe, plan.ep_nodes))
 
 
 # --- Muon, which updates full matrices, of which a rank owns shards

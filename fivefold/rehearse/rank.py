@@ -25,8 +25,9 @@ from fivefold.core.plan import Plan
 from fivefold.core.precision import PRECISIONS, RUNTIME_PRECISIONS
 from fivefold.core.schedule import Step, actions_of, merged
 from fivefold.core.splits import stage_kind
-from fivefold.cost.collectives import max_nodes_per_token, units_of
+from fivefold.cost.collectives import units_of
 from fivefold.cost.grid import fullest_rank_load
+from fivefold.cost.layer_collectives import max_nodes_per_token
 from fivefold.cost.matching import AFTER, BEFORE, IssuedCollective
 from fivefold.data.batches import samples
 from fivefold.optim.optimizer import Updater
@@ -100,13 +101,13 @@ class RoundRobin:
     def crossing(self, num_tokens: int) -> int:
         """As many nodes as a token can need: what is planned for."""
         assert self.plan.shape.moe is not None
-        return num_tokens * max_nodes_per_token(self.plan, self.plan.shape.moe)
+        return num_tokens * max_nodes_per_token(self.plan.shape.moe, self.plan.ep_nodes)
 
     def inside(self, num_rows: int) -> int:
         """A token's choices are all somewhere, each in one node."""
         moe = self.plan.shape.moe
         assert moe is not None
-        return num_rows * moe.top_k // max_nodes_per_token(self.plan, moe)
+        return num_rows * moe.top_k // max_nodes_per_token(moe, self.plan.ep_nodes)
 
     def _shares(self, axis: str) -> list[float]:
         size = self.sizes[axis]

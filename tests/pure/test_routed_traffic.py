@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from fivefold.core.plan import Plan, PlanOptions, resolve
+from fivefold.core.recompute import Recompute
 from fivefold.cost.collectives import (
     TrafficEntry,
-    expert_capacity,
     least_traffic_share,
     predict_traffic,
 )
+from fivefold.cost.layer_collectives import LayerJob
 
 # tiny-moe: 7 layers with 8 experts, 2 for each token, of 64 numbers. A row of 32 tokens in bf16.
 LAYERS, EXPERTS, TOP_K, SEQ = 7, 8, 2, 32
@@ -21,6 +22,10 @@ COUNT = 8  # bytes of a whole number
 def plan_of(layout: str, **options: object) -> Plan:
     said = {"model": "tiny-moe", "seq": SEQ, "microbatches": 1, **options}
     return resolve(PlanOptions(layout=layout, **said))  # pyright: ignore
+
+
+def capacity_of(plan: Plan) -> int | None:
+    return LayerJob.of(plan, Recompute(), itemsize=2).capacity
 
 
 def traffic(plan: Plan, *axes: str) -> list[TrafficEntry]:
@@ -64,17 +69,15 @@ def test_over_nodes_a_token_crosses_once() -> None:
 def test_rooms_are_even_and_nobody_counts() -> None:
     """⌈1.25·2·32/8⌉ = 10 slots of each expert, of which a rank with 16 tokens may have all."""
     plan = plan_of("tp=2 ep=2", balance="capacity-pad:1.25")
-    assert expert_capacity(plan) == 10
+    assert capacity_of(plan) == 10
     assert traffic(plan, "ep") == [
         TrafficEntry("ep", "all_to_all", 4 * LAYERS, 10 * EXPERTS * ROW, 2)
     ]
     # No more than its tokens, in each of two rows; gathered over etp from both.
-    assert (
-        expert_capacity(plan_of("tp=2 ep=2", balance="capacity-pad:4", microbatch_size=2)) == 2 * 16
-    )
+    assert capacity_of(plan_of("tp=2 ep=2", balance="capacity-pad:4", microbatch_size=2)) == 2 * 16
     gathered = plan_of("tp=2 dp=2 ep=2 etp=2", balance="capacity-pad:1.25")
-    assert expert_capacity(gathered) == 2 * 10
-    assert expert_capacity(plan_of("tp=2 ep=2", balance="capacity:1.25")) is None
+    assert capacity_of(gathered) == 2 * 10
+    assert capacity_of(plan_of("tp=2 ep=2", balance="capacity:1.25")) is None
 
 
 @pytest.mark.parametrize(("recompute", "forwards"), [("none", 1), ("selective", 1), ("full", 2)])

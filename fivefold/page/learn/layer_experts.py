@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from fivefold.core.shape import Moe
-from fivefold.cost.axis_collectives import COUNT
-from fivefold.cost.collectives import max_nodes_per_token
+from fivefold.cost.layer_collectives import COUNT, max_nodes_per_token
 from fivefold.page.learn.layer_attention import enter, leave, own_tokens, row_tokens
 from fivefold.page.learn.layer_parts import Layer, LayerCollective, LocalTensor, Station, over
 
@@ -67,7 +66,7 @@ def experts(layer: Layer, moe: Moe) -> Iterator[Station]:
 
 def _sizes(layer: Layer, moe: Moe, tokens: int) -> _Sizes:
     row = layer.plan.shape.width * layer.itemsize
-    crossing = tokens * max_nodes_per_token(layer.plan, moe)
+    crossing = tokens * max_nodes_per_token(moe, layer.plan.ep_nodes)
     return _Sizes(
         slots=tokens * moe.top_k * row,
         crossing=crossing * row,

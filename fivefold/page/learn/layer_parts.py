@@ -17,7 +17,8 @@ from fivefold.core.weights import local_shape, shard_of
 from fivefold.core.weights import weights as model_weights
 from fivefold.cost import axis_collectives
 from fivefold.cost.axis_collectives import Collective, RankChunk
-from fivefold.cost.collectives import expert_collectives, units_of
+from fivefold.cost.collectives import units_of
+from fivefold.cost.layer_collectives import wide_size
 from fivefold.page import View
 
 
@@ -94,7 +95,7 @@ class Layer:
     def __init__(self, plan: Plan, number: int) -> None:
         self.plan, self.number = plan, number
         self.itemsize = PRECISIONS[plan.precision].itemsize
-        self.wide = axis_collectives.wide_size(self.itemsize)
+        self.wide = wide_size(self.itemsize)
         stage = next(s for s, layers in enumerate(plan.stages) if number in layers)
         units = tuple(
             unit
@@ -107,7 +108,7 @@ class Layer:
         self._left = (
             axis_collectives.tensor_collectives(plan, alone, self.itemsize)
             + axis_collectives.context_collectives(plan, alone, self.itemsize)
-            + expert_collectives(plan, alone, self.itemsize)
+            + axis_collectives.expert_collectives(plan, alone, self.itemsize)
             + axis_collectives.data_collectives(plan, whole, self.itemsize)
         )
         self._sizes = {call.axis: call.group for call in self._left}

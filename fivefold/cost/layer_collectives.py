@@ -1,0 +1,346 @@
+"""The collectives of one layer and one microbatch, for one plan or for many.
+
+Each is written once, over numbers that are integers for one plan and arrays for many. `collectives`
+sums them over the layers and microbatches of a rank, which must be what the mesh records;
+`layer_time` asks the links how long they take. So what is priced is what runs.
+
+A function for each axis says which collectives there are, with the bytes of this rank's input
+buffer, and how often each is issued in forward, in backward, and again if backward repeats the
+forward.
+
+Legend of the docstrings: A = bytes of the activations between two layers = microbatch size · tokens
+per context rank · width · itemsize; N = tokens of a microbatch; wide = float32 or wider.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fivefold.core.balance import Balance
+from fivefold.core.plan import Plan
+from fivefold.core.recompute import MODULES, Module, Recompute
+from fivefold.core.shape import Moe, Shape
+
+Number = Any  # an integer, or an array of many
+_SUMMED = 4  # bytes: losses and partial gradients are reduced in float32 or wider
+COUNT = 8  # bytes: a token count is float64, the index of an expert int64
+
+
+def where(condition: Number, yes: Number, no: Number) -> Number:
+    """One of two numbers, by a condition or by an array of them."""
+    if isinstance(condition, np.ndarray):
+        return np.where(condition, yes, no)
+    return yes if condition else no
+
+
+def least(first: Number, second: Number) -> Number:
+    """The smaller one."""
+    return where(first < second, first, second)
+
+
+def most(first: Number, second: Number) -> Number:
+    """The larger one."""
+    return where(first > second, first, second)
+
+
+def common_multiple(first: Number, second: Number) -> Number:
+    """The least common multiple of whole numbers."""
+    if isinstance(first, int) and isinstance(second, int):
+        return math.lcm(first, second)
+    return np.lcm(np.asarray(first, np.int64), np.asarray(second, np.int64))
+
+
+def wide_size(itemsize: int) -> int:
+    """Bytes of the float32-or-wider type that partial sums are reduced in."""
+    return max(itemsize, _SUMMED)
+
+
+class CountedCollective(NamedTuple):
+    """Equal collectives of one layer and microbatch, and how many there are of them."""
+
+    axis: str
+    kind: str
+    bytes: Number  # of this rank's input buffer
+    group: Number
+    forward: Number
+    backward: Number = 0
+    again: Number = 0  # in the forward that backward repeats
+
+    @property
+    def count(self) -> Number:
+        return self.forward + self.backward + self.again
+
+
+@dataclass(frozen=True)
+class LayerJob:
+    """What the collectives of a layer depend on.
+
+    Flags are 0 or 1: `full`, if whole segments of layers are computed again; `repeats`, for the
+    modules whose forward runs again; `keeps_shards`, if inputs of split matmuls are saved as
+    sequence shards. `inner` context ranks exchange tokens for heads, `outer` are a ring.
+    """
+
+    shape: Shape
+    itemsize: int
+    microbatch_size: Number
+    seq: Number  # tokens of a row on one context rank
+    tp: Number
+    sp: Number
+    etp: Number
+    ep: Number
+    ep_nodes: Number
+    inner: Number
+    outer: Number
+    gathers: Number
+    full: Number
+    repeats: Mapping[Module, Number]
+    keeps_shards: Number
+    balance: tuple[Balance, ...] = ()
+    row_seq: Number = 0  # tokens of a row without padding
+
+    @classmethod
+    def of(cls, plan: Plan, recompute: Recompute, itemsize: int) -> LayerJob:
+        """One plan, in integers, with the rule of one of its stages."""
+        layout, split = plan.layout, plan.split
+        return cls(
+            shape=plan.shape,
+            itemsize=itemsize,
+            microbatch_size=plan.batch.microbatch_size,
+            seq=plan.local_seq,
+            tp=layout.tp,
+            sp=layout.sp,
+            etp=layout.etp,
+            ep=layout.ep,
+            ep_nodes=plan.ep_nodes,
+            inner=split.inner,
+            outer=split.outer,
+            gathers=split.gathers,
+            full=int(recompute.full),
+            repeats={each: int(recompute.repeats(each)) for each in MODULES},
+            keeps_shards=int(plan.saves_input_shards),
+            balance=plan.balance,
+            row_seq=plan.batch.seq,
+        )
+
+    @property
+    def tokens(self) -> Number:
+        """Tokens of a microbatch on one context rank."""
+        return self.microbatch_size * self.seq
+
+    @property
+    def shard_tokens(self) -> Number:
+        """Tokens of a microbatch on one rank, between layers."""
+        return self.tokens // where(self.sp, self.tp, 1)
+
+    @property
+    def expert_tokens(self) -> Number:
+        """Tokens that a rank routes: those of all ranks that split an expert's width."""
+        return self.shard_tokens * where(self.sp, self.etp, 1)
+
+    @property
+    def activations(self) -> Number:
+        """Bytes of a microbatch on one context rank."""
+        return self.tokens * self.shape.width * self.itemsize
+
+    @property
+    def capacity(self) -> Number | None:
+        """Rows per expert from one rank, if capacity is padded; otherwise None."""
+        moe, rules = self.shape.moe, [rule for rule in self.balance if rule.pads]
+        if moe is None or not rules:
+            return None
+        seq = self.shard_tokens // self.microbatch_size
+        slots = least(seq, rules[0].room(self.row_seq, moe.top_k, moe.experts))
+        return self.microbatch_size * slots * where(self.sp, self.etp, 1)
+
+
+# --- Tensor
+
+
+class _Block(NamedTuple):
+    """Column-split and row-split matmuls between two collectives."""
+
+    module: Module
+    unreached: Number  # if its sum is the last of a segment, no backward needs it
+
+
+def _blocks(shape: Shape, moe: bool, ends_segment: Number) -> Iterator[_Block]:
+    """Attention, and the MLP or the shared experts; the results of experts come after these."""
+    yield _Block("attention", 0)
+    if not moe or shape.moe is None:
+        yield _Block("mlp", ends_segment)
+    elif shape.moe.shared:
+        yield _Block("experts", 0)
+
+
+def tensor_layer(job: LayerJob, moe: bool, ends_segment: Number) -> Iterator[CountedCollective]:
+    """The tp axis.
+
+    With sequence parallelism: all-gathers of A/tp before attention and MLP, reduce-scatters of A
+    after them, and the mirror of each in backward. Without it: all-reduces of A after them in
+    forward, and before them in backward. Recomputation repeats the forward of the layer, or of some
+    modules, up to the last activation that backward needs, so not the last reduction of a segment
+    or module. Elsewhere inputs that are saved as shards are gathered again in backward.
+    """
+    split, size = where(job.tp > 1, 1, 0), job.activations
+    for block in _blocks(job.shape, moe, ends_segment):
+        repeated = job.repeats[block.module]
+        kept_shard = where(repeated > 0, 0, job.keeps_shards)
+        alone = 0 if block.module == "experts" else 1 - job.full
+        summed_again = repeated * (1 - block.unreached) * (1 - alone)
+        with_sp, without = where(job.sp, split, 0), where(job.sp, 0, split)
+        yield CountedCollective(
+            "tp",
+            "all_gather",
+            size // job.tp,
+            job.tp,
+            with_sp,
+            with_sp * (1 + kept_shard),
+            with_sp * repeated,
+        )
+        yield CountedCollective(
+            "tp", "reduce_scatter", size, job.tp, with_sp, with_sp, with_sp * summed_again
+        )
+        yield CountedCollective(
+            "tp", "all_reduce", size, job.tp, without, without, without * summed_again
+        )
+
+
+def tensor_ends(job: LayerJob, lookups: Number, losses: Number) -> Iterator[CountedCollective]:
+    """The tp axis at the embedding, looked up so often, and at the head, for so many losses.
+
+    With sequence parallelism, a reduce-scatter of A after the embedding, an all-gather of A/tp
+    before the head, and their mirrors in backward; without it an all-reduce of A after the
+    embedding, and one in the backward of the head. The loss is never recomputed: an all-reduce of N
+    maxima and one of 2N sums, both wide.
+    """
+    split, size = where(job.tp > 1, 1, 0), job.activations
+    with_sp, without = where(job.sp, split, 0), where(job.sp, 0, split)
+    rest = (job.tp, with_sp * losses, with_sp * lookups)
+    yield CountedCollective("tp", "all_gather", size // job.tp, *rest)
+    rest = (job.tp, with_sp * lookups, with_sp * losses)
+    yield CountedCollective("tp", "reduce_scatter", size, *rest)
+    yield CountedCollective("tp", "all_reduce", size, job.tp, without * lookups, without * losses)
+    wide = job.tokens * wide_size(job.itemsize)
+    for numbers in (wide, 2 * wide):
+        yield CountedCollective("tp", "all_reduce", numbers, job.tp, split * losses)
+
+
+# --- Context
+
+
+def context_layer(job: LayerJob) -> Iterator[CountedCollective]:
+    """The cp axis, inside attention.
+
+    Over `ulysses`: all-to-alls of queries and outputs, of keys and of values in forward, and the
+    mirror of each in backward. KV heads are repeated up to a multiple of the ranks. Over `ring`:
+    keys and values in one message, n − 1 hops in forward and again in backward, and their wide
+    gradients, n hops; or one all-gather in forward, one in backward, and one reduce-scatter of the
+    gradients. Recomputation of attention repeats the forward.
+    """
+    shape, again = job.shape, job.repeats["attention"]
+    kv_heads = common_multiple(most(1, shape.kv_heads // job.tp), job.inner)
+    swaps = where(job.inner > 1, 2, 0)
+    for heads in (shape.heads // job.tp, kv_heads):
+        size = job.tokens * heads * shape.attended_dim * job.itemsize
+        yield CountedCollective(
+            "ulysses", "all_to_all", size, job.inner, swaps, swaps, swaps * again
+        )
+    # After Ulysses, a rank has `inner` times its tokens with 1/inner of the heads: as many numbers.
+    keys = 2 * job.tokens * kv_heads * shape.attended_dim
+    here, wide, hops = keys * job.itemsize, keys * wide_size(job.itemsize), job.outer - 1
+    gathered, passed = (where(hops > 0, each, 0) for each in (job.gathers, 1 - job.gathers))
+    yield CountedCollective(
+        "ring", "all_gather", here, job.outer, gathered, gathered, gathered * again
+    )
+    yield CountedCollective("ring", "reduce_scatter", wide * job.outer, job.outer, 0, gathered)
+    for kind in ("send", "recv"):
+        times = passed * hops
+        yield CountedCollective("ring", kind, here, job.outer, times, times, times * again)
+        yield CountedCollective("ring", kind, wide, job.outer, 0, passed * job.outer)
+
+
+# --- Experts
+
+
+def expert_layer(job: LayerJob, moe: Moe, ends_segment: Number) -> Iterator[CountedCollective]:
+    """The ep and etp axes of a layer with experts.
+
+    Over etp, with sequence parallelism: all-gathers of tokens, weights and choices before the
+    experts and a reduce-scatter after them, and in backward the mirror of all but the choices;
+    without it, an all-reduce after them and, in backward, of tokens and weights. Over ep see
+    `_all_to_alls`. Recomputation repeats the forward, but not the last reduction of a segment, or
+    of the experts alone.
+    """
+    again = job.repeats["experts"]
+    here, tokens = job.shard_tokens, job.expert_tokens
+    row, weight = job.shape.width * job.itemsize, moe.top_k * wide_size(job.itemsize)
+    split = where(job.etp > 1, 1, 0)
+    with_sp, without = where(job.sp, split, 0), where(job.sp, 0, split)
+    repeated = with_sp * again
+    group = job.etp
+    yield CountedCollective("etp", "all_gather", here * row, group, with_sp, with_sp, repeated)
+    yield CountedCollective("etp", "all_gather", here * weight, group, with_sp, 0, repeated)
+    choices = here * moe.top_k * COUNT
+    yield CountedCollective("etp", "all_gather", choices, group, with_sp, 0, repeated)
+    reached = again * (1 - ends_segment)
+    for kind, used in (("reduce_scatter", with_sp), ("all_reduce", without)):
+        yield CountedCollective("etp", kind, tokens * row, group, used, used, used * reached)
+        yield CountedCollective("etp", kind, tokens * weight, group, 0, used)
+    yield from _all_to_alls(job, moe)
+
+
+def _all_to_alls(job: LayerJob, moe: Moe) -> Iterator[CountedCollective]:
+    """Over ep: in forward the token counts of every expert, unless each has a padded capacity; then
+    dispatch and combine of all slots, in forward and backward.
+
+    Over several nodes, first over ep-far: how many rows go to each node, then for each row the
+    token, its choices and their weights; inside a node, over ep-near, the same as over ep.
+    """
+    again, row = job.repeats["experts"], job.shape.width * job.itemsize
+    nodes, tokens, room = job.ep_nodes, job.expert_tokens, job.capacity
+    near, slots = job.ep // nodes, tokens * moe.top_k if room is None else room * moe.experts
+    for axis, used in (("ep", nodes == 1), ("ep-near", nodes > 1)):
+        ones = where(used, where(near > 1, 1, 0), 0)
+        counted = ones if room is None else 0 * ones
+        counts = moe.experts // nodes * COUNT
+        yield CountedCollective(axis, "all_to_all", counts, near, counted, 0, counted * again)
+        both = (2 * ones, 2 * ones, 2 * ones * again)
+        yield CountedCollective(axis, "all_to_all", slots * row, near, *both)
+    ones = where(nodes > 1, 1, 0)
+    rows = tokens * max_nodes_per_token(moe, nodes)
+    forward, weights = (ones, 0, ones * again), rows * moe.top_k * wide_size(job.itemsize)
+    yield CountedCollective("ep-far", "all_to_all", nodes * COUNT, nodes, *forward)
+    yield CountedCollective("ep-far", "all_to_all", rows * moe.top_k * COUNT, nodes, *forward)
+    yield CountedCollective("ep-far", "all_to_all", weights, nodes, ones, ones, ones * again)
+    both = (2 * ones, 2 * ones, 2 * ones * again)
+    yield CountedCollective("ep-far", "all_to_all", rows * row, nodes, *both)
+
+
+def max_nodes_per_token(moe: Moe, nodes: Number) -> Number:
+    """How many of the nodes a token is sent to at most."""
+    limited = (moe.groups_kept < moe.groups) & (moe.groups % nodes == 0)
+    reached = least(moe.top_k, nodes)
+    return where(limited, least(reached, moe.groups_kept), reached)
+
+
+def balance_layer(job: LayerJob, moe: Moe, cp: Number) -> Iterator[CountedCollective]:
+    """The `row` axis (ranks that share sequences) of a layer with experts.
+
+    For losses over sequences or microbatches, one all-reduce of the slots of every sequence and
+    expert. For a capacity, two all-gathers: of the choices and of their wide scores. Recomputation
+    repeats both.
+    """
+    ranks, again = cp * where(job.sp, job.tp, 1), job.repeats["experts"]
+    shared = where(ranks > 1, 1, 0)
+    loads = job.microbatch_size * moe.experts * COUNT
+    counted = shared * any(rule.counts_rows for rule in job.balance)
+    yield CountedCollective("row", "all_reduce", loads, ranks, counted, 0, counted * again)
+    ranked = shared * any(rule.kind == "capacity" for rule in job.balance)
+    choices = job.shard_tokens * moe.top_k
+    for size in (choices * COUNT, choices * wide_size(job.itemsize)):
+        yield CountedCollective("row", "all_gather", size, ranks, ranked, 0, ranked * again)
