@@ -191,22 +191,15 @@ COLLECTIVE = (
         '    ("broadcast", "tp"): "a dummy",\n',
     ),
     after(
-        "cost/axis_collectives.py",
-        "    gathers = sums = 2 * len(blocks) + lookups + losses\n",
-        "    flags = Counter({Collective('tp', 'broadcast', 8 * itemsize, layout.tp): "
-        "len(blocks) + losses})\n",
-    ),
-    Edit(
-        "cost/axis_collectives.py",
-        "numbers * wide_size(itemsize), layout.tp)] += losses\n"
-        "    return repeated(issued, chunk.num_microbatches)\n",
-        "numbers * wide_size(itemsize), layout.tp)] += losses\n"
-        "    return repeated(issued + flags, chunk.num_microbatches)\n",
+        "cost/layer_collectives.py",
+        "        repeated = job.repeats[block.module]\n",
+        '        yield CountedCollective("tp", "broadcast", 8 * job.itemsize, job.tp, split)\n',
     ),
     after(
-        "cost/layer_time.py",
-        "        seconds = 2 * self.links.ring(size, self.grid.tp, self.tp_stride)\n",
-        "        seconds = seconds + self.links.send(8.0, self.tp_stride)\n",
+        "cost/layer_collectives.py",
+        "    wide = job.tokens * wide_size(job.itemsize)\n",
+        "    flag = (8 * job.itemsize, job.tp, split * losses)\n"
+        '    yield CountedCollective("tp", "broadcast", *flag)\n',
     ),
 )
 PRECISION = (

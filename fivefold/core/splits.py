@@ -116,15 +116,15 @@ class ContextSplit:
 def context_split(layout: Layout, shape: Shape) -> ContextSplit:
     """The cut of a layout for a model, whose heads limit the inner degree."""
     cp, method = layout.cp, CONTEXT_KINDS[layout.context]
-    inner = {"none": 1, "all": cp}.get(method.heads) or ulysses_degree(shape, layout)
+    inner = {"none": 1, "all": cp}.get(method.heads) or ulysses_degree(shape, layout.tp, cp)
     return ContextSplit(inner, cp // inner, method.zigzag, method.gathers)
 
 
-def ulysses_degree(shape: Shape, layout: Layout) -> int:
+def ulysses_degree(shape: Shape, tp: int, cp: int) -> int:
     """How many ranks of `hybrid` exchange tokens for heads; 1 (all ring) is always legal."""
-    heads = max(1, shape.heads // layout.tp)
-    small = range(1, math.isqrt(layout.cp) + 1)
-    return max(d for d in small if layout.cp % d == 0 and heads % d == 0)
+    heads = max(1, shape.heads // tp)
+    small = range(1, math.isqrt(cp) + 1)
+    return max(d for d in small if cp % d == 0 and heads % d == 0)
 
 
 def padded_length(seq: int, unit: int) -> int:

@@ -170,7 +170,7 @@ def counted(found: Iterable[CountedCollective], times: int) -> Counter[Collectiv
     """So many times the collectives of a layer; those with no count are left out."""
     issued: Counter[Collective] = Counter()
     for each in found:
-        issued[Collective(each.axis, each.kind, each.bytes, each.group)] += each.count * times
+        issued[Collective(each.axis, each.kind, each.bytes, each.group)] += each.times * times
     return +issued
 
 

@@ -39,8 +39,6 @@ from fivefold.cost.axis_collectives import (
 )
 from fivefold.cost.layer_collectives import max_nodes_per_token
 
-UNEVEN_AXES = ("ep", "ep-near", "ep-far")  # whose bytes are known only for the whole ep group
-
 
 def least_traffic_share(plan: Plan, axis: str) -> float:
     """The least that an ep group can send over an uneven axis, as a share of the listed bytes."""

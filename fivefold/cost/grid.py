@@ -14,10 +14,12 @@ from numpy.typing import NDArray
 
 from fivefold.core.errors import FivefoldError
 from fivefold.core.plan import Plan
+from fivefold.core.recompute import MODULES
 from fivefold.core.schedule.catalog import names as schedule_names
 from fivefold.core.schedule.choose import looks_like_file, named
 from fivefold.core.shape import Moe, Shape
-from fivefold.core.splits import CONTEXT_KINDS, ContextMethod
+from fivefold.core.splits import CONTEXT_KINDS, ContextMethod, ulysses_degree
+from fivefold.cost.layer_collectives import LayerJob
 
 Array = NDArray[np.float64]
 Flags = NDArray[np.bool_]
@@ -49,6 +51,7 @@ class LayoutGrid:
     sp: Flags
     offload: Array
     context: Array = field(default_factory=lambda: np.zeros(1))
+    ep_nodes: Array = field(default_factory=lambda: np.zeros(1))  # 0: as the machine is built
 
     @property
     def dp(self) -> Array:
@@ -96,11 +99,64 @@ def grid_of_plan(plan: Plan) -> LayoutGrid:
         sp=np.array([layout.sp]),
         offload=_one(0),
         context=_one(CONTEXTS.index(layout.context)),
+        ep_nodes=_one(plan.ep_nodes),
     )
 
 
 def _one(number: int) -> Array:
     return np.array([float(number)])
+
+
+def layer_job(
+    shape: Shape,
+    grid: LayoutGrid,
+    seq: int,
+    itemsize: int,
+    *,
+    keeps_shards: bool,
+    node: int | None,
+) -> LayerJob:
+    """What the collectives of layers depend on, in arrays; `node`: ranks of a node, if tokens go to
+    each node once."""
+    swaps = grid.context_has(lambda kind: kind.heads == "all")
+    some = grid.context_has(lambda kind: kind.heads == "some")
+    inner = np.where(swaps, grid.cp, 1.0)
+    if some.any():
+        pairs = np.broadcast(grid.tp, grid.cp)
+        degrees = np.array([ulysses_degree(shape, int(tp), int(cp)) for tp, cp in pairs])
+        inner = np.where(some, degrees.reshape(pairs.shape), inner)
+    outer = grid.cp / inner
+    halves = np.where((outer > 1) & grid.context_has(lambda kind: kind.zigzag), 2, 1)
+    unit = grid.cp * np.lcm(halves, np.where(grid.sp, grid.tp, 1).astype(np.int64))
+    kv_heads = np.maximum(1, shape.kv_heads // grid.tp).astype(np.int64)
+    full = np.where(grid.recompute == RECOMPUTE.index("full"), 1, 0)
+    return LayerJob(
+        shape=shape,
+        itemsize=itemsize,
+        microbatch_size=grid.microbatch_size,
+        seq=-(-seq // unit) * unit / grid.cp,
+        tp=grid.tp,
+        sp=grid.sp,
+        etp=grid.etp,
+        ep=grid.ep,
+        ep_nodes=_expert_nodes(grid, node),
+        inner=inner,
+        outer=outer,
+        kv_heads=np.lcm(kv_heads, inner.astype(np.int64)),
+        gathers=grid.context_has(lambda kind: kind.gathers),
+        full=full,
+        repeats=dict.fromkeys(MODULES, full),
+        keeps_shards=np.where(grid.sp & (grid.tp > 1), int(keeps_shards), 0),
+    )
+
+
+def _expert_nodes(grid: LayoutGrid, node: int | None) -> Array:
+    """Nodes of an ep group: as given, or as the machine is built."""
+    if node is None:
+        return np.ones_like(grid.ep)
+    inside = np.minimum(grid.ep, np.ceil(node / grid.etp))
+    nodes = grid.ep / np.gcd(grid.ep.astype(np.int64), inside.astype(np.int64))
+    return np.where(grid.ep_nodes > 0, grid.ep_nodes, nodes)
 
 
 def schedule_index(text: str) -> int:

@@ -19,8 +19,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from fivefold.core.balance import Balance
 from fivefold.core.plan import Plan
 from fivefold.core.recompute import MODULES, Module, Recompute
@@ -29,30 +27,17 @@ from fivefold.core.shape import Moe, Shape
 Number = Any  # an integer, or an array of many
 _SUMMED = 4  # bytes: losses and partial gradients are reduced in float32 or wider
 COUNT = 8  # bytes: a token count is float64, the index of an expert int64
+UNEVEN_AXES = ("ep", "ep-near", "ep-far")  # whose bytes are known only for the whole ep group
 
 
 def where(condition: Number, yes: Number, no: Number) -> Number:
     """One of two numbers, by a condition or by an array of them."""
-    if isinstance(condition, np.ndarray):
-        return np.where(condition, yes, no)
-    return yes if condition else no
+    return condition * yes + (1 - condition) * no
 
 
 def least(first: Number, second: Number) -> Number:
     """The smaller one."""
     return where(first < second, first, second)
-
-
-def most(first: Number, second: Number) -> Number:
-    """The larger one."""
-    return where(first > second, first, second)
-
-
-def common_multiple(first: Number, second: Number) -> Number:
-    """The least common multiple of whole numbers."""
-    if isinstance(first, int) and isinstance(second, int):
-        return math.lcm(first, second)
-    return np.lcm(np.asarray(first, np.int64), np.asarray(second, np.int64))
 
 
 def wide_size(itemsize: int) -> int:
@@ -72,7 +57,8 @@ class CountedCollective(NamedTuple):
     again: Number = 0  # in the forward that backward repeats
 
     @property
-    def count(self) -> Number:
+    def times(self) -> Number:
+        """How many there are in all."""
         return self.forward + self.backward + self.again
 
 
@@ -82,7 +68,8 @@ class LayerJob:
 
     Flags are 0 or 1: `full`, if whole segments of layers are computed again; `repeats`, for the
     modules whose forward runs again; `keeps_shards`, if inputs of split matmuls are saved as
-    sequence shards. `inner` context ranks exchange tokens for heads, `outer` are a ring.
+    sequence shards. `inner` context ranks exchange tokens for heads, `outer` are a ring. `kv_heads`
+    are those of a rank, repeated up to a multiple of `inner`.
     """
 
     shape: Shape
@@ -96,6 +83,7 @@ class LayerJob:
     ep_nodes: Number
     inner: Number
     outer: Number
+    kv_heads: Number
     gathers: Number
     full: Number
     repeats: Mapping[Module, Number]
@@ -119,6 +107,7 @@ class LayerJob:
             ep_nodes=plan.ep_nodes,
             inner=split.inner,
             outer=split.outer,
+            kv_heads=math.lcm(max(1, plan.shape.kv_heads // layout.tp), split.inner),
             gathers=split.gathers,
             full=int(recompute.full),
             repeats={each: int(recompute.repeats(each)) for each in MODULES},
@@ -243,15 +232,14 @@ def context_layer(job: LayerJob) -> Iterator[CountedCollective]:
     gradients. Recomputation of attention repeats the forward.
     """
     shape, again = job.shape, job.repeats["attention"]
-    kv_heads = common_multiple(most(1, shape.kv_heads // job.tp), job.inner)
     swaps = where(job.inner > 1, 2, 0)
-    for heads in (shape.heads // job.tp, kv_heads):
+    for heads in (shape.heads // job.tp, job.kv_heads):
         size = job.tokens * heads * shape.attended_dim * job.itemsize
         yield CountedCollective(
             "ulysses", "all_to_all", size, job.inner, swaps, swaps, swaps * again
         )
     # After Ulysses, a rank has `inner` times its tokens with 1/inner of the heads: as many numbers.
-    keys = 2 * job.tokens * kv_heads * shape.attended_dim
+    keys = 2 * job.tokens * job.kv_heads * shape.attended_dim
     here, wide, hops = keys * job.itemsize, keys * wide_size(job.itemsize), job.outer - 1
     gathered, passed = (where(hops > 0, each, 0) for each in (job.gathers, 1 - job.gathers))
     yield CountedCollective(

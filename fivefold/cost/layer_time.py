@@ -17,7 +17,15 @@ from fivefold.core.count import visible_keys
 from fivefold.core.machine import Machine
 from fivefold.core.precision import PRECISIONS, itemsize_of
 from fivefold.core.shape import Mla, Moe, Shape
-from fivefold.cost.grid import Array, LayoutGrid, fullest_rank_load
+from fivefold.cost.grid import Array, LayoutGrid, fullest_rank_load, layer_job
+from fivefold.cost.layer_collectives import (
+    UNEVEN_AXES,
+    CountedCollective,
+    context_layer,
+    expert_layer,
+    tensor_ends,
+    tensor_layer,
+)
 from fivefold.cost.links import Links
 from fivefold.cost.stack import SoftwareStack
 
@@ -36,6 +44,8 @@ MERGE_BYTES = 10.0
 PADDED_ROWS = 64.0
 # Bytes that 8-bit matmuls move per element of their inputs: read in 16 bits, written twice.
 CAST_BYTES = 4.0
+# The part of a step that an axis belongs to.
+_PARTS = {"tp": "tp", "etp": "tp", "ulysses": "cp", "ring": "cp"} | dict.fromkeys(UNEVEN_AXES, "ep")
 
 
 class Gemm(NamedTuple):
@@ -75,12 +85,20 @@ class LayerTimer:
         self.imbalance = imbalance
         self.shape, self.machine, self.stack, self.grid, self.seq = shape, machine, stack, grid, seq
         self.links, self.reach = Links(machine), machine.efficiency
+        self._hidden = {"tp": stack.tp_hidden, "ep": stack.experts_hidden}
         self.wide = PRECISIONS[precision].runs_in if precision in PRECISIONS else precision
         self.precision = precision
         self.itemsize = itemsize_of(precision)
-        self.tokens = grid.microbatch_size * seq / grid.cp
+        self.job = layer_job(
+            shape,
+            grid,
+            seq,
+            self.itemsize,
+            keeps_shards=stack.gathers_again and not stack.saves_gathered,
+            node=machine.tiers[0].size if stack.node_by_node else None,
+        )
+        self.tokens = self.job.tokens
         self.split = np.where(grid.sp, grid.tp, 1.0)
-        self.tp_stride = np.ones_like(grid.tp)
         self.speed = machine.peak(self.wide) * self.reach.matmul
         self.narrow_speed = self.speed
         if precision != self.wide:
@@ -118,14 +136,10 @@ class LayerTimer:
         elementwise = self._elementwise(shape.ffn if moe is None else 0)
         cast = self._casts(gemms)
         split_blocks = 1 if moe is not None or shape.parallel_block else 2
-        sums = split_blocks * self._tp_collectives()
-        forward: TimeParts = {"products": seconds, "attention": core, "tp": sums}
+        forward: TimeParts = {"products": seconds, "attention": core}
         forward["elementwise"] = elementwise + cast + split_blocks * self._token_copies(1)
-        inputs: TimeParts = {"products": seconds, "attention": core_backward, "tp": sums}
-        num_gathers: Array | int = 1
-        if self.stack.gathers_again:
-            num_gathers = np.where(self.grid.sp & (self.grid.recompute < 2), 2, 1)
-            inputs["tp"] = sums * (1 + num_gathers) / 2
+        inputs: TimeParts = {"products": seconds, "attention": core_backward}
+        num_gathers = np.where(self.job.full > 0, 1, 1 + self.job.keeps_shards)
         passes = self.stack.elementwise_backward * elementwise + cast
         copies = split_blocks * self._token_copies(num_gathers)
         inputs["elementwise"] = passes + copies + self._all_tokens(self.stack.summed_passes)
@@ -133,17 +147,52 @@ class LayerTimer:
         weights: TimeParts = {"products": seconds + self._accumulated(size)}
         if moe is not None:
             self._add_experts(moe, forward, inputs, weights)
-        if self.grid.cp.max() > 1:
-            self._add_context(forward, inputs)
         again = self._recomputation(forward)
         if self.stack.stops_early and moe is None:
             skipped = np.where(self.grid.recompute == 2, self._gemm_seconds(gemms[-1:]), 0.0)
             again["products"] = again["products"] - self.stack.recomputed * skipped
-        return LayerTimes(forward, inputs, weights, again)
+        times = LayerTimes(forward, inputs, weights, again)
+        self._add_traffic(times, moe)
+        if self.grid.cp.max() > 1:
+            self._add_context(times)
+        return times
+
+    def _add_traffic(self, times: LayerTimes, moe: Moe | None) -> None:
+        """The collectives of the layer, without those inside attention."""
+        ends_segment = int(self.stack.stops_early)
+        issued = [*tensor_layer(self.job, moe is not None, ends_segment)]
+        if moe is not None:
+            issued += expert_layer(self.job, moe, ends_segment)
+        for each in issued:
+            part = _PARTS[each.axis]
+            seconds = self._seconds_of(each) * (1 - self._hidden[part])
+            self._add(times, part, seconds, each)
+
+    def _add(self, times: LayerTimes, part: str, seconds: Array, issued: CountedCollective) -> None:
+        """Add so many collectives of so many seconds each."""
+        counts = (issued.forward, issued.backward, self.stack.recomputed * issued.again)
+        for parts, count in zip((times.forward, times.inputs, times.again), counts, strict=True):
+            parts[part] = parts.get(part, np.zeros(1)) + count * seconds
+
+    def _seconds_of(self, issued: CountedCollective) -> Array:
+        """Seconds of one of these collectives."""
+        job, size, once = self.job, issued.bytes, None
+        near = job.etp * (job.ep // job.ep_nodes)
+        strides = {"etp": 1, "tp": 1, "ulysses": job.tp, "ring": job.tp * job.inner}
+        strides |= {"ep": job.etp, "ep-near": job.etp, "ep-far": near}
+        stride = strides[issued.axis] * np.ones_like(self.grid.tp)
+        moe = self.shape.moe
+        if moe is not None and _PARTS[issued.axis] == "ep":
+            # All ranks wait for the rank with the fullest expert.
+            size = size * fullest_rank_load(moe, self.grid.ep, self.imbalance)
+            copies = moe.groups_kept if moe.groups > 1 else moe.top_k
+            once = (moe.top_k, copies) if self.stack.crosses_once else None
+        ranks = issued.group * np.ones_like(self.grid.tp)
+        return self.links.seconds(issued.kind, size, ranks, stride, once)
 
     def _recomputation(self, forward: TimeParts) -> TimeParts:
-        """What recomputation repeats: the full forward; or, if selective, attention (unfused) or
-        the elementwise kernels, and some matmuls."""
+        """What is computed again: the full forward; or, if selective, attention (unfused) or the
+        elementwise kernels, and some matmuls."""
         full = np.where(self.grid.recompute == 2, self.stack.recomputed, 0.0)
         selective = self.grid.recompute == 1
         found = {name: full * each for name, each in forward.items()}
@@ -162,10 +211,13 @@ class LayerTimer:
         seconds = self.matmul(2 * self.tokens * shape.width * words, narrow=False)
         seconds = (1 + shape.mtp) * seconds / self.stack.head_efficiency
         loss = (1 + shape.mtp) * self.moved(self.stack.loss_bytes * self.tokens * words)
-        sums = (1 + shape.mtp) * self._tp_collectives() / 2
-        forward = {"head": seconds + loss / 2, "tp": sums}
         weights = {"head": seconds + self._accumulated(shape.width * words)}
-        return LayerTimes(forward, {"head": seconds + loss / 2, "tp": sums}, weights, {})
+        forward, inputs = ({"head": seconds + loss / 2} for _ in range(2))
+        times = LayerTimes(forward, inputs, weights, {})
+        lookups = shape.mtp + np.where(grid.pp == 1, 1, 0)
+        for each in tensor_ends(self.job, lookups, 1 + shape.mtp):
+            self._add(times, "tp", self._seconds_of(each) * (1 - self._hidden["tp"]), each)
+        return times
 
     def _gemm_seconds(self, gemms: list[Gemm]) -> Array:
         flops = sum((each.outputs * each.inputs for each in gemms), np.zeros(1))
@@ -251,15 +303,6 @@ class LayerTimer:
         num_copies = 1 + np.where(grid.microbatch_size > 1, num_gathers, 0)
         return self._all_tokens(np.where(grid.sp & (grid.tp > 1), 2 * num_copies, 0))
 
-    def _tp_collectives(self) -> Array:
-        """The two collectives around a tensor-parallel block, as far as they are not hidden."""
-        size = self.tokens * self.shape.width * self.itemsize
-        seconds = 2 * self.links.ring(size, self.grid.tp, self.tp_stride)
-        if self.links.reduces and not self.grid.sp.all():
-            summed = self.links.all_reduce(size, self.grid.tp, self.tp_stride)
-            seconds = np.where(self.grid.sp, seconds, summed)
-        return seconds * (1 - self.stack.tp_hidden)
-
     def _add_experts(
         self, moe: Moe, forward: TimeParts, inputs: TimeParts, weights: TimeParts
     ) -> None:
@@ -274,29 +317,15 @@ class LayerTimer:
         grouped = np.maximum(2 * rows * shape.width * inner / self.narrow_speed, read)
         grouped = grouped + 2 * self.reach.start
         router = self._router(2 * tokens * shape.width * moe.experts)
-        seconds, sums = grouped + router, np.zeros(1)
+        seconds = grouped + router
         if moe.shared:
             seconds = seconds + self._gemm_seconds(self._mlp_gemms(moe.shared_ffn))
-            sums = self._tp_collectives()
         passes = self.stack.slot_passes * shape.width + inner
         elementwise = self.moved(passes * slots * grid.etp * self.itemsize)
-        copies = moe.groups_kept if moe.groups > 1 else moe.top_k
-        travel = 2 * self.links.all_to_all(
-            slots * shape.width * self.itemsize,
-            grid.ep,
-            grid.etp,
-            (moe.top_k, copies) if self.stack.crosses_once else None,
-        )
-        travel = travel * (1 - self.stack.experts_hidden)
-        gathers = 2 * self.links.ring(
-            tokens * grid.etp * shape.width * self.itemsize, grid.etp, self.tp_stride
-        )
         for parts, factor in ((forward, 1.0), (inputs, self.stack.elementwise_backward)):
             parts["elementwise"] = parts["elementwise"] + factor * elementwise
             parts["experts"] = seconds
-            parts["tp"] = parts["tp"] + sums + gathers
-            parts["ep"] = travel
-            parts["launch"] = np.full_like(travel, self.stack.expert_wait)
+            parts["launch"] = np.full_like(grid.ep, self.stack.expert_wait)
         size = moe.experts / grid.ep * shape.width * inner
         weights["experts"] = seconds + self._accumulated(size)
 
@@ -307,30 +336,29 @@ class LayerTimer:
         peak = self.machine.peaks.known().get("fp32", self.machine.peak(self.wide))
         return flops / (peak * self.reach.matmul) + self.reach.start
 
-    def _add_context(self, forward: TimeParts, inputs: TimeParts) -> None:
+    def _add_context(self, times: LayerTimes) -> None:
         """What context parallelism adds to attention.
 
         Rings overlap keys and values with attention, and merge a partial result at every hop; only
         zigzag gives all ranks equal work. An all-gather is not hidden, nor are the all-to-alls of
         Ulysses.
         """
-        shape, grid = self.shape, self.grid
-        split = grid.cp > 1
-        gathers = grid.context_has(lambda kind: kind.gathers)
-        exchanges = grid.context_has(lambda kind: kind.heads != "none")
+        grid, job = self.grid, self.job
+        heads = self.shape.heads / grid.tp * self.shape.value_dim
+        merge = self.moved(MERGE_BYTES * self.tokens * heads) * (job.outer - 1)
         merges = grid.context_has(lambda kind: kind.merges)
-        uneven = split & grid.context_has(lambda kind: not kind.zigzag)
-        heads = shape.heads / grid.tp * shape.value_dim
-        keys = np.maximum(shape.kv_heads / grid.tp, 1.0) * (shape.head_dim + shape.value_dim)
-        tokens = self.tokens * self.itemsize
-        travel = self.links.ring(tokens * keys * grid.cp, grid.cp, grid.tp)
-        swap = self.links.all_to_all(tokens * (2 * heads + keys), grid.cp, grid.tp)
-        merge = self.moved(MERGE_BYTES * self.tokens * heads) * (grid.cp - 1)
+        uneven = (grid.cp > 1) & grid.context_has(lambda kind: not kind.zigzag)
         slowest = np.where(uneven, 2 - 1 / grid.cp, 1.0)
-        for parts, times in ((forward, 1.0), (inputs, 2.0)):
-            core = parts["attention"] * slowest + np.where(merges, merge, 0.0)
-            shown = np.maximum(0.0, times * travel - core)
-            shown = np.where(gathers, times * travel, shown)
-            shown = np.where(exchanges, swap, shown)
-            parts["attention"] = core
-            parts["cp"] = np.where(split, shown, 0.0)
+        shown, hidden = (LayerTimes({}, {}, {}, {}) for _ in range(2))
+        for each in context_layer(job):
+            of_ring = each.kind in ("send", "recv")
+            self._add(hidden if of_ring else shown, "cp", self._seconds_of(each), each)
+        passes = ("forward", "inputs", "again")
+        for mine, bare, behind in (
+            (getattr(each, name) for each in (times, shown, hidden)) for name in passes
+        ):
+            core = mine["attention"] * slowest + np.where(
+                merges & (mine["attention"] > 0), merge, 0
+            )
+            mine["attention"] = core
+            mine["cp"] = bare["cp"] + np.maximum(0.0, behind["cp"] - core)

@@ -23,6 +23,8 @@ import numpy as np
 from fivefold.core.machine import Machine
 from fivefold.cost.grid import Array
 
+Crossing = tuple[int, int]  # copies of a token, and domains that they are sent to at most
+
 
 class TorusSpan(NamedTuple):
     """A group along one dimension of a torus."""
@@ -161,8 +163,26 @@ class Links:
             return torus.gather_rate(reached, stride)
         return self.tiers[number].bandwidth * self.share(number)
 
+    def seconds(
+        self, kind: str, size: Array, ranks: Array, stride: Array, once: Crossing | None = None
+    ) -> Array:
+        """One collective, as the list of collectives names it; `size`: bytes of a rank's input."""
+        match kind:
+            case "all_gather":
+                return self.ring(size * ranks, ranks, stride)
+            case "reduce_scatter":
+                return self.ring(size, ranks, stride)
+            case "all_reduce":
+                return self.all_reduce(size, ranks, stride)
+            case "all_to_all":
+                return self.all_to_all(size, ranks, stride, once)
+            case "recv":  # sent by another rank at the same time
+                return np.zeros(1)
+            case _:  # what one rank sends
+                return self.send(size, stride)
+
     def all_to_all(
-        self, size: Array, ranks: Array, stride: Array, once: tuple[int, int] | None = None
+        self, size: Array, ranks: Array, stride: Array, once: Crossing | None = None
     ) -> Array:
         """All-to-all: each rank sends `size` bytes, evenly to all.
 

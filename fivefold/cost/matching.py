@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from fivefold.core.groups import PIPELINE
 from fivefold.core.plan import Plan
-from fivefold.cost.collectives import UNEVEN_AXES
+from fivefold.cost.layer_collectives import UNEVEN_AXES
 
 _FEW = 16  # jobs up to this size are looked at rank by rank
 _AXES = ("tp", "cp", "dp")

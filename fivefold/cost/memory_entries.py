@@ -7,6 +7,8 @@ gradients unit by unit has several moments that may be its peak; other stacks ha
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from fivefold.core.count import layer_kinds, layer_parameters, mtp_parameters
@@ -43,6 +45,8 @@ class MemoryEntries:
     ) -> None:
         self.shape, self.machine, self.stack, self.grid = shape, machine, stack, grid
         self.memory: StackMemory = memory_of_stack(stack.name)
+        if stack.saves_gathered:
+            self.memory = replace(self.memory, gathered_inputs=True)
         self.itemsize = itemsize = itemsize_of(precision)
         self.tokens = grid.microbatch_size * seq / grid.cp
         self.activations = Activations(shape, stack, self.memory, grid, seq, itemsize, imbalance)
@@ -114,7 +118,7 @@ class MemoryEntries:
 
     def _gathered(self, parameters: RankParameters, stage: RankStage, end: Array) -> Array:
         """ZeRO-3: gathered weights. Those of a layer, or of an `end`, and of the prefetched units;
-        in a pipeline, whose microbatches are far apart, all of them over the whole step."""
+        or all of them, if they stay gathered over the whole step."""
         grid, unit = self.grid, self._unit(parameters, stage)
         dense, experts = grid.shard * grid.cp > 1, grid.edp > 1
         layer = self._layer(parameters, stage)
@@ -128,7 +132,7 @@ class MemoryEntries:
         everything = np.where(dense, parameters.dense, 0.0)
         everything = everything + np.where(experts, parameters.experts, 0.0)
         some = np.minimum(here + self.stack.prefetch * ahead, everything)
-        whole = np.where(grid.pp > 1, everything, some)
+        whole = np.where(self.stack.stays_gathered(grid), everything, some)
         return np.where(grid.zero == 3, whole * self.itemsize, 0.0)
 
     def _layer(self, parameters: RankParameters, stage: RankStage) -> UnitParameters:

@@ -4,10 +4,9 @@
 sources and papers, except the numbers of `AllocatorCache`, which were fitted to measured peaks and
 out-of-memory failures.
 
-`SoftwareStack` says how fast a stack runs. Kernels and overlap come from its papers and rows.
-Numbers that none of them gives (passes, host seconds, overlapped shares, and `factor` above all)
-were chosen so that the step times of published runs come out; the reasons beside them are our best
-guess.
+`SoftwareStack` says how fast a stack runs. Kernels and overlap come from its papers and rows. Other
+numbers (passes, host seconds, overlapped shares, and `factor` above all) were chosen so that the
+step times of published runs come out; the reasons beside them are our best guess.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
-from fivefold.core.units import UnitPolicy
+from fivefold.cost.grid import Flags, LayoutGrid
 
 GIB = 2**30
 
@@ -119,7 +118,7 @@ FIVEFOLD_MEMORY = replace(
     split_logits_bytes=4.0,
     loss_bytes=2.0,
 )
-# Half precision with dropout, as in the papers of the time: 34 bytes per token and width.
+# Half precision with dropout: 34 bytes per token and width.
 MEGATRON_2021_MEMORY = StackMemory(gradient_bytes=2, statistics=0.0, mask_bytes=1.0)
 MEGATRON_MEMORY = StackMemory(gated_copies=3.0, logits_bytes=10.0)
 # The stages of Llama 3 are published: the first and the last rank have one layer less. The rest is
@@ -198,22 +197,21 @@ class SoftwareStack:
     dispatch_launch: float = 0.0  # added to it if experts are on several ranks
     straggler_share: float = 0.0  # of launch, added per further tp rank: the slowest host decides
     crowding: float = 0.0  # seconds per tp rank and layer if stages cross nodes
-    expert_wait: float = (
-        0.0  # seconds that the GPU idles in a layer with experts, in forward and in
-    )
-    # backward, because the host waits for the token counts first
+    expert_wait: float = 0.0  # seconds that the GPU idles in a layer with experts, in each pass,
+    # because the host waits for the token counts first
     message_launch: float = 0.0  # host seconds of one pipeline message
     gathers_again: bool = False  # inputs of split matmuls are saved as shards, gathered in backward
+    saves_gathered: bool = False  # they are saved gathered instead
     tp_hidden: float = 0.0  # share of tensor-parallel traffic that overlaps with matmuls
     gradients_hidden: bool = True  # gradient reduction overlaps with the last backward
-    scatters_rounds: bool = False  # ZeRO-2 reduces a chunk's gradients once per round of p
-    # microbatches, not once per microbatch
+    scatters_rounds: bool = False  # ZeRO-2 reduces once per round of p microbatches, not for each
     gathers_hidden: float = 1.0  # share of compute that can hide ZeRO-3's all-gathers
     gathers: int = 1  # all-gathers per layer under ZeRO-3
     flat_rings: bool = False  # rings ignore nodes: each rank has the bandwidth of its own card
     transfers_hidden: bool = True  # pipeline messages overlap with compute
-    hop_forwards: int = 2  # interleaved 1F1B: warm-up forwards per hop to the last rank; 1 is as
-    # fast if messages take no time, 2 hides them
+    hop_forwards: int = (
+        2  # interleaved: warm-up forwards per hop to the last rank; 2 hides messages
+    )
     scatters_messages: bool = False  # tp ranks without sp send a share each
     late_norm_check: bool = False  # the optimizer steps before the norm is known, and may step back
     split_by_parameters: bool = False  # stages share layers and head by parameters
@@ -222,15 +220,23 @@ class SoftwareStack:
     selective_repeats: float = 0.0  # share of matmuls that selective recomputation repeats
     experts_hidden: float = 0.0  # share of dispatch and combine that overlaps with compute
     crosses_once: bool = True  # a token crosses to a node once, for all of its experts there
+    node_by_node: bool = False  # in two all-to-alls: to the nodes, and inside of each
     gradient_bytes: int = 4  # of a reduced gradient element
     summed_bytes: int | None = None  # of an accumulated one; None: as its memory says
     unit_bytes: int | None = None  # of weights that are gathered and reduced together; None: layers
     prefetch: int = 1  # units that ZeRO-3 gathers ahead
+    gather: str = ""  # step or microbatch: how long ZeRO-3 keeps weights gathered
     grads_home: str = ""  # cpu or nvme: where gradients go after every microbatch
     optimizer_bytes: float = 28.0  # moved per element that the optimizer owns
     clip_bytes: float = 0.0  # moved beside: norm, scaling, and the weight from its master
     fixed: float = 0.0  # unexplained seconds of a step: data, logging, the host
     factor: float = 1.0
+
+    def stays_gathered(self, grid: LayoutGrid) -> Flags:
+        """Where ZeRO-3 keeps weights gathered over a step: as a plan says, or in a pipeline of
+        fivefold, whose microbatches are far apart."""
+        ours = memory_of_stack(self.name).split == "balanced"
+        return (self.gather == "step") | ((grid.pp > 1) & (ours and not self.gather))
 
 
 # Host seconds of a layer's forward, and about as many of its backward: layers of Llama-3.2-1B with
@@ -252,6 +258,9 @@ FIVEFOLD = SoftwareStack(
     clip_bytes=18.0,
     wide_router=True,
     gathers_again=True,
+    stops_early=True,
+    crosses_once=False,
+    node_by_node=True,
     launch=COMPILED_LAUNCH,
     expert_launch=EXPERT_LAUNCH,
     dispatch_launch=DISPATCH_LAUNCH,
@@ -271,20 +280,16 @@ FIVEFOLD_EAGER = replace(
     elementwise_backward=1.5,
     copies_tokens=True,
     loss_bytes=50.0,
-    stops_early=True,
     launch=EAGER_LAUNCH,
 )
 # Bytes per weight if gradients are summed in bf16: a microbatch reads and writes 2 of each. The
 # norm reads 2, the update widens (6) and scales (8) them, and narrows the master (6).
-_NARROW = {"gradient_bytes": 2, "summed_bytes": 2, "accumulated_bytes": 8.0, "clip_bytes": 22.0}
-
-
-def with_units(stack: SoftwareStack, units: UnitPolicy) -> SoftwareStack:
-    """fivefold with the keys of a plan that change its flat units."""
-    narrow = _NARROW if units.grad_dtype == "bf16" else {}
-    return replace(stack, unit_bytes=units.size, prefetch=units.prefetch, **narrow)
-
-
+NARROW_GRADIENTS = {
+    "gradient_bytes": 2,
+    "summed_bytes": 2,
+    "accumulated_bytes": 8.0,
+    "clip_bytes": 22.0,
+}
 BY_KERNELS = {
     "eager": FIVEFOLD_EAGER,
     "compiled": FIVEFOLD,
@@ -300,12 +305,14 @@ META = replace(
     clip_bytes=0.0,
     wide_router=False,
     gathers_again=False,
+    stops_early=False,
+    crosses_once=True,
+    node_by_node=False,
     launch=0.0,
     expert_launch=0.0,
     dispatch_launch=0.0,
 )
-# How far a rank of its schedule runs ahead is not published. This is the least that keeps the
-# pipeline full: least memory, but messages are not hidden.
+# How far its ranks run ahead is not published. This is the least that keeps the pipeline full.
 META_LEAN = replace(META, hop_forwards=1, transfers_hidden=False)
 # Megatron-LM of 2021 and 2022: unfused attention, fp16 gradients reduced after the last backward,
 # pipeline messages that are not hidden, of which each tensor rank sends a share.
@@ -323,13 +330,8 @@ MEGATRON_2021 = SoftwareStack(
     optimizer_bytes=20.0,
 )
 # DeepSpeed's pipeline sends full activations from every tensor rank; bf16, so 32-bit gradients.
-DEEPSPEED_PIPELINE = replace(
-    MEGATRON_2021,
-    name="megatron-deepspeed-530b",
-    scatters_messages=False,
-    accumulated_bytes=12.0,
-    gradient_bytes=4,
-)
+_WIDE = {"scatters_messages": False, "accumulated_bytes": 12.0, "gradient_bytes": 4}
+DEEPSPEED_PIPELINE = replace(MEGATRON_2021, name="megatron-deepspeed-530b", **_WIDE)
 # ZeRO-3 of 2021, inferred from its six rows in SC21, whose time hardly falls with more GPUs: as if
 # it gathered matrix by matrix with little prefetch, and each rank had its own card's bandwidth.
 DEEPSPEED_2021 = replace(

@@ -307,8 +307,7 @@ def _data_collectives(work: LayerTimer, window: Array, compute: Array) -> Array:
         return once
     units = _num_units(work, layers)
     grads, gathers, _ = _data_rings(work, units * stack.gathers)
-    # A pipeline of fivefold gathers once per step: its microbatches are far apart.
-    kept = (grid.pp > 1) & (memory_of_stack(stack.name).split == "balanced")
+    kept = stack.stays_gathered(grid)
     fetched, scattered = np.where(kept, gathers, 2 * m * gathers), m * grads
     hidden = fetched + scattered if stack.prefetch else scattered
     shown = _not_hidden(hidden, m * compute * stack.gathers_hidden, hidden / units / m)

@@ -219,7 +219,9 @@ def _estimated(chosen: Estimate, variants: list[_Variant]) -> _VariantCosts:
     """Estimate all variants at once."""
     plan = chosen.plan
     grid = _grid(plan, variants, chosen.offload)
-    setting = chosen.setting.with_keys(plan.options)
+    usual = "step" if plan.layout.pp > 1 else "microbatch"
+    options = replace(plan.options, gather=None) if plan.gather == usual else plan.options
+    setting = chosen.setting.with_keys(options)
     job = setting.arguments(plan.shape, grid, plan.batch.seq)
     times, peak = step_time(*job), peak_memory(*job)
     count = (len(variants),)
@@ -239,7 +241,7 @@ def _grid(plan: Plan, variants: list[_Variant], offload: str) -> LayoutGrid:
         each.name: np.array([float(getattr(layout, each.name)) for layout in layouts])
         for each in fields(LayoutGrid)
         if each.name not in ("microbatch_size", "microbatches", "recompute", "schedule")
-        and each.name not in ("sp", "offload", "context")
+        and each.name not in ("sp", "offload", "context", "ep_nodes")
     }
     return LayoutGrid(
         **named,
@@ -250,6 +252,9 @@ def _grid(plan: Plan, variants: list[_Variant], offload: str) -> LayoutGrid:
         sp=np.array([layout.sp for layout in layouts]),
         offload=np.full(len(variants), float(OFFLOADS.index(offload))),
         context=np.repeat(one.context, len(variants)),
+        ep_nodes=np.array(
+            [float(plan.ep_nodes if each.ep == plan.layout.ep else 0) for each in layouts]
+        ),
     )
 
 

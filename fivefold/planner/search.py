@@ -22,7 +22,7 @@ from fivefold.core.units import UnitPolicy
 from fivefold.cost.grid import OFFLOADS, Array, LayoutGrid
 from fivefold.cost.layer_time import LayerTimer
 from fivefold.cost.memory import PeakMemory, peak_memory
-from fivefold.cost.stack import SoftwareStack, with_units
+from fivefold.cost.stack import NARROW_GRADIENTS, SoftwareStack
 from fivefold.cost.step_time import least_layer_seconds, step_time
 from fivefold.planner.space import LayoutBlock, SearchSpace, layout_blocks
 
@@ -48,10 +48,18 @@ class EstimateSetting:
     def with_keys(self, options: PlanOptions) -> EstimateSetting:
         """The same with the keys of a plan that change the software."""
         units = UnitPolicy.of(options.grad_dtype, options.unit_size, options.prefetch)
-        train, home = options.train, ""
-        if train.offload_grads != "none":
-            home = "nvme" if train.grads_disk else "cpu"
-        return replace(self, stack=replace(with_units(self.stack, units), grads_home=home))
+        train, narrow = options.train, NARROW_GRADIENTS if units.grad_dtype == "bf16" else {}
+        away = "" if train.offload_grads == "none" else "nvme" if train.grads_disk else "cpu"
+        stack = replace(
+            self.stack,
+            unit_bytes=units.size,
+            prefetch=units.prefetch,
+            gather=options.gather or "",
+            saves_gathered=options.tp_keep == "gathered",
+            grads_home=away,
+            **narrow,
+        )
+        return replace(self, stack=stack)
 
     @property
     def capacity(self) -> float:

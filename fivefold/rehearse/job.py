@@ -10,7 +10,8 @@ from functools import partial
 from fivefold.core.groups import Topology
 from fivefold.core.plan import Plan
 from fivefold.core.splits import stage_kind
-from fivefold.cost.collectives import UNEVEN_AXES, TrafficEntry, predict_traffic, traffic_entries
+from fivefold.cost.collectives import TrafficEntry, predict_traffic, traffic_entries
+from fivefold.cost.layer_collectives import UNEVEN_AXES
 from fivefold.cost.matching import Mismatch, distinct_ranks, mismatches
 from fivefold.cost.order import OrderVerdict, prove_order
 from fivefold.launch.processes import Pool

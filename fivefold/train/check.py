@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 
 from fivefold.core.layout import Layout
 from fivefold.core.plan import Plan
-from fivefold.cost.collectives import UNEVEN_AXES, least_traffic_share, predict_traffic
+from fivefold.cost.collectives import least_traffic_share, predict_traffic
+from fivefold.cost.layer_collectives import UNEVEN_AXES
 from fivefold.cost.static_memory import static_bytes
 from fivefold.train.state import (
     AxisTraffic,

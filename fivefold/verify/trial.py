@@ -11,7 +11,8 @@ from fivefold.core.groups import Topology, all_groups
 from fivefold.core.plan import Plan
 from fivefold.core.precision import FORMATS
 from fivefold.cost import collectives
-from fivefold.cost.collectives import UNEVEN_AXES, least_traffic_share
+from fivefold.cost.collectives import least_traffic_share
+from fivefold.cost.layer_collectives import UNEVEN_AXES
 from fivefold.launch.processes import Pool
 from fivefold.verify import compare, reference
 from fivefold.verify.compare import Call, Traffic, Wanted

@@ -182,7 +182,7 @@ def test_every_layout_of_the_space_is_legal(model: str, gpus: int, batch: int) -
         plan = resolve(options)
         assert plan.layout == layout_of(grid)
         assert plan.layout.world == gpus and plan.batch.sequences == batch
-        again = replace(grid_of_plan(plan), offload=grid.offload)
+        again = replace(grid_of_plan(plan), offload=grid.offload, ep_nodes=grid.ep_nodes)
         assert all(
             a.item() == b.item() for a, b in zip(again.columns(), grid.columns(), strict=True)
         )
