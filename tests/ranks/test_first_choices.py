@@ -24,6 +24,7 @@ def test_the_first_choice_is_rehearsed_as_written(tmp_path: Path, job: Job) -> N
     assert list(wrong(job, replace(outcome, rehearsed={**outcome.rehearsed, "memory_gib": more})))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("job", TRAINED, ids=str)
 def test_the_first_choice_trains_as_written(tmp_path: Path, job: Job) -> None:
     assert not run(job, tmp_path).problems

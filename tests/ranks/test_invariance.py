@@ -37,6 +37,7 @@ def test_a_layout_follows_the_curve_of_one_process(
     assert losses[-1] < losses[0] - 0.5  # equal, and of a model that learns
 
 
+@pytest.mark.nightly
 def test_a_run_changes_its_layout_and_reads_every_sample_once(pool: Pool, tmp_path: Path) -> None:
     trainings, folder = Trainings(pool, CHANGING_STEPS, LAYERS), tmp_path / "run"
     checks = list(trainings.change("float64", folder))

@@ -43,7 +43,7 @@ RUNS = [
 ]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("place", ["cpu", "files"])
 @pytest.mark.parametrize(("layout", "zero", "said", "dtype"), RUNS, ids=str)
 def test_weights_are_those_of_resident_gradients(

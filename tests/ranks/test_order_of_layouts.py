@@ -16,7 +16,6 @@ from fivefold.core.schedule.catalog import FAMILIES
 from fivefold.cost.order import prove_order
 from fivefold.rehearse import rehearse_rank
 from fivefold.rehearse.trace import Traces
-from tests.selection import all_cases
 
 SCHEDULES = [family.name for family in FAMILIES if not family.asynchronous]
 MOST_RANKS = 8
@@ -56,8 +55,9 @@ def plans(draw: st.DrawFn) -> Plan:
         raise
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore")
-@settings(max_examples=20 if all_cases() else 1, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(plans())
 def test_a_step_ends_in_any_layout(plan: Plan) -> None:
     traces = Traces()

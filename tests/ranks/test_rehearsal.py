@@ -49,7 +49,7 @@ def plan_of(layout: str, changes: dict[str, str] | None = None, **options: Any) 
     return resolve(PlanOptions(model, layout=layout, seq=16, set=sizes, **said), small=True)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("layout", "options"), LAYOUTS, ids=str)
 def test_replayed_is_whole_and_as_predicted(layout: str, options: dict[str, Any]) -> None:
     plan, traces = plan_of(layout, **options), Traces()
