@@ -59,7 +59,7 @@ def check(pool: Pool, plan: Plan, settings: VerifySettings | None = None) -> Non
     assert max(verdict.errors.values()) <= PUBLISHED
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("rule", RULES)
 def test_a_rule_whose_unit_is_cut_both_ways(pool: Pool, rule: str) -> None:
     plan = plan_of("tp=2 cp=2 ep=4", rule)
@@ -203,7 +203,7 @@ def alone(kept_pool: KeptPool) -> tuple[Seen, dict[Any, Any]]:
     return seen, routes
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -300,7 +300,7 @@ def forced(
     return ranks
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("layout", "avoid", "options"),
     [

@@ -228,7 +228,7 @@ def small(options: PlanOptions) -> Plan:
     return resolve(replace(options, set={"layers": "4"}), small=True)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", CASES)
 def test_steps_are_the_same_to_the_bit(pool: Pool, name: str) -> None:
     plan = small(CASES[name])

@@ -135,7 +135,7 @@ def test_it_has_every_tensor_whole(trained: dict[str, Path]) -> None:
         assert all(value.any() for value in found.values())  # nothing was left out
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("model", "layout", "options"),
     [

@@ -120,7 +120,7 @@ def stream_of(plan: Plan, settings: VerifySettings) -> Schedule:
 NAMES = (*SYNCHRONOUS, "pipedream", "pipedream-2bw")
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "ranks"), [*((name, 4) for name in NAMES), ("zb-v", 8)], ids=lambda each: str(each)
 )

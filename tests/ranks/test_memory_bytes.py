@@ -33,7 +33,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("layout", "zero", "keys", "setup"), CASES, ids=str)
 def test_measured_is_predicted(
     layout: str, zero: int, keys: dict[str, Any], setup: Setup, pool: Pool
@@ -76,7 +76,7 @@ EXPERTS = [
 ]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("prefetch", [0, 1, 2, 5])
 @pytest.mark.parametrize("size", [0.003, 0.009, 0.02])
 @pytest.mark.parametrize(("layout", "options"), GATHERED, ids=str)
@@ -90,7 +90,7 @@ def test_gathered_weights(
         assert found == gathered_bytes(plan, rank, 4) > 0, f"rank {rank}"
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
 @pytest.mark.parametrize("size", [0.009, 0.05, 0.2])
 @pytest.mark.parametrize(("layout", "options"), EXPERTS, ids=str)

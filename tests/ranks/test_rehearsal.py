@@ -243,7 +243,7 @@ LOCKING = [
 ]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize(("layout", "schedule", "microbatches"), LOCKING)
 def test_a_step_that_may_lock_is_found(layout: str, schedule: str, microbatches: int) -> None:
     """Groups agree and traffic is as predicted: only the order tells."""

@@ -68,7 +68,7 @@ def every_case() -> Iterator[Case]:
     yield Case("dp=1", 3, offload=True)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case", every_case(), ids=str)
 def test_predicted_is_observed(case: Case, pool: Pool) -> None:
     plan = small_plan(

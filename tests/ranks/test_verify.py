@@ -84,14 +84,14 @@ def test_bad_input_exits_with_2(
     assert code == 2 and not out and reason in err
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("layout", ["dp=2 tp=2", "dp=2x2"])
 def test_every_zero_stage(pool: Pool, layout: str, zero: int) -> None:
     check(pool, plan_of(layout, zero=zero))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -113,7 +113,7 @@ def test_every_model_and_mode(pool: Pool, options: dict[str, Any]) -> None:
     check(pool, plan_of(**options))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -140,7 +140,7 @@ KEYS: dict[str, dict[str, Any]] = {
 OVER = ("dp=4", "dp=2x2", "dp=2 tp=2", "dp=2 pp=2", "dp=2 ep=2")
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("layout", OVER)
 @pytest.mark.parametrize("keys", KEYS)
