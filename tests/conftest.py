@@ -11,6 +11,10 @@ import pytest
 
 from tests.selection import ALL_CASES, SALT, all_cases, salt, shuffled
 
+# Before torch is loaded: on ARM, matmuls keep the number of threads that the first of them had,
+# whatever torch is told later. A rank that is forked after it would wait for those threads forever.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 PACKAGE = Path(__file__).parent.parent / "fivefold"
 
 
