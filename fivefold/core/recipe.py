@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from fivefold.core.errors import FivefoldError
+from fivefold.core.precision import FORMATS
 
 OptimizerName = Literal["adamw", "muon", "sgd"]  # the keys of OPTIMIZERS
 Curve = Literal["cosine", "wsd", "linear", "constant"]
@@ -104,6 +105,11 @@ class Recipe:
         for key in ("offload", "offload_grads"):
             if (where := getattr(self, key)) not in ("none", "cpu") and not _folder(where):
                 found.append(f"{key} = {where}: none, cpu, or {DISK}FOLDER")
+        if self.optimizer_kind.full_matrices and (self.offload != "none" or self.states != "fp32"):
+            found.append(
+                f"offload = {self.offload} and states = {self.states}: {self.optimizer} keeps its "
+                "states on the device in float32; use offload = none and states = fp32, or adamw"
+            )
         if self.offload_grads != "none" and self.optimizer_kind.full_matrices:
             found.append(
                 f"offload_grads = {self.offload_grads}: {self.optimizer} updates full matrices "
@@ -130,6 +136,18 @@ class Recipe:
     def disk(self) -> str | None:
         """The folder of offloaded optimizer states; None without a disk."""
         return _folder(self.offload)
+
+    @property
+    def offload_kind(self) -> str:
+        """Where optimizer states are: none (on the device), cpu or nvme."""
+        return "nvme" if self.disk is not None else self.offload
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the optimizer's states for an element of a weight that AdamW or SGD updates."""
+        size = FORMATS["bfloat16" if self.states == "bf16" else "float32"].itemsize
+        usual = "adamw" if self.optimizer_kind.full_matrices else self.optimizer
+        return size * len(OPTIMIZERS[usual].states)
 
     @property
     def grads_disk(self) -> str | None:

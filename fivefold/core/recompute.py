@@ -65,13 +65,6 @@ class Recompute:
         """Whether the forward of a module runs again, alone or with everything."""
         return self.full or module in self.modules
 
-    @property
-    def priced_as(self) -> str:
-        """The kind by which it is estimated: one that saves no less than this rule."""
-        if self.full:
-            return "full"
-        return SELECTIVE if set(REMADE) <= set(self.modules) else "none"
-
 
 @dataclass(frozen=True)
 class StageRecompute:
@@ -123,7 +116,6 @@ class StageRecompute:
         return self
 
     @property
-    def kind(self) -> str:
-        """The kind by which all stages are estimated: one that saves no less than any rule."""
-        kinds = {self.usual.priced_as, *(rule.priced_as for *_, rule in self.special)}
-        return next(each for each in ("none", SELECTIVE, "full") if each in kinds)
+    def rules(self) -> tuple[Recompute, ...]:
+        """All of them, the usual one first."""
+        return (self.usual, *(rule for *_, rule in self.special))

@@ -20,13 +20,29 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fivefold.core.recompute import Module, Recompute
 from fivefold.core.shape import Mla, Shape
 from fivefold.cost.grid import Array, LayoutGrid, fullest_rank_load
 from fivefold.cost.pipeline_ranks import RankStage
 from fivefold.cost.stack import SoftwareStack, StackMemory
 
+DROPPED_PAIR = 21  # bytes of a query-key pair in backward: scores, gradients, draws; as rehearsed
 LSE = 4  # bytes of a head's log-sum-exp
 WIDE = 4  # bytes of a float32 element
+
+
+NOTHING_AGAIN = Recompute()
+
+
+class SavedTensor(NamedTuple):
+    """Tensors of a layer that wait for its backward."""
+
+    bytes: Array  # per token
+    modules: tuple[Module, ...] = ()  # whose recomputation makes them again
+    in_attention: bool = False
+
+    def is_remade(self, rule: Recompute) -> bool:
+        return any(rule.remakes(each) for each in self.modules)
 
 
 class Activations:
@@ -43,7 +59,7 @@ class Activations:
         imbalance: float,
     ) -> None:
         self.shape, self.grid, self.memory, self.seq = shape, grid, memory, seq
-        self.itemsize, self.imbalance = itemsize, imbalance
+        self.itemsize, self.imbalance, self.balance = itemsize, imbalance, stack.balance
         self.unfused = stack.attention == "unfused"
         self.split = np.where(grid.sp, grid.tp, 1.0)
         self.heads = shape.heads / grid.tp
@@ -52,21 +68,79 @@ class Activations:
         self.whole = np.full_like(self.split, float(shape.width * itemsize))
         self.input = self.whole if memory.gathered_inputs else self.residual
 
-    def saved(self, routed: bool) -> Array:
-        """By one layer without recomputation."""
-        norms = 1 if self.shape.parallel_block else 2
-        kept = norms * (self.residual + self._statistics / self.split)
-        kept = kept + self.input + self._queries_keys_values() + self._attended()
-        kept = kept + 2 * self.memory.mask_bytes * self.shape.width / self.split
-        return kept + (self._routed() if routed else self._plain(norms))
-
-    def saved_selectively(self, routed: bool) -> Array:
-        """By one layer with selective recomputation."""
-        if self.memory.selective == "core":
-            return self.saved(routed) - self._core()
+    def saved(self, routed: bool, rule: Recompute = NOTHING_AGAIN) -> Array:
+        """By one layer, under a rule of recomputation by module."""
         if self.memory.selective == "remade":
-            return self.saved(routed) - self._remade(routed)
+            kept = [each.bytes for each in self._tensors(routed) if not each.is_remade(rule)]
+            return sum(kept, np.zeros(1))
+        saved = sum((each.bytes for each in self._tensors(routed)), np.zeros(1))
+        if not rule.modules:
+            return saved
+        if self.memory.selective == "core":
+            return saved - self._core()
         return self._every_second_matmul(routed)
+
+    def remade(self, routed: bool, rule: Recompute) -> Array:
+        """What recomputation adds at most in the backward of one layer: attention and MLP are not
+        computed again at the same time."""
+        if self.memory.selective != "remade":
+            return np.maximum(self.saved(routed) - self.saved(routed, rule), 0.0)
+        again = [each for each in self._tensors(routed) if each.is_remade(rule)]
+        sides = [[each.bytes for each in again if each.in_attention == side] for side in (0, 1)]
+        return np.maximum(*(sum(side, np.zeros(1)) for side in sides))
+
+    def _tensors(self, routed: bool) -> Iterator[SavedTensor]:
+        """All that a layer saves without recomputation."""
+        norms = 1 if self.shape.parallel_block else 2
+        masks = 2 * self.memory.mask_bytes * self.shape.width / self.split
+        yield SavedTensor(norms * (self.residual + self._statistics / self.split) + masks)
+        yield SavedTensor(self.input, ("norm",), True)
+        yield from self._queries_keys_values()
+        yield SavedTensor(self._attended(), ("attention",), True)
+        if routed:
+            yield from self._routed()
+            return
+        if norms == 2:  # otherwise one norm serves both
+            yield SavedTensor(self.input, ("norm",))
+        yield from self._mlp(self.shape.ffn / self.grid.tp, "mlp")
+
+    def deferred(self, routed: bool) -> Array:
+        """Between input and weight gradient: the input and the output gradient of every weight.
+
+        Tensor parallelism has gathered both by then, so this may be more than what was saved.
+        """
+        shape, size, mla = self.shape, self.itemsize, self.shape.mla
+        norms = 1 if shape.parallel_block else 2
+        kept = (2 * norms + shape.out_bias + shape.mlp_bias) * self.residual + 2 * self.whole
+        if mla is None:
+            heads = (self.heads + 2 * self.kv_heads) * shape.head_dim
+            if shape.qk_norm != "none":
+                heads = heads + 2 * (self.heads + self.kv_heads) * shape.head_dim
+        else:
+            ranks = (mla.q_rank or 0) + mla.kv_rank
+            heads = 4 * ranks + mla.rope_dim
+            heads = heads + self.heads * (shape.head_dim + mla.nope_dim + mla.value_dim)
+        kept = kept + (heads + self.heads * shape.value_dim) * size
+        return kept + (self._deferred_experts() if routed else self._deferred_mlp(norms))
+
+    def _deferred_mlp(self, norms: int) -> Array:
+        matrices = 3 if self.shape.gated else 2
+        return norms * self.whole + matrices * self.shape.ffn / self.grid.tp * self.itemsize
+
+    def _deferred_experts(self) -> Array:
+        shape, moe, size = self.shape, self.shape.moe, self.itemsize
+        assert moe is not None
+        matrices = 3 if shape.gated else 2
+        rows = 2 * shape.width + matrices * moe.ffn / self.grid.etp
+        kept = self.residual + WIDE * moe.experts / self.split + self._slots() * rows * size
+        if moe.shared:
+            kept = kept + 2 * self.whole + matrices * moe.shared_ffn / self.grid.tp * size
+        return kept
+
+    def deferred_at_head(self) -> Array:
+        """The same for the head and the final norm: the gradient of the logits above all."""
+        words = self.shape.vocab / self.grid.tp * self.itemsize
+        return self.whole + words + 2 * self.residual
 
     def inputs(self) -> Array:
         """By one layer with full recomputation."""
@@ -112,74 +186,75 @@ class Activations:
     def _statistics(self) -> float:
         return self.memory.statistics * (2 if self.shape.norm == "layer" else 1)
 
-    def _queries_keys_values(self) -> Array:
+    def _queries_keys_values(self) -> Iterator[SavedTensor]:
         """As attention reads them; with QK norms, also as the norms read them."""
         shape, size = self.shape, self.itemsize
         if shape.mla is not None:
-            return self._latents(shape.mla)
+            yield from self._latents(shape.mla)
+            return
         found = (self.heads + 2 * self.kv_heads) * shape.head_dim * size
         if shape.qk_norm != "none":
             found = found + (self.heads + self.kv_heads) * shape.head_dim * size
         if self.memory.packed and shape.kv_heads == shape.heads:
             found = found + 2 * self.kv_heads * shape.head_dim * size
-        return found
+        yield SavedTensor(found, ("attention",), True)
 
-    def _latents(self, mla: Mla) -> Array:
+    def _latents(self, mla: Mla) -> Iterator[SavedTensor]:
         """Latents before and after their norms, on every tp rank; heads of queries and keys, and
         the projection that includes the values."""
-        ranks = 2 * (mla.q_rank or 0) + 2 * mla.kv_rank + mla.rope_dim
+        ranks, ones = (mla.q_rank or 0) + mla.kv_rank, np.ones_like(self.heads)
         heads = 2 * self.shape.head_dim + mla.nope_dim + mla.value_dim
-        return (ranks + self.heads * heads) * self.itemsize
+        inside = (ranks + mla.rope_dim + self.heads * heads) * self.itemsize
+        yield SavedTensor(inside, ("attention",), True)
+        yield SavedTensor(ranks * self.itemsize * ones, ("norm", "attention"), True)
 
     def _attended(self) -> Array:
-        return self.heads * self.shape.value_dim * self.itemsize + self._core()
+        copies = 2 if self._drops_pairs else 1  # dropped pairs: as attention made it, and as read
+        return copies * self.heads * self.shape.value_dim * self.itemsize + self._core()
+
+    @property
+    def _drops_pairs(self) -> bool:
+        """Whether our own attention drops query-key pairs, which no fused kernel does our way."""
+        return self.memory.unit_by_unit and self.shape.attention_dropout > 0
+
+    def pairs(self) -> Array | float:
+        """Scores of one layer in its backward, if pairs are dropped."""
+        return self.heads * self.seq * DROPPED_PAIR if self._drops_pairs else 0.0
 
     def _core(self) -> Array:
         """What attention saves for itself: its scores, or their log-sum-exp."""
         return self.heads * (self.memory.score_bytes * self.seq if self.unfused else LSE)
 
-    def _plain(self, norms: int) -> Array:
-        """An MLP with its input, which is also attention's if one norm serves both."""
-        kept = self._mlp(self.shape.ffn / self.grid.tp)
-        return kept + self.input if norms == 2 else kept
-
-    def _mlp(self, width: Array) -> Array:
-        """Saved inside an MLP of this width."""
-        copies = self.memory.gated_copies if self.shape.gated else 2.0
-        return copies * self.itemsize * width
+    def _mlp(
+        self, width: Array, module: Module, slots: Array | float = 1.0
+    ) -> Iterator[SavedTensor]:
+        """Inside an MLP of this width: what the activation reads, and what the last matmul does."""
+        copies = (self.memory.gated_copies if self.shape.gated else 2.0) - 1
+        yield SavedTensor(slots * copies * self.itemsize * width, (module,))
+        yield SavedTensor(slots * self.itemsize * width, ("act", module))
 
     def _slots(self) -> Array:
         """Rows of this rank's experts per token of the microbatch."""
         moe = self.shape.moe
         assert moe is not None
-        load = fullest_rank_load(moe, self.grid.ep, self.imbalance)
+        load = fullest_rank_load(moe, self.grid.ep, self.imbalance, self.balance)
         return load * moe.top_k * self.grid.etp / self.split
 
-    def _routed(self) -> Array:
+    def _routed(self) -> Iterator[SavedTensor]:
         """The router's input and float32 scores; slots as they arrive, inside the experts, and as
         they come back; and the shared experts, whose input is the router's if that is not wide."""
         shape, moe, wide = self.shape, self.shape.moe, self.memory.wide_router
         assert moe is not None
-        kept = (
-            (WIDE if wide else self.itemsize) * shape.width + WIDE * 2 * moe.experts
-        ) / self.split
-        inside = 2 * shape.width * self.itemsize + self._mlp(moe.ffn / self.grid.etp)
-        kept = kept + self._slots() * inside
+        router = (WIDE if wide else self.itemsize) * shape.width / self.split
+        yield SavedTensor(router, ("norm",))
+        scores = WIDE * 2 * moe.experts / self.split
+        moved = self._slots() * 2 * shape.width * self.itemsize
+        yield SavedTensor(scores + moved, ("experts",))
+        yield from self._mlp(moe.ffn / self.grid.etp, "experts", self._slots())
         if moe.shared:
-            kept = kept + (self.input if wide else 0.0) + self._mlp(moe.shared_ffn / self.grid.tp)
-        return kept
-
-    def _remade(self, routed: bool) -> Array:
-        """Outputs of norms and of activations, which GEMMs do not save."""
-        shape, moe, size = self.shape, self.shape.moe, self.itemsize
-        kept = self.input
-        if shape.mla is not None:
-            kept = kept + ((shape.mla.q_rank or 0) + shape.mla.kv_rank) * size
-        if not routed or moe is None:
-            kept = kept + (self.input if not shape.parallel_block else 0.0)
-            return kept + shape.ffn / self.grid.tp * size
-        kept = kept + self.residual + self._slots() * moe.ffn / self.grid.etp * size
-        return kept + moe.shared_ffn / self.grid.tp * size
+            if wide:
+                yield SavedTensor(self.input)
+            yield from self._mlp(moe.shared_ffn / self.grid.tp, "experts")
 
     def _gate_and_up(self, routed: bool) -> Iterator[Array]:
         """Results of the matmuls into the MLPs' widths: gate and up."""
@@ -302,10 +377,16 @@ class StageGradients:
         return GradientLevel(accumulated, np.where(self.reduced, few, alone))
 
     def at_first_layer(self) -> GradientLevel:
-        """When it ends, in the first layer or in the embedding."""
-        most = np.maximum(self.three_units, self.embedding + self.two_units)
+        """When the backward of the layers ends."""
+        return self._at_end(self.three_units)
+
+    def at_embedding(self) -> GradientLevel:
+        """After it, in the embedding."""
+        return self._at_end(self.embedding + self.two_units)
+
+    def _at_end(self, few: Array) -> GradientLevel:
         accumulated = np.where(self.reduced, self.owned, self.full)
-        return GradientLevel(accumulated, np.where(self.reduced, most, self._at_end_of_step()))
+        return GradientLevel(accumulated, np.where(self.reduced, few, self._at_end_of_step()))
 
     def flight_after_backward(self) -> Array:
         """Microbatches in flight after a backward with all gradients; none if the step ends with

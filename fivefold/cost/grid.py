@@ -5,16 +5,18 @@ Also how unevenly routing loads the ranks: from the fullest expert to the rank t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fivefold.core.balance import Balance
 from fivefold.core.errors import FivefoldError
 from fivefold.core.plan import Plan
-from fivefold.core.recompute import MODULES
+from fivefold.core.recompute import MODULES, Recompute
 from fivefold.core.schedule.catalog import names as schedule_names
 from fivefold.core.schedule.choose import looks_like_file, named
 from fivefold.core.shape import Moe, Shape
@@ -23,7 +25,8 @@ from fivefold.cost.layer_collectives import LayerJob
 
 Array = NDArray[np.float64]
 Flags = NDArray[np.bool_]
-RECOMPUTE = ("none", "selective", "full")
+RULES = (Recompute(), Recompute.parse("selective"), Recompute.parse("full"))  # that are searched
+RECOMPUTE = tuple(map(str, RULES))
 OFFLOADS = ("none", "cpu", "nvme")  # where optimizer states and master weights are
 CONTEXTS = tuple(CONTEXT_KINDS)
 SCHEDULES = tuple(schedule_names())
@@ -32,8 +35,8 @@ FAMILIES = tuple(named(name) for name in SCHEDULES)
 
 @dataclass(frozen=True)
 class LayoutGrid:
-    """Layouts with their batches. `recompute`, `schedule`, `offload` and `context` are indices
-    into the lists above."""
+    """Layouts with their batches. `schedule`, `offload` and `context` are indices into the lists
+    above, `recompute` is an index into `rules`."""
 
     tp: Array
     cp: Array
@@ -52,6 +55,7 @@ class LayoutGrid:
     offload: Array
     context: Array = field(default_factory=lambda: np.zeros(1))
     ep_nodes: Array = field(default_factory=lambda: np.zeros(1))  # 0: as the machine is built
+    rules: tuple[Recompute, ...] = field(default=RULES, kw_only=True)
 
     @property
     def dp(self) -> Array:
@@ -70,18 +74,23 @@ class LayoutGrid:
         facts = np.array([fact(method) for method in CONTEXT_KINDS.values()])
         return facts[self.context.astype(np.int64)]
 
+    def recompute_has(self, fact: Callable[[Recompute], float]) -> Array:
+        """A number of each layout's rule of recomputation; 1 or 0 for what is true of it or not."""
+        return np.array([float(fact(rule)) for rule in self.rules])[self.recompute.astype(np.int64)]
+
     def columns(self) -> Iterator[NDArray[Any]]:
-        return (getattr(self, each.name) for each in fields(self))
+        return (getattr(self, each.name) for each in fields(self) if each.name != "rules")
 
     def at(self, index: tuple[int, ...], shape: tuple[int, ...]) -> LayoutGrid:
         """One layout of a broadcast grid."""
         found = (np.broadcast_to(each, shape)[index] for each in self.columns())
-        return LayoutGrid(*(np.array([each]) for each in found))
+        return LayoutGrid(*(np.array([each]) for each in found), rules=self.rules)
 
 
 def grid_of_plan(plan: Plan) -> LayoutGrid:
-    """The grid of one layout."""
+    """The grid of one layout, with the rules of all of its stages."""
     layout, batch = plan.layout, plan.batch
+    rules = tuple(dict.fromkeys((*RULES, *plan.recompute.rules)))
     return LayoutGrid(
         tp=_one(layout.tp),
         cp=_one(layout.cp),
@@ -94,12 +103,13 @@ def grid_of_plan(plan: Plan) -> LayoutGrid:
         chunks=_one(layout.chunks),
         microbatch_size=_one(batch.microbatch_size),
         microbatches=_one(batch.microbatches),
-        recompute=_one(RECOMPUTE.index(plan.recompute.kind)),
+        recompute=_one(rules.index(plan.recompute.usual)),
         schedule=_one(schedule_index(plan.options.schedule if layout.pp > 1 else "1f1b")),
         sp=np.array([layout.sp]),
-        offload=_one(0),
+        offload=_one(OFFLOADS.index(plan.options.train.offload_kind)),
         context=_one(CONTEXTS.index(layout.context)),
         ep_nodes=_one(plan.ep_nodes),
+        rules=rules,
     )
 
 
@@ -115,6 +125,7 @@ def layer_job(
     *,
     keeps_shards: bool,
     node: int | None,
+    balance: tuple[Balance, ...] = (),
 ) -> LayerJob:
     """What the collectives of layers depend on, in arrays; `node`: ranks of a node, if tokens go to
     each node once."""
@@ -129,7 +140,6 @@ def layer_job(
     halves = np.where((outer > 1) & grid.context_has(lambda kind: kind.zigzag), 2, 1)
     unit = grid.cp * np.lcm(halves, np.where(grid.sp, grid.tp, 1).astype(np.int64))
     kv_heads = np.maximum(1, shape.kv_heads // grid.tp).astype(np.int64)
-    full = np.where(grid.recompute == RECOMPUTE.index("full"), 1, 0)
     return LayerJob(
         shape=shape,
         itemsize=itemsize,
@@ -144,9 +154,14 @@ def layer_job(
         outer=outer,
         kv_heads=np.lcm(kv_heads, inner.astype(np.int64)),
         gathers=grid.context_has(lambda kind: kind.gathers),
-        full=full,
-        repeats=dict.fromkeys(MODULES, full),
+        full=grid.recompute_has(lambda rule: rule.full),
+        repeats={
+            module: grid.recompute_has(partial(Recompute.repeats, module=module))
+            for module in MODULES
+        },
         keeps_shards=np.where(grid.sp & (grid.tp > 1), int(keeps_shards), 0),
+        balance=balance,
+        row_seq=seq,
     )
 
 
@@ -180,12 +195,20 @@ def require_possible_imbalance(shape: Shape, imbalance: float) -> None:
         )
 
 
-def fullest_rank_load(moe: Moe, ep: Array, imbalance: float) -> Array | float:
+def fullest_rank_load(
+    moe: Moe, ep: Array, imbalance: float, balance: Sequence[Balance] = ()
+) -> Array | float:
     """Slots of the rank with the fullest expert over those of the average rank.
 
     All other experts share the remaining slots evenly. So a rank with all experts has the average
-    load whatever the routing, and a rank with one expert has the full imbalance.
+    load whatever the routing, and a rank with one expert has the full imbalance. A capacity limits
+    it; a padded one is also the least.
     """
+    for rule in balance:
+        if rule.pads or (rule.drops and rule.coefficient < 1):
+            return rule.coefficient
+        if rule.drops:
+            imbalance = min(imbalance, rule.coefficient)
     if imbalance == 1:
         return 1.0
     num_experts = moe.experts / ep

@@ -8,7 +8,8 @@ are kept by part (products, attention, tp, ...), so that the parts of a step can
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -16,11 +17,13 @@ import numpy as np
 from fivefold.core.count import visible_keys
 from fivefold.core.machine import Machine
 from fivefold.core.precision import PRECISIONS, itemsize_of
+from fivefold.core.recompute import Module, Recompute
 from fivefold.core.shape import Mla, Moe, Shape
 from fivefold.cost.grid import Array, LayoutGrid, fullest_rank_load, layer_job
 from fivefold.cost.layer_collectives import (
     UNEVEN_AXES,
     CountedCollective,
+    balance_layer,
     context_layer,
     expert_layer,
     tensor_ends,
@@ -44,8 +47,13 @@ MERGE_BYTES = 10.0
 PADDED_ROWS = 64.0
 # Bytes that 8-bit matmuls move per element of their inputs: read in 16 bits, written twice.
 CAST_BYTES = 4.0
+# Passes over the width of the model that the two norms of a layer take: each reads and writes.
+NORM_PASSES = 4.0
 # The part of a step that an axis belongs to.
-_PARTS = {"tp": "tp", "etp": "tp", "ulysses": "cp", "ring": "cp"} | dict.fromkeys(UNEVEN_AXES, "ep")
+_PARTS = {
+    **{"tp": "tp", "etp": "tp", "ulysses": "cp", "ring": "cp", "row": "ep"},
+    **dict.fromkeys(UNEVEN_AXES, "ep"),
+}
 
 
 class Gemm(NamedTuple):
@@ -96,6 +104,7 @@ class LayerTimer:
             self.itemsize,
             keeps_shards=stack.gathers_again and not stack.saves_gathered,
             node=machine.tiers[0].size if stack.node_by_node else None,
+            balance=stack.balance,
         )
         self.tokens = self.job.tokens
         self.split = np.where(grid.sp, grid.tp, 1.0)
@@ -103,6 +112,15 @@ class LayerTimer:
         self.narrow_speed = self.speed
         if precision != self.wide:
             self.narrow_speed = machine.peak(precision) * self.reach.matmul_fp8
+
+    def under(self, rule: Recompute) -> LayerTimer:
+        """The same with one of the grid's rules of recomputation for all layouts."""
+        number = np.array([float(self.grid.rules.index(rule))])
+        if (self.grid.recompute == number).all():
+            return self
+        grid = replace(self.grid, recompute=number)
+        job = (self.shape, self.machine, self.stack, grid, self.seq, self.precision)
+        return LayerTimer(*job, self.imbalance)
 
     def matmul(self, flops: Array, narrow: bool) -> Array:
         """Seconds of one matmul."""
@@ -147,9 +165,11 @@ class LayerTimer:
         weights: TimeParts = {"products": seconds + self._accumulated(size)}
         if moe is not None:
             self._add_experts(moe, forward, inputs, weights)
-        again = self._recomputation(forward)
+        again = self._recomputation(forward, moe)
         if self.stack.stops_early and moe is None:
-            skipped = np.where(self.grid.recompute == 2, self._gemm_seconds(gemms[-1:]), 0.0)
+            # No backward reads the last matmul of what is computed again together.
+            segments = self.grid.recompute_has(lambda rule: 1 / rule.blocks if rule.full else 0)
+            skipped = segments * self._gemm_seconds(gemms[-1:])
             again["products"] = again["products"] - self.stack.recomputed * skipped
         times = LayerTimes(forward, inputs, weights, again)
         self._add_traffic(times, moe)
@@ -159,10 +179,12 @@ class LayerTimer:
 
     def _add_traffic(self, times: LayerTimes, moe: Moe | None) -> None:
         """The collectives of the layer, without those inside attention."""
-        ends_segment = int(self.stack.stops_early)
+        ends_segment = self.grid.recompute_has(lambda rule: 1 / max(1, rule.blocks))
+        ends_segment = ends_segment * self.stack.stops_early
         issued = [*tensor_layer(self.job, moe is not None, ends_segment)]
         if moe is not None:
             issued += expert_layer(self.job, moe, ends_segment)
+            issued += balance_layer(self.job, moe, self.grid.cp)
         for each in issued:
             part = _PARTS[each.axis]
             seconds = self._seconds_of(each) * (1 - self._hidden[part])
@@ -179,30 +201,69 @@ class LayerTimer:
         job, size, once = self.job, issued.bytes, None
         near = job.etp * (job.ep // job.ep_nodes)
         strides = {"etp": 1, "tp": 1, "ulysses": job.tp, "ring": job.tp * job.inner}
-        strides |= {"ep": job.etp, "ep-near": job.etp, "ep-far": near}
+        strides |= {"ep": job.etp, "ep-near": job.etp, "ep-far": near, "row": 1}
         stride = strides[issued.axis] * np.ones_like(self.grid.tp)
         moe = self.shape.moe
-        if moe is not None and _PARTS[issued.axis] == "ep":
+        if moe is not None and issued.axis in UNEVEN_AXES:
             # All ranks wait for the rank with the fullest expert.
-            size = size * fullest_rank_load(moe, self.grid.ep, self.imbalance)
+            if job.capacity is None:
+                size = size * self._load(moe)
             copies = moe.groups_kept if moe.groups > 1 else moe.top_k
             once = (moe.top_k, copies) if self.stack.crosses_once else None
         ranks = issued.group * np.ones_like(self.grid.tp)
         return self.links.seconds(issued.kind, size, ranks, stride, once)
 
-    def _recomputation(self, forward: TimeParts) -> TimeParts:
-        """What is computed again: the full forward; or, if selective, attention (unfused) or the
-        elementwise kernels, and some matmuls."""
-        full = np.where(self.grid.recompute == 2, self.stack.recomputed, 0.0)
-        selective = self.grid.recompute == 1
+    def _recomputation(self, forward: TimeParts, moe: Moe | None) -> TimeParts:
+        """What is computed again: the full forward, or that of some modules."""
+        full = self.stack.recomputed * self.grid.recompute_has(lambda rule: rule.full)
         found = {name: full * each for name, each in forward.items()}
-        cheap = "attention" if self.stack.attention == "unfused" else "elementwise"
-        found[cheap] = found[cheap] + selective * forward[cheap]
-        if self.stack.selective_repeats:
-            found["products"] = (
-                found["products"] + self.stack.selective_repeats * selective * forward["products"]
-            )
+        by_module = self._modules(forward, moe) if self.stack.is_ours else self._selective(forward)
+        for module, parts in by_module.items():
+            again = self.grid.recompute_has(partial(Recompute.remakes, module=module))
+            for name, seconds in parts.items():
+                found[name] = found[name] + again * seconds
         return found
+
+    def _selective(self, forward: TimeParts) -> dict[Module, TimeParts]:
+        """In other stacks: attention (unfused) or the elementwise kernels, and some matmuls."""
+        cheap = "attention" if self.stack.attention == "unfused" else "elementwise"
+        repeated = self.stack.selective_repeats * forward["products"]
+        return {"norm": {cheap: forward[cheap], "products": repeated}}
+
+    def _modules(self, forward: TimeParts, moe: Moe | None) -> dict[Module, TimeParts]:
+        """The modules of a layer of fivefold; of attention and MLP no backward reads the last
+        matmul."""
+        shape, tp = self.shape, self.grid.tp
+        passes, inner = self.stack.narrow_passes, 1.5 if shape.gated else 1.0
+        norms = self.moved(NORM_PASSES * shape.width / self.split * self.tokens * self.itemsize)
+        *into, _ = self._attention_gemms()
+        attention: TimeParts = {
+            "products": self._gemm_seconds(into),
+            "attention": forward["attention"],
+            "elementwise": self._elementwise(0) - norms,
+        }
+        if moe is not None:
+            again = {name: forward[name] for name in ("experts", "launch")}
+            slots = forward["elementwise"] - self._elementwise(0)
+            act = self.moved(inner * passes * self._slots(moe) * moe.ffn * self.itemsize)
+            experts: TimeParts = {**again, "elementwise": slots}
+            return {
+                "norm": {"elementwise": norms},
+                "act": {"elementwise": act},
+                "attention": attention,
+                "experts": experts,
+            }
+        act = self.moved(inner * passes * shape.ffn / tp * self.tokens * self.itemsize)
+        mlp: TimeParts = {
+            "products": self._gemm_seconds(self._mlp_gemms(shape.ffn)[:1]),
+            "elementwise": act,
+        }
+        return {
+            "norm": {"elementwise": norms},
+            "act": {"elementwise": act},
+            "attention": attention,
+            "mlp": mlp,
+        }
 
     def head(self) -> LayerTimes:
         """The LM head and the loss, and again for each MTP layer."""
@@ -309,7 +370,7 @@ class LayerTimer:
         shape, grid = self.shape, self.grid
         tokens = self.tokens / self.split
         # All ranks wait for the rank with the fullest expert: its dispatch, compute and combine.
-        slots = tokens * moe.top_k * fullest_rank_load(moe, grid.ep, self.imbalance)
+        slots = self._slots(moe)
         rows = slots * grid.etp + PADDED_ROWS * moe.experts / grid.ep
         inner = (3 if shape.gated else 2) * moe.ffn / grid.etp
         # A matmul with few rows is bound by reading its weights from memory.
@@ -328,6 +389,14 @@ class LayerTimer:
             parts["launch"] = np.full_like(grid.ep, self.stack.expert_wait)
         size = moe.experts / grid.ep * shape.width * inner
         weights["experts"] = seconds + self._accumulated(size)
+
+    def _slots(self, moe: Moe) -> Array:
+        """Rows of the rank with the fullest expert."""
+        slots = self.tokens / self.split * moe.top_k
+        return slots * self._load(moe)
+
+    def _load(self, moe: Moe) -> Array | float:
+        return fullest_rank_load(moe, self.grid.ep, self.imbalance, self.stack.balance)
 
     def _router(self, flops: Array) -> Array:
         """The matmul of the router, in 32 bits if the stack does not round its scores."""

@@ -7,6 +7,7 @@ gradients unit by unit has several moments that may be its peak; other stacks ha
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +15,7 @@ import numpy as np
 from fivefold.core.count import layer_kinds, layer_parameters, mtp_parameters
 from fivefold.core.machine import Machine
 from fivefold.core.precision import itemsize_of
+from fivefold.core.recompute import Recompute
 from fivefold.core.shape import Shape
 from fivefold.cost.activations import (
     Activations,
@@ -23,11 +25,11 @@ from fivefold.cost.activations import (
     UnitParameters,
 )
 from fivefold.cost.grid import OFFLOADS, Array, LayoutGrid
-from fivefold.cost.pipeline_ranks import RankStage, holds_all_microbatches
+from fivefold.cost.pipeline_ranks import RankLayers, RankStage, holds_all_microbatches
 from fivefold.cost.stack import SoftwareStack, StackMemory, memory_of_stack
 
 MemoryParts = dict[str, Array]
-MOMENTS = 8  # bytes per element: AdamW's two moments, in float32
+MUON_STATE = 4  # bytes: the momentum of an element of a matrix
 
 
 class MemoryEntries:
@@ -70,18 +72,23 @@ class MemoryEntries:
         leave = bool(self.stack.grads_home)
         gradients = StageGradients(parameters, stage, self.grid, matrix, owned, size, unit, leave)
         begin, end = saved * stage.flight, saved * gradients.flight_after_backward()
+        late = self._deferred(stage, saved)
+        begin, end = begin + late, end + late
         # A tied weight has two gradients: the head's waits for the embedding's, and for their sum.
         tied = np.where(self.shape.tied & (self.grid.pp == 1), matrix * self.itemsize, 0.0)
-        embedding = stage.embedding * matrix * self.itemsize + 2 * tied
+        embedding = stage.embedding * matrix * self.itemsize
+        # They are summed before the accumulated gradient is made, or beside it.
+        embedding = embedding + np.where(gradients.begun & ~gradients.reduced, 2 * tied, 0.0)
         states, messages = self._states(parameters), self._messages()
         gathered = self._gathered(parameters, stage, np.zeros(1))
         logits = stage.head * self._other_losses()
         both = (logits, messages + self._buffers(), gathered)
-        last, first = begin + working + tied, end + np.maximum(working + tied, embedding)
         found = [
-            self._moment(states, gradients.at_last_layer(), last, *both),
-            self._moment(states, gradients.at_first_layer(), first, *both),
+            self._moment(states, gradients.at_last_layer(), begin + working + tied, *both),
+            self._moment(states, gradients.at_first_layer(), end + working + tied, *both),
         ]
+        if stage.embedding.any():
+            found.append(self._moment(states, gradients.at_embedding(), end + embedding, *both))
         if stage.head.any():
             gathered = self._gathered(parameters, stage, stage.head * matrix)
             rest = (logits + stage.head * self._loss(), messages, gathered)
@@ -180,7 +187,7 @@ class MemoryEntries:
         """Parameters of a stage; norms, routers and latents are replicated over tp."""
         shape, tp = self.shape, self.grid.tp
         dense, experts = np.zeros(1), np.zeros(1)
-        for i, count in self._counts(stage).items():
+        for i, count in self._counts(stage.layers).items():
             layer = layer_parameters(shape, i)
             dense = dense + count * stage.copies * self._dense(i)
             spread = layer.experts / (self.grid.ep * self.grid.etp)
@@ -213,9 +220,9 @@ class MemoryEntries:
         shared = keys * (np.maximum(shape.kv_heads, tp) - shape.kv_heads)
         return (layer.total - layer.experts - whole + shared) / tp + whole
 
-    def _counts(self, stage: RankStage) -> dict[int, Array]:
+    def _counts(self, found: RankLayers) -> dict[int, Array]:
         """How many layers of each kind, by the index of one of them."""
-        shape, (layers, routed) = self.shape, stage.layers
+        shape, (layers, routed) = self.shape, found
         if shape.moe is None:
             return {0: layers}
         kinds = {shape.is_moe_layer(i): i for i in layer_kinds(shape)}
@@ -238,8 +245,17 @@ class MemoryEntries:
             "weights": np.where(gone, 0.0, weights),
             "gradients": gradients,
             "master": owned * (self.master_bytes * stays),
-            "optimizer": owned * (MOMENTS * stays),
+            "optimizer": self._optimizer_states(parameters) * stays,
         }
+
+    def _optimizer_states(self, parameters: RankParameters) -> Array:
+        """Of AdamW or SGD; or of Muon, which has one moment for the matrices of layers."""
+        size = self.stack.state_bytes
+        if not self.stack.orthogonalizes:
+            return self._sharded(parameters, 1) * size
+        ends = RankParameters(parameters.ends, np.zeros(1), parameters.ends)
+        others = self._sharded(ends, 1)
+        return others * size + (self._sharded(parameters, 1) - others) * MUON_STATE
 
     def _sharded(self, parameters: RankParameters, from_zero: int) -> Array:
         """Parameters of a rank; only its shard from this ZeRO stage on."""
@@ -257,7 +273,8 @@ class MemoryEntries:
         sharded = (grid.zero == 3) & (grid.shard * grid.cp > 1)
         buffers = np.minimum(2 / np.maximum(stage.layers.all, 1.0), 1.0)
         states = np.where(grid.offload == OFFLOADS.index("nvme"), buffers, 1.0)
-        size = states * (MOMENTS + self.master_bytes) + np.where(sharded, self.itemsize, 0.0)
+        size = states * (self.stack.state_bytes + self.master_bytes)
+        size = size + np.where(sharded, self.itemsize, 0.0)
         gradients = self.gradient_bytes if self.stack.grads_home == "cpu" else 0
         return owned * (np.where(grid.offload > 0, size, 0.0) + gradients)
 
@@ -266,40 +283,79 @@ class MemoryEntries:
         owned = self._sharded(self.parameters(stage), 1)
         there = self.grid.offload == OFFLOADS.index("nvme")
         gradients = self.gradient_bytes if self.stack.grads_home == "nvme" else 0
-        return owned * (np.where(there, MOMENTS + self.master_bytes, 0.0) + gradients)
+        states = self.stack.state_bytes + self.master_bytes
+        return owned * (np.where(there, states, 0.0) + gradients)
 
     def _layers(self, stage: RankStage) -> tuple[Array, Array]:
         """What a microbatch saves, and what one layer needs during recomputation and backward."""
-        recompute, covered = self.grid.recompute, self.stack.recomputed
         kept, working = np.zeros(1), np.zeros(1)
-        counts = self._counts(stage)
-        for i, count in counts.items():
-            routed = self.shape.is_moe_layer(i)
-            extra = self.shape.mtp * stage.head if i == max(counts) else 0.0
-            all_saved = self.activations.saved(routed)
-            few, again = all_saved, np.zeros(1)
-            if (recompute > 0).any():
-                few = np.where(
-                    recompute == 1, self.activations.saved_selectively(routed), all_saved
-                )
-                full = covered * self.activations.inputs() + (1 - covered) * all_saved
-                few = np.where(recompute == 2, full, few)
-                again = np.where(recompute > 0, self._recomputed(all_saved, few), 0.0)
-            kept = kept + (count + extra) * few
-            backward = again * self.tokens + self._backward_gradients(i, routed)
-            working = np.maximum(working, np.where(count > 0, backward, 0.0))
+        for rule, here in self._by_rule(stage):
+            counts = self._counts(here)
+            if rule.full:
+                kept = kept + self._segments(rule, stage, here) * self.activations.inputs()
+            for i, count in counts.items():
+                routed = self.shape.is_moe_layer(i)
+                backward = self._again(rule, here, routed) * self.tokens
+                backward = backward + self._backward_gradients(i, routed)
+                working = np.maximum(working, np.where(count > 0, backward, 0.0))
+                # Layers that predict ahead are like the last ones.
+                ahead = self.shape.mtp * stage.head * (count > 0) if i == max(counts) else 0.0
+                kept = kept + (count + ahead) * self._saved_beside_inputs(rule, routed)
         return kept * self.tokens, working
 
-    def _recomputed(self, all_saved: Array, few: Array) -> Array:
-        """What recomputation of a layer adds to what it saved."""
+    def _deferred(self, stage: RankStage, saved: Array) -> Array:
+        """What microbatches hold beyond what they saved while they wait for weight gradients."""
+        if not np.any(stage.deferred):
+            return np.zeros(1)
+        _, left = self.held(stage)
+        return np.maximum(left - saved, 0.0) * stage.deferred
+
+    def held(self, stage: RankStage) -> tuple[Array, Array]:
+        """Bytes of a microbatch from its forward on, and between its input and weight gradients."""
+        saved, _ = self._layers(stage)
+        left = stage.head * (1 + self.shape.mtp) * self.activations.deferred_at_head()
+        left = left + stage.embedding * self.activations.residual
+        counts = self._counts(stage.layers)
+        for i, count in counts.items():
+            ahead = self.shape.mtp * stage.head if i == max(counts) else 0.0
+            left = left + (count + ahead) * self.activations.deferred(self.shape.is_moe_layer(i))
+        return saved, left * self.tokens
+
+    def _by_rule(self, stage: RankStage) -> Iterator[tuple[Recompute, RankLayers]]:
+        """The layers of a rank by their rule of recomputation."""
+        if stage.by_rule:
+            yield from stage.by_rule
+            return
+        for number, rule in enumerate(self.grid.rules):
+            here = self.grid.recompute == number
+            if here.any():
+                yield rule, RankLayers(*(np.where(here, each, 0.0) for each in stage.layers))
+
+    def _segments(self, rule: Recompute, stage: RankStage, here: RankLayers) -> Array:
+        """How many inputs full recomputation saves: one for each segment of every chunk."""
+        chunks = self.grid.chunks
+        segments = chunks * np.ceil(here.all / chunks / rule.blocks) * self.stack.recomputed
+        return segments + self.shape.mtp * stage.head * (here.all > 0)
+
+    def _saved_beside_inputs(self, rule: Recompute, routed: bool) -> Array:
+        """What a layer saves, without the inputs of segments."""
+        if not rule.full:
+            return self.activations.saved(routed, rule)
+        return (1 - self.stack.recomputed) * self.activations.saved(routed)
+
+    def _again(self, rule: Recompute, here: RankLayers, routed: bool) -> Array:
+        """What recomputation adds to what was saved, at most: a segment, or a module."""
+        if not rule.full:
+            return self.activations.remade(routed, rule)
         there = self.activations.inputs() if self.memory.unit_by_unit else 0.0
-        partly = np.maximum(all_saved - few, 0.0)
-        return np.where(self.grid.recompute == 2, all_saved - there, partly)
+        blocks = np.minimum(rule.blocks, np.maximum(here.all, 1.0))
+        return blocks * self.activations.saved(routed) - there
 
     def _backward_gradients(self, i: int, routed: bool) -> Array:
         """Gradients in the backward of a layer: of activations, or of its largest weight; they are
         not alive at the same time."""
         found = self.activations.backward_gradients(routed) * self.tokens
+        found = found + self.activations.pairs() * self.tokens
         if not self.memory.unit_by_unit:
             return found
         shape, matrices = self.shape, 3 if self.shape.gated else 2

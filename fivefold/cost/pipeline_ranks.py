@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from fivefold.core.count import layer_parameters
+from fivefold.core.recompute import Recompute
 from fivefold.core.schedule.family import Family, PipelineTimes, RankPosition
 from fivefold.core.shape import Shape
 from fivefold.cost.grid import FAMILIES, Array, Flags, LayoutGrid
@@ -49,6 +50,8 @@ class RankStage(NamedTuple):
     flight: Array  # microbatches, in units of its layers
     embedding: Array  # 1 or 0
     head: Array  # 1 or 0
+    deferred: Array | float = 0.0  # microbatches that wait for weight gradients, if not in flight
+    by_rule: tuple[tuple[Recompute, RankLayers], ...] = ()  # where stages differ in recomputation
 
 
 def rank_stages(
@@ -80,13 +83,16 @@ def rank_stages(
     copies, one, none = np.where(mirrored(grid), 2.0, 1.0), np.ones(1), np.zeros(1)
     at_first = np.where(both | folded(grid), 1.0, 0.0)
     at_last = np.where(folded(grid), 0.0, 1.0)
-    found = [RankStage(first, copies, in_flight(grid, "first", hop_forwards), one, at_first)]
+    ahead = in_flight(grid, "first", hop_forwards)
+    found = [RankStage(first, copies, ahead, one, at_first, deferred(grid, "first"))]
     for layers, place in inner:
         before = found[-1].layers
         if (layers.all > before.all).any() or (layers.routed > before.routed).any():
             between = in_flight(grid, "inner", hop_forwards, place)
-            found.append(RankStage(layers, copies, between, none, none))
-    found.append(RankStage(last, copies, flight, np.where(both, 1.0, 0.0), at_last))
+            late = deferred(grid, "inner", place)
+            found.append(RankStage(layers, copies, between, none, none, late))
+    late = deferred(grid, "last")
+    found.append(RankStage(last, copies, flight, np.where(both, 1.0, 0.0), at_last, late))
     return tuple(found)
 
 
@@ -190,13 +196,27 @@ def in_flight(
 
     `hop_forwards`: what interleaved 1F1B runs ahead for each hop to the last rank.
     """
-    pp, m = grid.pp, grid.microbatches
-    depth = {"first": pp, "inner": pp - rank, "last": np.ones_like(pp)}[place]
-    position = RankPosition(pp, m, grid.chunks, depth, place == "first", hop_forwards)
-    found = np.zeros(1)
+    found, position = np.zeros(1), _position(grid, place, hop_forwards, rank)
     for family, here in _families(grid):
         found = np.where(here, family.in_flight(position), found)
-    return np.where(pp > 1, np.minimum(m, found), 1.0)
+    return np.where(grid.pp > 1, np.minimum(grid.microbatches, found), 1.0)
+
+
+def deferred(grid: LayoutGrid, place: PipelineEnd, rank: Array | float = 1.0) -> Array:
+    """How many microbatches wait for their weight gradient on a rank, at most."""
+    found, position = np.zeros(1), _position(grid, place, 2, rank)
+    for family, here in _families(grid):
+        found = np.where(here, family.deferred(position), found)
+    return np.where(grid.pp > 1, np.minimum(grid.microbatches, found), 0.0)
+
+
+def _position(
+    grid: LayoutGrid, place: PipelineEnd, hop_forwards: int, rank: Array | float
+) -> RankPosition:
+    pp = grid.pp
+    depth = {"first": pp, "inner": pp - rank, "last": np.ones_like(pp)}[place]
+    numbers = (pp, grid.microbatches, grid.chunks, depth)
+    return RankPosition(*numbers, place == "first", hop_forwards)
 
 
 def mirrored(grid: LayoutGrid) -> Flags:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
+from fivefold.core.balance import Balance
 from fivefold.cost.grid import Flags, LayoutGrid
 
 GIB = 2**30
@@ -228,15 +229,22 @@ class SoftwareStack:
     gather: str = ""  # step or microbatch: how long ZeRO-3 keeps weights gathered
     grads_home: str = ""  # cpu or nvme: where gradients go after every microbatch
     optimizer_bytes: float = 28.0  # moved per element that the optimizer owns
+    state_bytes: float = 8.0  # of its states, for an element; AdamW's two moments in float32
+    orthogonalizes: bool = False  # Muon: one moment for matrices, which it makes orthogonal
+    balance: tuple[Balance, ...] = ()  # how a plan balances the load of experts
     clip_bytes: float = 0.0  # moved beside: norm, scaling, and the weight from its master
     fixed: float = 0.0  # unexplained seconds of a step: data, logging, the host
     factor: float = 1.0
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is fivefold, whose stages are balanced by cost."""
+        return memory_of_stack(self.name).split == "balanced"
+
     def stays_gathered(self, grid: LayoutGrid) -> Flags:
         """Where ZeRO-3 keeps weights gathered over a step: as a plan says, or in a pipeline of
         fivefold, whose microbatches are far apart."""
-        ours = memory_of_stack(self.name).split == "balanced"
-        return (self.gather == "step") | ((grid.pp > 1) & (ours and not self.gather))
+        return (self.gather == "step") | ((grid.pp > 1) & (self.is_ours and not self.gather))
 
 
 # Host seconds of a layer's forward, and about as many of its backward: layers of Llama-3.2-1B with

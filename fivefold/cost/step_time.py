@@ -15,22 +15,20 @@ import numpy as np
 
 from fivefold.core.count import layer_kinds, layer_parameters
 from fivefold.core.machine import Machine
+from fivefold.core.recompute import Recompute
 from fivefold.core.schedule.family import PipelineTimes
 from fivefold.core.shape import Shape
-from fivefold.cost.grid import OFFLOADS, Array, LayoutGrid
+from fivefold.cost.grid import Array, LayoutGrid
 from fivefold.cost.layer_time import LayerTimer, LayerTimes, TimeParts, total_seconds
 from fivefold.cost.pipeline_ranks import bubble_seconds
 from fivefold.cost.pipeline_time import pipeline_seconds, pipeline_timer
 from fivefold.cost.stack import SoftwareStack, memory_of_stack
+from fivefold.cost.update_time import rank_parameters, update_seconds
 
 # Share of a hidden collective by which it slows compute down: reported for NVLink.
 OVERLAP_SLOWDOWN = 0.15
 # Host seconds of a backward over those of a forward: assumed.
 HOST_BACKWARD = 1.0
-# Bytes/s at which one GPU's share of the host updates offloaded states: assumed.
-HOST_BANDWIDTH = 50e9
-# Bytes per element that an update reads from disk and writes back: master weight, two moments.
-STATE_BYTES = 2 * 12
 
 
 @dataclass(frozen=True)
@@ -89,7 +87,7 @@ def _by_longest_paths(work: LayerTimer, simulated: bool) -> StepTime:
     body = body + window
     around = {
         "dp": _data_collectives(work, window / grid.pp, body / grid.pp),
-        **_optimizer_step(work),
+        **update_seconds(work),
     }
     step = (seconds + total_seconds(around)) * stack.factor + stack.fixed
 
@@ -174,7 +172,7 @@ def _equal_stages(work: LayerTimer) -> TimeParts:
     parts["pp"] = _messages(work)
     window = (total_seconds(body.inputs) + total_seconds(body.weights)) / grid.pp
     parts["dp"] = _data_collectives(work, window, total_seconds(layers) / grid.pp)
-    return parts | _optimizer_step(work)
+    return parts | update_seconds(work)
 
 
 def least_layer_seconds(work: LayerTimer) -> Array:
@@ -234,12 +232,18 @@ def _host_seconds(work: LayerTimer, routed: bool = False) -> Array:
     if routed and stack.expert_launch:
         launch = stack.expert_launch + np.where(work.grid.ep > 1, stack.dispatch_launch, 0.0)
     once = launch * (1 + stack.straggler_share * (work.grid.tp - 1))
-    again = np.where(work.grid.recompute == 2, stack.recomputed, 0.0)
+    again = work.grid.recompute_has(_repeated_share) * stack.recomputed
     once = once * (1 + HOST_BACKWARD + again)
     if stack.crowding:
         crossed = (work.grid.pp > 1) & (work.grid.world > work.machine.gpus_per_node)
         once = once + np.where(crossed, stack.crowding * work.grid.tp, 0.0)
     return once
+
+
+def _repeated_share(rule: Recompute) -> float:
+    """How much of a layer's kernels backward launches again, about: attention is a half of them."""
+    halves = rule.repeats("attention") + (rule.repeats("mlp") or rule.repeats("experts"))
+    return halves / 2
 
 
 def _bubble(work: LayerTimer, body: LayerTimes, others: Array) -> Array:
@@ -268,21 +272,6 @@ def _messages(work: LayerTimer) -> Array:
         # A stage inside the pipeline has two neighbours.
         seconds = seconds + both * stack.message_launch * np.minimum(grid.pp - 1, 2)
     return np.where(grid.pp > 1, seconds, 0.0)
-
-
-def rank_parameters(shape: Shape, grid: LayoutGrid) -> tuple[Array, Array]:
-    """Parameters of one rank: dense ones with one end of the model, and those of experts."""
-    dense, experts = 0, 0
-    for i, count in layer_kinds(shape).items():
-        layer = layer_parameters(shape, i)
-        experts += count * layer.experts
-        dense += count * (layer.total - layer.experts)
-    ends = shape.vocab * shape.width
-    on_end = np.where(grid.pp > 1, 1.0, 1.0 if shape.tied else 2.0)
-    return (
-        (dense / grid.pp + ends * on_end) / grid.tp,
-        experts / (grid.pp * grid.ep * grid.etp),
-    )
 
 
 def _data_collectives(work: LayerTimer, window: Array, compute: Array) -> Array:
@@ -353,33 +342,3 @@ def _not_hidden(seconds: Array, window: Array, least: Array) -> Array:
     `least`), and how much it slows compute down."""
     shown = np.maximum(seconds - window, least)
     return shown + OVERLAP_SLOWDOWN * (seconds - shown)
-
-
-def _optimizer_step(work: LayerTimer) -> TimeParts:
-    """The optimizer step of a rank's shards; with offload, gradients go to the host and weights
-    come back."""
-    grid, host = work.grid, work.machine.host
-    dense, experts = rank_parameters(work.shape, grid)
-    sharded = grid.zero >= 1
-    owned = dense / np.where(sharded, grid.shard * grid.cp, 1.0)
-    owned = owned + experts / np.where(sharded, grid.edp, 1.0)
-    seconds = work.moved(owned * (work.stack.optimizer_bytes + work.stack.clip_bytes))
-    # Gradients leave after every microbatch and come back for the next, the norm and the update.
-    moved = owned * work.stack.gradient_bytes * (2 * grid.microbatches + 1)
-    gone = moved / host.link.bandwidth if work.stack.grads_home else np.zeros(1)
-    if not grid.offload.any():
-        return {"optimizer": seconds, **({"offload": gone} if work.stack.grads_home else {})}
-    wire = owned * (work.stack.gradient_bytes + work.itemsize) / host.link.bandwidth
-    away = wire + owned * work.stack.optimizer_bytes / HOST_BANDWIDTH
-    on_disk = grid.offload == OFFLOADS.index("nvme")
-    if on_disk.any():
-        # The GPUs of a node share its disks. While one layer is updated, the next is read and the
-        # previous one written; the first read and the last write overlap with nothing.
-        bandwidth = work.machine.disk_bandwidth() / work.machine.gpus_per_node
-        disk = owned * STATE_BYTES / bandwidth
-        layers = np.maximum(work.shape.layers / grid.pp, 1.0)
-        away = np.where(on_disk, np.maximum(away, disk) + disk / layers, away)
-    return {
-        "optimizer": np.where(grid.offload > 0, 0.0, seconds),
-        "offload": np.where(grid.offload > 0, away, 0.0) + gone,
-    }

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 
-from fivefold.core.errors import FivefoldError
 from fivefold.core.recipe import Recipe
 from fivefold.optim.blockwise import BlockwiseUpdater, FullWeight, MemoryStore, Store, state_dtypes
 from fivefold.optim.disk_states import BLOCK_BYTES, DiskStore
@@ -43,11 +42,6 @@ def make_updater(
     gradients are not on the device as they are computed with.
     """
     if recipe.optimizer_kind.full_matrices:
-        if recipe.offload != "none" or recipe.states != "fp32":
-            raise FivefoldError(
-                f"{recipe.optimizer} keeps its states on the device in float32: train with "
-                "offload = none and states = fp32, or with optimizer = adamw"
-            )
         make = pkgutil.resolve_name(recipe.optimizer_kind.factory)
         return make(recipe, owned, matrices or LocalMatrices(), master)
     if recipe.offload == "none" and recipe.states == "fp32" and not late:

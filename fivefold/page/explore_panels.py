@@ -20,7 +20,8 @@ from fivefold.core.precision import PRECISIONS
 from fivefold.cost.collectives import TrafficEntry, predict_traffic
 from fivefold.page import View
 from fivefold.page.explore_state import State
-from fivefold.planner.estimate import Estimate, memory_by_pipeline_rank
+from fivefold.planner.estimate import Estimate
+from fivefold.planner.rank_memory import memory_by_pipeline_rank
 from fivefold.report import WIDTH, bar, duration, gib, table, wrapped
 from fivefold.report.plan_values import readings
 

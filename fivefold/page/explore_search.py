@@ -210,7 +210,7 @@ def current(state: State) -> View:
     """The shown layout with each kind of recomputation; takes a few milliseconds."""
     plan, setting = state.plan(), state.setting()
     curve = _curve(plan, setting, lengths(state.seq))
-    own = {"recompute": plan.recompute.kind, "words": curve_words(curve)}
+    own = {"recompute": str(plan.recompute.usual), "words": curve_words(curve)}
     return _axes(state, setting) | curve | own
 
 
@@ -302,7 +302,7 @@ def _strategy(asked: PlanRequest, name: str) -> View:
             return {
                 "refused": "",
                 "larger_batch": batch if batch != question.batch else None,
-                "recompute": plan.recompute.kind,
+                "recompute": str(plan.recompute.usual),
                 **_curve(plan, asked.setting, lengths(question.seq)),
             }
     return {"refused": f"no legal layout on {question.gpus_text} at {question.seq:,} tokens"}

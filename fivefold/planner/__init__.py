@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from fivefold.core import legality, models, rules
 from fivefold.core.errors import FivefoldError
@@ -15,6 +16,7 @@ from fivefold.core.layout import MOST_RANKS, Layout
 from fivefold.core.machine import Machine
 from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.core.precision import PRECISIONS, RUNTIME_PRECISIONS
+from fivefold.core.recipe import DISK, Recipe
 from fivefold.core.shape import Shape
 from fivefold.cost.grid import (
     CONTEXTS,
@@ -67,7 +69,15 @@ def options_of(grid: LayoutGrid, base: PlanOptions) -> PlanOptions:
         microbatch_size=_integer(grid, "microbatch_size"),
         batch=None,
         recompute=RECOMPUTE[_integer(grid, "recompute")],
+        train=_with_offload(base.train, OFFLOADS[_integer(grid, "offload")]),
     )
+
+
+def _with_offload(recipe: Recipe, kind: str) -> Recipe:
+    """The recipe with optimizer states there; on disks, in its own folder or in `offload`."""
+    if recipe.offload_kind == kind:
+        return recipe
+    return replace(recipe, offload=f"{DISK}offload" if kind == "nvme" else kind)
 
 
 def _integer(grid: LayoutGrid, name: str) -> int:
@@ -155,6 +165,8 @@ def plan_request(
     if runs_in != precision:
         notes.append(f"estimated in {precision}; the runtime and the written plan have {runs_in}")
     options = replace(options, seq=seq, precision=runs_in)
+    if options.train.offload_kind != "none" or options.train.optimizer_kind.full_matrices:
+        fixed = {"offload": options.train.offload_kind, **fixed}
     space = SearchSpace(shape, gpus, seq, batch, domain_sizes(machine), fixed)
     return PlanRequest(options, shape, space, setting.with_keys(options), tuple(notes))
 
@@ -181,7 +193,12 @@ def best_plans(request: PlanRequest, top: int, on_progress: Progress | None = No
     )
     if not result.best:
         raise FivefoldError(_refusal(request, result))
-    simulated = sorted(_simulated(request, _distinct(result.best)[:top]), key=lambda one: one.step)
+    # A search counts what is in flight by closed forms; a plan's own schedule may hold more.
+    estimates = _simulated(request, _distinct(result.best))
+    fitting = islice((one for one in estimates if one.over <= 0), top)
+    simulated = sorted(fitting, key=lambda one: one.step)
+    if not simulated:
+        raise FivefoldError(_refusal(request, result))
     simulated[0] = rebalance_stages(simulated[0])
     fitting = [one for one in result.front if one.bytes <= request.setting.capacity]
     front = _front(request, fitting)
@@ -232,7 +249,7 @@ def _sort_key(one: LayoutCandidate) -> tuple[float, ...]:
 def _simulated(request: PlanRequest, found: list[LayoutCandidate]) -> Iterator[Estimate]:
     for one in found:
         plan = resolve(options_of(one.grid, request.options))
-        yield estimate_plan(plan, request.setting, OFFLOADS[int(one.grid.offload.item())])
+        yield estimate_plan(plan, request.setting)
 
 
 def _restored_front(found: tuple[Estimate, ...]) -> Iterator[Estimate]:

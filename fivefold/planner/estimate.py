@@ -21,18 +21,18 @@ import numpy as np
 
 from fivefold.core.count import training_flops
 from fivefold.core.plan import Plan, resolve
+from fivefold.core.recompute import Recompute
 from fivefold.core.schedule import FORWARD, INPUT_GRAD, WEIGHT_GRAD
-from fivefold.core.schedule.clock import Costs, Timeline, memory_levels, peak_activations, play
+from fivefold.core.schedule.clock import Costs, Timeline, memory_levels, play
 from fivefold.core.shape import LayerKind
 from fivefold.cost import COMPUTE
-from fivefold.cost.grid import OFFLOADS, grid_of_plan
 from fivefold.cost.layer_time import LayerTimer, LayerTimes, TimeParts
 from fivefold.cost.longest_paths import PATHS, ScheduleSize
-from fivefold.cost.memory import peak_memory, rank_peak_memory, verdict
-from fivefold.cost.pipeline_ranks import RankLayers, RankStage
+from fivefold.cost.memory import peak_memory, verdict
 from fivefold.cost.pipeline_time import pipeline_timer
 from fivefold.cost.step_time import launch_bound_layer, path_costs, step_time
-from fivefold.planner.search import CostArguments, EstimateSetting
+from fivefold.planner.rank_memory import Bytes, memory_by_pipeline_rank, rank_memory
+from fivefold.planner.search import EstimateSetting, plan_arguments
 
 Seconds = dict[str, float]
 # Parts of a step that no schedule changes.
@@ -66,21 +66,14 @@ class MeasuredPasses(NamedTuple):
     weight: float = 0.0
 
 
-def _job(plan: Plan, setting: EstimateSetting, offload: str = "none") -> CostArguments:
-    """The arguments of cost functions for one plan."""
-    grid = replace(grid_of_plan(plan), offload=np.array([float(OFFLOADS.index(offload))]))
-    return setting.with_keys(plan.options).arguments(plan.shape, grid, plan.batch.seq)
-
-
 def simulate_step(
     plan: Plan,
     setting: EstimateSetting,
-    offload: str = "none",
     measured: Mapping[int, MeasuredPasses] | None = None,
 ) -> SimulatedStep:
     """Simulate a step of the plan; stages that were `measured` take their measured compute time,
     and only their traffic is modelled."""
-    job = _job(plan, setting, offload)
+    job = plan_arguments(plan, setting)
     work, around = LayerTimer(*job), step_time(*job)
     stages = _stages(plan, work)
     for number, passes in (measured or {}).items():
@@ -105,7 +98,7 @@ def simulate_step(
 
 def rank_seconds_alone(plan: Plan, setting: EstimateSetting, rank: int) -> float:
     """Seconds of a step of one rank that never waits for others: its compute and its update."""
-    job = _job(plan, setting)
+    job = plan_arguments(plan, setting)
     work, around = LayerTimer(*job), step_time(*job)
     stages, total = _stages(plan, work, apart=_TRAFFIC), 0.0
     for action in plan.schedule.actions(plan.layout.coord(rank).pp):
@@ -121,18 +114,20 @@ def _stages(plan: Plan, work: LayerTimer, apart: Collection[str] = ()) -> list[_
     """Every stage of the plan, its layers without the parts in `apart`; the last one has the head
     and the MTP layers."""
     shape = plan.shape
-    kinds: dict[LayerKind, LayerTimes] = {}
+    known: dict[tuple[LayerKind, Recompute], LayerTimes] = {}
     found: list[_Stage] = []
-    for layers in plan.stages:
+    for number, layers in enumerate(plan.stages):
+        rule = plan.recompute.of(number)
+        timer = work.under(rule)
         last = layers.stop == shape.layers
         numbers = [*layers, *([shape.layers - 1] * shape.mtp if last else [])]
         layer_times: list[LayerTimes] = []
         for i in numbers:
-            kind = shape.layer_kind(i)
-            if kind not in kinds:
-                kinds[kind] = launch_bound_layer(work, i, apart)
-            layer_times.append(kinds[kind])
-        found.append(_joined([*layer_times, *([work.head()] if last else [])]))
+            key = shape.layer_kind(i), rule
+            if key not in known:
+                known[key] = launch_bound_layer(timer, i, apart)
+            layer_times.append(known[key])
+        found.append(_joined([*layer_times, *([timer.head()] if last else [])]))
     return found
 
 
@@ -181,7 +176,6 @@ def _busiest(timeline: Timeline, stages: list[_Stage]) -> Seconds:
 
 # --- Time and memory of a plan
 
-Bytes = dict[str, float]
 _NOT_STATIC = ("activations", "context", "margin")  # per microbatch, or of no tensor
 TRAFFIC = ("tp", "cp", "ep", "pp", "dp")
 
@@ -192,7 +186,6 @@ class Estimate:
 
     plan: Plan
     setting: EstimateSetting
-    offload: str
     step: float
     parts: Seconds
     bubble: float
@@ -201,6 +194,11 @@ class Estimate:
     disk: float  # and on local disks
     verdict: str
     timeline: Timeline = field(repr=False)  # of the simulated pipeline
+
+    @property
+    def offload(self) -> str:
+        """Where the optimizer's states are: none (on the device), cpu or nvme."""
+        return self.plan.options.train.offload_kind
 
     @property
     def total(self) -> float:
@@ -245,18 +243,15 @@ class Estimate:
         return self.days(tokens) * 24 * self.plan.layout.world
 
 
-def estimate_plan(plan: Plan, setting: EstimateSetting, offload: str = "none") -> Estimate:
+def estimate_plan(plan: Plan, setting: EstimateSetting) -> Estimate:
     """Simulate a step of the plan and estimate its peak memory."""
-    peak = peak_memory(*_job(plan, setting, offload), spans=plan.stages)
-    simulated = simulate_step(plan, setting, offload)
-    memory = {name: float(np.asarray(each).item()) for name, each in peak.parts.items()}
-    if plan.schedule.asynchronous:  # its ranks differ by the weight versions that they stash
-        memory = max(memory_by_pipeline_rank(plan, setting), key=lambda one: sum(one.values()))
+    peak = peak_memory(*plan_arguments(plan, setting), spans=plan.stages)
+    simulated = simulate_step(plan, setting)
+    memory = max(memory_by_pipeline_rank(plan, setting), key=lambda one: sum(one.values()))
     total = np.array([sum(memory.values())])
     return Estimate(
         plan=plan,
         setting=setting,
-        offload=offload,
         step=simulated.step,
         parts=simulated.parts,
         bubble=simulated.bubble,
@@ -266,33 +261,6 @@ def estimate_plan(plan: Plan, setting: EstimateSetting, offload: str = "none") -
         verdict=str(verdict(total, peak.band, setting.machine).item()),
         timeline=simulated.timeline,
     )
-
-
-def rank_memory(plan: Plan, setting: EstimateSetting, rank: int) -> Bytes:
-    """Peak bytes of one rank by category, with the microbatches that its schedule has in flight."""
-    return memory_by_pipeline_rank(plan, setting)[plan.layout.coord(rank).pp]
-
-
-def memory_by_pipeline_rank(plan: Plan, setting: EstimateSetting) -> list[Bytes]:
-    """The same for every rank of one pipeline."""
-    shape, placement = plan.shape, plan.schedule.placement
-    ranks = [[plan.stages[n] for n in placement.stages_of(i)] for i in range(plan.layout.pp)]
-    copies = 2 if placement.mirrored else 1
-    layers = [sum(map(len, stages)) for stages in ranks]
-    routed = [sum(shape.is_moe_layer(i) for stage in stages for i in stage) for stages in ranks]
-    stage = RankStage(
-        RankLayers(np.array(layers) / copies, np.array(routed) / copies),
-        copies=np.array([float(copies)]),
-        flight=np.array(peak_activations(plan.schedule)),
-        embedding=np.array([float(any(s.start == 0 for s in stages)) for stages in ranks]),
-        head=np.array([float(any(s.stop == shape.layers for s in stages)) for stages in ranks]),
-    )
-    parts = rank_peak_memory(*_job(plan, setting), stage)
-    if plan.schedule.asynchronous:
-        # An asynchronous rank stashes the weights with which microbatches in flight have begun.
-        parts = {**parts, "weights": parts["weights"] * np.array(plan.schedule.weight_versions)}
-    columns = {name: np.broadcast_to(each, plan.layout.pp) for name, each in parts.items()}
-    return [{name: float(each[i]) for name, each in columns.items()} for i in range(len(ranks))]
 
 
 class PlannedAction(NamedTuple):
@@ -337,7 +305,7 @@ def rebalance_stages(chosen: Estimate) -> Estimate:
     if best == given:
         return chosen
     options = replace(plan.options, stage_layers=",".join(map(str, best)))
-    other = estimate_plan(resolve(options), chosen.setting, chosen.offload)
+    other = estimate_plan(resolve(options), chosen.setting)
     return other if other.step < (1 - _LEAST_GAIN) * chosen.step else chosen
 
 
@@ -374,7 +342,7 @@ class _LongestPath:
 
     def __init__(self, chosen: Estimate) -> None:
         plan, layout, batch = chosen.plan, chosen.plan.layout, chosen.plan.batch
-        costs = path_costs(LayerTimer(*_job(plan, chosen.setting)))
+        costs = path_costs(LayerTimer(*plan_arguments(plan, chosen.setting)))
         self.costs = np.array([float(np.asarray(each).item()) for each in costs])[:, None]
         self.timer, self.paths = pipeline_timer(plan.shape, batch.seq), PATHS[plan.family.paths]
         self.size = ScheduleSize(layout.pp, layout.chunks, batch.microbatches, self.costs)

@@ -104,9 +104,9 @@ def _other_choices(chosen: Estimate, own: _VariantCosts) -> Iterator[AxisCompari
         yield AxisComparison(
             "zero", layout.zero, _tier(layout, "fsdp", chosen.setting), tuple(near)
         )
-    kinds = [kind for kind in RECOMPUTE if kind != plan.recompute.kind]
+    kinds = [kind for kind in RECOMPUTE if kind != mine.recompute]
     near = [_single_change(chosen, own, "recompute", k, mine._replace(recompute=k)) for k in kinds]
-    yield AxisComparison("recompute", plan.recompute.kind, "", tuple(near))
+    yield AxisComparison("recompute", mine.recompute, "", tuple(near))
     sizes = [
         mine.microbatch_size * 2,
         *([mine.microbatch_size // 2] if mine.microbatch_size % 2 == 0 else []),
@@ -125,7 +125,7 @@ def _other_choices(chosen: Estimate, own: _VariantCosts) -> Iterator[AxisCompari
 def _variant_of(plan: Plan) -> _Variant:
     batch = plan.batch
     numbers = (batch.microbatch_size, batch.microbatches)
-    return _Variant(plan.layout, *numbers, plan.recompute.kind, plan.options.schedule)
+    return _Variant(plan.layout, *numbers, str(plan.recompute.usual), plan.options.schedule)
 
 
 def _neighbour(chosen: Estimate, own: _VariantCosts, axis: str, degree: int) -> Neighbour:
@@ -179,7 +179,7 @@ def _variants(plan: Plan, layout: Layout) -> Iterator[_Variant]:
     for (schedule, chunks), zero, rows in choices:
         count = max(1, in_rank // rows)
         split = replace(layout, zero=zero, chunks=chunks)
-        yield _Variant(split, rows, count, plan.recompute.kind, schedule)
+        yield _Variant(split, rows, count, str(plan.recompute.usual), schedule)
 
 
 def _schedules(plan: Plan, layout: Layout) -> list[tuple[str, int]]:
@@ -236,18 +236,18 @@ def _estimated(chosen: Estimate, variants: list[_Variant]) -> _VariantCosts:
 def _grid(plan: Plan, variants: list[_Variant], offload: str) -> LayoutGrid:
     """The variants as one grid."""
     one = grid_of_plan(plan)
-    layouts = [variant.layout for variant in variants]
+    layouts, rules = [variant.layout for variant in variants], [*map(str, one.rules)]
     named = {
         each.name: np.array([float(getattr(layout, each.name)) for layout in layouts])
         for each in fields(LayoutGrid)
         if each.name not in ("microbatch_size", "microbatches", "recompute", "schedule")
-        and each.name not in ("sp", "offload", "context", "ep_nodes")
+        and each.name not in ("sp", "offload", "context", "ep_nodes", "rules")
     }
     return LayoutGrid(
         **named,
         microbatch_size=np.array([float(each.microbatch_size) for each in variants]),
         microbatches=np.array([float(each.microbatches) for each in variants]),
-        recompute=np.array([float(RECOMPUTE.index(each.recompute)) for each in variants]),
+        recompute=np.array([float(rules.index(each.recompute)) for each in variants]),
         schedule=np.array([float(schedule_index(each.schedule)) for each in variants]),
         sp=np.array([layout.sp for layout in layouts]),
         offload=np.full(len(variants), float(OFFLOADS.index(offload))),
@@ -255,6 +255,7 @@ def _grid(plan: Plan, variants: list[_Variant], offload: str) -> LayoutGrid:
         ep_nodes=np.array(
             [float(plan.ep_nodes if each.ep == plan.layout.ep else 0) for each in layouts]
         ),
+        rules=one.rules,
     )
 
 

@@ -15,11 +15,12 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from fivefold.core import balance
 from fivefold.core.machine import Machine
-from fivefold.core.plan import PlanOptions
+from fivefold.core.plan import Plan, PlanOptions
 from fivefold.core.shape import Shape
 from fivefold.core.units import UnitPolicy
-from fivefold.cost.grid import OFFLOADS, Array, LayoutGrid
+from fivefold.cost.grid import OFFLOADS, Array, LayoutGrid, grid_of_plan
 from fivefold.cost.layer_time import LayerTimer
 from fivefold.cost.memory import PeakMemory, peak_memory
 from fivefold.cost.stack import NARROW_GRADIENTS, SoftwareStack
@@ -57,6 +58,11 @@ class EstimateSetting:
             gather=options.gather or "",
             saves_gathered=options.tp_keep == "gathered",
             grads_home=away,
+            state_bytes=train.state_bytes,
+            optimizer_bytes=self.stack.optimizer_bytes
+            + 2 * (train.state_bytes - self.stack.state_bytes),
+            orthogonalizes=train.optimizer_kind.full_matrices,
+            balance=balance.parse(options.balance),
             **narrow,
         )
         return replace(self, stack=stack)
@@ -65,6 +71,12 @@ class EstimateSetting:
     def capacity(self) -> float:
         """Bytes of a GPU that may be used."""
         return self.machine.memory * (1 - self.headroom)
+
+
+def plan_arguments(plan: Plan, setting: EstimateSetting) -> CostArguments:
+    """The arguments of cost functions for one plan."""
+    grid = grid_of_plan(plan)
+    return setting.with_keys(plan.options).arguments(plan.shape, grid, plan.batch.seq)
 
 
 @dataclass(frozen=True)

@@ -296,7 +296,7 @@ def from_plan(plan: Plan) -> Expectation | None:
         return None
     recipe = plan.options.train
     setting, _ = estimate_setting(plan.machine, plan.precision, 0.0, recipe.kernels, 1.0)
-    known = simulate_step(plan, setting, "nvme" if recipe.disk else recipe.offload)
+    known = simulate_step(plan, setting)
     costs, factor = known.timeline.costs, setting.stack.factor
     times = (costs.forward, costs.backward, costs.weight, costs.transfer)
     scaled = Costs(

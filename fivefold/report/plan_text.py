@@ -46,7 +46,7 @@ def name_of(one: Estimate) -> str:
         words.append(plan.layout.context)
     if plan.layout.pp > 1:
         words.append(f"{plan.options.schedule}({plan.layout.chunks})")
-    words += [f"recompute {plan.recompute}"] if plan.recompute.kind != "none" else []
+    words += [f"recompute {plan.recompute}"] if str(plan.recompute) != "none" else []
     return ", ".join([*words, *offload_words(one)])
 
 

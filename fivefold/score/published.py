@@ -23,7 +23,7 @@ from fivefold.core.machine import Machine
 from fivefold.core.schedule.catalog import names as schedule_names
 from fivefold.core.shape import Moe, Shape
 from fivefold.cost import stack as stacks
-from fivefold.cost.grid import RECOMPUTE, LayoutGrid
+from fivefold.cost.grid import RECOMPUTE, RULES, LayoutGrid
 from fivefold.cost.stack import SoftwareStack
 from fivefold.score.rows import Row
 
@@ -305,7 +305,7 @@ def _grid(row: Row, rows: int, chunks: int, recompute: str) -> LayoutGrid:
     }
     columns = {name: np.array([float(each)]) for name, each in numbers.items()}
     sp = bool(row.get("sp")) and tp > 1
-    return LayoutGrid(**columns, sp=np.array([sp]), offload=np.zeros(1))
+    return LayoutGrid(**columns, sp=np.array([sp]), offload=np.zeros(1), rules=RULES)
 
 
 def _zero_group(row: Row) -> int:

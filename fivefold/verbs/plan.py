@@ -255,8 +255,8 @@ def _ranked(found: PlanResult, options: dict[str, Any]) -> Printed:
     if first.offload != "none":
         where = {"cpu": "in host memory", "nvme": "on local disks"}[first.offload]
         notes.append(
-            f"optimizer states are {where}, which a plan file cannot say; the transfer is counted, "
-            "the time of the host is assumed"
+            f"optimizer states are {where} (offload = {first.plan.options.train.offload}); the "
+            "transfer is counted, the time of the host is assumed"
         )
     table = {
         "model": found.request.shape.name,

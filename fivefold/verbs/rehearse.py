@@ -119,7 +119,7 @@ def _of_worst(planned: Estimate | None, found: Rehearsed) -> Estimate | None:
     """The estimate with the memory of the rank that had the highest peak."""
     if planned is None:
         return None
-    from fivefold.planner.estimate import rank_memory
+    from fivefold.planner.rank_memory import rank_memory
 
     return replace(planned, memory=rank_memory(planned.plan, planned.setting, found.worst.rank))
 

@@ -19,7 +19,7 @@ from fivefold.cost.collectives import TrafficEntry, traffic_json
 from fivefold.cost.grid import RECOMPUTE
 from fivefold.page import document, explore
 from fivefold.page.explore_state import CONTEXTS, SCHEDULES, State
-from fivefold.planner.estimate import memory_by_pipeline_rank, rank_memory
+from fivefold.planner.rank_memory import memory_by_pipeline_rank, rank_memory
 
 SMALL = {"model": "llama-7b", "gpus": "16", "tp": "2", "pp": "2", "batch": "64"}
 SMALL |= {"schedule": "1f1b", "zero": "1"}

@@ -13,17 +13,19 @@ from one_layout import H100, LARGE, activations_of, grid_of, memory_of
 from fivefold.core import models
 from fivefold.core.count import mtp_parameters, parameters
 from fivefold.core.plan import PlanOptions, resolve
+from fivefold.core.recompute import Recompute
 from fivefold.core.schedule.catalog import FAMILIES
-from fivefold.core.schedule.clock import peak_activations
+from fivefold.core.schedule.clock import held_levels, peak_activations
 from fivefold.core.schedule.family import Family
 from fivefold.cost import stack as stacks
 from fivefold.cost.grid import CONTEXTS, RECOMPUTE, grid_of_plan
 from fivefold.cost.memory import CATEGORIES, PeakMemory, fits, peak_memory, verdict
 from fivefold.cost.memory_entries import MemoryParts
-from fivefold.cost.pipeline_ranks import PipelineEnd, in_flight, rank_stages
+from fivefold.cost.pipeline_ranks import PipelineEnd, deferred, in_flight, rank_stages
 from fivefold.cost.static_memory import static_bytes
 from fivefold.planner.space import SearchSpace, layout_blocks
 
+SELECTIVE = Recompute.parse("selective")
 GPT3 = models.load("gpt3-175b")
 
 
@@ -197,13 +199,13 @@ def test_layers_are_those_of_korthikanti(tp: int, sp: bool) -> None:
     scores = 5 * a * s / (h * tp)
     body = 34 / tp if sp else 10 + 24 / tp
     assert layer.saved(routed=False).item() / h == pytest.approx(body + scores, rel=1e-12)
-    assert layer.saved_selectively(routed=False).item() / h == pytest.approx(body, rel=1e-12)
+    assert layer.saved(False, SELECTIVE).item() / h == pytest.approx(body, rel=1e-12)
     assert layer.inputs().item() / h == pytest.approx(2 / tp if sp else 2, rel=1e-12)
 
 
 def test_selective_recomputation_takes_seventy_percent_of_gpt3() -> None:
     layer = activations_of(GPT3, stacks.MEGATRON_2021, grid_of(tp=8), 2048)
-    left = layer.saved_selectively(routed=False) / layer.saved(routed=False)
+    left = layer.saved(False, SELECTIVE) / layer.saved(routed=False)
     assert 1 - left.item() == pytest.approx(0.70, abs=0.005)
 
 
@@ -220,8 +222,8 @@ def test_layers_of_the_runtime_tensor_by_tensor() -> None:
     assert split.saved(routed=False) == layer.saved(routed=False) / 8
     # Without the outputs of norms and of the activation.
     remade = 2 * 2 * h + 2 * f
-    assert layer.saved_selectively(routed=False) == layer.saved(routed=False) - remade
-    assert split.saved_selectively(routed=False) == layer.saved_selectively(routed=False) / 8
+    assert layer.saved(False, SELECTIVE) == layer.saved(routed=False) - remade
+    assert split.saved(False, SELECTIVE) == layer.saved(False, SELECTIVE) / 8
 
 
 def test_latents_are_whole_on_every_tensor_rank() -> None:
@@ -283,7 +285,7 @@ def test_full_recomputation_keeps_inputs_and_one_layer() -> None:
 
 def test_layers_run_again_where_logits_were() -> None:
     shape = models.load("llama-3.1-8b")
-    again, _, _, loss = memory_of(shape, grid_of(recompute=2, microbatches=2)).ranks[0]
+    again, *_, loss = memory_of(shape, grid_of(recompute=2, microbatches=2)).ranks[0]
     layer = activations_of(shape, stacks.FIVEFOLD, grid_of(), 4096)
     inputs = 4096 * (32 * 2 * shape.width + layer.rotary_tables())
     assert loss["activations"] == inputs + layer.at_head().item() * 4096
@@ -311,7 +313,7 @@ def test_the_first_backward_makes_the_gradients_while_activations_go() -> None:
     """One microbatch never meets whole gradients with all activations; a second one does."""
     shape = models.load("llama-3.2-1b")
     number = parameters(shape).total
-    (begin, end, _, loss), (*_, second) = (
+    (begin, end, *_, loss), (*_, second) = (
         memory_of(shape, grid_of(microbatches=m)).ranks[0] for m in (1, 2)
     )
     assert loss["gradients"] == 0 < begin["gradients"] < end["gradients"] == 4 * number
@@ -322,7 +324,7 @@ def test_the_first_backward_makes_the_gradients_while_activations_go() -> None:
 def test_stage_one_sends_its_only_backward_unit_by_unit() -> None:
     shape = models.load("llama-3.1-8b")
     alone, several = (
-        memory_of(shape, grid_of(shard=8, zero=1, microbatches=m)).ranks[0][1] for m in (1, 2)
+        memory_of(shape, grid_of(shard=8, zero=1, microbatches=m)).ranks[0][2] for m in (1, 2)
     )
     number = parameters(shape).total
     layer = (number - 2 * shape.vocab * shape.width) / shape.layers
@@ -371,3 +373,21 @@ def test_the_verdict_is_tight_within_the_band() -> None:
     assert fits(peak, replace(H100, memory=need)) and not fits(
         peak, replace(H100, memory=need * 0.999)
     )
+
+
+@pytest.mark.parametrize("family", [each for each in FAMILIES if not each.asynchronous])
+def test_deferred_weight_gradients_are_those_of_the_clock(family: Family) -> None:
+    """At most, and never two microbatches more than wait at the peak."""
+    for ranks in (4, 6, 8):
+        count, chunks = 4 * ranks, family.min_chunks
+        schedule = family.make(ranks, count, chunks)
+        unit = schedule.num_ranks / schedule.num_stages
+        waiting = [
+            max(held_levels(steps, lambda stage: 0.0, lambda stage, unit=unit: unit))
+            for steps in schedule.order
+        ]
+        grid = grid_of(pp=ranks, microbatches=count, chunks=chunks, schedule=family.name)
+        ends = {"first": waiting[0], "inner": waiting[1], "last": waiting[-1]}
+        for place, number in ends.items():
+            found = deferred(grid, place).item()
+            assert number <= found + 1e-9 <= number + 2, (family.name, ranks, place)

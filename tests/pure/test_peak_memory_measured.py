@@ -11,12 +11,13 @@ from one_layout import H100, LARGE, SMALL, activations_of, grid_of, memory_of
 
 from fivefold.core import machine, models
 from fivefold.core.plan import PlanOptions, resolve
+from fivefold.core.recompute import Recompute
 from fivefold.cost import stack as stacks
 from fivefold.cost.memory import fits
 from fivefold.cost.pipeline_ranks import rank_stages
 from fivefold.cost.stack import EAGER_MEMORY, StackMemory, memory_of_stack
 from fivefold.planner import estimate_setting
-from fivefold.planner.estimate import rank_memory
+from fivefold.planner.rank_memory import rank_memory
 
 GIB = 2**30
 
@@ -62,7 +63,7 @@ def test_a_layer_keeps_what_an_h200_kept(
         activations_of(shape, stacks.FIVEFOLD, grid_of(), 8192, memory),
         shape.moe is not None,
     )
-    found = (layer.saved(routed), layer.saved_selectively(routed), layer.inputs())
+    found = (layer.saved(routed), layer.saved(routed, Recompute.parse("selective")), layer.inputs())
     assert [each.item() for each in found] == pytest.approx(measured, rel=2e-3)
 
 

@@ -357,9 +357,3 @@ def test_recompute_of_a_stage_that_is_not_there() -> None:
     assert str(plan(layout="pp=2", recompute="none,full@0").recompute.of(0)) == "full"
     with pytest.raises(FivefoldError, match="there is no stage 2, the stages of this layout are 0"):
         plan(layout="pp=2", recompute="full@2")
-
-
-def test_several_rules_are_estimated_as_the_one_that_saves_most_memory_for_backward() -> None:
-    found = {text: StageRecompute.parse(text).kind for text in (*RULES, "norm+act+mlp", "act")}
-    assert found["selective,full@0-1"] == found["norm+act+mlp"] == "selective"
-    assert found["none,act@3"] == found["norm+mlp"] == found["act"] == "none"

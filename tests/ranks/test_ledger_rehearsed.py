@@ -9,7 +9,7 @@ import pytest
 from fivefold.core import machine
 from fivefold.core.plan import PlanOptions, resolve
 from fivefold.planner import estimate_setting
-from fivefold.planner.estimate import rank_memory
+from fivefold.planner.rank_memory import rank_memory
 from fivefold.rehearse.rank import rehearse_rank
 
 COMPILED, _ = estimate_setting(machine.load("h200"), "bf16", 0.0, "compiled", 1.0)

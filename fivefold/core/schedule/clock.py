@@ -309,18 +309,26 @@ def memory_levels(
     A forward adds `unit`; an input gradient leaves `after_input_grad` of it for the weight
     gradient, which releases the rest.
     """
-    left, released = unit * after_input_grad, unit * (1 - after_input_grad)
+    left = unit * after_input_grad
+    return held_levels(steps, lambda stage: unit, lambda stage: left)
+
+
+def held_levels(
+    steps: tuple[Step, ...], saved: Callable[[int], float], deferred: Callable[[int], float]
+) -> list[float]:
+    """The same for stages that differ: what the forward of a stage saves, and what its input
+    gradient leaves for the weight gradient, which may be more."""
     live, levels = 0.0, list[float]()
     for step in steps:
         after = live
-        for _, kind, _ in actions_of(step):
+        for stage, kind, _ in actions_of(step):
             if kind == FORWARD:
-                live += unit
-                after += unit
+                live += saved(stage)
+                after += saved(stage)
             elif kind == BACKWARD:
-                after -= unit
+                after -= saved(stage)
             else:
-                after -= released if kind == INPUT_GRAD else left
+                after -= saved(stage) - deferred(stage) if kind == INPUT_GRAD else deferred(stage)
         levels.append(live)
         live = after
     return levels

@@ -108,6 +108,16 @@ class RankPosition(NamedTuple):
     first: bool
     hop_forwards: int
 
+    @property
+    def number(self) -> Array:
+        """Ranks before this one."""
+        return self.p - self.depth
+
+
+def none_deferred(rank: RankPosition) -> Array:
+    """Every backward computes its weight gradients at once."""
+    return rank.p * 0.0
+
 
 @dataclass(frozen=True)
 class Family:
@@ -116,7 +126,8 @@ class Family:
     `because` explains its bubble. `paths` names the chains of actions that can set its makespan, a
     key of `cost.longest_paths.PATHS`: "loop" or "V" (a rank that never waits once it has begun)
     bound every schedule on that placement. `bubble` estimates the seconds that the slowest rank
-    waits in a step, `in_flight` the microbatches in flight on a rank at its peak.
+    waits in a step, `in_flight` the microbatches in flight on a rank at its peak, `deferred` those
+    of them that wait for their weight gradient, at most.
     """
 
     name: str
@@ -125,6 +136,7 @@ class Family:
     paths: str
     bubble: Callable[[PipelineTimes], Array]
     in_flight: Callable[[RankPosition], Array]
+    deferred: Callable[[RankPosition], Array] = none_deferred
     placement: PlacementKind = "loop"
     closed_form: ClosedForm | None = None
     min_chunks: int = 1

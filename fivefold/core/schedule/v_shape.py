@@ -326,6 +326,7 @@ ZB_V = Family(
     "ranks wait until the first microbatch has come down the V, and later wherever weight "
     "gradients are too few or too short to cover the way of a gradient",
     paths="zb-v", bubble=_zb_v_bubble, in_flight=_zb_v_in_flight, placement="V",
+    deferred=lambda rank: rank.number + 0.5,
     closed_form=ClosedForm("(p−1)B/2", "F ≤ B, W ≤ B ≤ 2W and m ≥ 2p−1", _balanced),
     min_chunks=2, max_chunks=2,
 )  # fmt: skip
@@ -333,12 +334,14 @@ V_HALF = Family(
     "v-half", v_half,
     "with less memory fewer microbatches are in flight, too few to cover fill and drain",
     paths="v-half", bubble=_v_half_bubble, in_flight=lambda rank: (rank.p + 2) // 2, placement="V",
+    deferred=lambda rank: 2 + 0.0 * rank.p,
     min_chunks=2, max_chunks=2,
 )  # fmt: skip
 V_MIN = Family(
     "v-min", v_min,
     "with the least memory so few microbatches are in flight that ranks wait for each to come back",
     paths="v-min", bubble=_v_min_bubble, in_flight=lambda rank: (rank.p + 4) // 3, placement="V",
+    deferred=lambda rank: 1 + 0.0 * rank.p,
     min_chunks=2, max_chunks=2,
 )  # fmt: skip
 DUALPIPE = Family(
@@ -346,6 +349,7 @@ DUALPIPE = Family(
     "two directions meet in the middle, so only half the ranks lie between a rank and its nearer "
     "end",
     paths="dualpipe", bubble=_dualpipe_bubble, in_flight=lambda rank: rank.p + 1,
+    deferred=lambda rank: (rank.p + 1 - abs(rank.number + 1 - rank.depth)) / 2,
     placement="bidirectional",
     closed_form=ClosedForm("(p/2−1)(F&B+B−2W)", "F ≤ B and W ≤ B", _long_backward),
     rules=(_EVEN_RANKS, _EVEN_BATCH, _TWICE),
@@ -354,7 +358,7 @@ DUALPIPE_V = Family(
     "dualpipe-v", dualpipe_v,
     "the pipeline fills and drains by chunks, two of which a rank folds into one V",
     paths="dualpipe-v", bubble=_dualpipe_v_bubble, in_flight=lambda rank: rank.p + 0.5,
-    placement="V",
+    deferred=lambda rank: (rank.number + 1) / 2, placement="V",
     closed_form=ClosedForm("(p−1)(F&B+B−2W)/2", "F ≤ B and W ≤ B", _long_backward),
     min_chunks=2, max_chunks=2, rules=(_TWICE,),
 )  # fmt: skip

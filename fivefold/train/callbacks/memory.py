@@ -153,7 +153,7 @@ def estimate_of(plan: Plan, recipe: Recipe) -> Estimate | None:
     if plan.machine is None:
         return None
     setting, _ = estimate_setting(plan.machine, plan.precision, 0.0, recipe.kernels, 1.0)
-    return estimate_plan(plan, setting, "nvme" if recipe.disk else recipe.offload)
+    return estimate_plan(plan, setting)
 
 
 def allocated(job: Job, updater: Updater) -> dict[str, float]:
