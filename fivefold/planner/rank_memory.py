@@ -12,6 +12,7 @@ import numpy as np
 
 from fivefold.core.plan import Plan
 from fivefold.core.recompute import Recompute
+from fivefold.core.schedule import merged
 from fivefold.core.schedule.clock import held_levels
 from fivefold.cost.grid import Array
 from fivefold.cost.memory import rank_peak_memory
@@ -73,7 +74,7 @@ def _flight(plan: Plan, entries: MemoryEntries, ranks: Sequence[Sequence[int]]) 
     saved, deferred = (np.broadcast_to(each, len(plan.stages)) for each in held)
     peaks = [
         max(held_levels(steps, lambda n: float(saved[n]), lambda n: float(deferred[n])))
-        for steps in plan.schedule.order
+        for steps in (merged(plan.schedule, rank) for rank in range(len(ranks)))
     ]
     return np.array(
         [peak / sum(saved[n] for n in mine) for peak, mine in zip(peaks, ranks, strict=True)]

@@ -14,6 +14,7 @@ from fivefold.core import models
 from fivefold.core.count import mtp_parameters, parameters
 from fivefold.core.plan import PlanOptions, resolve
 from fivefold.core.recompute import Recompute
+from fivefold.core.schedule import merged
 from fivefold.core.schedule.catalog import FAMILIES
 from fivefold.core.schedule.clock import held_levels, peak_activations
 from fivefold.core.schedule.family import Family
@@ -384,7 +385,7 @@ def test_deferred_weight_gradients_are_those_of_the_clock(family: Family) -> Non
         unit = schedule.num_ranks / schedule.num_stages
         waiting = [
             max(held_levels(steps, lambda stage: 0.0, lambda stage, unit=unit: unit))
-            for steps in schedule.order
+            for steps in (merged(schedule, rank) for rank in range(ranks))
         ]
         grid = grid_of(pp=ranks, microbatches=count, chunks=chunks, schedule=family.name)
         ends = {"first": waiting[0], "inner": waiting[1], "last": waiting[-1]}

@@ -310,7 +310,7 @@ ZB_H1 = Family(
     "the pipeline fills and drains as in 1F1B; delayed weight gradients fill what they can of it, "
     "in the same memory",
     paths="zb-h1", bubble=_zb_h1_bubble, in_flight=ranks_in_flight,
-    deferred=lambda rank: rank.number + 1,
+    deferred=lambda rank: (rank.number + 1) * (rank.number > 0),
     closed_form=ClosedForm("(p−1)(F+B−W)", "W ≤ F, W ≤ B and m ≥ p", _short_weights),
 )  # fmt: skip
 ZB_H2 = Family(
@@ -318,7 +318,7 @@ ZB_H2 = Family(
     "ranks start one by one; with up to twice the memory of 1F1B there are more weight gradients "
     "to fill the drain",
     paths="zb-h2", bubble=_zb_h2_bubble, in_flight=_zb_h2_in_flight,
-    deferred=lambda rank: 2 * rank.number + 1,
+    deferred=lambda rank: (2 * rank.number + 1) * (rank.number > 0),
     closed_form=ClosedForm(
         "(p−1)(F+B−2W)", "W ≤ F, 2W ≤ F+B and m ≥ 2p−1", _short_weights_twice, of="span"
     ),
