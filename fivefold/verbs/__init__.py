@@ -112,7 +112,10 @@ def with_plan_options(
     keyword = inspect.Parameter.KEYWORD_ONLY
     parameters = [
         inspect.Parameter(
-            "target", keyword, default=default_target or no_default, annotation=TARGET
+            "target",
+            keyword,
+            default=no_default if default_target is None else default_target,
+            annotation=TARGET,
         ),
         *(
             inspect.Parameter(name, keyword, default=None, annotation=annotation)

@@ -5,48 +5,75 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fivefold.core import machine as machines
-from fivefold.core.errors import BadFile, FivefoldError, UnknownName
+from fivefold.core.compute_budget import TOKENS_PER_PARAMETER, USUAL_MFU, parse_budget
+from fivefold.core.errors import FivefoldError, UnknownName
 from fivefold.core.machine import Machine
 from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.core.precision import PRECISIONS
 from fivefold.core.schedule.catalog import family
-from fivefold.core.splits import ContextKind
 from fivefold.report import plan_text, plan_values, write_text
+from fivefold.report.formula_text import budget_answer, textbook_answer
+from fivefold.report.great_run_text import run_answer
+from fivefold.report.job_table_text import job_table_answer
 from fivefold.verbs import above, one_of, progress_bar, with_plan_options
 
 if TYPE_CHECKING:  # estimates need numpy, whose import takes longer than a plan without estimates
     from fivefold.planner import PlanRequest, PlanResult
     from fivefold.planner.estimate import Estimate
 
-_NUMBERS = ("tp", "cp", "pp", "dp", "replicate", "ep", "etp", "zero", "chunks", "microbatch_size")
-_FIXED = (*_NUMBERS, "schedule", "recompute", "context", "offload")
-_KINDS = ("none", "selective", "full")
-_OFFLOADS = ("none", "cpu", "nvme")
 _ALSO_FIXED = ("zero", "schedule", "chunks", "microbatch_size", "recompute", "context")
 _NOT_SEARCHED = ("microbatches", "stage_layers", "gather", "sp")  # only for a given layout
 
 
-@with_plan_options
+Fix = Annotated[
+    str | None, typer.Option(help='Values that a search must use: "tp=8 zero=1 schedule=zb-v".')
+]
+Tokens = Annotated[
+    float | None, typer.Option(help="Tokens of the full run, for days and GPU-hours.")
+]
+Objective = Annotated[
+    str, typer.Option(help="Best by: tokens (per second), gpus (fewest), gpu-hours (fewest).")
+]
+WhatIf = Annotated[
+    str | None, typer.Option(help='Compare with a changed job: "gpus=2x", "machine=gb200".')
+]
+Imbalance = Annotated[
+    float | None, typer.Option(help="Load of the fullest expert over the mean; 1 is balanced.")
+]
+Sweep = Annotated[
+    str | None, typer.Option(help="Curves: seq=4k..1m, gpus=8..16384, tp=1..8, or tp.")
+]
+Table = Annotated[str | None, typer.Option(help="zero3-or-pipeline, data-or-model or memory.")]
+RunName = Annotated[
+    str | None, typer.Option("--run", help="A great run by name, beside our estimate of it.")
+]
+Textbook = Annotated[
+    bool, typer.Option("--textbook", help="The textbook's formulas with their numbers.")
+]
+BudgetText = Annotated[
+    str | None,
+    typer.Option(help='Compute-optimal size and tokens: "1e24" FLOPs or "512 h100 30 days".'),
+]
+Ratio = Annotated[float, typer.Option(help="Tokens per active parameter, for --budget.")]
+Mfu = Annotated[float, typer.Option(help="Share of the peak that --budget assumes of GPUs.")]
+
+
+@partial(with_plan_options, default_target="")
 def run(
     plan_options: PlanOptions,
     command: typer.Context,
-    fix: Annotated[
-        str | None, typer.Option(help='Values that a search must use: "tp=8 zero=1 schedule=zb-v".')
-    ] = None,
+    fix: Fix = None,
     top: Annotated[int, typer.Option(help="Layouts in the ranked table.")] = 10,
-    tokens: Annotated[
-        float | None, typer.Option(help="Tokens of the full run, for days and GPU-hours.")
-    ] = None,
+    tokens: Tokens = None,
     price: Annotated[float | None, typer.Option(help="Price of a GPU-hour.")] = None,
-    objective: Annotated[
-        str, typer.Option(help="Best by: tokens (per second), gpus (fewest), gpu-hours (fewest).")
-    ] = "tokens",
+    objective: Objective = "tokens",
     headroom: Annotated[float, typer.Option(help="Share of the memory to leave free.")] = 0.05,
     precision: Annotated[
         str | None, typer.Option(help=f"Estimate in {', '.join(PRECISIONS)}.")
@@ -54,14 +81,16 @@ def run(
     kernels: Annotated[
         str, typer.Option(help="compiled, eager or graphs: what blocks save, how they launch.")
     ] = "compiled",
-    imbalance: Annotated[
-        float | None, typer.Option(help="Load of the fullest expert over the mean; 1 is balanced.")
-    ] = None,
-    what_if: Annotated[
-        str | None, typer.Option(help='Compare with a changed job: "gpus=2x", "machine=gb200".')
-    ] = None,
+    imbalance: Imbalance = None,
+    what_if: WhatIf = None,
     compare: Annotated[bool, typer.Option("--compare", help="Each dimension alone.")] = False,
-    sweep: Annotated[str | None, typer.Option(help="Curves: seq=4k..1m or gpus=8..16384.")] = None,
+    sweep: Sweep = None,
+    table: Table = None,
+    great_run: RunName = None,
+    textbook: Textbook = False,
+    budget: BudgetText = None,
+    tokens_per_parameter: Ratio = TOKENS_PER_PARAMETER,
+    mfu: Mfu = USUAL_MFU,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the plan as TOML.")
     ] = None,
@@ -79,20 +108,28 @@ def run(
         "what_if": what_if,
         "compare": compare,
         "sweep": sweep,
+        "table": table,
         "output": output,
     }
     set_options = {name for name, value in command.params.items() if value not in (None, False, [])}
     is_open = "layout" not in set_options and not command.params["target"].endswith(".toml")
     _require_known(plan_options.machine)
     plan_options = _compiled(plan_options, kernels)
-    if plan_options.machine is None:
+    if great_run is not None:
+        printed = _great_run(great_run, command, options)
+    elif budget is not None:
+        spent = parse_budget(budget, mfu, precision or "bf16")
+        printed = budget_answer(spent, tokens_per_parameter, plan_options.model or None)
+    elif textbook:
+        printed = textbook_answer(plan_options, is_open)
+    elif plan_options.machine is None:
         _require_no_estimates(set_options)
-        table, lines = _resolved(resolve(plan_options), output)
+        printed = _resolved(resolve(plan_options), output)
     elif plan_options.gpus is not None and is_open:
-        table, lines = _searched(plan_options, options, set_options)
+        printed = _searched(plan_options, options, set_options)
     else:
-        table, lines = _given(plan_options, options)
-    typer.echo(json.dumps(table) if as_json else "\n".join(lines))
+        printed = _given(plan_options, options)
+    typer.echo(json.dumps(printed[0]) if as_json else "\n".join(printed[1]))
 
 
 def _compiled(options: PlanOptions, kernels: str) -> PlanOptions:
@@ -101,6 +138,31 @@ def _compiled(options: PlanOptions, kernels: str) -> PlanOptions:
 
 
 Printed = tuple[dict[str, Any], list[str]]
+
+
+_OF_A_RUN = {"great_run", "headroom", "output", "as_json"}
+
+
+def _great_run(name: str, command: typer.Context, options: dict[str, Any]) -> Printed:
+    """A published run beside our estimate; `-o` writes its plan."""
+    names: set[str] = set(command.params)
+    given = {each for each in names - _OF_A_RUN if _is_typed(command, each)}
+    if more := sorted(given):
+        option = "MODEL" if more[0] == "target" else f"--{more[0].replace('_', '-')}"
+        raise FivefoldError(
+            f"--run {name} fixes the job: leave {option} out, or change the plan that "
+            f"fivefold plan --run {name} -o plan.toml writes"
+        )
+    plan, table, lines = run_answer(name, options["how"]["headroom"])
+    if (output := options["output"]) is not None:
+        write_text(output, plan.to_toml(output.parent))
+    return table, lines
+
+
+def _is_typed(command: typer.Context, name: str) -> bool:
+    """Whether the option is on the command line."""
+    source = command.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def _how(headroom: float, kernels: str, imbalance: float | None) -> dict[str, Any]:
@@ -116,7 +178,8 @@ def _how(headroom: float, kernels: str, imbalance: float | None) -> dict[str, An
 
 def _require_no_estimates(set_options: set[str]) -> None:
     """Refuse options that need a machine."""
-    needs = ("fix", "tokens", "price", "what_if", "compare", "sweep", "precision", "imbalance")
+    needs = ("fix", "tokens", "price", "what_if", "compare", "sweep", "table", "precision")
+    needs = (*needs, "imbalance")
     if given := [name for name in needs if name in set_options]:
         option = given[0].replace("_", "-")
         raise FivefoldError(
@@ -155,10 +218,12 @@ def _given(plan_options: PlanOptions, options: dict[str, Any]) -> Printed:
 
     if options["fix"] is not None or options["objective"] != "tokens":
         raise FivefoldError("--fix and --objective are for a search: leave --layout out")
-    if options["compare"] or options["sweep"]:
-        if plan_options.gpus is None:
-            plan_options = replace(plan_options, gpus=resolve(plan_options).layout.world)
-        return _tables(_inquiry(plan_options, options, {}), options)
+    if options["compare"] or options["sweep"] or options["table"]:
+        plan = resolve(plan_options)
+        plan_options = replace(plan_options, gpus=plan.layout.world)
+        if options["table"]:
+            plan_options = replace(plan_options, seq=plan.batch.seq, batch=plan.batch.sequences)
+        return _tables(_inquiry(plan_options, options, {}), options, plan)
     began = time.perf_counter()
     plan = resolve(plan_options)
     chosen: dict[str, Any] = dict(options["how"])
@@ -193,16 +258,18 @@ def _detail(found: Estimate, why: list[str], options: dict[str, Any]) -> list[st
 
 def _searched(plan_options: PlanOptions, options: dict[str, Any], set_options: set[str]) -> Printed:
     """The best layouts of the search space."""
+    from fivefold.planner.space import parse_fixed
+
     if closed := [name for name in _NOT_SEARCHED if name in set_options]:
         raise FivefoldError(
             f"--{closed[0].replace('_', '-')} is for a given layout: leave it out, or give --layout"
         )
     fixed = {name: getattr(plan_options, name) for name in _ALSO_FIXED if name in set_options}
-    fixed |= _pairs(options["fix"] or "")
+    fixed |= parse_fixed(options["fix"] or "")
     if "schedule" in fixed:
         fixed["schedule"] = family(fixed["schedule"]).name
     asked = _inquiry(plan_options, options, fixed)
-    if options["compare"] or options["sweep"]:
+    if options["compare"] or options["sweep"] or options["table"]:
         return _tables(asked, options)
     found = _answer(asked, options)
     if options["what_if"] is not None:
@@ -300,15 +367,20 @@ def _what_if(before: Estimate, after: Estimate, words: str) -> Printed:
     return table, plan_values.before_after(before, after, words)
 
 
-def _tables(asked: PlanRequest, options: dict[str, Any]) -> Printed:
-    """The tables of `--compare` and `--sweep`."""
-    from fivefold.planner.comparisons import parse_sweep, single_axis_strategies, sweep
+def _tables(asked: PlanRequest, options: dict[str, Any], given: Plan | None = None) -> Printed:
+    """The tables of `--table`, `--compare` and `--sweep`."""
+    from fivefold.planner.comparisons import single_axis_strategies, sweep, sweep_values
+    from fivefold.planner.job_tables import TABLES, job_table
+
+    if options["table"]:
+        chosen = job_table(one_of("table", options["table"], TABLES), asked, given)
+        return job_table_answer(chosen)
 
     if options["compare"]:
         found = list(single_axis_strategies(asked))
         table = {"strategies": plan_values.strategies_json(found)}
         return table, plan_values.strategies_text(found)
-    axis, values = parse_sweep(options["sweep"])
+    axis, values = sweep_values(asked, options["sweep"])
     with progress_bar("sweep") as bar:
         points = list(sweep(asked, axis, values, bar.update))
     table = {"axis": axis, "points": plan_values.sweep_json(axis, points)}
@@ -319,22 +391,3 @@ def _positive(option: str, given: float) -> float:
     if not 0 < given < 1e30:
         raise FivefoldError(f"--{option} {given}: give a number above 0")
     return given
-
-
-def _pairs(text: str) -> dict[str, int | str]:
-    """`tp=8 schedule=zb-v` as a table; refuses unknown keys and values."""
-    found: dict[str, int | str] = {}
-    for word in text.replace(",", " ").split():
-        key, _, value = word.partition("=")
-        if key not in _FIXED:
-            raise UnknownName("--fix", key, _FIXED)
-        if not value or (key in _NUMBERS and not value.isdecimal()):
-            raise BadFile(
-                "--fix", [f"{word!r}: write {key}= and a value, as in tp=8 schedule=1f1b"]
-            )
-        found[key] = int(value) if value.isdecimal() else value
-    words = {"recompute": _KINDS, "context": get_args(ContextKind), "offload": _OFFLOADS}
-    for key, known in words.items():
-        if key in found and found[key] not in known:
-            raise UnknownName(f"--fix {key}", str(found[key]), known)
-    return found
