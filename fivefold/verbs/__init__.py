@@ -92,6 +92,41 @@ BackendOption = Annotated[
     ),
 ]
 
+# Options of `plan`: how to search, and questions beside the search.
+FixOption = Annotated[
+    str | None, typer.Option(help='Values that a search must use: "tp=8 zero=1 schedule=zb-v".')
+]
+TokensOption = Annotated[
+    float | None, typer.Option(help="Tokens of the full run, for days and GPU-hours.")
+]
+ObjectiveOption = Annotated[
+    str, typer.Option(help="Best by: tokens (per second), gpus (fewest), gpu-hours (fewest).")
+]
+WhatIfOption = Annotated[
+    str | None, typer.Option(help='Compare with a changed job: "gpus=2x", "machine=gb200".')
+]
+ImbalanceOption = Annotated[
+    float | None, typer.Option(help="Load of the fullest expert over the mean; 1 is balanced.")
+]
+SweepOption = Annotated[
+    str | None, typer.Option(help="Curves: seq=4k..1m, gpus=8..16384, tp=1..8, or tp.")
+]
+TableOption = Annotated[
+    str | None, typer.Option(help="zero3-or-pipeline, data-or-model or memory.")
+]
+RunOption = Annotated[
+    str | None, typer.Option("--run", help="A great run by name, beside our estimate of it.")
+]
+TextbookOption = Annotated[
+    bool, typer.Option("--textbook", help="The textbook's formulas with their numbers.")
+]
+BudgetOption = Annotated[
+    str | None,
+    typer.Option(help='Compute-optimal size and tokens: "1e24" FLOPs or "512 h100 30 days".'),
+]
+RatioOption = Annotated[float, typer.Option(help="Tokens per active parameter, for --budget.")]
+MfuOption = Annotated[float, typer.Option(help="Share of the peak that --budget assumes of GPUs.")]
+
 
 def with_plan_options(
     verb: Callable[..., None],

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fivefold import verbs
 from fivefold.core import machine as machines
 from fivefold.core.compute_budget import TOKENS_PER_PARAMETER, USUAL_MFU, parse_budget
 from fivefold.core.errors import FivefoldError, UnknownName
@@ -32,48 +33,18 @@ _ALSO_FIXED = ("zero", "schedule", "chunks", "microbatch_size", "recompute", "co
 _NOT_SEARCHED = ("microbatches", "stage_layers", "gather", "sp")  # only for a given layout
 
 
-Fix = Annotated[
-    str | None, typer.Option(help='Values that a search must use: "tp=8 zero=1 schedule=zb-v".')
-]
-Tokens = Annotated[
-    float | None, typer.Option(help="Tokens of the full run, for days and GPU-hours.")
-]
-Objective = Annotated[
-    str, typer.Option(help="Best by: tokens (per second), gpus (fewest), gpu-hours (fewest).")
-]
-WhatIf = Annotated[
-    str | None, typer.Option(help='Compare with a changed job: "gpus=2x", "machine=gb200".')
-]
-Imbalance = Annotated[
-    float | None, typer.Option(help="Load of the fullest expert over the mean; 1 is balanced.")
-]
-Sweep = Annotated[
-    str | None, typer.Option(help="Curves: seq=4k..1m, gpus=8..16384, tp=1..8, or tp.")
-]
-Table = Annotated[str | None, typer.Option(help="zero3-or-pipeline, data-or-model or memory.")]
-RunName = Annotated[
-    str | None, typer.Option("--run", help="A great run by name, beside our estimate of it.")
-]
-Textbook = Annotated[
-    bool, typer.Option("--textbook", help="The textbook's formulas with their numbers.")
-]
-BudgetText = Annotated[
-    str | None,
-    typer.Option(help='Compute-optimal size and tokens: "1e24" FLOPs or "512 h100 30 days".'),
-]
-Ratio = Annotated[float, typer.Option(help="Tokens per active parameter, for --budget.")]
-Mfu = Annotated[float, typer.Option(help="Share of the peak that --budget assumes of GPUs.")]
+Printed = tuple[dict[str, Any], list[str]]
 
 
 @partial(with_plan_options, default_target="")
 def run(
     plan_options: PlanOptions,
     command: typer.Context,
-    fix: Fix = None,
+    fix: verbs.FixOption = None,
     top: Annotated[int, typer.Option(help="Layouts in the ranked table.")] = 10,
-    tokens: Tokens = None,
+    tokens: verbs.TokensOption = None,
     price: Annotated[float | None, typer.Option(help="Price of a GPU-hour.")] = None,
-    objective: Objective = "tokens",
+    objective: verbs.ObjectiveOption = "tokens",
     headroom: Annotated[float, typer.Option(help="Share of the memory to leave free.")] = 0.05,
     precision: Annotated[
         str | None, typer.Option(help=f"Estimate in {', '.join(PRECISIONS)}.")
@@ -81,16 +52,16 @@ def run(
     kernels: Annotated[
         str, typer.Option(help="compiled, eager or graphs: what blocks save, how they launch.")
     ] = "compiled",
-    imbalance: Imbalance = None,
-    what_if: WhatIf = None,
+    imbalance: verbs.ImbalanceOption = None,
+    what_if: verbs.WhatIfOption = None,
     compare: Annotated[bool, typer.Option("--compare", help="Each dimension alone.")] = False,
-    sweep: Sweep = None,
-    table: Table = None,
-    great_run: RunName = None,
-    textbook: Textbook = False,
-    budget: BudgetText = None,
-    tokens_per_parameter: Ratio = TOKENS_PER_PARAMETER,
-    mfu: Mfu = USUAL_MFU,
+    sweep: verbs.SweepOption = None,
+    table: verbs.TableOption = None,
+    great_run: verbs.RunOption = None,
+    textbook: verbs.TextbookOption = False,
+    budget: verbs.BudgetOption = None,
+    tokens_per_parameter: verbs.RatioOption = TOKENS_PER_PARAMETER,
+    mfu: verbs.MfuOption = USUAL_MFU,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the plan as TOML.")
     ] = None,
@@ -110,34 +81,41 @@ def run(
         "sweep": sweep,
         "table": table,
         "output": output,
+        "great_run": great_run,
+        "textbook": textbook,
+        "budget": budget,
+        "ratio": tokens_per_parameter,
+        "mfu": mfu,
     }
+    _require_known(plan_options.machine)
+    printed = _answer_of(_compiled(plan_options, kernels), options, command)
+    typer.echo(json.dumps(printed[0]) if as_json else "\n".join(printed[1]))
+
+
+def _answer_of(
+    plan_options: PlanOptions, options: dict[str, Any], command: typer.Context
+) -> Printed:
+    """What the command line asks: a run, a formula, a given layout or a search."""
     set_options = {name for name, value in command.params.items() if value not in (None, False, [])}
     is_open = "layout" not in set_options and not command.params["target"].endswith(".toml")
-    _require_known(plan_options.machine)
-    plan_options = _compiled(plan_options, kernels)
-    if great_run is not None:
-        printed = _great_run(great_run, command, options)
-    elif budget is not None:
-        spent = parse_budget(budget, mfu, precision or "bf16")
-        printed = budget_answer(spent, tokens_per_parameter, plan_options.model or None)
-    elif textbook:
-        printed = textbook_answer(plan_options, is_open)
-    elif plan_options.machine is None:
+    if options["great_run"] is not None:
+        return _great_run(options["great_run"], command, options)
+    if options["budget"] is not None:
+        spent = parse_budget(options["budget"], options["mfu"], options["precision"] or "bf16")
+        return budget_answer(spent, options["ratio"], plan_options.model or None)
+    if options["textbook"]:
+        return textbook_answer(plan_options, is_open)
+    if plan_options.machine is None:
         _require_no_estimates(set_options)
-        printed = _resolved(resolve(plan_options), output)
-    elif plan_options.gpus is not None and is_open:
-        printed = _searched(plan_options, options, set_options)
-    else:
-        printed = _given(plan_options, options)
-    typer.echo(json.dumps(printed[0]) if as_json else "\n".join(printed[1]))
+        return _resolved(resolve(plan_options), options["output"])
+    if plan_options.gpus is not None and is_open:
+        return _searched(plan_options, options, set_options)
+    return _given(plan_options, options)
 
 
 def _compiled(options: PlanOptions, kernels: str) -> PlanOptions:
     """The plan says whether it was estimated with compiled kernels."""
     return replace(options, train=replace(options.train, compile=kernels != "eager"))
-
-
-Printed = tuple[dict[str, Any], list[str]]
 
 
 _OF_A_RUN = {"great_run", "headroom", "output", "as_json"}
