@@ -21,7 +21,7 @@ from fivefold.cost.grid import OFFLOADS, Array, LayoutGrid
 from fivefold.cost.layer_time import LayerTimer, LayerTimes, TimeParts, total_seconds
 from fivefold.cost.pipeline_ranks import bubble_seconds
 from fivefold.cost.pipeline_time import pipeline_seconds, pipeline_timer
-from fivefold.cost.stack import SoftwareStack, memory_of_stack
+from fivefold.cost.stack import SoftwareStack
 
 # Share of a hidden collective by which it slows compute down: reported for NVLink.
 OVERLAP_SLOWDOWN = 0.15
@@ -66,7 +66,7 @@ def step_time(
     Pipelines are timed by their longest paths, a lower bound, or `simulated`, which takes longer.
     """
     work = LayerTimer(shape, machine, stack, grid, seq, precision, imbalance)
-    if memory_of_stack(stack.name).split == "balanced":
+    if stack.memory.split == "balanced":
         return _by_longest_paths(work, simulated)
     parts = {name: each * stack.factor for name, each in _equal_stages(work).items()}
     parts["fixed"] = np.full_like(grid.microbatches, stack.fixed)
