@@ -21,12 +21,14 @@ from fivefold.cost.grid import OFFLOADS, Array, LayoutGrid
 from fivefold.cost.layer_time import LayerTimer, LayerTimes, TimeParts, total_seconds
 from fivefold.cost.pipeline_ranks import bubble_seconds
 from fivefold.cost.pipeline_time import pipeline_seconds, pipeline_timer
-from fivefold.cost.stack import SoftwareStack, memory_of_stack
+from fivefold.cost.stack import SoftwareStack
 
 # Share of a hidden collective by which it slows compute down: reported for NVLink.
 OVERLAP_SLOWDOWN = 0.15
 # Host seconds of a backward over those of a forward: assumed.
 HOST_BACKWARD = 1.0
+# How sharply the longer of host and GPU decides: 1 would be their sum. Chosen with vTrain's runs.
+_CORNER = 4
 # Bytes/s at which one GPU's share of the host updates offloaded states: assumed.
 HOST_BANDWIDTH = 50e9
 # Bytes per element that an update reads from disk and writes back: master weight, two moments.
@@ -66,7 +68,7 @@ def step_time(
     Pipelines are timed by their longest paths, a lower bound, or `simulated`, which takes longer.
     """
     work = LayerTimer(shape, machine, stack, grid, seq, precision, imbalance)
-    if memory_of_stack(stack.name).split == "balanced":
+    if stack.memory.split == "balanced":
         return _by_longest_paths(work, simulated)
     parts = {name: each * stack.factor for name, each in _equal_stages(work).items()}
     parts["fixed"] = np.full_like(grid.microbatches, stack.fixed)
@@ -223,8 +225,14 @@ def _stage_sizes(work: LayerTimer) -> tuple[Array, Array]:
 
 
 def _launch_bound(work: LayerTimer, layers: Array, seconds: Array) -> Array:
-    """Seconds of one microbatch in so many layers: those of the GPU, or of the host if longer."""
-    return np.maximum(seconds, layers * _host_seconds(work)) if work.stack.launch else seconds
+    """Seconds of one microbatch in so many layers: those of the GPU, or of the host if longer.
+
+    If both are alike, it takes longer than either: some kernels wait for the host, others do not.
+    """
+    if not work.stack.launch:
+        return seconds
+    host = layers * _host_seconds(work)
+    return (seconds**_CORNER + host**_CORNER) ** (1 / _CORNER)
 
 
 def _host_seconds(work: LayerTimer, routed: bool = False) -> Array:

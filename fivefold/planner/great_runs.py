@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from fivefold.core.count import training_flops
-from fivefold.core.errors import FivefoldError, UnknownName
+from fivefold.core.errors import FivefoldError
 from fivefold.core.great_runs import (
     Change,
     FigurePair,
@@ -25,8 +25,6 @@ from fivefold.core.great_runs import (
     published_step,
 )
 from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.cost import stack as stacks
-from fivefold.cost.stack import SoftwareStack
 from fivefold.planner import estimate_setting
 from fivefold.planner.estimate import Estimate, estimate_plan
 from fivefold.planner.search import EstimateSetting
@@ -77,23 +75,13 @@ class RunComparison:
         return None if self.published is None else self.estimate.step - self.published.seconds
 
 
-def stack_named(name: str) -> SoftwareStack:
-    """A software stack by its name, or by the start of it."""
-    values: list[object] = list(vars(stacks).values())
-    known = {one.name: one for one in values if isinstance(one, SoftwareStack)}
-    near = [each for each in known if each == name or each.startswith(f"{name}-")]
-    if not near:
-        raise UnknownName("stack", name, known)
-    return known[min(near, key=len)]
-
-
 def compare_run(run: GreatRun, headroom: float, stack: str | None = None) -> RunComparison:
     """Estimate a run with its own software, or with another stack."""
     plan = resolve(run.options())
     assert plan.machine is not None, "the plan of a great run names its machine"
-    setting, notes = estimate_setting(plan.machine, run.precision, headroom, "compiled", 1.0)
-    setting = replace(setting, stack=stack_named(stack or run.stack))
-    found = estimate_plan(replace(plan, notes=(*plan.notes, *notes)), setting)
+    software = stack or run.stack
+    setting, _ = estimate_setting(plan.machine, run.precision, headroom, "compiled", 1.0, software)
+    found = estimate_plan(plan, setting)
     batch, world = plan.batch, plan.layout.world
     step = published_step(run.figures, plan.shape, batch.seq, batch.tokens, world)
     rate, peak = found.tokens_per_s_per_gpu, plan.machine.peak(setting.precision)

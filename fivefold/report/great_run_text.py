@@ -18,11 +18,16 @@ if TYPE_CHECKING:
 _GIB = 2**30
 
 
-def run_answer(name: str, headroom: float) -> tuple[Plan, dict[str, Any], list[str]]:
-    """The run of this name: its plan, and the comparison as JSON and as text."""
+def run_answer(
+    name: str, headroom: float, stack: str | None
+) -> tuple[Plan, dict[str, Any], list[str]]:
+    """The run of this name: its plan, and the comparison as JSON and as text.
+
+    `stack`: software in place of that which ran it.
+    """
     from fivefold.planner.great_runs import compare_run
 
-    found = compare_run(load_run(name), headroom)
+    found = compare_run(load_run(name), headroom, stack)
     return found.estimate.plan, run_json(found), run_text(found)
 
 

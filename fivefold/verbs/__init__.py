@@ -105,6 +105,10 @@ ObjectiveOption = Annotated[
 WhatIfOption = Annotated[
     str | None, typer.Option(help='Compare with a changed job: "gpus=2x", "machine=gb200".')
 ]
+StackOption = Annotated[
+    str | None,
+    typer.Option(help="Price other people's software: megatron, torchtitan, ..., or a file."),
+]
 ImbalanceOption = Annotated[
     float | None, typer.Option(help="Load of the fullest expert over the mean; 1 is balanced.")
 ]

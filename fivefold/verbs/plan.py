@@ -52,6 +52,7 @@ def run(
     kernels: Annotated[
         str, typer.Option(help="compiled, eager or graphs: what blocks save, how they launch.")
     ] = "compiled",
+    stack: verbs.StackOption = None,
     imbalance: verbs.ImbalanceOption = None,
     what_if: verbs.WhatIfOption = None,
     compare: Annotated[bool, typer.Option("--compare", help="Each dimension alone.")] = False,
@@ -75,7 +76,7 @@ def run(
         "price": None if price is None else _positive("price", price),
         "objective": objective,
         "precision": precision,
-        "how": _how(headroom, kernels, imbalance),
+        "how": _how(headroom, kernels, imbalance, stack),
         "what_if": what_if,
         "compare": compare,
         "sweep": sweep,
@@ -118,7 +119,7 @@ def _compiled(options: PlanOptions, kernels: str) -> PlanOptions:
     return replace(options, train=replace(options.train, compile=kernels != "eager"))
 
 
-_OF_A_RUN = {"great_run", "headroom", "output", "as_json"}
+_OF_A_RUN = {"great_run", "stack", "headroom", "output", "as_json"}
 
 
 def _great_run(name: str, command: typer.Context, options: dict[str, Any]) -> Printed:
@@ -131,7 +132,8 @@ def _great_run(name: str, command: typer.Context, options: dict[str, Any]) -> Pr
             f"--run {name} fixes the job: leave {option} out, or change the plan that "
             f"fivefold plan --run {name} -o plan.toml writes"
         )
-    plan, table, lines = run_answer(name, options["how"]["headroom"])
+    how = options["how"]
+    plan, table, lines = run_answer(name, how["headroom"], how["stack"])
     if (output := options["output"]) is not None:
         write_text(output, plan.to_toml(output.parent))
     return table, lines
@@ -143,21 +145,38 @@ def _is_typed(command: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-def _how(headroom: float, kernels: str, imbalance: float | None) -> dict[str, Any]:
+def _how(
+    headroom: float, kernels: str, imbalance: float | None, stack: str | None
+) -> dict[str, Any]:
     """The assumptions of the estimates."""
+    if stack is not None:
+        _require_known_stack(stack, kernels)
     if not 0 <= headroom < 1:
         raise FivefoldError(f"--headroom {headroom}: give a share of the memory from 0 to below 1")
     return {
         "headroom": headroom,
         "kernels": one_of("kernels", kernels, ("compiled", "eager", "graphs")),
         "imbalance": 1.0 if imbalance is None else imbalance,
+        "stack": stack,
     }
+
+
+def _require_known_stack(stack: str, kernels: str) -> None:
+    """Refuse an unknown stack, and what only our own has."""
+    from fivefold.cost.stack_presets import OUR_OWN, load_preset
+
+    if stack != OUR_OWN:
+        load_preset(stack)
+    if kernels != "compiled":
+        raise FivefoldError(
+            f"--kernels {kernels} is for fivefold's own software: leave it or --stack out"
+        )
 
 
 def _require_no_estimates(set_options: set[str]) -> None:
     """Refuse options that need a machine."""
     needs = ("fix", "tokens", "price", "what_if", "compare", "sweep", "table", "precision")
-    needs = (*needs, "imbalance")
+    needs = (*needs, "imbalance", "stack")
     if given := [name for name in needs if name in set_options]:
         option = given[0].replace("_", "-")
         raise FivefoldError(
@@ -213,6 +232,7 @@ def _given(plan_options: PlanOptions, options: dict[str, Any]) -> Printed:
         changed = estimate_on_machine(other, _machine(other), **chosen)
         return _what_if(found, changed, options["what_if"])
     why = plan_text.reasons_text(found, compare_neighbours(found), None)
+    table |= {"stack": found.setting.stack.name}
     table |= {"candidates": 1, "seconds": time.perf_counter() - began}
     table |= {"layouts": [plan_values.estimate_json(found, why)]}
     table |= plan_values.run_costs(found, options["tokens"], options["price"])
@@ -307,6 +327,7 @@ def _ranked(found: PlanResult, options: dict[str, Any]) -> Printed:
         "model": found.request.shape.name,
         "machine": found.request.setting.machine.name,
         "precision": found.request.setting.precision,
+        "stack": found.request.setting.stack.name,
         "gpus": question.gpus,
         "seq": question.seq,
         "batch": question.batch,
