@@ -35,6 +35,7 @@ class Link:
     source: str
     topology: Topology = "switch"
     rings: int = 1  # rings through each GPU; a group along one of them has bandwidth / rings
+    trees: bool = True  # sums may go up and down a tree of domains, not only around a ring
 
 
 @dataclass(frozen=True)

@@ -188,7 +188,10 @@ class LayerTimer:
             copies = moe.groups_kept if moe.groups > 1 else moe.top_k
             once = (moe.top_k, copies) if self.stack.crosses_once else None
         ranks = issued.group * np.ones_like(self.grid.tp)
-        return self.links.seconds(issued.kind, size, ranks, stride, once)
+        seconds = self.links.seconds(issued.kind, size, ranks, stride, once)
+        if self.stack.node_wait and issued.axis == "tp":
+            seconds = seconds + self.stack.node_wait * (self.links.domains(ranks, stride) - 1)
+        return seconds
 
     def _recomputation(self, forward: TimeParts) -> TimeParts:
         """What is computed again: the full forward; or, if selective, attention (unfused) or the

@@ -2,7 +2,10 @@
 
 A group of n ranks with a `stride` crosses every tier whose domain it does not fit in. Inside a
 domain it has the bandwidth of one GPU; out of the domain, that of all its ranks there, each with
-its own link. A ring pays the latency of each of its n - 1 hops, at the tier that a hop crosses.
+its own link. A ring pays the latency of each of its n - 1 hops, at the tier that a hop crosses: so
+the time of small collectives grows with the number of ranks, whatever the bandwidth. A sum between
+domains may instead go up and down a tree of them, with hops by the logarithm of their number and
+some of the bandwidth lost; the faster of both is taken, as NCCL does.
 
 A switch that reduces adds what comes up and copies what goes down: an all-reduce sends each byte
 once up and once down, at the same time, where a ring sends it around twice. A reduce-scatter alone
@@ -88,7 +91,10 @@ class Torus:
             below, inside = below * degree, reached
 
 
-_UP_AND_DOWN = 2  # hops through a switch
+_UP_AND_DOWN = 2  # hops through a switch, or passes through a tree
+# Share of a ring's bandwidth that a tree of nodes reaches: NCCL's tuning model (src/graph/tuning.cc,
+# version 2.28).
+TREE_SHARE = 0.92
 
 
 class Links:
@@ -127,9 +133,16 @@ class Links:
         num_buckets: Array | float = 1.0,
         flat: bool = False,
     ) -> Array:
-        """All-reduce of `size` bytes."""
+        """All-reduce of `size` bytes: around a ring, or up and down a tree of domains if faster."""
         slowest, latency = self._slowest(ranks, stride, flat, summed=True)
-        return (1 - 1 / ranks) * size * slowest + num_buckets * latency
+        ring = (1 - 1 / ranks) * size * slowest + num_buckets * latency
+        if len(self.tiers) == 1 or self.reduces or not self.tiers[-1].link.trees:
+            return ring
+        inside = self._reached(len(self.tiers) - 2, ranks, stride)
+        hops = _UP_AND_DOWN * self.tiers[0].link.latency * (inside - 1)
+        hops = hops + _UP_AND_DOWN * self.tiers[-1].link.latency * np.log2(ranks / inside)
+        tree = size * slowest / TREE_SHARE + num_buckets * hops
+        return np.where(ranks > inside, np.minimum(ring, tree), ring)
 
     def _slowest(
         self, ranks: Array, stride: Array, flat: bool, summed: bool
@@ -220,6 +233,10 @@ class Links:
     def share(self, number: int) -> float:
         """Share of a tier's bandwidth that software reaches; the last known one for outer tiers."""
         return self.shares[min(number, len(self.shares) - 1)]
+
+    def domains(self, ranks: Array, stride: Array) -> Array:
+        """How many innermost domains a group spans."""
+        return np.ceil(ranks / self._reached(0, ranks, stride))
 
     def _reached(self, number: int, ranks: Array, stride: Array) -> Array:
         """How many ranks of a group share one domain of a tier."""

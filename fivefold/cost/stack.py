@@ -197,6 +197,7 @@ class SoftwareStack:
     dispatch_launch: float = 0.0  # added to it if experts are on several ranks
     straggler_share: float = 0.0  # of launch, added per further tp rank: the slowest host decides
     crowding: float = 0.0  # seconds per tp rank and layer if stages cross nodes
+    node_wait: float = 0.0  # seconds of a tp collective for each further node that it spans
     expert_wait: float = 0.0  # seconds that the GPU idles in a layer with experts, in each pass,
     # because the host waits for the token counts first
     message_launch: float = 0.0  # host seconds of one pipeline message
@@ -224,6 +225,9 @@ class SoftwareStack:
     gradient_bytes: int = 4  # of a reduced gradient element
     summed_bytes: int | None = None  # of an accumulated one; None: as its memory says
     unit_bytes: int | None = None  # of weights that are gathered and reduced together; None: layers
+    owner_wait: float = 0.0  # seconds of an owner's broadcast, if ZeRO-1 publishes owner by owner
+    bucket_bytes: float | None = None  # of weights whose gradients are reduced together, if
+    # matrices are not larger; below ZeRO-3; None: all together
     prefetch: int = 1  # units that ZeRO-3 gathers ahead
     gather: str = ""  # step or microbatch: how long ZeRO-3 keeps weights gathered
     grads_home: str = ""  # cpu or nvme: where gradients go after every microbatch
@@ -350,7 +354,7 @@ MEGATRON_DEEPSPEED_SMALL = replace(
     factor=0.774,
 )
 # Eager, with an unfused 32-bit loss. Its sweep shows a floor that grows with the tensor ranks if a
-# pipeline crosses nodes; the cause is not known.
+# pipeline crosses nodes, and tensor collectives that wait if they do; the causes are not known.
 NANOTRON = SoftwareStack(
     "nanotron",
     attention="flash2",
@@ -360,6 +364,8 @@ NANOTRON = SoftwareStack(
     accumulated_bytes=12.0,
     launch=1.86e-3,
     crowding=1.86e-3,
+    node_wait=0.4e-3,
+    bucket_bytes=25 * 2**20,  # torch's default
     split_by_parameters=True,
     transfers_hidden=False,
     factor=1.21,
@@ -397,4 +403,12 @@ TITAN = SoftwareStack(
 )
 TITAN_EAGER = replace(TITAN, name="torchtitan-eager", wide_passes=16.0, narrow_passes=6.0)
 ZERO_BUBBLE = replace(MEGATRON_2021, name="zero-bubble", late_norm_check=True, factor=0.96)
-INTERN = SoftwareStack("internevo", attention="flash2", wide_passes=14.0, factor=1.05)
+# Its ZeRO-1 reduces to and broadcasts from one owner after the other; the wait is fitted.
+INTERN = SoftwareStack(
+    "internevo",
+    attention="flash2",
+    wide_passes=14.0,
+    gradient_bytes=2,
+    owner_wait=2.6e-3,
+    factor=1.15,
+)

@@ -29,6 +29,9 @@ OVERLAP_SLOWDOWN = 0.15
 HOST_BACKWARD = 1.0
 # Bytes/s at which one GPU's share of the host updates offloaded states: assumed.
 HOST_BANDWIDTH = 50e9
+# Matrices of a layer that fill a gradient bucket each, if they are larger: queries, keys and values;
+# output; gate and up; down.
+LAYER_MATRICES = 4
 # Bytes per element that an update reads from disk and writes back: master weight, two moments.
 STATE_BYTES = 2 * 12
 
@@ -293,15 +296,19 @@ def _data_collectives(work: LayerTimer, window: Array, compute: Array) -> Array:
     reduce-scatters its gradients.
     """
     grid, stack, m = work.grid, work.stack, work.grid.microbatches
-    sharded = (grid.zero >= 1) & (grid.shard * grid.cp > 1)
+    shards = grid.shard * grid.cp
+    sharded = (grid.zero >= 1) & (shards > 1)
     # The first bucket of weights and the last of gradients overlap with nothing.
     layers = np.maximum(work.shape.layers / grid.pp, 1.0)
-    grads, gathers, sums = _data_rings(work, 1.0)
+    grads, gathers, sums = _data_rings(work, _num_buckets(work, layers))
     rounds = np.ceil(m / grid.pp) if stack.scatters_rounds else m
     times = np.where(grid.zero == 2, rounds, 1.0)
     once = np.where(sharded, times * grads + gathers, sums)
     if stack.gradients_hidden:
         once = _not_hidden(once, times * window, once / (layers * times))
+    if stack.owner_wait:
+        apart = work.links.domains(shards, grid.tp) > 1
+        once = once + np.where(sharded & apart, stack.owner_wait * shards, 0.0)
     third = (grid.zero == 3) & sharded
     if not third.any():
         return once
@@ -322,6 +329,16 @@ def _num_units(work: LayerTimer, layers: Array) -> Array:
     return np.maximum((dense + experts) * work.itemsize / work.stack.unit_bytes, 1.0)
 
 
+def _num_buckets(work: LayerTimer, layers: Array) -> Array | float:
+    """How many collectives reduce the gradients of a rank below ZeRO-3: a bucket each, but no more
+    than the matrices of its layers."""
+    if work.stack.bucket_bytes is None:
+        return 1.0
+    dense, experts = rank_parameters(work.shape, work.grid)
+    filled = (dense + experts) * work.itemsize / work.stack.bucket_bytes
+    return np.clip(filled, 1.0, LAYER_MATRICES * layers + 2)
+
+
 def _data_rings(work: LayerTimer, num_buckets: Array | float) -> tuple[Array, Array, Array]:
     """Seconds to reduce-scatter all gradients of a rank once, to all-gather its weights, and to
     all-reduce its gradients without ZeRO."""
@@ -331,8 +348,7 @@ def _data_rings(work: LayerTimer, num_buckets: Array | float) -> tuple[Array, Ar
     shards = grid.shard * grid.cp
     how = (num_buckets, stack.flat_rings)
     grads = links.ring(dense * size, shards, grid.tp, *how)
-    # Unless a switch reduces, an all-reduce is a reduce-scatter and an all-gather.
-    sums = links.all_reduce(dense * size, shards, grid.tp, *how) if links.reduces else 2 * grads
+    sums = links.all_reduce(dense * size, shards, grid.tp, *how)
     # Replicas of a shard all-reduce it.
     copied = links.all_reduce(dense * size / shards, grid.replicate, grid.tp * shards, *how)
     grads, sums = grads + copied, sums + copied
@@ -340,9 +356,7 @@ def _data_rings(work: LayerTimer, num_buckets: Array | float) -> tuple[Array, Ar
     if work.shape.moe is not None:
         stride = grid.ep * grid.etp
         scatter = links.ring(experts * size, grid.edp, stride, *how)
-        whole = 2 * scatter
-        if links.reduces:
-            whole = links.all_reduce(experts * size, grid.edp, stride, *how)
+        whole = links.all_reduce(experts * size, grid.edp, stride, *how)
         grads, sums = grads + scatter, sums + whole
         gathers = gathers + links.ring(experts * width, grid.edp, stride, *how)
     return grads, gathers, sums
