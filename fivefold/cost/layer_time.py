@@ -37,9 +37,8 @@ ATTENTION_BACKWARD = 3.0
 # Passes over the scores of unfused attention (scale and mask, softmax, dropout, and what the
 # matmuls read and write), in forward and backward.
 SCORE_PASSES, SCORE_PASSES_BACKWARD = 5.5, 9.5
-# Bytes that the merge of two partial results moves per element of attention's output: the 32-bit
-# sum so far, read and written, and the new result.
-MERGE_BYTES = 10.0
+# Share of a hidden collective by which it slows compute down: reported for NVLink.
+OVERLAP_SLOWDOWN = 0.15
 # Rows of an expert's matmul are padded to tiles of 128: half a tile is lost on average.
 PADDED_ROWS = 64.0
 # Bytes that 8-bit matmuls move per element of their inputs: read in 16 bits, written twice.
@@ -342,26 +341,28 @@ class LayerTimer:
     def _add_context(self, times: LayerTimes) -> None:
         """What context parallelism adds to attention.
 
-        Rings overlap keys and values with attention, and merge a partial result at every hop; only
-        zigzag gives all ranks equal work. An all-gather is not hidden, nor are the all-to-alls of
-        Ulysses.
+        Rings overlap keys and values with attention, which slows it down, and merge a partial
+        result at every hop; the last hop of the gradients overlaps with nothing. Only zigzag gives
+        all ranks equal work. An all-gather is not hidden, nor are the all-to-alls of Ulysses.
         """
         grid, job = self.grid, self.job
         heads = self.shape.heads / grid.tp * self.shape.value_dim
-        merge = self.moved(MERGE_BYTES * self.tokens * heads) * (job.outer - 1)
+        merge = self.moved(self.stack.merge_bytes * self.tokens * heads) + self.reach.start
         merges = grid.context_has(lambda kind: kind.merges)
         uneven = (grid.cp > 1) & grid.context_has(lambda kind: not kind.zigzag)
         slowest = np.where(uneven, 2 - 1 / grid.cp, 1.0)
         shown, hidden = (LayerTimes({}, {}, {}, {}) for _ in range(2))
         for each in context_layer(job):
-            of_ring = each.kind in ("send", "recv")
-            self._add(hidden if of_ring else shown, "cp", self._seconds_of(each), each)
-        passes = ("forward", "inputs", "again")
-        for mine, bare, behind in (
-            (getattr(each, name) for each in (times, shown, hidden)) for name in passes
-        ):
-            core = mine["attention"] * slowest + np.where(
-                merges & (mine["attention"] > 0), merge, 0
-            )
+            of_ring, seconds = each.kind in ("send", "recv"), self._seconds_of(each)
+            self._add(hidden if of_ring else shown, "cp", seconds, each)
+            if of_ring and np.all(each.forward == 0):  # gradients: in backward alone
+                last = np.where(each.backward > 0, seconds, 0.0)
+                shown.inputs["cp"] = shown.inputs.get("cp", np.zeros(1)) + last
+        for name in ("forward", "inputs", "again"):
+            mine, bare, behind = (getattr(each, name) for each in (times, shown, hidden))
+            runs = merges & (mine["attention"] > 0)
+            core = mine["attention"] * slowest + np.where(runs, merge * (job.outer - 1), 0)
             mine["attention"] = core
-            mine["cp"] = bare["cp"] + np.maximum(0.0, behind["cp"] - core)
+            exposed = np.maximum(0.0, behind["cp"] - core)
+            covered = OVERLAP_SLOWDOWN * (behind["cp"] - exposed)
+            mine["cp"] = bare["cp"] + exposed + covered

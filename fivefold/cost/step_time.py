@@ -18,13 +18,17 @@ from fivefold.core.machine import Machine
 from fivefold.core.schedule.family import PipelineTimes
 from fivefold.core.shape import Shape
 from fivefold.cost.grid import OFFLOADS, Array, LayoutGrid
-from fivefold.cost.layer_time import LayerTimer, LayerTimes, TimeParts, total_seconds
+from fivefold.cost.layer_time import (
+    OVERLAP_SLOWDOWN,
+    LayerTimer,
+    LayerTimes,
+    TimeParts,
+    total_seconds,
+)
 from fivefold.cost.pipeline_ranks import bubble_seconds
 from fivefold.cost.pipeline_time import pipeline_seconds, pipeline_timer
 from fivefold.cost.stack import SoftwareStack, memory_of_stack
 
-# Share of a hidden collective by which it slows compute down: reported for NVLink.
-OVERLAP_SLOWDOWN = 0.15
 # Host seconds of a backward over those of a forward: assumed.
 HOST_BACKWARD = 1.0
 # Bytes/s at which one GPU's share of the host updates offloaded states: assumed.
