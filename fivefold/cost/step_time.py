@@ -33,8 +33,8 @@ from fivefold.cost.stack import SoftwareStack, memory_of_stack
 HOST_BACKWARD = 1.0
 # Bytes/s at which one GPU's share of the host updates offloaded states: assumed.
 HOST_BANDWIDTH = 50e9
-# Matrices of a layer that fill a gradient bucket each, if they are larger: queries, keys and values;
-# output; gate and up; down.
+# Matrices of a layer that fill a gradient bucket each, if they are larger: queries with keys and
+# values, output, gate with up, down.
 LAYER_MATRICES = 4
 # Bytes per element that an update reads from disk and writes back: master weight, two moments.
 STATE_BYTES = 2 * 12

@@ -15,13 +15,12 @@ from fivefold.cost.grid import CONTEXTS
 from fivefold.cost.layer_time import LayerTimer
 
 SHAPE = models.load("llama-3.1-8b")
-TOKENS = 8192  # of one rank
 
 
-def shares(context: str, cp: int, machine: str = "h800") -> tuple[float, float]:
-    """Speed of attention on cp ranks over that of one flash call for each of its blocks: forward,
-    and forward with backward."""
-    chip, seq = machines.load(machine), cp * TOKENS
+def shares(context: str, cp: int, tokens: int = 8192) -> tuple[float, float]:
+    """Speed of attention on cp ranks of so many tokens over that of one flash call: forward, and
+    forward with backward."""
+    chip, seq = machines.load("h800"), cp * tokens
     kind = np.array([float(CONTEXTS.index(context))])
     split = replace(grid_of(cp=cp), context=kind)
     parts, alone = (
@@ -47,5 +46,5 @@ def test_every_further_rank_costs_more() -> None:
 
 
 def test_a_slow_link_shows() -> None:
-    """Between nodes, keys and values of 8k tokens take longer than attention on one chunk."""
-    assert shares("zigzag", 16)[1] < shares("zigzag", 8)[1] - 0.005
+    """Between nodes, keys and values of few tokens take longer than attention on one chunk."""
+    assert shares("zigzag", 16, 512)[1] < 0.7 * shares("zigzag", 8, 512)[1]
