@@ -92,7 +92,7 @@ class Torus:
 
 
 _UP_AND_DOWN = 2  # hops through a switch, or passes through a tree
-# Share of a ring's bandwidth that a tree of nodes reaches: NCCL's tuning model (src/graph/tuning.cc,
+# Share of a ring's bandwidth that a tree of nodes reaches: NCCL's tuning model (tuning.cc,
 # version 2.28).
 TREE_SHARE = 0.92
 

@@ -46,5 +46,5 @@ def test_every_further_rank_costs_more() -> None:
 
 
 def test_a_slow_link_shows() -> None:
-    """Between nodes, keys and values of few tokens take longer than attention on one chunk."""
-    assert shares("zigzag", 16, 512)[1] < 0.7 * shares("zigzag", 8, 512)[1]
+    """If the network is slow, keys and values take longer than attention on one chunk."""
+    assert shares("zigzag", 16, 512)[1] < 0.5 * shares("zigzag", 16)[1]
