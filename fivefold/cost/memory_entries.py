@@ -24,7 +24,7 @@ from fivefold.cost.activations import (
 )
 from fivefold.cost.grid import OFFLOADS, Array, LayoutGrid
 from fivefold.cost.pipeline_ranks import RankStage, holds_all_microbatches
-from fivefold.cost.stack import SoftwareStack, StackMemory, memory_of_stack
+from fivefold.cost.stack import SoftwareStack, StackMemory
 
 MemoryParts = dict[str, Array]
 MOMENTS = 8  # bytes per element: AdamW's two moments, in float32
@@ -44,7 +44,7 @@ class MemoryEntries:
         imbalance: float,
     ) -> None:
         self.shape, self.machine, self.stack, self.grid = shape, machine, stack, grid
-        self.memory: StackMemory = memory_of_stack(stack.name)
+        self.memory: StackMemory = stack.memory
         if stack.saves_gathered:
             self.memory = replace(self.memory, gathered_inputs=True)
         self.itemsize = itemsize = itemsize_of(precision)

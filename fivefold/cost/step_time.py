@@ -18,6 +18,7 @@ from fivefold.core.machine import Machine
 from fivefold.core.schedule.family import PipelineTimes
 from fivefold.core.shape import Shape
 from fivefold.cost.grid import OFFLOADS, Array, LayoutGrid
+from fivefold.cost.gradient_buckets import num_buckets
 from fivefold.cost.layer_time import (
     OVERLAP_SLOWDOWN,
     LayerTimer,
@@ -27,15 +28,12 @@ from fivefold.cost.layer_time import (
 )
 from fivefold.cost.pipeline_ranks import bubble_seconds
 from fivefold.cost.pipeline_time import pipeline_seconds, pipeline_timer
-from fivefold.cost.stack import SoftwareStack, memory_of_stack
+from fivefold.cost.stack import SoftwareStack
 
 # Host seconds of a backward over those of a forward: assumed.
 HOST_BACKWARD = 1.0
 # Bytes/s at which one GPU's share of the host updates offloaded states: assumed.
 HOST_BANDWIDTH = 50e9
-# Matrices of a layer that fill a gradient bucket each, if they are larger: queries with keys and
-# values, output, gate with up, down.
-LAYER_MATRICES = 4
 # Bytes per element that an update reads from disk and writes back: master weight, two moments.
 STATE_BYTES = 2 * 12
 
@@ -73,7 +71,7 @@ def step_time(
     Pipelines are timed by their longest paths, a lower bound, or `simulated`, which takes longer.
     """
     work = LayerTimer(shape, machine, stack, grid, seq, precision, imbalance)
-    if memory_of_stack(stack.name).split == "balanced":
+    if stack.memory.split == "balanced":
         return _by_longest_paths(work, simulated)
     parts = {name: each * stack.factor for name, each in _equal_stages(work).items()}
     parts["fixed"] = np.full_like(grid.microbatches, stack.fixed)
@@ -304,7 +302,8 @@ def _data_collectives(work: LayerTimer, window: Array, compute: Array) -> Array:
     sharded = (grid.zero >= 1) & (shards > 1)
     # The first bucket of weights and the last of gradients overlap with nothing.
     layers = np.maximum(work.shape.layers / grid.pp, 1.0)
-    grads, gathers, sums = _data_rings(work, _num_buckets(work, layers))
+    weights = sum(rank_parameters(work.shape, grid)) * work.itemsize
+    grads, gathers, sums = _data_rings(work, num_buckets(weights, layers, stack.bucket_bytes))
     rounds = np.ceil(m / grid.pp) if stack.scatters_rounds else m
     times = np.where(grid.zero == 2, rounds, 1.0)
     once = np.where(sharded, times * grads + gathers, sums)
@@ -331,16 +330,6 @@ def _num_units(work: LayerTimer, layers: Array) -> Array:
         return layers
     dense, experts = rank_parameters(work.shape, work.grid)
     return np.maximum((dense + experts) * work.itemsize / work.stack.unit_bytes, 1.0)
-
-
-def _num_buckets(work: LayerTimer, layers: Array) -> Array | float:
-    """How many collectives reduce the gradients of a rank below ZeRO-3: a bucket each, but no more
-    than the matrices of its layers."""
-    if work.stack.bucket_bytes is None:
-        return 1.0
-    dense, experts = rank_parameters(work.shape, work.grid)
-    filled = (dense + experts) * work.itemsize / work.stack.bucket_bytes
-    return np.clip(filled, 1.0, LAYER_MATRICES * layers + 2)
 
 
 def _data_rings(work: LayerTimer, num_buckets: Array | float) -> tuple[Array, Array, Array]:

@@ -22,9 +22,9 @@ from fivefold.core.errors import FivefoldError
 from fivefold.core.machine import Machine
 from fivefold.core.schedule.catalog import names as schedule_names
 from fivefold.core.shape import Moe, Shape
-from fivefold.cost import stack as stacks
 from fivefold.cost.grid import RECOMPUTE, LayoutGrid
-from fivefold.cost.stack import SoftwareStack
+from fivefold.cost.stack import FIVEFOLD, SoftwareStack
+from fivefold.cost.stack_presets import load_stack
 from fivefold.score.rows import Row
 
 # How the data files spell GPUs, if not by the preset's name.
@@ -56,37 +56,37 @@ HF_REPAIRED = 14_050_000
 # Share of dispatch and combine that is hidden if two microbatches overlap in a layer.
 OVERLAPPED = 0.9
 STACKS = {
-    "sc21": stacks.MEGATRON_2021,
-    "korth": stacks.MEGATRON_2021,
-    "opt": stacks.MEGATRON_2021,
-    "mtnlg": stacks.DEEPSPEED_PIPELINE,
-    "sc21-zero3": stacks.DEEPSPEED_2021,
-    "vtrain-multi": stacks.MEGATRON_DEEPSPEED,
-    "vtrain-single": stacks.MEGATRON_DEEPSPEED_SMALL,
-    "hfbench": stacks.NANOTRON,
-    "hfplaybook": stacks.NANOTRON,
-    "dgxc2502": stacks.NEMO,
-    "mbridge": stacks.BRIDGE,
-    "modelzoo": stacks.MODELZOO,
-    "llama3": stacks.META,
-    "llmf": stacks.FOUNDRY,
-    "tt": stacks.TITAN,
-    "tt2412": stacks.TITAN,
-    "tt2408": stacks.TITAN,
-    "tt2404": stacks.TITAN_EAGER,
-    "zb": stacks.ZERO_BUBBLE,
-    "internevo": stacks.INTERN,
+    "sc21": load_stack("megatron-2021"),
+    "korth": load_stack("megatron-2021"),
+    "opt": load_stack("megatron-2021"),
+    "mtnlg": load_stack("megatron-deepspeed-530b"),
+    "sc21-zero3": load_stack("deepspeed-zero3-2021"),
+    "vtrain-multi": load_stack("megatron-deepspeed"),
+    "vtrain-single": load_stack("megatron-deepspeed-small"),
+    "hfbench": load_stack("nanotron"),
+    "hfplaybook": load_stack("nanotron"),
+    "dgxc2502": load_stack("nemo"),
+    "mbridge": load_stack("megatron-bridge"),
+    "modelzoo": load_stack("megatron-moe"),
+    "llama3": load_stack("meta-2024"),
+    "llmf": load_stack("llm-foundry"),
+    "tt": load_stack("torchtitan"),
+    "tt2412": load_stack("torchtitan"),
+    "tt2408": load_stack("torchtitan"),
+    "tt2404": load_stack("torchtitan-eager"),
+    "zb": load_stack("zero-bubble"),
+    "internevo": load_stack("internevo"),
 }
 # For other families: words in a row's source and notes, in this order.
 WORDS = {
-    r"nanotron": stacks.NANOTRON,
-    r"torchtitan|fsdp2": stacks.TITAN,
-    r"llm-foundry|composer|mosaic": stacks.FOUNDRY,
-    r"megatron-bridge": stacks.BRIDGE,
-    r"nemo|dgxc": stacks.NEMO,
-    r"internevo": stacks.INTERN,
-    r"zero bubble": stacks.ZERO_BUBBLE,
-    r"megatron": stacks.MEGATRON_2021,
+    r"nanotron": load_stack("nanotron"),
+    r"torchtitan|fsdp2": load_stack("torchtitan"),
+    r"llm-foundry|composer|mosaic": load_stack("llm-foundry"),
+    r"megatron-bridge": load_stack("megatron-bridge"),
+    r"nemo|dgxc": load_stack("nemo"),
+    r"internevo": load_stack("internevo"),
+    r"zero bubble": load_stack("zero-bubble"),
+    r"megatron": load_stack("megatron-2021"),
 }
 # Names of models with GPT layers, in families that also have others.
 GPT_NAMES = r"gpt|\bopt\b|bloom|\bmpt\b|megatron|turing|nlg"
@@ -124,7 +124,9 @@ def cases(row: Row) -> list[Case]:
     shape, machine = _shape(row, family), _machine(row, family)
     stack, precision = _stack(row, family), _precision(row)
     # How far ahead the custom schedule of this stack runs is not published.
-    variants = (stack, stacks.META_LEAN) if stack is stacks.META else (stack,)
+    variants = (
+        (stack, load_stack("meta-2024-lean")) if stack is load_stack("meta-2024") else (stack,)
+    )
     return [
         Case(shape, machine, each, grid, _integer(row, "seq_len"), precision, family)
         for grid, each in product(_grids(row, shape), variants)
@@ -233,13 +235,13 @@ def _precision(row: Row) -> str:
 def _stack(row: Row, family: str) -> SoftwareStack:
     """The stack of a family, changed as the row's notes say."""
     stack, notes = STACKS.get(family) or _stack_by_words(row), str(row.get("notes") or "")
-    if stack is stacks.NANOTRON:
+    if stack is load_stack("nanotron"):
         job = re.search(r"-(\d+)$", str(row.get("id")))
-        return stacks.NANOTRON_OLD if job and int(job[1]) < HF_REPAIRED else stack
-    if stack is stacks.TITAN and "compile" not in notes and "FSDP;" in notes:
-        return stacks.TITAN_EAGER
-    if stack is stacks.BRIDGE and "full_iteration" in notes:
-        return stacks.BRIDGE_GRAPHS
+        return load_stack("nanotron-old") if job and int(job[1]) < HF_REPAIRED else stack
+    if stack is load_stack("torchtitan") and "compile" not in notes and "FSDP;" in notes:
+        return load_stack("torchtitan-eager")
+    if stack is load_stack("megatron-bridge") and "full_iteration" in notes:
+        return load_stack("megatron-bridge-graphs")
     if "A2A dispatcher" in notes:
         return replace(stack, crosses_once=False)
     if "A2A overlap" in notes:
@@ -255,10 +257,10 @@ def _stack_by_words(row: Row) -> SoftwareStack:
     """The stack of an unknown family, by words in the row."""
     text = f"{row.get('source')} {row.get('notes')}"
     found = (each for words, each in WORDS.items() if re.search(words, text, re.IGNORECASE))
-    stack = next(found, stacks.FIVEFOLD)
+    stack = next(found, FIVEFOLD)
     # Megatron after 2022 has fused attention and overlaps reductions, as NVIDIA's later stacks do.
-    modern = stack is stacks.MEGATRON_2021 and _precision(row) != "fp16"
-    return stacks.NEMO if modern else stack
+    modern = stack is load_stack("megatron-2021") and _precision(row) != "fp16"
+    return load_stack("nemo") if modern else stack
 
 
 def _grids(row: Row, shape: Shape) -> list[LayoutGrid]:

@@ -10,9 +10,9 @@ from one_layout import grid_of
 
 from fivefold.core import machine as machines
 from fivefold.core import models
-from fivefold.cost import stack as stacks
 from fivefold.cost.grid import CONTEXTS
 from fivefold.cost.layer_time import LayerTimer
+from fivefold.cost.stack_presets import load_stack
 
 SHAPE = models.load("llama-3.1-8b")
 
@@ -24,7 +24,7 @@ def shares(context: str, cp: int, tokens: int = 8192) -> tuple[float, float]:
     kind = np.array([float(CONTEXTS.index(context))])
     split = replace(grid_of(cp=cp), context=kind)
     parts, alone = (
-        LayerTimer(SHAPE, chip, stacks.TITAN, grid, seq, "bf16").layer(0)
+        LayerTimer(SHAPE, chip, load_stack("torchtitan"), grid, seq, "bf16").layer(0)
         for grid in (split, grid_of())
     )
     bare = [alone.forward["attention"] / cp, alone.inputs["attention"] / cp]

@@ -16,6 +16,7 @@ from fivefold.core.machine import Machine
 from fivefold.cost import stack as stacks
 from fivefold.cost.grid import Array
 from fivefold.cost.links import Links
+from fivefold.cost.stack_presets import load_stack
 from fivefold.cost.step_time import step_time
 from fivefold.planner.search import EstimateSetting, search_layouts
 from fivefold.planner.space import SearchSpace
@@ -116,7 +117,7 @@ def test_buckets_pay_the_latency_of_a_ring_each() -> None:
 
     def seconds(shard: int, bucket_bytes: float | None) -> float:
         grid = grid_of(shard=shard, microbatch_size=1)
-        stack = replace(stacks.NANOTRON, bucket_bytes=bucket_bytes)
+        stack = replace(load_stack("nanotron"), bucket_bytes=bucket_bytes)
         return step_time(shape, p5, stack, grid, 4096, "bf16").parts["dp"].item()
 
     torch_default = 25 * 2**20
