@@ -62,6 +62,13 @@ class StackMemory:
     bucket_bytes: int = 0  # beside them if data ranks all-reduce full gradients
     gathered_inputs: bool = False
     gathered_head_input: bool = False
+    narrow_inputs: bool = False  # matmuls in fewer than 16 bits save their inputs so
+    narrow_activations: bool = False  # and what activations read
+    input_bytes: float | None = None  # of such an input; set by the precision of an estimate
+    remakes_heads: bool = False  # selective recomputation makes MLA's heads again from latents
+    returned_slots: bool = True  # results of experts are saved for the gradient of their weights
+    moment_bytes: int = 8  # of AdamW's two moments
+    offloaded: float = 0.0  # share of saved activations that wait on the host
     packed: bool = False  # equal heads: packed queries, keys and values stay, with copies of two
     gated_copies: float = 4.0  # of the MLP's width: gate, up, activation, and their product
     statistics: float = 4.0  # bytes per token that a norm saves
@@ -94,6 +101,7 @@ class StackMemory:
 # float32: two gradients of 4 bytes, and one of 2.
 EAGER_MEMORY = StackMemory(
     split="balanced",
+    narrow_inputs=True,
     selective="remade",
     wide_router=False,
     gathered_head_input=True,
@@ -170,6 +178,14 @@ class SoftwareStack:
     recomputed: float = 1.0  # share of layers that full recomputation covers
     stops_early: bool = False  # full recomputation skips an MLP's last matmul: no backward reads it
     selective_repeats: float = 0.0  # share of matmuls that selective recomputation repeats
+    compute_share: float = (
+        1.0  # of the SMs, if communication kernels have the others for themselves
+    )
+    weight_gradient_share: float = 1.0  # of other matmuls' speed in fewer than 16 bits
+    narrow_dispatch: bool = False  # tokens go to experts in the bits of matmuls; results are wide
+    narrow_gathers: bool = False  # so do weights that ZeRO gathers
+    shared_overlap: bool = False  # shared experts run beside the dispatch
+    paired_layers: bool = False  # two microbatches overlap in every layer, whatever the schedule
     experts_hidden: float = 0.0  # share of dispatch and combine that overlaps with compute
     crosses_once: bool = True  # a token crosses to a node once, for all of its experts there
     node_by_node: bool = False  # in two all-to-alls: to the nodes, and inside of each
@@ -218,6 +234,7 @@ FIVEFOLD = SoftwareStack(
     stops_early=True,
     crosses_once=False,
     node_by_node=True,
+    shared_overlap=True,
     launch=COMPILED_LAUNCH,
     expert_launch=EXPERT_LAUNCH,
     dispatch_launch=DISPATCH_LAUNCH,

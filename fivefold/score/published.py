@@ -21,8 +21,9 @@ from fivefold.core.count import parameters
 from fivefold.core.errors import FivefoldError
 from fivefold.core.machine import Machine
 from fivefold.core.schedule.catalog import names as schedule_names
+from fivefold.core.schedule.choose import named
 from fivefold.core.shape import Moe, Shape
-from fivefold.cost.grid import RECOMPUTE, LayoutGrid
+from fivefold.cost.grid import FAMILIES, RECOMPUTE, LayoutGrid
 from fivefold.cost.stack import FIVEFOLD, SoftwareStack
 from fivefold.cost.stack_presets import load_stack
 from fivefold.score.rows import Row
@@ -76,6 +77,7 @@ STACKS = {
     "tt2404": load_stack("torchtitan-eager"),
     "zb": load_stack("zero-bubble"),
     "internevo": load_stack("internevo"),
+    "deepseek": load_stack("deepseek"),
 }
 # For other families: words in a row's source and notes, in this order.
 WORDS = {
@@ -283,13 +285,25 @@ def _grids(row: Row, shape: Shape) -> list[LayoutGrid]:
         raise FivefoldError(f"recompute = {kinds[0]!r}: say none, selective or full")
     if not rows or not chunks:
         raise FivefoldError("no number of rows or chunks fits the batch and the layers")
-    return [_grid(row, *each) for each in product(rows, chunks, kinds)]
+    found = [_grid(row, *each) for each in product(rows, chunks, kinds)]
+    # A source that leaves the microbatch open has chosen one that its schedule can run.
+    return [each for each in found if _runs(each)] or found
+
+
+def _runs(grid: LayoutGrid) -> bool:
+    numbers = (int(each.item()) for each in (grid.pp, grid.microbatches, grid.chunks))
+    family = FAMILIES[int(grid.schedule.item())]
+    return grid.pp.item() == 1 or not family.problems(*numbers)
 
 
 def _grid(row: Row, rows: int, chunks: int, recompute: str) -> LayoutGrid:
     dp, tp, pp = (_integer(row, key) for key in ("dp", "tp", "pp"))
     zero = int(row.get("zero") or 0)
     shard = _zero_group(row) or dp
+    schedule = _schedule(row, chunks)
+    if pp > 1:  # of DualPipe, whose ranks have two stages, sources say two chunks or none
+        family = named(schedule)
+        chunks = min(max(chunks, family.min_chunks), family.max_chunks or chunks)
     numbers = {
         "tp": tp,
         "cp": _optional_integer(row, "cp", 1),
@@ -303,7 +317,7 @@ def _grid(row: Row, rows: int, chunks: int, recompute: str) -> LayoutGrid:
         "microbatch_size": rows,
         "microbatches": max(1, round(_integer(row, "global_batch") / (dp * rows))),
         "recompute": RECOMPUTE.index(recompute),
-        "schedule": schedule_names().index(_schedule(row, chunks)),
+        "schedule": schedule_names().index(schedule),
     }
     columns = {name: np.array([float(each)]) for name, each in numbers.items()}
     sp = bool(row.get("sp")) and tp > 1
@@ -318,7 +332,7 @@ def _zero_group(row: Row) -> int:
 
 
 def _schedule(row: Row, chunks: int) -> str:
-    said = str(row.get("schedule") or "")
+    said = str(row.get("schedule") or "").lower()
     zero_bubble = {"zb1p": "zb-h1", "zb2p": "zb-h2"}
     if said in zero_bubble:
         return zero_bubble[said]
