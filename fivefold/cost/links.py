@@ -244,3 +244,16 @@ class Links:
         if size is None:
             return ranks
         return np.clip(np.floor(size / stride), 1.0, ranks)
+
+
+# Matrices of a layer that fill a gradient bucket each, if they are larger: queries with keys and
+# values, output, gate with up, down; and those of both ends.
+_LAYER_MATRICES, _END_MATRICES = 4, 2
+
+
+def num_buckets(weights: Array, layers: Array, bucket_bytes: float | None) -> Array | float:
+    """In how many collectives the gradients of so many bytes of weights are reduced below ZeRO-3;
+    a matrix is never split. Each pays the latency of all hops, which grows with the ranks."""
+    if bucket_bytes is None:
+        return 1.0
+    return np.clip(weights / bucket_bytes, 1.0, _LAYER_MATRICES * layers + _END_MATRICES)

@@ -18,9 +18,9 @@ from fivefold.core.machine import Machine
 from fivefold.core.precision import matmul_bytes
 from fivefold.core.schedule.family import PipelineTimes
 from fivefold.core.shape import Shape
-from fivefold.cost.gradient_buckets import num_buckets
 from fivefold.cost.grid import OFFLOADS, Array, LayoutGrid
 from fivefold.cost.layer_time import LayerTimer, LayerTimes, TimeParts, total_seconds
+from fivefold.cost.links import num_buckets
 from fivefold.cost.overlap import shown_seconds
 from fivefold.cost.pipeline_ranks import bubble_seconds, mirrored
 from fivefold.cost.pipeline_time import pipeline_seconds, pipeline_timer
