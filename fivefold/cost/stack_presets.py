@@ -2,16 +2,18 @@
 
 A file has `what` and `source`, the tables `memory` and `speed` with the keys of `StackMemory` and
 `SoftwareStack`, and `fitted`, which names for each number that was fitted the sources whose runs it
-was fitted to. It may start from another stack with `base`. A stack without a source is the same
-stack with every number that was fitted to that source left to its base.
+was fitted to. `pooled` gives a number source by source: the stack has their geometric mean. A file
+may start from another stack with `base`. A stack without a source is the same stack, but a number
+that was fitted to that source alone is left to its base, and pooled ones are those of the others.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from math import prod
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,6 +25,7 @@ from fivefold.cost.stack import SoftwareStack
 Table = dict[str, Any]
 _TABLES = ("memory", "speed")
 _MOST_BASES = 8
+OUR_OWN = "fivefold"  # a source of numbers that are measured, not fitted
 
 
 @dataclass(frozen=True)
@@ -47,11 +50,28 @@ class _StackFile:
     memory: dict[str, Any] = field(default_factory=dict[str, Any])
     speed: dict[str, Any] = field(default_factory=dict[str, Any])
     fitted: dict[str, dict[str, str]] = field(default_factory=dict[str, dict[str, str]])
+    pooled: dict[str, dict[str, dict[str, float]]] = field(
+        default_factory=dict[str, dict[str, dict[str, float]]]
+    )
 
 
 def presets() -> list[str]:
     """The names of all stacks of other people."""
     return sorted(path.stem for path in (PRESETS / "stacks").glob("*.toml"))
+
+
+def fitted_numbers() -> Iterator[tuple[str, str, tuple[str, ...]]]:
+    """The file, the key and the sources of every number of a stack that was fitted; a pooled number
+    was fitted once for each of its sources."""
+    for name in presets():
+        one = _read(_preset_file(name))
+        for key in _flat(one):
+            head, rest = key.split(".", 1)
+            sources = _sources(one, key)
+            if one.pooled.get(head, {}).get(rest):
+                yield from ((f"stacks/{name}", key, (each,)) for each in sources)
+            elif sources:
+                yield f"stacks/{name}", key, sources
 
 
 def load_stack(name_or_path: str, without: str = "") -> SoftwareStack:
@@ -83,9 +103,9 @@ def _build(path: Path, without: str) -> StackPreset:
     flat: Table = {}
     fitted: dict[str, tuple[str, ...]] = {}
     for where, one in chain:
-        for key, value in _flat(one).items():
+        for key, value in _flat(one, without).items():
             sources = _sources(one, key)
-            if without and without in sources:
+            if sources == (without,):
                 continue
             flat[key] = value
             fitted.pop(key, None)
@@ -126,14 +146,14 @@ def _read(path: Path) -> _StackFile:
     plain = {key: value for key, value in table.items() if key not in _TABLES}
     one = tables.build(_StackFile, plain, str(path))
     numbers = {key: table.get(key, {}) for key in _TABLES}
-    return _StackFile(one.what, one.source, one.base, one.open, **numbers, fitted=one.fitted)
+    return replace(one, **numbers)
 
 
 def _is_table(value: object) -> bool:
     return isinstance(value, dict)
 
 
-def _flat(one: _StackFile) -> Table:
+def _flat(one: _StackFile, without: str = "") -> Table:
     """The numbers of a file by their dotted keys, such as `memory.cache.most`."""
     found: Table = {}
 
@@ -146,6 +166,11 @@ def _flat(one: _StackFile) -> Table:
 
     add(one.memory, "memory.")
     add(one.speed, "speed.")
+    for head, numbers in one.pooled.items():
+        for key, by_source in numbers.items():
+            others = [each for source, each in by_source.items() if source != without]
+            if others:
+                found[f"{head}.{key}"] = prod(others) ** (1 / len(others))
     return found
 
 
@@ -158,6 +183,8 @@ def _put(table: Table, key: str, value: Any) -> None:
 
 def _sources(one: _StackFile, key: str) -> tuple[str, ...]:
     head, rest = key.split(".", 1)
+    if pooled := one.pooled.get(head, {}).get(rest):
+        return tuple(each for each in pooled if each != OUR_OWN)
     said = one.fitted.get(head, {}).get(rest, "")
     return tuple(each.strip() for each in said.split(",") if each.strip())
 
