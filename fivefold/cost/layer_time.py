@@ -82,7 +82,7 @@ class LayerTimer:
     ) -> None:
         self.imbalance = imbalance
         self.shape, self.machine, self.stack, self.grid, self.seq = shape, machine, stack, grid, seq
-        self.links, self.reach = Links(machine), machine.efficiency
+        self.links, self.reach = Links(machine, grid.world), machine.efficiency
         self._hidden = {"tp": stack.tp_hidden, "ep": stack.experts_hidden}
         self.wide = PRECISIONS[precision].runs_in if precision in PRECISIONS else precision
         self.precision = precision

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fivefold.core.machine import Machine
+from fivefold.core.machine import Machine, Tier
 from fivefold.cost.grid import Array
 
 Crossing = tuple[int, int]  # copies of a token, and domains that they are sent to at most
@@ -95,13 +95,22 @@ _UP_AND_DOWN = 2  # hops through a switch, or passes through a tree
 # Share of a ring's bandwidth that a tree of nodes reaches: NCCL's tuning model (tuning.cc,
 # version 2.28).
 TREE_SHARE = 0.92
+# Exchange between more domains than a few slows down by this power of their number: DeepEP's
+# dispatch has 58 GB/s a GPU on 16 to 32 GPUs and 41 to 45 on 128.
+_FEW_DOMAINS, _CONGESTION = 4, 0.18
 
 
 class Links:
-    """The links of a machine, with the share of their bandwidth that software reaches."""
+    """The links of a machine, with the share of their bandwidth that software reaches.
 
-    def __init__(self, machine: Machine) -> None:
-        self.tiers = machine.tiers
+    A job of `world` ranks takes equal shares of as few domains as hold it: 128 GPUs are 64 in each
+    of two NVL72, 144 are all of both. A group whose ranks do not divide such a share straddles two
+    domains somewhere, and all wait for it.
+    """
+
+    def __init__(self, machine: Machine, world: Array | None = None) -> None:
+        self.tiers, self.world = machine.tiers, world
+        self.sizes = [_job_share(tier, world) for tier in machine.tiers]
         self.shares = machine.efficiency.links
         self.reduces = any(tier.reduces for tier in machine.tiers)
         self.tori = [
@@ -212,6 +221,8 @@ class Links:
                 wanted = np.minimum(domains * (1 - (1 - 1 / domains) ** once[0]), once[1])
                 share = share * wanted / once[0]
             rate: Array | float = tier.bandwidth * self.share(number)
+            if number:  # many domains exchange with many
+                rate = rate * np.maximum(reached / inside / _FEW_DOMAINS, 1.0) ** -_CONGESTION
             if (torus := self.tori[number]) is not None:
                 rate = torus.exchange_rate(reached, stride)
                 share = np.where(reached > inside, reached / ranks, 0.0)
@@ -240,10 +251,30 @@ class Links:
 
     def _reached(self, number: int, ranks: Array, stride: Array) -> Array:
         """How many ranks of a group share one domain of a tier."""
-        size = self.tiers[number].size
+        size = self.sizes[number]
         if size is None:
             return ranks
-        return np.clip(np.floor(size / stride), 1.0, ranks)
+        inside = np.clip(np.floor(size / stride), 1.0, ranks)
+        if self.world is None or self.tiers[number].torus:
+            return inside
+        span = np.maximum(ranks * stride, 1.0)
+        part = np.gcd(np.asarray(size).astype(np.int64), span.astype(np.int64)) / stride
+        straddles = (self.world > size) & (span < size) & (size % span > 0)
+        return np.where(straddles, np.clip(np.floor(part), 1.0, ranks), inside)
+
+
+def _job_share(tier: Tier, world: Array | None) -> Array | int | None:
+    """Ranks of a job in each domain of a tier, in as few domains as hold them all evenly."""
+    if tier.size is None or world is None or tier.torus:
+        return tier.size
+    shares = world.copy()
+    for number in np.unique(world):
+        ranks = int(number)
+        fewest = -(-ranks // tier.size)
+        even = (count for count in range(fewest, 2 * fewest) if ranks % count == 0)
+        count = next(even, 0)
+        shares[world == number] = ranks // count if count else tier.size
+    return shares
 
 
 # Matrices of a layer that fill a gradient bucket each, if they are larger: queries with keys and
