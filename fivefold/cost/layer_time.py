@@ -171,9 +171,12 @@ class LayerTimer:
         issued = [*tensor_layer(self.job, moe is not None, ends_segment)]
         if moe is not None:
             issued += expert_layer(self.job, moe, ends_segment)
+        joined = self.stack.joins_blocks and self.shape.parallel_block and moe is None
         for each in issued:
             part = _PARTS[each.axis]
             seconds = self._seconds_of(each) * (1 - self._hidden[part])
+            if joined and part == "tp":
+                seconds = seconds / 2
             self._add(times, part, seconds, each)
 
     def _add(self, times: LayerTimes, part: str, seconds: Array, issued: CountedCollective) -> None:

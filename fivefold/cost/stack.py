@@ -137,6 +137,7 @@ class SoftwareStack:
     """
 
     name: str
+    runs_plans: bool = False  # fivefold's own: the keys of a plan change how it runs
     attention: Attention = "fused"
     wide_passes: float = 6.0
     narrow_passes: float = 4.0
@@ -162,6 +163,7 @@ class SoftwareStack:
     message_launch: float = 0.0  # host seconds of one pipeline message
     gathers_again: bool = False  # inputs of split matmuls are saved as shards, gathered in backward
     saves_gathered: bool = False  # they are saved gathered instead
+    joins_blocks: bool = False  # parallel attention and MLP share one pair of tp collectives (PaLM)
     tp_hidden: float = 0.0  # share of tensor-parallel traffic that overlaps with matmuls
     gradients_hidden: bool = True  # gradient reduction overlaps with the last backward
     scatters_rounds: bool = False  # ZeRO-2 reduces once per round of p microbatches, not for each
@@ -207,8 +209,8 @@ class SoftwareStack:
     def stays_gathered(self, grid: LayoutGrid) -> Flags:
         """Where ZeRO-3 keeps weights gathered over a step: as a plan says, or in a pipeline of
         fivefold, whose microbatches are far apart."""
-        ours = self.memory.split == "balanced"
-        return (self.gather == "step") | ((grid.pp > 1) & (ours and not self.gather))
+        own = self.runs_plans and not self.gather
+        return (self.gather == "step") | ((grid.pp > 1) & own)
 
 
 # Host seconds of a layer's forward, and about as many of its backward: layers of Llama-3.2-1B with
@@ -225,6 +227,7 @@ DISPATCH_LAUNCH = 1.95e-3
 FIVEFOLD = SoftwareStack(
     "fivefold",
     memory=FIVEFOLD_MEMORY,
+    runs_plans=True,
     wide_passes=5.0,
     narrow_passes=3.0,
     accumulated_bytes=12.0,
