@@ -25,8 +25,8 @@ from fivefold.core.plan import read, resolve
 from fivefold.cost.stack_presets import OUR_OWN, presets
 from fivefold.planner.great_runs import compare_run
 
-# How far each estimate may be from the published step; deepseek-v3 and the others without a bound
-# are shown with what is not explained.
+# How far each estimate may be from the published step; the others are shown with what is not
+# explained.
 BOUNDS = {
     "llama-3.1-405b-8k": 0.10,
     "llama-3.1-405b-128k": 0.10,
@@ -35,6 +35,9 @@ BOUNDS = {
     "llama-2-70b": 0.15,
     "deepseek-67b": 0.15,
     "deepseek-v2": 0.15,
+    "deepseek-v3": 0.15,
+    "palm-540b": 0.15,
+    "bloom-176b": 0.15,
 }
 
 
@@ -72,8 +75,8 @@ def test_the_parts_sum_to_the_published_step(name: str) -> None:
         assert found.explained[-1].part == "not explained"
         assert found.explained[-1].seconds == pytest.approx(-found.difference)
         assert abs(found.difference) < BOUNDS.get(name, 1.0) * found.published.seconds
-    if name != "deepseek-v3":
-        assert found.estimate.total < found.estimate.setting.machine.memory
+    assert found.estimate.verdict != "does not fit"
+    assert found.estimate.total < found.estimate.setting.machine.memory
 
 
 def test_the_contract(capsys: pytest.CaptureFixture[str]) -> None:
