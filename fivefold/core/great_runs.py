@@ -7,9 +7,11 @@ source leaves open. Papers count FLOPs differently, so every figure is compared 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -95,6 +97,17 @@ class GreatRun:
     @property
     def plan_file(self) -> Path:
         return PRESETS / "runs" / f"{self.name}.toml"
+
+    def header(self, key: str) -> str:
+        """What the comments of its plan file say about `assumed` or `confidence`."""
+        lines = self.plan_file.read_text("utf-8").splitlines()
+        comments = [line[1:].strip() for line in lines if line.startswith("#")]
+        starts = [i for i, line in enumerate(comments) if line.startswith(f"{key}: ")]
+        if not starts:
+            return ""
+        rest = comments[starts[0] + 1 :]
+        more = takewhile(lambda line: not re.match(r"[a-z]+: ", line), rest)
+        return " ".join([comments[starts[0]].removeprefix(f"{key}: "), *more])
 
     def options(self, change: Change | None = None) -> PlanOptions:
         """The plan of the run, with a change if there is one."""

@@ -51,6 +51,8 @@ def run_json(found: RunComparison) -> dict[str, Any]:
         "layout": str(estimate.plan.layout),
         "stack": estimate.setting.stack.name,
         "precision": estimate.setting.precision,
+        "assumed": run.header("assumed"),
+        "confidence": run.header("confidence"),
         "published": published,
         "estimate": estimate_json(estimate, []),
         "difference": _difference(found),
@@ -103,6 +105,7 @@ def run_text(found: RunComparison) -> list[str]:
         *wrapped(run.source, "source    "),
         *wrapped(f"{name_of(look)}; {plan.batch}", "layout    "),
         f"software  {look.setting.stack.name}, {look.setting.precision}",
+        *wrapped(run.header("assumed"), "assumed   "),
     ]
     lines += wrapped(_published_words(found), "published ")
     lines += wrapped(_estimate_words(found), "estimate  ")

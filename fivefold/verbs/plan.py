@@ -23,7 +23,6 @@ from fivefold.report import plan_text, plan_values, write_text
 from fivefold.report.formula_text import budget_answer, textbook_answer
 from fivefold.report.great_run_text import run_answer
 from fivefold.report.job_table_text import job_table_answer
-from fivefold.verbs import above, one_of, progress_bar, with_plan_options
 
 if TYPE_CHECKING:  # estimates need numpy, whose import takes longer than a plan without estimates
     from fivefold.planner import PlanRequest, PlanResult
@@ -36,7 +35,7 @@ _NOT_SEARCHED = ("microbatches", "stage_layers", "gather", "sp")  # only for a g
 Printed = tuple[dict[str, Any], list[str]]
 
 
-@partial(with_plan_options, default_target="")
+@partial(verbs.with_plan_options, default_target="")
 def run(
     plan_options: PlanOptions,
     command: typer.Context,
@@ -46,12 +45,8 @@ def run(
     price: Annotated[float | None, typer.Option(help="Price of a GPU-hour.")] = None,
     objective: verbs.ObjectiveOption = "tokens",
     headroom: Annotated[float, typer.Option(help="Share of the memory to leave free.")] = 0.05,
-    precision: Annotated[
-        str | None, typer.Option(help=f"Estimate in {', '.join(PRECISIONS)}.")
-    ] = None,
-    kernels: Annotated[
-        str, typer.Option(help="compiled, eager or graphs: what blocks save, how they launch.")
-    ] = "compiled",
+    precision: verbs.PrecisionOption = None,
+    kernels: verbs.KernelsOption = "compiled",
     stack: verbs.StackOption = None,
     imbalance: verbs.ImbalanceOption = None,
     what_if: verbs.WhatIfOption = None,
@@ -63,17 +58,15 @@ def run(
     budget: verbs.BudgetOption = None,
     tokens_per_parameter: verbs.RatioOption = TOKENS_PER_PARAMETER,
     mfu: verbs.MfuOption = USUAL_MFU,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the plan as TOML.")
-    ] = None,
+    output: verbs.OutputOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Resolve a job or search its layout: memory, time and reasons."""
     options: dict[str, Any] = {
         "fix": fix,
-        "top": above("top", top, 0),
-        "tokens": None if tokens is None else _positive("tokens", tokens),
-        "price": None if price is None else _positive("price", price),
+        "top": verbs.above("top", top, 0),
+        "tokens": None if tokens is None else verbs.positive("tokens", tokens),
+        "price": None if price is None else verbs.positive("price", price),
         "objective": objective,
         "precision": precision,
         "how": _how(headroom, kernels, imbalance, stack),
@@ -100,12 +93,17 @@ def _answer_of(
     set_options = {name for name, value in command.params.items() if value not in (None, False, [])}
     is_open = "layout" not in set_options and not command.params["target"].endswith(".toml")
     if options["great_run"] is not None:
-        return _great_run(options["great_run"], command, options)
+        verbs.only_with(command, "run", _OF_A_RUN)
+        return _great_run(options["great_run"], options)
     if options["budget"] is not None:
+        verbs.only_with(command, "budget", _OF_A_BUDGET)
         spent = parse_budget(options["budget"], options["mfu"], options["precision"] or "bf16")
         return budget_answer(spent, options["ratio"], plan_options.model or None)
     if options["textbook"]:
+        verbs.only_with(command, "textbook", _OF_A_TEXTBOOK)
         return textbook_answer(plan_options, is_open)
+    if alone := [each for each in ("mfu", "tokens_per_parameter") if verbs.typed(command, each)]:
+        raise FivefoldError(f"--{alone[0].replace('_', '-')} is for --budget: give both")
     if plan_options.machine is None:
         _require_no_estimates(set_options)
         return _resolved(resolve(plan_options), options["output"])
@@ -119,30 +117,21 @@ def _compiled(options: PlanOptions, kernels: str) -> PlanOptions:
     return replace(options, train=replace(options.train, compile=kernels != "eager"))
 
 
-_OF_A_RUN = {"great_run", "stack", "headroom", "output", "as_json"}
+_OF_A_RUN = ("great_run", "stack", "headroom", "output")
+_OF_A_BUDGET = ("target", "budget", "tokens_per_parameter", "mfu", "precision")
+_OF_A_TEXTBOOK = (
+    *("target", "textbook", "layout", "gpus", "machine", "seq", "batch", "microbatch_size"),
+    *("microbatches", "schedule", "chunks", "set"),
+)
 
 
-def _great_run(name: str, command: typer.Context, options: dict[str, Any]) -> Printed:
+def _great_run(name: str, options: dict[str, Any]) -> Printed:
     """A published run beside our estimate; `-o` writes its plan."""
-    names: set[str] = set(command.params)
-    given = {each for each in names - _OF_A_RUN if _is_typed(command, each)}
-    if more := sorted(given):
-        option = "MODEL" if more[0] == "target" else f"--{more[0].replace('_', '-')}"
-        raise FivefoldError(
-            f"--run {name} fixes the job: leave {option} out, or change the plan that "
-            f"fivefold plan --run {name} -o plan.toml writes"
-        )
     how = options["how"]
     plan, table, lines = run_answer(name, how["headroom"], how["stack"])
     if (output := options["output"]) is not None:
         write_text(output, plan.to_toml(output.parent))
     return table, lines
-
-
-def _is_typed(command: typer.Context, name: str) -> bool:
-    """Whether the option is on the command line."""
-    source = command.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
 
 
 def _how(
@@ -155,7 +144,7 @@ def _how(
         raise FivefoldError(f"--headroom {headroom}: give a share of the memory from 0 to below 1")
     return {
         "headroom": headroom,
-        "kernels": one_of("kernels", kernels, ("compiled", "eager", "graphs")),
+        "kernels": verbs.one_of("kernels", kernels, ("compiled", "eager", "graphs")),
         "imbalance": 1.0 if imbalance is None else imbalance,
         "stack": stack,
     }
@@ -283,7 +272,9 @@ def _inquiry(
 ) -> PlanRequest:
     from fivefold.planner import plan_request
 
-    precision = one_of("precision", options["precision"] or plan_options.precision, PRECISIONS)
+    precision = verbs.one_of(
+        "precision", options["precision"] or plan_options.precision, PRECISIONS
+    )
     machine = machines.load(plan_options.machine or "")
     return plan_request(plan_options, machine, fixed, precision=precision, **options["how"])
 
@@ -303,9 +294,9 @@ def _changed(
 def _answer(asked: PlanRequest, options: dict[str, Any]) -> PlanResult:
     from fivefold.planner import OBJECTIVES, best_plans, fewest_gpu_hours, fewest_gpus
 
-    objective = one_of("objective", options["objective"], OBJECTIVES)
+    objective = verbs.one_of("objective", options["objective"], OBJECTIVES)
     find = {"tokens": best_plans, "gpus": fewest_gpus, "gpu-hours": fewest_gpu_hours}[objective]
-    with progress_bar("search") as bar:
+    with verbs.progress_bar("search") as bar:
         return find(asked, options["top"], bar.update)
 
 
@@ -372,7 +363,7 @@ def _tables(asked: PlanRequest, options: dict[str, Any], given: Plan | None = No
     from fivefold.planner.job_tables import TABLES, job_table
 
     if options["table"]:
-        chosen = job_table(one_of("table", options["table"], TABLES), asked, given)
+        chosen = job_table(verbs.one_of("table", options["table"], TABLES), asked, given)
         return job_table_answer(chosen)
 
     if options["compare"]:
@@ -380,13 +371,7 @@ def _tables(asked: PlanRequest, options: dict[str, Any], given: Plan | None = No
         table = {"strategies": plan_values.strategies_json(found)}
         return table, plan_values.strategies_text(found)
     axis, values = sweep_values(asked, options["sweep"])
-    with progress_bar("sweep") as bar:
+    with verbs.progress_bar("sweep") as bar:
         points = list(sweep(asked, axis, values, bar.update))
     table = {"axis": axis, "points": plan_values.sweep_json(axis, points)}
     return table, plan_values.sweep_text(axis, values, points)
-
-
-def _positive(option: str, given: float) -> float:
-    if not 0 < given < 1e30:
-        raise FivefoldError(f"--{option} {given}: give a number above 0")
-    return given

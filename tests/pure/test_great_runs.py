@@ -111,8 +111,27 @@ def test_an_unknown_run_lists_all(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_run_fixes_its_job(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "leave --gpus out" in refuse(capsys, "--run", "palm-540b", "--gpus", "8")
-    assert "leave MODEL out" in refuse(capsys, "tiny", "--run", "palm-540b")
+    says = refuse(capsys, "--run", "palm-540b", "--gpus", "8")
+    assert "--gpus has no effect with --run: leave one of them out" in says
+    assert "MODEL has no effect with --run" in refuse(capsys, "tiny", "--run", "palm-540b")
+
+
+def test_another_stack_takes_the_place_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    own = run_json(capsys, "--run", "llama-3.1-405b-8k", "--stack", "fivefold")
+    theirs = run_json(capsys, "--run", "llama-3.1-405b-8k", "--stack", "meta-2024")
+    usual = run_json(capsys, "--run", "llama-3.1-405b-8k")
+    assert own["stack"] == "fivefold" and theirs["stack"] == usual["stack"] == "meta-2024"
+    assert theirs["estimate"]["step_s"] == usual["estimate"]["step_s"] != own["estimate"]["step_s"]
+    assert "unknown stack" in refuse(capsys, "--run", "megatron-1t", "--stack", "nothing")
+
+
+def test_what_is_assumed_is_said() -> None:
+    for run in great_runs().values():
+        assert len(run.header("assumed")) > 10 and len(run.header("confidence")) > 10
+    run = load_run("llama-1-65b")
+    assert run.header("assumed").startswith("the degrees, ZeRO stage and a microbatch of 8,192")
+    assert run.header("assumed").endswith("saved outputs of linear layers")
+    assert run.header("nothing") == ""
 
 
 def test_its_plan_is_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -150,6 +150,9 @@ def test_dense_and_moe_have_equal_flops() -> None:
         (("--budget", "1e24", "--mfu", "2"), "--mfu"),
         (("--budget", "1e24", "--tokens-per-parameter", "0"), "--tokens-per-parameter"),
         (("nothing-like-it", "--budget", "1e24"), "unknown model"),
+        (("--budget", "1e24", "--gpus", "8"), "--gpus has no effect with --budget"),
+        (("tiny", "--mfu", "0.5"), "--mfu is for --budget"),
+        (("tiny", "--textbook", "--zero", "1"), "--zero has no effect with --textbook"),
     ],
 )
 def test_bad_budgets(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], says: str) -> None:
