@@ -124,9 +124,9 @@ def _memory_techniques(request: PlanRequest, given: Plan | None) -> JobTable:
         half = plan.batch.microbatch_size // 2
         more = 2 * plan.batch.microbatches
         techniques["half the microbatch"] = {"microbatch_size": half, "microbatches": more}
+    away = replace(base.train, offload="cpu")
+    techniques["optimizer states in host memory"] = {"train": away}
     rows = [_technique(request, name, base, keys) for name, keys in techniques.items()]
-    states = estimate_plan(resolve(base), request.setting, "cpu")
-    rows.append(JobRow("optimizer states in host memory", states))
     return JobTable("memory", (*rows, JobRow(CHOSEN, chosen)), BASE)
 
 
@@ -154,4 +154,4 @@ def _technique(request: PlanRequest, name: str, base: PlanOptions, keys: dict[st
         plan = resolve(replace(base, **keys))
     except FivefoldError as error:
         return JobRow(name, None, str(error).splitlines()[0])
-    return JobRow(name, estimate_plan(plan, request.setting))
+    return JobRow(name, estimate_plan(plan, request.setting, plan.options.train.offload))
