@@ -141,7 +141,9 @@ def _chosen(request: PlanRequest, given: Plan | None) -> Estimate:
 
 def _plain(options: PlanOptions) -> PlanOptions:
     """The same degrees without techniques; sequence parallelism stays where experts require it."""
+    at_home = replace(options.train, offload="none", offload_grads="none", states="fp32")
     plain = replace(options, zero=0, gather=None, recompute="none", grad_dtype="fp32")
+    plain = replace(plain, train=at_home)
     try:
         resolve(replace(plain, sp=False))
     except FivefoldError:
