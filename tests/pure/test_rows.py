@@ -213,6 +213,7 @@ def test_the_left_out_figures_come_first(
     assert "numbers are fitted" in text and "rows have assumptions" in text
     bars = read_toml(accuracy)
     assert {"median", "p90", "n"} <= set(bars["time"]) and bars["time"]["n"] == 18
+    assert "n" in bars["layouts"]
     table = json.loads(run(capsys, str(PUBLISHED), "--json"))
     left = table["leave_one_out"]
     assert {"n", "median", "mean", "p90"} <= set(left["time"])
