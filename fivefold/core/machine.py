@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeGuard, cast
 
 from fivefold.core import tables
 from fivefold.core.errors import BadFile, FivefoldError, UnknownName, counted, did_you_mean
+from fivefold.core.precision import PRECISIONS
 
 Topology = Literal["switch", "torus", "ring"]
 
@@ -36,6 +37,7 @@ class Link:
     source: str
     topology: Topology = "switch"
     rings: int = 1  # rings through each GPU; a group along one of them has bandwidth / rings
+    trees: bool = True  # sums may go up and down a tree of domains, not only around a ring
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ class Rates:
     bf16: float | None = None
     fp16: float | None = None
     fp8: float | None = None
+    nvfp4: float | None = None
     tf32: float | None = None
     fp32: float | None = None
     fp64: float | None = None
@@ -93,6 +96,7 @@ class Efficiency:
 
     matmul: float = 0.80
     matmul_fp8: float = 0.65
+    matmul_fp4: float = 0.40  # assumed
     start: float = 30e-6
     memory: float = 0.80
     attention: float = 0.50
@@ -129,6 +133,8 @@ class Machine:
     def peak(self, dtype: str) -> float:
         """Dense peak FLOP/s of one GPU in `dtype`."""
         known = self.peaks.known()
+        if dtype in PRECISIONS and PRECISIONS[dtype].peak in known:
+            return known[PRECISIONS[dtype].peak]
         if dtype not in known:
             options = ", ".join(known)
             raise FivefoldError(f"{self.name} has no peak for {dtype!r}: choose from {options}")

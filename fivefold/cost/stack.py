@@ -62,6 +62,13 @@ class StackMemory:
     bucket_bytes: int = 0  # beside them if data ranks all-reduce full gradients
     gathered_inputs: bool = False
     gathered_head_input: bool = False
+    narrow_inputs: bool = False  # matmuls in fewer than 16 bits save their inputs so
+    narrow_activations: bool = False  # and what activations read
+    input_bytes: float | None = None  # of such an input; set by the precision of an estimate
+    remakes_heads: bool = False  # selective recomputation makes MLA's heads again from latents
+    returned_slots: bool = True  # results of experts are saved for the gradient of their weights
+    moment_bytes: int = 8  # of AdamW's two moments
+    offloaded: float = 0.0  # share of saved activations that wait on the host
     packed: bool = False  # equal heads: packed queries, keys and values stay, with copies of two
     gated_copies: float = 4.0  # of the MLP's width: gate, up, activation, and their product
     statistics: float = 4.0  # bytes per token that a norm saves
@@ -94,6 +101,7 @@ class StackMemory:
 # float32: two gradients of 4 bytes, and one of 2.
 EAGER_MEMORY = StackMemory(
     split="balanced",
+    narrow_inputs=True,
     selective="remade",
     wide_router=False,
     gathered_head_input=True,
@@ -136,6 +144,8 @@ class SoftwareStack:
     slot_passes: float = 4.0  # like wide_passes, for each copy of a token that goes to an expert
     rotary_passes: float = 0.0  # extra passes over queries and keys if rotary is not fused
     summed_passes: float = 0.0  # over full input gradients, if several matmuls read one input
+    merge_bytes: float = 24.0  # per element of attention's output if a context rank merges two
+    # results: what 8 zigzag ranks measure; a fused kernel moves 10
     elementwise_backward: float = 2.0  # bytes of elementwise kernels in backward over forward
     wide_router: bool = False  # router scores are computed in 32 bits
     copies_tokens: bool = False  # around tensor-parallel collectives, into rank order
@@ -147,6 +157,7 @@ class SoftwareStack:
     dispatch_launch: float = 0.0  # added to it if experts are on several ranks
     straggler_share: float = 0.0  # of launch, added per further tp rank: the slowest host decides
     crowding: float = 0.0  # seconds per tp rank and layer if stages cross nodes
+    node_wait: float = 0.0  # seconds of a tp collective for each further node that it spans
     expert_wait: float = 0.0  # seconds that the GPU idles in a layer with experts, in each pass,
     # because the host waits for the token counts first
     message_launch: float = 0.0  # host seconds of one pipeline message
@@ -169,12 +180,25 @@ class SoftwareStack:
     recomputed: float = 1.0  # share of layers that full recomputation covers
     stops_early: bool = False  # full recomputation skips an MLP's last matmul: no backward reads it
     selective_repeats: float = 0.0  # share of matmuls that selective recomputation repeats
+    compute_share: float = (
+        1.0  # of the SMs, if communication kernels have the others for themselves
+    )
+    weight_gradient_share: float = 1.0  # of other matmuls' speed in fewer than 16 bits
+    narrow_dispatch: bool = False  # tokens go to experts in the bits of matmuls; results are wide
+    narrow_gathers: bool = False  # so do weights that ZeRO gathers
+    shared_overlap: bool = False  # shared experts run beside the dispatch
+    paired_layers: bool = False  # two microbatches overlap in every layer, whatever the schedule
     experts_hidden: float = 0.0  # share of dispatch and combine that overlaps with compute
     crosses_once: bool = True  # a token crosses to a node once, for all of its experts there
     node_by_node: bool = False  # in two all-to-alls: to the nodes, and inside of each
+    frozen: bool = False  # the model's own weights do not learn, only adapters beside them
+    lora_rank: int = 0  # of these adapters; 0: none
     gradient_bytes: int = 4  # of a reduced gradient element
     summed_bytes: int | None = None  # of an accumulated one; None: as its memory says
     unit_bytes: int | None = None  # of weights that are gathered and reduced together; None: layers
+    owner_wait: float = 0.0  # seconds of an owner's broadcast, if ZeRO-1 publishes owner by owner
+    bucket_bytes: float | None = None  # of weights whose gradients are reduced together, if
+    # matrices are not larger; below ZeRO-3; None: all together
     prefetch: int = 1  # units that ZeRO-3 gathers ahead
     gather: str = ""  # step or microbatch: how long ZeRO-3 keeps weights gathered
     grads_home: str = ""  # cpu or nvme: where gradients go after every microbatch
@@ -215,6 +239,7 @@ FIVEFOLD = SoftwareStack(
     stops_early=True,
     crosses_once=False,
     node_by_node=True,
+    shared_overlap=True,
     launch=COMPILED_LAUNCH,
     expert_launch=EXPERT_LAUNCH,
     dispatch_launch=DISPATCH_LAUNCH,

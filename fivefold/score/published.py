@@ -8,7 +8,7 @@ out is an assumption, which is noted.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
@@ -16,8 +16,9 @@ import numpy as np
 from fivefold.core.errors import FivefoldError, UnknownName
 from fivefold.core.machine import Machine
 from fivefold.core.schedule.catalog import names as schedule_names
+from fivefold.core.schedule.choose import named
 from fivefold.core.shape import Shape
-from fivefold.cost.grid import RECOMPUTE, LayoutGrid
+from fivefold.cost.grid import FAMILIES, RECOMPUTE, LayoutGrid
 from fivefold.cost.stack import SoftwareStack
 from fivefold.cost.stack_presets import load_preset, load_stack
 from fivefold.score.row_machine import read_machine, read_precision
@@ -82,7 +83,18 @@ def _stacks(reader: RowReader, precision: str, without: str) -> list[SoftwareSta
     """The software of a row, and what its source allows as well."""
     name = reader.text("stack") or _assumed_stack(reader, precision)
     preset = load_preset(name, without)
-    return [preset.stack, *(load_stack(each, without) for each in preset.open)]
+    found = [preset.stack, *(load_stack(each, without) for each in preset.open)]
+    return [_as_said(reader.row, each) for each in found]
+
+
+def _as_said(row: Row, stack: SoftwareStack) -> SoftwareStack:
+    """The stack with the row's frozen weights, adapters and offloaded activations."""
+    rank, away = int(row.get("lora_rank") or 0), float(row.get("offload_activations") or 0.0)
+    if rank < 0 or not 0 <= away <= 1:
+        raise FivefoldError("give a lora_rank of 0 or more and a share of activations up to 1")
+    memory = replace(stack.memory, offloaded=away or stack.memory.offloaded)
+    frozen = bool(row.get("frozen")) or rank > 0
+    return replace(stack, frozen=frozen, lora_rank=rank, memory=memory)
 
 
 def _assumed_stack(reader: RowReader, precision: str) -> str:
@@ -98,6 +110,8 @@ def _assumed_stack(reader: RowReader, precision: str) -> str:
         name = "xla"
     elif _schedule(reader, 1).startswith("zb"):
         name = "zero-bubble"
+    elif _schedule(reader, 1).startswith("dualpipe"):
+        name = "deepseek"
     elif sharded and reader.integer("pp") == 1:
         name = "fsdp" if reader.text("gpu").startswith(("a100", "a800", "v100")) else "torchtitan"
     else:
@@ -126,12 +140,23 @@ def _grids(reader: RowReader, shape: Shape) -> list[LayoutGrid]:
         raise UnknownName("recompute", kinds[0], RECOMPUTE)
     if not rows or not chunks:
         raise FivefoldError("no number of rows or chunks fits the batch and the layers")
-    return [_grid(reader, *each) for each in product(rows, chunks, kinds)]
+    found = [_grid(reader, *each) for each in product(rows, chunks, kinds)]
+    # A source that leaves the microbatch open has chosen one that its schedule can run.
+    return [each for each in found if _runs(each)] or found
+
+
+def _runs(grid: LayoutGrid) -> bool:
+    numbers = (int(each.item()) for each in (grid.pp, grid.microbatches, grid.chunks))
+    return grid.pp.item() == 1 or not FAMILIES[int(grid.schedule.item())].problems(*numbers)
 
 
 def _grid(reader: RowReader, rows: int, chunks: int, recompute: str) -> LayoutGrid:
     dp, tp, pp = (reader.integer(key) for key in ("dp", "tp", "pp"))
     shard = _zero_group(reader.row) or dp
+    schedule = _schedule(reader, chunks)
+    if pp > 1:  # of DualPipe, whose ranks have two stages, sources say two chunks or none
+        family = named(schedule)
+        chunks = min(max(chunks, family.min_chunks), family.max_chunks or chunks)
     numbers = {
         "tp": tp,
         "cp": reader.integer("cp", 1),
@@ -145,7 +170,7 @@ def _grid(reader: RowReader, rows: int, chunks: int, recompute: str) -> LayoutGr
         "microbatch_size": rows,
         "microbatches": max(1, round(reader.integer("global_batch") / (dp * rows))),
         "recompute": RECOMPUTE.index(recompute),
-        "schedule": schedule_names().index(_schedule(reader, chunks)),
+        "schedule": schedule_names().index(schedule),
     }
     columns = {name: np.array([float(each)]) for name, each in numbers.items()}
     if tp > 1 and reader.row.get("sp") is None:
