@@ -17,6 +17,7 @@ from fivefold.core.count import visible_keys
 from fivefold.core.machine import Machine
 from fivefold.core.precision import PRECISIONS, itemsize_of, matmul_bytes
 from fivefold.core.shape import Mla, Moe, Shape
+from fivefold.cost.frozen import freeze
 from fivefold.cost.grid import Array, LayoutGrid, fullest_rank_load, layer_job
 from fivefold.cost.layer_collectives import (
     UNEVEN_AXES,
@@ -156,6 +157,8 @@ class LayerTimer:
             skipped = np.where(self.grid.recompute == 2, self._gemm_seconds(gemms[-1:]), 0.0)
             again["products"] = again["products"] - self.stack.recomputed * skipped
         times = LayerTimes(forward, inputs, weights, again)
+        if self.stack.frozen:
+            freeze((forward, inputs), weights, self._adapter_seconds(gemms))
         self._add_traffic(times, moe)
         if self.grid.cp.max() > 1:
             self._add_context(times)
@@ -225,7 +228,8 @@ class LayerTimer:
         seconds = self.matmul(2 * self.tokens * shape.width * words, narrow=False)
         seconds = (1 + shape.mtp) * seconds / self.stack.head_efficiency
         loss = (1 + shape.mtp) * self.moved(self.stack.loss_bytes * self.tokens * words)
-        weights = {"head": seconds + self._accumulated(shape.width * words)}
+        learns = 0.0 if self.stack.frozen else 1.0
+        weights = {"head": learns * (seconds + self._accumulated(shape.width * words))}
         forward, inputs = ({"head": seconds + loss / 2} for _ in range(2))
         times = LayerTimes(forward, inputs, weights, {})
         lookups = shape.mtp + np.where(grid.pp == 1, 1, 0)
@@ -236,6 +240,12 @@ class LayerTimer:
     def _gemm_seconds(self, gemms: list[Gemm]) -> Array:
         flops = sum((each.outputs * each.inputs for each in gemms), np.zeros(1))
         return 2 * self.tokens * flops / self.narrow_speed + len(gemms) * self.reach.start
+
+    def _adapter_seconds(self, gemms: list[Gemm]) -> Array:
+        """One pass of low-rank adapters beside so many matmuls."""
+        size = sum((each.outputs + each.inputs for each in gemms), np.zeros(1))
+        start = 2 * len(gemms) * self.reach.start if self.stack.lora_rank else 0.0
+        return 2 * self.tokens * self.stack.lora_rank * size / self.speed + start
 
     def _casts(self, gemms: list[Gemm]) -> Array:
         """Casts of the inputs of matmuls in fewer bits than activations have."""

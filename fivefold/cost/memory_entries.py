@@ -22,6 +22,7 @@ from fivefold.cost.activations import (
     StageGradients,
     UnitParameters,
 )
+from fivefold.cost.frozen import trainable_share
 from fivefold.cost.grid import OFFLOADS, Array, LayoutGrid
 from fivefold.cost.pipeline_ranks import RankStage, holds_all_microbatches
 from fivefold.cost.stack import SoftwareStack, StackMemory
@@ -230,11 +231,12 @@ class MemoryEntries:
         stays = np.where(away, 0.0, 1.0)
         weights = self._sharded(parameters, 3) * (memory.weight_bytes or self.itemsize)
         gone = away & (grid.zero == 3) & (grid.shard * grid.cp > 1)
-        gradients = self._sharded(parameters, 2) * self.gradient_bytes
+        learned = trainable_share(self.shape, self.stack)
+        gradients = self._sharded(parameters, 2) * self.gradient_bytes * learned
         if memory.bucket_bytes:
             summed = (grid.zero == 0) & (grid.dp > 1)
             gradients = gradients + np.where(summed, parameters.all * memory.bucket_bytes, 0.0)
-        owned = self._sharded(parameters, 1)
+        owned = self._sharded(parameters, 1) * learned
         return {
             "weights": np.where(gone, 0.0, weights),
             "gradients": gradients,

@@ -191,6 +191,8 @@ class SoftwareStack:
     experts_hidden: float = 0.0  # share of dispatch and combine that overlaps with compute
     crosses_once: bool = True  # a token crosses to a node once, for all of its experts there
     node_by_node: bool = False  # in two all-to-alls: to the nodes, and inside of each
+    frozen: bool = False  # the model's own weights do not learn, only adapters beside them
+    lora_rank: int = 0  # of these adapters; 0: none
     gradient_bytes: int = 4  # of a reduced gradient element
     summed_bytes: int | None = None  # of an accumulated one; None: as its memory says
     unit_bytes: int | None = None  # of weights that are gathered and reduced together; None: layers

@@ -18,6 +18,8 @@ from fivefold.core.machine import Machine
 from fivefold.core.precision import matmul_bytes
 from fivefold.core.schedule.family import PipelineTimes
 from fivefold.core.shape import Shape
+from fivefold.cost.activation_offload import activation_offload_seconds
+from fivefold.cost.frozen import trainable_share
 from fivefold.cost.grid import OFFLOADS, Array, LayoutGrid
 from fivefold.cost.layer_time import LayerTimer, LayerTimes, TimeParts, total_seconds
 from fivefold.cost.links import num_buckets
@@ -180,7 +182,9 @@ def _equal_stages(work: LayerTimer) -> TimeParts:
     parts["pp"] = _messages(work)
     window = (total_seconds(body.inputs) + total_seconds(body.weights)) / grid.pp
     parts["dp"] = _data_collectives(work, window, total_seconds(layers) / grid.pp)
-    return parts | _optimizer_step(work)
+    around = {"offload": np.zeros(1), **_optimizer_step(work)}
+    away = activation_offload_seconds(work, m * total_seconds(layers) / grid.pp)
+    return parts | around | {"offload": around["offload"] + away}
 
 
 def least_layer_seconds(work: LayerTimer) -> Array:
@@ -313,7 +317,8 @@ def _data_collectives(work: LayerTimer, window: Array, compute: Array) -> Array:
     grads, gathers, sums = _data_rings(work, num_buckets(weights, layers, stack.bucket_bytes))
     rounds = np.ceil(m / grid.pp) if stack.scatters_rounds else m
     times = np.where(grid.zero == 2, rounds, 1.0)
-    once = np.where(sharded, times * grads + gathers, sums)
+    published = trainable_share(work.shape, stack) * gathers
+    once = np.where(sharded, times * grads + published, sums)
     if stack.gradients_hidden:
         once = shown_seconds(once, times * window, once / (layers * times))
     if stack.owner_wait:
@@ -344,7 +349,7 @@ def _data_rings(work: LayerTimer, num_buckets: Array | float) -> tuple[Array, Ar
     all-reduce its gradients without ZeRO."""
     grid, stack, links = work.grid, work.stack, work.links
     dense, experts = rank_parameters(work.shape, grid)
-    size = stack.gradient_bytes
+    size = stack.gradient_bytes * trainable_share(work.shape, stack)
     width = matmul_bytes(work.precision) if stack.narrow_gathers else work.itemsize
     shards = grid.shard * grid.cp
     how = (num_buckets, stack.flat_rings)
@@ -371,6 +376,7 @@ def _optimizer_step(work: LayerTimer) -> TimeParts:
     sharded = grid.zero >= 1
     owned = dense / np.where(sharded, grid.shard * grid.cp, 1.0)
     owned = owned + experts / np.where(sharded, grid.edp, 1.0)
+    owned = owned * trainable_share(work.shape, work.stack)
     seconds = work.moved(owned * (work.stack.optimizer_bytes + work.stack.clip_bytes))
     # Gradients leave after every microbatch and come back for the next, the norm and the update.
     moved = owned * work.stack.gradient_bytes * (2 * grid.microbatches + 1)

@@ -8,7 +8,7 @@ out is an assumption, which is noted.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
@@ -83,7 +83,18 @@ def _stacks(reader: RowReader, precision: str, without: str) -> list[SoftwareSta
     """The software of a row, and what its source allows as well."""
     name = reader.text("stack") or _assumed_stack(reader, precision)
     preset = load_preset(name, without)
-    return [preset.stack, *(load_stack(each, without) for each in preset.open)]
+    found = [preset.stack, *(load_stack(each, without) for each in preset.open)]
+    return [_as_said(reader.row, each) for each in found]
+
+
+def _as_said(row: Row, stack: SoftwareStack) -> SoftwareStack:
+    """The stack with the row's frozen weights, adapters and offloaded activations."""
+    rank, away = int(row.get("lora_rank") or 0), float(row.get("offload_activations") or 0.0)
+    if rank < 0 or not 0 <= away <= 1:
+        raise FivefoldError("give a lora_rank of 0 or more and a share of activations up to 1")
+    memory = replace(stack.memory, offloaded=away or stack.memory.offloaded)
+    frozen = bool(row.get("frozen")) or rank > 0
+    return replace(stack, frozen=frozen, lora_rank=rank, memory=memory)
 
 
 def _assumed_stack(reader: RowReader, precision: str) -> str:

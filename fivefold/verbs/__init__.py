@@ -116,7 +116,7 @@ OutputOption = Annotated[
 ]
 StackOption = Annotated[
     str | None,
-    typer.Option(help="Price other people's software: megatron, torchtitan, ..., or a file."),
+    typer.Option(help="Price other people's software: nemo, torchtitan, a file."),
 ]
 ImbalanceOption = Annotated[
     float | None, typer.Option(help="Load of the fullest expert over the mean; 1 is balanced.")

@@ -104,12 +104,7 @@ def _answer_of(
         return textbook_answer(plan_options, is_open)
     if alone := [each for each in ("mfu", "tokens_per_parameter") if verbs.typed(command, each)]:
         raise FivefoldError(f"--{alone[0].replace('_', '-')} is for --budget: give both")
-    if plan_options.machine is None:
-        _require_no_estimates(set_options)
-        return _resolved(resolve(plan_options), options["output"])
-    if plan_options.gpus is not None and is_open:
-        return _searched(plan_options, options, set_options)
-    return _given(plan_options, options)
+    return _planned(plan_options, options, set_options, is_open)
 
 
 def _compiled(options: PlanOptions, kernels: str) -> PlanOptions:
@@ -132,6 +127,18 @@ def _great_run(name: str, options: dict[str, Any]) -> Printed:
     if (output := options["output"]) is not None:
         write_text(output, plan.to_toml(output.parent))
     return table, lines
+
+
+def _planned(
+    plan_options: PlanOptions, options: dict[str, Any], set_options: set[str], is_open: bool
+) -> Printed:
+    """Without estimates if no machine is named; else a search, or the estimate of one layout."""
+    if plan_options.machine is None:
+        _require_no_estimates(set_options)
+        return _resolved(resolve(plan_options), options["output"])
+    if plan_options.gpus is not None and is_open:
+        return _searched(plan_options, options, set_options)
+    return _given(plan_options, options)
 
 
 def _how(

@@ -118,7 +118,7 @@ def test_every_part_of_deepseeks_stack_counts() -> None:
         return step_time(shape, machine, other, grid, seq, precision).step.item()
 
     whole = seconds()
-    assert seconds(compute_share=1.0) < 0.95 * whole
+    assert seconds(compute_share=1.0) < 0.97 * whole
     assert seconds(weight_gradient_share=1.0) < 0.9 * whole
     assert seconds(narrow_dispatch=False) > whole
     for name, value in (("narrow_inputs", False), ("remakes_heads", False), ("moment_bytes", 12)):
