@@ -25,6 +25,7 @@ from fivefold.cost.grid import RECOMPUTE
 from fivefold.planner import PlanRequest, Progress, options_of
 from fivefold.planner.estimate import Estimate, estimate_plan
 from fivefold.planner.search import search_layouts
+from fivefold.planner.space import tensor_degrees
 
 
 class StrategyTraffic(NamedTuple):
@@ -172,14 +173,7 @@ def sweep_values(request: PlanRequest, text: str) -> tuple[str, list[int]]:
     """The axis and the values of `--sweep`; `tp` alone has every legal degree that doubles."""
     if text.strip() != "tp":
         return parse_sweep(text)
-    gpus, seq = request.space.gpus, request.space.seq
-    degrees = (1 << power for power in range(gpus.bit_length()))
-    legal = [
-        tp
-        for tp in degrees
-        if gpus % tp == 0 and not problems(Layout(tp=tp, shard=gpus // tp), request.shape, seq=seq)
-    ]
-    return "tp", legal
+    return "tp", [tp for tp in tensor_degrees(request.space) if tp & (tp - 1) == 0]
 
 
 def parse_count(text: str, option: str) -> int:

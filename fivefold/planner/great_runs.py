@@ -164,7 +164,7 @@ def _at_peak(found: Estimate) -> ExplainedPart:
 
 def _recomputation(found: Estimate) -> float:
     """Seconds of compute that would go away if everything were saved."""
-    if found.plan.recompute.kind == "none":
+    if str(found.plan.recompute) == "none":
         return 0.0
     plan = _changed(found.plan, recompute="none")
     other = estimate_plan(plan, found.setting)

@@ -169,9 +169,7 @@ def all_degrees(space: SearchSpace) -> Iterator[Degrees]:
     """Every legal way to divide the GPUs among the axes."""
     shape, gpus = space.shape, space.gpus
     job = LayoutRequest(seq=space.seq)
-    for tp in divisors(gpus):
-        if not space.allows("tp", tp) or any(tensor_rule(Layout(tp=tp), shape, job)):
-            continue
+    for tp in tensor_degrees(space):
         for cp, context in product(divisors(gpus // tp), CONTEXTS):
             layout = Layout(tp=tp, cp=cp, context=context)
             if not _allows_context(space, layout, job):
@@ -186,6 +184,14 @@ def all_degrees(space: SearchSpace) -> Iterator[Degrees]:
                 if space.allows("pp", pp) and space.allows("dp", dp):
                     for ep, etp in _experts(space, tp, cp, dp):
                         yield Degrees(tp, cp, context, pp, dp, ep, etp)
+
+
+def tensor_degrees(space: SearchSpace) -> Iterator[int]:
+    """The legal numbers of tensor ranks, rising."""
+    job = LayoutRequest(seq=space.seq)
+    for tp in divisors(space.gpus):
+        if space.allows("tp", tp) and not any(tensor_rule(Layout(tp=tp), space.shape, job)):
+            yield tp
 
 
 def _allows_context(space: SearchSpace, layout: Layout, job: LayoutRequest) -> bool:
