@@ -66,7 +66,9 @@ class Activations:
         self.kv_heads = np.maximum(shape.kv_heads / grid.tp, 1.0)
         self.residual = shape.width * itemsize / self.split
         self.whole = np.full_like(self.split, float(shape.width * itemsize))
+        self.saved_size = memory.input_bytes or itemsize  # of an element that a matmul reads
         self.input = self.whole if memory.gathered_inputs else self.residual
+        self.input = self.input * self.saved_size / itemsize
 
     def saved(self, routed: bool, rule: Recompute = NOTHING_AGAIN) -> Array:
         """By one layer, under a rule of recomputation by module."""
@@ -204,8 +206,9 @@ class Activations:
         the projection that includes the values."""
         ranks, ones = (mla.q_rank or 0) + mla.kv_rank, np.ones_like(self.heads)
         heads = 2 * self.shape.head_dim + mla.nope_dim + mla.value_dim
-        inside = (ranks + mla.rope_dim + self.heads * heads) * self.itemsize
-        yield SavedTensor(inside, ("attention",), True)
+        yield SavedTensor((ranks + mla.rope_dim) * self.itemsize * ones, ("attention",), True)
+        remade: tuple[Module, ...] = ("norm",) if self.memory.remakes_heads else ()
+        yield SavedTensor(self.heads * heads * self.itemsize, (*remade, "attention"), True)
         yield SavedTensor(ranks * self.itemsize * ones, ("norm", "attention"), True)
 
     def _attended(self) -> Array:
@@ -230,8 +233,9 @@ class Activations:
     ) -> Iterator[SavedTensor]:
         """Inside an MLP of this width: what the activation reads, and what the last matmul does."""
         copies = (self.memory.gated_copies if self.shape.gated else 2.0) - 1
-        yield SavedTensor(slots * copies * self.itemsize * width, (module,))
-        yield SavedTensor(slots * self.itemsize * width, ("act", module))
+        read = self.saved_size if self.memory.narrow_activations else self.itemsize
+        yield SavedTensor(slots * copies * read * width, (module,))
+        yield SavedTensor(slots * self.saved_size * width, ("act", module))
 
     def _slots(self) -> Array:
         """Rows of this rank's experts per token of the microbatch."""
@@ -248,7 +252,8 @@ class Activations:
         router = (WIDE if wide else self.itemsize) * shape.width / self.split
         yield SavedTensor(router, ("norm",))
         scores = WIDE * 2 * moe.experts / self.split
-        moved = self._slots() * 2 * shape.width * self.itemsize
+        back = self.itemsize if self.memory.returned_slots else 0
+        moved = self._slots() * shape.width * (self.saved_size + back)
         yield SavedTensor(scores + moved, ("experts",))
         yield from self._mlp(moe.ffn / self.grid.etp, "experts", self._slots())
         if moe.shared:

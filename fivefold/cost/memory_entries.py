@@ -14,7 +14,7 @@ import numpy as np
 
 from fivefold.core.count import layer_kinds, layer_parameters, mtp_parameters
 from fivefold.core.machine import Machine
-from fivefold.core.precision import itemsize_of
+from fivefold.core.precision import itemsize_of, matmul_bytes
 from fivefold.core.recompute import Recompute
 from fivefold.core.shape import Shape
 from fivefold.cost.activations import (
@@ -24,9 +24,10 @@ from fivefold.cost.activations import (
     StageGradients,
     UnitParameters,
 )
+from fivefold.cost.frozen import trainable_share
 from fivefold.cost.grid import OFFLOADS, Array, LayoutGrid
 from fivefold.cost.pipeline_ranks import RankLayers, RankStage, holds_all_microbatches
-from fivefold.cost.stack import SoftwareStack, StackMemory, memory_of_stack
+from fivefold.cost.stack import SoftwareStack, StackMemory
 
 MemoryParts = dict[str, Array]
 MUON_STATE = 4  # bytes: the momentum of an element of a matrix
@@ -46,9 +47,11 @@ class MemoryEntries:
         imbalance: float,
     ) -> None:
         self.shape, self.machine, self.stack, self.grid = shape, machine, stack, grid
-        self.memory: StackMemory = memory_of_stack(stack.name)
+        self.memory: StackMemory = stack.memory
         if stack.saves_gathered:
             self.memory = replace(self.memory, gathered_inputs=True)
+        if self.memory.narrow_inputs and matmul_bytes(precision) < itemsize_of(precision):
+            self.memory = replace(self.memory, input_bytes=matmul_bytes(precision))
         self.itemsize = itemsize = itemsize_of(precision)
         self.tokens = grid.microbatch_size * seq / grid.cp
         self.activations = Activations(shape, stack, self.memory, grid, seq, itemsize, imbalance)
@@ -236,11 +239,12 @@ class MemoryEntries:
         stays = np.where(away, 0.0, 1.0)
         weights = self._sharded(parameters, 3) * (memory.weight_bytes or self.itemsize)
         gone = away & (grid.zero == 3) & (grid.shard * grid.cp > 1)
-        gradients = self._sharded(parameters, 2) * self.gradient_bytes
+        learned = trainable_share(self.shape, self.stack)
+        gradients = self._sharded(parameters, 2) * self.gradient_bytes * learned
         if memory.bucket_bytes:
             summed = (grid.zero == 0) & (grid.dp > 1)
             gradients = gradients + np.where(summed, parameters.all * memory.bucket_bytes, 0.0)
-        owned = self._sharded(parameters, 1)
+        owned = self._sharded(parameters, 1) * learned
         return {
             "weights": np.where(gone, 0.0, weights),
             "gradients": gradients,
@@ -250,7 +254,7 @@ class MemoryEntries:
 
     def _optimizer_states(self, parameters: RankParameters) -> Array:
         """Of AdamW or SGD; or of Muon, which has one moment for the matrices of layers."""
-        size = self.stack.state_bytes
+        size = self.memory.moment_bytes
         if not self.stack.orthogonalizes:
             return self._sharded(parameters, 1) * size
         ends = RankParameters(parameters.ends, np.zeros(1), parameters.ends)
@@ -273,7 +277,7 @@ class MemoryEntries:
         sharded = (grid.zero == 3) & (grid.shard * grid.cp > 1)
         buffers = np.minimum(2 / np.maximum(stage.layers.all, 1.0), 1.0)
         states = np.where(grid.offload == OFFLOADS.index("nvme"), buffers, 1.0)
-        size = states * (self.stack.state_bytes + self.master_bytes)
+        size = states * (self.memory.moment_bytes + self.master_bytes)
         size = size + np.where(sharded, self.itemsize, 0.0)
         gradients = self.gradient_bytes if self.stack.grads_home == "cpu" else 0
         return owned * (np.where(grid.offload > 0, size, 0.0) + gradients)
@@ -283,7 +287,7 @@ class MemoryEntries:
         owned = self._sharded(self.parameters(stage), 1)
         there = self.grid.offload == OFFLOADS.index("nvme")
         gradients = self.gradient_bytes if self.stack.grads_home == "nvme" else 0
-        states = self.stack.state_bytes + self.master_bytes
+        states = self.memory.moment_bytes + self.master_bytes
         return owned * (np.where(there, states, 0.0) + gradients)
 
     def _layers(self, stage: RankStage) -> tuple[Array, Array]:
@@ -301,7 +305,7 @@ class MemoryEntries:
                 # Layers that predict ahead are like the last ones.
                 ahead = self.shape.mtp * stage.head * (count > 0) if i == max(counts) else 0.0
                 kept = kept + (count + ahead) * self._saved_beside_inputs(rule, routed)
-        return kept * self.tokens, working
+        return kept * self.tokens * (1 - self.memory.offloaded), working
 
     def _deferred(self, stage: RankStage, saved: Array) -> Array:
         """What microbatches hold beyond what they saved while they wait for weight gradients."""

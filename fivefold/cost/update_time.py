@@ -7,6 +7,7 @@ import numpy as np
 from fivefold.core.count import layer_kinds, layer_parameters
 from fivefold.core.shape import Shape
 from fivefold.core.weights import by_name
+from fivefold.cost.frozen import trainable_share
 from fivefold.cost.grid import OFFLOADS, Array, LayoutGrid
 from fivefold.cost.layer_time import LayerTimer, TimeParts
 
@@ -39,6 +40,7 @@ def update_seconds(work: LayerTimer) -> TimeParts:
     sharded = grid.zero >= 1
     owned = dense / np.where(sharded, grid.shard * grid.cp, 1.0)
     owned = owned + experts / np.where(sharded, grid.edp, 1.0)
+    owned = owned * trainable_share(work.shape, work.stack)
     seconds = work.moved(owned * (work.stack.optimizer_bytes + work.stack.clip_bytes))
     if work.stack.orthogonalizes:
         seconds = seconds + _orthogonal_updates(work)
@@ -54,7 +56,7 @@ def update_seconds(work: LayerTimer) -> TimeParts:
         # The GPUs of a node share its disks. While one layer is updated, the next is read and the
         # previous one written; the first read and the last write overlap with nothing.
         bandwidth = work.machine.disk_bandwidth() / work.machine.gpus_per_node
-        disk = owned * 2 * (MASTER + work.stack.state_bytes) / bandwidth
+        disk = owned * 2 * (MASTER + work.stack.memory.moment_bytes) / bandwidth
         layers = np.maximum(work.shape.layers / grid.pp, 1.0)
         away = np.where(on_disk, np.maximum(away, disk) + disk / layers, away)
     return {

@@ -27,6 +27,7 @@ from fivefold.cost.grid import (
     require_possible_imbalance,
 )
 from fivefold.cost.stack import BY_KERNELS
+from fivefold.cost.stack_presets import OUR_OWN, load_preset
 from fivefold.planner.estimate import Estimate, estimate_plan, rebalance_stages
 from fivefold.planner.search import EstimateSetting, LayoutCandidate, SearchResult, search_layouts
 from fivefold.planner.space import SearchSpace
@@ -124,18 +125,33 @@ class PlanResult:
 
 
 def estimate_setting(
-    machine: Machine, precision: str, headroom: float, kernels: str, imbalance: float
+    machine: Machine,
+    precision: str,
+    headroom: float,
+    kernels: str,
+    imbalance: float,
+    stack_name: str | None = None,
 ) -> tuple[EstimateSetting, list[str]]:
-    """How the job is estimated; a precision that the chip lacks is replaced, with a note."""
+    """How the job is estimated; a precision that the chip lacks is replaced, with a note.
+
+    `stack_name`: other people's software, a preset or a file, in place of our own.
+    """
     known = machine.peaks.known()
-    stack = BY_KERNELS[kernels]
+    stack, notes = BY_KERNELS[kernels], list[str]()
+    if stack_name not in (None, OUR_OWN):
+        preset = load_preset(stack_name)
+        stack = preset.stack
+        notes.append(
+            f"priced as {stack.name} would run it, not fivefold: {preset.what}. A written plan has "
+            "the layout, the schedule and the batch; train and rehearse run fivefold's own software"
+        )
     if precision in known:
-        return EstimateSetting(machine, stack, precision, headroom, imbalance), []
+        return EstimateSetting(machine, stack, precision, headroom, imbalance), notes
     if precision not in RUNTIME_PRECISIONS:
         machine.peak(precision)  # raises an error that lists the precisions of the chip
     other = next((each for each in RUNTIME_PRECISIONS if each in known), next(iter(known)))
     note = f"{machine.name} has no {precision} units: estimated in {other}"
-    return EstimateSetting(machine, stack, other, headroom, imbalance), [note]
+    return EstimateSetting(machine, stack, other, headroom, imbalance), [*notes, note]
 
 
 def plan_request(
@@ -147,6 +163,7 @@ def plan_request(
     headroom: float,
     kernels: str = "compiled",
     imbalance: float = 1.0,
+    stack: str | None = None,
 ) -> PlanRequest:
     """A request from plan options, with defaults for the sequence length and the batch."""
     shape = models.with_overrides(models.load(options.model), options.set)
@@ -158,7 +175,7 @@ def plan_request(
     reasons += list(rules.bad_counts({"seq": seq, "gpus": gpus}).values())
     if reasons:
         raise FivefoldError("; ".join(dict.fromkeys(reasons)))
-    setting, notes = estimate_setting(machine, precision, headroom, kernels, imbalance)
+    setting, notes = estimate_setting(machine, precision, headroom, kernels, imbalance, stack)
     if options.batch is None:
         notes.append(f"global batch {batch:,} sequences by default: say another with --batch")
     runs_in = PRECISIONS[precision].runs_in
@@ -336,8 +353,9 @@ def estimate_on_machine(
     headroom: float,
     kernels: str = "compiled",
     imbalance: float = 1.0,
+    stack: str | None = None,
 ) -> Estimate:
     """Estimate a plan whose layout is given."""
     require_possible_imbalance(plan.shape, imbalance)
-    setting, notes = estimate_setting(machine, precision, headroom, kernels, imbalance)
+    setting, notes = estimate_setting(machine, precision, headroom, kernels, imbalance, stack)
     return estimate_plan(replace(plan, notes=(*plan.notes, *notes)), setting)

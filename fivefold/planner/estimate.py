@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fivefold.core.count import training_flops
+from fivefold.core.count import repeated_flops, training_flops
 from fivefold.core.plan import Plan, resolve
 from fivefold.core.recompute import Recompute
 from fivefold.core.schedule import FORWARD, INPUT_GRAD, WEIGHT_GRAD
@@ -222,7 +222,18 @@ class Estimate:
     @property
     def mfu(self) -> float:
         """Model FLOPs over the hardware's peak; recomputation never counts."""
-        flops = training_flops(self.plan.shape, self.plan.batch.seq).total
+        return self._utilisation(training_flops(self.plan.shape, self.plan.batch.seq).total)
+
+    @property
+    def hfu(self) -> float:
+        """The same with the FLOPs of recomputation: what the hardware computes."""
+        plan, seq = self.plan, self.plan.batch.seq
+        rules = ((layers, plan.recompute.of(stage)) for stage, layers in enumerate(plan.stages))
+        again = repeated_flops(plan.shape, seq, rules)
+        return self._utilisation(training_flops(plan.shape, seq).total + again)
+
+    def _utilisation(self, flops: float) -> float:
+        """Of the hardware's peak, by so many FLOPs per token."""
         return flops * self.tokens_per_s_per_gpu / self.setting.machine.peak(self.setting.precision)
 
     def breakdown(self) -> Seconds:
@@ -247,7 +258,9 @@ def estimate_plan(plan: Plan, setting: EstimateSetting) -> Estimate:
     """Simulate a step of the plan and estimate its peak memory."""
     peak = peak_memory(*plan_arguments(plan, setting), spans=plan.stages)
     simulated = simulate_step(plan, setting)
-    memory = max(memory_by_pipeline_rank(plan, setting), key=lambda one: sum(one.values()))
+    memory = {name: float(np.asarray(each).item()) for name, each in peak.parts.items()}
+    if setting.stack.runs_plans:  # other people's stacks cut stages and cache in their own ways
+        memory = max(memory_by_pipeline_rank(plan, setting), key=lambda one: sum(one.values()))
     total = np.array([sum(memory.values())])
     return Estimate(
         plan=plan,

@@ -47,7 +47,9 @@ class EstimateSetting:
         return shape, self.machine, self.stack, grid, seq, self.precision, self.imbalance
 
     def with_keys(self, options: PlanOptions) -> EstimateSetting:
-        """The same with the keys of a plan that change the software."""
+        """The same with the keys of a plan that change the software; other people's has none."""
+        if not self.stack.runs_plans:
+            return self
         units = UnitPolicy.of(options.grad_dtype, options.unit_size, options.prefetch)
         train, narrow = options.train, NARROW_GRADIENTS if units.grad_dtype == "bf16" else {}
         away = "" if train.offload_grads == "none" else "nvme" if train.grads_disk else "cpu"
@@ -58,9 +60,9 @@ class EstimateSetting:
             gather=options.gather or "",
             saves_gathered=options.tp_keep == "gathered",
             grads_home=away,
-            state_bytes=train.state_bytes,
+            memory=replace(self.stack.memory, moment_bytes=train.state_bytes),
             optimizer_bytes=self.stack.optimizer_bytes
-            + 2 * (train.state_bytes - self.stack.state_bytes),
+            + 2 * (train.state_bytes - self.stack.memory.moment_bytes),
             orthogonalizes=train.optimizer_kind.full_matrices,
             balance=balance.parse(options.balance),
             **narrow,

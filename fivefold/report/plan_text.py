@@ -178,6 +178,7 @@ def detail(one: Estimate) -> list[str]:
         f"step      {duration(one.step)}: {one.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, "
         f"MFU {one.mfu:.1%} of the {one.setting.precision} peak "
         "(causal attention at half, recompute not counted)"
+        + (f", HFU {one.hfu:.1%} with recompute" if one.hfu > one.mfu else "")
     )
     parts = one.breakdown()
     return [*lines, *(bar(name, duration(time), time / one.step) for name, time in parts.items())]

@@ -47,6 +47,7 @@ def estimate_json(one: Estimate, because: list[str]) -> dict[str, Any]:
         "time_s": one.parts,
         "tokens_per_s_per_gpu": one.tokens_per_s_per_gpu,
         "mfu": one.mfu,
+        "hfu": one.hfu,
         "bubble": one.bubble,
         "because": because,
     }

@@ -10,6 +10,7 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -20,9 +21,11 @@ from fivefold.cost.memory import fits, peak_memory
 from fivefold.cost.step_time import step_time
 from fivefold.score.published import Case, cases
 from fivefold.score.rows import Row
+from fivefold.score.spelling import source_of
 
 LEAST_RANKED = 4  # runs of a group; the order of fewer says little
 _TOP = 3
+_CLOSE = 0.1  # logarithm of a ratio
 
 
 class PredictedRange(NamedTuple):
@@ -82,10 +85,26 @@ def regret(predicted: Sequence[float], measured: Sequence[float], tries: int) ->
     return float(times[order].min() / times.min() - 1)
 
 
+def pair_errors(group: Sequence[tuple[float, float]]) -> list[float]:
+    """By which share the predicted ratio of two runs differs from the measured one, for all pairs
+    whose predictions are close: two layouts between which a planner must choose."""
+    near = (
+        (one, other)
+        for one, other in combinations(group, 2)
+        if abs(math.log(one[0] / other[0])) <= _CLOSE
+    )
+    return [
+        math.exp(abs(math.log(one[0] / other[0] * other[1] / one[1]))) - 1 for one, other in near
+    ]
+
+
 def ranking(groups: Sequence[Sequence[tuple[float, float]]]) -> dict[str, Any]:
-    """Mean tau and regret over groups of predicted and measured times."""
+    """Mean tau and regret over groups of predicted and measured times, and how well the ratio of
+    two of them is predicted."""
+    pairs = stats([each for group in groups for each in pair_errors(group)])
     if not groups:
-        return {"groups": 0, "n": 0, "tau": None, "top1_regret": None, "best3_regret": None}
+        nothing = {"groups": 0, "n": 0, "tau": None, "top1_regret": None, "best3_regret": None}
+        return {**nothing, "pairs": pairs}
     sides = [tuple(zip(*group, strict=True)) for group in groups]
     return {
         "groups": len(groups),
@@ -93,6 +112,7 @@ def ranking(groups: Sequence[Sequence[tuple[float, float]]]) -> dict[str, Any]:
         "tau": float(np.mean([kendall_tau(*side) for side in sides])),
         "top1_regret": float(np.mean([regret(*side, tries=1) for side in sides])),
         "best3_regret": float(np.mean([regret(*side, tries=_TOP) for side in sides])),
+        "pairs": pairs,
     }
 
 
@@ -123,6 +143,8 @@ class ScoredRun:
 
     row: Row
     family: str
+    source_name: str  # whose runs it is one of
+    assumptions: tuple[str, ...]  # what the row leaves out and the estimate assumes
     fitted: bool  # whether its stack has a factor that was fitted to step times
     routed: bool  # whether the model has experts
     num_cases: int  # above 1: the source leaves choices open that time depends on
@@ -187,8 +209,13 @@ def held_out(name: str) -> bool:
     return int(hashlib.sha256(name.encode()).hexdigest(), 16) % 2 == 1
 
 
-def score(rows: Sequence[Row], on_row: Callable[[], None] = lambda: None) -> ScoreResult:
-    """Estimate every row; `on_row` is called after each."""
+def score(
+    rows: Sequence[Row], on_row: Callable[[], None] = lambda: None, *, leave_out: bool = False
+) -> ScoreResult:
+    """Estimate every row; `on_row` is called after each.
+
+    `leave_out`: with no number of machine or stack that was fitted to the row's own source.
+    """
     found = ScoreResult()
     for row in rows:
         said = row.get("fully_specified")
@@ -198,7 +225,7 @@ def score(rows: Sequence[Row], on_row: Callable[[], None] = lambda: None) -> Sco
             found.unmeasured.append(passed._replace(reason=reason))
         else:
             try:
-                found.outcomes.append(score_row(row))
+                found.outcomes.append(score_row(row, source_of(row) if leave_out else ""))
             except FivefoldError as error:
                 found.skipped.append(passed._replace(reason=str(error)))
         on_row()
@@ -214,9 +241,10 @@ def _is_measured(row: Row) -> bool:
 _DID_FIT = {"Success": True, "OOM": False}
 
 
-def score_row(row: Row) -> ScoredRun:
-    """Estimate one row; raises if that is not possible."""
-    found = cases(row)
+def score_row(row: Row, without: str = "") -> ScoredRun:
+    """Estimate one row, with no number that was fitted to the source `without`; raises if that is
+    not possible."""
+    found = cases(row, without)
     one = found[0]
     _check_world(row, one)
     times = [_seconds(each) for each in found]
@@ -229,6 +257,8 @@ def score_row(row: Row) -> ScoredRun:
     return ScoredRun(
         row=row,
         family=one.family,
+        source_name=one.source,
+        assumptions=one.assumptions,
         fitted=one.stack.factor != 1.0,
         routed=one.shape.moe is not None,
         num_cases=len(found),
