@@ -235,9 +235,8 @@ class LayerTimer:
         """What is computed again: the full forward, or that of some modules."""
         full = self.stack.recomputed * self.grid.recompute_has(lambda rule: rule.full)
         found = {name: full * each for name, each in forward.items()}
-        by_module = (
-            self._modules(forward, moe) if self.stack.runs_plans else self._selective(forward)
-        )
+        ours = self.stack.runs_plans
+        by_module = self._modules(forward, moe) if ours else self._selective(forward)
         for module, parts in by_module.items():
             again = self.grid.recompute_has(partial(Recompute.remakes, module=module))
             for name, seconds in parts.items():
