@@ -53,7 +53,9 @@ def test_the_stack_is_said_or_assumed() -> None:
     ("changes", "stack"),
     [
         ({"precision": "fp16"}, "megatron-2021"),
-        ({"precision": "bf16"}, "megatron"),
+        ({"precision": None}, "megatron-2021"),
+        ({"precision": "bf16"}, "eager"),
+        ({"precision": "bf16", "gpu": "h100-sxm"}, "megatron"),
         ({"precision": "bf16", "zero": 3}, "fsdp"),
         ({"precision": "bf16", "zero": 3, "gpu": "h100-sxm"}, "torchtitan"),
         ({"precision": "bf16", "schedule": "zb1p"}, "zero-bubble"),
