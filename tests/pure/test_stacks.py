@@ -37,6 +37,13 @@ def test_numbers_are_fitted_to_sources_that_rows_name() -> None:
     assert all(each.stack in presets() for each in spellings().families.values())
 
 
+def test_the_page_lists_every_stack() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "stacks.md").read_text("utf-8")
+    table = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    listed = [name.strip(" `") for cell in table for name in cell.split(",")]
+    assert sorted(listed) == presets()
+
+
 def test_our_own_launch_is_the_measured_one() -> None:
     pooled = stack_presets.load_stack("eager", without="vtrain").launch
     nanotron = 2.13e-3
