@@ -110,6 +110,8 @@ class Links:
 
     def __init__(self, machine: Machine, world: Array | None = None) -> None:
         self.tiers, self.world = machine.tiers, world
+        if world is not None and world.min() == world.max():  # as in a search
+            self.world = world.reshape(-1)[:1]
         self.sizes = [_job_share(tier, world) for tier in machine.tiers]
         self.shares = machine.efficiency.links
         self.reduces = any(tier.reduces for tier in machine.tiers)
@@ -257,9 +259,11 @@ class Links:
         inside = np.clip(np.floor(size / stride), 1.0, ranks)
         if self.world is None or self.tiers[number].torus:
             return inside
-        span = np.maximum(ranks * stride, 1.0)
+        span = ranks * stride
+        straddles = (size % span > 0) & (span < size) & (self.world > size)
+        if not straddles.any():
+            return inside
         part = np.gcd(np.asarray(size).astype(np.int64), span.astype(np.int64)) / stride
-        straddles = (self.world > size) & (span < size) & (size % span > 0)
         return np.where(straddles, np.clip(np.floor(part), 1.0, ranks), inside)
 
 
@@ -267,14 +271,14 @@ def _job_share(tier: Tier, world: Array | None) -> Array | int | None:
     """Ranks of a job in each domain of a tier, in as few domains as hold them all evenly."""
     if tier.size is None or world is None or tier.torus:
         return tier.size
-    shares = world.copy()
+    shares = np.array(world, float)
     for number in np.unique(world):
         ranks = int(number)
         fewest = -(-ranks // tier.size)
         even = (count for count in range(fewest, 2 * fewest) if ranks % count == 0)
         count = next(even, 0)
         shares[world == number] = ranks // count if count else tier.size
-    return shares
+    return shares if shares.min() < shares.max() else int(shares.flat[0])
 
 
 # Matrices of a layer that fill a gradient bucket each, if they are larger: queries with keys and

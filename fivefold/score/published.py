@@ -8,6 +8,7 @@ out is an assumption, which is noted.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -28,7 +29,6 @@ from fivefold.score.spelling import RowReader, family_of, source_of, spellings
 
 OPEN_MICROBATCH_SIZES = (1, 2, 4)  # if a row does not say
 OPEN_CHUNKS = (1, 2, 3, 4, 6, 8)
-_ZERO_BUBBLE = {"zb1p": "zb-h1", "zb2p": "zb-h2"}
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,8 @@ def _assumed_stack(reader: RowReader, precision: str) -> str:
         name = (family.zero3 if sharded else "") or family.stack
         reader.assume(f"stack is not said: {name}, as its family")
         return name
-    old = precision == "fp16" or reader.text("gpu").startswith("v100")
+    ampere = reader.text("gpu").startswith(("a100", "a800", "v100"))
+    half = precision == "fp16" or not reader.text("precision")  # as was usual on those GPUs
     if reader.text("gpu").startswith("tpu"):
         name = "xla"
     elif _schedule(reader, 1).startswith("zb"):
@@ -113,9 +114,11 @@ def _assumed_stack(reader: RowReader, precision: str) -> str:
     elif _schedule(reader, 1).startswith("dualpipe"):
         name = "deepseek"
     elif sharded and reader.integer("pp") == 1:
-        name = "fsdp" if reader.text("gpu").startswith(("a100", "a800", "v100")) else "torchtitan"
+        name = "fsdp" if ampere else "torchtitan"
+    elif half and (ampere or precision == "fp16"):
+        name = "megatron-2021"
     else:
-        name = "megatron-2021" if old else "megatron"
+        name = "eager" if ampere else "megatron"
     reader.assume(f"stack is not said: {name}, by zero, pp, gpu and precision")
     return name
 
@@ -127,7 +130,7 @@ def _grids(reader: RowReader, shape: Shape) -> list[LayoutGrid]:
     chunks: tuple[int, ...] = (1,)
     if row.get("vpp"):
         chunks = (reader.integer("vpp"),)
-    elif pp > 1 and "interleaved" in reader.text("schedule"):
+    elif pp > 1 and "interleaved" in reader.text("schedule").lower():
         chunks = tuple(each for each in OPEN_CHUNKS if 1 < each <= -(-shape.layers // pp))
     if row.get("micro_batch") is None:
         # Assume at least as many microbatches as stages, if a smaller microbatch allows it.
@@ -135,7 +138,8 @@ def _grids(reader: RowReader, shape: Shape) -> list[LayoutGrid]:
         rows = tuple(each for each in OPEN_MICROBATCH_SIZES if batch // (dp * each) >= fewest)
     else:
         rows = (reader.integer("micro_batch"),)
-    kinds = RECOMPUTE if row.get("recompute") is None else (str(row["recompute"]),)
+    said = reader.text("recompute").lower().split("(")[0].strip()
+    kinds = (said,) if said else RECOMPUTE
     if kinds[0] not in RECOMPUTE:
         raise UnknownName("recompute", kinds[0], RECOMPUTE)
     if not rows or not chunks:
@@ -198,15 +202,16 @@ def _zero_group(row: Row) -> int:
 
 
 def _schedule(reader: RowReader, chunks: int) -> str:
-    """The schedule by its word, which may be followed by a remark in brackets."""
-    said = reader.text("schedule").split("(")[0].strip().lower()
-    plain = "interleaved" if chunks > 1 else "1f1b"
-    if said in ("", "none", "1f1b", "interleaved", "interleaved-1f1b"):
-        if not said and reader.integer("pp") > 1:
-            reader.assume("schedule is not said: 1f1b, interleaved with several chunks")
+    """The schedule by its words, which may be followed by a remark; one rank has none."""
+    said = re.split(r"[(,;]", reader.text("schedule").lower())[0].strip()
+    said = re.sub(r"[\s_]+", "-", said)
+    said, plain = spellings().schedules.get(said, said), "interleaved" if chunks > 1 else "1f1b"
+    if reader.integer("pp") == 1:
         return plain
-    if said in _ZERO_BUBBLE:
-        return _ZERO_BUBBLE[said]
+    if not said:
+        reader.assume("schedule is not said: 1f1b, interleaved with several chunks")
+    if said in ("", "1f1b", "interleaved"):
+        return plain
     if said not in schedule_names():
-        raise UnknownName("schedule", said, [*schedule_names(), *_ZERO_BUBBLE])
+        raise UnknownName("schedule", said, [*schedule_names(), *spellings().schedules])
     return said

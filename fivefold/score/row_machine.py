@@ -18,15 +18,12 @@ from fivefold.score.spelling import (
     spellings,
 )
 
-# Formats of blocks of numbers, whose matmuls run at the speed of the plain format.
-_BLOCKS = {"mxfp8": "fp8"}
-
 
 def read_machine(reader: RowReader, without: str) -> Machine:
     """The machine of a row, with the network that it names; none of its numbers is fitted to the
     source `without`."""
-    words, known = spellings(), reader.text("gpu")
-    name = words.gpus.get(known, known)
+    words, said = spellings(), reader.text("gpu").lower()
+    name = words.gpus.get(said, said)
     wires = reader.text("interconnect")
     family = words.families.get(family_of(reader.row))
     if not wires and family and family.interconnect:
@@ -80,7 +77,7 @@ def read_precision(reader: RowReader) -> str:
     if not said:
         reader.assume("precision is not said: bf16")
         return "bf16"
-    known = {**{each: each for each in PRECISIONS}, **_BLOCKS}
+    known = {**spellings().precisions, **{each: each for each in PRECISIONS}}
     words = [each for each in re.findall(r"[a-z0-9]+", said.split("(")[0]) if each in known]
     if not words:
         raise UnknownName("precision", said, known)

@@ -44,7 +44,7 @@ FIELDS = {
     "gpus_per_node": RowField("number", False, "compared with the machine's"),
     "interconnect": RowField("text", False, "the network in words, such as `8x400 Gb/s per node`"),
     "network_gb_s": RowField("number", False, "bytes/s of a GPU's network, one way, over 1e9"),
-    "precision": RowField("text", False, "`bf16`, `fp16`, `fp32`, `fp8`, `mxfp8`"),
+    "precision": RowField("text", False, "`bf16`, `fp16`, `fp32`, `fp8`, `mxfp8`, `nvfp4`"),
     "frozen": RowField("flag", False, "whether the model's own weights do not learn"),
     "lora_rank": RowField("number", False, "of adapters beside frozen weights; null: none"),
     "offload_activations": RowField("number", False, "share of them on the host; null: 0"),

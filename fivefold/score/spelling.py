@@ -39,6 +39,8 @@ class Spellings:
     """The tables of `presets/rows.toml`."""
 
     gpus: dict[str, str]
+    precisions: dict[str, str]
+    schedules: dict[str, str]
     variants: dict[str, dict[str, str]]
     slices: dict[str, dict[str, str]]
     models: dict[str, str]

@@ -57,8 +57,7 @@ def run(
     if page is not None:
         _write_page(page, table, [path.name for path in runs], scored.outcomes)
     if accuracy is not None:
-        left_out = table["leave_one_out"]
-        _write_accuracy(accuracy, {**left_out["new_source"], "layouts": left_out["rank"]["pairs"]})
+        _write_accuracy(accuracy, table["leave_one_out"]["new_source"])
     typer.echo(json.dumps(table) if as_json else _text(table))
 
 
@@ -77,8 +76,7 @@ def _write_page(
 
 
 def _write_accuracy(path: Path, bars: dict[str, Any]) -> None:
-    """The errors to expect of a new source, in the form that the planner reads; `layouts`: of the
-    ratio of two steps of one job whose estimates are close."""
+    """The errors to expect of a new source, in the form that the planner reads."""
     table = {
         "source": "fivefold score: each source left out, with the same weight for every source",
         "date": datetime.date.today().isoformat(),

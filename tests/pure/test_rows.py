@@ -12,6 +12,7 @@ from test_score import PUBLISHED, row, rows, run, run_of
 
 from fivefold.core.errors import FivefoldError
 from fivefold.core.tables import read_toml
+from fivefold.cost.grid import RECOMPUTE, SCHEDULES
 from fivefold.score import summary
 from fivefold.score.left_out import error_bars, leave_one_out, quantile, rescore
 from fivefold.score.outcome import ScoreResult, score, score_row
@@ -53,10 +54,12 @@ def test_the_stack_is_said_or_assumed() -> None:
     ("changes", "stack"),
     [
         ({"precision": "fp16"}, "megatron-2021"),
-        ({"precision": "bf16"}, "megatron"),
+        ({"precision": None}, "megatron-2021"),
+        ({"precision": "bf16"}, "eager"),
+        ({"precision": "bf16", "gpu": "h100-sxm"}, "megatron"),
         ({"precision": "bf16", "zero": 3}, "fsdp"),
         ({"precision": "bf16", "zero": 3, "gpu": "h100-sxm"}, "torchtitan"),
-        ({"precision": "bf16", "schedule": "zb1p"}, "zero-bubble"),
+        ({"precision": "bf16", "schedule": "zb1p", "pp": 2, "gpus": 16}, "zero-bubble"),
         ({"precision": "bf16", "gpu": "tpu_v4"}, "xla"),
     ],
 )
@@ -99,7 +102,7 @@ def test_an_unknown_network_is_an_assumption() -> None:
 
 def test_precisions_are_known_or_refused() -> None:
     assert case(precision="fp8 (per-tensor scaling)", gpu="h100-sxm").precision == "fp8"
-    assert case(precision="mxfp8", gpu="gb200", gpus_per_node=4).precision == "fp8"
+    assert case(precision="mxfp8", gpu="gb200", gpus_per_node=4).precision == "mxfp8"
     assert "precision is not said: bf16" in case(precision=None).assumptions
     assert any(
         "precision = 'bf16 mixed'" in one for one in case(precision="bf16 mixed").assumptions
@@ -119,9 +122,21 @@ def test_precisions_are_known_or_refused() -> None:
 )
 def test_unknown_words_are_refused(key: str, value: Any, words: str) -> None:
     with pytest.raises(FivefoldError, match=words):
-        case(**{key: value})
-    skipped = score([row(**{key: value})]).skipped
+        case(**{key: value, "pp": 2, "gpus": 16})
+    skipped = score([row(**{key: value, "pp": 2, "gpus": 16})]).skipped
     assert [one.id for one in skipped] == ["korth-22b-full"]
+
+
+def test_spellings_of_one_thing() -> None:
+    assert case(gpu="A100-80GB").machine.name == "a100"
+    assert case(precision="BFloat16").precision == "bf16"
+    many = {"pp": 2, "gpus": 16, "dp": 1}
+    for words, name in (("1F1B, overlapped", "1f1b"), ("Interleaved 1F1B (ours)", "interleaved")):
+        found = case(**many, schedule=words, vpp=2 if name == "interleaved" else None)
+        assert SCHEDULES[int(found.grid.schedule.item())] == name
+    assert SCHEDULES[int(case(**many, schedule="zb2p").grid.schedule.item())] == "zb-h2"
+    assert case(schedule="whatever").stack.name == "megatron-2021"  # one rank has none
+    assert RECOMPUTE[int(case(recompute="Full (all)").grid.recompute.item())] == "full"
 
 
 def test_unknown_keys_are_counted() -> None:
