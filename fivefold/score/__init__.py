@@ -268,17 +268,20 @@ def _has_time(one: ScoredRun) -> bool:
 
 def ranked(outcomes: Sequence[ScoredRun]) -> Table:
     """How well runs of the same job on the same number of GPUs are ranked."""
+    return ranking([times for _, times in job_groups(outcomes)])
+
+
+def job_groups(outcomes: Sequence[ScoredRun]) -> list[tuple[str, list[tuple[float, float]]]]:
+    """Predicted and measured times of the runs of one job, with their source, if there are some."""
     groups: dict[tuple[Any, ...], list[ScoredRun]] = {}
     for one in runs_with_time(outcomes):
         groups.setdefault(_job(one), []).append(one)
     large = [sorted(each, key=lambda one: one.name) for each in groups.values()]
-    return ranking(
-        [
-            [(one.seconds.low, one.measured_seconds or 0.0) for one in group]
-            for group in large
-            if len(group) >= LEAST_RANKED
-        ]
-    )
+    return [
+        (group[0].source_name, [(one.seconds.low, one.measured_seconds or 0.0) for one in group])
+        for group in large
+        if len(group) >= LEAST_RANKED
+    ]
 
 
 def _job(one: ScoredRun) -> tuple[Any, ...]:

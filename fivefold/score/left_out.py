@@ -8,6 +8,7 @@ formulas were made with all sources in sight, which leaving one out cannot undo.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -15,8 +16,15 @@ from typing import Any, NamedTuple
 from fivefold.core import machine as machines
 from fivefold.core.errors import FivefoldError
 from fivefold.cost import stack_presets
-from fivefold.score import BREAKDOWNS, Table, figures, runs_with_memory, runs_with_time
-from fivefold.score.outcome import ScoredRun, score_row, stats
+from fivefold.score import (
+    BREAKDOWNS,
+    Table,
+    figures,
+    job_groups,
+    runs_with_memory,
+    runs_with_time,
+)
+from fivefold.score.outcome import ScoredRun, pair_errors, score_row, stats
 from fivefold.score.published import cases
 
 KINDS = ("layers", "pipeline")  # breakdowns that an estimate of any job has, too
@@ -66,7 +74,8 @@ def _is_published(one: ScoredRun) -> bool:
 
 
 def error_bars(runs: Sequence[ScoredRun]) -> Table:
-    """Errors of time and memory with the same weight for every source, overall and by kind."""
+    """Errors of time and memory with the same weight for every source, overall and by kind; and of
+    the ratio of two steps of one job whose estimates are close (`layouts`)."""
     groups: dict[str, list[ScoredRun]] = {}
     for one in runs:
         for kind in KINDS:
@@ -80,6 +89,9 @@ def error_bars(runs: Sequence[ScoredRun]) -> Table:
             **_weighted_memory(runs),
             **{name: _weighted_memory(group) for name, group in sorted(groups.items())},
         },
+        "layouts": _weighted(
+            [(source, each) for source, times in job_groups(runs) for each in pair_errors(times)]
+        ),
     }
 
 
@@ -87,7 +99,11 @@ _KIND_KEYS = {"dense": "dense", "MoE": "moe", "pp = 1": "one_stage", "pp > 1": "
 
 
 def _weighted_time(runs: Sequence[ScoredRun]) -> Table:
-    pairs = _by_source([(one.source_name, one.time_error) for one in runs_with_time(runs)])
+    return _weighted([(one.source_name, one.time_error) for one in runs_with_time(runs)])
+
+
+def _weighted(errors: Sequence[tuple[str, float]]) -> Table:
+    pairs = _by_source(errors)
     return {"median": quantile(pairs, 0.5), "p90": quantile(pairs, 0.9), "n": len(pairs)}
 
 
@@ -100,17 +116,16 @@ def _weighted_memory(runs: Sequence[ScoredRun]) -> Table:
 
 def _by_source(errors: Sequence[tuple[str, float]]) -> list[tuple[float, float]]:
     """Errors with weights, which sum to 1 for every source."""
-    names = [name for name, _ in errors]
-    return [(error, 1 / names.count(name)) for name, error in errors]
+    counts = Counter(name for name, _ in errors)
+    return [(error, 1 / counts[name]) for name, error in errors]
 
 
 def quantile(pairs: Sequence[tuple[float, float]], share: float) -> float | None:
     """The smallest value below or at which lies `share` of the weight; None without values."""
     ordered = sorted(pairs)
-    for value, weight in zip(ordered, accumulate(each for _, each in ordered), strict=True):
-        if weight >= share * sum(each for _, each in ordered) * (1 - 1e-12):
-            return value[0]
-    return None
+    enough = share * sum(weight for _, weight in ordered) * (1 - 1e-12)
+    sums = accumulate(weight for _, weight in ordered)
+    return next((one for (one, _), sum_ in zip(ordered, sums, strict=True) if sum_ >= enough), None)
 
 
 # --- Which numbers are fitted

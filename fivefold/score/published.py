@@ -105,7 +105,8 @@ def _assumed_stack(reader: RowReader, precision: str) -> str:
         name = (family.zero3 if sharded else "") or family.stack
         reader.assume(f"stack is not said: {name}, as its family")
         return name
-    old = precision == "fp16" or reader.text("gpu").startswith("v100")
+    ampere = reader.text("gpu").startswith(("a100", "a800", "v100"))
+    half = precision == "fp16" or not reader.text("precision")  # as was usual on those GPUs
     if reader.text("gpu").startswith("tpu"):
         name = "xla"
     elif _schedule(reader, 1).startswith("zb"):
@@ -113,9 +114,11 @@ def _assumed_stack(reader: RowReader, precision: str) -> str:
     elif _schedule(reader, 1).startswith("dualpipe"):
         name = "deepseek"
     elif sharded and reader.integer("pp") == 1:
-        name = "fsdp" if reader.text("gpu").startswith(("a100", "a800", "v100")) else "torchtitan"
+        name = "fsdp" if ampere else "torchtitan"
+    elif half and (ampere or precision == "fp16"):
+        name = "megatron-2021"
     else:
-        name = "megatron-2021" if old else "megatron"
+        name = "eager" if ampere else "megatron"
     reader.assume(f"stack is not said: {name}, by zero, pp, gpu and precision")
     return name
 

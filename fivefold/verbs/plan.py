@@ -55,8 +55,7 @@ def run(
         str, typer.Option(help="compiled, eager or graphs: what blocks save, how they launch.")
     ] = "compiled",
     stack: Annotated[
-        str | None,
-        typer.Option(help="Price other people's software: megatron, torchtitan, ..., or a file."),
+        str | None, typer.Option(help="Price other people's software: nemo, torchtitan, a file.")
     ] = None,
     imbalance: Annotated[
         float | None, typer.Option(help="Load of the fullest expert over the mean; 1 is balanced.")
@@ -89,13 +88,7 @@ def run(
     is_open = "layout" not in set_options and not command.params["target"].endswith(".toml")
     _require_known(plan_options.machine)
     plan_options = _compiled(plan_options, kernels)
-    if plan_options.machine is None:
-        _require_no_estimates(set_options)
-        table, lines = _resolved(resolve(plan_options), output)
-    elif plan_options.gpus is not None and is_open:
-        table, lines = _searched(plan_options, options, set_options)
-    else:
-        table, lines = _given(plan_options, options)
+    table, lines = _planned(plan_options, options, set_options, is_open)
     typer.echo(json.dumps(table) if as_json else "\n".join(lines))
 
 
@@ -105,6 +98,18 @@ def _compiled(options: PlanOptions, kernels: str) -> PlanOptions:
 
 
 Printed = tuple[dict[str, Any], list[str]]
+
+
+def _planned(
+    plan_options: PlanOptions, options: dict[str, Any], set_options: set[str], is_open: bool
+) -> Printed:
+    """Without estimates if no machine is named; else a search, or the estimate of one layout."""
+    if plan_options.machine is None:
+        _require_no_estimates(set_options)
+        return _resolved(resolve(plan_options), options["output"])
+    if plan_options.gpus is not None and is_open:
+        return _searched(plan_options, options, set_options)
+    return _given(plan_options, options)
 
 
 def _how(
@@ -136,8 +141,8 @@ def _require_known_stack(stack: str, kernels: str) -> None:
 
 def _require_no_estimates(set_options: set[str]) -> None:
     """Refuse options that need a machine."""
-    needs = ("fix", "tokens", "price", "what_if", "compare", "sweep", "precision", "imbalance")
-    needs = (*needs, "stack")
+    needs = ("fix", "tokens", "price", "what_if", "compare", "sweep", "precision")
+    needs = (*needs, "imbalance", "stack")
     if given := [name for name in needs if name in set_options]:
         option = given[0].replace("_", "-")
         raise FivefoldError(

@@ -53,7 +53,9 @@ def test_the_stack_is_said_or_assumed() -> None:
     ("changes", "stack"),
     [
         ({"precision": "fp16"}, "megatron-2021"),
-        ({"precision": "bf16"}, "megatron"),
+        ({"precision": None}, "megatron-2021"),
+        ({"precision": "bf16"}, "eager"),
+        ({"precision": "bf16", "gpu": "h100-sxm"}, "megatron"),
         ({"precision": "bf16", "zero": 3}, "fsdp"),
         ({"precision": "bf16", "zero": 3, "gpu": "h100-sxm"}, "torchtitan"),
         ({"precision": "bf16", "schedule": "zb1p"}, "zero-bubble"),
@@ -195,6 +197,15 @@ def test_figures_of_left_out_sources() -> None:
     assert found["by_source"]["a"]["time"]["mean"] == pytest.approx(0.2)
 
 
+def test_the_readme_says_what_the_page_says() -> None:
+    root = Path(__file__).parents[2]
+    page = (root / "docs" / "planner-accuracy.md").read_text("utf-8")
+    line = next(each for each in page.splitlines() if "published and fully specified" in each)
+    _, median, _, p90 = [each.strip() for each in line.strip("|").split("|")][1:]
+    readme = " ".join((root / "README.md").read_text("utf-8").split())
+    assert f"half of the step times are within {median}, nine of ten within {p90}" in readme
+
+
 def test_the_left_out_figures_come_first(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -204,6 +215,7 @@ def test_the_left_out_figures_come_first(
     assert "numbers are fitted" in text and "rows have assumptions" in text
     bars = read_toml(accuracy)
     assert {"median", "p90", "n"} <= set(bars["time"]) and bars["time"]["n"] == 18
+    assert "n" in bars["layouts"]
     table = json.loads(run(capsys, str(PUBLISHED), "--json"))
     left = table["leave_one_out"]
     assert {"n", "median", "mean", "p90"} <= set(left["time"])
