@@ -291,23 +291,23 @@ def _messages(work: LayerTimer) -> Array:
 
 
 def _data_collectives(work: LayerTimer, window: Array, compute: Array) -> Array:
-    """Collectives of the data axis, as far as compute does not hide them.
-
-    Gradient reduction overlaps with the backward of the last microbatch; under ZeRO-2, with every
-    backward. ZeRO-3 gathers every layer twice per microbatch (once per step in a pipeline) and
-    reduce-scatters its gradients.
-    """
+    """Collectives of the data axis, as far as compute does not hide them: gradients in the backward
+    of the last microbatch, under ZeRO-2 in every backward. ZeRO-3 gathers every layer twice per
+    microbatch (once per step in a pipeline) and reduce-scatters its gradients."""
     grid, stack, m = work.grid, work.stack, work.grid.microbatches
     shards = grid.shard * grid.cp
     sharded = (grid.zero >= 1) & (shards > 1)
     # The first bucket of weights and the last of gradients overlap with nothing.
     layers = np.maximum(work.shape.layers / grid.pp, 1.0)
-    weights = sum(rank_parameters(work.shape, grid), np.zeros(1)) * work.itemsize
-    grads, gathers, sums = _data_rings(work, num_buckets(weights, layers, stack.bucket_bytes))
+    units = buckets = _num_units(work, layers)
+    if stack.memory.split != "balanced":  # ours reduces unit by unit
+        size = sum(rank_parameters(work.shape, grid), np.zeros(1)) * work.itemsize
+        buckets = num_buckets(size, layers, stack.bucket_bytes)
+    grads, gathers, sums = _data_rings(work, buckets)
     rounds = np.ceil(m / grid.pp) if stack.scatters_rounds else m
     times = np.where(grid.zero == 2, rounds, 1.0)
-    published = trainable_share(work.shape, stack) * gathers
-    once = np.where(sharded, times * grads + published, sums)
+    once = times * grads + trainable_share(work.shape, stack) * gathers
+    once = np.where(sharded, once, sums)
     if stack.gradients_hidden:
         once = shown_seconds(once, times * window, once / (layers * times))
     if stack.owner_wait:
@@ -316,7 +316,6 @@ def _data_collectives(work: LayerTimer, window: Array, compute: Array) -> Array:
     third = (grid.zero == 3) & sharded
     if not third.any():
         return once
-    units = _num_units(work, layers)
     grads, gathers, _ = _data_rings(work, units * stack.gathers)
     kept = stack.stays_gathered(grid)
     fetched, scattered = np.where(kept, gathers, 2 * m * gathers), m * grads

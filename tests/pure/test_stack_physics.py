@@ -13,15 +13,20 @@ from fivefold.core import machine as machines
 from fivefold.core import models
 from fivefold.core.count import repeated_flops, training_flops
 from fivefold.core.machine import Machine
+from fivefold.core.plan import PlanOptions, resolve
 from fivefold.core.precision import matmul_bytes
 from fivefold.core.recompute import Recompute
 from fivefold.core.shape import Shape
 from fivefold.cost.frozen import trainable_share
+from fivefold.cost.grid import CONTEXTS
 from fivefold.cost.links import Links
-from fivefold.cost.memory import peak_memory
+from fivefold.cost.memory import fits, peak_memory
 from fivefold.cost.stack import FIVEFOLD, SoftwareStack
 from fivefold.cost.stack_presets import load_stack
 from fivefold.cost.step_time import StepTime, step_time
+from fivefold.planner.estimate import estimate_plan
+from fivefold.planner.search import EstimateSetting
+from fivefold.report.plan_values import estimate_json
 from fivefold.score.published import cases
 
 SHAPE = models.load("llama-3.1-8b")
@@ -157,3 +162,42 @@ def test_recomputation_counts_as_work_of_the_hardware() -> None:
     assert repeated_flops(SHAPE, 8192, [(layers, Recompute())]) == 0
     some = repeated_flops(SHAPE, 8192, [(layers, Recompute.parse("attention"))])
     assert some == pytest.approx((model.attention + model.scores) / 3)
+
+
+def test_estimates_have_both_utilisations() -> None:
+    setting = EstimateSetting(H100, FIVEFOLD, "bf16")
+    options = PlanOptions("llama-3.1-8b", layout="dp=8", seq=8192, microbatches=2)
+    plain, again = (
+        estimate_plan(resolve(replace(options, recompute=rule)), setting)
+        for rule in ("none", "full")
+    )
+    assert plain.hfu == plain.mfu
+    assert 1.25 < again.hfu / again.mfu < 4 / 3 and again.mfu < plain.mfu
+    assert estimate_json(again, [])["hfu"] == again.hfu
+
+
+# --- Llama-3.1-405B, as published: 16,384 H100 at 400 and 380 TFLOP/s a GPU
+
+
+@pytest.mark.parametrize(
+    ("seq", "dp", "cp", "published"), [(8192, 128, 1, 6.46), (131072, 8, 16, 10.9)]
+)
+def test_llama_405b_fits_and_takes_as_long_as_published(
+    seq: int, dp: int, cp: int, published: float
+) -> None:
+    """Chunks of one layer, and the least that keeps the pipeline full."""
+    shape, stack = models.load("llama-3.1-405b"), load_stack("meta-2024-lean")
+    grid = grid_of(
+        tp=8,
+        pp=16,
+        cp=cp,
+        shard=dp,
+        zero=2,
+        chunks=8,
+        microbatches=16,
+        schedule="interleaved",
+    )
+    gathered = np.array([float(CONTEXTS.index("allgather"))])
+    job = (shape, H100, stack, replace(grid, context=gathered), seq, "bf16")
+    assert step_time(*job).step.item() == pytest.approx(published, rel=0.1)
+    assert fits(peak_memory(*job), H100).item()
