@@ -1,7 +1,9 @@
-"""The best plans for a job whose layout is open: request, search, simulate, rank.
+"""The best plans for a job whose layout is open: request, search, simulate, rank, choose.
 
 A search ranks millions of layouts by bounds. The best of them become plan options again, are
-resolved, and are simulated one by one; that decides the order in which they are shown.
+resolved, and are simulated one by one; that decides the order in which they are shown. Layouts that
+differ from the fastest by less than estimates can tell are equal, and the simplest of them is the
+first choice.
 """
 
 from __future__ import annotations
@@ -25,8 +27,15 @@ from fivefold.cost.grid import (
     require_possible_imbalance,
 )
 from fivefold.cost.stack import BY_KERNELS
+from fivefold.planner.accuracy import accuracy
 from fivefold.planner.estimate import Estimate, estimate_plan, rebalance_stages
-from fivefold.planner.search import EstimateSetting, LayoutCandidate, SearchResult, search_layouts
+from fivefold.planner.search import (
+    EstimateSetting,
+    LayoutCandidate,
+    SearchResult,
+    search_layouts,
+    simulated,
+)
 from fivefold.planner.space import SearchSpace
 
 # --- From one element of a grid back to plan options
@@ -81,6 +90,7 @@ OBJECTIVES = ("tokens", "gpus", "gpu-hours")
 # Candidates kept for each plan that is shown: some differ only in what changes nothing.
 _CANDIDATES_PER_PLAN = 12
 _MOST_FRONT = 5
+_AT_ONCE = 16  # simple layouts that are simulated together
 _MOST_ACTIONS = 30_000  # of a schedule that is simulated only for the front
 _LEAST_TOKENS = 4 << 20  # per step, by default
 _TOKENS_PER_GPU = 1 << 10
@@ -103,14 +113,20 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class PlanResult:
-    """Plans by their simulated step, the fastest first, and how many layouts were estimated."""
+    """The first choice, then other plans by their simulated steps, and how many layouts were
+    estimated. The first choice is the simplest of those that are equal to the fastest."""
 
     request: PlanRequest
     plans: tuple[Estimate, ...]
+    fastest: Estimate
     front: tuple[Estimate, ...]  # each more memory for less time
     candidates: int
     passed_over: int
     seconds: float
+
+    def is_equal(self, one: Estimate) -> bool:
+        """Whether estimates cannot tell a plan from the fastest."""
+        return accuracy().within(one.step, self.fastest.step)
 
 
 def estimate_setting(
@@ -175,25 +191,58 @@ def default_batch(gpus: int, seq: int) -> int:
 
 
 def best_plans(request: PlanRequest, top: int, on_progress: Progress | None = None) -> PlanResult:
-    """Search, simulate the best candidates and rank them by that; raise if nothing fits."""
-    result = search_layouts(
-        request.space, request.setting, max(1, top) * _CANDIDATES_PER_PLAN, on_progress
-    )
+    """Search, simulate the best candidates, rank them by that and put the simplest of equal ones
+    first; raise if nothing fits."""
+    keep, equal = max(1, top) * _CANDIDATES_PER_PLAN, accuracy().equal
+    result = search_layouts(request.space, request.setting, keep, on_progress, equal=equal)
     if not result.best:
         raise FivefoldError(_refusal(request, result))
-    simulated = sorted(_simulated(request, _distinct(result.best)[:top]), key=lambda one: one.step)
-    simulated[0] = rebalance_stages(simulated[0])
+    ranked = [_estimated(request, one) for one in _distinct(result.best)[:top]]
+    ranked.sort(key=lambda one: (one.verdict == "does not fit", one.step))
+    first = _first_choice(request, result, ranked[0])
+    others = [one for one in ranked if not _is_same(one, first)]
+    plans = (first, *others)[:top]
     fitting = [one for one in result.front if one.bytes <= request.setting.capacity]
     front = _front(request, fitting)
-    numbers = (result.candidates, result.passed_over, result.seconds)
-    return PlanResult(request, tuple(simulated), tuple(_restored_front(front)), *numbers)
+    return PlanResult(
+        request,
+        plans=plans,
+        fastest=min(first, ranked[0], key=lambda one: one.step),
+        front=tuple(_restored_front(front)),
+        candidates=result.candidates,
+        passed_over=result.passed_over,
+        seconds=result.seconds,
+    )
+
+
+def _first_choice(request: PlanRequest, result: SearchResult, fastest: Estimate) -> Estimate:
+    """The simplest layout that is equal to the fastest, with the best stages."""
+    limit = (1 + accuracy().equal) * fastest.step
+    simple = [result.simple[code] for code in sorted(result.simple)]
+    simple = [one for one in simple if one.seconds <= limit]
+    for start in range(0, len(simple), _AT_ONCE):
+        for one in simulated(request.space, request.setting, simple[start : start + _AT_ONCE]):
+            if one.seconds <= limit:
+                found = rebalance_stages(_estimated(request, one))
+                if found.step <= limit:
+                    return found
+    return rebalance_stages(fastest)
+
+
+def _is_same(one: Estimate, other: Estimate) -> bool:
+    """Whether two plans are the same but for the layers of their stages."""
+    if one.offload != other.offload:
+        return False
+    return replace(one.plan.options, stage_layers=None) == replace(
+        other.plan.options, stage_layers=None
+    )
 
 
 def _front(request: PlanRequest, found: list[LayoutCandidate]) -> tuple[Estimate, ...]:
     """Some of the front, simulated; without those that turn out slower than the bound of a
     candidate with less memory."""
     few = _some(found)
-    pairs = zip(few, _simulated(request, few), strict=True)
+    pairs = [(one, _estimated(request, one)) for one in few]
     return tuple(
         each
         for one, each in pairs
@@ -229,10 +278,9 @@ def _sort_key(one: LayoutCandidate) -> tuple[float, ...]:
     return float(f"{one.seconds:.4g}"), one.grid.context.item(), one.bytes
 
 
-def _simulated(request: PlanRequest, found: list[LayoutCandidate]) -> Iterator[Estimate]:
-    for one in found:
-        plan = resolve(options_of(one.grid, request.options))
-        yield estimate_plan(plan, request.setting, OFFLOADS[int(one.grid.offload.item())])
+def _estimated(request: PlanRequest, one: LayoutCandidate) -> Estimate:
+    plan = resolve(options_of(one.grid, request.options))
+    return estimate_plan(plan, request.setting, OFFLOADS[int(one.grid.offload.item())])
 
 
 def _restored_front(found: tuple[Estimate, ...]) -> Iterator[Estimate]:

@@ -32,6 +32,7 @@ from fivefold.cost.memory import peak_memory, rank_peak_memory, verdict
 from fivefold.cost.pipeline_ranks import RankLayers, RankStage
 from fivefold.cost.pipeline_time import pipeline_timer
 from fivefold.cost.step_time import launch_bound_layer, path_costs, step_time
+from fivefold.planner.accuracy import Accuracy, accuracy
 from fivefold.planner.search import CostArguments, EstimateSetting
 
 Seconds = dict[str, float]
@@ -214,8 +215,18 @@ class Estimate:
 
     @property
     def over(self) -> float:
-        """Bytes above the capacity; negative if the plan fits."""
+        """Bytes above the usable share of the memory; negative if the plan fits."""
         return self.total - self.setting.capacity
+
+    @property
+    def step_range(self) -> tuple[float, float]:
+        """Between which seconds half of all measured steps are that are estimated so."""
+        return (1 - self.accuracy.time) * self.step, (1 + self.accuracy.time) * self.step
+
+    @property
+    def accuracy(self) -> Accuracy:
+        """How far this estimate may be off."""
+        return accuracy()
 
     @property
     def tokens_per_s_per_gpu(self) -> float:
@@ -263,7 +274,7 @@ def estimate_plan(plan: Plan, setting: EstimateSetting, offload: str = "none") -
         memory=memory,
         host=float(np.asarray(peak.host).item()),
         disk=float(np.asarray(peak.disk).item()),
-        verdict=str(verdict(total, peak.band, setting.machine).item()),
+        verdict=str(verdict(total, setting.capacity, setting.machine).item()),
         timeline=simulated.timeline,
     )
 

@@ -2,7 +2,8 @@
 
 The time and memory of whole blocks of layouts are estimated at once, by arrays. Degrees whose
 layers alone take longer than the best layouts found so far cannot win, whatever else is chosen, and
-are passed over.
+are passed over. So that the simplest of equally fast layouts can be chosen, the fastest layout of
+each complexity is kept too, if it is within a share of the fastest.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +26,7 @@ from fivefold.cost.layer_time import LayerTimer
 from fivefold.cost.memory import PeakMemory, peak_memory
 from fivefold.cost.stack import NARROW_GRADIENTS, SoftwareStack
 from fivefold.cost.step_time import least_layer_seconds, step_time
+from fivefold.planner.simplicity import AXES, complexity, innermost, num_axes, tp_crosses
 from fivefold.planner.space import LayoutBlock, SearchSpace, layout_blocks
 
 CostArguments = tuple[Shape, Machine, SoftwareStack, LayoutGrid, int, str, float]
@@ -85,9 +88,13 @@ class LayoutCandidate:
 
 @dataclass
 class SearchResult:
-    """The fastest layouts that fit, the front of memory and time, and how many were estimated."""
+    """The fastest layouts that fit, the front of memory and time, and how many were estimated.
+
+    `simple`: by complexity, the fastest layouts (by their bounds) that may be equal to the first.
+    """
 
     best: list[LayoutCandidate] = field(default_factory=list[LayoutCandidate])
+    simple: dict[int, LayoutCandidate] = field(default_factory=dict[int, LayoutCandidate])
     front: list[LayoutCandidate] = field(default_factory=list[LayoutCandidate])
     leanest: LayoutCandidate | None = None  # least memory of all, also if none fits
     candidates: int = 0
@@ -101,50 +108,81 @@ def search_layouts(
     setting: EstimateSetting,
     keep: int,
     on_progress: Callable[[float], None] | None = None,
+    *,
+    equal: float = 0.0,
 ) -> SearchResult:
-    """Estimate every layout; with offload only if nothing fits without it, and to disks only if the
-    host memory is full."""
+    """Estimate every layout, and keep the fastest that fit; `equal`: the share of a step within
+    which simpler layouts are kept as well."""
     began = time.perf_counter()
     result, pool = SearchResult(), max(keep, _LEAST_SIMULATED)
-    said = space.fixed or {}
-    if said.get("offload") == "nvme":
+    if (space.fixed or {}).get("offload") == "nvme":
         setting.machine.disk_bandwidth()  # raises an error if there are no disks
-    for offload in OFFLOADS if setting.machine.host.nvme_bytes else OFFLOADS[:-1]:
-        fixed = {"offload": offload, **said}
-        _LayoutSearch(replace(space, fixed=fixed), setting, pool, result).run(on_progress)
-        if result.best or "offload" in said or (offload == "cpu" and not result.host_is_short):
+    for one, limit, over_network in _resorts(space, setting, result):
+        search = _LayoutSearch(one, setting, pool, result, limit, over_network, equal)
+        search.run(on_progress)
+        if result.best:
             break
-    result.best = _simulated(space, setting, result.best)[:keep]
+    timed = simulated(space, setting, result.best)
+    result.best = sorted(timed, key=lambda one: one.seconds)[:keep]
     result.seconds = time.perf_counter() - began
     return result
 
 
-def _simulated(
+def _resorts(
+    space: SearchSpace, setting: EstimateSetting, result: SearchResult
+) -> Iterator[tuple[SearchSpace, float, bool]]:
+    """Where to search, as long as nothing fits: with offload, to disks if the host memory is full;
+    then with tp over more than the innermost link; then in all of the GPU's memory."""
+    said, machine = space.fixed or {}, setting.machine
+    for limit, over_network in product((setting.capacity, machine.memory), (False, True)):
+        if limit > setting.capacity and not _could_fit(result, limit):
+            return
+        if over_network and ("tp" in said or space.gpus <= innermost(machine)):
+            continue  # the first search had all of it
+        for offload in OFFLOADS if machine.host.nvme_bytes else OFFLOADS[:-1]:
+            yield replace(space, fixed={"offload": offload, **said}), limit, over_network
+            if "offload" in said or (offload == "cpu" and not result.host_is_short):
+                break
+
+
+def _could_fit(result: SearchResult, limit: float) -> bool:
+    return result.leanest is not None and result.leanest.bytes <= limit
+
+
+def simulated(
     space: SearchSpace, setting: EstimateSetting, found: list[LayoutCandidate]
 ) -> list[LayoutCandidate]:
-    """The best candidates by bounds, in the order of their simulated steps."""
+    """The same candidates with their simulated steps in place of bounds."""
     if not found:
         return []
     columns = zip(*(one.grid.columns() for one in found), strict=True)
     grid = LayoutGrid(*map(np.concatenate, columns))
     job = setting.arguments(space.shape, grid, space.seq)
     steps = np.broadcast_to(step_time(*job, simulated=True).step, len(found))
-    timed = [replace(one, seconds=float(step)) for one, step in zip(found, steps, strict=True)]
-    return sorted(timed, key=lambda one: one.seconds)
+    return [replace(one, seconds=float(step)) for one, step in zip(found, steps, strict=True)]
 
 
 class _LayoutSearch:
     """One pass over a search space."""
 
     def __init__(
-        self, space: SearchSpace, setting: EstimateSetting, keep: int, result: SearchResult
+        self,
+        space: SearchSpace,
+        setting: EstimateSetting,
+        keep: int,
+        result: SearchResult,
+        limit: float,
+        over_network: bool,
+        equal: float,
     ) -> None:
         self.space, self.setting, self.keep, self.result = space, setting, keep, result
+        self.limit, self.over_network, self.equal = limit, over_network, equal
+        self.domain = innermost(setting.machine)
         self.classes: dict[int, LayoutCandidate] = {}
 
     def run(self, on_progress: Callable[[float], None] | None) -> None:
         """Estimate the most promising degrees first, so that most others are passed over."""
-        found = list(layout_blocks(self.space))
+        found = [each for one in layout_blocks(self.space) for each in self._allowed(one)]
         least = [self._least(each) for each in found]
         order = sorted(range(len(found)), key=lambda index: float(least[index].min()))
         for number, index in enumerate(order):
@@ -152,6 +190,17 @@ class _LayoutSearch:
             if on_progress is not None:
                 on_progress((number + 1) / len(found))
         self.result.front = list(_front(self.classes))
+
+    def _allowed(self, block: LayoutBlock) -> Iterator[LayoutBlock]:
+        """The block without tp over more than the innermost link, unless it is a last resort."""
+        if self.over_network or "tp" in (self.space.fixed or {}):
+            yield block
+            return
+        inside = ~np.broadcast_to(
+            tp_crosses(block.grid, self.setting.machine).ravel(), len(block.degrees)
+        )
+        if inside.any():
+            yield block if inside.all() else block.only(inside)
 
     def _least(self, block: LayoutBlock) -> Array:
         """A lower bound of the step for each of the degrees."""
@@ -166,7 +215,7 @@ class _LayoutSearch:
         """Estimate the degrees of a block that can still win, and keep the best layouts."""
         best = self.result.best
         worst = best[-1].seconds if len(best) >= self.keep else np.inf
-        hopeful = least <= worst
+        hopeful = (least <= worst) | self._may_be_simpler(block, least)
         if not hopeful.all():
             self.result.passed_over += block.size * int((~hopeful).sum()) // len(hopeful)
             if not hopeful.any():
@@ -177,11 +226,41 @@ class _LayoutSearch:
         seconds = np.where(block.legal, np.broadcast_to(times.step, shape), np.inf).ravel()
         memory = np.broadcast_to(peak.total, shape).ravel()
         self.result.candidates += block.size
-        fits, has_room = peak.total <= self.setting.capacity, self._fits_host(peak)
+        fits, has_room = peak.total <= self.limit, self._fits_host(peak)
         self.result.host_is_short |= bool((fits & ~has_room).any())
         fits = np.broadcast_to(fits & has_room, shape).ravel()
-        self._keep_best(block, np.where(fits, seconds, np.inf), memory)
+        fitting = np.where(fits, seconds, np.inf)
+        self._keep_best(block, fitting, memory)
+        self._keep_simple(block, fitting, memory)
         self._keep_front(block, seconds, memory)
+
+    def _near(self) -> float:
+        """Up to how many seconds a layout may be equal to the fastest."""
+        return (1 + self.equal) * self.result.best[0].seconds
+
+    def _may_be_simpler(self, block: LayoutBlock, least: Array) -> NDArray[np.bool_]:
+        """Which degrees may be equal to the fastest with fewer axes than any equal one so far."""
+        if not self.equal or not self.result.best:
+            return np.zeros(len(least), bool)
+        near = self._near()
+        equals = (one for one in self.result.simple.values() if one.seconds <= near)
+        fewest = min((int(num_axes(one.grid).item()) for one in equals), default=len(AXES))
+        axes = np.array([sum(getattr(one, axis) > 1 for axis in AXES) for one in block.degrees])
+        return (least <= near) & (axes < fewest)
+
+    def _keep_simple(self, block: LayoutBlock, seconds: Array, memory: Array) -> None:
+        """Keep the fastest layout of each complexity, whatever its microbatch size is."""
+        if not self.equal or not self.result.best:
+            return
+        near = np.flatnonzero(seconds <= self._near())
+        codes = np.broadcast_to(complexity(block.grid, self.domain), block.shape).ravel()[near]
+        order = np.lexsort((memory[near], seconds[near], codes))
+        _, firsts = np.unique(codes[order], return_index=True)
+        for place in order[firsts]:
+            code, index = int(codes[place]), int(near[place])
+            known = self.result.simple.get(code)
+            if known is None or seconds[index] < known.seconds:
+                self.result.simple[code] = _candidate(block, index, seconds, memory)
 
     def _fits_host(self, peak: PeakMemory) -> NDArray[np.bool_]:
         """Whether the nodes have room for what their GPUs offload."""

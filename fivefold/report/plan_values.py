@@ -25,7 +25,8 @@ _GIB = 2**30
 
 def estimate_json(one: Estimate, because: list[str]) -> dict[str, Any]:
     """One plan with its estimated memory and time, and the reasons for it."""
-    plan, layout = one.plan, one.plan.layout
+    plan, layout, off = one.plan, one.plan.layout, one.accuracy
+    low, high = one.step_range
     return {
         "layout": str(layout),
         "zero": layout.zero,
@@ -44,6 +45,9 @@ def estimate_json(one: Estimate, because: list[str]) -> dict[str, Any]:
         "disk_gib": one.disk / _GIB,
         "fits": one.verdict,
         "step_s": one.step,
+        "step_s_low": low,
+        "step_s_high": high,
+        "error_bar": {"time": off.time, "time_p90": off.time_p90, "memory": off.memory},
         "time_s": one.parts,
         "tokens_per_s_per_gpu": one.tokens_per_s_per_gpu,
         "mfu": one.mfu,
