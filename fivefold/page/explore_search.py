@@ -95,17 +95,18 @@ def _ranked(job: State, found: PlanResult) -> View:
     def state_of(plan: Plan) -> State:  # that a click on this plan opens
         return replace(job, **keys_of(plan))
 
-    states = sorted((state_of(one.plan) for one in found.plans), key=lambda s: s.estimate().step)
-    first = states[0].estimate()
-    rival = states[1].estimate() if len(states) > 1 else None
-    # The fastest is on the front even if it took too long to be simulated twice.
-    front = dict.fromkeys([*(state_of(one.plan) for one in found.front), states[0]])
+    choice, *others = (state_of(one.plan) for one in found.plans)
+    states = [choice, *sorted(others, key=lambda state: state.estimate().step)]
+    first = choice.estimate()
+    rival = None if found.rival is None else state_of(found.rival.plan).estimate()
+    # The first choice is on the front even if it took too long to be simulated twice.
+    front = dict.fromkeys([*(state_of(one.plan) for one in found.front), choice])
     return {
         "candidates": found.candidates,
         "passed_over": found.passed_over,
         "layouts": [_entry(one, states[0]) for one in states],
         "front": [_entry(one, states[0]) for one in front],
-        "because": plan_text.reasons_text(first, compare_neighbours(first), rival),
+        "because": plan_text.reasons_text(first, compare_neighbours(first), rival, found.simpler),
         "notes": [*found.request.notes, *_stage_layers_note(found.plans[0], first)],
     }
 

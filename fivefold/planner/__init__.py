@@ -11,7 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from fivefold.core import legality, models, rules
+from fivefold.core.batch import default_batch
 from fivefold.core.errors import FivefoldError
 from fivefold.core.layout import MOST_RANKS, Layout
 from fivefold.core.machine import Machine
@@ -24,6 +27,7 @@ from fivefold.cost.grid import (
     RECOMPUTE,
     SCHEDULES,
     LayoutGrid,
+    grid_of_plan,
     require_possible_imbalance,
 )
 from fivefold.cost.stack import BY_KERNELS
@@ -36,6 +40,7 @@ from fivefold.planner.search import (
     search_layouts,
     simulated,
 )
+from fivefold.planner.simplicity import complexity, innermost, simpler_words, tp_crosses
 from fivefold.planner.space import SearchSpace
 
 # --- From one element of a grid back to plan options
@@ -92,8 +97,6 @@ _CANDIDATES_PER_PLAN = 12
 _MOST_FRONT = 5
 _AT_ONCE = 16  # simple layouts that are simulated together
 _MOST_ACTIONS = 30_000  # of a schedule that is simulated only for the front
-_LEAST_TOKENS = 4 << 20  # per step, by default
-_TOKENS_PER_GPU = 1 << 10
 
 
 @dataclass(frozen=True)
@@ -124,9 +127,32 @@ class PlanResult:
     passed_over: int
     seconds: float
 
-    def is_equal(self, one: Estimate) -> bool:
-        """Whether estimates cannot tell a plan from the fastest."""
-        return accuracy().within(one.step, self.fastest.step)
+    @property
+    def rival(self) -> Estimate | None:
+        """The fastest, or the next best if that is the first choice."""
+        if self.fastest is not self.plans[0]:
+            return self.fastest
+        return self.plans[1] if len(self.plans) > 1 else None
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What is wrong with the first choice, though nothing better fits."""
+        first, setting = self.plans[0], self.request.setting
+        found: list[str] = []
+        if tp_crosses(_grid_of(first), setting.machine).item():
+            inner = setting.machine.tiers[0].name
+            why = "as given" if "tp" in (self.request.space.fixed or {}) else "nothing else fits"
+            found.append(f"tp={first.plan.layout.tp} leaves {inner}: {why}")
+        if first.verdict == "tight":
+            share = f"{1 - setting.headroom:.0%}"
+            found.append(f"nothing fits into {share} of the memory: the first choice is tight")
+        return tuple(found)
+
+    @property
+    def simpler(self) -> str:
+        """In what the first choice is simpler than the fastest; empty if it is the fastest."""
+        domain = innermost(self.request.setting.machine)
+        return simpler_words(*(_grid_of(one) for one in (self.plans[0], self.fastest)), domain)
 
 
 def estimate_setting(
@@ -159,7 +185,7 @@ def plan_request(
     require_possible_imbalance(shape, imbalance)
     gpus = options.gpus or 1
     seq = options.seq if options.seq is not None else min(8192, shape.max_seq)
-    batch = default_batch(gpus, seq) if options.batch is None else options.batch
+    batch = default_batch(gpus, seq, shape) if options.batch is None else options.batch
     reasons = legality.problems(Layout(), shape, seq=seq, batch=batch, microbatch_size=1)
     reasons += list(rules.bad_counts({"seq": seq, "gpus": gpus}).values())
     if reasons:
@@ -178,16 +204,6 @@ def plan_request(
 def domain_sizes(machine: Machine) -> tuple[int, ...]:
     """Sizes of the machine's domains; sharding may stay inside one."""
     return tuple(tier.size for tier in machine.tiers if tier.size)
-
-
-def default_batch(gpus: int, seq: int) -> int:
-    """Sequences per step: 4 Mi tokens, or 1 Ki per GPU if that is more, divisible by the odd part
-    of the number of GPUs."""
-    tokens = max(_LEAST_TOKENS, _TOKENS_PER_GPU * gpus)
-    odd = gpus
-    while odd % 2 == 0 and odd:
-        odd //= 2
-    return -(-max(1, tokens // seq) // max(1, odd)) * max(1, odd)
 
 
 def best_plans(request: PlanRequest, top: int, on_progress: Progress | None = None) -> PlanResult:
@@ -218,7 +234,8 @@ def best_plans(request: PlanRequest, top: int, on_progress: Progress | None = No
 def _first_choice(request: PlanRequest, result: SearchResult, fastest: Estimate) -> Estimate:
     """The simplest layout that is equal to the fastest, with the best stages."""
     limit = (1 + accuracy().equal) * fastest.step
-    simple = [result.simple[code] for code in sorted(result.simple)]
+    own = complexity(_grid_of(fastest), innermost(request.setting.machine)).item()
+    simple = [result.simple[code] for code in sorted(result.simple) if code < own]
     simple = [one for one in simple if one.seconds <= limit]
     for start in range(0, len(simple), _AT_ONCE):
         for one in simulated(request.space, request.setting, simple[start : start + _AT_ONCE]):
@@ -227,6 +244,11 @@ def _first_choice(request: PlanRequest, result: SearchResult, fastest: Estimate)
                 if found.step <= limit:
                     return found
     return rebalance_stages(fastest)
+
+
+def _grid_of(one: Estimate) -> LayoutGrid:
+    offload = np.array([float(OFFLOADS.index(one.offload))])
+    return replace(grid_of_plan(one.plan), offload=offload)
 
 
 def _is_same(one: Estimate, other: Estimate) -> bool:

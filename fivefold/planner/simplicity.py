@@ -1,8 +1,8 @@
 """Which of two equally fast layouts is simpler: fewer things to set up, watch and debug.
 
-The order: tp inside the innermost domain; fewer axes besides data, which costs nothing to set up; no
-context parallelism or a plainer kind; a plainer schedule; no offload; one group of shards; experts
-that are not split; no recomputation; a lower ZeRO stage. The first difference decides.
+The order: tp inside the innermost domain; fewer axes besides data, which every job has; no context
+parallelism or a plainer kind; a plainer schedule; no offload; one group of shards; experts that are
+not split; no recomputation; a lower ZeRO stage. The first difference decides.
 """
 
 from __future__ import annotations
@@ -130,4 +130,3 @@ def simpler_words(one: LayoutGrid, other: LayoutGrid, domain: float) -> str:
             here, there = criterion.words(one), criterion.words(other)
             return f"{here} instead of {there}" if mine < theirs else ""
     return ""
-

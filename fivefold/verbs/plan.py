@@ -249,9 +249,10 @@ def _ranked(found: PlanResult, options: dict[str, Any]) -> Printed:
     from fivefold.planner.neighbours import compare_neighbours
 
     first, *others = found.plans
-    why = plan_text.reasons_text(first, compare_neighbours(first), others[0] if others else None)
-    reasons = [why, *([f"{plan_text.loses(one, first)}"] for one in others)]
-    question, notes = found.request.space, list(found.request.notes)
+    fastest = found.fastest.step
+    why = plan_text.reasons_text(first, compare_neighbours(first), found.rival, found.simpler)
+    reasons = [why, *([plan_text.loses(one, first, fastest)] for one in others)]
+    question, notes = found.request.space, [*found.request.notes, *found.warnings]
     if first.offload != "none":
         where = {"cpu": "in host memory", "nvme": "on local disks"}[first.offload]
         notes.append(
@@ -268,8 +269,11 @@ def _ranked(found: PlanResult, options: dict[str, Any]) -> Printed:
         "candidates": found.candidates,
         "passed_over": found.passed_over,
         "seconds": found.seconds,
+        "equal_bar": first.accuracy.equal,
+        "fastest": plan_values.estimate_json(found.fastest, []),
         "layouts": [
             plan_values.estimate_json(one, reason)
+            | {"equal": one.accuracy.within(one.step, fastest)}
             for one, reason in zip(found.plans, reasons, strict=True)
         ],
         "front": [plan_values.estimate_json(one, []) for one in found.front],
@@ -282,7 +286,7 @@ def _ranked(found: PlanResult, options: dict[str, Any]) -> Printed:
         f"{found.candidates:,} layouts estimated and {found.passed_over:,} skipped in "
         f"{found.seconds:.1f} s; those below were simulated",
         "",
-        *plan_text.ranked(found.plans),
+        *plan_text.ranked(found.plans, fastest),
         "",
         f"first     {first.plan.batch}",
         *_detail(first, why, options),
