@@ -152,7 +152,7 @@ class PlanResult:
     def simpler(self) -> str:
         """In what the first choice is simpler than the fastest; empty if it is the fastest."""
         domain = innermost(self.request.setting.machine)
-        return simpler_words(*(_grid_of(one) for one in (self.plans[0], self.fastest)), domain)
+        return simpler_words(_grid_of(self.plans[0]), _grid_of(self.fastest), domain)
 
 
 def estimate_setting(

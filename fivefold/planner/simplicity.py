@@ -8,7 +8,7 @@ not split; no recomputation; a lower ZeRO stage. The first difference decides.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +27,8 @@ AXES = ("tp", "pp", "cp", "ep")
 Codes = NDArray[np.int64]
 
 
-class Criterion(NamedTuple):
+@dataclass(frozen=True)
+class Criterion:
     """One thing that makes a layout less simple: a level below `levels`, from columns of a grid."""
 
     levels: int
@@ -67,7 +68,7 @@ def _name(names: tuple[str, ...], column: Array) -> str:
     return names[round(float(column.item()))]
 
 
-CRITERIA = (
+CRITERIA: tuple[Criterion, ...] = (
     Criterion(2, _crosses, lambda grid: f"tp={grid.tp.item():.0f}"),
     Criterion(len(AXES) + 1, lambda grid, domain: num_axes(grid), _axes_words),
     Criterion(

@@ -150,7 +150,7 @@ def _block(space: SearchSpace, degrees: tuple[Degrees, ...]) -> LayoutBlock | No
         microbatches=_along(1, [per_rank // n for n in rows]),
         recompute=_along(4, repeats),
         schedule=_along(2, [SCHEDULES.index(family.name) for family, _ in schedules]),
-        sp=np.ones((1,) * 6, bool),
+        sp=np.full((1,) * 6, bool(fixed.get("sp", True))),
         offload=_along(5, offloads),
         context=context,
     )

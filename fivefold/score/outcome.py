@@ -10,6 +10,7 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -23,6 +24,7 @@ from fivefold.score.rows import Row
 
 LEAST_RANKED = 4  # runs of a group; the order of fewer says little
 _TOP = 3
+_CLOSE = 0.1  # logarithm of a ratio
 
 
 class PredictedRange(NamedTuple):
@@ -82,10 +84,26 @@ def regret(predicted: Sequence[float], measured: Sequence[float], tries: int) ->
     return float(times[order].min() / times.min() - 1)
 
 
+def pair_errors(group: Sequence[tuple[float, float]]) -> list[float]:
+    """By which share the predicted ratio of two runs differs from the measured one, for all pairs
+    whose predictions are close: two layouts between which a planner must choose."""
+    near = (
+        (one, other)
+        for one, other in combinations(group, 2)
+        if abs(math.log(one[0] / other[0])) <= _CLOSE
+    )
+    return [
+        math.exp(abs(math.log(one[0] / other[0] * other[1] / one[1]))) - 1 for one, other in near
+    ]
+
+
 def ranking(groups: Sequence[Sequence[tuple[float, float]]]) -> dict[str, Any]:
-    """Mean tau and regret over groups of predicted and measured times."""
+    """Mean tau and regret over groups of predicted and measured times, and how well the ratio of
+    two of them is predicted."""
+    pairs = stats([each for group in groups for each in pair_errors(group)])
     if not groups:
-        return {"groups": 0, "n": 0, "tau": None, "top1_regret": None, "best3_regret": None}
+        nothing = {"groups": 0, "n": 0, "tau": None, "top1_regret": None, "best3_regret": None}
+        return {**nothing, "pairs": pairs}
     sides = [tuple(zip(*group, strict=True)) for group in groups]
     return {
         "groups": len(groups),
@@ -93,6 +111,7 @@ def ranking(groups: Sequence[Sequence[tuple[float, float]]]) -> dict[str, Any]:
         "tau": float(np.mean([kendall_tau(*side) for side in sides])),
         "top1_regret": float(np.mean([regret(*side, tries=1) for side in sides])),
         "best3_regret": float(np.mean([regret(*side, tries=_TOP) for side in sides])),
+        "pairs": pairs,
     }
 
 

@@ -310,13 +310,25 @@ def _tables(asked: PlanRequest, options: dict[str, Any]) -> Printed:
 
     if options["compare"]:
         found = list(single_axis_strategies(asked))
-        table = {"strategies": plan_values.strategies_json(found)}
-        return table, plan_values.strategies_text(found)
+        best = _first_choice(asked)
+        table: dict[str, Any] = {"strategies": plan_values.strategies_json(found)}
+        table["best"] = None if best is None else plan_values.estimate_json(best, [])
+        return table, plan_values.strategies_text(found, best)
     axis, values = parse_sweep(options["sweep"])
     with progress_bar("sweep") as bar:
         points = list(sweep(asked, axis, values, bar.update))
     table = {"axis": axis, "points": plan_values.sweep_json(axis, points)}
     return table, plan_values.sweep_text(axis, values, points)
+
+
+def _first_choice(asked: PlanRequest) -> Estimate | None:
+    """The first choice of a search, or None if nothing fits."""
+    from fivefold.planner import best_plans
+
+    try:
+        return best_plans(asked, 1).plans[0]
+    except FivefoldError:
+        return None
 
 
 def _positive(option: str, given: float) -> float:
