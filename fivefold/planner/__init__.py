@@ -218,7 +218,8 @@ def best_plans(request: PlanRequest, top: int, on_progress: Progress | None = No
     first = _first_choice(request, result, ranked[0])
     others = [one for one in ranked if not _is_same(one, first)]
     plans = (first, *others)[:top]
-    fitting = [one for one in result.front if one.bytes <= request.setting.capacity]
+    limit = max(request.setting.capacity, *(one.bytes for one in result.best))
+    fitting = [one for one in result.front if one.bytes <= limit]
     front = _front(request, fitting)
     return PlanResult(
         request,
@@ -326,7 +327,7 @@ def _refusal(request: PlanRequest, result: SearchResult) -> str:
             f"{space.seq:,} tokens; change --batch, --gpus or --fix"
         )
     lean = result.leanest
-    need = f"{lean.bytes / 2**30:,.1f} GiB of {setting.capacity / 2**30:,.1f}"
+    need = f"{lean.bytes / 2**30:,.1f} GiB of {setting.machine.memory / 2**30:,.1f}"
     way = "lower the batch, the sequence or --headroom, or fix less"
     if enough := gpus_needed(request):
         way = f"it takes {enough:,} GPUs"
