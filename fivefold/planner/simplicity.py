@@ -106,8 +106,10 @@ CRITERIA: tuple[Criterion, ...] = (
 
 
 def innermost(machine: Machine) -> float:
-    """GPUs of the machine's innermost domain; infinite if it has no size."""
-    return machine.tiers[0].size or np.inf
+    """GPUs of the machine's innermost domain. It is infinite if it has no size, and for a torus,
+    of which jobs get a part that suits their degrees."""
+    inner = machine.tiers[0]
+    return np.inf if inner.size is None or inner.torus else float(inner.size)
 
 
 def complexity(grid: LayoutGrid, domain: float) -> Codes:
