@@ -61,7 +61,9 @@ def _context(grid: LayoutGrid, domain: float) -> Array:
 
 def _axes_words(grid: LayoutGrid) -> str:
     used = [axis for axis in AXES if getattr(grid, axis).item() > 1]
-    return " and ".join(used) if used else "data ranks alone"
+    if not used:
+        return "data ranks alone"
+    return " and ".join([", ".join(used[:-1]), used[-1]] if len(used) > 1 else used)
 
 
 def _name(names: tuple[str, ...], column: Array) -> str:
