@@ -137,16 +137,11 @@ class PlanResult:
     @property
     def warnings(self) -> tuple[str, ...]:
         """What is wrong with the first choice, though nothing better fits."""
-        first, setting = self.plans[0], self.request.setting
-        found: list[str] = []
-        if tp_crosses(_grid_of(first), setting.machine).item():
-            inner = setting.machine.tiers[0].name
-            why = "as given" if "tp" in (self.request.space.fixed or {}) else "nothing else fits"
-            found.append(f"tp={first.plan.layout.tp} leaves {inner}: {why}")
-        if first.verdict == "tight":
-            share = f"{1 - setting.headroom:.0%}"
-            found.append(f"nothing fits into {share} of the memory: the first choice is tight")
-        return tuple(found)
+        first, machine = self.plans[0], self.request.setting.machine
+        if not tp_crosses(_grid_of(first), machine).item():
+            return ()
+        why = "as given" if "tp" in (self.request.space.fixed or {}) else "nothing else fits"
+        return (f"tp={first.plan.layout.tp} leaves {machine.tiers[0].name}: {why}",)
 
     @property
     def simpler(self) -> str:
@@ -218,8 +213,7 @@ def best_plans(request: PlanRequest, top: int, on_progress: Progress | None = No
     first = _first_choice(request, result, ranked[0])
     others = [one for one in ranked if not _is_same(one, first)]
     plans = (first, *others)[:top]
-    limit = max(request.setting.capacity, *(one.bytes for one in result.best))
-    fitting = [one for one in result.front if one.bytes <= limit]
+    fitting = [one for one in result.front if one.bytes <= request.setting.capacity]
     front = _front(request, fitting)
     return PlanResult(
         request,
@@ -326,13 +320,16 @@ def _refusal(request: PlanRequest, result: SearchResult) -> str:
             f"{head}: no legal layout{given} for a global batch of {space.batch:,} sequences of "
             f"{space.seq:,} tokens; change --batch, --gpus or --fix"
         )
-    lean = result.leanest
-    need = f"{lean.bytes / 2**30:,.1f} GiB of {setting.machine.memory / 2**30:,.1f}"
+    lean, memory = result.leanest, setting.machine.memory
+    need = f"needs {lean.bytes / 2**30:,.1f} GiB of {memory / 2**30:,.1f} a GPU"
     way = "lower the batch, the sequence or --headroom, or fix less"
     if enough := gpus_needed(request):
         way = f"it takes {enough:,} GPUs"
-    leanest = f"the leanest layout, {layout_of(lean.grid)}, needs {need} a GPU"
-    return f"{head} does not fit: {leanest}; {way}"
+    leanest = f"the leanest layout, {layout_of(lean.grid)}, {need}"
+    if lean.bytes > memory:
+        return f"{head} does not fit: {leanest}; {way}"
+    usable = f"of which {setting.capacity / 2**30:,.1f} may be used"
+    return f"{head} is tight: {leanest}, {usable}; {way}, or a lower --headroom"
 
 
 def gpus_needed(request: PlanRequest) -> int | None:

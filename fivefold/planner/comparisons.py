@@ -73,7 +73,7 @@ def _strategy(request: PlanRequest, name: str, axis: str, fixed: Mapping[str, in
     for degree in degrees:
         named = {"offload": "none", **others, **fixed, axis: degree}
         found = search_layouts(replace(request.space, fixed=named), request.setting, 1)
-        fits += [one for one in found.best if one.bytes <= request.setting.capacity]
+        fits += found.best
         lean += [] if found.leanest is None else [found.leanest]
     one = min(fits, key=lambda one: one.seconds, default=None)
     one = one or min(lean, key=lambda one: one.bytes, default=None)

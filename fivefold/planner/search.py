@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -117,9 +116,8 @@ def search_layouts(
     result, pool = SearchResult(), max(keep, _LEAST_SIMULATED)
     if (space.fixed or {}).get("offload") == "nvme":
         setting.machine.disk_bandwidth()  # raises an error if there are no disks
-    for one, limit, over_network in _resorts(space, setting, result):
-        search = _LayoutSearch(one, setting, pool, result, limit, over_network, equal)
-        search.run(on_progress)
+    for one, over_network in _resorts(space, setting, result):
+        _LayoutSearch(one, setting, pool, result, over_network, equal).run(on_progress)
         if result.best:
             break
     timed = simulated(space, setting, result.best)
@@ -130,23 +128,16 @@ def search_layouts(
 
 def _resorts(
     space: SearchSpace, setting: EstimateSetting, result: SearchResult
-) -> Iterator[tuple[SearchSpace, float, bool]]:
+) -> Iterator[tuple[SearchSpace, bool]]:
     """Where to search, as long as nothing fits: with offload, to disks if the host memory is full;
-    then with tp over more than the innermost link; then in all of the GPU's memory."""
+    then with tp over more than the innermost link."""
     said, machine = space.fixed or {}, setting.machine
-    for limit, over_network in product((setting.capacity, machine.memory), (False, True)):
-        if limit > setting.capacity and not _could_fit(result, limit):
-            return
-        if over_network and ("tp" in said or space.gpus <= innermost(machine)):
-            continue  # the first search had all of it
+    everywhere = "tp" in said or space.gpus <= innermost(machine)
+    for over_network in (True,) if everywhere else (False, True):
         for offload in OFFLOADS if machine.host.nvme_bytes else OFFLOADS[:-1]:
-            yield replace(space, fixed={"offload": offload, **said}), limit, over_network
+            yield replace(space, fixed={"offload": offload, **said}), over_network
             if "offload" in said or (offload == "cpu" and not result.host_is_short):
                 break
-
-
-def _could_fit(result: SearchResult, limit: float) -> bool:
-    return result.leanest is not None and result.leanest.bytes <= limit
 
 
 def simulated(
@@ -171,12 +162,11 @@ class _LayoutSearch:
         setting: EstimateSetting,
         keep: int,
         result: SearchResult,
-        limit: float,
         over_network: bool,
         equal: float,
     ) -> None:
         self.space, self.setting, self.keep, self.result = space, setting, keep, result
-        self.limit, self.over_network, self.equal = limit, over_network, equal
+        self.over_network, self.equal = over_network, equal
         self.domain = innermost(setting.machine)
         self.classes: dict[int, LayoutCandidate] = {}
 
@@ -193,7 +183,7 @@ class _LayoutSearch:
 
     def _allowed(self, block: LayoutBlock) -> Iterator[LayoutBlock]:
         """The block without tp over more than the innermost link, unless it is a last resort."""
-        if self.over_network or "tp" in (self.space.fixed or {}):
+        if self.over_network:
             yield block
             return
         inside = ~np.broadcast_to(
@@ -226,7 +216,7 @@ class _LayoutSearch:
         seconds = np.where(block.legal, np.broadcast_to(times.step, shape), np.inf).ravel()
         memory = np.broadcast_to(peak.total, shape).ravel()
         self.result.candidates += block.size
-        fits, has_room = peak.total <= self.limit, self._fits_host(peak)
+        fits, has_room = peak.total <= self.setting.capacity, self._fits_host(peak)
         self.result.host_is_short |= bool((fits & ~has_room).any())
         fits = np.broadcast_to(fits & has_room, shape).ravel()
         fitting = np.where(fits, seconds, np.inf)

@@ -12,6 +12,7 @@ import pytest
 
 from fivefold.core import machine, models
 from fivefold.core.batch import default_batch
+from fivefold.core.errors import FivefoldError
 from fivefold.core.plan import PlanOptions
 from fivefold.cost.grid import grid_of_plan
 from fivefold.cost.memory import peak_memory
@@ -109,17 +110,20 @@ def test_no_tp_over_the_network_unless_it_is_given() -> None:
     assert first_of(given).tp == 8 and given.warnings == ("tp=8 leaves nvlink: as given",)
 
 
-def test_tight_only_if_nothing_fits_and_then_it_says_so() -> None:
+def test_what_is_tight_is_not_recommended_and_not_said_to_be_too_much() -> None:
     fixed = {"offload": "none", "tp": 1, "cp": 1, "pp": 1, "zero": 3, "recompute": "full"}
     found = best_plans(asked("llama-3.1-8b", "h100", 8, batch=16, fixed=fixed), 1)
-    assert found.plans[0].verdict == "fits" and not found.warnings
-    # Memory of which no layout leaves 5% free, though some fit.
-    need = 1.001 * min(one.total for one in found.front)
-    small = replace(machine.load("h100"), memory=need)
-    tight = best_plans(asked("llama-3.1-8b", small, 8, batch=16, fixed=fixed), 1)
-    (one,) = tight.plans
-    assert one.verdict == "tight" and 0.95 * need < one.total <= need
-    assert tight.warnings == ("nothing fits into 95% of the memory: the first choice is tight",)
+    assert found.plans[0].verdict == "fits"
+    need = min(one.total for one in found.front)
+    for share, words in (
+        (1.001, " is tight: the leanest layout, dp=8, needs "),
+        (0.999, "fit: the"),
+    ):
+        small = replace(machine.load("h100"), memory=share * need)
+        with pytest.raises(FivefoldError, match=words) as error:
+            best_plans(asked("llama-3.1-8b", small, 8, batch=16, fixed=fixed), 1)
+        assert ("does not fit" in str(error.value)) == (share < 1)
+        assert ("may be used" in str(error.value)) == (share > 1)
 
 
 @pytest.mark.parametrize(
