@@ -91,6 +91,14 @@ MODEL_FAMILY = (
           '    "dummy": Writer("DummyModel", _biased, {"attention.q": "self_attn.dummy"}),\n'),
 )  # fmt: skip
 MACHINE = (Edit("presets/machines/dummy.toml", "", 'base = "h100"\nmemory = 200e9\n'),)
+STACK = (
+    Edit(
+        "presets/stacks/dummy.toml",
+        "",
+        'base = "eager"\nwhat = "a dummy"\nsource = "none"\n[speed]\nfactor = 2.0\n',
+    ),
+    appended("presets/rows.toml", '[families.dummy]\nsource = "dummy"\nstack = "dummy"\n'),
+)
 CONTEXT_KIND = (
     after("core/splits.py", "ContextKind = Literal[", '"dummy", '),
     after(
@@ -236,6 +244,7 @@ DUMMIES = {
     "a schedule": SCHEDULE,
     "a model family": MODEL_FAMILY,
     "a machine": MACHINE,
+    "a stack of other people": STACK,
     "a context kind": CONTEXT_KIND,
     "a training key": TRAINING_KEY,
     "a page panel of Learn": LEARN_PANEL,

@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from functools import cache
 
+from fivefold.core.recompute import Recompute
 from fivefold.core.shape import LayerKind, Mla, Shape
 
 
@@ -180,6 +182,20 @@ def layer_flops(shape: Shape, i: int, seq: int) -> Flops:
 def training_flops(shape: Shape, seq: int) -> Flops:
     """Model FLOPs per token of forward and backward: the numerator of MFU."""
     return forward_flops(shape, seq) * 3
+
+
+def repeated_flops(shape: Shape, seq: int, stages: Iterable[tuple[range, Recompute]]) -> float:
+    """FLOPs per token that backward computes again: what HFU counts beside model FLOPs. `stages`:
+    the layers of each, with its rule."""
+    found = 0.0
+    for layers, rule in stages:
+        for i in layers:
+            flops = layer_flops(shape, i, seq)
+            attention = flops.attention + flops.scores
+            experts = flops.router + flops.experts + flops.shared_experts
+            found += attention * rule.repeats("attention") + flops.mlp * rule.repeats("mlp")
+            found += experts * rule.repeats("experts")
+    return found
 
 
 def visible_keys(shape: Shape, i: int, seq: int) -> float:

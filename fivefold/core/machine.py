@@ -19,10 +19,12 @@ from typing import Any, Literal, TypeGuard, cast
 
 from fivefold.core import tables
 from fivefold.core.errors import BadFile, FivefoldError, UnknownName, counted, did_you_mean
+from fivefold.core.precision import PRECISIONS
 
 Topology = Literal["switch", "torus", "ring"]
 
 PRESETS = Path(__file__).parent.parent / "presets"
+_MOST_USED = "h100"
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Link:
     source: str
     topology: Topology = "switch"
     rings: int = 1  # rings through each GPU; a group along one of them has bandwidth / rings
+    trees: bool = True  # sums may go up and down a tree of domains, not only around a ring
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ class Rates:
     bf16: float | None = None
     fp16: float | None = None
     fp8: float | None = None
+    nvfp4: float | None = None
     tf32: float | None = None
     fp32: float | None = None
     fp64: float | None = None
@@ -92,6 +96,7 @@ class Efficiency:
 
     matmul: float = 0.80
     matmul_fp8: float = 0.65
+    matmul_fp4: float = 0.40  # assumed
     start: float = 30e-6
     memory: float = 0.80
     attention: float = 0.50
@@ -116,6 +121,8 @@ class Machine:
     efficiency: Efficiency = Efficiency()
     price_per_gpu_hour: float | None = None
     sources: dict[str, str] = field(default_factory=dict[str, str], hash=False)  # by field name
+    # Numbers that were fitted to step times, by dotted name, and the sources of these runs.
+    fitted: dict[str, str] = field(default_factory=dict[str, str], hash=False)
 
     def __post_init__(self) -> None:
         problems = [*_bad_numbers(self), *_bad_tiers(self), *_bad_sources(self)]
@@ -126,6 +133,8 @@ class Machine:
     def peak(self, dtype: str) -> float:
         """Dense peak FLOP/s of one GPU in `dtype`."""
         known = self.peaks.known()
+        if dtype in PRECISIONS and PRECISIONS[dtype].peak in known:
+            return known[PRECISIONS[dtype].peak]
         if dtype not in known:
             options = ", ".join(known)
             raise FivefoldError(f"{self.name} has no peak for {dtype!r}: choose from {options}")
@@ -165,6 +174,15 @@ def load(name_or_path: str | Path) -> Machine:
 
 
 @lru_cache
+def load_without(name: str, source: str) -> Machine:
+    """A preset in which every number that was fitted to `source` alone is left to its base, or else
+    to h100."""
+    if not source or name not in presets():
+        return load(name)
+    return _build(_read(_preset_file(name), source), f"machine {name}")
+
+
+@lru_cache
 def _preset(name: str) -> Machine:
     return _build(_read(_preset_file(name)), f"machine {name}")
 
@@ -172,6 +190,16 @@ def _preset(name: str) -> Machine:
 def presets() -> list[str]:
     """The names of all machine presets."""
     return sorted(path.stem for path in (PRESETS / "machines").glob("*.toml"))
+
+
+def fitted_numbers(name: str) -> Iterator[tuple[str, str, str]]:
+    """The key, the value in words and the sources of every fitted number in a preset's own file."""
+    table = tables.read_toml(_preset_file(name))
+    for key, sources in cast("dict[str, str]", table.get("fitted", {})).items():
+        value: Any = table
+        for part in key.split("."):
+            value = value[part]
+        yield key, repr(value), sources
 
 
 def links() -> dict[str, Link]:
@@ -199,19 +227,35 @@ def _link_tables() -> dict[str, dict[str, Any]]:
     }
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path, without: str = "") -> dict[str, Any]:
     """The file's table, on top of its base's if it names one."""
     table = tables.read_toml(path)
+    if without:
+        _leave_out(table, without)
     base = table.pop("base", None)
     if base is not None:
         if base not in presets():
             raise BadFile(str(path), [f"base = {base!r}: {did_you_mean(str(base), presets())}"])
-        parent = _read(_preset_file(base))
+        parent = _read(_preset_file(base), without)
         del parent["name"]
         # The base's source does not apply to a number that the file overrides.
         parent["sources"] |= {key: f"set in {path.name}" for key in _sourced() if key in table}
         table = _overlay(parent, table)
     return {"name": path.stem, **table}
+
+
+def _leave_out(table: dict[str, Any], source: str) -> None:
+    """Take out what was fitted to this source alone. A file without a base has the shares of the
+    chip that most sources ran on instead."""
+    said = cast("dict[str, str]", table.get("fitted", {}))
+    for key in [each for each, sources in said.items() if sources == source]:
+        inner, *path = table, *key.split(".")
+        for name in path[:-1]:
+            inner = inner[name]
+        del inner[path[-1]]
+        if "base" not in table and path[0] == "efficiency":
+            usual = tables.read_toml(_preset_file(_MOST_USED))["efficiency"]
+            inner[path[-1]] = usual[path[-1]]
 
 
 def _overlay(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
@@ -270,9 +314,12 @@ def _is_table(value: object) -> TypeGuard[dict[str, Any]]:
     return isinstance(value, dict)
 
 
+_NO_NUMBERS = ("name", "chip", "sources", "fitted")
+
+
 def _sourced() -> list[str]:
     """The fields of a machine that are numbers, each of which has a source."""
-    return [one.name for one in fields(Machine) if one.name not in ("name", "chip", "sources")]
+    return [one.name for one in fields(Machine) if one.name not in _NO_NUMBERS]
 
 
 def _bad_numbers(machine: Machine) -> Iterator[str]:

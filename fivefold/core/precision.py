@@ -41,12 +41,16 @@ FORMATS: dict[Dtype, NumberFormat] = {
 class ComputePrecision:
     """A precision: the dtype of weights and activations, and in which precision a run computes.
 
-    These differ only for formats that estimates have and the runtime lacks: fp8 matmuls, with
-    everything else in bf16.
+    These differ only for formats that estimates have and the runtime lacks: matmuls in fewer bits,
+    with everything else in bf16. `narrow`: bytes of an element that such a matmul reads, with its
+    share of the scales: one for each 32 elements in mxfp8, for each 16 in nvfp4. `peak`: the key of
+    the machine's FLOP/s, if not the precision's own name.
     """
 
     dtype: Dtype
     runs_in: Precision
+    narrow: float | None = None
+    peak: str = ""
 
     @property
     def itemsize(self) -> int:
@@ -56,7 +60,9 @@ class ComputePrecision:
 
 PRECISIONS: dict[str, ComputePrecision] = {
     "bf16": ComputePrecision("bfloat16", "bf16"),
-    "fp8": ComputePrecision("bfloat16", "bf16"),
+    "fp8": ComputePrecision("bfloat16", "bf16", 1.0),
+    "mxfp8": ComputePrecision("bfloat16", "bf16", 1 + 1 / 32, "fp8"),
+    "nvfp4": ComputePrecision("bfloat16", "bf16", 1 / 2 + 1 / 16),
     "fp32": ComputePrecision("float32", "fp32"),
     "fp16": ComputePrecision("float16", "fp16"),
 }
@@ -72,6 +78,13 @@ RUNTIME_PRECISIONS: tuple[Precision, ...] = tuple(
 def itemsize_of(precision: str) -> int:
     """Bytes of a weight or an activation; 2 for a format that only a machine file names."""
     return PRECISIONS[precision].itemsize if precision in PRECISIONS else 2
+
+
+def matmul_bytes(precision: str) -> float:
+    """Bytes of an element that matmuls read."""
+    known = PRECISIONS.get(precision)
+    narrow = None if known is None else known.narrow
+    return float(itemsize_of(precision)) if narrow is None else narrow
 
 
 def gradient_format(grad_dtype: GradDtype, itemsize: int) -> Dtype:

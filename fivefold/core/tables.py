@@ -162,12 +162,17 @@ def table_of(value: Any) -> dict[str, Any]:
 def to_toml(table: Table, prefix: str = "") -> str:
     """Write a table of scalars, lists and tables as TOML; scalars first, as TOML requires."""
     plain = {key: item for key, item in table.items() if not isinstance(item, Mapping)}
-    lines = [f"{key} = {_literal(item)}" for key, item in plain.items()]
+    lines = [f"{_key(key)} = {_literal(item)}" for key, item in plain.items()]
     for key, item in table.items():
         if isinstance(item, Mapping) and item:
-            body = to_toml(typing.cast(Table, item), f"{prefix}{key}.")
-            lines += ["", f"[{prefix}{key}]", body.rstrip("\n")]
+            body = to_toml(typing.cast(Table, item), f"{prefix}{_key(key)}.")
+            lines += ["", f"[{prefix}{_key(key)}]", body.rstrip("\n")]
     return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def _key(name: str) -> str:
+    """A key, in quotes unless TOML reads it without."""
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name, ensure_ascii=False)
 
 
 def _literal(item: Any) -> str:

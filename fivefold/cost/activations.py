@@ -50,7 +50,9 @@ class Activations:
         self.kv_heads = np.maximum(shape.kv_heads / grid.tp, 1.0)
         self.residual = shape.width * itemsize / self.split
         self.whole = np.full_like(self.split, float(shape.width * itemsize))
+        self.saved_size = memory.input_bytes or itemsize  # of an element that a matmul reads
         self.input = self.whole if memory.gathered_inputs else self.residual
+        self.input = self.input * self.saved_size / itemsize
 
     def saved(self, routed: bool) -> Array:
         """By one layer without recomputation."""
@@ -128,8 +130,11 @@ class Activations:
         """Latents before and after their norms, on every tp rank; heads of queries and keys, and
         the projection that includes the values."""
         ranks = 2 * (mla.q_rank or 0) + 2 * mla.kv_rank + mla.rope_dim
+        return ranks * self.itemsize + self._latent_heads(mla)
+
+    def _latent_heads(self, mla: Mla) -> Array:
         heads = 2 * self.shape.head_dim + mla.nope_dim + mla.value_dim
-        return (ranks + self.heads * heads) * self.itemsize
+        return self.heads * heads * self.itemsize
 
     def _attended(self) -> Array:
         return self.heads * self.shape.value_dim * self.itemsize + self._core()
@@ -146,7 +151,8 @@ class Activations:
     def _mlp(self, width: Array) -> Array:
         """Saved inside an MLP of this width."""
         copies = self.memory.gated_copies if self.shape.gated else 2.0
-        return copies * self.itemsize * width
+        read = self.saved_size if self.memory.narrow_activations else self.itemsize
+        return ((copies - 1) * read + self.saved_size) * width
 
     def _slots(self) -> Array:
         """Rows of this rank's experts per token of the microbatch."""
@@ -163,7 +169,8 @@ class Activations:
         kept = (
             (WIDE if wide else self.itemsize) * shape.width + WIDE * 2 * moe.experts
         ) / self.split
-        inside = 2 * shape.width * self.itemsize + self._mlp(moe.ffn / self.grid.etp)
+        back = self.itemsize if self.memory.returned_slots else 0
+        inside = shape.width * (self.saved_size + back) + self._mlp(moe.ffn / self.grid.etp)
         kept = kept + self._slots() * inside
         if moe.shared:
             kept = kept + (self.input if wide else 0.0) + self._mlp(moe.shared_ffn / self.grid.tp)
@@ -171,10 +178,12 @@ class Activations:
 
     def _remade(self, routed: bool) -> Array:
         """Outputs of norms and of activations, which GEMMs do not save."""
-        shape, moe, size = self.shape, self.shape.moe, self.itemsize
+        shape, moe, size = self.shape, self.shape.moe, self.saved_size
         kept = self.input
         if shape.mla is not None:
-            kept = kept + ((shape.mla.q_rank or 0) + shape.mla.kv_rank) * size
+            kept = kept + ((shape.mla.q_rank or 0) + shape.mla.kv_rank) * self.itemsize
+            if self.memory.remakes_heads:
+                kept = kept + self._latent_heads(shape.mla)
         if not routed or moe is None:
             kept = kept + (self.input if not shape.parallel_block else 0.0)
             return kept + shape.ffn / self.grid.tp * size

@@ -15,8 +15,9 @@ import numpy as np
 
 from fivefold.core.count import visible_keys
 from fivefold.core.machine import Machine
-from fivefold.core.precision import PRECISIONS, itemsize_of
+from fivefold.core.precision import PRECISIONS, itemsize_of, matmul_bytes
 from fivefold.core.shape import Mla, Moe, Shape
+from fivefold.cost.frozen import freeze
 from fivefold.cost.grid import Array, LayoutGrid, fullest_rank_load, layer_job
 from fivefold.cost.layer_collectives import (
     UNEVEN_AXES,
@@ -27,6 +28,7 @@ from fivefold.cost.layer_collectives import (
     tensor_layer,
 )
 from fivefold.cost.links import Links
+from fivefold.cost.overlap import hide_exchange, shown_seconds
 from fivefold.cost.stack import SoftwareStack
 
 TimeParts = dict[str, Array]
@@ -37,9 +39,6 @@ ATTENTION_BACKWARD = 3.0
 # Passes over the scores of unfused attention (scale and mask, softmax, dropout, and what the
 # matmuls read and write), in forward and backward.
 SCORE_PASSES, SCORE_PASSES_BACKWARD = 5.5, 9.5
-# Bytes that the merge of two partial results moves per element of attention's output: the 32-bit
-# sum so far, read and written, and the new result.
-MERGE_BYTES = 10.0
 # Rows of an expert's matmul are padded to tiles of 128: half a tile is lost on average.
 PADDED_ROWS = 64.0
 # Bytes that 8-bit matmuls move per element of their inputs: read in 16 bits, written twice.
@@ -84,7 +83,7 @@ class LayerTimer:
     ) -> None:
         self.imbalance = imbalance
         self.shape, self.machine, self.stack, self.grid, self.seq = shape, machine, stack, grid, seq
-        self.links, self.reach = Links(machine), machine.efficiency
+        self.links, self.reach = Links(machine, grid.world), machine.efficiency
         self._hidden = {"tp": stack.tp_hidden, "ep": stack.experts_hidden}
         self.wide = PRECISIONS[precision].runs_in if precision in PRECISIONS else precision
         self.precision = precision
@@ -99,10 +98,16 @@ class LayerTimer:
         )
         self.tokens = self.job.tokens
         self.split = np.where(grid.sp, grid.tp, 1.0)
-        self.speed = machine.peak(self.wide) * self.reach.matmul
-        self.narrow_speed = self.speed
+        self.peak = machine.peak(self.wide) * stack.compute_share
+        self.speed = self.narrow_speed = self.peak * self.reach.matmul
+        self.late_speed = 1.0  # of weight gradients, over that of other matmuls
+        self.dispatched = 1.0  # bytes of dispatch and combine, over those of wide activations
         if precision != self.wide:
-            self.narrow_speed = machine.peak(precision) * self.reach.matmul_fp8
+            reached = self.reach.matmul_fp4 if precision == "nvfp4" else self.reach.matmul_fp8
+            self.narrow_speed = machine.peak(precision) * stack.compute_share * reached
+            self.late_speed = stack.weight_gradient_share
+            if stack.narrow_dispatch:
+                self.dispatched = (1 + matmul_bytes(precision) / self.itemsize) / 2
 
     def matmul(self, flops: Array, narrow: bool) -> Array:
         """Seconds of one matmul."""
@@ -144,7 +149,7 @@ class LayerTimer:
         copies = split_blocks * self._token_copies(num_gathers)
         inputs["elementwise"] = passes + copies + self._all_tokens(self.stack.summed_passes)
         size = sum((each.outputs * each.inputs for each in gemms), np.zeros(1))
-        weights: TimeParts = {"products": seconds + self._accumulated(size)}
+        weights: TimeParts = {"products": seconds / self.late_speed + self._accumulated(size)}
         if moe is not None:
             self._add_experts(moe, forward, inputs, weights)
         again = self._recomputation(forward)
@@ -152,9 +157,15 @@ class LayerTimer:
             skipped = np.where(self.grid.recompute == 2, self._gemm_seconds(gemms[-1:]), 0.0)
             again["products"] = again["products"] - self.stack.recomputed * skipped
         times = LayerTimes(forward, inputs, weights, again)
+        if self.stack.frozen:
+            freeze((forward, inputs), weights, self._adapter_seconds(gemms))
         self._add_traffic(times, moe)
         if self.grid.cp.max() > 1:
             self._add_context(times)
+        if moe is not None:
+            shared = self._gemm_seconds(self._mlp_gemms(moe.shared_ffn)) if moe.shared else 0.0
+            passes = (times.forward, times.inputs, times.again)
+            hide_exchange(passes, times.weights, shared, self.grid, self.stack)
         return times
 
     def _add_traffic(self, times: LayerTimes, moe: Moe | None) -> None:
@@ -163,9 +174,12 @@ class LayerTimer:
         issued = [*tensor_layer(self.job, moe is not None, ends_segment)]
         if moe is not None:
             issued += expert_layer(self.job, moe, ends_segment)
+        joined = self.stack.joins_blocks and self.shape.parallel_block and moe is None
         for each in issued:
             part = _PARTS[each.axis]
             seconds = self._seconds_of(each) * (1 - self._hidden[part])
+            if joined and part == "tp":
+                seconds = seconds / 2
             self._add(times, part, seconds, each)
 
     def _add(self, times: LayerTimes, part: str, seconds: Array, issued: CountedCollective) -> None:
@@ -184,11 +198,14 @@ class LayerTimer:
         moe = self.shape.moe
         if moe is not None and _PARTS[issued.axis] == "ep":
             # All ranks wait for the rank with the fullest expert.
-            size = size * fullest_rank_load(moe, self.grid.ep, self.imbalance)
+            size = size * fullest_rank_load(moe, self.grid.ep, self.imbalance) * self.dispatched
             copies = moe.groups_kept if moe.groups > 1 else moe.top_k
             once = (moe.top_k, copies) if self.stack.crosses_once else None
         ranks = issued.group * np.ones_like(self.grid.tp)
-        return self.links.seconds(issued.kind, size, ranks, stride, once)
+        seconds = self.links.seconds(issued.kind, size, ranks, stride, once)
+        if self.stack.node_wait and issued.axis == "tp":
+            seconds = seconds + self.stack.node_wait * (self.links.domains(ranks, stride) - 1)
+        return seconds
 
     def _recomputation(self, forward: TimeParts) -> TimeParts:
         """What is computed again: the full forward; or, if selective, attention (unfused) or the
@@ -211,7 +228,8 @@ class LayerTimer:
         seconds = self.matmul(2 * self.tokens * shape.width * words, narrow=False)
         seconds = (1 + shape.mtp) * seconds / self.stack.head_efficiency
         loss = (1 + shape.mtp) * self.moved(self.stack.loss_bytes * self.tokens * words)
-        weights = {"head": seconds + self._accumulated(shape.width * words)}
+        learns = 0.0 if self.stack.frozen else 1.0
+        weights = {"head": learns * (seconds + self._accumulated(shape.width * words))}
         forward, inputs = ({"head": seconds + loss / 2} for _ in range(2))
         times = LayerTimes(forward, inputs, weights, {})
         lookups = shape.mtp + np.where(grid.pp == 1, 1, 0)
@@ -222,6 +240,12 @@ class LayerTimer:
     def _gemm_seconds(self, gemms: list[Gemm]) -> Array:
         flops = sum((each.outputs * each.inputs for each in gemms), np.zeros(1))
         return 2 * self.tokens * flops / self.narrow_speed + len(gemms) * self.reach.start
+
+    def _adapter_seconds(self, gemms: list[Gemm]) -> Array:
+        """One pass of low-rank adapters beside so many matmuls."""
+        size = sum((each.outputs + each.inputs for each in gemms), np.zeros(1))
+        start = 2 * len(gemms) * self.reach.start if self.stack.lora_rank else 0.0
+        return 2 * self.tokens * self.stack.lora_rank * size / self.speed + start
 
     def _casts(self, gemms: list[Gemm]) -> Array:
         """Casts of the inputs of matmuls in fewer bits than activations have."""
@@ -258,7 +282,7 @@ class LayerTimer:
         """The core of attention, forward and backward."""
         shape, grid, reach = self.shape, self.grid, self.reach
         heads = shape.heads / grid.tp
-        peak = self.machine.peak(self.wide)
+        peak = self.peak
         if self.stack.attention == "unfused":
             pairs = grid.microbatch_size * self.seq * self.seq / grid.cp * heads
             flops = 2 * pairs * (shape.head_dim + shape.value_dim)
@@ -327,7 +351,7 @@ class LayerTimer:
             parts["experts"] = seconds
             parts["launch"] = np.full_like(grid.ep, self.stack.expert_wait)
         size = moe.experts / grid.ep * shape.width * inner
-        weights["experts"] = seconds + self._accumulated(size)
+        weights["experts"] = seconds / self.late_speed + self._accumulated(size)
 
     def _router(self, flops: Array) -> Array:
         """The matmul of the router, in 32 bits if the stack does not round its scores."""
@@ -339,26 +363,26 @@ class LayerTimer:
     def _add_context(self, times: LayerTimes) -> None:
         """What context parallelism adds to attention.
 
-        Rings overlap keys and values with attention, and merge a partial result at every hop; only
-        zigzag gives all ranks equal work. An all-gather is not hidden, nor are the all-to-alls of
-        Ulysses.
+        Rings overlap keys and values with attention, which slows it down, and merge a partial
+        result at every hop; the last hop of the gradients overlaps with nothing. Only zigzag gives
+        all ranks equal work. An all-gather is not hidden, nor are the all-to-alls of Ulysses.
         """
         grid, job = self.grid, self.job
         heads = self.shape.heads / grid.tp * self.shape.value_dim
-        merge = self.moved(MERGE_BYTES * self.tokens * heads) * (job.outer - 1)
+        merge = self.moved(self.stack.merge_bytes * self.tokens * heads) + self.reach.start
         merges = grid.context_has(lambda kind: kind.merges)
         uneven = (grid.cp > 1) & grid.context_has(lambda kind: not kind.zigzag)
         slowest = np.where(uneven, 2 - 1 / grid.cp, 1.0)
         shown, hidden = (LayerTimes({}, {}, {}, {}) for _ in range(2))
         for each in context_layer(job):
-            of_ring = each.kind in ("send", "recv")
-            self._add(hidden if of_ring else shown, "cp", self._seconds_of(each), each)
-        passes = ("forward", "inputs", "again")
-        for mine, bare, behind in (
-            (getattr(each, name) for each in (times, shown, hidden)) for name in passes
-        ):
-            core = mine["attention"] * slowest + np.where(
-                merges & (mine["attention"] > 0), merge, 0
-            )
+            of_ring, seconds = each.kind in ("send", "recv"), self._seconds_of(each)
+            self._add(hidden if of_ring else shown, "cp", seconds, each)
+            if of_ring and np.all(each.forward == 0):  # gradients: in backward alone
+                last = np.where(each.backward > 0, seconds, 0.0)
+                shown.inputs["cp"] = shown.inputs.get("cp", np.zeros(1)) + last
+        for name in ("forward", "inputs", "again"):
+            mine, bare, behind = (getattr(each, name) for each in (times, shown, hidden))
+            runs = merges & (mine["attention"] > 0)
+            core = mine["attention"] * slowest + np.where(runs, merge * (job.outer - 1), 0)
             mine["attention"] = core
-            mine["cp"] = bare["cp"] + np.maximum(0.0, behind["cp"] - core)
+            mine["cp"] = bare["cp"] + shown_seconds(behind["cp"], core)

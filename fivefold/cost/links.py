@@ -2,7 +2,10 @@
 
 A group of n ranks with a `stride` crosses every tier whose domain it does not fit in. Inside a
 domain it has the bandwidth of one GPU; out of the domain, that of all its ranks there, each with
-its own link. A ring pays the latency of each of its n - 1 hops, at the tier that a hop crosses.
+its own link. A ring pays the latency of each of its n - 1 hops, at the tier that a hop crosses: so
+the time of small collectives grows with the number of ranks, whatever the bandwidth. A sum between
+domains may instead go up and down a tree of them, with hops by the logarithm of their number and
+some of the bandwidth lost; the faster of both is taken, as NCCL does.
 
 A switch that reduces adds what comes up and copies what goes down: an all-reduce sends each byte
 once up and once down, at the same time, where a ring sends it around twice. A reduce-scatter alone
@@ -20,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fivefold.core.machine import Machine
+from fivefold.core.machine import Machine, Tier
 from fivefold.cost.grid import Array
 
 Crossing = tuple[int, int]  # copies of a token, and domains that they are sent to at most
@@ -88,14 +91,26 @@ class Torus:
             below, inside = below * degree, reached
 
 
-_UP_AND_DOWN = 2  # hops through a switch
+_UP_AND_DOWN = 2  # hops through a switch, or passes through a tree
+# Share of a ring's bandwidth that a tree of nodes reaches: NCCL's tuning model (tuning.cc,
+# version 2.28).
+TREE_SHARE = 0.92
+# Exchange between more domains than a few slows down by this power of their number: DeepEP's
+# dispatch has 58 GB/s a GPU on 16 to 32 GPUs and 41 to 45 on 128.
+_FEW_DOMAINS, _CONGESTION = 4, 0.18
 
 
 class Links:
-    """The links of a machine, with the share of their bandwidth that software reaches."""
+    """The links of a machine, with the share of their bandwidth that software reaches.
 
-    def __init__(self, machine: Machine) -> None:
-        self.tiers = machine.tiers
+    A job of `world` ranks takes equal shares of as few domains as hold it: 128 GPUs are 64 in each
+    of two NVL72, 144 are all of both. A group whose ranks do not divide such a share straddles two
+    domains somewhere, and all wait for it.
+    """
+
+    def __init__(self, machine: Machine, world: Array | None = None) -> None:
+        self.tiers, self.world = machine.tiers, world
+        self.sizes = [_job_share(tier, world) for tier in machine.tiers]
         self.shares = machine.efficiency.links
         self.reduces = any(tier.reduces for tier in machine.tiers)
         self.tori = [
@@ -127,9 +142,16 @@ class Links:
         num_buckets: Array | float = 1.0,
         flat: bool = False,
     ) -> Array:
-        """All-reduce of `size` bytes."""
+        """All-reduce of `size` bytes: around a ring, or up and down a tree of domains if faster."""
         slowest, latency = self._slowest(ranks, stride, flat, summed=True)
-        return (1 - 1 / ranks) * size * slowest + num_buckets * latency
+        ring = (1 - 1 / ranks) * size * slowest + num_buckets * latency
+        if len(self.tiers) == 1 or self.reduces or not self.tiers[-1].link.trees:
+            return ring
+        inside = self._reached(len(self.tiers) - 2, ranks, stride)
+        hops = _UP_AND_DOWN * self.tiers[0].link.latency * (inside - 1)
+        hops = hops + _UP_AND_DOWN * self.tiers[-1].link.latency * np.log2(ranks / inside)
+        tree = size * slowest / TREE_SHARE + num_buckets * hops
+        return np.where(ranks > inside, np.minimum(ring, tree), ring)
 
     def _slowest(
         self, ranks: Array, stride: Array, flat: bool, summed: bool
@@ -199,6 +221,8 @@ class Links:
                 wanted = np.minimum(domains * (1 - (1 - 1 / domains) ** once[0]), once[1])
                 share = share * wanted / once[0]
             rate: Array | float = tier.bandwidth * self.share(number)
+            if number:  # many domains exchange with many
+                rate = rate * np.maximum(reached / inside / _FEW_DOMAINS, 1.0) ** -_CONGESTION
             if (torus := self.tori[number]) is not None:
                 rate = torus.exchange_rate(reached, stride)
                 share = np.where(reached > inside, reached / ranks, 0.0)
@@ -221,9 +245,46 @@ class Links:
         """Share of a tier's bandwidth that software reaches; the last known one for outer tiers."""
         return self.shares[min(number, len(self.shares) - 1)]
 
+    def domains(self, ranks: Array, stride: Array) -> Array:
+        """How many innermost domains a group spans."""
+        return np.ceil(ranks / self._reached(0, ranks, stride))
+
     def _reached(self, number: int, ranks: Array, stride: Array) -> Array:
         """How many ranks of a group share one domain of a tier."""
-        size = self.tiers[number].size
+        size = self.sizes[number]
         if size is None:
             return ranks
-        return np.clip(np.floor(size / stride), 1.0, ranks)
+        inside = np.clip(np.floor(size / stride), 1.0, ranks)
+        if self.world is None or self.tiers[number].torus:
+            return inside
+        span = np.maximum(ranks * stride, 1.0)
+        part = np.gcd(np.asarray(size).astype(np.int64), span.astype(np.int64)) / stride
+        straddles = (self.world > size) & (span < size) & (size % span > 0)
+        return np.where(straddles, np.clip(np.floor(part), 1.0, ranks), inside)
+
+
+def _job_share(tier: Tier, world: Array | None) -> Array | int | None:
+    """Ranks of a job in each domain of a tier, in as few domains as hold them all evenly."""
+    if tier.size is None or world is None or tier.torus:
+        return tier.size
+    shares = world.copy()
+    for number in np.unique(world):
+        ranks = int(number)
+        fewest = -(-ranks // tier.size)
+        even = (count for count in range(fewest, 2 * fewest) if ranks % count == 0)
+        count = next(even, 0)
+        shares[world == number] = ranks // count if count else tier.size
+    return shares
+
+
+# Matrices of a layer that fill a gradient bucket each, if they are larger: queries with keys and
+# values, output, gate with up, down; and those of both ends.
+_LAYER_MATRICES, _END_MATRICES = 4, 2
+
+
+def num_buckets(weights: Array, layers: Array, bucket_bytes: float | None) -> Array | float:
+    """In how many collectives the gradients of so many bytes of weights are reduced below ZeRO-3;
+    a matrix is never split. Each pays the latency of all hops, which grows with the ranks."""
+    if bucket_bytes is None:
+        return 1.0
+    return np.clip(weights / bucket_bytes, 1.0, _LAYER_MATRICES * layers + _END_MATRICES)

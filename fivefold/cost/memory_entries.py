@@ -13,7 +13,7 @@ import numpy as np
 
 from fivefold.core.count import layer_kinds, layer_parameters, mtp_parameters
 from fivefold.core.machine import Machine
-from fivefold.core.precision import itemsize_of
+from fivefold.core.precision import itemsize_of, matmul_bytes
 from fivefold.core.shape import Shape
 from fivefold.cost.activations import (
     Activations,
@@ -22,12 +22,12 @@ from fivefold.cost.activations import (
     StageGradients,
     UnitParameters,
 )
+from fivefold.cost.frozen import trainable_share
 from fivefold.cost.grid import OFFLOADS, Array, LayoutGrid
 from fivefold.cost.pipeline_ranks import RankStage, holds_all_microbatches
-from fivefold.cost.stack import SoftwareStack, StackMemory, memory_of_stack
+from fivefold.cost.stack import SoftwareStack, StackMemory
 
 MemoryParts = dict[str, Array]
-MOMENTS = 8  # bytes per element: AdamW's two moments, in float32
 
 
 class MemoryEntries:
@@ -44,9 +44,11 @@ class MemoryEntries:
         imbalance: float,
     ) -> None:
         self.shape, self.machine, self.stack, self.grid = shape, machine, stack, grid
-        self.memory: StackMemory = memory_of_stack(stack.name)
+        self.memory: StackMemory = stack.memory
         if stack.saves_gathered:
             self.memory = replace(self.memory, gathered_inputs=True)
+        if self.memory.narrow_inputs and matmul_bytes(precision) < itemsize_of(precision):
+            self.memory = replace(self.memory, input_bytes=matmul_bytes(precision))
         self.itemsize = itemsize = itemsize_of(precision)
         self.tokens = grid.microbatch_size * seq / grid.cp
         self.activations = Activations(shape, stack, self.memory, grid, seq, itemsize, imbalance)
@@ -229,16 +231,17 @@ class MemoryEntries:
         stays = np.where(away, 0.0, 1.0)
         weights = self._sharded(parameters, 3) * (memory.weight_bytes or self.itemsize)
         gone = away & (grid.zero == 3) & (grid.shard * grid.cp > 1)
-        gradients = self._sharded(parameters, 2) * self.gradient_bytes
+        learned = trainable_share(self.shape, self.stack)
+        gradients = self._sharded(parameters, 2) * self.gradient_bytes * learned
         if memory.bucket_bytes:
             summed = (grid.zero == 0) & (grid.dp > 1)
             gradients = gradients + np.where(summed, parameters.all * memory.bucket_bytes, 0.0)
-        owned = self._sharded(parameters, 1)
+        owned = self._sharded(parameters, 1) * learned
         return {
             "weights": np.where(gone, 0.0, weights),
             "gradients": gradients,
             "master": owned * (self.master_bytes * stays),
-            "optimizer": owned * (MOMENTS * stays),
+            "optimizer": owned * (memory.moment_bytes * stays),
         }
 
     def _sharded(self, parameters: RankParameters, from_zero: int) -> Array:
@@ -257,7 +260,9 @@ class MemoryEntries:
         sharded = (grid.zero == 3) & (grid.shard * grid.cp > 1)
         buffers = np.minimum(2 / np.maximum(stage.layers.all, 1.0), 1.0)
         states = np.where(grid.offload == OFFLOADS.index("nvme"), buffers, 1.0)
-        size = states * (MOMENTS + self.master_bytes) + np.where(sharded, self.itemsize, 0.0)
+        size = states * (self.memory.moment_bytes + self.master_bytes) + np.where(
+            sharded, self.itemsize, 0.0
+        )
         gradients = self.gradient_bytes if self.stack.grads_home == "cpu" else 0
         return owned * (np.where(grid.offload > 0, size, 0.0) + gradients)
 
@@ -266,7 +271,9 @@ class MemoryEntries:
         owned = self._sharded(self.parameters(stage), 1)
         there = self.grid.offload == OFFLOADS.index("nvme")
         gradients = self.gradient_bytes if self.stack.grads_home == "nvme" else 0
-        return owned * (np.where(there, MOMENTS + self.master_bytes, 0.0) + gradients)
+        return owned * (
+            np.where(there, self.memory.moment_bytes + self.master_bytes, 0.0) + gradients
+        )
 
     def _layers(self, stage: RankStage) -> tuple[Array, Array]:
         """What a microbatch saves, and what one layer needs during recomputation and backward."""
@@ -288,7 +295,7 @@ class MemoryEntries:
             kept = kept + (count + extra) * few
             backward = again * self.tokens + self._backward_gradients(i, routed)
             working = np.maximum(working, np.where(count > 0, backward, 0.0))
-        return kept * self.tokens, working
+        return kept * self.tokens * (1 - self.memory.offloaded), working
 
     def _recomputed(self, all_saved: Array, few: Array) -> Array:
         """What recomputation of a layer adds to what it saved."""

@@ -1,18 +1,13 @@
-"""Software stacks as data: what each one keeps in memory, and which kernels and overlap it has.
+"""Software stacks: what each one keeps in memory, and which kernels and overlap it has.
 
-`StackMemory` says which bytes a stack chooses beside those that every stack needs. It was read from
-sources and papers, except the numbers of `AllocatorCache`, which were fitted to measured peaks and
-out-of-memory failures.
-
-`SoftwareStack` says how fast a stack runs. Kernels and overlap come from its papers and rows. Other
-numbers (passes, host seconds, overlapped shares, and `factor` above all) were chosen so that the
-step times of published runs come out; the reasons beside them are our best guess.
+`StackMemory` says which bytes a stack chooses beside those that every stack needs; `SoftwareStack`
+says how fast it runs. Other people's stacks are data (`stack_presets`). Our own is here, apart from
+them: its numbers are counted from the program and measured on H200s.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Literal
 
 from fivefold.cost.grid import Flags, LayoutGrid
@@ -33,7 +28,7 @@ Split = Literal["even", "balanced", "greedy", "short-ends"]
 
 @dataclass(frozen=True)
 class AllocatorCache:
-    """What nanotron's allocator caches beside live tensors; fitted on half of the runs of a sweep.
+    """What the allocator caches beside live tensors.
 
     A tensor that a collective has read is free only after the GPU has passed it, and the host runs
     ahead of the GPU. So blocks of a microbatch's tokens are *pending*: at most `pending` of them,
@@ -41,12 +36,12 @@ class AllocatorCache:
     pipeline of two ranks, the host runs ahead only if the work of a layer is well above `work`.
     """
 
-    pending: float = 43.0
-    most: float = 0.573
-    microbatches: float = 2.37  # half of the pending blocks are there after so many
-    work: float = 1.26e12  # FLOPs
-    end_gradients: float = 2.25  # 16-bit copies of the gradient of embedding or head
-    gathered: float = 0.75  # share of ZeRO-1's flat weights that finds no freed block
+    pending: float
+    most: float
+    microbatches: float  # half of the pending blocks are there after so many
+    work: float  # FLOPs
+    end_gradients: float  # 16-bit copies of the gradient of embedding or head
+    gathered: float  # share of ZeRO-1's flat weights that finds no freed block
 
 
 @dataclass(frozen=True)
@@ -67,6 +62,13 @@ class StackMemory:
     bucket_bytes: int = 0  # beside them if data ranks all-reduce full gradients
     gathered_inputs: bool = False
     gathered_head_input: bool = False
+    narrow_inputs: bool = False  # matmuls in fewer than 16 bits save their inputs so
+    narrow_activations: bool = False  # and what activations read
+    input_bytes: float | None = None  # of such an input; set by the precision of an estimate
+    remakes_heads: bool = False  # selective recomputation makes MLA's heads again from latents
+    returned_slots: bool = True  # results of experts are saved for the gradient of their weights
+    moment_bytes: int = 8  # of AdamW's two moments
+    offloaded: float = 0.0  # share of saved activations that wait on the host
     packed: bool = False  # equal heads: packed queries, keys and values stay, with copies of two
     gated_copies: float = 4.0  # of the MLP's width: gate, up, activation, and their product
     statistics: float = 4.0  # bytes per token that a norm saves
@@ -98,6 +100,7 @@ class StackMemory:
 # float32: two gradients of 4 bytes, and one of 2.
 EAGER_MEMORY = StackMemory(
     split="balanced",
+    narrow_inputs=True,
     selective="remade",
     wide_router=False,
     gathered_head_input=True,
@@ -117,52 +120,6 @@ FIVEFOLD_MEMORY = replace(
     split_logits_bytes=4.0,
     loss_bytes=2.0,
 )
-# Half precision with dropout: 34 bytes per token and width.
-MEGATRON_2021_MEMORY = StackMemory(gradient_bytes=2, statistics=0.0, mask_bytes=1.0)
-MEGATRON_MEMORY = StackMemory(gated_copies=3.0, logits_bytes=10.0)
-# The stages of Llama 3 are published: the first and the last rank have one layer less. The rest is
-# assumed to be like other stacks of its time with sequence parallelism.
-META_MEMORY = replace(MEGATRON_MEMORY, split="short-ends")
-NANOTRON_MEMORY = StackMemory(
-    split="greedy",
-    backward_bytes=2,
-    bucket_bytes=2,
-    packed=True,
-    logits_bytes=10.0,
-    backward_copies=0.0,
-    gather_buffers=2.0,
-    context_bytes=2.0 * GIB,
-    fragments=0.23,
-    cache=AllocatorCache(),
-)
-# The 32-bit shards are the master weights.
-FSDP_MEMORY = StackMemory(
-    weight_bytes=4, master_bytes=0, ends_stay_gathered=True, backward_copies=0.0
-)
-TITAN_MEMORY = replace(FSDP_MEMORY, selective="alternate", logits_bytes=14.0, fragments=0.0)
-
-STACK_MEMORY: dict[str, StackMemory] = {
-    "fivefold": FIVEFOLD_MEMORY,
-    "fivefold-eager": EAGER_MEMORY,
-    "megatron": MEGATRON_MEMORY,
-    "meta": META_MEMORY,
-    "nemo": MEGATRON_MEMORY,
-    "megatron-2021": MEGATRON_2021_MEMORY,
-    "megatron-deepspeed": MEGATRON_2021_MEMORY,
-    "deepspeed-zero3-2021": MEGATRON_2021_MEMORY,
-    "zero-bubble": MEGATRON_2021_MEMORY,
-    "nanotron": NANOTRON_MEMORY,
-    "llm-foundry": FSDP_MEMORY,
-    "torchtitan": TITAN_MEMORY,
-}
-
-
-@cache
-def memory_of_stack(name: str) -> StackMemory:
-    """Look up a stack by the longest known prefix of its name; defaults if none is known."""
-    known = [each for each in STACK_MEMORY if name == each or name.startswith(f"{each}-")]
-    return STACK_MEMORY[max(known, key=len)] if known else StackMemory()
-
 
 # --- Speed
 
@@ -179,12 +136,15 @@ class SoftwareStack:
     """
 
     name: str
+    runs_plans: bool = False  # fivefold's own: the keys of a plan change how it runs
     attention: Attention = "fused"
     wide_passes: float = 6.0
     narrow_passes: float = 4.0
     slot_passes: float = 4.0  # like wide_passes, for each copy of a token that goes to an expert
     rotary_passes: float = 0.0  # extra passes over queries and keys if rotary is not fused
     summed_passes: float = 0.0  # over full input gradients, if several matmuls read one input
+    merge_bytes: float = 24.0  # per element of attention's output if a context rank merges two
+    # results: what 8 zigzag ranks measure; a fused kernel moves 10
     elementwise_backward: float = 2.0  # bytes of elementwise kernels in backward over forward
     wide_router: bool = False  # router scores are computed in 32 bits
     copies_tokens: bool = False  # around tensor-parallel collectives, into rank order
@@ -196,11 +156,13 @@ class SoftwareStack:
     dispatch_launch: float = 0.0  # added to it if experts are on several ranks
     straggler_share: float = 0.0  # of launch, added per further tp rank: the slowest host decides
     crowding: float = 0.0  # seconds per tp rank and layer if stages cross nodes
+    node_wait: float = 0.0  # seconds of a tp collective for each further node that it spans
     expert_wait: float = 0.0  # seconds that the GPU idles in a layer with experts, in each pass,
     # because the host waits for the token counts first
     message_launch: float = 0.0  # host seconds of one pipeline message
     gathers_again: bool = False  # inputs of split matmuls are saved as shards, gathered in backward
     saves_gathered: bool = False  # they are saved gathered instead
+    joins_blocks: bool = False  # parallel attention and MLP share one pair of tp collectives (PaLM)
     tp_hidden: float = 0.0  # share of tensor-parallel traffic that overlaps with matmuls
     gradients_hidden: bool = True  # gradient reduction overlaps with the last backward
     scatters_rounds: bool = False  # ZeRO-2 reduces once per round of p microbatches, not for each
@@ -217,12 +179,25 @@ class SoftwareStack:
     recomputed: float = 1.0  # share of layers that full recomputation covers
     stops_early: bool = False  # full recomputation skips an MLP's last matmul: no backward reads it
     selective_repeats: float = 0.0  # share of matmuls that selective recomputation repeats
+    compute_share: float = (
+        1.0  # of the SMs, if communication kernels have the others for themselves
+    )
+    weight_gradient_share: float = 1.0  # of other matmuls' speed in fewer than 16 bits
+    narrow_dispatch: bool = False  # tokens go to experts in the bits of matmuls; results are wide
+    narrow_gathers: bool = False  # so do weights that ZeRO gathers
+    shared_overlap: bool = False  # shared experts run beside the dispatch
+    paired_layers: bool = False  # two microbatches overlap in every layer, whatever the schedule
     experts_hidden: float = 0.0  # share of dispatch and combine that overlaps with compute
     crosses_once: bool = True  # a token crosses to a node once, for all of its experts there
     node_by_node: bool = False  # in two all-to-alls: to the nodes, and inside of each
+    frozen: bool = False  # the model's own weights do not learn, only adapters beside them
+    lora_rank: int = 0  # of these adapters; 0: none
     gradient_bytes: int = 4  # of a reduced gradient element
     summed_bytes: int | None = None  # of an accumulated one; None: as its memory says
     unit_bytes: int | None = None  # of weights that are gathered and reduced together; None: layers
+    owner_wait: float = 0.0  # seconds of an owner's broadcast, if ZeRO-1 publishes owner by owner
+    bucket_bytes: float | None = None  # of weights whose gradients are reduced together, if
+    # matrices are not larger; below ZeRO-3; None: all together
     prefetch: int = 1  # units that ZeRO-3 gathers ahead
     gather: str = ""  # step or microbatch: how long ZeRO-3 keeps weights gathered
     grads_home: str = ""  # cpu or nvme: where gradients go after every microbatch
@@ -230,12 +205,13 @@ class SoftwareStack:
     clip_bytes: float = 0.0  # moved beside: norm, scaling, and the weight from its master
     fixed: float = 0.0  # unexplained seconds of a step: data, logging, the host
     factor: float = 1.0
+    memory: StackMemory = StackMemory()
 
     def stays_gathered(self, grid: LayoutGrid) -> Flags:
         """Where ZeRO-3 keeps weights gathered over a step: as a plan says, or in a pipeline of
         fivefold, whose microbatches are far apart."""
-        ours = memory_of_stack(self.name).split == "balanced"
-        return (self.gather == "step") | ((grid.pp > 1) & (ours and not self.gather))
+        own = self.runs_plans and not self.gather
+        return (self.gather == "step") | ((grid.pp > 1) & own)
 
 
 # Host seconds of a layer's forward, and about as many of its backward: layers of Llama-3.2-1B with
@@ -251,6 +227,8 @@ DISPATCH_LAUNCH = 1.95e-3
 # fivefold: blocks compiled one by one, fused attention and loss.
 FIVEFOLD = SoftwareStack(
     "fivefold",
+    memory=FIVEFOLD_MEMORY,
+    runs_plans=True,
     wide_passes=5.0,
     narrow_passes=3.0,
     accumulated_bytes=12.0,
@@ -260,6 +238,7 @@ FIVEFOLD = SoftwareStack(
     stops_early=True,
     crosses_once=False,
     node_by_node=True,
+    shared_overlap=True,
     launch=COMPILED_LAUNCH,
     expert_launch=EXPERT_LAUNCH,
     dispatch_launch=DISPATCH_LAUNCH,
@@ -271,6 +250,7 @@ FIVEFOLD = SoftwareStack(
 FIVEFOLD_EAGER = replace(
     FIVEFOLD,
     name="fivefold-eager",
+    memory=EAGER_MEMORY,
     wide_passes=10.0,
     narrow_passes=10 / 3,
     rotary_passes=19 - 10 / 3,
@@ -294,106 +274,3 @@ BY_KERNELS = {
     "compiled": FIVEFOLD,
     "graphs": replace(FIVEFOLD, launch=0.0, expert_launch=0.0, dispatch_launch=0.0),
 }
-# Meta's stack of Llama 3. We assume that it reduces a chunk's gradients once per round of p
-# microbatches: once per microbatch would not fit the published times, once per step not the memory.
-META = replace(
-    FIVEFOLD,
-    name="meta-2024",
-    accumulated_bytes=8.0,
-    scatters_rounds=True,
-    clip_bytes=0.0,
-    wide_router=False,
-    gathers_again=False,
-    stops_early=False,
-    crosses_once=True,
-    node_by_node=False,
-    launch=0.0,
-    expert_launch=0.0,
-    dispatch_launch=0.0,
-)
-# How far its ranks run ahead is not published. This is the least that keeps the pipeline full.
-META_LEAN = replace(META, hop_forwards=1, transfers_hidden=False)
-# Megatron-LM of 2021 and 2022: unfused attention, fp16 gradients reduced after the last backward,
-# pipeline messages that are not hidden, of which each tensor rank sends a share.
-MEGATRON_2021 = SoftwareStack(
-    "megatron-2021",
-    attention="unfused",
-    wide_passes=11.0,
-    narrow_passes=4.0,
-    loss_bytes=20.0,
-    gradients_hidden=False,
-    transfers_hidden=False,
-    scatters_messages=True,
-    accumulated_bytes=6.0,
-    gradient_bytes=2,
-    optimizer_bytes=20.0,
-)
-# DeepSpeed's pipeline sends full activations from every tensor rank; bf16, so 32-bit gradients.
-_WIDE = {"scatters_messages": False, "accumulated_bytes": 12.0, "gradient_bytes": 4}
-DEEPSPEED_PIPELINE = replace(MEGATRON_2021, name="megatron-deepspeed-530b", **_WIDE)
-# ZeRO-3 of 2021, inferred from its six rows in SC21, whose time hardly falls with more GPUs: as if
-# it gathered matrix by matrix with little prefetch, and each rank had its own card's bandwidth.
-DEEPSPEED_2021 = replace(
-    MEGATRON_2021, name="deepspeed-zero3-2021", gathers_hidden=0.35, gathers=4, flat_rings=True
-)
-MEGATRON_DEEPSPEED = replace(MEGATRON_2021, name="megatron-deepspeed", factor=0.98)
-# The same for small models on one node, where the host is the limit. All five numbers are fitted;
-# why the head is so slow is not known (an unpadded vocabulary would explain it).
-MEGATRON_DEEPSPEED_SMALL = replace(
-    MEGATRON_2021,
-    name="megatron-deepspeed-small",
-    launch=1.47e-3,
-    straggler_share=0.028,
-    head_efficiency=0.31,
-    fixed=7.7e-3,
-    factor=0.774,
-)
-# Eager, with an unfused 32-bit loss. Its sweep shows a floor that grows with the tensor ranks if a
-# pipeline crosses nodes; the cause is not known.
-NANOTRON = SoftwareStack(
-    "nanotron",
-    attention="flash2",
-    wide_passes=8.0,
-    narrow_passes=4.0,
-    loss_bytes=36.0,
-    accumulated_bytes=12.0,
-    launch=1.86e-3,
-    crowding=1.86e-3,
-    split_by_parameters=True,
-    transfers_hidden=False,
-    factor=1.21,
-)
-# Before its pipeline messages were repaired; their cost is fitted.
-NANOTRON_OLD = replace(NANOTRON, name="nanotron-old", message_launch=0.23)
-# NVIDIA's stacks overlap tensor-parallel traffic. Half of it is assumed to be hidden, and gradients
-# to be reduced in 16 bits.
-NEMO = SoftwareStack("nemo-25.02", tp_hidden=0.5, gradient_bytes=2)
-# Routing without dropping: the host must know the token counts before it launches the experts. How
-# long that takes, and which share of the all-to-alls is hidden, is fitted.
-BRIDGE = SoftwareStack(
-    "megatron-bridge",
-    tp_hidden=0.5,
-    gradient_bytes=2,
-    expert_wait=2.6e-3,
-    experts_hidden=0.5,
-)
-BRIDGE_GRAPHS = replace(BRIDGE, name="megatron-bridge-graphs", expert_wait=0.0)
-MODELZOO = replace(BRIDGE, name="megatron-moe", factor=0.88)
-# Composer's FSDP, eager, with gradients and states in 16 bits in most rows.
-FOUNDRY = SoftwareStack(
-    "llm-foundry",
-    attention="flash2",
-    wide_passes=16.0,
-    narrow_passes=5.8,
-    accumulated_bytes=4.0,
-    gradient_bytes=2,
-    optimizer_bytes=16.0,
-    factor=1.03,
-)
-# Compiled blocks under FSDP2; its selective recomputation keeps every second matmul.
-TITAN = SoftwareStack(
-    "torchtitan", attention="flash2", wide_passes=8.0, accumulated_bytes=4.0, selective_repeats=0.5
-)
-TITAN_EAGER = replace(TITAN, name="torchtitan-eager", wide_passes=16.0, narrow_passes=6.0)
-ZERO_BUBBLE = replace(MEGATRON_2021, name="zero-bubble", late_norm_check=True, factor=0.96)
-INTERN = SoftwareStack("internevo", attention="flash2", wide_passes=14.0, factor=1.05)

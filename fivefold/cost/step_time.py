@@ -15,18 +15,23 @@ import numpy as np
 
 from fivefold.core.count import layer_kinds, layer_parameters
 from fivefold.core.machine import Machine
+from fivefold.core.precision import matmul_bytes
 from fivefold.core.schedule.family import PipelineTimes
 from fivefold.core.shape import Shape
+from fivefold.cost.activation_offload import activation_offload_seconds
+from fivefold.cost.frozen import trainable_share
 from fivefold.cost.grid import OFFLOADS, Array, LayoutGrid
 from fivefold.cost.layer_time import LayerTimer, LayerTimes, TimeParts, total_seconds
-from fivefold.cost.pipeline_ranks import bubble_seconds
+from fivefold.cost.links import num_buckets
+from fivefold.cost.overlap import shown_seconds
+from fivefold.cost.pipeline_ranks import bubble_seconds, mirrored
 from fivefold.cost.pipeline_time import pipeline_seconds, pipeline_timer
-from fivefold.cost.stack import SoftwareStack, memory_of_stack
+from fivefold.cost.stack import SoftwareStack
 
-# Share of a hidden collective by which it slows compute down: reported for NVLink.
-OVERLAP_SLOWDOWN = 0.15
 # Host seconds of a backward over those of a forward: assumed.
 HOST_BACKWARD = 1.0
+# How sharply the longer of host and GPU decides: 1 would be their sum. Chosen with vTrain's runs.
+_CORNER = 4
 # Bytes/s at which one GPU's share of the host updates offloaded states: assumed.
 HOST_BANDWIDTH = 50e9
 # Bytes per element that an update reads from disk and writes back: master weight, two moments.
@@ -66,7 +71,7 @@ def step_time(
     Pipelines are timed by their longest paths, a lower bound, or `simulated`, which takes longer.
     """
     work = LayerTimer(shape, machine, stack, grid, seq, precision, imbalance)
-    if memory_of_stack(stack.name).split == "balanced":
+    if stack.memory.split == "balanced":
         return _by_longest_paths(work, simulated)
     parts = {name: each * stack.factor for name, each in _equal_stages(work).items()}
     parts["fixed"] = np.full_like(grid.microbatches, stack.fixed)
@@ -152,8 +157,11 @@ def _equal_stages(work: LayerTimer) -> TimeParts:
     """Stages as other stacks split them, and bubbles of equal stages."""
     grid, shape = work.grid, work.shape
     body, head = _all_layers(work), work.head()
-    layers, ends = _joined(body), _joined(head)
     most, last = _stage_sizes(work)
+    # In both directions of a mirrored pipeline, the ranks at its ends share its last stage.
+    shared = np.where(mirrored(grid), 0.5, 1.0)
+    last = shared * last + (1 - shared) * most
+    layers, ends = _joined(body), {name: shared * each for name, each in _joined(head).items()}
     middle = _launch_bound(work, most, most * total_seconds(layers) / shape.layers)
     end = _launch_bound(
         work, last, last * total_seconds(layers) / shape.layers + total_seconds(ends)
@@ -174,7 +182,9 @@ def _equal_stages(work: LayerTimer) -> TimeParts:
     parts["pp"] = _messages(work)
     window = (total_seconds(body.inputs) + total_seconds(body.weights)) / grid.pp
     parts["dp"] = _data_collectives(work, window, total_seconds(layers) / grid.pp)
-    return parts | _optimizer_step(work)
+    around = {"offload": np.zeros(1), **_optimizer_step(work)}
+    away = activation_offload_seconds(work, m * total_seconds(layers) / grid.pp)
+    return parts | around | {"offload": around["offload"] + away}
 
 
 def least_layer_seconds(work: LayerTimer) -> Array:
@@ -223,8 +233,14 @@ def _stage_sizes(work: LayerTimer) -> tuple[Array, Array]:
 
 
 def _launch_bound(work: LayerTimer, layers: Array, seconds: Array) -> Array:
-    """Seconds of one microbatch in so many layers: those of the GPU, or of the host if longer."""
-    return np.maximum(seconds, layers * _host_seconds(work)) if work.stack.launch else seconds
+    """Seconds of one microbatch in so many layers: those of the GPU, or of the host if longer.
+
+    If both are alike, it takes longer than either: some kernels wait for the host, others do not.
+    """
+    if not work.stack.launch:
+        return seconds
+    host = layers * _host_seconds(work)
+    return (seconds**_CORNER + host**_CORNER) ** (1 / _CORNER)
 
 
 def _host_seconds(work: LayerTimer, routed: bool = False) -> Array:
@@ -293,15 +309,21 @@ def _data_collectives(work: LayerTimer, window: Array, compute: Array) -> Array:
     reduce-scatters its gradients.
     """
     grid, stack, m = work.grid, work.stack, work.grid.microbatches
-    sharded = (grid.zero >= 1) & (grid.shard * grid.cp > 1)
+    shards = grid.shard * grid.cp
+    sharded = (grid.zero >= 1) & (shards > 1)
     # The first bucket of weights and the last of gradients overlap with nothing.
     layers = np.maximum(work.shape.layers / grid.pp, 1.0)
-    grads, gathers, sums = _data_rings(work, 1.0)
+    weights = sum(rank_parameters(work.shape, grid), np.zeros(1)) * work.itemsize
+    grads, gathers, sums = _data_rings(work, num_buckets(weights, layers, stack.bucket_bytes))
     rounds = np.ceil(m / grid.pp) if stack.scatters_rounds else m
     times = np.where(grid.zero == 2, rounds, 1.0)
-    once = np.where(sharded, times * grads + gathers, sums)
+    published = trainable_share(work.shape, stack) * gathers
+    once = np.where(sharded, times * grads + published, sums)
     if stack.gradients_hidden:
-        once = _not_hidden(once, times * window, once / (layers * times))
+        once = shown_seconds(once, times * window, once / (layers * times))
+    if stack.owner_wait:
+        apart = work.links.domains(shards, grid.tp) > 1
+        once = once + np.where(sharded & apart, stack.owner_wait * shards, 0.0)
     third = (grid.zero == 3) & sharded
     if not third.any():
         return once
@@ -310,7 +332,7 @@ def _data_collectives(work: LayerTimer, window: Array, compute: Array) -> Array:
     kept = stack.stays_gathered(grid)
     fetched, scattered = np.where(kept, gathers, 2 * m * gathers), m * grads
     hidden = fetched + scattered if stack.prefetch else scattered
-    shown = _not_hidden(hidden, m * compute * stack.gathers_hidden, hidden / units / m)
+    shown = shown_seconds(hidden, m * compute * stack.gathers_hidden, hidden / units / m)
     return np.where(third, shown if stack.prefetch else shown + fetched, once)
 
 
@@ -327,12 +349,12 @@ def _data_rings(work: LayerTimer, num_buckets: Array | float) -> tuple[Array, Ar
     all-reduce its gradients without ZeRO."""
     grid, stack, links = work.grid, work.stack, work.links
     dense, experts = rank_parameters(work.shape, grid)
-    size, width = stack.gradient_bytes, work.itemsize
+    size = stack.gradient_bytes * trainable_share(work.shape, stack)
+    width = matmul_bytes(work.precision) if stack.narrow_gathers else work.itemsize
     shards = grid.shard * grid.cp
     how = (num_buckets, stack.flat_rings)
     grads = links.ring(dense * size, shards, grid.tp, *how)
-    # Unless a switch reduces, an all-reduce is a reduce-scatter and an all-gather.
-    sums = links.all_reduce(dense * size, shards, grid.tp, *how) if links.reduces else 2 * grads
+    sums = links.all_reduce(dense * size, shards, grid.tp, *how)
     # Replicas of a shard all-reduce it.
     copied = links.all_reduce(dense * size / shards, grid.replicate, grid.tp * shards, *how)
     grads, sums = grads + copied, sums + copied
@@ -340,19 +362,10 @@ def _data_rings(work: LayerTimer, num_buckets: Array | float) -> tuple[Array, Ar
     if work.shape.moe is not None:
         stride = grid.ep * grid.etp
         scatter = links.ring(experts * size, grid.edp, stride, *how)
-        whole = 2 * scatter
-        if links.reduces:
-            whole = links.all_reduce(experts * size, grid.edp, stride, *how)
+        whole = links.all_reduce(experts * size, grid.edp, stride, *how)
         grads, sums = grads + scatter, sums + whole
         gathers = gathers + links.ring(experts * width, grid.edp, stride, *how)
     return grads, gathers, sums
-
-
-def _not_hidden(seconds: Array, window: Array, least: Array) -> Array:
-    """Seconds of a collective that overlaps with a window of compute: what is not hidden (at least
-    `least`), and how much it slows compute down."""
-    shown = np.maximum(seconds - window, least)
-    return shown + OVERLAP_SLOWDOWN * (seconds - shown)
 
 
 def _optimizer_step(work: LayerTimer) -> TimeParts:
@@ -363,6 +376,7 @@ def _optimizer_step(work: LayerTimer) -> TimeParts:
     sharded = grid.zero >= 1
     owned = dense / np.where(sharded, grid.shard * grid.cp, 1.0)
     owned = owned + experts / np.where(sharded, grid.edp, 1.0)
+    owned = owned * trainable_share(work.shape, work.stack)
     seconds = work.moved(owned * (work.stack.optimizer_bytes + work.stack.clip_bytes))
     # Gradients leave after every microbatch and come back for the next, the norm and the update.
     moved = owned * work.stack.gradient_bytes * (2 * grid.microbatches + 1)

@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from fivefold.core import legality, models, rules
 from fivefold.core.batch import default_batch
 from fivefold.core.errors import FivefoldError
@@ -27,20 +25,14 @@ from fivefold.cost.grid import (
     RECOMPUTE,
     SCHEDULES,
     LayoutGrid,
-    grid_of_plan,
     require_possible_imbalance,
 )
 from fivefold.cost.stack import BY_KERNELS
+from fivefold.cost.stack_presets import load_preset
 from fivefold.planner.accuracy import accuracy
-from fivefold.planner.estimate import Estimate, estimate_plan, rebalance_stages
-from fivefold.planner.search import (
-    EstimateSetting,
-    LayoutCandidate,
-    SearchResult,
-    search_layouts,
-    simulated,
-)
-from fivefold.planner.simplicity import complexity, innermost, simpler_words, tp_crosses
+from fivefold.planner.estimate import Estimate, estimate_plan
+from fivefold.planner.first_choice import first_choice, is_same, tp_leaves_domain, why_simpler
+from fivefold.planner.search import EstimateSetting, LayoutCandidate, SearchResult, search_layouts
 from fivefold.planner.space import SearchSpace
 
 # --- From one element of a grid back to plan options
@@ -95,7 +87,6 @@ OBJECTIVES = ("tokens", "gpus", "gpu-hours")
 # Candidates kept for each plan that is shown: some differ only in what changes nothing.
 _CANDIDATES_PER_PLAN = 12
 _MOST_FRONT = 5
-_AT_ONCE = 16  # simple layouts that are simulated together
 _MOST_ACTIONS = 30_000  # of a schedule that is simulated only for the front
 
 
@@ -138,7 +129,7 @@ class PlanResult:
     def warnings(self) -> tuple[str, ...]:
         """What is wrong with the first choice, though nothing better fits."""
         first, machine = self.plans[0], self.request.setting.machine
-        if not tp_crosses(_grid_of(first), machine).item():
+        if not tp_leaves_domain(first):
             return ()
         why = "as given" if "tp" in (self.request.space.fixed or {}) else "nothing else fits"
         return (f"tp={first.plan.layout.tp} leaves {machine.tiers[0].name}: {why}",)
@@ -146,23 +137,37 @@ class PlanResult:
     @property
     def simpler(self) -> str:
         """In what the first choice is simpler than the fastest; empty if it is the fastest."""
-        domain = innermost(self.request.setting.machine)
-        return simpler_words(_grid_of(self.plans[0]), _grid_of(self.fastest), domain)
+        return why_simpler(self.plans[0], self.fastest)
 
 
 def estimate_setting(
-    machine: Machine, precision: str, headroom: float, kernels: str, imbalance: float
+    machine: Machine,
+    precision: str,
+    headroom: float,
+    kernels: str,
+    imbalance: float,
+    stack_name: str | None = None,
 ) -> tuple[EstimateSetting, list[str]]:
-    """How the job is estimated; a precision that the chip lacks is replaced, with a note."""
+    """How the job is estimated; a precision that the chip lacks is replaced, with a note.
+
+    `stack_name`: other people's software, a preset or a file, in place of our own.
+    """
     known = machine.peaks.known()
-    stack = BY_KERNELS[kernels]
+    stack, notes = BY_KERNELS[kernels], list[str]()
+    if stack_name is not None:
+        preset = load_preset(stack_name)
+        stack = preset.stack
+        notes.append(
+            f"priced as {stack.name} would run it, not fivefold: {preset.what}. A written plan has "
+            "the layout, the schedule and the batch; train and rehearse run fivefold's own software"
+        )
     if precision in known:
-        return EstimateSetting(machine, stack, precision, headroom, imbalance), []
+        return EstimateSetting(machine, stack, precision, headroom, imbalance), notes
     if precision not in RUNTIME_PRECISIONS:
         machine.peak(precision)  # raises an error that lists the precisions of the chip
     other = next((each for each in RUNTIME_PRECISIONS if each in known), next(iter(known)))
     note = f"{machine.name} has no {precision} units: estimated in {other}"
-    return EstimateSetting(machine, stack, other, headroom, imbalance), [note]
+    return EstimateSetting(machine, stack, other, headroom, imbalance), [*notes, note]
 
 
 def plan_request(
@@ -174,6 +179,7 @@ def plan_request(
     headroom: float,
     kernels: str = "compiled",
     imbalance: float = 1.0,
+    stack: str | None = None,
 ) -> PlanRequest:
     """A request from plan options, with defaults for the sequence length and the batch."""
     shape = models.with_overrides(models.load(options.model), options.set)
@@ -185,7 +191,7 @@ def plan_request(
     reasons += list(rules.bad_counts({"seq": seq, "gpus": gpus}).values())
     if reasons:
         raise FivefoldError("; ".join(dict.fromkeys(reasons)))
-    setting, notes = estimate_setting(machine, precision, headroom, kernels, imbalance)
+    setting, notes = estimate_setting(machine, precision, headroom, kernels, imbalance, stack)
     if options.batch is None:
         notes.append(f"global batch {batch:,} sequences by default: say another with --batch")
     runs_in = PRECISIONS[precision].runs_in
@@ -210,8 +216,10 @@ def best_plans(request: PlanRequest, top: int, on_progress: Progress | None = No
         raise FivefoldError(_refusal(request, result))
     ranked = [_estimated(request, one) for one in _distinct(result.best)[:top]]
     ranked.sort(key=lambda one: (one.verdict == "does not fit", one.step))
-    first = _first_choice(request, result, ranked[0])
-    others = [one for one in ranked if not _is_same(one, first)]
+    first = first_choice(
+        request.space, request.setting, result, ranked[0], lambda one: _estimated(request, one)
+    )
+    others = [one for one in ranked if not is_same(one, first)]
     plans = (first, *others)[:top]
     fitting = [one for one in result.front if one.bytes <= request.setting.capacity]
     front = _front(request, fitting)
@@ -223,35 +231,6 @@ def best_plans(request: PlanRequest, top: int, on_progress: Progress | None = No
         candidates=result.candidates,
         passed_over=result.passed_over,
         seconds=result.seconds,
-    )
-
-
-def _first_choice(request: PlanRequest, result: SearchResult, fastest: Estimate) -> Estimate:
-    """The simplest layout that is equal to the fastest, with the best stages."""
-    limit = (1 + accuracy().equal) * fastest.step
-    own = complexity(_grid_of(fastest), innermost(request.setting.machine)).item()
-    simple = [result.simple[code] for code in sorted(result.simple) if code < own]
-    simple = [one for one in simple if one.seconds <= limit]
-    for start in range(0, len(simple), _AT_ONCE):
-        for one in simulated(request.space, request.setting, simple[start : start + _AT_ONCE]):
-            if one.seconds <= limit:
-                found = rebalance_stages(_estimated(request, one))
-                if found.step <= limit:
-                    return found
-    return rebalance_stages(fastest)
-
-
-def _grid_of(one: Estimate) -> LayoutGrid:
-    offload = np.array([float(OFFLOADS.index(one.offload))])
-    return replace(grid_of_plan(one.plan), offload=offload)
-
-
-def _is_same(one: Estimate, other: Estimate) -> bool:
-    """Whether two plans are the same but for the layers of their stages."""
-    if one.offload != other.offload:
-        return False
-    return replace(one.plan.options, stage_layers=None) == replace(
-        other.plan.options, stage_layers=None
     )
 
 
@@ -387,8 +366,9 @@ def estimate_on_machine(
     headroom: float,
     kernels: str = "compiled",
     imbalance: float = 1.0,
+    stack: str | None = None,
 ) -> Estimate:
     """Estimate a plan whose layout is given."""
     require_possible_imbalance(plan.shape, imbalance)
-    setting, notes = estimate_setting(machine, precision, headroom, kernels, imbalance)
+    setting, notes = estimate_setting(machine, precision, headroom, kernels, imbalance, stack)
     return estimate_plan(replace(plan, notes=(*plan.notes, *notes)), setting)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fivefold.core.count import training_flops
+from fivefold.core.count import repeated_flops, training_flops
 from fivefold.core.plan import Plan, resolve
 from fivefold.core.schedule import FORWARD, INPUT_GRAD, WEIGHT_GRAD
 from fivefold.core.schedule.clock import Costs, Timeline, memory_levels, peak_activations, play
@@ -202,6 +202,7 @@ class Estimate:
     disk: float  # and on local disks
     verdict: str
     timeline: Timeline = field(repr=False)  # of the simulated pipeline
+    accuracy: Accuracy = field(default_factory=accuracy, repr=False)  # how far it may be off
 
     @property
     def total(self) -> float:
@@ -219,23 +220,24 @@ class Estimate:
         return self.total - self.setting.capacity
 
     @property
-    def step_range(self) -> tuple[float, float]:
-        """Between which seconds half of all measured steps are that are estimated so."""
-        return (1 - self.accuracy.time) * self.step, (1 + self.accuracy.time) * self.step
-
-    @property
-    def accuracy(self) -> Accuracy:
-        """How far this estimate may be off."""
-        return accuracy()
-
-    @property
     def tokens_per_s_per_gpu(self) -> float:
         return self.plan.batch.tokens / self.step / self.plan.layout.world
 
     @property
     def mfu(self) -> float:
         """Model FLOPs over the hardware's peak; recomputation never counts."""
-        flops = training_flops(self.plan.shape, self.plan.batch.seq).total
+        return self._utilisation(training_flops(self.plan.shape, self.plan.batch.seq).total)
+
+    @property
+    def hfu(self) -> float:
+        """The same with the FLOPs of recomputation: what the hardware computes."""
+        plan, seq = self.plan, self.plan.batch.seq
+        rules = ((layers, plan.recompute.of(stage)) for stage, layers in enumerate(plan.stages))
+        again = repeated_flops(plan.shape, seq, rules)
+        return self._utilisation(training_flops(plan.shape, seq).total + again)
+
+    def _utilisation(self, flops: float) -> float:
+        """Of the hardware's peak, by so many FLOPs per token."""
         return flops * self.tokens_per_s_per_gpu / self.setting.machine.peak(self.setting.precision)
 
     def breakdown(self) -> Seconds:

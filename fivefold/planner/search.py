@@ -48,7 +48,9 @@ class EstimateSetting:
         return shape, self.machine, self.stack, grid, seq, self.precision, self.imbalance
 
     def with_keys(self, options: PlanOptions) -> EstimateSetting:
-        """The same with the keys of a plan that change the software."""
+        """The same with the keys of a plan that change the software; other people's has none."""
+        if not self.stack.runs_plans:
+            return self
         units = UnitPolicy.of(options.grad_dtype, options.unit_size, options.prefetch)
         train, narrow = options.train, NARROW_GRADIENTS if units.grad_dtype == "bf16" else {}
         away = "" if train.offload_grads == "none" else "nvme" if train.grads_disk else "cpu"

@@ -187,7 +187,7 @@ def ranked(found: Sequence[Estimate], fastest: float) -> list[str]:
         f"= equal: within {off.equal:.1%} of the fastest, as far as estimates can tell; the "
         "simplest of these is first",
         f"half of all measured steps are within {off.time:.0%} of their estimate, nine in ten "
-        f"within {off.time_p90:.0%}",
+        f"within {off.time_p90:.0%}; peak memory is {off.memory:.0%} off on average",
     ]
 
 
@@ -231,6 +231,7 @@ def detail(one: Estimate) -> list[str]:
         f"{one.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, "
         f"MFU {one.mfu:.1%} of the {one.setting.precision} peak "
         "(causal attention at half, recompute not counted)"
+        + (f", HFU {one.hfu:.1%} with recompute" if one.hfu > one.mfu else "")
     )
     parts = one.breakdown()
     return [*lines, *(bar(name, duration(time), time / one.step) for name, time in parts.items())]

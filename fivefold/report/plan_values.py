@@ -26,7 +26,6 @@ _GIB = 2**30
 def estimate_json(one: Estimate, because: list[str]) -> dict[str, Any]:
     """One plan with its estimated memory and time, and the reasons for it."""
     plan, layout, off = one.plan, one.plan.layout, one.accuracy
-    low, high = one.step_range
     return {
         "layout": str(layout),
         "zero": layout.zero,
@@ -45,12 +44,13 @@ def estimate_json(one: Estimate, because: list[str]) -> dict[str, Any]:
         "disk_gib": one.disk / _GIB,
         "fits": one.verdict,
         "step_s": one.step,
-        "step_s_low": low,
-        "step_s_high": high,
+        "step_s_low": (1 - off.time) * one.step,
+        "step_s_high": (1 + off.time) * one.step,
         "error_bar": {"time": off.time, "time_p90": off.time_p90, "memory": off.memory},
         "time_s": one.parts,
         "tokens_per_s_per_gpu": one.tokens_per_s_per_gpu,
         "mfu": one.mfu,
+        "hfu": one.hfu,
         "bubble": one.bubble,
         "because": because,
     }

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fivefold.report import table as aligned
-from fivefold.score.rows import ACHIEVED, FIELDS, RowField
+from fivefold.score.rows import ACHIEVED, EXTRA, FIELDS, RowField
 
 Table = dict[str, Any]
 _ERRORS = ("runs", "median", "mean", "p90")
@@ -25,12 +25,16 @@ class Section(NamedTuple):
 
 def sections(table: Table) -> Iterator[Section]:
     """All tables, without the lists of rows that were not scored."""
+    if "leave_one_out" in table:
+        yield _left_out(table["leave_one_out"])
+        yield _fitted(table["fitted"])
     yield _overall(table)
     if table["sets"]:
         yield _peers(table["sets"])
     yield _halves(table)
     yield _times(table["groups"])
     yield _other(table["groups"])
+    yield _assumed(table["assumptions"])
 
 
 def share(value: float | None, digits: int = 1) -> str:
@@ -52,6 +56,45 @@ def render(parts: Sequence[Section]) -> str:
 
 def _errors(found: Table) -> tuple[str, ...]:
     return (f"{found['n']:,}", *(share(found[key]) for key in ("median", "mean", "p90")))
+
+
+def _left_out(left: Table) -> Section:
+    """The figures that stand first: on sources that no number was fitted on."""
+    oom, rank = left["oom"], left["rank"]
+    rows = [
+        ("step time, published and fully specified", *_errors(left["published"])),
+        ("step time, all", *_errors(left["time"])),
+        *(
+            (f"  {name}", *_errors(found["time"]))
+            for name, found in left["by_source"].items()
+            if found["time"]["n"]
+        ),
+        ("peak memory", *_errors(left["memory"])),
+    ]
+    bars = left["new_source"]
+    note = (
+        f"Fits or not: {share(oom['accuracy'])} of {oom['n']:,} right; of {oom['failed']:,} that "
+        f"ran out of memory, {share(oom['false_fit'])} were predicted to fit. Best of three within "
+        f"{share(rank['best3_regret'])} of the best.\n"
+        "With the same weight for every source: half of the step times within "
+        f"{share(bars['time']['median'])}, nine of ten within {share(bars['time']['p90'])}."
+    )
+    return Section("each source left out", ("left out", *_ERRORS), rows, note)
+
+
+def _fitted(fitted: Table) -> Section:
+    """How many numbers are fitted, and to what."""
+    rows = [(f"{one['where']}: {one['key']}", ", ".join(one["to"])) for one in fitted["numbers"]]
+    note = f"{fitted['count']:,} numbers are fitted. All others are counted, measured or assumed."
+    return Section("fitted numbers", ("number", "to"), rows, note)
+
+
+def _assumed(found: Table) -> Section:
+    """What rows leave out, and what was assumed."""
+    rows = [(words, f"{times:,}") for words, times in found["kinds"].items()]
+    by_count = ", ".join(f"{number:,} with {count}" for count, number in found["by_count"].items())
+    note = f"{found['rows']:,} rows have assumptions, {found['total']:,} in all: {by_count}."
+    return Section("assumptions", ("assumed", "rows"), rows, note)
 
 
 def _overall(table: Table) -> Section:
@@ -80,9 +123,8 @@ def _peers(sets: Sequence[Table]) -> Section:
         (
             f"{one['set']}: {one['metric']}" + (f" ({one['detail']})" if one["detail"] else ""),
             f"{one['n']:,}",
+            _value(one, "left_out"),
             _value(one, "ours"),
-            f"{one['held_out_n']:,}",
-            _value(one, "held_out"),
             one["calculon"] or "–",
             one["llm_analysis"] or "–",
             "–" if one["peer_n"] is None else str(one["peer_n"]),
@@ -90,10 +132,11 @@ def _peers(sets: Sequence[Table]) -> Section:
         )
         for one in sets
     ]
-    head = ("set", "our n", "ours", "held n", "held out", "Calculon", "llm-analysis")
+    head = ("set", "our n", "left out", "ours", "Calculon", "llm-analysis")
     note = (
-        "n counts runs; groups of runs for regret and tau; sizes where one is left out. Held: on "
-        "the held-out half alone. The other planners were measured on the full public sets."
+        "n counts runs; groups of runs for regret and tau; sizes where one is left out. Left out: "
+        "without the numbers that were fitted to the source. The other planners were measured on "
+        "the full public sets."
     )
     return Section("beside other planners", (*head, "their n", "aim"), rows, note)
 
@@ -171,14 +214,17 @@ Every estimate is made from the run's inputs alone. Errors are |predicted − me
 - A run whose source leaves open what time depends on (rows of a microbatch, chunks,
   recomputation) gets an interval: error 0 inside, the distance to the nearer end outside. Such
   runs are counted apart.
-- Constants belong to a GPU or to a software stack, never to a run. Some stacks have one factor
-  that was fitted to step times. Families with and without one are told apart, and those with one
-  on both halves by hash.
-- A stack's other numbers (host seconds of a launch, passes over memory, shares that hide) and the
-  form of the formulas were chosen with runs of both halves in sight, also where there is no
-  factor. What nanotron's allocator keeps was scored on the held-out half while it was being
-  modelled. So the halves show how well a fitted factor carries over, and no more; only runs that
-  were never looked at are a clean test.
+- The first table leaves out one source at a time: its runs are estimated without every number
+  that was fitted to that source. A number that was fitted to it alone is left to the base of its
+  file: to the stack or chip that it is a variant of, to H100's shares for a chip without one. A
+  pooled number is the geometric mean of what the other sources give. A number that several sources
+  gave together stays.
+- Leaving out cannot undo that formulas were chosen with all sources in sight, nor that a number
+  which stays was seen with the source; only runs that were never looked at are a clean test.
+- Constants belong to a GPU (`presets/machines`) or to a software stack (`presets/stacks`), never to
+  a run. No id, note or source steers an estimate. A row's stack is its key `stack`; where that is
+  missing, it is that of the row's family (`presets/rows.toml`), or for unknown families the nearest
+  by ZeRO stage, pipeline, GPU and precision. Either is an assumption. All are counted below.
 - Subsets are chosen from inputs or predictions, never from what was measured.
 - Runs of one job (same source, model, GPU, number of GPUs, batch and sequence) form a group where
   there are at least four. Regret: how much longer the run takes that the planner would have chosen
@@ -237,8 +283,11 @@ def _not_scored(table: dict[str, Any]) -> Iterator[str]:
 def _schema() -> Iterator[str]:
     yield from ("## A file of runs", "")
     yield "JSONL: one JSON object a line. Needed fields must be there, but may be null: unknown."
-    yield "Other fields are passed over. A run that is in several files counts once."
-    yield from ("", *_fields(FIELDS, ""), "", *_fields(ACHIEVED, "achieved."))
+    yield "An unknown field is passed over and counted as an assumption. An unknown stack,"
+    yield "precision, activation, schedule or recomputation is refused: the row is not scored."
+    yield "A run that is in several files counts once."
+    yield from ("", *_fields(FIELDS, ""), "", *_fields(EXTRA, "extra."))
+    yield from ("", *_fields(ACHIEVED, "achieved."))
 
 
 def _fields(fields: Mapping[str, RowField], prefix: str) -> Iterator[str]:

@@ -8,6 +8,7 @@ runs, where that is known.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -74,8 +75,12 @@ class Figure:
     detail: str = ""
 
 
-def compare_with_peers(outcomes: Sequence[ScoredRun]) -> list[Table]:
-    """One entry per metric and set with runs: for all runs, and for the held-out half."""
+def compare_with_peers(
+    outcomes: Sequence[ScoredRun], left_out: Sequence[ScoredRun] = ()
+) -> list[Table]:
+    """One entry per metric and set with runs: for all runs, for the held-out half, and for all runs
+    without the numbers that were fitted to their source."""
+    without = {(one.name, one.metric): one.value for one in _figures(left_out)}
     held_out_half = {
         (figure.name, figure.metric): figure
         for figure in _figures([one for one in outcomes if one.is_held_out])
@@ -87,6 +92,7 @@ def compare_with_peers(outcomes: Sequence[ScoredRun]) -> list[Table]:
             "detail": figure.detail,
             "n": figure.n,
             "ours": figure.value,
+            "left_out": without.get((figure.name, figure.metric)),
             "held_out_n": half.n if half else 0,
             "held_out": half.value if half else None,
             "calculon": peers.calculon,
@@ -198,7 +204,7 @@ def _ranking_figures(name: str, found: Table) -> Iterator[Figure]:
 
 # How rows are grouped: always by inputs or predictions, never by measurements.
 BREAKDOWNS: dict[str, Callable[[ScoredRun], str]] = {
-    "source": lambda one: one.family,
+    "source": lambda one: one.source_name,
     "gpu": lambda one: str(one.row["gpu"]),
     "layers": lambda one: "MoE" if one.routed else "dense",
     "pipeline": lambda one: "pp = 1" if one.row["pp"] == 1 else "pp > 1",
@@ -208,8 +214,11 @@ BREAKDOWNS: dict[str, Callable[[ScoredRun], str]] = {
 }
 
 
-def summary(scored: ScoreResult) -> Table:
-    """All figures as JSON; the text and the page are made from it."""
+def summary(scored: ScoreResult, left_out: Sequence[ScoredRun] = ()) -> Table:
+    """All figures as JSON; the text and the page are made from it.
+
+    `left_out`: the same runs without the numbers that were fitted to their source.
+    """
     outcomes = scored.outcomes
     skipped = [{"id": each.id, "reason": each.reason} for each in scored.skipped]
     unmeasured = [{"id": each.id, "reason": each.reason} for each in scored.unmeasured]
@@ -220,7 +229,8 @@ def summary(scored: ScoreResult) -> Table:
         "from_tflops": from_tflops(outcomes),
         "held_out": halves(outcomes),
         "groups": dict(_groups(outcomes)),
-        "sets": compare_with_peers(outcomes),
+        "sets": compare_with_peers(outcomes, left_out),
+        "assumptions": _assumptions(outcomes),
         "specified": _specified(scored),
         "skipped": skipped,
         "unmeasured": unmeasured,
@@ -258,17 +268,20 @@ def _has_time(one: ScoredRun) -> bool:
 
 def ranked(outcomes: Sequence[ScoredRun]) -> Table:
     """How well runs of the same job on the same number of GPUs are ranked."""
+    return ranking([times for _, times in job_groups(outcomes)])
+
+
+def job_groups(outcomes: Sequence[ScoredRun]) -> list[tuple[str, list[tuple[float, float]]]]:
+    """Predicted and measured times of the runs of one job, with their source, if there are some."""
     groups: dict[tuple[Any, ...], list[ScoredRun]] = {}
     for one in runs_with_time(outcomes):
         groups.setdefault(_job(one), []).append(one)
     large = [sorted(each, key=lambda one: one.name) for each in groups.values()]
-    return ranking(
-        [
-            [(one.seconds.low, one.measured_seconds or 0.0) for one in group]
-            for group in large
-            if len(group) >= LEAST_RANKED
-        ]
-    )
+    return [
+        (group[0].source_name, [(one.seconds.low, one.measured_seconds or 0.0) for one in group])
+        for group in large
+        if len(group) >= LEAST_RANKED
+    ]
 
 
 def _job(one: ScoredRun) -> tuple[Any, ...]:
@@ -353,3 +366,15 @@ def _specified(scored: ScoreResult) -> Table:
     skipped = sum(each.specified for each in scored.skipped)
     total = skipped + sum(one.specified for one in scored.outcomes)
     return {"n": total, "skipped": skipped, "share": skipped / total if total else None}
+
+
+def _assumptions(outcomes: Sequence[ScoredRun]) -> Table:
+    """How many rows have how many assumptions, and which; a row may leave out several things."""
+    counts = Counter(len(one.assumptions) for one in outcomes)
+    kinds = Counter(words for one in outcomes for words in one.assumptions)
+    return {
+        "rows": sum(number for count, number in counts.items() if count),
+        "total": sum(kinds.values()),
+        "by_count": {str(count): counts[count] for count in sorted(counts)},
+        "kinds": dict(kinds.most_common()),
+    }

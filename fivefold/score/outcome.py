@@ -21,6 +21,7 @@ from fivefold.cost.memory import fits, peak_memory
 from fivefold.cost.step_time import step_time
 from fivefold.score.published import Case, cases
 from fivefold.score.rows import Row
+from fivefold.score.spelling import source_of
 
 LEAST_RANKED = 4  # runs of a group; the order of fewer says little
 _TOP = 3
@@ -142,6 +143,8 @@ class ScoredRun:
 
     row: Row
     family: str
+    source_name: str  # whose runs it is one of
+    assumptions: tuple[str, ...]  # what the row leaves out and the estimate assumes
     fitted: bool  # whether its stack has a factor that was fitted to step times
     routed: bool  # whether the model has experts
     num_cases: int  # above 1: the source leaves choices open that time depends on
@@ -206,8 +209,13 @@ def held_out(name: str) -> bool:
     return int(hashlib.sha256(name.encode()).hexdigest(), 16) % 2 == 1
 
 
-def score(rows: Sequence[Row], on_row: Callable[[], None] = lambda: None) -> ScoreResult:
-    """Estimate every row; `on_row` is called after each."""
+def score(
+    rows: Sequence[Row], on_row: Callable[[], None] = lambda: None, *, leave_out: bool = False
+) -> ScoreResult:
+    """Estimate every row; `on_row` is called after each.
+
+    `leave_out`: with no number of machine or stack that was fitted to the row's own source.
+    """
     found = ScoreResult()
     for row in rows:
         said = row.get("fully_specified")
@@ -217,7 +225,7 @@ def score(rows: Sequence[Row], on_row: Callable[[], None] = lambda: None) -> Sco
             found.unmeasured.append(passed._replace(reason=reason))
         else:
             try:
-                found.outcomes.append(score_row(row))
+                found.outcomes.append(score_row(row, source_of(row) if leave_out else ""))
             except FivefoldError as error:
                 found.skipped.append(passed._replace(reason=str(error)))
         on_row()
@@ -233,9 +241,10 @@ def _is_measured(row: Row) -> bool:
 _DID_FIT = {"Success": True, "OOM": False}
 
 
-def score_row(row: Row) -> ScoredRun:
-    """Estimate one row; raises if that is not possible."""
-    found = cases(row)
+def score_row(row: Row, without: str = "") -> ScoredRun:
+    """Estimate one row, with no number that was fitted to the source `without`; raises if that is
+    not possible."""
+    found = cases(row, without)
     one = found[0]
     _check_world(row, one)
     times = [_seconds(each) for each in found]
@@ -248,6 +257,8 @@ def score_row(row: Row) -> ScoredRun:
     return ScoredRun(
         row=row,
         family=one.family,
+        source_name=one.source,
+        assumptions=one.assumptions,
         fitted=one.stack.factor != 1.0,
         routed=one.shape.moe is not None,
         num_cases=len(found),

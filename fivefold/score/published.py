@@ -2,94 +2,33 @@
 
 A row says what ran: the sizes of the model, the GPUs, the layout, the batch, the recomputation. If
 it leaves open what time depends on (microbatch size, chunks, recomputation, how far a custom
-schedule runs ahead), it becomes several cases, and their times are a range. The software is known
-from the family, the first part of the id.
+schedule runs ahead), it becomes several cases, and their times are a range. Whatever else it leaves
+out is an assumption, which is noted.
 """
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import product
 
 import numpy as np
 
-from fivefold.core import machine as machines
-from fivefold.core import models
-from fivefold.core.count import parameters
-from fivefold.core.errors import FivefoldError
+from fivefold.core.errors import FivefoldError, UnknownName
 from fivefold.core.machine import Machine
 from fivefold.core.schedule.catalog import names as schedule_names
-from fivefold.core.shape import Moe, Shape
-from fivefold.cost import stack as stacks
-from fivefold.cost.grid import RECOMPUTE, LayoutGrid
+from fivefold.core.schedule.choose import named
+from fivefold.core.shape import Shape
+from fivefold.cost.grid import FAMILIES, RECOMPUTE, LayoutGrid
 from fivefold.cost.stack import SoftwareStack
-from fivefold.score.rows import Row
+from fivefold.cost.stack_presets import load_preset, load_stack
+from fivefold.score.row_machine import read_machine, read_precision
+from fivefold.score.row_model import read_shape
+from fivefold.score.rows import Row, unknown_keys
+from fivefold.score.spelling import RowReader, family_of, source_of, spellings
 
-# How the data files spell GPUs, if not by the preset's name.
-GPUS = {"a100-80g": "a100", "h100-sxm": "h100", "tpu_v4": "tpu-v4"}
-# Networks that differ from the preset: words in a row's `interconnect`, and bytes/s per GPU.
-NETWORKS = {
-    "4x100 Gb RoCE per node": 6.25e9,
-    "AWS EFA 400 Gb/s": 6.25e9,
-    "vTrain config uses 12.5 GB/s": 12.5e9,
-}
-# Machines that differ from the preset, by words in `interconnect`.
-VARIANTS = {"500 W power cap": "h100-500w", "AWS p5": "h100-p5", "EFA across nodes": "h100-p5"}
-# Slices of a pod, which are separate tori, by their number of chips; a job has one or several.
-SLICES = {"tpu-v4": {3072: "tpu-v4-3072"}}
-# Models that the sizes in a row do not describe in full.
-PRESETS = {
-    r"qwen3.?30b": "qwen3-30b-a3b",
-    r"qwen3.?235b": "qwen3-235b-a22b",
-    r"deepseek.?v3": "deepseek-v3",
-    r"palm": "palm-540b",
-}
-# Families with GPT layers: two matrices in the MLP and a tied head. All others have Llama layers.
-GPT = ("sc21", "korth", "mtnlg", "vtrain", "llmf", "zb", "opt")
-GPT_VOCAB = 51_200  # GPT-2's vocabulary, padded as Megatron does, if a row does not say
 OPEN_MICROBATCH_SIZES = (1, 2, 4)  # if a row does not say
 OPEN_CHUNKS = (1, 2, 3, 4, 6, 8)
-# The first job of the Hugging Face sweep with repaired pipeline messages.
-HF_REPAIRED = 14_050_000
-# Share of dispatch and combine that is hidden if two microbatches overlap in a layer.
-OVERLAPPED = 0.9
-STACKS = {
-    "sc21": stacks.MEGATRON_2021,
-    "korth": stacks.MEGATRON_2021,
-    "opt": stacks.MEGATRON_2021,
-    "mtnlg": stacks.DEEPSPEED_PIPELINE,
-    "sc21-zero3": stacks.DEEPSPEED_2021,
-    "vtrain-multi": stacks.MEGATRON_DEEPSPEED,
-    "vtrain-single": stacks.MEGATRON_DEEPSPEED_SMALL,
-    "hfbench": stacks.NANOTRON,
-    "hfplaybook": stacks.NANOTRON,
-    "dgxc2502": stacks.NEMO,
-    "mbridge": stacks.BRIDGE,
-    "modelzoo": stacks.MODELZOO,
-    "llama3": stacks.META,
-    "llmf": stacks.FOUNDRY,
-    "tt": stacks.TITAN,
-    "tt2412": stacks.TITAN,
-    "tt2408": stacks.TITAN,
-    "tt2404": stacks.TITAN_EAGER,
-    "zb": stacks.ZERO_BUBBLE,
-    "internevo": stacks.INTERN,
-}
-# For other families: words in a row's source and notes, in this order.
-WORDS = {
-    r"nanotron": stacks.NANOTRON,
-    r"torchtitan|fsdp2": stacks.TITAN,
-    r"llm-foundry|composer|mosaic": stacks.FOUNDRY,
-    r"megatron-bridge": stacks.BRIDGE,
-    r"nemo|dgxc": stacks.NEMO,
-    r"internevo": stacks.INTERN,
-    r"zero bubble": stacks.ZERO_BUBBLE,
-    r"megatron": stacks.MEGATRON_2021,
-}
-# Names of models with GPT layers, in families that also have others.
-GPT_NAMES = r"gpt|\bopt\b|bloom|\bmpt\b|megatron|turing|nlg"
+_ZERO_BUBBLE = {"zb1p": "zb-h1", "zb2p": "zb-h2"}
 
 
 @dataclass(frozen=True)
@@ -103,6 +42,8 @@ class Case:
     seq: int
     precision: str
     family: str
+    source: str
+    assumptions: tuple[str, ...]
 
     @property
     def arguments(self) -> tuple[Shape, Machine, SoftwareStack, LayoutGrid, int, str]:
@@ -118,194 +59,135 @@ class Case:
         return f"{said} ahead={self.stack.hop_forwards}"
 
 
-def cases(row: Row) -> list[Case]:
-    """The run of a row; several cases if the row leaves choices open that time depends on."""
-    family = family_of(row)
-    shape, machine = _shape(row, family), _machine(row, family)
-    stack, precision = _stack(row, family), _precision(row)
-    # How far ahead the custom schedule of this stack runs is not published.
-    variants = (stack, stacks.META_LEAN) if stack is stacks.META else (stack,)
+def cases(row: Row, without: str = "") -> list[Case]:
+    """The run of a row; several cases if the row leaves choices open that time depends on.
+
+    `without`: a source to which no number of machine or stack is fitted.
+    """
+    reader = RowReader(row)
+    for words in unknown_keys(row):
+        reader.assume(words)
+    shape, machine = read_shape(reader), read_machine(reader, without)
+    precision = read_precision(reader)
+    stacks = _stacks(reader, precision, without)
+    grids = _grids(reader, shape)
+    family, source, seq = family_of(row), source_of(row), reader.integer("seq_len")
+    assumed = tuple(reader.assumptions)
     return [
-        Case(shape, machine, each, grid, _integer(row, "seq_len"), precision, family)
-        for grid, each in product(_grids(row, shape), variants)
+        Case(shape, machine, each, grid, seq, precision, family, source, assumed)
+        for grid, each in product(grids, stacks)
     ]
 
 
-def family_of(row: Row) -> str:
-    """The source of a row: the first part of its id; DeepSpeed's rows of SC21 are separate."""
-    name = str(row.get("id", ""))
-    if name.startswith("vtrain-"):
-        return "-".join(name.split("-")[:2])
-    if name.startswith("sc21") and "zero3" in name:
-        return "sc21-zero3"
-    return re.split(r"[-_]", name)[0]
+def _stacks(reader: RowReader, precision: str, without: str) -> list[SoftwareStack]:
+    """The software of a row, and what its source allows as well."""
+    name = reader.text("stack") or _assumed_stack(reader, precision)
+    preset = load_preset(name, without)
+    found = [preset.stack, *(load_stack(each, without) for each in preset.open)]
+    return [_as_said(reader.row, each) for each in found]
 
 
-def _integer(row: Row, key: str) -> int:
-    value = row.get(key)
-    if not isinstance(value, int | float) or value < 1 or value != int(value):
-        raise FivefoldError(f"{key} = {value!r}: this row does not say what the time depends on")
-    return int(value)
+def _as_said(row: Row, stack: SoftwareStack) -> SoftwareStack:
+    """The stack with the row's frozen weights, adapters and offloaded activations."""
+    rank, away = int(row.get("lora_rank") or 0), float(row.get("offload_activations") or 0.0)
+    if rank < 0 or not 0 <= away <= 1:
+        raise FivefoldError("give a lora_rank of 0 or more and a share of activations up to 1")
+    memory = replace(stack.memory, offloaded=away or stack.memory.offloaded)
+    frozen = bool(row.get("frozen")) or rank > 0
+    return replace(stack, frozen=frozen, lora_rank=rank, memory=memory)
 
 
-def _optional_integer(row: Row, key: str, default: int) -> int:
-    return default if row.get(key) is None else _integer(row, key)
+def _assumed_stack(reader: RowReader, precision: str) -> str:
+    """The stack of the row's family; of an unknown family, the nearest by what the row says."""
+    family = spellings().families.get(family_of(reader.row))
+    sharded = reader.row.get("zero") == 3
+    if family:
+        name = (family.zero3 if sharded else "") or family.stack
+        reader.assume(f"stack is not said: {name}, as its family")
+        return name
+    old = precision == "fp16" or reader.text("gpu").startswith("v100")
+    if reader.text("gpu").startswith("tpu"):
+        name = "xla"
+    elif _schedule(reader, 1).startswith("zb"):
+        name = "zero-bubble"
+    elif _schedule(reader, 1).startswith("dualpipe"):
+        name = "deepseek"
+    elif sharded and reader.integer("pp") == 1:
+        name = "fsdp" if reader.text("gpu").startswith(("a100", "a800", "v100")) else "torchtitan"
+    else:
+        name = "megatron-2021" if old else "megatron"
+    reader.assume(f"stack is not said: {name}, by zero, pp, gpu and precision")
+    return name
 
 
-def _shape(row: Row, family: str) -> Shape:
-    model = str(row.get("model") or "")
-    for pattern, name in PRESETS.items():
-        if re.search(pattern, model, re.IGNORECASE):
-            preset = models.load(name)
-            mtp = preset.mtp if re.search(r"w/ MTP", model) else 0
-            return replace(preset, mtp=mtp, max_seq=_integer(row, "seq_len"))
-    width, heads = _integer(row, "hidden"), _integer(row, "heads")
-    gated = not (family.startswith(GPT) or re.search(GPT_NAMES, model, re.IGNORECASE))
-    ffn = _optional_integer(
-        row, "ffn_hidden", -(-width * 8 // (3 * 256)) * 256 if gated else 4 * width
-    )
-    routed = row.get("experts") is not None
-    shape = Shape(
-        name=str(row.get("id")),
-        layers=_integer(row, "layers"),
-        width=width,
-        heads=heads,
-        kv_heads=_optional_integer(row, "kv_heads", heads),
-        head_dim=64 if "OSS" in model else max(2, width // heads // 2 * 2),
-        ffn=ffn,
-        vocab=_optional_integer(row, "vocab", GPT_VOCAB) if not gated else _integer(row, "vocab"),
-        max_seq=_integer(row, "seq_len"),
-        activation="swiglu" if gated else "gelu",
-        positions="rotary" if gated else "learned",
-        tied=not gated,
-        window=128 if "OSS" in model else None,
-        global_every=2 if "OSS" in model else None,
-        moe=Moe(_integer(row, "experts"), _integer(row, "topk"), ffn) if routed else None,
-    )
-    return replace(shape, tied=True) if _is_tied(row, shape) else shape
-
-
-def _is_tied(row: Row, shape: Shape) -> bool:
-    """Whether a row's number of parameters is that of a model with a tied head."""
-    said = row.get("params_b")
-    if not isinstance(said, int | float) or shape.tied:
-        return shape.tied
-    tied = parameters(replace(shape, tied=True)).total
-    return abs(said * 1e9 - tied) < abs(said * 1e9 - parameters(shape).total)
-
-
-def _machine(row: Row, family: str) -> Machine:
-    gpu = str(row.get("gpu"))
-    wires = str(row.get("interconnect") or "")
-    name = GPUS.get(gpu, gpu)
-    if family == "hfbench":
-        wires = wires or "AWS p5"  # the sweep's own file leaves it out
-    for words, variant in VARIANTS.items():
-        if words in wires and name == "h100":
-            name = variant
-    for chips, part in SLICES.get(name, {}).items():
-        if _integer(row, "gpus") % chips == 0:
-            name = part
-    machine = _loaded(name)
-    for words, bandwidth in NETWORKS.items():
-        if words in wires:
-            machine = _with_network(machine, bandwidth)
-    return machine
-
-
-@lru_cache
-def _loaded(name: str) -> Machine:
-    return machines.load(name)
-
-
-@lru_cache
-def _with_network(machine: Machine, bandwidth: float) -> Machine:
-    *inner, network = machine.tiers
-    link = replace(network.link, bandwidth=bandwidth)
-    return replace(machine, tiers=(*inner, replace(network, link=link, links_per_gpu=1.0)))
-
-
-def _precision(row: Row) -> str:
-    said = str(row.get("precision") or "bf16").lower()
-    return next((each for each in ("fp8", "fp16", "bf16") if each in said), "bf16")
-
-
-def _stack(row: Row, family: str) -> SoftwareStack:
-    """The stack of a family, changed as the row's notes say."""
-    stack, notes = STACKS.get(family) or _stack_by_words(row), str(row.get("notes") or "")
-    if stack is stacks.NANOTRON:
-        job = re.search(r"-(\d+)$", str(row.get("id")))
-        return stacks.NANOTRON_OLD if job and int(job[1]) < HF_REPAIRED else stack
-    if stack is stacks.TITAN and "compile" not in notes and "FSDP;" in notes:
-        return stacks.TITAN_EAGER
-    if stack is stacks.BRIDGE and "full_iteration" in notes:
-        return stacks.BRIDGE_GRAPHS
-    if "A2A dispatcher" in notes:
-        return replace(stack, crosses_once=False)
-    if "A2A overlap" in notes:
-        return replace(stack, experts_hidden=OVERLAPPED)
-    some = re.search(r"full recompute of (\d+) layers per \(virtual\) stage", notes)
-    if some:
-        chunks = _integer(row, "pp") * _optional_integer(row, "vpp", 1)
-        return replace(stack, recomputed=min(1.0, int(some[1]) * chunks / _integer(row, "layers")))
-    return stack
-
-
-def _stack_by_words(row: Row) -> SoftwareStack:
-    """The stack of an unknown family, by words in the row."""
-    text = f"{row.get('source')} {row.get('notes')}"
-    found = (each for words, each in WORDS.items() if re.search(words, text, re.IGNORECASE))
-    stack = next(found, stacks.FIVEFOLD)
-    # Megatron after 2022 has fused attention and overlaps reductions, as NVIDIA's later stacks do.
-    modern = stack is stacks.MEGATRON_2021 and _precision(row) != "fp16"
-    return stacks.NEMO if modern else stack
-
-
-def _grids(row: Row, shape: Shape) -> list[LayoutGrid]:
-    dp, batch = _integer(row, "dp"), _integer(row, "global_batch")
-    pp = _integer(row, "pp")
-    said = row.get("schedule") or ""
+def _grids(reader: RowReader, shape: Shape) -> list[LayoutGrid]:
+    row = reader.row
+    dp, batch = reader.integer("dp"), reader.integer("global_batch")
+    pp = reader.integer("pp")
     chunks: tuple[int, ...] = (1,)
     if row.get("vpp"):
-        chunks = (_integer(row, "vpp"),)
-    elif pp > 1 and "interleaved" in said:
+        chunks = (reader.integer("vpp"),)
+    elif pp > 1 and "interleaved" in reader.text("schedule"):
         chunks = tuple(each for each in OPEN_CHUNKS if 1 < each <= -(-shape.layers // pp))
     if row.get("micro_batch") is None:
         # Assume at least as many microbatches as stages, if a smaller microbatch allows it.
         fewest = min(pp, batch // dp)
         rows = tuple(each for each in OPEN_MICROBATCH_SIZES if batch // (dp * each) >= fewest)
     else:
-        rows = (_integer(row, "micro_batch"),)
+        rows = (reader.integer("micro_batch"),)
     kinds = RECOMPUTE if row.get("recompute") is None else (str(row["recompute"]),)
     if kinds[0] not in RECOMPUTE:
-        raise FivefoldError(f"recompute = {kinds[0]!r}: say none, selective or full")
+        raise UnknownName("recompute", kinds[0], RECOMPUTE)
     if not rows or not chunks:
         raise FivefoldError("no number of rows or chunks fits the batch and the layers")
-    return [_grid(row, *each) for each in product(rows, chunks, kinds)]
+    found = [_grid(reader, *each) for each in product(rows, chunks, kinds)]
+    # A source that leaves the microbatch open has chosen one that its schedule can run.
+    return [each for each in found if _runs(each)] or found
 
 
-def _grid(row: Row, rows: int, chunks: int, recompute: str) -> LayoutGrid:
-    dp, tp, pp = (_integer(row, key) for key in ("dp", "tp", "pp"))
-    zero = int(row.get("zero") or 0)
-    shard = _zero_group(row) or dp
+def _runs(grid: LayoutGrid) -> bool:
+    numbers = (int(each.item()) for each in (grid.pp, grid.microbatches, grid.chunks))
+    return grid.pp.item() == 1 or not FAMILIES[int(grid.schedule.item())].problems(*numbers)
+
+
+def _grid(reader: RowReader, rows: int, chunks: int, recompute: str) -> LayoutGrid:
+    dp, tp, pp = (reader.integer(key) for key in ("dp", "tp", "pp"))
+    shard = _zero_group(reader.row) or dp
+    schedule = _schedule(reader, chunks)
+    if pp > 1:  # of DualPipe, whose ranks have two stages, sources say two chunks or none
+        family = named(schedule)
+        chunks = min(max(chunks, family.min_chunks), family.max_chunks or chunks)
     numbers = {
         "tp": tp,
-        "cp": _optional_integer(row, "cp", 1),
+        "cp": reader.integer("cp", 1),
         "pp": pp,
         "replicate": dp // shard,
         "shard": shard,
-        "ep": _optional_integer(row, "ep", 1),
-        "etp": _optional_integer(row, "etp", 1),
-        "zero": zero,
+        "ep": reader.integer("ep", 1),
+        "etp": reader.integer("etp", 1),
+        "zero": _zero(reader),
         "chunks": chunks,
         "microbatch_size": rows,
-        "microbatches": max(1, round(_integer(row, "global_batch") / (dp * rows))),
+        "microbatches": max(1, round(reader.integer("global_batch") / (dp * rows))),
         "recompute": RECOMPUTE.index(recompute),
-        "schedule": schedule_names().index(_schedule(row, chunks)),
+        "schedule": schedule_names().index(schedule),
     }
     columns = {name: np.array([float(each)]) for name, each in numbers.items()}
-    sp = bool(row.get("sp")) and tp > 1
+    if tp > 1 and reader.row.get("sp") is None:
+        reader.assume("sp is not said: false")
+    sp = bool(reader.row.get("sp")) and tp > 1
     return LayoutGrid(**columns, sp=np.array([sp]), offload=np.zeros(1))
+
+
+def _zero(reader: RowReader) -> int:
+    said = reader.row.get("zero")
+    if said is None:
+        if reader.integer("dp") > 1:
+            reader.assume("zero is not said: 0")
+        return 0
+    if said not in (0, 1, 2, 3):
+        raise FivefoldError(f"zero = {said!r}: give a ZeRO stage, 0 to 3")
+    return int(said)
 
 
 def _zero_group(row: Row) -> int:
@@ -315,11 +197,16 @@ def _zero_group(row: Row) -> int:
     return said if isinstance(said, int) and said > 0 else 0
 
 
-def _schedule(row: Row, chunks: int) -> str:
-    said = str(row.get("schedule") or "")
-    zero_bubble = {"zb1p": "zb-h1", "zb2p": "zb-h2"}
-    if said in zero_bubble:
-        return zero_bubble[said]
-    if said in schedule_names():
-        return said
-    return "interleaved" if chunks > 1 else "1f1b"
+def _schedule(reader: RowReader, chunks: int) -> str:
+    """The schedule by its word, which may be followed by a remark in brackets."""
+    said = reader.text("schedule").split("(")[0].strip().lower()
+    plain = "interleaved" if chunks > 1 else "1f1b"
+    if said in ("", "none", "1f1b", "interleaved", "interleaved-1f1b"):
+        if not said and reader.integer("pp") > 1:
+            reader.assume("schedule is not said: 1f1b, interleaved with several chunks")
+        return plain
+    if said in _ZERO_BUBBLE:
+        return _ZERO_BUBBLE[said]
+    if said not in schedule_names():
+        raise UnknownName("schedule", said, [*schedule_names(), *_ZERO_BUBBLE])
+    return said

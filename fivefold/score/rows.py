@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from fivefold.core.errors import BadFile, FivefoldError
+from fivefold.core.errors import BadFile, FivefoldError, did_you_mean
 
 Row = Mapping[str, Any]
 _MOST_PROBLEMS = 12  # that are listed
@@ -23,38 +23,62 @@ class RowField(NamedTuple):
 
 
 FIELDS = {
-    "id": RowField("text", True, "unique; its head names the source family, and so the software"),
+    "id": RowField("text", True, "unique; its head names the family of rows"),
+    "stack": RowField("text", False, "the software, a name of `fivefold plan --stack`"),
     "model": RowField("text", True, "the model's name"),
     "layers": RowField("number", True, "transformer layers"),
     "hidden": RowField("number", True, "width of the model"),
     "ffn_hidden": RowField("number", False, "width inside the MLP, or inside one expert"),
     "heads": RowField("number", True, "attention heads"),
-    "kv_heads": RowField("number", False, "heads of keys and values; as many as heads if left out"),
+    "kv_heads": RowField("number", False, "heads of keys and values; null: as many as heads"),
+    "head_dim": RowField("number", False, "width of a head; null: hidden over heads"),
+    "activation": RowField("text", False, "`swiglu`, `geglu`, `gelu`, `relu`; null: by params_b"),
+    "tied": RowField("flag", False, "whether the head is the embedding; null: by params_b"),
+    "params_b": RowField("number", False, "billions of parameters; tells activation and tied"),
     "vocab": RowField("number", False, "words of the vocabulary"),
     "experts": RowField("number", False, "experts of a layer; null or left out: dense"),
     "topk": RowField("number", False, "experts that a token visits"),
     "seq_len": RowField("number", True, "tokens of a sequence"),
     "gpu": RowField("text", True, "which GPU, such as `a100-80g` or `h100-sxm`"),
     "gpus": RowField("number", True, "how many"),
-    "interconnect": RowField("text", False, "the network in words, where it is not the usual one"),
-    "precision": RowField("text", False, "`bf16`, `fp16`, `fp8`, `mxfp8`"),
+    "gpus_per_node": RowField("number", False, "compared with the machine's"),
+    "interconnect": RowField("text", False, "the network in words, such as `8x400 Gb/s per node`"),
+    "network_gb_s": RowField("number", False, "bytes/s of a GPU's network, one way, over 1e9"),
+    "precision": RowField("text", False, "`bf16`, `fp16`, `fp32`, `fp8`, `mxfp8`"),
+    "frozen": RowField("flag", False, "whether the model's own weights do not learn"),
+    "lora_rank": RowField("number", False, "of adapters beside frozen weights; null: none"),
+    "offload_activations": RowField("number", False, "share of them on the host; null: 0"),
     "dp": RowField("number", True, "data ranks"),
     "zero": RowField("number", False, "ZeRO stage, 0 to 3"),
     "tp": RowField("number", True, "tensor ranks"),
     "sp": RowField("flag", False, "sequence parallelism beside tp"),
-    "cp": RowField("number", False, "context ranks"),
+    "cp": RowField("number", False, "context ranks; null: 1"),
     "pp": RowField("number", True, "pipeline ranks"),
-    "vpp": RowField("number", False, "chunks of layers a pipeline rank holds"),
-    "schedule": RowField("text", False, "`1f1b`, `interleaved-1f1b`, `zb1p`, `zb2p`"),
-    "ep": RowField("number", False, "expert ranks"),
-    "etp": RowField("number", False, "tensor ranks inside experts"),
+    "vpp": RowField("number", False, "chunks of layers a pipeline rank holds; null: 1"),
+    "schedule": RowField("text", False, "`interleaved-1f1b`, `zb1p`, `zb2p`, or one of ours"),
+    "ep": RowField("number", False, "expert ranks; null: 1"),
+    "etp": RowField("number", False, "tensor ranks inside experts; null: 1"),
     "micro_batch": RowField("number", True, "sequences of a microbatch; null gives an interval"),
     "global_batch": RowField("number", True, "sequences of a step"),
     "recompute": RowField("text", True, "`none`, `selective`, `full`; null gives an interval"),
     "achieved": RowField("table", True, "what was measured, below"),
     "extra": RowField("table", False, "what only one source tells, such as `zero_group`"),
-    "notes": RowField("text", False, "what else the source says of the run"),
+    "source": RowField("text", False, "where it was published; steers nothing"),
+    "notes": RowField("text", False, "what else the source says of the run; steers nothing"),
+    "norm": RowField("table", False, "its figures in one convention; steers nothing"),
+    "flops_convention": RowField("text", False, "how its FLOPs were counted; steers nothing"),
+    "confidence": RowField("text", False, "how sure its figures are; steers nothing"),
     "fully_specified": RowField("flag", False, "whether the source leaves nothing open"),
+}
+EXTRA = {
+    "zero_group": RowField("number", False, "data ranks that shard the states"),
+    **{
+        name: RowField("any", False, "steers nothing")
+        for name in (
+            *("job_id", "after_pp_fix", "throughput_noise", "allreduce_GBps", "allgather_GBps"),
+            *("reducescatter_GBps", "ar_intranode_GBps"),
+        )
+    },
 }
 ACHIEVED = {
     "step_time_s": RowField("number", False, "seconds of one optimizer step"),
@@ -72,6 +96,19 @@ ACHIEVED = {
         "text", False, "`Success`, `OOM`, or another word: failed for another reason"
     ),
 }
+
+
+def unknown_keys(row: Row) -> Iterator[str]:
+    """Keys that no one reads, in words; a run may depend on them."""
+    for key in row:
+        if key not in FIELDS:
+            hint = did_you_mean(key, FIELDS)
+            near = f": {hint}" if hint.endswith("?") else ""
+            yield f"unknown key {key!r} is passed over{near}"
+    extra = cast("Row", row.get("extra") or {})
+    for key in extra:
+        if key not in EXTRA:
+            yield f"unknown key 'extra.{key}' is passed over"
 
 
 class MeasuredRuns(NamedTuple):

@@ -54,6 +54,9 @@ def run(
     kernels: Annotated[
         str, typer.Option(help="compiled, eager or graphs: what blocks save, how they launch.")
     ] = "compiled",
+    stack: Annotated[
+        str | None, typer.Option(help="Price other people's software: nemo, torchtitan, a file.")
+    ] = None,
     imbalance: Annotated[
         float | None, typer.Option(help="Load of the fullest expert over the mean; 1 is balanced.")
     ] = None,
@@ -75,7 +78,7 @@ def run(
         "price": None if price is None else _positive("price", price),
         "objective": objective,
         "precision": precision,
-        "how": _how(headroom, kernels, imbalance),
+        "how": _how(headroom, kernels, imbalance, stack),
         "what_if": what_if,
         "compare": compare,
         "sweep": sweep,
@@ -85,13 +88,7 @@ def run(
     is_open = "layout" not in set_options and not command.params["target"].endswith(".toml")
     _require_known(plan_options.machine)
     plan_options = _compiled(plan_options, kernels)
-    if plan_options.machine is None:
-        _require_no_estimates(set_options)
-        table, lines = _resolved(resolve(plan_options), output)
-    elif plan_options.gpus is not None and is_open:
-        table, lines = _searched(plan_options, options, set_options)
-    else:
-        table, lines = _given(plan_options, options)
+    table, lines = _planned(plan_options, options, set_options, is_open)
     typer.echo(json.dumps(table) if as_json else "\n".join(lines))
 
 
@@ -103,20 +100,49 @@ def _compiled(options: PlanOptions, kernels: str) -> PlanOptions:
 Printed = tuple[dict[str, Any], list[str]]
 
 
-def _how(headroom: float, kernels: str, imbalance: float | None) -> dict[str, Any]:
+def _planned(
+    plan_options: PlanOptions, options: dict[str, Any], set_options: set[str], is_open: bool
+) -> Printed:
+    """Without estimates if no machine is named; else a search, or the estimate of one layout."""
+    if plan_options.machine is None:
+        _require_no_estimates(set_options)
+        return _resolved(resolve(plan_options), options["output"])
+    if plan_options.gpus is not None and is_open:
+        return _searched(plan_options, options, set_options)
+    return _given(plan_options, options)
+
+
+def _how(
+    headroom: float, kernels: str, imbalance: float | None, stack: str | None
+) -> dict[str, Any]:
     """The assumptions of the estimates."""
+    if stack is not None:
+        _require_known_stack(stack, kernels)
     if not 0 <= headroom < 1:
         raise FivefoldError(f"--headroom {headroom}: give a share of the memory from 0 to below 1")
     return {
         "headroom": headroom,
         "kernels": one_of("kernels", kernels, ("compiled", "eager", "graphs")),
         "imbalance": 1.0 if imbalance is None else imbalance,
+        "stack": stack,
     }
+
+
+def _require_known_stack(stack: str, kernels: str) -> None:
+    """Refuse an unknown stack, and what only our own has."""
+    from fivefold.cost.stack_presets import load_preset
+
+    load_preset(stack)
+    if kernels != "compiled":
+        raise FivefoldError(
+            f"--kernels {kernels} is for fivefold's own software: leave it or --stack out"
+        )
 
 
 def _require_no_estimates(set_options: set[str]) -> None:
     """Refuse options that need a machine."""
-    needs = ("fix", "tokens", "price", "what_if", "compare", "sweep", "precision", "imbalance")
+    needs = ("fix", "tokens", "price", "what_if", "compare", "sweep", "precision")
+    needs = (*needs, "imbalance", "stack")
     if given := [name for name in needs if name in set_options]:
         option = given[0].replace("_", "-")
         raise FivefoldError(
@@ -170,6 +196,7 @@ def _given(plan_options: PlanOptions, options: dict[str, Any]) -> Printed:
         changed = estimate_on_machine(other, _machine(other), **chosen)
         return _what_if(found, changed, options["what_if"])
     why = plan_text.reasons_text(found, compare_neighbours(found), None)
+    table |= {"stack": found.setting.stack.name}
     table |= {"candidates": 1, "seconds": time.perf_counter() - began}
     table |= {"layouts": [plan_values.estimate_json(found, why)]}
     table |= plan_values.run_costs(found, options["tokens"], options["price"])
@@ -263,6 +290,7 @@ def _ranked(found: PlanResult, options: dict[str, Any]) -> Printed:
         "model": found.request.shape.name,
         "machine": found.request.setting.machine.name,
         "precision": found.request.setting.precision,
+        "stack": found.request.setting.stack.name,
         "gpus": question.gpus,
         "seq": question.seq,
         "batch": question.batch,

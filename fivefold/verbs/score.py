@@ -6,14 +6,16 @@ import datetime
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
+from fivefold.core.tables import to_toml
 from fivefold.report import write_text
 from fivefold.report.score_page import render, score_page, sections
 from fivefold.report.score_svg import Dot, score_svg
 from fivefold.score import summary
+from fivefold.score.left_out import fitted_numbers, leave_one_out, rescore
 from fivefold.score.outcome import ScoredRun, score
 from fivefold.score.rows import read_runs
 from fivefold.verbs import progress_bar
@@ -32,17 +34,30 @@ def run(
     page: Annotated[
         Path | None, typer.Option("--page", "-o", help="Write the accuracy page and its picture.")
     ] = None,
+    accuracy: Annotated[
+        Path | None, typer.Option(help="Write the errors, each source left out, as TOML.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Compare the planner's estimates with measured runs."""
     from rich.progress import MofNCompleteColumn, TimeElapsedColumn
 
     found = read_runs(runs)
-    with progress_bar("score", len(found.rows), MofNCompleteColumn(), TimeElapsedColumn()) as bar:
+    total = 2 * len(found.rows)
+    with progress_bar("score", total, MofNCompleteColumn(), TimeElapsedColumn()) as bar:
         scored = score(found.rows, lambda: bar.advance(1))
-    table = {**summary(scored), "repeated": found.num_repeated}
+        left = rescore(scored.outcomes, lambda: bar.advance(1))
+    numbers = fitted_numbers()
+    table: dict[str, Any] = {
+        "leave_one_out": leave_one_out(left),
+        "fitted": {"count": len(numbers), "numbers": [one._asdict() for one in numbers]},
+        **summary(scored, left),
+        "repeated": found.num_repeated,
+    }
     if page is not None:
         _write_page(page, table, [path.name for path in runs], scored.outcomes)
+    if accuracy is not None:
+        _write_accuracy(accuracy, table["leave_one_out"]["new_source"])
     typer.echo(json.dumps(table) if as_json else _text(table))
 
 
@@ -58,6 +73,29 @@ def _write_page(
         if one.measured_seconds is not None
     ]
     write_text(picture, score_svg(dots) + "\n")
+
+
+def _write_accuracy(path: Path, bars: dict[str, Any]) -> None:
+    """The errors to expect of a new source, in the form that the planner reads."""
+    table = {
+        "source": "fivefold score: each source left out, with the same weight for every source",
+        "date": datetime.date.today().isoformat(),
+        **{name: _rounded(each) for name, each in bars.items()},
+    }
+    head = "# How far estimates lie from measured runs, as shares of the measured value.\n"
+    head += "# Written by `fivefold score RUNS.jsonl... --accuracy`.\n"
+    write_text(path, head + to_toml(table))
+
+
+def _rounded(table: dict[str, Any]) -> dict[str, Any]:
+    """Without what no run tells; shares to four digits."""
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, dict):
+            found[key] = _rounded(cast("dict[str, Any]", value))
+        elif value is not None:
+            found[key] = round(value, 4)
+    return found
 
 
 def _text(table: dict[str, Any]) -> str:

@@ -11,7 +11,7 @@ from fivefold.cost import stack as stacks
 from fivefold.cost.activations import Activations
 from fivefold.cost.grid import SCHEDULES, LayoutGrid
 from fivefold.cost.memory import PeakMemory, peak_memory
-from fivefold.cost.stack import StackMemory, memory_of_stack
+from fivefold.cost.stack import StackMemory
 
 H100 = machines.load("h100")
 # A sweep of nanotron, December 2024: a Llama of 1.34 B and one of 8.86 B, 4,096 tokens a row.
@@ -44,7 +44,7 @@ def activations_of(
     seq: int,
     memory: StackMemory | None = None,
 ) -> Activations:
-    return Activations(shape, stack, memory or memory_of_stack(stack.name), grid, seq, 2, 1.0)
+    return Activations(shape, stack, memory or stack.memory, grid, seq, 2, 1.0)
 
 
 def attention_pairs(split: ContextSplit, seq: int, window: int | None = None) -> list[int]:

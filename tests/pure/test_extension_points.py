@@ -26,6 +26,7 @@ from fivefold.cost.collectives import predict_traffic
 from fivefold.cost.grid import schedule_index
 from fivefold.huggingface.config_export import as_hf
 from fivefold.page import document, explore
+from fivefold.score.spelling import spellings
 from tests import dummies
 
 MOST_FILES = 4
@@ -113,6 +114,13 @@ def check_machine() -> None:
     assert "dummy" in [one["value"] for one in explore.view({})["choices"]["machine"]]
 
 
+def check_stack() -> None:
+    job = ("llama-3.1-8b", "--layout", "dp=8", "--seq", "4096", "--machine", "h100", "--stack")
+    slow, usual = (planned(*job, name)["time_s"]["products"] for name in ("dummy", "eager"))
+    assert slow == 2 * usual
+    assert spellings().families["dummy"].stack == "dummy"
+
+
 def check_context_kind() -> None:
     layout = Layout.parse("cp=4", context="dummy")
     split = context_split(layout, models.load("tiny"))
@@ -186,6 +194,7 @@ CHECKS = {
     "a schedule": check_schedule,
     "a model family": check_model_family,
     "a machine": check_machine,
+    "a stack of other people": check_stack,
     "a context kind": check_context_kind,
     "a training key": check_training_key,
     "a page panel of Learn": check_learn_panel,

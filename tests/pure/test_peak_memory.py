@@ -21,10 +21,12 @@ from fivefold.cost.grid import CONTEXTS, RECOMPUTE, grid_of_plan
 from fivefold.cost.memory import CATEGORIES, PeakMemory, fits, peak_memory, verdict
 from fivefold.cost.memory_entries import MemoryParts
 from fivefold.cost.pipeline_ranks import PipelineEnd, in_flight, rank_stages
+from fivefold.cost.stack_presets import load_stack
 from fivefold.cost.static_memory import static_bytes
 from fivefold.planner.space import SearchSpace, layout_blocks
 
 GPT3 = models.load("gpt3-175b")
+MEGATRON_2021 = load_stack("megatron-2021")
 
 
 def states(peak: PeakMemory) -> float:
@@ -138,18 +140,18 @@ def test_sixteen_bytes_a_parameter() -> None:
     for model in ("llama-2-7b", "llama-2-70b"):
         shape = models.load(model)
         number = parameters(shape).total
-        whole = states(memory_of(shape, grid_of(), stacks.MEGATRON_2021)) / number
+        whole = states(memory_of(shape, grid_of(), MEGATRON_2021)) / number
         assert whole == pytest.approx(16, rel=1e-6)
-        sliced = states(memory_of(shape, grid_of(shard=64, zero=3), stacks.MEGATRON_2021)) / number
+        sliced = states(memory_of(shape, grid_of(shard=64, zero=3), MEGATRON_2021)) / number
         assert sliced * 70e9 == pytest.approx(17.5e9, rel=1e-6)
     assert (16 * 70e9, ceil(16 * 70e9 / 80e9), 16 * 7e9) == (1120e9, 14, 112e9)
 
 
 def test_zero_saves_four_eight_and_n_times() -> None:
     shape, ranks = models.load("llama-2-7b"), 1024
-    whole = states(memory_of(shape, grid_of(shard=ranks), stacks.MEGATRON_2021))
+    whole = states(memory_of(shape, grid_of(shard=ranks), MEGATRON_2021))
     saved = [
-        whole / states(memory_of(shape, grid_of(shard=ranks, zero=zero), stacks.MEGATRON_2021))
+        whole / states(memory_of(shape, grid_of(shard=ranks, zero=zero), MEGATRON_2021))
         for zero in (1, 2, 3)
     ]
     assert saved == pytest.approx([16 / (4 + 12 / ranks), 16 / (2 + 14 / ranks), ranks])
@@ -193,7 +195,7 @@ def test_zero3_has_two_layers_whole_and_a_pipeline_all_of_its_own() -> None:
 def test_layers_are_those_of_korthikanti(tp: int, sp: bool) -> None:
     """arXiv:2205.05198, table 2: sbh(34 + 5as/h), split by tensor and sequence parallelism."""
     s, h, a = 2048, GPT3.width, GPT3.heads
-    layer = activations_of(GPT3, stacks.MEGATRON_2021, grid_of(tp=tp, sp=sp), s)
+    layer = activations_of(GPT3, MEGATRON_2021, grid_of(tp=tp, sp=sp), s)
     scores = 5 * a * s / (h * tp)
     body = 34 / tp if sp else 10 + 24 / tp
     assert layer.saved(routed=False).item() / h == pytest.approx(body + scores, rel=1e-12)
@@ -202,7 +204,7 @@ def test_layers_are_those_of_korthikanti(tp: int, sp: bool) -> None:
 
 
 def test_selective_recomputation_takes_seventy_percent_of_gpt3() -> None:
-    layer = activations_of(GPT3, stacks.MEGATRON_2021, grid_of(tp=8), 2048)
+    layer = activations_of(GPT3, MEGATRON_2021, grid_of(tp=8), 2048)
     left = layer.saved_selectively(routed=False) / layer.saved(routed=False)
     assert 1 - left.item() == pytest.approx(0.70, abs=0.005)
 
@@ -335,7 +337,7 @@ def test_stage_one_sends_its_only_backward_unit_by_unit() -> None:
 
 def test_eager_kernels_hold_more_of_the_loss_alone() -> None:
     shape = models.load("llama-3.1-8b")
-    eager = replace(stacks.FIVEFOLD, name=f"{stacks.FIVEFOLD.name}-eager")
+    eager = replace(stacks.FIVEFOLD, memory=stacks.EAGER_MEMORY)
     slow, fast = (at_loss(memory_of(shape, grid_of(), stack)) for stack in (eager, stacks.FIVEFOLD))
     assert slow["logits"] == 3 * fast["logits"] == 12 * 4096 * shape.vocab
     assert slow["activations"] == fast["activations"]
@@ -348,7 +350,7 @@ def test_a_lattice_is_its_layouts_one_by_one() -> None:
     shape = models.load("mixtral-8x7b")
     question = SearchSpace(shape, 64, 4096, 64, (8,))
     block = max(layout_blocks(question), key=lambda each: each.size)
-    for stack in (stacks.FIVEFOLD, stacks.NANOTRON):
+    for stack in (stacks.FIVEFOLD, load_stack("nanotron")):
         whole = memory_of(shape, block.grid, stack)
         spread = np.broadcast_to(whole.total, block.shape)
         numbers = np.arange(spread.size).reshape(spread.shape)

@@ -14,11 +14,13 @@ from fivefold.core.plan import PlanOptions, resolve
 from fivefold.cost import stack as stacks
 from fivefold.cost.memory import fits
 from fivefold.cost.pipeline_ranks import rank_stages
-from fivefold.cost.stack import EAGER_MEMORY, StackMemory, memory_of_stack
+from fivefold.cost.stack import EAGER_MEMORY, StackMemory
+from fivefold.cost.stack_presets import load_stack
 from fivefold.planner import estimate_setting
 from fivefold.planner.estimate import rank_memory
 
 GIB = 2**30
+NANOTRON = load_stack("nanotron")
 
 # Bytes of a token in one layer between forward and backward, on one H200 with torch 2.11 in bf16,
 # 2026-11-16: none, selective and full recomputation; how, in docs/planner.md.
@@ -51,7 +53,7 @@ RUNS = (
 
 
 @pytest.mark.parametrize(
-    "memory", [memory_of_stack(stacks.FIVEFOLD.name), EAGER_MEMORY], ids=["compiled", "eager"]
+    "memory", [stacks.FIVEFOLD.memory, EAGER_MEMORY], ids=["compiled", "eager"]
 )
 @pytest.mark.parametrize(("model", "measured"), LAYERS.items(), ids=list(LAYERS))
 def test_a_layer_keeps_what_an_h200_kept(
@@ -88,10 +90,10 @@ def test_what_nanotron_reserved() -> None:
         grid = grid_of(
             shard=dp, tp=tp, pp=pp, microbatches=m, microbatch_size=rows, zero=zero, sp=tp > 1
         )
-        found = memory_of(shape, grid, stacks.NANOTRON)
+        found = memory_of(shape, grid, NANOTRON)
         errors.append(abs(found.reserved.item() / GIB / measured - 1))
         assert fits(found, H100), (dp, tp, pp)
-    assert float(np.median(errors)) <= memory_of_stack("nanotron").band
+    assert float(np.median(errors)) <= NANOTRON.memory.band
 
 
 def test_what_stays_of_nanotron() -> None:
@@ -100,18 +102,13 @@ def test_what_stays_of_nanotron() -> None:
         grid = grid_of(
             shard=dp, tp=tp, pp=pp, microbatches=m, microbatch_size=rows, zero=zero, sp=tp > 1
         )
-        first = memory_of(shape, grid, stacks.NANOTRON).first
+        first = memory_of(shape, grid, NANOTRON).first
         number = first["weights"].item() / 2
         summed = 4 + (2 if zero == 0 and dp > 1 else 0)
         flat = 4 + 2 / dp if zero == 1 and dp > 1 else 0
         gathered = 2 * 2 * rows * 4096 * shape.width if tp > 1 else 0
         owned = first["weights"] + first["master"] + first["optimizer"]
-        found = (
-            owned.item()
-            + (summed + flat) * number
-            + gathered
-            + memory_of_stack("nanotron").pool_bytes
-        )
+        found = owned.item() + (summed + flat) * number + gathered + NANOTRON.memory.pool_bytes
         assert found / GIB == pytest.approx(measured, abs=0.1), (dp, tp, pp)
 
 

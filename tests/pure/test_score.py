@@ -52,6 +52,8 @@ def run_of(name: str, predicted: float, measured: float | None, **changes: Any) 
     made = ScoredRun(
         row=row(id=name),
         family=name.split("-")[0],
+        source_name=name.split("-")[0],
+        assumptions=(),
         fitted=False,
         routed=False,
         num_cases=1,

@@ -131,6 +131,7 @@ class Family:
     max_chunks: int | None = 1
     rules: tuple[Rule, ...] = ()
     forwards_first: bool = False  # no backward before the last forward: all losses wait
+    pairs: bool = False  # a forward and a backward of two microbatches run as one step
     asynchronous: bool = False
     aliases: tuple[str, ...] = ()
     only: tuple[int, int, int] | None = None  # a file fits one (stages, microbatches, chunks)

@@ -348,7 +348,7 @@ DUALPIPE = Family(
     paths="dualpipe", bubble=_dualpipe_bubble, in_flight=lambda rank: rank.p + 1,
     placement="bidirectional",
     closed_form=ClosedForm("(p/2−1)(F&B+B−2W)", "F ≤ B and W ≤ B", _long_backward),
-    rules=(_EVEN_RANKS, _EVEN_BATCH, _TWICE),
+    rules=(_EVEN_RANKS, _EVEN_BATCH, _TWICE), pairs=True,
 )  # fmt: skip
 DUALPIPE_V = Family(
     "dualpipe-v", dualpipe_v,
@@ -356,5 +356,5 @@ DUALPIPE_V = Family(
     paths="dualpipe-v", bubble=_dualpipe_v_bubble, in_flight=lambda rank: rank.p + 0.5,
     placement="V",
     closed_form=ClosedForm("(p−1)(F&B+B−2W)/2", "F ≤ B and W ≤ B", _long_backward),
-    min_chunks=2, max_chunks=2, rules=(_TWICE,),
+    min_chunks=2, max_chunks=2, rules=(_TWICE,), pairs=True,
 )  # fmt: skip

@@ -1,0 +1,159 @@
+"""Frozen weights, adapters, offloaded activations, narrow formats, straddled domains, HFU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from one_layout import grid_of
+
+from fivefold.core import machine as machines
+from fivefold.core import models
+from fivefold.core.count import repeated_flops, training_flops
+from fivefold.core.machine import Machine
+from fivefold.core.precision import matmul_bytes
+from fivefold.core.recompute import Recompute
+from fivefold.core.shape import Shape
+from fivefold.cost.frozen import trainable_share
+from fivefold.cost.links import Links
+from fivefold.cost.memory import peak_memory
+from fivefold.cost.stack import FIVEFOLD, SoftwareStack
+from fivefold.cost.stack_presets import load_stack
+from fivefold.cost.step_time import StepTime, step_time
+from fivefold.score.published import cases
+
+SHAPE = models.load("llama-3.1-8b")
+H100, GB200, GB300 = (machines.load(name) for name in ("h100", "gb200", "gb300"))
+MEGATRON = load_stack("megatron")
+GRID = grid_of(shard=8, zero=1, microbatches=8)
+
+
+def step(
+    stack: SoftwareStack = MEGATRON,
+    machine: Machine = H100,
+    precision: str = "bf16",
+    shape: Shape = SHAPE,
+    **degrees: Any,
+) -> StepTime:
+    grid = grid_of(**degrees) if degrees else GRID
+    return step_time(shape, machine, stack, grid, 8192, precision)
+
+
+def memory(stack: SoftwareStack, precision: str = "bf16", **degrees: Any) -> dict[str, float]:
+    grid = grid_of(**degrees) if degrees else GRID
+    found = peak_memory(SHAPE, H100, stack, grid, 8192, precision).parts
+    return {name: size.item() for name, size in found.items()}
+
+
+# --- Frozen weights and adapters
+
+
+def test_frozen_weights_have_no_third_pass_and_no_states() -> None:
+    lora = replace(MEGATRON, frozen=True, lora_rank=16)
+    learned = trainable_share(SHAPE, lora)
+    assert learned == pytest.approx(41.9e6 / 8.03e9, rel=0.05)  # rank 16 on all linears: 42M of 8B
+    ratio = (step(lora).step / step().step).item()
+    assert 0.6 < ratio < 0.75  # two of three passes
+    whole, few = memory(MEGATRON), memory(lora)
+    assert few["weights"] == whole["weights"] and few["activations"] == whole["activations"]
+    for name in ("gradients", "master", "optimizer"):
+        assert few[name] == pytest.approx(learned * whole[name])
+    assert step(lora).parts["dp"] < 0.05 * step().parts["dp"]
+    wider = replace(lora, lora_rank=64)
+    assert step(wider).step > step(lora).step
+
+
+def test_rows_say_what_is_frozen() -> None:
+    row = {
+        "id": "x-1", "model": "Llama 3 8B", "layers": 32, "hidden": 4096, "ffn_hidden": 14336,
+        "heads": 32, "kv_heads": 8, "vocab": 128256, "seq_len": 8192, "gpu": "h100-sxm",
+        "gpus": 8, "precision": "bf16", "dp": 8, "zero": 1, "tp": 1, "pp": 1, "micro_batch": 1,
+        "global_batch": 64, "recompute": "none", "achieved": {"step_time_s": 1.0},
+        "lora_rank": 16, "offload_activations": 0.5,
+    }  # fmt: skip
+    stack = cases(row)[0].stack
+    assert stack.frozen and stack.lora_rank == 16 and stack.memory.offloaded == 0.5
+    assert not cases({**row, "lora_rank": None})[0].stack.frozen
+
+
+# --- Offloaded activations
+
+
+def test_offloaded_activations_leave_the_gpu_and_take_the_link() -> None:
+    half = replace(MEGATRON, memory=replace(MEGATRON.memory, offloaded=0.5))
+    assert memory(half)["activations"] < 0.6 * memory(MEGATRON)["activations"]
+    taken = step(half).parts["offload"].item()
+    slow = replace(H100, host=replace(H100.host, link=machines.links()["pcie3"]))
+    assert 0 < taken < 0.1 * step().step.item()
+    assert step(half, slow).parts["offload"].item() > 3 * taken
+
+
+# --- Narrow formats
+
+
+def test_narrow_matmuls_are_faster_and_save_less() -> None:
+    wide, narrow = step(machine=GB200).step, step(machine=GB200, precision="mxfp8").step
+    assert step(machine=GB200, precision="nvfp4").step < narrow < wide
+    assert step(machine=GB200, precision="fp8").step == narrow
+    assert matmul_bytes("nvfp4") < matmul_bytes("fp8") < matmul_bytes("mxfp8") < 2
+    kept = [memory(FIVEFOLD, each)["activations"] for each in ("nvfp4", "fp8", "mxfp8", "bf16")]
+    assert kept == sorted(kept) and kept[1] < 0.85 * kept[3]
+
+
+def test_weights_may_be_gathered_in_fewer_bits() -> None:
+    grid = {"shard": 64, "zero": 3, "microbatch_size": 1}
+    apart = replace(MEGATRON, prefetch=0)
+    wide, narrow = (
+        step(each, precision="fp8", **grid).parts["dp"].item()
+        for each in (apart, replace(apart, narrow_gathers=True))
+    )
+    assert 0.4 < narrow / wide < 0.7
+
+
+def test_every_blackwell_has_nvfp4_and_gb300_its_own_figures() -> None:
+    for name in ("b200", "b300", "gb200", "gb300"):
+        machine = machines.load(name)
+        assert machine.peak("nvfp4") > machine.peak("mxfp8") == machine.peak("fp8")
+    assert GB300.peak("nvfp4") == 1.5 * GB200.peak("nvfp4")
+    assert GB300.efficiency.matmul_fp8 > GB200.efficiency.matmul_fp8
+    assert step(machine=GB300).step < step(machine=GB200).step
+
+
+def test_ungated_mlps_cost_less() -> None:
+    """Two matrices in place of three of the same width; their activation reads one input."""
+    plain = replace(SHAPE, activation="gelu")
+    gated, ungated = step().parts, step(shape=plain).parts
+    assert ungated["products"] < 0.8 * gated["products"]
+    assert ungated["elementwise"] < gated["elementwise"]
+
+
+# --- Domains
+
+
+def test_groups_straddle_domains_that_a_job_fills() -> None:
+    """64 ranks fit into one NVL72; of 144 ranks in two full ones, the second group straddles."""
+    size, ranks, stride = np.array([1e8]), np.array([64.0]), np.ones(1)
+
+    def seconds(world: int) -> float:
+        links = Links(GB200, np.array([float(world)]))
+        return links.all_to_all(size, ranks, stride).item()
+
+    assert seconds(64) == seconds(128) == seconds(256) == seconds(1024)
+    assert seconds(576) > 5 * seconds(512)
+    assert Links(GB200, np.array([144.0])).all_to_all(size, np.array([72.0]), stride) < seconds(576)
+
+
+# --- HFU
+
+
+def test_recomputation_counts_as_work_of_the_hardware() -> None:
+    """Full recomputation repeats all layers: a third more than their training FLOPs."""
+    layers = range(SHAPE.layers)
+    model = training_flops(SHAPE, 8192)
+    full = repeated_flops(SHAPE, 8192, [(layers, Recompute.parse("full"))])
+    assert full == pytest.approx((model.total - model.head - model.norms) / 3, rel=1e-3)
+    assert repeated_flops(SHAPE, 8192, [(layers, Recompute())]) == 0
+    some = repeated_flops(SHAPE, 8192, [(layers, Recompute.parse("attention"))])
+    assert some == pytest.approx((model.attention + model.scores) / 3)
