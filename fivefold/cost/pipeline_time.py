@@ -332,13 +332,14 @@ def _simulated(found: PipelineTimer, asked: list[tuple[str, int, int, int]], cos
 
 def _block_seconds(paths: Array, shape: tuple[int, ...], costs: list[Array]) -> Array:
     """The same for a block of a search: paths vary with microbatch size and schedule, costs with
-    degrees, microbatch size and recomputation; one matmul for each microbatch size."""
+    degrees, microbatch size and recomputation; one matmul for each microbatch size. If schedules
+    hide different shares of collectives, costs vary with them too: one for each of both."""
     rows, schedules = shape[1:3]
     costs = [each[:, :, :, :1] for each in costs]  # however dp is shared, it is the same dp
-    degrees, again = (max(each.shape[axis] for each in costs) for axis in (0, 4))
-    spread = [np.broadcast_to(each, (degrees, rows, 1, 1, again, 1)) for each in costs]
-    columns = np.array(spread).reshape(len(costs), degrees, rows, again)
-    columns = columns.transpose(2, 0, 1, 3).reshape(rows, len(costs), degrees * again)
-    seconds = paths.reshape(rows, -1, len(costs)) @ columns
+    degrees, kinds, again = (max(each.shape[axis] for each in costs) for axis in (0, 2, 4))
+    spread = [np.broadcast_to(each, (degrees, rows, kinds, 1, again, 1)) for each in costs]
+    columns = np.array(spread).reshape(len(costs), degrees, rows, kinds, again)
+    columns = columns.transpose(2, 3, 0, 1, 4).reshape(rows, kinds, len(costs), degrees * again)
+    seconds = paths.reshape(rows, kinds, -1, len(costs)) @ columns
     seconds = seconds.reshape(rows, schedules, -1, degrees, again).max(axis=2)
     return seconds.transpose(2, 0, 1, 3).reshape(degrees, rows, schedules, 1, again, 1)
