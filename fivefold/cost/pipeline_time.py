@@ -213,10 +213,10 @@ class PipelineTimer:
         return self.default_spans[num_stages]
 
     def table(self, name: str, pp: int, chunks: int, microbatches: int) -> Array:
-        """The longest paths of a schedule, one row each."""
+        """The longest paths of a schedule, one row each; none if it cannot run these numbers."""
         asked = (name, pp, chunks, microbatches)
         if asked not in self.paths and _cannot_run(*asked):
-            self.paths[asked] = np.zeros((1, len(self.samples)))
+            self.paths[asked] = np.zeros((0, len(self.samples)))
         if asked not in self.paths:
             form = PATHS[named(name if pp > 1 else "1f1b").paths]
             numbers = ScheduleSize(pp, chunks, microbatches, self.samples)
@@ -227,7 +227,10 @@ class PipelineTimer:
 
     def simulated(self, name: str, pp: int, chunks: int, microbatches: int, costs: Array) -> Array:
         """Seconds of the simulated schedule, for each column of costs."""
-        least = (self.table(name, pp, chunks, microbatches) @ costs).max(axis=0)
+        paths = self.table(name, pp, chunks, microbatches)
+        if not len(paths):
+            return np.full(costs.shape[1], np.inf)
+        least = (paths @ costs).max(axis=0)
         if pp == 1 or name == AUTO or family(name).asynchronous:
             return least
         numbers = (pp, microbatches, chunks)
@@ -300,7 +303,8 @@ def pipeline_seconds(
 ) -> Array:
     """Seconds of the pipeline of every layout; `costs` are in the order of a path's row.
 
-    By the longest paths, which are a lower bound, or `simulated`, which takes longer.
+    By the longest paths, which are a lower bound, or `simulated`, which takes longer. A schedule
+    that cannot run the numbers of a layout never ends.
     """
     pp = grid.pp if grid.pp.min() < grid.pp.max() else grid.pp[:1]  # all are alike in a search
     columns = np.broadcast_arrays(grid.schedule, pp, grid.chunks, grid.microbatches)
@@ -312,11 +316,15 @@ def pipeline_seconds(
     if simulated:
         return _simulated(found, asked, np.array([np.broadcast_to(each, size) for each in costs]))
     tables = [found.table(*each) for each in asked]
-    most = max(map(len, tables))
-    paths = np.array([table[np.minimum(np.arange(most), len(table) - 1)] for table in tables])
+    never = np.where([len(table) for table in tables], 0.0, np.inf)
+    paths = np.zeros((len(tables), max(1, *map(len, tables)), len(costs)))
+    for row, table in zip(paths, tables, strict=True):
+        row[: len(table)] = table
     if grid.pp.ndim == 1:
-        return np.einsum("nkq,qn->nk", paths, [np.broadcast_to(c, size) for c in costs]).max(axis=1)
-    return _block_seconds(paths, columns[0].shape, costs)
+        spread = [np.broadcast_to(each, size) for each in costs]
+        return np.einsum("nkq,qn->nk", paths, spread).max(axis=1) + never
+    seconds = _block_seconds(paths, columns[0].shape, costs)
+    return seconds + never.reshape(1, *columns[0].shape[1:3], 1, 1, 1)
 
 
 def _simulated(found: PipelineTimer, asked: list[tuple[str, int, int, int]], costs: Array) -> Array:

@@ -24,6 +24,7 @@ from fivefold.cost.grid import (
     LayoutGrid,
     require_possible_imbalance,
 )
+from fivefold.cost.possible import require_room
 from fivefold.cost.stack import BY_KERNELS
 from fivefold.planner.estimate import Estimate, estimate_plan, rebalance_stages
 from fivefold.planner.search import EstimateSetting, LayoutCandidate, SearchResult, search_layouts
@@ -185,6 +186,8 @@ def best_plans(request: PlanRequest, top: int, on_progress: Progress | None = No
     simulated[0] = rebalance_stages(simulated[0])
     fitting = [one for one in result.front if one.bytes <= request.setting.capacity]
     front = _front(request, fitting)
+    for each in (*simulated, *front):
+        require_room(each.name, each.memory, request.setting.machine.memory)
     numbers = (result.candidates, result.passed_over, result.seconds)
     return PlanResult(request, tuple(simulated), tuple(_restored_front(front)), *numbers)
 

@@ -31,6 +31,7 @@ from fivefold.cost.longest_paths import PATHS, ScheduleSize
 from fivefold.cost.memory import peak_memory, rank_peak_memory, verdict
 from fivefold.cost.pipeline_ranks import RankLayers, RankStage
 from fivefold.cost.pipeline_time import pipeline_timer
+from fivefold.cost.possible import require_possible_memory, require_possible_time
 from fivefold.cost.step_time import launch_bound_layer, path_costs, step_time
 from fivefold.planner.search import CostArguments, EstimateSetting
 
@@ -94,13 +95,19 @@ def simulate_step(
     if plan.layout.pp > 1 and not plan.schedule.asynchronous:
         # Messages are visible at least in the fill and drain; the rest is waiting.
         waits = timeline.makespan - sum(parts.values())
-        parts["pp"] = min(waits, 2 * (plan.layout.pp - 1) * costs.transfer[0])
+        parts["pp"] = max(0.0, min(waits, 2 * (plan.layout.pp - 1) * costs.transfer[0]))
         parts["bubble"] = waits - parts["pp"]
     parts = {name: seconds * setting.stack.factor for name, seconds in parts.items()}
     known = around.parts
     parts |= {name: float(known[name].item()) for name in _AROUND if name in known}
     step = sum(parts.values())
+    require_possible_time(_name(plan, setting), step, parts)
     return SimulatedStep(step, parts, parts.get("bubble", 0.0) / step, timeline)
+
+
+def _name(plan: Plan, setting: EstimateSetting) -> str:
+    """The job as errors name it."""
+    return f"{plan.shape.name} on {setting.machine.name}, {plan.layout}, {plan.schedule.name}"
 
 
 def rank_seconds_alone(plan: Plan, setting: EstimateSetting, rank: int) -> float:
@@ -203,6 +210,11 @@ class Estimate:
     timeline: Timeline = field(repr=False)  # of the simulated pipeline
 
     @property
+    def name(self) -> str:
+        """The job as errors name it."""
+        return _name(self.plan, self.setting)
+
+    @property
     def total(self) -> float:
         """Bytes of the fullest rank."""
         return sum(self.memory.values())
@@ -252,6 +264,7 @@ def estimate_plan(plan: Plan, setting: EstimateSetting, offload: str = "none") -
     memory = {name: float(np.asarray(each).item()) for name, each in peak.parts.items()}
     if plan.schedule.asynchronous:  # its ranks differ by the weight versions that they stash
         memory = max(memory_by_pipeline_rank(plan, setting), key=lambda one: sum(one.values()))
+    require_possible_memory(_name(plan, setting), memory)
     total = np.array([sum(memory.values())])
     return Estimate(
         plan=plan,

@@ -212,9 +212,10 @@ def summary(scored: ScoreResult) -> Table:
     """All figures as JSON; the text and the page are made from it."""
     outcomes = scored.outcomes
     skipped = [{"id": each.id, "reason": each.reason} for each in scored.skipped]
+    impossible = [{"id": each.id, "reason": each.reason} for each in scored.impossible]
     unmeasured = [{"id": each.id, "reason": each.reason} for each in scored.unmeasured]
     return {
-        "rows": len(outcomes) + len(skipped) + len(unmeasured),
+        "rows": len(outcomes) + len(skipped) + len(impossible) + len(unmeasured),
         **figures(outcomes),
         "intervals": intervals(outcomes),
         "from_tflops": from_tflops(outcomes),
@@ -223,6 +224,7 @@ def summary(scored: ScoreResult) -> Table:
         "sets": compare_with_peers(outcomes),
         "specified": _specified(scored),
         "skipped": skipped,
+        "internal_errors": impossible,
         "unmeasured": unmeasured,
     }
 
@@ -350,6 +352,6 @@ def _groups(outcomes: Sequence[ScoredRun]) -> Iterator[tuple[str, Table]]:
 
 def _specified(scored: ScoreResult) -> Table:
     """Of the fully specified rows with a measurement, how many could not be estimated."""
-    skipped = sum(each.specified for each in scored.skipped)
+    skipped = sum(each.specified for each in (*scored.skipped, *scored.impossible))
     total = skipped + sum(one.specified for one in scored.outcomes)
     return {"n": total, "skipped": skipped, "share": skipped / total if total else None}

@@ -20,6 +20,7 @@ from fivefold.core import models
 from fivefold.core.count import parameters
 from fivefold.core.errors import FivefoldError
 from fivefold.core.machine import Machine
+from fivefold.core.schedule.catalog import family as schedule_family
 from fivefold.core.schedule.catalog import names as schedule_names
 from fivefold.core.shape import Moe, Shape
 from fivefold.cost import stack as stacks
@@ -108,6 +109,14 @@ class Case:
     def arguments(self) -> tuple[Shape, Machine, SoftwareStack, LayoutGrid, int, str]:
         """The arguments of cost functions, in their order."""
         return self.shape, self.machine, self.stack, self.grid, self.seq, self.precision
+
+    def require_runnable_schedule(self) -> None:
+        """Refuse a schedule that cannot run the numbers of the row."""
+        columns = (self.grid.pp, self.grid.microbatches, self.grid.chunks)
+        numbers = tuple(int(each.item()) for each in columns)
+        family = schedule_family(schedule_names()[int(self.grid.schedule.item())])
+        if family.problems(*numbers):
+            raise FivefoldError(family.refusal(*numbers))
 
     @property
     def choices(self) -> str:
@@ -264,9 +273,11 @@ def _stack_by_words(row: Row) -> SoftwareStack:
 def _grids(row: Row, shape: Shape) -> list[LayoutGrid]:
     dp, batch = _integer(row, "dp"), _integer(row, "global_batch")
     pp = _integer(row, "pp")
-    said = row.get("schedule") or ""
+    said = str(row.get("schedule") or "").lower()
     chunks: tuple[int, ...] = (1,)
-    if row.get("vpp"):
+    if _schedule(row, 1) == said and said != "1f1b" and schedule_family(said).max_chunks:
+        chunks = (schedule_family(said).min_chunks,)  # of the schedule, whatever a row calls them
+    elif row.get("vpp"):
         chunks = (_integer(row, "vpp"),)
     elif pp > 1 and "interleaved" in said:
         chunks = tuple(each for each in OPEN_CHUNKS if 1 < each <= -(-shape.layers // pp))
@@ -316,10 +327,10 @@ def _zero_group(row: Row) -> int:
 
 
 def _schedule(row: Row, chunks: int) -> str:
-    said = str(row.get("schedule") or "")
+    said = str(row.get("schedule") or "").lower()
     zero_bubble = {"zb1p": "zb-h1", "zb2p": "zb-h2"}
     if said in zero_bubble:
         return zero_bubble[said]
-    if said in schedule_names():
+    if said in schedule_names() and not (said == "1f1b" and chunks > 1):
         return said
     return "interleaved" if chunks > 1 else "1f1b"
