@@ -26,7 +26,8 @@ from fivefold.cost.grid import (
 )
 from fivefold.cost.possible import require_room
 from fivefold.cost.stack import BY_KERNELS
-from fivefold.planner.estimate import Estimate, estimate_plan, rebalance_stages
+from fivefold.planner.estimate import Estimate, estimate_plan
+from fivefold.planner.rebalance import rebalance_stages
 from fivefold.planner.search import EstimateSetting, LayoutCandidate, SearchResult, search_layouts
 from fivefold.planner.space import SearchSpace
 
@@ -182,7 +183,7 @@ def best_plans(request: PlanRequest, top: int, on_progress: Progress | None = No
     )
     if not result.best:
         raise FivefoldError(_refusal(request, result))
-    simulated = sorted(_simulated(request, _distinct(result.best)[:top]), key=lambda one: one.step)
+    simulated = sorted(_simulated(request, _distinct(result.best)[:top]), key=_rank)
     simulated[0] = rebalance_stages(simulated[0])
     fitting = [one for one in result.front if one.bytes <= request.setting.capacity]
     front = _front(request, fitting)
@@ -230,6 +231,11 @@ def _distinct(found: list[LayoutCandidate]) -> list[LayoutCandidate]:
 def _sort_key(one: LayoutCandidate) -> tuple[float, ...]:
     """Seconds to four digits, then the index of the context kind, then bytes."""
     return float(f"{one.seconds:.4g}"), one.grid.context.item(), one.bytes
+
+
+def _rank(one: Estimate) -> tuple[float, float]:
+    """By the step, up to rounding, then by bytes."""
+    return float(f"{one.step:.9g}"), one.total
 
 
 def _simulated(request: PlanRequest, found: list[LayoutCandidate]) -> Iterator[Estimate]:

@@ -15,7 +15,7 @@ import csv
 import io
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
@@ -177,7 +177,7 @@ class Schedule:
     name: str
     placement: Placement
     num_microbatches: int
-    order: tuple[tuple[Step, ...], ...]
+    order: Sequence[tuple[Step, ...]]  # a tuple, or loops that make the steps when read
     asynchronous: bool = False
     weight_versions: tuple[int, ...] = ()
 
