@@ -230,14 +230,16 @@ def trace_ends(trace: ScheduleTrace, seconds: StageSeconds) -> Array:
     table, columns = seconds.table, seconds.forward.shape[1]
     if len(trace.starts) == 1:  # it waits for nobody
         return trace.counts @ table
-    lag = seconds.lag
+    lag, size = seconds.lag, (columns,)
     table = np.concatenate([table, trace.several @ table])
+    if columns == 1:  # plain arrays are faster
+        table, lag, size = table[:, 0], lag[0], ()
     first, *second, weight = trace.runs
     source, *others = trace.sources
-    ends = np.full((len(source), columns), -np.inf)
+    ends = np.full((len(source), *size), -np.inf)
     done = np.zeros(len(source), bool)
     done[-1] = True
-    place, now = trace.starts.copy(), np.zeros((len(trace.starts), columns))
+    place, now = trace.starts.copy(), np.zeros((len(trace.starts), *size))
     left = trace.num_rows
     while left:
         ready = done[source[place]]
@@ -257,4 +259,4 @@ def trace_ends(trace: ScheduleTrace, seconds: StageSeconds) -> Array:
         done[rows] = True
         place[ranks] += 1
         left -= len(ranks)
-    return now
+    return now.reshape(-1, columns)
