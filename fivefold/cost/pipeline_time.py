@@ -44,14 +44,11 @@ class PipelineTimer:
             count + (shape.mtp if shape.layer_kind(i) == last else 0) for i, count in kinds.items()
         )
         self.paths: dict[tuple[str, int, int, int], Array] = {}
-        self.default_stages: dict[int, StageRows] = {}
-        self.default_spans: dict[int, tuple[range, ...]] = {}
+        self.default_stages: dict[tuple[int, bool], StageRows] = {}
 
-    def spans(self, num_stages: int) -> tuple[range, ...]:
+    def spans(self, num_stages: int, folded: bool) -> tuple[range, ...]:
         """The layers of each stage."""
-        if num_stages not in self.default_spans:
-            self.default_spans[num_stages] = splits.cut_stages(self.shape, num_stages, seq=self.seq)
-        return self.default_spans[num_stages]
+        return splits.cut_stages(self.shape, num_stages, seq=self.seq, folded=folded)
 
     def table(self, name: str, pp: int, chunks: int, microbatches: int) -> Array:
         """The longest paths of a schedule, one row each; none if it cannot run these numbers."""
@@ -59,36 +56,35 @@ class PipelineTimer:
         if asked not in self.paths and _cannot_run(*asked):
             self.paths[asked] = np.zeros((0, len(self.samples)))
         if asked not in self.paths:
-            form = PATHS[named(name if pp > 1 else "1f1b").paths]
+            known = named(name if pp > 1 else "1f1b")
             numbers = ScheduleSize(pp, chunks, microbatches, self.samples)
-            self.paths[asked] = longest(
-                form(self._default_stages(pp * chunks), numbers), self.samples
-            )
+            stages = self._default_stages(pp * chunks, known.placement == "V")
+            self.paths[asked] = longest(PATHS[known.paths](stages, numbers), self.samples)
         return self.paths[asked]
 
     def simulated(self, name: str, pp: int, chunks: int, microbatches: int, costs: Array) -> Array:
         """Seconds of the simulated schedule, for each column of costs."""
         paths = self.table(name, pp, chunks, microbatches)
         if not len(paths):
-            never: Array = np.full(costs.shape[1], np.inf)
-            return never
+            return np.inf * np.ones(costs.shape[1])
         least: Array = (paths @ costs).max(axis=0)
         if pp == 1 or name == AUTO or family(name).asynchronous:
             return least
         numbers = (pp, microbatches, chunks)
         different, back = np.unique(costs, axis=1, return_inverse=True)
-        rows = self._default_stages(pp * chunks)
+        rows = self._default_stages(pp * chunks, family(name).placement == "V")
         kinds = (rows.forward, rows.inputs, rows.weights)
         stages = StageSeconds(*(each @ different for each in kinds), lag=rows.lag @ different)
         seconds = schedule_makespans(family(name).name, numbers, stages)
         seconds = seconds[back.ravel()]
         return np.maximum(seconds, least) if is_long(*numbers) else seconds
 
-    def _default_stages(self, num_stages: int) -> StageRows:
+    def _default_stages(self, num_stages: int, folded: bool) -> StageRows:
         """The stages of the runtime's default split."""
-        if num_stages not in self.default_stages:
-            self.default_stages[num_stages] = self.stages(self.spans(num_stages))
-        return self.default_stages[num_stages]
+        key = num_stages, folded
+        if key not in self.default_stages:
+            self.default_stages[key] = self.stages(self.spans(*key))
+        return self.default_stages[key]
 
     def stages(self, spans: Sequence[range]) -> StageRows:
         """How many layers of each kind every stage has, and which one has the head."""

@@ -121,6 +121,11 @@ class Placement:
         return max(Counter(self.homes).values())
 
     @property
+    def folded(self) -> bool:
+        """Whether rank i has stages i and 2p − 1 − i."""
+        return not self.mirrored and self == v_placement(self.num_ranks)
+
+    @property
     def kind(self) -> str:
         """The name people use for this placement."""
         if self.mirrored:
