@@ -178,9 +178,9 @@ def default_batch(gpus: int, seq: int) -> int:
 
 def best_plans(request: PlanRequest, top: int, on_progress: Progress | None = None) -> PlanResult:
     """Search, simulate the best candidates and rank them by that; raise if nothing fits."""
-    result = search_layouts(
-        request.space, request.setting, max(1, top) * _CANDIDATES_PER_PLAN, on_progress
-    )
+    shown = max(1, top)
+    keep = shown * _CANDIDATES_PER_PLAN
+    result = search_layouts(request.space, request.setting, keep, on_progress, shown=shown)
     if not result.best:
         raise FivefoldError(_refusal(request, result))
     simulated = sorted(_simulated(request, _distinct(result.best)[:top]), key=_rank)
@@ -221,16 +221,13 @@ def _distinct(found: list[LayoutCandidate]) -> list[LayoutCandidate]:
     """The best of those that differ only in chunks or in what changes nothing, in order."""
     groups: dict[tuple[float, ...], LayoutCandidate] = {}
     for one in sorted(found, key=_sort_key):
-        grid = one.grid
-        columns = (grid.tp, grid.cp, grid.pp, grid.dp, grid.ep, grid.etp, grid.microbatch_size)
-        key = tuple(each.item() for each in (*columns, grid.recompute, grid.schedule))
-        groups.setdefault(key, one)
+        groups.setdefault(one.choice, one)
     return list(groups.values())
 
 
 def _sort_key(one: LayoutCandidate) -> tuple[float, ...]:
     """Seconds to four digits, then the index of the context kind, then bytes."""
-    return float(f"{one.seconds:.4g}"), one.grid.context.item(), one.bytes
+    return one.rounded, one.grid.context.item(), one.bytes
 
 
 def _rank(one: Estimate) -> tuple[float, float]:
