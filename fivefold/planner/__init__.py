@@ -27,6 +27,7 @@ from fivefold.cost.grid import (
     LayoutGrid,
     require_possible_imbalance,
 )
+from fivefold.cost.possible import require_room
 from fivefold.cost.stack import BY_KERNELS
 from fivefold.cost.stack_presets import load_preset
 from fivefold.planner.accuracy import accuracy
@@ -210,12 +211,15 @@ def domain_sizes(machine: Machine) -> tuple[int, ...]:
 def best_plans(request: PlanRequest, top: int, on_progress: Progress | None = None) -> PlanResult:
     """Search, simulate the best candidates, rank them by that and put the simplest of equal ones
     first; raise if nothing fits."""
-    keep, equal = max(1, top) * _CANDIDATES_PER_PLAN, accuracy().equal
-    result = search_layouts(request.space, request.setting, keep, on_progress, equal=equal)
+    shown = max(1, top)
+    keep, equal = shown * _CANDIDATES_PER_PLAN, accuracy().equal
+    result = search_layouts(
+        request.space, request.setting, keep, on_progress, shown=shown, equal=equal
+    )
     if not result.best:
         raise FivefoldError(_refusal(request, result))
     ranked = [_estimated(request, one) for one in _distinct(result.best)[:top]]
-    ranked.sort(key=lambda one: (one.verdict == "does not fit", one.step))
+    ranked.sort(key=_rank)
     first = first_choice(
         request.space, request.setting, result, ranked[0], lambda one: _estimated(request, one)
     )
@@ -223,6 +227,8 @@ def best_plans(request: PlanRequest, top: int, on_progress: Progress | None = No
     plans = (first, *others)[:top]
     fitting = [one for one in result.front if one.bytes <= request.setting.capacity]
     front = _front(request, fitting)
+    for each in (*plans, *front):
+        require_room(each.name, each.memory, request.setting.machine.memory)
     return PlanResult(
         request,
         plans=plans,
@@ -262,16 +268,18 @@ def _distinct(found: list[LayoutCandidate]) -> list[LayoutCandidate]:
     """The best of those that differ only in chunks or in what changes nothing, in order."""
     groups: dict[tuple[float, ...], LayoutCandidate] = {}
     for one in sorted(found, key=_sort_key):
-        grid = one.grid
-        columns = (grid.tp, grid.cp, grid.pp, grid.dp, grid.ep, grid.etp, grid.microbatch_size)
-        key = tuple(each.item() for each in (*columns, grid.recompute, grid.schedule))
-        groups.setdefault(key, one)
+        groups.setdefault(one.choice, one)
     return list(groups.values())
 
 
 def _sort_key(one: LayoutCandidate) -> tuple[float, ...]:
     """Seconds to four digits, then the index of the context kind, then bytes."""
-    return float(f"{one.seconds:.4g}"), one.grid.context.item(), one.bytes
+    return one.rounded, one.grid.context.item(), one.bytes
+
+
+def _rank(one: Estimate) -> tuple[float, float]:
+    """By the step, up to rounding, then by bytes."""
+    return float(f"{one.step:.9g}"), one.total
 
 
 def _estimated(request: PlanRequest, one: LayoutCandidate) -> Estimate:

@@ -11,7 +11,8 @@ import numpy as np
 
 from fivefold.cost.grid import OFFLOADS, LayoutGrid, grid_of_plan
 from fivefold.planner.accuracy import accuracy
-from fivefold.planner.estimate import Estimate, rebalance_stages
+from fivefold.planner.estimate import Estimate
+from fivefold.planner.rebalance import rebalance_stages
 from fivefold.planner.search import EstimateSetting, LayoutCandidate, SearchResult, simulated
 from fivefold.planner.simplicity import complexity, innermost, simpler_words, tp_crosses
 from fivefold.planner.space import SearchSpace

@@ -86,6 +86,26 @@ class LayoutCandidate:
         index = np.unravel_index(self.index, self.block.shape)
         return self.block.grid.at(tuple(int(each) for each in index), self.block.shape)
 
+    @cached_property
+    def choice(self) -> tuple[float, ...]:
+        """What users see of it: candidates of one choice differ only in chunks, in sharding or in
+        what changes nothing."""
+        grid = self.grid
+        columns = (grid.tp, grid.cp, grid.pp, grid.dp, grid.ep, grid.etp, grid.microbatch_size)
+        return tuple(each.item() for each in (*columns, grid.recompute, grid.schedule))
+
+    @cached_property
+    def pipeline(self) -> tuple[float, ...]:
+        """What its schedule depends on: candidates with the same one are simulated together."""
+        grid = self.grid
+        columns = (grid.schedule, grid.pp, grid.chunks, grid.microbatches)
+        return tuple(each.item() for each in columns)
+
+    @property
+    def rounded(self) -> float:
+        """Its seconds, to as many digits as decide an order."""
+        return float(f"{self.seconds:.4g}")
+
 
 @dataclass
 class SearchResult:
@@ -110,10 +130,12 @@ def search_layouts(
     keep: int,
     on_progress: Callable[[float], None] | None = None,
     *,
+    shown: int | None = None,
     equal: float = 0.0,
 ) -> SearchResult:
-    """Estimate every layout, and keep the fastest that fit; `equal`: the share of a step within
-    which simpler layouts are kept as well."""
+    """Estimate every layout, and keep the fastest that fit. `shown`: how many choices must be in
+    the order of their simulated steps; `equal`: the share of a step within which simpler layouts
+    are kept as well."""
     began = time.perf_counter()
     result, pool = SearchResult(), max(keep, _LEAST_SIMULATED)
     if (space.fixed or {}).get("offload") == "nvme":
@@ -122,8 +144,7 @@ def search_layouts(
         _LayoutSearch(one, setting, pool, result, over_network, equal).run(on_progress)
         if result.best:
             break
-    timed = simulated(space, setting, result.best)
-    result.best = sorted(timed, key=lambda one: one.seconds)[:keep]
+    result.best = _ranked(space, setting, result.best, shown or keep)[:keep]
     result.seconds = time.perf_counter() - began
     return result
 
@@ -140,6 +161,27 @@ def _resorts(
             yield replace(space, fixed={"offload": offload, **said}), over_network
             if "offload" in said or (offload == "cpu" and not result.host_is_short):
                 break
+
+
+def _ranked(
+    space: SearchSpace, setting: EstimateSetting, found: list[LayoutCandidate], shown: int
+) -> list[LayoutCandidate]:
+    """Candidates by their simulated steps, as far as the first choices depend on it: of the others
+    the bounds already tell that they are slower."""
+    left, known = sorted(found, key=lambda one: one.seconds), list[LayoutCandidate]()
+    while left and left[0].rounded <= _last_shown(known, shown):
+        together = [one for one in left if one.pipeline == left[0].pipeline]
+        known += simulated(space, setting, together)
+        left = [one for one in left if one.pipeline != left[0].pipeline]
+    return sorted([*known, *left], key=lambda one: one.seconds)
+
+
+def _last_shown(known: list[LayoutCandidate], shown: int) -> float:
+    """Seconds of the last choice that is shown, if no other candidate is faster."""
+    steps: dict[tuple[float, ...], float] = {}
+    for one in known:
+        steps[one.choice] = min(one.rounded, steps.get(one.choice, np.inf))
+    return sorted(steps.values())[shown - 1] if len(steps) >= shown else np.inf
 
 
 def simulated(
@@ -195,8 +237,10 @@ class _LayoutSearch:
             yield block if inside.all() else block.only(inside)
 
     def _least(self, block: LayoutBlock) -> Array:
-        """A lower bound of the step for each of the degrees."""
-        seconds = least_layer_seconds(LayerTimer(*self._job(block)))
+        """A lower bound of the step for each of the degrees: with the least recomputation."""
+        grid = replace(block.grid, recompute=block.grid.recompute[:, :, :, :, :1])
+        job = self.setting.arguments(self.space.shape, grid, self.space.seq)
+        seconds = least_layer_seconds(LayerTimer(*job))
         least = seconds.min(axis=tuple(range(1, seconds.ndim)))
         return np.broadcast_to(least, len(block.degrees))
 

@@ -31,7 +31,7 @@ from fivefold.cost.grid import CONTEXTS, OFFLOADS, RECOMPUTE, SCHEDULES, Array, 
 
 MOST_MICROBATCH_SIZE = 32  # sequences: more only fills the memory
 MOST_CHUNKS = 8
-_AT_ONCE = 64  # degrees that are estimated together: what fits in a processor's cache
+_AT_ONCE = 512  # degrees that are estimated together: with fewer, calls of numpy take the time
 
 
 @dataclass(frozen=True)
@@ -166,6 +166,7 @@ def all_degrees(space: SearchSpace) -> Iterator[Degrees]:
     """Every legal way to divide the GPUs among the axes."""
     shape, gpus = space.shape, space.gpus
     job = LayoutRequest(seq=space.seq)
+    experts: dict[tuple[int, int, int], list[tuple[int, int]]] = {}  # for all kinds of context
     for tp in divisors(gpus):
         if not space.allows("tp", tp) or any(tensor_rule(Layout(tp=tp), shape, job)):
             continue
@@ -179,7 +180,9 @@ def all_degrees(space: SearchSpace) -> Iterator[Degrees]:
                 if space.batch % dp or any(pipeline_rule(staged, shape, job)):
                     continue
                 if space.allows("pp", pp) and space.allows("dp", dp):
-                    for ep, etp in _experts(space, tp, cp, dp):
+                    if (tp, cp, dp) not in experts:
+                        experts[tp, cp, dp] = list(_experts(space, tp, cp, dp))
+                    for ep, etp in experts[tp, cp, dp]:
                         yield Degrees(tp, cp, context, pp, dp, ep, etp)
 
 

@@ -7,7 +7,7 @@ gradient needs its input gradient. An edge between two ranks costs a transfer, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -25,6 +25,7 @@ from fivefold.core.schedule import (
     Step,
     actions_of,
 )
+from fivefold.core.schedule.loops import Loop, LoopOrder
 
 
 @dataclass(frozen=True)
@@ -309,8 +310,15 @@ def memory_levels(
     A forward adds `unit`; an input gradient leaves `after_input_grad` of it for the weight
     gradient, which releases the rest.
     """
+    return _levels_from(0.0, steps, unit, after_input_grad)[0]
+
+
+def _levels_from(
+    live: float, steps: Iterable[Step], unit: float, after_input_grad: float
+) -> tuple[list[float], float]:
+    """The same from a level on, and the level after the last step."""
     left, released = unit * after_input_grad, unit * (1 - after_input_grad)
-    live, levels = 0.0, list[float]()
+    levels = list[float]()
     for step in steps:
         after = live
         for _, kind, _ in actions_of(step):
@@ -323,13 +331,26 @@ def memory_levels(
                 after -= released if kind == INPUT_GRAD else left
         levels.append(live)
         live = after
-    return levels
+    return levels, live
 
 
 def peak_activations(schedule: Schedule, after_input_grad: float = 1.0) -> list[float]:
     """Peak activations of each rank, in microbatches of a full stage (1/p of the model)."""
-    unit = schedule.num_ranks / schedule.num_stages
-    return [
-        round(max(memory_levels(steps, unit, after_input_grad), default=0.0), 9)
-        for steps in schedule.order
-    ]
+    unit, order = schedule.num_ranks / schedule.num_stages, schedule.order
+    if isinstance(order, LoopOrder):
+        peaks = [_peak_of_loops(loops, unit, after_input_grad) for loops in order.loops]
+    else:
+        peaks = [max(memory_levels(each, unit, after_input_grad), default=0.0) for each in order]
+    return [round(peak, 9) for peak in peaks]
+
+
+def _peak_of_loops(loops: Iterable[Loop], unit: float, after_input_grad: float) -> float:
+    """Every turn of a loop changes the level by as much, so its first or its last turn has the
+    peak."""
+    live = peak = 0.0
+    for loop in loops:
+        levels, after = _levels_from(live, loop.steps(0), unit, after_input_grad)
+        grown = (loop.times - 1) * (after - live)
+        peak = max(peak, max(levels) + max(0.0, grown))
+        live = after + grown
+    return peak
