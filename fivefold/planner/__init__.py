@@ -29,7 +29,7 @@ from fivefold.cost.grid import (
 )
 from fivefold.cost.possible import require_room
 from fivefold.cost.stack import BY_KERNELS
-from fivefold.cost.stack_presets import load_preset
+from fivefold.cost.stack_presets import OUR_OWN, load_preset
 from fivefold.planner.accuracy import accuracy
 from fivefold.planner.estimate import Estimate, estimate_plan
 from fivefold.planner.first_choice import first_choice, is_same, tp_leaves_domain, why_simpler
@@ -155,7 +155,7 @@ def estimate_setting(
     """
     known = machine.peaks.known()
     stack, notes = BY_KERNELS[kernels], list[str]()
-    if stack_name is not None:
+    if stack_name not in (None, OUR_OWN):
         preset = load_preset(stack_name)
         stack = preset.stack
         notes.append(

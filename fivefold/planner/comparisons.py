@@ -2,7 +2,7 @@
 
 - `single_axis_strategies`: each axis alone on the same GPUs, at its best, with its batch, memory
   and time.
-- `sweep`: the best layout of each strategy along sequence lengths or GPUs.
+- `sweep`: the best layout of each strategy along sequence lengths, GPUs or tensor ranks.
 - `parse_changes` and what follows: the same job on another machine, with more GPUs, longer
   sequences or a larger batch.
 """
@@ -26,6 +26,7 @@ from fivefold.cost.grid import RECOMPUTE
 from fivefold.planner import PlanRequest, Progress, options_of
 from fivefold.planner.estimate import Estimate, estimate_plan
 from fivefold.planner.search import LayoutCandidate, search_layouts
+from fivefold.planner.space import tensor_degrees
 
 
 class StrategyTraffic(NamedTuple):
@@ -109,7 +110,7 @@ STRATEGIES: Mapping[str, Mapping[str, int]] = {
     "data+context": {"tp": 1, "pp": 1},
     "all": {},
 }
-SWEEP_AXES = ("seq", "gpus")
+SWEEP_AXES = ("seq", "gpus", "tp")
 _UNITS = {"k": 1 << 10, "m": 1 << 20}
 _MOST_POINTS = 16
 
@@ -130,7 +131,7 @@ class SweepPoint:
 
 
 def parse_sweep(text: str) -> tuple[str, list[int]]:
-    """Read `seq=4k..1m` or `gpus=8..16384`: the axis, and values that double.
+    """Read `seq=4k..1m`, `gpus=8..16384` or `tp=1..8`: the axis, and values that double.
 
     >>> parse_sweep("seq=4k..16k")
     ('seq', [4096, 8192, 16384])
@@ -138,7 +139,7 @@ def parse_sweep(text: str) -> tuple[str, list[int]]:
     axis, _, span = text.partition("=")
     low, dots, high = span.partition("..")
     if axis not in SWEEP_AXES or not dots:
-        raise FivefoldError(f"--sweep {text!r}: write seq=4k..1m or gpus=8..16384")
+        raise FivefoldError(f"--sweep {text!r}: write seq=4k..1m, gpus=8..16384, tp=1..8 or tp")
     first, last = parse_count(low, "--sweep"), parse_count(high, "--sweep")
     values = [first]
     while values[-1] * 2 <= last and len(values) <= _MOST_POINTS:
@@ -149,6 +150,13 @@ def parse_sweep(text: str) -> tuple[str, list[int]]:
             "doublings apart"
         )
     return axis, values
+
+
+def sweep_values(request: PlanRequest, text: str) -> tuple[str, list[int]]:
+    """The axis and the values of `--sweep`; `tp` alone has every legal degree that doubles."""
+    if text.strip() != "tp":
+        return parse_sweep(text)
+    return "tp", [tp for tp in tensor_degrees(request.space) if tp & (tp - 1) == 0]
 
 
 def parse_count(text: str, option: str) -> int:
@@ -169,14 +177,18 @@ def sweep(
 ) -> Iterator[SweepPoint]:
     """Every point of every curve. The number of tokens per step stays the same where possible."""
     fixed = request.space.fixed or {}
-    strategies = [name for name, on in STRATEGIES.items() if _is_compatible(on, fixed)]
+    strategies = [
+        name for name, on in STRATEGIES.items() if _is_compatible(on, fixed) and axis not in on
+    ]
+    if axis in fixed:
+        raise FivefoldError(f"--sweep {axis} with --fix {axis}={fixed[axis]}: leave one out")
     cells = [*product(strategies, RECOMPUTE, values)]
     for number, (name, kind, value) in enumerate(cells):
         if _is_compatible({"recompute": kind}, fixed):
             one = _request_at(
                 request, axis, value, {**fixed, **STRATEGIES[name], "recompute": kind}
             )
-            yield SweepPoint(value, name, kind, _best(one))
+            yield SweepPoint(value, name, kind, best_estimate(one))
         if on_progress is not None:
             on_progress((number + 1) / len(cells))
 
@@ -191,12 +203,16 @@ def _request_at(
     space = replace(request.space, fixed={"offload": "none", **fixed})
     if axis == "gpus":
         return replace(request, space=replace(space, gpus=value))
+    if axis == "tp":
+        return replace(request, space=replace(space, fixed={**(space.fixed or {}), "tp": value}))
     batch = max(1, space.batch * space.seq // value)
     options = replace(request.options, seq=value)
     return replace(request, options=options, space=replace(space, seq=value, batch=batch))
 
 
-def _best(request: PlanRequest) -> Estimate | None:
+def best_estimate(request: PlanRequest) -> Estimate | None:
+    """The best layout of the space; the one with least memory if none fits, None if none is
+    legal."""
     result = search_layouts(request.space, request.setting, 1)
     found = result.best[0] if result.best else result.leanest
     if found is None:

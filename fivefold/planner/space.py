@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fivefold.core.errors import BadFile, UnknownName
 from fivefold.core.layout import Layout
 from fivefold.core.rules import (
     LayoutRequest,
@@ -27,6 +28,7 @@ from fivefold.core.rules import (
 from fivefold.core.schedule.catalog import FAMILIES
 from fivefold.core.schedule.family import Family
 from fivefold.core.shape import Shape
+from fivefold.core.splits import ContextKind
 from fivefold.cost.grid import CONTEXTS, OFFLOADS, RECOMPUTE, SCHEDULES, Array, LayoutGrid
 
 MOST_MICROBATCH_SIZE = 32  # sequences: more only fills the memory
@@ -44,6 +46,7 @@ class SearchSpace:
     batch: int  # sequences per step
     domains: tuple[int, ...] = ()  # sizes of domains inside which sharding may stay
     fixed: Mapping[str, int | str] | None = None
+    least_pp: int = 1  # pipeline ranks
 
     @property
     def gpus_text(self) -> str:
@@ -167,14 +170,14 @@ def all_degrees(space: SearchSpace) -> Iterator[Degrees]:
     shape, gpus = space.shape, space.gpus
     job = LayoutRequest(seq=space.seq)
     experts: dict[tuple[int, int, int], list[tuple[int, int]]] = {}  # for all kinds of context
-    for tp in divisors(gpus):
-        if not space.allows("tp", tp) or any(tensor_rule(Layout(tp=tp), shape, job)):
-            continue
+    for tp in tensor_degrees(space):
         for cp, context in product(divisors(gpus // tp), CONTEXTS):
             layout = Layout(tp=tp, cp=cp, context=context)
             if not _allows_context(space, layout, job):
                 continue
             for pp in divisors(gpus // tp // cp):
+                if pp < space.least_pp:
+                    continue
                 dp = gpus // (tp * cp * pp)
                 staged = replace(layout, pp=pp)
                 if space.batch % dp or any(pipeline_rule(staged, shape, job)):
@@ -184,6 +187,14 @@ def all_degrees(space: SearchSpace) -> Iterator[Degrees]:
                         experts[tp, cp, dp] = list(_experts(space, tp, cp, dp))
                     for ep, etp in experts[tp, cp, dp]:
                         yield Degrees(tp, cp, context, pp, dp, ep, etp)
+
+
+def tensor_degrees(space: SearchSpace) -> Iterator[int]:
+    """The legal numbers of tensor ranks, rising."""
+    job = LayoutRequest(seq=space.seq)
+    for tp in divisors(space.gpus):
+        if space.allows("tp", tp) and not any(tensor_rule(Layout(tp=tp), space.shape, job)):
+            yield tp
 
 
 def _allows_context(space: SearchSpace, layout: Layout, job: LayoutRequest) -> bool:
@@ -238,3 +249,28 @@ def _sharding(space: SearchSpace, degrees: Degrees) -> Iterator[tuple[int, int]]
         for shard in sorted(shards):
             if 1 < shard < dp and dp % shard == 0:
                 yield zero, dp // shard
+
+
+# --- Choices that a user fixes
+
+_NUMBERS = ("tp", "cp", "pp", "dp", "replicate", "ep", "etp", "zero", "chunks", "microbatch_size")
+FIXED = (*_NUMBERS, "schedule", "recompute", "context", "offload")
+
+
+def parse_fixed(text: str) -> dict[str, int | str]:
+    """`tp=8 schedule=zb-v` as a table; refuses unknown keys and values."""
+    found: dict[str, int | str] = {}
+    for word in text.replace(",", " ").split():
+        key, _, value = word.partition("=")
+        if key not in FIXED:
+            raise UnknownName("--fix", key, FIXED)
+        if not value or (key in _NUMBERS and not value.isdecimal()):
+            raise BadFile(
+                "--fix", [f"{word!r}: write {key}= and a value, as in tp=8 schedule=1f1b"]
+            )
+        found[key] = int(value) if value.isdecimal() else value
+    words = {"recompute": RECOMPUTE, "context": get_args(ContextKind), "offload": OFFLOADS}
+    for key, known in words.items():
+        if key in found and found[key] not in known:
+            raise UnknownName(f"--fix {key}", str(found[key]), known)
+    return found

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, cast
 
 import typer
@@ -17,6 +18,7 @@ import typer
 from fivefold.core.errors import BadFile, FivefoldError, UnknownName
 from fivefold.core.layout import parse_zero
 from fivefold.core.plan import PlanOptions, options_from
+from fivefold.core.precision import PRECISIONS
 from fivefold.core.settings import parse_settings
 from fivefold.core.splits import CONTEXT_KINDS
 
@@ -92,6 +94,52 @@ BackendOption = Annotated[
     ),
 ]
 
+# Options of `plan`: how to search, and questions beside the search.
+FixOption = Annotated[
+    str | None, typer.Option(help='Values that a search must use: "tp=8 zero=1 schedule=zb-v".')
+]
+TokensOption = Annotated[
+    float | None, typer.Option(help="Tokens of the full run, for days and GPU-hours.")
+]
+ObjectiveOption = Annotated[
+    str, typer.Option(help="Best by: tokens (per second), gpus (fewest), gpu-hours (fewest).")
+]
+WhatIfOption = Annotated[
+    str | None, typer.Option(help='Compare with a changed job: "gpus=2x", "machine=gb200".')
+]
+PrecisionOption = Annotated[str | None, typer.Option(help=f"Estimate in {', '.join(PRECISIONS)}.")]
+KernelsOption = Annotated[
+    str, typer.Option(help="compiled, eager or graphs: what blocks save, how they launch.")
+]
+OutputOption = Annotated[
+    Path | None, typer.Option("--output", "-o", help="Write the plan as TOML.")
+]
+StackOption = Annotated[
+    str | None,
+    typer.Option(help="Price other people's software: nemo, torchtitan, a file."),
+]
+ImbalanceOption = Annotated[
+    float | None, typer.Option(help="Load of the fullest expert over the mean; 1 is balanced.")
+]
+SweepOption = Annotated[
+    str | None, typer.Option(help="Curves: seq=4k..1m, gpus=8..16384, tp=1..8, or tp.")
+]
+TableOption = Annotated[
+    str | None, typer.Option(help="zero3-or-pipeline, data-or-model or memory.")
+]
+RunOption = Annotated[
+    str | None, typer.Option("--run", help="A great run by name, beside our estimate of it.")
+]
+TextbookOption = Annotated[
+    bool, typer.Option("--textbook", help="The textbook's formulas with their numbers.")
+]
+BudgetOption = Annotated[
+    str | None,
+    typer.Option(help='Compute-optimal size and tokens: "1e24" FLOPs or "512 h100 30 days".'),
+]
+RatioOption = Annotated[float, typer.Option(help="Tokens per active parameter, for --budget.")]
+MfuOption = Annotated[float, typer.Option(help="Share of the peak that --budget assumes of GPUs.")]
+
 
 def with_plan_options(
     verb: Callable[..., None],
@@ -112,7 +160,10 @@ def with_plan_options(
     keyword = inspect.Parameter.KEYWORD_ONLY
     parameters = [
         inspect.Parameter(
-            "target", keyword, default=default_target or no_default, annotation=TARGET
+            "target",
+            keyword,
+            default=no_default if default_target is None else default_target,
+            annotation=TARGET,
         ),
         *(
             inspect.Parameter(name, keyword, default=None, annotation=annotation)
@@ -143,6 +194,28 @@ def above(option: str, given: Number, low: Number) -> Number:
     if not low < given < 1e9:
         raise FivefoldError(f"--{option} {given}: give a number above {low} and below 1e9")
     return given
+
+
+def positive(option: str, given: float) -> float:
+    """Check that an option is above 0 and finite."""
+    if not 0 < given < 1e30:
+        raise FivefoldError(f"--{option} {given}: give a number above 0")
+    return given
+
+
+def typed(command: typer.Context, name: str) -> bool:
+    """Whether the option is on the command line, and not just its default."""
+    source = command.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def only_with(command: typer.Context, option: str, allowed: Collection[str]) -> None:
+    """Refuse what has no effect beside an option."""
+    names: set[str] = set(command.params)
+    rest = names - {*allowed, "as_json"}
+    if more := sorted(each for each in rest if typed(command, each)):
+        word = "MODEL" if more[0] == "target" else f"--{more[0].replace('_', '-')}"
+        raise FivefoldError(f"{word} has no effect with --{option}: leave one of them out")
 
 
 def _options(target: str, shared: dict[str, Any]) -> PlanOptions:

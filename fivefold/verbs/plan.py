@@ -5,91 +5,106 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fivefold import verbs
 from fivefold.core import machine as machines
-from fivefold.core.errors import BadFile, FivefoldError, UnknownName
+from fivefold.core.compute_budget import TOKENS_PER_PARAMETER, USUAL_MFU, parse_budget
+from fivefold.core.errors import FivefoldError, UnknownName
 from fivefold.core.machine import Machine
 from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.core.precision import PRECISIONS
 from fivefold.core.schedule.catalog import family
-from fivefold.core.splits import ContextKind
 from fivefold.report import plan_text, plan_values, write_text
-from fivefold.verbs import above, one_of, progress_bar, with_plan_options
+from fivefold.report.formula_text import budget_answer, textbook_answer
+from fivefold.report.great_run_text import run_answer
+from fivefold.report.job_table_text import job_table_answer
 
 if TYPE_CHECKING:  # estimates need numpy, whose import takes longer than a plan without estimates
     from fivefold.planner import PlanRequest, PlanResult
     from fivefold.planner.estimate import Estimate
 
-_NUMBERS = ("tp", "cp", "pp", "dp", "replicate", "ep", "etp", "zero", "chunks", "microbatch_size")
-_FIXED = (*_NUMBERS, "schedule", "recompute", "context", "offload")
-_KINDS = ("none", "selective", "full")
-_OFFLOADS = ("none", "cpu", "nvme")
 _ALSO_FIXED = ("zero", "schedule", "chunks", "microbatch_size", "recompute", "context")
 _NOT_SEARCHED = ("microbatches", "stage_layers", "gather", "sp")  # only for a given layout
 
 
-@with_plan_options
+Printed = tuple[dict[str, Any], list[str]]
+
+
+@partial(verbs.with_plan_options, default_target="")
 def run(
     plan_options: PlanOptions,
     command: typer.Context,
-    fix: Annotated[
-        str | None, typer.Option(help='Values that a search must use: "tp=8 zero=1 schedule=zb-v".')
-    ] = None,
+    fix: verbs.FixOption = None,
     top: Annotated[int, typer.Option(help="Layouts in the ranked table.")] = 10,
-    tokens: Annotated[
-        float | None, typer.Option(help="Tokens of the full run, for days and GPU-hours.")
-    ] = None,
+    tokens: verbs.TokensOption = None,
     price: Annotated[float | None, typer.Option(help="Price of a GPU-hour.")] = None,
-    objective: Annotated[
-        str, typer.Option(help="Best by: tokens (per second), gpus (fewest), gpu-hours (fewest).")
-    ] = "tokens",
+    objective: verbs.ObjectiveOption = "tokens",
     headroom: Annotated[float, typer.Option(help="Share of the memory to leave free.")] = 0.05,
-    precision: Annotated[
-        str | None, typer.Option(help=f"Estimate in {', '.join(PRECISIONS)}.")
-    ] = None,
-    kernels: Annotated[
-        str, typer.Option(help="compiled, eager or graphs: what blocks save, how they launch.")
-    ] = "compiled",
-    stack: Annotated[
-        str | None, typer.Option(help="Price other people's software: nemo, torchtitan, a file.")
-    ] = None,
-    imbalance: Annotated[
-        float | None, typer.Option(help="Load of the fullest expert over the mean; 1 is balanced.")
-    ] = None,
-    what_if: Annotated[
-        str | None, typer.Option(help='Compare with a changed job: "gpus=2x", "machine=gb200".')
-    ] = None,
+    precision: verbs.PrecisionOption = None,
+    kernels: verbs.KernelsOption = "compiled",
+    stack: verbs.StackOption = None,
+    imbalance: verbs.ImbalanceOption = None,
+    what_if: verbs.WhatIfOption = None,
     compare: Annotated[bool, typer.Option("--compare", help="Each dimension alone.")] = False,
-    sweep: Annotated[str | None, typer.Option(help="Curves: seq=4k..1m or gpus=8..16384.")] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the plan as TOML.")
-    ] = None,
+    sweep: verbs.SweepOption = None,
+    table: verbs.TableOption = None,
+    great_run: verbs.RunOption = None,
+    textbook: verbs.TextbookOption = False,
+    budget: verbs.BudgetOption = None,
+    tokens_per_parameter: verbs.RatioOption = TOKENS_PER_PARAMETER,
+    mfu: verbs.MfuOption = USUAL_MFU,
+    output: verbs.OutputOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Resolve a job or search its layout: memory, time and reasons."""
     options: dict[str, Any] = {
         "fix": fix,
-        "top": above("top", top, 0),
-        "tokens": None if tokens is None else _positive("tokens", tokens),
-        "price": None if price is None else _positive("price", price),
+        "top": verbs.above("top", top, 0),
+        "tokens": None if tokens is None else verbs.positive("tokens", tokens),
+        "price": None if price is None else verbs.positive("price", price),
         "objective": objective,
         "precision": precision,
         "how": _how(headroom, kernels, imbalance, stack),
         "what_if": what_if,
         "compare": compare,
         "sweep": sweep,
+        "table": table,
         "output": output,
+        "great_run": great_run,
+        "textbook": textbook,
+        "budget": budget,
+        "ratio": tokens_per_parameter,
+        "mfu": mfu,
     }
+    _require_known(plan_options.machine)
+    printed = _answer_of(_compiled(plan_options, kernels), options, command)
+    typer.echo(json.dumps(printed[0]) if as_json else "\n".join(printed[1]))
+
+
+def _answer_of(
+    plan_options: PlanOptions, options: dict[str, Any], command: typer.Context
+) -> Printed:
+    """What the command line asks: a run, a formula, a given layout or a search."""
     set_options = {name for name, value in command.params.items() if value not in (None, False, [])}
     is_open = "layout" not in set_options and not command.params["target"].endswith(".toml")
-    _require_known(plan_options.machine)
-    plan_options = _compiled(plan_options, kernels)
-    table, lines = _planned(plan_options, options, set_options, is_open)
-    typer.echo(json.dumps(table) if as_json else "\n".join(lines))
+    if options["great_run"] is not None:
+        verbs.only_with(command, "run", _OF_A_RUN)
+        return _great_run(options["great_run"], options)
+    if options["budget"] is not None:
+        verbs.only_with(command, "budget", _OF_A_BUDGET)
+        spent = parse_budget(options["budget"], options["mfu"], options["precision"] or "bf16")
+        return budget_answer(spent, options["ratio"], plan_options.model or None)
+    if options["textbook"]:
+        verbs.only_with(command, "textbook", _OF_A_TEXTBOOK)
+        return textbook_answer(plan_options, is_open)
+    if alone := [each for each in ("mfu", "tokens_per_parameter") if verbs.typed(command, each)]:
+        raise FivefoldError(f"--{alone[0].replace('_', '-')} is for --budget: give both")
+    return _planned(plan_options, options, set_options, is_open)
 
 
 def _compiled(options: PlanOptions, kernels: str) -> PlanOptions:
@@ -97,7 +112,21 @@ def _compiled(options: PlanOptions, kernels: str) -> PlanOptions:
     return replace(options, train=replace(options.train, compile=kernels != "eager"))
 
 
-Printed = tuple[dict[str, Any], list[str]]
+_OF_A_RUN = ("great_run", "stack", "headroom", "output")
+_OF_A_BUDGET = ("target", "budget", "tokens_per_parameter", "mfu", "precision")
+_OF_A_TEXTBOOK = (
+    *("target", "textbook", "layout", "gpus", "machine", "seq", "batch", "microbatch_size"),
+    *("microbatches", "schedule", "chunks", "set"),
+)
+
+
+def _great_run(name: str, options: dict[str, Any]) -> Printed:
+    """A published run beside our estimate; `-o` writes its plan."""
+    how = options["how"]
+    plan, table, lines = run_answer(name, how["headroom"], how["stack"])
+    if (output := options["output"]) is not None:
+        write_text(output, plan.to_toml(output.parent))
+    return table, lines
 
 
 def _planned(
@@ -122,7 +151,7 @@ def _how(
         raise FivefoldError(f"--headroom {headroom}: give a share of the memory from 0 to below 1")
     return {
         "headroom": headroom,
-        "kernels": one_of("kernels", kernels, ("compiled", "eager", "graphs")),
+        "kernels": verbs.one_of("kernels", kernels, ("compiled", "eager", "graphs")),
         "imbalance": 1.0 if imbalance is None else imbalance,
         "stack": stack,
     }
@@ -130,9 +159,10 @@ def _how(
 
 def _require_known_stack(stack: str, kernels: str) -> None:
     """Refuse an unknown stack, and what only our own has."""
-    from fivefold.cost.stack_presets import load_preset
+    from fivefold.cost.stack_presets import OUR_OWN, load_preset
 
-    load_preset(stack)
+    if stack != OUR_OWN:
+        load_preset(stack)
     if kernels != "compiled":
         raise FivefoldError(
             f"--kernels {kernels} is for fivefold's own software: leave it or --stack out"
@@ -141,7 +171,7 @@ def _require_known_stack(stack: str, kernels: str) -> None:
 
 def _require_no_estimates(set_options: set[str]) -> None:
     """Refuse options that need a machine."""
-    needs = ("fix", "tokens", "price", "what_if", "compare", "sweep", "precision")
+    needs = ("fix", "tokens", "price", "what_if", "compare", "sweep", "table", "precision")
     needs = (*needs, "imbalance", "stack")
     if given := [name for name in needs if name in set_options]:
         option = given[0].replace("_", "-")
@@ -181,10 +211,12 @@ def _given(plan_options: PlanOptions, options: dict[str, Any]) -> Printed:
 
     if options["fix"] is not None or options["objective"] != "tokens":
         raise FivefoldError("--fix and --objective are for a search: leave --layout out")
-    if options["compare"] or options["sweep"]:
-        if plan_options.gpus is None:
-            plan_options = replace(plan_options, gpus=resolve(plan_options).layout.world)
-        return _tables(_inquiry(plan_options, options, {}), options)
+    if options["compare"] or options["sweep"] or options["table"]:
+        plan = resolve(plan_options)
+        plan_options = replace(plan_options, gpus=plan.layout.world)
+        if options["table"]:
+            plan_options = replace(plan_options, seq=plan.batch.seq, batch=plan.batch.sequences)
+        return _tables(_inquiry(plan_options, options, {}), options, plan)
     began = time.perf_counter()
     plan = resolve(plan_options)
     chosen: dict[str, Any] = dict(options["how"])
@@ -220,16 +252,18 @@ def _detail(found: Estimate, why: list[str], options: dict[str, Any]) -> list[st
 
 def _searched(plan_options: PlanOptions, options: dict[str, Any], set_options: set[str]) -> Printed:
     """The best layouts of the search space."""
+    from fivefold.planner.space import parse_fixed
+
     if closed := [name for name in _NOT_SEARCHED if name in set_options]:
         raise FivefoldError(
             f"--{closed[0].replace('_', '-')} is for a given layout: leave it out, or give --layout"
         )
     fixed = {name: getattr(plan_options, name) for name in _ALSO_FIXED if name in set_options}
-    fixed |= _pairs(options["fix"] or "")
+    fixed |= parse_fixed(options["fix"] or "")
     if "schedule" in fixed:
         fixed["schedule"] = family(fixed["schedule"]).name
     asked = _inquiry(plan_options, options, fixed)
-    if options["compare"] or options["sweep"]:
+    if options["compare"] or options["sweep"] or options["table"]:
         return _tables(asked, options)
     found = _answer(asked, options)
     if options["what_if"] is not None:
@@ -245,7 +279,9 @@ def _inquiry(
 ) -> PlanRequest:
     from fivefold.planner import plan_request
 
-    precision = one_of("precision", options["precision"] or plan_options.precision, PRECISIONS)
+    precision = verbs.one_of(
+        "precision", options["precision"] or plan_options.precision, PRECISIONS
+    )
     machine = machines.load(plan_options.machine or "")
     return plan_request(plan_options, machine, fixed, precision=precision, **options["how"])
 
@@ -265,9 +301,9 @@ def _changed(
 def _answer(asked: PlanRequest, options: dict[str, Any]) -> PlanResult:
     from fivefold.planner import OBJECTIVES, best_plans, fewest_gpu_hours, fewest_gpus
 
-    objective = one_of("objective", options["objective"], OBJECTIVES)
+    objective = verbs.one_of("objective", options["objective"], OBJECTIVES)
     find = {"tokens": best_plans, "gpus": fewest_gpus, "gpu-hours": fewest_gpu_hours}[objective]
-    with progress_bar("search") as bar:
+    with verbs.progress_bar("search") as bar:
         return find(asked, options["top"], bar.update)
 
 
@@ -332,9 +368,14 @@ def _what_if(before: Estimate, after: Estimate, words: str) -> Printed:
     return table, plan_values.before_after(before, after, words)
 
 
-def _tables(asked: PlanRequest, options: dict[str, Any]) -> Printed:
-    """The tables of `--compare` and `--sweep`."""
-    from fivefold.planner.comparisons import parse_sweep, single_axis_strategies, sweep
+def _tables(asked: PlanRequest, options: dict[str, Any], given: Plan | None = None) -> Printed:
+    """The tables of `--table`, `--compare` and `--sweep`."""
+    from fivefold.planner.comparisons import single_axis_strategies, sweep, sweep_values
+    from fivefold.planner.job_tables import TABLES, job_table
+
+    if options["table"]:
+        chosen = job_table(verbs.one_of("table", options["table"], TABLES), asked, given)
+        return job_table_answer(chosen)
 
     if options["compare"]:
         found = list(single_axis_strategies(asked))
@@ -342,8 +383,8 @@ def _tables(asked: PlanRequest, options: dict[str, Any]) -> Printed:
         table: dict[str, Any] = {"strategies": plan_values.strategies_json(found)}
         table["best"] = None if best is None else plan_values.estimate_json(best, [])
         return table, plan_values.strategies_text(found, best)
-    axis, values = parse_sweep(options["sweep"])
-    with progress_bar("sweep") as bar:
+    axis, values = sweep_values(asked, options["sweep"])
+    with verbs.progress_bar("sweep") as bar:
         points = list(sweep(asked, axis, values, bar.update))
     table = {"axis": axis, "points": plan_values.sweep_json(axis, points)}
     return table, plan_values.sweep_text(axis, values, points)
@@ -357,28 +398,3 @@ def _first_choice(asked: PlanRequest) -> Estimate | None:
         return best_plans(asked, 1).plans[0]
     except FivefoldError:
         return None
-
-
-def _positive(option: str, given: float) -> float:
-    if not 0 < given < 1e30:
-        raise FivefoldError(f"--{option} {given}: give a number above 0")
-    return given
-
-
-def _pairs(text: str) -> dict[str, int | str]:
-    """`tp=8 schedule=zb-v` as a table; refuses unknown keys and values."""
-    found: dict[str, int | str] = {}
-    for word in text.replace(",", " ").split():
-        key, _, value = word.partition("=")
-        if key not in _FIXED:
-            raise UnknownName("--fix", key, _FIXED)
-        if not value or (key in _NUMBERS and not value.isdecimal()):
-            raise BadFile(
-                "--fix", [f"{word!r}: write {key}= and a value, as in tp=8 schedule=1f1b"]
-            )
-        found[key] = int(value) if value.isdecimal() else value
-    words = {"recompute": _KINDS, "context": get_args(ContextKind), "offload": _OFFLOADS}
-    for key, known in words.items():
-        if key in found and found[key] not in known:
-            raise UnknownName(f"--fix {key}", str(found[key]), known)
-    return found

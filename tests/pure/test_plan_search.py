@@ -170,7 +170,7 @@ def test_objectives(capsys: pytest.CaptureFixture[str]) -> None:
         ([*SMALL, "--headroom", "1"], "--headroom 1.0"),
         ([*SMALL, "--top", "0"], "--top 0"),
         ([*SMALL, "--tokens", "-1"], "--tokens -1.0"),
-        ([*SMALL, "--sweep", "tp=1..8"], "seq=4k..1m"),
+        ([*SMALL, "--sweep", "pp=1..8"], "seq=4k..1m"),
         ([*SMALL, "--sweep", "seq=8k..4k"], "a lower and a higher number"),
         ([*SMALL, "--what-if", "gpu=2x"], "did you mean gpus"),
         ([*SMALL, "--what-if", "gpus=1.01x"], "not a whole number"),

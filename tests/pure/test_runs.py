@@ -15,8 +15,9 @@ RUNS = sorted((PRESETS / "runs").glob("*.toml"))
 
 def test_all_are_there() -> None:
     assert {run.stem for run in RUNS} == {
-        "bloom-176b", "deepseek-67b", "deepseek-v2", "deepseek-v3", "llama-1-65b", "llama-2-70b",
-        "llama-3.1-405b-128k", "llama-3.1-405b-8k", "megatron-1t", "mt-nlg-530b", "palm-540b",
+        "bloom-176b", "deepseek-67b", "deepseek-v2", "deepseek-v3", "gemini-ultra", "llama-1-65b",
+        "llama-2-70b", "llama-3.1-405b-128k", "llama-3.1-405b-8k", "megatron-1t", "megatron-8.3b",
+        "mt-nlg-530b", "palm-540b",
     }  # fmt: skip
 
 

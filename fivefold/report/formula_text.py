@@ -1,0 +1,131 @@
+"""Textbook formulas with their numbers, and budgets of FLOPs, as JSON and as text."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+from fivefold.core.compute_budget import Budget, SpentOn, compute_optimal, equal_flops
+from fivefold.core.plan import PlanOptions
+from fivefold.core.textbook import (
+    STATES,
+    Formula,
+    TextbookJob,
+    gpus_for_states,
+    textbook,
+    textbook_job,
+)
+from fivefold.report import percent, table
+
+Printed = tuple[dict[str, Any], list[str]]
+
+
+def textbook_answer(options: PlanOptions, is_open: bool) -> Printed:
+    """Every formula with its numbers; `is_open`: no layout was given."""
+    job = textbook_job(options, is_open)
+    formulas, exact = textbook(job), job.counted
+    numbers: dict[str, Any] = {
+        "model": job.name,
+        "parameters": job.parameters,
+        "parameters_counted": exact,
+        "seq": job.seq,
+        "microbatch_size": job.microbatch_size,
+        "microbatches": job.microbatches,
+        "degrees": {"dp": job.dp, "tp": job.tp, "pp": job.pp},
+        "states_gb": STATES * job.parameters / 1e9,
+        "gpus": gpus_for_states(job),
+        "gpu_memory_gb": job.gpu_memory / 1e9,
+    }
+    values = {"textbook": {**numbers, "formulas": [one._asdict() for one in formulas]}}
+    return values, [*_heading(job), *_formulas(formulas)]
+
+
+def _heading(job: TextbookJob) -> list[str]:
+    exact = job.counted
+    lines = [f"{job.name} by the textbook: Ψ = {job.parameters / 1e9:,g} B parameters"]
+    if exact is not None and exact != job.parameters:
+        states = STATES * exact / 1e9
+        lines[0] += f" by its name ({exact / 1e9:,.2f} B counted: {states:,.0f} GB of states)"
+    if job.shape is not None:
+        shape = job.shape
+        lines.append(
+            f"s = {job.seq:,}, b = {job.microbatch_size}, h = {shape.width:,}, a = {shape.heads}, "
+            f"L = {shape.layers}"
+        )
+    lines.append(
+        f"N = {job.dp} data ranks, t = {job.tp} tensor ranks, p = {job.pp} stages, "
+        f"m = {job.microbatches} microbatches"
+    )
+    return lines
+
+
+def _formulas(formulas: Sequence[Formula]) -> list[str]:
+    rows = [
+        (f"  {one.name}", one.formula, f"= {one.numbers}", f"= {_value(one)}") for one in formulas
+    ]
+    shown = iter(table(rows, left=(0, 1, 2, 3)))
+    lines: list[str] = []
+    for topic, group in groupby(formulas, key=lambda one: one.topic):
+        lines += ["", topic, *(next(shown) for _ in group)]
+    return lines
+
+
+def _value(one: Formula) -> str:
+    if one.unit == "FLOPs":
+        return f"{one.value:.3g} FLOPs"
+    if one.unit == "of a step":
+        return f"{percent(one.value)} {one.unit}"
+    if one.unit == "GPUs":
+        return f"{one.value:,.0f} {one.unit}"
+    size = f"{one.value:,.0f}" if one.value >= 100 else f"{one.value:,.3g}"
+    return f"{size} {one.unit}"
+
+
+def budget_answer(budget: Budget, ratio: float, model: str | None) -> Printed:
+    """The compute-optimal size and tokens, and models of both kinds with the same FLOPs."""
+    best = compute_optimal(budget, ratio)
+    rows = equal_flops(best, model)
+    values = {
+        "budget": {"flops": best.budget.flops, "from": best.budget.words},
+        "rule": {"flops": "6 · active parameters · tokens", "ratio": best.tokens_per_parameter},
+        "compute_optimal": {"parameters": best.parameters, "tokens": best.tokens},
+        "equal_flops": [{**dataclasses.asdict(one), "states_gb": one.states / 1e9} for one in rows],
+    }
+    lines = [
+        f"budget    C = {best.budget.words}",
+        f"optimum   N = √(C / (6 · {ratio:g})) = {_billions(best.parameters)} active parameters",
+        f"          D = {ratio:g} · N = {_trillions(best.tokens)} tokens, since C = 6 · N · D",
+        "",
+        "the same FLOPs in other models: tokens follow the active parameters, memory follows all",
+        *_equal(rows),
+    ]
+    return values, lines
+
+
+def _equal(rows: Sequence[SpentOn]) -> list[str]:
+    heads = ("model", "kind", "parameters", "active", "tokens", "tokens/active", "of the rule")
+    found = [(*heads, "states GB")]
+    found += [
+        (
+            one.name,
+            one.kind,
+            _billions(one.total),
+            _billions(one.active),
+            _trillions(one.tokens),
+            f"{one.tokens / one.active:,.3g}",
+            f"{one.share:,.2g} ×",
+            f"{one.states / 1e9:,.0f}",
+        )
+        for one in rows
+    ]
+    return table(found, left=(0, 1))
+
+
+def _billions(number: float) -> str:
+    return f"{number / 1e9:,.3g} B" if number < 1e11 else f"{number / 1e9:,.0f} B"
+
+
+def _trillions(number: float) -> str:
+    return f"{number / 1e12:,.3g} T" if number >= 1e11 else f"{number / 1e9:,.3g} B"
