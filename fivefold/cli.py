@@ -13,9 +13,10 @@ from typing import Annotated, NamedTuple
 import typer
 
 from fivefold import __version__
-from fivefold.core.errors import FivefoldError
+from fivefold.core.errors import FivefoldError, InternalError
 
 BAD_INPUT = 2
+INTERNAL_ERROR = 70  # EX_SOFTWARE of sysexits.h; 1 is a comparison that failed
 _PAIRED = ("--layout", "--set", "--fix", "--what-if")  # options that take key=value pairs
 
 
@@ -72,6 +73,9 @@ def run(words: list[str]) -> int | str | None:
     except FivefoldError as error:
         typer.echo(f"fivefold: {error}", err=True)
         return BAD_INPUT
+    except InternalError as error:
+        typer.echo(f"fivefold: internal error: {error}; report it with this command", err=True)
+        return INTERNAL_ERROR
     except SystemExit as stop:
         # The libraries that print turn a closed pipe into an error exit.
         if isinstance(stop.__context__, BrokenPipeError):

@@ -5,11 +5,16 @@ All three are counts of sequences or of microbatches; tokens are sequences times
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from fivefold.core import count
 from fivefold.core.errors import FivefoldError
+from fivefold.core.shape import Shape
 
 IDENTITY = "global batch = microbatch · accumulation · dp"
+_USUAL_TOKENS = 4 << 20  # of a step, by default
+_TOKENS_PER_GPU = 1 << 10
 
 
 @dataclass(frozen=True)
@@ -134,3 +139,27 @@ def _require_counts(**counts: int) -> None:
     wrong = [f"{name}={count}" for name, count in counts.items() if count < 1]
     if wrong:
         raise FivefoldError(f"{', '.join(wrong)}: give whole numbers of at least 1 ({IDENTITY})")
+
+
+# --- The batch of a search that was given none
+
+
+def default_batch(gpus: int, seq: int, shape: Shape) -> int:
+    """Sequences per step, divisible by the odd part of the number of GPUs.
+
+    4 Mi tokens, or what suits a smaller model; 1 Ki per GPU if that is more; and a sequence for
+    each GPU, unless these are more than 4 Mi tokens.
+    """
+    tokens = max(min(_USUAL_TOKENS, _suitable_tokens(shape)), _TOKENS_PER_GPU * gpus)
+    sequences = max(1, tokens // seq, min(gpus, _USUAL_TOKENS // seq))
+    odd = gpus
+    while odd % 2 == 0 and odd:
+        odd //= 2
+    return -(-sequences // max(1, odd)) * max(1, odd)
+
+
+def _suitable_tokens(shape: Shape) -> int:
+    """The best batch by the law of DeepSeek LLM (arXiv 2401.02954, section 3): 0.292 · C^0.3271
+    tokens for C training FLOPs, here of 20 tokens a parameter; as a power of two."""
+    flops = 6 * 20 * float(count.parameters(shape).active) ** 2
+    return 2 ** round(math.log2(0.292 * flops**0.3271))

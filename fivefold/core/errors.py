@@ -1,8 +1,8 @@
 """The errors, and small functions for their texts.
 
 Every message names the violated rule and ends with what to do. Users' mistakes raise a
-`FivefoldError`; the command line prints it without a traceback and exits with code 2. `assert` is
-for programming errors.
+`FivefoldError`; the command line prints it without a traceback and exits with code 2. An impossible
+result raises an `InternalError`, with exit code 70. `assert` is for programming errors.
 """
 
 from __future__ import annotations
@@ -13,6 +13,10 @@ from collections.abc import Iterable
 
 class FivefoldError(ValueError):
     """A user's input cannot be used; the message names the rule and the way out."""
+
+
+class InternalError(RuntimeError):
+    """The program has computed what cannot be; the message names the part, and is no answer."""
 
 
 class UnknownName(FivefoldError):

@@ -161,8 +161,9 @@ class Plan:
     @cached_property
     def stages(self) -> tuple[range, ...]:
         """The layers of each pipeline stage."""
+        placement, seq = self.schedule.placement, self.batch.seq
         return splits.cut_stages(
-            self.shape, self.schedule.num_stages, self.stage_layers, seq=self.batch.seq
+            self.shape, placement.num_stages, self.stage_layers, seq=seq, folded=placement.folded
         )
 
 
@@ -240,8 +241,7 @@ def resolve(options: PlanOptions, *, small: bool = False) -> Plan:
     given = None if text is None else splits.parse_stage_layers(text)
     if family.name == AUTO and layout.pp > 1:
         layout = _searched(options, layout, batch)
-        # The number of stages was not known before.
-        splits.cut_stages(shape, layout.pp * layout.chunks, given)
+        splits.cut_stages(shape, layout.pp * layout.chunks, given)  # its stages are known only now
     gather = _gather(options, layout)
     if options.train.offload_grads != "none":
         require_sharded_gradients(layout)

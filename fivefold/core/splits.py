@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from fivefold.core import count
 from fivefold.core.errors import FivefoldError, counted
+from fivefold.core.folded_stages import folded_ends
 from fivefold.core.shape import LayerKind, Shape
 
 if TYPE_CHECKING:
@@ -197,7 +198,7 @@ def _cut(ranges: Ranges, start: int, stop: int) -> Iterator[range]:
 # The largest stage sets the pace of a pipeline, so the cut makes it as small as possible: by the
 # FLOPs of the forward, where the head counts for the last stage and the embedding lookup is free.
 # Of all cuts with that largest stage, the one with the most even parameters is taken, where
-# embedding and head both count.
+# embedding and head both count. On a V the largest rank sets the pace (`folded_stages`).
 
 
 class StageKind(NamedTuple):
@@ -218,11 +219,17 @@ _TEXT = re.compile(r"[1-9][0-9]{0,5}(?:[,\s]+[1-9][0-9]{0,5})*")
 
 
 def cut_stages(
-    shape: Shape, num_stages: int, given: Sequence[int] | None = None, *, seq: int | None = None
+    shape: Shape,
+    num_stages: int,
+    given: Sequence[int] | None = None,
+    *,
+    seq: int | None = None,
+    folded: bool = False,
 ) -> tuple[range, ...]:
     """The layers of each stage, in order; `given` are the user's numbers of layers per stage.
 
     `seq` is the sequence length, which attention depends on: by default the model's longest.
+    `folded`: rank i has stages i and 2p − 1 − i, and the slowest rank sets the pace.
     """
     if given is None:
         most = shape.layers
@@ -231,17 +238,20 @@ def cut_stages(
                 f"{counted(num_stages, 'stage')} for {counted(most, 'layer')}: every stage needs a "
                 f"layer, so use 1 to {most}"
             )
-        return _cut_by_cost(shape, num_stages, seq or shape.max_seq)
+        return _cut_by_cost(shape, num_stages, seq or shape.max_seq, folded)
     if reasons := list(stage_layers_problems(given, num_stages, shape.layers)):
         raise FivefoldError("; ".join(reasons))
     return tuple(starmap(range, pairwise([0, *accumulate(given)])))
 
 
 @lru_cache
-def _cut_by_cost(shape: Shape, num_stages: int, seq: int) -> tuple[range, ...]:
+def _cut_by_cost(shape: Shape, num_stages: int, seq: int, folded: bool) -> tuple[range, ...]:
     """The planner asks for the same cut many times."""
     costs, sizes = flops_by_layer(shape, seq), parameters_by_layer(shape, num_stages)
-    return tuple(starmap(range, pairwise([0, *_best_ends(costs, sizes, num_stages)])))
+    ends = _best_ends(costs, sizes, num_stages)
+    if folded and num_stages > 2:
+        ends = folded_ends(costs, ends)
+    return tuple(starmap(range, pairwise([0, *ends])))
 
 
 def parse_stage_layers(text: str) -> tuple[int, ...]:

@@ -51,7 +51,6 @@ class PeakMemory:
     ranks: tuple[tuple[MemoryParts, ...], ...]
     host: Array  # bytes that offload keeps in host memory
     disk: Array  # and on local disks
-    band: float  # how far estimates are off, as a share
     reserve: Callable[[], Array]
 
     @cached_property
@@ -109,12 +108,10 @@ def fits(memory: PeakMemory, machine: Machine) -> NDArray[np.bool_]:
     return memory.total <= machine.memory
 
 
-def verdict(size: Array, band: float, machine: Machine) -> NDArray[np.str_]:
-    """The `Verdict` on each layout; tight: closer to the limit than estimates may be off, which is
-    `band`."""
-    share = size / machine.memory
-    sure, lost = share <= 1 - band, share > 1 + band
-    return np.where(sure, "fits", np.where(lost, "does not fit", "tight"))
+def verdict(size: Array, usable: float, machine: Machine) -> NDArray[np.str_]:
+    """The `Verdict` on each layout; tight: more than the `usable` bytes, less than there are."""
+    inside = np.where(size <= min(usable, machine.memory), "fits", "tight")
+    return np.where(size <= machine.memory, inside, "does not fit")
 
 
 class CachingAllocator:
@@ -192,7 +189,7 @@ def peak_memory(
     for stage, moments in zip(stages, ranks, strict=True):
         for parts in moments:
             parts["margin"] = parts["margin"] + CachingAllocator(entries, stage, parts).slack()
-    return PeakMemory(ranks, host, disk, entries.memory.band, first.reserved)
+    return PeakMemory(ranks, host, disk, first.reserved)
 
 
 def rank_peak_memory(

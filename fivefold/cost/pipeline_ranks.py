@@ -123,7 +123,9 @@ def _balanced(
 def _balanced_layers(
     timer: PipelineTimer, ranks: int, chunks: int, fold: bool, mirror: bool
 ) -> tuple[tuple[float, float, float], ...]:
-    spans = timer.spans(min(ranks * chunks, timer.shape.layers))
+    num_stages = ranks * chunks
+    folded = fold and num_stages <= timer.shape.layers
+    spans = timer.spans(min(num_stages, timer.shape.layers), folded)
     return _layers_of_ranks(timer.shape, spans, ranks, fold, mirror)
 
 

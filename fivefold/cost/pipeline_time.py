@@ -2,184 +2,25 @@
 
 Costs are those of one layer of each kind and of the head (forward, input gradient, weight gradient)
 and of one message. Which paths can be the longest depends on the model and the schedule alone, and
-is computed once (`longest_paths`).
-
-The simulation gives the same as the clock, for many costs at once. The order of a schedule does not
-depend on costs, so one pass over its actions serves all of them. Every rank has a position in its
-order, and all ranks whose next row has its inputs run it together. A row is a forward, a backward,
-or an overlapped pair of both. No rank waits for weight gradients of another: they only keep their
-own rank busy after the row before them.
+is computed once (`longest_paths`). The simulation (`schedule_trace`) gives the same as the clock.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, cached_property, lru_cache
-from typing import NamedTuple
+from functools import cache, cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fivefold.core import splits
 from fivefold.core.count import forward_flops, layer_flops, layer_kinds
-from fivefold.core.plan import named_schedule
-from fivefold.core.schedule import (
-    BACKWARD,
-    FORWARD,
-    INPUT_GRAD,
-    WEIGHT_GRAD,
-    Overlap,
-    Schedule,
-    actions_of,
-)
 from fivefold.core.schedule.catalog import family
 from fivefold.core.schedule.choose import named
 from fivefold.core.schedule.family import AUTO
 from fivefold.core.shape import Shape
-from fivefold.cost.grid import SCHEDULES, Array, Flags, LayoutGrid
+from fivefold.cost.grid import SCHEDULES, Array, LayoutGrid
 from fivefold.cost.longest_paths import PATHS, ScheduleSize, StageRows, longest
-
-Indices = NDArray[np.int64]
-_KINDS = {FORWARD: 0, INPUT_GRAD: 1, BACKWARD: 2, WEIGHT_GRAD: 3}
-# Microbatches per rank from which a pipeline repeats itself, and up to which it is simulated.
-_STEADY, _LONGEST = 5, 8
-
-
-class _TraceActions(NamedTuple):
-    """All actions, rank after rank; `opens`: whether an action begins a row."""
-
-    stage: Indices
-    kind: Indices
-    microbatch: Indices
-    row: Indices
-    opens: Flags
-
-
-class ScheduleTrace(NamedTuple):
-    """A schedule in rows, rank after rank; after the last row of a rank is one that never runs.
-
-    `sources`: for each row, the row on another rank that sends its input; the last row of all
-    stands for none. A pair may have two sources.
-    """
-
-    starts: Indices
-    sources: tuple[Indices, ...]
-    actions: _TraceActions
-
-
-def schedule_makespans(
-    name: str, numbers: tuple[int, int, int], stages: StageRows, costs: Array
-) -> Array:
-    """Seconds of a step for each column of costs; `numbers`: ranks, microbatches and chunks.
-
-    A long schedule is extrapolated from two shorter ones, by the seconds of each further round.
-    """
-    ranks, count, chunks = numbers
-    if not is_long(*numbers):
-        return simulate_trace(_trace(name, ranks, count, chunks), stages, costs)
-    few, many = (each * ranks + count % ranks for each in (_STEADY, _LONGEST))
-    early, late = (
-        simulate_trace(_trace(name, ranks, each, chunks), stages, costs) for each in (few, many)
-    )
-    return late + (late - early) * (count - many) / (many - few)
-
-
-def is_long(num_ranks: int, num_microbatches: int, num_chunks: int) -> bool:
-    """Whether a schedule is extrapolated from shorter ones."""
-    return num_microbatches > _LONGEST * num_ranks
-
-
-@lru_cache(maxsize=64)
-def _trace(name: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> ScheduleTrace:
-    return trace_schedule(named_schedule(name, num_ranks, num_microbatches, num_chunks))
-
-
-def trace_schedule(schedule: Schedule) -> ScheduleTrace:
-    """The rows of a schedule, and which row waits for which."""
-    actions, starts = _actions(schedule)
-    stage, kind, microbatch, row, opens = actions
-    none = int(row[-1]) + 2
-    sends, backwards = kind != _KINDS[WEIGHT_GRAD], (kind > 0).astype(np.int64)
-    # By stage, with one beyond either end: the row of a microbatch's output, and of its gradient.
-    made = np.full((2, schedule.num_stages + 2, schedule.num_microbatches), none)
-    made[backwards[sends], stage[sends] + 1, microbatch[sends]] = row[sends]
-    homes = np.array([-1, *schedule.placement.homes, -1])
-    there = stage + 2 * backwards
-    moves = sends & (homes[there] >= 0) & (homes[there] != homes[stage + 1])
-    sources: list[Indices] = []
-    for which in (moves & opens, moves & ~opens):
-        found = np.full(none + 1, none)
-        found[row[which]] = made[backwards[which], there[which], microbatch[which]]
-        sources.append(found)
-    after = np.append(starts[1:], none) - 1
-    sources[0][after] = after
-    pairs = bool((moves & ~opens).any())
-    return ScheduleTrace(starts, tuple(sources[: 1 + pairs]), actions)
-
-
-def _actions(schedule: Schedule) -> tuple[_TraceActions, Indices]:
-    """All actions, and the first row of each rank."""
-    steps = [step for order in schedule.order for step in order]
-    found = [action for step in steps for action in actions_of(step)]
-    count = len(found)
-    paired = np.fromiter((isinstance(step, Overlap) for step in steps), bool, len(steps))
-    first = np.cumsum(1 + paired) - 1 - paired  # of each step's actions
-    stage = np.fromiter((each[0] for each in found), np.int64, count)
-    kind = np.fromiter((_KINDS[each[1]] for each in found), np.int64, count)
-    microbatch = np.fromiter((each[2] for each in found), np.int64, count)
-    opens = kind != _KINDS[WEIGHT_GRAD]
-    opens[first[paired] + 1] = False
-    begins = first[np.cumsum([0, *map(len, schedule.order[:-1])])]
-    rank = np.zeros(count, np.int64)
-    rank[begins[1:]] = 1
-    row = np.cumsum(opens) - 1 + np.cumsum(rank)
-    return _TraceActions(stage, kind, microbatch, row, opens), row[begins]
-
-
-def simulate_trace(trace: ScheduleTrace, stages: StageRows, costs: Array) -> Array:
-    """Seconds until all ranks are done, for each column of costs."""
-    own, whole = _seconds(trace.actions, stages, costs)
-    lag = stages.lag @ costs
-    source, *others = trace.sources
-    ends = np.full((len(source), costs.shape[1]), -np.inf)
-    done = np.zeros(len(source), bool)
-    done[-1] = True
-    place, now = trace.starts.copy(), np.zeros((len(trace.starts), costs.shape[1]))
-    left = int(trace.actions.opens.sum())
-    while left:
-        ready = done[source[place]]
-        for other in others:
-            ready &= done[other[place]]
-        ranks = np.flatnonzero(ready)
-        assert len(ranks), "a schedule that ends"
-        rows = place[ranks]
-        start = np.maximum(now[ranks], ends[source[rows]] + lag)
-        for other in others:
-            start = np.maximum(start, ends[other[rows]] + lag)
-        ends[rows] = start + own[rows]
-        now[ranks] = start + whole[rows]
-        done[rows] = True
-        place[ranks] += 1
-        left -= len(ranks)
-    return now.max(axis=0)
-
-
-def _seconds(actions: _TraceActions, stages: StageRows, costs: Array) -> tuple[Array, Array]:
-    """Seconds of each row until its result is sent, and until its rank is free."""
-    forward, inputs, weights, _ = stages
-    kinds = np.array([forward, inputs, inputs + weights, weights]) @ costs
-    seconds = kinds[actions.kind, actions.stage]
-    heads = np.flatnonzero(actions.opens)
-    found: list[Array] = []
-    late = (actions.kind == _KINDS[WEIGHT_GRAD])[:, None]
-    for each in (np.where(late, 0.0, seconds), seconds):
-        rows = np.zeros((int(actions.row[-1]) + 3, costs.shape[1]))
-        rows[actions.row[heads]] = np.add.reduceat(each, heads)
-        found.append(rows)
-    return found[0], found[1]
-
-
-# --- The stages of a model, and the longest paths through them
+from fivefold.cost.schedule_trace import StageSeconds, is_long, schedule_makespans
 
 # Ranges of the costs at which paths are compared: input and weight gradients over the forward of a
 # layer; other kinds of layers, and the passes of the head, over the ratio of their FLOPs; a message
@@ -203,46 +44,47 @@ class PipelineTimer:
             count + (shape.mtp if shape.layer_kind(i) == last else 0) for i, count in kinds.items()
         )
         self.paths: dict[tuple[str, int, int, int], Array] = {}
-        self.default_stages: dict[int, StageRows] = {}
-        self.default_spans: dict[int, tuple[range, ...]] = {}
+        self.default_stages: dict[tuple[int, bool], StageRows] = {}
 
-    def spans(self, num_stages: int) -> tuple[range, ...]:
+    def spans(self, num_stages: int, folded: bool) -> tuple[range, ...]:
         """The layers of each stage."""
-        if num_stages not in self.default_spans:
-            self.default_spans[num_stages] = splits.cut_stages(self.shape, num_stages, seq=self.seq)
-        return self.default_spans[num_stages]
+        return splits.cut_stages(self.shape, num_stages, seq=self.seq, folded=folded)
 
     def table(self, name: str, pp: int, chunks: int, microbatches: int) -> Array:
-        """The longest paths of a schedule, one row each."""
+        """The longest paths of a schedule, one row each; none if it cannot run these numbers."""
         asked = (name, pp, chunks, microbatches)
         if asked not in self.paths and _cannot_run(*asked):
-            self.paths[asked] = np.zeros((1, len(self.samples)))
+            self.paths[asked] = np.zeros((0, len(self.samples)))
         if asked not in self.paths:
-            form = PATHS[named(name if pp > 1 else "1f1b").paths]
+            known = named(name if pp > 1 else "1f1b")
             numbers = ScheduleSize(pp, chunks, microbatches, self.samples)
-            self.paths[asked] = longest(
-                form(self._default_stages(pp * chunks), numbers), self.samples
-            )
+            stages = self._default_stages(pp * chunks, known.placement == "V")
+            self.paths[asked] = longest(PATHS[known.paths](stages, numbers), self.samples)
         return self.paths[asked]
 
     def simulated(self, name: str, pp: int, chunks: int, microbatches: int, costs: Array) -> Array:
         """Seconds of the simulated schedule, for each column of costs."""
-        least = (self.table(name, pp, chunks, microbatches) @ costs).max(axis=0)
+        paths = self.table(name, pp, chunks, microbatches)
+        if not len(paths):
+            return np.inf * np.ones(costs.shape[1])
+        least: Array = (paths @ costs).max(axis=0)
         if pp == 1 or name == AUTO or family(name).asynchronous:
             return least
         numbers = (pp, microbatches, chunks)
         different, back = np.unique(costs, axis=1, return_inverse=True)
-        seconds = schedule_makespans(
-            family(name).name, numbers, self._default_stages(pp * chunks), different
-        )
+        rows = self._default_stages(pp * chunks, family(name).placement == "V")
+        kinds = (rows.forward, rows.inputs, rows.weights)
+        stages = StageSeconds(*(each @ different for each in kinds), lag=rows.lag @ different)
+        seconds = schedule_makespans(family(name).name, numbers, stages)
         seconds = seconds[back.ravel()]
         return np.maximum(seconds, least) if is_long(*numbers) else seconds
 
-    def _default_stages(self, num_stages: int) -> StageRows:
+    def _default_stages(self, num_stages: int, folded: bool) -> StageRows:
         """The stages of the runtime's default split."""
-        if num_stages not in self.default_stages:
-            self.default_stages[num_stages] = self.stages(self.spans(num_stages))
-        return self.default_stages[num_stages]
+        key = num_stages, folded
+        if key not in self.default_stages:
+            self.default_stages[key] = self.stages(self.spans(*key))
+        return self.default_stages[key]
 
     def stages(self, spans: Sequence[range]) -> StageRows:
         """How many layers of each kind every stage has, and which one has the head."""
@@ -300,7 +142,8 @@ def pipeline_seconds(
 ) -> Array:
     """Seconds of the pipeline of every layout; `costs` are in the order of a path's row.
 
-    By the longest paths, which are a lower bound, or `simulated`, which takes longer.
+    By the longest paths, which are a lower bound, or `simulated`, which takes longer. A schedule
+    that cannot run the numbers of a layout never ends.
     """
     pp = grid.pp if grid.pp.min() < grid.pp.max() else grid.pp[:1]  # all are alike in a search
     columns = np.broadcast_arrays(grid.schedule, pp, grid.chunks, grid.microbatches)
@@ -312,11 +155,15 @@ def pipeline_seconds(
     if simulated:
         return _simulated(found, asked, np.array([np.broadcast_to(each, size) for each in costs]))
     tables = [found.table(*each) for each in asked]
-    most = max(map(len, tables))
-    paths = np.array([table[np.minimum(np.arange(most), len(table) - 1)] for table in tables])
+    never = np.where([len(table) for table in tables], 0.0, np.inf)
+    paths = np.zeros((len(tables), max(1, *map(len, tables)), len(costs)))
+    for row, table in zip(paths, tables, strict=True):
+        row[: len(table)] = table
     if grid.pp.ndim == 1:
-        return np.einsum("nkq,qn->nk", paths, [np.broadcast_to(c, size) for c in costs]).max(axis=1)
-    return _block_seconds(paths, columns[0].shape, costs)
+        spread = [np.broadcast_to(each, size) for each in costs]
+        return np.einsum("nkq,qn->nk", paths, spread).max(axis=1) + never
+    seconds = _block_seconds(paths, columns[0].shape, costs)
+    return seconds + never.reshape(1, *columns[0].shape[1:3], 1, 1, 1)
 
 
 def _simulated(found: PipelineTimer, asked: list[tuple[str, int, int, int]], costs: Array) -> Array:

@@ -92,7 +92,6 @@ class StackMemory:
     context_bytes: float = 1.5 * GIB  # outside of the pool: CUDA, NCCL and libraries
     fragments: float = 0.05  # share of activations that the allocator loses to fragmentation
     cache: AllocatorCache | None = None
-    band: float = 0.08  # how far estimates are off: the mean error of measured peaks
 
 
 # `train` without a compiler, as counted by running the program on meta tensors. The loss holds

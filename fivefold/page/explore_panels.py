@@ -167,9 +167,9 @@ def _drawn_map(view: View, groups: dict[str, tuple[int, ...]], rank: int) -> Ite
 # The numbers that decide.
 
 _VERDICTS = {
-    "fits": "further below the GPU's memory than estimates may be off",
-    "tight": "nearer to the GPU's memory, above or below, than estimates may be off",
-    "does not fit": "further above the GPU's memory than estimates may be off",
+    "fits": "within the usable share of the GPU's memory",
+    "tight": "above the usable share, within the GPU's memory",
+    "does not fit": "more than the GPU's memory",
 }
 
 

@@ -95,22 +95,24 @@ def _ranked(job: State, found: PlanResult) -> View:
     def state_of(plan: Plan) -> State:  # that a click on this plan opens
         return replace(job, **keys_of(plan))
 
-    states = sorted((state_of(one.plan) for one in found.plans), key=lambda s: s.estimate().step)
-    first = states[0].estimate()
-    rival = states[1].estimate() if len(states) > 1 else None
+    choice, *others = (state_of(one.plan) for one in found.plans)
+    states = [choice, *sorted(others, key=lambda state: state.estimate().step)]
+    first = choice.estimate()
+    rival = None if found.rival is None else state_of(found.rival.plan).estimate()
     # The fastest is on the front even if it took too long to be simulated twice.
-    front = dict.fromkeys([*(state_of(one.plan) for one in found.front), states[0]])
+    fastest = min(states, key=lambda state: state.estimate().step)
+    front = dict.fromkeys([*(state_of(one.plan) for one in found.front), fastest])
     return {
         "candidates": found.candidates,
         "passed_over": found.passed_over,
-        "layouts": [_entry(one, states[0]) for one in states],
-        "front": [_entry(one, states[0]) for one in front],
-        "because": plan_text.reasons_text(first, compare_neighbours(first), rival),
+        "layouts": [_entry(one, choice, fastest.estimate().step) for one in states],
+        "front": [_entry(one, choice, fastest.estimate().step) for one in front],
+        "because": plan_text.reasons_text(first, compare_neighbours(first), rival, found.simpler),
         "notes": [*found.request.notes, *_stage_layers_note(found.plans[0], first)],
     }
 
 
-def _entry(state: State, first: State) -> View:
+def _entry(state: State, first: State, fastest: float) -> View:
     """One layout: its cost, what it loses to the first, and the keys that a click sets."""
     one, texts = state.estimate(), state.params()
     layout, batch = one.plan.layout, one.plan.batch
@@ -126,7 +128,7 @@ def _entry(state: State, first: State) -> View:
         "tokens_per_s_per_gpu": one.tokens_per_s_per_gpu,
         "mfu": one.mfu,
         "bubble": one.bubble,
-        "loses": "" if state == first else plan_text.loses(one, first.estimate()),
+        "loses": "" if state == first else plan_text.loses(one, first.estimate(), fastest),
         "set": {name: texts.get(name, "") for name in (*LAYOUT, "also")},
     }
 

@@ -1,7 +1,9 @@
-"""The best plans for a job whose layout is open: request, search, simulate, rank.
+"""The best plans for a job whose layout is open: request, search, simulate, rank, choose.
 
 A search ranks millions of layouts by bounds. The best of them become plan options again, are
-resolved, and are simulated one by one; that decides the order in which they are shown.
+resolved, and are simulated one by one; that decides the order in which they are shown. Layouts that
+differ from the fastest by less than estimates can tell are equal, and the simplest of them is the
+first choice.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from fivefold.core import legality, models, rules
+from fivefold.core.batch import default_batch
 from fivefold.core.errors import FivefoldError
 from fivefold.core.layout import MOST_RANKS, Layout
 from fivefold.core.machine import Machine
@@ -26,9 +29,12 @@ from fivefold.cost.grid import (
     LayoutGrid,
     require_possible_imbalance,
 )
+from fivefold.cost.possible import require_room
 from fivefold.cost.stack import BY_KERNELS
 from fivefold.cost.stack_presets import OUR_OWN, load_preset
-from fivefold.planner.estimate import Estimate, estimate_plan, rebalance_stages
+from fivefold.planner.accuracy import accuracy
+from fivefold.planner.estimate import Estimate, estimate_plan
+from fivefold.planner.first_choice import first_choice, is_same, tp_leaves_domain, why_simpler
 from fivefold.planner.search import EstimateSetting, LayoutCandidate, SearchResult, search_layouts
 from fivefold.planner.space import SearchSpace
 
@@ -93,8 +99,6 @@ OBJECTIVES = ("tokens", "gpus", "gpu-hours")
 _CANDIDATES_PER_PLAN = 12
 _MOST_FRONT = 5
 _MOST_ACTIONS = 30_000  # of a schedule that is simulated only for the front
-_LEAST_TOKENS = 4 << 20  # per step, by default
-_TOKENS_PER_GPU = 1 << 10
 
 
 @dataclass(frozen=True)
@@ -114,14 +118,37 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class PlanResult:
-    """Plans by their simulated step, the fastest first, and how many layouts were estimated."""
+    """The first choice, then other plans by their simulated steps, and how many layouts were
+    estimated. The first choice is the simplest of those that are equal to the fastest."""
 
     request: PlanRequest
     plans: tuple[Estimate, ...]
+    fastest: Estimate
     front: tuple[Estimate, ...]  # each more memory for less time
     candidates: int
     passed_over: int
     seconds: float
+
+    @property
+    def rival(self) -> Estimate | None:
+        """The fastest, or the next best if that is the first choice."""
+        if self.fastest is not self.plans[0]:
+            return self.fastest
+        return self.plans[1] if len(self.plans) > 1 else None
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What is wrong with the first choice, though nothing better fits."""
+        first, machine = self.plans[0], self.request.setting.machine
+        if not tp_leaves_domain(first):
+            return ()
+        why = "as given" if "tp" in (self.request.space.fixed or {}) else "nothing else fits"
+        return (f"tp={first.plan.layout.tp} leaves {machine.tiers[0].name}: {why}",)
+
+    @property
+    def simpler(self) -> str:
+        """In what the first choice is simpler than the fastest; empty if it is the fastest."""
+        return why_simpler(self.plans[0], self.fastest)
 
 
 def estimate_setting(
@@ -170,7 +197,7 @@ def plan_request(
     require_possible_imbalance(shape, imbalance)
     gpus = options.gpus or 1
     seq = options.seq if options.seq is not None else min(8192, shape.max_seq)
-    batch = default_batch(gpus, seq) if options.batch is None else options.batch
+    batch = default_batch(gpus, seq, shape) if options.batch is None else options.batch
     reasons = legality.problems(Layout(), shape, seq=seq, batch=batch, microbatch_size=1)
     reasons += list(rules.bad_counts({"seq": seq, "gpus": gpus}).values())
     if reasons:
@@ -193,41 +220,47 @@ def domain_sizes(machine: Machine) -> tuple[int, ...]:
     return tuple(tier.size for tier in machine.tiers if tier.size)
 
 
-def default_batch(gpus: int, seq: int) -> int:
-    """Sequences per step: 4 Mi tokens, or 1 Ki per GPU if that is more, divisible by the odd part
-    of the number of GPUs."""
-    tokens = max(_LEAST_TOKENS, _TOKENS_PER_GPU * gpus)
-    odd = gpus
-    while odd % 2 == 0 and odd:
-        odd //= 2
-    return -(-max(1, tokens // seq) // max(1, odd)) * max(1, odd)
-
-
 def best_plans(request: PlanRequest, top: int, on_progress: Progress | None = None) -> PlanResult:
-    """Search, simulate the best candidates and rank them by that; raise if nothing fits."""
+    """Search, simulate the best candidates, rank them by that and put the simplest of equal ones
+    first; raise if nothing fits."""
+    shown = max(1, top)
+    keep, equal = shown * _CANDIDATES_PER_PLAN, accuracy().equal
     result = search_layouts(
-        request.space, request.setting, max(1, top) * _CANDIDATES_PER_PLAN, on_progress
+        request.space, request.setting, keep, on_progress, shown=shown, equal=equal
     )
     if not result.best:
         raise FivefoldError(_refusal(request, result))
     # A search counts what is in flight by closed forms; a plan's own schedule may hold more.
-    estimates = _simulated(request, _distinct(result.best))
-    fitting = islice((one for one in estimates if one.over <= 0), top)
-    simulated = sorted(fitting, key=lambda one: one.step)
-    if not simulated:
+    estimates = (_estimated(request, one) for one in _distinct(result.best))
+    ranked = [*islice((one for one in estimates if one.over <= 0), shown)]
+    if not ranked:
         raise FivefoldError(_refusal(request, result))
-    simulated[0] = rebalance_stages(simulated[0])
+    ranked.sort(key=_rank)
+    first = first_choice(
+        request.space, request.setting, result, ranked[0], lambda one: _estimated(request, one)
+    )
+    others = [one for one in ranked if not is_same(one, first)]
+    plans = (first, *others)[:top]
     fitting = [one for one in result.front if one.bytes <= request.setting.capacity]
     front = _front(request, fitting)
-    numbers = (result.candidates, result.passed_over, result.seconds)
-    return PlanResult(request, tuple(simulated), tuple(_restored_front(front)), *numbers)
+    for each in (*plans, *front):
+        require_room(each.name, each.memory, request.setting.machine.memory)
+    return PlanResult(
+        request,
+        plans=plans,
+        fastest=min(first, ranked[0], key=lambda one: one.step),
+        front=tuple(_restored_front(front)),
+        candidates=result.candidates,
+        passed_over=result.passed_over,
+        seconds=result.seconds,
+    )
 
 
 def _front(request: PlanRequest, found: list[LayoutCandidate]) -> tuple[Estimate, ...]:
     """Some of the front, simulated; without those that turn out slower than the bound of a
     candidate with less memory."""
     few = _some(found)
-    pairs = zip(few, _simulated(request, few), strict=True)
+    pairs = [(one, _estimated(request, one)) for one in few]
     return tuple(
         each
         for one, each in pairs
@@ -251,22 +284,22 @@ def _distinct(found: list[LayoutCandidate]) -> list[LayoutCandidate]:
     """The best of those that differ only in chunks or in what changes nothing, in order."""
     groups: dict[tuple[float, ...], LayoutCandidate] = {}
     for one in sorted(found, key=_sort_key):
-        grid = one.grid
-        columns = (grid.tp, grid.cp, grid.pp, grid.dp, grid.ep, grid.etp, grid.microbatch_size)
-        key = tuple(each.item() for each in (*columns, grid.recompute, grid.schedule))
-        groups.setdefault(key, one)
+        groups.setdefault(one.choice, one)
     return list(groups.values())
 
 
 def _sort_key(one: LayoutCandidate) -> tuple[float, ...]:
     """Seconds to four digits, then the index of the context kind, then bytes."""
-    return float(f"{one.seconds:.4g}"), one.grid.context.item(), one.bytes
+    return one.rounded, one.grid.context.item(), one.bytes
 
 
-def _simulated(request: PlanRequest, found: list[LayoutCandidate]) -> Iterator[Estimate]:
-    for one in found:
-        plan = resolve(options_of(one.grid, request.options))
-        yield estimate_plan(plan, request.setting)
+def _rank(one: Estimate) -> tuple[float, float]:
+    """By the step, up to rounding, then by bytes."""
+    return float(f"{one.step:.9g}"), one.total
+
+
+def _estimated(request: PlanRequest, one: LayoutCandidate) -> Estimate:
+    return estimate_plan(resolve(options_of(one.grid, request.options)), request.setting)
 
 
 def _restored_front(found: tuple[Estimate, ...]) -> Iterator[Estimate]:
@@ -289,13 +322,16 @@ def _refusal(request: PlanRequest, result: SearchResult) -> str:
             f"{head}: no legal layout{given} for a global batch of {space.batch:,} sequences of "
             f"{space.seq:,} tokens; change --batch, --gpus or --fix"
         )
-    lean = result.leanest
-    need = f"{lean.bytes / 2**30:,.1f} GiB of {setting.capacity / 2**30:,.1f}"
+    lean, memory = result.leanest, setting.machine.memory
+    need = f"needs {lean.bytes / 2**30:,.1f} GiB of {memory / 2**30:,.1f} a GPU"
     way = "lower the batch, the sequence or --headroom, or fix less"
     if enough := gpus_needed(request):
         way = f"it takes {enough:,} GPUs"
-    leanest = f"the leanest layout, {layout_of(lean.grid)}, needs {need} a GPU"
-    return f"{head} does not fit: {leanest}; {way}"
+    leanest = f"the leanest layout, {layout_of(lean.grid)}, {need}"
+    if lean.bytes > memory:
+        return f"{head} does not fit: {leanest}; {way}"
+    usable = f"of which {setting.capacity / 2**30:,.1f} may be used"
+    return f"{head} is tight: {leanest}, {usable}; {way}, or a lower --headroom"
 
 
 def gpus_needed(request: PlanRequest) -> int | None:

@@ -1,6 +1,7 @@
 """Comparisons of one job with itself: one axis at a time, sweeps, and what-if changes.
 
-- `single_axis_strategies`: each axis alone on the same GPUs, with its batch, memory and time.
+- `single_axis_strategies`: each axis alone on the same GPUs, at its best, with its batch, memory
+  and time.
 - `sweep`: the best layout of each strategy along sequence lengths, GPUs or tensor ranks.
 - `parse_changes` and what follows: the same job on another machine, with more GPUs, longer
   sequences or a larger batch.
@@ -19,12 +20,12 @@ from fivefold.core.errors import FivefoldError, UnknownName
 from fivefold.core.layout import Layout
 from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.core.precision import PRECISIONS
-from fivefold.core.rules import divisors, problems
+from fivefold.core.rules import divisors
 from fivefold.cost.collectives import predict_traffic
 from fivefold.cost.grid import RECOMPUTE
 from fivefold.planner import PlanRequest, Progress, options_of
 from fivefold.planner.estimate import Estimate, estimate_plan
-from fivefold.planner.search import search_layouts
+from fivefold.planner.search import LayoutCandidate, search_layouts
 from fivefold.planner.space import tensor_degrees
 
 
@@ -39,7 +40,9 @@ class StrategyTraffic(NamedTuple):
 
 @dataclass(frozen=True)
 class Strategy:
-    """One axis alone, at its largest degree; data parallelism has the other GPUs."""
+    """One axis alone, at its best: data parallelism has the other GPUs, and its degree, ZeRO stage,
+    schedule, microbatches and recomputation are those of the fastest layout that fits, or of the
+    one with least memory."""
 
     name: str
     layout: Layout
@@ -51,57 +54,37 @@ class Strategy:
 
 def single_axis_strategies(request: PlanRequest) -> Iterator[Strategy]:
     """Every axis alone for this model."""
-    gpus = request.space.gpus
     for zero in range(4):
-        yield _strategy(request, f"ZeRO-{zero}" if zero else "DP", Layout(shard=gpus, zero=zero))
-    for name, sp in (("TP", False), ("TP+SP", True)):
-        yield _largest(request, name, "tp", Layout(sp=sp, zero=0))
-    yield _largest(request, "PP", "pp", Layout(zero=0))
-    yield _largest(request, "CP", "cp", Layout(zero=0))
+        yield _strategy(request, f"ZeRO-{zero}" if zero else "DP", "dp", {"zero": zero})
+    for name, sp in (("TP", 0), ("TP+SP", 1)):
+        yield _strategy(request, name, "tp", {"sp": sp})
+    yield _strategy(request, "PP", "pp", {})
+    yield _strategy(request, "CP", "cp", {})
     if request.shape.moe is not None:
-        yield _largest(request, "EP", "ep", Layout(zero=0))
+        yield _strategy(request, "EP", "ep", {})
 
 
-def _largest(request: PlanRequest, name: str, axis: str, base: Layout) -> Strategy:
-    """The axis with the largest degree that the model and the GPUs allow."""
-    gpus, seq = request.space.gpus, request.space.seq
-    for degree in reversed(divisors(gpus)):
-        rest = gpus if axis == "ep" else gpus // degree
-        layout = replace(base, **{axis: degree}, shard=rest)
-        if not problems(layout, request.shape, seq=seq):
-            return _strategy(request, name, layout)
-    raise AssertionError("a degree of 1 is always legal")
-
-
-def _strategy(request: PlanRequest, name: str, layout: Layout) -> Strategy:
-    least = layout.dp * layout.pp
-    try:
-        plan = resolve(_options(request, layout))
-    except FivefoldError as error:
-        return Strategy(name, layout, least, None, (), _first_reason(error))
-    return Strategy(name, layout, least, estimate_plan(plan, request.setting), _traffic(plan))
-
-
-def _options(request: PlanRequest, layout: Layout) -> PlanOptions:
-    return replace(
-        request.options,
-        layout=str(layout),
-        zero=layout.zero,
-        sp=layout.sp,
-        schedule="1f1b",
-        recompute="none",
-        context="zigzag",
-        chunks=None,
-        microbatches=None,
-        microbatch_size=1,
-        batch=request.space.batch,
-        gpus=layout.world,
-    )
-
-
-def _first_reason(error: FivefoldError) -> str:
-    reasons = getattr(error, "reasons", None)
-    return reasons[0] if reasons else str(error)
+def _strategy(request: PlanRequest, name: str, axis: str, fixed: Mapping[str, int]) -> Strategy:
+    """The best layout with this axis and no other but data."""
+    gpus = request.space.gpus
+    others = {each: 1 for each in ("tp", "pp", "cp", "ep") if each != axis}
+    degrees = [gpus] if axis == "dp" else divisors(gpus)[1:]
+    fits: list[LayoutCandidate] = []
+    lean: list[LayoutCandidate] = []
+    for degree in degrees:
+        named = {"offload": "none", **others, **fixed, axis: degree}
+        found = search_layouts(replace(request.space, fixed=named), request.setting, 1)
+        fits += found.best
+        lean += [] if found.leanest is None else [found.leanest]
+    one = min(fits, key=lambda one: one.seconds, default=None)
+    one = one or min(lean, key=lambda one: one.bytes, default=None)
+    if one is None:
+        why = f"no legal degree for {request.space.batch:,} sequences on {request.space.gpus_text}"
+        return Strategy(name, Layout(shard=gpus), gpus, None, (), why)
+    plan = resolve(options_of(one.grid, request.options))
+    least = plan.layout.dp * plan.layout.pp
+    look = estimate_plan(plan, request.setting)
+    return Strategy(name, plan.layout, least, look, _traffic(plan))
 
 
 def _traffic(plan: Plan) -> tuple[StrategyTraffic, ...]:
@@ -144,7 +127,7 @@ class SweepPoint:
 
     @property
     def fits(self) -> bool:
-        return self.estimate is not None and self.estimate.over <= 0
+        return self.estimate is not None and self.estimate.verdict != "does not fit"
 
 
 def parse_sweep(text: str) -> tuple[str, list[int]]:

@@ -3,34 +3,37 @@
 Bounds rank millions of layouts; what is printed or written is simulated. The clock runs the plan's
 own schedule with the seconds of each of its stages, head included. What surrounds the pipeline
 (data axis, optimizer, fixed seconds) comes from `cost.step_time`.
-
-`rebalance_stages` moves layers between the stages of a plan, one by one, as long as the longest
-path gets shorter; the simulation decides whether that was a gain. No stage gets more layers than
-the largest one has, and the first gets none, so memory is no worse.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise, product
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 from fivefold.core.count import repeated_flops, training_flops
-from fivefold.core.plan import Plan, resolve
+from fivefold.core.plan import Plan
 from fivefold.core.recompute import Recompute
-from fivefold.core.schedule import FORWARD, INPUT_GRAD, WEIGHT_GRAD
+from fivefold.core.schedule import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Schedule
 from fivefold.core.schedule.clock import Costs, Timeline, memory_levels, play
 from fivefold.core.shape import LayerKind
 from fivefold.cost import COMPUTE
 from fivefold.cost.layer_time import LayerTimer, LayerTimes, TimeParts
-from fivefold.cost.longest_paths import PATHS, ScheduleSize
 from fivefold.cost.memory import peak_memory, verdict
-from fivefold.cost.pipeline_time import pipeline_timer
-from fivefold.cost.step_time import launch_bound_layer, path_costs, step_time
+from fivefold.cost.possible import require_possible_memory, require_possible_time
+from fivefold.cost.schedule_trace import (
+    ScheduleTrace,
+    StageSeconds,
+    named_trace,
+    simulate_trace,
+    trace_schedule,
+)
+from fivefold.cost.step_time import launch_bound_layer, step_time
+from fivefold.planner.accuracy import Accuracy, accuracy
 from fivefold.planner.rank_memory import Bytes, memory_by_pipeline_rank, rank_memory
 from fivefold.planner.search import EstimateSetting, plan_arguments
 
@@ -47,7 +50,13 @@ class SimulatedStep:
     step: float
     parts: Seconds
     bubble: float
-    timeline: Timeline
+    schedule: Schedule
+    costs: Costs  # of its stages
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """When every action starts and ends: many, so they are played only if asked for."""
+        return play(self.schedule, self.costs)
 
 
 class _Stage(NamedTuple):
@@ -82,18 +91,39 @@ def simulate_step(
         *(tuple(sum(part.values()) for part in column) for column in zip(*stages, strict=True)),
         transfer=(float(work.message().item()),) * len(stages),
     )
-    timeline = play(plan.schedule, costs)
-    parts = _busiest(timeline, stages)
+    trace, seconds = _trace(plan), _stage_seconds(costs)
+    makespan = float(simulate_trace(trace, seconds).item())
+    parts = _busiest(trace, seconds, stages)
     if plan.layout.pp > 1 and not plan.schedule.asynchronous:
         # Messages are visible at least in the fill and drain; the rest is waiting.
-        waits = timeline.makespan - sum(parts.values())
-        parts["pp"] = min(waits, 2 * (plan.layout.pp - 1) * costs.transfer[0])
+        waits = makespan - sum(parts.values())
+        parts["pp"] = max(0.0, min(waits, 2 * (plan.layout.pp - 1) * costs.transfer[0]))
         parts["bubble"] = waits - parts["pp"]
     parts = {name: seconds * setting.stack.factor for name, seconds in parts.items()}
     known = around.parts
     parts |= {name: float(known[name].item()) for name in _AROUND if name in known}
     step = sum(parts.values())
-    return SimulatedStep(step, parts, parts.get("bubble", 0.0) / step, timeline)
+    require_possible_time(_name(plan, setting), step, parts)
+    return SimulatedStep(step, parts, parts.get("bubble", 0.0) / step, plan.schedule, costs)
+
+
+def _trace(plan: Plan) -> ScheduleTrace:
+    """The plan's own schedule, as the simulation reads it."""
+    if plan.layout.pp > 1 and not plan.family.is_named:
+        return trace_schedule(plan.schedule)
+    return named_trace(
+        plan.family.name, plan.layout.pp, plan.batch.microbatches, plan.layout.chunks
+    )
+
+
+def _stage_seconds(costs: Costs) -> StageSeconds:
+    columns = (np.array(each)[:, None] for each in (costs.forward, costs.backward, costs.weight))
+    return StageSeconds(*columns, lag=np.array(costs.transfer[:1]))
+
+
+def _name(plan: Plan, setting: EstimateSetting) -> str:
+    """The job as errors name it."""
+    return f"{plan.shape.name} on {setting.machine.name}, {plan.layout}, {plan.schedule.name}"
 
 
 def rank_seconds_alone(plan: Plan, setting: EstimateSetting, rank: int) -> float:
@@ -157,20 +187,15 @@ def _sum(parts: Iterable[TimeParts]) -> Seconds:
     return dict(found)
 
 
-def _busiest(timeline: Timeline, stages: list[_Stage]) -> Seconds:
+def _busiest(trace: ScheduleTrace, seconds: StageSeconds, stages: list[_Stage]) -> Seconds:
     """Seconds of the busiest pipeline rank in a step, by part."""
-    schedule = timeline.schedule
-    busy = [sum(e) - sum(s) for s, e in zip(timeline.starts, timeline.ends, strict=True)]
-    actions = schedule.actions(busy.index(max(busy)))
-    times = Counter((action.stage, action.kind) for action in actions)
+    counts = trace.counts[(trace.counts @ seconds.table).argmax()]
+    forwards, inputs, wholes, weights = counts[:-1].reshape(4, len(stages))
     found: defaultdict[str, float] = defaultdict(float)
-    for (number, kind), count in times.items():
-        stage = stages[number]
-        shares = {FORWARD: (stage.forward,), INPUT_GRAD: (stage.backward,)}
-        shares[WEIGHT_GRAD] = (stage.weight,)
-        for part in shares.get(kind, (stage.backward, stage.weight)):
-            for name, seconds in part.items():
-                found[name] += count * seconds
+    for times, place in ((forwards, 0), (inputs + wholes, 1), (weights + wholes, 2)):
+        for number in np.flatnonzero(times):
+            for name, each in stages[number][place].items():
+                found[name] += float(times[number]) * each
     return dict(found)
 
 
@@ -193,7 +218,18 @@ class Estimate:
     host: float  # bytes that offload keeps in host memory
     disk: float  # and on local disks
     verdict: str
-    timeline: Timeline = field(repr=False)  # of the simulated pipeline
+    simulated: SimulatedStep = field(repr=False)
+    accuracy: Accuracy = field(default_factory=accuracy, repr=False)  # how far it may be off
+
+    @property
+    def name(self) -> str:
+        """The job as errors name it."""
+        return _name(self.plan, self.setting)
+
+    @property
+    def timeline(self) -> Timeline:
+        """Of the simulated pipeline."""
+        return self.simulated.timeline
 
     @property
     def offload(self) -> str:
@@ -212,7 +248,7 @@ class Estimate:
 
     @property
     def over(self) -> float:
-        """Bytes above the capacity; negative if the plan fits."""
+        """Bytes above the usable share of the memory; negative if the plan fits."""
         return self.total - self.setting.capacity
 
     @property
@@ -261,6 +297,7 @@ def estimate_plan(plan: Plan, setting: EstimateSetting) -> Estimate:
     memory = {name: float(np.asarray(each).item()) for name, each in peak.parts.items()}
     if setting.stack.runs_plans:  # other people's stacks cut stages and cache in their own ways
         memory = max(memory_by_pipeline_rank(plan, setting), key=lambda one: sum(one.values()))
+    require_possible_memory(_name(plan, setting), memory)
     total = np.array([sum(memory.values())])
     return Estimate(
         plan=plan,
@@ -271,8 +308,8 @@ def estimate_plan(plan: Plan, setting: EstimateSetting) -> Estimate:
         memory=memory,
         host=float(np.asarray(peak.host).item()),
         disk=float(np.asarray(peak.disk).item()),
-        verdict=str(verdict(total, peak.band, setting.machine).item()),
-        timeline=simulated.timeline,
+        verdict=str(verdict(total, setting.capacity, setting.machine).item()),
+        simulated=simulated,
     )
 
 
@@ -299,67 +336,3 @@ def rank_timeline(plan: Plan, setting: EstimateSetting, rank: int) -> list[Plann
         PlannedAction(str(step), start, end, stays + parts["activations"] * level / most)
         for step, start, end, level in rows
     ]
-
-
-# --- Rebalanced stages
-
-StageSizes = tuple[int, ...]  # layers of each stage
-_MOST_MOVES = 8
-_LEAST_GAIN = 1e-3  # share of a step: less is not worth a plan with explicit stages
-
-
-def rebalance_stages(chosen: Estimate) -> Estimate:
-    """The plan with other stages, if they make it faster."""
-    plan = chosen.plan
-    if plan.layout.pp == 1 or not plan.family.is_named or plan.stage_layers is not None:
-        return chosen
-    given = tuple(map(len, plan.stages))
-    best = _best_sizes(chosen, given)
-    if best == given:
-        return chosen
-    options = replace(plan.options, stage_layers=",".join(map(str, best)))
-    other = estimate_plan(resolve(options), chosen.setting)
-    return other if other.step < (1 - _LEAST_GAIN) * chosen.step else chosen
-
-
-def _best_sizes(chosen: Estimate, given: StageSizes) -> StageSizes:
-    """Make the best move, as long as one helps."""
-    seconds = _LongestPath(chosen)
-    best, least = given, seconds.of(given)
-    for _ in range(_MOST_MOVES):
-        found = {sizes: seconds.of(sizes) for sizes in _moves(best, given)}
-        if not found or min(found.values()) >= least:
-            break
-        best = min(found, key=found.__getitem__)
-        least = found[best]
-    return best
-
-
-def _moves(sizes: StageSizes, given: StageSizes) -> Iterator[StageSizes]:
-    """Move a layer from an end or a full stage to the last stage or one that has room."""
-    last, most = len(sizes) - 1, max(given)
-    full = [place for place, size in enumerate(sizes) if size == most]
-    room = [place for place in range(1, len(sizes)) if sizes[place] < most]
-    givers = {0, last, *full[:1], *full[-1:]}
-    takers = {last, *room[:2], *room[-2:]} & set(room)
-    if sizes[0] < given[0]:
-        takers.add(0)
-    for giver, taker in product(givers, takers):
-        if giver != taker and sizes[giver] > 1:
-            step = {giver: -1, taker: 1}
-            yield tuple(size + step.get(place, 0) for place, size in enumerate(sizes))
-
-
-class _LongestPath:
-    """Seconds of the longest path of one plan with any stage sizes."""
-
-    def __init__(self, chosen: Estimate) -> None:
-        plan, layout, batch = chosen.plan, chosen.plan.layout, chosen.plan.batch
-        costs = path_costs(LayerTimer(*plan_arguments(plan, chosen.setting)))
-        self.costs = np.array([float(np.asarray(each).item()) for each in costs])[:, None]
-        self.timer, self.paths = pipeline_timer(plan.shape, batch.seq), PATHS[plan.family.paths]
-        self.size = ScheduleSize(layout.pp, layout.chunks, batch.microbatches, self.costs)
-
-    def of(self, sizes: StageSizes) -> float:
-        spans = [range(start, stop) for start, stop in pairwise((0, *accumulate(sizes)))]
-        return float((self.paths(self.timer.stages(spans), self.size) @ self.costs).max())

@@ -1,8 +1,9 @@
-"""Why a layout and not its neighbours: change one degree and compare the estimates.
+"""Why a layout and not its neighbours: change one thing, choose the rest again, and compare.
 
-The GPUs and the global batch stay the same. Another axis takes or gives the factor, and the choices
-that do not fix the degrees (ZeRO stage, recomputation, microbatch size, schedule) are made again:
-a neighbour is the best layout near the given one with the changed degree.
+The GPUs and the global batch stay the same. Where a degree is changed, another axis takes or gives
+the factor. The choices that do not fix the degrees (ZeRO stage, recomputation, microbatch size,
+schedule) are made again, by closed forms. So a neighbour is the best layout near the given one with
+the changed value. Its step is simulated like those of a search, so that sentences and tables agree.
 """
 
 from __future__ import annotations
@@ -40,10 +41,12 @@ class Neighbour:
     value: int | str
     layout: Layout | None = None
     recompute: str = ""
+    microbatch_size: int = 0
+    schedule: str = ""
     refused: str = ""
     seconds: float = 0.0  # of a step, more than the given layout
     parts: Seconds | None = None  # the same by part
-    over: float = 0.0  # bytes above the capacity
+    over: float = 0.0  # bytes above the usable share of the memory
     memory: Bytes | None = None  # bytes more than the given layout, by category
     tier: str = ""  # the slowest link that the changed axis crosses
 
@@ -66,19 +69,59 @@ class _Variant(NamedTuple):
     schedule: str
 
 
+class _Question(NamedTuple):
+    """One changed value, with all layouts that have it, or the rule that forbids them."""
+
+    axis: str
+    value: int | str
+    legal: list[_Variant]
+    refused: str = ""
+
+
 def compare_neighbours(chosen: Estimate) -> list[AxisComparison]:
     """Compare every axis of the layout with its neighbours."""
+    asked = [(axis, value, tier, list(each)) for axis, value, tier, each in _questions(chosen)]
+    found = iter(_answers(chosen, [one for *_, questions in asked for one in questions]))
+    return [
+        AxisComparison(axis, value, tier, tuple(next(found) for _ in questions))
+        for axis, value, tier, questions in asked
+    ]
+
+
+def _questions(chosen: Estimate) -> Iterator[tuple[str, int | str, str, Iterator[_Question]]]:
+    """What to compare, each with its value and the link that it crosses."""
     plan, layout = chosen.plan, chosen.plan.layout
-    own = _estimated(chosen, [_variant_of(plan)])
-    found: list[AxisComparison] = []
     for axis in ("tp", "cp", "pp", "ep") if plan.shape.moe else ("tp", "cp", "pp"):
         degree = getattr(layout, axis)
-        near = tuple(_neighbour(chosen, own, axis, other) for other in _degrees(degree))
-        near = tuple(one for one in near if not _tells_nothing(one, degree))
-        tier = _tier(layout, axis, chosen.setting) if degree > 1 else ""
-        found.append(AxisComparison(axis, degree, tier, near))
-    found += _other_choices(chosen, own)
-    return found
+        near = (_degree_question(plan, axis, other) for other in _degrees(degree))
+        # Where the axis is not used and cannot be, a neighbour tells nothing.
+        near = (one for one in near if degree > 1 or one.legal)
+        yield axis, degree, _tier(layout, axis, chosen.setting) if degree > 1 else "", near
+    variants = [*_variants(plan, layout, [(plan.options.schedule, layout.chunks)])]
+    variants = [one for each in variants for one in _recomputed(each)]
+    if layout.shard * layout.cp > 1:
+        near = (
+            _choice_question(plan, "zero", zero, [v for v in variants if v.layout.zero == zero])
+            for zero in range(4)
+            if zero != layout.zero
+        )
+        yield "zero", layout.zero, _tier(layout, "fsdp", chosen.setting), near
+    kind, rows = str(plan.recompute.usual), plan.batch.microbatch_size
+    near = (
+        _choice_question(plan, "recompute", other, [v for v in variants if v.recompute == other])
+        for other in RECOMPUTE
+        if other != kind
+    )
+    yield "recompute", kind, "", near
+    sizes = [rows * 2, *([rows // 2] if rows % 2 == 0 else [])]
+    near = (
+        _choice_question(
+            plan, "microbatch", size, [v for v in variants if v.microbatch_size == size]
+        )
+        for size in sizes
+        if rows * plan.batch.microbatches % size == 0 and size <= _MOST_MICROBATCH_SIZE
+    )
+    yield "microbatch", rows, "", near
 
 
 def _degrees(degree: int) -> list[int]:
@@ -87,68 +130,41 @@ def _degrees(degree: int) -> list[int]:
     return [*others, *([degree // 2] if degree % 2 == 0 else []), 2 * degree]
 
 
-def _tells_nothing(one: Neighbour, degree: int) -> bool:
-    """Whether a neighbour tells nothing: the axis is not used and cannot be."""
-    return degree == 1 and bool(one.refused)
-
-
-def _other_choices(chosen: Estimate, own: _VariantCosts) -> Iterator[AxisComparison]:
-    """ZeRO stages, recomputation and microbatches, each changed alone."""
-    plan, layout = chosen.plan, chosen.plan.layout
-    mine = _variant_of(plan)
-    if layout.shard * layout.cp > 1:
-        stages = [(zero, replace(layout, zero=zero)) for zero in range(4) if zero != layout.zero]
-        near = [
-            _single_change(chosen, own, "zero", n, mine._replace(layout=one)) for n, one in stages
-        ]
-        yield AxisComparison(
-            "zero", layout.zero, _tier(layout, "fsdp", chosen.setting), tuple(near)
-        )
-    kinds = [kind for kind in RECOMPUTE if kind != mine.recompute]
-    near = [_single_change(chosen, own, "recompute", k, mine._replace(recompute=k)) for k in kinds]
-    yield AxisComparison("recompute", mine.recompute, "", tuple(near))
-    sizes = [
-        mine.microbatch_size * 2,
-        *([mine.microbatch_size // 2] if mine.microbatch_size % 2 == 0 else []),
-    ]
-    whole = mine.microbatch_size * mine.microbatches
-    near = [
-        _single_change(
-            chosen, own, "microbatch", n, mine._replace(microbatch_size=n, microbatches=whole // n)
-        )
-        for n in sizes
-        if whole % n == 0
-    ]
-    yield AxisComparison("microbatch", mine.microbatch_size, "", tuple(near))
-
-
 def _variant_of(plan: Plan) -> _Variant:
     batch = plan.batch
     numbers = (batch.microbatch_size, batch.microbatches)
     return _Variant(plan.layout, *numbers, str(plan.recompute.usual), plan.options.schedule)
 
 
-def _neighbour(chosen: Estimate, own: _VariantCosts, axis: str, degree: int) -> Neighbour:
-    """The best layout with this degree; if none fits, the one with least memory."""
+def _degree_question(plan: Plan, axis: str, degree: int) -> _Question:
+    """All layouts near the plan's with this degree."""
+    found = [
+        one
+        for layout in _exchanged(plan.layout, axis, degree)
+        for one in _variants(plan, layout, _schedules(plan, layout))
+    ]
+    asked = _choice_question(plan, axis, degree, found)
+    # No rule depends on recomputation.
+    asked = asked._replace(legal=[one for each in asked.legal for one in _recomputed(each)])
+    refused = asked.refused or "no axis can take or give the factor"
+    return asked if asked.legal else asked._replace(refused=refused)
+
+
+def _choice_question(
+    plan: Plan, axis: str, value: int | str, variants: list[_Variant]
+) -> _Question:
     legal: list[_Variant] = []
     refused = ""
-    for layout in _exchanged(chosen.plan.layout, axis, degree):
-        for variant in _variants(chosen.plan, layout):
-            reasons = _problems(chosen.plan, variant)
-            refused = refused or (reasons[0] if reasons else "")
-            # No rule depends on recomputation.
-            legal += [] if reasons else [variant._replace(recompute=kind) for kind in RECOMPUTE]
-    if not legal:
-        return Neighbour(axis, degree, refused=refused or "no axis can take or give the factor")
-    return _best(chosen, own, axis, degree, legal)
+    for variant in variants:
+        reasons = _problems(plan, variant)
+        refused = refused or (reasons[0] if reasons else "")
+        legal += [] if reasons else [variant]
+    return _Question(axis, value, legal, "" if legal else refused)
 
 
-def _single_change(
-    chosen: Estimate, own: _VariantCosts, axis: str, value: int | str, variant: _Variant
-) -> Neighbour:
-    if reasons := _problems(chosen.plan, variant):
-        return Neighbour(axis, value, refused=reasons[0])
-    return _best(chosen, own, axis, value, [variant])
+def _recomputed(variant: _Variant) -> Iterator[_Variant]:
+    """The same with every kind of recomputation."""
+    return (variant._replace(recompute=kind) for kind in RECOMPUTE)
 
 
 def _exchanged(layout: Layout, axis: str, degree: int) -> Iterator[Layout]:
@@ -170,12 +186,12 @@ def _exchanged(layout: Layout, axis: str, degree: int) -> Iterator[Layout]:
         yield replace(layout, **{axis: degree}, replicate=outer, shard=there // outer)
 
 
-def _variants(plan: Plan, layout: Layout) -> Iterator[_Variant]:
-    """One layout with every choice of schedule, ZeRO stage and microbatch size."""
+def _variants(plan: Plan, layout: Layout, schedules: list[tuple[str, int]]) -> Iterator[_Variant]:
+    """One layout with these schedules, and every ZeRO stage and microbatch size."""
     in_rank = plan.batch.sequences // layout.dp
     stages = range(4) if layout.shard * layout.cp > 1 else (0,)
     sizes = [n for n in range(1, _MOST_MICROBATCH_SIZE + 1) if in_rank and in_rank % n == 0]
-    choices = product(_schedules(plan, layout), stages, sizes or [1])
+    choices = product(schedules, stages, sizes or [1])
     for (schedule, chunks), zero, rows in choices:
         count = max(1, in_rank // rows)
         split = replace(layout, zero=zero, chunks=chunks)
@@ -215,7 +231,9 @@ class _VariantCosts(NamedTuple):
     memory: dict[str, np.ndarray]
 
 
-def _estimated(chosen: Estimate, variants: list[_Variant]) -> _VariantCosts:
+def _estimated(
+    chosen: Estimate, variants: list[_Variant], simulated: bool = False
+) -> _VariantCosts:
     """Estimate all variants at once."""
     plan = chosen.plan
     grid = _grid(plan, variants, chosen.offload)
@@ -223,7 +241,7 @@ def _estimated(chosen: Estimate, variants: list[_Variant]) -> _VariantCosts:
     options = replace(plan.options, gather=None) if plan.gather == usual else plan.options
     setting = chosen.setting.with_keys(options)
     job = setting.arguments(plan.shape, grid, plan.batch.seq)
-    times, peak = step_time(*job), peak_memory(*job)
+    times, peak = step_time(*job, simulated=simulated), peak_memory(*job)
     count = (len(variants),)
     return _VariantCosts(
         np.broadcast_to(times.step, count),
@@ -259,36 +277,54 @@ def _grid(plan: Plan, variants: list[_Variant], offload: str) -> LayoutGrid:
     )
 
 
-def _best(
-    chosen: Estimate, own: _VariantCosts, axis: str, value: int | str, legal: list[_Variant]
-) -> Neighbour:
-    found = _estimated(chosen, legal)
-    over = found.total - chosen.setting.capacity
-    fitting = np.where(over <= 0, found.step, np.inf)
-    place = int(fitting.argmin() if np.isfinite(fitting).any() else over.argmin())
-    layout = legal[place].layout
-    return Neighbour(
-        axis,
-        value,
-        layout=layout,
-        recompute=legal[place].recompute,
-        seconds=float(found.step[place] - own.step[0]),
-        parts=_difference(found.parts, own.parts, place),
-        over=float(over[place]),
-        memory=_difference(found.memory, own.memory, place),
-        tier=_tier(layout, axis, chosen.setting) if axis in PARTNERS or axis == "ep" else "",
-    )
+def _answers(chosen: Estimate, asked: list[_Question]) -> Iterator[Neighbour]:
+    """The best layout of each question, or the one with least memory if none fits."""
+    open_ = [one for one in asked if one.legal]
+    best = _best(chosen, open_)
+    found = _estimated(chosen, [_variant_of(chosen.plan), *best], simulated=True)
+    places = iter(range(1, len(best) + 1))
+    for one in asked:
+        if not one.legal:
+            yield Neighbour(one.axis, one.value, refused=one.refused)
+            continue
+        place = next(places)
+        variant, layout = best[place - 1], best[place - 1].layout
+        moves = one.axis in PARTNERS or one.axis == "ep"
+        yield Neighbour(
+            one.axis,
+            one.value,
+            layout=layout,
+            recompute=variant.recompute,
+            microbatch_size=variant.microbatch_size,
+            schedule=variant.schedule if layout.pp > 1 else "",
+            seconds=float(found.step[place] - chosen.step),
+            parts=_difference(found.parts, place),
+            over=float(found.total[place] - chosen.setting.capacity),
+            memory=_difference(found.memory, place),
+            tier=_tier(layout, one.axis, chosen.setting) if moves else "",
+        )
 
 
-def _difference(
-    found: dict[str, np.ndarray], own: dict[str, np.ndarray], place: int
-) -> dict[str, float]:
-    """By how much each part exceeds that of the given layout."""
-    nothing = np.zeros(place + 1)
-    return {
-        name: float(found.get(name, nothing)[place] - own.get(name, nothing)[0])
-        for name in {**own, **found}
-    }
+def _best(chosen: Estimate, asked: list[_Question]) -> list[_Variant]:
+    """The best variant of each question by closed forms, all of them estimated at once."""
+    everything = [one for question in asked for one in question.legal]
+    if not everything:
+        return []
+    costs = _estimated(chosen, everything)
+    ends = np.cumsum([len(question.legal) for question in asked])
+    found: list[_Variant] = []
+    for question, end in zip(asked, ends, strict=True):
+        mine = slice(end - len(question.legal), end)
+        over = costs.total[mine] - chosen.setting.capacity
+        fitting = np.where(over <= 0, costs.step[mine], np.inf)
+        place = fitting.argmin() if np.isfinite(fitting).any() else over.argmin()
+        found.append(question.legal[int(place)])
+    return found
+
+
+def _difference(found: dict[str, np.ndarray], place: int) -> dict[str, float]:
+    """By how much each part exceeds that of the first layout."""
+    return {name: float(each[place] - each[0]) for name, each in found.items()}
 
 
 def _tier(layout: Layout, axis: str, setting: EstimateSetting) -> str:

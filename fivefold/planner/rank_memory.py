@@ -12,8 +12,7 @@ import numpy as np
 
 from fivefold.core.plan import Plan
 from fivefold.core.recompute import Recompute
-from fivefold.core.schedule import merged
-from fivefold.core.schedule.clock import held_levels
+from fivefold.core.schedule.clock import StageBytes, peak_held
 from fivefold.cost.grid import Array
 from fivefold.cost.memory import rank_peak_memory
 from fivefold.cost.memory_entries import MemoryEntries
@@ -72,10 +71,10 @@ def _flight(plan: Plan, entries: MemoryEntries, ranks: Sequence[Sequence[int]]) 
     """
     held = entries.held(_held_by(plan, [(n,) for n in range(len(plan.stages))]))
     saved, deferred = (np.broadcast_to(each, len(plan.stages)) for each in held)
-    peaks = [
-        max(held_levels(steps, lambda n: float(saved[n]), lambda n: float(deferred[n])))
-        for steps in (merged(plan.schedule, rank) for rank in range(len(ranks)))
-    ]
+    sizes: tuple[StageBytes, StageBytes] = (lambda n: float(saved[n]), lambda n: float(deferred[n]))
     return np.array(
-        [peak / sum(saved[n] for n in mine) for peak, mine in zip(peaks, ranks, strict=True)]
+        [
+            peak_held(plan.schedule, rank, *sizes) / sum(saved[n] for n in mine)
+            for rank, mine in enumerate(ranks)
+        ]
     )

@@ -33,7 +33,7 @@ from fivefold.cost.grid import CONTEXTS, OFFLOADS, RECOMPUTE, SCHEDULES, Array, 
 
 MOST_MICROBATCH_SIZE = 32  # sequences: more only fills the memory
 MOST_CHUNKS = 8
-_AT_ONCE = 64  # degrees that are estimated together: what fits in a processor's cache
+_AT_ONCE = 512  # degrees that are estimated together: with fewer, calls of numpy take the time
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def _block(space: SearchSpace, degrees: tuple[Degrees, ...]) -> LayoutBlock | No
         microbatches=_along(1, [per_rank // n for n in rows]),
         recompute=_along(4, repeats),
         schedule=_along(2, [SCHEDULES.index(family.name) for family, _ in schedules]),
-        sp=np.ones((1,) * 6, bool),
+        sp=np.full((1,) * 6, bool(fixed.get("sp", True))),
         offload=_along(5, offloads),
         context=context,
     )
@@ -169,6 +169,7 @@ def all_degrees(space: SearchSpace) -> Iterator[Degrees]:
     """Every legal way to divide the GPUs among the axes."""
     shape, gpus = space.shape, space.gpus
     job = LayoutRequest(seq=space.seq)
+    experts: dict[tuple[int, int, int], list[tuple[int, int]]] = {}  # for all kinds of context
     for tp in tensor_degrees(space):
         for cp, context in product(divisors(gpus // tp), CONTEXTS):
             layout = Layout(tp=tp, cp=cp, context=context)
@@ -182,7 +183,9 @@ def all_degrees(space: SearchSpace) -> Iterator[Degrees]:
                 if space.batch % dp or any(pipeline_rule(staged, shape, job)):
                     continue
                 if space.allows("pp", pp) and space.allows("dp", dp):
-                    for ep, etp in _experts(space, tp, cp, dp):
+                    if (tp, cp, dp) not in experts:
+                        experts[tp, cp, dp] = list(_experts(space, tp, cp, dp))
+                    for ep, etp in experts[tp, cp, dp]:
                         yield Degrees(tp, cp, context, pp, dp, ep, etp)
 
 

@@ -1,5 +1,7 @@
 """Estimates of plans as text: the reasons for a layout, the ranked table, bars, and the cost of a
-run. Every number in a reason was computed for a neighbour or for the next best plan."""
+run. Every number in a reason was computed for a neighbour, for the fastest or for the next best
+plan. Steps that differ by less than estimates can tell are called equal, in tables and reasons
+alike."""
 
 from __future__ import annotations
 
@@ -31,11 +33,24 @@ _SMALL = 5e-3  # share of a step: smaller changes of a part are left out
 
 
 def reasons_text(
-    chosen: Estimate, takeaways: list[AxisComparison], rival: Estimate | None
+    chosen: Estimate,
+    takeaways: list[AxisComparison],
+    rival: Estimate | None,
+    simpler: str = "",
 ) -> list[str]:
-    """Why this layout: how much slower the next best is, and each axis beside its neighbours."""
-    found = [] if rival is None else [f"the next best, {name_of(rival)}: {loses(rival, chosen)}"]
-    return [*found, *(axis_text(each, chosen) for each in takeaways if each.neighbours)]
+    """Why this layout: beside the fastest or the next best, and each axis beside its neighbours.
+
+    `rival`: the fastest plan, or the next best if the chosen one is the fastest. `simpler`: in what
+    the chosen one is simpler than the fastest.
+    """
+    fastest = chosen.step if rival is None else min(chosen.step, rival.step)
+    found: list[str] = []
+    if rival is not None and rival.step < chosen.step:
+        found = [f"equal to the fastest and simpler, {simpler}: {name_of(rival)} is "]
+    elif rival is not None:
+        found = [f"the next best, {name_of(rival)}: "]
+    found = [each + loses(rival, chosen, fastest) for each in found if rival is not None]
+    return [*found, *(axis_text(each, chosen, fastest) for each in takeaways if each.neighbours)]
 
 
 def name_of(one: Estimate) -> str:
@@ -55,18 +70,20 @@ def offload_words(one: Estimate) -> list[str]:
     return [] if one.offload == "none" else [f"offload {one.offload}"]
 
 
-def loses(one: Estimate, best: Estimate) -> str:
-    """How much slower one plan is than another, and in which parts."""
+def loses(one: Estimate, best: Estimate, fastest: float | None = None) -> str:
+    """How much slower one plan is than another, and in which parts; `equal` if estimates cannot
+    tell them apart, or either from the fastest."""
     parts = {
         name: one.parts.get(name, 0.0) - best.parts.get(name, 0.0)
         for name in {**best.parts, **one.parts}
     }
-    return f"{_slower(one.step - best.step)}{_where(parts, best.step)}"
+    words = _slower(one.step - best.step, best, best.step if fastest is None else fastest)
+    return f"{words}{_where(parts, best.step)}"
 
 
-def axis_text(found: AxisComparison, chosen: Estimate) -> str:
+def axis_text(found: AxisComparison, chosen: Estimate, fastest: float) -> str:
     """One axis: its degree, and its neighbours."""
-    near = "; ".join(_neighbour(one, found.tier, chosen) for one in found.neighbours)
+    near = "; ".join(_neighbour(one, found.tier, chosen, fastest) for one in found.neighbours)
     where = _span_of_axis(found.tier, chosen) if found.axis != "zero" else ""
     return f"{_named(found.axis, found.value)}{where}: {near}"
 
@@ -89,23 +106,46 @@ def _named(axis: str, value: int | str) -> str:
     return f"{axis} {value}" if axis in ("recompute", "microbatch") else f"{axis}={value}"
 
 
-def _neighbour(one: Neighbour, tier: str, chosen: Estimate) -> str:
+def _neighbour(one: Neighbour, tier: str, chosen: Estimate, fastest: float) -> str:
     name = _named(one.axis, one.value)
     if one.layout is None:
         return f"{name} cannot be ({one.refused})"
     moves = one.tier != tier and one.value != 1
     over = _span_of_axis(one.tier, chosen) if moves else ""
-    how = f" ({one.layout}, ZeRO-{one.layout.zero}, recompute {one.recompute})"
-    how = how if one.axis in ("tp", "cp", "pp", "ep") else ""
+    how = _chosen_again(one, chosen)
     if one.over > 0:
-        return f"{name}{over} takes {gib(one.over)} too much{_growth(one)}{how}"
-    return f"{name}{over} is {_slower(one.seconds)}{_where(one.parts or {}, chosen.step)}{how}"
+        limit = chosen.setting.machine.memory - chosen.setting.capacity
+        amount = f"takes {gib(one.over)} too much" if one.over > limit else "is tight"
+        return f"{name}{over} {amount}{_growth(one)}{how}"
+    words = _slower(one.seconds, chosen, fastest)
+    return f"{name}{over} is {words}{_where(one.parts or {}, chosen.step)}{how}"
 
 
-def _slower(seconds: float) -> str:
+def _chosen_again(one: Neighbour, chosen: Estimate) -> str:
+    """What else differs from the chosen plan, because it was chosen again for the changed value."""
+    plan, layout = chosen.plan, one.layout
+    assert layout is not None
+    words = [str(layout)] if one.axis in ("tp", "cp", "pp", "ep") else []
+    if layout.pp > 1 and plan.layout.pp > 1 and one.schedule != plan.options.schedule:
+        words.append(one.schedule)
+    if words or layout.zero != plan.layout.zero:
+        words += [f"ZeRO-{layout.zero}"] if one.axis != "zero" else []
+    if words or one.recompute != str(plan.recompute.usual):
+        words += [f"recompute {one.recompute}"] if one.axis != "recompute" else []
+    if one.axis != "microbatch" and one.microbatch_size != plan.batch.microbatch_size:
+        words.append(f"microbatch {one.microbatch_size}")
+    return f" ({', '.join(words)})" if words else ""
+
+
+def _slower(seconds: float, chosen: Estimate, fastest: float) -> str:
+    """How a step that takes so much longer than the chosen one compares with it."""
     if abs(seconds) < 5e-5:
         return "as fast"
-    return f"{duration(abs(seconds))} {'slower' if seconds > 0 else 'faster'}"
+    step = chosen.step + seconds
+    least, bar = min(fastest, step, chosen.step), chosen.accuracy
+    alike = bar.within(step, least) and bar.within(chosen.step, least)
+    words = f"{duration(abs(seconds))} {'slower' if seconds > 0 else 'faster'}"
+    return f"equal, {words}" if alike else words
 
 
 def _growth(one: Neighbour) -> str:
@@ -138,17 +178,29 @@ _HEADS = (
 _LEFT = (1, 3, 5)  # columns of text
 
 
-def ranked(found: Sequence[Estimate]) -> list[str]:
-    """One line per layout, the fastest first."""
-    return table([_HEADS, *(_row(i + 1, one) for i, one in enumerate(found))], left=_LEFT)
+def ranked(found: Sequence[Estimate], fastest: float) -> list[str]:
+    """One line per layout, the first choice first; those equal to the fastest have a mark."""
+    off = found[0].accuracy
+    rows = [_row(f"{i + 1}{_mark(one, fastest)}", one) for i, one in enumerate(found)]
+    return [
+        *table([_HEADS, *rows], left=(0, *_LEFT)),
+        f"= equal: within {off.equal:.1%} of the fastest, as far as estimates can tell; the "
+        "simplest of these is first",
+        f"half of all measured steps are within {off.time:.0%} of their estimate, nine in ten "
+        f"within {off.time_p90:.0%}; peak memory is {off.memory:.0%} off on average",
+    ]
 
 
-def _row(place: int, one: Estimate) -> tuple[str, ...]:
+def _mark(one: Estimate, fastest: float) -> str:
+    return " =" if one.accuracy.within(one.step, fastest) else ""
+
+
+def _row(place: str, one: Estimate) -> tuple[str, ...]:
     plan, layout = one.plan, one.plan.layout
     words = [str(layout), *([layout.context] if layout.cp > 1 else [])]
     schedule = f"{plan.options.schedule}({layout.chunks})" if layout.pp > 1 else "–"
     return (
-        str(place),
+        place,
         " ".join([*words, *offload_words(one)]),
         str(layout.zero),
         schedule,
@@ -175,7 +227,8 @@ def detail(one: Estimate) -> list[str]:
     if one.total < limit:
         lines.append(bar("free", gib(limit - one.total), 1 - one.total / limit, "·"))
     lines.append(
-        f"step      {duration(one.step)}: {one.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, "
+        f"step      {duration(one.step)} ± {one.accuracy.time:.0%}: "
+        f"{one.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, "
         f"MFU {one.mfu:.1%} of the {one.setting.precision} peak "
         "(causal attention at half, recompute not counted)"
         + (f", HFU {one.hfu:.1%} with recompute" if one.hfu > one.mfu else "")

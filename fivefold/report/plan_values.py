@@ -25,7 +25,7 @@ _GIB = 2**30
 
 def estimate_json(one: Estimate, because: list[str]) -> dict[str, Any]:
     """One plan with its estimated memory and time, and the reasons for it."""
-    plan, layout = one.plan, one.plan.layout
+    plan, layout, off = one.plan, one.plan.layout, one.accuracy
     return {
         "layout": str(layout),
         "zero": layout.zero,
@@ -44,6 +44,9 @@ def estimate_json(one: Estimate, because: list[str]) -> dict[str, Any]:
         "disk_gib": one.disk / _GIB,
         "fits": one.verdict,
         "step_s": one.step,
+        "step_s_low": (1 - off.time) * one.step,
+        "step_s_high": (1 + off.time) * one.step,
+        "error_bar": {"time": off.time, "time_p90": off.time_p90, "memory": off.memory},
         "time_s": one.parts,
         "tokens_per_s_per_gpu": one.tokens_per_s_per_gpu,
         "mfu": one.mfu,
@@ -183,12 +186,16 @@ def _group(ranks: list[int]) -> str:
 _MARKS = "▁▂▃▄▅▆▇█"
 
 
-def strategies_text(found: Sequence[Strategy]) -> list[str]:
-    """Each axis alone: batch, memory, time, traffic and its main drawback."""
+def strategies_text(found: Sequence[Strategy], best: Estimate | None) -> list[str]:
+    """Each axis alone: batch, memory, time, traffic and its main drawback; and the first choice
+    among all layouts."""
     heads = ("", "layout", "least batch", "weights", "grads", "states", "rest", "total GiB")
     rows = [(*heads, "compute", "step", "tokens/s/GPU")]
     rows += [_strategy_row(one) for one in found]
     lines = table(rows, left=(0, 1))
+    if best is not None:
+        speed = f"{duration(best.step)}, {best.tokens_per_s_per_gpu:,.0f} tokens/s/GPU"
+        lines += ["", f"all axes: {name_of(best)}: {speed}"]
     for one in found:
         lines += ["", f"{one.name}: {drawback(one)}"]
         lines += [f"  {_traffic_text(each)}" for each in one.moved[:4]]
@@ -204,7 +211,7 @@ def _strategy_row(one: Strategy) -> tuple[str, ...]:
     sizes = (*static, look.total - sum(static), look.total)
     return (
         one.name,
-        str(one.layout),
+        name_of(look),
         batch,
         *(f"{size / 2**30:,.1f}" for size in sizes),
         duration(look.breakdown()["compute"]),
@@ -220,7 +227,8 @@ def drawback(one: Strategy) -> str:
     look = one.estimate
     if look.over > 0:
         name, size = max(look.memory.items(), key=lambda pair: pair[1])
-        return f"does not fit: {gib(look.over)} too much, most of it {name} ({gib(size)})"
+        above = f"{gib(look.over)} above the usable {gib(look.setting.capacity)}"
+        return f"{look.verdict}: {above}, most of it {name} ({gib(size)})"
     waste = {k: v for k, v in look.breakdown().items() if k != "compute"}
     name, seconds = max(waste.items(), key=lambda pair: pair[1])
     what = name if name in ("bubble", "optimizer", "launch", "fixed") else f"{name} traffic"

@@ -221,9 +221,10 @@ def summary(scored: ScoreResult, left_out: Sequence[ScoredRun] = ()) -> Table:
     """
     outcomes = scored.outcomes
     skipped = [{"id": each.id, "reason": each.reason} for each in scored.skipped]
+    impossible = [{"id": each.id, "reason": each.reason} for each in scored.impossible]
     unmeasured = [{"id": each.id, "reason": each.reason} for each in scored.unmeasured]
     return {
-        "rows": len(outcomes) + len(skipped) + len(unmeasured),
+        "rows": len(outcomes) + len(skipped) + len(impossible) + len(unmeasured),
         **figures(outcomes),
         "intervals": intervals(outcomes),
         "from_tflops": from_tflops(outcomes),
@@ -233,6 +234,7 @@ def summary(scored: ScoreResult, left_out: Sequence[ScoredRun] = ()) -> Table:
         "assumptions": _assumptions(outcomes),
         "specified": _specified(scored),
         "skipped": skipped,
+        "internal_errors": impossible,
         "unmeasured": unmeasured,
     }
 
@@ -363,7 +365,7 @@ def _groups(outcomes: Sequence[ScoredRun]) -> Iterator[tuple[str, Table]]:
 
 def _specified(scored: ScoreResult) -> Table:
     """Of the fully specified rows with a measurement, how many could not be estimated."""
-    skipped = sum(each.specified for each in scored.skipped)
+    skipped = sum(each.specified for each in (*scored.skipped, *scored.impossible))
     total = skipped + sum(one.specified for one in scored.outcomes)
     return {"n": total, "skipped": skipped, "share": skipped / total if total else None}
 

@@ -16,8 +16,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from fivefold.core.count import training_flops
-from fivefold.core.errors import FivefoldError
+from fivefold.core.errors import FivefoldError, InternalError
 from fivefold.cost.memory import fits, peak_memory
+from fivefold.cost.possible import require_possible_memory, require_possible_time
 from fivefold.cost.step_time import step_time
 from fivefold.score.published import Case, cases
 from fivefold.score.rows import Row
@@ -197,10 +198,12 @@ class UnscoredRow(NamedTuple):
 
 @dataclass
 class ScoreResult:
-    """All rows: scored ones, those that cannot be estimated, and those without a measurement."""
+    """All rows: scored ones, those that cannot be estimated, those whose estimate is impossible,
+    and those without a measurement."""
 
     outcomes: list[ScoredRun] = field(default_factory=list[ScoredRun])
     skipped: list[UnscoredRow] = field(default_factory=list[UnscoredRow])
+    impossible: list[UnscoredRow] = field(default_factory=list[UnscoredRow])
     unmeasured: list[UnscoredRow] = field(default_factory=list[UnscoredRow])
 
 
@@ -228,6 +231,8 @@ def score(
                 found.outcomes.append(score_row(row, source_of(row) if leave_out else ""))
             except FivefoldError as error:
                 found.skipped.append(passed._replace(reason=str(error)))
+            except InternalError as error:
+                found.impossible.append(passed._replace(reason=str(error)))
         on_row()
     return found
 
@@ -298,16 +303,27 @@ def _check_world(row: Row, case: Case) -> None:
 
 
 def _seconds(case: Case) -> float:
-    return float(step_time(*case.arguments).step.item())
+    """Seconds of a step; raises if its schedule cannot run the numbers of the row."""
+    times = step_time(*case.arguments)
+    step = float(times.step.item())
+    if math.isinf(step):
+        case.require_runnable_schedule()
+    parts = {name: float(np.asarray(each).item()) for name, each in times.parts.items()}
+    require_possible_time(_job_name(case), step, parts)
+    return step
+
+
+def _job_name(case: Case) -> str:
+    return f"{case.shape.name} on {case.machine.name}"
 
 
 def _memory(case: Case) -> tuple[float, bool]:
     """GiB that the first rank's allocator reserves, and whether every rank fits."""
     peak = peak_memory(*case.arguments)
+    memory = {name: float(np.asarray(each).item()) for name, each in peak.parts.items()}
+    require_possible_memory(_job_name(case), memory)
     return float(peak.reserved.item()) / _GIB, bool(fits(peak, case.machine).item())
 
 
 def _range(values: Sequence[float]) -> PredictedRange:
-    if not all(math.isfinite(each) and each > 0 for each in values):
-        raise FivefoldError("the estimate is not a number above 0: the row is outside its domain")
     return PredictedRange(min(values), max(values))

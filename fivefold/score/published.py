@@ -16,6 +16,7 @@ import numpy as np
 
 from fivefold.core.errors import FivefoldError, UnknownName
 from fivefold.core.machine import Machine
+from fivefold.core.schedule.catalog import family as schedule_family
 from fivefold.core.schedule.catalog import names as schedule_names
 from fivefold.core.schedule.choose import named
 from fivefold.core.shape import Shape
@@ -49,6 +50,14 @@ class Case:
     def arguments(self) -> tuple[Shape, Machine, SoftwareStack, LayoutGrid, int, str]:
         """The arguments of cost functions, in their order."""
         return self.shape, self.machine, self.stack, self.grid, self.seq, self.precision
+
+    def require_runnable_schedule(self) -> None:
+        """Refuse a schedule that cannot run the numbers of the row."""
+        columns = (self.grid.pp, self.grid.microbatches, self.grid.chunks)
+        numbers = tuple(int(each.item()) for each in columns)
+        family = schedule_family(schedule_names()[int(self.grid.schedule.item())])
+        if family.problems(*numbers):
+            raise FivefoldError(family.refusal(*numbers))
 
     @property
     def choices(self) -> str:
@@ -128,7 +137,10 @@ def _grids(reader: RowReader, shape: Shape) -> list[LayoutGrid]:
     dp, batch = reader.integer("dp"), reader.integer("global_batch")
     pp = reader.integer("pp")
     chunks: tuple[int, ...] = (1,)
-    if row.get("vpp"):
+    said = _schedule(reader, 1)
+    if said != "1f1b" and schedule_family(said).max_chunks:
+        chunks = (schedule_family(said).min_chunks,)  # of the schedule, whatever a row calls them
+    elif row.get("vpp"):
         chunks = (reader.integer("vpp"),)
     elif pp > 1 and "interleaved" in reader.text("schedule").lower():
         chunks = tuple(each for each in OPEN_CHUNKS if 1 < each <= -(-shape.layers // pp))

@@ -312,9 +312,10 @@ def _ranked(found: PlanResult, options: dict[str, Any]) -> Printed:
     from fivefold.planner.neighbours import compare_neighbours
 
     first, *others = found.plans
-    why = plan_text.reasons_text(first, compare_neighbours(first), others[0] if others else None)
-    reasons = [why, *([f"{plan_text.loses(one, first)}"] for one in others)]
-    question, notes = found.request.space, list(found.request.notes)
+    fastest = found.fastest.step
+    why = plan_text.reasons_text(first, compare_neighbours(first), found.rival, found.simpler)
+    reasons = [why, *([plan_text.loses(one, first, fastest)] for one in others)]
+    question, notes = found.request.space, [*found.request.notes, *found.warnings]
     if first.offload != "none":
         where = {"cpu": "in host memory", "nvme": "on local disks"}[first.offload]
         notes.append(
@@ -332,8 +333,11 @@ def _ranked(found: PlanResult, options: dict[str, Any]) -> Printed:
         "candidates": found.candidates,
         "passed_over": found.passed_over,
         "seconds": found.seconds,
+        "equal_bar": first.accuracy.equal,
+        "fastest": plan_values.estimate_json(found.fastest, []),
         "layouts": [
             plan_values.estimate_json(one, reason)
+            | {"equal": one.accuracy.within(one.step, fastest)}
             for one, reason in zip(found.plans, reasons, strict=True)
         ],
         "front": [plan_values.estimate_json(one, []) for one in found.front],
@@ -346,7 +350,7 @@ def _ranked(found: PlanResult, options: dict[str, Any]) -> Printed:
         f"{found.candidates:,} layouts estimated and {found.passed_over:,} skipped in "
         f"{found.seconds:.1f} s; those below were simulated",
         "",
-        *plan_text.ranked(found.plans),
+        *plan_text.ranked(found.plans, fastest),
         "",
         f"first     {first.plan.batch}",
         *_detail(first, why, options),
@@ -375,10 +379,22 @@ def _tables(asked: PlanRequest, options: dict[str, Any], given: Plan | None = No
 
     if options["compare"]:
         found = list(single_axis_strategies(asked))
-        table = {"strategies": plan_values.strategies_json(found)}
-        return table, plan_values.strategies_text(found)
+        best = _first_choice(asked)
+        table: dict[str, Any] = {"strategies": plan_values.strategies_json(found)}
+        table["best"] = None if best is None else plan_values.estimate_json(best, [])
+        return table, plan_values.strategies_text(found, best)
     axis, values = sweep_values(asked, options["sweep"])
     with verbs.progress_bar("sweep") as bar:
         points = list(sweep(asked, axis, values, bar.update))
     table = {"axis": axis, "points": plan_values.sweep_json(axis, points)}
     return table, plan_values.sweep_text(axis, values, points)
+
+
+def _first_choice(asked: PlanRequest) -> Estimate | None:
+    """The first choice of a search, or None if nothing fits."""
+    from fivefold.planner import best_plans
+
+    try:
+        return best_plans(asked, 1).plans[0]
+    except FivefoldError:
+        return None

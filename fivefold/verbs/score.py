@@ -10,6 +10,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
+from fivefold.core.errors import InternalError, counted
 from fivefold.core.tables import to_toml
 from fivefold.report import write_text
 from fivefold.report.score_page import render, score_page, sections
@@ -59,6 +60,9 @@ def run(
     if accuracy is not None:
         _write_accuracy(accuracy, table["leave_one_out"]["new_source"])
     typer.echo(json.dumps(table) if as_json else _text(table))
+    if found := table["internal_errors"]:
+        listed = "; ".join(f"{one['id']}: {one['reason']}" for one in found[:_MOST_SKIPPED])
+        raise InternalError(f"{counted(len(found), 'impossible estimate')}: {listed}")
 
 
 def _write_page(
@@ -100,7 +104,7 @@ def _rounded(table: dict[str, Any]) -> dict[str, Any]:
 
 def _text(table: dict[str, Any]) -> str:
     skipped, unmeasured = table["skipped"], table["unmeasured"]
-    scored = table["rows"] - len(skipped) - len(unmeasured)
+    scored = table["rows"] - len(skipped) - len(unmeasured) - len(table["internal_errors"])
     lines = [
         f"{table['rows']:,} runs: {scored:,} scored, {len(skipped):,} that cannot be "
         f"expressed, {len(unmeasured):,} with nothing to compare; {table['repeated']:,} repeated",

@@ -14,9 +14,8 @@ from fivefold.core import models
 from fivefold.core.count import mtp_parameters, parameters
 from fivefold.core.plan import PlanOptions, resolve
 from fivefold.core.recompute import Recompute
-from fivefold.core.schedule import merged
 from fivefold.core.schedule.catalog import FAMILIES
-from fivefold.core.schedule.clock import held_levels, peak_activations
+from fivefold.core.schedule.clock import peak_activations, peak_held
 from fivefold.core.schedule.family import Family
 from fivefold.cost import stack as stacks
 from fivefold.cost.grid import CONTEXTS, RECOMPUTE, grid_of_plan
@@ -365,14 +364,15 @@ def test_a_lattice_is_its_layouts_one_by_one() -> None:
             assert tuple(one.parts) == CATEGORIES
 
 
-def test_the_verdict_is_tight_within_the_band() -> None:
+def test_tight_is_above_the_usable_share_and_never_more_than_there_is() -> None:
     peak = memory_of(models.load("llama-3.1-8b"), grid_of(shard=8, zero=3))
-    band, need = peak.band, peak.total.item()
-    said = {
-        share: verdict(peak.total, band, replace(H100, memory=need / share)).item()
-        for share in (0.5, 1 - 1.01 * band, 1 - 0.99 * band, 1 + 0.99 * band, 1 + 1.01 * band)
-    }
-    assert list(said.values()) == ["fits", "fits", "tight", "tight", "does not fit"]
+    need = peak.total.item()
+    said = [
+        verdict(peak.total, 0.95 * memory, replace(H100, memory=memory)).item()
+        for memory in (2 * need, 1.001 * need / 0.95, 0.999 * need / 0.95, need, 0.999 * need)
+    ]
+    assert said == ["fits", "fits", "tight", "tight", "does not fit"]
+    assert verdict(peak.total, 2 * need, replace(H100, memory=0.5 * need)).item() == "does not fit"
     assert fits(peak, replace(H100, memory=need)) and not fits(
         peak, replace(H100, memory=need * 0.999)
     )
@@ -386,8 +386,8 @@ def test_deferred_weight_gradients_are_those_of_the_clock(family: Family) -> Non
         schedule = family.make(ranks, count, chunks)
         unit = schedule.num_ranks / schedule.num_stages
         waiting = [
-            max(held_levels(steps, lambda stage: 0.0, lambda stage, unit=unit: unit))
-            for steps in (merged(schedule, rank) for rank in range(ranks))
+            peak_held(schedule, rank, lambda stage: 0.0, lambda stage, unit=unit: unit)
+            for rank in range(ranks)
         ]
         grid = grid_of(pp=ranks, microbatches=count, chunks=chunks, schedule=family.name)
         ends = {"first": waiting[0], "inner": waiting[1], "last": waiting[-1]}

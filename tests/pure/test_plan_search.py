@@ -40,8 +40,10 @@ def test_the_contract(capsys: pytest.CaptureFixture[str]) -> None:
     table = run_json(capsys, *SMALL, "--top", "4")
     assert table["candidates"] > 1000 and table["seconds"] > 0
     assert len(table["layouts"]) == 4
-    steps = [one["step_s"] for one in table["layouts"]]
-    assert steps == sorted(steps)
+    first, *others = [one["step_s"] for one in table["layouts"]]
+    assert others == sorted(others)
+    fastest, bar = table["fastest"]["step_s"], 1 + table["equal_bar"]
+    assert min(first, *others) == fastest and first <= bar * fastest
     for one in table["layouts"]:
         assert one["memory_gib"].keys() >= MEMORY
         parts = [size for name, size in one["memory_gib"].items() if name != "total"]
@@ -52,6 +54,11 @@ def test_the_contract(capsys: pytest.CaptureFixture[str]) -> None:
         assert one["tokens_per_s_per_gpu"] == pytest.approx(tokens)
         assert 0 < one["mfu"] < 1 and 0 <= one["bubble"] < 1 and one["because"]
         assert {"zero", "schedule", "chunks", "microbatch_size", "recompute"} <= one.keys()
+        assert one["equal"] == (one["step_s"] <= bar * fastest) and one["fits"] == "fits"
+        off = one["error_bar"]
+        assert 0 < off["time"] < off["time_p90"] < 1 and 0 < off["memory"] < 1
+        assert one["step_s_low"] == pytest.approx((1 - off["time"]) * one["step_s"])
+        assert one["step_s_high"] == pytest.approx((1 + off["time"]) * one["step_s"])
     fronts = table["front"]
     assert [one["step_s"] for one in fronts] == sorted(one["step_s"] for one in fronts)[::-1]
 

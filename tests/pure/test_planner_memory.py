@@ -16,6 +16,7 @@ from fivefold.core.recipe import Recipe
 from fivefold.core.schedule import Schedule, loop_placement
 from fivefold.core.schedule.clock import Costs, peak_activations, play
 from fivefold.core.schedule.linear import alternate
+from fivefold.core.schedule.loops import LoopOrder
 from fivefold.cost import stack as stacks
 from fivefold.cost.grid import OFFLOADS, LayoutGrid
 from fivefold.cost.pipeline_ranks import in_flight, rank_stages
@@ -33,11 +34,11 @@ LLAMA_405B = models.load("llama-3.1-405b")
 def interleaved(ranks: int, microbatches: int, chunks: int, hop_forwards: int) -> Schedule:
     """Interleaved 1F1B that runs so many forwards ahead for each hop to the last rank."""
 
-    def steps(rank: int) -> Any:
+    def loops(rank: int) -> Any:
         ahead = (chunks - 1) * ranks + hop_forwards * (ranks - 1 - rank) + 1
         return alternate(rank, ranks, microbatches, chunks, ahead)
 
-    order = tuple(steps(rank) for rank in range(ranks))
+    order = LoopOrder(loops(rank) for rank in range(ranks))
     return Schedule("interleaved", loop_placement(ranks, chunks), microbatches, order)
 
 

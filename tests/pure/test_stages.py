@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import combinations, pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fivefold.core import count, models, splits
+from fivefold.core import count, machine, models, splits
 from fivefold.core.errors import FivefoldError
+from fivefold.core.folded_stages import folded_ends
+from fivefold.core.plan import PlanOptions, resolve
 from fivefold.core.shape import Moe, Shape
+from fivefold.cost.grid import grid_of_plan
+from fivefold.cost.stack import FIVEFOLD
+from fivefold.cost.step_time import step_time
+from fivefold.planner.estimate import estimate_plan
+from fivefold.planner.search import EstimateSetting
 from tests.selection import within
 
 LLAMA_405B = models.load("llama-3.1-405b")
@@ -140,3 +149,100 @@ def test_text_that_is_no_list_of_layers(text: str) -> None:
 def test_every_stage_needs_a_layer(num_stages: int) -> None:
     with pytest.raises(FivefoldError, match="use 1 to 8"):
         splits.cut_stages(TINY, num_stages)
+
+
+# On a V a rank has two stages, and the slowest rank sets the pace
+
+
+def slowest_rank(costs: list[int], spans: Sequence[range]) -> int:
+    stages = [sum(costs[i] for i in span) for span in spans]
+    return max(near + far for near, far in zip(stages, reversed(stages), strict=True))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(2, 10), st.integers(0, 3), st.integers(0, 40_000), st.data())
+def test_no_other_cut_of_a_v_has_a_faster_rank(
+    layers: int, dense: int, vocab: int, data: st.DataObject
+) -> None:
+    """Against all cuts, for models with some cheaper layers in front and any head."""
+    num_ranks = data.draw(st.integers(1, layers // 2))
+    changes = {"layers": layers, "vocab": vocab + 1, "moe.first_dense": min(dense, layers - 1)}
+    model = models.with_overrides(
+        models.load("tiny-moe"), {key: str(value) for key, value in changes.items()}
+    )
+    costs = splits.flops_by_layer(model, model.max_seq)
+    every = (
+        [range(*span) for span in pairwise((0, *inner, layers))]
+        for inner in combinations(range(1, layers), 2 * num_ranks - 1)
+    )
+    found = splits.cut_stages(model, 2 * num_ranks, folded=True)
+    assert [i for span in found for i in span] == list(range(layers))
+    assert len(found) == 2 * num_ranks and all(found)
+    assert slowest_rank(costs, found) == min(slowest_rank(costs, cut) for cut in every)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=4, max_size=14), st.data())
+def test_a_v_of_any_layers_is_never_slower_than_a_cut_by_stages(
+    costs: list[int], data: st.DataObject
+) -> None:
+    num_stages = 2 * data.draw(st.integers(2, len(costs) // 2))
+    inner = data.draw(
+        st.lists(
+            st.integers(1, len(costs) - 1),
+            min_size=num_stages - 1,
+            max_size=num_stages - 1,
+            unique=True,
+        )
+    )
+    by_stage = [*sorted(inner), len(costs)]
+    ends = folded_ends(costs, by_stage)
+    cuts = [[range(*span) for span in pairwise((0, *each))] for each in (ends, by_stage)]
+    assert all(cuts[0]) and len(ends) == num_stages and ends[-1] == len(costs)
+    assert slowest_rank(costs, cuts[0]) <= slowest_rank(costs, cuts[1])
+
+
+def test_the_first_rank_of_a_v_has_both_ends_of_the_model() -> None:
+    """DeepSeek-V3 on a V of 16: by stages, the first rank has 4 layers, the head and its MTP."""
+    shape = models.load("deepseek-v3")
+    assert lengths(shape, 32, 4096)[0] == 4
+    folded = [len(span) for span in splits.cut_stages(shape, 32, seq=4096, folded=True)]
+    assert folded == [1, 1, 3, *[2] * 27, 1, 1]
+    plan = resolve(
+        PlanOptions(
+            model="deepseek-v3",
+            layout="dp=8 pp=16 ep=8",
+            schedule="zb-v",
+            microbatches=32,
+            seq=4096,
+        )
+    )
+    assert [len(span) for span in plan.stages] == folded
+
+
+@pytest.mark.parametrize(
+    ("schedule", "share"), [("zb-v", 0.9), ("v-half", 0.9), ("v-min", 1.0), ("dualpipe-v", 0.9)]
+)
+def test_a_v_is_planned_faster_than_with_stages_cut_one_by_one(schedule: str, share: float) -> None:
+    """The planned step, which is also that of the search. The pace of V-Min is that of its slowest
+    slot, so it gains least."""
+    setting = EstimateSetting(machine.load("h800"), FIVEFOLD, "bf16")
+    options = PlanOptions(
+        model="deepseek-v3", layout="dp=128 pp=16 ep=64", schedule=schedule, microbatches=120,
+        seq=4096, zero=1, recompute="selective",
+    )  # fmt: skip
+    plan = resolve(options)
+    by_stage = ",".join(map(str, lengths(plan.shape, 32, 4096)))
+    planned = estimate_plan(plan, setting)
+    before = estimate_plan(resolve(replace(options, stage_layers=by_stage)), setting)
+    assert planned.step < share * before.step
+    assert planned.total < before.total
+    job = setting.arguments(plan.shape, grid_of_plan(plan), 4096)
+    searched = float(step_time(*job, simulated=True).step.item())
+    assert searched == pytest.approx(planned.step, rel=1e-6)
+
+
+def test_deep_models_are_folded_in_time() -> None:
+    shape = models.with_overrides(TINY, {"layers": "1000", "vocab": "10000000"})
+    with within(3.0, time.process_time):
+        assert sum(map(len, splits.cut_stages(shape, 64, folded=True))) == 1000

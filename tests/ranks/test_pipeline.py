@@ -116,6 +116,15 @@ def test_other_batches_and_cuts(pool: Pool, options: dict[str, Any]) -> None:
     require(run_trial(pool, plan, VerifySettings()))
 
 
+def test_stages_of_a_v_that_are_cut_by_rank(pool: Pool) -> None:
+    """The head weighs on the first rank, whose stages differ from a cut by stages: 1, 3, 3, 1."""
+    changes = {"vocab": "1024", "layers": "8"}
+    options = PlanOptions("tiny", layout="pp=2", schedule="zb-v", microbatches=4, set=changes)
+    plan = resolve(options, small=True)
+    assert [len(layers) for layers in plan.stages] == [2, 2, 3, 1]
+    require(run_trial(pool, plan, VerifySettings()))
+
+
 def versions(worker: Worker, plan: Plan, settings: VerifySettings) -> int:
     """How many versions of its weights a rank held at most."""
     made: list[StashingChunk] = []

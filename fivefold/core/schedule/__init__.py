@@ -15,7 +15,7 @@ import csv
 import io
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
@@ -121,6 +121,11 @@ class Placement:
         return max(Counter(self.homes).values())
 
     @property
+    def folded(self) -> bool:
+        """Whether rank i has stages i and 2p − 1 − i."""
+        return not self.mirrored and self == v_placement(self.num_ranks)
+
+    @property
     def kind(self) -> str:
         """The name people use for this placement."""
         if self.mirrored:
@@ -177,7 +182,7 @@ class Schedule:
     name: str
     placement: Placement
     num_microbatches: int
-    order: tuple[tuple[Step, ...], ...]
+    order: Sequence[tuple[Step, ...]]  # a tuple, or loops that make the steps when read
     asynchronous: bool = False
     weight_versions: tuple[int, ...] = ()
 
@@ -292,8 +297,13 @@ def merged(schedule: Schedule, rank: int) -> tuple[Step, ...]:
     Only if the gradient goes to no other rank: its message would leave after the whole B, later
     than the schedule says.
     """
+    return merged_steps(schedule, schedule.order[rank])
+
+
+def merged_steps(schedule: Schedule, steps: Iterable[Step]) -> tuple[Step, ...]:
+    """The same for some steps of a rank."""
     found: list[Step] = []
-    for step in schedule.order[rank]:
+    for step in steps:
         if isinstance(step, Action) and step.kind == WEIGHT_GRAD:
             gradient = step._replace(kind=INPUT_GRAD)
             if found and found[-1] == gradient and sent(schedule, gradient) is None:

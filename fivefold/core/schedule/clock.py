@@ -7,7 +7,7 @@ gradient needs its input gradient. An edge between two ranks costs a transfer, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -24,7 +24,9 @@ from fivefold.core.schedule import (
     Schedule,
     Step,
     actions_of,
+    merged_steps,
 )
+from fivefold.core.schedule.loops import LoopOrder
 
 
 @dataclass(frozen=True)
@@ -310,15 +312,18 @@ def memory_levels(
     gradient, which releases the rest.
     """
     left = unit * after_input_grad
-    return held_levels(steps, lambda stage: unit, lambda stage: left)
+    return _levels_from(0.0, steps, lambda stage: unit, lambda stage: left)[0]
 
 
-def held_levels(
-    steps: tuple[Step, ...], saved: Callable[[int], float], deferred: Callable[[int], float]
-) -> list[float]:
-    """The same for stages that differ: what the forward of a stage saves, and what its input
-    gradient leaves for the weight gradient, which may be more."""
-    live, levels = 0.0, list[float]()
+StageBytes = Callable[[int], float]
+
+
+def _levels_from(
+    live: float, steps: Iterable[Step], saved: StageBytes, deferred: StageBytes
+) -> tuple[list[float], float]:
+    """The same from a level on, and the level after the last step: the forward of a stage adds
+    `saved`, and its input gradient leaves `deferred` for the weight gradient."""
+    levels = list[float]()
     for step in steps:
         after = live
         for stage, kind, _ in actions_of(step):
@@ -331,13 +336,42 @@ def held_levels(
                 after -= saved(stage) - deferred(stage) if kind == INPUT_GRAD else deferred(stage)
         levels.append(live)
         live = after
-    return levels
+    return levels, live
 
 
 def peak_activations(schedule: Schedule, after_input_grad: float = 1.0) -> list[float]:
     """Peak activations of each rank, in microbatches of a full stage (1/p of the model)."""
     unit = schedule.num_ranks / schedule.num_stages
-    return [
-        round(max(memory_levels(steps, unit, after_input_grad), default=0.0), 9)
-        for steps in schedule.order
-    ]
+    left = unit * after_input_grad
+    sizes: tuple[StageBytes, StageBytes] = (lambda stage: unit, lambda stage: left)
+    return [round(_peak(_loops(schedule, rank), *sizes), 9) for rank in range(schedule.num_ranks)]
+
+
+def peak_held(schedule: Schedule, rank: int, saved: StageBytes, deferred: StageBytes) -> float:
+    """The most that a rank holds, as it runs: an input and a weight gradient that follow one
+    another are one backward, which defers nothing."""
+    loops = ((times, merged_steps(schedule, steps)) for times, steps in _loops(schedule, rank))
+    return _peak(loops, saved, deferred)
+
+
+def _loops(schedule: Schedule, rank: int) -> Iterator[tuple[int, tuple[Step, ...]]]:
+    """How often steps repeat, and one turn of them."""
+    if isinstance(schedule.order, LoopOrder):
+        for loop in schedule.order.loops[rank]:
+            yield loop.times, tuple(loop.steps(0))
+    else:
+        yield 1, schedule.order[rank]
+
+
+def _peak(
+    loops: Iterable[tuple[int, tuple[Step, ...]]], saved: StageBytes, deferred: StageBytes
+) -> float:
+    """Every turn of a loop changes the level by as much, so its first or its last turn has the
+    peak."""
+    live = peak = 0.0
+    for times, steps in loops:
+        levels, after = _levels_from(live, steps, saved, deferred)
+        grown = (times - 1) * (after - live)
+        peak = max(peak, max(levels, default=0.0) + max(0.0, grown))
+        live = after + grown
+    return peak

@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from fivefold.core.schedule import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, Placement, Step
+from fivefold.core.schedule import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, Placement
 from fivefold.core.schedule.clock import Costs
 
 Frame = tuple[tuple[Action, ...], ...]
-"""Forwards and input gradients by rank, in order."""
+"""Forwards and input gradients by rank, in order; once filled, weight gradients too."""
 
 
 class Patience(NamedTuple):
@@ -74,12 +74,12 @@ class Filled:
     makespan: float
     span: float
 
-    def order(self) -> tuple[tuple[Step, ...], ...]:
+    def order(self) -> tuple[tuple[Action, ...], ...]:
         """The steps of every rank."""
         return tuple(map(_merge, self.lowered.work, self.turns))
 
 
-def _merge(work: tuple[_Work, ...], turns: bytearray) -> tuple[Step, ...]:
+def _merge(work: tuple[_Work, ...], turns: bytearray) -> tuple[Action, ...]:
     frame = iter([item.action for item in work])
     weights = iter([Action(each.stage, WEIGHT_GRAD, each.microbatch) for each in _gradients(work)])
     return tuple(next(frame) if turn else next(weights) for turn in turns)

@@ -17,9 +17,7 @@ from fivefold.core.schedule import (
     FORWARD,
     INPUT_GRAD,
     WEIGHT_GRAD,
-    Action,
     Schedule,
-    Step,
     linear_placement,
     loop_placement,
 )
@@ -36,6 +34,7 @@ from fivefold.core.schedule.family import (
     no_bubble,
     ranks_in_flight,
 )
+from fivefold.core.schedule.loops import Loop, LoopOrder, Run, alternating, one_by_one, part
 
 if TYPE_CHECKING:
     from fivefold.core.schedule.family import Array
@@ -52,14 +51,12 @@ def breadth_first(num_ranks: int, num_microbatches: int, num_chunks: int) -> Sch
 
 
 def _breadth_first(name: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
-    def steps(rank: int) -> Iterator[Step]:
+    def runs(rank: int) -> Iterator[Run]:
         stages = range(rank, num_ranks * num_chunks, num_ranks)
-        for stage in stages:
-            yield from (Action(stage, FORWARD, each) for each in range(num_microbatches))
-        for stage in reversed(stages):
-            yield from (Action(stage, BACKWARD, each) for each in range(num_microbatches))
+        yield from (Run(stage, FORWARD, 0, num_microbatches) for stage in stages)
+        yield from (Run(stage, BACKWARD, 0, num_microbatches) for stage in reversed(stages))
 
-    order = tuple(tuple(steps(rank)) for rank in range(num_ranks))
+    order = LoopOrder(one_by_one(runs(rank)) for rank in range(num_ranks))
     return Schedule(name, loop_placement(num_ranks, num_chunks), num_microbatches, order)
 
 
@@ -67,7 +64,7 @@ def one_forward_one_backward(
     num_ranks: int, num_microbatches: int, num_chunks: int = 1
 ) -> Schedule:
     """Rank r runs p − r forwards ahead, then one backward for each further forward."""
-    order = tuple(
+    order = LoopOrder(
         alternate(rank, num_ranks, num_microbatches, num_chunks, ahead=num_ranks - rank)
         for rank in range(num_ranks)
     )
@@ -80,7 +77,7 @@ def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int) -> Sched
     def ahead(rank: int) -> int:
         return (num_chunks - 1) * num_ranks + 2 * (num_ranks - 1 - rank) + 1
 
-    order = tuple(
+    order = LoopOrder(
         alternate(rank, num_ranks, num_microbatches, num_chunks, ahead(rank))
         for rank in range(num_ranks)
     )
@@ -88,30 +85,30 @@ def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int) -> Sched
 
 
 def rounds(
-    rank: int, num_ranks: int, num_microbatches: int, num_chunks: int, reverse: bool = False
-) -> list[tuple[int, int]]:
-    """(stage, microbatch) of one rank: p microbatches through each chunk, then the next p."""
-    chunks = range(num_chunks)[:: -1 if reverse else 1]
+    kind: str, rank: int, num_ranks: int, num_microbatches: int, num_chunks: int
+) -> list[Run]:
+    """What one rank runs of a kind: p microbatches through each chunk, then the next p. Backwards
+    go through the chunks in reverse."""
+    if num_chunks == 1:
+        return [Run(rank, kind, 0, num_microbatches)]
+    chunks = range(num_chunks)[:: 1 if kind == FORWARD else -1]
     return [
-        (chunk * num_ranks + rank, microbatch)
+        Run(chunk * num_ranks + rank, kind, first, min(num_ranks, num_microbatches - first))
         for first in range(0, num_microbatches, num_ranks)
         for chunk in chunks
-        for microbatch in range(first, min(first + num_ranks, num_microbatches))
     ]
 
 
 def alternate(
     rank: int, num_ranks: int, num_microbatches: int, num_chunks: int, ahead: int
-) -> tuple[Step, ...]:
+) -> Iterator[Loop]:
     """`ahead` forwards first, then backward and forward in turn, then the backwards left."""
-    shape = (rank, num_ranks, num_microbatches, num_chunks)
-    forwards = [Action(stage, FORWARD, each) for stage, each in rounds(*shape)]
-    backwards = [Action(stage, BACKWARD, each) for stage, each in rounds(*shape, reverse=True)]
-    steps: list[Step] = list(forwards[:ahead])
-    for done, backward in enumerate(backwards):
-        steps.append(backward)
-        steps += forwards[ahead + done : ahead + done + 1]
-    return tuple(steps)
+    shape, total = (rank, num_ranks, num_microbatches, num_chunks), num_microbatches * num_chunks
+    forwards, backwards = rounds(FORWARD, *shape), rounds(BACKWARD, *shape)
+    left = max(0, total - ahead)
+    yield from one_by_one(part(forwards, 0, ahead))
+    yield from alternating(part(backwards, 0, left), part(forwards, ahead, total))
+    yield from one_by_one(part(backwards, left, total))
 
 
 def zb_h1(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
@@ -150,7 +147,7 @@ def _zero_bubble(
     delay: Callable[[int], int],
 ) -> Schedule:
     num_ranks, num_microbatches, num_chunks = numbers
-    order = tuple(
+    order = LoopOrder(
         split_alternate(rank, *numbers, ahead(rank), delay(rank)) for rank in range(num_ranks)
     )
     return Schedule(name, loop_placement(num_ranks, num_chunks), num_microbatches, order)
@@ -158,20 +155,24 @@ def _zero_bubble(
 
 def split_alternate(
     rank: int, num_ranks: int, num_microbatches: int, num_chunks: int, ahead: int, delay: int
-) -> tuple[Step, ...]:
-    """`ahead` forwards, then input gradient and forward in turn, weight gradients `delay` later."""
-    shape = (rank, num_ranks, num_microbatches, num_chunks)
-    forwards = [Action(stage, FORWARD, each) for stage, each in rounds(*shape)]
-    gradients = rounds(*shape, reverse=True)
-    weights = iter([Action(stage, WEIGHT_GRAD, each) for stage, each in gradients])
-    steps: list[Step] = list(forwards[:ahead])
-    for done, (stage, microbatch) in enumerate(gradients):
-        steps.append(Action(stage, INPUT_GRAD, microbatch))
-        drained = ahead + done >= len(forwards)
-        if drained or done >= delay:
-            steps.append(next(weights))
-        steps += forwards[ahead + done : ahead + done + 1]
-    return (*steps, *weights)
+) -> Iterator[Loop]:
+    """`ahead` forwards, then input gradient and forward in turn, weight gradients `delay` later, or
+    as soon as no forward is left."""
+    shape, total = (rank, num_ranks, num_microbatches, num_chunks), num_microbatches * num_chunks
+    forwards, gradients, weights = (
+        rounds(kind, *shape) for kind in (FORWARD, INPUT_GRAD, WEIGHT_GRAD)
+    )
+    left = max(0, total - ahead)
+    late = min(delay, left)
+    yield from one_by_one(part(forwards, 0, ahead))
+    yield from alternating(part(gradients, 0, late), part(forwards, ahead, ahead + late))
+    yield from alternating(
+        part(gradients, late, left),
+        part(weights, 0, left - late),
+        part(forwards, ahead + late, total),
+    )
+    yield from alternating(part(gradients, left, total), part(weights, left - late, total - late))
+    yield from one_by_one(part(weights, total - late, total))
 
 
 # Asynchronous pipelines never drain: gradients are computed on weights of some updates ago.

@@ -11,6 +11,7 @@ ends through two copies of the model; DualPipeV folds one copy into a V.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 from fivefold.core.schedule import (
@@ -19,9 +20,7 @@ from fivefold.core.schedule import (
     INPUT_GRAD,
     WEIGHT_GRAD,
     Action,
-    Overlap,
     Schedule,
-    Step,
     mirrored_placement,
     v_placement,
 )
@@ -35,6 +34,17 @@ from fivefold.core.schedule.family import (
     Times,
 )
 from fivefold.core.schedule.fill import Frame, Patience, fill, lower
+from fivefold.core.schedule.loops import (
+    Loop,
+    LoopOrder,
+    Run,
+    Turn,
+    alternating,
+    lengthened,
+    one_by_one,
+    part,
+    within,
+)
 
 if TYPE_CHECKING:
     from fivefold.core.schedule.family import Array
@@ -66,15 +76,14 @@ HALF_BLOCKS = (
 def zb_v(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
     """As much memory as 1F1B, on every rank, and idle only while the first gradient turns."""
 
-    def steps(rank: int) -> tuple[Step, ...]:
-        order = _zb_v_rank(rank, num_ranks, num_microbatches)
-        return tuple(step for step in order if step.microbatch < num_microbatches)
-
-    order = tuple(steps(rank) for rank in range(num_ranks))
+    order = LoopOrder(
+        within(_zb_v_rank(rank, num_ranks, num_microbatches), num_microbatches)
+        for rank in range(num_ranks)
+    )
     return Schedule("zb-v", v_placement(num_ranks), num_microbatches, order)
 
 
-def _zb_v_rank(rank: int, num_ranks: int, num: int) -> Iterator[Action]:
+def _zb_v_rank(rank: int, num_ranks: int, num: int) -> Iterator[Loop]:
     """The order for at least 2p − 1 microbatches; with fewer, the caller drops those beyond `num`.
 
     Every loop stops as soon as all its further actions are of microbatches beyond `num`.
@@ -83,27 +92,32 @@ def _zb_v_rank(rank: int, num_ranks: int, num: int) -> Iterator[Action]:
     middle = max(num, 2 * num_ranks - 1) - num_ranks
     ahead, left = 2 * inner - 1, max(0, num - middle)
 
-    def take(stage: int, kinds: str, microbatch: int) -> list[Action]:
-        return [Action(stage, kind, microbatch) for kind in kinds]
+    def take(stage: int, kinds: str, first: int) -> list[Turn]:
+        return [Turn(stage, kind, first) for kind in kinds]
 
-    for k in range(min(ahead, num)):
-        yield from take(near, FORWARD, k)
-    for k in range(min(rank, num)):
-        yield from (*take(far, FORWARD, k), *take(near, FORWARD, ahead + k))
-    for k in range(min(inner, num)):
-        yield from (*take(far, FORWARD, rank + k), *take(far, _SPLIT, k))
-    for k in range(min(middle, num)):
-        yield from (*take(near, FORWARD, ahead + rank + k), *take(near, _SPLIT, k))
-        yield from (*take(far, FORWARD, num_ranks + k), *take(far, _SPLIT, inner + k))
-    for k in range(min(rank, left)):
-        yield from (*take(near, INPUT_GRAD, middle + k), *take(far, INPUT_GRAD, middle + inner + k))
-    for k in range(min(inner, left)):
-        yield from (
-            *take(near, INPUT_GRAD, middle + rank + k),
-            *take(near, WEIGHT_GRAD, middle + k),
-        )
+    def loop(count: int, *turns: list[Turn]) -> Loop:
+        return Loop(count, tuple(chain(*turns)))
+
+    yield loop(min(ahead, num), take(near, FORWARD, 0))
+    yield loop(min(rank, num), take(far, FORWARD, 0), take(near, FORWARD, ahead))
+    yield loop(min(inner, num), take(far, FORWARD, rank), take(far, _SPLIT, 0))
+    yield loop(
+        min(middle, num),
+        [*take(near, FORWARD, ahead + rank), *take(near, _SPLIT, 0)],
+        [*take(far, FORWARD, num_ranks), *take(far, _SPLIT, inner)],
+    )
+    yield loop(
+        min(rank, left),
+        take(near, INPUT_GRAD, middle),
+        take(far, INPUT_GRAD, middle + inner),
+    )
+    yield loop(
+        min(inner, left),
+        take(near, INPUT_GRAD, middle + rank),
+        take(near, WEIGHT_GRAD, middle),
+    )
     for stage in (far, near):
-        yield from (Action(stage, WEIGHT_GRAD, k) for k in range(middle + inner, num))
+        yield loop(num - middle - inner, take(stage, WEIGHT_GRAD, middle + inner))
 
 
 def v_half(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
@@ -123,6 +137,19 @@ def _from_blocks(
     num_microbatches: int,
     chunk_limit: int,
 ) -> Schedule:
+    """As soon as the pipeline is full, every further microbatch repeats what all ranks do; so a
+    long schedule is a short one with more turns."""
+    placement, few = v_placement(num_ranks), num_ranks + num_ranks // 2 + 4
+    order = _filled(blocks, num_ranks, min(few, num_microbatches), chunk_limit)
+    if few < num_microbatches:
+        order = LoopOrder(lengthened(order, PERIOD, num_microbatches - few))
+    return Schedule(name, placement, num_microbatches, order)
+
+
+def _filled(
+    blocks: tuple[BuildingBlock, ...], num_ranks: int, num_microbatches: int, chunk_limit: int
+) -> Frame:
+    """The repeated block with its weight gradients, in the least memory that it fits in."""
     placement = v_placement(num_ranks)
     costs, patience = Costs.uniform(placement), Patience.uniform(num_ranks)
     while True:  # a block that does not fit in this memory fits in more
@@ -132,7 +159,7 @@ def _from_blocks(
                 lower(frame, placement, num_microbatches, costs), 2 * chunk_limit, patience
             )
             if filled is not None:
-                return Schedule(name, placement, num_microbatches, filled.order())
+                return filled.order()
         chunk_limit += 1
 
 
@@ -177,76 +204,73 @@ def dualpipe(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Sche
     """Two directions: the first half of the microbatches down, the second half up."""
     half = num_microbatches // 2
 
-    def steps(rank: int) -> tuple[Step, ...]:
+    def loops(rank: int) -> Iterator[Loop]:
         mirror = num_ranks - 1 - rank
         down, up = _Phase(rank, 0), _Phase(mirror, half)
         near, far = (down, up) if rank < mirror else (up, down)
-        return tuple(_legs(near, far, min(rank, mirror), num_ranks // 2, half))
+        return _legs(near, far, min(rank, mirror), num_ranks // 2, half)
 
-    order = tuple(steps(rank) for rank in range(num_ranks))
+    order = LoopOrder(loops(rank) for rank in range(num_ranks))
     return Schedule("dualpipe", mirrored_placement(num_ranks), num_microbatches, order)
 
 
 def dualpipe_v(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
     """One copy of the model, folded: near stages on the way down, far ones on the way up."""
 
-    def steps(rank: int) -> tuple[Step, ...]:
+    def loops(rank: int) -> Iterator[Loop]:
         near, far = _Phase(rank, 0), _Phase(2 * num_ranks - 1 - rank, 0)
-        return tuple(_legs(near, far, rank, num_ranks, num_microbatches))
+        return _legs(near, far, rank, num_ranks, num_microbatches)
 
-    order = tuple(steps(rank) for rank in range(num_ranks))
+    order = LoopOrder(loops(rank) for rank in range(num_ranks))
     return Schedule("dualpipe-v", v_placement(num_ranks), num_microbatches, order)
 
 
 class _Phase:
-    """Hands out the next forward and the next backward of one stage."""
+    """Hands out the next forwards and the next backwards of one stage."""
 
     def __init__(self, stage: int, first_microbatch: int) -> None:
         self.stage = stage
         self.forwards = self.backwards = first_microbatch
 
-    def forward(self) -> Action:
-        self.forwards += 1
-        return Action(self.stage, FORWARD, self.forwards - 1)
+    def forward(self, count: int, joined: bool = False) -> Turn:
+        """The next `count` forwards, one in each turn."""
+        self.forwards += count
+        return Turn(self.stage, FORWARD, self.forwards - count, joined)
 
-    def backward(self, kind: str = BACKWARD) -> Action:
-        self.backwards += 1
-        return Action(self.stage, kind, self.backwards - 1)
+    def backward(self, count: int, kind: str = BACKWARD) -> Turn:
+        self.backwards += count
+        return Turn(self.stage, kind, self.backwards - count)
 
 
-def _legs(near: _Phase, far: _Phase, distance: int, depth: int, each: int) -> Iterator[Step]:
+def _legs(near: _Phase, far: _Phase, distance: int, depth: int, each: int) -> Iterator[Loop]:
     """The steps of the rank that is `distance` ranks from the start, of `depth` ranks to the turn.
 
     Each phase has `each` microbatches. The weight gradients of the last backwards are delayed, and
     fill the slots in which the rank would wait for the remaining near gradients.
     """
     inner = depth - 1 - distance
-    for _ in range(2 * inner):
-        yield near.forward()
-    for _ in range(distance + 1):
-        yield from (near.forward(), far.forward())
-    for _ in range(inner):
-        gradient = far.backward(INPUT_GRAD)
-        yield from (gradient, gradient._replace(kind=WEIGHT_GRAD), far.forward())
-    for _ in range(each - 2 * depth + distance + 1):
-        yield Overlap(near.forward(), far.backward())
-        yield Overlap(far.forward(), near.backward())
-    for _ in range(inner):
-        yield far.backward()
-        yield Overlap(far.forward(), near.backward())
-    delayed: list[Action] = []
+    yield Loop(2 * inner, (near.forward(2 * inner),))
+    yield Loop(distance + 1, (near.forward(distance + 1), far.forward(distance + 1)))
+    gradient = far.backward(inner, INPUT_GRAD)
+    yield Loop(inner, (gradient, gradient._replace(kind=WEIGHT_GRAD), far.forward(inner)))
+    shared = each - 2 * depth + distance + 1
+    down = (near.forward(shared, joined=True), far.backward(shared))
+    yield Loop(shared, (*down, far.forward(shared, joined=True), near.backward(shared)))
+    up = (far.forward(inner, joined=True), near.backward(inner))
+    yield Loop(inner, (far.backward(inner), *up))
+    delayed: list[Run] = []  # weight gradients
     for turn in range(2 * (distance + 1)):
-        phase = near if turn % 2 else far
-        if turn <= distance:
-            yield phase.backward()
-        else:
-            delayed.append(phase.backward(INPUT_GRAD))
-            yield delayed[-1]
-    for _ in range(inner):
-        yield delayed.pop(0)._replace(kind=WEIGHT_GRAD)
-        delayed.append(near.backward(INPUT_GRAD))
-        yield delayed[-1]
-    yield from (gradient._replace(kind=WEIGHT_GRAD) for gradient in delayed)
+        kind = BACKWARD if turn <= distance else INPUT_GRAD
+        last = (near if turn % 2 else far).backward(1, kind)
+        yield Loop(1, (last,))
+        if kind == INPUT_GRAD:
+            delayed.append(Run(last.stage, WEIGHT_GRAD, last.first, 1))
+    rest = near.backward(inner, INPUT_GRAD)
+    delayed.append(Run(near.stage, WEIGHT_GRAD, rest.first, inner))
+    total = distance + 1 + inner
+    inputs = [Run(near.stage, INPUT_GRAD, rest.first, inner)]
+    yield from alternating(part(delayed, 0, inner), inputs if inner else [])
+    yield from one_by_one(part(delayed, inner, total))
 
 
 # What the planner needs: seconds that ranks wait, for equal stages, as measured with the clock; and

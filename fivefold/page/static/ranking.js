@@ -74,7 +74,7 @@ class Ranking {
     const button = el("button", { type: "button", class: "choose" }, one.layout);
     const cells = [
       seconds(one.step), percent(one.mfu), gib(one.total), one.zero, one.recompute, one.schedule, one.batch,
-      percent(one.bubble), count(one.tokens_per_s_per_gpu), one.loses || "the fastest that fits",
+      percent(one.bubble), count(one.tokens_per_s_per_gpu), one.loses || "the first choice",
     ];
     return el("tr", { onclick: choose },
       el("td", {}, place + 1),
@@ -93,7 +93,7 @@ class Ranking {
       here ? button?.setAttribute("aria-current", "true") : button?.removeAttribute("aria-current");
     });
     const best = found.layouts[0];
-    const label = `Memory against step time. The fastest: ${best.layout}, ${gib(best.total)}, ${seconds(best.step)}. `
+    const label = `Memory against step time. The first choice: ${best.layout}, ${gib(best.total)}, ${seconds(best.step)}. `
       + `This layout: ${gib(view.numbers.total)}, ${seconds(view.numbers.step)}. The same numbers stand in the table.`;
     draw(this.chart, traces(found, view.numbers), layout(found, view.numbers), label);
     this.listen();

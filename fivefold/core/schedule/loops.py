@@ -1,0 +1,177 @@
+"""Orders written as loops, so that a schedule costs what its loops cost and not what its steps do.
+
+A rank of a named schedule repeats itself: so many forwards, then one forward and one backward so
+many times. A `Loop` says what a turn runs and how often. The steps of a rank are made when someone
+reads them; estimates expand loops into arrays, and peaks of memory are counted loop by loop.
+
+Runs are the other way to write an order: microbatches in a row through one stage. `alternating`
+takes one action of each of several lists of runs in turn, and returns loops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, overload
+
+from fivefold.core.schedule import Action, Overlap, Step
+
+
+class Turn(NamedTuple):
+    """What one turn of a loop runs: the k-th turn has microbatch `first` + k.
+
+    `joined`: it runs as one step with the backward after it.
+    """
+
+    stage: int
+    kind: str
+    first: int
+    joined: bool = False
+
+
+class Loop(NamedTuple):
+    """Turns that repeat."""
+
+    times: int
+    turns: tuple[Turn, ...]
+
+    def steps(self, number: int) -> Iterator[Step]:
+        """The steps of one turn."""
+        before: Action | None = None
+        for stage, kind, first, joined in self.turns:
+            action = Action(stage, kind, first + number)
+            if joined:
+                before = action
+                continue
+            yield action if before is None else Overlap(before, action)
+            before = None
+
+
+class Run(NamedTuple):
+    """Consecutive microbatches through one stage."""
+
+    stage: int
+    kind: str
+    first: int
+    length: int
+
+
+def one_by_one(runs: Iterable[Run]) -> Iterator[Loop]:
+    """All actions of a run before the next run."""
+    for stage, kind, first, length in runs:
+        yield Loop(length, (Turn(stage, kind, first),))
+
+
+def alternating(*lists: Sequence[Run]) -> Iterator[Loop]:
+    """One action of each list in turn; the lists have equally many actions."""
+    places, done = [0 for _ in lists], [0 for _ in lists]
+    while all(place < len(runs) for place, runs in zip(places, lists, strict=True)):
+        heads = [runs[place] for place, runs in zip(places, lists, strict=True)]
+        count = min(head.length - skipped for head, skipped in zip(heads, done, strict=True))
+        yield Loop(
+            count,
+            tuple(
+                Turn(head.stage, head.kind, head.first + skipped)
+                for head, skipped in zip(heads, done, strict=True)
+            ),
+        )
+        for number, head in enumerate(heads):
+            done[number] += count
+            if done[number] == head.length:
+                places[number], done[number] = places[number] + 1, 0
+
+
+def part(runs: Iterable[Run], start: int, stop: int) -> list[Run]:
+    """The actions from `start` to before `stop`, counted over all runs."""
+    found: list[Run] = []
+    before = 0
+    for stage, kind, first, length in runs:
+        low, high = max(start - before, 0), min(stop - before, length)
+        if low < high:
+            found.append(Run(stage, kind, first + low, high - low))
+        before += length
+    return found
+
+
+def within(loops: Iterable[Loop], num_microbatches: int) -> Iterator[Loop]:
+    """The loops without the actions of microbatches from `num_microbatches` on."""
+    for times, turns in loops:
+        cuts = {min(times, max(0, num_microbatches - turn.first)) for turn in turns}
+        start = 0
+        for stop in sorted(cuts):
+            left = tuple(
+                turn._replace(first=turn.first + start)
+                for turn in turns
+                if turn.first + start < num_microbatches
+            )
+            if stop > start:
+                yield Loop(stop - start, left)
+            start = stop
+
+
+def lengthened(
+    order: Sequence[Sequence[Action]], period: int, more: int
+) -> Iterator[tuple[Loop, ...]]:
+    """An order with `more` microbatches than the given one, whose ranks repeat `period` actions
+    for each microbatch as soon as the pipeline is full."""
+    for actions in order:
+        start, count = _repeated(actions, period)
+        stop = start + count * period
+        yield (
+            *(Loop(1, (Turn(*action),)) for action in actions[:start]),
+            Loop(count + more, tuple(Turn(*action) for action in actions[start : start + period])),
+            *(
+                Loop(1, (Turn(stage, kind, microbatch + more),))
+                for stage, kind, microbatch in actions[stop:]
+            ),
+        )
+
+
+def _repeated(actions: Sequence[Action], period: int) -> tuple[int, int]:
+    """Where the longest repetition begins, and how often it runs."""
+    best = first = 0
+    longest = 0
+    for place, (before, now) in enumerate(zip(actions, actions[period:], strict=False)):
+        if now != (before.stage, before.kind, before.microbatch + 1):
+            first = place + 1
+        elif place + 1 - first > longest:
+            best, longest = first, place + 1 - first
+    return best, 1 + longest // period
+
+
+class LoopOrder(Sequence[tuple[Step, ...]]):
+    """The order of every rank, in loops; the steps of a rank are made when they are read."""
+
+    def __init__(self, ranks: Iterable[Iterable[Loop]]) -> None:
+        self.loops = tuple(
+            tuple(loop for loop in loops if loop.times > 0 and loop.turns) for loops in ranks
+        )
+        self._made: dict[int, tuple[Step, ...]] = {}
+
+    @overload
+    def __getitem__(self, index: int) -> tuple[Step, ...]: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[tuple[Step, ...], ...]: ...
+    def __getitem__(self, index: int | slice) -> tuple[Step, ...] | tuple[tuple[Step, ...], ...]:
+        places = range(len(self.loops))[index]
+        if isinstance(places, range):
+            return tuple(self[place] for place in places)
+        if places not in self._made:
+            self._made[places] = tuple(
+                step
+                for loop in self.loops[places]
+                for number in range(loop.times)
+                for step in loop.steps(number)
+            )
+        return self._made[places]
+
+    def __len__(self) -> int:
+        return len(self.loops)
+
+    def __eq__(self, other: object) -> bool:
+        return tuple(self) == (tuple(other) if isinstance(other, LoopOrder) else other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))

@@ -1,0 +1,262 @@
+"""The clock for many costs at once: one pass over the actions of a schedule serves all of them.
+
+It gives the same as `core.schedule.clock`. The order of a schedule does not depend on costs. Every
+rank has a position in its order, and all ranks whose next row has its inputs run it together. A row
+is a forward, a backward, or an overlapped pair of both. No rank waits for weight gradients of
+another: they only keep their own rank busy after the row before them.
+
+Orders in loops are expanded into arrays, without an object for each action.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fivefold.core.plan import named_schedule
+from fivefold.core.schedule import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRAD,
+    WEIGHT_GRAD,
+    Overlap,
+    Schedule,
+    actions_of,
+)
+from fivefold.core.schedule.loops import LoopOrder
+from fivefold.cost.grid import Array, Flags
+
+Indices = NDArray[np.int64]
+_KINDS = {FORWARD: 0, INPUT_GRAD: 1, BACKWARD: 2, WEIGHT_GRAD: 3}
+_W = _KINDS[WEIGHT_GRAD]
+# Microbatches per rank from which a pipeline repeats itself, and up to which it is simulated.
+_STEADY, _LONGEST = 5, 8
+
+
+class StageSeconds(NamedTuple):
+    """Seconds of one microbatch in every stage, a row each, and of a message; a column each for
+    every set of costs."""
+
+    forward: Array
+    inputs: Array
+    weights: Array
+    lag: Array
+
+    @property
+    def table(self) -> Array:
+        """By kind of action and stage; the last row is nothing."""
+        forward, inputs, weights, _ = self
+        nothing = np.zeros((1, forward.shape[1]))
+        return np.concatenate([forward, inputs, inputs + weights, weights, nothing])
+
+
+class _Actions(NamedTuple):
+    """All actions, rank after rank; `opens`: whether an action begins a row."""
+
+    stage: Indices
+    kind: Indices
+    microbatch: Indices
+    opens: Flags
+    begins: Indices  # the first action of each rank
+
+
+class ScheduleTrace(NamedTuple):
+    """A schedule in rows, rank after rank; after the last row of a rank is one that never runs.
+
+    `sources`: for each row, the row on another rank that sends its input; the last row of all
+    stands for none. A pair may have two sources. `runs` are the actions of each row: the first, the
+    other one of a pair, and the weight gradients; each an index into the seconds of kinds and
+    stages, of which the last stands for none, followed by the sums that are in `several`.
+    `counts`: how often each rank runs each of the actions.
+    """
+
+    starts: Indices
+    sources: tuple[Indices, ...]
+    runs: tuple[Indices, ...]
+    several: Array
+    counts: Array
+    num_rows: int
+
+
+def schedule_makespans(name: str, numbers: tuple[int, int, int], seconds: StageSeconds) -> Array:
+    """Seconds of a step for each column of costs; `numbers`: ranks, microbatches and chunks.
+
+    A long schedule is extrapolated from two shorter ones, by the seconds of each further round.
+    """
+    ranks, count, chunks = numbers
+    if not is_long(*numbers):
+        return simulate_trace(named_trace(name, ranks, count, chunks), seconds)
+    few, many = (each * ranks + count % ranks for each in (_STEADY, _LONGEST))
+    early, late = (
+        simulate_trace(named_trace(name, ranks, each, chunks), seconds) for each in (few, many)
+    )
+    return late + (late - early) * (count - many) / (many - few)
+
+
+def is_long(num_ranks: int, num_microbatches: int, num_chunks: int) -> bool:
+    """Whether a schedule is extrapolated from shorter ones: those together must be shorter."""
+    return num_microbatches > (_STEADY + _LONGEST) * num_ranks
+
+
+@lru_cache(maxsize=64)
+def named_trace(name: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> ScheduleTrace:
+    """The trace of a schedule that is not from a file."""
+    return trace_schedule(named_schedule(name, num_ranks, num_microbatches, num_chunks))
+
+
+def trace_schedule(schedule: Schedule) -> ScheduleTrace:
+    """The rows of a schedule, and which row waits for which."""
+    order = schedule.order
+    actions = _of_loops(order) if isinstance(order, LoopOrder) else _of_steps(schedule)
+    later = np.zeros(len(actions.stage), np.int64)
+    later[actions.begins[1:]] = 1
+    rank = np.cumsum(later)
+    row = np.cumsum(actions.opens) - 1 + rank
+    codes, width = actions.kind * schedule.num_stages + actions.stage, 4 * schedule.num_stages + 1
+    runs, several = _runs(actions, row, codes, width)
+    return ScheduleTrace(
+        starts=row[actions.begins],
+        sources=_sources(schedule, actions, row),
+        runs=runs,
+        several=several,
+        counts=_counted(rank, codes, schedule.num_ranks, width),
+        num_rows=int(actions.opens.sum()),
+    )
+
+
+def _sources(schedule: Schedule, actions: _Actions, row: Indices) -> tuple[Indices, ...]:
+    """Which row each row waits for: once, or twice if there are pairs."""
+    stage, kind, microbatch, opens, begins = actions
+    none = int(row[-1]) + 2
+    sends, backwards = kind != _W, (kind > 0).astype(np.int64)
+    # By stage, with one beyond either end: the row of a microbatch's output, and of its gradient.
+    made = np.full((2, schedule.num_stages + 2, schedule.num_microbatches), none)
+    made[backwards[sends], stage[sends] + 1, microbatch[sends]] = row[sends]
+    homes = np.array([-1, *schedule.placement.homes, -1])
+    there = stage + 2 * backwards
+    moves = sends & (homes[there] >= 0) & (homes[there] != homes[stage + 1])
+    sources: list[Indices] = []
+    for which in (moves & opens, moves & ~opens):
+        found = np.full(none + 1, none)
+        found[row[which]] = made[backwards[which], there[which], microbatch[which]]
+        sources.append(found)
+    after = np.append(row[begins][1:], none) - 1
+    sources[0][after] = after
+    return tuple(sources[: 1 + bool((moves & ~opens).any())])
+
+
+def _runs(
+    actions: _Actions, row: Indices, codes: Indices, width: int
+) -> tuple[tuple[Indices, ...], Array]:
+    """The actions of each row, and the sums of several weight gradients that some rows have."""
+    late, num_rows = actions.kind == _W, int(row[-1]) + 3
+    found: list[Indices] = []
+    for which in (actions.opens, ~actions.opens & ~late, late):
+        mine = np.full(num_rows, width - 1)
+        mine[row[which]] = codes[which]
+        found.append(mine)
+    times = np.bincount(row[late], minlength=num_rows)
+    (several,) = (times > 1).nonzero()
+    # Most have two: those of the same two share their sum.
+    first = np.full(num_rows, 0)
+    first[row[late][::-1]] = codes[late][::-1]
+    twice = times[several] == 2
+    which = np.where(twice, first[several] * width + found[2][several], -1 - several)
+    _, example, same = np.unique(which, return_index=True, return_inverse=True)
+    found[2][several] = width + same.ravel()
+    place = np.full(num_rows, -1)
+    place[several[example]] = np.arange(len(example))
+    mine = late & (place[row] >= 0)
+    sums = _counted(place[row[mine]], codes[mine], len(example), width)
+    has_pairs = bool((~actions.opens & ~late).any())
+    return tuple(found if has_pairs else found[::2]), sums
+
+
+def _counted(places: Indices, codes: Indices, num_places: int, width: int) -> Array:
+    """How often each code occurs at each place."""
+    found = np.bincount(places * width + codes, minlength=num_places * width)
+    return found.astype(float).reshape(num_places, width)
+
+
+def _of_loops(order: LoopOrder) -> _Actions:
+    """The actions of orders in loops, all loops at once."""
+    loops = list(chain(*order.loops))
+    turns = list(chain(*(loop.turns for loop in loops)))
+    count = np.array([loop.times for loop in loops])
+    width = np.array([len(loop.turns) for loop in loops])
+    size = count * width
+    number = np.repeat(np.arange(len(loops)), size)
+    place = np.arange(int(size.sum())) - np.repeat(np.cumsum(size) - size, size)
+    k, inside = np.divmod(place, width[number])
+    turn = (np.cumsum(width) - width)[number] + inside
+    stage = np.array([each.stage for each in turns])[turn]
+    kind = np.array([_KINDS[each.kind] for each in turns])[turn]
+    microbatch = np.array([each.first for each in turns])[turn] + k
+    joined = np.array([each.joined for each in turns])[turn]
+    opens = kind != _W
+    opens[1:] &= ~joined[:-1]
+    sizes = [sum(loop.times * len(loop.turns) for loop in loops) for loops in order.loops]
+    begins = np.cumsum([0, *sizes[:-1]])
+    return _Actions(stage, kind, microbatch, opens, begins)
+
+
+def _of_steps(schedule: Schedule) -> _Actions:
+    """The actions of an order that is given step by step."""
+    steps = [step for order in schedule.order for step in order]
+    found = [action for step in steps for action in actions_of(step)]
+    count = len(found)
+    paired = np.fromiter((isinstance(step, Overlap) for step in steps), bool, len(steps))
+    first = np.cumsum(1 + paired) - 1 - paired  # of each step's actions
+    stage = np.fromiter((each[0] for each in found), np.int64, count)
+    kind = np.fromiter((_KINDS[each[1]] for each in found), np.int64, count)
+    microbatch = np.fromiter((each[2] for each in found), np.int64, count)
+    opens = kind != _W
+    opens[first[paired] + 1] = False
+    begins = first[np.cumsum([0, *map(len, schedule.order[:-1])])]
+    return _Actions(stage, kind, microbatch, opens, begins)
+
+
+def simulate_trace(trace: ScheduleTrace, seconds: StageSeconds) -> Array:
+    """Seconds until all ranks are done, for each column of costs."""
+    return trace_ends(trace, seconds).max(axis=0)
+
+
+def trace_ends(trace: ScheduleTrace, seconds: StageSeconds) -> Array:
+    """When each rank is done, for each column of costs."""
+    table, columns = seconds.table, seconds.forward.shape[1]
+    if len(trace.starts) == 1:  # it waits for nobody
+        return trace.counts @ table
+    lag, size = seconds.lag, (columns,)
+    table = np.concatenate([table, trace.several @ table])
+    if columns == 1:  # plain arrays are faster
+        table, lag, size = table[:, 0], lag[0], ()
+    first, *second, weight = trace.runs
+    source, *others = trace.sources
+    ends = np.full((len(source), *size), -np.inf)
+    done = np.zeros(len(source), bool)
+    done[-1] = True
+    place, now = trace.starts.copy(), np.zeros((len(trace.starts), *size))
+    left = trace.num_rows
+    while left:
+        ready = done[source[place]]
+        for other in others:
+            ready &= done[other[place]]
+        (ranks,) = ready.nonzero()
+        assert len(ranks), "a schedule that ends"
+        rows = place[ranks]
+        start = np.maximum(now[ranks], ends[source[rows]] + lag)
+        for other in others:
+            start = np.maximum(start, ends[other[rows]] + lag)
+        start += table[first[rows]]
+        for other in second:
+            start += table[other[rows]]
+        ends[rows] = start
+        now[ranks] = start + table[weight[rows]]
+        done[rows] = True
+        place[ranks] += 1
+        left -= len(ranks)
+    return now.reshape(-1, columns)

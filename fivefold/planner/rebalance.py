@@ -1,0 +1,85 @@
+"""Layers moved between the stages of a plan, where that makes it faster.
+
+One layer at a time, as long as the longest path gets shorter; the simulation decides whether that
+was a gain. No stage gets more layers than the largest one has, and the first gets none, so memory
+is no worse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import accumulate, pairwise, product
+
+import numpy as np
+
+from fivefold.core.plan import resolve
+from fivefold.cost.grid import grid_of_plan
+from fivefold.cost.layer_time import LayerTimer
+from fivefold.cost.longest_paths import PATHS, ScheduleSize
+from fivefold.cost.pipeline_time import pipeline_timer
+from fivefold.cost.step_time import path_costs
+from fivefold.planner.estimate import Estimate, estimate_plan
+
+StageSizes = tuple[int, ...]  # layers of each stage
+_MOST_MOVES = 8
+_LEAST_GAIN = 1e-3  # share of a step: less is not worth a plan with explicit stages
+
+
+def rebalance_stages(chosen: Estimate) -> Estimate:
+    """The plan with other stages, if they make it faster."""
+    plan = chosen.plan
+    if plan.layout.pp == 1 or not plan.family.is_named or plan.stage_layers is not None:
+        return chosen
+    given = tuple(map(len, plan.stages))
+    best = _best_sizes(chosen, given)
+    if best == given:
+        return chosen
+    options = replace(plan.options, stage_layers=",".join(map(str, best)))
+    other = estimate_plan(resolve(options), chosen.setting)
+    return other if other.step < (1 - _LEAST_GAIN) * chosen.step else chosen
+
+
+def _best_sizes(chosen: Estimate, given: StageSizes) -> StageSizes:
+    """Make the best move, as long as one helps."""
+    seconds = _LongestPath(chosen)
+    best, least = given, seconds.of(given)
+    for _ in range(_MOST_MOVES):
+        found = {sizes: seconds.of(sizes) for sizes in _moves(best, given)}
+        if not found or min(found.values()) >= least:
+            break
+        best = min(found, key=found.__getitem__)
+        least = found[best]
+    return best
+
+
+def _moves(sizes: StageSizes, given: StageSizes) -> Iterator[StageSizes]:
+    """Move a layer from an end or a full stage to the last stage or one that has room."""
+    last, most = len(sizes) - 1, max(given)
+    full = [place for place, size in enumerate(sizes) if size == most]
+    room = [place for place in range(1, len(sizes)) if sizes[place] < most]
+    givers = {0, last, *full[:1], *full[-1:]}
+    takers = {last, *room[:2], *room[-2:]} & set(room)
+    if sizes[0] < given[0]:
+        takers.add(0)
+    for giver, taker in product(givers, takers):
+        if giver != taker and sizes[giver] > 1:
+            step = {giver: -1, taker: 1}
+            yield tuple(size + step.get(place, 0) for place, size in enumerate(sizes))
+
+
+class _LongestPath:
+    """Seconds of the longest path of one plan with any stage sizes."""
+
+    def __init__(self, chosen: Estimate) -> None:
+        plan, layout, batch = chosen.plan, chosen.plan.layout, chosen.plan.batch
+        setting = chosen.setting.with_keys(plan.options)
+        job = setting.arguments(plan.shape, grid_of_plan(plan), batch.seq)
+        costs = path_costs(LayerTimer(*job))
+        self.costs = np.array([float(np.asarray(each).item()) for each in costs])[:, None]
+        self.timer, self.paths = pipeline_timer(plan.shape, batch.seq), PATHS[plan.family.paths]
+        self.size = ScheduleSize(layout.pp, layout.chunks, batch.microbatches, self.costs)
+
+    def of(self, sizes: StageSizes) -> float:
+        spans = [range(start, stop) for start, stop in pairwise((0, *accumulate(sizes)))]
+        return float((self.paths(self.timer.stages(spans), self.size) @ self.costs).max())
