@@ -106,7 +106,7 @@ score: setup
 	@test -n "$(RUNS)" || { echo 'give files of measured runs: make score RUNS="a.jsonl b.jsonl"'; exit 2; }
 	$(BIN)/fivefold score $(RUNS) --page docs/planner-accuracy.md
 
-# How fast layouts are searched; it fails below 500,000 a second, or where an answer takes 3 seconds.
+# CPU-seconds of whole answers; it fails where one takes more than 3, or below 500,000 layouts a second.
 bench-plan: setup
 	$(BIN)/python benchmarks/plan.py
 

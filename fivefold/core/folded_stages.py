@@ -37,7 +37,7 @@ class _Interval(NamedTuple):
 def folded_ends(costs: Sequence[int], by_stage: Sequence[int]) -> list[int]:
     """Where each stage ends; `by_stage` is a cut by stages, which stays if no rank can be faster
     than its slowest."""
-    fold = _Fold(costs, len(by_stage) // 2)
+    fold = _LayersOfV(costs, len(by_stage) // 2)
     faster = fold.sums_of_two(fold.slowest(by_stage) - 1)
     if not faster or fold.cut(_Limits(faster[-1], faster[-1])) is None:
         return list(by_stage)
@@ -48,7 +48,7 @@ def folded_ends(costs: Sequence[int], by_stage: Sequence[int]) -> list[int]:
     return found
 
 
-class _Fold:
+class _LayersOfV:
     """Layers with these costs on a V of `num_ranks`."""
 
     def __init__(self, costs: Sequence[int], num_ranks: int) -> None:

@@ -284,7 +284,11 @@ def stage_layers_problems(
 
 def flops_by_layer(shape: Shape, seq: int) -> list[int]:
     """Forward FLOPs per token of each layer, with what runs before the first and after the last."""
-    flops = [count.layer_flops(shape, i, seq).total for i in range(shape.layers)]
+    kinds = {
+        shape.layer_kind(i): count.layer_flops(shape, i, seq).total
+        for i in count.layer_kinds(shape)
+    }
+    flops = [kinds[shape.layer_kind(i)] for i in range(shape.layers)]
     whole = count.forward_flops(shape, seq)
     flops[0] += 2.0 * count.embedding_parameters(shape).norms
     flops[-1] += 2.0 * count.head_parameters(shape).norms + whole.head + whole.mtp
@@ -296,7 +300,11 @@ def parameters_by_layer(shape: Shape, num_stages: int) -> list[int]:
 
     If a tied model is cut, the last stage has a copy of the embedding.
     """
-    found = [count.layer_parameters(shape, i).total for i in range(shape.layers)]
+    kinds = {
+        shape.layer_kind(i): count.layer_parameters(shape, i).total
+        for i in count.layer_kinds(shape)
+    }
+    found = [kinds[shape.layer_kind(i)] for i in range(shape.layers)]
     found[0] += count.embedding_parameters(shape).total
     found[-1] += count.head_parameters(shape).total
     found[-1] += shape.mtp * count.mtp_parameters(shape).total

@@ -52,7 +52,9 @@ class ScheduleSize(NamedTuple):
 
 def longest(paths: Array, samples: Array) -> Array:
     """The paths that are the longest for some of the sampled costs."""
-    return paths[np.unique((paths @ samples).argmax(axis=0))]
+    found = np.zeros(len(paths), bool)
+    found[(paths @ samples).argmax(axis=0)] = True
+    return paths[found]
 
 
 def _ranks(p: int) -> Array:
@@ -112,7 +114,9 @@ def _downwards(first: Array, then: Array, samples: Array) -> Array:
     rank = (best + then @ samples).argmax(axis=0)  # of each sample
     places = np.where(seconds == best, np.arange(len(first))[:, None], 0)
     start = np.maximum.accumulate(places, axis=0)[rank, np.arange(len(rank))]
-    start, rank = np.divmod(np.unique(start * len(first) + rank), len(first))
+    pairs = np.zeros((len(first), len(first)), bool)
+    pairs[start, rank] = True
+    start, rank = pairs.nonzero()
     return first[start] + then[rank]
 
 

@@ -103,10 +103,9 @@ def _balanced(
     second, which has most in flight, and the one with most layers, each with its position."""
     pp = grid.pp if grid.pp.min() < grid.pp.max() else grid.pp[:1]  # all are alike in a search
     columns = np.broadcast_arrays(pp, grid.chunks, folded(grid), mirrored(grid))
+    timer = pipeline_timer(shape, seq)
     found = [
-        _balanced_layers(
-            pipeline_timer(shape, seq), int(ranks), int(chunks), bool(fold), bool(mirror)
-        )
+        _balanced_layers(timer, int(ranks), int(chunks), bool(fold), bool(mirror))
         if spans is None
         else _layers_of_ranks(shape, spans, int(ranks), bool(fold), bool(mirror))
         for ranks, chunks, fold, mirror in zip(*(each.ravel() for each in columns), strict=True)

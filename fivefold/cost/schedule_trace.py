@@ -54,7 +54,7 @@ class StageSeconds(NamedTuple):
         return np.concatenate([forward, inputs, inputs + weights, weights, nothing])
 
 
-class _Actions(NamedTuple):
+class _ActionColumns(NamedTuple):
     """All actions, rank after rank; `opens`: whether an action begins a row."""
 
     stage: Indices
@@ -128,7 +128,7 @@ def trace_schedule(schedule: Schedule) -> ScheduleTrace:
     )
 
 
-def _sources(schedule: Schedule, actions: _Actions, row: Indices) -> tuple[Indices, ...]:
+def _sources(schedule: Schedule, actions: _ActionColumns, row: Indices) -> tuple[Indices, ...]:
     """Which row each row waits for: once, or twice if there are pairs."""
     stage, kind, microbatch, opens, begins = actions
     none = int(row[-1]) + 2
@@ -150,7 +150,7 @@ def _sources(schedule: Schedule, actions: _Actions, row: Indices) -> tuple[Indic
 
 
 def _runs(
-    actions: _Actions, row: Indices, codes: Indices, width: int
+    actions: _ActionColumns, row: Indices, codes: Indices, width: int
 ) -> tuple[tuple[Indices, ...], Array]:
     """The actions of each row, and the sums of several weight gradients that some rows have."""
     late, num_rows = actions.kind == _W, int(row[-1]) + 3
@@ -182,7 +182,7 @@ def _counted(places: Indices, codes: Indices, num_places: int, width: int) -> Ar
     return found.astype(float).reshape(num_places, width)
 
 
-def _of_loops(order: LoopOrder) -> _Actions:
+def _of_loops(order: LoopOrder) -> _ActionColumns:
     """The actions of orders in loops, all loops at once."""
     loops = list(chain(*order.loops))
     turns = list(chain(*(loop.turns for loop in loops)))
@@ -201,10 +201,10 @@ def _of_loops(order: LoopOrder) -> _Actions:
     opens[1:] &= ~joined[:-1]
     sizes = [sum(loop.times * len(loop.turns) for loop in loops) for loops in order.loops]
     begins = np.cumsum([0, *sizes[:-1]])
-    return _Actions(stage, kind, microbatch, opens, begins)
+    return _ActionColumns(stage, kind, microbatch, opens, begins)
 
 
-def _of_steps(schedule: Schedule) -> _Actions:
+def _of_steps(schedule: Schedule) -> _ActionColumns:
     """The actions of an order that is given step by step."""
     steps = [step for order in schedule.order for step in order]
     found = [action for step in steps for action in actions_of(step)]
@@ -217,7 +217,7 @@ def _of_steps(schedule: Schedule) -> _Actions:
     opens = kind != _W
     opens[first[paired] + 1] = False
     begins = first[np.cumsum([0, *map(len, schedule.order[:-1])])]
-    return _Actions(stage, kind, microbatch, opens, begins)
+    return _ActionColumns(stage, kind, microbatch, opens, begins)
 
 
 def simulate_trace(trace: ScheduleTrace, seconds: StageSeconds) -> Array:

@@ -186,11 +186,12 @@ def _equal_stages(work: LayerTimer) -> TimeParts:
 
 
 def least_layer_seconds(work: LayerTimer) -> Array:
-    """A lower bound of a step: its layers alone."""
-    layers = np.zeros(1)
-    for i, count in layer_kinds(work.shape).items():
-        layers = layers + count * total_seconds(_joined(work.layer(i)))
-    return layers * work.grid.microbatches / work.grid.pp * work.stack.factor
+    """A lower bound of a step: its layers and its head, evenly over the ranks."""
+    work_of_all, kinds = total_seconds(_joined(work.head())), layer_kinds(work.shape)
+    for i, count in kinds.items():
+        extra = work.shape.mtp if i == max(kinds) else 0
+        work_of_all = work_of_all + (count + extra) * total_seconds(_joined(work.layer(i)))
+    return work_of_all * work.grid.microbatches / work.grid.pp * work.stack.factor
 
 
 def _all_layers(work: LayerTimer) -> LayerTimes:

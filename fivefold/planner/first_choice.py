@@ -41,9 +41,8 @@ def first_choice(
 
 def why_simpler(one: Estimate, other: Estimate) -> str:
     """In what one plan is simpler than another; empty if it is not."""
-    return simpler_words(
-        grid_of_plan(one.plan), grid_of_plan(other.plan), innermost(one.setting.machine)
-    )
+    here, there = grid_of_plan(one.plan), grid_of_plan(other.plan)
+    return simpler_words(here, there, innermost(one.setting.machine))
 
 
 def tp_leaves_domain(one: Estimate) -> bool:

@@ -8,7 +8,7 @@ offload.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple, get_args
 
@@ -169,18 +169,16 @@ def all_degrees(space: SearchSpace) -> Iterator[Degrees]:
     """Every legal way to divide the GPUs among the axes."""
     shape, gpus = space.shape, space.gpus
     job = LayoutRequest(seq=space.seq)
+    depths = [pp for pp in divisors(gpus) if not any(pipeline_rule(Layout(pp=pp), shape, job))]
     experts: dict[tuple[int, int, int], list[tuple[int, int]]] = {}  # for all kinds of context
     for tp in tensor_degrees(space):
         for cp, context in product(divisors(gpus // tp), CONTEXTS):
             layout = Layout(tp=tp, cp=cp, context=context)
             if not _allows_context(space, layout, job):
                 continue
-            for pp in divisors(gpus // tp // cp):
-                if pp < space.least_pp:
-                    continue
-                dp = gpus // (tp * cp * pp)
-                staged = replace(layout, pp=pp)
-                if space.batch % dp or any(pipeline_rule(staged, shape, job)):
+            for pp in depths:
+                dp, left = divmod(gpus, tp * cp * pp)
+                if pp < space.least_pp or left or space.batch % dp:
                     continue
                 if space.allows("pp", pp) and space.allows("dp", dp):
                     if (tp, cp, dp) not in experts:
