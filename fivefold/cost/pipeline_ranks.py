@@ -103,13 +103,15 @@ def _balanced(
     second, which has most in flight, and the one with most layers, each with its position."""
     pp = grid.pp if grid.pp.min() < grid.pp.max() else grid.pp[:1]  # all are alike in a search
     columns = np.broadcast_arrays(pp, grid.chunks, folded(grid), mirrored(grid))
-    timer = pipeline_timer(shape, seq)
-    found = [
-        _balanced_layers(timer, int(ranks), int(chunks), bool(fold), bool(mirror))
-        if spans is None
-        else _layers_of_ranks(shape, spans, int(ranks), bool(fold), bool(mirror))
+    asked = [
+        (int(ranks), int(chunks), bool(fold), bool(mirror))
         for ranks, chunks, fold, mirror in zip(*(each.ravel() for each in columns), strict=True)
     ]
+    if spans is None:
+        timer = pipeline_timer(shape, seq)
+        found = [_balanced_layers(timer, *each) for each in asked]
+    else:
+        found = [_layers_of_ranks(shape, spans, ranks, *how) for ranks, _, *how in asked]
     numbers = np.array(found, float).reshape(*columns[0].shape, 4, 3)
     first, second, fullest, last = (
         (RankLayers(numbers[..., rank, 0], numbers[..., rank, 1]), numbers[..., rank, 2])

@@ -16,7 +16,6 @@ from fivefold.cli import INTERNAL_ERROR, main
 from fivefold.core import machine, models
 from fivefold.core.errors import InternalError
 from fivefold.core.plan import PlanOptions, resolve
-from fivefold.core.schedule import clock
 from fivefold.cost.grid import grid_of_plan
 from fivefold.cost.possible import require_possible_memory, require_possible_time, require_room
 from fivefold.cost.stack import FIVEFOLD
@@ -77,13 +76,9 @@ def plan_of(**changes: Any) -> estimate.Plan:
 def test_a_clock_that_stands_still_is_an_internal_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """A makespan of 0 was once taken for an answer."""
 
-    def still(schedule: clock.Schedule, costs: clock.Costs) -> clock.Timeline:
-        nothing = tuple((0.0,) * len(steps) for steps in schedule.order)
-        return clock.Timeline(schedule, costs, nothing, nothing)
-
     plan = plan_of()
     assert estimate_plan(plan, H100).step > 0
-    monkeypatch.setattr(estimate, "play", still)
+    monkeypatch.setattr(estimate, "simulate_trace", lambda *_: np.zeros(1))
     with pytest.raises(InternalError, match=r"llama-3.1-8b on h100, .*: bubble of a step takes -"):
         estimate_plan(plan, H100)
 
