@@ -30,7 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fivefold.core.precision import PRECISIONS
 from fivefold.cost.calibration import ATTENTION, ATTENTION_OLD, MATMUL, MATMUL_FP8, MEMORY, Sample
-from fivefold.cost.layer_time import ATTENTION_BACKWARD
+from fivefold.cost.layer_kernels import ATTENTION_BACKWARD
 from fivefold.launch.backend import RankDevice
 from fivefold.launch.launcher import LauncherEnvironment
 from fivefold.launch.processes import Pool, Worker

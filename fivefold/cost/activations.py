@@ -5,12 +5,6 @@ token of the microbatch: inputs of norms and matmuls, queries, keys and values, 
 returns, and what the MLP computes inside. Tensor parallelism shards what is as wide as the heads or
 the MLP. Sequence parallelism shards what is as wide as the model, except inputs that a stack keeps
 gathered.
-
-`StageGradients` counts gradients at the moments when a rank may reach its peak. The first backward
-of a step allocates the accumulated gradients unit by unit, while activations are freed: all
-activations meet no gradients, and all gradients meet few activations. From the second backward on,
-all meet all. If data ranks shard gradients, a unit is unreduced only until its reduce-scatter is
-done: at most three units, two in flight and one being filled.
 """
 
 from __future__ import annotations
@@ -23,7 +17,6 @@ import numpy as np
 from fivefold.core.recompute import Module, Recompute
 from fivefold.core.shape import Mla, Shape
 from fivefold.cost.grid import Array, LayoutGrid, fullest_rank_load
-from fivefold.cost.pipeline_ranks import RankStage
 from fivefold.cost.stack import SoftwareStack, StackMemory
 
 DROPPED_PAIR = 21  # bytes of a query-key pair in backward: scores, gradients, draws; as rehearsed
@@ -277,131 +270,3 @@ class Activations:
         heads = (self.heads * shape.head_dim + self.kv_heads * shape.value_dim) * self.itemsize
         half = sum(self._gate_and_up(routed)) / (2.0 if shape.gated else 1.0)
         return 2 * self.residual + heads + self._attended() + half
-
-
-# --- Gradients over a backward
-
-
-class RankParameters(NamedTuple):
-    """How many parameters one rank has, before ZeRO shards them."""
-
-    dense: Array  # ends included
-    experts: Array
-    ends: Array  # embedding and head
-
-    @property
-    def all(self) -> Array:
-        return self.dense + self.experts
-
-
-class UnitParameters(NamedTuple):
-    """How many parameters a flat unit has: one of dense weights, and one of experts."""
-
-    dense: Array
-    experts: Array
-
-
-class GradientLevel(NamedTuple):
-    """Bytes of gradients at one moment."""
-
-    accumulated: Array  # stay until the end of the step
-    unreduced: Array  # full gradients of units that are being reduced
-
-
-class StageGradients:
-    """Bytes of the gradients of one stage.
-
-    `matrix` counts the parameters of an embedding or a head, `owned` those of the rank's shards;
-    `size` is the bytes of a gradient element, `unit_parameters` are reduced together. With
-    `leave`, reduced gradients leave the device.
-    """
-
-    def __init__(
-        self,
-        parameters: RankParameters,
-        stage: RankStage,
-        grid: LayoutGrid,
-        matrix: Array,
-        owned: Array,
-        size: int,
-        unit_parameters: UnitParameters,
-        leave: bool,
-    ) -> None:
-        self.grid, self.full, self.owned = grid, parameters.all * size, owned * size
-        # If all microbatches are in flight before the first backward, no forward meets gradients.
-        self.begun = grid.microbatches > stage.flight
-        self.each_microbatch = (grid.zero >= 2) | leave
-        if leave:
-            self.owned = 0.0 * self.owned
-        self.reduced = self.each_microbatch | ((grid.zero == 1) & (grid.microbatches == 1))
-        dense = self.reduced & ((grid.shard * grid.cp > 1) | leave)
-        experts = self.reduced & ((grid.edp > 1) | leave)
-        self.head, self.flight = stage.head, stage.flight
-        unit, routed = (each * size for each in unit_parameters)
-        # Gradients of the head and one layer that are not sharded.
-        self.unsharded = np.where(dense, 0.0, stage.head * matrix * size + unit)
-        self.unsharded = self.unsharded + np.where(experts, 0.0, routed)
-        # Unreduced bytes: of an end, of a dense unit, and of the last two and three units. The
-        # experts of a layer are a unit of their own, after the rest of the layer.
-        self.end = np.where(dense, matrix * size, 0.0)
-        self.embedding = stage.embedding * self.end
-        self.unit = np.where(dense, unit, 0.0)
-        expert_unit = np.where(experts, routed, 0.0)
-        larger = np.maximum(self.unit, expert_unit)
-        two_units = np.where(routed > 0, self.unit + expert_unit, 2 * self.unit)
-        self.two_units = np.minimum(two_units, self.full)  # units may hold many layers each
-        self.three_units = np.minimum(self.two_units + larger, self.full)
-        self.layer = self.unit + expert_unit
-        self.late_shards = self._late_shards(unit, routed)
-
-    def _late_shards(self, unit: Array, routed: Array) -> Array:
-        """ZeRO-1's last backward: the shards of two units, beside the full sums."""
-        grid, shards = self.grid, self.grid.shard * self.grid.cp
-        dense = np.where(shards > 1, np.where(routed > 0, 1.0, 2.0) * unit / shards, 0.0)
-        experts = np.where(grid.edp > 1, routed / grid.edp, 0.0)
-        return np.where((grid.zero == 1) & ~self.reduced, dense + experts, 0.0)
-
-    def at_loss(self) -> GradientLevel:
-        """After a forward: the last two units of the backward before are still being reduced."""
-        last = np.where(self.embedding > 0, self.embedding + self.unit, self.two_units)
-        return GradientLevel(self._so_far(), np.where(self.begun & self.each_microbatch, last, 0.0))
-
-    def at_head(self) -> GradientLevel:
-        """When the backward of the head ends: its gradient, beside what is still being reduced."""
-        before, mine = self.at_loss(), self.head * self.end
-        accumulated = np.where(self.begun, before.accumulated, self.unsharded)
-        return GradientLevel(accumulated, before.unreduced + np.where(self.reduced, mine, 0.0))
-
-    def at_last_layer(self) -> GradientLevel:
-        """When the backward of the layers begins."""
-        before = np.where(self.head > 0, self.embedding, self.two_units)
-        before = np.where(self.begun & self.each_microbatch, before, 0.0)
-        few = before + self.head * self.end + self.layer
-        alone = np.where(self.flight > 1, 0.0, self.late_shards)
-        accumulated = np.where(self.begun, self._so_far(), self.unsharded)
-        return GradientLevel(accumulated, np.where(self.reduced, few, alone))
-
-    def at_first_layer(self) -> GradientLevel:
-        """When the backward of the layers ends."""
-        return self._at_end(self.three_units)
-
-    def at_embedding(self) -> GradientLevel:
-        """After it, in the embedding."""
-        return self._at_end(self.embedding + self.two_units)
-
-    def _at_end(self, few: Array) -> GradientLevel:
-        accumulated = np.where(self.reduced, self.owned, self.full)
-        return GradientLevel(accumulated, np.where(self.reduced, few, self._at_end_of_step()))
-
-    def flight_after_backward(self) -> Array:
-        """Microbatches in flight after a backward with all gradients; none if the step ends with
-        it, which is when the shards of ZeRO-1 arrive."""
-        return np.where(self._at_end_of_step() > 0, 0.0, self.flight - 1 / self.grid.chunks)
-
-    def _at_end_of_step(self) -> Array:
-        """Shards that arrive at the end of the step, beside sums of an earlier backward."""
-        return np.where(self.begun, self.late_shards, 0.0)
-
-    def _so_far(self) -> Array:
-        """What earlier backwards have accumulated."""
-        return np.where(self.begun, np.where(self.each_microbatch, self.owned, self.full), 0.0)

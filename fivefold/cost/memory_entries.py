@@ -7,27 +7,26 @@ gradients unit by unit has several moments that may be its peak; other stacks ha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 
-from fivefold.core.count import layer_kinds, layer_parameters, mtp_parameters
+from fivefold.core.count import layer_parameters, mtp_parameters
 from fivefold.core.machine import Machine
 from fivefold.core.precision import itemsize_of, matmul_bytes
-from fivefold.core.recompute import Recompute
 from fivefold.core.shape import Shape
-from fivefold.cost.activations import (
-    Activations,
+from fivefold.cost.activations import Activations
+from fivefold.cost.frozen import trainable_share
+from fivefold.cost.grid import OFFLOADS, Array, LayoutGrid
+from fivefold.cost.pipeline_ranks import RankStage, holds_all_microbatches
+from fivefold.cost.saved_layers import SavedLayers, layer_numbers
+from fivefold.cost.stack import SoftwareStack, StackMemory
+from fivefold.cost.stage_gradients import (
     GradientLevel,
     RankParameters,
     StageGradients,
     UnitParameters,
 )
-from fivefold.cost.frozen import trainable_share
-from fivefold.cost.grid import OFFLOADS, Array, LayoutGrid
-from fivefold.cost.pipeline_ranks import RankLayers, RankStage, holds_all_microbatches
-from fivefold.cost.stack import SoftwareStack, StackMemory
 
 MemoryParts = dict[str, Array]
 MUON_STATE = 4  # bytes: the momentum of an element of a matrix
@@ -55,6 +54,7 @@ class MemoryEntries:
         self.itemsize = itemsize = itemsize_of(precision)
         self.tokens = grid.microbatch_size * seq / grid.cp
         self.activations = Activations(shape, stack, self.memory, grid, seq, itemsize, imbalance)
+        self.layers = SavedLayers(self.activations, stack, self.tokens)
         self.master_bytes = 0 if itemsize == 4 else self.memory.master_bytes
         self.gradient_bytes = stack.summed_bytes or self.memory.gradient_bytes
 
@@ -67,7 +67,7 @@ class MemoryEntries:
         """When the backward of the layers begins, when it ends, and before both at the loss and
         when the backward of the head ends."""
         parameters = self.parameters(stage)
-        saved, working = self._layers(stage)
+        saved, working = self.layers.of(stage)
         saved = saved + self.activations.rotary_tables() * self.tokens * self.grid.chunks
         matrix = self.shape.vocab * self.shape.width / self.grid.tp
         size, owned = self.gradient_bytes, self._sharded(parameters, 1)
@@ -75,7 +75,7 @@ class MemoryEntries:
         leave = bool(self.stack.grads_home)
         gradients = StageGradients(parameters, stage, self.grid, matrix, owned, size, unit, leave)
         begin, end = saved * stage.flight, saved * gradients.flight_after_backward()
-        late = self._deferred(stage, saved)
+        late = self.layers.deferred(stage, saved)
         begin, end = begin + late, end + late
         # A tied weight has two gradients: the head's waits for the embedding's, and for their sum.
         tied = np.where(self.shape.tied & (self.grid.pp == 1), matrix * self.itemsize, 0.0)
@@ -171,7 +171,7 @@ class MemoryEntries:
     def _at_once(self, stage: RankStage) -> MemoryParts:
         """All categories at one moment."""
         parameters = self.parameters(stage)
-        saved, working = self._layers(stage)
+        saved, working = self.layers.of(stage)
         parts = self._states(parameters)
         # Logits are freed when the backward of the layers begins.
         working = np.maximum(working - stage.head * self._loss(), 0.0)
@@ -190,7 +190,7 @@ class MemoryEntries:
         """Parameters of a stage; norms, routers and latents are replicated over tp."""
         shape, tp = self.shape, self.grid.tp
         dense, experts = np.zeros(1), np.zeros(1)
-        for i, count in self._counts(stage.layers).items():
+        for i, count in layer_numbers(self.shape, stage.layers).items():
             layer = layer_parameters(shape, i)
             dense = dense + count * stage.copies * self._dense(i)
             spread = layer.experts / (self.grid.ep * self.grid.etp)
@@ -223,15 +223,6 @@ class MemoryEntries:
         shared = keys * (np.maximum(shape.kv_heads, tp) - shape.kv_heads)
         return (layer.total - layer.experts - whole + shared) / tp + whole
 
-    def _counts(self, found: RankLayers) -> dict[int, Array]:
-        """How many layers of each kind, by the index of one of them."""
-        shape, (layers, routed) = self.shape, found
-        if shape.moe is None:
-            return {0: layers}
-        kinds = {shape.is_moe_layer(i): i for i in layer_kinds(shape)}
-        plain = {kinds[False]: layers - routed} if False in kinds else {}
-        return {**plain, kinds[True]: routed}
-
     def _states(self, parameters: RankParameters) -> MemoryParts:
         """Weights, gradients, master weights and moments, sharded as the ZeRO stage says."""
         grid, memory = self.grid, self.memory
@@ -249,7 +240,7 @@ class MemoryEntries:
             "weights": np.where(gone, 0.0, weights),
             "gradients": gradients,
             "master": owned * (self.master_bytes * stays),
-            "optimizer": self._optimizer_states(parameters) * stays,
+            "optimizer": self._optimizer_states(parameters) * learned * stays,
         }
 
     def _optimizer_states(self, parameters: RankParameters) -> Array:
@@ -289,85 +280,6 @@ class MemoryEntries:
         gradients = self.gradient_bytes if self.stack.grads_home == "nvme" else 0
         states = self.memory.moment_bytes + self.master_bytes
         return owned * (np.where(there, states, 0.0) + gradients)
-
-    def _layers(self, stage: RankStage) -> tuple[Array, Array]:
-        """What a microbatch saves, and what one layer needs during recomputation and backward."""
-        kept, working = np.zeros(1), np.zeros(1)
-        for rule, here in self._by_rule(stage):
-            counts = self._counts(here)
-            if rule.full:
-                kept = kept + self._segments(rule, stage, here) * self.activations.inputs()
-            for i, count in counts.items():
-                routed = self.shape.is_moe_layer(i)
-                backward = self._again(rule, here, routed) * self.tokens
-                backward = backward + self._backward_gradients(i, routed)
-                working = np.maximum(working, np.where(count > 0, backward, 0.0))
-                # Layers that predict ahead are like the last ones.
-                ahead = self.shape.mtp * stage.head * (count > 0) if i == max(counts) else 0.0
-                kept = kept + (count + ahead) * self._saved_beside_inputs(rule, routed)
-        return kept * self.tokens * (1 - self.memory.offloaded), working
-
-    def _deferred(self, stage: RankStage, saved: Array) -> Array:
-        """What microbatches hold beyond what they saved while they wait for weight gradients."""
-        if not np.any(stage.deferred):
-            return np.zeros(1)
-        _, left = self.held(stage)
-        return np.maximum(left - saved, 0.0) * stage.deferred
-
-    def held(self, stage: RankStage) -> tuple[Array, Array]:
-        """Bytes of a microbatch from its forward on, and between its input and weight gradients."""
-        saved, _ = self._layers(stage)
-        left = stage.head * (1 + self.shape.mtp) * self.activations.deferred_at_head()
-        left = left + stage.embedding * self.activations.residual
-        counts = self._counts(stage.layers)
-        for i, count in counts.items():
-            ahead = self.shape.mtp * stage.head if i == max(counts) else 0.0
-            left = left + (count + ahead) * self.activations.deferred(self.shape.is_moe_layer(i))
-        return saved, left * self.tokens
-
-    def _by_rule(self, stage: RankStage) -> Iterator[tuple[Recompute, RankLayers]]:
-        """The layers of a rank by their rule of recomputation."""
-        if stage.by_rule:
-            yield from stage.by_rule
-            return
-        for number, rule in enumerate(self.grid.rules):
-            here = self.grid.recompute == number
-            if here.any():
-                yield rule, RankLayers(*(np.where(here, each, 0.0) for each in stage.layers))
-
-    def _segments(self, rule: Recompute, stage: RankStage, here: RankLayers) -> Array:
-        """How many inputs full recomputation saves: one for each segment of every chunk."""
-        chunks = self.grid.chunks
-        segments = chunks * np.ceil(here.all / chunks / rule.blocks) * self.stack.recomputed
-        return segments + self.shape.mtp * stage.head * (here.all > 0)
-
-    def _saved_beside_inputs(self, rule: Recompute, routed: bool) -> Array:
-        """What a layer saves, without the inputs of segments."""
-        if not rule.full:
-            return self.activations.saved(routed, rule)
-        return (1 - self.stack.recomputed) * self.activations.saved(routed)
-
-    def _again(self, rule: Recompute, here: RankLayers, routed: bool) -> Array:
-        """What recomputation adds to what was saved, at most: a segment, or a module."""
-        if not rule.full:
-            return self.activations.remade(routed, rule)
-        there = self.activations.inputs() if self.memory.unit_by_unit else 0.0
-        blocks = np.minimum(rule.blocks, np.maximum(here.all, 1.0))
-        return blocks * self.activations.saved(routed) - there
-
-    def _backward_gradients(self, i: int, routed: bool) -> Array:
-        """Gradients in the backward of a layer: of activations, or of its largest weight; they are
-        not alive at the same time."""
-        found = self.activations.backward_gradients(routed) * self.tokens
-        found = found + self.activations.pairs() * self.tokens
-        if not self.memory.unit_by_unit:
-            return found
-        shape, matrices = self.shape, 3 if self.shape.gated else 2
-        weight = shape.width * shape.ffn / self.grid.tp
-        if routed:
-            spread = matrices * self.grid.ep * self.grid.etp
-            weight = layer_parameters(shape, i).experts / spread
-        return np.maximum(found, weight * self.itemsize)
 
     def _at_head(self, stage: RankStage) -> Array:
         """The input of the head, and its copies for multi-token prediction."""

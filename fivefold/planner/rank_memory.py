@@ -69,7 +69,7 @@ def _flight(plan: Plan, entries: MemoryEntries, ranks: Sequence[Sequence[int]]) 
 
     What waits for a weight gradient counts with its own bytes.
     """
-    held = entries.held(_held_by(plan, [(n,) for n in range(len(plan.stages))]))
+    held = entries.layers.held(_held_by(plan, [(n,) for n in range(len(plan.stages))]))
     saved, deferred = (np.broadcast_to(each, len(plan.stages)) for each in held)
     sizes: tuple[StageBytes, StageBytes] = (lambda n: float(saved[n]), lambda n: float(deferred[n]))
     return np.array(

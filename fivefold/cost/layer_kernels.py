@@ -1,0 +1,196 @@
+"""Seconds of the kernels of a layer on one rank.
+
+A matmul takes its FLOPs over the speed that the chip reaches, and a start. Elementwise kernels are
+added, not hidden: they take their bytes over the memory bandwidth that the chip reaches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from fivefold.core.count import visible_keys
+from fivefold.core.machine import Machine
+from fivefold.core.precision import PRECISIONS, itemsize_of, matmul_bytes
+from fivefold.core.shape import Mla, Moe, Shape
+from fivefold.cost.grid import Array, LayoutGrid, fullest_rank_load, layer_job
+from fivefold.cost.links import Links
+from fivefold.cost.stack import SoftwareStack
+
+# Seconds of attention's backward over its forward: 2.5 times the FLOPs, at 0.81 of the speed with
+# cuDNN and 0.87 with FlashAttention-2, as measured on one H200.
+ATTENTION_BACKWARD = 3.0
+# Passes over the scores of unfused attention (scale and mask, softmax, dropout, and what the
+# matmuls read and write), in forward and backward.
+SCORE_PASSES, SCORE_PASSES_BACKWARD = 5.5, 9.5
+# Bytes that 8-bit matmuls move per element of their inputs: read in 16 bits, written twice.
+CAST_BYTES = 4.0
+
+
+class Gemm(NamedTuple):
+    """A matmul of every token: its sizes on one rank."""
+
+    outputs: Array
+    inputs: Array
+
+
+class LayerKernels:
+    """One model on one machine under one stack, for every layout of a grid."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        machine: Machine,
+        stack: SoftwareStack,
+        grid: LayoutGrid,
+        seq: int,
+        precision: str,
+        imbalance: float = 1.0,
+    ) -> None:
+        self.imbalance = imbalance
+        self.shape, self.machine, self.stack, self.grid, self.seq = shape, machine, stack, grid, seq
+        self.links, self.reach = Links(machine, grid.world), machine.efficiency
+        self._hidden = {"tp": stack.tp_hidden, "ep": stack.experts_hidden}
+        self.wide = PRECISIONS[precision].runs_in if precision in PRECISIONS else precision
+        self.precision = precision
+        self.itemsize = itemsize_of(precision)
+        self.job = layer_job(
+            shape,
+            grid,
+            seq,
+            self.itemsize,
+            keeps_shards=stack.gathers_again and not stack.saves_gathered,
+            node=machine.tiers[0].size if stack.node_by_node else None,
+            balance=stack.balance,
+        )
+        self.tokens = self.job.tokens
+        self.split = np.where(grid.sp, grid.tp, 1.0)
+        self.peak = machine.peak(self.wide) * stack.compute_share
+        self.speed = self.narrow_speed = self.peak * self.reach.matmul
+        self.late_speed = 1.0  # of weight gradients, over that of other matmuls
+        self.dispatched = 1.0  # bytes of dispatch and combine, over those of wide activations
+        if precision != self.wide:
+            reached = self.reach.matmul_fp4 if precision == "nvfp4" else self.reach.matmul_fp8
+            self.narrow_speed = machine.peak(precision) * stack.compute_share * reached
+            self.late_speed = stack.weight_gradient_share
+            if stack.narrow_dispatch:
+                self.dispatched = (1 + matmul_bytes(precision) / self.itemsize) / 2
+
+    def matmul(self, flops: Array, narrow: bool) -> Array:
+        """Seconds of one matmul."""
+        return flops / (self.narrow_speed if narrow else self.speed) + self.reach.start
+
+    def moved(self, size: Array) -> Array:
+        """Seconds to read or write so many bytes."""
+        return size / (self.machine.memory_bandwidth * self.reach.memory)
+
+    def _accumulated(self, size: Array) -> Array:
+        """Seconds to accumulate the gradients of so many weights over microbatches."""
+        return self.moved(self.stack.accumulated_bytes * size)
+
+    def _gemm_seconds(self, gemms: list[Gemm]) -> Array:
+        flops = sum((each.outputs * each.inputs for each in gemms), np.zeros(1))
+        return 2 * self.tokens * flops / self.narrow_speed + len(gemms) * self.reach.start
+
+    def _adapter_seconds(self, gemms: list[Gemm]) -> Array:
+        """One pass of low-rank adapters beside so many matmuls."""
+        size = sum((each.outputs + each.inputs for each in gemms), np.zeros(1))
+        start = 2 * len(gemms) * self.reach.start if self.stack.lora_rank else 0.0
+        return 2 * self.tokens * self.stack.lora_rank * size / self.speed + start
+
+    def _casts(self, gemms: list[Gemm]) -> Array:
+        """Casts of the inputs of matmuls in fewer bits than activations have."""
+        if self.precision == self.wide:
+            return np.zeros(1)
+        return self.moved(CAST_BYTES * self.tokens * sum(each.inputs for each in gemms))
+
+    def _attention_gemms(self) -> Iterator[Gemm]:
+        shape, tp = self.shape, self.grid.tp
+        heads = shape.heads / tp
+        whole = np.full_like(tp, float(shape.width))
+        if shape.mla is None:
+            kv_heads = np.maximum(shape.kv_heads / tp, 1.0)
+            yield Gemm((heads + 2 * kv_heads) * shape.head_dim, whole)
+        else:
+            yield from self._latent_gemms(shape.mla, heads, whole)
+        yield Gemm(whole, heads * shape.value_dim)
+
+    def _latent_gemms(self, mla: Mla, heads: Array, whole: Array) -> Iterator[Gemm]:
+        ones = np.ones_like(whole)
+        if mla.q_rank is None:
+            yield Gemm(heads * self.shape.head_dim, whole)
+        else:
+            yield Gemm(ones * mla.q_rank, whole)
+            yield Gemm(heads * self.shape.head_dim, ones * mla.q_rank)
+        yield Gemm(ones * (mla.kv_rank + mla.rope_dim), whole)
+        yield Gemm(heads * (mla.nope_dim + mla.value_dim), ones * mla.kv_rank)
+
+    def _mlp_gemms(self, ffn: int) -> list[Gemm]:
+        width, inner = np.full_like(self.grid.tp, float(self.shape.width)), ffn / self.grid.tp
+        return [Gemm(inner * (2 if self.shape.gated else 1), width), Gemm(width, inner)]
+
+    def _attention(self, i: int) -> tuple[Array, Array]:
+        """The core of attention, forward and backward."""
+        shape, grid, reach = self.shape, self.grid, self.reach
+        heads = shape.heads / grid.tp
+        peak = self.peak
+        if self.stack.attention == "unfused":
+            pairs = grid.microbatch_size * self.seq * self.seq / grid.cp * heads
+            flops = 2 * pairs * (shape.head_dim + shape.value_dim)
+            matmuls = flops / (peak * reach.unfused) + 2 * reach.start
+            scores = self.moved(pairs * self.itemsize)
+            backward = 2 * matmuls + SCORE_PASSES_BACKWARD * scores
+            return matmuls + SCORE_PASSES * scores, backward
+        keys = visible_keys(shape, i, self.seq)
+        flops = 2 * self.tokens * keys * heads * (shape.head_dim + shape.value_dim)
+        reached = reach.attention if self.stack.attention == "fused" else reach.attention_old
+        seconds = flops / (peak * reached) + reach.start
+        return seconds, ATTENTION_BACKWARD * seconds
+
+    def _elementwise(self, ffn: int) -> Array:
+        shape, grid, stack = self.shape, self.grid, self.stack
+        wide = stack.wide_passes * shape.width / self.split
+        heads = shape.heads * shape.head_dim + shape.kv_heads * shape.head_dim
+        inner = heads + ffn * (1.5 if shape.gated else 1.0)
+        narrow = (stack.narrow_passes * inner + stack.rotary_passes * self._rotated()) / grid.tp
+        return self.moved((wide + narrow) * self.tokens * self.itemsize)
+
+    def _rotated(self) -> float:
+        """Width of what rotary positions rotate: queries and keys; of MLA, the rotary part of the
+        queries."""
+        shape = self.shape
+        if shape.positions != "rotary":
+            return 0.0
+        if shape.mla is not None:
+            return float(shape.heads * shape.mla.rope_dim)
+        return float((shape.heads + shape.kv_heads) * shape.head_dim)
+
+    def _all_tokens(self, passes: Array | float) -> Array:
+        """Seconds of so many passes over all tokens of the tp group, in the model's width."""
+        return self.moved(passes * self.tokens * self.shape.width * self.itemsize)
+
+    def _token_copies(self, num_gathers: Array | int) -> Array:
+        """Copies of tokens into rank order: before each reduce-scatter, and, if a microbatch has
+        several sequences, after each all-gather."""
+        if not self.stack.copies_tokens:
+            return np.zeros(1)
+        grid = self.grid
+        num_copies = 1 + np.where(grid.microbatch_size > 1, num_gathers, 0)
+        return self._all_tokens(np.where(grid.sp & (grid.tp > 1), 2 * num_copies, 0))
+
+    def _slots(self, moe: Moe) -> Array:
+        """Rows of the rank with the fullest expert."""
+        slots = self.tokens / self.split * moe.top_k
+        return slots * self._load(moe)
+
+    def _load(self, moe: Moe) -> Array | float:
+        return fullest_rank_load(moe, self.grid.ep, self.imbalance, self.stack.balance)
+
+    def _router(self, flops: Array) -> Array:
+        """The matmul of the router, in 32 bits if the stack does not round its scores."""
+        if not self.stack.wide_router:
+            return self.matmul(flops, narrow=False)
+        peak = self.machine.peaks.known().get("fp32", self.machine.peak(self.wide))
+        return flops / (peak * self.reach.matmul) + self.reach.start

@@ -1,0 +1,113 @@
+"""What the layers of a stage hold for one microbatch: saved by its forward, made again in its
+backward, and left between its input and weight gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from fivefold.core.count import layer_kinds, layer_parameters
+from fivefold.core.recompute import Recompute
+from fivefold.core.shape import Shape
+from fivefold.cost.activations import Activations
+from fivefold.cost.grid import Array
+from fivefold.cost.pipeline_ranks import RankLayers, RankStage
+from fivefold.cost.stack import SoftwareStack
+
+
+class SavedLayers:
+    """Bytes of a microbatch in the layers of a stage, for every layout of a grid."""
+
+    def __init__(self, activations: Activations, stack: SoftwareStack, tokens: Array) -> None:
+        self.activations, self.stack, self.tokens = activations, stack, tokens
+        self.shape, self.grid, self.memory = activations.shape, activations.grid, activations.memory
+
+    def of(self, stage: RankStage) -> tuple[Array, Array]:
+        """What a microbatch saves, and what one layer needs during recomputation and backward."""
+        kept, working = np.zeros(1), np.zeros(1)
+        for rule, here in self._by_rule(stage):
+            counts = layer_numbers(self.shape, here)
+            if rule.full:
+                kept = kept + self._segments(rule, stage, here) * self.activations.inputs()
+            for i, count in counts.items():
+                routed = self.shape.is_moe_layer(i)
+                backward = self._again(rule, here, routed) * self.tokens
+                backward = backward + self._backward_gradients(i, routed)
+                working = np.maximum(working, np.where(count > 0, backward, 0.0))
+                # Layers that predict ahead are like the last ones.
+                ahead = self.shape.mtp * stage.head * (count > 0) if i == max(counts) else 0.0
+                kept = kept + (count + ahead) * self._saved_beside_inputs(rule, routed)
+        return kept * self.tokens * (1 - self.memory.offloaded), working
+
+    def deferred(self, stage: RankStage, saved: Array) -> Array:
+        """What microbatches hold beyond what they saved while they wait for weight gradients."""
+        if not np.any(stage.deferred):
+            return np.zeros(1)
+        _, left = self.held(stage)
+        return np.maximum(left - saved, 0.0) * stage.deferred
+
+    def held(self, stage: RankStage) -> tuple[Array, Array]:
+        """Bytes of a microbatch from its forward on, and between its input and weight gradients."""
+        saved, _ = self.of(stage)
+        left = stage.head * (1 + self.shape.mtp) * self.activations.deferred_at_head()
+        left = left + stage.embedding * self.activations.residual
+        counts = layer_numbers(self.shape, stage.layers)
+        for i, count in counts.items():
+            ahead = self.shape.mtp * stage.head if i == max(counts) else 0.0
+            left = left + (count + ahead) * self.activations.deferred(self.shape.is_moe_layer(i))
+        return saved, left * self.tokens
+
+    def _by_rule(self, stage: RankStage) -> Iterator[tuple[Recompute, RankLayers]]:
+        """The layers of a rank by their rule of recomputation."""
+        if stage.by_rule:
+            yield from stage.by_rule
+            return
+        for number, rule in enumerate(self.grid.rules):
+            here = self.grid.recompute == number
+            if here.any():
+                yield rule, RankLayers(*(np.where(here, each, 0.0) for each in stage.layers))
+
+    def _segments(self, rule: Recompute, stage: RankStage, here: RankLayers) -> Array:
+        """How many inputs full recomputation saves: one for each segment of every chunk."""
+        chunks = self.grid.chunks
+        segments = chunks * np.ceil(here.all / chunks / rule.blocks) * self.stack.recomputed
+        return segments + self.shape.mtp * stage.head * (here.all > 0)
+
+    def _saved_beside_inputs(self, rule: Recompute, routed: bool) -> Array:
+        """What a layer saves, without the inputs of segments."""
+        if not rule.full:
+            return self.activations.saved(routed, rule)
+        return (1 - self.stack.recomputed) * self.activations.saved(routed)
+
+    def _again(self, rule: Recompute, here: RankLayers, routed: bool) -> Array:
+        """What recomputation adds to what was saved, at most: a segment, or a module."""
+        if not rule.full:
+            return self.activations.remade(routed, rule)
+        there = self.activations.inputs() if self.memory.unit_by_unit else 0.0
+        blocks = np.minimum(rule.blocks, np.maximum(here.all, 1.0))
+        return blocks * self.activations.saved(routed) - there
+
+    def _backward_gradients(self, i: int, routed: bool) -> Array:
+        """Gradients in the backward of a layer: of activations, or of its largest weight; they are
+        not alive at the same time."""
+        found = self.activations.backward_gradients(routed) * self.tokens
+        found = found + self.activations.pairs() * self.tokens
+        if not self.memory.unit_by_unit:
+            return found
+        shape, matrices = self.shape, 3 if self.shape.gated else 2
+        weight = shape.width * shape.ffn / self.grid.tp
+        if routed:
+            spread = matrices * self.grid.ep * self.grid.etp
+            weight = layer_parameters(shape, i).experts / spread
+        return np.maximum(found, weight * self.activations.itemsize)
+
+
+def layer_numbers(shape: Shape, found: RankLayers) -> dict[int, Array]:
+    """How many layers of each kind, by the index of one of them."""
+    layers, routed = found
+    if shape.moe is None:
+        return {0: layers}
+    kinds = {shape.is_moe_layer(i): i for i in layer_kinds(shape)}
+    plain = {kinds[False]: layers - routed} if False in kinds else {}
+    return {**plain, kinds[True]: routed}
