@@ -149,7 +149,7 @@ def layer_job(
         sp=grid.sp,
         etp=grid.etp,
         ep=grid.ep,
-        ep_nodes=_expert_nodes(grid, node),
+        ep_nodes=expert_nodes(grid, node),
         inner=inner,
         outer=outer,
         kv_heads=np.lcm(kv_heads, inner.astype(np.int64)),
@@ -165,7 +165,7 @@ def layer_job(
     )
 
 
-def _expert_nodes(grid: LayoutGrid, node: int | None) -> Array:
+def expert_nodes(grid: LayoutGrid, node: int | None) -> Array:
     """Nodes of an ep group: as given, or as the machine is built."""
     if node is None:
         return np.ones_like(grid.ep)

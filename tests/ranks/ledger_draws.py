@@ -12,6 +12,7 @@ from fivefold.core.recompute import MODULES
 from fivefold.core.schedule.catalog import FAMILIES, family
 from fivefold.core.splits import ContextKind
 
+NUM_DRAWS = 60
 MODELS = (
     "llama-3.2-1b",
     "llama-3.1-8b",
