@@ -24,7 +24,6 @@ from fivefold.core.shape import Shape
 from fivefold.cost.grid import (
     CONTEXTS,
     OFFLOADS,
-    RECOMPUTE,
     SCHEDULES,
     LayoutGrid,
     require_possible_imbalance,
@@ -75,7 +74,7 @@ def options_of(grid: LayoutGrid, base: PlanOptions) -> PlanOptions:
         microbatches=_integer(grid, "microbatches"),
         microbatch_size=_integer(grid, "microbatch_size"),
         batch=None,
-        recompute=RECOMPUTE[_integer(grid, "recompute")],
+        recompute=str(grid.rules[_integer(grid, "recompute")]),
         train=_with_offload(base.train, OFFLOADS[_integer(grid, "offload")]),
     )
 

@@ -203,7 +203,7 @@ def simulated(
     if not found:
         return []
     columns = zip(*(one.grid.columns() for one in found), strict=True)
-    grid = LayoutGrid(*map(np.concatenate, columns))
+    grid = LayoutGrid(*map(np.concatenate, columns), rules=found[0].grid.rules)
     job = setting.arguments(space.shape, grid, space.seq)
     steps = np.broadcast_to(step_time(*job, simulated=True).step, len(found))
     return [replace(one, seconds=float(step)) for one, step in zip(found, steps, strict=True)]

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.core.machine import Machine
-from fivefold.cost.grid import CONTEXTS, OFFLOADS, RECOMPUTE, SCHEDULES, Array, LayoutGrid
+from fivefold.cost.grid import CONTEXTS, OFFLOADS, SCHEDULES, Array, LayoutGrid
 
 # How plain a schedule is; those that are not named here come last.
 _SCHEDULES = {
@@ -101,7 +101,7 @@ CRITERIA: tuple[Criterion, ...] = (
     Criterion(
         2,
         lambda grid, domain: (grid.recompute > 0).astype(float),
-        lambda grid: f"recompute {_name(RECOMPUTE, grid.recompute)}",
+        lambda grid: f"recompute {_name(tuple(map(str, grid.rules)), grid.recompute)}",
     ),
     Criterion(4, lambda grid, domain: grid.zero, lambda grid: f"ZeRO-{grid.zero.item():.0f}"),
 )

@@ -15,8 +15,9 @@ from typing import NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.core.errors import BadFile, UnknownName
+from fivefold.core.errors import BadFile, FivefoldError, UnknownName
 from fivefold.core.layout import Layout
+from fivefold.core.recompute import Recompute
 from fivefold.core.rules import (
     LayoutRequest,
     context_rule,
@@ -29,7 +30,7 @@ from fivefold.core.schedule.catalog import FAMILIES
 from fivefold.core.schedule.family import Family
 from fivefold.core.shape import Shape
 from fivefold.core.splits import ContextKind
-from fivefold.cost.grid import CONTEXTS, OFFLOADS, RECOMPUTE, SCHEDULES, Array, LayoutGrid
+from fivefold.cost.grid import CONTEXTS, OFFLOADS, RULES, SCHEDULES, Array, LayoutGrid
 
 MOST_MICROBATCH_SIZE = 32  # sequences: more only fills the memory
 MOST_CHUNKS = 8
@@ -52,6 +53,17 @@ class SearchSpace:
     def gpus_text(self) -> str:
         """The number of GPUs in words."""
         return f"{self.gpus:,} GPU{'' if self.gpus == 1 else 's'}"
+
+    @property
+    def rules(self) -> tuple[Recompute, ...]:
+        """Rules of recomputation: the usual ones, and one that is fixed."""
+        said = (self.fixed or {}).get("recompute")
+        if "@" in str(said):
+            raise FivefoldError(
+                f"recompute {said}: rules for some stages need stages; give a --layout, or one "
+                "rule for all stages"
+            )
+        return tuple(dict.fromkeys((*RULES, *([Recompute.parse(str(said))] if said else []))))
 
     def allows(self, name: str, value: int | str) -> bool:
         return self.fixed is None or self.fixed.get(name, value) == value
@@ -96,7 +108,7 @@ class LayoutBlock:
         """The same block for some of the degrees."""
         columns = [each[which] if len(each) > 1 else each for each in self.grid.columns()]
         degrees = tuple(one for one, stays in zip(self.degrees, which, strict=True) if stays)
-        return LayoutBlock(degrees, LayoutGrid(*columns), self.legal)
+        return LayoutBlock(degrees, LayoutGrid(*columns, rules=self.grid.rules), self.legal)
 
 
 def layout_blocks(space: SearchSpace) -> Iterator[LayoutBlock]:
@@ -126,7 +138,8 @@ def _block(space: SearchSpace, degrees: tuple[Degrees, ...]) -> LayoutBlock | No
         for each in _sharding(space, one)
         if fixed.get("zero", each[0]) == each[0] and fixed.get("replicate", each[1]) == each[1]
     ]
-    repeats = [i for i, name in enumerate(RECOMPUTE) if fixed.get("recompute", name) == name]
+    rules = space.rules
+    repeats = [i for i, rule in enumerate(rules) if fixed.get("recompute", str(rule)) == str(rule)]
     offloads = [i for i, name in enumerate(OFFLOADS) if fixed.get("offload", name) == name]
     if not (rows and schedules and sharding and repeats):
         return None
@@ -156,6 +169,7 @@ def _block(space: SearchSpace, degrees: tuple[Degrees, ...]) -> LayoutBlock | No
         sp=np.full((1,) * 6, bool(fixed.get("sp", True))),
         offload=_along(5, offloads),
         context=context,
+        rules=rules,
     )
     return LayoutBlock(degrees, grid, legal.reshape(1, len(rows), len(schedules), 1, 1, 1))
 
@@ -267,7 +281,7 @@ def parse_fixed(text: str) -> dict[str, int | str]:
                 "--fix", [f"{word!r}: write {key}= and a value, as in tp=8 schedule=1f1b"]
             )
         found[key] = int(value) if value.isdecimal() else value
-    words = {"recompute": RECOMPUTE, "context": get_args(ContextKind), "offload": OFFLOADS}
+    words = {"context": get_args(ContextKind), "offload": OFFLOADS}
     for key, known in words.items():
         if key in found and found[key] not in known:
             raise UnknownName(f"--fix {key}", str(found[key]), known)

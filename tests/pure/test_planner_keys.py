@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields
 from typing import Any
 
 import pytest
 
+from fivefold.cli import main
 from fivefold.core.errors import FivefoldError
 from fivefold.core.machine import load
 from fivefold.core.plan import PlanOptions, resolve
@@ -174,3 +176,21 @@ def test_deferred_weight_gradients_take_memory() -> None:
         for name in ("1f1b", "zb-h1")
     )
     assert split.memory["activations"] > 1.5 * at_once.memory["activations"]
+
+
+@pytest.mark.parametrize("rule", ["norm", "full:2", "attention+mlp"])
+def test_a_search_takes_any_rule_for_all_stages(
+    rule: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("plan", "llama-3.2-1b", "--gpus", "8", "--machine", "h100", "--recompute", rule)
+    with pytest.raises(SystemExit, match="0"):
+        main([*words, "--top", "2", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert {one["recompute"] for one in found["layouts"]} == {rule}
+
+
+def test_a_rule_for_some_stages_needs_a_layout(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("plan", "llama-3.2-1b", "--gpus", "8", "--machine", "h100")
+    with pytest.raises(SystemExit) as stop:
+        main([*words, "--recompute", "none,full@0"])
+    assert stop.value.code == 2 and "give a --layout" in capsys.readouterr().err
