@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import islice
 
 from fivefold.core import legality, models, rules
 from fivefold.core.batch import default_batch
@@ -229,12 +228,9 @@ def best_plans(request: PlanRequest, top: int, on_progress: Progress | None = No
     )
     if not result.best:
         raise FivefoldError(_refusal(request, result))
-    # A search counts what is in flight by closed forms; a plan's own schedule may hold more.
-    estimates = (_estimated(request, one) for one in _distinct(result.best))
-    ranked = [*islice((one for one in estimates if one.over <= 0), shown)]
+    ranked = _fitting(request, _distinct(result.best), shown)
     if not ranked:
         raise FivefoldError(_refusal(request, result))
-    ranked.sort(key=_rank)
     first = first_choice(
         request.space, request.setting, result, ranked[0], lambda one: _estimated(request, one)
     )
@@ -290,6 +286,20 @@ def _distinct(found: list[LayoutCandidate]) -> list[LayoutCandidate]:
 def _sort_key(one: LayoutCandidate) -> tuple[float, ...]:
     """Seconds to four digits, then the index of the context kind, then bytes."""
     return one.rounded, one.grid.context.item(), one.bytes
+
+
+def _fitting(request: PlanRequest, found: list[LayoutCandidate], most: int) -> list[Estimate]:
+    """The best that fit, simulated. A search counts what is in flight by closed forms, and a plan's
+    own schedule may hold more; but not more than there is in all of them."""
+    estimates: list[Estimate] = []
+    for one in found:
+        estimates.append(_estimated(request, one))
+        if sum(each.over <= 0 for each in estimates) == most:
+            break
+    fitting = [one for one in estimates if one.over <= 0]
+    for one in estimates if not fitting else []:
+        require_room(one.name, one.memory, request.setting.machine.memory)
+    return sorted(fitting, key=_rank)
 
 
 def _rank(one: Estimate) -> tuple[float, float]:

@@ -34,7 +34,7 @@ from fivefold.cost.schedule_trace import (
 )
 from fivefold.cost.step_time import launch_bound_layer, step_time
 from fivefold.planner.accuracy import Accuracy, accuracy
-from fivefold.planner.rank_memory import Bytes, memory_by_pipeline_rank, rank_memory
+from fivefold.planner.rank_memory import Bytes, fullest_memory, rank_memory
 from fivefold.planner.search import EstimateSetting, plan_arguments
 
 Seconds = dict[str, float]
@@ -296,7 +296,7 @@ def estimate_plan(plan: Plan, setting: EstimateSetting) -> Estimate:
     simulated = simulate_step(plan, setting)
     memory = {name: float(np.asarray(each).item()) for name, each in peak.parts.items()}
     if setting.stack.runs_plans:  # other people's stacks cut stages and cache in their own ways
-        memory = max(memory_by_pipeline_rank(plan, setting), key=lambda one: sum(one.values()))
+        memory = fullest_memory(plan, setting)
     require_possible_memory(_name(plan, setting), memory)
     total = np.array([sum(memory.values())])
     return Estimate(

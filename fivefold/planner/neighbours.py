@@ -18,12 +18,13 @@ import numpy as np
 from fivefold.core.errors import FivefoldError
 from fivefold.core.layout import Layout
 from fivefold.core.legality import problems
-from fivefold.core.plan import Plan
+from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.core.schedule.choose import choose
 from fivefold.cost.grid import OFFLOADS, RECOMPUTE, LayoutGrid, grid_of_plan, schedule_index
 from fivefold.cost.memory import peak_memory
 from fivefold.cost.step_time import step_time
-from fivefold.planner.estimate import Bytes, Estimate, Seconds
+from fivefold.planner.estimate import Estimate, Seconds
+from fivefold.planner.rank_memory import Bytes, fullest_memory
 from fivefold.planner.search import EstimateSetting
 
 PARTNERS = ("dp", "pp", "cp", "tp")  # axes that may take or give the factor, in this order
@@ -237,9 +238,7 @@ def _estimated(
     """Estimate all variants at once."""
     plan = chosen.plan
     grid = _grid(plan, variants, chosen.offload)
-    usual = "step" if plan.layout.pp > 1 else "microbatch"
-    options = replace(plan.options, gather=None) if plan.gather == usual else plan.options
-    setting = chosen.setting.with_keys(options)
+    setting = chosen.setting.with_keys(_options(plan))
     job = setting.arguments(plan.shape, grid, plan.batch.seq)
     times, peak = step_time(*job, simulated=simulated), peak_memory(*job)
     count = (len(variants),)
@@ -289,6 +288,7 @@ def _answers(chosen: Estimate, asked: list[_Question]) -> Iterator[Neighbour]:
             continue
         place = next(places)
         variant, layout = best[place - 1], best[place - 1].layout
+        memory = _memory(chosen, variant, found, place)
         moves = one.axis in PARTNERS or one.axis == "ep"
         yield Neighbour(
             one.axis,
@@ -299,10 +299,37 @@ def _answers(chosen: Estimate, asked: list[_Question]) -> Iterator[Neighbour]:
             schedule=variant.schedule if layout.pp > 1 else "",
             seconds=float(found.step[place] - chosen.step),
             parts=_difference(found.parts, place),
-            over=float(found.total[place] - chosen.setting.capacity),
-            memory=_difference(found.memory, place),
+            over=sum(memory.values()) - chosen.setting.capacity,
+            memory={name: each - chosen.memory[name] for name, each in memory.items()},
             tier=_tier(layout, one.axis, chosen.setting) if moves else "",
         )
+
+
+def _memory(chosen: Estimate, variant: _Variant, found: _VariantCosts, place: int) -> Bytes:
+    """Of the fullest rank, as the variant's own schedule holds it; other people's stacks are
+    counted by closed forms."""
+    if not chosen.setting.stack.runs_plans:
+        return {name: float(each[place]) for name, each in found.memory.items()}
+    layout = variant.layout
+    options = replace(
+        _options(chosen.plan),
+        layout=str(layout),
+        zero=layout.zero,
+        chunks=layout.chunks,
+        schedule=variant.schedule,
+        recompute=variant.recompute,
+        microbatch_size=variant.microbatch_size,
+        microbatches=variant.microbatches,
+        stage_layers=None,
+        ep_nodes=chosen.plan.ep_nodes if layout.ep == chosen.plan.layout.ep else None,
+    )
+    return fullest_memory(resolve(options), chosen.setting)
+
+
+def _options(plan: Plan) -> PlanOptions:
+    """The options of a plan, with weights gathered as usual where they are in the plan."""
+    usual = "step" if plan.layout.pp > 1 else "microbatch"
+    return replace(plan.options, gather=None) if plan.gather == usual else plan.options
 
 
 def _best(chosen: Estimate, asked: list[_Question]) -> list[_Variant]:

@@ -22,6 +22,11 @@ from fivefold.planner.search import EstimateSetting, plan_arguments
 Bytes = dict[str, float]
 
 
+def fullest_memory(plan: Plan, setting: EstimateSetting) -> Bytes:
+    """Peak bytes by category of the rank that has most."""
+    return max(memory_by_pipeline_rank(plan, setting), key=lambda one: sum(one.values()))
+
+
 def rank_memory(plan: Plan, setting: EstimateSetting, rank: int) -> Bytes:
     """Peak bytes of one rank by category, with the microbatches that its schedule has in flight."""
     return memory_by_pipeline_rank(plan, setting)[plan.layout.coord(rank).pp]

@@ -55,7 +55,7 @@ def _schedule(grid: LayoutGrid, domain: float) -> Array:
 
 
 def _context(grid: LayoutGrid, domain: float) -> Array:
-    ranks = np.array([float(_CONTEXTS[name]) for name in CONTEXTS])
+    ranks = np.array([float(_CONTEXTS.get(name, _MOST_EXOTIC)) for name in CONTEXTS])
     return np.where(grid.cp > 1, ranks[grid.context.astype(np.int64)], 0.0)
 
 

@@ -165,7 +165,7 @@ def test_objectives(capsys: pytest.CaptureFixture[str]) -> None:
         ([*SMALL, "--fix", "tp=x"], "as in tp=8"),
         ([*SMALL, "--fix", "tp=5"], "no legal layout with tp=5"),
         ([*SMALL, "--fix", "dp=3"], "no legal layout with dp=3"),
-        ([*SMALL, "--fix", "recompute=some"], "choose from full, none, selective"),
+        ([*SMALL, "--fix", "recompute=some"], "choose none, selective, full, full:K"),
         ([*SMALL, "--objective", "money"], "choose from"),
         ([*SMALL, "--headroom", "1"], "--headroom 1.0"),
         ([*SMALL, "--top", "0"], "--top 0"),
