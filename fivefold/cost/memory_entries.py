@@ -15,7 +15,7 @@ from fivefold.core.count import layer_parameters, mtp_parameters
 from fivefold.core.machine import Machine
 from fivefold.core.precision import itemsize_of, matmul_bytes
 from fivefold.core.shape import Shape
-from fivefold.cost.activations import Activations
+from fivefold.cost.activations import WIDE, Activations
 from fivefold.cost.frozen import trainable_share
 from fivefold.cost.grid import OFFLOADS, Array, LayoutGrid, expert_nodes
 from fivefold.cost.pipeline_ranks import RankStage, holds_all_microbatches
@@ -94,6 +94,10 @@ class MemoryEntries:
         ]
         if stage.embedding.any():
             found.append(self._moment(states, gradients.at_embedding(), end + embedding, *both))
+        if self.gradient_bytes < WIDE:  # an update widens all of them, and scales a copy
+            level = GradientLevel(owned * size, np.zeros(1))
+            rest = (2 * WIDE * owned, np.zeros(1), np.zeros(1), np.zeros(1))
+            found.append(self._moment(states, level, *rest))
         if stage.head.any():
             gathered = self._gathered(parameters, stage, stage.head * matrix)
             rest = (logits + stage.head * self._loss(), messages, gathered)

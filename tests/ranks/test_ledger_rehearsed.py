@@ -55,12 +55,12 @@ def test_a_rank_holds_what_is_planned(
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("number", range(NUM_DRAWS))
 def test_a_random_plan_runs_as_it_is_priced(number: int) -> None:
-    """Calls and bytes are those that are priced, and memory is near the estimate: 3% in the mean of
-    these plans, 15% at the worst, where a pipeline has few microbatches and unequal chunks."""
+    """Calls and bytes are those that are priced, and memory is near the estimate: 4% off in the mean
+    of these plans. Estimates that are too high (few microbatches, unequal chunks) do less harm."""
     plan = draw(f"ledger {number}")
     rank = plan.layout.rank(pp=number % plan.layout.pp)
     run = rehearse_rank(plan, rank, {})
     assert not judged(plan, [run], {}).astray
     memory = rank_memory(plan, COMPILED, rank)
     planned = sum(memory.values()) - memory["context"] - memory["margin"]
-    assert planned == pytest.approx(run.peak, rel=0.15)
+    assert 0.9 < planned / run.peak < 1.2
