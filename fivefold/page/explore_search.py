@@ -21,9 +21,10 @@ from fivefold.cost.grid import RECOMPUTE, grid_of_plan
 from fivefold.cost.memory import peak_memory
 from fivefold.page import Params, Progress, View
 from fivefold.page.explore_state import HEADROOM, KERNELS, State, keys_of
-from fivefold.planner import PlanRequest, PlanResult, best_plans, options_of, plan_request
+from fivefold.planner import PlanRequest, PlanResult, best_plans, plan_request
 from fivefold.planner.comparisons import STRATEGIES
 from fivefold.planner.estimate import Estimate
+from fivefold.planner.grid_options import options_of
 from fivefold.planner.neighbours import compare_neighbours
 from fivefold.planner.search import EstimateSetting, LayoutCandidate, search_layouts
 from fivefold.planner.space import SearchSpace

@@ -33,63 +33,9 @@ from fivefold.cost.stack_presets import OUR_OWN, load_preset
 from fivefold.planner.accuracy import accuracy
 from fivefold.planner.estimate import Estimate, estimate_plan
 from fivefold.planner.first_choice import first_choice, is_same, tp_leaves_domain, why_simpler
+from fivefold.planner.grid_options import layout_of, options_of
 from fivefold.planner.search import EstimateSetting, LayoutCandidate, SearchResult, search_layouts
 from fivefold.planner.space import SearchSpace
-
-# --- From one element of a grid back to plan options
-
-
-def layout_of(grid: LayoutGrid) -> Layout:
-    """The layout of a one-element grid."""
-    return Layout(
-        replicate=_integer(grid, "replicate"),
-        shard=_integer(grid, "shard"),
-        tp=_integer(grid, "tp"),
-        pp=_integer(grid, "pp"),
-        cp=_integer(grid, "cp"),
-        ep=_integer(grid, "ep"),
-        etp=_integer(grid, "etp"),
-        zero=_integer(grid, "zero"),
-        sp=bool(grid.sp.item()),
-        context=CONTEXTS[_integer(grid, "context")],
-        chunks=_integer(grid, "chunks"),
-    )
-
-
-def options_of(grid: LayoutGrid, base: PlanOptions) -> PlanOptions:
-    """`base` with everything that a one-element grid decides; no choice of layout stays open."""
-    layout = layout_of(grid)
-    return replace(
-        base,
-        layout=str(layout),
-        gpus=layout.world,
-        zero=layout.zero,
-        gather=None,
-        sp=layout.sp,
-        context=layout.context,
-        schedule=SCHEDULES[_integer(grid, "schedule")],
-        chunks=layout.chunks,
-        stage_layers=None,
-        microbatches=_integer(grid, "microbatches"),
-        microbatch_size=_integer(grid, "microbatch_size"),
-        batch=None,
-        recompute=str(grid.rules[_integer(grid, "recompute")]),
-        train=_with_offload(base.train, OFFLOADS[_integer(grid, "offload")]),
-    )
-
-
-def _with_offload(recipe: Recipe, kind: str) -> Recipe:
-    """The recipe with optimizer states there; on disks, in its own folder or in `offload`."""
-    if recipe.offload_kind == kind:
-        return recipe
-    return replace(recipe, offload=f"{DISK}offload" if kind == "nvme" else kind)
-
-
-def _integer(grid: LayoutGrid, name: str) -> int:
-    return round(float(getattr(grid, name).item()))
-
-
-# --- Requests and results
 
 Progress = Callable[[float], None]
 OBJECTIVES = ("tokens", "gpus", "gpu-hours")

@@ -23,8 +23,9 @@ from fivefold.core.precision import PRECISIONS
 from fivefold.core.rules import divisors
 from fivefold.cost.collectives import predict_traffic
 from fivefold.cost.grid import RECOMPUTE
-from fivefold.planner import PlanRequest, Progress, options_of
+from fivefold.planner import PlanRequest, Progress
 from fivefold.planner.estimate import Estimate, estimate_plan
+from fivefold.planner.grid_options import options_of
 from fivefold.planner.search import LayoutCandidate, search_layouts
 from fivefold.planner.space import tensor_degrees
 

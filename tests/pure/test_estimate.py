@@ -19,8 +19,8 @@ from fivefold.cost.grid import LayoutGrid, grid_of_plan
 from fivefold.cost.memory import peak_memory
 from fivefold.cost.stack import FIVEFOLD
 from fivefold.cost.step_time import step_time
-from fivefold.planner import layout_of, options_of
 from fivefold.planner.estimate import estimate_plan, simulate_step
+from fivefold.planner.grid_options import layout_of, options_of
 from fivefold.planner.search import EstimateSetting, search_layouts
 from fivefold.planner.space import Degrees, SearchSpace, all_degrees, layout_blocks
 
