@@ -18,15 +18,8 @@ from fivefold.core.layout import MOST_RANKS, Layout
 from fivefold.core.machine import Machine
 from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.core.precision import PRECISIONS, RUNTIME_PRECISIONS
-from fivefold.core.recipe import DISK, Recipe
 from fivefold.core.shape import Shape
-from fivefold.cost.grid import (
-    CONTEXTS,
-    OFFLOADS,
-    SCHEDULES,
-    LayoutGrid,
-    require_possible_imbalance,
-)
+from fivefold.cost.grid import require_possible_imbalance
 from fivefold.cost.possible import require_room
 from fivefold.cost.stack import BY_KERNELS
 from fivefold.cost.stack_presets import OUR_OWN, load_preset

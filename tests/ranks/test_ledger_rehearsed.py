@@ -55,8 +55,8 @@ def test_a_rank_holds_what_is_planned(
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("number", range(NUM_DRAWS))
 def test_a_random_plan_runs_as_it_is_priced(number: int) -> None:
-    """Calls and bytes are those that are priced, and memory is near the estimate: 4% off in the mean
-    of these plans. Estimates that are too high (few microbatches, unequal chunks) do less harm."""
+    """Calls and bytes are those that are priced, and memory is near the estimate: 4% off in the
+    mean. Estimates that are too high (few microbatches, unequal chunks) do less harm."""
     plan = draw(f"ledger {number}")
     rank = plan.layout.rank(pp=number % plan.layout.pp)
     run = rehearse_rank(plan, rank, {})
