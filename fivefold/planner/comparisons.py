@@ -25,7 +25,8 @@ from fivefold.cost.collectives import predict_traffic
 from fivefold.cost.grid import RECOMPUTE
 from fivefold.planner import PlanRequest, Progress, options_of
 from fivefold.planner.estimate import Estimate, estimate_plan
-from fivefold.planner.search import LayoutCandidate, search_layouts
+from fivefold.planner.kept_layouts import LayoutCandidate
+from fivefold.planner.search import search_layouts
 from fivefold.planner.space import tensor_degrees
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +29,7 @@ from fivefold.core.schedule.catalog import FAMILIES
 from fivefold.core.schedule.family import Family
 from fivefold.core.shape import Shape
 from fivefold.core.splits import ContextKind
-from fivefold.cost.grid import CONTEXTS, OFFLOADS, RECOMPUTE, SCHEDULES, Array, LayoutGrid
+from fivefold.cost.grid import CONTEXTS, OFFLOADS, RECOMPUTE, SCHEDULES, Array, Flags, LayoutGrid
 
 MOST_MICROBATCH_SIZE = 32  # sequences: more only fills the memory
 MOST_CHUNKS = 8
@@ -92,11 +92,28 @@ class LayoutBlock:
         """Number of legal layouts."""
         return int(np.broadcast_to(self.legal, self.shape).sum())
 
-    def only(self, which: NDArray[np.bool_]) -> LayoutBlock:
-        """The same block for some of the degrees."""
-        columns = [each[which] if len(each) > 1 else each for each in self.grid.columns()]
-        degrees = tuple(one for one, stays in zip(self.degrees, which, strict=True) if stays)
-        return LayoutBlock(degrees, LayoutGrid(*columns), self.legal)
+    def only(self, stays: Sequence[Flags]) -> LayoutBlock:
+        """The same block for what stays along each axis."""
+        columns = [each if each.ndim < 6 else select(each, stays) for each in self.grid.columns()]
+        degrees = tuple(one for one, here in zip(self.degrees, stays[0], strict=True) if here)
+        return LayoutBlock(degrees, LayoutGrid(*columns), select(self.legal, stays))
+
+
+def select(array: NDArray[Any], stays: Sequence[Flags]) -> NDArray[Any]:
+    """What stays of an array along each axis; an axis of one entry belongs to all."""
+    for axis, which in enumerate(stays):
+        if array.shape[axis] > 1 and not which.all():
+            array = np.compress(which, array, axis)
+    return array
+
+
+def needed(which: Flags, shape: tuple[int, ...]) -> list[Flags]:
+    """Along each axis of a block of this shape, what the layouts of a broadcast mask need."""
+    axes = range(len(shape))
+    return [
+        np.broadcast_to(which.any(axis=tuple(each for each in axes if each != axis)), shape[axis])
+        for axis in axes
+    ]
 
 
 def layout_blocks(space: SearchSpace) -> Iterator[LayoutBlock]:
