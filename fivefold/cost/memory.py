@@ -8,7 +8,7 @@ decides whether a layout fits.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from typing import Literal
 
@@ -190,6 +190,24 @@ def peak_memory(
         for parts in moments:
             parts["margin"] = parts["margin"] + CachingAllocator(entries, stage, parts).slack()
     return PeakMemory(ranks, host, disk, first.reserved)
+
+
+def least_memory(
+    shape: Shape,
+    machine: Machine,
+    stack: SoftwareStack,
+    grid: LayoutGrid,
+    seq: int,
+    precision: str,
+    imbalance: float = 1.0,
+) -> Array:
+    """A lower bound of the peak, whatever is sharded: the shards of ZeRO-3 over all data ranks, and
+    what microbatches in flight have saved."""
+    grid = replace(grid, zero=np.full((1,) * grid.pp.ndim, 3.0), shard=grid.dp)
+    grid = replace(grid, replicate=np.ones_like(grid.zero))
+    entries = MemoryEntries(shape, machine, stack, grid, seq, precision, imbalance)
+    stages = rank_stages(shape, entries.memory.split, grid, seq, stack.hop_forwards)
+    return reduce(np.maximum, map(entries.least, stages))
 
 
 def rank_peak_memory(

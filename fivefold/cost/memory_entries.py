@@ -63,6 +63,13 @@ class MemoryEntries:
         allocator caches."""
         return self._by_moment(stage) if self.memory.unit_by_unit else (self._at_once(stage),)
 
+    def least(self, stage: RankStage) -> Array:
+        """A lower bound: weights and states, and what is saved; no gradients, logits or buffers."""
+        states = self._states(self.parameters(stage))
+        saved, _ = self.layers.of(stage)
+        held = states["weights"] + states["master"] + states["optimizer"]
+        return held + saved * stage.flight + self.memory.context_bytes
+
     def _by_moment(self, stage: RankStage) -> tuple[MemoryParts, ...]:
         """When the backward of the layers begins, when it ends, and before both at the loss and
         when the backward of the head ends."""

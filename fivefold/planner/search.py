@@ -29,7 +29,7 @@ from fivefold.cost.grid import (
     grid_of_plan,
 )
 from fivefold.cost.layer_time import LayerTimer
-from fivefold.cost.memory import PeakMemory, peak_memory
+from fivefold.cost.memory import PeakMemory, least_memory, peak_memory
 from fivefold.cost.stack import NARROW_GRADIENTS, SoftwareStack
 from fivefold.cost.step_time import least_layer_seconds, step_time
 from fivefold.planner.kept_layouts import KeptLayouts, LayoutCandidate, SearchResult
@@ -248,10 +248,10 @@ class _LayoutSearch:
         time, then the memory of those that are fast enough."""
         size, limit = block.size, max(self._limit, self.kept.near)
         hopeful = block.legal & self._hopeful(block, least) & (least <= limit)
+        block, hopeful = self._that_may_fit(block, hopeful)
         if not hopeful.any():
             self.result.passed_over += size
             return
-        block = block.only(needed(hopeful, block.shape))
         self.result.candidates += block.size
         self.result.passed_over += size - block.size
         seconds = np.where(block.legal, np.broadcast_to(self._seconds(block), block.shape), np.inf)
@@ -263,6 +263,23 @@ class _LayoutSearch:
         memory, fits = self._memory(block)
         fitting = np.where(fits, seconds, np.inf)
         self.kept.keep(block, seconds.ravel(), memory.ravel(), fitting.ravel())
+
+    def _that_may_fit(self, block: LayoutBlock, hopeful: Flags) -> tuple[LayoutBlock, Flags]:
+        """What is hopeful of a block and may fit. If nothing fits so far, everything may be asked
+        for: the layout with the least memory is reported."""
+        if not hopeful.any():
+            return block, hopeful
+        stays = needed(hopeful, block.shape)
+        block, hopeful = block.only(stays), select(hopeful, stays)
+        if not len(self.plain):
+            return block, hopeful
+        grid = replace(block.grid, replicate=block.grid.replicate[:, :, :, :1])
+        grid = replace(grid, shard=block.grid.shard[:, :, :, :1])
+        job = self.setting.arguments(self.space.shape, grid, self.space.seq)
+        hopeful = hopeful & (least_memory(*job) <= self.setting.capacity)
+        if not hopeful.any():
+            return block, hopeful
+        return block.only(needed(hopeful, block.shape)), hopeful
 
     def _hopeful(self, block: LayoutBlock, least: Array) -> Flags:
         """Which degrees may be among the fastest, or equal to the fastest with fewer axes than any
