@@ -202,12 +202,12 @@ def least_memory(
     imbalance: float = 1.0,
 ) -> Array:
     """A lower bound of the peak, whatever is sharded: the shards of ZeRO-3 over all data ranks, and
-    what microbatches in flight have saved."""
+    what the microbatches in flight on the first rank have saved."""
     grid = replace(grid, zero=np.full((1,) * grid.pp.ndim, 3.0), shard=grid.dp)
     grid = replace(grid, replicate=np.ones_like(grid.zero))
     entries = MemoryEntries(shape, machine, stack, grid, seq, precision, imbalance)
     stages = rank_stages(shape, entries.memory.split, grid, seq, stack.hop_forwards)
-    return reduce(np.maximum, map(entries.least, stages))
+    return entries.least(stages[0])
 
 
 def rank_peak_memory(

@@ -189,9 +189,10 @@ class _LayoutSearch:
         found = [each for one in layout_blocks(self.space) for each in self._allowed(one)]
         least = [self._least(each) for each in found]
         order = sorted(range(len(found)), key=lambda index: float(least[index].min()))
-        for index in order if len(order) > _FEW_BLOCKS else ():
-            if least[index].min() <= self._limit:
-                self._estimate_plain(found[index])
+        for number, index in enumerate(order if len(order) > _FEW_BLOCKS else ()):
+            if number >= _FEW_BLOCKS and len(self.plain) >= self.kept.number:
+                break
+            self._estimate_plain(found[index])
         for number, index in enumerate(order):
             self._estimate(found[index], least[index])
             if on_progress is not None:
