@@ -153,15 +153,17 @@ def _block(space: SearchSpace, degrees: tuple[Degrees, ...]) -> LayoutBlock | No
             for n in rows
         ]
     )
-    numbers = [(*each[:2], CONTEXTS.index(each.context), *each[3:]) for each in degrees]
-    tp, cp, context, pp, dp, ep, etp = (_along(0, column) for column in zip(*numbers, strict=True))
+    numbers = [
+        (each.tp, each.cp, CONTEXTS.index(each.context), each.ep, each.etp) for each in degrees
+    ]
+    tp, cp, context, ep, etp = (_along(0, column) for column in zip(*numbers, strict=True))
     replicate = _along(3, [each[1] for each in sharding])
     grid = LayoutGrid(
         tp=tp,
         cp=cp,
-        pp=pp,
+        pp=_along(0, [one.pp]),  # like dp the same for all: what depends on it alone is short
         replicate=replicate,
-        shard=dp / replicate,
+        shard=one.dp / replicate,
         ep=ep,
         etp=etp,
         zero=_along(3, [each[0] for each in sharding]),
