@@ -38,7 +38,8 @@ from fivefold.planner.space import LayoutBlock, SearchSpace, layout_blocks, need
 
 CostArguments = tuple[Shape, Machine, SoftwareStack, LayoutGrid, int, str, float]
 _LEAST_SIMULATED = 12  # even if fewer are requested: bounds alone do not tell the best
-_FEW_BLOCKS = 3  # that are estimated at once
+_FEW_BLOCKS = 3  # whose plain layouts are estimated, if enough of them fit
+_MANY_LAYOUTS, _LARGE_BLOCK = 100_000, 10_000  # below, an array costs as little as a bound of it
 _PLAIN = "1f1b"
 _ROUNDING = 1e-9  # of seconds: their last digits depend on the size of a block
 
@@ -189,7 +190,8 @@ class _LayoutSearch:
         found = [each for one in layout_blocks(self.space) for each in self._allowed(one)]
         least = [self._least(each) for each in found]
         order = sorted(range(len(found)), key=lambda index: float(least[index].min()))
-        for number, index in enumerate(order if len(order) > _FEW_BLOCKS else ()):
+        many = sum(each.size for each in found) >= _MANY_LAYOUTS
+        for number, index in enumerate(order if many else ()):
             if number >= _FEW_BLOCKS and len(self.plain) >= self.kept.number:
                 break
             self._estimate_plain(found[index])
@@ -272,7 +274,7 @@ class _LayoutSearch:
             return block, hopeful
         stays = needed(hopeful, block.shape)
         block, hopeful = block.only(stays), select(hopeful, stays)
-        if not len(self.plain):
+        if not len(self.plain) or block.size < _LARGE_BLOCK:
             return block, hopeful
         grid = replace(block.grid, replicate=block.grid.replicate[:, :, :, :1])
         grid = replace(grid, shard=block.grid.shard[:, :, :, :1])

@@ -189,7 +189,7 @@ def all_degrees(space: SearchSpace) -> Iterator[Degrees]:
     shape, gpus = space.shape, space.gpus
     job = LayoutRequest(seq=space.seq)
     depths = [pp for pp in divisors(gpus) if not any(pipeline_rule(Layout(pp=pp), shape, job))]
-    experts: dict[tuple[int, int, int], list[tuple[int, int]]] = {}  # for all kinds of context
+    experts: dict[tuple[int, int], list[tuple[int, int]]] = {}  # by tp and by cp times dp
     for tp in tensor_degrees(space):
         for cp, context in product(divisors(gpus // tp), CONTEXTS):
             layout = Layout(tp=tp, cp=cp, context=context)
@@ -200,9 +200,9 @@ def all_degrees(space: SearchSpace) -> Iterator[Degrees]:
                 if pp < space.least_pp or left or space.batch % dp:
                     continue
                 if space.allows("pp", pp) and space.allows("dp", dp):
-                    if (tp, cp, dp) not in experts:
-                        experts[tp, cp, dp] = list(_experts(space, tp, cp, dp))
-                    for ep, etp in experts[tp, cp, dp]:
+                    if (tp, cp * dp) not in experts:
+                        experts[tp, cp * dp] = list(_experts(space, tp, cp, dp))
+                    for ep, etp in experts[tp, cp * dp]:
                         yield Degrees(tp, cp, context, pp, dp, ep, etp)
 
 
