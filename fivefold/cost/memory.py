@@ -8,7 +8,7 @@ decides whether a layout fits.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, reduce
 from typing import Literal
 
@@ -201,13 +201,10 @@ def least_memory(
     precision: str,
     imbalance: float = 1.0,
 ) -> Array:
-    """A lower bound of the peak, whatever is sharded: the shards of ZeRO-3 over all data ranks, and
-    what the microbatches in flight on the first rank have saved."""
-    grid = replace(grid, zero=np.full((1,) * grid.pp.ndim, 3.0), shard=grid.dp)
-    grid = replace(grid, replicate=np.ones_like(grid.zero))
+    """A lower bound of the peak, by what the first ranks hold at least."""
     entries = MemoryEntries(shape, machine, stack, grid, seq, precision, imbalance)
     stages = rank_stages(shape, entries.memory.split, grid, seq, stack.hop_forwards)
-    return entries.least(stages[0])
+    return reduce(np.maximum, map(entries.least, stages[:2]))
 
 
 def rank_peak_memory(

@@ -39,6 +39,8 @@ from fivefold.planner.space import LayoutBlock, SearchSpace, layout_blocks, need
 CostArguments = tuple[Shape, Machine, SoftwareStack, LayoutGrid, int, str, float]
 _LEAST_SIMULATED = 12  # even if fewer are requested: bounds alone do not tell the best
 _FEW_BLOCKS = 3  # whose plain layouts are estimated, if enough of them fit
+_SPARSE = 6  # of fewer than one in so many of a block, the memory is estimated one by one
+_DEGREES_AT_ONCE = 128
 _MANY_LAYOUTS, _LARGE_BLOCK = 100_000, 10_000  # below, an array costs as little as a bound of it
 _PLAIN = "1f1b"
 _ROUNDING = 1e-9  # of seconds: their last digits depend on the size of a block
@@ -188,17 +190,17 @@ class _LayoutSearch:
         """Estimate the most promising degrees first, so that most others are passed over; before
         them some plain layouts of each, which tell how fast a layout must be."""
         found = [each for one in layout_blocks(self.space) for each in self._allowed(one)]
-        least = [self._least(each) for each in found]
-        order = sorted(range(len(found)), key=lambda index: float(least[index].min()))
+        parts = [each for one in found for each in self._in_parts(one)]
+        parts.sort(key=lambda each: float(each[1].min()))
         many = sum(each.size for each in found) >= _MANY_LAYOUTS
-        for number, index in enumerate(order if many else ()):
+        for number, (block, _) in enumerate(parts if many else ()):
             if number >= _FEW_BLOCKS and len(self.plain) >= self.kept.number:
                 break
-            self._estimate_plain(found[index])
-        for number, index in enumerate(order):
-            self._estimate(found[index], least[index])
+            self._estimate_plain(block)
+        for number, (block, least) in enumerate(parts):
+            self._estimate(block, least)
             if on_progress is not None:
-                on_progress((number + 1) / len(found))
+                on_progress((number + 1) / len(parts))
         self.result.front = list(self.kept.front())
 
     def _allowed(self, block: LayoutBlock) -> Iterator[LayoutBlock]:
@@ -209,6 +211,18 @@ class _LayoutSearch:
         inside = ~tp_crosses(block.grid, self.setting.machine)
         if inside.any():
             yield block if inside.all() else block.only(needed(inside, block.shape))
+
+    def _in_parts(self, block: LayoutBlock) -> Iterator[tuple[LayoutBlock, Array]]:
+        """The block in parts of similar degrees, each with its bounds: the limit that the fastest
+        of them set spares most of the others."""
+        least = self._least(block)
+        lowest = least.min(axis=tuple(range(1, least.ndim)))
+        order = np.argsort(np.broadcast_to(lowest, len(block.degrees)), kind="stable")
+        for start in range(0, len(order), _DEGREES_AT_ONCE):
+            which = np.zeros((len(order), *(1,) * 5), bool)
+            which[order[start : start + _DEGREES_AT_ONCE]] = True
+            stays = needed(which, block.shape)
+            yield block.only(stays), select(least, stays)
 
     def _least(self, block: LayoutBlock) -> Array:
         """A lower bound of the step by degrees, microbatch size, schedule and recomputation."""
@@ -248,41 +262,40 @@ class _LayoutSearch:
 
     def _estimate(self, block: LayoutBlock, least: Array) -> None:
         """Estimate those of a block that can still win, and keep the best layouts: first their
-        time, then the memory of those that are fast enough."""
+        time, then the memory of those that are fast enough and may fit."""
         size, limit = block.size, max(self._limit, self.kept.near)
         hopeful = block.legal & self._hopeful(block, least) & (least <= limit)
-        block, hopeful = self._that_may_fit(block, hopeful)
+        stays = needed(hopeful, block.shape)
+        if hopeful.any():
+            block, hopeful = block.only(stays), select(hopeful, stays)
+            hopeful = self._may_fit(block, hopeful)
         if not hopeful.any():
             self.result.passed_over += size
             return
+        stays = needed(hopeful, block.shape)
+        block, hopeful = block.only(stays), select(hopeful, stays)
         self.result.candidates += block.size
         self.result.passed_over += size - block.size
         seconds = np.where(block.legal, np.broadcast_to(self._seconds(block), block.shape), np.inf)
-        hopeful = seconds <= limit
-        if not hopeful.any():
+        fast = hopeful & (seconds <= limit)
+        if not fast.any():
             return
-        stays = needed(hopeful, block.shape)
-        block, seconds = block.only(stays), select(seconds, stays)
+        if fast.sum() < fast.size / _SPARSE:
+            block, seconds = block.listed(fast), seconds[fast]
+        else:
+            stays = needed(fast, block.shape)
+            block, seconds = block.only(stays), select(seconds, stays)
         memory, fits = self._memory(block)
         fitting = np.where(fits, seconds, np.inf)
         self.kept.keep(block, seconds.ravel(), memory.ravel(), fitting.ravel())
 
-    def _that_may_fit(self, block: LayoutBlock, hopeful: Flags) -> tuple[LayoutBlock, Flags]:
-        """What is hopeful of a block and may fit. If nothing fits so far, everything may be asked
-        for: the layout with the least memory is reported."""
-        if not hopeful.any():
-            return block, hopeful
-        stays = needed(hopeful, block.shape)
-        block, hopeful = block.only(stays), select(hopeful, stays)
+    def _may_fit(self, block: LayoutBlock, hopeful: Flags) -> Flags:
+        """What is hopeful and may fit. If nothing fits so far, all of it may be asked for: the
+        layout with the least memory is reported."""
         if not len(self.plain) or block.size < _LARGE_BLOCK:
-            return block, hopeful
-        grid = replace(block.grid, replicate=block.grid.replicate[:, :, :, :1])
-        grid = replace(grid, shard=block.grid.shard[:, :, :, :1])
-        job = self.setting.arguments(self.space.shape, grid, self.space.seq)
-        hopeful = hopeful & (least_memory(*job) <= self.setting.capacity)
-        if not hopeful.any():
-            return block, hopeful
-        return block.only(needed(hopeful, block.shape)), hopeful
+            return hopeful
+        job = self.setting.arguments(self.space.shape, block.grid, self.space.seq)
+        return hopeful & (least_memory(*job) <= self.setting.capacity)
 
     def _hopeful(self, block: LayoutBlock, least: Array) -> Flags:
         """Which degrees may be among the fastest, or equal to the fastest with fewer axes than any

@@ -99,6 +99,12 @@ class LayoutBlock:
         return LayoutBlock(degrees, LayoutGrid(*columns), select(self.legal, stays))
 
 
+    def listed(self, which: Flags) -> LayoutBlock:
+        """Some layouts one by one: columns of one axis."""
+        columns = (np.broadcast_to(each, self.shape)[which] for each in self.grid.columns())
+        return LayoutBlock((), LayoutGrid(*columns), np.ones(1, bool))
+
+
 def select(array: NDArray[Any], stays: Sequence[Flags]) -> NDArray[Any]:
     """What stays of an array along each axis; an axis of one entry belongs to all."""
     for axis, which in enumerate(stays):
