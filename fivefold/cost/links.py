@@ -282,7 +282,7 @@ def _job_share(tier: Tier, world: Array | None) -> Array | int | None:
     if tier.size is None or world is None or tier.torus:
         return tier.size
     shares = np.array(world, float)
-    for number in np.unique(world):
+    for number in sorted(set(world.ravel().tolist())):
         ranks = int(number)
         fewest = -(-ranks // tier.size)
         even = (count for count in range(fewest, 2 * fewest) if ranks % count == 0)

@@ -21,7 +21,7 @@ from fivefold.core.schedule.family import PipelineTimes
 from fivefold.core.shape import Shape
 from fivefold.cost.activation_offload import activation_offload_seconds
 from fivefold.cost.frozen import trainable_share
-from fivefold.cost.grid import Array, LayoutGrid
+from fivefold.cost.grid import Array, Flags, LayoutGrid
 from fivefold.cost.layer_time import LayerTimer, LayerTimes, TimeParts, total_seconds
 from fivefold.cost.links import num_buckets
 from fivefold.cost.overlap import shown_seconds
@@ -64,27 +64,28 @@ def step_time(
     imbalance: float = 1.0,
     *,
     simulated: bool = False,
+    wanted: Flags | None = None,
 ) -> StepTime:
     """Time every layout of the grid; `imbalance`: slots of the fullest expert over the mean.
 
     Pipelines are timed by their longest paths, a lower bound, or `simulated`, which takes longer.
+    `wanted`: with which microbatch sizes and schedules, in a block of a search.
     """
     work = LayerTimer(shape, machine, stack, grid, seq, precision, imbalance)
     if stack.memory.split == "balanced":
-        return _by_longest_paths(work, simulated)
+        return _by_longest_paths(work, simulated, wanted)
     parts = {name: each * stack.factor for name, each in _equal_stages(work).items()}
     parts["fixed"] = np.full_like(grid.microbatches, stack.fixed)
     return StepTime(total_seconds(parts), lambda: parts)
 
 
-def _by_longest_paths(work: LayerTimer, simulated: bool) -> StepTime:
+def _by_longest_paths(work: LayerTimer, simulated: bool, wanted: Flags | None) -> StepTime:
     """Stages as fivefold splits them, and the longest paths through them."""
     grid, stack, timer = work.grid, work.stack, pipeline_timer(work.shape, work.seq)
     units = [*(launch_bound_layer(work, i) for i in timer.kinds), work.head()]
     costs = _passes(units)
-    seconds = pipeline_seconds(
-        timer, grid, [*(each for column in costs for each in column), work.message()], simulated
-    )
+    every = [*(each for column in costs for each in column), work.message()]
+    seconds = pipeline_seconds(timer, grid, every, simulated, wanted)
     around = _around_pipeline(work, costs)
     step = (seconds + total_seconds(around)) * stack.factor + stack.fixed
 

@@ -247,7 +247,8 @@ class _LayoutSearch:
             plain = schedules == schedules.flat[0]
         first[0, 0] = True
         block = block.only(needed(first & plain, block.shape))
-        seconds = np.where(block.legal, np.broadcast_to(self._seconds(block), block.shape), np.inf)
+        seconds = np.broadcast_to(self._seconds(block, block.legal), block.shape)
+        seconds = np.where(block.legal, seconds, np.inf)
         memory, fits = self._memory(block)
         fitting = seconds[np.isfinite(seconds) & fits]
         self.plain = np.sort(np.concatenate([self.plain, fitting]))[: self.kept.number]
@@ -276,7 +277,9 @@ class _LayoutSearch:
         block, hopeful = block.only(stays), select(hopeful, stays)
         self.result.candidates += block.size
         self.result.passed_over += size - block.size
-        seconds = np.where(block.legal, np.broadcast_to(self._seconds(block), block.shape), np.inf)
+        wanted = hopeful.any(axis=(0, 3, 4, 5), keepdims=True)
+        seconds = np.broadcast_to(self._seconds(block, wanted), block.shape)
+        seconds = np.where(block.legal, seconds, np.inf)
         fast = hopeful & (seconds <= limit)
         if not fast.any():
             return
@@ -304,8 +307,10 @@ class _LayoutSearch:
         fewer = num_axes(block.grid) < self.kept.fewest_axes()
         return (lowest <= self._limit) | ((lowest <= self.kept.near) & fewer)
 
-    def _seconds(self, block: LayoutBlock) -> Array:
-        return step_time(*self.setting.arguments(self.space.shape, block.grid, self.space.seq)).step
+    def _seconds(self, block: LayoutBlock, wanted: Flags) -> Array:
+        """Of a step; `wanted`: with which microbatch sizes and schedules."""
+        job = self.setting.arguments(self.space.shape, block.grid, self.space.seq)
+        return step_time(*job, wanted=wanted).step
 
     def _memory(self, block: LayoutBlock) -> tuple[Array, Flags]:
         """Bytes of the fullest rank, and whether GPUs and hosts have room."""

@@ -98,7 +98,6 @@ class LayoutBlock:
         degrees = tuple(one for one, here in zip(self.degrees, stays[0], strict=True) if here)
         return LayoutBlock(degrees, LayoutGrid(*columns), select(self.legal, stays))
 
-
     def listed(self, which: Flags) -> LayoutBlock:
         """Some layouts one by one: columns of one axis."""
         columns = (np.broadcast_to(each, self.shape)[which] for each in self.grid.columns())
