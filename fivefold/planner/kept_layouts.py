@@ -29,7 +29,7 @@ class LayoutCandidate:
     def grid(self) -> LayoutGrid:
         """The layout alone."""
         index = np.unravel_index(self.index, self.block.shape)
-        return self.block.grid.at(tuple(int(each) for each in index), self.block.shape)
+        return self.block.grid.at(tuple(int(each) for each in index))
 
     @cached_property
     def choice(self) -> tuple[float, ...]:
