@@ -65,9 +65,17 @@ class Activations:
         self.saved_size = memory.input_bytes or itemsize  # of an element that a matmul reads
         self.input = self.whole if memory.gathered_inputs else self.residual
         self.input = self.input * self.saved_size / itemsize
+        self._saved: dict[tuple[bool, Recompute], Array] = {}
+        self._tensors_of: dict[bool, tuple[SavedTensor, ...]] = {}
 
     def saved(self, routed: bool, rule: Recompute = NOTHING_AGAIN) -> Array:
-        """By one layer, under a rule of recomputation by module."""
+        """By one layer, under a rule of recomputation by module; all stages have the same."""
+        key = routed, rule
+        if key not in self._saved:
+            self._saved[key] = self._saved_under(routed, rule)
+        return self._saved[key]
+
+    def _saved_under(self, routed: bool, rule: Recompute) -> Array:
         if self.memory.selective == "remade":
             kept = [each.bytes for each in self._tensors(routed) if not each.is_remade(rule)]
             return sum(kept, np.zeros(1))
@@ -87,8 +95,13 @@ class Activations:
         sides = [[each.bytes for each in again if each.in_attention == side] for side in (0, 1)]
         return np.maximum(*(sum(side, np.zeros(1)) for side in sides))
 
-    def _tensors(self, routed: bool) -> Iterator[SavedTensor]:
+    def _tensors(self, routed: bool) -> tuple[SavedTensor, ...]:
         """All that a layer saves without recomputation."""
+        if routed not in self._tensors_of:
+            self._tensors_of[routed] = tuple(self._all_tensors(routed))
+        return self._tensors_of[routed]
+
+    def _all_tensors(self, routed: bool) -> Iterator[SavedTensor]:
         norms = 1 if self.shape.parallel_block else 2
         masks = 2 * self.memory.mask_bytes * self.shape.width / self.split
         yield SavedTensor(norms * (self.residual + self._statistics / self.split) + masks)

@@ -81,9 +81,17 @@ class LayoutGrid:
     def columns(self) -> Iterator[NDArray[Any]]:
         return (getattr(self, each.name) for each in fields(self) if each.name != "rules")
 
-    def at(self, index: tuple[int, ...], shape: tuple[int, ...]) -> LayoutGrid:
+    def at(self, index: tuple[int, ...]) -> LayoutGrid:
         """One layout of a broadcast grid."""
-        found = (np.broadcast_to(each, shape)[index] for each in self.columns())
+        found = (
+            each[
+                tuple(
+                    i if size > 1 else 0
+                    for i, size in zip(index[-each.ndim :], each.shape, strict=True)
+                )
+            ]
+            for each in self.columns()
+        )
         return LayoutGrid(*(np.array([each]) for each in found), rules=self.rules)
 
 

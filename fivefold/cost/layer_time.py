@@ -7,7 +7,7 @@ Seconds are kept by part (products, attention, tp, ...), so that the parts of a 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -57,6 +57,11 @@ def total_seconds(parts: TimeParts) -> Array:
 class LayerTimer(LayerKernels):
     """Times the layers and the head of one model on one machine, for every layout of a grid."""
 
+    @cached_property
+    def _layers(self) -> dict[int, LayerTimes]:
+        """Those that are timed already."""
+        return {}
+
     def under(self, rule: Recompute) -> LayerTimer:
         """The same with one of the grid's rules of recomputation for all layouts."""
         number = np.array([float(self.grid.rules.index(rule))])
@@ -76,6 +81,11 @@ class LayerTimer(LayerKernels):
 
     def layer(self, i: int) -> LayerTimes:
         """Layer i of the model."""
+        if i not in self._layers:
+            self._layers[i] = self._layer(i)
+        return self._layers[i]
+
+    def _layer(self, i: int) -> LayerTimes:
         shape = self.shape
         moe = shape.moe if shape.is_moe_layer(i) else None
         gemms = [*self._attention_gemms()]

@@ -119,6 +119,7 @@ class Links:
             Torus(tier.torus, tier.bandwidth * self.share(number)) if tier.torus else None
             for number, tier in enumerate(machine.tiers)
         ]
+        self._known: dict[tuple[object, ...], tuple[Array, Array | float]] = {}
 
     def ring(
         self,
@@ -159,7 +160,16 @@ class Links:
         self, ranks: Array, stride: Array, flat: bool, summed: bool
     ) -> tuple[Array, Array | float]:
         """Seconds per byte of the slowest tier of a group, and the latency of all hops; `summed`:
-        for an all-reduce."""
+        for an all-reduce. Many collectives of a step have the same groups: made once for each."""
+        groups = (ranks.shape, ranks.tobytes(), stride.shape, stride.tobytes())
+        key = (*groups, flat, summed)
+        if key not in self._known:
+            self._known[key] = self._slowest_tier(ranks, stride, flat, summed)
+        return self._known[key]
+
+    def _slowest_tier(
+        self, ranks: Array, stride: Array, flat: bool, summed: bool
+    ) -> tuple[Array, Array | float]:
         inside = np.ones_like(ranks)
         slowest = np.zeros_like(ranks)
         latency: Array | float = 0.0
@@ -272,7 +282,7 @@ def _job_share(tier: Tier, world: Array | None) -> Array | int | None:
     if tier.size is None or world is None or tier.torus:
         return tier.size
     shares = np.array(world, float)
-    for number in np.unique(world):
+    for number in sorted(set(world.ravel().tolist())):
         ranks = int(number)
         fewest = -(-ranks // tier.size)
         even = (count for count in range(fewest, 2 * fewest) if ranks % count == 0)

@@ -192,6 +192,21 @@ def peak_memory(
     return PeakMemory(ranks, host, disk, first.reserved)
 
 
+def least_memory(
+    shape: Shape,
+    machine: Machine,
+    stack: SoftwareStack,
+    grid: LayoutGrid,
+    seq: int,
+    precision: str,
+    imbalance: float = 1.0,
+) -> Array:
+    """A lower bound of the peak, by what the first ranks hold at least."""
+    entries = MemoryEntries(shape, machine, stack, grid, seq, precision, imbalance)
+    stages = rank_stages(shape, entries.memory.split, grid, seq, stack.hop_forwards)
+    return reduce(np.maximum, map(entries.least, stages[:2]))
+
+
 def rank_peak_memory(
     shape: Shape,
     machine: Machine,

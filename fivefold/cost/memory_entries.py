@@ -65,6 +65,18 @@ class MemoryEntries:
         allocator caches."""
         return self._by_moment(stage) if self.memory.unit_by_unit else (self._at_once(stage),)
 
+    def least(self, stage: RankStage) -> Array:
+        """A lower bound: weights and states, with what is saved, or with the gradients that a rank
+        owns; no logits and no buffers."""
+        parameters = self.parameters(stage)
+        states = self._states(parameters)
+        held = states["weights"] + states["master"] + states["optimizer"]
+        saved, _ = self.layers.of(stage)
+        gradients = self._sharded(parameters, 1) * self.gradient_bytes
+        if self.stack.grads_home or self.stack.frozen:
+            gradients = np.zeros(1)
+        return held + np.maximum(saved * stage.flight, gradients) + self.memory.context_bytes
+
     def _by_moment(self, stage: RankStage) -> tuple[MemoryParts, ...]:
         """When the backward of the layers begins, when it ends, and before both at the loss and
         when the backward of the head ends."""

@@ -245,5 +245,5 @@ def _has(grid: LayoutGrid, fact: Callable[[Family], bool]) -> Flags:
 
 def _families(grid: LayoutGrid) -> Iterator[tuple[Family, Flags]]:
     """The schedules of the grid, each with where it is."""
-    for number in np.unique(grid.schedule):
+    for number in sorted(set(grid.schedule.ravel().tolist())):
         yield FAMILIES[int(number)], grid.schedule == number

@@ -18,7 +18,7 @@ from fivefold.core.schedule.catalog import family
 from fivefold.core.schedule.choose import named
 from fivefold.core.schedule.family import AUTO
 from fivefold.core.shape import Shape
-from fivefold.cost.grid import SCHEDULES, Array, LayoutGrid
+from fivefold.cost.grid import SCHEDULES, Array, Flags, LayoutGrid
 from fivefold.cost.longest_paths import PATHS, ScheduleSize, StageRows, longest
 from fivefold.cost.schedule_trace import StageSeconds, is_long, schedule_makespans
 
@@ -138,12 +138,17 @@ def pipeline_timer(shape: Shape, seq: int) -> PipelineTimer:
 
 
 def pipeline_seconds(
-    found: PipelineTimer, grid: LayoutGrid, costs: list[Array], simulated: bool = False
+    found: PipelineTimer,
+    grid: LayoutGrid,
+    costs: list[Array],
+    simulated: bool = False,
+    wanted: Flags | None = None,
 ) -> Array:
     """Seconds of the pipeline of every layout; `costs` are in the order of a path's row.
 
     By the longest paths, which are a lower bound, or `simulated`, which takes longer. A schedule
-    that cannot run the numbers of a layout never ends.
+    that cannot run the numbers of a layout never ends, nor do those that are not `wanted`: a mask
+    by microbatch size and schedule.
     """
     pp = grid.pp if grid.pp.min() < grid.pp.max() else grid.pp[:1]  # all are alike in a search
     columns = np.broadcast_arrays(grid.schedule, pp, grid.chunks, grid.microbatches)
@@ -154,7 +159,11 @@ def pipeline_seconds(
     size = np.broadcast_shapes(columns[0].shape, *(each.shape for each in costs))
     if simulated:
         return _simulated(found, asked, np.array([np.broadcast_to(each, size) for each in costs]))
-    tables = [found.table(*each) for each in asked]
+    places = np.broadcast_to(True if wanted is None else wanted, columns[0].shape).ravel()
+    tables = [
+        found.table(*each) if here else np.zeros((0, len(costs)))
+        for each, here in zip(asked, places, strict=True)
+    ]
     never = np.where([len(table) for table in tables], 0.0, np.inf)
     paths = np.zeros((len(tables), max(1, *map(len, tables)), len(costs)))
     for row, table in zip(paths, tables, strict=True):

@@ -44,19 +44,22 @@ class SavedLayers:
         """What microbatches hold beyond what they saved while they wait for weight gradients."""
         if not np.any(stage.deferred):
             return np.zeros(1)
-        _, left = self.held(stage)
-        return np.maximum(left - saved, 0.0) * stage.deferred
+        return np.maximum(self._left(stage) - saved, 0.0) * stage.deferred
 
     def held(self, stage: RankStage) -> tuple[Array, Array]:
         """Bytes of a microbatch from its forward on, and between its input and weight gradients."""
         saved, _ = self.of(stage)
+        return saved, self._left(stage)
+
+    def _left(self, stage: RankStage) -> Array:
+        """Bytes of a microbatch between its input and weight gradients."""
         left = stage.head * (1 + self.shape.mtp) * self.activations.deferred_at_head()
         left = left + stage.embedding * self.activations.residual
         counts = layer_numbers(self.shape, stage.layers)
         for i, count in counts.items():
             ahead = self.shape.mtp * stage.head if i == max(counts) else 0.0
             left = left + (count + ahead) * self.activations.deferred(self.shape.is_moe_layer(i))
-        return saved, left * self.tokens
+        return left * self.tokens
 
     def _by_rule(self, stage: RankStage) -> Iterator[tuple[Recompute, RankLayers]]:
         """The layers of a rank by their rule of recomputation."""

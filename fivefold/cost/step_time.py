@@ -21,7 +21,7 @@ from fivefold.core.schedule.family import PipelineTimes
 from fivefold.core.shape import Shape
 from fivefold.cost.activation_offload import activation_offload_seconds
 from fivefold.cost.frozen import trainable_share
-from fivefold.cost.grid import Array, LayoutGrid
+from fivefold.cost.grid import Array, Flags, LayoutGrid
 from fivefold.cost.layer_time import LayerTimer, LayerTimes, TimeParts, total_seconds
 from fivefold.cost.links import num_buckets
 from fivefold.cost.overlap import shown_seconds
@@ -34,6 +34,7 @@ from fivefold.cost.update_time import rank_parameters, update_seconds
 HOST_BACKWARD = 1.0
 # How sharply the longer of host and GPU decides: 1 would be their sum. Chosen with vTrain's runs.
 _CORNER = 4
+PassCosts = tuple[list[Array], list[Array], list[Array]]
 
 
 @dataclass(frozen=True)
@@ -63,44 +64,36 @@ def step_time(
     imbalance: float = 1.0,
     *,
     simulated: bool = False,
+    wanted: Flags | None = None,
 ) -> StepTime:
     """Time every layout of the grid; `imbalance`: slots of the fullest expert over the mean.
 
     Pipelines are timed by their longest paths, a lower bound, or `simulated`, which takes longer.
+    `wanted`: with which microbatch sizes and schedules, in a block of a search.
     """
     work = LayerTimer(shape, machine, stack, grid, seq, precision, imbalance)
     if stack.memory.split == "balanced":
-        return _by_longest_paths(work, simulated)
+        return _by_longest_paths(work, simulated, wanted)
     parts = {name: each * stack.factor for name, each in _equal_stages(work).items()}
     parts["fixed"] = np.full_like(grid.microbatches, stack.fixed)
     return StepTime(total_seconds(parts), lambda: parts)
 
 
-def _by_longest_paths(work: LayerTimer, simulated: bool) -> StepTime:
+def _by_longest_paths(work: LayerTimer, simulated: bool, wanted: Flags | None) -> StepTime:
     """Stages as fivefold splits them, and the longest paths through them."""
     grid, stack, timer = work.grid, work.stack, pipeline_timer(work.shape, work.seq)
     units = [*(launch_bound_layer(work, i) for i in timer.kinds), work.head()]
-    forward, inputs, weights = _passes(units)
-    seconds = pipeline_seconds(
-        timer, grid, [*forward, *inputs, *weights, work.message()], simulated
-    )
-    counts = timer.counts
-    window, body = np.zeros(1), np.zeros(1)
-    for place, count in enumerate(counts):
-        window = window + count * (inputs[place] + weights[place])
-        body = body + count * forward[place]
-    body = body + window
-    around = {
-        "dp": _data_collectives(work, window / grid.pp, body / grid.pp),
-        **update_seconds(work),
-    }
+    costs = _passes(units)
+    every = [*(each for column in costs for each in column), work.message()]
+    seconds = pipeline_seconds(timer, grid, every, simulated, wanted)
+    around = _around_pipeline(work, costs)
     step = (seconds + total_seconds(around)) * stack.factor + stack.fixed
 
     def parts() -> TimeParts:
         """What the average rank does; it waits for the rest of the pipeline's time."""
         share = grid.microbatches / grid.pp
         found: TimeParts = {}
-        for count, unit in zip((*counts, 1), units, strict=True):
+        for count, unit in zip((*timer.counts, 1), units, strict=True):
             for name, each in _joined(unit).items():
                 found[name] = found.get(name, np.zeros(1)) + share * count * each
         waits = np.maximum(seconds - total_seconds(found), 0.0)
@@ -112,7 +105,33 @@ def _by_longest_paths(work: LayerTimer, simulated: bool) -> StepTime:
     return StepTime(step, parts)
 
 
-def _passes(units: list[LayerTimes]) -> tuple[list[Array], list[Array], list[Array]]:
+def _around_pipeline(work: LayerTimer, costs: PassCosts) -> TimeParts:
+    """Collectives of the data axis that compute does not hide, and the update."""
+    forward, inputs, weights = costs
+    window, body = np.zeros(1), np.zeros(1)
+    for place, count in enumerate(pipeline_timer(work.shape, work.seq).counts):
+        window = window + count * (inputs[place] + weights[place])
+        body = body + count * forward[place]
+    body = body + window
+    pp = work.grid.pp
+    return {"dp": _data_collectives(work, window / pp, body / pp), **update_seconds(work)}
+
+
+def around_parts(work: LayerTimer) -> TimeParts:
+    """The parts of a step that are not inside its pipeline."""
+    stack = work.stack
+    if stack.memory.split == "balanced":
+        kinds = pipeline_timer(work.shape, work.seq).kinds
+        costs = _passes([launch_bound_layer(work, i) for i in kinds])
+        found = _around_pipeline(work, costs)
+    else:
+        parts = _equal_stages(work)
+        found = {name: parts[name] for name in ("dp", "optimizer", "offload")}
+    scaled = {name: each * stack.factor for name, each in found.items()}
+    return {**scaled, "fixed": np.full_like(work.grid.microbatches, stack.fixed)}
+
+
+def _passes(units: list[LayerTimes]) -> PassCosts:
     """Seconds of each layer kind and the head: forward, input gradient with recomputation, and
     weight gradient."""
     return (

@@ -25,8 +25,9 @@ from fivefold.planner import PlanRequest, PlanResult, best_plans, plan_request
 from fivefold.planner.comparisons import STRATEGIES
 from fivefold.planner.estimate import Estimate
 from fivefold.planner.grid_options import options_of
+from fivefold.planner.kept_layouts import LayoutCandidate
 from fivefold.planner.neighbours import compare_neighbours
-from fivefold.planner.search import EstimateSetting, LayoutCandidate, search_layouts
+from fivefold.planner.search import EstimateSetting, search_layouts
 from fivefold.planner.space import SearchSpace
 from fivefold.report import duration, gib, plan_text, table, wrapped
 

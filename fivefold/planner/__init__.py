@@ -27,7 +27,8 @@ from fivefold.planner.accuracy import accuracy
 from fivefold.planner.estimate import Estimate, estimate_plan
 from fivefold.planner.first_choice import first_choice, is_same, tp_leaves_domain, why_simpler
 from fivefold.planner.grid_options import layout_of, options_of
-from fivefold.planner.search import EstimateSetting, LayoutCandidate, SearchResult, search_layouts
+from fivefold.planner.kept_layouts import LayoutCandidate, SearchResult
+from fivefold.planner.search import EstimateSetting, search_layouts
 from fivefold.planner.space import SearchSpace
 
 Progress = Callable[[float], None]
@@ -191,14 +192,15 @@ def best_plans(request: PlanRequest, top: int, on_progress: Progress | None = No
 
 
 def _front(request: PlanRequest, found: list[LayoutCandidate]) -> tuple[Estimate, ...]:
-    """Some of the front, simulated; without those that turn out slower than the bound of a
-    candidate with less memory."""
+    """Some of the front, simulated; without those whose own schedule holds more than fits, and
+    those that turn out slower than the bound of a candidate with less memory."""
     few = _some(found)
     pairs = [(one, _estimated(request, one)) for one in few]
     return tuple(
         each
         for one, each in pairs
-        if not any(other.bytes < one.bytes and other.seconds < each.step for other in found)
+        if each.over <= 0
+        and not any(other.bytes < one.bytes and other.seconds < each.step for other in found)
     )
 
 

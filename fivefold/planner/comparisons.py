@@ -26,7 +26,8 @@ from fivefold.cost.grid import RECOMPUTE
 from fivefold.planner import PlanRequest, Progress
 from fivefold.planner.estimate import Estimate, estimate_plan
 from fivefold.planner.grid_options import options_of
-from fivefold.planner.search import LayoutCandidate, search_layouts
+from fivefold.planner.kept_layouts import LayoutCandidate
+from fivefold.planner.search import search_layouts
 from fivefold.planner.space import tensor_degrees
 
 

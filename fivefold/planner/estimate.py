@@ -32,7 +32,7 @@ from fivefold.cost.schedule_trace import (
     simulate_trace,
     trace_schedule,
 )
-from fivefold.cost.step_time import launch_bound_layer, step_time
+from fivefold.cost.step_time import around_parts, launch_bound_layer
 from fivefold.planner.accuracy import Accuracy, accuracy
 from fivefold.planner.rank_memory import Bytes, fullest_memory, rank_memory
 from fivefold.planner.search import EstimateSetting, plan_arguments
@@ -83,7 +83,7 @@ def simulate_step(
     """Simulate a step of the plan; stages that were `measured` take their measured compute time,
     and only their traffic is modelled."""
     job = plan_arguments(plan, setting)
-    work, around = LayerTimer(*job), step_time(*job)
+    work = LayerTimer(*job)
     stages = _stages(plan, work)
     for number, passes in (measured or {}).items():
         stages[number] = _with_measured(stages[number], passes)
@@ -100,7 +100,7 @@ def simulate_step(
         parts["pp"] = max(0.0, min(waits, 2 * (plan.layout.pp - 1) * costs.transfer[0]))
         parts["bubble"] = waits - parts["pp"]
     parts = {name: seconds * setting.stack.factor for name, seconds in parts.items()}
-    known = around.parts
+    known = around_parts(work)
     parts |= {name: float(known[name].item()) for name in _AROUND if name in known}
     step = sum(parts.values())
     require_possible_time(_name(plan, setting), step, parts)
@@ -129,14 +129,14 @@ def _name(plan: Plan, setting: EstimateSetting) -> str:
 def rank_seconds_alone(plan: Plan, setting: EstimateSetting, rank: int) -> float:
     """Seconds of a step of one rank that never waits for others: its compute and its update."""
     job = plan_arguments(plan, setting)
-    work, around = LayerTimer(*job), step_time(*job)
+    work = LayerTimer(*job)
     stages, total = _stages(plan, work, apart=_TRAFFIC), 0.0
     for action in plan.schedule.actions(plan.layout.coord(rank).pp):
         stage = stages[action.stage]
         passes = {FORWARD: stage[:1], INPUT_GRAD: stage[1:2], WEIGHT_GRAD: stage[2:]}
         for part in passes.get(action.kind, stage[1:]):
             total += sum(each for name, each in part.items() if name not in _TRAFFIC)
-    update = around.parts.get("optimizer")
+    update = around_parts(work).get("optimizer")
     return total * setting.stack.factor + (0.0 if update is None else float(update.item()))
 
 
@@ -292,11 +292,15 @@ class Estimate:
 
 def estimate_plan(plan: Plan, setting: EstimateSetting) -> Estimate:
     """Simulate a step of the plan and estimate its peak memory."""
-    peak = peak_memory(*plan_arguments(plan, setting), spans=plan.stages)
-    simulated = simulate_step(plan, setting)
-    memory = {name: float(np.asarray(each).item()) for name, each in peak.parts.items()}
-    if setting.stack.runs_plans:  # other people's stacks cut stages and cache in their own ways
-        memory = fullest_memory(plan, setting)
+    simulated, train = simulate_step(plan, setting), plan.options.train
+    ours = setting.stack.runs_plans  # other people's stacks cut stages and cache in their own ways
+    memory = fullest_memory(plan, setting) if ours else Bytes()
+    host = disk = 0.0
+    if not ours or train.offload_kind != "none" or train.offload_grads != "none":
+        peak = peak_memory(*plan_arguments(plan, setting), spans=plan.stages)
+        host, disk = (float(np.asarray(each).item()) for each in (peak.host, peak.disk))
+        if not ours:
+            memory = {name: float(np.asarray(each).item()) for name, each in peak.parts.items()}
     require_possible_memory(_name(plan, setting), memory)
     total = np.array([sum(memory.values())])
     return Estimate(
@@ -306,8 +310,8 @@ def estimate_plan(plan: Plan, setting: EstimateSetting) -> Estimate:
         parts=simulated.parts,
         bubble=simulated.bubble,
         memory=memory,
-        host=float(np.asarray(peak.host).item()),
-        disk=float(np.asarray(peak.disk).item()),
+        host=host,
+        disk=disk,
         verdict=str(verdict(total, setting.capacity, setting.machine).item()),
         simulated=simulated,
     )

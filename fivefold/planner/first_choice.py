@@ -10,8 +10,9 @@ from dataclasses import replace
 from fivefold.cost.grid import grid_of_plan
 from fivefold.planner.accuracy import accuracy
 from fivefold.planner.estimate import Estimate
+from fivefold.planner.kept_layouts import LayoutCandidate, SearchResult
 from fivefold.planner.rebalance import rebalance_stages
-from fivefold.planner.search import EstimateSetting, LayoutCandidate, SearchResult, simulated
+from fivefold.planner.search import EstimateSetting, simulated
 from fivefold.planner.simplicity import complexity, innermost, simpler_words, tp_crosses
 from fivefold.planner.space import SearchSpace
 

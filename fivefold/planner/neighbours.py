@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from itertools import product
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ from fivefold.core.layout import Layout
 from fivefold.core.legality import problems
 from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.core.schedule.choose import choose
-from fivefold.cost.grid import OFFLOADS, RECOMPUTE, LayoutGrid, grid_of_plan, schedule_index
+from fivefold.cost.grid import OFFLOADS, RECOMPUTE, Array, LayoutGrid, grid_of_plan, schedule_index
 from fivefold.cost.memory import peak_memory
 from fivefold.cost.step_time import step_time
 from fivefold.planner.estimate import Estimate, Seconds
@@ -223,31 +224,38 @@ def _problems(plan: Plan, variant: _Variant) -> list[str]:
     )
 
 
-class _VariantCosts(NamedTuple):
-    """Seconds and bytes of several variants, by part and category; one value per variant."""
+class _VariantCosts:
+    """Seconds and bytes of several variants, all estimated at once; one value per variant."""
 
-    step: np.ndarray
-    parts: dict[str, np.ndarray]
-    total: np.ndarray
-    memory: dict[str, np.ndarray]
+    def __init__(self, chosen: Estimate, variants: list[_Variant], simulated: bool = False) -> None:
+        plan = chosen.plan
+        grid = _grid(plan, variants, chosen.offload)
+        setting = chosen.setting.with_keys(_options(plan))
+        job = setting.arguments(plan.shape, grid, plan.batch.seq)
+        self._times, self._peak = step_time(*job, simulated=simulated), peak_memory(*job)
+        self._count = (len(variants),)
 
+    @property
+    def step(self) -> np.ndarray:
+        return np.broadcast_to(self._times.step, self._count)
 
-def _estimated(
-    chosen: Estimate, variants: list[_Variant], simulated: bool = False
-) -> _VariantCosts:
-    """Estimate all variants at once."""
-    plan = chosen.plan
-    grid = _grid(plan, variants, chosen.offload)
-    setting = chosen.setting.with_keys(_options(plan))
-    job = setting.arguments(plan.shape, grid, plan.batch.seq)
-    times, peak = step_time(*job, simulated=simulated), peak_memory(*job)
-    count = (len(variants),)
-    return _VariantCosts(
-        np.broadcast_to(times.step, count),
-        {name: np.broadcast_to(each, count) for name, each in times.parts.items()},
-        np.broadcast_to(peak.total, count),
-        {name: np.broadcast_to(each, count) for name, each in peak.parts.items()},
-    )
+    @property
+    def total(self) -> np.ndarray:
+        """Bytes of the fullest rank."""
+        return np.broadcast_to(self._peak.total, self._count)
+
+    @cached_property
+    def parts(self) -> dict[str, np.ndarray]:
+        """The seconds by part."""
+        return self._spread(self._times.parts)
+
+    @cached_property
+    def memory(self) -> dict[str, np.ndarray]:
+        """The bytes by category."""
+        return self._spread(self._peak.parts)
+
+    def _spread(self, found: dict[str, Array]) -> dict[str, np.ndarray]:
+        return {name: np.broadcast_to(each, self._count) for name, each in found.items()}
 
 
 def _grid(plan: Plan, variants: list[_Variant], offload: str) -> LayoutGrid:
@@ -280,7 +288,7 @@ def _answers(chosen: Estimate, asked: list[_Question]) -> Iterator[Neighbour]:
     """The best layout of each question, or the one with least memory if none fits."""
     open_ = [one for one in asked if one.legal]
     best = _best(chosen, open_)
-    found = _estimated(chosen, [_variant_of(chosen.plan), *best], simulated=True)
+    found = _VariantCosts(chosen, [_variant_of(chosen.plan), *best], simulated=True)
     places = iter(range(1, len(best) + 1))
     for one in asked:
         if not one.legal:
@@ -337,7 +345,7 @@ def _best(chosen: Estimate, asked: list[_Question]) -> list[_Variant]:
     everything = [one for question in asked for one in question.legal]
     if not everything:
         return []
-    costs = _estimated(chosen, everything)
+    costs = _VariantCosts(chosen, everything)
     ends = np.cumsum([len(question.legal) for question in asked])
     found: list[_Variant] = []
     for question, end in zip(asked, ends, strict=True):

@@ -10,28 +10,40 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fivefold.core import balance
 from fivefold.core.machine import Machine
 from fivefold.core.plan import Plan, PlanOptions
 from fivefold.core.shape import Shape
 from fivefold.core.units import UnitPolicy
-from fivefold.cost.grid import OFFLOADS, Array, LayoutGrid, grid_of_plan
+from fivefold.cost.grid import (
+    FAMILIES,
+    OFFLOADS,
+    SCHEDULES,
+    Array,
+    Flags,
+    LayoutGrid,
+    grid_of_plan,
+)
 from fivefold.cost.layer_time import LayerTimer
-from fivefold.cost.memory import PeakMemory, peak_memory
+from fivefold.cost.memory import PeakMemory, least_memory, peak_memory
 from fivefold.cost.stack import NARROW_GRADIENTS, SoftwareStack
 from fivefold.cost.step_time import least_layer_seconds, step_time
-from fivefold.planner.simplicity import AXES, complexity, innermost, num_axes, tp_crosses
-from fivefold.planner.space import LayoutBlock, SearchSpace, layout_blocks
+from fivefold.planner.kept_layouts import KeptLayouts, LayoutCandidate, SearchResult
+from fivefold.planner.simplicity import innermost, num_axes, tp_crosses
+from fivefold.planner.space import LayoutBlock, SearchSpace, layout_blocks, needed, select
 
 CostArguments = tuple[Shape, Machine, SoftwareStack, LayoutGrid, int, str, float]
-_FRONT = 128  # memory classes; the fastest layout of each is kept
 _LEAST_SIMULATED = 12  # even if fewer are requested: bounds alone do not tell the best
+_FEW_BLOCKS = 3  # whose plain layouts are estimated, if enough of them fit
+_SPARSE = 6  # of fewer than one in so many of a block, the memory is estimated one by one
+_DEGREES_AT_ONCE = 128
+_MANY_LAYOUTS, _LARGE_BLOCK = 100_000, 10_000  # below, an array costs as little as a bound of it
+_PLAIN = "1f1b"
+_ROUNDING = 1e-9  # of seconds: their last digits depend on the size of a block
 
 
 @dataclass(frozen=True)
@@ -81,59 +93,6 @@ def plan_arguments(plan: Plan, setting: EstimateSetting) -> CostArguments:
     """The arguments of cost functions for one plan."""
     grid = grid_of_plan(plan)
     return setting.with_keys(plan.options).arguments(plan.shape, grid, plan.batch.seq)
-
-
-@dataclass(frozen=True)
-class LayoutCandidate:
-    """One layout with its estimated time and memory, by its index in a block."""
-
-    block: LayoutBlock
-    index: int
-    seconds: float
-    bytes: float
-
-    @cached_property
-    def grid(self) -> LayoutGrid:
-        """The layout alone."""
-        index = np.unravel_index(self.index, self.block.shape)
-        return self.block.grid.at(tuple(int(each) for each in index), self.block.shape)
-
-    @cached_property
-    def choice(self) -> tuple[float, ...]:
-        """What users see of it: candidates of one choice differ only in chunks, in sharding or in
-        what changes nothing."""
-        grid = self.grid
-        columns = (grid.tp, grid.cp, grid.pp, grid.dp, grid.ep, grid.etp, grid.microbatch_size)
-        return tuple(each.item() for each in (*columns, grid.recompute, grid.schedule))
-
-    @cached_property
-    def pipeline(self) -> tuple[float, ...]:
-        """What its schedule depends on: candidates with the same one are simulated together."""
-        grid = self.grid
-        columns = (grid.schedule, grid.pp, grid.chunks, grid.microbatches)
-        return tuple(each.item() for each in columns)
-
-    @property
-    def rounded(self) -> float:
-        """Its seconds, to as many digits as decide an order."""
-        return float(f"{self.seconds:.4g}")
-
-
-@dataclass
-class SearchResult:
-    """The fastest layouts that fit, the front of memory and time, and how many were estimated.
-
-    `simple`: by complexity, the fastest layouts (by their bounds) that may be equal to the first.
-    """
-
-    best: list[LayoutCandidate] = field(default_factory=list[LayoutCandidate])
-    simple: dict[int, LayoutCandidate] = field(default_factory=dict[int, LayoutCandidate])
-    front: list[LayoutCandidate] = field(default_factory=list[LayoutCandidate])
-    leanest: LayoutCandidate | None = None  # least memory of all, also if none fits
-    candidates: int = 0
-    passed_over: int = 0
-    host_is_short: bool = False  # a layout would fit with more host memory
-    seconds: float = 0.0
 
 
 def search_layouts(
@@ -221,137 +180,150 @@ class _LayoutSearch:
         over_network: bool,
         equal: float,
     ) -> None:
-        self.space, self.setting, self.keep, self.result = space, setting, keep, result
-        self.over_network, self.equal = over_network, equal
-        self.domain = innermost(setting.machine)
-        self.classes: dict[int, LayoutCandidate] = {}
+        self.space, self.setting, self.result = space, setting, result
+        self.over_network = over_network
+        domain = innermost(setting.machine)
+        self.kept = KeptLayouts(result, keep, equal, setting.machine.memory, domain)
+        self.plain = np.zeros(0)  # seconds of the fastest plain layouts that fit
 
     def run(self, on_progress: Callable[[float], None] | None) -> None:
-        """Estimate the most promising degrees first, so that most others are passed over."""
+        """Estimate the most promising degrees first, so that most others are passed over; before
+        them some plain layouts of each, which tell how fast a layout must be."""
         found = [each for one in layout_blocks(self.space) for each in self._allowed(one)]
-        least = [self._least(each) for each in found]
-        order = sorted(range(len(found)), key=lambda index: float(least[index].min()))
-        for number, index in enumerate(order):
-            self._estimate(found[index], least[index])
+        parts = [each for one in found for each in self._in_parts(one)]
+        parts.sort(key=lambda each: float(each[1].min()))
+        many = sum(each.size for each in found) >= _MANY_LAYOUTS
+        for number, (block, _) in enumerate(parts if many else ()):
+            if number >= _FEW_BLOCKS and len(self.plain) >= self.kept.number:
+                break
+            self._estimate_plain(block)
+        for number, (block, least) in enumerate(parts):
+            self._estimate(block, least)
             if on_progress is not None:
-                on_progress((number + 1) / len(found))
-        self.result.front = list(_front(self.classes))
+                on_progress((number + 1) / len(parts))
+        self.result.front = list(self.kept.front())
 
     def _allowed(self, block: LayoutBlock) -> Iterator[LayoutBlock]:
         """The block without tp over more than the innermost link, unless it is a last resort."""
         if self.over_network:
             yield block
             return
-        inside = ~np.broadcast_to(
-            tp_crosses(block.grid, self.setting.machine).ravel(), len(block.degrees)
-        )
+        inside = ~tp_crosses(block.grid, self.setting.machine)
         if inside.any():
-            yield block if inside.all() else block.only(inside)
+            yield block if inside.all() else block.only(needed(inside, block.shape))
+
+    def _in_parts(self, block: LayoutBlock) -> Iterator[tuple[LayoutBlock, Array]]:
+        """The block in parts of similar degrees, each with its bounds: the limit that the fastest
+        of them set spares most of the others."""
+        least = self._least(block)
+        lowest = least.min(axis=tuple(range(1, least.ndim)))
+        order = np.argsort(np.broadcast_to(lowest, len(block.degrees)), kind="stable")
+        for start in range(0, len(order), _DEGREES_AT_ONCE):
+            which = np.zeros((len(order), *(1,) * 5), bool)
+            which[order[start : start + _DEGREES_AT_ONCE]] = True
+            stays = needed(which, block.shape)
+            yield block.only(stays), select(least, stays)
 
     def _least(self, block: LayoutBlock) -> Array:
-        """A lower bound of the step for each of the degrees: with the least recomputation."""
-        grid = replace(block.grid, recompute=block.grid.recompute[:, :, :, :, :1])
+        """A lower bound of the step by degrees, microbatch size, schedule and recomputation."""
+        # Of schedules, only what they hide matters here, and nothing of sharding.
+        pairs = [FAMILIES[int(number)].pairs for number in block.grid.schedule.flat]
+        _, firsts, back = np.unique(pairs, return_index=True, return_inverse=True)
+        grid = replace(
+            block.grid,
+            schedule=block.grid.schedule[:, :, firsts],
+            replicate=block.grid.replicate[:, :, :, :1],
+            shard=block.grid.shard[:, :, :, :1],
+        )
         job = self.setting.arguments(self.space.shape, grid, self.space.seq)
         seconds = least_layer_seconds(LayerTimer(*job))
-        least = seconds.min(axis=tuple(range(1, seconds.ndim)))
-        return np.broadcast_to(least, len(block.degrees))
+        return seconds[:, :, back] if seconds.shape[2] > 1 else seconds
 
-    def _job(self, block: LayoutBlock) -> CostArguments:
-        return self.setting.arguments(self.space.shape, block.grid, self.space.seq)
+    def _estimate_plain(self, block: LayoutBlock) -> None:
+        """Estimate a block with its smallest microbatches and a plain schedule."""
+        schedules, first = block.grid.schedule, np.zeros_like(block.grid.microbatch_size, bool)
+        plain = schedules == SCHEDULES.index(_PLAIN)
+        if not plain.any():
+            plain = schedules == schedules.flat[0]
+        first[0, 0] = True
+        block = block.only(needed(first & plain, block.shape))
+        seconds = np.broadcast_to(self._seconds(block, block.legal), block.shape)
+        seconds = np.where(block.legal, seconds, np.inf)
+        memory, fits = self._memory(block)
+        fitting = seconds[np.isfinite(seconds) & fits]
+        self.plain = np.sort(np.concatenate([self.plain, fitting]))[: self.kept.number]
+        self.kept.keep_front(block, seconds.ravel(), memory.ravel())
+
+    @property
+    def _limit(self) -> float:
+        """Seconds that a layout must not exceed to be one of the fastest."""
+        if len(self.plain) < self.kept.number:
+            return self.kept.worst
+        return min(self.kept.worst, float(self.plain[-1]) * (1 + _ROUNDING))
 
     def _estimate(self, block: LayoutBlock, least: Array) -> None:
-        """Estimate the degrees of a block that can still win, and keep the best layouts."""
-        best = self.result.best
-        worst = best[-1].seconds if len(best) >= self.keep else np.inf
-        hopeful = (least <= worst) | self._may_be_simpler(block, least)
-        if not hopeful.all():
-            self.result.passed_over += block.size * int((~hopeful).sum()) // len(hopeful)
-            if not hopeful.any():
-                return
-            block = block.only(hopeful)
-        shape = block.shape
-        times, peak = step_time(*self._job(block)), peak_memory(*self._job(block))
-        seconds = np.where(block.legal, np.broadcast_to(times.step, shape), np.inf).ravel()
-        memory = np.broadcast_to(peak.total, shape).ravel()
+        """Estimate those of a block that can still win, and keep the best layouts: first their
+        time, then the memory of those that are fast enough and may fit."""
+        size, limit = block.size, max(self._limit, self.kept.near)
+        hopeful = block.legal & self._hopeful(block, least) & (least <= limit)
+        stays = needed(hopeful, block.shape)
+        if hopeful.any():
+            block, hopeful = block.only(stays), select(hopeful, stays)
+            hopeful = self._may_fit(block, hopeful)
+        if not hopeful.any():
+            self.result.passed_over += size
+            return
+        stays = needed(hopeful, block.shape)
+        block, hopeful = block.only(stays), select(hopeful, stays)
         self.result.candidates += block.size
+        self.result.passed_over += size - block.size
+        wanted = hopeful.any(axis=(0, 3, 4, 5), keepdims=True)
+        seconds = np.broadcast_to(self._seconds(block, wanted), block.shape)
+        seconds = np.where(block.legal, seconds, np.inf)
+        fast = hopeful & (seconds <= limit)
+        if not fast.any():
+            return
+        if fast.sum() < fast.size / _SPARSE:
+            block, seconds = block.listed(fast), seconds[fast]
+        else:
+            stays = needed(fast, block.shape)
+            block, seconds = block.only(stays), select(seconds, stays)
+        memory, fits = self._memory(block)
+        fitting = np.where(fits, seconds, np.inf)
+        self.kept.keep(block, seconds.ravel(), memory.ravel(), fitting.ravel())
+
+    def _may_fit(self, block: LayoutBlock, hopeful: Flags) -> Flags:
+        """What is hopeful and may fit. If nothing fits so far, all of it may be asked for: the
+        layout with the least memory is reported."""
+        if not len(self.plain) or block.size < _LARGE_BLOCK:
+            return hopeful
+        job = self.setting.arguments(self.space.shape, block.grid, self.space.seq)
+        return hopeful & (least_memory(*job) <= self.setting.capacity)
+
+    def _hopeful(self, block: LayoutBlock, least: Array) -> Flags:
+        """Which degrees may be among the fastest, or equal to the fastest with fewer axes than any
+        equal one so far."""
+        lowest = least.min(axis=tuple(range(1, least.ndim)), keepdims=True)
+        fewer = num_axes(block.grid) < self.kept.fewest_axes()
+        return (lowest <= self._limit) | ((lowest <= self.kept.near) & fewer)
+
+    def _seconds(self, block: LayoutBlock, wanted: Flags) -> Array:
+        """Of a step; `wanted`: with which microbatch sizes and schedules."""
+        job = self.setting.arguments(self.space.shape, block.grid, self.space.seq)
+        return step_time(*job, wanted=wanted).step
+
+    def _memory(self, block: LayoutBlock) -> tuple[Array, Flags]:
+        """Bytes of the fullest rank, and whether GPUs and hosts have room."""
+        peak = peak_memory(*self.setting.arguments(self.space.shape, block.grid, self.space.seq))
         fits, has_room = peak.total <= self.setting.capacity, self._fits_host(peak)
         self.result.host_is_short |= bool((fits & ~has_room).any())
-        fits = np.broadcast_to(fits & has_room, shape).ravel()
-        fitting = np.where(fits, seconds, np.inf)
-        self._keep_best(block, fitting, memory)
-        self._keep_simple(block, fitting, memory)
-        self._keep_front(block, seconds, memory)
+        return (
+            np.broadcast_to(peak.total, block.shape),
+            np.broadcast_to(fits & has_room, block.shape),
+        )
 
-    def _near(self) -> float:
-        """Up to how many seconds a layout may be equal to the fastest."""
-        return (1 + self.equal) * self.result.best[0].seconds
-
-    def _may_be_simpler(self, block: LayoutBlock, least: Array) -> NDArray[np.bool_]:
-        """Which degrees may be equal to the fastest with fewer axes than any equal one so far."""
-        if not self.equal or not self.result.best:
-            return np.zeros(len(least), bool)
-        near = self._near()
-        equals = (one for one in self.result.simple.values() if one.seconds <= near)
-        fewest = min((int(num_axes(one.grid).item()) for one in equals), default=len(AXES))
-        axes = np.array([sum(getattr(one, axis) > 1 for axis in AXES) for one in block.degrees])
-        return (least <= near) & (axes < fewest)
-
-    def _keep_simple(self, block: LayoutBlock, seconds: Array, memory: Array) -> None:
-        """Keep the fastest layout of each complexity, whatever its microbatch size is."""
-        if not self.equal or not self.result.best:
-            return
-        near = np.flatnonzero(seconds <= self._near())
-        codes = np.broadcast_to(complexity(block.grid, self.domain), block.shape).ravel()[near]
-        order = np.lexsort((memory[near], seconds[near], codes))
-        _, firsts = np.unique(codes[order], return_index=True)
-        for place in order[firsts]:
-            code, index = int(codes[place]), int(near[place])
-            known = self.result.simple.get(code)
-            if known is None or seconds[index] < known.seconds:
-                self.result.simple[code] = _candidate(block, index, seconds, memory)
-
-    def _fits_host(self, peak: PeakMemory) -> NDArray[np.bool_]:
+    def _fits_host(self, peak: PeakMemory) -> Flags:
         """Whether the nodes have room for what their GPUs offload."""
         machine = self.setting.machine
         in_memory = peak.host * machine.gpus_per_node <= machine.host.memory
         return in_memory & (peak.disk * machine.gpus_per_node <= (machine.host.nvme_bytes or 0.0))
-
-    def _keep_best(self, block: LayoutBlock, seconds: Array, memory: Array) -> None:
-        best = self.result.best
-        worst = best[-1].seconds if len(best) >= self.keep else np.inf
-        indices = np.argpartition(seconds, min(self.keep, len(seconds) - 1))[: self.keep]
-        best += [
-            _candidate(block, int(index), seconds, memory)
-            for index in indices
-            if seconds[index] < worst
-        ]
-        best.sort(key=lambda one: one.seconds)
-        del best[self.keep :]
-
-    def _keep_front(self, block: LayoutBlock, seconds: Array, memory: Array) -> None:
-        """Keep the fastest layout of each memory class, and the one with least memory of all."""
-        numbers = (memory / self.setting.machine.memory * _FRONT).astype(np.int64).clip(0, _FRONT)
-        fastest = np.full(_FRONT + 1, np.inf)
-        np.minimum.at(fastest, numbers, seconds)
-        for number in np.flatnonzero(np.isfinite(fastest)):
-            known = self.classes.get(int(number))
-            if known is None or fastest[number] < known.seconds:
-                index = int(np.flatnonzero((numbers == number) & (seconds == fastest[number]))[0])
-                self.classes[int(number)] = _candidate(block, index, seconds, memory)
-        legal = np.where(np.isfinite(seconds), memory, np.inf)
-        lean = int(legal.argmin())
-        if self.result.leanest is None or legal[lean] < self.result.leanest.bytes:
-            self.result.leanest = _candidate(block, lean, seconds, memory)
-
-
-def _candidate(block: LayoutBlock, index: int, seconds: Array, memory: Array) -> LayoutCandidate:
-    return LayoutCandidate(block, index, float(seconds[index]), float(memory[index]))
-
-
-def _front(classes: dict[int, LayoutCandidate]) -> Iterator[LayoutCandidate]:
-    """Layouts by rising memory, each faster than all before it."""
-    fastest = np.inf
-    for number in sorted(classes):
-        if classes[number].seconds < fastest:
-            fastest = classes[number].seconds
-            yield classes[number]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +30,7 @@ from fivefold.core.schedule.catalog import FAMILIES
 from fivefold.core.schedule.family import Family
 from fivefold.core.shape import Shape
 from fivefold.core.splits import ContextKind
-from fivefold.cost.grid import CONTEXTS, OFFLOADS, RULES, SCHEDULES, Array, LayoutGrid
+from fivefold.cost.grid import CONTEXTS, OFFLOADS, RULES, SCHEDULES, Array, Flags, LayoutGrid
 
 MOST_MICROBATCH_SIZE = 32  # sequences: more only fills the memory
 MOST_CHUNKS = 8
@@ -104,11 +104,34 @@ class LayoutBlock:
         """Number of legal layouts."""
         return int(np.broadcast_to(self.legal, self.shape).sum())
 
-    def only(self, which: NDArray[np.bool_]) -> LayoutBlock:
-        """The same block for some of the degrees."""
-        columns = [each[which] if len(each) > 1 else each for each in self.grid.columns()]
-        degrees = tuple(one for one, stays in zip(self.degrees, which, strict=True) if stays)
-        return LayoutBlock(degrees, LayoutGrid(*columns, rules=self.grid.rules), self.legal)
+    def only(self, stays: Sequence[Flags]) -> LayoutBlock:
+        """The same block for what stays along each axis."""
+        columns = [each if each.ndim < 6 else select(each, stays) for each in self.grid.columns()]
+        degrees = tuple(one for one, here in zip(self.degrees, stays[0], strict=True) if here)
+        grid = LayoutGrid(*columns, rules=self.grid.rules)
+        return LayoutBlock(degrees, grid, select(self.legal, stays))
+
+    def listed(self, which: Flags) -> LayoutBlock:
+        """Some layouts one by one: columns of one axis."""
+        columns = (np.broadcast_to(each, self.shape)[which] for each in self.grid.columns())
+        return LayoutBlock((), LayoutGrid(*columns, rules=self.grid.rules), np.ones(1, bool))
+
+
+def select(array: NDArray[Any], stays: Sequence[Flags]) -> NDArray[Any]:
+    """What stays of an array along each axis; an axis of one entry belongs to all."""
+    for axis, which in enumerate(stays):
+        if array.shape[axis] > 1 and not which.all():
+            array = np.compress(which, array, axis)
+    return array
+
+
+def needed(which: Flags, shape: tuple[int, ...]) -> list[Flags]:
+    """Along each axis of a block of this shape, what the layouts of a broadcast mask need."""
+    axes = range(len(shape))
+    return [
+        np.broadcast_to(which.any(axis=tuple(each for each in axes if each != axis)), shape[axis])
+        for axis in axes
+    ]
 
 
 def layout_blocks(space: SearchSpace) -> Iterator[LayoutBlock]:
@@ -149,15 +172,17 @@ def _block(space: SearchSpace, degrees: tuple[Degrees, ...]) -> LayoutBlock | No
             for n in rows
         ]
     )
-    numbers = [(*each[:2], CONTEXTS.index(each.context), *each[3:]) for each in degrees]
-    tp, cp, context, pp, dp, ep, etp = (_along(0, column) for column in zip(*numbers, strict=True))
+    numbers = [
+        (each.tp, each.cp, CONTEXTS.index(each.context), each.ep, each.etp) for each in degrees
+    ]
+    tp, cp, context, ep, etp = (_along(0, column) for column in zip(*numbers, strict=True))
     replicate = _along(3, [each[1] for each in sharding])
     grid = LayoutGrid(
         tp=tp,
         cp=cp,
-        pp=pp,
+        pp=_along(0, [one.pp]),  # like dp the same for all: what depends on it alone is short
         replicate=replicate,
-        shard=dp / replicate,
+        shard=one.dp / replicate,
         ep=ep,
         etp=etp,
         zero=_along(3, [each[0] for each in sharding]),
@@ -184,7 +209,7 @@ def all_degrees(space: SearchSpace) -> Iterator[Degrees]:
     shape, gpus = space.shape, space.gpus
     job = LayoutRequest(seq=space.seq)
     depths = [pp for pp in divisors(gpus) if not any(pipeline_rule(Layout(pp=pp), shape, job))]
-    experts: dict[tuple[int, int, int], list[tuple[int, int]]] = {}  # for all kinds of context
+    experts: dict[tuple[int, int], list[tuple[int, int]]] = {}  # by tp and by cp times dp
     for tp in tensor_degrees(space):
         for cp, context in product(divisors(gpus // tp), CONTEXTS):
             layout = Layout(tp=tp, cp=cp, context=context)
@@ -195,9 +220,9 @@ def all_degrees(space: SearchSpace) -> Iterator[Degrees]:
                 if pp < space.least_pp or left or space.batch % dp:
                     continue
                 if space.allows("pp", pp) and space.allows("dp", dp):
-                    if (tp, cp, dp) not in experts:
-                        experts[tp, cp, dp] = list(_experts(space, tp, cp, dp))
-                    for ep, etp in experts[tp, cp, dp]:
+                    if (tp, cp * dp) not in experts:
+                        experts[tp, cp * dp] = list(_experts(space, tp, cp, dp))
+                    for ep, etp in experts[tp, cp * dp]:
                         yield Degrees(tp, cp, context, pp, dp, ep, etp)
 
 

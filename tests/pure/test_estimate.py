@@ -177,7 +177,7 @@ def test_every_layout_of_the_space_is_legal(model: str, gpus: int, batch: int) -
         block = rng.choice(spaces)
         legal = np.flatnonzero(np.broadcast_to(block.legal, block.shape))
         where = np.unravel_index(rng.choice(legal), block.shape)
-        grid = block.grid.at(tuple(int(each) for each in where), block.shape)
+        grid = block.grid.at(tuple(int(each) for each in where))
         options = options_of(grid, PlanOptions(model=model, seq=2048))
         plan = resolve(options)
         assert plan.layout == layout_of(grid)

@@ -58,7 +58,7 @@ def test_nothing_simpler_in_the_whole_space_is_equal(
         bound = steps <= BAR * found.fastest.step * (1 - 1e-9)
         simpler = np.argwhere(fits & block.legal & (codes < own) & bound)
         for index in map(tuple, simpler):
-            one = block.grid.at(tuple(map(int, index)), size)
+            one = block.grid.at(tuple(map(int, index)))
             job = request.setting.arguments(request.shape, one, space.seq)
             looked += 1
             assert step_time(*job, simulated=True).step.item() > BAR * found.fastest.step

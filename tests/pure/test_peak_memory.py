@@ -358,7 +358,7 @@ def test_a_lattice_is_its_layouts_one_by_one() -> None:
         numbers = np.arange(spread.size).reshape(spread.shape)
         for place in np.random.default_rng(0).integers(0, spread.size, 20):
             where = tuple(int(each) for each in np.argwhere(numbers == place)[0])
-            one = memory_of(shape, block.grid.at(where, block.shape), stack)
+            one = memory_of(shape, block.grid.at(where), stack)
             assert spread[where] == pytest.approx(one.total.item())
             assert sum(one.parts.values()) == pytest.approx(one.total)
             assert tuple(one.parts) == CATEGORIES

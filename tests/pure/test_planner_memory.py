@@ -19,12 +19,13 @@ from fivefold.core.schedule.linear import alternate
 from fivefold.core.schedule.loops import LoopOrder
 from fivefold.cost import stack as stacks
 from fivefold.cost.grid import OFFLOADS, LayoutGrid
+from fivefold.cost.memory import least_memory, peak_memory
 from fivefold.cost.pipeline_ranks import in_flight, rank_stages
 from fivefold.cost.step_time import step_time
 from fivefold.planner import estimate_on_machine
 from fivefold.planner.estimate import Estimate, estimate_plan
 from fivefold.planner.search import EstimateSetting, search_layouts
-from fivefold.planner.space import SearchSpace
+from fivefold.planner.space import SearchSpace, layout_blocks
 from fivefold.score import compare_with_peers
 from fivefold.score.outcome import score_row
 
@@ -191,6 +192,29 @@ def test_disks_are_asked_where_the_host_is_full(
     assert [OFFLOADS[int(one.grid.offload.item())] for one in found] == (
         [offload] if offload else []
     )
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "offload"),
+    [
+        ("llama-3.1-8b", 16, "none"),
+        ("llama-3.1-8b", 16, "cpu"),
+        ("mixtral-8x22b", 32, "none"),
+        ("deepseek-v3", 64, "none"),
+    ],
+)
+def test_what_a_search_passes_over_unseen_does_not_fit(model: str, gpus: int, offload: str) -> None:
+    """The lower bound of the memory is below the peak of every layout of a space, and not by far
+    for all of them."""
+    setting = EstimateSetting(H100, stacks.FIVEFOLD, "bf16")
+    space = SearchSpace(models.load(model), gpus, 4096, 64, (8,), {"offload": offload})
+    closest = 0.0
+    for block in layout_blocks(space):
+        job = setting.arguments(space.shape, block.grid, space.seq)
+        share = least_memory(*job) / peak_memory(*job).total
+        assert (share <= 1).all()
+        closest = max(closest, float(share.max()))
+    assert closest > 0.7
 
 
 def test_keys_of_flat_units_change_the_estimate() -> None:

@@ -327,16 +327,19 @@ def _levels_from(
     for step in steps:
         after = live
         for stage, kind, _ in actions_of(step):
-            if kind == FORWARD:
-                live += saved(stage)
-                after += saved(stage)
-            elif kind == BACKWARD:
-                after -= saved(stage)
-            else:
-                after -= saved(stage) - deferred(stage) if kind == INPUT_GRAD else deferred(stage)
+            change = _change(kind, saved(stage), deferred(stage))
+            after += change
+            live += change if kind == FORWARD else 0.0
         levels.append(live)
         live = after
     return levels, live
+
+
+def _change(kind: str, saved: float, deferred: float) -> float:
+    """By how much an action changes the level."""
+    if kind == FORWARD:
+        return saved
+    return -saved if kind == BACKWARD else deferred - saved if kind == INPUT_GRAD else -deferred
 
 
 def peak_activations(schedule: Schedule, after_input_grad: float = 1.0) -> list[float]:
@@ -350,8 +353,21 @@ def peak_activations(schedule: Schedule, after_input_grad: float = 1.0) -> list[
 def peak_held(schedule: Schedule, rank: int, saved: StageBytes, deferred: StageBytes) -> float:
     """The most that a rank holds, as it runs: an input and a weight gradient that follow one
     another are one backward, which defers nothing."""
-    loops = ((times, merged_steps(schedule, steps)) for times, steps in _loops(schedule, rank))
-    return _peak(loops, saved, deferred)
+    if not isinstance(schedule.order, LoopOrder):
+        return _peak([(1, merged_steps(schedule, schedule.order[rank]))], saved, deferred)
+    live = peak = 0.0
+    for loop in schedule.order.loops[rank]:
+        if len(loop.turns) == 1:  # most are: no step is made for them
+            stage, kind = loop.turns[0][:2]
+            change = _change(kind, saved(stage), deferred(stage))
+            top = live + (change if kind == FORWARD else 0.0)
+        else:
+            steps = merged_steps(schedule, loop.steps(0))
+            levels, after = _levels_from(live, steps, saved, deferred)
+            change, top = after - live, max(levels)
+        peak = max(peak, top + max(0.0, (loop.times - 1) * change))
+        live += loop.times * change
+    return peak
 
 
 def _loops(schedule: Schedule, rank: int) -> Iterator[tuple[int, tuple[Step, ...]]]:
