@@ -65,9 +65,9 @@ class MeasuredJob:
     @property
     def plan(self) -> Plan:
         """Without a pipeline one microbatch, if nothing is said."""
-        count = {} if "pp=" in self.layout else {"microbatches": 1}
-        where = {"layout": self.layout, "machine": "h200", "ep_nodes": 1}
-        return resolve(PlanOptions(self.model, **where, **{**count, **self.said}))
+        keys: dict[str, Any] = {} if "pp=" in self.layout else {"microbatches": 1}
+        keys |= {"layout": self.layout, "machine": "h200", "ep_nodes": 1} | self.said
+        return resolve(PlanOptions(self.model, **keys))
 
     @property
     def is_fitted(self) -> bool:
@@ -149,7 +149,7 @@ class Errors:
 
 
 class Speeds(NamedTuple):
-    """Shares of the peak, and what our own stack says of attention and of grouped matmuls."""
+    """What an H200 reaches in matmuls and attention, and our own stack in grouped matmuls."""
 
     matmul: float
     attention: float
@@ -166,13 +166,9 @@ def error_with(job: MeasuredJob, speeds: Speeds) -> float:
     """The error of a job's step with these speeds."""
     assert job.seconds is not None, "rehearsed, not measured"
     setting = job.setting
-    reach = replace(setting.machine.efficiency, matmul=speeds.matmul, attention=speeds.attention)
-    stack = replace(
-        setting.stack,
-        softmax_dims=speeds.softmax_dims,
-        short_keys=speeds.short_keys,
-        grouped_share=speeds.grouped_share,
-    )
+    reached = speeds._asdict()
+    stack = replace(setting.stack, grouped_share=reached.pop("grouped_share"))
+    reach = replace(setting.machine.efficiency, **reached)
     chosen = replace(setting, machine=replace(setting.machine, efficiency=reach), stack=stack)
     return rank_seconds_alone(job.plan, chosen, job.rank) / job.seconds - 1
 
@@ -255,8 +251,8 @@ def page() -> Iterator[str]:
     inside, outside = (errors_with(SEARCHED, fitted=half) for half in (True, False))
     yield (
         f"\nTime with the speeds of the search: mean {inside.mean:.1%} and worst "
-        f"{inside.worst:.1%} on the fitted half;\n**mean {outside.mean:.1%} and worst {outside.worst:.1%} on the "
-        "other, which the search does not see.**"
+        f"{inside.worst:.1%} on the fitted half;\n**mean {outside.mean:.1%} and worst "
+        f"{outside.worst:.1%} on the other, which the search does not see.**"
     )
     jobs = rehearsed_jobs()
     off = Errors.of([job.memory_error for job in jobs])

@@ -146,21 +146,23 @@ class LayerKernels:
             scores = self.moved(pairs * self.itemsize)
             backward = 2 * matmuls + SCORE_PASSES_BACKWARD * scores
             return matmuls + SCORE_PASSES * scores, backward
-        flops = 2 * self.tokens * heads * self._pair_dims(i)
-        reached = reach.attention if self.stack.attention == "fused" else reach.attention_old
+        fused = self.stack.attention == "fused"
+        flops = 2 * self.tokens * heads * self._pair_dims(i, fused)
+        reached = reach.attention if fused else reach.attention_old
         seconds = flops / (peak * reached) + reach.start
         return seconds, ATTENTION_BACKWARD * seconds
 
-    def _pair_dims(self, i: int) -> float:
+    def _pair_dims(self, i: int, fused: bool) -> float:
         """Dims of the query-key pairs of one query in attention, for scores and values.
 
-        The softmax of a pair and the start of a query take time as well. Both are counted as dims,
-        over what they are in the kernel whose speed is known.
+        The softmax of a pair and the start of a query take time as well, if the machine's fused
+        kernel was measured so. Both are counted as dims, over what they are at its known speed.
         """
-        shape, stack = self.shape, self.stack
-        dims = shape.head_dim + shape.value_dim + 2 * stack.softmax_dims
-        keys = visible_keys(shape, i, self.seq) + stack.short_keys
-        known = (1 + stack.softmax_dims / KNOWN_DIMS) * (1 + stack.short_keys / KNOWN_KEYS)
+        shape, reach = self.shape, self.reach
+        softmax, start = (reach.softmax_dims, reach.short_keys) if fused else (0.0, 0.0)
+        dims = shape.head_dim + shape.value_dim + 2 * softmax
+        keys = visible_keys(shape, i, self.seq) + start
+        known = (1 + softmax / KNOWN_DIMS) * (1 + start / KNOWN_KEYS)
         return dims * keys / known
 
     def _elementwise(self, ffn: int) -> Array:

@@ -140,8 +140,6 @@ class SoftwareStack:
     name: str
     runs_plans: bool = False  # fivefold's own: the keys of a plan change how it runs
     attention: Attention = "fused"
-    softmax_dims: float = 0.0  # what the softmax of a query-key pair costs, in dims of a head
-    short_keys: float = 0.0  # what a query costs beside the keys that it sees, in keys
     grouped_share: float = 1.0  # of other matmuls' speed, for the grouped ones of experts
     wide_passes: float = 6.0
     narrow_passes: float = 4.0
@@ -235,10 +233,8 @@ EXPERT_LAUNCH, COMPILED_EXPERT_LAUNCH = 2.145e-3, 4.1e-3
 # forward and 4.9 ms backward, eager, on the same kind of host.
 DISPATCH_LAUNCH = 2.3e-3
 # Near what a search on half of the jobs in docs/h200-jobs.md finds, chosen with all of them in
-# view. In a step, attention reaches 0.56 of the peak with heads of 128 dims and 8,192 tokens, less
-# with heads of 64 (whose softmax is as long) and with shorter rows, more with longer ones. Grouped
-# matmuls of experts are slower than others.
-SOFTMAX_DIMS, SHORT_KEYS, GROUPED_SHARE = 45.0, 1300.0, 0.85
+# view: grouped matmuls of experts are slower than others.
+GROUPED_SHARE = 0.85
 # Norm, clipping and narrowing move 18 bytes per weight, and the update 28; on an H200 they take as
 # long as 60 bytes at the speed of other kernels.
 CLIP_BYTES = 32.0
@@ -252,8 +248,6 @@ FIVEFOLD = SoftwareStack(
     "fivefold",
     memory=FIVEFOLD_MEMORY,
     runs_plans=True,
-    softmax_dims=SOFTMAX_DIMS,
-    short_keys=SHORT_KEYS,
     grouped_share=GROUPED_SHARE,
     wide_passes=10.0,
     narrow_passes=2.0,
