@@ -222,8 +222,9 @@ TAIL = """\
 - Large models with tensor parallelism are estimated too slow (405B 9 to 11%, 8B with `tp=2` 5 to
   9%), 8B with `tp=8` and four rows too fast (7 and 10%). Not explained. Larger matmuls may be
   faster than one share of the peak says; and ranks alone compute on gathered buffers that nobody
-  fills, which may take less power than real values. These jobs cannot tell the two apart, nor
-  whether the higher speed of attention over long rows (`cp=16`) has the same cause.
+  fills, which may take less power than real values. These jobs cannot tell the two apart.
+- That attention is faster over long rows (`short_keys`) was fitted to jobs with such buffers; the
+  eager `cp=4` job ran its attention at the chip's peak. Real context ranks may be slower.
 - 8B with `cp=4` took 8% less time eager than compiled. Not explained; the estimates are off by 5
   and 7% in opposite directions.
 - Layers with experts are estimated too fast forward and too slow backward (Mixtral's backward by
