@@ -100,6 +100,8 @@ class Efficiency:
     start: float = 30e-6
     memory: float = 0.80
     attention: float = 0.50
+    softmax_dims: float = 0.0  # of fused attention: the softmax of a pair, in dims of a head
+    short_keys: float = 0.0  # and the start of a query, in keys
     attention_old: float = 0.35  # FlashAttention-2
     unfused: float = 0.45
     links: tuple[float, ...] = (0.75, 0.70)
@@ -342,14 +344,17 @@ def _numbers(value: object, path: str) -> Iterator[tuple[str, float]]:
         yield path.removeprefix("."), value
 
 
+_UNITS = {"start": "seconds", "softmax_dims": "dims of a head", "short_keys": "keys"}
+
+
 def _bad_shares(reach: Efficiency) -> Iterator[str]:
     """Software reaches at most what the hardware has."""
     for one in fields(reach):
         value = getattr(reach, one.name)
         shares = cast("tuple[float, ...]", value) if one.name == "links" else (value,)
-        if one.name == "start":
+        if (unit := _UNITS.get(one.name)) is not None:
             if not 0 <= value < inf:
-                yield f"efficiency.start = {value}: give seconds, 0 or more"
+                yield f"efficiency.{one.name} = {value}: give {unit}, 0 or more"
         elif not shares or not all(0 < share <= 1 for share in shares):
             yield f"efficiency.{one.name} = {value}: give shares above 0, of 1 at most"
 

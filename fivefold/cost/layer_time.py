@@ -248,13 +248,15 @@ class LayerTimer(LayerKernels):
         inner = (3 if shape.gated else 2) * moe.ffn / grid.etp
         # A matmul with few rows is bound by reading its weights from memory.
         read = self.moved(moe.experts / grid.ep * shape.width * inner * self.itemsize)
-        grouped = np.maximum(2 * rows * shape.width * inner / self.narrow_speed, read)
+        speed = self.narrow_speed * self.stack.grouped_share
+        grouped = np.maximum(2 * rows * shape.width * inner / speed, read)
         grouped = grouped + 2 * self.reach.start
         router = self._router(2 * tokens * shape.width * moe.experts)
         seconds = grouped + router
         if moe.shared:
             seconds = seconds + self._gemm_seconds(self._mlp_gemms(moe.shared_ffn))
-        passes = self.stack.slot_passes * shape.width + inner
+        moved = self.stack.slot_passes + np.where(grid.ep > 1, self.stack.reorder_passes, 0.0)
+        passes = moved * shape.width + inner
         elementwise = self.moved(passes * slots * grid.etp * self.itemsize)
         for parts, factor in ((forward, 1.0), (inputs, self.stack.elementwise_backward)):
             parts["elementwise"] = parts["elementwise"] + factor * elementwise

@@ -94,9 +94,9 @@ class StackMemory:
     cache: AllocatorCache | None = None
 
 
-# `train` without a compiler, as counted by running the program on meta tensors. The loss holds
-# logits, log-softmax and a gradient of each at once, in 4 bytes; with a split vocabulary, logits in
-# 2 and in 4 bytes and what they become. A forward over tp ranks holds all tokens three times: the
+# `train` without a compiler, as counted by running the program on meta tensors. The backward of the
+# loss holds logits in 2 bytes, what it computes again of them, and their gradients, 14 in all; with
+# a split vocabulary 19. A forward over tp ranks holds all tokens three times: the
 # gathered input, the matmul's result, and that result in rank order. Expert results are weighed in
 # float32: two gradients of 4 bytes, and one of 2.
 EAGER_MEMORY = StackMemory(
@@ -107,7 +107,8 @@ EAGER_MEMORY = StackMemory(
     gathered_head_input=True,
     gated_copies=3.0,
     statistics=0.0,
-    split_logits_bytes=10.0,
+    logits_bytes=14.0,
+    split_logits_bytes=19.0,
     backward_copies=2.0,
     weighed_bytes=10.0,
     gather_buffers=3.0,
@@ -139,9 +140,11 @@ class SoftwareStack:
     name: str
     runs_plans: bool = False  # fivefold's own: the keys of a plan change how it runs
     attention: Attention = "fused"
+    grouped_share: float = 1.0  # of other matmuls' speed, for the grouped ones of experts
     wide_passes: float = 6.0
     narrow_passes: float = 4.0
     slot_passes: float = 4.0  # like wide_passes, for each copy of a token that goes to an expert
+    reorder_passes: float = 0.0  # beside them, if experts are on several ranks
     rotary_passes: float = 0.0  # extra passes over queries and keys if rotary is not fused
     summed_passes: float = 0.0  # over full input gradients, if several matmuls read one input
     merge_bytes: float = 24.0  # per element of attention's output if a context rank merges two
@@ -217,26 +220,45 @@ class SoftwareStack:
         return (self.gather == "step") | ((grid.pp > 1) & own)
 
 
-# Host seconds of a layer's forward, and about as many of its backward: layers of Llama-3.2-1B with
-# 128 tokens on an H200's host, 2026-11-15, torch 2.11 (659 and 982 us eager; 914 and 1,083 us
-# compiled, each block calling its own graph). A captured graph has none.
-EAGER_LAUNCH, COMPILED_LAUNCH = 0.66e-3, 0.91e-3
-# The same for layers with experts, whose host also routes: the mean of 2.05 ms forward and 2.24 ms
-# backward, eager, on the same host. Compiled ones were not measured and are assumed to be as slow.
-EXPERT_LAUNCH = 2.145e-3
-# Added if tokens go to other ranks: fitted to one job, Qwen3-30B-A3B over 16 ranks, 4.1 ms a layer
-# forward and 5.1 ms backward, eager, on the same kind of host.
-DISPATCH_LAUNCH = 1.95e-3
-# fivefold: blocks compiled one by one, fused attention and loss.
+# Host seconds of a layer's forward, and about as many of its backward, on an H200's host with torch
+# 2.11. Eager: Llama-3.2-1B with 128 tokens, forward (backward 982 us), 2026-11-15. Compiled, region
+# by region: 8 layers of Llama-3.1-8B took 11 ms forward and 16 backward, 2026-11-16. A captured
+# graph has none.
+EAGER_LAUNCH, COMPILED_LAUNCH = 0.66e-3, 1.69e-3
+# The same for layers with experts, whose host also routes. Eager: the mean of 2.05 ms forward and
+# 2.24 ms backward, measured. Compiled: what DISPATCH_LAUNCH leaves of Qwen3-30B-A3B over 16 ranks,
+# 5.7 ms a layer forward and 7.1 ms backward.
+EXPERT_LAUNCH, COMPILED_EXPERT_LAUNCH = 2.145e-3, 4.1e-3
+# Added if tokens go to other ranks: fitted to one job, Qwen3-30B-A3B over 16 ranks, 4.0 ms a layer
+# forward and 4.9 ms backward, eager, on the same kind of host.
+DISPATCH_LAUNCH = 2.3e-3
+# Near what a search on half of the jobs in docs/h200-jobs.md finds, chosen with all of them in
+# view: grouped matmuls of experts are slower than others.
+GROUPED_SHARE = 0.85
+# Norm, clipping and narrowing move 18 bytes per weight, and the update 28; on an H200 they take as
+# long as 60 bytes at the speed of other kernels.
+CLIP_BYTES = 32.0
+# fivefold: regions between matmuls and collectives compiled one by one, fused attention and loss.
+# Passes are counted: two norms and two sums read or write the width 10 times; rotary takes 2 passes
+# over queries and keys, a gated activation 3 over the MLP's width. Tokens are taken, weighed and
+# summed in 5 passes, and sorted on the rank of their experts and back in 4. Autograd sums the input
+# gradients of three matmuls and of two, outside of regions, in 9. Backward takes 12 passes over the
+# width, 2 over queries and keys, and 5 over the MLP's width: 1.4 times the forward.
 FIVEFOLD = SoftwareStack(
     "fivefold",
     memory=FIVEFOLD_MEMORY,
     runs_plans=True,
-    wide_passes=5.0,
-    narrow_passes=3.0,
+    grouped_share=GROUPED_SHARE,
+    wide_passes=10.0,
+    narrow_passes=2.0,
+    slot_passes=5.0,
+    reorder_passes=4.0,
+    summed_passes=9.0,
+    copies_tokens=True,
+    elementwise_backward=1.4,
     merge_bytes=10.0,
     accumulated_bytes=12.0,
-    clip_bytes=18.0,
+    clip_bytes=CLIP_BYTES,
     wide_router=True,
     gathers_again=True,
     stops_early=True,
@@ -244,34 +266,33 @@ FIVEFOLD = SoftwareStack(
     node_by_node=True,
     shared_overlap=True,
     launch=COMPILED_LAUNCH,
-    expert_launch=EXPERT_LAUNCH,
+    expert_launch=COMPILED_EXPERT_LAUNCH,
     dispatch_launch=DISPATCH_LAUNCH,
 )
 # The same without a compiler: one kernel per operator. Passes are counted from the operators of
-# rehearsed layers. Two norms and two sums read or write the width 10 times; rotary takes 19 passes
-# over queries and keys, most of them in 32 bits; a gated activation 5; taking, weighing and summing
-# the slots of tokens 13. The bytes of the loss (widen, normalise, narrow) are estimated.
+# rehearsed layers. Rotary takes 19 passes over queries and keys, most of them in 32 bits; a gated
+# activation 5; taking, weighing and summing the slots of tokens 13. The bytes of the loss (widen,
+# normalise, narrow) are estimated.
 FIVEFOLD_EAGER = replace(
     FIVEFOLD,
     name="fivefold-eager",
     memory=EAGER_MEMORY,
-    wide_passes=10.0,
     narrow_passes=10 / 3,
     rotary_passes=19 - 10 / 3,
     slot_passes=13.0,
-    summed_passes=9.0,
     elementwise_backward=1.5,
-    copies_tokens=True,
     loss_bytes=50.0,
     launch=EAGER_LAUNCH,
+    expert_launch=EXPERT_LAUNCH,
 )
 # Bytes per weight if gradients are summed in bf16: a microbatch reads and writes 2 of each. The
-# norm reads 2, the update widens (6) and scales (8) them, and narrows the master (6).
+# norm reads 2, the update widens (6) and scales (8) them, and narrows the master (6): 4 more than
+# of gradients in 4 bytes.
 NARROW_GRADIENTS = {
     "gradient_bytes": 2,
     "summed_bytes": 2,
     "accumulated_bytes": 8.0,
-    "clip_bytes": 22.0,
+    "clip_bytes": CLIP_BYTES + 4,
 }
 BY_KERNELS = {
     "eager": FIVEFOLD_EAGER,

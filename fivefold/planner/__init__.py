@@ -177,7 +177,7 @@ def best_plans(request: PlanRequest, top: int, on_progress: Progress | None = No
     others = [one for one in ranked if not is_same(one, first)]
     plans = (first, *others)[:top]
     fitting = [one for one in result.front if one.bytes <= request.setting.capacity]
-    front = _front(request, fitting)
+    front = tuple(one for one in _front(request, fitting) if one.over <= 0)
     for each in (*plans, *front):
         require_room(each.name, each.memory, request.setting.machine.memory)
     return PlanResult(

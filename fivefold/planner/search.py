@@ -277,7 +277,7 @@ class _LayoutSearch:
         block, hopeful = block.only(stays), select(hopeful, stays)
         self.result.candidates += block.size
         self.result.passed_over += size - block.size
-        wanted = hopeful.any(axis=(0, 3, 4, 5), keepdims=True)
+        wanted = np.asarray(hopeful.any(axis=(0, 3, 4, 5), keepdims=True))
         seconds = np.broadcast_to(self._seconds(block, wanted), block.shape)
         seconds = np.where(block.legal, seconds, np.inf)
         fast = hopeful & (seconds <= limit)

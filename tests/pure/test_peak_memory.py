@@ -341,7 +341,7 @@ def test_eager_kernels_hold_more_of_the_loss_alone() -> None:
     shape = models.load("llama-3.1-8b")
     eager = replace(stacks.FIVEFOLD, memory=stacks.EAGER_MEMORY)
     slow, fast = (at_loss(memory_of(shape, grid_of(), stack)) for stack in (eager, stacks.FIVEFOLD))
-    assert slow["logits"] == 3 * fast["logits"] == 12 * 4096 * shape.vocab
+    assert (slow["logits"], fast["logits"]) == (14 * 4096 * shape.vocab, 4 * 4096 * shape.vocab)
     assert slow["activations"] == fast["activations"]
 
 

@@ -50,7 +50,7 @@ def test_all_wait_for_the_fullest_rank() -> None:
     travel = 2 * Links(H100).all_to_all(size, grid.ep, grid.etp, (moe.top_k, moe.top_k))
     latency = 2 * Links(H100).all_to_all(0 * size, grid.ep, grid.etp)
     assert (crowded["ep"] - even["ep"]).item() == pytest.approx((travel - latency).item())
-    reach = H100.peak("bf16") * H100.efficiency.matmul
+    reach = H100.peak("bf16") * H100.efficiency.matmul * stacks.FIVEFOLD.grouped_share
     more = 2 * slots * width * 3 * moe.ffn / reach
     assert (crowded["experts"] - even["experts"]).item() == pytest.approx(more)
     for name in ("products", "attention", "tp"):
@@ -113,10 +113,11 @@ def test_a_load_that_cannot_be_is_refused(
 
 @pytest.mark.parametrize(
     ("kernels", "dense", "routed"),
-    [("eager", 1.32e-3, 4.29e-3), ("compiled", 1.82e-3, 4.29e-3), ("graphs", 0.0, 0.0)],
+    [("eager", 1.32e-3, 4.29e-3), ("compiled", 3.38e-3, 8.2e-3), ("graphs", 0.0, 0.0)],
 )
 def test_small_layers_take_what_their_host_takes(kernels: str, dense: float, routed: float) -> None:
-    """With experts 2.05 ms forward and 2.24 ms backward, as measured eager."""
+    """With experts 2.05 ms forward and 2.24 ms backward, as measured eager; 8 dense layers 11 and
+    16 ms, compiled."""
     setting, _ = estimate_setting(H100, "bf16", 0.05, kernels, 1.0)
     work = LayerTimer(models.load("tiny-moe"), H100, setting.stack, grid_of(), 32, "bf16")
     for number, host in ((0, dense), (1, routed)):
