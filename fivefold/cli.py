@@ -69,7 +69,7 @@ def main(arguments: list[str] | None = None) -> None:
 def run(words: list[str]) -> int | str | None:
     """Run one verb; returns the exit code."""
     chosen = next((word for word in words if not word.startswith("-")), None)
-    if chosen == "plan":  # it ends before garbage matters, and looking for some takes a tenth of it
+    if chosen == "plan":  # it ends before garbage matters, and looking for some takes about 5%
         gc.disable()
     try:
         build(chosen)(words)

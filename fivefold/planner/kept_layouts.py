@@ -68,6 +68,22 @@ class SearchResult:
     host_is_short: bool = False  # a layout would fit with more host memory
     seconds: float = 0.0
 
+    def count(self, all_of_them: int, estimated: int) -> None:
+        """Count the layouts of a block, of which so many are estimated."""
+        self.candidates += estimated
+        self.passed_over += all_of_them - estimated
+
+    def note_host(self, is_short: bool) -> None:
+        """Whether a layout fits but for the memory of the host."""
+        self.host_is_short |= is_short
+
+    def finish(self, best: list[LayoutCandidate], seconds: float) -> None:
+        """The fastest in their order, and how long the search took."""
+        self.best, self.seconds = best, seconds
+
+    def draw_front(self, front: list[LayoutCandidate]) -> None:
+        self.front = front
+
 
 class KeptLayouts:
     """Keeps layouts of one search in its result.

@@ -115,8 +115,8 @@ def search_layouts(
         _LayoutSearch(one, setting, pool, result, over_network, equal).run(on_progress)
         if result.best:
             break
-    result.best = _ranked(space, setting, result.best, shown or keep)[:keep]
-    result.seconds = time.perf_counter() - began
+    best = _ranked(space, setting, result.best, shown or keep)[:keep]
+    result.finish(best, time.perf_counter() - began)
     return result
 
 
@@ -201,7 +201,7 @@ class _LayoutSearch:
             self._estimate(block, least)
             if on_progress is not None:
                 on_progress((number + 1) / len(parts))
-        self.result.front = list(self.kept.front())
+        self.result.draw_front(list(self.kept.front()))
 
     def _allowed(self, block: LayoutBlock) -> Iterator[LayoutBlock]:
         """The block without tp over more than the innermost link, unless it is a last resort."""
@@ -271,12 +271,11 @@ class _LayoutSearch:
             block, hopeful = block.only(stays), select(hopeful, stays)
             hopeful = self._may_fit(block, hopeful)
         if not hopeful.any():
-            self.result.passed_over += size
+            self.result.count(size, 0)
             return
         stays = needed(hopeful, block.shape)
         block, hopeful = block.only(stays), select(hopeful, stays)
-        self.result.candidates += block.size
-        self.result.passed_over += size - block.size
+        self.result.count(size, block.size)
         wanted = np.asarray(hopeful.any(axis=(0, 3, 4, 5), keepdims=True))
         seconds = np.broadcast_to(self._seconds(block, wanted), block.shape)
         seconds = np.where(block.legal, seconds, np.inf)
@@ -316,7 +315,7 @@ class _LayoutSearch:
         """Bytes of the fullest rank, and whether GPUs and hosts have room."""
         peak = peak_memory(*self.setting.arguments(self.space.shape, block.grid, self.space.seq))
         fits, has_room = peak.total <= self.setting.capacity, self._fits_host(peak)
-        self.result.host_is_short |= bool((fits & ~has_room).any())
+        self.result.note_host(bool((fits & ~has_room).any()))
         return (
             np.broadcast_to(peak.total, block.shape),
             np.broadcast_to(fits & has_room, block.shape),
