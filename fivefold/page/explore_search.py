@@ -21,7 +21,7 @@ from fivefold.cost.grid import RECOMPUTE, grid_of_plan
 from fivefold.cost.memory import peak_memory
 from fivefold.page import Params, Progress, View
 from fivefold.page.explore_state import HEADROOM, KERNELS, State, keys_of
-from fivefold.planner import PlanRequest, PlanResult, best_plans, plan_request
+from fivefold.planner import PlanRequest, PlanResult, best_plans, plan_request, speed_rank
 from fivefold.planner.comparisons import STRATEGIES
 from fivefold.planner.estimate import Estimate
 from fivefold.planner.grid_options import options_of
@@ -98,7 +98,7 @@ def _ranked(job: State, found: PlanResult) -> View:
         return replace(job, **keys_of(plan))
 
     choice, *others = (state_of(one.plan) for one in found.plans)
-    states = [choice, *sorted(others, key=lambda state: state.estimate().step)]
+    states = [choice, *sorted(others, key=lambda state: speed_rank(state.estimate()))]
     first = choice.estimate()
     rival = None if found.rival is None else state_of(found.rival.plan).estimate()
     # The fastest is on the front even if it took too long to be simulated twice.

@@ -240,10 +240,10 @@ def _fitting(request: PlanRequest, found: list[LayoutCandidate], most: int) -> l
     fitting = [one for one in estimates if one.over <= 0]
     for one in estimates if not fitting else []:
         require_room(one.name, one.memory, request.setting.machine.memory)
-    return sorted(fitting, key=_rank)
+    return sorted(fitting, key=speed_rank)
 
 
-def _rank(one: Estimate) -> tuple[float, float]:
+def speed_rank(one: Estimate) -> tuple[float, float]:
     """By the step, up to rounding, then by bytes."""
     return float(f"{one.step:.9g}"), one.total
 

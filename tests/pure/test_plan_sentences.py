@@ -59,6 +59,7 @@ def is_near(said: float, seconds: float) -> bool:
     return said == pytest.approx(seconds, rel=0.01, abs=6e-5) or abs(said - seconds) <= 0.0051
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("number", range(len(JOBS)), ids=IDS)
 def test_the_table_and_its_sentences_agree(number: int) -> None:
     found = searched(number)
@@ -119,6 +120,7 @@ def told(chosen: Estimate, fastest: float) -> Iterator[tuple[Neighbour, str]]:
             yield from zip(found.neighbours, parts, strict=True)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("number", range(len(JOBS)), ids=IDS)
 def test_neighbours_are_as_the_sentences_say(number: int) -> None:
     found = searched(number)

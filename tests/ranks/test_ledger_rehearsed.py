@@ -39,7 +39,7 @@ JOBS: tuple[tuple[str, int, str, int, dict[str, Any]], ...] = (
 )
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("model", "layers", "layout", "rank", "said"), JOBS)
 def test_a_rank_holds_what_is_planned(
     model: str, layers: int, layout: str, rank: int, said: dict[str, Any]
@@ -52,7 +52,7 @@ def test_a_rank_holds_what_is_planned(
     assert planned == pytest.approx(rehearse_rank(plan, rank, None).peak, rel=0.05)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("number", range(NUM_DRAWS))
 def test_a_random_plan_runs_as_it_is_priced(number: int) -> None:
     """Calls and bytes are those that are priced, and memory is near the estimate: 4% off in the

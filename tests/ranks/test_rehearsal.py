@@ -75,6 +75,7 @@ def test_backwards_that_are_split_beside_those_that_are_not() -> None:
     assert kinds == {"F", "B", "I", "W"}
 
 
+@pytest.mark.nightly
 def test_most_microbatches_are_replayed() -> None:
     plan, seen = plan_of("dp=2", microbatches=8), list[int]()
     inner = StageChunk.forward
