@@ -106,9 +106,10 @@ class MemoryEntries:
         ]
         if stage.embedding.any():
             found.append(self._moment(states, gradients.at_embedding(), end + embedding, *both))
-        if self.gradient_bytes < WIDE:  # an update widens all of them, and scales a copy
+        if self._update_widens:  # all gradients at once, and scales a copy
             level = GradientLevel(owned * size, np.zeros(1))
-            rest = (2 * WIDE * owned, np.zeros(1), np.zeros(1), np.zeros(1))
+            wide = np.where(self.grid.offload > 0, 0.0, 2 * WIDE * owned)
+            rest = (wide, np.zeros(1), np.zeros(1), np.zeros(1))
             found.append(self._moment(states, level, *rest))
         if stage.head.any():
             gathered = self._gathered(parameters, stage, stage.head * matrix)
@@ -119,6 +120,12 @@ class MemoryEntries:
             found.append(self._moment(states, gradients.at_head(), *after))
             found.append(self._moment(states, gradients.at_loss(), activations, *rest))
         return tuple(found)
+
+    @property
+    def _update_widens(self) -> bool:
+        """The fused update of float32 moments does; other updates go tensor by tensor."""
+        moments = self.memory.moment_bytes == 2 * WIDE and not self.stack.orthogonalizes
+        return self.gradient_bytes < WIDE and moments
 
     def _moment(
         self,
