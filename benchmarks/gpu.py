@@ -29,7 +29,7 @@ MODELS = (("llama-3.2-1b", "1B", 2), ("llama-3.1-8b", "8B", 1))
 WARM_UP, MEASURED = 10, 20
 
 
-def build(model: str, batch: int, offload: bool = False):  # noqa: ANN201
+def build(model: str, batch: int, offload: bool = False, changes: dict[str, str] | None = None):  # noqa: ANN201
     from fivefold.core.plan import PlanOptions, resolve
     from fivefold.core.recipe import Recipe
     from fivefold.model.regions import compiled
@@ -38,7 +38,8 @@ def build(model: str, batch: int, offload: bool = False):  # noqa: ANN201
     from fivefold.parallel.mesh import Mesh
 
     sizes = {"seq": SEQ, "microbatches": 1, "microbatch_size": batch}
-    plan = resolve(PlanOptions(model, grad_dtype="bf16", set={"tied": "false"}, **sizes))
+    changes = {"tied": "false"} | (changes or {})
+    plan = resolve(PlanOptions(model, grad_dtype="bf16", set=changes, **sizes))
     mesh = Mesh.of(plan, torch.device("cuda"))
     how = {"dtype": torch.bfloat16, "offload": offload, "as_summed": False, "fuse": compiled}
     job = compose(plan, mesh, seed=0, **how)

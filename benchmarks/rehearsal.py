@@ -1,6 +1,7 @@
 """Planned, rehearsed and measured: one rank of many jobs on one GPU.
 
     python benchmarks/rehearsal.py measured FILE [MODEL ...]     on a GPU: a line for each job
+    python benchmarks/rehearsal.py measured-eager FILE [MODEL ...]    the same without compilation
     python benchmarks/rehearsal.py rehearsed FILE [MODEL ...]    the same ranks without one
     python benchmarks/rehearsal.py table FILE ...                both beside what is planned now
 
@@ -22,6 +23,7 @@ from typing import Any
 
 from fivefold.core import machine
 from fivefold.core.plan import Plan, PlanOptions, resolve
+from fivefold.core.recipe import Recipe
 from fivefold.launch.processes import Pool
 from fivefold.launch.worker import Worker
 from fivefold.planner import estimate_setting
@@ -64,12 +66,12 @@ JOBS: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
 )  # fmt: skip
 
 
-def plan_of(model: str, layout: str, said: dict[str, Any]) -> Plan:
+def plan_of(model: str, layout: str, said: dict[str, Any], eager: bool = False) -> Plan:
     """The plan of a job; without a pipeline one microbatch where nothing is said."""
     count = {} if "pp=" in layout or "microbatches" in said else {"microbatches": 1}
-    return resolve(
-        PlanOptions(model, layout=layout, machine=MACHINE, ep_nodes=1, **{**said, **count})
-    )
+    recipe = Recipe(compile=False) if eager else Recipe()
+    keys = {"machine": MACHINE, "ep_nodes": 1, "train": recipe, **said, **count}
+    return resolve(PlanOptions(model, layout=layout, **keys))
 
 
 def rehearsed(worker: Worker, plan: Plan, rank: int) -> tuple[int, dict[str, int]]:
@@ -92,11 +94,12 @@ def write(path: Path, name: str, only: list[str]) -> None:
     """A line for each job, by one of the two functions above; `only` those of some models."""
     import fivefold.rehearse  # noqa: F401, before the ranks are forked
 
+    eager, name = name == "measured-eager", name.removesuffix("-eager")
     function = {"rehearsed": rehearsed, "measured": measured}[name]
     chosen = [job for job in JOBS if not only or any(word in job[0] for word in only)]
     with path.open("a", encoding="utf-8") as file:
         for model, layout, rank, said in chosen:
-            plan, began = plan_of(model, layout, said), time.perf_counter()
+            plan, began = plan_of(model, layout, said, eager), time.perf_counter()
             line: dict[str, Any] = {"model": model, "layout": layout, "rank": rank, "said": said}
             try:
                 with Pool(1, patience=400.0) as pool:

@@ -8,10 +8,10 @@ the only padding is what aligns the weights and makes the shards equal.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, zip_longest
-from typing import TypeAlias, cast, get_args
+from typing import Any, NamedTuple, TypeAlias, cast, get_args
 
 from fivefold.core.errors import FivefoldError
 from fivefold.core.layout import Layout
@@ -187,6 +187,17 @@ def local_weights(shape: Shape, layout: Layout, layers: range) -> list[LocalWeig
     return rows
 
 
+class UnitPart(NamedTuple):
+    """Neighbouring weights of one block that are never split, and their bytes."""
+
+    rows: tuple[LocalWeight, ...]
+    nbytes: int
+
+    @property
+    def alone(self) -> bool:
+        return self.rows[0].alone
+
+
 def pack(
     rows: list[LocalWeight],
     num_shards: int,
@@ -202,12 +213,55 @@ def pack(
     """
     units: list[Unit] = []
     for expert, shards in ((False, num_shards), (True, expert_shards)):
-        same = (row for row in rows if row.expert == expert)
-        by_block = (list(group) for _, group in groupby(same, lambda row: (row.block, row.alone)))
-        parts = [part for group in by_block for part in _split(group, bucket, itemsize)]
-        joined = _join(parts, SMALL if bucket is None else bucket, itemsize)
-        units += [_unit(part, shards, itemsize) for part in joined]
+        parts = unit_parts([row for row in rows if row.expert == expert], itemsize, bucket)
+        units += [_unit(joined, shards, itemsize) for joined in join_parts(parts, bucket)]
     return tuple(sorted(units, key=lambda unit: rows.index(unit.entries[0].row)))
+
+
+def unit_parts(rows: list[LocalWeight], itemsize: int, bucket: int | None) -> list[UnitPart]:
+    """The parts of these weights: blocks, split between weights if larger than the bucket."""
+    found: list[UnitPart] = []
+    for _, block in groupby(rows, lambda row: (row.block, row.alone)):
+        part = UnitPart((), 0)
+        for row in block:
+            nbytes = itemsize * row.numel
+            if part.rows and bucket is not None and part.nbytes + nbytes > bucket:
+                found.append(part)
+                part = UnitPart((), 0)
+            part = UnitPart((*part.rows, row), part.nbytes + nbytes)
+        found.append(part)
+    return found
+
+
+def join_parts(parts: Iterable[UnitPart], bucket: int | None) -> list[list[UnitPart]]:
+    """Neighbouring parts that are a unit together."""
+    joined: list[list[UnitPart]] = []
+    most, held = SMALL if bucket is None else bucket, 0
+    for part in parts:
+        apart = not joined or joined[-1][-1].alone or part.alone
+        if not apart and held + part.nbytes <= most:
+            joined[-1].append(part)
+            held += part.nbytes
+        else:
+            joined.append([part])
+            held = part.nbytes
+    return joined
+
+
+def aligned(numel: int, itemsize: int) -> int:
+    """Elements that a weight takes in a unit before the next weight begins."""
+    step = max(1, ALIGNMENT // itemsize)
+    return -(-numel // step) * step
+
+
+def padded(size: Any, num_shards: Any, itemsize: int) -> Any:
+    """Elements of a unit whose aligned weights have so many, in equal shards: integers or arrays.
+
+    >>> padded(100, 8, 2)
+    128
+    """
+    even = num_shards * max(1, ALIGNMENT // itemsize)
+    return -(-size // even) * even
 
 
 def prefetched(
@@ -230,40 +284,12 @@ def prefetched(
     return [each for pair in pairs[:depth] for each in pair]
 
 
-def _bytes(rows: list[LocalWeight], itemsize: int) -> int:
-    return itemsize * sum(row.numel for row in rows)
-
-
-def _split(rows: list[LocalWeight], bucket: int | None, itemsize: int) -> list[list[LocalWeight]]:
-    """A block larger than the bucket, split between weights; by default one block."""
-    if bucket is None:
-        return [rows]
-    parts: list[list[LocalWeight]] = [[]]
-    for row in rows:
-        if parts[-1] and _bytes([*parts[-1], row], itemsize) > bucket:
-            parts.append([])
-        parts[-1].append(row)
-    return parts
-
-
-def _join(parts: list[list[LocalWeight]], most: int, itemsize: int) -> list[list[LocalWeight]]:
-    joined: list[list[LocalWeight]] = []
-    for part in parts:
-        apart = not joined or joined[-1][-1].alone or part[0].alone
-        if not apart and _bytes([*joined[-1], *part], itemsize) <= most:
-            joined[-1] = [*joined[-1], *part]
-        else:
-            joined.append(part)
-    return joined
-
-
-def _unit(rows: list[LocalWeight], num_shards: int, itemsize: int) -> Unit:
-    step = max(1, ALIGNMENT // itemsize)
+def _unit(parts: Sequence[UnitPart], num_shards: int, itemsize: int) -> Unit:
+    rows = [row for part in parts for row in part.rows]
     entries: list[UnitWeight] = []
     end = 0
     for row in rows:
-        entries.append(UnitWeight(row, -(-end // step) * step))
-        end = entries[-1].stop
-    even = num_shards * step
+        entries.append(UnitWeight(row, end))
+        end += aligned(row.numel, itemsize)
     blocks = tuple(dict.fromkeys(row.block for row in rows))
-    return Unit(blocks, tuple(entries), num_shards, -(-end // even) * even)
+    return Unit(blocks, tuple(entries), num_shards, padded(end, num_shards, itemsize))

@@ -62,6 +62,12 @@ class WeightShard:
 def weights(shape: Shape) -> tuple[Weight, ...]:
     """Every weight in forward order; a tied head is the embedding and is not listed again."""
     _refuse_unsupported(shape)
+    return planned_weights(shape)
+
+
+@lru_cache(maxsize=16)
+def planned_weights(shape: Shape) -> tuple[Weight, ...]:
+    """The same, also of a model that can only be planned."""
     return tuple(_all(shape))
 
 
@@ -136,6 +142,8 @@ def _all(shape: Shape) -> Iterator[Weight]:
     yield Weight("embed.weight", (shape.vocab, shape.width), "embed", "vocab")
     if shape.positions == "learned":
         yield Weight("embed.positions", (shape.max_seq, shape.width), "embed", "whole")
+    if shape.embedding_norm:
+        yield from _norm(shape, "embed", "embed.norm")
     for i in range(shape.layers):
         yield from _layer(shape, i, f"blocks.{i}")
     yield from _norm(shape, "head", "norm")
@@ -162,7 +170,8 @@ def _layer(shape: Shape, i: int, block: str) -> Iterator[Weight]:
         yield from _attention(shape, block, f"{name}.attention")
     else:
         yield from _latent_attention(shape, shape.mla, block, f"{name}.attention")
-    yield from _norm(shape, block, f"{name}.mlp_norm")
+    if not shape.parallel_block:
+        yield from _norm(shape, block, f"{name}.mlp_norm")
     if shape.moe is not None and shape.is_moe_layer(i):
         yield from _moe(shape, shape.moe, block, f"{name}.mlp")
     else:

@@ -16,11 +16,9 @@ from typing import NamedTuple
 
 from fivefold.core.plan import Plan
 from fivefold.core.recompute import Recompute
-from fivefold.core.schedule import needed, sent, twins
-from fivefold.core.units import OwnedRange, Unit
-from fivefold.core.weights import by_name, shard_of
+from fivefold.core.schedule import needed, sent
+from fivefold.core.units import Unit
 from fivefold.cost.layer_collectives import (
-    COUNT,
     CountedCollective,
     LayerJob,
     balance_layer,
@@ -28,11 +26,8 @@ from fivefold.cost.layer_collectives import (
     expert_layer,
     tensor_ends,
     tensor_layer,
-    wide_size,
 )
 
-_TOTALS = 24  # bytes: the loss, the squared norm and stop requests, float64
-_ASYNC_TOTALS = 16  # asynchronous runs take no stop requests
 # How often a rank sends its input buffer, by the size of the group.
 _SENT: dict[str, Callable[[int], float]] = {
     "all_gather": lambda ranks: ranks - 1.0,
@@ -200,110 +195,3 @@ def message_bytes(plan: Plan, itemsize: int) -> int:
     """Bytes of one rank's activations of a microbatch between two stages."""
     seq = plan.local_seq // (plan.layout.tp if plan.layout.sp else 1)
     return plan.batch.microbatch_size * seq * plan.shape.width * itemsize
-
-
-def twin_collectives(
-    plan: Plan, rank: int, parts: list[OwnedRange], itemsize: int
-) -> Counter[Collective]:
-    """Gradients of weights that two pipeline ranks share, once a step, after the data axis.
-
-    One wide all-reduce over `twin`, the two ranks, of what this rank owns: of all weights under a
-    mirrored placement, otherwise of a tied embedding on the first and last stage. None if this rank
-    owns none of them.
-    """
-    pp_rank, placement = plan.layout.coord(rank).pp, plan.schedule.placement
-    if not any(pp_rank in pair for pair in twins(placement, plan.shape.ends_share)):
-        return Counter()
-    shared = [part for part in parts if placement.mirrored or part[0].alone]
-    numel = sum(stop - start for _, start, stop in shared)
-    issued: Counter[Collective] = Counter()
-    issued[Collective("twin", "all_reduce", numel * wide_size(itemsize), 2)] += numel > 0
-    return +issued
-
-
-def partial_sum_collectives(
-    plan: Plan, parts: list[OwnedRange], itemsize: int
-) -> Counter[Collective]:
-    """Gradients that are partial sums on each tp rank, once a step, after the data axis.
-
-    One wide all-reduce over tp of what this rank owns of the weights that are replicated over tp
-    but used on a rank's own tokens or heads; one over `replica`, the tp ranks with the same KV
-    heads, of what it owns of those. A rank that owns none issues none.
-    """
-    shape, layout = plan.shape, plan.layout
-    table = by_name(shape)
-    owned: Counter[str] = Counter()
-    for row, start, stop in parts:
-        shard = shard_of(table[row.name], shape, layout, layout.coord(0))
-        if shard.partial:
-            owned["tp" if shard.dim is None else "replica"] += stop - start
-    sizes = {"tp": layout.tp, "replica": max(1, layout.tp // shape.kv_heads)}
-    return Counter(
-        Collective(axis, "all_reduce", numel * wide_size(itemsize), sizes[axis])
-        for axis, numel in owned.items()
-    )
-
-
-def data_collectives(plan: Plan, chunk: RankChunk, itemsize: int) -> Counter[Collective]:
-    """The data axes, for each flat unit of a chunk, padding included; gradients in the dtype in
-    which the plan sums them.
-
-    Not sharded (ZeRO-0, or a shard group of one rank): an all-reduce of the gradients over dp-cp,
-    once a step. Sharded: a reduce-scatter of the gradients over fsdp, once a step (ZeRO-1) or per
-    microbatch (2, 3); an all-reduce of the shard over the replicas, once a step; an all-gather of
-    the weight shards over fsdp, once a step (1 and 2, after the optimizer; 3 if weights stay
-    gathered over the step) or per microbatch (3, see `_gathers_per_microbatch`).
-    """
-    layout, microbatches = plan.layout, chunk.num_microbatches
-    grad_itemsize = plan.units.grad_itemsize(itemsize)
-    issued: Counter[Collective] = Counter()
-    for unit in chunk.units:
-        whole, part = unit.size * grad_itemsize, unit.shard_size * grad_itemsize
-        if unit.num_shards == 1:
-            everyone = layout.edp if unit.expert else layout.dp * layout.cp
-            issued[Collective(unit.sum_axis, "all_reduce", whole, everyone)] += everyone > 1
-            continue
-        reductions = 1 if layout.zero == 1 else microbatches
-        every_time = layout.zero == 3 and plan.gathers_each_time(chunk.layers)
-        gathers = _gathers_per_microbatch(unit, plan) * microbatches if every_time else 1
-        axis, shards = unit.shard_axis, unit.num_shards
-        issued[Collective(axis, "reduce_scatter", whole, shards)] += reductions
-        issued[Collective(axis, "all_gather", unit.shard_size * itemsize, shards)] += gathers
-        replicas = 1 if unit.expert else layout.replicate
-        issued[Collective("replicate", "all_reduce", part, replicas)] += replicas > 1
-    return +issued
-
-
-def step_collectives(plan: Plan) -> Counter[Collective]:
-    """All-reduces once a step: first the token count (8 bytes) over dp-cp; at the end, over the
-    world, the loss, the squared gradient norm and stop requests (24 bytes), and what the experts
-    recorded."""
-    layout, everyone = plan.layout, plan.layout.dp * plan.layout.cp
-    issued: Counter[Collective] = Counter()
-    issued[Collective("dp-cp", "all_reduce", COUNT, everyone)] += everyone > 1
-    totals = _ASYNC_TOTALS if plan.schedule.asynchronous else _TOTALS
-    size = totals + COUNT * num_records(plan)
-    issued[Collective("world", "all_reduce", size, layout.world)] += layout.world > 1
-    return +issued
-
-
-def num_records(plan: Plan) -> int:
-    """How many numbers a step records of its experts: per layer, the slots of every expert and the
-    value of every balancing loss."""
-    shape, moe = plan.shape, plan.shape.moe
-    if moe is None or plan.schedule.asynchronous:
-        return 0
-    losses = sum(rule.is_loss for rule in plan.balance)
-    return len(shape.moe_layers) * (moe.experts + losses)
-
-
-def _gathers_per_microbatch(unit: Unit, plan: Plan) -> int:
-    """How often one microbatch of ZeRO-3 gathers a unit: for forward, and again for backward.
-
-    Once if the head uses it and backward follows forward directly (no pipeline), because backward
-    begins with the head. Once if only the embedding uses it, whose backward reads no weight.
-    Recomputation adds no gather: the unit stays gathered until the backward of its first block.
-    """
-    tied = plan.shape.tied and any(entry.row.name == "embed.weight" for entry in unit.entries)
-    kept = plan.layout.pp == 1 and (tied or "head" in unit.blocks)
-    return 1 if kept or unit.blocks == ("embed",) else 2

@@ -29,14 +29,11 @@ from fivefold.cost.axis_collectives import (
     RankChunk,
     balance_collectives,
     context_collectives,
-    data_collectives,
     expert_collectives,
-    partial_sum_collectives,
     pipeline_collectives,
-    step_collectives,
     tensor_collectives,
-    twin_collectives,
 )
+from fivefold.cost.data_axis import data_collectives, shared_gradients, step_collectives
 from fivefold.cost.layer_collectives import max_nodes_per_token
 
 
@@ -131,12 +128,11 @@ def predict_traffic(
     units = [unit for chunk in chunks for unit in chunk.units]
     parts = owned_shards(plan.layout, rank, units)
     issued = pipeline_collectives(plan, rank, itemsize)
-    issued += twin_collectives(plan, rank, parts, itemsize)
     for chunk in chunks:
         for axis in _INSIDE:
             issued += axis(plan, chunk, itemsize)
         issued += data_collectives(plan, chunk, itemsize)
-    issued += partial_sum_collectives(plan, parts, itemsize) + step_collectives(plan)
+    issued += shared_gradients(plan, rank, parts, itemsize) + step_collectives(plan)
     if matrices:
         issued += muon_collectives(plan, rank, units, itemsize)
     return traffic_entries(issued.items())
@@ -157,7 +153,7 @@ def predict_async_traffic(
     for axis in (tensor_collectives, context_collectives, expert_collectives):
         microbatches += axis(plan, chunk, itemsize)
     updates = data_collectives(plan, chunk, itemsize)
-    updates += partial_sum_collectives(plan, parts, itemsize)
+    updates += shared_gradients(plan, rank, parts, itemsize)
     count = steps * Delays.of(schedule).every
     issued: Counter[Collective] = Counter()
     for collective, each in microbatches.items():

@@ -74,10 +74,14 @@ class LayerTimer(LayerKernels):
     def message(self) -> Array:
         """Seconds to send the activations of a microbatch to the next stage."""
         grid = self.grid
+        return self.links.send(self.message_bytes(), grid.tp * grid.cp * grid.dp)
+
+    def message_bytes(self) -> Array:
+        """One rank's activations of a microbatch between two stages."""
         size = self.tokens * self.shape.width * self.itemsize / self.split
         if self.stack.scatters_messages:
-            size = size / np.where(grid.sp, 1.0, grid.tp)
-        return self.links.send(size, grid.tp * grid.cp * grid.dp)
+            size = size / np.where(self.grid.sp, 1.0, self.grid.tp)
+        return size
 
     def layer(self, i: int) -> LayerTimes:
         """Layer i of the model."""
@@ -127,19 +131,23 @@ class LayerTimer(LayerKernels):
 
     def _add_traffic(self, times: LayerTimes, moe: Moe | None) -> None:
         """The collectives of the layer, without those inside attention."""
+        joined = self.stack.joins_blocks and self.shape.parallel_block and moe is None
+        for each in self.collectives(moe):
+            part = _PARTS[each.axis]
+            seconds = self._seconds_of(each) * (1 - self._hidden[part])
+            if joined and part == "tp":
+                seconds = seconds / 2
+            self._add(times, part, seconds, each)
+
+    def collectives(self, moe: Moe | None) -> list[CountedCollective]:
+        """What a layer with or without experts issues outside of attention."""
         ends_segment = self.grid.recompute_has(lambda rule: 1 / max(1, rule.blocks))
         ends_segment = ends_segment * self.stack.stops_early
         issued = [*tensor_layer(self.job, moe is not None, ends_segment)]
         if moe is not None:
             issued += expert_layer(self.job, moe, ends_segment)
             issued += balance_layer(self.job, moe, self.grid.cp)
-        joined = self.stack.joins_blocks and self.shape.parallel_block and moe is None
-        for each in issued:
-            part = _PARTS[each.axis]
-            seconds = self._seconds_of(each) * (1 - self._hidden[part])
-            if joined and part == "tp":
-                seconds = seconds / 2
-            self._add(times, part, seconds, each)
+        return issued
 
     def _add(self, times: LayerTimes, part: str, seconds: Array, issued: CountedCollective) -> None:
         """Add so many collectives of so many seconds each."""
@@ -232,8 +240,8 @@ class LayerTimer(LayerKernels):
         weights = {"head": learns * (seconds + self._accumulated(shape.width * words))}
         forward, inputs = ({"head": seconds + loss / 2} for _ in range(2))
         times = LayerTimes(forward, inputs, weights, {})
-        lookups = shape.mtp + np.where(grid.pp == 1, 1, 0)
-        for each in tensor_ends(self.job, lookups, 1 + shape.mtp):
+        # The embedding's lookup counts here too, though the first stage has it.
+        for each in tensor_ends(self.job, 1 + shape.mtp, 1 + shape.mtp):
             self._add(times, "tp", self._seconds_of(each) * (1 - self._hidden["tp"]), each)
         return times
 

@@ -15,20 +15,18 @@ import numpy as np
 
 from fivefold.core.count import layer_kinds, layer_parameters
 from fivefold.core.machine import Machine
-from fivefold.core.precision import matmul_bytes
 from fivefold.core.recompute import Recompute
 from fivefold.core.schedule.family import PipelineTimes
 from fivefold.core.shape import Shape
 from fivefold.cost.activation_offload import activation_offload_seconds
-from fivefold.cost.frozen import trainable_share
+from fivefold.cost.data_time import data_seconds, flat_units
+from fivefold.cost.flat_units import Spans
 from fivefold.cost.grid import Array, Flags, LayoutGrid
 from fivefold.cost.layer_time import LayerTimer, LayerTimes, TimeParts, total_seconds
-from fivefold.cost.links import num_buckets
-from fivefold.cost.overlap import shown_seconds
 from fivefold.cost.pipeline_ranks import bubble_seconds, mirrored
 from fivefold.cost.pipeline_time import pipeline_seconds, pipeline_timer
 from fivefold.cost.stack import SoftwareStack
-from fivefold.cost.update_time import rank_parameters, update_seconds
+from fivefold.cost.update_time import update_seconds
 
 # Host seconds of a backward over those of a forward: assumed.
 HOST_BACKWARD = 1.0
@@ -105,7 +103,7 @@ def _by_longest_paths(work: LayerTimer, simulated: bool, wanted: Flags | None) -
     return StepTime(step, parts)
 
 
-def _around_pipeline(work: LayerTimer, costs: PassCosts) -> TimeParts:
+def _around_pipeline(work: LayerTimer, costs: PassCosts, stages: Spans | None = None) -> TimeParts:
     """Collectives of the data axis that compute does not hide, and the update."""
     forward, inputs, weights = costs
     window, body = np.zeros(1), np.zeros(1)
@@ -113,17 +111,19 @@ def _around_pipeline(work: LayerTimer, costs: PassCosts) -> TimeParts:
         window = window + count * (inputs[place] + weights[place])
         body = body + count * forward[place]
     body = body + window
-    pp = work.grid.pp
-    return {"dp": _data_collectives(work, window / pp, body / pp), **update_seconds(work)}
+    pp, units = work.grid.pp, flat_units(work, stages)
+    owned = None if units is None else units.owned
+    seconds = data_seconds(work, units, window / pp, body / pp)
+    return {"dp": seconds, **update_seconds(work, owned)}
 
 
-def around_parts(work: LayerTimer) -> TimeParts:
-    """The parts of a step that are not inside its pipeline."""
+def around_parts(work: LayerTimer, stages: Spans | None = None) -> TimeParts:
+    """The parts of a step that are not inside its pipeline, whose stages may be given."""
     stack = work.stack
     if stack.memory.split == "balanced":
         kinds = pipeline_timer(work.shape, work.seq).kinds
         costs = _passes([launch_bound_layer(work, i) for i in kinds])
-        found = _around_pipeline(work, costs)
+        found = _around_pipeline(work, costs, stages)
     else:
         parts = _equal_stages(work)
         found = {name: parts[name] for name in ("dp", "optimizer", "offload")}
@@ -198,7 +198,7 @@ def _equal_stages(work: LayerTimer) -> TimeParts:
     parts["bubble"] = _bubble(work, body, whole - slowest)
     parts["pp"] = _messages(work)
     window = (total_seconds(body.inputs) + total_seconds(body.weights)) / grid.pp
-    parts["dp"] = _data_collectives(work, window, total_seconds(layers) / grid.pp)
+    parts["dp"] = data_seconds(work, None, window, total_seconds(layers) / grid.pp)
     around = {"offload": np.zeros(1), **update_seconds(work)}
     away = activation_offload_seconds(work, m * total_seconds(layers) / grid.pp)
     return parts | around | {"offload": around["offload"] + away}
@@ -308,69 +308,3 @@ def _messages(work: LayerTimer) -> Array:
         # A stage inside the pipeline has two neighbours.
         seconds = seconds + both * stack.message_launch * np.minimum(grid.pp - 1, 2)
     return np.where(grid.pp > 1, seconds, 0.0)
-
-
-def _data_collectives(work: LayerTimer, window: Array, compute: Array) -> Array:
-    """Collectives of the data axis, as far as compute does not hide them: gradients in the backward
-    of the last microbatch, under ZeRO-2 in every backward. ZeRO-3 gathers every layer twice per
-    microbatch (once per step in a pipeline) and reduce-scatters its gradients."""
-    grid, stack, m = work.grid, work.stack, work.grid.microbatches
-    shards = grid.shard * grid.cp
-    sharded = (grid.zero >= 1) & (shards > 1)
-    # The first bucket of weights and the last of gradients overlap with nothing.
-    layers = np.maximum(work.shape.layers / grid.pp, 1.0)
-    units = buckets = _num_units(work, layers)
-    if stack.memory.split != "balanced":  # ours reduces unit by unit
-        size = sum(rank_parameters(work.shape, grid), np.zeros(1)) * work.itemsize
-        buckets = num_buckets(size, layers, stack.bucket_bytes)
-    grads, gathers, sums = _data_rings(work, buckets)
-    rounds = np.ceil(m / grid.pp) if stack.scatters_rounds else m
-    times = np.where(grid.zero == 2, rounds, 1.0)
-    once = times * grads + trainable_share(work.shape, stack) * gathers
-    once = np.where(sharded, once, sums)
-    if stack.gradients_hidden:
-        once = shown_seconds(once, times * window, once / (layers * times))
-    if stack.owner_wait:
-        apart = work.links.domains(shards, grid.tp) > 1
-        once = once + np.where(sharded & apart, stack.owner_wait * shards, 0.0)
-    third = (grid.zero == 3) & sharded
-    if not third.any():
-        return once
-    grads, gathers, _ = _data_rings(work, units * stack.gathers)
-    kept = stack.stays_gathered(grid)
-    fetched, scattered = np.where(kept, gathers, 2 * m * gathers), m * grads
-    hidden = fetched + scattered if stack.prefetch else scattered
-    shown = shown_seconds(hidden, m * compute * stack.gathers_hidden, hidden / units / m)
-    return np.where(third, shown if stack.prefetch else shown + fetched, once)
-
-
-def _num_units(work: LayerTimer, layers: Array) -> Array:
-    """How many flat units a rank gathers and reduces: its layers, unless a size is given."""
-    if work.stack.unit_bytes is None:
-        return layers
-    dense, experts = rank_parameters(work.shape, work.grid)
-    return np.maximum((dense + experts) * work.itemsize / work.stack.unit_bytes, 1.0)
-
-
-def _data_rings(work: LayerTimer, num_buckets: Array | float) -> tuple[Array, Array, Array]:
-    """Seconds to reduce-scatter all gradients of a rank once, to all-gather its weights, and to
-    all-reduce its gradients without ZeRO."""
-    grid, stack, links = work.grid, work.stack, work.links
-    dense, experts = rank_parameters(work.shape, grid)
-    size = stack.gradient_bytes * trainable_share(work.shape, stack)
-    width = matmul_bytes(work.precision) if stack.narrow_gathers else work.itemsize
-    shards = grid.shard * grid.cp
-    how = (num_buckets, stack.flat_rings)
-    grads = links.ring(dense * size, shards, grid.tp, *how)
-    sums = links.all_reduce(dense * size, shards, grid.tp, *how)
-    # Replicas of a shard all-reduce it.
-    copied = links.all_reduce(dense * size / shards, grid.replicate, grid.tp * shards, *how)
-    grads, sums = grads + copied, sums + copied
-    gathers = links.ring(dense * width, shards, grid.tp, *how)
-    if work.shape.moe is not None:
-        stride = grid.ep * grid.etp
-        scatter = links.ring(experts * size, grid.edp, stride, *how)
-        whole = links.all_reduce(experts * size, grid.edp, stride, *how)
-        grads, sums = grads + scatter, sums + whole
-        gathers = gathers + links.ring(experts * width, grid.edp, stride, *how)
-    return grads, gathers, sums

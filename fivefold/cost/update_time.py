@@ -32,14 +32,15 @@ def rank_parameters(shape: Shape, grid: LayoutGrid) -> tuple[Array, Array]:
     )
 
 
-def update_seconds(work: LayerTimer) -> TimeParts:
-    """The update of a rank's shards; with offload, gradients go to the host and weights come
-    back."""
+def update_seconds(work: LayerTimer, owned: Array | None = None) -> TimeParts:
+    """The update of a rank's shards; with offload, gradients go to the host and weights come back.
+    `owned`: elements of the shards, if they are known."""
     grid, host = work.grid, work.machine.host
-    dense, experts = rank_parameters(work.shape, grid)
-    sharded = grid.zero >= 1
-    owned = dense / np.where(sharded, grid.shard * grid.cp, 1.0)
-    owned = owned + experts / np.where(sharded, grid.edp, 1.0)
+    if owned is None:
+        dense, experts = rank_parameters(work.shape, grid)
+        sharded = grid.zero >= 1
+        owned = dense / np.where(sharded, grid.shard * grid.cp, 1.0)
+        owned = owned + experts / np.where(sharded, grid.edp, 1.0)
     owned = owned * trainable_share(work.shape, work.stack)
     seconds = work.moved(owned * (work.stack.optimizer_bytes + work.stack.clip_bytes))
     if work.stack.orthogonalizes:

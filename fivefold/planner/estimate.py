@@ -100,7 +100,7 @@ def simulate_step(
         parts["pp"] = max(0.0, min(waits, 2 * (plan.layout.pp - 1) * costs.transfer[0]))
         parts["bubble"] = waits - parts["pp"]
     parts = {name: seconds * setting.stack.factor for name, seconds in parts.items()}
-    known = around_parts(work)
+    known = around_parts(work, plan.stages)
     parts |= {name: float(known[name].item()) for name in _AROUND if name in known}
     step = sum(parts.values())
     require_possible_time(_name(plan, setting), step, parts)
@@ -136,7 +136,7 @@ def rank_seconds_alone(plan: Plan, setting: EstimateSetting, rank: int) -> float
         passes = {FORWARD: stage[:1], INPUT_GRAD: stage[1:2], WEIGHT_GRAD: stage[2:]}
         for part in passes.get(action.kind, stage[1:]):
             total += sum(each for name, each in part.items() if name not in _TRAFFIC)
-    update = around_parts(work).get("optimizer")
+    update = around_parts(work, plan.stages).get("optimizer")
     return total * setting.stack.factor + (0.0 if update is None else float(update.item()))
 
 

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 
 from fivefold.core import machine
-from fivefold.core.plan import PlanOptions, resolve
+from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.planner import estimate_setting
 from fivefold.planner.rank_memory import rank_memory
 from fivefold.rehearse.job import judged
 from fivefold.rehearse.rank import rehearse_rank
 from tests.ranks.ledger_draws import NUM_DRAWS, draw
+from tests.ranks.priced import listed_traffic, priced_traffic
 
 COMPILED, _ = estimate_setting(machine.load("h200"), "bf16", 0.0, "compiled", 1.0)
 # A few layers of each model, as wide as they are: model, layers, layout, rank, and what else.
@@ -58,9 +59,29 @@ def test_a_random_plan_runs_as_it_is_priced(number: int) -> None:
     """Calls and bytes are those that are priced, and memory is near the estimate: 4% off in the
     mean. Estimates that are too high (few microbatches, unequal chunks) do less harm."""
     plan = draw(f"ledger {number}")
+    _require_priced(plan)
     rank = plan.layout.rank(pp=number % plan.layout.pp)
     run = rehearse_rank(plan, rank, {})
     assert not judged(plan, [run], {}).astray
     memory = rank_memory(plan, COMPILED, rank)
     planned = sum(memory.values()) - memory["context"] - memory["margin"]
     assert 0.9 < planned / run.peak < 1.2
+
+
+def _require_priced(plan: Plan) -> None:
+    """The arrays have the calls and bytes of the list that the rehearsal is held to."""
+    priced, listed = priced_traffic(plan, COMPILED), listed_traffic(plan)
+    # The last layers of a stage may be fewer than are computed again together: the arrays have the
+    # share of layers that end a segment.
+    short = any(
+        rule.blocks > 1 and len(plan.stages[stage]) % rule.blocks
+        for stage in plan.schedule.placement.stages_of(0)
+        for rule in (plan.recompute.of(stage),)
+    )
+    if not short:
+        assert priced == listed
+        return
+    assert priced.keys() == listed.keys()
+    for key, (_, calls) in priced.items():
+        stages = len(plan.schedule.placement.stages_of(0))
+        assert abs(calls - listed[key][1]) <= stages * plan.batch.microbatches

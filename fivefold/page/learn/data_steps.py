@@ -17,7 +17,8 @@ from fivefold.core.errors import kind_text
 from fivefold.core.plan import Plan
 from fivefold.core.precision import PRECISIONS
 from fivefold.core.units import Unit, UnitPolicy
-from fivefold.cost.axis_collectives import Collective, step_collectives
+from fivefold.cost.axis_collectives import Collective
+from fivefold.cost.data_axis import step_collectives
 from fivefold.page import View
 from fivefold.page.learn import size_text
 
