@@ -34,19 +34,26 @@ FILES: tuple[tuple[str, Kernels], ...] = (
 )
 # Today's eager program, on tensors without values.
 REHEARSED = "rehearsed-eager.jsonl"
-# The eager jobs were measured on 2026-11-15. That program had no regions: a gated activation saved
-# one more tensor of the MLP's width, and the loss computed nothing again.
+# The programs that were measured wrote a row for every choice of every token when they weighed the
+# results of experts: more passes, more bytes in backward. That of the eager jobs, on 2026-11-15,
+# had no regions either: a gated activation saved one more tensor of the MLP's width, and the loss
+# computed nothing again.
+SLOT_PASSES: dict[Kernels, float] = {"compiled": 5.0, "eager": 13.0}
+WITH_CHOICES = {"weighed_bytes": 10.0}
 BEFORE_REGIONS = {"gated_copies": 4.0, "logits_bytes": 12.0, "split_logits_bytes": 10.0}
 
 
 @cache
-def setting_of(kernels: Kernels, before_regions: bool) -> EstimateSetting:
-    """One H200 without a margin, and what the program keeps in memory."""
+def setting_of(kernels: Kernels, measured: bool) -> EstimateSetting:
+    """One H200 without a margin, and what the program keeps in memory: today's, or that which was
+    measured."""
     setting, _ = estimate_setting(machine.load("h200"), "bf16", 0.0, kernels, 1.0)
-    if not before_regions:
+    if not measured:
         return setting
-    memory = replace(setting.stack.memory, **BEFORE_REGIONS)
-    return replace(setting, stack=replace(setting.stack, memory=memory))
+    changes = WITH_CHOICES | (BEFORE_REGIONS if kernels == "eager" else {})
+    memory = replace(setting.stack.memory, **changes)
+    stack = replace(setting.stack, memory=memory, slot_passes=SLOT_PASSES[kernels])
+    return replace(setting, stack=stack)
 
 
 @dataclass(frozen=True)
@@ -60,7 +67,7 @@ class MeasuredJob:
     kernels: Kernels
     bytes: int
     seconds: float | None
-    before_regions: bool = False
+    measured: bool = False
 
     @property
     def plan(self) -> Plan:
@@ -77,7 +84,7 @@ class MeasuredJob:
 
     @property
     def setting(self) -> EstimateSetting:
-        return setting_of(self.kernels, self.before_regions)
+        return setting_of(self.kernels, self.measured)
 
     @property
     def estimated_seconds(self) -> float:
@@ -117,7 +124,7 @@ def read_jobs(name: str, kernels: Kernels, *, rehearsed: bool = False) -> list[M
         peak, *rest = line["rehearsed" if rehearsed else "measured"]
         job = (line["model"], line["layout"], line["rank"], line["said"], kernels, peak)
         seconds = None if rehearsed else rest[0]
-        found.append(MeasuredJob(*job, seconds, kernels == "eager" and not rehearsed))
+        found.append(MeasuredJob(*job, seconds, not rehearsed))
     return found
 
 
@@ -213,7 +220,9 @@ The compiled jobs ran on 2026-11-16. The eager ones ran the day before, on a pro
 regions: its gated activations saved one more tensor of the MLP's width, and its loss two to nine
 bytes less per logit. Their memory is estimated for that program; it also remade more under
 `recompute=selective`, which the estimate does not know (two jobs, 6 and 8% off). Today's eager
-program was not measured. Its memory was rehearsed for the same jobs, see below.
+program was not measured. Its memory was rehearsed for the same jobs, see below. Both programs wrote
+a row for every choice of a token when they weighed the results of its experts, which today's does
+not; the eight jobs with experts are estimated for the programs that ran.
 """
 TAIL = """\
 

@@ -17,7 +17,6 @@ import numpy as np
 from fivefold.core.recompute import Module, Recompute
 from fivefold.core.shape import Mla, Shape
 from fivefold.cost.grid import Array, LayoutGrid, fullest_rank_load
-from fivefold.cost.layer_collectives import max_nodes_per_token
 from fivefold.cost.stack import SoftwareStack, StackMemory
 
 DROPPED_PAIR = 21  # bytes of a query-key pair in backward: scores, gradients, draws; as rehearsed
@@ -51,11 +50,9 @@ class Activations:
         seq: int,
         itemsize: int,
         imbalance: float,
-        nodes: Array | float = 1.0,
     ) -> None:
         self.shape, self.grid, self.memory, self.seq = shape, grid, memory, seq
         self.itemsize, self.imbalance, self.balance = itemsize, imbalance, stack.balance
-        self.nodes = nodes  # over which the experts of a layer lie, if tokens go to each once
         self.unfused = stack.attention == "unfused"
         self.split = np.where(grid.sp, grid.tp, 1.0)
         self.heads = shape.heads / grid.tp
@@ -262,8 +259,6 @@ class Activations:
         yield SavedTensor(router, ("norm",))
         scores = WIDE * 2 * moe.experts / self.split
         back = self.itemsize if self.memory.returned_slots else 0
-        # A token that was sent to a node comes back from all of its choices, there or elsewhere.
-        back = back * max_nodes_per_token(moe, self.nodes)
         moved = self._slots() * shape.width * (self.saved_size + back)
         yield SavedTensor(scores + moved, ("experts",))
         yield from self._mlp(moe.ffn / self.grid.etp, "experts", self._slots())

@@ -17,7 +17,7 @@ from fivefold.core.precision import itemsize_of, matmul_bytes
 from fivefold.core.shape import Shape
 from fivefold.cost.activations import WIDE, Activations
 from fivefold.cost.frozen import trainable_share
-from fivefold.cost.grid import OFFLOADS, Array, LayoutGrid, expert_nodes
+from fivefold.cost.grid import OFFLOADS, Array, LayoutGrid
 from fivefold.cost.pipeline_ranks import RankStage, holds_all_microbatches
 from fivefold.cost.saved_layers import SavedLayers, layer_numbers
 from fivefold.cost.stack import SoftwareStack, StackMemory
@@ -53,9 +53,8 @@ class MemoryEntries:
             self.memory = replace(self.memory, input_bytes=matmul_bytes(precision))
         self.itemsize = itemsize = itemsize_of(precision)
         self.tokens = grid.microbatch_size * seq / grid.cp
-        nodes = expert_nodes(grid, machine.tiers[0].size) if stack.node_by_node else 1.0
         job = (shape, stack, self.memory, grid, seq, itemsize, imbalance)
-        self.activations = Activations(*job, nodes)
+        self.activations = Activations(*job)
         self.layers = SavedLayers(self.activations, stack, self.tokens)
         self.master_bytes = 0 if itemsize == 4 else self.memory.master_bytes
         self.gradient_bytes = stack.summed_bytes or self.memory.gradient_bytes

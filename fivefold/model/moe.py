@@ -26,7 +26,7 @@ from fivefold.core.shape import Moe, Shape
 from fivefold.model.layers import Activate, Linear, Matmul, Mlp, WeightFactory
 from fivefold.model.regions import Region
 from fivefold.model.remake import saving
-from fivefold.model.slots import choices_of_slots, rows_of_slots, sort_slots, weights_of_slots
+from fivefold.model.slots import Slots, SlotSums, sort_slots
 
 ALIGNMENT = 16  # bytes: grouped_mm needs rows of a multiple of this
 _NEVER_ZERO = 1e-20  # added to a sum of weights, as DeepSeek-V3 does
@@ -51,7 +51,8 @@ class Routing(NamedTuple):
 
 GroupedMatmul = Callable[[Tensor, Tensor, Tensor], Tensor]
 Balancing = Callable[[Routing, int], Routing]
-RunExperts = Callable[[Tensor, Tensor, "Experts"], Tensor]
+# From slots and what makes their rows to results; the rows can go as soon as they have been sent.
+RunExperts = Callable[[Callable[[], Tensor], Slots, "Experts"], Tensor]
 Dispatch = Callable[[Tensor, Routing, "Experts", "OverlappedTask"], Tensor]
 
 
@@ -191,14 +192,6 @@ class ExpertStack(nn.Module):
             return self.matmul(x_MI, self.weight, ends_E)
 
 
-def weighed_sum(y_NKD: Tensor, weights_NK: Tensor) -> Tensor:
-    """The results of a token's experts, each times its weight, in the order of its choices."""
-    return (y_NKD * weights_NK[:, :, None]).sum(1).to(y_NKD.dtype)
-
-
-COMBINE = Region(weighed_sum, varies=True)  # over nodes, tokens are as many as come
-
-
 class Experts(nn.Module):
     """The MLPs of all experts. Their number and width are read from the weights, which may be
     shards."""
@@ -211,7 +204,7 @@ class Experts(nn.Module):
         self.down = ExpertStack(count, width, ffn, factory)
         self.activate = Activate(shape, factory.fuse, varies=True)
         self.weigh_inputs = moe.weigh_inputs
-        self.combine = COMBINE.by(factory.fuse)
+        self.slot_sums = SlotSums(factory.fuse)
 
     def forward(self, x_MD: Tensor, counts_E: Tensor) -> Tensor:
         """The outputs of rows that are sorted by expert, with so many rows for each expert."""
@@ -243,18 +236,22 @@ def dispatch_slots(
     """Sort slots by expert, `run` the experts, weigh the results, and sum them for each token in
     the order of its choices."""
     slots = sort_slots(routing.experts, num_experts, routing.drops, routing.room, routing.kept)
-    rows_MD = rows_of_slots(x_ND, slots)
+    y_MD = run(partial(_rows_for_experts, x_ND, routing.weights, slots, experts), slots, experts)
     if experts.weigh_inputs:
-        rows_MD = (rows_MD * weights_of_slots(routing.weights, slots)).to(x_ND.dtype)
-    y_NKD = choices_of_slots(run(rows_MD, slots.counts, experts), slots)
-    if experts.weigh_inputs:
-        return y_NKD.sum(1)
-    return experts.combine(y_NKD, routing.weights)
+        return experts.slot_sums.tokens(y_MD, slots)
+    return experts.slot_sums.weighed_tokens(y_MD, slots, routing.weights)
 
 
-def run_local_experts(rows_MD: Tensor, counts_E: Tensor, experts: Experts) -> Tensor:
+def _rows_for_experts(x_ND: Tensor, weights_NK: Tensor, slots: Slots, experts: Experts) -> Tensor:
+    rows_MD = experts.slot_sums.rows(x_ND, slots)
+    if not experts.weigh_inputs:
+        return rows_MD
+    return (rows_MD * experts.slot_sums.weights(weights_NK, slots)).to(x_ND.dtype)
+
+
+def run_local_experts(rows: Callable[[], Tensor], slots: Slots, experts: Experts) -> Tensor:
     """Run the experts on this device, which has all of them."""
-    return experts(rows_MD, counts_E)
+    return experts(rows(), slots.counts)
 
 
 def local_dispatch(

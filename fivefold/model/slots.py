@@ -1,27 +1,32 @@
 """Slots of experts: sorted by expert, and the way of rows to their slots and back.
 
-A *slot* is one token on one of its experts: slot n·K + k is the k-th choice of token n. Backwards
-sum in a fixed order, without atomics.
+A *slot* is one token on one of its experts: slot n·K + k is the k-th choice of token n. The rows of
+a token are summed one choice after another, in a fixed order and without atomics. No tensor has a
+row for every choice of every token: over several nodes most choices of a row are elsewhere.
 
 Legend: N tokens, K experts of a token, M slots, D model width, E experts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fivefold.model.regions import Compute, Fuse
+
+_AT_ONCE = 2**24  # elements, 64 MiB in float32: large enough for a GPU, small beside what is saved
+
 
 class Slots(NamedTuple):
     """The slots that are not dropped, sorted by expert, and within an expert by token."""
 
-    order: Tensor  # (M,) int64: the slot of each row; N·K, one past the last slot, for an empty row
+    order: Tensor  # (M,) int64: the slot of each row; -1 for an empty row
+    rows: Tensor  # (N, K) int64: the row of each slot; -1 for a slot that has none
     counts: Tensor  # (E,) int64: rows of each expert
-    num_tokens: int
-    num_choices: int
     complete: bool  # every slot is here, once
 
 
@@ -40,7 +45,16 @@ def sort_slots(
         order_M, counts_E = _with_empty_rows(experts_M, order_M, counts_E, room)
     elif drops:
         order_M = order_M[: int(counts_E.sum()) if kept is None else kept]
-    return Slots(order_M, counts_E, *experts_NK.shape, complete)
+    return Slots(order_M, _rows_by_slot(order_M, *experts_NK.shape), counts_E, complete)
+
+
+def _rows_by_slot(order_M: Tensor, num_tokens: int, num_choices: int) -> Tensor:
+    """The inverse of the order, (N, K). Empty rows go to one place at the end, which is cut off."""
+    num_slots = num_tokens * num_choices
+    numbers_M = torch.arange(len(order_M), device=order_M.device)
+    rows = order_M.new_full((num_slots + 1,), -1)
+    rows.index_copy_(0, order_M.remainder(num_slots + 1), numbers_M)
+    return rows[:num_slots].view(num_tokens, num_choices)
 
 
 def _with_empty_rows(
@@ -52,7 +66,7 @@ def _with_empty_rows(
     starts = F.pad(counts_E.cumsum(0), (1, 0))
     indices_M = torch.arange(num_slots, device=experts_M.device)
     row_M = (sorted_M * room + indices_M - starts[sorted_M]).clamp(max=dropped)
-    padded = order_M.new_full((dropped + 1,), num_slots).scatter(0, row_M, order_M)
+    padded = order_M.new_full((dropped + 1,), -1).scatter(0, row_M, order_M)
     return padded[:dropped], torch.full_like(counts_E, room)
 
 
@@ -62,66 +76,149 @@ def count_slots(experts_UM: Tensor, num_experts: int) -> Tensor:
     return zeros_UE.scatter_add(1, experts_UM, torch.ones_like(experts_UM))[:, :num_experts]
 
 
-def rows_of_slots(x_ND: Tensor, slots: Slots) -> Tensor:
-    """The token of every slot, in the order of the slots; zeros in empty rows."""
-    return _ToSlots.apply(x_ND, slots)
+class SlotSums:
+    """Rows from tokens to their slots and back, where they are summed; `fuse` makes the kernels."""
 
+    def __init__(self, fuse: Fuse) -> None:
+        # Over nodes, tokens are as many as come.
+        self.sum = fuse(sum_of_choices, varies=True)
+        self.gradients = fuse(weighed_gradients, varies=True)
 
-def weights_of_slots(weights_NK: Tensor, slots: Slots) -> Tensor:
-    """The weight of every slot, in the order of the slots, as a column."""
-    slots_of_one = slots._replace(num_tokens=slots.num_tokens * slots.num_choices, num_choices=1)
-    return _ToSlots.apply(weights_NK.reshape(-1, 1), slots_of_one)
+    def rows(self, x_ND: Tensor, slots: Slots) -> Tensor:
+        """The token of every slot, in the order of the slots; zeros in empty rows."""
+        return _ToSlots.apply(x_ND, slots, self.sum)
 
+    def weights(self, weights_NK: Tensor, slots: Slots) -> Tensor:
+        """The weight of every slot, in the order of the slots, as a column."""
+        slots_of_one = slots._replace(rows=slots.rows.reshape(-1, 1))
+        return self.rows(weights_NK.reshape(-1, 1), slots_of_one)
 
-def choices_of_slots(y_MD: Tensor, slots: Slots) -> Tensor:
-    """The rows of each token by its choices, (N, K, D); zeros for dropped slots."""
-    return _FromSlots.apply(y_MD, slots)
+    def tokens(self, y_MD: Tensor, slots: Slots) -> Tensor:
+        """The sum of the rows of each token, in the order of its choices."""
+        return _FromSlots.apply(y_MD, slots, self.sum)
+
+    def weighed_tokens(self, y_MD: Tensor, slots: Slots, weights_NK: Tensor) -> Tensor:
+        """The sum of the rows of each token, each times its weight, in the order of its choices."""
+        return _WeighedFromSlots.apply(y_MD, weights_NK, slots, self)
 
 
 class _ToSlots(torch.autograd.Function):
-    """Tokens to one row for each slot. Backward sums them in a fixed order, without atomics."""
+    """Tokens to one row for each slot. Backward sums the rows of each token."""
 
     @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, slots: Slots) -> Tensor:
-        ctx.save_for_backward(slots.order)
-        ctx.slots = slots._replace(order=None, counts=None)  # backward needs no counts
-        return _take(x_ND, slots, slots.num_choices)
+    def forward(ctx: Any, x_ND: Tensor, slots: Slots, total: Compute) -> Tensor:
+        ctx.save_for_backward(slots.rows)
+        ctx.total, ctx.complete = total, slots.complete
+        return _tokens_at(x_ND, slots.order, slots.rows.shape[1], slots.complete)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        slots: Slots = ctx.slots._replace(order=ctx.saved_tensors[0])
-        return _put(gradients[0], slots).sum(1), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (rows_NK,) = ctx.saved_tensors
+        return ctx.total(gradients[0], rows_NK, None, ctx.complete), None, None
 
 
 class _FromSlots(torch.autograd.Function):
-    """Rows in the order of experts to the order of tokens; backward is the inverse."""
+    """The rows of each token, summed. Backward is the way of tokens to slots."""
 
     @staticmethod
-    def forward(ctx: Any, y_MD: Tensor, slots: Slots) -> Tensor:
+    def forward(ctx: Any, y_MD: Tensor, slots: Slots, total: Compute) -> Tensor:
         ctx.save_for_backward(slots.order)
-        ctx.slots = slots._replace(order=None, counts=None)  # backward needs no counts
-        return _put(y_MD, slots)
+        ctx.num_choices, ctx.complete = slots.rows.shape[1], slots.complete
+        return total(y_MD, slots.rows, None, slots.complete)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        slots: Slots = ctx.slots._replace(order=ctx.saved_tensors[0])
-        return _take(gradients[0].flatten(0, 1), slots, 1), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (order_M,) = ctx.saved_tensors
+        return _tokens_at(gradients[0], order_M, ctx.num_choices, ctx.complete), None, None
 
 
-def _take(rows: Tensor, slots: Slots, slots_of_row: int) -> Tensor:
-    """The row of every slot, where each row has so many slots."""
-    if slots.complete:
-        return rows.index_select(0, slots.order // slots_of_row)
-    empty = slots.order == slots.num_tokens * slots.num_choices
-    taken = rows.index_select(0, (slots.order // slots_of_row).clamp(max=max(0, len(rows) - 1)))
-    return taken.masked_fill_(empty[:, None], 0)
+class _WeighedFromSlots(torch.autograd.Function):
+    """The rows of each token times their weights, summed.
+
+    The rows are saved: the gradient of a weight needs its row, and the experts that computed it
+    have saved only what they read.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, y_MD: Tensor, weights_NK: Tensor, slots: Slots, sums: SlotSums) -> Tensor:
+        ctx.save_for_backward(y_MD, weights_NK, slots.order, slots.rows)
+        ctx.gradients, ctx.complete = sums.gradients, slots.complete
+        return sums.sum(y_MD, slots.rows, weights_NK, slots.complete)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        return (*ctx.gradients(gradients[0], *ctx.saved_tensors, ctx.complete), None, None)
 
 
-def _put(rows: Tensor, slots: Slots) -> Tensor:
-    """Rows in the order of their slots, (N, K, ·)."""
-    num_slots, width = slots.num_tokens * slots.num_choices, rows.shape[1]
-    if slots.complete:
-        put = rows.new_empty(num_slots, width).index_copy_(0, slots.order, rows)
-    else:  # empty rows go to one row at the end, which is cut off
-        put = rows.new_zeros(num_slots + 1, width).index_copy_(0, slots.order, rows)[:num_slots]
-    return put.view(slots.num_tokens, slots.num_choices, width)
+def sum_of_choices(
+    rows_MD: Tensor, places_NK: Tensor, weights_NK: Tensor | None, complete: bool
+) -> Tensor:
+    """For each token the sum of its rows, each times its weight if there are weights: in float32 or
+    wider, in the order of its choices, and rounded once."""
+    if torch.compiler.is_compiling():
+        return _sum_in_one_kernel(rows_MD, places_NK, weights_NK, complete)
+    (num_tokens, num_choices), width = places_NK.shape, rows_MD.shape[1]
+    total_ND = rows_MD.new_empty(num_tokens, width)
+    for block in _blocks(num_tokens, num_choices * width):
+        taken_MD = _rows_at(rows_MD, places_NK[block].flatten(), complete)
+        taken_NKD = taken_MD.view(-1, num_choices, width)
+        if weights_NK is not None:
+            taken_NKD = taken_NKD * weights_NK[block, :, None]
+        total_ND[block] = taken_NKD.sum(1)
+    return total_ND
+
+
+def _sum_in_one_kernel(
+    rows_MD: Tensor, places_NK: Tensor, weights_NK: Tensor | None, complete: bool
+) -> Tensor:
+    """The same with its terms written out: compilers read each row once and write none of them."""
+    total_ND = rows_MD.new_zeros(1, 1, dtype=torch.promote_types(rows_MD.dtype, torch.float32))
+    for k in range(places_NK.shape[1]):
+        taken_ND = _rows_at(rows_MD, places_NK[:, k], complete)
+        term_ND = taken_ND if weights_NK is None else taken_ND * weights_NK[:, k : k + 1]
+        total_ND = total_ND + term_ND
+    return total_ND.to(rows_MD.dtype)
+
+
+def weighed_gradients(
+    grad_ND: Tensor,
+    rows_MD: Tensor,
+    weights_NK: Tensor,
+    order_M: Tensor,
+    places_NK: Tensor,
+    complete: bool,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of rows and weights: a row has that of its token times its weight, and a weight
+    the product of its row and the gradient of its token, in float32 or wider."""
+    grad_MD = _tokens_at(grad_ND, order_M, places_NK.shape[1], complete)
+    weight_M1 = _rows_at(weights_NK.reshape(-1, 1), order_M, complete)
+    product_M1, zero = torch.empty_like(weight_M1), weights_NK.new_zeros(1, 1)
+    for block in _blocks(*rows_MD.shape):
+        # The zero makes products as wide as weights are, without wide copies of their factors.
+        products_MD = torch.addcmul(zero, grad_MD[block], rows_MD[block])
+        product_M1[block] = products_MD.sum(1, keepdim=True)
+    grad_NK = _rows_at(product_M1, places_NK.flatten(), complete).view_as(weights_NK)
+    return grad_MD.mul_(weight_M1).to(rows_MD.dtype), grad_NK
+
+
+def _blocks(num_rows: int, width: int) -> Iterable[slice]:
+    """Rows to compute at once: all in one kernel, and some where each operator makes a tensor."""
+    if torch.compiler.is_compiling():
+        return [slice(None)]
+    step = max(1, _AT_ONCE // width)
+    return [slice(start, start + step) for start in range(0, num_rows, step)]
+
+
+def _tokens_at(x_ND: Tensor, order_M: Tensor, num_choices: int, complete: bool) -> Tensor:
+    """The token of every slot in the order of the slots."""
+    tokens_M = order_M.div(num_choices, rounding_mode="floor")  # -1 for an empty row
+    return _rows_at(x_ND, tokens_M, complete)
+
+
+def _rows_at(rows: Tensor, places: Tensor, complete: bool) -> Tensor:
+    """The rows at these places, and zeros where a place is -1."""
+    if complete:
+        return rows.index_select(0, places)
+    if not len(rows):
+        return rows.new_zeros(len(places), rows.shape[1])
+    return rows.index_select(0, places.clamp(min=0)).masked_fill_((places < 0)[:, None], 0)

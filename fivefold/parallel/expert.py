@@ -18,11 +18,13 @@ Refuses  experts that ep does not divide, widths that etp does not, and tp ranks
 The result does not depend on the layout: a token's experts are chosen where the token is, and its
 results are added in the order of its choices; over nodes, first inside each.
 
-Legend: N tokens, K experts of a token, M = N·K slots, D model width, E experts, O nodes.
+Legend: N tokens, K experts of a token, M = N·K slots, D model width, E experts, O nodes, J nodes of
+a token.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,6 +32,7 @@ import torch
 from torch import Tensor
 
 from fivefold.core.groups import FAR, NEAR
+from fivefold.cost.layer_collectives import max_nodes_per_token
 from fivefold.model.moe import (
     Experts,
     GroupedMatmul,
@@ -39,7 +42,7 @@ from fivefold.model.moe import (
     dispatch_slots,
     run_local_experts,
 )
-from fivefold.model.slots import choices_of_slots, count_slots, rows_of_slots, sort_slots
+from fivefold.model.slots import Slots, count_slots, sort_slots
 from fivefold.parallel import transport
 from fivefold.parallel.boundary import AxisBoundary
 from fivefold.parallel.mesh import Issued, Mesh
@@ -76,6 +79,8 @@ class SpreadExperts:
     def __init__(self, stage: Stage) -> None:
         plan, self.mesh = stage.plan, stage.mesh
         self.nodes, self.stand_in = plan.ep_nodes, stage.routing
+        assert plan.shape.moe is not None
+        self.most_nodes = int(max_nodes_per_token(plan.shape.moe, plan.ep_nodes))  # of one token
         # How many rows come is exchanged before the rows, unless every expert has a fixed room.
         self.counts = not any(rule.pads for rule in plan.balance)
         self.boundary = None
@@ -112,29 +117,31 @@ class SpreadExperts:
         axis: str,
         beside: OverlappedTask,
         room: int | None,
-        rows_MD: Tensor,
-        counts_E: Tensor,
+        rows: Callable[[], Tensor],
+        slots: Slots,
         experts: Experts,
     ) -> Tensor:
         """To the ranks of the experts, through them, and back."""
-        size = self.mesh.size(axis)
-        sent = counts_E.view(size, -1)  # by rank and by its experts
+        size, num_rows = self.mesh.size(axis), len(slots.order)
+        sent = slots.counts.view(size, -1)  # by rank and by its experts
         if room is None:
             arriving = self._exchange(sent, axis)
             if self.stand_in is not None:
-                arriving = self.stand_in.arriving(axis, len(rows_MD), arriving)
-            way = Way(axis, *self._rows(axis, len(rows_MD), sent, arriving))
+                arriving = self.stand_in.arriving(axis, num_rows, arriving)
+            way = Way(axis, *self._rows(axis, num_rows, sent, arriving))
         else:  # every expert gets as many from every rank
             arriving, share = sent, [room * sent.shape[1]] * size
             way = Way(axis, share, share)
-        arrived = self.move(rows_MD, way, beside)
         # They come by rank, and within a rank by expert; experts want all of theirs together.
         numbers = torch.arange(arriving.shape[1], device=arriving.device).repeat(size)
         numbers = numbers.repeat_interleave(arriving.flatten(), output_size=sum(way.arrive))
         order = numbers.sort(stable=True).indices
-        y = experts(_Reorder.apply(arrived, order), arriving.sum(0))
-        back = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=y.device))
-        return self.move(_Reorder.apply(y, back), way.back)
+        places = torch.arange(len(order), device=order.device)
+        back = torch.empty_like(order).scatter(0, order, places)
+        # Rows that are only passed on have no name here, which would keep their memory.
+        sorted_rows = _Reorder.apply(self.move(rows(), way, beside), order)
+        y = _Reorder.apply(experts(sorted_rows, arriving.sum(0)), back)
+        return self.move(y, way.back)
 
     def _rows(
         self, axis: str, num_rows: int, sent: Tensor, arriving: Tensor
@@ -149,18 +156,19 @@ class SpreadExperts:
     ) -> Tensor:
         """Once to each node that has experts of a token, and there to each of them."""
         here, stand_in = routing.scores.shape[1] // self.nodes, self.stand_in  # experts of a node
-        goes_NO = count_slots(routing.experts // here, self.nodes) > 0
-        numbers_O = torch.arange(self.nodes, device=x_ND.device)
+        sums = experts.slot_sums
+        nodes_NJ = self._nodes_of_tokens(routing.experts // here)
         kept = None if stand_in is None else stand_in.crossing(len(x_ND))
-        slots = sort_slots(numbers_O.where(goes_NO, self.nodes), self.nodes, True, None, kept)
-        token_M, node_M = slots.order // self.nodes, slots.order % self.nodes
+        slots = sort_slots(nodes_NJ, self.nodes, True, None, kept)
+        token_M = slots.order // nodes_NJ.shape[1]
+        node_M = nodes_NJ.flatten().index_select(0, slots.order)
         chosen_MK = routing.experts.index_select(0, token_M) - (node_M * here)[:, None]
         chosen_MK = chosen_MK.where((chosen_MK >= 0) & (chosen_MK < here), here)
         sent = slots.counts[:, None]
         coming = self._exchange(sent, FAR)
         way = Way(FAR, *self._rows(FAR, len(slots.order), sent, coming))
-        rows = self.move(rows_of_slots(x_ND, slots), way, beside)
-        weights = self.move(rows_of_slots(routing.weights, slots), way)
+        rows = self.move(sums.rows(x_ND, slots), way, beside)
+        weights = self.move(sums.rows(routing.weights, slots), way)
         came_MK = self._exchange(chosen_MK, FAR, way)
         if stand_in is not None:
             came_MK = came_MK.remainder(
@@ -174,7 +182,14 @@ class SpreadExperts:
             else partial(self._travel, NEAR, beside, None)
         )
         y = dispatch_slots(rows, there._replace(drops=True, kept=inside), here, experts, near)
-        return choices_of_slots(self.move(y, way.back), slots).sum(1)
+        return sums.tokens(self.move(y, way.back), slots)
+
+    def _nodes_of_tokens(self, nodes_NK: Tensor) -> Tensor:
+        """The nodes of each token's experts, each once and in order, as many as a token can have;
+        the number of nodes stands for none."""
+        numbers_O = torch.arange(self.nodes, device=nodes_NK.device)
+        goes_NO = count_slots(nodes_NK, self.nodes) > 0
+        return numbers_O.where(goes_NO, self.nodes).sort(dim=1).values[:, : self.most_nodes]
 
     def _exchange(self, numbers: Tensor, axis: str, way: Way | None = None) -> Tensor:
         """Integers, which have no gradient; without a way, as many to every rank."""

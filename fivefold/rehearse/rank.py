@@ -46,6 +46,8 @@ from fivefold.rehearse.trace import (
 )
 from fivefold.step import step, updater_of
 
+_EXCHANGE = torch.ops._c10d_functional.all_to_all_single.default
+
 
 @contextmanager
 def joined(rank: int, world: int) -> Iterator[None]:
@@ -304,6 +306,8 @@ def _categories(plan: Plan, rank: int, dtype: torch.dtype) -> Callable[[Any, Ten
     vocabulary = padded_vocab(plan.shape.vocab, plan.layout.tp) // plan.layout.tp  # of this rank
 
     def category(func: Any, tensor: Tensor) -> str:
+        if func is _EXCHANGE:  # rows of tokens, on their way or saved
+            return tracing.ACTIVATIONS
         if func.namespace in ("c10d", "_c10d_functional"):
             return tracing.BUFFERS
         if tensor.dim() == 1 and tensor.dtype == grad_dtype and tensor.numel() in gradients:

@@ -26,6 +26,7 @@ FLOAT32 = {
     "pipeline": ("tiny", "--layout", "pp=4", "--schedule", "zb-v"),
     "ring": ("tiny", "--layout", "cp=4"),
     "experts": ("tiny-moe", "--layout", "dp=4 ep=4"),
+    "experts over nodes": ("tiny-moe", "--layout", "dp=4 ep=4", "--ep-nodes", "2"),
     # Beyond the four that are promised: what recomputes, packs, gathers and takes turns.
     "kept collectives": ("tiny", "--layout", "tp=2 cp=2", "--recompute", "selective", "--packed"),
     "heads": ("tiny", "--layout", "cp=4", "--context", "ulysses"),

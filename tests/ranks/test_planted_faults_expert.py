@@ -16,10 +16,9 @@ from torch import Tensor
 from fivefold.core.groups import TWIN
 from fivefold.core.units import Unit
 from fivefold.launch.processes import Pool
-from fivefold.model import moe
 from fivefold.model.balance import LocalRows
 from fivefold.model.moe import MoeMlp, Routing
-from fivefold.model.slots import Slots
+from fivefold.model.slots import Slots, SlotSums
 from fivefold.parallel import balance, compose, expert
 from fivefold.parallel.boundary import AxisBoundary
 from fivefold.parallel.compose import Job
@@ -72,12 +71,12 @@ def rows_left_in_the_order_of_ranks() -> Patch:
 
 def results_left_in_the_order_of_experts() -> Patch:
     """Results come back sorted by expert, and are taken to be sorted by token."""
-    inner = moe.choices_of_slots
+    inner = SlotSums.weighed_tokens
 
-    def unsorted(y_MD: Tensor, slots: Slots) -> Tensor:
-        return inner(y_MD.index_select(0, slots.order), slots)
+    def unsorted(self: SlotSums, y_MD: Tensor, slots: Slots, weights_NK: Tensor) -> Tensor:
+        return inner(self, y_MD.index_select(0, slots.order), slots, weights_NK)
 
-    return patch.object(moe, "choices_of_slots", unsorted)
+    return patch.object(SlotSums, "weighed_tokens", unsorted)
 
 
 def shared_expert_of_every_rank() -> Patch:
@@ -169,10 +168,10 @@ def rows_travel_wide() -> Patch:
 def token_crosses_to_every_node() -> Patch:
     """Tokens go to nodes that have no expert of theirs too, and come back with nothing."""
 
-    def each(chosen_NK: Tensor, num_nodes: int) -> Tensor:
-        return chosen_NK.new_ones(len(chosen_NK), num_nodes)
+    def all_nodes(self: SpreadExperts, nodes_NK: Tensor) -> Tensor:
+        return torch.arange(self.nodes).repeat(len(nodes_NK), 1)
 
-    return patch.object(expert, "count_slots", each)
+    return patch.object(SpreadExperts, "_nodes_of_tokens", all_nodes)
 
 
 def other_rows(**changes: Any) -> Patch:
