@@ -32,7 +32,9 @@ from fivefold.optim.optimizer import (
     StoredState,
     decays,
     gradient_for,
+    leave_scaling,
     make_optimizer,
+    scale_gradients,
     with_states,
 )
 
@@ -157,6 +159,8 @@ class BlockwiseUpdater:
         self.owned, self.store, self.device, self.master = owned, store, device, master
         self.lr, self.count = recipe.lr, 0
         self.counts = torch.zeros(len(owned) if self.kind.counts_steps else 0)
+        wide = torch.float32 if master or not owned else owned[0].tensor.dtype
+        self.scales = leave_scaling(self.name, owned, wide)
         if master:
             for block, states in store.walk():
                 for weight, copy in zip(self._weights(block), states[MASTER], strict=True):
@@ -203,6 +207,8 @@ class BlockwiseUpdater:
         optimizer = with_states(plain, self.name, values, states, self._counts(block))
         for each, part, value in zip(owned, block, values, strict=True):
             value.grad = gradient_for(value, each, part.start)
+        if self.scales:
+            scale_gradients(optimizer, owned)
         optimizer.step()
         for i, part in enumerate(block):
             for home in {id(one): one for one in (sources[i], weights[i])}.values():

@@ -36,6 +36,7 @@ class OwnedWeight(Protocol):
     """A weight, or a flat shard of one that begins at element `start`, and its gradient."""
 
     tensor: Tensor
+    scaled_by_update: bool  # its factor is left to the kernel of the update
 
     @property
     def row(self) -> LocalWeight: ...
@@ -49,10 +50,30 @@ class OwnedWeight(Protocol):
 
 
 def gradient_for(value: Tensor, each: OwnedWeight, start: int = 0) -> Tensor:
-    """The clipped gradient of a value, whose elements begin at `start` of what is owned."""
+    """The gradient of a value, whose elements begin at `start` of what is owned; clipped, unless
+    the update does that."""
     part = each.grad.reshape(-1)[start : start + value.numel()]
     found = part.to(value.device, value.dtype, non_blocking=True).view(value.shape)
-    return found if each.factor is None else found * each.factor
+    return found if each.factor is None or each.scaled_by_update else found * each.factor
+
+
+def leave_scaling(
+    name: OptimizerName, owned: Sequence[OwnedWeight], dtype: torch.dtype | None
+) -> bool:
+    """Whether the kernel of an update of this dtype clips gradients as it reads them, which saves a
+    pass over all of them; the owned weights are told. Its factor is float32: too coarse for
+    float64."""
+    scales = OPTIMIZERS[name].scales and dtype != torch.float64
+    for each in owned:
+        each.scaled_by_update = scales
+    return scales
+
+
+def scale_gradients(optimizer: torch.optim.Optimizer, owned: Sequence[OwnedWeight]) -> None:
+    """Give the next update the factor of the gradients, which all have in common; torch divides by
+    what it is given."""
+    factor = owned[0].factor if owned else None
+    optimizer.grad_scale = None if factor is None else factor.reciprocal().float()  # pyright: ignore
 
 
 class StoredState(Protocol):
@@ -177,10 +198,13 @@ class DeviceUpdater:
         device = self.values[0].device if self.values else None
         self.count, self.counts = 0, torch.zeros(len(self.values), device=device)
         self.optimizer = with_states(optimizer, name, self.values, self.moments, self.counts)
+        self.scales = leave_scaling(name, owned, self.values[0].dtype if owned else None)
 
     def step(self) -> None:
         for each, value in zip(self.owned, self.values, strict=True):
             value.grad = gradient_for(value, each)
+        if self.scales:
+            scale_gradients(self.optimizer, self.owned)
         self.counts.fill_(self.count)
         self.optimizer.step()
         self.count += 1
