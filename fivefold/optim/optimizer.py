@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 # That of Llama 2 (arXiv:2307.09288). With the usual 1e-8, AdamW answers the rounding error of a
 # small gradient with a step of the learning rate, and float32 runs soon diverge at the routers.
 ADAM_EPS = 1e-5
+ADAM_BETAS = (0.9, 0.95)
 MASTER = "master"  # the name of float32 copies of weights among the states
 _FIRST_SCALE = 2.0**16
 _LEAST_SCALE = 1.0
@@ -67,6 +68,11 @@ def leave_scaling(
     for each in owned:
         each.scaled_by_update = scales
     return scales
+
+
+def has_kernel(scales: bool, device: torch.device | None) -> bool:
+    """Whether `optim/adamw_kernel.py` updates weights on this device."""
+    return scales and device is not None and device.type == "cuda"
 
 
 def scale_gradients(optimizer: torch.optim.Optimizer, owned: Sequence[OwnedWeight]) -> None:
@@ -125,7 +131,7 @@ class StateInMemory:
 
 def adamw(groups: ParameterGroups, lr: float, eps: float) -> torch.optim.Optimizer:
     """AdamW. The fused kernel computes in float32 for bfloat16 weights, on CPU and on CUDA."""
-    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=eps, fused=True)
+    return torch.optim.AdamW(groups, lr=lr, betas=ADAM_BETAS, eps=eps, fused=True)
 
 
 def sgd(groups: ParameterGroups, lr: float, eps: float) -> torch.optim.Optimizer:
@@ -199,18 +205,38 @@ class DeviceUpdater:
         self.count, self.counts = 0, torch.zeros(len(self.values), device=device)
         self.optimizer = with_states(optimizer, name, self.values, self.moments, self.counts)
         self.scales = leave_scaling(name, owned, self.values[0].dtype if owned else None)
+        self.kernel = has_kernel(self.scales, device)
+        self.weight_decay = weight_decay
 
     def step(self) -> None:
+        if self.kernel:
+            self._run_kernel()
+        else:
+            self._run_torch()
+        self.count += 1
+
+    def _run_torch(self) -> None:
         for each, value in zip(self.owned, self.values, strict=True):
             value.grad = gradient_for(value, each)
         if self.scales:
             scale_gradients(self.optimizer, self.owned)
         self.counts.fill_(self.count)
         self.optimizer.step()
-        self.count += 1
         for each, master in zip(self.owned, self.masters, strict=bool(self.masters)):
             each.tensor.detach().copy_(master)
             master.grad = None
+
+    def _run_kernel(self) -> None:
+        """By our own kernel, which reads gradients as they are and writes narrow weights too."""
+        from fivefold.optim.adamw_kernel import AdamwKernel  # Triton is there only with CUDA
+
+        factor, lr = self.owned[0].factor, self.optimizer.param_groups[0]["lr"]
+        kernel = AdamwKernel(factor, self.values[0].device, lr, self.count + 1)
+        for each, value, *moments in zip(
+            self.owned, self.values, *self.moments.values(), strict=True
+        ):
+            decay = self.weight_decay if decays(each) else 0.0
+            kernel.update(value, each.grad, moments, decay, each.tensor if self.masters else None)
 
     def set_lr(self, lr: float) -> None:
         for group in self.optimizer.param_groups:
