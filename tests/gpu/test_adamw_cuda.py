@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from functools import partial
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 
 from fivefold.core.recipe import Recipe
 from fivefold.core.units import LocalWeight
+from fivefold.launch.processes import num_gpus
 from fivefold.optim import make_updater
 from fivefold.optim.optimizer import ADAM_BETAS, ADAM_EPS
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.skipif(
+    not num_gpus(), reason="no CUDA device: run this where there is one"
+)
 SIZES = ((3, 5), (1000,), (4096, 1031), (1 << 22,))
 FACTOR, DECAY, LR = 0.37, 0.1, 1e-2
 
@@ -42,20 +48,15 @@ def updated(owned: list[Any], recipe: Recipe, master: bool) -> list[torch.Tensor
     return [each.tensor for each in owned]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_kernel_is_adamw(dtype: torch.dtype) -> None:
+def kernel_is_adamw(dtype: torch.dtype) -> None:
     recipe = Recipe(lr=LR, weight_decay=DECAY)
-    ours = updated(owned_weights(dtype), recipe, master=False)
-    theirs = owned_weights(dtype)
+    ours, theirs = updated(owned_weights(dtype), recipe, master=False), owned_weights(dtype)
     groups = [
         {
-            "params": [each.tensor for each in theirs if len(each.row.shape) > 1],
-            "weight_decay": DECAY,
-        },
-        {
-            "params": [each.tensor for each in theirs if len(each.row.shape) < 2],
-            "weight_decay": 0.0,
-        },
+            "params": [each.tensor for each in theirs if (len(each.row.shape) > 1) == decays],
+            "weight_decay": DECAY if decays else 0.0,
+        }
+        for decays in (True, False)
     ]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=ADAM_BETAS, eps=ADAM_EPS, fused=True)
     generator = torch.Generator("cuda").manual_seed(1)
@@ -70,12 +71,28 @@ def test_the_kernel_is_adamw(dtype: torch.dtype) -> None:
         assert float((mine - each.tensor).abs().max()) <= bound * float(each.tensor.abs().max())
 
 
-@pytest.mark.parametrize("master", [False, True])
-def test_states_in_host_memory_give_the_same_bits(master: bool) -> None:
+def same_bits(master: bool) -> None:
     dtype = torch.bfloat16 if master else torch.float32
-    recipe = Recipe(lr=LR, weight_decay=DECAY)
-    here = updated(owned_weights(dtype), recipe, master)
-    away = Recipe(lr=LR, weight_decay=DECAY, offload="cpu")
-    there = updated(owned_weights(dtype), away, master)
+    recipes = [Recipe(lr=LR, weight_decay=DECAY, offload=where) for where in ("none", "cpu")]
+    here, there = (updated(owned_weights(dtype), each, master) for each in recipes)
     for mine, other in zip(here, there, strict=True):
-        assert torch.equal(mine, cast(torch.Tensor, other))
+        assert torch.equal(mine, other)
+
+
+CHECKS = {
+    "the kernel is AdamW in float32": partial(kernel_is_adamw, torch.float32),
+    "the kernel is AdamW in bfloat16": partial(kernel_is_adamw, torch.bfloat16),
+    "states in host memory give the same bits": partial(same_bits, master=False),
+    "states and masters in host memory do too": partial(same_bits, master=True),
+}
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_updates_on_a_gpu(name: str) -> None:
+    """In a process of its own: later tests fork, which no CUDA survives."""
+    done = subprocess.run([sys.executable, __file__, name], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+if __name__ == "__main__":
+    CHECKS[sys.argv[1]]()
