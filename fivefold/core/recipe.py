@@ -31,7 +31,8 @@ class OptimizerKind:
     `factory` is `module:function`, because core never loads torch. The function gets parameter
     groups, learning rate and epsilon, and makes a torch optimizer. `states` are the names of its
     state tensors, each as large as the weight, and torch's names for them. `counts_steps`: it
-    stores a float32 step count for each weight.
+    stores a float32 step count for each weight. `scales`: its kernel multiplies gradients by a
+    factor as it reads them.
 
     `full_matrices`: an update needs full matrices, so that shards are gathered before it. The
     factory of such an optimizer makes an updater, as `optim/muon.py` does. Its states stay on the
@@ -41,6 +42,7 @@ class OptimizerKind:
     factory: str
     states: Mapping[str, str] = field(default_factory=dict[str, str])
     counts_steps: bool = False
+    scales: bool = False
     full_matrices: bool = False
 
 
@@ -49,6 +51,7 @@ OPTIMIZERS: dict[OptimizerName, OptimizerKind] = {
         "fivefold.optim.optimizer:adamw",
         {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"},
         counts_steps=True,
+        scales=True,
     ),
     "muon": OptimizerKind("fivefold.optim.muon:Muon", full_matrices=True),
     "sgd": OptimizerKind("fivefold.optim.optimizer:sgd", {"momentum": "momentum_buffer"}),

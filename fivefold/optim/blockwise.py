@@ -32,7 +32,10 @@ from fivefold.optim.optimizer import (
     StoredState,
     decays,
     gradient_for,
+    has_kernel,
+    leave_scaling,
     make_optimizer,
+    scale_gradients,
     with_states,
 )
 
@@ -157,6 +160,8 @@ class BlockwiseUpdater:
         self.owned, self.store, self.device, self.master = owned, store, device, master
         self.lr, self.count = recipe.lr, 0
         self.counts = torch.zeros(len(owned) if self.kind.counts_steps else 0)
+        wide = torch.float32 if master or not owned else owned[0].tensor.dtype
+        self.scales = leave_scaling(self.name, owned, wide)
         if master:
             for block, states in store.walk():
                 for weight, copy in zip(self._weights(block), states[MASTER], strict=True):
@@ -198,17 +203,41 @@ class BlockwiseUpdater:
             ]
             for key in self.kind.states
         }
-        pairs = [(decays(each), value) for each, value in zip(owned, values, strict=True)]
-        plain = make_optimizer(self.name, pairs, self.lr, self.recipe.weight_decay, ADAM_EPS)
-        optimizer = with_states(plain, self.name, values, states, self._counts(block))
-        for each, part, value in zip(owned, block, values, strict=True):
-            value.grad = gradient_for(value, each, part.start)
-        optimizer.step()
+        grads = [
+            gradient_for(value, each, part.start)
+            for each, part, value in zip(owned, block, values, strict=True)
+        ]
+        run = self._run_kernel if has_kernel(self.scales, self.device) else self._run_torch
+        run(block, values, grads, states)
         for i, part in enumerate(block):
             for home in {id(one): one for one in (sources[i], weights[i])}.values():
                 if home is not values[i]:
                     home.copy_(values[i])
             self._write_back(part, {key: (stored[key][i], states[key][i]) for key in states})
+
+    def _run_torch(
+        self, block: Block, values: list[Tensor], grads: list[Tensor], states: BlockStates
+    ) -> None:
+        owned = [self.owned[part.index] for part in block]
+        pairs = [(decays(each), value) for each, value in zip(owned, values, strict=True)]
+        plain = make_optimizer(self.name, pairs, self.lr, self.recipe.weight_decay, ADAM_EPS)
+        optimizer = with_states(plain, self.name, values, states, self._counts(block))
+        for value, grad in zip(values, grads, strict=True):
+            value.grad = grad
+        if self.scales:
+            scale_gradients(optimizer, owned)
+        optimizer.step()
+
+    def _run_kernel(
+        self, block: Block, values: list[Tensor], grads: list[Tensor], states: BlockStates
+    ) -> None:
+        from fivefold.optim.adamw_kernel import AdamwKernel  # Triton is there only with CUDA
+
+        owned = [self.owned[part.index] for part in block]
+        kernel = AdamwKernel(owned[0].factor, self.device, self.lr, self.count)
+        for each, value, grad, *moments in zip(owned, values, grads, *states.values(), strict=True):
+            decay = self.recipe.weight_decay if decays(each) else 0.0
+            kernel.update(value, grad, moments, decay)
 
     def _counts(self, block: Block) -> Tensor:
         """The step counts of a block's tensors, which torch will increase."""

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 # That of Llama 2 (arXiv:2307.09288). With the usual 1e-8, AdamW answers the rounding error of a
 # small gradient with a step of the learning rate, and float32 runs soon diverge at the routers.
 ADAM_EPS = 1e-5
+ADAM_BETAS = (0.9, 0.95)
 MASTER = "master"  # the name of float32 copies of weights among the states
 _FIRST_SCALE = 2.0**16
 _LEAST_SCALE = 1.0
@@ -36,6 +37,7 @@ class OwnedWeight(Protocol):
     """A weight, or a flat shard of one that begins at element `start`, and its gradient."""
 
     tensor: Tensor
+    scaled_by_update: bool  # its factor is left to the kernel of the update
 
     @property
     def row(self) -> LocalWeight: ...
@@ -49,10 +51,35 @@ class OwnedWeight(Protocol):
 
 
 def gradient_for(value: Tensor, each: OwnedWeight, start: int = 0) -> Tensor:
-    """The clipped gradient of a value, whose elements begin at `start` of what is owned."""
+    """The gradient of a value, whose elements begin at `start` of what is owned; clipped, unless
+    the update does that."""
     part = each.grad.reshape(-1)[start : start + value.numel()]
     found = part.to(value.device, value.dtype, non_blocking=True).view(value.shape)
-    return found if each.factor is None else found * each.factor
+    return found if each.factor is None or each.scaled_by_update else found * each.factor
+
+
+def leave_scaling(
+    name: OptimizerName, owned: Sequence[OwnedWeight], dtype: torch.dtype | None
+) -> bool:
+    """Whether the kernel of an update of this dtype clips gradients as it reads them, which saves a
+    pass over all of them; the owned weights are told. Its factor is float32: too coarse for
+    float64."""
+    scales = OPTIMIZERS[name].scales and dtype != torch.float64
+    for each in owned:
+        each.scaled_by_update = scales
+    return scales
+
+
+def has_kernel(scales: bool, device: torch.device | None) -> bool:
+    """Whether `optim/adamw_kernel.py` updates weights on this device."""
+    return scales and device is not None and device.type == "cuda"
+
+
+def scale_gradients(optimizer: torch.optim.Optimizer, owned: Sequence[OwnedWeight]) -> None:
+    """Give the next update the factor of the gradients, which all have in common; torch divides by
+    what it is given."""
+    factor = owned[0].factor if owned else None
+    optimizer.grad_scale = None if factor is None else factor.reciprocal().float()  # pyright: ignore
 
 
 class StoredState(Protocol):
@@ -104,7 +131,7 @@ class StateInMemory:
 
 def adamw(groups: ParameterGroups, lr: float, eps: float) -> torch.optim.Optimizer:
     """AdamW. The fused kernel computes in float32 for bfloat16 weights, on CPU and on CUDA."""
-    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=eps, fused=True)
+    return torch.optim.AdamW(groups, lr=lr, betas=ADAM_BETAS, eps=eps, fused=True)
 
 
 def sgd(groups: ParameterGroups, lr: float, eps: float) -> torch.optim.Optimizer:
@@ -177,16 +204,39 @@ class DeviceUpdater:
         device = self.values[0].device if self.values else None
         self.count, self.counts = 0, torch.zeros(len(self.values), device=device)
         self.optimizer = with_states(optimizer, name, self.values, self.moments, self.counts)
+        self.scales = leave_scaling(name, owned, self.values[0].dtype if owned else None)
+        self.kernel = has_kernel(self.scales, device)
+        self.weight_decay = weight_decay
 
     def step(self) -> None:
+        if self.kernel:
+            self._run_kernel()
+        else:
+            self._run_torch()
+        self.count += 1
+
+    def _run_torch(self) -> None:
         for each, value in zip(self.owned, self.values, strict=True):
             value.grad = gradient_for(value, each)
+        if self.scales:
+            scale_gradients(self.optimizer, self.owned)
         self.counts.fill_(self.count)
         self.optimizer.step()
-        self.count += 1
         for each, master in zip(self.owned, self.masters, strict=bool(self.masters)):
             each.tensor.detach().copy_(master)
             master.grad = None
+
+    def _run_kernel(self) -> None:
+        """By our own kernel, which reads gradients as they are and writes narrow weights too."""
+        from fivefold.optim.adamw_kernel import AdamwKernel  # Triton is there only with CUDA
+
+        factor, lr = self.owned[0].factor, self.optimizer.param_groups[0]["lr"]
+        kernel = AdamwKernel(factor, self.values[0].device, lr, self.count + 1)
+        for each, value, *moments in zip(
+            self.owned, self.values, *self.moments.values(), strict=True
+        ):
+            decay = self.weight_decay if decays(each) else 0.0
+            kernel.update(value, each.grad, moments, decay, each.tensor if self.masters else None)
 
     def set_lr(self, lr: float) -> None:
         for group in self.optimizer.param_groups:

@@ -75,8 +75,8 @@ class OwnedShard:
 
     The gradient is there after `Data.finish`, on the device, in the type of the weight or in that
     of its sum; a weight that is kept in host memory has it elsewhere than torch's own `grad` could
-    be. One that is `clipped_late`, because its type is narrow or it has left the device, is
-    multiplied by `factor` when it is used, and not in place.
+    be. One that is `clipped_late`, because its type is narrow or it has left the device, or that is
+    `scaled_by_update`, is multiplied by `factor` when it is used, and not in place.
     """
 
     row: LocalWeight
@@ -84,6 +84,7 @@ class OwnedShard:
     start: int = 0
     gradient: Tensor | None = None
     clipped_late: bool = False
+    scaled_by_update: bool = False
     factor: Tensor | None = None
 
     @property
@@ -93,7 +94,7 @@ class OwnedShard:
 
     def clip(self, factor: Tensor) -> None:
         """Multiply the gradient."""
-        if self.clipped_late:
+        if self.clipped_late or self.scaled_by_update:
             self.factor = factor
         else:
             self.grad.mul_(factor)
