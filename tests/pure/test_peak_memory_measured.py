@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from one_layout import H100, LARGE, SMALL, activations_of, grid_of, memory_of
 
+from benchmarks.nanotron_replay import RankReplay
 from fivefold.core import machine, models
 from fivefold.core.plan import PlanOptions, resolve
 from fivefold.core.recompute import Recompute
@@ -121,6 +122,19 @@ def test_nanotron_splits_layers_by_cost() -> None:
 
 
 # --- What nanotron's allocator caches
+
+# dp, ZeRO stage, rows of a microbatch, and what torch reserved, with tp 1 and pp 1: GiB.
+ALONE = ((16, 0, 1, 36.66), (8, 0, 2, 50.18), (8, 1, 1, 24.24), (16, 1, 2, 35.03))
+
+
+def test_nanotron_replayed_through_the_allocator_takes_what_it_took() -> None:
+    """Tensors from its source and torch's rules alone, to 0.05 GiB."""
+    sizes = {"layers": 16, "hidden": 2048, "ffn_hidden": 8192, "heads": 32, "vocab": 131072}
+    for dp, zero, rows, measured in ALONE:
+        layout = {"dp": dp, "tp": 1, "pp": 1, "zero": zero, "micro_batch": rows}
+        row = sizes | layout | {"seq_len": 4096, "params_b": 1.342, "global_batch": 256}
+        assert RankReplay(row, ahead=True).run() == pytest.approx(measured, abs=0.05)
+
 
 COUNTED = load_stack("nanotron", "hugging-face")  # without what was fitted to the sweep
 assert COUNTED.memory.cache is not None
