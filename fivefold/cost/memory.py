@@ -20,7 +20,7 @@ from fivefold.core.shape import Shape
 from fivefold.cost.grid import Array, LayoutGrid
 from fivefold.cost.memory_entries import MemoryEntries, MemoryParts
 from fivefold.cost.pipeline_ranks import RankStage, rank_stages
-from fivefold.cost.stack import AllocatorCache, SoftwareStack
+from fivefold.cost.stack import LAUNCH_QUEUE, AllocatorCache, SoftwareStack
 
 Verdict = Literal["fits", "tight", "does not fit"]
 CATEGORIES = (
@@ -122,44 +122,66 @@ class CachingAllocator:
         self.cache = entries.memory.cache
 
     def slack(self) -> Array:
-        """Cached bytes that a run must have room for."""
+        """Cached bytes that a run must have room for: a pool that meets the limit waits for the GPU
+        and frees all that is cached, again and again."""
         if self.cache is None:
             return np.zeros(1)
-        return self._end_gradients(self.cache) + self._pending(self.cache)
+        return self._pending(self.cache) + self._gathered()
 
     def reserved(self) -> Array:
-        """The pool at its peak. Near the limit, cached blocks are freed."""
+        """The pool at its peak. One that met the limit freed its cache and grows again: on average
+        it is halfway."""
         outside, cache = self.entries.memory.context_bytes, self.cache
         if cache is None:
             return total_bytes(self.parts) - outside
-        limit, m = self.entries.machine.memory - outside, self.entries.grid.microbatches
-        need = total_bytes(self.parts) - self.parts["margin"] - outside + self._end_gradients(cache)
-        loose = need + self._pending(cache) * m / (m + cache.microbatches)
-        most = loose + self._gathered(cache)
-        return np.maximum(need, np.where(most < limit, most, np.minimum(loose, limit)))
-
-    def _end_gradients(self, cache: AllocatorCache) -> Array:
-        shape, at_end = self.entries.shape, np.maximum(self.stage.embedding, self.stage.head)
-        matrix = shape.vocab * shape.width / self.entries.grid.tp
-        return cache.end_gradients * 2 * matrix * at_end
+        limit = self.entries.machine.memory - outside
+        need = total_bytes(self.parts) - self.parts["margin"] - outside
+        # Whatever fragmentation loses is found again among pending blocks.
+        loose = need + np.maximum(self._pending(cache) * self._filled(cache), self.parts["margin"])
+        most = loose + self._gathered()
+        full = np.maximum(need, (need + limit) / 2)
+        return np.where(most < limit, most, np.where(loose < limit, loose, full))
 
     def _pending(self, cache: AllocatorCache) -> Array:
-        """Blocks that the GPU has not passed yet, at most."""
+        """Blocks that the GPU has not passed yet, at most: two of all tokens for each layer, inputs
+        of its reduce-scatters; and shards, one per block in forward and 2.5 in backward."""
+        grid, stage, entries = self.entries.grid, self.stage, self.entries
+        forward = np.minimum(LAUNCH_QUEUE / cache.forward_launches, stage.layers.all * stage.flight)
+        left = np.maximum(LAUNCH_QUEUE - forward * cache.forward_launches, 0.0)
+        # Behind the forward of a microbatch, the backward of the one before may wait as well; in a
+        # pipeline the host has waited for a message in between.
+        before = np.minimum(left / cache.backward_launches, stage.layers.all)
+        before = np.where((grid.pp == 1) & (grid.microbatches > 1), before, 0.0)
+        blocks = 2 * forward * (1 + 1 / grid.tp) + 2 * before * (1 + 2.5 / grid.tp)
+        found = blocks * self._ahead() * entries.activations.whole * entries.tokens
+        if cache.most is not None:
+            live = self.parts["activations"] + self.parts["logits"]
+            found = np.minimum(found, cache.most * live)
+        return np.where(entries.activations.split > 1, found, 0.0)
+
+    def _ahead(self) -> Array:
+        """Whether the host is ahead of the GPU. Alone, the fastest host of a tensor group is: its
+        GPU waits for the slowest one. In a pipeline of two, all hosts wait for every message, and
+        are ahead only if the GPU needs longer for a layer. In longer ones GPUs wait for others."""
         entries, grid, stage = self.entries, self.entries.grid, self.stage
         parameters = entries.parameters(stage)
         layer = (parameters.all - parameters.ends) / np.maximum(stage.layers.all, 1.0)
-        work = (2 * entries.tokens * layer) ** 2
-        ahead = np.where(grid.pp == 2, work / (work + cache.work**2), 1.0)
-        blocks = np.minimum(cache.pending, 2 * stage.layers.all * stage.flight)
-        blocks = np.where(grid.pp == 1, cache.pending, blocks) * (1 + 2 / grid.tp) * ahead
-        found = blocks * entries.activations.whole * entries.tokens
-        live = self.parts["activations"] + self.parts["logits"]
-        return np.where(entries.activations.split > 1, np.minimum(found, cache.most * live), 0.0)
+        work = (2 * entries.tokens * layer / entries.matmul_speed) ** 2
+        least = np.maximum(work + self.entries.stack.launch**2, np.finfo(float).tiny)
+        return np.where(grid.pp == 2, work / least, 1.0)
 
-    def _gathered(self, cache: AllocatorCache) -> Array:
-        """ZeRO-1: flat weights of the last step, less the states that took their place."""
+    def _filled(self, cache: AllocatorCache) -> Array:
+        """How much of the queue is full in a step: a host that is assumed to need half of the GPU's
+        time gains every second kernel of a microbatch. Messages of a pipeline start it anew."""
+        grid, both = self.entries.grid, cache.forward_launches + cache.backward_launches
+        needed = 2 * LAUNCH_QUEUE / (both * np.maximum(self.stage.layers.all, 1.0))
+        return np.where(grid.pp == 1, grid.microbatches / (grid.microbatches + needed), 1.0)
+
+    def _gathered(self) -> Array:
+        """ZeRO-1: after an update, flat copies of 2 bytes of all weights twice and of the rank's
+        own, less its moments of 8 bytes, which were allocated where activations had been."""
         grid, parameters = self.entries.grid, self.entries.parameters(self.stage)
-        found = cache.gathered * np.maximum(4 - 6 / grid.dp, 0.0) * parameters.all
+        found = np.maximum(4 - 6 / grid.dp, 0.0) * parameters.all
         return np.where((grid.zero == 1) & (grid.dp > 1), found, 0.0)
 
 

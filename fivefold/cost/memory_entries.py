@@ -13,7 +13,7 @@ import numpy as np
 
 from fivefold.core.count import layer_parameters, mtp_parameters
 from fivefold.core.machine import Machine
-from fivefold.core.precision import itemsize_of, matmul_bytes
+from fivefold.core.precision import PRECISIONS, itemsize_of, matmul_bytes
 from fivefold.core.shape import Shape
 from fivefold.cost.activations import WIDE, Activations
 from fivefold.cost.frozen import trainable_share
@@ -52,6 +52,7 @@ class MemoryEntries:
         if self.memory.narrow_inputs and matmul_bytes(precision) < itemsize_of(precision):
             self.memory = replace(self.memory, input_bytes=matmul_bytes(precision))
         self.itemsize = itemsize = itemsize_of(precision)
+        self.precision = precision
         self.tokens = grid.microbatch_size * seq / grid.cp
         job = (shape, stack, self.memory, grid, seq, itemsize, imbalance)
         self.activations = Activations(*job)
@@ -63,6 +64,13 @@ class MemoryEntries:
         """One pipeline rank by category, at each moment that may be its peak, without what the
         allocator caches."""
         return self._by_moment(stage) if self.memory.unit_by_unit else (self._at_once(stage),)
+
+    @property
+    def matmul_speed(self) -> float:
+        """FLOP/s of matmuls in 16 bits, or more."""
+        known = PRECISIONS.get(self.precision)
+        wide = known.runs_in if known else self.precision
+        return self.machine.peak(wide) * self.machine.efficiency.matmul
 
     def least(self, stage: RankStage) -> Array:
         """A lower bound: weights and states, with what is saved, or with the gradients that a rank

@@ -27,22 +27,24 @@ Selective = Literal["core", "remade", "alternate"]
 Split = Literal["even", "balanced", "greedy", "short-ends"]
 
 
+# Kernels that wait on one connection to a GPU before a launch blocks the host: measured on an H200
+# with CUDA_DEVICE_MAX_CONNECTIONS=1. Events do not count, and streams share it.
+LAUNCH_QUEUE = 1022
+
+
 @dataclass(frozen=True)
 class AllocatorCache:
     """What the allocator caches beside live tensors.
 
     A tensor that a collective has read is free only after the GPU has passed it, and the host runs
-    ahead of the GPU. So blocks of a microbatch's tokens are *pending*: at most `pending` of them,
-    never more than `most` of the live bytes, and all of them only after some microbatches. In a
-    pipeline of two ranks, the host runs ahead only if the work of a layer is well above `work`.
+    ahead of the GPU, by `LAUNCH_QUEUE` kernels at most. So blocks of a microbatch's tokens are
+    *pending*: as many as the layers of so many kernels have read, never more than `most` of the
+    live bytes.
     """
 
-    pending: float
-    most: float
-    microbatches: float  # half of the pending blocks are there after so many
-    work: float  # FLOPs
-    end_gradients: float  # 16-bit copies of the gradient of embedding or head
-    gathered: float  # share of ZeRO-1's flat weights that finds no freed block
+    forward_launches: float  # kernels of a layer's forward on one tensor rank
+    backward_launches: float  # of its backward, with the sums of its gradients
+    most: float | None = None
 
 
 @dataclass(frozen=True)

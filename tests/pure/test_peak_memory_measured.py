@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from one_layout import H100, LARGE, SMALL, activations_of, grid_of, memory_of
 
+from benchmarks.nanotron_replay import RankReplay
 from fivefold.core import machine, models
 from fivefold.core.plan import PlanOptions, resolve
 from fivefold.core.recompute import Recompute
+from fivefold.core.shape import Shape
 from fivefold.cost import stack as stacks
 from fivefold.cost.memory import fits
 from fivefold.cost.pipeline_ranks import rank_stages
@@ -117,3 +119,74 @@ def test_nanotron_splits_layers_by_cost() -> None:
     """A head of four layers on sixteen: twenty in all, so five for each of four stages."""
     first, last = rank_stages(SMALL, "greedy", grid_of(pp=4, microbatches=8), 4096)
     assert (first.layers.all, last.layers.all, first.flight, last.flight) == (5, 1, 4, 1)
+
+
+# --- What nanotron's allocator caches
+
+# dp, ZeRO stage, rows of a microbatch, and what torch reserved, with tp 1 and pp 1: GiB.
+ALONE = ((16, 0, 1, 36.66), (8, 0, 2, 50.18), (8, 1, 1, 24.24), (16, 1, 2, 35.03))
+
+
+def test_nanotron_replayed_through_the_allocator_takes_what_it_took() -> None:
+    """Tensors from its source and torch's rules alone, to 0.05 GiB."""
+    sizes = {"layers": 16, "hidden": 2048, "ffn_hidden": 8192, "heads": 32, "vocab": 131072}
+    for dp, zero, rows, measured in ALONE:
+        layout = {"dp": dp, "tp": 1, "pp": 1, "zero": zero, "micro_batch": rows}
+        row = sizes | layout | {"seq_len": 4096, "params_b": 1.342, "global_batch": 256}
+        assert RankReplay(row, ahead=True).run() == pytest.approx(measured, abs=0.05)
+
+
+COUNTED = load_stack("nanotron", "hugging-face")  # without what was fitted to the sweep
+assert COUNTED.memory.cache is not None
+FORWARD = int(COUNTED.memory.cache.forward_launches)
+BACKWARD = int(COUNTED.memory.cache.backward_launches)
+
+
+def cached_blocks(shape: Shape, **said: int) -> float:
+    """What the first rank needs beside live tensors, in blocks of all tokens of a microbatch."""
+    first = memory_of(shape, grid_of(**said), COUNTED).first
+    beside = first["margin"] - COUNTED.memory.fragments * first["activations"]
+    return beside.item() / (2 * said.get("microbatch_size", 1) * 4096 * shape.width)
+
+
+def queued_blocks(layers: int, tp: int, *, alone: bool) -> float:
+    """Blocks that the last kernels of a full launch queue have read when a forward ends: two a
+    layer with their shards, spread over its kernels; before it, unless alone, another backward."""
+    backward = [2 * (1 + 2.5 / tp) / BACKWARD] * BACKWARD * layers
+    forward = [2 * (1 + 1 / tp) / FORWARD] * FORWARD * layers
+    return sum((forward if alone else backward + forward)[-stacks.LAUNCH_QUEUE :])
+
+
+@pytest.mark.parametrize("tp", [2, 8, 32])
+def test_blocks_that_wait_for_the_gpu_are_those_of_a_full_launch_queue(tp: int) -> None:
+    for shape in (SMALL, LARGE):
+        found = cached_blocks(shape, tp=tp, microbatches=8)
+        assert found == pytest.approx(queued_blocks(shape.layers, tp, alone=False))
+        first = cached_blocks(shape, tp=tp, microbatches=1)
+        assert first == pytest.approx(queued_blocks(shape.layers, tp, alone=True))
+    assert cached_blocks(SMALL, tp=tp, microbatches=1) < cached_blocks(SMALL, tp=tp, microbatches=8)
+    assert cached_blocks(SMALL, tp=1, microbatches=8) == pytest.approx(0.0)
+
+
+def test_in_a_pipeline_of_two_the_host_is_ahead_of_a_gpu_with_much_work() -> None:
+    said = {"tp": 8, "pp": 2, "microbatches": 8}
+    rows = [cached_blocks(SMALL, microbatch_size=each, **said) for each in (1, 16, 256)]
+    ten = queued_blocks(2 * 10, 8, alone=True)  # ten layers, two microbatches in flight
+    assert rows[0] < 0.05 * ten < 0.5 * ten < rows[1] < rows[2] == pytest.approx(ten, rel=0.02)
+
+
+def test_a_pool_that_met_the_limit_is_halfway_between_its_need_and_the_limit() -> None:
+    grid = grid_of(tp=32, microbatches=64, microbatch_size=64)
+    found, limit = memory_of(SMALL, grid, COUNTED), H100.memory - COUNTED.memory.context_bytes
+    live = sum(each.item() for name, each in found.first.items() if name != "margin")
+    need = live - COUNTED.memory.context_bytes
+    assert found.reserved.item() == pytest.approx((need + limit) / 2)
+
+
+def test_zero_1_keeps_the_flat_weights_of_its_update() -> None:
+    """Two copies of all weights in 2 bytes and one of its own, less its moments in 8."""
+    for dp in (2, 4, 16):
+        found = memory_of(LARGE, grid_of(shard=dp, zero=1, pp=8, microbatches=8), COUNTED).first
+        number = found["weights"].item() / 2
+        beside = found["margin"] - COUNTED.memory.fragments * found["activations"]
+        assert beside.item() == pytest.approx((2 * 2 + 2 / dp - 8 / dp) * number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -98,10 +99,12 @@ factor = "a, b"
     assert (without.factor, without.loss_bytes) == (2.0, 5.0)  # b gives it as well; not fitted
 
 
-def test_the_allocator_of_a_source_goes_with_it() -> None:
-    assert load_stack("nanotron").memory.cache is not None
-    left = load_stack("nanotron", "hugging-face")
-    assert left.memory.cache is None and left.factor == 1.0
+def test_what_an_allocator_was_fitted_to_goes_and_what_was_counted_stays() -> None:
+    known, left = load_stack("nanotron"), load_stack("nanotron", "hugging-face")
+    assert known.memory.cache is not None and left.memory.cache is not None
+    assert known.memory.cache.most is not None and left.memory.cache.most is None
+    assert left.memory.cache == replace(known.memory.cache, most=None)
+    assert left.memory.fragments == load_stack("eager").memory.fragments and left.factor == 1.0
     assert left.memory.packed  # read from its source code
 
 
