@@ -18,6 +18,7 @@ from fivefold.core.weights import weights as model_weights
 from fivefold.cost import axis_collectives
 from fivefold.cost.axis_collectives import Collective, RankChunk
 from fivefold.cost.collectives import units_of
+from fivefold.cost.data_axis import data_collectives
 from fivefold.cost.layer_collectives import wide_size
 from fivefold.page import View
 
@@ -109,7 +110,7 @@ class Layer:
             axis_collectives.tensor_collectives(plan, alone, self.itemsize)
             + axis_collectives.context_collectives(plan, alone, self.itemsize)
             + axis_collectives.expert_collectives(plan, alone, self.itemsize)
-            + axis_collectives.data_collectives(plan, whole, self.itemsize)
+            + data_collectives(plan, whole, self.itemsize)
         )
         self._sizes = {call.axis: call.group for call in self._left}
         self.message = Collective(
