@@ -237,9 +237,9 @@ DISPATCH_LAUNCH = 2.3e-3
 # Near what a search on half of the jobs in docs/h200-jobs.md finds, chosen with all of them in
 # view: grouped matmuls of experts are slower than others.
 GROUPED_SHARE = 0.85
-# Norm, clipping and narrowing move 18 bytes per weight, and the update 28; on an H200 they take as
-# long as 60 bytes at the speed of other kernels.
-CLIP_BYTES = 32.0
+# The norm reads 4 bytes per weight; the update, which clips, moves 28 and writes 2 of a narrow
+# weight. On an H200 they take as long as 39 bytes at the speed of other kernels.
+CLIP_BYTES = 11.0
 # fivefold: regions between matmuls and collectives compiled one by one, fused attention and loss.
 # Passes are counted: two norms and two sums read or write the width 10 times; rotary takes 2 passes
 # over queries and keys, a gated activation 3 over the MLP's width. Tokens are taken, weighed and
@@ -290,13 +290,13 @@ FIVEFOLD_EAGER = replace(
     expert_launch=EXPERT_LAUNCH,
 )
 # Bytes per weight if gradients are summed in bf16: a microbatch reads and writes 2 of each. The
-# norm reads 2, the update widens (6) and scales (8) them, and narrows the master (6): 4 more than
-# of gradients in 4 bytes.
+# norm reads 2, the update widens them first (6) and narrows the master after it (6): 8 more than of
+# gradients in 4 bytes.
 NARROW_GRADIENTS = {
     "gradient_bytes": 2,
     "summed_bytes": 2,
     "accumulated_bytes": 8.0,
-    "clip_bytes": CLIP_BYTES + 4,
+    "clip_bytes": CLIP_BYTES + 8,
 }
 BY_KERNELS = {
     "eager": FIVEFOLD_EAGER,

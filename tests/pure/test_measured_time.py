@@ -13,7 +13,6 @@ from benchmarks.h200_jobs import (
     errors_with,
     measured_jobs,
     page,
-    rehearsed_jobs,
 )
 from fivefold.core import machine, models
 from fivefold.cost import stack as stacks
@@ -41,16 +40,9 @@ def test_measured_steps_come_out_in_both_halves(kernels: str, fitted: bool) -> N
 
 @pytest.mark.parametrize("kernels", ["compiled", "eager"])
 def test_measured_memory_comes_out(kernels: str) -> None:
-    """Eager jobs as the program was that was measured."""
     jobs = [job for job in measured_jobs() if job.kernels == kernels]
     found = Errors.of([job.memory_error for job in jobs])
     assert found.mean < 0.01 and found.worst < (0.03 if kernels == "compiled" else 0.08)
-
-
-def test_memory_of_the_eager_program_comes_out() -> None:
-    """As it is today: rehearsed, not measured."""
-    found = Errors.of([job.memory_error for job in rehearsed_jobs()])
-    assert len(rehearsed_jobs()) == 26 and found.mean < 0.005 and found.worst < 0.02
 
 
 def test_the_page_says_what_the_command_says() -> None:
