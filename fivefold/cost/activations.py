@@ -19,7 +19,8 @@ from fivefold.core.shape import Mla, Shape
 from fivefold.cost.grid import Array, LayoutGrid, fullest_rank_load
 from fivefold.cost.stack import SoftwareStack, StackMemory
 
-DROPPED_PAIR = 21  # bytes of a query-key pair in backward: scores, gradients, draws; as rehearsed
+DROPPED_PAIR = 25  # bytes of a query-key pair in backward: six float32 scores, and what is kept
+DRAWN_PAIR = 24  # and in forward: three 64-bit draws
 LSE = 4  # bytes of a head's log-sum-exp
 WIDE = 4  # bytes of a float32 element
 
@@ -131,6 +132,14 @@ class Activations:
         kept = kept + (heads + self.heads * shape.value_dim) * size
         return kept + (self._deferred_experts() if routed else self._deferred_mlp(norms))
 
+    def experts(self, rule: Recompute) -> tuple[Array, Array, Array]:
+        """Of the experts of a layer, beside the input of the router: what they save, what
+        recomputation makes again, and what is left between input and weight gradient."""
+        _, *inside = self._routed()
+        kept = sum((each.bytes for each in inside if not each.is_remade(rule)), np.zeros(1))
+        every = sum((each.bytes for each in inside), np.zeros(1))
+        return kept, every - kept, self._deferred_experts() - self.residual
+
     def _deferred_mlp(self, norms: int) -> Array:
         matrices = 3 if self.shape.gated else 2
         return norms * self.whole + matrices * self.shape.ffn / self.grid.tp * self.itemsize
@@ -218,17 +227,18 @@ class Activations:
         yield SavedTensor(ranks * self.itemsize * ones, ("norm", "attention"), True)
 
     def _attended(self) -> Array:
-        copies = 2 if self._drops_pairs else 1  # dropped pairs: as attention made it, and as read
+        copies = 2 if self.drops_pairs else 1  # dropped pairs: as attention made it, and as read
         return copies * self.heads * self.shape.value_dim * self.itemsize + self._core()
 
     @property
-    def _drops_pairs(self) -> bool:
+    def drops_pairs(self) -> bool:
         """Whether our own attention drops query-key pairs, which no fused kernel does our way."""
         return self.memory.unit_by_unit and self.shape.attention_dropout > 0
 
-    def pairs(self) -> Array | float:
-        """Scores of one layer in its backward, if pairs are dropped."""
-        return self.heads * self.seq * DROPPED_PAIR if self._drops_pairs else 0.0
+    def pairs(self) -> tuple[Array | float, Array | float]:
+        """Scores of one layer in its forward and in its backward, if pairs are dropped."""
+        pairs = self.heads * self.seq if self.drops_pairs else 0.0
+        return pairs * DRAWN_PAIR, pairs * DROPPED_PAIR
 
     def _core(self) -> Array:
         """What attention saves for itself: its scores, or their log-sum-exp."""
@@ -247,7 +257,8 @@ class Activations:
         """Rows of this rank's experts per token of the microbatch."""
         moe = self.shape.moe
         assert moe is not None
-        load = fullest_rank_load(moe, self.grid.ep, self.imbalance, self.balance)
+        cuts = self.grid.cp * self.split
+        load = fullest_rank_load(moe, self.grid.ep, self.imbalance, self.balance, cuts)
         return load * moe.top_k * self.grid.etp / self.split
 
     def _routed(self) -> Iterator[SavedTensor]:

@@ -142,10 +142,10 @@ class MemoryEntries:
             "logits": logits,
             "buffers": buffers,
             "prefetch": gathered + gradients.unreduced,
-            **self._overhead(activations),
+            **self.overhead(activations),
         }
 
-    def _overhead(self, activations: Array) -> MemoryParts:
+    def overhead(self, activations: Array) -> MemoryParts:
         """What belongs to no tensor."""
         context = np.full((1,), self.memory.context_bytes + self.memory.pool_bytes)
         return {"context": context, "margin": self.memory.fragments * activations}
@@ -203,7 +203,7 @@ class MemoryEntries:
         parts["logits"] = stage.head * (self._loss() + self._other_losses())
         parts["buffers"] = self._messages() + self._buffers()
         parts["prefetch"] = self._prefetch(parameters, stage)
-        parts |= self._overhead(parts["activations"])
+        parts |= self.overhead(parts["activations"])
         if self.memory.backward_bytes:
             live = parts["activations"] + parts["logits"]
             after = saved * (stage.flight - 1) + self.memory.backward_bytes * parameters.all
