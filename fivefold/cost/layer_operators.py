@@ -1,4 +1,4 @@
-"""The operators of layers, embedding and head as one rank runs them, with the bytes of a microbatch.
+"""The operators of layers, embedding and head as one rank runs them, in bytes of a microbatch.
 
 `operator_tape` plays them. Inside of experts only sums are known (`cost/activations.py`).
 """
@@ -12,7 +12,7 @@ import numpy as np
 from fivefold.core.recompute import Recompute
 from fivefold.core.shape import Mla
 from fivefold.cost.activations import WIDE, Activations
-from fivefold.cost.grid import Array
+from fivefold.cost.grid import Array, Flags
 from fivefold.cost.operator_tape import OperatorList, TapeTensor
 
 EXPERTS = "mlp"  # how the names of a layer's router and experts begin
@@ -20,17 +20,18 @@ SCALED = 7  # bytes of 2 that the weight gradient of a norm holds besides: widen
 
 
 class LayerOperators:
-    """For one plan. `shards`: inputs of split GEMMs are saved as this rank's tokens. `queued`:
-    weight gradients go past autograd."""
+    """For one plan. Keys come to a query in so many `visits`. `shards`: inputs of split GEMMs are
+    saved as this rank's tokens. `queued`: weight gradients go past autograd."""
 
     def __init__(
         self,
         activations: Activations,
         tokens: float,
+        visits: int,
         shards: bool,
         queued: bool,
     ) -> None:
-        self.activations, self.tokens = activations, tokens
+        self.activations, self.tokens, self.visits = activations, tokens, visits
         self.shards, self.queued, self.shape = shards, queued, activations.shape
         grid = activations.grid
         self.tp, self.sp = int(_number(grid.tp)), bool(_number(grid.sp))
@@ -75,7 +76,7 @@ class LayerOperators:
 
     def head(self, logits_bytes: float) -> OperatorList:
         """Final norm, head and loss. `logits_bytes` of a word: all that the backward of the loss
-        holds, logits and their gradient among them."""
+        holds, logits and their gradient among it."""
         found = OperatorList(TapeTensor(self.residual))
         normed = self._norm(found, found.input, "norm", Recompute())
         wide = self._enter(found, normed, kept=False)
@@ -83,7 +84,7 @@ class LayerOperators:
         size = self.activations.itemsize
         logits = TapeTensor(words * size, logits=True)
         found.add([wide], logits, saved=[wide], weights="head")
-        extra = words * max(logits_bytes - 2 * size, 0.0)
+        extra = words * (logits_bytes - 2 * size)
         found.add([logits], TapeTensor(0.0), saved=[logits], backward_extra=extra)
         return found
 
@@ -101,21 +102,24 @@ class LayerOperators:
         if not self.split:
             return x
         if not self.sp:
-            return found.add([x], TapeTensor(self.whole, base=x))
-        wide = TapeTensor(self.whole, remade=kept, source=x, extra=self.whole)
-        return found.add([x], wide, backward_extra=self.whole, holds=x if kept else None)
+            return found.add([x], TapeTensor(self.whole, base=x), collective=True)
+        wide = TapeTensor(self.whole, remade=kept, source=x, extra=self.whole, named=True)
+        source = x if kept else None
+        return found.add([x], wide, backward_extra=self.whole, holds=source, collective=True)
 
     def _leave(self, found: OperatorList, x: TapeTensor) -> TapeTensor:
         """After them: the sum over ranks."""
         if not self.split:
             return x
         if not self.sp:
-            return found.add([x], TapeTensor(self.whole), passes=True)
+            return found.add([x], TapeTensor(self.whole), passes=True, collective=True)
         made = TapeTensor(self.residual, extra=self.whole)
-        return found.add([x], made, backward_extra=self.whole)
+        return found.add([x], made, backward_extra=self.whole, collective=True)
 
-    def _linear(self, found: OperatorList, x: TapeTensor, size: float, name: str) -> TapeTensor:
-        return found.add([x], TapeTensor(size), saved=[x], weights=name)
+    def _linear(
+        self, found: OperatorList, x: TapeTensor, size: float, name: str, named: bool = False
+    ) -> TapeTensor:
+        return found.add([x], TapeTensor(size, named=named), saved=[x], weights=name)
 
     def _saves_shards(self, found: OperatorList, rule: Recompute) -> bool:
         return self.shards and not (rule.full or found.module in rule.modules)
@@ -124,9 +128,11 @@ class LayerOperators:
         wide = self._enter(found, x, self._saves_shards(found, rule))
         size = self.shape.ffn / self.tp * self.unit
         names = ("mlp.gate", "mlp.up") if self.shape.gated else ("mlp.up",)
-        inner = [self._linear(found, wide, size, name) for name in names]
+        inner = [self._linear(found, wide, size, each, each == "mlp.gate") for each in names]
         again = rule.remakes("act") and found.module not in rule.modules
-        activated = found.add(inner, TapeTensor(size, remade=again), saved=inner)
+        copies = self.activations.memory.gated_copies - 3 if self.shape.gated else 0.0
+        made = TapeTensor(size, remade=again)
+        activated = found.add(inner, made, saved=inner, keeps=copies * size)
         out = self._linear(found, activated, self.whole, "mlp.down")
         return self._biased(found, self._leave(found, out), self.shape.mlp_bias)
 
@@ -140,7 +146,17 @@ class LayerOperators:
         saved, remade, left = (self._size(each) for each in self.activations.experts(rule))
         extra = self._size(self.activations.backward_gradients(True)) + remade
         made = TapeTensor(self.residual)
-        return found.add([x], made, [x], EXPERTS, backward_extra=extra, keeps=saved, defers=left)
+        apart = _number(self.activations.grid.ep) > 1
+        return found.add(
+            [x],
+            made,
+            [x],
+            EXPERTS,
+            backward_extra=extra,
+            keeps=saved,
+            defers=left,
+            collective=apart,
+        )
 
     def _attention(self, found: OperatorList, x: TapeTensor, rule: Recompute) -> TapeTensor:
         wide = self._enter(found, x, self._saves_shards(found, rule))
@@ -163,13 +179,13 @@ class LayerOperators:
             if self.shape.qk_norm != "none":
                 one = self._norm(found, one, f"attention.{name}_norm", Recompute())
             made.append(self._rotated(found, one))
-        values = self._linear(found, x, narrow, "attention.v.")
+        values = self._linear(found, x, narrow, "attention.v.", named=True)
         return made[0], made[1], values
 
     def _rotated(self, found: OperatorList, x: TapeTensor) -> TapeTensor:
         if self.shape.positions != "rotary":
             return x
-        return found.add([x], TapeTensor(x.bytes))
+        return found.add([x], TapeTensor(x.bytes, named=True))
 
     def _latent(
         self, found: OperatorList, x: TapeTensor, rule: Recompute
@@ -218,7 +234,7 @@ class LayerOperators:
         self, found: OperatorList, inputs: Sequence[TapeTensor], size: float, lse: float
     ) -> TapeTensor:
         """Attention that drops pairs holds all scores, and its result in two orders."""
-        drawn, pairs = (self._size(each) for each in self.activations.pairs())
+        drawn, pairs = (self._size(each) / self.visits for each in self.activations.pairs())
         buffers = self._size(self.activations.context_buffers())
         made = TapeTensor(size, extra=drawn)
         extra = pairs + 6 * size * WIDE / self.activations.itemsize + buffers
@@ -226,5 +242,5 @@ class LayerOperators:
         return found.add([made], TapeTensor(size), passes=True)
 
 
-def _number(one: Array | float) -> float:
+def _number(one: Array | Flags | float) -> float:
     return float(np.asarray(one).reshape(-1)[0])

@@ -15,7 +15,7 @@ from fivefold.core.count import layer_parameters, mtp_parameters
 from fivefold.core.machine import Machine
 from fivefold.core.precision import itemsize_of, matmul_bytes
 from fivefold.core.shape import Shape
-from fivefold.cost.activations import WIDE, Activations
+from fivefold.cost.activations import Activations
 from fivefold.cost.frozen import trainable_share
 from fivefold.cost.grid import OFFLOADS, Array, LayoutGrid
 from fivefold.cost.pipeline_ranks import RankStage, holds_all_microbatches
@@ -105,11 +105,6 @@ class MemoryEntries:
         ]
         if stage.embedding.any():
             found.append(self._moment(states, gradients.at_embedding(), end + embedding, *both))
-        if self._update_widens:  # all gradients at once, and scales a copy
-            level = GradientLevel(owned * size, np.zeros(1))
-            wide = np.where(self.grid.offload > 0, 0.0, 2 * WIDE * owned)
-            rest = (wide, np.zeros(1), np.zeros(1), np.zeros(1))
-            found.append(self._moment(states, level, *rest))
         if stage.head.any():
             gathered = self._gathered(parameters, stage, stage.head * matrix)
             rest = (logits + stage.head * self._loss(), messages, gathered)
@@ -119,12 +114,6 @@ class MemoryEntries:
             found.append(self._moment(states, gradients.at_head(), *after))
             found.append(self._moment(states, gradients.at_loss(), activations, *rest))
         return tuple(found)
-
-    @property
-    def _update_widens(self) -> bool:
-        """The fused update of float32 moments does; other updates go tensor by tensor."""
-        moments = self.memory.moment_bytes == 2 * WIDE and not self.stack.orthogonalizes
-        return self.gradient_bytes < WIDE and moments
 
     def _moment(
         self,

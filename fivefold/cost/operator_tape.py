@@ -9,7 +9,7 @@ reads it adds what happens to weights and their gradients, which depends on thei
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -41,7 +41,11 @@ class BlockPass(NamedTuple):
     left: bool
 
 
-Event = Change | WeightGradient | BlockPass
+class Pause(NamedTuple):
+    """A collective is under way; another action of the rank may go on."""
+
+
+Event = Change | WeightGradient | BlockPass | Pause
 
 
 @dataclass(eq=False)
@@ -55,6 +59,7 @@ class TapeTensor:
     remade: bool = False
     source: TapeTensor | None = None
     extra: float = 0.0  # bytes besides, while it is made
+    named: bool = False  # a name holds it until the forward of its module ends
 
     @property
     def storage(self) -> TapeTensor:
@@ -75,6 +80,7 @@ class Operator:
     settle_extra: float = 0.0  # and while its weight gradient does
     keeps: float = 0.0  # bytes that it saves besides
     defers: float = 0.0  # and what of that is left for its weight gradients
+    collective: bool = False  # it is one, or has some inside
     module: str = ""  # which may run again as a whole
     block: int = 0
 
@@ -104,10 +110,11 @@ class OperatorList:
         keeps: float = 0.0,
         defers: float = 0.0,
         holds: TapeTensor | None = None,
+        collective: bool = False,
     ) -> TapeTensor:
         """Append an operator; its output."""
         how = (weights, passes, holds, backward_extra, settle_extra, keeps, defers)
-        how = (*how, self.module, self.block)
+        how = (*how, collective, self.module, self.block)
         self.operators.append(Operator(tuple(inputs), output, tuple(saved), *how))
         return output
 
@@ -188,6 +195,8 @@ class OperatorTape:
         uses = Counter(each.storage for one in operators for each in one.inputs)
         uses[operators[-1].output.storage] += 1
         self.users[operators[0].inputs[0].storage] += uses[operators[0].inputs[0].storage]
+        ends = set({(one.block, one.module): one for one in operators}.values())
+        named: defaultdict[tuple[int, str], list[TapeTensor]] = defaultdict(list)
         block = None
         for one in operators:
             if one.block != block:
@@ -196,14 +205,18 @@ class OperatorTape:
                 self.events.append(BlockPass(one.block, False, False))
                 block = one.block
             if one.output.base is None:
-                self._extra(one.output.extra)
-                self._count(one.output, uses[one.output])
+                self._make(one.output, uses[one.output] + one.output.named)
+            if one.collective:
+                self.events.append(Pause())
             if saves(one):
                 self._save(one)
             elif not self.entered[self._module(one)]:
                 self.entered[self._module(one)] = self._hold([one.inputs[0]])
             for each in one.inputs:
                 self._drop(each.storage)
+            named[one.block, one.module] += [one.output] if one.output.named else []
+            for each in named.pop((one.block, one.module)) if one in ends else ():
+                self._drop(each)  # names go with the last operator of their module
         assert block is not None
         self.events.append(BlockPass(block, False, True))
 
@@ -247,8 +260,7 @@ class OperatorTape:
             if source is not None and source.remade:
                 self.asked[source] += 1
                 self._take(source)
-            self._extra(tensor.extra)
-            self._count(tensor, 0)
+            self._make(tensor, 0)
             if source is not None and source.remade:
                 self._drop(source)
             self.users[tensor] = self.asked[tensor]
@@ -261,6 +273,8 @@ class OperatorTape:
         grads: dict[TapeTensor, _Gradient],
         way: Way,
     ) -> None:
+        if one.collective:
+            self.events.append(Pause())
         if one.passes:
             gradient.users += len(one.inputs)
             self._forget(gradient)
@@ -274,10 +288,11 @@ class OperatorTape:
             self.events.append(WeightGradient(one.block, one.weights, False))
         elif one.weights and way == "queued":
             self._weights(one, one.settle_extra)
-        self._extra(one.backward_extra)
         fresh = [_Gradient(each.bytes, each.logits) for each in one.inputs]
+        self._change(one.backward_extra)
         for each in fresh:
             self._change(each.bytes, each.logits)
+        self._change(-one.backward_extra)
         if one.weights and way == "input":
             self.held[one] += made_again
             self._change(one.defers - self.private[one])
@@ -320,6 +335,11 @@ class OperatorTape:
         gradient.users -= 1
         if not gradient.users:
             self._change(-gradient.bytes, gradient.logits)
+
+    def _make(self, tensor: TapeTensor, users: int) -> None:
+        self._change(tensor.extra)
+        self._count(tensor, users)
+        self._change(-tensor.extra)
 
     def _count(self, tensor: TapeTensor, users: int = 1) -> None:
         self.users[tensor] = users

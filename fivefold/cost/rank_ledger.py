@@ -7,9 +7,9 @@ often the peak.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import zip_longest
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from fivefold.core.schedule import (
     FORWARD,
     INPUT_GRAD,
     WEIGHT_GRAD,
+    Overlap,
     Step,
     actions_of,
 )
@@ -31,12 +32,15 @@ from fivefold.cost.layer_operators import LayerOperators
 from fivefold.cost.memory_entries import MUON_STATE, MemoryEntries
 from fivefold.cost.operator_tape import Event, OperatorList, OperatorTape
 from fivefold.cost.stage_ledger import (
+    ACTIVATIONS,
     ActionBytes,
     DataRules,
     Held,
     Segment,
+    Slice,
     StageLedger,
     StageRun,
+    nothing,
 )
 
 BLOCK_OF_STATES = 256_000_000  # bytes of states that an update by blocks has at once
@@ -49,9 +53,13 @@ class PlanLedger:
     def __init__(self, plan: Plan, entries: MemoryEntries) -> None:
         self.plan, self.entries, self.itemsize = plan, entries, entries.itemsize
         self.queued = defers_weight_gradients(plan.schedule)
+        paired = (step for _, steps in turns_of(plan.schedule, 0) for step in steps)
+        paired = any(isinstance(step, Overlap) for step in paired)
+        self.in_turns = paired and plan.layout.stage_size > 1  # collectives hide each other
         tokens = float(np.asarray(entries.tokens).reshape(-1)[0])
+        visits = 1 if plan.split.gathers else plan.split.outer
         self.operators = LayerOperators(
-            entries.activations, tokens, plan.saves_input_shards, self.queued
+            entries.activations, tokens, visits, plan.saves_input_shards, self.queued
         )
         self.events: dict[Hashable, Mapping[str, Sequence[Event]]] = {}
         self.kinds: dict[Hashable, StageLedger] = {}
@@ -60,13 +68,14 @@ class PlanLedger:
         """By category, of one pipeline rank."""
         stages = {n: self._stage(n) for n in self.plan.schedule.placement.stages_of(place)}
         units = [unit for each in stages.values() for unit in each.packed]
-        walk = _RankWalk({n: StageRun(each) for n, each in stages.items()})
+        runs = {n: StageRun(each) for n, each in stages.items()}
+        walk = _RankWalk(runs, self.in_turns)
         walk.follow(list(turns_of(self.plan.schedule, place)))
         walk.end(self._update(units))
-        found = self._states(units) + walk.at_peak
+        found = {**self._states(units), **walk.at_peak()}
         if self.plan.layout.pp > 1:
             found["buffers"] = MESSAGES * self.operators.residual
-        return dict(found)
+        return found
 
     def _stage(self, stage: int) -> StageLedger:
         """Equal stages share what is known of them."""
@@ -82,6 +91,7 @@ class PlanLedger:
                 self._rules(layers, keeps),
                 self.operators.residual,
                 tables,
+                self.in_turns,
             )
         return self.kinds[key]
 
@@ -145,7 +155,7 @@ class PlanLedger:
         """Weights between their uses, float32 copies and optimizer states."""
         layout, memory = self.plan.layout, self.entries.memory
         offloads = self.plan.options.train.offload_kind != "none"
-        found = Counter[str]()
+        found: Held = {"weights": 0.0, "master": 0.0, "optimizer": 0.0}
         for unit in units:
             sheds = layout.zero == 3 and unit.num_shards > 1
             size = unit.shard_size if sheds else unit.size
@@ -181,12 +191,13 @@ class PlanLedger:
 
 
 class _RankWalk:
-    """Follows the actions of one rank."""
+    """Follows the actions of one rank. `in_turns`: two that are one step change at collectives."""
 
-    def __init__(self, stages: Mapping[int, StageRun]) -> None:
-        self.stages = stages
+    def __init__(self, stages: Mapping[int, StageRun], in_turns: bool) -> None:
+        self.stages, self.in_turns = stages, in_turns
         self.total = self.most = 0.0
-        self.level, self.at_peak = Counter[str](), Counter[str]()
+        self.parts: list[tuple[int, Sequence[ActionBytes]]] = []  # how often they have run
+        self.where = (0, 0, 0)  # the peak: in which part, turn and action
 
     def follow(self, parts: Sequence[tuple[int, Sequence[Step]]]) -> None:
         """Steps in parts that repeat."""
@@ -199,16 +210,29 @@ class _RankWalk:
         for number, (times, steps) in enumerate(parts):
             found: list[ActionBytes] = []
             for place, step in enumerate(steps):
+                both: list[ActionBytes] = []
                 for action in actions_of(step):
                     ends = last.get(action.stage) == (number, place, action.kind)
-                    found.append(self.stages[action.stage].act(action.kind, ends))
+                    both.append(self.stages[action.stage].act(action.kind, ends))
+                found += [_in_turns(*both)] if len(both) == 2 and self.in_turns else both
             self._add(found, times)
 
     def end(self, besides: float) -> None:
         """After the last action."""
         self._add([each.finish() for each in self.stages.values()], 1)
-        update = Counter({"activations": besides})
-        self._add([ActionBytes(update, Counter[str](), besides, 0.0)], 1)
+        update = {**nothing(), ACTIVATIONS: besides}
+        self._add([ActionBytes(update, nothing(), besides, 0.0)], 1)
+
+    def at_peak(self) -> Held:
+        """By category."""
+        part, turn, place = self.where
+        found = dict(self.parts[part][1][place].at_peak)
+        for number, (times, actions) in enumerate(self.parts[: part + 1]):
+            for order, each in enumerate(actions):
+                turns = times if number < part else turn + (order < place)
+                for name, size in each.left.items():
+                    found[name] += turns * size
+        return found
 
     def _add(self, actions: Sequence[ActionBytes], times: int) -> None:
         """Every turn changes the level by as much, so the first or the last one has the peak."""
@@ -217,18 +241,27 @@ class _RankWalk:
             total = self.total + turn * change
             for place, each in enumerate(actions):
                 if total + each.peak > self.most:
-                    self.most = total + each.peak
-                    self.at_peak = self._level_at(actions, turn, place) + each.at_peak
+                    self.most, self.where = total + each.peak, (len(self.parts), turn, place)
                 total += each.change
-        for each in actions:
-            for name, size in each.left.items():
-                self.level[name] += times * size
+        self.parts.append((times, actions))
         self.total += times * change
 
-    def _level_at(self, actions: Sequence[ActionBytes], turn: int, place: int) -> Held:
-        found = Counter(self.level)
-        for number, each in enumerate(actions):
-            turns = turn + (number < place)
-            for name, size in each.left.items():
-                found[name] += turns * size
-        return found
+
+def _in_turns(forward: ActionBytes, backward: ActionBytes) -> ActionBytes:
+    """Both as one step; the backward begins, and each goes on where the other one pauses."""
+    levels = [Slice(0.0, nothing(), 0.0, nothing())] * 2
+    best, peak = nothing(), 0.0
+    for pair in zip_longest(backward.slices, forward.slices):
+        for lane, now in enumerate(pair):
+            if now is None:
+                continue
+            other = levels[1 - lane]
+            if now.peak + other.change > peak:
+                peak, best = now.peak + other.change, _sum(now.at_peak, other.left)
+            levels[lane] = now
+    change = forward.change + backward.change
+    return ActionBytes(best, _sum(forward.left, backward.left), peak, change)
+
+
+def _sum(one: Held, other: Held) -> Held:
+    return {name: size + other[name] for name, size in one.items()}

@@ -10,17 +10,23 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from fivefold.core.schedule import BACKWARD, FORWARD, WEIGHT_GRAD
-from fivefold.core.units import Unit, prefetched
+from fivefold.core.units import LocalWeight, Unit, prefetched
 from fivefold.cost.layer_operators import EXPERTS
-from fivefold.cost.operator_tape import BlockPass, Change, Event, WeightGradient
+from fivefold.cost.operator_tape import BlockPass, Change, Event, Pause, WeightGradient
 
 MOST_IN_FLIGHT = 2  # reductions whose full gradients are still in memory
 FINISH = "finish"
 STEADY = 3  # actions of a kind, after which all others of a step are alike
 ACTIVATIONS, LOGITS, GRADIENTS, GATHERED = "activations", "logits", "gradients", "prefetch"
-Held = Counter[str]
+Held = dict[str, float]
+
+
+def nothing() -> Held:
+    """Of all that actions change."""
+    return {ACTIVATIONS: 0.0, LOGITS: 0.0, GRADIENTS: 0.0, GATHERED: 0.0}
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,15 @@ class Segment:
     events: Mapping[str, Sequence[Event]]
 
 
+class Slice(NamedTuple):
+    """An action between two collectives: bytes at its peak, and at its end."""
+
+    peak: float
+    at_peak: Held
+    change: float
+    left: Held
+
+
 @dataclass(frozen=True)
 class ActionBytes:
     """Bytes by category: what an action adds at its peak, and what it leaves."""
@@ -71,17 +86,29 @@ class ActionBytes:
     left: Held
     peak: float
     change: float
+    slices: Sequence[Slice] = ()
 
 
 class _Units:
     """Weights and gradients of one stage, as its actions come."""
 
-    def __init__(self, units: Sequence[Unit], blocks: Sequence[str], rules: DataRules) -> None:
-        self.units, self.blocks, self.rules = units, blocks, rules
-        self.rows = [(n, entry.row) for n, unit in enumerate(units) for entry in unit.entries][::-1]
+    def __init__(
+        self, units: Sequence[Unit], blocks: Sequence[str], rules: DataRules, sliced: bool
+    ) -> None:
+        self.units, self.blocks, self.rules, self.sliced = units, blocks, rules, sliced
+        self.rows: dict[str, list[tuple[int, LocalWeight]]] = {}  # by block, the last one first
+        for n, unit in reversed([*enumerate(units)]):
+            for entry in reversed(unit.entries):
+                self.rows.setdefault(entry.row.block, []).append((n, entry.row))
         self.users = [self._users(unit) for unit in units]
-        self.level, self.peak, self.at_peak = Counter[str](), 0.0, Counter[str]()
-        self.total = 0.0
+        self.using = {
+            block: [n for n, users in enumerate(self.users) if block in users] for block in blocks
+        }
+        self.level, self.at_peak = nothing(), nothing()
+        self.total = self.peak = self.high = 0.0
+        self.at_high, self.slices = nothing(), list[Slice]()  # since the last pause
+        self.ahead: dict[tuple[str, int], list[int]] = {}  # units to prefetch
+        self.sheds = any(map(rules.sheds, units))
         self.present = {n for n, unit in enumerate(units) if not rules.sheds(unit)}
         self.shares = set[int]()  # with full gradients
         self.summed = set[int]()  # with summed gradients
@@ -97,16 +124,27 @@ class _Units:
         return tuple(each for each in self.blocks if each in used)
 
     def begin(self, last: bool, in_backward: bool) -> None:
-        self.level, self.at_peak = Counter(), Counter()
-        self.total = self.peak = 0.0
+        self.level, self.at_peak = nothing(), nothing()
+        self.total = self.peak = self.high = 0.0
+        self.at_high, self.slices = nothing(), list[Slice]()
         self.last, self.in_backward = last, in_backward
-        self.given = set()
+        self.given = set[str]()
 
     def change(self, size: float, category: str) -> None:
         self.level[category] += size
         self.total += size
+        if self.total > self.high:
+            self.high = self.total
+            if self.sliced:
+                self.at_high = self.level.copy()
         if self.total > self.peak:
             self.peak, self.at_peak = self.total, self.level.copy()
+
+    def pause(self) -> None:
+        """A slice ends."""
+        if self.sliced:
+            self.slices.append(Slice(self.high, self.at_high, self.total, self.level.copy()))
+            self.high, self.at_high = self.total, self.level.copy()
 
     def gather(self, n: int) -> None:
         if n not in self.present:
@@ -120,24 +158,26 @@ class _Units:
 
     def enter(self, block: str) -> None:
         """A forward comes to a block."""
-        for n in self._using(block):
+        if not self.sheds:
+            return
+        for n in self.using[block]:
             self.gather(n)
         if not self.in_backward:
-            for n in prefetched(self.units, self.blocks, block, 1, self.rules.prefetch):
+            for n in self._ahead(block, 1):
                 self.gather(n)
 
     def leave(self, block: str) -> None:
         """And has passed it; one of a recomputation is needed at once."""
         if self.in_backward or self.rules.keeps_weights:
             return
-        for n in self._using(block):
+        for n in self.using[block]:
             kept = self.rules.kept_to_backward and self.users[n][-1] == self.blocks[-1]
             if self.users[n][-1] == block and not kept:
                 self.release(n)
 
     def come_back(self, block: str) -> None:
         """A backward comes to a block."""
-        if block == "embed":  # whose backward reads no weight
+        if not self.sheds or block == "embed":  # whose backward reads no weight
             return
         place = self.blocks.index(block)
         after = self.blocks[place + 1] if place + 1 < len(self.blocks) else None
@@ -145,8 +185,7 @@ class _Units:
             for n, users in enumerate(self.users):
                 if users[0] == after:
                     self.release(n)
-        ahead = prefetched(self.units, self.blocks, block, -1, self.rules.prefetch)
-        for n in (*self._using(block), *ahead):
+        for n in (*self.using[block], *self._ahead(block, -1)):
             if self.users[n] != ("embed",):
                 self.gather(n)
 
@@ -162,8 +201,11 @@ class _Units:
         while self.in_flight:
             self.receive(self.in_flight.popleft())
 
-    def _using(self, block: str) -> list[int]:
-        return [n for n, users in enumerate(self.users) if block in users]
+    def _ahead(self, block: str, step: int) -> list[int]:
+        if (block, step) not in self.ahead:
+            found = prefetched(self.units, self.blocks, block, step, self.rules.prefetch)
+            self.ahead[block, step] = found
+        return self.ahead[block, step]
 
     def weights_of(self, block: str, name: str) -> list[tuple[int, str, int]]:
         """The unit, name and elements of weights whose names begin so."""
@@ -171,8 +213,8 @@ class _Units:
         begin = name if block in ("embed", "head") else inside
         return [
             (n, row.name, row.numel)
-            for n, row in self.rows
-            if row.name not in self.given and row.block == block and row.name.startswith(begin)
+            for n, row in self.rows.get(block, ())
+            if row.name not in self.given and row.name.startswith(begin)
         ]
 
     def make_gradient(self, block: str, name: str) -> float:
@@ -181,7 +223,7 @@ class _Units:
             return 0.0
         sizes = [numel for _, _, numel in self.weights_of(block, name)]
         if self.rules.tied and name == "head":
-            sizes = [row.numel for _, row in self.rows if row.name == "embed.weight"]
+            sizes = [row.numel for _, row in self.rows["embed"] if row.name == "embed.weight"]
         size = max(sizes, default=0) * self.rules.itemsize
         self.change(size, ACTIVATIONS)
         return size
@@ -239,7 +281,8 @@ class _Units:
 
 class StageLedger:
     """One kind of stage: its segments in forward order, its units, and what its actions add and
-    leave. `carried` bytes go from stage to stage, `tables` stay from forward to backward."""
+    leave. `carried` bytes go from stage to stage, `tables` stay from forward to backward. Actions
+    are `sliced` if two of them take turns."""
 
     def __init__(
         self,
@@ -248,7 +291,9 @@ class StageLedger:
         rules: DataRules,
         carried: float,
         tables: float,
+        sliced: bool,
     ) -> None:
+        self.sliced = sliced
         self.segments, self.rules, self.packed = segments, rules, units
         self.carried, self.tables = carried, tables
         self.blocks = [*dict.fromkeys(block for each in segments for block in each.blocks)]
@@ -261,7 +306,7 @@ class StageRun:
 
     def __init__(self, ledger: StageLedger) -> None:
         self.ledger, self.rules, self.segments = ledger, ledger.rules, ledger.segments
-        self.units = _Units(ledger.packed, ledger.blocks, ledger.rules)
+        self.units = _Units(ledger.packed, ledger.blocks, ledger.rules, ledger.sliced)
         self.counts = Counter[str]()
         self.behind: list[tuple[str, bool]] = []
         self.waiting = 0.0  # bytes of the gradient of a tied head
@@ -297,7 +342,8 @@ class StageRun:
         else:
             self._backward(kind)
         units = self.units
-        return ActionBytes(units.at_peak, units.level, units.peak, units.total)
+        units.pause()
+        return ActionBytes(units.at_peak, units.level, units.peak, units.total, units.slices)
 
     def _forward(self) -> None:
         self.units.change(self.ledger.tables, ACTIVATIONS)
@@ -334,6 +380,8 @@ class StageRun:
         for event in events:
             if isinstance(event, Change):
                 units.change(event.bytes, LOGITS if event.logits else ACTIVATIONS)
+            elif isinstance(event, Pause):
+                units.pause()
             elif isinstance(event, BlockPass):
                 self._pass(segment.blocks[event.block], event)
             elif not event.given:
