@@ -19,10 +19,13 @@ Way = Literal["backward", "queued", "input"]
 
 
 class Change(NamedTuple):
-    """So many bytes more, or fewer."""
+    """So many bytes more, or fewer, and how many of them are logits. `peak` and `peak_logits` have
+    been more before the end of it."""
 
     bytes: float
-    logits: bool = False
+    logits: float = 0.0
+    peak: float = 0.0
+    peak_logits: float = 0.0
 
 
 class WeightGradient(NamedTuple):
@@ -356,5 +359,11 @@ class OperatorTape:
             self._change(-size)
 
     def _change(self, size: float, logits: bool = False) -> None:
-        if size:
-            self.events.append(Change(size, logits))
+        """One change for all that happens between events of other kinds."""
+        before = Change(0.0)
+        if self.events and isinstance(self.events[-1], Change):
+            before = self.events.pop()
+            assert isinstance(before, Change)
+        total, words = before.bytes + size, before.logits + size * logits
+        peak = (total, words) if total > before.peak else (before.peak, before.peak_logits)
+        self.events.append(Change(total, words, *peak))

@@ -31,17 +31,8 @@ from fivefold.cost.collectives import is_muon_weight, units_of
 from fivefold.cost.layer_operators import LayerOperators
 from fivefold.cost.memory_entries import MUON_STATE, MemoryEntries
 from fivefold.cost.operator_tape import Event, OperatorList, OperatorTape
-from fivefold.cost.stage_ledger import (
-    ACTIVATIONS,
-    ActionBytes,
-    DataRules,
-    Held,
-    Segment,
-    Slice,
-    StageLedger,
-    StageRun,
-    nothing,
-)
+from fivefold.cost.stage_ledger import ActionBytes, Segment, StageLedger, StageRun
+from fivefold.cost.unit_ledger import ACTIVATIONS, DataRules, Held, Slice, nothing
 
 BLOCK_OF_STATES = 256_000_000  # bytes of states that an update by blocks has at once
 MESSAGES = 2  # that are received while others are computed with

@@ -199,6 +199,10 @@ def turns_of(schedule: Schedule, rank: int) -> Iterator[tuple[int, tuple[Step, .
 
 def defers_weight_gradients(schedule: Schedule) -> bool:
     """Whether some backward is split, on any rank."""
+    if isinstance(schedule.order, LoopOrder):
+        loops = (loop for rank in schedule.order.loops for loop in rank)
+        if all(turn.kind != INPUT_GRAD for loop in loops for turn in loop.turns):
+            return False
     return any(
         isinstance(step, Action) and step.kind == INPUT_GRAD
         for rank in range(schedule.num_ranks)
