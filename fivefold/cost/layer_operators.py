@@ -51,16 +51,17 @@ class LayerOperators:
             normed = self._norm(found, x, "hidden_norm", Recompute())
             both = found.add([normed], TapeTensor(2 * self.residual))
             x = self._linear(found, both, self.residual, "join")
-        for found.block, experts in enumerate(routed):
+        for block, experts in enumerate(routed):
+            found.begin("", block)
             normed = self._norm(found, x, "attention_norm", rule)
-            found.module = "attention"
+            found.begin("attention", block)
             attended = self._attention(found, normed, rule)
-            found.module = ""
+            found.begin("", block)
             x = found.add([x, attended], TapeTensor(self.residual), passes=True)
             normed = self._norm(found, x, "mlp_norm", rule)
-            found.module = "experts" if experts else "mlp"
+            found.begin("experts" if experts else "mlp", block)
             added = (self._experts if experts else self._mlp)(found, normed, rule)
-            found.module = ""
+            found.begin("", block)
             x = found.add([x, added], TapeTensor(self.residual), passes=True)
         return found
 

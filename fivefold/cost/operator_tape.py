@@ -101,6 +101,10 @@ class OperatorList:
     def output(self) -> TapeTensor:
         return self.operators[-1].output
 
+    def begin(self, module: str, block: int) -> None:
+        """The operators that follow are of this module of a block; "" is the block itself."""
+        self.module, self.block = module, block
+
     def add(
         self,
         inputs: Sequence[TapeTensor],
