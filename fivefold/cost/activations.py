@@ -132,13 +132,10 @@ class Activations:
         kept = kept + (heads + self.heads * shape.value_dim) * size
         return kept + (self._deferred_experts() if routed else self._deferred_mlp(norms))
 
-    def experts(self, rule: Recompute) -> tuple[Array, Array, Array]:
-        """Of the experts of a layer, beside the input of the router: what they save, what
-        recomputation makes again, and what is left between input and weight gradient."""
+    def experts(self) -> Array:
+        """What the experts of a layer save, beside the input of the router."""
         _, *inside = self._routed()
-        kept = sum((each.bytes for each in inside if not each.is_remade(rule)), np.zeros(1))
-        every = sum((each.bytes for each in inside), np.zeros(1))
-        return kept, every - kept, self._deferred_experts() - self.residual
+        return sum((each.bytes for each in inside), np.zeros(1))
 
     def _deferred_mlp(self, norms: int) -> Array:
         matrices = 3 if self.shape.gated else 2
@@ -149,7 +146,7 @@ class Activations:
         assert moe is not None
         matrices = 3 if shape.gated else 2
         rows = 2 * shape.width + matrices * moe.ffn / self.grid.etp
-        kept = self.residual + WIDE * moe.experts / self.split + self._slots() * rows * size
+        kept = self.residual + WIDE * moe.experts / self.split + self.slots() * rows * size
         if moe.shared:
             kept = kept + 2 * self.whole + matrices * moe.shared_ffn / self.grid.tp * size
         return kept
@@ -182,7 +179,7 @@ class Activations:
         if moe is None or not routed or not self.memory.weighed_bytes:
             return copies * shape.ffn / self.grid.tp
         weighed = self.memory.weighed_bytes * shape.width
-        return self._slots() * np.maximum(weighed, copies * moe.ffn / self.grid.etp)
+        return self.slots() * np.maximum(weighed, copies * moe.ffn / self.grid.etp)
 
     def context_buffers(self) -> Array:
         """Keys and values of other context ranks, and their float32 gradients: the current block
@@ -197,7 +194,7 @@ class Activations:
         """Slots on their way to experts and back, of one layer; 0 if more are weighed at once."""
         if self.shape.moe is None or self.memory.weighed_bytes:
             return np.zeros(1)
-        return np.where(self.grid.ep > 1, 2 * self._slots() * self.shape.width * self.itemsize, 0.0)
+        return np.where(self.grid.ep > 1, 2 * self.slots() * self.shape.width * self.itemsize, 0.0)
 
     @property
     def _statistics(self) -> float:
@@ -253,7 +250,7 @@ class Activations:
         yield SavedTensor(slots * copies * read * width, (module,))
         yield SavedTensor(slots * self.saved_size * width, ("act", module))
 
-    def _slots(self) -> Array:
+    def slots(self) -> Array:
         """Rows of this rank's experts per token of the microbatch."""
         moe = self.shape.moe
         assert moe is not None
@@ -270,9 +267,9 @@ class Activations:
         yield SavedTensor(router, ("norm",))
         scores = WIDE * 2 * moe.experts / self.split
         back = self.itemsize if self.memory.returned_slots else 0
-        moved = self._slots() * shape.width * (self.saved_size + back)
+        moved = self.slots() * shape.width * (self.saved_size + back)
         yield SavedTensor(scores + moved, ("experts",))
-        yield from self._mlp(moe.ffn / self.grid.etp, "experts", self._slots())
+        yield from self._mlp(moe.ffn / self.grid.etp, "experts", self.slots())
         if moe.shared:
             if wide:
                 yield SavedTensor(self.input)
@@ -285,7 +282,7 @@ class Activations:
         if not routed or moe is None:
             yield copies * shape.ffn / self.grid.tp
             return
-        yield self._slots() * copies * moe.ffn / self.grid.etp
+        yield self.slots() * copies * moe.ffn / self.grid.etp
         yield copies * moe.shared_ffn / self.grid.tp
 
     def _every_second_matmul(self, routed: bool) -> Array:

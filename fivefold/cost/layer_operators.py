@@ -127,14 +127,8 @@ class LayerOperators:
 
     def _mlp(self, found: OperatorList, x: TapeTensor, rule: Recompute) -> TapeTensor:
         wide = self._enter(found, x, self._saves_shards(found, rule))
-        size = self.shape.ffn / self.tp * self.unit
-        names = ("mlp.gate", "mlp.up") if self.shape.gated else ("mlp.up",)
-        inner = [self._linear(found, wide, size, each, each == "mlp.gate") for each in names]
-        again = rule.remakes("act") and found.module not in rule.modules
-        copies = self.activations.memory.gated_copies - 3 if self.shape.gated else 0.0
-        made = TapeTensor(size, remade=again)
-        activated = found.add(inner, made, saved=inner, keeps=copies * size)
-        out = self._linear(found, activated, self.whole, "mlp.down")
+        sizes = (self.shape.ffn / self.tp * self.unit, self.whole)
+        out = self._inside(found, wide, sizes, "mlp", rule)
         return self._biased(found, self._leave(found, out), self.shape.mlp_bias)
 
     def _biased(self, found: OperatorList, x: TapeTensor, bias: bool) -> TapeTensor:
@@ -144,20 +138,50 @@ class LayerOperators:
         return found.add([x], TapeTensor(x.bytes), passes=True)
 
     def _experts(self, found: OperatorList, x: TapeTensor, rule: Recompute) -> TapeTensor:
-        saved, remade, left = (self._size(each) for each in self.activations.experts(rule))
-        extra = self._size(self.activations.backward_gradients(True)) + remade
-        made = TapeTensor(self.residual)
+        """Rows to experts, their MLPs, and back. What is saved besides waits with the results."""
+        moe, shape = self.shape.moe, self.shape
+        assert moe is not None
+        slots = self._size(self.activations.slots()) * self.activations.itemsize
+        rows, width = slots * shape.width, slots * moe.ffn / _number(self.activations.grid.etp)
         apart = _number(self.activations.grid.ep) > 1
-        return found.add(
-            [x],
+        arrived = found.add([x], TapeTensor(rows, extra=rows), [x], collective=apart)
+        result = self._inside(found, arrived, (width, rows), f"{EXPERTS}.experts", rule)
+        shared = self.unit * moe.shared_ffn / self.tp if moe.shared else 0.0
+        inner = 3 if shape.gated else 2
+        besides = self._size(self.activations.experts()) - 2 * rows - inner * (width + shared)
+        made = TapeTensor(self.residual)
+        y = found.add(
+            [result],
             made,
-            [x],
-            EXPERTS,
-            backward_extra=extra,
-            keeps=saved,
-            defers=left,
+            [result],
+            backward_extra=rows,
+            keeps=max(besides, 0.0),
             collective=apart,
         )
+        if not moe.shared:
+            return y
+        wide = self._enter(found, x, self._saves_shards(found, rule))
+        out = self._inside(found, wide, (shared, self.whole), f"{EXPERTS}.shared", rule)
+        return found.add([y, self._leave(found, out)], TapeTensor(self.residual), passes=True)
+
+    def _inside(
+        self,
+        found: OperatorList,
+        x: TapeTensor,
+        sizes: tuple[float, float],
+        name: str,
+        rule: Recompute,
+    ) -> TapeTensor:
+        """An MLP, with the bytes of its inner tensors and of its result."""
+        names = ("gate", "up") if self.shape.gated else ("up",)
+        inner = [
+            self._linear(found, x, sizes[0], f"{name}.{each}", each == "gate") for each in names
+        ]
+        again = rule.remakes("act") and found.module not in rule.modules
+        copies = self.activations.memory.gated_copies - 3 if self.shape.gated else 0.0
+        made = TapeTensor(sizes[0], remade=again)
+        activated = found.add(inner, made, saved=inner, keeps=copies * sizes[0])
+        return self._linear(found, activated, sizes[1], f"{name}.down")
 
     def _attention(self, found: OperatorList, x: TapeTensor, rule: Recompute) -> TapeTensor:
         wide = self._enter(found, x, self._saves_shards(found, rule))

@@ -51,7 +51,7 @@ class DataRules:
 
     def adds_products(self, name: str) -> bool:
         """Whether the gradient of a weight is added to the sum by the GEMM that computes it."""
-        others = name == "embed" or name == EXPERTS or name.endswith("norm")
+        others = name == "embed" or name.startswith(f"{EXPERTS}.experts") or name.endswith("norm")
         return self.queued and self.itemsize == self.grad_itemsize and not others
 
 
