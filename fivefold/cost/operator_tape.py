@@ -156,8 +156,6 @@ class OperatorTape:
         """From its input on, which is counted here, to its output, which is not."""
         self.events = []
         self._count(self.found.input)
-        for name in self.again:
-            self.entered[name] = []
         self._run(self.found.operators, lambda one: self._module(one) not in self.again)
         self._drop(self.found.output.storage)
         self._drop(self.found.input.storage)
@@ -211,15 +209,16 @@ class OperatorTape:
                     self.events.append(BlockPass(block, False, True))
                 self.events.append(BlockPass(one.block, False, False))
                 block = one.block
+            readers = uses[one.output.storage] + one.output.named
             if one.output.base is None:
-                self._make(one.output, uses[one.output] + one.output.named)
+                self._make(one.output, max(readers, 1))
             if one.collective:
                 self.events.append(Pause())
             if saves(one):
                 self._save(one)
-            elif not self.entered[self._module(one)]:
+            elif self._module(one) not in self.entered:
                 self.entered[self._module(one)] = self._hold([one.inputs[0]])
-            for each in one.inputs:
+            for each in (*one.inputs, *([] if readers else [one.output])):
                 self._drop(each.storage)
             named[one.block, one.module] += [one.output] if one.output.named else []
             for each in named.pop((one.block, one.module)) if one in ends else ():

@@ -246,16 +246,18 @@ class UnitLedger:
         self.shares.remove(n)
         self.in_flight.append(n)
         if self.units[n].num_shards > 1:
-            self.change(self.units[n].shard_size * self.rules.grad_itemsize, GRADIENTS)
+            self.change(self.units[n].shard_size * self.rules.grad_itemsize, GATHERED)
 
     def receive(self, n: int) -> None:
+        """A sum arrives: it takes the place of the one before, or leaves."""
         unit = self.units[n]
+        shard = unit.shard_size * self.rules.grad_itemsize
         if unit.num_shards > 1:
             size, category = self._share(unit)
             self.change(-size, category)
-            if n in self.summed:
-                self.change(-unit.shard_size * self.rules.grad_itemsize, GRADIENTS)
+            self.change(-shard, GATHERED)
+            if n not in self.summed and not self.rules.leaves:
+                self.change(shard, GRADIENTS)
+        elif self.rules.leaves:
+            self.change(-shard, GRADIENTS)
         self.summed.add(n)
-        if self.rules.leaves:
-            self.summed.discard(n)
-            self.change(-unit.shard_size * self.rules.grad_itemsize, GRADIENTS)
