@@ -149,12 +149,13 @@ class LayerOperators:
         shared = self.unit * moe.shared_ffn / self.tp if moe.shared else 0.0
         inner = 3 if shape.gated else 2
         besides = self._size(self.activations.experts()) - 2 * rows - inner * (width + shared)
+        weighed = rows * self.activations.memory.weighed_bytes / self.activations.itemsize
         made = TapeTensor(self.residual)
         y = found.add(
             [result],
             made,
             [result],
-            backward_extra=rows,
+            backward_extra=max(weighed - rows, 0.0),
             keeps=max(besides, 0.0),
             collective=apart,
         )
