@@ -215,7 +215,8 @@ def pack(
     for expert, shards in ((False, num_shards), (True, expert_shards)):
         parts = unit_parts([row for row in rows if row.expert == expert], itemsize, bucket)
         units += [_unit(joined, shards, itemsize) for joined in join_parts(parts, bucket)]
-    return tuple(sorted(units, key=lambda unit: rows.index(unit.entries[0].row)))
+    places = {row.name: place for place, row in enumerate(rows)}
+    return tuple(sorted(units, key=lambda unit: places[unit.entries[0].row.name]))
 
 
 def unit_parts(rows: list[LocalWeight], itemsize: int, bucket: int | None) -> list[UnitPart]:
@@ -272,10 +273,12 @@ def prefetched(
     the other kind, dense or expert, that begins with the same block.
     """
     begins = 0 if step > 0 else -1  # a backward comes to the last block of a unit first
-    here = order.index(block)
-    ahead = [step * (order.index(unit.blocks[begins]) - here) for unit in units]
+    places = {name: place for place, name in enumerate(order)}
+    ahead = [step * (places[unit.blocks[begins]] - places[block]) for unit in units]
     pairs: list[list[int]] = []
     for distance in sorted({each for each in ahead if each > 0}):
+        if len(pairs) >= depth:
+            break
         coming = [place for place, each in enumerate(ahead) if each == distance][::step]
         first = units[coming[0]].expert
         same = [each for each in coming if units[each].expert == first]

@@ -19,7 +19,8 @@ from fivefold.core.shape import Mla, Shape
 from fivefold.cost.grid import Array, LayoutGrid, fullest_rank_load
 from fivefold.cost.stack import SoftwareStack, StackMemory
 
-DROPPED_PAIR = 21  # bytes of a query-key pair in backward: scores, gradients, draws; as rehearsed
+DROPPED_PAIR = 25  # bytes of a query-key pair in backward: six float32 scores, and what is kept
+DRAWN_PAIR = 24  # and in forward: three 64-bit draws
 LSE = 4  # bytes of a head's log-sum-exp
 WIDE = 4  # bytes of a float32 element
 
@@ -131,6 +132,11 @@ class Activations:
         kept = kept + (heads + self.heads * shape.value_dim) * size
         return kept + (self._deferred_experts() if routed else self._deferred_mlp(norms))
 
+    def experts(self) -> Array:
+        """What the experts of a layer save, beside the input of the router."""
+        _, *inside = self._routed()
+        return sum((each.bytes for each in inside), np.zeros(1))
+
     def _deferred_mlp(self, norms: int) -> Array:
         matrices = 3 if self.shape.gated else 2
         return norms * self.whole + matrices * self.shape.ffn / self.grid.tp * self.itemsize
@@ -140,7 +146,7 @@ class Activations:
         assert moe is not None
         matrices = 3 if shape.gated else 2
         rows = 2 * shape.width + matrices * moe.ffn / self.grid.etp
-        kept = self.residual + WIDE * moe.experts / self.split + self._slots() * rows * size
+        kept = self.residual + WIDE * moe.experts / self.split + self.slots() * rows * size
         if moe.shared:
             kept = kept + 2 * self.whole + matrices * moe.shared_ffn / self.grid.tp * size
         return kept
@@ -173,7 +179,7 @@ class Activations:
         if moe is None or not routed or not self.memory.weighed_bytes:
             return copies * shape.ffn / self.grid.tp
         weighed = self.memory.weighed_bytes * shape.width
-        return self._slots() * np.maximum(weighed, copies * moe.ffn / self.grid.etp)
+        return self.slots() * np.maximum(weighed, copies * moe.ffn / self.grid.etp)
 
     def context_buffers(self) -> Array:
         """Keys and values of other context ranks, and their float32 gradients: the current block
@@ -188,7 +194,7 @@ class Activations:
         """Slots on their way to experts and back, of one layer; 0 if more are weighed at once."""
         if self.shape.moe is None or self.memory.weighed_bytes:
             return np.zeros(1)
-        return np.where(self.grid.ep > 1, 2 * self._slots() * self.shape.width * self.itemsize, 0.0)
+        return np.where(self.grid.ep > 1, 2 * self.slots() * self.shape.width * self.itemsize, 0.0)
 
     @property
     def _statistics(self) -> float:
@@ -218,17 +224,18 @@ class Activations:
         yield SavedTensor(ranks * self.itemsize * ones, ("norm", "attention"), True)
 
     def _attended(self) -> Array:
-        copies = 2 if self._drops_pairs else 1  # dropped pairs: as attention made it, and as read
+        copies = 2 if self.drops_pairs else 1  # dropped pairs: as attention made it, and as read
         return copies * self.heads * self.shape.value_dim * self.itemsize + self._core()
 
     @property
-    def _drops_pairs(self) -> bool:
+    def drops_pairs(self) -> bool:
         """Whether our own attention drops query-key pairs, which no fused kernel does our way."""
         return self.memory.unit_by_unit and self.shape.attention_dropout > 0
 
-    def pairs(self) -> Array | float:
-        """Scores of one layer in its backward, if pairs are dropped."""
-        return self.heads * self.seq * DROPPED_PAIR if self._drops_pairs else 0.0
+    def pairs(self) -> tuple[Array | float, Array | float]:
+        """Scores of one layer in its forward and in its backward, if pairs are dropped."""
+        pairs = self.heads * self.seq if self.drops_pairs else 0.0
+        return pairs * DRAWN_PAIR, pairs * DROPPED_PAIR
 
     def _core(self) -> Array:
         """What attention saves for itself: its scores, or their log-sum-exp."""
@@ -243,11 +250,12 @@ class Activations:
         yield SavedTensor(slots * copies * read * width, (module,))
         yield SavedTensor(slots * self.saved_size * width, ("act", module))
 
-    def _slots(self) -> Array:
+    def slots(self) -> Array:
         """Rows of this rank's experts per token of the microbatch."""
         moe = self.shape.moe
         assert moe is not None
-        load = fullest_rank_load(moe, self.grid.ep, self.imbalance, self.balance)
+        cuts = self.grid.cp * self.split
+        load = fullest_rank_load(moe, self.grid.ep, self.imbalance, self.balance, cuts)
         return load * moe.top_k * self.grid.etp / self.split
 
     def _routed(self) -> Iterator[SavedTensor]:
@@ -259,9 +267,9 @@ class Activations:
         yield SavedTensor(router, ("norm",))
         scores = WIDE * 2 * moe.experts / self.split
         back = self.itemsize if self.memory.returned_slots else 0
-        moved = self._slots() * shape.width * (self.saved_size + back)
+        moved = self.slots() * shape.width * (self.saved_size + back)
         yield SavedTensor(scores + moved, ("experts",))
-        yield from self._mlp(moe.ffn / self.grid.etp, "experts", self._slots())
+        yield from self._mlp(moe.ffn / self.grid.etp, "experts", self.slots())
         if moe.shared:
             if wide:
                 yield SavedTensor(self.input)
@@ -274,7 +282,7 @@ class Activations:
         if not routed or moe is None:
             yield copies * shape.ffn / self.grid.tp
             return
-        yield self._slots() * copies * moe.ffn / self.grid.etp
+        yield self.slots() * copies * moe.ffn / self.grid.etp
         yield copies * moe.shared_ffn / self.grid.tp
 
     def _every_second_matmul(self, routed: bool) -> Array:

@@ -204,16 +204,23 @@ def require_possible_imbalance(shape: Shape, imbalance: float) -> None:
 
 
 def fullest_rank_load(
-    moe: Moe, ep: Array, imbalance: float, balance: Sequence[Balance] = ()
+    moe: Moe,
+    ep: Array,
+    imbalance: float,
+    balance: Sequence[Balance] = (),
+    cuts: Array | float = 1.0,
 ) -> Array | float:
     """Slots of the rank with the fullest expert over those of the average rank.
 
     All other experts share the remaining slots evenly. So a rank with all experts has the average
     load whatever the routing, and a rank with one expert has the full imbalance. A capacity limits
-    it; a padded one is also the least.
+    it; a padded one is also the least. It is that of a row: each of the `cuts` ranks that share one
+    has room for all of it, or for all of its own tokens.
     """
     for rule in balance:
-        if rule.pads or (rule.drops and rule.coefficient < 1):
+        if rule.pads:
+            return np.minimum(rule.coefficient * cuts, moe.experts / moe.top_k)
+        if rule.drops and rule.coefficient < 1:
             return rule.coefficient
         if rule.drops:
             imbalance = min(imbalance, rule.coefficient)

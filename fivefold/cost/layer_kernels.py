@@ -202,7 +202,8 @@ class LayerKernels:
         return slots * self._load(moe)
 
     def _load(self, moe: Moe) -> Array | float:
-        return fullest_rank_load(moe, self.grid.ep, self.imbalance, self.stack.balance)
+        cuts = self.grid.cp * self.split
+        return fullest_rank_load(moe, self.grid.ep, self.imbalance, self.stack.balance, cuts)
 
     def _router(self, flops: Array) -> Array:
         """The matmul of the router, in 32 bits if the stack does not round its scores."""

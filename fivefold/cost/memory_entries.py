@@ -15,7 +15,7 @@ from fivefold.core.count import layer_parameters, mtp_parameters
 from fivefold.core.machine import Machine
 from fivefold.core.precision import PRECISIONS, itemsize_of, matmul_bytes
 from fivefold.core.shape import Shape
-from fivefold.cost.activations import WIDE, Activations
+from fivefold.cost.activations import Activations
 from fivefold.cost.frozen import trainable_share
 from fivefold.cost.grid import OFFLOADS, Array, LayoutGrid
 from fivefold.cost.pipeline_ranks import RankStage, holds_all_microbatches
@@ -113,11 +113,6 @@ class MemoryEntries:
         ]
         if stage.embedding.any():
             found.append(self._moment(states, gradients.at_embedding(), end + embedding, *both))
-        if self._update_widens:  # all gradients at once, and scales a copy
-            level = GradientLevel(owned * size, np.zeros(1))
-            wide = np.where(self.grid.offload > 0, 0.0, 2 * WIDE * owned)
-            rest = (wide, np.zeros(1), np.zeros(1), np.zeros(1))
-            found.append(self._moment(states, level, *rest))
         if stage.head.any():
             gathered = self._gathered(parameters, stage, stage.head * matrix)
             rest = (logits + stage.head * self._loss(), messages, gathered)
@@ -127,12 +122,6 @@ class MemoryEntries:
             found.append(self._moment(states, gradients.at_head(), *after))
             found.append(self._moment(states, gradients.at_loss(), activations, *rest))
         return tuple(found)
-
-    @property
-    def _update_widens(self) -> bool:
-        """The fused update of float32 moments does; other updates go tensor by tensor."""
-        moments = self.memory.moment_bytes == 2 * WIDE and not self.stack.orthogonalizes
-        return self.gradient_bytes < WIDE and moments
 
     def _moment(
         self,
@@ -150,10 +139,10 @@ class MemoryEntries:
             "logits": logits,
             "buffers": buffers,
             "prefetch": gathered + gradients.unreduced,
-            **self._overhead(activations),
+            **self.overhead(activations),
         }
 
-    def _overhead(self, activations: Array) -> MemoryParts:
+    def overhead(self, activations: Array) -> MemoryParts:
         """What belongs to no tensor."""
         context = np.full((1,), self.memory.context_bytes + self.memory.pool_bytes)
         return {"context": context, "margin": self.memory.fragments * activations}
@@ -211,7 +200,7 @@ class MemoryEntries:
         parts["logits"] = stage.head * (self._loss() + self._other_losses())
         parts["buffers"] = self._messages() + self._buffers()
         parts["prefetch"] = self._prefetch(parameters, stage)
-        parts |= self._overhead(parts["activations"])
+        parts |= self.overhead(parts["activations"])
         if self.memory.backward_bytes:
             live = parts["activations"] + parts["logits"]
             after = saved * (stage.flight - 1) + self.memory.backward_bytes * parameters.all

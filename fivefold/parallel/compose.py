@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fivefold.core.groups import PIPELINE
 from fivefold.core.plan import Plan
-from fivefold.core.schedule import INPUT_GRAD, Action, merged
+from fivefold.core.schedule.loops import defers_weight_gradients
 from fivefold.core.units import LocalWeight
 from fivefold.core.weights import Weight, WeightShard, by_name, shard_of
 from fivefold.cost.collectives import units_of
@@ -142,7 +142,7 @@ def compose(
         offload,
         without_weights=frozenset({"embed"}),
         backward_follows=plan.layout.pp == 1,
-        past_autograd=_splits(plan),
+        past_autograd=defers_weight_gradients(schedule),  # on all ranks, for one arithmetic
         as_summed=as_summed,
         disk=disk,
         prefetch=plan.units.prefetch,
@@ -203,13 +203,6 @@ def _make_buffers(model: Decoder, device: torch.device) -> None:
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, torch.zeros(buffer.shape, dtype=buffer.dtype, device=device))
-
-
-def _splits(plan: Plan) -> bool:
-    """Whether some backward is split, on any rank: all ranks then defer, for one arithmetic."""
-    schedule = plan.schedule
-    steps = (step for rank in range(schedule.num_ranks) for step in merged(schedule, rank))
-    return any(isinstance(step, Action) and step.kind == INPUT_GRAD for step in steps)
 
 
 def hidden_size(plan: Plan) -> torch.Size:

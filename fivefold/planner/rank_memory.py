@@ -1,7 +1,9 @@
-"""Peak memory of every rank of one plan, with the microbatches that its own schedule has in flight.
+"""Peak memory of every rank of one plan, with the actions of its own schedule.
 
-A search counts in-flight microbatches by closed forms; here the schedule's actions are followed one
-by one. Between input and weight gradients a stage holds other tensors than before.
+A search counts microbatches in flight by closed forms. Here the actions of a plan are followed, and
+for fivefold's own program all that each of them makes and frees (`cost/rank_ledger.py`). Without
+that, for asynchronous schedules and narrow matmuls, what a stage saves is followed, and what it
+holds between input and weight gradients.
 """
 
 from __future__ import annotations
@@ -14,9 +16,10 @@ from fivefold.core.plan import Plan
 from fivefold.core.recompute import Recompute
 from fivefold.core.schedule.clock import StageBytes, peak_held
 from fivefold.cost.grid import Array
-from fivefold.cost.memory import rank_peak_memory
+from fivefold.cost.memory import CATEGORIES, rank_peak_memory
 from fivefold.cost.memory_entries import MemoryEntries
 from fivefold.cost.pipeline_ranks import RankLayers, RankStage
+from fivefold.cost.rank_ledger import PlanLedger
 from fivefold.planner.search import EstimateSetting, plan_arguments
 
 Bytes = dict[str, float]
@@ -35,16 +38,37 @@ def rank_memory(plan: Plan, setting: EstimateSetting, rank: int) -> Bytes:
 def memory_by_pipeline_rank(plan: Plan, setting: EstimateSetting) -> list[Bytes]:
     """The same for every rank of one pipeline."""
     placement, job = plan.schedule.placement, plan_arguments(plan, setting)
+    entries = MemoryEntries(*job)
+    if _is_followed(plan, entries):
+        ledger = PlanLedger(plan, entries)
+        return [_with_overhead(entries, ledger.peak(i)) for i in range(plan.layout.pp)]
     ranks = [placement.stages_of(i) for i in range(plan.layout.pp)]
     copies = 2 if placement.mirrored else 1
     stage = _held_by(plan, ranks, copies)
-    stage = stage._replace(flight=_flight(plan, MemoryEntries(*job), ranks) * copies)
+    stage = stage._replace(flight=_flight(plan, entries, ranks) * copies)
     parts = rank_peak_memory(*job, stage)
     if plan.schedule.asynchronous:
         # An asynchronous rank stashes the weights with which microbatches in flight have begun.
         parts = {**parts, "weights": parts["weights"] * np.array(plan.schedule.weight_versions)}
     columns = {name: np.broadcast_to(each, plan.layout.pp) for name, each in parts.items()}
     return [{name: float(each[i]) for name, each in columns.items()} for i in range(len(ranks))]
+
+
+def _is_followed(plan: Plan, entries: MemoryEntries) -> bool:
+    """Whether the operators of this plan are known one by one."""
+    narrow, memory = entries.memory.input_bytes is not None, entries.memory
+    return memory.unit_by_unit and not (
+        narrow or plan.schedule.asynchronous or entries.stack.frozen or memory.offloaded
+    )
+
+
+def _with_overhead(entries: MemoryEntries, held: Bytes) -> Bytes:
+    """With what belongs to no tensor."""
+    besides = entries.overhead(np.array([held.get("activations", 0.0)]))
+    return {
+        **{name: held.get(name, 0.0) for name in CATEGORIES},
+        **{name: float(each[0]) for name, each in besides.items()},
+    }
 
 
 def _held_by(plan: Plan, groups: Sequence[Sequence[int]], copies: int = 1) -> RankStage:

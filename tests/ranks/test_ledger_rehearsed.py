@@ -45,19 +45,19 @@ JOBS: tuple[tuple[str, int, str, int, dict[str, Any]], ...] = (
 def test_a_rank_holds_what_is_planned(
     model: str, layers: int, layout: str, rank: int, said: dict[str, Any]
 ) -> None:
-    """Within 5%, which is what a plan may be off at the worst."""
+    """Within 3%; what a plan may be off at the worst is 5%."""
     options = PlanOptions(model, layout=layout, seq=4096, set={"layers": str(layers)}, **said)
     plan = resolve(options)
     memory = rank_memory(plan, COMPILED, rank)
     planned = sum(memory.values()) - memory["context"] - memory["margin"]
-    assert planned == pytest.approx(rehearse_rank(plan, rank, None).peak, rel=0.05)
+    assert planned == pytest.approx(rehearse_rank(plan, rank, None).peak, rel=0.03)
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("number", range(NUM_DRAWS))
 def test_a_random_plan_runs_as_it_is_priced(number: int) -> None:
-    """Calls and bytes are those that are priced, and memory is near the estimate: 4% off in the
-    mean. Estimates that are too high (few microbatches, unequal chunks) do less harm."""
+    """Calls and bytes are those that are priced, and memory is the estimate: 0.4% off in the mean,
+    3.5% at the worst (inside of experts, whose operators are known as sums only)."""
     plan = draw(f"ledger {number}")
     _require_priced(plan)
     rank = plan.layout.rank(pp=number % plan.layout.pp)
@@ -65,7 +65,7 @@ def test_a_random_plan_runs_as_it_is_priced(number: int) -> None:
     assert not judged(plan, [run], {}).astray
     memory = rank_memory(plan, COMPILED, rank)
     planned = sum(memory.values()) - memory["context"] - memory["margin"]
-    assert 0.9 < planned / run.peak < 1.2
+    assert planned == pytest.approx(run.peak, rel=0.05)
 
 
 def _require_priced(plan: Plan) -> None:

@@ -13,7 +13,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, overload
 
-from fivefold.core.schedule import Action, Overlap, Step
+from fivefold.core.schedule import INPUT_GRAD, Action, Overlap, Schedule, Step, merged_steps
+
+_SHORT = 512  # actions of a rank that are followed one by one
+_FIRST_TURNS = 3  # of a loop: what a step begins has ended by then
 
 
 class Turn(NamedTuple):
@@ -175,3 +178,34 @@ class LoopOrder(Sequence[tuple[Step, ...]]):
 
     def __repr__(self) -> str:
         return repr(tuple(self))
+
+
+def turns_of(schedule: Schedule, rank: int) -> Iterator[tuple[int, tuple[Step, ...]]]:
+    """The steps of a rank as they run, in parts, and how often each repeats. Of a loop, the first
+    turns and the last one are parts of their own."""
+    order = schedule.order
+    loops = order.loops[rank] if isinstance(order, LoopOrder) else ()
+    if sum(loop.times * len(loop.turns) for loop in loops) <= _SHORT:
+        yield 1, merged_steps(schedule, order[rank])
+        return
+    for loop in loops:
+        for number in range(min(loop.times - 1, _FIRST_TURNS)):
+            yield 1, merged_steps(schedule, loop.steps(number))
+        if loop.times > 1 + _FIRST_TURNS:
+            again = loop.steps(_FIRST_TURNS)
+            yield loop.times - 1 - _FIRST_TURNS, merged_steps(schedule, again)
+        yield 1, merged_steps(schedule, loop.steps(loop.times - 1))
+
+
+def defers_weight_gradients(schedule: Schedule) -> bool:
+    """Whether some backward is split, on any rank."""
+    if isinstance(schedule.order, LoopOrder):
+        loops = (loop for rank in schedule.order.loops for loop in rank)
+        if all(turn.kind != INPUT_GRAD for loop in loops for turn in loop.turns):
+            return False
+    return any(
+        isinstance(step, Action) and step.kind == INPUT_GRAD
+        for rank in range(schedule.num_ranks)
+        for _, steps in turns_of(schedule, rank)
+        for step in steps
+    )

@@ -1,0 +1,372 @@
+"""What the operators of a part of a model hold, one after the other.
+
+An `OperatorList` names the operators of a forward with their tensors: what each makes, what it
+saves for its backward, and whose gradient it gives. From that follows every allocation of the
+forward, of the backward (autograd frees a gradient, and what was saved, once it is used), of
+recomputation, and of input and weight gradients apart. The result is a list of events in order. Who
+reads it adds what happens to weights and their gradients, which depends on their flat units.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+Way = Literal["backward", "queued", "input"]
+"""A backward by autograd, one whose weight gradients go past it, and one that defers them."""
+
+
+class Change(NamedTuple):
+    """So many bytes more, or fewer, and how many of them are logits. `peak` and `peak_logits` have
+    been more before the end of it."""
+
+    bytes: float
+    logits: float = 0.0
+    peak: float = 0.0
+    peak_logits: float = 0.0
+
+
+class WeightGradient(NamedTuple):
+    """The gradients of the weights of a block whose names begin so: made, and then given."""
+
+    block: int
+    name: str
+    given: bool
+
+
+class BlockPass(NamedTuple):
+    """A pass comes to a block, or has left it."""
+
+    block: int
+    backward: bool
+    left: bool
+
+
+class Pause(NamedTuple):
+    """A collective is under way; another action of the rank may go on."""
+
+
+Event = Change | WeightGradient | BlockPass | Pause
+
+
+@dataclass(eq=False)
+class TapeTensor:
+    """The result of an operator. A view has the memory of its `base`. One that is `remade` is not
+    saved, but made again, from its `source` if that may be one as well."""
+
+    bytes: float
+    base: TapeTensor | None = None
+    logits: bool = False
+    remade: bool = False
+    source: TapeTensor | None = None
+    extra: float = 0.0  # bytes besides, while it is made
+    named: bool = False  # a name holds it until the forward of its module ends
+
+    @property
+    def storage(self) -> TapeTensor:
+        return self if self.base is None else self.base.storage
+
+
+@dataclass(eq=False)
+class Operator:
+    """`inputs` are those that get a gradient; a `passes` operator gives them that of its output."""
+
+    inputs: tuple[TapeTensor, ...]
+    output: TapeTensor
+    saved: tuple[TapeTensor, ...] = ()
+    weights: str = ""
+    passes: bool = False
+    holds: TapeTensor | None = None  # for those that make its output again
+    backward_extra: float = 0.0  # bytes besides, while its backward runs
+    settle_extra: float = 0.0  # and while its weight gradient does
+    keeps: float = 0.0  # bytes that it saves besides
+    defers: float = 0.0  # and what of that is left for its weight gradients
+    collective: bool = False  # it is one, or has some inside
+    module: str = ""  # which may run again as a whole
+    block: int = 0
+
+
+@dataclass
+class OperatorList:
+    """The operators of a forward, in order."""
+
+    input: TapeTensor
+    operators: list[Operator] = field(default_factory=list[Operator])
+    module: str = ""  # of the operators that follow
+    block: int = 0
+
+    @property
+    def output(self) -> TapeTensor:
+        return self.operators[-1].output
+
+    def begin(self, module: str, block: int) -> None:
+        """The operators that follow are of this module of a block; "" is the block itself."""
+        self.module, self.block = module, block
+
+    def add(
+        self,
+        inputs: Sequence[TapeTensor],
+        output: TapeTensor,
+        saved: Sequence[TapeTensor] = (),
+        weights: str = "",
+        passes: bool = False,
+        backward_extra: float = 0.0,
+        settle_extra: float = 0.0,
+        keeps: float = 0.0,
+        defers: float = 0.0,
+        holds: TapeTensor | None = None,
+        collective: bool = False,
+    ) -> TapeTensor:
+        """Append an operator; its output."""
+        how = (weights, passes, holds, backward_extra, settle_extra, keeps, defers)
+        how = (*how, collective, self.module, self.block)
+        self.operators.append(Operator(tuple(inputs), output, tuple(saved), *how))
+        return output
+
+
+@dataclass(eq=False)
+class _Gradient:
+    """A gradient, while somebody needs it."""
+
+    bytes: float
+    logits: bool = False
+    users: int = 1
+
+
+class OperatorTape:
+    """Plays a list of operators: the forward first, then one backward. Modules in `again` run again
+    in backward, each from its own input; with `full` the whole list does."""
+
+    def __init__(self, found: OperatorList, again: Iterable[str] = (), full: bool = False) -> None:
+        self.found, self.full = found, full
+        modules = dict.fromkeys(one.module for one in found.operators)
+        self.again = [""] if full else [each for each in modules if each and each in again]
+        self.events: list[Event] = []
+        self.users: Counter[TapeTensor] = Counter()  # of a tensor that is in memory
+        self.asked: Counter[TapeTensor] = Counter()  # who will want a tensor that is made again
+        self.held: dict[Operator, list[TapeTensor]] = {}  # by what an operator has saved
+        self.entered: dict[str, list[TapeTensor]] = {}  # by what runs a module again
+        self.plain: set[TapeTensor] = set()  # inside of a module that runs again, inputs are saved
+        self.private: dict[Operator, float] = {}  # bytes that operators have saved besides
+        self.owed: list[tuple[Operator, _Gradient]] = []
+
+    def forward(self) -> list[Event]:
+        """From its input on, which is counted here, to its output, which is not."""
+        self.events = []
+        self._count(self.found.input)
+        self._run(self.found.operators, lambda one: self._module(one) not in self.again)
+        self._drop(self.found.output.storage)
+        self._drop(self.found.input.storage)
+        return self.events
+
+    def backward(self, way: Way) -> list[Event]:
+        """The gradient of the output was made before; that of the input is left."""
+        self.events, self.owed = [], []
+        output = self.found.output
+        grads = {output: _Gradient(output.bytes, output.logits)}
+        left, block = set(self.again), None
+        for one in reversed(self.found.operators):
+            if one.block != block:
+                self.events.append(BlockPass(one.block, True, False))
+                block = one.block
+            gradient, module = grads.pop(one.output), self._module(one)
+            if module in left and one.saved:
+                left.remove(module)
+                self._repeat(module)
+            self._differentiate(one, gradient, grads, way)
+            if module in self.again and one is self._operators(module)[0]:
+                for each in self.entered.pop(module):
+                    self._drop(each)
+        return self.events
+
+    def weight_gradients(self) -> list[Event]:
+        """What the backward of input gradients has deferred."""
+        self.events = []
+        for one, gradient in self.owed:
+            self._weights(one, one.settle_extra)
+            self._forget(gradient)
+            self._let_go(one)
+        return self.events
+
+    def _module(self, one: Operator) -> str:
+        return "" if self.full else one.module
+
+    def _operators(self, module: str) -> list[Operator]:
+        return [one for one in self.found.operators if self._module(one) == module]
+
+    def _run(self, operators: Sequence[Operator], saves: Callable[[Operator], bool]) -> None:
+        uses = Counter(each.storage for one in operators for each in one.inputs)
+        uses[operators[-1].output.storage] += 1
+        self.users[operators[0].inputs[0].storage] += uses[operators[0].inputs[0].storage]
+        ends = set({(one.block, one.module): one for one in operators}.values())
+        named: defaultdict[tuple[int, str], list[TapeTensor]] = defaultdict(list)
+        block = None
+        for one in operators:
+            if one.block != block:
+                if block is not None:
+                    self.events.append(BlockPass(block, False, True))
+                self.events.append(BlockPass(one.block, False, False))
+                block = one.block
+            readers = uses[one.output.storage] + one.output.named
+            if one.output.base is None:
+                self._make(one.output, max(readers, 1))
+            if one.collective:
+                self.events.append(Pause())
+            if saves(one):
+                self._save(one)
+            elif self._module(one) not in self.entered:
+                self.entered[self._module(one)] = self._hold([one.inputs[0]])
+            for each in (*one.inputs, *([] if readers else [one.output])):
+                self._drop(each.storage)
+            named[one.block, one.module] += [one.output] if one.output.named else []
+            for each in named.pop((one.block, one.module)) if one in ends else ():
+                self._drop(each)  # names go with the last operator of their module
+        assert block is not None
+        self.events.append(BlockPass(block, False, True))
+
+    def _repeat(self, module: str) -> None:
+        """Run a module again, up to the last operator that saves something."""
+        operators = self._operators(module)
+        first = operators[0].inputs[0]
+        self._take(first)
+        self.plain.add(first)
+        while not operators[-1].saved:
+            operators.pop()
+        self._run(operators, lambda one: True)
+        self._drop(operators[-1].output.storage)
+        if first.remade:
+            self._drop(first)
+
+    def _save(self, one: Operator) -> None:
+        self.held[one] = self._hold(one.saved)
+        if one.holds is not None and not one.holds.remade:
+            self.held[one] += self._hold([one.holds])
+        self.private[one] = one.keeps
+        self._change(one.keeps)
+
+    def _hold(self, tensors: Iterable[TapeTensor]) -> list[TapeTensor]:
+        """Keep what these need, and note those that will be made again."""
+        found: list[TapeTensor] = []
+        for each in tensors:
+            if each.remade and each not in self.plain:
+                self.asked[each] += 1
+            else:
+                self.users[each.storage] += 1
+                found.append(each.storage)
+        return found
+
+    def _take(self, tensor: TapeTensor) -> None:
+        """A tensor that a backward reads: made again, where it was not saved."""
+        if not self.asked[tensor]:
+            return
+        if not self.users[tensor]:
+            source = tensor.source
+            if source is not None and source.remade:
+                self.asked[source] += 1
+                self._take(source)
+            self._make(tensor, 0)
+            if source is not None and source.remade:
+                self._drop(source)
+            self.users[tensor] = self.asked[tensor]
+        self.asked[tensor] -= 1
+
+    def _differentiate(
+        self,
+        one: Operator,
+        gradient: _Gradient,
+        grads: dict[TapeTensor, _Gradient],
+        way: Way,
+    ) -> None:
+        if one.collective:
+            self.events.append(Pause())
+        if one.passes:
+            gradient.users += len(one.inputs)
+            self._forget(gradient)
+            for each in one.inputs:
+                self._give(each, gradient, grads)
+            return
+        made_again = [each for each in one.saved if each.remade and each not in self.plain]
+        for each in made_again:
+            self._take(each)
+        if one.weights and way == "backward":
+            self.events.append(WeightGradient(one.block, one.weights, False))
+        elif one.weights and way == "queued":
+            self._weights(one, one.settle_extra)
+        fresh = [_Gradient(each.bytes, each.logits) for each in one.inputs]
+        self._change(one.backward_extra)
+        for each in fresh:
+            self._change(each.bytes, each.logits)
+        self._change(-one.backward_extra)
+        if one.weights and way == "input":
+            self.held[one] += made_again
+            self._change(one.defers - self.private[one])
+            self.private[one] = one.defers
+            self.owed.append((one, gradient))
+        else:
+            self._forget(gradient)
+            self._let_go(one)
+            for each in made_again:
+                self._drop(each)
+        for each, its in zip(one.inputs, fresh, strict=True):
+            self._give(each, its, grads)
+        if one.weights and way == "backward":
+            self.events.append(WeightGradient(one.block, one.weights, True))
+
+    def _give(
+        self, tensor: TapeTensor, gradient: _Gradient, grads: dict[TapeTensor, _Gradient]
+    ) -> None:
+        """To what has made the tensor; a second gradient is added, as a third tensor."""
+        if tensor in grads:
+            total = _Gradient(tensor.bytes, tensor.logits)
+            self._change(total.bytes, total.logits)
+            self._forget(grads[tensor])
+            self._forget(gradient)
+            grads[tensor] = total
+        else:
+            grads[tensor] = gradient
+
+    def _weights(self, one: Operator, extra: float) -> None:
+        self._extra(extra)
+        self.events.append(WeightGradient(one.block, one.weights, False))
+        self.events.append(WeightGradient(one.block, one.weights, True))
+
+    def _let_go(self, one: Operator) -> None:
+        for each in self.held.pop(one, ()):
+            self._drop(each)
+        self._change(-self.private.pop(one, 0.0))
+
+    def _forget(self, gradient: _Gradient) -> None:
+        gradient.users -= 1
+        if not gradient.users:
+            self._change(-gradient.bytes, gradient.logits)
+
+    def _make(self, tensor: TapeTensor, users: int) -> None:
+        self._change(tensor.extra)
+        self._count(tensor, users)
+        self._change(-tensor.extra)
+
+    def _count(self, tensor: TapeTensor, users: int = 1) -> None:
+        self.users[tensor] = users
+        self._change(tensor.bytes, tensor.logits)
+
+    def _drop(self, tensor: TapeTensor) -> None:
+        self.users[tensor] -= 1
+        if not self.users[tensor]:
+            self._change(-tensor.bytes, tensor.logits)
+
+    def _extra(self, size: float) -> None:
+        if size:
+            self._change(size)
+            self._change(-size)
+
+    def _change(self, size: float, logits: bool = False) -> None:
+        """One change for all that happens between events of other kinds."""
+        before = Change(0.0)
+        if self.events and isinstance(self.events[-1], Change):
+            before = self.events.pop()
+            assert isinstance(before, Change)
+        total, words = before.bytes + size, before.logits + size * logits
+        peak = (total, words) if total > before.peak else (before.peak, before.peak_logits)
+        self.events.append(Change(total, words, *peak))

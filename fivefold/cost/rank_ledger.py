@@ -1,0 +1,258 @@
+"""Peak memory of the ranks of one plan: actions followed one by one, in the order in which the
+schedule has them, with all that each of them makes and frees.
+
+A search estimates with arrays (`cost/memory_entries.py`): closed forms of the moments that are most
+often the peak.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import zip_longest
+
+import numpy as np
+
+from fivefold.core.plan import Plan
+from fivefold.core.recompute import Recompute
+from fivefold.core.schedule import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRAD,
+    WEIGHT_GRAD,
+    Overlap,
+    Step,
+    actions_of,
+)
+from fivefold.core.schedule.loops import defers_weight_gradients, turns_of
+from fivefold.core.units import Unit
+from fivefold.cost.activations import WIDE
+from fivefold.cost.collectives import is_muon_weight, units_of
+from fivefold.cost.layer_operators import LayerOperators
+from fivefold.cost.memory_entries import MUON_STATE, MemoryEntries
+from fivefold.cost.operator_tape import Event, OperatorList, OperatorTape
+from fivefold.cost.stage_ledger import ActionBytes, Segment, StageLedger, StageRun
+from fivefold.cost.unit_ledger import ACTIVATIONS, DataRules, Held, Slice, nothing
+
+BLOCK_OF_STATES = 256_000_000  # bytes of states that an update by blocks has at once
+MESSAGES = 2  # that are received while others are computed with
+
+
+class PlanLedger:
+    """The stages of a plan, by kind, and what its ranks hold at most."""
+
+    def __init__(self, plan: Plan, entries: MemoryEntries) -> None:
+        self.plan, self.entries, self.itemsize = plan, entries, entries.itemsize
+        self.queued = defers_weight_gradients(plan.schedule)
+        paired = (step for _, steps in turns_of(plan.schedule, 0) for step in steps)
+        paired = any(isinstance(step, Overlap) for step in paired)
+        self.in_turns = paired and plan.layout.stage_size > 1  # collectives hide each other
+        tokens = float(np.asarray(entries.tokens).reshape(-1)[0])
+        visits = 1 if plan.split.gathers else plan.split.outer
+        self.operators = LayerOperators(
+            entries.activations, tokens, visits, plan.saves_input_shards, self.queued
+        )
+        self.events: dict[Hashable, Mapping[str, Sequence[Event]]] = {}
+        self.kinds: dict[Hashable, StageLedger] = {}
+
+    def peak(self, place: int) -> dict[str, float]:
+        """By category, of one pipeline rank."""
+        stages = {n: self._stage(n) for n in self.plan.schedule.placement.stages_of(place)}
+        units = [unit for each in stages.values() for unit in each.packed]
+        runs = {n: StageRun(each) for n, each in stages.items()}
+        walk = _RankWalk(runs, self.in_turns)
+        walk.follow(list(turns_of(self.plan.schedule, place)))
+        walk.end(self._update(units))
+        found = {**self._states(units), **walk.at_peak()}
+        if self.plan.layout.pp > 1:
+            found["buffers"] = MESSAGES * self.operators.residual
+        return found
+
+    def _stage(self, stage: int) -> StageLedger:
+        """Equal stages share what is known of them."""
+        plan, shape, layers = self.plan, self.plan.shape, self.plan.stages[stage]
+        ends, rule = (layers.start == 0, layers.stop == shape.layers), plan.recompute.of(stage)
+        keeps = not plan.gathers_each_time(layers)
+        key = (*ends, rule, keeps, *map(shape.is_moe_layer, layers))
+        if key not in self.kinds:
+            tables = self.entries.activations.rotary_tables() * self.operators.tokens
+            self.kinds[key] = StageLedger(
+                list(self._segments(layers, rule)),
+                units_of(plan, stage, self.itemsize),
+                self._rules(layers, keeps),
+                self.operators.residual,
+                tables,
+                self.in_turns,
+            )
+        return self.kinds[key]
+
+    def _rules(self, layers: range, keeps: bool) -> DataRules:
+        plan, layout = self.plan, self.plan.layout
+        return DataRules(
+            layout.zero,
+            self.itemsize,
+            plan.units.grad_itemsize(self.itemsize),
+            dense_ranks=layout.dp * layout.cp,
+            expert_ranks=layout.edp,
+            keeps_weights=keeps,
+            kept_to_backward=layout.pp == 1,
+            prefetch=plan.units.prefetch,
+            leaves=bool(self.entries.stack.grads_home),
+            tied=plan.shape.tied and len(layers) == plan.shape.layers,
+            queued=self.queued,
+        )
+
+    def _segments(self, layers: range, rule: Recompute) -> Iterator[Segment]:
+        shape, operators = self.plan.shape, self.operators
+        if layers.start == 0:
+            yield Segment(("embed",), self._events("embed", operators.embedding()))
+        size = rule.blocks or 1
+        for start in range(layers.start, layers.stop, size):
+            some = range(start, min(start + size, layers.stop))
+            routed = tuple(map(shape.is_moe_layer, some))
+            key = (rule, routed)
+            if key not in self.events:
+                self._events(key, operators.blocks(routed, rule), rule)
+            yield Segment(tuple(f"blocks.{i}" for i in some), self.events[key])
+        if layers.stop == shape.layers:
+            memory = self.entries.memory
+            split = self.plan.layout.tp > 1 and memory.split_logits_bytes
+            head = self._events("head", operators.head(split or memory.logits_bytes))
+            yield Segment(("head",), head)
+            for depth in range(shape.mtp):
+                routed = (shape.is_moe_layer(shape.layers),)
+                ahead = operators.blocks(routed, rule, joins=True)
+                yield Segment((f"mtp.{depth}",), self._events((depth, rule), ahead, rule))
+                yield Segment(("head",), head)
+
+    def _events(
+        self, key: Hashable, found: OperatorList, rule: Recompute | None = None
+    ) -> Mapping[str, Sequence[Event]]:
+        """Of every kind of action."""
+        rule = rule or Recompute()
+        make = partial(OperatorTape, found, rule.modules, rule.full)
+        tape = make()
+        events = {FORWARD: tape.forward()}
+        events[BACKWARD] = tape.backward("queued" if self.queued else "backward")
+        if self.queued:
+            tape = make()
+            tape.forward()
+            events[INPUT_GRAD] = tape.backward("input")
+            events[WEIGHT_GRAD] = tape.weight_gradients()
+        self.events[key] = events
+        return events
+
+    def _states(self, units: Sequence[Unit]) -> Held:
+        """Weights between their uses, float32 copies and optimizer states."""
+        layout, memory = self.plan.layout, self.entries.memory
+        offloads = self.plan.options.train.offload_kind != "none"
+        found: Held = {"weights": 0.0, "master": 0.0, "optimizer": 0.0}
+        for unit in units:
+            sheds = layout.zero == 3 and unit.num_shards > 1
+            size = unit.shard_size if sheds else unit.size
+            found["weights"] += 0 if sheds and offloads else size * self.itemsize
+            if offloads:
+                continue
+            found["master"] += unit.shard_size * self.entries.master_bytes
+            full = [each.row for each in unit.entries if is_muon_weight(each.row)]
+            narrow = sum(row.numel for row in full) if self.entries.stack.orthogonalizes else 0
+            narrow = narrow // unit.num_shards
+            found["optimizer"] += (unit.shard_size - narrow) * memory.moment_bytes
+            found["optimizer"] += narrow * MUON_STATE
+        return found
+
+    def _update(self, units: Sequence[Unit]) -> float:
+        """Bytes besides, after the last action. Mirrored stages sum all gradients, in float32. An
+        update by blocks widens gradients and narrow states; SGD adds a decayed weight to its
+        gradient."""
+        plan, memory = self.plan, self.entries.memory
+        size = plan.units.grad_itemsize(self.itemsize)
+        owned, found = sum(unit.shard_size for unit in units), 0.0
+        if plan.schedule.placement.mirrored:
+            found = owned * (WIDE if size == WIDE else 2 * WIDE)
+        narrow = plan.options.train.states == "bf16"
+        if size < WIDE or narrow:
+            block = BLOCK_OF_STATES / max(memory.moment_bytes + self.entries.master_bytes, 1)
+            most = 2 * WIDE + (2 * memory.moment_bytes if narrow else 0)
+            return max(found, min(owned, block) * most)
+        if plan.options.train.optimizer == "sgd":
+            owners = [each.row.numel / unit.num_shards for unit in units for each in unit.entries]
+            return max(found, max(owners) * WIDE)
+        return found
+
+
+class _RankWalk:
+    """Follows the actions of one rank. `in_turns`: two that are one step change at collectives."""
+
+    def __init__(self, stages: Mapping[int, StageRun], in_turns: bool) -> None:
+        self.stages, self.in_turns = stages, in_turns
+        self.total = self.most = 0.0
+        self.parts: list[tuple[int, Sequence[ActionBytes]]] = []  # how often they have run
+        self.where = (0, 0, 0)  # the peak: in which part, turn and action
+
+    def follow(self, parts: Sequence[tuple[int, Sequence[Step]]]) -> None:
+        """Steps in parts that repeat."""
+        last: dict[int, tuple[int, int, str]] = {}
+        for number, (_, steps) in enumerate(parts):
+            for place, step in enumerate(steps):
+                for action in actions_of(step):
+                    if action.kind in (BACKWARD, WEIGHT_GRAD):
+                        last[action.stage] = (number, place, action.kind)
+        for number, (times, steps) in enumerate(parts):
+            found: list[ActionBytes] = []
+            for place, step in enumerate(steps):
+                both: list[ActionBytes] = []
+                for action in actions_of(step):
+                    ends = last.get(action.stage) == (number, place, action.kind)
+                    both.append(self.stages[action.stage].act(action.kind, ends))
+                found += [_in_turns(*both)] if len(both) == 2 and self.in_turns else both
+            self._add(found, times)
+
+    def end(self, besides: float) -> None:
+        """After the last action."""
+        self._add([each.finish() for each in self.stages.values()], 1)
+        update = {**nothing(), ACTIVATIONS: besides}
+        self._add([ActionBytes(update, nothing(), besides, 0.0)], 1)
+
+    def at_peak(self) -> Held:
+        """By category."""
+        part, turn, place = self.where
+        found = dict(self.parts[part][1][place].at_peak)
+        for number, (times, actions) in enumerate(self.parts[: part + 1]):
+            for order, each in enumerate(actions):
+                turns = times if number < part else turn + (order < place)
+                for name, size in each.left.items():
+                    found[name] += turns * size
+        return found
+
+    def _add(self, actions: Sequence[ActionBytes], times: int) -> None:
+        """Every turn changes the level by as much, so the first or the last one has the peak."""
+        change = sum(each.change for each in actions)
+        for turn in {0, times - 1} if change > 0 else {0}:
+            total = self.total + turn * change
+            for place, each in enumerate(actions):
+                if total + each.peak > self.most:
+                    self.most, self.where = total + each.peak, (len(self.parts), turn, place)
+                total += each.change
+        self.parts.append((times, actions))
+        self.total += times * change
+
+
+def _in_turns(forward: ActionBytes, backward: ActionBytes) -> ActionBytes:
+    """Both as one step; the backward begins, and each goes on where the other one pauses."""
+    levels = [Slice(0.0, nothing(), 0.0, nothing())] * 2
+    best, peak = nothing(), 0.0
+    for pair in zip_longest(backward.slices, forward.slices):
+        for lane, now in enumerate(pair):
+            if now is None:
+                continue
+            other = levels[1 - lane]
+            if now.peak + other.change > peak:
+                peak, best = now.peak + other.change, _sum(now.at_peak, other.left)
+            levels[lane] = now
+    change = forward.change + backward.change
+    return ActionBytes(best, _sum(forward.left, backward.left), peak, change)
+
+
+def _sum(one: Held, other: Held) -> Held:
+    return {name: size + other[name] for name, size in one.items()}
