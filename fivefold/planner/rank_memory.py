@@ -17,7 +17,7 @@ from fivefold.cost.grid import Array
 from fivefold.cost.memory import rank_peak_memory
 from fivefold.cost.memory_entries import MemoryEntries
 from fivefold.cost.pipeline_ranks import RankLayers, RankStage
-from fivefold.planner.search import EstimateSetting, plan_arguments
+from fivefold.planner.setting import EstimateSetting, plan_arguments
 
 Bytes = dict[str, float]
 
