@@ -127,17 +127,17 @@ class _LayersOfV:
     ) -> dict[int, _Interval]:
         """The same with one more rank, and `outer` ranks around it."""
         found: dict[int, _Interval] = {}
-        for inside, interval in inner.items():
+        before, last, (rank, gap) = self.before, self.num_layers - outer, limits
+        for inside, (end, _) in inner.items():
             for start in range(inside - 1, outer - 1, -1):
-                near = self.cost(start, inside)
-                most = min(near + limits.gap, limits.rank - near)
+                near = before[inside] - before[start]
+                most = min(near + gap, rank - near)
                 if most <= 0:
                     break
-                reach = bisect_right(self.before, self.before[interval.stop] + most) - 1
-                stop = min(reach, self.num_layers - outer)
-                alike = near - self.cost(interval.stop, stop) <= limits.gap
-                longer = start not in found or stop > found[start].stop
-                if stop > interval.stop and alike and longer:
+                stop = min(bisect_right(before, before[end] + most) - 1, last)
+                if stop <= end or near - (before[stop] - before[end]) > gap:
+                    continue
+                if start not in found or stop > found[start].stop:
                     found[start] = _Interval(stop, inside)
         return found
 

@@ -185,6 +185,8 @@ def pipeline_collectives(plan: Plan, rank: int, itemsize: int) -> Counter[Collec
     """
     schedule, size = plan.schedule, message_bytes(plan, itemsize)
     issued: Counter[Collective] = Counter()
+    if schedule.num_ranks == 1:
+        return issued
     for action in schedule.actions(plan.layout.coord(rank).pp):
         issued[Collective("pp", "send", size, 2)] += sent(schedule, action) is not None
         issued[Collective("pp", "recv", size, 2)] += needed(schedule, action) is not None

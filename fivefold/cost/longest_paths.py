@@ -62,11 +62,11 @@ def _ranks(p: int) -> Array:
 
 
 def _before(rows: Array) -> Array:
-    return np.cumsum(rows, axis=0) - rows
+    return rows.cumsum(axis=0) - rows
 
 
 def _after(rows: Array) -> Array:
-    return rows.sum(axis=0) - np.cumsum(rows, axis=0)
+    return rows.sum(axis=0) - rows.cumsum(axis=0)
 
 
 def _both(first: Array, then: Array) -> Array:
@@ -97,27 +97,26 @@ def _leg(rows: Array, lag: Array, size: ScheduleSize) -> Array:
         return one_stage
     chunks = rows.reshape(v, p, -1)
     start, end = _before(chunks[0]), _after(chunks[-1])
-    until = m * np.cumsum(chunks, axis=0)
+    until = m * chunks.cumsum(axis=0)
+    hops = chunks[:-1].cumsum(axis=1)
+    first = start + until[:-1] - hops
+    then = until[-1] - until[:-1] + end + hops + (p - 1) * lag
     found = [one_stage, start + until[-1] + end + (p - 1) * lag]
-    for chunk in range(v - 1):
-        hops = np.cumsum(chunks[chunk], axis=0)
-        first = start + until[chunk] - hops
-        then = until[-1] - until[chunk] + end + hops + (p - 1) * lag
-        found.append(_downwards(first, then, size.samples))
-    return np.concatenate(found)
+    return np.concatenate([*found, _downwards(first, then, size.samples)])
 
 
 def _downwards(first: Array, then: Array, samples: Array) -> Array:
-    """Paths that leave rank k and continue at a later one, with the best k for each."""
+    """Paths that leave rank k and continue at a later one, with the best k for each; by chunk."""
     seconds = first @ samples
-    best = np.maximum.accumulate(seconds, axis=0)
-    rank = (best + then @ samples).argmax(axis=0)  # of each sample
-    places = np.where(seconds == best, np.arange(len(first))[:, None], 0)
-    start = np.maximum.accumulate(places, axis=0)[rank, np.arange(len(rank))]
-    pairs = np.zeros((len(first), len(first)), bool)
-    pairs[start, rank] = True
-    start, rank = pairs.nonzero()
-    return first[start] + then[rank]
+    best = np.maximum.accumulate(seconds, axis=1)
+    rank = (best + then @ samples).argmax(axis=1)  # of each chunk and sample
+    places = np.where(seconds == best, _ranks(len(first[0])), 0).astype(np.int64)
+    chunk, sample = np.ogrid[: len(first), : samples.shape[1]]
+    start = np.maximum.accumulate(places, axis=1)[chunk, rank, sample]
+    pairs = np.zeros((*first.shape[:2], first.shape[1]), bool)
+    pairs[chunk, start, rank] = True
+    chunk, start, rank = pairs.nonzero()
+    return first[chunk, start] + then[chunk, rank]
 
 
 def one_forward_one_backward(stages: StageRows, size: ScheduleSize) -> Array:
@@ -190,7 +189,7 @@ def _drain(stages: StageRows, size: ScheduleSize, rest: Array, late: Array, last
     end = _warm_up(both, inputs, min(m, p), samples) - hops + weights[0, 0]
     end = end + late * (weights[-1] - last)
     alone = inputs[:-1].sum(axis=(0, 1)) + (v - 1) * p * stages.lag + weights[0, 0]
-    return np.concatenate([_downwards(end, paced, samples), paced + alone])
+    return np.concatenate([_downwards(end[None], paced[None], samples), paced + alone])
 
 
 def _last_forward(stages: StageRows, size: ScheduleSize, ahead: Array) -> Array:
@@ -210,19 +209,21 @@ def _warm_up(order: Array, passing: Array, each: int, samples: Array) -> Array:
     An earlier rank may set the pace for the first chunks; `passing` are the rows of one microbatch
     that goes from there to this rank.
     """
-    v, mean = len(order), samples.mean(axis=1)
-    until = each * np.cumsum(order, axis=0)
+    v = len(order)
+    until = each * order.cumsum(axis=0)
     start = _before(passing[0])
     best = start + (until[-2] if v > 1 else 0.0)
-    for chunk in range(v - 2):
-        hops = np.cumsum(passing[chunk], axis=0)
-        left = start + until[chunk] - hops
-        seconds = left @ mean
-        first = np.maximum.accumulate(seconds)
-        place = np.maximum.accumulate(np.where(seconds == first, np.arange(len(left)), 0))
-        moved = left[place] + hops + until[-2] - until[chunk]
-        best = np.where((moved @ mean > best @ mean)[:, None], moved, best)
-    return best
+    if v < 3:
+        return best
+    mean, ranks = samples.mean(axis=1), np.arange(len(start))
+    hops = passing[: v - 2].cumsum(axis=1)
+    left = start + until[: v - 2] - hops
+    seconds = left @ mean
+    first = np.maximum.accumulate(seconds, axis=1)
+    place = np.maximum.accumulate(np.where(seconds == first, ranks, 0), axis=1)
+    moved = left[np.arange(v - 2)[:, None], place] + hops + until[-2] - until[: v - 2]
+    every = np.concatenate([best[None], moved])
+    return every[(every @ mean).argmax(axis=0), ranks]
 
 
 class _Fold(NamedTuple):

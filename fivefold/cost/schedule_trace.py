@@ -1,9 +1,9 @@
 """The clock for many costs at once: one pass over the actions of a schedule serves all of them.
 
-It gives the same as `core.schedule.clock`. The order of a schedule does not depend on costs. Every
-rank has a position in its order, and all ranks whose next row has its inputs run it together. A row
-is a forward, a backward, or an overlapped pair of both. No rank waits for weight gradients of
-another: they only keep their own rank busy after the row before them.
+It gives the same as `core.schedule.clock`. The order of a schedule does not depend on costs, so it
+is found once which rows are run together: in each turn, all ranks run their next row whose inputs
+were made in turns before. A row is a forward, a backward, or an overlapped pair of both. No rank
+waits for weight gradients of another: they only keep their own rank busy after the row before them.
 
 Orders in loops are expanded into arrays, without an object for each action.
 """
@@ -11,7 +11,7 @@ Orders in loops are expanded into arrays, without an object for each action.
 from __future__ import annotations
 
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -35,6 +35,7 @@ _KINDS = {FORWARD: 0, INPUT_GRAD: 1, BACKWARD: 2, WEIGHT_GRAD: 3}
 _W = _KINDS[WEIGHT_GRAD]
 # Microbatches per rank from which a pipeline repeats itself, and up to which it is simulated.
 _STEADY, _LONGEST = 5, 8
+_FEW_RANKS = 16
 
 
 class StageSeconds(NamedTuple):
@@ -65,21 +66,23 @@ class _ActionColumns(NamedTuple):
 
 
 class ScheduleTrace(NamedTuple):
-    """A schedule in rows, rank after rank; after the last row of a rank is one that never runs.
+    """The rows of a schedule in the order of their turns; `turns` are the ends of these.
 
-    `sources`: for each row, the row on another rank that sends its input; the last row of all
-    stands for none. A pair may have two sources. `runs` are the actions of each row: the first, the
-    other one of a pair, and the weight gradients; each an index into the seconds of kinds and
-    stages, of which the last stands for none, followed by the sums that are in `several`.
-    `counts`: how often each rank runs each of the actions.
+    `before`: for each row, the row before it on its rank; `sources`: the row on another rank that
+    sends its input, of which a pair may have two. The number of all rows stands for none. `runs`
+    are the actions of each row: the first, the other one of a pair, and the weight gradients; each
+    an index into the seconds of kinds and stages, of which the last stands for none, followed by
+    the sums that are in `several`. `last`: the last row of each rank; `counts`: how often each rank
+    runs each of the actions.
     """
 
-    starts: Indices
+    turns: list[int]
+    before: Indices
     sources: tuple[Indices, ...]
     runs: tuple[Indices, ...]
     several: Array
+    last: Indices
     counts: Array
-    num_rows: int
 
 
 def schedule_makespans(name: str, numbers: tuple[int, int, int], seconds: StageSeconds) -> Array:
@@ -118,14 +121,44 @@ def trace_schedule(schedule: Schedule) -> ScheduleTrace:
     row = np.cumsum(actions.opens) - 1 + rank
     codes, width = actions.kind * schedule.num_stages + actions.stage, 4 * schedule.num_stages + 1
     runs, several = _runs(actions, row, codes, width)
+    sources = _sources(schedule, actions, row)
+    turns, order = _turns(row[actions.begins], sources, int(actions.opens.sum()))
+    place = np.full(len(sources[0]), len(order))
+    place[order] = np.arange(len(order))
+    # Before the first row of a rank is one of the rank before that never runs.
     return ScheduleTrace(
-        starts=row[actions.begins],
-        sources=_sources(schedule, actions, row),
-        runs=runs,
+        turns=turns,
+        before=place[order - 1],
+        sources=tuple(place[each[order]] for each in sources),
+        runs=tuple(each[order] for each in runs),
         several=several,
+        last=place[np.append(row[actions.begins][1:], row[-1] + 2) - 2],
         counts=_counted(rank, codes, schedule.num_ranks, width),
-        num_rows=int(actions.opens.sum()),
     )
+
+
+def _turns(
+    starts: Indices, sources: tuple[Indices, ...], num_rows: int
+) -> tuple[list[int], Indices]:
+    """The rows in the order of their turns, and the end of each turn. Rows are numbered rank after
+    rank; after the last row of a rank is one that never runs."""
+    source, *others = sources
+    if len(starts) == 1:  # it waits for nobody
+        return list(range(num_rows + 1)), np.arange(num_rows)
+    done = np.zeros(len(source), bool)
+    done[-1] = True
+    place, found, ends = starts.copy(), list[Indices](), [0]
+    while ends[-1] < num_rows:
+        ready = done[source[place]]
+        for other in others:
+            ready &= done[other[place]]
+        rows = place[ready]
+        assert len(rows), "a schedule that ends"
+        found.append(rows)
+        ends.append(ends[-1] + len(rows))
+        done[rows] = True
+        place += ready
+    return ends, np.concatenate(found)
 
 
 def _sources(schedule: Schedule, actions: _ActionColumns, row: Indices) -> tuple[Indices, ...]:
@@ -228,35 +261,44 @@ def simulate_trace(trace: ScheduleTrace, seconds: StageSeconds) -> Array:
 def trace_ends(trace: ScheduleTrace, seconds: StageSeconds) -> Array:
     """When each rank is done, for each column of costs."""
     table, columns = seconds.table, seconds.forward.shape[1]
-    if len(trace.starts) == 1:  # it waits for nobody
+    if len(trace.counts) == 1:  # it waits for nobody
         return trace.counts @ table
     lag, size = seconds.lag, (columns,)
     table = np.concatenate([table, trace.several @ table])
     if columns == 1:  # plain arrays are faster
         table, lag, size = table[:, 0], lag[0], ()
-    first, *second, weight = trace.runs
+    first, *second, late = (table[each] for each in trace.runs)
     source, *others = trace.sources
-    ends = np.full((len(source), *size), -np.inf)
-    done = np.zeros(len(source), bool)
-    done[-1] = True
-    place, now = trace.starts.copy(), np.zeros((len(trace.starts), *size))
-    left = trace.num_rows
-    while left:
-        ready = done[source[place]]
+    if columns == 1 and len(trace.counts) <= _FEW_RANKS and not others:
+        return _ends_one_by_one(trace, first, late, float(lag))
+    # When the rank is free again after each row, and when its output is on the next one.
+    free, sent = (np.empty((len(source) + 1, *size)) for _ in range(2))
+    free[-1], sent[-1] = 0.0, -np.inf
+    for begin, end in pairwise(trace.turns):
+        start = np.maximum(
+            free.take(trace.before[begin:end], axis=0), sent.take(source[begin:end], axis=0)
+        )
         for other in others:
-            ready &= done[other[place]]
-        (ranks,) = ready.nonzero()
-        assert len(ranks), "a schedule that ends"
-        rows = place[ranks]
-        start = np.maximum(now[ranks], ends[source[rows]] + lag)
-        for other in others:
-            start = np.maximum(start, ends[other[rows]] + lag)
-        start += table[first[rows]]
-        for other in second:
-            start += table[other[rows]]
-        ends[rows] = start
-        now[ranks] = start + table[weight[rows]]
-        done[rows] = True
-        place[ranks] += 1
-        left -= len(ranks)
-    return now.reshape(-1, columns)
+            np.maximum(start, sent.take(other[begin:end], axis=0), out=start)
+        start += first[begin:end]
+        for each in second:
+            start += each[begin:end]
+        np.add(start, lag, out=sent[begin:end])
+        np.add(start, late[begin:end], out=free[begin:end])
+    return free[trace.last].reshape(-1, columns)
+
+
+def _ends_one_by_one(trace: ScheduleTrace, first: Array, late: Array, lag: float) -> Array:
+    """The same for one column of costs and few ranks, for which numbers are faster than arrays."""
+    free, sent = [0.0] * (len(first) + 1), [float("-inf")] * (len(first) + 1)
+    befores: list[int] = trace.before.tolist()
+    sources: list[int] = trace.sources[0].tolist()
+    actions: list[float] = first.tolist()
+    late_ones: list[float] = late.tolist()
+    rows = zip(befores, sources, actions, late_ones, strict=True)
+    for row, (before, source, action, weights) in enumerate(rows):
+        start, arrival = free[before], sent[source]
+        end = (arrival if arrival > start else start) + action
+        sent[row] = end + lag
+        free[row] = end + weights
+    return np.array(free)[trace.last][:, None]

@@ -278,6 +278,8 @@ def _message(schedule: Schedule, sender: int, receiver: int, action: Action) -> 
 
 def sent_by(schedule: Schedule, rank: int) -> Iterator[Message]:
     """Everything that a rank sends, in order."""
+    if schedule.num_ranks == 1:  # to nobody, however many microbatches there are
+        return
     for action in (action for step in schedule.order[rank] for action in actions_of(step)):
         if message := sent(schedule, action):
             yield message

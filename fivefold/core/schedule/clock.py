@@ -26,7 +26,7 @@ from fivefold.core.schedule import (
     actions_of,
     merged_steps,
 )
-from fivefold.core.schedule.loops import LoopOrder
+from fivefold.core.schedule.loops import Loop, LoopOrder
 
 
 @dataclass(frozen=True)
@@ -356,17 +356,20 @@ def peak_held(schedule: Schedule, rank: int, saved: StageBytes, deferred: StageB
     if not isinstance(schedule.order, LoopOrder):
         return _peak([(1, merged_steps(schedule, schedule.order[rank]))], saved, deferred)
     live = peak = 0.0
-    for loop in schedule.order.loops[rank]:
-        if len(loop.turns) == 1:  # most are: no step is made for them
-            stage, kind = loop.turns[0][:2]
-            change = _change(kind, saved(stage), deferred(stage))
-            top = live + (change if kind == FORWARD else 0.0)
-        else:
-            steps = merged_steps(schedule, loop.steps(0))
-            levels, after = _levels_from(live, steps, saved, deferred)
-            change, top = after - live, max(levels)
-        peak = max(peak, top + max(0.0, (loop.times - 1) * change))
-        live += loop.times * change
+    known: dict[tuple[object, ...], tuple[float, float]] = {}
+    for times, turns in schedule.order.loops[rank]:
+        # Most are the same as one before, but for the microbatch with which they begin.
+        alike = turns[0][:2]
+        if len(turns) > 1:
+            begin = turns[0].first
+            alike = tuple((*turn[:2], turn.first - begin, turn.joined) for turn in turns)
+        if alike not in known:
+            steps = merged_steps(schedule, Loop(1, turns).steps(0))
+            levels, after = _levels_from(0.0, steps, saved, deferred)
+            known[alike] = after, max(levels)
+        change, top = known[alike]
+        peak = max(peak, live + top + max(0.0, (times - 1) * change))
+        live += times * change
     return peak
 
 

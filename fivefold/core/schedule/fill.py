@@ -94,26 +94,35 @@ def lower(frame: Frame, placement: Placement, num_microbatches: int, costs: Cost
     stages, homes = placement.num_stages, placement.homes
     half = stages * num_microbatches
 
-    def work(action: Action, draining: bool) -> _Work:
-        stage, kind, microbatch = action
-        here, weight = stage * num_microbatches + microbatch, costs.weight[stage]
+    def first(stage: int, kind: str) -> tuple[int, int, float, float, bool]:
+        """Slots of the result and of the input of microbatch 0, the transfer and the cost."""
+        here = stage * num_microbatches
         if kind == FORWARD:
-            source = here - num_microbatches if stage else -1
-            lag = costs.transfer[stage - 1] if stage and homes[stage - 1] != homes[stage] else 0.0
-            return _Work(here, source, lag, costs.forward[stage], weight, True, draining, action)
-        if stage == stages - 1:
-            source, lag = here, 0.0
-        else:
+            moves = stage and homes[stage - 1] != homes[stage]
+            lag = costs.transfer[stage - 1] if moves else 0.0
+            return here, here - num_microbatches, lag, costs.forward[stage], True
+        source, lag = here, 0.0
+        if stage < stages - 1:
             source = half + here + num_microbatches
             lag = costs.transfer[stage] if homes[stage + 1] != homes[stage] else 0.0
-        cost = costs.backward[stage]
-        return _Work(half + here, source, lag, cost, weight, False, draining, action)
+        return half + here, source, lag, costs.backward[stage], False
 
-    def rank_work(actions: tuple[Action, ...]) -> tuple[_Work, ...]:
+    known = {
+        (stage, kind): first(stage, kind)
+        for stage in range(stages)
+        for kind in (FORWARD, INPUT_GRAD)
+    }
+
+    def rank_work(actions: tuple[Action, ...]) -> Iterator[_Work]:
         last = max(place for place, action in enumerate(actions) if action.kind == FORWARD)
-        return tuple(work(action, place > last) for place, action in enumerate(actions))
+        for place, action in enumerate(actions):
+            stage, kind, microbatch = action
+            result, source, lag, cost, forward = known[stage, kind]
+            source = source + microbatch if source >= 0 else -1
+            weight, late = costs.weight[stage], place > last
+            yield _Work(result + microbatch, source, lag, cost, weight, forward, late, action)
 
-    return Lowered(tuple(map(rank_work, frame)), 2 * half)
+    return Lowered(tuple(tuple(rank_work(actions)) for actions in frame), 2 * half)
 
 
 def fill(lowered: Lowered, chunk_limit: int, patience: Patience) -> Filled | None:
@@ -128,10 +137,12 @@ def fill(lowered: Lowered, chunk_limit: int, patience: Patience) -> Filled | Non
     agenda = [(0.0, rank) for rank in ranks]
     while agenda:
         now, rank = heapq.heappop(agenda)
-        now = max(now, free[rank])
-        if place[rank] == len(lowered.work[rank]):
+        if free[rank] > now:
+            now = free[rank]
+        work = lowered.work[rank]
+        if place[rank] == len(work):
             continue
-        result, source, lag, cost, weight, forward, draining, _ = lowered.work[rank][place[rank]]
+        result, source, lag, cost, weight, forward, draining, _ = work[place[rank]]
         arrival = 0.0 if source < 0 else ends[source]
         missing = arrival < 0
         blocked = forward and live[rank] >= chunk_limit

@@ -66,32 +66,32 @@ def one_by_one(runs: Iterable[Run]) -> Iterator[Loop]:
 
 def alternating(*lists: Sequence[Run]) -> Iterator[Loop]:
     """One action of each list in turn; the lists have equally many actions."""
-    places, done = [0 for _ in lists], [0 for _ in lists]
-    while all(place < len(runs) for place, runs in zip(places, lists, strict=True)):
-        heads = [runs[place] for place, runs in zip(places, lists, strict=True)]
-        count = min(head.length - skipped for head, skipped in zip(heads, done, strict=True))
-        yield Loop(
-            count,
-            tuple(
-                Turn(head.stage, head.kind, head.first + skipped)
-                for head, skipped in zip(heads, done, strict=True)
-            ),
-        )
-        for number, head in enumerate(heads):
-            done[number] += count
-            if done[number] == head.length:
-                places[number], done[number] = places[number] + 1, 0
+    coming = [iter(runs) for runs in lists]
+    heads = [next(runs, None) for runs in coming]
+    while None not in heads:
+        now = [head for head in heads if head is not None]
+        count = min([head.length for head in now])
+        yield Loop(count, tuple([Turn(stage, kind, first) for stage, kind, first, _ in now]))
+        heads = [
+            Run(stage, kind, first + count, length - count) if length > count else next(runs, None)
+            for (stage, kind, first, length), runs in zip(now, coming, strict=True)
+        ]
 
 
 def part(runs: Iterable[Run], start: int, stop: int) -> list[Run]:
     """The actions from `start` to before `stop`, counted over all runs."""
     found: list[Run] = []
     before = 0
-    for stage, kind, first, length in runs:
-        low, high = max(start - before, 0), min(stop - before, length)
-        if low < high:
-            found.append(Run(stage, kind, first + low, high - low))
-        before += length
+    for run in runs:
+        if before >= stop:
+            break
+        after = before + run.length
+        if start <= before and after <= stop:
+            found.append(run)
+        elif start < after:
+            low, high = max(start - before, 0), min(stop - before, run.length)
+            found.append(Run(run.stage, run.kind, run.first + low, high - low))
+        before = after
     return found
 
 

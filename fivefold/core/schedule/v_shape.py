@@ -11,6 +11,7 @@ ends through two copies of the model; DualPipeV folds one copy into a V.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -146,6 +147,7 @@ def _from_blocks(
     return Schedule(name, placement, num_microbatches, order)
 
 
+@lru_cache
 def _filled(
     blocks: tuple[BuildingBlock, ...], num_ranks: int, num_microbatches: int, chunk_limit: int
 ) -> Frame:
