@@ -21,7 +21,7 @@ from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.planner import estimate_setting
 from fivefold.planner.estimate import rank_seconds_alone
 from fivefold.planner.rank_memory import rank_memory
-from fivefold.planner.search import EstimateSetting
+from fivefold.planner.setting import EstimateSetting
 from fivefold.report import duration
 
 DATA = Path(__file__).parent / "data"

@@ -28,7 +28,7 @@ from fivefold.launch.processes import Pool
 from fivefold.launch.worker import Worker
 from fivefold.planner import estimate_setting
 from fivefold.planner.estimate import rank_memory, rank_seconds_alone
-from fivefold.planner.search import EstimateSetting
+from fivefold.planner.setting import EstimateSetting
 
 MACHINE = "h200"
 GIB = 2**30

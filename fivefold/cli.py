@@ -63,6 +63,8 @@ def main(arguments: list[str] | None = None) -> None:
             "with free space",
             err=True,
         )
+    if arguments is None:  # the process ends: no look for garbage in what it leaves behind
+        gc.freeze()
     sys.exit(code)
 
 

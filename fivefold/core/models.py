@@ -93,6 +93,8 @@ def with_overrides(shape: Shape, overrides: Mapping[str, str]) -> Shape:
     follows from MLA, `kv_heads` if it equalled heads, and `moe.shared_ffn`, which follows
     `moe.shared`, and also `moe.ffn` if a shared expert was as wide as another.
     """
+    if not overrides:
+        return shape
     table = tables.table_of(shape)
     problems: list[str] = []
     for key, text in overrides.items():

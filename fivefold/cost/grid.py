@@ -125,6 +125,11 @@ def _one(number: int) -> Array:
     return np.array([float(number)])
 
 
+def along(axis: int, values: Sequence[float]) -> Array:
+    """A column along one of the six axes of a block of layouts."""
+    return np.array(values, float).reshape([-1 if place == axis else 1 for place in range(6)])
+
+
 def layer_job(
     shape: Shape,
     grid: LayoutGrid,
@@ -142,7 +147,9 @@ def layer_job(
     inner = np.where(swaps, grid.cp, 1.0)
     if some.any():
         pairs = np.broadcast(grid.tp, grid.cp)
-        degrees = np.array([ulysses_degree(shape, int(tp), int(cp)) for tp, cp in pairs])
+        known = {pair: ulysses_degree(shape, *map(int, pair)) for pair in set(pairs)}
+        pairs.reset()
+        degrees = np.array([known[pair] for pair in pairs])
         inner = np.where(some, degrees.reshape(pairs.shape), inner)
     outer = grid.cp / inner
     halves = np.where((outer > 1) & grid.context_has(lambda kind: kind.zigzag), 2, 1)

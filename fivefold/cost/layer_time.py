@@ -153,10 +153,14 @@ class LayerTimer(LayerKernels):
         """Add so many collectives of so many seconds each."""
         counts = (issued.forward, issued.backward, self.stack.recomputed * issued.again)
         for parts, count in zip((times.forward, times.inputs, times.again), counts, strict=True):
-            parts[part] = parts.get(part, np.zeros(1)) + count * seconds
+            before = parts.setdefault(part, np.zeros(1))
+            if np.any(count):
+                parts[part] = before + count * seconds
 
     def _seconds_of(self, issued: CountedCollective) -> Array:
-        """Seconds of one of these collectives."""
+        """Seconds of one of these collectives; not timed if no layout issues it."""
+        if not any(map(np.any, (issued.forward, issued.backward, issued.again))):
+            return np.zeros(1)
         job, size, once = self.job, issued.bytes, None
         near = job.etp * (job.ep // job.ep_nodes)
         strides = {"etp": 1, "tp": 1, "ulysses": job.tp, "ring": job.tp * job.inner}

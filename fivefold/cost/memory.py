@@ -223,10 +223,11 @@ def least_memory(
     precision: str,
     imbalance: float = 1.0,
 ) -> Array:
-    """A lower bound of the peak, by what the first ranks hold at least."""
+    """A lower bound of the peak of the layouts of a block, with any of its shardings, by what the
+    first ranks hold at least."""
     entries = MemoryEntries(shape, machine, stack, grid, seq, precision, imbalance)
     stages = rank_stages(shape, entries.memory.split, grid, seq, stack.hop_forwards)
-    return reduce(np.maximum, map(entries.least, stages[:2]))
+    return reduce(np.maximum, (entries.least(stage).any_sharding for stage in stages[:2]))
 
 
 def rank_peak_memory(

@@ -18,11 +18,12 @@ from fivefold.core.shape import Shape
 from fivefold.cost.activations import Activations
 from fivefold.cost.frozen import trainable_share
 from fivefold.cost.grid import OFFLOADS, Array, LayoutGrid
-from fivefold.cost.pipeline_ranks import RankStage, holds_all_microbatches
+from fivefold.cost.pipeline_ranks import RankStage, fewest_layers, holds_all_microbatches
 from fivefold.cost.saved_layers import SavedLayers, layer_numbers
 from fivefold.cost.stack import SoftwareStack, StackMemory
 from fivefold.cost.stage_gradients import (
     GradientLevel,
+    LeastBytes,
     RankParameters,
     StageGradients,
     UnitParameters,
@@ -72,17 +73,28 @@ class MemoryEntries:
         wide = known.runs_in if known else self.precision
         return self.machine.peak(wide) * self.machine.efficiency.matmul
 
-    def least(self, stage: RankStage) -> Array:
-        """A lower bound: weights and states, with what is saved, or with the gradients that a rank
-        owns; no logits and no buffers."""
+    def least(self, stage: RankStage) -> LeastBytes:
+        """What a rank has at least, without logits."""
         parameters = self.parameters(stage)
         states = self._states(parameters)
         held = states["weights"] + states["master"] + states["optimizer"]
-        saved, _ = self.layers.of(stage)
         gradients = self._sharded(parameters, 1) * self.gradient_bytes
+        saved = self.layers.saved(stage)
+        if self.memory.unit_by_unit:
+            saved = saved + self.activations.rotary_tables() * self.tokens * self.grid.chunks
+        activations = saved * stage.flight
+        if self.memory.unit_by_unit:
+            held = held + self._gathered(parameters, stage, np.zeros(1))
+            reduced = (self.grid.zero >= 2) | (self.grid.microbatches.min() == 1)
+            full = parameters.all * self.gradient_bytes
+            gradients = np.where(reduced, gradients, full)
+            least = stage._replace(layers=fewest_layers(stage.layers))
+            few = self.layers.working(least) + self._messages() + self._buffers()
+            activations = activations + self.layers.deferred(stage, saved) + few
         if self.stack.grads_home or self.stack.frozen:
             gradients = np.zeros(1)
-        return held + np.maximum(saved * stage.flight, gradients) + self.memory.context_bytes
+        begun = (self.grid.microbatches > stage.flight) & self.memory.unit_by_unit
+        return LeastBytes(held + self.memory.context_bytes, gradients, activations, begun)
 
     def _by_moment(self, stage: RankStage) -> tuple[MemoryParts, ...]:
         """When the backward of the layers begins, when it ends, and before both at the loss and

@@ -96,6 +96,15 @@ def rank_stages(
     return tuple(found)
 
 
+def fewest_layers(layers: RankLayers) -> RankLayers:
+    """The fewest layers of either kind that a rank has under any schedule of a block."""
+    plain, routed = (
+        each.min(axis=2, keepdims=True) if each.ndim > 2 else each
+        for each in (layers.all - layers.routed, layers.routed)
+    )
+    return RankLayers(plain + routed, routed)
+
+
 def _balanced(
     shape: Shape, grid: LayoutGrid, seq: int, spans: Sequence[range] | None = None
 ) -> tuple[RankLayers, list[tuple[RankLayers, Array]], RankLayers]:

@@ -25,20 +25,32 @@ class SavedLayers:
 
     def of(self, stage: RankStage) -> tuple[Array, Array]:
         """What a microbatch saves, and what one layer needs during recomputation and backward."""
-        kept, working = np.zeros(1), np.zeros(1)
+        return self.saved(stage), self.working(stage)
+
+    def working(self, stage: RankStage) -> Array:
+        """What one layer needs during recomputation and backward."""
+        working = np.zeros(1)
+        for rule, here in self._by_rule(stage):
+            for i, count in layer_numbers(self.shape, here).items():
+                routed = self.shape.is_moe_layer(i)
+                backward = self._again(rule, here, routed) * self.tokens
+                backward = backward + self._backward_gradients(i, routed)
+                working = np.maximum(working, np.where(count > 0, backward, 0.0))
+        return working
+
+    def saved(self, stage: RankStage) -> Array:
+        """What a microbatch saves."""
+        kept = np.zeros(1)
         for rule, here in self._by_rule(stage):
             counts = layer_numbers(self.shape, here)
             if rule.full:
                 kept = kept + self._segments(rule, stage, here) * self.activations.inputs()
             for i, count in counts.items():
-                routed = self.shape.is_moe_layer(i)
-                backward = self._again(rule, here, routed) * self.tokens
-                backward = backward + self._backward_gradients(i, routed)
-                working = np.maximum(working, np.where(count > 0, backward, 0.0))
                 # Layers that predict ahead are like the last ones.
                 ahead = self.shape.mtp * stage.head * (count > 0) if i == max(counts) else 0.0
+                routed = self.shape.is_moe_layer(i)
                 kept = kept + (count + ahead) * self._saved_beside_inputs(rule, routed)
-        return kept * self.tokens * (1 - self.memory.offloaded), working
+        return kept * self.tokens * (1 - self.memory.offloaded)
 
     def deferred(self, stage: RankStage, saved: Array) -> Array:
         """What microbatches hold beyond what they saved while they wait for weight gradients."""
@@ -48,8 +60,7 @@ class SavedLayers:
 
     def held(self, stage: RankStage) -> tuple[Array, Array]:
         """Bytes of a microbatch from its forward on, and between its input and weight gradients."""
-        saved, _ = self.of(stage)
-        return saved, self._left(stage)
+        return self.saved(stage), self._left(stage)
 
     def _left(self, stage: RankStage) -> Array:
         """Bytes of a microbatch between its input and weight gradients."""

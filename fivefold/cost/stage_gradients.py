@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fivefold.cost.grid import Array, LayoutGrid
+from fivefold.cost.grid import Array, Flags, LayoutGrid
 from fivefold.cost.pipeline_ranks import RankStage
 
 
@@ -39,6 +39,28 @@ class GradientLevel(NamedTuple):
 
     accumulated: Array  # stay until the end of the step
     unreduced: Array  # full gradients of units that are being reduced
+
+
+class LeastBytes(NamedTuple):
+    """What a rank has at least: always, all of its gradients, and what its activations take.
+    Gradients meet activations where they have `begun` before."""
+
+    held: Array
+    gradients: Array
+    activations: Array
+    begun: Flags
+
+    @property
+    def any_sharding(self) -> Array:
+        """A lower bound of the peak of a block's layouts with any of its shardings."""
+        before = _leanest(self.held)
+        after = _leanest(self.held + self.gradients)
+        return np.maximum(np.where(self.begun, after, before) + self.activations, after)
+
+
+def _leanest(states: Array) -> Array:
+    """The least of all shardings of a block."""
+    return states.min(axis=3, keepdims=True)
 
 
 class StageGradients:

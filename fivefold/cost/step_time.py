@@ -37,10 +37,16 @@ PassCosts = tuple[list[Array], list[Array], list[Array]]
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step of each layout; `parts` sum to it and are computed on first use."""
+    """Seconds of a step of each layout: inside the pipeline, and around it. `parts` sum to both and
+    are computed on first use."""
 
-    step: Array
+    inside: Array
+    around: Array
     make_parts: Callable[[], TimeParts]
+
+    @cached_property
+    def step(self) -> Array:
+        return self.inside + self.around
 
     @cached_property
     def parts(self) -> TimeParts:
@@ -63,35 +69,38 @@ def step_time(
     *,
     simulated: bool = False,
     wanted: Flags | None = None,
+    passes: PassCosts | None = None,
 ) -> StepTime:
     """Time every layout of the grid; `imbalance`: slots of the fullest expert over the mean.
 
     Pipelines are timed by their longest paths, a lower bound, or `simulated`, which takes longer.
-    `wanted`: with which microbatch sizes and schedules, in a block of a search.
+    In a block of a search, `wanted`: with which microbatch sizes and schedules; `passes`: seconds
+    of its layers, where they are known.
     """
     work = LayerTimer(shape, machine, stack, grid, seq, precision, imbalance)
     if stack.memory.split == "balanced":
-        return _by_longest_paths(work, simulated, wanted)
+        return _by_longest_paths(work, simulated, wanted, passes)
     parts = {name: each * stack.factor for name, each in _equal_stages(work).items()}
     parts["fixed"] = np.full_like(grid.microbatches, stack.fixed)
-    return StepTime(total_seconds(parts), lambda: parts)
+    return StepTime(total_seconds(parts), 0.0 * grid.tp, lambda: parts)
 
 
-def _by_longest_paths(work: LayerTimer, simulated: bool, wanted: Flags | None) -> StepTime:
+def _by_longest_paths(
+    work: LayerTimer, simulated: bool, wanted: Flags | None, passes: PassCosts | None
+) -> StepTime:
     """Stages as fivefold splits them, and the longest paths through them."""
     grid, stack, timer = work.grid, work.stack, pipeline_timer(work.shape, work.seq)
-    units = [*(launch_bound_layer(work, i) for i in timer.kinds), work.head()]
-    costs = _passes(units)
+    costs = _passes(_units(work)) if passes is None else passes
     every = [*(each for column in costs for each in column), work.message()]
     seconds = pipeline_seconds(timer, grid, every, simulated, wanted)
     around = _around_pipeline(work, costs)
-    step = (seconds + total_seconds(around)) * stack.factor + stack.fixed
+    outside = total_seconds(around) * stack.factor + stack.fixed
 
     def parts() -> TimeParts:
         """What the average rank does; it waits for the rest of the pipeline's time."""
         share = grid.microbatches / grid.pp
         found: TimeParts = {}
-        for count, unit in zip((*timer.counts, 1), units, strict=True):
+        for count, unit in zip((*timer.counts, 1), _units(work), strict=True):
             for name, each in _joined(unit).items():
                 found[name] = found.get(name, np.zeros(1)) + share * count * each
         waits = np.maximum(seconds - total_seconds(found), 0.0)
@@ -100,7 +109,7 @@ def _by_longest_paths(work: LayerTimer, simulated: bool, wanted: Flags | None) -
         scaled = {name: each * stack.factor for name, each in (found | around).items()}
         return {**scaled, "fixed": np.full_like(grid.microbatches, stack.fixed)}
 
-    return StepTime(step, parts)
+    return StepTime(seconds * stack.factor, outside, parts)
 
 
 def _around_pipeline(work: LayerTimer, costs: PassCosts, stages: Spans | None = None) -> TimeParts:
@@ -141,12 +150,32 @@ def _passes(units: list[LayerTimes]) -> PassCosts:
     )
 
 
+def _units(work: LayerTimer) -> list[LayerTimes]:
+    """Each kind of layer, and the head."""
+    kinds = pipeline_timer(work.shape, work.seq).kinds
+    return [*(launch_bound_layer(work, i) for i in kinds), work.head()]
+
+
 def path_costs(work: LayerTimer) -> list[Array]:
     """Costs in the order of a path's row: each kind of layer and the head in three passes, and a
     message."""
+    return [*(each for column in _passes(_units(work)) for each in column), work.message()]
+
+
+def layer_passes(work: LayerTimer) -> PassCosts:
+    """Seconds of each kind of layer and the head, if no GPU waits for its host."""
     kinds = pipeline_timer(work.shape, work.seq).kinds
-    units = [*(launch_bound_layer(work, i) for i in kinds), work.head()]
-    return [*(each for column in _passes(units) for each in column), work.message()]
+    return _passes([*map(work.layer, kinds), work.head()])
+
+
+def with_host(costs: PassCosts, hosts: list[Array]) -> PassCosts:
+    """The same with what each kind of layer waits for its host, half of it in each direction."""
+    forward, inputs, weights = map(list, costs)
+    for place, host in enumerate(hosts):
+        busy = forward[place] + inputs[place] + weights[place]
+        wait = np.maximum(host - busy, 0.0) / 2
+        forward[place], inputs[place] = forward[place] + wait, inputs[place] + wait
+    return forward, inputs, weights
 
 
 def launch_bound_layer(work: LayerTimer, i: int, apart: Collection[str] = ()) -> LayerTimes:
@@ -159,7 +188,7 @@ def launch_bound_layer(work: LayerTimer, i: int, apart: Collection[str] = ()) ->
     if not work.stack.launch:
         return layer
     short = np.maximum(
-        _host_seconds(work, work.shape.is_moe_layer(i)) - total_seconds(_joined(layer)), 0.0
+        host_seconds(work, work.shape.is_moe_layer(i)) - total_seconds(_joined(layer)), 0.0
     )
     forward = {**layer.forward, "launch": layer.forward.get("launch", 0.0) + short / 2}
     inputs = {**layer.inputs, "launch": layer.inputs.get("launch", 0.0) + short / 2}
@@ -202,15 +231,6 @@ def _equal_stages(work: LayerTimer) -> TimeParts:
     around = {"offload": np.zeros(1), **update_seconds(work)}
     away = activation_offload_seconds(work, m * total_seconds(layers) / grid.pp)
     return parts | around | {"offload": around["offload"] + away}
-
-
-def least_layer_seconds(work: LayerTimer) -> Array:
-    """A lower bound of a step: its layers and its head, evenly over the ranks."""
-    work_of_all, kinds = total_seconds(_joined(work.head())), layer_kinds(work.shape)
-    for i, count in kinds.items():
-        extra = work.shape.mtp if i == max(kinds) else 0
-        work_of_all = work_of_all + (count + extra) * total_seconds(_joined(work.layer(i)))
-    return work_of_all * work.grid.microbatches / work.grid.pp * work.stack.factor
 
 
 def _all_layers(work: LayerTimer) -> LayerTimes:
@@ -257,11 +277,11 @@ def _launch_bound(work: LayerTimer, layers: Array, seconds: Array) -> Array:
     """
     if not work.stack.launch:
         return seconds
-    host = layers * _host_seconds(work)
+    host = layers * host_seconds(work)
     return (seconds**_CORNER + host**_CORNER) ** (1 / _CORNER)
 
 
-def _host_seconds(work: LayerTimer, routed: bool = False) -> Array:
+def host_seconds(work: LayerTimer, routed: bool = False) -> Array:
     """Host seconds of a layer, forward and backward."""
     stack = work.stack
     launch = np.full_like(work.grid.ep, stack.launch)

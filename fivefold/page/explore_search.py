@@ -27,7 +27,8 @@ from fivefold.planner.estimate import Estimate
 from fivefold.planner.grid_options import options_of
 from fivefold.planner.kept_layouts import LayoutCandidate
 from fivefold.planner.neighbours import compare_neighbours
-from fivefold.planner.search import EstimateSetting, search_layouts
+from fivefold.planner.search import search_layouts
+from fivefold.planner.setting import EstimateSetting
 from fivefold.planner.space import SearchSpace
 from fivefold.report import duration, gib, plan_text, table, wrapped
 

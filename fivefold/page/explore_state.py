@@ -27,7 +27,7 @@ from fivefold.core.shape import Shape
 from fivefold.core.splits import ContextKind
 from fivefold.planner import best_plans, estimate_on_machine, estimate_setting, plan_request
 from fivefold.planner.estimate import Estimate
-from fivefold.planner.search import EstimateSetting
+from fivefold.planner.setting import EstimateSetting
 
 HEADROOM = 0.05  # of the memory, as in `fivefold plan`
 KERNELS = "compiled"

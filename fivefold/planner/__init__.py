@@ -24,11 +24,18 @@ from fivefold.cost.possible import require_room
 from fivefold.cost.stack import BY_KERNELS
 from fivefold.cost.stack_presets import OUR_OWN, load_preset
 from fivefold.planner.accuracy import accuracy
-from fivefold.planner.estimate import Estimate, estimate_plan
+from fivefold.planner.estimate import (
+    Estimate,
+    PlanMemory,
+    estimate_plan,
+    job_name,
+    plan_memory,
+)
 from fivefold.planner.first_choice import first_choice, is_same, tp_leaves_domain, why_simpler
 from fivefold.planner.grid_options import layout_of, options_of
 from fivefold.planner.kept_layouts import LayoutCandidate, SearchResult
-from fivefold.planner.search import EstimateSetting, search_layouts
+from fivefold.planner.search import search_layouts
+from fivefold.planner.setting import EstimateSetting
 from fivefold.planner.space import SearchSpace
 
 Progress = Callable[[float], None]
@@ -232,14 +239,20 @@ def _sort_key(one: LayoutCandidate) -> tuple[float, ...]:
 def _fitting(request: PlanRequest, found: list[LayoutCandidate], most: int) -> list[Estimate]:
     """The best that fit, simulated. A search counts what is in flight by closed forms, and a plan's
     own schedule may hold more; but not more than there is in all of them."""
-    estimates: list[Estimate] = []
+    fitting: list[Estimate] = []
+    too_full: list[tuple[Plan, PlanMemory]] = []
     for one in found:
-        estimates.append(_estimated(request, one))
-        if sum(each.over <= 0 for each in estimates) == most:
+        plan = _plan_of(request, one)
+        memory = plan_memory(plan, request.setting)
+        if memory.total > request.setting.capacity:
+            too_full.append((plan, memory))
+            continue
+        fitting.append(estimate_plan(plan, request.setting, memory, one.makespan))
+        if len(fitting) == most:
             break
-    fitting = [one for one in estimates if one.over <= 0]
-    for one in estimates if not fitting else []:
-        require_room(one.name, one.memory, request.setting.machine.memory)
+    for plan, memory in too_full if not fitting else []:
+        name = job_name(plan, request.setting)
+        require_room(name, memory.device, request.setting.machine.memory)
     return sorted(fitting, key=speed_rank)
 
 
@@ -248,8 +261,12 @@ def speed_rank(one: Estimate) -> tuple[float, float]:
     return float(f"{one.step:.9g}"), one.total
 
 
+def _plan_of(request: PlanRequest, one: LayoutCandidate) -> Plan:
+    return resolve(options_of(one.grid, request.options))
+
+
 def _estimated(request: PlanRequest, one: LayoutCandidate) -> Estimate:
-    return estimate_plan(resolve(options_of(one.grid, request.options)), request.setting)
+    return estimate_plan(_plan_of(request, one), request.setting, makespan=one.makespan)
 
 
 def _restored_front(found: tuple[Estimate, ...]) -> Iterator[Estimate]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import NamedTuple
@@ -78,14 +78,14 @@ def _strategy(request: PlanRequest, name: str, axis: str, fixed: Mapping[str, in
         found = search_layouts(replace(request.space, fixed=named), request.setting, 1)
         fits += found.best
         lean += [] if found.leanest is None else [found.leanest]
-    one = min(fits, key=lambda one: one.seconds, default=None)
+    one = min(fits, key=lambda one: one.speed_rank, default=None)
     one = one or min(lean, key=lambda one: one.bytes, default=None)
     if one is None:
         why = f"no legal degree for {request.space.batch:,} sequences on {request.space.gpus_text}"
         return Strategy(name, Layout(shard=gpus), gpus, None, (), why)
     plan = resolve(options_of(one.grid, request.options))
     least = plan.layout.dp * plan.layout.pp
-    look = estimate_plan(plan, request.setting)
+    look = estimate_plan(plan, request.setting, makespan=one.makespan)
     return Strategy(name, plan.layout, least, look, _traffic(plan))
 
 
@@ -184,15 +184,15 @@ def sweep(
     ]
     if axis in fixed:
         raise FivefoldError(f"--sweep {axis} with --fix {axis}={fixed[axis]}: leave one out")
-    cells = [*product(strategies, RECOMPUTE, values)]
-    for number, (name, kind, value) in enumerate(cells):
-        if _is_compatible({"recompute": kind}, fixed):
-            one = _request_at(
-                request, axis, value, {**fixed, **STRATEGIES[name], "recompute": kind}
-            )
-            yield SweepPoint(value, name, kind, best_estimate(one))
+    kinds = [kind for kind in RECOMPUTE if _is_compatible({"recompute": kind}, fixed)]
+    found: dict[tuple[str, int], dict[str, Estimate | None]] = {}
+    for name, value in product(strategies, values):
+        one = _request_at(request, axis, value, {**fixed, **STRATEGIES[name]})
+        found[name, value] = _best_by_rule(one, kinds)
         if on_progress is not None:
-            on_progress((number + 1) / len(cells))
+            on_progress(len(found) / (len(strategies) * len(values)))
+    for name, kind, value in product(strategies, kinds, values):
+        yield SweepPoint(value, name, kind, found[name, value][kind])
 
 
 def _is_compatible(one: Mapping[str, int | str], other: Mapping[str, int | str]) -> bool:
@@ -219,7 +219,25 @@ def best_estimate(request: PlanRequest) -> Estimate | None:
     found = result.best[0] if result.best else result.leanest
     if found is None:
         return None
-    return estimate_plan(resolve(options_of(found.grid, request.options)), request.setting)
+    plan = resolve(options_of(found.grid, request.options))
+    return estimate_plan(plan, request.setting, makespan=found.makespan)
+
+
+def _best_by_rule(request: PlanRequest, kinds: Sequence[str]) -> dict[str, Estimate | None]:
+    """The same for each of these rules of recomputation. One search serves all under which
+    something fits."""
+    found: dict[str, Estimate | None] = {}
+    result = search_layouts(request.space, request.setting, 1, rules=kinds)
+    for one in result.best:
+        plan = resolve(options_of(one.grid, request.options))
+        known = estimate_plan(plan, request.setting, makespan=one.makespan)
+        found[str(plan.recompute.usual)] = known
+    for kind in kinds:
+        if kind not in found:
+            alone = {**(request.space.fixed or {}), "recompute": kind}
+            space = replace(request.space, fixed=alone)
+            found[kind] = best_estimate(replace(request, space=space))
+    return found
 
 
 # --- What-if changes

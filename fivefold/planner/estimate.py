@@ -35,7 +35,7 @@ from fivefold.cost.schedule_trace import (
 from fivefold.cost.step_time import around_parts, launch_bound_layer
 from fivefold.planner.accuracy import Accuracy, accuracy
 from fivefold.planner.rank_memory import Bytes, fullest_memory, rank_memory
-from fivefold.planner.search import EstimateSetting, plan_arguments
+from fivefold.planner.setting import EstimateSetting, plan_arguments
 
 Seconds = dict[str, float]
 # Parts of a step that no schedule changes.
@@ -79,9 +79,10 @@ def simulate_step(
     plan: Plan,
     setting: EstimateSetting,
     measured: Mapping[int, MeasuredPasses] | None = None,
+    makespan: float | None = None,
 ) -> SimulatedStep:
     """Simulate a step of the plan; stages that were `measured` take their measured compute time,
-    and only their traffic is modelled."""
+    and only their traffic is modelled. `makespan`: of its pipeline, if that is known already."""
     job = plan_arguments(plan, setting)
     work = LayerTimer(*job)
     stages = _stages(plan, work)
@@ -92,7 +93,8 @@ def simulate_step(
         transfer=(float(work.message().item()),) * len(stages),
     )
     trace, seconds = _trace(plan), _stage_seconds(costs)
-    makespan = float(simulate_trace(trace, seconds).item())
+    if makespan is None:
+        makespan = float(simulate_trace(trace, seconds).item())
     parts = _busiest(trace, seconds, stages)
     if plan.layout.pp > 1 and not plan.schedule.asynchronous:
         # Messages are visible at least in the fill and drain; the rest is waiting.
@@ -103,7 +105,7 @@ def simulate_step(
     known = around_parts(work, plan.stages)
     parts |= {name: float(known[name].item()) for name in _AROUND if name in known}
     step = sum(parts.values())
-    require_possible_time(_name(plan, setting), step, parts)
+    require_possible_time(job_name(plan, setting), step, parts)
     return SimulatedStep(step, parts, parts.get("bubble", 0.0) / step, plan.schedule, costs)
 
 
@@ -121,7 +123,7 @@ def _stage_seconds(costs: Costs) -> StageSeconds:
     return StageSeconds(*columns, lag=np.array(costs.transfer[:1]))
 
 
-def _name(plan: Plan, setting: EstimateSetting) -> str:
+def job_name(plan: Plan, setting: EstimateSetting) -> str:
     """The job as errors name it."""
     return f"{plan.shape.name} on {setting.machine.name}, {plan.layout}, {plan.schedule.name}"
 
@@ -224,7 +226,7 @@ class Estimate:
     @property
     def name(self) -> str:
         """The job as errors name it."""
-        return _name(self.plan, self.setting)
+        return job_name(self.plan, self.setting)
 
     @property
     def timeline(self) -> Timeline:
@@ -290,28 +292,52 @@ class Estimate:
         return self.days(tokens) * 24 * self.plan.layout.world
 
 
-def estimate_plan(plan: Plan, setting: EstimateSetting) -> Estimate:
-    """Simulate a step of the plan and estimate its peak memory."""
-    simulated, train = simulate_step(plan, setting), plan.options.train
+class PlanMemory(NamedTuple):
+    """Peak bytes of a plan: of the fullest rank by category, in host memory, and on disks."""
+
+    device: Bytes
+    host: float = 0.0
+    disk: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Bytes of the fullest rank."""
+        return sum(self.device.values())
+
+
+def plan_memory(plan: Plan, setting: EstimateSetting) -> PlanMemory:
+    """Estimate the peak memory of the plan."""
+    train = plan.options.train
     ours = setting.stack.runs_plans  # other people's stacks cut stages and cache in their own ways
-    memory = fullest_memory(plan, setting) if ours else Bytes()
-    host = disk = 0.0
-    if not ours or train.offload_kind != "none" or train.offload_grads != "none":
-        peak = peak_memory(*plan_arguments(plan, setting), spans=plan.stages)
-        host, disk = (float(np.asarray(each).item()) for each in (peak.host, peak.disk))
-        if not ours:
-            memory = {name: float(np.asarray(each).item()) for name, each in peak.parts.items()}
-    require_possible_memory(_name(plan, setting), memory)
-    total = np.array([sum(memory.values())])
+    device = fullest_memory(plan, setting) if ours else Bytes()
+    if ours and train.offload_kind == "none" and train.offload_grads == "none":
+        return PlanMemory(device)
+    peak = peak_memory(*plan_arguments(plan, setting), spans=plan.stages)
+    if not ours:
+        device = {name: float(np.asarray(each).item()) for name, each in peak.parts.items()}
+    return PlanMemory(device, *(float(np.asarray(each).item()) for each in (peak.host, peak.disk)))
+
+
+def estimate_plan(
+    plan: Plan,
+    setting: EstimateSetting,
+    memory: PlanMemory | None = None,
+    makespan: float | None = None,
+) -> Estimate:
+    """Simulate a step of the plan and estimate its peak memory, unless they are known."""
+    memory = memory or plan_memory(plan, setting)
+    simulated = simulate_step(plan, setting, makespan=makespan)
+    require_possible_memory(job_name(plan, setting), memory.device)
+    total = np.array([memory.total])
     return Estimate(
         plan=plan,
         setting=setting,
         step=simulated.step,
         parts=simulated.parts,
         bubble=simulated.bubble,
-        memory=memory,
-        host=host,
-        disk=disk,
+        memory=memory.device,
+        host=memory.host,
+        disk=memory.disk,
         verdict=str(verdict(total, setting.capacity, setting.machine).item()),
         simulated=simulated,
     )

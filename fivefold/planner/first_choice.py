@@ -12,7 +12,8 @@ from fivefold.planner.accuracy import accuracy
 from fivefold.planner.estimate import Estimate
 from fivefold.planner.kept_layouts import LayoutCandidate, SearchResult
 from fivefold.planner.rebalance import rebalance_stages
-from fivefold.planner.search import EstimateSetting, simulated
+from fivefold.planner.search import simulated
+from fivefold.planner.setting import EstimateSetting
 from fivefold.planner.simplicity import complexity, innermost, simpler_words, tp_crosses
 from fivefold.planner.space import SearchSpace
 

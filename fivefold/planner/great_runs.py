@@ -27,7 +27,7 @@ from fivefold.core.great_runs import (
 from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.planner import estimate_setting
 from fivefold.planner.estimate import Estimate, estimate_plan
-from fivefold.planner.search import EstimateSetting
+from fivefold.planner.setting import EstimateSetting
 
 
 class ExplainedPart(NamedTuple):

@@ -3,17 +3,19 @@ each complexity, and the fastest of each memory class."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
-from fivefold.cost.grid import Array, LayoutGrid
+from fivefold.cost.grid import Array, LayoutGrid, along
+from fivefold.cost.schedule_trace import is_long
 from fivefold.planner.simplicity import AXES, complexity, num_axes
 from fivefold.planner.space import LayoutBlock
 
 _FRONT = 128  # memory classes; the fastest layout of each is kept
+_ANY = -1  # in place of the index of a rule
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,7 @@ class LayoutCandidate:
     index: int
     seconds: float
     bytes: float
+    makespan: float | None = None  # of its pipeline, if that was simulated action by action
 
     @cached_property
     def grid(self) -> LayoutGrid:
@@ -45,6 +48,22 @@ class LayoutCandidate:
         grid = self.grid
         columns = (grid.schedule, grid.pp, grid.chunks, grid.microbatches)
         return tuple(each.item() for each in columns)
+
+    @property
+    def is_long(self) -> bool:
+        """Whether its schedule is extrapolated from shorter ones."""
+        _, ranks, chunks, microbatches = map(int, self.pipeline)
+        return is_long(ranks, microbatches, chunks)
+
+    @property
+    def speed_rank(self) -> tuple[float, float]:
+        """By the step, up to rounding, then by bytes."""
+        return float(f"{self.seconds:.9g}"), self.bytes
+
+    @property
+    def rule(self) -> int:
+        """The index of its rule of recomputation."""
+        return int(self.grid.recompute.item())
 
     @property
     def rounded(self) -> float:
@@ -88,21 +107,36 @@ class SearchResult:
 class KeptLayouts:
     """Keeps layouts of one search in its result.
 
-    `keep`: how many of the fastest; `equal`: the share of a step within which simpler layouts are
-    kept as well; `memory`: bytes of a GPU; `domain`: GPUs of the innermost domain.
+    `keep`: how many of the fastest, of each of these `rules` of recomputation if there are some;
+    `equal`: the share of a step within which simpler layouts are kept as well; `memory`: bytes of a
+    GPU; `domain`: GPUs of the innermost domain.
     """
 
     def __init__(
-        self, result: SearchResult, keep: int, equal: float, memory: float, domain: float
+        self,
+        result: SearchResult,
+        keep: int,
+        equal: float,
+        memory: float,
+        domain: float,
+        rules: Sequence[int] = (),
     ) -> None:
         self.result, self.number, self.equal = result, keep, equal
-        self.memory, self.domain = memory, domain
+        self.memory, self.domain, self.rules = memory, domain, rules
+        self.fastest: dict[int, list[LayoutCandidate]] = {rule: [] for rule in rules or (_ANY,)}
         self.classes: dict[int, LayoutCandidate] = {}
 
     @property
     def worst(self) -> float:
         """Seconds that a layout must not exceed to be one of the fastest."""
-        best = self.result.best
+        return max(map(self._worst_of, self.fastest))
+
+    def worst_by_rule(self, grid: LayoutGrid) -> Array:
+        """The same for each rule of recomputation of a block."""
+        return along(4, [self._worst_of(int(rule)) for rule in grid.recompute.flat])
+
+    def _worst_of(self, rule: int) -> float:
+        best = self.fastest[rule]
         return best[-1].seconds if len(best) >= self.number else np.inf
 
     @property
@@ -139,15 +173,21 @@ class KeptLayouts:
                 self.result.simple[code] = _candidate(block, index, seconds, memory)
 
     def _keep_best(self, block: LayoutBlock, seconds: Array, memory: Array) -> None:
-        best, worst = self.result.best, self.worst
-        indices = np.argpartition(seconds, min(self.number, len(seconds) - 1))[: self.number]
-        best += [
-            _candidate(block, int(index), seconds, memory)
-            for index in indices
-            if seconds[index] < worst
-        ]
-        best.sort(key=lambda one: one.seconds)
-        del best[self.number :]
+        for rule, best in self.fastest.items():
+            mine, worst = seconds, self._worst_of(rule)
+            if rule != _ANY:
+                rules = np.broadcast_to(block.grid.recompute, block.shape).ravel()
+                mine = np.where(rules == rule, seconds, np.inf)
+            places = np.argpartition(mine, min(self.number, len(mine) - 1))[: self.number]
+            best += [
+                _candidate(block, int(place), mine, memory)
+                for place in places
+                if mine[place] < worst
+            ]
+            best.sort(key=lambda one: one.seconds)
+            del best[self.number :]
+        found = (one for best in self.fastest.values() for one in best)
+        self.result.best = sorted(found, key=lambda one: one.seconds)
 
     def keep_front(self, block: LayoutBlock, seconds: Array, memory: Array) -> None:
         """Keep the fastest layout of each memory class, and the one with least memory of all."""

@@ -26,7 +26,7 @@ from fivefold.cost.memory import peak_memory
 from fivefold.cost.step_time import step_time
 from fivefold.planner.estimate import Estimate, Seconds
 from fivefold.planner.rank_memory import Bytes, fullest_memory
-from fivefold.planner.search import EstimateSetting
+from fivefold.planner.setting import EstimateSetting
 
 PARTNERS = ("dp", "pp", "cp", "tp")  # axes that may take or give the factor, in this order
 _MOST_MICROBATCH_SIZE = 8

@@ -20,7 +20,7 @@ from fivefold.cost.memory import CATEGORIES, rank_peak_memory
 from fivefold.cost.memory_entries import MemoryEntries
 from fivefold.cost.pipeline_ranks import RankLayers, RankStage
 from fivefold.cost.rank_ledger import PlanLedger
-from fivefold.planner.search import EstimateSetting, plan_arguments
+from fivefold.planner.setting import EstimateSetting, plan_arguments
 
 Bytes = dict[str, float]
 

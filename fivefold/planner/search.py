@@ -9,90 +9,26 @@ each complexity is kept too, if it is within a share of the fastest.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from bisect import insort
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 
-from fivefold.core import balance
-from fivefold.core.machine import Machine
-from fivefold.core.plan import Plan, PlanOptions
-from fivefold.core.shape import Shape
-from fivefold.core.units import UnitPolicy
-from fivefold.cost.grid import (
-    FAMILIES,
-    OFFLOADS,
-    SCHEDULES,
-    Array,
-    Flags,
-    LayoutGrid,
-    grid_of_plan,
-)
-from fivefold.cost.layer_time import LayerTimer
-from fivefold.cost.memory import PeakMemory, least_memory, peak_memory
-from fivefold.cost.stack import NARROW_GRADIENTS, SoftwareStack
-from fivefold.cost.step_time import least_layer_seconds, step_time
+from fivefold.cost.grid import OFFLOADS, Array, Flags, LayoutGrid
+from fivefold.cost.memory import PeakMemory, peak_memory
+from fivefold.cost.step_time import StepTime, step_time
+from fivefold.planner.bounds import BoundedBlock, LayoutBounds, TimedBlock
 from fivefold.planner.kept_layouts import KeptLayouts, LayoutCandidate, SearchResult
-from fivefold.planner.simplicity import innermost, num_axes, tp_crosses
+from fivefold.planner.setting import EstimateSetting
+from fivefold.planner.simplicity import innermost, num_axes
 from fivefold.planner.space import LayoutBlock, SearchSpace, layout_blocks, needed, select
 
-CostArguments = tuple[Shape, Machine, SoftwareStack, LayoutGrid, int, str, float]
 _LEAST_SIMULATED = 12  # even if fewer are requested: bounds alone do not tell the best
-_FEW_BLOCKS = 3  # whose plain layouts are estimated, if enough of them fit
 _SPARSE = 6  # of fewer than one in so many of a block, the memory is estimated one by one
-_DEGREES_AT_ONCE = 128
-_MANY_LAYOUTS, _LARGE_BLOCK = 100_000, 10_000  # below, an array costs as little as a bound of it
-_PLAIN = "1f1b"
-_ROUNDING = 1e-9  # of seconds: their last digits depend on the size of a block
-
-
-@dataclass(frozen=True)
-class EstimateSetting:
-    """What estimates assume: the machine, the software, the precision and the free memory."""
-
-    machine: Machine
-    stack: SoftwareStack
-    precision: str
-    headroom: float = 0.05  # share of the memory that stays free
-    imbalance: float = 1.0  # slots of the fullest expert over the mean
-
-    def arguments(self, shape: Shape, grid: LayoutGrid, seq: int) -> CostArguments:
-        """The arguments of cost functions, in their order."""
-        return shape, self.machine, self.stack, grid, seq, self.precision, self.imbalance
-
-    def with_keys(self, options: PlanOptions) -> EstimateSetting:
-        """The same with the keys of a plan that change the software; other people's has none."""
-        if not self.stack.runs_plans:
-            return self
-        units = UnitPolicy.of(options.grad_dtype, options.unit_size, options.prefetch)
-        train, narrow = options.train, NARROW_GRADIENTS if units.grad_dtype == "bf16" else {}
-        away = "" if train.offload_grads == "none" else "nvme" if train.grads_disk else "cpu"
-        stack = replace(
-            self.stack,
-            unit_bytes=units.size,
-            prefetch=units.prefetch,
-            gather=options.gather or "",
-            saves_gathered=options.tp_keep == "gathered",
-            grads_home=away,
-            memory=replace(self.stack.memory, moment_bytes=train.state_bytes),
-            optimizer_bytes=self.stack.optimizer_bytes
-            + 2 * (train.state_bytes - self.stack.memory.moment_bytes),
-            orthogonalizes=train.optimizer_kind.full_matrices,
-            balance=balance.parse(options.balance),
-            **narrow,
-        )
-        return replace(self, stack=stack)
-
-    @property
-    def capacity(self) -> float:
-        """Bytes of a GPU that may be used."""
-        return self.machine.memory * (1 - self.headroom)
-
-
-def plan_arguments(plan: Plan, setting: EstimateSetting) -> CostArguments:
-    """The arguments of cost functions for one plan."""
-    grid = grid_of_plan(plan)
-    return setting.with_keys(plan.options).arguments(plan.shape, grid, plan.batch.seq)
+_LISTED_AT_ONCE = 2_000  # layouts whose memory is estimated one by one
 
 
 def search_layouts(
@@ -103,55 +39,72 @@ def search_layouts(
     *,
     shown: int | None = None,
     equal: float = 0.0,
+    rules: Sequence[str] = (),
 ) -> SearchResult:
     """Estimate every layout, and keep the fastest that fit. `shown`: how many choices must be in
     the order of their simulated steps; `equal`: the share of a step within which simpler layouts
-    are kept as well."""
+    are kept as well; `rules`: keep the fastest of each of these rules of recomputation."""
     began = time.perf_counter()
     result, pool = SearchResult(), max(keep, _LEAST_SIMULATED)
     if (space.fixed or {}).get("offload") == "nvme":
         setting.machine.disk_bandwidth()  # raises an error if there are no disks
-    for one, over_network in _resorts(space, setting, result):
-        _LayoutSearch(one, setting, pool, result, over_network, equal).run(on_progress)
-        if result.best:
+    numbers = [[*map(str, space.rules)].index(rule) for rule in rules]
+    for one in _resorts(space, setting, result):
+        _LayoutSearch(one, setting, pool, result, equal, numbers).run(on_progress)
+        if result.best or rules:
             break
-    best = _ranked(space, setting, result.best, shown or keep)[:keep]
-    result.finish(best, time.perf_counter() - began)
+    groups = [[one for one in result.best if one.rule == rule] for rule in numbers]
+    best = [
+        _ranked(space, setting, group, shown or keep, shown is not None)[:keep]
+        for group in groups or [result.best]
+    ]
+    result.finish(list(chain(*best)), time.perf_counter() - began)
     return result
 
 
 def _resorts(
     space: SearchSpace, setting: EstimateSetting, result: SearchResult
-) -> Iterator[tuple[SearchSpace, bool]]:
+) -> Iterator[SearchSpace]:
     """Where to search, as long as nothing fits: with offload, to disks if the host memory is full;
     then with tp over more than the innermost link."""
     said, machine = space.fixed or {}, setting.machine
-    everywhere = "tp" in said or space.gpus <= innermost(machine)
-    for over_network in (True,) if everywhere else (False, True):
+    domain = innermost(machine)
+    everywhere = "tp" in said or space.gpus <= domain
+    for inside in (None,) if everywhere else (int(domain), None):
         for offload in OFFLOADS if machine.host.nvme_bytes else OFFLOADS[:-1]:
-            yield replace(space, fixed={"offload": offload, **said}), over_network
+            yield replace(space, fixed={"offload": offload, **said}, tp_inside=inside)
             if "offload" in said or (offload == "cpu" and not result.host_is_short):
                 break
 
 
 def _ranked(
-    space: SearchSpace, setting: EstimateSetting, found: list[LayoutCandidate], shown: int
+    space: SearchSpace,
+    setting: EstimateSetting,
+    found: list[LayoutCandidate],
+    shown: int,
+    distinct: bool,
 ) -> list[LayoutCandidate]:
     """Candidates by their simulated steps, as far as the first choices depend on it: of the others
-    the bounds already tell that they are slower."""
+    the bounds already tell that they are slower. If `distinct` choices are shown, what is slower
+    than a candidate of the same choice is left out."""
     left, known = sorted(found, key=lambda one: one.seconds), list[LayoutCandidate]()
-    while left and left[0].rounded <= _last_shown(known, shown):
-        together = [one for one in left if one.pipeline == left[0].pipeline]
-        known += simulated(space, setting, together)
-        left = [one for one in left if one.pipeline != left[0].pipeline]
-    return sorted([*known, *left], key=lambda one: one.seconds)
+    steps: dict[tuple[float, ...], float] = {}  # of the fastest of each choice
+    while left and left[0].rounded <= _last(steps, shown):
+        pipeline = left[0].pipeline
+        for one in simulated(space, setting, [one for one in left if one.pipeline == pipeline]):
+            known.append(one)
+            steps[one.choice] = min(one.rounded, steps.get(one.choice, np.inf))
+        left = [
+            one
+            for one in left
+            if one.pipeline != pipeline
+            and not (distinct and one.rounded > steps.get(one.choice, np.inf))
+        ]
+    return sorted([*known, *left], key=lambda one: one.speed_rank)
 
 
-def _last_shown(known: list[LayoutCandidate], shown: int) -> float:
+def _last(steps: dict[tuple[float, ...], float], shown: int) -> float:
     """Seconds of the last choice that is shown, if no other candidate is faster."""
-    steps: dict[tuple[float, ...], float] = {}
-    for one in known:
-        steps[one.choice] = min(one.rounded, steps.get(one.choice, np.inf))
     return sorted(steps.values())[shown - 1] if len(steps) >= shown else np.inf
 
 
@@ -163,9 +116,19 @@ def simulated(
         return []
     columns = zip(*(one.grid.columns() for one in found), strict=True)
     grid = LayoutGrid(*map(np.concatenate, columns), rules=found[0].grid.rules)
-    job = setting.arguments(space.shape, grid, space.seq)
-    steps = np.broadcast_to(step_time(*job, simulated=True).step, len(found))
-    return [replace(one, seconds=float(step)) for one, step in zip(found, steps, strict=True)]
+    times = step_time(*setting.arguments(space.shape, grid, space.seq), simulated=True)
+    inside = times.inside / setting.stack.factor
+    seconds = (np.broadcast_to(each, len(found)).tolist() for each in (times.step, inside))
+    # Other people's stacks are not simulated here, and long schedules are extrapolated.
+    ours = setting.stack.memory.split == "balanced"
+    return [
+        replace(one, seconds=step, makespan=span if ours and not one.is_long else None)
+        for one, step, span in zip(found, *seconds, strict=True)
+    ]
+
+
+def _lowest(part: BoundedBlock) -> float:
+    return part.lowest
 
 
 class _LayoutSearch:
@@ -177,139 +140,109 @@ class _LayoutSearch:
         setting: EstimateSetting,
         keep: int,
         result: SearchResult,
-        over_network: bool,
         equal: float,
+        rules: Sequence[int],
     ) -> None:
         self.space, self.setting, self.result = space, setting, result
-        self.over_network = over_network
         domain = innermost(setting.machine)
-        self.kept = KeptLayouts(result, keep, equal, setting.machine.memory, domain)
-        self.plain = np.zeros(0)  # seconds of the fastest plain layouts that fit
+        self.kept = KeptLayouts(result, keep, equal, setting.machine.memory, domain, rules)
+        self.bounds = LayoutBounds(space, setting)
 
     def run(self, on_progress: Callable[[float], None] | None) -> None:
-        """Estimate the most promising degrees first, so that most others are passed over; before
-        them some plain layouts of each, which tell how fast a layout must be."""
-        found = [each for one in layout_blocks(self.space) for each in self._allowed(one)]
-        parts = [each for one in found for each in self._in_parts(one)]
-        parts.sort(key=lambda each: float(each[1].min()))
-        many = sum(each.size for each in found) >= _MANY_LAYOUTS
-        for number, (block, _) in enumerate(parts if many else ()):
-            if number >= _FEW_BLOCKS and len(self.plain) >= self.kept.number:
-                break
-            self._estimate_plain(block)
-        for number, (block, least) in enumerate(parts):
-            self._estimate(block, least)
-            if on_progress is not None:
-                on_progress((number + 1) / len(parts))
+        """Search what may fit; if nothing does, everything, for the layout with least memory."""
+        blocks = list(layout_blocks(self.space))
+        parts = self.bounds.of_time(blocks)
+        estimated = self._search(parts, True, on_progress)
+        if not self.result.best and not self.kept.rules:
+            estimated = self._search(parts, False, on_progress)
+        self.result.count(sum(block.size for block in blocks), estimated)
         self.result.draw_front(list(self.kept.front()))
 
-    def _allowed(self, block: LayoutBlock) -> Iterator[LayoutBlock]:
-        """The block without tp over more than the innermost link, unless it is a last resort."""
-        if self.over_network:
-            yield block
-            return
-        inside = ~tp_crosses(block.grid, self.setting.machine)
-        if inside.any():
-            yield block if inside.all() else block.only(needed(inside, block.shape))
+    def _search(
+        self,
+        parts: list[TimedBlock],
+        fitting: bool,
+        on_progress: Callable[[float], None] | None,
+    ) -> int:
+        """Estimate the most promising degrees first, so that most others are passed over. Returns
+        how many were estimated."""
+        estimated = 0
+        for number, part in enumerate(self._promising(parts, fitting)):
+            estimated += self._estimate(part)
+            if on_progress is not None:
+                on_progress(number / len(parts))
+        if on_progress is not None:
+            on_progress(1.0)
+        return estimated
 
-    def _in_parts(self, block: LayoutBlock) -> Iterator[tuple[LayoutBlock, Array]]:
-        """The block in parts of similar degrees, each with its bounds: the limit that the fastest
-        of them set spares most of the others."""
-        least = self._least(block)
-        lowest = least.min(axis=tuple(range(1, least.ndim)))
-        order = np.argsort(np.broadcast_to(lowest, len(block.degrees)), kind="stable")
-        for start in range(0, len(order), _DEGREES_AT_ONCE):
-            which = np.zeros((len(order), *(1,) * 5), bool)
-            which[order[start : start + _DEGREES_AT_ONCE]] = True
-            stays = needed(which, block.shape)
-            yield block.only(stays), select(least, stays)
+    def _promising(self, parts: list[TimedBlock], fitting: bool) -> Iterator[BoundedBlock]:
+        """Parts by their bounds, as long as they are within the limit. Bounds by schedule and
+        memory, which cost more than those of time, are made for parts whose turn it is."""
+        left, known = deque(sorted(parts, key=_lowest)), list[BoundedBlock]()
+        while left or known:
+            if known and not (left and left[0].lowest < known[0].lowest):
+                yield known.pop(0)
+                continue
+            part = left.popleft()
+            reach = self._reach(part.block)
+            if (part.least <= reach).any():
+                insort(known, self.bounds.by_schedule(part.below(reach), fitting), key=_lowest)
 
-    def _least(self, block: LayoutBlock) -> Array:
-        """A lower bound of the step by degrees, microbatch size, schedule and recomputation."""
-        # Of schedules, only what they hide matters here, and nothing of sharding.
-        pairs = [FAMILIES[int(number)].pairs for number in block.grid.schedule.flat]
-        _, firsts, back = np.unique(pairs, return_index=True, return_inverse=True)
-        grid = replace(
-            block.grid,
-            schedule=block.grid.schedule[:, :, firsts],
-            replicate=block.grid.replicate[:, :, :, :1],
-            shard=block.grid.shard[:, :, :, :1],
-        )
-        job = self.setting.arguments(self.space.shape, grid, self.space.seq)
-        seconds = least_layer_seconds(LayerTimer(*job))
-        return seconds[:, :, back] if seconds.shape[2] > 1 else seconds
+    def _reach(self, block: LayoutBlock) -> Array | float:
+        """Seconds that a layout must not exceed to be one of the fastest, or equal to the first."""
+        if self.kept.rules:
+            return self.kept.worst_by_rule(block.grid)
+        return max(self.kept.worst, self.kept.near)
 
-    def _estimate_plain(self, block: LayoutBlock) -> None:
-        """Estimate a block with its smallest microbatches and a plain schedule."""
-        schedules, first = block.grid.schedule, np.zeros_like(block.grid.microbatch_size, bool)
-        plain = schedules == SCHEDULES.index(_PLAIN)
-        if not plain.any():
-            plain = schedules == schedules.flat[0]
-        first[0, 0] = True
-        block = block.only(needed(first & plain, block.shape))
-        seconds = np.broadcast_to(self._seconds(block, block.legal), block.shape)
-        seconds = np.where(block.legal, seconds, np.inf)
-        memory, fits = self._memory(block)
-        fitting = seconds[np.isfinite(seconds) & fits]
-        self.plain = np.sort(np.concatenate([self.plain, fitting]))[: self.kept.number]
-        self.kept.keep_front(block, seconds.ravel(), memory.ravel())
-
-    @property
-    def _limit(self) -> float:
-        """Seconds that a layout must not exceed to be one of the fastest."""
-        if len(self.plain) < self.kept.number:
-            return self.kept.worst
-        return min(self.kept.worst, float(self.plain[-1]) * (1 + _ROUNDING))
-
-    def _estimate(self, block: LayoutBlock, least: Array) -> None:
+    def _estimate(self, part: BoundedBlock) -> int:
         """Estimate those of a block that can still win, and keep the best layouts: first their
-        time, then the memory of those that are fast enough and may fit."""
-        size, limit = block.size, max(self._limit, self.kept.near)
-        hopeful = block.legal & self._hopeful(block, least) & (least <= limit)
-        stays = needed(hopeful, block.shape)
-        if hopeful.any():
-            block, hopeful = block.only(stays), select(hopeful, stays)
-            hopeful = self._may_fit(block, hopeful)
+        time, then the memory of those that are fast enough. Returns how many are estimated."""
+        hopeful = self._hopeful(part)
         if not hopeful.any():
-            self.result.count(size, 0)
-            return
+            return 0
+        stays = needed(hopeful, part.block.shape)
+        block, hopeful = part.block.only(stays), select(hopeful, stays)
+        wanted = np.asarray(hopeful.any(axis=(0, 3, 4, 5), keepdims=True))
+        times, size = self._times(block, wanted), block.size
+        bound = times.inside + times.around.min(axis=(3, 5), keepdims=True)
+        hopeful = hopeful & (bound <= self._reach(block))
+        if not hopeful.any():
+            return size
         stays = needed(hopeful, block.shape)
         block, hopeful = block.only(stays), select(hopeful, stays)
-        self.result.count(size, block.size)
-        wanted = np.asarray(hopeful.any(axis=(0, 3, 4, 5), keepdims=True))
-        seconds = np.broadcast_to(self._seconds(block, wanted), block.shape)
-        seconds = np.where(block.legal, seconds, np.inf)
-        fast = hopeful & (seconds <= limit)
-        if not fast.any():
-            return
-        if fast.sum() < fast.size / _SPARSE:
-            block, seconds = block.listed(fast), seconds[fast]
-        else:
-            stays = needed(fast, block.shape)
-            block, seconds = block.only(stays), select(seconds, stays)
+        seconds = select(times.inside, stays) + select(times.around, stays)
+        seconds = np.broadcast_to(seconds, block.shape)
+        fast = hopeful & (seconds <= self._reach(block))
+        if fast.sum() >= fast.size / _SPARSE:
+            self._keep(block, np.where(block.legal, seconds, np.inf))
+            return size
+        places = np.flatnonzero(fast)
+        places = places[np.argsort(seconds.ravel()[places], kind="stable")]
+        for start in range(0, len(places), _LISTED_AT_ONCE):
+            some = places[start : start + _LISTED_AT_ONCE]
+            if seconds.flat[some[0]] > np.max(self._reach(block)):  # those before have lowered it
+                break
+            self._keep(block.listed(some), seconds.ravel()[some])
+        return size
+
+    def _keep(self, block: LayoutBlock, seconds: Array) -> None:
+        """Estimate the memory of layouts, and keep the best of those that fit."""
         memory, fits = self._memory(block)
         fitting = np.where(fits, seconds, np.inf)
         self.kept.keep(block, seconds.ravel(), memory.ravel(), fitting.ravel())
 
-    def _may_fit(self, block: LayoutBlock, hopeful: Flags) -> Flags:
-        """What is hopeful and may fit. If nothing fits so far, all of it may be asked for: the
-        layout with the least memory is reported."""
-        if not len(self.plain) or block.size < _LARGE_BLOCK:
-            return hopeful
-        job = self.setting.arguments(self.space.shape, block.grid, self.space.seq)
-        return hopeful & (least_memory(*job) <= self.setting.capacity)
+    def _hopeful(self, part: BoundedBlock) -> Flags:
+        """What of a block may be fast enough: of degrees that may be among the fastest, or equal to
+        the fastest with fewer axes than any equal one so far."""
+        lowest = part.least.min(axis=tuple(range(1, part.least.ndim)), keepdims=True)
+        fewer = num_axes(part.block.grid) < self.kept.fewest_axes()
+        degrees = (lowest <= self.kept.worst) | ((lowest <= self.kept.near) & fewer)
+        return degrees & np.isfinite(part.least) & (part.least <= self._reach(part.block))
 
-    def _hopeful(self, block: LayoutBlock, least: Array) -> Flags:
-        """Which degrees may be among the fastest, or equal to the fastest with fewer axes than any
-        equal one so far."""
-        lowest = least.min(axis=tuple(range(1, least.ndim)), keepdims=True)
-        fewer = num_axes(block.grid) < self.kept.fewest_axes()
-        return (lowest <= self._limit) | ((lowest <= self.kept.near) & fewer)
-
-    def _seconds(self, block: LayoutBlock, wanted: Flags) -> Array:
-        """Of a step; `wanted`: with which microbatch sizes and schedules."""
+    def _times(self, block: LayoutBlock, wanted: Flags) -> StepTime:
+        """Of steps; `wanted`: with which microbatch sizes and schedules."""
         job = self.setting.arguments(self.space.shape, block.grid, self.space.seq)
-        return step_time(*job, wanted=wanted).step
+        return step_time(*job, wanted=wanted, passes=self.bounds.passes(block))
 
     def _memory(self, block: LayoutBlock) -> tuple[Array, Flags]:
         """Bytes of the fullest rank, and whether GPUs and hosts have room."""

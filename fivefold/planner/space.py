@@ -7,6 +7,7 @@ offload.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -30,7 +31,7 @@ from fivefold.core.schedule.catalog import FAMILIES
 from fivefold.core.schedule.family import Family
 from fivefold.core.shape import Shape
 from fivefold.core.splits import ContextKind
-from fivefold.cost.grid import CONTEXTS, OFFLOADS, RULES, SCHEDULES, Array, Flags, LayoutGrid
+from fivefold.cost.grid import CONTEXTS, OFFLOADS, RULES, SCHEDULES, Flags, LayoutGrid, along
 
 MOST_MICROBATCH_SIZE = 32  # sequences: more only fills the memory
 MOST_CHUNKS = 8
@@ -48,6 +49,7 @@ class SearchSpace:
     domains: tuple[int, ...] = ()  # sizes of domains inside which sharding may stay
     fixed: Mapping[str, int | str] | None = None
     least_pp: int = 1  # pipeline ranks
+    tp_inside: int | None = None  # GPUs of a domain that no group of tp leaves
 
     @property
     def gpus_text(self) -> str:
@@ -102,7 +104,8 @@ class LayoutBlock:
     @property
     def size(self) -> int:
         """Number of legal layouts."""
-        return int(np.broadcast_to(self.legal, self.shape).sum())
+        legal, shape = self.legal, self.shape
+        return int(legal.sum()) * (math.prod(shape) // legal.size)
 
     def only(self, stays: Sequence[Flags]) -> LayoutBlock:
         """The same block for what stays along each axis."""
@@ -111,9 +114,10 @@ class LayoutBlock:
         grid = LayoutGrid(*columns, rules=self.grid.rules)
         return LayoutBlock(degrees, grid, select(self.legal, stays))
 
-    def listed(self, which: Flags) -> LayoutBlock:
-        """Some layouts one by one: columns of one axis."""
-        columns = (np.broadcast_to(each, self.shape)[which] for each in self.grid.columns())
+    def listed(self, places: NDArray[np.int64]) -> LayoutBlock:
+        """Some layouts one by one, by their places in the block: columns of one axis."""
+        index = np.unravel_index(places, self.shape)
+        columns = (np.broadcast_to(each, self.shape)[index] for each in self.grid.columns())
         return LayoutBlock((), LayoutGrid(*columns, rules=self.grid.rules), np.ones(1, bool))
 
 
@@ -175,33 +179,28 @@ def _block(space: SearchSpace, degrees: tuple[Degrees, ...]) -> LayoutBlock | No
     numbers = [
         (each.tp, each.cp, CONTEXTS.index(each.context), each.ep, each.etp) for each in degrees
     ]
-    tp, cp, context, ep, etp = (_along(0, column) for column in zip(*numbers, strict=True))
-    replicate = _along(3, [each[1] for each in sharding])
+    tp, cp, context, ep, etp = (along(0, column) for column in zip(*numbers, strict=True))
+    replicate = along(3, [each[1] for each in sharding])
     grid = LayoutGrid(
         tp=tp,
         cp=cp,
-        pp=_along(0, [one.pp]),  # like dp the same for all: what depends on it alone is short
+        pp=along(0, [one.pp]),  # like dp the same for all: what depends on it alone is short
         replicate=replicate,
         shard=one.dp / replicate,
         ep=ep,
         etp=etp,
-        zero=_along(3, [each[0] for each in sharding]),
-        chunks=_along(2, [chunks for _, chunks in schedules]),
-        microbatch_size=_along(1, rows),
-        microbatches=_along(1, [per_rank // n for n in rows]),
-        recompute=_along(4, repeats),
-        schedule=_along(2, [SCHEDULES.index(family.name) for family, _ in schedules]),
+        zero=along(3, [each[0] for each in sharding]),
+        chunks=along(2, [chunks for _, chunks in schedules]),
+        microbatch_size=along(1, rows),
+        microbatches=along(1, [per_rank // n for n in rows]),
+        recompute=along(4, repeats),
+        schedule=along(2, [SCHEDULES.index(family.name) for family, _ in schedules]),
         sp=np.full((1,) * 6, bool(fixed.get("sp", True))),
-        offload=_along(5, offloads),
+        offload=along(5, offloads),
         context=context,
         rules=rules,
     )
     return LayoutBlock(degrees, grid, legal.reshape(1, len(rows), len(schedules), 1, 1, 1))
-
-
-def _along(axis: int, values: Sequence[float]) -> Array:
-    """A column along one of the six axes."""
-    return np.array(values, float).reshape([-1 if place == axis else 1 for place in range(6)])
 
 
 def all_degrees(space: SearchSpace) -> Iterator[Degrees]:
@@ -228,9 +227,11 @@ def all_degrees(space: SearchSpace) -> Iterator[Degrees]:
 
 def tensor_degrees(space: SearchSpace) -> Iterator[int]:
     """The legal numbers of tensor ranks, rising."""
-    job = LayoutRequest(seq=space.seq)
+    job, domain = LayoutRequest(seq=space.seq), space.tp_inside
     for tp in divisors(space.gpus):
-        if space.allows("tp", tp) and not any(tensor_rule(Layout(tp=tp), space.shape, job)):
+        if not space.allows("tp", tp) or (domain is not None and domain % tp):
+            continue
+        if not any(tensor_rule(Layout(tp=tp), space.shape, job)):
             yield tp
 
 

@@ -265,10 +265,10 @@ def _searched(plan_options: PlanOptions, options: dict[str, Any], set_options: s
     asked = _inquiry(plan_options, options, fixed)
     if options["compare"] or options["sweep"] or options["table"]:
         return _tables(asked, options)
-    found = _answer(asked, options)
     if options["what_if"] is not None:
-        other = _answer(_changed(asked, options, fixed), options)
-        return _what_if(found.plans[0], other.plans[0], options["what_if"])
+        both = (asked, _changed(asked, options, fixed))
+        return _what_if(*(_answer(one, options, 1).plans[0] for one in both), options["what_if"])
+    found = _answer(asked, options, options["top"])
     if options["output"] is not None:
         write_text(options["output"], found.plans[0].plan.to_toml(options["output"].parent))
     return _ranked(found, options)
@@ -298,13 +298,13 @@ def _changed(
     return _inquiry(changed, options, fixed)
 
 
-def _answer(asked: PlanRequest, options: dict[str, Any]) -> PlanResult:
+def _answer(asked: PlanRequest, options: dict[str, Any], top: int) -> PlanResult:
     from fivefold.planner import OBJECTIVES, best_plans, fewest_gpu_hours, fewest_gpus
 
     objective = verbs.one_of("objective", options["objective"], OBJECTIVES)
     find = {"tokens": best_plans, "gpus": fewest_gpus, "gpu-hours": fewest_gpu_hours}[objective]
     with verbs.progress_bar("search") as bar:
-        return find(asked, options["top"], bar.update)
+        return find(asked, top, bar.update)
 
 
 def _ranked(found: PlanResult, options: dict[str, Any]) -> Printed:

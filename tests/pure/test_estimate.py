@@ -21,7 +21,8 @@ from fivefold.cost.stack import FIVEFOLD
 from fivefold.cost.step_time import step_time
 from fivefold.planner.estimate import estimate_plan, simulate_step
 from fivefold.planner.grid_options import layout_of, options_of
-from fivefold.planner.search import EstimateSetting, search_layouts
+from fivefold.planner.search import search_layouts
+from fivefold.planner.setting import EstimateSetting
 from fivefold.planner.space import Degrees, SearchSpace, all_degrees, layout_blocks
 
 H100 = EstimateSetting(machine.load("h100"), FIVEFOLD, "bf16")

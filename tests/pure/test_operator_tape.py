@@ -12,7 +12,7 @@ from fivefold.cost.memory_entries import MemoryEntries
 from fivefold.cost.operator_tape import Change, Event, OperatorTape
 from fivefold.cost.rank_ledger import PlanLedger
 from fivefold.planner import estimate_setting
-from fivefold.planner.search import plan_arguments
+from fivefold.planner.setting import plan_arguments
 
 SETTING, _ = estimate_setting(machine.load("h200"), "bf16", 0.0, "compiled", 1.0)
 RULES = ("none", "norm", "act", "attention", "mlp+experts", "norm+attention+mlp", "full", "full:2")

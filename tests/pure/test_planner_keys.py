@@ -15,7 +15,7 @@ from fivefold.core.plan import PlanOptions, resolve
 from fivefold.core.recipe import Recipe
 from fivefold.cost import stack as stacks
 from fivefold.planner.estimate import Estimate, estimate_plan
-from fivefold.planner.search import EstimateSetting
+from fivefold.planner.setting import EstimateSetting
 
 
 def estimated(model: str, layout: str, **options: Any) -> Estimate:

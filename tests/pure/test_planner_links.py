@@ -18,7 +18,8 @@ from fivefold.cost.grid import Array
 from fivefold.cost.links import Links
 from fivefold.cost.stack_presets import load_stack
 from fivefold.cost.step_time import step_time
-from fivefold.planner.search import EstimateSetting, search_layouts
+from fivefold.planner.search import search_layouts
+from fivefold.planner.setting import EstimateSetting
 from fivefold.planner.space import SearchSpace
 
 H100, TPU = machines.load("h100"), machines.load("tpu-v4")

@@ -24,7 +24,8 @@ from fivefold.cost.pipeline_ranks import in_flight, rank_stages
 from fivefold.cost.step_time import step_time
 from fivefold.planner import estimate_on_machine
 from fivefold.planner.estimate import Estimate, estimate_plan
-from fivefold.planner.search import EstimateSetting, search_layouts
+from fivefold.planner.search import search_layouts
+from fivefold.planner.setting import EstimateSetting
 from fivefold.planner.space import SearchSpace, layout_blocks
 from fivefold.score import compare_with_peers
 from fivefold.score.outcome import score_row

@@ -22,7 +22,7 @@ from fivefold.cost.stack import FIVEFOLD
 from fivefold.cost.step_time import step_time
 from fivefold.planner import estimate
 from fivefold.planner.estimate import Estimate, estimate_plan
-from fivefold.planner.search import EstimateSetting
+from fivefold.planner.setting import EstimateSetting
 from fivefold.score import outcome, summary
 from fivefold.score.outcome import score, score_row
 
@@ -88,8 +88,8 @@ def test_the_command_exits_with_its_own_code(
 ) -> None:
     real: Callable[..., Estimate] = planner.estimate_plan
 
-    def huge(*arguments: Any) -> Estimate:
-        found = real(*arguments)
+    def huge(*arguments: Any, **known: Any) -> Estimate:
+        found = real(*arguments, **known)
         return replace(found, memory=found.memory | {"logits": 10.0 * found.setting.machine.memory})
 
     monkeypatch.setattr(planner, "estimate_plan", huge)

@@ -25,7 +25,7 @@ from fivefold.cost.stack import FIVEFOLD, SoftwareStack
 from fivefold.cost.stack_presets import load_stack
 from fivefold.cost.step_time import StepTime, step_time
 from fivefold.planner.estimate import estimate_plan
-from fivefold.planner.search import EstimateSetting
+from fivefold.planner.setting import EstimateSetting
 from fivefold.report.plan_values import estimate_json
 from fivefold.score.published import cases
 

@@ -20,7 +20,7 @@ from fivefold.cost.grid import grid_of_plan
 from fivefold.cost.stack import FIVEFOLD
 from fivefold.cost.step_time import step_time
 from fivefold.planner.estimate import estimate_plan
-from fivefold.planner.search import EstimateSetting
+from fivefold.planner.setting import EstimateSetting
 from tests.selection import within
 
 LLAMA_405B = models.load("llama-3.1-405b")

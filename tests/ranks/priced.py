@@ -15,7 +15,7 @@ from fivefold.cost.data_axis import shared_gradients, unit_collectives
 from fivefold.cost.data_time import closing_collectives, data_job, flat_units, unit_groups
 from fivefold.cost.layer_collectives import CountedCollective, context_layer, tensor_ends
 from fivefold.cost.layer_time import LayerTimer
-from fivefold.planner.search import EstimateSetting, plan_arguments
+from fivefold.planner.setting import EstimateSetting, plan_arguments
 
 Key = tuple[str, str]  # axis and kind
 Totals = dict[Key, tuple[float, float]]  # bytes and calls

@@ -1,0 +1,73 @@
+"""What a search shares between its blocks and knows before it estimates them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from fivefold.core import models
+from fivefold.core.machine import load
+from fivefold.core.plan import PlanOptions, resolve
+from fivefold.cost.grid import RECOMPUTE
+from fivefold.cost.stack import BY_KERNELS
+from fivefold.cost.step_time import step_time
+from fivefold.planner import plan_request
+from fivefold.planner.bounds import LayoutBounds
+from fivefold.planner.comparisons import best_estimate, sweep
+from fivefold.planner.estimate import estimate_plan
+from fivefold.planner.grid_options import options_of
+from fivefold.planner.search import search_layouts
+from fivefold.planner.setting import EstimateSetting
+from fivefold.planner.space import SearchSpace, layout_blocks
+
+H100 = EstimateSetting(load("h100"), BY_KERNELS["compiled"], "bf16")
+
+
+@pytest.mark.parametrize(("model", "gpus"), [("llama-3.1-8b", 16), ("deepseek-v3", 32)])
+def test_layers_of_a_table_are_timed_as_those_of_each_block(model: str, gpus: int) -> None:
+    """With experts, dualpipe hides a share of their exchange that differs from block to block."""
+    space = SearchSpace(models.load(model), gpus, 4096, 64, (8,), {"offload": "none", "zero": 1})
+    bounds, blocks = LayoutBounds(space, H100), list(layout_blocks(space))
+    bounds.of_time(blocks)
+    compared = 0
+    for block in blocks:
+        job = H100.arguments(space.shape, block.grid, space.seq)
+        wanted = np.broadcast_to(block.legal, (1, *block.shape[1:3], 1, 1, 1))
+        alone = step_time(*job, wanted=wanted).step
+        shared = step_time(*job, wanted=wanted, passes=bounds.passes(block)).step
+        np.testing.assert_allclose(shared, alone, rtol=1e-12)
+        compared += alone.size
+    assert compared > 5_000
+
+
+def test_one_search_for_all_rules_finds_what_one_search_each_finds() -> None:
+    options = PlanOptions("llama-3.1-8b", gpus=16, batch=64, machine="h100")
+    asked = plan_request(options, H100.machine, {}, precision="bf16", headroom=0.05)
+    points = list(sweep(asked, "gpus", [8, 16]))
+    assert [(one.value, one.recompute) for one in points[:6]] == [
+        (value, kind) for kind in RECOMPUTE for value in (8, 16)
+    ]
+    for one in points:
+        if one.strategy != "all":
+            continue
+        fixed = {"offload": "none", "recompute": one.recompute}
+        space = replace(asked.space, gpus=one.value, fixed=fixed)
+        alone = best_estimate(replace(asked, space=space))
+        assert alone is not None and one.estimate is not None
+        assert one.estimate.step == pytest.approx(alone.step, rel=1e-12)
+        assert one.estimate.plan.layout == alone.plan.layout
+
+
+def test_a_simulated_candidate_is_not_simulated_again() -> None:
+    """Its estimate with the known makespan is that of its plan."""
+    fixed = {"pp": 4, "offload": "none"}
+    space = SearchSpace(models.load("llama-3.1-8b"), 16, 4096, 64, (8,), fixed)
+    found = [one for one in search_layouts(space, H100, 8).best if one.makespan is not None]
+    assert len(found) >= 8
+    for one in found:
+        plan = resolve(options_of(one.grid, PlanOptions("llama-3.1-8b", seq=4096)))
+        known = estimate_plan(plan, H100, makespan=one.makespan)
+        assert known.step == pytest.approx(estimate_plan(plan, H100).step, rel=1e-12)
+        assert known.step == pytest.approx(one.seconds, rel=1e-9)
