@@ -14,29 +14,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fivefold.optim.optimizer import ADAM_BETAS, ADAM_EPS
-
 _BLOCK = 2048  # elements of a program: enough for several loads of 16 bytes a thread
 
 
 @triton.jit
-def _update(  # noqa: ANN202
-    value_ptr,  # noqa: ANN001
-    grad_ptr,  # noqa: ANN001
-    first_ptr,  # noqa: ANN001
-    second_ptr,  # noqa: ANN001
-    factor_ptr,  # noqa: ANN001
-    narrow_ptr,  # noqa: ANN001, of the weight, if the value is its master
-    kept,  # noqa: ANN001, of a weight after decay
-    size,  # noqa: ANN001, of the step
-    root,  # noqa: ANN001, of the second moment's correction
-    beta1,  # noqa: ANN001
-    beta2,  # noqa: ANN001
-    eps,  # noqa: ANN001
-    numel,  # noqa: ANN001
+def _adamw_update(
+    value_ptr: Tensor,
+    grad_ptr: Tensor,
+    first_ptr: Tensor,
+    second_ptr: Tensor,
+    factor_ptr: Tensor,
+    narrow_ptr: Tensor,  # the weight, if the value is its master
+    kept: float,  # of a weight after decay
+    size: float,  # of the step
+    root: float,  # of the second moment's correction
+    beta1: float,
+    beta2: float,
+    eps: float,
+    numel: int,
     HAS_NARROW: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+) -> None:
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < numel
     value = tl.load(value_ptr + place, inside).to(tl.float32) * kept
@@ -56,13 +54,21 @@ def _update(  # noqa: ANN202
 class AdamwKernel:
     """Updates tensors one by one, each in one pass; `factor` multiplies all gradients."""
 
-    def __init__(self, factor: Tensor | None, device: torch.device, lr: float, count: int) -> None:
+    def __init__(
+        self,
+        factor: Tensor | None,
+        device: torch.device,
+        lr: float,
+        count: int,
+        betas: tuple[float, float],
+        eps: float,
+    ) -> None:
         """`count` is the number of this update."""
         one = torch.ones(()) if factor is None else factor
         self.factor = one.to(device, torch.float32, non_blocking=True)
-        self.lr, self.device = lr, device
-        self.size = lr / (1 - ADAM_BETAS[0] ** count)
-        self.root = math.sqrt(1 - ADAM_BETAS[1] ** count)
+        self.lr, self.device, self.betas, self.eps = lr, device, betas, eps
+        self.size = lr / (1 - betas[0] ** count)
+        self.root = math.sqrt(1 - betas[1] ** count)
 
     def update(
         self,
@@ -78,7 +84,7 @@ class AdamwKernel:
         if narrow is not None:
             flat[-1] = narrow.detach().view(-1)
         with torch.cuda.device(self.device):
-            _update[(triton.cdiv(numel, _BLOCK),)](
+            _adamw_update[(triton.cdiv(numel, _BLOCK),)](
                 flat[0],
                 grad.reshape(-1),
                 *flat[1:3],
@@ -87,8 +93,8 @@ class AdamwKernel:
                 1 - self.lr * weight_decay,
                 self.size,
                 self.root,
-                *ADAM_BETAS,
-                ADAM_EPS,
+                *self.betas,
+                self.eps,
                 numel,
                 HAS_NARROW=narrow is not None,
                 BLOCK=_BLOCK,

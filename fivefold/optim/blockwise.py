@@ -25,6 +25,7 @@ from fivefold.core.recipe import Recipe
 from fivefold.core.units import LocalWeight
 from fivefold.core.weights import WeightShard, boxes_of
 from fivefold.optim.optimizer import (
+    ADAM_BETAS,
     ADAM_EPS,
     MASTER,
     OwnedWeight,
@@ -234,7 +235,8 @@ class BlockwiseUpdater:
         from fivefold.optim.adamw_kernel import AdamwKernel  # Triton is there only with CUDA
 
         owned = [self.owned[part.index] for part in block]
-        kernel = AdamwKernel(owned[0].factor, self.device, self.lr, self.count)
+        numbers = (self.lr, self.count, ADAM_BETAS, ADAM_EPS)
+        kernel = AdamwKernel(owned[0].factor, self.device, *numbers)
         for each, value, grad, *moments in zip(owned, values, grads, *states.values(), strict=True):
             decay = self.recipe.weight_decay if decays(each) else 0.0
             kernel.update(value, grad, moments, decay)

@@ -76,10 +76,9 @@ def has_kernel(scales: bool, device: torch.device | None) -> bool:
 
 
 def scale_gradients(optimizer: torch.optim.Optimizer, owned: Sequence[OwnedWeight]) -> None:
-    """Give the next update the factor of the gradients, which all have in common; torch divides by
-    what it is given."""
-    factor = owned[0].factor if owned else None
-    optimizer.grad_scale = None if factor is None else factor.reciprocal().float()  # pyright: ignore
+    """Give the next update the factor of the gradients, which all have in common."""
+    if isinstance(optimizer, ScalingAdamW):
+        optimizer.multiply(owned[0].factor if owned else None)
 
 
 class StoredState(Protocol):
@@ -129,9 +128,22 @@ class StateInMemory:
         self.tensor.copy_(value.view(self.tensor.shape))
 
 
+class ScalingAdamW(torch.optim.AdamW):
+    """AdamW whose fused kernel divides gradients by `grad_scale` as it reads them, which is how
+    torch's own loss scaling uses it. It computes in float32 for bfloat16 weights."""
+
+    def __init__(self, groups: ParameterGroups, lr: float, eps: float) -> None:
+        super().__init__(groups, lr=lr, betas=ADAM_BETAS, eps=eps, fused=True)
+        self.grad_scale: Tensor | None = None
+
+    def multiply(self, factor: Tensor | None) -> None:
+        """Multiply the gradients of the next updates."""
+        self.grad_scale = None if factor is None else factor.reciprocal().float()
+
+
 def adamw(groups: ParameterGroups, lr: float, eps: float) -> torch.optim.Optimizer:
-    """AdamW. The fused kernel computes in float32 for bfloat16 weights, on CPU and on CUDA."""
-    return torch.optim.AdamW(groups, lr=lr, betas=ADAM_BETAS, eps=eps, fused=True)
+    """AdamW."""
+    return ScalingAdamW(groups, lr, eps)
 
 
 def sgd(groups: ParameterGroups, lr: float, eps: float) -> torch.optim.Optimizer:
@@ -231,7 +243,8 @@ class DeviceUpdater:
         from fivefold.optim.adamw_kernel import AdamwKernel  # Triton is there only with CUDA
 
         factor, lr = self.owned[0].factor, self.optimizer.param_groups[0]["lr"]
-        kernel = AdamwKernel(factor, self.values[0].device, lr, self.count + 1)
+        numbers = (lr, self.count + 1, ADAM_BETAS, ADAM_EPS)
+        kernel = AdamwKernel(factor, self.values[0].device, *numbers)
         for each, value, *moments in zip(
             self.owned, self.values, *self.moments.values(), strict=True
         ):

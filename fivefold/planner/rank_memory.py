@@ -23,25 +23,44 @@ from fivefold.cost.rank_ledger import PlanLedger
 from fivefold.planner.setting import EstimateSetting, plan_arguments
 
 Bytes = dict[str, float]
+_FULLEST = 4  # ranks that are followed to find the one that has most
 
 
 def fullest_memory(plan: Plan, setting: EstimateSetting) -> Bytes:
-    """Peak bytes by category of the rank that has most."""
-    return max(memory_by_pipeline_rank(plan, setting), key=lambda one: sum(one.values()))
+    """Peak bytes by category of the rank that has most: of those that closed forms find fullest."""
+    entries = MemoryEntries(*plan_arguments(plan, setting))
+    found = _by_closed_forms(plan, setting, entries)
+    if _is_followed(plan, entries):
+        order = sorted(range(len(found)), key=lambda place: -sum(found[place].values()))
+        found = _followed(plan, entries, order[:_FULLEST])
+    return max(found, key=lambda one: sum(one.values()))
 
 
 def rank_memory(plan: Plan, setting: EstimateSetting, rank: int) -> Bytes:
     """Peak bytes of one rank by category, with the microbatches that its schedule has in flight."""
-    return memory_by_pipeline_rank(plan, setting)[plan.layout.coord(rank).pp]
+    entries, place = MemoryEntries(*plan_arguments(plan, setting)), plan.layout.coord(rank).pp
+    if _is_followed(plan, entries):
+        return _followed(plan, entries, [place])[0]
+    return _by_closed_forms(plan, setting, entries)[place]
 
 
 def memory_by_pipeline_rank(plan: Plan, setting: EstimateSetting) -> list[Bytes]:
     """The same for every rank of one pipeline."""
-    placement, job = plan.schedule.placement, plan_arguments(plan, setting)
-    entries = MemoryEntries(*job)
+    entries = MemoryEntries(*plan_arguments(plan, setting))
     if _is_followed(plan, entries):
-        ledger = PlanLedger(plan, entries)
-        return [_with_overhead(entries, ledger.peak(i)) for i in range(plan.layout.pp)]
+        return _followed(plan, entries, range(plan.layout.pp))
+    return _by_closed_forms(plan, setting, entries)
+
+
+def _followed(plan: Plan, entries: MemoryEntries, places: Sequence[int]) -> list[Bytes]:
+    """These ranks of the pipeline, operator by operator."""
+    ledger = PlanLedger(plan, entries)
+    return [_with_overhead(entries, ledger.peak(place)) for place in places]
+
+
+def _by_closed_forms(plan: Plan, setting: EstimateSetting, entries: MemoryEntries) -> list[Bytes]:
+    """All ranks of the pipeline, by what their stages save."""
+    placement, job = plan.schedule.placement, plan_arguments(plan, setting)
     ranks = [placement.stages_of(i) for i in range(plan.layout.pp)]
     copies = 2 if placement.mirrored else 1
     stage = _held_by(plan, ranks, copies)

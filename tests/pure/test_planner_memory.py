@@ -22,8 +22,9 @@ from fivefold.cost.grid import OFFLOADS, LayoutGrid
 from fivefold.cost.memory import least_memory, peak_memory
 from fivefold.cost.pipeline_ranks import in_flight, rank_stages
 from fivefold.cost.step_time import step_time
-from fivefold.planner import estimate_on_machine
+from fivefold.planner import estimate_on_machine, estimate_setting
 from fivefold.planner.estimate import Estimate, estimate_plan
+from fivefold.planner.rank_memory import fullest_memory, memory_by_pipeline_rank
 from fivefold.planner.search import search_layouts
 from fivefold.planner.setting import EstimateSetting
 from fivefold.planner.space import SearchSpace, layout_blocks
@@ -239,3 +240,15 @@ def test_keys_of_flat_units_change_the_estimate() -> None:
     assert ahead[0] < ahead[1] < ahead[2]
     assert estimate(prefetch=0).parts["dp"] > usual.parts["dp"]
     assert estimate(unit_size=2000.0).total > usual.total > estimate(unit_size=150.0).total
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zb-v", "v-half", "dualpipe"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_the_fullest_rank_is_among_those_that_are_followed(schedule: str, recompute: str) -> None:
+    """Only the ranks that closed forms find fullest are followed, and none of the others has
+    more."""
+    keys = {"layout": "dp=4 tp=8 pp=8", "schedule": schedule, "recompute": recompute}
+    plan = resolve(PlanOptions("llama-3.1-70b", **keys, microbatches=32, seq=4096))
+    setting, _ = estimate_setting(H100, "bf16", 0.0, "compiled", 1.0)
+    most = max(sum(each.values()) for each in memory_by_pipeline_rank(plan, setting))
+    assert sum(fullest_memory(plan, setting).values()) == pytest.approx(most)
