@@ -214,10 +214,11 @@ class Activations:
         yield SavedTensor(found, ("attention",), True)
 
     def _latents(self, mla: Mla) -> Iterator[SavedTensor]:
-        """Latents before and after their norms, on every tp rank; heads of queries and keys, and
-        the projection that includes the values."""
+        """Latents before and after their norms, on every tp rank; heads of queries, keys and
+        values."""
         ranks, ones = (mla.q_rank or 0) + mla.kv_rank, np.ones_like(self.heads)
-        heads = 2 * self.shape.head_dim + mla.nope_dim + mla.value_dim
+        heads = 2 * self.shape.head_dim + mla.value_dim
+        heads = heads + (mla.nope_dim if self.memory.value_views else 0)
         yield SavedTensor((ranks + mla.rope_dim) * self.itemsize * ones, ("attention",), True)
         remade: tuple[Module, ...] = ("norm",) if self.memory.remakes_heads else ()
         yield SavedTensor(self.heads * heads * self.itemsize, (*remade, "attention"), True)

@@ -68,6 +68,7 @@ class StackMemory:
     narrow_inputs: bool = False  # matmuls in fewer than 16 bits save their inputs so
     narrow_activations: bool = False  # and what activations read
     input_bytes: float | None = None  # of such an input; set by the precision of an estimate
+    value_views: bool = False  # MLA's values are views that keep the projection of keys and values
     remakes_heads: bool = False  # selective recomputation makes MLA's heads again from latents
     returned_slots: bool = True  # results of experts are saved for the gradient of their weights
     moment_bytes: int = 8  # of AdamW's two moments

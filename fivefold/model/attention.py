@@ -204,7 +204,8 @@ class LatentAttention(nn.Module):
         unrotated, v_BSHv = heads_BSH.split([mla.nope_dim, mla.value_dim], dim=-1)
         rotated = self._rotate(key[:, :, None, :], context)
         rotated = rotated.expand(-1, -1, unrotated.shape[2], -1)
-        return torch.cat([unrotated, rotated], dim=-1), v_BSHv
+        # Values are copied: attention saves them, and a view would keep the unrotated keys as well.
+        return torch.cat([unrotated, rotated], dim=-1), v_BSHv.contiguous()
 
     def _rotate(self, heads: Tensor, context: Context) -> Tensor:
         if context.rotary is None:

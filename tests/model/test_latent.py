@@ -85,16 +85,20 @@ def test_latent_attention_by_hand(shape: Shape) -> None:
 
 
 def test_the_kernel_gets_keys_and_values_of_their_own_widths() -> None:
+    """And of their own memory: what attention saves as a view would keep more than that."""
     decoder, batch = filled(DEEPSEEK), batch_of(DEEPSEEK)
     sizes: list[tuple[int, ...]] = []
+    kept: list[int] = []  # elements
 
     def kernel(q: Tensor, k: Tensor, v: Tensor, info: AttentionInfo) -> Tensor:
         sizes.extend(tuple(each.shape) for each in (q, k, v))
+        kept.extend(each.untyped_storage().nbytes() // each.element_size() for each in (q, k, v))
         return causal_attention(q, k, v, info)
 
     decoder.get_submodule("blocks.0.attention").kernel = kernel
     decoder(batch.tokens, batch)
     assert sizes == [(2, 4, 16, 10), (2, 4, 16, 10), (2, 4, 16, 8)]
+    assert kept == [math.prod(size) for size in sizes]
 
 
 @pytest.mark.parametrize("shape", [DEEPSEEK, DIRECT], ids=["v3", "direct"])

@@ -235,7 +235,7 @@ def test_latents_are_whole_on_every_tensor_rank() -> None:
     one, two = (
         activations_of(shape, stacks.FIVEFOLD, grid_of(tp=tp, sp=False), 4096) for tp in (1, 2)
     )
-    heads = 2 * shape.head_dim + mla.nope_dim + 2 * mla.value_dim
+    heads = 2 * shape.head_dim + 2 * mla.value_dim
     split = shape.heads * (2 * heads + 4) + 2 * 3 * shape.ffn
     saved = one.saved(routed=False) - two.saved(routed=False)
     assert saved.item() == pytest.approx(split / 2)
