@@ -37,16 +37,20 @@ REHEARSED = "rehearsed-eager.jsonl"
 # The eager jobs were measured on 2026-11-15. That program had no regions: a gated activation saved
 # one more tensor of the MLP's width, and the loss computed nothing again.
 BEFORE_REGIONS = {"gated_copies": 4.0, "logits_bytes": 12.0, "split_logits_bytes": 10.0}
+# All measured programs added the first gradient of a step to zeros.
+BEFORE_WRITES: dict[str, Any] = {"first_bytes": None}
 
 
 @cache
-def setting_of(kernels: Kernels, before_regions: bool) -> EstimateSetting:
-    """One H200 without a margin, and what the program keeps in memory."""
+def setting_of(kernels: Kernels, measured: bool) -> EstimateSetting:
+    """One H200 without a margin, and the program that was measured, or today's."""
     setting, _ = estimate_setting(machine.load("h200"), "bf16", 0.0, kernels, 1.0)
-    if not before_regions:
+    if not measured:
         return setting
-    memory = replace(setting.stack.memory, **BEFORE_REGIONS)
-    return replace(setting, stack=replace(setting.stack, memory=memory))
+    memory = setting.stack.memory
+    if kernels == "eager":
+        memory = replace(memory, **BEFORE_REGIONS)
+    return replace(setting, stack=replace(setting.stack, memory=memory, **BEFORE_WRITES))
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,6 @@ class MeasuredJob:
     kernels: Kernels
     bytes: int
     seconds: float | None
-    before_regions: bool = False
 
     @property
     def plan(self) -> Plan:
@@ -77,7 +80,7 @@ class MeasuredJob:
 
     @property
     def setting(self) -> EstimateSetting:
-        return setting_of(self.kernels, self.before_regions)
+        return setting_of(self.kernels, self.seconds is not None)
 
     @property
     def estimated_seconds(self) -> float:
@@ -117,7 +120,7 @@ def read_jobs(name: str, kernels: Kernels, *, rehearsed: bool = False) -> list[M
         peak, *rest = line["rehearsed" if rehearsed else "measured"]
         job = (line["model"], line["layout"], line["rank"], line["said"], kernels, peak)
         seconds = None if rehearsed else rest[0]
-        found.append(MeasuredJob(*job, seconds, kernels == "eager" and not rehearsed))
+        found.append(MeasuredJob(*job, seconds))
     return found
 
 
