@@ -115,6 +115,7 @@ class FlatUnit:
         self.arriving: Issued | FileReading | None = None
         self.summing: Issued | None = None
         self.gradients: Tensor | None = None  # of the full unit, from this rank's tokens
+        self.written: set[str] = set()  # the weights that have one there
         self.sent: Tensor | None = None  # the same, while others read it
         self.sent_last = False
         self.received: Tensor | None = None  # of the shard, summed over the ranks, on its way
@@ -220,10 +221,12 @@ class FlatUnit:
             parameter.register_post_accumulate_grad_hook(partial(collect, name))
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """Add to the gradient of one weight."""
+        """Add to the gradient of one weight; the first one of a sum is written."""
         room = self._room(name)
         if room is None:
             self.parameters[name].grad = gradient.to(self.full.dtype)
+        elif self._is_empty(name):
+            room.copy_(gradient)
         else:
             room.add_(gradient)
         self._added(name)
@@ -232,12 +235,13 @@ class FlatUnit:
         """Add outputsᵀ · inputs, the rows of one weight after the other, to their gradients."""
         rooms = [room for name in names if (room := self._room(name)) is not None]
         room = adjacent_rows(rooms) if len(rooms) == len(names) else None
-        if room is None or room.dtype != inputs_NI.dtype:
+        empty = {self._is_empty(name) for name in names}
+        if room is None or room.dtype != inputs_NI.dtype or len(empty) > 1:
             product, sizes = outputs_NO.T @ inputs_NI, [len(self.parameters[n]) for n in names]
             for name, rows in zip(names, product.split(sizes), strict=True):
                 self.add(name, rows)
             return
-        room.addmm_(outputs_NO.T, inputs_NI)
+        room.addmm_(outputs_NO.T, inputs_NI, beta=0 if empty.pop() else 1)
         for name in names:
             self._added(name)
 
@@ -249,7 +253,12 @@ class FlatUnit:
         start, stop = self.spans[name]
         return self.share()[start:stop].view(parameter.shape)
 
+    def _is_empty(self, name: str) -> bool:
+        """Whether the room of a weight has no gradient yet, but whatever was there before."""
+        return self.collects and name not in self.written
+
     def _added(self, name: str) -> None:
+        self.written.add(name)
         self.missing.subtract([name])
         if self.tell is not None and not +self.missing:
             self.missing = self._expected()
@@ -263,12 +272,23 @@ class FlatUnit:
         return Counter({name: uses.get(name, 1) for name in self.parameters})
 
     def share(self) -> Tensor:
-        """This rank's gradients of the full unit; zero where no token reached a weight."""
+        """This rank's gradients of the full unit, with values where they were written."""
         if self.gradients is None:
-            self.gradients = torch.zeros(
+            self.gradients = torch.empty(
                 self.unit.size, dtype=self.grad_dtype, device=self.mesh.device
             )
         return self.gradients
+
+    def _whole_share(self) -> Tensor:
+        """The same, zero in padding and where no token reached a weight."""
+        share, end = self.share(), 0
+        for entry in (each for each in self.unit.entries if each.row.name in self.written):
+            if end < entry.start:
+                share[end : entry.start].zero_()
+            end = entry.stop
+        if end < self.unit.size:
+            share[end:].zero_()
+        return share
 
     def gather(self) -> None:
         """Start to gather the full weights, where they are not in memory."""
@@ -306,7 +326,8 @@ class FlatUnit:
 
     def send(self, last: bool) -> None:
         """Start to sum this rank's gradients with the others'; `last` of the step or not."""
-        self.sent, self.gradients = self.share(), None
+        self.sent, self.gradients = self._whole_share(), None
+        self.written.clear()
         self.sent_last = last
         if self.unit.expert and (copies := self.mesh.layout.same_tokens) > 1:
             self.sent.div_(copies)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
@@ -46,46 +48,86 @@ def test_the_example_computes_what_one_process_does(pool: Pool, zero: int) -> No
 
 
 class Skipping(nn.Module):
-    """Its second layer is used only where told."""
+    """Its second layer is used only where told. No weight fills its place: units have padding."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.second = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
+        self.first, self.second = nn.Linear(3, 3).double(), nn.Linear(3, 3).double()
 
     def forward(self, x: Tensor, use: bool) -> Tensor:
         x = self.first(x)
         return self.second(x) if use else x
 
 
-def sums(worker: Worker, zero: int, used_by: tuple[bool, ...]) -> list[list[float]]:
+@contextmanager
+def nan_where_nothing_was_written() -> Iterator[None]:
+    """Torch fills new memory with NaN under deterministic algorithms."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def token(rank: int, number: int) -> Tensor:
+    return torch.full((1, 3), 1.0 + rank + number, dtype=torch.float64)
+
+
+Uses = tuple[tuple[bool, ...], ...]
+"""By rank and microbatch, whether the second layer is used."""
+
+
+def sums(worker: Worker, zero: int, used_by: Uses) -> list[list[float]]:
     """The summed gradients of two steps, as this rank's optimizer gets them."""
-    with worker.joined(2):
+    with worker.joined(2), nan_where_nothing_was_written():
         mesh = Mesh(Topology(Layout(shard=2, zero=zero)), torch.device("cpu"))
         model = Skipping()
         blocks = {"first": [model.first], "second": [model.second]}
-        data = shard(model, blocks, mesh, UnitOptions(zero), bucket=200)
-        found = []
+        data = shard(model, blocks, mesh, UnitOptions(zero), bucket=100)
+        found, uses = [], used_by[mesh.rank]
         for number in range(2):
-            x = torch.full((1, 4), 1.0 + mesh.rank + number, dtype=torch.float64)
-            with data.backward(last=True):
-                model(x, used_by[mesh.rank]).sum().backward()
+            for microbatch, use in enumerate(uses):
+                with data.backward(last=microbatch == len(uses) - 1):
+                    model(token(mesh.rank, number + microbatch), use).sum().backward()
             data.finish()
+            for unit in data.units:
+                assert unit.unit.padding and unit.gradient is not None
+                assert unit.gradient.isfinite().all()
             found.append([float(each.grad.sum()) for each in data.owned])
             data.publish()
         return found
 
 
-@pytest.mark.parametrize("zero", range(3))
-@pytest.mark.parametrize("used_by", [(True, False), (False, True), (False, False)])
-def test_weights_that_no_token_reaches(pool: Pool, zero: int, used_by: tuple[bool, bool]) -> None:
+ONE_MICROBATCH: tuple[Uses, ...] = (
+    ((True,), (False,)),
+    ((False,), (True,)),
+    ((False,), (False,)),
+)
+# From stage 2 on, all ranks must use the same weights in all microbatches but the last.
+TWO_MICROBATCHES: tuple[Uses, ...] = (
+    ((False, True), (True, False)),
+    ((True, True), (False, False)),
+)
+
+
+@pytest.mark.parametrize(
+    ("zero", "used_by"),
+    [
+        *((zero, used_by) for zero in range(3) for used_by in ONE_MICROBATCH),
+        *((zero, used_by) for zero in range(2) for used_by in TWO_MICROBATCHES),
+    ],
+)
+def test_weights_that_no_token_reaches(pool: Pool, zero: int, used_by: Uses) -> None:
+    """They have zeros, and the first gradient of each other one takes the place of what was in
+    memory before."""
     found = pool.run_each([(sums, (zero, used_by))] * 2)
     truth = []
     for number in range(2):
         model = Skipping()
-        for rank, use in enumerate(used_by):
-            x = torch.full((1, 4), 1.0 + rank + number, dtype=torch.float64)
-            model(x, use).sum().backward()
+        for rank, uses in enumerate(used_by):
+            for microbatch, use in enumerate(uses):
+                model(token(rank, number + microbatch), use).sum().backward()
         grads = [one.grad for one in model.parameters() if one.grad is not None]
         truth.append(float(sum(one.sum() for one in grads)))
     ranks = found[:1] if zero == 0 else found
