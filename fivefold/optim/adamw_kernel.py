@@ -19,12 +19,12 @@ _BLOCK = 2048  # elements of a program: enough for several loads of 16 bytes a t
 
 @triton.jit
 def _adamw_update(
-    value_ptr: Tensor,
-    grad_ptr: Tensor,
-    first_ptr: Tensor,
-    second_ptr: Tensor,
-    factor_ptr: Tensor,
-    narrow_ptr: Tensor,  # the weight, if the value is its master
+    value_ptr: tl.tensor,
+    grad_ptr: tl.tensor,
+    first_ptr: tl.tensor,
+    second_ptr: tl.tensor,
+    factor_ptr: tl.tensor,
+    narrow_ptr: tl.tensor,  # the weight, if the value is its master
     kept: float,  # of a weight after decay
     size: float,  # of the step
     root: float,  # of the second moment's correction
