@@ -74,18 +74,14 @@ def slow_down(job: Job) -> None:
             if isinstance(module, Attention):
                 _make_nap(module.out, ATTENTION, chunk.queue)
             elif isinstance(module, MoeMlp):
-                for product in (module.experts.gate, module.experts.up, module.experts.down):
-                    _make_nap(product, PRODUCT, chunk.queue)
-                if module.shared is not None:
-                    _make_nap(module.shared, 2 * PRODUCT, chunk.queue, "joint_matmul")
-                    _make_nap(module.shared.down, PRODUCT, chunk.queue)
+                for mlp in filter(None, (module.experts, module.shared)):
+                    for product in (mlp.gate, mlp.up, mlp.down):
+                        _make_nap(product, PRODUCT, chunk.queue)
 
 
-def _make_nap(
-    leaf: nn.Module | None, seconds: float, queue: GradientQueue | None, seam: str = "matmul"
-) -> None:
-    product: Callable[..., Tensor] = getattr(leaf, seam)
-    setattr(leaf, seam, lambda *given: Nap.apply(product(*given), seconds, queue))
+def _make_nap(leaf: nn.Module, seconds: float, queue: GradientQueue | None) -> None:
+    product: Callable[..., Tensor] = leaf.matmul  # type: ignore[assignment]
+    leaf.matmul = lambda *given: Nap.apply(product(*given), seconds, queue)  # type: ignore[assignment]
 
 
 class Measured(NamedTuple):

@@ -18,7 +18,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -212,8 +212,7 @@ def time_plain(decoder: Decoder) -> float:
 class Sink:
     """Takes gradients as the data dimension does where nobody sums with this rank."""
 
-    def add_product(self, weights: Sequence[Tensor], outputs_NO: Tensor, inputs_NI: Tensor) -> None:
-        (weight,) = weights  # this decoder has no flat units, which would make them adjacent
+    def add_product(self, weight: Tensor, outputs_NO: Tensor, inputs_NI: Tensor) -> None:
         if weight.grad is None:
             weight.grad = outputs_NO.T @ inputs_NI
         else:

@@ -76,7 +76,7 @@ OF_ONE_GPU = re.compile(
 # Attributes that may be set from outside of their class, and why. Another module may set no other:
 # an object is complete when it is made, and changes through its methods.
 SEAMS = (
-    *("matmul", "joint_matmul", "normalise", "kernel", "lookup", "add_positions", "cross_entropy"),
+    *("matmul", "normalise", "kernel", "lookup", "add_positions", "cross_entropy"),
     *("run_blocks", "mask", "balance", "dispatch", "repeats", "remakes", "first_head"),
     "residual_tokens",
 )

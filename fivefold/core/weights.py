@@ -181,11 +181,9 @@ def _layer(shape: Shape, i: int, block: str) -> Iterator[Weight]:
 def _attention(shape: Shape, block: str, name: str) -> Iterator[Weight]:
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     width, bias = shape.width, shape.qkv_bias
-    yield from _adjacent(
-        *_linear(block, f"{name}.q", (queries, width), "column", bias),
-        *_linear(block, f"{name}.k", (keys, width), "kv", bias),
-        *_linear(block, f"{name}.v", (keys, width), "kv", bias),
-    )
+    yield from _linear(block, f"{name}.q", (queries, width), "column", bias)
+    yield from _linear(block, f"{name}.k", (keys, width), "kv", bias)
+    yield from _linear(block, f"{name}.v", (keys, width), "kv", bias)
     if shape.qk_norm == "head":
         for one in ("q_norm", "k_norm"):
             yield Weight(f"{name}.{one}.weight", (shape.head_dim,), block, "whole", spread=True)
@@ -216,10 +214,8 @@ def _latent_attention(shape: Shape, mla: Mla, block: str, name: str) -> Iterator
 
 
 def _mlp(shape: Shape, block: str, name: str, ffn: int, bias: bool) -> Iterator[Weight]:
-    sizes, into = (ffn, shape.width), ("gate", "up") if shape.gated else ("up",)
-    yield from _adjacent(
-        *(each for one in into for each in _linear(block, f"{name}.{one}", sizes, "column", bias))
-    )
+    for one in ("gate", "up") if shape.gated else ("up",):
+        yield from _linear(block, f"{name}.{one}", (ffn, shape.width), "column", bias)
     yield from _linear(block, f"{name}.down", (shape.width, ffn), "row", bias)
 
 
@@ -248,12 +244,6 @@ def _linear(
     if bias:
         # A row-cut matmul is summed over tp before its bias is added: every rank has the full bias.
         yield Weight(f"{name}.bias", sizes[:1], block, "whole" if cut == "row" else cut, spread)
-
-
-def _adjacent(*linears: Weight) -> list[Weight]:
-    """Linears of one input: matrices first, then biases. Each then lie next to one another in a
-    flat unit, so that one matmul reads them all (`model/layers.py`)."""
-    return sorted(linears, key=lambda weight: len(weight.shape), reverse=True)
 
 
 def _norm(shape: Shape, block: str, name: str) -> Iterator[Weight]:

@@ -4,7 +4,7 @@
 width of the projections' output, so that a module with sharded weights runs on its own heads.
 
 Legend: B rows, S tokens, D model width, H query heads, K key/value heads, d width of a head, v that
-of a value head, O = (H + 2K)·d.
+of a value head.
 """
 
 from __future__ import annotations
@@ -20,19 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fivefold.core.shape import Mla, Shape
 from fivefold.model.batch import AttentionInfo, Context, TokenBatch
 from fivefold.model.flash import VisiblePairs, attend, attend_backward, is_fake
-from fivefold.model.layers import (
-    ROTATE,
-    JointMatmul,
-    Linear,
-    Norm,
-    WeightFactory,
-    joint_linear,
-    project,
-    rotate,
-    rotate_back,
-    yarn_mscale,
-)
-from fivefold.model.regions import Region
+from fivefold.model.layers import ROTATE, Linear, Norm, WeightFactory, yarn_mscale
 
 Kernel = Callable[[Tensor, Tensor, Tensor, AttentionInfo], Tensor]
 
@@ -62,31 +50,17 @@ class Attention(nn.Module):
         self.q_norm = Norm(widths[0], False, shape, factory) if normed else None
         self.k_norm = Norm(widths[1], False, shape, factory) if normed else None
         self.out = Linear(shape.width, queries, shape.out_bias, factory)
-        self.rotate, self.rotate_joint = ROTATE.by(factory.fuse), ROTATE_JOINT.by(factory.fuse)
-        self.joint_matmul: JointMatmul = joint_linear  # seam: split backward
+        self.rotate = ROTATE.by(factory.fuse)
         self.kernel: Kernel = causal_attention  # seam: context parallelism
 
     def forward(self, x_BSD: Tensor, context: Context) -> Tensor:
-        all_heads = self._project(x_BSD, context)
-        q_BHSd, k_BKSd, v_BKSd = (each.transpose(1, 2) for each in all_heads)
+        q_BSHd = self._heads(self.q(x_BSD), self.q_norm, context)
+        k_BSKd = self._heads(self.k(x_BSD), self.k_norm, context)
+        v_BSKd = self.v(x_BSD).unflatten(-1, (-1, self.head_dim))
+        q_BHSd, k_BKSd, v_BKSd = (each.transpose(1, 2) for each in (q_BSHd, k_BSKd, v_BSKd))
         info = context.attention.at(self.site, self.first_head)
         out_BHSd = self.kernel(q_BHSd, k_BKSd, v_BKSd, info)
         return self.out(out_BHSd.transpose(1, 2).flatten(2))
-
-    def _project(self, x_BSD: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values by heads, with their positions."""
-        linears = (self.q, self.k, self.v)
-        joint_BSO = project(self.joint_matmul, x_BSD, linears)
-        if joint_BSO is None:
-            q, k, v = (each(x_BSD) for each in linears)
-        elif context.rotary is not None and self.q_norm is None:
-            kv_heads = len(self.k.weight) // self.head_dim
-            sizes = (self.head_dim, kv_heads)
-            return self.rotate_joint(joint_BSO, *context.rotary, self.interleaved, *sizes)
-        else:
-            q, k, v = joint_BSO.split([len(each.weight) for each in linears], dim=-1)
-        q_BSHd, k_BSKd = self._heads(q, self.q_norm, context), self._heads(k, self.k_norm, context)
-        return q_BSHd, k_BSKd, v.unflatten(-1, (-1, self.head_dim))
 
     def _heads(self, projected: Tensor, norm: Norm | None, context: Context) -> Tensor:
         if norm is not None and not self.norms_heads:
@@ -97,43 +71,6 @@ class Attention(nn.Module):
         if context.rotary is None:
             return heads_BSHd
         return self.rotate(heads_BSHd, *context.rotary, self.interleaved)
-
-
-def rotate_joint(
-    joint_BSO: Tensor,
-    cos_BS1R: Tensor,
-    sin_BS1R: Tensor,
-    interleaved: bool,
-    head_dim: int,
-    kv_heads: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Rotated queries and keys, and the values, from their joint projection.
-
-    Values are copied, or else attention would keep the memory of all three.
-    """
-    heads_BSNd = joint_BSO.unflatten(-1, (-1, head_dim))
-    queries = heads_BSNd.shape[2] - 2 * kv_heads
-    q, k, v = heads_BSNd.split([queries, kv_heads, kv_heads], dim=2)
-    q, k = (rotate(each, cos_BS1R, sin_BS1R, interleaved) for each in (q, k))
-    return q, k, v.clone(memory_format=torch.contiguous_format)
-
-
-def rotate_joint_back(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos_BS1R: Tensor,
-    sin_BS1R: Tensor,
-    interleaved: bool,
-    head_dim: int,
-    kv_heads: int,
-) -> Tensor:
-    """The gradient of the joint projection from those of queries, keys and values: one tensor."""
-    q, k = (rotate_back(each, cos_BS1R, sin_BS1R, interleaved) for each in (q, k))
-    return torch.cat([q, k, v], dim=2).flatten(2)
-
-
-ROTATE_JOINT = Region(rotate_joint, rotate_joint_back)
 
 
 def causal_attention(q_BHSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, info: AttentionInfo) -> Tensor:

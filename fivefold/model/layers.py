@@ -1,8 +1,8 @@
-"""The basic layers: linear, several linears of one input, norm, MLP, rotary positions.
+"""The basic layers: linear, norm, MLP, rotary positions.
 
-`Linear.matmul`, `Mlp.joint_matmul` and `Norm.normalise` are seams: attributes with the arithmetic
-of a layer, which `fivefold/parallel` replaces by functions of the same signature. Weights and their
-names stay. What is neither a GEMM nor attention is a region (`model/regions.py`).
+`Linear.matmul` and `Norm.normalise` are seams: attributes with the arithmetic of a layer, which
+`fivefold/parallel` replaces by functions of the same signature. Weights and their names stay. What
+is neither a GEMM nor attention is a region (`model/regions.py`).
 
 Legend: B rows, S tokens, H heads, R half of a head's width, D model width.
 """
@@ -10,11 +10,9 @@ Legend: B rows, S tokens, H heads, R half of a head's width, D model width.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import pairwise
-from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +23,6 @@ from fivefold.model.regions import Fuse, Region, eager
 from fivefold.model.remake import remade, saving
 
 Matmul = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-JointMatmul = Callable[[Tensor, "JointWeights"], Tensor]
 Normalise = Callable[[Tensor, Tensor, Tensor | None, float], Tensor]
 
 
@@ -75,77 +72,6 @@ class Linear(nn.Module):
             return self.matmul(x, self.weight, self.bias)
 
 
-class JointWeights(NamedTuple):
-    """Weights of linears with the same input, as the rows of one matrix, without a copy."""
-
-    weight: Tensor
-    bias: Tensor | None
-    weights: tuple[Tensor, ...]
-    biases: tuple[Tensor, ...]
-
-    @classmethod
-    def of(cls, linears: Sequence[Linear]) -> JointWeights | None:
-        """None where they are not adjacent in memory: a copy would cost more than it saves."""
-        weights = tuple(each.weight for each in linears)
-        biases = tuple(each.bias for each in linears if each.bias is not None)
-        weight, bias = adjacent_rows(weights), adjacent_rows(biases) if biases else None
-        if weight is None or (biases and (bias is None or len(biases) < len(weights))):
-            return None
-        return cls(weight, bias, weights, biases)
-
-    def split(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """The rows of each weight."""
-        return rows.split([len(each) for each in self.weights])
-
-
-def adjacent_rows(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Tensors that lie one after the other in the same memory, as one; None if they do not."""
-    first = tensors[0]
-    storage, dtype, width = first.untyped_storage()._cdata, first.dtype, first.shape[1:]
-    for each in tensors:
-        same = each.untyped_storage()._cdata == storage and each.dtype == dtype
-        if not (same and each.shape[1:] == width and each.is_contiguous()):
-            return None
-    for before, after in pairwise(tensors):
-        if after.storage_offset() != before.storage_offset() + before.numel():
-            return None
-    num_rows = sum(len(each) for each in tensors)
-    return first.detach().as_strided((num_rows, *width), first.stride())
-
-
-def joint_linear(x: Tensor, joint: JointWeights) -> Tensor:
-    """The outputs of all linears, side by side."""
-    return _JointLinear.apply(x, joint, *joint.weights, *joint.biases)
-
-
-class _JointLinear(torch.autograd.Function):
-    """One matmul forward, one for the input gradient and one for the weight gradients, which are
-    rows of one tensor. The weights are inputs for the sake of their gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, joint: JointWeights, *parameters: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.joint = joint
-        return F.linear(x, joint.weight, joint.bias)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (x,), joint = ctx.saved_tensors, ctx.joint
-        grad_NO = gradients[0].flatten(0, -2)
-        back = (grad_NO @ joint.weight).view(x.shape) if ctx.needs_input_grad[0] else None
-        of_biases = joint.split(grad_NO.sum(0)) if joint.biases else ()
-        return back, None, *joint.split(grad_NO.T @ x.flatten(0, -2)), *of_biases
-
-
-def project(matmul: JointMatmul, x: Tensor, linears: Sequence[Linear]) -> Tensor | None:
-    """Several linears as one matmul, their outputs side by side; None if each must run alone."""
-    joint = JointWeights.of(linears)
-    if joint is None:
-        return None
-    with saving(x):
-        return matmul(x, joint)
-
-
 class Norm(nn.Module):
     """RMSNorm or LayerNorm over the last dim of its input, as the shape asks for.
 
@@ -180,15 +106,10 @@ class Mlp(nn.Module):
         self.up = Linear(ffn, width, bias, factory)
         self.down = Linear(width, ffn, bias, factory)
         self.activate = Activate(shape, factory.fuse)
-        self.joint_matmul: JointMatmul = joint_linear  # seam: split backward
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        if self.gate is None:
-            return self.down(self.activate(None, self.up(x_BSD)))
-        both = project(self.joint_matmul, x_BSD, (self.gate, self.up))
-        if both is None:
-            return self.down(self.activate(self.gate(x_BSD), self.up(x_BSD)))
-        return self.down(self.activate.joint(both))
+        gate = None if self.gate is None else self.gate(x_BSD)
+        return self.down(self.activate(gate, self.up(x_BSD)))
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
@@ -217,18 +138,6 @@ def _activation(name: Activation, gated: bool, varies: bool) -> Region:
     return Region(times_up if gated else activated, varies=varies)
 
 
-@cache
-def _joint_activation(name: Activation) -> Region:
-    """Of gate and up side by side: its gradient is one tensor, as the matmuls before it need."""
-    activate = ACTIVATIONS[name]
-
-    def times_other_half(both: Tensor) -> Tensor:
-        gate, up = both.chunk(2, dim=-1)
-        return activate(gate) * up
-
-    return Region(times_other_half)
-
-
 class Activate:
     """The activation of an MLP, times the up projection if there is a gate. `varies`: of experts,
     whose tokens are as many as the router sends."""
@@ -236,20 +145,13 @@ class Activate:
     def __init__(self, shape: Shape, fuse: Fuse, varies: bool = False) -> None:
         self.remakes = False  # seam: recomputation
         self.run = _activation(shape.activation, shape.gated, varies).by(fuse)
-        self.run_joint = _joint_activation(shape.activation).by(fuse)
 
     def __call__(self, gate: Tensor | None, up: Tensor) -> Tensor:
-        return self._run(self.run, *((up,) if gate is None else (gate, up)))
-
-    def joint(self, both: Tensor) -> Tensor:
-        """Of gate and up side by side."""
-        return self._run(self.run_joint, both)
-
-    def _run(self, run: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        activated = run(*inputs)
+        inputs = (up,) if gate is None else (gate, up)
+        activated = self.run(*inputs)
         if not self.remakes:
             return activated
-        return remade(activated, partial(run, *(each.detach() for each in inputs)))
+        return remade(activated, partial(self.run, *(each.detach() for each in inputs)))
 
 
 def rotary_tables(shape: Shape, positions_BS: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -335,14 +237,4 @@ def rotate(x_BSHd: Tensor, cos_BS1R: Tensor, sin_BS1R: Tensor, interleaved: bool
     return torch.cat(rotated, dim=-1).to(x_BSHd.dtype)
 
 
-def rotate_back(
-    gradient_BSHd: Tensor, cos_BS1R: Tensor, sin_BS1R: Tensor, interleaved: bool = False
-) -> Tensor:
-    """The gradient of what `rotate` was given."""
-    first, second = gradient_BSHd.chunk(2, dim=-1)
-    back = (first * cos_BS1R + second * sin_BS1R, second * cos_BS1R - first * sin_BS1R)
-    pairs = torch.stack(back, dim=-1).flatten(-2) if interleaved else torch.cat(back, dim=-1)
-    return pairs.to(gradient_BSHd.dtype)
-
-
-ROTATE = Region(rotate, rotate_back)
+ROTATE = Region(rotate, linear=True)

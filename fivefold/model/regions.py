@@ -1,9 +1,8 @@
 """Regions: the arithmetic between GEMMs and collectives, one kernel each way where it is compiled.
 
-A region is a pure function of its inputs, with one output or several. What it saves for its
-backward is a part of its definition: its inputs, but not one in which it is linear. Its backward
-computes all else again, inside of its kernel. So memory does not depend on the compiler, and a
-rehearsal knows it.
+A region is a pure function of its inputs. What it saves for its backward is a part of its
+definition: its inputs, but not one in which it is linear. Its backward computes all else again,
+inside of its kernel. So memory does not depend on the compiler, and a rehearsal knows it.
 
 GEMMs, attention, collectives and what hides them are never inside of a region: the compiler cannot
 move them, and every layout and schedule runs the same kernels. On an H200, 8 layers of Llama-3.1-8B
@@ -51,17 +50,14 @@ def compiled(compute: Compute, varies: bool = False) -> Compute:
 
 
 class Region:
-    """A pure function and its gradient. A function that is linear in its first input, and has a
-    gradient in no other, may give its own: `transposed`, of the gradients of its outputs and of its
-    other inputs. Its first input is not saved. `varies` as for `Fuse`."""
+    """A pure function and its gradient. `linear`: in its first input, which has the size and type
+    of its output and is not saved. `varies` as for `Fuse`."""
 
-    def __init__(
-        self, compute: Compute, transposed: Compute | None = None, varies: bool = False
-    ) -> None:
-        self.compute, self.linear, self.varies = compute, transposed is not None, varies
-        self.gradients = transposed or _gradients_of(compute)
+    def __init__(self, compute: Compute, linear: bool = False, varies: bool = False) -> None:
+        self.compute, self.linear, self.varies = compute, linear, varies
+        self.gradients = _gradients_of(compute)
 
-    def by(self, fuse: Fuse) -> Callable[..., Any]:
+    def by(self, fuse: Fuse) -> Callable[..., Tensor]:
         """The region, run as `fuse` makes its kernels."""
         return partial(
             _Apply.apply,
@@ -75,7 +71,9 @@ class _Apply(torch.autograd.Function):
     """Saves inputs, and nothing else."""
 
     @staticmethod
-    def forward(ctx: Any, compute: Compute, gradients: Compute, linear: bool, *inputs: Any) -> Any:
+    def forward(
+        ctx: Any, compute: Compute, gradients: Compute, linear: bool, *inputs: Any
+    ) -> Tensor:
         kept = (None, *inputs[1:]) if linear else inputs
         ctx.save_for_backward(*(each if isinstance(each, Tensor) else None for each in kept))
         ctx.others = [None if isinstance(each, Tensor) else each for each in kept]
@@ -86,14 +84,11 @@ class _Apply(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         both = zip(ctx.saved_tensors, ctx.others, strict=True)
         inputs = [other if saved is None else saved for saved, other in both]
-        none = (None, None, None)
         if ctx.linear:
-            rest = inputs[1:]
-            return (*none, ctx.gradients(*gradients, *rest), *(None for _ in rest))
+            inputs[0] = gradients[0]
         wanted = ctx.needs_input_grad[3:]
-        given = gradients[0] if len(gradients) == 1 else gradients
-        found: Iterator[Tensor] = iter(ctx.gradients(wanted, inputs, given))
-        return (*none, *(next(found) if each else None for each in wanted))
+        found: Iterator[Tensor] = iter(ctx.gradients(wanted, inputs, gradients[0]))
+        return (None, None, None, *(next(found) if each else None for each in wanted))
 
 
 def _gradients_of(compute: Compute) -> Compute:
@@ -103,7 +98,7 @@ def _gradients_of(compute: Compute) -> Compute:
     call.
     """
 
-    def template(wanted: Sequence[bool], inputs: Sequence[Any], gradient: Any) -> Any:
+    def template(wanted: Sequence[bool], inputs: Sequence[Any], gradient: Tensor) -> Any:
         return _gradients(compute, wanted, inputs, gradient)
 
     name = f"{compute.__name__}_gradients"
@@ -114,12 +109,12 @@ def _gradients_of(compute: Compute) -> Compute:
 
 
 def _gradients(
-    compute: Compute, wanted: Sequence[bool], inputs: Sequence[Any], gradient: Any
+    compute: Compute, wanted: Sequence[bool], inputs: Sequence[Any], gradient: Tensor
 ) -> Sequence[Tensor]:
-    """The gradients of the inputs that are wanted, from that of the output, or of each."""
+    """The gradients of the inputs that are wanted."""
     places = [place for place, each in enumerate(wanted) if each]
 
-    def of_wanted(*some: Tensor) -> Any:
+    def of_wanted(*some: Tensor) -> Tensor:
         all_inputs = list(inputs)
         for place, each in zip(places, some, strict=True):
             all_inputs[place] = each

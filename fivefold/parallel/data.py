@@ -136,10 +136,10 @@ class DataParallel:
         unit, name = self.homes[id(weight)]
         unit.add(name, gradient)
 
-    def add_product(self, weights: Sequence[Tensor], outputs_NO: Tensor, inputs_NI: Tensor) -> None:
-        """Add outputsᵀ · inputs to the gradients of weights of one unit, past autograd."""
-        names = [self.homes[id(weight)][1] for weight in weights]
-        self.homes[id(weights[0])][0].add_product(names, outputs_NO, inputs_NI)
+    def add_product(self, weight: Tensor, outputs_NO: Tensor, inputs_NI: Tensor) -> None:
+        """Add outputsᵀ · inputs to the gradient of a weight, past autograd."""
+        unit, name = self.homes[id(weight)]
+        unit.add_product(name, outputs_NO, inputs_NI)
 
     def finish(self) -> None:
         """After the last backward: every gradient is summed and handed to the optimizer."""

@@ -11,7 +11,7 @@ Legend: N tokens, I inputs, O outputs of a linear.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -20,9 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fivefold.model.attention import Attention
 from fivefold.model.decoder import Decoder, Embedding, Head
-from fivefold.model.layers import JointWeights, Linear, Mlp, Norm
+from fivefold.model.layers import Linear, Norm
 from fivefold.model.moe import ExpertStack, Router, grouped_matmul, grouped_weight_gradient
 from fivefold.model.regions import Fuse, Region, eager
 
@@ -30,9 +29,8 @@ from fivefold.model.regions import Fuse, Region, eager
 class Sink(Protocol):
     """Takes the gradients of weights."""
 
-    def add_product(self, weights: Sequence[Tensor], outputs_NO: Tensor, inputs_NI: Tensor) -> None:
-        """Add outputsᵀ · inputs, whose rows are those of one weight after the other, to their
-        gradients."""
+    def add_product(self, weight: Tensor, outputs_NO: Tensor, inputs_NI: Tensor) -> None:
+        """Add outputsᵀ · inputs to the gradient of a weight."""
 
     def add_gradient(self, weight: Tensor, gradient: Tensor) -> None:
         """Add to the gradient of a weight."""
@@ -80,8 +78,6 @@ class GradientQueue:
         for module in decoder.modules():
             if isinstance(module, Linear | Head):
                 module.matmul = self.linear
-            elif isinstance(module, Attention | Mlp):
-                module.joint_matmul = self.joint_linear
             elif isinstance(module, Router):
                 module.matmul = self.wide_linear
             elif isinstance(module, ExpertStack):
@@ -92,19 +88,11 @@ class GradientQueue:
                 module.lookup, module.add_positions = self.look_up, self.add_positions
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return self._linear(x, _alone(weight, bias), x.dtype)
-
-    def joint_linear(self, x: Tensor, joint: JointWeights) -> Tensor:
-        """Several linears of one input."""
-        return self._linear(x, joint, x.dtype)
+        return _Linear.apply(x, weight, bias, self, x.dtype)
 
     def wide_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """In float32 or wider, as a router wants it."""
-        wide = torch.promote_types(x.dtype, torch.float32)
-        return self._linear(x, _alone(weight, bias), wide)
-
-    def _linear(self, x: Tensor, joint: JointWeights, dtype: torch.dtype) -> Tensor:
-        return _Linear.apply(x, joint, self, dtype, *joint.weights, *joint.biases)
+        return _Linear.apply(x, weight, bias, self, torch.promote_types(x.dtype, torch.float32))
 
     def grouped(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         return _Grouped.apply(x, weight, ends, self)
@@ -143,38 +131,34 @@ _UNSCALED = {"rms": Region(unscaled_rms_norm), "layer": Region(unscaled_layer_no
 # the other input is token ids; what they return for them is None.
 
 
-def _alone(weight: Tensor, bias: Tensor | None) -> JointWeights:
-    return JointWeights(weight, bias, (weight,), () if bias is None else (bias,))
-
-
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
-        joint: JointWeights,
+        weight: Tensor,
+        bias: Tensor | None,
         queue: GradientQueue,
         dtype: torch.dtype,
-        *parameters: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.joint, ctx.queue = joint, queue
-        return F.linear(x.to(dtype), joint.weight.to(dtype), joint.bias)
+        ctx.weight, ctx.bias, ctx.queue = weight, bias, queue
+        return F.linear(x.to(dtype), weight.to(dtype), bias)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (x,), (grad,), joint = ctx.saved_tensors, gradients, ctx.joint
-        ctx.queue.put(partial(_linear_work, joint, grad, x))
-        back = (grad @ joint.weight.to(grad.dtype)).to(x.dtype)
-        return back, None, None, None, *(None for _ in joint.weights + joint.biases)
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
+        (x,), (grad,) = ctx.saved_tensors, gradients
+        ctx.queue.put(partial(_linear_work, ctx.weight, ctx.bias, grad, x))
+        return (grad @ ctx.weight.to(grad.dtype)).to(x.dtype), None, None, None, None
 
 
-def _linear_work(joint: JointWeights, grad: Tensor, x: Tensor, sink: Sink) -> None:
+def _linear_work(
+    weight: nn.Parameter, bias: nn.Parameter | None, grad: Tensor, x: Tensor, sink: Sink
+) -> None:
     grad_NO = grad.reshape(-1, grad.shape[-1])
-    sink.add_product(joint.weights, grad_NO, x.to(grad.dtype).reshape(-1, x.shape[-1]))
-    if joint.biases:
-        for bias, gradient in zip(joint.biases, joint.split(grad_NO.sum(0)), strict=True):
-            sink.add_gradient(bias, gradient)
+    sink.add_product(weight, grad_NO, x.to(grad.dtype).reshape(-1, x.shape[-1]))
+    if bias is not None:
+        sink.add_gradient(bias, grad_NO.sum(0))
 
 
 class _Grouped(torch.autograd.Function):

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fivefold.core.units import LocalWeight, Unit
-from fivefold.model.layers import adjacent_rows
 from fivefold.parallel.mesh import Issued, Mesh
 from fivefold.parallel.offload import FileReading, GradientHome, on_disk, reading
 
@@ -231,19 +230,14 @@ class FlatUnit:
             room.add_(gradient)
         self._added(name)
 
-    def add_product(self, names: Sequence[str], outputs_NO: Tensor, inputs_NI: Tensor) -> None:
-        """Add outputsᵀ · inputs, the rows of one weight after the other, to their gradients."""
-        rooms = [room for name in names if (room := self._room(name)) is not None]
-        room = adjacent_rows(rooms) if len(rooms) == len(names) else None
-        empty = {self._is_empty(name) for name in names}
-        if room is None or room.dtype != inputs_NI.dtype or len(empty) > 1:
-            product, sizes = outputs_NO.T @ inputs_NI, [len(self.parameters[n]) for n in names]
-            for name, rows in zip(names, product.split(sizes), strict=True):
-                self.add(name, rows)
+    def add_product(self, name: str, outputs_NO: Tensor, inputs_NI: Tensor) -> None:
+        """Add outputsᵀ · inputs to the gradient of one weight."""
+        room = self._room(name)
+        if room is None or room.dtype != inputs_NI.dtype:
+            self.add(name, outputs_NO.T @ inputs_NI)
             return
-        room.addmm_(outputs_NO.T, inputs_NI, beta=0 if empty.pop() else 1)
-        for name in names:
-            self._added(name)
+        room.addmm_(outputs_NO.T, inputs_NI, beta=0 if self._is_empty(name) else 1)
+        self._added(name)
 
     def _room(self, name: str) -> Tensor | None:
         """Where the gradient of a weight is summed; None where a first one may simply be kept."""

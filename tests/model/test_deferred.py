@@ -5,7 +5,7 @@ One process: a queue between a decoder and a sink that sums by name.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -42,11 +42,9 @@ class Sums:
         }
         self.num_added = 0
 
-    def add_product(self, weights: Sequence[Tensor], outputs_NO: Tensor, inputs_NI: Tensor) -> None:
+    def add_product(self, weight: Tensor, outputs_NO: Tensor, inputs_NI: Tensor) -> None:
         assert outputs_NO.dim() == inputs_NI.dim() == 2
-        product = (outputs_NO.T @ inputs_NI).split([len(each) for each in weights])
-        for weight, gradient in zip(weights, product, strict=True):
-            self.add_gradient(weight, gradient)
+        self.add_gradient(weight, outputs_NO.T @ inputs_NI)
 
     def add_gradient(self, weight: Tensor, gradient: Tensor) -> None:
         assert not gradient.requires_grad, "a sum would keep the graph of every microbatch"
@@ -261,7 +259,7 @@ def test_the_weight_gradient_of_experts_needs_no_forward(
     given: list[Tensor] = []
 
     class Sink:
-        def add_product(self, *_: object) -> None:
+        def add_product(self, *_: Tensor) -> None:
             raise AssertionError
 
         def add_gradient(self, weight: Tensor, gradient: Tensor) -> None:

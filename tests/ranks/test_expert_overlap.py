@@ -74,14 +74,14 @@ def events(job: Job, *_: object) -> Callable[[], list[list[Event]]]:
         say(DEPARTS)
         return Journey(issue(axis, kind, *rest, **how))
 
-    def watch(leaf: nn.Module | None, name: str, seam: str = "matmul") -> None:
-        product: Any = getattr(leaf, seam)
+    def watch(leaf: nn.Module | None, name: str) -> None:
+        product: Any = leaf.matmul  # type: ignore[union-attr]
 
-        def noted(*given: Any) -> Tensor:
+        def noted(*given: Tensor) -> Tensor:
             say(name)
             return Noted.apply(product(*given), lambda: say(f"{name} backward"))
 
-        setattr(leaf, seam, noted)
+        leaf.matmul = noted  # type: ignore[assignment,union-attr]
 
     for module in (module for chunk in job.chunks for module in chunk.model.modules()):
         if isinstance(module, Attention):
@@ -89,9 +89,8 @@ def events(job: Job, *_: object) -> Callable[[], list[list[Event]]]:
         elif isinstance(module, MoeMlp):
             for name in EXPERTS:
                 watch(getattr(module.experts, name), f"expert {name}")
-            if module.shared is not None:
-                watch(module.shared, "shared gate and up", "joint_matmul")
-                watch(module.shared.down, "shared down")
+                if module.shared is not None:
+                    watch(getattr(module.shared, name), f"shared {name}")
     mesh.issue = noted  # type: ignore[method-assign]
     job.pipeline.observer = Actions()
     return lambda: found
@@ -138,13 +137,17 @@ def test_shared_experts_run_while_tokens_travel(pool: Pool) -> None:
         assert forward == [
             "attention",
             *(DEPARTS, ARRIVES),  # counts
-            *(DEPARTS, "shared gate and up", "shared down", ARRIVES),
+            *(DEPARTS, *(f"shared {name}" for name in (gate, up, down)), ARRIVES),
             *(f"expert {name}" for name in (up, gate, down)),
             *(DEPARTS, ARRIVES),  # combine
         ]
+        shared, experts = (
+            [f"{kind} {name} backward" for name in order]
+            for kind, order in (("shared", (down, up, gate)), ("expert", (down, gate, up)))
+        )
         assert backward == [
             *(DEPARTS, ARRIVES),  # combine
-            *(f"expert {name} backward" for name in (down, gate, up)),
-            *(DEPARTS, "shared down backward", "shared gate and up backward", ARRIVES),  # dispatch
+            *experts,
+            *(DEPARTS, *shared, ARRIVES),  # dispatch
             "attention backward",
         ]

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -18,6 +17,7 @@ import pytest
 from pipelines import SYNCHRONOUS, Case
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.hooks import RemovableHandle
 
 from fivefold.core.plan import Plan
 from fivefold.core.schedule import Message, Schedule, Step, actions_of, merged, needed
@@ -69,27 +69,25 @@ class Told(ActionObserver):
 def measured(pipeline: Pipeline) -> Iterator[tuple[Level, Level]]:
     """Follow what the weight gradient needs, and what the input gradient needs."""
     weight, gradient = Level(), Level()
-
-    def activate(plain: Callable[..., Tensor], kernel: object, *inputs: Tensor) -> Tensor:
-        gradient.note(inputs[0])  # gate and up, or the gate
-        return plain(kernel, *inputs)
+    hooks: list[RemovableHandle] = []
+    for chunk in pipeline.chunks.values():
+        inner: Any = getattr(chunk, "chunk", chunk)  # a stashing chunk has one inside
+        mlp = next(iter(inner.model.blocks.values())).mlp
+        hooks += [
+            mlp.down.register_forward_pre_hook(lambda _, given: weight.note(given[0])),
+            mlp.gate.register_forward_hook(lambda _, given, output: gradient.note(output)),
+        ]
 
     def before(step: Step) -> None:
         weight.begin()
         gradient.begin()
 
     pipeline.observer = Told(before)
-    with ExitStack() as hooks:
-        for chunk in pipeline.chunks.values():
-            inner: Any = getattr(chunk, "chunk", chunk)  # a stashing chunk has one inside
-            mlp = next(iter(inner.model.blocks.values())).mlp
-            note = mlp.down.register_forward_pre_hook(lambda _, given: weight.note(given[0]))
-            hooks.callback(note.remove)
-            noting = partial(activate, mlp.activate._run)
-            hooks.enter_context(patch.object(mlp.activate, "_run", noting))
-        yield weight, gradient
+    yield weight, gradient
     weight.begin()
     gradient.begin()
+    for hook in hooks:
+        hook.remove()
 
 
 def levels_of(
