@@ -10,6 +10,7 @@ from one_layout import grid_of
 from benchmarks.h200_jobs import (
     SEARCHED,
     Errors,
+    Speeds,
     errors_with,
     measured_jobs,
     page,
@@ -23,7 +24,10 @@ H200 = machine.load("h200")
 
 
 def test_half_of_the_jobs_foretells_the_other() -> None:
-    """Speeds that were searched on one half, which is what a new job may expect."""
+    """The planner has the speeds that were searched on one half."""
+    reach = H200.efficiency
+    attention = (reach.attention, reach.softmax_dims, reach.short_keys)
+    assert Speeds(reach.matmul, *attention, stacks.GROUPED_SHARE) == SEARCHED
     assert errors_with(SEARCHED, fitted=True).mean < 0.04
     outside = errors_with(SEARCHED, fitted=False)
     assert outside.mean < 0.06 and outside.worst < 0.15
