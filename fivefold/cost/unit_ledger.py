@@ -79,7 +79,12 @@ class UnitLedger:
         self.using = {
             block: [n for n, users in enumerate(self.users) if block in users] for block in blocks
         }
-        self.level, self.at_peak = nothing(), nothing()
+        self.places = {block: place for place, block in enumerate(blocks)}
+        self.begun_by: dict[str, list[int]] = {}  # units by the first block that uses them
+        for n, users in enumerate(self.users):
+            self.begun_by.setdefault(users[0], []).append(n)
+        self.level, self.noted = nothing(), nothing()
+        self.is_highest = False  # the level is the peak, and not noted yet
         self.total = self.peak = self.high = 0.0
         self.at_high, self.slices = nothing(), list[Slice]()  # since the last pause
         self.ahead: dict[tuple[str, int], list[int]] = {}  # units to prefetch
@@ -100,13 +105,20 @@ class UnitLedger:
         return tuple(each for each in self.blocks if each in used)
 
     def begin(self, last: bool, in_backward: bool) -> None:
-        self.level, self.at_peak = nothing(), nothing()
+        self.level, self.noted, self.is_highest = nothing(), nothing(), False
         self.total = self.peak = self.high = 0.0
         self.at_high, self.slices = nothing(), list[Slice]()
         self.last, self.in_backward = last, in_backward
         self.given = set[str]()
 
+    @property
+    def at_peak(self) -> Held:
+        """The level when it was highest in this action."""
+        return self.level.copy() if self.is_highest else self.noted
+
     def change(self, size: float, category: str, logits: float = 0.0) -> None:
+        if self.is_highest and size + logits <= 0:
+            self.noted, self.is_highest = self.level.copy(), False
         self.level[category] += size
         self.level[LOGITS] += logits
         self.total += size + logits
@@ -115,7 +127,7 @@ class UnitLedger:
             if self.sliced:
                 self.at_high = self.level.copy()
         if self.total > self.peak:
-            self.peak, self.at_peak = self.total, self.level.copy()
+            self.peak, self.is_highest = self.total, True
 
     def pass_through(self, event: Change) -> None:
         """Activations and logits."""
@@ -162,12 +174,10 @@ class UnitLedger:
         """A backward comes to a block."""
         if not self.sheds or block == "embed":  # whose backward reads no weight
             return
-        place = self.blocks.index(block)
-        after = self.blocks[place + 1] if place + 1 < len(self.blocks) else None
-        if not self.rules.keeps_weights:
-            for n, users in enumerate(self.users):
-                if users[0] == after:
-                    self.release(n)
+        after = self.places[block] + 1
+        if not self.rules.keeps_weights and after < len(self.blocks):
+            for n in self.begun_by.get(self.blocks[after], ()):
+                self.release(n)
         for n in (*self.using[block], *self._ahead(block, -1)):
             if self.users[n] != ("embed",):
                 self.gather(n)

@@ -243,7 +243,7 @@ def _fitting(request: PlanRequest, found: list[LayoutCandidate], most: int) -> l
     too_full: list[tuple[Plan, PlanMemory]] = []
     for one in found:
         plan = _plan_of(request, one)
-        memory = plan_memory(plan, request.setting)
+        memory = plan_memory(plan, request.setting, request.setting.capacity)
         if memory.total > request.setting.capacity:
             too_full.append((plan, memory))
             continue

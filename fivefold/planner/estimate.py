@@ -305,11 +305,12 @@ class PlanMemory(NamedTuple):
         return sum(self.device.values())
 
 
-def plan_memory(plan: Plan, setting: EstimateSetting) -> PlanMemory:
-    """Estimate the peak memory of the plan."""
+def plan_memory(plan: Plan, setting: EstimateSetting, enough: float = np.inf) -> PlanMemory:
+    """Estimate the peak memory of the plan: of its fullest rank, or of one with more than `enough`
+    bytes."""
     train = plan.options.train
     ours = setting.stack.runs_plans  # other people's stacks cut stages and cache in their own ways
-    device = fullest_memory(plan, setting) if ours else Bytes()
+    device = fullest_memory(plan, setting, enough) if ours else Bytes()
     if ours and train.offload_kind == "none" and train.offload_grads == "none":
         return PlanMemory(device)
     peak = peak_memory(*plan_arguments(plan, setting), spans=plan.stages)

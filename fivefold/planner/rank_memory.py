@@ -26,13 +26,18 @@ Bytes = dict[str, float]
 _FULLEST = 4  # ranks that are followed to find the one that has most
 
 
-def fullest_memory(plan: Plan, setting: EstimateSetting) -> Bytes:
-    """Peak bytes by category of the rank that has most: of those that closed forms find fullest."""
+def fullest_memory(plan: Plan, setting: EstimateSetting, enough: float = np.inf) -> Bytes:
+    """Peak bytes by category of the rank that has most, of those that closed forms find fullest; or
+    of the first of them with more than `enough`."""
     entries = MemoryEntries(*plan_arguments(plan, setting))
     found = _by_closed_forms(plan, setting, entries)
     if _is_followed(plan, entries):
         order = sorted(range(len(found)), key=lambda place: -sum(found[place].values()))
-        found = _followed(plan, entries, order[:_FULLEST])
+        ledger, found = PlanLedger(plan, entries), list[Bytes]()
+        for place in order[:_FULLEST]:
+            found.append(_with_overhead(entries, ledger.peak(place)))
+            if sum(found[-1].values()) > enough:
+                break
     return max(found, key=lambda one: sum(one.values()))
 
 

@@ -56,8 +56,7 @@ def test_a_rank_holds_what_is_planned(
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("number", range(NUM_DRAWS))
 def test_a_random_plan_runs_as_it_is_priced(number: int) -> None:
-    """Calls and bytes are those that are priced, and memory is the estimate: 0.4% off in the mean,
-    3.5% at the worst (inside of experts, whose operators are known as sums only)."""
+    """Calls and bytes are those that are priced, and memory is the estimate."""
     plan = draw(f"ledger {number}")
     _require_priced(plan)
     rank = plan.layout.rank(pp=number % plan.layout.pp)
