@@ -31,8 +31,6 @@ Kernels = Literal["compiled", "eager"]
 TWO_PASSES = {"clip_bytes": 32.0}
 # DeepSeek-V3 ran before MLA's values were copied: as views they kept keys.
 WITH_VIEWS = {"value_views": True}
-# All ran before the first gradient of a step was written: it was added to zeros.
-ADDED_TO_ZEROS: dict[str, Any] = {"first_bytes": None}
 FILES: tuple[tuple[str, Kernels, bool], ...] = (
     ("h200-compiled.jsonl", "compiled", True),
     ("h200-compiled-moe.jsonl", "compiled", False),
@@ -45,7 +43,7 @@ FILES: tuple[tuple[str, Kernels, bool], ...] = (
 def setting_of(kernels: Kernels, two_passes: bool) -> EstimateSetting:
     """One H200 without a margin, and the program that was measured."""
     setting, _ = estimate_setting(machine.load("h200"), "bf16", 0.0, kernels, 1.0)
-    changes = ADDED_TO_ZEROS | (TWO_PASSES if two_passes else {})
+    changes = TWO_PASSES if two_passes else {}
     memory = replace(setting.stack.memory, **WITH_VIEWS)
     return replace(setting, stack=replace(setting.stack, memory=memory, **changes))
 

@@ -252,7 +252,12 @@ def _norm(shape: Shape, block: str, name: str) -> Iterator[Weight]:
         yield Weight(f"{name}.bias", (shape.width,), block, "whole")
 
 
-def _refuse_unsupported(shape: Shape) -> None:
+def is_buildable(shape: Shape) -> bool:
+    """Whether the model can be built, and not only planned."""
+    return not _unsupported(shape)
+
+
+def _unsupported(shape: Shape) -> list[str]:
     """The one place that says which models cannot be built; `plan` still estimates them."""
     missing = {
         "alibi positions": shape.positions == "alibi",
@@ -265,8 +270,11 @@ def _refuse_unsupported(shape: Shape) -> None:
         "multi-token prediction with learned positions": shape.mtp > 0
         and shape.positions == "learned",
     }
-    found = [name for name, used in missing.items() if used]
-    if found:
+    return [name for name, used in missing.items() if used]
+
+
+def _refuse_unsupported(shape: Shape) -> None:
+    if found := _unsupported(shape):
         raise FivefoldError(
             f"model {shape.name!r} has {', '.join(found)}: it can be planned but not built; build "
             "decoders with rotary or no positions, or learned ones without multi-token prediction, "

@@ -70,7 +70,6 @@ class LayerKernels:
         )
         self.tokens = self.job.tokens
         self.split = np.where(grid.sp, grid.tp, 1.0)
-        self.shards = grid.shard * grid.cp  # of dense weights
         self.peak = machine.peak(self.wide) * stack.compute_share
         self.speed = self.narrow_speed = self.peak * self.reach.matmul
         self.late_speed = 1.0  # of weight gradients, over that of other matmuls
@@ -90,16 +89,9 @@ class LayerKernels:
         """Seconds to read or write so many bytes."""
         return size / (self.machine.memory_bandwidth * self.reach.memory)
 
-    def _accumulated(self, size: Array, shards: Array) -> Array:
-        """Seconds to accumulate the gradients of so many weights, in so many shards, over
-        microbatches: in the mean of all, of which the first may be written and not added."""
-        grid, stack = self.grid, self.stack
-        later = stack.accumulated_bytes
-        first = later if stack.first_bytes is None else stack.first_bytes
-        # Sums of sharded gradients begin anew with every microbatch, and shards are added later.
-        anew = (grid.zero >= 2) & (shards > 1)
-        mean = later + (first - later) / np.maximum(grid.microbatches, 1.0)
-        return self.moved(np.where(anew, first, mean) * size)
+    def _accumulated(self, size: Array | float) -> Array:
+        """Seconds to add the gradients of so many weights to those of other microbatches."""
+        return self.moved(self.stack.accumulated_bytes * size)
 
     def _gemm_seconds(self, gemms: list[Gemm]) -> Array:
         flops = sum((each.outputs * each.inputs for each in gemms), np.zeros(1))

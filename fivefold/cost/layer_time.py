@@ -108,7 +108,7 @@ class LayerTimer(LayerKernels):
         copies = split_blocks * self._token_copies(num_gathers)
         inputs["elementwise"] = passes + copies + self._all_tokens(self.stack.summed_passes)
         size = sum((each.outputs * each.inputs for each in gemms), np.zeros(1))
-        summed = self._accumulated(size, self.shards)
+        summed = self._accumulated(size)
         weights: TimeParts = {"products": seconds / self.late_speed + summed}
         if moe is not None:
             self._add_experts(moe, forward, inputs, weights)
@@ -242,7 +242,7 @@ class LayerTimer(LayerKernels):
         seconds = (1 + shape.mtp) * seconds / self.stack.head_efficiency
         loss = (1 + shape.mtp) * self.moved(self.stack.loss_bytes * self.tokens * words)
         learns = 0.0 if self.stack.frozen else 1.0
-        summed = self._accumulated(shape.width * words, self.shards)
+        summed = self._accumulated(shape.width * words)
         weights = {"head": learns * (seconds + summed)}
         forward, inputs = ({"head": seconds + loss / 2} for _ in range(2))
         times = LayerTimes(forward, inputs, weights, {})
@@ -277,7 +277,7 @@ class LayerTimer(LayerKernels):
             parts["experts"] = seconds
             parts["launch"] = np.full_like(grid.ep, self.stack.expert_wait)
         size = moe.experts / grid.ep * shape.width * inner
-        weights["experts"] = seconds / self.late_speed + self._accumulated(size, grid.edp)
+        weights["experts"] = seconds / self.late_speed + self._accumulated(size)
 
     def _add_context(self, times: LayerTimes) -> None:
         """What context parallelism adds to attention.

@@ -158,7 +158,6 @@ class SoftwareStack:
     loss_bytes: float = 14.0  # moved per token and vocabulary entry
     head_efficiency: float = 1.0  # of other matmuls' speed; an unpadded vocabulary is slow
     accumulated_bytes: float = 8.0  # moved per weight when a microbatch adds its gradient
-    first_bytes: float | None = None  # by the first one, if it is written and not added
     launch: float = 0.0  # host seconds of a layer's forward: the floor of small layers
     expert_launch: float = 0.0  # the same for a layer with experts; 0: like other layers
     dispatch_launch: float = 0.0  # added to it if experts are on several ranks
@@ -248,7 +247,8 @@ CLIP_BYTES = 11.0
 # summed in 3 passes, and sorted on the rank of their experts and back in 4. Autograd sums the input
 # gradients of three matmuls and of two, outside of regions, in 9. Backward takes 12 passes over the
 # width, 2 over queries and keys, and 5 over the MLP's width: 1.4 times the forward. A gradient is
-# written in 2 bytes, read, and added to 4 that are read and written; the first one only writes 4.
+# written in 2 bytes, read, and added to 4 that are read and written; the first one of a step is
+# only written, which is not counted.
 FIVEFOLD = SoftwareStack(
     "fivefold",
     memory=FIVEFOLD_MEMORY,
@@ -263,7 +263,6 @@ FIVEFOLD = SoftwareStack(
     elementwise_backward=1.4,
     merge_bytes=10.0,
     accumulated_bytes=12.0,
-    first_bytes=8.0,
     clip_bytes=CLIP_BYTES,
     wide_router=True,
     gathers_again=True,
@@ -293,14 +292,13 @@ FIVEFOLD_EAGER = replace(
     launch=EAGER_LAUNCH,
     expert_launch=EXPERT_LAUNCH,
 )
-# Bytes per weight if gradients are summed in bf16: a microbatch reads and writes 2 of each; the
-# first one writes two and reads one. The norm reads 2, the update widens them first (6) and narrows
-# the master after it (6): 8 more than of gradients in 4 bytes.
+# Bytes per weight if gradients are summed in bf16: a microbatch reads and writes 2 of each. The
+# norm reads 2, the update widens them first (6) and narrows the master after it (6): 8 more than of
+# gradients in 4 bytes.
 NARROW_GRADIENTS = {
     "gradient_bytes": 2,
     "summed_bytes": 2,
     "accumulated_bytes": 8.0,
-    "first_bytes": 6.0,
     "clip_bytes": CLIP_BYTES + 8,
 }
 BY_KERNELS = {

@@ -15,6 +15,7 @@ import numpy as np
 from fivefold.core.plan import Plan
 from fivefold.core.recompute import Recompute
 from fivefold.core.schedule.clock import StageBytes, peak_held
+from fivefold.core.weights import is_buildable
 from fivefold.cost.grid import Array
 from fivefold.cost.memory import CATEGORIES, rank_peak_memory
 from fivefold.cost.memory_entries import MemoryEntries
@@ -80,6 +81,8 @@ def _by_closed_forms(plan: Plan, setting: EstimateSetting, entries: MemoryEntrie
 
 def _is_followed(plan: Plan, entries: MemoryEntries) -> bool:
     """Whether the operators of this plan are known one by one."""
+    if not is_buildable(plan.shape):
+        return False
     narrow, memory = entries.memory.input_bytes is not None, entries.memory
     return memory.unit_by_unit and not (
         narrow or plan.schedule.asynchronous or entries.stack.frozen or memory.offloaded

@@ -11,7 +11,7 @@ from one_layout import grid_of
 
 from fivefold.core import machine as machines
 from fivefold.core import models
-from fivefold.core.count import parameters, repeated_flops, training_flops
+from fivefold.core.count import repeated_flops, training_flops
 from fivefold.core.machine import Machine
 from fivefold.core.plan import PlanOptions, resolve
 from fivefold.core.precision import matmul_bytes
@@ -21,7 +21,7 @@ from fivefold.cost.frozen import trainable_share
 from fivefold.cost.grid import CONTEXTS
 from fivefold.cost.links import Links
 from fivefold.cost.memory import fits, peak_memory
-from fivefold.cost.stack import BY_KERNELS, FIVEFOLD, SoftwareStack
+from fivefold.cost.stack import FIVEFOLD, SoftwareStack
 from fivefold.cost.stack_presets import load_stack
 from fivefold.cost.step_time import StepTime, step_time
 from fivefold.planner.estimate import estimate_plan
@@ -50,28 +50,6 @@ def memory(stack: SoftwareStack, precision: str = "bf16", **degrees: Any) -> dic
     grid = grid_of(**degrees) if degrees else GRID
     found = peak_memory(SHAPE, H100, stack, grid, 8192, precision).parts
     return {name: size.item() for name, size in found.items()}
-
-
-# --- Accumulated gradients
-
-
-def test_the_first_gradient_is_written_and_not_added() -> None:
-    """By our own stack: 4 bytes a weight fewer, once a step; or for every microbatch, if shards are
-    reduced after each."""
-
-    def spared(**degrees: Any) -> float:
-        added = replace(BY_KERNELS["graphs"], first_bytes=None)
-        before, now = (step(each, shard=8, **degrees) for each in (added, BY_KERNELS["graphs"]))
-        names = ("products", "head")
-        return sum((before.parts[name] - now.parts[name]).item() for name in names)
-
-    counted = parameters(SHAPE)
-    matrices = counted.total - counted.embedding
-    once = 4 * matrices / (H100.memory_bandwidth * H100.efficiency.memory)
-    for microbatches in (1, 4):
-        assert spared(zero=1, microbatches=microbatches) == pytest.approx(once, rel=0.01)
-        every = spared(zero=2, microbatches=microbatches)
-        assert every == pytest.approx(microbatches * once, rel=0.01)
 
 
 # --- Frozen weights and adapters
