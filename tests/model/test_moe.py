@@ -26,13 +26,10 @@ from fivefold.model.moe import (
     grouped_matmul,
     local_dispatch,
 )
-from fivefold.model.regions import eager
-from fivefold.model.slots import SlotSums
 
 F64 = torch.float64
 CPU = WeightFactory(F64, torch.device("cpu"))
 PLAIN = Moe(experts=4, top_k=2, ffn=8)
-SUMS = SlotSums(eager)
 
 
 def routed(moe: Moe, logits: list[list[float]], bias: list[float] | None = None) -> Routing:
