@@ -1,10 +1,12 @@
-"""What each rank has of a step: context tokens, layers of a stage.
+"""What each rank has of a step: context tokens, layers of a stage, chunks of a loss.
 
 Context: a row of T tokens is cut over `outer` positions of a ring, and the tokens of each position
 over `inner` ranks that exchange tokens for heads (Ulysses). `CONTEXT_KINDS` is the one table of
 what each kind of context parallelism does.
 
 Stages: layers are cut so that the slowest stage has the least work.
+
+Loss: tokens are cut so that few of their logits are held at once.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise, starmap
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from fivefold.core import count
 from fivefold.core.errors import FivefoldError, counted
@@ -26,6 +28,7 @@ from fivefold.core.shape import LayerKind, Shape
 if TYPE_CHECKING:
     from fivefold.core.layout import Layout
 
+MOST_LOGITS = 2**28  # of a chunk: 512 MiB in bf16
 ContextKind = Literal["ring", "zigzag", "allgather", "ulysses", "hybrid"]
 Ranges = tuple[range, ...]
 """Tokens of a row, in the order in which a rank has them."""
@@ -373,3 +376,16 @@ def _nearest(cost: list[int], num_stages: int, limit: int) -> list[int]:
     for before in range(num_stages - 1, -1, -1):
         near.append(max(before, bisect_left(cost, cost[near[-1]] - limit)))
     return near[::-1]
+
+
+def loss_chunks(tokens: Any, vocabulary: Any, width: int) -> Any:
+    """Chunks of tokens in which a head with so much of the vocabulary computes its loss: integers
+    or arrays. They are worth it where logits are many, and no fewer than the weights, whose
+    gradient waits for the backward in their place.
+
+    >>> [loss_chunks(8192, *each) for each in ((128256, 4096), (16032, 4096), (50257, 12288))]
+    [4, 1, 1]
+    """
+    logits = tokens * vocabulary
+    many = (logits > MOST_LOGITS) & (tokens >= width)
+    return 1 + many * (-(-logits // MOST_LOGITS) - 1)

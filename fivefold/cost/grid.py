@@ -19,8 +19,9 @@ from fivefold.core.plan import Plan
 from fivefold.core.recompute import MODULES, Recompute
 from fivefold.core.schedule.catalog import names as schedule_names
 from fivefold.core.schedule.choose import looks_like_file, named
+from fivefold.core.schedule.family import none_deferred
 from fivefold.core.shape import Moe, Shape
-from fivefold.core.splits import CONTEXT_KINDS, ContextMethod, ulysses_degree
+from fivefold.core.splits import CONTEXT_KINDS, ContextMethod, loss_chunks, ulysses_degree
 from fivefold.cost.layer_collectives import LayerJob
 
 Array = NDArray[np.float64]
@@ -77,6 +78,13 @@ class LayoutGrid:
     def recompute_has(self, fact: Callable[[Recompute], float]) -> Array:
         """A number of each layout's rule of recomputation; 1 or 0 for what is true of it or not."""
         return np.array([float(fact(rule)) for rule in self.rules])[self.recompute.astype(np.int64)]
+
+    def loss_chunks(self, shape: Shape, tokens: Array) -> Array:
+        """Chunks of a loss over so many tokens; one, if the head's weight gradient is deferred."""
+        facts = np.array([family.deferred is not none_deferred for family in FAMILIES])
+        late = facts[self.schedule.astype(np.int64)] & (self.pp > 1)
+        rows = -(-shape.vocab // self.tp)
+        return np.where(late, 1.0, loss_chunks(tokens, rows, shape.width))
 
     def columns(self) -> Iterator[NDArray[Any]]:
         return (getattr(self, each.name) for each in fields(self) if each.name != "rules")

@@ -75,12 +75,23 @@ class LayerOperators:
             rows = found.add([rows], TapeTensor(self.residual), passes=True)
         return found
 
+    def head_in_chunks(self, at_loss: float, gradients: float) -> OperatorList:
+        """Final norm, and a head whose forward makes its gradients: bytes of all that it holds
+        besides its input, and what of that waits for the backward."""
+        found, wide = self._before_head()
+        loss = TapeTensor(0.0, extra=at_loss)
+        found.add([wide], loss, weights="head", keeps=gradients, early=True, collective=self.split)
+        return found
+
+    def _before_head(self) -> tuple[OperatorList, TapeTensor]:
+        found = OperatorList(TapeTensor(self.residual))
+        normed = self._norm(found, found.input, "norm", Recompute())
+        return found, self._enter(found, normed, kept=False)
+
     def head(self, logits_bytes: float) -> OperatorList:
         """Final norm, head and loss. `logits_bytes` of a word: all that the backward of the loss
         holds, logits and their gradient among it."""
-        found = OperatorList(TapeTensor(self.residual))
-        normed = self._norm(found, found.input, "norm", Recompute())
-        wide = self._enter(found, normed, kept=False)
+        found, wide = self._before_head()
         words = self.tokens * self.shape.vocab / self.tp
         size = self.activations.itemsize
         logits = TapeTensor(words * size, logits=True)

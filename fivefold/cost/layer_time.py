@@ -243,13 +243,29 @@ class LayerTimer(LayerKernels):
         loss = (1 + shape.mtp) * self.moved(self.stack.loss_bytes * self.tokens * words)
         learns = 0.0 if self.stack.frozen else 1.0
         summed = self._accumulated(shape.width * words)
-        weights = {"head": learns * (seconds + summed)}
-        forward, inputs = ({"head": seconds + loss / 2} for _ in range(2))
+        passes = [seconds + loss / 2, seconds + loss / 2, learns * (seconds + summed)]
+        if self.stack.memory.chunks_loss:
+            chunks = grid.loss_chunks(shape, self.tokens)
+            early = self._head_in_chunks(seconds, chunks, learns)
+            early = [*early, learns * summed]
+            passes = [np.where(chunks > 1, *each) for each in zip(early, passes, strict=True)]
+        forward, inputs, weights = ({"head": each} for each in passes)
         times = LayerTimes(forward, inputs, weights, {})
         # The embedding's lookup counts here too, though the first stage has it.
         for each in tensor_ends(self.job, 1 + shape.mtp, 1 + shape.mtp):
             self._add(times, "tp", self._seconds_of(each) * (1 - self._hidden["tp"]), each)
         return times
+
+    def _head_in_chunks(self, seconds: Array, chunks: Array, learns: float) -> tuple[Array, Array]:
+        """Forward and backward of a head that computes its gradients in forward: every chunk but
+        the first reads the sum of the weight's, and backward multiplies it and the input's."""
+        shape, tp = self.shape, self.grid.tp
+        losses, words = 1 + shape.mtp, shape.vocab / tp
+        weight = learns * losses * shape.width * words * self.itemsize
+        loss = losses * self.moved(self.stack.chunk_loss_bytes * self.tokens * words)
+        sums = np.where(tp > 1, 0.0, self.moved(2 * (chunks - 1) * weight))
+        scaled = 2 * (weight + losses * self.tokens * shape.width * self.itemsize)
+        return (2 + learns) * seconds + loss + sums, self.moved(scaled)
 
     def _add_experts(
         self, moe: Moe, forward: TimeParts, inputs: TimeParts, weights: TimeParts

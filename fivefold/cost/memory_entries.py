@@ -55,6 +55,10 @@ class MemoryEntries:
         self.itemsize = itemsize = itemsize_of(precision)
         self.precision = precision
         self.tokens = grid.microbatch_size * seq / grid.cp
+        self.chunks = np.ones(1)
+        if self.memory.chunks_loss:
+            self.chunks = grid.loss_chunks(shape, self.tokens)
+        self.chunked = self.chunks > 1
         job = (shape, stack, self.memory, grid, seq, itemsize, imbalance)
         self.activations = Activations(*job)
         self.layers = SavedLayers(self.activations, stack, self.tokens)
@@ -106,12 +110,14 @@ class MemoryEntries:
         size, owned = self.gradient_bytes, self._sharded(parameters, 1)
         unit = self._unit(parameters, stage)
         leave = bool(self.stack.grads_home)
-        gradients = StageGradients(parameters, stage, self.grid, matrix, owned, size, unit, leave)
+        shares = self.shape.tied & (self.grid.pp == 1)
+        rest = (matrix, owned, size, unit, leave, shares)
+        gradients = StageGradients(parameters, stage, self.grid, *rest)
         begin, end = saved * stage.flight, saved * gradients.flight_after_backward()
         late = self.layers.deferred(stage, saved)
         begin, end = begin + late, end + late
         # A tied weight has two gradients: the head's waits for the embedding's, and for their sum.
-        tied = np.where(self.shape.tied & (self.grid.pp == 1), matrix * self.itemsize, 0.0)
+        tied = np.where(shares, matrix * self.itemsize, 0.0)
         embedding = stage.embedding * matrix * self.itemsize
         # They are summed before the accumulated gradient is made, or beside it.
         embedding = embedding + np.where(gradients.begun & ~gradients.reduced, 2 * tied, 0.0)
@@ -127,7 +133,11 @@ class MemoryEntries:
             found.append(self._moment(states, gradients.at_embedding(), end + embedding, *both))
         if stage.head.any():
             gathered = self._gathered(parameters, stage, stage.head * matrix)
-            rest = (logits + stage.head * self._loss(), messages, gathered)
+            # Chunks are at their peak in the forward, where nothing is gathered after the head.
+            last = self.chunked & (self.shape.mtp == 0)
+            alone = self._gathered(parameters, stage, stage.head * matrix, prefetch=0)
+            at_loss = np.where(last, alone, gathered)
+            rest = (logits + stage.head * self.loss(), messages, at_loss)
             activations = begin + self._at_head(stage)
             weight = stage.head * matrix * self.itemsize  # the gradient of the head, before its sum
             after = (activations + weight, logits, messages, gathered)
@@ -159,10 +169,13 @@ class MemoryEntries:
         context = np.full((1,), self.memory.context_bytes + self.memory.pool_bytes)
         return {"context": context, "margin": self.memory.fragments * activations}
 
-    def _gathered(self, parameters: RankParameters, stage: RankStage, end: Array) -> Array:
-        """ZeRO-3: gathered weights. Those of a layer, or of an `end`, and of the prefetched units;
-        or all of them, if they stay gathered over the whole step."""
+    def _gathered(
+        self, parameters: RankParameters, stage: RankStage, end: Array, prefetch: int | None = None
+    ) -> Array:
+        """ZeRO-3: gathered weights. Those of a layer, or of an `end`, and of the prefetched units,
+        as many as the stack says or as are given; or all, if they stay gathered over the step."""
         grid, unit = self.grid, self._unit(parameters, stage)
+        prefetch = self.stack.prefetch if prefetch is None else prefetch
         dense, experts = grid.shard * grid.cp > 1, grid.edp > 1
         layer = self._layer(parameters, stage)
         # A block uses all units of its layer, or one that several layers share.
@@ -174,7 +187,7 @@ class MemoryEntries:
         here = np.where(end > 0, np.where(dense, np.minimum(end, parameters.dense), 0.0), here)
         everything = np.where(dense, parameters.dense, 0.0)
         everything = everything + np.where(experts, parameters.experts, 0.0)
-        some = np.minimum(here + self.stack.prefetch * ahead, everything)
+        some = np.minimum(here + prefetch * ahead, everything)
         whole = np.where(self.stack.stays_gathered(grid), everything, some)
         return np.where(grid.zero == 3, whole * self.itemsize, 0.0)
 
@@ -207,9 +220,9 @@ class MemoryEntries:
         saved, working = self.layers.of(stage)
         parts = self._states(parameters)
         # Logits are freed when the backward of the layers begins.
-        working = np.maximum(working - stage.head * self._loss(), 0.0)
+        working = np.maximum(working - stage.head * self.loss(), 0.0)
         parts["activations"] = saved * stage.flight + working + self._at_head(stage)
-        parts["logits"] = stage.head * (self._loss() + self._other_losses())
+        parts["logits"] = stage.head * (self.loss() + self._other_losses())
         parts["buffers"] = self._messages() + self._buffers()
         parts["prefetch"] = self._prefetch(parameters, stage)
         parts |= self.overhead(parts["activations"])
@@ -318,21 +331,34 @@ class MemoryEntries:
         """The input of the head, and its copies for multi-token prediction."""
         return stage.head * (1 + self.shape.mtp) * self.activations.at_head() * self.tokens
 
-    def _loss(self) -> Array:
-        """Logits of the loss that is being computed, and their gradients."""
+    def loss(self) -> Array:
+        """Logits of the loss that is being computed, and their gradients; if it is computed in
+        chunks, those of a chunk, and the gradients that wait for the backward."""
         memory, tp = self.memory, self.grid.tp
         size = np.where(
             tp > 1, memory.split_logits_bytes or memory.logits_bytes, memory.logits_bytes
         )
-        return size * self.tokens * self.shape.vocab / tp
+        words = self.tokens * self.shape.vocab / tp
+        if not self.chunked.any():
+            return size * words
+        chunk, waiting = words / self.chunks, self.gradients_of_loss()
+        whole = chunk * (self.itemsize + memory.chunk_bytes) + waiting
+        # Over a split vocabulary, chunks are those of what is wide.
+        split = words * self.itemsize + np.maximum(chunk * memory.chunk_bytes, waiting)
+        return np.where(self.chunked, np.where(tp > 1, split, whole), size * words)
+
+    def gradients_of_loss(self) -> Array:
+        """Of the input and the weight of a head that computes them in its forward."""
+        weight = self.shape.vocab * self.shape.width / self.grid.tp
+        return (self.tokens * self.shape.width + weight) * self.itemsize
 
     def _other_losses(self) -> Array:
         """What other losses save until their backward."""
         losses = 1.0 + self.shape.mtp
         if (every := holds_all_microbatches(self.grid)).any():
             losses = losses * np.where(every, self.grid.microbatches, 1.0)
-        words = self.tokens * self.shape.vocab / self.grid.tp
-        return (losses - 1) * self.memory.loss_bytes * words
+        saved = self.memory.loss_bytes * self.tokens * self.shape.vocab / self.grid.tp
+        return (losses - 1) * np.where(self.chunked, self.gradients_of_loss(), saved)
 
     def _prefetch(self, parameters: RankParameters, stage: RankStage) -> Array:
         """ZeRO-3: weights that are gathered at once; from ZeRO-2 on, unreduced gradients."""

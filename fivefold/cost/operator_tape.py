@@ -83,6 +83,7 @@ class Operator:
     settle_extra: float = 0.0  # and while its weight gradient does
     keeps: float = 0.0  # bytes that it saves besides
     defers: float = 0.0  # and what of that is left for its weight gradients
+    early: bool = False  # they are its gradients, which its forward makes
     collective: bool = False  # it is one, or has some inside
     module: str = ""  # which may run again as a whole
     block: int = 0
@@ -118,9 +119,10 @@ class OperatorList:
         defers: float = 0.0,
         holds: TapeTensor | None = None,
         collective: bool = False,
+        early: bool = False,
     ) -> TapeTensor:
         """Append an operator; its output."""
-        how = (weights, passes, holds, backward_extra, settle_extra, keeps, defers)
+        how = (weights, passes, holds, backward_extra, settle_extra, keeps, defers, early)
         how = (*how, collective, self.module, self.block)
         self.operators.append(Operator(tuple(inputs), output, tuple(saved), *how))
         return output
@@ -287,6 +289,8 @@ class OperatorTape:
             for each in one.inputs:
                 self._give(each, gradient, grads)
             return
+        if one.early:  # given on, in the place of those that a backward makes
+            self._let_go(one)
         made_again = [each for each in one.saved if each.remade and each not in self.plain]
         for each in made_again:
             self._take(each)

@@ -115,15 +115,21 @@ class PlanLedger:
                 self._events(key, operators.blocks(routed, rule), rule)
             yield Segment(tuple(f"blocks.{i}" for i in some), self.events[key])
         if layers.stop == shape.layers:
-            memory = self.entries.memory
-            split = self.plan.layout.tp > 1 and memory.split_logits_bytes
-            head = self._events("head", operators.head(split or memory.logits_bytes))
+            head = self._events("head", self._head(operators))
             yield Segment(("head",), head)
             for depth in range(shape.mtp):
                 routed = (shape.is_moe_layer(shape.layers),)
                 ahead = operators.blocks(routed, rule, joins=True)
                 yield Segment((f"mtp.{depth}",), self._events((depth, rule), ahead, rule))
                 yield Segment(("head",), head)
+
+    def _head(self, operators: LayerOperators) -> OperatorList:
+        entries, memory = self.entries, self.entries.memory
+        if entries.chunked.all() and not self.queued:
+            sizes = (entries.loss(), entries.gradients_of_loss())
+            return operators.head_in_chunks(*(float(each.item()) for each in sizes))
+        split = self.plan.layout.tp > 1 and memory.split_logits_bytes
+        return operators.head(split or memory.logits_bytes)
 
     def _events(
         self, key: Hashable, found: OperatorList, rule: Recompute | None = None

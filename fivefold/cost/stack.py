@@ -83,6 +83,8 @@ class StackMemory:
     logits_bytes: float = 12.0  # per token and vocabulary entry, at the peak
     split_logits_bytes: float | None = None  # the same for a split vocabulary; None: no difference
     loss_bytes: float = 4.0  # of them, what is saved for the backward
+    chunks_loss: bool = False  # many logits are computed in chunks of tokens, with their gradients
+    chunk_bytes: float = 0.0  # per logit of a chunk, beside the logits themselves
     backward_copies: float = 3.0  # of the MLP's width: gradients inside one layer
     weighed_bytes: float = 0.0  # of an element of a slot when expert results are weighed
     gather_buffers: float = 1.0  # full-token buffers of tensor parallelism
@@ -99,9 +101,10 @@ class StackMemory:
 
 # `train` without a compiler, as counted by running the program on meta tensors. The backward of the
 # loss holds logits in 2 bytes, what it computes again of them, and their gradients, 14 in all; with
-# a split vocabulary 19. A forward over tp ranks holds all tokens three times: the gathered input,
-# the matmul's result, and that result in rank order. When expert results are weighed, their
-# gradients of 2 bytes are beside all that is saved.
+# a split vocabulary 19. Logits in chunks become their gradients: 2 bytes, and 8 that are wide. A
+# forward over tp ranks holds all tokens three times: the gathered input, the matmul's result, and
+# that result in rank order. When expert results are weighed, their gradients of 2 bytes are beside
+# all that is saved.
 EAGER_MEMORY = StackMemory(
     split="balanced",
     narrow_inputs=True,
@@ -112,6 +115,9 @@ EAGER_MEMORY = StackMemory(
     statistics=0.0,
     logits_bytes=14.0,
     split_logits_bytes=19.0,
+    loss_bytes=2.0,
+    chunks_loss=True,
+    chunk_bytes=8.0,
     backward_copies=2.0,
     weighed_bytes=2.0,
     gather_buffers=3.0,
@@ -123,7 +129,7 @@ FIVEFOLD_MEMORY = replace(
     EAGER_MEMORY,
     logits_bytes=4.0,
     split_logits_bytes=4.0,
-    loss_bytes=2.0,
+    chunk_bytes=0.0,
 )
 
 # --- Speed
@@ -156,6 +162,7 @@ class SoftwareStack:
     wide_router: bool = False  # router scores are computed in 32 bits
     copies_tokens: bool = False  # around tensor-parallel collectives, into rank order
     loss_bytes: float = 14.0  # moved per token and vocabulary entry
+    chunk_loss_bytes: float = 6.0  # the same if the loss is computed in chunks
     head_efficiency: float = 1.0  # of other matmuls' speed; an unpadded vocabulary is slow
     accumulated_bytes: float = 8.0  # moved per weight when a microbatch adds its gradient
     launch: float = 0.0  # host seconds of a layer's forward: the floor of small layers
@@ -248,7 +255,8 @@ CLIP_BYTES = 11.0
 # gradients of three matmuls and of two, outside of regions, in 9. Backward takes 12 passes over the
 # width, 2 over queries and keys, and 5 over the MLP's width: 1.4 times the forward. A gradient is
 # written in 2 bytes, read, and added to 4 that are read and written; the first one of a step is
-# only written, which is not counted.
+# only written, which is not counted. A chunk of
+# logits is read twice and written once.
 FIVEFOLD = SoftwareStack(
     "fivefold",
     memory=FIVEFOLD_MEMORY,
@@ -289,6 +297,7 @@ FIVEFOLD_EAGER = replace(
     slot_passes=7.1,
     elementwise_backward=2.3,
     loss_bytes=50.0,
+    chunk_loss_bytes=38.0,
     launch=EAGER_LAUNCH,
     expert_launch=EXPERT_LAUNCH,
 )

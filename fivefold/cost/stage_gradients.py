@@ -68,7 +68,8 @@ class StageGradients:
 
     `matrix` counts the parameters of an embedding or a head, `owned` those of the rank's shards;
     `size` is the bytes of a gradient element, `unit_parameters` are reduced together. With
-    `leave`, reduced gradients leave the device.
+    `leave`, reduced gradients leave the device. The head of a `tied` weight has no gradient of its
+    own to accumulate: it waits for the embedding's.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class StageGradients:
         size: int,
         unit_parameters: UnitParameters,
         leave: bool,
+        tied: Flags,
     ) -> None:
         self.grid, self.full, self.owned = grid, parameters.all * size, owned * size
         # If all microbatches are in flight before the first backward, no forward meets gradients.
@@ -94,12 +96,14 @@ class StageGradients:
         self.head, self.flight = stage.head, stage.flight
         unit, routed = (each * size for each in unit_parameters)
         # Gradients of the head and one layer that are not sharded.
-        self.unsharded = np.where(dense, 0.0, stage.head * matrix * size + unit)
+        apart = np.where(tied, 0.0, stage.head)
+        self.unsharded = np.where(dense, 0.0, apart * matrix * size + unit)
         self.unsharded = self.unsharded + np.where(experts, 0.0, routed)
         # Unreduced bytes: of an end, of a dense unit, and of the last two and three units. The
         # experts of a layer are a unit of their own, after the rest of the layer.
         self.end = np.where(dense, matrix * size, 0.0)
         self.embedding = stage.embedding * self.end
+        self.end_of_head = apart * self.end
         self.unit = np.where(dense, unit, 0.0)
         expert_unit = np.where(experts, routed, 0.0)
         larger = np.maximum(self.unit, expert_unit)
@@ -123,15 +127,16 @@ class StageGradients:
 
     def at_head(self) -> GradientLevel:
         """When the backward of the head ends: its gradient, beside what is still being reduced."""
-        before, mine = self.at_loss(), self.head * self.end
+        before = self.at_loss()
+        mine = np.where(self.reduced, self.end_of_head, 0.0)
         accumulated = np.where(self.begun, before.accumulated, self.unsharded)
-        return GradientLevel(accumulated, before.unreduced + np.where(self.reduced, mine, 0.0))
+        return GradientLevel(accumulated, before.unreduced + mine)
 
     def at_last_layer(self) -> GradientLevel:
         """When the backward of the layers begins."""
         before = np.where(self.head > 0, self.embedding, self.two_units)
         before = np.where(self.begun & self.each_microbatch, before, 0.0)
-        few = before + self.head * self.end + self.layer
+        few = before + self.end_of_head + self.layer
         alone = np.where(self.flight > 1, 0.0, self.late_shards)
         accumulated = np.where(self.begun, self._so_far(), self.unsharded)
         return GradientLevel(accumulated, np.where(self.reduced, few, alone))

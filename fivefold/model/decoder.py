@@ -1,4 +1,4 @@
-"""The decoder: embedding, blocks, final norm, head with loss, and multi-token prediction.
+"""The decoder: embedding, blocks, final norm, head, and multi-token prediction.
 
 A decoder may be one pipeline stage, with some of the blocks. Parameter names are global, those of
 `core/weights.py`: a stage with blocks 4 to 7 has `blocks.4.attention.q.weight`. A new decoder has
@@ -7,7 +7,7 @@ no values; `model/init.py` fills it.
 Seams are attributes that `fivefold/parallel` and `model/recompute.py` replace by others of the same
 signature, so that this package knows nothing of parallelism: `Linear.matmul`, `Norm.normalise`,
 `Attention.kernel`, `Embedding.lookup`, `Embedding.add_positions`, `Head.matmul`,
-`Head.cross_entropy`, `Block.repeats`, `Attention.first_head`, `Decoder.mask`,
+`Head.cross_entropy`, `Head.chunked`, `Block.repeats`, `Attention.first_head`, `Decoder.mask`,
 `Decoder.residual_tokens`, `Decoder.run_blocks`, and in `model/moe.py`
 `Router.matmul`, `ExpertStack.matmul`, `MoeMlp.balance` and `MoeMlp.dispatch`.
 
@@ -29,7 +29,7 @@ from fivefold.core.recompute import Module
 from fivefold.core.shape import Shape
 from fivefold.core.weights import weights
 from fivefold.model.attention import Attention, LatentAttention, visible_keys_mask
-from fivefold.model.batch import NOT_COUNTED, AttentionInfo, Context, TokenBatch
+from fivefold.model.batch import AttentionInfo, Context, TokenBatch
 from fivefold.model.dropout import (
     EMBEDDING,
     PARTS,
@@ -40,22 +40,14 @@ from fivefold.model.dropout import (
     site_keys,
     site_of,
 )
-from fivefold.model.layers import (
-    Linear,
-    Matmul,
-    Mlp,
-    Norm,
-    WeightFactory,
-    linear,
-    rotary_tables,
-)
+from fivefold.model.head import Head
+from fivefold.model.layers import Linear, Mlp, Norm, WeightFactory, rotary_tables
 from fivefold.model.moe import MoeMlp
-from fivefold.model.regions import Fuse, Region, eager
+from fivefold.model.regions import Fuse, eager
 from fivefold.model.remake import saving
 
 Lookup = Callable[[Tensor, Tensor], Tensor]
 AddPositions = Callable[[Tensor, Tensor, Tensor], Tensor]
-CrossEntropy = Callable[[Tensor, Tensor], Tensor]
 MakeMask = Callable[[TokenBatch, int | None], Tensor | None]
 OfTokens = Callable[[Tensor], Tensor]
 RunBlocks = Callable[[Iterable[nn.Module], Tensor, Context], Tensor]
@@ -75,15 +67,6 @@ def add_positions(x_BSD: Tensor, positions_BS: Tensor, weight_PD: Tensor) -> Ten
     return x_BSD + F.embedding(positions_BS, weight_PD)
 
 
-def summed_cross_entropy(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
-    """The sum (never a mean) of the token losses, in float32 or wider."""
-    wide = torch.promote_types(logits_NV.dtype, torch.float32)
-    return F.cross_entropy(logits_NV.to(wide), labels_N, reduction="sum", ignore_index=NOT_COUNTED)
-
-
-LOSS = Region(summed_cross_entropy)
-
-
 class Embedding(nn.Module):
     """Tokens to vectors, plus learned positions where the model has them."""
 
@@ -99,20 +82,6 @@ class Embedding(nn.Module):
         if self.positions is None:
             return x_BSD
         return self.add_positions(x_BSD, batch.positions, self.positions)
-
-
-class Head(nn.Module):
-    """Vectors and labels to the summed loss. A tied head has the weight of the embedding."""
-
-    def __init__(self, weight_VD: nn.Parameter, fuse: Fuse = eager) -> None:
-        super().__init__()
-        self.weight = weight_VD
-        self.matmul: Matmul = linear  # seam: split backward
-        self.cross_entropy: CrossEntropy = LOSS.by(fuse)  # seam: sharded vocabulary
-
-    def forward(self, x_BSD: Tensor, labels_BS: Tensor) -> Tensor:
-        logits_NV = self.matmul(x_BSD.flatten(0, 1), self.weight, None)
-        return self.cross_entropy(logits_NV, labels_BS.flatten())
 
 
 class MtpLayer(nn.Module):

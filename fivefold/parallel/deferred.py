@@ -20,7 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fivefold.model.decoder import Decoder, Embedding, Head
+from fivefold.model.decoder import Decoder, Embedding
+from fivefold.model.head import Head
 from fivefold.model.layers import Linear, Norm
 from fivefold.model.moe import ExpertStack, Router, grouped_matmul, grouped_weight_gradient
 from fivefold.model.regions import Fuse, Region, eager
@@ -76,8 +77,10 @@ class GradientQueue:
     def defer(self, decoder: Decoder, fuse: Fuse = eager) -> None:
         """Give every leaf arithmetic that queues its weight gradient; `fuse` makes its kernels."""
         for module in decoder.modules():
-            if isinstance(module, Linear | Head):
+            if isinstance(module, Linear):
                 module.matmul = self.linear
+            elif isinstance(module, Head):  # in chunks, its forward would compute the gradient
+                module.matmul, module.chunked = self.linear, None
             elif isinstance(module, Router):
                 module.matmul = self.wide_linear
             elif isinstance(module, ExpertStack):

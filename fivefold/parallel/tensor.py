@@ -31,7 +31,8 @@ from torch import Tensor, nn
 from fivefold.core.weights import WeightShard
 from fivefold.model.batch import NOT_COUNTED
 from fivefold.model.decoder import AddPositions, Embedding, Lookup
-from fivefold.model.layers import Matmul
+from fivefold.model.head import Found, GradientsInForward, Wanted
+from fivefold.model.layers import Matmul, linear
 from fivefold.model.moe import MoeMlp
 from fivefold.model.regions import Fuse
 from fivefold.model.remake import later, remade
@@ -96,6 +97,8 @@ def split(stage: Stage) -> None:
         decoder.head.register_forward_pre_hook(boundary.before)
         loss = _VocabularyLoss(boundary, decoder.shape.vocab, stage.fuse)
         decoder.head.cross_entropy = loss
+        if stage.queue is None:
+            decoder.head.chunked = loss.chunked
 
 
 class _TensorBoundary(AxisBoundary):
@@ -141,16 +144,51 @@ class _TensorBoundary(AxisBoundary):
 
 class _VocabularyLoss:
     """Cross-entropy over a split vocabulary: no rank ever holds all logits of a token. A backward
-    needs the logits, and three numbers a token of which the ranks have the sums."""
+    needs the logits, or was done in forward, and three numbers a token of which the ranks have the
+    sums."""
 
     def __init__(self, boundary: _TensorBoundary, vocab: int, fuse: Fuse) -> None:
         self.boundary, self.vocab = boundary, vocab
         self.maxima, self.sums = fuse(_maxima), fuse(_sums)
-        self.gradient = fuse(_loss_gradient)
+        self.gradient, self.become_gradient = fuse(_loss_gradient), fuse(_become_gradient)
+        self.in_forward = GradientsInForward(fuse)
 
     def __call__(self, logits_NV: Tensor, labels_N: Tensor) -> Tensor:
-        first = self.boundary.coord * logits_NV.shape[1]
-        return _SplitCrossEntropy.apply(logits_NV, labels_N, (first, self.vocab), self)
+        return _SplitCrossEntropy.apply(logits_NV, labels_N, self.rows(len(logits_NV.T)), self)
+
+    def rows(self, num_rows: int) -> tuple[int, int]:
+        """The first row of the vocabulary that this rank has, and how many there are in all."""
+        return self.boundary.coord * num_rows, self.vocab
+
+    def totals(
+        self, logits_NV: Tensor, labels_N: Tensor, rows: tuple[int, int], chunks: int = 1
+    ) -> tuple[Tensor, Tensor]:
+        """Of every token the highest logit, the exponentials above it, and its label's logit: over
+        all ranks, and wide for one chunk of the tokens at a time."""
+        parts = [each.tensor_split(chunks) for each in (logits_NV, labels_N)]
+        highest_N = torch.cat([self.maxima(each, *rows) for each in parts[0]])
+        highest_N = self.boundary.total(highest_N, "max")
+        parts.append(highest_N.tensor_split(chunks))
+        sums_2N = torch.cat([self.sums(*each, *rows) for each in zip(*parts, strict=True)], dim=1)
+        return highest_N, self.boundary.total(sums_2N)
+
+    def chunked(self, x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, chunks: int) -> Tensor:
+        """The same with gradients in forward. All logits are held in the model's type, so that one
+        collective still serves all tokens; chunks are those of what is wide."""
+        rows = self.rows(len(weight_VD))
+
+        def compute(x_ND: Tensor, weight_VD: Tensor, wanted: Wanted) -> Found:
+            logits_NV = linear(x_ND, weight_VD, None)
+            highest_N, sums_2N = self.totals(logits_NV, labels_N, rows, chunks)
+            of_tokens = (logits_NV, labels_N, highest_N, sums_2N[0])
+            parts = (each.tensor_split(chunks) for each in of_tokens)
+            for part in zip(*parts, strict=True):
+                self.become_gradient(*part, *rows)
+            of_x = logits_NV @ weight_VD if wanted[0] else None
+            of_weight = logits_NV.T @ x_ND if wanted[1] else None
+            return _summed(sums_2N, labels_N), of_x, of_weight
+
+        return self.in_forward.apply(x_ND, weight_VD, compute)
 
 
 class _SplitCrossEntropy(torch.autograd.Function):
@@ -160,16 +198,20 @@ class _SplitCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, logits_NV: Tensor, labels_N: Tensor, rows: tuple[int, int], loss: _VocabularyLoss
     ) -> Tensor:
-        highest_N = loss.boundary.total(loss.maxima(logits_NV, *rows), "max")
-        sums_2N = loss.boundary.total(loss.sums(logits_NV, labels_N, highest_N, *rows))
+        highest_N, sums_2N = loss.totals(logits_NV, labels_N, rows)
         ctx.save_for_backward(logits_NV, labels_N, highest_N, sums_2N[0])
         ctx.rows, ctx.gradient = rows, loss.gradient
-        losses_N = sums_2N[0].log() - sums_2N[1]
-        return losses_N.masked_fill(labels_N == NOT_COUNTED, 0).sum()
+        return _summed(sums_2N, labels_N)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         return ctx.gradient(*ctx.saved_tensors, gradients[0], *ctx.rows), None, None, None
+
+
+def _summed(sums_2N: Tensor, labels_N: Tensor) -> Tensor:
+    """The losses of all tokens."""
+    losses_N = sums_2N[0].log() - sums_2N[1]
+    return losses_N.masked_fill(labels_N == NOT_COUNTED, 0).sum()
 
 
 def _wide_logits(logits_NV: Tensor, first: int, vocab: int) -> Tensor:
@@ -213,6 +255,17 @@ def _loss_gradient(
     hits_NV = _numbers(logits_NV, first) == labels_N[:, None]
     counted_N1 = (labels_N != NOT_COUNTED)[:, None]
     return ((shares_NV - hits_NV.to(shares_NV.dtype)) * (counted_N1 * gradient)).to(logits_NV.dtype)
+
+
+def _become_gradient(
+    logits_NV: Tensor, labels_N: Tensor, highest_N: Tensor, sums_N: Tensor, first: int, vocab: int
+) -> None:
+    """Logits to the gradient of the summed loss, in place: without a compiler, there is one wide
+    tensor."""
+    gradient_NV = _wide_logits(logits_NV, first, vocab).sub_(highest_N[:, None]).exp_()
+    gradient_NV.div_(sums_N[:, None])
+    gradient_NV.add_(_numbers(logits_NV, first) == labels_N[:, None], alpha=-1)
+    logits_NV.copy_(gradient_NV.mul_((labels_N != NOT_COUNTED)[:, None]))
 
 
 def sum_partial(gradients: Sequence[tuple[WeightShard, Tensor]], mesh: Mesh) -> None:

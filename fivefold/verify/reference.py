@@ -150,7 +150,7 @@ def _built(
     model = from_config(shape, dtype=dtype, device=device)
     init_weights(model, shape, seed)
     assert model.head is not None
-    model.head.cross_entropy = _cross_entropy
+    model.head.cross_entropy, model.head.chunked = _cross_entropy, None
     return model, _optimizer(optimizer, model)
 
 

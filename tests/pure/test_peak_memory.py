@@ -22,6 +22,7 @@ from fivefold.cost.grid import CONTEXTS, RECOMPUTE, grid_of_plan
 from fivefold.cost.memory import CATEGORIES, PeakMemory, fits, peak_memory, verdict
 from fivefold.cost.memory_entries import MemoryParts
 from fivefold.cost.pipeline_ranks import PipelineEnd, deferred, in_flight, rank_stages
+from fivefold.cost.stack import SoftwareStack
 from fivefold.cost.stack_presets import load_stack
 from fivefold.cost.static_memory import static_bytes
 from fivefold.planner.space import SearchSpace, layout_blocks
@@ -29,6 +30,10 @@ from fivefold.planner.space import SearchSpace, layout_blocks
 SELECTIVE = Recompute.parse("selective")
 GPT3 = models.load("gpt3-175b")
 MEGATRON_2021 = load_stack("megatron-2021")
+
+
+def with_chunks(stack: SoftwareStack, chunks_loss: bool) -> SoftwareStack:
+    return replace(stack, memory=replace(stack.memory, chunks_loss=chunks_loss))
 
 
 def states(peak: PeakMemory) -> float:
@@ -77,12 +82,17 @@ def at_loss(peak: PeakMemory) -> MemoryParts:
 
 
 def test_losses_of_all_microbatches_wait_where_no_backward_comes_between() -> None:
-    plain, waiting = (
-        at_loss(memory_of(LARGE, grid_of(pp=4, microbatches=8, schedule=name)))["logits"].item()
-        for name in ("1f1b", "gpipe")
-    )
+    def waiting(stack: SoftwareStack) -> float:
+        plain, all_of_them = (
+            at_loss(memory_of(LARGE, grid_of(pp=4, microbatches=8, schedule=name), stack))
+            for name in ("1f1b", "gpipe")
+        )
+        return (all_of_them["logits"] - plain["logits"]).item()
+
     words = 4096 * LARGE.vocab
-    assert waiting - plain == 7 * 2 * words  # logits as they were computed, in 16 bits
+    # Logits as they were computed, in 16 bits; or the gradients that were computed with them.
+    assert waiting(with_chunks(stacks.FIVEFOLD, False)) == 7 * 2 * words
+    assert waiting(stacks.FIVEFOLD) == 7 * 2 * (4096 + LARGE.vocab) * LARGE.width
     assert memory_of(LARGE, grid_of(pp=4, microbatches=8)).first["logits"] == 0
 
 
@@ -340,9 +350,18 @@ def test_stage_one_sends_its_only_backward_unit_by_unit() -> None:
 def test_eager_kernels_hold_more_of_the_loss_alone() -> None:
     shape = models.load("llama-3.1-8b")
     eager = replace(stacks.FIVEFOLD, memory=stacks.EAGER_MEMORY)
-    slow, fast = (at_loss(memory_of(shape, grid_of(), stack)) for stack in (eager, stacks.FIVEFOLD))
-    assert (slow["logits"], fast["logits"]) == (14 * 4096 * shape.vocab, 4 * 4096 * shape.vocab)
-    assert slow["activations"] == fast["activations"]
+    words, gradients = 4096 * shape.vocab, 2 * (4096 + shape.vocab) * shape.width
+    # Without chunks, and in the two that 4,096 tokens have.
+    for chunks_loss, wanted in (
+        (False, (14 * words, 4 * words)),
+        (True, (10 * words / 2 + gradients, 2 * words / 2 + gradients)),
+    ):
+        slow, fast = (
+            at_loss(memory_of(shape, grid_of(), with_chunks(stack, chunks_loss)))
+            for stack in (eager, stacks.FIVEFOLD)
+        )
+        assert (slow["logits"], fast["logits"]) == wanted
+        assert slow["activations"] == fast["activations"]
 
 
 # --- The whole

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -72,8 +73,10 @@ def test_a_layer_keeps_what_an_h200_kept(
 
 
 def test_compiled_ranks_take_what_an_h200_took() -> None:
-    """Bytes of tensors: the mean within 1%, each within 3%."""
+    """Bytes of tensors: the mean within 1%, each within 3%. They held all logits at once."""
     setting, _ = estimate_setting(machine.load("h200"), "bf16", 0.0, "compiled", 1.0)
+    memory = replace(setting.stack.memory, chunks_loss=False)
+    setting = replace(setting, stack=replace(setting.stack, memory=memory))
     errors: list[float] = []
     for job in map(json.loads, RANKS.read_text("utf-8").splitlines()):
         words = ({} if "pp=" in job["layout"] else {"microbatches": 1}) | job["said"]

@@ -19,6 +19,7 @@ from fivefold.core.recompute import Recompute
 from fivefold.core.shape import Shape
 from fivefold.cost.frozen import trainable_share
 from fivefold.cost.grid import CONTEXTS
+from fivefold.cost.layer_time import LayerTimer
 from fivefold.cost.links import Links
 from fivefold.cost.memory import fits, peak_memory
 from fivefold.cost.stack import FIVEFOLD, SoftwareStack
@@ -50,6 +51,31 @@ def memory(stack: SoftwareStack, precision: str = "bf16", **degrees: Any) -> dic
     grid = grid_of(**degrees) if degrees else GRID
     found = peak_memory(SHAPE, H100, stack, grid, 8192, precision).parts
     return {name: size.item() for name, size in found.items()}
+
+
+# --- A head in chunks
+
+
+def test_a_head_in_chunks_works_in_its_forward() -> None:
+    """Its backward only multiplies gradients; a split backward has it there as before."""
+
+    def seconds(chunks_loss: bool, **degrees: Any) -> list[float]:
+        memory = replace(FIVEFOLD.memory, chunks_loss=chunks_loss)
+        stack, grid = replace(FIVEFOLD, memory=memory), grid_of(**degrees)
+        head = LayerTimer(SHAPE, H100, stack, grid, 8192, "bf16").head()
+        return [each["head"].item() for each in (head.forward, head.inputs, head.weights)]
+
+    forward, inputs, weights = seconds(True)
+    plain = seconds(False)
+    weight, words = 2 * SHAPE.width * SHAPE.vocab, 8192 * SHAPE.vocab
+    # The sum of 4 chunks is read and written by all but the first, and scaled with the input's.
+    moved = 2 * 3 * weight + 2 * (weight + 2 * 8192 * SHAPE.width)
+    moved += (FIVEFOLD.chunk_loss_bytes - FIVEFOLD.loss_bytes) * words
+    speed = H100.memory_bandwidth * H100.efficiency.memory
+    assert forward + inputs + weights - sum(plain) == pytest.approx(moved / speed, rel=1e-6)
+    assert inputs < 0.1 * plain[1] and weights < 0.2 * plain[2]
+    late = {"pp": 4, "microbatches": 8, "schedule": "zb-h1"}
+    assert seconds(True, **late) == seconds(False, **late)
 
 
 # --- Frozen weights and adapters
