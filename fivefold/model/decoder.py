@@ -6,9 +6,9 @@ no values; `model/init.py` fills it.
 
 Seams are attributes that `fivefold/parallel` and `model/recompute.py` replace by others of the same
 signature, so that this package knows nothing of parallelism: `Linear.matmul`, `Norm.normalise`,
-`Attention.kernel`, `Embedding.lookup`, `Embedding.add_positions`, `Head.matmul`,
-`Head.cross_entropy`, `Head.chunked`, `Block.repeats`, `Attention.first_head`, `Decoder.mask`,
-`Decoder.residual_tokens`, `Decoder.run_blocks`, and in `model/moe.py`
+`ResidualNorm.normalise_sum`, `Attention.kernel`, `Embedding.lookup`, `Embedding.add_positions`,
+`Head.matmul`, `Head.cross_entropy`, `Head.chunked`, `Block.repeats`, `Attention.first_head`,
+`Decoder.mask`, `Decoder.residual_tokens`, `Decoder.run_blocks`, and in `model/moe.py`
 `Router.matmul`, `ExpertStack.matmul`, `MoeMlp.balance` and `MoeMlp.dispatch`.
 
 Legend: B rows, S tokens, N = B·S, D model width, V vocabulary, P learned positions.
@@ -41,7 +41,7 @@ from fivefold.model.dropout import (
     site_of,
 )
 from fivefold.model.head import Head
-from fivefold.model.layers import Linear, Mlp, Norm, WeightFactory, rotary_tables
+from fivefold.model.layers import Linear, Mlp, Norm, ResidualNorm, WeightFactory, rotary_tables
 from fivefold.model.moe import MoeMlp
 from fivefold.model.regions import Fuse, eager
 from fivefold.model.remake import saving
@@ -120,12 +120,12 @@ class Block(nn.Module):
         mla, layer = shape.mla, min(i, shape.layers)
         moe = shape.moe if shape.is_moe_layer(layer) else None
         self.number, self.dropout, self.drop = i, shape.dropout, dropping(factory.fuse)
-        self.attention_norm = Norm(shape.width, shape.norm_bias, shape, factory)
+        self.attention_norm = ResidualNorm(shape, factory)
         pairs = site_of(i, "pairs")
         self.attention = (
             LatentAttention(shape, mla, factory, pairs) if mla else Attention(shape, factory, pairs)
         )
-        self.mlp_norm = Norm(shape.width, shape.norm_bias, shape, factory)
+        self.mlp_norm = ResidualNorm(shape, factory)
         self.mlp = (
             MoeMlp(shape, moe, factory) if moe else Mlp(shape, shape.ffn, shape.mlp_bias, factory)
         )
@@ -134,9 +134,10 @@ class Block(nn.Module):
 
     def forward(self, x_BSD: Tensor, context: Context) -> Tensor:
         attend = partial(self.attention, context=context)
-        attended_BSD = self._run("attention", attend, self.attention_norm(x_BSD))
-        x_BSD = x_BSD + self._drop("attention", attended_BSD, context)
-        y_BSD = self._run(self.mlp_kind, self.mlp, self.mlp_norm(x_BSD))
+        normed_BSD, x_BSD = self.attention_norm(x_BSD)
+        y_BSD = self._run("attention", attend, normed_BSD)
+        normed_BSD, x_BSD = self.mlp_norm(x_BSD, self._drop("attention", y_BSD, context))
+        y_BSD = self._run(self.mlp_kind, self.mlp, normed_BSD)
         return x_BSD + self._drop("mlp", y_BSD, context)
 
     def _drop(self, part: Part, x_BSD: Tensor, context: Context) -> Tensor:

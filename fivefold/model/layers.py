@@ -1,8 +1,9 @@
 """The basic layers: linear, norm, MLP, rotary positions.
 
-`Linear.matmul` and `Norm.normalise` are seams: attributes with the arithmetic of a layer, which
-`fivefold/parallel` replaces by functions of the same signature. Weights and their names stay. What
-is neither a GEMM nor attention is a region (`model/regions.py`).
+`Linear.matmul`, `Norm.normalise` and `ResidualNorm.normalise_sum` are seams: attributes with the
+arithmetic of a layer, which `fivefold/parallel` replaces by functions of the same signature.
+Weights and their names stay. What is neither a GEMM nor attention is a region
+(`model/regions.py`).
 
 Legend: B rows, S tokens, H heads, R half of a head's width, D model width.
 """
@@ -19,11 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.core.shape import Activation, Rope, Shape
-from fivefold.model.regions import Fuse, Region, eager
+from fivefold.model.regions import Fuse, Region, ResidualRegion, eager
 from fivefold.model.remake import remade, saving
 
 Matmul = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 Normalise = Callable[[Tensor, Tensor, Tensor | None, float], Tensor]
+NormaliseSum = Callable[
+    [Tensor, Tensor | None, Tensor, Tensor | None, float], tuple[Tensor, Tensor]
+]
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
     return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 
-NORMS = {"rms": Region(rms_norm), "layer": Region(layer_norm)}
+NORMS = {"rms": ResidualRegion(rms_norm), "layer": ResidualRegion(layer_norm)}
 
 
 class Linear(nn.Module):
@@ -89,11 +93,28 @@ class Norm(nn.Module):
         self.normalise: Normalise = NORMS[shape.norm].by(factory.fuse)  # seam: split backward
 
     def forward(self, x: Tensor) -> Tensor:
-        normed = self.normalise(x, self.weight, self.bias, self.eps)
+        return self._remade(self.normalise(x, self.weight, self.bias, self.eps), x)
+
+    def _remade(self, normed: Tensor, x: Tensor) -> Tensor:
         if not self.remakes:
             return normed
         same = (x.detach(), self.weight, self.bias, self.eps)
         return remade(normed, partial(self.normalise, *same))
+
+
+class ResidualNorm(Norm):
+    """A norm of the residual stream, and the sum before it, if `y` is given: returns the normed sum
+    and the sum. Who goes on with that sum has its gradient added in the backward of the norm."""
+
+    def __init__(self, shape: Shape, factory: WeightFactory) -> None:
+        super().__init__(shape.width, shape.norm_bias, shape, factory)
+        self.normalise_sum: NormaliseSum = NORMS[shape.norm].after_sum(
+            factory.fuse
+        )  # seam: as above
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        normed, total = self.normalise_sum(x, y, self.weight, self.bias, self.eps)
+        return self._remade(normed, total), total
 
 
 class Mlp(nn.Module):

@@ -91,17 +91,94 @@ class _Apply(torch.autograd.Function):
         return (None, None, None, *(next(found) if each else None for each in wanted))
 
 
-def _gradients_of(compute: Compute) -> Compute:
-    """The function of the gradients of a region; `__wrapped__` is the region.
+class ResidualRegion(Region):
+    """A region whose first input is the residual stream, and may be the sum of two.
 
-    It has code of its own: the compiler keeps its graphs by code, and looks at all of them at every
-    call.
+    `after_sum` takes both, the second of which may be None, and returns the output and the sum. The
+    sum is computed inside of the kernel, and so is that of the gradients: the residual's and what
+    the region's backward adds to it. What is saved is the sum, not what is summed.
     """
+
+    def __init__(self, compute: Compute) -> None:
+        super().__init__(compute)
+        self.of_sum, self.sum_gradients = _of_sum(compute), _sum_gradients_of(compute)
+
+    def after_sum(self, fuse: Fuse) -> Callable[..., tuple[Tensor, Tensor]]:
+        """The region after a sum, run as `fuse` makes its kernels."""
+        kernels = (fuse(self.compute), fuse(self.of_sum), fuse(self.sum_gradients))
+        return partial(_ApplyAfterSum.apply, kernels)
+
+
+class _ApplyAfterSum(torch.autograd.Function):
+    """Saves the sum and the inputs after it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        kernels: tuple[Compute, Compute, Compute],
+        x: Tensor,
+        y: Tensor | None,
+        *rest: Any,
+    ) -> tuple[Tensor, Tensor]:
+        compute, of_sum, ctx.gradients = kernels
+        found, total = (compute(x, *rest), x) if y is None else of_sum(x, y, *rest)
+        kept = (total, *rest)
+        ctx.save_for_backward(*(each if isinstance(each, Tensor) else None for each in kept))
+        ctx.others = [None if isinstance(each, Tensor) else each for each in kept]
+        return found, total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        both = zip(ctx.saved_tensors, ctx.others, strict=True)
+        inputs = [other if saved is None else saved for saved, other in both]
+        of_x, of_y, *rest = ctx.needs_input_grad[1:]
+        wanted = (of_x or of_y, *rest)
+        given: Iterator[Tensor] = iter(ctx.gradients(wanted, inputs, *gradients))
+        of_sum, *others = (next(given) if each else None for each in wanted)
+        return (None, of_sum if of_x else None, of_sum if of_y else None, *others)
+
+
+def _gradients_of(compute: Compute) -> Compute:
+    """The function of the gradients of a region."""
 
     def template(wanted: Sequence[bool], inputs: Sequence[Any], gradient: Tensor) -> Any:
         return _gradients(compute, wanted, inputs, gradient)
 
-    name = f"{compute.__name__}_gradients"
+    return _with_own_code(template, f"{compute.__name__}_gradients", compute)
+
+
+def _of_sum(compute: Compute) -> Compute:
+    """The function of two addends that returns the region's output and their sum."""
+
+    def template(x: Tensor, y: Tensor, *rest: Any) -> tuple[Any, Tensor]:
+        total = x + y
+        return compute(total, *rest), total
+
+    return _with_own_code(template, f"{compute.__name__}_of_sum", compute)
+
+
+def _sum_gradients_of(compute: Compute) -> Compute:
+    """The function of the gradients, where that of the first input is added to another."""
+
+    def template(
+        wanted: Sequence[bool], inputs: Sequence[Any], gradient: Tensor, residual: Tensor
+    ) -> Any:
+        first, *others = _gradients(compute, wanted, inputs, gradient)
+        if not wanted[0]:
+            return first, *others
+        # Operator by operator, into memory that is there: the gradient was made here.
+        first = first + residual if torch.compiler.is_compiling() else first.add_(residual)
+        return first, *others
+
+    return _with_own_code(template, f"{compute.__name__}_sum_gradients", compute)
+
+
+def _with_own_code(template: FunctionType, name: str, compute: Compute) -> Compute:
+    """A function made from a region; `__wrapped__` is the region.
+
+    It has code of its own: the compiler keeps its graphs by code, and looks at all of them at every
+    call.
+    """
     code = template.__code__.replace(co_name=name)
     found = FunctionType(code, globals(), name, None, template.__closure__)
     found.__wrapped__ = compute  # pyright: ignore[reportFunctionMemberAccess]

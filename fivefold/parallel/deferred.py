@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from fivefold.model.decoder import Decoder, Embedding
 from fivefold.model.head import Head
-from fivefold.model.layers import Linear, Norm
+from fivefold.model.layers import Linear, Norm, ResidualNorm
 from fivefold.model.moe import ExpertStack, Router, grouped_matmul, grouped_weight_gradient
-from fivefold.model.regions import Fuse, Region, eager
+from fivefold.model.regions import Fuse, ResidualRegion, eager
 
 
 class Sink(Protocol):
@@ -86,7 +86,11 @@ class GradientQueue:
             elif isinstance(module, ExpertStack):
                 module.matmul = self.grouped
             elif isinstance(module, Norm):
-                module.normalise = partial(self.norm, _UNSCALED[module.kind].by(fuse))
+                region = _UNSCALED[module.kind]
+                module.normalise = partial(self.norm, region.by(fuse))
+                if isinstance(module, ResidualNorm):
+                    kernels = (region.after_sum(fuse), region.by(fuse))
+                    module.normalise_sum = partial(self.norm_of_sum, *kernels)
             elif isinstance(module, Embedding):
                 module.lookup, module.add_positions = self.look_up, self.add_positions
 
@@ -104,6 +108,19 @@ class GradientQueue:
         self, unscaled: _Unscaled, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float
     ) -> Tensor:
         return _Scale.apply(unscaled(x, eps), weight, bias, x, eps, unscaled, self)
+
+    def norm_of_sum(
+        self,
+        unscaled_sum: Callable[..., tuple[Tensor, Tensor]],
+        unscaled: _Unscaled,
+        x: Tensor,
+        y: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+    ) -> tuple[Tensor, Tensor]:
+        normed, total = unscaled_sum(x, y, eps)
+        return _Scale.apply(normed, weight, bias, total, eps, unscaled, self), total
 
     def look_up(self, tokens: Tensor, weight: Tensor) -> Tensor:
         return _LookUp.apply(tokens, weight, self)
@@ -127,7 +144,10 @@ def unscaled_layer_norm(x: Tensor, eps: float) -> Tensor:
     return F.layer_norm(x, x.shape[-1:], eps=eps)
 
 
-_UNSCALED = {"rms": Region(unscaled_rms_norm), "layer": Region(unscaled_layer_norm)}
+_UNSCALED = {
+    "rms": ResidualRegion(unscaled_rms_norm),
+    "layer": ResidualRegion(unscaled_layer_norm),
+}
 
 
 # The weights are inputs of the functions below so that their outputs require gradients, even where
