@@ -1,12 +1,11 @@
 """One GPU: tokens/s and memory of our step beside a peer's, and what offload saves.
 
-    python benchmarks/gpu.py step --model llama-3.1-8b --batch 1      our step, one JSON line
-    python benchmarks/gpu.py compare --peer DIR                       ours and the peer's in turn
-    python benchmarks/gpu.py offload --model llama-3.1-8b             peak memory with and without
+    python benchmarks/gpu.py step 8B                          our step, one JSON line
+    python benchmarks/gpu.py compare --peer DIR [--only 8B]   ours and the peer's in turn
+    python benchmarks/gpu.py offload                          peak memory with and without
 
-bf16 weights, 8,192 tokens, compiled block by block, AdamW, no recompute; medians of 20 steps after
-10. The peer is TorchTitan 0.2.2 in DIR (its wheel unpacked, with a runner `peer_torchtitan.py`),
-not part of this project.
+bf16 weights, gradients and states, AdamW, compiled; medians after a warm-up. The peer is TorchTitan
+0.2.2 in DIR (its wheel unpacked, with a runner `peer_torchtitan.py`), not part of this project.
 """
 
 from __future__ import annotations
@@ -19,17 +18,39 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
 import torch
 
 SEQ = 8192
-MODELS = (("llama-3.2-1b", "1B", 2), ("llama-3.1-8b", "8B", 1))
-WARM_UP, MEASURED = 10, 20
 
 
-def build(model: str, batch: int, offload: bool = False, changes: dict[str, str] | None = None):  # noqa: ANN201
+@dataclass(frozen=True)
+class Case:
+    """One job for both programs."""
+
+    model: str
+    batch: int
+    peer: tuple[str, str]  # its name and flavour of the model
+    seq: int = SEQ
+    recompute: str = "none"
+    changes: dict[str, str] = field(default_factory=dict[str, str])
+    warm_up: int = 6
+    measured: int = 14
+
+
+CASES = {
+    "1B": Case("llama-3.2-1b", 2, ("llama3_rand", "1B")),
+    "8B": Case("llama-3.1-8b", 1, ("llama3_rand", "8B")),
+    "8B-lean": Case("llama-3.1-8b", 1, ("llama3_rand", "8B"), recompute="act"),
+    "MoE": Case("qwen3-30b-a3b", 2, ("qwen3_rand", "30B-A3B-8L"), changes={"layers": "8"}),
+    "8B-32k": Case("llama-3.1-8b", 1, ("llama3_rand", "8B"), 32768, "full", warm_up=3, measured=5),
+}
+
+
+def build(case: Case, offload: bool = False):  # noqa: ANN201
     from fivefold.core.plan import PlanOptions, resolve
     from fivefold.core.recipe import Recipe
     from fivefold.model.regions import compiled
@@ -37,9 +58,11 @@ def build(model: str, batch: int, offload: bool = False, changes: dict[str, str]
     from fivefold.parallel.compose import compose
     from fivefold.parallel.mesh import Mesh
 
-    sizes = {"seq": SEQ, "microbatches": 1, "microbatch_size": batch}
-    changes = {"tied": "false"} | (changes or {})
-    plan = resolve(PlanOptions(model, grad_dtype="bf16", set=changes, **sizes))
+    sizes = {"seq": case.seq, "microbatches": 1, "microbatch_size": case.batch}
+    changes = {"tied": "false"} | case.changes
+    plan = resolve(
+        PlanOptions(case.model, grad_dtype="bf16", set=changes, recompute=case.recompute, **sizes)
+    )
     mesh = Mesh.of(plan, torch.device("cuda"))
     how = {"dtype": torch.bfloat16, "offload": offload, "as_summed": False, "fuse": compiled}
     job = compose(plan, mesh, seed=0, **how)
@@ -47,46 +70,48 @@ def build(model: str, batch: int, offload: bool = False, changes: dict[str, str]
     return plan, job, make_updater(recipe, job.owned, mesh.device)
 
 
-def random_batch(vocab: int, batch: int, seed: int):  # noqa: ANN201
+def random_batch(vocab: int, case: Case, seed: int):  # noqa: ANN201
     from fivefold.model.batch import TokenBatch
 
     generator = torch.Generator("cuda").manual_seed(seed)
-    tokens = torch.randint(vocab, (batch, SEQ + 1), generator=generator, device="cuda")
-    positions = torch.arange(SEQ, device="cuda").expand(batch, SEQ)
+    tokens = torch.randint(vocab, (case.batch, case.seq + 1), generator=generator, device="cuda")
+    positions = torch.arange(case.seq, device="cuda").expand(case.batch, case.seq)
     return TokenBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), positions)
 
 
-def measure(model: str, batch: int) -> dict[str, float]:
+def measure(case: Case) -> dict[str, float]:
     """Our step: tokens/s and memory."""
     from fivefold.core import count
     from fivefold.step import step
 
-    plan, job, optimizer = build(model, batch)
+    plan, job, optimizer = build(case)
     times = []
-    for number in range(WARM_UP + MEASURED):
+    for number in range(case.warm_up + case.measured):
         torch.cuda.synchronize()
         start = time.perf_counter()
-        outcome = step(job, optimizer, [random_batch(plan.shape.vocab, batch, number)], 1.0)
+        outcome = step(job, optimizer, [random_batch(plan.shape.vocab, case, number)], 1.0)
         torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
-    seconds = median(times[WARM_UP:])
-    flops = count.training_flops(plan.shape, SEQ).total * batch * SEQ
+    seconds, tokens = median(times[case.warm_up :]), case.batch * case.seq
     return {
-        "tokens_per_s": batch * SEQ / seconds,
+        "tokens_per_s": tokens / seconds,
         "ms": 1e3 * seconds,
-        "tflops": flops / seconds / 1e12,
+        "tflops": count.training_flops(plan.shape, case.seq).total * tokens / seconds / 1e12,
         "reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
         "loss": float(outcome.loss),
     }
 
 
-def measure_peer(folder: Path, flavor: str, batch: int) -> dict[str, float]:
-    """The peer's own log: the median of its tokens/s after warm-up, and its reserved memory."""
+def measure_peer(folder: Path, case: Case) -> dict[str, float] | None:
+    """The peer's own log: the median of its tokens/s after warm-up, and its reserved memory; None
+    where it runs out of memory."""
+    name, flavor = case.peer
+    recompute = "full" if case.recompute == "full" else "none"
     words = f"""-m torch.distributed.run --nproc_per_node=1 {folder}/peer_torchtitan.py
-        --model.name llama3_rand --model.flavor {flavor} --training.seq_len {SEQ}
-        --training.local_batch_size {batch} --training.dtype bfloat16
-        --activation_checkpoint.mode none --compile.enable
-        --training.steps {WARM_UP + MEASURED} --metrics.log_freq 5""".split()
+        --model.name {name} --model.flavor {flavor} --training.seq_len {case.seq}
+        --training.local_batch_size {case.batch} --training.dtype bfloat16
+        --activation_checkpoint.mode {recompute} --compile.enable
+        --training.steps {case.warm_up + case.measured} --metrics.log_freq 1""".split()
     path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, *words],
@@ -95,36 +120,44 @@ def measure_peer(folder: Path, flavor: str, batch: int) -> dict[str, float]:
         env=os.environ | {"PYTHONPATH": path},
     )
     log = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout + done.stderr)
+    if "OutOfMemoryError" in log:
+        return None
     rows = re.findall(r"step:\s*(\d+).*?memory:\s*([\d.]+)GiB.*?tps:\s*([\d,]+)", log)
     if not rows:
         raise SystemExit(f"the peer printed no steps:\n{log[-2000:]}")
-    warm = [float(tps.replace(",", "")) for number, _, tps in rows if int(number) > WARM_UP]
+    warm = [float(tps.replace(",", "")) for number, _, tps in rows if int(number) > case.warm_up]
     return {"tokens_per_s": median(warm), "reserved_gib": max(float(gib) for _, gib, _ in rows)}
 
 
-def compare(folder: Path, only: str | None) -> None:
-    """Three times in turn, each in a process of its own."""
+def compare(folder: Path, only: list[str], times: int) -> None:
+    """So many times in turn, each in a process of its own."""
     print(
         f"matrix product ceiling: {ceiling():.0f} TFLOP/s (bf16, 8192 cubed, random data)",
         flush=True,
     )
-    for model, flavor, batch in MODELS:
-        if only not in (None, flavor):
-            continue
+    for name in only or CASES:
         ours, theirs = [], []
-        for _ in range(3):
-            words = [sys.executable, __file__, "step", "--model", model, "--batch", str(batch)]
+        for _ in range(times):
+            words = [sys.executable, __file__, "step", name]
             ours.append(json.loads(subprocess.check_output(words, text=True).splitlines()[-1]))
-            theirs.append(measure_peer(folder, flavor, batch))
-            print(json.dumps({"model": model, "ours": ours[-1], "peer": theirs[-1]}), flush=True)
-        speed = [median(one["tokens_per_s"] for one in side) for side in (ours, theirs)]
-        memory = [median(one["reserved_gib"] for one in side) for side in (ours, theirs)]
-        faster, larger = speed[0] / speed[1], memory[0] / memory[1]
-        print(
-            f"{model}: {speed[0]:,.0f} tokens/s against {speed[1]:,.0f}: {faster:.3f} times; "
-            f"{memory[0]:.1f} GiB reserved against {memory[1]:.1f}: {larger:.3f} times",
-            flush=True,
-        )
+            theirs.append(measure_peer(folder, CASES[name]))
+            print(json.dumps({"case": name, "ours": ours[-1], "peer": theirs[-1]}), flush=True)
+        print(f"{name}: {verdict(ours, [each for each in theirs if each])}", flush=True)
+
+
+def verdict(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -> str:
+    """Both medians, and their ratios."""
+    speed, memory = (median(one[key] for one in ours) for key in ("tokens_per_s", "reserved_gib"))
+    text = f"{speed:,.0f} tokens/s, {memory:.1f} GiB reserved"
+    if not theirs:
+        return f"{text}; the peer runs out of memory"
+    peer_speed, peer_memory = (
+        median(one[key] for one in theirs) for key in ("tokens_per_s", "reserved_gib")
+    )
+    return (
+        f"{text}; the peer {peer_speed:,.0f}, {peer_memory:.1f} GiB: "
+        f"{speed / peer_speed:.3f} times as fast, {memory / peer_memory:.3f} times the memory"
+    )
 
 
 def ceiling() -> float:
@@ -142,7 +175,7 @@ def ceiling() -> float:
     return 2 * size**3 / best / 1e9
 
 
-def offload(model: str) -> None:
+def offload(case: Case) -> None:
     """Three steps with the optimizer on the device and on the host: peaks, and equal weights."""
     from fivefold.step import step
 
@@ -155,9 +188,9 @@ def offload(model: str) -> None:
         gc.collect()  # hooks make cycles
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        plan, job, optimizer = build(model, 1, offloaded)
+        plan, job, optimizer = build(case, offloaded)
         for number in range(3):
-            step(job, optimizer, [random_batch(plan.shape.vocab, 1, number)], 1.0)
+            step(job, optimizer, [random_batch(plan.shape.vocab, case, number)], 1.0)
         torch.cuda.synchronize()
         peaks.append(torch.cuda.max_memory_allocated())
         if not offloaded:
@@ -169,30 +202,30 @@ def offload(model: str) -> None:
         del job, optimizer, model_here
     fall = peaks[0] - peaks[1]
     print(
-        f"{model}: peak {peaks[0] / 2**30:.1f} GiB, with offload {peaks[1] / 2**30:.1f}; falls by "
-        f"{fall / states:.3f} of the optimizer's {states / 2**30:.1f} GiB; largest difference of a "
-        f"weight after 3 steps {worst:.1e}"
+        f"{case.model}: peak {peaks[0] / 2**30:.1f} GiB, with offload {peaks[1] / 2**30:.1f}; "
+        f"falls by {fall / states:.3f} of the optimizer's {states / 2**30:.1f} GiB; "
+        f"largest difference of a weight after 3 steps {worst:.1e}"
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=("step", "compare", "offload"))
-    parser.add_argument("--model", default="llama-3.1-8b")
-    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("case", nargs="?", default="8B", choices=tuple(CASES))
     parser.add_argument("--peer", type=Path)
-    parser.add_argument("--only")
-    arguments = parser.parse_args()
+    parser.add_argument("--only", nargs="*", default=[], choices=tuple(CASES))
+    parser.add_argument("--times", type=int, default=3)
+    said = parser.parse_args()
     if not torch.cuda.is_available():
         print("no GPU here: run this on a machine with one")
-    elif arguments.what == "step":
-        print(json.dumps(measure(arguments.model, arguments.batch)))
-    elif arguments.what == "offload":
-        offload(arguments.model)
-    elif arguments.peer is None:
+    elif said.what == "step":
+        print(json.dumps(measure(CASES[said.case])))
+    elif said.what == "offload":
+        offload(CASES[said.case])
+    elif said.peer is None:
         print("give --peer DIR, a folder with TorchTitan 0.2.2 and its runner")
     else:
-        compare(arguments.peer, arguments.only)
+        compare(said.peer, said.only, said.times)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Where a step goes on one GPU: its kernels by what they do, their launches, and the gaps.
 
-    python benchmarks/kernels.py llama-3.1-8b [--batch 1] [--layers N] [--top 30] [--json FILE]
+    python benchmarks/kernels.py 8B [--top 30] [--json FILE]
 
-The step is that of `benchmarks/gpu.py`: bf16, 8,192 tokens, compiled. After ten steps two are
-recorded by torch's profiler. Shares are of the GPU's time from the first kernel to the last; a gap
+The step is that of a case of `benchmarks/gpu.py`. After its warm-up two are recorded by torch's
+profiler. Shares are of the GPU's time from the first kernel to the last; a gap
 is time in which no kernel ran.
 """
 
@@ -42,16 +42,16 @@ def kind_of(name: str) -> str:
     return next((kind for kind, words in KINDS if any(word in name for word in words)), "other")
 
 
-def recorded(model: str, batch: int, changes: dict[str, str]) -> list[Any]:
+def recorded(case: gpu.Case) -> list[Any]:
     """The kernels of some steps, as the profiler saw them."""
     from fivefold.step import step
 
-    plan, job, optimizer = gpu.build(model, batch, changes=changes)
+    plan, job, optimizer = gpu.build(case)
 
     def run(number: int) -> None:
-        step(job, optimizer, [gpu.random_batch(plan.shape.vocab, batch, number)], 1.0)
+        step(job, optimizer, [gpu.random_batch(plan.shape.vocab, case, number)], 1.0)
 
-    for number in range(gpu.WARM_UP):
+    for number in range(case.warm_up):
         run(number)
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
@@ -86,22 +86,18 @@ def summary(kernels: list[Any]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model")
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--layers")
+    parser.add_argument("case", choices=tuple(gpu.CASES))
     parser.add_argument("--top", type=int, default=30)
     parser.add_argument("--json", type=Path)
     said = parser.parse_args()
     if not torch.cuda.is_available():
         print("no GPU here: run this on a machine with one")
         return
-    found = summary(
-        recorded(said.model, said.batch, {"layers": said.layers} if said.layers else {})
-    )
+    found = summary(recorded(gpu.CASES[said.case]))
     if said.json:
         said.json.write_text(json.dumps(found))
     span = found["span_ms"]
-    print(f"| {said.model} | ms a step | share | launches |\n|---|---:|---:|---:|")
+    print(f"| {said.case} | ms a step | share | launches |\n|---|---:|---:|---:|")
     for kind, (ms, number) in found["kinds"].items():
         print(f"| {kind} | {ms:.2f} | {ms / span:.1%} | {number:.0f} |")
     print(f"| gaps | {found['gap_ms']:.2f} | {found['gap_ms'] / span:.1%} | |")
