@@ -4,7 +4,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: setup train test nightly test-page bench-page page-pictures lint types verify-all bench-schedule bench-overlap bench-pipeline bench-context bench-expert bench-gpu bench-logging bench-clock bench-checkpoint bench-plan chaos stress verify-nccl learn score clean
+.PHONY: setup train test nightly test-page bench-page page-pictures lint types verify-all bench-schedule bench-overlap bench-pipeline bench-context bench-expert bench-gpu bench-rank bench-step bench-logging bench-clock bench-checkpoint bench-plan chaos stress verify-nccl learn score clean
 
 setup: $(READY)
 
@@ -96,6 +96,14 @@ bench-pipeline: setup
 bench-gpu: setup
 	$(BIN)/python benchmarks/gpu.py compare $(if $(PEER),--peer $(PEER))
 	$(BIN)/python benchmarks/gpu.py offload
+
+# One rank of four large jobs alone on a GPU, compiled against operator by operator; it fails below 1.05 (1.15 with experts).
+bench-rank: setup
+	$(BIN)/python benchmarks/one_rank.py
+
+# On a GPU: what the training loop adds to a step (it fails above 1%), and eight microbatches against one (above 8.05).
+bench-step: setup
+	$(BIN)/python benchmarks/step_costs.py
 
 # 300 steps of a model of bytes in one process and in 2D; it fails at 2.0 nats a byte or above.
 learn: setup

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from fivefold.core.plan import PlanOptions, resolve
+from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.core.recipe import Recipe
 from fivefold.launch.worker import Meeting, Worker
 from fivefold.records import StepRecord
@@ -81,20 +81,18 @@ class Stopwatch:
         return f"checkpoint {WARM_UP + self.steps}"
 
 
+def plan_of(job: Job, model: str | None, steps: int, **changes: int) -> Plan:
+    """The plan of so many steps; `changes` of the batch."""
+    sizes = {"microbatches": 1, "microbatch_size": job.rows, **changes}
+    recipe = Recipe(steps=WARM_UP + steps, lr=3e-4)
+    return resolve(PlanOptions(model or job.model, seq=job.seq, train=recipe, **sizes))
+
+
 def measure(device: str, model: str | None, steps: int) -> Stopwatch:
     """Train, and listen."""
     job = JOBS[device]
-    recipe = Recipe(steps=WARM_UP + steps, lr=3e-4)
-    plan = resolve(
-        PlanOptions(
-            model or job.model,
-            seq=job.seq,
-            microbatches=1,
-            microbatch_size=job.rows,
-            train=recipe,
-        )
-    )
-    watch = Stopwatch(device, steps)
+    plan = plan_of(job, model, steps)
+    recipe, watch = plan.options.train, Stopwatch(device, steps)
     worker = Worker(0, cast(Meeting, None), watch.send)  # one rank meets nobody
     run_rank(worker, plan, TrainSettings(recipe, cast(Any, job.dtype), cast(Any, device)))
     return watch

@@ -32,7 +32,7 @@ from fivefold.model.batch import AttentionInfo, TokenBatch
 from fivefold.model.flash import MergedAttention, VisiblePairs, attend
 from fivefold.parallel.compose import compose
 from fivefold.parallel.context import ContextAttention
-from fivefold.parallel.mesh import Mesh, Phase
+from fivefold.parallel.mesh import Mesh
 
 KINDS: tuple[ContextKind, ...] = ("ring", "zigzag", "allgather", "ulysses", "hybrid")
 LONG = 32_768
@@ -175,7 +175,7 @@ class VirtualMesh:
     def __init__(self, place: int) -> None:
         self._place = place
 
-    def place(self, axis: str) -> int:
+    def coord(self, axis: str) -> int:
         return self._place
 
     def pass_on(self, tensor: Tensor, axis: str) -> VirtualMesh:
@@ -203,10 +203,7 @@ def cut_into_ranks(q: Tensor, k: Tensor, v: Tensor, slope: Tensor, cp: int) -> f
     split = context_split(Layout(cp=cp), load("llama-3-8b"))
     row = TokenBatch(*(torch.arange(seq, device="cuda")[None] for _ in range(3)))
     info = AttentionInfo(row.positions, None, None, None, row=row)
-    ranks = [
-        VirtualRank(cast(Any, VirtualMesh(place)), Phase(), split, seq, "none")
-        for place in range(cp)
-    ]
+    ranks = [VirtualRank(cast(Any, VirtualMesh(place)), split, seq) for place in range(cp)]
 
     def tokens(whole: Tensor, rank: VirtualRank) -> Tensor:
         parts = [whole[:, :, each.start : each.stop] for each in rank.tokens]
