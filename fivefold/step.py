@@ -198,8 +198,13 @@ def squared_norm(job: Job) -> Tensor:
 def _norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     """The norm of them all. torch would round that of narrow ones to their own type; those that
     have left the device come back one by one."""
-    narrow = gradients[0].itemsize < torch.float32.itemsize
-    if gradients[0].device == device and not narrow:
+    first = gradients[0]
+    narrow = first.itemsize < torch.float32.itemsize
+    if first.device == device and narrow and first.is_cuda:
+        from fivefold.optim.gradient_norm import norm_on_gpu  # Triton is there only with CUDA
+
+        return norm_on_gpu(gradients)
+    if first.device == device and not narrow:
         return get_total_norm(gradients)
     norms: list[Tensor] = []
     for each in gradients:

@@ -11,16 +11,17 @@ Legend: B rows, S tokens, H heads, R half of a head's width, D model width.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.core.shape import Activation, Rope, Shape
-from fivefold.model.regions import Fuse, Region, ResidualRegion, eager
+from fivefold.model.regions import Compute, Fuse, Region, ResidualRegion, eager
 from fivefold.model.remake import remade, saving
 
 Matmul = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -59,7 +60,23 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
     return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 
-NORMS = {"rms": ResidualRegion(rms_norm), "layer": ResidualRegion(layer_norm)}
+def _rms_by_hand(compiler: Compute) -> Compute:
+    """The gradients of a root-mean-square norm: by our kernel on a GPU, else by the compiler's."""
+
+    def gradients(
+        wanted: Sequence[bool], inputs: Sequence[Any], gradient: Tensor, residual: Tensor
+    ) -> Sequence[Tensor]:
+        if gradient.is_cuda:
+            from fivefold.model import norm_kernel  # Triton is there only with CUDA
+
+            if norm_kernel.takes(inputs, wanted, gradient):
+                return norm_kernel.rms_gradients(inputs, gradient, residual)
+        return compiler(wanted, inputs, gradient, residual)
+
+    return gradients
+
+
+NORMS = {"rms": ResidualRegion(rms_norm, _rms_by_hand), "layer": ResidualRegion(layer_norm)}
 
 
 class Linear(nn.Module):

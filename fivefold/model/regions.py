@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 Compute = Callable[..., Any]
+ByHand = Callable[[Compute], Compute]
 _MOST_SIZES = 64  # for which one region is compiled anew: widths, grad modes, strides
 
 
@@ -99,14 +100,18 @@ class ResidualRegion(Region):
     the region's backward adds to it. What is saved is the sum, not what is summed.
     """
 
-    def __init__(self, compute: Compute) -> None:
+    def __init__(self, compute: Compute, by_hand: ByHand | None = None) -> None:
+        """`by_hand` may have a kernel for gradients that is faster than the compiler's."""
         super().__init__(compute)
         self.of_sum, self.sum_gradients = _of_sum(compute), _sum_gradients_of(compute)
+        self.by_hand = by_hand
 
     def after_sum(self, fuse: Fuse) -> Callable[..., tuple[Tensor, Tensor]]:
         """The region after a sum, run as `fuse` makes its kernels."""
-        kernels = (fuse(self.compute), fuse(self.of_sum), fuse(self.sum_gradients))
-        return partial(_ApplyAfterSum.apply, kernels)
+        gradients = fuse(self.sum_gradients)
+        if fuse is compiled and self.by_hand is not None:
+            gradients = self.by_hand(gradients)
+        return partial(_ApplyAfterSum.apply, (fuse(self.compute), fuse(self.of_sum), gradients))
 
 
 class _ApplyAfterSum(torch.autograd.Function):
