@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fivefold.core.batch import Batch
 from fivefold.model.batch import NOT_COUNTED, TokenBatch
+from fivefold.model.documents import Documents
 from fivefold.model.dropout import token_keys
 
 _MASKED = 0.1  # fraction of tokens without loss, before the tail of a row
@@ -28,7 +29,7 @@ class Samples:
     tokens: Tensor
     labels: Tensor
     positions: Tensor
-    documents: Tensor | None
+    documents: Tensor | None  # on the host always: kernels need lengths of documents there
     keys: Tensor | None = None  # of `token_keys`, where activations are dropped
 
     def of(self, dp_coord: int) -> list[TokenBatch]:
@@ -48,8 +49,10 @@ class Samples:
         return self.each(lambda one: one.to(device))
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Samples:
-        """The same samples, with every tensor changed."""
-        return Samples(*(None if each is None else change(each) for each in vars(self).values()))
+        """The same samples, with every tensor of a device changed."""
+        keys = None if self.keys is None else change(self.keys)
+        tokens, labels, positions = map(change, (self.tokens, self.labels, self.positions))
+        return Samples(tokens, labels, positions, self.documents, keys)
 
     def drawing(self, seed: int, numbers: Tensor) -> Samples:
         """The same samples with keys for dropout; `numbers` are those of the samples, in order."""
@@ -62,7 +65,8 @@ class Samples:
             None if each is None else each[where].reshape(-1, each.shape[-1]) for each in tensors
         )
         assert tokens is not None and labels is not None and positions is not None
-        return TokenBatch(tokens, labels, positions, documents, keys=keys)
+        packed = None if documents is None else Documents.of(documents)
+        return TokenBatch(tokens, labels, positions, packed, keys=keys)
 
 
 def samples(

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fivefold.core.shape import Mla, Shape
-from fivefold.model.batch import AttentionInfo, Context, TokenBatch
+from fivefold.core.splits import AttentionCall
+from fivefold.model.batch import AttentionInfo, Context
 from fivefold.model.flash import VisiblePairs, attend, attend_backward, is_fake
 from fivefold.model.layers import ROTATE, Linear, Norm, WeightFactory, yarn_mscale
 
@@ -74,45 +75,33 @@ class Attention(nn.Module):
 
 
 def causal_attention(q_BHSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, info: AttentionInfo) -> Tensor:
-    """The default kernel: torch's SDPA, with a mask only where the batch or the model needs one.
-
-    Fused kernels draw a dropout of their own; pairs are dropped by the formula.
+    """The default kernel: torch's SDPA, or our own call of a kernel where that has no way to say
+    which pairs count without a mask of all of them: windows, packed documents, and dropped pairs.
     """
-    if info.dropout is not None:
-        return _DroppedAttention.apply(q_BHSd, k_BKSd, v_BKSd, info)
-    if is_fake(q_BHSd) and info.mask is None:
+    if info.dropout is not None or info.documents is not None:
+        return _PairedAttention.apply(q_BHSd, k_BKSd, v_BKSd, info)
+    if is_fake(q_BHSd):
         return torch.ops.aten._scaled_dot_product_cudnn_attention(
             q_BHSd, k_BKSd, v_BKSd, None, True, 0.0, True
         )[0]
     groups = q_BHSd.shape[1] // k_BKSd.shape[1]
-    grouped = groups > 1
-    if grouped and (info.mask is not None or not q_BHSd.is_cuda):
-        # Grouped queries are not supported by the masked CUDA kernels, nor by the CPU kernel.
+    if q_BHSd.is_cuda:
+        with sdpa_kernel(CUDA_KERNELS, set_priority=True):
+            return F.scaled_dot_product_attention(
+                q_BHSd, k_BKSd, v_BKSd, is_causal=True, enable_gqa=groups > 1
+            )
+    if groups > 1:  # not supported by the CPU kernel
         k_BKSd, v_BKSd = (each.repeat_interleave(groups, dim=1) for each in (k_BKSd, v_BKSd))
-        grouped = False
-    if not q_BHSd.is_cuda:
-        return _attend(q_BHSd, k_BKSd, v_BKSd, info, grouped)
-    with sdpa_kernel(CUDA_KERNELS, set_priority=True):
-        return _attend(q_BHSd, k_BKSd, v_BKSd, info, grouped)
+    return F.scaled_dot_product_attention(q_BHSd, k_BKSd, v_BKSd, is_causal=True)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, info: AttentionInfo, grouped: bool) -> Tensor:
-    return F.scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        attn_mask=info.mask,
-        is_causal=info.mask is None,
-        enable_gqa=grouped,
-    )
-
-
-class _DroppedAttention(torch.autograd.Function):
-    """Attention that drops pairs. It draws them again in backward, and saves what flash saves."""
+class _PairedAttention(torch.autograd.Function):
+    """Attention over the pairs that count. It finds them again in backward, and saves what flash
+    saves."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, info: AttentionInfo) -> Tensor:
-        out, lse = attend(q, k, v, _dropped_pairs(q, info))
+        out, lse = attend(q, k, v, _pairs(q, info))
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.info = info
@@ -121,31 +110,27 @@ class _DroppedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        pairs = _dropped_pairs(q, ctx.info)
-        found = attend_backward(gradients[0], q, k, v, out, lse, pairs)
+        found = attend_backward(gradients[0], q, k, v, out, lse, _pairs(q, ctx.info))
         return (*(each.to(q.dtype) for each in found), None)
 
 
-def _dropped_pairs(q_BHSd: Tensor, info: AttentionInfo) -> VisiblePairs:
-    assert info.dropout is not None
-    places = torch.arange(q_BHSd.shape[2], device=q_BHSd.device)
-    kept = info.dropout.keeps(q_BHSd.shape[1], places, places)
-    return VisiblePairs(info.mask is None, info.mask, kept, info.dropout.scale)
-
-
-def visible_keys_mask(batch: TokenBatch, window: int | None) -> Tensor | None:
-    """(B, 1, S, S), True where a query sees a key; None where plain causal attention is enough."""
-    seq = batch.positions.shape[1]
-    if batch.documents is None and (window is None or window >= seq):
-        return None
-    ones = torch.ones(seq, seq, dtype=torch.bool, device=batch.positions.device)
-    visible_BSS = ones.tril()[None]
+def _pairs(q_BHSd: Tensor, info: AttentionInfo) -> VisiblePairs:
+    _, heads, seq, _ = q_BHSd.shape
+    row, documents, window = (range(seq),), info.documents, info.window
+    if info.dropout is None:
+        assert documents is not None
+        call = AttentionCall(0, seq, 0, seq, causal=True, masked=False)
+        return VisiblePairs(True, documents=documents.pairs(row, row, call), window=window)
+    tokens = torch.arange(seq, device=q_BHSd.device)
+    kept, scale = info.dropout.keeps(heads, tokens, tokens), info.dropout.scale
+    if documents is None:
+        return VisiblePairs(True, None, kept, scale)
+    visible = torch.ones(seq, seq, dtype=torch.bool, device=q_BHSd.device).tril()
     if window is not None:
-        distance_BSS = batch.positions[:, :, None] - batch.positions[:, None, :]
-        visible_BSS = visible_BSS & (distance_BSS < window)
-    if batch.documents is not None:
-        visible_BSS = visible_BSS & (batch.documents[:, :, None] == batch.documents[:, None, :])
-    return visible_BSS[:, None]
+        visible = visible.triu(1 - window)
+    numbers_BS = documents.numbers(q_BHSd.device)
+    visible = visible & (numbers_BS[:, None, :, None] == numbers_BS[:, None, None, :])
+    return VisiblePairs(False, visible, kept, scale)
 
 
 LATENT_EPS = 1e-6  # DeepSeek's code uses it for the norms of latents, whatever the other norms use

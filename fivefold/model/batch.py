@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from fivefold.model.documents import Documents
 from fivefold.model.dropout import PairDropout, SiteKeys
 
 NOT_COUNTED = -100  # the label of a token without loss
@@ -22,7 +23,7 @@ class TokenBatch:
     tokens: Tensor  # (B, S) int64
     labels: Tensor  # (B, S) int64, NOT_COUNTED where there is none
     positions: Tensor  # (B, S) int64, index of a token in its document
-    documents: Tensor | None = None  # (B, S) int64; None: each row is one document
+    documents: Documents | None = None  # of the full rows; None: each row is one document
     row: TokenBatch | None = None  # the full rows, where this is a shard of them
     # For each depth of multi-token prediction: the tokens that far ahead, and their labels.
     ahead: tuple[tuple[Tensor, Tensor], ...] = ()
@@ -47,7 +48,7 @@ def _shifted(batch: TokenBatch, distance: int) -> tuple[Tensor, Tensor]:
         batch.labels[:, seq - left :],
     )
     if batch.documents is not None:
-        documents = batch.documents
+        documents = batch.documents.numbers(batch.tokens.device)
         crosses = documents[:, :left] != documents[:, seq - left :]
         tokens[:, :left].masked_fill_(crosses, 0)
         labels[:, :left].masked_fill_(crosses, NOT_COUNTED)
@@ -59,9 +60,8 @@ class AttentionInfo:
     """What an attention kernel may need in addition to queries, keys and values."""
 
     positions: Tensor  # (B, S)
-    documents: Tensor | None  # (B, S)
-    window: int | None  # keys that a query sees, its own included
-    mask: Tensor | None  # (B, 1, S, S), True where a query sees a key; None: all earlier keys
+    documents: Documents | None  # of the full rows; None: a query sees all tokens before it
+    window: int | None  # keys that a query sees, its own included; None: all
     dropout: PairDropout | None = None
     row: TokenBatch | None = None  # the full rows, where the tokens are a shard of them
 
@@ -70,6 +70,17 @@ class AttentionInfo:
         if self.dropout is None:
             return self
         return replace(self, dropout=replace(self.dropout, site=site, first_head=first_head))
+
+
+def seen_documents(batch: TokenBatch, window: int | None) -> Documents | None:
+    """The documents that limit what queries see, or whole rows where only a window does.
+
+    None where neither does: plain causal attention has faster kernels.
+    """
+    rows, seq = (batch if batch.row is None else batch.row).positions.shape
+    if window is not None and window < seq:
+        return batch.documents or Documents([[0]] * rows, seq)
+    return None if batch.documents is None or batch.documents.one_a_row else batch.documents
 
 
 @dataclass(frozen=True)

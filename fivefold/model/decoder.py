@@ -8,7 +8,7 @@ Seams are attributes that `fivefold/parallel` and `model/recompute.py` replace b
 signature, so that this package knows nothing of parallelism: `Linear.matmul`, `Norm.normalise`,
 `ResidualNorm.normalise_sum`, `Attention.kernel`, `Embedding.lookup`, `Embedding.add_positions`,
 `Head.matmul`, `Head.cross_entropy`, `Head.chunked`, `Block.repeats`, `Attention.first_head`,
-`Decoder.mask`, `Decoder.residual_tokens`, `Decoder.run_blocks`, and in `model/moe.py`
+`Decoder.residual_tokens`, `Decoder.run_blocks`, and in `model/moe.py`
 `Router.matmul`, `ExpertStack.matmul`, `MoeMlp.balance` and `MoeMlp.dispatch`.
 
 Legend: B rows, S tokens, N = B·S, D model width, V vocabulary, P learned positions.
@@ -28,8 +28,8 @@ from torch.utils.checkpoint import checkpoint
 from fivefold.core.recompute import Module
 from fivefold.core.shape import Shape
 from fivefold.core.weights import weights
-from fivefold.model.attention import Attention, LatentAttention, visible_keys_mask
-from fivefold.model.batch import AttentionInfo, Context, TokenBatch
+from fivefold.model.attention import Attention, LatentAttention
+from fivefold.model.batch import AttentionInfo, Context, TokenBatch, seen_documents
 from fivefold.model.dropout import (
     EMBEDDING,
     PARTS,
@@ -48,7 +48,6 @@ from fivefold.model.remake import saving
 
 Lookup = Callable[[Tensor, Tensor], Tensor]
 AddPositions = Callable[[Tensor, Tensor, Tensor], Tensor]
-MakeMask = Callable[[TokenBatch, int | None], Tensor | None]
 OfTokens = Callable[[Tensor], Tensor]
 RunBlocks = Callable[[Iterable[nn.Module], Tensor, Context], Tensor]
 
@@ -185,7 +184,6 @@ class Decoder(nn.Module):
         self.norm = Norm(shape.width, shape.norm_bias, shape, factory) if last else None
         self.head = Head(self._head_weight(factory), factory.fuse) if last else None
         self.mtp = nn.ModuleDict(self._mtp_layers(factory) if last else {})
-        self.mask: MakeMask = visible_keys_mask  # seam: context parallelism makes its own masks
         self.residual_tokens: OfTokens = all_tokens  # seam: sequence parallelism
         self.run_blocks: RunBlocks = run_blocks  # seam: full recomputation
 
@@ -241,9 +239,9 @@ class Decoder(nn.Module):
     def context(self, batch: TokenBatch, dtype: torch.dtype) -> Context:
         """The context of all blocks, for hidden states of `dtype`."""
         window, rotary = self.shape.window, None
-        mask = self.mask(batch, window)
+        documents = seen_documents(batch, window)
         pairs, sites = self._dropout(batch)
-        info = AttentionInfo(batch.positions, batch.documents, window, mask, pairs, batch.row)
+        info = AttentionInfo(batch.positions, documents, window, pairs, batch.row)
         if self.shape.positions == "rotary":
             wide = torch.promote_types(dtype, torch.float32)
             rotary = rotary_tables(self.shape, batch.positions, wide)

@@ -6,8 +6,9 @@
 
 Kernels: on CPU torch's flash kernel. On CUDA cuDNN where it is faster (Hopper and newer), flash
 elsewhere, and the memory-efficient kernel for float32 and for masks. float64, which no CUDA kernel
-supports, and dropout are computed by the formula. There may be fewer key/value heads than query
-heads: they are repeated only for kernels without grouped-query attention.
+supports, and dropout are computed by the formula. Documents go to flash's kernel for variable
+lengths (`varlen`) where there is one, else one by one to the kernels above. There may be fewer
+key/value heads than query heads: only kernels without grouped-query attention repeat them.
 
 Legend: B rows, H query heads, K key/value heads, Q queries, S keys, d width of a head.
 """
@@ -15,7 +16,7 @@ Legend: B rows, H query heads, K key/value heads, Q queries, S keys, d width of 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import NamedTuple
 
@@ -23,21 +24,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fivefold.model import varlen
+from fivefold.model.documents import DocumentPairs
+
 aten = torch.ops.aten
 _ALIGNED = 32  # rows: the log-sum-exp of the memory-efficient kernel
-_HOPPER = (9, 0)
+_AMPERE, _HOPPER = (8, 0), (9, 0)
 
 
 class VisiblePairs(NamedTuple):
     """The query-key pairs that count: all, the lower triangle, or those of a mask (B, 1, Q, S).
 
-    With dropout, only the pairs `kept` (B, H, Q, S) have a weight, multiplied by `scale`.
+    With dropout, only the pairs `kept` (B, H, Q, S) have a weight, multiplied by `scale`. With
+    `documents`, all or the lower triangle of each; in a triangle, a query sees no more keys than
+    the `window`.
     """
 
     causal: bool = False
     mask: Tensor | None = None
     kept: Tensor | None = None
     scale: float = 1.0
+    documents: DocumentPairs | None = None
+    window: int | None = None
 
 
 def is_fake(tensor: Tensor) -> bool:
@@ -57,6 +65,12 @@ def attend(
     if pairs.kept is not None:
         wide = [_at_least_float32(each) for each in (q_BHQd, k_BKSd, v_BKSd)]
         return attend_by_formula(*wide, pairs)
+    if pairs.documents is not None:
+        if _has_varlen(q_BHQd, v_BKSd):
+            return varlen.attend(
+                q_BHQd, k_BKSd, v_BKSd, pairs.documents, pairs.causal, pairs.window
+            )
+        return _attend_one_by_one(q_BHQd, k_BKSd, v_BKSd, pairs, pairs.documents)
     if not uses_gpu_kernels(q_BHQd):
         return _attend_on_cpu(q_BHQd, k_BKSd, v_BKSd, pairs)
     if q_BHQd.dtype == torch.float64:
@@ -81,6 +95,11 @@ def attend_backward(
     if pairs.kept is not None:
         wide = [_at_least_float32(each) for each in (grad_out, q, k, v, out)]
         return backward_by_formula(*wide, lse, pairs)
+    if pairs.documents is not None:
+        found = grad_out, q, k, v, out, lse
+        if _has_varlen(q, v):
+            return varlen.attend_backward(*found, pairs.documents, pairs.causal, pairs.window)
+        return _backward_one_by_one(*found, pairs, pairs.documents)
     if not uses_gpu_kernels(q):
         return _backward_on_cpu(grad_out, q, k, v, out, lse, pairs)
     if q.dtype == torch.float64:
@@ -158,9 +177,69 @@ def _has_fast_cudnn(device: int | None) -> bool:
     )
 
 
+def _has_varlen(q: Tensor, v: Tensor) -> bool:
+    """Whether flash's kernel for variable lengths takes such heads."""
+    narrow = max(q.shape[-1], v.shape[-1]) <= varlen.WIDEST
+    if not narrow or q.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return is_fake(q) or (q.is_cuda and _has_flash(q.device.index))
+
+
+@cache
+def _has_flash(device: int | None) -> bool:
+    return torch.cuda.get_device_capability(device) >= _AMPERE
+
+
+def _attend_one_by_one(
+    q: Tensor, k: Tensor, v: Tensor, pairs: VisiblePairs, documents: DocumentPairs
+) -> tuple[Tensor, Tensor]:
+    rows, heads, queries, _ = q.shape
+    wide = torch.promote_types(q.dtype, torch.float32)
+    # Tokens before heads: the memory layout that the output projection reads.
+    total = q.new_zeros((rows, queries, heads, v.shape[-1]), dtype=wide).transpose(1, 2)
+    total_lse = q.new_full((rows, heads, queries), -math.inf, dtype=wide)
+    for mine, theirs, sees in _documents(pairs, documents, q.device):
+        out, lse = attend(q[mine], k[theirs], v[theirs], sees)
+        total[mine], total_lse[mine] = out.to(wide), lse.to(wide)
+    return total, total_lse
+
+
+def _backward_one_by_one(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    pairs: VisiblePairs, documents: DocumentPairs,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    wide = torch.promote_types(q.dtype, torch.float32)
+    dq, dk, dv = (torch.zeros_like(each, dtype=wide) for each in (q, k, v))
+    for mine, theirs, sees in _documents(pairs, documents, q.device):
+        more = attend_backward(
+            grad_out[mine], q[mine], k[theirs], v[theirs], out[mine], lse[mine], sees
+        )
+        dq[mine], dk[theirs], dv[theirs] = (each.to(wide) for each in more)
+    return dq, dk, dv
+
+
+Where = tuple[slice, slice, slice]
+"""Rows, heads and tokens of (B, H, S, d)."""
+
+
+def _documents(
+    pairs: VisiblePairs, documents: DocumentPairs, device: torch.device
+) -> Iterator[tuple[Where, Where, VisiblePairs]]:
+    """The queries of each document, its keys, and which of them count."""
+    for row, q_start, q_stop, k_start, k_stop in documents.spans:
+        rows, heads = slice(row, row + 1), slice(None)
+        sees = VisiblePairs(pairs.causal)
+        if pairs.window is not None and pairs.window < q_stop - q_start:
+            ones = torch.ones(q_stop - q_start, k_stop - k_start, dtype=torch.bool, device=device)
+            sees = VisiblePairs(mask=ones.tril().triu(1 - pairs.window)[None, None])
+        yield (rows, heads, slice(q_start, q_stop)), (rows, heads, slice(k_start, k_stop)), sees
+
+
 def _attend_on_cpu(q: Tensor, k: Tensor, v: Tensor, pairs: VisiblePairs) -> tuple[Tensor, Tensor]:
     # Matmuls in bfloat16 are slow on CPUs, and would round each result before it is merged.
     q, k, v = (_at_least_float32(each) for each in (q, _repeat_heads(k, q), _repeat_heads(v, q)))
+    if k.shape[-1] != v.shape[-1]:  # not supported by the CPU kernel
+        return attend_by_formula(q, k, v, pairs)
     bias = None if pairs.mask is None else _bias(pairs.mask, q.dtype)
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, pairs.causal, attn_mask=bias
@@ -180,10 +259,13 @@ def _backward_on_cpu(
         _at_least_float32(each)
         for each in (grad_out, q, _repeat_heads(k, q), _repeat_heads(v, q), out)
     ]
-    bias = None if pairs.mask is None else _bias(pairs.mask, wide[1].dtype)
-    dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *wide, lse, 0.0, pairs.causal, attn_mask=bias
-    )
+    if k.shape[-1] != v.shape[-1]:
+        dq, dk, dv = backward_by_formula(*wide, lse, pairs)
+    else:
+        bias = None if pairs.mask is None else _bias(pairs.mask, wide[1].dtype)
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *wide, lse, 0.0, pairs.causal, attn_mask=bias
+        )
     return dq, _sum_heads(dk, num_heads), _sum_heads(dv, num_heads)
 
 

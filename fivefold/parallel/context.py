@@ -49,10 +49,9 @@ def shard(batch: TokenBatch, split: ContextSplit, seq: int, coord: int) -> Token
     tokens, labels, positions = (
         each[:, index] for each in (whole.tokens, whole.labels, whole.positions)
     )
-    documents = None if whole.documents is None else whole.documents[:, index]
     ahead = tuple((token[:, index], label[:, index]) for token, label in whole.ahead)
     keys = None if whole.keys is None else whole.keys[:, index]
-    return TokenBatch(tokens, labels, positions, documents, whole, ahead, keys)
+    return TokenBatch(tokens, labels, positions, whole.documents, whole, ahead, keys)
 
 
 def _padded(batch: TokenBatch, missing: int) -> TokenBatch:
@@ -61,9 +60,6 @@ def _padded(batch: TokenBatch, missing: int) -> TokenBatch:
         return batch
     rows, seq = batch.tokens.shape
     more = torch.arange(seq, seq + missing, device=batch.tokens.device).expand(rows, -1)
-    documents = batch.documents
-    if documents is not None:
-        documents = torch.cat([documents, torch.full_like(more, -1)], dim=1)
 
     def padded(tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         return (
@@ -74,7 +70,7 @@ def _padded(batch: TokenBatch, missing: int) -> TokenBatch:
     return TokenBatch(
         *padded(batch.tokens, batch.labels),
         torch.cat([batch.positions, more], dim=1),
-        documents,
+        None if batch.documents is None else batch.documents.padded(missing),
         ahead=tuple(padded(*each) for each in batch.ahead),
         keys=None if batch.keys is None else torch.cat([batch.keys, more], dim=1),
     )
@@ -85,13 +81,8 @@ def split_rows(stage: Stage) -> None:
     plan, split = stage.plan, stage.plan.split
     if split.inner * split.outer == 1:
         return
-    stage.model.mask = _no_mask
     for block in stage.model.all_blocks():
         block.attention.kernel = ContextAttention(stage.mesh, split, plan.padded_seq)
-
-
-def _no_mask(batch: TokenBatch, window: int | None) -> None:
-    """Masks are made for each attention call."""
 
 
 class ContextAttention:
@@ -136,9 +127,12 @@ class ContextAttention:
         total = MergedAttention(q)
         for keys, visitors in self._visits(k, v):
             for call in attention_calls(self.tokens, keys, info.window):
+                sees = self._sees(call, keys, info, q.shape[HEADS])
+                if _sees_nothing(sees):
+                    continue
                 queries = q[:, :, call.q_start : call.q_stop]
                 theirs = visitors[:, :, :, call.k_start : call.k_stop]
-                out, lse = attend(queries, *theirs, self._sees(call, keys, info, q.shape[HEADS]))
+                out, lse = attend(queries, *theirs, sees)
                 total.merge(call.q_start, call.q_stop, out, lse)
                 del theirs
             del visitors  # before the next one comes
@@ -153,10 +147,12 @@ class ContextAttention:
         for keys, visitors in self._visits(k, v):
             part = _Sum(visitors.shape, q, homeward.waited())
             for call in attention_calls(self.tokens, keys, info.window):
+                sees = self._sees(call, keys, info, q.shape[HEADS])
+                if _sees_nothing(sees):
+                    continue
                 rows, columns = slice(call.q_start, call.q_stop), slice(call.k_start, call.k_stop)
                 mine = [each[:, :, rows] for each in (grad_out, q, out, lse)]
                 theirs = visitors[:, :, :, columns]
-                sees = self._sees(call, keys, info, q.shape[HEADS])
                 more = attend_backward(mine[0], mine[1], *theirs, mine[2], mine[3], sees)
                 dq.add((..., rows, slice(None)), more[0])
                 for number in (0, 1):
@@ -209,11 +205,15 @@ class ContextAttention:
     def _sees(
         self, call: AttentionCall, keys: Ranges, info: AttentionInfo, num_heads: int
     ) -> VisiblePairs:
-        row = info.row
+        row, documents, window = info.row, info.documents, None
         assert row is not None, "a batch that was not cut for the context ranks"
-        masked = row.documents is not None or call.masked
-        if not masked and info.dropout is None:
-            return VisiblePairs(call.causal)
+        if call.masked and keys == self.tokens and len(keys) == 1:  # a window over tokens in order
+            call, window = call._replace(causal=True, masked=False), info.window
+        if documents is not None and documents.one_a_row and window is None:
+            documents = None  # this call is not limited by any
+        if not call.masked and info.dropout is None:
+            pairs = None if documents is None else documents.pairs(self.tokens, keys, call)
+            return VisiblePairs(call.causal, documents=pairs, window=window)
         device = row.positions.device
         q_index = token_index(self.tokens, device)[call.q_start : call.q_stop]
         k_index = token_index(keys, device)[call.k_start : call.k_stop]
@@ -222,15 +222,21 @@ class ContextAttention:
             skipped = num_heads * self.mesh.coord(ULYSSES)  # heads of the ranks before, in a place
             kept = info.dropout.keeps(num_heads, q_index, k_index, skipped)
             scale = info.dropout.scale
-        if not masked:
+        if not call.masked and documents is None:
             return VisiblePairs(call.causal, None, kept, scale)
         distance = row.positions[:, q_index, None] - row.positions[:, None, k_index]
         visible = distance >= 0
         if info.window is not None:
             visible &= distance < info.window
-        if row.documents is not None:
-            visible &= row.documents[:, q_index, None] == row.documents[:, None, k_index]
+        if documents is not None:
+            numbers = documents.numbers(device)
+            visible &= numbers[:, q_index, None] == numbers[:, None, k_index]
         return VisiblePairs(False, visible[:, None], kept, scale)
+
+
+def _sees_nothing(sees: VisiblePairs) -> bool:
+    """Whether queries and keys of a call have no document in common."""
+    return sees.documents is not None and not sees.documents.spans
 
 
 class _Sum:

@@ -21,6 +21,7 @@ from fivefold.huggingface.names import (
 )
 from fivefold.model.batch import TokenBatch, look_ahead
 from fivefold.model.decoder import Decoder, from_config
+from fivefold.model.documents import Documents
 from fivefold.model.init import init_weights
 
 LLAMA = Shape(
@@ -118,7 +119,8 @@ def batch_of(
     labels = tokens[:, 1:].clone()
     labels[0, 3:5] = -100
     positions = torch.arange(seq).expand(rows, seq)
-    batch = TokenBatch(tokens[:, :-1], labels, positions, documents)
+    packed = None if documents is None else Documents.of(documents)
+    batch = TokenBatch(tokens[:, :-1], labels, positions, packed)
     return look_ahead(batch, shape.mtp)
 
 

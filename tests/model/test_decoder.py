@@ -16,6 +16,7 @@ from fivefold.core.shape import Rope, Shape
 from fivefold.core.weights import buffers, by_name, weights
 from fivefold.model.batch import AttentionInfo, TokenBatch
 from fivefold.model.decoder import Decoder, from_config
+from fivefold.model.documents import Documents
 from fivefold.model.layers import rotary_frequencies, rotate
 
 F64 = torch.float64
@@ -126,7 +127,8 @@ def test_packed_documents_are_as_if_alone() -> None:
     decoder, batch = filled(LLAMA), batch_of(LLAMA, rows=1, seq=16)
     documents = torch.tensor([[0] * 6 + [1] * 10])
     positions = torch.tensor([[*range(6), *range(10)]])
-    packed = logits_of(decoder, replace(batch, documents=documents, positions=positions))
+    both = replace(batch, documents=Documents.of(documents), positions=positions)
+    packed = logits_of(decoder, both)
     for part in (slice(0, 6), slice(6, 16)):
         seq = part.stop - part.start
         tokens = batch.tokens[:, part]
@@ -146,10 +148,18 @@ def test_a_window_hides_older_keys() -> None:
         assert torch.equal(before, after) == (i not in (6, 7, 8, 9))
 
 
-def test_a_window_as_long_as_the_sequence_needs_no_mask() -> None:
+def test_a_window_as_long_as_the_sequence_is_plain_causal_attention() -> None:
     decoder = from_config(replace(LLAMA, window=16))
-    assert decoder.context(batch_of(LLAMA, seq=16), F64).attention.mask is None
-    assert decoder.context(batch_of(LLAMA, seq=17), F64).attention.mask is not None
+    assert decoder.context(batch_of(LLAMA, seq=16), F64).attention.documents is None
+    limited = decoder.context(batch_of(LLAMA, seq=17), F64).attention.documents
+    assert limited is not None and limited.starts == ((0,), (0,))
+
+
+def test_one_document_a_row_is_plain_causal_attention() -> None:
+    decoder = from_config(LLAMA)
+    for numbers, plain in (([[3] * 8, [5] * 8], True), ([[3] * 8, [5] * 7 + [6]], False)):
+        batch = batch_of(LLAMA, seq=8, documents=torch.tensor(numbers))
+        assert (decoder.context(batch, F64).attention.documents is None) == plain
 
 
 def test_rotation_turns_pairs_by_position_times_frequency() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from fivefold.model import dropout
 from fivefold.model.attention import causal_attention
 from fivefold.model.batch import AttentionInfo, TokenBatch
+from fivefold.model.documents import Documents
 from fivefold.model.dropout import PairDropout, drop, dropping, keeps, site_keys, token_keys
 from fivefold.model.regions import eager
 
@@ -132,12 +133,14 @@ def test_attention_that_drops_pairs_has_the_gradients_of_its_formula(masked: boo
         for each in shapes
     )
     pairs = PairDropout(RATE, token_keys(5, torch.arange(2), 8), site=4)
-    visible = torch.ones(8, 8, dtype=torch.bool).tril()
+    visible = torch.ones(8, 8, dtype=torch.bool).tril().expand(2, 1, 8, 8)
+    documents, window = None, None
     if masked:
+        numbers = torch.tensor([[0] * 7 + [1], [0, 1, 1, 1, 1, 1, 1, 2]])
+        documents, window = Documents.of(numbers), 4
         visible = visible & ~torch.ones(8, 8, dtype=torch.bool).tril(-4)
-    info = AttentionInfo(
-        torch.arange(8).expand(2, 8), None, None, visible[None, None] if masked else None, pairs
-    )
+        visible = visible & (numbers[:, None, :, None] == numbers[:, None, None, :])
+    info = AttentionInfo(torch.arange(8).expand(2, 8), documents, window, pairs)
 
     def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k, v = (each.repeat_interleave(2, dim=1) for each in (k, v))

@@ -16,6 +16,7 @@ from fivefold.core.weights import weights
 from fivefold.data.batches import samples
 from fivefold.model.batch import NOT_COUNTED, TokenBatch, look_ahead
 from fivefold.model.decoder import Decoder
+from fivefold.model.documents import Documents
 from fivefold.model.recompute import apply_recompute
 from fivefold.parallel.compose import compose
 from fivefold.parallel.mesh import Mesh
@@ -29,7 +30,7 @@ TIED = replace(TWO, name="tied", tied=True)
 def batch(documents: list[int] | None = None) -> TokenBatch:
     tokens = torch.tensor([[10, 11, 12, 13, 14, 15]])
     labels = torch.tensor([[11, 12, N, 14, 15, 16]])
-    told = None if documents is None else torch.tensor([documents])
+    told = None if documents is None else Documents.of(torch.tensor([documents]))
     return TokenBatch(tokens, labels, torch.arange(6)[None], told)
 
 

@@ -187,8 +187,11 @@ def test_packed_rows_are_documents_of_random_lengths() -> None:
     plan = small_plan("dp=4", packed=True, microbatches=8, microbatch_size=4)
     drawn, again = (samples(plan.batch, 64, 3, 1, packed=True) for _ in range(2))
     whole = drawn.whole()
-    documents, positions, labels = whole.documents, whole.positions, whole.labels
-    assert documents is not None and documents.equal(again.whole().documents)
+    documents, positions, labels = drawn.documents, whole.positions, whole.labels
+    assert documents is not None and documents.equal(again.documents)
+    documents = documents.flatten(0, 2)
+    told = whole.documents
+    assert told is not None and told.numbers(torch.device("cpu")).equal(documents)
     assert set((documents[:, -1] + 1).tolist()) == {1, 2, 3, 4, 5}
     steps = documents.diff(dim=1)
     assert documents[:, 0].eq(0).all() and steps.ge(0).all() and steps.le(1).all()
@@ -212,12 +215,16 @@ def test_every_rank_gets_its_tokens_with_their_places_and_labels() -> None:
             for token in each
         ]
         order = torch.tensor(index).argsort()
-        for name in ("tokens", "labels", "positions", "documents"):
+        for name in ("tokens", "labels", "positions"):
             row = torch.cat([getattr(part, name) for part in parts], dim=1)[:, order]
             assert row[:, :seq].equal(getattr(batch, name)), name
             assert all(part.row is not None for part in parts)
             assert getattr(parts[0].row, name).equal(row), name
         row = parts[0].row
-        assert row is not None and row.documents is not None
+        assert row is not None and batch.documents is not None
         assert row.labels[:, seq:].eq(NOT_COUNTED).all()
-        assert row.documents[:, seq:].eq(-1).all()
+        for each in parts:  # every rank knows the documents of the row; padding is another one
+            assert each.documents is not None and each.documents.seq == length
+            padding = (seq,) if length > seq else ()
+            wanted = tuple((*starts, *padding) for starts in batch.documents.starts)
+            assert each.documents.starts == wanted

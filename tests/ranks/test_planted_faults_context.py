@@ -18,6 +18,7 @@ from fivefold.core.units import Unit
 from fivefold.launch.processes import Pool
 from fivefold.model import flash
 from fivefold.model.batch import NOT_COUNTED, AttentionInfo, TokenBatch
+from fivefold.model.documents import DocumentPairs
 from fivefold.model.flash import VisiblePairs
 from fivefold.parallel import context
 from fivefold.parallel.context import HEADS, ContextAttention
@@ -36,14 +37,16 @@ def former_parts_not_scaled() -> Patch:
 
 
 def blind_parts_count() -> Patch:
-    """A query that sees no key of a part has log-sum-exp 0 for it, as the kernel says."""
-    inner = flash._attend_on_cpu
+    """A query that sees no key of a part has log-sum-exp 0 for it."""
+    inner = flash._attend_one_by_one
 
-    def counted(q: Tensor, k: Tensor, v: Tensor, sees: VisiblePairs) -> tuple[Tensor, Tensor]:
-        out, lse = inner(q, k, v, sees)
+    def counted(
+        q: Tensor, k: Tensor, v: Tensor, sees: VisiblePairs, documents: DocumentPairs
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = inner(q, k, v, sees, documents)
         return out, lse.masked_fill(lse.isinf(), 0.0)
 
-    return patch.object(flash, "_attend_on_cpu", counted)
+    return patch.object(flash, "_attend_one_by_one", counted)
 
 
 def two_blind_parts_unguarded() -> Patch:
