@@ -202,7 +202,7 @@ def cut_into_ranks(q: Tensor, k: Tensor, v: Tensor, slope: Tensor, cp: int) -> f
     seq = q.shape[2]
     split = context_split(Layout(cp=cp), load("llama-3-8b"))
     row = TokenBatch(*(torch.arange(seq, device="cuda")[None] for _ in range(3)))
-    info = AttentionInfo(row.positions, None, None, None, row=row)
+    info = AttentionInfo(row.positions, None, None, row=row)
     ranks = [VirtualRank(cast(Any, VirtualMesh(place)), split, seq) for place in range(cp)]
 
     def tokens(whole: Tensor, rank: VirtualRank) -> Tensor:

@@ -150,7 +150,7 @@ def ring(mesh: DelayedMesh, split: ContextSplit, block: float, transfer: float) 
     seq = split.unit * 2
     attention = ContextAttention(mesh, Phase(), split, seq, "none")
     row = TokenBatch(*(torch.arange(seq)[None] for _ in range(3)))
-    info = AttentionInfo(row.positions, None, None, None, row=row)
+    info = AttentionInfo(row.positions, None, None, row=row)
     q = torch.ones(1, 1, seq // RING, 8)
     mesh.delay = transfer
     best = float("inf")

@@ -76,10 +76,15 @@ class _MeasuredSteps:
             instruments=Instruments(actions=self.marks, routing=RoundRobin(plan, rank, imbalance)),
         )
         self.updater = updater_of(self.job, plan.options.train, master=master)
-        drawn = samples(plan.batch, plan.shape.vocab, seed=0, step=0, drops=plan.shape.drops).to(
-            device
+        drawn = samples(
+            plan.batch,
+            plan.shape.vocab,
+            seed=0,
+            step=0,
+            packed=plan.packed,
+            drops=plan.shape.drops,
         )
-        self.batches = drawn.of(plan.layout.coord(rank).dp)
+        self.batches = drawn.to(device).of(plan.layout.coord(rank).dp)
         self.seconds: defaultdict[str, list[float]] = defaultdict(list)
         self.peak = 0
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
@@ -30,6 +30,8 @@ from fivefold.cost.grid import fullest_rank_load
 from fivefold.cost.layer_collectives import max_nodes_per_token
 from fivefold.cost.matching import AFTER, BEFORE, IssuedCollective
 from fivefold.data.batches import samples
+from fivefold.model.batch import TokenBatch
+from fivefold.model.documents import Documents
 from fivefold.optim.optimizer import Updater
 from fivefold.parallel.compose import Job, StageChunk, compose, hidden_size
 from fivefold.parallel.context import token_index
@@ -270,6 +272,13 @@ class _RehearsalRun:
         coord = self.plan.layout.coord(self.rank)
         return stage_kind(self.plan.shape, self.plan.stages[stage]), coord._replace(pp=0)
 
+    def _packed(self, batch: TokenBatch) -> TokenBatch:
+        """With two documents a row, if rows are packed: only the data knows how long they are."""
+        if not self.plan.packed:
+            return batch
+        rows, seq = batch.tokens.shape
+        return replace(batch, documents=Documents([[0, seq // 2]] * rows, seq))
+
     def go(self) -> RehearsedRank:
         """Run the step."""
         coord = self.plan.layout.coord(self.rank).dp
@@ -283,7 +292,7 @@ class _RehearsalRun:
                     step=0,
                     drops=self.plan.shape.drops,
                 )
-                batches = drawn.of(coord)
+                batches = [self._packed(each) for each in drawn.of(coord)]
             step(self.job, self.updater, batches, self.plan.options.train.clip)
         return RehearsedRank(
             self.rank,

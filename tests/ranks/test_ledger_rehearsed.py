@@ -8,6 +8,7 @@ import pytest
 
 from fivefold.core import machine
 from fivefold.core.plan import Plan, PlanOptions, resolve
+from fivefold.model import varlen
 from fivefold.planner import estimate_setting
 from fivefold.planner.rank_memory import rank_memory
 from fivefold.rehearse.job import judged
@@ -37,6 +38,8 @@ JOBS: tuple[tuple[str, int, str, int, dict[str, Any]], ...] = (
     ("mixtral-8x7b", 2, "dp=8 ep=8", 0, {"microbatches": 1, "zero": 2}),
     ("mixtral-8x7b", 4, "dp=16 ep=8", 0, {"microbatches": 2, "zero": 3, "recompute": "full"}),
     ("mixtral-8x7b", 4, "dp=8 ep=8", 0, {"microbatches": 2, "zero": 3, "recompute": "full"}),
+    ("deepseek-v2-lite", 4, "dp=1", 0, {"microbatches": 1, "packed": True}),
+    ("llama-3.1-8b", 4, "cp=4", 0, {"microbatches": 2, "packed": True}),
 )
 
 
@@ -51,6 +54,24 @@ def test_a_rank_holds_what_is_planned(
     memory = rank_memory(plan, COMPILED, rank)
     planned = sum(memory.values()) - memory["context"] - memory["margin"]
     assert planned == pytest.approx(rehearse_rank(plan, rank, None).peak, rel=0.03)
+
+
+@pytest.mark.parametrize("layout", ["dp=1", "cp=2"])
+def test_packed_rows_hold_what_whole_rows_hold(
+    layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for some lengths. A mask of all pairs would be 16 MiB a row, and a bias of it 32."""
+    peaks: list[int] = []
+    calls: list[int] = []
+    inner = varlen.attend
+    monkeypatch.setattr(varlen, "attend", lambda *given: calls.append(1) or inner(*given))
+    for packed in (False, True):
+        said: dict[str, Any] = {"microbatches": 1, "seq": 4096, "packed": packed}
+        small = {"layers": "2", "vocab": "512"}  # the peak is in a layer, not in the head
+        plan = resolve(PlanOptions("llama-3.2-1b", layout=layout, set=small, **said))
+        peaks.append(rehearse_rank(plan, 0, None).peak)
+        assert bool(calls) == packed
+    assert abs(peaks[0] - peaks[1]) < 1 << 14
 
 
 @pytest.mark.sample(1)
