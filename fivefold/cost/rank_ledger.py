@@ -20,6 +20,7 @@ from fivefold.core.schedule import (
     FORWARD,
     INPUT_GRAD,
     WEIGHT_GRAD,
+    Action,
     Overlap,
     Step,
     actions_of,
@@ -31,7 +32,7 @@ from fivefold.cost.collectives import is_muon_weight, units_of
 from fivefold.cost.layer_operators import LayerOperators
 from fivefold.cost.memory_entries import MUON_STATE, MemoryEntries
 from fivefold.cost.operator_tape import Event, OperatorList, OperatorTape
-from fivefold.cost.stage_ledger import ActionBytes, Segment, StageLedger, StageRun
+from fivefold.cost.stage_ledger import REPLAYED, ActionBytes, Segment, StageLedger, StageRun
 from fivefold.cost.unit_ledger import ACTIVATIONS, DataRules, Held, Slice, nothing
 
 BLOCK_OF_STATES = 256_000_000  # bytes of states that an update by blocks has at once
@@ -44,8 +45,8 @@ class PlanLedger:
     def __init__(self, plan: Plan, entries: MemoryEntries) -> None:
         self.plan, self.entries, self.itemsize = plan, entries, entries.itemsize
         self.queued = defers_weight_gradients(plan.schedule)
-        paired = (step for _, steps in turns_of(plan.schedule, 0) for step in steps)
-        paired = any(isinstance(step, Overlap) for step in paired)
+        different = {steps for _, steps in turns_of(plan.schedule, 0)}
+        paired = any(isinstance(step, Overlap) for steps in different for step in steps)
         self.in_turns = paired and plan.layout.stage_size > 1  # collectives hide each other
         tokens = float(np.asarray(entries.tokens).reshape(-1)[0])
         visits = 1 if plan.split.gathers else plan.split.outer
@@ -160,9 +161,10 @@ class PlanLedger:
             if offloads:
                 continue
             found["master"] += unit.shard_size * self.entries.master_bytes
-            full = [each.row for each in unit.entries if is_muon_weight(each.row)]
-            narrow = sum(row.numel for row in full) if self.entries.stack.orthogonalizes else 0
-            narrow = narrow // unit.num_shards
+            narrow = 0
+            if self.entries.stack.orthogonalizes:
+                rows = (each.row for each in unit.entries)
+                narrow = sum(row.numel for row in rows if is_muon_weight(row)) // unit.num_shards
             found["optimizer"] += (unit.shard_size - narrow) * memory.moment_bytes
             found["optimizer"] += narrow * MUON_STATE
         return found
@@ -196,23 +198,51 @@ class _RankWalk:
         self.parts: list[tuple[int, Sequence[ActionBytes]]] = []  # how often they have run
         self.where = (0, 0, 0)  # the peak: in which part, turn and action
 
-    def follow(self, parts: Sequence[tuple[int, Sequence[Step]]]) -> None:
-        """Steps in parts that repeat."""
-        last: dict[int, tuple[int, int, str]] = {}
-        for number, (_, steps) in enumerate(parts):
-            for place, step in enumerate(steps):
-                for action in actions_of(step):
-                    if action.kind in (BACKWARD, WEIGHT_GRAD):
-                        last[action.stage] = (number, place, action.kind)
+    def follow(self, parts: Sequence[tuple[int, tuple[Step, ...]]]) -> None:
+        """Steps in parts that repeat. Turns after which nothing is new are one."""
+        last, alike = self._last(parts), dict[int, list[tuple[Action, ...]]]()
         for number, (times, steps) in enumerate(parts):
-            found: list[ActionBytes] = []
-            for place, step in enumerate(steps):
-                both: list[ActionBytes] = []
-                for action in actions_of(step):
-                    ends = last.get(action.stage) == (number, place, action.kind)
-                    both.append(self.stages[action.stage].act(action.kind, ends))
-                found += [_in_turns(*both)] if len(both) == 2 and self.in_turns else both
-            self._add(found, times)
+            if id(steps) not in alike:
+                alike[id(steps)] = [*map(actions_of, steps)]
+            actions, ends = alike[id(steps)], last.get(number, {})
+            left = times
+            while left:
+                count = max(left - bool(ends), 1) if self._is_steady(actions) else 1
+                self._turn(actions, count, ends if left == 1 else {})
+                left -= count
+
+    def _last(
+        self, parts: Sequence[tuple[int, tuple[Step, ...]]]
+    ) -> dict[int, dict[int, tuple[int, str]]]:
+        """Parts with the last gradient of a stage: by stage its place there, and its kind."""
+        found: dict[int, dict[int, tuple[int, str]]] = {}
+        missing = set(self.stages)
+        for number in reversed(range(len(parts))):
+            steps = parts[number][1]
+            for place in reversed(range(len(steps))):
+                for stage, kind, _ in actions_of(steps[place]):
+                    if stage in missing and kind in (BACKWARD, WEIGHT_GRAD):
+                        missing.remove(stage)
+                        found.setdefault(number, {})[stage] = place, kind
+            if not missing:
+                break
+        return found
+
+    def _is_steady(self, actions: Sequence[tuple[Action, ...]]) -> bool:
+        return all(self.stages[n].is_steady(kind) for each in actions for n, kind, _ in each)
+
+    def _turn(
+        self, actions: Sequence[tuple[Action, ...]], times: int, ends: dict[int, tuple[int, str]]
+    ) -> None:
+        """One turn, that may repeat."""
+        found: list[ActionBytes] = []
+        for place, each in enumerate(actions):
+            both = [self.stages[n].act(kind, ends.get(n) == (place, kind)) for n, kind, _ in each]
+            found += [_in_turns(*both)] if len(both) == 2 and self.in_turns else both
+        for _ in range(min(times - 1, REPLAYED)):
+            for n, kind, _ in (action for each in actions for action in each):
+                self.stages[n].repeat(kind)
+        self._add(found, times)
 
     def end(self, besides: float) -> None:
         """After the last action."""
