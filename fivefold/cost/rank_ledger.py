@@ -7,8 +7,8 @@ often the peak.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import lru_cache, partial
 from itertools import zip_longest
 
 import numpy as np
@@ -32,11 +32,23 @@ from fivefold.cost.collectives import is_muon_weight, units_of
 from fivefold.cost.layer_operators import LayerOperators
 from fivefold.cost.memory_entries import MUON_STATE, MemoryEntries
 from fivefold.cost.operator_tape import Event, OperatorList, OperatorTape
+from fivefold.cost.segment_steps import JoinedStep
 from fivefold.cost.stage_ledger import REPLAYED, ActionBytes, Segment, StageLedger, StageRun
 from fivefold.cost.unit_ledger import ACTIVATIONS, DataRules, Held, Slice, nothing
 
 BLOCK_OF_STATES = 256_000_000  # bytes of states that an update by blocks has at once
 MESSAGES = 2  # that are received while others are computed with
+
+
+ActionEvents = Mapping[str, Sequence[Event]]
+
+
+@lru_cache(maxsize=32)  # many plans of a search have the same layers
+def _known_tapes(
+    operators: Hashable,
+) -> tuple[dict[Hashable, ActionEvents], dict[Hashable, list[JoinedStep]]]:
+    """What is known of layers with these operators: events, and the steps of segments."""
+    return {}, {}
 
 
 class PlanLedger:
@@ -53,7 +65,7 @@ class PlanLedger:
         self.operators = LayerOperators(
             entries.activations, tokens, visits, plan.saves_input_shards, self.queued
         )
-        self.events: dict[Hashable, Mapping[str, Sequence[Event]]] = {}
+        self.events, self.steps = _known_tapes(self.operators.key)
         self.kinds: dict[Hashable, StageLedger] = {}
 
     def peak(self, place: int) -> dict[str, float]:
@@ -84,6 +96,7 @@ class PlanLedger:
                 self.operators.residual,
                 tables,
                 self.in_turns,
+                self.steps,
             )
         return self.kinds[key]
 
@@ -106,38 +119,40 @@ class PlanLedger:
     def _segments(self, layers: range, rule: Recompute) -> Iterator[Segment]:
         shape, operators = self.plan.shape, self.operators
         if layers.start == 0:
-            yield Segment(("embed",), self._events("embed", operators.embedding()))
+            yield Segment(("embed",), self._events("embed", operators.embedding))
         size = rule.blocks or 1
         for start in range(layers.start, layers.stop, size):
             some = range(start, min(start + size, layers.stop))
             routed = tuple(map(shape.is_moe_layer, some))
-            key = (rule, routed)
-            if key not in self.events:
-                self._events(key, operators.blocks(routed, rule), rule)
-            yield Segment(tuple(f"blocks.{i}" for i in some), self.events[key])
+            events = self._events((rule, routed), partial(operators.blocks, routed, rule), rule)
+            yield Segment(tuple(f"blocks.{i}" for i in some), events)
         if layers.stop == shape.layers:
-            head = self._events("head", self._head(operators))
+            head = self._head()
             yield Segment(("head",), head)
             for depth in range(shape.mtp):
                 routed = (shape.is_moe_layer(shape.layers),)
-                ahead = operators.blocks(routed, rule, joins=True)
-                yield Segment((f"mtp.{depth}",), self._events((depth, rule), ahead, rule))
+                ahead = partial(operators.blocks, routed, rule, joins=True)
+                yield Segment((f"mtp.{depth}",), self._events(("mtp", rule), ahead, rule))
                 yield Segment(("head",), head)
 
-    def _head(self, operators: LayerOperators) -> OperatorList:
-        entries, memory = self.entries, self.entries.memory
+    def _head(self) -> ActionEvents:
+        entries, memory, operators = self.entries, self.entries.memory, self.operators
         if entries.chunked.all() and not self.queued:
-            sizes = (entries.loss(), entries.gradients_of_loss())
-            return operators.head_in_chunks(*(float(each.item()) for each in sizes))
+            found = (entries.loss(), entries.gradients_of_loss())
+            sizes = tuple(float(each.item()) for each in found)
+            return self._events(("head", *sizes), partial(operators.head_in_chunks, *sizes))
         split = self.plan.layout.tp > 1 and memory.split_logits_bytes
-        return operators.head(split or memory.logits_bytes)
+        logits = split or memory.logits_bytes
+        return self._events(("head", logits), partial(operators.head, logits))
 
     def _events(
-        self, key: Hashable, found: OperatorList, rule: Recompute | None = None
-    ) -> Mapping[str, Sequence[Event]]:
+        self, key: Hashable, find: Callable[[], OperatorList], rule: Recompute | None = None
+    ) -> ActionEvents:
         """Of every kind of action."""
+        if key in self.events:
+            return self.events[key]
         rule = rule or Recompute()
-        make = partial(OperatorTape, found, rule.modules, rule.full)
+        make = partial(OperatorTape, find(), rule.modules, rule.full)
         tape = make()
         events = {FORWARD: tape.forward()}
         events[BACKWARD] = tape.backward("queued" if self.queued else "backward")
@@ -201,14 +216,24 @@ class _RankWalk:
     def follow(self, parts: Sequence[tuple[int, tuple[Step, ...]]]) -> None:
         """Steps in parts that repeat. Turns after which nothing is new are one."""
         last, alike = self._last(parts), dict[int, list[tuple[Action, ...]]]()
+        steady: dict[int, list[ActionBytes]] = {}
         for number, (times, steps) in enumerate(parts):
-            if id(steps) not in alike:
-                alike[id(steps)] = [*map(actions_of, steps)]
-            actions, ends = alike[id(steps)], last.get(number, {})
-            left = times
+            which, ends, left = id(steps), last.get(number, {}), times
+            if which not in alike:
+                alike[which] = [*map(actions_of, steps)]
+            actions = alike[which]
             while left:
-                count = max(left - bool(ends), 1) if self._is_steady(actions) else 1
-                self._turn(actions, count, ends if left == 1 else {})
+                ending = bool(ends) and left == 1
+                found = None if ending else steady.get(which)
+                again = count = left - bool(ends)
+                if found is None:
+                    new = ending or not self._is_steady(actions)
+                    count = 1 if new else count
+                    found, again = self._turn(actions, ends if ending else {}), count - 1
+                    if not new:
+                        steady[which] = found
+                self._repeat(actions, again)
+                self._add(found, count)
                 left -= count
 
     def _last(
@@ -232,17 +257,20 @@ class _RankWalk:
         return all(self.stages[n].is_steady(kind) for each in actions for n, kind, _ in each)
 
     def _turn(
-        self, actions: Sequence[tuple[Action, ...]], times: int, ends: dict[int, tuple[int, str]]
-    ) -> None:
-        """One turn, that may repeat."""
+        self, actions: Sequence[tuple[Action, ...]], ends: dict[int, tuple[int, str]]
+    ) -> list[ActionBytes]:
         found: list[ActionBytes] = []
         for place, each in enumerate(actions):
             both = [self.stages[n].act(kind, ends.get(n) == (place, kind)) for n, kind, _ in each]
             found += [_in_turns(*both)] if len(both) == 2 and self.in_turns else both
-        for _ in range(min(times - 1, REPLAYED)):
-            for n, kind, _ in (action for each in actions for action in each):
-                self.stages[n].repeat(kind)
-        self._add(found, times)
+        return found
+
+    def _repeat(self, actions: Sequence[tuple[Action, ...]], times: int) -> None:
+        """The same turn again; only the last ones matter to those that follow."""
+        for _ in range(min(times, REPLAYED)):
+            for each in actions:
+                for n, kind, _ in each:
+                    self.stages[n].repeat(kind)
 
     def end(self, besides: float) -> None:
         """After the last action."""

@@ -39,7 +39,7 @@ class Kept(NamedTuple):
     bytes: float
 
 
-Step = Change | Given | Kept | BlockPass | Pause
+JoinedStep = Change | Given | Kept | BlockPass | Pause
 
 
 class GradientSizes(NamedTuple):
@@ -62,7 +62,7 @@ def segment_steps(
     sizes: GradientSizes,
     gives_rest: bool,
     with_passes: bool,
-) -> list[Step]:
+) -> list[JoinedStep]:
     """The steps of one segment in one action. `weights` of its blocks come in the order of the
     backward. `gives_rest`: after the events, those come whose gradients take little memory.
     `with_passes`: a pass over a block gathers or frees weights."""
@@ -85,12 +85,12 @@ class _SegmentWeights:
         numels = (each.numel for each in self.left[block] if each.name.startswith(name))
         return float(max(numels, default=0) * self.sizes.itemsize)
 
-    def give(self, block: int, name: str) -> tuple[list[Step], list[Step]]:
+    def give(self, block: int, name: str) -> tuple[list[JoinedStep], list[JoinedStep]]:
         """What happens to units, and to gradients that stay."""
         mine = [each for each in self.left[block] if each.name.startswith(name)]
         self.left[block] = [each for each in self.left[block] if not each.name.startswith(name)]
         size = self.sizes.grad_itemsize
-        kept: list[Step] = [
+        kept: list[JoinedStep] = [
             Kept(block, each.name, each.numel * size) for each in mine if not each.collected
         ]
         return [Given(each.unit, 1) for each in mine if each.collected], kept
@@ -98,7 +98,7 @@ class _SegmentWeights:
 
 def _steps(
     events: Iterable[Event], weights: _SegmentWeights, gives_rest: bool, with_passes: bool
-) -> Iterator[Step]:
+) -> Iterator[JoinedStep]:
     made = 0.0
     for event in events:
         if isinstance(event, WeightGradient):
@@ -114,7 +114,7 @@ def _steps(
         yield from (*given, *kept)
 
 
-def _taken(event: WeightGradient, weights: _SegmentWeights, made: float) -> Iterator[Step]:
+def _taken(event: WeightGradient, weights: _SegmentWeights, made: float) -> Iterator[JoinedStep]:
     """A weight gradient leaves the backward. That of a tied head waits for the embedding's."""
     tied = weights.sizes.tied_head > 0
     if tied and event.name == "head":
@@ -125,7 +125,7 @@ def _taken(event: WeightGradient, weights: _SegmentWeights, made: float) -> Iter
     yield from (*given, Change(-made), *kept)
 
 
-def _without_middles(steps: Iterable[Step]) -> Iterator[Step]:
+def _without_middles(steps: Iterable[JoinedStep]) -> Iterator[JoinedStep]:
     """Between the first and the last gradient, nothing happens to a unit."""
     found = [*steps]
     places: dict[int, list[int]] = {}
@@ -143,7 +143,7 @@ def _without_middles(steps: Iterable[Step]) -> Iterator[Step]:
             yield Given(step.unit, len(mine) - 1)
 
 
-def _joined(steps: Iterable[Step]) -> Iterator[Step]:
+def _joined(steps: Iterable[JoinedStep]) -> Iterator[JoinedStep]:
     """Neighbouring changes as one."""
     open_ = Change(0.0)
     for step in steps:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fivefold.core.schedule import BACKWARD, FORWARD, WEIGHT_GRAD
 from fivefold.core.units import Unit
 from fivefold.cost.operator_tape import BlockPass, Change, Event, Pause
-from fivefold.cost.segment_steps import Given, Step, segment_steps
+from fivefold.cost.segment_steps import Given, JoinedStep, segment_steps
 from fivefold.cost.unit_ledger import ACTIVATIONS, DataRules, Held, Slice, UnitLedger, UnitTable
 
 FINISH = "finish"
@@ -53,6 +53,7 @@ class StageLedger:
         carried: float,
         tables: float,
         sliced: bool,
+        known_steps: dict[Hashable, list[JoinedStep]],
     ) -> None:
         self.sliced = sliced
         self.segments, self.packed = segments, units
@@ -64,7 +65,8 @@ class StageLedger:
         self.sums_every_time = any(self.table.sums_every_time)
         self.units = [self.table.segment_units(each.blocks) for each in segments]
         self.kinds = self._kinds()
-        self.alike: dict[tuple[int, Hashable], list[Step]] = {}  # by events and weights
+        self.known_steps = known_steps
+        self.steps: dict[tuple[int, str], list[JoinedStep]] = {}
 
     def _kinds(self) -> list[Hashable]:
         """Segments with equal events and an equal kind have equal steps. One whose blocks come
@@ -76,21 +78,26 @@ class StageLedger:
                 found.append(None)
                 continue
             counts = tuple(map(self.table.entry_counts, segment.blocks))
-            found.append(place if None in counts else counts)
+            found.append(self.table.weights_of(segment.blocks) if None in counts else counts)
         return found
 
-    def steps(self, place: int, kind: str) -> list[Step]:
+    def steps_of(self, place: int, kind: str) -> list[JoinedStep]:
         """Of one segment in an action of this kind; equal segments share them."""
-        segment, own = self.segments[place], self.kinds[place]
-        key = (id(segment.events[kind]), own)
-        if key not in self.alike:
+        if (place, kind) not in self.steps:
+            self.steps[place, kind] = self._steps_of(place, kind)
+        return self.steps[place, kind]
+
+    def _steps_of(self, place: int, kind: str) -> list[JoinedStep]:
+        segment, own, passes = self.segments[place], self.kinds[place], any(self.table.sheds)
+        key = (id(segment.events[kind]), own, self.sizes, passes)
+        if key not in self.known_steps:
             gives_rest = kind in (BACKWARD, WEIGHT_GRAD)
             weights = self.table.weights_of(segment.blocks if own is not None else ())
             weights = weights or ((),) * len(segment.blocks)
-            self.alike[key] = segment_steps(
-                segment.events[kind], weights, self.sizes, gives_rest, any(self.table.sheds)
+            self.known_steps[key] = segment_steps(
+                segment.events[kind], weights, self.sizes, gives_rest, passes
             )
-        return self.alike[key]
+        return self.known_steps[key]
 
 
 class StageRun:
@@ -178,7 +185,7 @@ class StageRun:
     def _read(self, place: int, kind: str) -> None:
         units, blocks = self.units, self.segments[place].blocks
         numbers = self.ledger.units[place]
-        for step in self.ledger.steps(place, kind):
+        for step in self.ledger.steps_of(place, kind):
             if isinstance(step, Change):
                 units.pass_through(step)
             elif isinstance(step, Given):

@@ -97,11 +97,11 @@ class UnitTable:
         size = self.units[n].size * self.rules.grad_itemsize
         return size, GATHERED if passing else GRADIENTS
 
-    def entry_counts(self, block: str) -> tuple[int, ...] | None:
+    def entry_counts(self, block: str) -> tuple[tuple[int, bool], ...] | None:
         """Of units that have this block alone: with them, equal blocks have equal weights."""
-        mine = [self.units[n] for n in self.using[block]]
-        alone = all(unit.blocks == (block,) for unit in mine)
-        return tuple(len(unit.entries) for unit in mine) if alone else None
+        if any(self.units[n].blocks != (block,) for n in self.using[block]):
+            return None
+        return tuple((len(self.units[n].entries), self.collects[n]) for n in self.using[block])
 
     def units_of(self, block: str) -> list[int]:
         """In the order in which a backward gives their gradients."""
