@@ -14,6 +14,7 @@ from itertools import zip_longest
 import numpy as np
 
 from fivefold.core.plan import Plan
+from fivefold.core.recipe import BLOCK_OF_STATES, ROUNDED_AT_ONCE
 from fivefold.core.recompute import Recompute
 from fivefold.core.schedule import (
     BACKWARD,
@@ -36,7 +37,9 @@ from fivefold.cost.segment_steps import JoinedStep
 from fivefold.cost.stage_ledger import REPLAYED, ActionBytes, Segment, StageLedger, StageRun
 from fivefold.cost.unit_ledger import ACTIVATIONS, DataRules, Held, Slice, nothing
 
-BLOCK_OF_STATES = 256_000_000  # bytes of states that an update by blocks has at once
+# Bytes of an element while a state is rounded: random bits, the sum, its upper half, the choice
+# between that and what is not finite, and the result.
+ROUNDING = 4 * WIDE + 2
 MESSAGES = 2  # that are received while others are computed with
 
 
@@ -186,21 +189,25 @@ class PlanLedger:
 
     def _update(self, units: Sequence[Unit]) -> float:
         """Bytes besides, after the last action. Mirrored stages sum all gradients, in float32. An
-        update by blocks widens gradients and narrow states; SGD adds a decayed weight to its
-        gradient."""
+        update by blocks widens narrow gradients and states, and clips copies of them where its
+        kernel does not clip as it reads; narrow states are rounded in pieces. SGD adds a decayed
+        weight to its gradient."""
         plan, memory = self.plan, self.entries.memory
         size = plan.units.grad_itemsize(self.itemsize)
         owned, found = sum(unit.shard_size for unit in units), 0.0
+        largest = max(each.row.numel / unit.num_shards for unit in units for each in unit.entries)
         if plan.schedule.placement.mirrored:
             found = owned * (WIDE if size == WIDE else 2 * WIDE)
         narrow = plan.options.train.states == "bf16"
         if size < WIDE or narrow:
             block = BLOCK_OF_STATES / max(memory.moment_bytes + self.entries.master_bytes, 1)
-            most = 2 * WIDE + (2 * memory.moment_bytes if narrow else 0)
-            return max(found, min(owned, block) * most)
+            most = (WIDE if size < WIDE else 0) + (2 * memory.moment_bytes if narrow else 0)
+            if not plan.options.train.optimizer_kind.scales:
+                most += WIDE
+            rounded = min(largest, ROUNDED_AT_ONCE) * ROUNDING if narrow else 0.0
+            return max(found, min(owned, block) * most + rounded)
         if plan.options.train.optimizer == "sgd":
-            owners = [each.row.numel / unit.num_shards for unit in units for each in unit.entries]
-            return max(found, max(owners) * WIDE)
+            return max(found, largest * WIDE)
         return found
 
 
