@@ -56,17 +56,27 @@ class GradientSizes(NamedTuple):
         return self.queued and self.itemsize == self.grad_itemsize and not others
 
 
+class SegmentUse(NamedTuple):
+    """Multi-token prediction uses the head several times. Autograd sums its gradients before it
+    gives them: the first one `waits` for the next, and that one has `waited`."""
+
+    waits: bool = False
+    waited: bool = False
+
+
 def segment_steps(
     events: Iterable[Event],
     weights: Sequence[Sequence[BlockWeight]],
     sizes: GradientSizes,
+    use: SegmentUse,
     gives_rest: bool,
     with_passes: bool,
 ) -> list[JoinedStep]:
     """The steps of one segment in one action. `weights` of its blocks come in the order of the
     backward. `gives_rest`: after the events, those come whose gradients take little memory.
     `with_passes`: a pass over a block gathers or frees weights."""
-    found = [*_steps(events, _SegmentWeights(weights, sizes), gives_rest, with_passes)]
+    rest = gives_rest and not use.waits
+    found = [*_steps(events, _SegmentWeights(weights, sizes), use, rest, with_passes)]
     return [*_joined(_without_middles(found))]
 
 
@@ -97,7 +107,11 @@ class _SegmentWeights:
 
 
 def _steps(
-    events: Iterable[Event], weights: _SegmentWeights, gives_rest: bool, with_passes: bool
+    events: Iterable[Event],
+    weights: _SegmentWeights,
+    use: SegmentUse,
+    gives_rest: bool,
+    with_passes: bool,
 ) -> Iterator[JoinedStep]:
     made = 0.0
     for event in events:
@@ -106,7 +120,7 @@ def _steps(
                 made = weights.made(event.block, event.name)
                 yield Change(made, peak=made)
             else:
-                yield from _taken(event, weights, made)
+                yield from _taken(event, weights, use, made)
         elif with_passes or not isinstance(event, BlockPass):
             yield event
     for block in range(len(weights.left)) if gives_rest else ():
@@ -114,33 +128,41 @@ def _steps(
         yield from (*given, *kept)
 
 
-def _taken(event: WeightGradient, weights: _SegmentWeights, made: float) -> Iterator[JoinedStep]:
+def _taken(
+    event: WeightGradient, weights: _SegmentWeights, use: SegmentUse, made: float
+) -> Iterator[JoinedStep]:
     """A weight gradient leaves the backward. That of a tied head waits for the embedding's."""
     tied = weights.sizes.tied_head > 0
     if tied and event.name == "head":
         return
     if tied and event.name == "embed" and (waiting := weights.made(event.block, "head")):
         yield Change(-waiting, peak=made)  # their sum takes the place of both
+    past_autograd = weights.sizes.queued
+    if use.waited and not past_autograd:
+        yield Change(-made, peak=made)
+    if use.waits and not past_autograd:
+        return
     given, kept = weights.give(event.block, event.name)
+    if use.waits:  # it is added to the sum, which is not complete
+        given = [Given(each.unit, 0) for each in given if isinstance(each, Given)]
     yield from (*given, Change(-made), *kept)
 
 
 def _without_middles(steps: Iterable[JoinedStep]) -> Iterator[JoinedStep]:
     """Between the first and the last gradient, nothing happens to a unit."""
     found = [*steps]
-    places: dict[int, list[int]] = {}
-    for place, step in enumerate(found):
-        if isinstance(step, Given):
-            places.setdefault(step.unit, []).append(place)
+    last = {step.unit: place for place, step in enumerate(found) if isinstance(step, Given)}
+    passed: dict[int, int] = {}  # weights of a unit since its first one
     for place, step in enumerate(found):
         if not isinstance(step, Given):
             yield step
-            continue
-        mine = places[step.unit]
-        if place == mine[0]:
+        elif step.unit not in passed:
+            passed[step.unit] = 0
             yield step
-        elif place == mine[-1]:
-            yield Given(step.unit, len(mine) - 1)
+        else:
+            passed[step.unit] += step.weights
+            if place == last[step.unit]:
+                yield Given(step.unit, passed[step.unit])
 
 
 def _joined(steps: Iterable[JoinedStep]) -> Iterator[JoinedStep]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fivefold.core.schedule import BACKWARD, FORWARD, WEIGHT_GRAD
 from fivefold.core.units import Unit
 from fivefold.cost.operator_tape import BlockPass, Change, Event, Pause
-from fivefold.cost.segment_steps import Given, JoinedStep, segment_steps
+from fivefold.cost.segment_steps import Given, JoinedStep, SegmentUse, segment_steps
 from fivefold.cost.unit_ledger import ACTIVATIONS, DataRules, Held, Slice, UnitLedger, UnitTable
 
 FINISH = "finish"
@@ -69,17 +69,18 @@ class StageLedger:
         self.steps: dict[tuple[int, str], list[JoinedStep]] = {}
 
     def _kinds(self) -> list[Hashable]:
-        """Segments with equal events and an equal kind have equal steps. One whose blocks come
-        again later has given its weights by then."""
+        """Segments with equal events and an equal kind have equal steps."""
         found: list[Hashable] = []
-        last = {segment.blocks: place for place, segment in enumerate(self.segments)}
-        for place, segment in enumerate(self.segments):
-            if last[segment.blocks] != place:
-                found.append(None)
-                continue
+        for segment in self.segments:
             counts = tuple(map(self.table.entry_counts, segment.blocks))
             found.append(self.table.weights_of(segment.blocks) if None in counts else counts)
         return found
+
+    def _use_of(self, place: int) -> SegmentUse:
+        """A backward comes to the last segment with the same blocks first."""
+        blocks = self.segments[place].blocks
+        places = [n for n, each in enumerate(self.segments) if each.blocks == blocks]
+        return SegmentUse(waits=place != places[0], waited=place != places[-1])
 
     def steps_of(self, place: int, kind: str) -> list[JoinedStep]:
         """Of one segment in an action of this kind; equal segments share them."""
@@ -89,13 +90,13 @@ class StageLedger:
 
     def _steps_of(self, place: int, kind: str) -> list[JoinedStep]:
         segment, own, passes = self.segments[place], self.kinds[place], any(self.table.sheds)
-        key = (id(segment.events[kind]), own, self.sizes, passes)
+        use = self._use_of(place)
+        key = (id(segment.events[kind]), own, self.sizes, use, passes)
         if key not in self.known_steps:
             gives_rest = kind in (BACKWARD, WEIGHT_GRAD)
-            weights = self.table.weights_of(segment.blocks if own is not None else ())
-            weights = weights or ((),) * len(segment.blocks)
+            weights = self.table.weights_of(segment.blocks)
             self.known_steps[key] = segment_steps(
-                segment.events[kind], weights, self.sizes, gives_rest, passes
+                segment.events[kind], weights, self.sizes, use, gives_rest, passes
             )
         return self.known_steps[key]
 

@@ -140,7 +140,7 @@ def _name_inside(name: str, block: str) -> str:
     """As operators call a weight."""
     if block in ("embed", "head"):
         return name
-    return name.removeprefix(f"{block}.block." if block.startswith("mtp") else f"{block}.")
+    return name.removeprefix(f"{block}.").removeprefix("block.")
 
 
 class UnitLedger:
