@@ -117,7 +117,7 @@ class Plan:
             }
         return tables.to_toml(table)
 
-    @cached_property
+    @property  # not cached: it has functions, and a plan is sent to other processes
     def family(self) -> Family:
         """What is known of the schedule; without a pipeline it is 1F1B, whatever the name."""
         return choose(self.options.schedule if self.layout.pp > 1 else "1f1b")

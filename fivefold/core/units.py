@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from itertools import groupby, zip_longest
 from typing import Any, NamedTuple, TypeAlias, cast, get_args
 
@@ -94,7 +95,7 @@ class LocalWeight:
     alone: bool = False
     expert: bool = False
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return math.prod(self.shape)
 
@@ -176,15 +177,27 @@ def local_weights(shape: Shape, layout: Layout, layers: range) -> list[LocalWeig
     blocks |= {"head", *(f"mtp.{j}" for j in range(shape.mtp))} if kind.head else set[str]()
     tied_apart = shape.ends_share and len(layers) < shape.layers
     rows: list[LocalWeight] = []
-    for name, weight in by_name(shape).items():
-        is_copy = name != weight.name
-        block = "head" if is_copy else weight.block
-        if block in blocks and (tied_apart or not is_copy):
-            here = shard_of(weight, shape, layout, layout.coord(0))
-            alone = tied_apart and weight.name == "embed.weight"
-            expert = weight.expert_dim is not None
-            rows.append(LocalWeight(name, block, local_shape(weight, here), alone, expert))
+    for row, is_copy, is_shared in _all_local(shape, layout.tp, layout.ep, layout.etp):
+        if row.block in blocks and (tied_apart or not is_copy):
+            rows.append(replace(row, alone=True) if tied_apart and is_shared else row)
     return rows
+
+
+@lru_cache(maxsize=64)  # many plans of a search have these degrees
+def _all_local(
+    shape: Shape, tp: int, ep: int, etp: int
+) -> tuple[tuple[LocalWeight, bool, bool], ...]:
+    """All weights of a model as a rank has them; which are copies on the last stage, and which are
+    on both ends."""
+    layout = Layout(shard=ep * etp, tp=tp, ep=ep, etp=etp)
+    here = layout.coord(0)
+    found: list[tuple[LocalWeight, bool, bool]] = []
+    for name, weight in by_name(shape).items():
+        size = local_shape(weight, shard_of(weight, shape, layout, here))
+        is_copy, expert = name != weight.name, weight.expert_dim is not None
+        row = LocalWeight(name, "head" if is_copy else weight.block, size, expert=expert)
+        found.append((row, is_copy, weight.name == "embed.weight"))
+    return tuple(found)
 
 
 class UnitPart(NamedTuple):

@@ -9,7 +9,7 @@ gathered.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -65,6 +65,13 @@ class Activations:
         self.input = self.input * self.saved_size / itemsize
         self._saved: dict[tuple[bool, Recompute], Array] = {}
         self._tensors_of: dict[bool, tuple[SavedTensor, ...]] = {}
+
+    @property
+    def key(self) -> tuple[Hashable, ...]:
+        """All that these depend on, of a grid with one layout."""
+        grid, job = self.grid, (self.shape, self.memory, self.seq, self.itemsize, self.imbalance)
+        degrees = (grid.tp, grid.sp, grid.cp, grid.ep, grid.etp, grid.context)
+        return *job, self.balance, self.unfused, *(each.item() for each in degrees)
 
     def saved(self, routed: bool, rule: Recompute = NOTHING_AGAIN) -> Array:
         """By one layer, under a rule of recomputation by module; all stages have the same."""

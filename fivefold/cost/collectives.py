@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any
 
 from fivefold.core.errors import FivefoldError
@@ -22,6 +23,7 @@ from fivefold.core.plan import Plan
 from fivefold.core.precision import PRECISIONS
 from fivefold.core.schedule import FORWARD
 from fivefold.core.schedule.linear import Delays
+from fivefold.core.shape import Shape
 from fivefold.core.units import LocalWeight, OwnedRange, Unit, local_weights, pack
 from fivefold.core.weights import by_name, shard_of
 from fivefold.cost.axis_collectives import (
@@ -202,9 +204,22 @@ def traffic_json(plan: Plan) -> list[dict[str, Any]] | None:
 def units_of(plan: Plan, stage: int, itemsize: int) -> tuple[Unit, ...]:
     """The flat units of a pipeline stage, as large and sharded as the plan says."""
     layout = plan.layout
-    dense, experts = (layout.shard * layout.cp, layout.edp) if layout.zero else (1, 1)
-    rows = local_weights(plan.shape, layout, plan.stages[stage])
-    return pack(rows, dense, itemsize, plan.units.size, experts)
+    shards = (layout.shard * layout.cp, layout.edp) if layout.zero else (1, 1)
+    degrees = Layout(shard=layout.ep * layout.etp, tp=layout.tp, ep=layout.ep, etp=layout.etp)
+    return _packed(plan.shape, degrees, plan.stages[stage], shards, itemsize, plan.units.size)
+
+
+@lru_cache(maxsize=64)  # plans of a search often differ in nothing of this
+def _packed(
+    shape: Shape,
+    degrees: Layout,
+    layers: range,
+    shards: tuple[int, int],
+    itemsize: int,
+    bucket: int | None,
+) -> tuple[Unit, ...]:
+    dense, experts = shards
+    return pack(local_weights(shape, degrees, layers), dense, itemsize, bucket, experts)
 
 
 def owned_shards(layout: Layout, rank: int, units: Iterable[Unit]) -> list[OwnedRange]:

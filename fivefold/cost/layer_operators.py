@@ -33,6 +33,7 @@ class LayerOperators:
     ) -> None:
         self.activations, self.tokens, self.visits = activations, tokens, visits
         self.shards, self.queued, self.shape = shards, queued, activations.shape
+        self.key = (activations.key, tokens, visits, shards, queued)
         grid = activations.grid
         self.tp, self.sp = int(_number(grid.tp)), bool(_number(grid.sp))
         self.split = self.tp > 1

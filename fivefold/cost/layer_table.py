@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,20 @@ _PAIRS = np.array([family.pairs for family in FAMILIES], np.int64)
 _Key = tuple[float, ...]
 
 
+class TimedJob(NamedTuple):
+    """What the seconds of layers depend on, beside their sharding."""
+
+    shape: Shape
+    machine: Machine
+    stack: SoftwareStack
+    seq: int
+    precision: str
+    imbalance: float
+    sizes: tuple[int, ...]  # of microbatches
+    rules: tuple[Recompute, ...]
+    sp: bool
+
+
 class LayerTable:
     """The layers of one model in one setting, for every sharding that a search has asked for.
 
@@ -36,22 +50,11 @@ class LayerTable:
     which every forward is in a pair.
     """
 
-    def __init__(
-        self,
-        shape: Shape,
-        machine: Machine,
-        stack: SoftwareStack,
-        seq: int,
-        precision: str,
-        imbalance: float,
-        sizes: tuple[int, ...],
-        rules: tuple[Recompute, ...],
-        sp: bool,
-    ) -> None:
-        self.shape, self.machine, self.stack, self.seq = shape, machine, stack, seq
-        self.precision, self.imbalance = precision, imbalance
-        self.sizes, self.rules, self.sp = sizes, rules, sp
-        self.counts = pipeline_timer(shape, seq).counts
+    def __init__(self, job: TimedJob) -> None:
+        self.shape, self.machine, self.stack, self.seq = job[:4]
+        self.precision, self.imbalance = job.precision, job.imbalance
+        self.sizes, self.rules, self.sp = job.sizes, job.rules, job.sp
+        self.counts = pipeline_timer(job.shape, job.seq).counts
         self._places: dict[_Key, int] = {}
         self._passes: list[Array] = []  # as in PassCosts, one pass after the other
         self._hosts: list[Array] = []  # of each kind of layer
@@ -162,18 +165,7 @@ def by_schedule(found: NDArray[Any], grid: LayoutGrid) -> NDArray[Any]:
 
 
 @lru_cache(maxsize=32)
-def layer_table(
-    shape: Shape,
-    machine: Machine,
-    stack: SoftwareStack,
-    gpus: int,
-    seq: int,
-    precision: str,
-    imbalance: float,
-    sizes: tuple[int, ...],
-    rules: tuple[Recompute, ...],
-    sp: bool,
-) -> LayerTable:
+def layer_table(job: TimedJob, gpus: int) -> LayerTable:
     """The table of a job on so many GPUs, of which a group may cross more or fewer links; made
     once, so that several searches of a command share it."""
-    return LayerTable(shape, machine, stack, seq, precision, imbalance, sizes, rules, sp)
+    return LayerTable(job)

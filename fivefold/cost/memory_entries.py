@@ -173,7 +173,8 @@ class MemoryEntries:
         self, parameters: RankParameters, stage: RankStage, end: Array, prefetch: int | None = None
     ) -> Array:
         """ZeRO-3: gathered weights. Those of a layer, or of an `end`, and of the prefetched units,
-        as many as the stack says or as are given; or all, if they stay gathered over the step."""
+        as many as the stack says or as are given; or all, if they stay gathered over the step, as
+        those of multi-token prediction do."""
         grid, unit = self.grid, self._unit(parameters, stage)
         prefetch = self.stack.prefetch if prefetch is None else prefetch
         dense, experts = grid.shard * grid.cp > 1, grid.edp > 1
@@ -188,7 +189,8 @@ class MemoryEntries:
         everything = np.where(dense, parameters.dense, 0.0)
         everything = everything + np.where(experts, parameters.experts, 0.0)
         some = np.minimum(here + prefetch * ahead, everything)
-        whole = np.where(self.stack.stays_gathered(grid), everything, some)
+        stays = self.stack.stays_gathered(grid) | ((stage.head > 0) & (self.shape.mtp > 0))
+        whole = np.where(stays, everything, some)
         return np.where(grid.zero == 3, whole * self.itemsize, 0.0)
 
     def _layer(self, parameters: RankParameters, stage: RankStage) -> UnitParameters:

@@ -7,19 +7,21 @@ often the peak.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import lru_cache, partial
 from itertools import zip_longest
 
 import numpy as np
 
 from fivefold.core.plan import Plan
+from fivefold.core.recipe import BLOCK_OF_STATES, ROUNDED_AT_ONCE
 from fivefold.core.recompute import Recompute
 from fivefold.core.schedule import (
     BACKWARD,
     FORWARD,
     INPUT_GRAD,
     WEIGHT_GRAD,
+    Action,
     Overlap,
     Step,
     actions_of,
@@ -31,11 +33,25 @@ from fivefold.cost.collectives import is_muon_weight, units_of
 from fivefold.cost.layer_operators import LayerOperators
 from fivefold.cost.memory_entries import MUON_STATE, MemoryEntries
 from fivefold.cost.operator_tape import Event, OperatorList, OperatorTape
-from fivefold.cost.stage_ledger import ActionBytes, Segment, StageLedger, StageRun
+from fivefold.cost.segment_steps import JoinedStep
+from fivefold.cost.stage_ledger import REPLAYED, ActionBytes, Segment, StageLedger, StageRun
 from fivefold.cost.unit_ledger import ACTIVATIONS, DataRules, Held, Slice, nothing
 
-BLOCK_OF_STATES = 256_000_000  # bytes of states that an update by blocks has at once
+# Bytes of an element while a state is rounded: random bits, the sum, its upper half, the choice
+# between that and what is not finite, and the result.
+ROUNDING = 4 * WIDE + 2
 MESSAGES = 2  # that are received while others are computed with
+
+
+ActionEvents = Mapping[str, Sequence[Event]]
+
+
+@lru_cache(maxsize=32)  # many plans of a search have the same layers
+def _known_tapes(
+    operators: Hashable,
+) -> tuple[dict[Hashable, ActionEvents], dict[Hashable, list[JoinedStep]]]:
+    """What is known of layers with these operators: events, and the steps of segments."""
+    return {}, {}
 
 
 class PlanLedger:
@@ -44,15 +60,15 @@ class PlanLedger:
     def __init__(self, plan: Plan, entries: MemoryEntries) -> None:
         self.plan, self.entries, self.itemsize = plan, entries, entries.itemsize
         self.queued = defers_weight_gradients(plan.schedule)
-        paired = (step for _, steps in turns_of(plan.schedule, 0) for step in steps)
-        paired = any(isinstance(step, Overlap) for step in paired)
+        different = {steps for _, steps in turns_of(plan.schedule, 0)}
+        paired = any(isinstance(step, Overlap) for steps in different for step in steps)
         self.in_turns = paired and plan.layout.stage_size > 1  # collectives hide each other
         tokens = float(np.asarray(entries.tokens).reshape(-1)[0])
         visits = 1 if plan.split.gathers else plan.split.outer
         self.operators = LayerOperators(
             entries.activations, tokens, visits, plan.saves_input_shards, self.queued
         )
-        self.events: dict[Hashable, Mapping[str, Sequence[Event]]] = {}
+        self.events, self.steps = _known_tapes(self.operators.key)
         self.kinds: dict[Hashable, StageLedger] = {}
 
     def peak(self, place: int) -> dict[str, float]:
@@ -83,6 +99,7 @@ class PlanLedger:
                 self.operators.residual,
                 tables,
                 self.in_turns,
+                self.steps,
             )
         return self.kinds[key]
 
@@ -105,38 +122,40 @@ class PlanLedger:
     def _segments(self, layers: range, rule: Recompute) -> Iterator[Segment]:
         shape, operators = self.plan.shape, self.operators
         if layers.start == 0:
-            yield Segment(("embed",), self._events("embed", operators.embedding()))
+            yield Segment(("embed",), self._events("embed", operators.embedding))
         size = rule.blocks or 1
         for start in range(layers.start, layers.stop, size):
             some = range(start, min(start + size, layers.stop))
             routed = tuple(map(shape.is_moe_layer, some))
-            key = (rule, routed)
-            if key not in self.events:
-                self._events(key, operators.blocks(routed, rule), rule)
-            yield Segment(tuple(f"blocks.{i}" for i in some), self.events[key])
+            events = self._events((rule, routed), partial(operators.blocks, routed, rule), rule)
+            yield Segment(tuple(f"blocks.{i}" for i in some), events)
         if layers.stop == shape.layers:
-            head = self._events("head", self._head(operators))
+            head = self._head()
             yield Segment(("head",), head)
             for depth in range(shape.mtp):
                 routed = (shape.is_moe_layer(shape.layers),)
-                ahead = operators.blocks(routed, rule, joins=True)
-                yield Segment((f"mtp.{depth}",), self._events((depth, rule), ahead, rule))
+                ahead = partial(operators.blocks, routed, rule, joins=True)
+                yield Segment((f"mtp.{depth}",), self._events(("mtp", rule), ahead, rule))
                 yield Segment(("head",), head)
 
-    def _head(self, operators: LayerOperators) -> OperatorList:
-        entries, memory = self.entries, self.entries.memory
+    def _head(self) -> ActionEvents:
+        entries, memory, operators = self.entries, self.entries.memory, self.operators
         if entries.chunked.all() and not self.queued:
-            sizes = (entries.loss(), entries.gradients_of_loss())
-            return operators.head_in_chunks(*(float(each.item()) for each in sizes))
+            found = (entries.loss(), entries.gradients_of_loss())
+            sizes = tuple(float(each.item()) for each in found)
+            return self._events(("head", *sizes), partial(operators.head_in_chunks, *sizes))
         split = self.plan.layout.tp > 1 and memory.split_logits_bytes
-        return operators.head(split or memory.logits_bytes)
+        logits = split or memory.logits_bytes
+        return self._events(("head", logits), partial(operators.head, logits))
 
     def _events(
-        self, key: Hashable, found: OperatorList, rule: Recompute | None = None
-    ) -> Mapping[str, Sequence[Event]]:
+        self, key: Hashable, find: Callable[[], OperatorList], rule: Recompute | None = None
+    ) -> ActionEvents:
         """Of every kind of action."""
+        if key in self.events:
+            return self.events[key]
         rule = rule or Recompute()
-        make = partial(OperatorTape, found, rule.modules, rule.full)
+        make = partial(OperatorTape, find(), rule.modules, rule.full)
         tape = make()
         events = {FORWARD: tape.forward()}
         events[BACKWARD] = tape.backward("queued" if self.queued else "backward")
@@ -160,30 +179,35 @@ class PlanLedger:
             if offloads:
                 continue
             found["master"] += unit.shard_size * self.entries.master_bytes
-            full = [each.row for each in unit.entries if is_muon_weight(each.row)]
-            narrow = sum(row.numel for row in full) if self.entries.stack.orthogonalizes else 0
-            narrow = narrow // unit.num_shards
+            narrow = 0
+            if self.entries.stack.orthogonalizes:
+                rows = (each.row for each in unit.entries)
+                narrow = sum(row.numel for row in rows if is_muon_weight(row)) // unit.num_shards
             found["optimizer"] += (unit.shard_size - narrow) * memory.moment_bytes
             found["optimizer"] += narrow * MUON_STATE
         return found
 
     def _update(self, units: Sequence[Unit]) -> float:
         """Bytes besides, after the last action. Mirrored stages sum all gradients, in float32. An
-        update by blocks widens gradients and narrow states; SGD adds a decayed weight to its
-        gradient."""
+        update by blocks widens narrow gradients and states, and clips copies of them where its
+        kernel does not clip as it reads; narrow states are rounded in pieces. SGD adds a decayed
+        weight to its gradient."""
         plan, memory = self.plan, self.entries.memory
         size = plan.units.grad_itemsize(self.itemsize)
         owned, found = sum(unit.shard_size for unit in units), 0.0
+        largest = max(each.row.numel / unit.num_shards for unit in units for each in unit.entries)
         if plan.schedule.placement.mirrored:
             found = owned * (WIDE if size == WIDE else 2 * WIDE)
         narrow = plan.options.train.states == "bf16"
         if size < WIDE or narrow:
             block = BLOCK_OF_STATES / max(memory.moment_bytes + self.entries.master_bytes, 1)
-            most = 2 * WIDE + (2 * memory.moment_bytes if narrow else 0)
-            return max(found, min(owned, block) * most)
+            most = (WIDE if size < WIDE else 0) + (2 * memory.moment_bytes if narrow else 0)
+            if not plan.options.train.optimizer_kind.scales:
+                most += WIDE
+            rounded = min(largest, ROUNDED_AT_ONCE) * ROUNDING if narrow else 0.0
+            return max(found, min(owned, block) * most + rounded)
         if plan.options.train.optimizer == "sgd":
-            owners = [each.row.numel / unit.num_shards for unit in units for each in unit.entries]
-            return max(found, max(owners) * WIDE)
+            return max(found, largest * WIDE)
         return found
 
 
@@ -196,23 +220,64 @@ class _RankWalk:
         self.parts: list[tuple[int, Sequence[ActionBytes]]] = []  # how often they have run
         self.where = (0, 0, 0)  # the peak: in which part, turn and action
 
-    def follow(self, parts: Sequence[tuple[int, Sequence[Step]]]) -> None:
-        """Steps in parts that repeat."""
-        last: dict[int, tuple[int, int, str]] = {}
-        for number, (_, steps) in enumerate(parts):
-            for place, step in enumerate(steps):
-                for action in actions_of(step):
-                    if action.kind in (BACKWARD, WEIGHT_GRAD):
-                        last[action.stage] = (number, place, action.kind)
+    def follow(self, parts: Sequence[tuple[int, tuple[Step, ...]]]) -> None:
+        """Steps in parts that repeat. Turns after which nothing is new are one."""
+        last, alike = self._last(parts), dict[int, list[tuple[Action, ...]]]()
+        steady: dict[int, list[ActionBytes]] = {}
         for number, (times, steps) in enumerate(parts):
-            found: list[ActionBytes] = []
-            for place, step in enumerate(steps):
-                both: list[ActionBytes] = []
-                for action in actions_of(step):
-                    ends = last.get(action.stage) == (number, place, action.kind)
-                    both.append(self.stages[action.stage].act(action.kind, ends))
-                found += [_in_turns(*both)] if len(both) == 2 and self.in_turns else both
-            self._add(found, times)
+            which, ends, left = id(steps), last.get(number, {}), times
+            if which not in alike:
+                alike[which] = [*map(actions_of, steps)]
+            actions = alike[which]
+            while left:
+                ending = bool(ends) and left == 1
+                found = None if ending else steady.get(which)
+                again = count = left - bool(ends)
+                if found is None:
+                    new = ending or not self._is_steady(actions)
+                    count = 1 if new else count
+                    found, again = self._turn(actions, ends if ending else {}), count - 1
+                    if not new:
+                        steady[which] = found
+                self._repeat(actions, again)
+                self._add(found, count)
+                left -= count
+
+    def _last(
+        self, parts: Sequence[tuple[int, tuple[Step, ...]]]
+    ) -> dict[int, dict[int, tuple[int, str]]]:
+        """Parts with the last gradient of a stage: by stage its place there, and its kind."""
+        found: dict[int, dict[int, tuple[int, str]]] = {}
+        missing = set(self.stages)
+        for number in reversed(range(len(parts))):
+            steps = parts[number][1]
+            for place in reversed(range(len(steps))):
+                for stage, kind, _ in actions_of(steps[place]):
+                    if stage in missing and kind in (BACKWARD, WEIGHT_GRAD):
+                        missing.remove(stage)
+                        found.setdefault(number, {})[stage] = place, kind
+            if not missing:
+                break
+        return found
+
+    def _is_steady(self, actions: Sequence[tuple[Action, ...]]) -> bool:
+        return all(self.stages[n].is_steady(kind) for each in actions for n, kind, _ in each)
+
+    def _turn(
+        self, actions: Sequence[tuple[Action, ...]], ends: dict[int, tuple[int, str]]
+    ) -> list[ActionBytes]:
+        found: list[ActionBytes] = []
+        for place, each in enumerate(actions):
+            both = [self.stages[n].act(kind, ends.get(n) == (place, kind)) for n, kind, _ in each]
+            found += [_in_turns(*both)] if len(both) == 2 and self.in_turns else both
+        return found
+
+    def _repeat(self, actions: Sequence[tuple[Action, ...]], times: int) -> None:
+        """The same turn again; only the last ones matter to those that follow."""
+        for _ in range(min(times, REPLAYED)):
+            for each in actions:
+                for n, kind, _ in each:
+                    self.stages[n].repeat(kind)
 
     def end(self, besides: float) -> None:
         """After the last action."""

@@ -8,22 +8,17 @@ one sends what ZeRO-1 has summed until then.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fivefold.core.schedule import BACKWARD, FORWARD, WEIGHT_GRAD
 from fivefold.core.units import Unit
-from fivefold.cost.operator_tape import BlockPass, Change, Event, Pause, WeightGradient
-from fivefold.cost.unit_ledger import (
-    ACTIVATIONS,
-    GRADIENTS,
-    DataRules,
-    Held,
-    Slice,
-    UnitLedger,
-)
+from fivefold.cost.operator_tape import BlockPass, Change, Event, Pause
+from fivefold.cost.segment_steps import Given, JoinedStep, SegmentUse, segment_steps
+from fivefold.cost.unit_ledger import ACTIVATIONS, DataRules, Held, Slice, UnitLedger, UnitTable
 
 FINISH = "finish"
+REPLAYED = 2  # actions of those that repeat: what one of them begins has ended by then
 
 
 @dataclass(frozen=True)
@@ -58,13 +53,52 @@ class StageLedger:
         carried: float,
         tables: float,
         sliced: bool,
+        known_steps: dict[Hashable, list[JoinedStep]],
     ) -> None:
         self.sliced = sliced
-        self.segments, self.rules, self.packed = segments, rules, units
+        self.segments, self.packed = segments, units
         self.carried, self.tables = carried, tables
-        self.blocks = [*dict.fromkeys(block for each in segments for block in each.blocks)]
+        blocks = [*dict.fromkeys(block for each in segments for block in each.blocks)]
+        self.table = UnitTable(units, blocks, rules)
+        self.sizes = self.table.gradient_sizes()
         self.known: dict[tuple[str, int, bool], ActionBytes] = {}
-        self.sums_every_time = any(map(rules.sums_every_time, units))
+        self.sums_every_time = any(self.table.sums_every_time)
+        self.units = [self.table.segment_units(each.blocks) for each in segments]
+        self.kinds = self._kinds()
+        self.known_steps = known_steps
+        self.steps: dict[tuple[int, str], list[JoinedStep]] = {}
+
+    def _kinds(self) -> list[Hashable]:
+        """Segments with equal events and an equal kind have equal steps."""
+        found: list[Hashable] = []
+        for segment in self.segments:
+            counts = tuple(map(self.table.entry_counts, segment.blocks))
+            found.append(self.table.weights_of(segment.blocks) if None in counts else counts)
+        return found
+
+    def _use_of(self, place: int) -> SegmentUse:
+        """A backward comes to the last segment with the same blocks first."""
+        blocks = self.segments[place].blocks
+        places = [n for n, each in enumerate(self.segments) if each.blocks == blocks]
+        return SegmentUse(waits=place != places[0], waited=place != places[-1])
+
+    def steps_of(self, place: int, kind: str) -> list[JoinedStep]:
+        """Of one segment in an action of this kind; equal segments share them."""
+        if (place, kind) not in self.steps:
+            self.steps[place, kind] = self._steps_of(place, kind)
+        return self.steps[place, kind]
+
+    def _steps_of(self, place: int, kind: str) -> list[JoinedStep]:
+        segment, own, passes = self.segments[place], self.kinds[place], any(self.table.sheds)
+        use = self._use_of(place)
+        key = (id(segment.events[kind]), own, self.sizes, use, passes)
+        if key not in self.known_steps:
+            gives_rest = kind in (BACKWARD, WEIGHT_GRAD)
+            weights = self.table.weights_of(segment.blocks)
+            self.known_steps[key] = segment_steps(
+                segment.events[kind], weights, self.sizes, use, gives_rest, passes
+            )
+        return self.known_steps[key]
 
 
 class StageRun:
@@ -72,19 +106,30 @@ class StageRun:
     once; `behind` and `latest` are those that this stage has not played itself."""
 
     def __init__(self, ledger: StageLedger) -> None:
-        self.ledger, self.rules, self.segments = ledger, ledger.rules, ledger.segments
-        self.units = UnitLedger(ledger.packed, ledger.blocks, ledger.rules, ledger.sliced)
+        self.ledger, self.segments = ledger, ledger.segments
+        self.units = UnitLedger(ledger.table, ledger.sliced)
         self.counts = Counter[str]()
         self.behind: list[tuple[str, bool]] = []
-        self.latest: deque[tuple[str, bool]] = deque(maxlen=2)  # of those that repeat
-        self.waiting = 0.0  # bytes of the gradient of a tied head
+        self.latest: deque[tuple[str, bool]] = deque(maxlen=REPLAYED)  # of those that repeat
+
+    def is_steady(self, kind: str) -> bool:
+        """Whether the next action of a kind, and all after it but the last, do the same."""
+        counted, steady = self._counted(kind)
+        return self.counts[counted] + 1 >= steady
+
+    def _counted(self, kind: str) -> tuple[str, int]:
+        """As what an action is counted, and from which one on all are alike."""
+        gives = kind in (BACKWARD, WEIGHT_GRAD)
+        return "gradients" if gives else kind, 3 if gives and self.ledger.sums_every_time else 2
+
+    def repeat(self, kind: str) -> None:
+        """The same again."""
+        self.latest.append((kind, False))
 
     def act(self, kind: str, last: bool) -> ActionBytes:
         """The next action; `last`: no gradient of the step comes after it."""
-        gives = kind in (BACKWARD, WEIGHT_GRAD)
-        counted = "gradients" if gives else kind
+        counted, steady = self._counted(kind)
         self.counts[counted] += 1
-        steady = 3 if gives and self.ledger.sums_every_time else 2  # from here on all are alike
         key = (kind, min(self.counts[counted], steady), last)
         known = self.ledger.known
         if key in known:
@@ -118,8 +163,8 @@ class StageRun:
 
     def _forward(self) -> None:
         self.units.change(self.ledger.tables, ACTIVATIONS)
-        for segment in self.segments:
-            self._read(segment, segment.events[FORWARD])
+        for place in range(len(self.segments)):
+            self._read(place, FORWARD)
         if self.segments[-1].blocks != ("head",):
             self.units.change(self.ledger.carried, ACTIVATIONS)
             self.units.change(-self.ledger.carried, ACTIVATIONS)
@@ -127,51 +172,31 @@ class StageRun:
     def _backward(self, kind: str) -> None:
         if self.segments[-1].blocks != ("head",):
             self.units.change(self.ledger.carried, ACTIVATIONS)
-        for segment in reversed(self.segments):
-            self._read(segment, segment.events[kind])
-            if kind == BACKWARD:
-                self._give_rest(segment)
+        for place in reversed(range(len(self.segments))):
+            self._read(place, kind)
         if self.segments[0].blocks != ("embed",):
             self.units.change(-self.ledger.carried, ACTIVATIONS)
         self.units.change(-self.ledger.tables, ACTIVATIONS)
         self.units.end_backward()
 
     def _settle(self) -> None:
-        for segment in reversed(self.segments):
-            self._read(segment, segment.events[WEIGHT_GRAD])
-            self._give_rest(segment)
+        for place in reversed(range(len(self.segments))):
+            self._read(place, WEIGHT_GRAD)
 
-    def _give_rest(self, segment: Segment) -> None:
-        """Of weights whose gradients take little memory."""
-        for block in segment.blocks:
-            self.units.change(self.units.give(block, ""), GRADIENTS)
-
-    def _read(self, segment: Segment, events: Iterable[Event]) -> None:
-        units, made = self.units, 0.0
-        for event in events:
-            if isinstance(event, Change):
-                units.pass_through(event)
-            elif isinstance(event, Pause):
+    def _read(self, place: int, kind: str) -> None:
+        units, blocks = self.units, self.segments[place].blocks
+        numbers = self.ledger.units[place]
+        for step in self.ledger.steps_of(place, kind):
+            if isinstance(step, Change):
+                units.pass_through(step)
+            elif isinstance(step, Given):
+                units.give(numbers[step.unit], step.weights)
+            elif isinstance(step, BlockPass):
+                self._pass(blocks[step.block], step)
+            elif isinstance(step, Pause):
                 units.pause()
-            elif isinstance(event, BlockPass):
-                self._pass(segment.blocks[event.block], event)
-            elif not event.given:
-                made = units.make_gradient(segment.blocks[event.block], event.name)
             else:
-                self._take(segment.blocks[event.block], event, made)
-
-    def _take(self, block: str, event: WeightGradient, made: float) -> None:
-        """A weight gradient leaves the backward. That of a tied head waits for the embedding's."""
-        if self.rules.tied and event.name == "head":
-            self.waiting = made
-            return
-        if self.waiting and block == "embed":
-            self.units.change(made, ACTIVATIONS)  # their sum
-            self.units.change(-made - self.waiting, ACTIVATIONS)
-            self.waiting = 0.0
-        stay = self.units.give(block, event.name)
-        self.units.change(-made, ACTIVATIONS)
-        self.units.change(stay, GRADIENTS)
+                units.keep(blocks[step.block], step.name, step.bytes)
 
     def _pass(self, block: str, event: BlockPass) -> None:
         if event.backward:

@@ -12,13 +12,11 @@ from pathlib import Path
 
 import torch
 
-from fivefold.core.recipe import Recipe
+from fivefold.core.recipe import BLOCK_OF_STATES, Recipe
 from fivefold.optim.blockwise import BlockwiseUpdater, FullWeight, MemoryStore, Store, state_dtypes
 from fivefold.optim.disk_states import BLOCK_BYTES, DiskStore
 from fivefold.optim.muon import FullMatrices, LocalMatrices
 from fivefold.optim.optimizer import DeviceUpdater, OwnedWeight, Updater
-
-_BLOCK_IN_MEMORY = 256_000_000  # bytes of states that are on the device at once
 
 
 def make_updater(
@@ -54,6 +52,6 @@ def make_updater(
         most = block_bytes or BLOCK_BYTES
         store: Store = DiskStore(Path(recipe.disk), rank, sizes, dtypes, pinned, most)
     else:
-        home, most = torch.device("cpu") if offloaded else device, block_bytes or _BLOCK_IN_MEMORY
+        home, most = torch.device("cpu") if offloaded else device, block_bytes or BLOCK_OF_STATES
         store = MemoryStore(sizes, dtypes, home, pinned and offloaded, most)
     return BlockwiseUpdater(recipe, owned, store, device, master, full)

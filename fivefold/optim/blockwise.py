@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fivefold.core.recipe import Recipe
+from fivefold.core.recipe import ROUNDED_AT_ONCE, Recipe
 from fivefold.core.units import LocalWeight
 from fivefold.core.weights import WeightShard, boxes_of
 from fivefold.optim.optimizer import (
@@ -40,7 +40,6 @@ from fivefold.optim.optimizer import (
     with_states,
 )
 
-AT_ONCE = 1 << 22  # elements that are rounded at once: enough for a GPU, and few temporaries
 _LOW = 0xFFFF  # the bits of a float32 that bfloat16 lacks
 # Tensors are cut at multiples of so many elements. A vector kernel computes the last elements of a
 # tensor, which fill no vector, separately and may round them differently, so that the same elements
@@ -255,8 +254,8 @@ class BlockwiseUpdater:
                     home.copy_(new)
             return
         each, recipe = self.owned[part.index], self.recipe
-        for first in range(0, part.size, AT_ONCE):
-            now = slice(first, min(first + AT_ONCE, part.size))
+        for first in range(0, part.size, ROUNDED_AT_ONCE):
+            now = slice(first, min(first + ROUNDED_AT_ONCE, part.size))
             start, size = each.start + part.start + first, now.stop - first
             full = self.full.get(each.row.name)
             bits = rounding_bits(recipe.seed, self.count, each.row, start, size, self.device, full)

@@ -186,9 +186,10 @@ def sweep(
         raise FivefoldError(f"--sweep {axis} with --fix {axis}={fixed[axis]}: leave one out")
     kinds = [kind for kind in RECOMPUTE if _is_compatible({"recompute": kind}, fixed)]
     found: dict[tuple[str, int], dict[str, Estimate | None]] = {}
+    known: list[Estimate] = []
     for name, value in product(strategies, values):
         one = _request_at(request, axis, value, {**fixed, **STRATEGIES[name]})
-        found[name, value] = _best_by_rule(one, kinds)
+        found[name, value] = _best_by_rule(one, kinds, known)
         if on_progress is not None:
             on_progress(len(found) / (len(strategies) * len(values)))
     for name, kind, value in product(strategies, kinds, values):
@@ -212,31 +213,42 @@ def _request_at(
     return replace(request, options=options, space=replace(space, seq=value, batch=batch))
 
 
-def best_estimate(request: PlanRequest) -> Estimate | None:
+def best_estimate(request: PlanRequest, known: list[Estimate] | None = None) -> Estimate | None:
     """The best layout of the space; the one with least memory if none fits, None if none is
-    legal."""
+    legal. `known`: estimates under this setting, to which this one is added."""
     result = search_layouts(request.space, request.setting, 1)
     found = result.best[0] if result.best else result.leanest
-    if found is None:
-        return None
+    known = [] if known is None else known
+    return None if found is None else _estimated_once(request, found, known)
+
+
+def _estimated_once(
+    request: PlanRequest, found: LayoutCandidate, known: list[Estimate]
+) -> Estimate:
+    """Strategies often have the same best layout."""
     plan = resolve(options_of(found.grid, request.options))
-    return estimate_plan(plan, request.setting, makespan=found.makespan)
+    for each in known:
+        if each.plan.options == plan.options:
+            return each
+    known.append(estimate_plan(plan, request.setting, makespan=found.makespan))
+    return known[-1]
 
 
-def _best_by_rule(request: PlanRequest, kinds: Sequence[str]) -> dict[str, Estimate | None]:
+def _best_by_rule(
+    request: PlanRequest, kinds: Sequence[str], known: list[Estimate]
+) -> dict[str, Estimate | None]:
     """The same for each of these rules of recomputation. One search serves all under which
     something fits."""
     found: dict[str, Estimate | None] = {}
     result = search_layouts(request.space, request.setting, 1, rules=kinds)
     for one in result.best:
-        plan = resolve(options_of(one.grid, request.options))
-        known = estimate_plan(plan, request.setting, makespan=one.makespan)
-        found[str(plan.recompute.usual)] = known
+        best = _estimated_once(request, one, known)
+        found[str(best.plan.recompute.usual)] = best
     for kind in kinds:
         if kind not in found:
             alone = {**(request.space.fixed or {}), "recompute": kind}
             space = replace(request.space, fixed=alone)
-            found[kind] = best_estimate(replace(request, space=space))
+            found[kind] = best_estimate(replace(request, space=space), known)
     return found
 
 

@@ -289,14 +289,16 @@ def _answers(chosen: Estimate, asked: list[_Question]) -> Iterator[Neighbour]:
     open_ = [one for one in asked if one.legal]
     best = _best(chosen, open_)
     found = _VariantCosts(chosen, [_variant_of(chosen.plan), *best], simulated=True)
-    places = iter(range(1, len(best) + 1))
+    places, known = iter(range(1, len(best) + 1)), dict[_Variant, Bytes]()
     for one in asked:
         if not one.legal:
             yield Neighbour(one.axis, one.value, refused=one.refused)
             continue
         place = next(places)
         variant, layout = best[place - 1], best[place - 1].layout
-        memory = _memory(chosen, variant, found, place)
+        if variant not in known:
+            known[variant] = _memory(chosen, variant, found, place)
+        memory = known[variant]
         moves = one.axis in PARTNERS or one.axis == "ep"
         yield Neighbour(
             one.axis,

@@ -31,15 +31,18 @@ def fullest_memory(plan: Plan, setting: EstimateSetting, enough: float = np.inf)
     """Peak bytes by category of the rank that has most, of those that closed forms find fullest; or
     of the first of them with more than `enough`."""
     entries = MemoryEntries(*plan_arguments(plan, setting))
-    found = _by_closed_forms(plan, setting, entries)
-    if _is_followed(plan, entries):
-        order = sorted(range(len(found)), key=lambda place: -sum(found[place].values()))
-        ledger, found = PlanLedger(plan, entries), list[Bytes]()
-        for place in order[:_FULLEST]:
-            found.append(_with_overhead(entries, ledger.peak(place)))
-            if sum(found[-1].values()) > enough:
-                break
-    return max(found, key=lambda one: sum(one.values()))
+    if not _is_followed(plan, entries):
+        return max(_by_closed_forms(plan, setting, entries), key=_total)
+    order = range(plan.layout.pp)
+    if plan.layout.pp > 1:
+        closed = _by_closed_forms(plan, setting, entries)
+        order = sorted(order, key=lambda place: -_total(closed[place]))
+    ledger, found = PlanLedger(plan, entries), list[Bytes]()
+    for place in order[:_FULLEST]:
+        found.append(_with_overhead(entries, ledger.peak(place)))
+        if _total(found[-1]) > enough:
+            break
+    return max(found, key=_total)
 
 
 def rank_memory(plan: Plan, setting: EstimateSetting, rank: int) -> Bytes:
@@ -87,6 +90,10 @@ def _is_followed(plan: Plan, entries: MemoryEntries) -> bool:
     return memory.unit_by_unit and not (
         narrow or plan.schedule.asynchronous or entries.stack.frozen or memory.offloaded
     )
+
+
+def _total(held: Bytes) -> float:
+    return sum(held.values())
 
 
 def _with_overhead(entries: MemoryEntries, held: Bytes) -> Bytes:

@@ -144,7 +144,7 @@ def test_narrow_states_are_the_same_wherever_they_live(
         recipe = Recipe(states="bf16", offload=offload, seed=3)
         updater = of(recipe, weights, master=master, block_bytes=block_bytes)
         found.append(updated(weights, updater, 3, master))
-        monkeypatch.setattr(blockwise, "AT_ONCE", 1000)  # the others are rounded in pieces
+        monkeypatch.setattr(blockwise, "ROUNDED_AT_ONCE", 1000)  # the others are rounded in pieces
         kept = updater.states()["exp_avg_sq"][0]
         assert kept is not None and kept.read().dtype == torch.bfloat16
     assert_equal(found[0], found[1])

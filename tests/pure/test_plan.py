@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from fivefold.core.errors import BadFile, FivefoldError, IllegalLayout
 from fivefold.core.plan import Plan, PlanOptions, options_from, read, resolve
 from fivefold.core.recompute import StageRecompute
 from fivefold.core.schedule import catalog
+from fivefold.core.schedule.family import Family
 
 
 def plan(model: str = "tiny", *, small: bool = False, **options: object) -> Plan:
@@ -357,3 +359,11 @@ def test_recompute_of_a_stage_that_is_not_there() -> None:
     assert str(plan(layout="pp=2", recompute="none,full@0").recompute.of(0)) == "full"
     with pytest.raises(FivefoldError, match="there is no stage 2, the stages of this layout are 0"):
         plan(layout="pp=2", recompute="full@2")
+
+
+@pytest.mark.parametrize("family", catalog.FAMILIES, ids=lambda family: family.name)
+def test_a_plan_can_be_sent_to_another_process(family: Family) -> None:
+    """Also after an estimate, which asks what is known of its schedule."""
+    sent = plan(layout="pp=2", schedule=family.name, set={"layers": "8"})
+    assert (sent.family, len(sent.stages)) == (family, sent.schedule.num_stages)
+    assert pickle.loads(pickle.dumps(sent)) == sent

@@ -26,7 +26,7 @@ from fivefold.planner import estimate_on_machine, estimate_setting
 from fivefold.planner.estimate import Estimate, estimate_plan
 from fivefold.planner.rank_memory import fullest_memory, memory_by_pipeline_rank
 from fivefold.planner.search import search_layouts
-from fivefold.planner.setting import EstimateSetting
+from fivefold.planner.setting import EstimateSetting, plan_arguments
 from fivefold.planner.space import SearchSpace, layout_blocks
 from fivefold.score import compare_with_peers
 from fivefold.score.outcome import score_row
@@ -252,3 +252,13 @@ def test_the_fullest_rank_is_among_those_that_are_followed(schedule: str, recomp
     setting, _ = estimate_setting(H100, "bf16", 0.0, "compiled", 1.0)
     most = max(sum(each.values()) for each in memory_by_pipeline_rank(plan, setting))
     assert sum(fullest_memory(plan, setting).values()) == pytest.approx(most)
+
+
+def test_multi_token_prediction_keeps_all_weights_of_its_stage_gathered() -> None:
+    """A search would otherwise pass ZeRO-3 without a pipeline as fitting, at half of its memory."""
+    changes = {"layers": "8"}
+    options = PlanOptions("deepseek-v3", layout="dp=256 ep=16", zero=3, recompute="full", seq=4096)
+    plan = resolve(replace(options, set=changes))
+    setting, _ = estimate_setting(H100, "bf16", 0.0, "compiled", 1.0)
+    closed = peak_memory(*plan_arguments(plan, setting)).total.item()
+    assert closed == pytest.approx(sum(fullest_memory(plan, setting).values()), rel=0.05)

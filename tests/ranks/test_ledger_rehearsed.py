@@ -8,6 +8,7 @@ import pytest
 
 from fivefold.core import machine
 from fivefold.core.plan import Plan, PlanOptions, resolve
+from fivefold.core.recipe import Recipe
 from fivefold.model import varlen
 from fivefold.planner import estimate_setting
 from fivefold.planner.rank_memory import rank_memory
@@ -40,6 +41,10 @@ JOBS: tuple[tuple[str, int, str, int, dict[str, Any]], ...] = (
     ("mixtral-8x7b", 4, "dp=8 ep=8", 0, {"microbatches": 2, "zero": 3, "recompute": "full"}),
     ("deepseek-v2-lite", 4, "dp=1", 0, {"microbatches": 1, "packed": True}),
     ("llama-3.1-8b", 4, "cp=4", 0, {"microbatches": 2, "packed": True}),
+    # The rank that predicts several tokens: the first gradient of its head waits for the second.
+    ("deepseek-v3", 4, "dp=64 pp=2 ep=64", 64, {"zero": 1, "recompute": "full"}),
+    # Updates by blocks: kernels clip as they read, and bf16 states are rounded in pieces.
+    ("llama-3.2-1b", 4, "tp=4", 0, {"microbatches": 1, "train": Recipe(states="bf16")}),
 )
 
 

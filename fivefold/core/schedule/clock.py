@@ -26,7 +26,7 @@ from fivefold.core.schedule import (
     actions_of,
     merged_steps,
 )
-from fivefold.core.schedule.loops import Loop, LoopOrder
+from fivefold.core.schedule.loops import Loop, LoopOrder, alike_turns
 
 
 @dataclass(frozen=True)
@@ -358,11 +358,7 @@ def peak_held(schedule: Schedule, rank: int, saved: StageBytes, deferred: StageB
     live = peak = 0.0
     known: dict[tuple[object, ...], tuple[float, float]] = {}
     for times, turns in schedule.order.loops[rank]:
-        # Most are the same as one before, but for the microbatch with which they begin.
-        alike = turns[0][:2]
-        if len(turns) > 1:
-            begin = turns[0].first
-            alike = tuple((*turn[:2], turn.first - begin, turn.joined) for turn in turns)
+        alike = alike_turns(turns)  # most are the same as one before
         if alike not in known:
             steps = merged_steps(schedule, Loop(1, turns).steps(0))
             levels, after = _levels_from(0.0, steps, saved, deferred)

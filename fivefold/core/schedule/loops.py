@@ -16,7 +16,6 @@ from typing import NamedTuple, overload
 from fivefold.core.schedule import INPUT_GRAD, Action, Overlap, Schedule, Step, merged_steps
 
 _SHORT = 512  # actions of a rank that are followed one by one
-_FIRST_TURNS = 3  # of a loop: what a step begins has ended by then
 
 
 class Turn(NamedTuple):
@@ -181,20 +180,27 @@ class LoopOrder(Sequence[tuple[Step, ...]]):
 
 
 def turns_of(schedule: Schedule, rank: int) -> Iterator[tuple[int, tuple[Step, ...]]]:
-    """The steps of a rank as they run, in parts, and how often each repeats. Of a loop, the first
-    turns and the last one are parts of their own."""
+    """The steps of a rank as they run, in parts, and how often each repeats. Turns that differ only
+    in their microbatches are one value, with those of the first."""
     order = schedule.order
     loops = order.loops[rank] if isinstance(order, LoopOrder) else ()
     if sum(loop.times * len(loop.turns) for loop in loops) <= _SHORT:
         yield 1, merged_steps(schedule, order[rank])
         return
-    for loop in loops:
-        for number in range(min(loop.times - 1, _FIRST_TURNS)):
-            yield 1, merged_steps(schedule, loop.steps(number))
-        if loop.times > 1 + _FIRST_TURNS:
-            again = loop.steps(_FIRST_TURNS)
-            yield loop.times - 1 - _FIRST_TURNS, merged_steps(schedule, again)
-        yield 1, merged_steps(schedule, loop.steps(loop.times - 1))
+    known: dict[tuple[object, ...], tuple[Step, ...]] = {}
+    for times, turns in loops:
+        alike = alike_turns(turns)
+        if alike not in known:
+            known[alike] = merged_steps(schedule, Loop(1, turns).steps(0))
+        yield times, known[alike]
+
+
+def alike_turns(turns: Sequence[Turn]) -> tuple[object, ...]:
+    """Turns without the microbatch with which they begin."""
+    if len(turns) == 1:
+        return turns[0][:2]
+    begin = turns[0].first
+    return tuple((*turn[:2], turn.first - begin, turn.joined) for turn in turns)
 
 
 def defers_weight_gradients(schedule: Schedule) -> bool:
