@@ -86,7 +86,7 @@ class StackMemory:
     chunks_loss: bool = False  # many logits are computed in chunks of tokens, with their gradients
     chunk_bytes: float = 0.0  # per logit of a chunk, beside the logits themselves
     backward_copies: float = 3.0  # of the MLP's width: gradients inside one layer
-    weighed_bytes: float = 0.0  # of an element of a slot when expert results are weighed
+    result_bytes: float = 0.0  # of an element of a slot: gradients of results, beside all saved
     gather_buffers: float = 1.0  # full-token buffers of tensor parallelism
     whole_layers: float = 2.0  # ZeRO-3: layers gathered at once
     passing_layers: float = 2.0  # ZeRO-2 and 3: layers with unreduced gradients at once
@@ -103,8 +103,8 @@ class StackMemory:
 # loss holds logits in 2 bytes, what it computes again of them, and their gradients, 14 in all; with
 # a split vocabulary 19. Logits in chunks become their gradients: 2 bytes, and 8 that are wide. A
 # forward over tp ranks holds all tokens three times: the gathered input, the matmul's result, and
-# that result in rank order. When expert results are weighed, their gradients of 2 bytes are beside
-# all that is saved.
+# that result in rank order. Slots are weighed inside of experts, so that no result of theirs is
+# saved; its gradient, of 2 bytes, is beside all that is.
 EAGER_MEMORY = StackMemory(
     split="balanced",
     narrow_inputs=True,
@@ -119,7 +119,8 @@ EAGER_MEMORY = StackMemory(
     chunks_loss=True,
     chunk_bytes=8.0,
     backward_copies=2.0,
-    weighed_bytes=2.0,
+    returned_slots=False,
+    result_bytes=2.0,
     gather_buffers=3.0,
     unit_by_unit=True,
 )

@@ -167,25 +167,29 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 def _activation(name: Activation, gated: bool, varies: bool) -> Region:
     activate = ACTIVATIONS[name]
 
-    def activated(up: Tensor) -> Tensor:
-        return activate(up)
+    def activated(up: Tensor, weight: Tensor | None = None) -> Tensor:
+        return _weighed(activate(up), weight)
 
-    def times_up(gate: Tensor, up: Tensor) -> Tensor:
-        return activate(gate) * up
+    def times_up(gate: Tensor, up: Tensor, weight: Tensor | None = None) -> Tensor:
+        return _weighed(activate(gate) * up, weight)
 
     return Region(times_up if gated else activated, varies=varies)
 
 
+def _weighed(hidden: Tensor, weight: Tensor | None) -> Tensor:
+    return hidden if weight is None else (hidden * weight).to(hidden.dtype)
+
+
 class Activate:
-    """The activation of an MLP, times the up projection if there is a gate. `varies`: of experts,
-    whose tokens are as many as the router sends."""
+    """The activation of an MLP, times the up projection if there is a gate, and times the weight of
+    each row if there is one. `varies`: of experts, whose tokens are as many as the router sends."""
 
     def __init__(self, shape: Shape, fuse: Fuse, varies: bool = False) -> None:
         self.remakes = False  # seam: recomputation
         self.run = _activation(shape.activation, shape.gated, varies).by(fuse)
 
-    def __call__(self, gate: Tensor | None, up: Tensor) -> Tensor:
-        inputs = (up,) if gate is None else (gate, up)
+    def __call__(self, gate: Tensor | None, up: Tensor, weight: Tensor | None = None) -> Tensor:
+        inputs = tuple(each for each in (gate, up, weight) if each is not None)
         activated = self.run(*inputs)
         if not self.remakes:
             return activated
