@@ -13,10 +13,11 @@ from pathlib import Path
 import torch
 
 from fivefold.core.recipe import Recipe
-from fivefold.optim.blockwise import BlockwiseUpdater, FullWeight, MemoryStore, Store, state_dtypes
+from fivefold.optim.blockwise import BlockwiseUpdater, MemoryStore, Store, state_dtypes
 from fivefold.optim.disk_states import BLOCK_BYTES, DiskStore
 from fivefold.optim.muon import FullMatrices, LocalMatrices
 from fivefold.optim.optimizer import DeviceUpdater, OwnedWeight, Updater
+from fivefold.optim.rounding import FullWeight
 
 _BLOCK_IN_MEMORY = 256_000_000  # bytes of states that are on the device at once
 
