@@ -61,14 +61,22 @@ def float32_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return _WideLinear.apply(x, weight)
 
 
+def wide_matmul(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
+    """x · weightᵀ in float32 or wider. Products of narrow numbers are exact in float32, so that a
+    GPU can sum them there without wide copies of its inputs."""
+    wide = torch.promote_types(x_NI.dtype, torch.float32)
+    if x_NI.is_cuda and x_NI.dtype == weight_OI.dtype != wide:
+        return torch.mm(x_NI, weight_OI.T, out_dtype=wide)
+    return F.linear(x_NI.to(wide), weight_OI.to(wide))
+
+
 class _WideLinear(torch.autograd.Function):
     """Saves its inputs as they are, and not the wide ones."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        wide = torch.promote_types(x.dtype, torch.float32)
-        return F.linear(x.to(wide), weight.to(wide))
+        return wide_matmul(x, weight)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
