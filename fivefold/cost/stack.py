@@ -213,7 +213,7 @@ class SoftwareStack:
     owner_wait: float = 0.0  # seconds of an owner's broadcast, if ZeRO-1 publishes owner by owner
     bucket_bytes: float | None = None  # of weights whose gradients are reduced together, if
     # matrices are not larger; below ZeRO-3; None: all together
-    prefetch: int = 1  # units that ZeRO-3 gathers ahead
+    prefetch: int = 1  # blocks that ZeRO-3 gathers ahead
     gather: str = ""  # step or microbatch: how long ZeRO-3 keeps weights gathered
     grads_home: str = ""  # cpu or nvme: where gradients go after every microbatch
     optimizer_bytes: float = 28.0  # moved per element that the optimizer owns
