@@ -177,7 +177,11 @@ def _activation(name: Activation, gated: bool, varies: bool) -> Region:
 
 
 def _weighed(hidden: Tensor, weight: Tensor | None) -> Tensor:
-    return hidden if weight is None else (hidden * weight).to(hidden.dtype)
+    if weight is None:
+        return hidden
+    if torch.is_grad_enabled():  # only where the gradient computes it again
+        return (hidden * weight).to(hidden.dtype)
+    return hidden.mul_(weight)  # computed in float32 too, without a float32 tensor
 
 
 class Activate:
