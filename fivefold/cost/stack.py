@@ -251,7 +251,7 @@ GROUPED_SHARE = 0.87
 CLIP_BYTES = 11.0
 # fivefold: regions between matmuls and collectives compiled one by one, fused attention and loss.
 # Passes are counted: two norms and two sums read or write the width 10 times; rotary takes 2 passes
-# over queries and keys, a gated activation 3 over the MLP's width. Tokens are taken, weighed and
+# over queries and keys, a gated activation 3 over the MLP's width. Tokens are taken and
 # summed in 3 passes, and sorted on the rank of their experts and back in 4. Autograd sums the input
 # gradients of three matmuls and of two, outside of regions, in 9. Backward takes 12 passes over the
 # width, 2 over queries and keys, and 5 over the MLP's width: 1.4 times the forward. A gradient is

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from fivefold.core.shape import Activation, Rope, Shape
 from fivefold.model.regions import Compute, Fuse, Region, ResidualRegion, eager
 from fivefold.model.remake import remade, saving
+from fivefold.model.slots import weigh_rows
 
 Matmul = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 Normalise = Callable[[Tensor, Tensor, Tensor | None, float], Tensor]
@@ -168,20 +169,12 @@ def _activation(name: Activation, gated: bool, varies: bool) -> Region:
     activate = ACTIVATIONS[name]
 
     def activated(up: Tensor, weight: Tensor | None = None) -> Tensor:
-        return _weighed(activate(up), weight)
+        return weigh_rows(activate(up), weight)
 
     def times_up(gate: Tensor, up: Tensor, weight: Tensor | None = None) -> Tensor:
-        return _weighed(activate(gate) * up, weight)
+        return weigh_rows(activate(gate) * up, weight)
 
     return Region(times_up if gated else activated, varies=varies)
-
-
-def _weighed(hidden: Tensor, weight: Tensor | None) -> Tensor:
-    if weight is None:
-        return hidden
-    if torch.is_grad_enabled():  # only where the gradient computes it again
-        return (hidden * weight).to(hidden.dtype)
-    return hidden.mul_(weight)  # computed in float32 too, without a float32 tensor
 
 
 class Activate:

@@ -184,6 +184,34 @@ def _sum_in_one_kernel(
     return total_ND.to(first_MD.dtype)
 
 
+def weigh_rows(rows_MF: Tensor, weights_M1: Tensor | None) -> Tensor:
+    """Rows times their weights, in float32 or wider, and rounded once."""
+    if weights_M1 is None:
+        return rows_MF
+    if torch.compiler.is_compiling():
+        return (rows_MF * weights_M1).to(rows_MF.dtype)
+    return _Weigh.apply(rows_MF, weights_M1)
+
+
+class _Weigh(torch.autograd.Function):
+    """Operator by operator, without a float32 tensor of the size of the rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_MF: Tensor, weights_M1: Tensor) -> Tensor:
+        ctx.save_for_backward(rows_MF, weights_M1)
+        return torch.mul(rows_MF, weights_M1, out=torch.empty_like(rows_MF))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        (rows_MF, weights_M1), (grad_MF,) = ctx.saved_tensors, gradients
+        product_M1, zero = torch.empty_like(weights_M1), weights_M1.new_zeros(1, 1)
+        for block in _blocks(*rows_MF.shape):
+            # The zero makes products as wide as weights are, without wide copies of their factors.
+            products_MF = torch.addcmul(zero, grad_MF[block], rows_MF[block])
+            product_M1[block] = products_MF.sum(1, keepdim=True)
+        return torch.mul(grad_MF, weights_M1, out=torch.empty_like(rows_MF)), product_M1
+
+
 def _blocks(num_rows: int, width: int) -> Iterable[slice]:
     """Rows to compute at once."""
     step = max(1, _AT_ONCE // width)
