@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import groupby, zip_longest
+from itertools import groupby
 from typing import Any, NamedTuple, TypeAlias, cast, get_args
 
 from fivefold.core.errors import FivefoldError
@@ -30,7 +30,7 @@ class UnitPolicy:
     """How flat units are made, gathered and reduced, as the keys of a plan say.
 
     `size` is the target in bytes of weights; None: a block is a unit, and small ones are joined.
-    `prefetch`: how many units ZeRO-3 gathers ahead of the block that runs.
+    `prefetch`: how many blocks ZeRO-3 gathers ahead of the one that runs, each with all its units.
     """
 
     grad_dtype: GradDtype = "fp32"
@@ -56,7 +56,7 @@ class UnitPolicy:
                 "1e9; leave it out for one unit per block"
             )
         if prefetch < 0:
-            raise FivefoldError(f"prefetch {prefetch}: the number of flat units is 0 or more")
+            raise FivefoldError(f"prefetch {prefetch}: the number of blocks is 0 or more")
         size = None if unit_size is None else max(1, round(unit_size * 1e6))
         return cls(cast(GradDtype, grad_dtype), size, prefetch)
 
@@ -282,22 +282,18 @@ def prefetched(
     units: Sequence[Unit], order: Sequence[str], block: str, step: int, depth: int = 1
 ) -> list[int]:
     """Units that are gathered while a block runs, in a forward (step 1) or a backward (−1) over the
-    blocks in `order`: the next `depth` units whose use begins after this block, each with one of
-    the other kind, dense or expert, that begins with the same block.
+    blocks in `order`: all that begin with the next block, dense and expert, so that no part of it
+    is waited for; with a `depth`, with the next so many blocks that any unit begins with.
     """
     begins = 0 if step > 0 else -1  # a backward comes to the last block of a unit first
     places = {name: place for place, name in enumerate(order)}
     ahead = [step * (places[unit.blocks[begins]] - places[block]) for unit in units]
-    pairs: list[list[int]] = []
-    for distance in sorted({each for each in ahead if each > 0}):
-        if len(pairs) >= depth:
-            break
-        coming = [place for place, each in enumerate(ahead) if each == distance][::step]
-        first = units[coming[0]].expert
-        same = [each for each in coming if units[each].expert == first]
-        others = [each for each in coming if units[each].expert != first]
-        pairs += [[each for each in pair if each is not None] for pair in zip_longest(same, others)]
-    return [each for pair in pairs[:depth] for each in pair]
+    near = sorted({each for each in ahead if each > 0})[:depth]
+    return [
+        place
+        for distance in near
+        for place in [place for place, each in enumerate(ahead) if each == distance][::step]
+    ]
 
 
 def _unit(parts: Sequence[UnitPart], num_shards: int, itemsize: int) -> Unit:

@@ -310,6 +310,16 @@ def whole_box(shape: Sequence[int]) -> Box:
     return Box((0,) * len(shape), tuple(shape), 0)
 
 
+def origin_of(shape: Sequence[int], shard: WeightShard) -> tuple[int, ...]:
+    """Where the shard of a weight of this shape begins."""
+    origin = [0] * len(shape)
+    if shard.dim is not None:
+        origin[shard.dim] = shard.start
+    if shard.inner is not None:
+        origin[shard.inner[0]] = shard.inner[1]
+    return tuple(origin)
+
+
 def boxes_of(
     shape: Sequence[int], shard: WeightShard, local: Sequence[int], start: int, stop: int
 ) -> tuple[Box, ...]:
@@ -319,11 +329,7 @@ def boxes_of(
     Padding is outside the weight, and in no box.
     """
     assert 0 <= start <= stop <= math.prod(local), "a run lies inside its shard"
-    origin = [0] * len(shape)
-    if shard.dim is not None:
-        origin[shard.dim] = shard.start
-    if shard.inner is not None:
-        origin[shard.inner[0]] = shard.inner[1]
+    origin = origin_of(shape, shard)
     found: list[Box] = []
     for box in _runs(tuple(local), start, stop):
         offsets = tuple(low + offset for low, offset in zip(origin, box.offsets, strict=True))

@@ -183,10 +183,10 @@ class Activations:
     def backward_gradients(self, routed: bool = False) -> Array:
         """Gradients of activations inside one layer while its backward runs."""
         shape, moe, copies = self.shape, self.shape.moe, self.memory.backward_copies * self.itemsize
-        if moe is None or not routed or not self.memory.weighed_bytes:
+        if moe is None or not routed or not self.memory.result_bytes:
             return copies * shape.ffn / self.grid.tp
-        weighed = self.memory.weighed_bytes * shape.width
-        return self.slots() * np.maximum(weighed, copies * moe.ffn / self.grid.etp)
+        results = self.memory.result_bytes * shape.width
+        return self.slots() * np.maximum(results, copies * moe.ffn / self.grid.etp)
 
     def context_buffers(self) -> Array:
         """Keys and values of other context ranks, and their float32 gradients: the current block
@@ -198,8 +198,8 @@ class Activations:
         return np.where(self.grid.cp > 1, np.where(gathers, all_of_them, ring), 0.0)
 
     def dispatch_buffers(self) -> Array:
-        """Slots on their way to experts and back, of one layer; 0 if more are weighed at once."""
-        if self.shape.moe is None or self.memory.weighed_bytes:
+        """Slots on their way to experts and back, of one layer; 0 if backward has more at once."""
+        if self.shape.moe is None or self.memory.result_bytes:
             return np.zeros(1)
         return np.where(self.grid.ep > 1, 2 * self.slots() * self.shape.width * self.itemsize, 0.0)
 
@@ -267,15 +267,16 @@ class Activations:
         return load * moe.top_k * self.grid.etp / self.split
 
     def _routed(self) -> Iterator[SavedTensor]:
-        """The router's input and float32 scores; slots as they arrive, inside the experts, and as
-        they come back; and the shared experts, whose input is the router's if that is not wide."""
+        """The router's input and float32 scores; slots as they arrive with their weights, inside
+        the experts, and as they come back or, if inputs are weighed, before that; and the shared
+        experts, whose input is the router's if that is not wide."""
         shape, moe, wide = self.shape, self.shape.moe, self.memory.wide_router
         assert moe is not None
         router = (WIDE if wide else self.itemsize) * shape.width / self.split
         yield SavedTensor(router, ("norm",))
         scores = WIDE * 2 * moe.experts / self.split
-        back = self.itemsize if self.memory.returned_slots else 0
-        moved = self.slots() * shape.width * (self.saved_size + back)
+        back = self.itemsize if self.memory.returned_slots or moe.weigh_inputs else 0
+        moved = self.slots() * (shape.width * (self.saved_size + back) + WIDE)
         yield SavedTensor(scores + moved, ("experts",))
         yield from self._mlp(moe.ffn / self.grid.etp, "experts", self.slots())
         if moe.shared:

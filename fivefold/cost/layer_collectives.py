@@ -284,7 +284,7 @@ def expert_layer(job: LayerJob, moe: Moe, ends_segment: Number) -> Iterator[Coun
 
 def _all_to_alls(job: LayerJob, moe: Moe) -> Iterator[CountedCollective]:
     """Over ep: in forward the token counts of every expert, unless each has a padded capacity; then
-    dispatch and combine of all slots, in forward and backward.
+    dispatch and combine of all slots, in forward and backward, and their weights, which go one way.
 
     Over several nodes, first over ep-far: how many rows go to each node, then for each row the
     token, its choices and their weights; inside a node, over ep-near, the same as over ep.
@@ -299,6 +299,9 @@ def _all_to_alls(job: LayerJob, moe: Moe) -> Iterator[CountedCollective]:
         yield CountedCollective(axis, "all_to_all", counts, near, counted, 0, counted * again)
         both = (2 * ones, 2 * ones, 2 * ones * again)
         yield CountedCollective(axis, "all_to_all", slots * row, near, *both)
+        if not moe.weigh_inputs:
+            size = slots * wide_size(job.itemsize)
+            yield CountedCollective(axis, "all_to_all", size, near, ones, ones, ones * again)
     ones = where(nodes > 1, 1, 0)
     rows = tokens * max_nodes_per_token(moe, nodes)
     forward, weights = (ones, 0, ones * again), rows * moe.top_k * wide_size(job.itemsize)

@@ -156,18 +156,17 @@ class LayerOperators:
         slots = self._size(self.activations.slots()) * self.activations.itemsize
         rows, width = slots * shape.width, slots * moe.ffn / _number(self.activations.grid.etp)
         apart = _number(self.activations.grid.ep) > 1
-        arrived = found.add([x], TapeTensor(rows, extra=rows), [x], collective=apart)
+        moved = rows if apart else 0.0  # as sent, beside as received, and as received, as sorted
+        made = TapeTensor(rows, extra=moved, adds=not apart)
+        arrived = found.add([x], made, [x], collective=apart)
         result = self._inside(found, arrived, (width, rows), f"{EXPERTS}.experts", rule)
         shared = self.unit * moe.shared_ffn / self.tp if moe.shared else 0.0
         inner = 3 if shape.gated else 2
-        besides = self._size(self.activations.experts()) - 2 * rows - inner * (width + shared)
-        weighed = rows * self.activations.memory.weighed_bytes / self.activations.itemsize
-        made = TapeTensor(self.residual)
+        besides = self._size(self.activations.experts()) - rows - inner * (width + shared)
         y = found.add(
             [result],
-            made,
-            [result],
-            backward_extra=max(weighed - rows, 0.0),
+            TapeTensor(self.residual, extra=moved),
+            backward_extra=moved,
             keeps=max(besides, 0.0),
             collective=apart,
         )

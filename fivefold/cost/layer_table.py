@@ -29,7 +29,7 @@ _PAIRS = np.array([family.pairs for family in FAMILIES], np.int64)
 _Key = tuple[float, ...]
 
 
-class TimedJob(NamedTuple):
+class LayersJob(NamedTuple):
     """What the seconds of layers depend on, beside their sharding."""
 
     shape: Shape
@@ -50,7 +50,7 @@ class LayerTable:
     which every forward is in a pair.
     """
 
-    def __init__(self, job: TimedJob) -> None:
+    def __init__(self, job: LayersJob) -> None:
         self.shape, self.machine, self.stack, self.seq = job[:4]
         self.precision, self.imbalance = job.precision, job.imbalance
         self.sizes, self.rules, self.sp = job.sizes, job.rules, job.sp
@@ -165,7 +165,7 @@ def by_schedule(found: NDArray[Any], grid: LayoutGrid) -> NDArray[Any]:
 
 
 @lru_cache(maxsize=32)
-def layer_table(job: TimedJob, gpus: int) -> LayerTable:
+def layer_table(job: LayersJob, gpus: int) -> LayerTable:
     """The table of a job on so many GPUs, of which a group may cross more or fewer links; made
     once, so that several searches of a command share it."""
     return LayerTable(job)

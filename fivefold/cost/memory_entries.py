@@ -172,8 +172,8 @@ class MemoryEntries:
     def _gathered(
         self, parameters: RankParameters, stage: RankStage, end: Array, prefetch: int | None = None
     ) -> Array:
-        """ZeRO-3: gathered weights. Those of a layer, or of an `end`, and of the prefetched units,
-        as many as the stack says or as are given; or all, if they stay gathered over the step, as
+        """ZeRO-3: gathered weights. Those of a layer, or of an `end`, and of prefetched layers, as
+        many as the stack says or as are given; or all, if they stay gathered over the step, as
         those of multi-token prediction do."""
         grid, unit = self.grid, self._unit(parameters, stage)
         prefetch = self.stack.prefetch if prefetch is None else prefetch
@@ -182,7 +182,7 @@ class MemoryEntries:
         # A block uses all units of its layer, or one that several layers share.
         here = np.where(dense, np.maximum(layer.dense, unit.dense), 0.0)
         here = here + np.where(experts, np.maximum(layer.experts, unit.experts), 0.0)
-        ahead = np.where(dense, unit.dense, 0.0) + np.where(experts, unit.experts, 0.0)
+        ahead = here
         if self.stack.unit_bytes is not None:  # the last unit has the final norm too
             end = np.where(end > 0, end + unit.dense, 0.0)
         here = np.where(end > 0, np.where(dense, np.minimum(end, parameters.dense), 0.0), here)

@@ -63,6 +63,7 @@ class TapeTensor:
     source: TapeTensor | None = None
     extra: float = 0.0  # bytes besides, while it is made
     named: bool = False  # a name holds it until the forward of its module ends
+    adds: bool = False  # what made it takes the gradients of all who read it, and adds them
 
     @property
     def storage(self) -> TapeTensor:
@@ -322,7 +323,9 @@ class OperatorTape:
         self, tensor: TapeTensor, gradient: _Gradient, grads: dict[TapeTensor, _Gradient]
     ) -> None:
         """To what has made the tensor; a second gradient is added, as a third tensor."""
-        if tensor in grads:
+        if tensor in grads and tensor.adds:
+            grads[tensor] = _Gradient(grads[tensor].bytes + gradient.bytes)
+        elif tensor in grads:
             total = _Gradient(tensor.bytes, tensor.logits)
             self._change(total.bytes, total.logits)
             self._forget(grads[tensor])

@@ -86,7 +86,7 @@ class StackMemory:
     chunks_loss: bool = False  # many logits are computed in chunks of tokens, with their gradients
     chunk_bytes: float = 0.0  # per logit of a chunk, beside the logits themselves
     backward_copies: float = 3.0  # of the MLP's width: gradients inside one layer
-    weighed_bytes: float = 0.0  # of an element of a slot when expert results are weighed
+    result_bytes: float = 0.0  # of an element of a slot: gradients of results, beside all saved
     gather_buffers: float = 1.0  # full-token buffers of tensor parallelism
     whole_layers: float = 2.0  # ZeRO-3: layers gathered at once
     passing_layers: float = 2.0  # ZeRO-2 and 3: layers with unreduced gradients at once
@@ -103,8 +103,8 @@ class StackMemory:
 # loss holds logits in 2 bytes, what it computes again of them, and their gradients, 14 in all; with
 # a split vocabulary 19. Logits in chunks become their gradients: 2 bytes, and 8 that are wide. A
 # forward over tp ranks holds all tokens three times: the gathered input, the matmul's result, and
-# that result in rank order. When expert results are weighed, their gradients of 2 bytes are beside
-# all that is saved.
+# that result in rank order. Slots are weighed inside of experts, so that no result of theirs is
+# saved; its gradient, of 2 bytes, is beside all that is.
 EAGER_MEMORY = StackMemory(
     split="balanced",
     narrow_inputs=True,
@@ -119,7 +119,8 @@ EAGER_MEMORY = StackMemory(
     chunks_loss=True,
     chunk_bytes=8.0,
     backward_copies=2.0,
-    weighed_bytes=2.0,
+    returned_slots=False,
+    result_bytes=2.0,
     gather_buffers=3.0,
     unit_by_unit=True,
 )
@@ -212,7 +213,7 @@ class SoftwareStack:
     owner_wait: float = 0.0  # seconds of an owner's broadcast, if ZeRO-1 publishes owner by owner
     bucket_bytes: float | None = None  # of weights whose gradients are reduced together, if
     # matrices are not larger; below ZeRO-3; None: all together
-    prefetch: int = 1  # units that ZeRO-3 gathers ahead
+    prefetch: int = 1  # blocks that ZeRO-3 gathers ahead
     gather: str = ""  # step or microbatch: how long ZeRO-3 keeps weights gathered
     grads_home: str = ""  # cpu or nvme: where gradients go after every microbatch
     optimizer_bytes: float = 28.0  # moved per element that the optimizer owns
@@ -250,7 +251,7 @@ GROUPED_SHARE = 0.87
 CLIP_BYTES = 11.0
 # fivefold: regions between matmuls and collectives compiled one by one, fused attention and loss.
 # Passes are counted: two norms and two sums read or write the width 10 times; rotary takes 2 passes
-# over queries and keys, a gated activation 3 over the MLP's width. Tokens are taken, weighed and
+# over queries and keys, a gated activation 3 over the MLP's width. Tokens are taken and
 # summed in 3 passes, and sorted on the rank of their experts and back in 4. Autograd sums the input
 # gradients of three matmuls and of two, outside of regions, in 9. Backward takes 12 passes over the
 # width, 2 over queries and keys, and 5 over the MLP's width: 1.4 times the forward. A gradient is

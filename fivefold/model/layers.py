@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from fivefold.core.shape import Activation, Rope, Shape
 from fivefold.model.regions import Compute, Fuse, Region, ResidualRegion, eager
 from fivefold.model.remake import remade, saving
+from fivefold.model.slots import weigh_rows
 
 Matmul = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 Normalise = Callable[[Tensor, Tensor, Tensor | None, float], Tensor]
@@ -167,25 +168,25 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 def _activation(name: Activation, gated: bool, varies: bool) -> Region:
     activate = ACTIVATIONS[name]
 
-    def activated(up: Tensor) -> Tensor:
-        return activate(up)
+    def activated(up: Tensor, weight: Tensor | None = None) -> Tensor:
+        return weigh_rows(activate(up), weight)
 
-    def times_up(gate: Tensor, up: Tensor) -> Tensor:
-        return activate(gate) * up
+    def times_up(gate: Tensor, up: Tensor, weight: Tensor | None = None) -> Tensor:
+        return weigh_rows(activate(gate) * up, weight)
 
     return Region(times_up if gated else activated, varies=varies)
 
 
 class Activate:
-    """The activation of an MLP, times the up projection if there is a gate. `varies`: of experts,
-    whose tokens are as many as the router sends."""
+    """The activation of an MLP, times the up projection if there is a gate, and times the weight of
+    each row if there is one. `varies`: of experts, whose tokens are as many as the router sends."""
 
     def __init__(self, shape: Shape, fuse: Fuse, varies: bool = False) -> None:
         self.remakes = False  # seam: recomputation
         self.run = _activation(shape.activation, shape.gated, varies).by(fuse)
 
-    def __call__(self, gate: Tensor | None, up: Tensor) -> Tensor:
-        inputs = (up,) if gate is None else (gate, up)
+    def __call__(self, gate: Tensor | None, up: Tensor, weight: Tensor | None = None) -> Tensor:
+        inputs = tuple(each for each in (gate, up, weight) if each is not None)
         activated = self.run(*inputs)
         if not self.remakes:
             return activated

@@ -51,8 +51,7 @@ class Routing(NamedTuple):
 
 GroupedMatmul = Callable[[Tensor, Tensor, Tensor], Tensor]
 Balancing = Callable[[Routing, int], Routing]
-# From slots and what makes their rows to results; the rows can go as soon as they have been sent.
-RunExperts = Callable[[Callable[[], Tensor], Slots, "Experts"], Tensor]
+RunExperts = Callable[["ExpertInputs", Slots, "Experts"], Tensor]
 Dispatch = Callable[[Tensor, Routing, "Experts", "OverlappedTask"], Tensor]
 
 
@@ -62,14 +61,22 @@ def float32_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return _WideLinear.apply(x, weight)
 
 
+def wide_matmul(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
+    """x · weightᵀ in float32 or wider. Products of narrow numbers are exact in float32, so that a
+    GPU can sum them there without wide copies of its inputs."""
+    wide = torch.promote_types(x_NI.dtype, torch.float32)
+    if x_NI.is_cuda and x_NI.dtype == weight_OI.dtype != wide:
+        return torch.mm(x_NI, weight_OI.T, out_dtype=wide)
+    return F.linear(x_NI.to(wide), weight_OI.to(wide))
+
+
 class _WideLinear(torch.autograd.Function):
     """Saves its inputs as they are, and not the wide ones."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        wide = torch.promote_types(x.dtype, torch.float32)
-        return F.linear(x.to(wide), weight.to(wide))
+        return wide_matmul(x, weight)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
@@ -206,12 +213,18 @@ class Experts(nn.Module):
         self.weigh_inputs = moe.weigh_inputs
         self.slot_sums = SlotSums(factory.fuse)
 
-    def forward(self, x_MD: Tensor, counts_E: Tensor) -> Tensor:
-        """The outputs of rows that are sorted by expert, with so many rows for each expert."""
+    def forward(
+        self, rows: tuple[Tensor, Tensor], counts_E: Tensor, weights_M1: Tensor | None
+    ) -> Tensor:
+        """The outputs of rows that are sorted by expert, with so many rows for each expert.
+
+        The rows are given for the gate and for up, and are the same. Each row is multiplied by its
+        weight before the last matmul, which is linear: so no backward needs the outputs.
+        """
         ends_E = counts_E.cumsum(0).to(torch.int32)
-        up_MF = self.up(x_MD, ends_E)
-        gate_MF = None if self.gate is None else self.gate(x_MD, ends_E)
-        return self.down(self.activate(gate_MF, up_MF), ends_E)
+        up_MF = self.up(rows[1], ends_E)
+        gate_MF = None if self.gate is None else self.gate(rows[0], ends_E)
+        return self.down(self.activate(gate_MF, up_MF, weights_M1), ends_E)
 
 
 class OverlappedTask:
@@ -230,28 +243,46 @@ class OverlappedTask:
         return self.result
 
 
+class ExpertInputs:
+    """What experts read of tokens: made when it is asked for, so that no name holds rows which have
+    been sent. The weights of slots are in the rows or beside them, as `weigh_inputs` says."""
+
+    def __init__(self, x_ND: Tensor, weights_NK: Tensor, slots: Slots, experts: Experts) -> None:
+        self.x_ND, self.weights_NK, self.slots = x_ND, weights_NK, slots
+        self.sums, self.in_rows = experts.slot_sums, experts.weigh_inputs
+
+    def rows(self) -> Tensor:
+        """One for each slot."""
+        rows_MD = self.sums.rows(self.x_ND, self.slots)
+        if not self.in_rows:
+            return rows_MD
+        return (rows_MD * self.sums.weights(self.weights_NK, self.slots)).to(self.x_ND.dtype)
+
+    def rows_for_two(self) -> tuple[Tensor, Tensor]:
+        """The same rows for two readers."""
+        if not self.in_rows:
+            return self.sums.rows_for_two(self.x_ND, self.slots)
+        rows_MD = self.rows()
+        return rows_MD, rows_MD
+
+    def weights(self) -> Tensor | None:
+        """One for each slot, a column."""
+        return None if self.in_rows else self.sums.weights(self.weights_NK, self.slots)
+
+
 def dispatch_slots(
     x_ND: Tensor, routing: Routing, num_experts: int, experts: Experts, run: RunExperts
 ) -> Tensor:
-    """Sort slots by expert, `run` the experts, weigh the results, and sum them for each token in
-    the order of its choices."""
+    """Sort slots by expert, `run` the experts, and sum the results for each token in the order of
+    its choices."""
     slots = sort_slots(routing.experts, num_experts, routing.drops, routing.room, routing.kept)
-    y_MD = run(partial(_rows_for_experts, x_ND, routing.weights, slots, experts), slots, experts)
-    if experts.weigh_inputs:
-        return experts.slot_sums.tokens(y_MD, slots)
-    return experts.slot_sums.weighed_tokens(y_MD, slots, routing.weights)
+    y_MD = run(ExpertInputs(x_ND, routing.weights, slots, experts), slots, experts)
+    return experts.slot_sums.tokens(y_MD, slots)
 
 
-def _rows_for_experts(x_ND: Tensor, weights_NK: Tensor, slots: Slots, experts: Experts) -> Tensor:
-    rows_MD = experts.slot_sums.rows(x_ND, slots)
-    if not experts.weigh_inputs:
-        return rows_MD
-    return (rows_MD * experts.slot_sums.weights(weights_NK, slots)).to(x_ND.dtype)
-
-
-def run_local_experts(rows: Callable[[], Tensor], slots: Slots, experts: Experts) -> Tensor:
+def run_local_experts(inputs: ExpertInputs, slots: Slots, experts: Experts) -> Tensor:
     """Run the experts on this device, which has all of them."""
-    return experts(rows(), slots.counts)
+    return experts(inputs.rows_for_two(), slots.counts, inputs.weights())
 
 
 def local_dispatch(

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 Compute = Callable[..., Any]
 ByHand = Callable[[Compute], Compute]
@@ -47,7 +48,17 @@ def compiled(compute: Compute, varies: bool = False) -> Compute:
 
     dynamo.recompile_limit = max(dynamo.recompile_limit, _MOST_SIZES)
     inductor.compile_threads = 1  # graphs are small, and processes would outlive a killed rank
-    return torch.compile(compute, fullgraph=True, dynamic=varies)
+    made = torch.compile(compute, fullgraph=True, dynamic=None if varies else False)
+    return partial(with_any_rows, made) if varies else made
+
+
+def with_any_rows(made: Compute, *inputs: Any) -> Any:
+    """Call what the compiler made: one graph for all sizes of first dims. Kernels know the others,
+    which makes them faster than those of a graph for all sizes."""
+    for each in tree_leaves(inputs):
+        if isinstance(each, Tensor):
+            torch._dynamo.maybe_mark_dynamic(each, 0)
+    return made(*inputs)
 
 
 class Region:

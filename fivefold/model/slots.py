@@ -9,14 +9,14 @@ Legend: N tokens, K experts of a token, M slots, D model width, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fivefold.model.regions import Compute, Fuse
+from fivefold.model.regions import Fuse
 
 _AT_ONCE = 2**24  # elements, 64 MiB in float32: large enough for a GPU, small beside what is saved
 
@@ -77,16 +77,20 @@ def count_slots(experts_UM: Tensor, num_experts: int) -> Tensor:
 
 
 class SlotSums:
-    """Rows from tokens to their slots and back, where they are summed; `fuse` makes the kernels."""
+    """Rows from tokens to their slots and back, where they are summed; `fuse` makes the kernels,
+    and on a GPU they are our own (`model/slots_kernel.py`)."""
 
     def __init__(self, fuse: Fuse) -> None:
         # Over nodes, tokens are as many as come.
-        self.sum = fuse(sum_of_choices, varies=True)
-        self.gradients = fuse(weighed_gradients, varies=True)
+        self.sum_by_torch = fuse(sum_of_choices, varies=True)
 
     def rows(self, x_ND: Tensor, slots: Slots) -> Tensor:
         """The token of every slot, in the order of the slots; zeros in empty rows."""
-        return _ToSlots.apply(x_ND, slots, self.sum)
+        return _ToSlots.apply(x_ND, slots, self, False)
+
+    def rows_for_two(self, x_ND: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
+        """The same, once in memory, for two readers: backward adds their gradients as it sums."""
+        return _ToSlots.apply(x_ND, slots, self, True)
 
     def weights(self, weights_NK: Tensor, slots: Slots) -> Tensor:
         """The weight of every slot, in the order of the slots, as a column."""
@@ -95,122 +99,127 @@ class SlotSums:
 
     def tokens(self, y_MD: Tensor, slots: Slots) -> Tensor:
         """The sum of the rows of each token, in the order of its choices."""
-        return _FromSlots.apply(y_MD, slots, self.sum)
+        return _FromSlots.apply(y_MD, slots, self)
 
-    def weighed_tokens(self, y_MD: Tensor, slots: Slots, weights_NK: Tensor) -> Tensor:
-        """The sum of the rows of each token, each times its weight, in the order of its choices."""
-        return _WeighedFromSlots.apply(y_MD, weights_NK, slots, self)
+    def sum(self, parts: Sequence[Tensor], places_NK: Tensor, complete: bool) -> Tensor:
+        """`sum_of_choices` of one or two parts."""
+        first, second = (*parts, None)[:2]
+        if not first.is_cuda:
+            return self.sum_by_torch(first, second, places_NK, complete)
+        from fivefold.model.slots_kernel import sum_rows  # Triton is there only with CUDA
+
+        return sum_rows(first, second, places_NK)
+
+    def take(self, x_ND: Tensor, order_M: Tensor, num_choices: int, complete: bool) -> Tensor:
+        """The token of every slot in the order of the slots, and zeros in empty rows."""
+        if not x_ND.is_cuda:
+            return _tokens_at(x_ND, order_M, num_choices, complete)
+        from fivefold.model.slots_kernel import take_rows
+
+        return take_rows(x_ND, order_M, num_choices)
 
 
 class _ToSlots(torch.autograd.Function):
     """Tokens to one row for each slot. Backward sums the rows of each token."""
 
     @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, slots: Slots, total: Compute) -> Tensor:
+    def forward(ctx: Any, x_ND: Tensor, slots: Slots, sums: SlotSums, two: bool) -> Any:
         ctx.save_for_backward(slots.rows)
-        ctx.total, ctx.complete = total, slots.complete
-        return _tokens_at(x_ND, slots.order, slots.rows.shape[1], slots.complete)
+        ctx.sums, ctx.complete = sums, slots.complete
+        ctx.set_materialize_grads(False)
+        rows_MD = sums.take(x_ND, slots.order, slots.rows.shape[1], slots.complete)
+        return (rows_MD, rows_MD.view_as(rows_MD)) if two else rows_MD
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None, None, None]:
         (rows_NK,) = ctx.saved_tensors
-        return ctx.total(gradients[0], rows_NK, None, ctx.complete), None, None
+        given = [each for each in gradients if each is not None]
+        return ctx.sums.sum(given, rows_NK, ctx.complete), None, None, None
 
 
 class _FromSlots(torch.autograd.Function):
     """The rows of each token, summed. Backward is the way of tokens to slots."""
 
     @staticmethod
-    def forward(ctx: Any, y_MD: Tensor, slots: Slots, total: Compute) -> Tensor:
+    def forward(ctx: Any, y_MD: Tensor, slots: Slots, sums: SlotSums) -> Tensor:
         ctx.save_for_backward(slots.order)
-        ctx.num_choices, ctx.complete = slots.rows.shape[1], slots.complete
-        return total(y_MD, slots.rows, None, slots.complete)
+        ctx.sums, ctx.num_choices, ctx.complete = sums, slots.rows.shape[1], slots.complete
+        return sums.sum([y_MD], slots.rows, slots.complete)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (order_M,) = ctx.saved_tensors
-        return _tokens_at(gradients[0], order_M, ctx.num_choices, ctx.complete), None, None
-
-
-class _WeighedFromSlots(torch.autograd.Function):
-    """The rows of each token times their weights, summed.
-
-    The rows are saved: the gradient of a weight needs its row, and the experts that computed it
-    have saved only what they read.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, y_MD: Tensor, weights_NK: Tensor, slots: Slots, sums: SlotSums) -> Tensor:
-        ctx.save_for_backward(y_MD, weights_NK, slots.order, slots.rows)
-        ctx.gradients, ctx.complete = sums.gradients, slots.complete
-        return sums.sum(y_MD, slots.rows, weights_NK, slots.complete)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        return (*ctx.gradients(gradients[0], *ctx.saved_tensors, ctx.complete), None, None)
+        return ctx.sums.take(gradients[0], order_M, ctx.num_choices, ctx.complete), None, None
 
 
 def sum_of_choices(
-    rows_MD: Tensor, places_NK: Tensor, weights_NK: Tensor | None, complete: bool
+    first_MD: Tensor, second_MD: Tensor | None, places_NK: Tensor, complete: bool
 ) -> Tensor:
-    """For each token the sum of its rows, each times its weight if there are weights: in float32 or
-    wider, in the order of its choices, and rounded once."""
+    """For each token the sum of its rows, and of a second set of rows if there is one: in float32
+    or wider, in the order of its choices, and rounded once."""
     if torch.compiler.is_compiling():
-        return _sum_in_one_kernel(rows_MD, places_NK, weights_NK, complete)
-    (num_tokens, num_choices), width = places_NK.shape, rows_MD.shape[1]
-    total_ND = rows_MD.new_empty(num_tokens, width)
-    for block in _blocks(num_tokens, num_choices * width):
-        taken_MD = _rows_at(rows_MD, places_NK[block].flatten(), complete)
-        taken_NKD = taken_MD.view(-1, num_choices, width)
-        if weights_NK is not None:
-            taken_NKD = taken_NKD * weights_NK[block, :, None]
-        total_ND[block] = taken_NKD.sum(1)
+        return _sum_in_one_kernel(first_MD, second_MD, places_NK, complete)
+    (num_tokens, num_choices), width = places_NK.shape, first_MD.shape[1]
+    parts = [first_MD] if second_MD is None else [first_MD, second_MD]
+    if num_choices == len(parts) == 1:
+        return _rows_at(first_MD, places_NK.flatten(), complete)
+    wide = torch.promote_types(first_MD.dtype, torch.float32)
+    total_ND = first_MD.new_empty(num_tokens, width)
+    for block in _blocks(num_tokens, num_choices * len(parts) * width):
+        taken = [_rows_at(part, places_NK[block].flatten(), complete) for part in parts]
+        sums = [each.view(-1, num_choices, width).sum(1, dtype=wide) for each in taken]
+        total_ND[block] = sums[0] if second_MD is None else sums[0].add_(sums[1])
     return total_ND
 
 
 def _sum_in_one_kernel(
-    rows_MD: Tensor, places_NK: Tensor, weights_NK: Tensor | None, complete: bool
+    first_MD: Tensor, second_MD: Tensor | None, places_NK: Tensor, complete: bool
 ) -> Tensor:
     """The same with its terms written out: compilers read each row once and write none of them."""
-    total_ND = rows_MD.new_zeros(1, 1, dtype=torch.promote_types(rows_MD.dtype, torch.float32))
+    total_ND = first_MD.new_zeros(1, 1, dtype=torch.promote_types(first_MD.dtype, torch.float32))
     for k in range(places_NK.shape[1]):
-        taken_ND = _rows_at(rows_MD, places_NK[:, k], complete)
-        term_ND = taken_ND if weights_NK is None else taken_ND * weights_NK[:, k : k + 1]
-        total_ND = total_ND + term_ND
-    return total_ND.to(rows_MD.dtype)
+        total_ND = total_ND + _rows_at(first_MD, places_NK[:, k], complete)
+        if second_MD is not None:
+            total_ND = total_ND + _rows_at(second_MD, places_NK[:, k], complete)
+    return total_ND.to(first_MD.dtype)
 
 
-def weighed_gradients(
-    grad_ND: Tensor,
-    rows_MD: Tensor,
-    weights_NK: Tensor,
-    order_M: Tensor,
-    places_NK: Tensor,
-    complete: bool,
-) -> tuple[Tensor, Tensor]:
-    """The gradients of rows and weights: a row has that of its token times its weight, and a weight
-    the product of its row and the gradient of its token, in float32 or wider."""
-    grad_MD = _tokens_at(grad_ND, order_M, places_NK.shape[1], complete)
-    weight_M1 = _rows_at(weights_NK.reshape(-1, 1), order_M, complete)
-    product_M1, zero = torch.empty_like(weight_M1), weights_NK.new_zeros(1, 1)
-    for block in _blocks(*rows_MD.shape):
-        # The zero makes products as wide as weights are, without wide copies of their factors.
-        products_MD = torch.addcmul(zero, grad_MD[block], rows_MD[block])
-        product_M1[block] = products_MD.sum(1, keepdim=True)
-    grad_NK = _rows_at(product_M1, places_NK.flatten(), complete).view_as(weights_NK)
-    return grad_MD.mul_(weight_M1).to(rows_MD.dtype), grad_NK
+def weigh_rows(rows_MF: Tensor, weights_M1: Tensor | None) -> Tensor:
+    """Rows times their weights, in float32 or wider, and rounded once."""
+    if weights_M1 is None:
+        return rows_MF
+    if torch.compiler.is_compiling():
+        return (rows_MF * weights_M1).to(rows_MF.dtype)
+    return _Weigh.apply(rows_MF, weights_M1)
+
+
+class _Weigh(torch.autograd.Function):
+    """Operator by operator, without a float32 tensor of the size of the rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_MF: Tensor, weights_M1: Tensor) -> Tensor:
+        ctx.save_for_backward(rows_MF, weights_M1)
+        return torch.mul(rows_MF, weights_M1, out=torch.empty_like(rows_MF))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        (rows_MF, weights_M1), (grad_MF,) = ctx.saved_tensors, gradients
+        product_M1, zero = torch.empty_like(weights_M1), weights_M1.new_zeros(1, 1)
+        for block in _blocks(*rows_MF.shape):
+            # The zero makes products as wide as weights are, without wide copies of their factors.
+            products_MF = torch.addcmul(zero, grad_MF[block], rows_MF[block])
+            product_M1[block] = products_MF.sum(1, keepdim=True)
+        return torch.mul(grad_MF, weights_M1, out=torch.empty_like(rows_MF)), product_M1
 
 
 def _blocks(num_rows: int, width: int) -> Iterable[slice]:
-    """Rows to compute at once: all in one kernel, and some where each operator makes a tensor."""
-    if torch.compiler.is_compiling():
-        return [slice(None)]
+    """Rows to compute at once."""
     step = max(1, _AT_ONCE // width)
     return [slice(start, start + step) for start in range(0, num_rows, step)]
 
 
 def _tokens_at(x_ND: Tensor, order_M: Tensor, num_choices: int, complete: bool) -> Tensor:
-    """The token of every slot in the order of the slots."""
+    """By torch: two or more kernels."""
     tokens_M = order_M.div(num_choices, rounding_mode="floor")  # -1 for an empty row
     return _rows_at(x_ND, tokens_M, complete)
 

@@ -13,10 +13,11 @@ from pathlib import Path
 import torch
 
 from fivefold.core.recipe import BLOCK_OF_STATES, Recipe
-from fivefold.optim.blockwise import BlockwiseUpdater, FullWeight, MemoryStore, Store, state_dtypes
+from fivefold.optim.blockwise import BlockwiseUpdater, MemoryStore, Store, state_dtypes
 from fivefold.optim.disk_states import BLOCK_BYTES, DiskStore
 from fivefold.optim.muon import FullMatrices, LocalMatrices
 from fivefold.optim.optimizer import DeviceUpdater, OwnedWeight, Updater
+from fivefold.optim.rounding import FullWeight
 
 
 def make_updater(

@@ -2,18 +2,14 @@
 that are.
 
 States are in a store: in memory on another device or of another dtype, or in a file. One block at a
-time is copied to the device, updated there by torch's own optimizer, and copied back.
+time is copied to the device, updated there, and copied back.
 
-States in bfloat16 are rounded stochastically: a number between two neighbours of bfloat16 goes to
-one of them, to the nearer one more often, so that it is right on average and small changes add up
-over many updates. The random bits are a pure function of the seed, the number of updates, the
-weight's name and the index of the element in the full weight. A run that resumes therefore draws
-the same bits, and ranks with copies or shards of the same weight round them alike.
+States in bfloat16 are rounded stochastically (`optim/rounding.py`). Where AdamW has a kernel of our
+own, that reads states and gradients as they are stored and rounds the states, in one pass.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -22,8 +18,6 @@ import torch
 from torch import Tensor
 
 from fivefold.core.recipe import ROUNDED_AT_ONCE, Recipe
-from fivefold.core.units import LocalWeight
-from fivefold.core.weights import WeightShard, boxes_of
 from fivefold.optim.optimizer import (
     ADAM_BETAS,
     ADAM_EPS,
@@ -39,8 +33,8 @@ from fivefold.optim.optimizer import (
     scale_gradients,
     with_states,
 )
+from fivefold.optim.rounding import FullWeight, RoundingKey, round_stochastically, rounding_bits
 
-_LOW = 0xFFFF  # the bits of a float32 that bfloat16 lacks
 # Tensors are cut at multiples of so many elements. A vector kernel computes the last elements of a
 # tensor, which fill no vector, separately and may round them differently, so that the same elements
 # must be the last ones in every cut.
@@ -61,8 +55,6 @@ class ElementRange:
 
 
 Block = tuple[ElementRange, ...]
-FullWeight = tuple[tuple[int, ...], WeightShard]
-"""The shape of a full weight, and the shard of it that a rank has before ZeRO cuts that."""
 BlockStates = Mapping[str, Sequence[Tensor]]
 """By the name of a state, one flat tensor for every range of a block."""
 
@@ -193,6 +185,9 @@ class BlockwiseUpdater:
         ]
 
     def _update(self, block: Block, stored: BlockStates) -> None:
+        if has_kernel(self.scales, self.device):
+            self._run_kernel(block, stored)
+            return
         weights, owned = self._weights(block), [self.owned[part.index] for part in block]
         sources = stored[MASTER] if self.master else weights
         values = [one.to(self.device, non_blocking=True) for one in sources]
@@ -207,8 +202,7 @@ class BlockwiseUpdater:
             gradient_for(value, each, part.start)
             for each, part, value in zip(owned, block, values, strict=True)
         ]
-        run = self._run_kernel if has_kernel(self.scales, self.device) else self._run_torch
-        run(block, values, grads, states)
+        self._run_torch(block, values, grads, states)
         for i, part in enumerate(block):
             for home in {id(one): one for one in (sources[i], weights[i])}.values():
                 if home is not values[i]:
@@ -228,17 +222,40 @@ class BlockwiseUpdater:
             scale_gradients(optimizer, owned)
         optimizer.step()
 
-    def _run_kernel(
-        self, block: Block, values: list[Tensor], grads: list[Tensor], states: BlockStates
-    ) -> None:
+    def _run_kernel(self, block: Block, stored: BlockStates) -> None:
+        """By our own kernel: what is not on the device is copied there and back as it is."""
         from fivefold.optim.adamw_kernel import AdamwKernel  # Triton is there only with CUDA
 
-        owned = [self.owned[part.index] for part in block]
         numbers = (self.lr, self.count, ADAM_BETAS, ADAM_EPS)
-        kernel = AdamwKernel(owned[0].factor, self.device, *numbers)
-        for each, value, grad, *moments in zip(owned, values, grads, *states.values(), strict=True):
-            decay = self.recipe.weight_decay if decays(each) else 0.0
-            kernel.update(value, grad, moments, decay)
+        kernel = AdamwKernel(self.owned[block[0].index].factor, self.device, *numbers)
+        for i, (part, weight) in enumerate(zip(block, self._weights(block), strict=True)):
+            each = self.owned[part.index]
+            homes = [stored[MASTER][i] if self.master else weight]
+            homes += [stored[key][i] for key in self.kind.states]
+            grad = each.grad.reshape(-1)[part.start : part.stop]
+            here = [one.to(self.device, non_blocking=True) for one in homes]
+            narrow = weight if self.master and weight.device == self.device else None
+            kernel.update(
+                here[0],
+                grad.to(self.device, non_blocking=True),
+                here[1:],
+                self.recipe.weight_decay if decays(each) else 0.0,
+                narrow,
+                self._rounding(part),
+            )
+            for home, new in zip(homes, here, strict=True):
+                if home is not new:
+                    home.copy_(new)
+            if self.master and narrow is None:
+                weight.copy_(here[0])
+
+    def _rounding(self, part: ElementRange) -> RoundingKey | None:
+        """How states are rounded to bfloat16, if they are."""
+        if self.recipe.states != "bf16":
+            return None
+        each = self.owned[part.index]
+        start, full = each.start + part.start, self.full.get(each.row.name)
+        return RoundingKey.of(self.recipe.seed, self.count, each.row, start, full)
 
     def _counts(self, block: Block) -> Tensor:
         """The step counts of a block's tensors, which torch will increase."""
@@ -262,54 +279,3 @@ class BlockwiseUpdater:
             for home, new in states.values():
                 home[now].copy_(round_stochastically(new[now], bits))
                 bits >>= 16  # the second state takes the other half of the bits
-
-
-def rounding_bits(
-    seed: int,
-    count: int,
-    row: LocalWeight,
-    start: int,
-    size: int,
-    device: torch.device,
-    full: FullWeight | None = None,
-) -> Tensor:
-    """32 random bits for each of the elements [start, start + size) of a weight in one update."""
-    # The copies of an embedding on two stages have two names, and must stay equal.
-    name = "embed.weight" if row.alone else row.name
-    digest = hashlib.blake2b(f"{seed} {count} {name}".encode(), digest_size=4).digest()
-    key = int.from_bytes(digest, "little", signed=True)
-    return _mix(_indices(row, start, size, device, full).bitwise_xor_(key))
-
-
-def _indices(
-    row: LocalWeight, start: int, size: int, device: torch.device, full: FullWeight | None
-) -> Tensor:
-    """The indices of these elements in the full weight, so that no layout changes their bits."""
-    if full is None:
-        return torch.arange(start, start + size, device=device).to(torch.int32)
-    shape, shard = full
-    found = torch.zeros(size, dtype=torch.int32, device=device)  # of padding it stays 0
-    for box in boxes_of(shape, shard, row.shape, start, start + size):
-        grid = torch.zeros((), dtype=torch.int64, device=device)
-        for offset, length, most in zip(box.offsets, box.sizes, shape, strict=True):
-            grid = grid[..., None] * most + torch.arange(offset, offset + length, device=device)
-        found[box.at : box.at + box.numel] = grid.flatten()
-    return found
-
-
-def _mix(x: Tensor) -> Tensor:
-    """The finalizer of MurmurHash3 (Austin Appleby, 2011): each bit changes all others."""
-    x ^= (x >> 16) & 0xFFFF  # a right shift of int32 copies the sign
-    x *= 0x85EBCA6B - 2**32
-    x ^= (x >> 13) & 0x7FFFF
-    x *= 0xC2B2AE35 - 2**32
-    x ^= (x >> 16) & 0xFFFF
-    return x
-
-
-def round_stochastically(values: Tensor, bits: Tensor) -> Tensor:
-    """Float32 to bfloat16, up or down by the low 16 bits; infinities and NaN stay."""
-    wide = values.float()
-    raised = wide.view(torch.int32) + (bits & _LOW)
-    near = (raised & ~_LOW).view(torch.float32)
-    return torch.where(wide.isfinite(), near, wide).to(torch.bfloat16)

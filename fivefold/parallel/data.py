@@ -14,8 +14,8 @@ Refuses  never by itself: any module can be sharded, given its blocks.
 
 Gradients are summed, never averaged: the loss is divided once, by the global number of tokens.
 The reduction of a unit starts when its last gradient is there, and overlaps the rest of the
-backward. Its gather is prefetched: it starts one unit before its use, or as many as the plan says.
-The experts of a block, which are a unit of their own, are prefetched with the rest of it.
+backward. Its gather is prefetched: while a block runs, all units of the next one are on their way,
+dense and expert, or of as many blocks as the plan says.
 """
 
 from __future__ import annotations

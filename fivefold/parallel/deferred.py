@@ -22,8 +22,14 @@ from torch import Tensor, nn
 
 from fivefold.model.decoder import Decoder, Embedding
 from fivefold.model.head import Head
-from fivefold.model.layers import Linear, Norm, ResidualNorm
-from fivefold.model.moe import ExpertStack, Router, grouped_matmul, grouped_weight_gradient
+from fivefold.model.layers import Linear, Matmul, Norm, ResidualNorm
+from fivefold.model.moe import (
+    ExpertStack,
+    Router,
+    grouped_matmul,
+    grouped_weight_gradient,
+    wide_matmul,
+)
 from fivefold.model.regions import Fuse, ResidualRegion, eager
 
 
@@ -95,11 +101,12 @@ class GradientQueue:
                 module.lookup, module.add_positions = self.look_up, self.add_positions
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return _Linear.apply(x, weight, bias, self, x.dtype)
+        return _Linear.apply(x, weight, bias, self, F.linear)
 
     def wide_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """In float32 or wider, as a router wants it."""
-        return _Linear.apply(x, weight, bias, self, torch.promote_types(x.dtype, torch.float32))
+        assert bias is None, "routers have none"
+        return _Linear.apply(x, weight, None, self, lambda x, weight, _: wide_matmul(x, weight))
 
     def grouped(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         return _Grouped.apply(x, weight, ends, self)
@@ -162,11 +169,11 @@ class _Linear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         queue: GradientQueue,
-        dtype: torch.dtype,
+        matmul: Matmul,
     ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias, ctx.queue = weight, bias, queue
-        return F.linear(x.to(dtype), weight.to(dtype), bias)
+        return matmul(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:

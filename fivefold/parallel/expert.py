@@ -34,6 +34,7 @@ from torch import Tensor
 from fivefold.core.groups import FAR, NEAR
 from fivefold.cost.layer_collectives import max_nodes_per_token
 from fivefold.model.moe import (
+    ExpertInputs,
     Experts,
     GroupedMatmul,
     MoeMlp,
@@ -71,6 +72,18 @@ class Way(NamedTuple):
     @property
     def back(self) -> Way:
         return Way(self.axis, self.arrive, self.leave)
+
+
+def _by_expert(arriving: Tensor, num_rows: int) -> Slots:
+    """How rows of these numbers, which come by rank and within a rank by expert, are sorted by
+    expert: each is the one slot of its own."""
+    size, held = arriving.shape
+    numbers = torch.arange(held, device=arriving.device).repeat(size)
+    numbers = numbers.repeat_interleave(arriving.flatten(), output_size=num_rows)
+    order = numbers.sort(stable=True).indices
+    places = torch.arange(num_rows, device=order.device)
+    back = torch.empty_like(order).scatter(0, order, places)
+    return Slots(order, back[:, None], arriving.sum(0), True)
 
 
 class SpreadExperts:
@@ -117,7 +130,7 @@ class SpreadExperts:
         axis: str,
         beside: OverlappedTask,
         room: int | None,
-        rows: Callable[[], Tensor],
+        inputs: ExpertInputs,
         slots: Slots,
         experts: Experts,
     ) -> Tensor:
@@ -132,16 +145,18 @@ class SpreadExperts:
         else:  # every expert gets as many from every rank
             arriving, share = sent, [room * sent.shape[1]] * size
             way = Way(axis, share, share)
-        # They come by rank, and within a rank by expert; experts want all of theirs together.
-        numbers = torch.arange(arriving.shape[1], device=arriving.device).repeat(size)
-        numbers = numbers.repeat_interleave(arriving.flatten(), output_size=sum(way.arrive))
-        order = numbers.sort(stable=True).indices
-        places = torch.arange(len(order), device=order.device)
-        back = torch.empty_like(order).scatter(0, order, places)
+        # Weights go after the rows, and arrive while these are waited for.
+        rows, weights = self._depart(inputs.rows(), way), inputs.weights()
+        weights_come = None if weights is None else self._depart(weights, way, yields=False)
+        beside()
+        order, sums = _by_expert(arriving, sum(way.arrive)), experts.slot_sums
         # Rows that are only passed on have no name here, which would keep their memory.
-        sorted_rows = _Reorder.apply(self.move(rows(), way, beside), order)
-        y = _Reorder.apply(experts(sorted_rows, arriving.sum(0)), back)
-        return self.move(y, way.back)
+        y = experts(
+            sums.rows_for_two(rows(), order),
+            order.counts,
+            None if weights_come is None else sums.rows(weights_come(), order),
+        )
+        return self.move(sums.tokens(y, order), way.back)
 
     def _rows(
         self, axis: str, num_rows: int, sent: Tensor, arriving: Tensor
@@ -149,7 +164,8 @@ class SpreadExperts:
         """How many rows leave to, and arrive from, each rank: the host waits for the device."""
         if self.stand_in is not None:
             return self.stand_in.rows(axis, num_rows)
-        return sent.sum(1).tolist(), arriving.sum(1).tolist()
+        leave, arrive = torch.stack([sent.sum(1), arriving.sum(1)]).tolist()
+        return leave, arrive
 
     def _by_node(
         self, x_ND: Tensor, routing: Routing, experts: Experts, beside: OverlappedTask
@@ -199,11 +215,15 @@ class SpreadExperts:
 
     def move(self, rows: Tensor, way: Way, beside: OverlappedTask | None = None) -> Tensor:
         """Rows to other ranks; meanwhile what there is to compute beside."""
-        journey = _Journey(self, way)
-        departed = _Depart.apply(rows, journey)
+        arrive = self._depart(rows, way)
         if beside is not None:
             beside()
-        return _Arrive.apply(departed, journey)
+        return arrive()
+
+    def _depart(self, rows: Tensor, way: Way, yields: bool = True) -> Callable[[], Tensor]:
+        """Begin to send rows to other ranks; what is returned waits for those that come."""
+        journey = _Journey(self, way, yields)
+        return partial(_Arrive.apply, _Depart.apply(rows, journey), journey)
 
     def take_breath(
         self, product: GroupedMatmul, x_MI: Tensor, weight_EOI: Tensor, ends_E: Tensor
@@ -217,8 +237,9 @@ class SpreadExperts:
 class _Journey:
     """One all-to-all, and in backward the one of its gradients, each waited for later."""
 
-    def __init__(self, spread: SpreadExperts, way: Way) -> None:
-        self.spread, self.way = spread, way
+    def __init__(self, spread: SpreadExperts, way: Way, yields: bool = True) -> None:
+        """`yields`: the other lane has its turn before this one waits."""
+        self.spread, self.way, self.yields = spread, way, yields
         self.issued: Issued | None = None
 
     def begin(self, rows: Tensor, way: Way) -> None:
@@ -231,7 +252,7 @@ class _Journey:
             "all_to_all",
             rows,
             lambda group: transport.exchange(rows, arrive, leave, group),
-            yields=True,
+            yields=self.yields,
         )
 
     def end(self) -> Tensor:
@@ -284,17 +305,3 @@ class _Breath(torch.autograd.Function):
         mesh: Mesh = ctx.mesh
         mesh.lanes.pause()
         return gradients[0], None
-
-
-class _Reorder(torch.autograd.Function):
-    """Rows in another order, each once."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor) -> Tensor:
-        ctx.save_for_backward(order)
-        return rows.index_select(0, order)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (order,) = ctx.saved_tensors
-        return torch.empty_like(gradients[0]).index_copy_(0, order, gradients[0]), None

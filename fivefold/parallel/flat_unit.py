@@ -40,7 +40,7 @@ class UnitOptions:
     weight that a microbatch uses several times: so often as `num_uses` says, else once. The
     optimizer is given gradients `as_summed`, in the type they are summed in, or in that of the
     weights. With a folder on `disk`, stage 3 keeps weights in files there, also on one rank.
-    `prefetch` counts the units that stage 3 gathers ahead. With a `grad_home`, reduced gradients
+    `prefetch` counts the blocks that stage 3 gathers ahead. With a `grad_home`, reduced gradients
     leave the device for it after every microbatch. `on_collective` hears of every collective.
     """
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from fivefold.core.rules import divisors
 from fivefold.cost.grid import Array, Flags
-from fivefold.cost.layer_table import TimedJob, by_schedule, layer_table
+from fivefold.cost.layer_table import LayersJob, by_schedule, layer_table
 from fivefold.cost.memory import least_memory
 from fivefold.cost.step_time import PassCosts
 from fivefold.planner.setting import EstimateSetting
@@ -68,7 +68,7 @@ class LayoutBounds:
         sizes = tuple(n for n in divisors(space.batch) if n <= MOST_MICROBATCH_SIZE)
         sp = bool((space.fixed or {}).get("sp", True))
         how = (setting.precision, setting.imbalance, sizes, space.rules, sp)
-        self.table = layer_table(TimedJob(*job, *how), space.gpus)
+        self.table = layer_table(LayersJob(*job, *how), space.gpus)
 
     def of_time(self, blocks: list[LayoutBlock]) -> list[TimedBlock]:
         """Parts of all blocks; their layers are timed at once."""

@@ -20,6 +20,7 @@ from fivefold.core.schedule import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, A
 from fivefold.model.batch import TokenBatch
 from fivefold.model.layers import layer_norm, rms_norm
 from fivefold.model.regions import Compute
+from fivefold.model.slots import sum_of_choices
 from fivefold.parallel.compose import StageChunk
 from fivefold.parallel.deferred import unscaled_layer_norm, unscaled_rms_norm
 from fivefold.parallel.mesh import CollectiveRecord, Mesh
@@ -29,7 +30,7 @@ ACTIVATIONS, LOGITS, BUFFERS = "activations", "logits", "buffers"
 CATEGORIES = (WEIGHTS, GRADIENTS, MASTER, OPTIMIZER, ACTIVATIONS, LOGITS, BUFFERS)
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 aten = torch.ops.aten
-ONE_KERNEL = (rms_norm, layer_norm, unscaled_rms_norm, unscaled_layer_norm)
+ONE_KERNEL = (rms_norm, layer_norm, unscaled_rms_norm, unscaled_layer_norm, sum_of_choices)
 _BLOCK = 512  # bytes: what the allocator of a GPU rounds to
 Delta = tuple[str, int]
 
@@ -68,7 +69,8 @@ class Recording(threading.local):
 
 class Fused:
     """Kernels of a GPU for tensors without values: what is made and freed inside of one takes no
-    memory. Without a compiler that is true for norms alone, and `everything` is not."""
+    memory. Without a compiler that is true for norms and sums of slots alone, and `everything` is
+    not."""
 
     def __init__(self, meter: Meter, everything: bool) -> None:
         self.meter, self.everything = meter, everything

@@ -55,7 +55,7 @@ SHARED: dict[str, Any] = {
     "unit_size": _option(
         float, "MB of weights in a flat unit (default: a block; small ones joined up to 25)."
     ),
-    "prefetch": _option(int, "Flat units that ZeRO-3 gathers ahead; 0: none (default 1)."),
+    "prefetch": _option(int, "Blocks that ZeRO-3 gathers ahead; 0: none (default 1)."),
     "schedule": _option(str, "Pipeline schedule by name, auto, or a file (default 1f1b)."),
     "chunks": _option(int, "Stages on each pipeline rank (default: the schedule's minimum)."),
     "stage_layers": _option(str, 'Layers of each stage, as in "7,8,8,7" (default: by cost).'),

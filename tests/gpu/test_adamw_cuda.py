@@ -13,9 +13,11 @@ import torch
 
 from fivefold.core.recipe import Recipe
 from fivefold.core.units import LocalWeight
+from fivefold.core.weights import WeightShard
 from fivefold.launch.processes import num_gpus
 from fivefold.optim import make_updater
 from fivefold.optim.optimizer import ADAM_BETAS, ADAM_EPS
+from fivefold.optim.rounding import RoundingKey, round_stochastically, rounding_bits
 
 pytestmark = pytest.mark.skipif(
     not num_gpus(), reason="no CUDA device: run this where there is one"
@@ -35,9 +37,12 @@ def owned_weights(dtype: torch.dtype) -> list[Any]:
     return found
 
 
-def updated(owned: list[Any], recipe: Recipe, master: bool) -> list[torch.Tensor]:
+def updated(
+    owned: list[Any], recipe: Recipe, master: bool, block_bytes: int | None = None
+) -> list[torch.Tensor]:
     """The weights after three updates."""
-    updater = make_updater(recipe, owned, torch.device("cuda"), master=master)
+    device = torch.device("cuda")
+    updater = make_updater(recipe, owned, device, master=master, block_bytes=block_bytes)
     generator = torch.Generator("cuda").manual_seed(1)
     for _ in range(3):
         for each in owned:
@@ -79,11 +84,60 @@ def same_bits(master: bool) -> None:
         assert torch.equal(mine, other)
 
 
+def same_bits_of_narrow_states(master: bool) -> None:
+    """Wherever states in bfloat16 are, and in whatever blocks."""
+    dtype, found = torch.bfloat16 if master else torch.float32, []
+    for where, size in (("none", None), ("none", 1 << 20), ("cpu", None)):
+        recipe = Recipe(lr=LR, weight_decay=DECAY, states="bf16", offload=where, seed=3)
+        found.append(updated(owned_weights(dtype), recipe, master, size))
+    for mine, *others in zip(*found, strict=True):
+        assert all(torch.equal(mine, other) for other in others)
+
+
+# A full weight and the shard that a rank has of it: all, some columns, some experts and outputs of
+# these, the last rows of a vocabulary with padding after them.
+SHARDS: tuple[tuple[tuple[int, ...], tuple[int, ...], WeightShard], ...] = (
+    ((300, 70), (300, 70), WeightShard(None, 0, 0, 0, 1, False)),
+    ((300, 70), (300, 35), WeightShard(1, 35, 70, 70, 1, False)),
+    ((6, 50, 70), (2, 25, 70), WeightShard(0, 2, 4, 6, 1, False, (1, 25, 50))),
+    ((300, 70), (101, 70), WeightShard(0, 202, 303, 303, 1, False)),
+)
+
+
+def states_are_rounded_as_by_torch() -> None:
+    """The kernel's moments, rounded by torch's operators, are those that it rounds itself; of two
+    thirds of a shard, from an odd element on."""
+    for shape, local, shard in SHARDS:
+        row, full = LocalWeight("w", "blocks.0", local), (shape, shard)
+        size = row.numel
+        first = torch.Generator("cuda").manual_seed(2)
+        grad = torch.randn(size, device="cuda", generator=first)
+        start, given = 7, grad[7 : 7 + size * 2 // 3].clone()
+        wide = [torch.zeros_like(given) for _ in range(3)]
+        narrow = [torch.zeros_like(given), *(torch.zeros_like(given).bfloat16() for _ in range(2))]
+        from fivefold.optim.adamw_kernel import AdamwKernel  # Triton is there only with CUDA
+
+        kernel = AdamwKernel(None, given.device, LR, 1, ADAM_BETAS, ADAM_EPS)
+        kernel.update(wide[0], given, wide[1:], DECAY)
+        key = RoundingKey.of(5, 1, row, start, full)
+        kernel.update(narrow[0], given, narrow[1:], DECAY, rounding=key)
+        assert torch.equal(wide[0], narrow[0])
+        bits = rounding_bits(5, 1, row, start, len(given), given.device, full)
+        for mine, exact in zip(narrow[1:], wide[1:], strict=True):
+            expected = round_stochastically(exact, bits)
+            assert torch.equal(mine, expected), (shape, local)
+            assert not torch.equal(mine, exact.bfloat16())
+            bits >>= 16
+
+
 CHECKS = {
     "the kernel is AdamW in float32": partial(kernel_is_adamw, torch.float32),
     "the kernel is AdamW in bfloat16": partial(kernel_is_adamw, torch.bfloat16),
     "states in host memory give the same bits": partial(same_bits, master=False),
     "states and masters in host memory do too": partial(same_bits, master=True),
+    "so do states in bfloat16": partial(same_bits_of_narrow_states, master=False),
+    "and those with masters": partial(same_bits_of_narrow_states, master=True),
+    "states are rounded as by torch": states_are_rounded_as_by_torch,
 }
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch._dynamo.utils as dynamo
 from torch import Tensor
 
+from fivefold.core import models
 from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.data.batches import samples
-from fivefold.model.regions import Compute, Fuse, eager
+from fivefold.model.layers import Activate
+from fivefold.model.regions import Compute, Fuse, eager, with_any_rows
 from fivefold.optim.optimizer import make_optimizer
 from fivefold.parallel.compose import compose
 from fivefold.parallel.mesh import Mesh
@@ -21,7 +25,9 @@ MADE: dict[Compute, Compute] = {}
 def traced(compute: Compute, varies: bool = False) -> Compute:
     """As `compiled`, with kernels that need no compiler."""
     if compute not in MADE:
-        MADE[compute] = torch.compile(compute, fullgraph=True, dynamic=varies, backend="eager")
+        how = None if varies else False
+        made = torch.compile(compute, fullgraph=True, dynamic=how, backend="eager")
+        MADE[compute] = partial(with_any_rows, made) if varies else made
     return MADE[compute]
 
 
@@ -49,3 +55,21 @@ def test_every_region_is_one_graph_that_all_layers_share(model: str, rule: str) 
     losses(deeper, traced)
     assert dynamo.counters["stats"]["unique_graphs"] == graphs
     torch.testing.assert_close(torch.stack(found), torch.stack(losses(plan, eager)))
+
+
+def test_a_region_of_experts_is_one_graph_for_any_number_of_rows() -> None:
+    torch._dynamo.reset()
+    MADE.clear()
+    dynamo.counters.clear()
+    activate = Activate(models.load("tiny-moe"), traced, varies=True)
+    for rows in (12, 7, 30):
+        gate, up = (torch.randn(rows, 16, requires_grad=True) for _ in range(2))
+        weights = torch.rand(rows, 1, requires_grad=True)
+        found = activate(gate, up, weights)
+        expected = torch.nn.functional.silu(gate) * up * weights
+        torch.testing.assert_close(found, expected)
+        leaves, slope = (gate, up, weights), torch.randn(rows, 16)
+        wanted = torch.autograd.grad(expected, leaves, slope)
+        for mine, theirs in zip(torch.autograd.grad(found, leaves, slope), wanted, strict=True):
+            torch.testing.assert_close(mine, theirs)
+    assert dynamo.counters["stats"]["unique_graphs"] == 2  # forward and backward

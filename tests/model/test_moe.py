@@ -187,7 +187,7 @@ def test_dropped_slots_and_their_gradients_by_hand(weigh_inputs: bool, pads: boo
         room=7 if pads else None,
     )
     computed: list[int] = []
-    moe.experts.register_forward_hook(lambda _, given, __: computed.append(len(given[0])))
+    moe.experts.register_forward_hook(lambda _, given, __: computed.append(len(given[0][0])))
     found = local_dispatch(x, dropped, moe.experts, OverlappedTask(lambda: None))
     assert computed == [7 * 6 if pads else int(kept.sum())]
     zeroed = routing._replace(weights=routing.weights * kept)

@@ -55,32 +55,44 @@ def test_rows_of_slots_and_back_by_hand(room: int | None) -> None:
 
 
 @pytest.mark.parametrize("room", [None, 2])
-def test_rows_times_their_weights_by_hand(room: int | None) -> None:
-    """Rows of token 0 on experts 2 and 0, and of token 1 on 0; empty rows count for nothing."""
+def test_sums_count_no_empty_row(room: int | None) -> None:
+    """Rows of token 0 on experts 2 and 0, and of token 1 on 0."""
     slots = sort_slots(DROPPED, 3, True, room)
     order = [1, 2, 0] if room is None else [1, 2, -1, -1, 0, -1]
     by_slot = {0: [1.0, 2], 1: [3, 4], 2: [5, 6], -1: [float("inf"), float("nan")]}
     rows = torch.tensor([by_slot[each] for each in order], dtype=F64, requires_grad=True)
-    weights = torch.tensor([[2.0, 3], [4, 5], [6, 7]], dtype=F64, requires_grad=True)
-    y = SUMS.weighed_tokens(rows, slots, weights)
-    assert y.tolist() == [[2 * 1 + 3 * 3, 2 * 2 + 3 * 4], [4 * 5, 4 * 6], [0, 0]]
+    y = SUMS.tokens(rows, slots)
+    assert y.tolist() == [[1 + 3, 2 + 4], [5, 6], [0, 0]]
     slope = torch.tensor([[1.0, 10], [2, 20], [3, 30]], dtype=F64)
-    of_rows, of_weights = torch.autograd.grad(y, (rows, weights), slope)
-    expected = {0: [2, 20], 1: [3, 30], 2: [8, 80], -1: [0, 0]}
+    (of_rows,) = torch.autograd.grad(y, rows, slope)
+    expected = {0: [1, 10], 1: [1, 10], 2: [2, 20], -1: [0, 0]}
     assert of_rows.tolist() == [expected[each] for each in order]
-    assert of_weights.tolist() == [[1 + 20, 3 + 40], [2 * 5 + 20 * 6, 0], [0, 0]]
+
+
+@pytest.mark.parametrize("room", [None, 2])
+def test_two_readers_share_rows_and_their_gradients_are_added(room: int | None) -> None:
+    x = torch.tensor([[1.0, 10], [2, 20], [3, 30]], dtype=F64, requires_grad=True)
+    slots = sort_slots(DROPPED, 3, True, room)
+    first, second = SUMS.rows_for_two(x, slots)
+    assert first.data_ptr() == second.data_ptr()
+    assert torch.equal(first, SUMS.rows(x, slots)) and torch.equal(second, first)
+    (both,) = torch.autograd.grad((first * 3).sum() + (second * 4).sum(), x, retain_graph=True)
+    assert both.tolist() == [[14, 14], [7, 7], [0, 0]]
+    (one,) = torch.autograd.grad(second.sum(), x)
+    assert one.tolist() == [[2, 2], [1, 1], [0, 0]]
 
 
 def test_narrow_rows_are_summed_in_float32_and_rounded_once() -> None:
     """2⁸ + 1 is no bf16 number, but 2⁸ + 1 + 1 is."""
     slots = sort_slots(torch.tensor([[0, 1, 2]]), 3, False, None)
     rows = torch.tensor([[256.0], [1], [1]], dtype=torch.bfloat16, requires_grad=True)
-    assert SUMS.tokens(rows, slots).tolist() == [[258]]
-    weights = torch.tensor([[1.0, 1, 1]], requires_grad=True)
-    y = SUMS.weighed_tokens(rows, slots, weights)
+    y = SUMS.tokens(rows, slots)
     assert y.tolist() == [[258]] and y.dtype == torch.bfloat16
     x = torch.zeros(1, 1, dtype=torch.bfloat16, requires_grad=True)
     (grad,) = torch.autograd.grad(SUMS.rows(x, slots), x, rows.detach())
+    assert grad.tolist() == [[258]]
+    readers = [torch.tensor(each)[:, None].bfloat16() for each in ([256.0, 1, 0], [0.0, 1, 0])]
+    (grad,) = torch.autograd.grad(SUMS.rows_for_two(x, slots), x, readers)
     assert grad.tolist() == [[258]]
 
 
@@ -91,38 +103,38 @@ def test_blocks_of_rows_give_what_all_at_once_give(
     """To the bit: no sum crosses a block."""
     torch.manual_seed(4)
     slots = sort_slots(torch.randint(0, 4, (7, 2)), 3, True, room)
-    rows = torch.randn(len(slots.order), 5, dtype=torch.bfloat16, requires_grad=True)
-    weights, slope = torch.rand(7, 2, requires_grad=True), torch.randn(7, 5, dtype=torch.bfloat16)
+    rows = torch.randn(len(slots.order), 5, dtype=torch.bfloat16)
+    x = torch.randn(7, 5, dtype=torch.bfloat16, requires_grad=True)
 
     def found() -> list[Tensor]:
-        y = SUMS.weighed_tokens(rows, slots, weights)
-        return [y, *torch.autograd.grad(y, (rows, weights), slope)]
+        two = SUMS.rows_for_two(x, slots)
+        return [SUMS.tokens(rows, slots), *torch.autograd.grad(two, x, [rows, rows])]
 
     whole = found()
-    for at_once in (1, 20, 30):  # one row, two tokens or four rows, three tokens or six rows
+    for at_once in (1, 20, 30):  # one token, two, three; with two readers fewer
         monkeypatch.setattr("fivefold.model.slots._AT_ONCE", at_once)
         for mine, theirs in zip(found(), whole, strict=True):
             assert torch.equal(mine, theirs)
 
 
-def test_no_tensor_has_a_row_for_every_choice() -> None:
-    """Saved are the rows themselves, once."""
+def test_no_row_is_saved() -> None:
+    """The way back needs only where rows are."""
     slots = sort_slots(torch.full((6, 4), 3).fill_diagonal_(0), 3, True, None)
-    rows, weights = torch.randn(4, 5, requires_grad=True), torch.rand(6, 4, requires_grad=True)
+    rows, x = torch.randn(4, 5, requires_grad=True), torch.randn(6, 5, requires_grad=True)
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-        SUMS.weighed_tokens(rows, slots, weights)
-    wide = [each for each in saved if each.shape[-1] == 5]
-    assert [each.data_ptr() for each in wide] == [rows.data_ptr()]
+        SUMS.tokens(rows, slots)
+        SUMS.rows_for_two(x, slots)
+    assert [each.data_ptr() for each in saved] == [slots.order.data_ptr(), slots.rows.data_ptr()]
 
 
 def test_slots_that_all_go_nowhere_sum_to_zeros() -> None:
     slots = sort_slots(torch.full((2, 2), 3), 3, True, None)
-    rows, weights = torch.zeros(0, 5, requires_grad=True), torch.ones(2, 2, requires_grad=True)
-    y = SUMS.weighed_tokens(rows, slots, weights)
+    rows = torch.zeros(0, 5, requires_grad=True)
+    y = SUMS.tokens(rows, slots)
     assert y.shape == (2, 5) and not y.count_nonzero()
-    of_rows, of_weights = torch.autograd.grad(y.sum(), (rows, weights))
-    assert of_rows.shape == (0, 5) and of_weights.tolist() == [[0, 0], [0, 0]]
+    (of_rows,) = torch.autograd.grad(y.sum(), rows)
+    assert of_rows.shape == (0, 5)
 
 
 def test_weights_of_slots_are_a_column_in_their_order() -> None:

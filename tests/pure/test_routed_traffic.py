@@ -17,6 +17,7 @@ from fivefold.cost.layer_collectives import LayerJob
 LAYERS, EXPERTS, TOP_K, SEQ = 7, 8, 2, 32
 ROW = 64 * 2  # bytes of a token
 COUNT = 8  # bytes of a whole number
+WEIGHT = 4  # bytes of the weight of a slot, in float32
 
 
 def plan_of(layout: str, **options: object) -> Plan:
@@ -37,9 +38,10 @@ def traffic(plan: Plan, *axes: str) -> list[TrafficEntry]:
     ("recompute", "forwards"), [("none", 1), ("selective", 1), ("full", 2), ("full:3", 2)]
 )
 def test_counts_and_rows_of_all_slots(recompute: str, forwards: int) -> None:
-    """Counts forward only; rows there and back, forward and backward."""
+    """Counts forward only; rows there and back, forward and backward; their weights one way."""
     assert traffic(plan_of("dp=4 ep=4", recompute=recompute), "ep") == [
         TrafficEntry("ep", "all_to_all", forwards * LAYERS, EXPERTS * COUNT, 4),
+        TrafficEntry("ep", "all_to_all", (forwards + 1) * LAYERS, SEQ * TOP_K * WEIGHT, 4),
         TrafficEntry("ep", "all_to_all", 2 * (forwards + 1) * LAYERS, SEQ * TOP_K * ROW, 4),
     ]
 
@@ -49,14 +51,13 @@ def test_over_nodes_a_token_crosses_once() -> None:
     rows = 2 * SEQ
     far = [
         TrafficEntry("ep-far", "all_to_all", LAYERS, 2 * COUNT, 2),
-        TrafficEntry(
-            "ep-far", "all_to_all", 2 * LAYERS, rows * TOP_K * 4, 2
-        ),  # weights, in float32
+        TrafficEntry("ep-far", "all_to_all", 2 * LAYERS, rows * TOP_K * WEIGHT, 2),
         TrafficEntry("ep-far", "all_to_all", LAYERS, rows * TOP_K * COUNT, 2),
         TrafficEntry("ep-far", "all_to_all", 4 * LAYERS, rows * ROW, 2),
     ]
     near = [
         TrafficEntry("ep-near", "all_to_all", LAYERS, EXPERTS // 2 * COUNT, 2),
+        TrafficEntry("ep-near", "all_to_all", 2 * LAYERS, SEQ * TOP_K * WEIGHT, 2),
         TrafficEntry("ep-near", "all_to_all", 4 * LAYERS, SEQ * TOP_K * ROW, 2),
     ]
     plan = plan_of("dp=4 ep=4", ep_nodes=2)
@@ -71,7 +72,8 @@ def test_rooms_are_even_and_nobody_counts() -> None:
     plan = plan_of("tp=2 ep=2", balance="capacity-pad:1.25")
     assert capacity_of(plan) == 10
     assert traffic(plan, "ep") == [
-        TrafficEntry("ep", "all_to_all", 4 * LAYERS, 10 * EXPERTS * ROW, 2)
+        TrafficEntry("ep", "all_to_all", 2 * LAYERS, 10 * EXPERTS * WEIGHT, 2),
+        TrafficEntry("ep", "all_to_all", 4 * LAYERS, 10 * EXPERTS * ROW, 2),
     ]
     # No more than its tokens, in each of two rows; gathered over etp from both.
     assert capacity_of(plan_of("tp=2 ep=2", balance="capacity-pad:4", microbatch_size=2)) == 2 * 16

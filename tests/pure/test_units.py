@@ -98,11 +98,16 @@ def test_experts_are_prefetched_with_the_rest_of_their_block() -> None:
 
 
 def test_a_unit_of_several_blocks_is_prefetched_before_the_first_of_them() -> None:
-    """And in a backward before the last of them; of a block in several units, one comes ahead."""
+    """And in a backward before the last of them; of a block in several units, all come ahead."""
     dense, experts = unit("0", "1"), [unit(block, expert=True) for block in "01"]
     units = [dense, *experts, unit("2"), unit("2"), unit("2", expert=True)]
-    assert [prefetched(units, BLOCKS, block, +1) for block in BLOCKS] == [[2], [3, 5], []]
+    assert [prefetched(units, BLOCKS, block, +1) for block in BLOCKS] == [[2], [3, 4, 5], []]
     assert [prefetched(units, BLOCKS, block, -1) for block in BLOCKS] == [[], [1], [2, 0]]
+    assert [prefetched(units, BLOCKS, "0", +1, depth) for depth in (0, 1, 2)] == [
+        [],
+        [2],
+        [2, 3, 4, 5],
+    ]
 
 
 def test_nothing_is_prefetched_that_has_been_used() -> None:

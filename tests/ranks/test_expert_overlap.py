@@ -21,6 +21,8 @@ from fivefold.parallel.mesh import Issued
 from fivefold.parallel.stage import ActionObserver
 
 DEPARTS, ARRIVES = "departs", "arrives"
+WEIGHTS_DEPART, WEIGHTS_ARRIVE = "weights depart", "weights arrive"  # with the rows, in their turn
+MOVES = (DEPARTS, ARRIVES, WEIGHTS_DEPART, WEIGHTS_ARRIVE)
 EXPERTS = ("gate", "up", "down")
 
 
@@ -62,17 +64,19 @@ def events(job: Job, *_: object) -> Callable[[], list[list[Event]]]:
 
     class Journey(NamedTuple):
         issued: Issued
+        arrives: str
 
         def wait(self) -> Any:
             rows = self.issued.wait()
-            say(ARRIVES)
+            say(self.arrives)
             return rows
 
     def noted(axis: str, kind: str, *rest: Any, **how: Any) -> Any:
         if kind != "all_to_all":
             return issue(axis, kind, *rest, **how)
-        say(DEPARTS)
-        return Journey(issue(axis, kind, *rest, **how))
+        say(DEPARTS if how["yields"] else WEIGHTS_DEPART)
+        arrives = ARRIVES if how["yields"] else WEIGHTS_ARRIVE
+        return Journey(issue(axis, kind, *rest, **how), arrives)
 
     def watch(leaf: nn.Module | None, name: str) -> None:
         product: Any = leaf.matmul  # type: ignore[union-attr]
@@ -124,7 +128,7 @@ def computed_meanwhile(pair: list[Event], lane: int) -> list[bool]:
         if event.lane == lane and event.what in (DEPARTS, ARRIVES):
             under_way = event.what == DEPARTS
             found += [False] if under_way else []
-        elif under_way and event.lane != lane and event.what not in (DEPARTS, ARRIVES):
+        elif under_way and event.lane != lane and event.what not in MOVES:
             found[-1] = True
     return found
 
@@ -137,7 +141,9 @@ def test_shared_experts_run_while_tokens_travel(pool: Pool) -> None:
         assert forward == [
             "attention",
             *(DEPARTS, ARRIVES),  # counts
-            *(DEPARTS, *(f"shared {name}" for name in (gate, up, down)), ARRIVES),
+            *(DEPARTS, WEIGHTS_DEPART),
+            *(f"shared {name}" for name in (gate, up, down)),
+            *(ARRIVES, WEIGHTS_ARRIVE),
             *(f"expert {name}" for name in (up, gate, down)),
             *(DEPARTS, ARRIVES),  # combine
         ]
@@ -148,6 +154,6 @@ def test_shared_experts_run_while_tokens_travel(pool: Pool) -> None:
         assert backward == [
             *(DEPARTS, ARRIVES),  # combine
             *experts,
-            *(DEPARTS, *shared, ARRIVES),  # dispatch
+            *(WEIGHTS_DEPART, DEPARTS, *shared, WEIGHTS_ARRIVE, ARRIVES),  # dispatch
             "attention backward",
         ]

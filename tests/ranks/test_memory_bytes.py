@@ -110,10 +110,64 @@ def test_no_unit_but_the_first_is_gathered_where_it_is_used(pool: Pool) -> None:
     sizes = {"layers": "4", "moe.experts": "4", "moe.top_k": "2", "moe.ffn": "24"}
     keys = {"zero": 3, "gather": "microbatch", "unit_size": 0.04}
     changes = sizes | {"moe.first_dense": "1"}
-    for late in run(pool, small_plan("dp=2", changes, **keys), Setup(), gathered_late):
-        assert set(late) == {"embed.weight"}
+    for size in (0.04, 0.009):  # a block of several units is gathered ahead whole
+        split = small_plan("dp=2", changes, **(keys | {"unit_size": size}))
+        for late in run(pool, split, Setup(), gathered_late):
+            assert set(late) == {"embed.weight"}
     for late in run(pool, small_plan("dp=2", changes, prefetch=0, **keys), Setup(), gathered_late):
         assert len(set(late)) > 4, "nothing is gathered ahead"
+
+
+def test_while_a_block_runs_the_next_one_is_gathered_whole(pool: Pool) -> None:
+    """The order of gathers: all units of the next block begin before this one computes, in both
+    directions, and none of the block after it."""
+    sizes = {"layers": "4", "moe.experts": "4", "moe.top_k": "2", "moe.ffn": "24"}
+    keys = {"zero": 3, "gather": "microbatch", "unit_size": 0.009}
+    for found in run(pool, small_plan("dp=2", sizes, **keys), Setup(), gathered_while):
+        assert max(num_units for _, _, num_units in found) > 3, "blocks of several units"
+        for began, expected, _ in found:
+            assert began == expected
+        # Five blocks come after another; backward reads no weight of the embedding.
+        assert sum(bool(began) for began, _, _ in found) == 5 + 4
+
+
+def gathered_while(job: Job, *_: object) -> Callable[[], list[tuple[set[str], set[str], int]]]:
+    """For every block of the last step that is entered or comes back: the weights whose gather
+    begins while it runs, those of the next block, and the number of their units."""
+    data = job.chunks[0].data
+    order = list(dict.fromkeys(block for unit in data.units for block in unit.use.blocks))
+    enter, back = data._enter, data._return
+    found: list[tuple[set[str], set[str], int]] = []
+
+    def names(units: list[FlatUnit]) -> set[str]:
+        return {entry.row.name for unit in units for entry in unit.unit.entries}
+
+    def note(units: list[FlatUnit], step: int, run: Callable[[], None]) -> None:
+        here = [order.index(block) for unit in units for block in unit.use.blocks]
+        place = (max(here) if step > 0 else min(here)) + step
+        after = order[place] if 0 <= place < len(order) else None
+        coming = [
+            unit
+            for unit in data.units
+            if after in unit.use.blocks
+            and not unit.present
+            and (step > 0 or unit.use.read_in_backward)
+        ]
+        before = [unit for unit in data.units if not unit.present and unit not in units]
+        run()
+        began = [unit for unit in before if unit.present]
+        found.append((names(began), names(coming), len(coming)))
+
+    def entered(units: list[FlatUnit], after: list[FlatUnit]) -> None:
+        if units[0].use.blocks[0] == order[0]:
+            found.clear()
+        note(units, +1, lambda: enter(units, after))
+
+    def returned(units: list[FlatUnit], *others: list[FlatUnit]) -> None:
+        note(units, -1, lambda: back(units, *others))
+
+    data._enter, data._return = entered, returned  # type: ignore[method-assign]
+    return lambda: found
 
 
 def gathered_late(job: Job, *_: object) -> Callable[[], list[str]]:

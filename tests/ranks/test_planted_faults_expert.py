@@ -66,17 +66,23 @@ def experts_dealt_in_turn() -> Patch:
 
 def rows_left_in_the_order_of_ranks() -> Patch:
     """Rows arrive by rank, and are taken to be sorted by expert."""
-    return patch.object(expert._Reorder, "apply", lambda rows, order: rows)
+    inner = expert._by_expert
+
+    def unsorted(arriving: Tensor, num_rows: int) -> Slots:
+        as_they_came = torch.arange(num_rows)
+        return inner(arriving, num_rows)._replace(order=as_they_came, rows=as_they_came[:, None])
+
+    return patch.object(expert, "_by_expert", unsorted)
 
 
 def results_left_in_the_order_of_experts() -> Patch:
     """Results come back sorted by expert, and are taken to be sorted by token."""
-    inner = SlotSums.weighed_tokens
+    inner = SlotSums.tokens
 
-    def unsorted(self: SlotSums, y_MD: Tensor, slots: Slots, weights_NK: Tensor) -> Tensor:
-        return inner(self, y_MD.index_select(0, slots.order), slots, weights_NK)
+    def unsorted(self: SlotSums, y_MD: Tensor, slots: Slots) -> Tensor:
+        return inner(self, y_MD.index_select(0, slots.order), slots)
 
-    return patch.object(SlotSums, "weighed_tokens", unsorted)
+    return patch.object(SlotSums, "tokens", unsorted)
 
 
 def shared_expert_of_every_rank() -> Patch:

@@ -68,7 +68,7 @@ def test_a_large_model_is_scaled_down_and_says_so(capsys: pytest.CaptureFixture[
         ("--layout dp=2 --grad-dtype fp16", "fp16 would overflow: choose fp32 or bf16"),
         ("--layout dp=2 --grad-dtype float16", "fp16 would overflow: choose fp32 or bf16"),
         ("--layout dp=2 --set grad_dtype=float64", "summed in fp32 (wider where the weights are)"),
-        ("--layout dp=2 --prefetch -1", "prefetch -1: the number of flat units is 0 or more"),
+        ("--layout dp=2 --prefetch -1", "prefetch -1: the number of blocks is 0 or more"),
         ("--layout cp=16 --context ulysses", "use cp=8 or context=hybrid"),
         ("--layout cp=8 --seq 10", "takes at least 16 tokens: use seq=16 or more, or cp=5"),
         ("--layout dp=128", "at most 64 ranks"),

@@ -314,8 +314,8 @@ def _sum_frame(slots: list[RoutedSlot]) -> View:
     missing = f" It had no room on {' and '.join(gone)}." if gone else ""
     return {
         "phase": "sum",
-        "says": f"The results are weighed and added at home. Token {shown.token} of rank "
-        f"{shown.rank} gets {total}.{missing}",
+        "says": f"The results, weighed by the experts, are added at home. Token {shown.token} of "
+        f"rank {shown.rank} gets {total}.{missing}",
         "token": [shown.rank, shown.token],
     }
 

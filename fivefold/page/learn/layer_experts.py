@@ -58,7 +58,7 @@ def experts(layer: Layer, moe: Moe) -> Iterator[Station]:
     yield Station(
         "add",
         "weigh and add",
-        f"The {moe.top_k} results of a token are weighed and added to it: the layer's output.",
+        f"The {moe.top_k} results of a token, each weighed, are added to it: the layer's output.",
         "The gradient of the output goes to the residual, and to every result by its weight.",
         own_tokens(layer, "y"),
     )

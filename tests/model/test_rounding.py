@@ -1,0 +1,46 @@
+"""The indices by which states are rounded, beside the boxes of shards."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from fivefold.core.units import LocalWeight
+from fivefold.core.weights import WeightShard, boxes_of
+from fivefold.optim.rounding import RoundingKey
+
+CPU = torch.device("cpu")
+# A full weight, the shape of a rank's shard of it, and that shard.
+SHARDS: tuple[tuple[tuple[int, ...], tuple[int, ...], WeightShard], ...] = (
+    ((13,), (13,), WeightShard(None, 0, 0, 0, 1, False)),
+    ((6, 5), (6, 5), WeightShard(None, 0, 0, 0, 1, False)),
+    ((6, 8), (3, 8), WeightShard(0, 3, 6, 6, 1, False)),
+    ((6, 8), (6, 4), WeightShard(1, 4, 8, 8, 1, False)),
+    ((6, 4, 5), (2, 2, 5), WeightShard(0, 4, 6, 6, 1, False, (1, 2, 4))),
+    ((6, 4, 6), (3, 4, 2), WeightShard(0, 0, 3, 6, 1, False, (2, 4, 6))),
+    ((7, 3), (4, 3), WeightShard(0, 4, 8, 8, 1, False)),  # the last row is padding
+)
+
+
+@pytest.mark.parametrize(("shape", "local", "shard"), SHARDS)
+def test_an_element_has_its_index_in_the_full_weight(
+    shape: tuple[int, ...], local: tuple[int, ...], shard: WeightShard
+) -> None:
+    """Whatever part of the shard a rank has; padding has none, and gets 0."""
+    numbers = torch.arange(math.prod(shape)).view(shape)
+    row, size = LocalWeight("w", "blocks.0", local), math.prod(local)
+    for start, stop in ((0, size), (1, size - 1), (size // 2, size // 2 + 3)):
+        expected = torch.zeros(stop - start, dtype=torch.int32)
+        for box in boxes_of(shape, shard, local, start, stop):
+            cut = tuple(slice(low, low + n) for low, n in zip(box.offsets, box.sizes, strict=True))
+            expected[box.at : box.at + box.numel] = numbers[cut].flatten().int()
+        found = RoundingKey.of(0, 1, row, start, (shape, shard)).indices(stop - start, CPU)
+        assert torch.equal(found, expected)
+
+
+def test_indices_of_a_huge_weight_wrap_around() -> None:
+    row = LocalWeight("w", "blocks.0", (2**18, 2**15))
+    start = 2**32 - 2
+    assert RoundingKey.of(0, 1, row, start, None).indices(4, CPU).tolist() == [-2, -1, 0, 1]
