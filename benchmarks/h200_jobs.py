@@ -37,8 +37,8 @@ FILES: tuple[tuple[str, Kernels, bool], ...] = (
     ("h200-eager.jsonl", "eager", True),
     ("h200-eager-moe.jsonl", "eager", False),
 )
-# All held all logits at once.
-ALL_LOGITS = {"chunks_loss": False}
+# All held all logits at once, and saved the results of experts, to weigh them at home.
+ALL_SAVED = {"chunks_loss": False, "returned_slots": True}
 
 
 @cache
@@ -46,7 +46,7 @@ def setting_of(kernels: Kernels, two_passes: bool) -> EstimateSetting:
     """One H200 without a margin, and the program that was measured."""
     setting, _ = estimate_setting(machine.load("h200"), "bf16", 0.0, kernels, 1.0)
     changes = TWO_PASSES if two_passes else {}
-    memory = replace(setting.stack.memory, **WITH_VIEWS, **ALL_LOGITS)
+    memory = replace(setting.stack.memory, **WITH_VIEWS, **ALL_SAVED)
     return replace(setting, stack=replace(setting.stack, memory=memory, **changes))
 
 

@@ -85,7 +85,7 @@ class LayerKernels:
         """Seconds of one matmul."""
         return flops / (self.narrow_speed if narrow else self.speed) + self.reach.start
 
-    def moved(self, size: Array) -> Array:
+    def moved(self, size: Array | float) -> Array:
         """Seconds to read or write so many bytes."""
         return size / (self.machine.memory_bandwidth * self.reach.memory)
 

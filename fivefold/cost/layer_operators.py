@@ -162,10 +162,13 @@ class LayerOperators:
         result = self._inside(found, arrived, (width, rows), f"{EXPERTS}.experts", rule)
         shared = self.unit * moe.shared_ffn / self.tp if moe.shared else 0.0
         inner = 3 if shape.gated else 2
-        besides = self._size(self.activations.experts()) - rows - inner * (width + shared)
+        returned = self.activations.memory.returned_slots  # saved, to weigh them at home
+        whole = self._size(self.activations.experts()) - inner * (width + shared)
+        besides = whole - (2 if returned else 1) * rows
         y = found.add(
             [result],
             TapeTensor(self.residual, extra=moved),
+            [result] if returned else [],
             backward_extra=moved,
             keeps=max(besides, 0.0),
             collective=apart,
