@@ -85,13 +85,13 @@ class LayerKernels:
         """Seconds of one matmul."""
         return flops / (self.narrow_speed if narrow else self.speed) + self.reach.start
 
-    def moved(self, size: Array | float) -> Array:
+    def moved(self, size: Array) -> Array:
         """Seconds to read or write so many bytes."""
         return size / (self.machine.memory_bandwidth * self.reach.memory)
 
     def _accumulated(self, size: Array | float) -> Array:
         """Seconds to add the gradients of so many weights to those of other microbatches."""
-        return self.moved(self.stack.accumulated_bytes * size)
+        return self.moved(self.stack.accumulated_bytes * np.asarray(size))
 
     def _gemm_seconds(self, gemms: list[Gemm]) -> Array:
         flops = sum((each.outputs * each.inputs for each in gemms), np.zeros(1))

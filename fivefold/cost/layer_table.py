@@ -2,12 +2,14 @@
 
 How long a layer takes depends on how it is sharded (tp, cp, ep, etp), on the microbatch size, on
 recomputation, and on whether the schedule pairs forwards with backwards. It does not depend on dp,
-ZeRO or the pipeline, but that a rank without a pipeline looks up the embedding beside the head.
+ZeRO or the pipeline, but that a rank without a pipeline looks up the embedding beside the head. A
+head computes its gradients in forward, in chunks, unless the schedule defers that of its weight.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -16,16 +18,24 @@ from numpy.typing import NDArray
 
 from fivefold.core.machine import Machine
 from fivefold.core.recompute import Recompute
+from fivefold.core.schedule.family import none_deferred
 from fivefold.core.shape import Shape
 from fivefold.cost.grid import FAMILIES, SCHEDULES, Array, LayoutGrid, along
 from fivefold.cost.layer_time import LayerTimer
 from fivefold.cost.overlap import paired_share
 from fivefold.cost.pipeline_time import pipeline_timer
 from fivefold.cost.stack import SoftwareStack
-from fivefold.cost.step_time import PassCosts, host_seconds, layer_passes, with_host
+from fivefold.cost.step_time import (
+    PassCosts,
+    head_passes,
+    host_seconds,
+    layer_passes,
+    with_host,
+)
 
 _PLAIN = SCHEDULES.index("1f1b")
 _PAIRS = np.array([family.pairs for family in FAMILIES], np.int64)
+_DEFERS = np.array([family.deferred is not none_deferred for family in FAMILIES])
 _Key = tuple[float, ...]
 
 
@@ -57,6 +67,7 @@ class LayerTable:
         self.counts = pipeline_timer(job.shape, job.seq).counts
         self._places: dict[_Key, int] = {}
         self._passes: list[Array] = []  # as in PassCosts, one pass after the other
+        self._late: list[Array] = []  # the head's, in a schedule that defers weight gradients
         self._hosts: list[Array] = []  # of each kind of layer
         self._least: list[Array] = []
 
@@ -67,19 +78,24 @@ class LayerTable:
         if not fresh:
             return
         self._places |= {key: len(self._places) + place for place, key in enumerate(fresh)}
-        work = LayerTimer(
-            *(self.shape, self.machine, self.stack, self._grid(list(fresh.values()))),
-            *(self.seq, self.precision, self.imbalance),
-        )
+        grid = self._grid(list(fresh.values()))
+        work = self._timer(grid)
         costs, hosts = layer_passes(work), list[Array]()
+        deferring = replace(grid, schedule=along(2, [int(_DEFERS.argmax())]))
+        late = head_passes(self._timer(deferring))
         if self.stack.launch and self.stack.memory.split == "balanced":
             kinds = pipeline_timer(self.shape, self.seq).kinds
             hosts = [host_seconds(work, self.shape.is_moe_layer(i)) for i in kinds]
-        least = self._all_layers(with_host(costs, hosts))
+        least = self._all_layers(with_host(costs, hosts), late)
         every = [each for column in costs for each in column]
         self._passes = _joined(self._passes, every, len(fresh))
+        self._late = _joined(self._late, late, len(fresh))
         self._hosts = _joined(self._hosts, hosts, len(fresh))
         self._least = _joined(self._least, [least], len(fresh))
+
+    def _timer(self, grid: LayoutGrid) -> LayerTimer:
+        job = (self.shape, self.machine, self.stack, grid, self.seq, self.precision)
+        return LayerTimer(*job, self.imbalance)
 
     def _grid(self, degrees: list[_Key]) -> LayoutGrid:
         """All microbatch sizes and rules of these shardings. As if there were endless microbatches,
@@ -98,9 +114,10 @@ class LayerTable:
             rules=self.rules,
         )
 
-    def _all_layers(self, costs: PassCosts) -> Array:
-        """Seconds of one microbatch in all layers and the head."""
-        units = (sum(passes, np.zeros(1)) for passes in zip(*costs, strict=True))
+    def _all_layers(self, costs: PassCosts, late: list[Array]) -> Array:
+        """Seconds of one microbatch in all layers and the head, of the two that is faster."""
+        units = [sum(passes, np.zeros(1)) for passes in zip(*costs, strict=True)]
+        units[-1] = np.minimum(units[-1], sum(late, np.zeros(1)))
         counted = zip((*self.counts, 1), units, strict=True)
         return sum((count * each for count, each in counted), np.zeros(1)) * self.stack.factor
 
@@ -120,6 +137,11 @@ class LayerTable:
             for each in self._looked_up(grid, self._passes)
         ]
         count = len(self.counts) + 1
+        defers = _DEFERS[grid.schedule.astype(np.int64)] & (grid.pp > 1)
+        if defers.any():
+            for place, late in enumerate(self._looked_up(grid, self._late)):
+                at = (place + 1) * count - 1
+                found[at] = np.where(defers, late, found[at])
         costs = (found[:count], found[count : 2 * count], found[2 * count :])
         return with_host(costs, self._looked_up(grid, self._hosts))
 

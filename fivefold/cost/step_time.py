@@ -168,6 +168,11 @@ def layer_passes(work: LayerTimer) -> PassCosts:
     return _passes([*map(work.layer, kinds), work.head()])
 
 
+def head_passes(work: LayerTimer) -> list[Array]:
+    """Seconds of the head: forward, input gradient and weight gradient."""
+    return [passes[0] for passes in _passes([work.head()])]
+
+
 def with_host(costs: PassCosts, hosts: list[Array]) -> PassCosts:
     """The same with what each kind of layer waits for its host, half of it in each direction."""
     forward, inputs, weights = map(list, costs)

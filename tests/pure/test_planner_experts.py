@@ -48,7 +48,9 @@ def test_all_wait_for_the_fullest_rank() -> None:
     slots = 8192 * moe.top_k
     size = np.array([slots * width * 2.0])
     travel = 2 * Links(H100).all_to_all(size, grid.ep, grid.etp, (moe.top_k, moe.top_k))
-    latency = 2 * Links(H100).all_to_all(0 * size, grid.ep, grid.etp)
+    weights = np.array([slots * 4.0])  # one way
+    travel = travel + Links(H100).all_to_all(weights, grid.ep, grid.etp, (moe.top_k, moe.top_k))
+    latency = 3 * Links(H100).all_to_all(0 * size, grid.ep, grid.etp)
     assert (crowded["ep"] - even["ep"]).item() == pytest.approx((travel - latency).item())
     reach = H100.peak("bf16") * H100.efficiency.matmul * stacks.FIVEFOLD.grouped_share
     more = 2 * slots * width * 3 * moe.ffn / reach

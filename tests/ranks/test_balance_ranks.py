@@ -328,10 +328,11 @@ def test_experts_that_nobody_wants_in_float32(pool: Pool) -> None:
 
 def test_a_rank_whose_tokens_are_all_dropped(pool: Pool) -> None:
     """Only experts 0 and 1 are left, with a slot in a row each, and the first token takes both:
-    the rank of the last tokens, which also has the other experts, sends nothing anywhere."""
+    the rank of the last tokens, which also has the other experts, sends nothing anywhere. Weights
+    of slots travel beside their rows."""
     plan = plan_of("cp=2 ep=2", "capacity-position:0.01", context="ring")
     first, last = forced(pool, plan, range(2, EXPERTS))
-    for rank, sizes in ((first, {2 * 2 * WIDTH * 8}), (last, {0})):
+    for rank, sizes in ((first, {2 * 2 * WIDTH * 8, 2 * 2 * 8}), (last, {0})):
         for heard in rank.run.heard:
             rows = {call[2] for call in heard.noted if call[:2] == ("ep", "all_to_all")}
             assert rows - {EXPERTS * 8} == sizes
@@ -362,7 +363,8 @@ def test_dropped_slots_are_not_sent(pool: Pool) -> None:
     )
     layers, microbatches, tokens = 2, 2, 2 * 18
     counts = 2 * layers * microbatches * EXPERTS * 8  # on two ranks
-    row = 2 * layers * microbatches * 4 * WIDTH * 8  # there and back, forward and backward
+    # There and back, forward and backward; weights one way in each.
+    row = 2 * layers * microbatches * (4 * WIDTH + 2) * 8
     assert plain == counts + row * tokens * TOP_K
     room = 3  # ⌈0.5·2·18/8⌉ in each of two rows
     assert padded == row * 2 * room * EXPERTS
@@ -379,7 +381,7 @@ def test_a_token_crosses_once_to_each_node_that_it_needs(pool: Pool) -> None:
     there_and_back = 4 * WIDTH + 3 * TOP_K  # rows; choices forward, weights forward and backward
     assert bytes_on(ranks, "ep-far") == calls * 2 * 8 + crossings * there_and_back * 8
     counts = calls * EXPERTS // 2 * 8
-    assert bytes_on(ranks, "ep-near") == counts + len(routes) * TOP_K * 4 * WIDTH * 8
+    assert bytes_on(ranks, "ep-near") == counts + len(routes) * TOP_K * (4 * WIDTH + 2) * 8
     assert bytes_on(ranks, "ep") == 0
 
 

@@ -19,6 +19,7 @@ class _Sizes(NamedTuple):
     """Average bytes of the all-to-alls of one rank and microbatch."""
 
     slots: int  # rows of all slots
+    shares: int  # routing weights of all slots
     crossing: int  # rows that cross to other nodes, at most
     weights: int  # routing weights of those rows
     choices: int  # expert choices of those rows
@@ -69,6 +70,7 @@ def _sizes(layer: Layer, moe: Moe, tokens: int) -> _Sizes:
     crossing = tokens * max_nodes_per_token(moe, layer.plan.ep_nodes)
     return _Sizes(
         slots=tokens * moe.top_k * row,
+        shares=tokens * moe.top_k * layer.wide,
         crossing=crossing * row,
         weights=crossing * moe.top_k * layer.wide,
         choices=crossing * moe.top_k * COUNT,
@@ -119,11 +121,15 @@ def _dispatch(layer: Layer, moe: Moe, sizes: _Sizes, tokens: int) -> Station:
     forward += layer.take(axis, kind, moe.experts // nodes * COUNT, "counts: slots of each expert")
     forward += layer.take(axis, kind, sizes.slots, "tokens, once for each slot")
     backward += layer.take(axis, kind, sizes.slots, "gradients of the tokens")
+    if not moe.weigh_inputs:
+        forward += layer.take(axis, kind, sizes.shares, "weights of the slots")
+        backward += layer.take(axis, kind, sizes.shares, "gradients of the slots' weights")
     says = (
         "ep = 1: all experts are on this rank, and no token leaves it."
         if plan.layout.ep == 1
         else f"Every token is sent to its {moe.top_k} experts, on {plan.layout.ep} ep ranks: "
-        "first how many come, then the tokens. How many each expert gets depends on the routing."
+        "first how many come, then the tokens and their weights. How many each expert gets depends "
+        "on the routing."
     )
     return Station(
         "dispatch",
