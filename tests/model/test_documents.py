@@ -12,7 +12,7 @@ from small import DEEPSEEK, LLAMA, batch_of, filled
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fivefold.core.splits import AttentionCall, ContextSplit, Ranges, attention_calls
+from fivefold.core.splits import AttentionCall, ContextSplit, attention_calls
 from fivefold.model import varlen
 from fivefold.model.attention import causal_attention
 from fivefold.model.batch import AttentionInfo
@@ -25,6 +25,7 @@ from fivefold.model.flash import (
     attend_by_formula,
     backward_by_formula,
 )
+from tests.model.context_places import index, places
 
 EXACT = 1e-13  # for numbers of about 1 in float64, where only the order of sums differs
 ROWS, HEADS, SEQ, WIDTH = 3, 6, 24, 8
@@ -133,17 +134,6 @@ SPLITS = {
 }
 
 
-def places(split: ContextSplit) -> Iterator[tuple[Ranges, list[Ranges]]]:
-    """The queries of each place, and the keys that come to it, its own first."""
-    for place in range(split.outer):
-        others = [split.ring_tokens(SEQ, (place - hop) % split.outer) for hop in range(split.outer)]
-        yield split.ring_tokens(SEQ, place), [(range(SEQ),)] if split.gathers else others
-
-
-def index(ranges: Ranges) -> Tensor:
-    return torch.tensor([token for each in ranges for token in each])
-
-
 def merged(given: Inputs, calls: list[tuple[AttentionCall, Tensor, VisiblePairs]]) -> list[Tensor]:
     """Output and gradients of the queries of a place; those of keys are of the full row."""
     q, k, v, slope = given
@@ -169,7 +159,7 @@ def test_the_calls_of_all_places_together_are_attention(split: str, name: str) -
     documents, given = Documents(STARTS[name], SEQ), drawn()
     out, _, dq, dk, dv = by_formula(given, visible(documents))
     found_dk, found_dv, num_skipped, num_pairs = torch.zeros_like(dk), torch.zeros_like(dv), 0, 0
-    for queries, visits in places(SPLITS[split]):
+    for queries, visits in places(SPLITS[split], SEQ):
         calls: list[tuple[AttentionCall, Tensor, VisiblePairs]] = []
         for keys in visits:
             for call in attention_calls(queries, keys):
@@ -289,7 +279,7 @@ def test_lengths_of_calls_with_gaps_are_what_the_kernel_takes(
     num_gaps = 0
     for starts in STARTS.values():
         documents, given = Documents(starts, SEQ), drawn()
-        for queries, visits in places(SPLITS[split]):
+        for queries, visits in places(SPLITS[split], SEQ):
             visited = [(keys, each) for keys in visits for each in attention_calls(queries, keys)]
             for keys, call in visited:
                 mine = index(queries)[call.q_start : call.q_stop]

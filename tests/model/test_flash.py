@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from itertools import permutations
 from typing import NamedTuple
 
@@ -22,6 +21,7 @@ from fivefold.model.flash import (
     attend_by_formula,
     backward_by_formula,
 )
+from tests.model.context_places import index, places
 
 EXACT = 1e-13  # for numbers of about 1 in float64, where only the order of sums differs
 ROWS, HEADS, SEQ, WIDTH = 2, 6, 24, 8
@@ -224,17 +224,6 @@ SPLITS = {
 }
 
 
-def places(split: ContextSplit) -> Iterator[tuple[Ranges, list[Ranges]]]:
-    """The queries of each place, and the keys that come to it, its own first."""
-    for place in range(split.outer):
-        others = [split.ring_tokens(SEQ, (place - hop) % split.outer) for hop in range(split.outer)]
-        yield split.ring_tokens(SEQ, place), [(range(SEQ),)] if split.gathers else others
-
-
-def index(ranges: Ranges) -> Tensor:
-    return torch.tensor([token for each in ranges for token in each])
-
-
 def seen_by(call: AttentionCall, queries: Ranges, keys: Ranges, visible: Tensor) -> VisiblePairs:
     if not call.masked:
         return VisiblePairs(call.causal)
@@ -248,7 +237,7 @@ def test_the_calls_of_all_places_together_are_attention(name: str, window: int |
     given, visible = drawn(kv_heads=2), visible_pairs(window)
     out, dq, dk, dv = whole(given, visible)
     found_dk, found_dv = torch.zeros_like(dk), torch.zeros_like(dv)
-    for queries, visits in places(SPLITS[name]):
+    for queries, visits in places(SPLITS[name], SEQ):
         mine, held = index(queries), torch.cat([index(keys) for keys in visits])
         local = Inputs(
             given.q[:, :, mine],

@@ -319,52 +319,6 @@ def test_gathered_keys_are_those_of_all_context_ranks() -> None:
     assert gathered["activations"] == ring["activations"]
 
 
-# --- Moments
-
-
-def test_the_first_backward_makes_the_gradients_while_activations_go() -> None:
-    """One microbatch never meets whole gradients with all activations; a second one does."""
-    shape = models.load("llama-3.2-1b")
-    number = parameters(shape).total
-    (begin, end, *_, loss), (*_, second) = (
-        memory_of(shape, grid_of(microbatches=m)).ranks[0] for m in (1, 2)
-    )
-    assert loss["gradients"] == 0 < begin["gradients"] < end["gradients"] == 4 * number
-    assert second["gradients"] == 4 * number
-    assert loss["activations"] == second["activations"] > end["activations"]
-
-
-def test_stage_one_sends_its_only_backward_unit_by_unit() -> None:
-    shape = models.load("llama-3.1-8b")
-    alone, several = (
-        memory_of(shape, grid_of(shard=8, zero=1, microbatches=m)).ranks[0][2] for m in (1, 2)
-    )
-    number = parameters(shape).total
-    layer = (number - 2 * shape.vocab * shape.width) / shape.layers
-    assert alone["gradients"].item() == pytest.approx(4 * number / 8)
-    matrix = shape.vocab * shape.width
-    assert alone["prefetch"].item() == pytest.approx(4 * (matrix + 2 * layer), rel=1e-3)
-    assert several["gradients"].item() == 4 * number
-    assert several["prefetch"].item() == pytest.approx(4 * 2 * layer / 8, rel=1e-3)
-
-
-def test_eager_kernels_hold_more_of_the_loss_alone() -> None:
-    shape = models.load("llama-3.1-8b")
-    eager = replace(stacks.FIVEFOLD, memory=stacks.EAGER_MEMORY)
-    words, gradients = 4096 * shape.vocab, 2 * (4096 + shape.vocab) * shape.width
-    # Without chunks, and in the two that 4,096 tokens have.
-    for chunks_loss, wanted in (
-        (False, (14 * words, 4 * words)),
-        (True, (10 * words / 2 + gradients, 2 * words / 2 + gradients)),
-    ):
-        slow, fast = (
-            at_loss(memory_of(shape, grid_of(), with_chunks(stack, chunks_loss)))
-            for stack in (eager, stacks.FIVEFOLD)
-        )
-        assert (slow["logits"], fast["logits"]) == wanted
-        assert slow["activations"] == fast["activations"]
-
-
 # --- The whole
 
 
