@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "fivefold"
 FILES = sorted(PACKAGE.rglob("*.py"))
-MOST_FILES = 257
+MOST_FILES = 258
 MOST_LINES = 400
 MOST_FUNCTION_LINES = 60
 MOST_FUNCTION_LINES_P95 = 50
@@ -78,7 +78,7 @@ OF_ONE_GPU = re.compile(
 SEAMS = (
     *("matmul", "normalise", "kernel", "lookup", "add_positions", "cross_entropy"),
     *("run_blocks", "mask", "balance", "dispatch", "repeats", "remakes", "first_head"),
-    *("residual_tokens", "chunked", "normalise_sum"),
+    *("residual_tokens", "chunked", "normalise_sum", "project"),
 )
 SETTABLE = {
     "grad": "torch: the gradient of a tensor",

@@ -31,7 +31,6 @@ from fivefold.core.splits import ContextSplit, context_split, padded_length
 from fivefold.core.units import UnitPolicy, require_sharded_gradients
 
 Gather = Literal["step", "microbatch"]
-Keep = Literal["shard", "gathered"]
 _FILES = (".json", ".toml", ".csv", ".txt")
 _DERIVED = {
     "layout": ("zero", "chunks", "microbatches", "stage_layers", "gather", "ep_nodes"),
@@ -74,6 +73,7 @@ class PlanOptions:
     balance: str = balance.NONE
     ep_nodes: int | None = None
     tp_keep: str = "shard"
+    tp_overlap: int = 1
     precision: Precision = "bf16"
     set: dict[str, str] = field(default_factory=dict[str, str])
     train: Recipe = field(default_factory=Recipe)
@@ -225,8 +225,6 @@ def resolve(options: PlanOptions, *, small: bool = False) -> Plan:
     layers if the pipeline needs them.
     """
     family = choose(options.schedule)
-    if options.tp_keep not in get_args(Keep):
-        raise UnknownName("tp_keep", options.tp_keep, get_args(Keep))
     layout = _layout(options, family)
     shape = models.with_overrides(models.load(options.model), options.set)
     notes = [_ASYNCHRONOUS] if family.asynchronous and layout.pp > 1 else []
@@ -237,6 +235,7 @@ def resolve(options: PlanOptions, *, small: bool = False) -> Plan:
     seq = _default_seq(layout, shape, small) if options.seq is None else options.seq
     legality.check(layout, shape, **job_of(options, family, seq))
     batch = _batch(options, family, layout, seq)
+    legality.check_tensor_keys(layout, shape, batch, options.tp_keep, options.tp_overlap)
     text = options.stage_layers
     given = None if text is None else splits.parse_stage_layers(text)
     if family.name == AUTO and layout.pp > 1:

@@ -88,6 +88,7 @@ class LayerJob:
     full: Number
     repeats: Mapping[Module, Number]
     keeps_shards: Number
+    tp_chunks: Number = 1  # in which tensor collectives of layers are issued
     balance: tuple[Balance, ...] = ()
     row_seq: Number = 0  # tokens of a row without padding
 
@@ -112,6 +113,7 @@ class LayerJob:
             full=int(recompute.full),
             repeats={each: int(recompute.repeats(each)) for each in MODULES},
             keeps_shards=int(plan.saves_input_shards),
+            tp_chunks=max(1, plan.options.tp_overlap),
             balance=plan.balance,
             row_seq=plan.batch.seq,
         )
@@ -173,9 +175,10 @@ def tensor_layer(job: LayerJob, moe: bool, ends_segment: Number) -> Iterator[Cou
     after them, and the mirror of each in backward. Without it: all-reduces of A after them in
     forward, and before them in backward. Recomputation repeats the forward of the layer, or of some
     modules, up to the last activation that backward needs, so not the last reduction of a segment
-    or module. Elsewhere inputs that are saved as shards are gathered again in backward.
+    or module. Elsewhere inputs that are saved as shards are gathered again in backward. All of them
+    are issued in chunks.
     """
-    split, size = where(job.tp > 1, 1, 0), job.activations
+    split, size = where(job.tp > 1, job.tp_chunks, 0), job.activations // job.tp_chunks
     for block in _blocks(job.shape, moe, ends_segment):
         repeated = job.repeats[block.module]
         kept_shard = where(repeated > 0, 0, job.keeps_shards)

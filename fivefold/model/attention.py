@@ -1,7 +1,8 @@
 """Attention: multi-head and grouped-query (`Attention`), and multi-head latent (`LatentAttention`).
 
-`kernel` is a seam in both: context parallelism replaces it. The number of heads is read from the
-width of the projections' output, so that a module with sharded weights runs on its own heads.
+Seams of both are `project` and `kernel`, which context parallelism replaces. The number of heads is
+read from the width of the projections' output, so that a module with sharded weights runs on its
+own heads.
 
 Legend: B rows, S tokens, D model width, H query heads, K key/value heads, d width of a head, v that
 of a value head.
@@ -9,7 +10,7 @@ of a value head.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +22,15 @@ from fivefold.core.shape import Mla, Shape
 from fivefold.core.splits import AttentionCall
 from fivefold.model.batch import AttentionInfo, Context
 from fivefold.model.flash import VisiblePairs, attend, attend_backward, is_fake
-from fivefold.model.layers import ROTATE, Linear, Norm, WeightFactory, yarn_mscale
+from fivefold.model.layers import (
+    ROTATE,
+    Linear,
+    Norm,
+    Project,
+    WeightFactory,
+    project,
+    yarn_mscale,
+)
 
 Kernel = Callable[[Tensor, Tensor, Tensor, AttentionInfo], Tensor]
 
@@ -52,16 +61,21 @@ class Attention(nn.Module):
         self.k_norm = Norm(widths[1], False, shape, factory) if normed else None
         self.out = Linear(shape.width, queries, shape.out_bias, factory)
         self.rotate = ROTATE.by(factory.fuse)
+        self.project: Project = project  # seam: tensor parallelism, split backward
         self.kernel: Kernel = causal_attention  # seam: context parallelism
 
     def forward(self, x_BSD: Tensor, context: Context) -> Tensor:
-        q_BSHd = self._heads(self.q(x_BSD), self.q_norm, context)
-        k_BSKd = self._heads(self.k(x_BSD), self.k_norm, context)
-        v_BSKd = self.v(x_BSD).unflatten(-1, (-1, self.head_dim))
-        q_BHSd, k_BKSd, v_BKSd = (each.transpose(1, 2) for each in (q_BSHd, k_BSKd, v_BSKd))
+        q_BHSd, k_BKSd, v_BKSd = self._queries_keys_values(x_BSD, context)
         info = context.attention.at(self.site, self.first_head)
         out_BHSd = self.kernel(q_BHSd, k_BKSd, v_BKSd, info)
         return self.out(out_BHSd.transpose(1, 2).flatten(2))
+
+    def _queries_keys_values(self, x_BSD: Tensor, context: Context) -> Sequence[Tensor]:
+        queries, keys, values = self.project(x_BSD, (self.q, self.k, self.v))
+        q_BSHd = self._heads(queries, self.q_norm, context)
+        k_BSKd = self._heads(keys, self.k_norm, context)
+        v_BSKd = values.unflatten(-1, (-1, self.head_dim))
+        return [each.transpose(1, 2) for each in (q_BSHd, k_BSKd, v_BSKd)]
 
     def _heads(self, projected: Tensor, norm: Norm | None, context: Context) -> Tensor:
         if norm is not None and not self.norms_heads:
@@ -160,30 +174,34 @@ class LatentAttention(nn.Module):
         self.kv_up = Linear(shape.heads * mla.nope_dim + values, mla.kv_rank, False, factory)
         self.out = Linear(shape.width, values, shape.out_bias, factory)
         self.rotate = ROTATE.by(factory.fuse)
+        self.project: Project = project  # seam: tensor parallelism, split backward
         self.kernel: Kernel = causal_attention  # seam: context parallelism
 
     def forward(self, x_BSD: Tensor, context: Context) -> Tensor:
-        q_BSHd = self._queries(x_BSD, context)
-        k_BSHd, v_BSHv = self._keys_and_values(x_BSD, context)
-        q_BHSd, k_BHSd, v_BHSv = (each.transpose(1, 2) for each in (q_BSHd, k_BSHd, v_BSHv))
+        q_BHSd, k_BHSd, v_BHSv = self._queries_keys_values(x_BSD, context)
         info = context.attention.at(self.site, self.first_head)
         out_BHSv = self.kernel(q_BHSd, k_BHSd, v_BHSv, info)
         return self.out(out_BHSv.transpose(1, 2).flatten(2))
 
-    def _queries(self, x_BSD: Tensor, context: Context) -> Tensor:
-        if self.q_down is None or self.q_latent_norm is None or self.q_up is None:
-            assert self.q is not None
-            projected = self.q(x_BSD)
-        else:
-            projected = self.q_up(self.q_latent_norm(self.q_down(x_BSD)))
+    def _queries_keys_values(self, x_BSD: Tensor, context: Context) -> Sequence[Tensor]:
+        into_queries = self.q if self.q_down is None else self.q_down
+        assert into_queries is not None, "queries come from the input or from a latent"
+        projected, latents = self.project(x_BSD, (into_queries, self.kv_down))
+        q_BSHd = self._queries(projected, context)
+        k_BSHd, v_BSHv = self._keys_and_values(latents, context)
+        return [each.transpose(1, 2) for each in (q_BSHd, k_BSHd, v_BSHv)]
+
+    def _queries(self, projected: Tensor, context: Context) -> Tensor:
+        if self.q_latent_norm is not None and self.q_up is not None:
+            projected = self.q_up(self.q_latent_norm(projected))
         heads_BSHd = projected.unflatten(-1, (-1, self.head_dim))
         unrotated, rotated = heads_BSHd.split([self.mla.nope_dim, self.mla.rope_dim], dim=-1)
         q_BSHd = torch.cat([unrotated, self._rotate(rotated, context)], dim=-1)
         return q_BSHd if self.scale == 1 else q_BSHd * self.scale
 
-    def _keys_and_values(self, x_BSD: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+    def _keys_and_values(self, latents: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         mla = self.mla
-        latent, key = self.kv_down(x_BSD).split([mla.kv_rank, mla.rope_dim], dim=-1)
+        latent, key = latents.split([mla.kv_rank, mla.rope_dim], dim=-1)
         up = self.kv_up(self.kv_latent_norm(latent))
         heads_BSH = up.unflatten(-1, (-1, mla.nope_dim + mla.value_dim))
         unrotated, v_BSHv = heads_BSH.split([mla.nope_dim, mla.value_dim], dim=-1)

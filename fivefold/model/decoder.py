@@ -5,11 +5,11 @@ A decoder may be one pipeline stage, with some of the blocks. Parameter names ar
 no values; `model/init.py` fills it.
 
 Seams are attributes that `fivefold/parallel` and `model/recompute.py` replace by others of the same
-signature, so that this package knows nothing of parallelism: `Linear.matmul`, `Norm.normalise`,
-`ResidualNorm.normalise_sum`, `Attention.kernel`, `Embedding.lookup`, `Embedding.add_positions`,
-`Head.matmul`, `Head.cross_entropy`, `Head.chunked`, `Block.repeats`, `Attention.first_head`,
-`Decoder.residual_tokens`, `Decoder.run_blocks`, and in `model/moe.py`
-`Router.matmul`, `ExpertStack.matmul`, `MoeMlp.balance` and `MoeMlp.dispatch`.
+signature, so that this package knows nothing of parallelism: `Linear.matmul`, `Attention.project`,
+`Mlp.project`, `Norm.normalise`, `ResidualNorm.normalise_sum`, `Attention.kernel`,
+`Embedding.lookup`, `Embedding.add_positions`, `Head.matmul`, `Head.cross_entropy`, `Head.chunked`,
+`Block.repeats`, `Attention.first_head`, `Decoder.residual_tokens`, `Decoder.run_blocks`, and in
+`model/moe.py` `Router.matmul`, `ExpertStack.matmul`, `MoeMlp.balance` and `MoeMlp.dispatch`.
 
 Legend: B rows, S tokens, N = B·S, D model width, V vocabulary, P learned positions.
 """

@@ -1,8 +1,8 @@
 """The basic layers: linear, norm, MLP, rotary positions.
 
-`Linear.matmul`, `Norm.normalise` and `ResidualNorm.normalise_sum` are seams: attributes with the
-arithmetic of a layer, which `fivefold/parallel` replaces by functions of the same signature.
-Weights and their names stay. What is neither a GEMM nor attention is a region
+`Linear.matmul`, `Mlp.project`, `Norm.normalise` and `ResidualNorm.normalise_sum` are seams:
+attributes with the arithmetic of a layer, which `fivefold/parallel` replaces by functions of the
+same signature. Weights and their names stay. What is neither a GEMM nor attention is a region
 (`model/regions.py`).
 
 Legend: B rows, S tokens, H heads, R half of a head's width, D model width.
@@ -94,6 +94,14 @@ class Linear(nn.Module):
             return self.matmul(x, self.weight, self.bias)
 
 
+Project = Callable[[Tensor, Sequence[Linear]], Sequence[Tensor]]
+
+
+def project(x: Tensor, linears: Sequence[Linear]) -> Sequence[Tensor]:
+    """The outputs of several linears that read one input."""
+    return [each(x) for each in linears]
+
+
 class Norm(nn.Module):
     """RMSNorm or LayerNorm over the last dim of its input, as the shape asks for.
 
@@ -145,10 +153,16 @@ class Mlp(nn.Module):
         self.up = Linear(ffn, width, bias, factory)
         self.down = Linear(width, ffn, bias, factory)
         self.activate = Activate(shape, factory.fuse)
+        self.project: Project = project  # seam: tensor parallelism, split backward
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        gate = None if self.gate is None else self.gate(x_BSD)
-        return self.down(self.activate(gate, self.up(x_BSD)))
+        # Between its projections, tokens may be in another order.
+        return self.down(self._activated(x_BSD)).view_as(x_BSD)
+
+    def _activated(self, x_BSD: Tensor) -> Tensor:
+        linears = [self.up] if self.gate is None else [self.gate, self.up]
+        *gate, up = self.project(x_BSD, linears)
+        return self.activate(gate[0] if gate else None, up)
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:

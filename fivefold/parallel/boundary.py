@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.parallel import transport
-from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.mesh import Issued, Mesh
 from fivefold.parallel.transport import Pending
 
 
@@ -48,6 +48,18 @@ class AxisBoundary:
         """The sum, or another reduction, over ranks."""
         x = x.contiguous()
         return self._issue("all_reduce", x, lambda group: transport.total(x, op, group))
+
+    def start_gather(self, x: Tensor, into: Tensor) -> Issued:
+        """Begin to fill `into` with the tokens of all ranks, rank by rank."""
+        return self.mesh.all_gather(into, x, self.axis, yields=True)
+
+    def start_scatter(self, x: Tensor, into: Tensor) -> Issued:
+        """Begin to sum over ranks; `into` gets this rank's tokens of it."""
+        return self.mesh.reduce_scatter(into, x, self.axis, yields=True)
+
+    def start_total(self, x: Tensor) -> Issued:
+        """Begin to sum over ranks in place."""
+        return self.mesh.all_reduce(x, self.axis, dist.ReduceOp.SUM, yields=True)
 
     def _issue(self, kind: str, x: Tensor, start: Callable[[dist.ProcessGroup], Pending]) -> Tensor:
         return self.mesh.issue(self.axis, kind, x, start, yields=True).wait()

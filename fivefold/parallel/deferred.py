@@ -178,13 +178,14 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
         (x,), (grad,) = ctx.saved_tensors, gradients
-        ctx.queue.put(partial(_linear_work, ctx.weight, ctx.bias, grad, x))
+        ctx.queue.put(partial(linear_work, ctx.weight, ctx.bias, grad, x))
         return (grad @ ctx.weight.to(grad.dtype)).to(x.dtype), None, None, None, None
 
 
-def _linear_work(
+def linear_work(
     weight: nn.Parameter, bias: nn.Parameter | None, grad: Tensor, x: Tensor, sink: Sink
 ) -> None:
+    """The gradients of a linear's weight and bias."""
     grad_NO = grad.reshape(-1, grad.shape[-1])
     sink.add_product(weight, grad_NO, x.to(grad.dtype).reshape(-1, x.shape[-1]))
     if bias is not None:

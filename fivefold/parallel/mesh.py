@@ -234,25 +234,38 @@ class Mesh:
         tokens = self.note(axis, kind, tensor)
         return Issued(self, start(self.groups[axis]), tokens, yields)
 
-    def all_reduce(self, tensor: Tensor, axis: str, op: dist.ReduceOp.RedOpType) -> Issued:
+    def all_reduce(
+        self, tensor: Tensor, axis: str, op: dist.ReduceOp.RedOpType, *, yields: bool = False
+    ) -> Issued:
         """Reduce in place over the axis."""
         return self.issue(
-            axis, "all_reduce", tensor, lambda group: transport.all_reduce(tensor, op, group)
+            axis,
+            "all_reduce",
+            tensor,
+            lambda group: transport.all_reduce(tensor, op, group),
+            yields=yields,
         )
 
-    def reduce_scatter(self, output: Tensor, full: Tensor, axis: str) -> Issued:
+    def reduce_scatter(
+        self, output: Tensor, full: Tensor, axis: str, *, yields: bool = False
+    ) -> Issued:
         """Sum `full` over the axis; this rank gets its shard."""
         return self.issue(
             axis,
             "reduce_scatter",
             full,
             lambda group: transport.reduce_scatter(output, full, group),
+            yields=yields,
         )
 
-    def all_gather(self, full: Tensor, shard: Tensor, axis: str) -> Issued:
+    def all_gather(self, full: Tensor, shard: Tensor, axis: str, *, yields: bool = False) -> Issued:
         """Fill `full` with the shards of all ranks of the axis."""
         return self.issue(
-            axis, "all_gather", shard, lambda group: transport.all_gather(full, shard, group)
+            axis,
+            "all_gather",
+            shard,
+            lambda group: transport.all_gather(full, shard, group),
+            yields=yields,
         )
 
     def sum_together(self, tensors: Sequence[Tensor], axis: str) -> None:

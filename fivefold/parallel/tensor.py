@@ -32,17 +32,16 @@ from fivefold.core.weights import WeightShard
 from fivefold.model.batch import NOT_COUNTED
 from fivefold.model.decoder import AddPositions, Embedding, Lookup
 from fivefold.model.head import Found, GradientsInForward, Wanted
-from fivefold.model.layers import Matmul, linear
+from fivefold.model.layers import linear
 from fivefold.model.moe import MoeMlp
 from fivefold.model.regions import Fuse
-from fivefold.model.remake import later, remade
 from fivefold.parallel.boundary import AxisBoundary
+from fivefold.parallel.columns import SplitMatmuls
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.stage import Stage
 
 Add = Callable[[Tensor, Tensor], Tensor]
 AXIS = "tp"
-SEQUENCE = 1  # the dim of the tokens in (B, S, D)
 
 
 def cut_inside(experts: Tensor, shard: WeightShard) -> Tensor:
@@ -70,31 +69,45 @@ def cut(full: Tensor, shard: WeightShard) -> Tensor:
 def split(stage: Stage) -> None:
     """Put the collectives around the arithmetic of a decoder whose weights are shards."""
     plan, decoder = stage.plan, stage.model
-    if stage.mesh.size(AXIS) == 1:
-        return
-    boundary = _TensorBoundary(stage.mesh, AXIS, plan.layout.sp, SEQUENCE)
+    boundary = _TensorBoundary(stage.mesh, AXIS, plan.layout.sp, dim=0)
+    matmuls = SplitMatmuls(boundary, stage.queue, plan.options.tp_overlap)
     add = torch.add if stage.queue is None else stage.queue.add
-    decoder.residual_tokens = boundary.mine
     for block in decoder.all_blocks():
         block.attention.first_head = boundary.coord * decoder.shape.heads // boundary.size
         # Experts are another dimension: they work on the tokens that a rank has.
         routed = isinstance(block.mlp, MoeMlp)
         mlp, name = (block.mlp.shared, "experts") if routed else (block.mlp, "mlp")
-        for module, row, part in (
-            (block.attention, block.attention.out, "attention"),
-            (mlp, mlp and mlp.down, name),
-        ):
-            if module is None or row is None:
-                continue
-            runs_again = plan.recompute.of(stage.number).repeats(part)
-            keeps = plan.saves_input_shards and not runs_again
-            module.register_forward_pre_hook(boundary.before_kept if keeps else boundary.before)
-            row.matmul = partial(boundary.row_product, row.matmul, add)
+        repeats = plan.recompute.of(stage.number).repeats
+        keeps = plan.saves_input_shards and not repeats("attention")
+        block.attention.project = partial(matmuls.project_rows, keeps)
+        if mlp is not None:
+            keeps = plan.saves_input_shards and not repeats(name)
+            mlp.project = partial(matmuls.project, keeps)
+        if boundary.size > 1:
+            block.attention.out.matmul = partial(_summed_rows, matmuls.row_linear_of_rows, add)
+        if boundary.size > 1 and mlp is not None:
+            mlp.down.matmul = partial(_summed_rows, matmuls.row_linear, add)
+    if boundary.size > 1:
+        _split_ends(stage, boundary)
+
+
+def _summed_rows(
+    row_linear: Add, add: Add, x: Tensor, weight: Tensor, bias: Tensor | None
+) -> Tensor:
+    """A bias is added once, to the sum over ranks."""
+    summed = row_linear(x, weight)
+    return summed if bias is None else add(summed, bias)
+
+
+def _split_ends(stage: Stage, boundary: _TensorBoundary) -> None:
+    """The collectives of embedding and head."""
+    decoder = stage.model
+    decoder.residual_tokens = boundary.mine
     for embed in (each for each in decoder.modules() if isinstance(each, Embedding)):
         embed.lookup = partial(boundary.lookup, embed.lookup)
         embed.add_positions = partial(boundary.add_positions, embed.add_positions)
     if decoder.head is not None:
-        decoder.head.register_forward_pre_hook(boundary.before)
+        decoder.head.register_forward_pre_hook(boundary.before_head)
         loss = _VocabularyLoss(boundary, decoder.shape.vocab, stage.fuse)
         decoder.head.cross_entropy = loss
         if stage.queue is None:
@@ -104,27 +117,15 @@ def split(stage: Stage) -> None:
 class _TensorBoundary(AxisBoundary):
     """The arithmetic of a decoder between its collectives."""
 
-    def before(self, module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Before column-split GEMMs, which save their gathered input."""
-        x, *rest = arguments
-        return (self.enter(x), *rest)
-
-    def before_kept(self, module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Before column-split GEMMs, which keep their input as it was before it was gathered."""
-        x, *rest = arguments
-        mine = later(x)
-        return (remade(self.enter(x), lambda: self.gather(mine())), *rest)
-
-    def row_product(
-        self, product: Matmul, add: Add, x: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> Tensor:
-        summed = self.leave(product(x, weight, None))
-        return summed if bias is None else add(summed, bias)
+    def before_head(self, module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        """All tokens and their labels, in one order."""
+        x, labels_BS = arguments
+        return self.enter(x), self.in_rank_order(labels_BS)
 
     def lookup(self, look_up: Lookup, tokens_BS: Tensor, weight_VD: Tensor) -> Tensor:
         """Rows of this rank's shard of the vocabulary, zero elsewhere, summed over the ranks."""
         rows = weight_VD.shape[0]
-        local_BS = tokens_BS - self.coord * rows
+        local_BS = self.in_rank_order(tokens_BS) - self.coord * rows
         elsewhere_BS = (local_BS < 0) | (local_BS >= rows)
         x_BSD = look_up(local_BS.masked_fill(elsewhere_BS, 0), weight_VD)
         return self.leave(x_BSD.masked_fill(elsewhere_BS[..., None], 0))
@@ -139,7 +140,13 @@ class _TensorBoundary(AxisBoundary):
         """Of all tokens, those that this rank has between GEMMs."""
         if not self.sp:
             return of_tokens_BS
-        return of_tokens_BS.chunk(self.size, dim=SEQUENCE)[self.coord]
+        return of_tokens_BS.chunk(self.size, dim=1)[self.coord]
+
+    def in_rank_order(self, of_tokens_BS: Tensor) -> Tensor:
+        """As a gather brings tokens under sp: those of rank 0 of all rows, of rank 1 and so on."""
+        if not self.sp:
+            return of_tokens_BS
+        return of_tokens_BS.unflatten(1, (self.size, -1)).transpose(0, 1).flatten(0, 1)
 
 
 class _VocabularyLoss:

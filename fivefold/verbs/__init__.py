@@ -76,6 +76,9 @@ SHARED: dict[str, Any] = {
     "tp_keep": _option(
         str, "Input that column GEMMs save: shard (gathered again in backward) or gathered."
     ),
+    "tp_overlap": _option(
+        int, "Tensor collectives beside matmuls: 0 none, 1 in backward, K in K chunks (default 1)."
+    ),
     "sp": _option(bool, "Turn sequence parallelism off.", "--no-sp"),
     "packed": _option(bool, "Pack documents, with document masks.", "--packed"),
     "set": _option(
