@@ -34,6 +34,9 @@ SCHEDULES = tuple(schedule_names())
 FAMILIES = tuple(named(name) for name in SCHEDULES)
 
 
+DEFERS = np.array([family.deferred is not none_deferred for family in FAMILIES])
+
+
 @dataclass(frozen=True)
 class LayoutGrid:
     """Layouts with their batches. `schedule`, `offload` and `context` are indices into the lists
@@ -81,10 +84,13 @@ class LayoutGrid:
 
     def loss_chunks(self, shape: Shape, tokens: Array) -> Array:
         """Chunks of a loss over so many tokens; one, if the head's weight gradient is deferred."""
-        facts = np.array([family.deferred is not none_deferred for family in FAMILIES])
-        late = facts[self.schedule.astype(np.int64)] & (self.pp > 1)
         rows = -(-shape.vocab // self.tp)
-        return np.where(late, 1.0, loss_chunks(tokens, rows, shape.width))
+        return np.where(self.defers, 1.0, loss_chunks(tokens, rows, shape.width))
+
+    @property
+    def defers(self) -> Flags:
+        """Whether the schedule of a layout defers weight gradients."""
+        return DEFERS[self.schedule.astype(np.int64)] & (self.pp > 1)
 
     def columns(self) -> Iterator[NDArray[Any]]:
         return (getattr(self, each.name) for each in fields(self) if each.name != "rules")
@@ -145,6 +151,7 @@ def layer_job(
     itemsize: int,
     *,
     keeps_shards: bool,
+    tp_chunks: int,
     node: int | None,
     balance: tuple[Balance, ...] = (),
 ) -> LayerJob:
@@ -183,6 +190,7 @@ def layer_job(
             for module in MODULES
         },
         keeps_shards=np.where(grid.sp & (grid.tp > 1), int(keeps_shards), 0),
+        tp_chunks=tp_chunks,
         balance=balance,
         row_seq=seq,
     )

@@ -55,6 +55,7 @@ class CountedCollective(NamedTuple):
     forward: Number
     backward: Number = 0
     again: Number = 0  # in the forward that backward repeats
+    module: str = ""  # of the layer, on the tp axis
 
     @property
     def times(self) -> Number:
@@ -193,13 +194,12 @@ def tensor_layer(job: LayerJob, moe: bool, ends_segment: Number) -> Iterator[Cou
             with_sp,
             with_sp * (1 + kept_shard),
             with_sp * repeated,
+            block.module,
         )
-        yield CountedCollective(
-            "tp", "reduce_scatter", size, job.tp, with_sp, with_sp, with_sp * summed_again
-        )
-        yield CountedCollective(
-            "tp", "all_reduce", size, job.tp, without, without, without * summed_again
-        )
+        for kind, used in (("reduce_scatter", with_sp), ("all_reduce", without)):
+            yield CountedCollective(
+                "tp", kind, size, job.tp, used, used, used * summed_again, block.module
+            )
 
 
 def tensor_ends(job: LayerJob, lookups: Number, losses: Number) -> Iterator[CountedCollective]:

@@ -65,6 +65,7 @@ class LayerKernels:
             seq,
             self.itemsize,
             keeps_shards=stack.gathers_again and not stack.saves_gathered,
+            tp_chunks=max(1, stack.tp_overlap),
             node=machine.tiers[0].size if stack.node_by_node else None,
             balance=stack.balance,
         )
@@ -187,14 +188,20 @@ class LayerKernels:
         """Seconds of so many passes over all tokens of the tp group, in the model's width."""
         return self.moved(passes * self.tokens * self.shape.width * self.itemsize)
 
-    def _token_copies(self, num_gathers: Array | int) -> Array:
-        """Copies of tokens into rank order: before each reduce-scatter, and, if a microbatch has
-        several sequences, after each all-gather."""
-        if not self.stack.copies_tokens:
+    def _head_copies(self) -> Array:
+        """Copies of heads between the order of gathers and that of rows: none if a microbatch is
+        one row in one chunk."""
+        if not self.stack.copies_heads:
             return np.zeros(1)
-        grid = self.grid
-        num_copies = 1 + np.where(grid.microbatch_size > 1, num_gathers, 0)
-        return self._all_tokens(np.where(grid.sp & (grid.tp > 1), 2 * num_copies, 0))
+        grid, gemms = self.grid, list(self._attention_gemms())
+        projected = sum((each.outputs for each in self._reading_input(gemms)), gemms[-1].inputs)
+        reorders = (grid.microbatch_size > 1) | (self.stack.tp_overlap > 1)
+        seconds = self.moved(2 * self.tokens * projected * self.itemsize)
+        return np.where(grid.sp & (grid.tp > 1) & reorders, seconds, 0.0)
+
+    def _reading_input(self, gemms: list[Gemm]) -> list[Gemm]:
+        """Of the matmuls of a module, those that read its input."""
+        return [each for each in gemms if each.inputs is gemms[0].inputs]
 
     def _slots(self, moe: Moe) -> Array:
         """Rows of the rank with the fullest expert."""

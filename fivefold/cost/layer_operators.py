@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from fivefold.core.recompute import Recompute
 from fivefold.core.shape import Mla
 from fivefold.cost.activations import WIDE, Activations
 from fivefold.cost.grid import Array, Flags
-from fivefold.cost.operator_tape import OperatorList, TapeTensor
+from fivefold.cost.operator_list import OperatorList, TapeTensor
 
 EXPERTS = "mlp"  # how the names of a layer's router and experts begin
 SCALED = 7  # bytes of 2 that the weight gradient of a norm holds besides: widened, and multiplied
@@ -21,7 +21,8 @@ SCALED = 7  # bytes of 2 that the weight gradient of a norm holds besides: widen
 
 class LayerOperators:
     """For one plan. Keys come to a query in so many `visits`. `shards`: inputs of split GEMMs are
-    saved as this rank's tokens. `queued`: weight gradients go past autograd."""
+    saved as this rank's tokens. `queued`: weight gradients go past autograd. `reorders`: tokens
+    are in another order between GEMMs that are split over tp."""
 
     def __init__(
         self,
@@ -30,10 +31,12 @@ class LayerOperators:
         visits: int,
         shards: bool,
         queued: bool,
+        reorders: bool,
     ) -> None:
         self.activations, self.tokens, self.visits = activations, tokens, visits
         self.shards, self.queued, self.shape = shards, queued, activations.shape
-        self.key = (activations.key, tokens, visits, shards, queued)
+        self.reorders = reorders
+        self.key = (activations.key, tokens, visits, shards, queued, reorders)
         grid = activations.grid
         self.tp, self.sp = int(_number(grid.tp)), bool(_number(grid.sp))
         self.split = self.tp > 1
@@ -87,7 +90,7 @@ class LayerOperators:
     def _before_head(self) -> tuple[OperatorList, TapeTensor]:
         found = OperatorList(TapeTensor(self.residual))
         normed = self._norm(found, found.input, "norm", Recompute())
-        return found, self._enter(found, normed, kept=False)
+        return found, self._enter_head(found, normed)
 
     def head(self, logits_bytes: float) -> OperatorList:
         """Final norm, head and loss. `logits_bytes` of a word: all that the backward of the loss
@@ -110,38 +113,81 @@ class LayerOperators:
         extra = SCALED * x.bytes
         return found.add([plain], made, saved=[x], weights=name, settle_extra=extra)
 
-    def _enter(self, found: OperatorList, x: TapeTensor, kept: bool) -> TapeTensor:
-        """Before GEMMs that are split over tp: all tokens, in rank order first."""
+    def _enter_head(self, found: OperatorList, x: TapeTensor) -> TapeTensor:
+        """Before a head that is split over tp: all tokens."""
         if not self.split:
             return x
-        if not self.sp:
-            return found.add([x], TapeTensor(self.whole, base=x), collective=True)
-        wide = TapeTensor(self.whole, remade=kept, source=x, extra=self.whole, named=True)
-        source = x if kept else None
-        return found.add([x], wide, backward_extra=self.whole, holds=source, collective=True)
+        base = None if self.sp else x
+        return found.add([x], TapeTensor(self.whole, base=base, named=self.sp), collective=True)
 
     def _leave(self, found: OperatorList, x: TapeTensor) -> TapeTensor:
-        """After them: the sum over ranks."""
-        if not self.split:
-            return x
+        """After an embedding: the sum over ranks."""
         if not self.sp:
             return found.add([x], TapeTensor(self.whole), passes=True, collective=True)
-        made = TapeTensor(self.residual, extra=self.whole)
-        return found.add([x], made, backward_extra=self.whole, collective=True)
+        return found.add([x], TapeTensor(self.residual), collective=True)
 
     def _linear(
         self, found: OperatorList, x: TapeTensor, size: float, name: str, named: bool = False
     ) -> TapeTensor:
         return found.add([x], TapeTensor(size, named=named), saved=[x], weights=name)
 
+    def _project(
+        self, found: OperatorList, x: TapeTensor, sizes: Mapping[str, float], kept: bool
+    ) -> list[TapeTensor]:
+        """Linears of one input, with the bytes of their outputs: it is gathered before, and its
+        gradient, one for all of them, is reduced after."""
+        whole = self.whole if self.split and self.sp else 0.0
+        outputs = [TapeTensor(size) for size in sizes.values()]
+        outputs[0].extra = whole
+        found.add(
+            [x],
+            outputs[0],
+            saved=[x] if kept or not whole else [],
+            weights=list(sizes),
+            backward_extra=whole,
+            keeps=0.0 if kept else whole,
+            defers=0.0 if kept else whole,
+            collective=self.split,
+            more=outputs[1:],
+            gathered=whole if kept else 0.0,
+            gathers="input" if kept and whole else "",
+            weights_last=True,
+        )
+        return outputs
+
+    def _row_linear(self, found: OperatorList, x: TapeTensor, name: str) -> TapeTensor:
+        """A linear and the sum over ranks; the gradient of its output is gathered."""
+        if not self.split:
+            return self._linear(found, x, self.whole, name)
+        whole = self.whole if self.sp else 0.0
+        return found.add(
+            [x],
+            TapeTensor(self.residual if self.sp else self.whole, extra=whole),
+            saved=[x],
+            weights=name,
+            collective=True,
+            gathered=whole,
+            gathers="gradient" if self.sp else "",
+            weights_last=True,
+        )
+
+    def _in_rows(self, found: OperatorList, x: TapeTensor) -> TapeTensor:
+        """Heads between the order of gathers and that of rows: a copy, if these differ."""
+        if not (self.split and self.sp and self.reorders):
+            return x
+        return found.add([x], TapeTensor(x.bytes))
+
     def _saves_shards(self, found: OperatorList, rule: Recompute) -> bool:
         return self.shards and not (rule.full or found.module in rule.modules)
 
     def _mlp(self, found: OperatorList, x: TapeTensor, rule: Recompute) -> TapeTensor:
-        wide = self._enter(found, x, self._saves_shards(found, rule))
-        sizes = (self.shape.ffn / self.tp * self.unit, self.whole)
-        out = self._inside(found, wide, sizes, "mlp", rule)
-        return self._biased(found, self._leave(found, out), self.shape.mlp_bias)
+        kept, size = self._saves_shards(found, rule), self.shape.ffn / self.tp * self.unit
+        inner = self._project(found, x, dict.fromkeys(self._inner("mlp"), size), kept)
+        out = self._row_linear(found, self._activated(found, inner, rule), "mlp.down")
+        return self._biased(found, out, self.shape.mlp_bias)
+
+    def _inner(self, name: str) -> list[str]:
+        return [f"{name}.{each}" for each in (("gate", "up") if self.shape.gated else ("up",))]
 
     def _biased(self, found: OperatorList, x: TapeTensor, bias: bool) -> TapeTensor:
         """A bias after the sum over ranks; that of one rank is part of the GEMM."""
@@ -159,7 +205,7 @@ class LayerOperators:
         moved = rows if apart else 0.0  # as sent, beside as received, and as received, as sorted
         made = TapeTensor(rows, extra=moved, adds=not apart)
         arrived = found.add([x], made, [x], collective=apart)
-        result = self._inside(found, arrived, (width, rows), f"{EXPERTS}.experts", rule)
+        result = self._inside(found, arrived, (width, rows), rule)
         shared = self.unit * moe.shared_ffn / self.tp if moe.shared else 0.0
         inner = 3 if shape.gated else 2
         returned = self.activations.memory.returned_slots  # saved, to weigh them at home
@@ -175,36 +221,38 @@ class LayerOperators:
         )
         if not moe.shared:
             return y
-        wide = self._enter(found, x, self._saves_shards(found, rule))
-        out = self._inside(found, wide, (shared, self.whole), f"{EXPERTS}.shared", rule)
-        return found.add([y, self._leave(found, out)], TapeTensor(self.residual), passes=True)
+        sizes = dict.fromkeys(self._inner(f"{EXPERTS}.shared"), shared)
+        hidden = self._project(found, x, sizes, self._saves_shards(found, rule))
+        out = self._row_linear(
+            found, self._activated(found, hidden, rule), f"{EXPERTS}.shared.down"
+        )
+        return found.add([y, out], TapeTensor(self.residual), passes=True)
 
     def _inside(
-        self,
-        found: OperatorList,
-        x: TapeTensor,
-        sizes: tuple[float, float],
-        name: str,
-        rule: Recompute,
+        self, found: OperatorList, x: TapeTensor, sizes: tuple[float, float], rule: Recompute
     ) -> TapeTensor:
-        """An MLP, with the bytes of its inner tensors and of its result."""
-        names = ("gate", "up") if self.shape.gated else ("up",)
+        """The MLPs of experts, with the bytes of their inner tensors and of their results."""
+        name = f"{EXPERTS}.experts"
         inner = [
-            self._linear(found, x, sizes[0], f"{name}.{each}", each == "gate") for each in names
+            self._linear(found, x, sizes[0], each, each.endswith("gate"))
+            for each in self._inner(name)
         ]
+        return self._linear(found, self._activated(found, inner, rule), sizes[1], f"{name}.down")
+
+    def _activated(
+        self, found: OperatorList, inner: list[TapeTensor], rule: Recompute
+    ) -> TapeTensor:
         again = rule.remakes("act") and found.module not in rule.modules
         copies = self.activations.memory.gated_copies - 3 if self.shape.gated else 0.0
-        made = TapeTensor(sizes[0], remade=again)
-        activated = found.add(inner, made, saved=inner, keeps=copies * sizes[0])
-        return self._linear(found, activated, sizes[1], f"{name}.down")
+        made = TapeTensor(inner[0].bytes, remade=again)
+        return found.add(inner, made, saved=inner, keeps=copies * inner[0].bytes)
 
     def _attention(self, found: OperatorList, x: TapeTensor, rule: Recompute) -> TapeTensor:
-        wide = self._enter(found, x, self._saves_shards(found, rule))
         heads = self._latent if self.shape.mla is not None else self._heads
-        queries, keys, values = heads(found, wide, rule)
-        attended = self._attend(found, queries, keys, values)
-        out = self._linear(found, attended, self.whole, "attention.out")
-        return self._biased(found, self._leave(found, out), self.shape.out_bias)
+        queries, keys, values = heads(found, x, rule)
+        attended = self._in_rows(found, self._attend(found, queries, keys, values))
+        out = self._row_linear(found, attended, "attention.out")
+        return self._biased(found, out, self.shape.out_bias)
 
     def _heads(
         self, found: OperatorList, x: TapeTensor, rule: Recompute
@@ -213,13 +261,16 @@ class LayerOperators:
             _number(each) * self.shape.head_dim * self.unit
             for each in (self.activations.heads, self.activations.kv_heads)
         )
+        sizes = {"attention.q.": wide, "attention.k.": narrow, "attention.v.": narrow}
+        projected = self._project(found, x, sizes, self._saves_shards(found, rule))
         made: list[TapeTensor] = []
-        for name, size in (("q", wide), ("k", narrow)):
-            one = self._linear(found, x, size, f"attention.{name}.")
+        for name, one in zip(("q", "k"), projected, strict=False):
+            one = self._in_rows(found, one)
             if self.shape.qk_norm != "none":
                 one = self._norm(found, one, f"attention.{name}_norm", Recompute())
             made.append(self._rotated(found, one))
-        values = self._linear(found, x, narrow, "attention.v.", named=True)
+        values = self._in_rows(found, projected[2])
+        values.named = True
         return made[0], made[1], values
 
     def _rotated(self, found: OperatorList, x: TapeTensor) -> TapeTensor:
@@ -235,8 +286,12 @@ class LayerOperators:
         assert mla is not None
         heads = _number(self.activations.heads) * self.unit
         inner = Recompute() if found.module in rule.modules else rule
-        queries = self._latent_queries(found, x, mla, heads, inner)
-        down = self._linear(found, x, (mla.kv_rank + mla.rope_dim) * self.unit, "attention.kv_down")
+        size = heads * shape.head_dim if mla.q_rank is None else mla.q_rank * self.unit
+        sizes = {"attention.q." if mla.q_rank is None else "attention.q_down": size}
+        sizes["attention.kv_down"] = (mla.kv_rank + mla.rope_dim) * self.unit
+        projected = self._project(found, x, sizes, self._saves_shards(found, rule))
+        into_queries, down = (self._in_rows(found, each) for each in projected)
+        queries = self._latent_queries(found, into_queries, mla, heads, inner)
         latent = found.add([down], TapeTensor(mla.kv_rank * self.unit, base=down), passes=True)
         normed = self._norm(found, latent, "attention.kv_latent_norm", inner)
         width = mla.nope_dim + mla.value_dim
@@ -249,13 +304,10 @@ class LayerOperators:
         self, found: OperatorList, x: TapeTensor, mla: Mla, heads: float, rule: Recompute
     ) -> TapeTensor:
         size = heads * self.shape.head_dim
-        if mla.q_rank is None:
-            projected = self._linear(found, x, size, "attention.q.")
-        else:
-            down = self._linear(found, x, mla.q_rank * self.unit, "attention.q_down")
-            normed = self._norm(found, down, "attention.q_latent_norm", rule)
-            projected = self._linear(found, normed, size, "attention.q_up")
-        return found.add([projected], TapeTensor(size))
+        if mla.q_rank is not None:
+            normed = self._norm(found, x, "attention.q_latent_norm", rule)
+            x = self._linear(found, normed, size, "attention.q_up")
+        return found.add([x], TapeTensor(size))
 
     def _attend(
         self, found: OperatorList, queries: TapeTensor, keys: TapeTensor, values: TapeTensor

@@ -18,10 +18,9 @@ from numpy.typing import NDArray
 
 from fivefold.core.machine import Machine
 from fivefold.core.recompute import Recompute
-from fivefold.core.schedule.family import none_deferred
 from fivefold.core.shape import Shape
-from fivefold.cost.grid import FAMILIES, SCHEDULES, Array, LayoutGrid, along
-from fivefold.cost.layer_time import LayerTimer
+from fivefold.cost.grid import DEFERS, FAMILIES, SCHEDULES, Array, LayoutGrid, along
+from fivefold.cost.layer_time import LayerTimer, total_seconds
 from fivefold.cost.overlap import paired_share
 from fivefold.cost.pipeline_time import pipeline_timer
 from fivefold.cost.stack import SoftwareStack
@@ -35,7 +34,6 @@ from fivefold.cost.step_time import (
 
 _PLAIN = SCHEDULES.index("1f1b")
 _PAIRS = np.array([family.pairs for family in FAMILIES], np.int64)
-_DEFERS = np.array([family.deferred is not none_deferred for family in FAMILIES])
 _Key = tuple[float, ...]
 
 
@@ -68,6 +66,7 @@ class LayerTable:
         self._places: dict[_Key, int] = {}
         self._passes: list[Array] = []  # as in PassCosts, one pass after the other
         self._late: list[Array] = []  # the head's, in a schedule that defers weight gradients
+        self._shown: list[Array] = []  # what more shows there of each kind of layer over tp
         self._hosts: list[Array] = []  # of each kind of layer
         self._least: list[Array] = []
 
@@ -81,15 +80,17 @@ class LayerTable:
         grid = self._grid(list(fresh.values()))
         work = self._timer(grid)
         costs, hosts = layer_passes(work), list[Array]()
-        deferring = replace(grid, schedule=along(2, [int(_DEFERS.argmax())]))
+        deferring = replace(grid, schedule=along(2, [int(DEFERS.argmax())]))
         late = head_passes(self._timer(deferring))
+        kinds = pipeline_timer(self.shape, self.seq).kinds
+        shown = [np.zeros((1,) * 5) + total_seconds(work.layer(i).late) for i in kinds]
         if self.stack.launch and self.stack.memory.split == "balanced":
-            kinds = pipeline_timer(self.shape, self.seq).kinds
             hosts = [host_seconds(work, self.shape.is_moe_layer(i)) for i in kinds]
         least = self._all_layers(with_host(costs, hosts), late)
         every = [each for column in costs for each in column]
         self._passes = _joined(self._passes, every, len(fresh))
         self._late = _joined(self._late, late, len(fresh))
+        self._shown = _joined(self._shown, shown, len(fresh))
         self._hosts = _joined(self._hosts, hosts, len(fresh))
         self._least = _joined(self._least, [least], len(fresh))
 
@@ -137,11 +138,12 @@ class LayerTable:
             for each in self._looked_up(grid, self._passes)
         ]
         count = len(self.counts) + 1
-        defers = _DEFERS[grid.schedule.astype(np.int64)] & (grid.pp > 1)
-        if defers.any():
+        if (defers := grid.defers).any():
             for place, late in enumerate(self._looked_up(grid, self._late)):
                 at = (place + 1) * count - 1
                 found[at] = np.where(defers, late, found[at])
+            for place, more in enumerate(self._looked_up(grid, self._shown)):
+                found[count + place] = found[count + place] + np.where(defers, more, 0.0)
         costs = (found[:count], found[count : 2 * count], found[2 * count :])
         return with_host(costs, self._looked_up(grid, self._hosts))
 

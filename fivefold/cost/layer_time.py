@@ -6,7 +6,7 @@ Seconds are kept by part (products, attention, tp, ...), so that the parts of a 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 import numpy as np
@@ -25,7 +25,7 @@ from fivefold.cost.layer_collectives import (
     tensor_layer,
 )
 from fivefold.cost.layer_kernels import LayerKernels
-from fivefold.cost.overlap import hide_exchange, shown_seconds
+from fivefold.cost.overlap import SplitGemms, hide_exchange, shown_seconds, tensor_seconds
 
 TimeParts = dict[str, Array]
 
@@ -42,12 +42,14 @@ _PARTS = {
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Seconds by part: forward, input gradient, weight gradient, and recomputation."""
+    """Seconds by part: forward, input gradient, weight gradient, and recomputation; `late`: more of
+    the input gradient, if weight gradients are deferred."""
 
     forward: TimeParts
     inputs: TimeParts
     weights: TimeParts
     again: TimeParts
+    late: TimeParts = field(default_factory=TimeParts)
 
 
 def total_seconds(parts: TimeParts) -> Array:
@@ -99,13 +101,11 @@ class LayerTimer(LayerKernels):
         core, core_backward = self._attention(i)
         elementwise = self._elementwise(shape.ffn if moe is None else 0)
         cast = self._casts(gemms)
-        split_blocks = 1 if moe is not None or shape.parallel_block else 2
+        copies = self._head_copies()
         forward: TimeParts = {"products": seconds, "attention": core}
-        forward["elementwise"] = elementwise + cast + split_blocks * self._token_copies(1)
+        forward["elementwise"] = elementwise + cast + copies
         inputs: TimeParts = {"products": seconds, "attention": core_backward}
-        num_gathers = np.where(self.job.full > 0, 1, 1 + self.job.keeps_shards)
         passes = self.stack.elementwise_backward * elementwise + cast
-        copies = split_blocks * self._token_copies(num_gathers)
         inputs["elementwise"] = passes + copies + self._all_tokens(self.stack.summed_passes)
         size = sum((each.outputs * each.inputs for each in gemms), np.zeros(1))
         summed = self._accumulated(size)
@@ -138,7 +138,35 @@ class LayerTimer(LayerKernels):
             seconds = self._seconds_of(each) * (1 - self._hidden[part])
             if joined and part == "tp":
                 seconds = seconds / 2
-            self._add(times, part, seconds, each)
+            if self.stack.tp_overlap and each.module:
+                self._add_split(times, seconds, each, moe)
+            else:
+                self._add(times, part, seconds, each)
+        if "tp" in times.late and np.any(self.grid.defers):
+            late = np.where(self.grid.defers, times.late["tp"], 0.0)
+            times.inputs["tp"] = times.inputs["tp"] + late
+
+    def _add_split(
+        self, times: LayerTimes, seconds: Array, issued: CountedCollective, moe: Moe | None
+    ) -> None:
+        """Collectives of a module that is split over tp, beside its matmuls."""
+        gemms, chunks = self._split_gemms(issued.module, moe), self.job.tp_chunks
+        used, again = (each / chunks for each in (issued.forward, issued.again))
+        more = issued.backward / chunks - used
+        found = tensor_seconds(issued.kind, chunks * seconds, more, chunks, gemms)
+        counted = ((times.forward, used * found.forward), (times.inputs, used * found.backward))
+        repeated = (times.again, self.stack.recomputed * again * found.forward)
+        for parts, each in (*counted, repeated, (times.late, used * found.late)):
+            parts["tp"] = parts.get("tp", np.zeros(1)) + each
+
+    def _split_gemms(self, module: str, moe: Moe | None) -> SplitGemms:
+        """The matmuls beside which the collectives of a module run."""
+        if module == "attention":
+            gemms = list(self._attention_gemms())
+        else:
+            gemms = self._mlp_gemms(self.shape.ffn if moe is None else moe.shared_ffn)
+        columns = self._gemm_seconds(self._reading_input(gemms))
+        return SplitGemms(columns, self._gemm_seconds(gemms[-1:]), columns / self.late_speed)
 
     def collectives(self, moe: Moe | None) -> list[CountedCollective]:
         """What a layer with or without experts issues outside of attention."""

@@ -1,18 +1,20 @@
 """What the operators of a part of a model hold, one after the other.
 
-An `OperatorList` names the operators of a forward with their tensors: what each makes, what it
-saves for its backward, and whose gradient it gives. From that follows every allocation of the
-forward, of the backward (autograd frees a gradient, and what was saved, once it is used), of
-recomputation, and of input and weight gradients apart. The result is a list of events in order. Who
-reads it adds what happens to weights and their gradients, which depends on their flat units.
+The operators of a forward (`cost/operator_list.py`) say what each makes, what it saves for its
+backward, and whose gradient it gives. From that follows every allocation of the forward, of the
+backward (autograd frees a gradient, and what was saved, once it is used), of recomputation, and of
+input and weight gradients apart. The result is a list of events in order. Who reads it adds what
+happens to weights and their gradients, which depends on their flat units.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
+
+from fivefold.cost.operator_list import Operator, OperatorList, TapeTensor
 
 Way = Literal["backward", "queued", "input"]
 """A backward by autograd, one whose weight gradients go past it, and one that defers them."""
@@ -49,84 +51,6 @@ class Pause(NamedTuple):
 
 
 Event = Change | WeightGradient | BlockPass | Pause
-
-
-@dataclass(eq=False)
-class TapeTensor:
-    """The result of an operator. A view has the memory of its `base`. One that is `remade` is not
-    saved, but made again, from its `source` if that may be one as well."""
-
-    bytes: float
-    base: TapeTensor | None = None
-    logits: bool = False
-    remade: bool = False
-    source: TapeTensor | None = None
-    extra: float = 0.0  # bytes besides, while it is made
-    named: bool = False  # a name holds it until the forward of its module ends
-    adds: bool = False  # what made it takes the gradients of all who read it, and adds them
-
-    @property
-    def storage(self) -> TapeTensor:
-        return self if self.base is None else self.base.storage
-
-
-@dataclass(eq=False)
-class Operator:
-    """`inputs` are those that get a gradient; a `passes` operator gives them that of its output."""
-
-    inputs: tuple[TapeTensor, ...]
-    output: TapeTensor
-    saved: tuple[TapeTensor, ...] = ()
-    weights: str = ""
-    passes: bool = False
-    holds: TapeTensor | None = None  # for those that make its output again
-    backward_extra: float = 0.0  # bytes besides, while its backward runs
-    settle_extra: float = 0.0  # and while its weight gradient does
-    keeps: float = 0.0  # bytes that it saves besides
-    defers: float = 0.0  # and what of that is left for its weight gradients
-    early: bool = False  # they are its gradients, which its forward makes
-    collective: bool = False  # it is one, or has some inside
-    module: str = ""  # which may run again as a whole
-    block: int = 0
-
-
-@dataclass
-class OperatorList:
-    """The operators of a forward, in order."""
-
-    input: TapeTensor
-    operators: list[Operator] = field(default_factory=list[Operator])
-    module: str = ""  # of the operators that follow
-    block: int = 0
-
-    @property
-    def output(self) -> TapeTensor:
-        return self.operators[-1].output
-
-    def begin(self, module: str, block: int) -> None:
-        """The operators that follow are of this module of a block; "" is the block itself."""
-        self.module, self.block = module, block
-
-    def add(
-        self,
-        inputs: Sequence[TapeTensor],
-        output: TapeTensor,
-        saved: Sequence[TapeTensor] = (),
-        weights: str = "",
-        passes: bool = False,
-        backward_extra: float = 0.0,
-        settle_extra: float = 0.0,
-        keeps: float = 0.0,
-        defers: float = 0.0,
-        holds: TapeTensor | None = None,
-        collective: bool = False,
-        early: bool = False,
-    ) -> TapeTensor:
-        """Append an operator; its output."""
-        how = (weights, passes, holds, backward_extra, settle_extra, keeps, defers, early)
-        how = (*how, collective, self.module, self.block)
-        self.operators.append(Operator(tuple(inputs), output, tuple(saved), *how))
-        return output
 
 
 @dataclass(eq=False)
@@ -174,7 +98,7 @@ class OperatorTape:
             if one.block != block:
                 self.events.append(BlockPass(one.block, True, False))
                 block = one.block
-            gradient, module = grads.pop(one.output), self._module(one)
+            gradient, module = self._joined(grads, one), self._module(one)
             if module in left and one.saved:
                 left.remove(module)
                 self._repeat(module)
@@ -183,6 +107,14 @@ class OperatorTape:
                 for each in self.entered.pop(module):
                     self._drop(each)
         return self.events
+
+    def _joined(self, grads: dict[TapeTensor, _Gradient], one: Operator) -> _Gradient:
+        """The gradients of all outputs of an operator, which are freed together."""
+        first, *more = [grads.pop(each) for each in one.outputs]
+        if more:
+            assert all(each.users == 1 for each in (first, *more)), "nobody else reads them"
+            first.bytes += sum(each.bytes for each in more)
+        return first
 
     def weight_gradients(self) -> list[Event]:
         """What the backward of input gradients has deferred."""
@@ -212,18 +144,17 @@ class OperatorTape:
                     self.events.append(BlockPass(block, False, True))
                 self.events.append(BlockPass(one.block, False, False))
                 block = one.block
-            readers = uses[one.output.storage] + one.output.named
-            if one.output.base is None:
-                self._make(one.output, max(readers, 1))
+            readers = {each: uses[each.storage] + each.named for each in one.outputs}
+            self._make_all({each: max(n, 1) for each, n in readers.items() if each.base is None})
             if one.collective:
                 self.events.append(Pause())
             if saves(one):
                 self._save(one)
             elif self._module(one) not in self.entered:
                 self.entered[self._module(one)] = self._hold([one.inputs[0]])
-            for each in (*one.inputs, *([] if readers else [one.output])):
+            for each in (*one.inputs, *(each for each, n in readers.items() if not n)):
                 self._drop(each.storage)
-            named[one.block, one.module] += [one.output] if one.output.named else []
+            named[one.block, one.module] += [each for each in one.outputs if each.named]
             for each in named.pop((one.block, one.module)) if one in ends else ():
                 self._drop(each)  # names go with the last operator of their module
         assert block is not None
@@ -295,20 +226,19 @@ class OperatorTape:
         made_again = [each for each in one.saved if each.remade and each not in self.plain]
         for each in made_again:
             self._take(each)
-        if one.weights and way == "backward":
-            self.events.append(WeightGradient(one.block, one.weights, False))
-        elif one.weights and way == "queued":
+        if way == "backward":
+            self.events += [WeightGradient(one.block, each, False) for each in one.weights]
+        elif way == "queued" and not one.weights_last:
             self._weights(one, one.settle_extra)
         fresh = [_Gradient(each.bytes, each.logits) for each in one.inputs]
-        self._change(one.backward_extra)
+        self._change(one.backward_extra + one.gathered)
         for each in fresh:
             self._change(each.bytes, each.logits)
-        self._change(-one.backward_extra)
+        if way == "queued" and one.weights_last:
+            self._weights(one, one.settle_extra)
+        self._change(-one.backward_extra - one.gathered)
         if one.weights and way == "input":
-            self.held[one] += made_again
-            self._change(one.defers - self.private[one])
-            self.private[one] = one.defers
-            self.owed.append((one, gradient))
+            self._defer(one, gradient, made_again)
         else:
             self._forget(gradient)
             self._let_go(one)
@@ -316,8 +246,26 @@ class OperatorTape:
                 self._drop(each)
         for each, its in zip(one.inputs, fresh, strict=True):
             self._give(each, its, grads)
-        if one.weights and way == "backward":
-            self.events.append(WeightGradient(one.block, one.weights, True))
+        if way == "backward":
+            self.events += [WeightGradient(one.block, each, True) for each in one.weights]
+
+    def _defer(self, one: Operator, gradient: _Gradient, made_again: list[TapeTensor]) -> None:
+        """What the weight gradients of an operator will need. What was gathered stands for what it
+        was gathered from."""
+        if one.gathers == "input":
+            self._let_go(one)
+            self.held[one], self.private[one] = [], 0.0
+            for each in made_again:
+                self._drop(each)
+        else:
+            self.held[one] += made_again
+        if one.gathers == "gradient":
+            self._forget(gradient)
+            gradient = _Gradient(0.0)
+        kept = one.defers + (one.gathered if one.gathers else 0.0)
+        self._change(kept - self.private[one])
+        self.private[one] = kept
+        self.owed.append((one, gradient))
 
     def _give(
         self, tensor: TapeTensor, gradient: _Gradient, grads: dict[TapeTensor, _Gradient]
@@ -335,9 +283,10 @@ class OperatorTape:
             grads[tensor] = gradient
 
     def _weights(self, one: Operator, extra: float) -> None:
-        self._extra(extra)
-        self.events.append(WeightGradient(one.block, one.weights, False))
-        self.events.append(WeightGradient(one.block, one.weights, True))
+        for each in one.weights:
+            self._extra(extra)
+            self.events.append(WeightGradient(one.block, each, False))
+            self.events.append(WeightGradient(one.block, each, True))
 
     def _let_go(self, one: Operator) -> None:
         for each in self.held.pop(one, ()):
@@ -348,6 +297,14 @@ class OperatorTape:
         gradient.users -= 1
         if not gradient.users:
             self._change(-gradient.bytes, gradient.logits)
+
+    def _make_all(self, users: dict[TapeTensor, int]) -> None:
+        """The outputs of one operator, and what it holds besides until the last is made."""
+        extra = sum(each.extra for each in users)
+        self._change(extra)
+        for each, count in users.items():
+            self._count(each, count)
+        self._change(-extra)
 
     def _make(self, tensor: TapeTensor, users: int) -> None:
         self._change(tensor.extra)

@@ -7,6 +7,8 @@ microbatches run as a pair (DualPipe), with all compute of both.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from fivefold.cost.grid import FAMILIES, Array, LayoutGrid
@@ -28,6 +30,45 @@ def shown_seconds(
     `least`), and how much it slows compute down."""
     shown = np.maximum(seconds - window, least)
     return shown + slowdown * (seconds - shown)
+
+
+class SplitGemms(NamedTuple):
+    """Seconds of the column-split and of the row-split matmuls of a module, in one pass, and of the
+    weight gradients of the former."""
+
+    columns: Array
+    rows: Array
+    weights: Array
+
+
+class TensorSeconds(NamedTuple):
+    """What shows of a module's collectives over tp: in forward, in backward, and how much more if
+    the weight gradients are deferred; then nothing is left beside which a reduction could run."""
+
+    forward: Array
+    backward: Array
+    late: Array
+
+
+def tensor_seconds(
+    kind: str, seconds: Array, gathers_again: Array, chunks: int, gemms: SplitGemms
+) -> TensorSeconds:
+    """Of collectives of one kind, each of which takes so many seconds in all of its chunks.
+
+    Forward has a gather before columns and a reduction after rows. Of chunks, all but one overlap
+    with matmuls of the others. Backward has the mirror of both, and gathers the input again, if it
+    was saved as a shard, beside the input gradient; it reduces that beside weight gradients.
+    """
+
+    def in_chunks(window: Array) -> Array:
+        return shown_seconds(seconds, window * (chunks - 1) / chunks, least=seconds / chunks)
+
+    if kind == "all_gather":
+        again = gathers_again * shown_seconds(seconds, gemms.columns)
+        return TensorSeconds(in_chunks(gemms.columns), in_chunks(gemms.rows) + again, 0 * seconds)
+    hidden = shown_seconds(seconds, gemms.weights)
+    late = in_chunks(gemms.columns) - hidden
+    return TensorSeconds(in_chunks(gemms.rows), hidden, late)
 
 
 def paired_share(grid: LayoutGrid) -> Array:

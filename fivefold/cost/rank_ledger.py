@@ -32,7 +32,8 @@ from fivefold.cost.activations import WIDE
 from fivefold.cost.collectives import is_muon_weight, units_of
 from fivefold.cost.layer_operators import LayerOperators
 from fivefold.cost.memory_entries import MUON_STATE, MemoryEntries
-from fivefold.cost.operator_tape import Event, OperatorList, OperatorTape
+from fivefold.cost.operator_list import OperatorList
+from fivefold.cost.operator_tape import Event, OperatorTape
 from fivefold.cost.segment_steps import JoinedStep
 from fivefold.cost.stage_ledger import REPLAYED, ActionBytes, Segment, StageLedger, StageRun
 from fivefold.cost.unit_ledger import ACTIVATIONS, DataRules, Held, Slice, nothing
@@ -65,8 +66,9 @@ class PlanLedger:
         self.in_turns = paired and plan.layout.stage_size > 1  # collectives hide each other
         tokens = float(np.asarray(entries.tokens).reshape(-1)[0])
         visits = 1 if plan.split.gathers else plan.split.outer
+        reorders = plan.batch.microbatch_size > 1 or plan.options.tp_overlap > 1
         self.operators = LayerOperators(
-            entries.activations, tokens, visits, plan.saves_input_shards, self.queued
+            entries.activations, tokens, visits, plan.saves_input_shards, self.queued, reorders
         )
         self.events, self.steps = _known_tapes(self.operators.key)
         self.kinds: dict[Hashable, StageLedger] = {}

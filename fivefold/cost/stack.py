@@ -161,7 +161,7 @@ class SoftwareStack:
     # results: fitted to ring-flash-attention on 8 H800; a fused kernel moves 10
     elementwise_backward: float = 2.0  # bytes of elementwise kernels in backward over forward
     wide_router: bool = False  # router scores are computed in 32 bits
-    copies_tokens: bool = False  # around tensor-parallel collectives, into rank order
+    copies_heads: bool = False  # between the order of gathers over tp and that of rows
     loss_bytes: float = 14.0  # moved per token and vocabulary entry
     chunk_loss_bytes: float = 6.0  # the same if the loss is computed in chunks
     head_efficiency: float = 1.0  # of other matmuls' speed; an unpadded vocabulary is slow
@@ -179,6 +179,7 @@ class SoftwareStack:
     saves_gathered: bool = False  # they are saved gathered instead
     joins_blocks: bool = False  # parallel attention and MLP share one pair of tp collectives (PaLM)
     tp_hidden: float = 0.0  # share of tensor-parallel traffic that overlaps with matmuls
+    tp_overlap: int = 0  # 1: it overlaps with matmuls of backward; more: in so many chunks
     gradients_hidden: bool = True  # gradient reduction overlaps with the last backward
     scatters_rounds: bool = False  # ZeRO-2 reduces once per round of p microbatches, not for each
     gathers_hidden: float = 1.0  # share of compute that can hide ZeRO-3's all-gathers
@@ -252,8 +253,8 @@ CLIP_BYTES = 11.0
 # fivefold: regions between matmuls and collectives compiled one by one, fused attention and loss.
 # Passes are counted: two norms and two sums read or write the width 10 times; rotary takes 2 passes
 # over queries and keys, a gated activation 3 over the MLP's width. Tokens are taken and
-# summed in 3 passes, and sorted on the rank of their experts and back in 4. Autograd sums the input
-# gradients of three matmuls and of two, outside of regions, in 9. Backward takes 12 passes over the
+# summed in 3 passes, and sorted on the rank of their experts and back in 4. Input gradients of
+# matmuls that read one input are summed inside of these. Backward takes 12 passes over the
 # width, 2 over queries and keys, and 5 over the MLP's width: 1.4 times the forward. A gradient is
 # written in 2 bytes, read, and added to 4 that are read and written; the first one of a step is
 # only written, which is not counted. A chunk of
@@ -267,8 +268,8 @@ FIVEFOLD = SoftwareStack(
     narrow_passes=2.0,
     slot_passes=3.0,
     reorder_passes=4.0,
-    summed_passes=9.0,
-    copies_tokens=True,
+    copies_heads=True,
+    tp_overlap=1,
     elementwise_backward=1.4,
     merge_bytes=10.0,
     accumulated_bytes=12.0,

@@ -42,6 +42,7 @@ class EstimateSetting:
             prefetch=units.prefetch,
             gather=options.gather or "",
             saves_gathered=options.tp_keep == "gathered",
+            tp_overlap=options.tp_overlap,
             grads_home=away,
             memory=replace(self.stack.memory, moment_bytes=train.state_bytes),
             optimizer_bytes=self.stack.optimizer_bytes
