@@ -199,16 +199,16 @@ def _norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     """The norm of them all. torch would round that of narrow ones to their own type; those that
     have left the device come back one by one."""
     first = gradients[0]
-    narrow = first.itemsize < torch.float32.itemsize
-    if first.device == device and narrow and first.is_cuda:
+    narrow, here = first.itemsize < torch.float32.itemsize, first.device.type == device.type
+    if here and narrow and first.is_cuda:
         from fivefold.optim.gradient_norm import norm_on_gpu  # Triton is there only with CUDA
 
         return norm_on_gpu(gradients)
-    if first.device == device and not narrow:
+    if here and not narrow:
         return get_total_norm(gradients)
     norms: list[Tensor] = []
     for each in gradients:
-        here = each.to(device, non_blocking=True)
-        alone = torch.linalg.vector_norm(here, dtype=torch.float32) if narrow else None
-        norms.append(get_total_norm([here]) if alone is None else alone)
+        back = each.to(device, non_blocking=True)
+        alone = torch.linalg.vector_norm(back, dtype=torch.float32) if narrow else None
+        norms.append(get_total_norm([back]) if alone is None else alone)
     return torch.linalg.vector_norm(torch.stack(norms))

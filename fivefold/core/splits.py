@@ -28,7 +28,7 @@ from fivefold.core.shape import LayerKind, Shape
 if TYPE_CHECKING:
     from fivefold.core.layout import Layout
 
-MOST_LOGITS = 2**28  # of a chunk: 512 MiB in bf16
+MOST_LOGITS = 2**29  # of a chunk: 1 GiB in bf16
 ContextKind = Literal["ring", "zigzag", "allgather", "ulysses", "hybrid"]
 Ranges = tuple[range, ...]
 """Tokens of a row, in the order in which a rank has them."""
@@ -384,7 +384,7 @@ def loss_chunks(tokens: Any, vocabulary: Any, width: int) -> Any:
     gradient waits for the backward in their place.
 
     >>> [loss_chunks(8192, *each) for each in ((128256, 4096), (16032, 4096), (50257, 12288))]
-    [4, 1, 1]
+    [2, 1, 1]
     """
     logits = tokens * vocabulary
     many = (logits > MOST_LOGITS) & (tokens >= width)

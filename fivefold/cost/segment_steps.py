@@ -113,14 +113,15 @@ def _steps(
     gives_rest: bool,
     with_passes: bool,
 ) -> Iterator[JoinedStep]:
-    made = 0.0
+    made: dict[tuple[int, str], float] = {}  # gradients that were not given yet
     for event in events:
         if isinstance(event, WeightGradient):
+            key = event.block, event.name
             if not event.given:
-                made = weights.made(event.block, event.name)
-                yield Change(made, peak=made)
+                made[key] = weights.made(*key)
+                yield Change(made[key], peak=made[key])
             else:
-                yield from _taken(event, weights, use, made)
+                yield from _taken(event, weights, use, made.pop(key))
         elif with_passes or not isinstance(event, BlockPass):
             yield event
     for block in range(len(weights.left)) if gives_rest else ():

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from fivefold.core.splits import loss_chunks
 from fivefold.model.batch import NOT_COUNTED
 from fivefold.model.layers import Matmul, linear
-from fivefold.model.regions import Fuse, Region, eager
+from fivefold.model.regions import Compute, Fuse, Region, eager
 
 CrossEntropy = Callable[[Tensor, Tensor], Tensor]
 ChunkedLoss = Callable[[Tensor, Tensor, Tensor, int], Tensor]
@@ -65,7 +65,7 @@ class GradientsInForward:
     """A loss whose forward computes its gradients too, by `compute`; backward multiplies them."""
 
     def __init__(self, fuse: Fuse) -> None:
-        self.scale = fuse(_scale, True)
+        self.scale = _by_hand(fuse, _scale, True, "scale")
 
     def apply(
         self, x_ND: Tensor, weight_VD: Tensor, compute: Callable[[Tensor, Tensor, Wanted], Found]
@@ -101,6 +101,21 @@ class _LossWithGradients(torch.autograd.Function):
         return *found, None, None, None
 
 
+def _by_hand(fuse: Fuse, compute: Compute, varies: bool, kernel: str) -> Compute:
+    """The compiler's kernel, or one of ours where that takes the tensors."""
+    compilers = fuse(compute, varies)
+
+    def run(tensor: Tensor, other: Tensor) -> Any:
+        if tensor.is_cuda:
+            from fivefold.model import loss_kernel  # Triton is there only with CUDA
+
+            if loss_kernel.takes(tensor):
+                return getattr(loss_kernel, kernel)(tensor, other)
+        return compilers(tensor, other)
+
+    return compilers if fuse is eager else run
+
+
 def _scale(gradient: Tensor, factor: Tensor) -> None:
     """Multiply in float32 or wider: torch would round the factor to the type of the gradient."""
     wide = torch.promote_types(gradient.dtype, factor.dtype)
@@ -111,7 +126,8 @@ class _WholeVocabulary:
     """The loss of a head that has all of the vocabulary."""
 
     def __init__(self, fuse: Fuse) -> None:
-        self.gradients, self.loss = GradientsInForward(fuse), fuse(loss_of_chunk)
+        self.gradients = GradientsInForward(fuse)
+        self.loss = _by_hand(fuse, loss_of_chunk, False, "loss_to_gradient")
 
     def __call__(self, x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, chunks: int) -> Tensor:
         def compute(x_ND: Tensor, weight_VD: Tensor, wanted: Wanted) -> Found:

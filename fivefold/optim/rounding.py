@@ -76,9 +76,13 @@ class RoundingKey(NamedTuple):
         after the last one."""
         place = torch.arange(self.start, self.start + size, device=device)
         if not self.contiguous:
-            outer, middle = self.strides
-            rows, inner = place // self.local[2], place % self.local[2]
-            place = rows // self.local[1] * outer + rows % self.local[1] * middle + inner
+            # In place: row r of the shard begins at r · middle, and every outer one further on.
+            (outer, middle), (_, rows, columns) = self.strides, self.local
+            row = place.div(columns, rounding_mode="floor")
+            place.add_(row, alpha=middle - columns)
+            row.div_(rows, rounding_mode="floor")
+            place.add_(row, alpha=outer - rows * middle)
+            del row
         index = place.add_(self.base)
         return index.masked_fill_(index >= math.prod(self.shape), 0).to(torch.int32)
 

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from fivefold.core.splits import MOST_LOGITS, loss_chunks
 from fivefold.model.head import Head
 from fivefold.model.regions import compiled, eager
-tokens, vocab, width = 8192, 65536, 1024
+tokens, vocab, width = 16384, 65536, 1024
 assert loss_chunks(tokens, vocab, width) == 2 and tokens * vocab == 2 * MOST_LOGITS
 fuse, wide = (compiled, 0) if sys.argv[1] == "compiled" else (eager, 8)
 torch.manual_seed(0)
@@ -68,6 +68,41 @@ along = (found[2].float() * wanted[2]).sum() / wanted[2].square().sum()
 assert abs(along - 1) < 1e-3, along
 print("equal")
 """
+
+# Of one row what a program of the kernel does: a width that no block divides, and no number.
+KERNEL = """
+import torch
+import torch.nn.functional as F
+from fivefold.model.loss_kernel import loss_to_gradient, scale
+torch.manual_seed(0)
+for dtype, error in ((torch.bfloat16, 8e-3), (torch.float32, 1e-6)):
+    for vocab in (50257, 16384, 7):
+        logits = (4 * torch.randn(65, vocab, device="cuda")).to(dtype)
+        logits[3] += 60
+        labels = torch.randint(vocab, (65,), device="cuda")
+        labels[::7] = -100
+        wide = logits.double().requires_grad_()
+        loss = F.cross_entropy(wide, labels, reduction="sum")
+        (gradient,) = torch.autograd.grad(loss, wide)
+        found = loss_to_gradient(logits, labels)
+        assert abs(found - loss) < 1e-5 * loss, (found, loss)
+        assert (logits - gradient).norm() < error * gradient.norm()
+        assert not logits[::7].any()
+        scale(logits, torch.tensor(1 / 23, device="cuda"))
+        assert (logits - gradient / 23).norm() < 2 * error * gradient.norm() / 23
+for bad in (float("nan"), float("inf")):
+    logits = torch.randn(2, 999, device="cuda", dtype=torch.bfloat16)
+    logits[1, 500] = bad
+    assert loss_to_gradient(logits, torch.zeros(2, dtype=torch.int64, device="cuda")).isnan()
+print("equal")
+"""
+
+
+def test_the_kernel_of_the_loss_has_the_numbers_of_torch() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", KERNEL], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.stdout.strip() == "equal", done.stderr[-3000:]
 
 
 @pytest.mark.parametrize("kernels", ["eager", "compiled"])

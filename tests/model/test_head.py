@@ -125,8 +125,10 @@ def test_a_decoder_has_the_gradients_of_all_logits_at_once(
     monkeypatch.setattr(decoder.head, "chunked", None)
     wanted = gradients(decoder, batch)
     assert found.keys() == wanted.keys()
+    # That of a bias of keys is nothing but rounding: it adds the same to all scores of a query.
+    noise = 1e-15 * max(gradient.norm() for gradient in wanted.values())
     for name, gradient in wanted.items():
-        assert (found[name] - gradient).norm() <= 1e-12 * gradient.norm(), name
+        assert (found[name] - gradient).norm() <= 1e-12 * gradient.norm() + noise, name
 
 
 @pytest.mark.parametrize(
