@@ -35,7 +35,7 @@ SCHEDULES = tuple(each.name for each in FAMILIES)
 CONTEXTS = get_args(ContextKind)
 ALSO = (
     *("sp", "packed", "balance", "tp_keep", "gather", "ep_nodes", "stage_layers"),
-    *("grad_dtype", "unit_size", "prefetch"),
+    *("tp_overlap", "grad_dtype", "unit_size", "prefetch"),
 )
 _COUNTS = {
     **dict.fromkeys(("gpus", "tp", "cp", "pp", "ep", "etp", "replicate", "chunks"), MOST_RANKS),

@@ -21,6 +21,8 @@ from torch import Tensor
 from fivefold.core.plan import Plan
 from fivefold.launch.worker import Worker
 from fivefold.parallel import transport
+from fivefold.parallel.columns import SplitMatmuls
+from fivefold.parallel.mesh import Issued
 from fivefold.verify.trial import VerifiedRank, VerifySettings, run_rank
 
 FILLING = ("all_reduce", "reduce_scatter", "all_gather", "send", "pass_on")
@@ -111,4 +113,16 @@ def run_careless(worker: Worker, plan: Plan, settings: VerifySettings, seed: int
         return found if pending.arrange is None else pending.arrange(found)
 
     with patch.object(transport.Functional, "wait", wait):
+        return run_disturbed(worker, plan, settings, seed)
+
+
+def run_hasty(worker: Worker, plan: Plan, settings: VerifySettings, seed: int) -> VerifiedRank:
+    """A planted mistake: matmuls do not wait for the collectives beside them."""
+
+    def begin(matmuls: SplitMatmuls, issued: Issued) -> Callable[[], object]:
+        waits.append(issued.wait)
+        return lambda: None
+
+    waits: list[Callable[[], object]] = []  # held, as what the collectives read and write
+    with patch.object(SplitMatmuls, "_begin", begin):
         return run_disturbed(worker, plan, settings, seed)

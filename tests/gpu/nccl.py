@@ -31,7 +31,7 @@ from fivefold.verify.trial import (
     run_rank,
     run_reference,
 )
-from tests.gpu.disturbed import run_careless, run_disturbed
+from tests.gpu.disturbed import run_careless, run_disturbed, run_hasty
 
 HEAD = """# Verified over NCCL
 
@@ -114,6 +114,22 @@ def contexts() -> Iterator[Case]:
     for kind in ("zigzag", "ring", "allgather", "ulysses", "hybrid"):
         yield case("cp=4", context=kind)
         yield case("cp=2 tp=2" if kind != "hybrid" else "cp=4 tp=2", context=kind, packed=True)
+
+
+def tensor() -> Iterator[Case]:
+    """Collectives beside matmuls: not at all, in backward, and in chunks."""
+    for overlap in (0, 1, 2, 4):
+        yield case("tp=2", tp_overlap=overlap, microbatch_size=2, microbatches=2)
+    yield case("tp=4", tp_overlap=2, tp_keep="gathered")
+    yield case("tp=2", tp_overlap=2, sp=False)
+    yield case("tp=2 cp=2", tp_overlap=2, recompute="full")
+    yield case("tp=2 pp=2", tp_overlap=2, schedule="zb-h1", microbatch_size=2)
+    yield case("tp=2 pp=2", tp_overlap=2, schedule="dualpipe", microbatches=4)
+    yield experts("dp=2 tp=2 ep=2", tp_overlap=2)
+    for overlap in (1, 2):
+        words = {"tp_overlap": overlap, "microbatch_size": 2}
+        yield replace(case("tp=2", **words), run=run_disturbed, seed=overlap)
+        yield replace(case("tp=2", **words), run=run_hasty, seed=overlap, fails=True)
 
 
 def expert() -> Iterator[Case]:
@@ -228,6 +244,7 @@ def dropout() -> Iterator[Case]:
 PARTS = {
     "schedules": schedules,
     "data": data,
+    "tensor": tensor,
     "contexts": contexts,
     "experts": expert,
     "together": together,

@@ -52,6 +52,7 @@ CHANGES: dict[str, tuple[tuple[str, str], dict[str, Any], dict[str, Any]]] = {
     "balance": (EXPERTS, {}, {"balance": "capacity-pad:1.25"}),
     "ep_nodes": (EXPERTS, {}, {"ep_nodes": 2}),
     "tp_keep": (SPLIT, {}, {"tp_keep": "gathered"}),
+    "tp_overlap": (SPLIT, {}, {"tp_overlap": 2}),
     "precision": (LLAMA, DATA, {"precision": "fp32"}),
     "set": (LLAMA, DATA, {"set": {"layers": "16"}}),
     "optimizer": (LLAMA, DATA, {"train": Recipe(optimizer="muon")}),

@@ -14,7 +14,7 @@ from fivefold.data.batches import samples
 from fivefold.launch.processes import Pool, Worker
 from fivefold.parallel.boundary import AxisBoundary
 from fivefold.parallel.compose import compose
-from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.mesh import Issued, Mesh
 from fivefold.verbs.verify import runnable
 
 LAYERS = 3
@@ -26,16 +26,23 @@ def gathered(worker: Worker, plan: Plan) -> tuple[int, int]:
         mesh = Mesh.of(plan, torch.device("cpu"))
         job = compose(plan, mesh, seed=0, dtype=torch.float64)
         made: list[StorageWeakRef] = []
-        gather = AxisBoundary.gather
+        at_ends, of_layers = AxisBoundary.gather, AxisBoundary.start_gather
 
         def noted(self: AxisBoundary, x: Tensor) -> Tensor:
-            whole = gather(self, x) + 0  # wait for it, as plain memory
+            whole = at_ends(self, x) + 0  # wait for it, as plain memory
             made.append(StorageWeakRef(whole.untyped_storage()))
             return whole
 
+        def begun(self: AxisBoundary, x: Tensor, into: Tensor) -> Issued:
+            made.append(StorageWeakRef(into.untyped_storage()))
+            return of_layers(self, x, into)
+
         drawn = samples(plan.batch, plan.shape.vocab, 0, 0)
         batch = job.local(drawn.of(0)[0])
-        with patch.object(AxisBoundary, "gather", noted):
+        with (
+            patch.object(AxisBoundary, "gather", noted),
+            patch.object(AxisBoundary, "start_gather", begun),
+        ):
             loss = job.chunks[0].model(batch.tokens, batch)
             alive, num_made = sum(not each.expired() for each in made), len(made)
             loss.backward()
