@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fivefold.cli import main
 from fivefold.core.weights import whole_box
+from fivefold.optim.disk_states import DiskStore
 from fivefold.optim.optimizer import StateInMemory
 from fivefold.train import loop
 from fivefold.train.checkpoint import (
@@ -202,6 +203,29 @@ def test_reserved_memory_is_all_that_a_save_needs(
     found = tensors(100)
     checkpoints.load(found, complain)
     assert values(found) == [1 + number for number in range(NUM_TENSORS)]
+
+
+def test_nothing_is_copied_where_states_are_on_a_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a save waits, so that weights in memory need no copy either."""
+
+    def no_memory(num_bytes: int, pinned: bool) -> None:
+        raise AssertionError("a save makes memory")
+
+    monkeypatch.setattr(snapshot, "_memory", no_memory)
+    store = DiskStore(tmp_path, 0, [32], {"exp_avg": torch.float32}, pinned=False)
+    (state,) = store.states("exp_avg")
+    assert state is not None
+    state.write(torch.full((32,), 7.0))
+    on_disk = CheckpointTensor("optim/0", (32,), torch.float32, (whole_box((32,)),), state)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", 1, None)
+    checkpoints.reserve([*tensors(1), on_disk])
+    checkpoints.save([*tensors(1), on_disk], Facts(1))
+    state.write(torch.zeros(32))  # after the save
+    found = [*tensors(100), on_disk]
+    checkpoints.load(found, complain)
+    assert values(found) == [*range(1, NUM_TENSORS + 1), 7]
 
 
 def test_a_run_makes_the_memory_of_its_checkpoints_before_the_first_step(

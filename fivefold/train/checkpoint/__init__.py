@@ -91,9 +91,9 @@ class Checkpoints:
     def save(self, tensors: Sequence[CheckpointTensor], facts: Facts, wait: bool = False) -> None:
         """Copy all values, and write them in the background; `wait` until they are written.
 
-        Waits for the save before it first, and raises `CannotSave` if that one failed. States on a
-        disk are not copied: such a save always waits. A step that is saved already is not saved
-        again.
+        Waits for the save before it first, and raises `CannotSave` if that one failed. With states
+        on a disk nothing is copied: such a save always waits. A step that is saved already is not
+        saved again.
         """
         self.wait()
         if facts.step == self._newest:

@@ -3,11 +3,14 @@
 The boxes are copied in slabs, in the order in which they are written, and a slab is written as soon
 as it is copied. All saves of a run use the same memory. It can be made before the first of them:
 the pages of 20 GiB take seconds, and a host with too little memory says so at once.
+
+Where states are on a disk, memory is scarce and every save waits: nothing is copied, and all boxes
+are read as they are written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -64,54 +67,70 @@ class HostCopies:
 class Snapshot:
     """The values of one save: `take` copies them, while other threads call `reads`.
 
-    A read waits until its box is copied. States on a disk are not copied: a read reads them.
+    A read waits until its box is copied; without copies, until kernels that write it have ended.
     """
 
     def __init__(self, sources: Sequence[BoxSource], copies: dict[MetadataIndex, Tensor]) -> None:
         self._copies = copies
         self._slabs = [(slab, Future[None]()) for slab in slabs_of(sources)]
+        self._in_place = [] if self._slabs else sources
+        self._settled = Future[None]()  # what is read in place
         reads: dict[MetadataIndex, Callable[[], Tensor]] = {
-            each.index: each.read for each in sources if each.tensor.on_disk
+            each.index: partial(self._read_in_place, each) for each in self._in_place
         }
         for slab, copied in self._slabs:
             reads |= {each.index: partial(self._read, each.index, copied) for each in slab}
         self.reads: BoxReads = reads
 
     def take(self) -> None:
-        """Copy all boxes. If that fails, so does every read that waits."""
+        """Copy all boxes that have copies. If that fails, so does every read that waits."""
         try:
+            _synchronise(each.read() for each in self._in_place if not each.tensor.on_disk)
+            self._settled.set_result(None)
             for slab, copied in self._slabs:
                 self._copy(slab)
                 copied.set_result(None)
         except BaseException as error:
             reason = error if isinstance(error, Exception) else RankFailure("it was interrupted")
-            for copied in (one for _, one in self._slabs if not one.done()):
-                copied.set_exception(reason)
+            for waited in (self._settled, *(copied for _, copied in self._slabs)):
+                if not waited.done():
+                    waited.set_exception(reason)
             raise
 
     def _copy(self, slab: Sequence[BoxSource]) -> None:
         values = {each.index: each.read() for each in slab}
-        devices = {value.device for value in values.values() if value.is_cuda}
         if slab[0].index not in self._copies:
-            self._copies.update(_allocated(slab, pinned=bool(devices)))
+            pinned = any(value.is_cuda for value in values.values())
+            self._copies.update(_allocated(slab, pinned))
         for index, value in values.items():
             self._copies[index].copy_(value, non_blocking=True)
-        for device in devices:
-            torch.cuda.synchronize(device)  # threads read the copies that may be under way
+        _synchronise(values.values())  # threads read the copies that may be under way
 
     def _read(self, index: MetadataIndex, copied: Future[None]) -> Tensor:
         copied.result()
         return self._copies[index]
 
+    def _read_in_place(self, source: BoxSource) -> Tensor:
+        self._settled.result()
+        return source.read()
+
+
+def _synchronise(values: Iterable[Tensor]) -> None:
+    """Wait for the GPUs of these values."""
+    for device in {value.device for value in values if value.is_cuda}:
+        torch.cuda.synchronize(device)
+
 
 def slabs_of(sources: Sequence[BoxSource]) -> list[list[BoxSource]]:
     """Boxes whose copies fit into a slab together; a larger box has a slab of its own.
 
-    States on a disk have no copy.
+    None where states are on a disk: nothing changes before such a save ends.
     """
     slabs: list[list[BoxSource]] = []
+    if any(each.tensor.on_disk for each in sources):
+        return slabs
     room = 0
-    for each in (each for each in sources if not each.tensor.on_disk):
+    for each in sources:
         if not slabs or each.num_bytes > room:
             slabs.append([])
             room = SLAB_BYTES
