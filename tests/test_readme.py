@@ -29,17 +29,22 @@ def fivefold(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]
     return (in_new_process if all_cases() else in_fork)(words, folder)
 
 
-def commands(long: bool) -> list[str]:
-    """Commands of README and docs: those in docs that run a model and take long, or the others."""
+def commands(readme: bool | None, long: bool) -> list[str]:
+    """Commands of the README, of the docs, or of both (None): those that run a model and take long,
+    or the others."""
     found: dict[str, bool] = {}
     for name, text in sorted(TEXTS.items(), key=lambda pair: pair[0] != "README.md"):
         for block in re.findall(r"```sh\n(.*?)```", text, re.S):
             for line in (line for line in block.splitlines() if line.startswith("fivefold ")):
-                found.setdefault(line, name != "README.md" and line.split()[1] in LONG)
-    return [line for line, is_long in found.items() if is_long == long]
+                found.setdefault(line, name == "README.md")
+    return [
+        line
+        for line, is_readme in found.items()
+        if (line.split()[1] in LONG) == long and readme in (None, is_readme)
+    ]
 
 
-@pytest.mark.parametrize("command", commands(long=False))
+@pytest.mark.parametrize("command", commands(readme=True, long=False))
 def test_commands_work(command: str, tmp_path: Path) -> None:
     done = fivefold(shlex.split(command)[1:], tmp_path)
     assert done.returncode == 0, done.stderr
@@ -49,8 +54,14 @@ def test_commands_work(command: str, tmp_path: Path) -> None:
         assert drawn.read_text("utf-8") == kept.read_text("utf-8"), f"draw {kept} again"
 
 
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("command", commands(readme=False, long=False))
+def test_commands_of_docs_work(command: str, tmp_path: Path) -> None:
+    test_commands_work(command, tmp_path)
+
+
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("command", commands(long=True))
+@pytest.mark.parametrize("command", commands(readme=None, long=True))
 def test_commands_that_run_a_model_work(command: str, tmp_path: Path) -> None:
     test_commands_work(command, tmp_path)
 
@@ -66,18 +77,27 @@ def test_a_chain_works_from_text_to_weights(tmp_path: Path) -> None:
     assert (tmp_path / "model" / "model.safetensors").exists()
 
 
-def transcripts() -> list[tuple[str, str]]:
+def transcripts(long: bool) -> list[tuple[str, str]]:
     pattern = re.compile(r"```text\n\$ fivefold (.*?)\n(.*?)```", re.S)
-    return [found for text in TEXTS.values() for found in pattern.findall(text)]
+    everything = dict.fromkeys(found for text in TEXTS.values() for found in pattern.findall(text))
+    return [found for found in everything if (found[0].split()[0] in LONG) == long]
 
 
-@pytest.mark.parametrize(("command", "output"), transcripts(), ids=lambda text: text[:40])
+@pytest.mark.parametrize(("command", "output"), transcripts(long=False), ids=lambda text: text[:40])
 def test_transcript_is_what_is_printed(command: str, output: str, tmp_path: Path) -> None:
     done = fivefold(shlex.split(command), tmp_path)
     printed = done.stdout + done.stderr
     if output.endswith("…\n"):  # the transcript stops early
         printed = printed[: len(output) - 2] + "…\n"
     assert printed == output
+
+
+@pytest.mark.nightly  # half a minute, and rehearsals have tests of their own
+@pytest.mark.parametrize(("command", "output"), transcripts(long=True), ids=lambda text: text[:40])
+def test_transcript_of_a_rehearsal_is_what_is_printed(
+    command: str, output: str, tmp_path: Path
+) -> None:
+    test_transcript_is_what_is_printed(command, output, tmp_path)
 
 
 def test_every_page_is_read() -> None:

@@ -185,12 +185,13 @@ def _read(data: bytes, where: str) -> Shape:
     return shape_from_config(typing.cast("dict[str, Any]", config), where)
 
 
-def keys() -> dict[str, object]:
+@functools.cache
+def keys() -> Mapping[str, object]:
     """The keys of a model that can be set, with their types: those of Shape, and those under
     `rope.`, `mla.` and `moe.`."""
-    hints: dict[str, object] = dict(typing.get_type_hints(Shape))
+    hints: dict[str, object] = dict(tables.types_of(Shape))
     for name, cls in NESTED.items():
-        hints |= {f"{name}.{inner}": hint for inner, hint in typing.get_type_hints(cls).items()}
+        hints |= {f"{name}.{inner}": hint for inner, hint in tables.types_of(cls).items()}
     return hints
 
 

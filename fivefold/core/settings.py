@@ -7,7 +7,6 @@ line; an unknown key is an error that suggests the nearest ones.
 from __future__ import annotations
 
 import dataclasses
-import typing
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -41,7 +40,7 @@ def train_keys() -> list[str]:
 def parse_settings(pairs: Mapping[str, str]) -> ParsedSettings:
     """Every setting converted to the type of its key; all problems at once."""
     found, problems = ParsedSettings({}, {}, {}), list[str]()
-    plan, train = typing.get_type_hints(PlanOptions), typing.get_type_hints(Recipe)
+    plan, train = tables.types_of(PlanOptions), tables.types_of(Recipe)
     of_model = models.keys()
     for key, text in pairs.items():
         if key in train:

@@ -8,6 +8,7 @@ treated in the same way everywhere.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -65,12 +66,18 @@ def build(cls: type[T], table: Table, where: str) -> T:
         raise BadFile(where, [str(error)]) from error
 
 
+@functools.cache
+def types_of(cls: Any) -> Table:
+    """The type of every field of a dataclass; to evaluate them takes longer than to read a file."""
+    return typing.get_type_hints(cls)
+
+
 def _dataclass(cls: Any, table: Any, path: str, problems: list[str]) -> dict[str, Any]:
     if not isinstance(table, Mapping):
         problems.append(f"{path.rstrip('.')}: expected a table")
         return {}
     given = typing.cast(Table, table)
-    hints = typing.get_type_hints(cls)
+    hints = types_of(cls)
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
     for key in given:
         if key not in fields:

@@ -205,6 +205,7 @@ def test_blocks_are_recomputed_once_and_never_for_a_weight_gradient(rule: str) -
         assert times == [2 + 2 * again] * LLAMA.layers
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("dtype", "summed_in"),
     [("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")],

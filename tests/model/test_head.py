@@ -50,11 +50,13 @@ def in_chunks(head: Head, x: Tensor, labels: Tensor) -> list[Tensor]:
     return [loss.detach(), *torch.autograd.grad(SCALE * loss, (x, head.weight))]
 
 
-@pytest.mark.parametrize("fuse", [eager, compiled])
-@pytest.mark.parametrize(
-    ("dtype", "error"), [(torch.float64, 1e-13), (torch.float32, 1e-6), (torch.bfloat16, 8e-3)]
-)
-def test_the_numbers_of_all_logits_at_once(dtype: torch.dtype, error: float, fuse: Fuse) -> None:
+DTYPES = [(torch.float64, 1e-13), (torch.float32, 1e-6), (torch.bfloat16, 8e-3)]
+
+
+@pytest.mark.parametrize(("dtype", "error"), DTYPES)
+def test_the_numbers_of_all_logits_at_once(
+    dtype: torch.dtype, error: float, fuse: Fuse = eager
+) -> None:
     x, weight, labels = inputs(dtype)
     assert loss_chunks(TOKENS, VOCAB, WIDTH) == 5
     found = in_chunks(Head(weight, fuse), x, labels)
@@ -62,6 +64,12 @@ def test_the_numbers_of_all_logits_at_once(dtype: torch.dtype, error: float, fus
         assert (one.double() - wanted).norm() <= error * wanted.norm()
     assert found[0].dtype == torch.promote_types(dtype, torch.float32)
     assert found[1].dtype == found[2].dtype == dtype
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(("dtype", "error"), DTYPES)
+def test_compiled_it_has_the_same_numbers(dtype: torch.dtype, error: float) -> None:
+    test_the_numbers_of_all_logits_at_once(dtype, error, compiled)
 
 
 def test_the_factor_of_the_loss_is_not_rounded() -> None:
@@ -125,10 +133,10 @@ def test_a_decoder_has_the_gradients_of_all_logits_at_once(
     monkeypatch.setattr(decoder.head, "chunked", None)
     wanted = gradients(decoder, batch)
     assert found.keys() == wanted.keys()
-    # That of a bias of keys is nothing but rounding: it adds the same to all scores of a query.
-    noise = 1e-15 * max(gradient.norm() for gradient in wanted.values())
     for name, gradient in wanted.items():
-        assert (found[name] - gradient).norm() <= 1e-12 * gradient.norm() + noise, name
+        # Softmax does not see a bias of keys: its gradient is rounding beside that of the weight.
+        size = wanted[name.replace("attention.k.bias", "attention.k.weight")].norm()
+        assert (found[name] - gradient).norm() <= 1e-12 * size, name
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,7 @@ def calls(decoder: Decoder, shape: Shape) -> dict[str, int]:
     return counted.times
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_same_gradients_to_the_bit(shape: Shape, rule: str) -> None:

@@ -128,6 +128,7 @@ def test_flat_units_of_integers_are_arrays(model: str) -> None:
                 assert one.get((axis, kind)) == many.get((axis, kind)), f"{plan.layout} {axis}"
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("model", POLICIES)
 def test_gradients_of_all_owners_are_those_of_the_arrays(model: str) -> None:
     """Sums over other axes: the ranks of a shard group together own what the arrays have on each of

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
 
+from fivefold import cli
 from fivefold.core.plan import PlanOptions, resolve
 from fivefold.core.schedule.catalog import FAMILIES
 from fivefold.page.explore_state import State, state_of
@@ -111,8 +113,10 @@ def test_json_is_what_pictures_are_made_of() -> None:
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "fivefold", "observe", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    """The verb in this process: to start one takes longer than the answer."""
+    with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
+        code = cli.run(["observe", *words])
+    return subprocess.CompletedProcess(words, int(code or 0), out.getvalue(), err.getvalue())
 
 
 def test_a_run_shows_memory_beside_the_plan_of_gpus_alone() -> None:

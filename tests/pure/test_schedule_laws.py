@@ -85,6 +85,7 @@ def examples(number: int) -> settings:
     return settings(max_examples=number, derandomize=True, deadline=None)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_schedule_is_legal_on_its_whole_domain(name: str) -> None:
     for p, m, v in DOMAIN[name]:

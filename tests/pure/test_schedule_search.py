@@ -72,6 +72,7 @@ def test_the_grid_is_as_wide_as_promised() -> None:
     assert {case[6] for case in CASES} == {"makespan", "span"}
 
 
+@pytest.mark.sample(24)
 @pytest.mark.parametrize(("p", "m", "max_chunks", "times", "transfer", "limit", "objective"), CASES)
 def test_auto_is_never_worse_than_a_named_schedule_that_fits(
     p: int,

@@ -85,7 +85,7 @@ CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
 )
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("layout", "rules", "options"), CASES, ids=str)
 def test_rules_together(pool: Pool, layout: str, rules: str, options: dict[str, Any]) -> None:
     if options.get("schedule") is not None:

@@ -47,7 +47,7 @@ def refuse(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 def test_plan_takes_the_file() -> None:
-    words = ("calibrate", "--device", "cpu", "--seconds", "1", "--ranks", "2", "--json")
+    words = ("calibrate", "--device", "cpu", "--seconds", "0.3", "--ranks", "2", "--json")
     table: dict[str, Any] = json.loads(run(*words))
     machine = load("./machine.toml")
     assert table["base"] == "laptop" and table["dtype"] == "fp32" and table["ranks"] == 2
@@ -66,7 +66,7 @@ def test_plan_takes_the_file() -> None:
 
 
 def test_the_text_names_the_file() -> None:
-    words = ("calibrate", "--device", "cpu", "--seconds", "0.5", "-o", "here.toml")
+    words = ("calibrate", "--device", "cpu", "--seconds", "0.2", "-o", "here.toml")
     text = run(*words)
     assert "here.toml written in" in text and "launch floor" in text
     assert "attention_old was not measured" in text

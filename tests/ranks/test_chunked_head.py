@@ -48,6 +48,7 @@ def chunked_rank(worker: Worker, plan: Plan, settings: VerifySettings) -> tuple[
         return run_rank(worker, plan, settings), seen.call_count
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("layout", "said", "changes"), [*LAYOUTS, DEFERRED])
 def test_a_layout_computes_what_one_device_does_with_all_logits(
     pool: Pool, layout: str, said: dict[str, Any], changes: dict[str, str]

@@ -1,4 +1,4 @@
-"""One of the compiled layouts; `python -m tests.ranks.compiled` runs all."""
+"""The compiled layouts, of which `python -m tests.ranks.compiled` runs all."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from fivefold.core.recompute import MODULES
 from fivefold.launch.processes import Pool
 
 
+@pytest.mark.nightly  # a minute of compiling; tests/model compile a head, and trace all regions
 @pytest.mark.sample(1, table=True)
 @pytest.mark.parametrize("case", [case for case in cases() if case.plan.layout.world == 2], ids=str)
 def test_a_compiled_layout(pool: Pool, case: Case) -> None:

@@ -34,7 +34,7 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("layout", "options"), CASES, ids=str)
 def test_experts_anywhere(pool: Pool, layout: str, options: dict[str, Any]) -> None:
     check(pool, PlanOptions("tiny-moe", layout=layout, set={"layers": "4"}, **options))

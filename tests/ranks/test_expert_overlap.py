@@ -106,6 +106,7 @@ def plan_with_experts(layout: str, layers: int, shared: int, **options: Any) -> 
     return small_plan(layout, sizes, **options)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["dualpipe", "dualpipe-v"])
 def test_the_other_lane_computes_while_tokens_travel(pool: Pool, schedule: str) -> None:
     """In each pair, behind each all-to-all of either lane: dispatch, combine, and the counts."""

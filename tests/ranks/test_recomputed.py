@@ -1,4 +1,4 @@
-"""One of the jobs whose recomputation is rehearsed; `python -m tests.ranks.recomputed` runs all."""
+"""Jobs whose recomputation is rehearsed; `python -m tests.ranks.recomputed` runs all."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from recomputed import JOBS, Job, disorder, kept
 from fivefold.core import models
 
 
+@pytest.mark.nightly  # 20 s; tests/model hold every rule to its memory and its order
 @pytest.mark.sample(1, table=True)
 @pytest.mark.parametrize("job", [job for job in JOBS if "pp=" not in job.layout], ids=str)
 def test_more_recomputation_takes_no_more_memory(job: Job) -> None:

@@ -198,6 +198,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("plant", "layout", "astray"), FAULTS)
 def test_a_fault_of_one_rank_is_seen(
     plant: Callable[[], Any], layout: str, astray: list[int]

@@ -149,6 +149,7 @@ def verify(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, s
     return int(stop.value.code or 0), captured.out, captured.err
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("its_name", "p", "m", "form"),
     [
