@@ -91,6 +91,14 @@ class LayerTimer(LayerKernels):
             self._layers[i] = self._layer(i)
         return self._layers[i]
 
+    def scheduled_layer(self, i: int) -> LayerTimes:
+        """The same with what more of it shows, if the schedule defers weight gradients."""
+        times, defers = self.layer(i), self.grid.defers
+        if "tp" not in times.late or not np.any(defers):
+            return times
+        shown = times.inputs["tp"] + np.where(defers, times.late["tp"], 0.0)
+        return replace(times, inputs={**times.inputs, "tp": shown})
+
     def _layer(self, i: int) -> LayerTimes:
         shape = self.shape
         moe = shape.moe if shape.is_moe_layer(i) else None
@@ -142,9 +150,6 @@ class LayerTimer(LayerKernels):
                 self._add_split(times, seconds, each, moe)
             else:
                 self._add(times, part, seconds, each)
-        if "tp" in times.late and np.any(self.grid.defers):
-            late = np.where(self.grid.defers, times.late["tp"], 0.0)
-            times.inputs["tp"] = times.inputs["tp"] + late
 
     def _add_split(
         self, times: LayerTimes, seconds: Array, issued: CountedCollective, moe: Moe | None

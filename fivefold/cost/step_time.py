@@ -186,7 +186,7 @@ def with_host(costs: PassCosts, hosts: list[Array]) -> PassCosts:
 def launch_bound_layer(work: LayerTimer, i: int, apart: Collection[str] = ()) -> LayerTimes:
     """Layer i, with the time that its GPU waits for the host if that is slower; without the parts
     named in `apart`."""
-    layer = work.layer(i)
+    layer = work.scheduled_layer(i)
     if apart:
         kinds = (layer.forward, layer.inputs, layer.weights, layer.again)
         layer = LayerTimes(*(_without(apart, each) for each in kinds))

@@ -56,9 +56,10 @@ class LayoutCandidate:
         return is_long(ranks, microbatches, chunks)
 
     @property
-    def speed_rank(self) -> tuple[float, float]:
-        """By the step, up to rounding, then by bytes."""
-        return float(f"{self.seconds:.9g}"), self.bytes
+    def speed_rank(self) -> tuple[float, float, int]:
+        """By the step and by bytes, up to rounding, then by the lower ZeRO stage."""
+        seconds, size = (float(f"{each:.9g}") for each in (self.seconds, self.bytes))
+        return seconds, size, int(self.grid.zero.item())
 
     @property
     def rule(self) -> int:
