@@ -4,7 +4,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: setup train test nightly test-page bench-page page-pictures lint types verify-all bench-schedule bench-overlap bench-pipeline bench-context bench-expert bench-gpu bench-rank bench-step bench-logging bench-clock bench-checkpoint bench-plan chaos stress verify-nccl learn score clean
+.PHONY: setup train test nightly test-page bench-page page-pictures lint types verify-all bench-schedule bench-overlap bench-tensor bench-pipeline bench-context bench-expert bench-gpu bench-rank bench-step bench-logging bench-clock bench-checkpoint bench-plan chaos stress verify-nccl learn score clean
 
 setup: $(READY)
 
@@ -81,6 +81,10 @@ verify-nccl: setup
 
 bench-overlap: setup
 	$(BIN)/python benchmarks/overlap.py
+
+# Needs a GPU: tensor collectives beside matmuls, in a trace of two ranks over NCCL.
+bench-tensor: setup
+	$(BIN)/python benchmarks/tensor_overlap.py
 
 bench-context: setup
 	$(BIN)/python benchmarks/context.py

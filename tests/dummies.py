@@ -173,8 +173,8 @@ EXPLORE_PANEL = (
 COLLECTIVE = (
     Edit(
         "parallel/tensor.py",
-        "        x, *rest = arguments\n",
-        """        x, *rest = arguments
+        "        x, labels_BS = arguments\n",
+        """        x, labels_BS = arguments
         flag = x.new_zeros(8)
         start = partial(torch.distributed.broadcast, group_src=0, async_op=True)
         self.mesh.issue(

@@ -387,5 +387,6 @@ def loss_chunks(tokens: Any, vocabulary: Any, width: int) -> Any:
     [2, 1, 1]
     """
     logits = tokens * vocabulary
-    many = (logits > MOST_LOGITS) & (tokens >= width)
-    return 1 + many * (-(-logits // MOST_LOGITS) - 1)
+    many = (2 * logits > MOST_LOGITS) & (tokens >= width)
+    chunks = -(-logits // MOST_LOGITS)
+    return 1 + many * (chunks + (chunks < 2) - 1)

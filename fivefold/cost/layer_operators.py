@@ -137,8 +137,8 @@ class LayerOperators:
         """Linears of one input, with the bytes of their outputs: it is gathered before, and its
         gradient, one for all of them, is reduced after."""
         whole = self.whole if self.split and self.sp else 0.0
-        outputs = [TapeTensor(size) for size in sizes.values()]
-        outputs[0].extra = whole
+        first, *more = sizes.values()
+        outputs = [TapeTensor(first, extra=whole), *map(TapeTensor, more)]
         found.add(
             [x],
             outputs[0],
@@ -269,9 +269,7 @@ class LayerOperators:
             if self.shape.qk_norm != "none":
                 one = self._norm(found, one, f"attention.{name}_norm", Recompute())
             made.append(self._rotated(found, one))
-        values = self._in_rows(found, projected[2])
-        values.named = True
-        return made[0], made[1], values
+        return made[0], made[1], self._in_rows(found, projected[2])
 
     def _rotated(self, found: OperatorList, x: TapeTensor) -> TapeTensor:
         if self.shape.positions != "rotary":

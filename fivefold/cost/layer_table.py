@@ -83,7 +83,7 @@ class LayerTable:
         deferring = replace(grid, schedule=along(2, [int(DEFERS.argmax())]))
         late = head_passes(self._timer(deferring))
         kinds = pipeline_timer(self.shape, self.seq).kinds
-        shown = [np.zeros((1,) * 5) + total_seconds(work.layer(i).late) for i in kinds]
+        shown = [along(0, [0.0]) + total_seconds(work.layer(i).late) for i in kinds]
         if self.stack.launch and self.stack.memory.split == "balanced":
             hosts = [host_seconds(work, self.shape.is_moe_layer(i)) for i in kinds]
         least = self._all_layers(with_host(costs, hosts), late)

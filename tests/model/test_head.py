@@ -144,7 +144,8 @@ def test_a_decoder_has_the_gradients_of_all_logits_at_once(
     [
         (7, 50, 8, 1),  # fewer tokens than the width: their logits are fewer than the weights
         (8, 50, 8, 2),
-        (8, 43, 8, 1),  # few logits
+        (8, 21, 8, 1),  # few logits
+        (8, 22, 8, 2),  # more than half of a chunk
         (700, 50, 8, 100),
         (701, 50, 8, 101),
     ],

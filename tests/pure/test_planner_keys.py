@@ -134,11 +134,30 @@ def test_weights_that_stay_gathered_take_memory_and_save_time(layout: str) -> No
 
 
 def test_inputs_that_stay_gathered_take_memory_and_save_time() -> None:
-    shard, gathered = (
-        estimated("llama-3.1-8b", "tp=4 dp=2", tp_keep=keep) for keep in ("shard", "gathered")
+    for overlap in (0, 1):
+        shard, gathered = (
+            estimated("llama-3.1-8b", "tp=4 dp=2", tp_keep=keep, tp_overlap=overlap)
+            for keep in ("shard", "gathered")
+        )
+        assert shard.memory["activations"] < gathered.memory["activations"]
+        assert shard.parts["tp"] > gathered.parts["tp"]
+        if not overlap:
+            assert shard.parts["tp"] == pytest.approx(gathered.parts["tp"] * 5 / 4, rel=0.02)
+
+
+def test_tensor_collectives_beside_matmuls_save_time() -> None:
+    """In backward, then in chunks of the forward too; a schedule that defers weight gradients has
+    none of them left beside a reduction."""
+    plain, backward, chunks = (
+        estimated("llama-3.1-8b", "tp=4 dp=2", tp_overlap=overlap).parts["tp"]
+        for overlap in (0, 1, 2)
     )
-    assert shard.memory["activations"] < gathered.memory["activations"]
-    assert shard.parts["tp"] == pytest.approx(gathered.parts["tp"] * 5 / 4, rel=0.02)
+    assert chunks < backward < plain
+    late = [
+        estimated("llama-3.1-8b", "tp=4 pp=2", schedule=name, tp_overlap=1).parts["tp"]
+        for name in ("1f1b", "zb-h1")
+    ]
+    assert late[0] < late[1] < plain
 
 
 def test_tokens_that_cross_to_each_node_once() -> None:

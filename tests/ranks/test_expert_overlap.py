@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,6 +15,7 @@ from fivefold.core.plan import Plan
 from fivefold.core.schedule import Overlap, Step
 from fivefold.launch.processes import Pool
 from fivefold.model.attention import Attention
+from fivefold.model.layers import Linear, Mlp
 from fivefold.model.moe import MoeMlp
 from fivefold.parallel.compose import Job
 from fivefold.parallel.mesh import Issued
@@ -87,14 +88,25 @@ def events(job: Job, *_: object) -> Callable[[], list[list[Event]]]:
 
         leaf.matmul = noted  # type: ignore[assignment,union-attr]
 
+    def watch_projections(mlp: Mlp) -> None:
+        project = mlp.project
+
+        def noted(x: Tensor, linears: Sequence[Linear]) -> list[Tensor]:
+            say("shared projections")
+            gate, up = project(x, linears)
+            return [Noted.apply(gate, lambda: say("shared projections backward")), up]
+
+        mlp.project = noted  # type: ignore[assignment]
+
     for module in (module for chunk in job.chunks for module in chunk.model.modules()):
         if isinstance(module, Attention):
             watch(module.out, "attention")
         elif isinstance(module, MoeMlp):
             for name in EXPERTS:
                 watch(getattr(module.experts, name), f"expert {name}")
-                if module.shared is not None:
-                    watch(getattr(module.shared, name), f"shared {name}")
+            if module.shared is not None:
+                watch(module.shared.down, "shared down")
+                watch_projections(module.shared)
     mesh.issue = noted  # type: ignore[method-assign]
     job.pipeline.observer = Actions()
     return lambda: found
@@ -143,15 +155,13 @@ def test_shared_experts_run_while_tokens_travel(pool: Pool) -> None:
             "attention",
             *(DEPARTS, ARRIVES),  # counts
             *(DEPARTS, WEIGHTS_DEPART),
-            *(f"shared {name}" for name in (gate, up, down)),
+            *("shared projections", "shared down"),
             *(ARRIVES, WEIGHTS_ARRIVE),
             *(f"expert {name}" for name in (up, gate, down)),
             *(DEPARTS, ARRIVES),  # combine
         ]
-        shared, experts = (
-            [f"{kind} {name} backward" for name in order]
-            for kind, order in (("shared", (down, up, gate)), ("expert", (down, gate, up)))
-        )
+        shared = ["shared down backward", "shared projections backward"]
+        experts = [f"expert {name} backward" for name in (down, gate, up)]
         assert backward == [
             *(DEPARTS, ARRIVES),  # combine
             *experts,

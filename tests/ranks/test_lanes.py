@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 from types import SimpleNamespace
 
 import pytest
@@ -45,9 +45,12 @@ def pairs(job: Job, *_: object) -> Callable[[], list[list[tuple[int, str]]]]:
     return lambda: found
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_a_pair_is_interleaved(pool: Pool, recompute: str) -> None:
-    plan = small_plan("tp=2 pp=2", schedule="dualpipe", microbatches=8, recompute=recompute)
+@pytest.mark.parametrize(("recompute", "overlap"), [("none", 0), ("full", 0), ("none", 1)])
+def test_a_pair_is_interleaved(pool: Pool, recompute: str, overlap: int) -> None:
+    """A lane that waits for every collective at once gives its turn away after each; one that has
+    two of them beside matmuls, after both."""
+    said = {"schedule": "dualpipe", "microbatches": 8, "recompute": recompute}
+    plan = small_plan("tp=2 pp=2", **said, tp_overlap=overlap)
     ranks = run(pool, plan, Setup(), pairs)
     for rank, found in enumerate(ranks):
         place = plan.layout.coord(rank).pp
@@ -55,7 +58,11 @@ def test_a_pair_is_interleaved(pool: Pool, recompute: str) -> None:
         for events in found:
             forward, backward = ([one for one in events if one[0] == lane] for lane in (0, 1))
             assert min(len(forward), len(backward)) >= 4
-            assert events == alternating(backward, forward)  # type: ignore[arg-type]
+            if overlap:
+                turns = [len(list(each)) for _, each in groupby(events, lambda one: one[0])]
+                assert max(turns[: 2 * min(len(forward), len(backward)) // 3]) <= 2
+            else:
+                assert events == alternating(backward, forward)  # type: ignore[arg-type]
     for first, second in plan.layout.groups("tp"):
         assert ranks[first] == ranks[second]  # or they would wait for one another
 

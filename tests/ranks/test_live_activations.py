@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -70,13 +71,15 @@ def measured(pipeline: Pipeline) -> Iterator[tuple[Level, Level]]:
     """Follow what the weight gradient needs, and what the input gradient needs."""
     weight, gradient = Level(), Level()
     hooks: list[RemovableHandle] = []
+    patches = ExitStack()
     for chunk in pipeline.chunks.values():
         inner: Any = getattr(chunk, "chunk", chunk)  # a stashing chunk has one inside
         mlp = next(iter(inner.model.blocks.values())).mlp
         hooks += [
             mlp.down.register_forward_pre_hook(lambda _, given: weight.note(given[0])),
-            mlp.gate.register_forward_hook(lambda _, given, output: gradient.note(output)),
         ]
+        project = mlp.project
+        patches.enter_context(patch.object(mlp, "project", partial(_noting, gradient, project)))
 
     def before(step: Step) -> None:
         weight.begin()
@@ -86,8 +89,16 @@ def measured(pipeline: Pipeline) -> Iterator[tuple[Level, Level]]:
     yield weight, gradient
     weight.begin()
     gradient.begin()
+    patches.close()
     for hook in hooks:
         hook.remove()
+
+
+def _noting(level: Level, project: Any, *given: Any) -> Any:
+    """The projections of an MLP, whose first output is followed."""
+    outputs = project(*given)
+    level.note(outputs[0])
+    return outputs
 
 
 def levels_of(
