@@ -3,11 +3,10 @@
     python benchmarks/tensor_overlap.py [--json FILE]
 
 Two layers of Llama-3.1-8B on tp=2, one row of 8,192 tokens in bf16, forward and backward. For each
-value of `tp_overlap`: of the time of NCCL's kernels in one rank's trace, the share in which a
-matmul of that rank ran. It fails if one that should run beside matmuls never does, or one that is
-waited for at once does. Two ranks may share one GPU, with NCCL 2.30 and
-NCCL_MULTI_RANK_GPU_ENABLE=1; they take turns there, so that shares say what may run at once, and
-seconds say nothing.
+value of `tp_overlap`: how many of NCCL's kernels in one rank's trace a matmul of that rank ran
+beside, and of how many. It fails if fewer do than half of those that should, or if one does that is
+waited for at once. Two ranks may share one GPU, with NCCL 2.30 and NCCL_MULTI_RANK_GPU_ENABLE=1.
+They take turns there: a collective lasts as long as its peer waits, and seconds say nothing.
 """
 
 from __future__ import annotations
@@ -28,35 +27,29 @@ import torch.multiprocessing as multiprocessing
 MODES = (0, 1, 2)
 MATMULS = ("gemm", "nvjet", "cutlass", "s16816")
 KINDS = {"all_gather": "AllGather", "reduce_scatter": "ReduceScatter"}
-BESIDE, APART = 0.25, 0.05  # least share of what overlaps, most of what does not
+LAYERS = 2
+# Attention and MLP of each layer: of a backward the gather of the input, and the reduction of its
+# gradient; in two chunks all of these, and at least one chunk of each in forward and of each output
+# gradient.
+EXPECTED = {
+    1: {"all_gather": 2 * LAYERS, "reduce_scatter": 2 * LAYERS},
+    2: {"all_gather": 8 * LAYERS, "reduce_scatter": 6 * LAYERS},
+}
 Span = tuple[float, float]
 
 
-def beside(span: Span, others: Sequence[Span]) -> float:
-    """Of a span, the microseconds in which one of the others went on; these are sorted."""
-    found, end = 0.0, span[0]
-    for start, stop in others:
-        begin = max(start, end)
-        if stop > begin and begin < span[1]:
-            found += min(stop, span[1]) - begin
-            end = min(stop, span[1])
-    return found
-
-
-def shares(kernels: Sequence[Any]) -> dict[str, float]:
-    """Of each kind of collective, the share of its time beside matmuls."""
+def counts(kernels: Sequence[Any]) -> dict[str, tuple[int, int]]:
+    """Of each kind of collective, how many a matmul ran beside, and how many there are."""
     spans: dict[str, list[Span]] = {"matmul": [], **{kind: [] for kind in KINDS}}
     for each in kernels:
-        span = (each.time_range.start, each.time_range.end)
         kind = next((kind for kind, word in KINDS.items() if word in each.name), None)
         if kind is None and any(word in each.name for word in MATMULS):
             kind = "matmul"
         if kind is not None:
-            spans[kind].append(span)
-    matmuls = sorted(spans.pop("matmul"))
+            spans[kind].append((each.time_range.start, each.time_range.end))
+    matmuls = spans.pop("matmul")
     return {
-        kind: sum(beside(span, matmuls) for span in found)
-        / max(sum(stop - start for start, stop in found), 1e-9)
+        kind: (sum(any(a < d and c < b for c, d in matmuls) for a, b in found), len(found))
         for kind, found in spans.items()
     }
 
@@ -72,7 +65,7 @@ def run_rank(rank: int, folder: str, overlap: int) -> None:
     store = dist.FileStore(f"{folder}/store-{overlap}", 2)
     dist.init_process_group("nccl", store=store, rank=rank, world_size=2, device_id=device)
     plan = resolve(
-        PlanOptions("llama-3.1-8b", layout="tp=2", tp_overlap=overlap, set={"layers": "2"})
+        PlanOptions("llama-3.1-8b", layout="tp=2", tp_overlap=overlap, set={"layers": str(LAYERS)})
     )
     mesh = Mesh.of(plan, device)
     job = compose(plan, mesh, seed=0, dtype=torch.bfloat16)
@@ -86,7 +79,7 @@ def run_rank(rank: int, folder: str, overlap: int) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run()
     kernels = [each for each in profile.events() if each.device_type.name == "CUDA"]
-    Path(folder, f"{overlap}-{rank}.json").write_text(json.dumps(shares(kernels)))
+    Path(folder, f"{overlap}-{rank}.json").write_text(json.dumps(counts(kernels)))
     dist.barrier()
     mesh.close_groups()
     dist.destroy_process_group()
@@ -99,17 +92,22 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("no GPU here: run this on a machine with one")
         return 0
-    found: dict[int, dict[str, float]] = {}
+    found: dict[int, dict[str, tuple[int, int]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for overlap in MODES:
             multiprocessing.spawn(run_rank, (folder, overlap), nprocs=2)
             found[overlap] = json.loads(Path(folder, f"{overlap}-0.json").read_text())
-            words = ", ".join(f"{kind} {share:.0%}" for kind, share in found[overlap].items())
-            print(f"tp_overlap={overlap}: beside matmuls {words}", flush=True)
+            words = [f"{some} of {every} {kind}" for kind, (some, every) in found[overlap].items()]
+            print(f"tp_overlap={overlap}: beside matmuls {', '.join(words)}", flush=True)
     if said.json:
         said.json.write_text(json.dumps(found))
-    hidden = [found[1]["reduce_scatter"], *found[2].values()]
-    good = min(hidden) >= BESIDE and max(found[0].values()) <= APART
+    apart = all(some == 0 for some, _ in found[0].values())
+    beside = all(
+        2 * found[overlap][kind][0] >= least
+        for overlap, kinds in EXPECTED.items()
+        for kind, least in kinds.items()
+    )
+    good = apart and beside
     print("PASS" if good else "FAIL")
     return 0 if good else 1
 

@@ -6,9 +6,10 @@ Splits   projections into heads and MLP width by column, those back by row, embe
 Moves    with sp, for attention and MLP of every layer and microbatch: an all-gather before and a
          reduce-scatter after, and the mirror of both in backward; without sp, one all-reduce
          forward and one backward. The loss sums three numbers a token.
-Costs    four times the activations of a layer, twice a layer, on the critical path. With sp, the
-         input of column-split GEMMs is saved as this rank's tokens and gathered once more in
-         backward; or saved gathered, for one gather less and tp times the memory.
+Costs    four times the activations of a layer, twice a layer; of the backward, what runs beside
+         matmuls (`parallel/columns.py`) is hidden. With sp, the input of column-split GEMMs is
+         saved as this rank's tokens and gathered once more in backward; or saved gathered, for
+         one gather less and tp times the memory.
 Wins     inside a node, when layers are wide, and when a microbatch of one sequence does not fit.
 Refuses  when tp divides neither heads nor MLP width. KV heads fewer than tp are replicated, and a
          vocabulary that does not divide is padded, invisibly to the loss.

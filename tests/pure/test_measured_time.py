@@ -37,7 +37,7 @@ def test_half_of_the_jobs_foretells_the_other() -> None:
 @pytest.mark.parametrize("fitted", [True, False])
 def test_measured_steps_come_out_in_both_halves(kernels: str, fitted: bool) -> None:
     jobs = [job for job in measured_jobs() if (job.kernels, job.is_fitted) == (kernels, fitted)]
-    assert len(jobs) == (17 if fitted else 9)
+    assert len(jobs) == (17 if fitted else 8)
     found = Errors.of([job.time_error for job in jobs])
     assert found.mean < 0.06 and found.worst < 0.15
 

@@ -73,19 +73,22 @@ def test_a_layer_keeps_what_an_h200_kept(
 
 
 def test_compiled_ranks_take_what_an_h200_took() -> None:
-    """Bytes of tensors: the mean within 1%, each within 3%. They held all logits at once."""
+    """Bytes of tensors: the mean within 1%, each within 3%. They held all logits at once; one that
+    copied all tokens around tensor collectives, which no rank does now, is left out."""
     setting, _ = estimate_setting(machine.load("h200"), "bf16", 0.0, "compiled", 1.0)
     memory = replace(setting.stack.memory, chunks_loss=False)
     setting = replace(setting, stack=replace(setting.stack, memory=memory))
     errors: list[float] = []
     for job in map(json.loads, RANKS.read_text("utf-8").splitlines()):
+        if "tp=" in job["layout"] and "microbatch_size" in job["said"]:
+            continue
         words = ({} if "pp=" in job["layout"] else {"microbatches": 1}) | job["said"]
         layout = {"layout": job["layout"], "machine": "h200", "ep_nodes": 1}
         plan = resolve(PlanOptions(job["model"], **layout, **words))
         parts = rank_memory(plan, setting, job["rank"])
         found = sum(size for name, size in parts.items() if name not in ("context", "margin"))
         errors.append(abs(found / job["measured"][0] - 1))
-    assert len(errors) == 22
+    assert len(errors) == 21
     assert max(errors) < 0.03 and sum(errors) / len(errors) < 0.01
 
 
