@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_PROGRAMS = 2  # for each multiprocessor: enough loads under way
+_RESIDENT = 16  # warps on each multiprocessor: enough loads under way
 _WIDEST = 1 << 14  # a row of a program is in its registers
 
 
@@ -70,9 +70,10 @@ def rms_gradients(
     width = x.shape[-1]
     rows = [each.reshape(-1, width).contiguous() for each in (x, gradient, residual)]
     found = torch.empty_like(rows[0])
-    programs = min(len(found), _PROGRAMS * _processors(found.device))
-    sums = found.new_empty((programs, width), dtype=torch.float32)
     block = triton.next_power_of_2(width)
+    resident = max(1, _RESIDENT // _warps(block)) * _processors(found.device)
+    programs = min(len(found), resident)
+    sums = found.new_empty((programs, width), dtype=torch.float32)
     with torch.cuda.device(found.device):
         _rms_backward[(programs,)](
             *rows, weight, found, sums, len(found), width, eps, BLOCK=block, num_warps=_warps(block)
