@@ -97,7 +97,8 @@ bench-pipeline: setup
 
 # PEER is a folder with TorchTitan 0.2.2 and a runner for it; without a GPU this says so.
 bench-gpu: setup
-	$(BIN)/python benchmarks/gpu.py compare $(if $(PEER),--peer $(PEER))
+	@test -n "$(PEER)" || test -d build/peer || $(BIN)/python benchmarks/peer.py build/peer
+	$(BIN)/python benchmarks/gpu.py compare --peer $(or $(PEER),build/peer)
 	$(BIN)/python benchmarks/gpu.py offload
 
 # One rank of four large jobs alone on a GPU, compiled against operator by operator; it fails below 1.05 (1.15 with experts).

@@ -5,7 +5,7 @@
     python benchmarks/gpu.py offload                          peak memory with and without
 
 bf16 weights, gradients and states, AdamW, compiled; medians after a warm-up. The peer is TorchTitan
-0.2.2 in DIR (its wheel unpacked, with a runner `peer_torchtitan.py`), not part of this project.
+0.2.2 in DIR, which `python benchmarks/peer.py DIR` makes.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ def main() -> None:
     elif said.what == "offload":
         offload(CASES[said.case])
     elif said.peer is None:
-        print("give --peer DIR, a folder with TorchTitan 0.2.2 and its runner")
+        print("give --peer DIR, a folder that python benchmarks/peer.py DIR makes")
     else:
         compare(said.peer, said.only, said.times)
 
