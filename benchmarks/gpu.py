@@ -37,6 +37,7 @@ class Case:
     seq: int = SEQ
     recompute: str = "none"
     changes: dict[str, str] = field(default_factory=dict[str, str])
+    keys: dict[str, str] = field(default_factory=dict[str, str])  # of the plan
     warm_up: int = 6
     measured: int = 14
 
@@ -46,6 +47,10 @@ CASES = {
     "8B": Case("llama-3.1-8b", 1, ("llama3_rand", "8B")),
     "8B-lean": Case("llama-3.1-8b", 1, ("llama3_rand", "8B"), recompute="selective"),
     "MoE": Case("qwen3-30b-a3b", 2, ("qwen3_rand", "30B-A3B-8L"), changes={"layers": "8"}),
+    "8B-fp8": Case("llama-3.1-8b", 1, ("llama3_rand", "8B"), keys={"precision": "fp8"}),
+    "8B-fp8-blocks": Case(
+        "llama-3.1-8b", 1, ("llama3_rand", "8B"), keys={"precision": "fp8", "fp8": "blockwise"}
+    ),
     "8B-32k": Case("llama-3.1-8b", 1, ("llama3_rand", "8B"), 32768, "full", warm_up=3, measured=5),
 }
 
@@ -60,9 +65,8 @@ def build(case: Case, offload: bool = False):  # noqa: ANN201
 
     sizes = {"seq": case.seq, "microbatches": 1, "microbatch_size": case.batch}
     changes = {"tied": "false"} | case.changes
-    plan = resolve(
-        PlanOptions(case.model, grad_dtype="bf16", set=changes, recompute=case.recompute, **sizes)
-    )
+    keys = {"grad_dtype": "bf16", "recompute": case.recompute, **case.keys}
+    plan = resolve(PlanOptions(case.model, set=changes, **keys, **sizes))
     mesh = Mesh.of(plan, torch.device("cuda"))
     how = {"dtype": torch.bfloat16, "offload": offload, "as_summed": False, "fuse": compiled}
     job = compose(plan, mesh, seed=0, **how)

@@ -92,6 +92,8 @@ def step(
     """
     asked = guard or Guard()
     job.balancing.scale_losses(asked.scale)
+    for chunk in job.chunks:
+        chunk.rounded.forget()
     batches = [job.local(batch) for batch in batches]
     tokens = counted_tokens(batches, job.mesh)
     losses = job.pipeline.run(batches, [tokens] * len(batches), asked.scale)
@@ -128,6 +130,7 @@ def evaluate(job: Job, batches: Sequence[TokenBatch]) -> tuple[Tensor, Tensor]:
     batches = [job.local(batch) for batch in batches]
     tokens = counted_tokens(batches, job.mesh)
     for chunk in job.chunks:
+        chunk.rounded.forget()
         chunk.model.eval()
     losses = job.forwards.run(batches, [torch.ones_like(tokens)] * len(batches))
     for chunk in job.chunks:

@@ -137,3 +137,20 @@ def check(rules: tuple[Balance, ...], shape: Shape) -> None:
         raise FivefoldError(
             f"--balance bias: the router of {shape.name!r} has no bias; add --set moe.bias=true"
         )
+
+
+def rules_of(text: str, shape: Shape, asynchronous: bool, nodes: int) -> tuple[Balance, ...]:
+    """The rules of a plan, whose experts are on so many nodes; refused where they cannot run."""
+    rules = parse(text)
+    check(rules, shape)
+    if rules and asynchronous:
+        raise FivefoldError(
+            f"--balance {text}: an asynchronous schedule has no step whose tokens could be "
+            "counted; choose another schedule, or none"
+        )
+    if nodes > 1 and any(rule.pads for rule in rules):
+        raise FivefoldError(
+            f"--balance {text} with ep_nodes {nodes}: how many tokens go to a node is known only "
+            "when they are routed; choose capacity without padding, or ep_nodes=1"
+        )
+    return rules

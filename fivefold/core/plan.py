@@ -18,6 +18,7 @@ from fivefold.core import balance, legality, machine, models, splits, tables
 from fivefold.core.balance import Balance
 from fivefold.core.batch import Batch
 from fivefold.core.errors import BadFile, FivefoldError, UnknownName
+from fivefold.core.fp8 import Fp8, fp8_of, require_whole_blocks
 from fivefold.core.layout import Layout, parse_zero
 from fivefold.core.machine import Machine
 from fivefold.core.precision import Precision
@@ -75,6 +76,10 @@ class PlanOptions:
     tp_keep: str = "shard"
     tp_overlap: int = 1
     precision: Precision = "bf16"
+    fp8: str | None = None
+    fp8_wgrad: str | None = None
+    fp8_gradients: str | None = None
+    fp8_skip: str | None = None
     set: dict[str, str] = field(default_factory=dict[str, str])
     train: Recipe = field(default_factory=Recipe)
 
@@ -134,6 +139,11 @@ class Plan:
         """
         layout, shard = self.layout, self.options.tp_keep == "shard"
         return shard and layout.sp and layout.tp > 1
+
+    @property
+    def fp8(self) -> Fp8 | None:
+        """How matmuls are rounded to fp8; None in other precisions."""
+        return fp8_of(self.options)
 
     @property
     def split(self) -> ContextSplit:
@@ -234,6 +244,7 @@ def resolve(options: PlanOptions, *, small: bool = False) -> Plan:
         notes.append(f"raised to {shape.layers} layers, one for each stage of the pipeline")
     seq = _default_seq(layout, shape, small) if options.seq is None else options.seq
     legality.check(layout, shape, **job_of(options, family, seq))
+    require_whole_blocks(fp8_of(options), layout, shape, seq)
     batch = _batch(options, family, layout, seq)
     legality.check_tensor_keys(layout, shape, batch, options.tp_keep, options.tp_overlap)
     text = options.stage_layers
@@ -258,7 +269,9 @@ def resolve(options: PlanOptions, *, small: bool = False) -> Plan:
         stage_layers=given,
         gather=gather,
         units=UnitPolicy.of(options.grad_dtype, options.unit_size, options.prefetch),
-        balance=_rules(options.balance, shape, family.asynchronous and layout.pp > 1, nodes),
+        balance=balance.rules_of(
+            options.balance, shape, family.asynchronous and layout.pp > 1, nodes
+        ),
         ep_nodes=nodes,
         notes=(*notes, *shape.notes),
     )
@@ -322,23 +335,6 @@ def _gather(options: PlanOptions, layout: Layout) -> Gather:
     if options.gather not in get_args(Gather):
         raise UnknownName("gather", options.gather, get_args(Gather))
     return cast(Gather, options.gather)
-
-
-def _rules(text: str, shape: Shape, asynchronous: bool, nodes: int) -> tuple[Balance, ...]:
-    """How the load of experts is balanced."""
-    rules = balance.parse(text)
-    balance.check(rules, shape)
-    if rules and asynchronous:
-        raise FivefoldError(
-            f"--balance {text}: an asynchronous schedule has no step whose tokens could be "
-            "counted; choose another schedule, or none"
-        )
-    if nodes > 1 and any(rule.pads for rule in rules):
-        raise FivefoldError(
-            f"--balance {text} with ep_nodes {nodes}: how many tokens go to a node is known only "
-            "when they are routed; choose capacity without padding, or ep_nodes=1"
-        )
-    return rules
 
 
 def _ep_nodes(given: int | None, layout: Layout, cluster: Machine | None) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Dtype = Literal["float32", "float64", "bfloat16", "float16"]
-Precision = Literal["fp32", "bf16", "fp16"]
+Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 GradDtype = Literal["fp32", "bf16"]
 
 
@@ -41,8 +41,8 @@ FORMATS: dict[Dtype, NumberFormat] = {
 class ComputePrecision:
     """A precision: the dtype of weights and activations, and in which precision a run computes.
 
-    These differ only for formats that estimates have and the runtime lacks: matmuls in fewer bits,
-    with everything else in bf16. `narrow`: bytes of an element that such a matmul reads, with its
+    Matmuls may have fewer bits, with everything else in bf16. Some of these formats only estimates
+    have: a run computes in another. `narrow`: bytes of an element that a matmul reads, with its
     share of the scales: one for each 32 elements in mxfp8, for each 16 in nvfp4. `peak`: the key of
     the machine's FLOP/s, if not the precision's own name.
     """
@@ -57,10 +57,15 @@ class ComputePrecision:
         """Bytes of a weight or an activation."""
         return FORMATS[self.dtype].itemsize
 
+    @property
+    def wide(self) -> Precision:
+        """The precision of all but narrow matmuls."""
+        return self.runs_in if self.narrow is None else "bf16"
+
 
 PRECISIONS: dict[str, ComputePrecision] = {
     "bf16": ComputePrecision("bfloat16", "bf16"),
-    "fp8": ComputePrecision("bfloat16", "bf16", 1.0),
+    "fp8": ComputePrecision("bfloat16", "fp8", 1.0),
     "mxfp8": ComputePrecision("bfloat16", "bf16", 1 + 1 / 32, "fp8"),
     "nvfp4": ComputePrecision("bfloat16", "bf16", 1 / 2 + 1 / 16),
     "fp32": ComputePrecision("float32", "fp32"),

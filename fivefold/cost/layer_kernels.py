@@ -56,7 +56,7 @@ class LayerKernels:
         self.shape, self.machine, self.stack, self.grid, self.seq = shape, machine, stack, grid, seq
         self.links, self.reach = Links(machine, grid.world), machine.efficiency
         self._hidden = {"tp": stack.tp_hidden, "ep": stack.experts_hidden}
-        self.wide = PRECISIONS[precision].runs_in if precision in PRECISIONS else precision
+        self.wide = PRECISIONS[precision].wide if precision in PRECISIONS else precision
         self.precision = precision
         self.itemsize = itemsize_of(precision)
         self.job = layer_job(

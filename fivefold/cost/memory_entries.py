@@ -74,7 +74,7 @@ class MemoryEntries:
     def matmul_speed(self) -> float:
         """FLOP/s of matmuls in 16 bits, or more."""
         known = PRECISIONS.get(self.precision)
-        wide = known.runs_in if known else self.precision
+        wide = known.wide if known else self.precision
         return self.machine.peak(wide) * self.machine.efficiency.matmul
 
     def least(self, stage: RankStage) -> LeastBytes:

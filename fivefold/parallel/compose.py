@@ -18,6 +18,7 @@ from fivefold.core.weights import Weight, WeightShard, by_name, shard_of
 from fivefold.cost.collectives import units_of
 from fivefold.model.batch import TokenBatch, look_ahead
 from fivefold.model.decoder import Decoder, from_config
+from fivefold.model.fp8_linear import RoundedWeights, Watch, round_linears
 from fivefold.model.init import initial_weight
 from fivefold.model.recompute import apply_recompute
 from fivefold.model.regions import Fuse, eager
@@ -36,13 +37,14 @@ from fivefold.parallel.stage import Instruments, Stage
 class StageChunk:
     """One stage on one rank, as the pipeline drives it: its model, flat units and gradient queue.
 
-    Without a `queue` autograd delivers all gradients itself.
+    Without a `queue` autograd delivers all gradients itself. `rounded` are its weights in fp8.
     """
 
     stage: int
     model: Decoder
     data: DataParallel
     queue: GradientQueue | None
+    rounded: RoundedWeights
 
     def forward(self, x: Tensor | None, batch: TokenBatch, microbatch: int) -> Tensor:
         return self.model(batch.tokens if x is None else x, batch)
@@ -150,7 +152,7 @@ def compose(
         on_collective=watch.on_unit,
     )
     balancing = Balancing(plan, mesh)
-    rooms = (_defer, balancing.attach, expert.spread, context.split_rows, tensor.split, _recompute)
+    rooms = (balancing.attach, expert.spread, context.split_rows, tensor.split, _recompute)
 
     def chunk(number: int) -> StageChunk:
         layers = plan.stages[number]
@@ -158,13 +160,13 @@ def compose(
         _make_buffers(model, mesh.device)
         queue = GradientQueue() if options.past_autograd else None
         stage = Stage(number, plan, model, mesh, Phase(), queue, watch.routing, fuse)
+        rounded, units = _round(stage, watch.on_rounded), units_of(plan, number, dtype.itemsize)
         for apply in rooms:
             apply(stage)
-        units = units_of(plan, number, dtype.itemsize)
-        keeps_weights = not plan.gathers_each_time(layers)
-        kept = replace(options, keeps_weights=keeps_weights, num_uses=model.num_uses())
+        keeps = not plan.gathers_each_time(layers)
+        kept = replace(options, keeps_weights=keeps, num_uses=model.num_uses())
         data = DataParallel(model, blocks_of(model), units, mesh, kept, fill, stage.phase)
-        return StageChunk(number, model, data, queue)
+        return StageChunk(number, model, data, queue, rounded)
 
     chunks = tuple(chunk(number) for number in schedule.placement.stages_of(mesh.coord(PIPELINE)))
     driven = {each.stage: watch.wrap(each) if watch.wrap else each for each in chunks}
@@ -175,10 +177,15 @@ def compose(
     return Job(plan, mesh, chunks, pipeline, forwards, balancing, table, shards, watch.on_phase)
 
 
-def _defer(stage: Stage) -> None:
-    """Split the backward: weight gradients go through the queue."""
+def _round(stage: Stage, watch: Watch | None) -> RoundedWeights:
+    """Split the backward, whose weight gradients go through the queue; round to fp8."""
     if stage.queue is not None:
         stage.queue.defer(stage.model, stage.fuse)
+    fp8, layout = stage.plan.fp8, stage.plan.layout
+    if fp8 is None:
+        return RoundedWeights()
+    fp8.require_runnable(layout, stage.plan.schedule.asynchronous)
+    return round_linears(stage.model, fp8, put=stage.queue and stage.queue.put, watch=watch)
 
 
 def _recompute(stage: Stage) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from fivefold.core.plan import Plan
 from fivefold.core.schedule import Step
 from fivefold.model.decoder import Decoder
+from fivefold.model.fp8_linear import Watch
 from fivefold.model.regions import Fuse
 from fivefold.parallel.deferred import GradientQueue
 from fivefold.parallel.flat_unit import UnitListener, unheard
@@ -74,13 +75,15 @@ class Instruments:
     """What a caller puts around a job to watch or to rehearse it. A plain job needs none.
 
     `actions` watches the pipeline of a step, `evaluation` that of an evaluation; `on_phase` is told
-    what a step does outside of its pipeline, and `on_unit` of every collective of a flat unit. A
-    rehearsal brings its `routing`, and a `wrap` for each chunk that the pipeline drives.
+    what a step does outside of its pipeline, `on_unit` of every collective of a flat unit, and
+    `on_rounded` of everything that is rounded to fp8. A rehearsal brings its `routing`, and a
+    `wrap` for each chunk that the pipeline drives.
     """
 
     actions: ActionObserver = ActionObserver()  # noqa: RUF009, it has no state
     evaluation: ActionObserver = ActionObserver()  # noqa: RUF009
     on_phase: Callable[[str], None] = ignore
     on_unit: UnitListener = unheard
+    on_rounded: Watch | None = None
     routing: RehearsalRouting | None = None
     wrap: Callable[[Any], Any] | None = None

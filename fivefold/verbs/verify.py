@@ -7,14 +7,17 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
 
 from fivefold.core import legality
 from fivefold.core.errors import FivefoldError
-from fivefold.core.models import is_large, scale_down, scaling_note
+from fivefold.core.fp8 import BLOCK, fp8_of, require_whole_blocks, wider_keys, wider_seq
+from fivefold.core.layout import Layout
+from fivefold.core.models import is_large, load, scale_down, scaling_note, with_overrides
 from fivefold.core.plan import Plan, PlanOptions, resolve
+from fivefold.core.precision import Precision
 from fivefold.core.recipe import OPTIMIZERS
 from fivefold.core.weights import weights
 from fivefold.cost.collectives import TrafficEntry, traffic_entries
@@ -53,6 +56,9 @@ def run(
     offload: Annotated[
         str, typer.Option(help="Offload weights and optimizer states: none or cpu.")
     ] = "none",
+    precision: Annotated[
+        str | None, typer.Option(help="fp8: round matmuls on both sides (docs/fp8.md).")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of weights and tokens.")] = 0,
     device: Annotated[
         str, typer.Option(help="cpu, or cuda: processes take the GPUs in turn.")
@@ -64,7 +70,15 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Prove that a layout computes the same as one device: run both here and compare."""
+    if precision is not None:
+        chosen_precision = one_of("precision", precision, get_args(Precision))
+        options = replace(options, precision=cast("Any", chosen_precision))
     plan = runnable(options)
+    if plan.fp8 is not None and dtype != "float64":
+        raise FivefoldError(
+            f"--dtype {dtype} with fp8: sums in another order would round some values to another "
+            "fp8 number; leave --dtype out, which emulates fp8 in float64"
+        )
     if plan.shape.moe is not None and dtype == "bfloat16":
         raise FivefoldError(
             "bfloat16 rounds the router scores so much that layouts choose different experts: "
@@ -86,8 +100,11 @@ def run(
 
 def runnable(options: PlanOptions) -> Plan:
     """The plan, scaled down for this machine; refused if it cannot run."""
+    options, widening = _wide_enough(options)
     plan = resolve(options, small=True)
     weights(plan.shape)  # refuses what cannot be built
+    if plan.fp8 is not None:
+        plan.fp8.require_runnable(plan.layout, plan.schedule.asynchronous)
     if plan.layout.world > _MOST_RANKS:
         raise FivefoldError(
             f"verify forks a process for every rank, and {plan.layout.world} are too many for one "
@@ -101,14 +118,35 @@ def runnable(options: PlanOptions) -> Plan:
             "the one process emulates the same delays, stage by stage; a step is one update of the "
             "weights, and nothing is clipped"
         )
-    if is_large(plan.shape):
+    if widening is not None:
+        notes.append(widening)
+    elif is_large(plan.shape):
         small = scale_down(plan.shape, plan.layout)
+        if plan.fp8 is not None and plan.fp8.scaling == "blockwise":
+            small = with_overrides(small, wider_keys(small, plan.layout))
         notes.append(scaling_note(plan.shape, small))
         legality.check(plan.layout, small, seq=plan.batch.seq)
+        require_whole_blocks(plan.fp8, plan.layout, small, plan.batch.seq)
         if plan.stage_layers is not None:
             notes.append("stages are chosen again: stage_layers is for all layers of the model")
         plan = replace(plan, shape=small, stage_layers=None)
     return replace(plan, notes=(*plan.notes, *notes))
+
+
+def _wide_enough(options: PlanOptions) -> tuple[PlanOptions, str | None]:
+    """A small model, widened where blocks of fp8 need it, and a note that says so."""
+    rounding, shape = fp8_of(options), load(options.model)
+    if rounding is None or rounding.scaling != "blockwise":
+        return options, None
+    layout = Layout.parse(options.layout, sp=options.sp, context=options.context)
+    if options.seq is None:
+        options = replace(options, seq=wider_seq(shape, layout))
+    if is_large(shape):
+        return options, None
+    changes = {**wider_keys(shape, layout), **options.set}
+    said = ", ".join(f"{key} {value}" for key, value in changes.items())
+    note = f"{shape.name} is widened for blocks of {BLOCK}: {said}; rows of {options.seq} tokens"
+    return replace(options, set=changes), note
 
 
 def _placed(plan: Plan, chosen: dict[str, Any]) -> Plan:
@@ -189,6 +227,7 @@ def describe(plan: Plan, verdict: VerifyVerdict, seconds: float) -> dict[str, An
         "passed": verdict.passed,
         "diverges_at": verdict.diverges_at,
         "disorder": verdict.disorder,
+        **({} if verdict.flips is None else {"flips": verdict.flips}),
         "traffic": {
             "rank": rank,
             "predicted": [asdict(each) for each in traffic_entries(shown.predicted.items())],
@@ -221,6 +260,8 @@ def render(plan: Plan, settings: VerifySettings, table: dict[str, Any]) -> str:
         "",
         *(f"note: {note}" for note in table["notes"]),
     ]
+    if "flips" in table:
+        lines.append(f"values rounded to another fp8 number (flips): {table['flips']}")
     if table["diverges_at"] is not None:
         lines.append(f"first difference, in forward order: {table['diverges_at']}")
     if table["disorder"] is not None:

@@ -18,12 +18,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fivefold.core.balance import Balance
+from fivefold.core.fp8 import Fp8
 from fivefold.core.recipe import OPTIMIZERS, OptimizerName
 from fivefold.core.shape import Shape
 from fivefold.model.balance import LocalRows, attach_balancers, moe_layers, update_balance
 from fivefold.model.batch import NOT_COUNTED, TokenBatch, look_ahead
 from fivefold.model.decoder import Decoder, from_config
 from fivefold.model.init import init_weights
+from fivefold.verify.fp8_reference import Codes, ReferenceFp8
 
 Arrays = dict[str, NDArray[np.floating]]
 
@@ -46,6 +48,7 @@ class Truth:
     gradients: Arrays
     weights: Arrays
     biases: Arrays = field(default_factory=dict)  # of loss-free balancing, after the step
+    codes: Codes = field(default_factory=dict)  # of everything that was rounded to fp8
 
 
 def gain(optimizer: OptimizerName) -> float:
@@ -66,13 +69,17 @@ def truths(
     rules: Sequence[Balance] = (),
     rows_in_microbatch: int | None = None,
     device: torch.device | str = "cpu",
+    fp8: Fp8 | None = None,
 ) -> list[Truth]:
     """Run one step for each full batch, from the seed's initial values.
 
-    Rules that count by microbatch need to know how many rows make one.
+    Rules that count by microbatch need to know how many rows make one, and so does fp8.
     """
     say("build")
     model, updater = _built(shape, optimizer, seed, dtype, device)
+    rounding = None if fp8 is None else ReferenceFp8(fp8, rows_in_microbatch or 1)
+    if rounding is not None:
+        rounding.attach(model)
     balancers = attach_balancers(model, rules, device, LocalRows(rows_in_unit=rows_in_microbatch))
     found: list[Truth] = []
     for number, batch in enumerate(batches, start=1):
@@ -81,7 +88,8 @@ def truths(
         for layer, mlp in moe_layers(model):
             update_balance(mlp, balancers[layer], rules, balancers[layer].take()[0])
         biases = {name: as_array(each) for name, each in model.named_buffers()}
-        found.append(replace(truth, biases=biases))
+        codes = {} if rounding is None else rounding.take()
+        found.append(replace(truth, biases=biases, codes=codes))
     return found
 
 

@@ -29,6 +29,7 @@ from fivefold.verify import reference
 from fivefold.verify.asynchronous import Stream
 from fivefold.verify.compare import Call, ComparedPart, Dtype, UnitOrder
 from fivefold.verify.dispatch_watch import DispatchWatch
+from fivefold.verify.flips import CodeRecord, RankCodes
 from fivefold.verify.reference import Delayed, Truth, as_array
 
 Device = Literal["cpu", "cuda"]
@@ -105,6 +106,7 @@ class VerifiedRank:
     heard: list[ObservedCalls]
     orders: list[UnitOrder]
     held: list[ComparedPart]
+    codes: list[RankCodes]  # of each step, in fp8
 
 
 def run_reference(worker: Worker, plan: Plan, settings: VerifySettings) -> list[Truth]:
@@ -118,7 +120,7 @@ def run_reference(worker: Worker, plan: Plan, settings: VerifySettings) -> list[
     if not plan.schedule.asynchronous:
         balance = (plan.balance, plan.batch.microbatch_size)
         batches = [each.whole() for each in drawn]
-        return reference.truths(plan.shape, batches, *same, *balance, device)
+        return reference.truths(plan.shape, batches, *same, *balance, device, plan.fp8)
     delays, last = Delays.of(plan.schedule), plan.layout.pp - 1
     late = [1 if delays.constant else last - stage for stage in range(plan.layout.pp)]
     microbatches = [batch for each in drawn for batch in each.microbatches()]
@@ -134,7 +136,7 @@ def run_rank(worker: Worker, plan: Plan, settings: VerifySettings) -> VerifiedRa
     with worker.joined(plan.layout.world, rank):
         worker.phase("build")
         mesh = Mesh.of(plan, device)
-        phases = _Phases(worker)
+        phases, record = _Phases(worker), CodeRecord(plan.batch.seq)
         job = compose(
             plan,
             mesh,
@@ -143,7 +145,9 @@ def run_rank(worker: Worker, plan: Plan, settings: VerifySettings) -> VerifiedRa
             offload=settings.offload,
             as_summed=False,
             fuse=compiled if settings.compiled else eager,
-            instruments=Instruments(actions=phases, on_phase=phases.say, on_unit=phases.note),
+            instruments=Instruments(
+                actions=phases, on_phase=phases.say, on_unit=phases.note, on_rounded=record.note
+            ),
         )
         recorder = _Recorder(worker, job, phases, _optimizer(job, settings), not settings.compiled)
         drawn = _drawn(plan, settings, device)
@@ -151,13 +155,14 @@ def run_rank(worker: Worker, plan: Plan, settings: VerifySettings) -> VerifiedRa
         if plan.schedule.asynchronous:
             microbatches = [batch for batches in mine for batch in batches]
             recorder.stream(microbatches[: num_microbatches(plan, settings)])
-        else:
-            for number, batches in enumerate(mine, start=1):
-                recorder.step(batches, f"step {number}")
+        codes: list[RankCodes] = []
+        for number, batches in enumerate(() if plan.schedule.asynchronous else mine, start=1):
+            recorder.step(batches, f"step {number}")
+            codes.append(record.take())
         worker.phase("compare")
         held = list(_held(job))
         mesh.close_groups()
-        return VerifiedRank(recorder.steps, recorder.heard, recorder.orders, held)
+        return VerifiedRank(recorder.steps, recorder.heard, recorder.orders, held, codes)
 
 
 def _prepared(worker: Worker, plan: Plan, settings: VerifySettings) -> RankDevice:

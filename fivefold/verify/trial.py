@@ -14,7 +14,7 @@ from fivefold.cost import collectives
 from fivefold.cost.collectives import least_traffic_share
 from fivefold.cost.layer_collectives import UNEVEN_AXES
 from fivefold.launch.processes import Pool
-from fivefold.verify import compare, reference
+from fivefold.verify import compare, flips, reference
 from fivefold.verify.compare import Call, Traffic, Wanted
 from fivefold.verify.reference import Truth
 from fivefold.verify.runs import VerifiedRank, VerifySettings, num_phases, run_rank, run_reference
@@ -24,7 +24,8 @@ from fivefold.verify.runs import VerifiedRank, VerifySettings, num_phases, run_r
 class VerifyVerdict:
     """Errors beside tolerances by name, traffic of every rank and step, the first difference.
 
-    `disorder` says which ranks issue the collectives of flat units in different orders.
+    `disorder` says which ranks issue the collectives of flat units in different orders, `flips` how
+    many values were rounded to another fp8 number than in the reference; None in other precisions.
     """
 
     errors: dict[str, float]
@@ -32,6 +33,7 @@ class VerifyVerdict:
     traffic: list[list[Traffic]] = field(repr=False)  # by rank, then by step
     diverges_at: str | None
     disorder: str | None
+    flips: int | None = None
 
     @property
     def traffic_match(self) -> bool:
@@ -40,7 +42,7 @@ class VerifyVerdict:
     @property
     def passed(self) -> bool:
         exact = all(self.errors[name] <= most for name, most in self.tolerance.items())
-        return exact and self.traffic_match and self.disorder is None
+        return exact and self.traffic_match and self.disorder is None and not self.flips
 
 
 def judge(
@@ -79,7 +81,21 @@ def judge(
     order = [one.name for one in (*weights.weights(plan.shape), *weights.buffers(plan.shape))]
     diverges_at = compare.first_module(off, order)
     traffic, disorder = _traffic(plan, settings, runs), _disorder(plan, runs)
-    return VerifyVerdict(errors, tolerance, traffic, diverges_at, disorder)
+    changed = None if plan.fp8 is None else _flips(plan, runs, truths)
+    return VerifyVerdict(errors, tolerance, traffic, diverges_at, disorder, changed)
+
+
+def _flips(plan: Plan, runs: list[VerifiedRank], truths: list[Truth]) -> int:
+    coords = [plan.layout.coord(rank).dp for rank in range(len(runs))]
+    found = 0
+    for number, truth in enumerate(truths):
+        ranks = {
+            dp: [run.codes[number] for run, coord in zip(runs, coords, strict=True) if coord == dp]
+            for dp in range(plan.layout.dp)
+        }
+        rows, count = plan.batch.microbatch_size, plan.batch.microbatches
+        found += flips.count_flips(truth.codes, ranks, count, rows)
+    return found
 
 
 def _narrow_terms(plan: Plan) -> int:

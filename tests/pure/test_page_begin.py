@@ -66,11 +66,11 @@ def test_what_was_derived_is_derived_again() -> None:
     assert state.also == ""
 
 
-def test_fp8_is_estimated_and_bf16_runs() -> None:
+def test_fp8_is_estimated_and_runs() -> None:
     options = PlanOptions("llama-3.1-8b", "dp=8", machine="h100", batch=64)
     fast, plain = state_of(options, "fp8"), state_of(options)
     assert fast.estimate().step < plain.estimate().step
-    assert fast.plan().precision == "bf16"
+    assert fast.plan().precision == "fp8"
 
 
 def test_every_schedule_of_the_page_has_a_plan() -> None:

@@ -62,6 +62,10 @@ CHANGES: dict[str, tuple[tuple[str, str], dict[str, Any], dict[str, Any]]] = {
     "compile": (LLAMA, DATA, {"train": Recipe(compile=False)}),
 }
 FREE = {
+    "fp8": "matmuls of both recipes are priced at the chip's one efficiency in fp8",
+    "fp8_wgrad": "the same: all three matmuls of a linear are priced at one speed",
+    "fp8_gradients": "both formats have one byte and one speed",
+    "fp8_skip": "layers are priced alike: those that stay in bf16 are few",
     "gpus": "the product of the degrees; another number is refused",
     "packed": "how long documents are is known only to the data: rows are priced as one document",
     "train": "a table of the keys below",

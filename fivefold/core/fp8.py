@@ -1,0 +1,227 @@
+"""fp8 matmuls: the keys, the numbers of both formats, and which layouts cut a block of 128.
+
+What shares a scale, and how it is computed, is in `docs/fp8.md`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+
+from fivefold.core.errors import FivefoldError, IllegalLayout, UnknownName
+from fivefold.core.splits import context_split, padded_length
+
+if TYPE_CHECKING:
+    from fivefold.core.layout import Layout
+    from fivefold.core.shape import Shape
+
+Scaling = Literal["tensorwise", "blockwise"]
+Operands = Literal["fp8", "bf16"]
+Fp8Format = Literal["e4m3", "e5m2"]
+
+KEYS = ("fp8", "fp8_wgrad", "fp8_gradients", "fp8_skip")  # of a plan, in the order of `parse`
+BLOCK = 128
+LARGEST: dict[Fp8Format, float] = {"e4m3": 448.0, "e5m2": 57344.0}
+LEAST_MAXIMUM = 2.0**-100
+_WITH_STATE = ("delayed", "static")
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """How matmuls are rounded: what shares a scale, the operands of weight gradients, the format of
+    gradients, and how many first and last layers are not rounded."""
+
+    scaling: Scaling = "tensorwise"
+    wgrad: Operands = "fp8"
+    gradients: Fp8Format = "e5m2"
+    first: int = 0
+    last: int = 0
+
+    @classmethod
+    def parse(
+        cls,
+        scaling: str | None = None,
+        wgrad: str | None = None,
+        gradients: str | None = None,
+        skip: str | None = None,
+    ) -> Fp8:
+        """From the keys of a plan; None is the default."""
+        scaling = "tensorwise" if scaling is None else _one_of("fp8", scaling, Scaling)
+        usual = "e5m2" if scaling == "tensorwise" else "e4m3"
+        return cls(
+            cast(Scaling, scaling),
+            cast(Operands, _one_of("fp8_wgrad", wgrad or "fp8", Operands)),
+            cast(Fp8Format, _one_of("fp8_gradients", gradients or usual, Fp8Format)),
+            *_skipped(skip or "0+0"),
+        )
+
+    @property
+    def skip(self) -> str:
+        """The key `fp8_skip`."""
+        return f"{self.first}+{self.last}"
+
+    def rounds(self, layer: int, layers: int) -> bool:
+        """Whether the matmuls of a layer are rounded; those of multi-token prediction always."""
+        return layer >= layers or self.first <= layer < layers - self.last
+
+    def problems(self, layout: Layout, shape: Shape, seq: int) -> list[str]:
+        """Every shard edge that is inside of a block, with the nearest degree that cuts none."""
+        if self.scaling == "tensorwise":
+            return []
+        return [*_cut_widths(layout, shape), *(_cut_tokens(layout, shape, seq, self.wgrad))]
+
+    def require_runnable(self, layout: Layout, asynchronous: bool) -> None:
+        """Refuse what can be planned in fp8 and not run."""
+        split = {axis: getattr(layout, axis) for axis in ("tp", "cp", "ep", "etp")}
+        if cut := [f"{axis}={degree}" for axis, degree in split.items() if degree > 1]:
+            raise FivefoldError(
+                f"precision = fp8 with {' '.join(cut)}: maxima are not exchanged over these axes; "
+                "use dp and pp alone, or precision = bf16"
+            )
+        if asynchronous:
+            raise FivefoldError(
+                "precision = fp8 with an asynchronous schedule: weights are rounded once a step, "
+                "and such a schedule has several versions of them; choose another schedule"
+            )
+
+
+def _one_of(key: str, given: str, kind: object) -> str:
+    if key == "fp8" and given in _WITH_STATE:
+        raise FivefoldError(
+            f"fp8 = {given}: scales of earlier steps are a state that checkpoints and resharding "
+            "would have to carry, and values above them saturate; choose tensorwise or blockwise, "
+            "whose scales come from the tensor itself"
+        )
+    if given not in get_args(kind):
+        raise UnknownName(key, given, get_args(kind))
+    return given
+
+
+def _skipped(text: str) -> tuple[int, int]:
+    first, plus, last = text.partition("+")
+    if not (plus and first.isdecimal() and last.isdecimal() and len(text) < 12):
+        raise FivefoldError(
+            f"fp8_skip = {text!r}: give the number of first and of last layers that stay in bf16, "
+            "such as 1+1"
+        )
+    return int(first), int(last)
+
+
+def fp8_of(options: Any) -> Fp8 | None:
+    """How a plan with these options rounds matmuls; None if it does not. In other precisions the
+    keys say nothing, and are refused."""
+    precision, keys = options.precision, {key: getattr(options, key) for key in KEYS}
+    if precision == "fp8":
+        return Fp8.parse(*keys.values())
+    for key, value in keys.items():
+        if value is not None:
+            raise FivefoldError(
+                f"{key} = {value} has no effect with precision = {precision}: add precision = fp8, "
+                "or leave it out"
+            )
+    return None
+
+
+def require_whole_blocks(rounding: Fp8 | None, layout: Layout, shape: Shape, seq: int) -> None:
+    """Refuse a layout that cuts a block."""
+    if rounding is not None and (found := rounding.problems(layout, shape, seq)):
+        raise IllegalLayout(str(layout), found, [])
+
+
+def wider_keys(shape: Shape, layout: Layout) -> dict[str, str]:
+    """What makes a small model wide enough for blocks: widths of one block and a ragged one, and
+    whole blocks where a layout cuts them."""
+    keys = {"width": str(BLOCK * 3 // 2)}
+    if layout.tp > 1:
+        shards = min(layout.tp, shape.kv_heads)
+        keys["head_dim"] = str(-(-BLOCK * shards // shape.kv_heads))
+        keys["ffn"] = str(padded_length(shape.ffn, BLOCK * layout.tp))
+    return keys
+
+
+def wider_seq(shape: Shape, layout: Layout) -> int:
+    """Tokens of a row for such a model: a block and a ragged one, or whole ones for each shard."""
+    chunks = context_split(layout, shape).unit if layout.cp > 1 else 1
+    unit = math.lcm(chunks, layout.cp * (layout.tp if layout.sp else 1))
+    return BLOCK * 5 // 4 if unit == 1 else BLOCK * unit
+
+
+def _cut_widths(layout: Layout, shape: Shape) -> Iterator[str]:
+    """Widths whose shards over tp or etp end inside of a block."""
+    for axis, degree, widths in (
+        ("tp", layout.tp, _tensor_widths(shape)),
+        ("etp", layout.etp, _expert_widths(shape)),
+    ):
+        for name, (width, most) in widths.items():
+            shards = min(degree, most)  # fewer heads than ranks are replicated
+            if shards > 1 and width % (shards * BLOCK):
+                legal = _nearest(degree, partial(_fits, width, most))
+                yield (
+                    f"{axis}={degree} cuts {name} of {width} into shards of {width / shards:g}, "
+                    f"inside of a block of {BLOCK}: {_way_out(axis, legal)}"
+                )
+
+
+def _fits(width: int, most: int, degree: int) -> bool:
+    return not width % (min(degree, most) * BLOCK)
+
+
+def _tensor_widths(shape: Shape) -> dict[str, tuple[int, int]]:
+    """By name: the widths that tp cuts, and into how many shards at most."""
+    heads, many = shape.heads, 1 << 30
+    found: dict[str, tuple[int, int]] = {}
+    if shape.mla is None:
+        found["q"] = (heads * shape.head_dim, many)
+        found["k and v"] = (shape.kv_heads * shape.head_dim, shape.kv_heads)
+    else:
+        found["q"] = (heads * shape.head_dim, many)
+        found["kv_up"] = (heads * (shape.mla.nope_dim + shape.mla.value_dim), many)
+        found["the input of out"] = (heads * shape.mla.value_dim, many)
+    if any(not shape.is_moe_layer(layer) for layer in range(shape.layers)):
+        found["the MLP"] = (shape.ffn, many)
+    if shape.moe is not None and shape.moe.shared:
+        found["shared experts"] = (shape.moe.shared_ffn, many)
+    return found
+
+
+def _expert_widths(shape: Shape) -> dict[str, tuple[int, int]]:
+    return {} if shape.moe is None else {"an expert": (shape.moe.ffn, 1 << 30)}
+
+
+def _cut_tokens(layout: Layout, shape: Shape, seq: int, wgrad: Operands) -> Iterator[str]:
+    """Runs of tokens whose ends are inside of a block of a row, where wgrad has such blocks."""
+    if wgrad == "bf16":
+        return
+
+    def chunks(cp: int) -> int:
+        return context_split(replace(layout, cp=cp), shape).unit if cp > 1 else 1
+
+    if layout.cp > 1 and seq % (chunks(layout.cp) * BLOCK):
+        legal = _nearest(layout.cp, lambda cp: not seq % (chunks(cp) * BLOCK))
+        yield (
+            f"cp={layout.cp} cuts a row of {seq} tokens into chunks of {seq / chunks(layout.cp):g},"
+            f" inside of a block of {BLOCK}: {_way_out('cp', legal)}, the nearest length "
+            f"{padded_length(seq, chunks(layout.cp) * BLOCK)}, or choose fp8_wgrad=bf16, which has "
+            "no blocks of tokens"
+        )
+    if layout.sp and layout.tp > 1 and seq % (layout.cp * layout.tp * BLOCK):
+        legal = _nearest(layout.tp, lambda tp: not seq % (layout.cp * tp * BLOCK))
+        yield (
+            f"sequence parallelism over tp={layout.tp} cuts a row of {seq} tokens into shards of "
+            f"{seq / layout.cp / layout.tp:g}, inside of a block of {BLOCK}: "
+            f"{_way_out('tp', legal)}, the nearest length "
+            f"{padded_length(seq, layout.cp * layout.tp * BLOCK)}, or choose fp8_wgrad=bf16"
+        )
+
+
+def _nearest(degree: int, legal: Callable[[int], bool]) -> int:
+    """The largest legal divisor of a degree; 1 always is."""
+    below = (n for n in range(degree - 1, 1, -1) if not degree % n)
+    return next((n for n in below if legal(n)), 1)
+
+
+def _way_out(axis: str, degree: int) -> str:
+    return f"the nearest legal degree is {axis}={degree}"

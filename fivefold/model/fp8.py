@@ -1,0 +1,175 @@
+"""fp8 operands: values that share a scale, rounded as `docs/fp8.md` defines it.
+
+A matmul here is a · bᵀ: the last dim of both operands is the one it sums over. A tensor that two
+matmuls read along different dims is rounded `Both` ways: by `rows` as it lies, and transposed by
+`columns`. On a GPU one kernel writes both (`model/fp8_kernel.py`), to the same bits.
+
+Legend: B rows of the batch, S tokens of a row, N = B·S, W columns, O outputs, I inputs, G blocks of
+128 along the last dim, T blocks of tokens, P = 128·T.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fivefold.core.fp8 import BLOCK, LARGEST, LEAST_MAXIMUM, Fp8, Fp8Format
+from fivefold.model.flash import is_fake
+from fivefold.model.fp8_operand import ALIGNED, CODES, Both, Operand, as_matrix
+
+OverRanks = Callable[[Tensor], Tensor]
+"""The maximum of a tensor over the ranks that hold a shard of what shares a scale."""
+
+
+class Rounding(Protocol):
+    """Rounds what matmuls read; several tensors are one matrix, column beside column (weights: row
+    below row). Inputs and gradients are (B, S, W)."""
+
+    def tokens(self, parts: Sequence[Tensor], form: Fp8Format, both: bool) -> Both:
+        """Inputs or output gradients of a fused matmul, one microbatch."""
+        ...
+
+    def weights(self, parts: Sequence[Tensor]) -> Both:
+        """The weights of a fused matmul."""
+        ...
+
+    def runs(self, widths: Sequence[int]) -> list[range]:
+        """Which linears of a fused matmul, by their outputs, can be one matrix."""
+        ...
+
+
+def same(maximum: Tensor) -> Tensor:
+    """The maximum where one device holds all."""
+    return maximum
+
+
+def rounding_of(fp8: Fp8, over_ranks: OverRanks = same, of_weights: OverRanks = same) -> Rounding:
+    """How a plan rounds; maxima go over the ranks that share them."""
+    return Blockwise() if fp8.scaling == "blockwise" else Tensorwise(over_ranks, of_weights)
+
+
+class Tensorwise:
+    """One scale for each matrix."""
+
+    def __init__(self, over_ranks: OverRanks = same, of_weights: OverRanks = same) -> None:
+        self.over_ranks, self.of_weights = over_ranks, of_weights
+
+    def runs(self, widths: Sequence[int]) -> list[range]:
+        return [range(len(widths))]
+
+    def tokens(self, parts: Sequence[Tensor], form: Fp8Format, both: bool) -> Both:
+        matrices = [as_matrix(each) for each in parts]
+        maximum = self.over_ranks(_largest(matrices))
+        return _cast(matrices, maximum, form, both, beside=True)
+
+    def weights(self, parts: Sequence[Tensor]) -> Both:
+        maximum = self.of_weights(_largest(parts))
+        return _cast(parts, maximum, "e4m3", True, beside=False)
+
+
+class Blockwise:
+    """One scale for 1 × 128 values of tokens, and for 128 × 128 of weights."""
+
+    def runs(self, widths: Sequence[int]) -> list[range]:
+        """A ragged block is the last of its matrix."""
+        ends = [n + 1 for n, width in enumerate(widths) if width % BLOCK or n == len(widths) - 1]
+        return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+
+    def tokens(self, parts: Sequence[Tensor], form: Fp8Format, both: bool) -> Both:
+        if _has_kernel(parts):
+            from fivefold.model import fp8_kernel  # Triton is there only with CUDA
+
+            return fp8_kernel.round_blocks(parts, form, both)
+        x_BSW = torch.cat([*parts], -1)
+        x_BSW = x_BSW if x_BSW.dim() == 3 else x_BSW[None]
+        return Both(
+            _row_blocks(as_matrix(x_BSW), form), _token_blocks(x_BSW, form) if both else None
+        )
+
+    def weights(self, parts: Sequence[Tensor]) -> Both:
+        if _has_kernel(parts):
+            from fivefold.model import fp8_kernel
+
+            return fp8_kernel.round_squares(parts)
+        weight_OI = torch.cat([*parts])
+        return Both(_square_blocks(weight_OI), _square_blocks(weight_OI.T))
+
+
+def scale_and_factor(maximum: Tensor, form: Fp8Format) -> tuple[Tensor, Tensor]:
+    """What multiplies codes, and what multiplies values, in float32. Torch divides by a tensor, and
+    multiplies by the inverse of a number."""
+    floor = maximum.to(torch.float32).clamp(min=LEAST_MAXIMUM)
+    scale = floor / torch.full_like(floor, LARGEST[form])
+    return scale, torch.ones_like(scale) / scale
+
+
+def to_codes(x: Tensor, factor: Tensor, form: Fp8Format) -> Tensor:
+    """x · factor, in float32 or wider, rounded to float32 and then to fp8."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return (x.to(wide) * factor.to(wide)).to(torch.float32).to(CODES[form])
+
+
+def _has_kernel(parts: Sequence[Tensor]) -> bool:
+    first = parts[0]
+    return first.is_cuda and first.dtype != torch.float64 and not is_fake(first)
+
+
+def _largest(parts: Sequence[Tensor]) -> Tensor:
+    """The largest absolute value of them all, in float32."""
+    if _has_kernel(parts):
+        from fivefold.model import fp8_kernel
+
+        return fp8_kernel.largest(parts)
+    return torch.stack([each.abs().amax() for each in parts]).amax().to(torch.float32)
+
+
+def _cast(
+    parts: Sequence[Tensor], maximum: Tensor, form: Fp8Format, both: bool, beside: bool
+) -> Both:
+    """Matrices `beside` or below one another, with one scale."""
+    if _has_kernel(parts):
+        from fivefold.model import fp8_kernel
+
+        return fp8_kernel.cast(parts, maximum, form, both, beside)
+    scale, factor = scale_and_factor(maximum, form)
+    codes = to_codes(torch.cat([*parts], -1 if beside else 0), factor, form)
+    columns = Operand(codes.T.contiguous(), scale, "tensor") if both else None
+    return Both(Operand(codes, scale, "tensor"), columns)
+
+
+def _row_blocks(x_NW: Tensor, form: Fp8Format) -> Operand:
+    """1 × 128 along the last dim."""
+    x_NGb = _padded(x_NW, 1).unflatten(1, (-1, BLOCK))
+    scale_NG, factor_NG = scale_and_factor(x_NGb.abs().amax(2), form)
+    codes = to_codes(x_NGb, factor_NG[..., None], form).flatten(1)
+    return Operand(codes[:, : x_NW.shape[1]].contiguous(), scale_NG, "row")
+
+
+def _token_blocks(x_BSW: Tensor, form: Fp8Format) -> Operand:
+    """128 tokens of one row and column, transposed; every row is padded to whole blocks."""
+    x_BTbW = _padded(x_BSW, 1).unflatten(1, (-1, BLOCK))
+    scale_BTW, factor_BTW = scale_and_factor(x_BTbW.abs().amax(2), form)
+    codes_BTbW = to_codes(x_BTbW, factor_BTW[:, :, None], form)
+    codes = codes_BTbW.view(torch.uint8).flatten(0, 2).T.contiguous().view(CODES[form])
+    return Operand(codes, scale_BTW.flatten(0, 1).T, "row")
+
+
+def _square_blocks(weight_OI: Tensor) -> Operand:
+    """128 × 128; scales of a row of blocks are padded with zeros to a multiple of 4."""
+    outputs, inputs = weight_OI.shape
+    blocks = _padded(_padded(weight_OI, 0), 1).unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
+    scale, factor = scale_and_factor(blocks.abs().amax((1, 3)), "e4m3")
+    codes = to_codes(blocks, factor[:, None, :, None], "e4m3").flatten(2).flatten(0, 1)
+    scale = F.pad(scale, (0, -scale.shape[1] % ALIGNED))
+    return Operand(codes[:outputs, :inputs].contiguous(), scale, "square")
+
+
+def _padded(x: Tensor, dim: int) -> Tensor:
+    """Zeros to a whole number of blocks along a dim."""
+    missing = -x.shape[dim] % BLOCK
+    after = (x.dim() - 1 - dim) * (0, 0)
+    return F.pad(x, (*after, 0, missing)) if missing else x

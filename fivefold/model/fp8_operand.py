@@ -1,0 +1,44 @@
+"""Operands of fp8 matmuls: codes, and the scales of values that share one."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fivefold.core.fp8 import BLOCK, Fp8Format
+
+CODES: dict[Fp8Format, torch.dtype] = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+ALIGNED = 4  # scales of a row of square blocks are padded to a multiple, as cuBLAS reads them
+Shares = Literal["tensor", "row", "square"]
+
+
+class Operand(NamedTuple):
+    """A matrix in fp8, and its float32 scales: one, (rows, G), or (row blocks, G padded)."""
+
+    codes: Tensor
+    scale: Tensor
+    shares: Shares
+
+    def values(self, dtype: torch.dtype) -> Tensor:
+        """The rounded values."""
+        rows, width = self.codes.shape
+        scale = self.scale
+        if self.shares == "square":
+            scale = scale[:, : -(-width // BLOCK)].repeat_interleave(BLOCK, 0)[:rows]
+        if self.shares != "tensor":
+            scale = scale.repeat_interleave(BLOCK, 1)[:, :width]
+        return self.codes.to(dtype) * scale.to(dtype)
+
+
+class Both(NamedTuple):
+    """A tensor, rounded for one matmul or two."""
+
+    rows: Operand
+    columns: Operand | None
+
+
+def as_matrix(x: Tensor) -> Tensor:
+    """All tokens below one another."""
+    return x.reshape(-1, x.shape[-1])

@@ -1,0 +1,152 @@
+"""The reference's own fp8, from `docs/fp8.md` alone: it shares no code with `model/fp8.py`.
+
+Values that share a scale are cut out one after another and rounded where they are; matmuls are
+those of torch on the rounded values. The batch has all rows of the step, in runs of one microbatch
+of one dp rank.
+
+Legend: R rows of the step, S tokens of a row, W columns, O outputs, I inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from fivefold.core.fp8 import Fp8
+from fivefold.model.attention import Attention
+from fivefold.model.decoder import Block, Decoder
+from fivefold.model.layers import Linear, Mlp
+from fivefold.model.moe import MoeMlp
+
+Codes = dict[tuple[str, str], NDArray[np.uint8]]
+"""By fused matmul and operand: the code of every value, (R, S, W), or of a weight (O, I)."""
+Share = tuple[Any, tuple[int, ...]]
+"""Where values are, and the dims of it over which they share a scale."""
+_SIDE = 128
+_E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+_ENDS = {_E4M3: 448.0, _E5M2: 57344.0}
+
+
+class ReferenceFp8:
+    """Rounds the operands of a plain model's linears, and keeps every code of the step."""
+
+    def __init__(self, fp8: Fp8, rows_in_microbatch: int) -> None:
+        self.fp8, self.rows = fp8, rows_in_microbatch
+        self.tensorwise, self.rounds_wgrad = fp8.scaling == "tensorwise", fp8.wgrad == "fp8"
+        self.of_gradients = _E4M3 if fp8.gradients == "e4m3" else _E5M2
+        self.codes: Codes = {}
+
+    def attach(self, model: Decoder) -> None:
+        """Replace the arithmetic of linears in attention and MLPs."""
+        names = {module: name for name, module in model.named_modules()}
+        last = model.shape.layers - self.fp8.last
+        for block in model.all_blocks():
+            if self.fp8.first <= block.number < last or block.number >= model.shape.layers:
+                self._attach(block, names)
+
+    def _attach(self, block: Block, names: dict[nn.Module, str]) -> None:
+        attention = block.attention
+        mlp = block.mlp.shared if isinstance(block.mlp, MoeMlp) else block.mlp
+        for outer in (attention, mlp):
+            for each in () if outer is None else outer.modules():
+                if isinstance(each, Linear):
+                    each.matmul = partial(self.alone, names[each])
+        if isinstance(attention, Attention):
+            attention.project = partial(self.together, names[attention.q])
+        if isinstance(mlp, Mlp) and mlp.gate is not None:
+            mlp.project = partial(self.together, names[mlp.gate])
+
+    def take(self) -> Codes:
+        """The codes of a step."""
+        found, self.codes = self.codes, {}
+        return found
+
+    def alone(self, name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        (y,) = _Rounded.apply(self, name, x, weight)
+        return y if bias is None else y + bias
+
+    def together(self, name: str, x: Tensor, linears: Sequence[Linear]) -> tuple[Tensor, ...]:
+        outputs = _Rounded.apply(self, name, x, *(each.weight for each in linears))
+        both = zip(outputs, linears, strict=True)
+        return tuple(y if linear.bias is None else y + linear.bias for y, linear in both)
+
+    def by_width(self, key: tuple[str, str], x_RSW: Tensor, widths: Sequence[int]) -> Tensor:
+        """For a matmul that sums over the width: of inputs, or of gradients of so many outputs."""
+        shares = self._microbatches(x_RSW)
+        if not self.tensorwise:
+            shares = (((..., columns), (2,)) for columns in _cuts(widths))
+        return self._rounded(key, x_RSW, shares)
+
+    def by_tokens(self, key: tuple[str, str], x_RSW: Tensor) -> Tensor:
+        """For a matmul that sums over tokens."""
+        shares = self._microbatches(x_RSW)
+        if not self.tensorwise:
+            shares = (((slice(None), tokens), (1,)) for tokens in _cuts([x_RSW.shape[1]]))
+        return self._rounded(key, x_RSW, shares)
+
+    def weight(self, name: str, weight_OI: Tensor, widths: Sequence[int]) -> Tensor:
+        columns = [slice(None)] if self.tensorwise else list(_cuts([weight_OI.shape[1]]))
+        rows = [slice(None)] if self.tensorwise else list(_cuts(widths))
+        shares = (((high, wide), (0, 1)) for high in rows for wide in columns)
+        return self._rounded((name, "weight"), weight_OI, shares)
+
+    def _microbatches(self, x: Tensor) -> Iterator[Share]:
+        starts = range(0, len(x), self.rows)
+        return ((slice(start, start + self.rows), (0, 1, 2)) for start in starts)
+
+    def _rounded(self, key: tuple[str, str], x: Tensor, shares: Iterable[Share]) -> Tensor:
+        """The rounded values; their codes are kept."""
+        kind = self.of_gradients if key[1].startswith("gradient") else _E4M3
+        codes, values = torch.empty_like(x, dtype=kind), torch.empty_like(x)
+        for where, dims in shares:
+            part = x[where]
+            largest = part.abs().amax(dims, keepdim=True).float()
+            largest = torch.maximum(largest, torch.full_like(largest, 2.0**-100))
+            scale = torch.div(largest, torch.full_like(largest, _ENDS[kind]))
+            found = (part * torch.reciprocal(scale).to(x.dtype)).float().to(kind)
+            codes[where] = found
+            values[where] = found.to(x.dtype) * scale.to(x.dtype)
+        self.codes[key] = codes.contiguous().view(torch.uint8).cpu().numpy().copy()
+        return values
+
+
+def _cuts(widths: Sequence[int]) -> Iterator[slice]:
+    """Runs of 128, which begin anew with each width."""
+    begin = 0
+    for width in widths:
+        for start in range(begin, begin + width, _SIDE):
+            yield slice(start, min(start + _SIDE, begin + width))
+        begin += width
+
+
+class _Rounded(torch.autograd.Function):
+    """Linears of one input, and their gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, own: ReferenceFp8, name: str, x: Tensor, *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        widths = [len(each) for each in weights]
+        weight_OI = own.weight(name, torch.cat(weights), widths)
+        ctx.own, ctx.name, ctx.widths = own, name, widths
+        ctx.save_for_backward(x, weight_OI)
+        y = own.by_width((name, "input"), x, [x.shape[2]]) @ weight_OI.T
+        return y.split(widths, 2)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight_OI = ctx.saved_tensors
+        own: ReferenceFp8 = ctx.own
+        grad = torch.cat(gradients, 2)
+        back = own.by_width((ctx.name, "gradient"), grad, ctx.widths) @ weight_OI
+        if own.rounds_wgrad:
+            x = own.by_tokens((ctx.name, "input, by tokens"), x)
+            grad = own.by_tokens((ctx.name, "gradient, by tokens"), grad)
+        of_weights = grad.flatten(0, 1).T @ x.flatten(0, 1)
+        return (None, None, back, *of_weights.split(ctx.widths))
