@@ -73,14 +73,8 @@ class Fp8:
             return []
         return [*_cut_widths(layout, shape), *(_cut_tokens(layout, shape, seq, self.wgrad))]
 
-    def require_runnable(self, layout: Layout, asynchronous: bool) -> None:
+    def require_runnable(self, asynchronous: bool) -> None:
         """Refuse what can be planned in fp8 and not run."""
-        split = {axis: getattr(layout, axis) for axis in ("tp", "cp", "ep", "etp")}
-        if cut := [f"{axis}={degree}" for axis, degree in split.items() if degree > 1]:
-            raise FivefoldError(
-                f"precision = fp8 with {' '.join(cut)}: maxima are not exchanged over these axes; "
-                "use dp and pp alone, or precision = bf16"
-            )
         if asynchronous:
             raise FivefoldError(
                 "precision = fp8 with an asynchronous schedule: weights are rounded once a step, "

@@ -23,7 +23,7 @@ from fivefold.core.schedule import Schedule, channels, twins
 from fivefold.core.splits import ContextSplit
 
 PIPELINE, TWIN, WORLD = "pp", "twin", "world"
-RING, ULYSSES, ROW = "ring", "ulysses", "row"
+RING, ULYSSES, ROW, SCALE = "ring", "ulysses", "row", "scale"
 NEAR, FAR = "ep-near", "ep-far"
 
 
@@ -34,7 +34,7 @@ class Topology:
     `kv_heads` fewer than tp are replicated, `split` cuts a row over the context ranks, experts are
     spread over `ep_nodes` nodes, and a `schedule` says which pipeline ranks send to which. `tied`:
     the first and the last stage share a weight. `experts`: the model has some; `balanced`: the
-    ranks of a row balance them.
+    ranks of a row balance them. `scaled`: ranks of a microbatch share scales of fp8.
     """
 
     layout: Layout
@@ -45,6 +45,7 @@ class Topology:
     tied: bool = False
     experts: bool = False
     balanced: bool = False
+    scaled: bool = False
 
     @classmethod
     def of(cls, plan: Plan) -> Topology:
@@ -59,6 +60,7 @@ class Topology:
             shape.ends_share,
             shape.moe is not None,
             bool(plan.balance),
+            plan.fp8 is not None and plan.fp8.scaling == "tensorwise",
         )
 
     @property
@@ -123,6 +125,15 @@ def _balanced(topology: Topology) -> bool:
     return topology.balanced
 
 
+def _scaled(topology: Topology) -> bool:
+    return topology.scaled
+
+
+def _microbatch(topology: Topology) -> Extent:
+    """The ranks that compute one microbatch of a stage together."""
+    return Extent(topology.layout.tp * topology.layout.cp, 1)
+
+
 def _pipelined(topology: Topology) -> bool:
     return topology.schedule is not None
 
@@ -150,6 +161,7 @@ ROLES = {
     RING: Role("cp", _ring, _always, urgent=True),
     ULYSSES: Role("cp", _ulysses, _always, urgent=True),
     ROW: Role("cp", _axis(ROW), _balanced, urgent=True),
+    SCALE: Role("tp", _microbatch, _scaled, urgent=True),
     PIPELINE: Role("pp", _axis("pp"), _never),  # its messages go between pairs
     TWIN: Role("pp", _axis("pp"), _pipelined),
     "dp-cp": Role("dp", _axis("dp-cp"), _always),

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fivefold.core.fp8 import BLOCK, LARGEST, LEAST_MAXIMUM, Fp8, Fp8Format
 from fivefold.model.flash import is_fake
-from fivefold.model.fp8_operand import ALIGNED, CODES, Both, Operand, as_matrix
+from fivefold.model.fp8_operand import ALIGNED, CODES, Both, Operand
 
 OverRanks = Callable[[Tensor], Tensor]
 """The maximum of a tensor over the ranks that hold a shard of what shares a scale."""
@@ -27,13 +27,29 @@ OverRanks = Callable[[Tensor], Tensor]
 
 class Rounding(Protocol):
     """Rounds what matmuls read; several tensors are one matrix, column beside column (weights: row
-    below row). Inputs and gradients are (B, S, W)."""
+    below row). Tokens are (N, W), in runs of a row; blocks of tokens do not span two runs."""
 
-    def tokens(self, parts: Sequence[Tensor], form: Fp8Format, both: bool) -> Both:
-        """Inputs or output gradients of a fused matmul, one microbatch."""
+    def maximum(self, parts: Sequence[Tensor]) -> Tensor | None:
+        """That of inputs or output gradients of a fused matmul, one microbatch, over all ranks that
+        share it; None if no rank needs to know another's."""
         ...
 
-    def weights(self, parts: Sequence[Tensor]) -> Both:
+    def weight_maximum(self, parts: Sequence[Tensor]) -> Tensor | None:
+        """The same of its weights."""
+        ...
+
+    def tokens(
+        self,
+        parts: Sequence[Tensor],
+        form: Fp8Format,
+        both: bool,
+        run: int,
+        maximum: Tensor | None,
+    ) -> Both:
+        """Inputs or output gradients of a fused matmul."""
+        ...
+
+    def weights(self, parts: Sequence[Tensor], maximum: Tensor | None) -> Both:
         """The weights of a fused matmul."""
         ...
 
@@ -61,13 +77,25 @@ class Tensorwise:
     def runs(self, widths: Sequence[int]) -> list[range]:
         return [range(len(widths))]
 
-    def tokens(self, parts: Sequence[Tensor], form: Fp8Format, both: bool) -> Both:
-        matrices = [as_matrix(each) for each in parts]
-        maximum = self.over_ranks(_largest(matrices))
-        return _cast(matrices, maximum, form, both, beside=True)
+    def maximum(self, parts: Sequence[Tensor]) -> Tensor:
+        return self.over_ranks(_largest(parts))
 
-    def weights(self, parts: Sequence[Tensor]) -> Both:
-        maximum = self.of_weights(_largest(parts))
+    def weight_maximum(self, parts: Sequence[Tensor]) -> Tensor:
+        return self.of_weights(_largest(parts))
+
+    def tokens(
+        self,
+        parts: Sequence[Tensor],
+        form: Fp8Format,
+        both: bool,
+        run: int,
+        maximum: Tensor | None,
+    ) -> Both:
+        assert maximum is not None
+        return _cast(parts, maximum, form, both, beside=True)
+
+    def weights(self, parts: Sequence[Tensor], maximum: Tensor | None) -> Both:
+        assert maximum is not None
         return _cast(parts, maximum, "e4m3", True, beside=False)
 
 
@@ -79,18 +107,29 @@ class Blockwise:
         ends = [n + 1 for n, width in enumerate(widths) if width % BLOCK or n == len(widths) - 1]
         return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
-    def tokens(self, parts: Sequence[Tensor], form: Fp8Format, both: bool) -> Both:
+    def maximum(self, parts: Sequence[Tensor]) -> None:
+        """Every block is on one rank."""
+
+    def weight_maximum(self, parts: Sequence[Tensor]) -> None:
+        """The same."""
+
+    def tokens(
+        self,
+        parts: Sequence[Tensor],
+        form: Fp8Format,
+        both: bool,
+        run: int,
+        maximum: Tensor | None,
+    ) -> Both:
         if _has_kernel(parts):
             from fivefold.model import fp8_kernel  # Triton is there only with CUDA
 
-            return fp8_kernel.round_blocks(parts, form, both)
-        x_BSW = torch.cat([*parts], -1)
-        x_BSW = x_BSW if x_BSW.dim() == 3 else x_BSW[None]
-        return Both(
-            _row_blocks(as_matrix(x_BSW), form), _token_blocks(x_BSW, form) if both else None
-        )
+            return fp8_kernel.round_blocks(parts, form, both, run)
+        x_NW = torch.cat([*parts], -1)
+        columns = _token_blocks(x_NW.unflatten(0, (-1, run)), form) if both else None
+        return Both(_row_blocks(x_NW, form), columns)
 
-    def weights(self, parts: Sequence[Tensor]) -> Both:
+    def weights(self, parts: Sequence[Tensor], maximum: Tensor | None) -> Both:
         if _has_kernel(parts):
             from fivefold.model import fp8_kernel
 

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fivefold.core.fp8 import BLOCK, LARGEST, LEAST_MAXIMUM, Fp8Format
-from fivefold.model.fp8_operand import ALIGNED, CODES, Both, Operand, as_matrix
+from fivefold.model.fp8_operand import ALIGNED, CODES, Both, Operand
 
 _PROGRAMS = 8  # for each multiprocessor, of a maximum: enough loads under way
 _AT_ONCE = 4096  # elements of one load of it
@@ -204,11 +204,10 @@ def cast(
     return Both(Operand(codes.view(kind), scale, "tensor"), columns)
 
 
-def round_blocks(parts: Sequence[Tensor], form: Fp8Format, both: bool) -> Both:
-    """Tokens: 1 × 128 along the width, and if `both` 128 × 1 along the tokens of a row. All parts
-    but the last are whole blocks wide."""
-    matrices = [as_matrix(each).contiguous() for each in parts]
-    seq = parts[0].shape[-2] if parts[0].dim() > 1 else 1
+def round_blocks(parts: Sequence[Tensor], form: Fp8Format, both: bool, seq: int) -> Both:
+    """Tokens: 1 × 128 along the width, and if `both` 128 × 1 along tokens, in runs of `seq`. All
+    parts but the last are whole blocks wide."""
+    matrices = [each.contiguous() for each in parts]
     first, tokens = matrices[0], len(matrices[0])
     width, blocks = sum(each.shape[1] for each in matrices), triton.cdiv(seq, BLOCK)
     all_blocks = tokens // seq * blocks

@@ -21,6 +21,16 @@ class Operand(NamedTuple):
     scale: Tensor
     shares: Shares
 
+    def part(self, number: int, chunks: int) -> Operand:
+        """One chunk of the rows of codes that are not of a weight. Scales keep their order: cuBLAS
+        reads those of one block of columns together."""
+        if chunks == 1:
+            return self
+        scale = self.scale
+        if self.shares == "row":
+            scale = scale.chunk(chunks)[number].T.contiguous().T
+        return Operand(self.codes.chunk(chunks)[number], scale, self.shares)
+
     def values(self, dtype: torch.dtype) -> Tensor:
         """The rounded values."""
         rows, width = self.codes.shape
@@ -37,8 +47,3 @@ class Both(NamedTuple):
 
     rows: Operand
     columns: Operand | None
-
-
-def as_matrix(x: Tensor) -> Tensor:
-    """All tokens below one another."""
-    return x.reshape(-1, x.shape[-1])

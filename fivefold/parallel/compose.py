@@ -18,7 +18,7 @@ from fivefold.core.weights import Weight, WeightShard, by_name, shard_of
 from fivefold.cost.collectives import units_of
 from fivefold.model.batch import TokenBatch, look_ahead
 from fivefold.model.decoder import Decoder, from_config
-from fivefold.model.fp8_linear import RoundedWeights, Watch, round_linears
+from fivefold.model.fp8_linear import RoundedWeights
 from fivefold.model.init import initial_weight
 from fivefold.model.recompute import apply_recompute
 from fivefold.model.regions import Fuse, eager
@@ -27,6 +27,7 @@ from fivefold.parallel.balance import Balancing
 from fivefold.parallel.data import Blocks, DataParallel
 from fivefold.parallel.deferred import GradientQueue
 from fivefold.parallel.flat_unit import FlatUnit, OwnedShard, UnitOptions
+from fivefold.parallel.fp8_maxima import math_of
 from fivefold.parallel.mesh import Mesh, Phase
 from fivefold.parallel.offload import GradientHome
 from fivefold.parallel.pipeline import Pipeline
@@ -152,18 +153,19 @@ def compose(
         on_collective=watch.on_unit,
     )
     balancing = Balancing(plan, mesh)
-    rooms = (balancing.attach, expert.spread, context.split_rows, tensor.split, _recompute)
+    rooms = (_defer, balancing.attach, expert.spread, context.split_rows, tensor.split, _recompute)
 
     def chunk(number: int) -> StageChunk:
         layers = plan.stages[number]
         model = from_config(plan.shape, dtype=dtype, device="meta", layers=layers, fuse=fuse)
         _make_buffers(model, mesh.device)
         queue = GradientQueue() if options.past_autograd else None
-        stage = Stage(number, plan, model, mesh, Phase(), queue, watch.routing, fuse)
-        rounded, units = _round(stage, watch.on_rounded), units_of(plan, number, dtype.itemsize)
+        units, keeps = units_of(plan, number, dtype.itemsize), not plan.gathers_each_time(layers)
+        rounded = RoundedWeights(keeps)
+        math = math_of(plan, mesh, model, rounded, watch.on_rounded)
+        stage = Stage(number, plan, model, mesh, Phase(), queue, watch.routing, fuse, math)
         for apply in rooms:
             apply(stage)
-        keeps = not plan.gathers_each_time(layers)
         kept = replace(options, keeps_weights=keeps, num_uses=model.num_uses())
         data = DataParallel(model, blocks_of(model), units, mesh, kept, fill, stage.phase)
         return StageChunk(number, model, data, queue, rounded)
@@ -177,15 +179,10 @@ def compose(
     return Job(plan, mesh, chunks, pipeline, forwards, balancing, table, shards, watch.on_phase)
 
 
-def _round(stage: Stage, watch: Watch | None) -> RoundedWeights:
-    """Split the backward, whose weight gradients go through the queue; round to fp8."""
+def _defer(stage: Stage) -> None:
+    """Split the backward, whose weight gradients go through the queue."""
     if stage.queue is not None:
         stage.queue.defer(stage.model, stage.fuse)
-    fp8, layout = stage.plan.fp8, stage.plan.layout
-    if fp8 is None:
-        return RoundedWeights()
-    fp8.require_runnable(layout, stage.plan.schedule.asynchronous)
-    return round_linears(stage.model, fp8, put=stage.queue and stage.queue.put, watch=watch)
 
 
 def _recompute(stage: Stage) -> None:

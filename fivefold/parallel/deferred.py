@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from fivefold.model.decoder import Decoder, Embedding
 from fivefold.model.head import Head
 from fivefold.model.layers import Linear, Matmul, Norm, ResidualNorm
+from fivefold.model.linear_math import GradientSink, linear_work
 from fivefold.model.moe import (
     ExpertStack,
     Router,
@@ -33,17 +34,7 @@ from fivefold.model.moe import (
 from fivefold.model.regions import Fuse, ResidualRegion, eager
 
 
-class Sink(Protocol):
-    """Takes the gradients of weights."""
-
-    def add_product(self, weight: Tensor, outputs_NO: Tensor, inputs_NI: Tensor) -> None:
-        """Add outputsᵀ · inputs to the gradient of a weight."""
-
-    def add_gradient(self, weight: Tensor, gradient: Tensor) -> None:
-        """Add to the gradient of a weight."""
-
-
-Work = Callable[[Sink], None]
+Work = Callable[[GradientSink], None]
 """Computes the gradient of one leaf's weights and gives it to the sink."""
 
 
@@ -55,7 +46,7 @@ class GradientQueue:
         self._take: Callable[[Work], None] | None = None
 
     @contextmanager
-    def taking(self, sink: Sink) -> Iterator[None]:
+    def taking(self, sink: GradientSink) -> Iterator[None]:
         """A full backward: each weight gradient is computed where backward passes its leaf."""
         self._take = lambda work: work(sink)
         yield
@@ -69,7 +60,7 @@ class GradientQueue:
         self._take = None
 
     @torch.no_grad()
-    def settle(self, microbatch: int, sink: Sink) -> None:
+    def settle(self, microbatch: int, sink: GradientSink) -> None:
         """The weight gradients of a microbatch; the memory they need is freed one by one."""
         owed = self._owed.pop(microbatch)
         owed.reverse()
@@ -182,16 +173,6 @@ class _Linear(torch.autograd.Function):
         return (grad @ ctx.weight.to(grad.dtype)).to(x.dtype), None, None, None, None
 
 
-def linear_work(
-    weight: nn.Parameter, bias: nn.Parameter | None, grad: Tensor, x: Tensor, sink: Sink
-) -> None:
-    """The gradients of a linear's weight and bias."""
-    grad_NO = grad.reshape(-1, grad.shape[-1])
-    sink.add_product(weight, grad_NO, x.to(grad.dtype).reshape(-1, x.shape[-1]))
-    if bias is not None:
-        sink.add_gradient(bias, grad_NO.sum(0))
-
-
 class _Grouped(torch.autograd.Function):
     """The same linear layer of every expert: rows are sorted by expert, up to its end."""
 
@@ -213,7 +194,7 @@ class _Grouped(torch.autograd.Function):
 
 
 def _grouped_work(
-    weight_EOI: nn.Parameter, grad_MO: Tensor, x_MI: Tensor, ends_E: Tensor, sink: Sink
+    weight_EOI: nn.Parameter, grad_MO: Tensor, x_MI: Tensor, ends_E: Tensor, sink: GradientSink
 ) -> None:
     sink.add_gradient(weight_EOI, grouped_weight_gradient(grad_MO, x_MI, ends_E))
 
@@ -250,7 +231,7 @@ def _scale_work(
     bias: nn.Parameter | None,
     grad: Tensor,
     again: Callable[[], Tensor],
-    sink: Sink,
+    sink: GradientSink,
 ) -> None:
     tokens = tuple(range(grad.dim() - 1))
     with torch.no_grad():
@@ -274,7 +255,7 @@ class _LookUp(torch.autograd.Function):
         return None, None, None
 
 
-def _look_up_work(weight: nn.Parameter, grad: Tensor, tokens: Tensor, sink: Sink) -> None:
+def _look_up_work(weight: nn.Parameter, grad: Tensor, tokens: Tensor, sink: GradientSink) -> None:
     rows = weight.shape[0]
     dense = torch.ops.aten.embedding_dense_backward(grad, tokens, rows, -1, False)
     sink.add_gradient(weight, dense)
@@ -293,5 +274,5 @@ class _Add(torch.autograd.Function):
         return grad, None, None
 
 
-def _add_work(bias: nn.Parameter, grad: Tensor, sink: Sink) -> None:
+def _add_work(bias: nn.Parameter, grad: Tensor, sink: GradientSink) -> None:
     sink.add_gradient(bias, grad.sum(tuple(range(grad.dim() - 1))))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,6 +12,8 @@ from fivefold.core.plan import Plan
 from fivefold.core.schedule import Step
 from fivefold.model.decoder import Decoder
 from fivefold.model.fp8_linear import Watch
+from fivefold.model.layers import Linear
+from fivefold.model.linear_math import LinearMath
 from fivefold.model.regions import Fuse
 from fivefold.parallel.deferred import GradientQueue
 from fivefold.parallel.flat_unit import UnitListener, unheard
@@ -39,6 +41,15 @@ class RehearsalRouting(Protocol):
         ...
 
 
+class MathOf(Protocol):
+    """The arithmetic of linears of one layer that read one input; `copied` outputs may not hold the
+    memory of the others."""
+
+    def __call__(
+        self, layer: int, linears: Sequence[Linear], copied: Sequence[int] = ()
+    ) -> LinearMath: ...
+
+
 @dataclass(frozen=True)
 class Stage:
     """A slice of the model, before its weights are sharded.
@@ -54,6 +65,7 @@ class Stage:
     queue: GradientQueue | None
     routing: RehearsalRouting | None
     fuse: Fuse
+    math: MathOf
 
 
 class ActionObserver:

@@ -29,15 +29,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fivefold.core.plan import Plan
 from fivefold.core.weights import WeightShard
+from fivefold.model.attention import Attention, LatentAttention
 from fivefold.model.batch import NOT_COUNTED
-from fivefold.model.decoder import AddPositions, Embedding, Lookup
+from fivefold.model.decoder import AddPositions, Block, Embedding, Lookup
 from fivefold.model.head import Found, GradientsInForward, Wanted
-from fivefold.model.layers import linear
+from fivefold.model.layers import Linear, linear
+from fivefold.model.linear_math import PLAIN
 from fivefold.model.moe import MoeMlp
 from fivefold.model.regions import Fuse
 from fivefold.parallel.boundary import AxisBoundary
-from fivefold.parallel.columns import SplitMatmuls
+from fivefold.parallel.columns import NOT_SHARED, SharedOutputs, SplitMatmuls
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.stage import Stage
 
@@ -71,25 +74,66 @@ def split(stage: Stage) -> None:
     """Put the collectives around the arithmetic of a decoder whose weights are shards."""
     plan, decoder = stage.plan, stage.model
     boundary = _TensorBoundary(stage.mesh, AXIS, plan.layout.sp, dim=0)
-    matmuls = SplitMatmuls(boundary, stage.queue, plan.options.tp_overlap)
-    add = torch.add if stage.queue is None else stage.queue.add
+    rows = (plan.local_seq, _padding(plan, stage.mesh))
+    matmuls = SplitMatmuls(boundary, stage.queue, plan.options.tp_overlap, *rows)
     for block in decoder.all_blocks():
         block.attention.first_head = boundary.coord * decoder.shape.heads // boundary.size
-        # Experts are another dimension: they work on the tokens that a rank has.
-        routed = isinstance(block.mlp, MoeMlp)
-        mlp, name = (block.mlp.shared, "experts") if routed else (block.mlp, "mlp")
-        repeats = plan.recompute.of(stage.number).repeats
-        keeps = plan.saves_input_shards and not repeats("attention")
-        block.attention.project = partial(matmuls.project_rows, keeps)
-        if mlp is not None:
-            keeps = plan.saves_input_shards and not repeats(name)
-            mlp.project = partial(matmuls.project, keeps)
-        if boundary.size > 1:
-            block.attention.out.matmul = partial(_summed_rows, matmuls.row_linear_of_rows, add)
-        if boundary.size > 1 and mlp is not None:
-            mlp.down.matmul = partial(_summed_rows, matmuls.row_linear, add)
+        _split_block(stage, block, matmuls)
     if boundary.size > 1:
         _split_ends(stage, boundary)
+
+
+def _split_block(stage: Stage, block: Block, matmuls: SplitMatmuls) -> None:
+    """Projections and row-split linears of a block, and in fp8 the linears between them."""
+    plan, attention, number = stage.plan, block.attention, block.number
+    # Experts are another dimension: they work on the tokens that a rank has.
+    routed = isinstance(block.mlp, MoeMlp)
+    mlp, name = (block.mlp.shared, "experts") if routed else (block.mlp, "mlp")
+    repeats = plan.recompute.of(stage.number).repeats
+    keeps = plan.saves_input_shards and not repeats("attention")
+    into, shared = _attention_linears(attention)
+    # Attention saves values, and not what queries and keys come from.
+    math = stage.math(number, into, copied=(2,) if isinstance(attention, Attention) else ())
+    shared = shared if math is not PLAIN else NOT_SHARED
+    attention.project = partial(matmuls.project_rows, keeps, math, shared)
+    backs = [(attention.out, matmuls.row_linear_of_rows)]
+    if mlp is not None:
+        keeps = plan.saves_input_shards and not repeats(name)
+        into = [mlp.up] if mlp.gate is None else [mlp.gate, mlp.up]
+        mlp.project = partial(matmuls.project, keeps, stage.math(number, into), NOT_SHARED)
+        backs.append((mlp.down, matmuls.row_linear))
+    add = torch.add if stage.queue is None else stage.queue.add
+    for linear, sums in backs if matmuls.splits else ():
+        sums = partial(sums, stage.math(number, [linear]))
+        linear.matmul = partial(_summed_rows, sums, add)
+    between = [] if isinstance(attention, Attention) else [attention.q_up, attention.kv_up]
+    alone = [each for each in between if each is not None]
+    alone += [] if matmuls.splits else [linear for linear, _ in backs]
+    for linear in alone:
+        math = stage.math(number, [linear])
+        if math is not PLAIN:
+            linear.matmul = partial(matmuls.alone().linear, math)
+
+
+def _attention_linears(attention: Attention | LatentAttention) -> tuple[list[Linear], SharedOutputs]:
+    """Those that read the input, and which of them several ranks have: key and value heads that are
+    fewer than ranks, and latents."""
+    if isinstance(attention, Attention):
+        linears = [attention.q, attention.k, attention.v]
+        return linears, SharedOutputs("replica", (1, 2))
+    if attention.q_down is not None:
+        return [attention.q_down, attention.kv_down], SharedOutputs(AXIS, (0, 1))
+    assert attention.q is not None, "queries come from the input or from a latent"
+    return [attention.q, attention.kv_down], SharedOutputs(AXIS, (1,))
+
+
+def _padding(plan: Plan, mesh: Mesh) -> Tensor | None:
+    """Which tokens of a row on this rank are padding; None if there is none."""
+    if plan.fp8 is None or plan.padded_seq == plan.batch.seq:
+        return None
+    ranges = plan.split.rank_tokens(plan.padded_seq, plan.layout.coord(mesh.rank).cp)
+    places = [place for each in ranges for place in each]
+    return torch.tensor(places, device=mesh.device) >= plan.batch.seq
 
 
 def _summed_rows(

@@ -108,7 +108,7 @@ def runnable(options: PlanOptions, launched: LauncherEnvironment | None = None) 
     plan = resolve(options)
     weights(plan.shape)  # raises for a model that cannot be built
     if plan.fp8 is not None:
-        plan.fp8.require_runnable(plan.layout, plan.schedule.asynchronous)
+        plan.fp8.require_runnable(plan.schedule.asynchronous)
     if launched is not None:
         plan = refit(plan, launched.world)
     elif plan.layout.world > _MOST_RANKS:

@@ -104,7 +104,7 @@ def runnable(options: PlanOptions) -> Plan:
     plan = resolve(options, small=True)
     weights(plan.shape)  # refuses what cannot be built
     if plan.fp8 is not None:
-        plan.fp8.require_runnable(plan.layout, plan.schedule.asynchronous)
+        plan.fp8.require_runnable(plan.schedule.asynchronous)
     if plan.layout.world > _MOST_RANKS:
         raise FivefoldError(
             f"verify forks a process for every rank, and {plan.layout.world} are too many for one "

@@ -1,80 +1,167 @@
-"""Flips: values that a rank rounds to another fp8 number than the reference."""
+"""Flips: values that a rank rounds to another fp8 number than the reference.
+
+A rank has some tokens of a microbatch and shards of some weights, in an order of its own. What it
+rounds is brought to the order of rows, and compared with that part of the reference's codes; what
+no rank rounds counts as well.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fivefold.core.plan import Plan
+from fivefold.core.weights import Weight, WeightShard, by_name, shard_of
 from fivefold.model.fp8_operand import Both
 from fivefold.verify.fp8_reference import Codes
 
-RankCodes = dict[tuple[str, str], list[NDArray[np.uint8]]]
-"""By fused matmul and operand: codes in the order of microbatches, as the reference has them."""
+CodeArray = NDArray[np.uint8]
+RankCodes = dict[tuple[str, str], list[CodeArray]]
+"""By fused matmul and operand: the codes of microbatches, (B, S, W), or of a weight, (O, I)."""
+_BETWEEN = ("q_up", "kv_up")  # linears that read tokens in the order of rows in any layout
 
 
 class CodeRecord:
-    """Keeps the codes that one rank computes, for rows of `seq` tokens."""
+    """Keeps the codes that one rank computes."""
 
-    def __init__(self, seq: int) -> None:
-        self.seq = seq
+    def __init__(self, plan: Plan, rank: int) -> None:
+        layout = plan.layout
+        self.rows, self.seq = plan.batch.microbatch_size, plan.local_seq
+        self.shards = layout.tp if layout.sp else 1
+        self.chunks = max(1, plan.options.tp_overlap)
+        self.counted = _counted(plan, rank) < plan.batch.seq
         self.codes: RankCodes = {}
+        self.parts: dict[tuple[str, str], list[CodeArray]] = {}
 
-    def note(self, name: str, what: str, rounded: Both) -> None:
-        rows, turned = rounded.rows.codes, rounded.columns
+    def note(self, names: Sequence[str], what: str, rounded: Sequence[Both], run: int) -> None:
+        name = "+".join(names)
         if what == "weight":
-            self._keep(name, what, rows)
-            assert turned is not None
-            self._keep(name, "weight, turned", turned.codes.view(torch.uint8).T)
+            self._keep(name, what, np.concatenate([_bytes(each.rows.codes) for each in rounded]))
+            turned = [_bytes(each.columns.codes).T for each in rounded if each.columns is not None]
+            self._keep(name, "weight, turned", np.concatenate(turned))
             return
-        self._keep(name, what, rows.unflatten(0, (-1, self.seq)))
-        if turned is not None:
-            padded = turned.codes.view(torch.uint8).T.unflatten(0, (len(rows) // self.seq, -1))
-            self._keep(name, f"{what}, by tokens", padded[:, : self.seq])
+        key = (name, what)
+        parts = self.parts.setdefault(key, [])
+        parts.append(np.concatenate([_bytes(each.rows.codes) for each in rounded], axis=1))
+        if sum(map(len, parts)) == self.rows * self.seq:
+            self._keep(*key, self._in_rows(name, np.concatenate(self.parts.pop(key))))
+        columns = [each.columns for each in rounded if each.columns is not None]
+        if columns:
+            runs = self.rows * self.seq // run
+            turned = [_bytes(each.codes).T.reshape(runs, -1, len(each.codes)) for each in columns]
+            whole = np.concatenate(turned, axis=2)[:, :run].reshape(runs * run, -1)
+            self._keep(name, f"{what}, by tokens", self._in_rows(name, whole))
 
     def take(self) -> RankCodes:
         """The codes since the last time."""
         found, self.codes = self.codes, {}
         return found
 
-    def _keep(self, name: str, operand: str, codes: Tensor) -> None:
-        whole = codes.contiguous().view(torch.uint8).cpu().numpy().copy()
+    def _in_rows(self, name: str, codes_NW: CodeArray) -> CodeArray:
+        """Tokens in the order of rows, without padding."""
+        shape = (self.rows, self.seq, codes_NW.shape[1])
+        if self.shards > 1 and not name.endswith(_BETWEEN):
+            by_chunk = codes_NW.reshape(self.chunks, self.shards, -1, shape[2])
+            by_rank = by_chunk.swapaxes(0, 1).reshape(self.shards, self.rows, -1, shape[2])
+            codes_NW = by_rank.swapaxes(0, 1)
+        return codes_NW.reshape(shape)[:, self.counted]
+
+    def _keep(self, name: str, operand: str, codes: CodeArray) -> None:
         known = self.codes.setdefault((name, operand), [])
-        # A forward that runs again in backward rounds the same: only what differs is kept.
-        if not (operand.startswith("input") and any(np.array_equal(whole, one) for one in known)):
-            known.append(whole)
+        # What runs again in backward rounds the same: only what differs is kept.
+        if not any(np.array_equal(codes, one) for one in known):
+            known.append(codes.copy())
 
 
-def count_flips(
-    truth: Codes, ranks: Mapping[int, Sequence[RankCodes]], microbatches: int, rows: int
-) -> int:
-    """Values that a rank rounds differently, by data rank; what no rank rounds counts as a whole.
+def _bytes(codes: Tensor) -> CodeArray:
+    return codes.contiguous().view(torch.uint8).cpu().numpy()
 
-    The reference has the microbatches of all data ranks one after another, of so many rows each.
+
+def _counted(plan: Plan, rank: int) -> NDArray[np.int64]:
+    """The positions of a rank's tokens in their row."""
+    ranges = plan.split.rank_tokens(plan.padded_seq, plan.layout.coord(rank).cp)
+    return np.array([place for each in ranges for place in each])
+
+
+def count_flips(plan: Plan, truth: Codes, ranks: Sequence[RankCodes]) -> int:
+    """Values that a rank rounds differently, and those that no rank rounds.
+
+    The reference has the microbatches of all data ranks one after another.
     """
-    flips, seen = 0, set[tuple[str, str]]()
-    for dp, all_of_rank in ranks.items():
-        for key, found in (pair for codes in all_of_rank for pair in codes.items()):
-            name, operand = key
-            seen.add(key)
-            if operand.startswith("weight"):
-                flips += _differing(np.concatenate(found), truth[name, "weight"])
+    table, flips = by_name(plan.shape), 0
+    missing = {key: np.ones(codes.shape, bool) for key, codes in truth.items()}
+    for rank, of_rank in enumerate(ranks):
+        places = _counted(plan, rank)
+        places = places[places < plan.batch.seq]
+        for (name, operand), found in of_rank.items():
+            cuts = list(_cuts(plan, table, name, rank))
+            key = (name, "weight") if operand.startswith("weight") else (name, operand)
+            if key not in truth:
+                return sum(codes.size for codes in truth.values())
+            if key[1] == "weight":
+                where = np.ix_(_outputs(cuts)[0], _inputs(cuts))
+                flips += _differing(found[-1], truth[key][where])
+                missing[key][where] = False
                 continue
-            parts, rest = divmod(len(found), microbatches)  # of linears that are not one matrix
-            if rest or not parts:
-                flips += truth[key].size
-                continue
-            for number in range(microbatches):
-                mine = np.concatenate(found[number * parts : (number + 1) * parts], axis=-1)
-                start = (number * len(ranks) + dp) * rows
-                flips += _differing(mine, truth[key][start : start + rows])
-    return flips + sum(codes.size for key, codes in truth.items() if key not in seen)
+            mine, columns = np.arange(found[0].shape[2]), _inputs(cuts)
+            if operand.startswith("gradient"):
+                columns, mine = _outputs(cuts, without_copies=True)
+            for one in found:
+                options = [
+                    np.ix_(rows, places, columns) for rows in _microbatches(plan, rank)
+                ]
+                counts = [_differing(one[:, :, mine], truth[key][each]) for each in options]
+                best = int(np.argmin(counts))
+                flips += counts[best]
+                missing[key][options[best]] = False
+    return flips + sum(int(each.sum()) for each in missing.values())
 
 
-def _differing(found: NDArray[np.uint8], truth: NDArray[np.uint8]) -> int:
+def _microbatches(plan: Plan, rank: int) -> Iterator[NDArray[np.int64]]:
+    """Rows of the step in each microbatch of a rank."""
+    size, dp = plan.batch.microbatch_size, plan.layout.coord(rank).dp
+    for number in range(plan.batch.microbatches):
+        start = (number * plan.layout.dp + dp) * size
+        yield np.arange(start, start + size)
+
+
+Cut = tuple[Weight, WeightShard, bool]
+"""A weight, this rank's shard of it, and whether another rank has the sum of its gradients."""
+
+
+def _cuts(plan: Plan, table: Mapping[str, Weight], name: str, rank: int) -> Iterator[Cut]:
+    coord = plan.layout.coord(rank)
+    for linear in name.split("+"):
+        weight = table[f"{linear}.weight"]
+        shard = shard_of(weight, plan.shape, plan.layout, coord)
+        yield weight, shard, coord.tp % shard.copies > 0
+
+
+def _inputs(cuts: Sequence[Cut]) -> NDArray[np.int64]:
+    weight, shard, _ = cuts[0]
+    return np.arange(weight.shape[1]) if shard.dim != 1 else np.arange(shard.start, shard.stop)
+
+
+def _outputs(
+    cuts: Sequence[Cut], without_copies: bool = False
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The outputs of the reference that a rank has, and where it has them."""
+    there, here = list[int](), list[int]()
+    start = local = 0
+    for weight, shard, copied in cuts:
+        rows = range(shard.start, shard.stop) if shard.dim == 0 else range(weight.shape[0])
+        if not (without_copies and copied):
+            there += [start + row for row in rows]
+            here += range(local, local + len(rows))
+        start, local = start + weight.shape[0], local + len(rows)
+    return np.array(there, int), np.array(here, int)
+
+
+def _differing(found: CodeArray, truth: CodeArray) -> int:
     """Codes that differ. A zero has two."""
     if found.shape != truth.shape:
         return truth.size

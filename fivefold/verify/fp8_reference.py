@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fivefold.core.fp8 import Fp8
-from fivefold.model.attention import Attention
 from fivefold.model.decoder import Block, Decoder
-from fivefold.model.layers import Linear, Mlp
+from fivefold.model.layers import Linear
 from fivefold.model.moe import MoeMlp
 
 Codes = dict[tuple[str, str], NDArray[np.uint8]]
-"""By fused matmul and operand: the code of every value, (R, S, W), or of a weight (O, I)."""
+"""By the linears of a fused matmul and operand: the code of every value, (R, S, W), or of a weight
+(O, I)."""
 Share = tuple[Any, tuple[int, ...]]
 """Where values are, and the dims of it over which they share a scale."""
 _SIDE = 128
@@ -51,16 +51,13 @@ class ReferenceFp8:
                 self._attach(block, names)
 
     def _attach(self, block: Block, names: dict[nn.Module, str]) -> None:
-        attention = block.attention
         mlp = block.mlp.shared if isinstance(block.mlp, MoeMlp) else block.mlp
-        for outer in (attention, mlp):
+        for outer in (block.attention, mlp):
+            if outer is not None:
+                outer.project = partial(self.together, names)
             for each in () if outer is None else outer.modules():
                 if isinstance(each, Linear):
                     each.matmul = partial(self.alone, names[each])
-        if isinstance(attention, Attention):
-            attention.project = partial(self.together, names[attention.q])
-        if isinstance(mlp, Mlp) and mlp.gate is not None:
-            mlp.project = partial(self.together, names[mlp.gate])
 
     def take(self) -> Codes:
         """The codes of a step."""
@@ -71,7 +68,10 @@ class ReferenceFp8:
         (y,) = _Rounded.apply(self, name, x, weight)
         return y if bias is None else y + bias
 
-    def together(self, name: str, x: Tensor, linears: Sequence[Linear]) -> tuple[Tensor, ...]:
+    def together(
+        self, names: dict[nn.Module, str], x: Tensor, linears: Sequence[Linear]
+    ) -> tuple[Tensor, ...]:
+        name = "+".join(names[each] for each in linears)
         outputs = _Rounded.apply(self, name, x, *(each.weight for each in linears))
         both = zip(outputs, linears, strict=True)
         return tuple(y if linear.bias is None else y + linear.bias for y, linear in both)

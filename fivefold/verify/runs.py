@@ -136,7 +136,7 @@ def run_rank(worker: Worker, plan: Plan, settings: VerifySettings) -> VerifiedRa
     with worker.joined(plan.layout.world, rank):
         worker.phase("build")
         mesh = Mesh.of(plan, device)
-        phases, record = _Phases(worker), CodeRecord(plan.batch.seq)
+        phases, record = _Phases(worker), CodeRecord(plan, mesh.rank)
         job = compose(
             plan,
             mesh,

@@ -86,16 +86,10 @@ def judge(
 
 
 def _flips(plan: Plan, runs: list[VerifiedRank], truths: list[Truth]) -> int:
-    coords = [plan.layout.coord(rank).dp for rank in range(len(runs))]
-    found = 0
-    for number, truth in enumerate(truths):
-        ranks = {
-            dp: [run.codes[number] for run, coord in zip(runs, coords, strict=True) if coord == dp]
-            for dp in range(plan.layout.dp)
-        }
-        rows, count = plan.batch.microbatch_size, plan.batch.microbatches
-        found += flips.count_flips(truth.codes, ranks, count, rows)
-    return found
+    return sum(
+        flips.count_flips(plan, truth.codes, [run.codes[number] for run in runs])
+        for number, truth in enumerate(truths)
+    )
 
 
 def _narrow_terms(plan: Plan) -> int:

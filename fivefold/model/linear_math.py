@@ -1,0 +1,148 @@
+"""The arithmetic of linears that read one input: forward, input gradient, weight gradients.
+
+`parallel/columns.py` puts collectives between these calls. `PlainMath` multiplies as torch does;
+`model/fp8_linear.py` rounds the operands first.
+
+Legend: M tokens of this rank, N tokens that a matmul reads, I inputs, O outputs of a linear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+Values = Sequence[Tensor]
+Biases = Sequence[Tensor | None]
+
+
+class GradientSink(Protocol):
+    """Takes the gradients of weights."""
+
+    def add_product(self, weight: Tensor, outputs_NO: Tensor, inputs_NI: Tensor) -> None:
+        """Add outputsᵀ · inputs to the gradient of a weight."""
+
+    def add_gradient(self, weight: Tensor, gradient: Tensor) -> None:
+        """Add to the gradient of a weight."""
+
+
+class Sent(NamedTuple):
+    """An input or output gradient on its way to a matmul, before or after a gather. Codes in fp8
+    have a maximum, and values may have one."""
+
+    tensor: Tensor
+    maximum: Tensor | None = None
+    coded: bool = False
+
+    def part(self, number: int, chunks: int) -> Sent:
+        """One chunk of the tokens."""
+        return self if chunks == 1 else self._replace(tensor=self.tensor.chunk(chunks)[number])
+
+
+class LinearMath(Protocol):
+    """`run`: tokens of one row that follow one another. `Any` is what the arithmetic itself made:
+    operands of its matmuls."""
+
+    def send(
+        self, x_MI: Tensor, gradient: bool, gathers: bool, maximum: Tensor | None = None
+    ) -> Sent:
+        """What a gather moves of an input, or of the gradient of one output; the maximum may be
+        known from an earlier time."""
+        ...
+
+    def read(self, sent: Sequence[Sent], run: int, gradient: bool, both: bool) -> Any:
+        """Operands: one input, or gradients of all outputs; `both` if a weight gradient reads them
+        as well."""
+        ...
+
+    def part(self, read: Any, number: int, chunks: int) -> Any:
+        """Operands of one chunk of the tokens."""
+        ...
+
+    def multiply(self, x: Any, weights: Values, biases: Biases, outs: Values | None) -> Values:
+        """The outputs of some tokens, written to `outs` if given."""
+        ...
+
+    def back(
+        self, grads: Any, weights: Values, number: int, chunks: int, out: Tensor | None
+    ) -> Tensor:
+        """The input gradient of one chunk of the tokens."""
+        ...
+
+    def keep(self, x: Any, sent: Sent, run: int) -> tuple[Values, Callable[[Values], Any]]:
+        """Tensors to save for the weight gradients, and how these are read from them. `x` is None
+        if it was read in chunks."""
+        ...
+
+    def works(
+        self, x: Any, grads: Any, weights: Sequence[Any], biases: Sequence[Any]
+    ) -> Sequence[Callable[[GradientSink], None]]:
+        """What computes the gradients of weights and biases."""
+        ...
+
+
+class PlainMath:
+    """In the type of the weights."""
+
+    def send(
+        self, x_MI: Tensor, gradient: bool, gathers: bool, maximum: Tensor | None = None
+    ) -> Sent:
+        return Sent(x_MI)
+
+    def read(self, sent: Sequence[Sent], run: int, gradient: bool, both: bool) -> list[Tensor]:
+        return [each.tensor for each in sent]
+
+    def part(self, read: list[Tensor], number: int, chunks: int) -> list[Tensor]:
+        return [each.chunk(chunks)[number] for each in read]
+
+    def multiply(
+        self, x: list[Tensor], weights: Values, biases: Biases, outs: Values | None
+    ) -> Values:
+        (x_NI,) = x
+        made = outs or [x_NI.new_empty(len(x_NI), len(weight)) for weight in weights]
+        for weight, bias, out in zip(weights, biases, made, strict=True):
+            if bias is None:
+                torch.mm(x_NI, weight.T, out=out)
+            else:
+                torch.addmm(bias, x_NI, weight.T, out=out)
+        return made
+
+    def back(
+        self, grads: list[Tensor], weights: Values, number: int, chunks: int, out: Tensor | None
+    ) -> Tensor:
+        """That of all linears, summed inside of the matmuls."""
+        size = len(grads[0]) // chunks
+        made = grads[0].new_empty(size, weights[0].shape[1]) if out is None else out
+        for first, (gradient, weight) in enumerate(zip(grads, weights, strict=True)):
+            made.addmm_(gradient.chunk(chunks)[number], weight, beta=min(first, 1))
+        return made
+
+    def keep(self, x: Any, sent: Sent, run: int) -> tuple[Values, Callable[[Values], Any]]:
+        return [sent.tensor], list
+
+    def works(
+        self,
+        x: list[Tensor],
+        grads: list[Tensor],
+        weights: Sequence[Any],
+        biases: Sequence[Any],
+    ) -> Sequence[Callable[[GradientSink], None]]:
+        """One for each linear, so that their memory is freed one by one."""
+        each = zip(weights, biases, grads, strict=True)
+        return [partial(linear_work, *one, x[0]) for one in each]
+
+
+def linear_work(
+    weight: Tensor, bias: Tensor | None, grad: Tensor, x: Tensor, sink: GradientSink
+) -> None:
+    """The gradients of a linear's weight and bias."""
+    grad_NO = grad.reshape(-1, grad.shape[-1])
+    sink.add_product(weight, grad_NO, x.to(grad.dtype).reshape(-1, x.shape[-1]))
+    if bias is not None:
+        sink.add_gradient(bias, grad_NO.sum(0))
+
+
+PLAIN = PlainMath()
