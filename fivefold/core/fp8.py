@@ -63,6 +63,12 @@ class Fp8:
         """The key `fp8_skip`."""
         return f"{self.first}+{self.last}"
 
+    @property
+    def gathers_codes(self) -> bool:
+        """Whether gathers of tokens move codes: one rank's scale is every rank's, and no matmul
+        reads anything else."""
+        return self.scaling == "tensorwise" and self.wgrad == "fp8"
+
     def rounds(self, layer: int, layers: int) -> bool:
         """Whether the matmuls of a layer are rounded; those of multi-token prediction always."""
         return layer >= layers or self.first <= layer < layers - self.last
@@ -119,10 +125,22 @@ def fp8_of(options: Any) -> Fp8 | None:
     return None
 
 
-def require_whole_blocks(rounding: Fp8 | None, layout: Layout, shape: Shape, seq: int) -> None:
-    """Refuse a layout that cuts a block."""
-    if rounding is not None and (found := rounding.problems(layout, shape, seq)):
+def require_whole_blocks(
+    rounding: Fp8 | None, layout: Layout, shape: Shape, seq: int, rows: int = 1, overlap: int = 1
+) -> None:
+    """Refuse a layout that cuts a block, and chunks of a microbatch of so many rows that do."""
+    if rounding is None:
+        return
+    if found := rounding.problems(layout, shape, seq):
         raise IllegalLayout(str(layout), found, [])
+    blocks = rows * seq // (layout.cp * layout.tp * BLOCK)  # of a rank's tokens
+    by_tokens = rounding.scaling == "blockwise" and rounding.wgrad == "fp8"
+    if by_tokens and layout.sp and layout.tp > 1 and overlap > 1 and blocks % overlap:
+        near = next(n for n in range(min(overlap, blocks), 0, -1) if not blocks % n)
+        raise FivefoldError(
+            f"tp_overlap {overlap}: so many chunks cut the {blocks * BLOCK} tokens of a rank "
+            f"inside of a block of {BLOCK}; the next smaller number that does not is {near}"
+        )
 
 
 def wider_keys(shape: Shape, layout: Layout) -> dict[str, str]:
@@ -133,6 +151,10 @@ def wider_keys(shape: Shape, layout: Layout) -> dict[str, str]:
         shards = min(layout.tp, shape.kv_heads)
         keys["head_dim"] = str(-(-BLOCK * shards // shape.kv_heads))
         keys["ffn"] = str(padded_length(shape.ffn, BLOCK * layout.tp))
+    if layout.tp > 1 and shape.moe is not None and shape.moe.shared:
+        keys["moe.shared_ffn"] = str(padded_length(shape.moe.shared_ffn, BLOCK * layout.tp))
+    if layout.etp > 1 and shape.moe is not None:
+        keys["moe.ffn"] = str(padded_length(shape.moe.ffn, BLOCK * layout.etp))
     return keys
 
 

@@ -244,9 +244,10 @@ def resolve(options: PlanOptions, *, small: bool = False) -> Plan:
         notes.append(f"raised to {shape.layers} layers, one for each stage of the pipeline")
     seq = _default_seq(layout, shape, small) if options.seq is None else options.seq
     legality.check(layout, shape, **job_of(options, family, seq))
-    require_whole_blocks(fp8_of(options), layout, shape, seq)
     batch = _batch(options, family, layout, seq)
     legality.check_tensor_keys(layout, shape, batch, options.tp_keep, options.tp_overlap)
+    chunks = (batch.microbatch_size, options.tp_overlap)
+    require_whole_blocks(fp8_of(options), layout, shape, seq, *chunks)
     text = options.stage_layers
     given = None if text is None else splits.parse_stage_layers(text)
     if family.name == AUTO and layout.pp > 1:

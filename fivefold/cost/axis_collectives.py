@@ -19,11 +19,14 @@ from fivefold.core.recompute import Recompute
 from fivefold.core.schedule import needed, sent
 from fivefold.core.units import Unit
 from fivefold.cost.layer_collectives import (
+    MAXIMUM,
     CountedCollective,
     LayerJob,
     balance_layer,
     context_layer,
     expert_layer,
+    fp8_layer,
+    fused_matmuls,
     tensor_ends,
     tensor_layer,
 )
@@ -39,13 +42,20 @@ _SENT: dict[str, Callable[[int], float]] = {
 }
 # What is in the buffers, by kind and axis; a message is listed once, as a send.
 PAYLOADS: dict[tuple[str, str], str] = {
-    ("all_reduce", "tp"): "sums of split matmuls, without sequence parallelism; the loss; norms",
+    (
+        "all_reduce",
+        "tp",
+    ): "sums of split matmuls, without sequence parallelism; the loss; norms; maxima in fp8",
     ("all_reduce", "etp"): "results of experts sharded in width, without sequence parallelism",
     ("all_reduce", "dp-cp"): "gradients with ZeRO-0; the number of tokens of a step",
     ("all_reduce", "edp"): "gradients of experts with ZeRO-0",
     ("all_reduce", "replicate"): "shards of gradients, over the replicas of dp=RxS",
-    ("all_reduce", "replica"): "gradients of KV heads that several tp ranks have",
+    (
+        "all_reduce",
+        "replica",
+    ): "gradients of KV heads that several tp ranks have; in fp8 also of their outputs",
     ("all_reduce", "row"): "how many tokens of a row each expert was given, for balancing losses",
+    ("all_reduce", "scale"): "maxima of inputs and gradients that share a scale in fp8",
     ("all_reduce", "twin"): "gradients of weights that are on two stages",
     ("all_reduce", "world"): "loss and squared gradient norm, once a step",
     ("all_gather", "tp"): "tokens before split matmuls, with sequence parallelism",
@@ -111,7 +121,22 @@ def tensor_collectives(plan: Plan, chunk: RankChunk, itemsize: int) -> Counter[C
     issued = counted(tensor_ends(job, lookups, losses), chunk.num_microbatches)
     for kind, times in layer_counts(plan, chunk).items():
         issued += counted(tensor_layer(job, *kind), times)
-    return issued
+        if job.fp8 is not None and kind.rounded:
+            issued += counted(fp8_layer(job, job.fp8, kind.moe), times)
+    return issued + _weight_maxima(plan, chunk)
+
+
+def _weight_maxima(plan: Plan, chunk: RankChunk) -> Counter[Collective]:
+    """Tensorwise, an all-reduce of the maximum of each fused matmul's weight, once a step."""
+    fp8, tp = plan.fp8, plan.layout.tp
+    if fp8 is None or fp8.scaling != "tensorwise" or tp == 1:
+        return Counter()
+    count = sum(
+        times // chunk.num_microbatches * sum(fused_matmuls(plan.shape, kind.moe).values())
+        for kind, times in layer_counts(plan, chunk).items()
+        if kind.rounded
+    )
+    return Counter({Collective("tp", "all_reduce", MAXIMUM, tp): count})
 
 
 def context_collectives(plan: Plan, chunk: RankChunk, itemsize: int) -> Counter[Collective]:
@@ -145,15 +170,21 @@ class _LayerPlace(NamedTuple):
 
     moe: bool
     ends_segment: int  # 1: the last of those that are computed again together
+    rounded: bool  # to fp8
 
 
 def layer_counts(plan: Plan, chunk: RankChunk) -> Counter[_LayerPlace]:
     """How often a chunk runs layers of each kind in a step."""
+    fp8, layers = plan.fp8, plan.shape.layers
     return Counter(
         {
             place: count * chunk.num_microbatches
             for place, count in Counter(
-                _LayerPlace(plan.shape.is_moe_layer(layer), int(layer == segment[-1]))
+                _LayerPlace(
+                    plan.shape.is_moe_layer(layer),
+                    int(layer == segment[-1]),
+                    fp8 is not None and fp8.rounds(layer, layers),
+                )
                 for segment in segments_of(plan, chunk)
                 for layer in segment
             ).items()

@@ -20,12 +20,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fivefold.core.balance import Balance
+from fivefold.core.fp8 import Fp8
 from fivefold.core.plan import Plan
 from fivefold.core.recompute import MODULES, Module, Recompute
 from fivefold.core.shape import Moe, Shape
 
 Number = Any  # an integer, or an array of many
 _SUMMED = 4  # bytes: losses and partial gradients are reduced in float32 or wider
+MAXIMUM = 4  # bytes: that of values which share a scale in fp8
 COUNT = 8  # bytes: a token count is float64, the index of an expert int64
 UNEVEN_AXES = ("ep", "ep-near", "ep-far")  # whose bytes are known only for the whole ep group
 
@@ -92,6 +94,7 @@ class LayerJob:
     tp_chunks: Number = 1  # in which tensor collectives of layers are issued
     balance: tuple[Balance, ...] = ()
     row_seq: Number = 0  # tokens of a row without padding
+    fp8: Fp8 | None = None
 
     @classmethod
     def of(cls, plan: Plan, recompute: Recompute, itemsize: int) -> LayerJob:
@@ -117,6 +120,7 @@ class LayerJob:
             tp_chunks=max(1, plan.options.tp_overlap),
             balance=plan.balance,
             row_seq=plan.batch.seq,
+            fp8=plan.fp8,
         )
 
     @property
@@ -169,8 +173,10 @@ def _blocks(shape: Shape, moe: bool, ends_segment: Number) -> Iterator[_Block]:
         yield _Block("experts", 0)
 
 
-def tensor_layer(job: LayerJob, moe: bool, ends_segment: Number) -> Iterator[CountedCollective]:
-    """The tp axis.
+def tensor_layer(
+    job: LayerJob, moe: bool, ends_segment: Number, rounded: bool = False
+) -> Iterator[CountedCollective]:
+    """The tp axis; of a layer that is `rounded` to fp8, all-gathers may move codes.
 
     With sequence parallelism: all-gathers of A/tp before attention and MLP, reduce-scatters of A
     after them, and the mirror of each in backward. Without it: all-reduces of A after them in
@@ -180,6 +186,7 @@ def tensor_layer(job: LayerJob, moe: bool, ends_segment: Number) -> Iterator[Cou
     are issued in chunks.
     """
     split, size = where(job.tp > 1, job.tp_chunks, 0), job.activations // job.tp_chunks
+    narrow = job.itemsize if rounded and job.fp8 is not None and job.fp8.gathers_codes else 1
     for block in _blocks(job.shape, moe, ends_segment):
         repeated = job.repeats[block.module]
         kept_shard = where(repeated > 0, 0, job.keeps_shards)
@@ -189,7 +196,7 @@ def tensor_layer(job: LayerJob, moe: bool, ends_segment: Number) -> Iterator[Cou
         yield CountedCollective(
             "tp",
             "all_gather",
-            size // job.tp,
+            size // job.tp // narrow,
             job.tp,
             with_sp,
             with_sp * (1 + kept_shard),
@@ -200,6 +207,39 @@ def tensor_layer(job: LayerJob, moe: bool, ends_segment: Number) -> Iterator[Cou
             yield CountedCollective(
                 "tp", kind, size, job.tp, used, used, used * summed_again, block.module
             )
+
+
+def fused_matmuls(shape: Shape, moe: bool) -> dict[Module, int]:
+    """How many matmuls of a layer are rounded, those of one input as one."""
+    inside = 0 if shape.mla is None else 1 + (shape.mla.q_rank is not None)
+    found: dict[Module, int] = {"attention": 2 + inside}
+    if not moe or shape.moe is None:
+        return {**found, "mlp": 2}
+    return {**found, "experts": 2} if shape.moe.shared else found
+
+
+def fp8_layer(job: LayerJob, fp8: Fp8, moe: bool) -> Iterator[CountedCollective]:
+    """What only fp8 issues.
+
+    Tensorwise, an all-reduce over tp · cp of the maximum of each input, and in backward of each
+    output gradient; recomputation repeats the former. Outputs that several tp ranks compute for
+    heads of their own (replicated KV heads, latents): an all-reduce of their gradients.
+    """
+    ranks = job.tp * job.inner * job.outer
+    scaled = where(ranks > 1, int(fp8.scaling == "tensorwise"), 0)
+    for module, count in fused_matmuls(job.shape, moe).items():
+        times = scaled * count
+        yield CountedCollective(
+            "scale", "all_reduce", MAXIMUM, ranks, times, times, times * job.repeats[module]
+        )
+    mla, tokens = job.shape.mla, job.tokens * job.itemsize
+    if mla is not None:
+        size = tokens * ((mla.q_rank or 0) + mla.kv_rank + mla.rope_dim)
+        yield CountedCollective("tp", "all_reduce", size, job.tp, 0, where(job.tp > 1, 1, 0))
+        return
+    copies = job.tp // job.shape.kv_heads
+    size = tokens * 2 * job.shape.head_dim
+    yield CountedCollective("replica", "all_reduce", size, copies, 0, where(copies > 1, 1, 0))
 
 
 def tensor_ends(job: LayerJob, lookups: Number, losses: Number) -> Iterator[CountedCollective]:

@@ -78,7 +78,7 @@ class FusedLinears:
     ) -> Sent:
         if maximum is None:
             maximum = self.rounding.maximum([x_MI])
-        if maximum is None or not (gathers and self.rounds_wgrad):
+        if maximum is None or not (gathers and self.fp8.gathers_codes):
             return Sent(x_MI, maximum)
         rounded = self.rounding.tokens([x_MI], self._form(gradient), False, 0, maximum)
         return Sent(rounded.rows.codes.view(torch.uint8), maximum, coded=True)

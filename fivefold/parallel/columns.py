@@ -111,9 +111,7 @@ class SplitMatmuls:
         rows = call[-2].shape[0]
         return [self._to_rows(each, rows) for each in self.project(*call)]
 
-    def linear(
-        self, math: LinearMath, x: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> Tensor:
+    def linear(self, math: LinearMath, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """A linear that is not split."""
         call = _Call(math, torch.is_grad_enabled(), None, NOT_SHARED)
         (y_NO,) = _Project.apply(x, self, call, weight, bias)
@@ -351,9 +349,7 @@ class _SumOfRows(torch.autograd.Function):
         return back_NI, None, None, None
 
 
-def _input_gradient(
-    math: LinearMath, grads: Any, weights: Sequence[Tensor], *part: Any
-) -> Tensor:
+def _input_gradient(math: LinearMath, grads: Any, weights: Sequence[Tensor], *part: Any) -> Tensor:
     return math.back(grads, weights, *part)
 
 

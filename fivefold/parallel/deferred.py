@@ -33,7 +33,6 @@ from fivefold.model.moe import (
 )
 from fivefold.model.regions import Fuse, ResidualRegion, eager
 
-
 Work = Callable[[GradientSink], None]
 """Computes the gradient of one leaf's weights and gives it to the sink."""
 

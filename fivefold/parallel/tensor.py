@@ -103,19 +103,21 @@ def _split_block(stage: Stage, block: Block, matmuls: SplitMatmuls) -> None:
         mlp.project = partial(matmuls.project, keeps, stage.math(number, into), NOT_SHARED)
         backs.append((mlp.down, matmuls.row_linear))
     add = torch.add if stage.queue is None else stage.queue.add
-    for linear, sums in backs if matmuls.splits else ():
-        sums = partial(sums, stage.math(number, [linear]))
-        linear.matmul = partial(_summed_rows, sums, add)
+    for last, sums in backs if matmuls.splits else ():
+        sums = partial(sums, stage.math(number, [last]))
+        last.matmul = partial(_summed_rows, sums, add)
     between = [] if isinstance(attention, Attention) else [attention.q_up, attention.kv_up]
     alone = [each for each in between if each is not None]
-    alone += [] if matmuls.splits else [linear for linear, _ in backs]
-    for linear in alone:
-        math = stage.math(number, [linear])
+    alone += [] if matmuls.splits else [last for last, _ in backs]
+    for each in alone:
+        math = stage.math(number, [each])
         if math is not PLAIN:
-            linear.matmul = partial(matmuls.alone().linear, math)
+            each.matmul = partial(matmuls.alone().linear, math)
 
 
-def _attention_linears(attention: Attention | LatentAttention) -> tuple[list[Linear], SharedOutputs]:
+def _attention_linears(
+    attention: Attention | LatentAttention,
+) -> tuple[list[Linear], SharedOutputs]:
     """Those that read the input, and which of them several ranks have: key and value heads that are
     fewer than ranks, and latents."""
     if isinstance(attention, Attention):

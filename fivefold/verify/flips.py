@@ -8,6 +8,7 @@ no rank rounds counts as well.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from fivefold.core.plan import Plan
 from fivefold.core.weights import Weight, WeightShard, by_name, shard_of
 from fivefold.model.fp8_operand import Both
-from fivefold.verify.fp8_reference import Codes
+from fivefold.verify.fp8_reference import Codes, RoundedCodes
 
 CodeArray = NDArray[np.uint8]
 RankCodes = dict[tuple[str, str], list[CodeArray]]
@@ -51,9 +52,11 @@ class CodeRecord:
             self._keep(*key, self._in_rows(name, np.concatenate(self.parts.pop(key))))
         columns = [each.columns for each in rounded if each.columns is not None]
         if columns:
-            runs = self.rows * self.seq // run
-            turned = [_bytes(each.codes).T.reshape(runs, -1, len(each.codes)) for each in columns]
-            whole = np.concatenate(turned, axis=2)[:, :run].reshape(runs * run, -1)
+            whole = np.concatenate([_bytes(each.codes) for each in columns]).T
+            tokens = self.rows * self.seq
+            if len(whole) > tokens:  # every run is padded to whole blocks
+                by_run = whole.reshape(tokens // run, -1, whole.shape[1])
+                whole = by_run[:, :run].reshape(tokens, -1)
             self._keep(name, f"{what}, by tokens", self._in_rows(name, whole))
 
     def take(self) -> RankCodes:
@@ -93,7 +96,7 @@ def count_flips(plan: Plan, truth: Codes, ranks: Sequence[RankCodes]) -> int:
     The reference has the microbatches of all data ranks one after another.
     """
     table, flips = by_name(plan.shape), 0
-    missing = {key: np.ones(codes.shape, bool) for key, codes in truth.items()}
+    missing = {key: np.ones(one.codes.shape, bool) for key, one in truth.items()}
     for rank, of_rank in enumerate(ranks):
         places = _counted(plan, rank)
         places = places[places < plan.batch.seq]
@@ -101,20 +104,18 @@ def count_flips(plan: Plan, truth: Codes, ranks: Sequence[RankCodes]) -> int:
             cuts = list(_cuts(plan, table, name, rank))
             key = (name, "weight") if operand.startswith("weight") else (name, operand)
             if key not in truth:
-                return sum(codes.size for codes in truth.values())
+                return sum(one.codes.size for one in truth.values())
             if key[1] == "weight":
                 where = np.ix_(_outputs(cuts)[0], _inputs(cuts))
-                flips += _differing(found[-1], truth[key][where])
+                flips += _differing(found[-1], truth[key], where)
                 missing[key][where] = False
                 continue
             mine, columns = np.arange(found[0].shape[2]), _inputs(cuts)
             if operand.startswith("gradient"):
                 columns, mine = _outputs(cuts, without_copies=True)
             for one in found:
-                options = [
-                    np.ix_(rows, places, columns) for rows in _microbatches(plan, rank)
-                ]
-                counts = [_differing(one[:, :, mine], truth[key][each]) for each in options]
+                options = [np.ix_(rows, places, columns) for rows in _microbatches(plan, rank)]
+                counts = [_differing(one[:, :, mine], truth[key], each) for each in options]
                 best = int(np.argmin(counts))
                 flips += counts[best]
                 missing[key][options[best]] = False
@@ -161,9 +162,10 @@ def _outputs(
     return np.array(there, int), np.array(here, int)
 
 
-def _differing(found: CodeArray, truth: CodeArray) -> int:
+def _differing(found: CodeArray, truth: RoundedCodes, where: Any) -> int:
     """Codes that differ. A zero has two."""
-    if found.shape != truth.shape:
-        return truth.size
-    zero = ((found & 0x7F) == 0) & ((truth & 0x7F) == 0)
-    return int(((found != truth) & ~zero).sum())
+    wanted, noise = truth.codes[where], truth.noise[where]
+    if found.shape != wanted.shape:
+        return wanted.size
+    zero = ((found & 0x7F) == 0) & ((wanted & 0x7F) == 0)
+    return int(((found != wanted) & ~zero & ~noise).sum())

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,12 +23,22 @@ from fivefold.model.decoder import Block, Decoder
 from fivefold.model.layers import Linear
 from fivefold.model.moe import MoeMlp
 
-Codes = dict[tuple[str, str], NDArray[np.uint8]]
-"""By the linears of a fused matmul and operand: the code of every value, (R, S, W), or of a weight
-(O, I)."""
+
+class RoundedCodes(NamedTuple):
+    """The code of every value, (R, S, W), or of a weight (O, I). `noise`: of values that share a
+    scale and are all zero, but for errors of float64 sums; two orders of a sum have no digit of
+    them in common."""
+
+    codes: NDArray[np.uint8]
+    noise: NDArray[np.bool_]
+
+
+Codes = dict[tuple[str, str], RoundedCodes]
+"""By the linears of a fused matmul and operand."""
 Share = tuple[Any, tuple[int, ...]]
 """Where values are, and the dims of it over which they share a scale."""
 _SIDE = 128
+_NOISE = 2.0**-44  # of the largest value of a tensor: 512 errors of float64
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 _ENDS = {_E4M3: 448.0, _E5M2: 57344.0}
 
@@ -104,15 +114,17 @@ class ReferenceFp8:
         """The rounded values; their codes are kept."""
         kind = self.of_gradients if key[1].startswith("gradient") else _E4M3
         codes, values = torch.empty_like(x, dtype=kind), torch.empty_like(x)
+        noise, least = torch.empty_like(x, dtype=torch.bool), x.abs().max() * _NOISE
         for where, dims in shares:
             part = x[where]
             largest = part.abs().amax(dims, keepdim=True).float()
             largest = torch.maximum(largest, torch.full_like(largest, 2.0**-100))
             scale = torch.div(largest, torch.full_like(largest, _ENDS[kind]))
             found = (part * torch.reciprocal(scale).to(x.dtype)).float().to(kind)
-            codes[where] = found
+            codes[where], noise[where] = found, largest <= least
             values[where] = found.to(x.dtype) * scale.to(x.dtype)
-        self.codes[key] = codes.contiguous().view(torch.uint8).cpu().numpy().copy()
+        as_bytes = codes.contiguous().view(torch.uint8).cpu().numpy().copy()
+        self.codes[key] = RoundedCodes(as_bytes, noise.cpu().numpy())
         return values
 
 
