@@ -17,10 +17,12 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 TOKENS = 8192
 # Outputs and inputs of the fused matmuls of a layer of Llama-3.1-8B.
@@ -59,29 +61,41 @@ def timed(call: Callable[[], object]) -> float | str:
 
 def of_shape(widths: tuple[int, ...], inputs: int) -> Iterator[tuple[str, float | str]]:
     """bf16, tensorwise and blockwise: each matmul, each rounding, and all of a linear together."""
-    from fivefold.core.fp8 import Fp8
-    from fivefold.model.fp8 import rounding_of
+    from fivefold.core.fp8 import Fp8, Fp8Format
+    from fivefold.core.groups import Topology
+    from fivefold.core.layout import Layout
+    from fivefold.model.fp8 import Rounding, rounding_of
     from fivefold.model.fp8_linear import FusedLinears, RoundedWeights
     from fivefold.model.fp8_matmul import scaled_matmul
+    from fivefold.model.fp8_operand import Both
+    from fivefold.parallel.boundary import AxisBoundary
+    from fivefold.parallel.columns import NOT_SHARED, SplitMatmuls
+    from fivefold.parallel.mesh import Mesh
 
+    mesh = Mesh(Topology(Layout()), torch.device("cuda"))
+    one_device: Any = SplitMatmuls(AxisBoundary(mesh, "tp", False, 0), None, 1, row=TOKENS)
     outputs = sum(widths)
-    x = torch.randn(1, TOKENS, inputs, device="cuda").bfloat16()
-    grads = [torch.randn(1, TOKENS, width, device="cuda").bfloat16() for width in widths]
+    x = torch.randn(TOKENS, inputs, device="cuda").bfloat16()
+    grads = [torch.randn(TOKENS, width, device="cuda").bfloat16() for width in widths]
     weights = [torch.randn(width, inputs, device="cuda").bfloat16() * 0.02 for width in widths]
-    whole, grad = torch.cat(weights), torch.cat(grads, -1)[0]
+    whole, grad = torch.cat(weights), torch.cat(grads, -1)
     yield "bf16 forward", timed(lambda: F.linear(x, whole))
     yield "bf16 dgrad", timed(lambda: grad @ whole)
-    yield "bf16 wgrad", timed(lambda: grad.T @ x[0])
+    yield "bf16 wgrad", timed(lambda: grad.T @ x)
     for fp8 in (Fp8(), Fp8.parse("blockwise")):
         name, rounding = fp8.scaling, rounding_of(fp8)
-        yield f"{name} round input", timed(lambda r=rounding: r.tokens([x], "e4m3", True))
-        yield (
-            f"{name} round gradient",
-            timed(lambda r=rounding, f=fp8: r.tokens(grads, f.gradients, True)),
-        )
-        yield f"{name} round weight", timed(lambda r=rounding: r.weights(weights))
-        of_x, of_weight = rounding.tokens([x], "e4m3", True), rounding.weights(weights)
-        of_grad = rounding.tokens(grads, fp8.gradients, True)
+
+        def tokens(parts: list[Tensor], form: Fp8Format, r: Rounding = rounding) -> Both:
+            return r.tokens(parts, form, True, TOKENS, r.maximum(parts))
+
+        def of_weights(r: Rounding = rounding) -> Both:
+            return r.weights(weights, r.weight_maximum(weights))
+
+        form = fp8.gradients
+        yield f"{name} round input", timed(lambda t=tokens: t([x], "e4m3"))
+        yield f"{name} round gradient", timed(lambda t=tokens, f=form: t(grads, f))
+        yield f"{name} round weight", timed(of_weights)
+        of_x, of_weight, of_grad = tokens([x], "e4m3"), of_weights(), tokens(grads, form)
         for kind, a, b in (
             ("forward", of_x.rows, of_weight.rows),
             ("dgrad", of_grad.rows, of_weight.columns),
@@ -94,12 +108,12 @@ def of_shape(widths: tuple[int, ...], inputs: int) -> Iterator[tuple[str, float 
                 if isinstance(took, float):
                     rate = 2e-9 * TOKENS * outputs * inputs / took
                     yield f"{name} {kind}{' fast' if fast else ''} TFLOP/s", round(rate)
-        kept = RoundedWeights()
-        fused = FusedLinears("one", fp8, rounding, kept)
+        math = FusedLinears(["one"], fp8, rounding, RoundedWeights())
         leaves = [x.detach().requires_grad_(), *(w.detach().requires_grad_() for w in weights)]
 
-        def both_ways(fused: FusedLinears = fused, leaves: list[Any] = leaves) -> None:
-            found = fused.outputs(leaves[0], leaves[1:], [None] * len(widths))
+        def both_ways(math: FusedLinears = math, leaves: list[Any] = leaves) -> None:
+            linears = [SimpleNamespace(weight=each, bias=None) for each in leaves[1:]]
+            found = one_device.project(False, math, NOT_SHARED, leaves[0], linears)
             torch.autograd.grad(found, leaves, grads)
 
         yield f"{name} forward and backward, weights rounded", timed(both_ways)

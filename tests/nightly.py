@@ -62,6 +62,7 @@ TOGETHER = (
     table("combinations", "covering"),
     table("choices", "first_choices"),
     table("recompute", "recomputed"),
+    table("fp8", "fp8_layouts"),
     table("contexts", "contexts"),
     table("pipelines", "pipelines"),
     table("layouts", "sweep"),

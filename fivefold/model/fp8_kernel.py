@@ -21,9 +21,11 @@ from torch import Tensor
 from fivefold.core.fp8 import BLOCK, LARGEST, LEAST_MAXIMUM, Fp8Format
 from fivefold.model.fp8_operand import ALIGNED, CODES, Both, Operand
 
+# The fastest on an H200 (`benchmarks/fp8.py tiles`).
 _PROGRAMS = 8  # for each multiprocessor, of a maximum: enough loads under way
-_AT_ONCE = 4096  # elements of one load of it
-_ROWS, _COLUMNS = 128, 64  # of a cast: both stores write 64 bytes or more at once
+_AT_ONCE = 2048  # elements of one load of it
+_ROWS, _COLUMNS = 64, 128  # of a cast: both stores write 64 bytes or more at once
+_WARPS = 4
 
 
 @triton.jit
@@ -177,29 +179,35 @@ def cast(
     rows = len(first) if beside else sum(map(len, parts))
     width = sum(each.shape[1] for each in parts) if beside else first.shape[1]
     codes = _empty(first, rows, width)
-    turned = _empty(first, width, rows) if both else codes
+    # Transposed codes were wrong on an H200 where bf16's were right: float32 is suspected, which no
+    # run rounds.
+    turns = both and first.dtype != torch.float32
+    turned = _empty(first, width, rows) if turns else codes
     scale = torch.empty((), dtype=torch.float32, device=first.device)
     with torch.cuda.device(first.device):
         for each, start in zip(parts, _starts(parts, 1 if beside else 0), strict=True):
             here = codes[:, start:] if beside else codes[start:]
             there = turned[start:] if beside else turned[:, start:]
+            there = there if turns else here
             grid = (triton.cdiv(len(each), _ROWS), triton.cdiv(each.shape[1], _COLUMNS))
             _cast_tensor[grid](
                 each.contiguous(),
                 maximum,
                 scale,
                 here,
-                there if both else here,
+                there,
                 *each.shape,
                 codes.stride(0),
                 turned.stride(0),
                 **_numbers(form),
-                BOTH=both,
+                BOTH=turns,
                 ROWS=_ROWS,
                 COLUMNS=_COLUMNS,
-                num_warps=4,
+                num_warps=_WARPS,
             )
     kind = CODES[form]
+    if both and not turns:
+        turned = codes.T.contiguous()
     columns = Operand(turned.view(kind), scale, "tensor") if both else None
     return Both(Operand(codes.view(kind), scale, "tensor"), columns)
 
@@ -233,7 +241,7 @@ def round_blocks(parts: Sequence[Tensor], form: Fp8Format, both: bool, seq: int)
                 **_numbers(form),
                 BOTH=both,
                 SIZE=BLOCK,
-                num_warps=8,
+                num_warps=_WARPS,
             )
     kind = CODES[form]
     columns = Operand(turned.view(kind), turned_scale.T, "row") if both else None

@@ -161,7 +161,7 @@ def compose(
         _make_buffers(model, mesh.device)
         queue = GradientQueue() if options.past_autograd else None
         units, keeps = units_of(plan, number, dtype.itemsize), not plan.gathers_each_time(layers)
-        rounded = RoundedWeights(keeps)
+        rounded = RoundedWeights(keeps or mesh.size("fsdp") == 1)
         math = math_of(plan, mesh, model, rounded, watch.on_rounded)
         stage = Stage(number, plan, model, mesh, Phase(), queue, watch.routing, fuse, math)
         for apply in rooms:

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from fivefold.core.fp8 import Fp8, Fp8Format
 from fivefold.launch.processes import num_gpus
 from fivefold.model.fp8 import Blockwise, Rounding, Tensorwise, rounding_of
-from fivefold.model.fp8_linear import FusedLinears, RoundedWeights
 from fivefold.model.fp8_matmul import runs_on_tensor_cores, scaled_matmul
 from fivefold.model.fp8_operand import Both, Operand
 from fivefold.model.layers import Linear, WeightFactory
+from tests.model.fp8_alone import fused, project
 
 pytestmark = pytest.mark.skipif(
     not num_gpus(), reason="no CUDA device: run this where there is one"
@@ -35,37 +35,47 @@ def drawn(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return x
 
 
-def same_bits(found: Operand | None, wanted: Operand | None) -> None:
+def same_bits(found: Operand | None, wanted: Operand | None, what: str) -> None:
     assert found is not None and wanted is not None and found.shares == wanted.shares
     assert found.codes.shape == wanted.codes.shape and found.codes.dtype == wanted.codes.dtype
-    assert torch.equal(found.scale.cpu(), wanted.scale), "scales differ"
-    off = found.codes.cpu().view(torch.uint8) != wanted.codes.contiguous().view(torch.uint8)
-    count = int(off.sum())
-    assert not count, f"{count} of {off.numel()} codes differ"
+    assert torch.equal(found.scale.cpu(), wanted.scale), f"{what}: scales differ"
+    ours, theirs = (each.cpu().contiguous().view(torch.uint8) for each in (found[0], wanted[0]))
+    off = ours != theirs
+    first = off.nonzero()[:1].flatten().tolist()
+    places = [int(off.any(dim).sum()) for dim in (1, 0)]
+    assert not off.any(), (
+        f"{what}: {int(off.sum())} of {off.numel()} codes differ, in {places[0]} rows and "
+        f"{places[1]} columns, first at {first}: {int(ours[*first])} for {int(theirs[*first])}"
+    )
 
 
-def same_both(found: Both, wanted: Both, both: bool = True) -> None:
-    same_bits(found.rows, wanted.rows)
+def same_both(found: Both, wanted: Both, what: str, both: bool = True) -> None:
+    same_bits(found.rows, wanted.rows, f"{what}, rows")
     if both:
-        same_bits(found.columns, wanted.columns)
+        same_bits(found.columns, wanted.columns, f"{what}, columns")
 
 
-def tokens_are_those_of_the_emulation(rounding: Rounding, form: Fp8Format) -> None:
+def tokens_are_those_of_the_emulation(
+    rounding: Rounding, form: Fp8Format, dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
     for batch, seq, widths in SIZES:
-        for dtype in (torch.bfloat16, torch.float32):
-            parts = [drawn(batch, seq, width, dtype=dtype) for width in widths]
-            on_cpu = [each.cpu() for each in parts]
-            for both in (True, False):
-                found = rounding.tokens(parts, form, both)
-                same_both(found, rounding.tokens(on_cpu, form, both), both)
+        parts = [drawn(batch * seq, width, dtype=dtype) for width in widths]
+        on_cpu = [each.cpu() for each in parts]
+        for both in (True, False):
+            found = rounding.tokens(parts, form, both, seq, rounding.maximum(parts))
+            wanted = rounding.tokens(on_cpu, form, both, seq, rounding.maximum(on_cpu))
+            same_both(found, wanted, f"{batch} x {seq} x {widths}", both)
 
 
 def weights_are_those_of_the_emulation(rounding: Rounding) -> None:
     torch.manual_seed(0)
     for heights, inputs in (((512,), 256), ((256, 128, 128), 384), ((200,), 72), ((128, 40), 130)):
         parts = [drawn(height, inputs) for height in heights]
-        same_both(rounding.weights(parts), rounding.weights([each.cpu() for each in parts]))
+        on_cpu = [each.cpu() for each in parts]
+        found = rounding.weights(parts, rounding.weight_maximum(parts))
+        wanted = rounding.weights(on_cpu, rounding.weight_maximum(on_cpu))
+        same_both(found, wanted, f"{heights} x {inputs}")
 
 
 def error(found: Tensor, truth: Tensor) -> float:
@@ -77,13 +87,11 @@ def matmuls_are_those_of_the_emulation(fp8: Fp8, fast: bool) -> None:
     torch.manual_seed(0)
     rounding = rounding_of(fp8)
     for tokens, outputs, inputs in ((2048, 1024, 4096), (512, 4096, 14336), (8192, 512, 256)):
-        x, grad = (torch.randn(1, tokens, n, device="cuda").bfloat16() for n in (inputs, outputs))
+        x, grad = (torch.randn(tokens, n, device="cuda").bfloat16() for n in (inputs, outputs))
         weight = torch.randn(outputs, inputs, device="cuda").bfloat16()
-        of_x = rounding.tokens([x], "e4m3", True)
-        of_weight, of_grad = (
-            rounding.weights([weight]),
-            rounding.tokens([grad], fp8.gradients, True),
-        )
+        of_x = rounding.tokens([x], "e4m3", True, tokens, rounding.maximum([x]))
+        of_weight = rounding.weights([weight], rounding.weight_maximum([weight]))
+        of_grad = rounding.tokens([grad], fp8.gradients, True, tokens, rounding.maximum([grad]))
         for name, a, b in (
             ("forward", of_x.rows, of_weight.rows),
             ("dgrad", of_grad.rows, of_weight.columns),
@@ -114,8 +122,7 @@ def linears_are_those_of_the_emulation(fp8: Fp8, widths: Sequence[int], inputs: 
         for linear, weight in zip(linears, weights, strict=True):
             nn.init.zeros_(linear.weight).data.copy_(weight)
         here = x.to(device, dtype).requires_grad_()
-        fused = FusedLinears("one", fp8, rounding_of(fp8), RoundedWeights(), copied=(0,))
-        outputs = fused.project(here, linears)
+        outputs = project(fused(fp8, copied=(0,)), here, linears)
         leaves = [here, *(each.weight for each in linears)]
         grads = torch.autograd.grad(outputs, leaves, [g.to(device, dtype) for g in given])
         found.append([each.detach().cpu() for each in (*outputs, *grads)])
@@ -125,9 +132,10 @@ def linears_are_those_of_the_emulation(fp8: Fp8, widths: Sequence[int], inputs: 
 
 CHECKS: dict[str, Callable[[], None]] = {
     **{
-        f"{name} {form}": partial(tokens_are_those_of_the_emulation, rounding, form)
+        f"{name} {form} {dtype}": partial(tokens_are_those_of_the_emulation, rounding, form, dtype)
         for name, rounding in (("tensor", Tensorwise()), ("blocks", Blockwise()))
         for form in ("e4m3", "e5m2")
+        for dtype in (torch.bfloat16, torch.float32)
     },
     "tensor weights": partial(weights_are_those_of_the_emulation, Tensorwise()),
     "square weights": partial(weights_are_those_of_the_emulation, Blockwise()),
@@ -151,7 +159,9 @@ CHECKS: dict[str, Callable[[], None]] = {
 @pytest.mark.parametrize("name", CHECKS)
 def test_fp8_on_a_gpu(name: str) -> None:
     """In a process of its own: later tests fork, which no CUDA survives."""
-    done = subprocess.run([sys.executable, __file__, name], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.gpu.test_fp8_cuda", name], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 

@@ -10,14 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.core.fp8 import LARGEST, Fp8, Fp8Format
-from fivefold.core.models import load, with_overrides
-from fivefold.model.decoder import Decoder, from_config
-from fivefold.model.fp8 import Blockwise, Tensorwise, rounding_of
-from fivefold.model.fp8_linear import FusedLinears, RoundedWeights, round_linears
+from fivefold.core.plan import PlanOptions, resolve
+from fivefold.model.fp8 import Blockwise, Rounding, Tensorwise, rounding_of
+from fivefold.model.fp8_linear import Watch
 from fivefold.model.fp8_matmul import scaled_matmul
 from fivefold.model.fp8_operand import Both
-from fivefold.model.init import init_weights
 from fivefold.model.layers import Linear, WeightFactory
+from fivefold.parallel.compose import Job, compose
+from fivefold.parallel.deferred import GradientQueue
+from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.stage import Instruments
+from tests.model.fp8_alone import fused, project
 from tests.model.small import batch_of
 
 WIDE = Fp8("blockwise", "fp8", "e4m3")
@@ -55,11 +58,18 @@ def by_hand(values: Sequence[float], form: Fp8Format) -> tuple[list[float], floa
     return codes, float(scale)
 
 
+def rounded(
+    rounding: Rounding, *parts: Tensor, form: Fp8Format = "e4m3", run: int | None = None
+) -> Both:
+    length = len(parts[0]) if run is None else run
+    return rounding.tokens(parts, form, True, length, rounding.maximum(parts))
+
+
 @pytest.mark.parametrize("form", ["e4m3", "e5m2"])
 def test_one_scale_by_hand(form: Fp8Format) -> None:
     torch.manual_seed(0)
     x = torch.randn(40, 7, dtype=torch.float64) * torch.logspace(-6, 3, 7, dtype=torch.float64)
-    found = Tensorwise().tokens([x], form, True)
+    found = rounded(Tensorwise(), x, form=form)
     codes, scale = by_hand(x.flatten().tolist(), form)
     assert found.rows.codes.to(torch.float64).flatten().tolist() == codes
     assert float(found.rows.scale) == scale
@@ -69,18 +79,18 @@ def test_one_scale_by_hand(form: Fp8Format) -> None:
 
 def test_ties_go_to_the_even_code() -> None:
     x = torch.tensor([[448.0, 1.0625, 1.1875, 2.0**-10, 3 * 2.0**-10]])
-    codes = Tensorwise().tokens([x], "e4m3", False).rows.codes.float()
+    codes = rounded(Tensorwise(), x).rows.codes.float()
     assert codes.tolist() == [[448.0, 1.0, 1.25, 0.0, 2 * 2.0**-9]]
 
 
 def test_zeros_stay_zeros_and_infinities_show() -> None:
     for rounding in (Tensorwise(), Blockwise()):
-        zeros = rounding.tokens([torch.zeros(1, 5, 130)], "e4m3", True)
+        zeros = rounded(rounding, torch.zeros(5, 130))
         assert zeros.rows.values(torch.float64).abs().max() == 0
-        bad = torch.ones(1, 5, 130)
-        bad[0, 2, 3] = math.inf
-        assert rounding.tokens([bad], "e4m3", False).rows.values(torch.float32).isnan().any()
-    tiny = Tensorwise().tokens([torch.full((2, 2), 1e-44)], "e4m3", False)
+        bad = torch.ones(5, 130)
+        bad[2, 3] = math.inf
+        assert rounded(rounding, bad).rows.values(torch.float32).isnan().any()
+    tiny = rounded(Tensorwise(), torch.full((2, 2), 1e-44))
     assert tiny.rows.values(torch.float32).isfinite().all()
 
 
@@ -88,7 +98,7 @@ def test_blocks_by_hand() -> None:
     """Two rows of 150 tokens, 200 columns: blocks never span rows, and last ones are ragged."""
     torch.manual_seed(0)
     x = torch.randn(2, 150, 200, dtype=torch.float64) * torch.rand(2, 150, 200).exp().pow(6)
-    found = Blockwise().tokens([x], "e4m3", True)
+    found = rounded(Blockwise(), x.flatten(0, 1), run=150)
     assert found.columns is not None
     codes, scale = by_hand(x[1, 7, 128:].tolist(), "e4m3")
     row = 150 + 7
@@ -104,17 +114,13 @@ def test_blocks_by_hand() -> None:
 def test_squares_by_hand() -> None:
     torch.manual_seed(0)
     weight = torch.randn(300, 150, dtype=torch.float64) * torch.rand(300, 150).exp().pow(6)
-    found = Blockwise().weights([weight[:256], weight[256:]])
+    found = Blockwise().weights([weight[:256], weight[256:]], None)
     codes, scale = by_hand(weight[128:256, 128:].flatten().tolist(), "e4m3")
     assert found.columns is not None
     assert found.rows.codes[128:256, 128:].flatten().tolist() == codes
     assert float(found.rows.scale[1, 1]) == float(found.columns.scale[1, 1]) == scale
     both = [each.values(torch.float64) for each in found if each is not None]
     assert torch.equal(both[0], both[1].T)
-
-
-def fused(fp8: Fp8, kept: RoundedWeights) -> FusedLinears:
-    return FusedLinears("one", fp8, rounding_of(fp8), kept)
 
 
 def linears(widths: Sequence[int], inputs: int, bias: bool = False) -> list[Linear]:
@@ -135,19 +141,20 @@ def values(rounded: Both, columns: bool = False) -> Tensor:
 @pytest.mark.parametrize("widths", [(256, 128, 128), (192, 64), (48,)])
 def test_the_three_matmuls_read_rounded_values(fp8: Fp8, widths: tuple[int, ...]) -> None:
     torch.manual_seed(1)
-    made, kept = linears(widths, 160, bias=True), RoundedWeights()
+    made, rounding = linears(widths, 160, bias=True), rounding_of(fp8)
     x = torch.randn(2, 140, 160, dtype=torch.float64, requires_grad=True)
-    rounding = rounding_of(fp8)
-    outputs = fused(fp8, kept).project(x, made)
+    outputs = project(fused(fp8), x, made)
     given = [torch.randn_like(each) for each in outputs]
     torch.autograd.backward(outputs, given)
     weights = [each.weight.detach() for each in made]
     runs = rounding.runs(widths)
-    rounded_x = rounding.tokens([x.detach()], "e4m3", True)
+    rounded_x = rounded(rounding, x.detach().flatten(0, 1), run=140)
+    largest = rounding.weight_maximum(weights)
     back = torch.zeros(280, 160, dtype=torch.float64)
     for run in runs:
-        weight = rounding.weights([weights[n] for n in run])
-        grad = rounding.tokens([given[n] for n in run], fp8.gradients, True)
+        weight = rounding.weights([weights[n] for n in run], largest)
+        parts = [given[n].flatten(0, 1) for n in run]
+        grad = rounded(rounding, *parts, form=fp8.gradients, run=140)
         y = torch.cat([(outputs[n] - made[n].bias).flatten(0, 1) for n in run], 1)
         torch.testing.assert_close(y, values(rounded_x) @ values(weight).T, atol=1e-10, rtol=0)
         back += values(grad) @ values(weight)
@@ -180,70 +187,83 @@ def test_rounding_errs_by_what_a_format_allows() -> None:
     x, weight = torch.randn(1, 256, 512), torch.randn(256, 512)
     exact = (x[0] @ weight.T).double()
     for rounding in (Tensorwise(), Blockwise()):
-        a, b = rounding.tokens([x], "e4m3", False).rows, rounding.weights([weight]).rows
+        of_weight = rounding.weights([weight], rounding.weight_maximum([weight]))
+        a, b = rounded(rounding, x[0]).rows, of_weight.rows
         off = scaled_matmul(a, b, torch.float32).double() - exact
         assert 0.02 < float(off.norm() / exact.norm()) < 0.05
 
 
-def small() -> Decoder:
-    shape = with_overrides(load("tiny"), {"layers": "3", "width": "128", "ffn": "256"})
-    model = from_config(shape, dtype=torch.float64)
-    init_weights(model, shape, 0)
-    return model
+def job(watch: Watch | None = None, **keys: str) -> Job:
+    options = PlanOptions(
+        "tiny",
+        precision="fp8",
+        seq=32,
+        microbatch_size=2,
+        set={"layers": "3", "width": "128", "ffn": "256"},
+        **keys,  # pyright: ignore[reportArgumentType]
+    )
+    plan = resolve(options)
+    mesh = Mesh.of(plan, torch.device("cpu"))
+    instruments = Instruments(on_rounded=watch)
+    return compose(plan, mesh, seed=0, dtype=torch.float64, instruments=instruments)
 
 
-def run(model: Decoder) -> Tensor:
-    batch = batch_of(model.shape, rows=2, seq=32)
+def run(job: Job) -> Tensor:
+    batch, model = batch_of(job.plan.shape, rows=2, seq=32), job.chunks[0].model
     loss = model(batch.tokens, batch)
     loss.backward()
     return loss.detach()
 
 
-@pytest.mark.parametrize("fp8", [Fp8(), WIDE], ids=str)
-def test_weights_are_rounded_once_a_step(fp8: Fp8) -> None:
-    model = small()
-    kept = round_linears(model, fp8)
-    first = [run(model) for _ in range(3)]
+@pytest.mark.parametrize("scaling", ["tensorwise", "blockwise"])
+def test_weights_are_rounded_once_a_step(scaling: str) -> None:
+    made = job(fp8=scaling)
+    rounding = made.chunks[0].rounded
+    first = [run(made) for _ in range(3)]
     matrices = 3 * 7  # q, k, v, out, gate, up, down
-    assert kept.num_rounded == matrices
+    assert rounding.num_rounded == matrices
     assert first[0] == first[1] == first[2]
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in made.chunks[0].model.parameters():
             parameter.mul_(1.01)
-    kept.forget()
-    assert run(model) != first[0]
-    run(model)
-    assert kept.num_rounded == 2 * matrices
+    rounding.forget()
+    assert run(made) != first[0]
+    run(made)
+    assert rounding.num_rounded == 2 * matrices
 
 
 def test_layers_may_stay_as_they_are() -> None:
     seen: list[str] = []
-    model = small()
-    round_linears(model, Fp8(first=1, last=1), watch=lambda name, what, _: seen.append(name))
-    run(model)
+    run(job(lambda names, what, *_: seen.extend(names), fp8_skip="1+1"))
     layers = {name.split(".")[1] for name in seen}
     assert layers == {"1"}
     assert {name.split(".", 2)[2] for name in seen} == {
-        "attention.q", "attention.out", "mlp.gate", "mlp.down",
-    }  # fmt: skip
+        *("attention.q", "attention.k", "attention.v", "attention.out"),
+        *("mlp.gate", "mlp.up", "mlp.down"),
+    }
 
 
-def test_gradients_may_be_queued() -> None:
-    model, works = small(), []
-    round_linears(model, WIDE, put=works.append)
-    run(model)
-    name = "blocks.1.mlp.up.weight"
-    queued = dict(model.named_parameters())[name]
-    assert queued.grad is None
+@pytest.mark.parametrize("fp8", RECIPES, ids=str)
+def test_gradients_may_be_queued(fp8: Fp8) -> None:
+    torch.manual_seed(1)
+    made, queue = linears((256, 64), 160, bias=True), GradientQueue()
+    x = torch.randn(2, 140, 160, dtype=torch.float64, requires_grad=True)
+    outputs = project(fused(fp8), x, made)
+    torch.autograd.backward(outputs, [torch.ones_like(each) for each in outputs])
+    plain = {id(one): _grad(one) for each in made for one in each.parameters()}
     taken: dict[int, Tensor] = {}
 
-    class Sink:
+    class TakenGradients:
         def add_gradient(self, weight: Tensor, gradient: Tensor) -> None:
             taken[id(weight)] = gradient
 
-    for work in works:
-        work(Sink())
-    plain = small()
-    round_linears(plain, WIDE)
-    run(plain)
-    assert torch.equal(taken[id(queued)], _grad(dict(plain.named_parameters())[name]))
+        def add_product(self, weight: Tensor, outputs_NO: Tensor, inputs_NI: Tensor) -> None:
+            taken[id(weight)] = outputs_NO.T @ inputs_NI
+
+    outputs = project(fused(fp8), x, made, queue)
+    with queue.keeping(0):
+        torch.autograd.backward(outputs, [torch.ones_like(each) for each in outputs])
+    assert not taken
+    queue.settle(0, TakenGradients())
+    assert taken.keys() == plain.keys()
+    assert all(torch.equal(taken[key], plain[key]) for key in plain)

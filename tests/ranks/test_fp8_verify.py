@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from planted import Patch
 from torch import Tensor
 
@@ -16,8 +18,12 @@ from fivefold.core.fp8 import Fp8Format
 from fivefold.core.plan import PlanOptions
 from fivefold.launch.processes import Pool, Worker
 from fivefold.model import fp8
-from fivefold.model.fp8_linear import RoundedWeights
-from fivefold.model.fp8_operand import Both, Operand
+from fivefold.model.fp8 import OverRanks
+from fivefold.model.fp8_linear import FusedLinears, RoundedWeights
+from fivefold.model.fp8_operand import Operand
+from fivefold.parallel import fp8_maxima
+from fivefold.parallel.columns import SplitMatmuls
+from fivefold.parallel.mesh import Mesh
 from fivefold.verbs.verify import runnable
 from fivefold.verify.runs import VerifiedRank, VerifySettings, run_rank, run_reference
 from fivefold.verify.trial import VerifyVerdict, judge
@@ -59,7 +65,8 @@ def test_it_says_what_was_widened(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--layout", "tp=2"], "maxima are not exchanged"),
+        (["--layout", "pp=2", "--schedule", "pipedream"], "several versions of them"),
+        (["--fp8", "blockwise", "--layout", "tp=2", "--tp-overlap", "2"], "does not is 1"),
         (["--dtype", "float32"], "emulates fp8 in float64"),
         (["--fp8", "delayed"], "tensorwise or blockwise"),
     ],
@@ -112,12 +119,53 @@ def blocks_over_rows() -> Patch:
 
 def gradients_of_weights_format() -> Patch:
     """Gradients in e4m3 where e5m2 is asked for."""
-    tokens = fp8.Tensorwise.tokens
+    return patch.object(FusedLinears, "_form", lambda self, gradient: "e4m3")
 
-    def narrow(self: fp8.Tensorwise, parts: Sequence[Tensor], form: Fp8Format, both: bool) -> Both:
-        return tokens(self, parts, "e4m3", both)
 
-    return patch.object(fp8.Tensorwise, "tokens", narrow)
+def stale_scale() -> Patch:
+    """New codes of weights with the maximum of the first step."""
+    largest, known = fp8.Tensorwise.weight_maximum, dict[int, Tensor]()
+
+    def first(self: fp8.Tensorwise, parts: Sequence[Tensor]) -> Tensor:
+        return known.setdefault(parts[0].data_ptr(), largest(self, parts))
+
+    return patch.object(fp8.Tensorwise, "weight_maximum", first)
+
+
+def one_shard_only() -> Patch:
+    """Every rank scales by the maximum of what it has."""
+    over = fp8_maxima._over
+
+    def wrong(mesh: Mesh, axis: str) -> OverRanks:
+        largest = over(mesh, axis)
+        return lambda maximum: (largest(maximum.clone()), maximum)[1]
+
+    return patch.object(fp8_maxima, "_over", wrong)
+
+
+def scale_of_another_rank() -> Patch:
+    """All ranks scale by the maximum of the last one."""
+    over = fp8_maxima._over
+
+    def wrong(mesh: Mesh, axis: str) -> OverRanks:
+        largest, last = over(mesh, axis), mesh.coord(axis) == mesh.size(axis) - 1
+        return lambda maximum: largest(maximum if last else torch.zeros_like(maximum))
+
+    return patch.object(fp8_maxima, "_over", wrong)
+
+
+def gradients_of_own_heads() -> Patch:
+    """Replicated KV heads: every rank rounds its share of the gradient."""
+
+    def partial_sums(self: SplitMatmuls, gradients: Sequence[Tensor], _: object) -> object:
+        return gradients
+
+    return patch.object(SplitMatmuls, "completed", partial_sums)
+
+
+def padding_counts() -> Patch:
+    """Maxima go over padded tokens as well."""
+    return patch.multiple(SplitMatmuls, live=lambda self, x: x, live_of_all=lambda self, x: x)
 
 
 def _run_planted(worker: Worker, fault: object, *job: object) -> VerifiedRank:
@@ -126,27 +174,42 @@ def _run_planted(worker: Worker, fault: object, *job: object) -> VerifiedRank:
         return run_rank(worker, *job)  # pyright: ignore[reportArgumentType]
 
 
-def verdict(scaling: str, fault: object, **more: int) -> VerifyVerdict:
-    said = {"precision": "fp8", "fp8": scaling, **more}
-    plan = runnable(PlanOptions("tiny", set=SMALL, **said))  # pyright: ignore[reportArgumentType]
-    plan, settings = replace(plan, notes=()), VerifySettings()
-    with Pool(2, 60.0) as pool:
-        run, truths = pool.run_each(
-            [(_run_planted, (fault, plan, settings)), (run_reference, (plan, settings))], None
-        )
-    return judge(plan, settings, [run], truths)
+def verdict(pool: Pool, scaling: str, fault: object, layout: str, said: Any) -> VerifyVerdict:
+    changes = SMALL | said.get("set", {})
+    options = {"precision": "fp8", "fp8": scaling, **said, "set": changes}
+    plan, settings = runnable(PlanOptions("tiny", layout=layout, **options)), VerifySettings()
+    ranks = [(_run_planted, (fault, plan, settings))] * plan.layout.world
+    *runs, truths = pool.run_each([*ranks, (run_reference, (plan, settings))])
+    return judge(plan, settings, runs, truths)
 
 
 @pytest.mark.parametrize(
-    ("scaling", "fault", "more"),
+    ("scaling", "fault", "layout", "said"),
     [
-        ("tensorwise", stale_weights, {}),
-        ("blockwise", stale_weights, {}),
-        ("blockwise", transposed_scales, {}),
-        ("tensorwise", one_part_only, {}),
-        ("blockwise", blocks_over_rows, {"microbatch_size": 2}),
-        ("tensorwise", gradients_of_weights_format, {}),
+        ("tensorwise", stale_weights, "dp=1", {}),
+        ("blockwise", stale_weights, "dp=1", {}),
+        ("tensorwise", stale_scale, "dp=1", {}),
+        ("blockwise", transposed_scales, "dp=1", {}),
+        ("tensorwise", one_part_only, "dp=1", {}),
+        ("blockwise", blocks_over_rows, "dp=1", {"microbatch_size": 2}),
+        ("tensorwise", gradients_of_weights_format, "dp=1", {}),
+        ("tensorwise", one_shard_only, "tp=2", {}),
+        ("tensorwise", one_shard_only, "cp=2", {}),
+        ("tensorwise", scale_of_another_rank, "tp=2", {}),
+        ("tensorwise", scale_of_another_rank, "cp=2", {}),
+        ("tensorwise", gradients_of_own_heads, "tp=2", {"set": {"kv_heads": "1"}}),
+        ("blockwise", gradients_of_own_heads, "tp=2", {"set": {"kv_heads": "1"}}),
+        ("tensorwise", padding_counts, "cp=4", {"seq": 9}),
     ],
 )
-def test_planted_faults_are_seen(scaling: str, fault: object, more: dict[str, int]) -> None:
-    assert not verdict(scaling, fault, **more).passed
+def test_planted_faults_are_seen(
+    pool: Pool, scaling: str, fault: object, layout: str, said: Any
+) -> None:
+    sick = verdict(pool, scaling, fault, layout, said)
+    assert not sick.passed
+    assert sick.flips, "the values that round differently are counted"
+
+
+def test_without_a_fault_it_passes(pool: Pool) -> None:
+    healthy = verdict(pool, "tensorwise", nullcontext, "cp=4", {"seq": 9})
+    assert healthy.passed and healthy.flips == 0

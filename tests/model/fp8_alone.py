@@ -1,0 +1,37 @@
+"""Linears in fp8 on one device, without a model around them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fivefold.core.fp8 import Fp8
+from fivefold.core.groups import Topology
+from fivefold.core.layout import Layout
+from fivefold.model.fp8 import rounding_of
+from fivefold.model.fp8_linear import FusedLinears, RoundedWeights
+from fivefold.model.layers import Linear
+from fivefold.parallel.boundary import AxisBoundary
+from fivefold.parallel.columns import NOT_SHARED, SplitMatmuls
+from fivefold.parallel.deferred import GradientQueue
+from fivefold.parallel.mesh import Mesh
+
+
+def fused(fp8: Fp8, copied: Sequence[int] = ()) -> FusedLinears:
+    return FusedLinears(["one"], fp8, rounding_of(fp8), RoundedWeights(), copied)
+
+
+def project(
+    math: FusedLinears, x_BSI: Tensor, linears: Sequence[Linear], queue: GradientQueue | None = None
+) -> list[Tensor]:
+    """Linears of one input, (B, S, O) each."""
+    boundary = AxisBoundary(Mesh(Topology(Layout()), x_BSI.device), "tp", sp=False, dim=0)
+    matmuls = SplitMatmuls(boundary, queue, 1, row=x_BSI.shape[1])
+    return list(matmuls.project_rows(False, math, NOT_SHARED, x_BSI, linears))
+
+
+def rows_of(x_BSW: Tensor) -> Tensor:
+    """All tokens below one another."""
+    return torch.flatten(x_BSW, 0, -2)
