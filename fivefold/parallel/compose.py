@@ -27,7 +27,7 @@ from fivefold.parallel.balance import Balancing
 from fivefold.parallel.data import Blocks, DataParallel
 from fivefold.parallel.deferred import GradientQueue
 from fivefold.parallel.flat_unit import FlatUnit, OwnedShard, UnitOptions
-from fivefold.parallel.fp8_maxima import math_of
+from fivefold.parallel.fp8_maxima import rounding_math
 from fivefold.parallel.mesh import Mesh, Phase
 from fivefold.parallel.offload import GradientHome
 from fivefold.parallel.pipeline import Pipeline
@@ -161,8 +161,7 @@ def compose(
         _make_buffers(model, mesh.device)
         queue = GradientQueue() if options.past_autograd else None
         units, keeps = units_of(plan, number, dtype.itemsize), not plan.gathers_each_time(layers)
-        rounded = RoundedWeights(keeps or mesh.size("fsdp") == 1)
-        math = math_of(plan, mesh, model, rounded, watch.on_rounded)
+        math, rounded = rounding_math(plan, mesh, model, keeps, watch.on_rounded)
         stage = Stage(number, plan, model, mesh, Phase(), queue, watch.routing, fuse, math)
         for apply in rooms:
             apply(stage)

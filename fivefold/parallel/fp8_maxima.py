@@ -23,13 +23,14 @@ from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.stage import MathOf
 
 
-def math_of(
-    plan: Plan, mesh: Mesh, model: Decoder, rounded: RoundedWeights, watch: Watch | None
-) -> MathOf:
-    """The arithmetic of the linears of a stage."""
-    fp8 = plan.fp8
+def rounding_math(
+    plan: Plan, mesh: Mesh, model: Decoder, keeps: bool, watch: Watch | None
+) -> tuple[MathOf, RoundedWeights]:
+    """The arithmetic of the linears of a stage, and its rounded weights; `keeps` if ZeRO keeps full
+    weights over a step."""
+    fp8, rounded = plan.fp8, RoundedWeights(keeps or mesh.size("fsdp") == 1)
     if fp8 is None:
-        return _plain
+        return _plain, rounded
     fp8.require_runnable(plan.schedule.asynchronous)
     names = {id(module): name for name, module in model.named_modules()}
     rounding = rounding_of(fp8, _over(mesh, SCALE), _over(mesh, "tp"))
@@ -40,7 +41,7 @@ def math_of(
         called = [names[id(each)] for each in linears]
         return FusedLinears(called, fp8, rounding, rounded, copied, watch)
 
-    return math
+    return math, rounded
 
 
 def _plain(layer: int, linears: Sequence[Linear], copied: Sequence[int] = ()) -> LinearMath:
