@@ -232,7 +232,14 @@ class Comparison:
 
     @property
     def is_worse(self) -> bool:
-        """Whether the recipe fits and is faster by more than estimates can tell."""
+        """Whether the recipe fits and is faster by more than estimates can tell; one that leaves
+        less memory free than a search does is no choice of it."""
+        return self.is_slower and self.recipe is not None and self.recipe.verdict == "fits"
+
+    @property
+    def is_slower(self) -> bool:
+        """Whether the recipe is faster by more than estimates can tell, with whatever is left of
+        the memory."""
         recipe = self.recipe
         if recipe is None or recipe.verdict == "does not fit":
             return False
@@ -298,6 +305,9 @@ def main(words: str = "") -> int:
     same = sum(one.is_same for one in found)
     print(f"\n{same} of {len(found)} first choices have the published degrees.")
     print(f"{len(worse)} are slower than the recipe by more than estimates can tell.")
+    tight = [one.job.title for one in found if one.is_slower and not one.is_worse]
+    if tight:
+        print(f"Slower than a recipe that is too tight for a search: {', '.join(tight)}.")
     return 1 if worse else 0
 
 

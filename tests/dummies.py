@@ -200,11 +200,6 @@ COLLECTIVE = (
     ),
     after(
         "cost/layer_collectives.py",
-        "        repeated = job.repeats[block.module]\n",
-        '        yield CountedCollective("tp", "broadcast", 8 * job.itemsize, job.tp, split)\n',
-    ),
-    after(
-        "cost/layer_collectives.py",
         "    wide = job.tokens * wide_size(job.itemsize)\n",
         "    flag = (8 * job.itemsize, job.tp, split * losses)\n"
         '    yield CountedCollective("tp", "broadcast", *flag)\n',

@@ -27,7 +27,8 @@ from fivefold.core.schedule.choose import choose
 from fivefold.core.schedule.clock import memory_levels, peak_activations
 from fivefold.core.schedule.postings import postings
 from fivefold.launch.processes import Pool, Worker
-from fivefold.parallel.deferred import GradientQueue, Sink
+from fivefold.model.linear_math import GradientSink
+from fivefold.parallel.deferred import GradientQueue
 from fivefold.parallel.pipeline import Pipeline, _Outbox
 from fivefold.parallel.stage import ActionObserver
 from fivefold.verify.trial import VerifySettings, run_rank
@@ -157,7 +158,7 @@ def hoarding(
     kept: list[object] = []
     settle = GradientQueue.settle
 
-    def keep(self: GradientQueue, microbatch: int, sink: Sink) -> None:
+    def keep(self: GradientQueue, microbatch: int, sink: GradientSink) -> None:
         kept.append(list(self._owed[microbatch]))
         settle(self, microbatch, sink)
 

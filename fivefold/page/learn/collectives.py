@@ -208,6 +208,7 @@ _EXAMPLES = (
     PlanOptions("tiny-moe", "dp=4 tp=2 ep=2 etp=2", sp=False),
     PlanOptions("tiny-moe", "dp=4 ep=4", ep_nodes=2),
     PlanOptions("tiny-moe", "tp=8 pp=2", schedule="dualpipe"),
+    PlanOptions("tiny-moe", "tp=2 cp=2", precision="fp8"),
 )
 
 
