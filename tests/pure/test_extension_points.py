@@ -166,7 +166,7 @@ def check_collective() -> None:
     assert ("tp", "broadcast") in traffic(resolve(PlanOptions("tiny", "tp=2")))
     plan = json.loads(printed("plan", "tiny", "--layout", "tp=2", "--json"))
     (mine,) = [each for each in plan["traffic"] if each["kind"] == "broadcast"]
-    assert mine["count"] == 2 * (2 * 8 + 1)  # microbatches · (blocks and the head)
+    assert mine["count"] == 2  # once a microbatch, before the head
     uses = document.answer("learn/collectives", {"collective": "broadcast"})["uses"]
     assert uses == [{"axis": "tp", "what": "a dummy"}]
     stations = document.answer("learn/layer", {"tp": "2"})["stations"]
