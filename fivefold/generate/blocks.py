@@ -1,0 +1,92 @@
+"""Blocks of the cache: who has which, which are shared, and which are free.
+
+A block holds keys and values of `BLOCK` tokens in all layers. Its users are counted. A full block
+is published under a digest of its tokens and of all tokens before them, so that another sequence
+that begins with the same tokens shares it. A block without users keeps its contents until a new one
+is needed: the one that was released first is taken first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+
+BLOCK = 16  # tokens
+
+
+def chained_digest(before: bytes, tokens: Sequence[int]) -> bytes:
+    """Of a full block, given that of the block before it (empty for the first one)."""
+    words = b"".join(token.to_bytes(8, "little") for token in tokens)
+    return hashlib.blake2b(before + words, digest_size=16).digest()
+
+
+def blocks_of(tokens: int) -> int:
+    """The number of blocks that so many tokens need."""
+    return -(-tokens // BLOCK)
+
+
+class BlockPool:
+    """All blocks of a cache."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._users = [0] * count
+        self._empty = deque(range(count))
+        self._kept: OrderedDict[int, None] = OrderedDict()  # without users, but published
+        self._published: dict[bytes, int] = {}
+        self._digests: dict[int, bytes] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that a sequence can get."""
+        return len(self._empty) + len(self._kept)
+
+    def users(self, block: int) -> int:
+        """The sequences that have this block."""
+        return self._users[block]
+
+    def take(self) -> int | None:
+        """A block for one user, without contents; None if all have users."""
+        if self._empty:
+            block = self._empty.popleft()
+        elif self._kept:
+            block, _ = self._kept.popitem(last=False)
+            del self._published[self._digests.pop(block)]
+        else:
+            return None
+        self._users[block] = 1
+        return block
+
+    def share(self, digest: bytes) -> int | None:
+        """The block with these contents, for one more user; None if there is none."""
+        block = self._published.get(digest)
+        if block is not None:
+            self._kept.pop(block, None)
+            self._users[block] += 1
+        return block
+
+    def publish(self, block: int, digest: bytes) -> None:
+        """The block is full: others may share it. Of two with equal contents the first is kept."""
+        assert self._users[block] > 0, "a block without users has no contents"
+        if digest not in self._published and block not in self._digests:
+            self._published[digest] = block
+            self._digests[block] = digest
+
+    def release(self, block: int) -> None:
+        """One user less."""
+        assert self._users[block] > 0, "released more often than taken"
+        self._users[block] -= 1
+        if self._users[block]:
+            return
+        if block in self._digests:
+            self._kept[block] = None
+        else:
+            self._empty.append(block)
+
+    def forget(self) -> None:
+        """Share no more of what is there: the weights that it was computed with have changed."""
+        self._published.clear()
+        self._digests.clear()
+        self._empty.extend(self._kept)
+        self._kept.clear()

@@ -1,0 +1,174 @@
+"""The cache of keys and values in pages, and attention over them.
+
+Splits: nothing on one device; with tensor parallelism every rank has the pages of its own heads,
+with pipeline parallelism those of its own layers: sizes are read from the modules.
+Moves: every token's key and value once into its slot; the pages of a sequence once a layer and step
+from there.
+Costs: 2 · K · d numbers for a token and layer. Latent attention caches its heads, and not yet its
+narrower latents, which enter by the same `LayerPages`.
+
+A slot is block · BLOCK + offset. The kernel here is exact and plain: it gathers the pages of one
+sequence after another and computes softmax in float32 or wider. Another of the same signature
+(`PagedKernel`) can take its place.
+
+Legend: T tokens of a step, H query heads, K key/value heads, G = H / K, N blocks, P tokens of a
+block, L keys, d width of a head, v that of a value head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fivefold.generate.blocks import BLOCK
+from fivefold.generate.requests import SequenceChunk, StepBatch
+from fivefold.model.attention import Attention, LatentAttention
+from fivefold.model.batch import NOT_COUNTED, AttentionInfo, TokenBatch
+from fivefold.model.decoder import Decoder
+
+
+@dataclass(frozen=True)
+class LayerPages:
+    """The pages of one layer."""
+
+    keys: Tensor  # (N, P, K, d)
+    values: Tensor  # (N, P, K, v)
+
+    def write(self, slots_T: Tensor, k_TKd: Tensor, v_TKv: Tensor) -> None:
+        """Put keys and values into their slots."""
+        self.keys.flatten(0, 1).index_copy_(0, slots_T, k_TKd)
+        self.values.flatten(0, 1).index_copy_(0, slots_T, v_TKv)
+
+    def read(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of some blocks, in this order."""
+        return self.keys[blocks].flatten(0, 1), self.values[blocks].flatten(0, 1)
+
+
+@dataclass(frozen=True)
+class StepTensors:
+    """A step on its device."""
+
+    batch: TokenBatch  # one row
+    slots: Tensor  # (T,)
+    chunks: tuple[SequenceChunk, ...]
+    tables: tuple[Tensor, ...]  # the blocks of each chunk's sequence
+    sampled: Tensor  # indices of the tokens whose logits are wanted
+
+
+PagedKernel = Callable[[Tensor, LayerPages, StepTensors, int | None], Tensor]
+"""Of queries (T, H, d), pages, step and window, to (T, H, v)."""
+
+
+def step_tensors(step: StepBatch, device: torch.device) -> StepTensors:
+    """Tokens, positions and slots of all chunks in one row."""
+    tokens: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    sampled: list[int] = []
+    for chunk in step.chunks:
+        tokens += chunk.tokens
+        positions += range(chunk.start, chunk.stop)
+        slots += (chunk.table[i // BLOCK] * BLOCK + i % BLOCK for i in positions[len(slots) :])
+        sampled += [len(tokens) - 1] if chunk.samples else []
+    row = torch.tensor([tokens, positions], dtype=torch.int64, device=device)
+    labels = torch.full_like(row[:1], NOT_COUNTED)
+    return StepTensors(
+        TokenBatch(row[:1], labels, row[1:]),
+        torch.tensor(slots, dtype=torch.int64, device=device),
+        step.chunks,
+        tuple(torch.tensor(each.table, device=device) for each in step.chunks),
+        torch.tensor(sampled, dtype=torch.int64, device=device),
+    )
+
+
+def attend_pages(q_THd: Tensor, pages: LayerPages, step: StepTensors, window: int | None) -> Tensor:
+    """Each token's attention to the tokens of its sequence up to itself, within the window."""
+    found: list[Tensor] = []
+    lengths = [len(each.tokens) for each in step.chunks]
+    for q_nHd, chunk, table in zip(q_THd.split(lengths), step.chunks, step.tables, strict=True):
+        lowest = 0 if window is None else max(0, chunk.start - window + 1)
+        first = lowest // BLOCK  # earlier blocks are out of sight of all its queries
+        k_LKd, v_LKv = pages.read(table[first : -(-chunk.stop // BLOCK)])
+        length = chunk.stop - first * BLOCK
+        found.append(_attend(q_nHd, k_LKd[:length], v_LKv[:length], window))
+    return torch.cat(found)
+
+
+def _attend(q_nHd: Tensor, k_LKd: Tensor, v_LKv: Tensor, window: int | None) -> Tensor:
+    """The queries are those of the last keys."""
+    wide = torch.promote_types(q_nHd.dtype, torch.float32)
+    (queries, heads, width), (keys, kv_heads, _) = q_nHd.shape, k_LKd.shape
+    q_KGnd = q_nHd.to(wide).unflatten(1, (kv_heads, heads // kv_heads)).permute(1, 2, 0, 3)
+    k_K1dL = k_LKd.to(wide).permute(1, 2, 0)[:, None]
+    v_K1Lv = v_LKv.to(wide).transpose(0, 1)[:, None]
+    scores_KGnL = (q_KGnd @ k_K1dL) * width**-0.5
+    places_L = torch.arange(keys, device=q_nHd.device)
+    ahead_nL = places_L - places_L[keys - queries :, None]
+    hidden_nL = ahead_nL > 0
+    if window is not None:
+        hidden_nL |= ahead_nL <= -window
+    odds_KGnL = scores_KGnL.masked_fill(hidden_nL, float("-inf")).softmax(-1)
+    return (odds_KGnL @ v_K1Lv).permute(2, 0, 1, 3).flatten(1, 2).to(q_nHd.dtype)
+
+
+class _LayerKernel:
+    """The kernel of one attention module: writes what is new, and attends over all pages."""
+
+    def __init__(self, pages: LayerPages, cache: KvCache) -> None:
+        self.pages, self.cache = pages, cache
+
+    def __call__(
+        self, q_BHSd: Tensor, k_BKSd: Tensor, v_BKSv: Tensor, info: AttentionInfo
+    ) -> Tensor:
+        step = self.cache.step
+        assert step is not None and q_BHSd.shape[0] == 1, "a step is one row"
+        q_THd, k_TKd, v_TKv = (each[0].transpose(0, 1) for each in (q_BHSd, k_BKSd, v_BKSv))
+        self.pages.write(step.slots, k_TKd, v_TKv)
+        out_THv = self.cache.kernel(q_THd, self.pages, step, info.window)
+        return out_THv.transpose(0, 1)[None]
+
+
+class KvCache:
+    """The pages of all layers of a decoder, or of a stage: it puts them into their attention."""
+
+    def __init__(self, decoder: Decoder, blocks: int, kernel: PagedKernel = attend_pages) -> None:
+        self.kernel: PagedKernel = kernel
+        self.step: StepTensors | None = None
+        for block in decoder.blocks.values():
+            attention = block.attention
+            assert isinstance(attention, Attention | LatentAttention)
+            weight = attention.out.weight
+            pages = [
+                torch.zeros((blocks, BLOCK, *size), dtype=weight.dtype, device=weight.device)
+                for size in page_sizes(attention)
+            ]
+            attention.kernel = _LayerKernel(LayerPages(*pages), self)
+
+    def begin(self, step: StepTensors) -> None:
+        """The kernels run for this step from now on."""
+        self.step = step
+
+
+def page_sizes(attention: Attention | LatentAttention) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Heads and width of a token's key and of its value; weights may be shards."""
+    width = attention.head_dim
+    if isinstance(attention, Attention):
+        size = (attention.k.weight.shape[0] // width, width)
+        return size, size
+    mla = attention.mla
+    heads = attention.kv_up.weight.shape[0] // (mla.nope_dim + mla.value_dim)
+    return (heads, width), (heads, mla.value_dim)
+
+
+def token_bytes(decoder: Decoder) -> int:
+    """Bytes of the cache for one token, in all layers."""
+    total = 0
+    for block in decoder.blocks.values():
+        attention = block.attention
+        assert isinstance(attention, Attention | LatentAttention)
+        numbers = sum(heads * width for heads, width in page_sizes(attention))
+        total += numbers * attention.out.weight.element_size()
+    return total

@@ -1,0 +1,158 @@
+"""The values of generation: what is asked, how far it is, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from fivefold.core.errors import FivefoldError
+
+Reason = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is chosen. Temperature 0 is greedy."""
+
+    temperature: float = 0.0
+    top_k: int | None = None  # of the most likely tokens; None: all
+    top_p: float = 1.0  # of the smallest set of tokens with this probability
+    seed: int = 0
+
+    def problems(self) -> Iterator[str]:
+        """Every reason why nothing can be drawn."""
+        if not 0 <= self.temperature < 1e3:
+            yield f"temperature = {self.temperature}: give 0 (greedy) or a number above it"
+        if self.top_k is not None and self.top_k < 1:
+            yield f"top_k = {self.top_k}: give at least 1, or leave it out"
+        if not 0 < self.top_p <= 1:
+            yield f"top_p = {self.top_p}: give a number above 0 and at most 1"
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt to go on with. Draws depend on its id, and on nothing else that runs."""
+
+    id: str
+    prompt: tuple[int, ...]
+    max_tokens: int
+    sampling: Sampling = Sampling()
+    stop_tokens: frozenset[int] = frozenset()  # each ends the completion, and is its last token
+
+    def check(self, vocab: int, max_seq: int) -> None:
+        """Refuse what the model cannot go on with."""
+        if problem := next(self._problems(vocab, max_seq), None):
+            raise FivefoldError(f"request {self.id!r}: {problem}")
+
+    def _problems(self, vocab: int, max_seq: int) -> Iterator[str]:
+        if not self.prompt:
+            yield "the prompt has no token: give some text"
+        if self.max_tokens < 1:
+            yield f"max_tokens = {self.max_tokens}: give at least 1"
+        if len(self.prompt) + 1 > max_seq:
+            rule = f"the prompt has {len(self.prompt):,} tokens and the model takes {max_seq:,}"
+            yield f"{rule}, with what it writes: shorten the prompt to {max_seq - 1:,}"
+        if wrong := [token for token in self.prompt if not 0 <= token < vocab]:
+            rule = f"token {wrong[0]} is not in the vocabulary of {vocab:,}"
+            yield f"{rule}: give the tokenizer of this model"
+        yield from self.sampling.problems()
+
+
+@dataclass
+class SequenceState:
+    """A request on its way: its tokens, and which of them are in the cache.
+
+    `computed` tokens have their keys and values in the blocks of `table`, in order. A sequence that
+    has lost its blocks begins again from 0, with the tokens it has drawn.
+    """
+
+    request: Request
+    number: int  # of arrival
+    limit: int  # of tokens, prompt and completion together
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    computed: int = 0
+    table: list[int] = field(default_factory=list)
+    digests: list[bytes] = field(default_factory=list)  # of the blocks that are full and published
+    reused: int = 0  # tokens that were found in the cache
+    preempted: int = 0  # times that it lost its blocks
+
+    @property
+    def drawn(self) -> list[int]:
+        """The tokens of the completion."""
+        return self.tokens[len(self.request.prompt) :]
+
+    def advance(self, computed: int, reused: int = 0) -> None:
+        """So many more tokens are in the cache; so many were there already."""
+        self.computed += computed
+        self.reused += reused
+
+    def restart(self) -> None:
+        """It has no blocks any more."""
+        self.table.clear()
+        self.digests.clear()
+        self.computed = 0
+
+    def lose(self) -> None:
+        """Count that its blocks were taken away."""
+        self.preempted += 1
+
+    def append(self, token: int, logprob: float) -> Reason | None:
+        """Take a drawn token; returns why it is the last one, if it is."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        if token in self.request.stop_tokens:
+            return "stop"
+        return "length" if len(self.tokens) >= self.limit else None
+
+
+@dataclass(frozen=True)
+class SequenceChunk:
+    """Tokens of one sequence in a forward: those from `start` on, whose keys and values go into
+    the blocks of `table`. It attends to all before them, which are there already."""
+
+    id: str
+    tokens: tuple[int, ...]
+    start: int
+    table: tuple[int, ...]
+    samples: bool  # whether the last one is the last of its sequence: the next is to be drawn
+
+    @property
+    def stop(self) -> int:
+        """The position after the last token."""
+        return self.start + len(self.tokens)
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """One forward: chunks of several sequences, one after another in a single row."""
+
+    chunks: tuple[SequenceChunk, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(chunk.tokens) for chunk in self.chunks)
+
+
+@dataclass(frozen=True)
+class DrawnToken:
+    """A token of a completion, and why the completion ends with it, if it does."""
+
+    id: str
+    index: int  # in the completion
+    token: int
+    logprob: float
+    reason: Reason | None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What came of a request."""
+
+    id: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    reason: Reason
+    reused: int  # tokens of the prompt that were found in the cache
+    preempted: int  # times that its cache was computed again

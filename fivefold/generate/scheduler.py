@@ -1,0 +1,158 @@
+"""The scheduler: which tokens of which sequences run next.
+
+First come, first served. Every step has a budget of tokens. Running sequences take what they need
+of it, in order of arrival: one token in decode, and a chunk of the prompt in prefill. Waiting ones
+are admitted with the rest of it. If blocks run out, the youngest sequence loses its own and waits;
+it is computed again later. So the oldest sequence always goes on, and every request ends.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fivefold.core.errors import FivefoldError
+from fivefold.generate.blocks import BLOCK, BlockPool, blocks_of, chained_digest
+from fivefold.generate.requests import Request, SequenceChunk, SequenceState, StepBatch
+
+
+@dataclass(frozen=True)
+class ScheduleLimits:
+    """What a step may take."""
+
+    tokens: int = 512  # of one forward
+    sequences: int = 256  # that run at a time
+
+    def __post_init__(self) -> None:
+        assert self.tokens > 0 and self.sequences > 0
+
+
+class Scheduler:
+    """Sequences that wait and run, and their blocks."""
+
+    def __init__(self, pool: BlockPool, limits: ScheduleLimits, max_seq: int) -> None:
+        self.pool, self.limits, self.max_seq = pool, limits, max_seq
+        self.waiting: list[SequenceState] = []  # both by arrival
+        self.running: list[SequenceState] = []
+        self.num_preempted = 0
+        self._arrived = 0
+
+    def add(self, request: Request) -> SequenceState:
+        """Queue a request."""
+        limit = min(len(request.prompt) + request.max_tokens, self.max_seq)
+        if blocks_of(limit) > self.pool.count:
+            room = self.pool.count * BLOCK
+            raise FivefoldError(
+                f"request {request.id!r} may need {limit:,} tokens and the cache has room for "
+                f"{room:,}: ask for fewer tokens, or give the cache more memory"
+            )
+        sequence = SequenceState(request, self._arrived, limit, list(request.prompt))
+        self._arrived += 1
+        self.waiting.append(sequence)
+        return sequence
+
+    def remove(self, sequence: SequenceState) -> None:
+        """A sequence has ended: its blocks are free."""
+        (self.running if sequence in self.running else self.waiting).remove(sequence)
+        self._release(sequence)
+
+    def restart(self) -> None:
+        """Compute everything again, and share nothing that was there: the weights are others."""
+        while self.running:
+            self._preempt_youngest()
+        self.pool.forget()
+
+    def schedule(self) -> StepBatch:
+        """The next forward; without chunks if there is nothing to do."""
+        left, chunks, before = self.limits.tokens, list[SequenceChunk](), self.num_preempted
+        for sequence in list(self.running):
+            if left and sequence in self.running and self._makes_room(sequence, left):
+                chunks.append(self._chunk(sequence, left))
+                left -= len(chunks[-1].tokens)
+        while left and self.waiting and len(self.running) < self.limits.sequences:
+            # Whoever came after a sequence that has just lost its blocks would take them again.
+            admitted = None if self.num_preempted > before else self._admit(left)
+            if admitted is None:
+                break
+            chunks.append(self._chunk(admitted, left))
+            left -= len(chunks[-1].tokens)
+        return StepBatch(tuple(chunks))
+
+    def computed(self, batch: StepBatch, sequences: Sequence[SequenceState]) -> None:
+        """The forward of these sequences is done: their full blocks can be shared."""
+        for chunk, sequence in zip(batch.chunks, sequences, strict=True):
+            sequence.advance(len(chunk.tokens))
+            for index in range(len(sequence.digests), sequence.computed // BLOCK):
+                digest = self._digest(sequence, index)
+                self.pool.publish(sequence.table[index], digest)
+                sequence.digests.append(digest)
+
+    def _digest(self, sequence: SequenceState, index: int) -> bytes:
+        before = sequence.digests[index - 1] if index else b""
+        return chained_digest(before, sequence.tokens[index * BLOCK : (index + 1) * BLOCK])
+
+    def _chunk(self, sequence: SequenceState, most: int) -> SequenceChunk:
+        start = sequence.computed
+        tokens = tuple(sequence.tokens[start : start + most])
+        last = start + len(tokens) == len(sequence.tokens)
+        return SequenceChunk(sequence.request.id, tokens, start, tuple(sequence.table), last)
+
+    def _missing(self, sequence: SequenceState, most: int) -> int:
+        """The blocks that its next chunk needs and it does not have."""
+        stop = min(sequence.computed + most, len(sequence.tokens))
+        return max(0, blocks_of(stop) - len(sequence.table))
+
+    def _makes_room(self, sequence: SequenceState, most: int) -> bool:
+        """Give a running sequence its blocks, from the youngest ones if need be; False if it is the
+        youngest itself, and has lost its own."""
+        while self._missing(sequence, most) > self.pool.num_free:
+            if self._preempt_youngest() is sequence:
+                return False
+        self._take(sequence, self._missing(sequence, most))
+        return True
+
+    def _preempt_youngest(self) -> SequenceState:
+        youngest = self.running.pop()
+        self.num_preempted += 1
+        self._release(youngest)
+        youngest.lose()
+        insort(self.waiting, youngest, key=lambda each: each.number)
+        return youngest
+
+    def _admit(self, most: int) -> SequenceState | None:
+        """Start the first waiting sequence if its first chunk has room."""
+        sequence = self.waiting[0]
+        found = self._reuse(sequence)
+        if self._missing(sequence, most) > self.pool.num_free:
+            self._release(sequence)
+            return None
+        sequence.advance(0, found * BLOCK)
+        self._take(sequence, self._missing(sequence, most))
+        # By arrival: a sequence that has lost its blocks is older than some that run.
+        insort(self.running, self.waiting.pop(0), key=lambda each: each.number)
+        return sequence
+
+    def _reuse(self, sequence: SequenceState) -> int:
+        """Share the blocks that others have computed, and count them; at least one token is left,
+        whose logits are wanted."""
+        for index in range((len(sequence.tokens) - 1) // BLOCK):
+            digest = self._digest(sequence, index)
+            block = self.pool.share(digest)
+            if block is None:
+                break
+            sequence.table.append(block)
+            sequence.digests.append(digest)
+            sequence.advance(BLOCK)
+        return len(sequence.table)
+
+    def _take(self, sequence: SequenceState, count: int) -> None:
+        for _ in range(count):
+            block = self.pool.take()
+            assert block is not None, "counted before"
+            sequence.table.append(block)
+
+    def _release(self, sequence: SequenceState) -> None:
+        for block in reversed(sequence.table):  # the end of a prefix is forgotten first
+            self.pool.release(block)
+        sequence.restart()

@@ -1,0 +1,106 @@
+"""The sampler: what it draws, how often, and that nothing but its key decides."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fivefold.core.errors import FivefoldError
+from fivefold.generate.requests import Request, Sampling
+from fivefold.generate.sampling import choose, filtered, uniform
+
+LOGITS = torch.tensor([0.3, 2.0, -1.0, 2.0, 0.9, -3.0], dtype=torch.float64)
+
+
+def test_greedy_takes_the_first_of_equals() -> None:
+    token, logprob = choose(LOGITS, Sampling(), "a", 0)
+    assert token == 1
+    assert logprob == LOGITS.log_softmax(0)[1].item()
+
+
+def test_random_numbers_are_a_function_of_seed_request_and_index() -> None:
+    assert uniform(1, "a", 2) == uniform(1, "a", 2)
+    keys = [(s, r, i) for s in range(5) for r in ("a", "b", "1", "1:2") for i in range(20)]
+    assert len({uniform(*key) for key in keys}) == len(keys)
+    assert uniform(1, "2:a", 3) != uniform(1, "a", 3)
+
+
+def test_random_numbers_are_uniform() -> None:
+    drawn = torch.tensor([uniform(0, "r", i) for i in range(20_000)], dtype=torch.float64)
+    assert abs(drawn.mean().item() - 0.5) < 4 / math.sqrt(12 * 20_000)
+    counts = torch.histc(drawn, 20, 0, 1)
+    chi_squared = ((counts - 1000) ** 2 / 1000).sum().item()
+    assert chi_squared < 45.3  # 19 degrees of freedom, p = 0.0006
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(1.0), Sampling(0.7, top_k=3), Sampling(1.3, top_p=0.8), Sampling(1.0, 4, 0.9)],
+    ids=str,
+)
+def test_tokens_are_drawn_as_often_as_they_are_likely(sampling: Sampling) -> None:
+    draws = 20_000
+    counts = Counter(choose(LOGITS, sampling, "r", i)[0] for i in range(draws))
+    for token, odds in enumerate(filtered(LOGITS, sampling).tolist()):
+        error = 4.5 * math.sqrt(odds * (1 - odds) / draws)
+        assert abs(counts[token] / draws - odds) <= error, token
+
+
+def test_top_k_and_top_p_by_hand() -> None:
+    kept = filtered(LOGITS, Sampling(1.0, top_k=3)).nonzero().flatten().tolist()
+    assert kept == [1, 3, 4]
+    odds = LOGITS.softmax(0)
+    both = (odds[1] + odds[3]).item()
+    for top_p, expected in [(1e-9, [1]), (both - 1e-6, [1, 3]), (both + 1e-6, [1, 3, 4])]:
+        found = filtered(LOGITS, Sampling(1.0, top_p=top_p))
+        assert found.nonzero().flatten().tolist() == expected
+        torch.testing.assert_close(found.sum(), torch.tensor(1.0, dtype=torch.float64))
+    first = filtered(LOGITS, Sampling(1.0, top_k=2, top_p=0.5))  # of the two, renormalised
+    assert first.nonzero().flatten().tolist() == [1]
+
+
+def test_log_probabilities_are_those_of_the_model() -> None:
+    for index in range(20):
+        token, logprob = choose(LOGITS.float(), Sampling(2.0, top_k=3), "r", index)
+        assert logprob == LOGITS.float().log_softmax(0)[token].item()
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.floats(-80, 80), min_size=1, max_size=40),
+    st.floats(0.05, 5),
+    st.integers(1, 50),
+    st.floats(1e-6, 1),
+    st.integers(0, 50),
+)
+def test_a_token_without_probability_is_never_drawn(
+    logits: list[float], temperature: float, top_k: int, top_p: float, index: int
+) -> None:
+    sampling = Sampling(temperature, top_k, top_p)
+    given = torch.tensor(logits, dtype=torch.float64)
+    token, _ = choose(given, sampling, "r", index)
+    assert 0 <= token < len(logits)
+    assert filtered(given, sampling)[token] > 0
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (Request("a", (), 1), "no token"),
+        (Request("a", (1,) * 64, 1), "has 64 tokens and the model takes 64"),
+        (Request("a", (99,), 1), "token 99 is not in the vocabulary of 67"),
+        (Request("a", (1,), 0), "max_tokens = 0"),
+        (Request("a", (1,), 1, Sampling(-1.0)), "temperature = -1"),
+        (Request("a", (1,), 1, Sampling(math.nan)), "temperature = nan"),
+        (Request("a", (1,), 1, Sampling(top_k=0)), "top_k = 0"),
+        (Request("a", (1,), 1, Sampling(top_p=0.0)), "top_p = 0"),
+    ],
+)
+def test_what_cannot_be_generated_is_refused(request_: Request, message: str) -> None:
+    with pytest.raises(FivefoldError, match=message):
+        request_.check(vocab=67, max_seq=64)

@@ -1,0 +1,139 @@
+"""Blocks and the scheduler of generation, without a model: nothing leaks, nothing is shared that
+differs, and every request ends."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fivefold.core.errors import FivefoldError
+from fivefold.generate.blocks import BLOCK, BlockPool, blocks_of, chained_digest
+from fivefold.generate.requests import Request, SequenceState, StepBatch
+from fivefold.generate.scheduler import ScheduleLimits, Scheduler
+
+MAX_SEQ = 120
+
+
+def test_a_block_is_shared_until_its_last_user_leaves() -> None:
+    pool = BlockPool(2)
+    first, digest = pool.take(), chained_digest(b"", range(BLOCK))
+    assert first is not None
+    pool.publish(first, digest)
+    assert pool.share(digest) == first and pool.users(first) == 2
+    pool.release(first)
+    assert pool.num_free == 1
+    pool.release(first)
+    assert pool.num_free == 2
+    assert pool.share(digest) == first, "a free block keeps its contents"
+
+
+def test_the_block_that_was_released_first_is_forgotten_first() -> None:
+    pool = BlockPool(2)
+    digests = [chained_digest(b"", [n] * BLOCK) for n in range(2)]
+    blocks = [pool.take() for _ in digests]
+    for block, digest in zip(blocks, digests, strict=True):
+        assert block is not None
+        pool.publish(block, digest)
+    for block in blocks:
+        assert block is not None
+        pool.release(block)
+    assert pool.take() == blocks[0]
+    assert pool.share(digests[0]) is None
+    assert pool.share(digests[1]) == blocks[1]
+    assert pool.take() is None
+
+
+def test_forgotten_blocks_are_free_and_not_shared() -> None:
+    pool = BlockPool(1)
+    block, digest = pool.take(), chained_digest(b"", range(BLOCK))
+    assert block is not None
+    pool.publish(block, digest)
+    pool.release(block)
+    pool.forget()
+    assert pool.num_free == 1 and pool.share(digest) is None
+
+
+def test_a_digest_depends_on_all_tokens_before() -> None:
+    tokens = list(range(BLOCK))
+    alone = chained_digest(b"", tokens)
+    assert chained_digest(chained_digest(b"", tokens[::-1]), tokens) != alone
+    assert chained_digest(b"", tokens) == alone
+
+
+def test_a_request_beyond_the_cache_is_refused() -> None:
+    scheduler = Scheduler(BlockPool(2), ScheduleLimits(), MAX_SEQ)
+    with pytest.raises(FivefoldError, match=r"may need 40 tokens and the cache has room for 32"):
+        scheduler.add(Request("a", tuple(range(30)), 10))
+
+
+requests_st = st.lists(
+    st.tuples(st.integers(0, 2), st.integers(1, 60), st.integers(1, 40)), min_size=1, max_size=12
+)
+
+
+class Model:
+    """Stands in for the model: it remembers what each block holds, and looks at what it reads."""
+
+    def __init__(self, blocks: int) -> None:
+        self.pages: list[list[object]] = [[None] * BLOCK for _ in range(blocks)]
+
+    def forward(self, batch: StepBatch, sequences: dict[str, SequenceState]) -> None:
+        for chunk in batch.chunks:
+            known = sequences[chunk.id].tokens
+            for i, token in enumerate(chunk.tokens, chunk.start):
+                # What a key depends on: all tokens up to its own.
+                self.pages[chunk.table[i // BLOCK]][i % BLOCK] = tuple(known[: i + 1])
+                assert token == known[i]
+        for chunk in batch.chunks:
+            known = sequences[chunk.id].tokens
+            for i in range(chunk.stop):
+                assert self.pages[chunk.table[i // BLOCK]][i % BLOCK] == tuple(known[: i + 1])
+
+
+@settings(max_examples=150, deadline=None)
+@given(requests_st, st.integers(8, 14), st.integers(1, 70), st.integers(1, 5), st.integers(0, 99))
+def test_every_request_ends_and_reads_its_own_tokens(
+    asked: list[tuple[int, int, int]], blocks: int, budget: int, most: int, seed: int
+) -> None:
+    scheduler = Scheduler(BlockPool(blocks), ScheduleLimits(budget, most), MAX_SEQ)
+    model, dice, sequences = Model(blocks), random.Random(seed), dict[str, SequenceState]()
+    for number, (prefix, length, new) in enumerate(asked):  # few prefixes: many are shared
+        request = Request(str(number), (prefix,) * length, new)
+        sequences[request.id] = scheduler.add(request)
+    left = dict(sequences)
+    for _ in range(10_000):
+        batch = scheduler.schedule()
+        if not batch.chunks:
+            break
+        assert batch.num_tokens <= budget and len(scheduler.running) <= most
+        ids = [chunk.id for chunk in batch.chunks]
+        assert len(set(ids)) == len(ids) and set(ids) <= left.keys()
+        oldest = min(left.values(), key=lambda each: each.number)
+        blocked = oldest in scheduler.waiting and len(scheduler.running) > 0
+        assert oldest.request.id in ids or blocked
+        model.forward(batch, sequences)
+        scheduler.computed(batch, [sequences[id] for id in ids])
+        for chunk in (chunk for chunk in batch.chunks if chunk.samples):
+            ended = sequences[chunk.id].append(dice.randrange(3), 0.0)
+            if ended or dice.random() < 0.02:  # some are cancelled
+                scheduler.remove(left.pop(chunk.id))
+    assert not left
+    assert scheduler.pool.num_free == blocks
+    assert all(scheduler.pool.users(block) == 0 for block in range(blocks))
+
+
+def test_blocks_that_run_out_are_taken_from_the_youngest() -> None:
+    scheduler = Scheduler(BlockPool(4), ScheduleLimits(tokens=64), MAX_SEQ)
+    old, young = (scheduler.add(Request(name, (n,) * 30, 32)) for n, name in enumerate("ab"))
+    while old in scheduler.waiting or old in scheduler.running:
+        batch = scheduler.schedule()
+        by_id = {each.request.id: each for each in (old, young)}
+        scheduler.computed(batch, [by_id[chunk.id] for chunk in batch.chunks])
+        for chunk in batch.chunks:
+            if chunk.samples and by_id[chunk.id].append(7, 0.0):
+                scheduler.remove(by_id[chunk.id])
+    assert (old.preempted, young.preempted) == (0, 1)
+    assert blocks_of(old.limit) == 4
