@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
 from fivefold.core import models, plan
 from fivefold.core.count import parameters
-from fivefold.core.errors import BadFile, FivefoldError, counted
+from fivefold.core.errors import counted
 from fivefold.core.plan import PlanOptions
 from fivefold.core.precision import PRECISIONS
-from fivefold.core.weights import buffers, weights
 from fivefold.huggingface.config_export import HfModel, as_hf
 from fivefold.verbs import above, one_of
-
-if TYPE_CHECKING:
-    from fivefold.core.shape import Shape
-    from fivefold.train.checkpoint import Reader
-
 
 _WRITTEN = ("bf16", "fp32")
 
@@ -72,9 +66,11 @@ def _exported(
     import torch
 
     from fivefold.huggingface.files import write_model
+    from fivefold.train.checkpoint.of_run import open_run
 
-    reader = _reader(run_folder, step)
-    _check(reader, model.shape)
+    reader = open_run(
+        run_folder, model.shape, step, lambda why: typer.echo(f"fivefold: {why}", err=True)
+    )
     files = write_model(
         folder,
         model.shape,
@@ -92,41 +88,6 @@ def _exported(
         "dtype": options.dtype,
         "files": [file.name for file in files],
     }
-
-
-def _reader(run_folder: Path, step: int | None) -> Reader:
-    """The checkpoint of a step, or the newest valid one; prints why others are not valid."""
-    from fivefold.train.checkpoint import Reader, published
-
-    found = published(run_folder / "checkpoints")
-    if step is not None:
-        wanted = [path for path in found if path.name == f"step-{step:08d}"]
-        if not wanted:
-            known = ", ".join(str(int(path.name.removeprefix("step-"))) for path in found)
-            raise FivefoldError(
-                f"{run_folder} has no checkpoint of step {step}: choose from {known or 'none'}"
-            )
-        return Reader(wanted[0])
-    for path in reversed(found):
-        try:
-            return Reader(path)
-        except FivefoldError as error:
-            typer.echo(f"fivefold: {error}", err=True)
-    raise FivefoldError(f"{run_folder} has no good checkpoint: train it first, with --out")
-
-
-def _check(reader: Reader, shape: Shape) -> None:
-    """Refuse a checkpoint of another model, with all differences."""
-    problems: list[str] = []
-    for each in (*weights(shape), *buffers(shape)):
-        sizes, _ = reader.tensors.get(f"model/{each.name}", (None, None))
-        if sizes is None:
-            problems.append(f"{each.name} is missing: give the plan of this checkpoint")
-        elif tuple(sizes) != each.shape:
-            rule = f"has shape {tuple(sizes)}, and the plan asks for {each.shape}"
-            problems.append(f"{each.name} {rule}: give the plan of this checkpoint")
-    if problems:
-        raise BadFile(f"the checkpoint of step {reader.facts.step}", problems)
 
 
 def _text(table: dict[str, Any]) -> str:

@@ -67,6 +67,9 @@ def run(
     compiled: Annotated[
         bool, typer.Option("--compile", help="Compile the kernels of the ranks, as training does.")
     ] = False,
+    generated: Annotated[
+        bool, typer.Option("--generate", help="Generation against the plain forward, one device.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Prove that a layout computes the same as one device: run both here and compare."""
@@ -74,6 +77,8 @@ def run(
         chosen_precision = one_of("precision", precision, get_args(Precision))
         options = replace(options, precision=cast("Any", chosen_precision))
     plan = runnable(options)
+    if generated:
+        raise typer.Exit(_verify_generated(plan, dtype, seed, device, as_json))
     if plan.fp8 is not None and dtype != "float64":
         raise FivefoldError(
             f"--dtype {dtype} with fp8: sums in another order would round some values to another "
@@ -210,6 +215,41 @@ def _verify(plan: Plan, chosen: dict[str, Any], as_json: bool) -> int:
         return 1
     table = describe(plan, verdict, time.perf_counter() - began)
     typer.echo(json.dumps(table) if as_json else render(plan, settings, table))
+    return 0 if verdict.passed else 1
+
+
+def _verify_generated(plan: Plan, dtype: str, seed: int, device: str, as_json: bool) -> int:
+    """Run the proof of generation and print it; returns the exit code."""
+    one_of("dtype", dtype, ("float64", "float32"))
+    above("seed", seed, -1)
+    if plan.layout.world > 1 or device != "cpu" or plan.fp8 is not None:
+        raise FivefoldError(
+            "--generate proves one device, on CPU and without fp8: leave --layout, --device and "
+            "--precision out"
+        )
+    from fivefold.verify.generated import NUM_WAYS, GeneratedTrial
+
+    began = time.perf_counter()
+    with progress_bar("verify", NUM_WAYS) as bar:
+        verdict = GeneratedTrial(plan.shape, dtype, seed).run(lambda: bar.advance(1))
+    seconds = round(time.perf_counter() - began, 3)
+    facts = {"model": plan.shape.name, "dtype": dtype, "passed": verdict.passed}
+    if as_json:
+        typer.echo(json.dumps(facts | asdict(verdict) | {"seconds": seconds}))
+    else:
+        head = f"{plan.shape.name}, {dtype}: generation against the forward of the whole text"
+        same = "the same" if verdict.tokens_equal else "DIFFERENT"
+        lines = [
+            head,
+            "",
+            f"{'':<18}{'largest error of logits':>24}{'tolerance':>12}",
+            *(f"{w:<18}{e:>24.1e}{verdict.tolerance:>12.1e}" for w, e in verdict.errors.items()),
+            f"log-probabilities: largest error {verdict.logprob_err:.1e}",
+            f"{verdict.tokens:,} tokens, {same} every way; {verdict.preempted} preemptions, "
+            f"{verdict.reused:,} tokens from shared blocks",
+            f"{'PASS' if verdict.passed else 'FAIL'} in {seconds:.1f} s",
+        ]
+        typer.echo("\n".join(lines))
     return 0 if verdict.passed else 1
 
 

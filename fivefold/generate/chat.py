@@ -1,0 +1,74 @@
+"""Chat templates: messages to a prompt.
+
+A template is a program from a downloaded folder. It runs in a process of its own: in Jinja's
+sandbox, with a limit on time and memory, and with no file that it could open.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fivefold.core.errors import BadFile, FivefoldError
+from fivefold.generate import chat_worker
+from fivefold.generate.text import read_table
+
+Message = dict[str, str]
+_SECONDS = 5  # of processor time
+_PATIENCE = 60.0  # seconds on the clock: a busy machine starts a process late
+_CONFIG, _FILE = "tokenizer_config.json", "chat_template.jinja"
+
+
+class ChatTemplate:
+    """The template of a folder, with the texts of its special tokens."""
+
+    def __init__(self, folder: Path) -> None:
+        self.where = str(folder)
+        table = read_table(folder / _CONFIG)
+        self.source = _source(folder, table)
+        if self.source is None:
+            rule = f"has no chat template, in {_CONFIG} or {_FILE}"
+            raise BadFile(self.where, [f"{rule}: leave --chat out, or give a chat model"])
+        names = ("bos_token", "eos_token", "unk_token", "pad_token")
+        given = {name: table.get(name) for name in names}
+        contents = {k: v.get("content") if isinstance(v, dict) else v for k, v in given.items()}
+        self.variables = {k: v for k, v in contents.items() if isinstance(v, str)}
+
+    def render(self, messages: Sequence[Message], seconds: int = _SECONDS) -> str:
+        """The prompt that asks for the next message of the assistant."""
+        job = {"template": self.source, "messages": list(messages), "variables": self.variables}
+        command = [sys.executable, "-I", str(Path(chat_worker.__file__)), str(seconds)]
+        try:
+            done = subprocess.run(
+                command, input=json.dumps(job).encode(), capture_output=True, timeout=_PATIENCE
+            )
+        except subprocess.TimeoutExpired as error:
+            rule = f"the chat template of {self.where} has not ended after {_PATIENCE:g} s"
+            raise FivefoldError(f"{rule}: correct it, or leave --chat out") from error
+        if done.returncode == -signal.SIGXCPU:
+            raise FivefoldError(
+                f"the chat template of {self.where} ran for more than {seconds} s: it may loop; "
+                "correct it, or leave --chat out"
+            )
+        try:
+            answer = json.loads(done.stdout)
+        except ValueError:
+            answer = {"error": f"its process ended with code {done.returncode}"}
+        if "error" in answer:
+            raise BadFile(f"the chat template of {self.where}", [f"{answer['error']}; correct it"])
+        return answer["text"]
+
+
+def _source(folder: Path, table: dict[str, Any]) -> str | None:
+    if (folder / _FILE).exists():
+        return (folder / _FILE).read_text("utf-8")
+    given = table.get("chat_template")
+    if isinstance(given, list):  # several, by name
+        named = {each.get("name"): each.get("template") for each in given if isinstance(each, dict)}
+        given = named.get("default")
+    return given if isinstance(given, str) else None

@@ -1,0 +1,118 @@
+"""Text from an engine: prompts in, pieces of text out as they are drawn, and times.
+
+Whoever serves or reads files sits on this: `add` what comes, call `step` while `busy`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fivefold.generate.engine import Engine
+from fivefold.generate.requests import Reason, Request
+from fivefold.generate.text import Codec, TextStream
+
+
+@dataclass(frozen=True)
+class WrittenText:
+    """The completion of a prompt. Tokens and log-probabilities include the stop token or text."""
+
+    id: str
+    prompt: str
+    text: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    reason: Reason
+    ttft_s: float  # from the request to its first token
+    tpot_s: float | None  # between two tokens, in the mean; None for one token
+
+    def table(self) -> dict[str, Any]:
+        """As JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class TextPiece:
+    """Text that was added to a completion, which is the last of it if `written` is there."""
+
+    id: str
+    text: str
+    written: WrittenText | None
+
+
+@dataclass
+class _Open:
+    """A prompt whose completion goes on."""
+
+    prompt: str
+    stream: TextStream
+    began: float
+    first: float = 0.0
+    last: float = 0.0
+
+    def tick(self, now: float) -> None:
+        self.first, self.last = self.first or now, now
+
+
+class TextWriter:
+    """Completions of several prompts at a time."""
+
+    def __init__(
+        self, engine: Engine, codec: Codec, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.engine, self.codec, self.clock = engine, codec, clock
+        self._open: dict[str, _Open] = {}
+
+    @property
+    def busy(self) -> bool:
+        """Whether any completion goes on."""
+        return self.engine.busy
+
+    def add(self, request: Request, prompt: str, stops: tuple[str, ...] = ()) -> None:
+        """Queue a request for the tokens of a prompt."""
+        self.engine.add(request)
+        self._open[request.id] = _Open(prompt, TextStream(self.codec, stops), self.clock())
+
+    def step(self) -> list[TextPiece]:
+        """Run one forward; returns what it added."""
+        return [self._piece(*each) for each in self._drawn()]
+
+    def cancel(self, id: str) -> None:
+        """Nobody waits for this completion any more."""
+        del self._open[id]
+        self.engine.end(id, "cancelled")
+        self.engine.collect(id)
+
+    def _drawn(self) -> list[tuple[str, str, Reason | None]]:
+        drawn, now = self.engine.step(), self.clock()
+        found: list[tuple[str, str, Reason | None]] = []
+        for each in drawn:
+            one, reason = self._open[each.id], each.reason
+            one.tick(now)
+            # A stop token ends the text, and is no part of it.
+            text = "" if reason == "stop" else one.stream.push(each.token)
+            if reason is None and one.stream.stopped:
+                reason = "stop"
+                self.engine.end(each.id, reason)
+            found.append((each.id, text, reason))
+        return found
+
+    def _piece(self, id: str, text: str, reason: Reason | None) -> TextPiece:
+        if reason is None:
+            return TextPiece(id, text, None)
+        one, done = self._open.pop(id), self.engine.collect(id)
+        text += one.stream.finish()
+        steps = len(done.tokens) - 1
+        written = WrittenText(
+            id,
+            one.prompt,
+            one.stream.text,
+            done.tokens,
+            done.logprobs,
+            "stop" if one.stream.stopped else reason,
+            one.first - one.began,
+            (one.last - one.first) / steps if steps else None,
+        )
+        return TextPiece(id, text, written)

@@ -1,0 +1,55 @@
+"""The checkpoint of a run folder whose weights others read: to export them, or to generate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from fivefold.core.errors import BadFile, FivefoldError
+from fivefold.core.shape import Shape
+from fivefold.core.weights import buffers, weights
+from fivefold.train.checkpoint import Reader, published
+
+
+def open_run(
+    run_folder: Path, shape: Shape, step: int | None, tell: Callable[[str], None]
+) -> Reader:
+    """The checkpoint of a step, or the newest valid one, if it is of this model.
+
+    `tell` is called with the reason why a newer one is not valid.
+    """
+    reader = _reader(run_folder, step, tell)
+    _refuse_other(reader, shape)
+    return reader
+
+
+def _reader(run_folder: Path, step: int | None, tell: Callable[[str], None]) -> Reader:
+    found = published(run_folder / "checkpoints")
+    if step is not None:
+        wanted = [path for path in found if path.name == f"step-{step:08d}"]
+        if not wanted:
+            known = ", ".join(str(int(path.name.removeprefix("step-"))) for path in found)
+            raise FivefoldError(
+                f"{run_folder} has no checkpoint of step {step}: choose from {known or 'none'}"
+            )
+        return Reader(wanted[0])
+    for path in reversed(found):
+        try:
+            return Reader(path)
+        except FivefoldError as error:
+            tell(str(error))
+    raise FivefoldError(f"{run_folder} has no good checkpoint: train it first, with --out")
+
+
+def _refuse_other(reader: Reader, shape: Shape) -> None:
+    """Refuse a checkpoint of another model, with all differences."""
+    problems: list[str] = []
+    for each in (*weights(shape), *buffers(shape)):
+        sizes, _ = reader.tensors.get(f"model/{each.name}", (None, None))
+        if sizes is None:
+            problems.append(f"{each.name} is missing: give the plan of this checkpoint")
+        elif tuple(sizes) != each.shape:
+            rule = f"has shape {tuple(sizes)}, and the plan asks for {each.shape}"
+            problems.append(f"{each.name} {rule}: give the plan of this checkpoint")
+    if problems:
+        raise BadFile(f"the checkpoint of step {reader.facts.step}", problems)

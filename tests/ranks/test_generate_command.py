@@ -1,0 +1,148 @@
+"""`fivefold generate` and `fivefold verify --generate`, as a person runs them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from tests.commands import in_fork
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 40,
+    "max_position_embeddings": 64,
+    "eos_token_id": 39,
+}
+TEMPLATE = "{% for m in messages %}w1 {{ m.content }} w2{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A downloaded model, with random weights and a tokenizer of forty words."""
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+    with torch.no_grad():
+        for each in model.parameters():
+            each.add_(0.1 * torch.randn_like(each))
+    model.save_pretrained(folder)
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(40)}, "w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    return folder
+
+
+def their_tokens(folder: Path, prompt: list[int], count: int) -> list[int]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=count,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+def test_json_of_a_prompt_is_what_transformers_generates(folder: Path, tmp_path: Path) -> None:
+    words = ["generate", str(folder), "--prompt", "w5 w6 w7", "--max-tokens", "12", "--json"]
+    done = in_fork(words, tmp_path)
+    assert done.returncode == 0, done.stderr
+    row = json.loads(done.stdout)
+    assert row["tokens"] == their_tokens(folder, [5, 6, 7], 12)
+    assert row["prompt"] == "w5 w6 w7" and row["reason"] in ("length", "stop")
+    assert len(row["logprobs"]) == len(row["tokens"]) and max(row["logprobs"]) <= 0
+    assert row["ttft_s"] > 0 and row["tpot_s"] > 0
+    text = in_fork([*words[:-1]], tmp_path).stdout
+    assert text == row["text"] + "\n"
+
+
+def test_chat_uses_the_template_of_the_folder(folder: Path, tmp_path: Path) -> None:
+    words = ["generate", str(folder), "--prompt", "w9", "--max-tokens", "6", "--json", "--chat"]
+    row = json.loads(in_fork(words, tmp_path).stdout)
+    assert row["prompt"] == "w1 w9 w2"
+    assert row["tokens"] == their_tokens(folder, [1, 9, 2], 6)
+
+
+def test_a_file_of_prompts_is_gone_on_with(folder: Path, tmp_path: Path) -> None:
+    prompts = [{"id": f"p{i}", "prompt": f"w{i} w{i + 1}"} for i in range(3, 9)]
+    file, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    file.write_text("\n".join(map(json.dumps, prompts)))
+    words = ["generate", str(folder), "--file", str(file), "-o", str(out), "--max-tokens", "8"]
+    words += ["--temperature", "1", "--seed", "3"]
+    assert in_fork(words, tmp_path).returncode == 0
+    whole = {row["id"]: row["tokens"] for row in map(json.loads, out.read_text().splitlines())}
+    assert whole.keys() == {each["id"] for each in prompts}
+    lines = out.read_text().splitlines(keepends=True)
+    out.write_text("".join(lines[:2]) + lines[2][:20])  # as if killed in the third
+    assert in_fork(words, tmp_path).returncode == 0
+    again = {row["id"]: row["tokens"] for row in map(json.loads, out.read_text().splitlines())}
+    assert again == whole, "draws depend on nothing but seed, id and index"
+    assert len(out.read_text().splitlines()) == len(prompts)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "give one of --prompt TEXT and --file"),
+        (["--prompt", " ".join(["w1"] * 64)], "has 64 tokens and the model takes 64"),
+        (["--prompt", "w1", "--stop", "<|im_end|>"], "no special token of this tokenizer"),
+        (["--prompt", "w1", "--stop", ""], "--stop is empty"),
+        (["--prompt", "w1", "--temperature", "-1"], "temperature = -1"),
+        (["--prompt", "w1", "--top-p", "2"], "top_p = 2"),
+        (["--prompt", "w1", "--max-tokens", "0"], "--max-tokens 0"),
+        (["--prompt", "w1", "--dtype", "float8"], "unknown --dtype"),
+        (["--prompt", "w1", "--cache-gb", "1e-9"], "cache has room for 0"),
+        (["--file", "nowhere.jsonl"], "nowhere.jsonl"),
+    ],
+    ids=lambda given: given if isinstance(given, str) else None,
+)
+def test_bad_input_exits_with_2(
+    folder: Path, tmp_path: Path, words: list[str], message: str
+) -> None:
+    done = in_fork(["generate", str(folder), *words], tmp_path)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+    done = in_fork(["generate", str(tmp_path), "--prompt", "a"], tmp_path)
+    assert done.returncode == 2 and "neither a run" in done.stderr
+
+
+def test_an_imported_run_generates_the_same(folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert in_fork(["import", str(folder), "-o", str(run)], tmp_path).returncode == 0
+    words = ["--prompt", "w5 w6", "--max-tokens", "5", "--json"]
+    words += ["--tokenizer", str(folder / "tokenizer.json")]
+    of_run, of_model = (
+        json.loads(in_fork(["generate", str(each), *words], tmp_path).stdout)
+        for each in (run, folder)
+    )
+    # A run has no configs of the tokenizer beside it.
+    assert of_run["tokens"] == of_model["tokens"] == their_tokens(folder, [5, 6], 5)
+
+
+def test_verify_proves_generation(tmp_path: Path) -> None:
+    words = ["verify", "tiny-moe", "--set", "layers=2", "--generate", "--json"]
+    done = in_fork(words, tmp_path)
+    assert done.returncode == 0, done.stderr
+    table = json.loads(done.stdout)
+    assert table["passed"] and table["tokens_equal"]
+    assert table["logit_err"] <= 1e-10 and table["logprob_err"] <= 1e-10
+    assert table["errors"].keys() == {
+        *("alone", "in chunks", "batched", "preempted", "prefix shared")
+    }
+    refused = in_fork(["verify", "tiny", "--layout", "tp=2", "--generate"], tmp_path)
+    assert refused.returncode == 2 and "one device" in refused.stderr
