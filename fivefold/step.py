@@ -31,8 +31,8 @@ class Optimizer(Protocol):
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """The result of a step: the mean loss of its tokens, the gradient norm, the clip coefficient,
-    the load of the experts, and how many ranks want to stop.
+    """The result of a step: the mean loss of its tokens, the gradient norm, the factor that clips
+    gradients, the load of the experts, and how many ranks want to stop.
 
     All of it is still on the device: reading one waits for the step, and not every step is read.
     The outcome of a guarded step is on the host, and its update may still run. `skipped`: loss or
@@ -52,13 +52,34 @@ class Guard:
     """How training guards a step: `scale` multiplies the losses where backward begins, for types of
     a narrow range; `stop` asks to end the run after this step.
 
-    A guarded step waits once, for its loss and norm, and calls `on_read` then. It updates nothing
-    where the norm or the loss is not finite.
+    A guarded step waits once, for its loss and norm, and calls `on_read` then, with the event that
+    the device has just passed. It updates nothing where the norm or the loss is not finite. If the
+    updater sees to that by itself, and `uncount` makes it forget such an update, the update is
+    issued before the host waits, so that the device never does.
     """
 
     scale: float = 1.0
     stop: bool = False
-    on_read: Callable[[], None] = lambda: None
+    on_read: Callable[[torch.cuda.Event | None], None] = lambda _: None
+    uncount: Callable[[], None] | None = None
+
+
+class Reading:
+    """Numbers of a step on their way to the host: all that is read of it, in one copy."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self.numbers, self.event = numbers, None
+        if numbers.is_cuda:
+            self.numbers = torch.empty_like(numbers, device="cpu", pin_memory=True)
+            self.numbers.copy_(numbers, non_blocking=True)
+            self.event = torch.cuda.Event(enable_timing=True)
+            self.event.record(torch.cuda.current_stream(numbers.device))
+
+    def wait(self) -> Tensor:
+        """The numbers, on the host."""
+        if self.event is not None:
+            self.event.synchronize()
+        return self.numbers
 
 
 def updater_of(job: Job, recipe: Recipe, *, master: bool = False) -> Updater:
@@ -104,21 +125,51 @@ def step(
     sum_copies(job)
     loss = sum(losses.values(), torch.zeros_like(tokens))
     summed = totals(job, loss, asked.stop)
-    seen = summed if guard is None else summed.cpu()  # all that is read of a step, in one copy
-    asked.on_read()
-    loss, norm, stops = seen[0], seen[1].sqrt() / asked.scale, seen[2]
-    clip = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    skipped = guard is not None and not bool(torch.isfinite(loss + norm))
-    if not skipped:
-        for each in job.owned:
-            each.clip(clip / asked.scale)
-        optimizer.step()
+    numbers, skipped = summed, False
+    if guard is None:
+        update(job, optimizer, clip_factor(summed, max_norm))
+    else:
+        numbers, skipped = guarded_update(job, optimizer, summed, max_norm, guard)
     for chunk in job.chunks:
         chunk.data.publish()
     if not skipped:
         job.balancing.settle(summed[3:])
-    load = None if skipped else job.balancing.load_of(seen[3:])
+    load = None if skipped else job.balancing.load_of(numbers[3:])
+    loss, norm, stops = numbers[0], numbers[1].sqrt() / asked.scale, numbers[2]
+    clip = clip_factor(numbers, max_norm, asked.scale)
     return StepOutcome(loss, norm, clip, load, stops, skipped)
+
+
+def guarded_update(
+    job: Job, optimizer: Optimizer, summed: Tensor, max_norm: float, guard: Guard
+) -> tuple[Tensor, bool]:
+    """Read the numbers of a step, and update if they are finite: those numbers, and whether the
+    update was skipped."""
+    reading = Reading(summed)
+    if guard.uncount:
+        update(job, optimizer, clip_factor(summed, max_norm, guard.scale) / guard.scale)
+    numbers = reading.wait()
+    guard.on_read(reading.event)
+    skipped = not bool(torch.isfinite(numbers[:2]).all())
+    if guard.uncount is None and not skipped:
+        update(job, optimizer, clip_factor(numbers, max_norm, guard.scale) / guard.scale)
+    if guard.uncount and skipped:
+        guard.uncount()
+    return numbers, skipped
+
+
+def clip_factor(numbers: Tensor, max_norm: float, scale: float = 1.0) -> Tensor:
+    """What clips gradients, once they are divided by the `scale` of the losses; not a number where
+    loss or norm is not finite."""
+    norm = numbers[1].sqrt() / scale
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0) + 0 * numbers[:2].sum()
+
+
+def update(job: Job, optimizer: Optimizer, factor: Tensor) -> None:
+    """New weights from gradients times a factor."""
+    for each in job.owned:
+        each.clip(factor)
+    optimizer.step()
 
 
 @torch.no_grad()

@@ -93,9 +93,10 @@ def _adamw_update(
     BLOCK: tl.constexpr,
 ) -> None:
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < numel
+    factor = tl.load(factor_ptr)
+    inside = (place < numel) & (factor >= 0)  # nothing is updated if it is not a number
     value = tl.load(value_ptr + place, inside).to(tl.float32) * kept
-    grad = tl.load(grad_ptr + place, inside).to(tl.float32) * tl.load(factor_ptr)
+    grad = tl.load(grad_ptr + place, inside).to(tl.float32) * factor
     first = tl.load(first_ptr + place, inside).to(tl.float32)
     second = tl.load(second_ptr + place, inside).to(tl.float32)
     first = beta1 * first + (1 - beta1) * grad
@@ -113,7 +114,8 @@ def _adamw_update(
 
 
 class AdamwKernel:
-    """Updates tensors one by one, each in one pass; `factor` multiplies all gradients."""
+    """Updates tensors one by one, each in one pass; `factor` multiplies all gradients, and nothing
+    changes if it is not a number."""
 
     def __init__(
         self,

@@ -137,6 +137,8 @@ def state_dtypes(recipe: Recipe, values: torch.dtype, master: bool) -> dict[str,
 class BlockwiseUpdater:
     """Loads states from a store, updates them and writes them back, block by block."""
 
+    skips = False
+
     def __init__(
         self,
         recipe: Recipe,

@@ -75,6 +75,8 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 class Muon:
     """Muon for the matrices of hidden layers, AdamW for the other weights, all on the device."""
 
+    skips = False
+
     def __init__(
         self, recipe: Recipe, owned: Sequence[OwnedWeight], matrices: FullMatrices, master: bool
     ) -> None:

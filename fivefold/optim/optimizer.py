@@ -95,6 +95,7 @@ class Updater(Protocol):
     """Updates the weights that a rank owns from their gradients."""
 
     count: int  # number of updates so far
+    skips: bool  # a step whose factor is not a number changes nothing
 
     def step(self) -> None:
         """Update all weights once."""
@@ -217,7 +218,7 @@ class DeviceUpdater:
         self.count, self.counts = 0, torch.zeros(len(self.values), device=device)
         self.optimizer = with_states(optimizer, name, self.values, self.moments, self.counts)
         self.scales = leave_scaling(name, owned, self.values[0].dtype if owned else None)
-        self.kernel = has_kernel(self.scales, device)
+        self.skips = self.kernel = has_kernel(self.scales, device)
         self.weight_decay = weight_decay
 
     def step(self) -> None:

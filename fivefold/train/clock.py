@@ -81,9 +81,9 @@ class StepClock:
         """The rows are there."""
         self._waited_until = time.perf_counter()
 
-    def synchronised(self) -> None:
-        """The host has just waited for the device, so that both are at the same moment."""
-        self._both = self._moment()
+    def synchronised(self, event: torch.cuda.Event | None) -> None:
+        """The host has just waited for this event of the device: it is now on both clocks."""
+        self._both = time.perf_counter(), event
 
     def mark(self) -> StepMark:
         """The update is issued."""

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from math import isfinite
 from typing import Any, NamedTuple
 
@@ -147,7 +148,9 @@ class _Loop:
             each.before_step(number)
         updater.set_lr(recipe.lr_at(number))
         job.mesh.records.clear()
-        guard = Guard(self.progress.scale.value, self.stop.requested, self.clock.synchronised)
+        uncount = partial(updater.resume_after, updater.count) if updater.skips else None
+        scale, stop = self.progress.scale.value, self.stop.requested
+        guard = Guard(scale, stop, self.clock.synchronised, uncount)
         last = number == self.progress.last_step
         optimizer = _MeasuredUpdate(self.rank, self.result) if last else updater
         ordered = batches[::-1] if self.reverse else batches

@@ -130,6 +130,23 @@ def states_are_rounded_as_by_torch() -> None:
             bits >>= 16
 
 
+def nothing_changes_by_what_is_not_a_number() -> None:
+    """Neither weights nor masters nor states."""
+    for dtype in (torch.float32, torch.bfloat16):
+        recipe, owned = Recipe(lr=LR, weight_decay=DECAY), owned_weights(dtype)
+        updater = make_updater(recipe, owned, torch.device("cuda"), master=True)
+        assert updater.skips
+        for factor, moves in ((1.0, True), (float("nan"), False), (0.5, True)):
+            before = [one.clone() for one in (*updater.tensors(), *(each.tensor for each in owned))]
+            for each in owned:
+                each.grad = torch.ones(each.row.shape, device="cuda")
+                each.factor = torch.tensor(factor, device="cuda", dtype=torch.float64)
+            updater.step()
+            after = (*updater.tensors(), *(each.tensor for each in owned))
+            pairs = zip(before, after, strict=True)
+            assert all(torch.equal(*pair) for pair in pairs) != moves
+
+
 CHECKS = {
     "the kernel is AdamW in float32": partial(kernel_is_adamw, torch.float32),
     "the kernel is AdamW in bfloat16": partial(kernel_is_adamw, torch.bfloat16),
@@ -138,6 +155,7 @@ CHECKS = {
     "so do states in bfloat16": partial(same_bits_of_narrow_states, master=False),
     "and those with masters": partial(same_bits_of_narrow_states, master=True),
     "states are rounded as by torch": states_are_rounded_as_by_torch,
+    "nothing changes by what is not a number": nothing_changes_by_what_is_not_a_number,
 }
 
 

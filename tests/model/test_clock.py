@@ -54,10 +54,19 @@ class Gpu:
     def wait(self) -> None:
         self.host = max(self.host, self.free)
 
+    def now(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(None)  # type: ignore[arg-type]
+        return event
 
-def test_a_step_ends_with_its_update_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of 300 ms, of which 20 are the update; the third waits 50 ms for its rows, and 200 ms
-    were spent before the fifth."""
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_step_ends_with_its_update_on_the_gpu(
+    early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of 300 ms, of which 20 are the update, issued before the host waits for the rest
+    (`early`) or after it; the third waits 50 ms for its rows, and 200 ms were spent before the
+    fifth."""
     gpu = Gpu(monkeypatch)
     clock, marks, found = StepClock(torch.device("cuda"), 90.0, 99.0), [], []
     for number in range(1, 7):
@@ -68,9 +77,13 @@ def test_a_step_ends_with_its_update_on_the_gpu(monkeypatch: pytest.MonkeyPatch)
         gpu.host += 0.05 if number == 3 else 0.0
         clock.begin()
         gpu.issue(0.28)
-        gpu.wait()
-        clock.synchronised()
-        gpu.issue(0.02)
+        event, end = gpu.now(), gpu.free
+        if early:
+            gpu.issue(0.02)
+        gpu.host = max(gpu.host, end)
+        clock.synchronised(event)
+        if not early:
+            gpu.issue(0.02)
         marks.append(clock.mark())
         passed = [mark for mark in marks if mark.end.passed]
         assert len(passed) == number - 1 - len(found) or number == 5  # all but the newest

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.core.recipe import Recipe
 from fivefold.launch.processes import Pool, RankLost
 from fivefold.launch.worker import Worker
-from fivefold.optim.optimizer import LossScale
+from fivefold.optim.optimizer import DeviceUpdater, LossScale
 from fivefold.parallel.flat_unit import FlatUnit
 from fivefold.records import StepRecord
 from fivefold.records.run_folder import RunFolder
@@ -57,8 +58,30 @@ def trained(pool: Pool, plan: Plan, settings: TrainSettings) -> tuple[list[StepR
     )
 
 
+def skips_like_the_kernel() -> ExitStack:
+    """Updaters that are called before loss and norm are read, as that of a GPU is."""
+    inner, stack = DeviceUpdater.step, ExitStack()
+
+    def step(self: DeviceUpdater) -> None:
+        factor = self.owned[0].factor
+        assert factor is not None
+        if factor.isnan():
+            self.count += 1
+        else:
+            inner(self)
+
+    stack.enter_context(patch.object(DeviceUpdater, "step", step))
+    always = property(lambda _: True, lambda _, value: None)
+    stack.enter_context(patch.object(DeviceUpdater, "skips", always, create=True))
+    return stack
+
+
 def with_bad_steps(
-    worker: Worker, plan: Plan, settings: TrainSettings, bad: frozenset[int]
+    worker: Worker,
+    plan: Plan,
+    settings: TrainSettings,
+    bad: frozenset[int],
+    early: bool = False,
 ) -> TrainedRank:
     """A gradient of rank 1 is no number in these steps."""
     inner, steps = FlatUnit.hand_over, iter(range(1, 1000))
@@ -69,13 +92,17 @@ def with_bad_steps(
         if self.mesh.rank == 1 and first and next(steps) in bad:
             self.owned[0].grad[0] = float("nan")
 
-    with patch.object(FlatUnit, "hand_over", hand_over):
+    skipping = skips_like_the_kernel() if early else nullcontext()
+    with patch.object(FlatUnit, "hand_over", hand_over), skipping:
         return run_rank(worker, plan, settings)
 
 
-def test_a_step_that_is_not_finite_is_skipped_and_counted(pool: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("early", [False, True])
+def test_a_step_that_is_not_finite_is_skipped_and_counted(
+    early: bool, pool: Pool, tmp_path: Path
+) -> None:
     plan, settings = plan_of(zero=0), settings_of(tmp_path)
-    pool.run_each([(with_bad_steps, (plan, settings, frozenset({2})))] * 2)
+    pool.run_each([(with_bad_steps, (plan, settings, frozenset({2}), early))] * 2)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]
     assert [line["skipped"] for line in lines] == [None, "norm is not finite", None, None]
     assert [line["first_sample"] for line in lines] == [0, 4, 8, 12]  # its text is behind it
