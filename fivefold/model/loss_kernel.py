@@ -2,8 +2,7 @@
 
 A compiler reads logits three times: for their maximum, for the sum of exponentials, and for the
 gradient. Here a program takes one row: it finds maximum and sum in one read, and reads the row a
-second time, from the cache if that still has it, to write the gradient over it. The arithmetic is
-float32.
+second time to write the gradient over it. The arithmetic is float32.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from fivefold.model.batch import NOT_COUNTED
 
-_BLOCK, _WARPS = 16384, 32  # one or two rows a multiprocessor, so that the cache holds all of them
+_BLOCK, _WARPS = 4096, 8  # the fastest of eight choices (docs/log.md, 2026-11-17)
 _SCALED = 8192  # elements of a program
 _LEAST = tl.constexpr(-3.0e38)  # below every logit, and finite: −inf minus −inf is not a number
 
@@ -38,7 +37,7 @@ def _row_loss(
     for start in range(0, vocab, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < vocab
-        x = tl.load(row_ptr + column, inside, other=0.0, eviction_policy="evict_last")
+        x = tl.load(row_ptr + column, inside, other=0.0)
         x = tl.where(inside, x.to(tl.float32), _LEAST)
         higher = tl.maximum(highest, tl.max(x))
         exponentials = tl.where(inside, tl.exp(x - higher), 0.0)
@@ -49,7 +48,7 @@ def _row_loss(
     for start in range(0, vocab, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < vocab
-        x = tl.load(row_ptr + column, inside, other=0.0, eviction_policy="evict_first")
+        x = tl.load(row_ptr + column, inside, other=0.0)
         gradient = tl.exp(x.to(tl.float32) - log_sum) - tl.where(column == label, 1.0, 0.0)
         tl.store(row_ptr + column, tl.where(counted, gradient, 0.0), inside)
 

@@ -1,4 +1,4 @@
-"""AdamW as one Triton kernel for each tensor, where weights are on a GPU.
+"""AdamW as one Triton kernel for all tensors, or for each, where weights are on a GPU.
 
 Torch's fused update reads and writes bfloat16 in pieces of 8 bytes, which leaves nearly half of an
 H200's bandwidth unused. The arithmetic is the same: float32, whatever the types in memory. States
@@ -16,9 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from fivefold.optim.rounding import RoundingKey
+from fivefold.optim.tensor_table import TYPES, addresses_of, is_aligned, programs_of
 
-_BLOCK = 2048  # elements of a program: enough for several loads of 16 bytes a thread
-
+_BLOCK = 2048  # elements of a pass: enough for several loads of 16 bytes a thread
+_PASSES = 4  # of a program, where it updates one of many tensors
 
 _NO_ROUNDING = RoundingKey(0, 0, (1, 1, 1), (0, 0, 0), (1, 1, 1))
 
@@ -62,6 +63,25 @@ def _rounded(wide: tl.tensor, bits: tl.tensor) -> tl.tensor:
     return tl.where((whole & 0x7F800000) != 0x7F800000, near, wide)
 
 
+@triton.jit
+def _moved(
+    value: tl.tensor,
+    grad: tl.tensor,
+    first: tl.tensor,
+    second: tl.tensor,
+    kept: tl.tensor,
+    size: tl.tensor,
+    root: tl.tensor,
+    beta1: tl.tensor,
+    beta2: tl.tensor,
+    eps: tl.tensor,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Value and moments after an update."""
+    first = beta1 * first + (1 - beta1) * grad
+    second = beta2 * second + (1 - beta2) * grad * grad
+    return value * kept - size * first / (tl.sqrt(second) / root + eps), first, second
+
+
 @triton.jit(
     do_not_specialize=["key", "start", "base", "limit", "rows", "columns", "outer", "middle"]
 )
@@ -95,13 +115,11 @@ def _adamw_update(
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     factor = tl.load(factor_ptr)
     inside = (place < numel) & (factor >= 0)  # nothing is updated if it is not a number
-    value = tl.load(value_ptr + place, inside).to(tl.float32) * kept
+    value = tl.load(value_ptr + place, inside).to(tl.float32)
     grad = tl.load(grad_ptr + place, inside).to(tl.float32) * factor
     first = tl.load(first_ptr + place, inside).to(tl.float32)
     second = tl.load(second_ptr + place, inside).to(tl.float32)
-    first = beta1 * first + (1 - beta1) * grad
-    second = beta2 * second + (1 - beta2) * grad * grad
-    value -= size * first / (tl.sqrt(second) / root + eps)
+    value, first, second = _moved(value, grad, first, second, kept, size, root, beta1, beta2, eps)
     tl.store(value_ptr + place, value, inside)
     if HAS_NARROW:
         tl.store(narrow_ptr + place, value, inside)
@@ -113,9 +131,67 @@ def _adamw_update(
     tl.store(second_ptr + place, second, inside)
 
 
+@triton.jit
+def _adamw_update_all(
+    address_ptr: tl.tensor,  # of values, gradients, both moments, and narrow weights
+    tensor_ptr: tl.tensor,
+    program_ptr: tl.tensor,
+    numel_ptr: tl.tensor,
+    kept_ptr: tl.tensor,
+    factor_ptr: tl.tensor,
+    num_tensors: int,
+    size: float,
+    root: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    VALUE: tl.constexpr,
+    GRAD: tl.constexpr,
+    MOMENT: tl.constexpr,
+    NARROW: tl.constexpr,
+    HAS_NARROW: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PASSES: tl.constexpr,
+) -> None:
+    program = tl.program_id(0)
+    tensor = tl.load(tensor_ptr + program)
+    begin = (program - tl.load(program_ptr + tensor)).to(tl.int64) * BLOCK * PASSES
+    numel, kept, factor = (
+        tl.load(numel_ptr + tensor),
+        tl.load(kept_ptr + tensor),
+        tl.load(factor_ptr),
+    )
+    address_ptr += tensor
+    value_ptr = tl.load(address_ptr).to(tl.pointer_type(VALUE))
+    grad_ptr = tl.load(address_ptr + num_tensors).to(tl.pointer_type(GRAD))
+    first_ptr = tl.load(address_ptr + 2 * num_tensors).to(tl.pointer_type(MOMENT))
+    second_ptr = tl.load(address_ptr + 3 * num_tensors).to(tl.pointer_type(MOMENT))
+    narrow_ptr = tl.load(address_ptr + 4 * num_tensors).to(tl.pointer_type(NARROW))
+    if ALIGNED:
+        numel, value_ptr = tl.multiple_of(numel, 16), tl.multiple_of(value_ptr, 16)
+        grad_ptr, narrow_ptr = tl.multiple_of(grad_ptr, 16), tl.multiple_of(narrow_ptr, 16)
+        first_ptr, second_ptr = tl.multiple_of(first_ptr, 16), tl.multiple_of(second_ptr, 16)
+    for number in range(PASSES):
+        place = begin + number * BLOCK + tl.arange(0, BLOCK)
+        inside = (place < numel) & (factor >= 0)  # nothing is updated if it is not a number
+        value = tl.load(value_ptr + place, inside).to(tl.float32)
+        grad = tl.load(grad_ptr + place, inside).to(tl.float32) * factor
+        first = tl.load(first_ptr + place, inside).to(tl.float32)
+        second = tl.load(second_ptr + place, inside).to(tl.float32)
+        value, first, second = _moved(
+            value, grad, first, second, kept, size, root, beta1, beta2, eps
+        )
+        tl.store(value_ptr + place, value, inside)
+        if HAS_NARROW:
+            tl.store(narrow_ptr + place, value, inside)
+        tl.store(first_ptr + place, first, inside)
+        tl.store(second_ptr + place, second, inside)
+
+
 class AdamwKernel:
-    """Updates tensors one by one, each in one pass; `factor` multiplies all gradients, and nothing
-    changes if it is not a number."""
+    """Updates tensors, each in one pass; `factor` multiplies all gradients, and nothing changes if
+    it is not a number."""
 
     def __init__(
         self,
@@ -172,4 +248,53 @@ class AdamwKernel:
                 CONTIGUOUS=bits.contiguous,
                 HAS_NARROW=narrow is not None,
                 BLOCK=_BLOCK,
+            )
+
+    def update_all(
+        self,
+        values: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        moments: Sequence[Sequence[Tensor]],
+        decays: Sequence[float],
+        narrow: Sequence[Tensor],
+    ) -> None:
+        """Update values in place, and the `narrow` weights that they are masters of, if any; all
+        in one launch, or in two if some are not aligned. Moments are not rounded."""
+        rows = (values, [each.contiguous() for each in grads], *moments, narrow or values)
+        columns = [each for each in zip(*rows, decays, strict=True) if each[0].numel()]
+        for aligned in (True, False):
+            chosen = [each for each in columns if is_aligned(each[:-1]) == aligned]
+            if chosen:
+                *tensors, decay = zip(*chosen, strict=True)
+                self._launch(tensors, decay, bool(narrow), aligned)
+
+    def _launch(
+        self,
+        rows: Sequence[Sequence[Tensor]],
+        decays: Sequence[float],
+        has_narrow: bool,
+        aligned: bool,
+    ) -> None:
+        value, grad, first, _, narrow = (row[0] for row in rows)
+        table = programs_of(tuple(each.numel() for each in rows[0]), _BLOCK * _PASSES, self.device)
+        kept = torch.tensor([1 - self.lr * decay for decay in decays], pin_memory=True)
+        with torch.cuda.device(self.device):
+            _adamw_update_all[(table.count,)](
+                addresses_of(rows, self.device),
+                *table[1:],
+                kept.to(self.device, non_blocking=True),
+                self.factor,
+                len(decays),
+                self.size,
+                self.root,
+                *self.betas,
+                self.eps,
+                VALUE=TYPES[value.dtype],
+                GRAD=TYPES[grad.dtype],
+                MOMENT=TYPES[first.dtype],
+                NARROW=TYPES[narrow.dtype],
+                HAS_NARROW=has_narrow,
+                ALIGNED=aligned,
+                BLOCK=_BLOCK,
+                PASSES=_PASSES,
             )

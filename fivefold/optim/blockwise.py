@@ -137,8 +137,6 @@ def state_dtypes(recipe: Recipe, values: torch.dtype, master: bool) -> dict[str,
 class BlockwiseUpdater:
     """Loads states from a store, updates them and writes them back, block by block."""
 
-    skips = False
-
     def __init__(
         self,
         recipe: Recipe,
@@ -156,6 +154,7 @@ class BlockwiseUpdater:
         self.counts = torch.zeros(len(owned) if self.kind.counts_steps else 0)
         wide = torch.float32 if master or not owned else owned[0].tensor.dtype
         self.scales = leave_scaling(self.name, owned, wide)
+        self.skips = self.kernel = has_kernel(self.scales, device)
         if master:
             for block, states in store.walk():
                 for weight, copy in zip(self._weights(block), states[MASTER], strict=True):
@@ -187,7 +186,7 @@ class BlockwiseUpdater:
         ]
 
     def _update(self, block: Block, stored: BlockStates) -> None:
-        if has_kernel(self.scales, self.device):
+        if self.kernel:
             self._run_kernel(block, stored)
             return
         weights, owned = self._weights(block), [self.owned[part.index] for part in block]

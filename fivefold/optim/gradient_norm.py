@@ -1,4 +1,4 @@
-"""The norm of all gradients as one Triton kernel for each, where they are on a GPU.
+"""The norm of all gradients as one Triton kernel, where they are on a GPU.
 
 Torch reads bfloat16 in pieces of 8 bytes for it. Squares are summed in float32 within a program,
 and the programs' sums in float64.
@@ -7,43 +7,68 @@ and the programs' sums in float64.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from fivefold.optim.tensor_table import TYPES, addresses_of, is_aligned, programs_of
+
 _BLOCK, _ROUNDS = 4096, 8
-_SPAN = _BLOCK * _ROUNDS  # elements of a program
 
 
 @triton.jit
 def _sum_of_squares(
-    grad_ptr: tl.tensor,
+    address_ptr: tl.tensor,
+    tensor_ptr: tl.tensor,
+    first_ptr: tl.tensor,
+    numel_ptr: tl.tensor,
     sum_ptr: tl.tensor,
-    numel: int,
+    TYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
     ROUNDS: tl.constexpr,
 ) -> None:
-    first = tl.program_id(0).to(tl.int64) * BLOCK * ROUNDS
+    program = tl.program_id(0)
+    tensor = tl.load(tensor_ptr + program)
+    first = (program - tl.load(first_ptr + tensor)).to(tl.int64) * BLOCK * ROUNDS
+    grad_ptr = tl.load(address_ptr + tensor).to(tl.pointer_type(TYPE))
+    numel = tl.load(numel_ptr + tensor)
+    if ALIGNED:
+        grad_ptr, numel = tl.multiple_of(grad_ptr, 16), tl.multiple_of(numel, 16)
     total = tl.zeros((BLOCK,), tl.float32)
     for number in range(ROUNDS):
         place = first + number * BLOCK + tl.arange(0, BLOCK)
         grad = tl.load(grad_ptr + place, place < numel, other=0.0).to(tl.float32)
         total += grad * grad
-    tl.store(sum_ptr + tl.program_id(0), tl.sum(total))
+    tl.store(sum_ptr + program, tl.sum(total))
 
 
 def norm_on_gpu(gradients: Sequence[Tensor]) -> Tensor:
-    """The norm of them all, in float64."""
-    programs = [triton.cdiv(each.numel(), _SPAN) for each in gradients]
-    sums = gradients[0].new_empty(sum(programs), dtype=torch.float32)
-    firsts = accumulate(programs, initial=0)
-    with torch.cuda.device(sums.device):
-        for grad, count, first in zip(gradients, programs, firsts, strict=False):
-            if count:
-                _sum_of_squares[(count,)](
-                    grad.reshape(-1), sums[first:], grad.numel(), BLOCK=_BLOCK, ROUNDS=_ROUNDS
-                )
-    return sums.sum(dtype=torch.float64).sqrt()
+    """The norm of them all, in float64: one launch, or two if some are not aligned."""
+    grads = [each.contiguous() for each in gradients if each.numel()]
+    sums = [torch.zeros(1, device=gradients[0].device)]
+    for aligned in (True, False):
+        group = [each for each in grads if is_aligned([each]) == aligned]
+        if group:
+            sums.append(_sums(group, aligned))
+    return torch.cat(sums).sum(dtype=torch.float64).sqrt()
+
+
+def _sums(grads: Sequence[Tensor], aligned: bool) -> Tensor:
+    """The sum of squares that each program finds."""
+    device = grads[0].device
+    table = programs_of(tuple(each.numel() for each in grads), _BLOCK * _ROUNDS, device)
+    sums = torch.empty(table.count, dtype=torch.float32, device=device)
+    with torch.cuda.device(device):
+        _sum_of_squares[(table.count,)](
+            addresses_of([grads], device),
+            *table[1:],
+            sums,
+            TYPE=TYPES[grads[0].dtype],
+            ALIGNED=aligned,
+            BLOCK=_BLOCK,
+            ROUNDS=_ROUNDS,
+        )
+    return sums

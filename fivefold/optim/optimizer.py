@@ -246,11 +246,10 @@ class DeviceUpdater:
         factor, lr = self.owned[0].factor, self.optimizer.param_groups[0]["lr"]
         numbers = (lr, self.count + 1, ADAM_BETAS, ADAM_EPS)
         kernel = AdamwKernel(factor, self.values[0].device, *numbers)
-        for each, value, *moments in zip(
-            self.owned, self.values, *self.moments.values(), strict=True
-        ):
-            decay = self.weight_decay if decays(each) else 0.0
-            kernel.update(value, each.grad, moments, decay, each.tensor if self.masters else None)
+        grads = [each.grad for each in self.owned]
+        kept = [self.weight_decay if decays(each) else 0.0 for each in self.owned]
+        narrow = [each.tensor for each in self.owned] if self.masters else []
+        kernel.update_all(self.values, grads, [*self.moments.values()], kept, narrow)
 
     def set_lr(self, lr: float) -> None:
         for group in self.optimizer.param_groups:

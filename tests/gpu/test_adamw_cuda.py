@@ -133,7 +133,8 @@ def states_are_rounded_as_by_torch() -> None:
 def nothing_changes_by_what_is_not_a_number() -> None:
     """Neither weights nor masters nor states."""
     for dtype in (torch.float32, torch.bfloat16):
-        recipe, owned = Recipe(lr=LR, weight_decay=DECAY), owned_weights(dtype)
+        owned, states = owned_weights(dtype), "fp32" if dtype == torch.float32 else "bf16"
+        recipe = Recipe(lr=LR, weight_decay=DECAY, states=states)
         updater = make_updater(recipe, owned, torch.device("cuda"), master=True)
         assert updater.skips
         for factor, moves in ((1.0, True), (float("nan"), False), (0.5, True)):
