@@ -1,6 +1,6 @@
 """One rank alone on one GPU, compiled against operator by operator, in turn in one run.
 
-    python benchmarks/one_rank.py [CASE ...]
+    python benchmarks/one_rank.py [CASE ...] [--times 3]
 
 Real shards and real kernels; collectives take no time, as nobody is at their other end. TFLOP/s are
 those of the model that the passes of this rank compute, recomputation and update not counted.
@@ -8,6 +8,7 @@ those of the model that the passes of this rank compute, recomputation and updat
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from dataclasses import dataclass, field
@@ -22,8 +23,6 @@ from fivefold.core.recipe import Recipe
 from fivefold.launch.processes import Pool
 from fivefold.launch.worker import Worker
 from fivefold.rehearse.on_gpu import MeasuredRank, measure_rank
-
-TIMES = 3
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ def model_flops(plan: Plan, rank: int) -> float:
     return 3 * each * tokens / (plan.layout.tp * plan.layout.cp)
 
 
-def main(names: list[str]) -> int:
+def main(names: list[str], times: int) -> int:
     if not torch.cuda.is_available():
         print("no GPU here: run this on a machine with one")
         return 0
@@ -101,7 +100,7 @@ def main(names: list[str]) -> int:
         case = CASES[name]
         flops = model_flops(case.plan(True), case.rank)
         found: dict[bool, list[MeasuredRank]] = {False: [], True: []}
-        for _ in range(TIMES):
+        for _ in range(times):
             for compiles, runs in found.items():
                 runs.append(measured(case, compiles))
         print(json.dumps({name: [[one.step for one in runs] for runs in found.values()]}))
@@ -118,4 +117,8 @@ def main(names: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("cases", nargs="*", help=", ".join(CASES))
+    parser.add_argument("--times", type=int, default=3)
+    said = parser.parse_args()
+    sys.exit(main(said.cases, said.times))
