@@ -15,12 +15,10 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-import torch
-
 from fivefold.core import count
 from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.core.recipe import Recipe
-from fivefold.launch.processes import Pool
+from fivefold.launch.processes import Pool, num_gpus
 from fivefold.launch.worker import Worker
 from fivefold.rehearse.on_gpu import MeasuredRank, measure_rank
 
@@ -92,7 +90,7 @@ def model_flops(plan: Plan, rank: int) -> float:
 
 
 def main(names: list[str], times: int) -> int:
-    if not torch.cuda.is_available():
+    if not num_gpus():  # torch would look in a way that no fork survives
         print("no GPU here: run this on a machine with one")
         return 0
     slow = 0
