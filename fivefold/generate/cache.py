@@ -1,7 +1,8 @@
 """The cache of keys and values in pages, and attention over them.
 
 Splits: nothing on one device; with tensor parallelism every rank has the pages of its own heads,
-with pipeline parallelism those of its own layers: sizes are read from the modules.
+with pipeline parallelism those of its own layers, and every replica those of its own sequences:
+sizes are read from the modules.
 Moves: every token's key and value once into its slot; the pages of a sequence once a layer and step
 from there.
 Costs: 2 · K · d numbers for a token and layer. Latent attention caches its heads, and not yet its
