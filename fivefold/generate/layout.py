@@ -38,10 +38,11 @@ from fivefold.generate.engine import (
     Watch,
     alone,
 )
+from fivefold.generate.refit import Refit
 from fivefold.generate.scheduler import ScheduleLimits
 from fivefold.model.decoder import Decoder
 from fivefold.parallel.boundary import AxisBoundary
-from fivefold.parallel.compose import ForwardStage
+from fivefold.parallel.compose import ForwardStage, Job
 from fivefold.parallel.mesh import Issued, Mesh
 
 TP = "tp"
@@ -143,6 +144,7 @@ class LayoutEngine(Engine):
     ) -> None:
         """`blocks` are those of one replica; the plan is one of `forward_plan`."""
         self.plan, self.mesh, self.stage = plan, mesh, stage
+        self._refit: Refit | None = None
         dtype = next(stage.model.parameters()).dtype
         self.ends = RankEnds(plan, mesh, dtype)
         forward = DecoderForward(stage.model, blocks, kernel, self.ends)
@@ -170,6 +172,14 @@ class LayoutEngine(Engine):
             return table
 
         return wait
+
+    def load(self, job: Job) -> None:
+        """Take the weights of a training job that runs on the same ranks, as they are now. All
+        ranks call it together; sequences that are under way are computed again."""
+        if self._refit is None or self._refit.job is not job:
+            self._refit = Refit(job, self.stage, self.mesh)
+        self._refit.run()
+        self.renew()
 
     def close(self) -> None:
         """Nothing of this engine is under way on this rank afterwards."""

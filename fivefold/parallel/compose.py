@@ -228,8 +228,8 @@ def _make_shards(
             if id(full) not in made:
                 name = names[id(full)]
                 size = local_shape(table[name], shards[name])
-                empty = torch.empty(size, dtype=full.dtype, device=device)
-                made[id(full)] = nn.Parameter(empty, requires_grad=False)
+                zero = torch.zeros(size, dtype=full.dtype, device=device)  # also where it pads
+                made[id(full)] = nn.Parameter(zero, requires_grad=False)
             setattr(module, attribute, made[id(full)])
 
 
