@@ -52,8 +52,8 @@ types: setup
 	$(BIN)/pyright
 
 # Every layout of 2, 4 and 8 ranks, every pipeline, every kind of context, every pair of values,
-# trainings in many layouts, compiled ranks, recomputation, the planner's first choices, fp8, and every
-# case of the traffic list; the tables go to docs.
+# trainings in many layouts, compiled ranks, recomputation, the planner's first choices, fp8, generation,
+# and every case of the traffic list; the tables go to docs.
 verify-all: setup
 	$(BIN)/python -m tests.ranks.sweep > docs/verified-layouts.md
 	$(BIN)/python -m tests.ranks.pipelines > docs/verified-pipelines.md
@@ -64,6 +64,7 @@ verify-all: setup
 	$(BIN)/python -m tests.ranks.recomputed > docs/verified-recompute.md
 	$(BIN)/python -m tests.ranks.first_choices > docs/verified-choices.md
 	$(BIN)/python -m tests.ranks.fp8_layouts > docs/verified-fp8.md
+	$(BIN)/python -m tests.ranks.generations > docs/verified-generation.md
 	FIVEFOLD_ALL_CASES=1 $(BIN)/python -m pytest -q tests/ranks/test_traffic_real.py tests/ranks/test_survival.py \
 		tests/ranks/test_balance_ranks.py tests/ranks/test_two_hosts.py tests/test_readme.py
 

@@ -105,11 +105,13 @@ def step(
     batches: Sequence[TokenBatch],
     max_norm: float,
     guard: Guard | None = None,
+    weights: Sequence[float] | None = None,
 ) -> StepOutcome:
     """Microbatches of whole rows in, updated weights out.
 
     The loss of every token is divided once, by the number of counted tokens of the step over all
     ranks and microbatches. A mean of means would weigh tokens by the rank that holds them.
+    `weights` multiply the losses of microbatches, as the advantages of policy gradients do.
     """
     asked = guard or Guard()
     job.balancing.scale_losses(asked.scale)
@@ -117,7 +119,8 @@ def step(
         chunk.rounded.forget()
     batches = [job.local(batch) for batch in batches]
     tokens = counted_tokens(batches, job.mesh)
-    losses = job.pipeline.run(batches, [tokens] * len(batches), asked.scale)
+    divisors = [tokens if weights is None else tokens / weights[i] for i in range(len(batches))]
+    losses = job.pipeline.run(batches, divisors, asked.scale)
     job.on_phase("reduce")
     for chunk in job.chunks:
         chunk.data.finish()
@@ -180,18 +183,38 @@ def evaluate(job: Job, batches: Sequence[TokenBatch]) -> tuple[Tensor, Tensor]:
     """
     batches = [job.local(batch) for batch in batches]
     tokens = counted_tokens(batches, job.mesh)
-    for chunk in job.chunks:
-        chunk.rounded.forget()
-        chunk.model.eval()
-    losses = job.forwards.run(batches, [torch.ones_like(tokens)] * len(batches))
-    for chunk in job.chunks:
-        chunk.model.train()
+    losses = _forward(job, batches, tokens)
     total = sum(losses.values(), torch.zeros_like(tokens)) / job.mesh.size("tp")
-    for chunk in job.chunks:
-        chunk.data.let_go()
     if job.mesh.size(WORLD) > 1:
         job.mesh.all_reduce(total, WORLD, dist.ReduceOp.SUM).wait()
     return total, tokens
+
+
+@torch.no_grad()
+def logprobs(job: Job, batches: Sequence[TokenBatch]) -> Tensor:
+    """Microbatches of whole rows in; the summed log-probabilities of the counted tokens of each, on
+    every rank: (data ranks, microbatches), in float64."""
+    batches, layout = [job.local(batch) for batch in batches], job.plan.layout
+    table = torch.zeros(layout.dp, len(batches), dtype=torch.float64, device=job.mesh.device)
+    coord = layout.coord(job.mesh.rank).dp
+    for number, loss in _forward(job, batches, table.new_ones(())).items():
+        table[coord, number] = -loss / job.mesh.size("tp")  # context ranks have other tokens
+    if job.mesh.size(WORLD) > 1:
+        job.mesh.all_reduce(table, WORLD, dist.ReduceOp.SUM).wait()
+    return table
+
+
+def _forward(job: Job, batches: Sequence[TokenBatch], like: Tensor) -> dict[int, Tensor]:
+    """The summed losses that this rank computes, by microbatch, without a backward."""
+    for chunk in job.chunks:
+        chunk.rounded.forget()
+        chunk.model.eval()
+    losses = job.forwards.run(batches, [torch.ones_like(like)] * len(batches))
+    for chunk in job.chunks:
+        chunk.model.train()
+    for chunk in job.chunks:
+        chunk.data.let_go()
+    return losses
 
 
 def counted_tokens(batches: Sequence[TokenBatch], mesh: Mesh) -> Tensor:

@@ -85,6 +85,7 @@ class Recipe:
     save_every: int | None = None
     keep: int = 2
     eval_every: int = 0
+    sample_every: int = 0
     skip_limit: int = 10
     log: str = ""
     events: bool = False
@@ -93,6 +94,7 @@ class Recipe:
     def __post_init__(self) -> None:
         """Refuse every impossible value in one error."""
         low = {"steps": 1, "keep": 1, "seed": 0, "eval_every": 0, "skip_limit": 0}
+        low["sample_every"] = 0
         found = [
             f"{key} = {getattr(self, key)}: at least {least}"
             for key, least in low.items()

@@ -1,18 +1,20 @@
 """The cache of keys and values in pages, and attention over them.
 
 Splits: nothing on one device; with tensor parallelism every rank has the pages of its own heads,
-with pipeline parallelism those of its own layers: sizes are read from the modules.
+with pipeline parallelism those of its own layers, and every replica those of its own sequences:
+sizes are read from the modules.
 Moves: every token's key and value once into its slot; the pages of a sequence once a layer and step
 from there.
-Costs: 2 · K · d numbers for a token and layer. Latent attention caches its heads, and not yet its
-narrower latents, which enter by the same `LayerPages`.
+Costs: 2 · K · d numbers for a token and layer. Latent attention caches the latent and the rotated
+key of all heads, r + p numbers: queries are projected into the space of latents, where all heads
+share one key, and what they find there is projected back. Each rank of tp has all latents.
 
 A slot is block · BLOCK + offset. The kernel here is exact and plain: it gathers the pages of one
 sequence after another and computes softmax in float32 or wider. Another of the same signature
 (`PagedKernel`) can take its place.
 
 Legend: T tokens of a step, H query heads, K key/value heads, G = H / K, N blocks, P tokens of a
-block, L keys, d width of a head, v that of a value head.
+block, L keys, d width of a head, v that of a value head, r width of a latent, p of a rotated key.
 """
 
 from __future__ import annotations
@@ -131,6 +133,32 @@ class _LayerKernel:
         return out_THv.transpose(0, 1)[None]
 
 
+class _LatentLayerKernel:
+    """The same of latent attention: one key of r + p numbers for all heads, whose latent is the
+    value as well."""
+
+    def __init__(self, attention: LatentAttention, pages: LayerPages, cache: KvCache) -> None:
+        self.attention, self.pages, self.cache = attention, pages, cache
+
+    def __call__(
+        self, q_BSHd: Tensor, latent_BSr: Tensor, key_BSp: Tensor, info: AttentionInfo
+    ) -> Tensor:
+        step, mla = self.cache.step, self.attention.mla
+        assert step is not None and q_BSHd.shape[0] == 1, "a step is one row"
+        up_H = self.attention.kv_up.weight.unflatten(0, (-1, mla.nope_dim + mla.value_dim))
+        keys_Hnr, values_Hvr = up_H.split([mla.nope_dim, mla.value_dim], dim=1)
+        plain_THn, rotated_THp = q_BSHd[0].split([mla.nope_dim, mla.rope_dim], dim=-1)
+        inward_THr = torch.einsum("thn,hnr->thr", plain_THn, keys_Hnr)
+        # Kernels divide scores by the root of the width that they see.
+        width = mla.kv_rank + mla.rope_dim
+        scale = (width / self.attention.head_dim) ** 0.5
+        q_THd = torch.cat([inward_THr, rotated_THp], dim=-1) * scale
+        k_T1d = torch.cat([latent_BSr[0], key_BSp[0]], dim=-1)[:, None]
+        self.pages.write(step.slots, k_T1d, latent_BSr[0][:, None])
+        found_THr = self.cache.kernel(q_THd, self.pages, step, info.window)
+        return torch.einsum("thr,hvr->thv", found_THr, values_Hvr)[None]
+
+
 class KvCache:
     """The pages of all layers of a decoder, or of a stage: it puts them into their attention."""
 
@@ -145,22 +173,25 @@ class KvCache:
                 torch.zeros((blocks, BLOCK, *size), dtype=weight.dtype, device=weight.device)
                 for size in page_sizes(attention)
             ]
-            attention.kernel = _LayerKernel(LayerPages(*pages), self)
+            if isinstance(attention, Attention):
+                attention.kernel = _LayerKernel(LayerPages(*pages), self)
+                continue
+            values = pages[0][..., : attention.mla.kv_rank]  # of keys, without their rotated part
+            attention.latent_kernel = _LatentLayerKernel(
+                attention, LayerPages(pages[0], values), self
+            )
 
     def begin(self, step: StepTensors) -> None:
         """The kernels run for this step from now on."""
         self.step = step
 
 
-def page_sizes(attention: Attention | LatentAttention) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Heads and width of a token's key and of its value; weights may be shards."""
-    width = attention.head_dim
+def page_sizes(attention: Attention | LatentAttention) -> tuple[tuple[int, int], ...]:
+    """Heads and width of a token's key and value; weights may be shards. A latent is both."""
     if isinstance(attention, Attention):
-        size = (attention.k.weight.shape[0] // width, width)
+        size = (attention.k.weight.shape[0] // attention.head_dim, attention.head_dim)
         return size, size
-    mla = attention.mla
-    heads = attention.kv_up.weight.shape[0] // (mla.nope_dim + mla.value_dim)
-    return (heads, width), (heads, mla.value_dim)
+    return ((1, attention.mla.kv_rank + attention.mla.rope_dim),)
 
 
 def token_bytes(decoder: Decoder) -> int:

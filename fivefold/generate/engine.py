@@ -1,25 +1,34 @@
 """The engine: requests in, tokens out, one step at a time.
 
 The forward is a seam: it takes a `StepBatch` of plain numbers and returns the logits of the tokens
-that are to be followed. On one device that is `DecoderForward`.
+that are to be followed. `DecoderForward` is that of a decoder, or of one stage of it; what is at
+the ends of a stage are `StageEnds`.
+
+In a layout every rank has an engine, and all of them decide alike from the same requests: nothing
+is sent but what is drawn. Each data rank is a replica with its own sequences and blocks. Each stage
+of a pipeline works on another batch: tokens are drawn when the last stage is done, and a batch
+waits for its draw while the others run. On one device there are one replica and one stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fivefold.core.errors import FivefoldError
 from fivefold.core.shape import Shape
-from fivefold.generate.blocks import BlockPool
+from fivefold.generate.blocks import BLOCK, BlockPool
 from fivefold.generate.cache import KvCache, PagedKernel, attend_pages, step_tensors
 from fivefold.generate.requests import (
     Completion,
     DrawnToken,
     Reason,
     Request,
+    SequenceChunk,
     SequenceState,
     StepBatch,
 )
@@ -28,30 +37,111 @@ from fivefold.generate.scheduler import ScheduleLimits, Scheduler
 from fivefold.model.decoder import Decoder
 
 Forward = Callable[[StepBatch], Tensor]
-"""The logits, (sequences that sample, V), in float32 or wider."""
+"""The logits, (sequences that sample, V), in float32 or wider; none before the last stage."""
 Watch = Callable[[str, int, Tensor], None]
 """Called with a request, an index in its completion, and the logits that are drawn from."""
 
 
-class DecoderForward:
-    """The forward on one device. It takes the decoder over: its attention reads pages now."""
+class StageEnds:
+    """What is at the ends of a stage; here nothing, since one device has the whole model.
 
-    def __init__(self, decoder: Decoder, blocks: int, kernel: PagedKernel = attend_pages) -> None:
-        self.decoder = decoder.eval()
-        self.cache = KvCache(decoder, blocks, kernel)
+    The tokens of a forward are a multiple of `unit`. A replica that `idles_along` runs a forward
+    without a sequence, because its experts serve those of others.
+    """
+
+    unit = 1
+    idles_along = False
+
+    def receive(self, num_tokens: int) -> Tensor:
+        """The hidden states of the stage before, of so many tokens."""
+        raise AssertionError("the first stage looks tokens up")
+
+    def send(self, x_1TD: Tensor) -> None:
+        """Pass hidden states on to the stage after."""
+
+    def all_tokens(self, x_TD: Tensor) -> Tensor:
+        """The hidden states of all tokens, where a rank has some."""
+        return x_TD
+
+    def all_logits(self, logits_NV: Tensor) -> Tensor:
+        """The logits of the full vocabulary, where a rank has some."""
+        return logits_NV
+
+
+class DecoderForward:
+    """The forward of a decoder, or of a stage. It takes it over: its attention reads pages now."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        blocks: int,
+        kernel: PagedKernel = attend_pages,
+        ends: StageEnds | None = None,
+    ) -> None:
+        self.decoder, self.ends = decoder.eval(), ends or StageEnds()
+        self.padding = blocks  # the block that tokens without a sequence write to
+        self.cache = KvCache(decoder, blocks + 1, kernel)
+        self.device = next(decoder.parameters()).device
 
     @torch.inference_mode()
     def __call__(self, step: StepBatch) -> Tensor:
-        decoder = self.decoder
-        assert decoder.embed is not None and decoder.norm is not None and decoder.head is not None
-        tensors = step_tensors(step, decoder.head.weight.device)
+        decoder, step = self.decoder, self._padded(step)
+        if not step.chunks:
+            return torch.empty(0, 0, device=self.device)
+        tensors = step_tensors(step, self.device)
         self.cache.begin(tensors)
-        x_1TD = decoder.embed(tensors.batch.tokens, tensors.batch)
+        if decoder.embed is None:
+            x_1TD = self.ends.receive(step.num_tokens)
+        else:
+            x_1TD = decoder.embed(tensors.batch.tokens, tensors.batch)
         context = decoder.context(tensors.batch, x_1TD.dtype)
         x_1TD = decoder.run_blocks(decoder.blocks.values(), x_1TD, context)
-        x_ND = decoder.norm(x_1TD[0, tensors.sampled])
-        logits_NV = decoder.head.matmul(x_ND, decoder.head.weight, None)
+        if decoder.norm is None or decoder.head is None:
+            self.ends.send(x_1TD)
+            return torch.empty(0, 0, device=self.device)
+        x_ND = decoder.norm(self.ends.all_tokens(x_1TD[0])[tensors.sampled])
+        logits_NV = self.ends.all_logits(decoder.head.matmul(x_ND, decoder.head.weight, None))
         return logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+
+    def _padded(self, step: StepBatch) -> StepBatch:
+        """With tokens that belong to no sequence, up to a multiple of the unit. They are one more
+        sequence to attention, and short: a block has room for them."""
+        missing = -step.num_tokens % self.ends.unit
+        if not step.chunks:
+            missing = self.ends.unit if self.ends.idles_along else 0
+        tables = -(-missing // BLOCK) * (self.padding,)
+        none = SequenceChunk("", (0,) * missing, 0, tables, samples=False)
+        return StepBatch((*step.chunks, none)) if missing else step
+
+
+Shared = Callable[[], Tensor]
+"""Waits for the sum of a tensor over all ranks."""
+
+
+def alone(tensor: Tensor) -> Shared:
+    """The sum over one rank."""
+    return lambda: tensor
+
+
+@dataclass(frozen=True)
+class EngineRanks:
+    """How this rank stands among those of an engine: of which of the replicas it computes, how many
+    batches are under way, and whether it is the rank of its replica that draws. `share` begins to
+    sum a tensor over all ranks."""
+
+    replicas: int = 1
+    replica: int = 0
+    in_flight: int = 1
+    draws: bool = True
+    share: Callable[[Tensor], Shared] = alone
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A batch under way: the sequences whose next tokens it gives, and what waits for them."""
+
+    sequences: tuple[SequenceState, ...]
+    drawn: Shared
 
 
 class Engine:
@@ -64,50 +154,95 @@ class Engine:
         blocks: int,
         limits: ScheduleLimits | None = None,
         watch: Watch | None = None,
+        ranks: EngineRanks | None = None,
     ) -> None:
         self.shape, self.forward, self.watch = shape, forward, watch
-        self.scheduler = Scheduler(BlockPool(blocks), limits or ScheduleLimits(), shape.max_seq)
+        self.ranks = ranks or EngineRanks()
+        self.schedulers = [
+            Scheduler(
+                BlockPool(blocks), limits or ScheduleLimits(), shape.max_seq, self.ranks.in_flight
+            )
+            for _ in range(self.ranks.replicas)
+        ]
         self._sequences: dict[str, SequenceState] = {}
+        self._homes: dict[str, Scheduler] = {}
         self._ended: dict[str, Completion] = {}
+        self._flights: deque[_Flight] = deque()
+        self._landed: list[DrawnToken] = []  # before anybody asked for them
 
     @property
     def busy(self) -> bool:
         """Whether any request has not ended."""
-        return bool(self._sequences)
+        return bool(self._sequences or self._landed)
+
+    @property
+    def num_preempted(self) -> int:
+        """How often sequences have lost their blocks."""
+        return sum(each.num_preempted for each in self.schedulers)
 
     def add(self, request: Request) -> None:
         """Queue a request; refuses one that the model or the cache cannot take."""
         request.check(self.shape.vocab, self.shape.max_seq)
         if request.id in self._sequences or request.id in self._ended:
             raise FivefoldError(f"request {request.id!r} is there already: give another id")
-        self._sequences[request.id] = self.scheduler.add(request)
+        home = min(self.schedulers, key=lambda each: each.load)  # the first of equals
+        self._sequences[request.id] = home.add(request)
+        self._homes[request.id] = home
 
     def step(self) -> list[DrawnToken]:
-        """Run one forward; returns the tokens that were drawn from it."""
-        batch = self.scheduler.schedule()
-        if not batch.chunks:
-            return []
-        sequences = [self._sequences[chunk.id] for chunk in batch.chunks]
-        logits_NV = self.forward(batch)
-        self.scheduler.computed(batch, sequences)
-        pairs = zip(batch.chunks, sequences, strict=True)
-        sampled = [sequence for chunk, sequence in pairs if chunk.samples]
-        return [self._draw(*each) for each in zip(sampled, logits_NV, strict=True)]
+        """Begin one forward, and end one if as many are under way as may be, or none can begin;
+        returns the tokens that were drawn from it."""
+        landed, self._landed = self._landed, []
+        batches = [each.schedule() for each in self.schedulers]
+        if any(batch.chunks for batch in batches):
+            self._flights.append(self._begin(batches))
+            if len(self._flights) < self.ranks.in_flight:
+                return landed
+        return landed + self._end_first() if self._flights else landed
 
-    def _draw(self, sequence: SequenceState, logits_V: Tensor) -> DrawnToken:
+    def _begin(self, batches: Sequence[StepBatch]) -> _Flight:
+        """Run this rank's stage of its replica's batch, and begin to share what is drawn."""
+        logits_NV = self.forward(batches[self.ranks.replica])
+        waiting: list[SequenceState] = []
+        drawn: list[tuple[int, float]] = []
+        for replica, (batch, home) in enumerate(zip(batches, self.schedulers, strict=True)):
+            sequences = [self._sequences[chunk.id] for chunk in batch.chunks]
+            home.computed(batch, sequences)
+            pairs = zip(batch.chunks, sequences, strict=True)
+            sampled = [sequence for chunk, sequence in pairs if chunk.samples]
+            waiting += sampled
+            if replica == self.ranks.replica and self.ranks.draws:
+                drawn += [self._draw(*each) for each in zip(sampled, logits_NV, strict=True)]
+            else:
+                drawn += [(0, 0.0)] * len(sampled)
+        table = torch.tensor(drawn, dtype=torch.float64)  # exact for any vocabulary
+        return _Flight(tuple(waiting), self.ranks.share(table) if waiting else alone(table))
+
+    def _draw(self, sequence: SequenceState, logits_V: Tensor) -> tuple[int, float]:
         request, index = sequence.request, len(sequence.logprobs)
         if self.watch is not None:
             self.watch(request.id, index, logits_V)
-        token, logprob = choose(logits_V, request.sampling, request.id, index)
-        reason = sequence.append(token, logprob)
-        if reason is not None:
-            self.end(request.id, reason)
-        return DrawnToken(request.id, index, token, logprob, reason)
+        return choose(logits_V, request.sampling, request.id, index)
+
+    def _end_first(self) -> list[DrawnToken]:
+        """Wait for the draws of the batch that was begun first."""
+        flight, found = self._flights.popleft(), list[DrawnToken]()
+        for sequence, (token, logprob) in zip(
+            flight.sequences, flight.drawn().tolist(), strict=True
+        ):
+            id, index = sequence.request.id, len(sequence.logprobs)
+            if self._sequences.get(id) is not sequence:  # it was ended meanwhile
+                continue
+            reason = sequence.append(int(token), logprob)
+            if reason is not None:
+                self.end(id, reason)
+            found.append(DrawnToken(id, index, int(token), logprob, reason))
+        return found
 
     def end(self, id: str, reason: Reason) -> None:
         """End a request now, and free its blocks; what it has so far is its completion."""
         sequence = self._sequences.pop(id)
-        self.scheduler.remove(sequence)
+        self._homes.pop(id).remove(sequence)
         self._ended[id] = Completion(
             id,
             tuple(sequence.drawn),
@@ -133,4 +268,7 @@ class Engine:
 
     def renew(self) -> None:
         """The weights have changed: everything in the cache is computed again."""
-        self.scheduler.restart()
+        while self._flights:
+            self._landed += self._end_first()
+        for each in self.schedulers:
+            each.restart()

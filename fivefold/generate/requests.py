@@ -77,6 +77,7 @@ class SequenceState:
     digests: list[bytes] = field(default_factory=list)  # of the blocks that are full and published
     reused: int = 0  # tokens that were found in the cache
     preempted: int = 0  # times that it lost its blocks
+    awaits_draw: bool = False  # all its tokens have been sent off, and the next is not known yet
 
     @property
     def drawn(self) -> list[int]:
@@ -94,6 +95,10 @@ class SequenceState:
         self.digests.clear()
         self.computed = 0
 
+    def await_draw(self) -> None:
+        """A forward that is under way gives its next token."""
+        self.awaits_draw = True
+
     def lose(self) -> None:
         """Count that its blocks were taken away."""
         self.preempted += 1
@@ -102,6 +107,7 @@ class SequenceState:
         """Take a drawn token; returns why it is the last one, if it is."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
+        self.awaits_draw = False
         if token in self.request.stop_tokens:
             return "stop"
         return "length" if len(self.tokens) >= self.limit else None

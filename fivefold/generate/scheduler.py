@@ -4,6 +4,10 @@ First come, first served. Every step has a budget of tokens. Running sequences t
 of it, in order of arrival: one token in decode, and a chunk of the prompt in prefill. Waiting ones
 are admitted with the rest of it. If blocks run out, the youngest sequence loses its own and waits;
 it is computed again later. So the oldest sequence always goes on, and every request ends.
+
+Several batches may be under way, one in each stage of a pipeline. A sequence whose next token is
+not drawn yet waits for it. Batches are computed in order by every stage: what an earlier one writes
+or reads is safe from a later one, whoever has the blocks by then.
 """
 
 from __future__ import annotations
@@ -31,8 +35,11 @@ class ScheduleLimits:
 class Scheduler:
     """Sequences that wait and run, and their blocks."""
 
-    def __init__(self, pool: BlockPool, limits: ScheduleLimits, max_seq: int) -> None:
-        self.pool, self.limits, self.max_seq = pool, limits, max_seq
+    def __init__(
+        self, pool: BlockPool, limits: ScheduleLimits, max_seq: int, in_flight: int = 1
+    ) -> None:
+        """`in_flight`: batches under way at a time, over which sequences are spread."""
+        self.pool, self.limits, self.max_seq, self.in_flight = pool, limits, max_seq, in_flight
         self.waiting: list[SequenceState] = []  # both by arrival
         self.running: list[SequenceState] = []
         self.num_preempted = 0
@@ -52,6 +59,11 @@ class Scheduler:
         self.waiting.append(sequence)
         return sequence
 
+    @property
+    def load(self) -> int:
+        """Tokens that its sequences may have in the end."""
+        return sum(each.limit for each in (*self.waiting, *self.running))
+
     def remove(self, sequence: SequenceState) -> None:
         """A sequence has ended: its blocks are free."""
         (self.running if sequence in self.running else self.waiting).remove(sequence)
@@ -66,13 +78,17 @@ class Scheduler:
     def schedule(self) -> StepBatch:
         """The next forward; without chunks if there is nothing to do."""
         left, chunks, before = self.limits.tokens, list[SequenceChunk](), self.num_preempted
-        for sequence in list(self.running):
-            if left and sequence in self.running and self._makes_room(sequence, left):
+        most = -(-(len(self.running) + len(self.waiting)) // self.in_flight)
+        for sequence in [each for each in self.running if not each.awaits_draw]:
+            if not left or len(chunks) == most:
+                break
+            if sequence in self.running and self._makes_room(sequence, left):
                 chunks.append(self._chunk(sequence, left))
                 left -= len(chunks[-1].tokens)
         while left and self.waiting and len(self.running) < self.limits.sequences:
             # Whoever came after a sequence that has just lost its blocks would take them again.
-            admitted = None if self.num_preempted > before else self._admit(left)
+            full = len(chunks) == most or self.num_preempted > before
+            admitted = None if full else self._admit(left)
             if admitted is None:
                 break
             chunks.append(self._chunk(admitted, left))
@@ -80,9 +96,12 @@ class Scheduler:
         return StepBatch(tuple(chunks))
 
     def computed(self, batch: StepBatch, sequences: Sequence[SequenceState]) -> None:
-        """The forward of these sequences is done: their full blocks can be shared."""
+        """The forward of these sequences is done, or under way before any that follows: their full
+        blocks can be shared."""
         for chunk, sequence in zip(batch.chunks, sequences, strict=True):
             sequence.advance(len(chunk.tokens))
+            if chunk.samples:
+                sequence.await_draw()
             for index in range(len(sequence.digests), sequence.computed // BLOCK):
                 digest = self._digest(sequence, index)
                 self.pool.publish(sequence.table[index], digest)
@@ -123,6 +142,8 @@ class Scheduler:
     def _admit(self, most: int) -> SequenceState | None:
         """Start the first waiting sequence if its first chunk has room."""
         sequence = self.waiting[0]
+        if sequence.awaits_draw:
+            return None
         found = self._reuse(sequence)
         if self._missing(sequence, most) > self.pool.num_free:
             self._release(sequence)

@@ -111,6 +111,21 @@ class Meeting(Protocol):
         """Leave a lost run, after the verdict is on the board."""
 
 
+class NoMeeting:
+    """Of a rank that is alone."""
+
+    folder = None
+
+    def join(self, rank: int, world: int, device: RankDevice) -> None:
+        raise AssertionError("a rank that is alone joins no group")
+
+    def board(self) -> Board:
+        raise AssertionError("a rank that is alone needs no board")
+
+    def leave(self) -> None:
+        """There is nobody to tell."""
+
+
 class StopRequest:
     """Whether SIGTERM or SIGINT has asked this rank to stop."""
 
@@ -134,6 +149,11 @@ class Worker:
     meeting: Meeting
     send: Callable[[str, object], None]
     stop: StopRequest = field(default_factory=StopRequest)
+
+    @classmethod
+    def alone(cls, send: Callable[[str, object], None]) -> Worker:
+        """The only rank, which runs in this process and meets nobody."""
+        return cls(0, NoMeeting(), send)
 
     @property
     def stopping(self) -> bool:

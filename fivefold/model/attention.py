@@ -150,6 +150,11 @@ def _pairs(q_BHSd: Tensor, info: AttentionInfo) -> VisiblePairs:
 LATENT_EPS = 1e-6  # DeepSeek's code uses it for the norms of latents, whatever the other norms use
 
 
+LatentKernel = Callable[[Tensor, Tensor, Tensor, AttentionInfo], Tensor]
+"""Of query heads (B, S, H, d), normed latents (B, S, r) and the rotated key of all heads (B, S, p),
+to heads (B, S, H, v)."""
+
+
 class LatentAttention(nn.Module):
     """Multi-head latent attention (MLA) of DeepSeek-V2 and V3.
 
@@ -176,20 +181,24 @@ class LatentAttention(nn.Module):
         self.rotate = ROTATE.by(factory.fuse)
         self.project: Project = project  # seam: tensor parallelism, split backward
         self.kernel: Kernel = causal_attention  # seam: context parallelism
+        # Seam: generation, which keeps latents; None where heads are made of them.
+        self.latent_kernel: LatentKernel | None = None
 
     def forward(self, x_BSD: Tensor, context: Context) -> Tensor:
-        q_BHSd, k_BHSd, v_BHSv = self._queries_keys_values(x_BSD, context)
-        info = context.attention.at(self.site, self.first_head)
-        out_BHSv = self.kernel(q_BHSd, k_BHSd, v_BHSv, info)
-        return self.out(out_BHSv.transpose(1, 2).flatten(2))
-
-    def _queries_keys_values(self, x_BSD: Tensor, context: Context) -> Sequence[Tensor]:
         into_queries = self.q if self.q_down is None else self.q_down
         assert into_queries is not None, "queries come from the input or from a latent"
         projected, latents = self.project(x_BSD, (into_queries, self.kv_down))
         q_BSHd = self._queries(projected, context)
+        info = context.attention.at(self.site, self.first_head)
+        if self.latent_kernel is not None:
+            latent_BSr, key_BSp = latents.split([self.mla.kv_rank, self.mla.rope_dim], dim=-1)
+            rotated_BSp = self._rotate(key_BSp[:, :, None, :], context)[:, :, 0]
+            normed_BSr = self.kv_latent_norm(latent_BSr)
+            out_BSHv = self.latent_kernel(q_BSHd, normed_BSr, rotated_BSp, info)
+            return self.out(out_BSHv.flatten(2))
         k_BSHd, v_BSHv = self._keys_and_values(latents, context)
-        return [each.transpose(1, 2) for each in (q_BSHd, k_BSHd, v_BSHv)]
+        heads = (each.transpose(1, 2) for each in (q_BSHd, k_BSHd, v_BSHv))
+        return self.out(self.kernel(*heads, info).transpose(1, 2).flatten(2))
 
     def _queries(self, projected: Tensor, context: Context) -> Tensor:
         if self.q_latent_norm is not None and self.q_up is not None:

@@ -8,13 +8,13 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fivefold.core.groups import PIPELINE
 from fivefold.core.plan import Plan
 from fivefold.core.schedule.loops import defers_weight_gradients
 from fivefold.core.units import LocalWeight
-from fivefold.core.weights import Weight, WeightShard, by_name, shard_of
+from fivefold.core.weights import Weight, WeightShard, buffers, by_name, local_shape, shard_of
 from fivefold.cost.collectives import units_of
 from fivefold.model.batch import TokenBatch, look_ahead
 from fivefold.model.decoder import Decoder, from_config
@@ -176,6 +176,61 @@ def compose(
     pipeline = make(schedule, chunks=driven, observer=watch.actions)
     forwards = make(schedule.forwards(), chunks=plain, observer=watch.evaluation)
     return Job(plan, mesh, chunks, pipeline, forwards, balancing, table, shards, watch.on_phase)
+
+
+@dataclass(frozen=True)
+class ForwardStage:
+    """One stage of a rank that only computes forward: its weights are its shards, as plain
+    parameters without values."""
+
+    model: Decoder
+    table: dict[str, Weight]
+    shards: dict[str, WeightShard]
+
+    @torch.no_grad()
+    def fill(self, read: Callable[[Weight, torch.dtype], Tensor]) -> None:
+        """Give weights and buffers their values, cut from the full ones."""
+        named = (*self.model.named_parameters(), *self.model.named_buffers())
+        for name, held in named:
+            full = read(self.table[name], held.dtype)
+            held.copy_(tensor.cut(full, self.shards[name]))
+
+
+def compose_forward(plan: Plan, mesh: Mesh, dtype: torch.dtype) -> ForwardStage:
+    """Build one rank that computes forward: the same rooms, and no data dimension, whose ranks are
+    replicas. Nothing balances experts, and nothing is dropped."""
+    (number,) = plan.schedule.placement.stages_of(mesh.coord(PIPELINE))
+    shape, coord = plan.shape, plan.layout.coord(mesh.rank)
+    table = {**by_name(shape), **{each.name: each for each in buffers(shape)}}
+    shards = {name: shard_of(weight, shape, plan.layout, coord) for name, weight in table.items()}
+    model = from_config(shape, dtype=dtype, device="meta", layers=plan.stages[number])
+    _make_buffers(model, mesh.device)
+    math, _ = rounding_math(plan, mesh, model, True, None)
+    stage = Stage(number, plan, model, mesh, Phase(), None, None, eager, math)
+    for apply in (expert.spread, tensor.split):
+        apply(stage)
+    _make_shards(model, table, shards, mesh.device)
+    return ForwardStage(model.eval(), table, shards)
+
+
+def _make_shards(
+    model: Decoder,
+    table: Mapping[str, Weight],
+    shards: Mapping[str, WeightShard],
+    device: torch.device,
+) -> None:
+    """Put parameters of the size of a rank's shards in the place of full ones. A tied weight that
+    two modules have is made once."""
+    made: dict[int, nn.Parameter] = {}
+    names = {id(each): name for name, each in model.named_parameters()}
+    for module in list(model.modules()):
+        for attribute, full in list(module.named_parameters(recurse=False)):
+            if id(full) not in made:
+                name = names[id(full)]
+                size = local_shape(table[name], shards[name])
+                zero = torch.zeros(size, dtype=full.dtype, device=device)  # also where it pads
+                made[id(full)] = nn.Parameter(zero, requires_grad=False)
+            setattr(module, attribute, made[id(full)])
 
 
 def _defer(stage: Stage) -> None:

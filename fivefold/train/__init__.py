@@ -10,6 +10,7 @@ from fivefold.launch.processes import Pool
 from fivefold.records import StepRecord
 from fivefold.train.build import source_of
 from fivefold.train.callbacks.memory import Shortage, estimate_of
+from fivefold.train.callbacks.samples import SampleText
 from fivefold.train.check import (
     Check,
     MeasuredRun,
@@ -24,6 +25,7 @@ from fivefold.train.state import TrainedRank, TrainSettings
 __all__ = [
     "Check",
     "MeasuredRun",
+    "SampleText",
     "Shortage",
     "TrainSettings",
     "TrainedRank",
@@ -45,7 +47,7 @@ def train(
     pool: Pool,
     plan: Plan,
     settings: TrainSettings,
-    on_report: Callable[[StepRecord | Shortage | str], None],
+    on_report: Callable[[StepRecord | Shortage | SampleText | str], None],
 ) -> tuple[list[TrainedRank], Check | None]:
     """Train on the first ranks of the pool. `on_report` gets the record of every step, and warnings
     that do not end the run.
@@ -56,7 +58,8 @@ def train(
     world = plan.layout.world
     tasks = [(run_rank, (plan, settings))] * world
     if settings.check:
-        one, unrecorded = single_process(plan), replace(settings, folder=None)
+        quiet = replace(settings.recipe, sample_every=0)
+        one, unrecorded = single_process(plan), replace(settings, folder=None, recipe=quiet)
         references = [(run_rank, (one, unrecorded, reverse)) for reverse in (False, True)]
         tasks += references[: num_references(plan, settings)]
     runs = pool.run_each(tasks, on_report=on_report)

@@ -28,6 +28,7 @@ from fivefold.train.callbacks.checkpoints import CheckpointCallback
 from fivefold.train.callbacks.evaluation import EvaluationCallback
 from fivefold.train.callbacks.memory import MemoryCallback
 from fivefold.train.callbacks.records import RecordCallback, SpanCallback
+from fivefold.train.callbacks.samples import SampleCallback
 from fivefold.train.callbacks.stop import StopCallback
 from fivefold.train.callbacks.watchdog import WatchdogCallback
 from fivefold.train.clock import StepClock, StepMark
@@ -69,6 +70,7 @@ def run_rank(
             spans,
             phases,
             EvaluationCallback(recipe, rank, spent),
+            SampleCallback(worker, recipe, rank, spent, phases),
             MemoryCallback(worker, recipe, folder, rank, progress),
             RecordCallback(worker, plan, settings, folder, progress, spent),
             stop,

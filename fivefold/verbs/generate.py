@@ -1,4 +1,8 @@
-"""`fivefold generate`: text from a run or from a Hugging Face model, on this machine's CPU."""
+"""`fivefold generate`: text from a run or from a Hugging Face model, on this machine's CPU.
+
+With a layout, every rank is a forked process with an engine and a writer of its own. All add the
+same requests and decide alike; rank 0 reports what was written. One rank runs in this process.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,8 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +19,7 @@ import typer
 
 from fivefold.core import models, plan
 from fivefold.core.errors import BadFile, FivefoldError
+from fivefold.core.plan import PlanOptions
 from fivefold.core.precision import FORMATS
 from fivefold.core.shape import Shape
 from fivefold.generate.prompts import Prompt, finished_ids, read_prompts
@@ -21,11 +27,14 @@ from fivefold.generate.requests import Request, Sampling
 from fivefold.verbs import above, one_of, positive, progress_bar
 
 if TYPE_CHECKING:
+    from fivefold.generate.layout import ReadWeight
     from fivefold.generate.text import Codec
-    from fivefold.generate.weights import ReadWeight
-    from fivefold.generate.writer import TextWriter, WrittenText
+    from fivefold.generate.text_ranks import TextTask
+    from fivefold.generate.writer import WrittenText
 
 _TOKENIZER, _BYTES_END = "tokenizer.json", 256
+_MOST_RANKS = 64  # processes on one machine
+_PATIENCE = 600.0  # seconds of a step, or of reading weights
 _DTYPES = [name for name, each in FORMATS.items() if each.verified]
 
 
@@ -34,6 +43,7 @@ class TextModel:
     """A model as it is found in a folder."""
 
     shape: Shape
+    options: PlanOptions  # its name and changes
     source: Path
     folder: Path  # that may have a tokenizer and its configs
     is_run: bool
@@ -51,6 +61,7 @@ class TextOptions:
     tokenizer: str | None
     cache_gb: float
     step: int | None
+    layout: str
 
 
 def run(
@@ -69,12 +80,15 @@ def run(
     stop: Annotated[
         list[str] | None, typer.Option(help="Text or special token that ends it; repeat it.")
     ] = None,
+    layout: Annotated[
+        str, typer.Option(help='Degrees of ranks, as in "tp=2 pp=2"; dp are replicas.')
+    ] = "dp=1",
     chat: Annotated[bool, typer.Option("--chat", help="Use the folder's chat template.")] = False,
     dtype: Annotated[str, typer.Option(help=f"{', '.join(_DTYPES)}.")] = "float32",
     tokenizer: Annotated[
         str | None, typer.Option(help="tokenizer.json, or bytes (default: the folder's).")
     ] = None,
-    cache_gb: Annotated[float, typer.Option(help="Most GB of keys and values.")] = 1.0,
+    cache_gb: Annotated[float, typer.Option(help="Most GB of keys and values on a rank.")] = 1.0,
     step: Annotated[int | None, typer.Option(help="Step of the run's checkpoint.")] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="JSONL to write; it is gone on with.")
@@ -96,6 +110,7 @@ def run(
         tokenizer,
         positive("cache-gb", cache_gb),
         step,
+        layout,
     )
     prompts = read_prompts(file) if file is not None else [Prompt("0", prompt or "")]
     model = _found(source)
@@ -110,9 +125,11 @@ def _found(source: Path) -> TextModel:
         path = Path(options.model)
         beside = path if path.is_dir() else path.parent
         folder = beside if (beside / _TOKENIZER).exists() else source
-        return TextModel(shape, source, folder, True)
+        named = PlanOptions(options.model, set=options.set)
+        return TextModel(shape, named, source, folder, True)
     if (source / "config.json").exists():
-        return TextModel(models.load(str(source / "config.json")), source, source, False)
+        config = str(source / "config.json")
+        return TextModel(models.load(config), PlanOptions(config), source, source, False)
     rule = "is neither a run (plan.toml) nor a Hugging Face model (config.json)"
     raise BadFile(str(source), [f"{rule}: give one of these folders"])
 
@@ -126,8 +143,16 @@ def _generate(
 ) -> None:
     # Imported here, so that a bad command line is refused before torch is loaded.
     from fivefold.generate.chat import ChatTemplate
+    from fivefold.generate.layout import plan_of
     from fivefold.generate.text import ByteCodec, end_tokens, stops_of
+    from fivefold.generate.text_ranks import TextTask
 
+    plan = plan_of(model.shape, replace(model.options, layout=options.layout))
+    if plan.layout.world > _MOST_RANKS:
+        raise FivefoldError(
+            f"--layout {options.layout}: generate forks a process for every rank, and "
+            f"{plan.layout.world} are too many for one machine: use at most {_MOST_RANKS}"
+        )
     codec = _codec(model, options.tokenizer)
     stops, ends = stops_of(codec, options.stops)
     is_bytes = isinstance(codec, ByteCodec)
@@ -151,11 +176,17 @@ def _generate(
     if not requests:
         typer.echo(f"all {len(done):,} completions are in {output} already", err=True)
         return
-    writer = _writer(model, requests, options, codec)
-    for request in requests:
-        writer.add(request, texts[request.id], stops)
+    task = TextTask(
+        plan,
+        options.dtype,
+        options.cache_gb,
+        partial(open_weights, model, options.step),
+        codec,
+        [(each, texts[each.id]) for each in requests],
+        stops,
+    )
     with _sink(output, as_json, len(prompts) == 1) as (on_text, on_written):
-        _write_all(writer, len(requests), on_text, on_written)
+        _write_all(task, on_text, on_written)
 
 
 def _codec(model: TextModel, tokenizer: str | None) -> Codec:
@@ -170,49 +201,59 @@ def _codec(model: TextModel, tokenizer: str | None) -> Codec:
     return ByteCodec()
 
 
-def _writer(
-    model: TextModel, requests: list[Request], options: TextOptions, codec: Codec
-) -> TextWriter:
-    import torch
-
-    from fivefold.generate.blocks import blocks_of
-    from fivefold.generate.engine import DecoderForward, Engine
-    from fivefold.generate.weights import blocks_within, load_decoder
-    from fivefold.generate.writer import TextWriter
-
-    shape = model.shape
-    decoder = load_decoder(shape, getattr(torch, options.dtype), _weights(model, options.step))
-    lengths = (min(len(each.prompt) + each.max_tokens, shape.max_seq) for each in requests)
-    blocks = min(blocks_within(decoder, options.cache_gb * 1e9), sum(map(blocks_of, lengths)))
-    return TextWriter(Engine(shape, DecoderForward(decoder, blocks), blocks), codec)
-
-
-def _weights(model: TextModel, step: int | None) -> ReadWeight:
-    """What reads a weight of the folder."""
+def open_weights(model: TextModel, step: int | None, tells: bool) -> ReadWeight:
+    """What reads a weight of the folder; `tells` why a newer checkpoint is not read."""
     from fivefold.huggingface.files import HfFolder
     from fivefold.train.checkpoint.of_run import open_run
 
     if not model.is_run:
         return HfFolder(model.folder, model.shape).weight
     reader = open_run(
-        model.source, model.shape, step, lambda why: typer.echo(f"fivefold: {why}", err=True)
+        model.source,
+        model.shape,
+        step,
+        lambda why: typer.echo(f"fivefold: {why}", err=True) if tells else None,
     )
     return lambda weight, dtype: reader.read(f"model/{weight.name}").to(dtype)
 
 
 def _write_all(
-    writer: TextWriter,
-    count: int,
+    task: TextTask,
     on_text: Callable[[str], None],
     on_written: Callable[[WrittenText], None],
 ) -> None:
-    with progress_bar("generate", count, shown=count > 1) as bar:
-        while writer.busy:
-            for piece in writer.step():
-                on_text(piece.text)
-                if piece.written is not None:
-                    on_written(piece.written)
-                    bar.advance(1)
+    """Run the ranks, and pass on what they write."""
+    from fivefold.generate.text_ranks import RefusedTask, write_rank
+    from fivefold.generate.writer import TextPiece
+    from fivefold.launch.processes import Pool, RankLost
+    from fivefold.launch.worker import Worker
+
+    world, refused = task.plan.layout.world, list[str]()
+    with progress_bar("generate", len(task.requests), shown=len(task.requests) > 1) as bar:
+
+        def on_report(value: TextPiece | RefusedTask) -> None:
+            if isinstance(value, RefusedTask):
+                refused.append(value.reason)
+                return
+            on_text(value.text)
+            if value.written is not None:
+                on_written(value.written)
+                bar.advance(1)
+
+        if world == 1:
+            alone = Worker.alone(lambda kind, value: on_report(value) if kind == "report" else None)
+            write_rank(alone, task)
+            return
+        try:
+            with Pool(world, _PATIENCE) as pool:
+                pool.run_each([(write_rank, (task,))] * world, on_report=on_report)
+        except RankLost as lost:
+            if refused:
+                raise FivefoldError(refused[0]) from lost
+            typer.echo(
+                f"fivefold: lost rank {lost.rank} at {lost.doing}: it {lost.cause}", err=True
+            )
+            raise typer.Exit(1) from lost
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from fivefold.verbs import BackendOption, above, asked_backend, one_of, with_pla
 if TYPE_CHECKING:
     from fivefold.launch.backend import Backend, RankDevice
     from fivefold.launch.processes import RankLost
-    from fivefold.train import Shortage, TrainedRank, TrainSettings
+    from fivefold.train import SampleText, Shortage, TrainedRank, TrainSettings
 
 
 _MOST_RANKS = 64  # processes on one machine
@@ -262,10 +262,14 @@ class _Reporter:
         self.steps, self.print_line, self.pace = steps, print_line, Pace()
         self.records: list[StepRecord] = []
 
-    def report(self, record: StepRecord | Shortage | str) -> None:
+    def report(self, record: StepRecord | Shortage | SampleText | str) -> None:
+        from fivefold.train import SampleText
+
         if isinstance(record, StepRecord):
             self.records.append(record)
             self.print_line(step_line(record, self.steps, self.pace.eta(record, self.steps)))
+        elif isinstance(record, SampleText):
+            self.print_line(str(record))
         elif isinstance(record, str):
             typer.echo(f"fivefold: {record}", err=True)
         else:

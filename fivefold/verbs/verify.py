@@ -68,7 +68,7 @@ def run(
         bool, typer.Option("--compile", help="Compile the kernels of the ranks, as training does.")
     ] = False,
     generated: Annotated[
-        bool, typer.Option("--generate", help="Generation against the plain forward, one device.")
+        bool, typer.Option("--generate", help="Generation against the plain forward.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -76,9 +76,16 @@ def run(
     if precision is not None:
         chosen_precision = one_of("precision", precision, get_args(Precision))
         options = replace(options, precision=cast("Any", chosen_precision))
-    plan = runnable(options)
+    plan = runnable(options, trains=not generated)
     if generated:
-        raise typer.Exit(_verify_generated(plan, dtype, seed, device, as_json))
+        wanted = {
+            "dtype": one_of("dtype", dtype, ("float64", "float32")),
+            "seed": above("seed", seed, -1),
+            "device": device,
+            "backend": asked_backend(backend),
+        }
+        plan = _placed(plan, wanted)
+        raise typer.Exit(_verify_generated(plan, wanted, as_json))
     if plan.fp8 is not None and dtype != "float64":
         raise FivefoldError(
             f"--dtype {dtype} with fp8: sums in another order would round some values to another "
@@ -103,8 +110,9 @@ def run(
     raise typer.Exit(_verify(plan, chosen, as_json))
 
 
-def runnable(options: PlanOptions) -> Plan:
-    """The plan, scaled down for this machine; refused if it cannot run."""
+def runnable(options: PlanOptions, trains: bool = True) -> Plan:
+    """The plan, scaled down for this machine; refused if it cannot run. `trains`: with steps of an
+    optimizer."""
     options, widening = _wide_enough(options)
     plan = resolve(options, small=True)
     weights(plan.shape)  # refuses what cannot be built
@@ -115,9 +123,8 @@ def runnable(options: PlanOptions) -> Plan:
             f"verify forks a process for every rank, and {plan.layout.world} are too many for one "
             f"machine: lower the degrees to at most {_MOST_RANKS} ranks"
         )
-    notes = [
-        "AdamW's eps is 1e-2 on both sides: with 1e-8 it turns rounding errors into whole steps",
-    ]
+    eps = "AdamW's eps is 1e-2 on both sides: with 1e-8 it turns rounding errors into whole steps"
+    notes = [eps] if trains else []
     if plan.schedule.asynchronous:
         notes.append(
             "the one process emulates the same delays, stage by stage; a step is one update of the "
@@ -162,9 +169,9 @@ def _placed(plan: Plan, chosen: dict[str, Any]) -> Plan:
     notes: list[str] = []
     if chosen["device"] not in ("cpu", "cuda"):  # a suggestion for gpu would be cpu
         raise FivefoldError(f"unknown --device {chosen['device']!r}: choose from cpu, cuda")
-    if chosen["compiled"]:
+    if chosen.get("compiled"):
         notes.append("the kernels of the ranks are compiled; those of the one process are not")
-    if chosen["device"] == "cuda" and chosen["offload"]:
+    if chosen["device"] == "cuda" and chosen.get("offload"):
         raise FivefoldError("--offload cpu is not available on a GPU: leave it or --device out")
     if chosen["device"] == "cuda" or chosen["backend"] is not None:
         notes += _choose_backend(plan, chosen)
@@ -218,39 +225,52 @@ def _verify(plan: Plan, chosen: dict[str, Any], as_json: bool) -> int:
     return 0 if verdict.passed else 1
 
 
-def _verify_generated(plan: Plan, dtype: str, seed: int, device: str, as_json: bool) -> int:
+def _verify_generated(plan: Plan, chosen: dict[str, Any], as_json: bool) -> int:
     """Run the proof of generation and print it; returns the exit code."""
-    one_of("dtype", dtype, ("float64", "float32"))
-    above("seed", seed, -1)
-    if plan.layout.world > 1 or device != "cpu" or plan.fp8 is not None:
-        raise FivefoldError(
-            "--generate proves one device, on CPU and without fp8: leave --layout, --device and "
-            "--precision out"
-        )
-    from fivefold.verify.generated import NUM_WAYS, GeneratedTrial
+    from fivefold.generate.layout import forward_plan
+    from fivefold.launch.processes import PATIENCE, Pool, RankLost
+    from fivefold.verify.generated_ranks import GeneratedSettings, num_phases, run_generated
 
+    settings = GeneratedSettings(**chosen)
+    plan = forward_plan(plan)
+    patience = _PATIENCE_WITH_KERNELS if settings.device == "cuda" else PATIENCE
     began = time.perf_counter()
-    with progress_bar("verify", NUM_WAYS) as bar:
-        verdict = GeneratedTrial(plan.shape, dtype, seed).run(lambda: bar.advance(1))
-    seconds = round(time.perf_counter() - began, 3)
-    facts = {"model": plan.shape.name, "dtype": dtype, "passed": verdict.passed}
-    if as_json:
-        typer.echo(json.dumps(facts | asdict(verdict) | {"seconds": seconds}))
-    else:
-        head = f"{plan.shape.name}, {dtype}: generation against the forward of the whole text"
-        same = "the same" if verdict.tokens_equal else "DIFFERENT"
-        lines = [
-            head,
-            "",
-            f"{'':<18}{'largest error of logits':>24}{'tolerance':>12}",
-            *(f"{w:<18}{e:>24.1e}{verdict.tolerance:>12.1e}" for w, e in verdict.errors.items()),
-            f"log-probabilities: largest error {verdict.logprob_err:.1e}",
-            f"{verdict.tokens:,} tokens, {same} every way; {verdict.preempted} preemptions, "
-            f"{verdict.reused:,} tokens from shared blocks",
-            f"{'PASS' if verdict.passed else 'FAIL'} in {seconds:.1f} s",
-        ]
-        typer.echo("\n".join(lines))
+    try:
+        with (
+            Pool(plan.layout.world, patience) as pool,
+            progress_bar("verify", num_phases(plan)) as bar,
+        ):
+            verdict = run_generated(pool, plan, settings, lambda: bar.advance(1))
+    except RankLost as lost:
+        reason = f"lost rank {lost.rank} at {lost.doing}: it {lost.cause}"
+        if as_json:
+            typer.echo(json.dumps({"passed": False, "error": reason}))
+        typer.echo(f"fivefold: {reason}", err=True)
+        return 1
+    facts = {"model": plan.shape.name, "layout": str(plan.layout), "world": plan.layout.world}
+    facts |= {"dtype": settings.dtype, "passed": verdict.passed} | asdict(verdict)
+    facts |= {"seconds": round(time.perf_counter() - began, 3), "notes": list(plan.notes)}
+    typer.echo(json.dumps(facts) if as_json else render_generated(facts))
     return 0 if verdict.passed else 1
+
+
+def render_generated(table: dict[str, Any]) -> str:
+    """The verdict on generation as text."""
+    most, same = table["tolerance"], "the same" if table["tokens_equal"] else "DIFFERENT"
+    lines = [
+        f"{table['model']} on {table['layout']}, {table['dtype']}: generation against the forward "
+        "of the whole text on one device",
+        "",
+        f"{'':<18}{'largest error of logits':>24}{'tolerance':>12}",
+        *(f"{way:<18}{error:>24.1e}{most:>12.1e}" for way, error in table["errors"].items()),
+        f"log-probabilities: largest error {table['logprob_err']:.1e}; against the training "
+        f"forward in {table['trained_layout']} {table['trained_err']:.1e}",
+        f"{table['tokens']:,} tokens, {same} every way; {table['preempted']} preemptions, "
+        f"{table['reused']:,} tokens from shared blocks",
+        *(f"note: {note}" for note in table["notes"]),
+        f"{'PASS' if table['passed'] else 'FAIL'} in {table['seconds']:.1f} s",
+    ]
+    return "\n".join(lines)
 
 
 def describe(plan: Plan, verdict: VerifyVerdict, seconds: float) -> dict[str, Any]:

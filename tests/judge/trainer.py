@@ -31,6 +31,7 @@ UNCHANGING = (
     "offload",
     "offload_grads",
     "save_every",
+    "sample_every",
     "keep",
     "log",
     "events",

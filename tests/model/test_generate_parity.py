@@ -65,7 +65,7 @@ def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
     completions = engine.run(requests)
     assert [list(completions[each.id].tokens) for each in requests] == expected
     assert {each.reason for each in completions.values()} == {"length"}
-    assert engine.scheduler.pool.num_free == blocks
+    assert engine.schedulers[0].pool.num_free == blocks
 
 
 def test_greedy_tokens_of_padded_batches() -> None:

@@ -80,6 +80,7 @@ FREE = {
     "save_every": "checkpoints are written in the background, between steps",
     "keep": "files on a disk",
     "eval_every": "evaluations are between steps, and reported apart",
+    "sample_every": "samples are between steps; their weights are there only while they are drawn",
     "skip_limit": "a count",
     "log": "records are written in the background",
     "events": "the same; `docs` has what it costs when it is measured",

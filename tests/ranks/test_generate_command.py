@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import sys
+import time
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from fivefold.cli import main
 from tests.commands import in_fork
 
 SIZES = {
@@ -144,5 +150,89 @@ def test_verify_proves_generation(tmp_path: Path) -> None:
     assert table["errors"].keys() == {
         *("alone", "in chunks", "batched", "preempted", "prefix shared")
     }
-    refused = in_fork(["verify", "tiny", "--layout", "tp=2", "--generate"], tmp_path)
-    assert refused.returncode == 2 and "one device" in refused.stderr
+    assert table["trained_err"] <= 1e-10 and table["trained_layout"] == "dp=1"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--layout", "cp=2"], "cp=2 would split a sequence over ranks"),
+        (["--layout", "pp=2", "--schedule", "interleaved", "--chunks", "2"], "has one stage"),
+        (["--layout", "tp=3"], "neither divides the 4 KV heads nor is a multiple"),
+        (["--precision", "fp8"], "fp8 is for training"),
+        (["--dtype", "bfloat16"], "unknown --dtype"),
+    ],
+    ids=lambda given: given if isinstance(given, str) else None,
+)
+def test_verify_refuses_what_cannot_generate(
+    tmp_path: Path, words: list[str], message: str
+) -> None:
+    done = in_fork(["verify", "tiny", "--generate", *words], tmp_path)
+    assert done.returncode == 2 and message in done.stderr
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("layout", ["tp=2", "pp=2", "dp=2", "tp=2 pp=2", "tp=4", "dp=2 pp=2"])
+def test_layouts_write_the_same(folder: Path, tmp_path: Path, layout: str) -> None:
+    prompts = [{"id": f"p{i}", "prompt": f"w{i} w{i + 1}"} for i in range(3, 7)]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(map(json.dumps, prompts)))
+    words = ["generate", str(folder), "--file", str(file), "--max-tokens", "8", "--json"]
+    words += ["--temperature", "1", "--seed", "3", "--stop", "w7", "--dtype", "float64"]
+    one, many = (in_fork([*words, *more], tmp_path) for more in ([], ["--layout", layout]))
+    assert (one.returncode, many.returncode) == (0, 0), many.stderr
+    alone, ranks = ({row["id"]: row for row in rows_of(done.stdout)} for done in (one, many))
+    assert alone.keys() == ranks.keys() == {each["id"] for each in prompts}
+    for id, row in alone.items():
+        for key in ("prompt", "text", "tokens", "reason"):
+            assert ranks[id][key] == row[key]
+        assert ranks[id]["logprobs"] == pytest.approx(row["logprobs"], rel=0, abs=1e-10)
+
+
+def rows_of(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--layout", "tp=3"], "neither divides the 2 KV heads nor is a multiple of them"),
+        (["--layout", "cp=2"], "cp=2 would split a sequence over ranks"),
+        (["--layout", "ep=2"], "need experts and the model has none"),
+        (["--layout", "pp=4"], "every stage needs a layer"),
+        (["--layout", "dp=128"], "too many for one machine"),
+        (["--layout", "tp=x"], "tp=x"),
+        (["--layout", "tp=2", "--cache-gb", "1e-9"], "cache has room for 0"),
+    ],
+    ids=lambda given: given if isinstance(given, str) else None,
+)
+def test_a_bad_layout_exits_with_2(
+    folder: Path, tmp_path: Path, words: list[str], message: str
+) -> None:
+    done = in_fork(["generate", str(folder), "--prompt", "w1", *words], tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr
+
+
+def children(pid: int) -> list[int]:
+    path = Path(f"/proc/{pid}/task/{pid}/children")
+    return [int(each) for each in path.read_text().split()]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_killed_command_leaves_no_rank(folder: Path, tmp_path: Path) -> None:
+    words = ["generate", str(folder), "--prompt", "w1", "--max-tokens", "60", "--layout", "tp=2"]
+    process = multiprocessing.get_context("fork").Process(target=main, args=(words,))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        process.start()
+    assert process.pid is not None
+    until, ranks = time.monotonic() + 60, list[int]()
+    while len(ranks) < 2 and time.monotonic() < until:
+        ranks = children(process.pid)
+    process.kill()
+    process.join()
+    assert len(ranks) == 2
+    while any(Path(f"/proc/{rank}").exists() for rank in ranks):
+        assert time.monotonic() < until, "a rank outlives its command"
+        time.sleep(0.05)

@@ -1,0 +1,188 @@
+"""An engine in a layout: what one rank of it has, and how ranks meet.
+
+Splits   tp: heads, MLP columns and the vocabulary, as in training; KV heads fewer than tp are
+         replicated. pp: layers, with as many batches under way as stages. ep: experts. dp: whole
+         sequences; each data rank is a replica with its own blocks. cp: refused.
+Moves    in a stage what training moves in its forward; hidden states of a batch between stages;
+         logits of the tokens to be followed over tp, N · V; and of every drawn token two numbers,
+         summed over all ranks.
+Costs    no broadcast of decisions: every rank has the schedulers of all replicas and decides alike.
+Refuses  cp, several stages on a rank, asynchronous schedules and fp8.
+
+A replica without sequences still runs where its experts serve others: on tokens of no sequence.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fivefold.core.errors import BadFile, FivefoldError
+from fivefold.core.groups import PIPELINE, WORLD
+from fivefold.core.plan import Plan, PlanOptions, resolve
+from fivefold.core.shape import Shape
+from fivefold.core.weights import Weight
+from fivefold.generate.blocks import BLOCK
+from fivefold.generate.cache import PagedKernel, attend_pages, token_bytes
+from fivefold.generate.engine import (
+    DecoderForward,
+    Engine,
+    EngineRanks,
+    Shared,
+    StageEnds,
+    Watch,
+    alone,
+)
+from fivefold.generate.refit import Refit
+from fivefold.generate.scheduler import ScheduleLimits
+from fivefold.model.decoder import Decoder
+from fivefold.parallel.boundary import AxisBoundary
+from fivefold.parallel.compose import ForwardStage, Job
+from fivefold.parallel.mesh import Issued, Mesh
+
+TP = "tp"
+ReadWeight = Callable[[Weight, torch.dtype], Tensor]
+"""A full weight, or a buffer."""
+
+
+def blocks_within(decoder: Decoder, mesh: Mesh, num_bytes: float) -> int:
+    """The blocks of a cache of so many bytes on a rank: as many on all, where the largest stage has
+    the fewest."""
+    fewest = torch.tensor(int(num_bytes // (token_bytes(decoder) * BLOCK)), device=mesh.device)
+    if mesh.size(WORLD) > 1:
+        mesh.all_reduce(fewest, WORLD, dist.ReduceOp.MIN).wait()
+    return int(fewest)
+
+
+def plan_of(shape: Shape, options: PlanOptions) -> Plan:
+    """The plan of an engine. Tokens are split over tp only for experts: without these, every rank
+    has all of the few tokens of a decode."""
+    usual = PlanOptions(options.model, options.layout, set=options.set, zero=0)
+    return forward_plan(resolve(replace(usual, sp=shape.moe is not None)))
+
+
+def forward_plan(plan: Plan) -> Plan:
+    """The plan without what only training has; refuses what generation cannot do."""
+    if problems := list(_problems(plan)):
+        raise BadFile(f"a generator in layout {plan.layout}", problems)
+    return replace(plan, shape=replace(plan.shape, mtp=0), balance=())
+
+
+def _problems(plan: Plan) -> Iterator[str]:
+    layout = plan.layout
+    if layout.cp > 1:
+        yield (
+            f"cp={layout.cp} would split a sequence over ranks, which generation does not: use "
+            f"tp={layout.tp * layout.cp} for more memory, or dp={layout.dp * layout.cp}"
+        )
+    if layout.chunks > 1:
+        yield (
+            f"chunks={layout.chunks}: a rank of a generator has one stage; leave the schedule and "
+            "chunks out"
+        )
+    if plan.schedule.asynchronous:
+        yield f"{plan.schedule.name} is for training: leave the schedule out"
+    if plan.fp8 is not None:
+        yield "fp8 is for training: leave the precision out"
+
+
+class RankEnds(StageEnds):
+    """The ends of one stage on one rank of a layout."""
+
+    def __init__(self, plan: Plan, mesh: Mesh, dtype: torch.dtype) -> None:
+        layout = plan.layout
+        self.mesh, self.dtype, self.shape = mesh, dtype, plan.shape
+        self.stage = mesh.coord(PIPELINE)
+        self.tokens = AxisBoundary(mesh, TP, layout.sp, dim=0)
+        self.vocabulary = AxisBoundary(mesh, TP, layout.sp, dim=1)
+        self.unit = layout.tp if layout.sp else 1
+        # The experts of a rank serve the tokens of all replicas of its group.
+        self.idles_along = plan.shape.moe is not None and layout.ep * layout.etp > layout.tp
+        self.sent: deque[Issued] = deque()
+
+    def receive(self, num_tokens: int) -> Tensor:
+        size = torch.Size((1, num_tokens // self.unit, self.shape.width))
+        return self.mesh.receive(size, self.dtype, self.stage - 1).wait()
+
+    def send(self, x_1TD: Tensor) -> None:
+        while len(self.sent) >= self.mesh.size(PIPELINE):  # received long ago: its draw is known
+            self.sent.popleft().wait()
+        self.sent.append(self.mesh.send(x_1TD.contiguous(), self.stage + 1))
+
+    def all_tokens(self, x_TD: Tensor) -> Tensor:
+        return self.tokens.gather(x_TD) if self.unit > 1 else x_TD
+
+    def all_logits(self, logits_NV: Tensor) -> Tensor:
+        if self.vocabulary.size == 1:
+            return logits_NV
+        return self.vocabulary.gather(logits_NV)[:, : self.shape.vocab]  # without its padding
+
+    def finish(self) -> None:
+        """Wait until everything has been received."""
+        while self.sent:
+            self.sent.popleft().wait()
+
+
+class LayoutEngine(Engine):
+    """The engine of one rank. All ranks of the layout add the same requests in the same order, and
+    call `step` equally often."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        mesh: Mesh,
+        stage: ForwardStage,
+        blocks: int,
+        limits: ScheduleLimits | None = None,
+        watch: Watch | None = None,
+        kernel: PagedKernel = attend_pages,
+    ) -> None:
+        """`blocks` are those of one replica; the plan is one of `forward_plan`."""
+        self.plan, self.mesh, self.stage = plan, mesh, stage
+        self._refit: Refit | None = None
+        dtype = next(stage.model.parameters()).dtype
+        self.ends = RankEnds(plan, mesh, dtype)
+        forward = DecoderForward(stage.model, blocks, kernel, self.ends)
+        super().__init__(plan.shape, forward, blocks, limits, watch, self._ranks())
+
+    def _ranks(self) -> EngineRanks:
+        layout, mesh = self.plan.layout, self.mesh
+        at = layout.coord(mesh.rank)
+        last = mesh.coord(PIPELINE) == layout.pp - 1
+        return EngineRanks(
+            replicas=layout.dp,
+            replica=at.dp,
+            in_flight=layout.pp,
+            draws=last and at.tp == 0,
+            share=self._share if layout.world > 1 else alone,
+        )
+
+    def _share(self, table: Tensor) -> Shared:
+        """Begin to sum over all ranks: of every row one rank has numbers, and the others zeros."""
+        table = table.to(self.mesh.device)
+        issued = self.mesh.all_reduce(table, WORLD, dist.ReduceOp.SUM)
+
+        def wait() -> Tensor:
+            issued.wait()
+            return table
+
+        return wait
+
+    def load(self, job: Job) -> None:
+        """Take the weights of a training job that runs on the same ranks, as they are now. All
+        ranks call it together; sequences that are under way are computed again."""
+        if self._refit is None or self._refit.job is not job:
+            self._refit = Refit(job, self.stage, self.mesh)
+        self._refit.run()
+        self.renew()
+
+    def close(self) -> None:
+        """Nothing of this engine is under way on this rank afterwards."""
+        if self.busy:
+            raise FivefoldError("an engine with open requests was closed: end them before")
+        self.ends.finish()

@@ -1,0 +1,80 @@
+"""One rank that writes text: all ranks of a layout run this, and so does a single process.
+
+Every rank has the requests, an engine and a writer. A text that ends a completion ends it on all of
+them, since all see the same tokens. Rank 0 reports what is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from fivefold.core.errors import FivefoldError
+from fivefold.core.plan import Plan
+from fivefold.generate.blocks import blocks_of
+from fivefold.generate.layout import LayoutEngine, ReadWeight, blocks_within
+from fivefold.generate.requests import Request
+from fivefold.generate.text import Codec
+from fivefold.generate.writer import TextWriter
+from fivefold.launch.worker import Worker
+from fivefold.parallel.compose import compose_forward
+from fivefold.parallel.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class TextTask:
+    """What every rank does. `open_weights` is told whether to warn of damaged files."""
+
+    plan: Plan
+    dtype: str
+    cache_gb: float  # on a rank
+    open_weights: Callable[[bool], ReadWeight]
+    codec: Codec
+    requests: list[tuple[Request, str]]  # and their prompts
+    stops: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class RefusedTask:
+    """Why a rank cannot do it."""
+
+    reason: str
+
+
+def write_rank(worker: Worker, task: TextTask) -> None:
+    """All completions, on one rank; rank 0 reports pieces of text."""
+    try:
+        with worker.joined(task.plan.layout.world):
+            _write(worker, task)
+    except FivefoldError as error:
+        worker.report(RefusedTask(str(error)))
+        raise
+
+
+def _write(worker: Worker, task: TextTask) -> None:
+    plan = task.plan
+    worker.phase("load")
+    mesh = Mesh.of(plan, torch.device("cpu"))
+    stage = compose_forward(plan, mesh, getattr(torch, task.dtype))
+    stage.fill(task.open_weights(worker.rank == 0))
+    blocks = min(blocks_within(stage.model, mesh, task.cache_gb * 1e9), _most_blocks(task))
+    engine = LayoutEngine(plan, mesh, stage, blocks)
+    writer = TextWriter(engine, task.codec)
+    for request, prompt in task.requests:
+        writer.add(request, prompt, task.stops)
+    while writer.busy:
+        worker.phase("generate")
+        for piece in writer.step():
+            if worker.rank == 0:
+                worker.report(piece)
+    engine.close()
+    mesh.close_groups()
+
+
+def _most_blocks(task: TextTask) -> int:
+    """The blocks of all requests together."""
+    longest = task.plan.shape.max_seq
+    lengths = (min(len(each.prompt) + each.max_tokens, longest) for each, _ in task.requests)
+    return sum(map(blocks_of, lengths))

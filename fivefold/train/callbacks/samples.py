@@ -1,0 +1,115 @@
+"""What the model says, every `sample_every` steps: a completion of a text that is held out.
+
+The ranks of the job are those of the generator, in the same layout but without context ranks, which
+become replicas. Its weights are a copy that is there only while it draws: each rank needs the
+memory of its tensor and pipeline shard for that, and no ZeRO stage makes it smaller.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from fivefold.core.plan import Plan, PlanOptions
+from fivefold.core.recipe import Recipe
+from fivefold.data.mixture import Source
+from fivefold.data.rows import BYTES, Corpus, read_rows
+from fivefold.generate.blocks import blocks_of
+from fivefold.generate.layout import LayoutEngine, plan_of
+from fivefold.generate.requests import Request, Sampling
+from fivefold.generate.text import ByteCodec, Codec, read_tokenizer
+from fivefold.launch.worker import Worker
+from fivefold.parallel.compose import compose_forward
+from fivefold.parallel.mesh import Mesh
+from fivefold.records import EVAL
+from fivefold.records.run_folder import TimeSpent
+from fivefold.train.build import BuiltRank
+from fivefold.train.callbacks import Callback
+from fivefold.train.callbacks.watchdog import WatchdogCallback
+
+PROMPT, TOKENS = 32, 64  # tokens
+
+
+@dataclass(frozen=True)
+class SampleText:
+    """What the model wrote after a step, and from which beginning."""
+
+    step: int
+    prompt: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"sample after step {self.step} | {self.prompt!r} → {self.text!r}"
+
+
+@dataclass
+class SampleCallback(Callback):
+    """Draws on all ranks; rank 0 reports it after the step."""
+
+    worker: Worker
+    recipe: Recipe
+    rank: BuiltRank
+    spent: TimeSpent
+    phases: WatchdogCallback
+    drawn: list[SampleText] = field(default_factory=list[SampleText])
+    mesh: Mesh | None = None
+
+    def measure(self, number: int) -> dict[str, Any]:
+        every = self.recipe.sample_every
+        if every and self.recipe.is_due(every, number):
+            self.phases.phase(f"sample after step {number}", long=True)
+            with self.spent.on(EVAL):
+                self.drawn.append(self._draw(number))
+        return {}
+
+    def after_step(self, number: int) -> None:
+        for each in self.drawn if self.worker.rank == 0 else ():
+            self.worker.report(each)
+        self.drawn.clear()
+
+    def close(self) -> None:
+        if self.mesh is not None:
+            self.mesh.close_groups()
+            self.mesh = None
+
+    def _draw(self, number: int) -> SampleText:
+        job, source = self.rank.job, self.rank.reader.source
+        plan = generating(job.plan)
+        prompt = held_out_prompt(source, min(PROMPT, plan.shape.max_seq // 2))
+        request = Request(f"step {number}", prompt, TOKENS, Sampling(1.0, seed=self.recipe.seed))
+        self.mesh = self.mesh or Mesh.of(plan, job.mesh.device)
+        dtype = next(job.chunks[0].model.parameters()).dtype
+        stage = compose_forward(plan, self.mesh, dtype)
+        engine = LayoutEngine(plan, self.mesh, stage, blocks_of(PROMPT + TOKENS))
+        engine.load(job)
+        done = engine.run([request])[request.id]
+        engine.close()
+        codec = codec_of(job.plan, source)
+        return SampleText(number, _text(codec, prompt), _text(codec, done.tokens))
+
+
+def generating(plan: Plan) -> Plan:
+    """The plan of a generator on the ranks of a job."""
+    layout = replace(plan.layout, cp=1, shard=plan.layout.shard * plan.layout.cp, chunks=1)
+    return plan_of(plan.shape, PlanOptions(plan.options.model, str(layout), set=plan.options.set))
+
+
+def held_out_prompt(source: Source, length: int) -> tuple[int, ...]:
+    """The beginning of a row that is never trained on; of the first sample if there is none."""
+    places = source.held_out(1)
+    rows = read_rows(places, source.seq) if places else source.samples([0])
+    return tuple(rows.tokens[0, :length].tolist())
+
+
+def codec_of(plan: Plan, source: Source) -> Codec | None:
+    """What turns tokens into text; None if that is not known here."""
+    beside = Path(plan.options.model).parent / "tokenizer.json"
+    corpora = [part.corpus for part in source.parts]
+    if all(isinstance(each, Corpus) and each.tokenizer == BYTES for each in corpora):
+        return ByteCodec()
+    return read_tokenizer(beside) if beside.is_file() else None
+
+
+def _text(codec: Codec | None, tokens: tuple[int, ...]) -> str:
+    return " ".join(map(str, tokens)) if codec is None else codec.decode(tokens)

@@ -1,0 +1,268 @@
+"""The proof of generation in a layout: its ranks generate, one process compares, and the ranks of
+another layout compute the log-probabilities of the same texts as training does.
+
+The training forward is that of a job: shards of ZeRO, its pipeline, its loss. Only the loss is
+asked token by token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fivefold.core.batch import Batch
+from fivefold.core.errors import FivefoldError
+from fivefold.core.layout import Layout
+from fivefold.core.plan import Plan
+from fivefold.core.rules import problems
+from fivefold.core.weights import Weight
+from fivefold.generate.engine import Watch
+from fivefold.generate.layout import LayoutEngine, forward_plan
+from fivefold.generate.scheduler import ScheduleLimits
+from fivefold.launch.backend import Backend, forked_device
+from fivefold.launch.processes import Pool
+from fivefold.launch.worker import Worker
+from fivefold.model.batch import NOT_COUNTED, TokenBatch
+from fivefold.model.head import CrossEntropy
+from fivefold.parallel import tensor
+from fivefold.parallel.compose import Job, compose, compose_forward
+from fivefold.parallel.mesh import Mesh
+from fivefold.step import evaluate
+from fivefold.verify.generated import (
+    NUM_WAYS,
+    GeneratedTrial,
+    GeneratedVerdict,
+    Observed,
+    larger,
+    requests_of,
+)
+from fivefold.verify.runs import Device
+
+TokenLogprob = tuple[int, int, float]
+"""Number of a text, position of a token in it, and the log-probability of the next token."""
+
+
+@dataclass(frozen=True)
+class GeneratedSettings:
+    """How generation is proven."""
+
+    dtype: str = "float64"
+    seed: int = 0
+    device: Device = "cpu"
+    backend: Backend = "gloo"
+
+
+@dataclass(frozen=True)
+class DrawnText:
+    """A prompt, what was drawn after it, and with which log-probabilities."""
+
+    prompt: tuple[int, ...]
+    drawn: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return (*self.prompt, *self.drawn)
+
+
+def num_phases(plan: Plan) -> int:
+    """How often `on_phase` is called in a proof that succeeds."""
+    return plan.layout.world * (NUM_WAYS + 2) + 1
+
+
+def run_generated(
+    pool: Pool,
+    plan: Plan,
+    settings: GeneratedSettings,
+    on_phase: Callable[[], None] | None = None,
+) -> GeneratedVerdict:
+    """Generate in the layout of a plan, compare with one device, and with training elsewhere."""
+    plan = forward_plan(plan)
+    world = plan.layout.world
+    ranks: list[Observed] = pool.run_each([(generate_rank, (plan, settings))] * world, on_phase)
+    verdict: GeneratedVerdict
+    (verdict,) = pool.run_each([(judge_rank, (plan, settings, ranks))], on_phase)
+    texts = drawn_texts(plan, settings, ranks[0])
+    training = training_plan(plan, texts)
+    task = (train_rank, (training, settings, texts))
+    trained = pool.run_each([task] * world, on_phase)
+    error = trained_error(texts, [each for rank in trained for each in rank])
+    return replace(verdict, trained_err=error, trained_layout=str(training.layout))
+
+
+def drawn_texts(plan: Plan, settings: GeneratedSettings, seen: Observed) -> list[DrawnText]:
+    """The texts of all requests, as they were drawn in batches."""
+    found = seen.found["batched"]
+    requests = requests_of(plan.shape, settings.seed, plan.layout.dp)
+    return [
+        DrawnText(each.prompt, found[each.id].tokens, found[each.id].logprobs) for each in requests
+    ]
+
+
+def generate_rank(worker: Worker, plan: Plan, settings: GeneratedSettings) -> Observed:
+    """Every way to generate, on one rank of the layout."""
+    layout = plan.layout
+    rank = forked_device(settings.device, settings.backend, worker.rank, layout.world)
+    with worker.joined(layout.world, rank):
+        worker.phase("build")
+        mesh, trial = Mesh.of(plan, rank.device), _trial(plan, settings)
+        dtype = getattr(torch, settings.dtype)
+
+        def engine(blocks: int, limits: ScheduleLimits, watch: Watch) -> LayoutEngine:
+            stage = compose_forward(plan, mesh, dtype)
+            stage.fill(lambda weight, dtype: _full(trial, weight))
+            return LayoutEngine(plan, mesh, stage, blocks, limits, watch)
+
+        observed = trial.observe(engine, worker.phase)
+        if layout.world > 1:
+            torch.distributed.barrier()  # what was sent has been received
+        mesh.close_groups()
+        return observed
+
+
+def judge_rank(
+    worker: Worker, plan: Plan, settings: GeneratedSettings, ranks: Sequence[Observed]
+) -> GeneratedVerdict:
+    """Compare with the plain forward, in one process."""
+    worker.phase("compare")
+    return _trial(plan, settings).verdict(ranks)
+
+
+def _trial(plan: Plan, settings: GeneratedSettings) -> GeneratedTrial:
+    return GeneratedTrial(plan.shape, settings.dtype, settings.seed, plan.layout.dp)
+
+
+def _full(trial: GeneratedTrial, weight: Weight) -> Tensor:
+    full = trial.full_weight(weight.name)
+    assert full is not None, f"the plain model has no {weight.name}"
+    return full
+
+
+# The training forward in another layout.
+
+
+def training_plan(plan: Plan, texts: Sequence[DrawnText]) -> Plan:
+    """A plan to train the same model on these texts, on as many ranks in another layout."""
+    seq = max(len(each.tokens) for each in texts) - 1
+    layouts = [each for each in _layouts(plan) if not problems(each, plan.shape, seq=seq)]
+    if not layouts:
+        raise FivefoldError(f"no other layout of {plan.layout.world} ranks fits this model")
+    layout = min(layouts, key=lambda each: (_same(each, plan.layout), _drawn_by_hash(each, plan)))
+    count = max(2 * layout.pp, -(-len(texts) // layout.dp))
+    batch = Batch.resolve(layout.dp, seq, microbatch_size=1, microbatches=count)
+    options = replace(plan.options, schedule="1f1b", tp_overlap=1)
+    return replace(plan, layout=layout, batch=batch, options=options, stage_layers=None)
+
+
+def _layouts(plan: Plan) -> Iterator[Layout]:
+    """Every layout of as many ranks."""
+    world, experts = plan.layout.world, plan.shape.moe is not None
+    for tp in _divisors(world):
+        for pp in _divisors(world // tp):
+            for cp in _divisors(world // tp // pp):
+                dp = world // (tp * pp * cp)
+                for ep in _divisors(dp * cp * tp) if experts else (1,):
+                    yield Layout(shard=dp, tp=tp, pp=pp, cp=cp, ep=ep, zero=1 if pp > 1 else 3)
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+def _same(one: Layout, other: Layout) -> int:
+    """How many of the degrees that cut the model are equal."""
+    return sum(getattr(one, axis) == getattr(other, axis) for axis in ("tp", "pp", "cp", "ep"))
+
+
+def _drawn_by_hash(layout: Layout, plan: Plan) -> bytes:
+    """One of equals, the same on every machine."""
+    return hashlib.blake2b(f"{layout} for {plan.layout}".encode(), digest_size=8).digest()
+
+
+def train_rank(
+    worker: Worker, plan: Plan, settings: GeneratedSettings, texts: Sequence[DrawnText]
+) -> list[TokenLogprob]:
+    """The log-probabilities of drawn tokens that this rank computes as training does."""
+    layout = plan.layout
+    rank = forked_device(settings.device, settings.backend, worker.rank, layout.world)
+    with worker.joined(layout.world, rank):
+        worker.phase("train")
+        mesh = Mesh.of(plan, rank.device)
+        dtype = getattr(torch, settings.dtype)
+        job = compose(plan, mesh, seed=settings.seed, dtype=dtype)
+        trial = GeneratedTrial(plan.shape, settings.dtype, settings.seed)
+        give_weights(job, trial)
+        coord, count = layout.coord(mesh.rank), plan.batch.microbatches
+        numbers = range(coord.dp * count, (coord.dp + 1) * count)
+        batches = [_row(plan, texts, number, rank.device) for number in numbers]
+        heard = _listen(job)
+        evaluate(job, batches)
+        mesh.close_groups()
+    if coord.tp:  # the others have heard the same
+        return []
+    found: list[TokenLogprob] = []
+    for number, batch, losses in zip(numbers, batches, heard, strict=False):
+        local = job.local(batch)
+        counted = local.positions[local.labels != NOT_COUNTED].tolist()
+        found += [(number, *each) for each in zip(counted, losses, strict=True)]
+    return found
+
+
+@torch.no_grad()
+def give_weights(job: Job, trial: GeneratedTrial) -> None:
+    """Put the weights of a trial into a job."""
+    for each in job.owned:
+        name = each.row.name
+        full = trial.full_weight(job.table[name].name)
+        if full is not None:
+            mine = tensor.cut(full, job.shards[name]).flatten()
+            each.tensor.view(-1).copy_(mine[each.start : each.start + each.tensor.numel()])
+    for chunk in job.chunks:
+        for name, buffer in chunk.model.named_buffers():
+            full = trial.full_weight(name)
+            buffer.copy_(buffer if full is None else full)
+        chunk.data.publish()
+        chunk.data.wait()
+
+
+def _row(plan: Plan, texts: Sequence[DrawnText], number: int, device: torch.device) -> TokenBatch:
+    """One text as a row; a loss for what was drawn. There may be rows without a text."""
+    seq = plan.batch.seq
+    tokens, labels = torch.zeros(1, seq, dtype=torch.int64), torch.full((1, seq), NOT_COUNTED)
+    if number < len(texts):
+        text = texts[number]
+        first, length = len(text.prompt) - 1, len(text.tokens) - 1
+        tokens[0, :length] = torch.tensor(text.tokens[:-1])
+        labels[0, first:length] = torch.tensor(text.drawn)
+    return TokenBatch(tokens.to(device), labels.to(device), torch.arange(seq, device=device)[None])
+
+
+def _listen(job: Job) -> list[list[float]]:
+    """From now on, the log-probability of every counted token, by microbatch: each has a row."""
+    heard: list[list[float]] = []
+    for head in (chunk.model.head for chunk in job.chunks if chunk.model.head is not None):
+        loss = head.cross_entropy
+
+        def each_token(logits_NV: Tensor, labels_N: Tensor, loss: CrossEntropy = loss) -> Tensor:
+            counted = (labels_N != NOT_COUNTED).nonzero().flatten().tolist()
+            losses = [loss(logits_NV[n : n + 1], labels_N[n : n + 1]) for n in counted]
+            heard.append([-each.item() for each in losses])
+            return sum(losses, logits_NV.new_zeros(()))
+
+        head.chunked, head.cross_entropy = None, each_token
+    return heard
+
+
+def trained_error(texts: Sequence[DrawnText], trained: Sequence[TokenLogprob]) -> float:
+    """The largest difference of log-probabilities; infinite where a token is missing."""
+    found = {(number, position): logprob for number, position, logprob in trained}
+    error = 0.0
+    for number, text in enumerate(texts):
+        for index, logprob in enumerate(text.logprobs):
+            theirs = found.get((number, len(text.prompt) - 1 + index), float("nan"))
+            error = larger(error, abs(logprob - theirs))
+    return error

@@ -1,0 +1,120 @@
+"""Generation in layouts of up to 8 ranks over several families of models.
+
+    python -m tests.ranks.generations
+
+runs all of them and prints a table in markdown; the tests run a few.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import date
+
+from fivefold.core.plan import PlanOptions
+from fivefold.launch.processes import Pool
+from fivefold.verbs.verify import runnable
+from fivefold.verify.generated import GeneratedVerdict
+from fivefold.verify.generated_ranks import GeneratedSettings, run_generated
+
+HEAD = """# Verified generation
+
+Layouts that generate, in float64, with models scaled down to a few layers. Requests run alone, in
+chunks, batched with strangers, preempted, and over shared blocks. Logits: the largest error against
+one plain forward of the whole text on one device. Log-probabilities: against the same forward, and
+against the training forward in another layout. Tokens: drawn by seed, request and index, the same
+every way. Made by `make verify-all` on {date}.
+"""
+COLUMNS = (
+    *("model", "layout", "logits", "log-probabilities", "trained in", "trained", "tokens"),
+    *("seconds", ""),
+)
+MOST_RANKS = 8
+MOST_ERROR = 1e-10
+PATIENCE = 120.0  # seconds: eight ranks on two cores
+
+
+@dataclass(frozen=True)
+class GenerationCase:
+    """One layout to prove."""
+
+    model: str
+    layout: str
+    sp: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.model} {self.layout}" + ("" if self.sp else " no-sp")
+
+    @property
+    def options(self) -> PlanOptions:
+        layers = {"layers": "4" if "pp=4" in self.layout else "2"}  # large models are scaled down
+        changes = layers if self.model.startswith("tiny") else {}
+        return PlanOptions(self.model, layout=self.layout, sp=self.sp, set=changes)
+
+
+DENSE = (
+    *(("dp=1", True), ("tp=2", True), ("tp=2", False), ("pp=2", True), ("dp=2", True)),
+    *(("tp=4", False), ("pp=4", True), ("tp=2 pp=2", False), ("dp=2 pp=2", True)),
+    *(("tp=8", True), ("tp=2 pp=2 dp=2", True), ("tp=2 pp=4", False)),
+)
+EXPERTS = (
+    *("dp=1", "tp=2", "dp=2 ep=2", "tp=2 ep=2", "tp=2 etp=2", "dp=4 ep=4", "dp=2 tp=2 ep=2"),
+    *("dp=2 tp=2 ep=4", "dp=2 pp=2 ep=2", "tp=2 pp=2 dp=2 ep=2", "tp=2 pp=2 dp=2 ep=4"),
+    *("dp=2 tp=2 etp=2 ep=2", "dp=4 ep=2 pp=2"),
+)
+# Families that cut their heads, positions or experts in another way.
+OTHERS = (
+    *(("qwen3-8b", "tp=2 pp=2"), ("qwen3-8b", "dp=2 tp=4"), ("gpt2", "tp=2 pp=2")),
+    *(("gpt2", "dp=2 tp=2"), ("mistral-7b", "tp=4"), ("mistral-7b", "pp=2 dp=2")),
+    *(("deepseek-v3", "tp=2 ep=2"), ("deepseek-v3", "dp=2 pp=2 ep=2"), ("deepseek-v3", "tp=4")),
+    *(("qwen3-30b-a3b", "dp=2 tp=2 ep=4"), ("llama-3.1-8b", "tp=8"), ("olmoe-1b-7b", "dp=4 ep=4")),
+)
+
+
+def cases() -> Iterator[GenerationCase]:
+    """All of them."""
+    yield from (GenerationCase("tiny", layout, sp) for layout, sp in DENSE)
+    yield from (GenerationCase("tiny-moe", layout) for layout in EXPERTS)
+    yield from (GenerationCase(*each) for each in OTHERS)
+
+
+def prove(pool: Pool, case: GenerationCase) -> GeneratedVerdict:
+    """Run one case on a pool of at least as many processes as it has ranks."""
+    return run_generated(pool, runnable(case.options, trains=False), GeneratedSettings())
+
+
+def is_good(verdict: GeneratedVerdict) -> bool:
+    largest = max(verdict.logit_err, verdict.logprob_err, verdict.trained_err)
+    return verdict.passed and largest <= MOST_ERROR
+
+
+def line(case: GenerationCase, verdict: GeneratedVerdict, seconds: float) -> str:
+    """What the table says about a case."""
+    layout = case.layout + ("" if case.sp else " no-sp")
+    errors = [f"{each:.0e}" for each in (verdict.logit_err, verdict.logprob_err)]
+    trained = [verdict.trained_layout, f"{verdict.trained_err:.0e}"]
+    tokens = f"{verdict.tokens} {'equal' if verdict.tokens_equal else 'DIFFERENT'}"
+    result = "pass" if is_good(verdict) else "FAIL"
+    cells = [case.model, layout, *errors, *trained, tokens, f"{seconds:.1f}", result]
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def main() -> int:
+    print(HEAD.format(date=date.today()))
+    print(f"| {' | '.join(COLUMNS)} |")
+    print("|" + "---|" * len(COLUMNS))
+    passed: list[bool] = []
+    with Pool(MOST_RANKS, PATIENCE) as pool:
+        for case in cases():
+            began = time.perf_counter()
+            verdict = prove(pool, case)
+            passed.append(is_good(verdict))
+            print(line(case, verdict, time.perf_counter() - began), flush=True)
+    print(f"\n{sum(passed)} of {len(passed)} layouts pass")
+    return 0 if all(passed) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""Generation in layouts: a few of the table; and planted faults are caught in a layout too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+from generations import GenerationCase, cases, is_good, prove
+from torch import Tensor
+
+from fivefold.core.plan import Plan, PlanOptions, resolve
+from fivefold.generate import scheduler
+from fivefold.generate.blocks import BLOCK
+from fivefold.generate.cache import KvCache, StepTensors
+from fivefold.generate.engine import DecoderForward
+from fivefold.generate.layout import RankEnds, forward_plan
+from fivefold.generate.requests import SequenceChunk, StepBatch
+from fivefold.launch.processes import Pool
+from fivefold.launch.worker import Worker
+from fivefold.model.decoder import Decoder
+from fivefold.verify.generated import GeneratedVerdict, Observed
+from fivefold.verify.generated_ranks import GeneratedSettings, generate_rank, judge_rank
+
+LAYOUT = "tp=2 pp=2"
+Patch = Callable[[], AbstractContextManager[object]]
+
+
+@pytest.mark.sample(3, table=True)
+@pytest.mark.parametrize("case", list(cases()), ids=str)
+def test_a_layout_that_generates(pool: Pool, case: GenerationCase) -> None:
+    verdict = prove(pool, case)
+    assert is_good(verdict), verdict
+    assert verdict.trained_layout is not None
+
+
+def test_the_table_has_layouts_of_many_kinds() -> None:
+    everything = [each for each in cases() if each.layout != "dp=1"]
+    assert len(everything) == len(set(everything)) >= 24
+    assert {each.model for each in everything} >= {"tiny", "tiny-moe", "qwen3-8b", "deepseek-v3"}
+
+
+# Planted faults: a rank patches its own engine.
+
+
+def of_another(chunk: SequenceChunk, step: StepBatch) -> SequenceChunk:
+    """The first block of another request, where there is one."""
+    others = [each for each in step.chunks if each.id != chunk.id]
+    if not others or chunk.start < BLOCK:
+        return chunk
+    return replace(chunk, table=(others[0].table[0], *chunk.table[1:]))
+
+
+def one_further(chunk: SequenceChunk, step: StepBatch) -> SequenceChunk:
+    """Decode at the next position."""
+    if len(chunk.tokens) > 1 or (chunk.start + 1) // BLOCK >= len(chunk.table):
+        return chunk
+    return replace(chunk, start=chunk.start + 1)
+
+
+def chunks_changed(
+    change: Callable[[SequenceChunk, StepBatch], SequenceChunk],
+) -> AbstractContextManager[object]:
+    plain = DecoderForward.__call__
+
+    def call(self: DecoderForward, step: StepBatch) -> Tensor:
+        return plain(self, StepBatch(tuple(change(each, step) for each in step.chunks)))
+
+    return patch.object(DecoderForward, "__call__", call)
+
+
+def block_of_another_request() -> AbstractContextManager[object]:
+    return chunks_changed(of_another)
+
+
+def position_off_by_one() -> AbstractContextManager[object]:
+    return chunks_changed(one_further)
+
+
+def stale_prefix() -> AbstractContextManager[object]:
+    """Blocks of equal places are taken for equal, whatever is in them."""
+
+    def unchained(before: bytes, tokens: Sequence[int]) -> bytes:
+        return bytes([len(before) > 0])
+
+    return patch.object(scheduler, "chained_digest", unchained)
+
+
+def cache_of_the_wrong_stage() -> AbstractContextManager[object]:
+    """The second stage writes and reads the pages of a batch that another stage works on."""
+    plain, kept = KvCache.begin, dict[tuple[int, int], StepTensors]()
+
+    def begin(self: KvCache, step: StepTensors) -> None:
+        key = id(self), len(step.slots)
+        last, kept[key] = kept.get(key), step
+        plain(self, step if last is None or self.first else last)
+
+    def init(self: KvCache, decoder: Decoder, *rest: object) -> None:
+        self.first = decoder.embed is not None
+        make(self, decoder, *rest)
+
+    make = KvCache.__init__
+    return patch.multiple(KvCache, begin=begin, __init__=init, first=True, create=True)
+
+
+def hidden_states_of_the_batch_before() -> AbstractContextManager[object]:
+    """A stage that is one batch late, as if its messages were taken in another order."""
+    plain, kept = RankEnds.receive, dict[tuple[int, int], Tensor]()
+
+    def receive(self: RankEnds, num_tokens: int) -> Tensor:
+        came, key = plain(self, num_tokens), (id(self), num_tokens)
+        last, kept[key] = kept.get(key), came
+        return came if last is None else last
+
+    return patch.object(RankEnds, "receive", receive)
+
+
+FAULTS = (
+    *(block_of_another_request, position_off_by_one, stale_prefix, cache_of_the_wrong_stage),
+    hidden_states_of_the_batch_before,
+)
+
+
+def sick_rank(worker: Worker, plan: Plan, fault: Patch) -> Observed:
+    with fault():
+        return generate_rank(worker, plan, GeneratedSettings())
+
+
+def healthy_plan() -> Plan:
+    options = PlanOptions("tiny", layout=LAYOUT, set={"layers": "2", "max_seq": "160"})
+    return forward_plan(resolve(options, small=True))
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_planted_fault_is_caught_in_a_layout(pool: Pool, fault: Patch) -> None:
+    plan = healthy_plan()
+    ranks = pool.run_each([(sick_rank, (plan, fault))] * plan.layout.world)
+    verdict: GeneratedVerdict
+    (verdict,) = pool.run_each([(judge_rank, (plan, GeneratedSettings(), ranks))])
+    assert not verdict.passed
+    assert verdict.logit_err > 1e-6
