@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from fivefold.generate.blocks import BLOCK
-from fivefold.generate.requests import SequenceChunk, StepBatch
+from fivefold.generate.step_tensors import StepTensors
 from fivefold.model.attention import Attention, LatentAttention
-from fivefold.model.batch import NOT_COUNTED, AttentionInfo, TokenBatch
+from fivefold.model.batch import AttentionInfo
 from fivefold.model.decoder import Decoder
 
 
@@ -41,6 +41,11 @@ class LayerPages:
 
     def write(self, slots_T: Tensor, k_TKd: Tensor, v_TKv: Tensor) -> None:
         """Put keys and values into their slots."""
+        if self.keys.is_cuda:
+            from fivefold.generate.paged_kernel import write_pages  # Triton is there only with CUDA
+
+            write_pages(self.keys, self.values, slots_T, k_TKd, v_TKv)
+            return
         self.keys.flatten(0, 1).index_copy_(0, slots_T, k_TKd)
         self.values.flatten(0, 1).index_copy_(0, slots_T, v_TKv)
 
@@ -49,41 +54,8 @@ class LayerPages:
         return self.keys[blocks].flatten(0, 1), self.values[blocks].flatten(0, 1)
 
 
-@dataclass(frozen=True)
-class StepTensors:
-    """A step on its device."""
-
-    batch: TokenBatch  # one row
-    slots: Tensor  # (T,)
-    chunks: tuple[SequenceChunk, ...]
-    tables: tuple[Tensor, ...]  # the blocks of each chunk's sequence
-    sampled: Tensor  # indices of the tokens whose logits are wanted
-
-
 PagedKernel = Callable[[Tensor, LayerPages, StepTensors, int | None], Tensor]
 """Of queries (T, H, d), pages, step and window, to (T, H, v)."""
-
-
-def step_tensors(step: StepBatch, device: torch.device) -> StepTensors:
-    """Tokens, positions and slots of all chunks in one row."""
-    tokens: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
-    sampled: list[int] = []
-    for chunk in step.chunks:
-        tokens += chunk.tokens
-        positions += range(chunk.start, chunk.stop)
-        slots += (chunk.table[i // BLOCK] * BLOCK + i % BLOCK for i in positions[len(slots) :])
-        sampled += [len(tokens) - 1] if chunk.samples else []
-    row = torch.tensor([tokens, positions], dtype=torch.int64, device=device)
-    labels = torch.full_like(row[:1], NOT_COUNTED)
-    return StepTensors(
-        TokenBatch(row[:1], labels, row[1:]),
-        torch.tensor(slots, dtype=torch.int64, device=device),
-        step.chunks,
-        tuple(torch.tensor(each.table, device=device) for each in step.chunks),
-        torch.tensor(sampled, dtype=torch.int64, device=device),
-    )
 
 
 def attend_pages(q_THd: Tensor, pages: LayerPages, step: StepTensors, window: int | None) -> Tensor:

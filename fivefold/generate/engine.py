@@ -22,7 +22,7 @@ from torch import Tensor
 from fivefold.core.errors import FivefoldError
 from fivefold.core.shape import Shape
 from fivefold.generate.blocks import BLOCK, BlockPool
-from fivefold.generate.cache import KvCache, PagedKernel, attend_pages, step_tensors
+from fivefold.generate.cache import KvCache, PagedKernel, attend_pages
 from fivefold.generate.requests import (
     Completion,
     DrawnToken,
@@ -34,6 +34,7 @@ from fivefold.generate.requests import (
 )
 from fivefold.generate.sampling import choose
 from fivefold.generate.scheduler import ScheduleLimits, Scheduler
+from fivefold.generate.step_tensors import StepTensors, step_tensors
 from fivefold.model.decoder import Decoder
 
 Forward = Callable[[StepBatch], Tensor]
@@ -85,13 +86,17 @@ class DecoderForward:
 
     @torch.inference_mode()
     def __call__(self, step: StepBatch) -> Tensor:
-        decoder, step = self.decoder, self._padded(step)
+        step = self._padded(step)
         if not step.chunks:
             return torch.empty(0, 0, device=self.device)
-        tensors = step_tensors(step, self.device)
+        return self.run(step_tensors(step, self.device))
+
+    def run(self, tensors: StepTensors) -> Tensor:
+        """The logits of a step that is on the device; nothing here waits for it."""
+        decoder = self.decoder
         self.cache.begin(tensors)
         if decoder.embed is None:
-            x_1TD = self.ends.receive(step.num_tokens)
+            x_1TD = self.ends.receive(tensors.batch.tokens.numel())
         else:
             x_1TD = decoder.embed(tensors.batch.tokens, tensors.batch)
         context = decoder.context(tensors.batch, x_1TD.dtype)

@@ -1,0 +1,197 @@
+"""The forward of generation on a GPU: attention over pages, linears of a few tokens, and decode
+steps as CUDA graphs.
+
+A decode step is a few hundred kernels of a few microseconds: issued one by one, the host would be
+slower than the GPU. So a step is captured once for every size, and replayed. Sizes are powers of
+two: a step has sequences to spare, which write to a block that nobody reads.
+
+Legend: T tokens of a step, H query heads, d width of a head, v that of a value head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from fivefold.generate.blocks import BLOCK
+from fivefold.generate.cache import LayerPages, attend_pages
+from fivefold.generate.engine import DecoderForward, StageEnds
+from fivefold.generate.paged_kernel import attend_single_tokens
+from fivefold.generate.requests import SequenceChunk, StepBatch
+from fivefold.generate.skinny_kernel import skinny_linear, takes
+from fivefold.generate.step_tensors import StepSize, StepTensors, packed, size_of, unpacked
+from fivefold.model.attention import Attention
+from fivefold.model.decoder import Decoder
+from fivefold.model.layers import Linear, Matmul, Mlp, Project
+
+_WIDEST_HEAD = 256  # a program holds some keys of this width
+_MOST_SEQUENCES = 256  # of a captured step
+_LEAST_KEYS = 1024
+
+
+def attend_on_gpu(
+    q_THd: Tensor, pages: LayerPages, step: StepTensors, window: int | None
+) -> Tensor:
+    """As `attend_pages`: single tokens by a kernel over pages, chunks by torch's over their keys in
+    one piece."""
+    if max(q_THd.shape[2], pages.values.shape[3]) > _WIDEST_HEAD:
+        return attend_pages(q_THd, pages, step, window)
+    if step.decodes:
+        return _attend_singles(q_THd, pages, step, None, window)
+    lengths = [len(each.tokens) for each in step.chunks]
+    out_THv = q_THd.new_empty((*q_THd.shape[:2], pages.values.shape[3]))
+    singles = [i for i, length in enumerate(lengths) if length == 1]
+    firsts = torch.tensor([0, *lengths]).cumsum(0).tolist()
+    if singles:
+        rows = torch.tensor([[firsts[i] for i in singles], singles]).to(q_THd.device)
+        out_THv[rows[0]] = _attend_singles(q_THd[rows[0]], pages, step, rows[1], window)
+    for i, chunk in enumerate(step.chunks):
+        if lengths[i] > 1:
+            span = slice(firsts[i], firsts[i + 1])
+            out_THv[span] = _attend_chunk(q_THd[span], pages, chunk, step.tables[i], window)
+    return out_THv
+
+
+def _attend_singles(
+    q_SHd: Tensor, pages: LayerPages, step: StepTensors, rows: Tensor | None, window: int | None
+) -> Tensor:
+    """Sequences with one token each; `rows` are theirs, or None for all."""
+    tables, lengths = step.tables, step.lengths
+    if rows is not None:
+        tables, lengths = tables[rows], lengths[rows]
+    both = (pages.keys, pages.values)
+    return attend_single_tokens(q_SHd, both, tables, lengths, BLOCK * tables.shape[1], window)
+
+
+def _attend_chunk(
+    q_nHd: Tensor, pages: LayerPages, chunk: SequenceChunk, table: Tensor, window: int | None
+) -> Tensor:
+    """The tokens of one sequence, which are its last."""
+    lowest = 0 if window is None else max(0, chunk.start - window + 1)
+    first = lowest // BLOCK  # earlier blocks are out of sight of all its queries
+    k_LKd, v_LKv = pages.read(table[first : -(-chunk.stop // BLOCK)])
+    length = chunk.stop - first * BLOCK
+    q, k, v = (each[None] for each in (q_nHd, k_LKd[:length], v_LKv[:length]))
+    if chunk.start == first == 0 and (window is None or window >= length):
+        with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
+            heads = (each.transpose(1, 2) for each in (q, k, v))
+            found = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
+        return found[0].transpose(0, 1)
+    # Flash is causal from the last query and key backwards. A window counts the query itself.
+    left = -1 if window is None else window - 1
+    return torch.ops.aten._flash_attention_forward(
+        q, k, v, None, None, len(q_nHd), length, 0.0, True, False,
+        window_size_left=left, window_size_right=-1 if window is None else 0,
+    )[0][0]  # fmt: skip
+
+
+class FewTokens:
+    """A linear that reads its weight at the speed of memory where tokens are few."""
+
+    def __init__(self, more: Matmul) -> None:
+        self.more = more
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return skinny_linear(x, weight, bias) if takes(x) else self.more(x, weight, bias)
+
+
+class JoinedLinears:
+    """Linears that read one input, as one where tokens are few: their weights become rows of one
+    tensor."""
+
+    def __init__(self, linears: Sequence[Linear], more: Project) -> None:
+        self.more, self.sizes = more, [len(each.weight) for each in linears]
+        self.weight, self.bias = (
+            _joined([getattr(each, name) for each in linears]) for name in ("weight", "bias")
+        )
+
+    def __call__(self, x: Tensor, linears: Sequence[Linear]) -> Sequence[Tensor]:
+        if not takes(x):
+            return self.more(x, linears)
+        assert self.weight is not None
+        return skinny_linear(x, self.weight, self.bias).split(self.sizes, dim=-1)
+
+
+def _joined(parts: Sequence[nn.Parameter | None]) -> Tensor | None:
+    """One tensor, whose rows the parts become."""
+    there = [each for each in parts if each is not None]
+    if not there:
+        return None
+    whole = torch.cat([each.data for each in there])
+    for each, rows in zip(there, whole.split([len(one) for one in there]), strict=True):
+        each.data = rows
+    return whole
+
+
+def multiply_few_tokens(decoder: Decoder) -> None:
+    """Give a decoder of one device the kernels for few tokens; weights keep their values."""
+    for module in decoder.modules():
+        if isinstance(module, Attention):
+            module.project = JoinedLinears((module.q, module.k, module.v), module.project)
+        elif isinstance(module, Mlp):
+            linears = [each for each in (module.gate, module.up) if each is not None]
+            module.project = JoinedLinears(linears, module.project)
+        elif isinstance(module, Linear):
+            module.matmul = FewTokens(module.matmul)
+    if decoder.head is not None:
+        decoder.head.matmul = FewTokens(decoder.head.matmul)
+
+
+class _Captured(NamedTuple):
+    numbers: Tensor  # of the step, read by every replay
+    graph: torch.cuda.CUDAGraph
+    logits: Tensor
+
+
+class GraphedForward(DecoderForward):
+    """A decoder on one GPU, whose decode steps are replayed."""
+
+    def __init__(self, decoder: Decoder, blocks: int, ends: StageEnds | None = None) -> None:
+        super().__init__(decoder, blocks, attend_on_gpu, ends)
+        multiply_few_tokens(decoder)
+        self.captured: dict[StepSize, _Captured] = {}
+        self.most_keys = decoder.shape.max_seq
+
+    @torch.inference_mode()
+    def __call__(self, step: StepBatch) -> Tensor:
+        decodes = all(len(each.tokens) == 1 and each.samples for each in step.chunks)
+        if not 0 < len(step.chunks) <= _MOST_SEQUENCES or not decodes:
+            return super().__call__(step)
+        size = self._size(step)
+        numbers = packed(self._filled(step, size.sequences), size.blocks).pin_memory()
+        if size not in self.captured:
+            self.captured[size] = self._capture(numbers, size)
+        found = self.captured[size]
+        found.numbers.copy_(numbers, non_blocking=True)
+        found.graph.replay()
+        return found.logits[: len(step.chunks)]
+
+    def _size(self, step: StepBatch) -> StepSize:
+        """The smallest captured size for this step."""
+        sequences = 1 << (len(step.chunks) - 1).bit_length()
+        keys = max(_LEAST_KEYS, 1 << (BLOCK * size_of(step).blocks - 1).bit_length())
+        blocks = -(-min(keys, max(self.most_keys, _LEAST_KEYS)) // BLOCK)
+        return StepSize(sequences, sequences, sequences, blocks)
+
+    def _filled(self, step: StepBatch, sequences: int) -> StepBatch:
+        none = SequenceChunk("", (0,), 0, (self.padding,), samples=True)
+        return StepBatch((*step.chunks, *[none] * (sequences - len(step.chunks))))
+
+    def _capture(self, numbers: Tensor, size: StepSize) -> _Captured:
+        """Run a step once, since kernels are compiled and chosen then, and capture it."""
+        there = numbers.to(self.device)
+        tensors = unpacked(there, size, ())
+        beside = torch.cuda.Stream(self.device)
+        beside.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(beside):
+            self.run(tensors)
+        torch.cuda.current_stream(self.device).wait_stream(beside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            logits = self.run(tensors)
+        return _Captured(there, graph, logits)

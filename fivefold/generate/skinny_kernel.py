@@ -1,0 +1,126 @@
+"""Linears of a few tokens as Triton kernels, which read the weight once at the speed of memory.
+
+One token: every program multiplies some rows of the weight by the input and sums them at the end.
+Up to 16: by tensor cores, on 16 tokens of which some are empty. More tokens are torch's.
+
+Legend: M tokens, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MOST_TOKENS = 16
+_BLOCK = 1024  # inputs that a program reads of each row at once
+_FEW_BLOCK, _FEW_ROWS = 128, 32
+
+
+@triton.jit
+def _one_token(
+    x_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    y_ptr: tl.tensor,
+    outputs: int,
+    inputs: int,
+    HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    is_row = row < outputs
+    row_ptr = weight_ptr + row.to(tl.int64)[:, None] * inputs
+    sums = tl.zeros((ROWS, BLOCK), tl.float32)
+    for start in range(0, inputs, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + column, column < inputs, other=0.0).to(tl.float32)
+        inside = is_row[:, None] & (column < inputs)[None, :]
+        weight = tl.load(row_ptr + column[None, :], inside, other=0.0).to(tl.float32)
+        sums += weight * x[None, :]
+    y = tl.sum(sums, 1)
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + row, is_row, other=0.0).to(tl.float32)
+    tl.store(y_ptr + row, y, is_row)
+
+
+@triton.jit
+def _few_tokens(
+    x_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    y_ptr: tl.tensor,
+    tokens: int,
+    outputs: int,
+    inputs: int,
+    HAS_BIAS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row, token = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, TOKENS)
+    is_row, is_token = row < outputs, token < tokens
+    row_ptr = weight_ptr + row.to(tl.int64)[:, None] * inputs
+    sums = tl.zeros((ROWS, TOKENS), tl.float32)
+    for start in range(0, inputs, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        is_column = column < inputs
+        inside = is_row[:, None] & is_column[None, :]
+        weight = tl.load(row_ptr + column[None, :], inside, other=0.0)
+        x_place = token[None, :] * inputs + column[:, None]
+        x = tl.load(x_ptr + x_place, is_column[:, None] & is_token[None, :], other=0.0)
+        sums = tl.dot(weight, x, sums, input_precision="ieee")
+    if HAS_BIAS:
+        sums += tl.load(bias_ptr + row, is_row, other=0.0).to(tl.float32)[:, None]
+    y_place = token[None, :] * outputs + row[:, None]
+    tl.store(y_ptr + y_place, sums, is_row[:, None] & is_token[None, :])
+
+
+def takes(x: Tensor) -> bool:
+    """Whether these kernels multiply it."""
+    few = x.numel() // x.shape[-1] <= MOST_TOKENS
+    return few and x.is_cuda and x.dtype != torch.float64
+
+
+def skinny_linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    """x · weightᵀ, plus the bias."""
+    x_MI, (outputs, inputs) = x.reshape(-1, x.shape[-1]).contiguous(), weight_OI.shape
+    assert weight_OI.is_contiguous()
+    y_MO = x.new_empty(len(x_MI), outputs)
+    bias = weight_OI if bias_O is None else bias_O
+    if len(x_MI) == 1:
+        rows = _rows_of(outputs)
+        _one_token[(triton.cdiv(outputs, rows),)](
+            x_MI,
+            weight_OI,
+            bias,
+            y_MO,
+            outputs,
+            inputs,
+            HAS_BIAS=bias_O is not None,
+            ROWS=rows,
+            BLOCK=_BLOCK,
+        )
+    else:
+        _few_tokens[(triton.cdiv(outputs, _FEW_ROWS),)](
+            x_MI,
+            weight_OI,
+            bias,
+            y_MO,
+            len(x_MI),
+            outputs,
+            inputs,
+            HAS_BIAS=bias_O is not None,
+            TOKENS=MOST_TOKENS,
+            ROWS=_FEW_ROWS,
+            BLOCK=_FEW_BLOCK,
+            num_stages=4,
+        )
+    return y_MO.view(*x.shape[:-1], outputs)
+
+
+def _rows_of(outputs: int) -> int:
+    """Rows of a program: fewer where there are few, so that every multiprocessor has several."""
+    return 2 if outputs <= 4096 else 4 if outputs <= 32768 else 8

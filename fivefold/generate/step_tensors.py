@@ -1,0 +1,96 @@
+"""A step as tensors: all its numbers reach the device in one copy.
+
+Legend: T tokens of a step, S sequences (chunks), N tokens to be followed, B blocks of a table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fivefold.generate.blocks import BLOCK, blocks_of
+from fivefold.generate.requests import SequenceChunk, StepBatch
+from fivefold.model.batch import NOT_COUNTED, TokenBatch
+
+
+class StepSize(NamedTuple):
+    """How many numbers a step has of each kind."""
+
+    tokens: int
+    sequences: int
+    sampled: int
+    blocks: int  # of a table
+
+    @property
+    def parts(self) -> tuple[tuple[int, ...], ...]:
+        """The sizes of tokens, positions, slots, lengths, samples and tables."""
+        tokens, sequences, sampled, blocks = self
+        return ((tokens,),) * 3 + ((sequences,), (sampled,), (sequences, blocks))
+
+
+@dataclass(frozen=True)
+class StepTensors:
+    """A step on its device."""
+
+    batch: TokenBatch  # one row
+    slots: Tensor  # (T,)
+    chunks: tuple[SequenceChunk, ...]
+    lengths: Tensor  # (S,) keys that the last token of each sequence sees
+    tables: Tensor  # (S, B) the blocks of each sequence
+    sampled: Tensor  # (N,) indices of the tokens whose logits are wanted
+
+    @property
+    def decodes(self) -> bool:
+        """Whether every sequence has one token."""
+        return self.batch.tokens.shape[1] == len(self.lengths)
+
+
+def size_of(step: StepBatch) -> StepSize:
+    """The numbers of a step, without any to spare."""
+    sampled = sum(chunk.samples for chunk in step.chunks)
+    blocks = max(blocks_of(chunk.stop) for chunk in step.chunks)
+    return StepSize(step.num_tokens, len(step.chunks), sampled, blocks)
+
+
+def packed(step: StepBatch, blocks: int) -> Tensor:
+    """All numbers of a step, one after another, with so many blocks in a table."""
+    tokens: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    sampled: list[int] = []
+    tables: list[int] = []
+    for chunk in step.chunks:
+        table = chunk.table[:blocks]
+        tokens += chunk.tokens
+        positions += range(chunk.start, chunk.stop)
+        slots += (table[i // BLOCK] * BLOCK + i % BLOCK for i in range(chunk.start, chunk.stop))
+        sampled += [len(tokens) - 1] if chunk.samples else []
+        tables += table
+        tables += [0] * (blocks - len(table))
+    lengths = [chunk.stop for chunk in step.chunks]
+    return torch.tensor([*tokens, *positions, *slots, *lengths, *sampled, *tables])
+
+
+def unpacked(numbers: Tensor, size: StepSize, chunks: tuple[SequenceChunk, ...]) -> StepTensors:
+    """The step whose numbers these are; its tensors are views of them."""
+    counts = [prod(each) for each in size.parts]
+    ends = list(accumulate(counts))
+    views = [
+        numbers[end - count : end].view(part)
+        for end, count, part in zip(ends, counts, size.parts, strict=True)
+    ]
+    tokens, positions, slots, lengths, sampled, tables = views
+    labels = torch.full_like(tokens[None], NOT_COUNTED)
+    batch = TokenBatch(tokens[None], labels, positions[None])
+    return StepTensors(batch, slots, chunks, lengths, tables, sampled)
+
+
+def step_tensors(step: StepBatch, device: torch.device) -> StepTensors:
+    """A step as it is."""
+    size = size_of(step)
+    return unpacked(packed(step, size.blocks).to(device), size, step.chunks)
