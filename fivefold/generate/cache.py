@@ -67,11 +67,11 @@ def attend_pages(q_THd: Tensor, pages: LayerPages, step: StepTensors, window: in
         first = lowest // BLOCK  # earlier blocks are out of sight of all its queries
         k_LKd, v_LKv = pages.read(table[first : -(-chunk.stop // BLOCK)])
         length = chunk.stop - first * BLOCK
-        found.append(_attend(q_nHd, k_LKd[:length], v_LKv[:length], window))
+        found.append(attend_sequence(q_nHd, k_LKd[:length], v_LKv[:length], window))
     return torch.cat(found)
 
 
-def _attend(q_nHd: Tensor, k_LKd: Tensor, v_LKv: Tensor, window: int | None) -> Tensor:
+def attend_sequence(q_nHd: Tensor, k_LKd: Tensor, v_LKv: Tensor, window: int | None) -> Tensor:
     """The queries are those of the last keys."""
     wide = torch.promote_types(q_nHd.dtype, torch.float32)
     (queries, heads, width), (keys, kv_heads, _) = q_nHd.shape, k_LKd.shape

@@ -32,7 +32,7 @@ from fivefold.generate.requests import (
     SequenceState,
     StepBatch,
 )
-from fivefold.generate.sampling import choose
+from fivefold.generate.sampling import Draw, choose
 from fivefold.generate.scheduler import ScheduleLimits, Scheduler
 from fivefold.generate.step_tensors import StepTensors, step_tensors
 from fivefold.model.decoder import Decoder
@@ -216,18 +216,24 @@ class Engine:
             pairs = zip(batch.chunks, sequences, strict=True)
             sampled = [sequence for chunk, sequence in pairs if chunk.samples]
             waiting += sampled
-            if replica == self.ranks.replica and self.ranks.draws:
-                drawn += [self._draw(*each) for each in zip(sampled, logits_NV, strict=True)]
+            if replica == self.ranks.replica and self.ranks.draws and sampled:
+                drawn += self._draw(sampled, logits_NV)
             else:
                 drawn += [(0, 0.0)] * len(sampled)
         table = torch.tensor(drawn, dtype=torch.float64)  # exact for any vocabulary
         return _Flight(tuple(waiting), self.ranks.share(table) if waiting else alone(table))
 
-    def _draw(self, sequence: SequenceState, logits_V: Tensor) -> tuple[int, float]:
-        request, index = sequence.request, len(sequence.logprobs)
+    def _draw(
+        self, sequences: Sequence[SequenceState], logits_NV: Tensor
+    ) -> list[tuple[int, float]]:
+        """The next token of each sequence, and its log-probability."""
+        draws = [
+            Draw(each.request.sampling, each.request.id, len(each.logprobs)) for each in sequences
+        ]
         if self.watch is not None:
-            self.watch(request.id, index, logits_V)
-        return choose(logits_V, request.sampling, request.id, index)
+            for draw, logits_V in zip(draws, logits_NV, strict=True):
+                self.watch(draw.request, draw.index, logits_V)
+        return choose(logits_NV, draws)
 
     def _end_first(self) -> list[DrawnToken]:
         """Wait for the draws of the batch that was begun first."""

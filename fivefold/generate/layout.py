@@ -28,7 +28,7 @@ from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.core.shape import Shape
 from fivefold.core.weights import Weight
 from fivefold.generate.blocks import BLOCK
-from fivefold.generate.cache import PagedKernel, attend_pages, token_bytes
+from fivefold.generate.cache import attend_pages, token_bytes
 from fivefold.generate.engine import (
     DecoderForward,
     Engine,
@@ -128,6 +128,17 @@ class RankEnds(StageEnds):
             self.sent.popleft().wait()
 
 
+def forward_of(model: Decoder, blocks: int, mesh: Mesh, ends: StageEnds) -> DecoderForward:
+    """The forward for the device of a rank; on a GPU of its own it is replayed."""
+    if mesh.device.type != "cuda":
+        return DecoderForward(model, blocks, attend_pages, ends)
+    from fivefold.generate.on_gpu import GraphedForward, attend_on_gpu  # Triton is there with CUDA
+
+    if mesh.size(WORLD) == 1:
+        return GraphedForward(model, blocks, ends)
+    return DecoderForward(model, blocks, attend_on_gpu, ends)
+
+
 class LayoutEngine(Engine):
     """The engine of one rank. All ranks of the layout add the same requests in the same order, and
     call `step` equally often."""
@@ -140,14 +151,13 @@ class LayoutEngine(Engine):
         blocks: int,
         limits: ScheduleLimits | None = None,
         watch: Watch | None = None,
-        kernel: PagedKernel = attend_pages,
     ) -> None:
         """`blocks` are those of one replica; the plan is one of `forward_plan`."""
         self.plan, self.mesh, self.stage = plan, mesh, stage
         self._refit: Refit | None = None
         dtype = next(stage.model.parameters()).dtype
         self.ends = RankEnds(plan, mesh, dtype)
-        forward = DecoderForward(stage.model, blocks, kernel, self.ends)
+        forward = forward_of(stage.model, blocks, mesh, self.ends)
         super().__init__(plan.shape, forward, blocks, limits, watch, self._ranks())
 
     def _ranks(self) -> EngineRanks:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fivefold.generate.blocks import BLOCK
-from fivefold.generate.cache import LayerPages, attend_pages
+from fivefold.generate.cache import LayerPages, attend_pages, attend_sequence, page_sizes
 from fivefold.generate.engine import DecoderForward, StageEnds
 from fivefold.generate.paged_kernel import attend_single_tokens
 from fivefold.generate.requests import SequenceChunk, StepBatch
@@ -34,12 +34,17 @@ _MOST_SEQUENCES = 256  # of a captured step
 _LEAST_KEYS = 1024
 
 
+def has_kernel(width: int, dtype: torch.dtype) -> bool:
+    """Whether heads of this width are attended over pages: latents of DeepSeek are too wide."""
+    return width <= _WIDEST_HEAD and dtype != torch.float64
+
+
 def attend_on_gpu(
     q_THd: Tensor, pages: LayerPages, step: StepTensors, window: int | None
 ) -> Tensor:
     """As `attend_pages`: single tokens by a kernel over pages, chunks by torch's over their keys in
     one piece."""
-    if max(q_THd.shape[2], pages.values.shape[3]) > _WIDEST_HEAD:
+    if not has_kernel(q_THd.shape[2], q_THd.dtype):
         return attend_pages(q_THd, pages, step, window)
     if step.decodes:
         return _attend_singles(q_THd, pages, step, None, window)
@@ -76,6 +81,8 @@ def _attend_chunk(
     first = lowest // BLOCK  # earlier blocks are out of sight of all its queries
     k_LKd, v_LKv = pages.read(table[first : -(-chunk.stop // BLOCK)])
     length = chunk.stop - first * BLOCK
+    if q_nHd.dtype == torch.float32:
+        return attend_sequence(q_nHd, k_LKd[:length], v_LKv[:length], window)
     q, k, v = (each[None] for each in (q_nHd, k_LKd[:length], v_LKv[:length]))
     if chunk.start == first == 0 and (window is None or window >= length):
         with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
@@ -156,11 +163,13 @@ class GraphedForward(DecoderForward):
         multiply_few_tokens(decoder)
         self.captured: dict[StepSize, _Captured] = {}
         self.most_keys = decoder.shape.max_seq
+        widest = max(page_sizes(block.attention)[0][1] for block in decoder.all_blocks())
+        self.captures = has_kernel(widest, next(decoder.parameters()).dtype)
 
     @torch.inference_mode()
     def __call__(self, step: StepBatch) -> Tensor:
         decodes = all(len(each.tokens) == 1 and each.samples for each in step.chunks)
-        if not 0 < len(step.chunks) <= _MOST_SEQUENCES or not decodes:
+        if not (self.captures and decodes and 0 < len(step.chunks) <= _MOST_SEQUENCES):
             return super().__call__(step)
         size = self._size(step)
         numbers = packed(self._filled(step, size.sequences), size.blocks).pin_memory()

@@ -2,8 +2,9 @@
 
 In a decode step every sequence has one query. Its keys are cut into parts of `KEYS`, each the work
 of one program for all query heads of a key head; a second kernel merges the parts of a query in
-their order. Values may be the first numbers of keys, as latents are. Where a part begins depends on nothing but positions, so that a sequence has the same
-result to the bit alone and beside others. Sums are float32.
+their order. Where a part begins depends on nothing but positions, so that a sequence has the same
+result to the bit alone and beside others. Sums are float32. Values may be the first numbers of
+keys, as latents are.
 
 Legend: S sequences, H query heads, K key/value heads, G = H / K, P tokens of a block, B blocks of a
 table, d width of a head, v that of a value head, C parts.

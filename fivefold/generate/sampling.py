@@ -4,12 +4,14 @@ The random number of a token is a hash of seed, request id and index in the comp
 is in it: batch, order and layout draw the same tokens from the same logits. Log-probabilities are
 those of the model, before temperature and filters, as training computes them.
 
-Legend: V vocabulary.
+Legend: N rows, V vocabulary.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,31 +28,50 @@ def uniform(seed: int, request: str, index: int) -> float:
     return (int.from_bytes(digest, "little") >> (64 - _BITS)) / 2**_BITS
 
 
-def filtered(logits_V: Tensor, sampling: Sampling) -> Tensor:
-    """Probabilities in float64 after temperature, top-k and then top-p. Of equal logits the lower
-    token is the more likely one."""
-    scaled_V = logits_V.double() / sampling.temperature
-    if sampling.top_k is None and sampling.top_p >= 1:
-        return scaled_V.softmax(0)
-    sorted_V, order_V = scaled_V.sort(descending=True, stable=True)
-    if sampling.top_k is not None:
-        sorted_V[sampling.top_k :] = float("-inf")
-    odds_V = sorted_V.softmax(0)
+@dataclass(frozen=True)
+class Draw:
+    """A token that is wanted: how it is drawn, and its place."""
+
+    sampling: Sampling
+    request: str
+    index: int  # in the completion
+
+
+def filtered(logits_NV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
+    """Probabilities in float64 after temperature, top-k and then top-p, row by row. Of equal logits
+    the lower token is the more likely one."""
+
+    def column(values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float64, device=logits_NV.device)[:, None]
+
+    scaled_NV = logits_NV.double() / column([each.temperature for each in samplings])
+    if all(each.top_k is None and each.top_p >= 1 for each in samplings):
+        return scaled_NV.softmax(1)
+    vocab = logits_NV.shape[1]
+    sorted_NV, order_NV = scaled_NV.sort(dim=1, descending=True, stable=True)
+    ranks_V = torch.arange(vocab, device=logits_NV.device)
+    kept_N1 = column([vocab if each.top_k is None else each.top_k for each in samplings])
+    odds_NV = sorted_NV.masked_fill(ranks_V >= kept_N1, float("-inf")).softmax(1)
     # A token stays if those before it have less than top_p: the first always does.
-    before_V = odds_V.cumsum(0) - odds_V
-    odds_V = odds_V.masked_fill(before_V >= sampling.top_p, 0.0)
-    odds_V[0] = odds_V[0].clamp(min=torch.finfo(odds_V.dtype).tiny)
-    return torch.zeros_like(odds_V).scatter(0, order_V, odds_V / odds_V.sum())
+    before_NV = odds_NV.cumsum(1) - odds_NV
+    odds_NV = odds_NV.masked_fill(before_NV >= column([each.top_p for each in samplings]), 0.0)
+    odds_NV[:, 0].clamp_(min=torch.finfo(odds_NV.dtype).tiny)
+    odds_NV /= odds_NV.sum(1, keepdim=True)
+    return torch.zeros_like(odds_NV).scatter(1, order_NV, odds_NV)
 
 
-def choose(logits_V: Tensor, sampling: Sampling, request: str, index: int) -> tuple[int, float]:
-    """The token with this index in the completion of a request, and its log-probability."""
-    wide_V = logits_V.to(torch.promote_types(logits_V.dtype, torch.float32))
-    if sampling.temperature == 0:
-        token = int(wide_V.argmax())  # the first of equals
-    else:
-        ends_V = filtered(wide_V, sampling).cumsum(0)
-        place = uniform(sampling.seed, request, index) * ends_V[-1].item()
+def choose(logits_NV: Tensor, draws: Sequence[Draw]) -> list[tuple[int, float]]:
+    """A token from each row of logits, and its log-probability; the device is waited for once."""
+    wide_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+    tokens_N = wide_NV.argmax(1)  # the first of equals
+    drawn = [i for i, each in enumerate(draws) if each.sampling.temperature > 0]
+    if drawn:
+        rows = torch.tensor(drawn, device=wide_NV.device)
+        ends_NV = filtered(wide_NV[rows], [draws[i].sampling for i in drawn]).cumsum(1)
+        places = [uniform(draws[i].sampling.seed, draws[i].request, draws[i].index) for i in drawn]
+        places_N1 = ends_NV[:, -1:] * torch.tensor(places, dtype=torch.float64).to(ends_NV)[:, None]
         # The first token whose end is beyond: those without probability end where they begin.
-        token = int(torch.searchsorted(ends_V, place, right=True))
-    return token, wide_V.log_softmax(0)[token].item()
+        tokens_N[rows] = torch.searchsorted(ends_NV, places_N1, right=True)[:, 0]
+    logprobs_N1 = wide_NV.log_softmax(1).gather(1, tokens_N[:, None])
+    both = torch.cat([tokens_N[:, None].double(), logprobs_N1.double()], 1).tolist()
+    return [(int(token), logprob) for token, logprob in both]

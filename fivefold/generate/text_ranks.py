@@ -18,7 +18,9 @@ from fivefold.generate.layout import LayoutEngine, ReadWeight, blocks_within
 from fivefold.generate.requests import Request
 from fivefold.generate.text import Codec
 from fivefold.generate.writer import TextWriter
+from fivefold.launch.backend import Backend, forked_device
 from fivefold.launch.worker import Worker
+from fivefold.model.regions import compiled, eager
 from fivefold.parallel.compose import compose_forward
 from fivefold.parallel.mesh import Mesh
 
@@ -34,6 +36,8 @@ class TextTask:
     codec: Codec
     requests: list[tuple[Request, str]]  # and their prompts
     stops: tuple[str, ...]
+    device: str = "cpu"
+    backend: Backend = "gloo"
 
 
 @dataclass(frozen=True)
@@ -46,18 +50,20 @@ class RefusedTask:
 def write_rank(worker: Worker, task: TextTask) -> None:
     """All completions, on one rank; rank 0 reports pieces of text."""
     try:
-        with worker.joined(task.plan.layout.world):
-            _write(worker, task)
+        world = task.plan.layout.world
+        mine = forked_device(task.device, task.backend, worker.rank, world)
+        with worker.joined(world, mine):
+            _write(worker, task, mine.device)
     except FivefoldError as error:
         worker.report(RefusedTask(str(error)))
         raise
 
 
-def _write(worker: Worker, task: TextTask) -> None:
-    plan = task.plan
+def _write(worker: Worker, task: TextTask, device: torch.device) -> None:
+    plan, fuse = task.plan, compiled if device.type == "cuda" else eager
     worker.phase("load")
-    mesh = Mesh.of(plan, torch.device("cpu"))
-    stage = compose_forward(plan, mesh, getattr(torch, task.dtype))
+    mesh = Mesh.of(plan, device)
+    stage = compose_forward(plan, mesh, getattr(torch, task.dtype), fuse)
     stage.fill(task.open_weights(worker.rank == 0))
     blocks = min(blocks_within(stage.model, mesh, task.cache_gb * 1e9), _most_blocks(task))
     engine = LayoutEngine(plan, mesh, stage, blocks)

@@ -196,17 +196,18 @@ class ForwardStage:
             held.copy_(tensor.cut(full, self.shards[name]))
 
 
-def compose_forward(plan: Plan, mesh: Mesh, dtype: torch.dtype) -> ForwardStage:
+def compose_forward(plan: Plan, mesh: Mesh, dtype: torch.dtype, fuse: Fuse = eager) -> ForwardStage:
     """Build one rank that computes forward: the same rooms, and no data dimension, whose ranks are
     replicas. Nothing balances experts, and nothing is dropped."""
     (number,) = plan.schedule.placement.stages_of(mesh.coord(PIPELINE))
     shape, coord = plan.shape, plan.layout.coord(mesh.rank)
     table = {**by_name(shape), **{each.name: each for each in buffers(shape)}}
     shards = {name: shard_of(weight, shape, plan.layout, coord) for name, weight in table.items()}
-    model = from_config(shape, dtype=dtype, device="meta", layers=plan.stages[number])
+    layers = plan.stages[number]
+    model = from_config(shape, dtype=dtype, device="meta", layers=layers, fuse=fuse)
     _make_buffers(model, mesh.device)
     math, _ = rounding_math(plan, mesh, model, True, None)
-    stage = Stage(number, plan, model, mesh, Phase(), None, None, eager, math)
+    stage = Stage(number, plan, model, mesh, Phase(), None, None, fuse, math)
     for apply in (expert.spread, tensor.split):
         apply(stage)
     _make_shards(model, table, shards, mesh.device)

@@ -19,7 +19,7 @@ from fivefold.core.shape import Shape
 from fivefold.generate.blocks import BLOCK, blocks_of
 from fivefold.generate.engine import DecoderForward, Engine, Forward, Watch
 from fivefold.generate.requests import Completion, Request, Sampling
-from fivefold.generate.sampling import choose
+from fivefold.generate.sampling import Draw, choose
 from fivefold.generate.scheduler import ScheduleLimits
 from fivefold.model.batch import NOT_COUNTED, TokenBatch
 from fivefold.model.decoder import Decoder, from_config
@@ -166,7 +166,8 @@ class GeneratedTrial:
                     ours_V = torch.from_numpy(seen[request.id, index])
                     wrong = (ours_V - expected_V).abs().max().item()
                     errors[way] = larger(errors[way], wrong)
-                    again, logprob = choose(expected_V, request.sampling, request.id, index)
+                    draw = Draw(request.sampling, request.id, index)
+                    ((again, logprob),) = choose(expected_V[None], [draw])
                     equal &= again == token
                     if again == token:
                         logprob_err = larger(logprob_err, abs(done.logprobs[index] - logprob))

@@ -12,13 +12,23 @@ from hypothesis import strategies as st
 
 from fivefold.core.errors import FivefoldError
 from fivefold.generate.requests import Request, Sampling
-from fivefold.generate.sampling import choose, filtered, uniform
+from fivefold.generate.sampling import Draw, choose, filtered, uniform
 
 LOGITS = torch.tensor([0.3, 2.0, -1.0, 2.0, 0.9, -3.0], dtype=torch.float64)
 
 
+def chosen(logits: torch.Tensor, sampling: Sampling, request: str, index: int) -> tuple[int, float]:
+    """The draw from one row."""
+    (found,) = choose(logits[None], [Draw(sampling, request, index)])
+    return found
+
+
+def odds_of(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    return filtered(logits[None], [sampling])[0]
+
+
 def test_greedy_takes_the_first_of_equals() -> None:
-    token, logprob = choose(LOGITS, Sampling(), "a", 0)
+    token, logprob = chosen(LOGITS, Sampling(), "a", 0)
     assert token == 1
     assert logprob == LOGITS.log_softmax(0)[1].item()
 
@@ -45,28 +55,28 @@ def test_random_numbers_are_uniform() -> None:
 )
 def test_tokens_are_drawn_as_often_as_they_are_likely(sampling: Sampling) -> None:
     draws = 20_000
-    counts = Counter(choose(LOGITS, sampling, "r", i)[0] for i in range(draws))
-    for token, odds in enumerate(filtered(LOGITS, sampling).tolist()):
+    counts = Counter(chosen(LOGITS, sampling, "r", i)[0] for i in range(draws))
+    for token, odds in enumerate(odds_of(LOGITS, sampling).tolist()):
         error = 4.5 * math.sqrt(odds * (1 - odds) / draws)
         assert abs(counts[token] / draws - odds) <= error, token
 
 
 def test_top_k_and_top_p_by_hand() -> None:
-    kept = filtered(LOGITS, Sampling(1.0, top_k=3)).nonzero().flatten().tolist()
+    kept = odds_of(LOGITS, Sampling(1.0, top_k=3)).nonzero().flatten().tolist()
     assert kept == [1, 3, 4]
     odds = LOGITS.softmax(0)
     both = (odds[1] + odds[3]).item()
     for top_p, expected in [(1e-9, [1]), (both - 1e-6, [1, 3]), (both + 1e-6, [1, 3, 4])]:
-        found = filtered(LOGITS, Sampling(1.0, top_p=top_p))
+        found = odds_of(LOGITS, Sampling(1.0, top_p=top_p))
         assert found.nonzero().flatten().tolist() == expected
         torch.testing.assert_close(found.sum(), torch.tensor(1.0, dtype=torch.float64))
-    first = filtered(LOGITS, Sampling(1.0, top_k=2, top_p=0.5))  # of the two, renormalised
+    first = odds_of(LOGITS, Sampling(1.0, top_k=2, top_p=0.5))  # of the two, renormalised
     assert first.nonzero().flatten().tolist() == [1]
 
 
 def test_log_probabilities_are_those_of_the_model() -> None:
     for index in range(20):
-        token, logprob = choose(LOGITS.float(), Sampling(2.0, top_k=3), "r", index)
+        token, logprob = chosen(LOGITS.float(), Sampling(2.0, top_k=3), "r", index)
         assert logprob == LOGITS.float().log_softmax(0)[token].item()
 
 
@@ -83,9 +93,9 @@ def test_a_token_without_probability_is_never_drawn(
 ) -> None:
     sampling = Sampling(temperature, top_k, top_p)
     given = torch.tensor(logits, dtype=torch.float64)
-    token, _ = choose(given, sampling, "r", index)
+    token, _ = chosen(given, sampling, "r", index)
     assert 0 <= token < len(logits)
-    assert filtered(given, sampling)[token] > 0
+    assert odds_of(given, sampling)[token] > 0
 
 
 @pytest.mark.parametrize(
@@ -104,3 +114,15 @@ def test_a_token_without_probability_is_never_drawn(
 def test_what_cannot_be_generated_is_refused(request_: Request, message: str) -> None:
     with pytest.raises(FivefoldError, match=message):
         request_.check(vocab=67, max_seq=64)
+
+
+def test_rows_are_drawn_together_as_alone() -> None:
+    """Whatever is in the other rows, greedy ones included."""
+    generator = torch.Generator().manual_seed(3)
+    samplings = [Sampling(), Sampling(0.7), Sampling(1.3, 4), Sampling(1.0, None, 0.6, 5)]
+    samplings = [*samplings, Sampling(2.0, 2, 0.9, 1), Sampling()]
+    logits = torch.randn(len(samplings), 50, generator=generator, dtype=torch.float64)
+    draws = [Draw(each, f"r{i}", i) for i, each in enumerate(samplings)]
+    alone = [choose(row[None], [draw])[0] for row, draw in zip(logits, draws, strict=True)]
+    assert choose(logits, draws) == alone
+    assert len({token for token, _ in alone}) > 2
