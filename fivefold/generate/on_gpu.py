@@ -124,14 +124,15 @@ class JoinedLinears:
         return skinny_linear(x, self.weight, self.bias).split(self.sizes, dim=-1)
 
 
+@torch.no_grad()
 def _joined(parts: Sequence[nn.Parameter | None]) -> Tensor | None:
     """One tensor, whose rows the parts become."""
     there = [each for each in parts if each is not None]
     if not there:
         return None
-    whole = torch.cat([each.data for each in there])
+    whole = torch.cat(there)
     for each, rows in zip(there, whole.split([len(one) for one in there]), strict=True):
-        each.data = rows
+        each.set_(rows)
     return whole
 
 

@@ -56,23 +56,21 @@ def _attend_part(
     if part * KEYS >= length or (part + 1) * KEYS <= lowest:
         return
     head, column = tl.arange(0, GROUP_ROWS), tl.arange(0, WIDTH_BLOCK)
-    value_column, near = tl.arange(0, VALUE_BLOCK), tl.arange(0, TILE)
+    value_column, query_head = tl.arange(0, VALUE_BLOCK), kv_head * GROUP + head
     is_head, is_column, is_value = head < GROUP, column < WIDTH, value_column < VALUE
-    query_head = kv_head * GROUP + head
     place = sequence.to(tl.int64) * q_row + query_head[:, None] * q_head + column[None, :]
     q = tl.load(q_ptr + place, is_head[:, None] & is_column[None, :], other=0.0)
     highest = tl.full((GROUP_ROWS,), -3.0e38, tl.float32)
     total = tl.zeros((GROUP_ROWS,), tl.float32)
     out = tl.zeros((GROUP_ROWS, VALUE_BLOCK), tl.float32)
     for start in range(part * KEYS, tl.minimum((part + 1) * KEYS, length), TILE):
-        key = start + near
+        key = start + tl.arange(0, TILE)
         seen = (key < length) & (key >= lowest)
         block = tl.load(tables_ptr + sequence * table_row + key // PAGE, seen, other=0)
         row = (block.to(tl.int64) * PAGE + key % PAGE) * KV_HEADS + kv_head
         k_place = row[None, :] * WIDTH + column[:, None]
         k = tl.load(keys_ptr + k_place, seen[None, :] & is_column[:, None], other=0.0)
-        scores = tl.dot(q, k, input_precision="ieee") * scale
-        scores = tl.where(seen[None, :], scores, -3.0e38)
+        scores = tl.where(seen[None, :], tl.dot(q, k, input_precision="ieee") * scale, -3.0e38)
         higher = tl.maximum(highest, tl.max(scores, 1))
         odds = tl.where(seen[None, :], tl.exp(scores - higher[:, None]), 0.0)
         kept = tl.exp(highest - higher)
@@ -82,9 +80,8 @@ def _attend_part(
         total, highest = total * kept + tl.sum(odds, 1), higher
     at = (sequence * KV_HEADS * GROUP + query_head).to(tl.int64) * num_parts + part
     tl.store(log_sums_ptr + at, highest + tl.log(total), is_head)
-    out_place = at[:, None] * VALUE + value_column[None, :]
-    inside = is_head[:, None] & is_value[None, :]
-    tl.store(parts_ptr + out_place, out / total[:, None], inside)
+    parts_ptr += at[:, None] * VALUE + value_column[None, :]
+    tl.store(parts_ptr, out / total[:, None], is_head[:, None] & is_value[None, :])
 
 
 @triton.jit
