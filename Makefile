@@ -103,6 +103,10 @@ bench-gpu: setup
 	$(BIN)/python benchmarks/gpu.py compare --peer $(or $(PEER),build/peer)
 	$(BIN)/python benchmarks/gpu.py offload
 
+# Generation on a GPU beside its limits and transformers; it fails below 0.75 of the bandwidth for one sequence.
+bench-decode: setup
+	$(BIN)/python benchmarks/decode.py
+
 # One rank of four large jobs alone on a GPU, compiled against operator by operator; it fails below 1.05 (1.15 with experts).
 bench-rank: setup
 	$(BIN)/python benchmarks/one_rank.py

@@ -169,6 +169,13 @@ def choose_backend(
     return chosen
 
 
+def available_device(asked: str, gpus: int) -> str:
+    """The kind of device that is meant by `auto`, or the one that is asked for."""
+    if asked == "cuda" and not gpus:
+        raise FivefoldError("--device cuda: this machine has no GPU; use --device cpu")
+    return asked if asked != "auto" else "cuda" if gpus else "cpu"
+
+
 def forked_device(device: str, backend: Backend, rank: int, world: int) -> RankDevice:
     """The ranks of one machine take its GPUs in turn, and so do processes after the last rank."""
     if device == "cpu":

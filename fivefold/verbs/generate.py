@@ -1,4 +1,4 @@
-"""`fivefold generate`: text from a run or from a Hugging Face model, on this machine's CPU.
+"""`fivefold generate`: text from a run or from a Hugging Face model, on this machine.
 
 With a layout, every rank is a forked process with an engine and a writer of its own. All add the
 same requests and decide alike; rank 0 reports what was written. One rank runs in this process.
@@ -57,11 +57,12 @@ class TextOptions:
     sampling: Sampling
     stops: list[str]
     chat: bool
-    dtype: str
+    dtype: str | None
     tokenizer: str | None
     cache_gb: float
     step: int | None
     layout: str
+    device: str
 
 
 def run(
@@ -84,7 +85,10 @@ def run(
         str, typer.Option(help='Degrees of ranks, as in "tp=2 pp=2"; dp are replicas.')
     ] = "dp=1",
     chat: Annotated[bool, typer.Option("--chat", help="Use the folder's chat template.")] = False,
-    dtype: Annotated[str, typer.Option(help=f"{', '.join(_DTYPES)}.")] = "float32",
+    dtype: Annotated[
+        str | None, typer.Option(help=f"{', '.join(_DTYPES)} (default: float32, bfloat16 on GPUs).")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     tokenizer: Annotated[
         str | None, typer.Option(help="tokenizer.json, or bytes (default: the folder's).")
     ] = None,
@@ -106,11 +110,12 @@ def run(
         sampling,
         stop or [],
         chat,
-        one_of("dtype", dtype, _DTYPES),
+        dtype and one_of("dtype", dtype, _DTYPES),
         tokenizer,
         positive("cache-gb", cache_gb),
         step,
         layout,
+        one_of("device", device, ("auto", "cpu", "cuda")),
     )
     prompts = read_prompts(file) if file is not None else [Prompt("0", prompt or "")]
     model = _found(source)
@@ -146,7 +151,10 @@ def _generate(
     from fivefold.generate.layout import plan_of
     from fivefold.generate.text import ByteCodec, end_tokens, stops_of
     from fivefold.generate.text_ranks import TextTask
+    from fivefold.launch.backend import NcclLibrary, available_device, choose_backend, num_gpus
 
+    gpus = num_gpus()
+    device = available_device(options.device, gpus)
     plan = plan_of(model.shape, replace(model.options, layout=options.layout))
     if plan.layout.world > _MOST_RANKS:
         raise FivefoldError(
@@ -178,12 +186,14 @@ def _generate(
         return
     task = TextTask(
         plan,
-        options.dtype,
+        options.dtype or ("float32" if device == "cpu" else "bfloat16"),
         options.cache_gb,
         partial(open_weights, model, options.step),
         codec,
         [(each, texts[each.id]) for each in requests],
         stops,
+        device,
+        choose_backend(None, device, plan.layout.world, gpus, NcclLibrary.here()),
     )
     with _sink(output, as_json, len(prompts) == 1) as (on_text, on_written):
         _write_all(task, on_text, on_written)

@@ -144,17 +144,15 @@ def _device(start: _Start, launched: LauncherEnvironment | None) -> RankDevice:
     cannot have it."""
     from fivefold.launch.backend import (
         NcclLibrary,
+        available_device,
         choose_backend,
         forked_device,
         launched_device,
         num_gpus,
     )
 
-    device, gpus, nccl = start.device, num_gpus(), NcclLibrary.here()
-    if device == "auto":
-        device = "cuda" if gpus else "cpu"
-    elif device == "cuda" and not gpus:
-        raise FivefoldError("--device cuda: this machine has no GPU; use --device cpu")
+    gpus, nccl = num_gpus(), NcclLibrary.here()
+    device = available_device(start.device, gpus)
     if launched is not None:
         return launched_device(device, start.backend, launched, gpus, nccl)
     world = start.plan.layout.world

@@ -1,0 +1,191 @@
+"""Generation on one GPU: decode and prefill beside what the GPU could do, and beside transformers.
+
+    python benchmarks/decode.py [--model llama-3.1-8b] [--only one many prefill peer] [--json FILE]
+
+one      Batch 1 at 1k tokens: tokens/s, as a share of reading all weights once a token.
+many     Batch 64 at 1k tokens: the same, with the keys and values of all sequences.
+prefill  8k tokens: as a share of the matmul rate that is measured first.
+peer     transformers with a static cache, compiled, batch 1: tokens/s in the same run.
+
+Random weights in bfloat16. All of it goes through the engine: scheduling, copies, draws. It exits
+with 1 where decode of one sequence is below 0.75 of the limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import gpu
+
+from fivefold.core import count
+from fivefold.core.models import load
+from fivefold.core.shape import Shape
+from fivefold.generate.blocks import blocks_of
+from fivefold.generate.engine import Engine
+from fivefold.generate.requests import Request
+from fivefold.generate.scheduler import ScheduleLimits
+from fivefold.model.decoder import Decoder, from_config
+from fivefold.model.regions import compiled
+
+CONTEXT, NEW, LONG, MANY = 1024, 128, 8192, 64
+LEAST = 0.75
+
+
+def bandwidth() -> float:
+    """Bytes a second of a large sum: a read of memory."""
+    numbers = torch.ones(1 << 30, device="cuda", dtype=torch.bfloat16)
+    best = float("inf")
+    for _ in range(20):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        numbers.view(torch.int32).sum()
+        end.record()
+        torch.cuda.synchronize()
+        best = min(best, start.elapsed_time(end) / 1e3)
+    return numbers.nbytes / best
+
+
+def decoder_of(shape: Shape) -> Decoder:
+    decoder = from_config(shape, dtype=torch.bfloat16, device="cuda", fuse=compiled)
+    generator = torch.Generator("cuda").manual_seed(0)
+    with torch.no_grad():
+        for each in decoder.parameters():
+            each.normal_(0, 0.02, generator=generator)
+    return decoder.requires_grad_(False)
+
+
+def engine_of(decoder: Decoder, sequences: int, tokens: int) -> Engine:
+    from fivefold.generate.on_gpu import GraphedForward  # Triton is there only with CUDA
+
+    blocks = sequences * (blocks_of(tokens) + 1)
+    forward = GraphedForward(decoder, blocks)
+    return Engine(decoder.shape, forward, blocks, ScheduleLimits(LONG, sequences))
+
+
+def prompts(shape: Shape, sequences: int, length: int, new: int) -> list[Request]:
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randint(shape.vocab, (sequences, length), generator=generator).tolist()
+    return [Request(f"{time.time_ns()}-{i}", tuple(row), new) for i, row in enumerate(rows)]
+
+
+def decode(decoder: Decoder, sequences: int, speed: float) -> dict[str, float]:
+    """Seconds of a decode step after prompts of the context, beside its limit."""
+    shape, engine = decoder.shape, engine_of(decoder, sequences, CONTEXT + NEW)
+    for request in prompts(shape, sequences, CONTEXT, NEW):
+        engine.add(request)
+    steps: list[float] = []
+    while engine.busy:
+        begin = time.perf_counter()
+        drawn = engine.step()
+        if len(drawn) == sequences:
+            steps.append(time.perf_counter() - begin)
+    seconds = median(steps[8:])  # the first ones compile and capture
+    weights = sum(each.nbytes for each in decoder.parameters())
+    if shape.tied is False and decoder.embed is not None:
+        weights -= decoder.embed.weight.nbytes  # of which a row is read
+    keys = sequences * (CONTEXT + NEW / 2) * 2 * shape.layers * shape.kv_heads * shape.head_dim * 2
+    limit = (weights + keys) / speed
+    return {
+        "tokens_per_s": sequences / seconds,
+        "ms": 1e3 * seconds,
+        "limit_ms": 1e3 * limit,
+        "share": limit / seconds,
+    }
+
+
+def prefill(decoder: Decoder, rate: float) -> dict[str, float]:
+    """Seconds to the first token after a long prompt."""
+    shape, times = decoder.shape, list[float]()
+    for number in range(4):
+        engine = engine_of(decoder, 1, LONG + 1)
+        (request,) = prompts(shape, 1, LONG, 1)
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        engine.run([request])
+        times += [time.perf_counter() - begin] * (number > 0)
+    flops = count.training_flops(shape, LONG).total / 3 * LONG
+    return {
+        "ms": 1e3 * median(times),
+        "tokens_per_s": LONG / median(times),
+        "share": flops / median(times) / rate,
+    }
+
+
+def peer(shape: Shape) -> dict[str, float]:
+    """The package's own generate with a static cache and a compiled forward."""
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=shape.vocab,
+        hidden_size=shape.width,
+        intermediate_size=shape.ffn,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        max_position_embeddings=shape.max_seq,
+        tie_word_embeddings=shape.tied,
+    )
+    with torch.device("cuda"):
+        model: Any = transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
+    ids = torch.randint(shape.vocab, (1, CONTEXT), device="cuda")
+    times = {}
+    for new in (NEW, NEW // 2, NEW, NEW // 2):  # the first two compile
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new,
+            min_new_tokens=new,
+            do_sample=False,
+            cache_implementation="static",
+        )
+        torch.cuda.synchronize()
+        times[new] = time.perf_counter() - begin
+    seconds = (times[NEW] - times[NEW // 2]) / (NEW - NEW // 2)
+    return {"tokens_per_s": 1 / seconds, "ms": 1e3 * seconds}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="llama-3.1-8b")
+    parser.add_argument("--only", nargs="*", default=["one", "many", "prefill", "peer"])
+    parser.add_argument("--json", type=Path)
+    said = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("no GPU here: run this on a machine with one")
+        return 0
+    shape, speed, rate = load(said.model), bandwidth(), 1e12 * gpu.ceiling()
+    print(f"reads {speed / 1e12:.2f} TB/s, matmuls {rate / 1e12:.0f} TFLOP/s", flush=True)
+    found: dict[str, dict[str, float]] = {}
+    decoder = decoder_of(shape)
+    ways = {
+        "one": lambda: decode(decoder, 1, speed),
+        "many": lambda: decode(decoder, MANY, speed),
+        "prefill": lambda: prefill(decoder, rate),
+    }
+    for name in (each for each in ways if each in said.only):
+        found[name] = ways[name]()
+        print(json.dumps({name: found[name]}), flush=True)
+    if "peer" in said.only:
+        del decoder
+        torch.cuda.empty_cache()
+        found["peer"] = peer(shape)
+        print(json.dumps({"peer": found["peer"]}), flush=True)
+    if said.json:
+        said.json.write_text(json.dumps(found))
+    return int(found.get("one", {"share": 1.0})["share"] < LEAST)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

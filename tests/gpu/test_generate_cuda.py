@@ -1,0 +1,115 @@
+"""Generation on a GPU beside the plain forward on the CPU: kernels, graphs, completions."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+import torch
+
+from fivefold.core.models import load, with_overrides
+from fivefold.generate.engine import DecoderForward, Engine
+from fivefold.generate.requests import Request, Sampling
+from fivefold.generate.scheduler import ScheduleLimits
+from fivefold.launch.processes import num_gpus
+from fivefold.model.decoder import Decoder, from_config
+
+pytestmark = pytest.mark.skipif(
+    not num_gpus(), reason="no CUDA device: run this where there is one"
+)
+BLOCKS, NEW = 64, 40
+# Heads of 64 in groups of 4, experts, a window.
+MODELS = {
+    "tiny": {"heads": "8", "kv_heads": "2", "head_dim": "64"},
+    "tiny-moe": {},
+    "windowed": {"window": "24"},
+}
+
+
+def decoder_of(name: str, dtype: torch.dtype) -> Decoder:
+    """With random weights, on the CPU."""
+    model = name if name.startswith("tiny") else "tiny"
+    shape = with_overrides(load(model), {"layers": "3", "max_seq": "512", **MODELS[name]})
+    decoder = from_config(shape, dtype=dtype)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for each in decoder.parameters():
+            each.normal_(0, 0.3 if each.ndim > 1 else 1.0, generator=generator)
+    return decoder
+
+
+def requests(vocab: int) -> list[Request]:
+    generator = torch.Generator().manual_seed(2)
+    drawn = [torch.randint(vocab, (n,), generator=generator).tolist() for n in (3, 70, 150, 16, 1)]
+    return [Request(str(i), tuple(each), NEW, Sampling()) for i, each in enumerate(drawn)]
+
+
+def same_tokens(name: str) -> None:
+    """Greedy tokens in float32, prompts in chunks beside decodes, are those of the CPU."""
+    from fivefold.generate.on_gpu import GraphedForward  # Triton is there only with CUDA
+
+    torch.backends.cuda.matmul.allow_tf32 = False
+    decoder = decoder_of(name, torch.float32)
+    limits = ScheduleLimits(tokens=64, sequences=4)
+    there = GraphedForward(copy.deepcopy(decoder).cuda(), BLOCKS)
+    engines = [
+        Engine(decoder.shape, forward, BLOCKS, limits)
+        for forward in (DecoderForward(decoder, BLOCKS), there)
+    ]
+    found = [each.run(requests(decoder.shape.vocab)) for each in engines]
+    for id, expected in found[0].items():
+        assert found[1][id].tokens == expected.tokens, id
+        pairs = zip(found[1][id].logprobs, expected.logprobs, strict=True)
+        assert max(abs(a - b) for a, b in pairs) < 1e-3, id
+    assert bool(there.captured) == there.captures
+
+
+def close_logits(name: str) -> None:
+    """In bfloat16, logits of both ways are equally far from float64."""
+    from fivefold.generate.on_gpu import GraphedForward  # Triton is there only with CUDA
+
+    exact = decoder_of(name, torch.float64)
+    (request,) = requests(exact.shape.vocab)[1:2]
+    tokens = torch.tensor(request.prompt)
+    found: dict[str, list[torch.Tensor]] = {}
+    for way, decoder in (
+        ("exact", copy.deepcopy(exact)),
+        ("plain", copy.deepcopy(exact).bfloat16().cuda()),
+        ("kernels", copy.deepcopy(exact).bfloat16().cuda()),
+    ):
+        forward = (GraphedForward if way == "kernels" else DecoderForward)(decoder, BLOCKS)
+        seen = found.setdefault(way, [])
+
+        def watch(_: str, __: int, logits: torch.Tensor, seen: list[torch.Tensor] = seen) -> None:
+            seen.append(logits.double().cpu())
+
+        Engine(exact.shape, forward, BLOCKS, ScheduleLimits(tokens=32), watch).run([request])
+    assert len(tokens) > 32, "the prompt is cut"
+    steps = list(zip(*found.values(), strict=True))
+    chosen = [{int(each.argmax()) for each in step} for step in steps]
+    same = next((i for i, each in enumerate(chosen) if len(each) > 1), len(steps) - 1) + 1
+    wrong = [
+        max(float((step[way] - step[0]).norm() / step[0].norm()) for step in steps[:same])
+        for way in (1, 2)
+    ]
+    assert wrong[1] <= 1.5 * wrong[0] + 1e-3, wrong
+
+
+CHECKS = {f"tokens of {name}": partial(same_tokens, name) for name in MODELS}
+CHECKS |= {f"logits of {name}": partial(close_logits, name) for name in ("tiny", "windowed")}
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_generation_on_a_gpu(name: str) -> None:
+    """In a process of its own: later tests fork, which no CUDA survives."""
+    done = subprocess.run([sys.executable, __file__, name], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+if __name__ == "__main__":
+    for check in sys.argv[1:] or CHECKS:
+        CHECKS[check]()
+        print("passed ", check, flush=True)
