@@ -4,7 +4,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: setup train test nightly test-page bench-page page-pictures lint types verify-all bench-schedule bench-overlap bench-tensor bench-pipeline bench-context bench-expert bench-gpu bench-rank bench-step bench-logging bench-clock bench-checkpoint bench-plan chaos stress verify-nccl learn score clean
+.PHONY: setup train test nightly test-page bench-page page-pictures lint types verify-all bench-schedule bench-overlap bench-tensor bench-pipeline bench-context bench-expert bench-gpu bench-rank bench-decode bench-step bench-logging bench-clock bench-checkpoint bench-plan chaos stress verify-nccl learn score clean
 
 setup: $(READY)
 

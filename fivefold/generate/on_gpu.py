@@ -137,7 +137,9 @@ def _joined(parts: Sequence[nn.Parameter | None]) -> Tensor | None:
 
 
 def multiply_few_tokens(decoder: Decoder) -> None:
-    """Give a decoder of one device the kernels for few tokens; weights keep their values."""
+    """Give a decoder of one device the kernels for few tokens, once; weights keep their values."""
+    if decoder.head is not None and isinstance(decoder.head.matmul, FewTokens):
+        return
     for module in decoder.modules():
         if isinstance(module, Attention):
             module.project = JoinedLinears((module.q, module.k, module.v), module.project)
