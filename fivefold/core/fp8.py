@@ -1,4 +1,4 @@
-"""fp8 matmuls: the keys, the numbers of both formats, and which layouts cut a block of 128.
+"""fp8 matmuls: the keys, the numbers of both formats, and which layouts cut a block.
 
 What shares a scale, and how it is computed, is in `docs/fp8.md`.
 """
@@ -6,6 +6,7 @@ What shares a scale, and how it is computed, is in `docs/fp8.md`.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,27 +19,44 @@ if TYPE_CHECKING:
     from fivefold.core.layout import Layout
     from fivefold.core.shape import Shape
 
-Scaling = Literal["tensorwise", "blockwise"]
+Scaling = Literal["tensorwise", "blockwise", "mxfp8", "nvfp4"]
 Operands = Literal["fp8", "bf16"]
+Multiplied = Literal["gpu", "emulated"]
 Fp8Format = Literal["e4m3", "e5m2"]
 
-KEYS = ("fp8", "fp8_wgrad", "fp8_gradients", "fp8_skip")  # of a plan, in the order of `parse`
-BLOCK = 128
+# Of a plan, in the order of `parse`.
+KEYS = ("fp8", "fp8_wgrad", "fp8_gradients", "fp8_skip", "fp8_matmul")
+BLOCK, SMALL_BLOCK = 128, 32  # the latter of mxfp8
 LARGEST: dict[Fp8Format, float] = {"e4m3": 448.0, "e5m2": 57344.0}
 LEAST_MAXIMUM = 2.0**-100
 _WITH_STATE = ("delayed", "static")
+_RUN = ("tensorwise", "blockwise", "mxfp8")  # nvfp4 is planned alone
+# Bytes of a rounded input or gradient with its share of the scales: a float32 number for 128
+# values, or a byte for 32 or 16.
+_CODE_BYTES: dict[Scaling, float] = {
+    "tensorwise": 1.0,
+    "blockwise": 1 + 4 / BLOCK,
+    "mxfp8": 1 + 1 / SMALL_BLOCK,
+    "nvfp4": 1 / 2 + 1 / 16,
+}
+# Weights of blocks that are rounded. Of routed experts none is.
+_ROUNDED = re.compile(
+    r"\.(attention\.(q|k|v|out|q_down|q_up|kv_down|kv_up)|mlp\.(shared\.)?(gate|up|down))\.weight$"
+)
 
 
 @dataclass(frozen=True)
 class Fp8:
     """How matmuls are rounded: what shares a scale, the operands of weight gradients, the format of
-    gradients, and how many first and last layers are not rounded."""
+    gradients, how many first and last layers are not rounded, and whether a GPU without units for
+    it may multiply the rounded values."""
 
     scaling: Scaling = "tensorwise"
     wgrad: Operands = "fp8"
     gradients: Fp8Format = "e5m2"
     first: int = 0
     last: int = 0
+    emulated: bool = False
 
     @classmethod
     def parse(
@@ -47,6 +65,7 @@ class Fp8:
         wgrad: str | None = None,
         gradients: str | None = None,
         skip: str | None = None,
+        matmul: str | None = None,
     ) -> Fp8:
         """From the keys of a plan; None is the default."""
         scaling = "tensorwise" if scaling is None else _one_of("fp8", scaling, Scaling)
@@ -56,6 +75,7 @@ class Fp8:
             cast(Operands, _one_of("fp8_wgrad", wgrad or "fp8", Operands)),
             cast(Fp8Format, _one_of("fp8_gradients", gradients or usual, Fp8Format)),
             *_skipped(skip or "0+0"),
+            _one_of("fp8_matmul", matmul or "gpu", Multiplied) == "emulated",
         )
 
     @property
@@ -69,18 +89,79 @@ class Fp8:
         reads anything else."""
         return self.scaling == "tensorwise" and self.wgrad == "fp8"
 
+    @property
+    def experts(self) -> bool:
+        """Whether matmuls of routed experts are rounded."""
+        return False
+
+    @property
+    def code_bytes(self) -> float:
+        """Bytes of a rounded input or gradient, with its share of the scales."""
+        return _CODE_BYTES[self.scaling]
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of a rounded weight in both orders. Of squares, the scales take next to nothing."""
+        return 2.0 if self.scaling in ("tensorwise", "blockwise") else 2 * self.code_bytes
+
+    @property
+    def block(self) -> int:
+        """How many values of a row share a scale, if not all."""
+        return SMALL_BLOCK if self.scaling == "mxfp8" else BLOCK
+
+    @property
+    def saved_bytes(self) -> float:
+        """Bytes that the input of a linear is saved in: as codes, if its weight gradient reads
+        them."""
+        return self.code_bytes if self.wgrad == "fp8" else 2.0
+
+    def rounds_weight(self, name: str, layers: int) -> bool:
+        """Whether this weight of a model of so many layers is rounded."""
+        if _ROUNDED.search(name) is None:
+            return False
+        kind, number, *_ = name.split(".")
+        return self.rounds(int(number) if kind == "blocks" else layers, layers)
+
+    def describe(self) -> str:
+        """What is rounded, how, and what is not."""
+        shared = {
+            "tensorwise": "one scale for a tensor",
+            "blockwise": "one scale for 128 values of a token and for 128 x 128 weights",
+            "mxfp8": "one scale, a power of two, for 32 values",
+            "nvfp4": "one scale for 16 values",
+        }[self.scaling]
+        wgrad = "" if self.wgrad == "fp8" else "; weight gradients multiply in bf16"
+        skipped = f"; the first {self.first} and last {self.last} layers stay in bf16"
+        return (
+            f"linears of layers are rounded, with {shared}{wgrad}"
+            f"{skipped if self.first + self.last else ''}; embedding, head, router, norms, "
+            "attention and routed experts are not"
+        )
+
+    def share(self, layers: int) -> float:
+        """Of so many layers, those that are rounded."""
+        return max(0.0, 1 - (self.first + self.last) / layers)
+
     def rounds(self, layer: int, layers: int) -> bool:
         """Whether the matmuls of a layer are rounded; those of multi-token prediction always."""
         return layer >= layers or self.first <= layer < layers - self.last
 
     def problems(self, layout: Layout, shape: Shape, seq: int) -> list[str]:
         """Every shard edge that is inside of a block, with the nearest degree that cuts none."""
-        if self.scaling == "tensorwise":
+        if self.scaling in ("tensorwise", "nvfp4"):
             return []
-        return [*_cut_widths(layout, shape), *(_cut_tokens(layout, shape, seq, self.wgrad))]
+        found = _cut_widths(layout, shape, self.block)
+        by_tokens = self.wgrad == "fp8"
+        return [*found, *(_cut_tokens(layout, shape, seq, self.block) if by_tokens else ())]
 
     def require_runnable(self, asynchronous: bool) -> None:
-        """Refuse what can be planned in fp8 and not run."""
+        """Refuse what can be planned in few bits and not run."""
+        if self.scaling == "nvfp4":
+            raise FivefoldError(
+                "precision = nvfp4 is planned and not run: training in it needs random Hadamard "
+                "transforms and stochastic rounding, which no public call of torch has; run with "
+                "precision = fp8 or bf16"
+            )
         if asynchronous:
             raise FivefoldError(
                 "precision = fp8 with an asynchronous schedule: weights are rounded once a step, "
@@ -95,8 +176,9 @@ def _one_of(key: str, given: str, kind: object) -> str:
             "would have to carry, and values above them saturate; choose tensorwise or blockwise, "
             "whose scales come from the tensor itself"
         )
-    if given not in get_args(kind):
-        raise UnknownName(key, given, get_args(kind))
+    known = _RUN if kind is Scaling else get_args(kind)
+    if given not in known:
+        raise UnknownName(key, given, known)
     return given
 
 
@@ -116,6 +198,8 @@ def fp8_of(options: Any) -> Fp8 | None:
     precision, keys = options.precision, {key: getattr(options, key) for key in KEYS}
     if precision == "fp8":
         return Fp8.parse(*keys.values())
+    if precision == "nvfp4" and not any(keys.values()):
+        return Fp8("nvfp4", gradients="e4m3")
     for key, value in keys.items():
         if value is not None:
             raise FivefoldError(
@@ -123,6 +207,20 @@ def fp8_of(options: Any) -> Fp8 | None:
                 "or leave it out"
             )
     return None
+
+
+def planned_fp8(precision: str, options: Any) -> Fp8 | None:
+    """What is estimated in this precision, whatever a plan with these options runs in."""
+    if precision in ("fp8", options.precision):
+        return fp8_of(options)
+    scaling: dict[str, Scaling] = {"mxfp8": "mxfp8", "nvfp4": "nvfp4"}
+    return Fp8(scaling[precision], gradients="e4m3") if precision in scaling else None
+
+
+def keeps_rounded(layout: Layout, keeps_weights: bool) -> bool:
+    """Whether rounded weights stay over a step: where full weights do. `keeps_weights`: those that
+    ZeRO-3 has gathered stay."""
+    return keeps_weights or layout.zero < 3 or layout.shard * layout.cp == 1
 
 
 def require_whole_blocks(
@@ -133,12 +231,12 @@ def require_whole_blocks(
         return
     if found := rounding.problems(layout, shape, seq):
         raise IllegalLayout(str(layout), found, [])
-    blocks = rows * seq // (layout.cp * layout.tp * BLOCK)  # of a rank's tokens
-    by_tokens = rounding.scaling == "blockwise" and rounding.wgrad == "fp8"
-    if by_tokens and layout.sp and layout.tp > 1 and overlap > 1 and blocks % overlap:
-        near = next(n for n in range(min(overlap, blocks), 0, -1) if not blocks % n)
+    tokens = rows * seq // (layout.cp * layout.tp)  # of a rank
+    by_tokens = rounding.scaling != "tensorwise" and rounding.wgrad == "fp8"
+    if by_tokens and layout.sp and layout.tp > 1 and overlap > 1 and tokens % (overlap * BLOCK):
+        near = next((n for n in range(overlap - 1, 1, -1) if not tokens % (n * BLOCK)), 1)
         raise FivefoldError(
-            f"tp_overlap {overlap}: so many chunks cut the {blocks * BLOCK} tokens of a rank "
+            f"tp_overlap {overlap}: so many chunks cut the {tokens} tokens of a rank "
             f"inside of a block of {BLOCK}; the next smaller number that does not is {near}"
         )
 
@@ -165,7 +263,7 @@ def wider_seq(shape: Shape, layout: Layout) -> int:
     return BLOCK * 5 // 4 if unit == 1 else BLOCK * unit
 
 
-def _cut_widths(layout: Layout, shape: Shape) -> Iterator[str]:
+def _cut_widths(layout: Layout, shape: Shape, block: int) -> Iterator[str]:
     """Widths whose shards over tp or etp end inside of a block."""
     for axis, degree, widths in (
         ("tp", layout.tp, _tensor_widths(shape)),
@@ -173,16 +271,16 @@ def _cut_widths(layout: Layout, shape: Shape) -> Iterator[str]:
     ):
         for name, (width, most) in widths.items():
             shards = min(degree, most)  # fewer heads than ranks are replicated
-            if shards > 1 and width % (shards * BLOCK):
-                legal = _nearest(degree, partial(_fits, width, most))
+            if shards > 1 and width % (shards * block):
+                legal = _nearest(degree, partial(_fits, width, most, block))
                 yield (
                     f"{axis}={degree} cuts {name} of {width} into shards of {width / shards:g}, "
-                    f"inside of a block of {BLOCK}: {_way_out(axis, legal)}"
+                    f"inside of a block of {block}: {_way_out(axis, legal)}"
                 )
 
 
-def _fits(width: int, most: int, degree: int) -> bool:
-    return not width % (min(degree, most) * BLOCK)
+def _fits(width: int, most: int, block: int, degree: int) -> bool:
+    return not width % (min(degree, most) * block)
 
 
 def _tensor_widths(shape: Shape) -> dict[str, tuple[int, int]]:
@@ -207,29 +305,27 @@ def _expert_widths(shape: Shape) -> dict[str, tuple[int, int]]:
     return {} if shape.moe is None else {"an expert": (shape.moe.ffn, 1 << 30)}
 
 
-def _cut_tokens(layout: Layout, shape: Shape, seq: int, wgrad: Operands) -> Iterator[str]:
-    """Runs of tokens whose ends are inside of a block of a row, where wgrad has such blocks."""
-    if wgrad == "bf16":
-        return
+def _cut_tokens(layout: Layout, shape: Shape, seq: int, block: int) -> Iterator[str]:
+    """Runs of tokens whose ends are inside of a block of a row."""
 
     def chunks(cp: int) -> int:
         return context_split(replace(layout, cp=cp), shape).unit if cp > 1 else 1
 
-    if layout.cp > 1 and seq % (chunks(layout.cp) * BLOCK):
-        legal = _nearest(layout.cp, lambda cp: not seq % (chunks(cp) * BLOCK))
+    if layout.cp > 1 and seq % (chunks(layout.cp) * block):
+        legal = _nearest(layout.cp, lambda cp: not seq % (chunks(cp) * block))
         yield (
             f"cp={layout.cp} cuts a row of {seq} tokens into chunks of {seq / chunks(layout.cp):g},"
-            f" inside of a block of {BLOCK}: {_way_out('cp', legal)}, the nearest length "
-            f"{padded_length(seq, chunks(layout.cp) * BLOCK)}, or choose fp8_wgrad=bf16, which has "
+            f" inside of a block of {block}: {_way_out('cp', legal)}, the nearest length "
+            f"{padded_length(seq, chunks(layout.cp) * block)}, or choose fp8_wgrad=bf16, which has "
             "no blocks of tokens"
         )
-    if layout.sp and layout.tp > 1 and seq % (layout.cp * layout.tp * BLOCK):
-        legal = _nearest(layout.tp, lambda tp: not seq % (layout.cp * tp * BLOCK))
+    if layout.sp and layout.tp > 1 and seq % (layout.cp * layout.tp * block):
+        legal = _nearest(layout.tp, lambda tp: not seq % (layout.cp * tp * block))
         yield (
             f"sequence parallelism over tp={layout.tp} cuts a row of {seq} tokens into shards of "
-            f"{seq / layout.cp / layout.tp:g}, inside of a block of {BLOCK}: "
+            f"{seq / layout.cp / layout.tp:g}, inside of a block of {block}: "
             f"{_way_out('tp', legal)}, the nearest length "
-            f"{padded_length(seq, layout.cp * layout.tp * BLOCK)}, or choose fp8_wgrad=bf16"
+            f"{padded_length(seq, layout.cp * layout.tp * block)}, or choose fp8_wgrad=bf16"
         )
 
 

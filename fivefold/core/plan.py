@@ -80,6 +80,7 @@ class PlanOptions:
     fp8_wgrad: str | None = None
     fp8_gradients: str | None = None
     fp8_skip: str | None = None
+    fp8_matmul: str | None = None
     set: dict[str, str] = field(default_factory=dict[str, str])
     train: Recipe = field(default_factory=Recipe)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Dtype = Literal["float32", "float64", "bfloat16", "float16"]
-Precision = Literal["fp32", "bf16", "fp16", "fp8"]
+Precision = Literal["fp32", "bf16", "fp16", "fp8", "nvfp4"]
 GradDtype = Literal["fp32", "bf16"]
 
 
@@ -66,7 +66,7 @@ class ComputePrecision:
 PRECISIONS: dict[str, ComputePrecision] = {
     "bf16": ComputePrecision("bfloat16", "bf16"),
     "fp8": ComputePrecision("bfloat16", "fp8", 1.0),
-    "mxfp8": ComputePrecision("bfloat16", "bf16", 1 + 1 / 32, "fp8"),
+    "mxfp8": ComputePrecision("bfloat16", "fp8", 1 + 1 / 32, "fp8"),
     "nvfp4": ComputePrecision("bfloat16", "bf16", 1 / 2 + 1 / 16),
     "fp32": ComputePrecision("float32", "fp32"),
     "fp16": ComputePrecision("float16", "fp16"),
@@ -78,6 +78,12 @@ RUNTIME_PRECISIONS: tuple[Precision, ...] = tuple(
         key=lambda name: PRECISIONS[name].itemsize,
     )
 )
+
+
+def plan_keys(precision: str) -> dict[str, str]:
+    """The keys of a plan that runs what is estimated in this precision."""
+    keys: dict[str, str] = {"precision": PRECISIONS[precision].runs_in}
+    return {**keys, "fp8": "mxfp8"} if precision == "mxfp8" else keys
 
 
 def itemsize_of(precision: str) -> int:

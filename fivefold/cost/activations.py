@@ -61,8 +61,17 @@ class Activations:
         self.residual = shape.width * itemsize / self.split
         self.whole = np.full_like(self.split, float(shape.width * itemsize))
         self.saved_size = memory.input_bytes or itemsize  # of an element that a matmul reads
-        self.input = self.whole if memory.gathered_inputs else self.residual
+        self.head_input = self.input = self.whole if memory.gathered_inputs else self.residual
+        self.fp8 = fp8 = stack.fp8
+        # Codes of an input, which nothing makes again; this rank's tokens are saved as they are.
+        self.coded = fp8 is not None and fp8.wgrad == "fp8"
+        self.waiting = self.saved_size / itemsize if self.coded else 1.0  # for a weight gradient
+        self.slot_size = itemsize if fp8 is not None and not fp8.experts else self.saved_size
         self.input = self.input * self.saved_size / itemsize
+        if fp8 is None:
+            self.head_input = self.input
+        elif not memory.gathered_inputs:
+            self.input = np.where(self.split > 1, self.residual, self.input)
         self._saved: dict[tuple[bool, Recompute], Array] = {}
         self._tensors_of: dict[bool, tuple[SavedTensor, ...]] = {}
 
@@ -110,15 +119,20 @@ class Activations:
         norms = 1 if self.shape.parallel_block else 2
         masks = 2 * self.memory.mask_bytes * self.shape.width / self.split
         yield SavedTensor(norms * (self.residual + self._statistics / self.split) + masks)
-        yield SavedTensor(self.input, ("norm",), True)
+        yield SavedTensor(self.input, self._remade, True)
         yield from self._queries_keys_values()
         yield SavedTensor(self._attended(), ("attention",), True)
         if routed:
             yield from self._routed()
             return
         if norms == 2:  # otherwise one norm serves both
-            yield SavedTensor(self.input, ("norm",))
+            yield SavedTensor(self.input, self._remade)
         yield from self._mlp(self.shape.ffn / self.grid.tp, "mlp")
+
+    @property
+    def _remade(self) -> tuple[Module, ...]:
+        """Whose recomputation makes inputs of linears again."""
+        return () if self.coded else ("norm",)
 
     def deferred(self, routed: bool) -> Array:
         """Between input and weight gradient: the input and the output gradient of every weight.
@@ -127,26 +141,41 @@ class Activations:
         """
         shape, size, mla = self.shape, self.itemsize, self.shape.mla
         norms = 1 if shape.parallel_block else 2
-        kept = (2 * norms + shape.out_bias + shape.mlp_bias) * self.residual + 2 * self.whole
+        kept = (2 * norms + shape.out_bias + shape.mlp_bias) * self.residual
+        kept = kept + 2 * self.whole * self.waiting
         if mla is None:
             heads = (self.heads + 2 * self.kv_heads) * shape.head_dim
             if shape.qk_norm != "none":
-                heads = heads + 2 * (self.heads + self.kv_heads) * shape.head_dim
+                kept = kept + 2 * (self.heads + self.kv_heads) * shape.head_dim * size
         else:
             ranks = (mla.q_rank or 0) + mla.kv_rank
-            heads = 4 * ranks + mla.rope_dim
+            kept = kept + 2 * ranks * size
+            heads = 2 * ranks + mla.rope_dim
             heads = heads + self.heads * (shape.head_dim + mla.nope_dim + mla.value_dim)
-        kept = kept + (heads + self.heads * shape.value_dim) * size
+        kept = kept + (heads + self.heads * shape.value_dim) * size * self.waiting
         return kept + (self._deferred_experts() if routed else self._deferred_mlp(norms))
 
-    def experts(self) -> Array:
-        """What the experts of a layer save, beside the input of the router."""
-        _, *inside = self._routed()
-        return sum((each.bytes for each in inside), np.zeros(1))
+    def beside_experts(self) -> Array:
+        """What a layer saves beside the slots as they arrive and what is inside of experts: scores,
+        weights, and slots as they come back."""
+        moe = self.shape.moe
+        assert moe is not None
+        back = self.itemsize if self.memory.returned_slots or moe.weigh_inputs else 0
+        scores = WIDE * 2 * moe.experts / self.split
+        return scores + self.slots() * (self.shape.width * back + WIDE)
+
+    def rounding_copies(self, routed: bool) -> Array | float:
+        """Codes of the output gradients of a layer's widest linears, in both orders."""
+        if self.fp8 is None:
+            return 0.0
+        shape, heads = self.shape, self.heads * self.shape.head_dim
+        width = heads if routed else (2 if shape.gated else 1) * shape.ffn / self.grid.tp
+        return (1 + self.coded) * self.fp8.code_bytes * width
 
     def _deferred_mlp(self, norms: int) -> Array:
         matrices = 3 if self.shape.gated else 2
-        return norms * self.whole + matrices * self.shape.ffn / self.grid.tp * self.itemsize
+        inside = matrices * self.shape.ffn / self.grid.tp * self.itemsize
+        return (norms * self.whole + inside) * self.waiting
 
     def _deferred_experts(self) -> Array:
         shape, moe, size = self.shape, self.shape.moe, self.itemsize
@@ -155,7 +184,8 @@ class Activations:
         rows = 2 * shape.width + matrices * moe.ffn / self.grid.etp
         kept = self.residual + WIDE * moe.experts / self.split + self.slots() * rows * size
         if moe.shared:
-            kept = kept + 2 * self.whole + matrices * moe.shared_ffn / self.grid.tp * size
+            shared = 2 * self.whole + matrices * moe.shared_ffn / self.grid.tp * size
+            kept = kept + shared * self.waiting
         return kept
 
     def deferred_at_head(self) -> Array:
@@ -169,7 +199,7 @@ class Activations:
 
     def at_head(self) -> Array:
         """By the final norm and the head, without logits."""
-        kept = self.residual + self._statistics / self.split + self.input
+        kept = self.residual + self._statistics / self.split + self.head_input
         if self.memory.gathered_head_input:
             kept = kept + np.where(self.split > 1, self.whole, 0.0)
         return kept
@@ -233,7 +263,8 @@ class Activations:
 
     def _attended(self) -> Array:
         copies = 2 if self.drops_pairs else 1  # dropped pairs: as attention made it, and as read
-        return copies * self.heads * self.shape.value_dim * self.itemsize + self._core()
+        size = copies * self.itemsize + (self.saved_size if self.coded else 0.0)
+        return self.heads * self.shape.value_dim * size + self._core()
 
     @property
     def drops_pairs(self) -> bool:
@@ -250,13 +281,14 @@ class Activations:
         return self.heads * (self.memory.score_bytes * self.seq if self.unfused else LSE)
 
     def _mlp(
-        self, width: Array, module: Module, slots: Array | float = 1.0
+        self, width: Array, module: Module, slots: Array | float = 1.0, routed: bool = False
     ) -> Iterator[SavedTensor]:
         """Inside an MLP of this width: what the activation reads, and what the last matmul does."""
         copies = (self.memory.gated_copies if self.shape.gated else 2.0) - 1
         read = self.saved_size if self.memory.narrow_activations else self.itemsize
         yield SavedTensor(slots * copies * read * width, (module,))
-        yield SavedTensor(slots * self.saved_size * width, ("act", module))
+        again: tuple[Module, ...] = (module,) if self.coded and not routed else ("act", module)
+        yield SavedTensor(slots * (self.slot_size if routed else self.saved_size) * width, again)
 
     def slots(self) -> Array:
         """Rows of this rank's experts per token of the microbatch."""
@@ -274,11 +306,9 @@ class Activations:
         assert moe is not None
         router = (WIDE if wide else self.itemsize) * shape.width / self.split
         yield SavedTensor(router, ("norm",))
-        scores = WIDE * 2 * moe.experts / self.split
-        back = self.itemsize if self.memory.returned_slots or moe.weigh_inputs else 0
-        moved = self.slots() * (shape.width * (self.saved_size + back) + WIDE)
-        yield SavedTensor(scores + moved, ("experts",))
-        yield from self._mlp(moe.ffn / self.grid.etp, "experts", self.slots())
+        arrived = self.slots() * shape.width * self.slot_size
+        yield SavedTensor(self.beside_experts() + arrived, ("experts",))
+        yield from self._mlp(moe.ffn / self.grid.etp, "experts", self.slots(), routed=True)
         if moe.shared:
             if wide:
                 yield SavedTensor(self.input)

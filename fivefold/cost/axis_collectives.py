@@ -19,7 +19,6 @@ from fivefold.core.recompute import Recompute
 from fivefold.core.schedule import needed, sent
 from fivefold.core.units import Unit
 from fivefold.cost.layer_collectives import (
-    MAXIMUM,
     CountedCollective,
     LayerJob,
     balance_layer,
@@ -29,6 +28,7 @@ from fivefold.cost.layer_collectives import (
     fused_matmuls,
     tensor_ends,
     tensor_layer,
+    weight_maxima,
 )
 
 # How often a rank sends its input buffer, by the size of the group.
@@ -127,16 +127,16 @@ def tensor_collectives(plan: Plan, chunk: RankChunk, itemsize: int) -> Counter[C
 
 
 def _weight_maxima(plan: Plan, chunk: RankChunk) -> Counter[Collective]:
-    """Tensorwise, an all-reduce of the maximum of each fused matmul's weight, once a step."""
-    fp8, tp = plan.fp8, plan.layout.tp
-    if fp8 is None or fp8.scaling != "tensorwise" or tp == 1:
+    """Of the weights of all fused matmuls, once a step."""
+    fp8 = plan.fp8
+    if fp8 is None:
         return Counter()
-    count = sum(
+    fused = sum(
         times // chunk.num_microbatches * sum(fused_matmuls(plan.shape, kind.moe).values())
         for kind, times in layer_counts(plan, chunk).items()
         if kind.rounded
     )
-    return Counter({Collective("tp", "all_reduce", MAXIMUM, tp): count})
+    return counted([weight_maxima(fp8, fused, plan.layout.tp)], 1)
 
 
 def context_collectives(plan: Plan, chunk: RankChunk, itemsize: int) -> Counter[Collective]:

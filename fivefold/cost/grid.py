@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from fivefold.core.balance import Balance
 from fivefold.core.errors import FivefoldError
+from fivefold.core.fp8 import Fp8
 from fivefold.core.plan import Plan
 from fivefold.core.recompute import MODULES, Recompute
 from fivefold.core.schedule.catalog import names as schedule_names
@@ -154,6 +155,7 @@ def layer_job(
     tp_chunks: int,
     node: int | None,
     balance: tuple[Balance, ...] = (),
+    fp8: Fp8 | None = None,
 ) -> LayerJob:
     """What the collectives of layers depend on, in arrays; `node`: ranks of a node, if tokens go to
     each node once."""
@@ -193,6 +195,7 @@ def layer_job(
         tp_chunks=tp_chunks,
         balance=balance,
         row_seq=seq,
+        fp8=fp8,
     )
 
 

@@ -242,6 +242,13 @@ def fp8_layer(job: LayerJob, fp8: Fp8, moe: bool) -> Iterator[CountedCollective]
     yield CountedCollective("replica", "all_reduce", size, copies, 0, where(copies > 1, 1, 0))
 
 
+def weight_maxima(fp8: Fp8, fused: Number, tp: Number) -> CountedCollective:
+    """Tensorwise, an all-reduce of the maximum of each of so many fused matmuls' weights, once a
+    step."""
+    times = where(tp > 1, fused, 0) * (fp8.scaling == "tensorwise")
+    return CountedCollective("tp", "all_reduce", MAXIMUM, tp, times)
+
+
 def tensor_ends(job: LayerJob, lookups: Number, losses: Number) -> Iterator[CountedCollective]:
     """The tp axis at the embedding, looked up so often, and at the head, for so many losses.
 

@@ -17,6 +17,7 @@ from fivefold.core.precision import PRECISIONS, itemsize_of, matmul_bytes
 from fivefold.core.shape import Mla, Moe, Shape
 from fivefold.cost.grid import Array, LayoutGrid, fullest_rank_load, layer_job
 from fivefold.cost.links import Links
+from fivefold.cost.rounding_time import ROUNDED_SHARE, RoundingPasses, matmul_shares
 from fivefold.cost.stack import SoftwareStack
 
 # Seconds of attention's backward over its forward: 2.5 times the FLOPs, at 0.81 of the speed with
@@ -68,6 +69,7 @@ class LayerKernels:
             tp_chunks=max(1, stack.tp_overlap),
             node=machine.tiers[0].size if stack.node_by_node else None,
             balance=stack.balance,
+            fp8=stack.fp8,
         )
         self.tokens = self.job.tokens
         self.split = np.where(grid.sp, grid.tp, 1.0)
@@ -79,6 +81,12 @@ class LayerKernels:
             reached = self.reach.matmul_fp4 if precision == "nvfp4" else self.reach.matmul_fp8
             self.narrow_speed = machine.peak(precision) * stack.compute_share * reached
             self.late_speed = stack.weight_gradient_share
+            if stack.fp8 is not None:
+                shares = matmul_shares(stack.fp8)
+                late = self.narrow_speed * shares.wgrad
+                self.narrow_speed = self.narrow_speed * shares.usual
+                late = late if stack.fp8.wgrad == "fp8" else self.speed
+                self.late_speed = late / self.narrow_speed
             if stack.narrow_dispatch:
                 self.dispatched = (1 + matmul_bytes(precision) / self.itemsize) / 2
 
@@ -105,10 +113,45 @@ class LayerKernels:
         return 2 * self.tokens * self.stack.lora_rank * size / self.speed + start
 
     def _casts(self, gemms: list[Gemm]) -> Array:
-        """Casts of the inputs of matmuls in fewer bits than activations have."""
-        if self.precision == self.wide:
+        """Casts of the inputs of matmuls in fewer bits than activations have, where a stack says
+        nothing else of them."""
+        if self.precision == self.wide or self.stack.fp8 is not None:
             return np.zeros(1)
         return self.moved(CAST_BYTES * self.tokens * sum(each.inputs for each in gemms))
+
+    @property
+    def expert_speed(self) -> tuple[float, float]:
+        """Of grouped matmuls of experts, and of their weight gradients over that."""
+        if self.stack.fp8 is not None and not self.stack.fp8.experts:
+            return self.speed, 1.0
+        return self.narrow_speed, self.late_speed
+
+    def rounded_gemms(self, i: int) -> list[Gemm]:
+        """The matmuls of a layer that fp8 rounds."""
+        shape, moe = self.shape, self.shape.moe
+        gemms = [*self._attention_gemms()]
+        if moe is None or not shape.is_moe_layer(i):
+            return gemms + self._mlp_gemms(shape.ffn)
+        return gemms + (self._mlp_gemms(moe.shared_ffn) if moe.shared else [])
+
+    def rounding_seconds(self, gemms: list[Gemm]) -> tuple[Array, Array]:
+        """Rounding of what the matmuls of a module read, in forward and in backward."""
+        fp8, job = self.stack.fp8, self.job
+        if fp8 is None or not gemms:
+            return np.zeros(1), np.zeros(1)
+        gathers = self.grid.sp & (self.grid.tp > 1)
+        sizes = (self.itemsize, self.tokens, self.tokens / self.split, gathers)
+        passes = RoundingPasses(fp8, *sizes, job.keeps_shards)
+        *before, last = gemms
+        first = self._reading_input(gemms)
+        between = [each.inputs for each in before if each.inputs is not first[0].inputs]
+        forward = passes.gathered_input(first[0].inputs) + passes.inner_input(
+            sum(between, last.inputs)
+        )
+        outputs = sum((each.outputs for each in before), np.zeros(1))
+        backward = passes.read_again(first[0].inputs) + passes.gradient(outputs)
+        backward = backward + passes.gathered_gradient(last.outputs)
+        return self.moved(forward / ROUNDED_SHARE), self.moved(backward / ROUNDED_SHARE)
 
     def _attention_gemms(self) -> Iterator[Gemm]:
         shape, tp = self.shape, self.grid.tp

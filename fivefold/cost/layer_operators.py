@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from fivefold.core.shape import Mla
 from fivefold.cost.activations import WIDE, Activations
 from fivefold.cost.grid import Array, Flags
 from fivefold.cost.operator_list import OperatorList, TapeTensor
+from fivefold.cost.rounded_operators import RoundedOperators
 
 EXPERTS = "mlp"  # how the names of a layer's router and experts begin
 SCALED = 7  # bytes of 2 that the weight gradient of a norm holds besides: widened, and multiplied
@@ -32,11 +33,12 @@ class LayerOperators:
         shards: bool,
         queued: bool,
         reorders: bool,
+        rounded: RoundedOperators | None = None,
     ) -> None:
         self.activations, self.tokens, self.visits = activations, tokens, visits
         self.shards, self.queued, self.shape = shards, queued, activations.shape
-        self.reorders = reorders
-        self.key = (activations.key, tokens, visits, shards, queued, reorders)
+        self.reorders, self.rounded = reorders, rounded
+        self.key = (activations.key, tokens, visits, shards, queued, reorders, rounded)
         grid = activations.grid
         self.tp, self.sp = int(_number(grid.tp)), bool(_number(grid.sp))
         self.split = self.tp > 1
@@ -46,9 +48,16 @@ class LayerOperators:
     def _size(self, per_token: Array | float) -> float:
         return _number(per_token) * self.tokens
 
-    def blocks(self, routed: Sequence[bool], rule: Recompute, joins: bool = False) -> OperatorList:
-        """Some layers, one after another. `joins`: of multi-token prediction, after a GEMM that
-        joins hidden states with later tokens."""
+    def blocks(
+        self,
+        routed: Sequence[bool],
+        rule: Recompute,
+        rounds: Sequence[bool] = (),
+        joins: bool = False,
+    ) -> OperatorList:
+        """Some layers, one after another, with experts or without; `rounds`: with linears in fp8.
+        `joins`: of multi-token prediction, after a GEMM that joins hidden states with later
+        tokens."""
         x = TapeTensor(self.residual)
         found = OperatorList(x)
         if joins:
@@ -56,7 +65,7 @@ class LayerOperators:
             both = found.add([normed], TapeTensor(2 * self.residual))
             x = self._linear(found, both, self.residual, "join")
         for block, experts in enumerate(routed):
-            found.begin("", block)
+            found.begin("", block, bool(rounds) and rounds[block])
             normed = self._norm(found, x, "attention_norm", rule)
             found.begin("attention", block)
             attended = self._attention(found, normed, rule)
@@ -131,12 +140,37 @@ class LayerOperators:
     ) -> TapeTensor:
         return found.add([x], TapeTensor(size, named=named), saved=[x], weights=name)
 
+    def _rounding(self, found: OperatorList) -> RoundedOperators | None:
+        """How linears of this layer are rounded."""
+        return self.rounded if found.rounds else None
+
+    def _linear_alone(
+        self, found: OperatorList, x: TapeTensor, size: float, name: str
+    ) -> TapeTensor:
+        """A linear that is not split over tp, and rounded where others of its layer are."""
+        rounded = self._rounding(found)
+        if rounded is None:
+            return self._linear(found, x, size, name)
+        return rounded.project(found, x, {name: size}, x.bytes)[0]
+
     def _project(
-        self, found: OperatorList, x: TapeTensor, sizes: Mapping[str, float], kept: bool
+        self,
+        found: OperatorList,
+        x: TapeTensor,
+        sizes: dict[str, float],
+        kept: bool,
+        copied: float = 0.0,
+        held: float = 0.0,
     ) -> list[TapeTensor]:
         """Linears of one input, with the bytes of their outputs: it is gathered before, and its
-        gradient, one for all of them, is reduced after."""
-        whole = self.whole if self.split and self.sp else 0.0
+        gradient, one for all of them, is reduced after. In fp8, so many bytes of outputs are
+        `copied`, and saved outputs hold so many of others."""
+        gathers, rounded = self.split and self.sp, self._rounding(found)
+        if rounded is not None:
+            how = {"split": self.split, "gathers": gathers, "shards": gathers and kept}
+            whole = self.whole if self.split else x.bytes
+            return rounded.project(found, x, sizes, whole, **how, copied=copied, held=held)
+        whole = self.whole if gathers else 0.0
         first, *more = sizes.values()
         outputs = [TapeTensor(first, extra=whole), *map(TapeTensor, more)]
         found.add(
@@ -158,7 +192,10 @@ class LayerOperators:
     def _row_linear(self, found: OperatorList, x: TapeTensor, name: str) -> TapeTensor:
         """A linear and the sum over ranks; the gradient of its output is gathered."""
         if not self.split:
-            return self._linear(found, x, self.whole, name)
+            return self._linear_alone(found, x, self.whole, name)
+        if (rounded := self._rounding(found)) is not None:
+            output = self.residual if self.sp else self.whole
+            return rounded.sum_of_rows(found, x, name, output, self.whole)
         whole = self.whole if self.sp else 0.0
         return found.add(
             [x],
@@ -171,9 +208,13 @@ class LayerOperators:
             weights_last=True,
         )
 
+    @property
+    def _copies(self) -> bool:
+        return self.split and self.sp and self.reorders
+
     def _in_rows(self, found: OperatorList, x: TapeTensor) -> TapeTensor:
         """Heads between the order of gathers and that of rows: a copy, if these differ."""
-        if not (self.split and self.sp and self.reorders):
+        if not self._copies:
             return x
         return found.add([x], TapeTensor(x.bytes))
 
@@ -207,10 +248,8 @@ class LayerOperators:
         arrived = found.add([x], made, [x], collective=apart)
         result = self._inside(found, arrived, (width, rows), rule)
         shared = self.unit * moe.shared_ffn / self.tp if moe.shared else 0.0
-        inner = 3 if shape.gated else 2
         returned = self.activations.memory.returned_slots  # saved, to weigh them at home
-        whole = self._size(self.activations.experts()) - inner * (width + shared)
-        besides = whole - (2 if returned else 1) * rows
+        besides = self._size(self.activations.beside_experts()) - (rows if returned else 0.0)
         y = found.add(
             [result],
             TapeTensor(self.residual, extra=moved),
@@ -262,7 +301,12 @@ class LayerOperators:
             for each in (self.activations.heads, self.activations.kv_heads)
         )
         sizes = {"attention.q.": wide, "attention.k.": narrow, "attention.v.": narrow}
-        projected = self._project(found, x, sizes, self._saves_shards(found, rule))
+        # Biases make tensors of their own. Values are copied, since attention saves them; norms
+        # save queries and keys as they are.
+        copied = sum(sizes.values()) if self.shape.qkv_bias else narrow
+        norms = self.shape.qk_norm != "none" and not self.shape.qkv_bias and not self._copies
+        how = (self._saves_shards(found, rule), copied, narrow if norms else 0.0)
+        projected = self._project(found, x, sizes, *how)
         made: list[TapeTensor] = []
         for name, one in zip(("q", "k"), projected, strict=False):
             one = self._in_rows(found, one)
@@ -287,13 +331,15 @@ class LayerOperators:
         size = heads * shape.head_dim if mla.q_rank is None else mla.q_rank * self.unit
         sizes = {"attention.q." if mla.q_rank is None else "attention.q_down": size}
         sizes["attention.kv_down"] = (mla.kv_rank + mla.rope_dim) * self.unit
-        projected = self._project(found, x, sizes, self._saves_shards(found, rule))
+        # Latents are saved: in fp8 they hold queries that come from the input.
+        held = size if mla.q_rank is None and not self._copies else 0.0
+        projected = self._project(found, x, sizes, self._saves_shards(found, rule), 0.0, held)
         into_queries, down = (self._in_rows(found, each) for each in projected)
         queries = self._latent_queries(found, into_queries, mla, heads, inner)
         latent = found.add([down], TapeTensor(mla.kv_rank * self.unit, base=down), passes=True)
         normed = self._norm(found, latent, "attention.kv_latent_norm", inner)
         width = mla.nope_dim + mla.value_dim
-        both = self._linear(found, normed, heads * width, "attention.kv_up")
+        both = self._linear_alone(found, normed, heads * width, "attention.kv_up")
         keys = found.add([both], TapeTensor(heads * shape.head_dim))
         values = found.add([both], TapeTensor(heads * mla.value_dim, base=both))
         return queries, keys, values
@@ -304,7 +350,7 @@ class LayerOperators:
         size = heads * self.shape.head_dim
         if mla.q_rank is not None:
             normed = self._norm(found, x, "attention.q_latent_norm", rule)
-            x = self._linear(found, normed, size, "attention.q_up")
+            x = self._linear_alone(found, normed, size, "attention.q_up")
         return found.add([x], TapeTensor(size))
 
     def _attend(

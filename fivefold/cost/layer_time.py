@@ -21,10 +21,11 @@ from fivefold.cost.layer_collectives import (
     balance_layer,
     context_layer,
     expert_layer,
+    fp8_layer,
     tensor_ends,
     tensor_layer,
 )
-from fivefold.cost.layer_kernels import LayerKernels
+from fivefold.cost.layer_kernels import Gemm, LayerKernels
 from fivefold.cost.overlap import SplitGemms, hide_exchange, shown_seconds, tensor_seconds
 
 TimeParts = dict[str, Array]
@@ -36,6 +37,7 @@ NORM_PASSES = 4.0
 # The part of a step that an axis belongs to.
 _PARTS = {
     **{"tp": "tp", "etp": "tp", "ulysses": "cp", "ring": "cp", "row": "ep"},
+    **{"scale": "tp", "replica": "tp"},
     **dict.fromkeys(UNEVEN_AXES, "ep"),
 }
 
@@ -71,6 +73,13 @@ class LayerTimer(LayerKernels):
             return self
         grid = replace(self.grid, recompute=number)
         job = (self.shape, self.machine, self.stack, grid, self.seq, self.precision)
+        return LayerTimer(*job, self.imbalance)
+
+    @cached_property
+    def unrounded(self) -> LayerTimer:
+        """The same for layers whose linears are not rounded."""
+        stack = replace(self.stack, fp8=None)
+        job = (self.shape, self.machine, stack, self.grid, self.seq, self.wide)
         return LayerTimer(*job, self.imbalance)
 
     def message(self) -> Array:
@@ -118,6 +127,10 @@ class LayerTimer(LayerKernels):
         size = sum((each.outputs * each.inputs for each in gemms), np.zeros(1))
         summed = self._accumulated(size)
         weights: TimeParts = {"products": seconds / self.late_speed + summed}
+        if self.stack.fp8 is not None:
+            modules = [gemms[:-2], gemms[-2:]] if moe is None else [gemms, self._shared_gemms(moe)]
+            first, second = (self.rounding_seconds(each) for each in modules)
+            forward["rounding"], inputs["rounding"] = first[0] + second[0], first[1] + second[1]
         if moe is not None:
             self._add_experts(moe, forward, inputs, weights)
         again = self._recomputation(forward, moe)
@@ -133,7 +146,7 @@ class LayerTimer(LayerKernels):
         if self.grid.cp.max() > 1:
             self._add_context(times)
         if moe is not None:
-            shared = self._gemm_seconds(self._mlp_gemms(moe.shared_ffn)) if moe.shared else 0.0
+            shared = self._gemm_seconds(self._shared_gemms(moe))
             passes = (times.forward, times.inputs, times.again)
             hide_exchange(passes, times.weights, shared, self.grid, self.stack)
         return times
@@ -177,7 +190,10 @@ class LayerTimer(LayerKernels):
         """What a layer with or without experts issues outside of attention."""
         ends_segment = self.grid.recompute_has(lambda rule: 1 / max(1, rule.blocks))
         ends_segment = ends_segment * self.stack.stops_early
-        issued = [*tensor_layer(self.job, moe is not None, ends_segment)]
+        fp8 = self.job.fp8
+        issued = [*tensor_layer(self.job, moe is not None, ends_segment, fp8 is not None)]
+        if fp8 is not None:
+            issued += fp8_layer(self.job, fp8, moe is not None)
         if moe is not None:
             issued += expert_layer(self.job, moe, ends_segment)
             issued += balance_layer(self.job, moe, self.grid.cp)
@@ -199,6 +215,7 @@ class LayerTimer(LayerKernels):
         near = job.etp * (job.ep // job.ep_nodes)
         strides = {"etp": 1, "tp": 1, "ulysses": job.tp, "ring": job.tp * job.inner}
         strides |= {"ep": job.etp, "ep-near": job.etp, "ep-far": near, "row": 1}
+        strides |= {"scale": 1, "replica": 1}
         stride = strides[issued.axis] * np.ones_like(self.grid.tp)
         moe = self.shape.moe
         if moe is not None and issued.axis in UNEVEN_AXES:
@@ -238,17 +255,19 @@ class LayerTimer(LayerKernels):
         shape, tp = self.shape, self.grid.tp
         passes, inner = self.stack.narrow_passes, 1.5 if shape.gated else 1.0
         norms = self.moved(NORM_PASSES * shape.width / self.split * self.tokens * self.itemsize)
-        *into, _ = self._attention_gemms()
+        *into, out = self._attention_gemms()
         attention: TimeParts = {
             "products": self._gemm_seconds(into),
             "attention": forward["attention"],
             "elementwise": self._elementwise(0) - norms,
+            **self._rounding_again([*into, out]),
         }
         if moe is not None:
             again = {name: forward[name] for name in ("experts", "launch")}
             slots = forward["elementwise"] - self._elementwise(0)
             act = self.moved(inner * passes * self._slots(moe) * moe.ffn * self.itemsize)
-            experts: TimeParts = {**again, "elementwise": slots}
+            rounded = self._rounding_again(self._shared_gemms(moe))
+            experts: TimeParts = {**again, "elementwise": slots, **rounded}
             return {
                 "norm": {"elementwise": norms},
                 "act": {"elementwise": act},
@@ -259,6 +278,7 @@ class LayerTimer(LayerKernels):
         mlp: TimeParts = {
             "products": self._gemm_seconds(self._mlp_gemms(shape.ffn)[:1]),
             "elementwise": act,
+            **self._rounding_again(self._mlp_gemms(shape.ffn)),
         }
         return {
             "norm": {"elementwise": norms},
@@ -266,6 +286,13 @@ class LayerTimer(LayerKernels):
             "attention": attention,
             "mlp": mlp,
         }
+
+    def _rounding_again(self, gemms: list[Gemm]) -> TimeParts:
+        """What a module that runs again rounds again: the input of its last matmul is saved."""
+        return {} if self.stack.fp8 is None else {"rounding": self.rounding_seconds(gemms)[0]}
+
+    def _shared_gemms(self, moe: Moe) -> list[Gemm]:
+        return self._mlp_gemms(moe.shared_ffn) if moe.shared else []
 
     def head(self) -> LayerTimes:
         """The LM head and the loss, and again for each MTP layer."""
@@ -311,22 +338,23 @@ class LayerTimer(LayerKernels):
         inner = (3 if shape.gated else 2) * moe.ffn / grid.etp
         # A matmul with few rows is bound by reading its weights from memory.
         read = self.moved(moe.experts / grid.ep * shape.width * inner * self.itemsize)
-        speed = self.narrow_speed * self.stack.grouped_share
+        experts_speed, late_speed = self.expert_speed
+        speed = experts_speed * self.stack.grouped_share
         grouped = np.maximum(2 * rows * shape.width * inner / speed, read)
         grouped = grouped + 2 * self.reach.start
         router = self._router(2 * tokens * shape.width * moe.experts)
         seconds = grouped + router
-        if moe.shared:
-            seconds = seconds + self._gemm_seconds(self._mlp_gemms(moe.shared_ffn))
+        shared = self._gemm_seconds(self._shared_gemms(moe)) if moe.shared else np.zeros(1)
         moved = self.stack.slot_passes + np.where(grid.ep > 1, self.stack.reorder_passes, 0.0)
         passes = moved * shape.width + inner
         elementwise = self.moved(passes * slots * grid.etp * self.itemsize)
         for parts, factor in ((forward, 1.0), (inputs, self.stack.elementwise_backward)):
             parts["elementwise"] = parts["elementwise"] + factor * elementwise
-            parts["experts"] = seconds
+            parts["experts"] = seconds + shared
             parts["launch"] = np.full_like(grid.ep, self.stack.expert_wait)
         size = moe.experts / grid.ep * shape.width * inner
-        weights["experts"] = seconds / self.late_speed + self._accumulated(size)
+        weights["experts"] = seconds / late_speed + shared / self.late_speed
+        weights["experts"] = weights["experts"] + self._accumulated(size)
 
     def _add_context(self, times: LayerTimes) -> None:
         """What context parallelism adds to attention.

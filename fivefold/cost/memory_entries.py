@@ -19,6 +19,7 @@ from fivefold.cost.activations import Activations
 from fivefold.cost.frozen import trainable_share
 from fivefold.cost.grid import OFFLOADS, Array, LayoutGrid
 from fivefold.cost.pipeline_ranks import RankStage, fewest_layers, holds_all_microbatches
+from fivefold.cost.rounding_time import rounded_weights
 from fivefold.cost.saved_layers import SavedLayers, layer_numbers
 from fivefold.cost.stack import SoftwareStack, StackMemory
 from fivefold.cost.stage_gradients import (
@@ -50,9 +51,10 @@ class MemoryEntries:
         self.memory: StackMemory = stack.memory
         if stack.saves_gathered:
             self.memory = replace(self.memory, gathered_inputs=True)
-        if self.memory.narrow_inputs and matmul_bytes(precision) < itemsize_of(precision):
-            self.memory = replace(self.memory, input_bytes=matmul_bytes(precision))
         self.itemsize = itemsize = itemsize_of(precision)
+        narrow = matmul_bytes(precision) if stack.fp8 is None else stack.fp8.saved_bytes
+        if self.memory.narrow_inputs and narrow < itemsize:
+            self.memory = replace(self.memory, input_bytes=narrow)
         self.precision = precision
         self.tokens = grid.microbatch_size * seq / grid.cp
         self.chunks = np.ones(1)
@@ -277,6 +279,7 @@ class MemoryEntries:
         away = grid.offload > 0
         stays = np.where(away, 0.0, 1.0)
         weights = self._sharded(parameters, 3) * (memory.weight_bytes or self.itemsize)
+        weights = weights + rounded_weights(self.stack, grid, parameters, self.shape.layers)
         gone = away & (grid.zero == 3) & (grid.shard * grid.cp > 1)
         learned = trainable_share(self.shape, self.stack)
         gradients = self._sharded(parameters, 2) * self.gradient_bytes * learned

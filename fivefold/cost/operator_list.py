@@ -50,9 +50,15 @@ class Operator:
     gathered: float = 0.0  # bytes of all tokens that its backward gathers
     gathers: Gathers = ""  # of what: deferred weight gradients need that, not this rank's tokens
     weights_last: bool = False  # its weight gradients come after those of its inputs
+    codes: float = 0.0  # bytes that stand for the gradient of its outputs in deferred ones
     collective: bool = False  # it is one, or has some inside
     module: str = ""  # which may run again as a whole
     block: int = 0
+
+    @property
+    def saves(self) -> bool:
+        """Whether its backward reads what its forward has saved: tensors, or codes of them."""
+        return bool(self.saved or self.codes)
 
     @property
     def outputs(self) -> tuple[TapeTensor, ...]:
@@ -67,14 +73,16 @@ class OperatorList:
     operators: list[Operator] = field(default_factory=list[Operator])
     module: str = ""  # of the operators that follow
     block: int = 0
+    rounds: bool = False  # linears of the layer that follows are rounded to fp8
 
     @property
     def output(self) -> TapeTensor:
         return self.operators[-1].output
 
-    def begin(self, module: str, block: int) -> None:
+    def begin(self, module: str, block: int, rounds: bool | None = None) -> None:
         """The operators that follow are of this module of a block; "" is the block itself."""
         self.module, self.block = module, block
+        self.rounds = self.rounds if rounds is None else rounds
 
     def add(
         self,
@@ -94,6 +102,7 @@ class OperatorList:
         gathered: float = 0.0,
         gathers: Gathers = "",
         weights_last: bool = False,
+        codes: float = 0.0,
     ) -> TapeTensor:
         """Append an operator; its output."""
         names = tuple(filter(None, [weights] if isinstance(weights, str) else weights))
@@ -104,6 +113,7 @@ class OperatorList:
             gathered,
             gathers,
             weights_last,
+            codes,
             collective,
             self.module,
             self.block,

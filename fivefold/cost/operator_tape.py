@@ -31,11 +31,13 @@ class Change(NamedTuple):
 
 
 class WeightGradient(NamedTuple):
-    """The gradients of the weights of a block whose names begin so: made, and then given."""
+    """The gradients of the weights of a block whose names begin so: made, and then given. `apart`:
+    as a tensor, and not inside of a sum."""
 
     block: int
     name: str
     given: bool
+    apart: bool = False
 
 
 class BlockPass(NamedTuple):
@@ -99,7 +101,7 @@ class OperatorTape:
                 self.events.append(BlockPass(one.block, True, False))
                 block = one.block
             gradient, module = self._joined(grads, one), self._module(one)
-            if module in left and one.saved:
+            if module in left and one.saves:
                 left.remove(module)
                 self._repeat(module)
             self._differentiate(one, gradient, grads, way)
@@ -166,7 +168,7 @@ class OperatorTape:
         first = operators[0].inputs[0]
         self._take(first)
         self.plain.add(first)
-        while not operators[-1].saved:
+        while not operators[-1].saves:
             operators.pop()
         self._run(operators, lambda one: True)
         self._drop(operators[-1].output.storage)
@@ -259,10 +261,10 @@ class OperatorTape:
                 self._drop(each)
         else:
             self.held[one] += made_again
-        if one.gathers == "gradient":
+        if one.gathers == "gradient" or one.codes:
             self._forget(gradient)
             gradient = _Gradient(0.0)
-        kept = one.defers + (one.gathered if one.gathers else 0.0)
+        kept = one.defers + one.codes + (one.gathered if one.gathers else 0.0)
         self._change(kept - self.private[one])
         self.private[one] = kept
         self.owed.append((one, gradient))
@@ -283,6 +285,12 @@ class OperatorTape:
             grads[tensor] = gradient
 
     def _weights(self, one: Operator, extra: float) -> None:
+        if one.codes:  # one matmul makes those of all linears
+            for given in (False, True):
+                self.events += [
+                    WeightGradient(one.block, each, given, True) for each in one.weights
+                ]
+            return
         for each in one.weights:
             self._extra(extra)
             self.events.append(WeightGradient(one.block, each, False))

@@ -13,6 +13,7 @@ from itertools import zip_longest
 
 import numpy as np
 
+from fivefold.core.fp8 import keeps_rounded
 from fivefold.core.plan import Plan
 from fivefold.core.recipe import BLOCK_OF_STATES, ROUNDED_AT_ONCE
 from fivefold.core.recompute import Recompute
@@ -34,6 +35,7 @@ from fivefold.cost.layer_operators import LayerOperators
 from fivefold.cost.memory_entries import MUON_STATE, MemoryEntries
 from fivefold.cost.operator_list import OperatorList
 from fivefold.cost.operator_tape import Event, OperatorTape
+from fivefold.cost.rounded_operators import RoundedOperators
 from fivefold.cost.segment_steps import JoinedStep
 from fivefold.cost.stage_ledger import REPLAYED, ActionBytes, Segment, StageLedger, StageRun
 from fivefold.cost.unit_ledger import ACTIVATIONS, DataRules, Held, Slice, nothing
@@ -45,12 +47,13 @@ MESSAGES = 2  # that are received while others are computed with
 
 
 ActionEvents = Mapping[str, Sequence[Event]]
+KnownEvents = dict[Hashable, ActionEvents]
 
 
 @lru_cache(maxsize=32)  # many plans of a search have the same layers
 def _known_tapes(
     operators: Hashable,
-) -> tuple[dict[Hashable, ActionEvents], dict[Hashable, list[JoinedStep]]]:
+) -> tuple[KnownEvents, dict[Hashable, list[JoinedStep]]]:
     """What is known of layers with these operators: events, and the steps of segments."""
     return {}, {}
 
@@ -67,21 +70,29 @@ class PlanLedger:
         tokens = float(np.asarray(entries.tokens).reshape(-1)[0])
         visits = 1 if plan.split.gathers else plan.split.outer
         reorders = plan.batch.microbatch_size > 1 or plan.options.tp_overlap > 1
-        self.operators = LayerOperators(
-            entries.activations, tokens, visits, plan.saves_input_shards, self.queued, reorders
-        )
-        self.events, self.steps = _known_tapes(self.operators.key)
+        how = (plan.saves_input_shards, self.queued, reorders)
+        job = (entries.activations, tokens, visits, *how)
+        self.operators, self.fp8 = LayerOperators(*job), entries.stack.fp8
+        self.rounding = {False: self.operators, True: self.operators}  # by whether weights stay so
+        if self.fp8 is not None:
+            size = (self.itemsize, self.itemsize * tokens)
+            self.rounding = {
+                kept: LayerOperators(*job, RoundedOperators(self.fp8, kept, *size))
+                for kept in (False, True)
+            }
         self.kinds: dict[Hashable, StageLedger] = {}
 
     def peak(self, place: int) -> dict[str, float]:
         """By category, of one pipeline rank."""
         stages = {n: self._stage(n) for n in self.plan.schedule.placement.stages_of(place)}
         units = [unit for each in stages.values() for unit in each.packed]
+        rounded = sum(self._rounded_weights(n, each.packed) for n, each in stages.items())
         runs = {n: StageRun(each) for n, each in stages.items()}
         walk = _RankWalk(runs, self.in_turns)
         walk.follow(list(turns_of(self.plan.schedule, place)))
         walk.end(self._update(units))
         found = {**self._states(units), **walk.at_peak()}
+        found["weights"] += rounded
         if self.plan.layout.pp > 1:
             found["buffers"] = MESSAGES * self.operators.residual
         return found
@@ -91,19 +102,24 @@ class PlanLedger:
         plan, shape, layers = self.plan, self.plan.shape, self.plan.stages[stage]
         ends, rule = (layers.start == 0, layers.stop == shape.layers), plan.recompute.of(stage)
         keeps = not plan.gathers_each_time(layers)
-        key = (*ends, rule, keeps, *map(shape.is_moe_layer, layers))
+        rounds = tuple(map(self._rounds, layers))
+        key = (*ends, rule, keeps, *map(shape.is_moe_layer, layers), *rounds)
         if key not in self.kinds:
+            operators = self.rounding[keeps_rounded(plan.layout, keeps)]
             tables = self.entries.activations.rotary_tables() * self.operators.tokens
             self.kinds[key] = StageLedger(
-                list(self._segments(layers, rule)),
+                list(self._segments(layers, rule, operators)),
                 units_of(plan, stage, self.itemsize),
                 self._rules(layers, keeps),
                 self.operators.residual,
                 tables,
                 self.in_turns,
-                self.steps,
+                _known_tapes(operators.key)[1],
             )
         return self.kinds[key]
+
+    def _rounds(self, layer: int) -> bool:
+        return self.fp8 is not None and self.fp8.rounds(layer, self.plan.shape.layers)
 
     def _rules(self, layers: range, keeps: bool) -> DataRules:
         plan, layout = self.plan, self.plan.layout
@@ -121,41 +137,49 @@ class PlanLedger:
             queued=self.queued,
         )
 
-    def _segments(self, layers: range, rule: Recompute) -> Iterator[Segment]:
-        shape, operators = self.plan.shape, self.operators
+    def _segments(
+        self, layers: range, rule: Recompute, operators: LayerOperators
+    ) -> Iterator[Segment]:
+        shape = self.plan.shape
+        known = _known_tapes(operators.key)[0]
         if layers.start == 0:
-            yield Segment(("embed",), self._events("embed", operators.embedding))
+            yield Segment(("embed",), self._events(known, "embed", operators.embedding))
         size = rule.blocks or 1
         for start in range(layers.start, layers.stop, size):
             some = range(start, min(start + size, layers.stop))
-            routed = tuple(map(shape.is_moe_layer, some))
-            events = self._events((rule, routed), partial(operators.blocks, routed, rule), rule)
+            kind = (tuple(map(shape.is_moe_layer, some)), rule, tuple(map(self._rounds, some)))
+            events = self._events(known, kind, partial(operators.blocks, *kind), rule)
             yield Segment(tuple(f"blocks.{i}" for i in some), events)
         if layers.stop == shape.layers:
-            head = self._head()
+            head = self._head(known, operators)
             yield Segment(("head",), head)
             for depth in range(shape.mtp):
-                routed = (shape.is_moe_layer(shape.layers),)
-                ahead = partial(operators.blocks, routed, rule, joins=True)
-                yield Segment((f"mtp.{depth}",), self._events(("mtp", rule), ahead, rule))
+                last = shape.layers
+                kind = ((shape.is_moe_layer(last),), rule, (self._rounds(last),))
+                ahead = partial(operators.blocks, *kind, joins=True)
+                yield Segment((f"mtp.{depth}",), self._events(known, ("mtp", *kind), ahead, rule))
                 yield Segment(("head",), head)
 
-    def _head(self) -> ActionEvents:
-        entries, memory, operators = self.entries, self.entries.memory, self.operators
+    def _head(self, known: KnownEvents, operators: LayerOperators) -> ActionEvents:
+        entries, memory = self.entries, self.entries.memory
         if entries.chunked.all() and not self.queued:
             found = (entries.loss(), entries.gradients_of_loss())
             sizes = tuple(float(each.item()) for each in found)
-            return self._events(("head", *sizes), partial(operators.head_in_chunks, *sizes))
+            return self._events(known, ("head", *sizes), partial(operators.head_in_chunks, *sizes))
         split = self.plan.layout.tp > 1 and memory.split_logits_bytes
         logits = split or memory.logits_bytes
-        return self._events(("head", logits), partial(operators.head, logits))
+        return self._events(known, ("head", logits), partial(operators.head, logits))
 
     def _events(
-        self, key: Hashable, find: Callable[[], OperatorList], rule: Recompute | None = None
+        self,
+        known: KnownEvents,
+        key: Hashable,
+        find: Callable[[], OperatorList],
+        rule: Recompute | None = None,
     ) -> ActionEvents:
         """Of every kind of action."""
-        if key in self.events:
-            return self.events[key]
+        if key in known:
+            return known[key]
         rule = rule or Recompute()
         make = partial(OperatorTape, find(), rule.modules, rule.full)
         tape = make()
@@ -166,7 +190,7 @@ class PlanLedger:
             tape.forward()
             events[INPUT_GRAD] = tape.backward("input")
             events[WEIGHT_GRAD] = tape.weight_gradients()
-        self.events[key] = events
+        known[key] = events
         return events
 
     def _states(self, units: Sequence[Unit]) -> Held:
@@ -188,6 +212,15 @@ class PlanLedger:
             found["optimizer"] += (unit.shard_size - narrow) * memory.moment_bytes
             found["optimizer"] += narrow * MUON_STATE
         return found
+
+    def _rounded_weights(self, stage: int, units: Sequence[Unit]) -> float:
+        """Weights in fp8, in both orders: from their first use on, and over the update."""
+        plan, layers = self.plan, self.plan.stages[stage]
+        if self.fp8 is None or not keeps_rounded(plan.layout, not plan.gathers_each_time(layers)):
+            return 0.0
+        rows = (each.row for unit in units for each in unit.entries)
+        named = (row.numel for row in rows if self.fp8.rounds_weight(row.name, plan.shape.layers))
+        return self.fp8.weight_bytes * sum(named)
 
     def _update(self, units: Sequence[Unit]) -> float:
         """Bytes besides, after the last action. Mirrored stages sum all gradients, in float32. An

@@ -106,7 +106,8 @@ class SavedLayers:
         """Gradients in the backward of a layer: of activations, or of its largest weight; they are
         not alive at the same time."""
         found = self.activations.backward_gradients(routed) * self.tokens
-        found = found + self.activations.pairs()[1] * self.tokens
+        besides = self.activations.pairs()[1] + self.activations.rounding_copies(routed)
+        found = found + besides * self.tokens
         if not self.memory.unit_by_unit:
             return found
         shape, matrices = self.shape, 3 if self.shape.gated else 2

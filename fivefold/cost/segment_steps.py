@@ -86,9 +86,9 @@ class _SegmentWeights:
     def __init__(self, weights: Sequence[Sequence[BlockWeight]], sizes: GradientSizes) -> None:
         self.left, self.sizes = [list(each) for each in weights], sizes
 
-    def made(self, block: int, name: str) -> float:
+    def made(self, block: int, name: str, apart: bool = False) -> float:
         """Bytes of the largest weight gradient of these, as the backward makes it."""
-        if self.sizes.adds_products(name):
+        if self.sizes.adds_products(name) and not apart:
             return 0.0
         if self.sizes.tied_head and name == "head":
             return float(self.sizes.tied_head * self.sizes.itemsize)
@@ -118,7 +118,7 @@ def _steps(
         if isinstance(event, WeightGradient):
             key = event.block, event.name
             if not event.given:
-                made[key] = weights.made(*key)
+                made[key] = weights.made(*key, event.apart)
                 yield Change(made[key], peak=made[key])
             else:
                 yield from _taken(event, weights, use, made.pop(key))

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from fivefold.core.balance import Balance
+from fivefold.core.fp8 import Fp8
 from fivefold.cost.grid import Flags, LayoutGrid
 
 GIB = 2**30
@@ -220,6 +221,7 @@ class SoftwareStack:
     optimizer_bytes: float = 28.0  # moved per element that the optimizer owns
     orthogonalizes: bool = False  # Muon: one moment for matrices, which it makes orthogonal
     balance: tuple[Balance, ...] = ()  # how a plan balances the load of experts
+    fp8: Fp8 | None = None  # how it rounds linears
     clip_bytes: float = 0.0  # moved beside: norm, scaling, and the weight from its master
     fixed: float = 0.0  # unexplained seconds of a step: data, logging, the host
     factor: float = 1.0

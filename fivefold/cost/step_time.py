@@ -26,7 +26,7 @@ from fivefold.cost.layer_time import LayerTimer, LayerTimes, TimeParts, total_se
 from fivefold.cost.pipeline_ranks import bubble_seconds, mirrored
 from fivefold.cost.pipeline_time import pipeline_seconds, pipeline_timer
 from fivefold.cost.stack import SoftwareStack
-from fivefold.cost.update_time import update_seconds
+from fivefold.cost.update_time import update_seconds, weight_rounding
 
 # Host seconds of a backward over those of a forward: assumed.
 HOST_BACKWARD = 1.0
@@ -106,7 +106,9 @@ def _by_longest_paths(
         waits = np.maximum(seconds - total_seconds(found), 0.0)
         found["pp"] = np.minimum(waits, 2 * (grid.pp - 1) * work.message())
         found["bubble"] = waits - found["pp"]
-        scaled = {name: each * stack.factor for name, each in (found | around).items()}
+        for name, each in around.items():
+            found[name] = found.get(name, np.zeros(1)) + each
+        scaled = {name: each * stack.factor for name, each in found.items()}
         return {**scaled, "fixed": np.full_like(grid.microbatches, stack.fixed)}
 
     return StepTime(seconds * stack.factor, outside, parts)
@@ -123,7 +125,7 @@ def _around_pipeline(work: LayerTimer, costs: PassCosts, stages: Spans | None = 
     pp, units = work.grid.pp, flat_units(work, stages)
     owned = None if units is None else units.owned
     seconds = data_seconds(work, units, window / pp, body / pp)
-    return {"dp": seconds, **update_seconds(work, owned)}
+    return {"dp": seconds, **update_seconds(work, owned), **weight_rounding(work)}
 
 
 def around_parts(work: LayerTimer, stages: Spans | None = None) -> TimeParts:

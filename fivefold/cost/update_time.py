@@ -9,7 +9,9 @@ from fivefold.core.shape import Shape
 from fivefold.core.weights import by_name
 from fivefold.cost.frozen import trainable_share
 from fivefold.cost.grid import OFFLOADS, Array, LayoutGrid
+from fivefold.cost.layer_collectives import fused_matmuls, weight_maxima
 from fivefold.cost.layer_time import LayerTimer, TimeParts
+from fivefold.cost.rounding_time import ROUNDED_SHARE, weight_bytes
 
 # Bytes/s at which one GPU's share of the host updates offloaded states: assumed.
 HOST_BANDWIDTH = 50e9
@@ -30,6 +32,24 @@ def rank_parameters(shape: Shape, grid: LayoutGrid) -> tuple[Array, Array]:
         (dense / grid.pp + ends * on_end) / grid.tp,
         experts / (grid.pp * grid.ep * grid.etp),
     )
+
+
+def weight_rounding(work: LayerTimer) -> TimeParts:
+    """Weights that are rounded to fp8 in a step, with the maxima over ranks."""
+    shape, grid, fp8 = work.shape, work.grid, work.stack.fp8
+    if fp8 is None:
+        return {}
+    numel, fused = np.zeros(1), 0.0
+    for i, count in layer_kinds(shape).items():
+        routed = shape.is_moe_layer(i)
+        gemms = work.rounded_gemms(i)
+        numel = numel + count * sum((each.outputs * each.inputs for each in gemms), np.zeros(1))
+        fused += count * sum(fused_matmuls(shape, routed).values())
+    share = fp8.share(shape.layers) / grid.pp
+    seconds = work.moved(weight_bytes(fp8, work.stack, grid, work.itemsize) * numel * share)
+    maxima = weight_maxima(fp8, fused * share, grid.tp)
+    once = work.links.all_reduce(maxima.bytes, grid.tp, np.ones_like(grid.tp))
+    return {"rounding": seconds / ROUNDED_SHARE + maxima.times * once}
 
 
 def update_seconds(work: LayerTimer, owned: Array | None = None) -> TimeParts:

@@ -11,15 +11,16 @@ Legend: B rows of the batch, S tokens of a row, N = B·S, W columns, O outputs, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fivefold.core.fp8 import BLOCK, LARGEST, LEAST_MAXIMUM, Fp8, Fp8Format
+from fivefold.core.fp8 import BLOCK, LARGEST, LEAST_MAXIMUM, SMALL_BLOCK, Fp8, Fp8Format
+from fivefold.model import fp8_sizes
 from fivefold.model.flash import is_fake
-from fivefold.model.fp8_operand import ALIGNED, CODES, Both, Operand
+from fivefold.model.fp8_operand import ALIGNED, CODES, SIZES, Both, Operand, Shares
 
 OverRanks = Callable[[Tensor], Tensor]
 """The maximum of a tensor over the ranks that hold a shard of what shares a scale."""
@@ -65,7 +66,9 @@ def same(maximum: Tensor) -> Tensor:
 
 def rounding_of(fp8: Fp8, over_ranks: OverRanks = same, of_weights: OverRanks = same) -> Rounding:
     """How a plan rounds; maxima go over the ranks that share them."""
-    return Blockwise() if fp8.scaling == "blockwise" else Tensorwise(over_ranks, of_weights)
+    if fp8.scaling == "tensorwise":
+        return Tensorwise(over_ranks, of_weights)
+    return Blockwise() if fp8.scaling == "blockwise" else Microscaled()
 
 
 class Tensorwise:
@@ -102,9 +105,12 @@ class Tensorwise:
 class Blockwise:
     """One scale for 1 × 128 values of tokens, and for 128 × 128 of weights."""
 
+    block = BLOCK
+
     def runs(self, widths: Sequence[int]) -> list[range]:
         """A ragged block is the last of its matrix."""
-        ends = [n + 1 for n, width in enumerate(widths) if width % BLOCK or n == len(widths) - 1]
+        last = len(widths) - 1
+        ends = [n + 1 for n, width in enumerate(widths) if width % self.block or n == last]
         return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
     def maximum(self, parts: Sequence[Tensor]) -> None:
@@ -121,21 +127,55 @@ class Blockwise:
         run: int,
         maximum: Tensor | None,
     ) -> Both:
-        if _has_kernel(parts):
-            from fivefold.model import fp8_kernel  # Triton is there only with CUDA
-
-            return fp8_kernel.round_blocks(parts, form, both, run)
+        if (kernels := _kernels(parts)) is not None:
+            return kernels.round_blocks(parts, form, both, run)
         x_NW = torch.cat([*parts], -1)
         columns = _token_blocks(x_NW.unflatten(0, (-1, run)), form) if both else None
         return Both(_row_blocks(x_NW, form), columns)
 
     def weights(self, parts: Sequence[Tensor], maximum: Tensor | None) -> Both:
-        if _has_kernel(parts):
-            from fivefold.model import fp8_kernel
-
-            return fp8_kernel.round_squares(parts)
+        if (kernels := _kernels(parts)) is not None:
+            return kernels.round_squares(parts)
         weight_OI = torch.cat([*parts])
         return Both(_square_blocks(weight_OI), _square_blocks(weight_OI.T))
+
+
+class Microscaled(Blockwise):
+    """mxfp8: one scale, a power of two, for 32 values along the dim that a matmul sums over. So a
+    weight has other codes for the forward than for the input gradient. No kernel multiplies it
+    here: the rounded values are."""
+
+    block = SMALL_BLOCK
+
+    def tokens(
+        self,
+        parts: Sequence[Tensor],
+        form: Fp8Format,
+        both: bool,
+        run: int,
+        maximum: Tensor | None,
+    ) -> Both:
+        if is_fake(parts[0]):
+            return fp8_sizes.round_small(parts, form, both, run)
+        x_NW = torch.cat([*parts], -1)
+        columns = None
+        if both:
+            columns = _token_blocks(x_NW.unflatten(0, (-1, run)), form, "small")
+        return Both(_row_blocks(x_NW, form, "small"), columns)
+
+    def weights(self, parts: Sequence[Tensor], maximum: Tensor | None) -> Both:
+        if is_fake(parts[0]):
+            return fp8_sizes.round_small_weights(parts)
+        weight_OI = torch.cat([*parts])
+        rows, columns = (_row_blocks(each, "e4m3", "small") for each in (weight_OI, weight_OI.T))
+        return Both(rows, columns)
+
+
+def power_of_two(scale: Tensor) -> Tensor:
+    """The next power of two that is not smaller, so that no value exceeds the format."""
+    fraction, exponent = torch.frexp(scale)
+    exponent = torch.where(fraction == 0.5, exponent - 1, exponent)
+    return torch.where(scale.isfinite(), torch.ldexp(torch.ones_like(scale), exponent), scale)
 
 
 def scale_and_factor(maximum: Tensor, form: Fp8Format) -> tuple[Tensor, Tensor]:
@@ -152,17 +192,23 @@ def to_codes(x: Tensor, factor: Tensor, form: Fp8Format) -> Tensor:
     return (x.to(wide) * factor.to(wide)).to(torch.float32).to(CODES[form])
 
 
-def _has_kernel(parts: Sequence[Tensor]) -> bool:
+def _kernels(parts: Sequence[Tensor]) -> Any:
+    """The module with kernels for these tensors, or with the sizes of what such kernels make; None
+    if there is none."""
     first = parts[0]
-    return first.is_cuda and first.dtype != torch.float64 and not is_fake(first)
+    if is_fake(first):
+        return fp8_sizes
+    if not first.is_cuda or first.dtype == torch.float64:
+        return None
+    from fivefold.model import fp8_kernel  # Triton is there only with CUDA
+
+    return fp8_kernel
 
 
 def _largest(parts: Sequence[Tensor]) -> Tensor:
     """The largest absolute value of them all, in float32."""
-    if _has_kernel(parts):
-        from fivefold.model import fp8_kernel
-
-        return fp8_kernel.largest(parts)
+    if (kernels := _kernels(parts)) is not None:
+        return kernels.largest(parts)
     return torch.stack([each.abs().amax() for each in parts]).amax().to(torch.float32)
 
 
@@ -170,31 +216,38 @@ def _cast(
     parts: Sequence[Tensor], maximum: Tensor, form: Fp8Format, both: bool, beside: bool
 ) -> Both:
     """Matrices `beside` or below one another, with one scale."""
-    if _has_kernel(parts):
-        from fivefold.model import fp8_kernel
-
-        return fp8_kernel.cast(parts, maximum, form, both, beside)
+    if (kernels := _kernels(parts)) is not None:
+        return kernels.cast(parts, maximum, form, both, beside)
     scale, factor = scale_and_factor(maximum, form)
     codes = to_codes(torch.cat([*parts], -1 if beside else 0), factor, form)
     columns = Operand(codes.T.contiguous(), scale, "tensor") if both else None
     return Both(Operand(codes, scale, "tensor"), columns)
 
 
-def _row_blocks(x_NW: Tensor, form: Fp8Format) -> Operand:
-    """1 × 128 along the last dim."""
-    x_NGb = _padded(x_NW, 1).unflatten(1, (-1, BLOCK))
-    scale_NG, factor_NG = scale_and_factor(x_NGb.abs().amax(2), form)
+def _of_blocks(maximum: Tensor, form: Fp8Format, shares: Shares) -> tuple[Tensor, Tensor]:
+    """Scales and factors; those of small blocks are powers of two."""
+    scale, factor = scale_and_factor(maximum, form)
+    if shares != "small":
+        return scale, factor
+    scale = power_of_two(scale)
+    return scale, torch.ones_like(scale) / scale
+
+
+def _row_blocks(x_NW: Tensor, form: Fp8Format, shares: Shares = "row") -> Operand:
+    """1 × 128 along the last dim, or 1 × 32."""
+    x_NGb = _padded(x_NW, 1, SIZES[shares]).unflatten(1, (-1, SIZES[shares]))
+    scale_NG, factor_NG = _of_blocks(x_NGb.abs().amax(2), form, shares)
     codes = to_codes(x_NGb, factor_NG[..., None], form).flatten(1)
-    return Operand(codes[:, : x_NW.shape[1]].contiguous(), scale_NG, "row")
+    return Operand(codes[:, : x_NW.shape[1]].contiguous(), scale_NG, shares)
 
 
-def _token_blocks(x_BSW: Tensor, form: Fp8Format) -> Operand:
-    """128 tokens of one row and column, transposed; every row is padded to whole blocks."""
-    x_BTbW = _padded(x_BSW, 1).unflatten(1, (-1, BLOCK))
-    scale_BTW, factor_BTW = scale_and_factor(x_BTbW.abs().amax(2), form)
+def _token_blocks(x_BSW: Tensor, form: Fp8Format, shares: Shares = "row") -> Operand:
+    """128 or 32 tokens of one row and column, transposed; every row is padded to whole blocks."""
+    x_BTbW = _padded(x_BSW, 1, SIZES[shares]).unflatten(1, (-1, SIZES[shares]))
+    scale_BTW, factor_BTW = _of_blocks(x_BTbW.abs().amax(2), form, shares)
     codes_BTbW = to_codes(x_BTbW, factor_BTW[:, :, None], form)
     codes = codes_BTbW.view(torch.uint8).flatten(0, 2).T.contiguous().view(CODES[form])
-    return Operand(codes, scale_BTW.flatten(0, 1).T, "row")
+    return Operand(codes, scale_BTW.flatten(0, 1).T, shares)
 
 
 def _square_blocks(weight_OI: Tensor) -> Operand:
@@ -207,8 +260,8 @@ def _square_blocks(weight_OI: Tensor) -> Operand:
     return Operand(codes[:outputs, :inputs].contiguous(), scale, "square")
 
 
-def _padded(x: Tensor, dim: int) -> Tensor:
+def _padded(x: Tensor, dim: int, block: int = BLOCK) -> Tensor:
     """Zeros to a whole number of blocks along a dim."""
-    missing = -x.shape[dim] % BLOCK
+    missing = -x.shape[dim] % block
     after = (x.dim() - 1 - dim) * (0, 0)
     return F.pad(x, (*after, 0, missing)) if missing else x

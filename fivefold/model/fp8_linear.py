@@ -152,7 +152,7 @@ class FusedLinears:
         weights: Sequence[Any],
         biases: Sequence[Any],
     ) -> Sequence[Callable[[GradientSink], None]]:
-        needed = grads._replace(values=()) if self.rounds_wgrad else grads
+        x, needed = (self._for_wgrad(each) for each in (x, grads))
         return [
             partial(self._deliver, x, needed, weights),
             *(
@@ -161,6 +161,13 @@ class FusedLinears:
                 if bias is not None
             ),
         ]
+
+    def _for_wgrad(self, read: ReadOperands) -> ReadOperands:
+        """What the weight gradients read: while they wait, nothing else of it stays in memory."""
+        if not self.rounds_wgrad:
+            return ReadOperands([], read.values)
+        columns = [each.columns for each in read.rounded]
+        return ReadOperands([Both(one, one) for one in columns if one is not None], ())
 
     def _deliver(
         self, x: ReadOperands, grads: ReadOperands, weights: Sequence[Tensor], sink: GradientSink

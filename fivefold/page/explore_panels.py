@@ -303,6 +303,7 @@ def _places(places: Sequence[View], limit: float) -> list[str]:
 
 _WORDS = {
     "compute": "matrix products, attention and what lies between them",
+    "rounding": "inputs, gradients and weights to the few bits of matmuls",
     "launch": "the host starts kernels more slowly than the GPU ends them",
     "bubble": "the rank waits for others of its pipeline",
     "tp": "tensor collectives that no compute hides",

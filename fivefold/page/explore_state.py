@@ -17,7 +17,7 @@ from fivefold.core.count import parameters
 from fivefold.core.errors import BadFile, FivefoldError, IllegalLayout, UnknownName
 from fivefold.core.layout import MOST_RANKS, Layout, Order, parse_zero
 from fivefold.core.plan import Plan, PlanOptions, job_of, resolve
-from fivefold.core.precision import PRECISIONS
+from fivefold.core.precision import PRECISIONS, plan_keys
 from fivefold.core.recompute import StageRecompute
 from fivefold.core.rules import MOST_TOKENS, LayoutRequest, problems
 from fivefold.core.schedule.catalog import FAMILIES, family, names
@@ -142,10 +142,11 @@ class State:
         options = PlanOptions(
             model=self.config or self.model,
             layout=str(self.layout()),
-            precision=PRECISIONS[self.precision].runs_in,
             set=also.model,
             **self._values(same),
         )
+        keys: dict[str, Any] = plan_keys(self.precision)
+        options = replace(options, **keys)
         return replace(options, **also.plan)
 
     def shape(self) -> Shape:

@@ -12,11 +12,13 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor
 
+from fivefold.core.fp8 import keeps_rounded
 from fivefold.core.groups import SCALE
 from fivefold.core.plan import Plan
 from fivefold.model.decoder import Decoder
 from fivefold.model.fp8 import OverRanks, rounding_of, same
 from fivefold.model.fp8_linear import FusedLinears, RoundedWeights, Watch
+from fivefold.model.fp8_matmul import require_units
 from fivefold.model.layers import Linear
 from fivefold.model.linear_math import PLAIN, LinearMath
 from fivefold.parallel.mesh import Mesh
@@ -26,12 +28,13 @@ from fivefold.parallel.stage import MathOf
 def rounding_math(
     plan: Plan, mesh: Mesh, model: Decoder, keeps: bool, watch: Watch | None
 ) -> tuple[MathOf, RoundedWeights]:
-    """The arithmetic of the linears of a stage, and its rounded weights; `keeps` if ZeRO keeps full
-    weights over a step."""
-    fp8, rounded = plan.fp8, RoundedWeights(keeps or mesh.size("fsdp") == 1)
+    """The arithmetic of the linears of a stage, and its rounded weights; `keeps` if weights that
+    were gathered stay over a step."""
+    fp8, rounded = plan.fp8, RoundedWeights(keeps_rounded(plan.layout, keeps))
     if fp8 is None:
         return _plain, rounded
     fp8.require_runnable(plan.schedule.asynchronous)
+    require_units(fp8, mesh.device)
     names = {id(module): name for name, module in model.named_modules()}
     rounding = rounding_of(fp8, _over(mesh, SCALE), _over(mesh, "tp"))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from fivefold.core import legality, models, rules
 from fivefold.core.batch import default_batch
@@ -17,7 +18,7 @@ from fivefold.core.errors import FivefoldError
 from fivefold.core.layout import MOST_RANKS, Layout
 from fivefold.core.machine import Machine
 from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.core.precision import PRECISIONS, RUNTIME_PRECISIONS
+from fivefold.core.precision import RUNTIME_PRECISIONS, plan_keys
 from fivefold.core.shape import Shape
 from fivefold.cost.grid import require_possible_imbalance
 from fivefold.cost.possible import require_room
@@ -109,6 +110,8 @@ def estimate_setting(
     `stack_name`: other people's software, a preset or a file, in place of our own.
     """
     known = machine.peaks.known()
+    if "nvfp4" in known:  # both came with Blackwell
+        known = {**known, "mxfp8": machine.peak("mxfp8")}
     stack, notes = BY_KERNELS[kernels], list[str]()
     if stack_name not in (None, OUR_OWN):
         preset = load_preset(stack_name)
@@ -150,14 +153,18 @@ def plan_request(
     setting, notes = estimate_setting(machine, precision, headroom, kernels, imbalance, stack)
     if options.batch is None:
         notes.append(f"global batch {batch:,} sequences by default: say another with --batch")
-    runs_in = PRECISIONS[precision].runs_in
-    if runs_in != precision:
+    keys: dict[str, Any] = plan_keys(precision)
+    if precision not in keys.values():
+        runs_in = keys["precision"]
         notes.append(f"estimated in {precision}; the runtime and the written plan have {runs_in}")
-    options = replace(options, seq=seq, precision=runs_in)
+    options = replace(options, seq=seq, **keys)
+    setting = setting.with_keys(options)
+    if setting.stack.fp8 is not None:
+        notes.append(f"{precision}: {setting.stack.fp8.describe()}")
     if options.train.offload_kind != "none" or options.train.optimizer_kind.full_matrices:
         fixed = {"offload": options.train.offload_kind, **fixed}
     space = SearchSpace(shape, gpus, seq, batch, domain_sizes(machine), fixed)
-    return PlanRequest(options, shape, space, setting.with_keys(options), tuple(notes))
+    return PlanRequest(options, shape, space, setting, tuple(notes))
 
 
 def domain_sizes(machine: Machine) -> tuple[int, ...]:

@@ -40,7 +40,7 @@ from fivefold.planner.setting import EstimateSetting, plan_arguments
 Seconds = dict[str, float]
 # Parts of a step that no schedule changes.
 _TRAFFIC = ("tp", "cp", "ep", "pp")
-_AROUND = ("dp", "optimizer", "offload", "fixed")
+_AROUND = ("dp", "rounding", "optimizer", "offload", "fixed")
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,9 @@ def simulate_step(
         parts["bubble"] = waits - parts["pp"]
     parts = {name: seconds * setting.stack.factor for name, seconds in parts.items()}
     known = around_parts(work, plan.stages)
-    parts |= {name: float(known[name].item()) for name in _AROUND if name in known}
+    for name in _AROUND:
+        if name in known:
+            parts[name] = parts.get(name, 0.0) + float(known[name].item())
     step = sum(parts.values())
     require_possible_time(job_name(plan, setting), step, parts)
     return SimulatedStep(step, parts, parts.get("bubble", 0.0) / step, plan.schedule, costs)
@@ -138,26 +140,30 @@ def rank_seconds_alone(plan: Plan, setting: EstimateSetting, rank: int) -> float
         passes = {FORWARD: stage[:1], INPUT_GRAD: stage[1:2], WEIGHT_GRAD: stage[2:]}
         for part in passes.get(action.kind, stage[1:]):
             total += sum(each for name, each in part.items() if name not in _TRAFFIC)
-    update = around_parts(work, plan.stages).get("optimizer")
-    return total * setting.stack.factor + (0.0 if update is None else float(update.item()))
+    around = around_parts(work, plan.stages)
+    updates = (around[name] for name in ("rounding", "optimizer") if name in around)
+    return total * setting.stack.factor + sum(float(each.item()) for each in updates)
 
 
 def _stages(plan: Plan, work: LayerTimer, apart: Collection[str] = ()) -> list[_Stage]:
     """Every stage of the plan, its layers without the parts in `apart`; the last one has the head
     and the MTP layers."""
     shape = plan.shape
-    known: dict[tuple[LayerKind, Recompute], LayerTimes] = {}
+    known: dict[tuple[LayerKind, Recompute, bool], LayerTimes] = {}
+    fp8 = work.stack.fp8
     found: list[_Stage] = []
     for number, layers in enumerate(plan.stages):
         rule = plan.recompute.of(number)
         timer = work.under(rule)
         last = layers.stop == shape.layers
-        numbers = [*layers, *([shape.layers - 1] * shape.mtp if last else [])]
+        numbers = [*layers, *([shape.layers] * shape.mtp if last else [])]
         layer_times: list[LayerTimes] = []
-        for i in numbers:
-            key = shape.layer_kind(i), rule
+        for number_of_layer in numbers:
+            i = min(number_of_layer, shape.layers - 1)  # those that predict ahead are like the last
+            plain = fp8 is not None and not fp8.rounds(number_of_layer, shape.layers)
+            key = shape.layer_kind(i), rule, plain
             if key not in known:
-                known[key] = launch_bound_layer(timer, i, apart)
+                known[key] = launch_bound_layer(timer.unrounded if plain else timer, i, apart)
             layer_times.append(known[key])
         found.append(_joined([*layer_times, *([timer.head()] if last else [])]))
     return found
@@ -278,7 +284,8 @@ class Estimate:
         """The step by what it is spent on, without parts of no time."""
         parts = dict(self.parts)
         found = {"compute": sum(parts.pop(name, 0.0) for name in COMPUTE)}
-        for name in ("launch", "bubble", *TRAFFIC, "optimizer", "offload", "fixed"):
+        names = ("rounding", "launch", "bubble", *TRAFFIC, "optimizer", "offload", "fixed")
+        for name in names:
             found[name] = parts.pop(name, 0.0)
         assert not parts, f"parts without a name on screen: {', '.join(parts)}"
         return {name: seconds for name, seconds in found.items() if seconds > 1e-9 * self.step}

@@ -86,9 +86,10 @@ def _is_followed(plan: Plan, entries: MemoryEntries) -> bool:
     """Whether the operators of this plan are known one by one."""
     if not is_buildable(plan.shape):
         return False
-    narrow, memory = entries.memory.input_bytes is not None, entries.memory
+    memory, stack = entries.memory, entries.stack
+    narrow = memory.input_bytes is not None and stack.fp8 is None
     return memory.unit_by_unit and not (
-        narrow or plan.schedule.asynchronous or entries.stack.frozen or memory.offloaded
+        narrow or plan.schedule.asynchronous or stack.frozen or memory.offloaded
     )
 
 

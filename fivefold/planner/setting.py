@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from fivefold.core import balance
+from fivefold.core.fp8 import planned_fp8
 from fivefold.core.machine import Machine
 from fivefold.core.plan import Plan, PlanOptions
 from fivefold.core.shape import Shape
@@ -49,6 +50,7 @@ class EstimateSetting:
             + 2 * (train.state_bytes - self.stack.memory.moment_bytes),
             orthogonalizes=train.optimizer_kind.full_matrices,
             balance=balance.parse(options.balance),
+            fp8=planned_fp8(self.precision, options),
             **narrow,
         )
         return replace(self, stack=stack)

@@ -302,7 +302,7 @@ def from_plan(plan: Plan) -> Expectation | None:
     scaled = Costs(
         *(tuple(factor * each for each in column) for column in times), overlap=costs.overlap
     )
-    busy = sum(known.parts.get(name, 0.0) for name in (*COMPUTE, "launch", *INSIDE))
+    busy = sum(known.parts.get(name, 0.0) for name in (*COMPUTE, "rounding", "launch", *INSIDE))
     shares = {axis: known.parts.get(axis, 0.0) / busy for axis in INSIDE}
 
     def inside(step: Step) -> Mapping[str, float]:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from fivefold.core.fp8 import keeps_rounded
 from fivefold.core.groups import FAR, NEAR, PIPELINE
 from fivefold.core.legality import padded_vocab
 from fivefold.core.plan import Plan
@@ -32,6 +33,7 @@ from fivefold.cost.matching import AFTER, BEFORE, IssuedCollective
 from fivefold.data.batches import samples
 from fivefold.model.batch import TokenBatch
 from fivefold.model.documents import Documents
+from fivefold.model.fp8_operand import Both
 from fivefold.optim.optimizer import Updater
 from fivefold.parallel.compose import Job, StageChunk, compose, hidden_size
 from fivefold.parallel.context import token_index
@@ -237,6 +239,7 @@ class _RehearsalRun:
             actions=self.actions,
             routing=RoundRobin(plan, rank, imbalance),
             wrap=None if tracer is None else partial(self._replaying, tracer),
+            on_rounded=self._see_rounded if self._keeps_rounded() else None,
         )
         with self.meter:
             self.job = self._compose(instruments)
@@ -252,6 +255,18 @@ class _RehearsalRun:
                 fuse=Fused(self.meter, everything=self.plan.options.train.compiles("cuda")),
                 instruments=instruments,
             )
+
+    def _keeps_rounded(self) -> bool:
+        plan = self.plan
+        return plan.fp8 is not None and keeps_rounded(plan.layout, plan.gather == "step")
+
+    def _see_rounded(
+        self, names: Sequence[str], what: str, rounded: Sequence[Both], _: int
+    ) -> None:
+        """Weights in fp8 are memory of weights: they stay over the step."""
+        if what == "weight":
+            both = (side for each in rounded for side in each if side is not None)
+            self.meter.move((part for one in both for part in one[:2]), tracing.WEIGHTS)
 
     def _updater(self) -> Updater:
         with self.meter.called(tracing.OPTIMIZER):

@@ -24,6 +24,7 @@ _NAMES = {
     "dp": "dp traffic",
     "bubble": "bubble",
     "launch": "launches",
+    "rounding": "rounding",
     "optimizer": "optimizer",
     "offload": "host link",
     "fixed": "fixed",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fivefold.core import count
 from fivefold.core.errors import counted
+from fivefold.core.fp8 import Fp8
 from fivefold.core.groups import PIPELINE, Topology, communicators, communicators_of, group_of
 from fivefold.core.plan import Plan
 from fivefold.cost import collectives
@@ -97,10 +98,17 @@ def describe(plan: Plan) -> dict[str, Any]:
             "dp": batch.dp,
             "seq": batch.seq,
         },
+        **({} if plan.fp8 is None else {"fp8": _rounding(plan.fp8)}),
         "communicators": _communicators(plan),
         "traffic": collectives.traffic_json(plan),
         "notes": list(plan.notes),
     }
+
+
+def _rounding(fp8: Fp8) -> dict[str, Any]:
+    """How linears are rounded."""
+    wgrad = {"wgrad": fp8.wgrad, "gradients": fp8.gradients, "skip": fp8.skip}
+    return {"scaling": fp8.scaling, **wgrad, "what": fp8.describe()}
 
 
 def _communicators(plan: Plan) -> dict[str, Any]:
@@ -147,6 +155,7 @@ def render(plan: Plan, table: dict[str, Any]) -> list[str]:
         *(f"layout    {reading}" for reading in table["readings"]),
         f"          ZeRO-{plan.layout.zero}, schedule {plan.options.schedule}, "
         f"recompute {plan.recompute}, {plan.precision}",
+        *([] if plan.fp8 is None else [f"          {table['fp8']['what']}"]),
         f"batch     {plan.batch}",
     ]
     if plan.layout.pp > 1:
@@ -231,7 +240,8 @@ def drawback(one: Strategy) -> str:
         return f"{look.verdict}: {above}, most of it {name} ({gib(size)})"
     waste = {k: v for k, v in look.breakdown().items() if k != "compute"}
     name, seconds = max(waste.items(), key=lambda pair: pair[1])
-    what = name if name in ("bubble", "optimizer", "launch", "fixed") else f"{name} traffic"
+    alone = ("bubble", "optimizer", "launch", "rounding", "fixed")
+    what = name if name in alone else f"{name} traffic"
     return f"{what} takes {duration(seconds)} of a step, {seconds / look.step:.0%}"
 
 

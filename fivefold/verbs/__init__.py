@@ -79,10 +79,13 @@ SHARED: dict[str, Any] = {
     "tp_overlap": _option(
         int, "Tensor collectives beside matmuls: 0 none, 1 in backward, K in K chunks (default 1)."
     ),
-    "fp8": _option(str, "What shares a scale in fp8: tensorwise (default) or blockwise."),
+    "fp8": _option(str, "What shares a scale in fp8: tensorwise (default), blockwise or mxfp8."),
     "fp8_wgrad": _option(str, "Operands of weight gradients in fp8: fp8 or bf16 (default fp8)."),
     "fp8_gradients": _option(
-        str, "Format of gradients in fp8: e4m3 or e5m2 (default e5m2; e4m3 if blockwise)."
+        str, "Format of gradients in fp8: e4m3 or e5m2 (default e5m2; e4m3 if in blocks)."
+    ),
+    "fp8_matmul": _option(
+        str, "Where a GPU has no units for fp8: emulated multiplies the rounded values (slow)."
     ),
     "fp8_skip": _option(str, "First and last layers that fp8 leaves in bf16 (default 0+0)."),
     "sp": _option(bool, "Turn sequence parallelism off.", "--no-sp"),

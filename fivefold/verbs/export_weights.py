@@ -44,7 +44,8 @@ def run(
     above("shard-gb", shard_gb, 0.0)
     options = plan.read(run_folder / "plan.toml")
     shape = models.with_overrides(models.load(options.model), options.set)
-    chosen = dtype or ("bf16" if options.precision == "bf16" else "fp32")
+    narrow = PRECISIONS[options.precision].dtype == "bfloat16"  # fp8 too: its weights are bf16
+    chosen = dtype or ("bf16" if narrow else "fp32")
     model = as_hf(shape, PRECISIONS[chosen].dtype, _source(options))
     table = _exported(model, run_folder, step, folder, ExportOptions(chosen, shard_gb))
     typer.echo(json.dumps(table) if as_json else _text(table))

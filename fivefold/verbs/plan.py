@@ -17,7 +17,7 @@ from fivefold.core.compute_budget import TOKENS_PER_PARAMETER, USUAL_MFU, parse_
 from fivefold.core.errors import FivefoldError, UnknownName
 from fivefold.core.machine import Machine
 from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.core.precision import PRECISIONS
+from fivefold.core.precision import PRECISIONS, plan_keys
 from fivefold.core.schedule.catalog import family
 from fivefold.report import plan_text, plan_values, write_text
 from fivefold.report.formula_text import budget_answer, textbook_answer
@@ -82,7 +82,7 @@ def run(
         "mfu": mfu,
     }
     _require_known(plan_options.machine)
-    printed = _answer_of(_compiled(plan_options, kernels), options, command)
+    printed = _answer_of(_as_estimated(plan_options, kernels, precision), options, command)
     typer.echo(json.dumps(printed[0]) if as_json else "\n".join(printed[1]))
 
 
@@ -107,9 +107,10 @@ def _answer_of(
     return _planned(plan_options, options, set_options, is_open)
 
 
-def _compiled(options: PlanOptions, kernels: str) -> PlanOptions:
-    """The plan says whether it was estimated with compiled kernels."""
-    return replace(options, train=replace(options.train, compile=kernels != "eager"))
+def _as_estimated(options: PlanOptions, kernels: str, precision: str | None) -> PlanOptions:
+    """The plan says in which precision, and whether with compiled kernels."""
+    keys: dict[str, Any] = plan_keys(precision) if precision in PRECISIONS else {}
+    return replace(options, train=replace(options.train, compile=kernels != "eager"), **keys)
 
 
 _OF_A_RUN = ("great_run", "stack", "headroom", "output")
@@ -279,9 +280,8 @@ def _inquiry(
 ) -> PlanRequest:
     from fivefold.planner import plan_request
 
-    precision = verbs.one_of(
-        "precision", options["precision"] or plan_options.precision, PRECISIONS
-    )
+    asked = options["precision"] or plan_options.precision
+    precision = verbs.one_of("precision", asked, PRECISIONS)
     machine = machines.load(plan_options.machine or "")
     return plan_request(plan_options, machine, fixed, precision=precision, **options["how"])
 

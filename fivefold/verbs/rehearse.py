@@ -86,10 +86,7 @@ def _rehearsable(options: PlanOptions, imbalance: float) -> Plan:
             "another, such as 1f1b or zb-h1"
         )
     if plan.fp8 is not None:
-        raise FivefoldError(
-            "a rehearsal follows tensors without values, and fp8 kernels take none: rehearse with "
-            "precision = bf16, which holds more"
-        )
+        plan.fp8.require_runnable(plan.schedule.asynchronous)
     if plan.options.train.offload_grads != "none":
         raise FivefoldError(
             "a rehearsal counts all memory of a rank as that of its device, and offload_grads "

@@ -13,7 +13,7 @@ import typer
 
 from fivefold.core import legality
 from fivefold.core.errors import FivefoldError
-from fivefold.core.fp8 import BLOCK, fp8_of, require_whole_blocks, wider_keys, wider_seq
+from fivefold.core.fp8 import fp8_of, require_whole_blocks, wider_keys, wider_seq
 from fivefold.core.layout import Layout
 from fivefold.core.models import is_large, load, scale_down, scaling_note, with_overrides
 from fivefold.core.plan import Plan, PlanOptions, resolve
@@ -134,7 +134,7 @@ def runnable(options: PlanOptions, trains: bool = True) -> Plan:
         notes.append(widening)
     elif is_large(plan.shape):
         small = scale_down(plan.shape, plan.layout)
-        if plan.fp8 is not None and plan.fp8.scaling == "blockwise":
+        if plan.fp8 is not None and plan.fp8.scaling != "tensorwise":
             small = with_overrides(small, wider_keys(small, plan.layout))
         notes.append(scaling_note(plan.shape, small))
         legality.check(plan.layout, small, seq=plan.batch.seq)
@@ -148,7 +148,7 @@ def runnable(options: PlanOptions, trains: bool = True) -> Plan:
 def _wide_enough(options: PlanOptions) -> tuple[PlanOptions, str | None]:
     """A small model, widened where blocks of fp8 need it, and a note that says so."""
     rounding, shape = fp8_of(options), load(options.model)
-    if rounding is None or rounding.scaling != "blockwise":
+    if rounding is None or rounding.scaling == "tensorwise":
         return options, None
     layout = Layout.parse(options.layout, sp=options.sp, context=options.context)
     if options.seq is None:
@@ -157,7 +157,8 @@ def _wide_enough(options: PlanOptions) -> tuple[PlanOptions, str | None]:
         return options, None
     changes = {**wider_keys(shape, layout), **options.set}
     said = ", ".join(f"{key} {value}" for key, value in changes.items())
-    note = f"{shape.name} is widened for blocks of {BLOCK}: {said}; rows of {options.seq} tokens"
+    blocks, rows = f"blocks of {rounding.block}", f"rows of {options.seq} tokens"
+    note = f"{shape.name} is widened for {blocks}: {said}; {rows}"
     return replace(options, set=changes), note
 
 

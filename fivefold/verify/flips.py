@@ -102,10 +102,12 @@ def count_flips(plan: Plan, truth: Codes, ranks: Sequence[RankCodes]) -> int:
         places = places[places < plan.batch.seq]
         for (name, operand), found in of_rank.items():
             cuts = list(_cuts(plan, table, name, rank))
-            key = (name, "weight") if operand.startswith("weight") else (name, operand)
+            key = (name, operand)
+            if operand.startswith("weight") and key not in truth:  # both orders have one code
+                key = (name, "weight")
             if key not in truth:
                 return sum(one.codes.size for one in truth.values())
-            if key[1] == "weight":
+            if operand.startswith("weight"):
                 where = np.ix_(_outputs(cuts)[0], _inputs(cuts))
                 flips += _differing(found[-1], truth[key], where)
                 missing[key][where] = False

@@ -37,7 +37,7 @@ Codes = dict[tuple[str, str], RoundedCodes]
 """By the linears of a fused matmul and operand."""
 Share = tuple[Any, tuple[int, ...]]
 """Where values are, and the dims of it over which they share a scale."""
-_SIDE = 128
+_SIDE, _SMALL_SIDE = 128, 32
 _NOISE = 2.0**-44  # of the largest value of a tensor: 512 errors of float64
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 _ENDS = {_E4M3: 448.0, _E5M2: 57344.0}
@@ -49,6 +49,8 @@ class ReferenceFp8:
     def __init__(self, fp8: Fp8, rows_in_microbatch: int) -> None:
         self.fp8, self.rows = fp8, rows_in_microbatch
         self.tensorwise, self.rounds_wgrad = fp8.scaling == "tensorwise", fp8.wgrad == "fp8"
+        self.small = fp8.scaling == "mxfp8"
+        self.cuts = partial(_cuts, _SMALL_SIDE if self.small else _SIDE)
         self.of_gradients = _E4M3 if fp8.gradients == "e4m3" else _E5M2
         self.codes: Codes = {}
 
@@ -90,21 +92,28 @@ class ReferenceFp8:
         """For a matmul that sums over the width: of inputs, or of gradients of so many outputs."""
         shares = self._microbatches(x_RSW)
         if not self.tensorwise:
-            shares = (((..., columns), (2,)) for columns in _cuts(widths))
+            shares = (((..., columns), (2,)) for columns in self.cuts(widths))
         return self._rounded(key, x_RSW, shares)
 
     def by_tokens(self, key: tuple[str, str], x_RSW: Tensor) -> Tensor:
         """For a matmul that sums over tokens."""
         shares = self._microbatches(x_RSW)
         if not self.tensorwise:
-            shares = (((slice(None), tokens), (1,)) for tokens in _cuts([x_RSW.shape[1]]))
+            shares = (((slice(None), tokens), (1,)) for tokens in self.cuts([x_RSW.shape[1]]))
         return self._rounded(key, x_RSW, shares)
 
-    def weight(self, name: str, weight_OI: Tensor, widths: Sequence[int]) -> Tensor:
-        columns = [slice(None)] if self.tensorwise else list(_cuts([weight_OI.shape[1]]))
-        rows = [slice(None)] if self.tensorwise else list(_cuts(widths))
+    def weights(self, name: str, weight_OI: Tensor, widths: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """For the forward, and for the input gradient."""
+        columns = [slice(None)] if self.tensorwise else list(self.cuts([weight_OI.shape[1]]))
+        rows = [slice(None)] if self.tensorwise else list(self.cuts(widths))
+        if self.small:
+            along = (((slice(None), wide), (1,)) for wide in columns)
+            forward = self._rounded((name, "weight"), weight_OI, along)
+            down = (((high, slice(None)), (0,)) for high in rows)
+            return forward, self._rounded((name, "weight, turned"), weight_OI, down)
         shares = (((high, wide), (0, 1)) for high in rows for wide in columns)
-        return self._rounded((name, "weight"), weight_OI, shares)
+        found = self._rounded((name, "weight"), weight_OI, shares)
+        return found, found
 
     def _microbatches(self, x: Tensor) -> Iterator[Share]:
         starts = range(0, len(x), self.rows)
@@ -120,6 +129,8 @@ class ReferenceFp8:
             largest = part.abs().amax(dims, keepdim=True).float()
             largest = torch.maximum(largest, torch.full_like(largest, 2.0**-100))
             scale = torch.div(largest, torch.full_like(largest, _ENDS[kind]))
+            if self.small:  # up to the next exponent, unless the fraction has no bits
+                scale = ((scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
             found = (part * torch.reciprocal(scale).to(x.dtype)).float().to(kind)
             codes[where], noise[where] = found, largest <= least
             values[where] = found.to(x.dtype) * scale.to(x.dtype)
@@ -128,12 +139,12 @@ class ReferenceFp8:
         return values
 
 
-def _cuts(widths: Sequence[int]) -> Iterator[slice]:
-    """Runs of 128, which begin anew with each width."""
+def _cuts(side: int, widths: Sequence[int]) -> Iterator[slice]:
+    """Runs of so many, which begin anew with each width."""
     begin = 0
     for width in widths:
-        for start in range(begin, begin + width, _SIDE):
-            yield slice(start, min(start + _SIDE, begin + width))
+        for start in range(begin, begin + width, side):
+            yield slice(start, min(start + side, begin + width))
         begin += width
 
 
@@ -145,9 +156,9 @@ class _Rounded(torch.autograd.Function):
         ctx: Any, own: ReferenceFp8, name: str, x: Tensor, *weights: Tensor
     ) -> tuple[Tensor, ...]:
         widths = [len(each) for each in weights]
-        weight_OI = own.weight(name, torch.cat(weights), widths)
+        weight_OI, back_OI = own.weights(name, torch.cat(weights), widths)
         ctx.own, ctx.name, ctx.widths = own, name, widths
-        ctx.save_for_backward(x, weight_OI)
+        ctx.save_for_backward(x, back_OI)
         y = own.by_width((name, "input"), x, [x.shape[2]]) @ weight_OI.T
         return y.split(widths, 2)
 

@@ -27,6 +27,7 @@ def estimated(model: str, layout: str, **options: Any) -> Estimate:
 
 
 LLAMA, DATA = ("llama-3.1-8b", "dp=8"), {"zero": 3, "microbatches": 4}
+ROUNDED = {**DATA, "precision": "fp8"}
 SPLIT, PIPE = ("llama-3.1-8b", "tp=4 dp=2"), ("llama-3.1-8b", "dp=2 pp=4")
 EXPERTS = ("mixtral-8x7b", "dp=16 ep=8")
 # Of each key: the job in which it is changed, and the change.
@@ -54,6 +55,9 @@ CHANGES: dict[str, tuple[tuple[str, str], dict[str, Any], dict[str, Any]]] = {
     "tp_keep": (SPLIT, {}, {"tp_keep": "gathered"}),
     "tp_overlap": (SPLIT, {}, {"tp_overlap": 2}),
     "precision": (LLAMA, DATA, {"precision": "fp32"}),
+    "fp8": (LLAMA, ROUNDED, {"fp8": "blockwise"}),
+    "fp8_wgrad": (LLAMA, ROUNDED, {"fp8_wgrad": "bf16"}),
+    "fp8_skip": (LLAMA, ROUNDED, {"fp8_skip": "1+1"}),
     "set": (LLAMA, DATA, {"set": {"layers": "16"}}),
     "optimizer": (LLAMA, DATA, {"train": Recipe(optimizer="muon")}),
     "states": (LLAMA, DATA, {"train": Recipe(states="bf16")}),
@@ -62,10 +66,8 @@ CHANGES: dict[str, tuple[tuple[str, str], dict[str, Any], dict[str, Any]]] = {
     "compile": (LLAMA, DATA, {"train": Recipe(compile=False)}),
 }
 FREE = {
-    "fp8": "matmuls of both recipes are priced at the chip's one efficiency in fp8",
-    "fp8_wgrad": "the same: all three matmuls of a linear are priced at one speed",
     "fp8_gradients": "both formats have one byte and one speed",
-    "fp8_skip": "layers are priced alike: those that stay in bf16 are few",
+    "fp8_matmul": "emulation is for proofs and old GPUs: how long it takes is not estimated",
     "gpus": "the product of the degrees; another number is refused",
     "packed": "how long documents are is known only to the data: rows are priced as one document",
     "train": "a table of the keys below",

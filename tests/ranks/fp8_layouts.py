@@ -1,4 +1,4 @@
-"""fp8 in layouts of all five dimensions, tensorwise and blockwise.
+"""fp8 in layouts of all five dimensions, tensorwise and blockwise, and mxfp8 in a few.
 
     python -m tests.ranks.fp8_layouts
 
@@ -64,6 +64,17 @@ def _both(
     return (Fp8Case(scaling, layout, model, set or {}, keys) for scaling in SCALINGS)
 
 
+def small_blocks() -> Iterator[Fp8Case]:
+    """Blocks of 32, with powers of two as scales: a handful, since layouts do as with those of
+    128."""
+    yield Fp8Case("mxfp8", "dp=1", keys={"microbatch_size": 2})
+    yield Fp8Case("mxfp8", "dp=2", keys={"zero": 3, "recompute": "full"})
+    yield Fp8Case("mxfp8", "tp=2", set=ONE_KV | BIASED)
+    yield Fp8Case("mxfp8", "tp=2 cp=2", keys={"fp8_wgrad": "bf16"})
+    yield Fp8Case("mxfp8", "pp=2", keys={"schedule": "zb-h1"})
+    yield Fp8Case("mxfp8", "dp=2 ep=2", model="tiny-moe")
+
+
 def cases() -> Iterator[Fp8Case]:
     """Each dimension alone, with what it changes about rounding, and then several together."""
     yield from _both("dp=1", microbatch_size=2)
@@ -90,6 +101,7 @@ def cases() -> Iterator[Fp8Case]:
     yield from _both("dp=2 ep=2", "tiny-moe")
     yield from _both("dp=2 tp=2 ep=2 etp=2", "tiny-moe", zero=1)
     yield from _both("dp=2 tp=2 pp=2 cp=2 ep=2", "tiny-moe", schedule="zb-h1", zero=1)
+    yield from small_blocks()
 
 
 def prove(pool: Pool, case: Fp8Case) -> VerifyVerdict:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any, get_args
 
 from fivefold.core.errors import FivefoldError
@@ -33,6 +34,21 @@ def draw(seed: str) -> Plan:
     while True:
         try:
             return resolve(_options(chance))
+        except FivefoldError:
+            continue
+
+
+def draw_fp8(seed: str) -> Plan:
+    """The same in fp8, of any scaling."""
+    chance = random.Random(seed)
+    while True:
+        keys: dict[str, Any] = {
+            "fp8": chance.choice(["tensorwise", "blockwise"]),
+            "fp8_wgrad": chance.choice(["fp8", "fp8", "bf16"]),
+            "fp8_skip": chance.choice(["0+0", "0+0", "1+1"]),
+        }
+        try:
+            return resolve(replace(_options(chance), precision="fp8", **keys))
         except FivefoldError:
             continue
 

@@ -13,7 +13,13 @@ from fivefold.cost.axis_collectives import Collective, message_bytes
 from fivefold.cost.collectives import chunks_of, owned_shards, predict_traffic
 from fivefold.cost.data_axis import shared_gradients, unit_collectives
 from fivefold.cost.data_time import closing_collectives, data_job, flat_units, unit_groups
-from fivefold.cost.layer_collectives import CountedCollective, context_layer, tensor_ends
+from fivefold.cost.layer_collectives import (
+    CountedCollective,
+    context_layer,
+    fused_matmuls,
+    tensor_ends,
+    weight_maxima,
+)
 from fivefold.cost.layer_time import LayerTimer
 from fivefold.planner.setting import EstimateSetting, plan_arguments
 
@@ -69,8 +75,13 @@ def _inside(plan: Plan, work: LayerTimer) -> Iterator[tuple[CountedCollective, i
         ahead = shape.mtp if layers.stop == shape.layers else 0
         for i in [*layers, *[shape.layers] * ahead]:
             moe = shape.moe if shape.is_moe_layer(i) else None
-            for each in (*timer.collectives(moe), *context_layer(timer.job)):
+            rounded = plan.fp8 is not None and plan.fp8.rounds(i, shape.layers)
+            used = timer if rounded or plan.fp8 is None else timer.unrounded
+            for each in (*used.collectives(moe), *context_layer(used.job)):
                 yield each, times
+            if plan.fp8 is not None and rounded:
+                fused = sum(fused_matmuls(shape, moe is not None).values())
+                yield weight_maxima(plan.fp8, fused, plan.layout.tp), 1
         losses = 1 + ahead if layers.stop == shape.layers else 0
         for each in tensor_ends(timer.job, (layers.start == 0) + ahead, losses):
             yield each, times

@@ -12,6 +12,7 @@ from fivefold.core.recipe import Recipe
 from fivefold.model import varlen
 from fivefold.planner import estimate_setting
 from fivefold.planner.rank_memory import rank_memory
+from fivefold.planner.setting import EstimateSetting
 from fivefold.rehearse.job import judged
 from fivefold.rehearse.rank import rehearse_rank
 from tests.ranks.ledger_draws import NUM_DRAWS, draw
@@ -84,7 +85,7 @@ def test_packed_rows_hold_what_whole_rows_hold(
 def test_a_random_plan_runs_as_it_is_priced(number: int) -> None:
     """Calls and bytes are those that are priced, and memory is the estimate."""
     plan = draw(f"ledger {number}")
-    _require_priced(plan)
+    require_priced(plan, COMPILED)
     rank = plan.layout.rank(pp=number % plan.layout.pp)
     run = rehearse_rank(plan, rank, {})
     assert not judged(plan, [run], {}).astray
@@ -93,9 +94,9 @@ def test_a_random_plan_runs_as_it_is_priced(number: int) -> None:
     assert planned == pytest.approx(run.peak, rel=0.05)
 
 
-def _require_priced(plan: Plan) -> None:
+def require_priced(plan: Plan, setting: EstimateSetting) -> None:
     """The arrays have the calls and bytes of the list that the rehearsal is held to."""
-    priced, listed = priced_traffic(plan, COMPILED), listed_traffic(plan)
+    priced, listed = priced_traffic(plan, setting), listed_traffic(plan)
     stages = plan.schedule.placement.stages_of(0)
     if all(plan.recompute.of(stage).blocks <= 1 for stage in stages):
         assert priced == listed

@@ -1,0 +1,106 @@
+"""Seconds that rounding to fp8 takes, and how fast the matmuls of rounded operands are.
+
+Rounding is bound by memory. Tensorwise it reads a tensor twice, for its maximum and for its codes;
+with blocks once. Codes are written in one order or in both.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from fivefold.core.fp8 import Fp8, Scaling
+from fivefold.cost.grid import Array, Flags, LayoutGrid
+from fivefold.cost.stack import SoftwareStack
+from fivefold.cost.stage_gradients import RankParameters
+
+# Of the memory bandwidth of other kernels, what those that round reach: transposed codes are
+# written in short rows. Fitted to steps of Llama-3.1-8B on an H200 (`docs/fp8.md`).
+ROUNDED_SHARE = 0.7
+
+
+def rounded_weights_stay(stack: SoftwareStack, grid: LayoutGrid) -> Flags:
+    """Where rounded weights stay over a step: where full weights do."""
+    return (grid.zero < 3) | (grid.shard * grid.cp == 1) | stack.stays_gathered(grid)
+
+
+def rounded_weights(
+    stack: SoftwareStack, grid: LayoutGrid, parameters: RankParameters, layers: int
+) -> Array:
+    """Bytes of the weights of a rank in fp8, in both orders, where they stay; of all layers of the
+    model, some may not be rounded."""
+    if stack.fp8 is None:
+        return np.zeros(1)
+    inside = parameters.dense - parameters.ends
+    found = stack.fp8.weight_bytes * inside * stack.fp8.share(layers)
+    return np.where(rounded_weights_stay(stack, grid), found, 0.0)
+
+
+class MatmulShares(NamedTuple):
+    """Speed over that of matmuls with one scale for a tensor."""
+
+    usual: float = 1.0  # forward and input gradient
+    wgrad: float = 1.0
+
+
+# Blocks on an H200: 201.4 and 135.4 ms where tensorwise matmuls of the same size take 178.3 and
+# 89.1 (`docs/fp8.md`). What only Blackwell multiplies is assumed to be at its speed.
+_SHARES: dict[Scaling, MatmulShares] = {"blockwise": MatmulShares(0.885, 0.655)}
+
+
+def matmul_shares(fp8: Fp8) -> MatmulShares:
+    """How fast matmuls are, by what shares a scale."""
+    return _SHARES.get(fp8.scaling, MatmulShares())
+
+
+class RoundingPasses:
+    """Bytes that rounding moves on one rank, for every layout of a grid. Inputs of modules and
+    output gradients of their last linears are gathered from `mine` to all `tokens`; with `shards`
+    inputs are saved before that, and gathered once more."""
+
+    def __init__(
+        self, fp8: Fp8, itemsize: int, tokens: Array, mine: Array, gathers: Flags, shards: Array
+    ) -> None:
+        self.fp8, self.itemsize, self.tokens, self.mine = fp8, itemsize, tokens, mine
+        self.shards, self.both = shards, 1 + (fp8.wgrad == "fp8")
+        self.coded = gathers & fp8.gathers_codes
+        self.maximum = itemsize if fp8.scaling == "tensorwise" else 0
+
+    def gathered_input(self, width: Array | float) -> Array:
+        """Of the linears that read the input of a module, in forward."""
+        orders = np.where(self.shards > 0, 1.0, self.both)
+        return width * (self.mine * self.maximum + self._cast(orders))
+
+    def read_again(self, width: Array | float) -> Array:
+        """The same input, gathered again in backward."""
+        return width * self.shards * self._cast(self.both)
+
+    def inner_input(self, width: Array | float) -> Array:
+        """Of a linear whose input no rank gathers."""
+        return width * self.tokens * (self.maximum + self._written(self.both))
+
+    def gradient(self, width: Array | float) -> Array:
+        """Of outputs that no rank gathers."""
+        return self.inner_input(width)
+
+    def gathered_gradient(self, width: Array | float) -> Array:
+        """Of the output of a module."""
+        return width * (self.mine * self.maximum + self._cast(self.both))
+
+    def _cast(self, orders: Array | float) -> Array:
+        """Codes of all tokens: transposed after a gather of codes, else made from values."""
+        code = self.fp8.code_bytes
+        turned = self.mine * (self.itemsize + code) + 2 * code * self.tokens * (orders - 1)
+        return np.where(self.coded, turned, self.tokens * self._written(orders))
+
+    def _written(self, orders: Array | float) -> Array | float:
+        return self.itemsize + orders * self.fp8.code_bytes
+
+
+def weight_bytes(fp8: Fp8, stack: SoftwareStack, grid: LayoutGrid, itemsize: int) -> Array:
+    """Bytes moved in a step to round a weight, in both orders: once, or at every use where full
+    weights do not stay, with the maximum of the first."""
+    maximum = itemsize if fp8.scaling == "tensorwise" else 0
+    uses = np.where(rounded_weights_stay(stack, grid), 1.0, 2 * grid.microbatches)
+    return maximum + uses * (itemsize + fp8.weight_bytes)

@@ -1,0 +1,95 @@
+"""The planner's memory and traffic of fp8 jobs held against the program: ranks rehearsed on tensors
+without values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fivefold.core import machine
+from fivefold.core.plan import Plan, PlanOptions, resolve
+from fivefold.planner import estimate_setting
+from fivefold.planner.rank_memory import rank_memory
+from fivefold.rehearse.job import judged
+from fivefold.rehearse.rank import rehearse_rank
+from tests.ranks.ledger_draws import draw_fp8
+from tests.ranks.test_ledger_rehearsed import require_priced
+
+COMPILED, _ = estimate_setting(machine.load("h200"), "fp8", 0.0, "compiled", 1.0)
+NUM_DRAWS = 20
+BLOCKS, WIDE = {"fp8": "blockwise"}, {"fp8_wgrad": "bf16"}
+ZERO_3 = {"microbatches": 2, "zero": 3}
+SPLIT = {"microbatches": 8, "schedule": "zb-h1"}
+# A few layers of each model, as wide as they are: model, layers, layout, rank, and what else.
+JOBS: tuple[tuple[str, int, str, int, dict[str, Any]], ...] = (
+    *(
+        ("llama-3.1-8b", 4, "dp=1", 0, {"microbatches": 1, "grad_dtype": "bf16", **keys})
+        for keys in ({}, BLOCKS, WIDE)
+    ),
+    ("llama-3.1-8b", 4, "dp=8", 0, {**ZERO_3, "recompute": "full"}),
+    ("llama-3.1-8b", 4, "dp=8", 0, {**ZERO_3, **BLOCKS}),
+    ("llama-3.1-8b", 4, "dp=8", 0, {"microbatches": 1, "zero": 1, "recompute": "selective"}),
+    *(
+        ("llama-3.1-8b", 4, "tp=4", 0, {"microbatches": 2, **keys})
+        for keys in (
+            {},
+            BLOCKS,
+            WIDE,
+            {"tp_keep": "gathered"},
+            {"sp": False},
+            {"microbatch_size": 2, "fp8_skip": "1+1"},
+        )
+    ),
+    ("qwen3-8b", 4, "tp=2 cp=2", 0, {"microbatches": 2}),
+    ("llama-3.1-8b", 6, "cp=4 pp=3", 4, {"microbatches": 5, "zero": 1}),
+    *(("llama-3.1-8b", 8, "tp=2 pp=4", 2, {**SPLIT, **keys}) for keys in ({}, BLOCKS, WIDE)),
+    ("llama-3.1-8b", 8, "pp=4", 3, {**SPLIT, "grad_dtype": "bf16"}),
+    ("mixtral-8x7b", 2, "dp=8 ep=8", 0, {"microbatches": 1, "zero": 2}),
+    ("deepseek-v2-lite", 4, "dp=1", 0, {"microbatches": 1}),
+    ("deepseek-v2-lite", 4, "tp=2 ep=2", 0, {"microbatches": 2}),
+    ("deepseek-v2-lite", 4, "dp=2 ep=2 pp=2", 2, {**SPLIT, **BLOCKS}),
+    ("deepseek-v3", 4, "dp=64 pp=2 ep=64", 64, {"zero": 1, "recompute": "full", **BLOCKS}),
+)
+
+
+def planned_bytes(plan: Plan, rank: int) -> float:
+    memory = rank_memory(plan, COMPILED, rank)
+    return sum(memory.values()) - memory["context"] - memory["margin"]
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(("model", "layers", "layout", "rank", "said"), JOBS)
+def test_a_rank_holds_what_is_planned_in_fp8(
+    model: str, layers: int, layout: str, rank: int, said: dict[str, Any]
+) -> None:
+    """Within 3%, as in other precisions; its collectives are those that are predicted."""
+    keys: dict[str, Any] = {"precision": "fp8", "seq": 4096, "set": {"layers": str(layers)}}
+    plan = resolve(PlanOptions(model, layout=layout, **keys, **said))
+    run = rehearse_rank(plan, rank, None)
+    assert not judged(plan, [run], {}).astray
+    assert planned_bytes(plan, rank) == pytest.approx(run.peak, rel=0.03)
+
+
+def test_weights_in_fp8_are_seen_as_weights() -> None:
+    """Two bytes for each weight of a linear in a layer, in the rehearsal as in the plan."""
+    keys: dict[str, Any] = {"microbatches": 1, "seq": 2048, "set": {"layers": "2"}}
+    plain, rounded = (
+        rehearse_rank(resolve(PlanOptions("llama-3.2-1b", **keys, precision=each)), 0, None)
+        for each in ("bf16", "fp8")
+    )
+    linears = 2 * (2048 * (2048 + 2 * 512) + 2048 * 2048 + 3 * 2048 * 8192)
+    more = rounded.memory["weights"] - plain.memory["weights"]
+    assert more == pytest.approx(2 * linears, rel=1e-3)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("number", range(NUM_DRAWS))
+def test_a_random_plan_in_fp8_runs_as_it_is_priced(number: int) -> None:
+    """Calls and bytes are those that are priced, and memory is the estimate."""
+    plan = draw_fp8(f"fp8 ledger {number}")
+    require_priced(plan, COMPILED)
+    rank = plan.layout.rank(pp=number % plan.layout.pp)
+    run = rehearse_rank(plan, rank, None)
+    assert not judged(plan, [run], {}).astray
+    assert planned_bytes(plan, rank) == pytest.approx(run.peak, rel=0.05)
