@@ -62,7 +62,9 @@ def attend_pages(q_THd: Tensor, pages: LayerPages, step: StepTensors, window: in
     """Each token's attention to the tokens of its sequence up to itself, within the window."""
     found: list[Tensor] = []
     lengths = [len(each.tokens) for each in step.chunks]
-    for q_nHd, chunk, table in zip(q_THd.split(lengths), step.chunks, step.tables, strict=True):
+    for q_nHd, chunk, table in zip(
+        torch.split(q_THd, lengths), step.chunks, step.tables, strict=True
+    ):
         lowest = 0 if window is None else max(0, chunk.start - window + 1)
         first = lowest // BLOCK  # earlier blocks are out of sight of all its queries
         k_LKd, v_LKv = pages.read(table[first : -(-chunk.stop // BLOCK)])
@@ -75,7 +77,8 @@ def attend_sequence(q_nHd: Tensor, k_LKd: Tensor, v_LKv: Tensor, window: int | N
     """The queries are those of the last keys."""
     wide = torch.promote_types(q_nHd.dtype, torch.float32)
     (queries, heads, width), (keys, kv_heads, _) = q_nHd.shape, k_LKd.shape
-    q_KGnd = q_nHd.to(wide).unflatten(1, (kv_heads, heads // kv_heads)).permute(1, 2, 0, 3)
+    q_nKGd = q_nHd.to(wide).view(queries, kv_heads, heads // kv_heads, width)
+    q_KGnd = torch.permute(q_nKGd, (1, 2, 0, 3))
     k_K1dL = k_LKd.to(wide).permute(1, 2, 0)[:, None]
     v_K1Lv = v_LKv.to(wide).transpose(0, 1)[:, None]
     scores_KGnL = (q_KGnd @ k_K1dL) * width**-0.5
@@ -117,9 +120,9 @@ class _LatentLayerKernel:
     ) -> Tensor:
         step, mla = self.cache.step, self.attention.mla
         assert step is not None and q_BSHd.shape[0] == 1, "a step is one row"
-        up_H = self.attention.kv_up.weight.unflatten(0, (-1, mla.nope_dim + mla.value_dim))
-        keys_Hnr, values_Hvr = up_H.split([mla.nope_dim, mla.value_dim], dim=1)
-        plain_THn, rotated_THp = q_BSHd[0].split([mla.nope_dim, mla.rope_dim], dim=-1)
+        up = self.attention.kv_up.weight.view(q_BSHd.shape[2], -1, mla.kv_rank)
+        keys_Hnr, values_Hvr = torch.split(up, [mla.nope_dim, mla.value_dim], dim=1)
+        plain_THn, rotated_THp = torch.split(q_BSHd[0], [mla.nope_dim, mla.rope_dim], dim=-1)
         inward_THr = torch.einsum("thn,hnr->thr", plain_THn, keys_Hnr)
         # Kernels divide scores by the root of the width that they see.
         width = mla.kv_rank + mla.rope_dim

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from fivefold.core.errors import BadFile, FivefoldError
 from fivefold.generate import chat_worker
@@ -36,7 +36,7 @@ class ChatTemplate:
             raise BadFile(self.where, [f"{rule}: leave --chat out, or give a chat model"])
         names = ("bos_token", "eos_token", "unk_token", "pad_token")
         given = {name: table.get(name) for name in names}
-        contents = {k: v.get("content") if isinstance(v, dict) else v for k, v in given.items()}
+        contents = {name: _content(value) for name, value in given.items()}
         self.variables = {k: v for k, v in contents.items() if isinstance(v, str)}
 
     def render(self, messages: Sequence[Message], seconds: int = _SECONDS) -> str:
@@ -69,6 +69,15 @@ def _source(folder: Path, table: dict[str, Any]) -> str | None:
         return (folder / _FILE).read_text("utf-8")
     given = table.get("chat_template")
     if isinstance(given, list):  # several, by name
-        named = {each.get("name"): each.get("template") for each in given if isinstance(each, dict)}
-        given = named.get("default")
+        tables = [_table(each) for each in cast("list[Any]", given)]
+        given = {each.get("name"): each.get("template") for each in tables}.get("default")
     return given if isinstance(given, str) else None
+
+
+def _content(token: Any) -> Any:
+    """The text of a special token, which may be a table of its own."""
+    return _table(token).get("content") if isinstance(token, dict) else token
+
+
+def _table(given: Any) -> dict[str, Any]:
+    return cast("dict[str, Any]", given) if isinstance(given, dict) else {}

@@ -7,9 +7,9 @@ import json
 import resource
 import sys
 from datetime import datetime
+from importlib import import_module
 from typing import Any, NoReturn
 
-import jinja2.debug  # noqa: F401  (Jinja loads it at the first error, when no file can be opened)
 from jinja2.exceptions import TemplateError
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -20,11 +20,13 @@ _MOST_TEXT = 4 << 20  # characters
 
 def main(seconds: int) -> None:
     """Render one job."""
+    import_module("jinja2.debug")  # Jinja loads it at the first error, when no file can be opened
     job = json.loads(sys.stdin.buffer.read())
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
     )
-    environment.globals.update(raise_exception=_refuse, strftime_now=_now)
+    added: dict[str, Any] = {"raise_exception": _refuse, "strftime_now": _now}
+    environment.globals.update(added)
     environment.filters["tojson"] = _to_json
     environment.from_string("{{ 'a' }}").render()  # loads what Jinja and Python load late
     # Its streams are open already: no other file can be.

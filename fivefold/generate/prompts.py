@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from fivefold.core.errors import BadFile, FivefoldError
 from fivefold.generate.chat import Message
@@ -71,7 +71,8 @@ def _parse(line: str, number: int) -> Prompt:
         raise ValueError("not valid JSON: nested too deeply") from error
     if not isinstance(row, dict):
         raise ValueError("expected an object with prompt or messages")
-    id, text, messages = row.get("id", number), row.get("prompt"), row.get("messages")
+    table = cast("dict[str, Any]", row)
+    id, text, messages = table.get("id", number), table.get("prompt"), table.get("messages")
     if isinstance(id, bool) or not isinstance(id, str | int):
         raise ValueError(f"id {id!r} is neither a text nor a whole number")
     if (text is None) == (messages is None):
@@ -86,12 +87,16 @@ def _parse(line: str, number: int) -> Prompt:
 def _checked(messages: Any) -> tuple[Message, ...]:
     if not isinstance(messages, list) or not messages:
         raise ValueError("messages is not a list, or an empty one")
-    for each in messages:
-        if not isinstance(each, dict) or not isinstance(each.get("content"), str):
+    listed = cast("list[Any]", messages)
+    for each in listed:
+        if not isinstance(each, dict):
             raise ValueError("a message needs role and content, both texts")
-        if each.get("role") not in _ROLES:
-            raise ValueError(f"role {each.get('role')!r} is none of {', '.join(_ROLES)}")
-    return tuple(messages)
+        message = cast("dict[str, Any]", each)
+        if not isinstance(message.get("content"), str):
+            raise ValueError("a message needs role and content, both texts")
+        if message.get("role") not in _ROLES:
+            raise ValueError(f"role {message.get('role')!r} is none of {', '.join(_ROLES)}")
+    return tuple(listed)
 
 
 def finished_ids(path: Path, texts: dict[str, str]) -> set[str]:

@@ -77,7 +77,9 @@ class Refit:
         wanted = _listed((name, shard.span) for name, shard in self.shards)
         everyone: list[tuple[Spans, Spans]] = [(mine, wanted)] * ours
         if ours > 1:
-            dist.all_gather_object(everyone, (mine, wanted), group=mesh.groups[WORLD])
+            dist.all_gather_object(  # pyright: ignore[reportUnknownMemberType]
+                everyone, (mine, wanted), group=mesh.groups[WORLD]
+            )
         weights = dict.fromkeys(each.name for each in job.table.values())
         biases = [each.name for each in buffers(job.plan.shape)]
         self.weights, self.biases = (
@@ -106,7 +108,7 @@ class Refit:
             for each in coming:
                 arrive[each.source] += each.numel
             rows = self._exchanged(rows, arrive, leave)
-        values = rows.split([each.numel for each in coming])
+        values = torch.split(rows, [each.numel for each in coming])
         for move, value in zip(coming, values, strict=True):
             self._put(move, value)
 

@@ -70,11 +70,11 @@ class SequenceState:
     request: Request
     number: int  # of arrival
     limit: int  # of tokens, prompt and completion together
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
     computed: int = 0
-    table: list[int] = field(default_factory=list)
-    digests: list[bytes] = field(default_factory=list)  # of the blocks that are full and published
+    table: list[int] = field(default_factory=list[int])
+    digests: list[bytes] = field(default_factory=list[bytes])  # of full blocks, published
     reused: int = 0  # tokens that were found in the cache
     preempted: int = 0  # times that it lost its blocks
     awaits_draw: bool = False  # all its tokens have been sent off, and the next is not known yet

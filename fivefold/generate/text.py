@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from fivefold.core.errors import BadFile, FivefoldError, did_you_mean
 
@@ -91,7 +91,7 @@ def end_tokens(folder: Path) -> frozenset[int]:
     found: set[int] = set()
     for name in ("config.json", "generation_config.json"):
         given = read_table(folder / name).get("eos_token_id")
-        listed = given if isinstance(given, list) else [given]
+        listed = cast("list[Any]", given) if isinstance(given, list) else [given]
         found |= {each for each in listed if isinstance(each, int) and not isinstance(each, bool)}
     return frozenset(found)
 
@@ -106,7 +106,7 @@ def read_table(path: Path) -> dict[str, Any]:
         raise BadFile(str(path), [f"not valid JSON: {error}; download it again"]) from error
     if not isinstance(table, dict):
         raise BadFile(str(path), ["must hold one JSON object; download it again"])
-    return table
+    return cast("dict[str, Any]", table)
 
 
 def stops_of(codec: Codec, given: Iterable[str]) -> tuple[tuple[str, ...], frozenset[int]]:

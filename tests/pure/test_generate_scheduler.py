@@ -4,6 +4,7 @@ differs, and every request ends."""
 from __future__ import annotations
 
 import random
+from collections import deque
 
 import pytest
 from hypothesis import given, settings
@@ -137,3 +138,47 @@ def test_blocks_that_run_out_are_taken_from_the_youngest() -> None:
                 scheduler.remove(by_id[chunk.id])
     assert (old.preempted, young.preempted) == (0, 1)
     assert blocks_of(old.limit) == 4
+
+
+@settings(max_examples=100, deadline=None)
+@given(requests_st, st.integers(8, 14), st.integers(1, 70), st.integers(2, 4), st.integers(0, 99))
+def test_batches_under_way_draw_each_token_once(
+    asked: list[tuple[int, int, int]], blocks: int, budget: int, in_flight: int, seed: int
+) -> None:
+    """Tokens are known only later; stages compute batches in the order in which they begin."""
+    scheduler = Scheduler(BlockPool(blocks), ScheduleLimits(budget), MAX_SEQ, in_flight)
+    model, dice, sequences = Model(blocks), random.Random(seed), dict[str, SequenceState]()
+    for number, (prefix, length, new) in enumerate(asked):
+        request = Request(str(number), (prefix,) * length, new)
+        sequences[request.id] = scheduler.add(request)
+    left, flights = dict(sequences), deque[list[str]]()
+    for _ in range(10_000):
+        share = -(-len(left) // in_flight)
+        batch = scheduler.schedule()
+        if batch.chunks:
+            assert len(batch.chunks) <= share
+            model.forward(batch, sequences)
+            scheduler.computed(batch, [sequences[chunk.id] for chunk in batch.chunks])
+            flights.append([chunk.id for chunk in batch.chunks if chunk.samples])
+            under_way = [id for flight in flights for id in flight]
+            assert len(set(under_way)) == len(under_way), "its token is being drawn already"
+        elif not flights:
+            break
+        if len(flights) == in_flight or not batch.chunks:
+            for id in (id for id in flights.popleft() if id in left):
+                ended = sequences[id].append(dice.randrange(3), 0.0)
+                if ended or dice.random() < 0.02:
+                    scheduler.remove(left.pop(id))
+    assert not left
+    assert scheduler.pool.num_free == blocks
+
+
+def test_a_sequence_whose_draw_is_under_way_is_not_admitted_again() -> None:
+    scheduler = Scheduler(BlockPool(2), ScheduleLimits(), MAX_SEQ, in_flight=2)
+    sequence = scheduler.add(Request("a", (1, 2, 3), 4))
+    scheduler.computed(scheduler.schedule(), [sequence])
+    scheduler.restart()  # it loses its blocks
+    assert not scheduler.schedule().chunks
+    sequence.append(5, 0.0)
+    (chunk,) = scheduler.schedule().chunks
+    assert chunk.tokens == (1, 2, 3, 5) and chunk.samples
