@@ -18,13 +18,13 @@ from fivefold.core.plan import Plan
 from fivefold.core.recompute import Recompute
 from fivefold.core.schedule import needed, sent
 from fivefold.core.units import Unit
+from fivefold.cost.expert_collectives import expert_layer
 from fivefold.cost.layer_collectives import (
     MAXIMUM,
     CountedCollective,
     LayerJob,
     balance_layer,
     context_layer,
-    expert_layer,
     fp8_layer,
     fused_matmuls,
     tensor_ends,
@@ -151,8 +151,23 @@ def expert_collectives(plan: Plan, chunk: RankChunk, itemsize: int) -> Counter[C
     job = LayerJob.of(plan, chunk.recompute, itemsize)
     for kind, times in layer_counts(plan, chunk).items():
         if moe is not None and kind.moe:
-            issued += counted(expert_layer(job, moe, kind.ends_segment), times)
-    return issued
+            issued += counted(expert_layer(job, moe, kind.ends_segment, kind.rounded), times)
+    return issued + _expert_maxima(plan, chunk)
+
+
+def _expert_maxima(plan: Plan, chunk: RankChunk) -> Counter[Collective]:
+    """In fp8, an all-reduce of the maxima of all experts' weights, once a step: of gate and up, and
+    of down."""
+    moe, etp = plan.shape.moe, plan.layout.etp
+    if moe is None or etp == 1:
+        return Counter()
+    count = sum(
+        times // chunk.num_microbatches
+        for kind, times in layer_counts(plan, chunk).items()
+        if kind.moe and kind.rounded
+    )
+    size = moe.experts // plan.layout.ep * MAXIMUM
+    return +Counter({Collective("etp", "all_reduce", size, etp): 2 * count})
 
 
 def balance_collectives(plan: Plan, chunk: RankChunk, itemsize: int) -> Counter[Collective]:

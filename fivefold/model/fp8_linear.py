@@ -28,7 +28,7 @@ from fivefold.model.linear_math import Biases, GradientSink, Sent, Values
 
 # Fast accumulation loses bits in long sums: gradients, which are summed over tokens and layers,
 # keep them all.
-_FAST_FORWARD = True
+FAST_FORWARD = True
 
 Watch = Callable[[Sequence[str], str, Sequence[Both], int], None]
 """Is told what was rounded: the linears of the fused matmul; `input`, `gradient` or `weight`; the
@@ -46,6 +46,10 @@ class RoundedWeights:
     def forget(self) -> None:
         """The weights have changed, or may have: round them again when they are used."""
         self.step += 1
+
+    def count(self, weights: int) -> None:
+        """So many were rounded."""
+        self.num_rounded += weights
 
 
 class ReadOperands(NamedTuple):
@@ -110,7 +114,7 @@ class FusedLinears:
         (rounded,) = x.rounded
         found: list[Tensor] = []
         for run, weight in self._rounded_weights(weights):
-            y_NO = scaled_matmul(rounded.rows, weight.rows, weights[0].dtype, _FAST_FORWARD)
+            y_NO = scaled_matmul(rounded.rows, weight.rows, weights[0].dtype, FAST_FORWARD)
             found += y_NO.split([len(weights[n]) for n in run], -1)
         for number, bias in enumerate(biases):
             if bias is not None:
@@ -191,7 +195,7 @@ class FusedLinears:
         if not known:
             self.maximum = self.rounding.weight_maximum([one for each in parts for one in each])
         rounded = [self.rounding.weights(each, self.maximum) for each in parts]
-        self.state.num_rounded += len(weights)
+        self.state.count(len(weights))
         if not known:
             self._seen("weight", rounded, 0)
         self.step, self.rounded = self.state.step, rounded if self.state.kept else []
