@@ -128,7 +128,7 @@ def _traffic(plan: Plan, settings: VerifySettings, runs: list[VerifiedRank]) -> 
             {(each.axis, each.kind, each.bytes, each.group): each.count for each in listed}
         )
         found.append([Traffic(predicted, each.seen) for each in run.heard])
-    for group in plan.layout.groups("ep") if plan.layout.ep > 1 else ():
+    for group in plan.layout.groups("ep") if plan.layout.ep * plan.layout.etp > 1 else ():
         for number in range(len(found[0])):
             least = {axis: least_traffic_share(plan, axis) for axis in (*UNEVEN_AXES, "etp")}
             shared = compare.evened([found[rank][number] for rank in group], least)

@@ -17,10 +17,12 @@ from torch import Tensor
 from fivefold.core.fp8 import Fp8Format
 from fivefold.core.plan import PlanOptions
 from fivefold.launch.processes import Pool, Worker
-from fivefold.model import fp8
+from fivefold.model import fp8, fp8_experts, fp8_rows
 from fivefold.model.fp8 import OverRanks
+from fivefold.model.fp8_grouped import BothStacks
 from fivefold.model.fp8_linear import FusedLinears, RoundedWeights
 from fivefold.model.fp8_operand import Operand
+from fivefold.model.fp8_rows import RowOperand
 from fivefold.parallel import fp8_maxima
 from fivefold.parallel.columns import SplitMatmuls
 from fivefold.parallel.mesh import Mesh
@@ -31,6 +33,7 @@ from tests.commands import in_fork
 
 SMALL = {"layers": "2"}
 JOB = ["verify", "tiny", "--precision", "fp8"]
+MOE = {"model": "tiny-moe"}
 
 
 @pytest.mark.parametrize(
@@ -168,6 +171,49 @@ def padding_counts() -> Patch:
     return patch.multiple(SplitMatmuls, live=lambda self, x: x, live_of_all=lambda self, x: x)
 
 
+def scale_of_another_expert() -> Patch:
+    """Codes of an expert's weight by its own scale, and values by that of the next one."""
+    rounded = fp8_experts.round_stacks
+
+    def wrong(parts: Sequence[Tensor], maximum_E: Tensor) -> BothStacks:
+        right = rounded(parts, maximum_E)
+        moved = (each._replace(scale=each.scale.roll(1, 0)) for each in right)
+        return BothStacks(*moved)
+
+    return patch.object(fp8_experts, "round_stacks", wrong)
+
+
+def rows_of_one_etp_shard() -> Patch:
+    """A row's scale from the columns of this rank alone."""
+    over = fp8_maxima._over
+
+    def wrong(mesh: Mesh, axis: str) -> OverRanks:
+        largest = over(mesh, axis)
+        return largest if axis != "etp" else lambda mine: (largest(mine.clone()), mine)[1]
+
+    return patch.object(fp8_maxima, "_over", wrong)
+
+
+def stale_expert_maxima() -> Patch:
+    """New codes of experts with the maxima of the first step."""
+    largest, known = fp8_experts.expert_maxima, dict[int, Tensor]()
+
+    def first(parts: Sequence[Tensor]) -> Tensor:
+        return known.setdefault(parts[0].data_ptr(), largest(parts))
+
+    return patch.object(fp8_experts, "expert_maxima", first)
+
+
+def scale_of_another_row() -> Patch:
+    """Codes that arrive with the scales of their neighbours."""
+
+    def wrong(packed: Tensor, width: int) -> RowOperand:
+        right = fp8_rows.unpacked(packed, width)
+        return right._replace(scale=right.scale.roll(1))
+
+    return patch.object(fp8_experts, "unpacked", wrong)
+
+
 def _run_planted(worker: Worker, fault: object, *job: object) -> VerifiedRank:
     assert callable(fault)
     with fault():
@@ -177,7 +223,8 @@ def _run_planted(worker: Worker, fault: object, *job: object) -> VerifiedRank:
 def verdict(pool: Pool, scaling: str, fault: object, layout: str, said: Any) -> VerifyVerdict:
     changes = SMALL | said.get("set", {})
     options = {"precision": "fp8", "fp8": scaling, **said, "set": changes}
-    plan, settings = runnable(PlanOptions("tiny", layout=layout, **options)), VerifySettings()
+    model = options.pop("model", "tiny")
+    plan, settings = runnable(PlanOptions(model, layout=layout, **options)), VerifySettings()
     ranks = [(_run_planted, (fault, plan, settings))] * plan.layout.world
     *runs, truths = pool.run_each([*ranks, (run_reference, (plan, settings))])
     return judge(plan, settings, runs, truths)
@@ -200,6 +247,10 @@ def verdict(pool: Pool, scaling: str, fault: object, layout: str, said: Any) -> 
         ("tensorwise", gradients_of_own_heads, "tp=2", {"set": {"kv_heads": "1"}}),
         ("blockwise", gradients_of_own_heads, "tp=2", {"set": {"kv_heads": "1"}}),
         ("tensorwise", padding_counts, "cp=4", {"seq": 9}),
+        ("tensorwise", scale_of_another_expert, "dp=1", MOE),
+        ("tensorwise", stale_expert_maxima, "dp=1", MOE),
+        ("tensorwise", scale_of_another_row, "dp=2 ep=2", MOE),
+        ("tensorwise", rows_of_one_etp_shard, "tp=2 etp=2", MOE),
     ],
 )
 def test_planted_faults_are_seen(
