@@ -1,4 +1,4 @@
-"""Routed experts in fp8 on one device: rows by hand, the three products, rows that travel as codes."""
+"""Routed experts in fp8 on one device: rows by hand, products, rows that travel as codes."""
 
 from __future__ import annotations
 
