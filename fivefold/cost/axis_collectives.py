@@ -55,6 +55,7 @@ PAYLOADS: dict[tuple[str, str], str] = {
         "replica",
     ): "gradients of KV heads that several tp ranks have; in fp8 also of their outputs",
     ("all_reduce", "row"): "how many tokens of a row each expert was given, for balancing losses",
+    ("all_reduce", "fsdp"): "maxima of weights in fp8, with ZeRO",
     ("all_reduce", "scale"): "maxima of inputs and gradients that share a scale in fp8",
     ("all_reduce", "twin"): "gradients of weights that are on two stages",
     ("all_reduce", "world"): "loss and squared gradient norm, once a step",
@@ -127,16 +128,25 @@ def tensor_collectives(plan: Plan, chunk: RankChunk, itemsize: int) -> Counter[C
 
 
 def _weight_maxima(plan: Plan, chunk: RankChunk) -> Counter[Collective]:
-    """Tensorwise, an all-reduce of the maximum of each fused matmul's weight, once a step."""
-    fp8, tp = plan.fp8, plan.layout.tp
-    if fp8 is None or fp8.scaling != "tensorwise" or tp == 1:
+    """Tensorwise, all-reduces of the maxima of all fused matmuls' weights, once a step: over the
+    ranks with other slices of the weights, and over tp."""
+    fp8, layout = plan.fp8, plan.layout
+    if fp8 is None or fp8.scaling != "tensorwise":
         return Counter()
     count = sum(
         times // chunk.num_microbatches * sum(fused_matmuls(plan.shape, kind.moe).values())
         for kind, times in layer_counts(plan, chunk).items()
         if kind.rounded
     )
-    return Counter({Collective("tp", "all_reduce", MAXIMUM, tp): count})
+    shards = layout.shard * layout.cp if layout.zero else 1
+    groups = {"fsdp": shards, "tp": layout.tp}
+    return Counter(
+        {
+            Collective(axis, "all_reduce", MAXIMUM * count, size): 1
+            for axis, size in groups.items()
+            if size > 1 and count
+        }
+    )
 
 
 def context_collectives(plan: Plan, chunk: RankChunk, itemsize: int) -> Counter[Collective]:

@@ -78,10 +78,10 @@ class Tensorwise:
         return [range(len(widths))]
 
     def maximum(self, parts: Sequence[Tensor]) -> Tensor:
-        return self.over_ranks(_largest(parts))
+        return self.over_ranks(largest_of(parts))
 
     def weight_maximum(self, parts: Sequence[Tensor]) -> Tensor:
-        return self.of_weights(_largest(parts))
+        return self.of_weights(largest_of(parts))
 
     def tokens(
         self,
@@ -157,7 +157,7 @@ def _has_kernel(parts: Sequence[Tensor]) -> bool:
     return first.is_cuda and first.dtype != torch.float64 and not is_fake(first)
 
 
-def _largest(parts: Sequence[Tensor]) -> Tensor:
+def largest_of(parts: Sequence[Tensor]) -> Tensor:
     """The largest absolute value of them all, in float32."""
     if _has_kernel(parts):
         from fivefold.model import fp8_kernel

@@ -27,7 +27,7 @@ from fivefold.parallel.balance import Balancing
 from fivefold.parallel.data import Blocks, DataParallel
 from fivefold.parallel.deferred import GradientQueue
 from fivefold.parallel.flat_unit import FlatUnit, OwnedShard, UnitOptions
-from fivefold.parallel.fp8_maxima import round_experts, rounding_math
+from fivefold.parallel.fp8_maxima import round_experts, rounding_math, share_maxima
 from fivefold.parallel.mesh import Mesh, Phase
 from fivefold.parallel.offload import GradientHome
 from fivefold.parallel.pipeline import Pipeline
@@ -167,7 +167,7 @@ def compose(
             apply(stage)
         kept = replace(options, keeps_weights=keeps, num_uses=model.num_uses())
         data = DataParallel(model, blocks_of(model), units, mesh, kept, fill, stage.phase)
-        return StageChunk(number, model, data, queue, rounded)
+        return StageChunk(number, model, data, queue, share_maxima(plan, mesh, data.units, rounded))
 
     chunks = tuple(chunk(number) for number in schedule.placement.stages_of(mesh.coord(PIPELINE)))
     driven = {each.stage: watch.wrap(each) if watch.wrap else each for each in chunks}

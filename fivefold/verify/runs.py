@@ -327,7 +327,7 @@ def _held(job: Job) -> Iterator[ComparedPart]:
     """The weights as the model of this rank sees them, brought here where they are sharded."""
     for flat in job.units:
         flat.arrive()
-        flat.gather()
+        flat.gather(exact=True)
         flat.arrive()
         for name, parameter in flat.parameters.items():
             yield ComparedPart(job.table[name].name, job.shards[name], 0, as_array(parameter))

@@ -25,6 +25,7 @@ from fivefold.model.fp8_operand import Operand
 from fivefold.model.fp8_rows import RowOperand
 from fivefold.parallel import fp8_maxima
 from fivefold.parallel.columns import SplitMatmuls
+from fivefold.parallel.fp8_maxima import WeightMaxima
 from fivefold.parallel.mesh import Mesh
 from fivefold.verbs.verify import runnable
 from fivefold.verify.runs import VerifiedRank, VerifySettings, run_rank, run_reference
@@ -101,8 +102,8 @@ def transposed_scales() -> Patch:
 
 def one_part_only() -> Patch:
     """The maximum of the first linear alone, for all of a fused matmul."""
-    largest = fp8._largest
-    return patch.object(fp8, "_largest", lambda parts: largest(parts[:1]))
+    largest = fp8.largest_of
+    return patch.object(fp8, "largest_of", lambda parts: largest(parts[:1]))
 
 
 def blocks_over_rows() -> Patch:
@@ -126,13 +127,13 @@ def gradients_of_weights_format() -> Patch:
 
 
 def stale_scale() -> Patch:
-    """New codes of weights with the maximum of the first step."""
-    largest, known = fp8.Tensorwise.weight_maximum, dict[int, Tensor]()
+    """New codes of weights with the maxima of the first step."""
+    measure, known = WeightMaxima.measure, dict[int, dict[str, Tensor]]()
 
-    def first(self: fp8.Tensorwise, parts: Sequence[Tensor]) -> Tensor:
-        return known.setdefault(parts[0].data_ptr(), largest(self, parts))
+    def first(self: WeightMaxima) -> dict[str, Tensor]:
+        return known.setdefault(id(self), measure(self))
 
-    return patch.object(fp8.Tensorwise, "weight_maximum", first)
+    return patch.object(WeightMaxima, "measure", first)
 
 
 def one_shard_only() -> Patch:
@@ -236,6 +237,8 @@ def verdict(pool: Pool, scaling: str, fault: object, layout: str, said: Any) -> 
         ("tensorwise", stale_weights, "dp=1", {}),
         ("blockwise", stale_weights, "dp=1", {}),
         ("tensorwise", stale_scale, "dp=1", {}),
+        ("tensorwise", stale_scale, "dp=2", {"zero": 3}),
+        ("tensorwise", one_shard_only, "dp=2", {"zero": 3}),
         ("blockwise", transposed_scales, "dp=1", {}),
         ("tensorwise", one_part_only, "dp=1", {}),
         ("blockwise", blocks_over_rows, "dp=1", {"microbatch_size": 2}),
