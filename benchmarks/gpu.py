@@ -54,6 +54,13 @@ CASES = {
     "8B-fp8-blocks": Case(
         "llama-3.1-8b", 1, ("llama3_rand", "8B"), keys={"precision": "fp8", "fp8": "blockwise"}
     ),
+    "MoE-fp8": Case(
+        "qwen3-30b-a3b",
+        2,
+        ("qwen3_rand", "30B-A3B-8L"),
+        changes={"layers": "8"},
+        keys={"precision": "fp8"},
+    ),
     "8B-32k": Case(
         "llama-3.1-8b", 1, ("llama3_rand", "8B"), 32768, "full", warm_up=3, measured=6, between=3
     ),

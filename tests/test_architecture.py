@@ -81,7 +81,7 @@ OF_ONE_GPU = re.compile(
 SEAMS = (
     *("matmul", "normalise", "kernel", "lookup", "add_positions", "cross_entropy"),
     *("run_blocks", "mask", "balance", "dispatch", "repeats", "remakes", "first_head"),
-    *("residual_tokens", "chunked", "normalise_sum", "project", "latent_kernel"),
+    *("residual_tokens", "chunked", "normalise_sum", "project", "latent_kernel", "coding"),
 )
 SETTABLE = {
     "grad": "torch: the gradient of a tensor",

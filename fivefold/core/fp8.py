@@ -27,6 +27,7 @@ Fp8Format = Literal["e4m3", "e5m2"]
 # Of a plan, in the order of `parse`.
 KEYS = ("fp8", "fp8_wgrad", "fp8_gradients", "fp8_skip", "fp8_matmul")
 BLOCK, SMALL_BLOCK = 128, 32  # the latter of mxfp8
+SCALE_BYTES = 4
 LARGEST: dict[Fp8Format, float] = {"e4m3": 448.0, "e5m2": 57344.0}
 LEAST_MAXIMUM = 2.0**-100
 _WITH_STATE = ("delayed", "static")
@@ -43,6 +44,16 @@ _CODE_BYTES: dict[Scaling, float] = {
 _ROUNDED = re.compile(
     r"\.(attention\.(q|k|v|out|q_down|q_up|kv_down|kv_up)|mlp\.(shared\.)?(gate|up|down))\.weight$"
 )
+_ROW_MULTIPLE = 16  # bytes: grouped matmuls read rows of a multiple of this
+
+
+def packed_row(width: int) -> int:
+    """Bytes of a row that travels to experts: its codes, and its scale at the end.
+
+    >>> packed_row(2048), packed_row(60)
+    (2064, 64)
+    """
+    return padded_length(width + SCALE_BYTES, _ROW_MULTIPLE)
 
 
 @dataclass(frozen=True)
@@ -251,8 +262,6 @@ def wider_keys(shape: Shape, layout: Layout) -> dict[str, str]:
         keys["ffn"] = str(padded_length(shape.ffn, BLOCK * layout.tp))
     if layout.tp > 1 and shape.moe is not None and shape.moe.shared:
         keys["moe.shared_ffn"] = str(padded_length(shape.moe.shared_ffn, BLOCK * layout.tp))
-    if layout.etp > 1 and shape.moe is not None:
-        keys["moe.ffn"] = str(padded_length(shape.moe.ffn, BLOCK * layout.etp))
     return keys
 
 
@@ -264,19 +273,15 @@ def wider_seq(shape: Shape, layout: Layout) -> int:
 
 
 def _cut_widths(layout: Layout, shape: Shape, block: int) -> Iterator[str]:
-    """Widths whose shards over tp or etp end inside of a block."""
-    for axis, degree, widths in (
-        ("tp", layout.tp, _tensor_widths(shape)),
-        ("etp", layout.etp, _expert_widths(shape)),
-    ):
-        for name, (width, most) in widths.items():
-            shards = min(degree, most)  # fewer heads than ranks are replicated
-            if shards > 1 and width % (shards * block):
-                legal = _nearest(degree, partial(_fits, width, most, block))
-                yield (
-                    f"{axis}={degree} cuts {name} of {width} into shards of {width / shards:g}, "
-                    f"inside of a block of {block}: {_way_out(axis, legal)}"
-                )
+    """Widths whose shards over tp end inside of a block. Routed experts have no blocks."""
+    for name, (width, most) in _tensor_widths(shape).items():
+        shards = min(layout.tp, most)  # fewer heads than ranks are replicated
+        if shards > 1 and width % (shards * block):
+            legal = _nearest(layout.tp, partial(_fits, width, most, block))
+            yield (
+                f"tp={layout.tp} cuts {name} of {width} into shards of {width / shards:g}, "
+                f"inside of a block of {block}: {_way_out('tp', legal)}"
+            )
 
 
 def _fits(width: int, most: int, block: int, degree: int) -> bool:
@@ -299,10 +304,6 @@ def _tensor_widths(shape: Shape) -> dict[str, tuple[int, int]]:
     if shape.moe is not None and shape.moe.shared:
         found["shared experts"] = (shape.moe.shared_ffn, many)
     return found
-
-
-def _expert_widths(shape: Shape) -> dict[str, tuple[int, int]]:
-    return {} if shape.moe is None else {"an expert": (shape.moe.ffn, 1 << 30)}
 
 
 def _cut_tokens(layout: Layout, shape: Shape, seq: int, block: int) -> Iterator[str]:

@@ -18,12 +18,13 @@ from fivefold.core.plan import Plan
 from fivefold.core.recompute import Recompute
 from fivefold.core.schedule import needed, sent
 from fivefold.core.units import Unit
+from fivefold.cost.expert_collectives import expert_layer
 from fivefold.cost.layer_collectives import (
+    MAXIMUM,
     CountedCollective,
     LayerJob,
     balance_layer,
     context_layer,
-    expert_layer,
     fp8_layer,
     fused_matmuls,
     tensor_ends,
@@ -55,6 +56,7 @@ PAYLOADS: dict[tuple[str, str], str] = {
         "replica",
     ): "gradients of KV heads that several tp ranks have; in fp8 also of their outputs",
     ("all_reduce", "row"): "how many tokens of a row each expert was given, for balancing losses",
+    ("all_reduce", "fsdp"): "maxima of weights in fp8, with ZeRO",
     ("all_reduce", "scale"): "maxima of inputs and gradients that share a scale in fp8",
     ("all_reduce", "twin"): "gradients of weights that are on two stages",
     ("all_reduce", "world"): "loss and squared gradient norm, once a step",
@@ -127,8 +129,8 @@ def tensor_collectives(plan: Plan, chunk: RankChunk, itemsize: int) -> Counter[C
 
 
 def _weight_maxima(plan: Plan, chunk: RankChunk) -> Counter[Collective]:
-    """Of the weights of all fused matmuls, once a step."""
-    fp8 = plan.fp8
+    """Tensorwise, all-reduces of the maxima of all fused matmuls' weights, once a step."""
+    fp8, layout = plan.fp8, plan.layout
     if fp8 is None:
         return Counter()
     fused = sum(
@@ -136,7 +138,8 @@ def _weight_maxima(plan: Plan, chunk: RankChunk) -> Counter[Collective]:
         for kind, times in layer_counts(plan, chunk).items()
         if kind.rounded
     )
-    return counted([weight_maxima(fp8, fused, plan.layout.tp)], 1)
+    shards = layout.shard * layout.cp if layout.zero else 1
+    return counted(weight_maxima(fp8, fused, shards, layout.tp), 1)
 
 
 def context_collectives(plan: Plan, chunk: RankChunk, itemsize: int) -> Counter[Collective]:
@@ -151,8 +154,23 @@ def expert_collectives(plan: Plan, chunk: RankChunk, itemsize: int) -> Counter[C
     job = LayerJob.of(plan, chunk.recompute, itemsize)
     for kind, times in layer_counts(plan, chunk).items():
         if moe is not None and kind.moe:
-            issued += counted(expert_layer(job, moe, kind.ends_segment), times)
-    return issued
+            issued += counted(expert_layer(job, moe, kind.ends_segment, kind.rounded), times)
+    return issued + _expert_maxima(plan, chunk)
+
+
+def _expert_maxima(plan: Plan, chunk: RankChunk) -> Counter[Collective]:
+    """In fp8, an all-reduce of the maxima of all experts' weights, once a step: of gate and up, and
+    of down."""
+    moe, etp = plan.shape.moe, plan.layout.etp
+    if moe is None or etp == 1:
+        return Counter()
+    count = sum(
+        times // chunk.num_microbatches
+        for kind, times in layer_counts(plan, chunk).items()
+        if kind.moe and kind.rounded
+    )
+    size = moe.experts // plan.layout.ep * MAXIMUM
+    return +Counter({Collective("etp", "all_reduce", size, etp): 2 * count})
 
 
 def balance_collectives(plan: Plan, chunk: RankChunk, itemsize: int) -> Counter[Collective]:

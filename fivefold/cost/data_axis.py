@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fivefold.core.balance import Balance
+from fivefold.core.fp8_units import coded_shard_bytes, gathered_as_codes, is_coded
 from fivefold.core.plan import Plan
 from fivefold.core.schedule import twins
 from fivefold.core.shape import Shape
@@ -161,8 +162,15 @@ def gathers_per_microbatch(blocks: Iterable[str], tied_embedding: bool, pipeline
 def data_collectives(plan: Plan, chunk: RankChunk, itemsize: int) -> Counter[Collective]:
     """The data axes of a chunk of one plan, unit by unit."""
     job, issued = DataJob.of(plan, itemsize), Counter[Collective]()
+    coded = gathered_as_codes(plan.shape, plan.fp8) if plan.layout.zero == 3 else frozenset[str]()
     for unit in chunk.units:
-        issued += _counted(unit_collectives(job, _alone(plan, chunk, unit)))
+        found = _counted(unit_collectives(job, _alone(plan, chunk, unit)))
+        if is_coded(unit, coded):
+            axis, shards, size = unit.shard_axis, unit.num_shards, unit.shard_size * itemsize
+            times = found.pop(Collective(axis, "all_gather", size, shards))
+            size = coded_shard_bytes(unit, coded, itemsize)
+            found[Collective(axis, "all_gather", size, shards)] = times
+        issued += found
     return issued
 
 

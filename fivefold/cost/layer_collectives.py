@@ -20,14 +20,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fivefold.core.balance import Balance
-from fivefold.core.fp8 import Fp8
+from fivefold.core.fp8 import SCALE_BYTES, Fp8
 from fivefold.core.plan import Plan
 from fivefold.core.recompute import MODULES, Module, Recompute
 from fivefold.core.shape import Moe, Shape
 
 Number = Any  # an integer, or an array of many
 _SUMMED = 4  # bytes: losses and partial gradients are reduced in float32 or wider
-MAXIMUM = 4  # bytes: that of values which share a scale in fp8
+MAXIMUM = SCALE_BYTES  # that of values which share a scale in fp8
 COUNT = 8  # bytes: a token count is float64, the index of an expert int64
 UNEVEN_AXES = ("ep", "ep-near", "ep-far")  # whose bytes are known only for the whole ep group
 
@@ -242,11 +242,14 @@ def fp8_layer(job: LayerJob, fp8: Fp8, moe: bool) -> Iterator[CountedCollective]
     yield CountedCollective("replica", "all_reduce", size, copies, 0, where(copies > 1, 1, 0))
 
 
-def weight_maxima(fp8: Fp8, fused: Number, tp: Number) -> CountedCollective:
-    """Tensorwise, an all-reduce of the maximum of each of so many fused matmuls' weights, once a
-    step."""
-    times = where(tp > 1, fused, 0) * (fp8.scaling == "tensorwise")
-    return CountedCollective("tp", "all_reduce", MAXIMUM, tp, times)
+def weight_maxima(
+    fp8: Fp8, fused: Number, shards: Number, tp: Number
+) -> Iterator[CountedCollective]:
+    """Tensorwise, all-reduces of the maxima of so many fused matmuls' weights, once a step: over
+    the ranks with other slices of the weights, and over tp."""
+    for axis, degree in (("fsdp", shards), ("tp", tp)):
+        times = where((degree > 1) & (fused > 0), 1, 0) * (fp8.scaling == "tensorwise")
+        yield CountedCollective(axis, "all_reduce", MAXIMUM * fused, degree, times)
 
 
 def tensor_ends(job: LayerJob, lookups: Number, losses: Number) -> Iterator[CountedCollective]:
@@ -302,64 +305,7 @@ def context_layer(job: LayerJob) -> Iterator[CountedCollective]:
         yield CountedCollective("ring", kind, wide, job.outer, 0, passed * job.outer)
 
 
-# --- Experts
-
-
-def expert_layer(job: LayerJob, moe: Moe, ends_segment: Number) -> Iterator[CountedCollective]:
-    """The ep and etp axes of a layer with experts.
-
-    Over etp, with sequence parallelism: all-gathers of tokens, weights and choices before the
-    experts and a reduce-scatter after them, and in backward the mirror of all but the choices;
-    without it, an all-reduce after them and, in backward, of tokens and weights. Over ep see
-    `_all_to_alls`. Recomputation repeats the forward, but not the last reduction of a segment, or
-    of the experts alone.
-    """
-    again = job.repeats["experts"]
-    here, tokens = job.shard_tokens, job.expert_tokens
-    row, weight = job.shape.width * job.itemsize, moe.top_k * wide_size(job.itemsize)
-    split = where(job.etp > 1, 1, 0)
-    with_sp, without = where(job.sp, split, 0), where(job.sp, 0, split)
-    repeated = with_sp * again
-    group = job.etp
-    yield CountedCollective("etp", "all_gather", here * row, group, with_sp, with_sp, repeated)
-    yield CountedCollective("etp", "all_gather", here * weight, group, with_sp, 0, repeated)
-    choices = here * moe.top_k * COUNT
-    yield CountedCollective("etp", "all_gather", choices, group, with_sp, 0, repeated)
-    reached = again * (1 - ends_segment)
-    for kind, used in (("reduce_scatter", with_sp), ("all_reduce", without)):
-        yield CountedCollective("etp", kind, tokens * row, group, used, used, used * reached)
-        yield CountedCollective("etp", kind, tokens * weight, group, 0, used)
-    yield from _all_to_alls(job, moe)
-
-
-def _all_to_alls(job: LayerJob, moe: Moe) -> Iterator[CountedCollective]:
-    """Over ep: in forward the token counts of every expert, unless each has a padded capacity; then
-    dispatch and combine of all slots, in forward and backward, and their weights, which go one way.
-
-    Over several nodes, first over ep-far: how many rows go to each node, then for each row the
-    token, its choices and their weights; inside a node, over ep-near, the same as over ep.
-    """
-    again, row = job.repeats["experts"], job.shape.width * job.itemsize
-    nodes, tokens, room = job.ep_nodes, job.expert_tokens, job.capacity
-    near, slots = job.ep // nodes, tokens * moe.top_k if room is None else room * moe.experts
-    for axis, used in (("ep", nodes == 1), ("ep-near", nodes > 1)):
-        ones = where(used, where(near > 1, 1, 0), 0)
-        counted = ones if room is None else 0 * ones
-        counts = moe.experts // nodes * COUNT
-        yield CountedCollective(axis, "all_to_all", counts, near, counted, 0, counted * again)
-        both = (2 * ones, 2 * ones, 2 * ones * again)
-        yield CountedCollective(axis, "all_to_all", slots * row, near, *both)
-        if not moe.weigh_inputs:
-            size = slots * wide_size(job.itemsize)
-            yield CountedCollective(axis, "all_to_all", size, near, ones, ones, ones * again)
-    ones = where(nodes > 1, 1, 0)
-    rows = tokens * max_nodes_per_token(moe, nodes)
-    forward, weights = (ones, 0, ones * again), rows * moe.top_k * wide_size(job.itemsize)
-    yield CountedCollective("ep-far", "all_to_all", nodes * COUNT, nodes, *forward)
-    yield CountedCollective("ep-far", "all_to_all", rows * moe.top_k * COUNT, nodes, *forward)
-    yield CountedCollective("ep-far", "all_to_all", weights, nodes, ones, ones, ones * again)
-    both = (2 * ones, 2 * ones, 2 * ones * again)
-    yield CountedCollective("ep-far", "all_to_all", rows * row, nodes, *both)
+# --- Experts; their all-to-alls are in `expert_collectives.py`
 
 
 def max_nodes_per_token(moe: Moe, nodes: Number) -> Number:

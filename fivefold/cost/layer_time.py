@@ -13,6 +13,7 @@ import numpy as np
 
 from fivefold.core.recompute import Module, Recompute
 from fivefold.core.shape import Moe
+from fivefold.cost.expert_collectives import expert_layer
 from fivefold.cost.frozen import freeze
 from fivefold.cost.grid import Array
 from fivefold.cost.layer_collectives import (
@@ -20,7 +21,6 @@ from fivefold.cost.layer_collectives import (
     CountedCollective,
     balance_layer,
     context_layer,
-    expert_layer,
     fp8_layer,
     tensor_ends,
     tensor_layer,

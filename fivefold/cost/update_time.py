@@ -47,9 +47,12 @@ def weight_rounding(work: LayerTimer) -> TimeParts:
         fused += count * sum(fused_matmuls(shape, routed).values())
     share = fp8.share(shape.layers) / grid.pp
     seconds = work.moved(weight_bytes(fp8, work.stack, grid, work.itemsize) * numel * share)
-    maxima = weight_maxima(fp8, fused * share, grid.tp)
-    once = work.links.all_reduce(maxima.bytes, grid.tp, np.ones_like(grid.tp))
-    return {"rounding": seconds / ROUNDED_SHARE + maxima.times * once}
+    seconds = seconds / ROUNDED_SHARE
+    shards = np.where(grid.zero >= 1, grid.shard * grid.cp, 1)
+    for maxima in weight_maxima(fp8, fused * share, shards, grid.tp):
+        stride = np.ones_like(grid.tp) if maxima.axis == "tp" else grid.tp
+        seconds = seconds + maxima.times * work.links.all_reduce(maxima.bytes, maxima.group, stride)
+    return {"rounding": seconds}
 
 
 def update_seconds(work: LayerTimer, owned: Array | None = None) -> TimeParts:

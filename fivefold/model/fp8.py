@@ -81,10 +81,10 @@ class Tensorwise:
         return [range(len(widths))]
 
     def maximum(self, parts: Sequence[Tensor]) -> Tensor:
-        return self.over_ranks(_largest(parts))
+        return self.over_ranks(largest_of(parts))
 
     def weight_maximum(self, parts: Sequence[Tensor]) -> Tensor:
-        return self.of_weights(_largest(parts))
+        return self.of_weights(largest_of(parts))
 
     def tokens(
         self,
@@ -205,7 +205,7 @@ def _kernels(parts: Sequence[Tensor]) -> Any:
     return fp8_kernel
 
 
-def _largest(parts: Sequence[Tensor]) -> Tensor:
+def largest_of(parts: Sequence[Tensor]) -> Tensor:
     """The largest absolute value of them all, in float32."""
     if (kernels := _kernels(parts)) is not None:
         return kernels.largest(parts)

@@ -13,7 +13,7 @@ Legend: M tokens of this rank, N tokens that a matmul reads, I inputs, O outputs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from fivefold.model.linear_math import Biases, GradientSink, Sent, Values
 
 # Fast accumulation loses bits in long sums: gradients, which are summed over tokens and layers,
 # keep them all.
-_FAST_FORWARD = True
+FAST_FORWARD = True
 
 Watch = Callable[[Sequence[str], str, Sequence[Both], int], None]
 """Is told what was rounded: the linears of the fused matmul; `input`, `gradient` or `weight`; the
@@ -42,10 +42,32 @@ class RoundedWeights:
     def __init__(self, kept: bool = True) -> None:
         self.kept = kept
         self.step = self.num_rounded = 0
+        self.fused: list[Sequence[str]] = []  # linears of each fused matmul
+        self.measure: Callable[[], Mapping[str, Tensor]] | None = None
+        self.measured, self.maxima = -1, dict[str, Tensor]()
 
     def forget(self) -> None:
         """The weights have changed, or may have: round them again when they are used."""
         self.step += 1
+
+    def join(self, names: Sequence[str]) -> None:
+        """Linears of one more fused matmul."""
+        self.fused.append(names)
+
+    def measure_by(self, measure: Callable[[], Mapping[str, Tensor]]) -> None:
+        """How the maxima of all weights are found together, by the first linear of each matmul."""
+        self.measure = measure
+
+    def maximum(self, name: str) -> Tensor | None:
+        """That of a fused matmul's weight, by its first linear: all are found when the first of a
+        step is asked for. None if nobody finds them together."""
+        if self.measure is not None and self.measured != self.step:
+            self.measured, self.maxima = self.step, dict(self.measure())
+        return self.maxima.get(name)
+
+    def count(self, weights: int) -> None:
+        """So many were rounded."""
+        self.num_rounded += weights
 
 
 class ReadOperands(NamedTuple):
@@ -110,7 +132,7 @@ class FusedLinears:
         (rounded,) = x.rounded
         found: list[Tensor] = []
         for run, weight in self._rounded_weights(weights):
-            y_NO = scaled_matmul(rounded.rows, weight.rows, weights[0].dtype, _FAST_FORWARD)
+            y_NO = scaled_matmul(rounded.rows, weight.rows, weights[0].dtype, FAST_FORWARD)
             found += y_NO.split([len(weights[n]) for n in run], -1)
         for number, bias in enumerate(biases):
             if bias is not None:
@@ -196,9 +218,12 @@ class FusedLinears:
             return list(zip(runs, self.rounded, strict=True))
         parts = [[weights[n].detach() for n in run] for run in runs]
         if not known:
-            self.maximum = self.rounding.weight_maximum([one for each in parts for one in each])
+            self.maximum = self.state.maximum(self.names[0])
+            if self.maximum is None:
+                together = [one for each in parts for one in each]
+                self.maximum = self.rounding.weight_maximum(together)
         rounded = [self.rounding.weights(each, self.maximum) for each in parts]
-        self.state.num_rounded += len(weights)
+        self.state.count(len(weights))
         if not known:
             self._seen("weight", rounded, 0)
         self.step, self.rounded = self.state.step, rounded if self.state.kept else []

@@ -5,8 +5,9 @@ n·K + k is the k-th choice of token n. Of equal scores the lower expert number 
 choice does not depend on the rank that computes a token. Slots are dropped only by a capacity rule
 of `model/balance.py`.
 
-Seams: `Router.matmul`, `ExpertStack.matmul`, `MoeMlp.balance` (between router and experts) and
-`MoeMlp.dispatch` (from tokens to experts and back).
+Seams: `Router.matmul`, `ExpertStack.matmul`, `Experts.project` (gate and up), `Experts.coding` (how
+rows travel to experts), `MoeMlp.balance` (between router and experts) and `MoeMlp.dispatch` (from
+tokens to experts and back).
 
 Legend: B rows, S tokens of a row, N = B·S, D model width, E experts, K experts of a token, M slots,
 F expert width, I inputs, O outputs.
@@ -14,7 +15,7 @@ F expert width, I inputs, O outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.core.shape import Moe, Shape
+from fivefold.model.fp8_rows import AS_THEY_ARE, RowCodes
 from fivefold.model.layers import Activate, Linear, Matmul, Mlp, WeightFactory
 from fivefold.model.regions import Region
 from fivefold.model.remake import saving
@@ -49,7 +51,11 @@ class Routing(NamedTuple):
     kept: int | None = None
 
 
-GroupedMatmul = Callable[[Tensor, Tensor, Tensor], Tensor]
+GroupedMatmul = Callable[..., Tensor]
+"""Of rows, the weights of all experts and the end of each expert's rows; in fp8 also of the codes
+that gradients come as."""
+Projection = Callable[..., Sequence[Tensor]]
+Coding = Callable[[Tensor], RowCodes]
 Balancing = Callable[[Routing, int], Routing]
 RunExperts = Callable[["ExpertInputs", Slots, "Experts"], Tensor]
 Dispatch = Callable[[Tensor, Routing, "Experts", "OverlappedTask"], Tensor]
@@ -194,9 +200,22 @@ class ExpertStack(nn.Module):
         self.weight = factory.empty(experts, outputs, inputs)
         self.matmul: GroupedMatmul = grouped_matmul  # seam: split backward, overlapped dispatch
 
-    def forward(self, x_MI: Tensor, ends_E: Tensor) -> Tensor:
+    def forward(self, x_MI: Tensor, ends_E: Tensor, *codes: RowCodes) -> Tensor:
         with saving(x_MI):
-            return self.matmul(x_MI, self.weight, ends_E)
+            return self.matmul(x_MI, self.weight, ends_E, *codes)
+
+
+def project_apart(
+    rows: tuple[Tensor, Tensor], stacks: Sequence[ExpertStack], ends_E: Tensor, *codes: RowCodes
+) -> Sequence[Tensor]:
+    """Each stack by itself, the last one first."""
+    pairs = zip(reversed(stacks), reversed(rows), strict=False)
+    return [stack(x_MI, ends_E) for stack, x_MI in pairs][::-1]
+
+
+def as_values(x: Tensor) -> RowCodes:
+    """Rows travel as they are."""
+    return AS_THEY_ARE
 
 
 class Experts(nn.Module):
@@ -212,9 +231,15 @@ class Experts(nn.Module):
         self.activate = Activate(shape, factory.fuse, varies=True)
         self.weigh_inputs = moe.weigh_inputs
         self.slot_sums = SlotSums(factory.fuse)
+        self.project: Projection = project_apart  # seam: fp8
+        self.coding: Coding = as_values  # seam: fp8
 
     def forward(
-        self, rows: tuple[Tensor, Tensor], counts_E: Tensor, weights_M1: Tensor | None
+        self,
+        rows: tuple[Tensor, Tensor],
+        counts_E: Tensor,
+        weights_M1: Tensor | None,
+        codes: RowCodes = AS_THEY_ARE,
     ) -> Tensor:
         """The outputs of rows that are sorted by expert, with so many rows for each expert.
 
@@ -222,9 +247,11 @@ class Experts(nn.Module):
         weight before the last matmul, which is linear: so no backward needs the outputs.
         """
         ends_E = counts_E.cumsum(0).to(torch.int32)
-        up_MF = self.up(rows[1], ends_E)
-        gate_MF = None if self.gate is None else self.gate(rows[0], ends_E)
-        return self.down(self.activate(gate_MF, up_MF, weights_M1), ends_E)
+        stacks = [self.up] if self.gate is None else [self.gate, self.up]
+        coded = () if codes.two_readers else (codes,)
+        *gate, up_MF = self.project(rows, stacks, ends_E, *coded)
+        activated_MF = self.activate(gate[0] if gate else None, up_MF, weights_M1)
+        return self.down(activated_MF, ends_E, *coded)
 
 
 class OverlappedTask:
@@ -247,21 +274,24 @@ class ExpertInputs:
     """What experts read of tokens: made when it is asked for, so that no name holds rows which have
     been sent. The weights of slots are in the rows or beside them, as `weigh_inputs` says."""
 
-    def __init__(self, x_ND: Tensor, weights_NK: Tensor, slots: Slots, experts: Experts) -> None:
-        self.x_ND, self.weights_NK, self.slots = x_ND, weights_NK, slots
+    def __init__(
+        self, x_ND: Tensor, weights_NK: Tensor, slots: Slots, experts: Experts, codes: RowCodes
+    ) -> None:
+        self.x_ND, self.weights_NK, self.slots, self.codes = x_ND, weights_NK, slots, codes
         self.sums, self.in_rows = experts.slot_sums, experts.weigh_inputs
 
     def rows(self) -> Tensor:
         """One for each slot."""
-        rows_MD = self.sums.rows(self.x_ND, self.slots)
+        rows_MD = self.sums.rows(self.x_ND, self.slots, self.codes.tokens)
         if not self.in_rows:
             return rows_MD
-        return (rows_MD * self.sums.weights(self.weights_NK, self.slots)).to(self.x_ND.dtype)
+        weights_M1 = self.sums.weights(self.weights_NK, self.slots)
+        return self.codes.round((rows_MD * weights_M1).to(self.x_ND.dtype))
 
     def rows_for_two(self) -> tuple[Tensor, Tensor]:
         """The same rows for two readers."""
         if not self.in_rows:
-            return self.sums.rows_for_two(self.x_ND, self.slots)
+            return self.sums.rows_for_two(self.x_ND, self.slots, self.codes)
         rows_MD = self.rows()
         return rows_MD, rows_MD
 
@@ -271,18 +301,23 @@ class ExpertInputs:
 
 
 def dispatch_slots(
-    x_ND: Tensor, routing: Routing, num_experts: int, experts: Experts, run: RunExperts
+    x_ND: Tensor,
+    routing: Routing,
+    num_experts: int,
+    experts: Experts,
+    run: RunExperts,
+    codes: RowCodes = AS_THEY_ARE,
 ) -> Tensor:
     """Sort slots by expert, `run` the experts, and sum the results for each token in the order of
     its choices."""
     slots = sort_slots(routing.experts, num_experts, routing.drops, routing.room, routing.kept)
-    y_MD = run(ExpertInputs(x_ND, routing.weights, slots, experts), slots, experts)
-    return experts.slot_sums.tokens(y_MD, slots)
+    y_MD = run(ExpertInputs(x_ND, routing.weights, slots, experts, codes), slots, experts)
+    return experts.slot_sums.tokens(y_MD, slots, codes)
 
 
 def run_local_experts(inputs: ExpertInputs, slots: Slots, experts: Experts) -> Tensor:
     """Run the experts on this device, which has all of them."""
-    return experts(inputs.rows_for_two(), slots.counts, inputs.weights())
+    return experts(inputs.rows_for_two(), slots.counts, inputs.weights(), inputs.codes)
 
 
 def local_dispatch(
@@ -290,7 +325,10 @@ def local_dispatch(
 ) -> Tensor:
     """Dispatch on a device that has all experts: there is no communication to overlap with."""
     overlapped()
-    return dispatch_slots(x_ND, routing, routing.scores.shape[1], experts, run_local_experts)
+    codes, num_experts = experts.coding(x_ND), routing.scores.shape[1]
+    x_ND = codes.tokens.round(x_ND)
+    y_ND = dispatch_slots(x_ND, routing, num_experts, experts, run_local_experts, codes)
+    return codes.round_gradient(y_ND)
 
 
 def no_balancing(routing: Routing, num_rows: int) -> Routing:

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fivefold.model.fp8_rows import AS_THEY_ARE, RowCodes
 from fivefold.model.regions import Fuse
 
 _AT_ONCE = 2**24  # elements, 64 MiB in float32: large enough for a GPU, small beside what is saved
@@ -84,22 +85,27 @@ class SlotSums:
         # Over nodes, tokens are as many as come.
         self.sum_by_torch = fuse(sum_of_choices, varies=True)
 
-    def rows(self, x_ND: Tensor, slots: Slots) -> Tensor:
+    def rows(self, x_ND: Tensor, slots: Slots, codes: RowCodes = AS_THEY_ARE) -> Tensor:
         """The token of every slot, in the order of the slots; zeros in empty rows."""
-        return _ToSlots.apply(x_ND, slots, self, False)
+        return _ToSlots.apply(x_ND, slots, self, False, codes)
 
-    def rows_for_two(self, x_ND: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
+    def rows_for_two(
+        self, x_ND: Tensor, slots: Slots, codes: RowCodes = AS_THEY_ARE
+    ) -> tuple[Tensor, Tensor]:
         """The same, once in memory, for two readers: backward adds their gradients as it sums."""
-        return _ToSlots.apply(x_ND, slots, self, True)
+        if codes.two_readers:
+            return _ToSlots.apply(x_ND, slots, self, True, codes)
+        rows_MD = self.rows(x_ND, slots, codes)
+        return rows_MD, rows_MD
 
     def weights(self, weights_NK: Tensor, slots: Slots) -> Tensor:
         """The weight of every slot, in the order of the slots, as a column."""
         slots_of_one = slots._replace(rows=slots.rows.reshape(-1, 1))
         return self.rows(weights_NK.reshape(-1, 1), slots_of_one)
 
-    def tokens(self, y_MD: Tensor, slots: Slots) -> Tensor:
+    def tokens(self, y_MD: Tensor, slots: Slots, codes: RowCodes = AS_THEY_ARE) -> Tensor:
         """The sum of the rows of each token, in the order of its choices."""
-        return _FromSlots.apply(y_MD, slots, self)
+        return _FromSlots.apply(y_MD, slots, self, codes)
 
     def sum(self, parts: Sequence[Tensor], places_NK: Tensor, complete: bool) -> Tensor:
         """`sum_of_choices` of one or two parts."""
@@ -123,33 +129,39 @@ class _ToSlots(torch.autograd.Function):
     """Tokens to one row for each slot. Backward sums the rows of each token."""
 
     @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, slots: Slots, sums: SlotSums, two: bool) -> Any:
+    def forward(
+        ctx: Any, x_ND: Tensor, slots: Slots, sums: SlotSums, two: bool, codes: RowCodes
+    ) -> Any:
         ctx.save_for_backward(slots.rows)
         ctx.sums, ctx.complete = sums, slots.complete
         ctx.set_materialize_grads(False)
-        rows_MD = sums.take(x_ND, slots.order, slots.rows.shape[1], slots.complete)
+        taken = sums.take(codes.open(x_ND), slots.order, slots.rows.shape[1], slots.complete)
+        rows_MD = codes.close(taken)
         return (rows_MD, rows_MD.view_as(rows_MD)) if two else rows_MD
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None, None, None, None]:
         (rows_NK,) = ctx.saved_tensors
         given = [each for each in gradients if each is not None]
-        return ctx.sums.sum(given, rows_NK, ctx.complete), None, None, None
+        return ctx.sums.sum(given, rows_NK, ctx.complete), None, None, None, None
 
 
 class _FromSlots(torch.autograd.Function):
     """The rows of each token, summed. Backward is the way of tokens to slots."""
 
     @staticmethod
-    def forward(ctx: Any, y_MD: Tensor, slots: Slots, sums: SlotSums) -> Tensor:
+    def forward(ctx: Any, y_MD: Tensor, slots: Slots, sums: SlotSums, codes: RowCodes) -> Tensor:
         ctx.save_for_backward(slots.order)
         ctx.sums, ctx.num_choices, ctx.complete = sums, slots.rows.shape[1], slots.complete
+        ctx.codes = codes
         return sums.sum([y_MD], slots.rows, slots.complete)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        (order_M,) = ctx.saved_tensors
-        return ctx.sums.take(gradients[0], order_M, ctx.num_choices, ctx.complete), None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        (order_M,), codes = ctx.saved_tensors, ctx.codes
+        sent = codes.open(gradients[0])
+        taken = ctx.sums.take(sent, order_M, ctx.num_choices, ctx.complete)
+        return codes.close(taken), None, None, None
 
 
 def sum_of_choices(

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fivefold.model.fp8_rows import AS_THEY_ARE, RowCodes
 from fivefold.parallel import transport
 from fivefold.parallel.mesh import Issued, Mesh
 from fivefold.parallel.transport import Pending
@@ -26,13 +27,14 @@ class AxisBoundary:
         self.mesh, self.axis, self.sp, self.dim = mesh, axis, sp, dim
         self.size, self.coord = mesh.size(axis), mesh.coord(axis)
 
-    def enter(self, x: Tensor) -> Tensor:
+    def enter(self, x: Tensor, codes: RowCodes = AS_THEY_ARE) -> Tensor:
         """Before a split computation: all tokens to every rank."""
-        return _Enter.apply(x, self)
+        return _Enter.apply(x, self, codes)
 
-    def leave(self, partial_sum: Tensor) -> Tensor:
-        """After it: the sum over ranks, each with its tokens under sp."""
-        return _Leave.apply(partial_sum, self)
+    def leave(self, partial_sum: Tensor, codes: RowCodes = AS_THEY_ARE) -> Tensor:
+        """After it: the sum over ranks, each with its tokens under sp. Codes are those that its
+        gradient travels as."""
+        return _Leave.apply(partial_sum, self, codes)
 
     def gather(self, x: Tensor) -> Tensor:
         """The tokens of all ranks."""
@@ -69,25 +71,27 @@ class _Enter(torch.autograd.Function):
     """Gather forward, scatter the summed gradient backward; without sp identity and sum."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, boundary: AxisBoundary) -> Tensor:
+    def forward(ctx: Any, x: Tensor, boundary: AxisBoundary, codes: RowCodes) -> Tensor:
         ctx.boundary = boundary
-        return boundary.gather(x) if boundary.sp else x.view_as(x)
+        sent = codes.open(x)
+        return codes.close(boundary.gather(sent) if boundary.sp else sent.view_as(sent))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        boundary: AxisBoundary = ctx.boundary
-        return boundary.scatter(gradients[0]) if boundary.sp else boundary.total(gradients[0]), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (grad,), boundary = gradients, ctx.boundary
+        return boundary.scatter(grad) if boundary.sp else boundary.total(grad), None, None
 
 
 class _Leave(torch.autograd.Function):
     """Scatter the sum forward, gather the gradient backward; without sp sum and identity."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, boundary: AxisBoundary) -> Tensor:
-        ctx.boundary = boundary
+    def forward(ctx: Any, x: Tensor, boundary: AxisBoundary, codes: RowCodes) -> Tensor:
+        ctx.boundary, ctx.codes = boundary, codes
         return boundary.scatter(x) if boundary.sp else boundary.total(x)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        boundary: AxisBoundary = ctx.boundary
-        return boundary.gather(gradients[0]) if boundary.sp else gradients[0], None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        boundary, codes = ctx.boundary, ctx.codes
+        sent = codes.open(gradients[0])
+        return codes.close(boundary.gather(sent) if boundary.sp else sent), None, None

@@ -27,7 +27,7 @@ from fivefold.parallel.balance import Balancing
 from fivefold.parallel.data import Blocks, DataParallel
 from fivefold.parallel.deferred import GradientQueue
 from fivefold.parallel.flat_unit import FlatUnit, OwnedShard, UnitOptions
-from fivefold.parallel.fp8_maxima import rounding_math
+from fivefold.parallel.fp8_maxima import round_experts, rounding_math, share_maxima
 from fivefold.parallel.mesh import Mesh, Phase
 from fivefold.parallel.offload import GradientHome
 from fivefold.parallel.pipeline import Pipeline
@@ -153,7 +153,7 @@ def compose(
         on_collective=watch.on_unit,
     )
     balancing = Balancing(plan, mesh)
-    rooms = (_defer, balancing.attach, expert.spread, context.split_rows, tensor.split, _recompute)
+    rooms = (balancing.attach, expert.spread, context.split_rows, tensor.split, _recompute)
 
     def chunk(number: int) -> StageChunk:
         layers = plan.stages[number]
@@ -163,11 +163,11 @@ def compose(
         units, keeps = units_of(plan, number, dtype.itemsize), not plan.gathers_each_time(layers)
         math, rounded = rounding_math(plan, mesh, model, keeps, watch.on_rounded)
         stage = Stage(number, plan, model, mesh, Phase(), queue, watch.routing, fuse, math)
-        for apply in rooms:
+        for apply in (_defer, partial(round_experts, rounded, watch.on_experts), *rooms):
             apply(stage)
         kept = replace(options, keeps_weights=keeps, num_uses=model.num_uses())
         data = DataParallel(model, blocks_of(model), units, mesh, kept, fill, stage.phase)
-        return StageChunk(number, model, data, queue, rounded)
+        return StageChunk(number, model, data, queue, share_maxima(plan, mesh, data.units, rounded))
 
     chunks = tuple(chunk(number) for number in schedule.placement.stages_of(mesh.coord(PIPELINE)))
     driven = {each.stage: watch.wrap(each) if watch.wrap else each for each in chunks}

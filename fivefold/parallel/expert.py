@@ -33,6 +33,7 @@ from torch import Tensor
 
 from fivefold.core.groups import FAR, NEAR
 from fivefold.cost.layer_collectives import max_nodes_per_token
+from fivefold.model.fp8_rows import AS_THEY_ARE, RowCodes
 from fivefold.model.moe import (
     ExpertInputs,
     Experts,
@@ -103,27 +104,35 @@ class SpreadExperts:
     def __call__(
         self, x_ND: Tensor, routing: Routing, experts: Experts, beside: OverlappedTask
     ) -> Tensor:
-        if self.boundary is None:
-            return self._dispatch(x_ND, routing, experts, beside)
-        boundary = self.boundary
+        codes, boundary = experts.coding(x_ND), self.boundary
+        x_ND = codes.tokens.round(x_ND)
+        if boundary is None:
+            return codes.round_gradient(self._dispatch(x_ND, routing, experts, beside, codes))
         weights_NK, chosen_NK, room = boundary.enter(routing.weights), routing.experts, routing.room
         if boundary.sp:
             chosen_NK = boundary.gather(chosen_NK)
             room = room and room * boundary.size
         everywhere = routing._replace(experts=chosen_NK, weights=weights_NK, room=room)
-        return boundary.leave(self._dispatch(boundary.enter(x_ND), everywhere, experts, beside))
+        x_ND = boundary.enter(x_ND, codes.tokens)
+        y_ND = boundary.leave(self._dispatch(x_ND, everywhere, experts, beside, codes), codes)
+        return codes.round_gradient(y_ND)
 
     def _dispatch(
-        self, x_ND: Tensor, routing: Routing, experts: Experts, beside: OverlappedTask
+        self,
+        x_ND: Tensor,
+        routing: Routing,
+        experts: Experts,
+        beside: OverlappedTask,
+        codes: RowCodes,
     ) -> Tensor:
         num_experts = routing.scores.shape[1]
         if self.mesh.size(AXIS) == 1:
             beside()
-            return dispatch_slots(x_ND, routing, num_experts, experts, run_local_experts)
+            return dispatch_slots(x_ND, routing, num_experts, experts, run_local_experts, codes)
         if self.nodes > 1:
-            return self._by_node(x_ND, routing, experts, beside)
+            return self._by_node(x_ND, routing, experts, beside, codes)
         travel = partial(self._travel, AXIS, beside, routing.room)
-        return dispatch_slots(x_ND, routing, num_experts, experts, travel)
+        return dispatch_slots(x_ND, routing, num_experts, experts, travel, codes)
 
     def _travel(
         self,
@@ -135,7 +144,7 @@ class SpreadExperts:
         experts: Experts,
     ) -> Tensor:
         """To the ranks of the experts, through them, and back."""
-        size, num_rows = self.mesh.size(axis), len(slots.order)
+        size, num_rows, codes = self.mesh.size(axis), len(slots.order), inputs.codes
         sent = slots.counts.view(size, -1)  # by rank and by its experts
         if room is None:
             arriving = self._exchange(sent, axis)
@@ -146,17 +155,18 @@ class SpreadExperts:
             arriving, share = sent, [room * sent.shape[1]] * size
             way = Way(axis, share, share)
         # Weights go after the rows, and arrive while these are waited for.
-        rows, weights = self._depart(inputs.rows(), way), inputs.weights()
+        rows, weights = self._depart(inputs.rows(), way, there=codes), inputs.weights()
         weights_come = None if weights is None else self._depart(weights, way, yields=False)
         beside()
         order, sums = _by_expert(arriving, sum(way.arrive)), experts.slot_sums
         # Rows that are only passed on have no name here, which would keep their memory.
         y = experts(
-            sums.rows_for_two(rows(), order),
+            sums.rows_for_two(rows(), order, codes),
             order.counts,
             None if weights_come is None else sums.rows(weights_come(), order),
+            codes,
         )
-        return self.move(sums.tokens(y, order), way.back)
+        return self.move(sums.tokens(y, order, codes), way.back, back=codes)
 
     def _rows(
         self, axis: str, num_rows: int, sent: Tensor, arriving: Tensor
@@ -168,7 +178,12 @@ class SpreadExperts:
         return leave, arrive
 
     def _by_node(
-        self, x_ND: Tensor, routing: Routing, experts: Experts, beside: OverlappedTask
+        self,
+        x_ND: Tensor,
+        routing: Routing,
+        experts: Experts,
+        beside: OverlappedTask,
+        codes: RowCodes,
     ) -> Tensor:
         """Once to each node that has experts of a token, and there to each of them."""
         here, stand_in = routing.scores.shape[1] // self.nodes, self.stand_in  # experts of a node
@@ -183,7 +198,7 @@ class SpreadExperts:
         sent = slots.counts[:, None]
         coming = self._exchange(sent, FAR)
         way = Way(FAR, *self._rows(FAR, len(slots.order), sent, coming))
-        rows = self.move(sums.rows(x_ND, slots), way, beside)
+        rows = self.move(sums.rows(x_ND, slots, codes.tokens), way, beside, codes.tokens)
         weights = self.move(sums.rows(routing.weights, slots), way)
         came_MK = self._exchange(chosen_MK, FAR, way)
         if stand_in is not None:
@@ -197,8 +212,9 @@ class SpreadExperts:
             if self.mesh.size(NEAR) == 1
             else partial(self._travel, NEAR, beside, None)
         )
-        y = dispatch_slots(rows, there._replace(drops=True, kept=inside), here, experts, near)
-        return sums.tokens(self.move(y, way.back), slots)
+        there = there._replace(drops=True, kept=inside)
+        y = dispatch_slots(rows, there, here, experts, near, codes)
+        return sums.tokens(self.move(y, way.back, back=codes), slots, codes)
 
     def _nodes_of_tokens(self, nodes_NK: Tensor) -> Tensor:
         """The nodes of each token's experts, each once and in order, as many as a token can have;
@@ -213,33 +229,54 @@ class SpreadExperts:
         journey.begin(numbers, journey.way)
         return journey.end()
 
-    def move(self, rows: Tensor, way: Way, beside: OverlappedTask | None = None) -> Tensor:
+    def move(
+        self,
+        rows: Tensor,
+        way: Way,
+        beside: OverlappedTask | None = None,
+        there: RowCodes = AS_THEY_ARE,
+        back: RowCodes = AS_THEY_ARE,
+    ) -> Tensor:
         """Rows to other ranks; meanwhile what there is to compute beside."""
-        arrive = self._depart(rows, way)
+        arrive = self._depart(rows, way, there=there, back=back)
         if beside is not None:
             beside()
         return arrive()
 
-    def _depart(self, rows: Tensor, way: Way, yields: bool = True) -> Callable[[], Tensor]:
+    def _depart(
+        self,
+        rows: Tensor,
+        way: Way,
+        yields: bool = True,
+        there: RowCodes = AS_THEY_ARE,
+        back: RowCodes = AS_THEY_ARE,
+    ) -> Callable[[], Tensor]:
         """Begin to send rows to other ranks; what is returned waits for those that come."""
-        journey = _Journey(self, way, yields)
+        journey = _Journey(self, way, yields, there, back)
         return partial(_Arrive.apply, _Depart.apply(rows, journey), journey)
 
-    def take_breath(
-        self, product: GroupedMatmul, x_MI: Tensor, weight_EOI: Tensor, ends_E: Tensor
-    ) -> Tensor:
+    def take_breath(self, product: GroupedMatmul, x_MI: Tensor, *others: Any) -> Tensor:
         """Give the turn to the other lane in the middle of the experts' backward, because the
         exchange of counts did so in the forward. Both then have as many turns, and each all-to-all
         is hidden by work of the other lane."""
-        return product(_Breath.apply(x_MI, self.mesh) if self.counts else x_MI, weight_EOI, ends_E)
+        return product(_Breath.apply(x_MI, self.mesh) if self.counts else x_MI, *others)
 
 
 class _Journey:
-    """One all-to-all, and in backward the one of its gradients, each waited for later."""
+    """One all-to-all, and in backward the one of its gradients, each waited for later. Rows travel
+    `there` as codes or values, and gradients `back`."""
 
-    def __init__(self, spread: SpreadExperts, way: Way, yields: bool = True) -> None:
+    def __init__(
+        self,
+        spread: SpreadExperts,
+        way: Way,
+        yields: bool = True,
+        there: RowCodes = AS_THEY_ARE,
+        back: RowCodes = AS_THEY_ARE,
+    ) -> None:
         """`yields`: the other lane has its turn before this one waits."""
         self.spread, self.way, self.yields = spread, way, yields
+        self.there, self.back = there, back
         self.issued: Issued | None = None
 
     def begin(self, rows: Tensor, way: Way) -> None:
@@ -269,12 +306,13 @@ class _Depart(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, journey: _Journey) -> Tensor:
         ctx.journey = journey
-        journey.begin(rows, journey.way)
+        journey.begin(journey.there.open(rows), journey.way)
         return rows.new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.journey.end(), None
+        journey: _Journey = ctx.journey
+        return journey.back.close(journey.end()), None
 
 
 class _Arrive(torch.autograd.Function):
@@ -283,12 +321,12 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, departed: Tensor, journey: _Journey) -> Tensor:
         ctx.journey = journey
-        return journey.end()
+        return journey.there.close(journey.end())
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         journey: _Journey = ctx.journey
-        journey.begin(gradients[0], journey.way.back)
+        journey.begin(journey.back.open(gradients[0]), journey.way.back)
         return gradients[0].new_zeros(()), None
 
 

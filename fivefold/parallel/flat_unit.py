@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fivefold.core.units import LocalWeight, Unit
+from fivefold.parallel.coded_gather import CodedGather, CodesArriving
 from fivefold.parallel.mesh import Issued, Mesh
 from fivefold.parallel.offload import FileReading, GradientHome, on_disk, reading
 
@@ -111,7 +112,8 @@ class FlatUnit:
         self, unit: Unit, use: Use, places: Places, mesh: Mesh, options: UnitOptions, fill: Fill
     ) -> None:
         self.unit, self.use, self.mesh, self.options = unit, use, mesh, options
-        self.arriving: Issued | FileReading | None = None
+        self.arriving: Issued | FileReading | CodesArriving | None = None
+        self.coding: CodedGather | None = None
         self.summing: Issued | None = None
         self.gradients: Tensor | None = None  # of the full unit, from this rank's tokens
         self.written: set[str] = set()  # the weights that have one there
@@ -284,8 +286,12 @@ class FlatUnit:
             share[end:].zero_()
         return share
 
-    def gather(self) -> None:
-        """Start to gather the full weights, where they are not in memory."""
+    def code_by(self, coding: CodedGather) -> None:
+        """Gather codes from now on."""
+        self.coding = coding
+
+    def gather(self, exact: bool = False) -> None:
+        """Start to gather the full weights, where they are not in memory; `exact`: no codes."""
         if self.present:
             return
         self.present = True
@@ -294,11 +300,13 @@ class FlatUnit:
         if not self.sliced:
             self.arriving = reading(self.full, self.shard)
             return
-        self._gather_from(self.shard.to(self.mesh.device, non_blocking=True))
+        shard = self.shard.to(self.mesh.device, non_blocking=True)
+        self._gather_from(shard, None if exact else self.coding)
 
-    def _gather_from(self, shard: Tensor) -> None:
+    def _gather_from(self, shard: Tensor, coding: CodedGather | None = None) -> None:
         self._tell(self.unit.shard_axis, "all_gather")
-        self.arriving = self.mesh.all_gather(self.full, shard, self.unit.shard_axis)
+        plain = partial(self.mesh.all_gather, axis=self.unit.shard_axis)
+        self.arriving = (plain if coding is None else coding.begin)(self.full, shard)
 
     def _tell(self, axis: str, kind: str) -> None:
         self.options.on_collective(axis, kind, self.unit.name)

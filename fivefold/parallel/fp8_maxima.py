@@ -2,27 +2,36 @@
 
 Blocks are on one rank each. Tensorwise, the maximum of an input or output gradient goes over all
 ranks that have tokens or columns of one microbatch, tp · cp, and that of a weight over tp: four
-bytes for each matmul that is rounded, of weights once a step.
+bytes for each matmul that is rounded. Those of all weights of a stage are found together once a
+step, from the shards that ranks own. Of routed experts every row has a
+scale, and every expert's weight: their maxima go over etp, where it cuts the width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.core.fp8 import keeps_rounded
+from fivefold.core.fp8_units import gathered_as_codes, is_coded
 from fivefold.core.groups import SCALE
 from fivefold.core.plan import Plan
 from fivefold.model.decoder import Decoder
-from fivefold.model.fp8 import OverRanks, rounding_of, same
+from fivefold.model.fp8 import OverRanks, largest_of, rounding_of, same
+from fivefold.model.fp8_experts import ExpertRounding, RoundedExperts, WatchExperts
 from fivefold.model.fp8_linear import FusedLinears, RoundedWeights, Watch
 from fivefold.model.fp8_matmul import require_units
 from fivefold.model.layers import Linear
 from fivefold.model.linear_math import PLAIN, LinearMath
+from fivefold.model.moe import MoeMlp
+from fivefold.parallel.coded_gather import CodedGather
+from fivefold.parallel.flat_unit import FlatUnit
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.stage import MathOf
+from fivefold.parallel.stage import MathOf, Stage
+from fivefold.parallel.tensor import padded_tokens
 
 
 def rounding_math(
@@ -42,9 +51,94 @@ def rounding_math(
         if not fp8.rounds(layer, plan.shape.layers):
             return PLAIN
         called = [names[id(each)] for each in linears]
+        rounded.join(called)
         return FusedLinears(called, fp8, rounding, rounded, copied, watch)
 
     return math, rounded
+
+
+def share_maxima(
+    plan: Plan, mesh: Mesh, units: Sequence[FlatUnit], rounded: RoundedWeights
+) -> RoundedWeights:
+    """The rounded weights. Tensorwise, the maxima of all weights of a stage are found together, and
+    codes are gathered of those that are sharded."""
+    coded = gathered_as_codes(plan.shape, plan.fp8)
+    if not coded or not rounded.fused:
+        return rounded
+    rounded.measure_by(WeightMaxima(mesh, units, rounded.fused).measure)
+    first = {f"{name}.weight": each[0] for each in rounded.fused for name in each}
+
+    def maximum(weight: str) -> Tensor:
+        found = rounded.maximum(first[weight])
+        assert found is not None, "every rounded weight belongs to a fused matmul"
+        return found
+
+    for unit in units:
+        if unit.sheds_weights and is_coded(unit.unit, coded):
+            unit.code_by(CodedGather(unit.unit, mesh, coded, maximum))
+    return rounded
+
+
+class WeightMaxima:
+    """The maxima of the weights of all fused matmuls of a stage, each rank's from what it owns: one
+    all-reduce over the ranks with other slices, and one over tp."""
+
+    def __init__(
+        self, mesh: Mesh, units: Sequence[FlatUnit], fused: Sequence[Sequence[str]]
+    ) -> None:
+        self.mesh, self.fused = mesh, fused
+        self.homes = {name: unit for unit in units for name in unit.parameters}
+        sliced = any(unit.sliced and not unit.unit.expert for unit in units)
+        axes = ["fsdp", "tp"] if sliced else ["tp"]
+        self.over = [_over(mesh, axis) for axis in axes]
+
+    def measure(self) -> dict[str, Tensor]:
+        """By the first linear of each."""
+        found = torch.zeros(len(self.fused), dtype=torch.float32, device=self.mesh.device)
+        for number, names in enumerate(self.fused):
+            parts = [part for name in names if len(part := self._owned(f"{name}.weight"))]
+            if parts:
+                found[number] = largest_of(parts)
+        for over_ranks in self.over:
+            found = over_ranks(found)
+        return {names[0]: one for names, one in zip(self.fused, found, strict=True)}
+
+    def _owned(self, name: str) -> Tensor:
+        unit = self.homes[name]
+        if not unit.sliced:
+            return unit.parameters[name].detach()
+        ranges = {row.name: (start, stop) for row, start, stop in unit.unit.owned(unit.place)}
+        start, stop = ranges.get(name, (0, 0))
+        return unit.shard[start:stop]
+
+
+def round_experts(rounded: RoundedWeights, watch: WatchExperts | None, stage: Stage) -> None:
+    """Give routed experts the arithmetic of fp8, where their layer is rounded."""
+    plan, mesh, fp8 = stage.plan, stage.mesh, stage.plan.fp8
+    if fp8 is None or plan.shape.moe is None:
+        return
+    over = _over(mesh, "etp") if mesh.size("etp") > 1 else None
+    shared = ExpertRounding(rounded, over, _live(plan, mesh), stage.queue, watch)
+    names = {id(module): name for name, module in stage.model.named_modules()}
+    for block in stage.model.all_blocks():
+        if isinstance(block.mlp, MoeMlp) and fp8.rounds(block.number, plan.shape.layers):
+            RoundedExperts(block.mlp.experts, names, shared).attach()
+
+
+def _live(plan: Plan, mesh: Mesh) -> Callable[[Tensor], Tensor]:
+    """This rank's tokens between matmuls, zero where they are padding."""
+    padded_S = padded_tokens(plan, mesh)
+    if padded_S is None:
+        return same
+    if plan.layout.sp:
+        padded_S = padded_S.chunk(mesh.size("tp"))[mesh.coord("tp")]
+    mask_S1 = padded_S[:, None]
+
+    def live(x_ND: Tensor) -> Tensor:
+        rows = x_ND.unflatten(0, (-1, len(mask_S1)))
+        return rows.masked_fill(mask_S1, 0).flatten(0, 1)
+
+    return live
 
 
 def _plain(layer: int, linears: Sequence[Linear], copied: Sequence[int] = ()) -> LinearMath:

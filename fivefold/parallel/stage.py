@@ -11,6 +11,7 @@ from torch import Tensor
 from fivefold.core.plan import Plan
 from fivefold.core.schedule import Step
 from fivefold.model.decoder import Decoder
+from fivefold.model.fp8_experts import WatchExperts
 from fivefold.model.fp8_linear import Watch
 from fivefold.model.layers import Linear
 from fivefold.model.linear_math import LinearMath
@@ -88,8 +89,8 @@ class Instruments:
 
     `actions` watches the pipeline of a step, `evaluation` that of an evaluation; `on_phase` is told
     what a step does outside of its pipeline, `on_unit` of every collective of a flat unit, and
-    `on_rounded` of everything that is rounded to fp8. A rehearsal brings its `routing`, and a
-    `wrap` for each chunk that the pipeline drives.
+    `on_rounded` of everything that is rounded to fp8, but what experts read, of which `on_experts`
+    is. A rehearsal brings its `routing`, and a `wrap` for each chunk that the pipeline drives.
     """
 
     actions: ActionObserver = ActionObserver()  # noqa: RUF009, it has no state
@@ -97,5 +98,6 @@ class Instruments:
     on_phase: Callable[[str], None] = ignore
     on_unit: UnitListener = unheard
     on_rounded: Watch | None = None
+    on_experts: WatchExperts | None = None
     routing: RehearsalRouting | None = None
     wrap: Callable[[Any], Any] | None = None

@@ -74,7 +74,7 @@ def split(stage: Stage) -> None:
     """Put the collectives around the arithmetic of a decoder whose weights are shards."""
     plan, decoder = stage.plan, stage.model
     boundary = _TensorBoundary(stage.mesh, AXIS, plan.layout.sp, dim=0)
-    rows = (plan.local_seq, _padding(plan, stage.mesh))
+    rows = (plan.local_seq, padded_tokens(plan, stage.mesh))
     matmuls = SplitMatmuls(boundary, stage.queue, plan.options.tp_overlap, *rows)
     for block in decoder.all_blocks():
         block.attention.first_head = boundary.coord * decoder.shape.heads // boundary.size
@@ -129,7 +129,7 @@ def _attention_linears(
     return [attention.q, attention.kv_down], SharedOutputs(AXIS, (1,))
 
 
-def _padding(plan: Plan, mesh: Mesh) -> Tensor | None:
+def padded_tokens(plan: Plan, mesh: Mesh) -> Tensor | None:
     """Which tokens of a row on this rank are padding; None if there is none."""
     if plan.fp8 is None or plan.padded_seq == plan.batch.seq:
         return None

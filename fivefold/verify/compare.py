@@ -191,7 +191,8 @@ def evened(group: Sequence[Traffic], least: Mapping[str, float]) -> list[Traffic
 
 def _evened_on(axis: str, least: float, group: Sequence[Traffic]) -> Sequence[Traffic]:
     def uneven(calls: Counter[Call]) -> Counter[Call]:
-        routed = (one for one in calls if one[1] == "all_to_all" and one[0] == axis)
+        kinds = ("all_to_all",) if axis != "etp" else ("all_reduce",)  # in fp8: maxima of rows
+        routed = (one for one in calls if one[1] in kinds and one[0] == axis)
         return Counter({one: calls[one] for one in routed})
 
     missing = [uneven(each.predicted - each.observed) for each in group]

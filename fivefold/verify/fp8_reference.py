@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from fivefold.core.fp8 import Fp8
 from fivefold.model.decoder import Block, Decoder
 from fivefold.model.layers import Linear
-from fivefold.model.moe import MoeMlp
+from fivefold.model.moe import ExpertStack, MoeMlp
+from fivefold.verify.expert_flips import ExpertCodes
 
 
 class RoundedCodes(NamedTuple):
@@ -53,9 +54,10 @@ class ReferenceFp8:
         self.cuts = partial(_cuts, _SMALL_SIDE if self.small else _SIDE)
         self.of_gradients = _E4M3 if fp8.gradients == "e4m3" else _E5M2
         self.codes: Codes = {}
+        self.of_experts = ExpertCodes({}, {}, {})
 
     def attach(self, model: Decoder) -> None:
-        """Replace the arithmetic of linears in attention and MLPs."""
+        """Replace the arithmetic of linears in attention, MLPs and experts."""
         names = {module: name for name, module in model.named_modules()}
         last = model.shape.layers - self.fp8.last
         for block in model.all_blocks():
@@ -64,6 +66,10 @@ class ReferenceFp8:
 
     def _attach(self, block: Block, names: dict[nn.Module, str]) -> None:
         mlp = block.mlp.shared if isinstance(block.mlp, MoeMlp) else block.mlp
+        if isinstance(block.mlp, MoeMlp):
+            experts = block.mlp.experts
+            experts.project = partial(self.experts_in, names)
+            experts.down.matmul = partial(self.experts_out, names[experts.down])
         for outer in (block.attention, mlp):
             if outer is not None:
                 outer.project = partial(self.together, names)
@@ -75,6 +81,39 @@ class ReferenceFp8:
         """The codes of a step."""
         found, self.codes = self.codes, {}
         return found
+
+    def take_rows(self) -> ExpertCodes:
+        """What the experts of a step read."""
+        found, self.of_experts = self.of_experts, ExpertCodes({}, {}, {})
+        return found
+
+    def experts_in(
+        self,
+        names: dict[nn.Module, str],
+        rows: tuple[Tensor, Tensor],
+        stacks: Sequence[ExpertStack],
+        ends: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """Gate and up of routed experts; both are given the same rows."""
+        name, weights = "+".join(names[each] for each in stacks), [each.weight for each in stacks]
+        together, sizes = torch.cat(weights, 1), [each.shape[1] for each in weights]
+        return _RoundedRows.apply(rows[0], together, self, name, ends.tolist()).split(sizes, 1)
+
+    def experts_out(self, name: str, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        return _RoundedRows.apply(x, weight, self, name, ends.tolist())
+
+    def expert_rows(self, name: str, what: str, expert: int, x: Tensor, least: Tensor) -> Tensor:
+        """Rows of one expert, each with a scale of its own, always in e4m3."""
+        largest, codes, values = _shared(x, (1,), _E4M3)
+        self.of_experts.rows[name, what, expert] = codes.view(torch.uint8).cpu().numpy().copy()
+        self.of_experts.noise[name, what, expert] = (largest <= least)[:, 0].cpu().numpy()
+        return values
+
+    def expert_weights(self, name: str, weight_EOI: Tensor) -> Tensor:
+        """One scale for the weight of each expert."""
+        _, codes, values = _shared(weight_EOI, (1, 2), _E4M3)
+        self.of_experts.weights[name] = codes.view(torch.uint8).cpu().numpy().copy()
+        return values
 
     def alone(self, name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         (y,) = _Rounded.apply(self, name, x, weight)
@@ -125,18 +164,24 @@ class ReferenceFp8:
         codes, values = torch.empty_like(x, dtype=kind), torch.empty_like(x)
         noise, least = torch.empty_like(x, dtype=torch.bool), x.abs().max() * _NOISE
         for where, dims in shares:
-            part = x[where]
-            largest = part.abs().amax(dims, keepdim=True).float()
-            largest = torch.maximum(largest, torch.full_like(largest, 2.0**-100))
-            scale = torch.div(largest, torch.full_like(largest, _ENDS[kind]))
-            if self.small:  # up to the next exponent, unless the fraction has no bits
-                scale = ((scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
-            found = (part * torch.reciprocal(scale).to(x.dtype)).float().to(kind)
-            codes[where], noise[where] = found, largest <= least
-            values[where] = found.to(x.dtype) * scale.to(x.dtype)
+            largest, codes[where], values[where] = _shared(x[where], dims, kind, self.small)
+            noise[where] = largest <= least
         as_bytes = codes.contiguous().view(torch.uint8).cpu().numpy().copy()
         self.codes[key] = RoundedCodes(as_bytes, noise.cpu().numpy())
         return values
+
+
+def _shared(
+    part: Tensor, dims: tuple[int, ...], kind: torch.dtype, small: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The maxima, codes and rounded values of what shares scales over these dims."""
+    largest = part.abs().amax(dims, keepdim=True).float()
+    largest = torch.maximum(largest, torch.full_like(largest, 2.0**-100))
+    scale = torch.div(largest, torch.full_like(largest, _ENDS[kind]))
+    if small:  # up to the next exponent, unless the fraction has no bits
+        scale = ((scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+    codes = (part * torch.reciprocal(scale).to(part.dtype)).float().to(kind)
+    return largest, codes, codes.to(part.dtype) * scale.to(part.dtype)
 
 
 def _cuts(side: int, widths: Sequence[int]) -> Iterator[slice]:
@@ -173,3 +218,31 @@ class _Rounded(torch.autograd.Function):
             grad = own.by_tokens((ctx.name, "gradient, by tokens"), grad)
         of_weights = grad.flatten(0, 1).T @ x.flatten(0, 1)
         return (None, None, back, *of_weights.split(ctx.widths))
+
+
+class _RoundedRows(torch.autograd.Function):
+    """A linear of every routed expert. Weight gradients multiply rounded values."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight_EOI: Tensor, own: ReferenceFp8, name: str, ends: list[int]
+    ) -> Tensor:
+        rounded, least = own.expert_weights(name, weight_EOI), x.abs().max() * _NOISE
+        spans = list(zip([0, *ends], ends, strict=False))
+        parts = [
+            own.expert_rows(name, "input", expert, x[start:end], least)
+            for expert, (start, end) in enumerate(spans)
+        ]
+        ctx.own, ctx.name, ctx.spans = own, name, spans
+        ctx.save_for_backward(rounded, *parts)
+        return torch.cat([part @ one.T for part, one in zip(parts, rounded, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (rounded, *parts), (grad,) = ctx.saved_tensors, gradients
+        own, least, of_weights, back = ctx.own, grad.abs().max() * _NOISE, list[Tensor](), []
+        for expert, (start, end) in enumerate(ctx.spans):
+            given = own.expert_rows(ctx.name, "gradient", expert, grad[start:end], least)
+            back.append(given @ rounded[expert])
+            of_weights.append(given.T @ parts[expert])
+        return torch.cat(back), torch.stack(of_weights), None, None, None

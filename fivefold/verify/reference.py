@@ -25,6 +25,7 @@ from fivefold.model.balance import LocalRows, attach_balancers, moe_layers, upda
 from fivefold.model.batch import NOT_COUNTED, TokenBatch, look_ahead
 from fivefold.model.decoder import Decoder, from_config
 from fivefold.model.init import init_weights
+from fivefold.verify.expert_flips import ExpertCodes
 from fivefold.verify.fp8_reference import Codes, ReferenceFp8
 
 Arrays = dict[str, NDArray[np.floating]]
@@ -48,7 +49,8 @@ class Truth:
     gradients: Arrays
     weights: Arrays
     biases: Arrays = field(default_factory=dict)  # of loss-free balancing, after the step
-    codes: Codes = field(default_factory=dict)  # of everything that was rounded to fp8
+    codes: Codes = field(default_factory=dict)  # of everything that was rounded to fp8, but
+    rows: ExpertCodes | None = None  # what routed experts read
 
 
 def gain(optimizer: OptimizerName) -> float:
@@ -88,8 +90,9 @@ def truths(
         for layer, mlp in moe_layers(model):
             update_balance(mlp, balancers[layer], rules, balancers[layer].take()[0])
         biases = {name: as_array(each) for name, each in model.named_buffers()}
-        codes = {} if rounding is None else rounding.take()
-        found.append(replace(truth, biases=biases, codes=codes))
+        if rounding is not None:
+            truth = replace(truth, codes=rounding.take(), rows=rounding.take_rows())
+        found.append(replace(truth, biases=biases))
     return found
 
 

@@ -29,6 +29,7 @@ from fivefold.verify import reference
 from fivefold.verify.asynchronous import Stream
 from fivefold.verify.compare import Call, ComparedPart, Dtype, UnitOrder
 from fivefold.verify.dispatch_watch import DispatchWatch
+from fivefold.verify.expert_flips import ExpertRecord, RankRows
 from fivefold.verify.flips import CodeRecord, RankCodes
 from fivefold.verify.reference import Delayed, Truth, as_array
 
@@ -107,6 +108,7 @@ class VerifiedRank:
     orders: list[UnitOrder]
     held: list[ComparedPart]
     codes: list[RankCodes]  # of each step, in fp8
+    rows: list[RankRows]  # of each step, what experts read in fp8
 
 
 def run_reference(worker: Worker, plan: Plan, settings: VerifySettings) -> list[Truth]:
@@ -136,7 +138,7 @@ def run_rank(worker: Worker, plan: Plan, settings: VerifySettings) -> VerifiedRa
     with worker.joined(plan.layout.world, rank):
         worker.phase("build")
         mesh = Mesh.of(plan, device)
-        phases, record = _Phases(worker), CodeRecord(plan, mesh.rank)
+        phases, record, of_experts = _Phases(worker), CodeRecord(plan, mesh.rank), ExpertRecord()
         job = compose(
             plan,
             mesh,
@@ -146,7 +148,11 @@ def run_rank(worker: Worker, plan: Plan, settings: VerifySettings) -> VerifiedRa
             as_summed=False,
             fuse=compiled if settings.compiled else eager,
             instruments=Instruments(
-                actions=phases, on_phase=phases.say, on_unit=phases.note, on_rounded=record.note
+                actions=phases,
+                on_phase=phases.say,
+                on_unit=phases.note,
+                on_rounded=record.note,
+                on_experts=of_experts.note,
             ),
         )
         recorder = _Recorder(worker, job, phases, _optimizer(job, settings), not settings.compiled)
@@ -155,14 +161,15 @@ def run_rank(worker: Worker, plan: Plan, settings: VerifySettings) -> VerifiedRa
         if plan.schedule.asynchronous:
             microbatches = [batch for batches in mine for batch in batches]
             recorder.stream(microbatches[: num_microbatches(plan, settings)])
-        codes: list[RankCodes] = []
+        codes, rows = list[RankCodes](), list[RankRows]()
         for number, batches in enumerate(() if plan.schedule.asynchronous else mine, start=1):
             recorder.step(batches, f"step {number}")
             codes.append(record.take())
+            rows.append(of_experts.take())
         worker.phase("compare")
         held = list(_held(job))
         mesh.close_groups()
-        return VerifiedRank(recorder.steps, recorder.heard, recorder.orders, held, codes)
+        return VerifiedRank(recorder.steps, recorder.heard, recorder.orders, held, codes, rows)
 
 
 def _prepared(worker: Worker, plan: Plan, settings: VerifySettings) -> RankDevice:
@@ -320,7 +327,7 @@ def _held(job: Job) -> Iterator[ComparedPart]:
     """The weights as the model of this rank sees them, brought here where they are sharded."""
     for flat in job.units:
         flat.arrive()
-        flat.gather()
+        flat.gather(exact=True)
         flat.arrive()
         for name, parameter in flat.parameters.items():
             yield ComparedPart(job.table[name].name, job.shards[name], 0, as_array(parameter))

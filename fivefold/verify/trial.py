@@ -16,6 +16,7 @@ from fivefold.cost.layer_collectives import UNEVEN_AXES
 from fivefold.launch.processes import Pool
 from fivefold.verify import compare, flips, reference
 from fivefold.verify.compare import Call, Traffic, Wanted
+from fivefold.verify.expert_flips import count_expert_flips
 from fivefold.verify.reference import Truth
 from fivefold.verify.runs import VerifiedRank, VerifySettings, num_phases, run_rank, run_reference
 
@@ -86,10 +87,12 @@ def judge(
 
 
 def _flips(plan: Plan, runs: list[VerifiedRank], truths: list[Truth]) -> int:
-    return sum(
-        flips.count_flips(plan, truth.codes, [run.codes[number] for run in runs])
-        for number, truth in enumerate(truths)
-    )
+    found = 0
+    for number, truth in enumerate(truths):
+        found += flips.count_flips(plan, truth.codes, [run.codes[number] for run in runs])
+        if truth.rows is not None:
+            found += count_expert_flips(plan, truth.rows, [run.rows[number] for run in runs])
+    return found
 
 
 def _narrow_terms(plan: Plan) -> int:
@@ -125,9 +128,9 @@ def _traffic(plan: Plan, settings: VerifySettings, runs: list[VerifiedRank]) -> 
             {(each.axis, each.kind, each.bytes, each.group): each.count for each in listed}
         )
         found.append([Traffic(predicted, each.seen) for each in run.heard])
-    for group in plan.layout.groups("ep") if plan.layout.ep > 1 else ():
+    for group in plan.layout.groups("ep") if plan.layout.ep * plan.layout.etp > 1 else ():
         for number in range(len(found[0])):
-            least = {axis: least_traffic_share(plan, axis) for axis in UNEVEN_AXES}
+            least = {axis: least_traffic_share(plan, axis) for axis in (*UNEVEN_AXES, "etp")}
             shared = compare.evened([found[rank][number] for rank in group], least)
             for rank, traffic_of_rank in zip(group, shared, strict=True):
                 found[rank][number] = traffic_of_rank

@@ -12,12 +12,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fivefold.core import models
 from fivefold.core.fp8 import Fp8, Fp8Format
 from fivefold.launch.processes import num_gpus
-from fivefold.model.fp8 import Blockwise, Rounding, Tensorwise, rounding_of
+from fivefold.model.fp8 import Blockwise, Rounding, Tensorwise, rounding_of, same
+from fivefold.model.fp8_experts import ExpertRounding, RoundedExperts
+from fivefold.model.fp8_grouped import (
+    expert_maxima,
+    has_grouped_kernel,
+    round_stacks,
+    scaled_grouped,
+)
+from fivefold.model.fp8_linear import RoundedWeights
 from fivefold.model.fp8_matmul import runs_on_tensor_cores, scaled_matmul
 from fivefold.model.fp8_operand import Both, Operand
+from fivefold.model.fp8_rows import CodedRows, RowOperand, round_and_pack, round_rows, unpacked
 from fivefold.model.layers import Linear, WeightFactory
+from fivefold.model.moe import Experts
 from tests.model.fp8_alone import fused, project
 
 pytestmark = pytest.mark.skipif(
@@ -130,6 +141,95 @@ def linears_are_those_of_the_emulation(fp8: Fp8, widths: Sequence[int], inputs: 
         assert error(ours, truth.double()) < FAST
 
 
+def equal_bytes(found: Tensor, wanted: Tensor, what: str) -> None:
+    ours, theirs = (each.cpu().contiguous().view(torch.uint8) for each in (found, wanted))
+    off = ours != theirs
+    assert not off.any(), f"{what}: {int(off.sum())} of {off.numel()} bytes differ"
+
+
+def rows_are_those_of_the_emulation(dtype: torch.dtype) -> None:
+    """Of one and of two matrices, with and without given maxima, packed and dequantised."""
+    torch.manual_seed(0)
+    for rows, widths in ((300, (2048,)), (77, (768, 768)), (5, (7168,)), (33, (48, 48))):
+        parts = [drawn(rows, width, dtype=dtype) for width in widths]
+        on_cpu = [each.cpu() for each in parts]
+        for over in (None, lambda maximum: 3 * maximum):
+            found, wanted = round_rows(parts, over), round_rows(on_cpu, over)
+            for ours, theirs in zip(found, wanted, strict=True):
+                equal_bytes(ours, theirs, f"{rows} x {widths}")
+            for start, stop in ((0, None), (16, 48)):
+                values = [each.values(torch.bfloat16, start, stop) for each in (found, wanted)]
+                equal_bytes(*values, f"values of {rows} x {widths}")
+        ours, theirs = (unpacked(round_and_pack(one[0]), widths[0]) for one in (parts, on_cpu))
+        for mine, other in zip(ours, theirs, strict=True):
+            equal_bytes(mine, other, f"packed {rows} x {widths[0]}")
+    assert len(round_rows([drawn(0, 64)], None).codes) == 0, "an expert may get no rows"
+
+
+def stacks_are_those_of_the_emulation() -> None:
+    torch.manual_seed(0)
+    for experts, heights, inputs in ((4, (768, 768), 2048), (3, (200,), 72), (8, (64, 64), 130)):
+        parts = [drawn(experts, height, inputs) for height in heights]
+        on_cpu = [each.cpu() for each in parts]
+        maxima = [expert_maxima(each) for each in (parts, on_cpu)]
+        equal_bytes(*maxima, "maxima")
+        found, wanted = round_stacks(parts, maxima[0]), round_stacks(on_cpu, maxima[1])
+        for ours, theirs in zip([*found[0], *found[1]], [*wanted[0], *wanted[1]], strict=True):
+            equal_bytes(ours, theirs, f"{experts} x {heights} x {inputs}")
+
+
+def grouped_products_are_those_of_the_emulation(fast: bool) -> None:
+    """Ragged groups, one of them empty; rows as they lie in packed ones, and by themselves."""
+    torch.manual_seed(0)
+    for counts, outputs, inputs in (
+        ((300, 0, 17, 1, 700, 6), 1536, 2048),
+        ((16, 16, 16, 16), 2048, 768),
+        ((1, 2, 3, 1000), 1024, 7168),
+    ):
+        ends = torch.tensor(counts, device="cuda").cumsum(0).to(torch.int32)
+        x = torch.randn(int(ends[-1]), inputs, device="cuda").bfloat16()
+        weight = torch.randn(len(counts), outputs, inputs, device="cuda").bfloat16()
+        stack = round_stacks([weight], expert_maxima([weight])).rows
+        for rows in (unpacked(round_and_pack(x), inputs), round_rows([x], None)):
+            assert has_grouped_kernel(rows, stack, torch.bfloat16)
+            found = scaled_grouped(rows, stack, ends, torch.bfloat16, fast)
+            on_cpu = RowOperand(rows.codes.cpu(), rows.scale.cpu())
+            weights = stack._replace(codes=stack.codes.cpu(), scale=stack.scale.cpu())
+            truth = scaled_grouped(on_cpu, weights, ends.cpu(), torch.float32)
+            off = error(found.cpu(), truth.bfloat16().double())
+            most = (FAST if fast else EXACT) + 1e-3  # the result is bf16
+            assert off <= most, f"{counts} {outputs}x{inputs}: {off:.1e}"
+
+
+def experts_are_those_of_the_emulation() -> None:
+    """A layer's experts in bf16 beside float32 on the CPU, with the same rounding of inputs."""
+    torch.manual_seed(0)
+    changes = {"width": "256", "moe.experts": "4", "moe.ffn": "128"}
+    shape = models.with_overrides(models.load("tiny-moe"), changes)
+    assert shape.moe is not None
+    counts, found = torch.tensor([90, 0, 37, 3]), list[list[Tensor]]()
+    x, given = (torch.randn(int(counts.sum()), shape.width).bfloat16() for _ in range(2))
+    known: dict[str, Tensor] = {}
+    for device, dtype in (("cuda", torch.bfloat16), ("cpu", torch.float32)):
+        made = Experts(shape, shape.moe, WeightFactory(dtype, torch.device(device)))
+        for name, one in made.named_parameters():
+            known.setdefault(name, (torch.randn(one.shape) / 16).bfloat16())
+            nn.init.zeros_(one).data.copy_(known[name])
+        names = {id(module): name for name, module in made.named_modules()}
+        shared = ExpertRounding(RoundedWeights(), None, same, None, None)
+        RoundedExperts(made, names, shared).attach()
+        here = x.to(device, dtype).requires_grad_()
+        codes = made.coding(here)
+        assert isinstance(codes, CodedRows)
+        rows = codes.round(here)
+        y = codes.round_gradient(made((rows, rows), counts.to(device), None, codes))
+        grads = torch.autograd.grad(y, [here, *made.parameters()], given.to(device, dtype))
+        found.append([each.detach().cpu() for each in (y, *grads)])
+    for number, (ours, truth) in enumerate(zip(*found, strict=True)):
+        # What is rounded between the two matmuls was bf16 on the GPU, where some codes flip.
+        assert error(ours, truth.double()) < 2 * FAST, number
+
+
 CHECKS: dict[str, Callable[[], None]] = {
     **{
         f"{name} {form} {dtype}": partial(tokens_are_those_of_the_emulation, rounding, form, dtype)
@@ -153,6 +253,12 @@ CHECKS: dict[str, Callable[[], None]] = {
         for fp8 in (Fp8(), Fp8(wgrad="bf16"), Fp8.parse("blockwise"))
         for widths, inputs in (((512, 128, 128), 256), ((208, 64), 144))
     },
+    "rows bf16": partial(rows_are_those_of_the_emulation, torch.bfloat16),
+    "rows float32": partial(rows_are_those_of_the_emulation, torch.float32),
+    "stacks": stacks_are_those_of_the_emulation,
+    "grouped exact": partial(grouped_products_are_those_of_the_emulation, False),
+    "grouped fast": partial(grouped_products_are_those_of_the_emulation, True),
+    "experts": experts_are_those_of_the_emulation,
 }
 
 

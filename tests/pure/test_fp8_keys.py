@@ -101,8 +101,7 @@ def test_tokens_that_cp_or_sp_cuts_inside_of_a_block() -> None:
 def test_widths_of_experts_and_latents() -> None:
     shape = models.load("deepseek-v3")
     assert not BLOCKS.problems(Layout.parse("dp=8 ep=8"), shape, 4096)
-    (found,) = BLOCKS.problems(Layout.parse("dp=32 ep=2 etp=32"), shape, 4096)
-    assert found.startswith("etp=32 cuts an expert of 2048") and found.endswith("etp=16")
+    assert not BLOCKS.problems(Layout.parse("dp=32 ep=2 etp=32"), shape, 4096), "rows have scales"
 
 
 def test_a_layout_that_cuts_a_block_is_refused() -> None:

@@ -11,12 +11,12 @@ import pytest
 from fivefold.core.errors import FivefoldError
 from fivefold.core.machine import load
 from fivefold.core.plan import Plan, PlanOptions, resolve
+from fivefold.cost.expert_collectives import expert_layer
 from fivefold.cost.grid import LayoutGrid, grid_of_plan, layer_job
 from fivefold.cost.layer_collectives import (
     CountedCollective,
     LayerJob,
     context_layer,
-    expert_layer,
     tensor_ends,
     tensor_layer,
 )

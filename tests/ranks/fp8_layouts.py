@@ -98,10 +98,28 @@ def cases() -> Iterator[Fp8Case]:
         yield from _both("pp=2", schedule=schedule, microbatches=4)
     yield from _both("dp=2 tp=2 pp=2", schedule="zb-h1", zero=1, fp8_skip="1+1")
     yield from _both("tp=2 cp=2 pp=2", schedule="zb-v", set=ONE_KV)
+    yield from _experts()
     yield from _both("dp=2 ep=2", "tiny-moe")
     yield from _both("dp=2 tp=2 ep=2 etp=2", "tiny-moe", zero=1)
     yield from _both("dp=2 tp=2 pp=2 cp=2 ep=2", "tiny-moe", schedule="zb-h1", zero=1)
     yield from small_blocks()
+
+
+def _experts() -> Iterator[Fp8Case]:
+    """Routed experts, which both scalings round alike: most of them tensorwise, which is faster."""
+    for layout, set_, keys in (
+        ("dp=1", {"moe.weigh_inputs": "true"}, {"microbatch_size": 2, "recompute": "norm+act"}),
+        ("cp=2 ep=2", {}, {"seq": 9, "recompute": "experts"}),  # padded
+        ("tp=2 etp=2", {}, {"recompute": "full"}),
+        ("tp=2 etp=2", {}, {"sp": False, "balance": "capacity-position:0.75"}),
+        ("dp=4 ep=4", {}, {"ep_nodes": 2, "zero": 2}),
+        ("dp=4 tp=2 ep=4 etp=2", {"moe.weigh_inputs": "true"}, {"ep_nodes": 2}),
+        ("dp=2 ep=2", {}, {"balance": "capacity-pad:1.25", "fp8_wgrad": "bf16"}),
+        ("dp=4 ep=2", {}, {"zero": 3, "gather": "microbatch", "fp8_skip": "0+1"}),
+        ("dp=2 pp=2 ep=2", {}, {"schedule": "dualpipe", "microbatches": 4}),
+    ):
+        yield Fp8Case("tensorwise", layout, "tiny-moe", set_, keys)
+    yield Fp8Case("blockwise", "tp=2 etp=2", "tiny-moe")
 
 
 def prove(pool: Pool, case: Fp8Case) -> VerifyVerdict:

@@ -72,16 +72,18 @@ def _inside(plan: Plan, work: LayerTimer) -> Iterator[tuple[CountedCollective, i
     for stage in plan.schedule.placement.stages_of(0):
         layers, timer = plan.stages[stage], work.under(plan.recompute.of(stage))
         times = sum(each.stage == stage for each in actions)
-        ahead = shape.mtp if layers.stop == shape.layers else 0
+        ahead, fused = shape.mtp if layers.stop == shape.layers else 0, 0
         for i in [*layers, *[shape.layers] * ahead]:
             moe = shape.moe if shape.is_moe_layer(i) else None
             rounded = plan.fp8 is not None and plan.fp8.rounds(i, shape.layers)
             used = timer if rounded or plan.fp8 is None else timer.unrounded
             for each in (*used.collectives(moe), *context_layer(used.job)):
                 yield each, times
-            if plan.fp8 is not None and rounded:
-                fused = sum(fused_matmuls(shape, moe is not None).values())
-                yield weight_maxima(plan.fp8, fused, plan.layout.tp), 1
+            fused += sum(fused_matmuls(shape, moe is not None).values()) if rounded else 0
+        if plan.fp8 is not None:
+            shards = plan.layout.shard * plan.layout.cp if plan.layout.zero else 1
+            for each in weight_maxima(plan.fp8, fused, shards, plan.layout.tp):
+                yield each, 1
         losses = 1 + ahead if layers.stop == shape.layers else 0
         for each in tensor_ends(timer.job, (layers.start == 0) + ahead, losses):
             yield each, times

@@ -17,12 +17,15 @@ from torch import Tensor
 from fivefold.core.fp8 import Fp8Format
 from fivefold.core.plan import PlanOptions
 from fivefold.launch.processes import Pool, Worker
-from fivefold.model import fp8
+from fivefold.model import fp8, fp8_experts, fp8_rows
 from fivefold.model.fp8 import OverRanks
+from fivefold.model.fp8_grouped import BothStacks
 from fivefold.model.fp8_linear import FusedLinears, RoundedWeights
 from fivefold.model.fp8_operand import Operand
+from fivefold.model.fp8_rows import RowOperand
 from fivefold.parallel import fp8_maxima
 from fivefold.parallel.columns import SplitMatmuls
+from fivefold.parallel.fp8_maxima import WeightMaxima
 from fivefold.parallel.mesh import Mesh
 from fivefold.verbs.verify import runnable
 from fivefold.verify.runs import VerifiedRank, VerifySettings, run_rank, run_reference
@@ -31,6 +34,7 @@ from tests.commands import in_fork
 
 SMALL = {"layers": "2"}
 JOB = ["verify", "tiny", "--precision", "fp8"]
+MOE = {"model": "tiny-moe"}
 
 
 @pytest.mark.parametrize(
@@ -98,8 +102,8 @@ def transposed_scales() -> Patch:
 
 def one_part_only() -> Patch:
     """The maximum of the first linear alone, for all of a fused matmul."""
-    largest = fp8._largest
-    return patch.object(fp8, "_largest", lambda parts: largest(parts[:1]))
+    largest = fp8.largest_of
+    return patch.object(fp8, "largest_of", lambda parts: largest(parts[:1]))
 
 
 def blocks_over_rows() -> Patch:
@@ -123,13 +127,13 @@ def gradients_of_weights_format() -> Patch:
 
 
 def stale_scale() -> Patch:
-    """New codes of weights with the maximum of the first step."""
-    largest, known = fp8.Tensorwise.weight_maximum, dict[int, Tensor]()
+    """New codes of weights with the maxima of the first step."""
+    measure, known = WeightMaxima.measure, dict[int, dict[str, Tensor]]()
 
-    def first(self: fp8.Tensorwise, parts: Sequence[Tensor]) -> Tensor:
-        return known.setdefault(parts[0].data_ptr(), largest(self, parts))
+    def first(self: WeightMaxima) -> dict[str, Tensor]:
+        return known.setdefault(id(self), measure(self))
 
-    return patch.object(fp8.Tensorwise, "weight_maximum", first)
+    return patch.object(WeightMaxima, "measure", first)
 
 
 def one_shard_only() -> Patch:
@@ -168,6 +172,49 @@ def padding_counts() -> Patch:
     return patch.multiple(SplitMatmuls, live=lambda self, x: x, live_of_all=lambda self, x: x)
 
 
+def scale_of_another_expert() -> Patch:
+    """Codes of an expert's weight by its own scale, and values by that of the next one."""
+    rounded = fp8_experts.round_stacks
+
+    def wrong(parts: Sequence[Tensor], maximum_E: Tensor) -> BothStacks:
+        right = rounded(parts, maximum_E)
+        moved = (each._replace(scale=each.scale.roll(1, 0)) for each in right)
+        return BothStacks(*moved)
+
+    return patch.object(fp8_experts, "round_stacks", wrong)
+
+
+def rows_of_one_etp_shard() -> Patch:
+    """A row's scale from the columns of this rank alone."""
+    over = fp8_maxima._over
+
+    def wrong(mesh: Mesh, axis: str) -> OverRanks:
+        largest = over(mesh, axis)
+        return largest if axis != "etp" else lambda mine: (largest(mine.clone()), mine)[1]
+
+    return patch.object(fp8_maxima, "_over", wrong)
+
+
+def stale_expert_maxima() -> Patch:
+    """New codes of experts with the maxima of the first step."""
+    largest, known = fp8_experts.expert_maxima, dict[int, Tensor]()
+
+    def first(parts: Sequence[Tensor]) -> Tensor:
+        return known.setdefault(parts[0].data_ptr(), largest(parts))
+
+    return patch.object(fp8_experts, "expert_maxima", first)
+
+
+def scale_of_another_row() -> Patch:
+    """Codes that arrive with the scales of their neighbours."""
+
+    def wrong(packed: Tensor, width: int) -> RowOperand:
+        right = fp8_rows.unpacked(packed, width)
+        return right._replace(scale=right.scale.roll(1))
+
+    return patch.object(fp8_experts, "unpacked", wrong)
+
+
 def _run_planted(worker: Worker, fault: object, *job: object) -> VerifiedRank:
     assert callable(fault)
     with fault():
@@ -177,7 +224,8 @@ def _run_planted(worker: Worker, fault: object, *job: object) -> VerifiedRank:
 def verdict(pool: Pool, scaling: str, fault: object, layout: str, said: Any) -> VerifyVerdict:
     changes = SMALL | said.get("set", {})
     options = {"precision": "fp8", "fp8": scaling, **said, "set": changes}
-    plan, settings = runnable(PlanOptions("tiny", layout=layout, **options)), VerifySettings()
+    model = options.pop("model", "tiny")
+    plan, settings = runnable(PlanOptions(model, layout=layout, **options)), VerifySettings()
     ranks = [(_run_planted, (fault, plan, settings))] * plan.layout.world
     *runs, truths = pool.run_each([*ranks, (run_reference, (plan, settings))])
     return judge(plan, settings, runs, truths)
@@ -189,6 +237,8 @@ def verdict(pool: Pool, scaling: str, fault: object, layout: str, said: Any) -> 
         ("tensorwise", stale_weights, "dp=1", {}),
         ("blockwise", stale_weights, "dp=1", {}),
         ("tensorwise", stale_scale, "dp=1", {}),
+        ("tensorwise", stale_scale, "dp=2", {"zero": 3}),
+        ("tensorwise", one_shard_only, "dp=2", {"zero": 3}),
         ("blockwise", transposed_scales, "dp=1", {}),
         ("tensorwise", one_part_only, "dp=1", {}),
         ("blockwise", blocks_over_rows, "dp=1", {"microbatch_size": 2}),
@@ -200,6 +250,10 @@ def verdict(pool: Pool, scaling: str, fault: object, layout: str, said: Any) -> 
         ("tensorwise", gradients_of_own_heads, "tp=2", {"set": {"kv_heads": "1"}}),
         ("blockwise", gradients_of_own_heads, "tp=2", {"set": {"kv_heads": "1"}}),
         ("tensorwise", padding_counts, "cp=4", {"seq": 9}),
+        ("tensorwise", scale_of_another_expert, "dp=1", MOE),
+        ("tensorwise", stale_expert_maxima, "dp=1", MOE),
+        ("tensorwise", scale_of_another_row, "dp=2 ep=2", MOE),
+        ("tensorwise", rows_of_one_etp_shard, "tp=2 etp=2", MOE),
     ],
 )
 def test_planted_faults_are_seen(

@@ -1,0 +1,131 @@
+"""Flips of routed experts: rows that a rank rounds to other fp8 numbers than the reference.
+
+Which slots an expert gets together, and in which order, depends on the layout. So the rows of an
+expert are a set: every row that a rank rounds must be one of the reference's for that expert, and
+each of these must be rounded by some rank. Rows of zeros (padding, empty slots) are not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fivefold.core.plan import Plan
+from fivefold.core.weights import Weight, WeightShard, by_name, shard_of
+
+CodeArray = NDArray[np.uint8]
+RowKey = tuple[str, str, int]
+"""Stacks of a grouped matmul, operand, and the number of an expert: on this rank, or of all."""
+RankRows = dict[RowKey, CodeArray]
+_SIGN, _REST = np.uint8(0x80), np.uint8(0x7F)
+
+
+class ExpertCodes(NamedTuple):
+    """The reference's codes: rows of each expert, (M, W), and weights, (E, O, I). `noise` marks
+    rows whose values are zero but for errors of float64 sums."""
+
+    rows: dict[RowKey, CodeArray]
+    noise: dict[RowKey, NDArray[np.bool_]]
+    weights: dict[str, CodeArray]
+
+
+class ExpertRecord:
+    """Keeps the codes that the experts of one rank read."""
+
+    def __init__(self) -> None:
+        self.rows: dict[RowKey, list[CodeArray]] = {}
+
+    def note(self, names: Sequence[str], what: str, codes: Tensor, ends_E: Tensor | None) -> None:
+        name, found = "+".join(names), codes.contiguous().view(torch.uint8).cpu().numpy()
+        if ends_E is None:
+            for expert, each in enumerate(found):
+                self.rows[name, what, expert] = [each.copy()]
+            return
+        ends = ends_E.tolist()
+        for expert, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+            self.rows.setdefault((name, what, expert), []).append(found[start:end].copy())
+
+    def take(self) -> RankRows:
+        """The codes since the last time."""
+        found, self.rows = self.rows, {}
+        return {key: np.concatenate(each) for key, each in found.items()}
+
+
+def count_expert_flips(plan: Plan, truth: ExpertCodes, ranks: Sequence[RankRows]) -> int:
+    """Values that a rank rounds differently, and those that no rank rounds."""
+    table, flips = by_name(plan.shape), 0
+    covered = {key: np.zeros(codes.shape, bool) for key, codes in truth.rows.items()}
+    missing = {name: np.ones(codes.shape, bool) for name, codes in truth.weights.items()}
+    for rank, of_rank in enumerate(ranks):
+        for (name, what, number), found in of_rank.items():
+            cuts = list(_cuts(plan, table, name, rank))
+            expert, is_gradient = cuts[0][1].start + number, what == "gradient"
+            if what == "weight":
+                where = np.ix_([expert], _columns(cuts, True), _columns(cuts, False))
+                flips += int(
+                    (_unsigned(found[None]) != _unsigned(truth.weights[name][where])).sum()
+                )
+                missing[name][where] = False
+                continue
+            key, columns = (name, what, expert), _columns(cuts, is_gradient)
+            if key not in truth.rows:
+                flips += int((_unsigned(found) != 0).sum())
+                continue
+            wanted = _unsigned(truth.rows[key][:, columns])
+            off, seen = _differing(_unsigned(found), wanted, truth.noise[key])
+            flips += off
+            covered[key][np.ix_(seen, columns)] = True
+    for key, marks in covered.items():
+        left = ~marks & (_unsigned(truth.rows[key]) != 0)
+        flips += int((left & ~truth.noise[key][:, None]).sum())
+    return flips + sum(int(each.sum()) for each in missing.values())
+
+
+def _differing(
+    found: CodeArray, wanted: CodeArray, noise: NDArray[np.bool_]
+) -> tuple[int, NDArray[np.intp]]:
+    """Codes that are in no row of the reference, and the rows of it that were found."""
+    places: dict[bytes, list[int]] = {}
+    for place, row in enumerate(wanted):
+        places.setdefault(row.tobytes(), []).append(place)
+    seen, flips = set[int](), 0
+    for row in np.unique(found, axis=0):
+        there = places.get(row.tobytes())
+        if there is not None:
+            seen.update(there)
+        elif row.any():
+            near = (wanted != row).sum(1)
+            flips += 0 if noise[near.argmin()] else int(near.min())
+    return flips, np.array(sorted(seen), np.intp)
+
+
+def _unsigned(codes: CodeArray) -> CodeArray:
+    """The same with one zero instead of two."""
+    return np.where((codes & _REST) == 0, np.uint8(0), codes)
+
+
+Cut = tuple[Weight, WeightShard]
+
+
+def _cuts(plan: Plan, table: Mapping[str, Weight], name: str, rank: int) -> Iterator[Cut]:
+    coord = plan.layout.coord(rank)
+    for stack in name.split("+"):
+        weight = table[f"{stack}.weight"]
+        yield weight, shard_of(weight, plan.shape, plan.layout, coord)
+
+
+def _columns(cuts: Sequence[Cut], outputs: bool) -> NDArray[np.int64]:
+    """Of all outputs or inputs of an expert, those that a rank has."""
+    dim, found, start = (1 if outputs else 2), list[int](), 0
+    for weight, shard in cuts if outputs else cuts[:1]:
+        here = range(weight.shape[dim])
+        if shard.inner is not None and shard.inner[0] == dim:
+            here = range(*shard.inner[1:])
+        found += [start + column for column in here]
+        start += weight.shape[dim]
+    return np.array(found, int)
