@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 
 from fivefold.generate.blocks import BLOCK
 from fivefold.generate.cache import LayerPages, attend_pages, attend_sequence, page_sizes
@@ -25,7 +25,7 @@ from fivefold.generate.paged_kernel import attend_single_tokens
 from fivefold.generate.requests import SequenceChunk, StepBatch
 from fivefold.generate.skinny_kernel import skinny_linear, takes
 from fivefold.generate.step_tensors import StepSize, StepTensors, packed, size_of, unpacked
-from fivefold.model.attention import Attention
+from fivefold.model.attention import CUDA_KERNELS, Attention
 from fivefold.model.decoder import Decoder
 from fivefold.model.layers import Linear, Matmul, Mlp, Project
 
@@ -85,9 +85,9 @@ def _attend_chunk(
         return attend_sequence(q_nHd, k_LKd[:length], v_LKv[:length], window)
     q, k, v = (each[None] for each in (q_nHd, k_LKd[:length], v_LKv[:length]))
     if chunk.start == first == 0 and (window is None or window >= length):
-        with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
-            heads = (each.transpose(1, 2) for each in (q, k, v))
-            found = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+        with sdpa_kernel(CUDA_KERNELS, set_priority=True):
+            found = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return found[0].transpose(0, 1)
     # Flash is causal from the last query and key backwards. A window counts the query itself.
     left = -1 if window is None else window - 1
