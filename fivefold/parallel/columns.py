@@ -247,9 +247,11 @@ class _Project(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         matmuls: SplitMatmuls = ctx.matmuls
         call: _Call = ctx.call
+        ctx.call = None  # so that what it holds is freed here, and not with the whole graph
         math, arrivals, sent = call.math, (), None
         if call.mine is not None:
             x_MI = matmuls.live(call.mine().flatten(0, -2))
+            call = call._replace(mine=None)
             sent = math.send(x_MI, False, True, ctx.maximum)
             full, arrivals = matmuls.gathered(sent.tensor)
             sent = sent._replace(tensor=full)

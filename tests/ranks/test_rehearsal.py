@@ -30,6 +30,7 @@ from fivefold.rehearse.trace import Traces
 MANY = 6  # microbatches: enough for some to be replayed
 LAYOUTS = [
     ("dp=2", {"zero": 3}),
+    ("tp=2 pp=2", {"microbatches": 9}),  # inputs are gathered again
     ("tp=2 pp=2", {"schedule": "zb-h1"}),
     ("cp=2", {}),
     ("dp=2 ep=2", {}),
