@@ -8,7 +8,6 @@ each of these must be rounded by some rank. Rows of zeros (padding, empty slots)
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,21 +16,10 @@ from torch import Tensor
 
 from fivefold.core.plan import Plan
 from fivefold.core.weights import Weight, WeightShard, by_name, shard_of
+from fivefold.verify.fp8_reference import CodeArray, ExpertCodes, RowKey
 
-CodeArray = NDArray[np.uint8]
-RowKey = tuple[str, str, int]
-"""Stacks of a grouped matmul, operand, and the number of an expert: on this rank, or of all."""
 RankRows = dict[RowKey, CodeArray]
 _SIGN, _REST = np.uint8(0x80), np.uint8(0x7F)
-
-
-class ExpertCodes(NamedTuple):
-    """The reference's codes: rows of each expert, (M, W), and weights, (E, O, I). `noise` marks
-    rows whose values are zero but for errors of float64 sums."""
-
-    rows: dict[RowKey, CodeArray]
-    noise: dict[RowKey, NDArray[np.bool_]]
-    weights: dict[str, CodeArray]
 
 
 class ExpertRecord:

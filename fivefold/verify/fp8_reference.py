@@ -22,7 +22,6 @@ from fivefold.core.fp8 import Fp8
 from fivefold.model.decoder import Block, Decoder
 from fivefold.model.layers import Linear
 from fivefold.model.moe import ExpertStack, MoeMlp
-from fivefold.verify.expert_flips import ExpertCodes
 
 
 class RoundedCodes(NamedTuple):
@@ -42,6 +41,20 @@ _SIDE, _SMALL_SIDE = 128, 32
 _NOISE = 2.0**-44  # of the largest value of a tensor: 512 errors of float64
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 _ENDS = {_E4M3: 448.0, _E5M2: 57344.0}
+
+
+CodeArray = NDArray[np.uint8]
+RowKey = tuple[str, str, int]
+"""Stacks of a grouped matmul, operand, and the number of an expert: on this rank, or of all."""
+
+
+class ExpertCodes(NamedTuple):
+    """The reference's codes: rows of each expert, (M, W), and weights, (E, O, I). `noise` marks
+    rows whose values are zero but for errors of float64 sums."""
+
+    rows: dict[RowKey, CodeArray]
+    noise: dict[RowKey, NDArray[np.bool_]]
+    weights: dict[str, CodeArray]
 
 
 class ReferenceFp8:

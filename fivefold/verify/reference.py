@@ -25,8 +25,7 @@ from fivefold.model.balance import LocalRows, attach_balancers, moe_layers, upda
 from fivefold.model.batch import NOT_COUNTED, TokenBatch, look_ahead
 from fivefold.model.decoder import Decoder, from_config
 from fivefold.model.init import init_weights
-from fivefold.verify.expert_flips import ExpertCodes
-from fivefold.verify.fp8_reference import Codes, ReferenceFp8
+from fivefold.verify.fp8_reference import Codes, ExpertCodes, ReferenceFp8
 
 Arrays = dict[str, NDArray[np.floating]]
 
