@@ -21,6 +21,7 @@ MOST_LINES = 400
 MOST_FUNCTION_LINES = 60
 MOST_FUNCTION_LINES_P95 = 50
 
+RUNTIME = {"core", "cost", "model", "parallel", "step", "optim", "data", "launch"}
 # Each room and the rooms it may import; a room that is not listed may not exist.
 ARROWS = {
     "core": set[str](),
@@ -39,14 +40,9 @@ ARROWS = {
     "huggingface": {"core", "model"},
     "generate": {"core", "model", "parallel", "launch", "huggingface"},
     "calibrate": {"core", "cost", "launch"},
-    "verify": {
-        *("core", "cost", "model", "parallel", "step", "optim", "data", "launch", "generate"),
-    },
-    "rehearse": {"core", "cost", "planner", "model", "parallel", "step", "optim", "data", "launch"},
-    "train": {
-        *("core", "cost", "planner", "records", "model", "parallel", "step"),
-        *("optim", "data", "launch", "generate"),
-    },
+    "verify": RUNTIME | {"generate"},
+    "rehearse": RUNTIME | {"planner"},
+    "train": RUNTIME | {"planner", "records", "generate"},
     "verbs": {
         *("core", "cost", "planner", "score", "records", "report", "page", "data", "launch"),
         *("huggingface", "generate", "calibrate", "verify", "rehearse", "train"),
