@@ -40,10 +40,12 @@ _CODE_BYTES: dict[Scaling, float] = {
     "mxfp8": 1 + 1 / SMALL_BLOCK,
     "nvfp4": 1 / 2 + 1 / 16,
 }
-# Weights of blocks that are rounded. Of routed experts none is.
+# Weights of linears that are rounded, and of routed experts.
 _ROUNDED = re.compile(
     r"\.(attention\.(q|k|v|out|q_down|q_up|kv_down|kv_up)|mlp\.(shared\.)?(gate|up|down))\.weight$"
 )
+_ROUTED = re.compile(r"\.mlp\.experts\.(gate|up|down)\.weight$")
+EXPERT_WEIGHT = 2.0  # bytes of an expert's rounded weight in both orders
 _ROW_MULTIPLE = 16  # bytes: grouped matmuls read rows of a multiple of this
 
 
@@ -102,8 +104,9 @@ class Fp8:
 
     @property
     def experts(self) -> bool:
-        """Whether matmuls of routed experts are rounded."""
-        return False
+        """Whether matmuls of routed experts are rounded: with one scale for a row, and for an
+        expert's weight, whatever linears have."""
+        return self.scaling != "nvfp4"
 
     @property
     def code_bytes(self) -> float:
@@ -127,9 +130,15 @@ class Fp8:
         return self.code_bytes if self.wgrad == "fp8" else 2.0
 
     def rounds_weight(self, name: str, layers: int) -> bool:
-        """Whether this weight of a model of so many layers is rounded."""
-        if _ROUNDED.search(name) is None:
-            return False
+        """Whether this weight of a linear is rounded, in a model of so many layers."""
+        return _ROUNDED.search(name) is not None and self._rounds_layer_of(name, layers)
+
+    def rounds_expert_weight(self, name: str, layers: int) -> bool:
+        """The same of routed experts."""
+        routed = self.experts and _ROUTED.search(name) is not None
+        return routed and self._rounds_layer_of(name, layers)
+
+    def _rounds_layer_of(self, name: str, layers: int) -> bool:
         kind, number, *_ = name.split(".")
         return self.rounds(int(number) if kind == "blocks" else layers, layers)
 
@@ -142,11 +151,13 @@ class Fp8:
             "nvfp4": "one scale for 16 values",
         }[self.scaling]
         wgrad = "" if self.wgrad == "fp8" else "; weight gradients multiply in bf16"
+        routed = "; routed experts have one scale for a row and for an expert's weight, and weight "
+        routed = f"{routed}gradients in bf16" if self.experts else ""
         skipped = f"; the first {self.first} and last {self.last} layers stay in bf16"
         return (
-            f"linears of layers are rounded, with {shared}{wgrad}"
-            f"{skipped if self.first + self.last else ''}; embedding, head, router, norms, "
-            "attention and routed experts are not"
+            f"linears of layers are rounded, with {shared}{wgrad}{routed}"
+            f"{skipped if self.first + self.last else ''}; embedding, head, router, norms"
+            f"{' and attention' if self.experts else ', attention and routed experts'} are not"
         )
 
     def share(self, layers: int) -> float:

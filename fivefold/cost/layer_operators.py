@@ -14,7 +14,7 @@ from fivefold.core.shape import Mla
 from fivefold.cost.activations import WIDE, Activations
 from fivefold.cost.grid import Array, Flags
 from fivefold.cost.operator_list import OperatorList, TapeTensor
-from fivefold.cost.rounded_operators import RoundedOperators
+from fivefold.cost.rounded_operators import RoundedSlots, RoundedOperators
 
 EXPERTS = "mlp"  # how the names of a layer's router and experts begin
 SCALED = 7  # bytes of 2 that the weight gradient of a norm holds besides: widened, and multiplied
@@ -242,10 +242,13 @@ class LayerOperators:
         assert moe is not None
         slots = self._size(self.activations.slots()) * self.activations.itemsize
         rows, width = slots * shape.width, slots * moe.ffn / _number(self.activations.grid.etp)
-        apart = _number(self.activations.grid.ep) > 1
+        apart, rounded = _number(self.activations.grid.ep) > 1, self._rounded_experts(found)
         moved = rows if apart else 0.0  # as sent, beside as received, and as received, as sorted
-        made = TapeTensor(rows, extra=moved, adds=not apart)
-        arrived = found.add([x], made, [x], collective=apart)
+        made, there, back = TapeTensor(rows, extra=moved, adds=not apart), moved, 0.0
+        if rounded is not None:  # to experts as codes, from them as values
+            there, back = rounded.packed(rows if apart else self.residual), moved
+            made = TapeTensor(rounded.packed(rows), extra=there, gradient=rows)
+        arrived = found.add([x], made, [x], collective=apart, backward_extra=back)
         result = self._inside(found, arrived, (width, rows), rule)
         shared = self.unit * moe.shared_ffn / self.tp if moe.shared else 0.0
         returned = self.activations.memory.returned_slots  # saved, to weigh them at home
@@ -254,7 +257,7 @@ class LayerOperators:
             [result],
             TapeTensor(self.residual, extra=moved),
             [result] if returned else [],
-            backward_extra=moved,
+            backward_extra=there,
             keeps=max(besides, 0.0),
             collective=apart,
         )
@@ -267,11 +270,25 @@ class LayerOperators:
         )
         return found.add([y, out], TapeTensor(self.residual), passes=True)
 
+    def _rounded_experts(self, found: OperatorList) -> RoundedSlots | None:
+        """How routed experts of this layer are rounded."""
+        moe, linears = self.shape.moe, self._rounding(found)
+        if moe is None or linears is None or not linears.fp8.experts:
+            return None
+        grid, width, size = self.activations.grid, self.shape.width, self.activations.itemsize
+        column, ffn = self._size(self.activations.slots()) * size, moe.ffn / _number(grid.etp)
+        numel = moe.experts / _number(grid.ep) * ffn * width
+        sizes = (column, column * width, column * ffn, numel)
+        return RoundedSlots(linears.kept, *sizes, width, size, self.queued)
+
     def _inside(
         self, found: OperatorList, x: TapeTensor, sizes: tuple[float, float], rule: Recompute
     ) -> TapeTensor:
         """The MLPs of experts, with the bytes of their inner tensors and of their results."""
         name = f"{EXPERTS}.experts"
+        if (rounded := self._rounded_experts(found)) is not None:
+            inner = rounded.project(found, x, self._inner(name))
+            return rounded.down(found, self._activated(found, inner, rule), f"{name}.down")
         inner = [
             self._linear(found, x, sizes[0], each, each.endswith("gate"))
             for each in self._inner(name)

@@ -24,7 +24,12 @@ class TapeTensor:
     source: TapeTensor | None = None
     extra: float = 0.0  # bytes besides, while it is made
     named: bool = False  # a name holds it until the forward of its module ends
+    gradient: float | None = None  # bytes of its gradient, if these are others
     adds: bool = False  # what made it takes the gradients of all who read it, and adds them
+
+    @property
+    def gradient_bytes(self) -> float:
+        return self.bytes if self.gradient is None else self.gradient
 
     @property
     def storage(self) -> TapeTensor:
@@ -51,6 +56,7 @@ class Operator:
     gathers: Gathers = ""  # of what: deferred weight gradients need that, not this rank's tokens
     weights_last: bool = False  # its weight gradients come after those of its inputs
     codes: float = 0.0  # bytes that stand for the gradient of its outputs in deferred ones
+    dequantised: float = 0.0  # bytes of operands that its weight gradients make from codes
     collective: bool = False  # it is one, or has some inside
     module: str = ""  # which may run again as a whole
     block: int = 0
@@ -58,7 +64,7 @@ class Operator:
     @property
     def saves(self) -> bool:
         """Whether its backward reads what its forward has saved: tensors, or codes of them."""
-        return bool(self.saved or self.codes)
+        return bool(self.saved or self.codes or self.dequantised)
 
     @property
     def outputs(self) -> tuple[TapeTensor, ...]:
@@ -103,6 +109,7 @@ class OperatorList:
         gathers: Gathers = "",
         weights_last: bool = False,
         codes: float = 0.0,
+        dequantised: float = 0.0,
     ) -> TapeTensor:
         """Append an operator; its output."""
         names = tuple(filter(None, [weights] if isinstance(weights, str) else weights))
@@ -114,6 +121,7 @@ class OperatorList:
             gathers,
             weights_last,
             codes,
+            dequantised,
             collective,
             self.module,
             self.block,

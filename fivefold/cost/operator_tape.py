@@ -94,7 +94,7 @@ class OperatorTape:
         """The gradient of the output was made before; that of the input is left."""
         self.events, self.owed = [], []
         output = self.found.output
-        grads = {output: _Gradient(output.bytes, output.logits)}
+        grads = {output: _Gradient(output.gradient_bytes, output.logits)}
         left, block = set(self.again), None
         for one in reversed(self.found.operators):
             if one.block != block:
@@ -232,13 +232,14 @@ class OperatorTape:
             self.events += [WeightGradient(one.block, each, False) for each in one.weights]
         elif way == "queued" and not one.weights_last:
             self._weights(one, one.settle_extra)
-        fresh = [_Gradient(each.bytes, each.logits) for each in one.inputs]
-        self._change(one.backward_extra + one.gathered)
+        fresh = [_Gradient(each.gradient_bytes, each.logits) for each in one.inputs]
+        operands = one.dequantised if way == "backward" else 0.0
+        self._change(one.backward_extra + one.gathered + operands)
         for each in fresh:
             self._change(each.bytes, each.logits)
         if way == "queued" and one.weights_last:
             self._weights(one, one.settle_extra)
-        self._change(-one.backward_extra - one.gathered)
+        self._change(-one.backward_extra - one.gathered - operands)
         if one.weights and way == "input":
             self._defer(one, gradient, made_again)
         else:
@@ -276,7 +277,7 @@ class OperatorTape:
         if tensor in grads and tensor.adds:
             grads[tensor] = _Gradient(grads[tensor].bytes + gradient.bytes)
         elif tensor in grads:
-            total = _Gradient(tensor.bytes, tensor.logits)
+            total = _Gradient(tensor.gradient_bytes, tensor.logits)
             self._change(total.bytes, total.logits)
             self._forget(grads[tensor])
             self._forget(gradient)
@@ -285,16 +286,20 @@ class OperatorTape:
             grads[tensor] = gradient
 
     def _weights(self, one: Operator, extra: float) -> None:
-        if one.codes:  # one matmul makes those of all linears
+        if one.codes and not one.dequantised:  # one matmul makes those of all linears
             for given in (False, True):
                 self.events += [
                     WeightGradient(one.block, each, given, True) for each in one.weights
                 ]
             return
+        if one.dequantised:
+            self._change(one.dequantised)
         for each in one.weights:
             self._extra(extra)
             self.events.append(WeightGradient(one.block, each, False))
             self.events.append(WeightGradient(one.block, each, True))
+        if one.dequantised:
+            self._change(-one.dequantised)
 
     def _let_go(self, one: Operator) -> None:
         for each in self.held.pop(one, ()):

@@ -13,7 +13,8 @@ from itertools import zip_longest
 
 import numpy as np
 
-from fivefold.core.fp8 import keeps_rounded
+from fivefold.core.fp8 import EXPERT_WEIGHT, keeps_rounded
+from fivefold.core.fp8_units import gathered_as_codes
 from fivefold.core.plan import Plan
 from fivefold.core.recipe import BLOCK_OF_STATES, ROUNDED_AT_ONCE
 from fivefold.core.recompute import Recompute
@@ -135,6 +136,7 @@ class PlanLedger:
             leaves=bool(self.entries.stack.grads_home),
             tied=plan.shape.tied and len(layers) == plan.shape.layers,
             queued=self.queued,
+            coded=gathered_as_codes(plan.shape, self.fp8),
         )
 
     def _segments(
@@ -218,9 +220,10 @@ class PlanLedger:
         plan, layers = self.plan, self.plan.stages[stage]
         if self.fp8 is None or not keeps_rounded(plan.layout, not plan.gathers_each_time(layers)):
             return 0.0
-        rows = (each.row for unit in units for each in unit.entries)
-        named = (row.numel for row in rows if self.fp8.rounds_weight(row.name, plan.shape.layers))
-        return self.fp8.weight_bytes * sum(named)
+        rows, layers = [each.row for unit in units for each in unit.entries], plan.shape.layers
+        linears = (row.numel for row in rows if self.fp8.rounds_weight(row.name, layers))
+        routed = (row.numel for row in rows if self.fp8.rounds_expert_weight(row.name, layers))
+        return self.fp8.weight_bytes * sum(linears) + EXPERT_WEIGHT * sum(routed)
 
     def _update(self, units: Sequence[Unit]) -> float:
         """Bytes besides, after the last action. Mirrored stages sum all gradients, in float32. An

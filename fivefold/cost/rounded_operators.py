@@ -1,14 +1,16 @@
-"""What linears in fp8 hold, in bytes of a microbatch: codes in place of what bf16 saves.
+"""What matmuls in fp8 hold, in bytes of a microbatch: codes in place of what bf16 saves.
 
 An input is rounded in two orders, one for the matmul that runs and one that waits for the weight
 gradient; so is an output gradient. Rounded weights stay over a step, or are made at every use.
+Routed experts have one order of rows, which travel as codes, and values again for weight gradients.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fivefold.core.fp8 import Fp8
+from fivefold.core.fp8 import EXPERT_WEIGHT, SCALE_BYTES, Fp8, packed_row
 from fivefold.cost.operator_list import OperatorList, TapeTensor
 
 
@@ -111,3 +113,71 @@ class RoundedOperators:
             weights_last=True,
             codes=full if self.wgrad else 0.0,
         )
+
+
+@dataclass(frozen=True)
+class RoundedSlots:
+    """Routed experts of one layer in fp8, in bytes of the slots of a rank: a column of them, rows of
+    the model's width, and what is inside of experts. `numel`: of one stacked weight. `queued`:
+    weight gradients go past autograd."""
+
+    kept: bool
+    column: float
+    rows: float
+    inner: float
+    numel: float
+    model_width: int
+    itemsize: int
+    queued: bool
+
+    def packed(self, size: float) -> float:
+        """Bytes of rows of the model's width as they travel to experts, from those of values."""
+        return size * packed_row(self.model_width) / (self.model_width * self.itemsize)
+
+    def codes(self, size: float) -> float:
+        """Bytes of codes with a scale for each row."""
+        return (size + self.column * SCALE_BYTES) / self.itemsize
+
+    def project(self, found: OperatorList, x: TapeTensor, names: Sequence[str]) -> list[TapeTensor]:
+        """Gate and up, as one matmul. Packed rows are saved; gradients are rounded here."""
+        first, *more = [TapeTensor(self.inner) for _ in names]
+        first.extra = self._weights(len(names), len(names) * self.inner)
+        codes = self.codes(len(names) * self.inner)
+        found.add(
+            [x],
+            first,
+            saved=[x],
+            weights=names,
+            backward_extra=codes + self._weights_again(len(names), self.rows),
+            more=more,
+            weights_last=True,
+            codes=codes,
+            dequantised=self.rows + self.inner,
+        )
+        return [first, *more]
+
+    def down(self, found: OperatorList, x: TapeTensor, name: str) -> TapeTensor:
+        """Rows are rounded here and saved as codes; the gradients of its results come packed."""
+        codes = self.codes(self.inner)
+        made = TapeTensor(self.rows, gradient=self.packed(self.rows))
+        made.extra = codes + self._weights(1, self.rows)
+        return found.add(
+            [x],
+            made,
+            weights=name,
+            backward_extra=self._weights_again(1, self.inner),
+            keeps=codes,
+            defers=codes,
+            weights_last=True,
+            dequantised=self.rows + self.inner,
+        )
+
+    def _weights(self, stacks: int, result: float) -> float:
+        """Bytes of rounded weights beside a result of this size: in both orders before it is made,
+        in one while it is."""
+        numel = 0.0 if self.kept else stacks * self.numel
+        return max(EXPERT_WEIGHT * numel - result, numel)
+
+    def _weights_again(self, stacks: int, result: float) -> float:
+        """The same in backward. By autograd, weight gradients come after and take more."""
+        return self._weights(stacks, result) if self.queued else 0.0

@@ -9,10 +9,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from fivefold.core.fp8_units import coded_shard_bytes, is_coded, segments
 from fivefold.core.units import LocalWeight, Unit, prefetched
 from fivefold.cost.operator_tape import Change
 from fivefold.cost.segment_steps import BlockWeight, GradientSizes
 
+WIDENED = 8  # bytes of a code as float32, and times its scale
 MOST_IN_FLIGHT = 2  # reductions whose full gradients are still in memory
 ACTIVATIONS, LOGITS, GRADIENTS, GATHERED = "activations", "logits", "gradients", "prefetch"
 Held = dict[str, float]
@@ -38,6 +40,7 @@ class DataRules:
     leaves: bool  # reduced gradients go to another memory
     tied: bool  # one weight is that of the embedding and the head
     queued: bool  # weight gradients go past autograd
+    coded: frozenset[str] = frozenset()  # weights that are gathered as fp8 codes
 
     def sheds(self, unit: Unit) -> bool:
         return self.zero == 3 and unit.num_shards > 1
@@ -48,6 +51,14 @@ class DataRules:
     def collects(self, unit: Unit) -> bool:
         ranks = self.expert_ranks if unit.expert else self.dense_ranks
         return ranks > 1 or self.itemsize != self.grad_itemsize or self.leaves
+
+
+class CodesUnderWay(NamedTuple):
+    """Bytes of a unit that is gathered as codes: what is sent and comes, until it is used, and the
+    widened values of its longest segment, when it is."""
+
+    coming: float
+    widened: float
 
 
 class Slice(NamedTuple):
@@ -76,6 +87,7 @@ class UnitTable:
         self.collects = [*map(rules.collects, units)]
         self.sums_every_time = [*map(rules.sums_every_time, units)]
         self.gathered = [unit.size * rules.itemsize for unit in units]
+        self.codes = [*map(self._codes_of, units)]
         self.shards = [unit.shard_size * rules.grad_itemsize for unit in units]
         self._ahead: dict[tuple[str, int], list[int]] = {}
 
@@ -83,6 +95,15 @@ class UnitTable:
         tied = self.rules.tied and any(each.row.name == "embed.weight" for each in unit.entries)
         used = {*unit.blocks, *(["head"] if tied else [])}
         return tuple(each for each in self.blocks if each in used)
+
+    def _codes_of(self, unit: Unit) -> CodesUnderWay | None:
+        coded = self.rules.coded
+        if not self.rules.sheds(unit) or not is_coded(unit, coded):
+            return None
+        size = coded_shard_bytes(unit, coded, self.rules.itemsize)
+        shards = (segments(unit, place, coded) for place in range(unit.num_shards))
+        longest = max(each.stop - each.start for one in shards for each in one if each.rounded)
+        return CodesUnderWay((unit.num_shards + 1) * size, WIDENED * longest)
 
     def ahead(self, block: str, step: int) -> list[int]:
         """Units to prefetch."""
@@ -152,6 +173,7 @@ class UnitLedger:
         self.total = self.peak = self.high = 0.0
         self.at_high, self.slices = nothing(), list[Slice]()  # since the last pause
         self.present = {n for n, sheds in enumerate(table.sheds) if not sheds}
+        self.arriving = set[int]()  # gathered as codes that were not used yet
         self.shares = set[int]()  # with full gradients
         self.summed = set[int]()  # with summed gradients
         self.missing = [len(unit.entries) for unit in table.units]
@@ -198,9 +220,21 @@ class UnitLedger:
         if n not in self.present:
             self.present.add(n)
             self.change(self.table.gathered[n], GATHERED)
+            if (codes := self.table.codes[n]) is not None:
+                self.arriving.add(n)
+                self.change(codes.coming, GATHERED)
+
+    def arrive(self, n: int) -> None:
+        """A unit is used: its codes become values."""
+        codes = self.table.codes[n]
+        if codes is not None and n in self.arriving:
+            self.arriving.remove(n)
+            self.change(codes.widened, GATHERED)
+            self.change(-codes.widened - codes.coming, GATHERED)
 
     def release(self, n: int) -> None:
         if self.table.sheds[n] and n in self.present:
+            self.arrive(n)
             self.present.remove(n)
             self.change(-self.table.gathered[n], GATHERED)
 
@@ -211,6 +245,8 @@ class UnitLedger:
         if not self.in_backward:
             for n in self.table.ahead(block, 1):
                 self.gather(n)
+        for n in self.table.using[block]:
+            self.arrive(n)
 
     def leave(self, block: str) -> None:
         """And has passed it; one of a recomputation is needed at once."""
@@ -233,6 +269,8 @@ class UnitLedger:
         for n in (*table.using[block], *table.ahead(block, -1)):
             if table.users[n] != ("embed",):
                 self.gather(n)
+        for n in table.using[block]:
+            self.arrive(n)
 
     def end_backward(self) -> None:
         if not self.rules.keeps_weights:
