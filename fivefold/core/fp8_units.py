@@ -7,6 +7,7 @@ it is. A shard sends what is not rounded first, then codes; all shards are padde
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -54,8 +55,21 @@ def is_coded(unit: Unit, coded: frozenset[str]) -> bool:
 
 def coded_shard_bytes(unit: Unit, coded: frozenset[str], itemsize: int) -> int:
     """Bytes that every rank sends."""
-    longest = max(
-        sum((each.stop - each.start) * (1 if each.rounded else itemsize) for each in one)
-        for one in (segments(unit, place, coded) for place in range(unit.num_shards))
-    )
-    return padded_length(longest, ALIGNMENT)
+    spans = [(each.start, each.stop, each.row.name in coded) for each in unit.entries]
+    return longest_shard_bytes(spans, unit.num_shards, unit.shard_size, itemsize)
+
+
+def longest_shard_bytes(
+    spans: Iterable[tuple[int, int, bool]], num_shards: int, shard_size: int, itemsize: int
+) -> int:
+    """The same from the elements [start, stop) of every weight, and whether it is rounded.
+
+    >>> longest_shard_bytes([(0, 100, True), (112, 132, False)], 2, 72, 2)
+    80
+    """
+    found = [0] * num_shards
+    for start, stop, rounded in spans:
+        for place in range(start // shard_size, -(-stop // shard_size)):
+            low, high = place * shard_size, (place + 1) * shard_size
+            found[place] += (min(stop, high) - max(start, low)) * (1 if rounded else itemsize)
+    return padded_length(max(found), ALIGNMENT)

@@ -18,9 +18,8 @@ from fivefold.core.plan import Plan
 from fivefold.core.recompute import Recompute
 from fivefold.core.schedule import needed, sent
 from fivefold.core.units import Unit
-from fivefold.cost.expert_collectives import expert_layer
+from fivefold.cost.expert_collectives import expert_layer, expert_weight_maxima
 from fivefold.cost.layer_collectives import (
-    MAXIMUM,
     CountedCollective,
     LayerJob,
     balance_layer,
@@ -159,18 +158,15 @@ def expert_collectives(plan: Plan, chunk: RankChunk, itemsize: int) -> Counter[C
 
 
 def _expert_maxima(plan: Plan, chunk: RankChunk) -> Counter[Collective]:
-    """In fp8, an all-reduce of the maxima of all experts' weights, once a step: of gate and up, and
-    of down."""
-    moe, etp = plan.shape.moe, plan.layout.etp
-    if moe is None or etp == 1:
+    moe, layout = plan.shape.moe, plan.layout
+    if moe is None:
         return Counter()
     count = sum(
         times // chunk.num_microbatches
         for kind, times in layer_counts(plan, chunk).items()
         if kind.moe and kind.rounded
     )
-    size = moe.experts // plan.layout.ep * MAXIMUM
-    return +Counter({Collective("etp", "all_reduce", size, etp): 2 * count})
+    return counted(expert_weight_maxima(moe, count, layout.ep, layout.etp), 1)
 
 
 def balance_collectives(plan: Plan, chunk: RankChunk, itemsize: int) -> Counter[Collective]:

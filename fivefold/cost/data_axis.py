@@ -59,6 +59,7 @@ class UnitGroup(NamedTuple):
     reductions: Number  # of each in a step, if every microbatch reduces
     gathers: Number  # of all of them in a step, if ZeRO shards the weights too
     gathered: Number  # elements of these gathers together, over all shards
+    sent: Number | None = None  # bytes of a rank's input of them, if some of ZeRO-3 are codes
 
 
 class DataCollective(NamedTuple):
@@ -93,6 +94,8 @@ def unit_collectives(job: DataJob, units: UnitGroup) -> Iterator[DataCollective]
     third = job.zero == 3
     gathers = where(third, units.gathers, units.number) * sharded
     moved = where(third, units.gathered, units.size) * sharded * job.itemsize // shards
+    if units.sent is not None:
+        moved = where(third, units.sent * sharded, moved)
     yield DataCollective(shard_axis, "all_gather", moved, shards, gathers)
     copied = units.number * sharded * (replicas > 1)
     yield DataCollective(

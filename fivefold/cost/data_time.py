@@ -35,7 +35,7 @@ def flat_units(work: LayerTimer, stages: Spans | None = None) -> RankUnits | Non
     layers of every stage, if they are given."""
     if not work.stack.runs_plans:
         return None
-    rules = UnitRules(work.shape, work.itemsize, work.stack.unit_bytes)
+    rules = UnitRules(work.shape, work.itemsize, work.stack.unit_bytes, work.stack.fp8)
     return RankUnits(rules, work.grid, work.seq, stages)
 
 

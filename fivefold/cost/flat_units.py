@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fivefold.core.fp8 import Fp8
+from fivefold.core.fp8_units import gathered_as_codes, longest_shard_bytes
 from fivefold.core.shape import LayerKind, Shape
 from fivefold.core.units import LocalWeight, UnitPart, aligned, join_parts, padded, unit_parts
 from fivefold.core.weights import Weight, local_shape, planned_weights, tp_shard
@@ -32,6 +34,7 @@ class UnitKind(NamedTuple):
     size: int  # elements, with aligned weights, but not yet in equal shards
     gathers: int  # of one microbatch of ZeRO-3, if its weights do not stay gathered
     stays: bool  # gathered over the step, whatever the plan says
+    weights: tuple[tuple[int, bool], ...] = ()  # elements, and whether it comes as codes, if any is
 
 
 class OwnedElements(NamedTuple):
@@ -53,6 +56,7 @@ class UnitRules:
     shape: Shape
     itemsize: int
     bucket: int | None  # target bytes of a unit; None: as large as blocks
+    fp8: Fp8 | None = None  # how weights are rounded
 
 
 @dataclass(frozen=True)
@@ -91,13 +95,31 @@ class RankUnits:
         for expert in (False, True) if self.rules.shape.moe is not None else (False,):
             shards = grid.edp if expert else grid.shard * grid.cp
             shards = np.where(grid.zero > 0, shards, 1.0)
-            number, size, gathers, gathered = (np.zeros(1) for _ in range(4))
-            for count, sizes, of_one, kept in self._kinds(expert):
+            number, size, gathers, gathered, sent = (np.zeros(1) for _ in range(5))
+            for place, (count, sizes, of_one, kept) in enumerate(self._kinds(expert)):
                 each = padded(sizes, shards, itemsize)
                 times = np.where(stays | (kept > 0), 1.0, of_one * microbatches)
                 number, size = number + count, size + count * each
                 gathers, gathered = gathers + count * times, gathered + count * times * each
-            yield UnitGroup(expert, number, size, microbatches, gathers, gathered)
+                codes = self._code_bytes(expert, place, shards)
+                sent = sent + count * times * np.where(codes > 0, codes, each * itemsize // shards)
+            coded = sent if gathered_as_codes(self.rules.shape, self.rules.fp8) else None
+            yield UnitGroup(expert, number, size, microbatches, gathers, gathered, coded)
+
+    def _code_bytes(self, expert: bool, place: int, shards: Array) -> Array:
+        """Bytes that a rank sends of a unit of a kind that comes as codes; 0 of others."""
+        found = [_units_of(self.rules, each, expert) for each in self.ranks]
+        weights = [each[place][0].weights if place < len(each) else () for each in found]
+        if not any(weights):
+            return np.zeros(1)
+        index = self.back.reshape(self.shape_of_grid)
+        numbers = np.stack([each.ravel() for each in np.broadcast_arrays(index, shards)])
+        distinct, back = np.unique(numbers.astype(np.int64), axis=1, return_inverse=True)
+        sizes = [
+            _coded_bytes(weights[rank], ways, self.rules.itemsize) if weights[rank] else 0
+            for rank, ways in distinct.T.tolist()
+        ]
+        return np.array(sizes, float)[back.ravel()].reshape(np.broadcast(index, shards).shape)
 
     @cached_property
     def owned(self) -> Array:
@@ -145,7 +167,7 @@ class RankUnits:
         found = [_units_of(self.rules, each, expert) for each in self.ranks]
         for place in range(max(map(len, found))):
             rows = [
-                (each[place][1], *each[place][0]) if place < len(each) else (0, 0, 0, 0)
+                (each[place][1], *each[place][0][:3]) if place < len(each) else (0, 0, 0, 0)
                 for each in found
             ]
             yield self._spread_out(rows)
@@ -183,7 +205,7 @@ def _chunks_of_first(
 @cache
 def _elements_of(rules: UnitRules, rank: FirstRank) -> OwnedElements:
     """What the first rank has of dense weights, by how tp cuts them."""
-    blocks = Counter(block for layers in rank.spans for block in _blocks(rules.shape, layers))
+    blocks = Counter(block for layers in rank.spans for block in _blocks(rules, layers))
     found = [
         (times, _elements_of_block(rules, block, rank.dense)) for block, times in blocks.items()
     ]
@@ -215,7 +237,7 @@ def _units_of(rules: UnitRules, rank: FirstRank, expert: bool) -> tuple[tuple[Un
         last = layers.stop == rules.shape.layers
         parts = [
             part
-            for block in _blocks(rules.shape, layers)
+            for block in _blocks(rules, layers)
             for part in _parts(rules, block, rank.ways(expert), expert)
         ]
         # Layers of one kind share their parts: units of the same parts are alike.
@@ -233,16 +255,29 @@ def _kind(rules: UnitRules, unit: Sequence[UnitPart], pipeline: bool, stays: boo
     tied = rules.shape.tied and any(row.name == "embed.weight" for row in rows)
     size = sum(aligned(row.numel, rules.itemsize) for row in rows)
     gathers = gathers_per_microbatch((row.block for row in rows), tied, pipeline)
-    return UnitKind(size, gathers, stays)
+    coded = gathered_as_codes(rules.shape, rules.fp8)
+    weights = tuple((row.numel, row.name in coded) for row in rows)
+    return UnitKind(size, gathers, stays, weights if any(each for _, each in weights) else ())
 
 
-def _blocks(shape: Shape, layers: range) -> Iterator[tuple[str, bool]]:
+@cache
+def _coded_bytes(weights: tuple[tuple[int, bool], ...], shards: int, itemsize: int) -> int:
+    """Bytes that a rank sends of a unit of these weights."""
+    start, spans = 0, list[tuple[int, int, bool]]()
+    for numel, rounded in weights:
+        spans.append((start, start + numel, rounded))
+        start += aligned(numel, itemsize)
+    return longest_shard_bytes(spans, shards, padded(start, shards, itemsize) // shards, itemsize)
+
+
+def _blocks(rules: UnitRules, layers: range) -> Iterator[tuple[str, bool]]:
     """The blocks of a stage in their order, layers of one kind under the name of their first, and
     whether its embedding is a unit of its own."""
+    shape = rules.shape
     alone = shape.ends_share and len(layers) < shape.layers
     if layers.start == 0:
         yield "embed", alone
-    yield from _layer_blocks(shape)[layers.start : layers.stop]
+    yield from _layer_blocks(shape, rules.fp8)[layers.start : layers.stop]
     if layers.stop == shape.layers:
         yield "head", False
         yield from ((f"mtp.{j}", False) for j in range(shape.mtp))
@@ -251,11 +286,15 @@ def _blocks(shape: Shape, layers: range) -> Iterator[tuple[str, bool]]:
 
 
 @cache
-def _layer_blocks(shape: Shape) -> tuple[tuple[str, bool], ...]:
-    first: dict[LayerKind, int] = {}
-    for i in range(shape.layers):
-        first.setdefault(shape.layer_kind(i), i)
-    return tuple((f"blocks.{first[shape.layer_kind(i)]}", False) for i in range(shape.layers))
+def _layer_blocks(shape: Shape, fp8: Fp8 | None) -> tuple[tuple[str, bool], ...]:
+    first: dict[tuple[LayerKind, bool], int] = {}
+    kinds = [
+        (shape.layer_kind(i), fp8 is not None and fp8.rounds(i, shape.layers))
+        for i in range(shape.layers)
+    ]
+    for i, kind in enumerate(kinds):
+        first.setdefault(kind, i)
+    return tuple((f"blocks.{first[kind]}", False) for kind in kinds)
 
 
 @cache

@@ -195,7 +195,8 @@ class LayerTimer(LayerKernels):
         if fp8 is not None:
             issued += fp8_layer(self.job, fp8, moe is not None)
         if moe is not None:
-            issued += expert_layer(self.job, moe, ends_segment)
+            rounded = fp8 is not None and fp8.experts
+            issued += expert_layer(self.job, moe, ends_segment, rounded)
             issued += balance_layer(self.job, moe, self.grid.cp)
         return issued
 

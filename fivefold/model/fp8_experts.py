@@ -25,8 +25,9 @@ from fivefold.model.moe import Experts, ExpertStack, grouped_weight_gradient
 
 Work = Callable[[GradientSink], None]
 WatchExperts = Callable[[Sequence[str], str, Tensor, Tensor | None], None]
-"""Is told what was rounded: the stacks of a grouped matmul; `input`, `gradient` or `weight`; the
-codes; and where the rows of each expert end."""
+"""Is told what was rounded: the stacks of a grouped matmul; `input`, `gradient`, `weight` or the
+same weight `TURNED`; the codes; and where the rows of each expert end."""
+TURNED = "weight as dgrad reads it"
 
 
 class WorkQueue(Protocol):
@@ -102,6 +103,7 @@ class RoundedStacks:
         state.count(len(weights))
         if not known:
             self.seen("weight", rounded.rows.codes, None)
+            self.seen(TURNED, rounded.turned.codes, None)
         self.step, self.rounded = state.step, [rounded] if state.kept else []
         return rounded
 

@@ -33,6 +33,7 @@ from fivefold.cost.matching import AFTER, BEFORE, IssuedCollective
 from fivefold.data.batches import samples
 from fivefold.model.batch import TokenBatch
 from fivefold.model.documents import Documents
+from fivefold.model.fp8_experts import TURNED
 from fivefold.model.fp8_operand import Both
 from fivefold.optim.optimizer import Updater
 from fivefold.parallel.compose import Job, StageChunk, compose, hidden_size
@@ -240,6 +241,7 @@ class _RehearsalRun:
             routing=RoundRobin(plan, rank, imbalance),
             wrap=None if tracer is None else partial(self._replaying, tracer),
             on_rounded=self._see_rounded if self._keeps_rounded() else None,
+            on_experts=self._see_experts if self._keeps_rounded() else None,
         )
         with self.meter:
             self.job = self._compose(instruments)
@@ -267,6 +269,13 @@ class _RehearsalRun:
         if what == "weight":
             both = (side for each in rounded for side in each if side is not None)
             self.meter.move((part for one in both for part in one[:2]), tracing.WEIGHTS)
+
+    def _see_experts(
+        self, names: Sequence[str], what: str, codes: Tensor, _: Tensor | None
+    ) -> None:
+        """The same of routed experts."""
+        if what in ("weight", TURNED):
+            self.meter.move([codes], tracing.WEIGHTS)
 
     def _updater(self) -> Updater:
         with self.meter.called(tracing.OPTIMIZER):

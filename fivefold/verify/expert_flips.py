@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fivefold.core.plan import Plan
 from fivefold.core.weights import Weight, WeightShard, by_name, shard_of
+from fivefold.model.fp8_experts import TURNED
 from fivefold.verify.fp8_reference import CodeArray, ExpertCodes, RowKey
 
 RankRows = dict[RowKey, CodeArray]
@@ -29,6 +30,8 @@ class ExpertRecord:
         self.rows: dict[RowKey, list[CodeArray]] = {}
 
     def note(self, names: Sequence[str], what: str, codes: Tensor, ends_E: Tensor | None) -> None:
+        if what == TURNED:  # the same codes
+            return
         name, found = "+".join(names), codes.contiguous().view(torch.uint8).cpu().numpy()
         if ends_E is None:
             for expert, each in enumerate(found):
