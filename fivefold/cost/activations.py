@@ -66,7 +66,8 @@ class Activations:
         # Codes of an input, which nothing makes again; this rank's tokens are saved as they are.
         self.coded = fp8 is not None and fp8.wgrad == "fp8"
         self.waiting = self.saved_size / itemsize if self.coded else 1.0  # for a weight gradient
-        self.slot_size = itemsize if fp8 is not None and not fp8.experts else self.saved_size
+        self.coded_slots = fp8 is not None and fp8.experts  # routed experts save codes
+        self.slot_size = self.saved_size if fp8 is None else 1 if self.coded_slots else itemsize
         self.input = self.input * self.saved_size / itemsize
         if fp8 is None:
             self.head_input = self.input
@@ -182,7 +183,8 @@ class Activations:
         assert moe is not None
         matrices = 3 if shape.gated else 2
         rows = 2 * shape.width + matrices * moe.ffn / self.grid.etp
-        kept = self.residual + WIDE * moe.experts / self.split + self.slots() * rows * size
+        waiting = self.slots() * rows * (1 if self.coded_slots else size)
+        kept = self.residual + WIDE * moe.experts / self.split + waiting
         if moe.shared:
             shared = 2 * self.whole + matrices * moe.shared_ffn / self.grid.tp * size
             kept = kept + shared * self.waiting
@@ -215,8 +217,18 @@ class Activations:
         shape, moe, copies = self.shape, self.shape.moe, self.memory.backward_copies * self.itemsize
         if moe is None or not routed or not self.memory.result_bytes:
             return copies * shape.ffn / self.grid.tp
+        if self.coded_slots:
+            return self.slots() * self._operands(moe.ffn / self.grid.etp)
         results = self.memory.result_bytes * shape.width
         return self.slots() * np.maximum(results, copies * moe.ffn / self.grid.etp)
+
+    def _operands(self, inner: Array) -> Array:
+        """Bytes of a slot in the backward of experts in fp8, beside all that was saved: gradients,
+        their codes, and the operands of weight gradients as values. Of gate and up, which begin
+        when what follows them is free, or of down."""
+        width, size, into = self.shape.width, self.itemsize, 2 if self.shape.gated else 1
+        first = 2 * width * size + inner * (size + into - 1)
+        return np.maximum(first, width * (size + 1) + 2 * inner * size)
 
     def context_buffers(self) -> Array:
         """Keys and values of other context ranks, and their float32 gradients: the current block
@@ -287,7 +299,8 @@ class Activations:
         copies = (self.memory.gated_copies if self.shape.gated else 2.0) - 1
         read = self.saved_size if self.memory.narrow_activations else self.itemsize
         yield SavedTensor(slots * copies * read * width, (module,))
-        again: tuple[Module, ...] = (module,) if self.coded and not routed else ("act", module)
+        coded = self.coded_slots if routed else self.coded
+        again: tuple[Module, ...] = (module,) if coded else ("act", module)
         yield SavedTensor(slots * (self.slot_size if routed else self.saved_size) * width, again)
 
     def slots(self) -> Array:

@@ -17,7 +17,13 @@ from fivefold.core.precision import PRECISIONS, itemsize_of, matmul_bytes
 from fivefold.core.shape import Mla, Moe, Shape
 from fivefold.cost.grid import Array, LayoutGrid, fullest_rank_load, layer_job
 from fivefold.cost.links import Links
-from fivefold.cost.rounding_time import ROUNDED_SHARE, RoundingPasses, matmul_shares
+from fivefold.cost.rounding_time import (
+    ROUNDED_SHARE,
+    ExpertPasses,
+    RoundingPasses,
+    expert_passes,
+    matmul_shares,
+)
 from fivefold.cost.stack import SoftwareStack
 
 # Seconds of attention's backward over its forward: 2.5 times the FLOPs, at 0.81 of the speed with
@@ -75,11 +81,13 @@ class LayerKernels:
         self.split = np.where(grid.sp, grid.tp, 1.0)
         self.peak = machine.peak(self.wide) * stack.compute_share
         self.speed = self.narrow_speed = self.peak * self.reach.matmul
+        self.row_speed = self.speed  # of matmuls with a scale for each row
         self.late_speed = 1.0  # of weight gradients, over that of other matmuls
         self.dispatched = 1.0  # bytes of dispatch and combine, over those of wide activations
         if precision != self.wide:
             reached = self.reach.matmul_fp4 if precision == "nvfp4" else self.reach.matmul_fp8
             self.narrow_speed = machine.peak(precision) * stack.compute_share * reached
+            self.row_speed = self.narrow_speed
             self.late_speed = stack.weight_gradient_share
             if stack.fp8 is not None:
                 shares = matmul_shares(stack.fp8)
@@ -119,12 +127,31 @@ class LayerKernels:
             return np.zeros(1)
         return self.moved(CAST_BYTES * self.tokens * sum(each.inputs for each in gemms))
 
+    def grouped_seconds(self, flops: Array, read: Array, router: Array) -> tuple[Array, Array]:
+        """Grouped matmuls of experts and that of the router: one pass, and weight gradients. With
+        few rows they are bound by reading weights from memory, in so many seconds."""
+
+        def one(speed: float, read: Array) -> Array:
+            seconds = np.maximum(flops / (speed * self.stack.grouped_share), read)
+            return seconds + 2 * self.reach.start + router
+
+        if self.stack.fp8 is None:
+            seconds = one(self.narrow_speed, read)
+            return seconds, seconds / self.late_speed
+        plain = one(self.speed, read)
+        return (one(self.row_speed, read / self.itemsize) if self.rounds_experts else plain), plain
+
     @property
-    def expert_speed(self) -> tuple[float, float]:
-        """Of grouped matmuls of experts, and of their weight gradients over that."""
-        if self.stack.fp8 is not None and not self.stack.fp8.experts:
-            return self.speed, 1.0
-        return self.narrow_speed, self.late_speed
+    def rounds_experts(self) -> bool:
+        """Whether grouped matmuls of experts are rounded, by our own rules."""
+        return self.stack.fp8 is not None and self.stack.fp8.experts
+
+    def expert_rounding(self, moe: Moe) -> ExpertPasses:
+        """Seconds of rounding around routed experts."""
+        grid, tokens = self.grid, self.tokens / self.split
+        sizes = (self.shape.width, moe.ffn / grid.etp, self.shape.gated, self.itemsize, grid.etp)
+        passes = expert_passes(tokens, self._slots(moe) * grid.etp, *sizes)
+        return ExpertPasses(*(self.moved(each / ROUNDED_SHARE) for each in passes))
 
     def rounded_gemms(self, i: int) -> list[Gemm]:
         """The matmuls of a layer that fp8 rounds."""

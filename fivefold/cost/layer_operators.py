@@ -14,7 +14,7 @@ from fivefold.core.shape import Mla
 from fivefold.cost.activations import WIDE, Activations
 from fivefold.cost.grid import Array, Flags
 from fivefold.cost.operator_list import OperatorList, TapeTensor
-from fivefold.cost.rounded_operators import RoundedSlots, RoundedOperators
+from fivefold.cost.rounded_operators import RoundedOperators, RoundedSlots
 
 EXPERTS = "mlp"  # how the names of a layer's router and experts begin
 SCALED = 7  # bytes of 2 that the weight gradient of a norm holds besides: widened, and multiplied

@@ -27,6 +27,7 @@ from fivefold.cost.layer_collectives import (
 )
 from fivefold.cost.layer_kernels import Gemm, LayerKernels
 from fivefold.cost.overlap import SplitGemms, hide_exchange, shown_seconds, tensor_seconds
+from fivefold.cost.rounding_time import travelling_share
 
 TimeParts = dict[str, Array]
 
@@ -268,6 +269,8 @@ class LayerTimer(LayerKernels):
             slots = forward["elementwise"] - self._elementwise(0)
             act = self.moved(inner * passes * self._slots(moe) * moe.ffn * self.itemsize)
             rounded = self._rounding_again(self._shared_gemms(moe))
+            if self.rounds_experts:
+                rounded["rounding"] = rounded["rounding"] + self.expert_rounding(moe).forward
             experts: TimeParts = {**again, "elementwise": slots, **rounded}
             return {
                 "norm": {"elementwise": norms},
@@ -337,24 +340,25 @@ class LayerTimer(LayerKernels):
         slots = self._slots(moe)
         rows = slots * grid.etp + PADDED_ROWS * moe.experts / grid.ep
         inner = (3 if shape.gated else 2) * moe.ffn / grid.etp
-        # A matmul with few rows is bound by reading its weights from memory.
-        read = self.moved(moe.experts / grid.ep * shape.width * inner * self.itemsize)
-        experts_speed, late_speed = self.expert_speed
-        speed = experts_speed * self.stack.grouped_share
-        grouped = np.maximum(2 * rows * shape.width * inner / speed, read)
-        grouped = grouped + 2 * self.reach.start
+        size = moe.experts / grid.ep * shape.width * inner
         router = self._router(2 * tokens * shape.width * moe.experts)
-        seconds = grouped + router
+        read = self.moved(size * self.itemsize)
+        seconds, late = self.grouped_seconds(2 * rows * shape.width * inner, read, router)
         shared = self._gemm_seconds(self._shared_gemms(moe)) if moe.shared else np.zeros(1)
         moved = self.stack.slot_passes + np.where(grid.ep > 1, self.stack.reorder_passes, 0.0)
+        if self.rounds_experts:
+            moved = moved * travelling_share(shape.width, self.itemsize)
+            rounding = self.expert_rounding(moe)
+            forward["rounding"] = forward["rounding"] + rounding.forward
+            inputs["rounding"] = inputs["rounding"] + rounding.backward
+            weights["rounding"] = rounding.weights
         passes = moved * shape.width + inner
         elementwise = self.moved(passes * slots * grid.etp * self.itemsize)
         for parts, factor in ((forward, 1.0), (inputs, self.stack.elementwise_backward)):
             parts["elementwise"] = parts["elementwise"] + factor * elementwise
             parts["experts"] = seconds + shared
             parts["launch"] = np.full_like(grid.ep, self.stack.expert_wait)
-        size = moe.experts / grid.ep * shape.width * inner
-        weights["experts"] = seconds / late_speed + shared / self.late_speed
+        weights["experts"] = late + shared / self.late_speed
         weights["experts"] = weights["experts"] + self._accumulated(size)
 
     def _add_context(self, times: LayerTimes) -> None:

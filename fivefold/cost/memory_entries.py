@@ -19,7 +19,7 @@ from fivefold.cost.activations import Activations
 from fivefold.cost.frozen import trainable_share
 from fivefold.cost.grid import OFFLOADS, Array, LayoutGrid
 from fivefold.cost.pipeline_ranks import RankStage, fewest_layers, holds_all_microbatches
-from fivefold.cost.rounding_time import rounded_weights
+from fivefold.cost.rounding_time import codes_under_way, rounded_weights
 from fivefold.cost.saved_layers import SavedLayers, layer_numbers
 from fivefold.cost.stack import SoftwareStack, StackMemory
 from fivefold.cost.stage_gradients import (
@@ -190,10 +190,10 @@ class MemoryEntries:
         here = np.where(end > 0, np.where(dense, np.minimum(end, parameters.dense), 0.0), here)
         everything = np.where(dense, parameters.dense, 0.0)
         everything = everything + np.where(experts, parameters.experts, 0.0)
-        some = np.minimum(here + prefetch * ahead, everything)
         stays = self.stack.stays_gathered(grid) | ((stage.head > 0) & (self.shape.mtp > 0))
-        whole = np.where(stays, everything, some)
-        return np.where(grid.zero == 3, whole * self.itemsize, 0.0)
+        codes = codes_under_way(self.stack, np.where(dense & ~stays, prefetch * layer.dense, 0.0))
+        whole = np.where(stays, everything, np.minimum(here + prefetch * ahead, everything))
+        return np.where(grid.zero == 3, whole * self.itemsize + codes, 0.0)
 
     def _layer(self, parameters: RankParameters, stage: RankStage) -> UnitParameters:
         """Parameters of a layer."""

@@ -117,8 +117,8 @@ class RoundedOperators:
 
 @dataclass(frozen=True)
 class RoundedSlots:
-    """Routed experts of one layer in fp8, in bytes of the slots of a rank: a column of them, rows of
-    the model's width, and what is inside of experts. `numel`: of one stacked weight. `queued`:
+    """Routed experts of one layer in fp8, in bytes of the slots of a rank: a column of them, rows
+    of the model's width, and what is inside of experts. `numel`: of one stacked weight. `queued`:
     weight gradients go past autograd."""
 
     kept: bool

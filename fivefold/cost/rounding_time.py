@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fivefold.core.fp8 import Fp8, Scaling
+from fivefold.core.fp8 import EXPERT_WEIGHT, Fp8, Scaling, packed_row
 from fivefold.cost.grid import Array, Flags, LayoutGrid
 from fivefold.cost.stack import SoftwareStack
 from fivefold.cost.stage_gradients import RankParameters
@@ -32,9 +32,16 @@ def rounded_weights(
     model, some may not be rounded."""
     if stack.fp8 is None:
         return np.zeros(1)
-    inside = parameters.dense - parameters.ends
-    found = stack.fp8.weight_bytes * inside * stack.fp8.share(layers)
-    return np.where(rounded_weights_stay(stack, grid), found, 0.0)
+    found = stack.fp8.weight_bytes * (parameters.dense - parameters.ends)
+    if stack.fp8.experts:
+        found = found + EXPERT_WEIGHT * parameters.experts
+    return np.where(rounded_weights_stay(stack, grid), found * stack.fp8.share(layers), 0.0)
+
+
+def codes_under_way(stack: SoftwareStack, prefetched: Array) -> Array | float:
+    """Bytes of the codes of so many weights that ZeRO-3 gathers ahead, beside their values."""
+    coded = stack.fp8 is not None and stack.fp8.scaling == "tensorwise"
+    return prefetched if coded else 0.0
 
 
 class MatmulShares(NamedTuple):
@@ -98,9 +105,43 @@ class RoundingPasses:
         return self.itemsize + orders * self.fp8.code_bytes
 
 
+class ExpertPasses(NamedTuple):
+    """Bytes that routed experts in fp8 move beside their matmuls, in forward, in backward, and for
+    weight gradients, whose operands become values again."""
+
+    forward: Array
+    backward: Array
+    weights: Array
+
+
+def expert_passes(
+    tokens: Array, rows: Array, width: int, inner: Array, gated: bool, itemsize: int, etp: Array
+) -> ExpertPasses:
+    """Of a rank's tokens and the rows of its experts, of the model's and the experts' width. One
+    kernel finds the maximum of a row and its codes, unless etp cuts the row."""
+    into, code = (2 if gated else 1) * inner, itemsize + 1
+    travel = tokens * (width * itemsize + packed_row(width))  # rounded where a token is
+    cut = code + np.where(etp > 1, itemsize, 0)
+    operands = rows * (2 * width + inner + into) * code
+    return ExpertPasses(travel + rows * inner * cut, travel + rows * into * cut, operands)
+
+
+def travelling_share(width: int, itemsize: int) -> float:
+    """Of the bytes of rows to experts and back, what is left where codes go there."""
+    return (1 + packed_row(width) / (width * itemsize)) / 2
+
+
 def weight_bytes(fp8: Fp8, stack: SoftwareStack, grid: LayoutGrid, itemsize: int) -> Array:
     """Bytes moved in a step to round a weight, in both orders: once, or at every use where full
     weights do not stay, with the maximum of the first."""
     maximum = itemsize if fp8.scaling == "tensorwise" else 0
-    uses = np.where(rounded_weights_stay(stack, grid), 1.0, 2 * grid.microbatches)
-    return maximum + uses * (itemsize + fp8.weight_bytes)
+    return maximum + _uses(stack, grid) * (itemsize + fp8.weight_bytes)
+
+
+def expert_weight_bytes(stack: SoftwareStack, grid: LayoutGrid, itemsize: int) -> Array:
+    """The same of a routed expert's weight, which always has a maximum."""
+    return itemsize + _uses(stack, grid) * (itemsize + EXPERT_WEIGHT)
+
+
+def _uses(stack: SoftwareStack, grid: LayoutGrid) -> Array:
+    return np.where(rounded_weights_stay(stack, grid), 1.0, 2 * grid.microbatches)

@@ -115,6 +115,9 @@ class SavedLayers:
         if routed:
             spread = matrices * self.grid.ep * self.grid.etp
             weight = layer_parameters(shape, i).experts / spread
+            if self.activations.coded_slots:  # operands that are values again, and their products
+                stacks = 2 if shape.gated else 1
+                return found + stacks * weight * self.activations.itemsize
         return np.maximum(found, weight * self.activations.itemsize)
 
 

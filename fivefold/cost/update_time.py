@@ -7,11 +7,12 @@ import numpy as np
 from fivefold.core.count import layer_kinds, layer_parameters
 from fivefold.core.shape import Shape
 from fivefold.core.weights import by_name
+from fivefold.cost.expert_collectives import expert_weight_maxima
 from fivefold.cost.frozen import trainable_share
 from fivefold.cost.grid import OFFLOADS, Array, LayoutGrid
 from fivefold.cost.layer_collectives import fused_matmuls, weight_maxima
 from fivefold.cost.layer_time import LayerTimer, TimeParts
-from fivefold.cost.rounding_time import ROUNDED_SHARE, weight_bytes
+from fivefold.cost.rounding_time import ROUNDED_SHARE, expert_weight_bytes, weight_bytes
 
 # Bytes/s at which one GPU's share of the host updates offloaded states: assumed.
 HOST_BANDWIDTH = 50e9
@@ -39,20 +40,34 @@ def weight_rounding(work: LayerTimer) -> TimeParts:
     shape, grid, fp8 = work.shape, work.grid, work.stack.fp8
     if fp8 is None:
         return {}
-    numel, fused = np.zeros(1), 0.0
+    numel, fused, routed = np.zeros(1), 0.0, 0
     for i, count in layer_kinds(shape).items():
-        routed = shape.is_moe_layer(i)
+        moe = shape.is_moe_layer(i)
         gemms = work.rounded_gemms(i)
         numel = numel + count * sum((each.outputs * each.inputs for each in gemms), np.zeros(1))
-        fused += count * sum(fused_matmuls(shape, routed).values())
+        fused += count * sum(fused_matmuls(shape, moe).values())
+        routed += count * moe
     share = fp8.share(shape.layers) / grid.pp
     seconds = work.moved(weight_bytes(fp8, work.stack, grid, work.itemsize) * numel * share)
-    seconds = seconds / ROUNDED_SHARE
+    seconds = (seconds + _experts_rounding(work, share)) / ROUNDED_SHARE
     shards = np.where(grid.zero >= 1, grid.shard * grid.cp, 1)
-    for maxima in weight_maxima(fp8, fused * share, shards, grid.tp):
-        stride = np.ones_like(grid.tp) if maxima.axis == "tp" else grid.tp
+    issued = [*weight_maxima(fp8, fused * share, shards, grid.tp)]
+    if shape.moe is not None and fp8.experts:
+        issued += expert_weight_maxima(shape.moe, routed * share, grid.ep, grid.etp)
+    for maxima in issued:
+        stride = grid.tp if maxima.axis == "fsdp" else np.ones_like(grid.tp)
         seconds = seconds + maxima.times * work.links.all_reduce(maxima.bytes, maxima.group, stride)
     return {"rounding": seconds}
+
+
+def _experts_rounding(work: LayerTimer, share: Array | float) -> Array | float:
+    """Seconds of the passes that round weights of routed experts, if kernels were as others are."""
+    if work.stack.fp8 is None or not work.stack.fp8.experts or work.shape.moe is None:
+        return 0.0
+    kinds = layer_kinds(work.shape).items()
+    numel = sum(count * layer_parameters(work.shape, i).experts for i, count in kinds)
+    size = expert_weight_bytes(work.stack, work.grid, work.itemsize)
+    return work.moved(size * numel * share / (work.grid.ep * work.grid.etp))
 
 
 def update_seconds(work: LayerTimer, owned: Array | None = None) -> TimeParts:

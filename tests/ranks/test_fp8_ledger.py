@@ -49,6 +49,15 @@ JOBS: tuple[tuple[str, int, str, int, dict[str, Any]], ...] = (
     ("deepseek-v2-lite", 4, "dp=1", 0, {"microbatches": 1}),
     ("deepseek-v2-lite", 4, "tp=2 ep=2", 0, {"microbatches": 2}),
     ("deepseek-v2-lite", 4, "dp=2 ep=2 pp=2", 2, {**SPLIT, **BLOCKS}),
+    *(
+        ("mixtral-8x7b", 2, layout, 0, {**ZERO_3, **keys})
+        for layout, keys in (
+            ("dp=4 ep=2", {"gather": "microbatch"}),
+            ("dp=4 ep=2", {"gather": "step", **BLOCKS}),
+            ("tp=4 ep=2 etp=2", {"recompute": "experts"}),
+        )
+    ),
+    ("qwen3-30b-a3b", 8, "dp=4 ep=4 pp=4", 4, {**SPLIT, "recompute": "experts"}),
     ("deepseek-v3", 4, "dp=64 pp=2 ep=64", 64, {"zero": 1, "recompute": "full", **BLOCKS}),
 )
 
@@ -81,6 +90,22 @@ def test_weights_in_fp8_are_seen_as_weights() -> None:
     linears = 2 * (2048 * (2048 + 2 * 512) + 2048 * 2048 + 3 * 2048 * 8192)
     more = rounded.memory["weights"] - plain.memory["weights"]
     assert more == pytest.approx(2 * linears, rel=1e-3)
+
+
+def test_weights_of_experts_in_fp8_are_seen_as_weights() -> None:
+    """The same for those of routed experts."""
+    small = {"layers": "2", "vocab": "512"}
+    keys: dict[str, Any] = {"microbatches": 1, "seq": 512, "set": small, "zero": 1}
+    plain, rounded = (
+        resolve(PlanOptions("mixtral-8x7b", layout="dp=8 ep=8", **keys, precision=each))
+        for each in ("bf16", "fp8")
+    )
+    seen = [rehearse_rank(each, 0, None).memory["weights"] for each in (plain, rounded)]
+    linears = 2 * (4096 * (4096 + 2 * 1024) + 4096 * 4096)
+    experts = 2 * 3 * 4096 * 14336
+    assert seen[1] - seen[0] == pytest.approx(2 * (linears + experts), rel=1e-3)
+    planned = rank_memory(rounded, COMPILED, 0)["weights"]
+    assert planned == pytest.approx(seen[1], rel=1e-2)
 
 
 @pytest.mark.sample(1)
