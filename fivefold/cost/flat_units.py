@@ -115,9 +115,10 @@ class RankUnits:
         index = self.back.reshape(self.shape_of_grid)
         numbers = np.stack([each.ravel() for each in np.broadcast_arrays(index, shards)])
         distinct, back = np.unique(numbers.astype(np.int64), axis=1, return_inverse=True)
+        pairs: list[list[int]] = distinct.T.tolist()
         sizes = [
             _coded_bytes(weights[rank], ways, self.rules.itemsize) if weights[rank] else 0
-            for rank, ways in distinct.T.tolist()
+            for rank, ways in pairs
         ]
         return np.array(sizes, float)[back.ravel()].reshape(np.broadcast(index, shards).shape)
 

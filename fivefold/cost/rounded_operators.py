@@ -140,8 +140,8 @@ class RoundedSlots:
 
     def project(self, found: OperatorList, x: TapeTensor, names: Sequence[str]) -> list[TapeTensor]:
         """Gate and up, as one matmul. Packed rows are saved; gradients are rounded here."""
-        first, *more = [TapeTensor(self.inner) for _ in names]
-        first.extra = self._weights(len(names), len(names) * self.inner)
+        weights = self._weights(len(names), len(names) * self.inner)
+        first, *more = [TapeTensor(self.inner, extra=weights / len(names)) for _ in names]
         codes = self.codes(len(names) * self.inner)
         found.add(
             [x],
@@ -158,12 +158,10 @@ class RoundedSlots:
 
     def down(self, found: OperatorList, x: TapeTensor, name: str) -> TapeTensor:
         """Rows are rounded here and saved as codes; the gradients of its results come packed."""
-        codes = self.codes(self.inner)
-        made = TapeTensor(self.rows, gradient=self.packed(self.rows))
-        made.extra = codes + self._weights(1, self.rows)
+        codes, packed = self.codes(self.inner), self.packed(self.rows)
         return found.add(
             [x],
-            made,
+            TapeTensor(self.rows, extra=codes + self._weights(1, self.rows), gradient=packed),
             weights=name,
             backward_extra=self._weights_again(1, self.inner),
             keeps=codes,

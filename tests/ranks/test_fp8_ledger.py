@@ -108,6 +108,24 @@ def test_weights_of_experts_in_fp8_are_seen_as_weights() -> None:
     assert planned == pytest.approx(seen[1], rel=1e-2)
 
 
+def test_codes_on_their_way_are_counted() -> None:
+    """ZeRO-3: of a unit that is gathered ahead, one byte a weight and this rank's shard of them.
+    With blocks values are gathered."""
+    small = {"layers": "4", "vocab": "512"}
+    keys: dict[str, Any] = {**ZERO_3, "recompute": "full", "gather": "microbatch", "seq": 512}
+    both = [
+        resolve(
+            PlanOptions("llama-3.2-1b", layout="dp=4", precision="fp8", set=small, **keys, **how)
+        )
+        for how in ({}, BLOCKS)
+    ]
+    held = [rehearse_rank(each, 0, None).peak for each in both]
+    planned = [planned_bytes(each, 0) for each in both]
+    layer = 2048 * (2048 + 2 * 512) + 2048 * 2048 + 3 * 2048 * 8192
+    assert held[0] - held[1] == pytest.approx(1.25 * layer, rel=0.02)
+    assert planned[0] - planned[1] == pytest.approx(1.25 * layer, rel=0.02)
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("number", range(NUM_DRAWS))
 def test_a_random_plan_in_fp8_runs_as_it_is_priced(number: int) -> None:
