@@ -113,11 +113,12 @@ def test_codes_on_their_way_are_counted() -> None:
     With blocks values are gathered."""
     small = {"layers": "4", "vocab": "512"}
     keys: dict[str, Any] = {**ZERO_3, "recompute": "full", "gather": "microbatch", "seq": 512}
+    hows: list[dict[str, Any]] = [{}, BLOCKS]
     both = [
         resolve(
             PlanOptions("llama-3.2-1b", layout="dp=4", precision="fp8", set=small, **keys, **how)
         )
-        for how in ({}, BLOCKS)
+        for how in hows
     ]
     held = [rehearse_rank(each, 0, None).peak for each in both]
     planned = [planned_bytes(each, 0) for each in both]
