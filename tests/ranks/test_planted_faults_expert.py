@@ -165,8 +165,8 @@ def rows_travel_wide() -> Patch:
     """Tokens travel in float64 although the model is float32."""
     inner = SpreadExperts.move
 
-    def wide(self: SpreadExperts, rows: Tensor, *rest: Any) -> Tensor:
-        return inner(self, rows.to(torch.float64), *rest).to(rows.dtype)
+    def wide(self: SpreadExperts, rows: Tensor, *rest: Any, **codes: Any) -> Tensor:
+        return inner(self, rows.to(torch.float64), *rest, **codes).to(rows.dtype)
 
     return patch.object(SpreadExperts, "move", wide)
 
