@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import pkgutil
 import resource
 import sys
 import zlib
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -346,15 +346,12 @@ def with_memory_capped(worker: Worker, folder: Path) -> tuple[int, str, int]:
     row = LocalWeight("w", "blocks.0", (4096, 4096))
     weight = Weight(row, torch.zeros(row.shape), torch.zeros(row.shape))
     plain = checksum(weight, "none")
+    gc.collect()  # the first updater, whose states would be room to the next
     lines = Path("/proc/self/status").read_text().splitlines()
     (used,) = (int(line.split()[1]) for line in lines if line.startswith("VmData"))
-    limit = 1024 * used + weight.tensor.nbytes  # states are two of these
+    # States are two of these. The allocator maps what is so large, and leaves nothing reserved.
+    limit = 1024 * used + 3 * weight.tensor.nbytes // 2
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    reserved = list[Tensor]()  # by the allocator, beyond what was asked for
-    with suppress(RuntimeError):
-        while len(reserved) < 1000:
-            reserved.append(torch.empty_like(weight.tensor))
-    reserved.pop()
     refusal = "none"
     try:
         checksum(weight, "none")
