@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.selection import ALL_CASES, SALT, all_cases, salt, shuffled
+from tests.selection import ALL_CASES, SALT, all_cases, drawn, salt, shuffled
 
 # Before torch is loaded: on ARM, matmuls keep the number of threads that the first of them had,
 # whatever torch is told later. A rank that is forked after it would wait for those threads forever.
@@ -53,7 +53,8 @@ def not_now(items: list[pytest.Item]) -> Iterator[pytest.Item]:
     """What this run leaves out: nightly tests, and all but a sample of the cases of a test.
 
     `sample(number)` takes all cases in `make nightly`; with `table=True` a sample there too, since
-    a table of `make verify-all` has them all.
+    a table of `make verify-all` has them all. A number below 1 is a share of commits: those take
+    one case, the others none.
     """
     tests: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
@@ -66,7 +67,9 @@ def not_now(items: list[pytest.Item]) -> Iterator[pytest.Item]:
         sample = cases[0].get_closest_marker("sample")
         assert sample is not None
         by_name = {item.nodeid: item for item in cases}
-        yield from (by_name[name] for name in shuffled(by_name)[sample.args[0] :])
+        number = sample.args[0]
+        taken = number if number >= 1 else int(drawn(cases[0].nodeid.partition("[")[0], number))
+        yield from (by_name[name] for name in shuffled(by_name)[taken:])
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -41,13 +41,18 @@ def salt() -> str:
     return done.stdout.strip()
 
 
+def _salted(name: object) -> bytes:
+    return hashlib.blake2b(f"{salt()}: {name}".encode(), digest_size=8).digest()
+
+
 def shuffled(cases: Iterable[Case]) -> list[Case]:
     """The cases in the order of this salt."""
+    return sorted(cases, key=_salted)
 
-    def key(case: Case) -> bytes:
-        return hashlib.blake2b(f"{salt()}: {case}".encode(), digest_size=8).digest()
 
-    return sorted(cases, key=key)
+def drawn(name: str, share: float) -> bool:
+    """Whether this salt is one of the share that runs what has this name, or everything runs."""
+    return all_cases() or int.from_bytes(_salted(name)) < share * 2**64
 
 
 @contextmanager

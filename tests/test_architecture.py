@@ -103,6 +103,9 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 2 else parts)
 
 
+KNOWN = frozenset(module_name(each) for each in FILES)
+
+
 def room(module: str) -> str:
     return [*module.split("."), "__init__"][1]
 
@@ -120,7 +123,6 @@ def imports(path: Path, *, runtime_only: bool = False) -> set[str]:
         if runtime_only and guarded:
             skipped |= set(ast.walk(node))
     names: set[str] = set()
-    known = {module_name(each) for each in FILES}
     for node in ast.walk(tree(path)):
         if node in skipped:
             continue
@@ -129,7 +131,7 @@ def imports(path: Path, *, runtime_only: bool = False) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: write imports from the root"
             inner = {f"{node.module}.{alias.name}" for alias in node.names}
-            modules = inner & known
+            modules = inner & KNOWN
             names |= modules
             if modules != inner:
                 names.add(node.module or "")

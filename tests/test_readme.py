@@ -54,13 +54,13 @@ def test_commands_work(command: str, tmp_path: Path) -> None:
         assert drawn.read_text("utf-8") == kept.read_text("utf-8"), f"draw {kept} again"
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("command", commands(readme=False, long=False))
 def test_commands_of_docs_work(command: str, tmp_path: Path) -> None:
     test_commands_work(command, tmp_path)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("command", commands(readme=None, long=True))
 def test_commands_that_run_a_model_work(command: str, tmp_path: Path) -> None:
     test_commands_work(command, tmp_path)
@@ -83,6 +83,7 @@ def transcripts(long: bool) -> list[tuple[str, str]]:
     return [found for found in everything if (found[0].split()[0] in LONG) == long]
 
 
+@pytest.mark.sample(14)
 @pytest.mark.parametrize(("command", "output"), transcripts(long=False), ids=lambda text: text[:40])
 def test_transcript_is_what_is_printed(command: str, output: str, tmp_path: Path) -> None:
     done = fivefold(shlex.split(command), tmp_path)

@@ -9,7 +9,7 @@ import pytest
 
 from tests import selection
 from tests.nightly import PARTS, judge
-from tests.selection import ALL_CASES, SALT, salt, shuffled, within
+from tests.selection import ALL_CASES, SALT, drawn, salt, shuffled, within
 
 CASES = [f"case {number}" for number in range(40)]
 
@@ -22,13 +22,26 @@ def forgets_its_salt() -> Iterator[None]:
 
 
 def test_every_case_is_drawn_over_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: set[str] = set()
+    seen: set[str] = set()
     for number in range(120):
         monkeypatch.setenv(SALT, f"commit {number}")
         salt.cache_clear()
         assert shuffled(CASES) == shuffled(reversed(CASES))
-        drawn.update(shuffled(CASES)[:4])
-    assert drawn == set(CASES)
+        seen.update(shuffled(CASES)[:4])
+    assert seen == set(CASES)
+
+
+def test_a_share_of_commits_runs_a_long_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ALL_CASES, raising=False)
+    runs = 0
+    for number in range(400):
+        monkeypatch.setenv(SALT, f"commit {number}")
+        salt.cache_clear()
+        assert drawn("a test", 0.5) == drawn("a test", 0.5)
+        runs += drawn("a test", 0.5)
+    assert 150 < runs < 250  # five standard deviations
+    monkeypatch.setenv(ALL_CASES, "1")
+    assert drawn("a test", 0.0)
 
 
 def test_without_git_the_salt_is_a_word(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

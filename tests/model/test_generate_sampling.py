@@ -55,7 +55,8 @@ def test_random_numbers_are_uniform() -> None:
 )
 def test_tokens_are_drawn_as_often_as_they_are_likely(sampling: Sampling) -> None:
     draws = 20_000
-    counts = Counter(chosen(LOGITS, sampling, "r", i)[0] for i in range(draws))
+    rows = choose(LOGITS.expand(draws, -1), [Draw(sampling, "r", i) for i in range(draws)])
+    counts = Counter(token for token, _ in rows)
     for token, odds in enumerate(odds_of(LOGITS, sampling).tolist()):
         error = 4.5 * math.sqrt(odds * (1 - odds) / draws)
         assert abs(counts[token] / draws - odds) <= error, token

@@ -366,6 +366,7 @@ assert cli.run(["export", run, out, "--shard-gb", "0.003"]) == 0
 """
 
 
+@pytest.mark.sample(0.5)
 def test_the_whole_model_is_never_in_memory(tmp_path: Path) -> None:
     sizes = {each.name: each.shape for each in weights(BIG)}
     config = as_hf(BIG, "float32").config

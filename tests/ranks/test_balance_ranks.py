@@ -85,7 +85,7 @@ CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
 )
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(0.5)
 @pytest.mark.parametrize(("layout", "rules", "options"), CASES, ids=str)
 def test_rules_together(pool: Pool, layout: str, rules: str, options: dict[str, Any]) -> None:
     if options.get("schedule") is not None:
@@ -113,7 +113,7 @@ def truths_of(plan: Plan, steps: int) -> list[reference.Truth]:
     )
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(0.5)
 @pytest.mark.parametrize(
     "options",
     [
@@ -203,7 +203,7 @@ def alone(kept_pool: KeptPool) -> tuple[Seen, dict[Any, Any]]:
     return seen, routes
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(0.5)
 @pytest.mark.parametrize(
     "options",
     [
@@ -338,7 +338,7 @@ def test_a_rank_whose_tokens_are_all_dropped(pool: Pool) -> None:
             assert rows - {EXPERTS * 8} == sizes
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(0.5)
 @pytest.mark.parametrize("rules", ["none", f"{LOSSES}+bias", "capacity-pad:1+aux", "capacity:8"])
 def test_ranks_that_have_padding_only(pool: Pool, rules: str) -> None:
     plan = plan_of("cp=4 ep=4", rules, seq=5, context="ring")

@@ -74,7 +74,7 @@ WIDE: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
 )
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kernels", ["compiled", "eager"])
 @pytest.mark.parametrize(("model", "layout", "rank", "said"), WIDE)
 def test_a_rank_holds_one_chunk_of_logits(

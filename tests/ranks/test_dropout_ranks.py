@@ -53,7 +53,7 @@ def name_of(case: tuple[str, str, dict[str, Any]]) -> str:
     return " ".join([model, layout, *(f"{key}={value}" for key, value in options.items())])
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(0.5)
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_gradients_and_weights_are_those_of_one_device(
     pool: Pool, case: tuple[str, str, dict[str, Any]]

@@ -37,6 +37,7 @@ JOB = ["verify", "tiny", "--precision", "fp8"]
 MOE = {"model": "tiny-moe"}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "words",
     [
@@ -231,6 +232,7 @@ def verdict(pool: Pool, scaling: str, fault: object, layout: str, said: Any) -> 
     return judge(plan, settings, runs, truths)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("scaling", "fault", "layout", "said"),
     [

@@ -28,7 +28,7 @@ LAYOUT = "tp=2 pp=2"
 Patch = Callable[[], AbstractContextManager[object]]
 
 
-@pytest.mark.sample(3, table=True)
+@pytest.mark.sample(1, table=True)
 @pytest.mark.parametrize("case", list(cases()), ids=str)
 def test_a_layout_that_generates(pool: Pool, case: GenerationCase) -> None:
     verdict = prove(pool, case)
@@ -133,7 +133,7 @@ def healthy_plan() -> Plan:
     return forward_plan(resolve(options, small=True))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_a_planted_fault_is_caught_in_a_layout(pool: Pool, fault: Patch) -> None:
     plan = healthy_plan()

@@ -23,7 +23,7 @@ def trainings(kept_pool: KeptPool) -> Trainings:
     return Trainings(kept_pool.whole(), STEPS, LAYERS)
 
 
-@pytest.mark.sample(1, table=True)
+@pytest.mark.sample(0.5, table=True)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", SMALL, ids=str)
 def test_a_layout_follows_the_curve_of_one_process(

@@ -80,7 +80,7 @@ def test_packed_rows_hold_what_whole_rows_hold(
     assert abs(peaks[0] - peaks[1]) < 1 << 14
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(0.5)
 @pytest.mark.parametrize("number", range(NUM_DRAWS))
 def test_a_random_plan_runs_as_it_is_priced(number: int) -> None:
     """Calls and bytes are those that are priced, and memory is the estimate."""

@@ -140,6 +140,7 @@ def versions(worker: Worker, plan: Plan, settings: VerifySettings) -> int:
     return stash.most_versions
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("case", STREAMS[:2], ids=str)
 def test_ranks_keep_as_many_versions_as_the_schedule_says(pool: Pool, case: Case) -> None:
     plan, settings = case.plan, VerifySettings(steps=6)
@@ -158,6 +159,7 @@ def other_delays(worker: Worker, plan: Plan, settings: VerifySettings, more: int
         return run_reference(worker, plan, settings)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("more", [0, 1, -1])
 @pytest.mark.parametrize("name", ASYNCHRONOUS)
 def test_another_delay_is_another_result(pool: Pool, name: str, more: int) -> None:
@@ -172,6 +174,7 @@ def test_another_delay_is_another_result(pool: Pool, name: str, more: int) -> No
         assert verdict.errors["grad_err"] > 1e-3
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["zb-v", "dualpipe", "pipedream"])
 def test_every_phase_is_counted(pool: Pool, name: str) -> None:
     """What the progress bar of `verify` goes by."""

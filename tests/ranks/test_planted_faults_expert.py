@@ -233,7 +233,7 @@ FAULTS = (
 )
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
 def test_verify_sees_the_fault(pool: Pool, fault: Fault) -> None:
     check_seen(pool, fault)

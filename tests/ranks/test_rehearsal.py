@@ -50,7 +50,7 @@ def plan_of(layout: str, changes: dict[str, str] | None = None, **options: Any) 
     return resolve(PlanOptions(model, layout=layout, seq=16, set=sizes, **said), small=True)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(0.5)
 @pytest.mark.parametrize(("layout", "options"), LAYOUTS, ids=str)
 def test_replayed_is_whole_and_as_predicted(layout: str, options: dict[str, Any]) -> None:
     plan, traces = plan_of(layout, **options), Traces()
@@ -96,7 +96,7 @@ def test_most_microbatches_are_replayed() -> None:
 REAL = [("dp=2", {"zero": 3}), ("tp=2 pp=2", {"schedule": "zb-h1"}), ("cp=2", {})]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(0.5)
 @pytest.mark.parametrize(("layout", "options"), REAL, ids=str)
 def test_real_ranks_call_the_same(pool: Pool, layout: str, options: dict[str, Any]) -> None:
     """Both steps of forked ranks, line by line: messages leave beside what is computed."""
@@ -199,7 +199,7 @@ FAULTS = [
 ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("plant", "layout", "astray"), FAULTS)
 def test_a_fault_of_one_rank_is_seen(
     plant: Callable[[], Any], layout: str, astray: list[int]

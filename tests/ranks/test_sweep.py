@@ -9,7 +9,7 @@ from fivefold.launch.processes import Pool
 from tests.ranks.table import PUBLISHED
 
 
-@pytest.mark.sample(2, table=True)
+@pytest.mark.sample(1, table=True)
 @pytest.mark.parametrize("case", cases(), ids=str)
 def test_a_layout_of_the_sweep(pool: Pool, case: Case) -> None:
     verdict = prove(pool, case)

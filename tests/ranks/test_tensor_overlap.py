@@ -40,7 +40,7 @@ CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
 )
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("model", "layout", "said"), CASES)
 def test_every_mode_computes_what_one_device_does(
     pool: Pool, model: str, layout: str, said: dict[str, Any]

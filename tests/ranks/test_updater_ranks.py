@@ -73,7 +73,7 @@ def largest_error(pool: Pool, recipe: Recipe, options: dict[str, Any]) -> float:
     return max(errors.values())
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -92,7 +92,7 @@ def test_muon_has_the_weights_of_one_process(pool: Pool, options: dict[str, Any]
     assert largest_error(pool, MUON, options) < 1e-9
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "options",
     [

@@ -15,7 +15,7 @@ from tests.selection import salt
 NUM_DRAWS = 30
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(0.5)
 @pytest.mark.parametrize("i", range(NUM_DRAWS))
 def test_a_random_verification_passes(i: int, pool: Pool) -> None:
     drawn = draw(f"{salt()}: {i}")
