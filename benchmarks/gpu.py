@@ -27,6 +27,9 @@ from statistics import median
 import torch
 
 SEQ = 8192
+# The head stays in bf16, as ours does.
+PEER_FP8 = """--model.converters quantize.linear.float8 --quantize.linear.float8.filter_fqns output
+    --quantize.linear.float8.recipe_name tensorwise"""
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,7 @@ class Case:
     between: int = 10  # steps from one reading of the clock to the next
     changes: dict[str, str] = field(default_factory=dict[str, str])
     keys: dict[str, str] = field(default_factory=dict[str, str])  # of the plan
+    peer_options: str = ""
 
 
 CASES = {
@@ -50,9 +54,19 @@ CASES = {
     "8B": Case("llama-3.1-8b", 1, ("llama3_rand", "8B")),
     "8B-lean": Case("llama-3.1-8b", 1, ("llama3_rand", "8B"), recompute="selective"),
     "MoE": Case("qwen3-30b-a3b", 2, ("qwen3_rand", "30B-A3B-8L"), changes={"layers": "8"}),
-    "8B-fp8": Case("llama-3.1-8b", 1, ("llama3_rand", "8B"), keys={"precision": "fp8"}),
+    "8B-fp8": Case(
+        "llama-3.1-8b",
+        1,
+        ("llama3_rand", "8B"),
+        keys={"precision": "fp8"},
+        peer_options=PEER_FP8,
+    ),
     "8B-fp8-blocks": Case(
-        "llama-3.1-8b", 1, ("llama3_rand", "8B"), keys={"precision": "fp8", "fp8": "blockwise"}
+        "llama-3.1-8b",
+        1,
+        ("llama3_rand", "8B"),
+        keys={"precision": "fp8", "fp8": "blockwise"},
+        peer_options=PEER_FP8.replace("tensorwise", "rowwise"),
     ),
     "MoE-fp8": Case(
         "qwen3-30b-a3b",
@@ -130,7 +144,8 @@ def measure_peer(folder: Path, case: Case) -> dict[str, float] | None:
         --model.name {name} --model.flavor {flavor} --training.seq_len {case.seq}
         --training.local_batch_size {case.batch} --training.dtype bfloat16
         --activation_checkpoint.mode {recompute} --compile.enable
-        --training.steps {case.warm_up + case.measured} --metrics.log_freq {case.between}""".split()
+        --training.steps {case.warm_up + case.measured} --metrics.log_freq {case.between}
+        {case.peer_options}""".split()
     path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, *words],
