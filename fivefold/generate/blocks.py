@@ -4,6 +4,9 @@ A block holds keys and values of `BLOCK` tokens in all layers. Its users are cou
 is published under a digest of its tokens and of all tokens before them, so that another sequence
 that begins with the same tokens shares it. A block without users keeps its contents until a new one
 is needed: the one that was released first is taken first.
+
+The ranks of cp share the blocks of a replica: each owns every cp-th of them. The blocks of a
+sequence go round the owners, as long as each has a free one, so that all have as much to attend to.
 """
 
 from __future__ import annotations
@@ -27,31 +30,42 @@ def blocks_of(tokens: int) -> int:
 
 
 class BlockPool:
-    """All blocks of a cache."""
+    """All blocks of a cache. Block b is that of owner b modulo the number of owners."""
 
-    def __init__(self, count: int) -> None:
-        self.count = count
+    def __init__(self, count: int, owners: int = 1) -> None:
+        self.count, self.owners = count, owners
         self._users = [0] * count
-        self._empty = deque(range(count))
-        self._kept: OrderedDict[int, None] = OrderedDict()  # without users, but published
+        # Both by owner.
+        self._empty = [deque(range(first, count, owners)) for first in range(owners)]
+        self._kept = [OrderedDict[int, None]() for _ in range(owners)]  # published, without users
         self._published: dict[bytes, int] = {}
         self._digests: dict[int, bytes] = {}
 
     @property
     def num_free(self) -> int:
         """Blocks that a sequence can get."""
-        return len(self._empty) + len(self._kept)
+        return sum(map(self._num_free, range(self.owners)))
+
+    def _num_free(self, owner: int) -> int:
+        return len(self._empty[owner]) + len(self._kept[owner])
 
     def users(self, block: int) -> int:
         """The sequences that have this block."""
         return self._users[block]
 
-    def take(self) -> int | None:
-        """A block for one user, without contents; None if all have users."""
-        if self._empty:
-            block = self._empty.popleft()
-        elif self._kept:
-            block, _ = self._kept.popitem(last=False)
+    def take(self, after: int | None = None) -> int | None:
+        """A block for one user, without contents; None if all have users. Its owner is the one next
+        to that of block `after`, or for a first block the one with the most free ones; another, if
+        that one has none."""
+        owners = range(self.owners)
+        first = max(owners, key=self._num_free) if after is None else after + 1
+        order = [(first + more) % self.owners for more in owners]
+        empty = next((self._empty[each] for each in order if self._empty[each]), None)
+        kept = next((self._kept[each] for each in order if self._kept[each]), None)
+        if empty is not None:
+            block = empty.popleft()
+        elif kept is not None:
+            block, _ = kept.popitem(last=False)
             del self._published[self._digests.pop(block)]
         else:
             return None
@@ -62,7 +76,7 @@ class BlockPool:
         """The block with these contents, for one more user; None if there is none."""
         block = self._published.get(digest)
         if block is not None:
-            self._kept.pop(block, None)
+            self._kept[block % self.owners].pop(block, None)
             self._users[block] += 1
         return block
 
@@ -79,14 +93,16 @@ class BlockPool:
         self._users[block] -= 1
         if self._users[block]:
             return
+        owner = block % self.owners
         if block in self._digests:
-            self._kept[block] = None
+            self._kept[owner][block] = None
         else:
-            self._empty.append(block)
+            self._empty[owner].append(block)
 
     def forget(self) -> None:
         """Share no more of what is there: the weights that it was computed with have changed."""
         self._published.clear()
         self._digests.clear()
-        self._empty.extend(self._kept)
-        self._kept.clear()
+        for empty, kept in zip(self._empty, self._kept, strict=True):
+            empty.extend(kept)
+            kept.clear()

@@ -2,7 +2,7 @@
 
 Splits: nothing on one device; with tensor parallelism every rank has the pages of its own heads,
 with pipeline parallelism those of its own layers, and every replica those of its own sequences:
-sizes are read from the modules.
+sizes are read from the modules. Context parallelism is in `context_cache.py`.
 Moves: every token's key and value once into its slot; the pages of a sequence once a layer and step
 from there.
 Costs: 2 · K · d numbers for a token and layer. Latent attention caches the latent and the rotated
@@ -92,7 +92,7 @@ def attend_sequence(q_nHd: Tensor, k_LKd: Tensor, v_LKv: Tensor, window: int | N
 
 
 class _LayerKernel:
-    """The kernel of one attention module: writes what is new, and attends over all pages."""
+    """The kernel of one attention module, over its pages."""
 
     def __init__(self, pages: LayerPages, cache: KvCache) -> None:
         self.pages, self.cache = pages, cache
@@ -100,11 +100,9 @@ class _LayerKernel:
     def __call__(
         self, q_BHSd: Tensor, k_BKSd: Tensor, v_BKSv: Tensor, info: AttentionInfo
     ) -> Tensor:
-        step = self.cache.step
-        assert step is not None and q_BHSd.shape[0] == 1, "a step is one row"
+        assert q_BHSd.shape[0] == 1, "a step is one row"
         q_THd, k_TKd, v_TKv = (each[0].transpose(0, 1) for each in (q_BHSd, k_BKSd, v_BKSv))
-        self.pages.write(step.slots, k_TKd, v_TKv)
-        out_THv = self.cache.kernel(q_THd, self.pages, step, info.window)
+        out_THv = self.cache.attend(q_THd, k_TKd, v_TKv, self.pages, info.window)
         return out_THv.transpose(0, 1)[None]
 
 
@@ -118,8 +116,8 @@ class _LatentLayerKernel:
     def __call__(
         self, q_BSHd: Tensor, latent_BSr: Tensor, key_BSp: Tensor, info: AttentionInfo
     ) -> Tensor:
-        step, mla = self.cache.step, self.attention.mla
-        assert step is not None and q_BSHd.shape[0] == 1, "a step is one row"
+        mla = self.attention.mla
+        assert q_BSHd.shape[0] == 1, "a step is one row"
         up = self.attention.kv_up.weight.view(q_BSHd.shape[2], -1, mla.kv_rank)
         keys_Hnr, values_Hvr = torch.split(up, [mla.nope_dim, mla.value_dim], dim=1)
         plain_THn, rotated_THp = torch.split(q_BSHd[0], [mla.nope_dim, mla.rope_dim], dim=-1)
@@ -129,8 +127,8 @@ class _LatentLayerKernel:
         scale = (width / self.attention.head_dim) ** 0.5
         q_THd = torch.cat([inward_THr, rotated_THp], dim=-1) * scale
         k_T1d = torch.cat([latent_BSr[0], key_BSp[0]], dim=-1)[:, None]
-        self.pages.write(step.slots, k_T1d, latent_BSr[0][:, None])
-        found_THr = self.cache.kernel(q_THd, self.pages, step, info.window)
+        latent_T1r = latent_BSr[0][:, None]
+        found_THr = self.cache.attend(q_THd, k_T1d, latent_T1r, self.pages, info.window)
         return torch.einsum("thr,hvr->thv", found_THr, values_Hvr)[None]
 
 
@@ -159,6 +157,14 @@ class KvCache:
     def begin(self, step: StepTensors) -> None:
         """The kernels run for this step from now on."""
         self.step = step
+
+    def attend(
+        self, q_THd: Tensor, k_TKd: Tensor, v_TKv: Tensor, pages: LayerPages, window: int | None
+    ) -> Tensor:
+        """Write what is new into the pages of a layer, and attend to all that is in them."""
+        assert self.step is not None, "no step has begun"
+        pages.write(self.step.slots, k_TKd, v_TKv)
+        return self.kernel(q_THd, pages, self.step, window)
 
 
 def page_sizes(attention: Attention | LatentAttention) -> tuple[tuple[int, int], ...]:

@@ -22,7 +22,7 @@ from torch import Tensor
 from fivefold.core.errors import FivefoldError
 from fivefold.core.shape import Shape
 from fivefold.generate.blocks import BLOCK, BlockPool
-from fivefold.generate.cache import KvCache, PagedKernel, attend_pages
+from fivefold.generate.cache import KvCache
 from fivefold.generate.requests import (
     Completion,
     DrawnToken,
@@ -35,10 +35,13 @@ from fivefold.generate.requests import (
 from fivefold.generate.sampling import Draw, choose
 from fivefold.generate.scheduler import ScheduleLimits, Scheduler
 from fivefold.generate.step_tensors import StepTensors, step_tensors
+from fivefold.model.batch import TokenBatch
 from fivefold.model.decoder import Decoder
 
 Forward = Callable[[StepBatch], Tensor]
 """The logits, (sequences that sample, V), in float32 or wider; none before the last stage."""
+MakeCache = Callable[[Decoder, int], KvCache]
+"""Of a decoder and a number of blocks."""
 Watch = Callable[[str, int, Tensor], None]
 """Called with a request, an index in its completion, and the logits that are drawn from."""
 
@@ -52,6 +55,10 @@ class StageEnds:
 
     unit = 1
     idles_along = False
+
+    def shard(self, batch: TokenBatch) -> TokenBatch:
+        """The tokens of a step that this rank computes, of those of all."""
+        return batch
 
     def receive(self, num_tokens: int) -> Tensor:
         """The hidden states of the stage before, of so many tokens."""
@@ -76,12 +83,12 @@ class DecoderForward:
         self,
         decoder: Decoder,
         blocks: int,
-        kernel: PagedKernel = attend_pages,
+        make_cache: MakeCache = KvCache,
         ends: StageEnds | None = None,
     ) -> None:
         self.decoder, self.ends = decoder.eval(), ends or StageEnds()
         self.padding = blocks  # the block that tokens without a sequence write to
-        self.cache = KvCache(decoder, blocks + 1, kernel)
+        self.cache = make_cache(decoder, blocks + 1)
         self.device = next(decoder.parameters()).device
 
     @torch.inference_mode()
@@ -95,11 +102,12 @@ class DecoderForward:
         """The logits of a step that is on the device; nothing here waits for it."""
         decoder = self.decoder
         self.cache.begin(tensors)
+        batch = self.ends.shard(tensors.batch)
         if decoder.embed is None:
-            x_1TD = self.ends.receive(tensors.batch.tokens.numel())
+            x_1TD = self.ends.receive(batch.tokens.numel())
         else:
-            x_1TD = decoder.embed(tensors.batch.tokens, tensors.batch)
-        context = decoder.context(tensors.batch, x_1TD.dtype)
+            x_1TD = decoder.embed(batch.tokens, batch)
+        context = decoder.context(batch, x_1TD.dtype)
         x_1TD = decoder.run_blocks(decoder.blocks.values(), x_1TD, context)
         if decoder.norm is None or decoder.head is None:
             self.ends.send(x_1TD)
@@ -131,13 +139,14 @@ def alone(tensor: Tensor) -> Shared:
 @dataclass(frozen=True)
 class EngineRanks:
     """How this rank stands among those of an engine: of which of the replicas it computes, how many
-    batches are under way, and whether it is the rank of its replica that draws. `share` begins to
-    sum a tensor over all ranks."""
+    batches are under way, and whether it is the rank of its replica that draws. The ranks of a
+    replica that own blocks are `owners`. `share` begins to sum a tensor over all ranks."""
 
     replicas: int = 1
     replica: int = 0
     in_flight: int = 1
     draws: bool = True
+    owners: int = 1
     share: Callable[[Tensor], Shared] = alone
 
 
@@ -163,11 +172,10 @@ class Engine:
     ) -> None:
         self.shape, self.forward, self.watch = shape, forward, watch
         self.ranks = ranks or EngineRanks()
+        pools = [BlockPool(blocks, self.ranks.owners) for _ in range(self.ranks.replicas)]
         self.schedulers = [
-            Scheduler(
-                BlockPool(blocks), limits or ScheduleLimits(), shape.max_seq, self.ranks.in_flight
-            )
-            for _ in range(self.ranks.replicas)
+            Scheduler(each, limits or ScheduleLimits(), shape.max_seq, self.ranks.in_flight)
+            for each in pools
         ]
         self._sequences: dict[str, SequenceState] = {}
         self._homes: dict[str, Scheduler] = {}

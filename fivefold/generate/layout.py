@@ -2,12 +2,14 @@
 
 Splits   tp: heads, MLP columns and the vocabulary, as in training; KV heads fewer than tp are
          replicated. pp: layers, with as many batches under way as stages. ep: experts. dp: whole
-         sequences; each data rank is a replica with its own blocks. cp: refused.
-Moves    in a stage what training moves in its forward; hidden states of a batch between stages;
+         sequences; each data rank is a replica with its own blocks. cp: tokens of a step and
+         blocks of the cache (`context_cache.py`).
+Moves    in a stage what training moves in its forward, and what cp moves in attention; hidden
+         states of a batch between stages, and of its tokens over cp to the head;
          logits of the tokens to be followed over tp, N · V; and of every drawn token two numbers,
          summed over all ranks.
 Costs    no broadcast of decisions: every rank has the schedulers of all replicas and decides alike.
-Refuses  cp, several stages on a rank, asynchronous schedules and fp8.
+Refuses  cp by heads (Ulysses), several stages on a rank, asynchronous schedules and fp8.
 
 A replica without sequences still runs where its experts serve others: on tokens of no sequence.
 """
@@ -17,18 +19,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.core.errors import BadFile, FivefoldError
-from fivefold.core.groups import PIPELINE, WORLD
+from fivefold.core.groups import PIPELINE, RING, WORLD
 from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.core.shape import Shape
 from fivefold.core.weights import Weight
 from fivefold.generate.blocks import BLOCK
-from fivefold.generate.cache import attend_pages, token_bytes
+from fivefold.generate.cache import KvCache, token_bytes
+from fivefold.generate.context_cache import ContextCache
 from fivefold.generate.engine import (
     DecoderForward,
     Engine,
@@ -40,6 +44,7 @@ from fivefold.generate.engine import (
 )
 from fivefold.generate.refit import Refit
 from fivefold.generate.scheduler import ScheduleLimits
+from fivefold.model.batch import TokenBatch
 from fivefold.model.decoder import Decoder
 from fivefold.parallel.boundary import AxisBoundary
 from fivefold.parallel.compose import ForwardStage, Job
@@ -51,12 +56,12 @@ ReadWeight = Callable[[Weight, torch.dtype], Tensor]
 
 
 def blocks_within(decoder: Decoder, mesh: Mesh, num_bytes: float) -> int:
-    """The blocks of a cache of so many bytes on a rank: as many on all, where the largest stage has
-    the fewest."""
+    """The blocks of a replica whose cache has so many bytes on a rank: as many on all, where the
+    largest stage has the fewest."""
     fewest = torch.tensor(int(num_bytes // (token_bytes(decoder) * BLOCK)), device=mesh.device)
     if mesh.size(WORLD) > 1:
         mesh.all_reduce(fewest, WORLD, dist.ReduceOp.MIN).wait()
-    return int(fewest)
+    return int(fewest) * mesh.layout.cp
 
 
 def plan_of(shape: Shape, options: PlanOptions) -> Plan:
@@ -75,10 +80,10 @@ def forward_plan(plan: Plan) -> Plan:
 
 def _problems(plan: Plan) -> Iterator[str]:
     layout = plan.layout
-    if layout.cp > 1:
+    if plan.split.inner > 1:
         yield (
-            f"cp={layout.cp} would split a sequence over ranks, which generation does not: use "
-            f"tp={layout.tp * layout.cp} for more memory, or dp={layout.dp * layout.cp}"
+            f"context={layout.context} exchanges tokens for heads, and a generator keeps keys by "
+            "blocks of tokens: leave the context kind out, which is for training"
         )
     if layout.chunks > 1:
         yield (
@@ -100,13 +105,21 @@ class RankEnds(StageEnds):
         self.stage = mesh.coord(PIPELINE)
         self.tokens = AxisBoundary(mesh, TP, layout.sp, dim=0)
         self.vocabulary = AxisBoundary(mesh, TP, layout.sp, dim=1)
-        self.unit = layout.tp if layout.sp else 1
+        self.context = AxisBoundary(mesh, RING, False, dim=0)
+        self.shares = layout.tp if layout.sp else 1  # of the tokens of a context rank
+        self.unit = self.context.size * self.shares
         # The experts of a rank serve the tokens of all replicas of its group.
-        self.idles_along = plan.shape.moe is not None and layout.ep * layout.etp > layout.tp
+        of_replica = layout.tp * layout.cp
+        self.idles_along = plan.shape.moe is not None and layout.ep * layout.etp > of_replica
         self.sent: deque[Issued] = deque()
 
+    def shard(self, batch: TokenBatch) -> TokenBatch:
+        each = (batch.tokens, batch.labels, batch.positions)
+        size, coord = self.context.size, self.context.coord
+        return TokenBatch(*(whole.chunk(size, dim=1)[coord] for whole in each))
+
     def receive(self, num_tokens: int) -> Tensor:
-        size = torch.Size((1, num_tokens // self.unit, self.shape.width))
+        size = torch.Size((1, num_tokens // self.shares, self.shape.width))
         return self.mesh.receive(size, self.dtype, self.stage - 1).wait()
 
     def send(self, x_1TD: Tensor) -> None:
@@ -115,7 +128,8 @@ class RankEnds(StageEnds):
         self.sent.append(self.mesh.send(x_1TD.contiguous(), self.stage + 1))
 
     def all_tokens(self, x_TD: Tensor) -> Tensor:
-        return self.tokens.gather(x_TD) if self.unit > 1 else x_TD
+        x_TD = self.tokens.gather(x_TD) if self.shares > 1 else x_TD
+        return self.context.gather(x_TD) if self.context.size > 1 else x_TD
 
     def all_logits(self, logits_NV: Tensor) -> Tensor:
         if self.vocabulary.size == 1:
@@ -130,13 +144,15 @@ class RankEnds(StageEnds):
 
 def forward_of(model: Decoder, blocks: int, mesh: Mesh, ends: StageEnds) -> DecoderForward:
     """The forward for the device of a rank; on a GPU of its own it is replayed."""
+    if mesh.size(RING) > 1:
+        return DecoderForward(model, blocks, partial(ContextCache, mesh=mesh), ends)
     if mesh.device.type != "cuda":
-        return DecoderForward(model, blocks, attend_pages, ends)
+        return DecoderForward(model, blocks, ends=ends)
     from fivefold.generate.on_gpu import GraphedForward, attend_on_gpu  # Triton is there with CUDA
 
     if mesh.size(WORLD) == 1:
         return GraphedForward(model, blocks, ends)
-    return DecoderForward(model, blocks, attend_on_gpu, ends)
+    return DecoderForward(model, blocks, partial(KvCache, kernel=attend_on_gpu), ends)
 
 
 class LayoutEngine(Engine):
@@ -168,7 +184,8 @@ class LayoutEngine(Engine):
             replicas=layout.dp,
             replica=at.dp,
             in_flight=layout.pp,
-            draws=last and at.tp == 0,
+            draws=last and at.tp == at.cp == 0,
+            owners=layout.cp,
             share=self._share if layout.world > 1 else alone,
         )
 

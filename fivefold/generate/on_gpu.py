@@ -11,6 +11,7 @@ Legend: T tokens of a step, H query heads, d width of a head, v that of a value 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,13 @@ from torch import Tensor, nn
 from torch.nn.attention import sdpa_kernel
 
 from fivefold.generate.blocks import BLOCK
-from fivefold.generate.cache import LayerPages, attend_pages, attend_sequence, page_sizes
+from fivefold.generate.cache import (
+    KvCache,
+    LayerPages,
+    attend_pages,
+    attend_sequence,
+    page_sizes,
+)
 from fivefold.generate.engine import DecoderForward, StageEnds
 from fivefold.generate.paged_kernel import attend_single_tokens
 from fivefold.generate.requests import SequenceChunk, StepBatch
@@ -162,7 +169,7 @@ class GraphedForward(DecoderForward):
     """A decoder on one GPU, whose decode steps are replayed."""
 
     def __init__(self, decoder: Decoder, blocks: int, ends: StageEnds | None = None) -> None:
-        super().__init__(decoder, blocks, attend_on_gpu, ends)
+        super().__init__(decoder, blocks, partial(KvCache, kernel=attend_on_gpu), ends)
         multiply_few_tokens(decoder)
         self.captured: dict[StepSize, _Captured] = {}
         self.most_keys = decoder.shape.max_seq

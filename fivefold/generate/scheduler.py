@@ -169,7 +169,7 @@ class Scheduler:
 
     def _take(self, sequence: SequenceState, count: int) -> None:
         for _ in range(count):
-            block = self.pool.take()
+            block = self.pool.take(sequence.table[-1] if sequence.table else None)
             assert block is not None, "counted before"
             sequence.table.append(block)
 

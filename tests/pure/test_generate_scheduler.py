@@ -57,6 +57,31 @@ def test_forgotten_blocks_are_free_and_not_shared() -> None:
     assert pool.num_free == 1 and pool.share(digest) is None
 
 
+def test_blocks_of_a_sequence_go_round_their_owners() -> None:
+    """A first one is of the owner with the most free; any other serves where the next has none."""
+    pool, table = BlockPool(7, owners=3), list[int]()
+    for _ in range(5):
+        block = pool.take(table[-1] if table else None)
+        assert block is not None
+        table.append(block)
+    assert [block % 3 for block in table] == [0, 1, 2, 0, 1]
+    assert pool.take() == 6, "only owner 0 has three blocks, and one is left of 0 and of 2"
+    assert pool.take(table[-1]) == 5 and pool.take(5) is None
+    pool.release(table[1])
+    assert pool.take(after=table[3]) == table[1], "of the owner after that of the block"
+
+
+def test_an_owner_without_a_free_block_is_passed_over() -> None:
+    pool = BlockPool(4, owners=2)
+    assert [pool.take(after=1), pool.take(after=1)] == [0, 2]
+    digest = chained_digest(b"", range(BLOCK))
+    pool.publish(2, digest)
+    pool.release(2)
+    assert pool.take(after=1) == 1, "empty ones first: the contents of others are kept"
+    assert pool.take(after=1) == 3 and pool.take(after=1) == 2
+    assert pool.share(digest) is None
+
+
 def test_a_digest_depends_on_all_tokens_before() -> None:
     tokens = list(range(BLOCK))
     alone = chained_digest(b"", tokens)
@@ -99,7 +124,8 @@ class Model:
 def test_every_request_ends_and_reads_its_own_tokens(
     asked: list[tuple[int, int, int]], blocks: int, budget: int, most: int, seed: int
 ) -> None:
-    scheduler = Scheduler(BlockPool(blocks), ScheduleLimits(budget, most), MAX_SEQ)
+    pool = BlockPool(blocks, owners=1 + seed % 3)
+    scheduler = Scheduler(pool, ScheduleLimits(budget, most), MAX_SEQ)
     model, dice, sequences = Model(blocks), random.Random(seed), dict[str, SequenceState]()
     for number, (prefix, length, new) in enumerate(asked):  # few prefixes: many are shared
         request = Request(str(number), (prefix,) * length, new)

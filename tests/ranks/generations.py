@@ -71,6 +71,15 @@ OTHERS = (
     *(("deepseek-v3", "tp=2 ep=2"), ("deepseek-v3", "dp=2 pp=2 ep=2"), ("deepseek-v3", "tp=4")),
     *(("qwen3-30b-a3b", "dp=2 tp=2 ep=4"), ("llama-3.1-8b", "tp=8"), ("olmoe-1b-7b", "dp=4 ep=4")),
 )
+# Tokens and blocks over context ranks.
+CONTEXTS = (
+    *(("tiny", "cp=2"), ("tiny", "cp=2 tp=2"), ("tiny", "cp=4"), ("tiny", "dp=2 cp=2 pp=2")),
+    *(("tiny-moe", "cp=2 ep=2"), ("tiny-moe", "cp=2 etp=2"), ("tiny-moe", "dp=2 cp=2 ep=4")),
+    *(("tiny-moe", "tp=2 cp=2 pp=2 ep=4"), ("tiny-moe", "tp=2 cp=2 etp=2 ep=2")),
+    *(("mistral-7b", "tp=2 cp=2"), ("gpt2", "cp=3"), ("qwen3-8b", "tp=2 cp=4")),
+    *(("deepseek-v3", "tp=2 cp=2 ep=2"), ("deepseek-v3", "dp=2 cp=2 pp=2 ep=4")),
+    *(("qwen3-30b-a3b", "dp=2 cp=4 ep=8"),),
+)
 
 
 def cases() -> Iterator[GenerationCase]:
@@ -78,6 +87,12 @@ def cases() -> Iterator[GenerationCase]:
     yield from (GenerationCase("tiny", layout, sp) for layout, sp in DENSE)
     yield from (GenerationCase("tiny-moe", layout) for layout in EXPERTS)
     yield from (GenerationCase(*each) for each in OTHERS)
+    yield from context_cases()
+
+
+def context_cases() -> Iterator[GenerationCase]:
+    """Those with cp."""
+    yield from (GenerationCase(*each) for each in CONTEXTS)
 
 
 def prove(pool: Pool, case: GenerationCase) -> GeneratedVerdict:

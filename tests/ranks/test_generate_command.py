@@ -156,7 +156,7 @@ def test_verify_proves_generation(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--layout", "cp=2"], "cp=2 would split a sequence over ranks"),
+        (["--layout", "cp=2", "--context", "ulysses"], "exchanges tokens for heads"),
         (["--layout", "pp=2", "--schedule", "interleaved", "--chunks", "2"], "has one stage"),
         (["--layout", "tp=3"], "neither divides the 4 KV heads nor is a multiple"),
         (["--precision", "fp8"], "fp8 is for training"),
@@ -172,7 +172,7 @@ def test_verify_refuses_what_cannot_generate(
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("layout", ["tp=2", "pp=2", "dp=2", "tp=2 pp=2", "tp=4", "dp=2 pp=2"])
+@pytest.mark.parametrize("layout", ["tp=2", "pp=2", "dp=2", "tp=2 pp=2", "tp=4", "cp=2 pp=2"])
 def test_layouts_write_the_same(folder: Path, tmp_path: Path, layout: str) -> None:
     prompts = [{"id": f"p{i}", "prompt": f"w{i} w{i + 1}"} for i in range(3, 7)]
     file = tmp_path / "prompts.jsonl"
@@ -197,7 +197,6 @@ def rows_of(text: str) -> list[dict[str, Any]]:
     ("words", "message"),
     [
         (["--layout", "tp=3"], "neither divides the 2 KV heads nor is a multiple of them"),
-        (["--layout", "cp=2"], "cp=2 would split a sequence over ranks"),
         (["--layout", "ep=2"], "need experts and the model has none"),
         (["--layout", "pp=4"], "every stage needs a layer"),
         (["--layout", "dp=128"], "too many for one machine"),

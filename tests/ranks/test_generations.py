@@ -8,13 +8,14 @@ from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
-from generations import GenerationCase, cases, is_good, prove
+from generations import GenerationCase, cases, context_cases, is_good, prove
 from torch import Tensor
 
 from fivefold.core.plan import Plan, PlanOptions, resolve
-from fivefold.generate import scheduler
+from fivefold.generate import context_cache, scheduler
 from fivefold.generate.blocks import BLOCK
 from fivefold.generate.cache import KvCache, StepTensors
+from fivefold.generate.context_cache import ContextCache
 from fivefold.generate.engine import DecoderForward
 from fivefold.generate.layout import RankEnds, forward_plan
 from fivefold.generate.requests import SequenceChunk, StepBatch
@@ -29,17 +30,26 @@ Patch = Callable[[], AbstractContextManager[object]]
 
 
 @pytest.mark.sample(1, table=True)
-@pytest.mark.parametrize("case", list(cases()), ids=str)
+@pytest.mark.parametrize("case", [each for each in cases() if "cp=" not in each.layout], ids=str)
 def test_a_layout_that_generates(pool: Pool, case: GenerationCase) -> None:
     verdict = prove(pool, case)
     assert is_good(verdict), verdict
     assert verdict.trained_layout is not None
 
 
+@pytest.mark.sample(0.5, table=True)
+@pytest.mark.parametrize(
+    "case", [each for each in context_cases() if "tiny" in each.model], ids=str
+)
+def test_a_layout_with_context_ranks(pool: Pool, case: GenerationCase) -> None:
+    test_a_layout_that_generates(pool, case)
+
+
 def test_the_table_has_layouts_of_many_kinds() -> None:
     everything = [each for each in cases() if each.layout != "dp=1"]
     assert len(everything) == len(set(everything)) >= 24
     assert {each.model for each in everything} >= {"tiny", "tiny-moe", "qwen3-8b", "deepseek-v3"}
+    assert sum("cp=" in each.layout for each in everything) >= 12
 
 
 # Planted faults: a rank patches its own engine.
@@ -117,6 +127,27 @@ def hidden_states_of_the_batch_before() -> AbstractContextManager[object]:
     return patch.object(RankEnds, "receive", receive)
 
 
+def log_sum_exp_of_a_rank_forgotten() -> AbstractContextManager[object]:
+    """What rank 1 has found counts as if its keys summed to 1."""
+    plain = context_cache.merge_parts
+
+    def merge(parts_CMHw: Tensor) -> Tensor:
+        parts_CMHw[1, ..., -1] = 0
+        return plain(parts_CMHw)
+
+    return patch.object(context_cache, "merge_parts", merge)
+
+
+def block_of_the_wrong_owner() -> AbstractContextManager[object]:
+    """Rank 1 takes the first block for its own as well."""
+
+    def owns(self: ContextCache, block: int) -> bool:
+        return block % self.size == self.coord or (block == 0 and self.coord == 1)
+
+    return patch.object(ContextCache, "owns", owns)
+
+
+CONTEXT_FAULTS = (log_sum_exp_of_a_rank_forgotten, block_of_the_wrong_owner)
 FAULTS = (
     *(block_of_another_request, position_off_by_one, stale_prefix, cache_of_the_wrong_stage),
     hidden_states_of_the_batch_before,
@@ -128,15 +159,24 @@ def sick_rank(worker: Worker, plan: Plan, fault: Patch) -> Observed:
         return generate_rank(worker, plan, GeneratedSettings())
 
 
-def healthy_plan() -> Plan:
-    options = PlanOptions("tiny", layout=LAYOUT, set={"layers": "2", "max_seq": "160"})
+def healthy_plan(layout: str) -> Plan:
+    options = PlanOptions("tiny", layout=layout, set={"layers": "2", "max_seq": "160"})
     return forward_plan(resolve(options, small=True))
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_a_planted_fault_is_caught_in_a_layout(pool: Pool, fault: Patch) -> None:
-    plan = healthy_plan()
+    expect_caught(pool, healthy_plan(LAYOUT), fault)
+
+
+@pytest.mark.sample(0.5)
+@pytest.mark.parametrize("fault", CONTEXT_FAULTS, ids=lambda fault: fault.__name__)
+def test_a_planted_fault_is_caught_over_context_ranks(pool: Pool, fault: Patch) -> None:
+    expect_caught(pool, healthy_plan("cp=2"), fault)
+
+
+def expect_caught(pool: Pool, plan: Plan, fault: Patch) -> None:
     ranks = pool.run_each([(sick_rank, (plan, fault))] * plan.layout.world)
     verdict: GeneratedVerdict
     (verdict,) = pool.run_each([(judge_rank, (plan, GeneratedSettings(), ranks))])

@@ -30,7 +30,7 @@ CASES = [
     ("tiny", "tp=2", "pp=2", TIED),
     ("tiny", "dp=2 tp=2", "tp=4", {"kv_heads": "2"}),
     ("tiny", "tp=4", "dp=2 pp=2", {"kv_heads": "2", "qkv_bias": "true"}),
-    ("tiny", "cp=2 pp=2", "tp=2 dp=2", {}),
+    ("tiny", "cp=2 pp=2", "tp=2 cp=2", {}),
     ("tiny-moe", "dp=4 ep=2", "tp=2 pp=2 ep=2", {}),
     ("tiny-moe", "tp=2 pp=2 ep=2", "dp=4 ep=4", {"moe.bias": "true"}),
     ("tiny-moe", "dp=2 cp=2 ep=4", "tp=2 etp=2 dp=2 ep=2", {"mtp": "1"}),

@@ -1,0 +1,151 @@
+"""The context dimension of generation: the tokens of a step, and the cache, over cp ranks.
+
+Splits   the tokens of a step into as many for every rank, in order: each computes its own, outside
+         of attention. The blocks of the cache: rank r owns blocks r, r + cp, r + 2·cp and so on,
+         and those of a sequence go round the ranks (`blocks.py`).
+Moves    in each layer queries, keys and values of a step, by one all-gather, T·(H·d + K·(d + v));
+         each rank writes the keys that it owns, and attends with all queries to its own blocks.
+         What it finds goes to the ranks of the tokens with its log-sum-exp, by one all-to-all,
+         T·H·(v + 1) in float32 or wider. What is in the cache never moves.
+Costs    1/cp of the cache and of attention on a rank, whatever is prefill and what decode.
+Wins     when the cache of long texts does not fit, or takes long to read.
+Refuses  kinds of cp that exchange tokens for heads.
+
+A rank may own no key that a query sees: the log-sum-exp is then −inf, and its weight 0. Every token
+sees itself, so the sum over ranks is never −inf. Ranks are summed in their order.
+
+Legend: T tokens of a step, M = T / cp tokens of this rank, n of one sequence, H query heads, K
+key/value heads, G = H / K, L keys, d width of a head, v that of a value head, C = cp.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fivefold.core.groups import RING
+from fivefold.generate.blocks import BLOCK, blocks_of
+from fivefold.generate.cache import KvCache, LayerPages
+from fivefold.generate.requests import SequenceChunk
+from fivefold.generate.step_tensors import StepTensors
+from fivefold.model.decoder import Decoder
+from fivefold.parallel import transport
+from fivefold.parallel.boundary import AxisBoundary
+from fivefold.parallel.mesh import Mesh
+
+
+class OwnedKeys(NamedTuple):
+    """Where the keys of one sequence are that this rank owns, and which tokens they are of."""
+
+    pages: Tensor  # numbers of blocks on this rank
+    positions_L: Tensor
+
+
+class ContextCache(KvCache):
+    """The pages of one of cp ranks."""
+
+    def __init__(self, decoder: Decoder, blocks: int, mesh: Mesh) -> None:
+        self.mesh, self.size, self.coord = mesh, mesh.size(RING), mesh.coord(RING)
+        self.boundary = AxisBoundary(mesh, RING, False, dim=0)
+        super().__init__(decoder, -(-blocks // self.size))
+        self.written, self.slots = torch.empty(0), torch.empty(0)  # of the tokens that it owns
+        self._owned: dict[int | None, list[OwnedKeys]] = {}  # by window
+
+    def owns(self, block: int) -> bool:
+        """Whether a block is on this rank."""
+        return block % self.size == self.coord
+
+    def begin(self, step: StepTensors) -> None:
+        super().begin(step)
+        device, self._owned = step.slots.device, {}
+        places = [
+            (chunk.table[i // BLOCK], i % BLOCK)
+            for chunk in step.chunks
+            for i in range(chunk.start, chunk.stop)
+        ]
+        mine = [(row, *place) for row, place in enumerate(places) if self.owns(place[0])]
+        slots = [block // self.size * BLOCK + offset for _, block, offset in mine]
+        self.written = torch.tensor([row for row, *_ in mine], dtype=torch.int64, device=device)
+        self.slots = torch.tensor(slots, dtype=torch.int64, device=device)
+
+    def attend(
+        self, q_MHd: Tensor, k_MKd: Tensor, v_MKv: Tensor, pages: LayerPages, window: int | None
+    ) -> Tensor:
+        """Write the keys of all ranks that this one owns, attend to all that it owns, and merge
+        what all ranks have found for its tokens."""
+        assert self.step is not None, "no step has begun"
+        q_THd, k_TKd, v_TKv = self._all_tokens(q_MHd, k_MKd, v_MKv)
+        if len(self.written):
+            pages.write(self.slots, k_TKd[self.written], v_TKv[self.written])
+        chunks = self.step.chunks
+        if window not in self._owned:
+            self._owned[window] = [self._owned_keys(each, window) for each in chunks]
+        found: list[Tensor] = []
+        by_sequence = torch.split(q_THd, [len(each.tokens) for each in chunks])
+        for q_nHd, chunk, owned in zip(by_sequence, chunks, self._owned[window], strict=True):
+            positions_n = torch.arange(chunk.start, chunk.stop, device=q_nHd.device)
+            k_LKd, v_LKv = (each[: len(owned.positions_L)] for each in pages.read(owned.pages))
+            hidden_nL = hidden_pairs(positions_n, owned.positions_L, window)
+            found.append(attend_part(q_nHd, k_LKd, v_LKv, hidden_nL))
+        return merge_parts(self._to_their_ranks(torch.cat(found))).to(q_MHd.dtype)
+
+    def _all_tokens(self, *each_M: Tensor) -> list[Tensor]:
+        """Queries, keys and values of all ranks, by one gather."""
+        widths = [each[0].numel() for each in each_M]
+        rows = self.boundary.gather(torch.cat([each.flatten(1) for each in each_M], dim=1))
+        parts = torch.split(rows, widths, dim=1)
+        return [part.unflatten(1, each.shape[1:]) for part, each in zip(parts, each_M, strict=True)]
+
+    def _owned_keys(self, chunk: SequenceChunk, window: int | None) -> OwnedKeys:
+        lowest = 0 if window is None else max(0, chunk.start - window + 1)
+        seen = range(lowest // BLOCK, blocks_of(chunk.stop))  # some query sees some of each
+        mine = [i for i in seen if self.owns(chunk.table[i])]
+        device = self.slots.device
+        pages = torch.tensor([chunk.table[i] // self.size for i in mine], dtype=torch.int64)
+        places = torch.tensor([i * BLOCK for i in mine], dtype=torch.int64)[:, None]
+        positions_L = (places + torch.arange(BLOCK)).flatten()
+        # Only the last block may be filled in part.
+        return OwnedKeys(pages.to(device), positions_L[positions_L < chunk.stop].to(device))
+
+    def _to_their_ranks(self, parts_THw: Tensor) -> Tensor:
+        """What all ranks have found for the tokens of this one, (C, M, H, w)."""
+        share = [len(parts_THw) // self.size] * self.size
+
+        def start(group: dist.ProcessGroup) -> transport.Pending:
+            return transport.exchange(parts_THw, share, share, group)
+
+        came = self.mesh.issue(RING, "all_to_all", parts_THw, start).wait()
+        return came.unflatten(0, (self.size, -1))
+
+
+def hidden_pairs(queries_n: Tensor, keys_L: Tensor, window: int | None) -> Tensor:
+    """Which keys a query does not see, by their positions."""
+    ahead_nL = keys_L - queries_n[:, None]
+    hidden_nL = ahead_nL > 0
+    return hidden_nL if window is None else hidden_nL | (ahead_nL <= -window)
+
+
+def attend_part(q_nHd: Tensor, k_LKd: Tensor, v_LKv: Tensor, hidden_nL: Tensor) -> Tensor:
+    """Attention over a part of the keys, (n, H, v + 1): its log-sum-exp is the last number, −inf
+    where a query sees none."""
+    wide = torch.promote_types(q_nHd.dtype, torch.float32)
+    queries, heads, width = q_nHd.shape
+    kv_heads = k_LKd.shape[1]
+    q_nKGd = q_nHd.to(wide).view(queries, kv_heads, heads // kv_heads, width)
+    k_K1dL = k_LKd.to(wide).permute(1, 2, 0)[:, None]
+    v_K1Lv = v_LKv.to(wide).transpose(0, 1)[:, None]
+    scores_KGnL = (torch.permute(q_nKGd, (1, 2, 0, 3)) @ k_K1dL) * width**-0.5
+    scores_KGnL = scores_KGnL.masked_fill(hidden_nL, float("-inf"))
+    lse_KGn1 = scores_KGnL.logsumexp(-1, keepdim=True)
+    odds_KGnL = (scores_KGnL - lse_KGn1.masked_fill(lse_KGn1.isneginf(), 0)).exp()
+    part_KGnw = torch.cat([odds_KGnL @ v_K1Lv, lse_KGn1], dim=-1)
+    return part_KGnw.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def merge_parts(parts_CMHw: Tensor) -> Tensor:
+    """The attention over all keys, of that over each part of them."""
+    out_CMHv, lse_CMH1 = parts_CMHw[..., :-1], parts_CMHw[..., -1:]
+    return (out_CMHv * (lse_CMH1 - lse_CMH1.logsumexp(0)).exp()).sum(0)

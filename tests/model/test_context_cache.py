@@ -1,0 +1,75 @@
+"""The cache of context ranks: attention over parts of the keys, merged, and who owns a block."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from small import DEEPSEEK, LLAMA
+from torch import Tensor
+
+from fivefold.core.shape import Shape
+from fivefold.generate.blocks import BLOCK
+from fivefold.generate.cache import attend_sequence
+from fivefold.generate.context_cache import ContextCache, attend_part, hidden_pairs, merge_parts
+from fivefold.generate.requests import SequenceChunk, StepBatch
+from fivefold.generate.step_tensors import step_tensors
+from fivefold.model.decoder import Decoder, from_config
+
+
+def parts_of(
+    q: Tensor, k: Tensor, v: Tensor, ranks: int, window: int | None
+) -> tuple[Tensor, list[bool]]:
+    """What each of some ranks finds, which own blocks in turn; and whether a query sees no key."""
+    positions, queries = torch.arange(len(k)), torch.arange(len(k) - len(q), len(k))
+    found: list[Tensor] = []
+    for rank in range(ranks):
+        mine = positions[positions // BLOCK % ranks == rank]
+        found.append(attend_part(q, k[mine], v[mine], hidden_pairs(queries, mine, window)))
+    parts = torch.stack(found)
+    return parts, [bool(each.isneginf().any()) for each in parts]
+
+
+@pytest.mark.parametrize("window", [None, 1, 9, BLOCK + 3])
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (1, 40), (7, 7), (20, 50), (64, 64)])
+def test_merged_parts_are_attention_over_all_keys(
+    queries: int, keys: int, window: int | None
+) -> None:
+    torch.manual_seed(0)
+    sizes = ((queries, 6, 8), (keys, 2, 8), (keys, 2, 5))
+    q, k, v = (torch.randn(*size, dtype=torch.float64) for size in sizes)
+    parts, sees_nothing = parts_of(q, k, v, 3, window)
+    expected = attend_sequence(q, k, v, window)
+    assert (merge_parts(parts) - expected).abs().max() < 1e-14
+    if keys <= BLOCK or (window is not None and window < BLOCK):
+        assert any(sees_nothing), "a rank without a key is part of this test"
+
+
+def rank_of(coord: int, ranks: int, decoder: Decoder, blocks: int) -> ContextCache:
+    mesh = SimpleNamespace(size=lambda role: ranks, coord=lambda role: coord)
+    return ContextCache(decoder, blocks, cast(Any, mesh))
+
+
+def num_pages(decoder: Decoder) -> int:
+    attention = cast(Any, decoder.blocks["0"]).attention
+    kernel = getattr(attention, "latent_kernel", None) or attention.kernel
+    return len(kernel.pages.keys)
+
+
+@pytest.mark.parametrize("shape", [LLAMA, replace(DEEPSEEK, mtp=0)], ids=["heads", "latent"])
+def test_a_rank_has_its_share_of_blocks_and_writes_them_once(shape: Shape) -> None:
+    ranks, blocks, decoder = 3, 12, from_config(shape)
+    table = (4, 8, 9, 1)
+    step = StepBatch((SequenceChunk("a", (0,) * 40, 13, table, samples=True),))
+    written: list[int] = []
+    for coord in range(ranks):
+        cache = rank_of(coord, ranks, decoder, blocks)
+        assert num_pages(decoder) == 4, "a third"
+        cache.begin(step_tensors(step, torch.device("cpu")))
+        written += cache.written.tolist()
+        owned = [block // ranks for block in table if block % ranks == coord]
+        assert {slot // BLOCK for slot in cache.slots.tolist()} == set(owned)
+    assert sorted(written) == list(range(40)), "each token on one rank"
