@@ -159,7 +159,7 @@ class KvCache:
         self.step = step
 
     def attend(
-        self, q_THd: Tensor, k_TKd: Tensor, v_TKv: Tensor, pages: LayerPages, window: int | None
+        self, q_THd: Tensor, k_TKd: Tensor, v_TKv: Tensor, /, pages: LayerPages, window: int | None
     ) -> Tensor:
         """Write what is new into the pages of a layer, and attend to all that is in them."""
         assert self.step is not None, "no step has begun"

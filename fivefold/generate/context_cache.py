@@ -72,7 +72,7 @@ class ContextCache(KvCache):
         self.slots = torch.tensor(slots, dtype=torch.int64, device=device)
 
     def attend(
-        self, q_MHd: Tensor, k_MKd: Tensor, v_MKv: Tensor, pages: LayerPages, window: int | None
+        self, q_MHd: Tensor, k_MKd: Tensor, v_MKv: Tensor, /, pages: LayerPages, window: int | None
     ) -> Tensor:
         """Write the keys of all ranks that this one owns, attend to all that it owns, and merge
         what all ranks have found for its tokens."""

@@ -32,6 +32,7 @@ from fivefold.generate.requests import (
     SequenceState,
     StepBatch,
 )
+from fivefold.generate.routing import RecordedRoutes, RouteStore
 from fivefold.generate.sampling import Draw, choose
 from fivefold.generate.scheduler import ScheduleLimits, Scheduler
 from fivefold.generate.step_tensors import StepTensors, step_tensors
@@ -56,9 +57,9 @@ class StageEnds:
     unit = 1
     idles_along = False
 
-    def shard(self, batch: TokenBatch) -> TokenBatch:
-        """The tokens of a step that this rank computes, of those of all."""
-        return batch
+    def mine(self, of_tokens_1T: Tensor) -> Tensor:
+        """Of the tokens of a step, those that this rank computes."""
+        return of_tokens_1T
 
     def receive(self, num_tokens: int) -> Tensor:
         """The hidden states of the stage before, of so many tokens."""
@@ -85,8 +86,9 @@ class DecoderForward:
         blocks: int,
         make_cache: MakeCache = KvCache,
         ends: StageEnds | None = None,
+        routes: RouteStore | None = None,
     ) -> None:
-        self.decoder, self.ends = decoder.eval(), ends or StageEnds()
+        self.decoder, self.ends, self.routes = decoder.eval(), ends or StageEnds(), routes
         self.padding = blocks  # the block that tokens without a sequence write to
         self.cache = make_cache(decoder, blocks + 1)
         self.device = next(decoder.parameters()).device
@@ -102,7 +104,11 @@ class DecoderForward:
         """The logits of a step that is on the device; nothing here waits for it."""
         decoder = self.decoder
         self.cache.begin(tensors)
-        batch = self.ends.shard(tensors.batch)
+        if self.routes is not None:
+            mine_1T = decoder.residual_tokens(self.ends.mine(tensors.slots[None]))
+            self.routes.begin(tensors.slots, mine_1T[0])
+        whole, mine = tensors.batch, self.ends.mine
+        batch = TokenBatch(mine(whole.tokens), mine(whole.labels), mine(whole.positions))
         if decoder.embed is None:
             x_1TD = self.ends.receive(batch.tokens.numel())
         else:
@@ -169,12 +175,16 @@ class Engine:
         limits: ScheduleLimits | None = None,
         watch: Watch | None = None,
         ranks: EngineRanks | None = None,
+        routes: RouteStore | None = None,
     ) -> None:
-        self.shape, self.forward, self.watch = shape, forward, watch
+        """`routes` are those that the forward records, if it does."""
+        self.shape, self.forward, self.watch, self.routes = shape, forward, watch, routes
         self.ranks = ranks or EngineRanks()
         pools = [BlockPool(blocks, self.ranks.owners) for _ in range(self.ranks.replicas)]
         self.schedulers = [
-            Scheduler(each, limits or ScheduleLimits(), shape.max_seq, self.ranks.in_flight)
+            Scheduler(
+                each, limits or ScheduleLimits(), shape.max_seq, self.ranks.in_flight, self._save
+            )
             for each in pools
         ]
         self._sequences: dict[str, SequenceState] = {}
@@ -182,6 +192,7 @@ class Engine:
         self._ended: dict[str, Completion] = {}
         self._flights: deque[_Flight] = deque()
         self._landed: list[DrawnToken] = []  # before anybody asked for them
+        self._saved: dict[str, Tensor] = {}  # routes of sequences that have lost their blocks
 
     @property
     def busy(self) -> bool:
@@ -260,7 +271,9 @@ class Engine:
 
     def end(self, id: str, reason: Reason) -> None:
         """End a request now, and free its blocks; what it has so far is its completion."""
-        sequence = self._sequences.pop(id)
+        sequence = self._sequences[id]
+        routes = self._recorded(sequence)
+        del self._sequences[id]
         self._homes.pop(id).remove(sequence)
         self._ended[id] = Completion(
             id,
@@ -269,7 +282,30 @@ class Engine:
             reason,
             sequence.reused,
             sequence.preempted,
+            routes,
         )
+
+    def _save(self, sequence: SequenceState) -> None:
+        """Keep the routes of a sequence that is about to lose its blocks: its draw may end it."""
+        if self.routes is not None:
+            self._saved[sequence.request.id] = self._here(sequence)
+
+    def _here(self, sequence: SequenceState) -> Tensor:
+        """What this rank has recorded of a sequence that has its blocks."""
+        assert self.routes is not None
+        home, table = self._homes[sequence.request.id], sequence.table
+        if home is not self.schedulers[self.ranks.replica]:
+            return self.routes.nothing(sequence.computed)
+        slots = (table[i // BLOCK] * BLOCK + i % BLOCK for i in range(sequence.computed))
+        return self.routes.read(list(slots))
+
+    def _recorded(self, sequence: SequenceState) -> RecordedRoutes | None:
+        """The routes of a sequence that ends, from all ranks."""
+        if self.routes is None:
+            return None
+        saved = self._saved.pop(sequence.request.id, None)
+        mine = saved if saved is not None and not sequence.computed else self._here(sequence)
+        return self.routes.recorded(self.ranks.share(mine)())
 
     def collect(self, id: str) -> Completion:
         """The completion of a request that has ended, once."""

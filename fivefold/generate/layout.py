@@ -43,8 +43,8 @@ from fivefold.generate.engine import (
     alone,
 )
 from fivefold.generate.refit import Refit
+from fivefold.generate.routing import RouteStore
 from fivefold.generate.scheduler import ScheduleLimits
-from fivefold.model.batch import TokenBatch
 from fivefold.model.decoder import Decoder
 from fivefold.parallel.boundary import AxisBoundary
 from fivefold.parallel.compose import ForwardStage, Job
@@ -113,10 +113,8 @@ class RankEnds(StageEnds):
         self.idles_along = plan.shape.moe is not None and layout.ep * layout.etp > of_replica
         self.sent: deque[Issued] = deque()
 
-    def shard(self, batch: TokenBatch) -> TokenBatch:
-        each = (batch.tokens, batch.labels, batch.positions)
-        size, coord = self.context.size, self.context.coord
-        return TokenBatch(*(whole.chunk(size, dim=1)[coord] for whole in each))
+    def mine(self, of_tokens_1T: Tensor) -> Tensor:
+        return of_tokens_1T.chunk(self.context.size, dim=1)[self.context.coord]
 
     def receive(self, num_tokens: int) -> Tensor:
         size = torch.Size((1, num_tokens // self.shares, self.shape.width))
@@ -142,17 +140,19 @@ class RankEnds(StageEnds):
             self.sent.popleft().wait()
 
 
-def forward_of(model: Decoder, blocks: int, mesh: Mesh, ends: StageEnds) -> DecoderForward:
+def forward_of(
+    model: Decoder, blocks: int, mesh: Mesh, ends: StageEnds, routes: RouteStore | None = None
+) -> DecoderForward:
     """The forward for the device of a rank; on a GPU of its own it is replayed."""
     if mesh.size(RING) > 1:
-        return DecoderForward(model, blocks, partial(ContextCache, mesh=mesh), ends)
+        return DecoderForward(model, blocks, partial(ContextCache, mesh=mesh), ends, routes)
     if mesh.device.type != "cuda":
-        return DecoderForward(model, blocks, ends=ends)
+        return DecoderForward(model, blocks, ends=ends, routes=routes)
     from fivefold.generate.on_gpu import GraphedForward, attend_on_gpu  # Triton is there with CUDA
 
     if mesh.size(WORLD) == 1:
-        return GraphedForward(model, blocks, ends)
-    return DecoderForward(model, blocks, partial(KvCache, kernel=attend_on_gpu), ends)
+        return GraphedForward(model, blocks, ends, routes)
+    return DecoderForward(model, blocks, partial(KvCache, kernel=attend_on_gpu), ends, routes)
 
 
 class LayoutEngine(Engine):
@@ -167,14 +167,18 @@ class LayoutEngine(Engine):
         blocks: int,
         limits: ScheduleLimits | None = None,
         watch: Watch | None = None,
+        records_routes: bool = False,
     ) -> None:
         """`blocks` are those of one replica; the plan is one of `forward_plan`."""
         self.plan, self.mesh, self.stage = plan, mesh, stage
         self._refit: Refit | None = None
         dtype = next(stage.model.parameters()).dtype
         self.ends = RankEnds(plan, mesh, dtype)
-        forward = forward_of(stage.model, blocks, mesh, self.ends)
-        super().__init__(plan.shape, forward, blocks, limits, watch, self._ranks())
+        # Without sequence parallelism all tp ranks have the same tokens: one of them counts.
+        counts = plan.layout.sp or mesh.coord(TP) == 0
+        routes = RouteStore(stage.model, blocks + 1, counts) if records_routes else None
+        forward = forward_of(stage.model, blocks, mesh, self.ends, routes)
+        super().__init__(plan.shape, forward, blocks, limits, watch, self._ranks(), routes)
 
     def _ranks(self) -> EngineRanks:
         layout, mesh = self.plan.layout, self.mesh

@@ -30,6 +30,7 @@ from fivefold.generate.cache import (
 from fivefold.generate.engine import DecoderForward, StageEnds
 from fivefold.generate.paged_kernel import attend_single_tokens
 from fivefold.generate.requests import SequenceChunk, StepBatch
+from fivefold.generate.routing import RouteStore
 from fivefold.generate.skinny_kernel import skinny_linear, takes
 from fivefold.generate.step_tensors import StepSize, StepTensors, packed, size_of, unpacked
 from fivefold.model.attention import CUDA_KERNELS, Attention
@@ -168,8 +169,14 @@ class _Captured(NamedTuple):
 class GraphedForward(DecoderForward):
     """A decoder on one GPU, whose decode steps are replayed."""
 
-    def __init__(self, decoder: Decoder, blocks: int, ends: StageEnds | None = None) -> None:
-        super().__init__(decoder, blocks, partial(KvCache, kernel=attend_on_gpu), ends)
+    def __init__(
+        self,
+        decoder: Decoder,
+        blocks: int,
+        ends: StageEnds | None = None,
+        routes: RouteStore | None = None,
+    ) -> None:
+        super().__init__(decoder, blocks, partial(KvCache, kernel=attend_on_gpu), ends, routes)
         multiply_few_tokens(decoder)
         self.captured: dict[StepSize, _Captured] = {}
         self.most_keys = decoder.shape.max_seq

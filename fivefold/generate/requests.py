@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from fivefold.core.errors import FivefoldError
+from fivefold.generate.routes import RecordedRoutes
 
 Reason = Literal["stop", "length", "cancelled"]
 
@@ -162,3 +163,4 @@ class Completion:
     reason: Reason
     reused: int  # tokens of the prompt that were found in the cache
     preempted: int  # times that its cache was computed again
+    routes: RecordedRoutes | None = None  # if they are recorded

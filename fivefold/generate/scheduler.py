@@ -13,7 +13,7 @@ or reads is safe from a later one, whoever has the blocks by then.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fivefold.core.errors import FivefoldError
@@ -36,10 +36,17 @@ class Scheduler:
     """Sequences that wait and run, and their blocks."""
 
     def __init__(
-        self, pool: BlockPool, limits: ScheduleLimits, max_seq: int, in_flight: int = 1
+        self,
+        pool: BlockPool,
+        limits: ScheduleLimits,
+        max_seq: int,
+        in_flight: int = 1,
+        on_lost: Callable[[SequenceState], None] = lambda sequence: None,
     ) -> None:
-        """`in_flight`: batches under way at a time, over which sequences are spread."""
+        """`in_flight`: batches under way at a time, over which sequences are spread. `on_lost` is
+        called before a sequence loses its blocks."""
         self.pool, self.limits, self.max_seq, self.in_flight = pool, limits, max_seq, in_flight
+        self.on_lost = on_lost
         self.waiting: list[SequenceState] = []  # both by arrival
         self.running: list[SequenceState] = []
         self.num_preempted = 0
@@ -134,6 +141,7 @@ class Scheduler:
     def _preempt_youngest(self) -> SequenceState:
         youngest = self.running.pop()
         self.num_preempted += 1
+        self.on_lost(youngest)
         self._release(youngest)
         youngest.lose()
         insort(self.waiting, youngest, key=lambda each: each.number)

@@ -38,6 +38,7 @@ class TextTask:
     stops: tuple[str, ...]
     device: str = "cpu"
     backend: Backend = "gloo"
+    records_routes: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def _write(worker: Worker, task: TextTask, device: torch.device) -> None:
     stage = compose_forward(plan, mesh, getattr(torch, task.dtype), fuse)
     stage.fill(task.open_weights(worker.rank == 0))
     blocks = min(blocks_within(stage.model, mesh, task.cache_gb * 1e9), _most_blocks(task))
-    engine = LayoutEngine(plan, mesh, stage, blocks)
+    engine = LayoutEngine(plan, mesh, stage, blocks, records_routes=task.records_routes)
     writer = TextWriter(engine, task.codec)
     for request, prompt in task.requests:
         writer.add(request, prompt, task.stops)

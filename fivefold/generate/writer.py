@@ -12,6 +12,7 @@ from typing import Any
 
 from fivefold.generate.engine import Engine
 from fivefold.generate.requests import Reason, Request
+from fivefold.generate.routes import RecordedRoutes
 from fivefold.generate.text import Codec, TextStream
 
 
@@ -27,10 +28,12 @@ class WrittenText:
     reason: Reason
     ttft_s: float  # from the request to its first token
     tpot_s: float | None  # between two tokens, in the mean; None for one token
+    routing: RecordedRoutes | None = None  # if it is recorded
 
     def table(self) -> dict[str, Any]:
         """As JSON."""
-        return asdict(self)
+        row = asdict(self)
+        return row if self.routing else {key: row[key] for key in row if key != "routing"}
 
 
 @dataclass(frozen=True)
@@ -114,5 +117,6 @@ class TextWriter:
             "stop" if one.stream.stopped else reason,
             one.first - one.began,
             (one.last - one.first) / steps if steps else None,
+            done.routes,
         )
         return TextPiece(id, text, written)

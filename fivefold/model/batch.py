@@ -28,6 +28,9 @@ class TokenBatch:
     # For each depth of multi-token prediction: the tokens that far ahead, and their labels.
     ahead: tuple[tuple[Tensor, Tensor], ...] = ()
     keys: Tensor | None = None  # (B, S) int64, of `token_keys`; None: nothing is dropped
+    # (B, S, L, K) int64, the experts of each token in the L layers that have some, as they were
+    # recorded; −1 where the router chooses itself. None: it does so everywhere.
+    replayed: Tensor | None = None
 
 
 def look_ahead(batch: TokenBatch, depth: int) -> TokenBatch:
@@ -90,3 +93,4 @@ class Context:
     attention: AttentionInfo
     rotary: tuple[Tensor, Tensor] | None  # cos and sin, (B, S, 1, R) each
     sites: SiteKeys | None = None  # for dropout between modules
+    replayed: Tensor | None = None  # of the tokens of the residual stream

@@ -129,6 +129,8 @@ class Block(nn.Module):
             MoeMlp(shape, moe, factory) if moe else Mlp(shape, shape.ffn, shape.mlp_bias, factory)
         )
         self.mlp_kind: Module = "experts" if moe else "mlp"
+        # Of the layers with experts, whose choices may be replayed; none of multi-token prediction.
+        self.route = shape.moe_layers.index(i) if moe and i < shape.layers else None
         self.repeats: frozenset[Module] = frozenset()  # seam: recomputation
 
     def forward(self, x_BSD: Tensor, context: Context) -> Tensor:
@@ -136,7 +138,10 @@ class Block(nn.Module):
         normed_BSD, x_BSD = self.attention_norm(x_BSD)
         y_BSD = self._run("attention", attend, normed_BSD)
         normed_BSD, x_BSD = self.mlp_norm(x_BSD, self._drop("attention", y_BSD, context))
-        y_BSD = self._run(self.mlp_kind, self.mlp, normed_BSD)
+        mlp = self.mlp
+        if context.replayed is not None and self.route is not None:
+            mlp = partial(self.mlp, replayed_BSK=context.replayed[:, :, self.route])
+        y_BSD = self._run(self.mlp_kind, mlp, normed_BSD)
         return x_BSD + self._drop("mlp", y_BSD, context)
 
     def _drop(self, part: Part, x_BSD: Tensor, context: Context) -> Tensor:
@@ -245,7 +250,8 @@ class Decoder(nn.Module):
         if self.shape.positions == "rotary":
             wide = torch.promote_types(dtype, torch.float32)
             rotary = rotary_tables(self.shape, batch.positions, wide)
-        return Context(info, rotary, sites)
+        replayed = None if batch.replayed is None else self.residual_tokens(batch.replayed)
+        return Context(info, rotary, sites, replayed)
 
     def _dropout(self, batch: TokenBatch) -> tuple[PairDropout | None, SiteKeys | None]:
         """What draws the pairs of attention and the features that are dropped."""

@@ -116,11 +116,15 @@ class Router(nn.Module):
         self.choose, self.weigh = factory.fuse(choose_experts), WEIGH.by(factory.fuse)
         self.matmul: Matmul = float32_linear  # seam: split backward
 
-    def forward(self, x_ND: Tensor) -> Routing:
+    def forward(self, x_ND: Tensor, replayed_NK: Tensor | None = None) -> Routing:
+        """Replayed experts are taken where they are not negative. Weights come from own scores,
+        and have gradients."""
         moe = self.moe
         logits_NE = self.matmul(x_ND, self.weight, None)
         scores_NE = logits_NE.softmax(-1) if moe.score == "softmax" else logits_NE.sigmoid()
         experts_NK = self.choose(scores_NE.detach(), self.bias, moe)
+        if replayed_NK is not None:
+            experts_NK = torch.where(replayed_NK < 0, experts_NK, replayed_NK)
         weights_NK = self.weigh(scores_NE, experts_NK, moe.renormalise, moe.scaling)
         return Routing(experts_NK, weights_NK, scores_NE, logits_NE)
 
@@ -348,10 +352,11 @@ class MoeMlp(nn.Module):
         self.balance: Balancing = no_balancing  # seam: `model/balance.py`
         self.dispatch: Dispatch = local_dispatch  # seam: expert parallelism
 
-    def forward(self, x_BSD: Tensor) -> Tensor:
+    def forward(self, x_BSD: Tensor, replayed_BSK: Tensor | None = None) -> Tensor:
         x_ND, shared = x_BSD.flatten(0, 1), OverlappedTask(partial(self._shared_experts, x_BSD))
+        replayed_NK = None if replayed_BSK is None else replayed_BSK.flatten(0, 1)
         with saving(x_BSD):
-            routing = self.balance(self.router(x_ND), x_BSD.shape[0])
+            routing = self.balance(self.router(x_ND, replayed_NK), x_BSD.shape[0])
         y_BSD = self.dispatch(x_ND, routing, self.experts, shared).view_as(x_BSD)
         return y_BSD if self.shared is None else y_BSD + shared()
 

@@ -51,7 +51,8 @@ def shard(batch: TokenBatch, split: ContextSplit, seq: int, coord: int) -> Token
     )
     ahead = tuple((token[:, index], label[:, index]) for token, label in whole.ahead)
     keys = None if whole.keys is None else whole.keys[:, index]
-    return TokenBatch(tokens, labels, positions, whole.documents, whole, ahead, keys)
+    replayed = None if whole.replayed is None else whole.replayed[:, index]
+    return TokenBatch(tokens, labels, positions, whole.documents, whole, ahead, keys, replayed)
 
 
 def _padded(batch: TokenBatch, missing: int) -> TokenBatch:
@@ -67,12 +68,18 @@ def _padded(batch: TokenBatch, missing: int) -> TokenBatch:
             torch.cat([labels, torch.full_like(more, NOT_COUNTED)], dim=1),
         )
 
+    replayed = batch.replayed
+    if replayed is not None:
+        replayed = torch.cat(
+            [replayed, replayed.new_full((rows, missing, *replayed.shape[2:]), -1)], dim=1
+        )
     return TokenBatch(
         *padded(batch.tokens, batch.labels),
         torch.cat([batch.positions, more], dim=1),
         None if batch.documents is None else batch.documents.padded(missing),
         ahead=tuple(padded(*each) for each in batch.ahead),
         keys=None if batch.keys is None else torch.cat([batch.keys, more], dim=1),
+        replayed=replayed,
     )
 
 

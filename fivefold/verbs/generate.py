@@ -63,6 +63,7 @@ class TextOptions:
     step: int | None
     layout: str
     device: str
+    record_routing: bool
 
 
 def run(
@@ -97,6 +98,9 @@ def run(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="JSONL to write; it is gone on with.")
     ] = None,
+    record_routing: Annotated[
+        bool, typer.Option("--record-routing", help="Put the experts of all tokens into the lines.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="A JSON line a prompt.")] = False,
 ) -> None:
     """Go on with a prompt, or with those of a file."""
@@ -116,10 +120,18 @@ def run(
         step,
         layout,
         one_of("device", device, ("auto", "cpu", "cuda")),
+        record_routing,
     )
     prompts = read_prompts(file) if file is not None else [Prompt("0", prompt or "")]
-    model = _found(source)
-    _generate(model, prompts, options, output, as_json)
+    _generate(_found(source), prompts, options, output, as_json)
+
+
+def _check_recording(shape: Shape, options: TextOptions, to_lines: bool) -> None:
+    """Refuse to record choices that there are not, or that would go nowhere."""
+    if options.record_routing and shape.moe is None:
+        raise FivefoldError(f"--record-routing: {shape.name} has no experts; leave it out")
+    if options.record_routing and not to_lines:
+        raise FivefoldError("--record-routing writes into JSON lines: give --json, or -o OUT.jsonl")
 
 
 def _found(source: Path) -> TextModel:
@@ -153,6 +165,7 @@ def _generate(
     from fivefold.generate.text_ranks import TextTask
     from fivefold.launch.backend import NcclLibrary, available_device, choose_backend, num_gpus
 
+    _check_recording(model.shape, options, as_json or output is not None)
     gpus = num_gpus()
     device = available_device(options.device, gpus)
     plan = plan_of(model.shape, replace(model.options, layout=options.layout))
@@ -194,6 +207,7 @@ def _generate(
         stops,
         device,
         choose_backend(None, device, plan.layout.world, gpus, NcclLibrary.here()),
+        options.record_routing,
     )
     with _sink(output, as_json, len(prompts) == 1) as (on_text, on_written):
         _write_all(task, on_text, on_written)

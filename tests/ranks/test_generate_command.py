@@ -16,6 +16,8 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from fivefold.cli import main
+from fivefold.core.models import load as hf_shape
+from fivefold.generate.routes import RecordedRoutes
 from tests.commands import in_fork
 
 SIZES = {
@@ -46,6 +48,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
     return folder
+
+
+@pytest.mark.sample(0.5)
+def test_lines_have_the_experts_of_all_tokens_if_asked(folder: Path, tmp_path: Path) -> None:
+    config = transformers.MixtralConfig(**SIZES, num_local_experts=4)
+    transformers.MixtralForCausalLM(config).save_pretrained(tmp_path)
+    words = ["generate", str(tmp_path), "--prompt", "w5 w6 w7", "--max-tokens", "5"]
+    words += ["--tokenizer", str(folder / "tokenizer.json"), "--record-routing"]
+    done = in_fork(words, tmp_path)
+    assert done.returncode == 2 and "give --json, or -o OUT.jsonl" in done.stderr
+    done = in_fork([*words, "--json", "--layout", "cp=2 ep=2"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    row = json.loads(done.stdout)
+    routes = RecordedRoutes.parse(row["routing"])
+    routes.check(hf_shape(str(tmp_path / "config.json")))
+    assert len(routes.chosen) == 3 + len(row["tokens"]) - 1
 
 
 def their_tokens(folder: Path, prompt: list[int], count: int) -> list[int]:
@@ -108,6 +126,7 @@ def test_a_file_of_prompts_is_gone_on_with(folder: Path, tmp_path: Path) -> None
         (["--prompt", "w1", "--temperature", "-1"], "temperature = -1"),
         (["--prompt", "w1", "--top-p", "2"], "top_p = 2"),
         (["--prompt", "w1", "--max-tokens", "0"], "--max-tokens 0"),
+        (["--prompt", "w1", "--record-routing", "--json"], "has no experts; leave it out"),
         (["--prompt", "w1", "--dtype", "float8"], "unknown --dtype"),
         (["--prompt", "w1", "--cache-gb", "1e-9"], "cache has room for 0"),
         (["--file", "nowhere.jsonl"], "nowhere.jsonl"),
