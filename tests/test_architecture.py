@@ -88,6 +88,7 @@ SETTABLE = {
     "max_ctas": "torch: how NCCL runs a communicator",
     "atexit": "weakref: whether a finalizer runs when the process exits",
     "encode_special_tokens": "tokenizers: a setting of their object",
+    **dict.fromkeys(("whitespace", "whitespace_split", "commenters", "escape"), "shlex: a setting"),
 }
 SEAM_ROOMS = ("model", "parallel", "rehearse", "verify", "generate")
 # A torch module takes its weights and buffers by name.

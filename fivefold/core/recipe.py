@@ -65,9 +65,10 @@ class Recipe:
     """The keys of `[train]`.
 
     `warmup` and `save_every` count steps; None means a tenth of the steps, and one checkpoint at
-    the end. `data` is stdlib, synthetic, or folders of token shards with weights. `offload`, of
-    states, and `offload_grads` are none, cpu or nvme:FOLDER. `log` joins tensorboard, wandb and
-    memory with `+`. `compile` is true, false, or auto: on GPUs.
+    the end. `data` is stdlib, synthetic, or folders of token shards with weights; `eval_data` is
+    folders with names, or nothing: rows that `data` holds out. `keep_best` is the name of one of
+    these sets. `offload`, of states, and `offload_grads` are none, cpu or nvme:FOLDER. `log` joins
+    tensorboard, wandb and memory with `+`. `compile` is true, false, or auto: on GPUs.
     """
 
     steps: int = 20
@@ -84,7 +85,9 @@ class Recipe:
     offload_grads: str = "none"
     save_every: int | None = None
     keep: int = 2
+    keep_best: str = ""
     eval_every: int = 0
+    eval_data: str = ""
     sample_every: int = 0
     skip_limit: int = 10
     log: str = ""
@@ -121,6 +124,14 @@ class Recipe:
             found.append(
                 f"offload_grads = {self.offload_grads}: {self.optimizer} updates full matrices "
                 "from gradients on the device; use adamw or sgd, or leave it out"
+            )
+        if self.eval_data and not self.eval_every:
+            found.append(f"eval_data = {self.eval_data}: nothing is evaluated; give eval_every")
+        if self.keep_best and (not self.eval_every or (self.save_every or 0) % self.eval_every):
+            found.append(
+                f"keep_best = {self.keep_best} with save_every = {self.save_every} and eval_every ="
+                f" {self.eval_every}: every checkpoint needs an evaluation; let save_every be a "
+                "multiple of eval_every"
             )
         if found:
             raise FivefoldError("cannot train with " + "; ".join(found))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple, TypeVar
@@ -24,7 +24,7 @@ from torch import Tensor
 from fivefold.core.batch import Batch
 from fivefold.data.batches import Samples, samples_from_rows
 from fivefold.data.mixture import Source
-from fivefold.data.rows import TokenRows, read_rows
+from fivefold.data.rows import RowPlace, TokenRows, read_rows
 from fivefold.model.batch import TokenBatch
 
 AHEAD = 3  # steps that are read before they are needed
@@ -63,13 +63,12 @@ class RankReader:
         finally:
             steps.close()
 
-    def held_out(self, most_steps: int) -> Iterator[list[TokenBatch]]:
-        """Microbatches of rows that training never reads, for at most so many steps.
+    def rows(self, places: Sequence[RowPlace]) -> Iterator[list[TokenBatch]]:
+        """Microbatches of these rows, a step at a time.
 
         The rows of the last may not fill it; those that are missing have no loss.
         """
         size = self.batch.sequences
-        places = self.source.held_out(most_steps * size)
         for first in range(0, len(places), size):
             some = places[first : first + size]
             mine = [some[row] for row in self.batch.rows_of(self.dp_coord) if row < len(some)]

@@ -57,6 +57,14 @@ class Corpus:
     tokenizer: str = BYTES
     digest: str = BYTES  # equal for corpora whose tokens mean the same
 
+    @property
+    def bytes_per_token(self) -> float | None:
+        """Bytes of text for each token, those that end a document included; None if not known."""
+        if self.tokenizer != BYTES:
+            return None
+        ends = 0 if self.end is None else sum(len(shard.begins) for shard in self.shards)
+        return 1 - ends / self.starts[-1]
+
     def __str__(self) -> str:
         each = "one a byte" if self.tokenizer == BYTES else f"by {self.tokenizer}"
         token = "end-of-document token"

@@ -27,7 +27,7 @@ BUILD, LOAD, SAVE, EVAL = "build", "load", "save", "eval"  # besides the steps
 STEPS, LOST, SKIPPED, DOWN, OTHER = "steps", "lost", "skipped", "down", "other"
 _NAMES = (STEPS, BUILD, LOAD, SAVE, EVAL, SKIPPED, LOST, DOWN, OTHER)
 _RATES = ("tokens_per_s", "tokens_per_s_per_gpu")
-_ADDED = ("data", "wall_s")  # records of older versions do not have them
+_ADDED = ("data", "wall_s", "evals")  # records of older versions do not have them
 _WINDOW = 100  # the last steps, from which the remaining time is estimated
 
 
@@ -84,6 +84,7 @@ class StepRecord:
     spent: dict[str, float] = field(default_factory=dict[str, float])
     data: float | None = None
     wall_s: float | None = None
+    evals: dict[str, dict[str, float | None]] | None = None  # by set
 
     @property
     def elapsed(self) -> float:
@@ -140,6 +141,8 @@ class StepRecord:
             "fullest_expert": self.fullest,
             "eval_loss": self.eval_loss,
         }
+        for name, numbers in (self.evals or {}).items():
+            found |= {f"eval/{name}/{key}": value for key, value in numbers.items()}
         if self.planned is not None:
             found |= {f"planned/{name}": value for name, value in asdict(self.planned).items()}
         return {name: float(value) for name, value in found.items() if value is not None}
@@ -210,6 +213,7 @@ class Summary:
     best_step: int | None
     eval_loss: float | None  # newest
     best_eval_loss: float | None
+    evals: dict[str, dict[str, float | None]]  # newest, by set
     num_skipped: int
     num_lost: int
     num_restarts: int
@@ -258,6 +262,7 @@ def summarize(
         best_step=best.step if best else None,
         eval_loss=evals[-1] if evals else None,
         best_eval_loss=min(evals, default=None),
+        evals=next((record.evals for record in reversed(records) if record.evals), None) or {},
         num_skipped=len(records) - len(counted),
         num_lost=len(lost),
         num_restarts=len(starts) - 1,

@@ -57,10 +57,19 @@ def step_line(record: StepRecord, steps: int, eta: float | None = None) -> str:
     if record.fullest is not None:
         words.append(f"fullest expert {record.fullest:.1f}x")
     if record.eval_loss is not None:
-        words.append(f"eval {record.eval_loss:.4f}")
+        words.append(_evaluated(record))
     if record.skipped is not None:
         words.append(f"skipped ({record.skipped})")
     return " | ".join(words)
+
+
+def _evaluated(record: StepRecord) -> str:
+    """The losses of evaluation sets; without names if there is one."""
+    losses = {name: each["loss"] for name, each in (record.evals or {}).items()}
+    if len(losses) < 2:
+        return f"eval {record.eval_loss:.4f}"
+    known = ((name, loss) for name, loss in losses.items() if loss is not None)
+    return "eval " + ", ".join(f"{name} {loss:.4f}" for name, loss in known)
 
 
 def duration(seconds: float) -> str:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from fivefold.core.plan import Plan
 from fivefold.launch.processes import Pool
 from fivefold.records import StepRecord
-from fivefold.train.build import source_of
+from fivefold.train.build import checked_source
 from fivefold.train.callbacks.memory import Shortage, estimate_of
 from fivefold.train.callbacks.samples import SampleText
 from fivefold.train.check import (
@@ -29,11 +29,11 @@ __all__ = [
     "Shortage",
     "TrainSettings",
     "TrainedRank",
+    "checked_source",
     "compare_with_plan",
     "estimate_of",
     "num_processes",
     "run_rank",
-    "source_of",
     "train",
 ]
 

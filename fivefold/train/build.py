@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from fivefold.core.plan import Plan
+from fivefold.core.recipe import Recipe
 from fivefold.core.schedule import Step
+from fivefold.data.evaluation import EvaluationSet, evaluation_sets, require_set
 from fivefold.data.mixture import Source, open_source
 from fivefold.data.rank_reader import RankReader
 from fivefold.model.regions import compiled, eager
@@ -23,6 +25,8 @@ from fivefold.step import updater_of
 from fivefold.train.callbacks.records import SpanCallback
 from fivefold.train.callbacks.watchdog import WatchdogCallback
 from fivefold.train.state import TrainSettings
+
+_MOST_BATCHES = 8  # global batches of rows that a training holds out itself
 
 
 @dataclass(frozen=True)
@@ -114,3 +118,22 @@ def source_of(plan: Plan, settings: TrainSettings, verify: bool = False) -> Sour
     """The data that the plan's model reads."""
     recipe = settings.recipe
     return open_source(recipe.data, plan.shape.vocab, plan.batch.seq, recipe.seed, verify=verify)
+
+
+def sets_of(
+    plan: Plan, recipe: Recipe, source: Source, verify: bool = False
+) -> list[EvaluationSet]:
+    """The sets that a training is evaluated on; none without evaluations."""
+    if not recipe.eval_every:
+        return []
+    most = _MOST_BATCHES * plan.batch.sequences
+    found = evaluation_sets(recipe.eval_data, source, plan.shape.vocab, most, verify=verify)
+    require_set(recipe.keep_best, found)
+    return found
+
+
+def checked_source(plan: Plan, settings: TrainSettings) -> Source:
+    """The data of a training, whose files and evaluation sets are as they should be."""
+    source = source_of(plan, settings, verify=True)
+    sets_of(plan, settings.recipe, source, verify=True)
+    return source

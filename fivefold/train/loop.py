@@ -69,7 +69,7 @@ def run_rank(
         callbacks = (
             spans,
             phases,
-            EvaluationCallback(recipe, rank, spent),
+            EvaluationCallback(recipe, rank, progress, spent),
             SampleCallback(worker, recipe, rank, spent, phases),
             MemoryCallback(worker, recipe, folder, rank, progress),
             RecordCallback(worker, plan, settings, folder, progress, spent),

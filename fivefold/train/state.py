@@ -76,6 +76,7 @@ class Progress:
     skipped: int = 0
     skipped_in_a_row: int = 0  # without those that an overflow of the loss scale explains
     stopped: bool = False  # on request
+    evals: dict[str, float] = field(default_factory=dict)  # losses after this step, by set
 
     @property
     def done(self) -> bool:
@@ -85,12 +86,17 @@ class Progress:
     def advance(self, num_samples: int, skipped: bool, stopped: bool) -> None:
         """A step is over."""
         self.step += 1
+        self.evals = {}
         self.samples += num_samples
         self.skipped += skipped
         unexplained = skipped and not self.scale.explains_overflow
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if unexplained else 0
         self.stopped = stopped
         self.scale.update(skipped)
+
+    def evaluated(self, losses: dict[str, float]) -> None:
+        """Evaluation sets have these losses after this step."""
+        self.evals = losses
 
     def facts(self, updates: int, seed: int, plan: str) -> Facts:
         """For the manifest of a checkpoint."""
@@ -99,7 +105,8 @@ class Progress:
             "good_steps": self.scale.good_steps,
             "skipped_in_a_row": self.skipped_in_a_row,
         }
-        return Facts(self.step, updates, self.samples, self.skipped, seed, scaler, plan)
+        counts = (self.step, updates, self.samples, self.skipped)
+        return Facts(*counts, seed, scaler, plan, evals=self.evals)
 
     def resume(self, facts: Facts) -> None:
         """Continue from a checkpoint; its loss scale counts only if this run has one too."""

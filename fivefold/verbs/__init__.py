@@ -7,11 +7,12 @@ the target and the options that all these verbs share to its command line.
 from __future__ import annotations
 
 import inspect
+import shlex
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar, cast
 
 import typer
 
@@ -215,6 +216,15 @@ def positive(option: str, given: float) -> float:
     return given
 
 
+def checkpoint_step(given: str | None) -> int | Literal["best"] | None:
+    """The checkpoint that an option names."""
+    if given is None or given == "best":
+        return given
+    if not given.isdecimal() or len(given) > 9:
+        raise FivefoldError(f"--step {given}: give the number of a step, or best")
+    return int(given)
+
+
 def typed(command: typer.Context, name: str) -> bool:
     """Whether the option is on the command line, and not just its default."""
     source = command.get_parameter_source(name)
@@ -244,8 +254,16 @@ def _options(target: str, shared: dict[str, Any]) -> PlanOptions:
 
 
 def _pairs(texts: list[str]) -> dict[str, str]:
+    """Settings between spaces or commas, unless quotes are around these."""
     pairs: dict[str, str] = {}
-    for word in " ".join(texts).replace(",", " ").split():
+    split = shlex.shlex(" ".join(texts), posix=True)
+    split.whitespace, split.whitespace_split = ", \t\n", True
+    split.commenters = split.escape = ""
+    try:
+        words = list(split)
+    except ValueError as error:
+        raise BadFile("--set", [f"{error}; close the quotes"]) from error
+    for word in words:
         key, equals, value = word.partition("=")
         if not equals or not value:
             raise BadFile("--set", [f"{word!r} is no setting: write key=value, such as layers=4"])

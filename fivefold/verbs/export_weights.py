@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import typer
 
@@ -14,7 +14,7 @@ from fivefold.core.errors import counted
 from fivefold.core.plan import PlanOptions
 from fivefold.core.precision import PRECISIONS
 from fivefold.huggingface.config_export import HfModel, as_hf
-from fivefold.verbs import above, one_of
+from fivefold.verbs import above, checkpoint_step, one_of
 
 _WRITTEN = ("bf16", "fp32")
 
@@ -30,7 +30,8 @@ def run(
     run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="New or empty folder to write.")],
     step: Annotated[
-        int | None, typer.Option(help="Step of the checkpoint (default: the newest valid one).")
+        str | None,
+        typer.Option(help="Step of the checkpoint, or best (default: the newest valid one)."),
     ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="bf16 or fp32 (default: the precision of the plan).")
@@ -47,7 +48,9 @@ def run(
     narrow = PRECISIONS[options.precision].dtype == "bfloat16"  # fp8 too: its weights are bf16
     chosen = dtype or ("bf16" if narrow else "fp32")
     model = as_hf(shape, PRECISIONS[chosen].dtype, _source(options))
-    table = _exported(model, run_folder, step, folder, ExportOptions(chosen, shard_gb))
+    table = _exported(
+        model, run_folder, checkpoint_step(step), folder, ExportOptions(chosen, shard_gb)
+    )
     typer.echo(json.dumps(table) if as_json else _text(table))
 
 
@@ -60,7 +63,11 @@ def _source(options: PlanOptions) -> dict[str, Any]:
 
 
 def _exported(
-    model: HfModel, run_folder: Path, step: int | None, folder: Path, options: ExportOptions
+    model: HfModel,
+    run_folder: Path,
+    step: int | Literal["best"] | None,
+    folder: Path,
+    options: ExportOptions,
 ) -> dict[str, Any]:
     """Write the model; returns a table of what was written."""
     # Imported here, so that a bad command line is refused before torch is loaded.

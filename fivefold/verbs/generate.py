@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -24,7 +24,7 @@ from fivefold.core.precision import FORMATS
 from fivefold.core.shape import Shape
 from fivefold.generate.prompts import Prompt, finished_ids, read_prompts
 from fivefold.generate.requests import Request, Sampling
-from fivefold.verbs import above, one_of, positive, progress_bar
+from fivefold.verbs import above, checkpoint_step, one_of, positive, progress_bar
 
 if TYPE_CHECKING:
     from fivefold.generate.layout import ReadWeight
@@ -60,7 +60,7 @@ class TextOptions:
     dtype: str | None
     tokenizer: str | None
     cache_gb: float
-    step: int | None
+    step: int | Literal["best"] | None
     layout: str
     device: str
     record_routing: bool
@@ -94,7 +94,7 @@ def run(
         str | None, typer.Option(help="tokenizer.json, or bytes (default: the folder's).")
     ] = None,
     cache_gb: Annotated[float, typer.Option(help="Most GB of keys and values on a rank.")] = 1.0,
-    step: Annotated[int | None, typer.Option(help="Step of the run's checkpoint.")] = None,
+    step: Annotated[str | None, typer.Option(help="Step of the run's checkpoint, or best.")] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="JSONL to write; it is gone on with.")
     ] = None,
@@ -117,7 +117,7 @@ def run(
         dtype and one_of("dtype", dtype, _DTYPES),
         tokenizer,
         positive("cache-gb", cache_gb),
-        step,
+        checkpoint_step(step),
         layout,
         one_of("device", device, ("auto", "cpu", "cuda")),
         record_routing,

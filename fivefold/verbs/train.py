@@ -187,13 +187,13 @@ def _fork(start: _Start, as_json: bool) -> int:
     """Train on ranks of this machine; the exit code."""
     from fivefold.launch.processes import Pool, RankLost
     from fivefold.records.run_folder import RunFolder
-    from fivefold.train import num_processes, source_of, train
+    from fivefold.train import checked_source, num_processes, train
 
     began, rank = time.perf_counter(), _device(start, None)
     plan = _noted(start.plan, rank)
     folder = start.out or run_folder(Path("runs"), plan.shape.name, start.resume)
     settings = _settings(start, folder, rank)
-    source = source_of(plan, settings, verify=True)
+    source = checked_source(plan, settings)
     toml = plan.to_toml(folder, whole=True)
     run_files = RunFolder.create(folder, toml, _facts(plan), start.resume)
     print_line: Callable[[str], None] = (lambda line: None) if as_json else typer.echo
@@ -226,7 +226,7 @@ def _join(start: _Start, launched: LauncherEnvironment) -> int:
     """Be one rank of a job that a launcher has started; the exit code."""
     from fivefold.launch.worker import joined_worker
     from fivefold.records.run_folder import RunFolder
-    from fivefold.train import run_rank, source_of
+    from fivefold.train import checked_source, run_rank
 
     rank, first = _device(start, launched), launched.rank == 0
     plan = _noted(start.plan, rank)
@@ -234,7 +234,7 @@ def _join(start: _Start, launched: LauncherEnvironment) -> int:
     folder, settings = start.out, _settings(start, start.out, rank)
     print_line: Callable[[str], None] = typer.echo if first else (lambda line: None)
     if first:  # the others open the folder after they have joined this rank
-        source = source_of(plan, settings, verify=True)
+        source = checked_source(plan, settings)
         toml = plan.to_toml(folder, whole=True)
         run_files = RunFolder.create(folder, toml, _facts(plan), start.resume)
         print_line(head(plan, settings.recipe, settings.dtype, str(source), settings.planned))

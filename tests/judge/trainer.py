@@ -33,6 +33,8 @@ UNCHANGING = (
     "save_every",
     "sample_every",
     "keep",
+    "keep_best",
+    "eval_data",
     "log",
     "events",
     "compile",

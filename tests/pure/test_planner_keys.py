@@ -81,6 +81,8 @@ FREE = {
     "data": "it is read ahead, in the background",
     "save_every": "checkpoints are written in the background, between steps",
     "keep": "files on a disk",
+    "keep_best": "the same",
+    "eval_data": "which rows are evaluated, between steps",
     "eval_every": "evaluations are between steps, and reported apart",
     "sample_every": "samples are between steps; their weights are there only while they are drawn",
     "skip_limit": "a count",

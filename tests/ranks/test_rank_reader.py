@@ -135,8 +135,9 @@ def test_a_mixture_and_its_evaluation_are_those_of_one_process(layout: str) -> N
 
     wanted = [*one.step(32).of(0), *one.step(48).of(0)]
     assert equal(together(plan, steps), wanted)
-    evaluated = [batch for step in one.held_out(8) for batch in step]
-    found = together(plan, lambda rank: [*reader_of(plan, rank, *corpora).held_out(8)])
+    places = one.source.held_out(8 * plan.batch.sequences)
+    evaluated = [batch for step in one.rows(places) for batch in step]
+    found = together(plan, lambda rank: [*reader_of(plan, rank, *corpora).rows(places)])
     assert equal(found, evaluated)
     rows = sum(int((batch.labels != NOT_COUNTED).any(-1).sum()) for batch in evaluated)
     assert rows == 20 and len(evaluated) * plan.batch.microbatch_size == 32

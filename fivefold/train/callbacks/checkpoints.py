@@ -50,9 +50,9 @@ class CheckpointCallback(Callback):
             # A save goes on while the next steps run, and needs a group of its own.
             alone = self.job.mesh.layout.world == 1
             group = None if alone else dist.new_group(backend="gloo", timeout=_TIMEOUT)
-            self.checkpoints = Checkpoints(
-                folder.path / CHECKPOINTS, settings.recipe.keep, group, self.job.mesh.device
-            )
+            recipe, device = settings.recipe, self.job.mesh.device
+            where = folder.path / CHECKPOINTS
+            self.checkpoints = Checkpoints(where, recipe.keep, group, device, recipe.keep_best)
 
     def load(self) -> None:
         """Continue from the newest good checkpoint, if the run resumes and there is one."""

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from fivefold.core.recipe import Recipe
+from fivefold.data.evaluation import EvaluationSet, SetLoss
+from fivefold.data.rows import RowPlace
 from fivefold.records import EVAL
 from fivefold.records.run_folder import TimeSpent
 from fivefold.step import evaluate
-from fivefold.train.build import BuiltRank
+from fivefold.train.build import BuiltRank, sets_of
 from fivefold.train.callbacks import Callback
-
-_MOST_BATCHES = 8  # global batches of held-out rows
+from fivefold.train.state import Progress
 
 
 @dataclass
 class EvaluationCallback(Callback):
-    """Adds `eval_loss` to the record of a step that is due."""
+    """Adds the losses of all sets to the record of a step that is due; `eval_loss` is that of the
+    first."""
 
     recipe: Recipe
     rank: BuiltRank
+    progress: Progress
     spent: TimeSpent
 
     def measure(self, number: int) -> dict[str, Any]:
@@ -28,12 +33,23 @@ class EvaluationCallback(Callback):
         if not every or not self.recipe.is_due(every, number):
             return {}
         with self.spent.on(EVAL):
-            return {"eval_loss": self._mean_loss()}
+            found = {
+                each.name: SetLoss(loss, each.bytes_per_token)
+                for each in self._sets
+                if (loss := self._mean_loss(each.rows)) is not None
+            }
+        self.progress.evaluated({name: each.loss for name, each in found.items()})
+        evals = {name: each.to_json() for name, each in found.items()}
+        return {"eval_loss": next(iter(self.progress.evals.values()), None), "evals": evals}
 
-    def _mean_loss(self) -> float | None:
+    @cached_property
+    def _sets(self) -> list[EvaluationSet]:
+        return sets_of(self.rank.job.plan, self.recipe, self.rank.reader.source)
+
+    def _mean_loss(self, rows: Sequence[RowPlace]) -> float | None:
         """The mean over all tokens that have a loss."""
         total = count = 0.0
-        for batches in self.rank.reader.held_out(_MOST_BATCHES):
+        for batches in self.rank.reader.rows(rows):
             loss, num_tokens = evaluate(self.rank.job, batches)
             total, count = total + float(loss), count + float(num_tokens)
         return total / count if count else None

@@ -26,6 +26,7 @@ from fivefold.train.checkpoint import folders
 from fivefold.train.checkpoint.folders import (
     Damaged,
     Facts,
+    KeptCheckpoints,
     latest,
     problems_of,
     published,
@@ -66,13 +67,15 @@ class Checkpoints:
         keep: int,
         group: dist.ProcessGroup | None,
         device: torch.device | None = None,
+        judged_by: str = "",
     ) -> None:
         """`group` has all ranks, moves tensors of the host and serves nothing else. Its timeout
         must be as long as a rank may take to write. None: there is one rank. `device` is the one of
-        this rank.
+        this rank. `judged_by` names the evaluation set whose best checkpoint stays.
         """
         assert keep >= 1, "the newest one always stays"
-        self.folder, self.keep, self._ranks = folder, keep, CheckpointRanks(group)
+        self.folder, self._ranks = folder, CheckpointRanks(group)
+        self.kept = KeptCheckpoints(keep, judged_by)
         self.device = device or torch.device("cpu")
         self._writer: CheckpointWriter | None = None
         self._memory = HostCopies()
@@ -175,7 +178,7 @@ class Checkpoints:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # a thread begins on device 0
         try:
-            self._writer.write(self.folder, facts, reads, self.keep)
+            self._writer.write(self.folder, facts, reads, self.kept)
             self._newest = facts.step
         except Exception as error:
             self._failure = self._explain(facts.step, reason_of(error))
@@ -282,10 +285,10 @@ def write_checkpoint(folder: Path, tensors: Iterable[FullTensor], facts: Facts) 
     tensors = list(tensors)
     items = [write_item(key, shape, dtype, whole_box(shape)) for key, shape, dtype, _ in tensors]
     reads = {MetadataIndex(key, whole_box(shape).offsets): get for key, shape, _, get in tensors}
-    keep = len(folders.published(folder)) + 1
+    kept = KeptCheckpoints(len(folders.published(folder)) + 1)
     try:
         writer = CheckpointWriter(CheckpointRanks(None), items, file_per_box=True)
-        writer.write(folder, facts, reads, keep)
+        writer.write(folder, facts, reads, kept)
     except RanksFailed as failed:
         raise CannotSave(f"{failed}: make room on that disk, or choose another folder") from failed
     return folder / folders.name_of(facts.step)

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fivefold.train.checkpoint.ranks import RankFailure, reason_of
 from fivefold.train.checkpoint.threads import in_threads, num_streams
@@ -83,15 +84,37 @@ def publish(part: Path) -> Path:
     return final
 
 
-def remove_old(folder: Path, newest: int, keep: int) -> None:
-    """Remove all but the last `keep`, up to the one of step `newest`, which was just written.
+class KeptCheckpoints(NamedTuple):
+    """Which checkpoints stay: the newest, and the one whose loss of an evaluation set is lowest."""
+
+    newest: int
+    judged_by: str = ""
+
+
+def remove_old(folder: Path, newest: int, kept: KeptCheckpoints) -> None:
+    """Remove all but those that are kept, up to the one of step `newest`, just written.
 
     A later one was skipped as damaged when the run resumed. It does not count here, and is replaced
     when its step is written again.
     """
     older = [each for each in published(folder) if step_of(each) <= newest]
-    for each in older[:-keep]:
-        remove(each)
+    best = best_of(older, kept.judged_by) if kept.judged_by else None
+    for each in older[: -kept.newest]:
+        if each != best:
+            remove(each)
+
+
+def best_of(checkpoints: Iterable[Path], judged_by: str) -> Path | None:
+    """The checkpoint whose loss of an evaluation set is lowest; the first of equals."""
+    losses = dict[Path, float]()
+    for each in checkpoints:
+        try:
+            loss = _read(each).facts.evals.get(judged_by)
+        except Damaged:
+            continue
+        if loss is not None and math.isfinite(loss):
+            losses[each] = loss
+    return min(losses, key=lambda each: losses[each], default=None)
 
 
 def remove(final: Path) -> None:
@@ -132,7 +155,7 @@ class Facts:
 
     `samples` counts the rows of data that steps have taken, not what was read ahead, so it is the
     number of the next one. `plan` is the text of the resolved plan. `has_states` is false if there
-    are only weights, as in an import.
+    are only weights, as in an import. `evals` has the losses of evaluation sets after this step.
     """
 
     step: int
@@ -143,6 +166,7 @@ class Facts:
     scaler: dict[str, float] = field(default_factory=dict[str, float])
     plan: str = ""
     has_states: bool = True
+    evals: dict[str, float] = field(default_factory=dict[str, float])
 
 
 @dataclass(frozen=True)

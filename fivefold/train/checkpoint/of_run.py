@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Literal
 
+from fivefold.core import plan
 from fivefold.core.errors import BadFile, FivefoldError
 from fivefold.core.shape import Shape
 from fivefold.core.weights import buffers, weights
 from fivefold.train.checkpoint import Reader, published
+from fivefold.train.checkpoint.folders import best_of
 
 
 def open_run(
-    run_folder: Path, shape: Shape, step: int | None, tell: Callable[[str], None]
+    run_folder: Path, shape: Shape, step: int | Literal["best"] | None, tell: Callable[[str], None]
 ) -> Reader:
-    """The checkpoint of a step, or the newest valid one, if it is of this model.
+    """The checkpoint of a step, the one that `keep_best` keeps, or the newest valid one, if it is
+    of this model.
 
     `tell` is called with the reason why a newer one is not valid.
     """
@@ -23,8 +27,12 @@ def open_run(
     return reader
 
 
-def _reader(run_folder: Path, step: int | None, tell: Callable[[str], None]) -> Reader:
+def _reader(
+    run_folder: Path, step: int | Literal["best"] | None, tell: Callable[[str], None]
+) -> Reader:
     found = published(run_folder / "checkpoints")
+    if step == "best":
+        return Reader(_best(run_folder, found))
     if step is not None:
         wanted = [path for path in found if path.name == f"step-{step:08d}"]
         if not wanted:
@@ -39,6 +47,16 @@ def _reader(run_folder: Path, step: int | None, tell: Callable[[str], None]) -> 
         except FivefoldError as error:
             tell(str(error))
     raise FivefoldError(f"{run_folder} has no good checkpoint: train it first, with --out")
+
+
+def _best(run_folder: Path, found: Sequence[Path]) -> Path:
+    judged_by = plan.read(run_folder / "plan.toml").train.keep_best
+    if not judged_by:
+        raise FivefoldError(f"{run_folder} keeps no best checkpoint: train with keep_best=SET")
+    best = best_of(found, judged_by)
+    if best is None:
+        raise FivefoldError(f"no checkpoint of {run_folder} was evaluated on {judged_by} yet")
+    return best
 
 
 def _refuse_other(reader: Reader, shape: Shape) -> None:

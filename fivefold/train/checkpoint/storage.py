@@ -67,6 +67,7 @@ from fivefold.train.checkpoint.folders import (
     Facts,
     FileChecksum,
     HashedFile,
+    KeptCheckpoints,
     Manifest,
     checksum_of,
 )
@@ -301,7 +302,7 @@ class CheckpointWriter:
         rounds = zip_longest(*(file.items for file in self._files))
         return [item.index for each in rounds for item in each if item is not None]
 
-    def write(self, folder: Path, facts: Facts, reads: BoxReads, keep: int) -> None:
+    def write(self, folder: Path, facts: Facts, reads: BoxReads, kept: KeptCheckpoints) -> None:
         """Write a checkpoint, publish it, and remove older ones."""
         part = self.ranks.on_first(lambda: folders.begin(folder, facts.step))
         self._writer.begin(part)
@@ -309,7 +310,7 @@ class CheckpointWriter:
         def finish(written: list[_WrittenFiles]) -> list[None]:
             self._write_manifest(part, facts, written)
             folders.publish(part)
-            folders.remove_old(folder, facts.step, keep)
+            folders.remove_old(folder, facts.step, kept)
             return [None] * self.ranks.size
 
         self.ranks.exchange(lambda: self._write_boxes(reads), finish)

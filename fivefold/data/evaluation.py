@@ -1,0 +1,125 @@
+"""The sets of rows that a training is evaluated on, by name.
+
+A training that names none has one: rows that its own data holds out.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from fivefold.core.errors import BadFile, FivefoldError
+from fivefold.data.mixture import Source, open_source
+from fivefold.data.rows import Corpus, RowPlace, Synthetic
+
+HELD_OUT = "held-out"
+_NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9_.-]*)=(.+)")
+
+
+class EvaluationSet(NamedTuple):
+    """Rows in the order of the text."""
+
+    name: str
+    rows: Sequence[RowPlace]
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        """Bytes of text for each token; None where nobody has counted them."""
+        corpora = {id(corpus): corpus for corpus, _ in self.rows}
+        if len(corpora) != 1:
+            return None
+        (corpus,) = corpora.values()
+        return None if isinstance(corpus, Synthetic) else corpus.bytes_per_token
+
+
+class SetLoss(NamedTuple):
+    """The mean loss of a set in nats a token, and what follows from it."""
+
+    loss: float
+    bytes_per_token: float | None
+
+    def to_json(self) -> dict[str, float | None]:
+        """Numbers that are not finite become null."""
+        perplexity = math.exp(self.loss) if self.loss < 700 else math.inf
+        per_byte = self.bytes_per_token
+        found = {
+            "loss": self.loss,
+            "perplexity": perplexity,
+            "bits_per_byte": None if per_byte is None else self.loss / math.log(2) / per_byte,
+        }
+        return {
+            key: None if value is None or not math.isfinite(value) else value
+            for key, value in found.items()
+        }
+
+
+def evaluation_sets(
+    spec: str, source: Source, vocab: int, most_held_out: int, *, verify: bool = False
+) -> list[EvaluationSet]:
+    """The sets of an `eval_data` key; without one, at most so many rows that `source` holds out."""
+    named = parse_sets(spec)
+    if not named:
+        held_out = source.held_out(most_held_out)
+        return [EvaluationSet(HELD_OUT, held_out)] if held_out else []
+    trained = [part.corpus for part in source.parts]
+    return [
+        EvaluationSet(name, _rows(name, folder, trained, vocab, source.seq, verify))
+        for name, folder in named.items()
+    ]
+
+
+def parse_sets(spec: str) -> dict[str, str]:
+    """Folders by the names of their sets; without a name, a folder has its own.
+
+    >>> parse_sets("data/web code=tokens/python")
+    {'web': 'data/web', 'code': 'tokens/python'}
+    """
+    try:
+        words = shlex.split(spec)
+    except ValueError as error:
+        raise BadFile(f"eval_data = {spec!r}", [f"{error}; close the quotes"]) from error
+    found: dict[str, str] = {}
+    for word in words:
+        named = _NAMED.fullmatch(word)
+        name, folder = (named[1], named[2]) if named else (Path(word).name, word)
+        if name in found:
+            rule = f"{found[name]} and {folder} are both called {name}; write NAME=FOLDER"
+            raise BadFile(f"eval_data = {spec!r}", [rule])
+        found[name] = folder
+    return found
+
+
+def require_set(name: str, sets: Sequence[EvaluationSet]) -> None:
+    """Refuse the name of a set that is not evaluated."""
+    known = [each.name for each in sets]
+    if name and name not in known:
+        raise FivefoldError(
+            f"keep_best = {name}: no set of eval_data has this name; choose from "
+            f"{', '.join(known) or 'none: the data holds out no row'}"
+        )
+
+
+def _rows(
+    name: str,
+    folder: str,
+    trained: Sequence[Corpus | Synthetic],
+    vocab: int,
+    seq: int,
+    verify: bool,
+) -> list[RowPlace]:
+    """All rows of a folder, if its tokens mean what those of the training do."""
+    (part,) = open_source(shlex.quote(folder), vocab, seq, 0, verify=verify).parts
+    corpus = part.corpus
+    if isinstance(corpus, Synthetic):
+        raise FivefoldError(f"eval_data: {name} = {folder}: random tokens teach nothing; give text")
+    for other in trained:
+        if isinstance(other, Corpus) and other.digest != corpus.digest:
+            raise FivefoldError(
+                f"eval_data: {name} has tokens of {corpus.tokenizer} and {other.name} of another "
+                f"tokenizer ({other.tokenizer}): tokenize both with one tokenizer"
+            )
+    return [(corpus, row) for row in range(corpus.num_rows(seq))]
