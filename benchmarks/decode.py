@@ -1,10 +1,13 @@
 """Generation on one GPU: decode and prefill beside what the GPU could do, and beside transformers.
 
     python benchmarks/decode.py [--model llama-3.1-8b] [--only one many prefill peer] [--json FILE]
+    python benchmarks/decode.py --only invariant [--device cpu --model tiny]
 
 one      Batch 1 at 1k tokens: tokens/s, as a share of reading all weights once a token.
 many     Batch 64 at 1k tokens: the same, with the keys and values of all sequences.
 prefill  8k tokens: as a share of the matmul rate that is measured first.
+invariant  What `--batch-invariant` costs: seconds of decode of 1 and of many sequences and of a
+         prompt, with it as a multiple of without. Also on a CPU, in float32 and with smaller sizes.
 peer     transformers with a static cache, compiled, batch 1: tokens/s in the same run.
 
 Random weights in bfloat16. All of it goes through the engine: scheduling, copies, draws. It exits
@@ -17,6 +20,7 @@ import argparse
 import json
 import sys
 import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,14 +32,16 @@ sys.path.insert(0, str(Path(__file__).parent))
 import gpu
 
 from fivefold.core import count
-from fivefold.core.models import load
+from fivefold.core.models import load, with_overrides
+from fivefold.core.plan import PlanOptions
 from fivefold.core.shape import Shape
 from fivefold.generate.blocks import blocks_of
 from fivefold.generate.engine import Engine
+from fivefold.generate.layout import LayoutEngine, mesh_of, plan_of, stage_of
 from fivefold.generate.requests import Request
 from fivefold.generate.scheduler import ScheduleLimits
 from fivefold.model.decoder import Decoder, from_config
-from fivefold.model.regions import compiled
+from fivefold.model.regions import compiled, eager
 
 CONTEXT, NEW, LONG, MANY = 1024, 128, 8192, 64
 LEAST = 0.75
@@ -121,6 +127,64 @@ def prefill(decoder: Decoder, rate: float) -> dict[str, float]:
     }
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """What is timed on a device."""
+
+    many: int
+    prompt: int
+    new: int
+
+
+INVARIANT = {"cuda": Sizes(MANY, LONG, NEW), "cpu": Sizes(16, 512, 32)}
+
+
+def invariant(shape: Shape, device: torch.device) -> dict[str, float]:
+    """The ratios of times with and without batch invariance."""
+    options = PlanOptions("tiny")  # its shape is replaced
+    plan = replace(plan_of(shape, options), shape=replace(shape, mtp=0))
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    sizes, times = INVARIANT[device.type], list[tuple[float, float, float]]()
+    for same in (False, True):
+        mesh = mesh_of(plan, device, same)
+        fuse = compiled if device.type == "cuda" else eager
+        stage = stage_of(plan, mesh, dtype, same, fuse)
+        generator = torch.Generator(device).manual_seed(0)
+        with torch.no_grad():
+            for each in stage.model.parameters():
+                each.normal_(0, 0.02, generator=generator)
+        blocks = sizes.many * (blocks_of(CONTEXT) + 1) + blocks_of(sizes.prompt + 1)
+        limits = ScheduleLimits(sizes.prompt, sizes.many)
+        engine = LayoutEngine(plan, mesh, stage, blocks, limits, batch_invariant=same)
+        one, many = (decode_seconds(engine, shape, count, sizes) for count in (1, sizes.many))
+        times.append((one, many, prefill_seconds(engine, shape, sizes)))
+    names = ("one", f"many ({sizes.many})", f"prefill ({sizes.prompt})")
+    return {name: b / a for name, a, b in zip(names, *times, strict=True)}
+
+
+def decode_seconds(engine: Engine, shape: Shape, sequences: int, sizes: Sizes) -> float:
+    """The median step in which all sequences draw, after short prompts."""
+    for request in prompts(shape, sequences, 4, sizes.new):
+        engine.add(request)
+    steps: list[float] = []
+    while engine.busy:
+        begin = time.perf_counter()
+        if len(engine.step()) == sequences:
+            steps.append(time.perf_counter() - begin)
+    return median(steps[4:])
+
+
+def prefill_seconds(engine: Engine, shape: Shape, sizes: Sizes) -> float:
+    """To the first token after a long prompt."""
+    times: list[float] = []
+    for request in (prompts(shape, 1, sizes.prompt, 1)[0] for _ in range(3)):
+        engine.renew()  # nothing is shared
+        begin = time.perf_counter()
+        engine.run([request])
+        times.append(time.perf_counter() - begin)
+    return median(times)
+
+
 def peer(shape: Shape) -> dict[str, float]:
     """The package's own generate with a static cache and a compiled forward."""
     import transformers
@@ -159,15 +223,28 @@ def peer(shape: Shape) -> dict[str, float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="llama-3.1-8b")
-    parser.add_argument("--only", nargs="*", default=["one", "many", "prefill", "peer"])
+    parser.add_argument(
+        "--only", nargs="*", default=["one", "many", "prefill", "invariant", "peer"]
+    )
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     said = parser.parse_args()
+    if said.device == "cpu":
+        ratios = invariant(
+            with_overrides(load(said.model), {"max_seq": "2048"}), torch.device("cpu")
+        )
+        print(json.dumps({"invariant": ratios}))
+        return 0
     if not torch.cuda.is_available():
         print("no GPU here: run this on a machine with one")
         return 0
     shape, speed, rate = load(said.model), bandwidth(), 1e12 * gpu.ceiling()
     print(f"reads {speed / 1e12:.2f} TB/s, matmuls {rate / 1e12:.0f} TFLOP/s", flush=True)
     found: dict[str, dict[str, float]] = {}
+    if "invariant" in said.only:
+        found["invariant"] = invariant(shape, torch.device("cuda"))
+        print(json.dumps({"invariant": found["invariant"]}), flush=True)
+        torch.cuda.empty_cache()
     decoder = decoder_of(shape)
     ways = {
         "one": lambda: decode(decoder, 1, speed),

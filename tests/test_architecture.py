@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "fivefold"
 FILES = sorted(PACKAGE.rglob("*.py"))
-MOST_FILES = 313
+MOST_FILES = 317
 MOST_LINES = 400
 MOST_FUNCTION_LINES = 60
 MOST_FUNCTION_LINES_P95 = 50
@@ -78,6 +78,7 @@ SEAMS = (
     *("matmul", "normalise", "kernel", "lookup", "add_positions", "cross_entropy"),
     *("run_blocks", "mask", "balance", "dispatch", "repeats", "remakes", "first_head"),
     *("residual_tokens", "chunked", "normalise_sum", "project", "latent_kernel", "coding"),
+    "activate",
 )
 SETTABLE = {
     "grad": "torch: the gradient of a tensor",

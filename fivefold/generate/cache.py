@@ -65,6 +65,9 @@ def attend_pages(q_THd: Tensor, pages: LayerPages, step: StepTensors, window: in
     for q_nHd, chunk, table in zip(
         torch.split(q_THd, lengths), step.chunks, step.tables, strict=True
     ):
+        if chunk.fills:
+            found.append(q_nHd.new_zeros((*q_nHd.shape[:2], pages.values.shape[3])))
+            continue
         lowest = 0 if window is None else max(0, chunk.start - window + 1)
         first = lowest // BLOCK  # earlier blocks are out of sight of all its queries
         k_LKd, v_LKv = pages.read(table[first : -(-chunk.stop // BLOCK)])
@@ -121,7 +124,7 @@ class _LatentLayerKernel:
         up = self.attention.kv_up.weight.view(q_BSHd.shape[2], -1, mla.kv_rank)
         keys_Hnr, values_Hvr = torch.split(up, [mla.nope_dim, mla.value_dim], dim=1)
         plain_THn, rotated_THp = torch.split(q_BSHd[0], [mla.nope_dim, mla.rope_dim], dim=-1)
-        inward_THr = torch.einsum("thn,hnr->thr", plain_THn, keys_Hnr)
+        inward_THr = _by_head("thn,hnr->thr", plain_THn, keys_Hnr)
         # Kernels divide scores by the root of the width that they see.
         width = mla.kv_rank + mla.rope_dim
         scale = (width / self.attention.head_dim) ** 0.5
@@ -129,7 +132,16 @@ class _LatentLayerKernel:
         k_T1d = torch.cat([latent_BSr[0], key_BSp[0]], dim=-1)[:, None]
         latent_T1r = latent_BSr[0][:, None]
         found_THr = self.cache.attend(q_THd, k_T1d, latent_T1r, self.pages, info.window)
-        return torch.einsum("thr,hvr->thv", found_THr, values_Hvr)[None]
+        return _by_head("thr,hvr->thv", found_THr, values_Hvr)[None]
+
+
+def _by_head(formula: str, x: Tensor, weight: Tensor) -> Tensor:
+    """A matmul for each head. A CPU multiplies in float32 or wider: its narrow matmuls compute rows
+    by other instructions, as many threads as there are."""
+    if x.is_cuda:
+        return torch.einsum(formula, x, weight)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return torch.einsum(formula, x.to(wide), weight.to(wide)).to(x.dtype)
 
 
 class KvCache:

@@ -129,7 +129,7 @@ class DecoderForward:
         if not step.chunks:
             missing = self.ends.unit if self.ends.idles_along else 0
         tables = -(-missing // BLOCK) * (self.padding,)
-        none = SequenceChunk("", (0,) * missing, 0, tables, samples=False)
+        none = SequenceChunk("", (0,) * missing, 0, tables, samples=False, fills=True)
         return StepBatch((*step.chunks, none)) if missing else step
 
 

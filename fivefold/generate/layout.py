@@ -37,18 +37,23 @@ from fivefold.generate.engine import (
     DecoderForward,
     Engine,
     EngineRanks,
+    Forward,
     Shared,
     StageEnds,
     Watch,
     alone,
 )
+from fivefold.generate.invariant import FixedSteps, fix_tiles
 from fivefold.generate.refit import Refit
 from fivefold.generate.routing import RouteStore
 from fivefold.generate.scheduler import ScheduleLimits
+from fivefold.generate.tiles import TILE_MATH
 from fivefold.model.decoder import Decoder
+from fivefold.model.regions import Fuse, eager
 from fivefold.parallel.boundary import AxisBoundary
-from fivefold.parallel.compose import ForwardStage, Job
+from fivefold.parallel.compose import ForwardStage, Job, compose_forward
 from fivefold.parallel.mesh import Issued, Mesh
+from fivefold.parallel.rank_order import RankOrderMesh
 
 TP = "tp"
 ReadWeight = Callable[[Weight, torch.dtype], Tensor]
@@ -155,6 +160,33 @@ def forward_of(
     return DecoderForward(model, blocks, partial(KvCache, kernel=attend_on_gpu), ends, routes)
 
 
+def invariant_plan(plan: Plan) -> Plan:
+    """The plan of a generator whose batches change no bit; refuses what cannot promise it."""
+    if plan.layout.cp > 1:
+        raise FivefoldError(
+            f"--batch-invariant with cp={plan.layout.cp}: which rank of cp has which keys depends "
+            "on the blocks that are free, and so on the batch; use "
+            f"tp={plan.layout.tp * plan.layout.cp}, or leave one of both out"
+        )
+    return plan
+
+
+def mesh_of(plan: Plan, device: torch.device, batch_invariant: bool) -> Mesh:
+    """The mesh of a generator; ranks add in rank order if bits may not depend on the batch."""
+    return (RankOrderMesh if batch_invariant else Mesh).of(plan, device)
+
+
+def stage_of(
+    plan: Plan, mesh: Mesh, dtype: torch.dtype, batch_invariant: bool, fuse: Fuse = eager
+) -> ForwardStage:
+    """This rank's stage, without values."""
+    if not batch_invariant:
+        return compose_forward(plan, mesh, dtype, fuse)
+    stage = compose_forward(plan, mesh, dtype, fuse, TILE_MATH)
+    fix_tiles(stage.model)
+    return stage
+
+
 class LayoutEngine(Engine):
     """The engine of one rank. All ranks of the layout add the same requests in the same order, and
     call `step` equally often."""
@@ -168,8 +200,10 @@ class LayoutEngine(Engine):
         limits: ScheduleLimits | None = None,
         watch: Watch | None = None,
         records_routes: bool = False,
+        batch_invariant: bool = False,
     ) -> None:
-        """`blocks` are those of one replica; the plan is one of `forward_plan`."""
+        """`blocks` are those of one replica; the plan is one of `forward_plan`. With
+        `batch_invariant`, mesh and stage were made so as well."""
         self.plan, self.mesh, self.stage = plan, mesh, stage
         self._refit: Refit | None = None
         dtype = next(stage.model.parameters()).dtype
@@ -177,7 +211,10 @@ class LayoutEngine(Engine):
         # Without sequence parallelism all tp ranks have the same tokens: one of them counts.
         counts = plan.layout.sp or mesh.coord(TP) == 0
         routes = RouteStore(stage.model, blocks + 1, counts) if records_routes else None
-        forward = forward_of(stage.model, blocks, mesh, self.ends, routes)
+        forward: Forward = forward_of(stage.model, blocks, mesh, self.ends, routes)
+        if batch_invariant:
+            forward = FixedSteps(forward)
+            limits = forward.limits(limits or ScheduleLimits())
         super().__init__(plan.shape, forward, blocks, limits, watch, self._ranks(), routes)
 
     def _ranks(self) -> EngineRanks:

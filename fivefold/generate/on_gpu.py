@@ -205,7 +205,7 @@ class GraphedForward(DecoderForward):
         return StepSize(sequences, sequences, sequences, blocks)
 
     def _filled(self, step: StepBatch, sequences: int) -> StepBatch:
-        none = SequenceChunk("", (0,), 0, (self.padding,), samples=True)
+        none = SequenceChunk("", (0,), 0, (self.padding,), samples=True, fills=True)
         return StepBatch((*step.chunks, *[none] * (sequences - len(step.chunks))))
 
     def _capture(self, numbers: Tensor, size: StepSize) -> _Captured:

@@ -124,6 +124,7 @@ class SequenceChunk:
     start: int
     table: tuple[int, ...]
     samples: bool  # whether the last one is the last of its sequence: the next is to be drawn
+    fills: bool = False  # tokens of no sequence, which fill a step: nobody reads what they give
 
     @property
     def stop(self) -> int:

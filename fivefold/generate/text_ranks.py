@@ -14,15 +14,19 @@ import torch
 from fivefold.core.errors import FivefoldError
 from fivefold.core.plan import Plan
 from fivefold.generate.blocks import blocks_of
-from fivefold.generate.layout import LayoutEngine, ReadWeight, blocks_within
+from fivefold.generate.layout import (
+    LayoutEngine,
+    ReadWeight,
+    blocks_within,
+    mesh_of,
+    stage_of,
+)
 from fivefold.generate.requests import Request
 from fivefold.generate.text import Codec
 from fivefold.generate.writer import TextWriter
 from fivefold.launch.backend import Backend, forked_device
 from fivefold.launch.worker import Worker
 from fivefold.model.regions import compiled, eager
-from fivefold.parallel.compose import compose_forward
-from fivefold.parallel.mesh import Mesh
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,7 @@ class TextTask:
     device: str = "cpu"
     backend: Backend = "gloo"
     records_routes: bool = False
+    batch_invariant: bool = False  # as in `generate/invariant.py`
 
 
 @dataclass(frozen=True)
@@ -63,11 +68,13 @@ def write_rank(worker: Worker, task: TextTask) -> None:
 def _write(worker: Worker, task: TextTask, device: torch.device) -> None:
     plan, fuse = task.plan, compiled if device.type == "cuda" else eager
     worker.phase("load")
-    mesh = Mesh.of(plan, device)
-    stage = compose_forward(plan, mesh, getattr(torch, task.dtype), fuse)
+    same = task.batch_invariant
+    mesh = mesh_of(plan, device, same)
+    stage = stage_of(plan, mesh, getattr(torch, task.dtype), same, fuse)
     stage.fill(task.open_weights(worker.rank == 0))
     blocks = min(blocks_within(stage.model, mesh, task.cache_gb * 1e9), _most_blocks(task))
-    engine = LayoutEngine(plan, mesh, stage, blocks, records_routes=task.records_routes)
+    routes = task.records_routes
+    engine = LayoutEngine(plan, mesh, stage, blocks, records_routes=routes, batch_invariant=same)
     writer = TextWriter(engine, task.codec)
     for request, prompt in task.requests:
         writer.add(request, prompt, task.stops)

@@ -6,7 +6,7 @@ no values; `model/init.py` fills it.
 
 Seams are attributes that `fivefold/parallel` and `model/recompute.py` replace by others of the same
 signature, so that this package knows nothing of parallelism: `Linear.matmul`, `Attention.project`,
-`Mlp.project`, `Norm.normalise`, `ResidualNorm.normalise_sum`, `Attention.kernel`,
+`Mlp.project`, `Mlp.activate`, `Norm.normalise`, `ResidualNorm.normalise_sum`, `Attention.kernel`,
 `Embedding.lookup`, `Embedding.add_positions`, `Head.matmul`, `Head.cross_entropy`, `Head.chunked`,
 `Block.repeats`, `Attention.first_head`, `Decoder.residual_tokens`, `Decoder.run_blocks`, and in
 `model/moe.py` `Router.matmul`, `ExpertStack.matmul`, `MoeMlp.balance` and `MoeMlp.dispatch`.

@@ -152,7 +152,7 @@ class Mlp(nn.Module):
         self.gate = Linear(ffn, width, bias, factory) if shape.gated else None
         self.up = Linear(ffn, width, bias, factory)
         self.down = Linear(width, ffn, bias, factory)
-        self.activate = Activate(shape, factory.fuse)
+        self.activate = Activate(shape, factory.fuse)  # seam: generation
         self.project: Project = project  # seam: tensor parallelism, split backward
 
     def forward(self, x_BSD: Tensor) -> Tensor:

@@ -232,7 +232,7 @@ class Experts(nn.Module):
         self.gate = ExpertStack(count, ffn, width, factory) if shape.gated else None
         self.up = ExpertStack(count, ffn, width, factory)
         self.down = ExpertStack(count, width, ffn, factory)
-        self.activate = Activate(shape, factory.fuse, varies=True)
+        self.activate = Activate(shape, factory.fuse, varies=True)  # seam: generation
         self.weigh_inputs = moe.weigh_inputs
         self.slot_sums = SlotSums(factory.fuse)
         self.project: Projection = project_apart  # seam: fp8

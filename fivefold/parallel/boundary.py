@@ -7,7 +7,6 @@ mirror in backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,9 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.model.fp8_rows import AS_THEY_ARE, RowCodes
-from fivefold.parallel import transport
 from fivefold.parallel.mesh import Issued, Mesh
-from fivefold.parallel.transport import Pending
 
 
 class AxisBoundary:
@@ -38,18 +35,15 @@ class AxisBoundary:
 
     def gather(self, x: Tensor) -> Tensor:
         """The tokens of all ranks."""
-        x = x.contiguous()
-        return self._issue("all_gather", x, lambda group: transport.gather(x, self.dim, group))
+        return self.mesh.gather(x.contiguous(), self.axis, self.dim)
 
     def scatter(self, x: Tensor) -> Tensor:
         """The sum over ranks; this rank's tokens of it."""
-        x = x.contiguous()
-        return self._issue("reduce_scatter", x, lambda group: transport.scatter(x, self.dim, group))
+        return self.mesh.scatter(x.contiguous(), self.axis, self.dim)
 
     def total(self, x: Tensor, op: str = "sum") -> Tensor:
         """The sum, or another reduction, over ranks."""
-        x = x.contiguous()
-        return self._issue("all_reduce", x, lambda group: transport.total(x, op, group))
+        return self.mesh.total(x.contiguous(), self.axis, op)
 
     def start_gather(self, x: Tensor, into: Tensor) -> Issued:
         """Begin to fill `into` with the tokens of all ranks, rank by rank."""
@@ -62,9 +56,6 @@ class AxisBoundary:
     def start_total(self, x: Tensor) -> Issued:
         """Begin to sum over ranks in place."""
         return self.mesh.all_reduce(x, self.axis, dist.ReduceOp.SUM, yields=True)
-
-    def _issue(self, kind: str, x: Tensor, start: Callable[[dist.ProcessGroup], Pending]) -> Tensor:
-        return self.mesh.issue(self.axis, kind, x, start, yields=True).wait()
 
 
 class _Enter(torch.autograd.Function):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,8 @@ from fivefold.model.batch import TokenBatch, look_ahead
 from fivefold.model.decoder import Decoder, from_config
 from fivefold.model.fp8_linear import RoundedWeights
 from fivefold.model.init import initial_weight
+from fivefold.model.layers import Linear
+from fivefold.model.linear_math import LinearMath
 from fivefold.model.recompute import apply_recompute
 from fivefold.model.regions import Fuse, eager
 from fivefold.parallel import context, expert, tensor
@@ -196,9 +198,16 @@ class ForwardStage:
             held.copy_(tensor.cut(full, self.shards[name]))
 
 
-def compose_forward(plan: Plan, mesh: Mesh, dtype: torch.dtype, fuse: Fuse = eager) -> ForwardStage:
+def compose_forward(
+    plan: Plan,
+    mesh: Mesh,
+    dtype: torch.dtype,
+    fuse: Fuse = eager,
+    linears: LinearMath | None = None,
+) -> ForwardStage:
     """Build one rank that computes forward: the same rooms, and no data dimension, whose ranks are
-    replicas. Nothing balances experts, and nothing is dropped."""
+    replicas. Nothing balances experts, and nothing is dropped. `linears`: the arithmetic of those
+    of blocks, where the plan's precision does not say it."""
     (number,) = plan.schedule.placement.stages_of(mesh.coord(PIPELINE))
     shape, coord = plan.shape, plan.layout.coord(mesh.rank)
     table = {**by_name(shape), **{each.name: each for each in buffers(shape)}}
@@ -206,12 +215,19 @@ def compose_forward(plan: Plan, mesh: Mesh, dtype: torch.dtype, fuse: Fuse = eag
     layers = plan.stages[number]
     model = from_config(shape, dtype=dtype, device="meta", layers=layers, fuse=fuse)
     _make_buffers(model, mesh.device)
-    math, _ = rounding_math(plan, mesh, model, True, None)
+    rounding, _ = rounding_math(plan, mesh, model, True, None)
+    math = rounding if linears is None else partial(_always, linears)
     stage = Stage(number, plan, model, mesh, Phase(), None, None, fuse, math)
     for apply in (expert.spread, tensor.split):
         apply(stage)
     _make_shards(model, table, shards, mesh.device)
     return ForwardStage(model.eval(), table, shards)
+
+
+def _always(
+    math: LinearMath, layer: int, linears: Sequence[Linear], copied: Sequence[int] = ()
+) -> LinearMath:
+    return math
 
 
 def _make_shards(

@@ -268,6 +268,24 @@ class Mesh:
             yields=yields,
         )
 
+    def gather(self, x: Tensor, axis: str, dim: int) -> Tensor:
+        """The shards of all ranks of the axis, joined along a dim. Like the two below, it is known
+        by name to recomputation."""
+        return self._now(axis, "all_gather", x, lambda group: transport.gather(x, dim, group))
+
+    def scatter(self, x: Tensor, axis: str, dim: int) -> Tensor:
+        """This rank's shard, along a dim, of the sum over the axis."""
+        return self._now(axis, "reduce_scatter", x, lambda group: transport.scatter(x, dim, group))
+
+    def total(self, x: Tensor, axis: str, op: str = "sum") -> Tensor:
+        """The sum, or another reduction, over the axis."""
+        return self._now(axis, "all_reduce", x, lambda group: transport.total(x, op, group))
+
+    def _now(
+        self, axis: str, kind: str, x: Tensor, start: Callable[[dist.ProcessGroup], Pending]
+    ) -> Tensor:
+        return self.issue(axis, kind, x, start, yields=True).wait()
+
     def sum_together(self, tensors: Sequence[Tensor], axis: str) -> None:
         """Sum tensors over the axis in place, by one all-reduce in float32 or wider."""
         wide = torch.promote_types(tensors[0].dtype, torch.float32)

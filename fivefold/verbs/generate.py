@@ -19,7 +19,7 @@ import typer
 
 from fivefold.core import models, plan
 from fivefold.core.errors import BadFile, FivefoldError
-from fivefold.core.plan import PlanOptions
+from fivefold.core.plan import Plan, PlanOptions
 from fivefold.core.precision import FORMATS
 from fivefold.core.shape import Shape
 from fivefold.generate.prompts import Prompt, finished_ids, read_prompts
@@ -36,6 +36,9 @@ _TOKENIZER, _BYTES_END = "tokenizer.json", 256
 _MOST_RANKS = 64  # processes on one machine
 _PATIENCE = 600.0  # seconds of a step, or of reading weights
 _DTYPES = [name for name, each in FORMATS.items() if each.verified]
+InvariantOption = Annotated[
+    bool, typer.Option("--batch-invariant", help="No bit depends on what else is in a batch.")
+]
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,7 @@ class TextOptions:
     layout: str
     device: str
     record_routing: bool
+    batch_invariant: bool
 
 
 def run(
@@ -94,6 +98,7 @@ def run(
         str | None, typer.Option(help="tokenizer.json, or bytes (default: the folder's).")
     ] = None,
     cache_gb: Annotated[float, typer.Option(help="Most GB of keys and values on a rank.")] = 1.0,
+    batch_invariant: InvariantOption = False,
     step: Annotated[str | None, typer.Option(help="Step of the run's checkpoint, or best.")] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="JSONL to write; it is gone on with.")
@@ -114,13 +119,14 @@ def run(
         sampling,
         stop or [],
         chat,
-        dtype and one_of("dtype", dtype, _DTYPES),
+        dtype and one_of("dtype", "bfloat16" if dtype == "bf16" else dtype, _DTYPES),
         tokenizer,
         positive("cache-gb", cache_gb),
         checkpoint_step(step),
         layout,
         one_of("device", device, ("auto", "cpu", "cuda")),
         record_routing,
+        batch_invariant,
     )
     prompts = read_prompts(file) if file is not None else [Prompt("0", prompt or "")]
     _generate(_found(source), prompts, options, output, as_json)
@@ -160,7 +166,6 @@ def _generate(
 ) -> None:
     # Imported here, so that a bad command line is refused before torch is loaded.
     from fivefold.generate.chat import ChatTemplate
-    from fivefold.generate.layout import plan_of
     from fivefold.generate.text import ByteCodec, end_tokens, stops_of
     from fivefold.generate.text_ranks import TextTask
     from fivefold.launch.backend import NcclLibrary, available_device, choose_backend, num_gpus
@@ -168,12 +173,7 @@ def _generate(
     _check_recording(model.shape, options, as_json or output is not None)
     gpus = num_gpus()
     device = available_device(options.device, gpus)
-    plan = plan_of(model.shape, replace(model.options, layout=options.layout))
-    if plan.layout.world > _MOST_RANKS:
-        raise FivefoldError(
-            f"--layout {options.layout}: generate forks a process for every rank, and "
-            f"{plan.layout.world} are too many for one machine: use at most {_MOST_RANKS}"
-        )
+    plan = _plan(model, options)
     codec = _codec(model, options.tokenizer)
     stops, ends = stops_of(codec, options.stops)
     is_bytes = isinstance(codec, ByteCodec)
@@ -208,9 +208,24 @@ def _generate(
         device,
         choose_backend(None, device, plan.layout.world, gpus, NcclLibrary.here()),
         options.record_routing,
+        options.batch_invariant,
     )
     with _sink(output, as_json, len(prompts) == 1) as (on_text, on_written):
         _write_all(task, on_text, on_written)
+
+
+def _plan(model: TextModel, options: TextOptions) -> Plan:
+    """The plan of the layout; refused if it cannot run here."""
+    from fivefold.generate.layout import invariant_plan, plan_of
+
+    plan = plan_of(model.shape, replace(model.options, layout=options.layout))
+    plan = invariant_plan(plan) if options.batch_invariant else plan
+    if plan.layout.world > _MOST_RANKS:
+        raise FivefoldError(
+            f"--layout {options.layout}: generate forks a process for every rank, and "
+            f"{plan.layout.world} are too many for one machine: use at most {_MOST_RANKS}"
+        )
+    return plan
 
 
 def _codec(model: TextModel, tokenizer: str | None) -> Codec:

@@ -70,32 +70,29 @@ def run(
     generated: Annotated[
         bool, typer.Option("--generate", help="Generation against the plain forward.")
     ] = False,
+    batch_invariant: Annotated[
+        bool,
+        typer.Option("--batch-invariant", help="With --generate: batches may not change a bit."),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Prove that a layout computes the same as one device: run both here and compare."""
+    dtype = "bfloat16" if dtype == "bf16" else dtype
     if precision is not None:
         chosen_precision = one_of("precision", precision, get_args(Precision))
         options = replace(options, precision=cast("Any", chosen_precision))
     plan = runnable(options, trains=not generated)
+    _require_meaning(plan, dtype, generated, batch_invariant)
     if generated:
         wanted = {
-            "dtype": one_of("dtype", dtype, ("float64", "float32")),
+            "dtype": one_of("dtype", dtype, get_args(Dtype)),
+            "batch_invariant": batch_invariant,
             "seed": above("seed", seed, -1),
             "device": device,
             "backend": asked_backend(backend),
         }
         plan = _placed(plan, wanted)
         raise typer.Exit(_verify_generated(plan, wanted, as_json))
-    if plan.fp8 is not None and dtype != "float64":
-        raise FivefoldError(
-            f"--dtype {dtype} with fp8: sums in another order would round some values to another "
-            "fp8 number; leave --dtype out, which emulates fp8 in float64"
-        )
-    if plan.shape.moe is not None and dtype == "bfloat16":
-        raise FivefoldError(
-            "bfloat16 rounds the router scores so much that layouts choose different experts: "
-            "verify a model with experts in float64 or float32"
-        )
     chosen = {
         "dtype": one_of("dtype", dtype, get_args(Dtype)),
         "steps": above("steps", steps, 0),
@@ -108,6 +105,27 @@ def run(
     }
     plan = _placed(plan, chosen)
     raise typer.Exit(_verify(plan, chosen, as_json))
+
+
+def _require_meaning(plan: Plan, dtype: str, generated: bool, batch_invariant: bool) -> None:
+    """Refuse a comparison that rounding alone would decide."""
+    if batch_invariant and not generated:
+        raise FivefoldError(
+            "--batch-invariant is about the batches of generation: add --generate, or leave it out"
+        )
+    if plan.fp8 is not None and dtype != "float64" and not generated:
+        raise FivefoldError(
+            f"--dtype {dtype} with fp8: sums in another order would round some values to another "
+            "fp8 number; leave --dtype out, which emulates fp8 in float64"
+        )
+    if plan.shape.moe is None or dtype != "bfloat16" or batch_invariant:
+        return
+    differing = "batches and layouts" if generated else "layouts"
+    way_out = ", or with --batch-invariant" if generated else ""
+    raise FivefoldError(
+        f"bfloat16 rounds the router scores so much that {differing} choose different experts: "
+        f"verify a model with experts in float64 or float32{way_out}"
+    )
 
 
 def runnable(options: PlanOptions, trains: bool = True) -> Plan:
@@ -228,18 +246,19 @@ def _verify(plan: Plan, chosen: dict[str, Any], as_json: bool) -> int:
 
 def _verify_generated(plan: Plan, chosen: dict[str, Any], as_json: bool) -> int:
     """Run the proof of generation and print it; returns the exit code."""
-    from fivefold.generate.layout import forward_plan
+    from fivefold.generate.layout import forward_plan, invariant_plan
     from fivefold.launch.processes import PATIENCE, Pool, RankLost
     from fivefold.verify.generated_ranks import GeneratedSettings, num_phases, run_generated
 
     settings = GeneratedSettings(**chosen)
     plan = forward_plan(plan)
+    plan = invariant_plan(plan) if settings.batch_invariant else plan
     patience = _PATIENCE_WITH_KERNELS if settings.device == "cuda" else PATIENCE
     began = time.perf_counter()
     try:
         with (
             Pool(plan.layout.world, patience) as pool,
-            progress_bar("verify", num_phases(plan)) as bar,
+            progress_bar("verify", num_phases(plan, settings)) as bar,
         ):
             verdict = run_generated(pool, plan, settings, lambda: bar.advance(1))
     except RankLost as lost:
@@ -257,21 +276,33 @@ def _verify_generated(plan: Plan, chosen: dict[str, Any], as_json: bool) -> int:
 
 def render_generated(table: dict[str, Any]) -> str:
     """The verdict on generation as text."""
-    most, same = table["tolerance"], "the same" if table["tokens_equal"] else "DIFFERENT"
+    same = "the same" if table["tokens_equal"] else "DIFFERENT"
+    most = "none" if table["tolerance"] is None else f"{table['tolerance']:.1e}"
     lines = [
         f"{table['model']} on {table['layout']}, {table['dtype']}: generation against the forward "
         "of the whole text on one device",
         "",
         f"{'':<18}{'largest error of logits':>24}{'tolerance':>12}",
-        *(f"{way:<18}{error:>24.1e}{most:>12.1e}" for way, error in table["errors"].items()),
+        *(f"{way:<18}{error:>24.1e}{most:>12}" for way, error in table["errors"].items()),
         f"log-probabilities: largest error {table['logprob_err']:.1e}; against the training "
         f"forward in {table['trained_layout']} {table['trained_err']:.1e}",
+        *_batch_lines(table),
         f"{table['tokens']:,} tokens, {same} every way; {table['preempted']} preemptions, "
         f"{table['reused']:,} tokens from shared blocks",
         *(f"note: {note}" for note in table["notes"]),
         f"{'PASS' if table['passed'] else 'FAIL'} in {table['seconds']:.1f} s",
     ]
     return "\n".join(lines)
+
+
+def _batch_lines(table: dict[str, Any]) -> Iterator[str]:
+    bound = table["batch_bound"]
+    said = "none" if bound is None else f"{bound:.1e}" if bound else "0, batch-invariant"
+    yield f"between batches: largest difference {table['batch_diff']:.1e} (bound: {said})"
+    if table["batch_cost"] is not None:
+        yield f"batch invariance: {table['batch_cost']:.1f} times the time without it"
+    if table["tolerance"] is None:
+        yield "no tolerance: bfloat16 may choose other experts than the plain forward"
 
 
 def describe(plan: Plan, verdict: VerifyVerdict, seconds: float) -> dict[str, Any]:

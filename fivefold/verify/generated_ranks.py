@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,7 +22,7 @@ from fivefold.core.plan import Plan
 from fivefold.core.rules import problems
 from fivefold.core.weights import Weight
 from fivefold.generate.engine import Watch
-from fivefold.generate.layout import LayoutEngine, forward_plan
+from fivefold.generate.layout import LayoutEngine, forward_plan, mesh_of, stage_of
 from fivefold.generate.scheduler import ScheduleLimits
 from fivefold.launch.backend import Backend, forked_device
 from fivefold.launch.processes import Pool
@@ -29,13 +30,14 @@ from fivefold.launch.worker import Worker
 from fivefold.model.batch import NOT_COUNTED, TokenBatch
 from fivefold.model.head import CrossEntropy
 from fivefold.parallel import tensor
-from fivefold.parallel.compose import Job, compose, compose_forward
+from fivefold.parallel.compose import Job, compose
 from fivefold.parallel.mesh import Mesh
 from fivefold.step import evaluate
 from fivefold.verify.generated import (
     NUM_WAYS,
     GeneratedTrial,
     GeneratedVerdict,
+    MakeEngine,
     Observed,
     larger,
     requests_of,
@@ -54,6 +56,7 @@ class GeneratedSettings:
     seed: int = 0
     device: Device = "cpu"
     backend: Backend = "gloo"
+    batch_invariant: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,9 +72,9 @@ class DrawnText:
         return (*self.prompt, *self.drawn)
 
 
-def num_phases(plan: Plan) -> int:
+def num_phases(plan: Plan, settings: GeneratedSettings) -> int:
     """How often `on_phase` is called in a proof that succeeds."""
-    return plan.layout.world * (NUM_WAYS + 2) + 1
+    return plan.layout.world * (NUM_WAYS + 2 + 2 * settings.batch_invariant) + 1
 
 
 def run_generated(
@@ -109,19 +112,34 @@ def generate_rank(worker: Worker, plan: Plan, settings: GeneratedSettings) -> Ob
     rank = forked_device(settings.device, settings.backend, worker.rank, layout.world)
     with worker.joined(layout.world, rank):
         worker.phase("build")
-        mesh, trial = Mesh.of(plan, rank.device), _trial(plan, settings)
-        dtype = getattr(torch, settings.dtype)
+        trial = _trial(plan, settings)
+        with _engines(plan, rank.device, trial, settings.batch_invariant) as engine:
+            observed = trial.observe(engine, worker.phase)
+            if not settings.batch_invariant:
+                return observed
+            worker.phase("with it")
+            seconds = trial.seconds(engine)
+        worker.phase("without it")
+        with _engines(plan, rank.device, trial, False) as engine:
+            return replace(observed, cost=seconds / trial.seconds(engine))
 
-        def engine(blocks: int, limits: ScheduleLimits, watch: Watch) -> LayoutEngine:
-            stage = compose_forward(plan, mesh, dtype)
-            stage.fill(lambda weight, dtype: _full(trial, weight))
-            return LayoutEngine(plan, mesh, stage, blocks, limits, watch)
 
-        observed = trial.observe(engine, worker.phase)
-        if layout.world > 1:
-            torch.distributed.barrier()  # what was sent has been received
-        mesh.close_groups()
-        return observed
+@contextmanager
+def _engines(
+    plan: Plan, device: torch.device, trial: GeneratedTrial, same: bool
+) -> Iterator[MakeEngine]:
+    """What makes engines of this rank, on a mesh of their own."""
+    mesh, dtype = mesh_of(plan, device, same), getattr(torch, trial.dtype)
+
+    def engine(blocks: int, limits: ScheduleLimits, watch: Watch) -> LayoutEngine:
+        stage = stage_of(plan, mesh, dtype, same)
+        stage.fill(lambda weight, dtype: _full(trial, weight))
+        return LayoutEngine(plan, mesh, stage, blocks, limits, watch, batch_invariant=same)
+
+    yield engine
+    if plan.layout.world > 1:
+        torch.distributed.barrier()  # what was sent has been received
+    mesh.close_groups()
 
 
 def judge_rank(
@@ -129,7 +147,7 @@ def judge_rank(
 ) -> GeneratedVerdict:
     """Compare with the plain forward, in one process."""
     worker.phase("compare")
-    return _trial(plan, settings).verdict(ranks)
+    return _trial(plan, settings).verdict(ranks, settings.batch_invariant)
 
 
 def _trial(plan: Plan, settings: GeneratedSettings) -> GeneratedTrial:

@@ -5,17 +5,21 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 
 from fivefold.core.models import load, with_overrides
-from fivefold.generate.engine import DecoderForward, Engine
+from fivefold.core.plan import PlanOptions
+from fivefold.generate.engine import DecoderForward, Engine, Watch
+from fivefold.generate.layout import LayoutEngine, mesh_of, plan_of, stage_of
 from fivefold.generate.requests import Request, Sampling
 from fivefold.generate.scheduler import ScheduleLimits
 from fivefold.launch.processes import num_gpus
 from fivefold.model.decoder import Decoder, from_config
+from fivefold.verify.generated import GeneratedTrial, batch_difference
 
 pytestmark = pytest.mark.skipif(
     not num_gpus(), reason="no CUDA device: run this where there is one"
@@ -98,8 +102,38 @@ def close_logits(name: str) -> None:
     assert wrong[1] <= 1.5 * wrong[0] + 1e-3, wrong
 
 
+def same_bits(name: str, dtype: str) -> None:
+    """With fixed steps and tiles, no batch changes a bit."""
+    shape = decoder_of(name, torch.float32).shape
+    plan = replace(plan_of(shape, PlanOptions("tiny")), shape=shape)
+    mesh, trial = mesh_of(plan, torch.device("cuda"), True), GeneratedTrial(shape, dtype, 0)
+
+    def make(blocks: int, limits: ScheduleLimits, watch: Watch) -> LayoutEngine:
+        stage = stage_of(plan, mesh, getattr(torch, dtype), True)
+        stage.fill(lambda weight, _: weight_of(trial, weight.name))
+        return LayoutEngine(plan, mesh, stage, blocks, limits, watch, batch_invariant=True)
+
+    seen = trial.observe(make)
+    assert batch_difference([seen]) == 0.0
+    alone = seen.found["alone"]
+    for found in seen.found.values():
+        assert all(found[id].tokens == each.tokens for id, each in alone.items())
+
+
+def weight_of(trial: GeneratedTrial, name: str) -> torch.Tensor:
+    found = trial.full_weight(name)
+    assert found is not None, name
+    return found
+
+
 CHECKS = {f"tokens of {name}": partial(same_tokens, name) for name in MODELS}
 CHECKS |= {f"logits of {name}": partial(close_logits, name) for name in ("tiny", "windowed")}
+
+CHECKS |= {
+    f"bits of {name} in {dtype}": partial(same_bits, name, dtype)
+    for name in MODELS
+    for dtype in ("float32", "bfloat16")
+}
 
 
 @pytest.mark.parametrize("name", CHECKS)

@@ -170,6 +170,8 @@ def test_verify_proves_generation(tmp_path: Path) -> None:
         *("alone", "in chunks", "batched", "preempted", "prefix shared")
     }
     assert table["trained_err"] <= 1e-10 and table["trained_layout"] == "dp=1"
+    assert not table["batch_invariant"] and table["batch_cost"] is None
+    assert table["batch_diff"] <= table["batch_bound"] == 2e-10
 
 
 @pytest.mark.parametrize(
@@ -179,7 +181,7 @@ def test_verify_proves_generation(tmp_path: Path) -> None:
         (["--layout", "pp=2", "--schedule", "interleaved", "--chunks", "2"], "has one stage"),
         (["--layout", "tp=3"], "neither divides the 4 KV heads nor is a multiple"),
         (["--precision", "fp8"], "fp8 is for training"),
-        (["--dtype", "bfloat16"], "unknown --dtype"),
+        (["--dtype", "float16"], "unknown --dtype"),
     ],
     ids=lambda given: given if isinstance(given, str) else None,
 )
@@ -188,6 +190,29 @@ def test_verify_refuses_what_cannot_generate(
 ) -> None:
     done = in_fork(["verify", "tiny", "--generate", *words], tmp_path)
     assert done.returncode == 2 and message in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["tiny", "--batch-invariant"], "add --generate, or leave it out"),
+        (["tiny", "--generate", "--batch-invariant", "--layout", "cp=2"], "use tp=2, or leave"),
+        (["tiny-moe", "--generate", "--dtype", "bf16"], "float32, or with --batch-invariant"),
+    ],
+)
+def test_verify_refuses_batches_that_it_cannot_judge(
+    tmp_path: Path, words: list[str], message: str
+) -> None:
+    done = in_fork(["verify", *words], tmp_path)
+    assert done.returncode == 2 and message in done.stderr
+
+
+def test_verify_requires_that_batches_change_no_bit(tmp_path: Path) -> None:
+    words = ["verify", "tiny", "--set", "layers=1", "--generate", "--dtype", "bf16"]
+    done = in_fork([*words, "--batch-invariant"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "between batches: largest difference 0.0e+00 (bound: 0, batch-invariant)" in done.stdout
+    assert "times the time without it" in done.stdout and "PASS" in done.stdout
 
 
 @pytest.mark.sample(2)
@@ -254,3 +279,19 @@ def test_a_killed_command_leaves_no_rank(folder: Path, tmp_path: Path) -> None:
     while any(Path(f"/proc/{rank}").exists() for rank in ranks):
         assert time.monotonic() < until, "a rank outlives its command"
         time.sleep(0.05)
+
+
+def test_a_prompt_has_the_same_bits_alone_and_beside_others(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    lines = [{"id": f"{i}", "prompt": f"w{i + 3} w{i + 4}"} for i in range(4)]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    words = ["generate", str(folder), "--max-tokens", "6", "--json", "--batch-invariant"]
+    words += ["--dtype", "float32", "--temperature", "1"]
+    together, alone = (
+        in_fork([*words, *more], tmp_path)
+        for more in (["--file", str(file)], ["--prompt", "w3 w4"])
+    )
+    assert (together.returncode, alone.returncode) == (0, 0), together.stderr + alone.stderr
+    rows = {row["id"]: row for row in rows_of(together.stdout)}
+    (one,) = rows_of(alone.stdout)
+    assert rows["0"]["tokens"] == one["tokens"] and rows["0"]["logprobs"] == one["logprobs"]
