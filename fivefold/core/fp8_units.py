@@ -1,15 +1,16 @@
 """Flat units whose weights are gathered as fp8 codes: which weights, and the bytes of a shard.
 
-Tensorwise every rank knows the scales of all weights of a stage before it gathers any. So ZeRO-3
-moves one byte for each weight of a rounded linear, and everything else of a unit (norms, biases) as
-it is. A shard sends what is not rounded first, then codes; all shards are padded to the longest.
+Every rank knows the scales of weights that have one for a tensor, or for an expert, before it
+gathers any of a stage. So ZeRO-3 moves one byte for each weight of a routed expert and, tensorwise,
+of a rounded linear, and everything else of a unit (norms, biases) as it is. A shard sends what is
+not rounded first, then codes; all shards are padded to the longest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fivefold.core.fp8 import Fp8
 from fivefold.core.splits import padded_length
@@ -19,33 +20,66 @@ from fivefold.core.weights import by_name
 if TYPE_CHECKING:
     from fivefold.core.shape import Shape
 
+# Elements of a segment that is rounded, at most: many small experts take one kernel, and of large
+# weights not all values are widened at a time.
+AT_ONCE = 1 << 24
+
 
 class UnitSegment(NamedTuple):
-    """Elements [start, stop) of a unit that belong to one weight, on one shard."""
+    """Elements [start, stop) of a unit that belong to one weight, on one shard; of a stack, to a
+    part of one expert or to several whole ones."""
 
     name: str
     start: int
     stop: int
     rounded: bool
+    experts: range = range(1)  # of the stack, each with a scale; a linear has one
 
 
 @lru_cache(maxsize=16)
 def gathered_as_codes(shape: Shape, fp8: Fp8 | None) -> frozenset[str]:
     """The weights that ZeRO-3 gathers as codes."""
-    if fp8 is None or fp8.scaling != "tensorwise":
+    if fp8 is None:
         return frozenset()
-
-    return frozenset(name for name in by_name(shape) if fp8.rounds_weight(name, shape.layers))
+    linears, layers = fp8.scaling == "tensorwise", shape.layers
+    return frozenset(
+        name
+        for name in by_name(shape)
+        if (linears and fp8.rounds_weight(name, layers)) or fp8.rounds_expert_weight(name, layers)
+    )
 
 
 def segments(unit: Unit, place: int, coded: frozenset[str]) -> list[UnitSegment]:
-    """What a shard sends, in order."""
-    low = place * unit.shard_size
-    found = [
-        UnitSegment(row.name, low + start, low + stop, row.name in coded)
-        for row, start, stop in unit.owned(place)
-    ]
+    """What a shard sends, in order; what is rounded is cut where another scale begins."""
+    low, found = place * unit.shard_size, list[UnitSegment]()
+    begins = {each.row.name: each.start for each in unit.entries}
+    for row, start, stop in unit.owned(place):
+        if row.name not in coded:
+            found.append(UnitSegment(row.name, low + start, low + stop, False))
+            continue
+        begin, scales = begins[row.name], row.shape[0] if row.expert else 1
+        inside = (low + start - begin, low + stop - begin, row.numel // scales)
+        found += [
+            UnitSegment(row.name, begin + first, begin + end, True, experts)
+            for first, end, experts in cut_experts(*inside)
+        ]
     return sorted(found, key=lambda each: each.rounded)
+
+
+def cut_experts(start: int, stop: int, size: int) -> Iterator[tuple[int, int, range]]:
+    """Elements [start, stop) of stacked experts of so many elements each, cut into whole experts
+    and parts of one.
+
+    >>> list(cut_experts(5, 42, 10))
+    [(5, 10, range(0, 1)), (10, 40, range(1, 4)), (40, 42, range(4, 5))]
+    """
+    while start < stop:
+        first, inside = divmod(start, size)
+        whole = 0 if inside else min(AT_ONCE // size, stop // size - first)
+        last = first + max(1, whole)
+        end = min(stop, last * size, start + AT_ONCE)
+        yield start, end, range(first, last)
+        start = end
 
 
 def is_coded(unit: Unit, coded: frozenset[str]) -> bool:
@@ -73,3 +107,9 @@ def longest_shard_bytes(
             low, high = place * shard_size, (place + 1) * shard_size
             found[place] += (min(stop, high) - max(start, low)) * (1 if rounded else itemsize)
     return padded_length(max(found), ALIGNMENT)
+
+
+def maxima_joined(layout: Any) -> Any:
+    """Whether linears and experts of a layout, or of every layout of a grid, are sliced and cut
+    over the same ranks: their maxima are then reduced together."""
+    return (layout.ep == 1) & (layout.etp == layout.tp) & (layout.replicate == 1)

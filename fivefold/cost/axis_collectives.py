@@ -18,14 +18,14 @@ from fivefold.core.plan import Plan
 from fivefold.core.recompute import Recompute
 from fivefold.core.schedule import needed, sent
 from fivefold.core.units import Unit
-from fivefold.cost.expert_collectives import expert_layer, expert_weight_maxima
+from fivefold.cost.expert_collectives import expert_layer
 from fivefold.cost.layer_collectives import (
     CountedCollective,
     LayerJob,
     balance_layer,
     context_layer,
     fp8_layer,
-    fused_matmuls,
+    layer_maxima,
     tensor_ends,
     tensor_layer,
     weight_maxima,
@@ -46,9 +46,15 @@ PAYLOADS: dict[tuple[str, str], str] = {
         "all_reduce",
         "tp",
     ): "sums of split matmuls, without sequence parallelism; the loss; norms; maxima in fp8",
-    ("all_reduce", "etp"): "results of experts sharded in width, without sequence parallelism",
+    (
+        "all_reduce",
+        "etp",
+    ): "results of experts sharded in width, without sequence parallelism; maxima in fp8",
     ("all_reduce", "dp-cp"): "gradients with ZeRO-0; the number of tokens of a step",
-    ("all_reduce", "edp"): "gradients of experts with ZeRO-0",
+    (
+        "all_reduce",
+        "edp",
+    ): "gradients of experts with ZeRO-0; maxima of their weights in fp8, with ZeRO",
     ("all_reduce", "replicate"): "shards of gradients, over the replicas of dp=RxS",
     (
         "all_reduce",
@@ -124,21 +130,18 @@ def tensor_collectives(plan: Plan, chunk: RankChunk, itemsize: int) -> Counter[C
         issued += counted(tensor_layer(job, *kind), times)
         if job.fp8 is not None and kind.rounded:
             issued += counted(fp8_layer(job, job.fp8, kind.moe), times)
-    return issued + _weight_maxima(plan, chunk)
+    return issued
 
 
-def _weight_maxima(plan: Plan, chunk: RankChunk) -> Counter[Collective]:
-    """Tensorwise, all-reduces of the maxima of all fused matmuls' weights, once a step."""
-    fp8, layout = plan.fp8, plan.layout
-    if fp8 is None:
-        return Counter()
-    fused = sum(
-        times // chunk.num_microbatches * sum(fused_matmuls(plan.shape, kind.moe).values())
-        for kind, times in layer_counts(plan, chunk).items()
-        if kind.rounded
-    )
-    shards = layout.shard * layout.cp if layout.zero else 1
-    return counted(weight_maxima(fp8, fused, shards, layout.tp), 1)
+def maxima_collectives(plan: Plan, chunk: RankChunk, itemsize: int) -> Counter[Collective]:
+    """In fp8, the maxima of all weights of a chunk that have a scale each, or for each expert."""
+    fp8, layout, linears, experts = plan.fp8, plan.layout, 0, 0
+    for kind, times in layer_counts(plan, chunk).items():
+        if fp8 is not None and kind.rounded:
+            each = layer_maxima(fp8, plan.shape, kind.moe, layout.ep)
+            linears += times // chunk.num_microbatches * each.linears
+            experts += times // chunk.num_microbatches * each.experts
+    return counted(weight_maxima(layout, linears, experts), 1)
 
 
 def context_collectives(plan: Plan, chunk: RankChunk, itemsize: int) -> Counter[Collective]:
@@ -154,19 +157,7 @@ def expert_collectives(plan: Plan, chunk: RankChunk, itemsize: int) -> Counter[C
     for kind, times in layer_counts(plan, chunk).items():
         if moe is not None and kind.moe:
             issued += counted(expert_layer(job, moe, kind.ends_segment, kind.rounded), times)
-    return issued + _expert_maxima(plan, chunk)
-
-
-def _expert_maxima(plan: Plan, chunk: RankChunk) -> Counter[Collective]:
-    moe, layout = plan.shape.moe, plan.layout
-    if moe is None:
-        return Counter()
-    count = sum(
-        times // chunk.num_microbatches
-        for kind, times in layer_counts(plan, chunk).items()
-        if kind.moe and kind.rounded
-    )
-    return counted(expert_weight_maxima(moe, count, layout.ep, layout.etp), 1)
+    return issued
 
 
 def balance_collectives(plan: Plan, chunk: RankChunk, itemsize: int) -> Counter[Collective]:

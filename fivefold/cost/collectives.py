@@ -32,6 +32,7 @@ from fivefold.cost.axis_collectives import (
     balance_collectives,
     context_collectives,
     expert_collectives,
+    maxima_collectives,
     pipeline_collectives,
     tensor_collectives,
 )
@@ -94,7 +95,13 @@ def muon_collectives(
 # --- All axes together
 
 # Axes with collectives inside the forward and backward of a chunk.
-_INSIDE = (tensor_collectives, context_collectives, expert_collectives, balance_collectives)
+_INSIDE = (
+    tensor_collectives,
+    context_collectives,
+    expert_collectives,
+    balance_collectives,
+    maxima_collectives,
+)
 
 
 @dataclass(frozen=True)

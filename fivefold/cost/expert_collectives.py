@@ -58,15 +58,6 @@ def expert_layer(
     yield from _all_to_alls(job, moe, sizes)
 
 
-def expert_weight_maxima(
-    moe: Moe, layers: Number, ep: Number, etp: Number
-) -> Iterator[CountedCollective]:
-    """In fp8, all-reduces of the maxima of all experts' weights in so many layers, once a step: of
-    gate and up, and of down."""
-    times = 2 * layers * where(etp > 1, 1, 0)
-    yield CountedCollective("etp", "all_reduce", moe.experts // ep * MAXIMUM, etp, times)
-
-
 class _RowBytes(NamedTuple):
     """Bytes of a row: of a token and of a slot to experts, of a gradient to them, and of any result
     from them. Where the weights of slots multiply their inputs, tokens are rounded after that."""

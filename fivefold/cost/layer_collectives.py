@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from fivefold.core.balance import Balance
 from fivefold.core.fp8 import SCALE_BYTES, Fp8
+from fivefold.core.fp8_units import maxima_joined
 from fivefold.core.plan import Plan
 from fivefold.core.recompute import MODULES, Module, Recompute
 from fivefold.core.shape import Moe, Shape
@@ -242,14 +243,36 @@ def fp8_layer(job: LayerJob, fp8: Fp8, moe: bool) -> Iterator[CountedCollective]
     yield CountedCollective("replica", "all_reduce", size, copies, 0, where(copies > 1, 1, 0))
 
 
-def weight_maxima(
-    fp8: Fp8, fused: Number, shards: Number, tp: Number
-) -> Iterator[CountedCollective]:
-    """Tensorwise, all-reduces of the maxima of so many fused matmuls' weights, once a step: over
-    the ranks with other slices of the weights, and over tp."""
-    for axis, degree in (("fsdp", shards), ("tp", tp)):
-        times = where((degree > 1) & (fused > 0), 1, 0) * (fp8.scaling == "tensorwise")
-        yield CountedCollective(axis, "all_reduce", MAXIMUM * fused, degree, times)
+class LayerMaxima(NamedTuple):
+    """How many weights of a layer have a scale: those of fused matmuls, tensorwise, and those of a
+    rank's experts, each in two grouped matmuls."""
+
+    linears: Number
+    experts: Number
+
+
+def layer_maxima(fp8: Fp8, shape: Shape, moe: bool, ep: Number) -> LayerMaxima:
+    """Of one layer that is rounded."""
+    linears = sum(fused_matmuls(shape, moe).values()) if fp8.scaling == "tensorwise" else 0
+    routed = shape.moe if moe and fp8.experts else None
+    return LayerMaxima(linears, 0 if routed is None else 2 * (routed.experts // ep))
+
+
+def weight_maxima(layout: Any, linears: Number, experts: Number) -> Iterator[CountedCollective]:
+    """All-reduces of the maxima of so many weights, once a step, for a layout or a grid of them:
+    over the ranks with other slices, and over tp or, of experts, etp; as one where the ranks are
+    the same (axes `fsdp` and `tp`)."""
+    joined = maxima_joined(layout)
+    dense, routed = linears + joined * experts, (1 - joined) * experts
+    slices = where(layout.zero > 0, layout.shard * layout.cp, 1)
+    for axis, degree, number in (
+        ("fsdp", slices, dense),
+        ("tp", layout.tp, dense),
+        ("edp", where(layout.zero > 0, layout.edp, 1), routed),
+        ("etp", layout.etp, routed),
+    ):
+        times = where((degree > 1) & (number > 0), 1, 0)
+        yield CountedCollective(axis, "all_reduce", MAXIMUM * number, degree, times)
 
 
 def tensor_ends(job: LayerJob, lookups: Number, losses: Number) -> Iterator[CountedCollective]:

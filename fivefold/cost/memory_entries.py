@@ -191,9 +191,9 @@ class MemoryEntries:
         everything = np.where(dense, parameters.dense, 0.0)
         everything = everything + np.where(experts, parameters.experts, 0.0)
         stays = self.stack.stays_gathered(grid) | ((stage.head > 0) & (self.shape.mtp > 0))
-        codes = codes_under_way(self.stack, np.where(dense & ~stays, prefetch * layer.dense, 0.0))
+        codes = prefetch * codes_under_way(self.stack, dense * layer.dense, experts * layer.experts)
         whole = np.where(stays, everything, np.minimum(here + prefetch * ahead, everything))
-        return np.where(grid.zero == 3, whole * self.itemsize + codes, 0.0)
+        return np.where(grid.zero == 3, whole * self.itemsize + codes * ~stays, 0.0)
 
     def _layer(self, parameters: RankParameters, stage: RankStage) -> UnitParameters:
         """Parameters of a layer."""

@@ -38,10 +38,12 @@ def rounded_weights(
     return np.where(rounded_weights_stay(stack, grid), found * stack.fp8.share(layers), 0.0)
 
 
-def codes_under_way(stack: SoftwareStack, prefetched: Array) -> Array | float:
+def codes_under_way(stack: SoftwareStack, linears: Array, experts: Array) -> Array:
     """Bytes of the codes of so many weights that ZeRO-3 gathers ahead, beside their values."""
-    coded = stack.fp8 is not None and stack.fp8.scaling == "tensorwise"
-    return prefetched if coded else 0.0
+    fp8, none = stack.fp8, np.zeros(1)
+    tensorwise = fp8 is not None and fp8.scaling == "tensorwise"
+    routed = fp8 is not None and fp8.experts
+    return (linears if tensorwise else none) + (experts if routed else none)
 
 
 class MatmulShares(NamedTuple):

@@ -55,9 +55,10 @@ class DataRules:
 
 class CodesUnderWay(NamedTuple):
     """Bytes of a unit that is gathered as codes: what is sent and comes, until it is used, and the
-    widened values of its longest segment, when it is."""
+    widened values of its longest segment, before it is sent and when it is used."""
 
-    coming: float
+    sent: float
+    come: float
     widened: float
 
 
@@ -103,7 +104,7 @@ class UnitTable:
         size = coded_shard_bytes(unit, coded, self.rules.itemsize)
         shards = (segments(unit, place, coded) for place in range(unit.num_shards))
         longest = max(each.stop - each.start for one in shards for each in one if each.rounded)
-        return CodesUnderWay((unit.num_shards + 1) * size, WIDENED * longest)
+        return CodesUnderWay(size, unit.num_shards * size, WIDENED * longest)
 
     def ahead(self, block: str, step: int) -> list[int]:
         """Units to prefetch."""
@@ -222,7 +223,8 @@ class UnitLedger:
             self.change(self.table.gathered[n], GATHERED)
             if (codes := self.table.codes[n]) is not None:
                 self.arriving.add(n)
-                self.change(codes.coming, GATHERED)
+                self.change(codes.sent + codes.widened, GATHERED)
+                self.change(codes.come - codes.widened, GATHERED)
 
     def arrive(self, n: int) -> None:
         """A unit is used: its codes become values."""
@@ -230,7 +232,7 @@ class UnitLedger:
         if codes is not None and n in self.arriving:
             self.arriving.remove(n)
             self.change(codes.widened, GATHERED)
-            self.change(-codes.widened - codes.coming, GATHERED)
+            self.change(-codes.widened - codes.sent - codes.come, GATHERED)
 
     def release(self, n: int) -> None:
         if self.table.sheds[n] and n in self.present:

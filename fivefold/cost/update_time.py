@@ -7,10 +7,9 @@ import numpy as np
 from fivefold.core.count import layer_kinds, layer_parameters
 from fivefold.core.shape import Shape
 from fivefold.core.weights import by_name
-from fivefold.cost.expert_collectives import expert_weight_maxima
 from fivefold.cost.frozen import trainable_share
 from fivefold.cost.grid import OFFLOADS, Array, LayoutGrid
-from fivefold.cost.layer_collectives import fused_matmuls, weight_maxima
+from fivefold.cost.layer_collectives import layer_maxima, weight_maxima
 from fivefold.cost.layer_time import LayerTimer, TimeParts
 from fivefold.cost.rounding_time import ROUNDED_SHARE, expert_weight_bytes, weight_bytes
 
@@ -40,23 +39,19 @@ def weight_rounding(work: LayerTimer) -> TimeParts:
     shape, grid, fp8 = work.shape, work.grid, work.stack.fp8
     if fp8 is None:
         return {}
-    numel, fused, routed = np.zeros(1), 0.0, 0
+    numel, linears, experts = np.zeros(1), np.zeros(1), np.zeros(1)
     for i, count in layer_kinds(shape).items():
-        moe = shape.is_moe_layer(i)
         gemms = work.rounded_gemms(i)
         numel = numel + count * sum((each.outputs * each.inputs for each in gemms), np.zeros(1))
-        fused += count * sum(fused_matmuls(shape, moe).values())
-        routed += count * moe
+        maxima = layer_maxima(fp8, shape, shape.is_moe_layer(i), grid.ep)
+        linears, experts = linears + count * maxima.linears, experts + count * maxima.experts
     share = fp8.share(shape.layers) / grid.pp
     seconds = work.moved(weight_bytes(fp8, work.stack, grid, work.itemsize) * numel * share)
     seconds = (seconds + _experts_rounding(work, share)) / ROUNDED_SHARE
-    shards = np.where(grid.zero >= 1, grid.shard * grid.cp, 1)
-    issued = [*weight_maxima(fp8, fused * share, shards, grid.tp)]
-    if shape.moe is not None and fp8.experts:
-        issued += expert_weight_maxima(shape.moe, routed * share, grid.ep, grid.etp)
-    for maxima in issued:
-        stride = grid.tp if maxima.axis == "fsdp" else np.ones_like(grid.tp)
-        seconds = seconds + maxima.times * work.links.all_reduce(maxima.bytes, maxima.group, stride)
+    strides = {"fsdp": grid.tp, "edp": grid.ep * grid.etp}
+    for each in weight_maxima(grid, linears * share, experts * share):
+        stride = strides.get(each.axis, np.ones_like(grid.tp))
+        seconds = seconds + each.times * work.links.all_reduce(each.bytes, each.group, stride)
     return {"rounding": seconds}
 
 

@@ -38,7 +38,7 @@ class WorkQueue(Protocol):
 
 class ExpertRounding(NamedTuple):
     """What the experts of a stage share. `over_ranks`: maxima over the ranks that have other
-    columns of a row, or of an expert's weight."""
+    columns of a row."""
 
     state: RoundedWeights
     over_ranks: OverRanks | None
@@ -88,17 +88,18 @@ class RoundedStacks:
         self.names, self.shared = names, shared
         self.step, self.rounded = -1, list[BothStacks]()
         self.maximum: Tensor | None = None
+        shared.state.join_experts(names)
 
     def of(self, weights: Sequence[Tensor]) -> BothStacks:
-        state, over_ranks = self.shared.state, self.shared.over_ranks
+        state = self.shared.state
         known = self.step == state.step
         if known and state.kept:
             return self.rounded[0]
         parts = [each.detach() for each in weights]
         if not known:
-            maximum = expert_maxima(parts)
-            self.maximum = maximum if over_ranks is None else over_ranks(maximum)
-        assert self.maximum is not None
+            self.maximum = state.maximum(self.names[0])
+        if self.maximum is None:
+            self.maximum = expert_maxima(parts)
         rounded = round_stacks(parts, self.maximum)
         state.count(len(weights))
         if not known:

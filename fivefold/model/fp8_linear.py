@@ -43,6 +43,7 @@ class RoundedWeights:
         self.kept = kept
         self.step = self.num_rounded = 0
         self.fused: list[Sequence[str]] = []  # linears of each fused matmul
+        self.stacks: list[Sequence[str]] = []  # of experts, of each grouped matmul
         self.measure: Callable[[], Mapping[str, Tensor]] | None = None
         self.measured, self.maxima = -1, dict[str, Tensor]()
 
@@ -54,13 +55,19 @@ class RoundedWeights:
         """Linears of one more fused matmul."""
         self.fused.append(names)
 
+    def join_experts(self, names: Sequence[str]) -> None:
+        """Stacks of one more grouped matmul."""
+        self.stacks.append(names)
+
     def measure_by(self, measure: Callable[[], Mapping[str, Tensor]]) -> None:
-        """How the maxima of all weights are found together, by the first linear of each matmul."""
+        """How the maxima of all weights are found together, by the first linear of each matmul, or
+        its first stack."""
         self.measure = measure
 
     def maximum(self, name: str) -> Tensor | None:
-        """That of a fused matmul's weight, by its first linear: all are found when the first of a
-        step is asked for. None if nobody finds them together."""
+        """That of a fused matmul's weight, by its first linear, or those of all experts of a
+        grouped one: all are found when the first of a step is asked for. None if nobody finds them
+        together."""
         if self.measure is not None and self.measured != self.step:
             self.measured, self.maxima = self.step, dict(self.measure())
         return self.maxima.get(name)

@@ -15,7 +15,7 @@ from fivefold.model.fp8_operand import CODES
 from fivefold.parallel.mesh import Issued, Mesh
 
 MaximumOf = Callable[[str], Tensor]
-"""The maximum of the values that share a scale with a weight."""
+"""The maximum of the values that share a scale with a weight; of a stack of experts, of each."""
 
 
 class CodedGather:
@@ -39,8 +39,8 @@ class CodedGather:
         for each in self.shards[self.place]:
             part = shard[each.start - low : each.stop - low]
             if each.rounded:
-                _, factor = scale_and_factor(self.maximum(each.name), "e4m3")
-                part = to_codes(part, factor, "e4m3")
+                _, factor = self._scales(each)
+                part = to_codes(part.unflatten(0, (len(factor), -1)), factor, "e4m3").flatten()
             as_bytes = part.contiguous().view(torch.uint8)
             sent[end : end + len(as_bytes)] = as_bytes
             end += len(as_bytes)
@@ -61,8 +61,14 @@ class CodedGather:
         if not segment.rounded:
             return sent.view(like.dtype)
         wide = torch.promote_types(like.dtype, torch.float32)
-        scale, _ = scale_and_factor(self.maximum(segment.name), "e4m3")
-        return sent.view(CODES["e4m3"]).to(wide) * scale.to(wide)
+        scale, _ = self._scales(segment)
+        codes = sent.view(CODES["e4m3"]).unflatten(0, (len(scale), -1))
+        return (codes.to(wide) * scale.to(wide)).flatten()
+
+    def _scales(self, segment: UnitSegment) -> tuple[Tensor, Tensor]:
+        """What multiplies codes, and values: a row for each expert, or one."""
+        own = slice(segment.experts.start, segment.experts.stop)
+        return scale_and_factor(self.maximum(segment.name).reshape(-1, 1)[own], "e4m3")
 
 
 class CodesArriving:

@@ -2,26 +2,27 @@
 
 Blocks are on one rank each. Tensorwise, the maximum of an input or output gradient goes over all
 ranks that have tokens or columns of one microbatch, tp · cp, and that of a weight over tp: four
-bytes for each matmul that is rounded. Those of all weights of a stage are found together once a
-step, from the shards that ranks own. Of routed experts every row has a
-scale, and every expert's weight: their maxima go over etp, where it cuts the width.
+bytes for each matmul that is rounded. Of routed experts every row has a scale, and every expert's
+weight: their maxima go over etp, where it cuts the width. Those of all weights of a stage are found
+together once a step, from the shards that ranks own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.core.fp8 import keeps_rounded
-from fivefold.core.fp8_units import gathered_as_codes, is_coded
+from fivefold.core.fp8_units import gathered_as_codes, is_coded, maxima_joined, segments
 from fivefold.core.groups import SCALE
 from fivefold.core.plan import Plan
 from fivefold.model.decoder import Decoder
 from fivefold.model.fp8 import OverRanks, largest_of, rounding_of, same
 from fivefold.model.fp8_experts import ExpertRounding, RoundedExperts, WatchExperts
+from fivefold.model.fp8_grouped import expert_maxima
 from fivefold.model.fp8_linear import FusedLinears, RoundedWeights, Watch
 from fivefold.model.fp8_matmul import require_units
 from fivefold.model.layers import Linear
@@ -60,17 +61,18 @@ def rounding_math(
 def share_maxima(
     plan: Plan, mesh: Mesh, units: Sequence[FlatUnit], rounded: RoundedWeights
 ) -> RoundedWeights:
-    """The rounded weights. Tensorwise, the maxima of all weights of a stage are found together, and
-    codes are gathered of those that are sharded."""
+    """The rounded weights. The maxima of all weights of a stage that have a scale each, or one for
+    each expert, are found together, and codes are gathered of those that are sharded."""
     coded = gathered_as_codes(plan.shape, plan.fp8)
-    if not coded or not rounded.fused:
+    linears = rounded.fused if plan.fp8 is not None and plan.fp8.scaling == "tensorwise" else ()
+    if not linears and not rounded.stacks:
         return rounded
-    rounded.measure_by(WeightMaxima(mesh, units, rounded.fused).measure)
-    first = {f"{name}.weight": each[0] for each in rounded.fused for name in each}
+    rounded.measure_by(WeightMaxima(mesh, units, linears, rounded.stacks).measure)
+    first = {f"{name}.weight": each[0] for each in (*linears, *rounded.stacks) for name in each}
 
     def maximum(weight: str) -> Tensor:
         found = rounded.maximum(first[weight])
-        assert found is not None, "every rounded weight belongs to a fused matmul"
+        assert found is not None, "every rounded weight belongs to a matmul"
         return found
 
     for unit in units:
@@ -80,36 +82,69 @@ def share_maxima(
 
 
 class WeightMaxima:
-    """The maxima of the weights of all fused matmuls of a stage, each rank's from what it owns: one
-    all-reduce over the ranks with other slices, and one over tp."""
+    """The maxima of the weights of all fused matmuls of a stage, and of each expert in its grouped
+    matmuls, each rank's from what it owns: one all-reduce over the ranks with other slices, and one
+    over those that cut weights (tp, of experts etp). Where the ranks are the same for linears and
+    experts, these are one."""
 
     def __init__(
-        self, mesh: Mesh, units: Sequence[FlatUnit], fused: Sequence[Sequence[str]]
+        self,
+        mesh: Mesh,
+        units: Sequence[FlatUnit],
+        linears: Sequence[Sequence[str]],
+        stacks: Sequence[Sequence[str]],
     ) -> None:
-        self.mesh, self.fused = mesh, fused
+        self.mesh, self.linears, self.stacks = mesh, linears, stacks
         self.homes = {name: unit for unit in units for name in unit.parameters}
-        sliced = any(unit.sliced and not unit.unit.expert for unit in units)
-        axes = ["fsdp", "tp"] if sliced else ["tp"]
-        self.over = [_over(mesh, axis) for axis in axes]
+        routed = {f"{name}.weight" for names in stacks for name in names}
+        self.segments = {
+            id(unit): segments(unit.unit, unit.place, frozenset(routed)) for unit in units
+        }
+        first = (f"{names[0]}.weight" for names in stacks)
+        self.experts = [len(self.homes[name].parameters[name]) for name in first]
+        numbers, axes = [len(linears), sum(self.experts)], [("fsdp", "tp"), ("edp", "etp")]
+        if maxima_joined(mesh.layout):
+            numbers, axes = [sum(numbers)], axes[:1]
+        sharded = mesh.layout.zero > 0
+        self.over = [[_over(mesh, axis) for axis in each[1 - sharded :]] for each in axes]
+        self.numbers = numbers
 
     def measure(self) -> dict[str, Tensor]:
-        """By the first linear of each."""
-        found = torch.zeros(len(self.fused), dtype=torch.float32, device=self.mesh.device)
-        for number, names in enumerate(self.fused):
-            parts = [part for name in names if len(part := self._owned(f"{name}.weight"))]
-            if parts:
-                found[number] = largest_of(parts)
-        for over_ranks in self.over:
-            found = over_ranks(found)
-        return {names[0]: one for names, one in zip(self.fused, found, strict=True)}
+        """By the first linear or stack of each."""
+        mine = [self._of_linears(names) for names in self.linears]
+        mine += [self._of_experts(*each) for each in zip(self.stacks, self.experts, strict=True)]
+        found: list[Tensor] = []
+        for part, over in zip(torch.cat(mine).split(self.numbers), self.over, strict=True):
+            for over_ranks in over if len(part) else ():
+                part = over_ranks(part)
+            found.append(part)
+        sizes = [1] * len(self.linears) + self.experts
+        both = zip((*self.linears, *self.stacks), torch.cat(found).split(sizes), strict=True)
+        return {names[0]: maxima for names, maxima in both}
 
-    def _owned(self, name: str) -> Tensor:
-        unit = self.homes[name]
-        if not unit.sliced:
-            return unit.parameters[name].detach()
-        ranges = {row.name: (start, stop) for row, start, stop in unit.unit.owned(unit.place)}
-        start, stop = ranges.get(name, (0, 0))
-        return unit.shard[start:stop]
+    def _of_linears(self, names: Sequence[str]) -> Tensor:
+        parts = [part for name in names for part, _ in self._owned(name)]
+        return largest_of(parts).to(self.mesh.device)[None] if parts else self._zeros(1)
+
+    def _of_experts(self, names: Sequence[str], number: int) -> Tensor:
+        found = self._zeros(number)
+        for part, experts in (each for name in names for each in self._owned(name)):
+            own = found[experts.start : experts.stop]
+            maxima = expert_maxima([part.unflatten(0, (len(own), 1, -1))]).to(own.device)
+            own.copy_(torch.maximum(own, maxima))
+        return found
+
+    def _zeros(self, number: int) -> Tensor:
+        return torch.zeros(number, dtype=torch.float32, device=self.mesh.device)
+
+    def _owned(self, name: str) -> Iterator[tuple[Tensor, range]]:
+        """What this rank owns of a weight, and of which experts."""
+        weight = f"{name}.weight"
+        unit = self.homes[weight]
+        low = unit.place * unit.unit.shard_size
+        for each in self.segments[id(unit)]:
+            if each.name == weight:
+                yield unit.shard[each.start - low : each.stop - low], each.experts
 
 
 def round_experts(rounded: RoundedWeights, watch: WatchExperts | None, stage: Stage) -> None:

@@ -115,11 +115,18 @@ def _experts() -> Iterator[Fp8Case]:
         ("dp=4 ep=4", {}, {"ep_nodes": 2, "zero": 2}),
         ("dp=4 tp=2 ep=4 etp=2", {"moe.weigh_inputs": "true"}, {"ep_nodes": 2}),
         ("dp=2 ep=2", {}, {"balance": "capacity-pad:1.25", "fp8_wgrad": "bf16"}),
-        ("dp=4 ep=2", {}, {"zero": 3, "gather": "microbatch", "fp8_skip": "0+1"}),
+        ("dp=4 ep=2", {}, {"zero": 3, "gather": "microbatch", "fp8_skip": "1+0"}),
+        ("dp=2x2", {}, {"zero": 3, "gather": "step"}),
+        ("dp=3", {}, {"zero": 3, "unit_size": 0.01, "prefetch": 2}),
+        ("dp=2 cp=2 ep=2", {}, {"zero": 3, "recompute": "full"}),
+        ("dp=2 tp=2 ep=2 etp=2", {}, {"zero": 3, "gather": "microbatch"}),
+        ("dp=2 tp=2 etp=2", {}, {"zero": 3, "sp": False}),
+        ("dp=2 pp=2 ep=2", {}, {"zero": 3, "schedule": "zb-h1", "microbatches": 4}),
         ("dp=2 pp=2 ep=2", {}, {"schedule": "dualpipe", "microbatches": 4}),
     ):
         yield Fp8Case("tensorwise", layout, "tiny-moe", set_, keys)
     yield Fp8Case("blockwise", "tp=2 etp=2", "tiny-moe")
+    yield Fp8Case("blockwise", "dp=4 ep=2", "tiny-moe", keys={"zero": 3, "gather": "microbatch"})
 
 
 def prove(pool: Pool, case: Fp8Case) -> VerifyVerdict:

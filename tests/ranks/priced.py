@@ -13,11 +13,10 @@ from fivefold.cost.axis_collectives import Collective, message_bytes
 from fivefold.cost.collectives import chunks_of, owned_shards, predict_traffic
 from fivefold.cost.data_axis import shared_gradients, unit_collectives
 from fivefold.cost.data_time import closing_collectives, data_job, flat_units, unit_groups
-from fivefold.cost.expert_collectives import expert_weight_maxima
 from fivefold.cost.layer_collectives import (
     CountedCollective,
     context_layer,
-    fused_matmuls,
+    layer_maxima,
     tensor_ends,
     weight_maxima,
 )
@@ -73,23 +72,17 @@ def _inside(plan: Plan, work: LayerTimer) -> Iterator[tuple[CountedCollective, i
     for stage in plan.schedule.placement.stages_of(0):
         layers, timer = plan.stages[stage], work.under(plan.recompute.of(stage))
         times = sum(each.stage == stage for each in actions)
-        ahead, fused, routed = shape.mtp if layers.stop == shape.layers else 0, 0, 0
+        ahead, maxima = shape.mtp if layers.stop == shape.layers else 0, [(0, 0)]
         for i in [*layers, *[shape.layers] * ahead]:
             moe = shape.moe if shape.is_moe_layer(i) else None
             rounded = plan.fp8 is not None and plan.fp8.rounds(i, shape.layers)
             used = timer if rounded or plan.fp8 is None else timer.unrounded
             for each in (*used.collectives(moe), *context_layer(used.job)):
                 yield each, times
-            routed += rounded and moe is not None
-            fused += sum(fused_matmuls(shape, moe is not None).values()) if rounded else 0
-        if plan.fp8 is not None:
-            shards = plan.layout.shard * plan.layout.cp if plan.layout.zero else 1
-            for each in weight_maxima(plan.fp8, fused, shards, plan.layout.tp):
-                yield each, 1
-        if shape.moe is not None:
-            layout = plan.layout
-            for each in expert_weight_maxima(shape.moe, routed, layout.ep, layout.etp):
-                yield each, 1
+            if plan.fp8 is not None and rounded:
+                maxima.append(layer_maxima(plan.fp8, shape, moe is not None, work.grid.ep))
+        for each in weight_maxima(work.grid, *map(sum, zip(*maxima, strict=True))):
+            yield each, 1
         losses = 1 + ahead if layers.stop == shape.layers else 0
         for each in tensor_ends(timer.job, (layers.start == 0) + ahead, losses):
             yield each, times

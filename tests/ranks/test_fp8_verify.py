@@ -24,6 +24,7 @@ from fivefold.model.fp8_linear import FusedLinears, RoundedWeights
 from fivefold.model.fp8_operand import Operand
 from fivefold.model.fp8_rows import RowOperand
 from fivefold.parallel import fp8_maxima
+from fivefold.parallel.coded_gather import CodedGather
 from fivefold.parallel.columns import SplitMatmuls
 from fivefold.parallel.fp8_maxima import WeightMaxima
 from fivefold.parallel.mesh import Mesh
@@ -35,6 +36,7 @@ from tests.commands import in_fork
 SMALL = {"layers": "2"}
 JOB = ["verify", "tiny", "--precision", "fp8"]
 MOE = {"model": "tiny-moe"}
+ZERO_3 = {**MOE, "zero": 3}
 
 
 @pytest.mark.sample(3)
@@ -198,12 +200,36 @@ def rows_of_one_etp_shard() -> Patch:
 
 def stale_expert_maxima() -> Patch:
     """New codes of experts with the maxima of the first step."""
-    largest, known = fp8_experts.expert_maxima, dict[int, Tensor]()
+    measured, known = WeightMaxima._of_experts, dict[tuple[int, str], Tensor]()
 
-    def first(parts: Sequence[Tensor]) -> Tensor:
-        return known.setdefault(parts[0].data_ptr(), largest(parts))
+    def first(self: WeightMaxima, names: Sequence[str], number: int) -> Tensor:
+        found = measured(self, names, number)
+        return known.setdefault((id(self), names[0]), found.clone())
 
-    return patch.object(fp8_experts, "expert_maxima", first)
+    return patch.object(WeightMaxima, "_of_experts", first)
+
+
+def experts_of_one_shard() -> Patch:
+    """Every rank scales an expert by the maximum of its own shard."""
+    over = fp8_maxima._over
+
+    def wrong(mesh: Mesh, axis: str) -> OverRanks:
+        largest = over(mesh, axis)
+        return largest if axis != "edp" else lambda mine: (largest(mine.clone()), mine)[1]
+
+    return patch.object(fp8_maxima, "_over", wrong)
+
+
+def gathered_by_the_next_scale() -> Patch:
+    """Codes of experts that arrive become values by the scale of the next one."""
+    filled = CodedGather.fill
+
+    def wrong(self: CodedGather, full: Tensor, come: Sequence[Tensor]) -> None:
+        right = self.maximum
+        with patch.object(self, "maximum", lambda name: right(name).roll(1)):
+            filled(self, full, come)
+
+    return patch.object(CodedGather, "fill", wrong)
 
 
 def scale_of_another_row() -> Patch:
@@ -254,6 +280,8 @@ def verdict(pool: Pool, scaling: str, fault: object, layout: str, said: Any) -> 
         ("tensorwise", padding_counts, "cp=4", {"seq": 9}),
         ("tensorwise", scale_of_another_expert, "dp=1", MOE),
         ("tensorwise", stale_expert_maxima, "dp=1", MOE),
+        ("tensorwise", experts_of_one_shard, "dp=2 tp=2 ep=2", ZERO_3),
+        ("tensorwise", gathered_by_the_next_scale, "dp=2", ZERO_3),
         ("tensorwise", scale_of_another_row, "dp=2 ep=2", MOE),
         ("tensorwise", rows_of_one_etp_shard, "tp=2 etp=2", MOE),
     ],
@@ -266,6 +294,10 @@ def test_planted_faults_are_seen(
     assert sick.flips, "the values that round differently are counted"
 
 
-def test_without_a_fault_it_passes(pool: Pool) -> None:
-    healthy = verdict(pool, "tensorwise", nullcontext, "cp=4", {"seq": 9})
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("layout", "said"), [("cp=4", {"seq": 9}), ("dp=2 tp=2 ep=2", ZERO_3), ("dp=2", ZERO_3)]
+)
+def test_without_a_fault_it_passes(pool: Pool, layout: str, said: Any) -> None:
+    healthy = verdict(pool, "tensorwise", nullcontext, layout, said)
     assert healthy.passed and healthy.flips == 0
