@@ -279,7 +279,7 @@ class LayerOperators:
         column, ffn = self._size(self.activations.slots()) * size, moe.ffn / _number(grid.etp)
         numel = moe.experts / _number(grid.ep) * ffn * width
         sizes = (column, column * width, column * ffn, numel)
-        return RoundedSlots(linears.kept, *sizes, width, size, self.queued)
+        return RoundedSlots(linears.kept, *sizes, width, size)
 
     def _inside(
         self, found: OperatorList, x: TapeTensor, sizes: tuple[float, float], rule: Recompute

@@ -57,6 +57,7 @@ class Operator:
     weights_last: bool = False  # its weight gradients come after those of its inputs
     codes: float = 0.0  # bytes that stand for the gradient of its outputs in deferred ones
     dequantised: float = 0.0  # bytes of operands that its weight gradients make from codes
+    rounded: float = 0.0  # of weights, for the gradients of its inputs: gone before other gradients
     collective: bool = False  # it is one, or has some inside
     module: str = ""  # which may run again as a whole
     block: int = 0
@@ -110,6 +111,7 @@ class OperatorList:
         weights_last: bool = False,
         codes: float = 0.0,
         dequantised: float = 0.0,
+        rounded: float = 0.0,
     ) -> TapeTensor:
         """Append an operator; its output."""
         names = tuple(filter(None, [weights] if isinstance(weights, str) else weights))
@@ -122,6 +124,7 @@ class OperatorList:
             weights_last,
             codes,
             dequantised,
+            rounded,
             collective,
             self.module,
             self.block,

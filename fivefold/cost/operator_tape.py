@@ -228,16 +228,17 @@ class OperatorTape:
         made_again = [each for each in one.saved if each.remade and each not in self.plain]
         for each in made_again:
             self._take(each)
-        if way == "backward":
-            self.events += [WeightGradient(one.block, each, False) for each in one.weights]
-        elif way == "queued" and not one.weights_last:
+        if way == "queued" and not one.weights_last:
             self._weights(one, one.settle_extra)
         fresh = [_Gradient(each.gradient_bytes, each.logits) for each in one.inputs]
         operands = one.dequantised if way == "backward" else 0.0
-        self._change(one.backward_extra + one.gathered + operands)
+        self._change(one.backward_extra + one.gathered + one.rounded)
         for each in fresh:
             self._change(each.bytes, each.logits)
-        if way == "queued" and one.weights_last:
+        self._change(operands - one.rounded)
+        if way == "backward":
+            self.events += [WeightGradient(one.block, each, False) for each in one.weights]
+        elif way == "queued" and one.weights_last:
             self._weights(one, one.settle_extra)
         self._change(-one.backward_extra - one.gathered - operands)
         if one.weights and way == "input":

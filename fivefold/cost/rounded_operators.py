@@ -74,7 +74,7 @@ class RoundedOperators:
             outputs[0],
             saved=saved,
             weights=list(sizes),
-            backward_extra=self.codes(outs) * twice + weights + again + (whole if gathers else 0.0),
+            backward_extra=self.codes(outs) * twice + again + (whole if gathers else 0.0),
             keeps=keeps + held,
             defers=keeps,
             collective=split,
@@ -83,6 +83,7 @@ class RoundedOperators:
             gathers="input" if shards else "",
             weights_last=True,
             codes=self.codes(outs) if self.wgrad else 0.0,
+            rounded=weights,
         )
         return outputs
 
@@ -104,7 +105,7 @@ class RoundedOperators:
             TapeTensor(output, extra=made),
             saved=[] if self.wgrad else [x],
             weights=name,
-            backward_extra=moved - waits + full * twice + x.bytes + weights,
+            backward_extra=moved - waits + full * twice + x.bytes,
             keeps=inputs if self.wgrad else 0.0,
             defers=inputs if self.wgrad else 0.0,
             collective=True,
@@ -112,14 +113,14 @@ class RoundedOperators:
             gathers="gradient" if waits else "",
             weights_last=True,
             codes=full if self.wgrad else 0.0,
+            rounded=weights,
         )
 
 
 @dataclass(frozen=True)
 class RoundedSlots:
     """Routed experts of one layer in fp8, in bytes of the slots of a rank: a column of them, rows
-    of the model's width, and what is inside of experts. `numel`: of one stacked weight. `queued`:
-    weight gradients go past autograd."""
+    of the model's width, and what is inside of experts. `numel`: of one stacked weight."""
 
     kept: bool
     column: float
@@ -128,7 +129,6 @@ class RoundedSlots:
     numel: float
     model_width: int
     itemsize: int
-    queued: bool
 
     def packed(self, size: float) -> float:
         """Bytes of rows of the model's width as they travel to experts, from those of values."""
@@ -148,11 +148,12 @@ class RoundedSlots:
             first,
             saved=[x],
             weights=names,
-            backward_extra=codes + self._weights_again(len(names), self.rows),
+            backward_extra=codes,
             more=more,
             weights_last=True,
             codes=codes,
             dequantised=self.rows + self.inner,
+            rounded=self._weights(len(names), self.rows),
         )
         return [first, *more]
 
@@ -163,11 +164,11 @@ class RoundedSlots:
             [x],
             TapeTensor(self.rows, extra=codes + self._weights(1, self.rows), gradient=packed),
             weights=name,
-            backward_extra=self._weights_again(1, self.inner),
             keeps=codes,
             defers=codes,
             weights_last=True,
             dequantised=self.rows + self.inner,
+            rounded=self._weights(1, self.inner),
         )
 
     def _weights(self, stacks: int, result: float) -> float:
@@ -175,7 +176,3 @@ class RoundedSlots:
         in one while it is."""
         numel = 0.0 if self.kept else stacks * self.numel
         return max(EXPERT_WEIGHT * numel - result, numel)
-
-    def _weights_again(self, stacks: int, result: float) -> float:
-        """The same in backward. By autograd, weight gradients come after and take more."""
-        return self._weights(stacks, result) if self.queued else 0.0
