@@ -1,36 +1,34 @@
-"""Text to tokens: documents from text files, folders and JSONL, and their tokens.
+"""JoinedDocuments to tokens: bytes (one token each), or tokens of a `tokenizer.json`.
 
-Text becomes bytes (one token each) or tokens of a `tokenizer.json`. A token that ends each document
-may follow its text.
+A token that ends each document may follow its text. `BlockEncoder` is what a worker runs: it takes
+a block of rows and returns the tokens of those that stay, with the reason of every other.
 """
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-import json
-import os
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.core.errors import BadFile, FivefoldError
-from fivefold.data.rows import BYTES, NUM_BYTES, byte_tokens
+from fivefold.core.tokenizer import BYTES, TOKENIZER, TOKENIZER_FILES, fingerprint
+from fivefold.data.rows import NUM_BYTES, byte_tokens
 from fivefold.data.shards import DTYPES, TokenFormat
+from fivefold.data.sources import RowBlock, bad_text, line_row
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
 NO_END = "none"  # no token after a document
-_JSONL = (".jsonl", ".ndjson")
-_MOST_BYTES, _MOST_DOCUMENTS = 4 << 20, 1024  # what the threads of a tokenizer share at a time
+DIGEST = 16  # bytes, of a text: two that differ never have the same
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>")
+KEPT, BLANK, EMPTY, SHORT, LONG = range(5)  # what becomes of a row
 
 
 class Document(NamedTuple):
@@ -40,95 +38,20 @@ class Document(NamedTuple):
     where: str
 
 
-def list_files(inputs: Sequence[Path]) -> list[Path]:
-    """The input files; those of a folder in the order of their names, without hidden ones."""
-    files: list[Path] = []
-    for path in inputs:
-        files += sorted(_inside(path), key=lambda file: file.parts) if path.is_dir() else [path]
-    if missing := [str(path) for path in files if not path.exists()]:
-        raise BadFile(missing[0], ["there is no such file or folder; check the path"])
-    if not files:
-        raise FivefoldError(
-            f"no files in {', '.join(map(str, inputs))}: give text files, JSONL files, or folders "
-            "with such files"
-        )
-    return files
-
-
-def _inside(folder: Path) -> Iterator[Path]:
-    for root, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        yield from (Path(root) / name for name in names if not name.startswith("."))
-
-
-def read_documents(
-    files: Sequence[Path], field: str, tick: Callable[[int], None]
-) -> Iterator[Document]:
-    """A text file is one document; in JSONL, the `field` of each line is. Both may be gzipped.
-
-    `tick` is called with the number of bytes on disk that were read since its last call.
-    """
-    for path in files:
-        plain = path.with_suffix("") if path.suffix == ".gz" else path
-        ticked = 0
-        try:
-            with path.open("rb") as raw:
-                stream = cast(IO[bytes], gzip.GzipFile(fileobj=raw)) if plain != path else raw
-                for document in _parse(stream, path, plain.suffix in _JSONL, field):
-                    yield document
-                    position = raw.tell() if raw.seekable() else 0  # a pipe has none
-                    tick(position - ticked)
-                    ticked = position
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            rule = f"not a complete gzip file: {error}; copy it again"
-            raise BadFile(str(path), [rule]) from error
-        except OSError as error:
-            raise BadFile(str(path), [f"{error.strerror or error}; check the path"]) from error
-
-
-def _parse(stream: IO[bytes], path: Path, lines: bool, field: str) -> Iterator[Document]:
-    if not lines:
-        yield Document(stream.read(), str(path))
-        return
-    for number, line in enumerate(stream, 1):
-        if line.strip():
-            where = f"{path}, line {number}"
-            yield Document(_field(line, where, field), where)
-
-
-def _field(line: bytes, where: str, field: str) -> bytes:
-    try:
-        row = json.loads(line.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise _bad_text(where, error) from error
-    except (ValueError, RecursionError) as error:
-        raise BadFile(where, [f"not valid JSON: {error}; correct that line"]) from error
-    if not isinstance(row, dict):
-        raise BadFile(where, [f"expected an object with the field {field!r}; correct that line"])
-    text = row.get(field)
-    if not isinstance(text, str):
-        found = f"field {field!r} is not a string" if field in row else f"no field {field!r}"
-        known = ", ".join(row) or "none"
-        raise BadFile(where, [f"{found}; name the field with the text by --field, one of: {known}"])
-    try:
-        return text.encode()
-    except UnicodeEncodeError as error:
-        raise BadFile(where, [f"half of a surrogate pair: {error}; correct that line"]) from error
-
-
-def _bad_text(where: str, error: UnicodeDecodeError) -> BadFile:
-    rule = f"not UTF-8: {error.reason} at byte {error.start:,}"
-    return BadFile(where, [f"{rule}; convert it to UTF-8, or take it as bytes: --tokenizer bytes"])
-
-
 class Encoder(Protocol):
     """Turns documents into tokens."""
 
     @property
     def meaning(self) -> TokenFormat: ...
 
+    @property
+    def files(self) -> dict[str, bytes]:
+        """The files of the tokenizer, which go with the tokens."""
+        ...
+
     def encode(self, documents: Sequence[Document]) -> list[NDArray[Any]]:
         """The tokens of each document, with the token that ends it; none for an empty text."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -136,10 +59,11 @@ class ByteEncoder:
     """One token for each byte."""
 
     end: int | None
+    files: dict[str, bytes] = field(default_factory=dict[str, bytes])
 
     @property
     def meaning(self) -> TokenFormat:
-        return TokenFormat("uint16", BYTES, end=self.end)
+        return TokenFormat("uint16", BYTES, BYTES, self.end)
 
     def encode(self, documents: Sequence[Document]) -> list[NDArray[Any]]:
         """Takes any bytes."""
@@ -152,6 +76,7 @@ class TextEncoder:
 
     tokenizer: Tokenizer
     meaning: TokenFormat
+    files: dict[str, bytes]
 
     def encode(self, documents: Sequence[Document]) -> list[NDArray[Any]]:
         """Takes UTF-8 only."""
@@ -170,11 +95,12 @@ def _decoded(document: Document) -> str:
     try:
         return document.text.decode()
     except UnicodeDecodeError as error:
-        raise _bad_text(document.where, error) from error
+        raise bad_text(document.where, error) from error
 
 
-def make_encoder(tokenizer: str, end: str | None) -> Encoder:
-    """`tokenizer` is bytes or the path of a tokenizer.json; `end` is a token's text, or none."""
+def make_encoder(tokenizer: str, end: str | None) -> ByteEncoder | TextEncoder:
+    """`tokenizer` is bytes, or the path of a tokenizer.json or of its folder; `end` is a token's
+    text, or none."""
     if tokenizer != BYTES:
         return _text_encoder(Path(tokenizer), end)
     if end not in (None, NO_END):
@@ -185,17 +111,33 @@ def make_encoder(tokenizer: str, end: str | None) -> Encoder:
     return ByteEncoder(NUM_BYTES if end is None else None)
 
 
-def _text_encoder(path: Path, end: str | None) -> TextEncoder:
-    try:
-        from tokenizers import Tokenizer
-    except ImportError as error:
-        raise FivefoldError(
-            "--tokenizer needs the tokenizers library: pip install 'fivefold[tokens]'"
-        ) from error
+def _text_encoder(given: Path, end: str | None) -> TextEncoder:
+    path = given / TOKENIZER if given.is_dir() else given
     try:
         data = path.read_bytes()
     except OSError as error:
         raise BadFile(str(path), [f"{error.strerror}; give a tokenizer.json, or bytes"]) from error
+    tokenizer = read_tokenizer(data, path)
+    tokenizer.encode_special_tokens = True  # in a document, their text is plain text
+    largest = max(tokenizer.get_vocab().values(), default=0)
+    dtype = "uint16" if largest < 1 << 16 else "uint32"
+    token = _end_token(tokenizer, path, end)
+    files = {TOKENIZER: data}
+    if given.is_dir():
+        beside = {name: given / name for name in TOKENIZER_FILES}
+        files |= {name: one.read_bytes() for name, one in beside.items() if one.is_file()}
+    meaning = TokenFormat(dtype, path.name, fingerprint(data), token)
+    return TextEncoder(tokenizer, meaning, files)
+
+
+def read_tokenizer(data: bytes, path: Path) -> Tokenizer:
+    """The tokenizer of a file that neither truncates nor pads."""
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise FivefoldError(
+            f"{path} needs the tokenizers library: pip install 'fivefold[tokens]'"
+        ) from error
     try:
         tokenizer = Tokenizer.from_buffer(data)
     except Exception as error:  # the library raises nothing narrower
@@ -203,12 +145,7 @@ def _text_encoder(path: Path, end: str | None) -> TextEncoder:
         raise BadFile(str(path), [rule]) from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    tokenizer.encode_special_tokens = True  # in a document, their text is plain text
-    largest = max(tokenizer.get_vocab().values(), default=0)
-    dtype = "uint16" if largest < 1 << 16 else "uint32"
-    checksum = hashlib.sha256(data).hexdigest()
-    token = _end_token(tokenizer, path, end)
-    return TextEncoder(tokenizer, TokenFormat(dtype, path.name, checksum, token))
+    return tokenizer
 
 
 def _end_token(tokenizer: Tokenizer, path: Path, end: str | None) -> int | None:
@@ -223,36 +160,155 @@ def _end_token(tokenizer: Tokenizer, path: Path, end: str | None) -> int | None:
     return token
 
 
-class Tokenized:
-    """Iterates over the tokens of documents, one array each, and counts empty documents."""
+@dataclass(frozen=True)
+class LengthFilter:
+    """Which documents stay, by their characters and by their tokens with the end token."""
 
-    def __init__(self, documents: Iterable[Document], encoder: Encoder) -> None:
-        self.documents, self.encoder = documents, encoder
-        self.num_empty = 0
+    min_chars: int = 0
+    max_chars: int | None = None
+    min_tokens: int = 0
+    max_tokens: int | None = None
 
-    def __iter__(self) -> Iterator[NDArray[Any]]:
-        num_full = 0
-        for group in _groups(self.documents):
-            arrays = self.encoder.encode(group)
-            full = [array for array in arrays if len(array)]
-            num_full += len(full)
-            self.num_empty += len(arrays) - len(full)
-            yield from full
-        if not num_full:
-            raise FivefoldError(
-                f"no text in the input, only {self.num_empty:,} empty documents: give files with "
-                "text"
-            )
+    def __post_init__(self) -> None:
+        pairs = ((self.min_chars, self.max_chars), (self.min_tokens, self.max_tokens))
+        for word, (low, high) in zip(("chars", "tokens"), pairs, strict=True):
+            if low < 0 or (high is not None and high < max(1, low)):
+                raise FivefoldError(
+                    f"--min-{word} {low} and --max-{word} {high}: no document has such a length; "
+                    "give numbers in rising order"
+                )
+
+    def of_text(self, text: bytes) -> int:
+        """What becomes of a text."""
+        if not self.min_chars and self.max_chars is None:
+            return KEPT
+        size = len(text.decode("utf-8", "replace"))
+        return _judged(size, self.min_chars, self.max_chars)
+
+    def of_tokens(self, size: int) -> int:
+        """What becomes of so many tokens."""
+        return _judged(size, self.min_tokens, self.max_tokens)
 
 
-def _groups(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    group: list[Document] = []
-    size = 0
-    for document in documents:
-        group.append(document)
-        size += len(document.text)
-        if size >= _MOST_BYTES or len(group) >= _MOST_DOCUMENTS:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
+def _judged(size: int, low: int, high: int | None) -> int:
+    if size < low:
+        return SHORT
+    return LONG if high is not None and size > high else KEPT
+
+
+class EncodedBlock(NamedTuple):
+    """What became of the rows of a block, and the tokens of those that were kept, joined."""
+
+    block: RowBlock  # without its rows
+    fates: NDArray[np.uint8]  # one a row
+    lengths: NDArray[np.int64]  # one a document that was kept
+    tokens: NDArray[Any]
+    digests: NDArray[np.void]  # one a document that was kept; none if not asked for
+    masks: NDArray[np.uint8] | None = None  # of conversations: 1 for each token with a loss
+
+
+@dataclass(frozen=True)
+class BlockEncoder:
+    """Encodes the texts of a block: a field of JSON lines, a column of a table, or a file."""
+
+    encoder: Encoder
+    column: str = "text"
+    keep: LengthFilter = LengthFilter()
+    digests: bool = False
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (self.column,)
+
+    @property
+    def meaning(self) -> TokenFormat:
+        return self.encoder.meaning
+
+    @property
+    def files(self) -> dict[str, bytes]:
+        return self.encoder.files
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """All that the tokens depend on, beside their format."""
+        return {"column": self.column, "keep": asdict(self.keep)}
+
+    def __call__(self, block: RowBlock) -> EncodedBlock:
+        fates = np.full(block.num_rows, KEPT, np.uint8)
+        documents: list[Document] = []
+        for row, text in enumerate(self._texts(block)):
+            fates[row] = BLANK if text is None else self.keep.of_text(text)
+            if text is not None and not text:
+                fates[row] = EMPTY
+            if fates[row] == KEPT and text is not None:
+                documents.append(Document(text, block.where(row)))
+        arrays = self.encoder.encode(documents) if documents else []
+        rows = np.flatnonzero(fates == KEPT)
+        for row, array in zip(rows, arrays, strict=True):
+            fates[row] = self.keep.of_tokens(len(array)) if len(array) else EMPTY
+        return encoded(block, fates, documents, arrays, rows, self.encoder.meaning, self.digests)
+
+    def _texts(self, block: RowBlock) -> list[bytes | None]:
+        """The text of each row; None for a blank line."""
+        if isinstance(block.rows, list):
+            return [self._value(row, block.where(at)) for at, row in enumerate(block.rows)]
+        if not block.lines:
+            return [block.rows]
+        texts: list[bytes | None] = []
+        for row, line in enumerate(_lines(block.rows)):
+            where = block.where(row)
+            texts.append(self._field(line_row(line, where), where) if line.strip() else None)
+        return texts
+
+    def _value(self, value: Any, where: str) -> bytes:
+        if value is None:
+            return b""
+        if isinstance(value, str | bytes):
+            return value.encode() if isinstance(value, str) else value
+        kind = type(value).__name__
+        rule = f"column {self.column!r} has a {kind} and no text; name the column with the text"
+        raise BadFile(where, [f"{rule} by --column"])
+
+    def _field(self, row: dict[str, Any], where: str) -> bytes:
+        text, field = row.get(self.column), self.column
+        if not isinstance(text, str):
+            found = f"field {field!r} is not a string" if field in row else f"no field {field!r}"
+            way = f"name the field with the text by --column, one of: {', '.join(row) or 'none'}"
+            raise BadFile(where, [f"{found}; {way}"])
+        try:
+            return text.encode()
+        except UnicodeEncodeError as error:
+            rule = f"half of a surrogate pair: {error}; correct that line"
+            raise BadFile(where, [rule]) from error
+
+
+def _lines(data: bytes) -> list[bytes]:
+    lines = data.split(b"\n")
+    return lines if lines[-1] else lines[:-1]
+
+
+def encoded(
+    block: RowBlock,
+    fates: NDArray[np.uint8],
+    documents: Sequence[Document],
+    arrays: Sequence[NDArray[Any]],
+    rows: NDArray[np.int64],
+    meaning: TokenFormat,
+    digests: bool,
+) -> EncodedBlock:
+    """Join the arrays whose rows are kept."""
+    stays = [row for row, at in enumerate(rows) if fates[at] == KEPT]
+    kept = [arrays[row] for row in stays]
+    found = b"".join(_digest(documents[row].text) for row in stays) if digests else b""
+    tokens = np.concatenate(kept) if kept else np.empty(0, DTYPES[meaning.dtype])
+    return EncodedBlock(
+        block._replace(rows=b""),
+        fates,
+        np.array([len(each) for each in kept], np.int64),
+        tokens,
+        np.frombuffer(found, np.dtype((np.void, DIGEST))),
+    )
+
+
+def _digest(text: bytes) -> bytes:
+    return hashlib.blake2b(text, digest_size=DIGEST).digest()

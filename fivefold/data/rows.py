@@ -24,10 +24,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.core.errors import FivefoldError
+from fivefold.core.tokenizer import BYTES
 
 NUM_BYTES = 256  # tokens 0 to 255; token 256 ends a document if the vocabulary has it
 MOST_BYTES = 16 << 20
-BYTES = "bytes"  # in place of a tokenizer
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 _ROUNDS = 4  # of a Feistel network: enough for an order that looks random
 _DRAWN_ROWS = 1 << 40  # more than any training reads
@@ -45,6 +45,7 @@ class Shard(NamedTuple):
 
     tokens: NDArray[Any]  # uint16 or uint32
     begins: NDArray[np.int64]  # indices of the documents' first tokens, in rising order
+    mask: NDArray[np.uint8] | None = None  # of conversations: 1 for each token with a loss
 
 
 @dataclass(frozen=True, eq=False)

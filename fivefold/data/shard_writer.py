@@ -1,30 +1,35 @@
 """Write a folder of token shards (`data/shards.py`), under a temporary name next to it.
 
-One rename gives the folder its name once it is complete.
+One rename gives the folder its name once it is complete. A list of finished shards is kept until
+then, so that a run that was killed goes on after the last of them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fivefold.core import tables
 from fivefold.core.errors import FivefoldError
+from fivefold.core.tokenizer import TOKENIZER_FILES
 from fivefold.data.shards import (
     BEGINS,
     DTYPES,
     INDEX,
+    MASK,
     VERSION,
     Index,
     StoredFile,
@@ -33,64 +38,152 @@ from fivefold.data.shards import (
     read_index,
 )
 
-_TOKEN_FILES = re.compile(r"index\.json|[0-9]{5,}\.(tokens|begins)")
+_TOKEN_FILES = re.compile(r"index\.json|[0-9]{5,}\.(tokens|begins|mask)")
+_PROGRESS, _SEEN, _LOCK = "progress.json", "seen", "lock"  # in the temporary folder alone
 
 
 class _Different(Exception):
     """What is written differs from the folder that exists."""
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where the input goes on, and what was left out before: numbers of documents by reason."""
+
+    file: int = 0
+    row: int = 0
+    left_out: dict[str, int] = field(default_factory=dict[str, int])
+
+
+@dataclass(frozen=True)
+class WrittenShards:
+    """The finished shards of a folder that is being written."""
+
+    identity: str
+    place: Place = field(default_factory=Place)
+    vocab: int = 0
+    num_seen: int = 0  # bytes of digests
+    shards: tuple[StoredShard, ...] = ()
+
+    @property
+    def num_documents(self) -> int:
+        return sum(shard.num_documents for shard in self.shards)
+
+
+class JoinedDocuments(NamedTuple):
+    """Consecutive documents with their end tokens, joined."""
+
+    tokens: NDArray[Any]
+    lengths: NDArray[np.int64]
+    masks: NDArray[np.uint8] | None = None  # 1: the token has a loss
+    digests: bytes = b""  # of their texts, which a run that goes on needs
+    place: Callable[[int], Place] = lambda number: Place()
+    """Where the input goes on after so many of them."""
+
+
+@dataclass(frozen=True)
+class FolderJob:
+    """A folder to be written. Without an identity it is never continued."""
+
+    folder: Path
+    meaning: TokenFormat
+    shard_tokens: int
+    files: dict[str, bytes] = field(default_factory=dict[str, bytes])  # of the tokenizer
+    identity: str | None = None
+    replace: bool = False
+
+
 def write_folder(
-    folder: Path,
-    meaning: TokenFormat,
-    documents: Iterable[NDArray[Any]],
-    shard_tokens: int,
-    *,
-    replace: bool = False,
-) -> Index:
-    """Write documents, each with its end token, to a new folder.
+    job: FolderJob, read: Callable[[WrittenShards, bytes], Generator[JoinedDocuments]]
+) -> tuple[Index, WrittenShards]:
+    """Write documents to a new folder; returns its index, and where this start began.
 
     A folder that exists with the same tokens is left as it is. One with other tokens is refused as
-    soon as a difference is found, or replaced with `replace`.
+    soon as a difference is found, or replaced on demand. `read` gives the documents after those of
+    a progress, and is told the digests of the earlier ones.
     """
-    wanted = _existing_index(folder, meaning, replace)
-    temporary = _temporary_path(folder, "partial")
+    wanted = _existing_index(job)
+    target = job.folder.resolve()
+    temporary = target.with_name(f".{target.name}.partial")
     with _write_errors(temporary):
-        temporary.mkdir(parents=True)
-    writer = _ShardWriter(temporary, meaning, shard_tokens, wanted)
+        temporary.mkdir(parents=True, exist_ok=True)
+        lock = _locked(temporary)
     try:
-        for document in documents:
-            writer.add(document)
-        index = writer.close()
+        start, seen = _continued(temporary, job.identity or secrets.token_hex(8))
+        writer = _ShardWriter(temporary, job, start, wanted)
+        try:
+            with contextlib.closing(read(start, seen)) as found:
+                for documents in found:
+                    writer.add(documents)
+            index = writer.close()
+        finally:
+            writer.abandon()
         if wanted is None:
-            _publish(temporary, folder, replace)
-    except _Different as error:
-        raise _refused(folder) from error
-    finally:
-        writer.abandon()
+            _publish(temporary, job)
         shutil.rmtree(temporary, ignore_errors=True)
-    return index
+    except Exception as error:  # not a signal: what is there is for the next start
+        shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, _Different):
+            raise _refused(job.folder) from error
+        raise
+    finally:
+        lock.close()
+    return index, start
 
 
-def _existing_index(folder: Path, meaning: TokenFormat, replace: bool) -> Index | None:
+def _locked(temporary: Path) -> IO[bytes]:
+    """A lock on the temporary folder, which ends with this process."""
+    stream = (temporary / _LOCK).open("ab")
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        stream.close()
+        raise FivefoldError(
+            f"another process writes {temporary} now: wait for it, or give another folder"
+        ) from error
+    return stream
+
+
+def _continued(temporary: Path, identity: str) -> tuple[WrittenShards, bytes]:
+    """The progress of an earlier start of this job, and the digests of its documents."""
+    start, seen = WrittenShards(identity), b""
+    with contextlib.suppress(OSError, ValueError):
+        table = json.loads((temporary / _PROGRESS).read_bytes())
+        found = tables.build(WrittenShards, table, _PROGRESS)
+        files = [file for shard in found.shards for file in shard.files]
+        whole = all((temporary / each.name).stat().st_size == each.bytes for each in files)
+        known = (temporary / _SEEN).read_bytes()[: found.num_seen]
+        if found.identity == identity and whole and len(known) == found.num_seen:
+            start, seen = found, known
+    kept = {file.name for shard in start.shards for file in shard.files}
+    for path in temporary.iterdir():
+        if path.name not in {*kept, _LOCK}:
+            path.unlink()
+    (temporary / _SEEN).write_bytes(seen)
+    return start, seen
+
+
+def _existing_index(job: FolderJob) -> Index | None:
     """The index of the folder that exists, if it may have the same tokens."""
+    folder = job.folder
     try:
         names = sorted(path.name for path in folder.iterdir())
     except FileNotFoundError:
         return None
     except OSError as error:
         raise FivefoldError(f"{folder}: {error.strerror}; give another folder") from error
-    if other := [name for name in names if not _TOKEN_FILES.fullmatch(name)]:
+    ours = [name for name in names if name in TOKENIZER_FILES or _TOKEN_FILES.fullmatch(name)]
+    if other := [name for name in names if name not in ours]:
         raise FivefoldError(
             f"{folder} has the file {other[0]}, which is not a token file: give a new folder"
         )
-    if replace or not names:
+    if job.replace or not names:
         return None
     try:
         index = read_index(folder)
     except FivefoldError as error:
         raise _refused(folder) from error
-    if index.meaning != meaning:
+    if index.meaning != job.meaning:
         raise _refused(folder)
     return index
 
@@ -101,18 +194,17 @@ def _refused(folder: Path) -> FivefoldError:
     )
 
 
-def _temporary_path(folder: Path, word: str) -> Path:
-    """An unused hidden name on the same disk."""
-    target = folder.resolve()
-    return target.with_name(f".{target.name}.{secrets.token_hex(4)}.{word}")
-
-
-def _publish(temporary: Path, folder: Path, replace: bool) -> None:
+def _publish(temporary: Path, job: FolderJob) -> None:
     """One rename, or two where a folder is replaced."""
-    target, old = folder.resolve(), _temporary_path(folder, "old")
-    with _write_errors(folder):
+    target = job.folder.resolve()
+    old = target.with_name(f".{target.name}.{secrets.token_hex(4)}.old")
+    with _write_errors(job.folder):
+        for name in (_PROGRESS, _SEEN, _LOCK):
+            (temporary / name).unlink(missing_ok=True)
+        for name, data in job.files.items():
+            _write_synced(temporary / name, data)
         _sync_folder(temporary)
-        replaces = replace and target.exists()
+        replaces = job.replace and target.exists()
         if replaces:
             target.rename(old)
         try:
@@ -123,6 +215,17 @@ def _publish(temporary: Path, folder: Path, replace: bool) -> None:
             raise
         _sync_folder(target.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _write_synced(path: Path, data: bytes) -> None:
+    """A file that is on the disk when this returns, complete or not at all."""
+    beside = path.with_name(f"{path.name}.new")
+    with _write_errors(path):
+        with beside.open("wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        beside.replace(path)
 
 
 def _sync_folder(folder: Path) -> None:
@@ -181,56 +284,86 @@ class _ShardWriter:
     """
 
     def __init__(
-        self, folder: Path, meaning: TokenFormat, shard_tokens: int, wanted: Index | None = None
+        self, folder: Path, job: FolderJob, start: WrittenShards, wanted: Index | None = None
     ) -> None:
-        self.folder, self.meaning, self.shard_tokens = folder, meaning, shard_tokens
-        self.wanted, self.shards, self.vocab = wanted, list[StoredShard](), 0
-        self.tokens: _ChecksummedFile | None = None
-        self.begins: _ChecksummedFile | None = None
+        self.folder, self.meaning, self.shard_tokens = folder, job.meaning, job.shard_tokens
+        self.wanted, self.identity = wanted, start.identity
+        self.shards, self.vocab, self.num_seen = list(start.shards), start.vocab, start.num_seen
+        self.files: list[_ChecksummedFile] = []
         self.num_tokens = self.num_documents = 0
 
-    def add(self, document: NDArray[Any]) -> None:
-        """Write one document with its end token."""
-        if self.tokens is None or self.begins is None:
+    def add(self, documents: JoinedDocuments) -> None:
+        """Write documents: as many as fill a shard, then the next."""
+        ends = np.cumsum(documents.lengths)
+        done, seen = 0, memoryview(documents.digests)
+        size = len(seen) // len(ends)  # of a digest
+        while done < len(ends):
+            before = int(ends[done - 1]) if done else 0
+            room = self.shard_tokens - self.num_tokens
+            last = min(len(ends), int(np.searchsorted(ends, before + room)) + 1)
+            part = slice(before, int(ends[last - 1]))
+            starts = ends[done:last] - documents.lengths[done:last] - before + self.num_tokens
+            masks = documents.masks
+            self._write(documents.tokens[part], starts, None if masks is None else masks[part])
+            self._note(bytes(seen[done * size : last * size]))
+            done = last
+            if self.num_tokens >= self.shard_tokens:
+                self._finish(documents.place(last))
+
+    def _write(
+        self, tokens: NDArray[Any], starts: NDArray[np.int64], masks: NDArray[np.uint8] | None
+    ) -> None:
+        assert (masks is not None) == self.meaning.masked
+        if not self.files:
+            kinds = ("tokens", "begins", *(("mask",) if self.meaning.masked else ()))
             stem = f"{len(self.shards):05}"
-            self.tokens = _ChecksummedFile(self.folder / f"{stem}.tokens")
-            self.begins = _ChecksummedFile(self.folder / f"{stem}.begins")
-        self.tokens.write(document.astype(DTYPES[self.meaning.dtype], copy=False))
-        self.begins.write(np.array([self.num_tokens], BEGINS))
-        self.num_tokens += len(document)
-        self.num_documents += 1
-        self.vocab = max(self.vocab, int(document.max()) + 1)
-        if self.num_tokens >= self.shard_tokens:
-            self._finish()
+            self.files = [_ChecksummedFile(self.folder / f"{stem}.{kind}") for kind in kinds]
+        arrays = [tokens.astype(DTYPES[self.meaning.dtype], copy=False), starts.astype(BEGINS)]
+        arrays += [] if masks is None else [masks.astype(MASK, copy=False)]
+        for file, array in zip(self.files, arrays, strict=True):
+            file.write(array)
+        self.num_tokens += len(tokens)
+        self.num_documents += len(starts)
+        self.vocab = max(self.vocab, int(tokens.max()) + 1)
+
+    def _note(self, digests: bytes) -> None:
+        """Append to the digests of all documents."""
+        if digests:
+            path = self.folder / _SEEN
+            with _write_errors(path), path.open("ab") as stream:
+                stream.write(digests)
+            self.num_seen += len(digests)
 
     def close(self) -> Index:
         """Finish the last shard, and write the index."""
-        self._finish()
+        self._finish(None)
         index = Index(VERSION, self.meaning, self.vocab, tuple(self.shards))
         if self.wanted not in (None, index):
             raise _Different
         text = json.dumps(asdict(index), indent=1) + "\n"
-        path = self.folder / INDEX
-        with _write_errors(path), path.open("x", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
+        _write_synced(self.folder / INDEX, text.encode())
         return index
 
     def abandon(self) -> None:
-        """Close files that will be deleted."""
-        for file in (self.tokens, self.begins):
-            if file is not None:
-                file.abandon()
+        """Close files that are not finished."""
+        for file in self.files:
+            file.abandon()
 
-    def _finish(self) -> None:
-        if self.tokens is None or self.begins is None:
+    def _finish(self, place: Place | None) -> None:
+        """Close a shard; `place` is where the input goes on after it."""
+        if not self.files:
             return
-        files = self.tokens.close(), self.begins.close()
-        shard = StoredShard(self.num_tokens, self.num_documents, *files)
+        tokens, begins, *mask = [file.close() for file in self.files]
+        counts = (self.num_tokens, self.num_documents)
+        shard = StoredShard(*counts, tokens, begins, mask[0] if mask else None)
         number = len(self.shards)
         if self.wanted is not None and self.wanted.shards[number : number + 1] != (shard,):
             raise _Different
         self.shards.append(shard)
-        self.tokens = self.begins = None
+        self.files = []
         self.num_tokens = self.num_documents = 0
+        if place is not None:
+            done = WrittenShards(
+                self.identity, place, self.vocab, self.num_seen, tuple(self.shards)
+            )
+            _write_synced(self.folder / _PROGRESS, json.dumps(asdict(done)).encode())

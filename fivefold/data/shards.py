@@ -3,6 +3,7 @@
     index.json      the format of the tokens; for each shard its counts, files, bytes and checksums
     00000.tokens    the tokens of consecutive documents, uint16 or uint32
     00000.begins    the index of each document's first token in this shard, int64
+    00000.mask      of conversations: 1 for each token that has a loss, else 0, uint8
 
 Numbers are little-endian. `data/shard_writer.py` writes such folders.
 """
@@ -25,10 +26,10 @@ from fivefold.core import tables
 from fivefold.core.errors import BadFile, FivefoldError
 from fivefold.data.rows import Corpus, Shard
 
-VERSION = 1
+VERSION = 2  # 1 had no fingerprint of the tokenizer
 INDEX = "index.json"
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-BEGINS = np.dtype("<i8")
+BEGINS, MASK = np.dtype("<i8"), np.dtype("u1")
 
 
 @dataclass(frozen=True)
@@ -48,10 +49,12 @@ class StoredShard:
     num_documents: int
     tokens: StoredFile
     begins: StoredFile
+    mask: StoredFile | None = None
 
     @property
-    def files(self) -> tuple[StoredFile, StoredFile]:
-        return self.tokens, self.begins
+    def files(self) -> tuple[StoredFile, ...]:
+        mask = () if self.mask is None else (self.mask,)
+        return self.tokens, self.begins, *mask
 
 
 @dataclass(frozen=True)
@@ -60,8 +63,9 @@ class TokenFormat:
 
     dtype: Literal["uint16", "uint32"]
     tokenizer: str  # "bytes", or the name of the tokenizer's file
-    sha256: str | None = None  # of the tokenizer's file
+    fingerprint: str  # of the tokenizer, by `core/tokenizer.py`
     end: int | None = None  # the token after each document
+    masked: bool = False  # conversations: a mask says which tokens have a loss
 
 
 @dataclass(frozen=True)
@@ -115,12 +119,14 @@ def _contradictions(index: Index) -> Iterator[str]:
         yield "it has no shards"
     size = DTYPES[index.meaning.dtype].itemsize
     for number, shard in enumerate(index.shards):
-        wanted = (f"{number:05}.tokens", f"{number:05}.begins")
+        kinds = ("tokens", "begins", *(("mask",) if index.meaning.masked else ()))
+        wanted = tuple(f"{number:05}.{kind}" for kind in kinds)
         if tuple(file.name for file in shard.files) != wanted:
             yield f"shard {number} should have the files {' and '.join(wanted)}"
         if not 0 < shard.num_documents <= shard.num_tokens:
             yield f"shard {number} should have documents, each with a token"
         counted = (shard.num_tokens * size, shard.num_documents * BEGINS.itemsize)
+        counted += () if shard.mask is None else (shard.num_tokens * MASK.itemsize,)
         if tuple(file.bytes for file in shard.files) != counted:
             yield f"the file sizes of shard {number} do not match its tokens and documents"
 
@@ -142,11 +148,12 @@ def open_corpus(folder: Path, vocab: int, *, verify: bool = False) -> Corpus:
         Shard(
             _mapped(folder / shard.tokens.name, DTYPES[meaning.dtype]),
             _mapped(folder / shard.begins.name, BEGINS),
+            None if shard.mask is None else _mapped(folder / shard.mask.name, MASK),
         )
         for shard in index.shards
     )
-    digest = meaning.sha256 or meaning.tokenizer
-    return Corpus(str(folder), tuple(shards), meaning.end, meaning.tokenizer, digest)
+    name = (meaning.tokenizer, meaning.fingerprint)
+    return Corpus(str(folder), tuple(shards), meaning.end, *name)
 
 
 def _mapped(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:

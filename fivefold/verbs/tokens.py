@@ -1,4 +1,4 @@
-"""`fivefold tokens`: tokenize text files into a folder, or check such a folder."""
+"""`fivefold tokens`: tokenize files into a folder, check such a folder, or say what is in it."""
 
 from __future__ import annotations
 
@@ -6,59 +6,103 @@ import json
 import re
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from fivefold.core.errors import FivefoldError
 from fivefold.verbs import ProgressBar, progress_bar
 
+if TYPE_CHECKING:
+    from fivefold.data.tokenizing import Encode
+
 _SIZES = {"": 1, "k": 10**3, "M": 10**6, "B": 10**9}
+_WORDS = {"empty": "empty", "short": "too short", "long": "too long", "duplicate": "duplicate"}
+
+
+class Tokenizing(NamedTuple):
+    """The options that decide which tokens are written."""
+
+    tokenizer: str
+    end: str | None
+    column: str | None
+    lengths: dict[str, int | None]
+    dedup: bool
+
+
+InputsArgument = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="INPUT...",
+        help="Text, JSONL, parquet or Arrow files (.gz, .zst), or folders of them; with --check or "
+        "--info, token folders.",
+    ),
+]
+OutputFolder = Annotated[
+    Path | None, typer.Option("--output", "-o", help="Folder of tokens to write.")
+]
+TokenizerOption = Annotated[
+    str, typer.Option(help="A tokenizer.json, a model folder with one, or bytes.")
+]
+ColumnOption = Annotated[
+    str | None,
+    typer.Option(
+        "--column", "--field", help="Column or JSONL field with the text (default: text)."
+    ),
+]
+EndOption = Annotated[
+    str | None,
+    typer.Option(help="Token after each document, or none (default: 256, or the tokenizer's)."),
+]
+WorkersOption = Annotated[
+    int | None, typer.Option(help="Processes that encode (default: one for each core).")
+]
+CheckOption = Annotated[
+    bool, typer.Option("--check", help="Verify the checksums of token folders.")
+]
 
 
 def run(
-    inputs: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="INPUT...",
-            help="Text, JSONL or gzip files, or folders of them; with --check, token folders.",
-        ),
-    ],
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Folder of tokens to write.")
+    inputs: InputsArgument,
+    output: OutputFolder = None,
+    tokenizer: TokenizerOption = "bytes",
+    column: ColumnOption = None,
+    end: EndOption = None,
+    min_chars: Annotated[int, typer.Option(help="Leave out shorter documents.")] = 0,
+    max_chars: Annotated[int | None, typer.Option(help="Leave out longer documents.")] = None,
+    min_tokens: Annotated[int, typer.Option(help="Leave out documents of fewer tokens.")] = 0,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Leave out documents of more tokens.")
     ] = None,
-    tokenizer: Annotated[str, typer.Option(help="A tokenizer.json, or bytes.")] = "bytes",
-    field: Annotated[str, typer.Option(help="Field of a JSONL line that holds the text.")] = "text",
-    end: Annotated[
-        str | None,
-        typer.Option(
-            help="Token after each document, or none (default: 256, or the tokenizer's).",
-            show_default=False,
-        ),
-    ] = None,
+    dedup: Annotated[
+        bool, typer.Option("--dedup", help="Leave out documents whose text came before.")
+    ] = False,
+    workers: WorkersOption = None,
     shard_tokens: Annotated[str, typer.Option(help="Tokens per shard: 500k, 100M, 1B.")] = "100M",
     force: Annotated[bool, typer.Option("--force", help="Replace an existing folder.")] = False,
-    check: Annotated[
-        bool, typer.Option("--check", help="Verify the checksums of token folders.")
-    ] = False,
+    check: CheckOption = False,
+    info: Annotated[bool, typer.Option("--info", help="Say what token folders have.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Tokenize text into a folder, or check such a folder."""
-    if check == (output is not None):
-        raise FivefoldError("give either -o DIR, to write tokens there, or --check, to check some")
+    """Tokenize text into a folder, check such a folder, or say what is in it."""
+    if (output is not None) + check + info != 1:
+        raise FivefoldError(
+            "give either -o DIR, to write tokens there, or --check, to check some, or --info, to "
+            "see some"
+        )
     if output is None:
-        tables = [_check(folder) for folder in inputs]
-        typer.echo(json.dumps(tables) if as_json else "\n".join(map(_line, tables)))
+        tables = [_check(folder) if check else _info(folder) for folder in inputs]
+        texts = [_line(table) + _sample_text(table) for table in tables]
+        typer.echo(json.dumps(tables) if as_json else "\n".join(texts))
         return
+    if workers is not None and workers < 1:
+        raise FivefoldError(f"--workers {workers}: give at least 1")
+    lengths = {"min_chars": min_chars, "max_chars": max_chars}
+    lengths |= {"min_tokens": min_tokens, "max_tokens": max_tokens}
+    words = Tokenizing(tokenizer, end, column, lengths, dedup)
     size = parse_count("shard-tokens", shard_tokens)
-    table = _write(inputs, output, size, (tokenizer, end), field, force)
-    if as_json:
-        typer.echo(json.dumps(table))
-        return
-    typer.echo(_line(table))
-    if table["empty"]:
-        typer.echo(f"left out {_many(table['empty'], 'empty document')}")
-    typer.echo(f"the model's vocabulary must have {table['vocab']:,} tokens at least")
+    table = _write(inputs, output, size, words, workers, force)
+    typer.echo(json.dumps(table) if as_json else _written_text(table))
 
 
 def parse_count(option: str, text: str) -> int:
@@ -78,20 +122,36 @@ def _write(
     inputs: list[Path],
     output: Path,
     shard_tokens: int,
-    words: tuple[str, str | None],
-    field: str,
+    words: Tokenizing,
+    workers: int | None,
     force: bool,
 ) -> dict[str, Any]:
     # Imported here, so that --help does not load numpy.
-    from fivefold.data.documents import Tokenized, list_files, make_encoder, read_documents
-    from fivefold.data.shard_writer import write_folder
+    from fivefold.data.sources import find_sources
+    from fivefold.data.tokenizing import TokenizeOptions, tokenize, usual_workers
 
-    encoder = make_encoder(*words)
-    files = list_files(inputs)
-    with _bar(sum(file.stat().st_size for file in files)) as bar:
-        documents = Tokenized(read_documents(files, field, bar.advance), encoder)
-        write_folder(output, encoder.meaning, documents, shard_tokens, replace=force)
-    return {**_describe(output), "empty": documents.num_empty}
+    encode = _encode(words)
+    sources = find_sources(inputs)
+    options = TokenizeOptions(shard_tokens, workers or usual_workers(), words.dedup, force)
+    with _bar(sources.num_bytes) as bar:
+        done = tokenize(sources, output, encode, options, bar.advance)
+    return {
+        **_describe(output),
+        "empty": done.left_out.get("empty", 0),
+        "left_out": done.left_out,
+        "files": len(sources.files),
+        "skipped": {why: len(files) for why, files in sources.skipped.items()},
+        "skipped_files": sources.skipped,
+        "resumed": done.resumed,
+    }
+
+
+def _encode(words: Tokenizing) -> Encode:
+    from fivefold.data.documents import BlockEncoder, LengthFilter, make_encoder
+
+    encoder = make_encoder(words.tokenizer, words.end)
+    keep = LengthFilter(**words.lengths)  # type: ignore[arg-type]
+    return BlockEncoder(encoder, words.column or "text", keep, words.dedup)
 
 
 def _check(folder: Path) -> dict[str, Any]:
@@ -101,6 +161,12 @@ def _check(folder: Path) -> dict[str, Any]:
     with _bar(index.num_bytes) as bar:
         refuse_damaged(folder, index, checksums=True, tick=bar.advance)
     return {**_describe(folder), "checked": True}
+
+
+def _info(folder: Path) -> dict[str, Any]:
+    from fivefold.data.inspecting import inspect
+
+    return {**_describe(folder), **inspect(folder)}
 
 
 def _describe(folder: Path) -> dict[str, Any]:
@@ -117,6 +183,8 @@ def _describe(folder: Path) -> dict[str, Any]:
         "vocab": index.vocab,
         "end": index.meaning.end,
         "tokenizer": index.meaning.tokenizer,
+        "fingerprint": index.meaning.fingerprint,
+        "masked": index.meaning.masked,
     }
 
 
@@ -129,6 +197,35 @@ def _line(table: dict[str, Any]) -> str:
         f"{table['dtype']}, {table['bytes']:,} bytes; "
         f"tokenizer {table['tokenizer']}, {end}{sound}"
     )
+
+
+def _written_text(table: dict[str, Any]) -> str:
+    left = table["left_out"]
+    parts = [f"{left[key]:,} {word}" for key, word in _WORDS.items() if key in left]
+    lines = [_line(table)]
+    if table["resumed"]:
+        lines.append(f"{_many(table['resumed'], 'document')} were done by a start before")
+    if parts:
+        number = "document" if sum(left.values()) == 1 else "documents"
+        lines.append(f"left out {', '.join(parts)} {number}")
+    for why, number in table["skipped"].items():
+        first, *more = table["skipped_files"][why]
+        some = f"{first}, …; --json names all" if more else first
+        lines.append(f"skipped {_many(number, why)} ({some})")
+    lines.append(f"the model's vocabulary must have {table['vocab']:,} tokens at least")
+    return "\n".join(lines)
+
+
+def _sample_text(table: dict[str, Any]) -> str:
+    """What --info adds to the line."""
+    if "sample" not in table:
+        return ""
+    lengths = table["lengths"]
+    spread = f"{lengths['min']:,} to {lengths['max']:,}, median {lengths['median']:,}"
+    lines = ["", f"  fingerprint {table['fingerprint']}", f"  tokens a document: {spread}"]
+    if table["masked"]:
+        lines.append(f"  {table['with_loss']:.1%} of the tokens have a loss")
+    return "\n".join([*lines, f"  begins with {table['sample']!r}"])
 
 
 def _many(number: int, noun: str) -> str:

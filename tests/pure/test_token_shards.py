@@ -6,10 +6,7 @@ import errno
 import gzip
 import json
 import os
-import signal
-import subprocess
-import sys
-import time
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,18 +16,13 @@ import pytest
 from fivefold.cli import main
 from fivefold.core.errors import BadFile, FivefoldError
 from fivefold.data import shard_writer
-from fivefold.data.documents import (
-    ByteEncoder,
-    Document,
-    Tokenized,
-    list_files,
-    make_encoder,
-    read_documents,
-)
+from fivefold.data.documents import BlockEncoder, ByteEncoder, Document, Encoder, make_encoder
 from fivefold.data.mixture import open_source
 from fivefold.data.rows import Corpus, from_bytes, read_rows
-from fivefold.data.shard_writer import write_folder
+from fivefold.data.shard_writer import FolderJob, JoinedDocuments, WrittenShards, write_folder
 from fivefold.data.shards import Index, open_corpus, read_index
+from fivefold.data.sources import find_sources
+from fivefold.data.tokenizing import Tokenized, TokenizeOptions, tokenize
 
 TEXTS = [b"first\n", b"", b"\xff\x00second", b"x" * 40, b"third " * 9]
 
@@ -38,9 +30,26 @@ TEXTS = [b"first\n", b"", b"\xff\x00second", b"x" * 40, b"third " * 9]
 def write(
     folder: Path, texts: list[bytes] = TEXTS, shard_tokens: int = 30, **options: Any
 ) -> Index:
-    encoder = ByteEncoder(256)
-    tokens = Tokenized([Document(text, "here") for text in texts], encoder)
-    return write_folder(folder, encoder.meaning, tokens, shard_tokens, **options)
+    return write_texts(folder, ByteEncoder(256), texts, shard_tokens, **options)
+
+
+def write_texts(
+    folder: Path, encoder: Encoder, texts: list[bytes], shard_tokens: int, **options: Any
+) -> Index:
+    """Texts that are in no file, one block each."""
+
+    def read(start: WrittenShards, seen: bytes) -> Generator[JoinedDocuments]:
+        for array in encoder.encode([Document(text, "here") for text in texts]):
+            if len(array):
+                yield JoinedDocuments(array, np.array([len(array)]))
+
+    job = FolderJob(folder, encoder.meaning, shard_tokens, encoder.files, **options)
+    return write_folder(job, read)[0]
+
+
+def tokenized(inputs: list[Path], folder: Path, tick: Callable[[float], None] = int) -> Tokenized:
+    options = TokenizeOptions(100, workers=1)
+    return tokenize(find_sources(inputs), folder, BlockEncoder(ByteEncoder(256)), options, tick)
 
 
 def all_rows(corpus: Corpus, seq: int) -> list[list[list[int]]]:
@@ -106,7 +115,7 @@ def test_an_index_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     table = json.loads(path.read_text())
     shard = table["shards"][0]
     for change, message in (
-        ({"version": 2}, "its version is 2, but this fivefold reads 1"),
+        ({"version": 1}, "its version is 1, but this fivefold reads 2"),
         ({"shards": []}, "it has no shards"),
         ({"shards": [{**shard, "num_tokens": 1}]}, "the file sizes of shard 0 do not match"),
         ({"shards": [{**shard, "num_documents": 0}]}, "shard 0 should have documents"),
@@ -200,27 +209,6 @@ def test_a_failed_replacement_leaves_the_old_folder(
     assert read_index(tmp_path / "d").num_documents == 4 and only_whole(tmp_path) == ["d"]
 
 
-def test_a_killed_run_leaves_no_folder(tmp_path: Path) -> None:
-    """It waits for its input in a pipe, with one shard on the disk."""
-    os.mkfifo(tmp_path / "pipe.jsonl")
-    words = ["tokens", "pipe.jsonl", "-o", "d", "--shard-tokens", "1"]
-    child = subprocess.Popen([sys.executable, "-m", "fivefold", *words], cwd=tmp_path)
-    pipe = os.open(tmp_path / "pipe.jsonl", os.O_RDWR)  # does not wait for the reader
-    try:
-        os.write(pipe, b'{"text": "a"}\n' * 2000)
-        deadline = time.monotonic() + 60
-        while not list(tmp_path.glob(".d.*.partial/00001.tokens")):
-            assert time.monotonic() < deadline and child.poll() is None
-            time.sleep(0.01)
-    finally:
-        child.kill()
-        child.wait()
-        os.close(pipe)
-    assert child.returncode == -signal.SIGKILL
-    assert not (tmp_path / "d").exists()
-    write(tmp_path / "d")
-
-
 def make_inputs(folder: Path) -> None:
     (folder / "sub").mkdir(parents=True)
     (folder / "b.txt").write_text("text of b")
@@ -233,30 +221,32 @@ def make_inputs(folder: Path) -> None:
 
 
 def test_files_folders_lines_and_gzip_are_read(tmp_path: Path) -> None:
-    make_inputs(tmp_path)
-    told: list[int] = []
-    files = list_files([tmp_path, tmp_path / "b.txt"])
-    texts = [each.text for each in read_documents(files, "text", told.append)]
-    assert texts == [
+    make_inputs(tmp_path / "in")
+    told: list[float] = []
+    inputs = [tmp_path / "in", tmp_path / "in" / "b.txt"]
+    done = tokenized(inputs, tmp_path / "d", told.append)
+    (shard,) = open_corpus(tmp_path / "d", 257).shards
+    parts = np.split(shard.tokens, shard.begins[1:])
+    assert [bytes(each[:-1].astype(np.uint8)) for each in parts] == [
         b"text of b",
         b"one",
         "zwölf".encode(),
-        b"",
         b"packed",
         b"\xfepacked",
         b"text of a",
         b"text of b",
     ]
-    assert sum(told) == sum(path.stat().st_size for path in files)
+    assert done.left_out == {"empty": 1}
+    assert sum(told) == find_sources(inputs).num_bytes
 
 
 @pytest.mark.parametrize(
     ("name", "data", "message"),
     [
         ("a.jsonl", b'{"text": "x"}\n{"text"\n', "a.jsonl, line 2:\n  - not valid JSON"),
-        ("a.jsonl", b'{"body": "x"}', "line 1:\n  - no field 'text'; .* --field, one of: body"),
+        ("a.jsonl", b'{"body": "x"}', "line 1:\n  - no field 'text'; .* --column, one of: body"),
         ("a.jsonl", b'{"text": 3}', "line 1:\n  - field 'text' is not a string"),
-        ("a.jsonl", b"[1]", "line 1:\n  - expected an object with the field 'text'"),
+        ("a.jsonl", b"[1]", "line 1:\n  - expected an object with named fields"),
         ("a.jsonl", b'{"text": "\xff"}', "line 1:\n  - not UTF-8: invalid start byte at byte 10"),
         ("a.jsonl", b'{"text": "\\ud800"}', "line 1:\n  - half of a surrogate pair"),
         ("a.jsonl", b"[" * 100_000, "line 1:\n  - not valid JSON"),
@@ -266,26 +256,24 @@ def test_files_folders_lines_and_gzip_are_read(tmp_path: Path) -> None:
             gzip.compress(b"text" * 99, mtime=0)[:-9],
             "a.txt.gz:\n  - not a complete gzip file",
         ),
-        ("a.txt", b"", "no text in the input, only 1 empty document"),
+        ("a.txt", b"", "no text in the input, only 1 documents"),
     ],
 )
 def test_bad_input_is_named_by_file_and_line(
     tmp_path: Path, name: str, data: bytes, message: str
 ) -> None:
     (tmp_path / name).write_bytes(data)
-    encoder = ByteEncoder(256)
-    documents = Tokenized(read_documents([tmp_path / name], "text", int), encoder)
     with pytest.raises(FivefoldError, match=message):
-        write_folder(tmp_path / "d", encoder.meaning, documents, 100)
+        tokenized([tmp_path / name], tmp_path / "d")
     assert only_whole(tmp_path) == [name]
 
 
 def test_no_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FivefoldError, match="no files in"):
-        list_files([tmp_path])
+        find_sources([tmp_path])
     (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
     with pytest.raises(BadFile, match="gone:\n  - there is no such file"):
-        list_files([tmp_path])
+        find_sources([tmp_path])
 
 
 def tokenizer_json(
@@ -324,8 +312,7 @@ def test_a_tokenizer_makes_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_a_large_vocabulary_takes_wider_tokens(tmp_path: Path) -> None:
     encoder = make_encoder(str(tokenizer_json(tmp_path, num_more=1 << 16)), None)
     assert encoder.meaning.dtype == "uint32"
-    documents = Tokenized([Document(b"the cat", "here")], encoder)
-    write_folder(tmp_path / "d", encoder.meaning, documents, 100)
+    write_texts(tmp_path / "d", encoder, [b"the cat"], 100)
     corpus = open_corpus(tmp_path / "d", 1 << 17)
     assert corpus.shards[0].tokens.tolist() == [1, 2, 65541]
     with pytest.raises(FivefoldError, match="has tokens up to 65,541, but the model knows 65,536"):
@@ -353,8 +340,7 @@ def test_tokenizers_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
 def test_two_tokenizers_do_not_mix(tmp_path: Path) -> None:
     write(tmp_path / "bytes")
     encoder = make_encoder(str(tokenizer_json(tmp_path)), None)
-    documents = Tokenized([Document(b"the cat sat " * 9, "here")], encoder)
-    write_folder(tmp_path / "words", encoder.meaning, documents, 100)
+    write_texts(tmp_path / "words", encoder, [b"the cat sat " * 9], 100)
     pair = f"{tmp_path}/bytes:1 {tmp_path}/words:1"
     with pytest.raises(FivefoldError, match="one token means two things: tokenize both with"):
         open_source(pair, 300, 4, 0)

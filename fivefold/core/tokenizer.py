@@ -1,0 +1,66 @@
+"""Which tokenizer made the tokens: a fingerprint that shards, runs and model folders are held to.
+
+Two files of one tokenizer may differ in spaces, in the order of keys, in how merges are written and
+in what they say about truncation and padding: none of it changes a token, nor the fingerprint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+BYTES = "bytes"  # in place of a tokenizer: one token a byte
+TOKENIZER = "tokenizer.json"
+TOKENIZER_FILES = (
+    *(TOKENIZER, "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model"),
+)
+_SHOWN = 12  # digits
+
+
+@dataclass(frozen=True)
+class TokenizerId:
+    """A tokenizer by name and fingerprint."""
+
+    name: str
+    fingerprint: str
+
+    def __str__(self) -> str:
+        if self.fingerprint == BYTES:
+            return "bytes, one token each"
+        return f"{self.name}, fingerprint {self.fingerprint[:_SHOWN]}"
+
+
+def fingerprint(data: bytes) -> str:
+    """The fingerprint of the text of a `tokenizer.json`."""
+    try:
+        table: Any = json.loads(data)
+    except (ValueError, RecursionError):
+        return hashlib.sha256(data).hexdigest()
+    if isinstance(table, dict):
+        kept = cast("dict[str, Any]", table)
+        table = {key: one for key, one in kept.items() if key not in ("truncation", "padding")}
+        model = table.get("model")
+        if isinstance(model, dict):
+            table["model"] = _with_pairs(cast("dict[str, Any]", model))
+    text = json.dumps(table, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _with_pairs(model: dict[str, Any]) -> dict[str, Any]:
+    """A model whose merges are pairs: older files write both in one text."""
+    merges = model.get("merges")
+    if not isinstance(merges, list):
+        return model
+    listed = cast("list[Any]", merges)
+    pairs = [each.split(" ", 1) if isinstance(each, str) else each for each in listed]
+    return {**model, "merges": pairs}
+
+
+def tokenizer_in(folder: Path) -> TokenizerId | None:
+    """The tokenizer of a folder; None if it has none."""
+    path = folder / TOKENIZER
+    return TokenizerId(path.name, fingerprint(path.read_bytes())) if path.is_file() else None

@@ -1,0 +1,280 @@
+"""Input files as blocks of rows: text, JSONL, parquet and Arrow, compressed or not.
+
+What a file is, is decided by its first bytes and by its ending. A block is about a megabyte, so
+that memory does not grow with a file; only a text file, which is one document, is read in full.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, Literal, NamedTuple, cast
+
+from fivefold.core.errors import BadFile, FivefoldError
+from fivefold.data import table_files
+from fivefold.data.table_files import TABLES
+
+FileKind = Literal["text", "lines", "parquet", "arrow", "stream"]
+_JSONL = (".jsonl", ".ndjson")
+_HEAD, BLOCK = 8192, 1 << 20  # bytes
+_GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+_ENDINGS = {".gz": _GZIP, ".zst": _ZSTD}
+_BINARY = (b"%PDF-", b"BZh", b"PK\x03\x04", b"\xff\xd8\xff", b"\x89PNG", b"GIF8", b"\xfd7zXZ")
+_CONTROL = bytes(code for code in range(32) if code not in b"\b\t\n\f\r\x1b")
+_MOST_CONTROL = 0.1  # of the first bytes of a text
+_SPLITS, _STATE = "dataset_dict.json", "state.json"  # of a folder that `datasets` saved
+_CARD = "README.md"
+
+
+class InputFile(NamedTuple):
+    """A file to read, and what it is."""
+
+    path: Path
+    kind: FileKind
+    packed: bytes = b""  # the first bytes of its compression
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The files to read, in their order, and those that are left out: names by reason."""
+
+    files: tuple[InputFile, ...]
+    skipped: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(each.path.stat().st_size for each in self.files)
+
+
+class RowBlock(NamedTuple):
+    """Consecutive rows of a file: the bytes of lines or of a text, or rows of a table."""
+
+    file: int  # its number among the files
+    path: str
+    first: int  # the number of the first row, from 0
+    num_rows: int
+    rows: bytes | list[Any]
+    lines: bool  # whether bytes are lines of JSON
+    num_bytes: int  # on disk
+
+    def where(self, row: int) -> str:
+        """The place of a row of this block, in words."""
+        if isinstance(self.rows, list):
+            return f"{self.path}, row {self.first + row + 1}"
+        return f"{self.path}, line {self.first + row + 1}" if self.lines else self.path
+
+
+def find_sources(inputs: Sequence[Path]) -> Sources:
+    """The files of the inputs; those of a folder in the order of their names, without hidden ones.
+
+    A binary file is left out of a folder, and refused where it is named. What describes a dataset
+    is left out too: the files beside its tables that `datasets` saved, and its card.
+    """
+    found: list[InputFile] = []
+    skipped: dict[str, list[str]] = {}
+    for path in inputs:
+        if not path.is_dir():
+            found.append(_named(path))
+            continue
+        inside = [(file, _kind(file)) for file in _inside(path)]
+        tables = [file for file, one in inside if one is not None and one.kind in TABLES]
+        for file, one in inside:
+            if one is None:
+                skipped.setdefault("binary file", []).append(str(file))
+            elif one.kind not in TABLES and _describes(file, tables):
+                skipped.setdefault("description of a dataset", []).append(str(file))
+            else:
+                found.append(one)
+    if not found:
+        more = sum(map(len, skipped.values()))
+        left = f", and {more:,} left out" if more else ""
+        raise FivefoldError(
+            f"no files in {', '.join(map(str, inputs))} with text{left}: give text, JSONL, parquet "
+            "or Arrow files, or folders of them"
+        )
+    return Sources(tuple(found), skipped)
+
+
+def _describes(file: Path, tables: list[Path]) -> bool:
+    """Whether a file says what is in tables of its folder."""
+    if (file.parent / _STATE).is_file() and any(each.parent == file.parent for each in tables):
+        return True
+    if file.name != _CARD or not any(file.parent in each.parents for each in tables):
+        return False
+    with file.open("rb") as stream:
+        return stream.readline().strip() == b"---"
+
+
+def _named(path: Path) -> InputFile:
+    if not path.exists():
+        raise BadFile(str(path), ["there is no such file or folder; check the path"])
+    found = _kind(path)
+    if found is None:
+        rule = "it is binary, and no text, JSONL, parquet or Arrow file"
+        raise BadFile(str(path), [f"{rule}; leave it out, or convert it to UTF-8 text"])
+    return found
+
+
+def _inside(folder: Path) -> list[Path]:
+    """The files of a folder, sorted; of a dataset that `datasets` saved, its tables."""
+    if (folder / _SPLITS).is_file():
+        names = sorted(each.parent.name for each in folder.glob(f"*/{_STATE}"))
+        some = names[0] if names else "train"
+        rule = f"it is a dataset with the splits {', '.join(names) or 'that are missing'}"
+        raise BadFile(str(folder), [f"{rule}; give the folder of one, such as {folder / some}"])
+    files: list[Path] = []
+    for root, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        files += [Path(root) / name for name in names if not name.startswith(".")]
+    if missing := sorted(str(path) for path in files if not path.exists()):
+        raise BadFile(missing[0], ["there is no such file or folder; check the path"])
+    return sorted(files, key=lambda file: file.parts)
+
+
+def _kind(path: Path) -> InputFile | None:
+    """What a file is; None if it is binary and nothing that is known."""
+    plain, packed = path, _ENDINGS.get(path.suffix, b"")
+    try:
+        if not path.is_file():  # a pipe can be read only once
+            return InputFile(path, "lines" if path.suffix in _JSONL else "text")
+        with path.open("rb") as raw:
+            head = raw.read(_HEAD)
+    except OSError as error:
+        raise BadFile(str(path), [f"{error.strerror or error}; check the path"]) from error
+    packed = packed or next((each for each in _ENDINGS.values() if head.startswith(each)), b"")
+    if packed:
+        plain = path.with_suffix("") if path.suffix in _ENDINGS else path
+        with _opened(InputFile(path, "text", packed)) as (stream, _):
+            head = stream.read(_HEAD)
+    if (kind := table_files.kind_of(head)) is not None:
+        if packed:
+            rule = f"it is a compressed {kind} file; decompress it, or read it as it was saved"
+            raise BadFile(str(path), [rule])
+        return InputFile(path, kind)
+    if head.startswith(_BINARY) or b"\0" in head or _is_garbled(head):
+        return None
+    return InputFile(path, "lines" if plain.suffix in _JSONL else "text", packed)
+
+
+def _is_garbled(head: bytes) -> bool:
+    """Whether these are hardly characters of a text."""
+    return len(head) - len(head.translate(None, _CONTROL)) > _MOST_CONTROL * len(head)
+
+
+@contextmanager
+def _opened(source: InputFile) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+    """The text of a file as a stream, and the file itself."""
+    word = "zstd" if source.packed == _ZSTD else "gzip"
+    errors: tuple[type[Exception], ...] = (EOFError, zlib.error, gzip.BadGzipFile)
+    try:
+        with source.path.open("rb") as raw:
+            stream: Any = raw
+            if source.packed == _GZIP:
+                stream = gzip.GzipFile(fileobj=raw)
+            elif source.packed == _ZSTD:
+                library = table_files.imported("zstandard", source.path)
+                errors = (*errors, library.ZstdError)
+                stream = io.BufferedReader(_ZstdFrames(raw, library), BLOCK)
+            yield cast("IO[bytes]", stream), raw
+    except errors as error:
+        rule = f"not a complete {word} file: {error}; copy it again"
+        raise BadFile(str(source.path), [rule]) from error
+    except OSError as error:
+        reason = f"{error.strerror or error}; check the path"
+        raise BadFile(str(source.path), [reason]) from error
+
+
+class _ZstdFrames(io.RawIOBase):
+    """The text of zstd frames. The library's own stream takes a truncated frame for a whole one."""
+
+    def __init__(self, raw: IO[bytes], library: Any) -> None:
+        self.raw, self.library = raw, library
+        self.frame: Any = None  # the one that is being read
+        self.text = self.more = b""  # what is decompressed, and what follows the last frame
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self.text:
+            data = self.more or self.raw.read(1 << 16)
+            self.more = b""
+            if not data:
+                if self.frame is not None:
+                    raise EOFError("it ends within a frame")
+                return 0
+            self.frame = self.frame or self.library.ZstdDecompressor().decompressobj()
+            self.text = self.frame.decompress(data)
+            if self.frame.eof:
+                self.more, self.frame = self.frame.unused_data, None
+        size = min(len(buffer), len(self.text))
+        buffer[:size], self.text = self.text[:size], self.text[size:]
+        return size
+
+
+def read_blocks(
+    sources: Sources, columns: Sequence[str], begin: tuple[int, int] = (0, 0)
+) -> Iterator[RowBlock]:
+    """The rows of all files from a place on: the number of a file, and a row of it.
+
+    Rows of a table have these columns; of one column, they are its values.
+    """
+    for number, source in enumerate(sources.files[begin[0] :], begin[0]):
+        skip = begin[1] if number == begin[0] else 0
+        if source.kind in TABLES:
+            path, at = source.path, 0
+            for rows, num_bytes in table_files.read_rows(path, source.kind, columns):
+                if at + len(rows) > skip:
+                    cut = max(0, skip - at)
+                    some = rows[cut:]
+                    yield RowBlock(number, str(path), at + cut, len(some), some, False, num_bytes)
+                at += len(rows)
+        else:
+            yield from _text_blocks(number, source, skip)
+
+
+def _text_blocks(number: int, source: InputFile, skip: int) -> Iterator[RowBlock]:
+    path, told = str(source.path), 0
+    with _opened(source) as (stream, raw):
+        if source.kind == "text":
+            if not skip:
+                data = stream.read()
+                yield RowBlock(number, path, 0, 1, data, False, raw.tell() if raw.seekable() else 0)
+            return
+        at = 0
+        while data := stream.read(BLOCK) + stream.readline():
+            num_lines = data.count(b"\n") + (not data.endswith(b"\n"))
+            position = raw.tell() if raw.seekable() else 0  # a pipe has none
+            if at + num_lines > skip:
+                cut = max(0, skip - at)
+                rest = data.split(b"\n", cut)[-1] if cut else data
+                size = num_lines - cut
+                yield RowBlock(number, path, at + cut, size, rest, True, position - told)
+                told = position
+            at += num_lines
+
+
+def line_row(line: bytes, where: str) -> dict[str, Any]:
+    """The object of a line of JSON."""
+    try:
+        row = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise bad_text(where, error) from error
+    except (ValueError, RecursionError) as error:
+        raise BadFile(where, [f"not valid JSON: {error}; correct that line"]) from error
+    if not isinstance(row, dict):
+        raise BadFile(where, ["expected an object with named fields; correct that line"])
+    return row
+
+
+def bad_text(where: str, error: UnicodeDecodeError) -> BadFile:
+    """The error of bytes that are no UTF-8."""
+    rule = f"not UTF-8: {error.reason} at byte {error.start:,}"
+    return BadFile(where, [f"{rule}; convert it to UTF-8, or take it as bytes: --tokenizer bytes"])

@@ -1,0 +1,93 @@
+"""Rows of parquet and Arrow files, by column, in batches; pyarrow reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal
+
+from fivefold.core.errors import BadFile, FivefoldError
+
+TableKind = Literal["parquet", "arrow", "stream"]
+TABLES = ("parquet", "arrow", "stream")
+_ROWS = 256  # of a batch
+_PARQUET, _ARROW, _STREAM = b"PAR1", b"ARROW1\0\0", b"\xff\xff\xff\xff"
+
+
+def kind_of(head: bytes) -> TableKind | None:
+    """What the first bytes of a file say; None if it is no table."""
+    starts: dict[bytes, TableKind] = {_PARQUET: "parquet", _ARROW: "arrow", _STREAM: "stream"}
+    return next((kind for start, kind in starts.items() if head.startswith(start)), None)
+
+
+def imported(name: str, path: Path) -> Any:
+    """A library of the extra `data`."""
+    try:
+        return import_module(name)
+    except ImportError as error:
+        library = name.split(".")[0]
+        raise FivefoldError(
+            f"{path} needs the library {library}: pip install 'fivefold[data]'"
+        ) from error
+
+
+def read_rows(path: Path, kind: str, columns: Sequence[str]) -> Iterator[tuple[list[Any], int]]:
+    """Batches of rows, each with the share of the file's bytes that it stands for.
+
+    Of several columns a file needs one; rows are then tables of those that it has.
+    """
+    arrow = imported("pyarrow", path)
+    size = path.stat().st_size
+    with _naming(path, arrow):
+        names, total, batches = _opened(path, kind, arrow, columns)
+        if len(columns) == 1:
+            _require_column(path, names, columns[0])
+        chosen = [name for name in columns if name in names]
+        told = done = 0
+        for batch in batches(chosen or names[:1]):
+            for begin in range(0, batch.num_rows, _ROWS):
+                some = batch.slice(begin, _ROWS)
+                done += some.num_rows
+                share = size * done // total if total else 0
+                if len(columns) == 1:
+                    yield some.column(columns[0]).to_pylist(), share - told
+                else:
+                    yield some.select(chosen or names).to_pylist(), share - told
+                told = share
+
+
+def _require_column(path: Path, names: list[str], column: str) -> None:
+    if column not in names:
+        known = ", ".join(names) or "none"
+        rule = f"it has no column {column!r}; name the column with the text by --column"
+        raise BadFile(str(path), [f"{rule}, one of: {known}"])
+
+
+def _opened(path: Path, kind: str, arrow: Any, columns: Sequence[str]) -> Any:
+    """The columns of a file, its number of rows if that is known, and what reads batches."""
+    if kind == "parquet":
+        file = imported("pyarrow.parquet", path).ParquetFile(path)
+        total = file.metadata.num_rows
+        return file.schema_arrow.names, total, lambda some: file.iter_batches(_ROWS, columns=some)
+    ipc = imported("pyarrow.ipc", path)
+    mapped = arrow.memory_map(str(path))
+    if kind == "stream":
+        reader = ipc.open_stream(mapped)
+        return reader.schema.names, 0, lambda some: reader
+    file = ipc.open_file(mapped)
+    batches = map(file.get_batch, range(file.num_record_batches))
+    return file.schema.names, 0, lambda some: batches
+
+
+@contextmanager
+def _naming(path: Path, arrow: Any) -> Iterator[None]:
+    """Turn an error of the library into one that names the file."""
+    try:
+        yield
+    except FivefoldError:
+        raise
+    except (arrow.ArrowException, OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise BadFile(str(path), [f"not a complete table: {reason}; copy it again"]) from error
