@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -64,3 +65,18 @@ def tokenizer_in(folder: Path) -> TokenizerId | None:
     """The tokenizer of a folder; None if it has none."""
     path = folder / TOKENIZER
     return TokenizerId(path.name, fingerprint(path.read_bytes())) if path.is_file() else None
+
+
+def model_folder(model: str) -> Path | None:
+    """The folder of a model that is a Hugging Face config; None for a preset."""
+    path = Path(model)
+    if path.suffix == ".json" and path.is_file():
+        return path.parent
+    return path if "/" in model and (path / "config.json").is_file() else None
+
+
+def files_in(folders: Iterable[Path | None], names: Iterable[str]) -> dict[str, bytes]:
+    """The files with these names, each from the first folder that has it."""
+    there = [folder for folder in folders if folder is not None]
+    found = {name: [each / name for each in there if (each / name).is_file()] for name in names}
+    return {name: paths[0].read_bytes() for name, paths in found.items() if paths}

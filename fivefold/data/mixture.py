@@ -16,6 +16,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from fivefold.core.errors import BadFile, FivefoldError
+from fivefold.core.tokenizer import BYTES, TokenizerId
 from fivefold.data.rows import (
     Corpus,
     RowOrder,
@@ -95,6 +96,18 @@ class Source:
         total = sum(self.shares.weights)
         pairs = zip(self.shares.weights, self.parts, strict=True)
         return "; ".join(f"{weight / total:.3g} of {part.corpus}" for weight, part in pairs)
+
+    @property
+    def tokenizer(self) -> TokenizerId | None:
+        """The tokenizer of the corpora, which is one; None for random tokens."""
+        found = [part.corpus for part in self.parts if isinstance(part.corpus, Corpus)]
+        return TokenizerId(found[0].tokenizer, found[0].digest) if found else None
+
+    @property
+    def folders(self) -> list[Path]:
+        """The folders of the corpora that are not bytes."""
+        corpora = [part.corpus for part in self.parts if isinstance(part.corpus, Corpus)]
+        return [Path(each.name) for each in corpora if each.tokenizer != BYTES]
 
     def place(self, sample: int) -> tuple[str, int]:
         """The name of a sample's corpus, and its row there."""
@@ -186,8 +199,9 @@ def _require_one_tokenizer(corpora: list[Corpus | Synthetic]) -> None:
     tokenized = [corpus for corpus in corpora if isinstance(corpus, Corpus)]
     for other in tokenized[1:]:
         if other.digest != tokenized[0].digest:
+            first, second = (TokenizerId(e.tokenizer, e.digest) for e in (tokenized[0], other))
             raise FivefoldError(
-                f"{tokenized[0].name} has tokens of {tokenized[0].tokenizer} and {other.name} of "
-                f"another tokenizer ({other.tokenizer}), so that one token means two things: "
-                "tokenize both with one tokenizer"
+                f"{tokenized[0].name} has tokens of one tokenizer ({first}) and {other.name} of "
+                f"another ({second}), so that one token means two things: tokenize both with one "
+                "tokenizer"
             )

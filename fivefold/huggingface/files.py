@@ -156,34 +156,37 @@ def write_model(
     read: Callable[[str], Tensor],
     dtype: torch.dtype,
     most_bytes: int,
+    beside: Mapping[str, bytes] | None = None,
 ) -> list[Path]:
-    """Write a model folder and return its files of weights.
+    """Write a model folder and return its files of weights; `beside` are other files of it.
 
     `read` returns one of our weights in full. No file is larger than `most_bytes`, unless a single
     tensor is. The folder is written under another name and then renamed, so it is never partial.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FivefoldError(f"{folder} is there already: give a folder that is new or empty")
-    beside = folder.with_name(folder.name + ".part")
-    shutil.rmtree(beside, ignore_errors=True)  # left by a writer that was killed
+    part = folder.with_name(folder.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)  # left by a writer that was killed
     shards = _shards(_outgoing(shape, dtype), most_bytes)
-    files = [beside / name for name in _shard_names(len(shards))]
-    at = beside
+    files = [part / name for name in _shard_names(len(shards))]
+    at = part
     try:
-        beside.mkdir(parents=True)
+        part.mkdir(parents=True)
         for at, shard in zip(files, shards, strict=True):
             _write_shard(at, shard, _cached_last(read))
         if len(files) > 1:
-            _write_json(beside / INDEX, _index_of(files, shards))
-        _write_json(beside / CONFIG, config)
-        beside.rename(folder)
+            _write_json(part / INDEX, _index_of(files, shards))
+        _write_json(part / CONFIG, config)
+        for at, data in ((part / name, data) for name, data in (beside or {}).items()):
+            at.write_bytes(data)
+        part.rename(folder)
     except (OSError, SafetensorError) as error:
         reason, file = str(error), at
         if isinstance(error, OSError):
             reason, file = error.strerror, error.filename or at
         raise BadFile(str(file), [f"{reason}; free some room, or give another folder"]) from error
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(part, ignore_errors=True)
     return [folder / file.name for file in files]
 
 

@@ -21,6 +21,7 @@ from fivefold.train.check import (
 )
 from fivefold.train.loop import run_rank
 from fivefold.train.state import TrainedRank, TrainSettings
+from fivefold.train.tokenizers import keep_tokenizer
 
 __all__ = [
     "Check",
@@ -32,6 +33,7 @@ __all__ = [
     "checked_source",
     "compare_with_plan",
     "estimate_of",
+    "keep_tokenizer",
     "num_processes",
     "run_rank",
     "train",

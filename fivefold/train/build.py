@@ -25,6 +25,7 @@ from fivefold.step import updater_of
 from fivefold.train.callbacks.records import SpanCallback
 from fivefold.train.callbacks.watchdog import WatchdogCallback
 from fivefold.train.state import TrainSettings
+from fivefold.train.tokenizers import require_same_tokenizer
 
 _MOST_BATCHES = 8  # global batches of rows that a training holds out itself
 
@@ -133,7 +134,8 @@ def sets_of(
 
 
 def checked_source(plan: Plan, settings: TrainSettings) -> Source:
-    """The data of a training, whose files and evaluation sets are as they should be."""
+    """The data of a training, whose files, tokenizer and evaluation sets are as they should be."""
     source = source_of(plan, settings, verify=True)
+    require_same_tokenizer(plan, source, settings.folder if settings.resume else None)
     sets_of(plan, settings.recipe, source, verify=True)
     return source

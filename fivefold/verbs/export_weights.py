@@ -13,7 +13,16 @@ from fivefold.core.count import parameters
 from fivefold.core.errors import counted
 from fivefold.core.plan import PlanOptions
 from fivefold.core.precision import PRECISIONS
+from fivefold.core.tokenizer import (
+    TOKENIZER,
+    TOKENIZER_FILES,
+    TokenizerId,
+    files_in,
+    fingerprint,
+    model_folder,
+)
 from fivefold.huggingface.config_export import HfModel, as_hf
+from fivefold.huggingface.model_card import CARD, GENERATION, generation_config, model_card
 from fivefold.verbs import above, checkpoint_step, one_of
 
 _WRITTEN = ("bf16", "fp32")
@@ -79,6 +88,7 @@ def _exported(
     reader = open_run(
         run_folder, model.shape, step, lambda why: typer.echo(f"fivefold: {why}", err=True)
     )
+    beside = _beside(model, run_folder, reader.facts.step, options)
     files = write_model(
         folder,
         model.shape,
@@ -86,6 +96,7 @@ def _exported(
         lambda name: reader.read(f"model/{name}"),
         getattr(torch, PRECISIONS[options.dtype].dtype),
         int(options.shard_gb * 1e9),
+        beside,
     )
     return {
         "folder": str(folder),
@@ -95,12 +106,29 @@ def _exported(
         "parameters": parameters(model.shape).total,
         "dtype": options.dtype,
         "files": [file.name for file in files],
+        "beside": sorted(beside),
     }
 
 
+def _beside(
+    model: HfModel, run_folder: Path, step: int, options: ExportOptions
+) -> dict[str, bytes]:
+    """The files of the tokenizer, how the model generates, and its card."""
+    read = plan.read(run_folder / "plan.toml")
+    folders = (run_folder, model_folder(read.model))
+    files = files_in(folders, (*TOKENIZER_FILES, GENERATION))
+    files.setdefault(GENERATION, generation_config(model.config))
+    data = files.get(TOKENIZER)
+    tokenizer = None if data is None else TokenizerId(TOKENIZER, fingerprint(data))
+    text = (run_folder / "plan.toml").read_text("utf-8")
+    card = model_card(plan.resolve(read), text, options.dtype, step, tokenizer)
+    return {**files, CARD: card}
+
+
 def _text(table: dict[str, Any]) -> str:
+    beside = ", ".join(table["beside"])
     return (
         f"step {table['step']} of {table['model']} ({table['family']}, {table['parameters']:,} "
         f"parameters) is in {table['folder']}, in {table['dtype']}, "
-        f"{counted(len(table['files']), 'file')} of weights"
+        f"{counted(len(table['files']), 'file')} of weights, beside {beside}"
     )

@@ -14,6 +14,7 @@ from fivefold.core import models, tables
 from fivefold.core.count import parameters
 from fivefold.core.errors import FivefoldError
 from fivefold.core.precision import PRECISIONS
+from fivefold.core.tokenizer import TOKENIZER_FILES, files_in, tokenizer_in
 from fivefold.core.weights import buffers, weights
 from fivefold.report import write_text
 from fivefold.verbs import one_of
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 
 _CONFIG = "config.json"
+_COPIED = (*TOKENIZER_FILES, "generation_config.json")
+_RATES = {10e9: 2e-5, float("inf"): 1e-5}  # of full fine-tuning, by the number of parameters
 
 
 def run(
@@ -66,7 +69,10 @@ def _imported(folder: Path, target: Path, shape: Shape, dtype: str | None) -> di
         )
     source = HfFolder(folder, shape)
     chosen = dtype or ("bf16" if source.is_narrow else "fp32")
-    plan = tables.to_toml({"model": _CONFIG, "layout": "dp=1", "precision": chosen})
+    size = parameters(shape).total
+    rate = next(rate for most, rate in _RATES.items() if size < most)
+    table = {"model": _CONFIG, "layout": "dp=1", "precision": chosen, "train": {"lr": rate}}
+    plan = tables.to_toml(table)
     try:
         target.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -75,6 +81,8 @@ def _imported(folder: Path, target: Path, shape: Shape, dtype: str | None) -> di
         ) from error
     write_text(target / _CONFIG, (folder / _CONFIG).read_text("utf-8"))
     write_text(target / "plan.toml", plan)
+    for name, data in files_in([folder], _COPIED).items():
+        (target / name).write_bytes(data)
     wanted: torch.dtype = getattr(torch, PRECISIONS[chosen].dtype)
     entries = list(_entries(source, shape, wanted))
     facts = Facts(step=0, plan=plan, has_states=False)
@@ -84,10 +92,22 @@ def _imported(folder: Path, target: Path, shape: Shape, dtype: str | None) -> di
         "checkpoint": str(path),
         "model": shape.name,
         "family": shape.family,
-        "parameters": parameters(shape).total,
+        "parameters": size,
         "tensors": len(entries),
         "dtype": chosen,
+        "lr": rate,
+        "tokenizer": None if (found := tokenizer_in(target)) is None else found.fingerprint,
+        "next": _next_steps(target),
     }
+
+
+def _next_steps(run: Path) -> list[str]:
+    """Commands that fine-tune this model: text in its own tokens, at a rate that keeps what it
+    knows, which the plan has."""
+    return [
+        f"fivefold tokens YOUR_TEXT --tokenizer {run} -o {run}/corpus",
+        f"fivefold train {run}/plan.toml --out {run} --resume --packed --set data={run}/corpus",
+    ]
 
 
 def _entries(source: HfFolder, shape: Shape, dtype: torch.dtype) -> Iterator[Any]:
@@ -102,9 +122,14 @@ def _entries(source: HfFolder, shape: Shape, dtype: torch.dtype) -> Iterator[Any
 
 
 def _text(table: dict[str, Any]) -> str:
-    run = table["run"]
-    return (
+    lines = [
         f"{table['model']} ({table['family']}, {table['parameters']:,} parameters) is step 0 of "
-        f"{run}, in {table['dtype']}; to train from there:\n"
-        f"  fivefold train {run}/plan.toml --out {run} --resume"
-    )
+        f"{table['run']}, in {table['dtype']}; its plan has the learning rate {table['lr']:g} of "
+        "fine-tuning. Tokenize text with its own tokenizer, and train:",
+        *(f"  {command}" for command in table["next"]),
+    ]
+    if table["tokenizer"] is None:
+        lines.append(
+            f"It came without a tokenizer.json: put the model's own into {table['run']} first"
+        )
+    return "\n".join(lines)

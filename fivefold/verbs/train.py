@@ -28,6 +28,7 @@ from fivefold.report.training_text import head, out_of_memory, step_line, summar
 from fivefold.verbs import BackendOption, above, asked_backend, one_of, with_plan_options
 
 if TYPE_CHECKING:
+    from fivefold.data.mixture import Source
     from fivefold.launch.backend import Backend, RankDevice
     from fivefold.launch.processes import RankLost
     from fivefold.train import SampleText, Shortage, TrainedRank, TrainSettings
@@ -187,7 +188,7 @@ def _fork(start: _Start, as_json: bool) -> int:
     """Train on ranks of this machine; the exit code."""
     from fivefold.launch.processes import Pool, RankLost
     from fivefold.records.run_folder import RunFolder
-    from fivefold.train import checked_source, num_processes, train
+    from fivefold.train import checked_source, keep_tokenizer, num_processes, train
 
     began, rank = time.perf_counter(), _device(start, None)
     plan = _noted(start.plan, rank)
@@ -195,7 +196,8 @@ def _fork(start: _Start, as_json: bool) -> int:
     settings = _settings(start, folder, rank)
     source = checked_source(plan, settings)
     toml = plan.to_toml(folder, whole=True)
-    run_files = RunFolder.create(folder, toml, _facts(plan), start.resume)
+    run_files = RunFolder.create(folder, toml, _start_facts(plan, source), start.resume)
+    keep_tokenizer(folder, source)
     print_line: Callable[[str], None] = (lambda line: None) if as_json else typer.echo
     print_line(head(plan, settings.recipe, settings.dtype, str(source), settings.planned))
     print_line(f"run folder: {folder}")
@@ -226,7 +228,7 @@ def _join(start: _Start, launched: LauncherEnvironment) -> int:
     """Be one rank of a job that a launcher has started; the exit code."""
     from fivefold.launch.worker import joined_worker
     from fivefold.records.run_folder import RunFolder
-    from fivefold.train import checked_source, run_rank
+    from fivefold.train import checked_source, keep_tokenizer, run_rank
 
     rank, first = _device(start, launched), launched.rank == 0
     plan = _noted(start.plan, rank)
@@ -236,7 +238,8 @@ def _join(start: _Start, launched: LauncherEnvironment) -> int:
     if first:  # the others open the folder after they have joined this rank
         source = checked_source(plan, settings)
         toml = plan.to_toml(folder, whole=True)
-        run_files = RunFolder.create(folder, toml, _facts(plan), start.resume)
+        run_files = RunFolder.create(folder, toml, _start_facts(plan, source), start.resume)
+        keep_tokenizer(folder, source)
         print_line(head(plan, settings.recipe, settings.dtype, str(source), settings.planned))
         print_line(f"run folder: {folder}")
     reporter = _Reporter(settings.recipe.steps, print_line)
@@ -277,7 +280,7 @@ class _Reporter:
 
 
 def _facts(plan: Plan) -> dict[str, object]:
-    """Facts of this start for `run.json` and for --json."""
+    """Facts of a start, for --json too."""
     return {
         "model": plan.shape.name,
         "layout": str(plan.layout),
@@ -285,6 +288,12 @@ def _facts(plan: Plan) -> dict[str, object]:
         "zero": plan.layout.zero,
         "schedule": plan.schedule.name,
     }
+
+
+def _start_facts(plan: Plan, source: Source) -> dict[str, object]:
+    """Facts of this start for `run.json`."""
+    tokenizer = source.tokenizer
+    return {**_facts(plan), "tokenizer": None if tokenizer is None else asdict(tokenizer)}
 
 
 def _report_lost_rank(lost: RankLost, plan: Plan, as_json: bool) -> int:

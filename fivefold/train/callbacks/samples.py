@@ -13,8 +13,9 @@ from typing import Any
 
 from fivefold.core.plan import Plan, PlanOptions
 from fivefold.core.recipe import Recipe
+from fivefold.core.tokenizer import BYTES, TOKENIZER
 from fivefold.data.mixture import Source
-from fivefold.data.rows import BYTES, Corpus, read_rows
+from fivefold.data.rows import Corpus, read_rows
 from fivefold.generate.blocks import blocks_of
 from fivefold.generate.layout import LayoutEngine, plan_of
 from fivefold.generate.requests import Request, Sampling
@@ -104,11 +105,12 @@ def held_out_prompt(source: Source, length: int) -> tuple[int, ...]:
 
 def codec_of(plan: Plan, source: Source) -> Codec | None:
     """What turns tokens into text; None if that is not known here."""
-    beside = Path(plan.options.model).parent / "tokenizer.json"
+    beside = [folder / TOKENIZER for folder in (Path(plan.options.model).parent, *source.folders)]
     corpora = [part.corpus for part in source.parts]
     if all(isinstance(each, Corpus) and each.tokenizer == BYTES for each in corpora):
         return ByteCodec()
-    return read_tokenizer(beside) if beside.is_file() else None
+    found = [path for path in beside if path.is_file()]
+    return read_tokenizer(found[0]) if found else None
 
 
 def _text(codec: Codec | None, tokens: tuple[int, ...]) -> str:

@@ -1,0 +1,54 @@
+"""The tokenizer of the data is that of the model and of the run, or nothing is trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from fivefold.core.errors import FivefoldError
+from fivefold.core.plan import Plan
+from fivefold.core.tokenizer import (
+    TOKENIZER_FILES,
+    TokenizerId,
+    files_in,
+    model_folder,
+    tokenizer_in,
+)
+from fivefold.data.mixture import Source
+from fivefold.records.run_folder import RUN
+
+
+def require_same_tokenizer(plan: Plan, source: Source, folder: Path | None) -> None:
+    """Refuse tokens that mean something else to the model, or to the steps before."""
+    given = source.tokenizer
+    if given is None:  # random tokens
+        return
+    where = model_folder(plan.options.model)
+    model = None if where is None else tokenizer_in(where)
+    if where is not None and model is not None and model.fingerprint != given.fingerprint:
+        raise FivefoldError(
+            f"{source} has other tokens than the model: the data is from {given}, and {where} has "
+            f"{model}; write the data again with `fivefold tokens TEXT --tokenizer {where} -o "
+            "FOLDER`, and give it with --set data=FOLDER"
+        )
+    before = None if folder is None else tokenizer_of_run(folder)
+    if before is not None and before.fingerprint != given.fingerprint:
+        raise FivefoldError(
+            f"{source} has other tokens than the run: the data is from {given}, and {folder} was "
+            f"trained with {before}; give data of that tokenizer, or another folder with --out"
+        )
+
+
+def tokenizer_of_run(folder: Path) -> TokenizerId | None:
+    """The tokenizer of the newest start of a run that noted one."""
+    path = folder / RUN
+    starts = json.loads(path.read_bytes())["starts"] if path.is_file() else []
+    found = [each["tokenizer"] for each in starts if each.get("tokenizer")]
+    return TokenizerId(**found[-1]) if found else None
+
+
+def keep_tokenizer(folder: Path, source: Source) -> None:
+    """Copy the tokenizer of the data to the run, which may be exported without the data."""
+    for name, data in files_in(source.folders, TOKENIZER_FILES).items():
+        if not (folder / name).exists():
+            (folder / name).write_bytes(data)
