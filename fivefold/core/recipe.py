@@ -18,6 +18,7 @@ OptimizerName = Literal["adamw", "muon", "sgd"]  # the keys of OPTIMIZERS
 Curve = Literal["cosine", "wsd", "linear", "constant"]
 Compile = Literal["auto", True, False]
 States = Literal["fp32", "bf16"]
+LossOn = Literal["assistant", "all"]
 DISK = "nvme:"
 BLOCK_OF_STATES = 256_000_000  # bytes of states in memory that an update by blocks has at once
 ROUNDED_AT_ONCE = 1 << 22  # elements of bf16 states: enough for a GPU, and few temporaries
@@ -65,10 +66,11 @@ class Recipe:
     """The keys of `[train]`.
 
     `warmup` and `save_every` count steps; None means a tenth of the steps, and one checkpoint at
-    the end. `data` is stdlib, synthetic, or folders of token shards with weights; `eval_data` is
-    folders with names, or nothing: rows that `data` holds out. `keep_best` is the name of one of
-    these sets. `offload`, of states, and `offload_grads` are none, cpu or nvme:FOLDER. `log` joins
-    tensorboard, wandb and memory with `+`. `compile` is true, false, or auto: on GPUs.
+    the end. `data` is stdlib, synthetic, or folders of token shards with weights; `loss` is on what
+    the assistant says in conversations, or on all of their tokens. `eval_data` is folders with
+    names, or nothing: rows that `data` holds out. `keep_best` is the name of one of these sets.
+    `offload`, of states, and `offload_grads` are none, cpu or nvme:FOLDER. `log` joins tensorboard,
+    wandb and memory with `+`. `compile` is true, false, or auto: on GPUs.
     """
 
     steps: int = 20
@@ -80,6 +82,7 @@ class Recipe:
     clip: float = 1.0
     seed: int = 0
     data: str = "stdlib"
+    loss: LossOn = "assistant"
     states: States = "fp32"
     offload: str = "none"
     offload_grads: str = "none"

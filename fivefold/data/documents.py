@@ -98,6 +98,18 @@ def _decoded(document: Document) -> str:
         raise bad_text(document.where, error) from error
 
 
+def make_chat_encoder(tokenizer: str, end: str | None) -> TextEncoder:
+    """The encoder of a model folder; in a conversation, special tokens are what they spell."""
+    if tokenizer == BYTES or not Path(tokenizer).is_dir():
+        raise FivefoldError(
+            f"--chat needs the chat template beside the tokenizer, and --tokenizer {tokenizer} is "
+            "no folder: give the folder of a chat model, with --tokenizer DIR"
+        )
+    found = _text_encoder(Path(tokenizer), end or NO_END)  # a template ends its turns itself
+    found.tokenizer.encode_special_tokens = False
+    return found
+
+
 def make_encoder(tokenizer: str, end: str | None) -> ByteEncoder | TextEncoder:
     """`tokenizer` is bytes, or the path of a tokenizer.json or of its folder; `end` is a token's
     text, or none."""
@@ -255,7 +267,7 @@ class BlockEncoder:
         if not block.lines:
             return [block.rows]
         texts: list[bytes | None] = []
-        for row, line in enumerate(_lines(block.rows)):
+        for row, line in enumerate(lines_of(block.rows)):
             where = block.where(row)
             texts.append(self._field(line_row(line, where), where) if line.strip() else None)
         return texts
@@ -282,7 +294,8 @@ class BlockEncoder:
             raise BadFile(where, [rule]) from error
 
 
-def _lines(data: bytes) -> list[bytes]:
+def lines_of(data: bytes) -> list[bytes]:
+    """The lines of a block."""
     lines = data.split(b"\n")
     return lines if lines[-1] else lines[:-1]
 

@@ -11,11 +11,12 @@ import math
 import re
 import shlex
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 
 from fivefold.core.errors import BadFile, FivefoldError
+from fivefold.core.recipe import LossOn
 from fivefold.core.tokenizer import BYTES, TokenizerId
 from fivefold.data.rows import (
     Corpus,
@@ -104,6 +105,12 @@ class Source:
         return TokenizerId(found[0].tokenizer, found[0].digest) if found else None
 
     @property
+    def conversations(self) -> list[str]:
+        """The names of corpora that have conversations."""
+        corpora = [part.corpus for part in self.parts if isinstance(part.corpus, Corpus)]
+        return [each.name for each in corpora if each.masked]
+
+    @property
     def folders(self) -> list[Path]:
         """The folders of the corpora that are not bytes."""
         corpora = [part.corpus for part in self.parts if isinstance(part.corpus, Corpus)]
@@ -140,13 +147,22 @@ class Source:
         return part.corpus, part.order.row(index)
 
 
-def open_source(spec: str, vocab: int, seq: int, seed: int, *, verify: bool = False) -> Source:
+def open_source(
+    spec: str,
+    vocab: int,
+    seq: int,
+    seed: int,
+    *,
+    verify: bool = False,
+    loss: LossOn = "assistant",
+) -> Source:
     """The source of a `data` key: stdlib, synthetic, a folder, or several of them with weights.
 
-    `verify` checks the checksum of every token file.
+    `verify` checks the checksum of every token file; `loss` is on which tokens of conversations.
     """
     weights = parse_mixture(spec)
     corpora = [_open(name, vocab, seed, verify) for name in weights]
+    corpora = [replace(one, loss=loss) if isinstance(one, Corpus) else one for one in corpora]
     _require_one_tokenizer(corpora)
     common = math.lcm(*(weight.denominator for weight in weights.values()))
     return Source(

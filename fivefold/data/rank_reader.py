@@ -78,11 +78,12 @@ class RankReader:
         """The rows of a step; those that are missing at its end have no loss."""
         mine = replace(self.batch, dp=1)
         missing = mine.sequences - len(rows.tokens)
-        tokens, begins = (torch.from_numpy(np.pad(each, ((0, missing), (0, 0)))) for each in rows)
+        full = (np.pad(each, ((0, missing), (0, 0))) for each in rows)
+        tokens, begins, silent = map(torch.from_numpy, full)
         masked = None
-        if missing:
-            masked = torch.zeros(len(tokens), mine.seq, dtype=torch.bool)
-            masked[-missing:] = True
+        if missing or silent.any():
+            masked = silent[:, 1:].clone()  # the label of a token is the next one
+            masked[len(rows.tokens) :] = True
             masked = masked.view(mine.microbatches, 1, -1, mine.seq)
         return samples_from_rows(mine, tokens, begins if self.packed else None, masked)
 

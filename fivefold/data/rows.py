@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.core.errors import FivefoldError
+from fivefold.core.recipe import LossOn
 from fivefold.core.tokenizer import BYTES
 
 NUM_BYTES = 256  # tokens 0 to 255; token 256 ends a document if the vocabulary has it
@@ -38,6 +39,7 @@ class TokenRows(NamedTuple):
 
     tokens: NDArray[np.int64]  # (rows, seq + 1)
     begins: NDArray[np.bool_]  # (rows, seq + 1): whether a document begins here
+    silent: NDArray[np.bool_]  # (rows, seq + 1): whether a token has no loss
 
 
 class Shard(NamedTuple):
@@ -57,6 +59,7 @@ class Corpus:
     end: int | None  # the token after each document, if any
     tokenizer: str = BYTES
     digest: str = BYTES  # equal for corpora whose tokens mean the same
+    loss: LossOn = "assistant"  # of conversations
 
     @property
     def bytes_per_token(self) -> float | None:
@@ -78,24 +81,56 @@ class Corpus:
         """The index of each shard's first token in the corpus; the last entry is its length."""
         return list(accumulate((len(shard.tokens) for shard in self.shards), initial=0))
 
+    @property
+    def masked(self) -> bool:
+        """Whether it has conversations, of which a mask says which tokens have a loss."""
+        return self.shards[0].mask is not None
+
     def num_rows(self, seq: int) -> int:
         """The number of rows of one epoch."""
-        return (self.starts[-1] - 1) // seq
+        return len(_whole_rows(self, seq)) if self.masked else (self.starts[-1] - 1) // seq
 
-    def read(self, row: int, tokens: NDArray[np.int64], begins: NDArray[np.bool_]) -> None:
-        """Fill one row; `begins` is all False before.
+    def read(self, row: int, into: TokenRows) -> None:
+        """Fill one row of flags that are all False before.
 
         It copies slices: the index list of one gather would be larger than the tokens.
         """
-        start = row * (len(tokens) - 1)
+        size = into.tokens.size
+        start, stop = row * (size - 1), row * (size - 1) + size
+        if self.masked:
+            start, stop = _whole_rows(self, size - 1)[row].tolist()
         number, done = bisect_right(self.starts, start) - 1, 0
-        while done < len(tokens):
+        while done < stop - start:
             shard, first = self.shards[number], start + done - self.starts[number]
-            found = shard.tokens[first : first + len(tokens) - done]
-            tokens[done : done + len(found)] = found
+            part = slice(first, first + stop - start - done)
+            found = shard.tokens[part]
+            here = slice(done, done + len(found))
+            into.tokens[here] = found
             low, high = np.searchsorted(shard.begins, (first, first + len(found)))
-            begins[shard.begins[low:high] - first + done] = True
+            into.begins[shard.begins[low:high] - first + done] = True
+            if shard.mask is not None and self.loss == "assistant":
+                into.silent[here] = shard.mask[part] == 0
             number, done = number + 1, done + len(found)
+        if done < size:  # filled up with a document of its own that has no loss
+            into.tokens[done:], into.begins[done], into.silent[done:] = 0, True, True
+
+
+@cache
+def _whole_rows(corpus: Corpus, seq: int) -> NDArray[np.int64]:
+    """First token and end of each row of conversations: as many as fit, none of them cut.
+
+    One that is longer than a row is a row of its own, and loses its end.
+    """
+    shards = zip(corpus.shards, corpus.starts, strict=False)
+    firsts = np.concatenate([shard.begins + start for shard, start in shards])
+    ends = np.append(firsts[1:], corpus.starts[-1])
+    rows, at = list[tuple[int, int]](), 0
+    while at < len(firsts):
+        most = int(firsts[at]) + seq + 1
+        after = max(at + 1, int(np.searchsorted(ends, most, side="right")))
+        rows.append((int(firsts[at]), min(most, int(ends[after - 1]))))
+        at = after
+    return np.array(rows, np.int64)
 
 
 @dataclass(frozen=True)
@@ -113,8 +148,9 @@ class Synthetic:
         """More rows than any training reads."""
         return _DRAWN_ROWS
 
-    def read(self, row: int, tokens: NDArray[np.int64], begins: NDArray[np.bool_]) -> None:
+    def read(self, row: int, into: TokenRows) -> None:
         """Fill one row, from raw random bits: only these are the same in every version of numpy."""
+        tokens = into.tokens
         bits = np.random.Philox(key=np.array([self.seed % 2**64, row], np.uint64))
         drawn = bits.random_raw(len(tokens) // 2 + 1).astype("<u8", copy=False).view("<u4")
         wide = tokens.view(np.uint64)
@@ -129,9 +165,9 @@ RowPlace = tuple[Corpus | Synthetic, int]
 def read_rows(places: Sequence[RowPlace], seq: int) -> TokenRows:
     """The rows with these numbers, each of its corpus."""
     sizes = (len(places), seq + 1)
-    rows = TokenRows(np.empty(sizes, np.int64), np.zeros(sizes, np.bool_))
+    rows = TokenRows(np.empty(sizes, np.int64), *(np.zeros(sizes, np.bool_) for _ in range(2)))
     for number, (corpus, row) in enumerate(places):
-        corpus.read(row, rows.tokens[number], rows.begins[number])
+        corpus.read(row, TokenRows(*(each[number] for each in rows)))
     return rows
 
 

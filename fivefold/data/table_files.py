@@ -45,8 +45,11 @@ def read_rows(path: Path, kind: str, columns: Sequence[str]) -> Iterator[tuple[l
         if len(columns) == 1:
             _require_column(path, names, columns[0])
         chosen = [name for name in columns if name in names]
+        if not chosen:
+            rule = f"it has none of the columns {', '.join(columns)}; name the one by --column"
+            raise BadFile(str(path), [f"{rule}, one of: {', '.join(names) or 'none'}"])
         told = done = 0
-        for batch in batches(chosen or names[:1]):
+        for batch in batches(chosen):
             for begin in range(0, batch.num_rows, _ROWS):
                 some = batch.slice(begin, _ROWS)
                 done += some.num_rows
@@ -54,7 +57,7 @@ def read_rows(path: Path, kind: str, columns: Sequence[str]) -> Iterator[tuple[l
                 if len(columns) == 1:
                     yield some.column(columns[0]).to_pylist(), share - told
                 else:
-                    yield some.select(chosen or names).to_pylist(), share - told
+                    yield some.select(chosen).to_pylist(), share - told
                 told = share
 
 

@@ -20,6 +20,7 @@ from fivefold.generate.text import read_table
 
 Message = dict[str, str]
 _SECONDS = 5  # of processor time
+_CONVERSATIONS_A_SECOND = 20  # far more than any template needs
 _PATIENCE = 60.0  # seconds on the clock: a busy machine starts a process late
 _CONFIG, _FILE = "tokenizer_config.json", "chat_template.jinja"
 
@@ -41,14 +42,32 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Message], seconds: int = _SECONDS) -> str:
         """The prompt that asks for the next message of the assistant."""
-        job = {"template": self.source, "messages": list(messages), "variables": self.variables}
+        answer = self._run({"messages": list(messages)}, seconds)
+        if "error" in answer:
+            raise BadFile(f"the chat template of {self.where}", [f"{answer['error']}; correct it"])
+        return answer["text"]
+
+    def render_many(self, conversations: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The text of each conversation, and the `spans` of it that the assistant says; or its
+        `error`. One process renders them all."""
+        seconds = _SECONDS + len(conversations) // _CONVERSATIONS_A_SECOND
+        answer = self._run({"conversations": conversations}, seconds)
+        if isinstance(answer, dict):  # of the process, not of a conversation
+            raise BadFile(f"the chat template of {self.where}", [f"{answer['error']}; correct it"])
+        return answer
+
+    def _run(self, job: dict[str, Any], seconds: int) -> Any:
+        job = {"template": self.source, "variables": self.variables, **job}
         command = [sys.executable, "-I", str(Path(chat_worker.__file__)), str(seconds)]
         try:
             done = subprocess.run(
-                command, input=json.dumps(job).encode(), capture_output=True, timeout=_PATIENCE
+                command,
+                input=json.dumps(job).encode(),
+                capture_output=True,
+                timeout=_PATIENCE + seconds,
             )
         except subprocess.TimeoutExpired as error:
-            rule = f"the chat template of {self.where} has not ended after {_PATIENCE:g} s"
+            rule = f"the chat template of {self.where} has not ended after {error.timeout:g} s"
             raise FivefoldError(f"{rule}: correct it, or leave --chat out") from error
         if done.returncode == -signal.SIGXCPU:
             raise FivefoldError(
@@ -56,12 +75,9 @@ class ChatTemplate:
                 "correct it, or leave --chat out"
             )
         try:
-            answer = json.loads(done.stdout)
+            return json.loads(done.stdout)
         except ValueError:
-            answer = {"error": f"its process ended with code {done.returncode}"}
-        if "error" in answer:
-            raise BadFile(f"the chat template of {self.where}", [f"{answer['error']}; correct it"])
-        return answer["text"]
+            return {"error": f"its process ended with code {done.returncode}"}
 
 
 def _source(folder: Path, table: dict[str, Any]) -> str | None:

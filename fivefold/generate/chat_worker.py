@@ -1,21 +1,48 @@
 """The process that runs a chat template: a job in JSON on standard input, its text on standard
-output. It imports nothing of this package, and opens no file once the template runs."""
+output. It imports nothing of this package, and opens no file once the template runs.
+
+A job of many `conversations` gets the text of each, and where the assistant speaks in it: what the
+template itself puts between `{% generation %}` and `{% endgeneration %}`, or else what a turn adds
+to the prompt that asks for it.
+"""
 
 from __future__ import annotations
 
 import json
 import resource
+import secrets
 import sys
+from collections.abc import Callable
 from datetime import datetime
 from importlib import import_module
 from typing import Any, NoReturn
 
+from jinja2 import nodes
 from jinja2.exceptions import TemplateError
-from jinja2.ext import loopcontrols
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 _MOST_BYTES = 1 << 30  # of memory
 _MOST_TEXT = 4 << 20  # characters
+_MARK = secrets.token_hex(16)  # no text has it
+_OPEN, _CLOSE = f"<{_MARK}>", f"</{_MARK}>"
+
+
+class Generation(Extension):
+    """The tag of what the assistant says; it leaves two marks in the text."""
+
+    tags = frozenset({"generation"})
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        call = self.call_method("marked", [], [])
+        return nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+    def marked(self, caller: Callable[[], str]) -> str:
+        """The text of the block between marks."""
+        return f"{_OPEN}{caller()}{_CLOSE}"
 
 
 def main(seconds: int) -> None:
@@ -23,7 +50,7 @@ def main(seconds: int) -> None:
     import_module("jinja2.debug")  # Jinja loads it at the first error, when no file can be opened
     job = json.loads(sys.stdin.buffer.read())
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
     )
     added: dict[str, Any] = {"raise_exception": _refuse, "strftime_now": _now}
     environment.globals.update(added)
@@ -38,23 +65,83 @@ def main(seconds: int) -> None:
     for limit, most in limits.items():
         resource.setrlimit(limit, (most, most))
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))  # the first is a signal
-    print(json.dumps(_rendered(environment, job)))
+    if "conversations" in job:
+        print(json.dumps([_conversation(environment, job, one) for one in job["conversations"]]))
+    else:
+        print(json.dumps(_rendered(environment, job)))
 
 
-def _rendered(environment: ImmutableSandboxedEnvironment, job: dict[str, Any]) -> dict[str, str]:
+def _rendered(environment: ImmutableSandboxedEnvironment, job: dict[str, Any]) -> dict[str, Any]:
+    """The prompt that asks for the next message of the assistant."""
+    return _caught(lambda: {"text": _unmarked(_render(environment, job, job, True))[0]})
+
+
+def _conversation(
+    environment: ImmutableSandboxedEnvironment, job: dict[str, Any], one: dict[str, Any]
+) -> dict[str, Any]:
+    """The text of a conversation, and the spans of its characters that the assistant says."""
+
+    def render(messages: list[Any], prompt: bool) -> str:
+        return _render(environment, job, {**one, "messages": messages}, prompt)
+
+    def spans() -> dict[str, Any]:
+        messages = one["messages"]
+        text, found = _unmarked(render(messages, False))
+        if found:
+            return {"text": text, "spans": found}
+        for number, message in enumerate(messages):
+            if message.get("role") == "assistant":
+                before = render(messages[:number], True)
+                after = render(messages[: number + 1], False)
+                if not (after.startswith(before) and text.startswith(after)):
+                    return {"error": _CHANGES.format(number=number + 1)}
+                found.append((len(before), len(after)))
+        return {"text": text, "spans": found}
+
+    return _caught(spans)
+
+
+_CHANGES = (
+    "it renders message {number} in another way where others follow, so that its tokens cannot be "
+    "told apart: put {{% generation %}} and {{% endgeneration %}} around what the assistant says"
+)
+
+
+def _render(
+    environment: ImmutableSandboxedEnvironment,
+    job: dict[str, Any],
+    one: dict[str, Any],
+    prompt: bool,
+) -> str:
+    more = {"tools": one["tools"]} if one.get("tools") else {}
+    text = environment.from_string(job["template"]).render(
+        messages=one["messages"], add_generation_prompt=prompt, **more, **job["variables"]
+    )
+    if len(text) > _MOST_TEXT:
+        raise TemplateError(f"it made more than {_MOST_TEXT:,} characters")
+    return text
+
+
+def _unmarked(text: str) -> tuple[str, list[tuple[int, int]]]:
+    """A text without marks, and what was between them."""
+    parts, spans = [""], list[tuple[int, int]]()
+    size = 0
+    for piece in text.split(_OPEN):
+        inside, closed, rest = piece.partition(_CLOSE)
+        if closed:
+            spans.append((size, size + len(inside)))
+        parts += [inside, rest]
+        size += len(inside) + len(rest)
+    return "".join(parts), spans
+
+
+def _caught(render: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
-        text = environment.from_string(job["template"]).render(
-            messages=job["messages"], add_generation_prompt=True, **job["variables"]
-        )
-    except TemplateError as error:
-        return {"error": f"{type(error).__name__}: {error}"}
+        return render()
     except MemoryError:
         return {"error": f"it needs more than {_MOST_BYTES >> 20} MiB"}
     except Exception as error:  # whatever a template calls
         return {"error": f"{type(error).__name__}: {error}"}
-    if len(text) > _MOST_TEXT:
-        return {"error": f"it made more than {_MOST_TEXT:,} characters"}
-    return {"text": text}
 
 
 def _refuse(message: object) -> NoReturn:

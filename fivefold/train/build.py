@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fivefold.core.errors import FivefoldError
 from fivefold.core.plan import Plan
 from fivefold.core.recipe import Recipe
 from fivefold.core.schedule import Step
@@ -117,8 +118,15 @@ def reader_of(plan: Plan, settings: TrainSettings, rank: int, device: torch.devi
 
 def source_of(plan: Plan, settings: TrainSettings, verify: bool = False) -> Source:
     """The data that the plan's model reads."""
-    recipe = settings.recipe
-    return open_source(recipe.data, plan.shape.vocab, plan.batch.seq, recipe.seed, verify=verify)
+    recipe, seq = settings.recipe, plan.batch.seq
+    vocab, seed = plan.shape.vocab, recipe.seed
+    source = open_source(recipe.data, vocab, seq, seed, verify=verify, loss=recipe.loss)
+    if source.conversations and not plan.packed:
+        raise FivefoldError(
+            f"{source.conversations[0]} has conversations, several in a row, which would see one "
+            "another: give --packed, or packed = true in the plan"
+        )
+    return source
 
 
 def sets_of(

@@ -28,6 +28,7 @@ class Tokenizing(NamedTuple):
     column: str | None
     lengths: dict[str, int | None]
     dedup: bool
+    chat: bool
 
 
 InputsArgument = Annotated[
@@ -46,8 +47,14 @@ TokenizerOption = Annotated[
 ]
 ColumnOption = Annotated[
     str | None,
+    typer.Option("--column", "--field", help="Column or JSONL field with the text, or messages."),
+]
+ChatOption = Annotated[
+    bool,
     typer.Option(
-        "--column", "--field", help="Column or JSONL field with the text (default: text)."
+        "--chat",
+        help="Rows are conversations: messages, instruction and output, or prompt and completion; "
+        "--tokenizer is a model folder with a chat template.",
     ),
 ]
 EndOption = Annotated[
@@ -67,6 +74,7 @@ def run(
     output: OutputFolder = None,
     tokenizer: TokenizerOption = "bytes",
     column: ColumnOption = None,
+    chat: ChatOption = False,
     end: EndOption = None,
     min_chars: Annotated[int, typer.Option(help="Leave out shorter documents.")] = 0,
     max_chars: Annotated[int | None, typer.Option(help="Leave out longer documents.")] = None,
@@ -99,7 +107,7 @@ def run(
         raise FivefoldError(f"--workers {workers}: give at least 1")
     lengths = {"min_chars": min_chars, "max_chars": max_chars}
     lengths |= {"min_tokens": min_tokens, "max_tokens": max_tokens}
-    words = Tokenizing(tokenizer, end, column, lengths, dedup)
+    words = Tokenizing(tokenizer, end, column, lengths, dedup, chat)
     size = parse_count("shard-tokens", shard_tokens)
     table = _write(inputs, output, size, words, workers, force)
     typer.echo(json.dumps(table) if as_json else _written_text(table))
@@ -147,10 +155,21 @@ def _write(
 
 
 def _encode(words: Tokenizing) -> Encode:
-    from fivefold.data.documents import BlockEncoder, LengthFilter, make_encoder
+    from fivefold.data.conversations import ChatEncoder
+    from fivefold.data.documents import (
+        BlockEncoder,
+        LengthFilter,
+        make_chat_encoder,
+        make_encoder,
+    )
+    from fivefold.generate.chat import ChatTemplate
 
-    encoder = make_encoder(words.tokenizer, words.end)
     keep = LengthFilter(**words.lengths)  # type: ignore[arg-type]
+    if words.chat:
+        chat = make_chat_encoder(words.tokenizer, words.end)
+        render = ChatTemplate(Path(words.tokenizer)).render_many
+        return ChatEncoder(chat, render, words.column, keep, words.dedup)
+    encoder = make_encoder(words.tokenizer, words.end)
     return BlockEncoder(encoder, words.column or "text", keep, words.dedup)
 
 

@@ -28,6 +28,7 @@ USUAL: dict[str, Any] = {
     **{"eval_every": 0, "skip_limit": 10},
 }
 UNCHANGING = (
+    "loss",
     "offload",
     "offload_grads",
     "save_every",
@@ -38,7 +39,7 @@ UNCHANGING = (
     "log",
     "events",
     "compile",
-)  # change no number
+)  # change no number; `loss` is of conversations, which no case has
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
 from fivefold.core.errors import FivefoldError
 from fivefold.core.plan import Plan, PlanOptions, resolve
@@ -21,7 +20,7 @@ from fivefold.core.recipe import Recipe
 from fivefold.data import rank_reader
 from fivefold.data.mixture import CorpusShare, Shares, Source
 from fivefold.data.rank_reader import AHEAD, Prefetch, RankReader
-from fivefold.data.rows import Synthetic
+from fivefold.data.rows import Synthetic, TokenRows
 from fivefold.launch.processes import Pool
 from fivefold.model.batch import NOT_COUNTED, TokenBatch
 from fivefold.train import TrainSettings, train
@@ -41,10 +40,10 @@ class Noted:
     def num_rows(self, seq: int) -> int:
         return self.num
 
-    def read(self, row: int, tokens: NDArray[np.int64], begins: NDArray[np.bool_]) -> None:
+    def read(self, row: int, into: TokenRows) -> None:
         self.rows.append(row)
-        tokens[:] = 100 * row + np.arange(len(tokens))
-        begins[::5] = True
+        into.tokens[:] = 100 * row + np.arange(len(into.tokens))
+        into.begins[::5] = True
 
 
 def plan_of(layout: str, **options: object) -> Plan:
@@ -87,12 +86,10 @@ def test_16_ranks_in_training_read_every_row_once(
     """The ranks are forked after the patch, and each appends what it reads."""
     read = Synthetic.read
 
-    def noting(
-        self: Synthetic, row: int, tokens: NDArray[np.int64], begins: NDArray[np.bool_]
-    ) -> None:
+    def noting(self: Synthetic, row: int, into: TokenRows) -> None:
         with (tmp_path / f"rank-{os.getpid()}").open("a", encoding="utf-8") as file:
             file.write(f"{row}\n")
-        read(self, row, tokens, begins)
+        read(self, row, into)
 
     monkeypatch.setattr(Synthetic, "read", noting)
     plan = plan_of("dp=16", set={"layers": "1", "vocab": "64"})

@@ -1,0 +1,208 @@
+"""Conversations to tokens and a mask: which tokens the assistant says.
+
+A row has `messages`; `instruction`, `input` and `output`; or `prompt` and `completion`. The chat
+template of the tokenizer's folder makes its text, and says which characters are the assistant's. A
+token has a loss if it begins with one of them. What ends a turn is part of the turn.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fivefold.core.errors import BadFile
+from fivefold.data.documents import (
+    BLANK,
+    KEPT,
+    Document,
+    EncodedBlock,
+    LengthFilter,
+    TextEncoder,
+    encoded,
+    lines_of,
+)
+from fivefold.data.shards import DTYPES, MASK, TokenFormat
+from fivefold.data.sources import RowBlock, line_row
+
+Render = Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
+"""Conversations to texts with `spans`, or an `error`: a chat template, in a process of its own."""
+
+_ROLES = {"human": "user", "gpt": "assistant"}  # of `from` and `value`
+_LISTS, _TOOLS = ("messages", "conversations"), "tools"
+_PAIRS = (("instruction", "output"), ("prompt", "completion"))
+_COLUMNS = (*_LISTS, _TOOLS, "instruction", "input", "output", "prompt", "completion")
+
+
+@dataclass(frozen=True)
+class ChatEncoder:
+    """Encodes a block of conversations."""
+
+    encoder: TextEncoder
+    render: Render
+    column: str | None = None  # that has the messages; None: as the row says
+    keep: LengthFilter = field(default_factory=LengthFilter)
+    digests: bool = False
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return _COLUMNS if self.column is None else (self.column, _TOOLS)
+
+    @property
+    def meaning(self) -> TokenFormat:
+        return replace(self.encoder.meaning, masked=True)
+
+    @property
+    def files(self) -> dict[str, bytes]:
+        return self.encoder.files
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """All that the tokens depend on, beside their format."""
+        files = {name: data.decode("utf-8", "replace") for name, data in self.files.items()}
+        return {"chat": self.column, "keep": asdict(self.keep), "files": files}
+
+    def __call__(self, block: RowBlock) -> EncodedBlock:
+        given = self._rows(block)
+        fates = np.array([BLANK if row is None else KEPT for row in given], np.uint8)
+        found = [
+            conversation_of(row, block.where(at), self.column)
+            for at, row in enumerate(given)
+            if row is not None
+        ]
+        places = [block.where(int(at)) for at in np.flatnonzero(fates == KEPT)]
+        texts = self._texts(found, places)
+        documents = [
+            Document(text.encode(), where) for (text, _), where in zip(texts, places, strict=True)
+        ]
+        rows = np.flatnonzero(fates == KEPT)
+        for row, document in zip(rows, documents, strict=True):
+            fates[row] = self.keep.of_text(document.text)
+        pairs = [
+            self._tokens(text, spans, where)
+            for (text, spans), where in zip(texts, places, strict=True)
+        ]
+        for row, (tokens, _) in zip(rows, pairs, strict=True):
+            if fates[row] == KEPT:
+                fates[row] = self.keep.of_tokens(len(tokens))
+        arrays = [tokens for tokens, _ in pairs]
+        done = encoded(block, fates, documents, arrays, rows, self.meaning, self.digests)
+        stays = [mask for row, (_, mask) in zip(rows, pairs, strict=True) if fates[row] == KEPT]
+        return done._replace(masks=np.concatenate(stays) if stays else np.empty(0, MASK))
+
+    def _rows(self, block: RowBlock) -> list[dict[str, Any] | None]:
+        """The row of each line or table; None for a blank line."""
+        if isinstance(block.rows, list):
+            return block.rows
+        if not block.lines:
+            rule = "it is a text and has no conversations; give JSONL, parquet or Arrow files"
+            raise BadFile(block.path, [rule])
+        lines = enumerate(lines_of(block.rows))
+        return [line_row(one, block.where(at)) if one.strip() else None for at, one in lines]
+
+    def _texts(
+        self, conversations: list[dict[str, Any]], places: list[str]
+    ) -> list[tuple[str, list[Any]]]:
+        answers = self.render(conversations) if conversations else []
+        texts: list[tuple[str, list[Any]]] = []
+        for answer, where in zip(answers, places, strict=True):
+            if "error" in answer:
+                rule = f"the chat template fails: {answer['error']}"
+                raise BadFile(where, [f"{rule}; correct the row or the template"])
+            texts.append((answer["text"], answer["spans"]))
+        return texts
+
+    def _tokens(
+        self, text: str, spans: list[Any], where: str
+    ) -> tuple[NDArray[Any], NDArray[np.uint8]]:
+        """The tokens of a text, and 1 for each that begins in a span."""
+        encoding = self.encoder.tokenizer.encode(text, add_special_tokens=False)
+        begins = np.array([begin for begin, _ in encoding.offsets], np.int64)
+        mask = np.zeros(len(begins), MASK)
+        for begin, end in spans:
+            mask[(begins >= begin) & (begins < end)] = 1
+        if not mask.any():
+            rule = "no token of it is the assistant's, so that it teaches nothing"
+            raise BadFile(where, [f"{rule}; give the assistant's message a text, or take it out"])
+        ids, end = encoding.ids, self.encoder.meaning.end
+        if end is not None:
+            ids, mask = [*ids, end], np.append(mask, np.array([1], MASK))
+        return np.array(ids, DTYPES[self.encoder.meaning.dtype]), mask
+
+
+def conversation_of(row: Any, where: str, column: str | None = None) -> dict[str, Any]:
+    """The messages of a row, and its tools if it has some; refused without an assistant."""
+    table = (
+        {key: value for key, value in row.items() if value is not None}
+        if isinstance(row, dict)
+        else {}
+    )
+    lists = _LISTS if column is None else (column,)
+    name = next((each for each in lists if each in table), None)
+    if name is not None:
+        messages = _messages(table[name], name, where)
+    else:
+        pair = next(
+            (each for each in _PAIRS if column is None and all(k in table for k in each)), None
+        )
+        if pair is None:
+            known = ", ".join(table) or "none"
+            rule = "it has no messages, no instruction and output, and no prompt and completion"
+            way = "name the column with the messages by --column"
+            raise BadFile(where, [f"{rule}; {way}, one of: {known}"])
+        messages = _turns(table, *pair, where)
+    if not any(each.get("role") == "assistant" for each in messages):
+        rule = "the conversation has no message of the assistant, so that it teaches nothing"
+        raise BadFile(where, [f"{rule}; add one, or take the row out"])
+    tools = table.get(_TOOLS)
+    return {"messages": messages, "tools": _parsed(tools) if isinstance(tools, str) else tools}
+
+
+def _turns(table: dict[str, Any], asked: str, answered: str, where: str) -> list[dict[str, Any]]:
+    """Two columns as messages; each may be a list of messages already."""
+    question, answer = table[asked], table[answered]
+    if isinstance(question, list) and isinstance(answer, list):
+        return [*_messages(question, asked, where), *_messages(answer, answered, where)]
+    if not isinstance(question, str) or not isinstance(answer, str):
+        raise BadFile(where, [f"{asked} and {answered} must be texts; correct the row"])
+    more = table.get("input") if asked == "instruction" else None
+    question = f"{question}\n\n{more}" if more else question
+    said = (("user", question), ("assistant", answer))
+    return [{"role": role, "content": text} for role, text in said]
+
+
+def _messages(given: Any, name: str, where: str) -> list[dict[str, Any]]:
+    listed = _parsed(given) if isinstance(given, str) else given
+    if not isinstance(listed, list) or not all(isinstance(each, dict) for each in listed):
+        rule = f"{name} is no list of messages with role and content; name another column"
+        raise BadFile(where, [f"{rule} by --column, or correct the row"])
+    return [_message(each, where) for each in listed]
+
+
+def _message(given: dict[str, Any], where: str) -> dict[str, Any]:
+    """A message with a role and a text; what else it has, such as tool calls, stays."""
+    said = {key: value for key, value in given.items() if value is not None}
+    if "role" not in said and "from" in said:
+        role = str(said.pop("from"))
+        said = {"role": _ROLES.get(role, role), "content": said.pop("value", ""), **said}
+    if not isinstance(said.get("role"), str):
+        raise BadFile(where, ["a message has no role; correct the row"])
+    content = said.get("content", "")
+    if isinstance(content, list):
+        parts = [each.get("text") if isinstance(each, dict) else each for each in content]
+        content = None if None in parts else "".join(map(str, parts))
+    if not isinstance(content, str):
+        raise BadFile(where, ["the content of a message is no text; correct the row"])
+    return {**said, "content": content}
+
+
+def _parsed(text: str) -> Any:
+    """A list that was saved as text; the text itself if it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
