@@ -4,7 +4,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: setup train test nightly test-page bench-page page-pictures lint types verify-all bench-schedule bench-overlap bench-tensor bench-pipeline bench-context bench-expert bench-gpu bench-rank bench-decode bench-step bench-logging bench-clock bench-checkpoint bench-plan chaos stress verify-nccl learn score clean
+.PHONY: setup train test nightly test-page bench-page page-pictures lint types verify-all bench-schedule bench-overlap bench-tensor bench-pipeline bench-context bench-expert bench-gpu bench-rank bench-decode bench-step bench-logging bench-clock bench-checkpoint bench-plan bench-tokens chaos stress verify-nccl learn score clean
 
 setup: $(READY)
 
@@ -140,6 +140,10 @@ bench-clock: setup
 # it fails below 0.8 of their speed.
 bench-checkpoint: setup
 	$(BIN)/python benchmarks/checkpoint.py $(if $(GIB),--gib $(GIB)) $(if $(FOLDER),--folder $(FOLDER))
+
+# JSONL to tokens beside the batch encoder of the tokenizers library, with as many workers; it fails below 0.9 of its speed.
+bench-tokens: setup
+	$(BIN)/python benchmarks/tokens.py $(if $(MB),--mb $(MB))
 
 bench-schedule: setup
 	$(BIN)/python benchmarks/schedule.py

@@ -156,10 +156,11 @@ def _continued(temporary: Path, identity: str) -> tuple[WrittenShards, bytes]:
         if found.identity == identity and whole and len(known) == found.num_seen:
             start, seen = found, known
     kept = {file.name for shard in start.shards for file in shard.files}
-    for path in temporary.iterdir():
-        if path.name not in {*kept, _LOCK}:
-            path.unlink()
-    (temporary / _SEEN).write_bytes(seen)
+    with _write_errors(temporary):
+        for path in temporary.iterdir():
+            if path.name not in {*kept, _LOCK}:
+                path.unlink()
+        (temporary / _SEEN).write_bytes(seen)
     return start, seen
 
 

@@ -79,7 +79,8 @@ def _ask(free: SimpleQueue[Connection], item: Any) -> Any:
             "a worker has ended without a result: it may have been killed for its memory; use "
             "fewer --workers"
         ) from error
-    free.put(connection)
+    finally:
+        free.put(connection)  # a dead one too: a thread that waited for it would wait forever
     if not fine:
         raise result
     return result

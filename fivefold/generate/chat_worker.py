@@ -14,10 +14,11 @@ import secrets
 import sys
 from collections.abc import Callable
 from datetime import datetime
+from functools import cache
 from importlib import import_module
 from typing import Any, NoReturn
 
-from jinja2 import nodes
+from jinja2 import Template, nodes
 from jinja2.exceptions import TemplateError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -32,7 +33,7 @@ _OPEN, _CLOSE = f"<{_MARK}>", f"</{_MARK}>"
 class Generation(Extension):
     """The tag of what the assistant says; it leaves two marks in the text."""
 
-    tags = frozenset({"generation"})
+    tags = {"generation"}  # noqa: RUF012 (Jinja declares it so)
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
@@ -114,12 +115,18 @@ def _render(
     prompt: bool,
 ) -> str:
     more = {"tools": one["tools"]} if one.get("tools") else {}
-    text = environment.from_string(job["template"]).render(
+    text = _compiled(environment, job["template"]).render(
         messages=one["messages"], add_generation_prompt=prompt, **more, **job["variables"]
     )
     if len(text) > _MOST_TEXT:
         raise TemplateError(f"it made more than {_MOST_TEXT:,} characters")
     return text
+
+
+@cache
+def _compiled(environment: ImmutableSandboxedEnvironment, source: str) -> Template:
+    """Compiled once: it takes longer than to render."""
+    return environment.from_string(source)
 
 
 def _unmarked(text: str) -> tuple[str, list[tuple[int, int]]]:

@@ -15,7 +15,7 @@ from fivefold.core.tokenizer import (
     tokenizer_in,
 )
 from fivefold.data.mixture import Source
-from fivefold.records.run_folder import RUN
+from fivefold.records.run_folder import RUN, naming_file
 
 
 def require_same_tokenizer(plan: Plan, source: Source, folder: Path | None) -> None:
@@ -51,4 +51,5 @@ def keep_tokenizer(folder: Path, source: Source) -> None:
     """Copy the tokenizer of the data to the run, which may be exported without the data."""
     for name, data in files_in(source.folders, TOKENIZER_FILES).items():
         if not (folder / name).exists():
-            (folder / name).write_bytes(data)
+            with naming_file(folder / name):
+                (folder / name).write_bytes(data)

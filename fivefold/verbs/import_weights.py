@@ -75,14 +75,14 @@ def _imported(folder: Path, target: Path, shape: Shape, dtype: str | None) -> di
     plan = tables.to_toml(table)
     try:
         target.mkdir(parents=True, exist_ok=True)
+        for name, data in files_in([folder], _COPIED).items():
+            (target / name).write_bytes(data)
     except OSError as error:
         raise FivefoldError(
             f"cannot make {target}: {error.strerror}; give another folder, with -o RUN"
         ) from error
     write_text(target / _CONFIG, (folder / _CONFIG).read_text("utf-8"))
     write_text(target / "plan.toml", plan)
-    for name, data in files_in([folder], _COPIED).items():
-        (target / name).write_bytes(data)
     wanted: torch.dtype = getattr(torch, PRECISIONS[chosen].dtype)
     entries = list(_entries(source, shape, wanted))
     facts = Facts(step=0, plan=plan, has_states=False)
@@ -127,6 +127,7 @@ def _text(table: dict[str, Any]) -> str:
         f"{table['run']}, in {table['dtype']}; its plan has the learning rate {table['lr']:g} of "
         "fine-tuning. Tokenize text with its own tokenizer, and train:",
         *(f"  {command}" for command in table["next"]),
+        "For conversations, add --chat to the first command.",
     ]
     if table["tokenizer"] is None:
         lines.append(

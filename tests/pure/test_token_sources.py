@@ -178,7 +178,7 @@ def test_a_killed_run_leaves_no_folder_and_goes_on(tmp_path: Path, dedup: bool) 
 
 
 def test_other_options_or_files_start_anew(tmp_path: Path) -> None:
-    sources = many_lines(tmp_path / "a.jsonl")
+    sources = lines_of(tmp_path / "a.jsonl", [f"document {number} " * 40 for number in range(200)])
 
     def stopped(num_bytes: float) -> None:
         if num_bytes:
@@ -186,16 +186,16 @@ def test_other_options_or_files_start_anew(tmp_path: Path) -> None:
 
     def again(**options: Any) -> int:
         with pytest.raises(KeyboardInterrupt):
-            tokenized(sources, tmp_path / "d", stopped, shard_tokens=10**5, replace=True)
-        said = {"shard_tokens": 10**5, "replace": True, **options}
+            tokenized(sources, tmp_path / "d", stopped, shard_tokens=10**4, replace=True)
+        said = {"shard_tokens": 10**4, "replace": True, **options}
         return tokenized(sources, tmp_path / "d", **said).resumed
 
     assert again() > 0
-    assert again(dedup=True) == again(shard_tokens=10**6) == 0
+    assert again(dedup=True) == again(shard_tokens=10**5) == 0
     with pytest.raises(KeyboardInterrupt):
-        tokenized(sources, tmp_path / "d", stopped, shard_tokens=10**5, replace=True)
+        tokenized(sources, tmp_path / "d", stopped, shard_tokens=10**4, replace=True)
     os.utime(tmp_path / "a.jsonl", (1, 1))
-    assert tokenized(sources, tmp_path / "d", shard_tokens=10**5, replace=True).resumed == 0
+    assert tokenized(sources, tmp_path / "d", shard_tokens=10**4, replace=True).resumed == 0
 
 
 def test_one_process_writes_a_folder_at_a_time(tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_workers_answer_in_order_and_say_what_went_wrong() -> None:
         assert list(mapped(range(7))) == [number * number for number in range(7)]
     for first, message in ((7, "cannot use a.jsonl, line 7:\n  - wrong"), (9, "worker has ended")):
         with pytest.raises(FivefoldError, match=message), in_processes(fails_at_seven, 2) as mapped:
-            list(mapped([1, first, 2]))
+            list(mapped([1, *[first] * 5, 2]))
 
 
 def test_info_says_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
