@@ -105,12 +105,6 @@ class Source:
         return TokenizerId(found[0].tokenizer, found[0].digest) if found else None
 
     @property
-    def conversations(self) -> list[str]:
-        """The names of corpora that have conversations."""
-        corpora = [part.corpus for part in self.parts if isinstance(part.corpus, Corpus)]
-        return [each.name for each in corpora if each.masked]
-
-    @property
     def folders(self) -> list[Path]:
         """The folders of the corpora that are not bytes."""
         corpora = [part.corpus for part in self.parts if isinstance(part.corpus, Corpus)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from fivefold.core.schedule import Step
 from fivefold.data.evaluation import EvaluationSet, evaluation_sets, require_set
 from fivefold.data.mixture import Source, open_source
 from fivefold.data.rank_reader import RankReader
+from fivefold.data.rows import Corpus, Synthetic
 from fivefold.model.regions import compiled, eager
 from fivefold.optim.optimizer import Updater
 from fivefold.parallel.compose import Job, compose
@@ -121,12 +123,18 @@ def source_of(plan: Plan, settings: TrainSettings, verify: bool = False) -> Sour
     recipe, seq = settings.recipe, plan.batch.seq
     vocab, seed = plan.shape.vocab, recipe.seed
     source = open_source(recipe.data, vocab, seq, seed, verify=verify, loss=recipe.loss)
-    if source.conversations and not plan.packed:
-        raise FivefoldError(
-            f"{source.conversations[0]} has conversations, several in a row, which would see one "
-            "another: give --packed, or packed = true in the plan"
-        )
+    _require_packed(plan, [part.corpus for part in source.parts])
     return source
+
+
+def _require_packed(plan: Plan, corpora: Iterable[Corpus | Synthetic]) -> None:
+    """Rows have several conversations, which must not see one another."""
+    for corpus in corpora:
+        if isinstance(corpus, Corpus) and corpus.masked and not plan.packed:
+            raise FivefoldError(
+                f"{corpus.name} has conversations, several in a row, which would see one another: "
+                "give --packed, or packed = true in the plan"
+            )
 
 
 def sets_of(
@@ -138,6 +146,7 @@ def sets_of(
     most = _MOST_BATCHES * plan.batch.sequences
     found = evaluation_sets(recipe.eval_data, source, plan.shape.vocab, most, verify=verify)
     require_set(recipe.keep_best, found)
+    _require_packed(plan, (corpus for each in found for corpus, _ in each.rows[:1]))
     return found
 
 

@@ -199,6 +199,16 @@ def test_a_leak_and_a_shifted_mask_are_caught(
     assert min(chat.differences("dp=1", tmp_path, capsys)) > 1000 * CLOSE
 
 
+def test_conversations_that_see_one_another_are_refused(
+    chat: Chat, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", str(chat.folder / "run" / "plan.toml"), "--out", str(tmp_path / "run")]
+    words += ["--set", f"data={chat.folder / 'corpus'}", "--seq", str(SEQ)]
+    assert cli.run(words) == 2
+    assert "has conversations, several in a row" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 def test_rows_have_whole_conversations_and_assistant_turns_alone(chat: Chat) -> None:
     corpus = open_corpus(chat.folder / "corpus", 1000)
     assert corpus.num_rows(SEQ) == ROWS + 1 and corpus.masked
