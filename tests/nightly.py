@@ -63,6 +63,7 @@ TOGETHER = (
     table("choices", "first_choices"),
     table("recompute", "recomputed"),
     table("fp8", "fp8_layouts"),
+    table("tuning", "tuned_layouts"),
     table("generation", "generations"),
     table("contexts", "contexts"),
     table("pipelines", "pipelines"),

@@ -190,6 +190,7 @@ def keys() -> Mapping[str, object]:
     """The keys of a model that can be set, with their types: those of Shape, and those under
     `rope.`, `mla.` and `moe.`."""
     hints: dict[str, object] = dict(tables.types_of(Shape))
+    del hints["tuning"]  # has keys of its own in `[train]`
     for name, cls in NESTED.items():
         hints |= {f"{name}.{inner}": hint for inner, hint in tables.types_of(cls).items()}
     return hints

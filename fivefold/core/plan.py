@@ -30,6 +30,7 @@ from fivefold.core.schedule.family import AUTO, Family
 from fivefold.core.shape import Shape
 from fivefold.core.splits import ContextSplit, context_split, padded_length
 from fivefold.core.units import UnitPolicy, require_sharded_gradients
+from fivefold.core.weights import tuned
 
 Gather = Literal["step", "microbatch"]
 _FILES = (".json", ".toml", ".csv", ".txt")
@@ -243,6 +244,7 @@ def resolve(options: PlanOptions, *, small: bool = False) -> Plan:
         options = replace(options, set={**options.set, "layers": str(layout.pp * layout.chunks)})
         shape = models.with_overrides(shape, options.set)
         notes.append(f"raised to {shape.layers} layers, one for each stage of the pipeline")
+    shape = tuned(shape, options.train.tuning, fp8_of(options) is not None)
     seq = _default_seq(layout, shape, small) if options.seq is None else options.seq
     legality.check(layout, shape, **job_of(options, family, seq))
     batch = _batch(options, family, layout, seq)

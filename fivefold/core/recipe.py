@@ -13,6 +13,7 @@ from typing import Literal
 
 from fivefold.core.errors import FivefoldError
 from fivefold.core.precision import FORMATS
+from fivefold.core.tuning import ALL, Tuning
 
 OptimizerName = Literal["adamw", "muon", "sgd"]  # the keys of OPTIMIZERS
 Curve = Literal["cosine", "wsd", "linear", "constant"]
@@ -70,7 +71,9 @@ class Recipe:
     the assistant says in conversations, or on all of their tokens. `eval_data` is folders with
     names, or nothing: rows that `data` holds out. `keep_best` is the name of one of these sets.
     `offload`, of states, and `offload_grads` are none, cpu or nvme:FOLDER. `log` joins tensorboard,
-    wandb and memory with `+`. `compile` is true, false, or auto: on GPUs.
+    wandb and memory with `+`. `compile` is true, false, or auto: on GPUs. `lora` is the rank of
+    adapters, 0 without any; `lora_alpha` is twice the rank if None; `lora_targets` and `train_only`
+    are parts of names (`core/tuning.py`).
     """
 
     steps: int = 20
@@ -96,11 +99,15 @@ class Recipe:
     log: str = ""
     events: bool = False
     compile: Compile = "auto"
+    lora: int = 0
+    lora_alpha: float | None = None
+    lora_targets: str = ALL
+    train_only: str = ""
 
     def __post_init__(self) -> None:
         """Refuse every impossible value in one error."""
         low = {"steps": 1, "keep": 1, "seed": 0, "eval_every": 0, "skip_limit": 0}
-        low["sample_every"] = 0
+        low |= {"sample_every": 0, "lora": 0}
         found = [
             f"{key} = {getattr(self, key)}: at least {least}"
             for key, least in low.items()
@@ -136,8 +143,30 @@ class Recipe:
                 f" {self.eval_every}: every checkpoint needs an evaluation; let save_every be a "
                 "multiple of eval_every"
             )
+        found += self._impossible_tuning()
         if found:
             raise FivefoldError("cannot train with " + "; ".join(found))
+
+    def _impossible_tuning(self) -> list[str]:
+        found: list[str] = []
+        if self.lora_alpha is not None and not 0 < self.lora_alpha < math.inf:
+            found.append(f"lora_alpha = {self.lora_alpha}: above 0")
+        if not self.lora and (self.lora_alpha is not None or self.lora_targets != ALL):
+            found.append("lora_alpha or lora_targets without adapters: say lora = RANK too")
+        if self.tuning is not None and self.optimizer_kind.full_matrices:
+            found.append(
+                f"optimizer = {self.optimizer} with lora or train_only: {self.optimizer} gathers "
+                "all matrices, and here only a part of them learns; use adamw or sgd"
+            )
+        return found
+
+    @property
+    def tuning(self) -> Tuning | None:
+        """What learns; None: all weights."""
+        if not self.lora and not self.train_only:
+            return None
+        alpha = 2.0 * self.lora if self.lora_alpha is None else self.lora_alpha
+        return Tuning(self.lora, alpha, self.lora_targets, self.train_only)
 
     @property
     def optimizer_kind(self) -> OptimizerKind:

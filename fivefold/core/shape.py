@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from fivefold.core.errors import BadFile
+from fivefold.core.tuning import Tuning
 
 Activation = Literal["swiglu", "geglu", "gelu", "gelu_tanh", "relu"]
 Norm = Literal["rms", "layer"]
@@ -176,6 +177,7 @@ class Shape:
     mla: Mla | None = None
     moe: Moe | None = None
     mtp: int = 0  # multi-token-prediction layers after the last one
+    tuning: Tuning | None = None  # what learns; None: all of it. Set by the keys of a plan
 
     def __post_init__(self) -> None:
         problems = list(self._problems())

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import groupby
+from itertools import groupby, product
 from typing import Any, NamedTuple, TypeAlias, cast, get_args
 
 from fivefold.core.errors import FivefoldError
@@ -86,7 +86,8 @@ class LocalWeight:
     """A weight as one tp or ep rank has it: its name, the block that uses it, its local shape.
 
     `alone`: in a unit of its own, so that another stage which also has it shards it in the same
-    way. `expert`: on the ranks of one ep and etp coord, and summed over edp.
+    way. `expert`: on the ranks of one ep and etp coord, and summed over edp. `frozen`: never
+    updated.
     """
 
     name: str
@@ -94,6 +95,7 @@ class LocalWeight:
     shape: tuple[int, ...]
     alone: bool = False
     expert: bool = False
+    frozen: bool = False
 
     @cached_property
     def numel(self) -> int:
@@ -135,6 +137,11 @@ class Unit:
     def expert(self) -> bool:
         """Whether its weights are those of experts; else all ranks of a stage share them."""
         return self.entries[0].row.expert
+
+    @property
+    def frozen(self) -> bool:
+        """Whether its weights are never updated: it has no gradient."""
+        return self.entries[0].row.frozen
 
     @property
     def shard_axis(self) -> str:
@@ -194,8 +201,9 @@ def _all_local(
     found: list[tuple[LocalWeight, bool, bool]] = []
     for name, weight in by_name(shape).items():
         size = local_shape(weight, shard_of(weight, shape, layout, here))
-        is_copy, expert = name != weight.name, weight.expert_dim is not None
-        row = LocalWeight(name, "head" if is_copy else weight.block, size, expert=expert)
+        is_copy, expert = name != weight.name, weight.expert
+        block = "head" if is_copy else weight.block
+        row = LocalWeight(name, block, size, expert=expert, frozen=weight.frozen)
         found.append((row, is_copy, weight.name == "embed.weight"))
     return tuple(found)
 
@@ -217,17 +225,22 @@ def pack(
     itemsize: int,
     bucket: int | None = None,
     expert_shards: int = 1,
+    cuts_frozen: bool = True,
 ) -> tuple[Unit, ...]:
     """The units of these weights, in the order in which they are first used.
 
-    Experts have units of their own, with `expert_shards` shards. `bucket` is the target size in
-    bytes, to which blocks are joined or split; by default a block is a unit, and smaller blocks are
-    joined up to 25 MB.
+    Experts have units of their own, with `expert_shards` shards, and so have frozen weights, which
+    ZeRO-3 alone shards (`cuts_frozen`): below it only gradients and states are sharded, and they
+    have none. `bucket` is the target size in bytes, to which blocks are joined or split; by default
+    a block is a unit, and smaller blocks are joined up to 25 MB.
     """
     units: list[Unit] = []
-    for expert, shards in ((False, num_shards), (True, expert_shards)):
-        parts = unit_parts([row for row in rows if row.expert == expert], itemsize, bucket)
-        units += [_unit(joined, shards, itemsize) for joined in join_parts(parts, bucket)]
+    kinds = product(((False, num_shards), (True, expert_shards)), (False, True))
+    for (expert, shards), frozen in kinds:
+        alike = [row for row in rows if (row.expert, row.frozen) == (expert, frozen)]
+        ways = 1 if frozen and not cuts_frozen else shards
+        joined = join_parts(unit_parts(alike, itemsize, bucket), bucket)
+        units += [_unit(each, ways, itemsize) for each in joined]
     places = {row.name: place for place, row in enumerate(rows)}
     return tuple(sorted(units, key=lambda unit: places[unit.entries[0].row.name]))
 

@@ -1,22 +1,23 @@
 """The one table of every weight: its global name, its shape, and how tensor parallelism cuts it.
 
 The plain model, tensor parallelism, the memory estimate and checkpoints all use this table, so that
-a weight has one name and one cut everywhere. `shard_of` gives the shard of a rank, `boxes_of` the
-boxes of the full weight that a run of its elements covers, which is how checkpoints store it.
+a weight has one name and one cut everywhere. `shard_of` gives the shard of a rank; the boxes of a
+shard are in `core/boxes.py`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-from fivefold.core.errors import FivefoldError
+from fivefold.core.errors import FivefoldError, UnknownName
 from fivefold.core.layout import Coord, Layout
 from fivefold.core.legality import padded_vocab
 from fivefold.core.shape import Mla, Moe, Shape
+from fivefold.core.tuning import ALL, Tuning, unmatched
 
 # column: rows of the weight (its outputs) are split; vocab: the same, padded to a multiple of tp;
 # row: columns (its inputs) are split; kv: rows by KV head, replicated where these are fewer than
@@ -33,20 +34,26 @@ class Weight:
     block: str  # "embed", "blocks.{i}", "head" or "mtp.{j}"; the final norm belongs to "head"
     cut: Cut
     spread: bool = False  # replicated, but each tp rank uses it on its own heads only
-    expert_dim: int | None = None  # of stacked experts: the dim of their width; dim 0 counts them
+    expert_dim: int | None = None  # of stacked experts, which dim 0 counts: the dim of their width
+    frozen: bool = False  # never updated
 
     @property
     def numel(self) -> int:
         """Number of its elements."""
         return math.prod(self.shape)
 
+    @property
+    def expert(self) -> bool:
+        """Whether it is of stacked experts."""
+        return self.cut == "expert"
+
 
 @dataclass(frozen=True)
 class WeightShard:
     """A rank's shard of a weight: [start, stop) along `dim`, whose padded size is `size`.
 
-    `copies` tp ranks have the same shard. `partial`: they see different tokens or heads, so the
-    gradient of the shard is the sum over them.
+    `copies` tp ranks have the same shard, of experts etp ranks. `partial`: they see different
+    tokens, heads or widths, so the gradient of the shard is the sum over them.
     """
 
     dim: int | None  # None: all of it
@@ -56,6 +63,12 @@ class WeightShard:
     copies: int
     partial: bool
     inner: tuple[int, int, int] | None = None  # a second cut, of experts: dim, start, stop
+    expert: bool = False
+
+    @property
+    def sum_axis(self) -> str:
+        """The axis over which gradients of a partial shard are summed."""
+        return "etp" if self.expert else "tp" if self.dim is None else "replica"
 
 
 @lru_cache(maxsize=16)  # every stage of a job needs all of them
@@ -68,7 +81,31 @@ def weights(shape: Shape) -> tuple[Weight, ...]:
 @lru_cache(maxsize=16)
 def planned_weights(shape: Shape) -> tuple[Weight, ...]:
     """The same, also of a model that can only be planned."""
-    return tuple(_all(shape))
+    tuning = shape.tuning
+    return tuple(_all(shape) if tuning is None else _tuned(_all(shape), tuning))
+
+
+def tuned(shape: Shape, tuning: Tuning | None, fp8: bool = False) -> Shape:
+    """The model of which only this learns; refuses parts that name nothing."""
+    if tuning is None:
+        return shape
+    if fp8:
+        raise FivefoldError(
+            "lora or train_only with fp8: weights are rounded with others of the same matmul, and "
+            "adapters are not rounded; use precision = bf16"
+        )
+    names = [one.name for one in planned_weights(replace(shape, tuning=None))]
+    linears = [one.removesuffix(".weight") for one in names if Tuning(1).adapts(one)]
+    if lost := unmatched(tuning.train_only, names):
+        raise UnknownName("part of a weight's name in train_only", lost[0], _words(names))
+    if tuning.targets != ALL and (lost := unmatched(tuning.targets, linears)):
+        raise UnknownName("part of a linear's name in lora_targets", lost[0], _words(linears))
+    return replace(shape, tuning=tuning)
+
+
+def _words(names: Iterable[str]) -> list[str]:
+    """The words of names, without numbers."""
+    return sorted({word for name in names for word in name.split(".") if not word.isdigit()})
 
 
 def buffers(shape: Shape) -> tuple[Weight, ...]:
@@ -119,12 +156,15 @@ def tp_shard(weight: Weight, shape: Shape, tp: int, sp: bool, coord: int) -> Wei
 
 def shard_of(weight: Weight, shape: Shape, layout: Layout, at: Coord) -> WeightShard:
     """The shard of the rank at these coords: over ep and etp for experts, else over tp."""
-    if weight.expert_dim is None:
+    if not weight.expert:
         return tp_shard(weight, shape, layout.tp, layout.sp, at.tp)
-    count, width = weight.shape[0] // layout.ep, weight.shape[weight.expert_dim] // layout.etp
-    start, low = at.ep * count, at.etp * width
-    inner = (weight.expert_dim, low, low + width)
-    return WeightShard(0, start, start + count, weight.shape[0], 1, partial=False, inner=inner)
+    count, etp = weight.shape[0] // layout.ep, layout.etp
+    cut = (at.ep * count, (at.ep + 1) * count, weight.shape[0])
+    if weight.expert_dim is None:  # of adapters, where each etp rank has its share of the width
+        return WeightShard(0, *cut, copies=etp, partial=etp > 1, expert=True)
+    width = weight.shape[weight.expert_dim] // etp
+    inner = (weight.expert_dim, at.etp * width, (at.etp + 1) * width)
+    return WeightShard(0, *cut, copies=1, partial=False, inner=inner, expert=True)
 
 
 def local_shape(weight: Weight, shard: WeightShard) -> tuple[int, ...]:
@@ -156,6 +196,33 @@ def _all(shape: Shape) -> Iterator[Weight]:
         yield Weight(f"{block}.join.weight", sizes, block, "whole")
         yield from _layer(shape, shape.layers, block)
         yield from _norm(shape, block, f"{block}.norm")
+
+
+def _tuned(rows: Iterable[Weight], tuning: Tuning) -> Iterator[Weight]:
+    """The weights of a model of which only a part learns, with the adapters of its linears."""
+    for one in rows:
+        yield replace(one, frozen=not tuning.learns(one.name))
+        if tuning.adapts(one.name):
+            yield from _adapter(one, tuning.rank)
+
+
+def _adapter(linear: Weight, rank: int) -> Iterator[Weight]:
+    """A reads the inputs, B makes the outputs, and each is cut where the linear is. The one that is
+    not cut is used on a rank's own outputs or inputs only."""
+    *stack, outputs, inputs = linear.shape
+    name, reads = linear.name.removesuffix("weight"), linear.cut == "row"
+    into, out = (*stack, rank, inputs), (*stack, outputs, rank)
+    a = replace(linear, name=f"{name}lora.a", shape=into, frozen=False)
+    b = replace(linear, name=f"{name}lora.b", shape=out, frozen=False)
+    if linear.expert:
+        width = linear.expert_dim
+        yield replace(a, expert_dim=width if width == 2 else None)
+        yield replace(b, expert_dim=width if width == 1 else None)
+    elif linear.cut == "whole":
+        yield from (a, b)
+    else:
+        yield a if reads else replace(a, cut="whole", spread=True)
+        yield replace(b, cut="whole", spread=True) if reads else b
 
 
 def _prefix(block: str) -> str:
@@ -280,89 +347,3 @@ def _refuse_unsupported(shape: Shape) -> None:
             "decoders with rotary or no positions, or learned ones without multi-token prediction, "
             "with qk_norm none, head or full, and with sliding windows or none"
         )
-
-
-# Boxes. ZeRO cuts a flat buffer through rows, so a rank often owns only a run of a shard's elements
-# in row-major order. Such a run is a few boxes of the full weight. Boxes do not depend on the
-# layout: one layout writes its boxes, another reads the boxes that it needs.
-
-
-@dataclass(frozen=True)
-class Box:
-    """A box of a full tensor; its elements are the `numel` from `at` on of what a rank owns."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    at: int
-
-    @property
-    def numel(self) -> int:
-        """Number of its elements."""
-        return math.prod(self.sizes)
-
-
-def whole_box(shape: Sequence[int]) -> Box:
-    """All of a tensor.
-
-    >>> whole_box((2, 3))
-    Box(offsets=(0, 0), sizes=(2, 3), at=0)
-    """
-    return Box((0,) * len(shape), tuple(shape), 0)
-
-
-def origin_of(shape: Sequence[int], shard: WeightShard) -> tuple[int, ...]:
-    """Where the shard of a weight of this shape begins."""
-    origin = [0] * len(shape)
-    if shard.dim is not None:
-        origin[shard.dim] = shard.start
-    if shard.inner is not None:
-        origin[shard.inner[0]] = shard.inner[1]
-    return tuple(origin)
-
-
-def boxes_of(
-    shape: Sequence[int], shard: WeightShard, local: Sequence[int], start: int, stop: int
-) -> tuple[Box, ...]:
-    """The elements [start, stop) of a shard as boxes of a weight of this shape.
-
-    `local` is the shape of the shard. There are at most 2·ndim − 1 boxes; `at` counts from `start`.
-    Padding is outside the weight, and in no box.
-    """
-    assert 0 <= start <= stop <= math.prod(local), "a run lies inside its shard"
-    origin = origin_of(shape, shard)
-    found: list[Box] = []
-    for box in _runs(tuple(local), start, stop):
-        offsets = tuple(low + offset for low, offset in zip(origin, box.offsets, strict=True))
-        room = [most - offset for most, offset in zip(shape, offsets, strict=True)]
-        sizes = tuple(max(0, min(pair)) for pair in zip(box.sizes, room, strict=True))
-        clipped = Box(offsets, sizes, box.at - start)
-        assert sizes[1:] == box.sizes[1:] or not clipped.numel, "only rows can be padding"
-        if clipped.numel:
-            found.append(clipped)
-    return tuple(found)
-
-
-def _runs(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """Elements [start, stop) in row-major order: end of a row, full rows, start of a row."""
-    if start == stop:
-        return
-    if not shape:
-        yield Box((), (), start)
-        return
-    row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row  # the full rows
-    if first > last:  # all inside one row
-        yield from _inside(shape, last, start, stop)
-        return
-    yield from _inside(shape, first - 1, start, first * row)
-    if first < last:
-        rest = (0,) * (len(shape) - 1)
-        yield Box((first, *rest), (last - first, *shape[1:]), first * row)
-    yield from _inside(shape, last, last * row, stop)
-
-
-def _inside(shape: tuple[int, ...], number: int, start: int, stop: int) -> Iterator[Box]:
-    """The same for elements that all lie in row `number`."""
-    base = number * math.prod(shape[1:])
-    for box in _runs(shape[1:], start - base, stop - base):
-        yield Box((number, *box.offsets), (1, *box.sizes), base + box.at)

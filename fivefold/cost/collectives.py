@@ -213,7 +213,8 @@ def units_of(plan: Plan, stage: int, itemsize: int) -> tuple[Unit, ...]:
     layout = plan.layout
     shards = (layout.shard * layout.cp, layout.edp) if layout.zero else (1, 1)
     degrees = Layout(shard=layout.ep * layout.etp, tp=layout.tp, ep=layout.ep, etp=layout.etp)
-    return _packed(plan.shape, degrees, plan.stages[stage], shards, itemsize, plan.units.size)
+    rest = (shards, itemsize, plan.units.size, layout.zero == 3)
+    return _packed(plan.shape, degrees, plan.stages[stage], *rest)
 
 
 @lru_cache(maxsize=64)  # plans of a search often differ in nothing of this
@@ -224,13 +225,20 @@ def _packed(
     shards: tuple[int, int],
     itemsize: int,
     bucket: int | None,
+    cuts_frozen: bool,
 ) -> tuple[Unit, ...]:
     dense, experts = shards
-    return pack(local_weights(shape, degrees, layers), dense, itemsize, bucket, experts)
+    rows = local_weights(shape, degrees, layers)
+    return pack(rows, dense, itemsize, bucket, experts, cuts_frozen)
 
 
 def owned_shards(layout: Layout, rank: int, units: Iterable[Unit]) -> list[OwnedRange]:
-    """The parts of weights whose optimizer is on `rank`."""
+    """The parts of weights whose optimizer is on `rank`; frozen ones have none."""
+    return shards_of(layout, rank, (unit for unit in units if not unit.frozen))
+
+
+def shards_of(layout: Layout, rank: int, units: Iterable[Unit]) -> list[OwnedRange]:
+    """The parts of weights that are cut for `rank`."""
     places = {axis: layout.group(axis, rank).index(rank) for axis in ("fsdp", "edp")}
     return [
         part

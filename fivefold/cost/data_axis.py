@@ -60,6 +60,7 @@ class UnitGroup(NamedTuple):
     gathers: Number  # of all of them in a step, if ZeRO shards the weights too
     gathered: Number  # elements of these gathers together, over all shards
     sent: Number | None = None  # bytes of a rank's input of them, if some of ZeRO-3 are codes
+    frozen: bool = False  # never updated
 
 
 class DataCollective(NamedTuple):
@@ -79,16 +80,18 @@ def unit_collectives(job: DataJob, units: UnitGroup) -> Iterator[DataCollective]
     once a step. Sharded: a reduce-scatter of the gradients over fsdp, once a step (ZeRO-1) or per
     microbatch (2, 3); an all-reduce of the shard over the replicas, once a step; an all-gather of
     the weight shards over fsdp, once a step (1 and 2, after the optimizer; 3 if weights stay
-    gathered over the step) or per microbatch (3, see `gathers_per_microbatch`).
+    gathered over the step) or per microbatch (3, see `gathers_per_microbatch`). Frozen weights have
+    no gradients, and are sharded and gathered by ZeRO-3 only.
     """
+    learn = 0 if units.frozen else 1
     everyone = job.expert_ranks if units.expert else job.ranks
-    shards = where(job.zero > 0, job.expert_ranks if units.expert else job.shards, 1)
+    shards = where(job.zero > 2 * (1 - learn), job.expert_ranks if units.expert else job.shards, 1)
     replicas = 1 if units.expert else job.replicas
     sharded, whole = shards > 1, units.size * job.grad_itemsize
     sum_axis, shard_axis = ("edp", "edp") if units.expert else ("dp-cp", "fsdp")
-    summed = units.number * (1 - sharded) * (everyone > 1)
+    summed = units.number * (1 - sharded) * (everyone > 1) * learn
     yield DataCollective(sum_axis, "all_reduce", whole * (summed > 0), everyone, summed)
-    rounds = where(job.zero == 1, 1, units.reductions) * sharded
+    rounds = where(job.zero == 1, 1, units.reductions) * sharded * learn
     scattered = whole * rounds
     yield DataCollective(shard_axis, "reduce_scatter", scattered, shards, units.number * rounds)
     third = job.zero == 3
@@ -97,7 +100,7 @@ def unit_collectives(job: DataJob, units: UnitGroup) -> Iterator[DataCollective]
     if units.sent is not None:
         moved = where(third, units.sent * sharded, moved)
     yield DataCollective(shard_axis, "all_gather", moved, shards, gathers)
-    copied = units.number * sharded * (replicas > 1)
+    copied = units.number * sharded * (replicas > 1) * learn
     yield DataCollective(
         "replicate", "all_reduce", whole // shards * (copied > 0), replicas, copied
     )
@@ -131,18 +134,20 @@ class SharedGradients(NamedTuple):
     partial: Number  # replicated over tp, but used on a rank's own tokens or heads
     kv: Number  # of KV heads that several tp ranks have
     twin: Number  # on two pipeline ranks
+    etp: Number = 0  # of adapters of experts whose width is cut over etp
 
 
 def shared_collectives(
-    owned: SharedGradients, tp: Number, copies: Number, itemsize: int
+    owned: SharedGradients, tp: Number, copies: Number, itemsize: int, etp: Number = 1
 ) -> Iterator[DataCollective]:
     """Sums of gradients over other axes than data, once a step, after the data axis: wide
-    all-reduces, over tp, over `replica`, the `copies` tp ranks with the same KV heads, and over
-    `twin`, two pipeline ranks. A rank that owns none issues none."""
+    all-reduces, over tp, over `replica`, the `copies` tp ranks with the same KV heads, over etp,
+    and over `twin`, two pipeline ranks. A rank that owns none issues none."""
     wide = wide_size(itemsize)
     for axis, numel, ranks in (
         ("tp", owned.partial, tp),
         ("replica", owned.kv, copies),
+        ("etp", owned.etp, etp),
         ("twin", owned.twin, 2),
     ):
         issues = (numel > 0) * (ranks > 1)
@@ -186,18 +191,18 @@ def shared_gradients(
     and the last stage.
     """
     shape, layout, placement = plan.shape, plan.layout, plan.schedule.placement
-    table, owned, twin = by_name(shape), Counter[bool](), 0
+    table, owned, twin = by_name(shape), Counter[str](), 0
     here = layout.coord(rank).pp
     paired = any(here in pair for pair in twins(placement, shape.ends_share))
     for row, start, stop in parts:
         shard = shard_of(table[row.name], shape, layout, layout.coord(0))
         if shard.partial:
-            owned[shard.dim is None] += stop - start
+            owned[shard.sum_axis] += stop - start
         if paired and (placement.mirrored or row.alone):
             twin += stop - start
-    numbers = SharedGradients(owned[True], owned[False], twin)
+    numbers = SharedGradients(owned["tp"], owned["replica"], twin, owned["etp"])
     copies = max(1, layout.tp // shape.kv_heads)
-    return _counted(shared_collectives(numbers, layout.tp, copies, itemsize))
+    return _counted(shared_collectives(numbers, layout.tp, copies, itemsize, layout.etp))
 
 
 def step_collectives(plan: Plan) -> Counter[Collective]:
@@ -223,4 +228,5 @@ def _alone(plan: Plan, chunk: RankChunk, unit: Unit) -> UnitGroup:
     if plan.gathers_each_time(chunk.layers):
         tied = plan.shape.tied and any(each.row.name == "embed.weight" for each in unit.entries)
         gathers = microbatches * gathers_per_microbatch(unit.blocks, tied, plan.layout.pp > 1)
-    return UnitGroup(unit.expert, 1, unit.size, microbatches, gathers, gathers * unit.size)
+    sizes = (1, unit.size, microbatches, gathers, gathers * unit.size)
+    return UnitGroup(unit.expert, *sizes, frozen=unit.frozen)

@@ -115,7 +115,7 @@ def _seconds(work: LayerTimer, issued: Iterable[DataCollective]) -> Array:
     grid, links, flat = work.grid, work.links, work.stack.flat_rings
     shards, found = grid.shard * grid.cp, np.zeros(1)
     strides = dict.fromkeys(("fsdp", "dp-cp"), grid.tp) | dict.fromkeys(
-        ("tp", "replica", "world"), 1
+        ("tp", "replica", "etp", "world"), 1
     )
     strides |= {"edp": grid.ep * grid.etp, "replicate": grid.tp * shards}
     strides |= {"twin": grid.tp * grid.cp * grid.dp * np.maximum(grid.pp - 1, 1)}

@@ -308,7 +308,7 @@ def _parts(
     wanted = "embed" if name == "copy" else name
     rows: list[LocalWeight] = []
     for weight in planned_weights(shape):
-        if weight.block != wanted or (weight.expert_dim is not None) != expert:
+        if weight.block != wanted or weight.expert != expert:
             continue
         mine = alone and weight.name == "embed.weight"
         if name == "copy" and not mine:
@@ -321,6 +321,6 @@ def _parts(
 
 def _local(weight: Weight, shape: Shape, ways: int) -> tuple[int, ...]:
     """The shape of a weight on one rank of a tp group, or of ep and etp together."""
-    if weight.expert_dim is not None:
+    if weight.expert:
         return (weight.numel // ways,)
     return local_shape(weight, tp_shard(weight, shape, ways, True, 0))

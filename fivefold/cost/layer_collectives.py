@@ -276,7 +276,8 @@ def weight_maxima(layout: Any, linears: Number, experts: Number) -> Iterator[Cou
 
 
 def tensor_ends(job: LayerJob, lookups: Number, losses: Number) -> Iterator[CountedCollective]:
-    """The tp axis at the embedding, looked up so often, and at the head, for so many losses.
+    """The tp axis at the embedding, looked up so often, and at the head, for so many losses. A
+    frozen embedding has no backward.
 
     With sequence parallelism, a reduce-scatter of A after the embedding, an all-gather of A/tp
     before the head, and their mirrors in backward; without it an all-reduce of A after the
@@ -285,7 +286,9 @@ def tensor_ends(job: LayerJob, lookups: Number, losses: Number) -> Iterator[Coun
     """
     split, size = where(job.tp > 1, 1, 0), job.activations
     with_sp, without = where(job.sp, split, 0), where(job.sp, 0, split)
-    rest = (job.tp, with_sp * losses, with_sp * lookups)
+    tuning = job.shape.tuning
+    learned = lookups if tuning is None or tuning.learns("embed.weight") else 0 * lookups
+    rest = (job.tp, with_sp * losses, with_sp * learned)
     yield CountedCollective("tp", "all_gather", size // job.tp, *rest)
     rest = (job.tp, with_sp * lookups, with_sp * losses)
     yield CountedCollective("tp", "reduce_scatter", size, *rest)

@@ -15,7 +15,7 @@ from fivefold.core.layout import Layout
 from fivefold.core.plan import Plan
 from fivefold.core.recipe import OPTIMIZERS, OptimizerKind, OptimizerName
 from fivefold.core.units import Unit
-from fivefold.cost.collectives import chunks_of, owned_shards
+from fivefold.cost.collectives import chunks_of, shards_of
 
 _MASTER = 4  # bytes: copies of weights that an optimizer updates, and its states, are float32
 _SCALAR = 4  # bytes: AdamW counts the steps of every tensor, in float32
@@ -100,21 +100,21 @@ def _of_unit(
     offload_grads: bool,
     master: bool,
 ) -> StaticMemory:
-    parts = owned_shards(layout, rank, [unit])
+    parts = shards_of(layout, rank, [unit])
     owned = sum(stop - start for _, start, stop in parts)
     spare = unit.shard_size - owned
-    states = len(optimizer.states) * owned * (_MASTER if master else itemsize)
-    copies = _MASTER * owned if master else 0
-    scalars = _SCALAR * len(parts) if optimizer.counts_steps else 0
-    frees = frees_weights(layout, unit)
+    frees, learned = frees_weights(layout, unit), 0 if unit.frozen else owned
+    states = len(optimizer.states) * learned * (_MASTER if master else itemsize)
+    copies = _MASTER * learned if master else 0
+    scalars = _SCALAR * len(parts) if optimizer.counts_steps and not unit.frozen else 0
     weights, weights_spare = (owned, spare) if frees else (unit.size - unit.padding, unit.padding)
     host = 0
     if offload:
         host, states, scalars, copies = states + scalars + copies, 0, 0, 0
         if frees:
             host, weights, weights_spare = host + (owned + spare) * itemsize, 0, 0
-    gradients = owned
-    if offload_grads:
+    gradients, spare = learned, 0 if unit.frozen else spare
+    if offload_grads and not unit.frozen:
         host, gradients, spare = host + unit.shard_size * grad_itemsize, 0, 0
     alone = (layout.edp if unit.expert else layout.dp * layout.cp) == 1
     if alone and grad_itemsize == itemsize:

@@ -132,6 +132,6 @@ def _newton_schulz_flops(shape: Shape, layer: int) -> tuple[list[float], list[fl
         *stacked, rows, columns = weight.shape
         small, large = sorted((rows, columns))
         flops = NEWTON_SCHULZ * (4 * small**2 * large + 2 * small**3)
-        expert = weight.expert_dim is not None
+        expert = weight.expert
         found[expert].extend([float(flops)] * (stacked[0] if stacked else 1))
     return found

@@ -20,9 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fivefold.core.boxes import boxes_of, origin_of, whole_box
 from fivefold.core.errors import FivefoldError
 from fivefold.core.groups import WORLD
-from fivefold.core.weights import boxes_of, buffers, local_shape, origin_of, whole_box
+from fivefold.core.weights import buffers, local_shape
 from fivefold.parallel import transport
 from fivefold.parallel.compose import ForwardStage, Job
 from fivefold.parallel.mesh import Mesh
@@ -147,7 +148,7 @@ def _inside(tensor: Tensor, origin: tuple[int, ...], span: Span) -> Tensor:
 
 def _owned(job: Job) -> Iterator[tuple[tuple[str, Span], Tensor]]:
     """The boxes that this rank of a job owns, and their values; a tied weight once."""
-    for each in job.owned:
+    for each in job.held:
         name, weight = each.row.name, job.table[each.row.name]
         if weight.name != name:
             continue

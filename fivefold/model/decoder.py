@@ -27,7 +27,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fivefold.core.recompute import Module
 from fivefold.core.shape import Shape
-from fivefold.core.weights import weights
+from fivefold.core.tuning import Tuning
+from fivefold.core.weights import by_name, weights
 from fivefold.model.attention import Attention, LatentAttention
 from fivefold.model.batch import AttentionInfo, Context, TokenBatch, seen_documents
 from fivefold.model.dropout import (
@@ -42,7 +43,7 @@ from fivefold.model.dropout import (
 )
 from fivefold.model.head import Head
 from fivefold.model.layers import Linear, Mlp, Norm, ResidualNorm, WeightFactory, rotary_tables
-from fivefold.model.moe import MoeMlp
+from fivefold.model.moe import ExpertStack, MoeMlp
 from fivefold.model.regions import Fuse, eager
 from fivefold.model.remake import saving
 
@@ -198,7 +199,7 @@ class Decoder(nn.Module):
         `inputs` are token ids (B, S) with an embedding, else hidden states of the stage before. In
         training, the weighted losses of multi-token prediction are added to the sum.
         """
-        x_BSD = inputs if self.embed is None else self.embed(inputs, batch)
+        x_BSD = inputs if self.embed is None else self._embedded(self.embed, inputs, batch)
         context = self.context(batch, x_BSD.dtype)
         if self.embed is not None and context.sites is not None:
             x_BSD = self.drop(x_BSD, context.sites.of(EMBEDDING), self.shape.dropout)
@@ -210,6 +211,13 @@ class Decoder(nn.Module):
         if not self.training or not self.shape.mtp:
             return loss
         return loss + self._mtp_loss(x_BSD, batch, context)
+
+    def _embedded(self, embed: Embedding, tokens_BS: Tensor, batch: TokenBatch) -> Tensor:
+        """The input of the first block. Backwards come to it, whatever learns: so every layer has
+        the same backward."""
+        x_BSD = embed(tokens_BS, batch)
+        goes_back = torch.is_grad_enabled() and not x_BSD.requires_grad
+        return x_BSD.requires_grad_() if goes_back else x_BSD
 
     def _mtp_loss(self, x_BSD: Tensor, batch: TokenBatch, context: Context) -> Tensor:
         """The mean over the depths of the summed losses, times its weight."""
@@ -308,4 +316,18 @@ def from_config(
     weights(shape)  # refuses a shape that cannot be built
     layers = range(shape.layers) if layers is None else layers
     assert layers.step == 1 and 0 <= layers.start <= layers.stop <= shape.layers, layers
-    return Decoder(shape, WeightFactory(dtype, torch.device(device), fuse), layers)
+    factory = WeightFactory(dtype, torch.device(device), fuse)
+    decoder = Decoder(shape, factory, layers)
+    if shape.tuning is not None:
+        _tune(decoder, shape.tuning, factory)
+    return decoder
+
+
+def _tune(decoder: Decoder, tuning: Tuning, factory: WeightFactory) -> None:
+    """Add adapters, and freeze what does not learn."""
+    for name, module in list(decoder.named_modules()):
+        if isinstance(module, (Linear, ExpertStack)) and tuning.adapts(f"{name}.weight"):
+            module.adapt(tuning.rank, tuning.scale, factory)
+    table = by_name(decoder.shape)
+    for name, parameter in decoder.named_parameters():
+        parameter.requires_grad_(not table[name].frozen)

@@ -102,6 +102,9 @@ class FusedLinears:
         self.step, self.rounded = -1, list[Both]()
         self.maximum: Tensor | None = None
 
+    def extra(self) -> Values:
+        return ()
+
     def send(
         self, x_MI: Tensor, gradient: bool, gathers: bool, maximum: Tensor | None = None
     ) -> Sent:

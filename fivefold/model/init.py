@@ -7,11 +7,13 @@ same model. (On the same kind of device: CPU and CUDA draw different numbers.)
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from fivefold.core.shape import Shape
+from fivefold.core.tuning import ADAPTER
 from fivefold.core.weights import Weight, by_name
 from fivefold.model.decoder import Decoder
 
@@ -31,8 +33,14 @@ def initial_weight(
 
     The standard deviation of projections into the residual is divided by √(2·layers), so that the
     variance of the residual does not grow with depth. Each expert is drawn by itself: all experts
-    of a layer may not fit into the memory of a rank.
+    of a layer may not fit into the memory of a rank. The second factor of an adapter is 0, so that
+    it changes nothing at first; the first has the deviation that PEFT draws it with, √(1/3) of
+    1/√inputs.
     """
+    if weight.name.endswith(f"{ADAPTER}b"):
+        count = weight.shape[0] if experts is None else len(experts)
+        sizes = (count, *weight.shape[1:]) if weight.expert else weight.shape
+        return torch.zeros(sizes, dtype=dtype, device=device)
     if weight.name.endswith(".bias"):
         return torch.zeros(weight.shape, dtype=dtype, device=device)
     if len(weight.shape) == 1:
@@ -40,7 +48,9 @@ def initial_weight(
     deviation = STANDARD_DEVIATION
     if weight.name.endswith(INTO_RESIDUAL):
         deviation /= (2 * shape.layers) ** 0.5
-    if weight.expert_dim is None:
+    if ADAPTER in weight.name:
+        deviation = (3 * weight.shape[-1]) ** -0.5
+    if not weight.expert:
         return _draw(weight.name, weight.shape, deviation, seed, dtype, device)
     drawn = range(weight.shape[0]) if experts is None else experts
     stacked = torch.empty((len(drawn), *weight.shape[1:]), dtype=dtype, device=device)
@@ -64,16 +74,16 @@ def _draw(
     return wide.normal_(0.0, deviation, generator=generator).to(dtype)
 
 
-def init_weights(decoder: Decoder, shape: Shape, seed: int) -> None:
+def init_weights(
+    decoder: Decoder, shape: Shape, seed: int, draw: Callable[..., Tensor] = initial_weight
+) -> None:
     """Fill all full weights of a decoder or of one stage; buffers become zero."""
     table = by_name(shape)
     with torch.no_grad():
         for buffer in decoder.buffers():
             buffer.zero_()
         for name, parameter in decoder.named_parameters():
-            parameter.copy_(
-                initial_weight(table[name], shape, seed, parameter.dtype, parameter.device)
-            )
+            parameter.copy_(draw(table[name], shape, seed, parameter.dtype, parameter.device))
 
 
 def _seed_of(name: str, seed: int) -> int:

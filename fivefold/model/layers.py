@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.core.shape import Activation, Rope, Shape
+from fivefold.model.low_rank import LowRank, adapted_linear
 from fivefold.model.regions import Compute, Fuse, Region, ResidualRegion, eager
 from fivefold.model.remake import remade, saving
 from fivefold.model.slots import weigh_rows
@@ -87,7 +88,14 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = factory.empty(outputs, inputs)
         self.bias = factory.empty(outputs) if bias else None
+        self.lora: LowRank | None = None
         self.matmul: Matmul = linear  # seam: tensor parallelism, split backward
+
+    def adapt(self, rank: int, scale: float, factory: WeightFactory) -> None:
+        """Add a low-rank adapter."""
+        outputs, inputs = self.weight.shape
+        self.lora = LowRank(factory.empty(rank, inputs), factory.empty(outputs, rank), scale)
+        self.matmul = partial(adapted_linear, self.lora)
 
     def forward(self, x: Tensor) -> Tensor:
         with saving(x):

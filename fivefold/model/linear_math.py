@@ -46,6 +46,10 @@ class LinearMath(Protocol):
     """`run`: tokens of one row that follow one another. `Any` is what the arithmetic itself made:
     operands of its matmuls."""
 
+    def extra(self) -> Values:
+        """Weights beside those of the linears, whose gradients `works` computes too."""
+        ...
+
     def send(
         self, x_MI: Tensor, gradient: bool, gathers: bool, maximum: Tensor | None = None
     ) -> Sent:
@@ -86,6 +90,9 @@ class LinearMath(Protocol):
 
 class PlainMath:
     """In the type of the weights."""
+
+    def extra(self) -> Values:
+        return ()
 
     def send(
         self, x_MI: Tensor, gradient: bool, gathers: bool, maximum: Tensor | None = None
@@ -130,18 +137,24 @@ class PlainMath:
         weights: Sequence[Any],
         biases: Sequence[Any],
     ) -> Sequence[Callable[[GradientSink], None]]:
-        """One for each linear, so that their memory is freed one by one."""
+        """One for each linear that learns, so that their memory is freed one by one."""
         each = zip(weights, biases, grads, strict=True)
-        return [partial(linear_work, *one, x[0]) for one in each]
+        return [partial(linear_work, *one, x[0]) for one in each if learns(*one[:2])]
+
+
+def learns(*weights: Tensor | None) -> bool:
+    """Whether any of these has a gradient."""
+    return any(each is not None and each.requires_grad for each in weights)
 
 
 def linear_work(
     weight: Tensor, bias: Tensor | None, grad: Tensor, x: Tensor, sink: GradientSink
 ) -> None:
-    """The gradients of a linear's weight and bias."""
+    """The gradients of a linear's weight and bias, unless they are frozen."""
     grad_NO = grad.reshape(-1, grad.shape[-1])
-    sink.add_product(weight, grad_NO, x.to(grad.dtype).reshape(-1, x.shape[-1]))
-    if bias is not None:
+    if learns(weight):
+        sink.add_product(weight, grad_NO, x.to(grad.dtype).reshape(-1, x.shape[-1]))
+    if bias is not None and learns(bias):
         sink.add_gradient(bias, grad_NO.sum(0))
 
 

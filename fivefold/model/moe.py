@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from fivefold.core.shape import Moe, Shape
 from fivefold.model.fp8_rows import AS_THEY_ARE, RowCodes
 from fivefold.model.layers import Activate, Linear, Matmul, Mlp, WeightFactory
+from fivefold.model.low_rank import LowRank, adapted_grouped
 from fivefold.model.regions import Region
 from fivefold.model.remake import saving
 from fivefold.model.slots import Slots, SlotSums, sort_slots
@@ -85,10 +86,11 @@ class _WideLinear(torch.autograd.Function):
         return wide_matmul(x, weight)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None]:
         (x, weight), (grad,) = ctx.saved_tensors, gradients
-        back = grad @ weight.to(grad.dtype)
-        return back.to(x.dtype), (grad.mT @ x.to(grad.dtype)).to(weight.dtype)
+        back = (grad @ weight.to(grad.dtype)).to(x.dtype)
+        learns = ctx.needs_input_grad[1]
+        return back, (grad.mT @ x.to(grad.dtype)).to(weight.dtype) if learns else None
 
 
 def expert_weights(
@@ -202,7 +204,19 @@ class ExpertStack(nn.Module):
     def __init__(self, experts: int, outputs: int, inputs: int, factory: WeightFactory) -> None:
         super().__init__()
         self.weight = factory.empty(experts, outputs, inputs)
+        self.lora: LowRank | None = None
         self.matmul: GroupedMatmul = grouped_matmul  # seam: split backward, overlapped dispatch
+
+    def adapt(self, rank: int, scale: float, factory: WeightFactory) -> None:
+        """Add a low-rank adapter to every expert."""
+        count, outputs, inputs = self.weight.shape
+        a, b = factory.empty(count, rank, inputs), factory.empty(count, outputs, rank)
+        self.lora = LowRank(a, b, scale)
+        self.matmul = self.adapted(grouped_matmul)
+
+    def adapted(self, matmul: GroupedMatmul) -> GroupedMatmul:
+        """This matmul, with the adapters if there are any."""
+        return matmul if self.lora is None else partial(adapted_grouped, self.lora, matmul)
 
     def forward(self, x_MI: Tensor, ends_E: Tensor, *codes: RowCodes) -> Tensor:
         with saving(x_MI):

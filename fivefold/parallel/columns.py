@@ -104,7 +104,7 @@ class SplitMatmuls:
             graded = torch.is_grad_enabled()
             mine = later(x) if keeps and self.gathers and graded else None
             call = _Call(math, graded, mine, shared)
-            return _Project.apply(x, self, call, *weights, *biases)
+            return _Project.apply(x, self, call, *weights, *biases, *math.extra())
 
     def project_rows(self, *call: Any) -> Sequence[Tensor]:
         """The same in the order of rows, (B, S, O) each."""
@@ -114,13 +114,13 @@ class SplitMatmuls:
     def linear(self, math: LinearMath, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """A linear that is not split."""
         call = _Call(math, torch.is_grad_enabled(), None, NOT_SHARED)
-        (y_NO,) = _Project.apply(x, self, call, weight, bias)
+        (y_NO,) = _Project.apply(x, self, call, weight, bias, *math.extra())
         return y_NO.view(*x.shape[:-1], len(weight))
 
     def row_linear(self, math: LinearMath, x_NI: Tensor, weight_OI: Tensor) -> Tensor:
         """A row-split linear, summed over ranks; under sp this rank's tokens of it, (M, O)."""
         row = _RowLinear(math, torch.is_grad_enabled())
-        saved_NI = _SaveInput.apply(x_NI, weight_OI, self, row)
+        saved_NI = _SaveInput.apply(x_NI, weight_OI, self, row, *math.extra())
         return _SumOfRows.apply(saved_NI, weight_OI.detach(), self, row)
 
     def row_linear_of_rows(self, math: LinearMath, x_BSI: Tensor, weight_OI: Tensor) -> Tensor:
@@ -214,14 +214,15 @@ def _nothing() -> None:
 
 
 class _Project(torch.autograd.Function):
-    """Linears of one input: their weights and then their biases are the last arguments."""
+    """Linears of one input: weights, biases and what the arithmetic has beside them come last."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, matmuls: SplitMatmuls, call: _Call, *params: Any
     ) -> tuple[Tensor, ...]:
-        half, math = len(params) // 2, call.math
-        weights, biases = params[:half], params[half:]
+        math = call.math
+        half = (len(params) - len(math.extra())) // 2
+        weights, biases, ctx.extra = params[:half], params[half : 2 * half], params[2 * half :]
         sent = math.send(matmuls.live(x.flatten(0, -2)), False, matmuls.gathers)
         full, arrivals = matmuls.gathered(sent.tensor)
         sent, chunks = sent._replace(tensor=full), len(arrivals)
@@ -265,7 +266,8 @@ class _Project(torch.autograd.Function):
             arrive()
         x = math.read([sent], matmuls.run, False, True) if sent else ctx.again(ctx.saved_tensors)
         wanted = ctx.needs_input_grad[3:]
-        found = _weight_gradients(math, matmuls.queue, x, grads, ctx.weights, ctx.biases, wanted)
+        params = (ctx.weights, ctx.biases, ctx.extra)
+        found = _weight_gradients(math, matmuls.queue, x, grads, *params, wanted)
         for finish in reduced:
             finish()
         return None if back_MI is None else back_MI.view(ctx.shape), None, None, *found
@@ -294,23 +296,28 @@ class _SaveInput(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_NI: Tensor, weight_OI: Tensor, matmuls: SplitMatmuls, row: _RowLinear
+        ctx: Any,
+        x_NI: Tensor,
+        weight_OI: Tensor,
+        matmuls: SplitMatmuls,
+        row: _RowLinear,
+        *extra: Tensor,
     ) -> Tensor:
         sent = row.math.send(matmuls.live_of_all(x_NI), False, False)
         read = row.math.read([sent], matmuls.run, False, row.graded)
         row.give(read)
         kept, ctx.again = row.math.keep(read, sent, matmuls.run)
         ctx.save_for_backward(*kept)
-        ctx.weight, ctx.matmuls, ctx.row = weight_OI, matmuls, row
+        ctx.weight, ctx.matmuls, ctx.row, ctx.extra = weight_OI, matmuls, row, extra
         return x_NI.view_as(x_NI)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         row: _RowLinear = ctx.row
-        wanted = (ctx.needs_input_grad[1], False)  # no bias
-        operands = (ctx.again(ctx.saved_tensors), row.take(), [ctx.weight], [None])
+        wanted = (ctx.needs_input_grad[1], False, *ctx.needs_input_grad[4:])  # no bias
+        operands = (ctx.again(ctx.saved_tensors), row.take(), [ctx.weight], [None], ctx.extra)
         found = _weight_gradients(row.math, ctx.matmuls.queue, *operands, wanted)
-        return gradients[0], found[0], None, None
+        return gradients[0], found[0], None, None, *found[2:]
 
 
 class _SumOfRows(torch.autograd.Function):
@@ -362,15 +369,16 @@ def _weight_gradients(
     grads: Any,
     weights: Sequence[Any],
     biases: Sequence[Any],
+    extra: Sequence[Any],
     wanted: Sequence[bool],
 ) -> list[Tensor | None]:
-    """Of all weights, then of all biases; none if they are queued."""
+    """Of all weights, then of all biases, then of those beside them; none if they are queued."""
     works = math.works(x, grads, weights, biases)
     if queue is not None:
         for work in works:
             queue.put(work)
         return [None] * len(wanted)
-    params = [*weights, *biases]
+    params = [*weights, *biases, *extra]
     found = _Returned(id(each) for each, wants in zip(params, wanted, strict=True) if wants)
     for work in works:
         work(found)

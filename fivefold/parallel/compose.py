@@ -93,6 +93,11 @@ class Job:
         """What the optimizer of this rank updates."""
         return [each for chunk in self.chunks for each in chunk.data.owned]
 
+    @property
+    def held(self) -> list[OwnedShard]:
+        """The same, with this rank's shards of frozen weights."""
+        return [each for unit in self.units for each in unit.owned]
+
     def copies(self, owned: OwnedShard) -> int:
         """How many ranks of the job hold this very shard of a weight."""
         shard, everyone = ("edp", "edp") if owned.row.expert else ("fsdp", "dp-cp")
@@ -130,16 +135,15 @@ def compose(
     grad_home: GradientHome | None = None,
     fuse: Fuse = eager,
     instruments: Instruments | None = None,
+    initial: Callable[..., Tensor] = initial_weight,
 ) -> Job:
     """Build one rank: the rooms change the plain model of each of its stages one after the other,
-    data parallelism shards the weights, and the pipeline drives the result. `fuse` makes the
-    kernels of all that is neither a GEMM nor attention; `as_summed` as in `UnitOptions`."""
-    watch, schedule = instruments or Instruments(), plan.schedule
-    table, coord = by_name(plan.shape), plan.layout.coord(mesh.rank)
-    shards = {
-        name: shard_of(weight, plan.shape, plan.layout, coord) for name, weight in table.items()
-    }
-    draw = partial(initial_weight, shape=plan.shape, seed=seed, dtype=dtype, device=mesh.device)
+    data parallelism shards the weights, and the pipeline drives the result. `fuse` makes kernels of
+    all but GEMMs and attention, `initial` first values; `as_summed` as in `UnitOptions`."""
+    watch, schedule, shape = instruments or Instruments(), plan.schedule, plan.shape
+    table, coord = by_name(shape), plan.layout.coord(mesh.rank)
+    shards = {name: shard_of(one, shape, plan.layout, coord) for name, one in table.items()}
+    draw = partial(initial, shape=plan.shape, seed=seed, dtype=dtype, device=mesh.device)
     fill = partial(_first_values, table, shards, draw)
     options = UnitOptions(
         plan.layout.zero,
@@ -173,9 +177,9 @@ def compose(
 
     chunks = tuple(chunk(number) for number in schedule.placement.stages_of(mesh.coord(PIPELINE)))
     driven = {each.stage: watch.wrap(each) if watch.wrap else each for each in chunks}
-    plain = {each.stage: each for each in chunks}
     make = partial(Pipeline, mesh=mesh, hidden=hidden_size(plan), dtype=dtype)
     pipeline = make(schedule, chunks=driven, observer=watch.actions)
+    plain = {each.stage: each for each in chunks}
     forwards = make(schedule.forwards(), chunks=plain, observer=watch.evaluation)
     return Job(plan, mesh, chunks, pipeline, forwards, balancing, table, shards, watch.on_phase)
 
@@ -268,7 +272,7 @@ def _first_values(
 ) -> Tensor:
     """The first values of this rank's shard of a weight."""
     weight, shard = table[row.name], shards[row.name]
-    if weight.expert_dim is None:
+    if not weight.expert:
         return tensor.cut(draw(weight), shard)
     return tensor.cut_inside(draw(weight, experts=range(shard.start, shard.stop)), shard)
 

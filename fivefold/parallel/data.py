@@ -116,7 +116,7 @@ class DataParallel:
     @property
     def owned(self) -> list[OwnedShard]:
         """Everything the optimizer of this rank updates, in the order of the model."""
-        return [each for unit in self.units for each in unit.owned]
+        return [each for unit in self.units if not unit.unit.frozen for each in unit.owned]
 
     @contextmanager
     def backward(self, last: bool) -> Iterator[None]:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from fivefold.model.decoder import Decoder, Embedding
 from fivefold.model.head import Head
 from fivefold.model.layers import Linear, Matmul, Norm, ResidualNorm
-from fivefold.model.linear_math import GradientSink, linear_work
+from fivefold.model.linear_math import GradientSink, learns, linear_work
 from fivefold.model.moe import (
     ExpertStack,
     Router,
@@ -80,7 +80,7 @@ class GradientQueue:
             elif isinstance(module, Router):
                 module.matmul = self.wide_linear
             elif isinstance(module, ExpertStack):
-                module.matmul = self.grouped
+                module.matmul = module.adapted(self.grouped)
             elif isinstance(module, Norm):
                 region = _UNSCALED[module.kind]
                 module.normalise = partial(self.norm, region.by(fuse))
@@ -168,7 +168,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
         (x,), (grad,) = ctx.saved_tensors, gradients
-        ctx.queue.put(partial(linear_work, ctx.weight, ctx.bias, grad, x))
+        if learns(ctx.weight, ctx.bias):
+            ctx.queue.put(partial(linear_work, ctx.weight, ctx.bias, grad, x))
         return (grad @ ctx.weight.to(grad.dtype)).to(x.dtype), None, None, None, None
 
 
@@ -187,7 +188,8 @@ class _Grouped(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         (x_MI, ends_E), (grad_MO,) = ctx.saved_tensors, gradients
         grad_MO = grad_MO.contiguous()
-        ctx.queue.put(partial(_grouped_work, ctx.weight, grad_MO, x_MI, ends_E))
+        if learns(ctx.weight):
+            ctx.queue.put(partial(_grouped_work, ctx.weight, grad_MO, x_MI, ends_E))
         back = grouped_matmul(grad_MO, ctx.weight.transpose(1, 2), ends_E)
         return back, None, None, None
 
@@ -221,7 +223,8 @@ class _Scale(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (x,), (grad,) = ctx.saved_tensors, gradients
         again = partial(ctx.unscaled, x, ctx.eps)
-        ctx.queue.put(partial(_scale_work, ctx.weight, ctx.bias, grad, again))
+        if learns(ctx.weight, ctx.bias):
+            ctx.queue.put(partial(_scale_work, ctx.weight, ctx.bias, grad, again))
         return grad * ctx.weight, None, None, None, None, None, None
 
 
@@ -233,10 +236,11 @@ def _scale_work(
     sink: GradientSink,
 ) -> None:
     tokens = tuple(range(grad.dim() - 1))
-    with torch.no_grad():
-        wide = torch.promote_types(grad.dtype, torch.float32)
-        sink.add_gradient(weight, (grad.to(wide) * again().to(wide)).sum(tokens))
-    if bias is not None:
+    if learns(weight):
+        with torch.no_grad():
+            wide = torch.promote_types(grad.dtype, torch.float32)
+            sink.add_gradient(weight, (grad.to(wide) * again().to(wide)).sum(tokens))
+    if bias is not None and learns(bias):
         sink.add_gradient(bias, grad.sum(tokens))
 
 
@@ -250,7 +254,8 @@ class _LookUp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
         (tokens,), (grad,) = ctx.saved_tensors, gradients
-        ctx.queue.put(partial(_look_up_work, ctx.weight, grad, tokens))
+        if learns(ctx.weight):
+            ctx.queue.put(partial(_look_up_work, ctx.weight, grad, tokens))
         return None, None, None
 
 
@@ -269,7 +274,8 @@ class _Add(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (grad,) = gradients
-        ctx.queue.put(partial(_add_work, ctx.bias, grad))
+        if learns(ctx.bias):
+            ctx.queue.put(partial(_add_work, ctx.bias, grad))
         return grad, None, None
 
 

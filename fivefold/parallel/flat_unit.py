@@ -128,9 +128,9 @@ class FlatUnit:
         self.grad_dtype = options.grad_dtype or self.full.dtype
         self.shard = self._own_shard()
         self.home: Tensor | None = None  # of the gradient, where it leaves the device
-        if options.grad_home is not None:
-            pinned = self.full.is_cuda
-            self.home = options.grad_home.room(unit.shard_size, self.grad_dtype, pinned)
+        if options.grad_home is not None and not unit.frozen:
+            room = options.grad_home.room
+            self.home = room(unit.shard_size, self.grad_dtype, self.full.is_cuda)
         self.owned = self._owned()
         self.present = True
         self.release()
@@ -157,11 +157,10 @@ class FlatUnit:
 
     @property
     def collects(self) -> bool:
-        """Whether gradients go through the flat buffer: there is somebody to sum with, or they
-        are summed over microbatches in another type than autograd's, or elsewhere."""
-        kept_apart = self.options.disk is not None or self.grad_dtype != self.full.dtype
-        kept_apart = kept_apart or self.home is not None
-        return self.mesh.size(self.unit.sum_axis) > 1 or kept_apart
+        """Whether gradients are summed with others', or not in autograd's type, or elsewhere."""
+        apart = self.options.disk is not None or self.grad_dtype != self.full.dtype
+        apart = apart or self.home is not None or self.mesh.size(self.unit.sum_axis) > 1
+        return apart and not self.unit.frozen
 
     def _adopt(self, places: Places, fill: Fill) -> dict[str, nn.Parameter]:
         """Put views of a flat buffer in the place of the modules' own weights."""
@@ -172,9 +171,10 @@ class FlatUnit:
         for entry in self.unit.entries:
             view = self.full[entry.start : entry.stop].view(entry.row.shape)
             view.copy_(fill(entry.row))
-            parameters[entry.row.name] = nn.Parameter(view.data)  # with a version of its own
+            parameter = nn.Parameter(view.data, not entry.row.frozen)  # with a version of its own
+            parameters[entry.row.name] = parameter
             for module, attribute in places[entry.row.name]:
-                setattr(module, attribute, parameters[entry.row.name])
+                setattr(module, attribute, parameter)
         return parameters
 
     def _own_shard(self) -> Tensor:

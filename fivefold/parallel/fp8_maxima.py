@@ -27,6 +27,7 @@ from fivefold.model.fp8_linear import FusedLinears, RoundedWeights, Watch
 from fivefold.model.fp8_matmul import require_units
 from fivefold.model.layers import Linear
 from fivefold.model.linear_math import PLAIN, LinearMath
+from fivefold.model.low_rank import AdaptedMath
 from fivefold.model.moe import MoeMlp
 from fivefold.parallel.coded_gather import CodedGather
 from fivefold.parallel.flat_unit import FlatUnit
@@ -177,7 +178,8 @@ def _live(plan: Plan, mesh: Mesh) -> Callable[[Tensor], Tensor]:
 
 
 def _plain(layer: int, linears: Sequence[Linear], copied: Sequence[int] = ()) -> LinearMath:
-    return PLAIN
+    adapters = [each.lora for each in linears]
+    return AdaptedMath(adapters) if any(adapters) else PLAIN
 
 
 def _over(mesh: Mesh, axis: str) -> OverRanks:

@@ -94,7 +94,7 @@ def _split_block(stage: Stage, block: Block, matmuls: SplitMatmuls) -> None:
     into, shared = _attention_linears(attention)
     # Attention saves values, and not what queries and keys come from.
     math = stage.math(number, into, copied=(2,) if isinstance(attention, Attention) else ())
-    shared = shared if math is not PLAIN else NOT_SHARED
+    shared = shared if stage.plan.fp8 is not None and math is not PLAIN else NOT_SHARED
     attention.project = partial(matmuls.project_rows, keeps, math, shared)
     backs = [(attention.out, matmuls.row_linear_of_rows)]
     if mlp is not None:
@@ -323,17 +323,17 @@ def _become_gradient(
 
 
 def sum_partial(gradients: Sequence[tuple[WeightShard, Tensor]], mesh: Mesh) -> None:
-    """Sum the gradients of weights that several tp ranks hold but use on different tokens or heads.
+    """Sum the gradients of weights that several tp ranks hold but use on different tokens or heads,
+    and of those that several etp ranks use on different widths of experts.
 
-    One all-reduce for those that all hold, one for KV heads that some share, in float32 or wider.
+    One all-reduce for those that all hold, one for KV heads that some share, one for experts, in
+    float32 or wider.
     """
-    for axis in (AXIS, "replica"):
+    for axis in (AXIS, "replica", "etp"):
         if mesh.size(axis) == 1:
             continue
         shared = [
-            gradient
-            for held, gradient in gradients
-            if held.partial and (held.dim is None) == (axis == AXIS)
+            gradient for held, gradient in gradients if held.partial and held.sum_axis == axis
         ]
         if shared:
             mesh.sum_together(shared, axis)

@@ -74,7 +74,7 @@ class StashingChunk:
         data = self.chunk.data
         with data.backward(due):
             run()
-            for name, leaf in leaves.items():
+            for name, leaf in ((name, each) for name, each in leaves.items() if each.requires_grad):
                 assert leaf.grad is not None
                 data.add_gradient(self.own[name], leaf.grad)
                 leaf.grad = None
@@ -92,7 +92,8 @@ class StashingChunk:
 
     def _add_version(self) -> None:
         self.versions[self.num_updates] = {
-            name: nn.Parameter(own.detach().clone()) for name, own in self.own.items()
+            name: nn.Parameter(own.detach().clone()) if own.requires_grad else own
+            for name, own in self.own.items()
         }
         following = self.version_of(self.num_forwards, self.num_updates)
         oldest = min([following, *self.used.values()])

@@ -233,7 +233,7 @@ def train_rank(
 @torch.no_grad()
 def give_weights(job: Job, trial: GeneratedTrial) -> None:
     """Put the weights of a trial into a job."""
-    for each in job.owned:
+    for each in job.held:
         name = each.row.name
         full = trial.full_weight(job.table[name].name)
         if full is not None:

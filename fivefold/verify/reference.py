@@ -10,6 +10,7 @@ import math
 import pkgutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,10 +22,12 @@ from fivefold.core.balance import Balance
 from fivefold.core.fp8 import Fp8
 from fivefold.core.recipe import OPTIMIZERS, OptimizerName
 from fivefold.core.shape import Shape
+from fivefold.core.tuning import ADAPTER
+from fivefold.core.weights import Weight
 from fivefold.model.balance import LocalRows, attach_balancers, moe_layers, update_balance
 from fivefold.model.batch import NOT_COUNTED, TokenBatch, look_ahead
 from fivefold.model.decoder import Decoder, from_config
-from fivefold.model.init import init_weights
+from fivefold.model.init import init_weights, initial_weight
 from fivefold.verify.fp8_reference import Codes, ExpertCodes, ReferenceFp8
 
 Arrays = dict[str, NDArray[np.floating]]
@@ -150,6 +153,14 @@ def delayed_truths(
     return found
 
 
+def first_weight(weight: Weight, shape: Shape, *rest: Any, **more: Any) -> Tensor:
+    """The initial value of a weight on both sides of a comparison. Adapters begin as if they had
+    learned: where the second factor is 0, the first one has no gradient."""
+    if weight.name.endswith(f"{ADAPTER}b"):
+        weight = replace(weight, name=f"{weight.name}.learned")
+    return initial_weight(weight, shape, *rest, **more)
+
+
 def _built(
     shape: Shape,
     optimizer: OptimizerName,
@@ -158,7 +169,7 @@ def _built(
     device: torch.device | str,
 ) -> tuple[Decoder, torch.optim.Optimizer]:
     model = from_config(shape, dtype=dtype, device=device)
-    init_weights(model, shape, seed)
+    init_weights(model, shape, seed, first_weight)
     assert model.head is not None
     model.head.cross_entropy, model.head.chunked = _cross_entropy, None
     return model, _optimizer(optimizer, model)
@@ -168,8 +179,9 @@ def _updated(
     model: Decoder, updater: torch.optim.Optimizer, loss: float, max_norm: float = math.inf
 ) -> Truth:
     """An update, with gradients clipped to a norm."""
-    gradients = {name: as_array(one.grad) for name, one in model.named_parameters()}
-    norm = float(nn.utils.clip_grad_norm_(model.parameters(), max_norm))
+    learned = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    gradients = {name: as_array(one.grad) for name, one in learned.items()}
+    norm = float(nn.utils.clip_grad_norm_(learned.values(), max_norm))
     updater.step()
     weights = {name: as_array(one) for name, one in model.named_parameters()}
     return Truth(loss, norm, min(1.0, max_norm / (norm + 1e-6)), gradients, weights)
@@ -192,8 +204,9 @@ def _cross_entropy(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
 def _optimizer(name: OptimizerName, model: Decoder) -> torch.optim.Optimizer:
     """AdamW and SGD are written out; another one is made as the ranks make it. Only matrices
     decay."""
-    matrices = [one for one in model.parameters() if one.dim() > 1]
-    vectors = [one for one in model.parameters() if one.dim() == 1]
+    learned = [one for one in model.parameters() if one.requires_grad]
+    matrices = [one for one in learned if one.dim() > 1]
+    vectors = [one for one in learned if one.dim() == 1]
     groups = [
         {"params": matrices, "weight_decay": WEIGHT_DECAY},
         {"params": vectors, "weight_decay": 0.0},

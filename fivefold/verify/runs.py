@@ -146,6 +146,7 @@ def run_rank(worker: Worker, plan: Plan, settings: VerifySettings) -> VerifiedRa
             dtype=getattr(torch, settings.dtype),
             offload=settings.offload,
             as_summed=False,
+            initial=reference.first_weight,
             fuse=compiled if settings.compiled else eager,
             instruments=Instruments(
                 actions=phases,
@@ -302,8 +303,8 @@ def _samples(plan: Plan, settings: VerifySettings, number: int) -> Samples:
 
 
 def _owned(job: Job, gradients: bool) -> Iterator[ComparedPart]:
-    """What the optimizer of this rank updates: the gradients of it, or the values."""
-    for flat in job.units:
+    """What this rank has of the weights: the gradients of what learns, or the values."""
+    for flat in (each for each in job.units if not (gradients and each.unit.frozen)):
         begins = {entry.row.name: entry.start for entry in flat.unit.entries}
         spans = {row.name: start for row, start, _ in flat.unit.owned(flat.place)}
         for each in flat.owned:

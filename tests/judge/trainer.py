@@ -26,6 +26,7 @@ USUAL: dict[str, Any] = {
     **{"steps": 20, "optimizer": "adamw", "lr": 1e-3, "lr_curve": "cosine", "warmup": None},
     **{"weight_decay": 0.1, "clip": 1.0, "seed": 0, "data": "stdlib", "states": "fp32"},
     **{"eval_every": 0, "skip_limit": 10},
+    **{"lora": 0, "lora_alpha": None, "lora_targets": "all", "train_only": ""},
 }
 UNCHANGING = (
     "loss",

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from fivefold.cli import main
-from fivefold.core.weights import whole_box
+from fivefold.core.boxes import whole_box
 from fivefold.optim.disk_states import DiskStore
 from fivefold.optim.optimizer import StateInMemory
 from fivefold.train import loop

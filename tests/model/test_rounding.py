@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
+from fivefold.core.boxes import boxes_of
 from fivefold.core.units import LocalWeight
-from fivefold.core.weights import WeightShard, boxes_of
+from fivefold.core.weights import WeightShard
 from fivefold.optim.rounding import RoundingKey
 
 CPU = torch.device("cpu")

@@ -19,10 +19,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fivefold.core.boxes import whole_box
 from fivefold.core.errors import FivefoldError
 from fivefold.core.groups import Topology, communicators
 from fivefold.core.plan import PlanOptions, resolve
-from fivefold.core.weights import whole_box
 from fivefold.launch import backend
 from fivefold.launch.backend import (
     Backend,

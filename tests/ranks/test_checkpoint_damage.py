@@ -21,8 +21,8 @@ import torch.distributed as dist
 from test_checkpoint import complain, contents
 from torch import Tensor
 
+from fivefold.core.boxes import whole_box
 from fivefold.core.errors import FivefoldError
-from fivefold.core.weights import whole_box
 from fivefold.launch.processes import Pool, Worker
 from fivefold.optim.disk_states import StateOnDisk
 from fivefold.optim.optimizer import StateInMemory, StoredState

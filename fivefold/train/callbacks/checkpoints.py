@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fivefold.core.boxes import boxes_of, whole_box
 from fivefold.core.errors import FivefoldError
-from fivefold.core.weights import boxes_of, buffers, whole_box
+from fivefold.core.weights import buffers
 from fivefold.launch.worker import Worker
 from fivefold.model.balance import Balancer
 from fivefold.optim.optimizer import MASTER, StateInMemory, StoredState, Updater
@@ -157,6 +158,10 @@ def _owned(job: Job, updater: Updater) -> Iterator[CheckpointTensor]:
         best = weight if master is None else MasterWeight(master, weight.tensor)
         dtype = weight.tensor.dtype if master is None else torch.float32
         yield _sharded(job, MODEL, each, dtype, best)
+    for unit in (each for each in job.units if each.unit.frozen):
+        for each in unit.owned:
+            weight = StateInMemory(each.tensor.detach())
+            yield _sharded(job, MODEL, each, weight.tensor.dtype, weight)
     for name, stored in states.items():
         pairs = [(each, one) for each, one in zip(owned, stored, strict=True) if one is not None]
         # All states of one name have one dtype, and reading one may read a file.

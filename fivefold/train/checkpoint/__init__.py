@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from fivefold.core.boxes import whole_box
 from fivefold.core.errors import BadFile, FivefoldError, UnknownName, bullets
-from fivefold.core.weights import whole_box
 from fivefold.optim.optimizer import StateInMemory
 from fivefold.train.checkpoint import folders
 from fivefold.train.checkpoint.folders import (

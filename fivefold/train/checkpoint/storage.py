@@ -58,7 +58,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
-from fivefold.core.weights import Box
+from fivefold.core.boxes import Box
 from fivefold.optim.disk_states import StateOnDisk
 from fivefold.optim.optimizer import StoredState
 from fivefold.train.checkpoint import folders

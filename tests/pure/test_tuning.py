@@ -1,0 +1,118 @@
+"""Which weights learn, the rows of adapters in the table of weights, and their flat units."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fivefold.core.errors import FivefoldError
+from fivefold.core.layout import Layout
+from fivefold.core.plan import Plan, PlanOptions, resolve
+from fivefold.core.recipe import Recipe
+from fivefold.core.weights import by_name, local_shape, shard_of, weights
+from fivefold.cost.collectives import predict_traffic, units_of
+from fivefold.cost.static_memory import static_bytes
+
+
+def plan_of(model: str = "tiny", layout: str = "dp=1", **train: Any) -> Plan:
+    zero = train.pop("zero", None)
+    return resolve(PlanOptions(model, layout=layout, zero=zero, train=Recipe(**train)), small=True)
+
+
+def test_adapters_stand_beside_their_linears_and_learn_alone() -> None:
+    shape = plan_of(lora=4, lora_targets="q_proj+mlp.down").shape
+    rows = [one for one in weights(shape) if one.block == "blocks.1"]
+    learned = {one.name: (one.shape, one.cut, one.spread) for one in rows if not one.frozen}
+    name = "blocks.1"
+    assert learned == {
+        f"{name}.attention.q.lora.a": ((4, 64), "whole", True),
+        f"{name}.attention.q.lora.b": ((64, 4), "column", False),
+        f"{name}.mlp.down.lora.a": ((4, 176), "row", False),
+        f"{name}.mlp.down.lora.b": ((64, 4), "whole", True),
+    }
+
+
+def test_parts_of_names_say_what_learns() -> None:
+    def learned(parts: str) -> set[str]:
+        shape = plan_of(train_only=parts).shape
+        return {one.name for one in weights(shape) if not one.frozen}
+
+    assert learned("head") == {"head.weight"}
+    assert learned("norm") == {"norm.weight"}
+    assert learned("blocks.1.*norm") == {
+        "blocks.1.attention_norm.weight",
+        "blocks.1.mlp_norm.weight",
+    }
+    both = plan_of(lora=2, train_only="head").shape
+    kinds = {one.name for one in weights(both) if not one.frozen}
+    assert "head.weight" in kinds and "blocks.0.attention.k.lora.a" in kinds
+    assert "blocks.0.attention.k.weight" not in kinds
+
+
+def test_adapters_of_experts_are_cut_as_the_experts_are() -> None:
+    shape, layout = plan_of("tiny-moe", lora=4).shape, Layout(shard=4, ep=2, etp=2)
+    table, at = by_name(shape), layout.coord(3)
+    found = {
+        kind: shard_of(table[f"blocks.3.mlp.experts.{kind}"], shape, layout, at)
+        for kind in ("up.lora.a", "up.lora.b", "down.lora.a", "down.lora.b")
+    }
+    sizes = {
+        kind: local_shape(table[f"blocks.3.mlp.experts.{kind}"], one) for kind, one in found.items()
+    }
+    experts, ffn, width = 4, 32, 64
+    assert sizes == {
+        "up.lora.a": (experts, 4, width),
+        "up.lora.b": (experts, ffn, 4),
+        "down.lora.a": (experts, 4, ffn),
+        "down.lora.b": (experts, width, 4),
+    }
+    assert {kind for kind, one in found.items() if one.partial} == {"up.lora.a", "down.lora.b"}
+    assert all(one.sum_axis == "etp" for one in found.values())
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_frozen_units_are_cut_by_zero_3_only_and_never_reduced(zero: int) -> None:
+    plan = plan_of(layout="dp=2", lora=4, zero=zero)
+    units = units_of(plan, 0, 8)
+    assert {unit.frozen for unit in units} == {True, False}
+    assert all(unit.num_shards == (2 if zero == 3 else 1) for unit in units if unit.frozen)
+    learned = sum(unit.size for unit in units if not unit.frozen)
+    reduced = {"all_reduce": 1, "reduce_scatter": 1}
+    sent = [
+        each
+        for each in predict_traffic(plan, 0, itemsize=8)
+        if each.kind in reduced and each.axis in ("dp-cp", "fsdp") and each.bytes > 8
+    ]
+    assert sum(each.bytes for each in sent) == 8 * learned
+
+
+def test_only_what_learns_has_gradients_and_states() -> None:
+    full, part = plan_of(layout="dp=2", zero=1), plan_of(layout="dp=2", zero=1, lora=4)
+    before, after = (static_bytes(one, 0, itemsize=8, optimizer="adamw") for one in (full, part))
+    adapters = sum(one.numel for one in weights(part.shape) if not one.frozen)
+    assert after.weights == before.weights + 8 * adapters
+    assert after.gradients == after.optimizer // 2 == 8 * adapters // 2
+    assert before.gradients > 5 * after.gradients
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"train_only": "headd"}, "did you mean head"),
+        ({"lora": 4, "lora_targets": "q+norm"}, "lora_targets 'norm'"),
+        ({"lora": -1}, "lora = -1: at least 0"),
+        ({"lora_targets": "q"}, "say lora = RANK"),
+        ({"lora": 4, "lora_alpha": 0.0}, "lora_alpha = 0.0: above 0"),
+        ({"lora": 4, "optimizer": "muon"}, "use adamw or sgd"),
+    ],
+)
+def test_what_cannot_be_is_refused(said: dict[str, Any], words: str) -> None:
+    with pytest.raises(FivefoldError, match=words):
+        plan_of(**said)
+
+
+def test_fp8_is_refused() -> None:
+    options = PlanOptions("tiny", precision="fp8", train=Recipe(lora=4))
+    with pytest.raises(FivefoldError, match="use precision = bf16"):
+        resolve(options)
