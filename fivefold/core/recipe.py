@@ -168,6 +168,11 @@ class Recipe:
         alpha = 2.0 * self.lora if self.lora_alpha is None else self.lora_alpha
         return Tuning(self.lora, alpha, self.lora_targets, self.train_only)
 
+    def only_tuning(self) -> Recipe:
+        """A usual recipe in which the same weights learn: what a model is made by."""
+        keys = ("lora", "lora_alpha", "lora_targets", "train_only")
+        return Recipe(**{key: getattr(self, key) for key in keys})
+
     @property
     def optimizer_kind(self) -> OptimizerKind:
         """What is known about its optimizer."""

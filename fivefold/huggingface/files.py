@@ -175,8 +175,8 @@ def write_model(
         for at, shard in zip(files, shards, strict=True):
             _write_shard(at, shard, _cached_last(read))
         if len(files) > 1:
-            _write_json(part / INDEX, _index_of(files, shards))
-        _write_json(part / CONFIG, config)
+            write_json(part / INDEX, _index_of(files, shards))
+        write_json(part / CONFIG, config)
         for at, data in ((part / name, data) for name, data in (beside or {}).items()):
             at.write_bytes(data)
         part.rename(folder)
@@ -361,7 +361,8 @@ def read_json(path: Path) -> dict[str, Any]:
     return table
 
 
-def _write_json(path: Path, table: Mapping[str, Any]) -> None:
+def write_json(path: Path, table: Mapping[str, Any]) -> None:
+    """A table as a file."""
     path.write_text(json.dumps(table, indent=2) + "\n", "utf-8")
 
 

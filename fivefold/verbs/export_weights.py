@@ -21,6 +21,8 @@ from fivefold.core.tokenizer import (
     fingerprint,
     model_folder,
 )
+from fivefold.core.tuning import Tuning
+from fivefold.core.weights import tuned
 from fivefold.huggingface.config_export import HfModel, as_hf
 from fivefold.huggingface.model_card import CARD, GENERATION, generation_config, model_card
 from fivefold.verbs import above, checkpoint_step, one_of
@@ -33,6 +35,8 @@ class ExportOptions(NamedTuple):
 
     dtype: str
     shard_gb: float
+    tuning: Tuning | None  # of the run
+    base: str | None  # the model of adapters that are written alone
 
 
 def run(
@@ -45,10 +49,13 @@ def run(
     dtype: Annotated[
         str | None, typer.Option(help="bf16 or fp32 (default: the precision of the plan).")
     ] = None,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Only the adapters of lora, as PEFT reads them.")
+    ] = False,
     shard_gb: Annotated[float, typer.Option(help="Largest size of a file, in GB.")] = 5.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Write the weights of a run as a folder that transformers loads."""
+    """Write the weights of a run as a folder that transformers loads; adapters are merged."""
     if dtype is not None:
         one_of("dtype", dtype, _WRITTEN)
     above("shard-gb", shard_gb, 0.0)
@@ -57,9 +64,8 @@ def run(
     narrow = PRECISIONS[options.precision].dtype == "bfloat16"  # fp8 too: its weights are bf16
     chosen = dtype or ("bf16" if narrow else "fp32")
     model = as_hf(shape, PRECISIONS[chosen].dtype, _source(options))
-    table = _exported(
-        model, run_folder, checkpoint_step(step), folder, ExportOptions(chosen, shard_gb)
-    )
+    how = ExportOptions(chosen, shard_gb, options.train.tuning, options.model if adapter else None)
+    table = _exported(model, run_folder, checkpoint_step(step), folder, how)
     typer.echo(json.dumps(table) if as_json else _text(table))
 
 
@@ -82,22 +88,23 @@ def _exported(
     # Imported here, so that a bad command line is refused before torch is loaded.
     import torch
 
+    from fivefold.huggingface.adapters import merged, write_adapter
     from fivefold.huggingface.files import write_model
     from fivefold.train.checkpoint.of_run import open_run
 
-    reader = open_run(
-        run_folder, model.shape, step, lambda why: typer.echo(f"fivefold: {why}", err=True)
-    )
-    beside = _beside(model, run_folder, reader.facts.step, options)
-    files = write_model(
-        folder,
-        model.shape,
-        model.config,
-        lambda name: reader.read(f"model/{name}"),
-        getattr(torch, PRECISIONS[options.dtype].dtype),
-        int(options.shard_gb * 1e9),
-        beside,
-    )
+    shape, dtype = tuned(model.shape, options.tuning), getattr(torch, _dtype_of(options))
+    reader = open_run(run_folder, shape, step, lambda why: typer.echo(f"fivefold: {why}", err=True))
+
+    def read(name: str) -> torch.Tensor:
+        return reader.read(f"model/{name}")
+
+    beside: dict[str, bytes] = {}
+    if options.base is not None:
+        files = write_adapter(folder, shape, options.base, read, dtype)
+    else:
+        beside = _beside(model, run_folder, reader.facts.step, options)
+        most, values = int(options.shard_gb * 1e9), merged(shape, read)
+        files = write_model(folder, model.shape, model.config, values, dtype, most, beside)
     return {
         "folder": str(folder),
         "step": reader.facts.step,
@@ -105,6 +112,7 @@ def _exported(
         "family": model.shape.family,
         "parameters": parameters(model.shape).total,
         "dtype": options.dtype,
+        "adapter": options.base is not None,
         "files": [file.name for file in files],
         "beside": sorted(beside),
     }
@@ -125,10 +133,15 @@ def _beside(
     return {**files, CARD: card}
 
 
+def _dtype_of(options: ExportOptions) -> str:
+    return PRECISIONS[options.dtype].dtype
+
+
 def _text(table: dict[str, Any]) -> str:
-    beside = ", ".join(table["beside"])
+    beside = f", beside {', '.join(table['beside'])}" if table["beside"] else ""
+    whose = f"{'the adapters of ' if table['adapter'] else ''}step {table['step']} of "
     return (
-        f"step {table['step']} of {table['model']} ({table['family']}, {table['parameters']:,} "
+        f"{whose}{table['model']} ({table['family']}, {table['parameters']:,} "
         f"parameters) is in {table['folder']}, in {table['dtype']}, "
-        f"{counted(len(table['files']), 'file')} of weights, beside {beside}"
+        f"{counted(len(table['files']), 'file')} of weights{beside}"
     )

@@ -22,6 +22,7 @@ from fivefold.core.errors import BadFile, FivefoldError
 from fivefold.core.plan import Plan, PlanOptions
 from fivefold.core.precision import FORMATS
 from fivefold.core.shape import Shape
+from fivefold.core.weights import tuned
 from fivefold.generate.prompts import Prompt, finished_ids, read_prompts
 from fivefold.generate.requests import Request, Sampling
 from fivefold.verbs import above, checkpoint_step, one_of, positive, progress_bar
@@ -145,10 +146,11 @@ def _found(source: Path) -> TextModel:
     if (source / "plan.toml").exists():
         options = plan.read(source / "plan.toml")
         shape = models.with_overrides(models.load(options.model), options.set)
+        shape = tuned(shape, options.train.tuning)
         path = Path(options.model)
         beside = path if path.is_dir() else path.parent
         folder = beside if (beside / _TOKENIZER).exists() else source
-        named = PlanOptions(options.model, set=options.set)
+        named = PlanOptions(options.model, set=options.set, train=options.train.only_tuning())
         return TextModel(shape, named, source, folder, True)
     if (source / "config.json").exists():
         config = str(source / "config.json")

@@ -15,7 +15,8 @@ from fivefold.core.count import parameters
 from fivefold.core.errors import FivefoldError
 from fivefold.core.precision import PRECISIONS
 from fivefold.core.tokenizer import TOKENIZER_FILES, files_in, tokenizer_in
-from fivefold.core.weights import buffers, weights
+from fivefold.core.tuning import ADAPTER
+from fivefold.core.weights import buffers, tuned, weights
 from fivefold.report import write_text
 from fivefold.verbs import one_of
 
@@ -23,12 +24,14 @@ if TYPE_CHECKING:
     import torch
 
     from fivefold.core.shape import Shape
+    from fivefold.huggingface.adapters import AdapterFolder
     from fivefold.huggingface.files import HfFolder
 
 
 _CONFIG = "config.json"
 _COPIED = (*TOKENIZER_FILES, "generation_config.json")
 _RATES = {10e9: 2e-5, float("inf"): 1e-5}  # of full fine-tuning, by the number of parameters
+_ADAPTER_RATE = 1e-4
 
 
 def run(
@@ -41,6 +44,9 @@ def run(
             "--out", "-o", help="Run folder to create (default: runs/ and the name of DIR)."
         ),
     ] = None,
+    adapter: Annotated[
+        Path | None, typer.Option(help="Adapter of this model, as PEFT saves it, to train on.")
+    ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="fp32 or bf16 (default: bf16 if DIR has 16 bits or fewer).")
     ] = None,
@@ -51,15 +57,18 @@ def run(
         one_of("dtype", dtype, ("fp32", "bf16"))
     shape = models.load(str(folder / _CONFIG))
     weights(shape)  # refuses what cannot be built
-    table = _imported(folder, out or Path("runs") / shape.name, shape, dtype)
+    table = _imported(folder, out or Path("runs") / shape.name, shape, dtype, adapter)
     typer.echo(json.dumps(table) if as_json else _text(table))
 
 
-def _imported(folder: Path, target: Path, shape: Shape, dtype: str | None) -> dict[str, Any]:
+def _imported(
+    folder: Path, target: Path, shape: Shape, dtype: str | None, adapter: Path | None
+) -> dict[str, Any]:
     """Write the run; returns a table of what was written."""
     # Imported here, so that a bad command line is refused before torch is loaded.
     import torch
 
+    from fivefold.huggingface.adapters import AdapterFolder
     from fivefold.huggingface.files import HfFolder
     from fivefold.train.checkpoint import Facts, published, write_checkpoint
 
@@ -68,10 +77,15 @@ def _imported(folder: Path, target: Path, shape: Shape, dtype: str | None) -> di
             f"{target} has checkpoints already: give a folder without any, with -o RUN"
         )
     source = HfFolder(folder, shape)
+    adapters = None if adapter is None else AdapterFolder(adapter, shape)
     chosen = dtype or ("bf16" if source.is_narrow else "fp32")
     size = parameters(shape).total
-    rate = next(rate for most, rate in _RATES.items() if size < most)
-    table = {"model": _CONFIG, "layout": "dp=1", "precision": chosen, "train": {"lr": rate}}
+    train: dict[str, Any] = {"lr": next(rate for most, rate in _RATES.items() if size < most)}
+    if adapters is not None:
+        shape, how = tuned(shape, adapters.tuning), adapters.tuning
+        adapted = {"lora": how.rank, "lora_alpha": how.alpha, "lora_targets": how.targets}
+        train = {"lr": _ADAPTER_RATE, **adapted}
+    table = {"model": _CONFIG, "layout": "dp=1", "precision": chosen, "train": train}
     plan = tables.to_toml(table)
     try:
         target.mkdir(parents=True, exist_ok=True)
@@ -84,7 +98,7 @@ def _imported(folder: Path, target: Path, shape: Shape, dtype: str | None) -> di
     write_text(target / _CONFIG, (folder / _CONFIG).read_text("utf-8"))
     write_text(target / "plan.toml", plan)
     wanted: torch.dtype = getattr(torch, PRECISIONS[chosen].dtype)
-    entries = list(_entries(source, shape, wanted))
+    entries = list(_entries(source, adapters, shape, wanted))
     facts = Facts(step=0, plan=plan, has_states=False)
     path = write_checkpoint(target / "checkpoints", entries, facts)
     return {
@@ -95,7 +109,7 @@ def _imported(folder: Path, target: Path, shape: Shape, dtype: str | None) -> di
         "parameters": size,
         "tensors": len(entries),
         "dtype": chosen,
-        "lr": rate,
+        "lr": train["lr"],
         "tokenizer": None if (found := tokenizer_in(target)) is None else found.fingerprint,
         "next": _next_steps(target),
     }
@@ -110,12 +124,15 @@ def _next_steps(run: Path) -> list[str]:
     ]
 
 
-def _entries(source: HfFolder, shape: Shape, dtype: torch.dtype) -> Iterator[Any]:
+def _entries(
+    source: HfFolder, adapters: AdapterFolder | None, shape: Shape, dtype: torch.dtype
+) -> Iterator[Any]:
     """The tensors of the checkpoint; each is read when it is written."""
     import torch
 
     for each in weights(shape):
-        yield f"model/{each.name}", each.shape, dtype, partial(source.weight, each, dtype)
+        read = adapters.weight if adapters and ADAPTER in each.name else source.weight
+        yield f"model/{each.name}", each.shape, dtype, partial(read, each, dtype)
     for each in buffers(shape):
         wide = torch.float32
         yield f"model/{each.name}", each.shape, wide, partial(source.weight, each, wide)

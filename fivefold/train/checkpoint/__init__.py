@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from fivefold.core.boxes import whole_box
 from fivefold.core.errors import BadFile, FivefoldError, UnknownName, bullets
+from fivefold.core.tuning import ADAPTER
 from fivefold.optim.optimizer import StateInMemory
 from fivefold.train.checkpoint import folders
 from fivefold.train.checkpoint.folders import (
@@ -215,14 +216,19 @@ class Checkpoints:
         if differences:
             raise FivefoldError(_other_model(folder, differences))
         self._ranks.on_all(lambda: opened[0].load(_needed(opened[0], tensors)))
-        has_states = any(key.startswith(OPTIM) for key in opened[0].tensors)
+        has_states = any(each.key.startswith(OPTIM) for each in _needed(opened[0], tensors))
         return replace(manifest.facts, has_states=has_states)
 
 
 def _needed(stored: StoredTensors, tensors: Sequence[CheckpointTensor]) -> list[CheckpointTensor]:
-    """All tensors, except a kind that is not stored at all: imported weights have no states."""
-    needed = {key.partition("/")[0] for key in (MODEL, *stored.tensors)}
-    return [each for each in tensors if each.key.partition("/")[0] in needed]
+    """All tensors, except a kind that is not stored at all: imported weights have no states, and
+    where adapters are new they begin as they are."""
+    needed = {_kind(key) for key in (MODEL, *stored.tensors)}
+    return [each for each in tensors if _kind(each.key) in needed]
+
+
+def _kind(key: str) -> tuple[str, bool]:
+    return key.partition("/")[0], ADAPTER in key
 
 
 def _differences(stored: StoredTensors, ranks: list[tuple[list[str], set[str]]]) -> list[str]:
