@@ -3,6 +3,7 @@
     python benchmarks/gpu.py step 8B                          our step, one JSON line
     python benchmarks/gpu.py compare --peer DIR [--only 8B]   ours and the peer's in turn
     python benchmarks/gpu.py offload                          peak memory with and without
+    python benchmarks/gpu.py lora                             adapters beside full fine-tuning
 
 bf16 weights, gradients and states, AdamW, compiled; medians after a warm-up. The clock is read once
 in ten steps, as both programs do by default, so that neither waits at the end of every step. The
@@ -47,6 +48,7 @@ class Case:
     changes: dict[str, str] = field(default_factory=dict[str, str])
     keys: dict[str, str] = field(default_factory=dict[str, str])  # of the plan
     peer_options: str = ""
+    train: dict[str, int] = field(default_factory=dict[str, int])  # of `[train]`
 
 
 CASES = {
@@ -75,6 +77,7 @@ CASES = {
         changes={"layers": "8"},
         keys={"precision": "fp8"},
     ),
+    "8B-lora": Case("llama-3.1-8b", 1, ("llama3_rand", "8B"), train={"lora": 16}),
     "8B-32k": Case(
         "llama-3.1-8b", 1, ("llama3_rand", "8B"), 32768, "full", warm_up=3, measured=6, between=3
     ),
@@ -92,11 +95,11 @@ def build(case: Case, offload: bool = False):  # noqa: ANN201
     sizes = {"seq": case.seq, "microbatches": 1, "microbatch_size": case.batch}
     changes = {"tied": "false"} | case.changes
     keys = {"grad_dtype": "bf16", "recompute": case.recompute, **case.keys}
-    plan = resolve(PlanOptions(case.model, set=changes, **keys, **sizes))
+    recipe = Recipe(lr=3e-4, offload="cpu" if offload else "none", **case.train)
+    plan = resolve(PlanOptions(case.model, set=changes, train=recipe, **keys, **sizes))
     mesh = Mesh.of(plan, torch.device("cuda"))
     how = {"dtype": torch.bfloat16, "offload": offload, "as_summed": False, "fuse": compiled}
     job = compose(plan, mesh, seed=0, **how)
-    recipe = Recipe(lr=3e-4, offload="cpu" if offload else "none")
     return plan, job, make_updater(recipe, job.owned, mesh.device)
 
 
@@ -179,6 +182,25 @@ def compare(folder: Path, only: list[str], times: int) -> None:
         print(f"{name}: {verdict(ours, [each for each in theirs if each])}", flush=True)
 
 
+def compare_adapters(times: int) -> None:
+    """8B with adapters and in full, so many times in turn, each in a process of its own."""
+    found: dict[str, list[dict[str, float]]] = {"8B": [], "8B-lora": []}
+    for _ in range(times):
+        for name, rows in found.items():
+            words = [sys.executable, __file__, "step", name]
+            rows.append(json.loads(subprocess.check_output(words, text=True).splitlines()[-1]))
+            print(json.dumps({"case": name, **rows[-1]}), flush=True)
+    full, part = (
+        {key: median(one[key] for one in rows) for key in ("tokens_per_s", "reserved_gib")}
+        for rows in found.values()
+    )
+    print(
+        f"lora=16: {part['tokens_per_s']:,.0f} tokens/s, {part['reserved_gib']:.1f} GiB reserved; "
+        f"in full {full['tokens_per_s']:,.0f}, {full['reserved_gib']:.1f} GiB: "
+        f"{part['tokens_per_s'] / full['tokens_per_s']:.3f} times as fast"
+    )
+
+
 def verdict(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -> str:
     """Both medians, and their ratios."""
     speed, memory = (median(one[key] for one in ours) for key in ("tokens_per_s", "reserved_gib"))
@@ -244,7 +266,7 @@ def offload(case: Case) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("step", "compare", "offload"))
+    parser.add_argument("what", choices=("step", "compare", "offload", "lora"))
     parser.add_argument("case", nargs="?", default="8B", choices=tuple(CASES))
     parser.add_argument("--peer", type=Path)
     parser.add_argument("--only", nargs="*", default=[], choices=tuple(CASES))
@@ -256,6 +278,8 @@ def main() -> None:
         print(json.dumps(measure(CASES[said.case])))
     elif said.what == "offload":
         offload(CASES[said.case])
+    elif said.what == "lora":
+        compare_adapters(said.times)
     elif said.peer is None:
         print("give --peer DIR, a folder that python benchmarks/peer.py DIR makes")
     else:

@@ -38,7 +38,8 @@ class UnitKind(NamedTuple):
 
 
 class OwnedElements(NamedTuple):
-    """Elements of a rank's dense weights, before ZeRO cuts them: all; those that every tp rank has
+    """Elements of a rank's dense weights, before ZeRO cuts them: all; of those that learn the ones
+    that every tp rank has
     (`whole`), and of these the ones that it uses on its own heads (`spread`); those of shared KV
     heads; and the embedding that both ends of a pipeline have."""
 
@@ -221,12 +222,13 @@ def _elements_of_block(rules: UnitRules, block: tuple[str, bool], tp: int) -> Ow
     known = [
         (row.numel, row.alone, cuts["embed.weight" if row.alone else row.name]) for row in rows
     ]
+    learned = [each for each in known if not each[2].frozen]
     return OwnedElements(
         all=sum(numel for numel, _, _ in known),
-        whole=sum(numel for numel, _, weight in known if weight.cut == "whole"),
-        spread=sum(numel for numel, _, weight in known if weight.spread),
-        kv=sum(numel for numel, _, weight in known if weight.cut == "kv"),
-        embedding=sum(numel for numel, alone, _ in known if alone),
+        whole=sum(numel for numel, _, weight in learned if weight.cut == "whole"),
+        spread=sum(numel for numel, _, weight in learned if weight.spread),
+        kv=sum(numel for numel, _, weight in learned if weight.cut == "kv"),
+        embedding=sum(numel for numel, alone, _ in learned if alone),
     )
 
 

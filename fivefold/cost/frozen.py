@@ -8,14 +8,20 @@ adapters need them.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from fivefold.core.count import layer_kinds, parameters
 from fivefold.core.shape import Shape
+from fivefold.core.weights import planned_weights
 from fivefold.cost.grid import Array
 from fivefold.cost.stack import SoftwareStack
 
 
 def trainable_share(shape: Shape, stack: SoftwareStack) -> float:
-    """Weights that learn over all weights."""
+    """Weights that learn over all weights: by the table of a model that a plan tunes, else by the
+    rank of other people's adapters."""
+    if shape.tuning is not None:
+        return _learned_share(shape)
     if not stack.frozen:
         return 1.0
     heads = (shape.heads + 2 * shape.kv_heads) * shape.head_dim + shape.heads * shape.value_dim
@@ -25,6 +31,12 @@ def trainable_share(shape: Shape, stack: SoftwareStack) -> float:
     for i, count in layer_kinds(shape).items():
         adapters += count * (attention + (0 if shape.is_moe_layer(i) else mlp))
     return stack.lora_rank * adapters / parameters(shape).total
+
+
+@lru_cache(maxsize=16)
+def _learned_share(shape: Shape) -> float:
+    rows = planned_weights(shape)
+    return sum(one.numel for one in rows if not one.frozen) / sum(one.numel for one in rows)
 
 
 def freeze(

@@ -109,11 +109,11 @@ class MemoryEntries:
         saved, working = self.layers.of(stage)
         saved = saved + self.activations.rotary_tables() * self.tokens * self.grid.chunks
         matrix = self.shape.vocab * self.shape.width / self.grid.tp
-        size, owned = self.gradient_bytes, self._sharded(parameters, 1)
+        learned, owned = trainable_share(self.shape, self.stack), self._sharded(parameters, 1)
         unit = self._unit(parameters, stage)
         leave = bool(self.stack.grads_home)
         shares = self.shape.tied & (self.grid.pp == 1)
-        rest = (matrix, owned, size, unit, leave, shares)
+        rest = (matrix, owned, self.gradient_bytes * learned, unit, leave, shares)
         gradients = StageGradients(parameters, stage, self.grid, *rest)
         begin, end = saved * stage.flight, saved * gradients.flight_after_backward()
         late = self.layers.deferred(stage, saved)

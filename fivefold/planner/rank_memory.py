@@ -87,6 +87,8 @@ def _is_followed(plan: Plan, entries: MemoryEntries) -> bool:
     if not is_buildable(plan.shape):
         return False
     memory, stack = entries.memory, entries.stack
+    if plan.shape.tuning is not None:  # frozen weights have other operators
+        return False
     narrow = memory.input_bytes is not None and stack.fp8 is None
     return memory.unit_by_unit and not (
         narrow or plan.schedule.asynchronous or stack.frozen or memory.offloaded

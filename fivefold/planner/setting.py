@@ -49,6 +49,8 @@ class EstimateSetting:
             optimizer_bytes=self.stack.optimizer_bytes
             + 2 * (train.state_bytes - self.stack.memory.moment_bytes),
             orthogonalizes=train.optimizer_kind.full_matrices,
+            frozen=train.lora > 0,
+            lora_rank=train.lora,
             balance=balance.parse(options.balance),
             fp8=planned_fp8(self.precision, options),
             **narrow,

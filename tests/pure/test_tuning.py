@@ -13,6 +13,8 @@ from fivefold.core.recipe import Recipe
 from fivefold.core.weights import by_name, local_shape, shard_of, weights
 from fivefold.cost.collectives import predict_traffic, units_of
 from fivefold.cost.static_memory import static_bytes
+from fivefold.planner import estimate_on_machine
+from fivefold.planner.estimate import Estimate
 
 
 def plan_of(model: str = "tiny", layout: str = "dp=1", **train: Any) -> Plan:
@@ -116,3 +118,20 @@ def test_fp8_is_refused() -> None:
     options = PlanOptions("tiny", precision="fp8", train=Recipe(lora=4))
     with pytest.raises(FivefoldError, match="use precision = bf16"):
         resolve(options)
+
+
+def test_a_plan_with_adapters_is_smaller_and_faster() -> None:
+    def planned(**train: Any) -> Estimate:
+        keys: dict[str, Any] = {"layout": "dp=8", "zero": 1, "gpus": 8, "machine": "h200"}
+        plan = resolve(PlanOptions("llama-3.1-8b", train=Recipe(**train), **keys))
+        assert plan.machine is not None
+        return estimate_on_machine(plan, plan.machine, precision="bf16", headroom=0.05)
+
+    full, part, head = planned(), planned(lora=16), planned(train_only="head")
+    states = ("gradients", "master", "optimizer")
+    for name in states:
+        assert part.memory[name] < 0.02 * full.memory[name]
+        assert head.memory[name] < 0.1 * full.memory[name]
+    assert part.memory["weights"] == pytest.approx(full.memory["weights"], rel=0.01)
+    assert 1.25 < full.step / part.step < 1.5
+    assert head.step == pytest.approx(full.step, rel=0.05)

@@ -12,6 +12,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import fivefold.train
+import fivefold.train.checkpoint  # here, and not in every fork
 from fivefold.core import plan
 from fivefold.huggingface.adapters import CONFIG, FILE
 from tests.commands import in_fork

@@ -9,7 +9,7 @@ from fivefold.launch.processes import Pool
 from tests.ranks.table import PUBLISHED
 
 
-@pytest.mark.sample(3, table=True)
+@pytest.mark.sample(2, table=True)
 @pytest.mark.parametrize(
     "case", [each for each in cases() if "cp=2 ep=2" not in each.layout], ids=str
 )
