@@ -79,7 +79,7 @@ class StageGradients:
         grid: LayoutGrid,
         matrix: Array,
         owned: Array,
-        size: int,
+        size: float,
         unit_parameters: UnitParameters,
         leave: bool,
         tied: Flags,

@@ -64,6 +64,13 @@ CHANGES: dict[str, tuple[tuple[str, str], dict[str, Any], dict[str, Any]]] = {
     "offload": (LLAMA, DATA, {"train": Recipe(offload="cpu")}),
     "offload_grads": (LLAMA, DATA, {"train": Recipe(offload_grads="cpu")}),
     "compile": (LLAMA, DATA, {"train": Recipe(compile=False)}),
+    "lora": (LLAMA, DATA, {"train": Recipe(lora=16)}),
+    "lora_targets": (
+        LLAMA,
+        {**DATA, "train": Recipe(lora=16)},
+        {"train": Recipe(lora=16, lora_targets="q")},
+    ),
+    "train_only": (LLAMA, DATA, {"train": Recipe(train_only="head")}),
 }
 FREE = {
     "fp8_gradients": "both formats have one byte and one speed",
@@ -76,6 +83,7 @@ FREE = {
     "lr_curve": "the same",
     "warmup": "the same",
     "weight_decay": "the same",
+    "lora_alpha": "the same",
     "clip": "the norm is always computed",
     "seed": "which numbers are drawn, not how many",
     "data": "it is read ahead, in the background",

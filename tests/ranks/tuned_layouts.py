@@ -122,7 +122,7 @@ def _frozen() -> Iterator[TunedCase]:
 def prove(pool: Pool, case: TunedCase) -> VerifyVerdict:
     """Run one case on a pool of at least one more process than it has ranks."""
     changes = {"layers": "4" if "pp" in case.layout else "2"} | case.set
-    said = {"set": changes, "train": Recipe(**case.trains), **case.keys}
+    said: dict[str, Any] = {"set": changes, "train": Recipe(**case.trains), **case.keys}
     plan = runnable(PlanOptions(case.model, layout=case.layout, **said))
     return run_trial(pool, plan, VerifySettings(steps=2))
 
