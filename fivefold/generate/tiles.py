@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -55,7 +56,9 @@ def tile_experts(x_MI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
 
         return multiply_tiles(x_MI, weight_EOI, None, ends_E, EXPERT_ROWS, x_MI.dtype)
     y_MO = x_MI.new_empty(len(x_MI), weight_EOI.shape[1])
-    for weight_OI, (start, end) in zip(weight_EOI, pairwise([0, *ends_E.tolist()]), strict=True):
+    counted: Any = ends_E
+    ends: list[int] = counted.tolist()
+    for weight_OI, (start, end) in zip(weight_EOI, pairwise([0, *ends]), strict=True):
         if end > start:
             y_MO[start:end] = _by_torch(x_MI[start:end], weight_OI, None, EXPERT_ROWS)
     return y_MO
@@ -84,7 +87,7 @@ class PiecewiseActivate(Activate):
     def __call__(self, gate: Tensor | None, up: Tensor, weight: Tensor | None = None) -> Tensor:
         there = [each for each in (gate, up) if each is not None]
         flat = [F.pad(each.flatten(), (0, -up.numel() % _VECTORS)) for each in there]
-        pieces = zip(*(each.split(_PIECE) for each in flat), strict=True)
+        pieces = zip(*(torch.split(each, _PIECE) for each in flat), strict=True)
         activated = torch.cat([self.run(*each) for each in pieces])
         return weigh_rows(activated[: up.numel()].view_as(up), weight)
 
@@ -99,7 +102,7 @@ def _wide(x: Tensor) -> torch.dtype:
 
 def _by_torch(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, rows: int) -> Tensor:
     wide, missing = _wide(x_MI), -len(x_MI) % rows
-    tiles = F.pad(x_MI.to(wide), (0, 0, 0, missing)).split(rows)
+    tiles = torch.split(F.pad(x_MI.to(wide), (0, 0, 0, missing)), rows)
     weight, bias = weight_OI.to(wide), None if bias_O is None else bias_O.to(wide)
     multiply = partial(F.linear, weight=weight, bias=bias)
     return torch.cat([multiply(tile) for tile in tiles])[: len(x_MI)]
