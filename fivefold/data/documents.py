@@ -1,4 +1,4 @@
-"""JoinedDocuments to tokens: bytes (one token each), or tokens of a `tokenizer.json`.
+"""Documents to tokens: bytes (one token each), or tokens of a `tokenizer.json`.
 
 A token that ends each document may follow its text. `BlockEncoder` is what a worker runs: it takes
 a block of rows and returns the tokens of those that stay, with the reason of every other.
@@ -214,6 +214,7 @@ class EncodedBlock(NamedTuple):
     block: RowBlock  # without its rows
     fates: NDArray[np.uint8]  # one a row
     lengths: NDArray[np.int64]  # one a document that was kept
+    sizes: NDArray[np.int64]  # bytes of their texts
     tokens: NDArray[Any]
     digests: NDArray[np.void]  # one a document that was kept; none if not asked for
     masks: NDArray[np.uint8] | None = None  # of conversations: 1 for each token with a loss
@@ -318,6 +319,7 @@ def encoded(
         block._replace(rows=b""),
         fates,
         np.array([len(each) for each in kept], np.int64),
+        np.array([len(documents[row].text) for row in stays], np.int64),
         tokens,
         np.frombuffer(found, np.dtype((np.void, DIGEST))),
     )

@@ -60,14 +60,17 @@ class Corpus:
     tokenizer: str = BYTES
     digest: str = BYTES  # equal for corpora whose tokens mean the same
     loss: LossOn = "assistant"  # of conversations
+    text_bytes: int | None = None  # of all documents, where somebody has counted
 
     @property
     def bytes_per_token(self) -> float | None:
-        """Bytes of text for each token, those that end a document included; None if not known."""
-        if self.tokenizer != BYTES:
+        """Bytes of text for each token, those that end a document included; None if not known.
+
+        Of conversations they are not: nobody has counted the bytes of those that have a loss.
+        """
+        if self.text_bytes is None or self.masked:
             return None
-        ends = 0 if self.end is None else sum(len(shard.begins) for shard in self.shards)
-        return 1 - ends / self.starts[-1]
+        return self.text_bytes / self.starts[-1]
 
     def __str__(self) -> str:
         each = "one a byte" if self.tokenizer == BYTES else f"by {self.tokenizer}"
@@ -210,7 +213,8 @@ def from_bytes(name: str, documents: list[bytes], vocab: int) -> Corpus:
     end = NUM_BYTES if vocab > NUM_BYTES else None
     arrays = [byte_tokens(text, end) for text in documents if text]
     begins = np.cumsum([0, *(len(each) for each in arrays[:-1])], dtype=np.int64)
-    return Corpus(name, (Shard(np.concatenate(arrays), begins),), end)
+    size = sum(map(len, documents))
+    return Corpus(name, (Shard(np.concatenate(arrays), begins),), end, text_bytes=size)
 
 
 def byte_tokens(text: bytes, end: int | None) -> NDArray[np.uint16]:

@@ -75,6 +75,7 @@ class JoinedDocuments(NamedTuple):
 
     tokens: NDArray[Any]
     lengths: NDArray[np.int64]
+    sizes: NDArray[np.int64]  # bytes of their texts
     masks: NDArray[np.uint8] | None = None  # 1: the token has a loss
     digests: bytes = b""  # of their texts, which a run that goes on needs
     place: Callable[[int], Place] = lambda number: Place()
@@ -291,7 +292,7 @@ class _ShardWriter:
         self.wanted, self.identity = wanted, start.identity
         self.shards, self.vocab, self.num_seen = list(start.shards), start.vocab, start.num_seen
         self.files: list[_ChecksummedFile] = []
-        self.num_tokens = self.num_documents = 0
+        self.num_tokens = self.num_documents = self.text_bytes = 0
 
     def add(self, documents: JoinedDocuments) -> None:
         """Write documents: as many as fill a shard, then the next."""
@@ -306,6 +307,7 @@ class _ShardWriter:
             starts = ends[done:last] - documents.lengths[done:last] - before + self.num_tokens
             masks = documents.masks
             self._write(documents.tokens[part], starts, None if masks is None else masks[part])
+            self.text_bytes += int(documents.sizes[done:last].sum())
             self._note(bytes(seen[done * size : last * size]))
             done = last
             if self.num_tokens >= self.shard_tokens:
@@ -355,14 +357,14 @@ class _ShardWriter:
         if not self.files:
             return
         tokens, begins, *mask = [file.close() for file in self.files]
-        counts = (self.num_tokens, self.num_documents)
+        counts = (self.num_tokens, self.num_documents, self.text_bytes)
         shard = StoredShard(*counts, tokens, begins, mask[0] if mask else None)
         number = len(self.shards)
         if self.wanted is not None and self.wanted.shards[number : number + 1] != (shard,):
             raise _Different
         self.shards.append(shard)
         self.files = []
-        self.num_tokens = self.num_documents = 0
+        self.num_tokens = self.num_documents = self.text_bytes = 0
         if place is not None:
             done = WrittenShards(
                 self.identity, place, self.vocab, self.num_seen, tuple(self.shards)

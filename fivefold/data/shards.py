@@ -47,6 +47,7 @@ class StoredShard:
 
     num_tokens: int
     num_documents: int
+    text_bytes: int
     tokens: StoredFile
     begins: StoredFile
     mask: StoredFile | None = None
@@ -84,6 +85,10 @@ class Index:
     @property
     def num_documents(self) -> int:
         return sum(shard.num_documents for shard in self.shards)
+
+    @property
+    def text_bytes(self) -> int:
+        return sum(shard.text_bytes for shard in self.shards)
 
     @property
     def num_bytes(self) -> int:
@@ -153,7 +158,8 @@ def open_corpus(folder: Path, vocab: int, *, verify: bool = False) -> Corpus:
         for shard in index.shards
     )
     name = (meaning.tokenizer, meaning.fingerprint)
-    return Corpus(str(folder), tuple(shards), meaning.end, *name)
+    size = index.text_bytes
+    return Corpus(str(folder), tuple(shards), meaning.end, *name, text_bytes=size)
 
 
 def _mapped(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:

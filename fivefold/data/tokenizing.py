@@ -152,15 +152,18 @@ class _Reader:
     def _kept(self, done: EncodedBlock) -> JoinedDocuments:
         """The documents of a block that are no duplicates."""
         rows = np.flatnonzero(done.fates == KEPT)
-        lengths, tokens, masks, new = done.lengths, done.tokens, done.masks, done.digests
+        lengths, sizes, tokens = done.lengths, done.sizes, done.tokens
+        masks, new = done.masks, done.digests
         if self.options.dedup:
             raw = [bytes(each) for each in new]
             first = np.array([self._is_new(each) for each in raw], np.bool_)
             if not first.all():
                 part = np.repeat(first, lengths)
-                lengths, tokens, rows, new = lengths[first], tokens[part], rows[first], new[first]
+                lengths, sizes, tokens = lengths[first], sizes[first], tokens[part]
+                rows, new = rows[first], new[first]
                 masks = None if masks is None else masks[part]
-        return JoinedDocuments(tokens, lengths, masks, new.tobytes(), self._places(done, rows))
+        place = self._places(done, rows)
+        return JoinedDocuments(tokens, lengths, sizes, masks, new.tobytes(), place)
 
     def _is_new(self, digest: bytes) -> bool:
         if digest in self.seen:

@@ -60,8 +60,8 @@ def test_the_judge_imports_nothing_of_what_it_judges() -> None:
 def test_every_key_is_judged_or_changes_no_number() -> None:
     """A new key of the recipe belongs into the judge, and some case sets each to another value."""
     keys = {each.name for each in fields(Recipe)}
-    assert keys == trainer.USUAL.keys() | set(trainer.UNCHANGING)
-    assert not trainer.USUAL.keys() & set(trainer.UNCHANGING)
+    kinds = [*trainer.USUAL, *trainer.UNCHANGING, *trainer.ELSEWHERE]
+    assert keys == set(kinds) and len(keys) == len(kinds)
     for key, usual in trainer.USUAL.items():
         said = [case.train.get(key, usual) for case in CASES]
         assert key == "eval_every" or any(each not in (usual, None) for each in said), key

@@ -26,10 +26,8 @@ USUAL: dict[str, Any] = {
     **{"steps": 20, "optimizer": "adamw", "lr": 1e-3, "lr_curve": "cosine", "warmup": None},
     **{"weight_decay": 0.1, "clip": 1.0, "seed": 0, "data": "stdlib", "states": "fp32"},
     **{"eval_every": 0, "skip_limit": 10},
-    **{"lora": 0, "lora_alpha": None, "lora_targets": "all", "train_only": ""},
 }
 UNCHANGING = (
-    "loss",
     "offload",
     "offload_grads",
     "save_every",
@@ -40,7 +38,11 @@ UNCHANGING = (
     "log",
     "events",
     "compile",
-)  # change no number; `loss` is of conversations, which no case has
+)  # change no number
+ELSEWHERE = {
+    **dict.fromkeys(("lora", "lora_alpha", "lora_targets", "train_only"), "verify, and PEFT"),
+    "loss": "transformers, with labels of -100",
+}  # who compares keys that no case has
 
 
 @dataclass(frozen=True)

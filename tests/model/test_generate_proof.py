@@ -30,6 +30,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_every_way_gives_the_plain_forward(shape: Shape) -> None:
     verdict = GeneratedTrial(shape, "float64", 0).run()

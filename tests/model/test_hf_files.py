@@ -90,6 +90,7 @@ def in_float64(theirs: Any) -> Any:
     return wide.eval()
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_there_and_back(name: str, tmp_path: Path) -> None:
     theirs, given, run, out = shaken(name), *(tmp_path / each for each in ("in", "run", "out"))
@@ -366,7 +367,7 @@ assert cli.run(["export", run, out, "--shard-gb", "0.003"]) == 0
 """
 
 
-@pytest.mark.sample(0.5)
+@pytest.mark.sample(0.25)
 def test_the_whole_model_is_never_in_memory(tmp_path: Path) -> None:
     sizes = {each.name: each.shape for each in weights(BIG)}
     config = as_hf(BIG, "float32").config

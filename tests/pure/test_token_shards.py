@@ -41,7 +41,8 @@ def write_texts(
     def read(start: WrittenShards, seen: bytes) -> Generator[JoinedDocuments]:
         for array in encoder.encode([Document(text, "here") for text in texts]):
             if len(array):
-                yield JoinedDocuments(array, np.array([len(array)]))
+                sizes = np.array([len(array)])
+                yield JoinedDocuments(array, sizes, sizes)
 
     job = FolderJob(folder, encoder.meaning, shard_tokens, encoder.files, **options)
     return write_folder(job, read)[0]

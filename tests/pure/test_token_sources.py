@@ -130,6 +130,7 @@ def test_documents_are_left_out_by_length_and_by_text(tmp_path: Path) -> None:
     done = tokenized(sources, tmp_path / "d", keep=keep, dedup=True)
     assert texts_of(tmp_path / "d") == ["the same", "zwölf"]
     assert done.left_out == {"empty": 1, "short": 1, "long": 1, "duplicate": 2}
+    assert read_index(tmp_path / "d").text_bytes == len("the samezwölf".encode())
     with pytest.raises(FivefoldError, match=r"left out .1 empty, 6 short, 0 long"):
         tokenized(sources, tmp_path / "e", keep=LengthFilter(min_tokens=99))
     with pytest.raises(FivefoldError, match="--min-chars 5 and --max-chars 4: no document has"):

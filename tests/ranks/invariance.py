@@ -21,7 +21,8 @@ from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.core.recipe import Recipe
 from fivefold.launch.processes import Pool
 from fivefold.records.run_folder import METRICS, RunFolder, read_records
-from fivefold.train import Check, TrainedRank, TrainSettings, run_rank, source_of
+from fivefold.train import Check, TrainedRank, TrainSettings, run_rank
+from fivefold.train.build import source_of
 from fivefold.train.check import judge, num_references
 from fivefold.train.state import Dtype
 

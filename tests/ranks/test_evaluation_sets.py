@@ -12,9 +12,9 @@ import torch
 
 from fivefold.cli import main
 from fivefold.core import models, plan
+from fivefold.core.boxes import whole_box
 from fivefold.core.recipe import Recipe
 from fivefold.core.shape import Shape
-from fivefold.core.weights import whole_box
 from fivefold.data.evaluation import HELD_OUT, evaluation_sets, parse_sets
 from fivefold.data.mixture import Source, open_source
 from fivefold.data.rows import Synthetic, read_rows

@@ -87,7 +87,7 @@ def seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / TICKS
 
 
-@pytest.mark.sample(0.5)
+@pytest.mark.sample(0.25)
 def test_the_command_names_the_rank_and_leaves_no_process() -> None:
     words = ("--layout", "pp=4", "--steps", "500", "--set", "layers=4")
     with verifying(*words) as process:

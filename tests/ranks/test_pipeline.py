@@ -41,7 +41,7 @@ from fivefold.verify.trial import (
 from tests.ranks.table import PUBLISHED
 from tests.selection import shuffled
 
-NUM_CASES = 3
+NUM_CASES = 2
 STREAMS = (
     Case("pipedream", "pp=4", 1),
     Case("pipedream-2bw", "pp=4", 1),

@@ -48,7 +48,7 @@ def learn_from_old_weights(worker: Worker, *words: Any) -> list[tuple[float, flo
         return learn(worker, *words)
 
 
-@pytest.mark.sample(0.5)
+@pytest.mark.sample(0.25)
 @pytest.mark.parametrize(
     ("trains", "generates", "dtype"),
     [("dp=2", "tp=2", "float64"), ("tp=2", "pp=2", "float32")],
