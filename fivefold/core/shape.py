@@ -222,6 +222,12 @@ class Shape:
         """Whether layer i (from 0) is one of those that have neither window nor positions."""
         return self.global_every is not None and (i + 1) % self.global_every == 0
 
+    @property
+    def window_everywhere(self) -> int | None:
+        """The sliding window, if all layers have it: then no token sees further back."""
+        sliding = self.window_kind == "sliding" and self.global_every is None
+        return self.window if sliding else None
+
     def layer_kind(self, i: int) -> LayerKind:
         """The kind of layer i (from 0)."""
         return LayerKind(self.is_moe_layer(i), self.is_global_layer(i))

@@ -181,11 +181,11 @@ class Engine:
         self.shape, self.forward, self.watch, self.routes = shape, forward, watch, routes
         self.ranks = ranks or EngineRanks()
         pools = [BlockPool(blocks, self.ranks.owners) for _ in range(self.ranks.replicas)]
+        some, in_flight = limits or ScheduleLimits(), self.ranks.in_flight
+        # Recorded routes are read from all blocks when a sequence ends.
+        window = shape.window_everywhere if routes is None else None
         self.schedulers = [
-            Scheduler(
-                each, limits or ScheduleLimits(), shape.max_seq, self.ranks.in_flight, self._save
-            )
-            for each in pools
+            Scheduler(each, some, shape.max_seq, in_flight, self._save, window) for each in pools
         ]
         self._sequences: dict[str, SequenceState] = {}
         self._homes: dict[str, Scheduler] = {}

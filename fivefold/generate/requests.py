@@ -65,7 +65,8 @@ class SequenceState:
     """A request on its way: its tokens, and which of them are in the cache.
 
     `computed` tokens have their keys and values in the blocks of `table`, in order. A sequence that
-    has lost its blocks begins again from 0, with the tokens it has drawn.
+    has lost its blocks begins again from 0, with the tokens it has drawn. The first `out_of_sight`
+    blocks of the table have left the window: others may have them.
     """
 
     request: Request
@@ -78,6 +79,7 @@ class SequenceState:
     digests: list[bytes] = field(default_factory=list[bytes])  # of full blocks, published
     reused: int = 0  # tokens that were found in the cache
     preempted: int = 0  # times that it lost its blocks
+    out_of_sight: int = 0
     awaits_draw: bool = False  # all its tokens have been sent off, and the next is not known yet
 
     @property
@@ -94,7 +96,13 @@ class SequenceState:
         """It has no blocks any more."""
         self.table.clear()
         self.digests.clear()
-        self.computed = 0
+        self.computed = self.out_of_sight = 0
+
+    def leave(self, count: int) -> list[int]:
+        """Only the blocks after the first `count` are in sight; returns those that have left."""
+        left = self.table[self.out_of_sight : count]
+        self.out_of_sight = max(self.out_of_sight, count)
+        return left
 
     def await_draw(self) -> None:
         """A forward that is under way gives its next token."""

@@ -8,6 +8,9 @@ it is computed again later. So the oldest sequence always goes on, and every req
 Several batches may be under way, one in each stage of a pipeline. A sequence whose next token is
 not drawn yet waits for it. Batches are computed in order by every stage: what an earlier one writes
 or reads is safe from a later one, whoever has the blocks by then.
+
+With a sliding window a sequence gives back the blocks that no later token sees: it never has more
+than the window and a chunk need, however long it gets.
 """
 
 from __future__ import annotations
@@ -42,11 +45,13 @@ class Scheduler:
         max_seq: int,
         in_flight: int = 1,
         on_lost: Callable[[SequenceState], None] = lambda sequence: None,
+        window: int | None = None,
     ) -> None:
         """`in_flight`: batches under way at a time, over which sequences are spread. `on_lost` is
-        called before a sequence loses its blocks."""
+        called before a sequence loses its blocks. `window`: the keys that a token sees, itself
+        included, in all layers."""
         self.pool, self.limits, self.max_seq, self.in_flight = pool, limits, max_seq, in_flight
-        self.on_lost = on_lost
+        self.on_lost, self.window = on_lost, window
         self.waiting: list[SequenceState] = []  # both by arrival
         self.running: list[SequenceState] = []
         self.num_preempted = 0
@@ -55,10 +60,13 @@ class Scheduler:
     def add(self, request: Request) -> SequenceState:
         """Queue a request."""
         limit = min(len(request.prompt) + request.max_tokens, self.max_seq)
-        if blocks_of(limit) > self.pool.count:
+        needed = limit
+        if self.window is not None:  # which may begin and end within a block
+            needed = min(limit, self.window + self.limits.tokens + BLOCK)
+        if blocks_of(needed) > self.pool.count:
             room = self.pool.count * BLOCK
             raise FivefoldError(
-                f"request {request.id!r} may need {limit:,} tokens and the cache has room for "
+                f"request {request.id!r} may need {needed:,} tokens and the cache has room for "
                 f"{room:,}: ask for fewer tokens, or give the cache more memory"
             )
         sequence = SequenceState(request, self._arrived, limit, list(request.prompt))
@@ -113,6 +121,14 @@ class Scheduler:
                 digest = self._digest(sequence, index)
                 self.pool.publish(sequence.table[index], digest)
                 sequence.digests.append(digest)
+            self._leave_window(sequence)
+
+    def _leave_window(self, sequence: SequenceState) -> None:
+        """Give back what its next tokens do not see."""
+        if self.window is not None:
+            first = max(0, sequence.computed - self.window + 1)
+            for block in sequence.leave(first // BLOCK):
+                self.pool.release(block)
 
     def _digest(self, sequence: SequenceState, index: int) -> bytes:
         before = sequence.digests[index - 1] if index else b""
@@ -173,6 +189,7 @@ class Scheduler:
             sequence.table.append(block)
             sequence.digests.append(digest)
             sequence.advance(BLOCK)
+        self._leave_window(sequence)  # or what is shared could leave no room for a chunk
         return len(sequence.table)
 
     def _take(self, sequence: SequenceState, count: int) -> None:
@@ -182,6 +199,7 @@ class Scheduler:
             sequence.table.append(block)
 
     def _release(self, sequence: SequenceState) -> None:
-        for block in reversed(sequence.table):  # the end of a prefix is forgotten first
+        in_sight = sequence.table[sequence.out_of_sight :]
+        for block in reversed(in_sight):  # the end of a prefix is forgotten first
             self.pool.release(block)
         sequence.restart()

@@ -103,7 +103,8 @@ requests_st = st.lists(
 class Model:
     """Stands in for the model: it remembers what each block holds, and looks at what it reads."""
 
-    def __init__(self, blocks: int) -> None:
+    def __init__(self, blocks: int, window: int = 10**6) -> None:
+        self.window = window
         self.pages: list[list[object]] = [[None] * BLOCK for _ in range(blocks)]
 
     def forward(self, batch: StepBatch, sequences: dict[str, SequenceState]) -> None:
@@ -115,18 +116,31 @@ class Model:
                 assert token == known[i]
         for chunk in batch.chunks:
             known = sequences[chunk.id].tokens
-            for i in range(chunk.stop):
+            for i in range(max(0, chunk.start - self.window + 1), chunk.stop):
                 assert self.pages[chunk.table[i // BLOCK]][i % BLOCK] == tuple(known[: i + 1])
 
 
 @settings(max_examples=150, deadline=None)
-@given(requests_st, st.integers(8, 14), st.integers(1, 70), st.integers(1, 5), st.integers(0, 99))
+@given(
+    requests_st,
+    st.integers(8, 14),
+    st.integers(1, 70),
+    st.integers(1, 5),
+    st.integers(0, 99),
+    st.sampled_from((None, 1, 16, 17, 37)),
+)
 def test_every_request_ends_and_reads_its_own_tokens(
-    asked: list[tuple[int, int, int]], blocks: int, budget: int, most: int, seed: int
+    asked: list[tuple[int, int, int]],
+    blocks: int,
+    budget: int,
+    most: int,
+    seed: int,
+    window: int | None,
 ) -> None:
     pool = BlockPool(blocks, owners=1 + seed % 3)
-    scheduler = Scheduler(pool, ScheduleLimits(budget, most), MAX_SEQ)
-    model, dice, sequences = Model(blocks), random.Random(seed), dict[str, SequenceState]()
+    scheduler = Scheduler(pool, ScheduleLimits(budget, most), MAX_SEQ, window=window)
+    model, dice = Model(blocks, window or 10**6), random.Random(seed)
+    sequences = dict[str, SequenceState]()
     for number, (prefix, length, new) in enumerate(asked):  # few prefixes: many are shared
         request = Request(str(number), (prefix,) * length, new)
         sequences[request.id] = scheduler.add(request)
@@ -150,6 +164,39 @@ def test_every_request_ends_and_reads_its_own_tokens(
     assert not left
     assert scheduler.pool.num_free == blocks
     assert all(scheduler.pool.users(block) == 0 for block in range(blocks))
+
+
+def test_a_window_bounds_the_blocks_of_a_sequence_however_long_it_gets() -> None:
+    window, budget = 20, 8
+    pool = BlockPool(4)  # 64 tokens; without a window 600 are refused
+    scheduler = Scheduler(pool, ScheduleLimits(budget), 1000, window=window)
+    sequence, model, most = scheduler.add(Request("a", (1,) * 300, 300)), Model(4, window), 0
+    while sequence in scheduler.waiting or sequence in scheduler.running:
+        batch = scheduler.schedule()
+        assert batch.chunks, "it goes on"
+        model.forward(batch, {"a": sequence})
+        most = max(most, pool.count - pool.num_free)
+        scheduler.computed(batch, [sequence])
+        if batch.chunks[0].samples and sequence.append(len(sequence.tokens) % 7, 0.0):
+            scheduler.remove(sequence)
+    assert len(sequence.tokens) == 600 and sequence.preempted == 0
+    assert most <= blocks_of(window + budget) + 1 and pool.num_free == 4
+    with pytest.raises(FivefoldError, match="may need 64 tokens"):
+        Scheduler(BlockPool(3), ScheduleLimits(28), 1000, window=window).add(sequence.request)
+
+
+def test_a_shared_prefix_that_fills_the_cache_leaves_room_within_a_window() -> None:
+    pool = BlockPool(4)
+    scheduler = Scheduler(pool, ScheduleLimits(28), 1000, window=20)
+    for name, length, new in (("a", 60, 5), ("b", 70, 30)):  # the first leaves four full blocks
+        sequence = scheduler.add(Request(name, (1,) * length, new))
+        while sequence in scheduler.waiting or sequence in scheduler.running:
+            batch = scheduler.schedule()
+            assert batch.chunks, "it goes on"
+            scheduler.computed(batch, [sequence])
+            if batch.chunks[0].samples and sequence.append(1, 0.0):
+                scheduler.remove(sequence)
+        assert sequence.reused == (64 if name == "b" else 0)
 
 
 def test_blocks_that_run_out_are_taken_from_the_youngest() -> None:
