@@ -7,8 +7,7 @@ file. `resolve` derives what is not set and returns a `Plan`, in which nothing i
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -21,6 +20,7 @@ from fivefold.core.errors import BadFile, FivefoldError, UnknownName
 from fivefold.core.fp8 import Fp8, fp8_of, require_whole_blocks
 from fivefold.core.layout import Layout, parse_zero
 from fivefold.core.machine import Machine
+from fivefold.core.plan_paths import seen_from, with_paths
 from fivefold.core.precision import Precision
 from fivefold.core.recipe import Recipe
 from fivefold.core.recompute import StageRecompute
@@ -33,7 +33,6 @@ from fivefold.core.units import UnitPolicy, require_sharded_gradients
 from fivefold.core.weights import tuned
 
 Gather = Literal["step", "microbatch"]
-_FILES = (".json", ".toml", ".csv", ".txt")
 _DERIVED = {
     "layout": ("zero", "chunks", "microbatches", "stage_layers", "gather", "ep_nodes"),
     "schedule": ("chunks", "microbatches", "stage_layers"),
@@ -115,7 +114,7 @@ class Plan:
         Of the training keys only those that differ from the defaults are written, and `compile`, by
         which the plan is estimated; or the `whole` table.
         """
-        table = tables.table_of(_with_paths(self.options, _seen_from(folder)))
+        table = tables.table_of(with_paths(self.options, seen_from(folder)))
         if not whole:
             usual = tables.table_of(Recipe())
             pairs = table["train"].items()
@@ -206,28 +205,7 @@ def read(path: Path) -> PlanOptions:
     if isinstance(table.get("zero"), str):
         table["zero"] = parse_zero(table["zero"])
     options = tables.build(PlanOptions, table, str(path))
-    return _with_paths(options, lambda file: str(path.parent / file))
-
-
-def _with_paths(options: PlanOptions, move: Callable[[str], str]) -> PlanOptions:
-    """The options with every path moved; names of presets and schedules stay.
-
-    In a plan file a relative path starts at the file's folder, so that both can move together.
-    """
-    texts = {key: getattr(options, key) for key in ("model", "machine", "schedule")}
-    paths = {key: move(text) for key, text in texts.items() if text and _is_path(text)}
-    return replace(options, **paths)
-
-
-def _is_path(text: str) -> bool:
-    return not models.is_text(text) and ("/" in text or Path(text).suffix.lower() in _FILES)
-
-
-def _seen_from(folder: Path) -> Callable[[str], str]:
-    def move(file: str) -> str:
-        return file if Path(file).is_absolute() else os.path.relpath(file, folder)
-
-    return move
+    return with_paths(options, lambda file: str(path.parent / file))
 
 
 def resolve(options: PlanOptions, *, small: bool = False) -> Plan:

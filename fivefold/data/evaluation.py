@@ -6,18 +6,16 @@ A training that names none has one: rows that its own data holds out.
 from __future__ import annotations
 
 import math
-import re
 import shlex
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
-from fivefold.core.errors import BadFile, FivefoldError
+from fivefold.core.corpora import parse_sets
+from fivefold.core.errors import FivefoldError
 from fivefold.data.mixture import Source, open_source
 from fivefold.data.rows import Corpus, RowPlace, Synthetic
 
 HELD_OUT = "held-out"
-_NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9_.-]*)=(.+)")
 
 
 class EvaluationSet(NamedTuple):
@@ -70,27 +68,6 @@ def evaluation_sets(
         EvaluationSet(name, _rows(name, folder, trained, vocab, source.seq, verify))
         for name, folder in named.items()
     ]
-
-
-def parse_sets(spec: str) -> dict[str, str]:
-    """Folders by the names of their sets; without a name, a folder has its own.
-
-    >>> parse_sets("data/web code=tokens/python")
-    {'web': 'data/web', 'code': 'tokens/python'}
-    """
-    try:
-        words = shlex.split(spec)
-    except ValueError as error:
-        raise BadFile(f"eval_data = {spec!r}", [f"{error}; close the quotes"]) from error
-    found: dict[str, str] = {}
-    for word in words:
-        named = _NAMED.fullmatch(word)
-        name, folder = (named[1], named[2]) if named else (Path(word).name, word)
-        if name in found:
-            rule = f"{found[name]} and {folder} are both called {name}; write NAME=FOLDER"
-            raise BadFile(f"eval_data = {spec!r}", [rule])
-        found[name] = folder
-    return found
 
 
 def require_set(name: str, sets: Sequence[EvaluationSet]) -> None:

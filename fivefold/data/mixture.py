@@ -8,14 +8,13 @@ of n by less than the number of corpora.
 from __future__ import annotations
 
 import math
-import re
-import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 
-from fivefold.core.errors import BadFile, FivefoldError
+from fivefold.core.corpora import STANDARD_LIBRARY, SYNTHETIC, parse_mixture
+from fivefold.core.errors import FivefoldError
 from fivefold.core.recipe import LossOn
 from fivefold.core.tokenizer import BYTES, TokenizerId
 from fivefold.data.rows import (
@@ -29,8 +28,6 @@ from fivefold.data.rows import (
 )
 from fivefold.data.shards import open_corpus
 
-STANDARD_LIBRARY, SYNTHETIC = "stdlib", "synthetic"
-_WEIGHT = re.compile(r"(.+):([0-9]{1,12}(?:\.[0-9]{0,12})?|\.[0-9]{1,12})")
 _ROWS_PER_HELD_OUT = 128  # one row in so many is held out
 
 
@@ -164,36 +161,6 @@ def open_source(
         Shares(tuple(int(weight * common) for weight in weights.values())),
         seq,
     )
-
-
-def parse_mixture(spec: str) -> dict[str, Fraction]:
-    """Names of corpora and their weights.
-
-    >>> parse_mixture("web:3 a:b:.5")
-    {'web': Fraction(3, 1), 'a:b': Fraction(1, 2)}
-    """
-    try:
-        words = shlex.split(spec)
-    except ValueError as error:
-        raise BadFile(f"data = {spec!r}", [f"{error}; close the quotes"]) from error
-    if not words:
-        example = "name stdlib, synthetic, or a folder that `fivefold tokens` wrote"
-        raise BadFile(f"data = {spec!r}", [f"it names no corpus; {example}"])
-    weights: dict[str, Fraction] = {}
-    problems: list[str] = []
-    for word in words:
-        found = _WEIGHT.fullmatch(word)
-        name, weight = (found[1], Fraction(found[2])) if found else (word, Fraction(1))
-        if name in weights:
-            problems.append(f"{name} appears twice; give it once, with one weight")
-        if len(words) > 1 and found is None:
-            problems.append(f"{name} has no weight; write {name}:0.5, for example")
-        if weight == 0:
-            problems.append(f"{word} has no weight above 0; give one, or leave it out")
-        weights[name] = weight
-    if problems:
-        raise BadFile(f"data = {spec!r}", problems)
-    return weights
 
 
 def _open(name: str, vocab: int, seed: int, verify: bool) -> Corpus | Synthetic:

@@ -25,7 +25,7 @@ from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.offload import GradientHome
 from fivefold.parallel.stage import ActionObserver, Instruments
 from fivefold.step import updater_of
-from fivefold.train.callbacks.records import SpanCallback
+from fivefold.train.callbacks.records import SpanCallback, require_trackers
 from fivefold.train.callbacks.watchdog import WatchdogCallback
 from fivefold.train.state import TrainSettings
 from fivefold.train.tokenizers import require_same_tokenizer
@@ -151,7 +151,9 @@ def sets_of(
 
 
 def checked_source(plan: Plan, settings: TrainSettings) -> Source:
-    """The data of a training, whose files, tokenizer and evaluation sets are as they should be."""
+    """The data of a training, whose files, tokenizer and evaluation sets are as they should be, and
+    whose trackers are installed."""
+    require_trackers(settings.recipe.log)
     source = source_of(plan, settings, verify=True)
     require_same_tokenizer(plan, source, settings.folder if settings.resume else None)
     sets_of(plan, settings.recipe, source, verify=True)

@@ -13,9 +13,10 @@ import torch
 from fivefold.cli import main
 from fivefold.core import models, plan
 from fivefold.core.boxes import whole_box
+from fivefold.core.corpora import parse_sets
 from fivefold.core.recipe import Recipe
 from fivefold.core.shape import Shape
-from fivefold.data.evaluation import HELD_OUT, evaluation_sets, parse_sets
+from fivefold.data.evaluation import HELD_OUT, evaluation_sets
 from fivefold.data.mixture import Source, open_source
 from fivefold.data.rows import Synthetic, read_rows
 from fivefold.model.batch import TokenBatch
@@ -140,6 +141,7 @@ def test_a_run_gives_its_best_checkpoint(
         ("eval_every=1,keep_best=books,eval_data={web}", "choose from web"),
         ("eval_every=2,save_every=3,keep_best=web,eval_data={web}", "multiple of eval_every"),
         ("eval_every=1,eval_data=r=synthetic", "random tokens teach nothing"),
+        ("log=wandb", "needs the package wandb, which is not installed"),
     ],
 )
 def test_bad_sets_are_refused_before_anything_is_written(
@@ -149,6 +151,22 @@ def test_bad_sets_are_refused_before_anything_is_written(
     assert train(tmp_path / "run", "dp=1", said, "--steps", "1") == 2
     assert says in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_paths_of_a_plan_start_at_its_folder(
+    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folders)
+    changes = "data='web:2 code:1',eval_every=1,eval_data=code,log=none"
+    assert train(tmp_path / "run", "dp=1", changes, "--steps", "1") == 0
+    monkeypatch.chdir(tmp_path)  # from elsewhere it reads the same files
+    said = ["train", "run/plan.toml", "--out", "run", "--resume", "--set", "steps=2"]
+    assert run(*said) == 0
+    recipe = plan.read(Path("run/plan.toml")).train
+    found = [Path(one.rpartition(":")[0]).resolve() for one in recipe.data.split()]
+    assert found == [folders / "web", folders / "code"]
+    assert Path(recipe.eval_data).resolve() == folders / "code"
+    assert read_records(tmp_path / "run" / "metrics.jsonl")[-1].step == 2
 
 
 def test_names() -> None:

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
+from importlib.util import find_spec
 from json.encoder import encode_basestring_ascii as quoted
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -112,17 +113,24 @@ class Tracker(Protocol):
 
 
 def log_targets(text: str) -> frozenset[str]:
-    """The words of the `log` key, joined with `+`.
+    """The words of the `log` key, joined with `+`; `none` is no word.
 
-    >>> sorted(log_targets("wandb+memory")), sorted(log_targets(""))
+    >>> sorted(log_targets("wandb+memory")), sorted(log_targets("none"))
     (['memory', 'wandb'], [])
     """
-    words = frozenset(word.strip() for word in text.split("+") if word.strip())
+    words = frozenset(word.strip() for word in text.split("+") if word.strip()) - {"none"}
     known = (TENSORBOARD, WANDB, MEMORY)
     for word in sorted(words):
         if word not in known:
             raise UnknownName("log", word, known)
     return words
+
+
+def require_trackers(text: str) -> None:
+    """Refuse a tracker whose package is missing, before anything is written."""
+    for word in sorted(log_targets(text) & {TENSORBOARD, WANDB}):
+        if find_spec(word) is None:
+            raise _missing_package(word)
 
 
 def open_trackers(
@@ -182,10 +190,14 @@ def _import(module: str, package: str) -> Any:
     try:
         return import_module(module)
     except ImportError as error:
-        raise FivefoldError(
-            f"log = {package} needs the package {package}, which is not installed: pip install "
-            f"{package}, or leave it out of log"
-        ) from error
+        raise _missing_package(package) from error
+
+
+def _missing_package(package: str) -> FivefoldError:
+    return FivefoldError(
+        f"log = {package} needs the package {package}, which is not installed: pip install "
+        f"{package}, or train without it, with --set log=none"
+    )
 
 
 # Spans.
