@@ -60,7 +60,7 @@ def test_commands_of_docs_work(command: str, tmp_path: Path) -> None:
     test_commands_work(command, tmp_path)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(0.5)
 @pytest.mark.parametrize("command", commands(readme=None, long=True))
 def test_commands_that_run_a_model_work(command: str, tmp_path: Path) -> None:
     test_commands_work(command, tmp_path)

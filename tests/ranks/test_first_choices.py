@@ -14,7 +14,7 @@ QUICK = [job for job in JOBS if job.gpus <= 8 and not job.trains]
 TRAINED = [job for job in JOBS if job.trains and job.gpus == 2]
 
 
-@pytest.mark.sample(0.5, table=True)
+@pytest.mark.sample(0.25, table=True)
 @pytest.mark.parametrize("job", QUICK, ids=str)
 def test_the_first_choice_is_rehearsed_as_written(tmp_path: Path, job: Job) -> None:
     outcome = run(job, tmp_path)

@@ -38,7 +38,7 @@ def alone(kept_pool: KeptPool) -> list[float]:
     return found
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(0.5)
 @pytest.mark.parametrize(
     ("layout", "world"),
     [("tp=2 pp=2 cp=2 ep=2", 8), ("dp=2 pp=2 cp=2 ep=4", 8), ("dp=2 tp=2 ep=4", 4)],

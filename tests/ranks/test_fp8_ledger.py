@@ -69,7 +69,7 @@ def planned_bytes(plan: Plan, rank: int) -> float:
     return sum(memory.values()) - memory["context"] - memory["margin"]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("model", "layers", "layout", "rank", "said"), JOBS)
 def test_a_rank_holds_what_is_planned_in_fp8(
     model: str, layers: int, layout: str, rank: int, said: dict[str, Any]
@@ -136,7 +136,7 @@ def test_rounded_weights_are_gone_before_weight_gradients(
     assert planned_bytes(plan, 0) == pytest.approx(rehearse_rank(plan, 0, None).peak, rel=0.01)
 
 
-@pytest.mark.sample(0.5)
+@pytest.mark.sample(0.25)
 def test_codes_on_their_way_are_counted() -> None:
     """ZeRO-3: of a unit that is gathered ahead, one byte a weight and this rank's shard of them.
     With blocks values are gathered."""
@@ -148,7 +148,7 @@ def test_codes_on_their_way_are_counted() -> None:
     assert planned[0] - planned[1] == pytest.approx(1.25 * layer, rel=0.02)
 
 
-@pytest.mark.sample(0.5)
+@pytest.mark.sample(0.25)
 @pytest.mark.parametrize(
     ("model", "layout", "keys"),
     [
@@ -168,7 +168,7 @@ def test_codes_that_are_not_counted_are_missed(
         assert planned_bytes(plan, 0) != held
 
 
-@pytest.mark.sample(0.5)
+@pytest.mark.sample(0.25)
 @pytest.mark.parametrize("number", range(NUM_DRAWS))
 def test_a_random_plan_in_fp8_runs_as_it_is_priced(number: int) -> None:
     """Calls and bytes are those that are priced, and memory is the estimate."""

@@ -258,7 +258,7 @@ def verdict(pool: Pool, scaling: str, fault: object, layout: str, said: Any) -> 
     return judge(plan, settings, runs, truths)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("scaling", "fault", "layout", "said"),
     [

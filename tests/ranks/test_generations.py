@@ -29,7 +29,7 @@ LAYOUT = "tp=2 pp=2"
 Patch = Callable[[], AbstractContextManager[object]]
 
 
-@pytest.mark.sample(1, table=True)
+@pytest.mark.sample(0.5, table=True)
 @pytest.mark.parametrize("case", [each for each in cases() if "cp=" not in each.layout], ids=str)
 def test_a_layout_that_generates(pool: Pool, case: GenerationCase) -> None:
     verdict = prove(pool, case)
