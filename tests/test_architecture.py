@@ -72,13 +72,11 @@ OF_ONE_GPU = re.compile(
     r"|mem_get_info|get_device_(name|properties|capability))|.+\.record"
 )
 
-# Attributes that may be set from outside of their class, and why. Another module may set no other:
-# an object is complete when it is made, and changes through its methods.
+# Attributes that may be set from outside of their class, and why: an object is complete when made.
 SEAMS = (
     *("matmul", "normalise", "kernel", "lookup", "add_positions", "cross_entropy"),
-    *("run_blocks", "mask", "balance", "dispatch", "repeats", "remakes", "first_head"),
+    *("run_blocks", "mask", "balance", "dispatch", "repeats", "remakes", "first_head", "activate"),
     *("residual_tokens", "chunked", "normalise_sum", "project", "latent_kernel", "coding"),
-    "activate",
 )
 SETTABLE = {
     "grad": "torch: the gradient of a tensor",

@@ -69,8 +69,8 @@ def parse_sets(spec: str) -> dict[str, str]:
 def moved_corpora(spec: str, move: Callable[[str], str]) -> str:
     """The text of either key with all its folders moved; one that cannot be read stays as it is.
 
-    >>> moved_corpora("stdlib:1 text/web:2", lambda folder: f"/home/{folder}")
-    'stdlib:1 /home/text/web:2'
+    >>> moved_corpora("stdlib:1 text/web:2", lambda folder: f"up/{folder}")
+    'stdlib:1 up/text/web:2'
     >>> moved_corpora("code=a 'b c'", lambda folder: f"../{folder}")
     "code=../a '../b c'"
     """
