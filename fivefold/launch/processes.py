@@ -162,18 +162,32 @@ class Pool:
         finally:
             shutil.rmtree(meeting.folder, ignore_errors=True)
 
+    def renew(self) -> None:
+        """End all processes, and fork as many others.
+
+        torch 2.11 crashes where a process splits a group over NCCL that has had another group of
+        all ranks before.
+        """
+        size = self.size
+        self._end()
+        for rank in range(size):
+            self._fork(rank)
+
     def close(self) -> None:
         """End all processes now."""
+        self._end()
+        self._folder.cleanup()
+        for number, handler in self._former_handlers.items():
+            signal.signal(number, handler)
+        self._former_handlers.clear()
+
+    def _end(self) -> None:
         for child in self._children:
             child.process.kill()
         for child in self._children:
             child.process.join()
             child.pipe.close()
         self._children.clear()
-        self._folder.cleanup()
-        for number, handler in self._former_handlers.items():
-            signal.signal(number, handler)
-        self._former_handlers.clear()
 
     def _handle_signals(self) -> dict[signal.Signals, Any]:
         """Install signal handlers, which only the main thread can do; returns the former ones.

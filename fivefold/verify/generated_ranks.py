@@ -92,6 +92,8 @@ def run_generated(
     texts = drawn_texts(plan, settings, ranks[0])
     training = training_plan(plan, texts)
     task = (train_rank, (training, settings, texts))
+    if settings.backend == "nccl":
+        pool.renew()
     trained = pool.run_each([task] * world, on_phase)
     error = trained_error(texts, [each for rank in trained for each in rank])
     return replace(verdict, trained_err=error, trained_layout=str(training.layout))
