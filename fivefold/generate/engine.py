@@ -257,16 +257,16 @@ class Engine:
     def _end_first(self) -> list[DrawnToken]:
         """Wait for the draws of the batch that was begun first."""
         flight, found = self._flights.popleft(), list[DrawnToken]()
-        drawn_N2 = flight.drawn().cpu()
-        for row, sequence in enumerate(flight.sequences):
-            token, logprob = int(drawn_N2[row, 0]), float(drawn_N2[row, 1])
+        for (token, logprob), sequence in zip(
+            flight.drawn().tolist(), flight.sequences, strict=True
+        ):
             id, index = sequence.request.id, len(sequence.logprobs)
             if self._sequences.get(id) is not sequence:  # it was ended meanwhile
                 continue
-            reason = sequence.append(token, logprob)
+            reason = sequence.append(int(token), logprob)
             if reason is not None:
                 self.end(id, reason)
-            found.append(DrawnToken(id, index, token, logprob, reason))
+            found.append(DrawnToken(id, index, int(token), logprob, reason))
         return found
 
     def end(self, id: str, reason: Reason) -> None:

@@ -181,7 +181,10 @@ class GraphedForward(DecoderForward):
         self.captured: dict[StepSize, _Captured] = {}
         self.most_keys = decoder.shape.max_seq
         widest = max(page_sizes(block.attention)[0][1] for block in decoder.all_blocks())
-        self.captures = has_kernel(widest, next(decoder.parameters()).dtype)
+        dtype = next(decoder.parameters()).dtype
+        # Grouped matmuls of other types wait for the numbers of rows.
+        grouped = decoder.shape.moe is None or dtype == torch.bfloat16
+        self.captures = grouped and has_kernel(widest, dtype)
 
     @torch.inference_mode()
     def __call__(self, step: StepBatch) -> Tensor:

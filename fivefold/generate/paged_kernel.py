@@ -16,6 +16,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from fivefold.generate.dependent_launch import begins_early
 
 KEYS = 128  # of a part
 _TILE = 64  # keys of a product
@@ -49,7 +52,11 @@ def _attend_part(
     PAGE: tl.constexpr,
     KEYS: tl.constexpr,
     TILE: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     sequence, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths_ptr + sequence)
     lowest = tl.maximum(length - window, 0)
@@ -97,7 +104,11 @@ def _merge_parts(
     VALUE_BLOCK: tl.constexpr,
     KEYS: tl.constexpr,
     MERGED: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     sequence, head = tl.program_id(0), tl.program_id(1)
     length = tl.load(lengths_ptr + sequence)
     lowest = tl.maximum(length - window, 0)
@@ -139,7 +150,11 @@ def _write_pages(
     VALUE: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
     VALUE_ROW: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(slots_ptr + token).to(tl.int64) * KV_HEADS + head
     column, value_column = tl.arange(0, WIDTH_BLOCK), tl.arange(0, VALUE_BLOCK)
@@ -170,6 +185,7 @@ def write_pages(
         VALUE_BLOCK=triton.next_power_of_2(value),
         VALUE_ROW=values_NPKv.stride(2),
         num_warps=1,
+        **begins_early(k_TKd),
     )
 
 
@@ -187,7 +203,7 @@ def attend_single_tokens(
     (sequences, heads, width), (_, page, kv_heads, value) = q_SHd.shape, values_NPKv.shape
     assert q_SHd.stride(2) == 1 and keys_NPKd.is_contiguous()
     num_parts, seen = triton.cdiv(most_keys, KEYS), window or most_keys
-    size = (sequences, heads, num_parts)
+    size, early = (sequences, heads, num_parts), begins_early(q_SHd)
     parts = q_SHd.new_empty((*size, value), dtype=torch.float32)
     log_sums = q_SHd.new_empty(size, dtype=torch.float32)
     group, sizes = heads // kv_heads, {"VALUE": value, "VALUE_BLOCK": triton.next_power_of_2(value)}
@@ -215,8 +231,10 @@ def attend_single_tokens(
         VALUE=value,
         VALUE_BLOCK=max(_LEAST_ROWS, triton.next_power_of_2(value)),
         VALUE_ROW=values_NPKv.stride(2),
+        **early,
     )
     out_SHv = q_SHd.new_empty((sequences, heads, value))
     merged = (parts, log_sums, lengths_S, out_SHv, seen, heads, num_parts)
-    _merge_parts[(sequences, heads)](*merged, **sizes, KEYS=KEYS, MERGED=_MERGED, num_warps=2)
+    sizes |= {"KEYS": KEYS, "MERGED": _MERGED, "num_warps": 2}
+    _merge_parts[(sequences, heads)](*merged, **sizes, **early)
     return out_SHv

@@ -60,7 +60,7 @@ class Request:
         yield from self.sampling.problems()
 
 
-@dataclass
+@dataclass(eq=False)
 class SequenceState:
     """A request on its way: its tokens, and which of them are in the cache.
 

@@ -73,5 +73,5 @@ def choose(logits_NV: Tensor, draws: Sequence[Draw]) -> list[tuple[int, float]]:
         # The first token whose end is beyond: those without probability end where they begin.
         tokens_N[rows] = torch.searchsorted(ends_NV, places_N1, right=True)[:, 0]
     logprobs_N1 = wide_NV.log_softmax(1).gather(1, tokens_N[:, None])
-    both = torch.cat([tokens_N[:, None].double(), logprobs_N1.double()], 1).cpu().unbind()
-    return [(int(each[0]), float(each[1])) for each in both]
+    both = torch.cat([tokens_N[:, None].double(), logprobs_N1.double()], 1).tolist()
+    return [(int(token), logprob) for token, logprob in both]

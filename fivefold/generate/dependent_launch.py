@@ -1,0 +1,35 @@
+"""Kernels that begin before the one in front of them has ended, on Hopper and newer.
+
+Between two kernels of a few microseconds a GPU does nothing for about one. A kernel that is
+launched so gets its place as soon as the last programs of the former run, waits (`gdc_wait`) before
+it reads what another kernel has written, and lets the next one begin (`gdc_launch_dependents`).
+Every program waits, also one that has nothing to do: its kernel has then ended after all before it.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TypedDict
+
+import torch
+from torch import Tensor
+
+_LEAST_MAJOR = 9  # of a GPU's compute capability
+
+
+class EarlyLaunch(TypedDict):
+    """Arguments of a kernel with a constant `EARLY`."""
+
+    EARLY: bool
+    launch_pdl: bool
+
+
+def begins_early(beside: Tensor) -> EarlyLaunch:
+    """How to launch a kernel on the device of a tensor."""
+    early = beside.is_cuda and _major(beside.device) >= _LEAST_MAJOR
+    return EarlyLaunch(EARLY=early, launch_pdl=early)
+
+
+@cache
+def _major(device: torch.device) -> int:
+    return torch.cuda.get_device_capability(device)[0]
