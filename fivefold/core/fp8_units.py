@@ -49,7 +49,9 @@ def gathered_as_codes(shape: Shape, fp8: Fp8 | None) -> frozenset[str]:
     )
 
 
-def segments(unit: Unit, place: int, coded: frozenset[str]) -> list[UnitSegment]:
+def segments(
+    unit: Unit, place: int, coded: frozenset[str], at_once: int = AT_ONCE
+) -> list[UnitSegment]:
     """What a shard sends, in order; what is rounded is cut where another scale begins."""
     low, found = place * unit.shard_size, list[UnitSegment]()
     begins = {each.row.name: each.start for each in unit.entries}
@@ -61,23 +63,25 @@ def segments(unit: Unit, place: int, coded: frozenset[str]) -> list[UnitSegment]
         inside = (low + start - begin, low + stop - begin, row.numel // scales)
         found += [
             UnitSegment(row.name, begin + first, begin + end, True, experts)
-            for first, end, experts in cut_experts(*inside)
+            for first, end, experts in cut_experts(*inside, at_once)
         ]
     return sorted(found, key=lambda each: each.rounded)
 
 
-def cut_experts(start: int, stop: int, size: int) -> Iterator[tuple[int, int, range]]:
+def cut_experts(
+    start: int, stop: int, size: int, at_once: int = AT_ONCE
+) -> Iterator[tuple[int, int, range]]:
     """Elements [start, stop) of stacked experts of so many elements each, cut into whole experts
-    and parts of one.
+    and parts of one, none with more than `at_once`.
 
     >>> list(cut_experts(5, 42, 10))
     [(5, 10, range(0, 1)), (10, 40, range(1, 4)), (40, 42, range(4, 5))]
     """
     while start < stop:
         first, inside = divmod(start, size)
-        whole = 0 if inside else min(AT_ONCE // size, stop // size - first)
+        whole = 0 if inside else min(at_once // size, stop // size - first)
         last = first + max(1, whole)
-        end = min(stop, last * size, start + AT_ONCE)
+        end = min(stop, last * size, start + at_once)
         yield start, end, range(first, last)
         start = end
 

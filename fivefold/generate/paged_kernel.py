@@ -16,9 +16,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fivefold.generate.dependent_launch import begins_early
+from fivefold.generate.early_kernel import begins_early, let_next_begin, wait_for_last
 
 KEYS = 128  # of a part
 _TILE = 64  # keys of a product
@@ -54,9 +53,8 @@ def _attend_part(
     TILE: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
+    let_next_begin(EARLY)
+    wait_for_last(EARLY)
     sequence, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths_ptr + sequence)
     lowest = tl.maximum(length - window, 0)
@@ -106,9 +104,8 @@ def _merge_parts(
     MERGED: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
+    let_next_begin(EARLY)
+    wait_for_last(EARLY)
     sequence, head = tl.program_id(0), tl.program_id(1)
     length = tl.load(lengths_ptr + sequence)
     lowest = tl.maximum(length - window, 0)
@@ -152,9 +149,8 @@ def _write_pages(
     VALUE_ROW: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
+    let_next_begin(EARLY)
+    wait_for_last(EARLY)
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(slots_ptr + token).to(tl.int64) * KV_HEADS + head
     column, value_column = tl.arange(0, WIDTH_BLOCK), tl.arange(0, VALUE_BLOCK)

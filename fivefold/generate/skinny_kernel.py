@@ -4,7 +4,7 @@ One token: every program multiplies some rows of the weight by the input and sum
 Up to 16: by tensor cores, on 16 tokens of which some are empty. More tokens are torch's.
 
 The kernel of one token begins before the one in front of it has ended, where a GPU can do this
-(`dependent_launch.py`): nobody writes weights, so the first of them are read meanwhile.
+(`early_kernel.py`): nobody writes weights, so the first of them are read meanwhile.
 
 Legend: M tokens, I inputs, O outputs.
 """
@@ -15,9 +15,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fivefold.generate.dependent_launch import begins_early
+from fivefold.generate.early_kernel import begins_early, let_next_begin, wait_for_last
 
 MOST_TOKENS = 16
 # Rows of a program and inputs that it reads of each at once: the fastest on an H200 for all
@@ -42,12 +41,10 @@ def _one_token(
     row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     is_row = row < outputs
     row_ptr = weight_ptr + row.to(tl.int64)[:, None] * inputs
-    if EARLY:
-        gdc_launch_dependents()
+    let_next_begin(EARLY)
     inside = is_row[:, None] & (column < inputs)[None, :]
     weight = tl.load(row_ptr + column[None, :], inside, other=0.0, eviction_policy="evict_first")
-    if EARLY:
-        gdc_wait()
+    wait_for_last(EARLY)
     sums = tl.zeros((ROWS, BLOCK), tl.float32)
     for start in range(0, inputs, BLOCK):
         x = tl.load(x_ptr + start + column, start + column < inputs, other=0.0).to(tl.float32)

@@ -18,10 +18,14 @@ from torch import Tensor
 
 from fivefold.model.fp8 import OverRanks
 from fivefold.model.fp8_grouped import BothStacks, expert_maxima, round_stacks, scaled_grouped
-from fivefold.model.fp8_linear import FAST_FORWARD, RoundedWeights
+from fivefold.model.fp8_linear import RoundedWeights
 from fivefold.model.fp8_rows import CodedRows, RowOperand, round_rows, unpacked
 from fivefold.model.linear_math import GradientSink
 from fivefold.model.moe import Experts, ExpertStack, grouped_weight_gradient
+
+# Dgrad too, unlike that of linears: the grouped kernel of Hopper that keeps all bits takes 3.4
+# times as long, more than bf16, and experts are narrow, so that its sums are short.
+FAST = True
 
 Work = Callable[[GradientSink], None]
 WatchExperts = Callable[[Sequence[str], str, Tensor, Tensor | None], None]
@@ -176,7 +180,7 @@ class _ProjectCodes(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         packed, x = codes.read(x_MD)
         own.seen("input", x.codes, ends_E)
-        y_MO = scaled_grouped(x, own.of(weights).rows, ends_E, x_MD.dtype, FAST_FORWARD)
+        y_MO = scaled_grouped(x, own.of(weights).rows, ends_E, x_MD.dtype, FAST)
         ctx.save_for_backward(packed, ends_E)
         ctx.own, ctx.weights, ctx.width = own, weights, x_MD.shape[1]
         return y_MO.split([each.shape[1] for each in weights], 1)
@@ -186,7 +190,7 @@ class _ProjectCodes(torch.autograd.Function):
         (packed, ends_E), own, weights = ctx.saved_tensors, ctx.own, ctx.weights
         grads = round_rows(gradients, own.shared.over_ranks)
         own.seen("gradient", grads.codes, ends_E)
-        back = scaled_grouped(grads, own.of(weights).turned, ends_E, gradients[0].dtype)
+        back = scaled_grouped(grads, own.of(weights).turned, ends_E, gradients[0].dtype, FAST)
         wanted = ctx.needs_input_grad[4:]
         found = own.deliver(unpacked(packed, ctx.width), grads, ends_E, weights, wanted)
         return back, None, None, None, *found
@@ -208,13 +212,13 @@ class _DownCodes(torch.autograd.Function):
         own.seen("input", x.codes, ends_E)
         ctx.save_for_backward(*x, ends_E)
         ctx.own, ctx.weight, ctx.codes, ctx.dtype = own, weight, codes, x_MF.dtype
-        return scaled_grouped(x, own.of([weight]).rows, ends_E, x_MF.dtype, FAST_FORWARD)
+        return scaled_grouped(x, own.of([weight]).rows, ends_E, x_MF.dtype, FAST)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (x_codes, scale_M, ends_E), own, weights = ctx.saved_tensors, ctx.own, [ctx.weight]
         _, grads = ctx.codes.read(gradients[0])
         own.seen("gradient", grads.codes, ends_E)
-        back = scaled_grouped(grads, own.of(weights).turned, ends_E, ctx.dtype)
+        back = scaled_grouped(grads, own.of(weights).turned, ends_E, ctx.dtype, FAST)
         wanted, x = ctx.needs_input_grad[4:], RowOperand(x_codes, scale_M)
         return back, None, None, None, *own.deliver(x, grads, ends_E, weights, wanted)

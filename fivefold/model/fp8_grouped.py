@@ -41,14 +41,23 @@ class BothStacks(NamedTuple):
 
 def expert_maxima(parts: Sequence[Tensor]) -> Tensor:
     """The largest absolute value of each expert, (E,) in float32."""
-    first = parts[0]
-    if is_fake(first):
-        return first.new_empty(len(first), dtype=torch.float32)
-    if _has_kernel(first):
+    found_E = torch.zeros(len(parts[0]), dtype=torch.float32, device=parts[0].device)
+    for each in parts:
+        raise_maxima(found_E, each)
+    return found_E
+
+
+def raise_maxima(found_E: Tensor, stack_EOI: Tensor) -> None:
+    """Raise numbers to the largest absolute value of each expert; weights may be on the host."""
+    if is_fake(stack_EOI):
+        return
+    if _has_kernel(stack_EOI):
         from fivefold.model import fp8_rows_kernel  # Triton is there only with CUDA
 
-        return fp8_rows_kernel.expert_maxima(parts)
-    return torch.stack([each.abs().amax((1, 2)) for each in parts]).amax(0).to(torch.float32)
+        fp8_rows_kernel.raise_maxima(found_E, stack_EOI)
+        return
+    maxima_E = stack_EOI.abs().amax((1, 2)).to(found_E)
+    found_E.copy_(torch.maximum(found_E, maxima_E))
 
 
 def round_stacks(parts: Sequence[Tensor], maximum_E: Tensor) -> BothStacks:

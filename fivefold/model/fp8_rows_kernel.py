@@ -226,17 +226,12 @@ def row_values(codes: Tensor, scale_M: Tensor, dtype: torch.dtype) -> Tensor:
     return values
 
 
-def expert_maxima(parts: Sequence[Tensor]) -> Tensor:
-    """The largest absolute value of each expert, (E,)."""
-    first = parts[0]
-    found_E = torch.zeros(len(first), dtype=torch.float32, device=first.device)
-    with torch.cuda.device(first.device):
-        for each in parts:
-            numel = each[0].numel()
-            programs = min(64, triton.cdiv(numel, _AT_ONCE))
-            grid = (len(each), programs)
-            _expert_maximum[grid](each.contiguous(), found_E, numel, SIZE=_AT_ONCE, num_warps=8)
-    return found_E
+def raise_maxima(found_E: Tensor, stack_EOI: Tensor) -> None:
+    """Raise numbers to the largest absolute value of each expert."""
+    numel = stack_EOI[0].numel()
+    grid = (len(stack_EOI), min(64, triton.cdiv(numel, _AT_ONCE)))
+    with torch.cuda.device(found_E.device):
+        _expert_maximum[grid](stack_EOI.contiguous(), found_E, numel, SIZE=_AT_ONCE, num_warps=8)
 
 
 def cast_stacks(parts: Sequence[Tensor], maximum_E: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,13 +16,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.core.fp8 import keeps_rounded
-from fivefold.core.fp8_units import gathered_as_codes, is_coded, maxima_joined, segments
+from fivefold.core.fp8_units import (
+    UnitSegment,
+    gathered_as_codes,
+    is_coded,
+    maxima_joined,
+    segments,
+)
 from fivefold.core.groups import SCALE
 from fivefold.core.plan import Plan
 from fivefold.model.decoder import Decoder
 from fivefold.model.fp8 import OverRanks, largest_of, rounding_of, same
 from fivefold.model.fp8_experts import ExpertRounding, RoundedExperts, WatchExperts
-from fivefold.model.fp8_grouped import expert_maxima
+from fivefold.model.fp8_grouped import raise_maxima
 from fivefold.model.fp8_linear import FusedLinears, RoundedWeights, Watch
 from fivefold.model.fp8_matmul import require_units
 from fivefold.model.layers import Linear
@@ -96,13 +102,13 @@ class WeightMaxima:
         stacks: Sequence[Sequence[str]],
     ) -> None:
         self.mesh, self.linears, self.stacks = mesh, linears, stacks
-        self.homes = {name: unit for unit in units for name in unit.parameters}
-        routed = {f"{name}.weight" for names in stacks for name in names}
-        self.segments = {
-            id(unit): segments(unit.unit, unit.place, frozenset(routed)) for unit in units
-        }
-        first = (f"{names[0]}.weight" for names in stacks)
-        self.experts = [len(self.homes[name].parameters[name]) for name in first]
+        routed = frozenset(f"{name}.weight" for names in stacks for name in names)
+        self.owned = dict[str, list[tuple[FlatUnit, UnitSegment]]]()
+        for unit in units:
+            for each in segments(unit.unit, unit.place, routed, unit.unit.shard_size):
+                self.owned.setdefault(each.name, []).append((unit, each))
+        sizes = {name: len(each) for unit in units for name, each in unit.parameters.items()}
+        self.experts = [sizes[f"{names[0]}.weight"] for names in stacks]
         numbers, axes = [len(linears), sum(self.experts)], [("fsdp", "tp"), ("edp", "etp")]
         if maxima_joined(mesh.layout):
             numbers, axes = [sum(numbers)], axes[:1]
@@ -131,8 +137,7 @@ class WeightMaxima:
         found = self._zeros(number)
         for part, experts in (each for name in names for each in self._owned(name)):
             own = found[experts.start : experts.stop]
-            maxima = expert_maxima([part.unflatten(0, (len(own), 1, -1))]).to(own.device)
-            own.copy_(torch.maximum(own, maxima))
+            raise_maxima(own, part.unflatten(0, (len(own), 1, -1)))
         return found
 
     def _zeros(self, number: int) -> Tensor:
@@ -140,12 +145,9 @@ class WeightMaxima:
 
     def _owned(self, name: str) -> Iterator[tuple[Tensor, range]]:
         """What this rank owns of a weight, and of which experts."""
-        weight = f"{name}.weight"
-        unit = self.homes[weight]
-        low = unit.place * unit.unit.shard_size
-        for each in self.segments[id(unit)]:
-            if each.name == weight:
-                yield unit.shard[each.start - low : each.stop - low], each.experts
+        for unit, each in self.owned.get(f"{name}.weight", ()):
+            low = unit.place * unit.unit.shard_size
+            yield unit.shard[each.start - low : each.stop - low], each.experts
 
 
 def round_experts(rounded: RoundedWeights, watch: WatchExperts | None, stage: Stage) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 
@@ -84,14 +83,13 @@ def test_stacks_are_cut_where_another_scale_begins() -> None:
 @pytest.mark.parametrize(("size", "experts"), [(7, 40), (1, 9), (25, 2)])
 def test_cuts_are_whole_experts_or_parts_of_one(size: int, experts: int) -> None:
     """No cut is longer than what is widened at once, and together they are everything."""
-    with patch.object(fp8_units, "AT_ONCE", 20):
-        for start in (0, 3, size):
-            found = list(fp8_units.cut_experts(start, stop := size * experts - 1, size))
-            assert [start, *(end for _, end, _ in found)] == [*(one for one, _, _ in found), stop]
-            for first, end, own in found:
-                whole = (first, end) == (own.start * size, own.stop * size)
-                assert whole or len(own) == 1
-                assert end - first <= 20 and own.start * size <= first < end <= own.stop * size
+    for start in (0, 3, size):
+        found = list(fp8_units.cut_experts(start, stop := size * experts - 1, size, at_once=20))
+        assert [start, *(end for _, end, _ in found)] == [*(one for one, _, _ in found), stop]
+        for first, end, own in found:
+            whole = (first, end) == (own.start * size, own.stop * size)
+            assert whole or len(own) == 1
+            assert end - first <= 20 and own.start * size <= first < end <= own.stop * size
 
 
 def test_maxima_of_experts_join_those_of_linears_where_their_ranks_are_the_same() -> None:

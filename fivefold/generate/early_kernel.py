@@ -1,9 +1,9 @@
 """Kernels that begin before the one in front of them has ended, on Hopper and newer.
 
 Between two kernels of a few microseconds a GPU does nothing for about one. A kernel that is
-launched so gets its place as soon as the last programs of the former run, waits (`gdc_wait`) before
-it reads what another kernel has written, and lets the next one begin (`gdc_launch_dependents`).
-Every program waits, also one that has nothing to do: its kernel has then ended after all before it.
+launched so gets its place as soon as the last programs of the former run, and waits before it reads
+what another kernel has written. Every program waits, also one that has nothing to do: its kernel
+then ends after all before it.
 """
 
 from __future__ import annotations
@@ -12,9 +12,26 @@ from functools import cache
 from typing import TypedDict
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 _LEAST_MAJOR = 9  # of a GPU's compute capability
+
+
+@triton.jit
+def let_next_begin(EARLY: tl.constexpr) -> None:
+    """The next kernel may take its place."""
+    if EARLY:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_last(EARLY: tl.constexpr) -> None:
+    """All that was launched before has ended, and what it wrote is there."""
+    if EARLY:
+        gdc_wait()
 
 
 class EarlyLaunch(TypedDict):
