@@ -34,6 +34,13 @@ def wait_for_last(EARLY: tl.constexpr) -> None:
         gdc_wait()
 
 
+@triton.jit
+def begin_early(EARLY: tl.constexpr) -> None:
+    """Both: of a kernel that has nothing to read before."""
+    let_next_begin(EARLY)
+    wait_for_last(EARLY)
+
+
 class EarlyLaunch(TypedDict):
     """Arguments of a kernel with a constant `EARLY`."""
 

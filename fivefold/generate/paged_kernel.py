@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fivefold.generate.early_kernel import begins_early, let_next_begin, wait_for_last
+from fivefold.generate.early_kernel import begin_early, begins_early
 
 KEYS = 128  # of a part
 _TILE = 64  # keys of a product
@@ -53,8 +53,7 @@ def _attend_part(
     TILE: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    let_next_begin(EARLY)
-    wait_for_last(EARLY)
+    begin_early(EARLY)
     sequence, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths_ptr + sequence)
     lowest = tl.maximum(length - window, 0)
@@ -104,8 +103,7 @@ def _merge_parts(
     MERGED: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    let_next_begin(EARLY)
-    wait_for_last(EARLY)
+    begin_early(EARLY)
     sequence, head = tl.program_id(0), tl.program_id(1)
     length = tl.load(lengths_ptr + sequence)
     lowest = tl.maximum(length - window, 0)
@@ -149,8 +147,7 @@ def _write_pages(
     VALUE_ROW: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    let_next_begin(EARLY)
-    wait_for_last(EARLY)
+    begin_early(EARLY)
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(slots_ptr + token).to(tl.int64) * KV_HEADS + head
     column, value_column = tl.arange(0, WIDTH_BLOCK), tl.arange(0, VALUE_BLOCK)
