@@ -35,6 +35,7 @@ from fivefold.core import count
 from fivefold.core.models import load, with_overrides
 from fivefold.core.plan import PlanOptions
 from fivefold.core.shape import Shape
+from fivefold.generate.ahead import DrawnTokens
 from fivefold.generate.blocks import blocks_of
 from fivefold.generate.engine import Engine
 from fivefold.generate.layout import LayoutEngine, mesh_of, plan_of, stage_of
@@ -74,8 +75,9 @@ def engine_of(decoder: Decoder, sequences: int, tokens: int) -> Engine:
     from fivefold.generate.on_gpu import GraphedForward  # Triton is there only with CUDA
 
     blocks = sequences * (blocks_of(tokens) + 1)
-    forward = GraphedForward(decoder, blocks)
-    return Engine(decoder.shape, forward, blocks, ScheduleLimits(LONG, sequences))
+    drawn = DrawnTokens(sequences, torch.device("cuda"))
+    forward = GraphedForward(decoder, blocks, drawn=drawn)
+    return Engine(decoder.shape, forward, blocks, ScheduleLimits(LONG, sequences), drawn=drawn)
 
 
 def prompts(shape: Shape, sequences: int, length: int, new: int) -> list[Request]:

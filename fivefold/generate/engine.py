@@ -7,7 +7,8 @@ the ends of a stage are `StageEnds`.
 In a layout every rank has an engine, and all of them decide alike from the same requests: nothing
 is sent but what is drawn. Each data rank is a replica with its own sequences and blocks. Each stage
 of a pipeline works on another batch: tokens are drawn when the last stage is done, and a batch
-waits for its draw while the others run. On one device there are one replica and one stage.
+waits for its draw while the others run. On one device there are one replica and one stage, and the
+next step may begin ahead of the draw (`ahead.py`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from fivefold.core.errors import FivefoldError
 from fivefold.core.shape import Shape
+from fivefold.generate.ahead import DrawnTokens
 from fivefold.generate.blocks import BLOCK, BlockPool
 from fivefold.generate.cache import KvCache
 from fivefold.generate.requests import (
@@ -33,7 +35,7 @@ from fivefold.generate.requests import (
     StepBatch,
 )
 from fivefold.generate.routing import RecordedRoutes, RouteStore
-from fivefold.generate.sampling import Draw, choose
+from fivefold.generate.sampling import Draw, as_pairs, draw_tokens
 from fivefold.generate.scheduler import ScheduleLimits, Scheduler
 from fivefold.generate.step_tensors import StepTensors, step_tensors
 from fivefold.model.batch import TokenBatch
@@ -87,8 +89,11 @@ class DecoderForward:
         make_cache: MakeCache = KvCache,
         ends: StageEnds | None = None,
         routes: RouteStore | None = None,
+        drawn: DrawnTokens | None = None,
     ) -> None:
+        """`drawn`: where the tokens are that the host does not know yet, if there are any."""
         self.decoder, self.ends, self.routes = decoder.eval(), ends or StageEnds(), routes
+        self.drawn = drawn
         self.padding = blocks  # the block that tokens without a sequence write to
         self.cache = make_cache(decoder, blocks + 1)
         self.device = next(decoder.parameters()).device
@@ -108,7 +113,8 @@ class DecoderForward:
             mine_1T = decoder.residual_tokens(self.ends.mine(tensors.slots[None]))
             self.routes.begin(tensors.slots, mine_1T[0])
         whole, mine = tensors.batch, self.ends.mine
-        batch = TokenBatch(mine(whole.tokens), mine(whole.labels), mine(whole.positions))
+        tokens = whole.tokens if self.drawn is None else self.drawn.fill(whole.tokens)
+        batch = TokenBatch(mine(tokens), mine(whole.labels), mine(whole.positions))
         if decoder.embed is None:
             x_1TD = self.ends.receive(batch.tokens.numel())
         else:
@@ -138,8 +144,19 @@ Shared = Callable[[], Tensor]
 
 
 def alone(tensor: Tensor) -> Shared:
-    """The sum over one rank."""
-    return lambda: tensor
+    """The sum over one rank, on its way to the host."""
+    if not tensor.is_cuda:
+        return lambda: tensor
+    here = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    here.copy_(tensor, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record(torch.cuda.current_stream(tensor.device))
+
+    def wait() -> Tensor:
+        copied.synchronize()
+        return here
+
+    return wait
 
 
 @dataclass(frozen=True)
@@ -176,8 +193,12 @@ class Engine:
         watch: Watch | None = None,
         ranks: EngineRanks | None = None,
         routes: RouteStore | None = None,
+        drawn: DrawnTokens | None = None,
     ) -> None:
-        """`routes` are those that the forward records, if it does."""
+        """`routes` are those that the forward records, if it does; `drawn` is what it reads of
+        tokens that the host does not know yet: steps then begin ahead of draws."""
+        assert drawn is None or (ranks is None or ranks.in_flight == ranks.replicas == 1)
+        self.drawn = drawn
         self.shape, self.forward, self.watch, self.routes = shape, forward, watch, routes
         self.ranks = ranks or EngineRanks()
         pools = [BlockPool(blocks, self.ranks.owners) for _ in range(self.ranks.replicas)]
@@ -185,8 +206,10 @@ class Engine:
         # Recorded routes are read from all blocks when a sequence ends.
         window = shape.window_everywhere if routes is None else None
         self.schedulers = [
-            Scheduler(each, some, shape.max_seq, in_flight, self._save, window) for each in pools
+            Scheduler(each, some, shape.max_seq, in_flight, self._save, window, drawn is not None)
+            for each in pools
         ]
+        self._most_flights = in_flight + (drawn is not None)
         self._sequences: dict[str, SequenceState] = {}
         self._homes: dict[str, Scheduler] = {}
         self._ended: dict[str, Completion] = {}
@@ -220,7 +243,7 @@ class Engine:
         batches = [each.schedule() for each in self.schedulers]
         if any(batch.chunks for batch in batches):
             self._flights.append(self._begin(batches))
-            if len(self._flights) < self.ranks.in_flight:
+            if len(self._flights) < self._most_flights:
                 return landed
         return landed + self._end_first() if self._flights else landed
 
@@ -228,7 +251,7 @@ class Engine:
         """Run this rank's stage of its replica's batch, and begin to share what is drawn."""
         logits_NV = self.forward(batches[self.ranks.replica])
         waiting: list[SequenceState] = []
-        drawn: list[tuple[int, float]] = []
+        drawn: list[Tensor] = []
         for replica, (batch, home) in enumerate(zip(batches, self.schedulers, strict=True)):
             sequences = [self._sequences[chunk.id] for chunk in batch.chunks]
             home.computed(batch, sequences)
@@ -236,37 +259,40 @@ class Engine:
             sampled = [sequence for chunk, sequence in pairs if chunk.samples]
             waiting += sampled
             if replica == self.ranks.replica and self.ranks.draws and sampled:
-                drawn += self._draw(sampled, logits_NV)
+                drawn.append(self._draw(sampled, logits_NV))
             else:
-                drawn += [(0, 0.0)] * len(sampled)
-        table = torch.tensor(drawn, dtype=torch.float64)  # exact for any vocabulary
+                zeros = torch.zeros(len(sampled), 2, dtype=torch.float64, device=logits_NV.device)
+                drawn.append(zeros)
+        for row, sequence in enumerate(waiting):
+            sequence.draw_in(row)
+        table = torch.cat(drawn)
+        if self.drawn is not None and waiting:
+            self.drawn.put(table[:, 0])
         return _Flight(tuple(waiting), self.ranks.share(table) if waiting else alone(table))
 
-    def _draw(
-        self, sequences: Sequence[SequenceState], logits_NV: Tensor
-    ) -> list[tuple[int, float]]:
+    def _draw(self, sequences: Sequence[SequenceState], logits_NV: Tensor) -> Tensor:
         """The next token of each sequence, and its log-probability."""
         draws = [
-            Draw(each.request.sampling, each.request.id, len(each.logprobs)) for each in sequences
+            Draw(each.request.sampling, each.request.id, len(each.logprobs) + each.awaited - 1)
+            for each in sequences
         ]
         if self.watch is not None:
             for draw, logits_V in zip(draws, logits_NV, strict=True):
                 self.watch(draw.request, draw.index, logits_V)
-        return choose(logits_NV, draws)
+        return draw_tokens(logits_NV, draws)
 
     def _end_first(self) -> list[DrawnToken]:
         """Wait for the draws of the batch that was begun first."""
         flight, found = self._flights.popleft(), list[DrawnToken]()
-        for (token, logprob), sequence in zip(
-            flight.drawn().tolist(), flight.sequences, strict=True
-        ):
+        pairs = zip(as_pairs(flight.drawn()), flight.sequences, strict=True)
+        for (token, logprob), sequence in pairs:
             id, index = sequence.request.id, len(sequence.logprobs)
             if self._sequences.get(id) is not sequence:  # it was ended meanwhile
                 continue
-            reason = sequence.append(int(token), logprob)
+            reason = sequence.append(token, logprob)
             if reason is not None:
                 self.end(id, reason)
-            found.append(DrawnToken(id, index, int(token), logprob, reason))
+            found.append(DrawnToken(id, index, token, logprob, reason))
         return found
 
     def end(self, id: str, reason: Reason) -> None:

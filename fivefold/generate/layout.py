@@ -30,6 +30,7 @@ from fivefold.core.groups import PIPELINE, RING, WORLD
 from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.core.shape import Shape
 from fivefold.core.weights import Weight
+from fivefold.generate.ahead import DrawnTokens
 from fivefold.generate.blocks import BLOCK
 from fivefold.generate.cache import KvCache, token_bytes
 from fivefold.generate.context_cache import ContextCache
@@ -146,17 +147,22 @@ class RankEnds(StageEnds):
 
 
 def forward_of(
-    model: Decoder, blocks: int, mesh: Mesh, ends: StageEnds, routes: RouteStore | None = None
+    model: Decoder,
+    blocks: int,
+    mesh: Mesh,
+    ends: StageEnds,
+    routes: RouteStore | None = None,
+    drawn: DrawnTokens | None = None,
 ) -> DecoderForward:
     """The forward for the device of a rank; on a GPU of its own it is replayed."""
     if mesh.size(RING) > 1:
         return DecoderForward(model, blocks, partial(ContextCache, mesh=mesh), ends, routes)
     if mesh.device.type != "cuda":
-        return DecoderForward(model, blocks, ends=ends, routes=routes)
+        return DecoderForward(model, blocks, ends=ends, routes=routes, drawn=drawn)
     from fivefold.generate.on_gpu import GraphedForward, attend_on_gpu  # Triton is there with CUDA
 
     if mesh.size(WORLD) == 1:
-        return GraphedForward(model, blocks, ends, routes)
+        return GraphedForward(model, blocks, ends, routes, drawn)
     return DecoderForward(model, blocks, partial(KvCache, kernel=attend_on_gpu), ends, routes)
 
 
@@ -211,11 +217,15 @@ class LayoutEngine(Engine):
         # Without sequence parallelism all tp ranks have the same tokens: one of them counts.
         counts = plan.layout.sp or mesh.coord(TP) == 0
         routes = RouteStore(stage.model, blocks + 1, counts) if records_routes else None
-        forward: Forward = forward_of(stage.model, blocks, mesh, self.ends, routes)
+        limits, drawn = limits or ScheduleLimits(), None
+        # Other ranks would have to know what was drawn, and routes are read when a sequence ends.
+        if plan.layout.world == 1 and not records_routes and not batch_invariant:
+            drawn = DrawnTokens(limits.sequences, mesh.device)
+        forward: Forward = forward_of(stage.model, blocks, mesh, self.ends, routes, drawn)
         if batch_invariant:
             forward = FixedSteps(forward)
-            limits = forward.limits(limits or ScheduleLimits())
-        super().__init__(plan.shape, forward, blocks, limits, watch, self._ranks(), routes)
+            limits = forward.limits(limits)
+        super().__init__(plan.shape, forward, blocks, limits, watch, self._ranks(), routes, drawn)
 
     def _ranks(self) -> EngineRanks:
         layout, mesh = self.plan.layout, self.mesh

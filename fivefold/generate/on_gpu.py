@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import sdpa_kernel
 
+from fivefold.generate.ahead import DrawnTokens
 from fivefold.generate.blocks import BLOCK
 from fivefold.generate.cache import (
     KvCache,
@@ -175,8 +176,10 @@ class GraphedForward(DecoderForward):
         blocks: int,
         ends: StageEnds | None = None,
         routes: RouteStore | None = None,
+        drawn: DrawnTokens | None = None,
     ) -> None:
-        super().__init__(decoder, blocks, partial(KvCache, kernel=attend_on_gpu), ends, routes)
+        make_cache = partial(KvCache, kernel=attend_on_gpu)
+        super().__init__(decoder, blocks, make_cache, ends, routes, drawn)
         multiply_few_tokens(decoder)
         self.captured: dict[StepSize, _Captured] = {}
         self.most_keys = decoder.shape.max_seq

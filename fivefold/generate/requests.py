@@ -80,12 +80,23 @@ class SequenceState:
     reused: int = 0  # tokens that were found in the cache
     preempted: int = 0  # times that it lost its blocks
     out_of_sight: int = 0
-    awaits_draw: bool = False  # all its tokens have been sent off, and the next is not known yet
+    awaited: int = 0  # tokens that are being drawn, and are not known yet
+    row: int = 0  # of the last draw that it was in
 
     @property
     def drawn(self) -> list[int]:
         """The tokens of the completion."""
         return self.tokens[len(self.request.prompt) :]
+
+    @property
+    def awaits_draw(self) -> bool:
+        """Whether all its tokens have been sent off, and the next is not known yet."""
+        return self.awaited > 0
+
+    @property
+    def length(self) -> int:
+        """Its tokens, with those that are being drawn."""
+        return len(self.tokens) + self.awaited
 
     def advance(self, computed: int, reused: int = 0) -> None:
         """So many more tokens are in the cache; so many were there already."""
@@ -106,7 +117,11 @@ class SequenceState:
 
     def await_draw(self) -> None:
         """A forward that is under way gives its next token."""
-        self.awaits_draw = True
+        self.awaited += 1
+
+    def draw_in(self, row: int) -> None:
+        """The place of that token in the draw."""
+        self.row = row
 
     def lose(self) -> None:
         """Count that its blocks were taken away."""
@@ -116,7 +131,7 @@ class SequenceState:
         """Take a drawn token; returns why it is the last one, if it is."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
-        self.awaits_draw = False
+        self.awaited -= 1
         if token in self.request.stop_tokens:
             return "stop"
         return "length" if len(self.tokens) >= self.limit else None

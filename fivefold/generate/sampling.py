@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ def filtered(logits_NV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
     the lower token is the more likely one."""
 
     def column(values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=logits_NV.device)[:, None]
+        return _there(values, torch.float64, logits_NV.device)[:, None]
 
     scaled_NV = logits_NV.double() / column([each.temperature for each in samplings])
     if all(each.top_k is None and each.top_p >= 1 for each in samplings):
@@ -61,17 +62,34 @@ def filtered(logits_NV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
 
 
 def choose(logits_NV: Tensor, draws: Sequence[Draw]) -> list[tuple[int, float]]:
-    """A token from each row of logits, and its log-probability; the device is waited for once."""
+    """A token from each row of logits, and its log-probability."""
+    return as_pairs(draw_tokens(logits_NV, draws))
+
+
+def as_pairs(drawn_N2: Tensor) -> list[tuple[int, float]]:
+    """Tokens and log-probabilities as plain numbers."""
+    rows: list[list[float]] = cast("Any", drawn_N2).tolist()
+    return [(int(token), logprob) for token, logprob in rows]
+
+
+def draw_tokens(logits_NV: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """The same as (N, 2) numbers in float64, exact for any vocabulary; nothing waits for the
+    device."""
     wide_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     tokens_N = wide_NV.argmax(1)  # the first of equals
     drawn = [i for i, each in enumerate(draws) if each.sampling.temperature > 0]
     if drawn:
-        rows = torch.tensor(drawn, device=wide_NV.device)
+        rows = _there(drawn, torch.int64, wide_NV.device)
         ends_NV = filtered(wide_NV[rows], [draws[i].sampling for i in drawn]).cumsum(1)
         places = [uniform(draws[i].sampling.seed, draws[i].request, draws[i].index) for i in drawn]
-        places_N1 = ends_NV[:, -1:] * torch.tensor(places, dtype=torch.float64).to(ends_NV)[:, None]
+        places_N1 = ends_NV[:, -1:] * _there(places, torch.float64, wide_NV.device)[:, None]
         # The first token whose end is beyond: those without probability end where they begin.
         tokens_N[rows] = torch.searchsorted(ends_NV, places_N1, right=True)[:, 0]
     logprobs_N1 = wide_NV.log_softmax(1).gather(1, tokens_N[:, None])
-    both = torch.cat([tokens_N[:, None].double(), logprobs_N1.double()], 1).tolist()
-    return [(int(token), logprob) for token, logprob in both]
+    return torch.cat([tokens_N[:, None].double(), logprobs_N1.double()], 1)
+
+
+def _there(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers on a device; a copy from pinned memory waits for nothing."""
+    here = torch.tensor(values, dtype=dtype)
+    return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here

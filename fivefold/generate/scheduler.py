@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fivefold.core.errors import FivefoldError
+from fivefold.generate.ahead import place_of
 from fivefold.generate.blocks import BLOCK, BlockPool, blocks_of, chained_digest
 from fivefold.generate.requests import Request, SequenceChunk, SequenceState, StepBatch
 
@@ -46,12 +47,13 @@ class Scheduler:
         in_flight: int = 1,
         on_lost: Callable[[SequenceState], None] = lambda sequence: None,
         window: int | None = None,
+        ahead: bool = False,
     ) -> None:
         """`in_flight`: batches under way at a time, over which sequences are spread. `on_lost` is
         called before a sequence loses its blocks. `window`: the keys that a token sees, itself
-        included, in all layers."""
+        included, in all layers. `ahead`: a sequence goes on with a token that is being drawn."""
         self.pool, self.limits, self.max_seq, self.in_flight = pool, limits, max_seq, in_flight
-        self.on_lost, self.window = on_lost, window
+        self.on_lost, self.window, self.ahead = on_lost, window, ahead
         self.waiting: list[SequenceState] = []  # both by arrival
         self.running: list[SequenceState] = []
         self.num_preempted = 0
@@ -94,7 +96,7 @@ class Scheduler:
         """The next forward; without chunks if there is nothing to do."""
         left, chunks, before = self.limits.tokens, list[SequenceChunk](), self.num_preempted
         most = -(-(len(self.running) + len(self.waiting)) // self.in_flight)
-        for sequence in [each for each in self.running if not each.awaits_draw]:
+        for sequence in [each for each in self.running if self._goes_on(each)]:
             if not left or len(chunks) == most:
                 break
             if sequence in self.running and self._makes_room(sequence, left):
@@ -110,6 +112,12 @@ class Scheduler:
             left -= len(chunks[-1].tokens)
         return StepBatch(tuple(chunks))
 
+    def _goes_on(self, sequence: SequenceState) -> bool:
+        """Whether its next token is known, or will be when the device reads it."""
+        if not sequence.awaits_draw:
+            return True
+        return self.ahead and sequence.awaited == 1 and sequence.length < sequence.limit
+
     def computed(self, batch: StepBatch, sequences: Sequence[SequenceState]) -> None:
         """The forward of these sequences is done, or under way before any that follows: their full
         blocks can be shared."""
@@ -117,7 +125,8 @@ class Scheduler:
             sequence.advance(len(chunk.tokens))
             if chunk.samples:
                 sequence.await_draw()
-            for index in range(len(sequence.digests), sequence.computed // BLOCK):
+            known = min(sequence.computed, len(sequence.tokens))
+            for index in range(len(sequence.digests), known // BLOCK):
                 digest = self._digest(sequence, index)
                 self.pool.publish(sequence.table[index], digest)
                 sequence.digests.append(digest)
@@ -136,13 +145,13 @@ class Scheduler:
 
     def _chunk(self, sequence: SequenceState, most: int) -> SequenceChunk:
         start = sequence.computed
-        tokens = tuple(sequence.tokens[start : start + most])
-        last = start + len(tokens) == len(sequence.tokens)
+        tokens = tuple(sequence.tokens[start : start + most]) or (place_of(sequence.row),)
+        last = start + len(tokens) == sequence.length
         return SequenceChunk(sequence.request.id, tokens, start, tuple(sequence.table), last)
 
     def _missing(self, sequence: SequenceState, most: int) -> int:
         """The blocks that its next chunk needs and it does not have."""
-        stop = min(sequence.computed + most, len(sequence.tokens))
+        stop = min(sequence.computed + most, sequence.length)
         return max(0, blocks_of(stop) - len(sequence.table))
 
     def _makes_room(self, sequence: SequenceState, most: int) -> bool:

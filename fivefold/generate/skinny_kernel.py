@@ -19,8 +19,8 @@ from torch import Tensor
 from fivefold.generate.early_kernel import begins_early, let_next_begin, wait_for_last
 
 MOST_TOKENS = 16
-# Rows of a program and inputs that it reads of each at once: on an H200 within 3% of the fastest for
-# the matmuls of Llama 8B, but for QKV, which 8 rows and 512 inputs read 14% faster.
+# Rows of a program and inputs that it reads of each at once: on an H200 within 3% of the fastest
+# for the matmuls of Llama 8B, but for QKV, which 8 rows and 512 inputs read 14% faster.
 _ROWS, _BLOCK = 4, 1024
 _FEW_BLOCK, _FEW_ROWS = 128, 32
 

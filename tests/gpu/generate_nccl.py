@@ -74,7 +74,7 @@ def main() -> int:
             print(f"| {each.case} | FAIL: {' '.join(str(lost).split())[:600]} |", flush=True)
             continue
         passed.append(each.is_good(verdict))
-        print(line(each.case, verdict, time.perf_counter() - began), flush=True)
+        print(line(each.case, verdict, time.perf_counter() - began, passed[-1]), flush=True)
     print(f"\n{sum(passed)} of {len(passed)} layouts pass")
     return 0 if all(passed) else 1
 

@@ -13,6 +13,7 @@ import torch
 
 from fivefold.core.models import load, with_overrides
 from fivefold.core.plan import PlanOptions
+from fivefold.generate.ahead import DrawnTokens
 from fivefold.generate.engine import DecoderForward, Engine, Watch
 from fivefold.generate.layout import LayoutEngine, mesh_of, plan_of, stage_of
 from fivefold.generate.requests import Request, Sampling
@@ -58,10 +59,11 @@ def same_tokens(name: str) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     decoder = decoder_of(name, torch.float32)
     limits = ScheduleLimits(tokens=64, sequences=4)
-    there = GraphedForward(copy.deepcopy(decoder).cuda(), BLOCKS)
+    drawn = DrawnTokens(limits.sequences, torch.device("cuda"))
+    there = GraphedForward(copy.deepcopy(decoder).cuda(), BLOCKS, drawn=drawn)
     engines = [
-        Engine(decoder.shape, forward, BLOCKS, limits)
-        for forward in (DecoderForward(decoder, BLOCKS), there)
+        Engine(decoder.shape, DecoderForward(decoder, BLOCKS), BLOCKS, limits),
+        Engine(decoder.shape, there, BLOCKS, limits, drawn=drawn),
     ]
     found = [each.run(requests(decoder.shape.vocab)) for each in engines]
     for id, expected in found[0].items():

@@ -105,13 +105,13 @@ def is_good(verdict: GeneratedVerdict) -> bool:
     return verdict.passed and largest <= MOST_ERROR
 
 
-def line(case: GenerationCase, verdict: GeneratedVerdict, seconds: float) -> str:
+def line(case: GenerationCase, verdict: GeneratedVerdict, seconds: float, good: bool) -> str:
     """What the table says about a case."""
     layout = case.layout + ("" if case.sp else " no-sp")
     errors = [f"{each:.0e}" for each in (verdict.logit_err, verdict.logprob_err)]
     trained = [verdict.trained_layout, f"{verdict.trained_err:.0e}"]
     tokens = f"{verdict.tokens} {'equal' if verdict.tokens_equal else 'DIFFERENT'}"
-    result = "pass" if is_good(verdict) else "FAIL"
+    result = "pass" if good else "FAIL"
     cells = [case.model, layout, *errors, *trained, tokens, f"{seconds:.1f}", result]
     return f"| {' | '.join(map(str, cells))} |"
 
@@ -126,7 +126,7 @@ def main() -> int:
             began = time.perf_counter()
             verdict = prove(pool, case)
             passed.append(is_good(verdict))
-            print(line(case, verdict, time.perf_counter() - began), flush=True)
+            print(line(case, verdict, time.perf_counter() - began, passed[-1]), flush=True)
     print(f"\n{sum(passed)} of {len(passed)} layouts pass")
     return 0 if all(passed) else 1
 

@@ -1,0 +1,40 @@
+"""Steps that begin before the host knows the tokens that they read.
+
+A token that was drawn is on the device before the host has read it. Where the host waited for it,
+the device would wait for the host: to schedule, to pack a step, to launch it. So the next step is
+launched first, with the place of a token in the last draw instead of the token, and the host reads
+what was drawn while the device is at work. A sequence that has ended meanwhile has one row in that
+step that nobody reads.
+
+Legend: N rows of a draw, T tokens of a step.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def place_of(row: int) -> int:
+    """What a step has in place of the token that is drawn in a row.
+
+    >>> place_of(0), place_of(7)
+    (-1, -8)
+    """
+    return -1 - row
+
+
+class DrawnTokens:
+    """The tokens of the last draw, always in the same memory: captured steps read it."""
+
+    def __init__(self, most: int, device: torch.device) -> None:
+        self.tokens = torch.zeros(most, dtype=torch.int64, device=device)
+
+    def put(self, tokens_N: Tensor) -> None:
+        """These were drawn last."""
+        self.tokens[: len(tokens_N)].copy_(tokens_N)
+
+    def fill(self, tokens_1T: Tensor) -> Tensor:
+        """The tokens of a step, those that were drawn last in their places."""
+        rows_1T = (-1 - tokens_1T).clamp(min=0)
+        return torch.where(tokens_1T < 0, self.tokens[rows_1T], tokens_1T)
