@@ -18,6 +18,14 @@ from fivefold.core.errors import FivefoldError, InternalError
 
 BAD_INPUT = 2
 INTERNAL_ERROR = 70  # EX_SOFTWARE of sysexits.h; 1 is a comparison that failed
+JSON_SCHEMA = 1  # of failures
+GREETING = f"""fivefold {__version__} trains transformers over five dimensions of parallelism.
+
+  fivefold plan llama-3.1-405b --gpus 16384 --machine h100   how to train it, how fast, and why
+  fivefold verify tiny --layout "dp=2 tp=2 pp=2"              prove a layout on this machine
+  fivefold train tiny --steps 20 --out runs/first             train, with planned beside measured
+
+All commands: fivefold -h"""
 _PAIRED = ("--layout", "--set", "--fix", "--what-if")  # options that take key=value pairs
 
 
@@ -75,13 +83,15 @@ def run(words: list[str]) -> int | str | None:
     if chosen == "plan":  # it ends before garbage matters, and looking for some takes about 5%
         gc.disable()
     try:
+        if not words:
+            typer.echo(GREETING)
+            return 0
         build(chosen)(words)
     except FivefoldError as error:
-        typer.echo(f"fivefold: {error}", err=True)
-        return BAD_INPUT
+        return _failed(str(error), error, BAD_INPUT, "--json" in words)
     except InternalError as error:
-        typer.echo(f"fivefold: internal error: {error}; report it with this command", err=True)
-        return INTERNAL_ERROR
+        said = f"internal error: {error}; report it with this command"
+        return _failed(said, error, INTERNAL_ERROR, "--json" in words)
     except SystemExit as stop:
         # The libraries that print turn a closed pipe into an error exit.
         if isinstance(stop.__context__, BrokenPipeError):
@@ -90,6 +100,17 @@ def run(words: list[str]) -> int | str | None:
     finally:
         gc.enable()
     return 0
+
+
+def _failed(said: str, error: Exception, code: int, as_json: bool) -> int:
+    """Say what is wrong; with `--json` as JSON too, on standard output. Returns the exit code."""
+    typer.echo(f"fivefold: {said}", err=True)
+    if as_json:
+        import json
+
+        found = {"kind": type(error).__name__, "message": said, "exit_code": code}
+        typer.echo(json.dumps({"schema_version": JSON_SCHEMA, "error": found}))
+    return code
 
 
 def discard_output() -> None:
@@ -104,8 +125,8 @@ def build(chosen: str | None) -> typer.Typer:
         name="fivefold",
         help="Train transformers with five dimensions of parallelism: plan, rehearse, verify, "
         "train and inspect.",
-        no_args_is_help=True,
         add_completion=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
     )

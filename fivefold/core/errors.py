@@ -50,13 +50,47 @@ class IllegalSchedule(FivefoldError):
     """A schedule with illegal numbers, or one that deadlocks."""
 
 
+# What other software calls our keys.
+_CALLED_ELSEWHERE = {
+    "learning_rate": "lr",
+    "batch_size": "batch",
+    "global_batch_size": "batch",
+    "micro_batch_size": "microbatch_size",
+    "gradient_accumulation_steps": "microbatches",
+    "seq_len": "seq",
+    "seq_length": "seq",
+    "max_steps": "steps",
+    "train_iters": "steps",
+    "warmup_steps": "warmup",
+    "grad_clip": "clip",
+    "max_norm": "clip",
+    "num_layers": "layers",
+    "num_hidden_layers": "layers",
+    "hidden_size": "width",
+    "intermediate_size": "ffn",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+    "vocab_size": "vocab",
+    "sliding_window": "window",
+    "num_experts": "moe.experts",
+    "activation_checkpointing": "recompute",
+    "checkpoint_interval": "save_every",
+    "eval_interval": "eval_every",
+}
+
+
 def did_you_mean(name: str, known: Iterable[str], most: int = 3) -> str:
-    """Suggest the nearest known names; if none is near, list them all.
+    """Suggest the known name of what other software calls so, or the nearest ones; if none is near,
+    list them all.
 
     >>> did_you_mean("lama-3", ["llama-3", "gpt-2"])
     'did you mean llama-3?'
+    >>> did_you_mean("learning_rate", ["lr", "layers"])
+    'did you mean lr?'
     """
     options = sorted(known)
+    if (same := _CALLED_ELSEWHERE.get(name.lower().replace("-", "_"))) in options:
+        return f"did you mean {same}?"
     near = difflib.get_close_matches(name.lower(), options, n=most, cutoff=0.6)
     if near:
         return "did you mean " + " or ".join(near) + "?"

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import inspect
 import shlex
+import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar, cast
 
 import typer
 
+from fivefold.core import machine as machines
 from fivefold.core.errors import BadFile, FivefoldError, UnknownName
 from fivefold.core.layout import parse_zero
 from fivefold.core.plan import PlanOptions, options_from
@@ -190,9 +193,18 @@ def with_plan_options(
     return run
 
 
+# Names of one type of numbers: each is understood where another one is known.
+_SAME_TYPE = (
+    *({"bf16", "bfloat16"}, {"fp16", "float16"}, {"fp32", "float32"}, {"fp64", "float64"}),
+)
+
+
 def one_of(option: str, given: str, known: Collection[str]) -> str:
-    """Check that an option has one of the known values."""
+    """Check that an option has one of the known values, or another name of one; returns it."""
     if given not in known:
+        same = next((each for each in _SAME_TYPE if given in each), set[str]())
+        if option == "dtype" and (found := [each for each in known if each in same]):
+            return found[0]
         raise UnknownName(f"--{option}", given, known)
     return given
 
@@ -225,6 +237,39 @@ def checkpoint_step(given: str | None) -> int | Literal["best"] | None:
     return int(given)
 
 
+def known_machines() -> str:
+    """The names of all presets."""
+    return ", ".join(machines.presets())
+
+
+def require_known(machine: str | None) -> None:
+    """Refuse an unknown machine with a list of all known ones."""
+    if machine is None:
+        return
+    try:
+        machines.load(machine)
+    except UnknownName as error:
+        if known_machines() in str(error):
+            raise
+        raise FivefoldError(f"{error} known machines: {known_machines()}") from error
+
+
+def with_machine(options: PlanOptions, as_json: bool) -> PlanOptions:
+    """A search with its machine: asks for one on a terminal, and refuses elsewhere."""
+    if options.machine is not None:
+        return options
+    if as_json or not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise FivefoldError(
+            f"--gpus {options.gpus} without a machine or a layout: add --machine NAME, one of "
+            f'{known_machines()} or a TOML file; or give --layout "dp={options.gpus}"'
+        )
+    question = f"machines: {known_machines()}\nwhich one has the GPUs [h100]: "
+    typer.echo(question, err=True, nl=False)
+    machine = sys.stdin.readline().strip() or "h100"
+    require_known(machine)
+    return replace(options, machine=machine)
+
+
 def typed(command: typer.Context, name: str) -> bool:
     """Whether the option is on the command line, and not just its default."""
     source = command.get_parameter_source(name)
@@ -245,6 +290,8 @@ def _options(target: str, shared: dict[str, Any]) -> PlanOptions:
     if shared["zero"] is not None:
         shared["zero"] = parse_zero(shared["zero"])
     shared["sp"] = False if shared["sp"] else None
+    if shared["gpus"] is not None:
+        above("gpus", shared["gpus"], 0)
     settings = parse_settings(_pairs(shared["set"] or []))
     shared |= {"set": settings.model or None, "train": settings.train or None}
     twice = [key for key in settings.plan if shared.get(key) is not None]

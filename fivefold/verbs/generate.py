@@ -120,7 +120,7 @@ def run(
         sampling,
         stop or [],
         chat,
-        dtype and one_of("dtype", "bfloat16" if dtype == "bf16" else dtype, _DTYPES),
+        dtype and one_of("dtype", dtype, _DTYPES),
         tokenizer,
         positive("cache-gb", cache_gb),
         checkpoint_step(step),

@@ -14,7 +14,7 @@ import typer
 from fivefold import verbs
 from fivefold.core import machine as machines
 from fivefold.core.compute_budget import TOKENS_PER_PARAMETER, USUAL_MFU, parse_budget
-from fivefold.core.errors import FivefoldError, UnknownName
+from fivefold.core.errors import FivefoldError
 from fivefold.core.machine import Machine
 from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.core.precision import PRECISIONS, plan_keys
@@ -80,8 +80,9 @@ def run(
         "budget": budget,
         "ratio": tokens_per_parameter,
         "mfu": mfu,
+        "as_json": as_json,
     }
-    _require_known(plan_options.machine)
+    verbs.require_known(plan_options.machine)
     printed = _answer_of(_as_estimated(plan_options, kernels, precision), options, command)
     typer.echo(json.dumps(printed[0]) if as_json else "\n".join(printed[1]))
 
@@ -133,12 +134,14 @@ def _great_run(name: str, options: dict[str, Any]) -> Printed:
 def _planned(
     plan_options: PlanOptions, options: dict[str, Any], set_options: set[str], is_open: bool
 ) -> Printed:
-    """Without estimates if no machine is named; else a search, or the estimate of one layout."""
+    """A search over GPUs, which need a machine; else the estimate of one layout, or without a
+    machine the plan alone."""
+    if plan_options.gpus is not None and is_open:
+        plan_options = verbs.with_machine(plan_options, options["as_json"])
+        return _searched(plan_options, options, set_options)
     if plan_options.machine is None:
         _require_no_estimates(set_options)
         return _resolved(resolve(plan_options), options["output"])
-    if plan_options.gpus is not None and is_open:
-        return _searched(plan_options, options, set_options)
     return _given(plan_options, options)
 
 
@@ -177,24 +180,9 @@ def _require_no_estimates(set_options: set[str]) -> None:
     if given := [name for name in needs if name in set_options]:
         option = given[0].replace("_", "-")
         raise FivefoldError(
-            f"--{option} is for estimates: name the machine with --machine ({_known_machines()})"
+            f"--{option} is for estimates: name the machine with --machine "
+            f"({verbs.known_machines()})"
         )
-
-
-def _require_known(machine: str | None) -> None:
-    """Refuse an unknown machine with a list of all known ones."""
-    if machine is None:
-        return
-    try:
-        machines.load(machine)
-    except UnknownName as error:
-        if _known_machines() in str(error):
-            raise
-        raise FivefoldError(f"{error} known machines: {_known_machines()}") from error
-
-
-def _known_machines() -> str:
-    return ", ".join(machines.presets())
 
 
 def _resolved(plan: Plan, output: Path | None) -> Printed:

@@ -77,7 +77,7 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Prove that a layout computes the same as one device: run both here and compare."""
-    dtype = "bfloat16" if dtype == "bf16" else dtype
+    dtype = one_of("dtype", dtype, get_args(Dtype))
     if precision is not None:
         chosen_precision = one_of("precision", precision, get_args(Precision))
         options = replace(options, precision=cast("Any", chosen_precision))
@@ -85,7 +85,7 @@ def run(
     _require_meaning(plan, dtype, generated, batch_invariant)
     if generated:
         wanted = {
-            "dtype": one_of("dtype", dtype, get_args(Dtype)),
+            "dtype": dtype,
             "batch_invariant": batch_invariant,
             "seed": above("seed", seed, -1),
             "device": device,
@@ -94,7 +94,7 @@ def run(
         plan = _placed(plan, wanted)
         raise typer.Exit(_verify_generated(plan, wanted, as_json))
     chosen = {
-        "dtype": one_of("dtype", dtype, get_args(Dtype)),
+        "dtype": dtype,
         "steps": above("steps", steps, 0),
         "optimizer": one_of("optimizer", optimizer, _OPTIMIZERS),
         "offload": one_of("offload", offload, ("none", "cpu")) == "cpu",

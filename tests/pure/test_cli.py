@@ -146,7 +146,7 @@ def test_a_schedule_file_runs_as_it_is(capsys: pytest.CaptureFixture[str], tmp_p
         (["plan", "tiny", "--set", "layers"], "key=value"),
         (["plan", "tiny", "--recompute", "some"], "selective"),
         (["plan", "tiny", "--context", "zagzig"], "zigzag"),
-        (["plan", "tiny", "--gpus", "8"], "8 GPUs"),
+        (["plan", "tiny", "--gpus", "8"], "--gpus 8 without a machine"),
         (["plan", "tiny", "--layout", "pp=2", "--stage-layers", "4,5"], "numbers that sum to 8"),
         (["plan", "tiny", "--gather", "never"], "choose from microbatch, step"),
         (["plan", "missing.toml"], "no such plan file"),
