@@ -43,6 +43,8 @@ from fivefold.launch.worker import FolderBoard, StopRequest, Worker
 
 PATIENCE = 22.0  # seconds without a message from any rank
 _GRACE = 0.5  # seconds after an error in which the death of another rank may explain it
+_AT_WORK = 0.1  # of a core, all ranks together: those that wait for a message use less
+_LONGEST = 220.0  # seconds that ranks may be silent while they compute, if their patience is less
 _PR_SET_PDEATHSIG = 1
 
 Task = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -88,6 +90,37 @@ class _Child:
     @property
     def doing(self) -> str:
         return ", ".join(filter(None, (self.phase, self.detail)))
+
+
+class _Silence:
+    """No rank says anything. A machine with more ranks than cores is slow: ranks that still compute
+    may be silent for longer than those that wait for one another."""
+
+    def __init__(self, children: Sequence[_Child], patience: float) -> None:
+        self.children, self.patience, self.seconds = children, patience, patience / 2
+        self.began, self.used = time.monotonic(), float("inf")
+
+    @property
+    def length(self) -> float:
+        return time.monotonic() - self.began
+
+    def goes_on(self) -> bool:
+        """Whether to wait for so many seconds more: at first, and while ranks compute."""
+        used, before = sum(_cpu_seconds(each.process.pid) for each in self.children), self.used
+        self.used = used
+        if before == float("inf"):
+            return True
+        computes = used - before > _AT_WORK * self.seconds
+        return computes and self.length < _LONGEST
+
+
+def _cpu_seconds(pid: int | None) -> float:
+    """What a process has used of all cores; 0 where nobody says."""
+    try:
+        after_name = Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return sum(map(int, after_name[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
 class Pool:
@@ -227,11 +260,14 @@ class Pool:
     ) -> list[Any]:
         results: list[Any] = [None] * len(children)
         raised: list[RankLost] = []
-        until = time.monotonic() + self.patience
+        silence = _Silence(children, self.patience)
         while any(child.busy for child in children):
-            ready = wait([child.pipe for child in children if child.busy], until - time.monotonic())
+            pipes = [child.pipe for child in children if child.busy]
+            ready = wait(pipes, _GRACE if raised else silence.seconds)
+            if not ready and not raised and silence.goes_on():
+                continue
             if not ready:
-                raise raised[0] if raised else self._silent(children)
+                raise raised[0] if raised else self._silent(children, silence.length)
             for rank, child in enumerate(children):
                 if child.pipe not in ready:
                     continue
@@ -247,7 +283,7 @@ class Pool:
                     on_phase()
                 elif kind == "report":
                     on_report(value)
-            until = time.monotonic() + (_GRACE if raised else self.patience)
+            silence = _Silence(children, self.patience)
         if raised:
             raise raised[0]
         return results
@@ -282,10 +318,10 @@ class Pool:
                 return RankLost(found.rank, found.doing, found.cause)
         return RankLost(rank, child.doing, _how_it_ended(child.process))
 
-    def _silent(self, children: list[_Child]) -> RankLost:
+    def _silent(self, children: list[_Child], seconds: float) -> RankLost:
         """If all ranks wait, the one with the fewest messages keeps the others waiting."""
         _, rank = min((each.num_messages, i) for i, each in enumerate(children) if each.busy)
-        return RankLost(rank, children[rank].doing, f"was silent for {self.patience:.0f} s")
+        return RankLost(rank, children[rank].doing, f"was silent for {seconds:.0f} s")
 
 
 def _how_it_ended(process: BaseProcess) -> str:

@@ -26,6 +26,7 @@ from fivefold.verbs import (
     above,
     asked_backend,
     one_of,
+    positive,
     progress_bar,
     with_plan_options,
 )
@@ -74,6 +75,10 @@ def run(
         bool,
         typer.Option("--batch-invariant", help="With --generate: batches may not change a bit."),
     ] = False,
+    patience: Annotated[
+        float | None,
+        typer.Option(help="Seconds without a sign of any rank after which one is lost."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Prove that a layout computes the same as one device: run both here and compare."""
@@ -83,28 +88,24 @@ def run(
         options = replace(options, precision=cast("Any", chosen_precision))
     plan = runnable(options, trains=not generated)
     _require_meaning(plan, dtype, generated, batch_invariant)
-    if generated:
-        wanted = {
-            "dtype": dtype,
-            "batch_invariant": batch_invariant,
-            "seed": above("seed", seed, -1),
-            "device": device,
-            "backend": asked_backend(backend),
-        }
-        plan = _placed(plan, wanted)
-        raise typer.Exit(_verify_generated(plan, wanted, as_json))
     chosen = {
         "dtype": dtype,
-        "steps": above("steps", steps, 0),
-        "optimizer": one_of("optimizer", optimizer, _OPTIMIZERS),
-        "offload": one_of("offload", offload, ("none", "cpu")) == "cpu",
         "seed": above("seed", seed, -1),
         "device": device,
         "backend": asked_backend(backend),
+    }
+    if generated:
+        chosen["batch_invariant"] = batch_invariant
+        plan = _placed(plan, chosen)
+        raise typer.Exit(_verify_generated(plan, chosen, patience, as_json))
+    chosen |= {
+        "steps": above("steps", steps, 0),
+        "optimizer": one_of("optimizer", optimizer, _OPTIMIZERS),
+        "offload": one_of("offload", offload, ("none", "cpu")) == "cpu",
         "compiled": compiled,
     }
     plan = _placed(plan, chosen)
-    raise typer.Exit(_verify(plan, chosen, as_json))
+    raise typer.Exit(_verify(plan, chosen, patience, as_json))
 
 
 def _require_meaning(plan: Plan, dtype: str, generated: bool, batch_invariant: bool) -> None:
@@ -216,15 +217,24 @@ def _choose_backend(plan: Plan, chosen: dict[str, Any]) -> list[str]:
     return [*notes, "TF32 is off: float32 matmuls are not rounded to 10 bits"]
 
 
-def _verify(plan: Plan, chosen: dict[str, Any], as_json: bool) -> int:
+def _patience(asked: float | None, slow: bool) -> float:
+    """Seconds without a message; `slow`: with kernels that have to be compiled or loaded."""
+    from fivefold.launch.processes import PATIENCE
+
+    if asked is not None:
+        return positive("patience", asked)
+    return _PATIENCE_WITH_KERNELS if slow else PATIENCE
+
+
+def _verify(plan: Plan, chosen: dict[str, Any], asked: float | None, as_json: bool) -> int:
     """Run and print; returns the exit code."""
     # Imported here, so that a bad command line is refused before torch is loaded.
-    from fivefold.launch.processes import PATIENCE, Pool, RankLost
+    from fivefold.launch.processes import Pool, RankLost
     from fivefold.verify.trial import VerifySettings, num_phases, run_trial
 
     settings = VerifySettings(**chosen)
     slow = settings.device == "cuda" or settings.compiled
-    patience = _PATIENCE_WITH_KERNELS if slow else PATIENCE
+    patience = _patience(asked, slow)
     began = time.perf_counter()
     try:
         with (
@@ -244,16 +254,18 @@ def _verify(plan: Plan, chosen: dict[str, Any], as_json: bool) -> int:
     return 0 if verdict.passed else 1
 
 
-def _verify_generated(plan: Plan, chosen: dict[str, Any], as_json: bool) -> int:
+def _verify_generated(
+    plan: Plan, chosen: dict[str, Any], asked: float | None, as_json: bool
+) -> int:
     """Run the proof of generation and print it; returns the exit code."""
     from fivefold.generate.layout import forward_plan, invariant_plan
-    from fivefold.launch.processes import PATIENCE, Pool, RankLost
+    from fivefold.launch.processes import Pool, RankLost
     from fivefold.verify.generated_ranks import GeneratedSettings, num_phases, run_generated
 
     settings = GeneratedSettings(**chosen)
     plan = forward_plan(plan)
     plan = invariant_plan(plan) if settings.batch_invariant else plan
-    patience = _PATIENCE_WITH_KERNELS if settings.device == "cuda" else PATIENCE
+    patience = _patience(asked, settings.device == "cuda")
     began = time.perf_counter()
     try:
         with (

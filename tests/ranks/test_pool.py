@@ -85,6 +85,23 @@ def test_a_lost_rank_is_named_with_what_it_did(how: str, cause: str, rank: int) 
         assert all(gone(pid) for pid in pids)
 
 
+def compute(worker: Worker, seconds: float) -> float:
+    """Says nothing while it computes."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        sum(range(10_000))
+    return seconds
+
+
+def test_a_rank_that_computes_may_be_silent_for_longer() -> None:
+    with Pool(2, patience=0.8) as pool:
+        assert pool.run_each([(compute, (2.5,))]) == [2.5]
+        began = time.monotonic()
+        with pytest.raises(RankLost, match="was silent for 1 s"):
+            pool.run(fail, 1, "hang")
+        assert time.monotonic() - began < 2.0
+
+
 def test_a_pool_that_is_kept_is_replaced_when_a_rank_is_lost() -> None:
     kept = KeptPool()
     try:
