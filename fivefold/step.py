@@ -106,12 +106,15 @@ def step(
     max_norm: float,
     guard: Guard | None = None,
     weights: Sequence[float] | None = None,
+    *,
+    per_token: bool = True,
 ) -> StepOutcome:
     """Microbatches of whole rows in, updated weights out.
 
     The loss of every token is divided once, by the number of counted tokens of the step over all
     ranks and microbatches. A mean of means would weigh tokens by the rank that holds them.
-    `weights` multiply the losses of microbatches, as the advantages of policy gradients do.
+    `weights` multiply the losses of microbatches, as the advantages of policy gradients do. Not
+    `per_token`: summed losses times weights are the loss, as in DPO, and nothing divides them.
     """
     asked = guard or Guard()
     job.balancing.scale_losses(asked.scale)
@@ -119,7 +122,8 @@ def step(
         chunk.rounded.forget()
     batches = [job.local(batch) for batch in batches]
     tokens = counted_tokens(batches, job.mesh)
-    divisors = [tokens if weights is None else tokens / weights[i] for i in range(len(batches))]
+    whole = tokens if per_token else torch.ones_like(tokens)
+    divisors = [whole if weights is None else whole / weights[i] for i in range(len(batches))]
     losses = job.pipeline.run(batches, divisors, asked.scale)
     job.on_phase("reduce")
     for chunk in job.chunks:

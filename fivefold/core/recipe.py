@@ -73,7 +73,7 @@ class Recipe:
     `offload`, of states, and `offload_grads` are none, cpu or nvme:FOLDER. `log` joins tensorboard,
     wandb and memory with `+`. `compile` is true, false, or auto: on GPUs. `lora` is the rank of
     adapters, 0 without any; `lora_alpha` is twice the rank if None; `lora_targets` and `train_only`
-    are parts of names (`core/tuning.py`).
+    are parts of names (`core/tuning.py`). `dpo_beta` is that of DPO on preference pairs, 0 without.
     """
 
     steps: int = 20
@@ -103,6 +103,7 @@ class Recipe:
     lora_alpha: float | None = None
     lora_targets: str = ALL
     train_only: str = ""
+    dpo_beta: float = 0.0
 
     def __post_init__(self) -> None:
         """Refuse every impossible value in one error."""
@@ -143,9 +144,18 @@ class Recipe:
                 f" {self.eval_every}: every checkpoint needs an evaluation; let save_every be a "
                 "multiple of eval_every"
             )
-        found += self._impossible_tuning()
+        found += [*self._impossible_tuning(), *self._impossible_pairs()]
         if found:
             raise FivefoldError("cannot train with " + "; ".join(found))
+
+    def _impossible_pairs(self) -> list[str]:
+        found: list[str] = []
+        if not 0 <= self.dpo_beta < math.inf:
+            found.append(f"dpo_beta = {self.dpo_beta}: 0, which means no DPO, or more")
+        if self.dpo_beta and self.loss != "assistant":
+            rule = f"loss = {self.loss} with dpo_beta: DPO compares what the assistant says"
+            found.append(f"{rule}; use loss = assistant")
+        return found
 
     def _impossible_tuning(self) -> list[str]:
         found: list[str] = []

@@ -34,8 +34,14 @@ Render = Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
 
 _ROLES = {"human": "user", "gpt": "assistant"}  # of `from` and `value`
 _LISTS, _TOOLS = ("messages", "conversations"), "tools"
+_COLUMN = "name another column by --column, or "
 _PAIRS = (("instruction", "output"), ("prompt", "completion"))
-_COLUMNS = (*_LISTS, _TOOLS, "instruction", "input", "output", "prompt", "completion")
+_COLUMNS = (
+    *_LISTS,
+    _TOOLS,
+    *("instruction", "input", "output", "prompt", "completion"),
+    *("chosen", "rejected"),  # to say what pairs need
+)
 
 
 @dataclass(frozen=True)
@@ -144,13 +150,16 @@ def conversation_of(row: Any, where: str, column: str | None = None) -> dict[str
     lists = _LISTS if column is None else (column,)
     name = next((each for each in lists if each in table), None)
     if name is not None:
-        messages = _messages(table[name], name, where)
+        messages = messages_of(table[name], name, where)
     else:
         pair = next(
             (each for each in _PAIRS if column is None and all(k in table for k in each)), None
         )
         if pair is None:
             known = ", ".join(table) or "none"
+            if "chosen" in table and "rejected" in table:
+                rule = "it has chosen and rejected, a preference pair"
+                raise BadFile(where, [f"{rule}; give --pairs instead of --chat"])
             rule = "it has no messages, no instruction and output, and no prompt and completion"
             way = "name the column with the messages by --column"
             raise BadFile(where, [f"{rule}; {way}, one of: {known}"])
@@ -159,14 +168,14 @@ def conversation_of(row: Any, where: str, column: str | None = None) -> dict[str
         rule = "the conversation has no message of the assistant, so that it teaches nothing"
         raise BadFile(where, [f"{rule}; add one, or take the row out"])
     tools = table.get(_TOOLS)
-    return {"messages": messages, "tools": _parsed(tools) if isinstance(tools, str) else tools}
+    return {"messages": messages, "tools": parsed(tools) if isinstance(tools, str) else tools}
 
 
 def _turns(table: dict[str, Any], asked: str, answered: str, where: str) -> list[dict[str, Any]]:
     """Two columns as messages; each may be a list of messages already."""
     question, answer = table[asked], table[answered]
     if isinstance(question, list) and isinstance(answer, list):
-        return [*_messages(question, asked, where), *_messages(answer, answered, where)]
+        return [*messages_of(question, asked, where), *messages_of(answer, answered, where)]
     if not isinstance(question, str) or not isinstance(answer, str):
         raise BadFile(where, [f"{asked} and {answered} must be texts; correct the row"])
     more = table.get("input") if asked == "instruction" else None
@@ -175,11 +184,12 @@ def _turns(table: dict[str, Any], asked: str, answered: str, where: str) -> list
     return [{"role": role, "content": text} for role, text in said]
 
 
-def _messages(given: Any, name: str, where: str) -> list[dict[str, Any]]:
-    listed = _parsed(given) if isinstance(given, str) else given
+def messages_of(given: Any, name: str, where: str, way: str = _COLUMN) -> list[dict[str, Any]]:
+    """The messages of a column, which may be saved as text; `way` is another way out."""
+    listed = parsed(given) if isinstance(given, str) else given
     if not isinstance(listed, list) or not all(isinstance(each, dict) for each in listed):
-        rule = f"{name} is no list of messages with role and content; name another column"
-        raise BadFile(where, [f"{rule} by --column, or correct the row"])
+        rule = f"{name} is no list of messages with role and content"
+        raise BadFile(where, [f"{rule}; {way}correct the row"])
     return [_message(each, where) for each in listed]
 
 
@@ -200,7 +210,7 @@ def _message(given: dict[str, Any], where: str) -> dict[str, Any]:
     return {**said, "content": content}
 
 
-def _parsed(text: str) -> Any:
+def parsed(text: str) -> Any:
     """A list that was saved as text; the text itself if it is none."""
     try:
         return json.loads(text)

@@ -24,7 +24,7 @@ def inspect(folder: Path) -> dict[str, Any]:
     lengths = np.concatenate([stop - shard.begins for stop, shard in pairs])
     first = corpus.shards[0].tokens[: min(_SAMPLE, int(lengths[0]))].tolist()
     masks = [shard.mask for shard in corpus.shards if shard.mask is not None]
-    counted = sum(int(np.count_nonzero(mask)) for mask in masks)
+    counted = sum(int(np.count_nonzero(mask & 1)) for mask in masks)
     return {
         "lengths": {
             "min": int(lengths.min()),

@@ -18,11 +18,13 @@ from fivefold.core.errors import FivefoldError
 from fivefold.core.recipe import LossOn
 from fivefold.core.tokenizer import BYTES, TokenizerId
 from fivefold.data.rows import (
+    SIDES,
     Corpus,
     RowOrder,
     RowPlace,
     Synthetic,
     TokenRows,
+    is_paired,
     read_rows,
     standard_library,
 )
@@ -63,14 +65,16 @@ class CorpusShare:
     num_held_out: int
 
     @classmethod
-    def of(cls, corpus: Corpus | Synthetic, seq: int, seed: int) -> CorpusShare:
-        """Refuses a corpus that fills no row. Of a single row, none is held out."""
+    def of(cls, corpus: Corpus | Synthetic, seq: int, seed: int, together: int = 1) -> CorpusShare:
+        """Refuses a corpus that fills no row. Of a single row, none is held out. So many rows stay
+        `together`, and are counted as one."""
         num_rows = corpus.num_rows(seq)
         if num_rows < 1:
             raise FivefoldError(
                 f"{corpus} is too short: a row takes {seq + 1:,} tokens; give a smaller --seq or "
                 "more text"
             )
+        num_rows //= together
         num_held_out = max(1, num_rows // _ROWS_PER_HELD_OUT) if num_rows > 1 else 0
         return cls(corpus, RowOrder(seed, num_rows - num_held_out), num_held_out)
 
@@ -82,6 +86,7 @@ class Source:
     parts: tuple[CorpusShare, ...]
     shares: Shares
     seq: int
+    together: int = 1  # rows that follow one another in every order: those of a pair
 
     @classmethod
     def of(cls, corpus: Corpus | Synthetic, seq: int, seed: int) -> Source:
@@ -109,12 +114,12 @@ class Source:
 
     def place(self, sample: int) -> tuple[str, int]:
         """The name of a sample's corpus, and its row there."""
-        corpus, row = self._place(sample)
+        corpus, row = self.row_place(sample)
         return corpus.name, row
 
     def samples(self, numbers: Iterable[int]) -> TokenRows:
         """Samples by their numbers from the start of the training."""
-        return read_rows([self._place(each) for each in numbers], self.seq)
+        return read_rows([self.row_place(each) for each in numbers], self.seq)
 
     def held_out(self, most: int) -> list[RowPlace]:
         """At most so many rows that training never reads; none where no corpus has any.
@@ -128,14 +133,17 @@ class Source:
                 break
             i = min(left, key=lambda i: Fraction(taken[i] + 1, self.shares.weights[i]))
             part = self.parts[i]
-            places.append((part.corpus, part.order.num_rows + taken[i]))
+            first = (part.order.num_rows + taken[i]) * self.together
+            places += [(part.corpus, first + each) for each in range(self.together)]
             taken[i] += 1
         return places
 
-    def _place(self, sample: int) -> RowPlace:
+    def row_place(self, sample: int) -> RowPlace:
+        """The corpus of a sample, and its row there."""
+        sample, side = divmod(sample, self.together)
         number, index = self.shares.draw(sample)
         part = self.parts[number]
-        return part.corpus, part.order.row(index)
+        return part.corpus, part.order.row(index) * self.together + side
 
 
 def open_source(
@@ -155,11 +163,13 @@ def open_source(
     corpora = [_open(name, vocab, seed, verify) for name in weights]
     corpora = [replace(one, loss=loss) if isinstance(one, Corpus) else one for one in corpora]
     _require_one_tokenizer(corpora)
+    together = SIDES if any(is_paired(each) for each in corpora) else 1
     common = math.lcm(*(weight.denominator for weight in weights.values()))
     return Source(
-        tuple(CorpusShare.of(corpus, seq, seed) for corpus in corpora),
+        tuple(CorpusShare.of(corpus, seq, seed, together) for corpus in corpora),
         Shares(tuple(int(weight * common) for weight in weights.values())),
         seq,
+        together,
     )
 
 

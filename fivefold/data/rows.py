@@ -30,6 +30,8 @@ from fivefold.core.tokenizer import BYTES
 NUM_BYTES = 256  # tokens 0 to 255; token 256 ends a document if the vocabulary has it
 MOST_BYTES = 16 << 20
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+REJECTED = 2  # in a mask: the token is of the rejected text of a pair
+SIDES = 2  # rows of a pair: chosen and rejected, one after the other
 _ROUNDS = 4  # of a Feistel network: enough for an order that looks random
 _DRAWN_ROWS = 1 << 40  # more than any training reads
 
@@ -61,6 +63,7 @@ class Corpus:
     digest: str = BYTES  # equal for corpora whose tokens mean the same
     loss: LossOn = "assistant"  # of conversations
     text_bytes: int | None = None  # of all documents, where somebody has counted
+    paired: bool = False  # preference pairs: a row is one text of a pair
 
     @property
     def bytes_per_token(self) -> float | None:
@@ -77,7 +80,8 @@ class Corpus:
         token = "end-of-document token"
         end = f"no {token}" if self.end is None else f"{token} {self.end}"
         documents = sum(len(shard.begins) for shard in self.shards)
-        return f"{self.name}: {self.starts[-1]:,} tokens in {documents:,} documents, {each}, {end}"
+        word = "preference pairs" if self.paired else "documents"
+        return f"{self.name}: {self.starts[-1]:,} tokens in {documents:,} {word}, {each}, {end}"
 
     @cached_property
     def starts(self) -> list[int]:
@@ -91,7 +95,15 @@ class Corpus:
 
     def num_rows(self, seq: int) -> int:
         """The number of rows of one epoch."""
+        if self.paired:
+            return len(_pair_rows(self))
         return len(_whole_rows(self, seq)) if self.masked else (self.starts[-1] - 1) // seq
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest text of a pair."""
+        first, end = _pair_rows(self).T
+        return int((end - first).max())
 
     def read(self, row: int, into: TokenRows) -> None:
         """Fill one row of flags that are all False before.
@@ -100,7 +112,10 @@ class Corpus:
         """
         size = into.tokens.size
         start, stop = row * (size - 1), row * (size - 1) + size
-        if self.masked:
+        if self.paired:
+            start, stop = _pair_rows(self)[row].tolist()
+            stop, into.begins[0] = min(stop, start + size), True
+        elif self.masked:
             start, stop = _whole_rows(self, size - 1)[row].tolist()
         number, done = bisect_right(self.starts, start) - 1, 0
         while done < stop - start:
@@ -112,10 +127,24 @@ class Corpus:
             low, high = np.searchsorted(shard.begins, (first, first + len(found)))
             into.begins[shard.begins[low:high] - first + done] = True
             if shard.mask is not None and self.loss == "assistant":
-                into.silent[here] = shard.mask[part] == 0
+                into.silent[here] = shard.mask[part] & 1 == 0
             number, done = number + 1, done + len(found)
         if done < size:  # filled up with a document of its own that has no loss
             into.tokens[done:], into.begins[done], into.silent[done:] = 0, True, True
+
+
+@cache
+def _pair_rows(corpus: Corpus) -> NDArray[np.int64]:
+    """First token and end of each text of the pairs: chosen, rejected, chosen, rejected, …"""
+    found: list[NDArray[np.int64]] = []
+    for shard, start in zip(corpus.shards, corpus.starts, strict=False):
+        assert shard.mask is not None
+        sizes = np.add.reduceat((shard.mask < REJECTED).astype(np.int64), shard.begins)
+        ends = np.append(shard.begins[1:], len(shard.tokens))
+        middles = shard.begins + sizes
+        bounds = np.stack([shard.begins, middles, middles, ends], 1) + start
+        found.append(bounds.reshape(-1, 2))
+    return np.concatenate(found)
 
 
 @cache
@@ -159,6 +188,11 @@ class Synthetic:
         wide = tokens.view(np.uint64)
         np.multiply(drawn[: len(tokens)], np.uint64(self.vocab), out=wide, dtype=np.uint64)
         np.right_shift(wide, np.uint64(32), out=wide)
+
+
+def is_paired(corpus: Corpus | Synthetic) -> bool:
+    """Whether it has preference pairs."""
+    return isinstance(corpus, Corpus) and corpus.paired
 
 
 RowPlace = tuple[Corpus | Synthetic, int]

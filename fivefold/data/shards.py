@@ -3,7 +3,8 @@
     index.json      the format of the tokens; for each shard its counts, files, bytes and checksums
     00000.tokens    the tokens of consecutive documents, uint16 or uint32
     00000.begins    the index of each document's first token in this shard, int64
-    00000.mask      of conversations: 1 for each token that has a loss, else 0, uint8
+    00000.mask      of conversations: 1 for each token that has a loss, else 0, uint8; of preference
+                    pairs 2 more for each token of the rejected text
 
 Numbers are little-endian. `data/shard_writer.py` writes such folders.
 """
@@ -67,6 +68,7 @@ class TokenFormat:
     fingerprint: str  # of the tokenizer, by `core/tokenizer.py`
     end: int | None = None  # the token after each document
     masked: bool = False  # conversations: a mask says which tokens have a loss
+    paired: bool = False  # preference pairs: a document is a chosen text and a rejected one
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,9 @@ def open_corpus(folder: Path, vocab: int, *, verify: bool = False) -> Corpus:
     )
     name = (meaning.tokenizer, meaning.fingerprint)
     size = index.text_bytes
-    return Corpus(str(folder), tuple(shards), meaning.end, *name, text_bytes=size)
+    return Corpus(
+        str(folder), tuple(shards), meaning.end, *name, text_bytes=size, paired=meaning.paired
+    )
 
 
 def _mapped(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:

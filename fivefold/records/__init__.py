@@ -27,7 +27,7 @@ BUILD, LOAD, SAVE, EVAL = "build", "load", "save", "eval"  # besides the steps
 STEPS, LOST, SKIPPED, DOWN, OTHER = "steps", "lost", "skipped", "down", "other"
 _NAMES = (STEPS, BUILD, LOAD, SAVE, EVAL, SKIPPED, LOST, DOWN, OTHER)
 _RATES = ("tokens_per_s", "tokens_per_s_per_gpu")
-_ADDED = ("data", "wall_s", "evals")  # records of older versions do not have them
+_ADDED = ("data", "wall_s", "evals", "preference")  # records of older versions do not have them
 _WINDOW = 100  # the last steps, from which the remaining time is estimated
 
 
@@ -85,6 +85,7 @@ class StepRecord:
     data: float | None = None
     wall_s: float | None = None
     evals: dict[str, dict[str, float | None]] | None = None  # by set
+    preference: dict[str, float | None] | None = None  # of DPO: accuracy, margin and rewards
 
     @property
     def elapsed(self) -> float:
@@ -143,6 +144,7 @@ class StepRecord:
         }
         for name, numbers in (self.evals or {}).items():
             found |= {f"eval/{name}/{key}": value for key, value in numbers.items()}
+        found |= {f"dpo/{key}": value for key, value in (self.preference or {}).items()}
         if self.planned is not None:
             found |= {f"planned/{name}": value for name, value in asdict(self.planned).items()}
         return {name: float(value) for name, value in found.items() if value is not None}

@@ -52,6 +52,9 @@ def step_line(record: StepRecord, steps: int, eta: float | None = None) -> str:
     if record.memory_gib is not None:
         beside = "" if planned is None else f" (plan {planned.memory_gib:.1f})"
         words.append(f"mem {record.memory_gib:.1f} GiB{beside}")
+    if (pairs := record.preference) is not None:
+        known = ((name, pairs.get(name)) for name in ("accuracy", "margin"))
+        words += [f"{name} {value:.3f}" for name, value in known if value is not None]
     if eta is not None and record.step < steps:
         words.append(f"eta {rough_duration(eta)}")
     if record.fullest is not None:

@@ -17,7 +17,7 @@ from fivefold.core.schedule import Step
 from fivefold.data.evaluation import EvaluationSet, evaluation_sets, require_set
 from fivefold.data.mixture import Source, open_source
 from fivefold.data.rank_reader import RankReader
-from fivefold.data.rows import Corpus, Synthetic
+from fivefold.data.rows import Corpus, Synthetic, is_paired
 from fivefold.model.regions import compiled, eager
 from fivefold.optim.optimizer import Updater
 from fivefold.parallel.compose import Job, compose
@@ -27,6 +27,8 @@ from fivefold.parallel.stage import ActionObserver, Instruments
 from fivefold.step import updater_of
 from fivefold.train.callbacks.records import SpanCallback, require_trackers
 from fivefold.train.callbacks.watchdog import WatchdogCallback
+from fivefold.train.checkpoint import latest
+from fivefold.train.pair_rules import pair_corpora, read_references, require_pairs
 from fivefold.train.state import TrainSettings
 from fivefold.train.tokenizers import require_same_tokenizer
 
@@ -123,14 +125,16 @@ def source_of(plan: Plan, settings: TrainSettings, verify: bool = False) -> Sour
     recipe, seq = settings.recipe, plan.batch.seq
     vocab, seed = plan.shape.vocab, recipe.seed
     source = open_source(recipe.data, vocab, seq, seed, verify=verify, loss=recipe.loss)
-    _require_packed(plan, [part.corpus for part in source.parts])
+    corpora = [part.corpus for part in source.parts]
+    require_pairs(plan, recipe, corpora)
+    _require_packed(plan, corpora)
     return source
 
 
 def _require_packed(plan: Plan, corpora: Iterable[Corpus | Synthetic]) -> None:
     """Rows have several conversations, which must not see one another."""
     for corpus in corpora:
-        if isinstance(corpus, Corpus) and corpus.masked and not plan.packed:
+        if isinstance(corpus, Corpus) and corpus.masked and not corpus.paired | plan.packed:
             raise FivefoldError(
                 f"{corpus.name} has conversations, several in a row, which would see one another: "
                 "give --packed, or packed = true in the plan"
@@ -146,7 +150,9 @@ def sets_of(
     most = _MOST_BATCHES * plan.batch.sequences
     found = evaluation_sets(recipe.eval_data, source, plan.shape.vocab, most, verify=verify)
     require_set(recipe.keep_best, found)
-    _require_packed(plan, (corpus for each in found for corpus, _ in each.rows[:1]))
+    corpora = [corpus for each in found for corpus, _ in each.rows[:1]]
+    require_pairs(plan, recipe, [each for each in corpora if is_paired(each)])
+    _require_packed(plan, corpora)
     return found
 
 
@@ -156,5 +162,8 @@ def checked_source(plan: Plan, settings: TrainSettings) -> Source:
     require_trackers(settings.recipe.log)
     source = source_of(plan, settings, verify=True)
     require_same_tokenizer(plan, source, settings.folder if settings.resume else None)
-    sets_of(plan, settings.recipe, source, verify=True)
+    sets = sets_of(plan, settings.recipe, source, verify=True)
+    begun = settings.resume and settings.folder is not None and latest(settings.folder)
+    if settings.recipe.dpo_beta and begun and int(begun.name.rpartition("-")[2]):
+        read_references(begun.parents[1], pair_corpora(source, sets))
     return source

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import isfinite
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from fivefold.launch.watchdog import watched
 from fivefold.launch.worker import Worker
 from fivefold.model.batch import TokenBatch
 from fivefold.optim.optimizer import LossScale
-from fivefold.records import BUILD, LOAD, StepRecord, mfu
+from fivefold.records import BUILD, EVAL, LOAD, StepRecord, mfu
 from fivefold.records.run_folder import RunFolder, TimeSpent
 from fivefold.step import Guard, StepOutcome, step
 from fivefold.train.build import BuiltRank, build_rank
@@ -32,6 +32,7 @@ from fivefold.train.callbacks.samples import SampleCallback
 from fivefold.train.callbacks.stop import StopCallback
 from fivefold.train.callbacks.watchdog import WatchdogCallback
 from fivefold.train.clock import StepClock, StepMark
+from fivefold.train.preference import PreferenceObjective, objective_of
 from fivefold.train.state import Progress, TrainedRank, TrainSettings
 
 
@@ -65,21 +66,28 @@ def run_rank(
         with spent.on(LOAD):
             checkpoints.load()
 
+        objective = None
+        if recipe.dpo_beta:
+            phases.phase("reference", long=True)
+            with spent.on(EVAL):
+                objective = objective_of(rank, settings, begun=progress.step > 0)
         stop = StopCallback(worker, progress, recipe.skip_limit, checkpoints)
         callbacks = (
             spans,
             phases,
-            EvaluationCallback(recipe, rank, progress, spent),
+            EvaluationCallback(recipe, rank, progress, spent, objective),
             SampleCallback(worker, recipe, rank, spent, phases),
             MemoryCallback(worker, recipe, folder, rank, progress),
             RecordCallback(worker, plan, settings, folder, progress, spent),
             stop,
             checkpoints,
+            *([] if objective is None else [objective]),
         )
         result = TrainedRank(first_step=progress.step + 1)
         restart = 0 if folder is None else folder.restart
         _Loop(
-            rank, settings, progress, spent, clock, stop, callbacks, result, reverse, restart
+            *(rank, settings, progress, spent, clock, stop, callbacks, result, reverse, restart),
+            objective=objective,
         ).run()
         rank.close()
         return result
@@ -99,6 +107,7 @@ class _Loop:
     result: TrainedRank
     reverse: bool
     restart: int
+    objective: PreferenceObjective | None = None
     pending: deque[_PendingRecord] = field(default_factory=deque["_PendingRecord"])
 
     def run(self) -> None:
@@ -149,6 +158,7 @@ class _Loop:
         for each in self.callbacks:
             each.before_step(number)
         updater.set_lr(recipe.lr_at(number))
+        weights = self._weights(batches)  # its forward is no part of the step's traffic
         job.mesh.records.clear()
         uncount = partial(updater.resume_after, updater.count) if updater.skips else None
         scale, stop = self.progress.scale.value, self.stop.requested
@@ -156,7 +166,17 @@ class _Loop:
         last = number == self.progress.last_step
         optimizer = _MeasuredUpdate(self.rank, self.result) if last else updater
         ordered = batches[::-1] if self.reverse else batches
-        return step(job, optimizer, ordered, recipe.clip, guard)
+        if self.objective is None or weights is None:
+            return step(job, optimizer, ordered, recipe.clip, guard)
+        weights = weights[::-1] if self.reverse else weights
+        outcome = step(job, optimizer, ordered, recipe.clip, guard, weights, per_token=False)
+        return replace(outcome, loss=torch.tensor(self.objective.loss, dtype=torch.float64))
+
+    def _weights(self, batches: list[TokenBatch]) -> list[float] | None:
+        """Of the losses of microbatches, in the order of these; None: all count alike."""
+        if self.objective is None:
+            return None
+        return self.objective.weights(batches, self.progress.samples)
 
     def _fields(self, number: int, first: int, outcome: StepOutcome) -> dict[str, Any]:
         """The record of a step without its times, with the fields that the callbacks know."""

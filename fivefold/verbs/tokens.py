@@ -29,6 +29,7 @@ class Tokenizing(NamedTuple):
     lengths: dict[str, int | None]
     dedup: bool
     chat: bool
+    pairs: bool
 
 
 InputsArgument = Annotated[
@@ -57,6 +58,14 @@ ChatOption = Annotated[
         "--tokenizer is a model folder with a chat template.",
     ),
 ]
+PairsOption = Annotated[
+    bool,
+    typer.Option(
+        "--pairs",
+        help="Rows are preference pairs: chosen and rejected conversations, or answers to a "
+        "prompt; --tokenizer as for --chat.",
+    ),
+]
 EndOption = Annotated[
     str | None,
     typer.Option(help="Token after each document, or none (default: 256, or the tokenizer's)."),
@@ -75,6 +84,7 @@ def run(
     tokenizer: TokenizerOption = "bytes",
     column: ColumnOption = None,
     chat: ChatOption = False,
+    pairs: PairsOption = False,
     end: EndOption = None,
     min_chars: Annotated[int, typer.Option(help="Leave out shorter documents.")] = 0,
     max_chars: Annotated[int | None, typer.Option(help="Leave out longer documents.")] = None,
@@ -107,7 +117,7 @@ def run(
         raise FivefoldError(f"--workers {workers}: give at least 1")
     lengths = {"min_chars": min_chars, "max_chars": max_chars}
     lengths |= {"min_tokens": min_tokens, "max_tokens": max_tokens}
-    words = Tokenizing(tokenizer, end, column, lengths, dedup, chat)
+    words = Tokenizing(tokenizer, end, column, lengths, dedup, chat, pairs)
     size = parse_count("shard-tokens", shard_tokens)
     table = _write(inputs, output, size, words, workers, force)
     typer.echo(json.dumps(table) if as_json else _written_text(table))
@@ -162,13 +172,17 @@ def _encode(words: Tokenizing) -> Encode:
         make_chat_encoder,
         make_encoder,
     )
+    from fivefold.data.pairs import PairEncoder
     from fivefold.generate.chat import ChatTemplate
 
     keep = LengthFilter(**words.lengths)  # type: ignore[arg-type]
-    if words.chat:
+    if words.pairs and words.column is not None:
+        raise FivefoldError("--pairs reads chosen and rejected: leave --column out")
+    if words.chat or words.pairs:
+        kind = PairEncoder if words.pairs else ChatEncoder
         chat = make_chat_encoder(words.tokenizer, words.end)
         render = ChatTemplate(Path(words.tokenizer)).render_many
-        return ChatEncoder(chat, render, words.column, keep, words.dedup)
+        return kind(chat, render, words.column, keep, words.dedup)
     encoder = make_encoder(words.tokenizer, words.end)
     return BlockEncoder(encoder, words.column or "text", keep, words.dedup)
 
@@ -204,15 +218,17 @@ def _describe(folder: Path) -> dict[str, Any]:
         "tokenizer": index.meaning.tokenizer,
         "fingerprint": index.meaning.fingerprint,
         "masked": index.meaning.masked,
+        "paired": index.meaning.paired,
     }
 
 
 def _line(table: dict[str, Any]) -> str:
     end = "no end-of-document token" if table["end"] is None else f"end {table['end']}"
+    noun = "preference pair" if table["paired"] else "document"
     sound = ", all checksums right" if "checked" in table else ""
     return (
         f"{table['folder']}: {_many(table['tokens'], 'token')} in "
-        f"{_many(table['documents'], 'document')}, {_many(table['shards'], 'shard')} of "
+        f"{_many(table['documents'], noun)}, {_many(table['shards'], 'shard')} of "
         f"{table['dtype']}, {table['bytes']:,} bytes; "
         f"tokenizer {table['tokenizer']}, {end}{sound}"
     )

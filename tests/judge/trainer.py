@@ -42,6 +42,7 @@ UNCHANGING = (
 ELSEWHERE = {
     **dict.fromkeys(("lora", "lora_alpha", "lora_targets", "train_only"), "verify, and PEFT"),
     "loss": "transformers, with labels of -100",
+    "dpo_beta": "the published formula on the judge's decoder (tests/ranks/test_preference.py)",
 }  # who compares keys that no case has
 
 

@@ -9,12 +9,13 @@ from typing import Any
 
 from fivefold.core.recipe import Recipe
 from fivefold.data.evaluation import EvaluationSet, SetLoss
-from fivefold.data.rows import RowPlace
+from fivefold.data.rows import RowPlace, is_paired
 from fivefold.records import EVAL
 from fivefold.records.run_folder import TimeSpent
 from fivefold.step import evaluate
 from fivefold.train.build import BuiltRank, sets_of
 from fivefold.train.callbacks import Callback
+from fivefold.train.preference import PairLoss, PreferenceObjective
 from fivefold.train.state import Progress
 
 
@@ -27,17 +28,15 @@ class EvaluationCallback(Callback):
     rank: BuiltRank
     progress: Progress
     spent: TimeSpent
+    objective: PreferenceObjective | None = None
 
     def measure(self, number: int) -> dict[str, Any]:
         every = self.recipe.eval_every
         if not every or not self.recipe.is_due(every, number):
             return {}
         with self.spent.on(EVAL):
-            found = {
-                each.name: SetLoss(loss, each.bytes_per_token)
-                for each in self._sets
-                if (loss := self._mean_loss(each.rows)) is not None
-            }
+            losses = {each.name: self._loss(each) for each in self._sets}
+        found = {name: loss for name, loss in losses.items() if loss is not None}
         self.progress.evaluated({name: each.loss for name, each in found.items()})
         evals = {name: each.to_json() for name, each in found.items()}
         return {"eval_loss": next(iter(self.progress.evals.values()), None), "evals": evals}
@@ -45,6 +44,13 @@ class EvaluationCallback(Callback):
     @cached_property
     def _sets(self) -> list[EvaluationSet]:
         return sets_of(self.rank.job.plan, self.recipe, self.rank.reader.source)
+
+    def _loss(self, each: EvaluationSet) -> SetLoss | PairLoss | None:
+        """Of DPO for preference pairs."""
+        if self.objective is not None and is_paired(each.rows[0][0]):
+            return self.objective.evaluate(each.rows)
+        loss = self._mean_loss(each.rows)
+        return None if loss is None else SetLoss(loss, each.bytes_per_token)
 
     def _mean_loss(self, rows: Sequence[RowPlace]) -> float | None:
         """The mean over all tokens that have a loss."""

@@ -1,0 +1,109 @@
+"""What a training on preference pairs needs before a rank starts: data and a plan that suit it, and
+in a run that has begun the log-probabilities of its reference (`preference.py`)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fivefold.core.batch import Batch
+from fivefold.core.errors import BadFile, FivefoldError
+from fivefold.core.plan import Plan
+from fivefold.core.recipe import Recipe
+from fivefold.data.evaluation import EvaluationSet
+from fivefold.data.mixture import Source
+from fivefold.data.rows import SIDES, Corpus, Synthetic, is_paired
+
+FILE = "reference.npz"
+References = dict[str, NDArray[np.float64]]
+"""By the content of a corpus: of all its texts, chosen, rejected, chosen, rejected, …"""
+
+
+def require_pairs(plan: Plan, recipe: Recipe, corpora: Sequence[Corpus | Synthetic]) -> None:
+    """Refuse pairs without DPO, DPO without pairs, and plans that cannot run it."""
+    for corpus in corpora:
+        paired = is_paired(corpus)
+        if paired and not recipe.dpo_beta:
+            raise FivefoldError(
+                f"{corpus.name} has preference pairs: train on them with dpo_beta above 0, as in "
+                "--set dpo_beta=0.1"
+            )
+        if recipe.dpo_beta and not paired:
+            raise FivefoldError(
+                f"dpo_beta = {recipe.dpo_beta}, and {corpus.name} has no preference pairs: give "
+                "rows with chosen and rejected to `fivefold tokens --pairs`, or leave dpo_beta out"
+            )
+    if recipe.dpo_beta:
+        found = [*_impossible(plan, plan.batch), *_too_long(plan, corpora)]
+        if found:
+            raise FivefoldError("cannot train on preference pairs with " + "; ".join(found))
+
+
+def _impossible(plan: Plan, batch: Batch) -> list[str]:
+    found: list[str] = []
+    if batch.microbatch_size != 1:
+        rule = f"microbatches of {batch.microbatch_size} sequences: a text is a microbatch"
+        found.append(f"{rule}; give --microbatch-size 1")
+    if batch.sequences % SIDES:
+        rule = f"a global batch of {batch.sequences} sequences: a pair has two"
+        found.append(f"{rule}; give an even --batch")
+    if plan.shape.drops:
+        found.append("dropout: a reference has none; set it to 0 in the model")
+    if plan.shape.mtp:
+        found.append("multi-token prediction: its losses are no part of DPO; set mtp to 0")
+    return found
+
+
+def _too_long(plan: Plan, corpora: Sequence[Corpus | Synthetic]) -> list[str]:
+    room = plan.batch.seq + 1
+    return [
+        f"{each.name}, which has a text of {each.longest:,} tokens where {room:,} fit; give --seq "
+        f"{each.longest - 1} or more, or tokenize with --max-tokens {room}"
+        for each in corpora
+        if isinstance(each, Corpus) and each.longest > room
+    ]
+
+
+def pair_corpora(source: Source, sets: Sequence[EvaluationSet]) -> list[Corpus]:
+    """All pairs that a training reads: its data, and sets that it is evaluated on."""
+    found = [part.corpus for part in source.parts]
+    found += [corpus for each in sets for corpus, _ in each.rows[:1]]
+    return [each for each in dict.fromkeys(found) if isinstance(each, Corpus) and each.paired]
+
+
+@cache
+def identity(corpus: Corpus | Synthetic) -> str:
+    """Equal for corpora with the same pairs, wherever their folders are."""
+    assert isinstance(corpus, Corpus)
+    found = hashlib.sha256()
+    for shard in corpus.shards:
+        assert shard.mask is not None
+        for array in (shard.tokens, shard.begins, shard.mask):
+            found.update(np.ascontiguousarray(array).data)
+    return found.hexdigest()
+
+
+def read_references(folder: Path, corpora: Iterable[Corpus]) -> References:
+    """Of these corpora; refused where a run has none of them."""
+    path = folder / FILE
+    way = "start a new run from its weights (`fivefold export`, then `fivefold import`)"
+    if not path.is_file():
+        rule = f"{folder} has steps and no {FILE}: DPO computes its reference before the first step"
+        raise FivefoldError(f"{rule}; {way}")
+    try:
+        with np.load(path, allow_pickle=False) as table:
+            found: References = {name: table[name] for name in table.files}
+    except (OSError, ValueError, EOFError) as error:
+        raise BadFile(str(path), [f"cannot be read ({error}); {way}"]) from error
+    for corpus in corpora:
+        if identity(corpus) not in found:
+            raise FivefoldError(
+                f"{path} has no log-probabilities of {corpus.name}: train on the pairs that the "
+                f"run began with, or {way}"
+            )
+    return found
