@@ -31,6 +31,8 @@ def head(plan: Plan, recipe: Recipe, dtype: str, corpus: str, planned: PlannedSt
             f"{thousands(planned.tokens_per_s / layout.world)} a GPU, MFU {planned.mfu:.1%}, "
             f"{planned.memory_gib:.1f} GiB"
         )
+    if planned is not None and recipe.dpo_beta:
+        lines.append("note: planned without the forward that scores the pairs of a step")
     return "\n".join([*lines, *(f"note: {note}" for note in plan.notes)])
 
 

@@ -86,6 +86,7 @@ FREE = {
     "lora_alpha": "the same",
     "clip": "the norm is always computed",
     "seed": "which numbers are drawn, not how many",
+    "dpo_beta": "a forward before each step, which is not estimated: `train` says so",
     "loss": "which tokens count: the logits of all are computed",
     "data": "it is read ahead, in the background",
     "save_every": "checkpoints are written in the background, between steps",

@@ -13,7 +13,7 @@ from fivefold.core.recipe import Recipe
 from fivefold.launch.launcher import refit
 
 
-def test_there_are_at_most_58_keys_and_none_has_two_meanings() -> None:
+def test_there_are_at_most_59_keys_and_none_has_two_meanings() -> None:
     plan, train, model = settings.plan_keys(), settings.train_keys(), list(models.keys())
     assert len(plan) + len(train) + 2 <= 59  # and `model` and `set`
     assert len({*plan, *train, *model}) == len([*plan, *train, *model])
