@@ -95,7 +95,7 @@ def pair_of(row: Any, where: str) -> tuple[dict[str, Any], dict[str, Any]]:
     if missing:
         rule = f"the pair has no {' and no '.join(missing)}"
         known = ", ".join(table) or "none"
-        way = "complete the row, or leave --pairs out for conversations"
+        way = "complete the row, or give --chat for conversations"
         raise BadFile(where, [f"{rule}, only: {known}; {way}"])
     chosen, rejected = (_side(table, each, where) for each in (CHOSEN_COLUMN, REJECTED_COLUMN))
     _require_one_prompt(chosen, rejected, where)
