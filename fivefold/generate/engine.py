@@ -175,10 +175,24 @@ class EngineRanks:
 
 @dataclass(frozen=True)
 class _Flight:
-    """A batch under way: the sequences whose next tokens it gives, and what waits for them."""
+    """A batch under way: the sequences whose next tokens it gives, each with an index in its
+    completion, and what waits for them."""
 
-    sequences: tuple[SequenceState, ...]
+    rows: tuple[tuple[SequenceState, int], ...]
     drawn: Shared
+
+
+def _wanted(
+    batch: StepBatch, sequences: Sequence[SequenceState]
+) -> list[tuple[SequenceState, int]]:
+    """The sequence of every row of logits, and the index in its completion."""
+    rows: list[tuple[SequenceState, int]] = []
+    for chunk, sequence in zip(batch.chunks, sequences, strict=True):
+        first = len(sequence.logprobs) + sequence.awaited - 1
+        if sequence.request.targets:
+            first = chunk.stop - chunk.scored - sequence.first_wanted
+        rows += [(sequence, first + more) for more in range(chunk.num_wanted)]
+    return rows
 
 
 class Engine:
@@ -250,32 +264,32 @@ class Engine:
     def _begin(self, batches: Sequence[StepBatch]) -> _Flight:
         """Run this rank's stage of its replica's batch, and begin to share what is drawn."""
         logits_NV = self.forward(batches[self.ranks.replica])
-        waiting: list[SequenceState] = []
+        waiting: list[tuple[SequenceState, int]] = []
         drawn: list[Tensor] = []
         for replica, (batch, home) in enumerate(zip(batches, self.schedulers, strict=True)):
             sequences = [self._sequences[chunk.id] for chunk in batch.chunks]
             home.computed(batch, sequences)
-            pairs = zip(batch.chunks, sequences, strict=True)
-            sampled = [sequence for chunk, sequence in pairs if chunk.samples]
-            waiting += sampled
-            if replica == self.ranks.replica and self.ranks.draws and sampled:
-                drawn.append(self._draw(sampled, logits_NV))
+            rows = _wanted(batch, sequences)
+            waiting += rows
+            if replica == self.ranks.replica and self.ranks.draws and rows:
+                drawn.append(self._draw(rows, logits_NV))
             else:
-                zeros = torch.zeros(len(sampled), 2, dtype=torch.float64, device=logits_NV.device)
+                zeros = torch.zeros(len(rows), 2, dtype=torch.float64, device=logits_NV.device)
                 drawn.append(zeros)
-        for row, sequence in enumerate(waiting):
+        for row, (sequence, _) in enumerate(waiting):
             sequence.draw_in(row)
         table = torch.cat(drawn)
         if self.drawn is not None and waiting:
             self.drawn.put(table[:, 0])
         return _Flight(tuple(waiting), self.ranks.share(table) if waiting else alone(table))
 
-    def _draw(self, sequences: Sequence[SequenceState], logits_NV: Tensor) -> Tensor:
+    def _draw(self, rows: Sequence[tuple[SequenceState, int]], logits_NV: Tensor) -> Tensor:
         """The next token of each sequence, and its log-probability."""
-        draws = [
-            Draw(each.request.sampling, each.request.id, len(each.logprobs) + each.awaited - 1)
-            for each in sequences
-        ]
+        draws: list[Draw] = []
+        for sequence, index in rows:
+            asked = sequence.request
+            target = asked.targets[index] if asked.targets else None
+            draws.append(Draw(asked.sampling, asked.id, index, target))
         if self.watch is not None:
             for draw, logits_V in zip(draws, logits_NV, strict=True):
                 self.watch(draw.request, draw.index, logits_V)
@@ -284,12 +298,15 @@ class Engine:
     def _end_first(self) -> list[DrawnToken]:
         """Wait for the draws of the batch that was begun first."""
         flight, found = self._flights.popleft(), list[DrawnToken]()
-        pairs = zip(as_pairs(flight.drawn()), flight.sequences, strict=True)
-        for (token, logprob), sequence in pairs:
-            id, index = sequence.request.id, len(sequence.logprobs)
+        pairs = zip(as_pairs(flight.drawn()), flight.rows, strict=True)
+        for (token, logprob), (sequence, index) in pairs:
+            id = sequence.request.id
             if self._sequences.get(id) is not sequence:  # it was ended meanwhile
                 continue
-            reason = sequence.append(token, logprob)
+            if sequence.request.targets:
+                reason = sequence.score(index, token, logprob)
+            else:
+                reason = sequence.append(token, logprob)
             if reason is not None:
                 self.end(id, reason)
             found.append(DrawnToken(id, index, token, logprob, reason))

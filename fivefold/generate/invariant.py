@@ -60,7 +60,7 @@ class FixedSteps:
             return logits_TV
         lasts = accumulate(len(each.tokens) for each in step.chunks)
         pairs = zip(lasts, step.chunks, strict=True)
-        rows = [last - 1 for last, chunk in pairs if chunk.samples]
+        rows = [row for last, chunk in pairs for row in range(last - chunk.num_wanted, last)]
         return logits_TV[torch.tensor(rows, dtype=torch.int64).to(logits_TV.device)]
 
     def limits(self, wanted: ScheduleLimits) -> ScheduleLimits:

@@ -220,7 +220,7 @@ class LayoutEngine(Engine):
         limits, drawn = limits or ScheduleLimits(), None
         # Other ranks would have to know what was drawn, and routes are read when a sequence ends.
         if plan.layout.world == 1 and not records_routes and not batch_invariant:
-            drawn = DrawnTokens(limits.sequences, mesh.device)
+            drawn = DrawnTokens(max(limits.sequences, limits.tokens), mesh.device)
         forward: Forward = forward_of(stage.model, blocks, mesh, self.ends, routes, drawn)
         if batch_invariant:
             forward = FixedSteps(forward)

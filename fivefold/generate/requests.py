@@ -33,13 +33,18 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt to go on with. Draws depend on its id, and on nothing else that runs."""
+    """A prompt to go on with. Draws depend on its id, and on nothing else that runs.
+
+    With `targets` nothing is drawn: they are the tokens that follow the last tokens of the prompt,
+    one each, and their log-probabilities are wanted. The last target is no part of the prompt.
+    """
 
     id: str
     prompt: tuple[int, ...]
     max_tokens: int
     sampling: Sampling = Sampling()
     stop_tokens: frozenset[int] = frozenset()  # each ends the completion, and is its last token
+    targets: tuple[int, ...] = ()  # and max_tokens is 0
 
     def check(self, vocab: int, max_seq: int) -> None:
         """Refuse what the model cannot go on with."""
@@ -49,15 +54,30 @@ class Request:
     def _problems(self, vocab: int, max_seq: int) -> Iterator[str]:
         if not self.prompt:
             yield "the prompt has no token: give some text"
-        if self.max_tokens < 1:
+        if self.targets:
+            yield from self._target_problems(vocab, max_seq)
+        elif self.max_tokens < 1:
             yield f"max_tokens = {self.max_tokens}: give at least 1"
-        if len(self.prompt) + 1 > max_seq:
+        elif len(self.prompt) + 1 > max_seq:
             rule = f"the prompt has {len(self.prompt):,} tokens and the model takes {max_seq:,}"
             yield f"{rule}, with what it writes: shorten the prompt to {max_seq - 1:,}"
         if wrong := [token for token in self.prompt if not 0 <= token < vocab]:
             rule = f"token {wrong[0]} is not in the vocabulary of {vocab:,}"
             yield f"{rule}: give the tokenizer of this model"
         yield from self.sampling.problems()
+
+    def _target_problems(self, vocab: int, max_seq: int) -> Iterator[str]:
+        if self.max_tokens:
+            yield f"max_tokens = {self.max_tokens} with targets, which are not drawn: give 0"
+        if len(self.targets) > len(self.prompt):
+            rule = f"{len(self.targets):,} targets follow {len(self.prompt):,} tokens"
+            yield f"{rule}: give no more targets than tokens"
+        if len(self.prompt) > max_seq:
+            rule = f"the prompt has {len(self.prompt):,} tokens and the model takes {max_seq:,}"
+            yield f"{rule}: shorten it"
+        if wrong := [token for token in self.targets if not 0 <= token < vocab]:
+            rule = f"target {wrong[0]} is not in the vocabulary of {vocab:,}"
+            yield f"{rule}: give the tokenizer of this model"
 
 
 @dataclass(eq=False)
@@ -82,11 +102,17 @@ class SequenceState:
     out_of_sight: int = 0
     awaited: int = 0  # tokens that are being drawn, and are not known yet
     row: int = 0  # of the last draw that it was in
+    likeliest: list[int] = field(default_factory=list[int])  # in the places of targets
 
     @property
     def drawn(self) -> list[int]:
-        """The tokens of the completion."""
-        return self.tokens[len(self.request.prompt) :]
+        """The tokens of the completion; of targets, the likeliest tokens in their places."""
+        return self.likeliest if self.request.targets else self.tokens[len(self.request.prompt) :]
+
+    @property
+    def first_wanted(self) -> int:
+        """The position of the first token whose logits are wanted."""
+        return len(self.tokens) - (len(self.request.targets) or 1)
 
     @property
     def awaits_draw(self) -> bool:
@@ -127,6 +153,16 @@ class SequenceState:
         """Count that its blocks were taken away."""
         self.preempted += 1
 
+    def score(self, index: int, token: int, logprob: float) -> Reason | None:
+        """Take the log-probability of a target, and the likeliest token in its place; returns why
+        it is the last one, if it is."""
+        if index == len(self.logprobs):  # else it lost its blocks, and this was computed again
+            self.likeliest.append(token)
+            self.logprobs.append(logprob)
+        last = index == len(self.request.targets) - 1
+        self.awaited -= last
+        return "length" if last else None
+
     def append(self, token: int, logprob: float) -> Reason | None:
         """Take a drawn token; returns why it is the last one, if it is."""
         self.tokens.append(token)
@@ -148,6 +184,12 @@ class SequenceChunk:
     table: tuple[int, ...]
     samples: bool  # whether the last one is the last of its sequence: the next is to be drawn
     fills: bool = False  # tokens of no sequence, which fill a step: nobody reads what they give
+    scored: int = 0  # so many of the last tokens are followed by targets
+
+    @property
+    def num_wanted(self) -> int:
+        """How many of the last tokens are wanted with their logits."""
+        return self.scored or int(self.samples)
 
     @property
     def stop(self) -> int:
@@ -168,7 +210,8 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class DrawnToken:
-    """A token of a completion, and why the completion ends with it, if it does."""
+    """A token of a completion, and why the completion ends with it, if it does. In the place of a
+    target it is the likeliest token, with the log-probability of the target."""
 
     id: str
     index: int  # in the completion
@@ -179,7 +222,8 @@ class DrawnToken:
 
 @dataclass(frozen=True)
 class Completion:
-    """What came of a request."""
+    """What came of a request. With targets, the tokens are the likeliest ones in their places, and
+    the log-probabilities are those of the targets."""
 
     id: str
     tokens: tuple[int, ...]

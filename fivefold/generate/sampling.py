@@ -31,11 +31,13 @@ def uniform(seed: int, request: str, index: int) -> float:
 
 @dataclass(frozen=True)
 class Draw:
-    """A token that is wanted: how it is drawn, and its place."""
+    """A token that is wanted: how it is drawn, and its place. If a `target` is in this place, the
+    likeliest token is wanted, and the log-probability of the target."""
 
     sampling: Sampling
     request: str
     index: int  # in the completion
+    target: int | None = None
 
 
 def filtered(logits_NV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
@@ -62,7 +64,7 @@ def filtered(logits_NV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
 
 
 def choose(logits_NV: Tensor, draws: Sequence[Draw]) -> list[tuple[int, float]]:
-    """A token from each row of logits, and its log-probability."""
+    """A token from each row of logits, and its log-probability or that of the target."""
     return as_pairs(draw_tokens(logits_NV, draws))
 
 
@@ -77,7 +79,8 @@ def draw_tokens(logits_NV: Tensor, draws: Sequence[Draw]) -> Tensor:
     device."""
     wide_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     tokens_N = wide_NV.argmax(1)  # the first of equals
-    drawn = [i for i, each in enumerate(draws) if each.sampling.temperature > 0]
+    given = {i: each.target for i, each in enumerate(draws) if each.target is not None}
+    drawn = [i for i, each in enumerate(draws) if each.sampling.temperature > 0 and i not in given]
     if drawn:
         rows = _there(drawn, torch.int64, wide_NV.device)
         ends_NV = filtered(wide_NV[rows], [draws[i].sampling for i in drawn]).cumsum(1)
@@ -85,7 +88,13 @@ def draw_tokens(logits_NV: Tensor, draws: Sequence[Draw]) -> Tensor:
         places_N1 = ends_NV[:, -1:] * _there(places, torch.float64, wide_NV.device)[:, None]
         # The first token whose end is beyond: those without probability end where they begin.
         tokens_N[rows] = torch.searchsorted(ends_NV, places_N1, right=True)[:, 0]
-    logprobs_N1 = wide_NV.log_softmax(1).gather(1, tokens_N[:, None])
+    scored_N = tokens_N
+    if given:
+        rows, targets = (
+            _there(each, torch.int64, wide_NV.device) for each in zip(*given.items(), strict=True)
+        )
+        scored_N = tokens_N.index_put((rows,), targets)
+    logprobs_N1 = wide_NV.log_softmax(1).gather(1, scored_N[:, None])
     return torch.cat([tokens_N[:, None].double(), logprobs_N1.double()], 1)
 
 

@@ -58,6 +58,7 @@ class Scheduler:
         self.running: list[SequenceState] = []
         self.num_preempted = 0
         self._arrived = 0
+        self.load = 0  # tokens that its sequences may have in the end
 
     def add(self, request: Request) -> SequenceState:
         """Queue a request."""
@@ -73,17 +74,14 @@ class Scheduler:
             )
         sequence = SequenceState(request, self._arrived, limit, list(request.prompt))
         self._arrived += 1
+        self.load += limit
         self.waiting.append(sequence)
         return sequence
-
-    @property
-    def load(self) -> int:
-        """Tokens that its sequences may have in the end."""
-        return sum(each.limit for each in (*self.waiting, *self.running))
 
     def remove(self, sequence: SequenceState) -> None:
         """A sequence has ended: its blocks are free."""
         (self.running if sequence in self.running else self.waiting).remove(sequence)
+        self.load -= sequence.limit
         self._release(sequence)
 
     def restart(self) -> None:
@@ -147,7 +145,11 @@ class Scheduler:
         start = sequence.computed
         tokens = tuple(sequence.tokens[start : start + most]) or (place_of(sequence.row),)
         last = start + len(tokens) == sequence.length
-        return SequenceChunk(sequence.request.id, tokens, start, tuple(sequence.table), last)
+        stop, scored = start + len(tokens), 0
+        if sequence.request.targets:
+            scored = max(0, stop - max(start, sequence.first_wanted))
+        table = tuple(sequence.table)
+        return SequenceChunk(sequence.request.id, tokens, start, table, last, scored=scored)
 
     def _missing(self, sequence: SequenceState, most: int) -> int:
         """The blocks that its next chunk needs and it does not have."""
@@ -188,9 +190,9 @@ class Scheduler:
         return sequence
 
     def _reuse(self, sequence: SequenceState) -> int:
-        """Share the blocks that others have computed, and count them; at least one token is left,
-        whose logits are wanted."""
-        for index in range((len(sequence.tokens) - 1) // BLOCK):
+        """Share the blocks that others have computed, and count them; the tokens whose logits are
+        wanted are left."""
+        for index in range(sequence.first_wanted // BLOCK):
             digest = self._digest(sequence, index)
             block = self.pool.share(digest)
             if block is None:

@@ -53,7 +53,7 @@ class StepTensors:
 
 def size_of(step: StepBatch) -> StepSize:
     """The numbers of a step, without any to spare."""
-    sampled = sum(chunk.samples for chunk in step.chunks)
+    sampled = sum(chunk.num_wanted for chunk in step.chunks)
     blocks = max(blocks_of(chunk.stop) for chunk in step.chunks)
     return StepSize(step.num_tokens, len(step.chunks), sampled, blocks)
 
@@ -70,7 +70,7 @@ def packed(step: StepBatch, blocks: int) -> Tensor:
         tokens += chunk.tokens
         positions += range(chunk.start, chunk.stop)
         slots += (table[i // BLOCK] * BLOCK + i % BLOCK for i in range(chunk.start, chunk.stop))
-        sampled += [len(tokens) - 1] if chunk.samples else []
+        sampled += range(len(tokens) - chunk.num_wanted, len(tokens))
         tables += table
         tables += [0] * (blocks - len(table))
     lengths = [chunk.stop for chunk in step.chunks]

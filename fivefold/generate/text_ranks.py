@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -21,12 +22,14 @@ from fivefold.generate.layout import (
     mesh_of,
     stage_of,
 )
-from fivefold.generate.requests import Request
 from fivefold.generate.text import Codec
-from fivefold.generate.writer import TextWriter
+from fivefold.generate.writer import TextPiece, TextRequest, TextWriter
 from fivefold.launch.backend import Backend, forked_device
+from fivefold.launch.processes import Pool, RankLost
 from fivefold.launch.worker import Worker
 from fivefold.model.regions import compiled, eager
+
+_PATIENCE = 600.0  # seconds of a step, or of reading weights
 
 
 @dataclass(frozen=True)
@@ -38,8 +41,7 @@ class TextTask:
     cache_gb: float  # on a rank
     open_weights: Callable[[bool], ReadWeight]
     codec: Codec
-    requests: list[tuple[Request, str]]  # and their prompts
-    stops: tuple[str, ...]
+    requests: list[TextRequest]
     device: str = "cpu"
     backend: Backend = "gloo"
     records_routes: bool = False
@@ -51,6 +53,30 @@ class RefusedTask:
     """Why a rank cannot do it."""
 
     reason: str
+
+
+def run_ranks(task: TextTask, on_piece: Callable[[TextPiece], None]) -> None:
+    """Run all ranks of a task: forked processes, or this one for a single rank. Raises why a rank
+    refused it, or `RankLost`."""
+    world, refused = task.plan.layout.world, list[str]()
+
+    def on_report(value: Any) -> None:
+        if isinstance(value, RefusedTask):
+            refused.append(value.reason)
+        else:
+            on_piece(value)
+
+    if world == 1:
+        alone = Worker.alone(lambda kind, value: on_report(value) if kind == "report" else None)
+        write_rank(alone, task)
+        return
+    try:
+        with Pool(world, _PATIENCE) as pool:
+            pool.run_each([(write_rank, (task,))] * world, on_report=on_report)
+    except RankLost as lost:
+        if refused:
+            raise FivefoldError(refused[0]) from lost
+        raise
 
 
 def write_rank(worker: Worker, task: TextTask) -> None:
@@ -76,12 +102,12 @@ def _write(worker: Worker, task: TextTask, device: torch.device) -> None:
     routes = task.records_routes
     engine = LayoutEngine(plan, mesh, stage, blocks, records_routes=routes, batch_invariant=same)
     writer = TextWriter(engine, task.codec)
-    for request, prompt in task.requests:
-        writer.add(request, prompt, task.stops)
+    for asked in task.requests:
+        writer.add(asked)
     while writer.busy:
         worker.phase("generate")
         for piece in writer.step():
-            if worker.rank == 0:
+            if worker.rank == 0 and (piece.text or piece.written):
                 worker.report(piece)
     engine.close()
     mesh.close_groups()
@@ -90,5 +116,5 @@ def _write(worker: Worker, task: TextTask, device: torch.device) -> None:
 def _most_blocks(task: TextTask) -> int:
     """The blocks of all requests together."""
     longest = task.plan.shape.max_seq
-    lengths = (min(len(each.prompt) + each.max_tokens, longest) for each, _ in task.requests)
-    return sum(map(blocks_of, lengths))
+    asked = (each.request for each in task.requests)
+    return sum(blocks_of(min(len(each.prompt) + each.max_tokens, longest)) for each in asked)

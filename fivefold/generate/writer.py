@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from fivefold.generate.engine import Engine
 from fivefold.generate.requests import Reason, Request
@@ -16,9 +16,18 @@ from fivefold.generate.routes import RecordedRoutes
 from fivefold.generate.text import Codec, TextStream
 
 
+class TextRequest(NamedTuple):
+    """A request, the text of its prompt, and the texts that end its completion."""
+
+    request: Request
+    prompt: str
+    stops: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True)
 class WrittenText:
-    """The completion of a prompt. Tokens and log-probabilities include the stop token or text."""
+    """The completion of a prompt. Tokens and log-probabilities include the stop token or text. Of
+    a request with targets there is no text, and they are those of `Completion`."""
 
     id: str
     prompt: str
@@ -50,6 +59,7 @@ class _Open:
     """A prompt whose completion goes on."""
 
     prompt: str
+    writes: bool  # else its targets are scored
     stream: TextStream
     began: float
     first: float = 0.0
@@ -73,10 +83,12 @@ class TextWriter:
         """Whether any completion goes on."""
         return self.engine.busy
 
-    def add(self, request: Request, prompt: str, stops: tuple[str, ...] = ()) -> None:
+    def add(self, asked: TextRequest) -> None:
         """Queue a request for the tokens of a prompt."""
+        request, prompt, stops = asked
         self.engine.add(request)
-        self._open[request.id] = _Open(prompt, TextStream(self.codec, stops), self.clock())
+        stream = TextStream(self.codec, stops)
+        self._open[request.id] = _Open(prompt, not request.targets, stream, self.clock())
 
     def step(self) -> list[TextPiece]:
         """Run one forward; returns what it added."""
@@ -95,7 +107,7 @@ class TextWriter:
             one, reason = self._open[each.id], each.reason
             one.tick(now)
             # A stop token ends the text, and is no part of it.
-            text = "" if reason == "stop" else one.stream.push(each.token)
+            text = one.stream.push(each.token) if one.writes and reason != "stop" else ""
             if reason is None and one.stream.stopped:
                 reason = "stop"
                 self.engine.end(each.id, reason)

@@ -29,6 +29,10 @@ from fivefold.core.splits import CONTEXT_KINDS
 if TYPE_CHECKING:
     from rich.progress import ProgressColumn
 
+    from fivefold.generate.layout import ReadWeight
+    from fivefold.generate.text_model import TextModel
+    from fivefold.generate.text_ranks import TextTask
+    from fivefold.generate.writer import TextPiece
     from fivefold.launch.backend import Backend
 
 Number = TypeVar("Number", int, float)
@@ -344,3 +348,37 @@ def progress_bar(
         yield ProgressBar(
             partial(progress.advance, task), lambda done: progress.update(task, completed=done)
         )
+
+
+def open_weights(model: TextModel, step: int | Literal["best"] | None, tells: bool) -> ReadWeight:
+    """What reads a weight of the folder; `tells` why a newer checkpoint is not read."""
+    from fivefold.huggingface.files import HfFolder
+    from fivefold.train.checkpoint.of_run import open_run
+
+    if not model.is_run:
+        return HfFolder(model.folder, model.shape).weight
+    reader = open_run(
+        model.source,
+        model.shape,
+        step,
+        lambda why: typer.echo(f"fivefold: {why}", err=True) if tells else None,
+    )
+    return lambda weight, dtype: reader.read(f"model/{weight.name}").to(dtype)
+
+
+def write_texts(task: TextTask, title: str, on_piece: Callable[[TextPiece], None]) -> None:
+    """Run the ranks of a generator, and pass on what they write."""
+    from fivefold.generate.text_ranks import run_ranks
+    from fivefold.launch.processes import RankLost
+
+    def on_each(piece: TextPiece) -> None:
+        on_piece(piece)
+        bar.advance(int(piece.written is not None))
+
+    with progress_bar(title, len(task.requests), shown=len(task.requests) > 1) as bar:
+        try:
+            run_ranks(task, on_each)
+        except RankLost as lost:
+            why = f"lost rank {lost.rank} at {lost.doing}: it {lost.cause}"
+            typer.echo(f"fivefold: {why}", err=True)
+            raise typer.Exit(1) from lost
