@@ -38,6 +38,7 @@ class Verb(NamedTuple):
 
 VERBS = {
     "calibrate": Verb("fivefold.verbs.calibrate", "Measure this machine and write a machine file."),
+    "eval": Verb("fivefold.verbs.evaluate", "Evaluate a run or a model on tasks of lm-eval."),
     "export": Verb("fivefold.verbs.export_weights", "Export the weights of a run to Hugging Face."),
     "generate": Verb("fivefold.verbs.generate", "Go on with prompts, from a run or a model."),
     "import": Verb("fivefold.verbs.import_weights", "Import a Hugging Face model as a run."),

@@ -1,0 +1,196 @@
+"""A model as evaluations ask it: how likely a text is after another, and what the model writes.
+
+The three questions are those of the `lm-eval` package, in plain values: this file does not import
+it. All requests of a call go to the engine together, which batches them; texts that begin alike
+share what is computed of them. Texts are split into tokens as that package does for Hugging Face
+models: spaces at the end of a context belong to what follows, and a context that is too long for
+the model loses its beginning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from fivefold.core.errors import BadFile, FivefoldError
+from fivefold.generate.requests import Request, Sampling
+from fivefold.generate.text import ByteCodec, Codec, read_table
+from fivefold.generate.writer import TextRequest, WrittenText
+
+MOST_WRITTEN = 256  # tokens, if a task does not say
+_LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens")  # the same, under several names
+_KNOWN = (*_LENGTHS, "until", "do_sample", "temperature", "top_k", "top_p", "num_beams")
+
+Write = Callable[[list[TextRequest]], Mapping[str, WrittenText]]
+"""Runs requests in some layout; returns what came of them by their ids."""
+
+
+class ScoredText(NamedTuple):
+    """A continuation: its log-probability, and whether greedy drawing would write it."""
+
+    logprob: float
+    is_greedy: bool
+
+
+@dataclass
+class TaskModel:
+    """A model with its tokenizer. `prefix` is the token before a text without context, if there is
+    one; `ends` are those that end what is written."""
+
+    codec: Codec
+    vocab: int
+    max_seq: int
+    prefix: int | None
+    ends: frozenset[int]
+    write: Write
+    num_truncated: int = 0  # contexts that were too long
+    num_calls: int = 0
+
+    def loglikelihood(self, pairs: Sequence[tuple[str, str]]) -> list[ScoredText]:
+        """Of every (context, continuation), that the model continues so."""
+        windows: list[tuple[tuple[int, ...], int]] = []
+        for context, continuation in pairs:
+            before, after = self._split(context, continuation)
+            if len(after) > self.max_seq:
+                raise FivefoldError(
+                    f"a continuation has {len(after):,} tokens and the model takes "
+                    f"{self.max_seq:,}: leave this task out, or evaluate a model with a longer "
+                    "context"
+                )
+            self.num_truncated += len(before) + len(after) > self.max_seq + 1
+            windows.append(((*before, *after), len(after)))
+        return self._score(windows)
+
+    def loglikelihood_rolling(self, texts: Sequence[str]) -> list[float]:
+        """Of every text, all its tokens; each sees as many before it as the model takes, in windows
+        that share no token that is counted."""
+        counts: list[int] = []
+        windows: list[tuple[tuple[int, ...], int]] = []
+        for text in texts:
+            found = list(self._rolling(self._encode(text)))
+            counts.append(len(found))
+            windows += found
+        scored = iter(self._score(windows))
+        return [sum(next(scored).logprob for _ in range(count)) for count in counts]
+
+    def generate_until(self, asked: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
+        """What the model writes after every context, up to the texts that end it."""
+        requests = [
+            self._writing(f"{i}", context, options) for i, (context, options) in enumerate(asked)
+        ]
+        written = self._written(requests)
+        return [written[each.request.id].text for each in requests]
+
+    def _encode(self, text: str, special: bool = True) -> tuple[int, ...]:
+        """With the tokens that the tokenizer puts around a text, unless it has the first one."""
+        names = {number: name for name, number in self.codec.named().items()}
+        begins = names.get(-1 if self.prefix is None else self.prefix)
+        has_prefix = begins is not None and text.startswith(begins)
+        return self.codec.encode(text, special=special and not has_prefix)
+
+    def _split(self, context: str, continuation: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The tokens of both. The continuation is what the whole text has more than the context."""
+        if not context:
+            after = self._encode(continuation, special=False)
+            if self.prefix is not None and after[:1] == (self.prefix,):
+                return after[:1], after[1:]
+            return (self._needed_prefix(),), after
+        before = self._encode(context.rstrip())
+        after = self._encode(context + continuation)[len(before) :]
+        return before or (self._needed_prefix(),), after
+
+    def _needed_prefix(self) -> int:
+        if self.prefix is None:
+            raise FivefoldError(
+                "a text without context needs a token before it, and this tokenizer has neither a "
+                "beginning nor an end token: add bos_token_id to the model's config.json"
+            )
+        return self.prefix
+
+    def _rolling(self, tokens: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], int]]:
+        """Windows of a text, each with the number of tokens that are counted at its end."""
+        whole, done = (self._needed_prefix(), *tokens), 0
+        while done < len(tokens):
+            more = min(self.max_seq, len(tokens) - done)
+            stop = done + more + 1
+            yield whole[max(0, stop - self.max_seq - 1) : stop], more
+            done += more
+
+    def _score(self, windows: Sequence[tuple[tuple[int, ...], int]]) -> list[ScoredText]:
+        """Of each window, the log-probability of so many tokens at its end."""
+        requests: list[TextRequest] = []
+        for i, (tokens, count) in enumerate(windows):
+            if count:
+                kept = tokens[-(self.max_seq + 1) :]
+                request = Request(f"{i}", kept[:-1], 0, targets=kept[len(kept) - count :])
+                requests.append(TextRequest(request, ""))
+        written = self._written(requests)
+        scored = [ScoredText(0.0, True)] * len(windows)  # nothing is certain to follow
+        for asked in requests:
+            found = written[asked.request.id]
+            is_greedy = found.tokens == asked.request.targets
+            scored[int(asked.request.id)] = ScoredText(sum(found.logprobs), is_greedy)
+        return scored
+
+    def _writing(self, id: str, context: str, options: Mapping[str, Any]) -> TextRequest:
+        most, sampling, until = _generation(options)
+        if most >= self.max_seq:
+            raise FivefoldError(
+                f"a task writes up to {most:,} tokens and the model takes {self.max_seq:,}, with "
+                "the context: lower max_gen_toks in the task's generation_kwargs"
+            )
+        tokens = self._encode(context) or (self._needed_prefix(),)
+        self.num_truncated += len(tokens) + most > self.max_seq
+        known = self.codec.named()
+        ends = self.ends | {known[text] for text in until if text in known}
+        stops = tuple(text for text in until if text not in known)
+        prompt = tokens[-(self.max_seq - most) :]
+        return TextRequest(Request(id, prompt, most, sampling, ends), context, stops)
+
+    def _written(self, requests: list[TextRequest]) -> Mapping[str, WrittenText]:
+        self.num_calls += 1
+        for each in requests:
+            each.request.check(self.vocab, self.max_seq)
+        return self.write(requests) if requests else {}
+
+
+def _generation(options: Mapping[str, Any]) -> tuple[int, Sampling, list[str]]:
+    """What a task's `generation_kwargs` say: the most tokens, how they are drawn, and stops."""
+    unknown = [key for key in options if key not in _KNOWN]
+    if options.get("num_beams", 1) != 1:
+        unknown.append("num_beams")
+    if unknown:
+        rule = f"{', '.join(unknown)} in generation_kwargs of a task: fivefold has"
+        raise FivefoldError(f"{rule} {', '.join(_KNOWN[:-1])}; leave the others out")
+    given: str | list[str] = options.get("until") or []
+    until = [given] if isinstance(given, str) else given
+    lengths = [int(options[key]) for key in _LENGTHS if options.get(key) is not None]
+    temperature = options.get("temperature")
+    samples = bool(options.get("do_sample", (temperature or 0.0) > 0))
+    odds = 1.0 if temperature is None else float(temperature)
+    sampling = Sampling(
+        odds if samples else 0.0,
+        int(options.get("top_k") or 0) or None,
+        float(options.get("top_p") or 1.0),
+    )
+    if problems := list(sampling.problems()):
+        raise BadFile("generation_kwargs of a task", problems)
+    return (*lengths, MOST_WRITTEN)[0], sampling, [text for text in until if text]
+
+
+def prefix_token(folder: Path, codec: Codec, ends: frozenset[int], vocab: int) -> int | None:
+    """The token before a text without context: the one that begins texts, or else an end."""
+    found: list[int] = []
+    if not isinstance(codec, ByteCodec):
+        names, known = read_table(folder / "tokenizer_config.json"), codec.named()
+        for key in ("bos_token", "eos_token"):
+            given = names.get(key)
+            text = (
+                cast("dict[str, Any]", given).get("content") if isinstance(given, dict) else given
+            )
+            found += [known[text]] if isinstance(text, str) and text in known else []
+        number = read_table(folder / "config.json").get("bos_token_id")
+        found += [number] if isinstance(number, int) and not isinstance(number, bool) else []
+    return next((each for each in (*found, *sorted(ends)) if 0 <= each < vocab), None)
