@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rich.progress import ProgressColumn
 
     from fivefold.generate.layout import ReadWeight
-    from fivefold.generate.text_model import TextModel
+    from fivefold.generate.text_model import ModelOptions, TextModel
     from fivefold.generate.text_ranks import TextTask
     from fivefold.generate.writer import TextPiece
     from fivefold.launch.backend import Backend
@@ -348,6 +348,16 @@ def progress_bar(
         yield ProgressBar(
             partial(progress.advance, task), lambda done: progress.update(task, completed=done)
         )
+
+
+def model_options(dtype: str | None, device: str, cache_gb: float, **more: Any) -> ModelOptions:
+    """How a command line wants a model to be run."""
+    from fivefold.generate.text_model import DTYPES, ModelOptions
+
+    dtype = dtype and one_of("dtype", dtype, DTYPES)
+    device = one_of("device", device, ("auto", "cpu", "cuda"))
+    cache_gb = positive("cache-gb", cache_gb)
+    return ModelOptions(dtype=dtype, device=device, cache_gb=cache_gb, **more)
 
 
 def open_weights(model: TextModel, step: int | Literal["best"] | None, tells: bool) -> ReadWeight:

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fivefold.core.errors import BadFile, FivefoldError, UnknownName
-from fivefold.generate.text_model import DTYPES, ModelOptions, ModelSetup, find_model, set_up
-from fivefold.verbs import above, checkpoint_step, one_of, open_weights, positive, write_texts
+from fivefold.generate.text_model import DTYPES, ModelSetup, find_model, set_up
+from fivefold.verbs import above, checkpoint_step, model_options, open_weights, write_texts
 
 if TYPE_CHECKING:
     from fivefold.generate.task_model import TaskModel
@@ -69,13 +69,7 @@ def run(
         above("limit", limit, 0)
     if num_fewshot is not None:
         above("num-fewshot", num_fewshot, -1)
-    runs = ModelOptions(
-        layout,
-        dtype and one_of("dtype", dtype, DTYPES),
-        one_of("device", device, ("auto", "cpu", "cuda")),
-        tokenizer,
-        positive("cache-gb", cache_gb),
-    )
+    runs = model_options(dtype, device, cache_gb, layout=layout, tokenizer=tokenizer)
     _check_folders(include_path, out)
     model, chosen = find_model(source), checkpoint_step(step)
     manager, found = _find_tasks(names, include_path)

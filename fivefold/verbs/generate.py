@@ -22,7 +22,7 @@ from fivefold.core.shape import Shape
 from fivefold.generate.prompts import Prompt, finished_ids, read_prompts
 from fivefold.generate.requests import Request, Sampling
 from fivefold.generate.text_model import DTYPES, ModelOptions, TextModel, find_model, set_up
-from fivefold.verbs import above, checkpoint_step, one_of, open_weights, positive, write_texts
+from fivefold.verbs import above, checkpoint_step, model_options, open_weights, write_texts
 
 if TYPE_CHECKING:
     from fivefold.generate.writer import WrittenText
@@ -96,13 +96,8 @@ def run(
         checkpoint_step(step),
         record_routing,
     )
-    runs = ModelOptions(
-        layout,
-        dtype and one_of("dtype", dtype, DTYPES),
-        one_of("device", device, ("auto", "cpu", "cuda")),
-        tokenizer,
-        positive("cache-gb", cache_gb),
-        batch_invariant,
+    runs = model_options(
+        dtype, device, cache_gb, layout=layout, tokenizer=tokenizer, batch_invariant=batch_invariant
     )
     prompts = read_prompts(file) if file is not None else [Prompt("0", prompt or "")]
     _generate(find_model(source), prompts, options, runs, output, as_json)
