@@ -76,7 +76,7 @@ def test_float64_over_nccl(layout: str) -> None:
 def test_ranks_do_not_share_a_gpu_over_nccl_unless_told() -> None:
     words = ("tiny", "--layout", "tp=2", "--device", "cuda", "--backend", "nccl")
     done = verify(*words, NCCL_MULTI_RANK_GPU_ENABLE="0")
-    assert done.returncode == 2 and not done.stdout
+    assert done.returncode == 2 and json.loads(done.stdout)["error"]["exit_code"] == 2
     assert "2 ranks on 1 GPU: NCCL refuses ranks that share a GPU" in done.stderr
 
 
@@ -91,7 +91,7 @@ def test_bfloat16_compiled_with_the_kernels_of_training(tmp_path: Path) -> None:
 @pytest.mark.skipif(num_gpus() > 0, reason="this machine has a GPU")
 def test_a_machine_without_a_gpu_says_so() -> None:
     done = verify("tiny", "--device", "cuda")
-    assert done.returncode == 2 and not done.stdout
+    assert done.returncode == 2 and json.loads(done.stdout)["error"]["exit_code"] == 2
     assert "this machine has no CUDA device; leave --device out" in done.stderr
 
 
@@ -104,5 +104,5 @@ def test_a_machine_without_a_gpu_says_so() -> None:
 )
 def test_what_cannot_be_had_is_refused(words: tuple[str, ...], answer: str) -> None:
     done = verify("tiny", *words)
-    assert done.returncode == 2 and not done.stdout
+    assert done.returncode == 2 and json.loads(done.stdout)["error"]["exit_code"] == 2
     assert answer in done.stderr

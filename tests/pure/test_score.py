@@ -342,7 +342,7 @@ def test_bad_rows_name_their_line(
 ) -> None:
     path = tmp_path / "runs.jsonl"
     path.write_text(f"{json.dumps(row('korth-175b-full'))}\n{line}\n")
-    assert words in refuse(capsys, str(path), "--json")
+    assert words in refuse(capsys, str(path))
 
 
 def test_bad_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ def test_the_notes_of_verify_tell_the_backend(
     with pytest.raises(SystemExit) as stop:
         main(["verify", "tiny", "--layout", layout, "--device", "cuda", *words])
     assert not stop.value.code
-    ((plan, chosen, _),) = seen
+    ((plan, chosen, *_),) = seen
     assert chosen["backend"] == backend_of_ranks
     about = [note for note in plan.notes if "GPU" in note or "collectives" in note]
     assert about == notes
