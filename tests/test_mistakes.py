@@ -11,7 +11,7 @@ from tests import mistakes
 PAGE = Path(__file__).parents[1] / "docs" / "mistakes.md"
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("command", mistakes.commands())
 def test_a_mistake_is_answered_and_nothing_is_written(command: str, tmp_path: Path) -> None:
     code, out, said = mistakes.answer(command, tmp_path)

@@ -173,7 +173,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
     return Prepared(folder, published([texts_of(row, encode) for row in rows()[:PAIRS]]))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_dpo_is_the_published_formula(prepared: Prepared, layout: str, tmp_path: Path) -> None:
     found = prepared.errors(layout, tmp_path)
@@ -284,7 +284,7 @@ def records_of(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(0.25)  # 16 seconds
 def test_a_model_learns_what_is_preferred(prepared: Prepared, tmp_path: Path) -> None:
     """Through a stop, and in another layout after it: the reference stays that of the start."""
     pairs = str(prepared.folder / "pairs")
