@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fivefold.model.linear_math import Biases, GradientSink, PlainMath, Values
+from fivefold.model.linear_math import Biases, GradientSink, PlainMath, Sent, Values
 
 
 class LowRank(nn.Module):
@@ -40,43 +42,75 @@ def adapted_grouped(
     return matmul(x_MI, weight, ends_E) + matmul(low_MR, adapter.b, ends_E)
 
 
+class _OutputGradients(NamedTuple):
+    """Gradients of all outputs, and what they are to the inner side of the adapters: these lie
+    side by side, as the adapters follow one another."""
+
+    of_outputs: list[Tensor]
+    low_NR: Tensor
+
+
 class AdaptedMath(PlainMath):
-    """Linears of one input, of which some have an adapter."""
+    """Linears of one input, of which some have an adapter. Passes over the tokens are what adapters
+    cost: A of all of them is one matmul."""
 
     def __init__(self, adapters: Sequence[LowRank | None]) -> None:
         self.adapters = adapters
+        self.present = [each for each in adapters if each is not None]
+        self.ranks = [len(each.a) for each in self.present]
 
     def extra(self) -> Sequence[Tensor]:
-        return [factor for each in self.adapters if each for factor in (each.a, each.b)]
+        return [factor for each in self.present for factor in (each.a, each.b)]
 
     def multiply(
         self, x: list[Tensor], weights: Values, biases: Biases, outs: Values | None
     ) -> Values:
         made = super().multiply(x, weights, biases, outs)
-        for adapter, out_NO in zip(self.adapters, made, strict=True):
-            if adapter is not None:
-                out_NO.addmm_(x[0] @ adapter.a.T, adapter.b.T, alpha=adapter.scale)
+        adapted = self._of_adapters(made)
+        lows = (x[0] @ self._joined_a().T).split(self.ranks, dim=1)
+        for adapter, out_NO, low_NR in zip(self.present, adapted, lows, strict=True):
+            out_NO.addmm_(low_NR, adapter.b.T, alpha=adapter.scale)
         return made
+
+    def read(self, sent: Sequence[Sent], run: int, gradient: bool, both: bool) -> Any:
+        values = super().read(sent, run, gradient, both)
+        if not gradient:
+            return values
+        low_NR = values[0].new_empty(len(values[0]), sum(self.ranks))
+        each = zip(
+            self.present, self._of_adapters(values), low_NR.split(self.ranks, 1), strict=True
+        )
+        for adapter, grad_NO, low in each:
+            low.addmm_(grad_NO, adapter.b, beta=0, alpha=adapter.scale)
+        return _OutputGradients(values, low_NR)
 
     def back(
-        self, grads: list[Tensor], weights: Values, number: int, chunks: int, out: Tensor | None
+        self, grads: _OutputGradients, weights: Values, number: int, chunks: int, out: Tensor | None
     ) -> Tensor:
-        made = super().back(grads, weights, number, chunks, out)
-        for adapter, grad in zip(self.adapters, grads, strict=True):
-            if adapter is not None:
-                low_NR = grad.chunk(chunks)[number] @ adapter.b
-                made.addmm_(low_NR, adapter.a, alpha=adapter.scale)
-        return made
+        made = super().back(grads.of_outputs, weights, number, chunks, out)
+        return made.addmm_(grads.low_NR.chunk(chunks)[number], self._joined_a())
 
     def works(
-        self, x: list[Tensor], grads: list[Tensor], weights: Sequence[Tensor], biases: Biases
+        self, x: list[Tensor], grads: _OutputGradients, weights: Sequence[Any], biases: Biases
     ) -> Sequence[Callable[[GradientSink], None]]:
-        pairs = [(each, grad) for each, grad in zip(self.adapters, grads, strict=True) if each]
-        of_adapters = [partial(_adapter_work, each, grad, x[0]) for each, grad in pairs]
-        return [*super().works(x, grads, weights, biases), *of_adapters]
+        of_linears = super().works(x, grads.of_outputs, weights, biases)
+        return [*of_linears, partial(self._adapter_work, x[0], grads)]
 
+    def _adapter_work(self, x_NI: Tensor, grads: _OutputGradients, sink: GradientSink) -> None:
+        """The gradients of both factors of all adapters."""
+        lows = (x_NI @ self._joined_a().T).split(self.ranks, dim=1)
+        of_a = (grads.low_NR.T @ x_NI).split(self.ranks)
+        outputs = self._of_adapters(grads.of_outputs)
+        for adapter, grad_NO, low_NR, of_one in zip(self.present, outputs, lows, of_a, strict=True):
+            sink.add_product(adapter.b, grad_NO, low_NR * adapter.scale)
+            sink.add_gradient(adapter.a, of_one)
 
-def _adapter_work(adapter: LowRank, grad_NO: Tensor, x_NI: Tensor, sink: GradientSink) -> None:
-    """The gradients of both factors."""
-    sink.add_product(adapter.b, grad_NO, (x_NI @ adapter.a.T).mul_(adapter.scale))
-    sink.add_product(adapter.a, (grad_NO @ adapter.b).mul_(adapter.scale), x_NI)
+    def _of_adapters(self, of_linears: Values) -> Values:
+        """Of what belongs to linears, what belongs to those with an adapter."""
+        pairs = zip(self.adapters, of_linears, strict=True)
+        return [each for adapter, each in pairs if adapter is not None]
+
+    def _joined_a(self) -> Tensor:
+        """A of all adapters, one below another."""
+        parts = [each.a for each in self.present]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -5,16 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from small import LLAMA, MOE, batch_of
-from torch import nn
+from torch import Tensor, nn
 
 from fivefold.core.tuning import Tuning
 from fivefold.core.weights import weights
 from fivefold.model.decoder import from_config
 from fivefold.model.init import init_weights
+from fivefold.model.linear_math import Sent
 from fivefold.model.low_rank import AdaptedMath, LowRank, adapted_linear
 
 F64 = torch.float64
+_FACTORS = ((3, 5), (7, 3), (2, 5), (9, 2))
 
 
 def test_a_new_adapter_changes_nothing_and_has_a_gradient() -> None:
@@ -55,20 +58,31 @@ class _Sink:
 
 
 def test_written_out_gradients_are_those_of_autograd() -> None:
+    """Two linears with adapters of other ranks, and one without, of one input."""
     torch.manual_seed(0)
-    a, b = (nn.Parameter(torch.randn(*size, dtype=F64)) for size in ((3, 5), (7, 3)))
-    adapter, weight = LowRank(a, b, 0.7), torch.randn(7, 5, dtype=F64)
-    bias = nn.Parameter(torch.randn(7, dtype=F64))
-    x, grad = torch.randn(6, 5, dtype=F64, requires_grad=True), torch.randn(6, 7, dtype=F64)
-    expected = adapted_linear(adapter, x, weight, bias)
-    wanted = torch.autograd.grad(expected, (x, a, b, bias), grad)
-    math, sink = AdaptedMath([adapter]), _Sink()
+    wide = torch.nn.ParameterList(torch.randn(*size, dtype=F64) for size in _FACTORS)
+    adapters = [LowRank(wide[0], wide[1], 0.7), None, LowRank(wide[2], wide[3], 1.3)]
+    weights = [torch.randn(outputs, 5, dtype=F64) for outputs in (7, 4, 9)]
+    biases = [nn.Parameter(torch.randn(7, dtype=F64)), None, None]
+    x = torch.randn(6, 5, dtype=F64, requires_grad=True)
+    expected = [_by_autograd(*each, x) for each in zip(adapters, weights, biases, strict=True)]
+    grads = [torch.randn_like(each) for each in expected]
+    learned = [*wide, biases[0]]
+    wanted = torch.autograd.grad(expected, (x, *learned), grads)
+    math, sink = AdaptedMath(adapters), _Sink()
     with torch.no_grad():
-        (made,) = math.multiply([x], [weight], [bias], None)
-        back = torch.cat([math.back([grad], [weight], number, 2, None) for number in range(2)])
-        for work in math.works([x], [grad], [weight], [bias]):
+        made = math.multiply([x], weights, biases, None)
+        read = math.read([Sent(each) for each in grads], 6, True, True)
+        back = torch.cat([math.back(read, weights, number, 2, None) for number in range(2)])
+        for work in math.works([x], read, weights, biases):
             work(sink)
-    found = (made, back, *(sink.found[id(each)] for each in (a, b, bias)))
-    for ours, theirs in zip(found, (expected, *wanted), strict=True):
+    found = (*made, back, *(sink.found[id(each)] for each in learned))
+    for ours, theirs in zip(found, (*expected, *wanted), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-13)
-    assert id(weight) not in sink.found
+    assert not any(id(weight) in sink.found for weight in weights)
+
+
+def _by_autograd(adapter: LowRank | None, weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+    if adapter is None:
+        return F.linear(x, weight, bias)
+    return adapted_linear(adapter, x, weight, bias)
