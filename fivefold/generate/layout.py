@@ -154,18 +154,15 @@ def forward_of(
     routes: RouteStore | None = None,
     drawn: DrawnTokens | None = None,
 ) -> DecoderForward:
-    """The forward for the device of a rank. On GPUs decode steps are replayed, unless ranks wait
-    for one another's messages in them: stages of a pipeline, and experts, whose counts differ."""
+    """The forward for the device of a rank; on a GPU of its own it is replayed."""
     if mesh.size(RING) > 1:
         return DecoderForward(model, blocks, partial(ContextCache, mesh=mesh), ends, routes)
     if mesh.device.type != "cuda":
         return DecoderForward(model, blocks, ends=ends, routes=routes, drawn=drawn)
     from fivefold.generate.on_gpu import GraphedForward, attend_on_gpu  # Triton is there with CUDA
 
-    alone = mesh.size(WORLD) == 1
-    of_nccl = mesh.backend == dist.Backend.NCCL and mesh.size(PIPELINE) == 1
-    if alone or (of_nccl and model.shape.moe is None):
-        return GraphedForward(model, blocks, ends, routes, drawn, split=not alone)
+    if mesh.size(WORLD) == 1:
+        return GraphedForward(model, blocks, ends, routes, drawn)
     return DecoderForward(model, blocks, partial(KvCache, kernel=attend_on_gpu), ends, routes)
 
 

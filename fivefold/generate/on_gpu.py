@@ -1,5 +1,5 @@
 """The forward of generation on a GPU: attention over pages, linears of a few tokens, and decode
-steps as CUDA graphs, on one GPU or split over tp.
+steps as CUDA graphs.
 
 A decode step is a few hundred kernels of a few microseconds: issued one by one, the host would be
 slower than the GPU. So a step is captured once for every size, and replayed. Sizes are powers of
@@ -168,8 +168,7 @@ class _Captured(NamedTuple):
 
 
 class GraphedForward(DecoderForward):
-    """A decoder whose decode steps are replayed. If it is split over tp, collectives are captured
-    too: all ranks of tp have the same steps, and capture and replay them in the same order."""
+    """A decoder on one GPU, whose decode steps are replayed."""
 
     def __init__(
         self,
@@ -178,13 +177,10 @@ class GraphedForward(DecoderForward):
         ends: StageEnds | None = None,
         routes: RouteStore | None = None,
         drawn: DrawnTokens | None = None,
-        split: bool = False,
     ) -> None:
-        """`split`: the decoder has shards of its weights, and its matmuls are those of tp."""
         make_cache = partial(KvCache, kernel=attend_on_gpu)
         super().__init__(decoder, blocks, make_cache, ends, routes, drawn)
-        if not split:
-            multiply_few_tokens(decoder)
+        multiply_few_tokens(decoder)
         self.captured: dict[StepSize, _Captured] = {}
         self.most_keys = decoder.shape.max_seq
         widest = max(page_sizes(block.attention)[0][1] for block in decoder.all_blocks())
@@ -209,8 +205,7 @@ class GraphedForward(DecoderForward):
 
     def _size(self, step: StepBatch) -> StepSize:
         """The smallest captured size for this step."""
-        unit = self.ends.unit
-        sequences = -(-(1 << (len(step.chunks) - 1).bit_length()) // unit) * unit
+        sequences = 1 << (len(step.chunks) - 1).bit_length()
         keys = max(_LEAST_KEYS, 1 << (BLOCK * size_of(step).blocks - 1).bit_length())
         blocks = -(-min(keys, max(self.most_keys, _LEAST_KEYS)) // BLOCK)
         return StepSize(sequences, sequences, sequences, blocks)
@@ -229,7 +224,6 @@ class GraphedForward(DecoderForward):
             self.run(tensors)
         torch.cuda.current_stream(self.device).wait_stream(beside)
         graph = torch.cuda.CUDAGraph()
-        # Of this thread: NCCL's own asks meanwhile whether earlier collectives are over.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph):
             logits = self.run(tensors)
         return _Captured(there, graph, logits)
