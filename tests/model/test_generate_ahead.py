@@ -12,6 +12,7 @@ from torch import Tensor
 from fivefold.core.models import load, with_overrides
 from fivefold.core.shape import Shape
 from fivefold.generate.ahead import DrawnTokens
+from fivefold.generate.blocks import BLOCK
 from fivefold.generate.engine import DecoderForward, Engine
 from fivefold.generate.requests import Completion, Request, Sampling, StepBatch
 from fivefold.generate.scheduler import ScheduleLimits
@@ -114,3 +115,14 @@ def test_a_draw_of_no_sequence_changes_nothing() -> None:
     alone, _, _ = completed(trial, [Request("b", (1, 2, 3), 6)], ROOMY, ahead=False)
     assert engine.collect("b").tokens == alone["b"].tokens
     assert engine.schedulers[0].pool.num_free == ROOMY
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_prompt_that_goes_on_after_a_completion_shares_all_of_its_blocks(ahead: bool) -> None:
+    """A block is published under all of its tokens: its last one may still be drawn meanwhile."""
+    trial = GeneratedTrial(SHAPES["dense"], "float64", 0)
+    first = Request("first", (1, 2, 3), 3 * BLOCK)
+    done, _, engine = completed(trial, [first], ROOMY, ahead)
+    text = (*first.prompt, *done["first"].tokens)
+    on = engine.run([Request("on", (*text, 5), 1)])["on"]
+    assert on.reused == 3 * BLOCK
