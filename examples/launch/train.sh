@@ -19,7 +19,7 @@ endpoint=${MASTER_ADDR:?set it to the name of the first node}:${MASTER_PORT:-294
 # As many threads as cores for each rank; else every rank would take all of the node.
 export OMP_NUM_THREADS=8
 # TERM or Ctrl-C asks the ranks to stop: they write a checkpoint after the step. After so many
-# seconds torchrun kills them (30 if nothing is set).
+# seconds torchrun kills them (before torch 2.12 always after 30).
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300
 
 command=(

@@ -103,7 +103,10 @@ def _job(plan: Plan, job: LaunchJob) -> dict[str, Any]:
     failures = [
         Because(
             "An evicted pod is replaced, and is no failure.",
-            {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]},
+            {
+                "action": "Ignore",
+                "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+            },
         ),
         Because(
             "Nor is a pod whose ranks stopped because another one was evicted: see the end of the "

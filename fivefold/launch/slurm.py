@@ -140,7 +140,7 @@ def _attempts(job: LaunchJob) -> list[Reasoned | str]:
             ),
             *waiting("srun"),
             Reasoned(
-                "Done, or stopped. Code 2 is a refusal, which would be repeated.",
+                "Done, or stopped, or refused by every rank (code 2), which would be repeated.",
                 'if [ -n "$stop" ] || [ "$code" -eq 0 ] || [ "$code" -eq 2 ]; then break; fi',
             ),
             Reasoned(

@@ -70,7 +70,7 @@ def settings(job: LaunchJob) -> list[Reasoned | str]:
         ),
         Reasoned(
             "TERM or Ctrl-C asks the ranks to stop: they write a checkpoint after the step. After "
-            "so many seconds torchrun kills them (30 if nothing is set).",
+            "so many seconds torchrun kills them (before torch 2.12 always after 30).",
             f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={job.request.grace}",
         ),
     ]

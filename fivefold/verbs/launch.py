@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,6 +30,7 @@ _ONLY_FOR: dict[str, Target] = {
     **dict.fromkeys(("image", "claim"), "kubernetes"),
 }
 _USUAL = LaunchRequest(plan="")
+_ASKED = [each.name for each in fields(LaunchRequest) if each.name not in ("plan", "file")]
 
 
 def run(
@@ -74,34 +76,30 @@ def run(
     for option, only in _ONLY_FOR.items():
         if chosen != only and verbs.typed(command, option):
             raise FivefoldError(f"--{option} is for {only}, not for {chosen}: leave it out")
+    given = {name: command.params[name] for name in _ASKED}
+    file = None if output is None else str(output)
+    plan = _read(plan_file)
+    job = job_of(chosen, plan, LaunchRequest(plan=plan_file, file=file, **given))
+    _print(plan, job, _WRITERS[chosen](plan, job), output, as_json)
+
+
+def _read(plan_file: str) -> Plan:
+    """The plan, which `train` must be able to run."""
     if not plan_file.endswith(".toml"):
         raise FivefoldError(
             f"{plan_file!r} is no plan file: write one with `fivefold plan MODEL -o plan.toml`"
         )
     plan = resolve(options_from(plan_file, {}))
     require_trainable(plan)
-    request = LaunchRequest(
-        plan=plan_file,
-        out=out,
-        name=name,
-        gpus_per_node=gpus_per_node,
-        cpus=cpus,
-        restarts=restarts,
-        grace=grace,
-        partition=partition,
-        account=account,
-        time=time,
-        master=master,
-        image=image,
-        claim=claim,
-        file=None if output is None else str(output),
-    )
-    job = job_of(chosen, plan, request)
-    text = _WRITERS[chosen](plan, job)
+    return plan
+
+
+def _print(plan: Plan, job: LaunchJob, text: str, output: Path | None, as_json: bool) -> None:
+    """Write the script to its file, or print it."""
     if output is not None:
         write_text(output, text)
     if as_json:
-        typer.echo(json.dumps(_table(chosen, plan, job, output, text)))
+        typer.echo(json.dumps({**_table(plan, job, output), "script": text}))
     elif output is None:
         typer.echo(text, nl=False)
     else:
@@ -109,11 +107,9 @@ def run(
         typer.echo(f"{output}: {plan.shape.name} in {plan.layout}, {size}\nstart it: {job.start}")
 
 
-def _table(
-    target: Target, plan: Plan, job: LaunchJob, output: Path | None, text: str
-) -> dict[str, Any]:
+def _table(plan: Plan, job: LaunchJob, output: Path | None) -> dict[str, Any]:
     return {
-        "target": target,
+        "target": job.target,
         "plan": job.request.plan,
         "model": plan.shape.name,
         "layout": str(plan.layout),
@@ -125,5 +121,4 @@ def _table(
         "run": job.out,
         "start": job.start,
         "file": None if output is None else str(output),
-        "script": text,
     }

@@ -125,10 +125,10 @@ RULE = table(
     {"action": one("FailJob", "FailIndex", "Ignore", "Count")},
     {
         "onExitCodes": table(
-            {"operator": one("In", "NotIn"), "values": items(number(0, 255))},
+            {"operator": one("In", "NotIn"), "values": items(number(1, 255))},
             {"containerName": text(LABEL, 63)},
         ),
-        "onPodConditions": items(table({"type": text()}, {"status": one("True", "False")})),
+        "onPodConditions": items(table({"type": text(), "status": one("True", "False")})),
     },
 )
 KINDS = {

@@ -6,8 +6,10 @@ import copy
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -215,6 +217,39 @@ def test_kubernetes_accepts_the_manifest(kind: str) -> None:
     assert not problems(documents)
     job = documents[-1]["spec"]
     assert job["template"]["spec"]["terminationGracePeriodSeconds"] > 300
+
+
+@pytest.mark.parametrize(
+    ("torchrun", "why", "expected"),
+    [("exit 0", "done", 0), ("exit 0", "stopped", 75), ("exit 0", None, 75), ("exit 3", "done", 3)],
+)
+def test_a_pod_succeeds_only_if_the_run_is_done(
+    torchrun: str, why: str | None, expected: int, tmp_path: Path
+) -> None:
+    ended = {} if why is None else {"ended": {"why": why}}
+    starts = [{"ended": {"why": "done"}}, ended]
+    (tmp_path / "run.json").write_text(json.dumps({"starts": starts}), "utf-8")
+    assert begin_pod(torchrun, tmp_path).wait(timeout=60) == expected
+
+
+def test_a_pod_passes_the_signal_on(tmp_path: Path) -> None:
+    stub = "trap 'touch heard; sleep 0.2; exit 9' TERM; touch begun; while :; do sleep 0.05; done"
+    pod = begin_pod(stub, tmp_path)
+    until = time.monotonic() + 60
+    while not (tmp_path / "begun").exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    pod.send_signal(signal.SIGTERM)
+    assert pod.wait(timeout=60) == 9 and (tmp_path / "heard").exists()
+
+
+def begin_pod(torchrun: str, folder: Path) -> subprocess.Popen[bytes]:
+    """The script of a pod, with another torchrun."""
+    pod = manifest(resolve(PLANS["four nodes"]))[-1]["spec"]["template"]["spec"]
+    (folder / "torchrun").write_text(f"#!/bin/bash\n{torchrun}\n", "utf-8")
+    (folder / "torchrun").chmod(0o755)
+    path = os.pathsep.join([str(folder), str(Path(sys.executable).parent), os.environ["PATH"]])
+    said = {"PATH": path, "PLAN": "p", "RUN": str(folder), "FIRST_POD": "localhost"}
+    return subprocess.Popen(pod["containers"][0]["command"], cwd=folder, env=said)
 
 
 def broken(documents: list[dict[str, Any]], path: str, value: Any) -> list[dict[str, Any]]:

@@ -178,7 +178,7 @@ def test_a_lost_rank_of_slurm_starts_all_again(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_a_refusal_of_slurm_is_not_repeated(tmp_path: Path) -> None:
-    scripted(tmp_path, "slurm", "--gpus-per-node", "1")
+    scripted(tmp_path, "slurm", plan=("--layout", "dp=1"))
     process = sbatch(tmp_path, "--set", "lr=fast")
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 2 and "lr = 'fast'" in said, said
@@ -195,16 +195,6 @@ def test_torchrun_passes_a_stop_on_to_its_ranks(tmp_path: Path) -> None:
     done = len(steps(tmp_path))
     assert last_start(tmp_path)["ended"]["why"] == "stopped", said
     assert (tmp_path / f"run/checkpoints/step-{done:08}/manifest.json").is_file()
-
-
-@pytest.mark.nightly  # a minute: torchrun of the other pod waits for the evicted one
-def test_an_evicted_pod_makes_the_others_start_again(tmp_path: Path) -> None:
-    evicted, other = pods(tmp_path, plan=("steps=100000",))
-    wait_for_step(evicted, tmp_path, 2)
-    evicted.send_signal(signal.SIGTERM)
-    said = [process.communicate(timeout=400)[0] for process in (evicted, other)]
-    assert evicted.returncode not in (0, 75) and other.returncode == 75, said
-    assert last_start(tmp_path)["ended"]["why"] == "stopped"
 
 
 def known_options(text: str) -> None:
