@@ -106,6 +106,7 @@ def signal_all(tasks: list[subprocess.Popen[bytes]], number: int) -> None:
 
 def scontrol(words: list[str]) -> int:
     if words[:2] == ["show", "hostnames"]:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # its reader may take the first line only
         print("\n".join(words[2].split(",")))
         return 0
     assert words == ["requeue", os.environ["SLURM_JOB_ID"]], words

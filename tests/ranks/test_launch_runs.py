@@ -27,7 +27,7 @@ IMAGE = ("--image", "fivefold:0.1.0")
 
 def scripted(folder: Path, target: str, *words: str, plan: tuple[str, ...] = ()) -> str:
     """Plan a small job in a folder, and write its script; what the script says."""
-    settings = ("--set", "layers=2", "steps=2", *plan)
+    settings = ("--set", "layers=2", "steps=2", "data=synthetic", *plan)
     made = in_fork(["plan", *SMALL, *settings, "-o", "plan.toml"], folder)
     assert made.returncode == 0, made.stderr
     written = ["launch", target, "plan.toml", "--cpus", "1", "-o", "script", "--out", "run", *words]
@@ -54,7 +54,7 @@ def begin(words: list[str], folder: Path, env: dict[str, str]) -> subprocess.Pop
 def run_torchrun(folder: Path) -> str:
     scripted(folder, "torchrun", plan=("--machine", "laptop"))
     process = begin(["bash", "script"], folder, environment(folder))
-    said, _ = process.communicate(timeout=120)
+    said, _ = process.communicate(timeout=300)
     assert process.returncode == 0, said
     (first,) = folder.glob("run/logs/*/attempt_0/0/stdout.log")
     assert "step 2/2" in first.read_text("utf-8")
@@ -73,7 +73,7 @@ def sbatch(folder: Path, *words: str) -> subprocess.Popen[str]:
 def run_slurm(folder: Path) -> str:
     scripted(folder, "slurm", "--gpus-per-node", "1", plan=("--machine", "h100"))
     process = sbatch(folder, "--device", "cpu")
-    said, _ = process.communicate(timeout=120)
+    said, _ = process.communicate(timeout=300)
     assert process.returncode == 0, said
     assert not (folder / "stubs/requeued").exists()
     return said
@@ -107,7 +107,7 @@ def pods(folder: Path, **plan: Any) -> list[subprocess.Popen[str]]:
 
 def run_kubernetes(folder: Path) -> str:
     started = pods(folder)
-    said = [process.communicate(timeout=120)[0] for process in started]
+    said = [process.communicate(timeout=300)[0] for process in started]
     assert [process.returncode for process in started] == [0, 0], said
     return "".join(said)
 
@@ -115,7 +115,7 @@ def run_kubernetes(folder: Path) -> str:
 RUNS = {"torchrun": run_torchrun, "slurm": run_slurm, "kubernetes": run_kubernetes}
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(0.5)
 @pytest.mark.parametrize("target", RUNS)
 def test_a_script_trains(target: str, tmp_path: Path) -> None:
     said = RUNS[target](tmp_path)
@@ -134,7 +134,7 @@ def last_start(folder: Path) -> dict[str, Any]:
 
 
 def wait_for_step(process: subprocess.Popen[str], folder: Path, number: int) -> None:
-    until = time.monotonic() + 120
+    until = time.monotonic() + 300
     while len(steps(folder)) < number:
         if process.poll() is not None:
             raise AssertionError(process.communicate()[0])
@@ -148,7 +148,7 @@ def test_the_time_limit_of_slurm_leaves_a_checkpoint_and_requeues(tmp_path: Path
     process = sbatch(tmp_path)
     wait_for_step(process, tmp_path, 2)
     process.send_signal(signal.SIGUSR1)
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate(timeout=300)
     assert process.returncode == 0, said
     assert (tmp_path / "stubs/requeued").exists(), said
     done = len(steps(tmp_path))
@@ -156,7 +156,7 @@ def test_the_time_limit_of_slurm_leaves_a_checkpoint_and_requeues(tmp_path: Path
     assert (tmp_path / f"run/checkpoints/step-{done:08}/manifest.json").is_file()
     (tmp_path / "stubs/requeued").unlink()
     again = sbatch(tmp_path, "--steps", str(done + 2))
-    said, _ = again.communicate(timeout=120)
+    said, _ = again.communicate(timeout=300)
     assert again.returncode == 0, said
     assert [each["step"] for each in steps(tmp_path)] == list(range(1, done + 3))
     assert not (tmp_path / "stubs/requeued").exists()
@@ -169,7 +169,7 @@ def test_a_lost_rank_of_slurm_starts_all_again(tmp_path: Path) -> None:
     wait_for_step(process, tmp_path, 30)
     first = (tmp_path / "stubs/steps").read_text("utf-8").split()
     os.kill(int(first[1]), signal.SIGKILL)
-    said, _ = process.communicate(timeout=180)
+    said, _ = process.communicate(timeout=300)
     assert process.returncode == 0, said
     assert "attempt 0 ended with code 137" in said, said
     assert len((tmp_path / "stubs/steps").read_text("utf-8").splitlines()) == 2
@@ -180,7 +180,7 @@ def test_a_lost_rank_of_slurm_starts_all_again(tmp_path: Path) -> None:
 def test_a_refusal_of_slurm_is_not_repeated(tmp_path: Path) -> None:
     scripted(tmp_path, "slurm", plan=("--layout", "dp=1"))
     process = sbatch(tmp_path, "--set", "lr=fast")
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate(timeout=300)
     assert process.returncode == 2 and "lr = 'fast'" in said, said
     assert len((tmp_path / "stubs/steps").read_text("utf-8").splitlines()) == 1
 
@@ -191,7 +191,7 @@ def test_torchrun_passes_a_stop_on_to_its_ranks(tmp_path: Path) -> None:
     process = begin(["bash", "script"], tmp_path, environment(tmp_path))
     wait_for_step(process, tmp_path, 2)
     process.send_signal(signal.SIGTERM)
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate(timeout=300)
     done = len(steps(tmp_path))
     assert last_start(tmp_path)["ended"]["why"] == "stopped", said
     assert (tmp_path / f"run/checkpoints/step-{done:08}/manifest.json").is_file()
