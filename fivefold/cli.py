@@ -42,6 +42,7 @@ VERBS = {
     "export": Verb("fivefold.verbs.export_weights", "Export the weights of a run to Hugging Face."),
     "generate": Verb("fivefold.verbs.generate", "Go on with prompts, from a run or a model."),
     "import": Verb("fivefold.verbs.import_weights", "Import a Hugging Face model as a run."),
+    "launch": Verb("fivefold.verbs.launch", "Write the script that starts a plan on a cluster."),
     "observe": Verb("fivefold.verbs.observe", "Open the page: explore plans, learn, inspect runs."),
     "plan": Verb("fivefold.verbs.plan", "Resolve a job or search its layout, with reasons."),
     "rehearse": Verb("fivefold.verbs.rehearse", "Run one step of any rank of any job here."),

@@ -66,6 +66,10 @@ export nowhere out
 import nowhere -o run
 tokens nowhere -o tokens
 observe nowhere
+launch slrum plan.toml
+launch slurm llama-3.1-8b
+launch torchrun nowhere.toml
+launch torchrun plan.toml --partition gpu
 """
 CELL = 400  # characters of an answer
 

@@ -16,6 +16,7 @@ from functools import partial
 
 from fivefold.core.errors import BadFile, FivefoldError, counted
 from fivefold.core.plan import Plan, resolve
+from fivefold.core.weights import weights
 
 _FIRST_PORT, _NUM_PORTS = 20_000, 10_000  # below the ports that Linux assigns by itself
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -161,6 +162,18 @@ def _checked(launched: LauncherEnvironment) -> LauncherEnvironment:
         way = "RANK and WORLD_SIZE, or those of Slurm, must come from one launcher"
         raise BadFile("the environment", [f"{rule}; {way}"])
     return launched
+
+
+def require_trainable(plan: Plan) -> None:
+    """Raise if `train` does not run this plan, on whatever ranks."""
+    weights(plan.shape)  # raises for a model that cannot be built
+    if plan.fp8 is not None:
+        plan.fp8.require_runnable(plan.schedule.asynchronous)
+    if plan.schedule.asynchronous:
+        raise FivefoldError(
+            f"schedule {plan.schedule.name} is asynchronous, which train does not run: choose "
+            "another, such as 1f1b or zb-h1"
+        )
 
 
 def refit(plan: Plan, world: int) -> Plan:

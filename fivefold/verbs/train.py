@@ -20,8 +20,7 @@ from fivefold.core import models
 from fivefold.core.errors import FivefoldError
 from fivefold.core.plan import Plan, PlanOptions, read, resolve
 from fivefold.core.precision import FORMATS, PRECISIONS
-from fivefold.core.weights import weights
-from fivefold.launch.launcher import LauncherEnvironment, read_environment, refit
+from fivefold.launch.launcher import LauncherEnvironment, read_environment, refit, require_trainable
 from fivefold.records import Pace, PlannedStep, StepRecord
 from fivefold.records.run_folder import PLAN, run_folder
 from fivefold.report.training_text import head, out_of_memory, step_line, summary_text, tail
@@ -107,20 +106,13 @@ def _same_batch(options: PlanOptions, out: Path | None, resume: bool) -> PlanOpt
 def runnable(options: PlanOptions, launched: LauncherEnvironment | None = None) -> Plan:
     """The plan; raises if these ranks cannot run it."""
     plan = resolve(options)
-    weights(plan.shape)  # raises for a model that cannot be built
-    if plan.fp8 is not None:
-        plan.fp8.require_runnable(plan.schedule.asynchronous)
+    require_trainable(plan)
     if launched is not None:
         plan = refit(plan, launched.world)
     elif plan.layout.world > _MOST_RANKS:
         raise FivefoldError(
             f"train forks a process for every rank, and {plan.layout.world} are too many for one "
             f"machine: lower the degrees to at most {_MOST_RANKS} ranks, or start it with torchrun"
-        )
-    if plan.schedule.asynchronous:
-        raise FivefoldError(
-            f"schedule {plan.schedule.name} is asynchronous, which train does not run: choose "
-            "another, such as 1f1b or zb-h1"
         )
     return plan
 

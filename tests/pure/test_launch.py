@@ -1,19 +1,12 @@
-"""Where a launched process stands, and what the examples for launchers ask for."""
+"""Where a launched process stands."""
 
 from __future__ import annotations
 
-import shlex
-from pathlib import Path
-from typing import Any
-
 import pytest
-import typer
 
-from fivefold.cli import build
 from fivefold.core.errors import FivefoldError
 from fivefold.launch.launcher import LauncherEnvironment, hosts, read_environment
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 TORCHRUN = {
     "RANK": "5",
     "WORLD_SIZE": "8",
@@ -150,53 +143,3 @@ def test_numbers_are_checked() -> None:
         read_environment({**TORCHRUN, "RANK": "two"})
     with pytest.raises(FivefoldError, match=r"rank 8 of 8: .* the highest is 7"):
         read_environment({**TORCHRUN, "RANK": "8"})
-
-
-def are_known(words: list[str]) -> None:
-    """That torchrun and `fivefold train` have the options of a command line."""
-    launcher = pytest.importorskip("torch.distributed.run").get_args_parser()
-    train = typer.main.get_command(build("train")).commands["train"]
-    known = (
-        {name for action in launcher._actions for name in action.option_strings},
-        {name for each in train.params for name in each.opts},
-    )
-    at = words.index("-m")
-    assert words[at : at + 3] == ["-m", "fivefold", "train"]
-    for side, options in zip((words[:at], words[at + 3 :]), known, strict=True):
-        used = {word.partition("=")[0] for word in side if word.startswith("--")}
-        assert used <= options, used - options
-
-
-def test_the_slurm_example_asks_for_what_exists() -> None:
-    text = (EXAMPLES / "slurm.sbatch").read_text("utf-8")
-    first, *lines = text.splitlines()
-    assert first == "#!/bin/bash"
-    asked = dict(
-        line.removeprefix("#SBATCH --").partition("=")[::2]
-        for line in lines
-        if line.startswith("#SBATCH ")
-    )
-    assert asked["ntasks-per-node"] == "1", "one torchrun a node"
-    assert asked["signal"].startswith("B:TERM@"), "the script hears it, and passes it on"
-    assert {"requeue", "open-mode", "nodes"} <= set(asked)
-    command = text[text.index("torchrun \\\n") : text.index(" &\n")].replace("\\\n", " ")
-    words = shlex.split(command)[1:]
-    assert any(word.startswith("--rdzv-endpoint=") for word in words)
-    are_known(words)
-
-
-def test_the_kubernetes_example_is_a_pytorchjob() -> None:
-    yaml = pytest.importorskip("yaml")
-    job: dict[str, Any] = yaml.safe_load((EXAMPLES / "kubernetes.yaml").read_text("utf-8"))
-    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
-    spec = job["spec"]
-    elastic, (workers,) = spec["elasticPolicy"], spec["pytorchReplicaSpecs"].values()
-    assert elastic["minReplicas"] <= workers["replicas"] <= elastic["maxReplicas"]
-    pod = workers["template"]["spec"]
-    assert pod["terminationGracePeriodSeconds"] >= 60
-    (container,) = pod["containers"]
-    assert container["name"] == "pytorch", "the operator looks for this name"
-    assert container["command"][0] == "torchrun"
-    are_known(container["command"][1:])
-    mounted = {each["name"] for each in container["volumeMounts"]}
-    assert mounted == {each["name"] for each in pod["volumes"]}
