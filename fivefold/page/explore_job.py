@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 from fivefold.core import machine
-from fivefold.core.errors import counted
 from fivefold.page import Params, View
 from fivefold.page.explore_state import HEADROOM, KERNELS, State, keys_of
 from fivefold.planner import NothingFits, PlanRequest, gpus_needed, plan_request
@@ -73,7 +72,7 @@ def layout_params(state: State) -> dict[str, str]:
 def nothing_fits(job: State, asked: PlanRequest, refused: NothingFits) -> View:
     """The leanest layout, None if no layout is legal; and jobs near this one that have a layout."""
     plan = refused.leanest
-    ways = [_way(job, changes) for changes in _ways(job, asked, refused)]
+    ways = [_way(changes) for changes in _ways(job, asked, refused)]
     first = State()
     name = f"{first.model} on {first.gpus:,} GPUs of {first.machine}"
     return {
@@ -82,13 +81,13 @@ def nothing_fits(job: State, asked: PlanRequest, refused: NothingFits) -> View:
     }
 
 
-def _way(job: State, changes: dict[str, int]) -> View:
+def _way(changes: dict[str, int]) -> View:
     words = {
-        "gpus": lambda gpus: counted(gpus, "GPU"),
-        "batch": lambda batch: f"a batch of {counted(batch, 'sequence')}",
-        "seq": lambda seq: f"sequences of {seq:,} tokens",
+        "gpus": "{:,} GPUs",
+        "batch": "a batch of {:,} sequences",
+        "seq": "sequences of {:,} tokens",
     }
-    label = " and ".join(words[name](value) for name, value in changes.items())
+    label = " and ".join(words[name].format(value) for name, value in changes.items())
     return {"label": label, "set": {name: str(value) for name, value in changes.items()}}
 
 

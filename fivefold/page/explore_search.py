@@ -1,8 +1,8 @@
 """The panels of Explore that search: the planner's best layouts, and memory by sequence length.
 
-A search takes seconds, and depends on the keys of `explore_job.JOB` only. Every layout in a ranking is a state
-of Explore, with the numbers that Explore shows for this state: without offloading, and with the
-stages that the runtime makes by default.
+A search takes seconds, and depends on the keys of `explore_job.JOB` only. Every layout in a ranking
+is a state of Explore, with the numbers that Explore shows for this state: without offloading, and
+with the stages that the runtime makes by default.
 """
 
 from __future__ import annotations

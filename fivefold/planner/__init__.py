@@ -307,13 +307,14 @@ def _refusal(request: PlanRequest, result: SearchResult) -> NothingFits:
             f"{space.seq:,} tokens; change --batch, --gpus or --fix"
         )
     lean, memory = result.leanest, setting.machine.memory
-    need = f"needs {lean.bytes / 2**30:,.1f} GiB of {memory / 2**30:,.1f} a GPU"
+    plan = _plan_of(request, lean)
+    size = plan_memory(plan, setting).total
+    need = f"needs {size / 2**30:,.1f} GiB of {memory / 2**30:,.1f} a GPU"
     way = "lower the batch, the sequence or --headroom, or fix less"
     if enough := gpus_needed(request, lean.bytes):
         way = f"it takes {enough:,} GPUs"
-    plan = _plan_of(request, lean)
     leanest = f"the leanest layout, {layout_of(lean.grid)}, {need}"
-    if lean.bytes > memory:
+    if size > memory:
         return NothingFits(f"{head} does not fit: {leanest}; {way}", plan, enough)
     usable = f"of which {setting.capacity / 2**30:,.1f} may be used"
     said = f"{head} is tight: {leanest}, {usable}; {way}, or a lower --headroom"

@@ -71,12 +71,12 @@ def test_no_machine_is_a_dead_end(name: str) -> None:
 
 
 def test_a_batch_that_no_layout_divides_is_a_way_on() -> None:
-    """7 GPUs split neither 8 layers nor 2,047 sequences."""
-    params = {"model": "tiny", "gpus": "11", "batch": "1", "seq": "64"}
+    """Of 101 GPUs no number divides layers, heads or one sequence."""
+    params = {"model": "tiny", "gpus": "101", "batch": "1", "seq": "64"}
     found = explore_search.ranking_view(params, silent)
     assert "no legal layout" in found["refused"] and found["lean"] is None
     labels = [one["label"] for one in found["ways"]]
-    assert labels[:2] == ["a batch of 11 sequences", "8 GPUs"]
+    assert labels[:2] == ["a batch of 101 sequences", "64 GPUs"]
     for way in found["ways"][:2]:
         assert arrive({**params, **way["set"]}, ways=0).estimate().verdict == "fits"
 
@@ -135,7 +135,7 @@ def test_the_bubble_is_the_same_in_every_panel() -> None:
     [
         State(),
         State(model="mixtral-8x7b", gpus=32, tp=2, cp=2, pp=1, ep=8, batch=64, chunks=1),
-        State(model="tiny", gpus=4, tp=2, pp=1, chunks=1, batch=8, seq=64, also="layers=4 sp=false"),
+        State(model="tiny", gpus=4, tp=2, pp=1, chunks=1, batch=8, seq=64, also="layers=4"),
     ],
     ids=lambda state: state.model,
 )  # fmt: skip
@@ -145,9 +145,9 @@ def test_the_shared_command_prints_the_same_plan(state: State) -> None:
     assert words[:2] == ["fivefold", "plan"]
     with redirect_stdout(StringIO()) as out:
         assert not cli.run([*words[1:], "--json"])
-    said = json.loads(out.getvalue())["estimate"]
-    assert said["step_seconds"] == pytest.approx(found["numbers"]["step"])
-    assert said["memory"]["total"] == pytest.approx(found["numbers"]["total"])
+    (said,) = json.loads(out.getvalue())["layouts"]
+    assert said["step_s"] == pytest.approx(found["numbers"]["step"])
+    assert said["memory_gib"]["total"] * 2**30 == pytest.approx(found["numbers"]["total"])
 
 
 def lab(colour: str) -> tuple[float, float, float]:

@@ -106,9 +106,9 @@ class Explore {
 
   /** Another value of some inputs; "" takes one away. @param {Params} set */
   change(set) {
-    const differs = (/** @type {string} */ name) => name in set && (this.wanted[name] ?? "") !== set[name];
+    const isOther = NEW_JOB.some((name) => name in set && (this.wanted[name] ?? "") !== set[name]);
     this.wanted = merged(this.wanted, set);
-    if (site.live && (this.loading || NEW_JOB.some(differs))) return void this.load();
+    if (site.live && (this.loading || isOther)) return void this.load();
     this.loaded = null; // it told of the layout that is left
     this.byHand = true;
     this.began ||= performance.now();
@@ -213,7 +213,7 @@ class Explore {
   say(found) {
     this.loaded = found;
     if (!found) return void (this.notice.hidden = true);
-    const notes = found.notes.length ? ` ${found.notes.join("; ")}.` : "";
+    const notes = found.notes.length ? ` Note: ${found.notes.join("; ")}.` : "";
     const name = nameOf(found.job);
     const best = found.layouts[0];
     if (best)
@@ -221,7 +221,7 @@ class Explore {
         + `${count(found.candidates)} layouts weighed.${notes}`));
     const ways = found.ways.map((/** @type {any} */ each) => this.way(each));
     const lean = found.lean ? " The leanest layout is shown." : "";
-    this.tell(el("p", {}, el("strong", {}, `Nothing fits ${name}.`), ` ${found.refused}.${lean}${notes}`),
+    this.tell(el("p", {}, el("strong", {}, "Nothing fits: "), `${found.refused}.${lean}${notes}`),
       el("p", { class: "ways" }, "Something fits with: ", ...ways));
   }
 
