@@ -52,13 +52,14 @@ def search_layouts(
     if (space.fixed or {}).get("offload") == "nvme":
         setting.machine.disk_bandwidth()  # raises an error if there are no disks
     numbers = [[*map(str, space.rules)].index(rule) for rule in rules]
-    for one in _resorts(space, setting, result):
-        _LayoutSearch(one, setting, pool, result, equal, numbers).run(on_progress)
+    last = space
+    for last in _resorts(space, setting, result):
+        _LayoutSearch(last, setting, pool, result, equal, numbers).run(on_progress)
         if result.best or rules:
             break
     else:
         if leanest:
-            _find_leanest(one, setting, pool, result, on_progress)
+            _find_leanest(last, setting, pool, result, on_progress)
     groups = [[one for one in result.best if one.rule == rule] for rule in numbers]
     best = [
         _ranked(space, setting, group, shown or keep, shown is not None)[:keep]

@@ -53,7 +53,7 @@ def arrive(params: dict[str, str], ways: int = 1) -> State:
     return replace(job, **keys_of(best.plan))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("model", "gpus"), [*product(models.presets(), GPUS)])
 def test_no_job_is_a_dead_end(model: str, gpus: int) -> None:
     """From the landing page, with another model and another number of GPUs."""
@@ -63,7 +63,7 @@ def test_no_job_is_a_dead_end(model: str, gpus: int) -> None:
     assert view["memory"]["total"] <= view["memory"]["usable"]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", machine.presets())
 def test_no_machine_is_a_dead_end(name: str) -> None:
     view = shown(arrive({**State().params(), "machine": name}).params())
@@ -101,6 +101,7 @@ def test_learned_positions_cut_the_sequences_of_another_model() -> None:
     assert found["layouts"][0]["verdict"] == "fits"
 
 
+@pytest.mark.nightly
 def test_the_landing_page_shows_the_planners_best() -> None:
     found = explore_search.ranking_view(State().params(), silent)
     assert explore_job.layout_params(State()) == found["layouts"][0]["set"]
