@@ -29,9 +29,12 @@ test: setup lint
 nightly: setup lint
 	$(BIN)/python -m tests.nightly
 
-# The page in a real browser: Debian's chromium, or another that is installed.
+# The page in a real browser: Debian's chromium, or another that is installed. axe-core, which looks
+# for issues of accessibility, is fetched where npm is installed.
 test-page: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[browser]"
+	@test -f build/axe.min.js || { mkdir -p build && cd build && npm pack --silent axe-core@4 >/dev/null 2>&1 \
+		&& tar -xzf axe-core-4*.tgz --strip-components=1 package/axe.min.js && rm axe-core-4*.tgz; } || true
 	$(BIN)/python -m pytest -q -rs -s tests/page
 
 # How soon the page follows a slider at 16,384 GPUs; it fails at a median of 100 ms or a worst of 250.

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 from fivefold import __version__
 from fivefold.core.errors import FivefoldError, IllegalLayout, UnknownName
 from fivefold.page import Params, Progress, View, explore, run_view
-from fivefold.page.explore_search import JOB
+from fivefold.page.explore_job import JOB
 from fivefold.page.explore_state import State
 from fivefold.page.learn import (
     Choice,
@@ -323,7 +323,10 @@ def offline_answers(
     questions += [("pictures", each) for name, each in questions if name == "explore"]
     asked = {answer_key(name, each): (name, each) for name, each in questions}
     for number, (key, (name, each)) in enumerate(asked.items()):
-        found[key] = _answer_or_refusal(name, each, run)
+        view = _answer_or_refusal(name, each, run)
+        # No way leads to a job that has no answer.
+        if not view.get("problem") or each == params:
+            found[key] = view
         on_progress(_SEARCH_SHARE + (1 - _SEARCH_SHARE) * (number + 1) / len(asked))
     return found
 

@@ -2,7 +2,8 @@
 
     view(params) -> {"state": canonical params, "sliders": {axis: slider},
                      "choices": {key: options}, "problem": None or {"reasons", "nearest"},
-                     "config": pasted or None, a part for each panel, "plan_toml": the plan file}
+                     "config": pasted or None, a part for each panel, "plan_toml": the plan file,
+                     "command": that plans the same in a terminal}
 
 An illegal job has a `problem` and no parts. `pictures(params)` has the parts that take longest, so
 that a slider does not wait for them. `PANELS` registers all panels.
@@ -30,6 +31,7 @@ from fivefold.core.precision import PRECISIONS
 from fivefold.core.rules import divisors
 from fivefold.cost.grid import RECOMPUTE
 from fivefold.page import Params, Progress, View, explore_panels, explore_search, timeline
+from fivefold.page.explore_job import command
 from fivefold.page.explore_state import CONTEXTS, SCHEDULES, State, degrees_of
 from fivefold.planner.estimate import Estimate
 from fivefold.report import wrapped
@@ -194,7 +196,8 @@ def view(params: Params) -> View:
     }
     try:
         parts = _parts(state, later=False)
-        return found | parts | {"plan_toml": _plan_toml(state, state.plan())}
+        plan_toml = _plan_toml(state, state.plan())
+        return found | parts | {"plan_toml": plan_toml, "command": command(state, CONFIG_FILE)}
     except IllegalLayout as error:
         near = _nearest(state, error)
         return found | {"problem": {"reasons": error.reasons, "nearest": near}}
@@ -252,7 +255,7 @@ def _plan_toml(state: State, plan: Plan) -> str:
 
 def _timeline(state: State) -> View:
     found = state.estimate()
-    return timeline.view(found.timeline, seconds=found.setting.stack.factor)
+    return timeline.view(found.timeline, seconds=found.setting.stack.factor, bubble=found.bubble)
 
 
 class ExplorePanel(NamedTuple):
@@ -331,9 +334,10 @@ PANELS: dict[str, ExplorePanel] = {
     ),
     "curves": ExplorePanel(
         "Memory over sequence length",
-        "The present layout and other strategies, with and without recomputation. Where tp splits "
-        "sequences, selective keeps whole what collectives brought, and none keeps shards: it may "
-        "lie above none.",
+        "The present layout and other strategies, with and without recomputation. The star is the "
+        "memory of the plan; curves are the search's closed forms, which lie somewhat above it. "
+        "Where tp splits sequences, selective may lie above none: it keeps whole what collectives "
+        "brought.",
         explore_search.curves_text,
         explore_search.current,
         later=True,

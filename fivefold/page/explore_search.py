@@ -1,8 +1,8 @@
 """The panels of Explore that search: the planner's best layouts, and memory by sequence length.
 
-A search takes seconds, and depends on the keys of `JOB` only. Every layout in a ranking is a state
-of Explore, with the numbers that Explore shows for this state: without offloading, and with the
-stages that the runtime makes by default.
+A search takes seconds, and depends on the keys of `explore_job.JOB` only. Every layout in a ranking
+is a state of Explore, with the numbers that Explore shows for this state: without offloading, and
+with the stages that the runtime makes by default.
 """
 
 from __future__ import annotations
@@ -13,15 +13,21 @@ from typing import Any
 
 import numpy as np
 
-from fivefold.core import machine
-from fivefold.core.errors import FivefoldError
 from fivefold.core.plan import Plan, resolve
 from fivefold.core.rules import context_rule, divisors, positions_rule
 from fivefold.cost.grid import RECOMPUTE, grid_of_plan
 from fivefold.cost.memory import peak_memory
 from fivefold.page import Params, Progress, View
-from fivefold.page.explore_state import HEADROOM, KERNELS, State, keys_of
-from fivefold.planner import PlanRequest, PlanResult, best_plans, plan_request, speed_rank
+from fivefold.page.explore_job import (
+    LAYOUT,
+    job_of,
+    job_params,
+    layout_params,
+    nothing_fits,
+    request_of,
+)
+from fivefold.page.explore_state import State, keys_of
+from fivefold.planner import NothingFits, PlanRequest, PlanResult, best_plans, speed_rank
 from fivefold.planner.comparisons import STRATEGIES
 from fivefold.planner.estimate import Estimate
 from fivefold.planner.grid_options import options_of
@@ -32,46 +38,20 @@ from fivefold.planner.setting import EstimateSetting
 from fivefold.planner.space import SearchSpace
 from fivefold.report import duration, gib, plan_text, table, wrapped
 
-# The keys that a search depends on; slow.js has the same.
-JOB = ("model", "config", "machine", "gpus", "seq", "batch", "precision", "also")
-# The keys of `also` that the planner decides for each layout.
-_OF_LAYOUT = ("sp", "order", "gather", "ep_nodes", "stage_layers")
-LAYOUT = (
-    "tp", "cp", "pp", "ep", "etp", "replicate", "zero", "schedule", "chunks", "context",
-    "recompute", "microbatch_size",
-)  # fmt: skip
 _TOP = 10
 _SEARCH_SHARE = 0.8  # of the time; the rest explains the best layout
 _HEADS = ("", "layout", "ZeRO", "recompute", "GiB", "step", "tokens/s/GPU", "MFU")
 
 
-def job_of(params: Params) -> State:
-    """The job without its layout, as a state on one axis; all of `params` must be valid."""
-    state = State.parse(params)
-    job = {name: getattr(state, name) for name in JOB}
-    words = (word for word in state.also.split() if word.partition("=")[0] not in _OF_LAYOUT)
-    job["also"] = " ".join(words)
-    return State(**job, tp=1, pp=1, schedule="1f1b", chunks=1)
-
-
-def request_of(job: State) -> PlanRequest:
-    """The search over every layout that a state can describe."""
-    return plan_request(
-        job.options(),
-        machine.load(job.machine),
-        {"offload": "none"},
-        precision=job.precision,
-        headroom=HEADROOM,
-        kernels=KERNELS,
-    )
-
-
 def ranking_view(params: Params, on_progress: Progress) -> View:
-    """The ten best layouts and the front of memory against time; if nothing fits, why."""
+    """The ten best layouts and the front of memory against time; if nothing fits, why, the leanest
+    layout, and jobs that have one. `job` has the keys of the job that was searched."""
     job = job_of(params)
+    cut = State.parse(params).seq - job.seq
     asked = request_of(job)
     machine_ = asked.setting.machine
     found: View = {
+        "job": job_params(job),
         "model": asked.shape.name,
         "machine": machine_.name,
         "gpus": job.gpus,
@@ -82,19 +62,21 @@ def ranking_view(params: Params, on_progress: Progress) -> View:
         "layouts": [],
         "front": [],
         "because": [],
-        "notes": list(asked.notes),
+        "notes": [*asked.notes, *([f"sequences are cut to {job.seq:,} tokens"] if cut else [])],
         "refused": "",
+        "lean": None,
+        "ways": [],
     }
     try:
         best = best_plans(asked, _TOP, lambda share: on_progress(_SEARCH_SHARE * share))
-    except FivefoldError as error:
-        return found | {"refused": str(error)}
-    found |= _ranked(job, best)
+    except NothingFits as error:
+        return found | {"refused": str(error)} | nothing_fits(job, asked, error)
+    found |= _ranked(job, best, found["notes"])
     on_progress(1.0)
     return found
 
 
-def _ranked(job: State, found: PlanResult) -> View:
+def _ranked(job: State, found: PlanResult, notes: list[str]) -> View:
     def state_of(plan: Plan) -> State:  # that a click on this plan opens
         return replace(job, **keys_of(plan))
 
@@ -111,13 +93,13 @@ def _ranked(job: State, found: PlanResult) -> View:
         "layouts": [_entry(one, choice, fastest.estimate().step) for one in states],
         "front": [_entry(one, choice, fastest.estimate().step) for one in front],
         "because": plan_text.reasons_text(first, compare_neighbours(first), rival, found.simpler),
-        "notes": [*found.request.notes, *_stage_layers_note(found.plans[0], first)],
+        "notes": [*notes, *_stage_layers_note(found.plans[0], first)],
     }
 
 
 def _entry(state: State, first: State, fastest: float) -> View:
     """One layout: its cost, what it loses to the first, and the keys that a click sets."""
-    one, texts = state.estimate(), state.params()
+    one = state.estimate()
     layout, batch = one.plan.layout, one.plan.batch
     return {
         "layout": f"{layout} {layout.context}" if layout.cp > 1 else str(layout),
@@ -132,7 +114,7 @@ def _entry(state: State, first: State, fastest: float) -> View:
         "mfu": one.mfu,
         "bubble": one.bubble,
         "loses": "" if state == first else plan_text.loses(one, first.estimate(), fastest),
-        "set": {name: texts.get(name, "") for name in (*LAYOUT, "also")},
+        "set": layout_params(state),
     }
 
 
@@ -155,7 +137,8 @@ def ranking_text(found: View) -> list[str]:
     )
     lines = wrapped(head)
     if found["refused"]:
-        return [*lines, *wrapped(found["refused"])]
+        near = " · ".join(one["label"] for one in found["ways"])
+        return [*lines, *wrapped(found["refused"]), *wrapped(near, "near: ")]
     rows = [_row(number, one) for number, one in enumerate(found["layouts"], 1)]
     lines += [
         f"{found['candidates']:,} layouts weighed and {found['passed_over']:,} passed over",
@@ -212,10 +195,16 @@ _FAR = 10  # times the usable memory
 
 
 def current(state: State) -> View:
-    """The shown layout with each kind of recomputation; takes a few milliseconds."""
+    """The shown layout with each kind of recomputation; takes a few milliseconds. `now` is the
+    memory of its plan, as in every panel; the curves are closed forms, as in a search, which know
+    less of its schedule."""
     plan, setting = state.plan(), state.setting()
     curve = _curve(plan, setting, lengths(state.seq))
-    own = {"recompute": str(plan.recompute.usual), "words": curve_words(curve)}
+    own = {
+        "recompute": str(plan.recompute.usual),
+        "words": curve_words(curve),
+        "now": state.estimate().total,
+    }
     return _axes(state, setting) | curve | own
 
 

@@ -47,7 +47,8 @@ _OF_REQUEST = ("batch", "microbatch_size", "chunks", "gpus", "schedule", "seq")
 
 @dataclass(frozen=True)
 class State:
-    """One job with every key decided; the defaults are those of the Llama 3.1 405B run.
+    """One job with every key decided; by default the job and the degrees of the Llama 3.1 405B run,
+    with the planner's first choice of everything else.
 
     A pasted `config` replaces the `model`. `replicate` is the number of replicas of dp=RxS. `also`
     has further keys of a plan or a model, as `--set` takes them: the page has no controls for them,
@@ -64,11 +65,11 @@ class State:
     ep: int = 1
     etp: int = 1
     replicate: int = 1
-    zero: int = 3
+    zero: int = 1
     schedule: str = "interleaved"
     chunks: int = 4
     context: str = "zigzag"
-    recompute: str = "none"
+    recompute: str = "selective"
     microbatch_size: int = 1
     seq: int = 8192
     batch: int = 2048
@@ -319,7 +320,8 @@ def state_of(options: PlanOptions, precision: str | None = None) -> State:
     if options.layout == PlanOptions.layout and (options.gpus or 1) > 1:
         cluster = machine.load(options.machine or _NO_MACHINE)
         how: dict[str, Any] = {"headroom": HEADROOM, "kernels": KERNELS}
-        asked = plan_request(options, cluster, {}, precision=precision, **how)
+        # The page has no control for offload.
+        asked = plan_request(options, cluster, {"offload": "none"}, precision=precision, **how)
         return of_plan(best_plans(asked, 1).plans[0].plan, precision)
     return of_plan(resolve(options), precision)
 

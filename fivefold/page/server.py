@@ -37,7 +37,7 @@ from fivefold.page.document import RunSource, answer, refusal
 HOST = "127.0.0.1"
 _LARGEST = 2_000_000  # bytes of a question; a pasted config may have one million
 _POLL_S = 0.1
-_NICE = 15
+_NICE = 5
 _GRACE_S = 1  # for open answers when the server ends
 _HEADERS = {
     "x-content-type-options": "nosniff",

@@ -4,7 +4,8 @@
 `picture` makes it from any steps with their times, such as measured ones.
 
     {"headline": one sentence, "unit": "s" or "" (times without a unit), "makespan": in this unit,
-     "bubble": share of the makespan or None, "ticks": into which the makespan is divided,
+     "bubble": share of the makespan or of the step, or None,
+     "ticks": into which the makespan is divided,
      "marks": {letter: {"name", "colours": one for each chunk}}, "later": what lighter shades mean,
      "merged": a sentence if steps were merged, or None,
      "rows": [{"name", "kinds": a letter for each step, "stages": a number for each step (or one for
@@ -50,8 +51,9 @@ class TimelineRow(NamedTuple):
     waits: Mapping[Step, str]
 
 
-def view(timeline: Timeline, *, seconds: float | None = None) -> View:
-    """A simulated schedule; `seconds` is the length of its unit of time, if that is known."""
+def view(timeline: Timeline, *, seconds: float | None = None, bubble: float | None = None) -> View:
+    """A simulated schedule; `seconds` is the length of its unit of time, if that is known, and
+    `bubble` the share of the whole step in which the busiest rank waits, if the step is known."""
     schedule = timeline.schedule
     waits = waits_by_rank(timeline, timeline.makespan / _COLUMNS)
     chunks = chunks_by_rank(schedule.placement)
@@ -60,12 +62,13 @@ def view(timeline: Timeline, *, seconds: float | None = None) -> View:
         for rank, (steps, starts) in enumerate(zip(schedule.order, timeline.starts, strict=True))
     ]
     makespan = None if seconds is None else duration(timeline.makespan * seconds)
+    of_step = None if bubble is None else f"{bubble:.1%} of the step"
     return picture(
         rows,
         timeline.makespan,
-        headline=pipeline_words.headline(timeline, makespan),
+        headline=pipeline_words.headline(timeline, makespan, of_step),
         seconds=seconds,
-        bubble=timeline.bubble_makespan,
+        bubble=timeline.bubble_makespan if bubble is None else bubble,
         mirrored=schedule.placement.mirrored,
     )
 

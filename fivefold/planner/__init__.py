@@ -44,6 +44,7 @@ OBJECTIVES = ("tokens", "gpus", "gpu-hours")
 # Candidates kept for each plan that is shown: some differ only in what changes nothing.
 _CANDIDATES_PER_PLAN = 12
 _MOST_FRONT = 5
+_NEAR = 1.25  # times the usable memory: what needs more is not searched on twice as many GPUs
 _MOST_ACTIONS = 30_000  # of a schedule that is simulated only for the front
 
 
@@ -95,6 +96,15 @@ class PlanResult:
     def simpler(self) -> str:
         """In what the first choice is simpler than the fastest; empty if it is the fastest."""
         return why_simpler(self.plans[0], self.fastest)
+
+
+class NothingFits(FivefoldError):
+    """No layout fits a job: the plan that needs least memory, None if no layout is legal, and the
+    smallest number of GPUs on which something fits, if there is one."""
+
+    def __init__(self, said: str, leanest: Plan | None = None, gpus: int | None = None) -> None:
+        self.leanest, self.gpus = leanest, gpus
+        super().__init__(said)
 
 
 def estimate_setting(
@@ -181,10 +191,10 @@ def best_plans(request: PlanRequest, top: int, on_progress: Progress | None = No
         request.space, request.setting, keep, on_progress, shown=shown, equal=equal
     )
     if not result.best:
-        raise FivefoldError(_refusal(request, result))
+        raise _refusal(request, result)
     ranked = _fitting(request, _distinct(result.best), shown)
     if not ranked:
-        raise FivefoldError(_refusal(request, result))
+        raise _refusal(request, result)
     first = first_choice(
         request.space, request.setting, result, ranked[0], lambda one: _estimated(request, one)
     )
@@ -285,36 +295,41 @@ def _restored_front(found: tuple[Estimate, ...]) -> Iterator[Estimate]:
             yield one
 
 
-def _refusal(request: PlanRequest, result: SearchResult) -> str:
+def _refusal(request: PlanRequest, result: SearchResult) -> NothingFits:
     """Why nothing fits, and how many GPUs would be enough."""
     space, setting = request.space, request.setting
     head = f"{request.shape.name} on {space.gpus_text} of {setting.machine.name}"
     fixed = " ".join(f"{key}={value}" for key, value in (space.fixed or {}).items())
     if result.leanest is None:
         given = f" with {fixed}" if fixed else ""
-        return (
+        return NothingFits(
             f"{head}: no legal layout{given} for a global batch of {space.batch:,} sequences of "
             f"{space.seq:,} tokens; change --batch, --gpus or --fix"
         )
     lean, memory = result.leanest, setting.machine.memory
-    need = f"needs {lean.bytes / 2**30:,.1f} GiB of {memory / 2**30:,.1f} a GPU"
+    plan = _plan_of(request, lean)
+    size = plan_memory(plan, setting).total
+    need = f"needs {size / 2**30:,.1f} GiB of {memory / 2**30:,.1f} a GPU"
     way = "lower the batch, the sequence or --headroom, or fix less"
-    if enough := gpus_needed(request):
+    if enough := gpus_needed(request, lean.bytes):
         way = f"it takes {enough:,} GPUs"
     leanest = f"the leanest layout, {layout_of(lean.grid)}, {need}"
-    if lean.bytes > memory:
-        return f"{head} does not fit: {leanest}; {way}"
+    if size > memory:
+        return NothingFits(f"{head} does not fit: {leanest}; {way}", plan, enough)
     usable = f"of which {setting.capacity / 2**30:,.1f} may be used"
-    return f"{head} is tight: {leanest}, {usable}; {way}, or a lower --headroom"
+    said = f"{head} is tight: {leanest}, {usable}; {way}, or a lower --headroom"
+    return NothingFits(said, plan, enough)
 
 
-def gpus_needed(request: PlanRequest) -> int | None:
-    """The smallest number of GPUs on which something fits, doubling from twice as many."""
-    gpus = 2 * request.space.gpus
+def gpus_needed(request: PlanRequest, leanest: float) -> int | None:
+    """The smallest number of GPUs on which something fits, doubling from twice as many; `leanest`:
+    bytes a GPU of the leanest layout now, of which twice as many GPUs need half or more."""
+    gpus, halved = 2 * request.space.gpus, leanest / 2
     while gpus <= MOST_RANKS:
-        if search_layouts(request.on(gpus).space, request.setting, 1).best:
+        near = halved <= _NEAR * request.setting.capacity
+        if near and search_layouts(request.on(gpus).space, request.setting, 1, leanest=False).best:
             return gpus
-        gpus *= 2
+        gpus, halved = 2 * gpus, halved / 2
     return None
 
 

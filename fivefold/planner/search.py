@@ -28,6 +28,7 @@ from fivefold.planner.space import LayoutBlock, SearchSpace, layout_blocks, need
 
 _LEAST_SIMULATED = 12  # even if fewer are requested: bounds alone do not tell the best
 _SPARSE = 6  # of fewer than one in so many of a block, the memory is estimated one by one
+_LEAN = {"microbatch_size": 1, "recompute": "full"}
 _LISTED_AT_ONCE = 2_000  # layouts whose memory is estimated one by one
 
 
@@ -40,19 +41,25 @@ def search_layouts(
     shown: int | None = None,
     equal: float = 0.0,
     rules: Sequence[str] = (),
+    leanest: bool = True,
 ) -> SearchResult:
     """Estimate every layout, and keep the fastest that fit. `shown`: how many choices must be in
     the order of their simulated steps; `equal`: the share of a step within which simpler layouts
-    are kept as well; `rules`: keep the fastest of each of these rules of recomputation."""
+    are kept as well; `rules`: keep the fastest of each of these rules of recomputation. If nothing
+    fits, the layout with the least memory is found, unless it does not matter (`leanest`)."""
     began = time.perf_counter()
     result, pool = SearchResult(), max(keep, _LEAST_SIMULATED)
     if (space.fixed or {}).get("offload") == "nvme":
         setting.machine.disk_bandwidth()  # raises an error if there are no disks
     numbers = [[*map(str, space.rules)].index(rule) for rule in rules]
-    for one in _resorts(space, setting, result):
-        _LayoutSearch(one, setting, pool, result, equal, numbers).run(on_progress)
+    last = space
+    for last in _resorts(space, setting, result):
+        _LayoutSearch(last, setting, pool, result, equal, numbers).run(on_progress)
         if result.best or rules:
             break
+    else:
+        if leanest:
+            _find_leanest(last, setting, pool, result, on_progress)
     groups = [[one for one in result.best if one.rule == rule] for rule in numbers]
     best = [
         _ranked(space, setting, group, shown or keep, shown is not None)[:keep]
@@ -75,6 +82,19 @@ def _resorts(
             yield replace(space, fixed={"offload": offload, **said}, tp_inside=inside)
             if "offload" in said or (offload == "cpu" and not result.host_is_short):
                 break
+
+
+def _find_leanest(
+    space: SearchSpace,
+    setting: EstimateSetting,
+    pool: int,
+    result: SearchResult,
+    on_progress: Callable[[float], None] | None,
+) -> None:
+    """Estimate the layouts that may need least memory, whether they fit or not: with the smallest
+    microbatches, and with everything recomputed."""
+    lean = replace(space, fixed={**_LEAN, **(space.fixed or {})})
+    _LayoutSearch(lean, setting, pool, result, 0.0, ()).run(on_progress, fitting=False)
 
 
 def _ranked(
@@ -148,13 +168,13 @@ class _LayoutSearch:
         self.kept = KeptLayouts(result, keep, equal, setting.machine.memory, domain, rules)
         self.bounds = LayoutBounds(space, setting)
 
-    def run(self, on_progress: Callable[[float], None] | None) -> None:
-        """Search what may fit; if nothing does, everything, for the layout with least memory."""
+    def run(
+        self, on_progress: Callable[[float], None] | None = None, *, fitting: bool = True
+    ) -> None:
+        """Search what may fit, or everything."""
         blocks = list(layout_blocks(self.space))
         parts = self.bounds.of_time(blocks)
-        estimated = self._search(parts, True, on_progress)
-        if not self.result.best and not self.kept.rules:
-            estimated = self._search(parts, False, on_progress)
+        estimated = self._search(parts, fitting, on_progress)
         self.result.count(sum(block.size for block in blocks), estimated)
         self.result.draw_front(list(self.kept.front()))
 

@@ -30,10 +30,11 @@ def time_writer(timeline: Timeline) -> Callable[[float], str]:
     return write
 
 
-def headline(timeline: Timeline, makespan: str | None = None) -> str:
+def headline(timeline: Timeline, makespan: str | None = None, bubble: str | None = None) -> str:
     """The timeline in one line, for a title or a screen reader.
 
-    `makespan`: its text, if times have a unit.
+    `makespan`: its text, if times have a unit; `bubble`: its text, if it is not a share of the
+    makespan.
     """
     schedule = timeline.schedule
     written = time_writer(timeline)(timeline.makespan) if makespan is None else makespan
@@ -42,7 +43,7 @@ def headline(timeline: Timeline, makespan: str | None = None) -> str:
     return (
         f"{schedule.name}{label}: {counted(schedule.num_ranks, 'rank')}{chunks}, "
         f"{counted(schedule.num_microbatches, 'microbatch')}, makespan {written}, "
-        f"bubble {percent(timeline.bubble_makespan)}"
+        f"bubble {bubble or percent(timeline.bubble_makespan)}"
     )
 
 

@@ -17,7 +17,7 @@ from fivefold.core.errors import FivefoldError
 from fivefold.core.layout import Layout
 from fivefold.core.plan import PlanOptions, resolve
 from fivefold.cost.memory import peak_memory
-from fivefold.page import Progress, document, explore, explore_search
+from fivefold.page import Progress, document, explore, explore_job, explore_search
 from fivefold.page.explore_state import State
 from fivefold.page.learn import Choice
 from fivefold.planner.setting import plan_arguments
@@ -204,7 +204,7 @@ def test_the_text_of_the_curves_has_its_numbers() -> None:
     lines = explore_search.curves_text(found)
     assert max(map(len, lines)) <= 100
     own = State.parse({**JOB, "tp": "2", "pp": "2", "schedule": "1f1b", "zero": "1"}).estimate()
-    row = next(line for line in lines if re.match(r"this layout +none", line))
+    row = next(line for line in lines if re.match(r"this layout +selective", line))
     assert f"{own.total / 2**30:,.0f}" in row.split()
     assert {one["strategy"] for one in found["strategies"]} <= {
         line.split()[0] for line in lines if line
@@ -223,7 +223,7 @@ def test_the_page_asks_for_the_keys_that_a_search_depends_on() -> None:
     text = (document.STATIC / "slow.js").read_text("utf-8")
     said = re.search(r"const JOB = \[(.*?)\]", text)
     assert said is not None
-    assert re.findall(r'"(\w+)"', said[1]) == list(explore_search.JOB)
+    assert re.findall(r'"(\w+)"', said[1]) == list(explore_job.JOB)
 
 
 START = {**JOB, "tp": "2", "pp": "2", "schedule": "1f1b", "zero": "1"}

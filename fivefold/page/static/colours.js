@@ -1,7 +1,9 @@
 // @ts-check
-// One colour for one thing, in every picture. The hues are those of Okabe and Ito, which people
-// with any kind of colour vision tell apart; what shares a hue has another pattern.
+// One colour for one thing, in every picture of Explore; the actions of a pipeline have colours of
+// their own, which are none of these. Where colours meet, patterns, marks or words tell the same.
 
+/** For the n-th of many alike, the hues of Okabe and Ito, which people with any kind of colour vision
+ * tell apart. */
 const HUES = {
   black: "#5b6270",
   orange: "#e69f00",
@@ -15,32 +17,31 @@ const HUES = {
 
 /** @type {Record<string, [string, string]>} a colour, and a pattern of Plotly's */
 const LOOKS = {
-  weights: [HUES.blue, ""],
-  gradients: [HUES.sky, ""],
-  master: [HUES.blue, "/"],
-  optimizer: [HUES.green, ""],
-  activations: [HUES.orange, ""],
-  logits: [HUES.red, ""],
-  buffers: [HUES.pink, ""],
-  prefetch: [HUES.sky, "/"],
-  driver: [HUES.black, ""],
-  margin: [HUES.black, "/"],
-  compute: [HUES.blue, ""],
-  launch: [HUES.sky, ""],
-  bubble: ["#9aa2b1", "/"],
-  offload: [HUES.pink, "/"],
-  fixed: [HUES.black, "/"],
-  tp: [HUES.orange, ""],
-  cp: [HUES.green, ""],
-  dp: [HUES.sky, ""],
-  pp: [HUES.pink, ""],
-  ep: [HUES.red, ""],
-  etp: [HUES.red, "/"],
-  edp: [HUES.sky, "/"],
-  fsdp: [HUES.sky, "x"],
-  none: [HUES.red, ""],
-  selective: [HUES.orange, ""],
-  full: [HUES.blue, ""],
+  tp: ["#e69f00", ""],
+  cp: ["#6aa121", ""],
+  dp: ["#2f6bff", ""],
+  pp: ["#bb22a4", ""],
+  ep: ["#a0623a", ""],
+  weights: ["#0072b2", ""],
+  master: ["#3c4f8f", "/"],
+  gradients: ["#4dc4c4", ""],
+  optimizer: ["#6b6a12", ""],
+  activations: ["#f09a7d", ""],
+  logits: ["#8f2d3f", ""],
+  buffers: ["#9a7cf0", ""],
+  prefetch: ["#bdb2f5", "/"],
+  driver: ["#5b6270", ""],
+  margin: ["#9aa2b1", "/"],
+  compute: ["#1c6e7d", ""],
+  rounding: ["#b5d16a", ""],
+  launch: ["#c9a45c", ""],
+  bubble: ["#c3c9d4", "/"],
+  offload: ["#7d4fb8", "/"],
+  fixed: ["#8a7466", "/"],
+  here: ["#ff2e93", ""],
+  limit: ["#d81e2c", ""],
+  front: ["#2ecc4f", ""],
+  best: ["#7d3cff", ""],
 };
 const ORDER = Object.values(HUES);
 

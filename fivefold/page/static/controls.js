@@ -67,13 +67,13 @@ function modelInput(change) {
   const input = /** @type {HTMLInputElement} */ (
     el("input", { list: "models", name: "model", autocomplete: "off", spellcheck: "false" })
   );
-  input.addEventListener("change", () => change({ model: input.value, config: "" }));
+  input.addEventListener("change", () => change({ model: input.value, config: "", also: "" }));
   // A list shows what matches the text: an empty one shows all.
   input.addEventListener("focus", () => input.select());
   const area = /** @type {HTMLTextAreaElement} */ (
     el("textarea", { name: "config", rows: 6, spellcheck: "false", placeholder: '{"model_type": "llama", …}' })
   );
-  const use = el("button", { type: "button", onclick: () => change({ config: area.value }) }, "Use this config");
+  const use = el("button", { type: "button", onclick: () => change({ config: area.value, also: "" }) }, "Use this config");
   const box = el("details", { class: "paste" }, el("summary", {}, "Paste a config.json"),
     el("label", {}, el("span", { class: "label" }, "Hugging Face config"), area), use);
   let known = 0;

@@ -24,14 +24,14 @@ const LOOKS = {
 
 /**
  * @param {HTMLElement} body
- * @returns {{update: (part: any, view: any) => void}}
+ * @returns {{update: (part: any, view: any) => void, leave: () => void}}
  */
 export function create(body) {
   const own = picture("This layout");
   const others = picture("One layout for each strategy");
   const asker = slow("curves", "A layout is chosen for each strategy", (found) => {
-    others.root.hidden = false;
-    strategies(others, found);
+    others.root.hidden = !found;
+    if (found) strategies(others, found);
   });
   body.append(asker.root, el("div", { class: "curves" }, own.root, others.root));
   others.root.hidden = true;
@@ -41,6 +41,7 @@ export function create(body) {
       if (part) layoutItself(own, part);
       asker.want(view.state);
     },
+    leave: () => asker.drop(),
   };
 }
 
@@ -55,13 +56,11 @@ function picture(title) {
 function layoutItself({ chart, words }, one) {
   const traces = Object.keys(one.bytes).map((kind) => ({
     ...line(one.lengths, one.bytes[kind], `recompute ${kind}`, kind),
-    line: { dash: DASHES[kind], color: colourOf(kind), width: kind === one.recompute ? 3.5 : 1.8 },
-    marker: { color: colourOf(kind), size: 5 },
+    line: { dash: DASHES[kind], color: colourOf("here"), width: kind === one.recompute ? 3.5 : 1.8 },
+    marker: { color: colourOf("here"), size: 5 },
   }));
-  const place = one.lengths.indexOf(one.seq);
-  const here = one.bytes[one.recompute][place];
-  const mark = { symbol: "star", size: 15, color: colourOf("activations"), line: { width: 1, color: "#1d2129" } };
-  traces.push({ ...line([one.seq], [here], "now", one.recompute), mode: "markers", marker: mark });
+  const mark = { symbol: "star", size: 15, color: colourOf("here"), line: { width: 1, color: "#1d2129" } };
+  traces.push({ ...line([one.seq], [one.now], "now", one.recompute), mode: "markers", marker: mark });
   clear(words, el("li", {}, one.words));
   draw(chart, traces, layout(one, traces), `Memory over sequence length of ${one.words}`);
 }
@@ -128,5 +127,5 @@ const short = (length) => `${length / 1024}k`;
 /** @param {number} size @param {string} dash */
 function limit(size, dash) {
   const y = size / GIB;
-  return { type: "line", xref: "paper", x0: 0, x1: 1, y0: y, y1: y, line: { dash, width: 2, color: "#d55e00" } };
+  return { type: "line", xref: "paper", x0: 0, x1: 1, y0: y, y1: y, line: { dash, width: 2, color: colourOf("limit") } };
 }

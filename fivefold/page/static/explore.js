@@ -1,12 +1,15 @@
 // @ts-check
-// Explore: inputs on one side, pictures on the other; every change is one question, and its answer
-// repaints everything.
+// Explore: answers, inputs and pictures. Every change is one question, and its answer repaints
+// everything. Another model, machine, number of GPUs or batch is another job: the planner is asked
+// first, and its best layout is loaded.
 
 import { clear, el } from "fivefold/dom.js";
 import { Answers } from "fivefold/answers.js";
 import { site } from "fivefold/ask.js";
 import { panel } from "fivefold/panel.js";
 import { create as controls } from "fivefold/controls.js";
+import { JOB, jobOf, search } from "fivefold/slow.js";
+import { count } from "fivefold/format.js";
 
 /** @typedef {Record<string, string>} Params */
 /** A panel of `explore.PANELS`, and of the same name its part of the answer, of "pictures" if `later`.
@@ -15,6 +18,7 @@ import { create as controls } from "fivefold/controls.js";
 
 const REST = 250; // milliseconds without a change, after which what is unseen is drawn
 const FIRST = "numbers"; // the panel that is drawn with every answer, seen or not
+const NEW_JOB = ["model", "config", "machine", "gpus", "batch"]; // keys of another job
 
 /**
  * @param {HTMLElement} root
@@ -50,20 +54,27 @@ class Explore {
     /** Where sliders were, which tells their direction. @type {Record<string, number>} */
     this.former = {};
     this.aborter = new AbortController();
+    this.loading = false;
+    /** Whether an input, and not the address, asked for the job. */
+    this.byHand = false;
     const change = (/** @type {Params} */ set) => this.change(set);
     this.controls = controls(change);
     this.problem = el("div", { class: "refusal", role: "alert", hidden: true });
+    this.notice = el("div", { class: "notice", role: "status", hidden: true });
+    /** What the planner said about this job, if it was asked for it. @type {any} */
+    this.loaded = null;
     /** @type {{name: string, later: boolean, root: HTMLElement, say: (text: string) => void, drawing: any, seen: boolean, drawn: any}[]} */
     this.panels = [];
-    const pictures = el("div", { class: "pictures" }, this.problem);
+    const answers = el("div", { class: "answers" }, this.notice, this.problem);
+    const pictures = el("div", { class: "pictures" });
     frames.forEach(({ name, title, hint, later }, i) => {
       const { root: frame, body, say } = panel(name, title, hint);
       const drawing = modules[i].create(body, { onChoose: change });
       this.panels.push({ name, later, root: frame, say, drawing, seen: name === FIRST, drawn: null });
-      pictures.append(frame);
+      (name === FIRST ? answers : pictures).append(frame);
     });
-    root.append(this.controls.root, pictures);
-    this.frames = pictures;
+    root.append(answers, this.controls.root, pictures);
+    this.root = root;
     this.watch();
   }
 
@@ -85,16 +96,50 @@ class Explore {
     this.aborter.abort();
     this.aborter = new AbortController();
     this.asking = false;
+    this.byHand = false;
+    this.say(null);
     this.wanted = Object.keys(params).length ? params : this.start;
+    if (site.live && onlyJob(this.wanted)) return void this.load();
     this.began = performance.now();
     void this.ask();
   }
 
   /** Another value of some inputs; "" takes one away. @param {Params} set */
   change(set) {
+    const isOther = NEW_JOB.some((name) => name in set && (this.wanted[name] ?? "") !== set[name]);
     this.wanted = merged(this.wanted, set);
+    if (site.live && (this.loading || isOther)) return void this.load();
+    this.loaded = null; // it told of the layout that is left
+    this.byHand = true;
     this.began ||= performance.now();
     if (!this.asking) void this.ask();
+  }
+
+  /** The planner's best for the job that is wanted; if nothing fits, its leanest layout. */
+  async load() {
+    this.aborter.abort();
+    const { signal } = (this.aborter = new AbortController());
+    const asked = this.wanted;
+    this.loading = true;
+    this.asking = false;
+    for (const { drawing } of this.panels) drawing.leave?.();
+    const bar = /** @type {HTMLProgressElement} */ (el("progress", { max: 1, value: 0, "aria-label": "The planner searches" }));
+    this.tell(el("p", {}, `The planner searches the best layout for ${nameOf(asked)} `, bar));
+    this.root.classList.add("stale");
+    try {
+      const onProgress = (/** @type {number} */ share) => void (bar.value = share);
+      const found = await search("ranking", jobOf(asked), { signal, onProgress });
+      if (signal.aborted) return;
+      this.loading = false;
+      this.wanted = merged(asked, { ...found.job, ...(found.layouts[0]?.set ?? found.lean ?? {}) });
+      this.loaded = found;
+      await this.ask();
+    } catch (error) {
+      if (signal.aborted) return;
+      this.loading = false;
+      this.say(null);
+      await this.refused(/** @type {Error} */ (error), asked);
+    }
   }
 
   /** One question at a time: the next asks for the latest that is wanted. */
@@ -113,6 +158,7 @@ class Explore {
     }
     this.asking = false;
     if (this.wanted !== (this.view?.state ?? this.wanted)) void this.ask();
+    else if (this.view?.problem && !this.loaded && this.byHand && site.live) void this.load();
   }
 
   /** Everything that is seen is drawn again. @param {any} view @param {Params} asked */
@@ -125,7 +171,8 @@ class Explore {
       this.controls.update(view);
     }
     this.explain(view.problem);
-    this.frames.classList.toggle("stale", Boolean(view.problem));
+    this.say(this.loaded);
+    this.root.classList.toggle("stale", Boolean(view.problem));
     await Promise.all(this.panels.filter((one) => one.seen).map((one) => this.draw(one)));
   }
 
@@ -139,6 +186,7 @@ class Explore {
       this.wanted = this.view.state;
       this.remember(this.view.state);
       this.controls.update(this.view);
+      this.root.classList.toggle("stale", Boolean(this.view.problem));
     }
     this.controls.say(error.message);
     if (!this.view) this.explain({ reasons: [error.message], nearest: [] });
@@ -161,19 +209,46 @@ class Explore {
     one.drawing.update(parts[one.name], parts);
   }
 
-  /** An illegal job: every reason, and legal layouts to choose from. @param {any} problem */
+  /** What the planner loaded, or why nothing fits and where something does. @param {any} found */
+  say(found) {
+    this.loaded = found;
+    if (!found) return void (this.notice.hidden = true);
+    const notes = found.notes.length ? ` Note: ${found.notes.join("; ")}.` : "";
+    const name = nameOf(found.job);
+    const best = found.layouts[0];
+    if (best)
+      return this.tell(el("p", {}, el("strong", {}, "The planner's best"), ` for ${name} is loaded: ${best.layout}, the first of `
+        + `${count(found.candidates)} layouts weighed.${notes}`));
+    const ways = found.ways.map((/** @type {any} */ each) => this.way(each));
+    const lean = found.lean ? " The leanest layout is shown." : "";
+    this.tell(el("p", {}, el("strong", {}, "Nothing fits: "), `${found.refused}.${lean}${notes}`),
+      el("p", { class: "ways" }, "Something fits with: ", ...ways));
+  }
+
+  /** @param {...HTMLElement} words */
+  tell(...words) {
+    this.notice.hidden = false;
+    clear(this.notice, ...words);
+  }
+
+  /** A button that leads to another job or layout. @param {{label: string, set: Params}} each */
+  way(each) {
+    return el("button", { type: "button", onclick: () => this.change(each.set) }, each.label);
+  }
+
+  /** An illegal job: every reason, legal layouts to choose from, and the planner's best.
+   * @param {any} problem */
   explain(problem) {
     this.problem.hidden = !problem;
     if (!problem) return;
     const reasons = problem.reasons.map((/** @type {string} */ each) => el("li", {}, each));
-    const near = problem.nearest.map((/** @type {any} */ each) =>
-      el("button", { type: "button", onclick: () => this.change(each.set) }, each.label),
-    );
+    const near = problem.nearest.map((/** @type {any} */ each) => this.way(each));
+    const best = el("button", { type: "button", onclick: () => void this.load() }, "the planner's best");
     clear(
       this.problem,
-      el("strong", {}, "This job cannot be."),
+      el("strong", {}, "This layout cannot run this job."),
       el("ul", {}, ...reasons),
-      near.length ? el("p", {}, "Nearest legal: ", ...near) : null,
+      this.loaded ? null : el("p", { class: "ways" }, "Load instead: ", ...near, site.live ? best : null),
     );
   }
 
@@ -215,6 +290,16 @@ class Explore {
     if (next) void this.answers.to(merged(view.state, next.set)).catch(() => undefined);
   }
 }
+
+/** Whether an address names a job and leaves its layout to the planner. @param {Params} params */
+const onlyJob = (params) => Object.keys(params).every((name) => JOB.includes(name) || name === "tokens");
+
+/** A job in words. @param {Params} job */
+const nameOf = (job) => {
+  const gpus = Number(job.gpus || 0);
+  const many = gpus ? `${count(gpus)} ${gpus === 1 ? "GPU" : "GPUs"}` : "the GPUs";
+  return `${job.config ? "the pasted config" : (job.model ?? "the model")} on ${many}${job.machine ? ` of ${job.machine}` : ""}`;
+};
 
 /** Parameters with some changed; "" takes one away. @param {Params} params @param {Params} set */
 const merged = (params, set) =>

@@ -217,7 +217,7 @@ class GpuMap {
     const about = [el("td", {}, swatch(axis.axis)), el("th", {}, axis.axis), el("td", { style: "white-space:nowrap" }, size)];
     const coord = el("td", { style: "white-space:nowrap" });
     const root = el("tr", { "data-axis": axis.axis }, ...about, coord, ranks, tier);
-    if (axis.size === 1) root.setAttribute("style", "color:var(--muted);opacity:.7");
+    if (axis.size === 1) root.setAttribute("style", "color:var(--muted)");
     const say = (/** @type {{coord: number, ranks: number[]}} */ group, /** @type {string} */ own) => {
       if (axis.size === 1) return;
       coord.textContent = `coord ${count(group.coord)}`;

@@ -97,7 +97,7 @@ function ticks(count) {
 /** @param {number} size @param {string} dash */
 function line(size, dash) {
   const y = size / GIB;
-  return { type: "line", xref: "paper", x0: 0, x1: 1, y0: y, y1: y, line: { dash, width: 2, color: "#d55e00" } };
+  return { type: "line", xref: "paper", x0: 0, x1: 1, y0: y, y1: y, line: { dash, width: 2, color: colourOf("limit") } };
 }
 
 /** @param {number} size @param {string} word @param {string} yanchor */

@@ -47,11 +47,29 @@ function tile(value, label, title) {
 /** 8.03e9 → "8.03 B", 124e6 → "124 M". @param {number} number */
 const billions = (number) => (number < 1e9 ? `${digits(number / 1e6)} M` : `${digits(number / 1e9)} B`);
 
-/** Files that every verb reads. @param {any} view */
+/** Files that every verb reads, and what is shared: the command, and the address of this state.
+ * @param {any} view */
 function downloads(view) {
   const plan = button("plan.toml", view.plan_toml);
   const config = view.config ? button("config.json", view.config) : null;
-  return ["Download ", plan, ...(config ? [" and ", config] : [])];
+  const share = copies("Copy command line", "The command is copied", () => view.command);
+  const link = copies("Copy link", "The address is copied", () => location.href);
+  return ["Share ", share, link, " Download ", plan, config];
+}
+
+/** A button that copies a text, and says so. @param {string} name @param {string} done @param {() => string} text */
+function copies(name, done, text) {
+  const said = el("span", { role: "status" });
+  const onclick = async () => {
+    try {
+      await navigator.clipboard.writeText(text());
+      clear(said, ` ${done} `);
+    } catch {
+      clear(said, ` ${text()} `); // to be selected by hand
+    }
+    setTimeout(() => clear(said), 4000);
+  };
+  return el("span", {}, el("button", { type: "button", onclick }, name), said);
 }
 
 /** @param {string} name @param {string} text */

@@ -12,14 +12,11 @@ const GIB = 2 ** 30;
 const HEADS = ["", "layout", "step", "MFU", "memory", "ZeRO", "recompute", "schedule", "microbatches", "bubble", "tokens/s/GPU", "against the first"];
 const NUMBERS = new Set(["memory", "step", "tokens/s/GPU", "MFU", "bubble"]);
 const NEAR_GIB = 5; // points that are nearer than this would write over one another
-const BLUE = "#0072b2";
-const GREEN = "#009e73";
-const RED = "#d55e00";
 
 /**
  * @param {HTMLElement} body
  * @param {{onChoose: (set: Params) => void}} how
- * @returns {{update: (part: any, view: any) => void}}
+ * @returns {{update: (part: any, view: any) => void, leave: () => void}}
  */
 export function create(body, { onChoose }) {
   return new Ranking(body, onChoose);
@@ -51,13 +48,19 @@ class Ranking {
     this.mark();
   }
 
-  /** @param {any} found */
+  /** What is shown belongs to a job that is left. */
+  leave() {
+    this.asker.drop();
+  }
+
+  /** @param {any} found null: nothing is known of this job */
   answered(found) {
     this.found = found;
-    const empty = found.layouts.length === 0;
+    const empty = !found?.layouts.length;
     for (const each of [this.table, this.chart, this.why]) each.hidden = empty;
     if (empty) {
-      clear(this.says, found.refused);
+      clear(this.says, found?.refused ?? "");
+      clear(this.rows);
       return;
     }
     const weighed = `${count(found.candidates)} layouts weighed, ${count(found.passed_over)} passed over`;
@@ -123,8 +126,8 @@ function traces(found, numbers) {
   return [
     points("front: less time only for more memory", front, {
       mode: "lines+markers",
-      line: { shape: "hv", color: GREEN, dash: "dot", width: 2 },
-      marker: { symbol: "diamond", size: 11, color: GREEN },
+      line: { shape: "hv", color: colourOf("front"), dash: "dot", width: 2 },
+      marker: { symbol: "diamond", size: 11, color: colourOf("front") },
     }),
     points("the ten best", found.layouts, {
       mode: "markers+text",
@@ -132,7 +135,7 @@ function traces(found, numbers) {
       textposition: "top center",
       textfont: { size: 11 },
       cliponaxis: false,
-      marker: { symbol: "circle-open", size: 10, color: BLUE, line: { width: 2 } },
+      marker: { symbol: "circle-open", size: 10, color: colourOf("best"), line: { width: 2 } },
     }),
     {
       type: "scatter",
@@ -141,7 +144,7 @@ function traces(found, numbers) {
       x: [numbers.total / GIB],
       y: [numbers.step],
       hovertemplate: `this layout: ${numbers.layout}<br>${gib(numbers.total)}, ${seconds(numbers.step)}<extra></extra>`,
-      marker: { symbol: "star", size: 16, color: colourOf("activations"), line: { width: 1, color: "#1d2129" } },
+      marker: { symbol: "star", size: 16, color: colourOf("here"), line: { width: 1, color: "#1d2129" } },
     },
   ];
 }
@@ -196,4 +199,4 @@ function layout(found, numbers) {
 }
 
 /** @param {number} x @param {string} dash */
-const bound = (x, dash) => ({ type: "line", yref: "paper", y0: 0, y1: 1, x0: x, x1: x, line: { dash, width: 2, color: RED } });
+const bound = (x, dash) => ({ type: "line", yref: "paper", y0: 0, y1: 1, x0: x, x1: x, line: { dash, width: 2, color: colourOf("limit") } });

@@ -58,7 +58,7 @@ export function slider(axis, change) {
       input.value = String(here);
       input.disabled = values.length < 2;
       const sign = JSON.stringify(values.map(({ value, legal, why: words }) => [value, legal, words]));
-      if (sign !== shown) clear(ticks, ...values.map((each, place) => tick(each, place, values.length, move)));
+      if (sign !== shown) clear(ticks, ...values.map((each, place) => tick(each, place, values.length)));
       shown = sign;
       if (moved) clear(why, "");
       if (values.length < 2) clear(why, `${axis} can only be 1 for this model`);
@@ -79,19 +79,17 @@ function settled(values, here, to) {
   return best;
 }
 
-/** @param {Option} one @param {number} place @param {number} total @param {(to: number) => void} move */
-function tick({ value, legal, why }, place, total, move) {
+/** A label under the track; the track itself is what is touched.
+ * @param {Option} one @param {number} place @param {number} total */
+function tick({ value, legal, why }, place, total) {
   const share = total > 1 ? place / (total - 1) : 0;
   const words = total > MOST_LABELS ? "·" : short(value);
   return el(
-    "button",
+    "span",
     {
-      type: "button",
-      tabindex: -1,
       class: legal ? "tick" : "tick illegal",
       style: `left: calc(8px + (100% - 16px) * ${share})`,
       title: legal ? String(value) : `${value}: ${why}`,
-      onclick: () => move(place),
     },
     words,
   );

@@ -1,0 +1,182 @@
+"""Another job in Explore: the planner's best is loaded, and no job is a dead end."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from contextlib import redirect_stdout
+from dataclasses import replace
+from io import StringIO
+from itertools import combinations, product
+from math import dist
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fivefold import cli
+from fivefold.core import machine, models
+from fivefold.cost.memory import verdict
+from fivefold.page import document, explore, explore_job, explore_search, timeline
+from fivefold.page.explore_state import State, keys_of
+from fivefold.planner import NothingFits, best_plans
+from fivefold.report.pipeline_text import KINDS, OVERLAPPED
+
+GPUS = (1, 2, 3, 8, 12, 16, 64, 100, 256, 1024, 4096, 16_384)
+FEWEST_TELLING = 12  # of CIE76: less is hard to tell apart in small areas
+
+
+def silent(share: float) -> None:
+    """Nobody looks."""
+
+
+def shown(params: dict[str, str]) -> dict[str, Any]:
+    """What the page shows for these params; "" takes a key away."""
+    return explore.view({key: text for key, text in params.items() if text})
+
+
+def arrive(params: dict[str, str], ways: int = 1) -> State:
+    """The state that the page comes to: the planner's best, or where its first button leads."""
+    job = explore_job.job_of(params)
+    asked = explore_job.request_of(job)
+    try:
+        best = best_plans(asked, 1).plans[0]
+    except NothingFits as refused:
+        assert ways, f"a button of the page leads to a job without a layout: {refused}"
+        found = explore_job.nothing_fits(job, asked, refused)
+        if found["lean"] is not None:
+            view = shown({**explore_job.job_params(job), **found["lean"]})
+            assert view["problem"] is None
+            assert view["numbers"]["verdict"] != "fits"
+        return arrive({**params, **found["ways"][0]["set"]}, ways - 1)
+    return replace(job, **keys_of(best.plan))
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(("model", "gpus"), [*product(models.presets(), GPUS)])
+def test_no_job_is_a_dead_end(model: str, gpus: int) -> None:
+    """From the landing page, with another model and another number of GPUs."""
+    view = shown(arrive({**State().params(), "model": model, "gpus": str(gpus)}).params())
+    assert view["problem"] is None
+    assert view["numbers"]["verdict"] == "fits"
+    assert view["memory"]["total"] <= view["memory"]["usable"]
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("name", machine.presets())
+def test_no_machine_is_a_dead_end(name: str) -> None:
+    view = shown(arrive({**State().params(), "machine": name}).params())
+    assert view["problem"] is None and view["numbers"]["verdict"] == "fits"
+
+
+def test_a_batch_that_no_layout_divides_is_a_way_on() -> None:
+    """Of 101 GPUs no number divides layers, heads or one sequence."""
+    params = {"model": "tiny", "gpus": "101", "batch": "1", "seq": "64"}
+    found = explore_search.ranking_view(params, silent)
+    assert "no legal layout" in found["refused"] and found["lean"] is None
+    labels = [one["label"] for one in found["ways"]]
+    assert labels[:2] == ["a batch of 101 sequences", "64 GPUs"]
+    for way in found["ways"][:2]:
+        assert arrive({**params, **way["set"]}, ways=0).estimate().verdict == "fits"
+
+
+def test_what_fits_nowhere_is_shown_with_its_leanest_layout() -> None:
+    params = {"model": "llama-3.1-405b", "gpus": "64", "batch": "64"}
+    found = explore_search.ranking_view(params, silent)
+    assert [one["label"] for one in found["ways"]] == [
+        "128 GPUs",
+        "llama-3.1-405b on 16,384 GPUs of h100",
+    ]
+    view = shown({**found["job"], **found["lean"]})
+    assert view["numbers"]["verdict"] == "does not fit"
+    needs = f"needs {view['numbers']['total'] / 2**30:,.1f} GiB"
+    assert needs in found["refused"]
+
+
+def test_learned_positions_cut_the_sequences_of_another_model() -> None:
+    found = explore_search.ranking_view({**State().params(), "model": "gpt2", "gpus": "8"}, silent)
+    assert found["job"]["seq"] == "1024"
+    assert "sequences are cut to 1,024 tokens" in found["notes"]
+    assert found["layouts"][0]["verdict"] == "fits"
+
+
+@pytest.mark.nightly
+def test_the_landing_page_shows_the_planners_best() -> None:
+    found = explore_search.ranking_view(State().params(), silent)
+    assert explore_job.layout_params(State()) == found["layouts"][0]["set"]
+    assert found["layouts"][0]["verdict"] == "fits"
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_verdict_and_bytes_are_the_same_in_every_panel(recompute: str) -> None:
+    state = replace(State(), recompute=recompute)
+    found = state.estimate()
+    view = explore.view(state.params()) | explore.pictures(state.params())
+    chip, usable = machine.load(state.machine), found.setting.capacity
+    assert view["numbers"]["verdict"] == str(verdict(found.total, usable, chip))  # pyright: ignore[reportArgumentType]
+    totals = {view["numbers"]["total"], view["memory"]["total"], view["curves"]["now"]}
+    assert totals == {found.total}
+    assert view["memory"]["headline"].endswith(view["numbers"]["verdict"])
+
+
+def test_the_bubble_is_the_same_in_every_panel() -> None:
+    state = State()
+    view = explore.view(state.params()) | explore.pictures(state.params())
+    bubble = view["numbers"]["bubble"]
+    assert view["timeline"]["bubble"] == bubble
+    assert view["time"]["parts"]["bubble"] / view["time"]["step"] == pytest.approx(bubble)
+    said = f"bubble {bubble:.1%} of the step"
+    assert said in view["timeline"]["headline"]
+    assert said in "\n".join(timeline.text(view["timeline"])).replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        State(),
+        State(model="mixtral-8x7b", gpus=32, tp=2, cp=2, pp=1, ep=8, batch=64, chunks=1),
+        State(model="tiny", gpus=4, tp=2, pp=1, chunks=1, batch=8, seq=64, also="layers=4"),
+    ],
+    ids=lambda state: state.model,
+)  # fmt: skip
+def test_the_shared_command_prints_the_same_plan(state: State) -> None:
+    found = explore.view(state.params())
+    words = shlex.split(found["command"])
+    assert words[:2] == ["fivefold", "plan"]
+    with redirect_stdout(StringIO()) as out:
+        assert not cli.run([*words[1:], "--json"])
+    (said,) = json.loads(out.getvalue())["layouts"]
+    assert said["step_s"] == pytest.approx(found["numbers"]["step"])
+    assert said["memory_gib"]["total"] * 2**30 == pytest.approx(found["numbers"]["total"])
+
+
+def lab(colour: str) -> tuple[float, float, float]:
+    """A colour as CIE L*a*b*, in which distances are what eyes tell apart."""
+    parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    red, green, blue = (
+        each / 12.92 if each <= 0.04045 else ((each + 0.055) / 1.055) ** 2.4 for each in parts
+    )
+    rows = ((0.4124, 0.3576, 0.1805), (0.2126, 0.7152, 0.0722), (0.0193, 0.1192, 0.9505))
+    white = (0.9505, 1.0, 1.089)
+    scaled = [
+        (row[0] * red + row[1] * green + row[2] * blue) / one
+        for row, one in zip(rows, white, strict=True)
+    ]
+    x, y, z = (each ** (1 / 3) if each > 0.008856 else 7.787 * each + 16 / 116 for each in scaled)
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
+
+
+def test_one_colour_has_one_meaning() -> None:
+    text = (Path(document.STATIC) / "colours.js").read_text("utf-8")
+    looks = re.search(r"const LOOKS = \{(.*?)\};", text, re.S)
+    assert looks is not None
+    named = dict(re.findall(r'(\w+): \["(#[0-9a-f]{6})"', looks[1]))
+    assert {"tp", "cp", "dp", "pp", "ep", "weights", "bubble", "limit", "here"} <= named.keys()
+    named |= {kind.name: kind.colour for kind in (*KINDS.values(), OVERLAPPED)}
+    near = [
+        (one, other)
+        for one, other in combinations(named, 2)
+        if dist(lab(named[one]), lab(named[other])) < FEWEST_TELLING
+    ]
+    assert not near
