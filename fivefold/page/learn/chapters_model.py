@@ -99,8 +99,8 @@ def pipeline() -> list[str]:
         f"{more.batch}.",
         f"A pipeline sends little: between two stages go {size_text(message)} for each microbatch "
         "forward, as much backward, and only to the neighbour. So it is the "
-        "dimension that crosses nodes. Its price is the bubble, and the first rank, which keeps the activations of the most "
-        "microbatches.",
+        "dimension that crosses nodes. Its price is the bubble, and the first rank, which keeps "
+        "the activations of the most microbatches.",
     ]
 
 

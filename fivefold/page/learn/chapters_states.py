@@ -93,9 +93,9 @@ def collectives() -> list[str]:
         "a plain send and receive.",
         f"The price is bytes over links. To add up 1 GiB over 8 ranks (an all-reduce), each of "
         f"them sends {sent[8] / _GIB:.2f} GiB. Over NVLink, inside a node of "
-        f"{gpu().gpus_per_node} H100s, that takes at least {duration(fast)}; over the network between nodes, "
-        f"{duration(slow)}. That factor of {slow / fast:.0f} decides most layouts: those who talk "
-        "most are put next to each other.",
+        f"{gpu().gpus_per_node} H100s, that takes at least {duration(fast)}; over the network "
+        f"between nodes, {duration(slow)}. That factor of {slow / fast:.0f} decides most layouts: "
+        "those who talk most are put next to each other.",
         f"More ranks hardly cost more bytes: with 1,024 ranks each sends "
         f"{sent[1024] / _GIB:.2f} GiB. But "
         "the number of steps grows, everybody waits for the slowest, and no bytes are better than "

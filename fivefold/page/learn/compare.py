@@ -115,6 +115,7 @@ def _row(name: str, pairs: tuple[tuple[str, str], ...]) -> View:
         "memory": one.total,
         "verdict": one.verdict,
         "step": one.step,
+        "step_text": duration(one.step),
         "mfu": one.mfu,
         "parts": one.breakdown(),
         "address": state.params(),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 from fivefold.core import machine, models
 from fivefold.core.count import parameters
@@ -17,6 +18,7 @@ from fivefold.core.errors import counted
 from fivefold.page import Params, View
 from fivefold.page.explore_state import State
 from fivefold.page.learn import Choice, chosen, sentence_lines
+from fivefold.planner.estimate import Estimate
 from fivefold.report import bar, gib, wrapped
 
 TITLE = "What training keeps, in GPUs"
@@ -27,7 +29,7 @@ CHOICES: Mapping[str, Choice] = {
         "llama-3.1-70b",
     ),
     "machine": Choice("GPU of", ("h100", "a100-40g", "h200", "gb200", "laptop"), "h100"),
-    "seq": Choice("Tokens of a sequence", ("2048", "4096", "8192"), "4096"),
+    "seq": Choice("Tokens of a sequence", ("2048", "4096", "8192"), "8192"),
 }
 _MEANS = {
     "weights": "weights, which the matmuls read",
@@ -48,7 +50,8 @@ def view(params: Params) -> View:
         seq=min(int(choices["seq"]), shape.max_seq),
         **{"gpus": 1, "tp": 1, "pp": 1, "zero": 0, "schedule": "1f1b", "chunks": 1, "batch": 2},
     )
-    memory, total = state.estimate().memory, parameters(shape).total
+    found, total = state.estimate(), parameters(shape).total
+    memory, recomputed = found.memory, replace(state, recompute="full").estimate()
     parts = [
         {"name": name, "means": means, "bytes": memory[name]} for name, means in _MEANS.items()
     ]
@@ -59,7 +62,7 @@ def view(params: Params) -> View:
         "parameters": total,
         "parts": parts,
         "frames": [_frame(parts[: place + 1], gpu.memory, total) for place in range(len(parts))],
-        "sentences": _sentences(parts, gpu.memory, total),
+        "sentences": _sentences(parts, total, found, recomputed),
     }
 
 
@@ -81,7 +84,8 @@ def _gpus(size: float, limit: float) -> str:
     return f"more than {counted(math.ceil(size / limit) - 1, 'GPU')} of {gib(limit)} can hold"
 
 
-def _sentences(parts: list[View], limit: float, total: int) -> list[str]:
+def _sentences(parts: list[View], total: int, found: Estimate, recomputed: Estimate) -> list[str]:
+    limit = found.setting.machine.memory
     kept = sum(part["bytes"] for part in parts[:-1])
     activations = parts[-1]["bytes"]
     return [
@@ -89,7 +93,8 @@ def _sentences(parts: list[View], limit: float, total: int) -> list[str]:
         "whatever the batch. To use a trained model the weights alone suffice: "
         f"{gib(parts[0]['bytes'])}.",
         f"Activations, {gib(activations)}, grow with the tokens that are computed at once. "
-        "Recomputation can remove most of them, for about a third more time.",
+        f"Recomputing all of them leaves {gib(recomputed.memory['activations'])}, and makes a step "
+        f"{recomputed.step / found.step:.2f} times as long.",
         f"These bytes fill {counted(math.ceil((kept + activations) / limit), 'GPU')}, if they can "
         "be cut so that none is stored twice. How to cut them is what the next chapters are about.",
     ]

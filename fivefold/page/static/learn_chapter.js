@@ -51,7 +51,7 @@ export function chapter(view, panel) {
       el("aside", { class: "kitchen" }, el("h3", {}, "In a kitchen"), el("p", {}, ...words(view.analogy))),
     ),
     panel,
-    el("section", { class: "real" }, el("h3", {}, "Do it for real"), ...view.commands.map(command)),
+    el("section", { class: "real" }, el("h3", {}, "Do it for real"), el("p", { class: "hint" }, "In a terminal, on any laptop; no GPU is needed."), ...view.commands.map(command)),
     ways(view),
     glossary(),
   );

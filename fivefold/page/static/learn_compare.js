@@ -2,7 +2,7 @@
 // Techniques beside one another: a row for each, with bars for memory and for the time of a step.
 
 import { clear, el } from "fivefold/dom.js";
-import { gib, percent, seconds } from "fivefold/format.js";
+import { gib, percent } from "fivefold/format.js";
 import { colourOf, patternOf } from "fivefold/colours.js";
 import { written } from "fivefold/address.js";
 
@@ -50,7 +50,7 @@ function cells(row, limit, longest) {
     el("th", { scope: "row" }, title, el("small", {}, row.layout)),
     el("td", {}, gib(row.memory), memory(row.memory / limit)),
     el("td", {}, verdict),
-    el("td", {}, seconds(row.step), time(row, longest)),
+    el("td", {}, row.step_text, time(row, longest)),
     el("td", {}, percent(row.mfu)),
   ];
 }

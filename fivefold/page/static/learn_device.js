@@ -11,7 +11,7 @@ const HATCHED = "master"; // it has the hue of the weights, of which it is a cop
 /** @param {HTMLElement} body */
 export function create(body) {
   const sheet = el("div");
-  const key = el("ul", { class: "key" });
+  const key = el("ul", { class: "key device-key" });
   body.append(sheet, key);
   /** @type {any} */
   let view = null;
@@ -28,16 +28,16 @@ export function create(body) {
       view = now;
       place = frame;
       again();
-      clear(key, ...view.parts.slice(0, view.frames[place].shown).map(row));
+      clear(key, ...view.parts.slice(0, view.frames[place].shown).map((/** @type {any} */ part) => row(part, view.limit)));
     },
   };
 }
 
-/** @param {any} part */
-function row(part) {
+/** @param {any} part @param {number} limit */
+function row(part, limit) {
   const style = `background-color:${colourOf(part.name)}`;
   const swatch = el("span", { class: part.name === HATCHED ? "swatch hatched" : "swatch", style });
-  return el("li", {}, swatch, part.name === HATCHED ? "float32 copy" : part.name, el("span", {}, gib(part.bytes)));
+  return el("li", {}, swatch, part.name === HATCHED ? "float32 copy" : part.name, el("span", {}, gib(part.bytes)), el("span", {}, `${(part.bytes / limit).toFixed(1)} GPUs`));
 }
 
 /** @param {any} view @param {number} place @param {number} width */
