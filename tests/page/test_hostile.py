@@ -44,11 +44,12 @@ ADDRESSES = {
 }
 # These name nothing that is there, and lead to something that is.
 LEADING = {
-    "learn?panel=../../x": "learn?panel=landscape",
-    "learn?panel=constructor": "learn?panel=landscape",
-    "learn?panel=data&frame=9999": "learn?panel=data",
-    "learn?panel=data&frame=-7": "learn?panel=data",
-    "learn?panel=data&frame=1.5": "learn?panel=data&frame=1",
+    "learn?panel=../../x": "learn?chapter=one-gpu",
+    "learn?panel=constructor": "learn?chapter=one-gpu",
+    "learn?chapter=../../x": "learn?chapter=one-gpu",
+    "learn?panel=data&frame=9999": "learn?chapter=zero",
+    "learn?panel=data&frame=-7": "learn?chapter=zero",
+    "learn?panel=data&frame=1.5": "learn?chapter=zero&frame=1",
     "run": "explore?",
     "constructor": "explore?",
     "main": "explore?",

@@ -15,6 +15,7 @@ from fivefold.core.plan import PlanOptions, resolve
 from fivefold.cost.collectives import predict_traffic
 from fivefold.cost.static_memory import static_bytes
 from fivefold.page import document
+from fivefold.page.explore_state import State
 from fivefold.page.learn import GROUPS, chapters, compare, device
 from fivefold.page.learn.chapters import CHAPTERS, plain
 from fivefold.page.learn.glossary import GLOSSARY, linked
@@ -22,10 +23,12 @@ from fivefold.report import WIDTH, gib
 from tests.commands import in_fork, in_new_process
 from tests.selection import all_cases
 
-STYLE = ("shard", "flat unit", "collective", "group", "communicator", "rank", "stage", "chunk")
-STYLE += ("microbatch", "axis", "degree", "coord", "matmul", "loss scaling", "gradient clipping")
-STYLE += ("accumulation", "prefetch", "overlap", "offload", "weight gradient", "input gradient")
-STYLE += ("peak memory", "reserved", "allocated", "estimate")
+STYLE = (
+    *("shard", "flat unit", "collective", "group", "communicator", "rank", "stage", "chunk"),
+    *("microbatch", "axis", "degree", "coord", "matmul", "loss scaling", "gradient clipping"),
+    *("accumulation", "prefetch", "overlap", "offload", "weight gradient", "input gradient"),
+    *("peak memory", "reserved", "allocated", "estimate"),
+)
 
 
 def prose(name: str) -> str:
@@ -125,7 +128,7 @@ def test_the_comparison_says_what_the_planner_estimates() -> None:
     view = compare.view({})
     by_name = {row["name"]: row for row in view["rows"]}
     for row in view["rows"]:
-        state = compare.State.parse(row["address"])
+        state = State.parse(row["address"])
         assert state.estimate().step == row["step"]
         assert gib(row["memory"]) in view["frames"][view["rows"].index(row)]["says"]
     assert by_name["data"]["memory"] > by_name["zero-1"]["memory"] > by_name["zero-3"]["memory"]

@@ -13,22 +13,10 @@ from fivefold.core.machine import Machine
 from fivefold.cost.axis_collectives import Collective
 from fivefold.cost.collectives import predict_traffic
 from fivefold.page.explore_state import State
+from fivefold.page.learn.device import ALONE
 from fivefold.planner.estimate import Estimate
 from fivefold.report import duration, gib, percent
 
-# One GPU with everything on it; chapters change what they are about.
-ALONE = State(
-    model="llama-3.1-70b",
-    gpus=1,
-    tp=1,
-    pp=1,
-    zero=0,
-    schedule="1f1b",
-    chunks=1,
-    seq=8192,
-    batch=2,
-    tokens=15e12,
-)
 SMALL, MIDDLE, LARGE = "llama-3.2-1b", "llama-3.1-8b", "llama-3.1-70b"
 STATES = ("weights", "gradients", "master", "optimizer")
 _YEAR = 365.25  # days

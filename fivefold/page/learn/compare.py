@@ -15,8 +15,8 @@ from typing import Any
 
 from fivefold.core import machine
 from fivefold.page import Params, View
-from fivefold.page.explore_state import State
 from fivefold.page.learn import Choice, chosen, sentence_lines
+from fivefold.page.learn.device import ALONE
 from fivefold.report import duration, gib, percent, table, wrapped
 
 TITLE = "The same job, by each technique"
@@ -97,9 +97,8 @@ def _batch(gpus: int) -> int:
 def _row(name: str, pairs: tuple[tuple[str, str], ...]) -> View:
     technique, choices = TECHNIQUES[name], dict(pairs)
     gpus = int(choices["gpus"])
-    base: dict[str, Any] = {"tp": 1, "pp": 1, "schedule": "1f1b", "chunks": 1, "gpus": gpus}
-    same = {key: choices[key] for key in ("model", "machine", "recompute")}
-    state = replace(State(**same, batch=_batch(gpus)), **(base | dict(technique.keys)))
+    same: dict[str, Any] = {key: choices[key] for key in ("model", "machine", "recompute")}
+    state = replace(ALONE, gpus=gpus, batch=_batch(gpus), **same, **technique.keys)
     found: View = {"name": name, "title": technique.title, "says": technique.says}
     degrees = state.tp * state.pp * state.cp
     if degrees > gpus:

@@ -31,6 +31,19 @@ CHOICES: Mapping[str, Choice] = {
     "machine": Choice("GPU of", ("h100", "a100-40g", "h200", "gb200", "laptop"), "h100"),
     "seq": Choice("Tokens of a sequence", ("2048", "4096", "8192"), "8192"),
 }
+# One GPU with everything on it; chapters change what they are about.
+ALONE = State(
+    model="llama-3.1-70b",
+    gpus=1,
+    tp=1,
+    pp=1,
+    zero=0,
+    schedule="1f1b",
+    chunks=1,
+    seq=8192,
+    batch=2,
+    tokens=15e12,
+)
 _MEANS = {
     "weights": "weights, which the matmuls read",
     "gradients": "gradients, which add up over the microbatches of a step",
@@ -44,12 +57,8 @@ def view(params: Params) -> View:
     """The parts of the memory, one after the other."""
     choices = chosen(CHOICES, params)
     shape, gpu = models.load(choices["model"]), machine.load(choices["machine"])
-    state = State(
-        model=choices["model"],
-        machine=choices["machine"],
-        seq=min(int(choices["seq"]), shape.max_seq),
-        **{"gpus": 1, "tp": 1, "pp": 1, "zero": 0, "schedule": "1f1b", "chunks": 1, "batch": 2},
-    )
+    seq = min(int(choices["seq"]), shape.max_seq)
+    state = replace(ALONE, model=choices["model"], machine=choices["machine"], seq=seq)
     found, total = state.estimate(), parameters(shape).total
     memory, recomputed = found.memory, replace(state, recompute="full").estimate()
     parts = [

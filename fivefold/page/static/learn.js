@@ -27,12 +27,12 @@ export function create(root, remember) {
   async function show({ chapter, panel: asked, frame = "0", ...params }) {
     const number = ++asks;
     const place = placeOf(chapter, asked);
-    const name = place.chapter ?? place.panel;
+    const name = place.chapter ?? `panel/${place.panel}`;
     list.mark(place.chapter);
     if (!made[name]) {
       const [module, told] = await Promise.all([
         import(`fivefold/learn_${place.panel}.js`),
-        place.chapter ? ask(`chapter/${place.chapter}`, {}) : null,
+        place.chapter ? ask(`chapter/${place.chapter}`, {}).catch(() => null) : null,
       ]);
       if (number !== asks) return; // the reader is further already
       const lesson = new Lesson(place, module, remember);
