@@ -294,7 +294,7 @@ def test_text_twins_say_the_same_numbers() -> None:
     said = "\n".join(landscape.text(view))
     for frame in view["frames"]:
         for move in frame["moves"]:
-            assert f"over {move['axis']} ({move['group']} ranks, {move['tier']})" in said
+            assert f"among {move['group']} {move['who']} over {move['tier']}" in said
             assert size_text(move["bytes"]) in said
     view = collectives.view({"collective": "all-to-all", "ranks": "8"})
     said = "\n".join(collectives.text(view))
