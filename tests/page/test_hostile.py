@@ -132,7 +132,7 @@ def test_addresses_that_name_nothing(guarded: Page, site: str) -> None:
         tab = reached.partition("?")[0]
         guarded.wait_for_selector(f".tab-{tab} .panel")
         assert guarded.locator(f"[data-tab={tab}]").get_attribute("aria-selected") == "true"
-    assert guarded.locator("#panel-numbers .tile").count() > 4
+    guarded.locator("#panel-numbers .tile").nth(4).wait_for()
 
 
 def test_an_address_that_is_refused_later_leaves_what_was_there(guarded: Page, site: str) -> None:
