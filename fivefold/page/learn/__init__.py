@@ -39,14 +39,14 @@ def chosen(choices: Mapping[str, Choice], params: Params) -> dict[str, str]:
 # The groups of the list of collectives, in words.
 GROUPS: Mapping[str, str] = {
     "tp": "tensor ranks",
-    "pp": "pipeline neighbours",
+    "pp": "neighbours",
     "ring": "context ranks",
     "ulysses": "context ranks",
     "ep": "expert ranks",
     "ep-near": "expert ranks of a node",
     "ep-far": "expert ranks of other nodes",
     "etp": "ranks of one expert",
-    "edp": "copies of an expert",
+    "edp": "expert copies",
     "fsdp": "ZeRO ranks",
     "dp-cp": "data and context ranks",
     "replicate": "replicas of a shard",

@@ -35,10 +35,10 @@ MODELS = ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3", "tiny-moe")
 DEGREES = ("1", "2", "4", "8")
 CHOICES: Mapping[str, Choice] = {
     "model": Choice("Model", MODELS, "mixtral-8x7b"),
-    "tp": Choice("tp", DEGREES, "2"),
-    "cp": Choice("cp", DEGREES, "2"),
-    "ep": Choice("ep", DEGREES, "4"),
-    "context": Choice("Context", tuple(CONTEXT_KINDS), "zigzag"),
+    "tp": Choice("Tensor (tp)", DEGREES, "2"),
+    "cp": Choice("Context (cp)", DEGREES, "2"),
+    "ep": Choice("Expert (ep)", DEGREES, "4"),
+    "context": Choice("Kind of context", tuple(CONTEXT_KINDS), "zigzag"),
     "sp": Choice("Sequence parallelism", ("on", "off"), "on"),
     "machine": Choice("Machine", ("h100", "gb200", "a100", "laptop"), "h100"),
 }

@@ -116,7 +116,7 @@ function row(station, at, frame, focused) {
   let y = at.y + 11;
   if (station.held) {
     parts.push(tile(station, beside, at.y));
-    parts.push(letters(text, y, `[${station.held.symbols.join(", ")}]${station.held.partial ? ", a sum to come" : ""}`, { bold: true }));
+    parts.push(letters(text, y, `[${station.held.symbols.join(", ")}]${station.held.partial ? ", to sum" : ""}`, { bold: true }));
     parts.push(letters(text, y + LINE, `${station.held.sizes.map(count).join(small ? "×" : " × ")} · ${bytes(station.held.bytes)}`, { fill: "var(--muted)" }));
     y += 2 * LINE;
   }
