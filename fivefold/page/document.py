@@ -25,15 +25,19 @@ from fivefold.page.explore_job import JOB
 from fivefold.page.explore_state import State
 from fivefold.page.learn import (
     Choice,
+    chapters,
     collectives,
+    compare,
     context,
     data,
+    device,
     expert,
     landscape,
     layer,
     pipeline,
     tensor,
 )
+from fivefold.page.learn.glossary import GLOSSARY
 from fivefold.records.spans import RunFacts, StepSpans
 
 
@@ -54,17 +58,20 @@ class Lesson(Protocol):
     def text(self, view: View, /) -> list[str]: ...
 
 
-# In the order of the page.
+# The panels; `chapters.CHAPTERS` puts them in the order of the path.
 LESSONS: dict[str, Lesson] = {
-    "landscape": landscape,
-    "layer": layer,
+    "device": device,
     "collectives": collectives,
     "data": data,
     "tensor": tensor,
     "pipeline": pipeline,
     "context": context,
     "expert": expert,
+    "landscape": landscape,
+    "layer": layer,
+    "compare": compare,
 }
+Question = tuple[str, dict[str, str]]  # its name and its parameters
 _EXPLORE = {"explore": explore.view, "pictures": explore.pictures}
 
 
@@ -88,8 +95,11 @@ def answer(name: str, params: Params, run: RunSource | None = None) -> View:
             raise FivefoldError("no run: say which, as in fivefold observe runs/first")
         return run_view.view(run.facts(), params, run.spans)
     kind, _, lesson = name.partition("/")
+    if kind == "chapter":
+        return chapters.view(lesson)
     if kind != "learn" or lesson not in LESSONS:
-        lessons = (f"learn/{each}" for each in LESSONS)
+        lessons = [*(f"chapter/{each}" for each in chapters.CHAPTERS)]
+        lessons += [f"learn/{each}" for each in LESSONS]
         raise UnknownName("question", name, [*_EXPLORE, "run", *explore.searches(), *lessons])
     return LESSONS[lesson].view(params)
 
@@ -118,11 +128,8 @@ def answers(
         return {"run": answer("run", params, run)}
     if tab == "explore":
         return _explore_answers(params, panel, on_progress)
-    choices = {name: value for name, value in params.items() if name not in ("panel", "frame")}
-    return {
-        f"learn/{name}": answer(f"learn/{name}", choices)
-        for name in _chosen(panel or params.get("panel"), LESSONS)
-    }
+    asked = chapters.questions(params, panel, LESSONS)
+    return {name: answer(name, choices) for name, choices in asked}
 
 
 def _explore_answers(params: Params, panel: str | None, on_progress: Progress) -> dict[str, View]:
@@ -152,6 +159,8 @@ def lines(found: dict[str, View], panel: str | None) -> Iterator[str]:
                 yield from (*run_view.PANELS[each].text(view), "")
         elif name in explore.PANELS:
             yield from (*explore.PANELS[name].text(view), "")
+        elif name.startswith("chapter/"):
+            yield from (*chapters.text(view), "")
         else:
             lesson = LESSONS[name.removeprefix("learn/")]
             yield from (lesson.TITLE, "", *lesson.text(view), "")
@@ -248,6 +257,8 @@ def _site(start: PageStart, *, live: bool) -> View:
         "job": dict(start.job),
         "version": __version__,
         "lessons": lessons,
+        "chapters": chapters.contents(),
+        "glossary": GLOSSARY,
         "panels": {
             "explore": _frames(explore.PANELS, "title", "hint", "later", "drawing"),
             "run": _frames(run_view.PANELS, "title", "hint", "column", "drawing"),
@@ -299,7 +310,6 @@ _MOST_COMBINATIONS = 450  # of the choices of one panel
 _MOST_CHANGED = 2  # choices that differ from the defaults, in a panel with more combinations
 _MOST_STEPS = 8
 _SEARCH_SHARE = 0.2  # of the time
-Question = tuple[str, dict[str, str]]
 
 
 def offline_answers(
@@ -353,6 +363,9 @@ def _neighbours(state: dict[str, str], view: View, layouts: list[View]) -> Itera
 
 
 def _lesson_questions() -> Iterator[Question]:
+    for name, chapter in chapters.CHAPTERS.items():
+        yield f"chapter/{name}", {}
+        yield f"learn/{chapter.panel}", dict(chapter.start)
     for name, lesson in LESSONS.items():
         yield f"learn/{name}", {}
         for params in _combinations(lesson.CHOICES):

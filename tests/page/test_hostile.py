@@ -44,11 +44,12 @@ ADDRESSES = {
 }
 # These name nothing that is there, and lead to something that is.
 LEADING = {
-    "learn?panel=../../x": "learn?panel=landscape",
-    "learn?panel=constructor": "learn?panel=landscape",
-    "learn?panel=data&frame=9999": "learn?panel=data",
-    "learn?panel=data&frame=-7": "learn?panel=data",
-    "learn?panel=data&frame=1.5": "learn?panel=data&frame=1",
+    "learn?panel=../../x": "learn?chapter=one-gpu",
+    "learn?panel=constructor": "learn?chapter=one-gpu",
+    "learn?chapter=../../x": "learn?chapter=one-gpu",
+    "learn?panel=data&frame=9999": "learn?chapter=zero",
+    "learn?panel=data&frame=-7": "learn?chapter=zero",
+    "learn?panel=data&frame=1.5": "learn?chapter=zero&frame=1",
     "run": "explore?",
     "constructor": "explore?",
     "main": "explore?",
@@ -131,7 +132,7 @@ def test_addresses_that_name_nothing(guarded: Page, site: str) -> None:
         tab = reached.partition("?")[0]
         guarded.wait_for_selector(f".tab-{tab} .panel")
         assert guarded.locator(f"[data-tab={tab}]").get_attribute("aria-selected") == "true"
-    assert guarded.locator("#panel-numbers .tile").count() > 4
+    guarded.locator("#panel-numbers .tile").nth(4).wait_for()
 
 
 def test_an_address_that_is_refused_later_leaves_what_was_there(guarded: Page, site: str) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from fivefold.page.document import LESSONS
+from fivefold.page.learn.chapters import CHAPTERS
 from tests.page.ink import ink
 
 if TYPE_CHECKING:
@@ -152,9 +152,9 @@ def test_every_lesson_is_drawn_and_can_be_changed(
     offline: Page, browser: Browser, files: dict[str, Path]
 ) -> None:
     opened(offline, files["job"], "#learn")
-    for name in LESSONS:
-        offline.locator(f"[data-lesson={name}]").click()
-        panel = offline.locator(f"#panel-{name}")
+    for name, chapter in CHAPTERS.items():
+        offline.locator(f".lessons [data-chapter={name}]").click()
+        panel = offline.locator(f".chapter[data-chapter={name}] #panel-{chapter.panel}")
         panel.locator(".says:not(:empty)").wait_for()
         select = panel.locator(".choices select").nth(1)
         key, value = select.get_attribute("name"), select.input_value()

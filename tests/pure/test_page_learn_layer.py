@@ -15,7 +15,7 @@ from fivefold.cost.axis_collectives import PAYLOADS, Collective, message_bytes
 from fivefold.cost.collectives import predict_traffic
 from fivefold.cost.static_memory import static_bytes
 from fivefold.page import explore
-from fivefold.page.learn import Choice, collectives, landscape, layer, size_text
+from fivefold.page.learn import GROUPS, Choice, collectives, landscape, layer, size_text
 from fivefold.report import WIDTH
 
 PANELS = (landscape, layer, collectives)
@@ -158,12 +158,12 @@ def test_bytes_are_those_of_the_tensors_beside_them() -> None:
 def test_conjugate_pairs_swap_in_backward() -> None:
     with_sp = layer.view({"sp": "on", "tp": "2"})
     enter, leave = station(with_sp, "enter 1"), station(with_sp, "leave 1")
-    assert (enter["title"], leave["title"]) == ("g", "ḡ")
+    assert (enter["title"], leave["title"]) == ("gather", "reduce")
     assert enter["pair"] == tuple(reversed(leave["pair"])) == ("all-gather", "reduce-scatter")
     assert [w["kind"] for w in enter["forward"]] == [w["kind"] for w in leave["backward"]]
     without = layer.view({"sp": "off", "tp": "2"})
     enter, leave = station(without, "enter 1"), station(without, "leave 1")
-    assert (enter["title"], leave["title"]) == ("f", "f̄")
+    assert (enter["title"], leave["title"]) == ("copy", "sum")
     assert enter["forward"] == leave["backward"] == []
     (back,), (there,) = enter["backward"], leave["forward"]
     assert back["kind"] == there["kind"] == "all_reduce"
@@ -289,12 +289,12 @@ def test_text_twins_say_the_same_numbers() -> None:
     said = " ".join(" ".join(layer.text(view)).split())
     for call in wires(view):
         assert size_text(call.bytes) in said
-        assert f"over {call.axis} ({call.group} ranks" in said
+        assert f"among {call.group} {GROUPS[call.axis]}" in said
     view = landscape.view({})
     said = "\n".join(landscape.text(view))
     for frame in view["frames"]:
         for move in frame["moves"]:
-            assert f"over {move['axis']} ({move['group']} ranks, {move['tier']})" in said
+            assert f"among {move['group']} {move['who']} over {move['tier']}" in said
             assert size_text(move["bytes"]) in said
     view = collectives.view({"collective": "all-to-all", "ranks": "8"})
     said = "\n".join(collectives.text(view))

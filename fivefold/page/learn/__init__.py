@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fivefold.core.errors import UnknownName
+from fivefold.core.errors import UnknownName, counted
+from fivefold.core.layout import Layout
 from fivefold.page import Params, View
 from fivefold.report import wrapped
 
@@ -33,6 +34,46 @@ def chosen(choices: Mapping[str, Choice], params: Params) -> dict[str, str]:
         if value not in choices[name].values:
             raise UnknownName(f"{name} of the panel", value, choices[name].values)
     return {name: params.get(name, choice.default) for name, choice in choices.items()}
+
+
+# The groups of the list of collectives, in words.
+GROUPS: Mapping[str, str] = {
+    "tp": "tensor ranks",
+    "pp": "neighbours",
+    "ring": "context ranks",
+    "ulysses": "context ranks",
+    "ep": "expert ranks",
+    "ep-near": "expert ranks of a node",
+    "ep-far": "expert ranks of other nodes",
+    "etp": "ranks of one expert",
+    "edp": "expert copies",
+    "fsdp": "ZeRO ranks",
+    "dp-cp": "data and context ranks",
+    "replicate": "replicas of a shard",
+    "replica": "copies of a KV head",
+    "row": "ranks of a sequence",
+    "scale": "ranks of one scale",
+    "twin": "two stages of one weight",
+    "world": "all ranks",
+}
+
+
+def rank_sentences(layout: Layout) -> list[str]:
+    """How many ranks a layout has, and where its experts are."""
+    found = [
+        f"Ranks: dp {layout.dp} · cp {layout.cp} · tp {layout.tp} · pp {layout.pp} = "
+        f"{layout.world}. The experts of a stage are shared by {layout.ep * layout.etp} of its "
+        f"{layout.stage_size} ranks, so that each expert is stored "
+        f"{'once' if layout.edp == 1 else f'{layout.edp} times'}."
+    ]
+    product = layout.textbook()
+    if product is not None and layout.ep > 1:
+        found.append(
+            "Textbooks count ep as a factor and divide dp by it: "
+            f"{' · '.join(map(str, product))} (dp, tp, pp, cp, ep) = "
+            f"{counted(layout.world, 'rank')}, the same ones."
+        )
+    return found
 
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")

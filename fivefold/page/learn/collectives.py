@@ -19,7 +19,7 @@ from fivefold.core.plan import PlanOptions, resolve
 from fivefold.cost.axis_collectives import PAYLOADS
 from fivefold.cost.collectives import predict_traffic
 from fivefold.page import Params, View
-from fivefold.page.learn import Choice, chosen, sentence_lines, size_text
+from fivefold.page.learn import GROUPS, Choice, chosen, sentence_lines, size_text
 from fivefold.report import wrapped
 
 TITLE = "The six collectives"
@@ -147,6 +147,10 @@ def _to_next(rank: int, n: int, slot: int, **flags: bool) -> Move:
 
 
 _RING = "(n − 1)/n · S"
+_LABELS = (
+    "In the picture b2 is shard 2 of rank b, a+b 2 the sum of two shards, and Σ2 the sum over all "
+    "ranks."
+)
 COLLECTIVES: Mapping[str, CollectiveLesson] = {
     "all-reduce": CollectiveLesson(
         ("all_reduce",),
@@ -244,11 +248,15 @@ def view(params: Params) -> View:
         "piece_bytes": shard_bytes,
         "sent": sent,
         "formula": one.formula,
-        "uses": [{"axis": axis, "what": PAYLOADS[kind, axis]} for kind, axis in _used(one)],
+        "uses": [
+            {"axis": axis, "who": GROUPS[axis], "what": PAYLOADS[kind, axis]}
+            for kind, axis in _used(one)
+        ],
         "sentences": [
             f"{title} of S = {size_text(size)} on n = {n} ranks: each sends {one.formula} "
             f"= {size_text(max(sent))}, in {counted(len(moves), 'step')}.",
             *_remarks(one, n, sent),
+            *(() if one.kinds[0] == "send" else (_LABELS,)),
         ],
     }
 
@@ -262,7 +270,7 @@ def text(view: View) -> list[str]:
             row = [rank[slot]["label"] if rank[slot] else "·" for rank in frame["state"]]
             lines.append("  " + " ".join(f"{each:>10}" for each in row).rstrip())
         lines.append("")
-    uses = [f"  {use['axis']:<10} {use['what']}" for use in view["uses"]]
+    uses = [line for use in view["uses"] for line in wrapped(use["what"], f"  {use['who']:<28}")]
     return [*lines, *sentence_lines(view, "- "), *uses]
 
 

@@ -22,7 +22,14 @@ from fivefold.cost.axis_collectives import message_bytes
 from fivefold.cost.collectives import TrafficEntry, predict_traffic
 from fivefold.cost.static_memory import static_bytes
 from fivefold.page import Params, View
-from fivefold.page.learn import Choice, chosen, sentence_lines, size_text
+from fivefold.page.learn import (
+    GROUPS,
+    Choice,
+    chosen,
+    rank_sentences,
+    sentence_lines,
+    size_text,
+)
 from fivefold.page.learn.layer_parts import shares, tier_name
 from fivefold.report import wrapped
 
@@ -31,11 +38,11 @@ CHOICES: Mapping[str, Choice] = {
     "model": Choice(
         "Model", ("mixtral-8x7b", "deepseek-v3", "qwen3-30b-a3b", "tiny-moe"), "mixtral-8x7b"
     ),
-    "dp": Choice("dp", ("1", "2", "4", "8"), "4"),
-    "cp": Choice("cp", ("1", "2", "4"), "2"),
-    "tp": Choice("tp", ("1", "2", "4", "8"), "2"),
-    "pp": Choice("pp", ("1", "2", "4", "8"), "2"),
-    "ep": Choice("ep", ("1", "2", "4", "8"), "2"),
+    "dp": Choice("Data (dp)", ("1", "2", "4", "8"), "4"),
+    "cp": Choice("Context (cp)", ("1", "2", "4"), "2"),
+    "tp": Choice("Tensor (tp)", ("1", "2", "4", "8"), "2"),
+    "pp": Choice("Pipeline (pp)", ("1", "2", "4", "8"), "2"),
+    "ep": Choice("Expert (ep)", ("1", "2", "4", "8"), "2"),
     "zero": Choice("ZeRO stage", ("0", "1", "2", "3"), "1"),
     "machine": Choice("Machine", ("h100", "gb200", "laptop"), "h100"),
 }
@@ -68,7 +75,7 @@ _WHEN = {
 _ROWS = {
     "batch": "sequences of a step",
     "sequence": "tokens of a row, in attention",
-    "between": "tokens of a row, between products",
+    "between": "tokens of a row, between matmuls",
     "heads": "heads of attention",
     "layers": "layers",
     "experts": "experts of a layer",
@@ -220,6 +227,7 @@ def _moves(name: str, plan: Plan) -> list[View]:
     return [
         {
             "axis": axis,
+            "who": GROUPS[axis],
             "kind": kind,
             "count": sum(each.count for each in entries),
             "bytes": sum(each.count * each.bytes for each in entries),
@@ -231,7 +239,7 @@ def _moves(name: str, plan: Plan) -> list[View]:
 
 
 def _move_text(move: View) -> str:
-    where = f"over {move['axis']} ({counted(move['group'], 'rank')}, {move['tier']})"
+    where = f"among {move['group']} {move['who']} over {move['tier']}"
     what = f"{move['count']:,} × {kind_text(move['kind'])} {where}"
     return f"{what}: {size_text(move['bytes'])} a step in all"
 
@@ -248,7 +256,7 @@ def _sentences(steps: list[_Step]) -> list[str]:
     ]
     experts = first.plan.shape.num_moe_layers
     found = [
-        *layout.readings(),
+        *rank_sentences(layout),
         f"Weights, gradients and optimizer states, while gradients add up: {size_text(static[0])} "
         f"on one device, {size_text(static[-1])} on rank 0 of {layout.world}.",
         f"dp and cp cut data and leave weights alone; tp, pp and ep cut weights; ZeRO slices what "

@@ -13,11 +13,18 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from fivefold.core import models
-from fivefold.core.errors import counted, kind_text
+from fivefold.core.errors import kind_text
 from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.core.splits import CONTEXT_KINDS
 from fivefold.page import Params, View
-from fivefold.page.learn import Choice, chosen, sentence_lines, size_text
+from fivefold.page.learn import (
+    GROUPS,
+    Choice,
+    chosen,
+    rank_sentences,
+    sentence_lines,
+    size_text,
+)
 from fivefold.page.learn.layer_attention import attention, own_tokens
 from fivefold.page.learn.layer_experts import experts
 from fivefold.page.learn.layer_parts import Layer, LayerCollective, LocalTensor, Station
@@ -28,10 +35,10 @@ MODELS = ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3", "tiny-moe")
 DEGREES = ("1", "2", "4", "8")
 CHOICES: Mapping[str, Choice] = {
     "model": Choice("Model", MODELS, "mixtral-8x7b"),
-    "tp": Choice("tp", DEGREES, "2"),
-    "cp": Choice("cp", DEGREES, "2"),
-    "ep": Choice("ep", DEGREES, "4"),
-    "context": Choice("Context", tuple(CONTEXT_KINDS), "zigzag"),
+    "tp": Choice("Tensor (tp)", DEGREES, "2"),
+    "cp": Choice("Context (cp)", DEGREES, "2"),
+    "ep": Choice("Expert (ep)", DEGREES, "4"),
+    "context": Choice("Kind of context", tuple(CONTEXT_KINDS), "zigzag"),
     "sp": Choice("Sequence parallelism", ("on", "off"), "on"),
     "machine": Choice("Machine", ("h100", "gb200", "a100", "laptop"), "h100"),
 }
@@ -106,11 +113,11 @@ def stations(layer: Layer) -> tuple[Station, ...]:
 
 def _fetch(layer: Layer) -> Station:
     layout = layer.plan.layout
-    shards = f"Each of the {layout.dp * layout.cp} fsdp ranks (dp · cp) keeps a slice of the dense"
+    shards = f"Each of {layout.dp * layout.cp} ranks (dp · cp) keeps a shard of the dense"
     experts = (
-        f"and each of the {layout.edp} edp ranks one of the experts"
+        f"and each of {layout.edp} ranks a shard of the experts that they all have"
         if layout.edp > 1
-        else "and every expert is on one rank only (edp 1)"
+        else "and every expert is on one rank only"
     )
     return Station(
         "fetch",
@@ -203,7 +210,9 @@ def _tensor(tensor: LocalTensor, itemsize: int) -> View:
 
 
 def _collective(one: LayerCollective) -> View:
-    return {**one.collective._asdict(), "count": one.count, "what": one.what, "tier": one.tier}
+    found = one.collective._asdict()
+    more = {"who": GROUPS[one.collective.axis], "count": one.count, "what": one.what}
+    return found | more | {"tier": one.tier}
 
 
 def _frames(plan: Plan, found: tuple[Station, ...]) -> Iterator[View]:
@@ -227,21 +236,22 @@ def _sentences(layer: Layer, found: tuple[Station, ...]) -> list[str]:
         axis, kind, size, _ = one.collective
         if kind != "recv":
             sums[axis] += size * one.count
-    by_axis = ", ".join(f"{axis} {size_text(size)}" for axis, size in sums.items())
+    by_axis = ", ".join(f"{GROUPS[axis]} {size_text(size)}" for axis, size in sums.items())
     lines = [
-        *layout.readings(),
+        *rank_sentences(layout),
         "Buffers that this rank hands to collectives for the layer and one microbatch, forward "
         f"and backward: {by_axis}.",
     ]
     if layout.sp and layout.tp > 1:
         lines.append(
-            "g and ḡ are conjugate: the all-gather of one direction is the reduce-scatter of the "
-            "other. Between them norms and residuals hold 1/tp of the tokens."
+            "Gather and reduce are mirrors (papers call them g and ḡ): the all-gather of one "
+            "direction is the reduce-scatter of the other. Outside of them, in norms and "
+            f"residuals, a rank has 1/{layout.tp} of the tokens."
         )
     elif layout.tp > 1:
         lines.append(
-            "f and f̄ are conjugate: identity in one direction, all-reduce in the other. Norms and "
-            "residuals are held by every tp rank."
+            "Copy and sum are mirrors (papers call them f and f̄): nothing in one direction, an "
+            "all-reduce in the other. Every tensor rank has all tokens in norms and residuals."
         )
     split = layer.plan.split
     if split.inner > 1 and split.outer > 1:
@@ -252,7 +262,7 @@ def _sentences(layer: Layer, found: tuple[Station, ...]) -> list[str]:
     if layout.etp > 1:
         lines.append(
             f"Without sequence parallelism tp ranks have the same tokens, so that they share the "
-            f"width of each expert: etp {layout.etp}."
+            f"width of each expert among {layout.etp} (etp)."
         )
     return lines
 
@@ -281,5 +291,5 @@ def _shape_text(tensor: View) -> str:
 def _collective_text(one: View) -> str:
     kind = _KINDS.get(one["kind"], kind_text(one["kind"]))
     times = "" if one["count"] == 1 else f"{one['count']} × "
-    where = f"over {one['axis']} ({counted(one['group'], 'rank')}, {one['tier']})"
+    where = f"among {one['group']} {one['who']} over {one['tier']}"
     return f"{times}{kind} of {size_text(one['bytes'])} {where}: {one['what']}"

@@ -89,17 +89,17 @@ def attention(layer: Layer) -> Iterator[Station]:
 
 
 def enter(layer: Layer, name: str, before: str) -> Station:
-    """Before column-parallel matmuls: g, or f without sequence parallelism."""
+    """Before column-parallel matmuls: a gather, or nothing without sequence parallelism."""
     layout, whole = layer.plan.layout, row_tokens(layer, "x of the tp group")
     size = whole.numel * layer.itemsize
     if layout.tp == 1:
-        return Station(name, "g", *_IDLE, whole, "tp")
+        return Station(name, "gather", *_IDLE, whole, "tp")
     if not layout.sp:
         return Station(
             name,
-            "f",
-            "f is the identity: without sequence parallelism every tp rank has all tokens.",
-            "f sums: the gradient of a token is the sum over the heads of all tp ranks.",
+            "copy",
+            "Nothing happens: without sequence parallelism every tp rank has all tokens.",
+            "A sum: the gradient of a token is the sum over the heads of all tp ranks.",
             whole,
             "tp",
             backward=layer.take("tp", "all_reduce", size, "gradients of the tokens"),
@@ -111,10 +111,10 @@ def enter(layer: Layer, name: str, before: str) -> Station:
         backward += layer.take("tp", "all_gather", size // layout.tp, again)
     return Station(
         name,
-        "g",
-        f"g gathers the tokens of the {layout.tp} tp ranks: {before} needs every token, with a "
+        "gather",
+        f"It gathers the tokens of the {layout.tp} tp ranks: {before} needs every token, with a "
         "part of the width.",
-        "ḡ and g are mirrors: g's backward sums the gradients and scatters them, each rank its own "
+        "The mirror of gathering: gradients are summed and scattered, each rank its own "
         "tokens. The tokens themselves were not kept: they are gathered once more, for the "
         "gradients of the weights.",
         whole,
@@ -126,17 +126,17 @@ def enter(layer: Layer, name: str, before: str) -> Station:
 
 
 def leave(layer: Layer, name: str, after: str) -> Station:
-    """After row-parallel matmuls: ḡ, or f̄ without sequence parallelism."""
+    """After row-parallel matmuls: a reduce, or a sum without sequence parallelism."""
     layout, whole = layer.plan.layout, row_tokens(layer, "")
     size = whole.numel * layer.itemsize
     if layout.tp == 1:
-        return Station(name, "ḡ", *_IDLE, own_tokens(layer, after), "tp")
+        return Station(name, "reduce", *_IDLE, own_tokens(layer, after), "tp")
     if not layout.sp:
         return Station(
             name,
-            "f̄",
-            f"f̄ sums the parts of the {layout.tp} tp ranks; all of them then have every token.",
-            "f̄'s backward is the identity: every rank has the whole gradient already.",
+            "sum",
+            f"It sums the parts of the {layout.tp} tp ranks; all of them then have every token.",
+            "Nothing happens: every rank has the whole gradient already.",
             own_tokens(layer, after),
             "tp",
             forward=layer.take("tp", "all_reduce", size, "partial sums"),
@@ -144,10 +144,10 @@ def leave(layer: Layer, name: str, after: str) -> Station:
         )
     return Station(
         name,
-        "ḡ",
-        f"ḡ sums the parts of the {layout.tp} tp ranks and gives each its own tokens. An "
+        "reduce",
+        f"It sums the parts of the {layout.tp} tp ranks and gives each its own tokens. An "
         "all-reduce would move as much: it is this and the next all-gather.",
-        "ḡ's backward gathers the gradients of the tokens of all tp ranks.",
+        "The mirror of reducing: it gathers the gradients of the tokens of all tp ranks.",
         own_tokens(layer, after),
         "tp",
         forward=layer.take("tp", "reduce_scatter", size, "partial sums"),

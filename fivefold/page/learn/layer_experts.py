@@ -83,15 +83,15 @@ def _slots(layer: Layer, moe: Moe, tokens: int, name: str) -> LocalTensor:
 
 
 def _enter_width(layer: Layer, moe: Moe, tokens: int) -> Station:
-    """Without sequence parallelism etp ranks have the same tokens: f for the etp group."""
+    """Without sequence parallelism the ranks of an expert have the same tokens."""
     row = layer.plan.shape.width * layer.itemsize
     backward = layer.take("etp", "all_reduce", tokens * row, "gradients of the tokens")
     weights = tokens * moe.top_k * layer.wide
     backward += layer.take("etp", "all_reduce", weights, "gradients of the weights")
     return Station(
         "enter experts",
-        "f of the experts",
-        f"The {layer.plan.layout.etp} etp ranks have the same tokens; the identity.",
+        "copy to experts",
+        f"The {layer.plan.layout.etp} ranks of an expert have the same tokens: nothing happens.",
         "The gradients of tokens and of their weights are summed over the pieces of the experts.",
         own_tokens(layer, "x"),
         "etp",
@@ -104,9 +104,9 @@ def _leave_width(layer: Layer, tokens: int) -> Station:
     row = layer.plan.shape.width * layer.itemsize
     return Station(
         "leave experts",
-        "f̄ of the experts",
+        "sum of experts",
         "The partial sums of the pieces of every expert are added up.",
-        "The identity: every rank has the whole gradient.",
+        "Nothing happens: every rank has the whole gradient.",
         own_tokens(layer, "results"),
         "etp",
         forward=layer.take("etp", "all_reduce", tokens * row, "results"),
@@ -205,7 +205,7 @@ def _expert_mlps(layer: Layer, moe: Moe, tokens: int) -> Station:
         f"This rank has {here} of {moe.experts} experts, {cut}: up by column, down by row, for "
         "all slots that came.",
         "Gradients of the experts' weights stay here: the tokens of the whole ep group have met "
-        "in this rank, and only the copies of an expert (edp) have to be summed.",
+        "in this rank, and only the copies of an expert have to be summed.",
         LocalTensor(
             "inside the experts",
             ("N·K", over("f", etp=layout.etp)),

@@ -36,7 +36,11 @@ CHOICES: Mapping[str, Choice] = {
     "schedules": Choice("Schedules", tuple(SETS), "zero-bubble"),
     "stages": Choice("Pipeline ranks", ("2", "3", "4", "6", "8"), "4"),
     "microbatches": Choice("Microbatches", ("4", "6", "8", "12", "16", "24"), "8"),
-    "times": Choice("F : B : W", ("1:1:1", "1:1.1:0.7", "1:1.5:0.5", "1:2:0"), "1:1:1"),
+    "times": Choice(
+        "Time of forward : input gradient : weight gradient",
+        ("1:1:1", "1:1.1:0.7", "1:1.5:0.5", "1:2:0"),
+        "1:1:1",
+    ),
     "transfer": Choice("Time of a transfer", ("0", "0.05", "0.1", "0.25", "0.5"), "0"),
 }
 _MOST_FRAMES = 48

@@ -116,6 +116,7 @@ def _sentences(example: Example, plan: Plan, real: View, frames: list[View]) -> 
     tp, moves = plan.layout.tp, [move for frame in frames for move in frame["moves"]]
     if tp == 1:
         return [
+            _symbols(example),
             "One rank computes the whole product and moves nothing: the same path with blocks of "
             "full size.",
             _other_order(example, real),
@@ -123,6 +124,7 @@ def _sentences(example: Example, plan: Plan, real: View, frames: list[View]) -> 
     together = sum(move["sent"] for move in moves)
     activations = real["activations"] // (tp if plan.layout.sp else 1)
     return [
+        _symbols(example),
         "The sum over the ranks of Y, and of the gradient of X, is what one device computes, "
         "number by number; the gradients of weights are where their weights are, and do not move.",
         f"In one layer of {plan.shape.name} ({real['tokens']:,} tokens, bf16) the {example.part} "
@@ -132,6 +134,17 @@ def _sentences(example: Example, plan: Plan, real: View, frames: list[View]) -> 
         _link_sentence(plan, real, together),
         _other_order(example, real),
     ]
+
+
+def _symbols(example: Example) -> str:
+    """What the letters of the picture mean."""
+    into, inner = " and ".join(example.into), " and ".join(example.inner)
+    have = "has" if len(example.inner) == 1 else "have"
+    return (
+        f"X has the tokens, one a row; {into} and {example.back} are weights; {inner} {have} the "
+        f"first results, {example.mixed} what {_BETWEEN[example.part]} makes of them, and Y is the "
+        "output. A d marks a gradient: dY is that of Y."
+    )
 
 
 def _link_sentence(plan: Plan, real: View, sent: int) -> str:

@@ -46,7 +46,7 @@ function told(view) {
 /** @param {any} view */
 function usedBy(view) {
   if (!view.uses.length) return [];
-  const rows = view.uses.map((/** @type {any} */ use) => el("tr", {}, el("th", {}, use.axis), el("td", {}, use.what)));
+  const rows = view.uses.map((/** @type {any} */ use) => el("tr", {}, el("th", { scope: "row" }, use.who), el("td", {}, use.what)));
   return [el("h3", {}, "Where a training step uses it"), el("table", {}, el("tbody", {}, ...rows))];
 }
 

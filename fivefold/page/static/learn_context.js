@@ -39,7 +39,11 @@ export function create(body) {
     /** @param {any} view @param {number} place */
     frame(view, place) {
       steps.forEach((paths, at) => {
-        for (const path of paths) path.setAttribute("opacity", at === place ? "1" : at < place ? "0.3" : "0");
+        for (const path of paths) {
+          const isText = path.tagName === "text";
+          path.setAttribute("opacity", at === place ? "1" : at < place ? (isText ? "1" : "0.3") : "0");
+          if (isText) path.style.fill = at === place ? path.dataset.ink ?? "" : "var(--ink)";
+        }
       });
       turn(view.frames[place]);
       bars(work, view, place);
@@ -121,7 +125,7 @@ function done(view, runs, rank, cell) {
     const x = part.reduce((sum, [, start, stop]) => sum + ((stop - start) * (start + stop)) / 2, 0) / total;
     const y = part.reduce((sum, [query, start, stop]) => sum + (stop - start) * (query + 0.5), 0) / total;
     const style = `fill:${inkOn(colour)};font-size:${view.sheets.length > 1 ? 26 : 13}px`;
-    return svg("text", { x: x * cell, y: y * cell, "text-anchor": "middle", "dominant-baseline": "central", style, opacity: 0 }, rank);
+    return svg("text", { x: x * cell, y: y * cell, "text-anchor": "middle", "dominant-baseline": "central", style, opacity: 0, "data-ink": inkOn(colour) }, rank);
   });
   return [path, ...letters];
 }
@@ -256,7 +260,7 @@ function bars(node, view, place) {
   const hidden = frame.computed.map((/** @type {number} */ each, /** @type {number} */ rank) => each - frame.seen[rank]);
   const text = frame.computed.map(String);
   const traces = [
-    { type: "bar", name: "seen", x: ranks, y: frame.seen, marker: { color: colours }, text, textposition: "auto", textangle: 0 },
+    { type: "bar", name: "seen", x: ranks, y: frame.seen, marker: { color: colours }, text, textposition: "auto", textangle: 0, insidetextfont: { color: colours.map(inkOn) } },
     { type: "bar", name: "computed and masked", x: ranks, y: hidden, marker: { color: colours, pattern: { shape: "/", fgcolor: "#fff" } } },
   ];
   const yaxis = { range: [0, most * 1.05], title: { text: "pairs in this step" } };

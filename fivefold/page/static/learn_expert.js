@@ -229,9 +229,11 @@ function bars(node, view, phase) {
   const { mean, imbalance, fullest } = view.numbers;
   const faint = phase === "scores" ? 0.25 : 1;
   const dropped = { type: "bar", name: "dropped", x: experts, y: gone, marker: hatched("x", "#b3261e") };
-  const [text, marker] = [view.load.map(String), { color: colours, opacity: faint }];
+  const marker = { color: colours, opacity: faint };
+  const text = faint < 1 ? [] : view.load.map(String); // not known before tokens are counted
+  const insidetextfont = { color: colours.map(inkOn) };
   const traces = [
-    { type: "bar", name: "slots", x: experts, y: view.load, marker, text, textposition: "auto", textangle: 0 },
+    { type: "bar", name: "slots", x: experts, y: view.load, marker, text, textposition: "auto", textangle: 0, insidetextfont },
     ...(view.numbers.dropped ? [dropped] : []),
     { type: "scatter", mode: "lines", name: `mean ${mean}`, x: experts, y: experts.map(() => mean), line: { dash: "dash", color: "#888" } },
   ];
@@ -251,7 +253,7 @@ function waiting(node, view) {
   const idle = rows.map((/** @type {number} */ each) => fullest - each);
   const flat = { type: "bar", orientation: "h", y: ranks, textposition: "auto" };
   const traces = [
-    { ...flat, name: "computes", x: rows, text: rows.map(String), marker: { color: colours } },
+    { ...flat, name: "computes", x: rows, text: rows.map(String), marker: { color: colours }, insidetextfont: { color: colours.map(inkOn) } },
     { ...flat, name: "waits", x: idle, marker: hatched("/", "#888") },
   ];
   const axes = { xaxis: { title: { text: "time, in rows of an expert" } }, yaxis: { autorange: "reversed" } };

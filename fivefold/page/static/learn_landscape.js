@@ -162,7 +162,7 @@ function held(view, frame, colour) {
 function moved(frame) {
   if (!frame.moves.length) return [];
   const rows = frame.moves.map((/** @type {any} */ move) =>
-    el("li", {}, `${count(move.count)} × ${move.kind.replaceAll("_", "-")} over ${move.axis} (${move.group} ranks, ${move.tier}): ${bytes(move.bytes)} a step`),
+    el("li", {}, `${count(move.count)} × ${move.kind.replaceAll("_", "-")} among ${move.group} ${move.who} over ${move.tier}: ${bytes(move.bytes)} a step`),
   );
   const list = el("ul", {}, ...rows);
   list.style.margin = "0.2rem 0";

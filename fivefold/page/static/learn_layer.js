@@ -71,7 +71,7 @@ function column(view, stations, frame, left, wide) {
     const high = heightOf(station, wide);
     const at = { x: left + SPINE + 10, y, wide: wide - SPINE - 12, high };
     if (focused) parts.push(box(at.x - 5, y - 3, at.wide + 5, high + 2, { rx: 6, fill: "var(--idle)" }));
-    parts.push(svg("g", { "data-station": station.name, opacity: frame.station === null || focused ? 1 : 0.8 }, ...row(station, at, frame, focused)));
+    parts.push(svg("g", { "data-station": station.name }, ...row(station, at, frame, focused)));
     dots.push(y + 12);
     y += high + 7;
   }
@@ -116,7 +116,7 @@ function row(station, at, frame, focused) {
   let y = at.y + 11;
   if (station.held) {
     parts.push(tile(station, beside, at.y));
-    parts.push(letters(text, y, `[${station.held.symbols.join(", ")}]${station.held.partial ? " Σ to come" : ""}`, { bold: true }));
+    parts.push(letters(text, y, `[${station.held.symbols.join(", ")}]${station.held.partial ? ", to sum" : ""}`, { bold: true }));
     parts.push(letters(text, y + LINE, `${station.held.sizes.map(count).join(small ? "×" : " × ")} · ${bytes(station.held.bytes)}`, { fill: "var(--muted)" }));
     y += 2 * LINE;
   }
@@ -126,7 +126,7 @@ function row(station, at, frame, focused) {
     const wires = shown(station, way);
     if (!wires.length) continue;
     const active = focused && frame.back === (way === "backward");
-    parts.push(letters(x, y, wireText(wires, way), { fill: active ? "var(--accent)" : "var(--muted)" }));
+    parts.push(letters(x, y, wireText(wires, way), active ? { bold: true } : { fill: "var(--muted)" }));
     y += LINE;
   }
   return parts;

@@ -14,7 +14,7 @@ export function wireText(wires, way) {
   const times = most.count > 1 ? `${most.count} × ` : "";
   const more = wires.length > 1 ? ` +${wires.length - 1}` : "";
   const arrow = way === "forward" ? "→" : "←";
-  return `${arrow} ${times}${kindOf(most)} ${bytes(most.bytes)} · ${most.axis} ${most.group} · ${most.tier}${more}`;
+  return `${arrow} ${times}${kindOf(most)} ${bytes(most.bytes)} · ${most.group} ${most.who} · ${most.tier}${more}`;
 }
 
 /** All that the station in focus moves and holds.
@@ -35,7 +35,7 @@ export function card(view, frame) {
 /** @param {any} wire */
 function sentence(wire) {
   const times = wire.count > 1 ? `${wire.count} × ` : "";
-  return `${times}${kindOf(wire)} of ${bytes(wire.bytes)} over ${wire.axis} (${wire.group} ranks, ${wire.tier}): ${wire.what}`;
+  return `${times}${kindOf(wire)} of ${bytes(wire.bytes)} among ${wire.group} ${wire.who} over ${wire.tier}: ${wire.what}`;
 }
 
 /** @param {any} weight */
@@ -47,6 +47,7 @@ function weightText(weight) {
 
 /** @param {any} view */
 export function legend(view) {
-  const symbols = view.legend.map((/** @type {any} */ row) => `${row.symbol} ${row.what} ${count(row.size)}`);
-  return `Little squares: tokens down, width or heads across; filled is what rank 0 has. ${symbols.join(" · ")}`;
+  const symbols = view.legend.map((/** @type {any} */ row) => `${row.symbol} = ${row.what} (${count(row.size)})`);
+  const arrows = "→ forward, ← backward, with what rank 0 gives; +1: one more collective";
+  return `Little squares: tokens down, width or heads across; filled is what rank 0 has. ${arrows}. ${symbols.join(", ")}`;
 }

@@ -7,11 +7,16 @@ import { colourOf } from "fivefold/colours.js";
 /** The colour of a rank of a small group. @param {number} rank */
 export const rankColour = (rank) => colourOf("rank", rank);
 
-/** Black or white, whichever reads better on a colour. @param {string} colour as #rrggbb */
+const EVEN = 0.179; // the luminance that has the same contrast with black and with white
+
+/** Black or white, whichever has more contrast with a colour. @param {string} colour as #rrggbb */
 export function inkOn(colour) {
-  const [red, green, blue] = [1, 3, 5].map((at) => parseInt(colour.slice(at, at + 2), 16));
-  return 0.299 * red + 0.587 * green + 0.114 * blue > 125 ? "#000" : "#fff";
+  const [red, green, blue] = [1, 3, 5].map((at) => linear(parseInt(colour.slice(at, at + 2), 16) / 255));
+  return 0.2126 * red + 0.7152 * green + 0.0722 * blue > EVEN ? "#000" : "#fff";
 }
+
+/** @param {number} level of red, green or blue, from 0 to 1 */
+const linear = (level) => (level <= 0.04045 ? level / 12.92 : ((level + 0.055) / 1.055) ** 2.4);
 
 /**
  * Pictures side by side, below one another where the screen is narrow.

@@ -163,8 +163,7 @@ function cell(value, row, column, wide, rank) {
   const [x, y] = [column * wide, row * ROW];
   const box = { x, y, width: wide, height: ROW, "fill-opacity": 0.3 };
   const back = rank === null ? [] : [svg("rect", { ...box, fill: rankColour(rank) })];
-  const quiet = value === 0 ? "fill:var(--muted)" : "";
-  const style = `font-variant-numeric:tabular-nums;${quiet}`;
+  const style = "font-variant-numeric:tabular-nums";
   return [...back, svg("text", { x: x + wide - 4, y: y + 12.5, "text-anchor": "end", style }, shown(value))];
 }
 

@@ -1,0 +1,86 @@
+"""Prose of the last chapters: all dimensions at once, one layer under them, and how to choose.
+
+Each function returns the paragraphs of a chapter; all numbers come from the code that plans.
+"""
+
+from __future__ import annotations
+
+from fivefold.core.errors import counted
+from fivefold.page import View
+from fivefold.page.learn import compare, landscape, size_text
+from fivefold.page.learn import layer as layer_panel
+from fivefold.page.learn.chapters_states import gpu
+from fivefold.report import duration, gib
+
+_STATES = ("weights", "gradients", "optimizer")
+
+
+def five() -> list[str]:
+    """All five dimensions on one grid of ranks."""
+    view = landscape.view({})
+    choices, frames = view["choices"], view["frames"]
+    first, last = frames[0]["holds"], frames[-1]["holds"]
+    kept = [sum(holds[name] for name in _STATES) for holds in (first, last)]
+    world = int(choices["dp"]) * int(choices["cp"]) * int(choices["tp"]) * int(choices["pp"])
+    product = " · ".join(choices[axis] for axis in ("dp", "cp", "tp", "pp"))
+    return [
+        "The dimensions multiply. A layout names a degree for each axis, and every rank has a "
+        "coord on each: it belongs to one tp group, one cp group, one dp group and one pipeline. "
+        "The number of ranks is dp · cp · tp · pp. ep does not count: experts are spread over "
+        "ranks that exist already.",
+        f"{choices['model']} with dp={choices['dp']} cp={choices['cp']} tp={choices['tp']} "
+        f"pp={choices['pp']} ep={choices['ep']} runs on {product} = {world} ranks. Weights, "
+        f"gradients and optimizer states take {gib(kept[0])} on one device, and {gib(kept[1])} on "
+        f"rank 0. The activations between two layers shrink from "
+        f"{size_text(first['activations'])} to {size_text(last['activations'])}. Step through the "
+        "picture to see which dimension cut what.",
+        "The order matters. Ranks with neighbouring numbers are in the same node, so tp, which "
+        "talks in every layer and waits, gets neighbours; then cp; then dp and pp, which talk "
+        "rarely or little and may cross the network.",
+    ]
+
+
+def layer() -> list[str]:
+    """One layer of one rank, station by station."""
+    view = layer_panel.view({})
+    moves = [one for station in view["stations"] for one in _sent(station)]
+    count = sum(one["count"] for one in moves)
+    size = sum(one["count"] * one["bytes"] for one in moves)
+    ranks = counted(view["world"], "rank")
+    return [
+        f"The picture follows one microbatch through one layer of {view['choices']['model']}, on "
+        f"rank 0 of {ranks}: first forward, then backward. Each station shows the shape and size "
+        "of what the rank holds there, and what it sends.",
+        f"In this one layer rank 0 takes part in {count} collectives and gives {size_text(size)} "
+        "to them. They come in pairs: where the forward pass gathers, the backward pass reduces "
+        "and scatters, and the other way round. What is gathered in one direction has to be summed "
+        "in the other.",
+        "Switch a dimension off, by setting its degree to 1: its station stays, and moves nothing. "
+        "One device runs the same program, only without anybody to talk to.",
+    ]
+
+
+def _sent(station: View) -> list[View]:
+    return [one for way in ("forward", "backward") for one in station[way] if one["kind"] != "recv"]
+
+
+def choose() -> list[str]:
+    """Rules of thumb, and each technique alone and together in numbers."""
+    view = compare.view({})
+    rows, choices = {row["name"]: row for row in view["rows"]}, view["choices"]
+    fitting = [row for row in view["rows"] if row["verdict"] == "fits"]
+    alone, best = rows["data"], min(fitting, key=lambda row: row["step"])
+    return [
+        "First it has to fit, then it has to be fast. Rules of thumb: ZeRO stage 1 always. tp up "
+        "to the size of a node, until the weights fit. pp across nodes, if that does not suffice "
+        "and the batch has enough microbatches. cp where sequences are so long that their "
+        "activations do not fit. ep where the model has experts. dp is what is left. "
+        "Recomputation and ZeRO stage 3 trade time for memory at any point.",
+        f"{choices['model']} on {choices['gpus']} H100s of {gib(gpu().memory)}: data parallelism "
+        f"alone would need {gib(alone['memory'])} on each. The fastest that fits of the rows below "
+        f"is {best['title']}, {best['layout']}: {gib(best['memory'])}, and "
+        f"{duration(best['step'])} a step.",
+        "Rules of thumb miss much: how schedules, batch and recomputation play together. The "
+        "planner estimates every legal layout, simulates the best, and says why the first one won "
+        "and what each neighbour would lose. The other tab, Explore, shows the same for any job.",
+    ]
