@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from fivefold.core.errors import counted
 from fivefold.page import Params, View, run_curves, run_step
-from fivefold.records import STEPS, Pace, Summary
+from fivefold.records import STEPS, Pace, Summary, shares_of
 from fivefold.records.spans import RunFacts, StepSpans
 from fivefold.report import rough_duration, wrapped
 
@@ -30,7 +30,7 @@ def view(facts: RunFacts, params: Params, spans: Callable[[int], StepSpans | Non
         "curves": run_curves.curves(facts),
         "marks": run_curves.marks(facts),
         "load": run_curves.load(facts),
-        "goodput": _goodput(facts.summary),
+        "goodput": goodput(facts.summary),
         "summary": facts.summary.to_json(),
         "told": [list(each) for _, each in sorted(facts.event_steps.items())],
         "step": run_step.view(facts, params, spans),
@@ -100,12 +100,13 @@ def _eta(facts: RunFacts, steps: int | None) -> float | None:
     return None if found is None or found < 0 else found
 
 
-def _goodput(summary: Summary) -> View:
+def goodput(summary: Summary) -> View:
     """Where the wall time went, without parts of 0 seconds."""
+    spent = {name: each for name, each in summary.spent.items() if each > 0 or name == STEPS}
     parts = [
-        {"name": name, "seconds": seconds, "share": seconds / summary.wall_s}
-        for name, seconds in summary.spent.items()
-        if summary.wall_s and (seconds > 0 or name == STEPS)
+        {"name": name, "seconds": seconds, "share": share}
+        for (name, seconds), share in zip(spent.items(), shares_of([*spent.values()]), strict=True)
+        if summary.wall_s
     ]
     lost = counted(summary.num_lost, "step")
     return {

@@ -15,7 +15,7 @@ from fivefold.core.errors import FivefoldError
 from fivefold.core.schedule import Action, Step, actions_of
 from fivefold.page import document, run_curves, run_step, run_view
 from fivefold.records import run_reader, summarize
-from fivefold.records.deviation import from_plan
+from fivefold.records.expectation import from_plan
 from fivefold.records.spans import ActionSpan, CollectiveSpan, RankSpans, collective_seconds
 from tests.pure.fake_runs import PLANNED, RECORD, FakeStep, plan_of, records, usual, write_run
 
