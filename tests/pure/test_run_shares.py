@@ -18,7 +18,9 @@ from fivefold.records.expectation import from_means, from_plan
 from fivefold.records.spans import ActionSpan, RankSpans, StepSpans, split_waiting
 from tests.pure.fake_runs import RECORD, plan_of
 
-PLANS = {name: plan_of(machine, layout="pp=2") for name, machine in (("means", None), ("h100",) * 2)}
+PLANS = {
+    name: plan_of(machine, layout="pp=2") for name, machine in (("means", None), ("h100",) * 2)
+}
 FORECASTS = {name: from_plan(plan) for name, plan in PLANS.items()}
 NUM_ACTIONS = len(merged(PLANS["means"].schedule, 0))
 ODD = st.floats(allow_nan=True, allow_infinity=True)
