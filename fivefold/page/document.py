@@ -317,7 +317,7 @@ def offline_answers(
         ("explore", dict(params)),
         *_neighbours(state, answer("explore", state), ranking["layouts"] + ranking["front"]),
         *_lesson_questions(),
-        *([] if run is None else run_compare.offline(run)),
+        *(run_compare.offline(run) if run else ()),
     ]
     questions += [("pictures", each) for name, each in questions if name == "explore"]
     asked = {answer_key(name, each): (name, each) for name, each in questions}

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, Protocol
@@ -15,7 +16,7 @@ from fivefold.core.errors import FivefoldError, UnknownName, counted
 from fivefold.page import Params, View, run_curves, run_view
 from fivefold.records import Summary
 from fivefold.records.spans import RunFacts, StepSpans
-from fivefold.report import duration, rough_duration, table, thousands, wrapped
+from fivefold.report import WIDTH, duration, rough_duration, table, thousands, wrapped
 
 
 class RunSource(Protocol):
@@ -38,7 +39,7 @@ _CURVES = {
 }
 _LEAST_SPAN = {"loss": 0.01, "eval": 0.01, "tokens_per_s": 0.2, "memory_gib": 0.2}
 _MOST_STEPS = 8  # of a run in a page without a server
-_MOST_TEXT = 60  # characters of a value in a terminal
+_KEY_ROOM, _LEAST_ROOM = 20, 12  # characters of keys and of values in a terminal
 
 _Number = Callable[[Summary], str | None]
 
@@ -55,7 +56,8 @@ _NUMBERS: dict[str, _Number] = {
     "tokens/s, median": lambda one: one.tokens_per_s and thousands(one.tokens_per_s.median),
     "MFU, median": lambda one: _known(one.mfu, "{:.1%}".format),
     "peak memory": lambda one: _known(one.memory_gib, "{:.1f} GiB".format),
-    "goodput": lambda one: f"{one.goodput:.1%} of {rough_duration(one.wall_s)}",
+    "wall time": lambda one: rough_duration(one.wall_s),
+    "goodput": lambda one: f"{one.goodput:.1%}",
     "restarts": lambda one: str(one.num_restarts),
 }
 
@@ -158,14 +160,18 @@ def _circumstances(facts: RunFacts) -> dict[str, Any]:
     start = facts.starts[-1].facts
     machine: dict[str, Any] = start.get("machine") or {}
     gpus: list[str] = machine.get("gpus") or []
+    cpus = counted(machine.get("num_cpus") or 1, "CPU")
     versions: dict[str, str] = start.get("versions") or {}
     return {
-        "commit": start.get("commit"),
+        "commit": _short(start.get("commit")),
         **{f"version of {name}": text for name, text in versions.items()},
-        "ran on": f"{len(gpus)} × {gpus[0]}"
-        if gpus
-        else counted(machine.get("num_cpus", 1), "CPU"),
+        "ran on": f"{len(gpus)} × {gpus[0]}" if gpus else cpus,
     }
+
+
+def _short(commit: str | None) -> str | None:
+    """The first digits of a commit, and whether files had changed."""
+    return commit and re.sub(r"^([0-9a-f]{12})[0-9a-f]+", r"\1", commit)
 
 
 def _value(value: object) -> str:
@@ -239,5 +245,11 @@ def text(view: View) -> list[str]:
     same = f"{counted(view['same'], 'key')} equal"
     if not view["differs"]:
         return [*lines, "", f"the recipes do not differ: {same}"]
-    rows = [[one["key"], *(each[:_MOST_TEXT] for each in one["values"])] for one in view["differs"]]
+    room = max(_LEAST_ROOM, (WIDTH - _KEY_ROOM) // len(runs) - 2)
+    rows = [[one["key"], *(_cut(each, room) for each in one["values"])] for one in view["differs"]]
     return [*lines, "", f"recipes differ ({same})", *table([["", *names], *rows])]
+
+
+def _cut(text: str, room: int) -> str:
+    """The end of a long text, for paths differ at their ends."""
+    return text if len(text) <= room else "…" + text[1 - room :]

@@ -24,7 +24,7 @@ _WINDOW = 100  # newest steps that are compared with the plan
 # Of the plan, or of the median, to both sides: what an axis shows at least.
 _LEAST_SPAN = {"step_s": 0.2, "tokens_per_s": 0.2, "mfu": 0.2, "memory_gib": 0.2, "loss": 0.01}
 _BAND, _ROOM = 0.05, 0.05  # of the plan, and of an axis
-_MOST_BEYOND = 20
+_MOST_BEYOND = 5
 _TEXT_COLUMNS, _TEXT_ROWS = 72, 8  # of a curve in a terminal
 
 _CURVES = ("loss", "norm", "lr", "step_s", "tokens_per_s", "mfu", "memory_gib")
@@ -89,14 +89,28 @@ def _axis(facts: RunFacts, name: str, goal: float | None) -> View:
     firsts = {one.restart: one.step for one in reversed(facts.records)}
     usual = [value for one, value in points if one.step != firsts[one.restart]]
     values = usual if name in _RATES and usual else [value for _, value in points]
+    if name == "loss":
+        sets = [numbers for one in facts.records for numbers in (one.evals or {}).values()]
+        evals = [one.eval_loss for one in facts.records] + [each.get("loss") for each in sets]
+        values += [each for each in evals if each is not None]
     low, high = axis_range(values, goal, _LEAST_SPAN.get(name, 0.0))
+    low = 0.0 if name == "lr" else low
     beyond = [one.step for one, value in points if not low <= value <= high]
     return {
         "range": [low, high],
         "band": None if goal is None else [(1 - _BAND) * goal, (1 + _BAND) * goal],
-        "says": None if goal is None else f"the band is {_BAND:.0%} around the plan",
-        "beyond": beyond[:_MOST_BEYOND],
+        "says": [*_axis_words(goal, beyond)],
     }
+
+
+def _axis_words(goal: float | None, beyond: Sequence[int]) -> Iterator[str]:
+    if goal is not None:
+        yield f"The band is {_BAND:.0%} around the plan."
+    if beyond:
+        steps = ", ".join(map(str, beyond[:_MOST_BEYOND]))
+        more = f" and {len(beyond) - _MOST_BEYOND} more" if len(beyond) > _MOST_BEYOND else ""
+        which = f"step {steps}" if len(beyond) == 1 else f"steps {steps}{more}"
+        yield f"Beyond the axis: {which}; the first step of a start includes its build."
 
 
 def axis_range(values: Sequence[float], goal: float | None, least: float) -> tuple[float, float]:

@@ -12,6 +12,7 @@ from fivefold.page import Params, View, timeline
 from fivefold.records.deviation import (
     PAIR,
     Cause,
+    CausePart,
     Comparison,
     compare,
     own_seconds,
@@ -37,6 +38,11 @@ _KINDS = {
     PAIR: "overlapped pairs",
 }
 _ALL = 1.005  # share of the difference above which other causes go the other way
+_OTHERS = {
+    "compute": "all other computation",
+    "message": "all other messages between pipeline ranks",
+    "pause": "all other pauses",
+}
 _AROUND = {"dp": "sums and gathers of data ranks", "update": "the update and all else"}
 
 
@@ -213,13 +219,19 @@ def _causes(found: Comparison, column: Sequence[int]) -> list[View]:
     """The parts of the difference, which sum to it, and their shares, which sum to 100%."""
     return [
         {
-            "says": "all else" if cause is None else sentence(cause, column, found.whole),
-            "gain_s": seconds,
-            "share": share,
-            "named": cause is not None and cause is found.named,
+            "says": _part(one, column, found.whole),
+            "gain_s": one.seconds,
+            "share": one.share,
+            "named": one.cause is not None and one.cause is found.named,
         }
-        for cause, seconds, share in found.parts
+        for one in found.parts
     ]
+
+
+def _part(one: CausePart, column: Sequence[int], by_plan: bool) -> str:
+    if one.cause is None:
+        return "all else"
+    return _OTHERS[one.cause.what] if one.rest else sentence(one.cause, column, by_plan)
 
 
 def _ranks(found: Comparison, column: Sequence[int]) -> list[View]:

@@ -87,6 +87,7 @@ def _head(facts: RunFacts) -> View:
         "steps": steps,
         "live": _is_live(facts),
         "silent": _is_live(facts) and _is_silent(facts),
+        "failed": newest.ended is None and not _is_live(facts),
         "state": state(facts),
         "no_plan": facts.no_plan,
     }

@@ -70,11 +70,13 @@ class Cause(NamedTuple):
 class CausePart(NamedTuple):
     """What a cause adds to the difference if causes are set to the plan one after the other.
 
-    Without a cause it is what is left in the end. `share` is that of all parts, whatever their
+    Without a cause it is what is left in the end; `rest` marks what is left of a cause after the
+    named one, which is a part of it. `share` is that of all parts, whatever their
     signs, so that shares are between 0 and 1 and sum to 1 even if slow and fast parts cancel.
     """
 
     cause: Cause | None
+    rest: bool
     seconds: float
     share: float
 
@@ -109,11 +111,14 @@ class Comparison:
     def parts(self) -> list[CausePart]:
         """The difference in parts that sum to it, that of the named cause first."""
         named = self.named
-        other = [one for one in self.causes if named is None or not _contains(one, named)]
-        large = [one for one in other if abs(one.gain) >= _LEAST * self.planned]
-        causes = [*([] if named is None else [named]), *map(narrowed, large)]
+        large = [one for one in self.causes if abs(one.gain) >= _LEAST * self.planned]
+        causes = [] if named is None else [(named, False)]
+        for one in large:
+            inside = named is not None and _contains(one, named)
+            if one is not named:
+                causes.append((one, True) if inside else (narrowed(one), False))
         nodes, makespan, seconds = list(self.graph.nodes), self.graph.makespan, list[float]()
-        for one in causes:
+        for one, _ in causes:
             if one.change is None:
                 seconds.append(one.gain)
                 continue
@@ -122,8 +127,9 @@ class Comparison:
             seconds.append(makespan - shorter)
             makespan = shorter
         seconds.append(self.difference - sum(seconds))
-        parts = zip([*causes, None], seconds, shares_of(seconds), strict=True)
-        return [CausePart(*each) for each in parts if each[0] is not None or each[2] > 0]
+        parts = zip([*causes, (None, True)], seconds, shares_of(seconds), strict=True)
+        found = [CausePart(*cause, *amounts) for cause, *amounts in parts]
+        return [one for one in found if one.share > 0 or not one.rest]
 
 
 def _contains(one: Cause, other: Cause) -> bool:
@@ -213,7 +219,11 @@ def _compute(
 
         meant = [node for node in graph.nodes if is_meant(node)]
         planned, measured = fmean(n.planned for n in meant), fmean(map(_computed, meant))
-        change = _shortened({_key(n): _computed(n) - n.planned for n in meant})
+
+        def change(node: ActionNode) -> ActionNode:
+            seconds = node.planned + sum(node.excess.values())
+            return replace(node, seconds=seconds) if is_meant(node) else node
+
         gain = _gain(graph, change)
         return Cause("compute", gain, planned, measured, stage=stage, kind=kind, change=change)
 
@@ -241,8 +251,7 @@ def _stragglers(
         mine = own_seconds(one)
         if others and mine >= _STRAGGLES * median(others):
             share = (mine - median(others)) / len(one.actions)
-            late = {_key(node): share for node in graph.nodes if node.pp_rank == pp_rank}
-            change, stage = _shortened(late), stage_of(one.actions[0].step)
+            change, stage = _shorter(pp_rank, share), stage_of(one.actions[0].step)
             yield Cause(
                 *("straggler", _gain(graph, change), median(others), mine, stage),
                 pp_rank=pp_rank,
@@ -250,11 +259,23 @@ def _stragglers(
             )
 
 
-def _shortened(late: Mapping[NodeKey, float]) -> Change:
-    """Actions are shorter by so many seconds."""
+def _shorter(pp_rank: int, late: float) -> Change:
+    """The actions of a rank are shorter by so many seconds."""
 
     def change(node: ActionNode) -> ActionNode:
-        return replace(node, seconds=max(0.0, node.seconds - late.get(_key(node), 0.0)))
+        seconds = max(0.0, node.seconds - late) if node.pp_rank == pp_rank else node.seconds
+        return replace(node, seconds=seconds)
+
+    return change
+
+
+def _without(axis: str) -> Change:
+    """Collectives of an axis take as long as planned."""
+
+    def change(node: ActionNode) -> ActionNode:
+        seconds = max(0.0, node.seconds - node.excess.get(axis, 0.0))
+        rest = {name: late for name, late in node.excess.items() if name != axis}
+        return replace(node, seconds=seconds, excess=rest)
 
     return change
 
@@ -264,9 +285,8 @@ def _collectives(graph: ActionGraph) -> Iterator[Cause]:
     for axis in sorted({axis for node in graph.nodes for axis in node.excess}):
         planned = sum(graph.expected.inside(node.step).get(axis, 0.0) for node in graph.nodes)
         late = sum(node.excess.get(axis, 0.0) for node in graph.nodes)
-        change = _shortened({_key(node): node.excess.get(axis, 0.0) for node in graph.nodes})
-        gain = _gain(graph, change)
-        yield Cause("collective", gain, planned, planned + late, axis=axis, change=change)
+        gain = _gain(graph, _without(axis))
+        yield Cause("collective", gain, planned, planned + late, axis=axis, change=_without(axis))
 
 
 def _messages(graph: ActionGraph) -> Cause:

@@ -154,15 +154,12 @@ def _samples(path: Path) -> tuple[RunSample, ...]:
     for line in lines:
         try:
             table = json.loads(line)
-            one = RunSample(*(int(table[key]) for key in ("step", "restart")), *_texts(table))
+            step, restart = int(table["step"]), int(table["restart"])
+            one = RunSample(step, restart, str(table["prompt"]), str(table["text"]))
             found[one.restart, one.step] = one
         except (ValueError, KeyError, TypeError):
             continue
     return tuple(found[key] for key in sorted(found))
-
-
-def _texts(table: dict[str, Any]) -> tuple[str, str]:
-    return str(table["prompt"]), str(table["text"])
 
 
 def _event_steps(folder: Path) -> dict[int, tuple[int, int]]:
