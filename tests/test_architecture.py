@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "fivefold"
 FILES = sorted(PACKAGE.rglob("*.py"))
-MOST_FILES = 340
+MOST_FILES = 343
 MOST_LINES = 400
 MOST_FUNCTION_LINES = 60
 MOST_FUNCTION_LINES_P95 = 50

@@ -74,7 +74,7 @@ def labels(paths: Sequence[str]) -> list[str]:
         others = [each for each in parts if each != mine]
         ends = range(1, len(mine) + 1)
         size = next((n for n in ends if all(mine[-n:] != one[-n:] for one in others)), len(mine))
-        found.append("/".join(mine[-size:]))
+        found.append(str(PurePath(*mine[-size:])))
     return found
 
 
