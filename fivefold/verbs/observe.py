@@ -14,7 +14,7 @@ from urllib.parse import parse_qsl, urlencode
 import typer
 
 from fivefold.core import models
-from fivefold.core.errors import FivefoldError, UnknownName
+from fivefold.core.errors import FivefoldError, UnknownName, did_you_mean
 from fivefold.core.plan import PlanOptions, read
 from fivefold.core.precision import PRECISIONS
 from fivefold.page import document, run_compare
@@ -81,6 +81,11 @@ def _look_up(target: str) -> str:
         raise FivefoldError(
             f"{target} does not exist: give the folder that train --out made, a plan file, a "
             "config.json, or the name of a model"
+        )
+    if target not in models.presets() and not folder.exists() and not folder.suffix[1:].isalpha():
+        known = did_you_mean(target, sorted(models.presets()))
+        raise FivefoldError(
+            f"{target} is neither a run folder, which train --out makes, nor a model: {known}"
         )
     if target not in models.presets() and folder.is_dir() and not (folder / "config.json").exists():
         raise FivefoldError(

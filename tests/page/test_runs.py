@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import pytest
 
@@ -120,7 +120,9 @@ def test_sets_samples_and_failures_are_on_the_time_line(page: Page, runs_site: s
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_every_letter_of_the_run_tab_can_be_read(page: Page, runs_site: str, theme: str) -> None:
+def test_every_letter_of_the_run_tab_can_be_read(
+    page: Page, runs_site: str, theme: Literal["light", "dark"]
+) -> None:
     page.emulate_media(color_scheme=theme)
     opened(page, runs_site)
     page.evaluate("for (const one of document.querySelectorAll('details')) one.open = true")

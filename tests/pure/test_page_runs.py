@@ -149,6 +149,8 @@ def test_runs_are_compared_by_name(tmp_path: Path) -> None:
         (["{0}", "{0}/"], "is given twice"),
         (["{1}/none"], "none does not exist: give the folder that train --out made"),
         (["{1}"], "is neither a run"),
+        (["nowhere"], "nowhere is neither a run folder, which train --out makes, nor a model"),
+        (["llama-3.1-8"], "did you mean"),
         (["{0}", "--at", "run?run=3"], "unknown run '3'"),
         (["{0}", "--panel", "lost"], "unknown panel 'lost'"),
     ],
