@@ -268,7 +268,7 @@ def loss_text(view: View) -> list[str]:
     curves = view["curves"]
     if "loss" not in curves:
         return ["loss", "no step is recorded yet"]
-    lines = ["loss", *_dots(curves["loss"]["smoothed"], curves["loss"]["axis"], "{:.3f}".format)]
+    lines = ["loss", *_dots(curves["loss"]["smoothed"], None, "{:.3f}".format)]
     evals = curves["loss"]["eval"]
     for name, one in (curves["loss"]["sets"] or {"": evals}).items():
         points = [(x, y) for x, y in zip(one["x"], one["y"], strict=True) if y is not None]
@@ -322,10 +322,10 @@ def _newest(curve: View) -> float | None:
     return next((value for value in reversed(curve["y"]) if value is not None), None)
 
 
-def _dots(curve: View, axis: View, write: Callable[[float], str]) -> list[str]:
+def _dots(curve: View, axis: View | None, write: Callable[[float], str]) -> list[str]:
     """A curve of dots with labels at its edges; every column is the mean of equally many points.
 
-    What is beyond the axis is drawn at its edge.
+    Without an axis the edges are the lowest and the highest dot; what is beyond one is at its edge.
     """
     points = [(x, y) for x, y in zip(curve["x"], curve["y"], strict=True) if y is not None]
     if not points:
@@ -333,7 +333,7 @@ def _dots(curve: View, axis: View, write: Callable[[float], str]) -> list[str]:
     size = -(-len(points) // _TEXT_COLUMNS)
     groups = [points[i : i + size] for i in range(0, len(points), size)]
     heights = [sum(y for _, y in group) / len(group) for group in groups]
-    low, high = axis["range"]
+    low, high = (min(heights), max(heights)) if axis is None else axis["range"]
     room = max(len(write(low)), len(write(high)))
     lines: list[str] = []
     for row in range(_TEXT_ROWS):
