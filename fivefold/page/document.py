@@ -12,7 +12,7 @@ import gzip
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from itertools import combinations, product
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 
 from fivefold import __version__
 from fivefold.core.errors import FivefoldError, IllegalLayout, UnknownName
-from fivefold.page import Params, Progress, View, explore, run_view
+from fivefold.page import Params, Progress, View, explore, run_compare, run_view
 from fivefold.page.explore_job import JOB
 from fivefold.page.explore_state import State
 from fivefold.page.learn import (
@@ -38,7 +38,7 @@ from fivefold.page.learn import (
     tensor,
 )
 from fivefold.page.learn.glossary import GLOSSARY
-from fivefold.records.spans import RunFacts, StepSpans
+from fivefold.page.run_compare import RunSource
 
 
 class Lesson(Protocol):
@@ -75,14 +75,6 @@ Question = tuple[str, dict[str, str]]  # its name and its parameters
 _EXPLORE = {"explore": explore.view, "pictures": explore.pictures}
 
 
-class RunSource(Protocol):
-    """A run whose records are read again for every question."""
-
-    def facts(self) -> RunFacts: ...
-
-    def spans(self, step: int) -> StepSpans | None: ...
-
-
 # Questions and answers.
 
 
@@ -90,17 +82,18 @@ def answer(name: str, params: Params, run: RunSource | None = None) -> View:
     """The answer to a question that takes milliseconds; `explore.searches` take seconds."""
     if name in _EXPLORE:
         return _EXPLORE[name](params)
-    if name == "run":
+    if name in run_compare.ANSWERS:
         if run is None:
             raise FivefoldError("no run: say which, as in fivefold observe runs/first")
-        return run_view.view(run.facts(), params, run.spans)
+        return run_compare.ANSWERS[name](run, params)
     kind, _, lesson = name.partition("/")
     if kind == "chapter":
         return chapters.view(lesson)
     if kind != "learn" or lesson not in LESSONS:
         lessons = [*(f"chapter/{each}" for each in chapters.CHAPTERS)]
         lessons += [f"learn/{each}" for each in LESSONS]
-        raise UnknownName("question", name, [*_EXPLORE, "run", *explore.searches(), *lessons])
+        known = [*_EXPLORE, "run", "runs", *explore.searches(), *lessons]
+        raise UnknownName("question", name, known)
     return LESSONS[lesson].view(params)
 
 
@@ -125,7 +118,9 @@ def answers(
 ) -> dict[str, View]:
     """The answers that a tab, or one of its panels, is drawn from, by question."""
     if tab == "run":
-        return {"run": answer("run", params, run)}
+        _chosen(panel, [*run_view.PANELS, "runs"])
+        asked = run_compare.questions(params, panel, () if run is None else run.names)
+        return {name: answer(*question, run) for name, question in asked.items()}
     if tab == "explore":
         return _explore_answers(params, panel, on_progress)
     asked = chapters.questions(params, panel, LESSONS)
@@ -154,9 +149,8 @@ def lines(found: dict[str, View], panel: str | None) -> Iterator[str]:
             quick = [each for each in explore.PANELS if each not in explore.searches()]
             for each in quick if panel is None else [panel]:
                 yield from (*explore.PANELS[each].text(view[each]), "")
-        elif name == "run":
-            for each in _chosen(panel, run_view.PANELS):
-                yield from (*run_view.PANELS[each].text(view), "")
+        elif name.split("/")[0] in run_compare.ANSWERS:
+            yield from run_compare.lines(name, view, panel)
         elif name in explore.PANELS:
             yield from (*explore.PANELS[name].text(view), "")
         elif name.startswith("chapter/"):
@@ -185,11 +179,15 @@ _PREFIX = "fivefold/"
 
 
 class PageStart(NamedTuple):
-    """What the page opens with: its address, the job of Explore, and a run's folder or ""."""
+    """What the page opens with: its address, the job of Explore, and runs or "".
+
+    `run` has the folders of the runs as words of a command line, `names` what they are called.
+    """
 
     address: str
     job: Params
     run: str
+    names: Sequence[str] = ()
 
 
 def live_page(start: PageStart) -> tuple[str, str]:
@@ -253,6 +251,7 @@ def _site(start: PageStart, *, live: bool) -> View:
     return {
         "live": live,
         "run": start.run,
+        "runs": list(start.names),
         "start": start.address,
         "job": dict(start.job),
         "version": __version__,
@@ -308,7 +307,6 @@ def _escaped(text: str) -> str:
 
 _MOST_COMBINATIONS = 450  # of the choices of one panel
 _MOST_CHANGED = 2  # choices that differ from the defaults, in a panel with more combinations
-_MOST_STEPS = 8
 _SEARCH_SHARE = 0.2  # of the time
 
 
@@ -328,7 +326,7 @@ def offline_answers(
         ("explore", dict(params)),
         *_neighbours(state, answer("explore", state), ranking["layouts"] + ranking["front"]),
         *_lesson_questions(),
-        *_run_questions(run),
+        *(run_compare.offline(run) if run else ()),
     ]
     questions += [("pictures", each) for name, each in questions if name == "explore"]
     asked = {answer_key(name, each): (name, each) for name, each in questions}
@@ -382,11 +380,3 @@ def _combinations(choices: Mapping[str, Choice]) -> Iterator[dict[str, str]]:
     for names in combinations(choices, min(_MOST_CHANGED, len(choices))):
         for values in product(*(choices[name].values for name in names)):
             yield defaults | dict(zip(names, values, strict=True))
-
-
-def _run_questions(run: RunSource | None) -> Iterator[Question]:
-    if run is None:
-        return
-    yield "run", {}
-    for step in run.facts().steps[-_MOST_STEPS:]:
-        yield "run", {"step": str(step)}

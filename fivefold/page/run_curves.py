@@ -21,6 +21,10 @@ _NEWEST, _BINS = 500, 500  # at most 1,500 points, with two per bin
 _HEAT_MAP_COLUMNS = 200
 _SMOOTHING_WINDOWS = 50  # in a run
 _WINDOW = 100  # newest steps that are compared with the plan
+# Of the plan, or of the median, to both sides: what an axis shows at least.
+_LEAST_SPAN = {"step_s": 0.2, "tokens_per_s": 0.2, "mfu": 0.2, "memory_gib": 0.2, "loss": 0.01}
+_BAND, _ROOM = 0.05, 0.05  # of the plan, and of an axis
+_MOST_BEYOND = 5
 _TEXT_COLUMNS, _TEXT_ROWS = 72, 8  # of a curve in a terminal
 
 _CURVES = ("loss", "norm", "lr", "step_s", "tokens_per_s", "mfu", "memory_gib")
@@ -44,17 +48,84 @@ def curves(facts: RunFacts) -> dict[str, View]:
         found[name] = {"measured": _curve(points), "lost": _lost(facts, name)}
         if name in _PLANNED:
             found[name] |= _compared(facts.records, name)
+        found[name]["axis"] = _axis(facts, name, found[name].get("goal"))
     if "memory_gib" in found and not facts.starts[-1].facts.get("machine", {}).get("gpus"):
         # Without a GPU the measured memory is that of the process: no plan can be compared with it.
         size = _FORMATS["memory_gib"](found["memory_gib"]["median"] or 0.0)
         says = f"{size} of the host for the whole process; a plan counts its tensors alone"
         found["memory_gib"] |= {"planned": None, "ratio": None, "says": says}
+        found["memory_gib"]["axis"] = _axis(facts, "memory_gib", None)
     if "loss" in found:
         found["loss"]["smoothed"] = _curve(_smoothed(_points(facts.records, "loss")))
         found["loss"]["eval"] = _curve(
             [(one.step, one.eval_loss) for one in facts.records if one.eval_loss is not None]
         )
+        found["loss"]["sets"] = _sets(facts.records)
     return found
+
+
+def _sets(records: Sequence[StepRecord]) -> dict[str, View]:
+    """The loss over each evaluation set, by its name; records of older versions have no names."""
+    names = dict.fromkeys(name for one in records for name in one.evals or ())
+    return {
+        name: _curve(
+            [
+                (one.step, numbers.get("loss"))
+                for one in records
+                if (numbers := (one.evals or {}).get(name)) is not None
+            ]
+        )
+        for name in names
+    }
+
+
+def _axis(facts: RunFacts, name: str, goal: float | None) -> View:
+    """What the axis of a curve shows, and the band around its plan.
+
+    The axis is at least so wide that a difference that does not matter looks like none. The first
+    step of a start includes its build and compiles kernels: a rate of it may be beyond the axis.
+    """
+    points = [(one, value) for one in facts.records if (value := _value(one, name)) is not None]
+    firsts = {one.restart: one.step for one in reversed(facts.records)}
+    usual = [value for one, value in points if one.step != firsts[one.restart]]
+    values = usual if name in _RATES and usual else [value for _, value in points]
+    if name == "loss":
+        sets = [numbers for one in facts.records for numbers in (one.evals or {}).values()]
+        evals = [one.eval_loss for one in facts.records] + [each.get("loss") for each in sets]
+        values += [each for each in evals if each is not None]
+    low, high = axis_range(values, goal, _LEAST_SPAN.get(name, 0.0))
+    low = 0.0 if name == "lr" else low
+    beyond = [one.step for one, value in points if not low <= value <= high]
+    return {
+        "range": [low, high],
+        "band": None if goal is None else [(1 - _BAND) * goal, (1 + _BAND) * goal],
+        "says": [*_axis_words(goal, beyond)],
+    }
+
+
+def _axis_words(goal: float | None, beyond: Sequence[int]) -> Iterator[str]:
+    if goal is not None:
+        yield f"The band is {_BAND:.0%} around the plan."
+    if beyond:
+        steps = ", ".join(map(str, beyond[:_MOST_BEYOND]))
+        more = f" and {len(beyond) - _MOST_BEYOND} more" if len(beyond) > _MOST_BEYOND else ""
+        which = f"step {steps}" if len(beyond) == 1 else f"steps {steps}{more}"
+        yield f"Beyond the axis: {which}; the first step of a start includes its build."
+
+
+def axis_range(values: Sequence[float], goal: float | None, least: float) -> tuple[float, float]:
+    """The ends of an axis: all values and the plan, at least `least` of it to both sides.
+
+    Without a plan the median is in its place. No end is below 0 if no value is.
+    """
+    known = [each for each in (*values, *([] if goal is None else [goal])) if math.isfinite(each)]
+    if not known:
+        return 0.0, 1.0
+    middle = median(known) if goal is None or not math.isfinite(goal) else goal
+    low = min(*known, middle - least * abs(middle))
+    high = max(*known, middle + least * abs(middle))
+    room = _ROOM * (high - low) or max(abs(high), 1e-9) * _ROOM
+    return (low - room if low < 0 else max(0.0, low - room)), high + room
 
 
 def marks(facts: RunFacts) -> View:
@@ -197,11 +268,13 @@ def loss_text(view: View) -> list[str]:
     curves = view["curves"]
     if "loss" not in curves:
         return ["loss", "no step is recorded yet"]
-    lines = ["loss", *_dots(curves["loss"]["smoothed"], "{:.3f}".format)]
+    lines = ["loss", *_dots(curves["loss"]["smoothed"], None, "{:.3f}".format)]
     evals = curves["loss"]["eval"]
-    shown = [f"{x}: {y:.4f}" for x, y in zip(evals["x"], evals["y"], strict=True)][-6:]
-    if shown:
-        lines += wrapped("eval " + ", ".join(shown))
+    for name, one in (curves["loss"]["sets"] or {"": evals}).items():
+        points = [(x, y) for x, y in zip(one["x"], one["y"], strict=True) if y is not None]
+        if points:
+            shown = ", ".join(f"{x}: {y:.4f}" for x, y in points[-6:])
+            lines += wrapped(f"eval {name}: {shown}" if name else f"eval {shown}")
     last = {name: _newest(curves[name]["measured"]) for name in ("loss", "norm", "lr")}
     known = [f"{name} {value:.4g}" for name, value in last.items() if value is not None]
     return [*lines, f"newest: {', '.join(known)}"]
@@ -242,22 +315,25 @@ def _curve_lines(view: View, titles: dict[str, str]) -> Iterator[str]:
         # The title of this rate has its unit.
         write = thousands if name == "tokens_per_s" else _FORMATS[name]
         yield f"{title}: " + (curve["says"] or f"{write(curve['median'])} (median), no plan")
-        yield from _dots(curve["measured"], write)
+        yield from _dots(curve["measured"], curve["axis"], write)
 
 
 def _newest(curve: View) -> float | None:
     return next((value for value in reversed(curve["y"]) if value is not None), None)
 
 
-def _dots(curve: View, write: Callable[[float], str]) -> list[str]:
-    """A curve of dots with labels at its edges; every column is the mean of equally many points."""
+def _dots(curve: View, axis: View | None, write: Callable[[float], str]) -> list[str]:
+    """A curve of dots with labels at its edges; every column is the mean of equally many points.
+
+    Without an axis the edges are the lowest and the highest dot; what is beyond one is at its edge.
+    """
     points = [(x, y) for x, y in zip(curve["x"], curve["y"], strict=True) if y is not None]
     if not points:
         return []
     size = -(-len(points) // _TEXT_COLUMNS)
     groups = [points[i : i + size] for i in range(0, len(points), size)]
     heights = [sum(y for _, y in group) / len(group) for group in groups]
-    low, high = min(heights), max(heights)
+    low, high = (min(heights), max(heights)) if axis is None else axis["range"]
     room = max(len(write(low)), len(write(high)))
     lines: list[str] = []
     for row in range(_TEXT_ROWS):
@@ -269,5 +345,5 @@ def _dots(curve: View, write: Callable[[float], str]) -> list[str]:
 
 def _level(value: float, low: float, high: float) -> int:
     """The row of a value, from the top."""
-    share = (value - low) / (high - low) if high > low else 0.0
+    share = min(1.0, max(0.0, (value - low) / (high - low))) if high > low else 0.0
     return _TEXT_ROWS - 1 - round(share * (_TEXT_ROWS - 1))

@@ -12,13 +12,12 @@ from fivefold.page import Params, View, timeline
 from fivefold.records.deviation import (
     PAIR,
     Cause,
+    CausePart,
     Comparison,
     compare,
-    from_means,
-    from_plan,
-    narrowed,
     own_seconds,
 )
+from fivefold.records.expectation import from_means, from_plan
 from fivefold.records.spans import (
     RankSpans,
     Result,
@@ -39,6 +38,11 @@ _KINDS = {
     PAIR: "overlapped pairs",
 }
 _ALL = 1.005  # share of the difference above which other causes go the other way
+_OTHERS = {
+    "compute": "all other computation",
+    "message": "all other messages between pipeline ranks",
+    "pause": "all other pauses",
+}
 _AROUND = {"dp": "sums and gathers of data ranks", "update": "the update and all else"}
 
 
@@ -106,7 +110,6 @@ def _known(place: int | None) -> int:
 Columns = dict[tuple[int, ...], StepSpans]  # by the ranks of a pipeline
 NONE = "none"  # the value of `step` that leaves the step out
 _SEEN = 2_000  # idle slots shorter than the makespan over this number are not explained
-_LEAST = 0.005  # share of the plan below which a cause is not listed
 _BY_MEANS = (
     "The plan names no machine: in place of planned times stands the schedule with the measured "
     "mean of each kind of action and free messages, and only the pipeline is compared."
@@ -213,24 +216,22 @@ def _number(params: Params, name: str, default: int) -> int:
 
 
 def _causes(found: Comparison, column: Sequence[int]) -> list[View]:
-    """The causes, the one that the verdict names first, with their shares of the difference."""
-    named = found.named
-    listed = [one for one in found.causes if named is None or not _contains(one, named)]
-    large = [one for one in listed if abs(one.gain) >= _LEAST * found.planned]
-    rows = [*([] if named is None else [named]), *map(narrowed, large)]
+    """The parts of the difference, which sum to it, and their shares, which sum to 100%."""
     return [
         {
-            "says": sentence(one, column, found.whole),
-            "gain_s": one.gain,
-            "share": one.gain / found.difference if found.difference else None,
-            "named": one is named,
+            "says": _part(one, column, found.whole),
+            "gain_s": one.seconds,
+            "share": one.share,
+            "named": one.cause is not None and one.cause is found.named,
         }
-        for one in rows
+        for one in found.parts
     ]
 
 
-def _contains(one: Cause, other: Cause) -> bool:
-    return one is other or any(_contains(part, other) for part in one.parts)
+def _part(one: CausePart, column: Sequence[int], by_plan: bool) -> str:
+    if one.cause is None:
+        return "all else"
+    return _OTHERS[one.cause.what] if one.rest else sentence(one.cause, column, by_plan)
 
 
 def _ranks(found: Comparison, column: Sequence[int]) -> list[View]:
@@ -339,9 +340,11 @@ def _timeline_lines(picture: View) -> list[str]:
 
 def _table_lines(found: View) -> Iterator[str]:
     """The causes, how long each rank is busy and idle, and the collectives."""
-    yield "were it as planned, the step would be shorter by"
+    if found["causes"]:
+        yield "set to the plan one after the other, they would make the step shorter by"
     for cause in found["causes"]:
-        yield from wrapped(cause["says"], f"{duration(cause['gain_s']):>10}  ")
+        start = f"{duration(cause['gain_s']):>10}{cause['share']:>8.1%}  "
+        yield from wrapped(cause["says"], start)
     yield f"{'':12}{'busy: plan':>12}{'measured':>12}{'idle: plan':>12}{'measured':>12}"
     for one in found["ranks"]:
         names = ("busy_planned", "busy", "idle_planned", "idle")

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from fivefold.core.errors import counted
-from fivefold.page import Params, View, run_curves, run_step
-from fivefold.records import STEPS, Pace, Summary
+from fivefold.page import Params, View, run_curves, run_history, run_step
+from fivefold.records import STEPS, Pace, Summary, shares_of
 from fivefold.records.spans import RunFacts, StepSpans
 from fivefold.report import rough_duration, wrapped
 
@@ -17,6 +17,8 @@ _LEAST_SILENCE_S = 120.0
 _SILENT_STEPS = 5  # times the longest of the newest steps, if that is more
 _WINDOW = 100  # newest steps
 _BAR = 40  # columns of a full bar
+_NO_SAMPLES = "texts that the model writes while it trains: --set sample_every=100"
+_NO_EVENTS = "what each rank did when: --set events=true"
 
 
 def view(facts: RunFacts, params: Params, spans: Callable[[int], StepSpans | None]) -> View:
@@ -25,16 +27,41 @@ def view(facts: RunFacts, params: Params, spans: Callable[[int], StepSpans | Non
     The param `step` selects the step that is compared with its plan: a number, the newest if
     absent, or `none`; `rank` selects the pipeline that is drawn.
     """
-    return {
+    found = {
         "head": _head(facts),
         "curves": run_curves.curves(facts),
         "marks": run_curves.marks(facts),
         "load": run_curves.load(facts),
-        "goodput": _goodput(facts.summary),
+        "history": run_history.history(facts),
+        "goodput": goodput(facts.summary),
         "summary": facts.summary.to_json(),
         "told": [list(each) for _, each in sorted(facts.event_steps.items())],
         "step": run_step.view(facts, params, spans),
     }
+    return found | {"missing": _missing(found, facts)}
+
+
+def _missing(view: View, facts: RunFacts) -> dict[str, str]:
+    """The panels without data, each with what would fill it, or "" if nothing would."""
+    no_step = "" if view["curves"] else "no step is recorded yet"
+    shape = None if facts.plan is None else facts.plan.shape
+    said = {
+        "loss": None if "loss" in view["curves"] else no_step,
+        "rates": None if "tokens_per_s" in view["curves"] else no_step,
+        "memory": None if "memory_gib" in view["curves"] else no_step,
+        "load": None if view["load"] else "",
+        "samples": None if view["history"]["samples"] else _NO_SAMPLES,
+        "goodput": None if view["goodput"]["wall_s"] else no_step,
+        "step": None if facts.event_steps else _NO_EVENTS,
+    }
+    if shape is not None and shape.moe is not None and not view["load"]:
+        said["load"] = "the load of the experts is not recorded yet"
+    return {name: words for name, words in said.items() if words is not None}
+
+
+def shown(view: View) -> list[str]:
+    """The panels that a run has data for, or that say what would fill them."""
+    return [name for name in PANELS if view["missing"].get(name) != ""]
 
 
 def _head(facts: RunFacts) -> View:
@@ -58,16 +85,25 @@ def _head(facts: RunFacts) -> View:
         "num_starts": len(facts.starts),
         "step": last,
         "steps": steps,
-        "live": newest.ended is None,
-        "silent": newest.ended is None and _is_silent(facts),
-        "state": _state(facts, last, steps),
+        "live": _is_live(facts),
+        "silent": _is_live(facts) and _is_silent(facts),
+        "failed": newest.ended is None and not _is_live(facts),
+        "state": state(facts),
         "no_plan": facts.no_plan,
     }
 
 
-def _state(facts: RunFacts, last: int, steps: int | None) -> str:
-    """Whether the run goes on, and if not, how it ended."""
+def _is_live(facts: RunFacts) -> bool:
+    """Whether the newest start has neither ended nor failed, as far as its folder says."""
     newest = facts.starts[-1]
+    return newest.ended is None and newest.facts.get("failed") is None
+
+
+def state(facts: RunFacts) -> str:
+    """Whether the run goes on, and if not, how it ended."""
+    newest, plan = facts.starts[-1], facts.plan
+    last = facts.records[-1].step if facts.records else 0
+    steps = None if plan is None else plan.options.train.steps
     where = f"step {last}" + ("" if steps is None else f" of {steps}")
     if newest.ended is not None:
         after = rough_duration(max(0.0, newest.ended - facts.starts[0].began))
@@ -76,10 +112,13 @@ def _state(facts: RunFacts, last: int, steps: int | None) -> str:
         return (
             f"{newest.why or 'ended'} at {where}, {after} after the first start: --resume goes on"
         )
+    if not _is_live(facts):
+        why = newest.facts["failed"]["why"]
+        return f"failed after {where}: {why}; --resume goes on after its newest checkpoint"
     if _is_silent(facts):
         return (
-            f"silent for {rough_duration(facts.idle_s)} behind {where}: it died, or it hangs; "
-            "--resume goes on behind its newest checkpoint"
+            f"silent for {rough_duration(facts.idle_s)} after {where}: it died, or it hangs; "
+            "--resume goes on after its newest checkpoint"
         )
     eta = _eta(facts, steps)
     left = "" if eta is None else f", about {rough_duration(eta)} to go"
@@ -100,12 +139,13 @@ def _eta(facts: RunFacts, steps: int | None) -> float | None:
     return None if found is None or found < 0 else found
 
 
-def _goodput(summary: Summary) -> View:
+def goodput(summary: Summary) -> View:
     """Where the wall time went, without parts of 0 seconds."""
+    spent = {name: each for name, each in summary.spent.items() if each > 0 or name == STEPS}
     parts = [
-        {"name": name, "seconds": seconds, "share": seconds / summary.wall_s}
-        for name, seconds in summary.spent.items()
-        if summary.wall_s and (seconds > 0 or name == STEPS)
+        {"name": name, "seconds": seconds, "share": share}
+        for (name, seconds), share in zip(spent.items(), shares_of([*spent.values()]), strict=True)
+        if summary.wall_s
     ]
     lost = counted(summary.num_lost, "step")
     return {
@@ -166,17 +206,30 @@ class RunPanel(NamedTuple):
 # By the names of `--panel`, in the order of the page.
 PANELS: dict[str, RunPanel] = {
     "head": RunPanel("Run", "", 0, "run", _head_text),
+    "history": RunPanel(
+        "Time line",
+        "When each start ran, and what happened.",
+        0,
+        "run_history",
+        run_history.history_text,
+    ),
     "loss": RunPanel(
         "Loss",
-        "Every step, faint; smoothed over a fiftieth of the steps, bold; evaluations as diamonds.",
+        "Every step, faint; smoothed over a fiftieth of the steps, bold; evaluations as marks.",
         1,
         "run_curves",
         run_curves.loss_text,
     ),
-    "rates": RunPanel("Speed", "Measured beside planned.", 2, "run_curves", run_curves.rates_text),
+    "rates": RunPanel(
+        "Speed",
+        "Measured, and planned where the plan has a machine.",
+        2,
+        "run_curves",
+        run_curves.rates_text,
+    ),
     "memory": RunPanel(
         "Memory",
-        "Of the fullest rank, measured beside planned.",
+        "Of the fullest rank.",
         2,
         "run_curves",
         run_curves.memory_text,
@@ -187,6 +240,13 @@ PANELS: dict[str, RunPanel] = {
         1,
         "run_spent",
         run_curves.load_text,
+    ),
+    "samples": RunPanel(
+        "Samples",
+        "What the model writes after the beginning of a text that it does not train on.",
+        1,
+        "run_history",
+        run_history.samples_text,
     ),
     "goodput": RunPanel(
         "Where the time went",

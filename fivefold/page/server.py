@@ -32,7 +32,8 @@ from starlette.staticfiles import StaticFiles
 
 from fivefold.core.errors import FivefoldError
 from fivefold.page import View, document, explore
-from fivefold.page.document import RunSource, answer, refusal
+from fivefold.page.document import answer, refusal
+from fivefold.page.run_compare import RunSource
 
 HOST = "127.0.0.1"
 _LARGEST = 2_000_000  # bytes of a question; a pasted config may have one million

@@ -284,25 +284,50 @@ def _rate(records: Sequence[StepRecord], per_gpu: bool) -> Rate | None:
 def _spent(
     starts: Sequence[RunStart], records: Sequence[StepRecord], lost: Sequence[StepRecord]
 ) -> dict[str, float]:
-    """Wall time by what it was spent on.
+    """Wall time by what it was spent on; no part is negative.
 
     A start that died ended at its last record; from there to the next start the run was down.
-    The time between a regular end and the next start does not count.
+    The time between a regular end and the next start does not count. A start that fails over to
+    another host may read an earlier time than the one before wrote: such a gap counts as none.
     """
     found: dict[str, float] = dict.fromkeys(_NAMES, 0.0)
     for one in (*records, *lost, *starts):
         for name, seconds in one.spent.items():
-            found[name] = found.get(name, 0.0) + seconds
+            found[name] = found.get(name, 0.0) + _seconds(seconds)
     for record in records:
-        found[STEPS if record.skipped is None else SKIPPED] += record.seconds
-    found[LOST] += sum(record.seconds for record in lost)
+        found[STEPS if record.skipped is None else SKIPPED] += _seconds(record.seconds)
+    found[LOST] += sum(_seconds(record.seconds) for record in lost)
     up = 0.0
     for number, start in enumerate(starts):
         walls = [each.wall for each in (*records, *lost) if each.restart == number]
         end = max(walls, default=start.began) if start.ended is None else start.ended
-        up += end - start.began
+        up += _seconds(end - start.began)
         if start.ended is None and number + 1 < len(starts):
-            found[DOWN] += starts[number + 1].began - end
+            found[DOWN] += _seconds(starts[number + 1].began - end)
     named = sum(found.values()) - found[DOWN]
     found[OTHER] += max(0.0, up - named)
     return found
+
+
+def _seconds(measured: float) -> float:
+    """A length of time: clocks that were set back make negative ones, which count as none."""
+    return measured if 0.0 < measured < math.inf else 0.0
+
+
+def shares_of(amounts: Sequence[float]) -> list[float]:
+    """Each amount over the sum of all, in thousandths that sum to 1; the sign does not count.
+
+    >>> shares_of([1, 1, -1])
+    [0.334, 0.333, 0.333]
+    """
+    sizes = [abs(each) if math.isfinite(each) else 0.0 for each in amounts]
+    most = max(sizes, default=0.0)
+    if most == 0.0:
+        return [0.0] * len(sizes)
+    scaled = [each / most for each in sizes]  # their sum cannot overflow
+    exact = [1000 * each / sum(scaled) for each in scaled]
+    whole = [math.floor(each) for each in exact]
+    by_rest = sorted(range(len(exact)), key=lambda i: whole[i] - exact[i])
+    for i in by_rest[: 1000 - sum(whole)]:
+        whole[i] += 1
+    return [each / 1000 for each in whole]

@@ -5,8 +5,8 @@ waited for, and of every pause. Then one of them is set to the plan and the step
 The difference between the two is what that cause explains. So a slow stage is found where it is,
 and not where other stages wait for it.
 
-`compare` works with an `Expectation`, which comes from the planner's estimate (`from_plan`) or, for
-a plan without a machine, from the mean times of the run (`from_means`).
+`compare` works with an `Expectation`, which `expectation` makes of the planner's estimate or, for a
+plan without a machine, of the mean times of the run.
 """
 
 from __future__ import annotations
@@ -17,26 +17,15 @@ from functools import cached_property
 from statistics import fmean, median
 from typing import Literal, NamedTuple
 
-from fivefold.core.plan import Plan
 from fivefold.core.schedule import (
-    BACKWARD,
-    FORWARD,
-    INPUT_GRAD,
-    WEIGHT_GRAD,
     Overlap,
-    Schedule,
     Step,
     actions_of,
-    merged,
 )
-from fivefold.core.schedule.clock import Costs, Timeline, play
-from fivefold.cost import COMPUTE
-from fivefold.planner import estimate_setting
-from fivefold.planner.estimate import simulate_step
-from fivefold.records import StepRecord
+from fivefold.core.schedule.clock import Timeline
+from fivefold.records import StepRecord, shares_of
 from fivefold.records.spans import (
     DATA,
-    INSIDE,
     ActionGraph,
     ActionNode,
     Expectation,
@@ -45,11 +34,14 @@ from fivefold.records.spans import (
     collective_seconds,
 )
 
+Change = Callable[[ActionNode], ActionNode]
+NodeKey = tuple[int, Step]
 What = Literal["compute", "straggler", "collective", "message", "pause", "around"]
 PAIR = "X"  # the kind of an overlapped forward and backward
 UPDATE = "update"
 _NEGLIGIBLE = 0.02  # share of the plan: a smaller difference needs no cause
 _MOST = 0.75  # share of a cause: a part that explains this much is named instead
+_LEAST = 0.005  # share of the plan below which a cause is not listed
 _STRAGGLES = 1.1  # times the other ranks of its stage
 
 
@@ -72,12 +64,28 @@ class Cause(NamedTuple):
     action: str | None = None
     cause: str | None = None
     parts: tuple[Cause, ...] = ()
+    change: Change | None = None  # of an action to the plan; None outside of the pipeline
+
+
+class CausePart(NamedTuple):
+    """What a cause adds to the difference if causes are set to the plan one after the other.
+
+    Without a cause it is what is left in the end; `rest` marks what is left of a cause after the
+    named one, which is a part of it. `share` is that of all parts, whatever their
+    signs, so that shares are between 0 and 1 and sum to 1 even if slow and fast parts cancel.
+    """
+
+    cause: Cause | None
+    rest: bool
+    seconds: float
+    share: float
 
 
 @dataclass(frozen=True)
 class Comparison:
     """A measured pipeline and the expected one, in seconds since its first action."""
 
+    graph: ActionGraph
     ran: Timeline
     played: Timeline
     whole: bool  # whether the full step is compared, or only its pipeline
@@ -98,6 +106,34 @@ class Comparison:
         sign = 1 if self.difference > 0 else -1
         found = max(self.causes, key=lambda one: sign * one.gain)
         return narrowed(found) if sign * found.gain > 0 else None
+
+    @cached_property
+    def parts(self) -> list[CausePart]:
+        """The difference in parts that sum to it, that of the named cause first."""
+        named = self.named
+        large = [one for one in self.causes if abs(one.gain) >= _LEAST * self.planned]
+        causes = [] if named is None else [(named, False)]
+        for one in large:
+            inside = named is not None and _contains(one, named)
+            if one is not named:
+                causes.append((one, True) if inside else (narrowed(one), False))
+        nodes, makespan, seconds = list(self.graph.nodes), self.graph.makespan, list[float]()
+        for one, _ in causes:
+            if one.change is None:
+                seconds.append(one.gain)
+                continue
+            nodes = list(map(one.change, nodes))
+            shorter = self.graph.play(nodes)
+            seconds.append(makespan - shorter)
+            makespan = shorter
+        seconds.append(self.difference - sum(seconds))
+        parts = zip([*causes, (None, True)], seconds, shares_of(seconds), strict=True)
+        found = [CausePart(*cause, *amounts) for cause, *amounts in parts]
+        return [one for one in found if one.share > 0 or not one.rest]
+
+
+def _contains(one: Cause, other: Cause) -> bool:
+    return one is other or any(_contains(part, other) for part in one.parts)
 
 
 def narrowed(cause: Cause) -> Cause:
@@ -130,7 +166,7 @@ def compare(
         seconds = max(measured, graph.makespan)
         causes += _around(expected.around, graph, spans, seconds)
     causes.sort(key=lambda one: -abs(one.gain))
-    return Comparison(_ran(graph), expected.played, whole, seconds, planned, tuple(causes))
+    return Comparison(graph, _ran(graph), expected.played, whole, seconds, planned, tuple(causes))
 
 
 def own_seconds(one: RankSpans) -> float:
@@ -159,7 +195,11 @@ def _ran(graph: ActionGraph) -> Timeline:
     return replace(played, starts=starts, ends=ends)
 
 
-def _gain(graph: ActionGraph, change: Callable[[ActionNode], ActionNode]) -> float:
+def _key(node: ActionNode) -> NodeKey:
+    return node.pp_rank, node.step
+
+
+def _gain(graph: ActionGraph, change: Change) -> float:
     return graph.makespan - graph.play([change(node) for node in graph.nodes])
 
 
@@ -177,14 +217,15 @@ def _compute(
         def is_meant(node: ActionNode) -> bool:
             return stage in (None, stage_of(node.step)) and kind in (None, kind_of(node.step))
 
-        def as_planned(node: ActionNode) -> ActionNode:
-            late = _computed(node) - node.planned
-            return replace(node, seconds=node.seconds - late) if is_meant(node) else node
-
         meant = [node for node in graph.nodes if is_meant(node)]
         planned, measured = fmean(n.planned for n in meant), fmean(map(_computed, meant))
-        gain = _gain(graph, as_planned)
-        return Cause("compute", gain, planned, measured, stage=stage, kind=kind)
+
+        def change(node: ActionNode) -> ActionNode:
+            seconds = node.planned + sum(node.excess.values())
+            return replace(node, seconds=seconds) if is_meant(node) else node
+
+        gain = _gain(graph, change)
+        return Cause("compute", gain, planned, measured, stage=stage, kind=kind, change=change)
 
     pairs = sorted({(stage_of(node.step), kind_of(node.step)) for node in graph.nodes})
     alone = list(_stragglers(graph, ranks, peers))
@@ -210,14 +251,33 @@ def _stragglers(
         mine = own_seconds(one)
         if others and mine >= _STRAGGLES * median(others):
             share = (mine - median(others)) / len(one.actions)
-            gain = _without(graph, lambda node, r=pp_rank, s=share: s if node.pp_rank == r else 0.0)
-            stage = stage_of(one.actions[0].step)
-            yield Cause("straggler", gain, median(others), mine, stage=stage, pp_rank=pp_rank)
+            change, stage = _shorter(pp_rank, share), stage_of(one.actions[0].step)
+            yield Cause(
+                *("straggler", _gain(graph, change), median(others), mine, stage),
+                pp_rank=pp_rank,
+                change=change,
+            )
 
 
-def _without(graph: ActionGraph, late: Callable[[ActionNode], float]) -> float:
-    """The gain if every action were shorter by `late(action)` seconds."""
-    return _gain(graph, lambda node: replace(node, seconds=max(0.0, node.seconds - late(node))))
+def _shorter(pp_rank: int, late: float) -> Change:
+    """The actions of a rank are shorter by so many seconds."""
+
+    def change(node: ActionNode) -> ActionNode:
+        seconds = max(0.0, node.seconds - late) if node.pp_rank == pp_rank else node.seconds
+        return replace(node, seconds=seconds)
+
+    return change
+
+
+def _without(axis: str) -> Change:
+    """Collectives of an axis take as long as planned."""
+
+    def change(node: ActionNode) -> ActionNode:
+        seconds = max(0.0, node.seconds - node.excess.get(axis, 0.0))
+        rest = {name: late for name, late in node.excess.items() if name != axis}
+        return replace(node, seconds=seconds, excess=rest)
+
+    return change
 
 
 def _collectives(graph: ActionGraph) -> Iterator[Cause]:
@@ -225,8 +285,8 @@ def _collectives(graph: ActionGraph) -> Iterator[Cause]:
     for axis in sorted({axis for node in graph.nodes for axis in node.excess}):
         planned = sum(graph.expected.inside(node.step).get(axis, 0.0) for node in graph.nodes)
         late = sum(node.excess.get(axis, 0.0) for node in graph.nodes)
-        gain = _without(graph, lambda node, axis=axis: node.excess.get(axis, 0.0))
-        yield Cause("collective", gain, planned, planned + late, axis=axis)
+        gain = _gain(graph, _without(axis))
+        yield Cause("collective", gain, planned, planned + late, axis=axis, change=_without(axis))
 
 
 def _messages(graph: ActionGraph) -> Cause:
@@ -235,10 +295,13 @@ def _messages(graph: ActionGraph) -> Cause:
     waiting = [node for node in graph.nodes if node.causes and node.message > usual]
 
     def cause(meant: Sequence[ActionNode]) -> Cause:
-        ids = {id(node) for node in meant}
-        gain = _gain(graph, lambda node: replace(node, message=usual) if id(node) in ids else node)
+        keys = {_key(node) for node in meant}
+
+        def change(node: ActionNode) -> ActionNode:
+            return replace(node, message=usual) if _key(node) in keys else node
+
         measured = fmean(node.message for node in meant) if meant else usual
-        return Cause("message", gain, usual, measured)
+        return Cause("message", _gain(graph, change), usual, measured, change=change)
 
     pairs: dict[tuple[int, int], list[ActionNode]] = {}
     for node in waiting:
@@ -257,10 +320,12 @@ def _pauses(graph: ActionGraph) -> Cause:
     """Time in which a rank had all inputs but did nothing, by rank."""
 
     def cause(pp_ranks: Sequence[int]) -> Cause:
-        ids = {id(node) for node in graph.nodes if node.pp_rank in pp_ranks}
-        gain = _gain(graph, lambda node: replace(node, pause=0.0) if id(node) in ids else node)
-        total = sum(node.pause for node in graph.nodes if id(node) in ids)
-        return Cause("pause", gain, 0.0, total, pp_rank=pp_ranks[0] if len(pp_ranks) == 1 else None)
+        def change(node: ActionNode) -> ActionNode:
+            return replace(node, pause=0.0) if node.pp_rank in pp_ranks else node
+
+        total = sum(node.pause for node in graph.nodes if node.pp_rank in pp_ranks)
+        alone = pp_ranks[0] if len(pp_ranks) == 1 else None
+        return Cause("pause", _gain(graph, change), 0.0, total, pp_rank=alone, change=change)
 
     pp_ranks = range(len(graph.ranks))
     return cause(pp_ranks)._replace(parts=tuple(cause([each]) for each in pp_ranks))
@@ -282,69 +347,3 @@ def _around(
     for axis, measured in ((DATA, moved), (UPDATE, total - moved)):
         expected = planned.get(axis, 0.0)
         yield Cause("around", measured - expected, expected, measured, axis=axis)
-
-
-# What a measured step is compared with.
-
-
-def from_plan(plan: Plan) -> Expectation | None:
-    """The planner's estimate of a step; None if the plan has no machine.
-
-    The collectives of an action have the share that they have in the work of the busiest rank.
-    """
-    if plan.machine is None:
-        return None
-    recipe = plan.options.train
-    setting, _ = estimate_setting(plan.machine, plan.precision, 0.0, recipe.kernels, 1.0)
-    known = simulate_step(plan, setting)
-    costs, factor = known.timeline.costs, setting.stack.factor
-    times = (costs.forward, costs.backward, costs.weight, costs.transfer)
-    scaled = Costs(
-        *(tuple(factor * each for each in column) for column in times), overlap=costs.overlap
-    )
-    busy = sum(known.parts.get(name, 0.0) for name in (*COMPUTE, "rounding", "launch", *INSIDE))
-    shares = {axis: known.parts.get(axis, 0.0) / busy for axis in INSIDE}
-
-    def inside(step: Step) -> Mapping[str, float]:
-        return {axis: share * scaled.of(step) for axis, share in shares.items()}
-
-    around = {
-        DATA: known.parts.get("dp", 0.0),
-        UPDATE: sum(known.parts.get(name, 0.0) for name in ("optimizer", "offload", "fixed")),
-    }
-    return Expectation(play(as_run(plan.schedule), scaled), inside, around)
-
-
-def from_means(schedule: Schedule, ranks: Sequence[RankSpans]) -> Expectation:
-    """The schedule with the measured mean time of each kind of action, and free messages."""
-    seconds: dict[str, list[float]] = {}
-    calls: dict[str, list[dict[str, float]]] = {}
-    for one in ranks:
-        for did, inside in zip(one.actions, collective_seconds(one), strict=True):
-            seconds.setdefault(kind_of(did.step), []).append(did.end - did.ready)
-            calls.setdefault(kind_of(did.step), []).append(inside)
-    mean = {kind: fmean(each) for kind, each in seconds.items()}
-    weight = mean.get(WEIGHT_GRAD, 0.0)
-    backward = mean[INPUT_GRAD] if INPUT_GRAD in mean else mean.get(BACKWARD, 0.0) - weight
-    pair = mean.get(FORWARD, 0.0) + backward + weight
-    stages = schedule.num_stages
-    costs = Costs(
-        *((each,) * stages for each in (mean.get(FORWARD, 0.0), backward, weight, 0.0)),
-        overlap=mean[PAIR] / pair if PAIR in mean and pair else 1.0,
-    )
-    usual = {
-        kind: {
-            axis: fmean(one.get(axis, 0.0) for one in each)
-            for axis in {axis for one in each for axis in one}
-        }
-        for kind, each in calls.items()
-    }
-    return Expectation(
-        play(as_run(schedule), costs), lambda step: usual.get(kind_of(step), {}), None
-    )
-
-
-def as_run(schedule: Schedule) -> Schedule:
-    """The schedule with adjacent I and W merged, as the runtime merges them."""
-    order = tuple(merged(schedule, rank) for rank in range(schedule.num_ranks))
-    return replace(schedule, order=order)

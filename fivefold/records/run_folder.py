@@ -28,9 +28,9 @@ from fivefold.core.errors import BadFile, FivefoldError
 from fivefold.records import RunStart, StepRecord, Summary, summarize
 
 PLAN, RUN, SUMMARY = "plan.toml", "run.json", "summary.json"
-METRICS, LOST = "metrics.jsonl", "metrics.lost.jsonl"
+METRICS, LOST, SAMPLES = "metrics.jsonl", "metrics.lost.jsonl", "samples.jsonl"
 EVENTS, CHECKPOINTS = "events", "checkpoints"
-_OURS = (RUN, PLAN, METRICS, LOST, SUMMARY, EVENTS, CHECKPOINTS)
+_OURS = (RUN, PLAN, METRICS, LOST, SAMPLES, SUMMARY, EVENTS, CHECKPOINTS)
 _GPUS = Path("/proc/driver/nvidia/gpus")
 _GIT_SECONDS = 5.0
 
@@ -106,6 +106,20 @@ class RunFolder:
         ended = {"at": time.time(), "why": why, "spent": dict(spent)}
         facts["starts"][self.restart]["ended"] = ended
         write_atomically(self.path / RUN, json.dumps(facts, indent=2) + "\n")
+
+    def fail(self, why: str) -> None:
+        """Record what ended this start, in the words of the process that saw it."""
+        facts = _read_json(self.path / RUN)
+        facts["starts"][self.restart]["failed"] = {"at": time.time(), "why": why}
+        write_atomically(self.path / RUN, json.dumps(facts, indent=2) + "\n")
+
+    def append_sample(self, step: int, prompt: str, text: str) -> None:
+        """Add a completion that the model wrote after a step."""
+        line = {"step": step, "restart": self.restart, "prompt": prompt, "text": text}
+        path = self.path / SAMPLES
+        cut_torn_line(path)
+        with naming_file(path), path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
 
     def summarize(self) -> Summary:
         """Summarize all starts so far, and write `summary.json`."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import time
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -19,12 +20,22 @@ from fivefold.core.plan import Plan, resolve
 from fivefold.core.plan import read as read_plan
 from fivefold.core.schedule import parse_steps
 from fivefold.records import RunStart, summarize
-from fivefold.records.run_folder import CHECKPOINTS, EVENTS, LOST, METRICS, PLAN, RUN, read_records
+from fivefold.records.run_folder import (
+    CHECKPOINTS,
+    EVENTS,
+    LOST,
+    METRICS,
+    PLAN,
+    RUN,
+    SAMPLES,
+    read_records,
+)
 from fivefold.records.spans import (
     ActionSpan,
     CollectiveSpan,
     RankSpans,
     RunFacts,
+    RunSample,
     StartFacts,
     StepSpans,
 )
@@ -53,6 +64,8 @@ def read(folder: Path) -> RunFacts:
         no_plan=no_plan,
         event_steps=_event_steps(folder),
         idle_s=max(0.0, time.time() - written),
+        samples=_samples(folder / SAMPLES),
+        recipe=_recipe(folder / PLAN),
     )
 
 
@@ -114,6 +127,39 @@ def _plan(path: Path) -> tuple[Plan | None, str | None]:
         return resolve(read_plan(path)), None
     except (FivefoldError, OSError) as error:
         return None, f"the plan of this run cannot be read again: {error}"
+
+
+def _recipe(path: Path) -> dict[str, Any]:
+    """Every key of a plan file with its value, tables as `table.key`; none if it is unreadable."""
+    found: dict[str, Any] = {}
+
+    def add(table: dict[str, Any], before: str) -> None:
+        for key, value in table.items():
+            if isinstance(value, dict):
+                add(cast("dict[str, Any]", value), f"{before}{key}.")
+            else:
+                found[before + key] = value
+
+    try:
+        add(tomllib.loads(path.read_text("utf-8")), "")
+    except (OSError, ValueError):
+        return {}
+    return found
+
+
+def _samples(path: Path) -> tuple[RunSample, ...]:
+    """The newest sample of each step of each start; lines that a killed process cut are skipped."""
+    found: dict[tuple[int, int], RunSample] = {}
+    lines = path.read_bytes().decode(errors="replace").split("\n") if path.exists() else []
+    for line in lines:
+        try:
+            table = json.loads(line)
+            step, restart = int(table["step"]), int(table["restart"])
+            one = RunSample(step, restart, str(table["prompt"]), str(table["text"]))
+            found[one.restart, one.step] = one
+        except (ValueError, KeyError, TypeError):
+            continue
+    return tuple(found[key] for key in sorted(found))
 
 
 def _event_steps(folder: Path) -> dict[int, tuple[int, int]]:

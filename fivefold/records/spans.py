@@ -13,7 +13,7 @@ receives by the host.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -115,6 +115,15 @@ class StartFacts(NamedTuple):
     facts: Mapping[str, Any]  # model, layout, world, versions, commit, machine
 
 
+class RunSample(NamedTuple):
+    """What the model wrote after a step of a start, and from which beginning."""
+
+    step: int
+    restart: int
+    prompt: str
+    text: str
+
+
 @dataclass(frozen=True)
 class RunFacts:
     """A run, as read from its folder. `no_plan` says why there is no plan.
@@ -132,6 +141,8 @@ class RunFacts:
     no_plan: str | None
     event_steps: Mapping[int, tuple[int, int]]
     idle_s: float
+    samples: tuple[RunSample, ...] = ()
+    recipe: Mapping[str, Any] = field(default_factory=dict[str, Any])  # every key of its plan file
 
     @property
     def steps(self) -> list[int]:

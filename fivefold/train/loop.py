@@ -76,7 +76,7 @@ def run_rank(
             spans,
             phases,
             EvaluationCallback(recipe, rank, progress, spent, objective),
-            SampleCallback(worker, recipe, rank, spent, phases),
+            SampleCallback(worker, recipe, folder, rank, spent, phases),
             MemoryCallback(worker, recipe, folder, rank, progress),
             RecordCallback(worker, plan, settings, folder, progress, spent),
             stop,

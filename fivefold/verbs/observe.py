@@ -14,12 +14,12 @@ from urllib.parse import parse_qsl, urlencode
 import typer
 
 from fivefold.core import models
-from fivefold.core.errors import FivefoldError, UnknownName
+from fivefold.core.errors import FivefoldError, UnknownName, did_you_mean
 from fivefold.core.plan import PlanOptions, read
 from fivefold.core.precision import PRECISIONS
-from fivefold.page import document
-from fivefold.page.document import RunSource
+from fivefold.page import document, run_compare
 from fivefold.page.explore_state import State, state_of
+from fivefold.page.run_compare import RunSource
 from fivefold.records import run_folder, run_reader
 from fivefold.records.spans import RunFacts, StepSpans
 from fivefold.report import write_text
@@ -30,26 +30,63 @@ _LAST_PORT = 65_535
 
 
 @dataclass(frozen=True)
-class _Folder:
-    """A run folder that is read again for every request."""
+class _Folders:
+    """Run folders by name, which are read again for every request."""
 
-    path: Path
+    paths: dict[str, Path]
 
-    def facts(self) -> RunFacts:
-        return run_reader.read(self.path)
+    @property
+    def names(self) -> list[str]:
+        return list(self.paths)
 
-    def spans(self, step: int) -> StepSpans | None:
-        return run_reader.read_step(self.path, step)
+    def facts(self, name: str) -> RunFacts:
+        return run_reader.read(self.paths[name])
+
+    def spans(self, name: str, step: int) -> StepSpans | None:
+        return run_reader.read_step(self.paths[name], step)
+
+
+def _is_run(target: str) -> bool:
+    return (Path(target) / run_folder.RUN).is_file()
+
+
+def _runs(folders: list[str]) -> _Folders:
+    """These run folders; raises for every one that is none."""
+    wrong = [each for each in folders if not _is_run(each)]
+    if wrong:
+        reasons = [
+            f"{each} has no {run_folder.RUN}" if Path(each).exists() else f"{each} does not exist"
+            for each in wrong
+        ]
+        raise FivefoldError(
+            f"{'; '.join(reasons)}: give run folders, which train --out made, or one target"
+        )
+    real = [Path(each).resolve() for each in folders]
+    twice = [each for each, path in zip(folders, real, strict=True) if real.count(path) > 1]
+    if twice:
+        raise FivefoldError(f"{twice[0]} is given twice: leave one out")
+    names = run_compare.labels([str(path) for path in real])
+    return _Folders(dict(zip(names, map(Path, folders), strict=True)))
 
 
 def _look_up(target: str) -> str:
     """The target; for a run folder its plan, or the default model if its plan cannot be read."""
     folder = Path(target)
-    if (folder / run_folder.RUN).is_file():
+    if _is_run(target):
         with contextlib.suppress(FivefoldError):
             read(folder / run_folder.PLAN)
             return str(folder / run_folder.PLAN)
         return State.model
+    if len(folder.parts) > 1 and not folder.exists():
+        raise FivefoldError(
+            f"{target} does not exist: give the folder that train --out made, a plan file, a "
+            "config.json, or the name of a model"
+        )
+    if target not in models.presets() and not folder.exists() and not folder.suffix[1:].isalpha():
+        known = did_you_mean(target, sorted(models.presets()))
+        raise FivefoldError(
+            f"{target} is neither a run folder, which train --out makes, nor a model: {known}"
+        )
     if target not in models.presets() and folder.is_dir() and not (folder / "config.json").exists():
         raise FivefoldError(
             f"{target} is neither a run, which has a {run_folder.RUN}, nor a model, which has a "
@@ -61,6 +98,10 @@ def _look_up(target: str) -> str:
 def _run(
     options: PlanOptions,
     command: typer.Context,
+    more: Annotated[
+        list[str] | None,
+        typer.Argument(help="Further run folders, shown side by side.", metavar="RUN..."),
+    ] = None,
     at: Annotated[
         str | None,
         typer.Option(
@@ -91,12 +132,14 @@ def _run(
     if not 0 <= port <= _LAST_PORT:
         raise FivefoldError(f"--port {port}: give a number from 0 to {_LAST_PORT}")
     target = command.params["target"]
-    run = _Folder(Path(target)) if _look_up(target) != target else None
+    folders = [target, *(more or [])]
+    run = _runs(folders) if more or _is_run(target) else None
     job = _job(options, precision and one_of("precision", precision, PRECISIONS), run)
     tab, params = _place(at, job, run)
     opens = params if tab == "explore" else job
     address = f"{tab}?{urlencode(params)}" if params else tab
-    start = document.PageStart(address, opens, target if run else "")
+    words, names = (shlex.join(folders), run.names) if run else ("", [])
+    start = document.PageStart(address, opens, words, names)
     if prints:
         with progress_bar("answers") as bar:
             found = document.answers(tab, params, panel, run, bar.update)

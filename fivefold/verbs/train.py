@@ -198,7 +198,8 @@ def _fork(start: _Start, as_json: bool) -> int:
         with Pool(num_processes(plan, settings), _PATIENCE, forwards_stop=True) as pool:
             runs, check = train(pool, plan, settings, reporter.report)
     except RankLost as lost:
-        return _report_lost_rank(lost, plan, as_json)
+        run_files.fail(reason := _lost_rank(lost, plan))
+        return _report_lost_rank(lost, reason, as_json)
     finally:
         summary = run_files.summarize()
     table = {
@@ -288,9 +289,12 @@ def _start_facts(plan: Plan, source: Source) -> dict[str, object]:
     return {**_facts(plan), "tokenizer": None if tokenizer is None else asdict(tokenizer)}
 
 
-def _report_lost_rank(lost: RankLost, plan: Plan, as_json: bool) -> int:
+def _lost_rank(lost: RankLost, plan: Plan) -> str:
     who = "the one process" if lost.rank >= plan.layout.world else f"rank {lost.rank}"
-    reason = f"lost {who} at {lost.doing}: it {lost.cause}"
+    return f"lost {who} at {lost.doing}: it {lost.cause}"
+
+
+def _report_lost_rank(lost: RankLost, reason: str, as_json: bool) -> int:
     if as_json:
         typer.echo(json.dumps({"passed": False, "error": reason, "rank": lost.rank}))
     typer.echo(f"fivefold: {reason}", err=True)

@@ -17,7 +17,7 @@ from tests.pure.fake_runs import PLANNED, FakeStep, plan_of, records, usual, wri
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
-PANELS = ("head", "loss", "rates", "memory", "load", "goodput", "step")
+PANELS = ("head", "history", "loss", "rates", "memory", "load", "goodput", "step")
 
 
 @pytest.fixture(scope="module")
@@ -54,12 +54,17 @@ def opened(page: Page, address: str) -> None:
 def test_every_panel_is_drawn(page: Page, run_site: str) -> None:
     opened(page, run_site)
     for name in PANELS:
-        assert page.locator(f"#panel-{name}").count() == 1
-    for name in ("loss", "rates", "memory", "load", "goodput"):
+        assert page.locator(f"#panel-{name}").is_visible()
+    # What has no data is no empty card: one line says what would fill it.
+    assert page.locator("#panel-samples").is_hidden()
+    assert "sample_every" in page.inner_text(".run-missing")
+    for name in ("history", "loss", "rates", "memory", "load", "goodput"):
         assert page.locator(f"#panel-{name} .chart .main-svg").count() >= 1
     assert "step 60 of 20" in page.inner_text("#panel-head .run-state")
-    assert "<script>alert(1)</script>" in page.inner_text("#panel-head .run-marks")
+    assert "<script>alert(1)</script>" in page.inner_text("#panel-history .run-events")
     assert "0.75 times the plan" in page.inner_text("#panel-rates")
+    titles = page.locator("#panel-loss .xtitle, #panel-rates .xtitle").all_text_contents()
+    assert len(titles) == 6 and set(titles) == {"step"}
     # A restart and a skipped step are marked on every curve.
     assert page.locator("#panel-loss .shapelayer path").count() >= 6
 
@@ -87,6 +92,28 @@ def test_a_run_that_goes_on_is_asked_again(page: Page, run_site: str, folder: Pa
         file.write(json.dumps(newest.to_json()) + "\n")
     page.wait_for_selector("#panel-head .run-state:has-text('step 61')", timeout=8_000)
     assert page.locator("#panel-step .timeline svg").count() == 1
+
+
+def test_a_run_that_goes_on_keeps_the_zoom_of_its_reader(
+    page: Page, run_site: str, folder: Path
+) -> None:
+    opened(page, run_site)
+    drawn = "document.querySelector('#panel-loss .chart')._fullLayout"
+    box = page.locator("#panel-loss .chart .nsewdrag").first.bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + 0.25 * box["width"], box["y"] + 0.5 * box["height"])
+    page.mouse.down()
+    page.mouse.move(box["x"] + 0.5 * box["width"], box["y"] + 0.5 * box["height"], steps=5)
+    page.mouse.up()
+    page.wait_for_function(f"() => {drawn}.xaxis.range[1] < 40")
+    zoomed = page.evaluate(f"{drawn}.xaxis.range")
+    newest = replace(records(62)[-1], restart=1, loss=3.4)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(newest.to_json()) + "\n")
+    page.wait_for_selector("#panel-head .run-state:has-text('step 62')", timeout=8_000)
+    newest_x = "document.querySelector('#panel-loss .chart').data[0].x.at(-1)"
+    page.wait_for_function(f"() => {newest_x} === 62")
+    assert page.evaluate(f"{drawn}.xaxis.range") == zoomed
 
 
 def test_a_step_that_is_no_number_is_refused_and_the_rest_is_drawn(

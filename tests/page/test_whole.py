@@ -263,7 +263,7 @@ def test_the_text_twins_of_lessons_and_runs(page: Page, run_site: str) -> None:
     out = printed(twin(page, "tensor"))
     assert re.sub(r"\s+", "", takeaway) in re.sub(r"\s+", "", out)
     opened(page, run_site, "run")
-    assert "2.95" in printed(twin(page, "loss"))
+    assert "2.936" in printed(twin(page, "loss"))
 
 
 def test_every_panel_has_a_twin(page: Page, run_site: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from fivefold.core.plan import Plan, PlanOptions, resolve
 from fivefold.core.schedule import FORWARD, Step, actions_of, merged
 from fivefold.records import PlannedStep, StepRecord
+from fivefold.records.run_folder import RunFolder
 from fivefold.records.spans import awaited, results
 
 EPOCH = 1_700_000_000.0
@@ -114,7 +115,7 @@ def write_run(
     events: list[dict[int, str]] | None = None,
     ended: list[str | None] | None = None,
 ) -> Path:
-    """A folder as a training leaves it; `ended` says why each start ended."""
+    """A folder as a training leaves it; `ended` says why each start ended, or that it `failed`."""
     folder.mkdir()
     (folder / "plan.toml").write_text(plan.to_toml(folder, whole=True))
     starts: list[dict[str, Any]] = []
@@ -122,7 +123,10 @@ def write_run(
         start: dict[str, Any] = {"began": EPOCH + 100 * number, "model": plan.shape.name}
         start |= {"layout": str(plan.layout), "world": plan.layout.world, "zero": plan.layout.zero}
         start["machine"] = {"system": "Linux x86_64", "num_cpus": 2, "gpus": []}
-        if why is not None:
+        if why == "failed":
+            words = "lost rank 3 at step 5 0F0: it was killed by SIGKILL"
+            start["failed"] = {"at": start["began"] + 60, "why": words}
+        elif why is not None:
             start["ended"] = {"at": start["began"] + 90, "why": why, "spent": {}}
         starts.append(start)
     (folder / "run.json").write_text(json.dumps({"id": "a", "starts": starts}))
@@ -145,3 +149,8 @@ def records(num: int, **said: Any) -> list[StepRecord]:
 
 
 PLANNED = PlannedStep(step_s=0.1, tokens_per_s=10_240.0, mfu=0.4, memory_gib=2.0)
+
+
+def add_sample(folder: Path, step: int, prompt: str, text: str, restart: int = 0) -> None:
+    """A completion that the model wrote after a step."""
+    RunFolder(folder, restart, EPOCH, EPOCH).append_sample(step, prompt, text)

@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from fivefold.core.errors import FivefoldError
 from fivefold.core.plan import PlanOptions, resolve
 from fivefold.core.recipe import Recipe
 from fivefold.launch.processes import Pool
+from fivefold.records import run_reader
+from fivefold.records.run_folder import RunFolder
 from fivefold.train import SampleText, TrainSettings, train
 from fivefold.train.callbacks.samples import generating
 
 LAYOUTS = ("dp=2", "tp=2", "pp=2", "cp=2", "dp=2 ep=2")
 
 
-def trained(pool: Pool, layout: str, every: int) -> tuple[list[SampleText], list[float]]:
+def trained(
+    pool: Pool, layout: str, every: int, folder: Path | None = None
+) -> tuple[list[SampleText], list[float]]:
     recipe = Recipe(steps=3, sample_every=every, compile=False)
     changes = {"layers": "2"}
     plan = resolve(
         PlanOptions("tiny-moe", layout=layout, seq=24, batch=4, set=changes, train=recipe)
     )
-    settings = TrainSettings(recipe=recipe, dtype="float64", device="cpu", backend="gloo")
+    if folder is not None:
+        RunFolder.create(folder, plan.to_toml(folder, whole=True), {"layout": layout}, resume=False)
+    settings = TrainSettings(
+        recipe=recipe, dtype="float64", device="cpu", backend="gloo", folder=folder
+    )
     reports: list[object] = []
     ranks, _ = train(pool, plan, settings, reports.append)
     return [each for each in reports if isinstance(each, SampleText)], ranks[0].losses
@@ -37,6 +47,15 @@ def test_samples_are_the_same_in_every_layout(pool: Pool, layout: str) -> None:
     assert str(samples[0]).startswith("sample after step 2 | ")
     none, without = trained(pool, layout, 0)
     assert not none and without == losses, "a sample changes no step"
+
+
+def test_samples_are_written_to_the_run_folder(pool: Pool, tmp_path: Path) -> None:
+    said, _ = trained(pool, "dp=2", 2, tmp_path / "run")
+    read = run_reader.read(tmp_path / "run").samples
+    assert [(one.step, one.prompt, one.text) for one in read] == [
+        (one.step, one.prompt, one.text) for one in said
+    ]
+    assert [one.restart for one in read] == [0, 0]
 
 
 def test_context_ranks_become_replicas() -> None:

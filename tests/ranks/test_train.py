@@ -307,6 +307,8 @@ def test_a_lost_rank_is_named_and_no_process_is_left(tmp_path: Path) -> None:
     where = r"fivefold: lost rank 1 at (data of )?step \d+( 0[FB]\d.*)?"
     assert re.match(rf"{where}: it was killed by SIGKILL", line)
     wait_until_gone(ranks)
+    (start,) = json.loads((tmp_path / "run/run.json").read_text())["starts"]
+    assert "ended" not in start and f"fivefold: {start['failed']['why']}" == line
 
 
 @pytest.mark.sample(1)

@@ -4,6 +4,10 @@
 /** @type {any} */
 const Plotly = /** @type {any} */ (window).Plotly;
 const CONFIG = { displayModeBar: false, responsive: false, scrollZoom: false, showTips: false };
+/** A chart over steps: its reader may draw a frame around some of them, and click twice to see all.
+ * A finger scrolls the page instead. */
+const FINGER = matchMedia("(pointer: coarse)").matches;
+export const ZOOM = { dragmode: FINGER ? false : "zoom", xaxis: { fixedrange: FINGER } };
 /** @type {Map<HTMLElement, () => void>} */
 const drawn = new Map();
 /** @type {WeakMap<HTMLElement, {width: number, height: number}>} */
@@ -27,6 +31,9 @@ export function draw(node, traces, layout, label) {
   node.setAttribute("aria-label", label);
   return again();
 }
+
+/** A text that a user wrote, for Plotly, which reads tags. @param {string} text */
+export const plain = (text) => text.replace(/[<>&]/g, (mark) => ({ "<": "‹", ">": "›" })[mark] ?? "+").trim();
 
 /** How large a chart is; measured once and when that changes, for measuring makes the browser lay out
  * everything that was drawn before. @param {HTMLElement} node */

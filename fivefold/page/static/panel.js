@@ -35,6 +35,9 @@ export function panel(name, title, hint) {
 /** The command that prints the same in a terminal. @param {string} name */
 export function commandFor(name) {
   const { tab, params } = read();
-  if (tab === "run") return `fivefold observe '${site.run}' --text --panel ${name}`;
+  if (tab === "run") {
+    const at = params.run && name !== "runs" ? ` --at 'run?run=${Number(params.run)}'` : "";
+    return `fivefold observe ${site.run}${at} --text --panel ${name}`;
+  }
   return `fivefold observe --at '${written(tab, params)}' --text --panel ${name}`;
 }

@@ -1,5 +1,5 @@
 // @ts-check
-// The Run tab: a run's folder, asked again while the training goes on.
+// The Run tab: the folders of runs, asked again while the training goes on.
 
 import { clear, el } from "fivefold/dom.js";
 import { ask, site } from "fivefold/ask.js";
@@ -13,6 +13,7 @@ const EVERY = 2000; // milliseconds between two questions while a run goes on
 const NO_STEP = { step: "none" };
 /** By the column of a panel: over both columns, the columns, and under them. */
 const COLUMNS = ["run-wide", "run-column", "run-column", "run-wide"];
+const BESIDE = "Loss, speed and memory of all runs that are chosen, and how their recipes differ.";
 
 /** @param {HTMLElement} root @param {(params: Record<string, string>) => void} remember */
 export async function create(root, remember) {
@@ -24,63 +25,110 @@ export async function create(root, remember) {
   const panels = frames.map(({ name, title, hint, column }, i) => {
     const frame = panel(name, title, hint);
     columns[column].append(frame.root);
-    return { ...frame, name, make: /** @type {Make} */ (modules[i][name]) };
+    return { ...frame, name, title, make: /** @type {Make} */ (modules[i][name]) };
   });
-  const tab = new RunTab(panels, remember);
+  const missing = el("ul", { class: "run-missing" });
+  columns[3].append(missing);
+  const tab = new RunTab(panels, missing, remember);
+  if (site.runs.length > 1) {
+    const frame = panel("runs", "Runs side by side", BESIDE);
+    columns[0].prepend(frame.root);
+    const { runs } = await import("fivefold/run_compare.js");
+    tab.beside = runs(frame.body, (/** @type {Record<string, string>} */ params) => void tab.show(tab.remembered(params)));
+  }
   return { show: (/** @type {Record<string, string>} */ params) => void tab.show(params) };
 }
 
+/** The params that say which runs are looked at. @param {Record<string, string>} params */
+const which = (params) => Object.fromEntries(Object.entries(params).filter(([name]) => name === "run" || name === "runs"));
+
 class RunTab {
-  /** @param {{name: string, body: HTMLElement, root: HTMLElement, say: (text: string) => void, make: Make}[]} panels
-   * @param {(params: Record<string, string>) => void} remember */
-  constructor(panels, remember) {
+  /** @param {{name: string, title: string, body: HTMLElement, root: HTMLElement, say: (text: string) => void, make: Make}[]} panels
+   * @param {HTMLElement} missing @param {(params: Record<string, string>) => void} remember */
+  constructor(panels, missing, remember) {
     const choose = (/** @type {Record<string, string>} */ params) => void this.choose(params);
+    this.panels = panels;
+    this.missing = missing;
     this.drawings = panels.map(({ body, make }) => make(body, choose));
     /** The panel that says why a step cannot be shown. */
     this.frame = panels.find(({ name }) => name === "step") ?? panels[0];
     this.remember = remember;
+    /** @type {{update: (view: any, params: Record<string, string>) => void} | undefined} */
+    this.beside = undefined;
+    /** @type {Record<string, string>} */
+    this.params = {};
     this.timer = 0;
     this.live = false;
+    this.others = false;
     this.drawn = false;
     document.addEventListener("visibilitychange", () => this.again());
   }
 
   /** @param {Record<string, string>} params */
   async show(params) {
-    await this.asked(params);
+    this.params = params;
+    const { runs: _, ...one } = params;
+    await Promise.all([this.asked(one), this.askedBeside()]);
     this.again();
   }
 
-  /** @param {Record<string, string>} params */
+  /** Another step or rank of the same run. @param {Record<string, string>} params */
   choose(params) {
+    const { runs: _, ...one } = this.remembered({ ...which(this.params), ...params });
+    return this.asked(one);
+  }
+
+  /** @param {Record<string, string>} params */
+  remembered(params) {
+    this.params = params;
     this.remember(params);
-    return this.asked(params);
+    return params;
   }
 
   /** @param {Record<string, string>} params */
   async asked(params) {
+    const { run: _, ...rest } = params;
+    const asks = params.run === "0" ? rest : params; // as an offline page names it
     try {
-      this.draw(await ask("run", params));
+      this.draw(await ask("run", asks));
       this.frame.say("");
     } catch (error) {
       this.frame.say(/** @type {Error} */ (error).message);
-      if (!this.drawn && params.step !== NO_STEP.step) this.draw(await ask("run", NO_STEP));
+      const run = asks.run ? { run: asks.run } : {};
+      if (!this.drawn && asks.step !== NO_STEP.step) this.draw(await ask("run", { ...run, ...NO_STEP }).catch(() => ask("run", NO_STEP)));
     }
+  }
+
+  async askedBeside() {
+    if (!this.beside) return;
+    const view = await ask("runs", {}).catch(() => null);
+    if (!view) return;
+    this.beside.update(view, this.params);
+    this.others = view.runs.some((/** @type {any} */ one) => one.live);
   }
 
   /** @param {any} view */
   draw(view) {
     this.live = site.live && view.head.live;
     this.drawn = true;
+    const lines = [];
+    for (const { name, title, root } of this.panels) {
+      const why = view.missing[name];
+      root.hidden = why !== undefined;
+      if (why) lines.push(el("li", {}, el("b", {}, title), ` is not recorded: ${why}`));
+    }
+    clear(this.missing, ...lines);
     for (const { update } of this.drawings) update(view);
   }
 
-  /** Ask again as long as the run goes on and somebody looks; the step on show stays. */
+  /** Ask again as long as a run goes on and somebody looks; the step on show stays. */
   again() {
     clearTimeout(this.timer);
-    if (!this.live || document.hidden || !this.frame.root.isConnected) return;
+    const goes = this.live || (site.live && this.others);
+    if (!goes || document.hidden || !this.missing.isConnected) return;
     this.timer = window.setTimeout(async () => {
-      await this.asked(NO_STEP);
+      const run = this.params.run ? { run: this.params.run } : {};
+      await Promise.all([this.asked({ ...run, ...NO_STEP }), this.askedBeside()]);
       this.again();
     }, EVERY);
   }
@@ -90,17 +138,16 @@ class RunTab {
 export function head(body) {
   const state = el("p", { class: "run-state", role: "status" });
   const facts = el("dl", { class: "run-facts" });
-  const marks = el("ul", { class: "run-marks" });
-  body.append(state, facts, marks);
+  const problem = el("p", { class: "run-marks" });
+  body.append(state, facts, problem);
   return {
-    update(/** @type {any} */ { head, marks: found }) {
+    update(/** @type {any} */ { head }) {
       state.classList.toggle("live", head.live && !head.silent);
-      state.classList.toggle("silent", head.silent);
+      state.classList.toggle("silent", head.silent || head.failed);
       clear(state, head.state);
       clear(facts, ...rows(head).map(([name, text]) => el("div", {}, el("dt", {}, name), el("dd", {}, text))));
-      const said = [...found.restarts, ...found.skipped.slice(-5)].map((each) => el("li", {}, each.says));
-      clear(marks, ...(head.no_plan ? [el("li", {}, head.no_plan)] : []), ...said);
-      marks.hidden = !marks.firstChild;
+      clear(problem, head.no_plan ?? "");
+      problem.hidden = !head.no_plan;
     },
   };
 }

@@ -3,7 +3,7 @@
 // that a restart repeated are faint.
 
 import { clear, el } from "fivefold/dom.js";
-import { draw } from "fivefold/chart.js";
+import { draw, plain, ZOOM } from "fivefold/chart.js";
 import { digits } from "fivefold/format.js";
 
 const BLUE = "#0072b2";
@@ -12,6 +12,13 @@ const ORANGE = "#e69f00";
 const RED = "#d55e00";
 const GREY = "#8a919e";
 const MOST_MARKS = 200;
+/** A colour, a mark and a dash for each evaluation set. @type {[string, string, string][]} */
+const SETS = [
+  [ORANGE, "diamond", "dot"],
+  ["#009e73", "square", "dash"],
+  ["#cc79a7", "triangle-up", "dashdot"],
+  ["#d55e00", "circle", "longdash"],
+];
 
 /** @typedef {{name: string, title: string, height: string, format?: string}} Wanted */
 
@@ -26,7 +33,7 @@ export function loss(body) {
   return {
     update(/** @type {any} */ view) {
       const one = view.curves.loss;
-      if (one) draw(big, lossTraces(one), layout(view, "loss", true), heard("loss", one));
+      if (one) draw(big, lossTraces(one), layout(view, "loss", true, one.axis), heard("loss", one));
       rest.update(view);
     },
   };
@@ -39,10 +46,12 @@ function lossTraces(one) {
     line(one.smoothed, "smoothed", { color: BLUE, width: 2.5 }),
     ...repeated(one),
   ];
-  const { eval: evaluated } = one;
-  if (evaluated.x.length) {
-    const marker = { symbol: "diamond", size: 9, color: ORANGE, line: { width: 1, color: "#5b6270" } };
-    traces.push({ ...line(evaluated, "evaluation", { color: ORANGE, dash: "dot", width: 1 }), mode: "lines+markers", marker });
+  const sets = Object.entries(one.sets);
+  for (const [place, [name, curve]] of (sets.length ? sets : [["", one.eval]]).entries()) {
+    if (!curve.x.length) continue;
+    const [color, symbol, dash] = SETS[place % SETS.length];
+    const marker = { symbol, size: 9, color, line: { width: 1, color: "#5b6270" } };
+    traces.push({ ...line(curve, plain(`evaluation ${name}`), { color, dash, width: 1 }), mode: "lines+markers", marker });
   }
   return traces;
 }
@@ -52,7 +61,7 @@ export function rates(body) {
   return charts(body, [
     { name: "tokens_per_s", title: "tokens/s", height: "run-small" },
     { name: "mfu", title: "MFU", height: "run-small", format: ".0%" },
-    { name: "step_s", title: "seconds a step", height: "run-small" },
+    { name: "step_s", title: "seconds", height: "run-small" },
   ]);
 }
 
@@ -75,10 +84,10 @@ function charts(body, wanted) {
       for (const { each, note, chart } of parts) {
         const one = view.curves[each.name];
         chart.hidden = !one;
-        clear(note, one ? one.says ?? "" : `${each.title}: not known, for the plan names no machine`);
+        clear(note, one ? [one.says ? `${one.says}.` : "", ...one.axis.says].filter(Boolean).join(" ") : `${each.title} needs a plan with a machine: --machine`);
         if (!one) continue;
         const lines = traces(one);
-        draw(chart, lines, layout(view, each.title, lines.length > 1, each.format), heard(each.title, one));
+        draw(chart, lines, layout(view, each.title, lines.length > 1, one.axis, each.format), heard(each.title, one));
       }
     },
   };
@@ -106,20 +115,25 @@ function line(curve, name, look, opacity = 1) {
   return { type: "scatter", mode, name, x: curve.x, y: curve.y, line: look, marker: { color: look.color }, opacity, hovertemplate };
 }
 
-/** @param {any} view @param {string} title @param {boolean} several lines @param {string} [format] */
-function layout(view, title, several, format) {
+/** The band round a plan lies under the lines. The zoom of a reader outlives new points of the run.
+ * @param {any} view @param {string} title @param {boolean} several lines @param {any} axis @param {string} [format] */
+function layout(view, title, several, axis, format) {
   const { restarts, skipped } = view.marks;
+  const [low, high] = axis.band ?? [0, 0];
   const shapes = [
+    ...(axis.band ? [{ type: "rect", xref: "paper", x0: 0, x1: 1, y0: low, y1: high, fillcolor: ORANGE, opacity: 0.15, line: { width: 0 }, layer: "below" }] : []),
     ...restarts.slice(-MOST_MARKS).map((/** @type {any} */ each) => mark(each.step, GREY, "dash", 0)),
     ...skipped.slice(-MOST_MARKS).map((/** @type {any} */ each) => mark(each.step, RED, "solid", 0.9)),
   ];
   return {
+    ...ZOOM,
+    uirevision: view.head.name,
     shapes,
     showlegend: several,
     legend: { orientation: "h", y: 1, yanchor: "bottom", x: 0, itemclick: false, itemdoubleclick: false },
-    margin: { l: 52, r: 10, t: several ? 24 : 8, b: 30 },
-    xaxis: { tickformat: ",d" },
-    yaxis: { title: { text: title }, ...(format ? { tickformat: format } : {}) },
+    margin: { l: 52, r: 10, t: several ? 24 : 8, b: 40 },
+    xaxis: { ...ZOOM.xaxis, tickformat: ",d", title: { text: "step", standoff: 4 } },
+    yaxis: { title: { text: title }, range: axis.range, ...(format ? { tickformat: format } : {}) },
   };
 }
 

@@ -61,7 +61,7 @@ export function load(body) {
   return {
     update(/** @type {any} */ { load: table }) {
       chart.hidden = !table;
-      clear(note, table ? said(table) : "The model has no experts, or their load is not recorded.");
+      clear(note, table ? said(table) : "");
       if (!table) return;
       chart.style.height = `${Math.max(180, Math.min(520, 60 + 22 * table.layers.length))}px`;
       draw(chart, [heat(table)], HEAT_LAYOUT, said(table));
@@ -90,7 +90,7 @@ const heat = (table) => ({
 });
 
 const HEAT_LAYOUT = {
-  xaxis: { tickformat: ",d", showgrid: false },
+  xaxis: { tickformat: ",d", showgrid: false, title: { text: "step", standoff: 4 } },
   yaxis: { autorange: "reversed", showgrid: false },
-  margin: { l: 62, r: 6, t: 8, b: 30 },
+  margin: { l: 62, r: 6, t: 8, b: 40 },
 };

@@ -30,7 +30,7 @@ export function step(body, choose) {
       clear(says, whole ? one.says : one.problem);
       clear(basis, whole ? one.basis : "");
       host.hidden = !whole;
-      clear(tables, ...(whole ? [causes(one), ranks(one), calls(one)] : []));
+      clear(tables, ...(whole ? [one.causes.length ? causes(one) : null, ranks(one), one.calls.length ? calls(one) : null] : []));
       if (whole) drawTimeline(host, one.picture);
     },
   };
@@ -58,11 +58,11 @@ function causes(one) {
       "tr",
       each.named ? { class: "named" } : {},
       cell(seconds(each.gain_s)),
-      cell(each.share === null ? "" : percent(each.share)),
+      cell(percent(each.share)),
       el("td", {}, each.says),
     ),
   );
-  return table("Were it as planned, the step would be shorter by", ["time", "share", "what differs"], rows, 2);
+  return table("Set to the plan one after the other, they would make the step shorter by", ["time", "share of all", "what differs"], rows, 2);
 }
 
 /** @param {any} one */

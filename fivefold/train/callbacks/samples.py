@@ -24,7 +24,7 @@ from fivefold.launch.worker import Worker
 from fivefold.parallel.compose import compose_forward
 from fivefold.parallel.mesh import Mesh
 from fivefold.records import EVAL
-from fivefold.records.run_folder import TimeSpent
+from fivefold.records.run_folder import RunFolder, TimeSpent
 from fivefold.train.build import BuiltRank
 from fivefold.train.callbacks import Callback
 from fivefold.train.callbacks.watchdog import WatchdogCallback
@@ -46,10 +46,11 @@ class SampleText:
 
 @dataclass
 class SampleCallback(Callback):
-    """Draws on all ranks; rank 0 reports it after the step."""
+    """Draws on all ranks; rank 0 reports it after the step, and writes it to the run folder."""
 
     worker: Worker
     recipe: Recipe
+    folder: RunFolder | None
     rank: BuiltRank
     spent: TimeSpent
     phases: WatchdogCallback
@@ -66,6 +67,8 @@ class SampleCallback(Callback):
 
     def after_step(self, number: int) -> None:
         for each in self.drawn if self.worker.rank == 0 else ():
+            if self.folder is not None:
+                self.folder.append_sample(each.step, each.prompt, each.text)
             self.worker.report(each)
         self.drawn.clear()
 
