@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from fivefold.api.checks import above, checkpoint_step, one_of, positive
 from fivefold.api.jobs import OnProgress, TaskProgress
@@ -60,12 +60,48 @@ class TextListeners(NamedTuple):
             self.on_progress(TaskProgress(done, total, "generate"))
 
 
-@overload
-def generate(source: Any, prompt: str, **options: Any) -> WrittenText: ...
-@overload
-def generate(
-    source: Any, prompt: Sequence[str | Messages | Prompt], **options: Any
-) -> tuple[WrittenText, ...]: ...
+@dataclass(frozen=True)
+class GeneratedTexts:
+    """Completions, in the order of their prompts: a sequence of `WrittenText`.
+
+    `str()` is the text that `fivefold generate` prints, `to_json()` a table for each.
+    """
+
+    completions: tuple[WrittenText, ...]
+
+    @property
+    def text(self) -> str:
+        """The text, if there is one prompt."""
+        if len(self.completions) != 1:
+            raise FivefoldError(
+                f"{len(self.completions)} completions: take one, as in texts[0].text"
+            )
+        return self.completions[0].text
+
+    def __len__(self) -> int:
+        return len(self.completions)
+
+    def __iter__(self) -> Iterator[WrittenText]:
+        return iter(self.completions)
+
+    def __getitem__(self, place: int) -> WrittenText:
+        return self.completions[place]
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """The lines that `fivefold generate --json` prints."""
+        return [each.table() for each in self.completions]
+
+    def __str__(self) -> str:
+        if len(self.completions) == 1:
+            return self.completions[0].text
+        return "\n".join(f"[{each.id}] {each.prompt}{each.text}" for each in self.completions)
+
+    def _repr_html_(self) -> str:
+        from fivefold.report.notebook_html import texts_html
+
+        return texts_html([(each.prompt, each.text, each.reason) for each in self.completions])
+
+
 def generate(
     source: Any,
     prompt: str | Sequence[str | Messages | Prompt],
@@ -89,7 +125,7 @@ def generate(
     on_piece: OnPiece | None = None,
     on_progress: OnProgress | None = None,
     on_warning: Tell | None = None,
-) -> WrittenText | tuple[WrittenText, ...]:
+) -> GeneratedTexts:
     """Go on with a prompt, or with several at a time, in any layout.
 
     `source` is a run, its folder, or the folder of a Hugging Face model. A prompt is a text, or
@@ -112,12 +148,14 @@ def generate(
     how = {"layout": str(layout), "tokenizer": named, "batch_invariant": batch_invariant}
     runs = model_options(dtype, device, cache_gb, **how)
     model = find_model(_folder(source))
-    alone = isinstance(prompt, str)
     prompts = [Prompt("0", prompt)] if isinstance(prompt, str) else _prompts(prompt)
-    told = on_warning or (lambda why: warnings.warn(why, stacklevel=2))
+    told = on_warning or _warn
     listeners = TextListeners(on_piece, on_progress, told)
-    written = _generate(model, prompts, options, runs, listeners)
-    return written[0] if alone and output is None else written
+    return GeneratedTexts(_generate(model, prompts, options, runs, listeners))
+
+
+def _warn(why: str) -> None:
+    warnings.warn(why, stacklevel=3)
 
 
 def _folder(source: Any) -> Path:
@@ -216,7 +254,7 @@ def _generate(
 
 
 @contextmanager
-def _lines(output: Path | None) -> Iterator[Callable[[str], None]]:
+def _lines(output: Path | None) -> Generator[Callable[[str], None]]:
     """What appends a line to a file, if there is one."""
     if output is None:
         yield lambda line: None

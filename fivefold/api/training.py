@@ -156,7 +156,7 @@ def train(
         raise FivefoldError("name the run folder, which all hosts share, with --out")
     plan = runnable(_same_batch(options, folder, resume), launched)
     start = _Start(plan, dtype, device, asked, folder, resume, until, check, deterministic)
-    told = on_progress or (lambda report: None)
+    told: OnReport = on_progress or (lambda _: None)
     return _join(start, launched, told) if launched else _fork(start, told)
 
 

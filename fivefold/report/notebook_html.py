@@ -196,6 +196,15 @@ def run_html(losses: Sequence[float], steps: Sequence[str], text: str, passed: b
     )
 
 
+def texts_html(texts: Sequence[tuple[str, str, str]]) -> str:
+    """Prompts and what was written after them, and why each ended."""
+    rows = "".join(
+        f"<p>{_e(prompt)}<mark>{_e(text)}</mark> <small>({_e(reason)})</small></p>"
+        for prompt, text, reason in texts
+    )
+    return _box(rows)
+
+
 def _curve(losses: Sequence[float]) -> str:
     """The loss of every step."""
     if len(losses) < 2:

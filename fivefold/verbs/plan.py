@@ -194,10 +194,10 @@ def _searched(job: GivenJob, options: dict[str, Any]) -> Printed:
         return _tables(request_of(job.options, fixed, how, precision), options)
     with verbs.shown_progress("search") as on_progress:
         if options["what_if"] is not None:
-            both = (
+            now, then = (
                 best_of(one, options["objective"], 1, on_progress) for one in _both(job, options)
             )
-            return _what_if(*(found.plans[0] for found in both), options["what_if"])
+            return _what_if(now.plans[0], then.plans[0], options["what_if"])
         chosen = {key: options[key] for key in ("fix", "top", "objective", "tokens", "price")}
         chosen |= {"precision": precision, **how}
         return _written(search(job, **chosen, on_progress=on_progress), options)

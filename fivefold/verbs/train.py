@@ -112,6 +112,9 @@ class _Reporter:
         elif isinstance(report, str):
             typer.echo(f"fivefold: {report}", err=True)
         else:
-            words = {**asdict(report), "where": f"{report.where} of rank {report.rank}"}
+            words: dict[str, Any] = {
+                **asdict(report),
+                "where": f"{report.where} of rank {report.rank}",
+            }
             words.pop("rank")
             typer.echo(f"fivefold: {out_of_memory(**words)}", err=True)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from fivefold.api.verifying import runnable
 from fivefold.core.plan import Plan, PlanOptions
 from fivefold.generate.cache import KvCache
 from fivefold.generate.engine import DecoderForward
@@ -24,7 +25,6 @@ from fivefold.generate.requests import Completion
 from fivefold.launch.backend import NcclLibrary, forked_device
 from fivefold.launch.processes import Pool
 from fivefold.launch.worker import Worker
-from fivefold.verbs.verify import runnable
 from fivefold.verify.generated import BATCHED, GeneratedTrial
 
 CASES = (

@@ -253,6 +253,7 @@ def test_what_is_shown_is_escaped() -> None:
         ff.search(named, top=1, **JOB)._repr_html_(),
         notebook_html.text_html(HOSTILE, True),
         notebook_html.schedule_html(None, [HOSTILE]),
+        notebook_html.texts_html([(HOSTILE, HOSTILE, HOSTILE)]),
         notebook_html.run_html((2.0, 1.0), [HOSTILE], HOSTILE, False),
     ):
         assert "script" not in tags(shown) and HOSTILE in tags_free(shown)

@@ -4,6 +4,7 @@ fork."""
 from __future__ import annotations
 
 import doctest
+import html
 import json
 import multiprocessing
 import platform
@@ -89,9 +90,15 @@ def test_train_answers_as_the_command_and_generate_goes_on(tmp_path: Path) -> No
     written = ff.generate(run, "def ", on_piece=lambda one: pieces.append(one.text), **options)
     assert "".join(pieces) == written.text
     words = ["generate", str(run.folder), "--prompt", "def ", "--json", *words_of(options)]
-    assert steady(json.loads(in_fork(words, tmp_path).stdout)) == steady(written.table())
+    [ours] = written.to_json()
+    assert steady(json.loads(in_fork(words, tmp_path).stdout)) == steady(
+        json.loads(json.dumps(ours))
+    )
     both = ff.generate(run.folder, ["def ", "import "], **options)
-    assert both[0].tokens == written.tokens and len(both) == 2
+    assert both[0].tokens == written[0].tokens and len(both) == 2
+    assert f"<mark>{html.escape(both[1].text)}" in both._repr_html_()
+    with pytest.raises(ff.FivefoldError, match="2 completions: take one"):
+        _ = both.text
 
 
 def test_what_is_refused_starts_no_rank(tmp_path: Path) -> None:
