@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -71,33 +71,21 @@ def run(
     if record_routing and not as_json and output is None:
         raise FivefoldError("--record-routing writes into JSON lines: give --json, or -o OUT.jsonl")
     prompts = read_prompts(file) if file is not None else [Prompt("0", prompt or "")]
+    options = {"max_tokens": max_tokens, "temperature": temperature, "top_k": top_k}
+    options |= {"top_p": top_p, "seed": seed, "stop": stop or (), "layout": layout, "chat": chat}
+    options |= {"dtype": dtype, "device": device, "tokenizer": tokenizer, "cache_gb": cache_gb}
+    options |= {"batch_invariant": batch_invariant, "step": step, "output": output}
+    _generate(source, prompts, {**options, "record_routing": record_routing}, as_json)
+
+
+def _generate(source: Path, prompts: list[Prompt], options: dict[str, Any], as_json: bool) -> None:
+    output = options["output"]
     streams = len(prompts) == 1 and not as_json and output is None
     printer = _Printer(streams, as_json, quiet=output is not None)
     try:
         with shown_progress("generate", shown=len(prompts) > 1) as on_progress:
-            written = generate(
-                source,
-                prompts,
-                max_tokens=max_tokens,
-                temperature=temperature,
-                top_k=top_k,
-                top_p=top_p,
-                seed=seed,
-                stop=stop or (),
-                layout=layout,
-                chat=chat,
-                dtype=dtype,
-                device=device,
-                tokenizer=tokenizer,
-                cache_gb=cache_gb,
-                batch_invariant=batch_invariant,
-                step=step,
-                output=output,
-                record_routing=record_routing,
-                on_piece=printer.on_piece,
-                on_progress=on_progress,
-                on_warning=warn,
-            )
+            told = {"on_piece": printer.on_piece, "on_progress": on_progress, "on_warning": warn}
+            written = generate(source, prompts, **options, **told)
     except RankLost as lost:
         warn(lost.reason)
         raise typer.Exit(1) from lost

@@ -65,32 +65,28 @@ def run(
     given = {"steps": steps, "lr": lr, "seed": seed}
     recipe = replace(options.train, **{key: one for key, one in given.items() if one is not None})
     job = GivenJob(replace(options, train=recipe), frozenset(), False)
+    chosen = {"out": out, "resume": resume, "until": until, "dtype": dtype, "device": device}
+    chosen |= {"backend": backend, "check": check, "deterministic": deterministic}
+    raise typer.Exit(_train(job, chosen, as_json))
+
+
+def _train(job: GivenJob, chosen: dict[str, Any], as_json: bool) -> int:
+    """Train and print; the exit code."""
     alone = read_environment(os.environ) is None
     reporter = _Reporter((lambda line: None) if as_json and alone else typer.echo)
     try:
-        found = train(
-            job,
-            out=out,
-            resume=resume,
-            until=until,
-            dtype=dtype,
-            device=device,
-            backend=backend,
-            check=check,
-            deterministic=deterministic,
-            on_progress=reporter.report,
-        )
+        found = train(job, **chosen, on_progress=reporter.report)
     except RankLost as lost:
         if as_json:
             table = {"passed": False, "error": lost.reason, "rank": lost.rank}
             typer.echo(json.dumps(table))
         typer.echo(f"fivefold: {lost.reason}", err=True)
-        raise typer.Exit(1) from None
+        return 1
     if not found.joined:
         typer.echo(json.dumps(found.to_json()) if as_json else f"\n{found}")
     elif found.summary is not None:
         typer.echo(f"\n{found}")
-    raise typer.Exit(0 if found.passed else 1)
+    return 0 if found.passed else 1
 
 
 class _Reporter:
