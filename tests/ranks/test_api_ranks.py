@@ -53,6 +53,7 @@ def equal(answer: Any, words: list[str], folder: Path) -> None:
     assert steady(json.loads(done.stdout)) == steady(json.loads(json.dumps(answer.to_json())))
 
 
+@pytest.mark.sample(0.4)
 def test_verify_answers_as_the_command(tmp_path: Path) -> None:
     told: list[Any] = []
     answer = ff.verify("tiny", layout="dp=2", steps=1, on_progress=told.append)
@@ -69,6 +70,7 @@ def test_generation_is_verified_too() -> None:
     assert "generation against the forward" in str(answer)
 
 
+@pytest.mark.sample(0.4)
 def test_rehearse_answers_as_the_command(tmp_path: Path) -> None:
     answer = ff.rehearse("tiny", layout="dp=2", seq=32, layers=2, rank=[0])
     words = ["--layout", "dp=2", "--seq", "32", "--set", "layers=2", "--rank", "0"]
@@ -186,7 +188,7 @@ def test_what_cannot_fork_ranks_is_told_why(monkeypatch: pytest.MonkeyPatch) -> 
         assert "OMP_NUM_THREADS=1" in refusal()
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(0.4)
 @pytest.mark.parametrize("titles", [LONG[:1], LONG[1:2], LONG[2:]], ids=lambda titles: titles[0])
 def test_the_long_examples_of_the_page_work(
     titles: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
