@@ -84,8 +84,14 @@ def _generate(source: Path, prompts: list[Prompt], options: dict[str, Any], as_j
     printer = _Printer(streams, as_json, quiet=output is not None)
     try:
         with shown_progress("generate", shown=len(prompts) > 1) as on_progress:
-            told = {"on_piece": printer.on_piece, "on_progress": on_progress, "on_warning": warn}
-            written = generate(source, prompts, **options, **told)
+            written = generate(
+                source,
+                prompts,
+                **options,
+                on_piece=printer.on_piece,
+                on_progress=on_progress,
+                on_warning=warn,
+            )
     except RankLost as lost:
         warn(lost.reason)
         raise typer.Exit(1) from lost
