@@ -14,9 +14,11 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # to type checkers it is typing's, whose import would take longer than all
 if TYPE_CHECKING:
+    from typing import Any
+
     from fivefold.api.generating import generate as generate
     from fivefold.api.jobs import as_machine as machine
     from fivefold.api.jobs import as_shape as shape
